@@ -6,14 +6,12 @@ import gc
 import math
 import traceback
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pandas as pd
 import torch
-from lm_eval.api.model import LM
 
 from qbench.attention.transformers import batch_invariant
 from qbench.cache import distributions_folder
@@ -24,7 +22,6 @@ from qbench.checkpoints.prequantized import load_prequantized, without_weights
 from qbench.code import code_digest
 from qbench.errors import AuditError, QbenchError, ResultsError, UnavailableError, one_line
 from qbench.evaluation.baseline import BaselineReader, baseline_file, read_baseline
-from qbench.evaluation.definitions import TaskGroup
 from qbench.evaluation.degradation import Outcomes, correct_requests, damage, divergence_table
 from qbench.evaluation.evaluate import evaluate, group_scores
 from qbench.evaluation.kl import BaselineHiddenStates, BaselineWriter, KLObserver
@@ -33,7 +30,7 @@ from qbench.evaluation.lm_eval_model import external_model
 from qbench.evaluation.loaded import LoadedTask, load_task
 from qbench.evaluation.scoring import language_model
 from qbench.machine import hardware, measured, redirected
-from qbench.plan import Cell, Plan, Runtime, resident, streamable
+from qbench.plan import Cell, Plan, resident, streamable
 from qbench.progress import Progress
 from qbench.quantizers.audit.cell import audit, probe_of
 from qbench.quantizers.calibration import read_calibration
@@ -56,25 +53,24 @@ def run(cell: Cell, plan: Plan, store: Store, progress: Progress, cache: Path) -
 
     ``cache`` keeps quantized weights and unquantized distributions.
     """
-    result = CellResult(started=datetime.now(UTC))
+    result = CellResult(cell=cell, plan=plan)
     log, error = store.log(cell.grid_cell), None
     with redirected(log):
         try:
-            _run(cell, plan, store, result, progress, cache)
+            _run(result, store, progress, cache)
         except Exception as problem:
             traceback.print_exc()
             error = one_line(problem, log)
         finally:
             free(plan.device)
-    record = result.record(cell, plan, error)
+    record = result.record(error)
     if error is not None:
         return store.put(record, None, None)
     return store.put(record, *_tables(result), result.divergences)
 
 
-def _run(
-    cell: Cell, plan: Plan, store: Store, result: CellResult, progress: Progress, cache: Path
-) -> None:
+def _run(result: CellResult, store: Store, progress: Progress, cache: Path) -> None:
+    cell, plan = result.cell, result.plan
     progress.stage(cell.name, "prepare")
     tasks = _prepare(cell, plan)
     result.documents = {task.name: task.digest for task in tasks}
@@ -85,10 +81,10 @@ def _run(
             detail.append("block by block")
         elif is_spread(model):
             detail.append("over several GPUs")
-    model = quantized(cell, plan, model, tokenizer, result, progress, cache)
-    baseline = _baseline(cell, plan, store, result, progress, distributions_folder(cache))
+    model = quantized(result, model, tokenizer, progress, cache)
+    baseline = _baseline(result, store, progress, distributions_folder(cache))
     with measured("evaluate", plan.device, result.stages):
-        _evaluate(cell, tasks, plan.groups, store, model, tokenizer, result, progress, baseline)
+        _evaluate(result, tasks, store, model, tokenizer, progress, baseline)
 
 
 def _prepare(cell: Cell, plan: Plan) -> list[LoadedTask]:
@@ -106,42 +102,28 @@ def _prepare(cell: Cell, plan: Plan) -> list[LoadedTask]:
 def load(cell: Cell, plan: Plan) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The cell's checkpoint on the plan's device, not yet quantized unless it was published so,
     and its tokenizer."""
-    return OPEN[cell.runtime](cell, plan), load_tokenizer(cell.checkpoint)
-
-
-def _open_transformers(cell: Cell, plan: Plan) -> PreTrainedModel:
-    if cell.copy is None:
-        return load_original(cell, plan)
-    model = load_prequantized(
-        cell.copy,
-        dtype=getattr(torch, cell.quantization.compute_dtype),
-        device=plan.device,
-        attention=cell.attention,
-        dequantize=cell.quantization.weights.weights_only,
-    )
-    split_experts(model)  # so that each can be held against its original
-    return model
-
-
-def _open_llamacpp(cell: Cell, plan: Plan) -> LlamaCpp:
-    return LlamaCpp(
-        cell.copy.folder,
-        context=cell.scoring.max_length,
-        shell=without_weights(cell.checkpoint),
-        device=plan.device,
-    )
-
-
-def _open_lm_eval(cell: Cell, plan: Plan) -> LM:
     weights = cell.quantization.weights
-    return external_model(weights.model, weights.args)
-
-
-OPEN: dict[Runtime, Callable[[Cell, Plan], Any]] = {
-    "transformers": _open_transformers,
-    "llama.cpp": _open_llamacpp,
-    "lm-eval": _open_lm_eval,
-}
+    if cell.runtime == "lm-eval":
+        model = external_model(weights.model, weights.args)
+    elif cell.runtime == "llama.cpp":
+        model = LlamaCpp(
+            cell.copy.folder,
+            context=cell.scoring.max_length,
+            shell=without_weights(cell.checkpoint),
+            device=plan.device,
+        )
+    elif cell.copy is None:
+        model = load_original(cell, plan)
+    else:
+        model = load_prequantized(
+            cell.copy,
+            dtype=getattr(torch, cell.quantization.compute_dtype),
+            device=plan.device,
+            attention=cell.attention,
+            dequantize=weights.weights_only,
+        )
+        split_experts(model)  # so that each can be held against its original
+    return model, load_tokenizer(cell.checkpoint)
 
 
 def load_original(
@@ -182,16 +164,14 @@ def _elsewhere(
 
 
 def quantized(
-    cell: Cell,
-    plan: Plan,
+    result: CellResult,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    result: CellResult,
     progress: Progress,
     cache: Path,
 ) -> PreTrainedModel:
     """``model`` quantized as the cell says; raises AuditError where it is not."""
-    settings = cell.quantization
+    cell, plan, settings = result.cell, result.plan, result.cell.quantization
     progress.stage(cell.name, "quantize", 1)
     with measured("quantize", plan.device, result.stages) as detail:
         calibration = None
@@ -217,13 +197,12 @@ def quantized(
             progress=lambda _, fraction: progress.advance(cell.name, fraction, 1),
         )
         detail.append(found.detail)
-    _audit(cell, plan, found.model, result, progress)
+    _audit(result, found.model, progress)
     return found.model
 
 
-def _audit(
-    cell: Cell, plan: Plan, model: PreTrainedModel, result: CellResult, progress: Progress
-) -> None:
+def _audit(result: CellResult, model: PreTrainedModel, progress: Progress) -> None:
+    cell, plan = result.cell, result.plan
     if cell.alone or cell.runtime == "lm-eval":
         return  # there is nothing to hold against anything: the record is not audited
     progress.stage(cell.name, "audit")
@@ -249,16 +228,12 @@ def _audit(
 
 
 def _baseline(
-    cell: Cell,
-    plan: Plan,
-    store: Store,
-    result: CellResult,
-    progress: Progress,
-    folder: Path,
+    result: CellResult, store: Store, progress: Progress, folder: Path
 ) -> BaselineReader | Path | None:
     """What a quantized cell is measured against; for an unquantized one the file that it is to
     write; None where damage is not measured, and ``result`` says why."""
-    if not plan.recipe.evaluation.damage:
+    cell = result.cell
+    if not result.plan.recipe.evaluation.damage:
         return None
     if cell.scoring.mode == "lm-eval" and cell.runtime != "lm-eval":
         reason = "scoring: lm-eval does not give its log-probabilities"
@@ -278,17 +253,16 @@ def _baseline(
 
 
 def _evaluate(
-    cell: Cell,
+    result: CellResult,
     tasks: Sequence[LoadedTask],
-    groups: Sequence[TaskGroup],
     store: Store,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    result: CellResult,
     progress: Progress,
     baseline: BaselineReader | Path | None,
 ) -> None:
     """Scores of every task; a task that cannot be scored is named, and the others are kept."""
+    cell = result.cell
     observer: BaselineWriter | KLObserver | None = None
     if isinstance(baseline, Path):
         observer = BaselineWriter()
@@ -316,7 +290,7 @@ def _evaluate(
         result.responses.append(scored.responses)
     if failure is not None and not result.scores:
         raise failure
-    result.groups = group_scores(groups, result.scores)
+    result.groups = group_scores(result.plan.groups, result.scores)
     result.scoring = scorer.report()
     if isinstance(baseline, Path):
         assert isinstance(observer, BaselineWriter)

@@ -26,9 +26,11 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True, slots=True)
 class CellResult:
-    """What is known of a cell so far; a failure leaves the rest as it is."""
+    """What is known so far of a cell of ``plan``; a failure leaves the rest as it is."""
 
-    started: datetime
+    cell: Cell
+    plan: Plan
+    started: datetime = field(default_factory=lambda: datetime.now(UTC))
     stages: list[Stage] = field(default_factory=list)
     documents: dict[str, str] = field(default_factory=dict)
     audit: Audit | None = None
@@ -41,9 +43,9 @@ class CellResult:
     scoring: ScoringReport | None = None
     damage: Damage | Unavailable | None = None
 
-    def record(self, cell: Cell, plan: Plan, error: str | None) -> Record:
-        """The record of ``cell``, finished now: failed with ``error``, where there is one."""
-        settings = cell.quantization
+    def record(self, error: str | None) -> Record:
+        """The cell's record, finished now: failed with ``error``, where there is one."""
+        cell, settings = self.cell, self.cell.quantization
         return Record(
             key=cell.key,
             key_parts=cell.key_parts,
@@ -65,7 +67,7 @@ class CellResult:
             scoring=self.scoring,
             damage=self.damage,
             stages=tuple(self.stages),
-            environment=environment(plan.device, settings.requirements, plan.hardware),
+            environment=environment(self.plan.device, settings.requirements, self.plan.hardware),
             started=self.started,
             finished=datetime.now(UTC),
         )
@@ -73,4 +75,4 @@ class CellResult:
 
 def failed(cell: Cell, plan: Plan, error: str) -> Record:
     """The record of a cell that left none itself."""
-    return CellResult(started=datetime.now(UTC)).record(cell, plan, error)
+    return CellResult(cell=cell, plan=plan).record(error)

@@ -33,7 +33,6 @@ from qbench.evaluation.settings import Mode, ScoringSettings, check_bos, resolve
 from qbench.evaluation.tasks import TaskSpec, plan_task
 from qbench.files import digest, file_digest
 from qbench.machine import hardware, versions
-from qbench.plugins import Plugin, loaded
 from qbench.prequantized import GGUF, find_copy
 from qbench.quantizers import QuantizationConfig
 from qbench.quantizers.texts import (
@@ -108,7 +107,6 @@ class Plan:
     cells: tuple[Cell, ...]
     groups: tuple[TaskGroup, ...] = ()  # of these tasks, where lm-eval gives them scores
     skipped: tuple[str, ...] = ()  # tasks whose data are missing, where that is allowed
-    plugins: tuple[Plugin, ...] = ()  # files that whoever unpickles the plan must load first
 
     @property
     def grid(self) -> Grid:
@@ -202,7 +200,6 @@ def plan(
         skipped=skipped,
         calibration=calibration,
         cells=tuple(cells),
-        plugins=loaded(),
     )
     if not show:
         require_runnable(planned.select(only))

@@ -31,8 +31,8 @@ def quickly(fn, name, marks, deaths, **settings):
     fewer marks than ``deaths``."""
     import qbench.cell
 
-    def step(cell, plan, store, result, progress, cache):
-        progress.stage(cell.name, "step")
+    def step(result, store, progress, cache):
+        progress.stage(result.cell.name, "step")
         marks.mkdir(exist_ok=True)
         if len(list(marks.iterdir())) < deaths:
             (marks / str(time.monotonic_ns())).touch()

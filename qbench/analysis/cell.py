@@ -17,6 +17,7 @@ from qbench.analysis.sensitivity import Baseline, Unit, units
 from qbench.analysis.text import AnalysisSettings
 from qbench.cache import cache_folder
 from qbench.cell import free, load, load_original, quantized
+from qbench.cell_result import CellResult
 from qbench.errors import DataError, UnavailableError, one_line
 from qbench.machine import measured, redirected
 from qbench.plan import Plan
@@ -41,7 +42,8 @@ def analyze(
 ) -> Analysis | Sensitivity:
     """Analyze one cell and put the record into its place, whether it worked or not. A sensitivity
     goes on from the units that the record ``before`` has."""
-    work = AnalysisResult(cell=cell, plan=plan, analyses=analyses)
+    result = CellResult(cell=cell.cell, plan=plan)
+    work = AnalysisResult(cell=cell, analyses=analyses, result=result)
     if isinstance(before, Sensitivity):
         done = [*before.units, *([before.together] if before.together else [])]
         work.units = {one.name: one for one in done}
@@ -59,7 +61,7 @@ def analyze(
 
 def _measure(work: AnalysisResult, progress: Progress) -> None:
     """One pass over the text."""
-    of, plan, settings, name = work.cell.cell, work.plan, work.cell.settings, work.cell.name
+    of, plan, settings, name = work.cell.cell, work.result.plan, work.cell.settings, work.cell.name
     model, tokenizer, ids = _load(work, progress)
     if of.copy is not None and not of.alone:  # whose library may have layers of its own
         model = load_original(of, plan)
@@ -69,7 +71,7 @@ def _measure(work: AnalysisResult, progress: Progress) -> None:
         del model
         free(plan.device)
         model, tokenizer = load(of, plan)
-        model = quantized(of, plan, model, tokenizer, work.result, progress, cache_folder())
+        model = quantized(work.result, model, tokenizer, progress, cache_folder())
     progress.stage(name, "analyze", total=len(ids))
     with measured("analyze", plan.device, work.result.stages):
         found = measure(
@@ -87,9 +89,9 @@ def _measure(work: AnalysisResult, progress: Progress) -> None:
 
 def _sensitivity(work: AnalysisResult, progress: Progress) -> None:
     """One linear layer, or decoder layer, quantized at a time, and then all."""
-    of, plan, settings, name = work.cell.cell, work.plan, work.cell.settings, work.cell.name
+    of, plan, settings, name = work.cell.cell, work.result.plan, work.cell.settings, work.cell.name
     changed, tokenizer, ids = _load(work, progress)
-    changed = quantized(of, plan, changed, tokenizer, work.result, progress, cache_folder())
+    changed = quantized(work.result, changed, tokenizer, progress, cache_folder())
     rescaled = work.result.audit is not None and work.result.audit.rescaled > 0
     if rescaled and not settings.blocks:
         raise UnavailableError(
@@ -121,8 +123,8 @@ def _load(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Tensor]:
     """The unquantized model, its tokenizer, and the ids [N, T] of the texts."""
     progress.stage(work.cell.name, "load")
-    with measured("load", work.plan.device, work.result.stages):
-        model, tokenizer = load(work.cell.cell, work.plan)
+    with measured("load", work.result.plan.device, work.result.stages):
+        model, tokenizer = load(work.cell.cell, work.result.plan)
         if not hasattr(model, "forward"):
             raise UnavailableError(
                 f"{work.cell.cell.label} runs outside transformers, where a model's inside "

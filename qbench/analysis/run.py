@@ -65,9 +65,8 @@ class AnalysisResult:
     """What is known so far of a cell that is analyzed; a failure leaves the rest as it is."""
 
     cell: AnalysisCell
-    plan: Plan
     analyses: Analyses
-    result: CellResult = field(default_factory=lambda: CellResult(started=datetime.now(UTC)))
+    result: CellResult
     text: AnalyzedText | None = None
     measured: Measured | None = None
     perplexity: float | None = None
@@ -92,7 +91,7 @@ class AnalysisResult:
             "text": self.text,
             "stages": tuple(self.result.stages),
             "environment": environment(
-                self.plan.device, of.quantization.requirements, self.plan.hardware
+                self.result.plan.device, of.quantization.requirements, self.result.plan.hardware
             ),
             "started": self.result.started,
             "finished": datetime.now(UTC),
@@ -225,7 +224,8 @@ def failed(
     plan: Plan, analyses: Analyses, cell: AnalysisCell, error: str
 ) -> Analysis | Sensitivity:
     """The record, put into its place, of a cell that left none itself."""
-    return AnalysisResult(cell=cell, plan=plan, analyses=analyses).put("failed", error)
+    result = CellResult(cell=cell.cell, plan=plan)
+    return AnalysisResult(cell=cell, analyses=analyses, result=result).put("failed", error)
 
 
 def _analyze(

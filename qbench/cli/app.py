@@ -197,5 +197,5 @@ def main() -> None:
         if end.code == INTERRUPTED:
             complain(STOPPED)
         raise
-    except (QbenchError, OSError, UnicodeError, MemoryError, ImportError) as error:
+    except (QbenchError, OSError, UnicodeError, MemoryError) as error:
         refuse(error)

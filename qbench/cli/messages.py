@@ -12,8 +12,6 @@ from rich.console import Console
 
 from qbench.errors import QbenchError, shown
 
-UNMAPPED = "failed to map segment"  # the loader's word for a library without room
-
 
 def complain(line: str) -> None:
     """One line on standard error, in red where that can be shown.
@@ -22,19 +20,11 @@ def complain(line: str) -> None:
     """
     text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
     console = Console(stderr=True, soft_wrap=True, highlight=False)
-    try:
-        console.print(text, style="bold red", markup=False)
-    except MemoryError:  # what is complained of: plainly, then
-        sys.stderr.write(f"{text}\n")
+    console.print(text, style="bold red", markup=False)
 
 
 def refuse(error: Exception) -> NoReturn:
-    """End with exit code 2 and what was wrong, one line a problem.
-
-    Raises ``error`` again where it is an ImportError that is not for lack of memory.
-    """
-    if isinstance(error, ImportError) and UNMAPPED not in str(error):
-        raise error
+    """End with exit code 2 and what was wrong, one line a problem."""
     with suppress(OSError):  # standard error may be on the full disk, too
         for line in error.lines if isinstance(error, QbenchError) else [_said(error)]:
             complain(line)
@@ -43,7 +33,7 @@ def refuse(error: Exception) -> NoReturn:
 
 def _said(error: Exception) -> str:
     """One line on an error that is the machine's or the input's, not this program's."""
-    if isinstance(error, MemoryError | ImportError):
+    if isinstance(error, MemoryError):
         return f"out of memory: {error}" if str(error) else "out of memory"
     if isinstance(error, UnicodeEncodeError):
         return f"text that {error.encoding} cannot hold: {shown(error.object[error.start :])}"

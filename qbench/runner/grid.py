@@ -139,7 +139,7 @@ class _Grid:
     def call(self, progress: Progress) -> Call:
         out = self.store.directory.resolve()
         settings = {"out": out, "cache": self.cache.resolve(), "progress": progress}
-        return Call(partial(run_cell, self.plan, **settings), self.plan.plugins)
+        return Call(partial(run_cell, self.plan, **settings), loaded())
 
     def forced(self, cell: Cell) -> bool:
         return self.force or cell.name in self.again

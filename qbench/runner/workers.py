@@ -27,7 +27,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from qbench.machine import VISIBLE, gpu_of_environment, interrupts_blocked
-from qbench.plugins import Plugin, Registry, load, load_packages, loaded
+from qbench.plugins import Registry
 
 # By name, for --executor: given "cpu" or "cuda", an executor of concurrent.futures, whose processes
 # are of this host
@@ -169,7 +169,7 @@ class _Slot:
             raise BrokenExecutor("the run was ended")
         pool = ProcessPoolExecutor(
             1, mp_context=get_context(self._method), initializer=begin,
-            initargs=(self._gpu, loaded()),
+            initargs=(self._gpu,),
         )  # fmt: skip
         with _starting, interrupts_blocked():  # one at a time: whose process is whose
             before = set(active_children())
@@ -189,15 +189,13 @@ class _Slot:
         self._pool = None
 
 
-def begin(gpu: int | None, plugins: tuple[Plugin, ...]) -> None:
+def begin(gpu: int | None) -> None:
     """In a worker process, before its first call. ``gpu``: the only one that it sees."""
     threading.Thread(target=end_with_parent, daemon=True).start()
     if gpu is not None:
         os.environ[VISIBLE] = gpu_of_environment(gpu)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()  # else all forks would draw the same
-    load(plugins)
-    load_packages()
 
 
 def preload() -> None:
