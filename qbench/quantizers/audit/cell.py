@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from qbench.errors import first_line
 from qbench.quantizers.activation_inputs import weights_alone
 from qbench.quantizers.audit.activations import measure_inputs
-from qbench.quantizers.audit.independence import RowByRow, independence
+from qbench.quantizers.audit.independence import RowByRow, independence, logits
 from qbench.quantizers.audit.kv_cache import measure_kv
 from qbench.quantizers.audit.transforms import measure_heads, measure_transform
 from qbench.quantizers.audit.weights import audit_weights
@@ -61,7 +61,9 @@ def audit(
         )
         problems += wrong
     if config.transform is not None:
-        more["treatment_error"], wrong = measure_transform(original, quantized, config, probe)
+        more["treatment_error"], wrong = measure_transform(
+            original, quantized, config, probe, before
+        )
         problems += wrong
     wanted = matrices(original)
     if sound:
@@ -120,9 +122,7 @@ def _uncancelled(
     for name, parameter in rescaled.named_parameters():
         if name in norms and norms[name].shape == parameter.shape:
             parameter.data.copy_(norms[name].data)
-    ids = probe.to(before.device)
-    after = rescaled(input_ids=ids, use_cache=False).logits.float()
-    off = float(((after - before).norm(dim=-1) / before.norm(dim=-1)).median())
+    off = float(((logits(rescaled, probe) - before).norm(dim=-1) / before.norm(dim=-1)).median())
     if off <= CANCELLED:
         return []
     return [
@@ -136,10 +136,9 @@ def _logits(
 ) -> tuple[float, Tensor, list[str]]:
     """Largest movement of a logit among those that are finite, the original's [B, T, V], and what
     is wrong with them."""
-    ids = probe.to(next(original.parameters()).device)
-    before = original(input_ids=ids, use_cache=False).logits.float()
+    before = logits(original, probe)
     try:
-        after = quantized(input_ids=ids, use_cache=False).logits.float()
+        after = logits(quantized, probe)
     except Exception as error:
         return 0.0, before, [f"the quantized model's forward fails: {first_line(error)}"]
     problems = []

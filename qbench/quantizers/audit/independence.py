@@ -43,13 +43,12 @@ def independence(
     of the last bits that a kernel's rows owe each other; it is measured within ``row_by_row`` of
     both models, where there are none.
     """
-    ids = probe.to(next(quantized.parameters()).device)
-    futures, mates = (_changed(ids, part) for part in (LAST_TOKEN, OTHER_ROWS))
+    futures, mates = (_changed(probe, part) for part in (LAST_TOKEN, OTHER_ROWS))
 
     def leak(texts: list[Tensor], logits: list[Tensor], watched: Any, declared: bool) -> Leak:
         moved, allowed = _most(base, logits, watched), 0.0
         if moved > rounding:  # the unquantized model only where it can decide
-            unchanged, *others = _logits(original, [ids, *texts])
+            unchanged, *others = _logits(original, [probe, *texts])
             allowed = _most(unchanged, others, watched)
         tolerance = LEEWAY * (allowed + repeated) + rounding
         return Leak(moved=moved, tolerance=tolerance, declared=declared)
@@ -58,7 +57,7 @@ def independence(
         if config.amplifies_rounding and row_by_row is not None:
             for model in (original, quantized):
                 stack.enter_context(row_by_row(model))
-        base, again, *changed = _logits(quantized, [ids, ids, *futures, *mates])
+        base, again, *changed = _logits(quantized, [probe, probe, *futures, *mates])
         repeated, rounding = _moved(base, again), ROUNDING * float(base.abs().max())
         of_futures, of_mates = changed[: len(futures)], changed[len(futures) :]
         causality = leak(futures, of_futures, EARLIER, not config.causal)
@@ -94,13 +93,14 @@ def _most(base: Tensor, changed: list[Tensor], watched: Any) -> float:
     return max(_moved(base[watched], logits[watched]) for logits in changed)
 
 
+def logits(model: nn.Module, ids: Tensor) -> Tensor:
+    """Of token ids [B, T], float32 [B, T, V]."""
+    device = next(model.parameters()).device
+    return model(input_ids=ids.to(device), use_cache=False).logits.float()
+
+
 def _logits(model: nn.Module, texts: list[Tensor]) -> list[Tensor]:
-    """Of each of ``texts``, token ids [B, T]."""
-
-    def of(ids: Tensor) -> Tensor:
-        return model(input_ids=ids, use_cache=False).logits.float()
-
-    return together(model, [partial(of, ids) for ids in texts])
+    return together(model, [partial(logits, model, ids) for ids in texts])
 
 
 def _moved(before: Tensor, after: Tensor) -> float:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from qbench.quantizers.audit.independence import logits
 from qbench.quantizers.calibration import watch_inputs
 from qbench.quantizers.config import QuantizationConfig
 from qbench.quantizers.head_pruning import attention_modules
@@ -19,21 +20,22 @@ MOST = {torch.float32: 1e-3, torch.float16: 0.01, torch.bfloat16: 0.05}
 
 @torch.no_grad()
 def measure_transform(
-    original: nn.Module, quantized: nn.Module, config: QuantizationConfig, probe: Tensor
+    original: nn.Module,
+    quantized: nn.Module,
+    config: QuantizationConfig,
+    probe: Tensor,
+    before: Tensor,
 ) -> tuple[float, list[str]]:
-    """Transform ``original`` as ``quantized`` was, in place: how far its logits on ``probe`` moved,
-    relative to their norm, and what is wrong with that.
+    """Transform ``original`` as ``quantized`` was, in place: how far its logits on ``probe`` moved
+    from those ``before``, relative to their norm, and what is wrong with that.
 
     Parameters that are no weight matrices (norms, embeddings, the LM head) must be the transformed
     original's in ``quantized``, for nothing else looks at them.
     """
-    ids = probe.to(next(original.parameters()).device)
-    before = original(input_ids=ids, use_cache=False).logits.float()
     assert config.transform is not None
     tensors = getattr(quantized, TRANSFORM)
     backend(config.transform).transform(original, config.transform, tensors)
-    after = original(input_ids=ids, use_cache=False).logits.float()
-    off = float((after - before).norm() / before.norm())
+    off = float((logits(original, probe) - before).norm() / before.norm())
     most, problems = MOST[next(original.parameters()).dtype], []
     if not off <= most:
         problems.append(
