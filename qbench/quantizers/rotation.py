@@ -19,7 +19,7 @@ from qbench.errors import QuantizationError
 from qbench.quantizers.calibration import Calibration
 from qbench.quantizers.config import Progress
 from qbench.quantizers.hadamard import factors, matrix
-from qbench.quantizers.transforms import DecoderModules, Rotation, decoder_modules, no_matrix
+from qbench.quantizers.transforms import Rotation, decoder_of, no_matrix
 
 ROTATION = "qbench_rotation"  # what qbench.attention looks for, which knows no quantizers
 
@@ -31,7 +31,7 @@ def calibrate(
     progress: Progress,
 ) -> dict[str, Tensor]:
     """The diagonal of D, int8 [hidden]. Raises QuantizationError for an unknown class."""
-    hidden = decoder_modules(model, settings.name).hidden
+    hidden = decoder_of(model, settings.name).embed_tokens.weight.shape[1]
     draw = torch.Generator().manual_seed(settings.seed)
     return {"signs": (torch.randint(0, 2, (hidden,), generator=draw) * 2 - 1).to(torch.int8)}
 
@@ -40,14 +40,15 @@ def calibrate(
 def transform(model: PreTrainedModel, settings: Rotation, tensors: Mapping[str, Tensor]) -> None:
     """``model`` in the basis of Q. An LM head that shares the embeddings gets weights of its own:
     only it takes the last norm's."""
-    parts = decoder_modules(model, settings.name)
+    decoder, head = decoder_of(model, settings.name), model.lm_head
+    embeddings = decoder.embed_tokens
     diagonal = tensors["signs"].to(model.device, torch.float64)
-    if parts.head.weight is parts.embeddings.weight:
-        parts.head.weight = nn.Parameter(parts.head.weight.detach().clone(), requires_grad=False)
+    if head.weight is embeddings.weight:
+        head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
         model.config.tie_word_embeddings = False
-    _set(parts.embeddings.weight, _rotated(parts.embeddings.weight, diagonal))
-    _inputs(parts.norm, (parts.head,), diagonal)
-    for block in parts.blocks.values():
+    _set(embeddings.weight, _rotated(embeddings.weight, diagonal))
+    _inputs(decoder.norm, (head,), diagonal)
+    for block in decoder.layers:
         attention, mlp = block.self_attn, block.mlp
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
         _inputs(block.input_layernorm, projections, diagonal)
@@ -55,7 +56,7 @@ def transform(model: PreTrainedModel, settings: Rotation, tensors: Mapping[str, 
         for layer in (attention.o_proj, mlp.down_proj):
             _outputs(layer, diagonal)
         if settings.values:
-            _values(attention, parts)
+            _values(attention)
         if settings.online:
             weight = mlp.down_proj.weight
             _set(weight, hadamard_transform(weight.double()))
@@ -118,9 +119,9 @@ def _outputs(layer: nn.Linear, diagonal: Tensor) -> None:
         _set(layer.bias, _rotated(layer.bias, diagonal))
 
 
-def _values(attention: nn.Module, parts: DecoderModules) -> None:
+def _values(attention: nn.Module) -> None:
     """Values rotated within each head, and back within o_proj."""
-    made, used, width = attention.v_proj, attention.o_proj, parts.head_dim
+    made, used, width = attention.v_proj, attention.o_proj, attention.head_dim
     columns = made.weight.double().T.unflatten(1, (-1, width))
     _set(made.weight, hadamard_transform(columns).flatten(1).T)
     if made.bias is not None:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from qbench.quantizers.calibration import Calibration, watch_inputs
 from qbench.quantizers.config import Progress
-from qbench.quantizers.transforms import SmoothQuant, decoder_modules
+from qbench.quantizers.transforms import SmoothQuant, decoder_of
 
 TINIEST = 1e-5  # largest weight of a column, as the authors' code has it
 
@@ -42,8 +42,8 @@ class Group:
 
 def groups(model: PreTrainedModel, settings: SmoothQuant) -> dict[str, Group]:
     """What to smooth, block by block."""
-    found, parts = {}, decoder_modules(model, settings.name)
-    for name, block in parts.blocks.items():
+    found, config = {}, model.config
+    for index, block in enumerate(decoder_of(model, settings.name).layers):
         attention, mlp = block.self_attn, block.mlp
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
         every = {
@@ -54,12 +54,12 @@ def groups(model: PreTrainedModel, settings: SmoothQuant) -> dict[str, Group]:
             "o_proj": Group(
                 before=attention.v_proj,
                 layers=(attention.o_proj,),
-                repeats=parts.heads // parts.kv_heads,
-                width=parts.head_dim,
+                repeats=config.num_attention_heads // config.num_key_value_heads,
+                width=attention.head_dim,
             ),
             "down_proj": Group(before=mlp.up_proj, layers=(mlp.down_proj,)),
         }
-        found |= {f"{name}.{kind}": every[kind] for kind in settings.layers}
+        found |= {f"model.layers.{index}.{kind}": every[kind] for kind in settings.layers}
     return found
 
 

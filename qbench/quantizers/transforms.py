@@ -8,7 +8,6 @@ section 7.4 expects that heads which softpick shuts off can go without loss.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass as plain_dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -28,8 +27,9 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
-# Their forwards were read: nothing stands between a block's layers but what ``DecoderModules``
-# says. By ``model_type`` of config.json; flash-linear-attention's transformer becomes a Llama.
+# Their forwards were read: a block is x + o_proj(attention(norm(x))), then
+# x + down_proj(act(gate_proj(norm(x))) · up_proj(norm(x))), with RMS norms whose weight is a plain
+# factor. By ``model_type`` of config.json; flash-linear-attention's transformer becomes a Llama.
 KNOWN = {
     "llama": "LlamaForCausalLM",
     "transformer": "LlamaForCausalLM",
@@ -47,6 +47,18 @@ def require_known(config: Mapping[str, Any], transform: str) -> None:
             f"outliers: {transform}: the blocks of {kind} models are not supported; supported: "
             f"{', '.join(KNOWN)}"
         )
+
+
+def decoder_of(model: PreTrainedModel, transform: str) -> nn.Module:
+    """The decoder of ``model``. Raises QuantizationError, in the name of ``transform``, for a class
+    that is not known."""
+    kind = type(model).__name__
+    if kind not in KNOWN.values():
+        raise QuantizationError(
+            f"{transform}: the blocks of {kind} are not supported; supported: "
+            f"{', '.join(dict.fromkeys(KNOWN.values()))}"
+        )
+    return model.model
 
 
 Smoothed = Literal["attention", "mlp", "o_proj", "down_proj"]
@@ -197,49 +209,3 @@ for _name, _kind, _line in (
     ("weakest", Weakest, "a share of all heads, those with the least output on that text"),
 ):
     PRUNINGS.register(_name, _kind, _line, backend="qbench.quantizers.head_pruning")
-
-
-# The parts of a decoder that transforms fold into each other
-
-
-@plain_dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class DecoderModules:
-    """Of a model whose ``blocks``, by name, are x + o_proj(attention(norm(x))), then
-    x + down_proj(act(gate_proj(norm(x))) · up_proj(norm(x))), with RMS norms whose weight is a
-    plain factor. ``heads`` of ``head_dim`` share
-    ``kv_heads`` keys and values."""
-
-    embeddings: nn.Embedding
-    blocks: Mapping[str, nn.Module]
-    norm: nn.Module
-    head: nn.Linear
-    heads: int
-    kv_heads: int
-    head_dim: int
-
-    @property
-    def hidden(self) -> int:
-        return self.embeddings.weight.shape[1]
-
-
-def decoder_modules(model: PreTrainedModel, transform: str) -> DecoderModules:
-    """The parts of ``model``.
-
-    Raises QuantizationError, in the name of ``transform``, for a class that is not known.
-    """
-    kind = type(model).__name__
-    if kind not in KNOWN.values():
-        raise QuantizationError(
-            f"{transform}: the blocks of {kind} are not supported; supported: "
-            f"{', '.join(dict.fromkeys(KNOWN.values()))}"
-        )
-    decoder, config = model.model, model.config
-    return DecoderModules(
-        embeddings=decoder.embed_tokens,
-        blocks={f"model.layers.{i}": block for i, block in enumerate(decoder.layers)},
-        norm=decoder.norm,
-        head=model.lm_head,
-        heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-        head_dim=decoder.layers[0].self_attn.head_dim,
-    )
