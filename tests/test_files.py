@@ -72,16 +72,6 @@ def test_a_read_only_file_or_folder_is_refused(tmp_path):
         require_folder(folder)
 
 
-def test_a_pipe_and_a_device_are_no_files_to_write(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "null").symlink_to("/dev/null")
-    for path in (tmp_path / "pipe", tmp_path / "null"):
-        with pytest.raises(OutputError, match="is a device or a pipe; name a file"):
-            require_writable(path, "--json")
-        with pytest.raises(OutputError, match="not a file"):
-            write_atomically(path, b"x")
-
-
 ON_A_FULL_DISK = """
 import resource, sys
 from pathlib import Path

@@ -94,10 +94,6 @@ def test_without_a_driver_cuda_is_refused_in_one_line(nvml, monkeypatch):
         machine.choose_device("cuda")
 
 
-def test_the_build_of_pytorch_is_read_without_importing_it():
-    assert machine.torch_cuda() == torch.version.cuda
-
-
 @pytest.mark.parametrize(
     ("gpus", "workers", "device", "cells", "slots"),
     [

@@ -6,7 +6,6 @@ import os
 import re
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from small_recipe import DEMO, small_recipe
@@ -105,27 +104,3 @@ def test_odd_input_is_one_line_and_exit_code_2(whole, monkeypatch, capfd, argume
     assert re.search(words, line), line
     written = {path.relative_to(whole) for path in set(whole.rglob("*")) - set(before)}
     assert written == set()
-
-
-@pytest.mark.parametrize(("what", "make"), [("records", Path.touch), (".lock", Path.mkdir)])
-def test_what_only_the_system_refuses_is_one_line_too(
-    whole, tmp_path, monkeypatch, capfd, what, make
-):
-    monkeypatch.chdir(whole)
-    monkeypatch.setenv("QBENCH_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "out").mkdir()
-    make(tmp_path / "out" / what)
-    assert main(monkeypatch, (*RUN, "--out", str(tmp_path / "out"))) == 2
-    last = capfd.readouterr().err.splitlines()[-1]
-    assert str(tmp_path / "out" / what) in last
-    assert re.search("directory|file|exists", last, re.IGNORECASE)
-
-
-def test_output_that_the_terminal_cannot_show_is_one_line(whole, monkeypatch, capfd):
-    monkeypatch.chdir(whole)
-    monkeypatch.setattr(sys, "stdout", open(os.dup(1), "w", encoding="latin-1"))  # noqa: SIM115
-    code = main(monkeypatch, ("tables", "grid"))
-    sys.stdout.close()
-    (line,) = capfd.readouterr().err.splitlines()
-    assert code == 2
-    assert line.startswith("text that latin-1 cannot hold: ")

@@ -11,7 +11,6 @@ from small_recipe import DEMO, qbench, small_recipe
 from qbench.comparison.compare import compare
 from qbench.errors import NewerSchemaError, RecipeError, ResultsError
 from qbench.recipe import Overrides, Recipe, save
-from qbench.recipe_yaml import read, write
 from qbench.store import Store, run_id, runs
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -32,19 +31,6 @@ def test_options_alone_are_a_run_and_its_recipe_can_be_kept(tmp_path, capfd, mon
     kept = tmp_path / "kept" / "one.yaml"
     assert qbench("run", kept, "--out", "results/softpick", "--device", "cpu") == 0
     assert capfd.readouterr().err.count("already there") == 2
-
-
-def test_precisions_are_compared_with_the_one_that_is_named(tmp_path, capfd):
-    wrong = tmp_path / "wrong"
-    with pytest.raises(
-        RecipeError, match=r"--against rtn-5bit: .*there are softpick/fp32, softpick"
-    ):
-        qbench("run", *ONE, "--out", wrong, "--against", "rtn-5bit")
-    assert not wrong.exists()
-    three = [*ONE]
-    three[three.index("fp32,rtn-4bit")] = "fp32,rtn-4bit,bnb-4bit"
-    assert qbench("run", *three, "--out", tmp_path / "out", "--against", "bnb-4bit") == 0
-    assert re.search(r"rtn-4bit[ |]+bnb-4bit|rtn-4bit − bnb-4bit", capfd.readouterr().out)
 
 
 @pytest.mark.parametrize(
@@ -97,15 +83,6 @@ def test_a_kept_recipe_has_absolute_paths(tmp_path, monkeypatch):
     assert kept["checkpoints"] == {"one": str(tmp_path / "models" / "one"),
                                    "two": {"path": "a/b", "revision": "x"}}  # fmt: skip
     assert kept["evaluation"] == {"limit": 3}
-
-
-@pytest.mark.parametrize("label", ["12e4", "0o17", "08", "1_000", "no", "null", "1+1"])
-def test_every_label_of_a_kept_recipe_comes_back(tmp_path, label):
-    path = tmp_path / "kept.yaml"
-    write(path, {"quantizers": [{"name": "rtn-4bit", "label": label}], label: "ü"}, "kept")
-    assert read(path).values == {
-        "quantizers": [{"name": "rtn-4bit", "label": label}], label: "ü"
-    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,10 @@ import re
 import time
 
 import pytest
-import yaml
-from test_recipe import RECIPES, write
+from test_recipe import write
 
 from qbench.errors import RecipeError
 from qbench.recipe import Overrides, Recipe
-from qbench.recipe_yaml import read
 
 ODD = {
     "holds itself": ("name: &a [*a]", ":1: name: Input should be a valid string"),
@@ -125,8 +123,3 @@ def test_a_problem_in_the_file_has_its_line_and_one_of_an_option_has_none(tmp_pa
     path.write_text(path.read_text().replace("rtn-5bit", "rtn-4bit").replace("limit: 0", ""))
     with pytest.raises(RecipeError, match=rf"{path}:8: tasks\[1\]: piqa is listed twice"):
         Recipe.load(path)
-
-
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_shipped_recipes_say_the_same_in_yaml_1_1(path):
-    assert read(path).values == yaml.safe_load(path.read_text())

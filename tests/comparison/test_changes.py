@@ -85,10 +85,3 @@ def test_documents_that_only_one_side_saw_are_counted_on_both_sides(tmp_path):
     changes = compare_results(*stores)
     assert {(line.documents, line.left_out) for line in changes.lines} == {(5, 10)}
     assert "5 (10 unpaired)" in changes_table(changes)
-
-
-def test_a_foreign_keys_control_characters_stay_off_the_terminal(tmp_path):
-    store = grid(tmp_path / "a")
-    a = store.get(store.grid().cells[0])
-    b = a.model_copy(update={"key_parts": {**a.key_parts, "\x1b[2J": "\x1b[31m\r\nred"}})
-    assert text(a, b).isprintable()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 from dataclasses import replace
@@ -16,7 +15,6 @@ from qbench.machine import hardware
 from qbench.plan import plan
 from qbench.recipe import Recipe
 from qbench.runner.estimates import RATES, TimeLeft, duration, earlier, estimate, expected
-from qbench.runner.progress import Display
 from qbench.store import Store
 
 
@@ -127,16 +125,6 @@ def test_earlier_records_say_what_is_left_before_anything_has_run():
     assert left.left() is None
 
 
-def test_what_is_left_goes_down_while_workers_start():
-    clock, left = time_left(["a", "b"], expected={"a": 40.0, "b": 20.0})
-    clock.now = 15  # on a GPU host until the first one has imported
-    assert left.left() == 45
-    clock.now = 300
-    assert left.left() == 6
-    left.begin("a")
-    assert left.left() == 60
-
-
 def test_the_first_batches_say_it_where_no_record_does():
     clock, left = time_left(["a", "b"], tasks=2)
     left.begin("a")
@@ -175,14 +163,6 @@ def test_what_is_left_never_stands_still_while_a_stage_goes_on():
     assert seen[0] == pytest.approx(74)
     assert seen == sorted(seen, reverse=True)
     assert len(set(seen)) == len(seen)
-
-
-def test_lines_without_a_terminal_say_it_too():
-    shown = io.StringIO()
-    with Display(shown, 1, TimeLeft(["a/fp32"], expected={"a/fp32": 300.0})) as display:
-        display.begin("a/fp32")
-        display.stage("a/fp32", "load")
-    assert shown.getvalue().endswith("[1/1] a/fp32: load (about 5 min left)\n")
 
 
 def test_weights_that_come_block_by_block_need_the_host_instead(planned):

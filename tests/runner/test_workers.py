@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import BrokenExecutor
 from pathlib import Path
@@ -15,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from qbench.progress import SilentProgress
-from qbench.runner import workers
 from qbench.runner.progress import QueueListener
 from qbench.runner.workers import Workers
 
@@ -117,7 +114,6 @@ def test_an_error_of_a_call_is_its_own_and_forks_draw_different_numbers(monkeypa
 
 
 def left_to_import():
-    import sys
 
     from qbench.runner.preload import MODULES
 
@@ -129,32 +125,3 @@ def test_workers_have_all_that_cells_need_from_their_start(device):
     with Workers([0], device=device) as executor:  # no GPU is asked for
         executor.preload()
         assert executor.submit(left_to_import).result(timeout=PATIENCE) == []
-
-
-def test_processes_on_gpus_start_before_there_is_a_cell(monkeypatch):
-    begun = threading.Event()
-    monkeypatch.setattr(workers._Slot, "call", lambda slot, fn, args, kwargs: begun.set())
-    with Workers([0], device="cuda") as executor:
-        executor.preload()
-        assert begun.wait(PATIENCE)
-
-
-ENDED = """
-import os
-from qbench.runner.workers import Workers
-if __name__ == "__main__":
-    workers = Workers([0], device="cuda")
-    assert workers.submit(os.getpid).result() != os.getpid()
-    workers.shutdown(cancel_futures=True)
-    os._exit(0)
-"""
-
-
-def test_processes_that_were_ended_leave_no_warning_behind(tmp_path):
-    (tmp_path / "run.py").write_text(ENDED)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "run.py"], cwd=tmp_path, env=environment, capture_output=True, text=True,
-        check=True,
-    )  # fmt: skip
-    assert done.stderr == ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import subprocess
 
@@ -78,16 +77,3 @@ def test_latex_has_rules_arrows_marks_and_keys(tested):
     assert r"lambada\_openai" in text
     assert f"%   softmax/bf16 {key('softmax', 'bf16')[:16]}" in text
     assert text.isascii()
-
-
-def test_a_line_break_in_a_checkpoints_name_ends_no_comment():
-    name = "a\n\\input{/etc/passwd}\r\\newpage\x85\u2028\\stop"
-    table = Table(
-        title=name, head=("Task", name), rows=((name, name),), notes=(name,),
-        records=(f"{name}/bf16 0123",),
-    )  # fmt: skip
-    text = latex([table])
-    assert not re.search(r"\\(input|newpage|stop)", text)
-    commented = [line for line in text.splitlines() if line.startswith("%")]
-    assert len(commented) == 2
-    assert all("input" in line for line in commented)

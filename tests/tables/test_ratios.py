@@ -70,22 +70,3 @@ def test_damage_and_its_difference_stand_below_each_delta_table_as_ratios(tested
     accuracy = next(line for line in tested.lines if line.differences and line.percent)
     told = f"{100 * accuracy.differences['softpick'].estimate:+.2f}".replace("-", "−")
     assert told in text.replace("$-$", "−")
-
-
-def test_table_13_is_shown_with_what_is_wrong_with_it(tmp_path):
-    store = make_store(tmp_path, sizes=SMALL, quantizers=("bf16", "hqq-2bit", "bnb-4bit"))
-    for format in ("md", "tex", "html"):
-        text = render(compare(store), format=format, published="softpick-1.8b")
-        assert "Beware: Table 13: all 9 rows of 2-bit equal those of 3-bit" in text
-        assert "as if nothing had been quantized" in text
-        assert text.count("Beware: Table 13: all 9 rows") == 1  # not below BNB's table
-
-
-@pytest.mark.parametrize("checkpoints", [("softmax",), ("softmax", "softpick")])
-def test_the_marks_of_damage_are_explained_below_its_own_table(tmp_path, checkpoints):
-    store = make_store(tmp_path / "r", checkpoints=checkpoints, quantizers=("bf16", "hqq-2bit"),
-                       sizes={"arc_easy": 53})  # fmt: skip
-    below = render(compare(store)).rpartition("| arc_easy")[2]
-    assert "‡ after Holm's correction over all damages" in below
-    assert ("over all of them" in below) == (len(checkpoints) > 1)
-    assert "as above" not in below

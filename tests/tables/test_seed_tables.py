@@ -10,9 +10,8 @@ from synthetic import make_store
 
 from qbench.comparison.changes import training_notes
 from qbench.comparison.compare import compare
-from qbench.comparison.wording import each_text, effect_text, interval_text
+from qbench.comparison.wording import each_text
 from qbench.records import Trained
-from qbench.statistics import Interval, SeedEffect
 from qbench.tables import render, write_tables
 
 SIZES = {"arc_easy": 120, "wikitext": 30}
@@ -83,25 +82,6 @@ def test_seeds_that_outweigh_documents_are_said_to(tmp_path):
     effects = [one.deltas["softpick"] for one in apart.seeds]
     assert all(effect.of_seeds > 0.5 for effect in effects)
     assert "§: most of the uncertainty comes from the seeds" in render(apart)
-
-
-def test_tables_name_the_trainings_in_the_order_of_their_values(tmp_path):
-    how = {member: trained(member) for member in MEMBERS}
-    text = render(compare(made(tmp_path / "grid", trained=how)))
-    told = (
-        "Each, in this order: softmax.1 (seed 1), softmax.2 (seed 2), softmax.3 (seed 3); softpick"
-    )
-    assert told in text
-
-
-def test_small_ratios_are_written_with_as_many_digits_as_their_error_has():
-    effect = SeedEffect(
-        kind="log ratio", p=0.01,
-        interval=Interval(estimate=1.6e-4, low=1e-5, high=3.1e-4, stderr=4e-5),
-        each=(1.5e-4, 1.7e-4), of_seeds=0.2, seeds=2, documents=62,
-    )  # fmt: skip
-    assert effect_text(effect, percent=False) == "× 1.000160"
-    assert interval_text(effect, percent=False) == "× [1.000010, 1.000310]"
 
 
 def test_trainings_that_are_no_pairs_have_no_difference_each(tmp_path):

@@ -98,13 +98,6 @@ def test_every_further_checkpoint_has_a_table_with_the_first(tmp_path, checkpoin
     assert found == columns
 
 
-def test_a_grid_that_quantizes_nothing_still_has_a_table(tmp_path):
-    store = make_store(tmp_path, sizes=SMALL, quantizers=("bf16",))
-    assert [table.title for table in score_tables(plain(store))] == [
-        "Unquantized: Δ = softpick − softmax"
-    ]
-
-
 def test_an_unknown_format_names_the_known_ones(store):
     with pytest.raises(RecipeError, match=r"--format docx: unknown; possible: md, tex, csv, html"):
         render(plain(store), format="docx")
@@ -193,21 +186,6 @@ def test_html_is_well_formed_stands_alone_and_escapes(tested):
     assert set(cells.rows) == {8, 10}  # Δ, and damage
     assert "http" not in text
     assert "<script" not in text
-
-
-def test_a_hostile_name_is_escaped_in_html_and_latex(tmp_path):
-    store = make_store(tmp_path, sizes={"<b>&_{}": 20}, quantizers=("bf16",))
-    assert "<b>&_" not in render(plain(store), format="html")
-    assert r"\textless{}b\textgreater{}\&\_\{\}" in render(plain(store), format="tex")
-
-
-def test_other_formats_leave_the_markdown_alone(tmp_path, capsys):
-    store = make_store(tmp_path / "grid", sizes={"arc_easy": 20}, quantizers=("bf16", "hqq-2bit"))
-    show_tables(store)
-    before = (tmp_path / "grid" / "tables.md").read_bytes()
-    show_tables(store, format="tex", published="softpick-340m")
-    assert (tmp_path / "grid" / "tables.md").read_bytes() == before
-    assert (tmp_path / "grid" / "tables.tex").is_file()
 
 
 def test_a_folder_that_cannot_be_written_to_is_shown_all_the_same(tmp_path, capsys, monkeypatch):
