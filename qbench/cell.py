@@ -176,17 +176,8 @@ def quantized(
     with measured("quantize", plan.device, result.stages) as detail:
         calibration = None
         if settings.needs_calibration:
-            source = plan.calibration
-            assert source is not None
-            calibration = read_calibration(
-                source.path,
-                tokenizer,
-                source.samples,
-                source.length,
-                source.seed,
-                digest=source.digest,
-                bos=source.bos,
-            )
+            assert plan.calibration is not None
+            calibration = read_calibration(plan.calibration, tokenizer)
         found = quantize(
             model,
             settings,

@@ -8,7 +8,6 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qbench.errors import DataError, QuantizationError
 from qbench.quantizers.config import Progress
-from qbench.quantizers.texts import draw_windows, read_texts, too_little
+from qbench.quantizers.texts import CalibrationText, draw_windows
 from qbench.streaming import Stop, decoder_blocks, hold
 
 
@@ -42,40 +41,23 @@ class Calibration:
         return hashlib.sha256(shape + self.ids.numpy().astype("<i8").tobytes()).hexdigest()
 
 
-def read_calibration(
-    path: Path | str,
-    tokenizer: PreTrainedTokenizerBase,
-    samples: int,
-    length: int,
-    seed: int,
-    *,
-    digest: str | None = None,
-    bos: bool = False,
-) -> Calibration:
-    """Windows of ``length`` tokens from a JSON Lines file with a ``text`` in each line.
+def read_calibration(text: CalibrationText, tokenizer: PreTrainedTokenizerBase) -> Calibration:
+    """Windows of ``text``, without special tokens but a BOS at the beginning where it has one.
 
-    Drawn by ``draw_windows``, without special tokens. ``bos``: the first token of each window is
-    BOS, for a model that sees every text so. ``digest`` is what
-    the SHA-256 of the file's bytes must be. Raises DataError for a malformed or changed file, one
-    with too little text, or a tokenizer without the BOS that is asked for.
+    Raises DataError for a malformed or changed file, one with too little text, or a tokenizer
+    without the BOS that is asked for.
     """
-    if bos and tokenizer.bos_token_id is None:
+    if text.bos and tokenizer.bos_token_id is None:
         raise DataError(
             "calibration text begins with BOS, but this tokenizer has none; set add_bos: false"
         )
-    begin = [tokenizer.bos_token_id] if bos else []
-    texts = read_texts(Path(path), digest=digest)
+    begin = [tokenizer.bos_token_id] if text.bos else []
     windows = draw_windows(
-        texts,
+        text,
         # verbose=False: documents longer than the model's context are no mistake here.
-        lambda text: tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"],
-        samples=samples,
-        length=length - len(begin),
-        seed=seed,
+        lambda one: tokenizer(one, add_special_tokens=False, verbose=False)["input_ids"],
         end=tokenizer.eos_token_id,
     )
-    if len(windows) < samples:
-        raise DataError(too_little(Path(path), len(windows), samples, length))
     ids = [[*begin, *window] for window in windows]
     return Calibration(ids=torch.tensor(ids, dtype=torch.int64))
 

@@ -6,7 +6,7 @@ import gzip
 import json
 import random
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -66,44 +66,35 @@ def read_texts(path: Path, *, most: int | None = None, digest: str | None = None
 
 
 def draw_windows(
-    texts: Sequence[str],
-    encode: Callable[[str], list[int]],
-    *,
-    samples: int,
-    length: int,
-    seed: int,
-    end: int | None,
+    text: CalibrationText, encode: Callable[[str], list[int]], *, end: int | None
 ) -> list[list[int]]:
-    """At most ``samples`` windows of ``length`` token ids.
+    """``text.samples`` windows of ``text.length`` token ids, BOS left out.
 
-    Texts are taken in an order drawn by ``seed``. One of at least ``length`` tokens gives one
-    window, at an index drawn by ``seed``; shorter ones are joined to their successors, the
-    end-of-text token ``end`` between them, until they do.
+    Texts are taken in an order drawn by the seed. One of at least that length gives one window, at
+    an index drawn by the seed; shorter ones are joined to their successors, the end-of-text token
+    ``end`` between them, until they do. Raises DataError for too little text.
     """
-    draw = random.Random(seed)
-    texts = list(texts)
+    draw, length = random.Random(text.seed), text.length - text.bos
+    texts = read_texts(text.path, digest=text.digest)
     draw.shuffle(texts)
     windows: list[list[int]] = []
     joined: list[int] = []
-    for text in texts:
-        if len(windows) == samples:
+    for one in texts:
+        if len(windows) == text.samples:
             break
         if joined and end is not None:
             joined.append(end)
-        joined += encode(text)
+        joined += encode(one)
         if len(joined) >= length:
             start = draw.randrange(len(joined) - length + 1)
             windows.append(joined[start : start + length])
             joined = []
+    if len(windows) < text.samples:
+        raise DataError(
+            f"{text.path}: gives {len(windows):,} windows of {text.length:,} tokens, "
+            f"{text.samples:,} were asked for; lower calibration samples or length, or add text"
+        )
     return windows
-
-
-def too_little(path: Path, found: int, samples: int, length: int) -> str:
-    """What is said of a file that gives too few windows."""
-    return (
-        f"{path}: gives {found:,} windows of {length:,} tokens, {samples:,} were asked for; lower "
-        "calibration samples or length, or add text"
-    )
 
 
 def require_windows(text: CalibrationText, folder: Path) -> None:
@@ -118,16 +109,7 @@ def require_windows(text: CalibrationText, folder: Path) -> None:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception:  # said where the checkpoint is loaded
         return
-    windows = draw_windows(
-        read_texts(text.path),
-        lambda one: tokenizer.encode(one, add_special_tokens=False).ids,
-        samples=text.samples,
-        length=text.length - text.bos,
-        seed=text.seed,
-        end=0,
-    )
-    if len(windows) < text.samples:
-        raise DataError(too_little(text.path, len(windows), text.samples, text.length))
+    draw_windows(text, lambda one: tokenizer.encode(one, add_special_tokens=False).ids, end=0)
 
 
 def _text(line: bytes, path: Path, number: int) -> str:

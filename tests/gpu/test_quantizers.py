@@ -20,11 +20,13 @@ from quantizer_models import (
     settings,
 )
 
+from qbench.files import file_digest
 from qbench.quantizers import bnb, parse
 from qbench.quantizers.audit.cell import audit
 from qbench.quantizers.calibration import read_calibration
 from qbench.quantizers.linear import plain
 from qbench.quantizers.quantize import quantize
+from qbench.quantizers.texts import CalibrationText
 
 pytestmark = [
     pytest.mark.gpu,
@@ -120,7 +122,10 @@ def test_a_trained_softpick_model_passes_its_audit(name, stated, tmp_path):
     def load():
         return load_model(checkpoint, dtype=torch.bfloat16, device="cuda", attention="reference")
 
-    text = read_calibration(texts[0], load_tokenizer(checkpoint), 8, 512, 0)
+    source = CalibrationText(
+        path=texts[0], digest=file_digest(texts[0]), samples=8, length=512, seed=0
+    )
+    text = read_calibration(source, load_tokenizer(checkpoint))
     made = quantize(load(), chosen, calibration=text, digest=checkpoint.digest, artifacts=tmp_path)
     report = audit(load(), made.model, chosen, text.ids[:1, :256])
     assert report.problems == ()

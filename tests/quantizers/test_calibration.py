@@ -10,9 +10,21 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from qbench.errors import DataError
+from qbench.files import file_digest
 from qbench.quantizers.calibration import read_calibration
+from qbench.quantizers.texts import CalibrationText
 
 WORDS = [f"w{i}" for i in range(200)]
+
+
+def read(path, tokenizer, samples, length, seed, *, bos=False):
+    digest = file_digest(path) if path.is_file() else ""
+    return read_calibration(
+        CalibrationText(
+            path=path, digest=digest, samples=samples, length=length, seed=seed, bos=bos
+        ),
+        tokenizer,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +47,7 @@ def write(path, lengths):
 
 def test_a_long_document_gives_one_window_of_its_own(tmp_path, tokenizer):
     path = write(tmp_path / "c.jsonl", [10, 10, 10, 10])
-    found = read_calibration(path, tokenizer, 4, 6, 0)
+    found = read(path, tokenizer, 4, 6, 0)
     assert found.ids.shape == (4, 6)
     for row in found.ids.tolist():
         assert row == list(range(row[0], row[0] + 6))
@@ -44,7 +56,7 @@ def test_a_long_document_gives_one_window_of_its_own(tmp_path, tokenizer):
 
 def test_short_documents_are_joined_with_the_end_of_text_between(tmp_path, tokenizer):
     path = write(tmp_path / "c.jsonl", [3, 3, 3, 3])
-    rows = read_calibration(path, tokenizer, 2, 7, 0).ids.tolist()
+    rows = read(path, tokenizer, 2, 7, 0).ids.tolist()
     assert all(row[3] == 200 for row in rows)
     assert all(row[:3] == list(range(row[0], row[0] + 3)) for row in rows)
 
@@ -52,22 +64,22 @@ def test_short_documents_are_joined_with_the_end_of_text_between(tmp_path, token
 def test_each_window_begins_with_bos_where_it_is_asked_for(tmp_path, tokenizer):
     path = write(tmp_path / "c.jsonl", [10, 10, 10, 3, 3])
     with pytest.raises(DataError, match="this tokenizer has none"):
-        read_calibration(path, tokenizer, 3, 7, 0, bos=True)
+        read(path, tokenizer, 3, 7, 0, bos=True)
     with_bos = copy.deepcopy(tokenizer)
     with_bos.add_special_tokens({"bos_token": "<s>"})
-    found = read_calibration(path, with_bos, 3, 7, 0, bos=True)
+    found = read(path, with_bos, 3, 7, 0, bos=True)
     assert found.ids.shape == (3, 7)
     assert found.ids[:, 0].tolist() == [with_bos.bos_token_id] * 3
     assert not (found.ids[:, 1:] == with_bos.bos_token_id).any()
-    without = read_calibration(path, with_bos, 3, 6, 0)
+    without = read(path, with_bos, 3, 6, 0)
     assert found.ids[:, 1:].tolist() == without.ids.tolist()
     assert found.digest != without.digest
 
 
 def test_the_seed_decides_and_decides_alone(tmp_path, tokenizer):
     path = write(tmp_path / "c.jsonl", [10] * 12)
-    first, again = (read_calibration(path, tokenizer, 5, 4, 3) for _ in range(2))
-    other = read_calibration(path, tokenizer, 5, 4, 4)
+    first, again = (read(path, tokenizer, 5, 4, 3) for _ in range(2))
+    other = read(path, tokenizer, 5, 4, 4)
     assert torch.equal(first.ids, again.ids)
     assert first.digest == again.digest != other.digest
 
@@ -80,14 +92,14 @@ def test_the_digest_is_of_the_tokens_not_of_the_file(tmp_path, tokenizer):
             json.dumps({**json.loads(x), "source": "s"}) for x in path.read_text().split("\n") if x
         )
     )
-    digests = {read_calibration(p, tokenizer, 3, 5, 0).digest for p in (path, other)}
+    digests = {read(p, tokenizer, 3, 5, 0).digest for p in (path, other)}
     assert len(digests) == 1
 
 
 def test_too_little_text_says_how_much_there_is(tmp_path, tokenizer):
     path = write(tmp_path / "c.jsonl", [10, 10, 2])
     with pytest.raises(DataError, match=r"c\.jsonl: gives 2 windows of 8 tokens, 3 were asked"):
-        read_calibration(path, tokenizer, 3, 8, 0)
+        read(path, tokenizer, 3, 8, 0)
 
 
 @pytest.mark.parametrize("line", ["{", '{"body": "x"}', '{"text": 3}', '["text"]'])
@@ -95,23 +107,23 @@ def test_a_malformed_line_is_named(tmp_path, tokenizer, line):
     path = write(tmp_path / "c.jsonl", [5])
     path.write_text(path.read_text() + line + "\n")
     with pytest.raises(DataError, match=r"c\.jsonl: line 3: not a JSON object with a text field"):
-        read_calibration(path, tokenizer, 1, 4, 0)
+        read(path, tokenizer, 1, 4, 0)
 
 
 def test_a_missing_file_is_named(tmp_path, tokenizer):
     with pytest.raises(DataError, match=r"absent\.jsonl: no such file"):
-        read_calibration(tmp_path / "absent.jsonl", tokenizer, 1, 4, 0)
+        read(tmp_path / "absent.jsonl", tokenizer, 1, 4, 0)
 
 
 def test_a_gzipped_file_gives_the_windows_of_the_plain_one(tmp_path, tokenizer):
     plain = write(tmp_path / "c.jsonl", [10, 10, 10])
     packed = tmp_path / "c.json.gz"
     packed.write_bytes(gzip.compress(plain.read_bytes()))
-    found = [read_calibration(path, tokenizer, 3, 6, 0).digest for path in (plain, packed)]
+    found = [read(path, tokenizer, 3, 6, 0).digest for path in (plain, packed)]
     assert found[0] == found[1]
 
 
 def test_a_line_separator_inside_a_text_does_not_end_its_line(tmp_path, tokenizer):
     path = tmp_path / "c.jsonl"
     path.write_text('{"text": "w1 w2\u2028w3 w4"}\n', encoding="utf-8")
-    assert read_calibration(path, tokenizer, 1, 4, 0).ids.tolist() == [[1, 2, 3, 4]]
+    assert read(path, tokenizer, 1, 4, 0).ids.tolist() == [[1, 2, 3, 4]]
