@@ -225,16 +225,9 @@ def _gate(line: Change, margin: Margin, *, same: bool) -> Gate:
     # one where few answers changed.
     spread = max(effect.interval.stderr, (worse.high - worse.estimate) / 1.645)
     needed = documents_needed(abs(limit - worse.estimate), spread, line.documents)
-    supported = None if math.isnan(margin.supported) else margin.supported
-    reason = _too_few(line.documents, needed, supported, given=margin.given)
-    return replace(gate, reason=reason, needed=needed, supported=supported)
-
-
-def _too_few(documents: int, needed: int | None, supported: float | None, *, given: bool) -> str:
-    told = (
-        f"too few documents to tell: about {needed} are needed at this difference"
-        if needed
-        else "exactly at the margin: no number of documents can tell"
-    )
-    offer = f"; {documents} support a margin of {supported:g}" if given and supported else ""
-    return told + offer
+    reason = "exactly at the margin: no number of documents can tell"
+    if needed:
+        reason = f"too few documents to tell: about {needed} are needed at this difference"
+    if margin.given and margin.supported > 0:  # NaN is not
+        reason += f"; {line.documents} support a margin of {margin.supported:g}"
+    return replace(gate, reason=reason)

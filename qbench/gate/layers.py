@@ -29,8 +29,6 @@ class Gate:
     margin: float | None = None  # percentage points for accuracies, else per cent
     given: bool = False  # whether the user stated the margin
     worse: Worsening | None = None  # in the margin's units
-    needed: int | None = None  # documents that it would take, where inconclusive
-    supported: float | None = None  # the margin that so many documents support
     change: Change | None = None
 
     @property

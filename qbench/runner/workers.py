@@ -134,12 +134,8 @@ class Workers(Executor):
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """With ``cancel_futures`` running calls are ended too, with their processes."""
-        if cancel_futures:
-            self._threads.shutdown(wait=False, cancel_futures=True)
-            self.terminate()
-        else:
-            self._threads.shutdown(wait=wait)
-            self.terminate()
+        self._threads.shutdown(wait=wait and not cancel_futures, cancel_futures=cancel_futures)
+        self.terminate()
 
 
 class _Slot:
