@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
+from filelock import FileLock
 from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 from torch import Tensor
@@ -52,20 +50,10 @@ class Artifact:
     def key(self) -> str:
         return digest(canonical(self.parts))
 
-    @contextmanager
-    def locked(self, waiting: Callable[[], None]) -> Iterator[None]:
-        """Hold the artifact alone among processes; ``waiting`` is called where another has it."""
+    def lock(self) -> FileLock:
+        """Held while it is read or made, by one process at a time."""
         self.folder.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(self.folder.with_name(f".{self.folder.name}.lock"))
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            waiting()
-            lock.acquire()
-        try:
-            yield
-        finally:
-            lock.release()
+        return FileLock(self.folder.with_name(f".{self.folder.name}.lock"))
 
     def read(self, device: torch.device) -> tuple[dict[str, Tensor], str] | None:
         """Tensors by name, and the note they were written with; None where there is nothing.

@@ -15,14 +15,15 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from qbench.errors import QuantizationError
 from qbench.quantizers import packed
 from qbench.quantizers.calibration import BlockInputs, Calibration
-from qbench.quantizers.config import WHOLE_ROW, PackedWeight, Progress
+from qbench.quantizers.config import WHOLE_ROW, Progress
 from qbench.quantizers.linear import Plain, Tensors, linears
+from qbench.quantizers.packed import unpack  # noqa: F401  (the same for this method)
 from qbench.quantizers.weights import Gptq
 from qbench.streaming import storage
 
@@ -79,10 +80,6 @@ def from_packed(shape: Plain, tensors: Tensors, settings: Gptq) -> packed.Packed
     module = packed.from_packed(shape, tensors, settings)
     module.through = torch.float16
     return module
-
-
-def unpack(module: nn.Module, settings: Gptq) -> PackedWeight | None:
-    return packed.unpack(module, settings)
 
 
 def _require_reached(moments: Tensor, name: str, settings: Gptq) -> None:

@@ -92,9 +92,7 @@ def quantize(
             normalizer_source=normalizer_source,
             device=model.device,
         )
-        with store.locked(
-            lambda: report("waiting for another process that quantizes the same weights", 0.0)
-        ):
+        with store.lock():
             found, detail = _obtain(store, model, stage, calibration, report)
         tensors |= found
         details.append(detail)

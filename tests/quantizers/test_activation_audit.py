@@ -7,12 +7,10 @@ import pytest
 import torch
 from quantizer_models import PROBE, calibration, llama, make
 
-from qbench.errors import QuantizationError
 from qbench.quantizers import activation_inputs, config_of, fake_quant, parse
 from qbench.quantizers.activations import Scaled
-from qbench.quantizers.audit.activations import expected
 from qbench.quantizers.audit.cell import audit
-from qbench.quantizers.config import ActivationEvidence, QuantizationConfig
+from qbench.quantizers.config import QuantizationConfig
 from qbench.quantizers.formats import QuantFormat
 from qbench.quantizers.names import BACKENDS
 from qbench.records import Audit
@@ -184,12 +182,6 @@ def test_a_percentile_is_that_of_the_values():
     low, high = seen.range(99, symmetric=False).tolist()
     assert [low, high] == pytest.approx(x.quantile(torch.tensor([0.005, 0.995])).tolist(), rel=0.01)
     assert float(seen.range(100, symmetric=False)[1]) == float(x.max())
-
-
-def test_a_grid_that_the_audit_does_not_know_is_refused_by_name():
-    about = ActivationEvidence(format=QuantFormat(num_bits=6, type="float"))
-    with pytest.raises(QuantizationError, match="float: the audit knows integers, e4m3 and e2m1"):
-        expected(torch.ones(2, 4, dtype=torch.float64), about)
 
 
 def test_what_amplifies_rounding_is_measured_row_by_row(folder):
