@@ -66,19 +66,19 @@ def placed(
     """Processes of this host, which import what cells need from now on, or a cluster, or the
     executor ``own`` of a plug-in; ``place`` itself where ``cells`` run one after the other.
     Raises QbenchError for what is not there, or for several of them."""
+    stated = {"--cluster": cluster, "--gpus": gpus, "--workers": workers}
+    also = next((option for option, value in stated.items() if value is not None), None)
     if own is not None:
-        stated = {"--cluster": cluster, "--gpus": gpus, "--workers": workers}
-        if also := [option for option, value in stated.items() if value is not None]:
+        if also is not None:
             raise RecipeError(
-                f"--executor {own}: leave {also[0]} out; only one of the two can run cells"
+                f"--executor {own}: leave {also} out; only one of the two can run cells"
             )
         with EXECUTORS.get(own)(place.device) as executor:
             yield dataclasses.replace(place, executor=executor, description=f"executor {own}")
     elif place.recipe.evaluation.device_map is not None:
-        stated = {"--cluster": cluster, "--gpus": gpus, "--workers": workers}
-        if also := [option for option, value in stated.items() if value is not None]:
+        if also is not None:
             raise RecipeError(
-                f"evaluation.device_map: one process takes all GPUs; leave {also[0]} out"
+                f"evaluation.device_map: one process takes all GPUs; leave {also} out"
             )
         yield place
     elif cluster is not None:

@@ -160,9 +160,6 @@ def train(
             "results go to OUT/evaluation.",
         ),
     ] = None,
-    evaluate_data: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="With --evaluate: data of its tasks.")
-    ] = None,
     cluster: ClusterOption = None,
 ) -> None:
     """Train the models of a recipe: every seed with every normalizer, alike in all else.
@@ -190,7 +187,7 @@ def train(
     require_folder(folder, "--out")
     where = choose_device(device)
     files = read_token_files(loaded.token_folder)
-    evaluate_all = evaluation(evaluate, evaluate_data, cluster, loaded, folder, gpus=gpus)
+    evaluate_all = evaluation(evaluate, cluster, loaded, folder, gpus=gpus)
     # torch, once the input is known to be right
     from qbench.training import loop, runs
 
@@ -256,7 +253,6 @@ def show_trained(found: Sequence[Training], wanted: int) -> None:
 
 def evaluation(
     recipe: Path | None,
-    data: Path | None,
     cluster: str | None,
     loaded: TrainingRecipe,
     folder: Path,
@@ -267,15 +263,13 @@ def evaluation(
     ``cluster`` runs it; None without one. Raises RecipeError, before anything is trained, where it
     could not."""
     if recipe is None:
-        for option, value in (
-            ("--evaluate-data", data), ("--cluster", cluster), ("--gpus", gpus)
-        ):  # fmt: skip
+        for option, value in (("--cluster", cluster), ("--gpus", gpus)):
             if value is not None:
                 raise RecipeError(f"{option} {value}: needs --evaluate RECIPE")
         return None
     trained = dict.fromkeys(normalizer for normalizer, _ in loaded.runs())
     places = dict.fromkeys(trained, str(recipe.parent))  # of checkpoints that are not there yet
-    asked = Recipe.load(recipe, Overrides(checkpoints=places, data=data)).checkpoints
+    asked = Recipe.load(recipe, Overrides(checkpoints=places)).checkpoints
     if others := [name for name in asked if name not in trained]:
         raise RecipeError(
             f"--evaluate {recipe}: checkpoints.{others[0]}: is not trained here "
@@ -299,8 +293,8 @@ def evaluation(
             )
         out, here = folder / "evaluation", gpus if cluster is None else None
         run.run(
-            recipe=recipe, checkpoint=checkpoints, data=data, out=out, device=device,
-            cluster=cluster, gpus=here,
+            recipe=recipe, checkpoint=checkpoints, out=out, device=device, cluster=cluster,
+            gpus=here,
         )  # fmt: skip
 
     return evaluate
