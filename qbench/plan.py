@@ -255,7 +255,7 @@ def _cell(
     evaluation, can = recipe.evaluation, checkpoint.support
     attention = choose_attention(name, can, checkpoint.normalizer, evaluation.attention, device)
     checkpoint = replace(checkpoint, normalizer=attention.normalizer)
-    fastest, slower = _fastest(checkpoint, evaluation.scoring)
+    fastest, slower = _fastest(checkpoint)
     if (mode := ONE_WAY.get(runtime_of(quantization, copy))) is not None:
         fastest, evaluation = mode, evaluation.model_copy(update={"scoring": "auto"})
     scoring = resolve(
@@ -469,11 +469,9 @@ def runtime_of(quantization: QuantizationConfig, copy: Checkpoint | None) -> Run
     return "lm-eval" if weights is not None and weights.external else "transformers"
 
 
-def _fastest(checkpoint: Checkpoint, asked: str) -> tuple[Mode, str]:
+def _fastest(checkpoint: Checkpoint) -> tuple[Mode, str]:
     """The fastest mode that a model of this class can be scored in, and why not fast."""
     can = checkpoint.support
-    if not can.tried and can.scoring != "lm-eval" and asked != "auto":
-        return "fast", ""  # as asked; the scorer looks at it closely
     if checkpoint.normalizer == NATIVE and can.scoring == "fast":
         return "exact", "packs need our attention"
     return can.scoring, can.slower
@@ -481,7 +479,7 @@ def _fastest(checkpoint: Checkpoint, asked: str) -> tuple[Mode, str]:
 
 def _notes(checkpoint: Checkpoint, attention: Chosen, mode: Mode, slower: str) -> Iterator[str]:
     """What is chosen for a model that another one would not get, a line each."""
-    if not checkpoint.support.tried:
+    if not checkpoint.support.models:
         yield (
             f"{checkpoint.support.name} was not tried yet (qbench list models); its attention is "
             "compared with transformers' own when it is loaded"

@@ -122,10 +122,7 @@ def _to_llama(checkpoint: Checkpoint) -> tuple[dict[str, Any], Tensors]:
             f"and key norms have {fla.QK_NORM_EPS:g}, but Qwen3ForCausalLM has one for all norms"
         )
     tensors = fla.llama_tensors(read_tensors(checkpoint))
-    if kind == "qwen3" and settings["attention_bias"]:
-        for layer in range(settings["num_hidden_layers"]):
-            zeros = tensors[fla.EMBEDDINGS].new_zeros(settings["hidden_size"])
-            tensors[f"model.layers.{layer}.self_attn.o_proj.bias"] = zeros
+    tensors |= fla.output_biases(settings, tensors)
     if settings["tie_word_embeddings"]:
         tensors.pop(fla.HEAD, None)
     config = AutoConfig.for_model(**settings).to_dict()

@@ -23,11 +23,10 @@ from qbench.checkpoints import fla
 from qbench.checkpoints.supported import (
     CLASSES,
     CONV1D,
-    ModelSupport,
-    class_normalizer,
+    ModelClass,
     model_support,
 )
-from qbench.errors import CheckpointError
+from qbench.errors import CheckpointError, shown
 from qbench.files import file_digest
 from qbench.records import TRAINING_FILE, Trained, Training
 
@@ -94,24 +93,17 @@ def read_config(folder: Path, *, quantized: bool = False) -> dict[str, Any]:
 def _require_causal(config: dict[str, Any]) -> None:
     """Raise CheckpointError for models that say that they see what comes after a token, or need an
     encoder; what a model does is looked at when it is loaded."""
-    kind = config["model_type"]
+    heads, reason = heads_of(config), None
     if config.get("is_encoder_decoder"):
-        raise CheckpointError(
-            f"{kind} is an encoder-decoder model (is_encoder_decoder: true); only causal language "
-            "models are scored"
-        )
-    if head := next((head for head in heads_of(config) if NO_LANGUAGE_MODEL.search(head)), None):
-        raise CheckpointError(
-            f"it is a {head}, which has no output over the vocabulary; only causal language models "
-            "are scored"
-        )
-    stated = next((key for key, values in BOTH_SIDES if config.get(key) in values), None)
-    if stated or any(head.endswith("ForMaskedLM") for head in heads_of(config)):
-        why = f"{stated}: {json.dumps(config[stated])}" if stated else f"model_type {kind}"
-        raise CheckpointError(
-            f"it attends to both sides of a token ({why}), so it gives no probability of a text; "
-            "only causal language models are scored"
-        )
+        reason = "is an encoder-decoder model (is_encoder_decoder: true)"
+    elif head := next((head for head in heads if NO_LANGUAGE_MODEL.search(head)), None):
+        reason = f"is a {head}, which has no output over the vocabulary"
+    elif stated := next((key for key, values in BOTH_SIDES if config.get(key) in values), None):
+        reason = f"attends to both sides of a token ({stated}: {json.dumps(config[stated])})"
+    elif any(head.endswith("ForMaskedLM") for head in heads):
+        reason = f"attends to both sides of a token (architectures: {', '.join(heads)})"
+    if reason:
+        raise CheckpointError(f"it {reason}; only causal language models are scored")
 
 
 def heads_of(config: dict[str, Any]) -> list[str]:
@@ -203,20 +195,12 @@ def elements(headers: dict[str, Header]) -> int:
     return sum(math.prod(header.shape) for header in headers.values())
 
 
-def compare_shapes(found: dict[str, list[int]], expected: dict[str, list[int]]) -> None:
+def require_fit(
+    missing: Iterable[str] = (), left_over: Iterable[str] = (), misshapen: Iterable[str] = ()
+) -> None:
     """Raise CheckpointError naming every tensor that is missing, left over or misshapen."""
-    problems = []
-    if missing := [name for name in expected if name not in found]:
-        problems.append("missing: " + _some(missing))
-    if left_over := [name for name in found if name not in expected]:
-        problems.append("left over: " + _some(left_over))
-    misshapen = [
-        f"{name} {found[name]} instead of {shape}"
-        for name, shape in expected.items()
-        if name in found and found[name] != shape
-    ]
-    if misshapen:
-        problems.append("misshapen: " + _some(misshapen))
+    named = {"missing": missing, "left over": left_over, "misshapen": misshapen}
+    problems = [f"{what}: {_some(found)}" for what, names in named.items() if (found := [*names])]
     if problems:
         raise CheckpointError("the tensors do not fit the configuration; " + "; ".join(problems))
 
@@ -327,7 +311,7 @@ class Checkpoint:
     files: tuple[tuple[str, int, int], ...]  # name, bytes, time of change of what was digested
 
     @property
-    def support(self) -> ModelSupport:
+    def support(self) -> ModelClass:
         """Whose attention it can run on, and how fast it can be scored."""
         known = fla.llama_settings(self.config) if fla.recognizes(self.config) else self.config
         return model_support(known)
@@ -420,8 +404,12 @@ def _found(source: str, folder: Path, normalizer: str | None, quantized: bool) -
         _require_tensors(config, headers, stated)
     else:
         require_present(stated, headers)
-        if files := sorted({h.file for h in headers.values()} - {SINGLE}):
-            _require_shards(folder, files)
+        files = sorted({header.file for header in headers.values()} - {SINGLE})
+        if files and not (folder / INDEX).exists():
+            raise CheckpointError(
+                f"{files[0]}: transformers reads {SINGLE}, or the files that {INDEX} lists; rename "
+                "it or move it out of the folder"
+            )
     if (folder / "generation_config.json").exists():
         read_json(folder / "generation_config.json")
     return Checkpoint(
@@ -445,15 +433,15 @@ def _require_tensors(config: dict[str, Any], headers: dict[str, Header], normali
     if settings["tie_word_embeddings"] and fla.HEAD in found:
         # a second copy of the embeddings; that it is one is checked when the weights are read
         expected[fla.HEAD] = expected[fla.EMBEDDINGS]
-    compare_shapes(found, expected)
-
-
-def _require_shards(folder: Path, files: list[str]) -> None:
-    if not (folder / INDEX).exists():
-        raise CheckpointError(
-            f"{files[0]}: transformers reads {SINGLE}, or the files that {INDEX} lists; rename it "
-            "or move it out of the folder"
-        )
+    require_fit(
+        missing=(name for name in expected if name not in found),
+        left_over=(name for name in found if name not in expected),
+        misshapen=(
+            f"{name} {found[name]} instead of {shape}"
+            for name, shape in expected.items()
+            if found.get(name, shape) != shape
+        ),
+    )
 
 
 def _folder(source: str, revision: str | None, base: Path) -> Path:
@@ -461,10 +449,9 @@ def _folder(source: str, revision: str | None, base: Path) -> Path:
         path = (base / Path(source).expanduser()).resolve()
         is_folder = path.is_dir()
     except (OSError, ValueError, RuntimeError) as error:
-        reason = getattr(error, "strerror", None) or error
         raise CheckpointError(
-            f"checkpoint {_shown(source)}: it names no folder ({_shown(str(reason))}), and it is "
-            "no hub id (owner/name)"
+            f"checkpoint {shown(source)}: it names no folder ({shown(str(error))}), and it is no "
+            "hub id (owner/name)"
         ) from None
     if is_folder and revision is not None:
         raise CheckpointError(
@@ -476,15 +463,9 @@ def _folder(source: str, revision: str | None, base: Path) -> Path:
     if HUB_ID.fullmatch(source):
         return hub.snapshot(source, revision, FROM_HUB)
     raise CheckpointError(
-        f"checkpoint {_shown(source)}: no such folder ({_shown(str(path))}), and not a hub id "
+        f"checkpoint {shown(source)}: no such folder ({shown(str(path))}), and not a hub id "
         "(owner/name)"
     )
-
-
-def _shown(text: str, at_most: int = 200) -> str:
-    """``text`` as a terminal can show it: escaped where it is not printable, and not endless."""
-    text = text if text.isprintable() else ascii(text)
-    return text if len(text) <= at_most else f"{text[:at_most]}…"
 
 
 def _normalizer(config: dict[str, Any], stated: str | None) -> str:
@@ -494,7 +475,8 @@ def _normalizer(config: dict[str, Any], stated: str | None) -> str:
         raise CheckpointError(f"qbench_normalizer {own!r} is not known; known: {known}")
     if fla.recognizes(config):
         own = _of_attention(config, own, stated)
-    by_class = class_normalizer(config)
+    row = CLASSES.get(config["model_type"])
+    by_class = row.normalizer if row else "softmax"
     own = own or by_class
     if stated == NATIVE and own == by_class:
         return NATIVE

@@ -202,6 +202,16 @@ def llama_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {n: one[:, 0] if _is_scale(n, list(one.shape)) else one for n, one in kept.items()}
 
 
+def output_biases(
+    settings: dict[str, Any], tensors: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Zeros that Qwen 3 has where its other projections have biases, by Llama name."""
+    if settings["model_type"] != "qwen3" or not settings["attention_bias"]:
+        return {}
+    zeros = tensors[EMBEDDINGS].new_zeros(settings["hidden_size"])
+    return {f"{name}.o_proj.bias": zeros.clone() for name in attention_modules(settings)}
+
+
 def _is_scale(name: str, shape: list[int]) -> bool:
     return name.endswith(".self_attn.s") and len(shape) == 2 and shape[1] == 1
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import transformers
@@ -36,6 +34,7 @@ from qbench.checkpoints.find import (
     is_parameter,
     parameter_shapes,
     read_headers,
+    require_fit,
     stamps,
     weight_files,
 )
@@ -45,12 +44,6 @@ from qbench.errors import CheckpointError, UnavailableError, first_line
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-REPORTED = {
-    "missing_keys": "missing",
-    "unexpected_keys": "left over",
-    "mismatched_keys": "misshapen",
-}
 
 
 def load_model(
@@ -131,24 +124,9 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
             return PreTrainedTokenizerFast.from_pretrained(checkpoint.folder)
         return AutoTokenizer.from_pretrained(checkpoint.folder, trust_remote_code=False)
     except Exception as error:  # whatever a broken file makes of the libraries
-        why = _unknown_class(checkpoint.folder) or first_line(error)
         raise CheckpointError(
-            f"checkpoint {checkpoint.source}: no usable tokenizer ({why})"
+            f"checkpoint {checkpoint.source}: no usable tokenizer ({first_line(error)})"
         ) from error
-
-
-def _unknown_class(folder: Path) -> str | None:
-    """What is wrong with the class that tokenizer_config.json names; None where nothing is."""
-    try:
-        name = json.loads((folder / "tokenizer_config.json").read_bytes()).get("tokenizer_class")
-    except (OSError, ValueError, AttributeError):
-        return None
-    if name is None or any(hasattr(transformers, str(name) + more) for more in ("", "Fast")):
-        return None
-    return (
-        f"tokenizer_config.json: tokenizer_class: transformers has no {name!r}; name one that it "
-        "has, or put a tokenizer.json beside it"
-    )
 
 
 def read_tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
@@ -184,13 +162,9 @@ def _of_class(
     settings: dict[str, Any], state: dict[str, torch.Tensor], dtype: torch.dtype
 ) -> PreTrainedModel:
     """The stock class that ``settings`` name, with the weights of ``state``."""
-    kind = settings["model_type"]
     config = transformers.AutoConfig.for_model(**settings)
-    if kind == "qwen3" and settings["attention_bias"]:  # its output projection has one, too
-        for layer in range(config.num_hidden_layers):
-            zeros = next(iter(state.values())).new_zeros(config.hidden_size)
-            state[f"model.layers.{layer}.self_attn.o_proj.bias"] = zeros
-    model_class = getattr(transformers, class_names()[kind])
+    model_class = getattr(transformers, class_names()[settings["model_type"]])
+    state = state | fla.output_biases(settings, state)
     model = model_class.from_pretrained(None, config=config, state_dict=state, dtype=dtype)
     for name, module in model.named_modules():
         if name.endswith((".q_norm", ".k_norm")):
@@ -213,8 +187,11 @@ def _load_transformers(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrained
     headers = read_headers(checkpoint.folder)
     extra = set(report.get("unexpected_keys") or ()) & set(headers)
     own = sorted(name for name in extra if is_parameter(checkpoint.normalizer, name))
-    if problems := _problems(report, left_out=own):
-        raise CheckpointError("the tensors do not fit the configuration; " + "; ".join(problems))
+    missing, left_over, misshapen = (
+        sorted(str(name) for name in report.get(key) or () if name not in own)
+        for key in ("missing_keys", "unexpected_keys", "mismatched_keys")
+    )
+    require_fit(missing, left_over, misshapen)
     attach(
         model,
         checkpoint.normalizer,
@@ -222,15 +199,6 @@ def _load_transformers(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrained
     )
     require_own_head(model, checkpoint.folder, headers)
     return model
-
-
-def _problems(report: dict[str, Any], left_out: Sequence[str]) -> list[str]:
-    problems = []
-    for key, what in REPORTED.items():
-        names = sorted(str(name) for name in report.get(key) or () if name not in left_out)
-        if names:
-            problems.append(f"{what}: {', '.join(names[:6])}")
-    return problems
 
 
 def attach(model: PreTrainedModel, normalizer: str, tensors: dict[str, torch.Tensor]) -> None:

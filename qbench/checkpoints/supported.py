@@ -11,7 +11,7 @@ import functools
 import importlib.util
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,11 +27,12 @@ NO_INTERFACE = "its class computes attention itself"
 DROPS = "its layers do not pass on what a pack needs"
 HEAD = "scales or caps its logits after the LM head"
 MIXED = "windows or layers without attention"
+UNTRIED = "this class was not tried"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class ModelClass:
-    """What was tried of one ``model_type``.
+    """What is known of one ``model_type``; ``models``: which were tried, "" for none.
 
     ``native``: why it runs on its own attention, ``own``, and not on ours; "" where it runs on
     ours. ``scoring`` is the fastest mode that such a model can be scored in, ``slower`` why it is
@@ -58,10 +59,6 @@ class ModelClass:
         return "ours" if self.normalizer == "softmax" else f"ours: {self.normalizer}"
 
 
-def _row(kind: str, name: str, models: str, **rest: Any) -> ModelClass:
-    return ModelClass(kind=kind, name=name, models=models, **rest)
-
-
 def _exact(why: str) -> dict[str, Any]:
     return {"scoring": "exact", "slower": why}
 
@@ -77,21 +74,21 @@ _SINKS = {"normalizer": "softmax-sink", "own": "eager", **_exact(MIXED)}
 _CONVOLUTION = {"left_out": "short convolutions", **_exact(MIXED)}
 
 _ROWS = (
-    _row("llama", "LlamaForCausalLM", "Llama 1–3, SmolLM 1–2, TinyLlama, Yi, DeepSeek LLM"),
-    _row("mistral", "MistralForCausalLM", "Mistral 7B, Nemo", defaults=_WINDOW),
-    _row("ministral", "MinistralForCausalLM", "Ministral", **_exact(MIXED)),
-    _row("qwen2", "Qwen2ForCausalLM", "Qwen 1.5–2.5"),
-    _row("qwen3", "Qwen3ForCausalLM", "Qwen 3"),
-    _row("phi", "PhiForCausalLM", "Phi 1–2"),
-    _row("phi3", "Phi3ForCausalLM", "Phi 3–4"),
-    _row("olmo", "OlmoForCausalLM", "OLMo 1"),
-    _row("olmo2", "Olmo2ForCausalLM", "OLMo 2"),
-    _row("olmo3", "Olmo3ForCausalLM", "OLMo 3", **_exact(MIXED)),
-    _row("stablelm", "StableLmForCausalLM", "StableLM 2", **_exact(DROPS)),
-    _row("smollm3", "SmolLM3ForCausalLM", "SmolLM 3"),
-    _row("gpt_neox", "GPTNeoXForCausalLM", "Pythia, GPT-NeoX, RedPajama"),
-    _row("gemma", "GemmaForCausalLM", "Gemma 1"),
-    _row(
+    ModelClass("llama", "LlamaForCausalLM", "Llama 1–3, SmolLM 1–2, TinyLlama, Yi, DeepSeek LLM"),
+    ModelClass("mistral", "MistralForCausalLM", "Mistral 7B, Nemo", defaults=_WINDOW),
+    ModelClass("ministral", "MinistralForCausalLM", "Ministral", **_exact(MIXED)),
+    ModelClass("qwen2", "Qwen2ForCausalLM", "Qwen 1.5–2.5"),
+    ModelClass("qwen3", "Qwen3ForCausalLM", "Qwen 3"),
+    ModelClass("phi", "PhiForCausalLM", "Phi 1–2"),
+    ModelClass("phi3", "Phi3ForCausalLM", "Phi 3–4"),
+    ModelClass("olmo", "OlmoForCausalLM", "OLMo 1"),
+    ModelClass("olmo2", "Olmo2ForCausalLM", "OLMo 2"),
+    ModelClass("olmo3", "Olmo3ForCausalLM", "OLMo 3", **_exact(MIXED)),
+    ModelClass("stablelm", "StableLmForCausalLM", "StableLM 2", **_exact(DROPS)),
+    ModelClass("smollm3", "SmolLM3ForCausalLM", "SmolLM 3"),
+    ModelClass("gpt_neox", "GPTNeoXForCausalLM", "Pythia, GPT-NeoX, RedPajama"),
+    ModelClass("gemma", "GemmaForCausalLM", "Gemma 1"),
+    ModelClass(
         "gemma2",
         "Gemma2ForCausalLM",
         "Gemma 2",
@@ -99,31 +96,33 @@ _ROWS = (
         **_HEAD,
         defaults=(("final_logit_softcapping", 30.0),),
     ),
-    _row("gemma3_text", "Gemma3ForCausalLM", "Gemma 3", **_exact(MIXED)),
-    _row("gpt2", "GPT2LMHeadModel", "GPT-2, DistilGPT-2", weights=CONV1D),
-    _row("gpt_bigcode", "GPTBigCodeForCausalLM", "SantaCoder, StarCoder"),
-    _row("starcoder2", "Starcoder2ForCausalLM", "StarCoder 2"),
-    _row("opt", "OPTForCausalLM", "OPT, OutEffHop"),
-    _row("cohere", "CohereForCausalLM", "Command R", **_HEAD, defaults=(("logit_scale", 0.0625),)),
-    _row(
+    ModelClass("gemma3_text", "Gemma3ForCausalLM", "Gemma 3", **_exact(MIXED)),
+    ModelClass("gpt2", "GPT2LMHeadModel", "GPT-2, DistilGPT-2", weights=CONV1D),
+    ModelClass("gpt_bigcode", "GPTBigCodeForCausalLM", "SantaCoder, StarCoder"),
+    ModelClass("starcoder2", "Starcoder2ForCausalLM", "StarCoder 2"),
+    ModelClass("opt", "OPTForCausalLM", "OPT, OutEffHop"),
+    ModelClass(
+        "cohere", "CohereForCausalLM", "Command R", **_HEAD, defaults=(("logit_scale", 0.0625),)
+    ),
+    ModelClass(
         "cohere2",
         "Cohere2ForCausalLM",
         "Command R7B",
         **_HEAD,
         defaults=(("logit_scale", 0.0625),),
     ),
-    _row("granite", "GraniteForCausalLM", "Granite 3", **_HEAD),
-    _row("granitemoe", "GraniteMoeForCausalLM", "Granite MoE", **{**_HEAD, **_ROUTER}),
-    _row("mixtral", "MixtralForCausalLM", "Mixtral", **_ROUTER),
-    _row("olmoe", "OlmoeForCausalLM", "OLMoE", **_ROUTER),
-    _row("qwen2_moe", "Qwen2MoeForCausalLM", "Qwen 1.5 and 2 MoE", **_ROUTER),
-    _row("qwen3_moe", "Qwen3MoeForCausalLM", "Qwen 3 MoE", **_ROUTER),
-    _row("phimoe", "PhimoeForCausalLM", "Phi 3.5 MoE", **_ROUTER),
-    _row("deepseek_v2", "DeepseekV2ForCausalLM", "DeepSeek V2", **_ROUTER),
-    _row("deepseek_v3", "DeepseekV3ForCausalLM", "DeepSeek V3, Kimi K2", **_ROUTER),
-    _row("glm4_moe", "Glm4MoeForCausalLM", "GLM 4.5", **_ROUTER),
-    _row("gpt_oss", "GptOssForCausalLM", "gpt-oss", **_SINKS, **_ROUTER),
-    _row(
+    ModelClass("granite", "GraniteForCausalLM", "Granite 3", **_HEAD),
+    ModelClass("granitemoe", "GraniteMoeForCausalLM", "Granite MoE", **{**_HEAD, **_ROUTER}),
+    ModelClass("mixtral", "MixtralForCausalLM", "Mixtral", **_ROUTER),
+    ModelClass("olmoe", "OlmoeForCausalLM", "OLMoE", **_ROUTER),
+    ModelClass("qwen2_moe", "Qwen2MoeForCausalLM", "Qwen 1.5 and 2 MoE", **_ROUTER),
+    ModelClass("qwen3_moe", "Qwen3MoeForCausalLM", "Qwen 3 MoE", **_ROUTER),
+    ModelClass("phimoe", "PhimoeForCausalLM", "Phi 3.5 MoE", **_ROUTER),
+    ModelClass("deepseek_v2", "DeepseekV2ForCausalLM", "DeepSeek V2", **_ROUTER),
+    ModelClass("deepseek_v3", "DeepseekV3ForCausalLM", "DeepSeek V3, Kimi K2", **_ROUTER),
+    ModelClass("glm4_moe", "Glm4MoeForCausalLM", "GLM 4.5", **_ROUTER),
+    ModelClass("gpt_oss", "GptOssForCausalLM", "gpt-oss", **_SINKS, **_ROUTER),
+    ModelClass(
         "qwen3_next",
         "Qwen3NextForCausalLM",
         "Qwen 3 Next (gated attention)",
@@ -131,52 +130,52 @@ _ROWS = (
         left_out="routers, short convolutions",
         **_exact(MIXED),
     ),
-    _row(
+    ModelClass(
         "qwen3_5_text",
         "Qwen3_5ForCausalLM",
         "Qwen 3.5 (gated attention)",
         **_CONVOLUTION,
     ),
-    _row(
+    ModelClass(
         "afmoe",
         "AfmoeForCausalLM",
         "Trinity (gated attention)",
         weights=EXPERTS,
         **_exact(MIXED),
     ),
-    _row("lfm2", "Lfm2ForCausalLM", "LFM 2", **_CONVOLUTION),
-    _row("bamba", "BambaForCausalLM", "Bamba", **_CONVOLUTION),
-    _row("falcon_h1", "FalconH1ForCausalLM", "Falcon H1", **_CONVOLUTION),
-    _row("nemotron", "NemotronForCausalLM", "Nemotron, Minitron", **_exact(DROPS)),
-    _row("ernie4_5", "Ernie4_5ForCausalLM", "ERNIE 4.5"),
-    _row("glm", "GlmForCausalLM", "GLM 4"),
-    _row("glm4", "Glm4ForCausalLM", "GLM 4 0414"),
-    _row("exaone4", "Exaone4ForCausalLM", "EXAONE 4", **_exact(MIXED)),
-    _row("helium", "HeliumForCausalLM", "Helium"),
-    _row("seed_oss", "SeedOssForCausalLM", "Seed OSS"),
-    _row("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", "Hunyuan"),
-    _row("arcee", "ArceeForCausalLM", "Arcee AFM"),
-    _row("apertus", "ApertusForCausalLM", "Apertus"),
-    _row("biogpt", "BioGptForCausalLM", "BioGPT"),
-    _row("persimmon", "PersimmonForCausalLM", "Persimmon"),
-    _row("bloom", "BloomForCausalLM", "BLOOM (ALiBi)", **_native(NO_INTERFACE)),
-    _row(
+    ModelClass("lfm2", "Lfm2ForCausalLM", "LFM 2", **_CONVOLUTION),
+    ModelClass("bamba", "BambaForCausalLM", "Bamba", **_CONVOLUTION),
+    ModelClass("falcon_h1", "FalconH1ForCausalLM", "Falcon H1", **_CONVOLUTION),
+    ModelClass("nemotron", "NemotronForCausalLM", "Nemotron, Minitron", **_exact(DROPS)),
+    ModelClass("ernie4_5", "Ernie4_5ForCausalLM", "ERNIE 4.5"),
+    ModelClass("glm", "GlmForCausalLM", "GLM 4"),
+    ModelClass("glm4", "Glm4ForCausalLM", "GLM 4 0414"),
+    ModelClass("exaone4", "Exaone4ForCausalLM", "EXAONE 4", **_exact(MIXED)),
+    ModelClass("helium", "HeliumForCausalLM", "Helium"),
+    ModelClass("seed_oss", "SeedOssForCausalLM", "Seed OSS"),
+    ModelClass("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", "Hunyuan"),
+    ModelClass("arcee", "ArceeForCausalLM", "Arcee AFM"),
+    ModelClass("apertus", "ApertusForCausalLM", "Apertus"),
+    ModelClass("biogpt", "BioGptForCausalLM", "BioGPT"),
+    ModelClass("persimmon", "PersimmonForCausalLM", "Persimmon"),
+    ModelClass("bloom", "BloomForCausalLM", "BLOOM (ALiBi)", **_native(NO_INTERFACE)),
+    ModelClass(
         "falcon", "FalconForCausalLM", "Falcon (rotary or ALiBi)", **_native(NO_INTERFACE, "sdpa")
     ),
-    _row("mpt", "MptForCausalLM", "MPT (ALiBi)", **_native(NO_INTERFACE)),
-    _row("gptj", "GPTJForCausalLM", "GPT-J", **_native(NO_INTERFACE)),
-    _row("gpt_neo", "GPTNeoForCausalLM", "GPT-Neo, TinyStories", **_native(NO_INTERFACE)),
-    _row("codegen", "CodeGenForCausalLM", "CodeGen", **_native(NO_INTERFACE)),
-    _row("xglm", "XGLMForCausalLM", "XGLM", **_native(NO_INTERFACE)),
-    _row("granite_swa", "GraniteSWAForCausalLM", "Granite SWA", **_SINKS),
-    _row(
+    ModelClass("mpt", "MptForCausalLM", "MPT (ALiBi)", **_native(NO_INTERFACE)),
+    ModelClass("gptj", "GPTJForCausalLM", "GPT-J", **_native(NO_INTERFACE)),
+    ModelClass("gpt_neo", "GPTNeoForCausalLM", "GPT-Neo, TinyStories", **_native(NO_INTERFACE)),
+    ModelClass("codegen", "CodeGenForCausalLM", "CodeGen", **_native(NO_INTERFACE)),
+    ModelClass("xglm", "XGLMForCausalLM", "XGLM", **_native(NO_INTERFACE)),
+    ModelClass("granite_swa", "GraniteSWAForCausalLM", "Granite SWA", **_SINKS),
+    ModelClass(
         "mimo_v2_flash",
         "MiMoV2FlashForCausalLM",
         "MiMo V2 Flash",
         **_native("sinks in some layers only"),
         **_ROUTER,
     ),
-    _row(
+    ModelClass(
         "mamba",
         "MambaForCausalLM",
         "Mamba",
@@ -184,7 +183,7 @@ _ROWS = (
         left_out="state spaces, short convolutions",
         spared="dt_proj",
     ),
-    _row(
+    ModelClass(
         "mamba2",
         "Mamba2ForCausalLM",
         "Mamba 2",
@@ -197,12 +196,6 @@ CLASSES = {row.kind: row for row in _ROWS}
 assert len(CLASSES) == len(_ROWS)
 
 
-def class_normalizer(config: Mapping[str, Any]) -> str:
-    """What the class of a model with this config.json computes by itself."""
-    row = CLASSES.get(config["model_type"])
-    return row.normalizer if row is not None else "softmax"
-
-
 # Factors and caps that transformers' classes apply to logits, and the values that change nothing.
 AFTER_HEAD = {
     "final_logit_softcapping": (None,),
@@ -212,59 +205,21 @@ AFTER_HEAD = {
     "lm_head_multiplier": (None, 1, 1.0),
 }
 MOVING_ROPES = ("longrope", "dynamic")  # angles that depend on the longest sequence of a batch
-# Classes whose get_decoder is the whole model: nobody sees what their LM head takes.
-NO_DECODER = ("llama4_text",)
-# What classes hand to their attention function that softmax does not compute, and its words.
-HANDED = {"s_aux=": "learned sinks"}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelSupport:
-    """``native``: why the model has to run on its own attention, None where ours does; ``own``:
-    what that is. ``scoring``: the fastest mode that works, ``slower`` why it is not fast.
-    ``tried``: whether the class is one of the table's. ``spared``: a linear layer that has to
-    stay as it is, "" for none. ``normalizer``: what the class computes by itself."""
-
-    name: str
-    native: str | None
-    own: Own
-    scoring: Mode
-    slower: str
-    tried: bool
-    spared: str
-    normalizer: str
-
-
-def model_support(config: Mapping[str, Any]) -> ModelSupport:
+def model_support(config: Mapping[str, Any]) -> ModelClass:
     """Of a model of transformers with this config.json; a class that nobody tried is taken for
     what transformers' source says of it, and scored exactly."""
     kind = config["model_type"]
-    row = CLASSES.get(kind)
-    stated = {**dict(row.defaults), **config} if row else config
-    if row is not None:
-        native: str | None = row.native or None
-        own, mode, slower = row.own, row.scoring, row.slower
-        if slower == HEAD and (reason := _after_head(stated)) is None:
-            mode, slower = "fast", ""
-    else:
-        native, own = _by_source(kind)
-        mode, slower = "exact", "this class was not tried"
+    row = CLASSES.get(kind) or _by_source(kind)
+    stated = {**dict(row.defaults), **config}
+    scoring, slower = row.scoring, row.slower
     if reason := _after_head(stated):
-        mode, slower = "lm-eval", reason
-    elif kind in NO_DECODER:
-        mode, slower = "lm-eval", "its class gives no access to the decoder without the LM head"
-    elif mode == "fast" and (reason := unlike_a_pack(stated)):
-        mode, slower = "exact", reason
-    return ModelSupport(
-        name=row.name if row else class_names().get(kind, kind),
-        native=native,
-        own=own,
-        scoring=mode,
-        slower=slower,
-        tried=row is not None,
-        spared=row.spared if row else "",
-        normalizer=row.normalizer if row else "softmax",
-    )
+        scoring, slower = "lm-eval", reason
+    elif slower in ("", HEAD):
+        slower = unlike_a_pack(stated) or ""
+        scoring = "exact" if slower else "fast"
+    return replace(row, scoring=scoring, slower=slower)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -277,9 +232,7 @@ class Chosen:
     why: str = ""
 
 
-def choose_attention(
-    name: str, can: ModelSupport, trained: str, wanted: str, device: str
-) -> Chosen:
+def choose_attention(name: str, can: ModelClass, trained: str, wanted: str, device: str) -> Chosen:
     """What the checkpoint ``name`` of a recipe, ``trained`` with a normalizer, runs on where
     ``evaluation.attention`` is ``wanted``.
 
@@ -344,17 +297,19 @@ def moving_rope(config: Mapping[str, Any]) -> str | None:
 
 
 @functools.cache
-def _by_source(kind: str) -> tuple[str | None, Own]:
+def _by_source(kind: str) -> ModelClass:
     """Whether a class takes its attention from AttentionInterface, and what its own is."""
     name = class_names().get(kind)
+    found = ModelClass(kind, name or kind, "", **_exact(UNTRIED))
     source = _source(kind, name) if name else None
     if source is None:
-        return "this class was not tried", "eager"
-    own: Own = "eager" if "_supports_sdpa = True" not in source else "sdpa"
-    if "ALL_ATTENTION_FUNCTIONS" not in source:
-        return NO_INTERFACE, own
-    handed = [words for sign, words in HANDED.items() if sign in source]
-    return (handed[0] if handed else None), own
+        return replace(found, native=UNTRIED, own="eager")
+    native = NO_INTERFACE if "ALL_ATTENTION_FUNCTIONS" not in source else ""
+    if not native and "s_aux=" in source:
+        native = "learned sinks"
+    return replace(
+        found, native=native, own="sdpa" if "_supports_sdpa = True" in source else "eager"
+    )
 
 
 def _source(kind: str, name: str) -> str | None:

@@ -11,10 +11,8 @@ from scoring_models import choices, scorer
 from small_recipe import DEMO, qbench, small_recipe
 from transformers import OPTConfig, OPTForCausalLM
 
-from qbench.checkpoints import find
-from qbench.checkpoints.load import load_tokenizer
 from qbench.comparison.compare import compare
-from qbench.errors import CheckpointError, DataError, UnavailableError
+from qbench.errors import DataError, UnavailableError
 from qbench.evaluation.evaluate import evaluate
 from qbench.evaluation.loaded import load_task
 from qbench.evaluation.tasks import plan_task
@@ -94,14 +92,6 @@ def test_a_cell_of_which_no_task_can_be_scored_fails(tmp_path, data):
     assert record.status == "failed"
     assert "does not fit into evaluation.max_length" in record.error
     assert Store(tmp_path / "out").records()[0].failed_tasks == {}
-
-
-@pytest.mark.parametrize("name", ["NoSuchTokenizer", 7])
-def test_a_tokenizer_class_that_nobody_has_is_named(tmp_path, name):
-    opt(64).save_pretrained(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": name}))
-    with pytest.raises(CheckpointError, match=f"tokenizer_class: transformers has no '?{name}"):
-        load_tokenizer(find(str(tmp_path)))
 
 
 def opt(embedded: int):
