@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from qbench.machine import environment
 from qbench.plan import Cell, Plan
@@ -43,22 +43,33 @@ class CellResult:
     scoring: ScoringReport | None = None
     damage: Damage | Unavailable | None = None
 
+    def stated(self, error: str | None) -> dict[str, Any]:
+        """What every record of the cell says, an analysis too, finished now: failed with ``error``,
+        where there is one."""
+        cell, plan, settings = self.cell, self.plan, self.cell.quantization
+        return {
+            "key": cell.key,
+            "key_parts": cell.key_parts,
+            "checkpoint": cell.checkpoint_name,
+            "quantizer": cell.label,
+            "method": settings.method,
+            "title": settings.title,
+            "precision": settings.precision,
+            "normalizer": cell.checkpoint.normalizer,
+            "attention": f"{cell.checkpoint.normalizer}/{cell.attention}",
+            "status": "failed" if error else "ok",
+            "error": error,
+            "stages": tuple(self.stages),
+            "environment": environment(plan.device, settings.requirements, plan.hardware),
+            "started": self.started,
+            "finished": datetime.now(UTC),
+        }
+
     def record(self, error: str | None) -> Record:
-        """The cell's record, finished now: failed with ``error``, where there is one."""
-        cell, settings = self.cell, self.cell.quantization
+        """The cell's record; a failed one keeps no scores."""
         return Record(
-            key=cell.key,
-            key_parts=cell.key_parts,
-            checkpoint=cell.checkpoint_name,
-            quantizer=cell.label,
-            method=settings.method,
-            title=settings.title,
-            precision=settings.precision,
-            normalizer=cell.checkpoint.normalizer,
-            training=cell.checkpoint.training,
-            attention=f"{cell.checkpoint.normalizer}/{cell.attention}",
-            status="failed" if error else "ok",
-            error=error,
+            **self.stated(error),
+            training=self.cell.checkpoint.training,
             scores=() if error else tuple(self.scores),
             groups=() if error else self.groups,
             failed_tasks={} if error else self.failed_tasks,
@@ -66,10 +77,6 @@ class CellResult:
             audit=self.audit,
             scoring=self.scoring,
             damage=self.damage,
-            stages=tuple(self.stages),
-            environment=environment(self.plan.device, settings.requirements, self.plan.hardware),
-            started=self.started,
-            finished=datetime.now(UTC),
         )
 
 

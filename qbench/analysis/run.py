@@ -17,7 +17,7 @@ from qbench.analysis.text import AnalysisSettings
 from qbench.cell_result import CellResult
 from qbench.code import digest_of
 from qbench.errors import RecipeError, UnavailableError, shown
-from qbench.machine import environment, importing
+from qbench.machine import importing
 from qbench.plan import Cell, Plan, content_key
 from qbench.progress import Progress
 from qbench.records import (
@@ -76,38 +76,21 @@ class AnalysisResult:
         self, status: Literal["ok", "unfinished", "failed"], error: str | None
     ) -> Analysis | Sensitivity:
         """Write the record of what is known."""
-        cell, of = self.cell, self.cell.cell
-        stated: dict[str, Any] = {
-            "key": cell.key,
-            "key_parts": cell.key_parts,
-            "checkpoint": of.checkpoint_name,
-            "quantizer": of.label,
-            "method": of.quantization.method,
-            "title": of.quantization.title,
-            "precision": of.quantization.precision,
-            "normalizer": of.checkpoint.normalizer,
-            "status": status,
-            "error": error,
-            "text": self.text,
-            "stages": tuple(self.result.stages),
-            "environment": environment(
-                self.result.plan.device, of.quantization.requirements, self.result.plan.hardware
-            ),
-            "started": self.result.started,
-            "finished": datetime.now(UTC),
-        }
+        cell, stated = self.cell, self.result.stated(error)
+        stated |= {"key": cell.key, "key_parts": cell.key_parts, "status": status}
         record: Analysis | Sensitivity
         if self.analyses.kind is Sensitivity:
+            del stated["attention"]
             record = Sensitivity(
                 **stated,
+                text=self.text,
                 unit="block" if cell.settings.blocks else "linear",
                 perplexity=self.perplexity,
                 together=self.units.get(TOGETHER),
                 units=tuple(one for name, one in self.units.items() if name != TOGETHER),
             )
         else:
-            attention = f"{of.checkpoint.normalizer}/{of.attention}"
-            record = Analysis(**stated, attention=attention, measured=self.measured)
+            record = Analysis(**stated, text=self.text, measured=self.measured)
         self.analyses.put(record)
         return record
 
