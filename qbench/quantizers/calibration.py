@@ -22,22 +22,14 @@ from qbench.streaming import Stop, decoder_blocks, hold
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Calibration:
-    """``samples`` rows of ``length`` token ids: int64 [samples, length]. ``digest`` is theirs."""
+    """Token ids, int64 [samples, length], and their digest."""
 
     ids: Tensor
 
     @property
-    def samples(self) -> int:
-        return self.ids.shape[0]
-
-    @property
-    def length(self) -> int:
-        return self.ids.shape[1]
-
-    @property
     def digest(self) -> str:
         """SHA-256 of shape and ids; the file's name and format play no part."""
-        shape = f"{self.samples}x{self.length}:".encode()
+        shape = f"{len(self.ids)}x{self.ids.shape[1]}:".encode()
         return hashlib.sha256(shape + self.ids.numpy().astype("<i8").tobytes()).hexdigest()
 
 

@@ -26,15 +26,11 @@ def calibrate(
     calibration: Calibration | None,
     progress: Progress,
 ) -> dict[str, Tensor]:
-    """By attention module: ``kept/<module>`` uint8 [heads], ``ratio/<module>`` float32."""
+    """By attention module: which heads stay, uint8 [heads]."""
     assert calibration is not None
     found = output_ratios(model, calibration.ids, progress)
     kept = choose(settings, torch.stack(list(found.values())))
-    tensors = {}
-    for (name, ratios), own in zip(found.items(), kept, strict=True):
-        tensors[f"kept/{name}"] = own.to(torch.uint8).cpu()
-        tensors[f"ratio/{name}"] = ratios.float().cpu()
-    return tensors
+    return {name: own.to(torch.uint8).cpu() for name, own in zip(found, kept, strict=True)}
 
 
 def choose(settings: Dormant | Weakest, ratios: Tensor) -> Tensor:
@@ -57,23 +53,19 @@ def install(
             f"prune_heads: its attention is {attention}, which cannot prune heads; use a model "
             "that attends with one of qbench's normalizers"
         )
-    for key, kept in tensors.items():
-        kind, _, name = key.partition("/")
-        if kind == "kept":
-            module = model.get_submodule(name)
-            setattr(module, KEPT, kept.to(device=model.device, dtype=model.dtype))
+    for name, kept in tensors.items():
+        setattr(model.get_submodule(name), KEPT, kept.to(device=model.device, dtype=model.dtype))
 
 
-def attention_modules(model: nn.Module) -> dict[str, tuple[nn.Module, nn.Module]]:
-    """Attention modules of ``model`` by name, each with its output projection."""
-    found = {}
-    for name, module in model.named_modules():
-        if not hasattr(module, "layer_idx") or not hasattr(module, "head_dim"):
-            continue
-        projection = next((getattr(module, p) for p in PROJECTIONS if hasattr(module, p)), None)
-        if projection is not None:
-            found[name] = (module, projection)
-    return found
+def output_projections(model: nn.Module) -> dict[str, nn.Module]:
+    """Of the attention modules of ``model``, by their names."""
+    return {
+        name: getattr(module, next(p for p in PROJECTIONS if hasattr(module, p)))
+        for name, module in model.named_modules()
+        if hasattr(module, "layer_idx")
+        and hasattr(module, "head_dim")
+        and any(hasattr(module, p) for p in PROJECTIONS)
+    }
 
 
 def output_ratios(model: PreTrainedModel, ids: Tensor, progress: Progress) -> dict[str, Tensor]:
@@ -81,8 +73,8 @@ def output_ratios(model: PreTrainedModel, ids: Tensor, progress: Progress) -> di
     ``ids`` [N, T], divided by the mean over the module's heads. As
     ``qbench.analysis.attention.output_ratios`` has it of a text (Sandoval-Segura et al. 2025,
     arXiv 2504.03889). Raises QuantizationError for a model whose heads cannot be told."""
-    modules = attention_modules(model)
-    if not modules:
+    projections = output_projections(model)
+    if not projections:
         raise QuantizationError(
             f"prune_heads: the attention heads of {type(model).__name__} cannot be found; use a "
             f"model whose attention ends in one of {', '.join(PROJECTIONS)}"
@@ -90,13 +82,10 @@ def output_ratios(model: PreTrainedModel, ids: Tensor, progress: Progress) -> di
     sums: dict[str, Tensor] = {}
 
     def look(name: str, output: Tensor) -> None:
-        module, projection = modules[name]
-        heads = projection.in_features // module.head_dim
-        output = output.unflatten(-1, (heads, -1)).float()
+        output = output.unflatten(-1, (-1, model.get_submodule(name).head_dim)).float()
         norms = output.norm(dim=-1).double().flatten(0, -2).mean(0)
         sums[name] = sums[name] + norms if name in sums else norms
 
-    projections = {name: projection for name, (_, projection) in modules.items()}
     watch_inputs(model, projections, look, ids.split(1), progress)
     found = {}
     for name, total in sums.items():

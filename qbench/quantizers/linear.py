@@ -257,9 +257,6 @@ class Experts(nn.Module):
             result.index_add_(0, tokens, weighted.to(result.dtype))
         return result
 
-    def extra_repr(self) -> str:
-        return f"{self.count} experts"
-
 
 def split_experts(model: nn.Module) -> None:
     """Take every fused experts module of ``model`` apart, in place."""

@@ -88,9 +88,6 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.linear(x, self.dequantize().to(x.dtype), self.bias)
 
-    def extra_repr(self) -> str:
-        return f"{self.in_features} → {self.out_features}, {self.bits} bits in {self.group_size}s"
-
 
 def grid(weight: Tensor, bits: int, *, symmetric: bool) -> tuple[Tensor, Tensor]:
     """Scale and zero for groups of weights, float32 [..., group] → two of [..., 1].

@@ -44,9 +44,6 @@ class ScaledLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.linear(x, self.dequantize().to(x.dtype), self.bias)
 
-    def extra_repr(self) -> str:
-        return f"{self.in_features} → {self.out_features}, {self.codes.dtype}"
-
 
 class ScaledMM(ScaledLinear):
     """A ``ScaledLinear`` that multiplies codes by codes, but for while ``inputs`` are paused.

@@ -55,7 +55,7 @@ def test_dormant_heads_are_below_a_share_of_their_layer_and_the_weakest_a_share_
 
 def pruned(kept):
     model = softpick()
-    tensors = {f"kept/model.layers.{i}.self_attn": torch.tensor(row) for i, row in enumerate(kept)}
+    tensors = {f"model.layers.{i}.self_attn": torch.tensor(row) for i, row in enumerate(kept)}
     install(model, Dormant(), tensors)
     return model
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from qbench.quantizers.audit.independence import logits
 from qbench.quantizers.calibration import watch_inputs
 from qbench.quantizers.config import QuantizationConfig
-from qbench.quantizers.head_pruning import attention_modules
+from qbench.quantizers.head_pruning import output_projections
 from qbench.quantizers.quantize import TRANSFORM, backend, evidence_of
 from qbench.records import HeadsAudit
 
@@ -67,16 +67,17 @@ def measure_heads(
     wanted = evidence_of(quantized, config).heads
     if config.precision.heads is None:
         return None, []
-    modules = attention_modules(quantized)
-    problems = [f"{name}: no head pruning is installed" for name in modules if name not in wanted]
+    projections = output_projections(quantized)
+    missing = [name for name in projections if name not in wanted]
+    problems = [f"{name}: no head pruning is installed" for name in missing]
     given: dict[str, Tensor] = {}
 
     def look(name: str, output: Tensor) -> None:
         heads = output.unflatten(-1, (len(wanted[name]), -1)).float().abs()
         given[name] = heads.movedim(-2, 0).flatten(1).amax(1)
 
-    projections = {name: modules[name][1] for name in wanted if name in modules}
-    watch_inputs(quantized, projections, look, [probe])
+    pruning = {name: one for name, one in projections.items() if name in wanted}
+    watch_inputs(quantized, pruning, look, [probe])
     pruned, largest = [], 0.0
     for layer, (name, kept) in enumerate(wanted.items()):
         if name not in given:
