@@ -342,7 +342,7 @@ def _problem(task: Any, document: dict[str, Any]) -> str | None:
         target = (task.doc_to_text if task.multiple_input else task.doc_to_target)(document)
         if task.OUTPUT_TYPE != "multiple_choice":
             scored = task.OUTPUT_TYPE != "generate_until"
-            return "there is no target text" if _blank(target, document, scored) else None
+            return "there is no target text" if _blank(target, scored) else None
         choices = task.doc_to_choice(document)
     except Exception as error:  # of a definition's own template or function
         return f"its answer cannot be found ({type(error).__name__}: {first_line(error)})"
@@ -380,12 +380,8 @@ def _hidden(label: Any, *, index: bool) -> bool:
     return label is None or label == ""
 
 
-def _blank(target: Any, document: dict[str, Any], scored: bool) -> bool:
-    """None, an empty list, what a template makes of a field that is null, or, where the target
-    itself is ``scored``, nothing but space."""
+def _blank(target: Any, scored: bool) -> bool:
+    """None, an empty list, or where the target itself is ``scored``, nothing but space."""
     if target is None or target == []:
         return True
-    if not isinstance(target, str):
-        return False
-    rendered_null = target.strip() == "None" and any(value is None for value in document.values())
-    return rendered_null or (scored and not target.strip())
+    return scored and isinstance(target, str) and not target.strip()

@@ -74,61 +74,47 @@ class Noise:
 
 
 def measure_noise(
-    scorer: Callable[[Variation], Any],
+    model: Any,
+    tokenizer: Any,
+    settings: ScoringSettings,
     tasks: Sequence[LoadedTask],
     *,
     variations: Sequence[Variation] = VARIATIONS,
     say: Callable[[str], None] | None = None,
 ) -> Noise:
-    """Score every task as usual and under each variation.
-
-    ``scorer`` makes the language model for a variation (see :func:`scorer_of`). Raises what
-    scoring raises.
-    """
+    """Score every task as usual and under each variation, exactly or fast. Raises what scoring
+    raises."""
     usual = Variation(name="as usual")
     moved: list[Moved] = []
-    settings: dict[str, ScoringSettings] = {}
+    by_variation: dict[str, ScoringSettings] = {}
     base: dict[str, TaskResult] = {}
     for variation in (usual, *variations):
-        model = scorer(variation)
+        scorer = language_model(model, tokenizer, _varied(settings, variation))
         for task in tasks:
             if say is not None:
                 say(f"{variation.name}: {task.name}")
-            result = evaluate(model, task, model.settings)
+            result = evaluate(scorer, task, scorer.settings)
             if variation is usual:
                 base[task.name] = result
             else:
                 moved += _moved(variation, base[task.name], result)
-        settings[variation.name] = model.settings
+        by_variation[variation.name] = scorer.settings
     floors: dict[str, dict[str, float]] = {}
     for entry in moved:
         metrics = floors.setdefault(entry.task, {})
         metrics[entry.metric] = max(
             metrics.get(entry.metric, 0.0), abs(entry.score - entry.base_score)
         )
-    return Noise(moved=tuple(moved), floors=floors, settings=settings)
+    return Noise(moved=tuple(moved), floors=floors, settings=by_variation)
 
 
-def scorer_of(model: Any, tokenizer: Any, settings: ScoringSettings) -> Callable[[Variation], Any]:
-    """Makes exact or fast language models over ``model`` for :func:`measure_noise`."""
-
-    def scaled(size: int | None, by: float) -> int | None:
-        return None if size is None else max(1, int(size * by))
-
-    def make(variation: Variation) -> Any:
-        return language_model(
-            model,
-            tokenizer,
-            dataclasses.replace(
-                settings,
-                batch_size=scaled(settings.batch_size, variation.size),
-                window_batch_size=scaled(settings.window_batch_size, variation.size),
-                batch_tokens=scaled(settings.batch_tokens, variation.size),
-                shuffle=variation.shuffle,
-            ),
-        )
-
-    return make
+def _varied(settings: ScoringSettings, variation: Variation) -> ScoringSettings:
+    sizes = {
+        name: max(1, int(size * variation.size))
+        for name in ("batch_size", "window_batch_size", "batch_tokens")
+        if (size := getattr(settings, name)) is not None
+    }
+    return dataclasses.replace(settings, shuffle=variation.shuffle, **sizes)
 
 
 def _moved(variation: Variation, base: TaskResult, result: TaskResult) -> list[Moved]:

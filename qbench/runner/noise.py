@@ -8,7 +8,7 @@ from pathlib import Path
 from qbench.cell import free, load
 from qbench.errors import EvaluationError, one_line
 from qbench.evaluation.loaded import load_task
-from qbench.evaluation.noise import Noise, measure_noise, scorer_of
+from qbench.evaluation.noise import Noise, measure_noise
 from qbench.machine import redirected
 from qbench.plan import Cell, Plan
 from qbench.progress import Progress
@@ -21,7 +21,9 @@ def noise_of(cell: Cell, plan: Plan, say: Callable[[str], None]) -> Noise:
     model, tokenizer = load(cell, plan)
     try:
         return measure_noise(
-            scorer_of(model, tokenizer, cell.scoring),
+            model,
+            tokenizer,
+            cell.scoring,
             [load_task(task) for task in plan.tasks],
             say=say,
         )

@@ -13,7 +13,7 @@ from qbench.checkpoints.load import load_model, load_tokenizer
 from qbench.evaluation.degradation import correct_requests
 from qbench.evaluation.evaluate import evaluate
 from qbench.evaluation.loaded import load_task
-from qbench.evaluation.noise import Variation, measure_noise, scorer_of
+from qbench.evaluation.noise import Variation, measure_noise
 from qbench.evaluation.scoring import language_model
 from qbench.evaluation.tasks import plan_task
 
@@ -76,9 +76,8 @@ def test_the_right_answers_are_those_that_accuracy_counts(pair, tasks):
 
 @pytest.mark.parametrize("mode", ["exact", "fast"])
 def test_noise_in_float32_is_rounding_alone(pair, tasks, mode):
-    make = scorer_of(*pair, settings(mode, 12))
     variations = (Variation(name="other", size=0.5, shuffle=3),)
-    noise = measure_noise(make, [tasks["demo_choice"]], variations=variations)
+    noise = measure_noise(*pair, settings(mode, 12), [tasks["demo_choice"]], variations=variations)
     assert {entry.metric for entry in noise.moved} == {"acc", "acc_norm"}
     for entry in noise.moved:
         assert entry.documents == 12
@@ -95,8 +94,9 @@ def test_batch_mates_that_matter_are_seen_as_noise(tasks):
     model.model.layers[1].mlp.register_forward_hook(
         lambda module, inputs, output: output * (1 + 0.01 * inputs[0].abs().mean())
     )
-    make = scorer_of(model, load_tokenizer(checkpoint), settings("exact", 9))
-    noise = measure_noise(make, [tasks["demo_lastword"]])
+    noise = measure_noise(
+        model, load_tokenizer(checkpoint), settings("exact", 9), [tasks["demo_lastword"]]
+    )
     assert len(noise.moved) == 3 * 2
     assert all(entry.largest_log_likelihood > 0 for entry in noise.moved)
     assert noise.floors["demo_lastword"]["perplexity"] > 0

@@ -173,32 +173,20 @@ class PackedBatch(Batch):
     positions: np.ndarray
     groups: list[PrefixGroup]
 
-    def segments(self) -> tuple[np.ndarray, np.ndarray]:
-        """Lengths [S] of the prefixes and suffixes in order, and of the keys that each sees."""
-        queries, keys = [], []
-        for group in self.groups:
-            queries.append(len(group.prefix))
-            keys.append(len(group.prefix))
-            for suffix in group.suffixes:
-                queries.append(len(suffix))
-                keys.append(len(group.prefix) + len(suffix))
-        return np.array(queries), np.array(keys)
-
-    def key_index(self) -> np.ndarray | None:
-        """Tokens [K] whose keys the segments see, one segment after another; None where each
-        segment sees just itself."""
-        if not any(group.suffixes for group in self.groups):
-            return None
-        parts = []
+    def segments(self) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """Lengths [S] of the prefixes and suffixes in order, and of the keys that each sees; the
+        tokens [K] that these are, one segment after another, None where each sees just itself."""
+        queries, keys, seen = [], [], []
         first = 0
         for group in self.groups:
             prefix = np.arange(first, first + len(group.prefix))
-            parts.append(prefix)
-            first += len(group.prefix)
-            for suffix in group.suffixes:
-                parts += [prefix, np.arange(first, first + len(suffix))]
-                first += len(suffix)
-        return np.concatenate(parts)
+            for shared, part in [([], group.prefix), *((prefix, one) for one in group.suffixes)]:
+                queries.append(len(part))
+                keys.append(len(shared) + len(part))
+                seen += [shared, np.arange(first, first + len(part))]
+                first += len(part)
+        index = np.concatenate(seen).astype(np.int64) if keys != queries else None
+        return np.array(queries), np.array(keys), index
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

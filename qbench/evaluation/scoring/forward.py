@@ -48,8 +48,7 @@ class Segments:
 
 
 def make_segments(pack: PackedBatch, device: torch.device) -> Segments:
-    queries, keys = pack.segments()
-    index = pack.key_index()
+    queries, keys, index = pack.segments()
     cu_seqlens = [np.concatenate(([0], np.cumsum(n))).astype(np.int32) for n in (queries, keys)]
     return Segments(
         cu_seqlens_q=to_device(cu_seqlens[0], device),
@@ -58,17 +57,6 @@ def make_segments(pack: PackedBatch, device: torch.device) -> Segments:
         longest_k=int(keys.max()),
         keys=None if index is None else to_device(index, device),
     )
-
-
-@contextlib.contextmanager
-def packed(model: Any) -> Iterator[str]:
-    """Within it the model attends by ``qbench_segments``; gives the name of what does the work."""
-    name = model.config._attn_implementation
-    model.config._attn_implementation = NAME
-    try:
-        yield name
-    finally:
-        model.config._attn_implementation = name
 
 
 def _attend_segments(
@@ -143,8 +131,11 @@ class PackedForward:
 
     @contextlib.contextmanager
     def ready(self) -> Iterator[None]:
-        with packed(self.model):
+        self.model.config._attn_implementation = NAME
+        try:
             yield
+        finally:
+            self.model.config._attn_implementation = self._attention
 
     def __call__(self, batch: PackedBatch) -> Tensor:
         return self.decoder(

@@ -382,7 +382,10 @@ class Scorer(LM):
                 raise
             halves = [half for planned in part for half in planned.split() or (planned,)]
             if len(halves) == len(part):
-                raise _too_large(max(planned.longest for planned in part)) from error
+                raise EvaluationError(
+                    f"out of memory on one document of {max(planned.longest for planned in part)} "
+                    "tokens; lower evaluation.max_length or use a larger device"
+                ) from error
         else:
             counts.batches += len(batches)
             counts.tokens += sum(batch.ids.size for batch in batches)
@@ -415,13 +418,6 @@ class Scorer(LM):
             at_once=self._rows_at_once,
             observer=observer,
         )
-
-
-def _too_large(tokens: int) -> EvaluationError:
-    return EvaluationError(
-        f"out of memory on one document of {tokens} tokens; lower evaluation.max_length or use a "
-        "larger device"
-    )
 
 
 def _parts(plans: Sequence[BatchPlan], token_bytes: int) -> Iterator[list[BatchPlan]]:
