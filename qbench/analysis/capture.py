@@ -22,6 +22,7 @@ from qbench.attention.masks import Mask
 from qbench.attention.normalizers import NORMALIZERS, Normalizer
 from qbench.attention.transformers import parameters_of
 from qbench.errors import UnavailableError
+from qbench.streaming import decoder_blocks
 
 NAME = "qbench-measured"
 
@@ -158,16 +159,11 @@ def inputs_observed(
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """The decoder's layers, in order. Raises UnavailableError where they cannot be told."""
-    decoder = model.get_decoder()
     count = model.config.get_text_config().num_hidden_layers
-    lists = [
-        child
-        for child in decoder.children()
-        if isinstance(child, nn.ModuleList) and len(child) == count
-    ]
-    if len(lists) != 1:
+    found = decoder_blocks(model)
+    if found is None or len(found[1]) != count:
         raise UnavailableError(
             f"{type(model).__name__}: its {count} decoder layers cannot be found; analyze a model "
             "that holds them in one list, such as LlamaForCausalLM"
         )
-    return lists[0]
+    return found[1]
