@@ -455,10 +455,10 @@ class Evidence:
     """What the audit judges. ``weights``: by the name of the module that multiplies by them;
     ``activations``: by the name of the module that takes them in; ``kv_cache``: by the name of
     the attention module, the cache that it carries (``format``, ``keep_first``, ``keep_recent`` and
-    ``key_group``, as ``kv_cache.KVCache`` has them); ``heads``: by the same name, which of its
+    ``key_group``, as ``kv_cache.KVCache`` has them); ``pruning``: by the same name, which of its
     heads stay, [heads] of 1 and 0, where some are pruned."""
 
     weights: Mapping[str, PackedWeight] = field(default_factory=dict)
     activations: Mapping[str, ActivationEvidence] = field(default_factory=dict)
     kv_cache: Mapping[str, Any] = field(default_factory=dict)
-    heads: Mapping[str, Tensor] = field(default_factory=dict)
+    pruning: Mapping[str, Tensor] = field(default_factory=dict)

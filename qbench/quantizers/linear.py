@@ -67,11 +67,7 @@ def linearize(model: nn.Module) -> None:
     split_experts(model)
     for name, module in list(model.named_modules()):
         if isinstance(module, Conv1D):
-            layer = nn.Linear(1, 1, bias=False, device="meta")
-            layer.out_features, layer.in_features = module.nf, module.nx
-            layer.weight = nn.Parameter(module.weight.detach().T.contiguous(), requires_grad=False)
-            layer.bias = module.bias
-            model.set_submodule(name, layer)
+            model.set_submodule(name, _linear(module.weight.T, module.bias))
 
 
 def _is_apart(module: nn.Module) -> bool:
@@ -144,6 +140,11 @@ def values(weight: Tensor) -> Tensor:
     linear layers, dequantizes itself, and knows few other operations."""
     held = weight.data
     return held if type(held) is Tensor else held.dequantize()
+
+
+def set_parameter(parameter: nn.Parameter, value: Tensor) -> None:
+    """Give ``parameter`` the ``value``, in its dtype."""
+    parameter.data = value.to(parameter.dtype).contiguous()
 
 
 def not_finite(model: nn.Module) -> list[str]:
@@ -234,7 +235,9 @@ class Experts(nn.Module):
             expert, part = name.split(".")
             if part != DOWN:
                 self.add_module(expert, nn.Module())
-            self.get_submodule(expert).add_module(part, _linear(weight, bias))
+            layer = _linear(weight, bias)
+            setattr(layer, ROUTED, True)
+            self.get_submodule(expert).add_module(part, layer)
         for part in (self.first, DOWN):
             for name in (part, f"{part}_bias"):
                 fused._parameters.pop(name, None)
@@ -269,7 +272,6 @@ def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     layer = nn.Linear(1, 1, bias=False, device="meta")
     layer.out_features, layer.in_features = weight.shape
     layer.weight = nn.Parameter(weight.detach().contiguous(), requires_grad=False)
-    setattr(layer, ROUTED, True)
     if bias is not None:
         layer.bias = nn.Parameter(bias.detach().clone(), requires_grad=False)
     return layer

@@ -24,7 +24,6 @@ from qbench.quantizers.config import (
     UNQUANTIZED,
     Dtype,
     QuantizationConfig,
-    Settings,
 )
 
 
@@ -102,14 +101,8 @@ class Combination:
     description: str
 
 
+register = QUANTIZERS.register  # settings of weights
 COMBINATIONS: Registry[Combination] = Registry("combination", described=True)
-
-
-def register(
-    name: str, kind: type[Settings], description: str, *, backend: str = "", **fixed: Any
-) -> None:
-    """Give settings of weights a name that recipes can say; see ``Presets.register``."""
-    QUANTIZERS.register(name, kind, description, backend=backend, **fixed)
 
 
 def register_combination(name: str, description: str, **parts: Any) -> None:

@@ -167,14 +167,9 @@ def evidence_of(model: nn.Module, config: QuantizationConfig) -> Evidence:
         else:
             seen = ((n, functions.unpack(module, weights)) for n, module in model.named_modules())
             found["weights"] = {name: packed for name, packed in seen if packed is not None}
-    for kind, name in (
-        ("activations", "activations"),
-        ("kv_cache", "kv_cache"),
-        ("pruning", "heads"),
-    ):
-        settings = getattr(config, kind)
-        if settings is not None:
-            found[name] = backend(settings).evidence(model, settings)
+    for kind, settings in config.beside_weights.items():
+        if kind != "transform":
+            found[kind] = backend(settings).evidence(model, settings)
     return Evidence(**found)
 
 

@@ -19,6 +19,7 @@ from qbench.errors import QuantizationError
 from qbench.quantizers.calibration import Calibration
 from qbench.quantizers.config import Progress
 from qbench.quantizers.hadamard import factors, matrix
+from qbench.quantizers.linear import set_parameter
 from qbench.quantizers.transforms import Rotation, decoder_of, no_matrix
 
 ROTATION = "qbench_rotation"  # what qbench.attention looks for, which knows no quantizers
@@ -46,7 +47,7 @@ def transform(model: PreTrainedModel, settings: Rotation, tensors: Mapping[str, 
     if head.weight is embeddings.weight:
         head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
         model.config.tie_word_embeddings = False
-    _set(embeddings.weight, _rotated(embeddings.weight, diagonal))
+    set_parameter(embeddings.weight, _rotated(embeddings.weight, diagonal))
     _inputs(decoder.norm, (head,), diagonal)
     for block in decoder.layers:
         attention, mlp = block.self_attn, block.mlp
@@ -59,7 +60,7 @@ def transform(model: PreTrainedModel, settings: Rotation, tensors: Mapping[str, 
             _values(attention)
         if settings.online:
             weight = mlp.down_proj.weight
-            _set(weight, hadamard_transform(weight.double()))
+            set_parameter(weight, hadamard_transform(weight.double()))
             block.mlp = RotatedMlp(mlp)
         if settings.queries_keys:
             setattr(attention, ROTATION, online)
@@ -109,30 +110,26 @@ def _inputs(norm: nn.Module, layers: tuple[nn.Linear, ...], diagonal: Tensor) ->
     """Layers after a norm take its weight and rotated inputs."""
     factor = norm.weight.double()
     for layer in layers:
-        _set(layer.weight, _rotated(layer.weight.double() * factor, diagonal))
-    _set(norm.weight, torch.ones_like(factor))
+        set_parameter(layer.weight, _rotated(layer.weight.double() * factor, diagonal))
+    set_parameter(norm.weight, torch.ones_like(factor))
 
 
 def _outputs(layer: nn.Linear, diagonal: Tensor) -> None:
-    _set(layer.weight, _rotated(layer.weight.T, diagonal).T)
+    set_parameter(layer.weight, _rotated(layer.weight.T, diagonal).T)
     if layer.bias is not None:
-        _set(layer.bias, _rotated(layer.bias, diagonal))
+        set_parameter(layer.bias, _rotated(layer.bias, diagonal))
 
 
 def _values(attention: nn.Module) -> None:
     """Values rotated within each head, and back within o_proj."""
     made, used, width = attention.v_proj, attention.o_proj, attention.head_dim
     columns = made.weight.double().T.unflatten(1, (-1, width))
-    _set(made.weight, hadamard_transform(columns).flatten(1).T)
+    set_parameter(made.weight, hadamard_transform(columns).flatten(1).T)
     if made.bias is not None:
-        _set(made.bias, hadamard_transform(made.bias.double().view(-1, width)).flatten())
+        set_parameter(made.bias, hadamard_transform(made.bias.double().view(-1, width)).flatten())
     columns = used.weight.double().unflatten(1, (-1, width))
-    _set(used.weight, hadamard_transform(columns).flatten(1))
+    set_parameter(used.weight, hadamard_transform(columns).flatten(1))
 
 
 def _rotated(x: Tensor, diagonal: Tensor) -> Tensor:
     return hadamard_transform(x.double() * diagonal)
-
-
-def _set(parameter: nn.Parameter, value: Tensor) -> None:
-    parameter.data = value.to(parameter.dtype).contiguous()

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from qbench.quantizers.calibration import Calibration, watch_inputs
 from qbench.quantizers.config import Progress
+from qbench.quantizers.linear import set_parameter
 from qbench.quantizers.transforms import SmoothQuant, decoder_of
 
 TINIEST = 1e-5  # largest weight of a column, as the authors' code has it
@@ -102,16 +103,12 @@ def transform(model: PreTrainedModel, settings: SmoothQuant, tensors: Mapping[st
         scale = tensors[name].double()
         _divide(group.before, scale)
         for layer in group.layers:
-            _set(layer.weight, layer.weight.double() * group.spread(scale))
+            set_parameter(layer.weight, layer.weight.double() * group.spread(scale))
 
 
 def _divide(module: nn.Module, scale: Tensor) -> None:
     """The outputs of a norm or of a linear layer, by ``scale`` [C]."""
     linear = isinstance(module, nn.Linear)
-    _set(module.weight, module.weight.double() / (scale[:, None] if linear else scale))
+    set_parameter(module.weight, module.weight.double() / (scale[:, None] if linear else scale))
     if getattr(module, "bias", None) is not None:
-        _set(module.bias, module.bias.double() / scale)
-
-
-def _set(parameter: nn.Parameter, value: Tensor) -> None:
-    parameter.data = value.to(parameter.dtype)
+        set_parameter(module.bias, module.bias.double() / scale)

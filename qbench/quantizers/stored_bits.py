@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -110,20 +111,13 @@ def _gguf_evidence(model: nn.Module, path: str) -> dict[str, PackedWeight]:
         if part == "weight":
             layer = layers[module]
             size = gguf_file.BLOCKS.get(tensor.tensor_type.name, layer.in_features)
+            size = size if layer.in_features % size == 0 else layer.in_features
             found[module] = PackedWeight(
                 tensors={"data": torch.from_numpy(tensor.data.copy().view("uint8"))},
-                dequantize=_held(layer),
-                groups=_in_groups(size if layer.in_features % size == 0 else layer.in_features),
+                dequantize=partial(getattr, layer.weight, "data"),
+                groups=lambda weight, size=size: weight.reshape(-1, size),
             )
     return found
-
-
-def _held(layer: nn.Linear) -> Callable[[], torch.Tensor]:
-    return lambda: layer.weight.data
-
-
-def _in_groups(size: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda weight: weight.reshape(-1, size)
 
 
 def write_gguf_into(model: nn.Module, path: str) -> None:

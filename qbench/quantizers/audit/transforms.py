@@ -64,7 +64,7 @@ def measure_heads(
 ) -> tuple[HeadsAudit | None, list[str]]:
     """What reaches the output projections of ``quantized`` on ``probe`` [B, T], and what speaks
     against it; None for cells that prune no heads."""
-    wanted = evidence_of(quantized, config).heads
+    wanted = evidence_of(quantized, config).pruning
     if config.precision.heads is None:
         return None, []
     projections = output_projections(quantized)
