@@ -95,13 +95,7 @@ def require_fields(name: str, definition: Definition, path: Path, rows: Sequence
                 raise DataError(f"{path}:{row.line}: {name}: {reason}")
     target = config.get("doc_to_target")
     if kind == "multiple_choice" and isinstance(target, str):
-        _require_labels(name, bare_field(target), config.get("doc_to_choice"), path, rows)
-
-
-def bare_field(template: str) -> str:
-    """The field that a template stands for, where that is all of it; else the template."""
-    bare = BARE.fullmatch(template.strip())
-    return bare[1] if bare else template
+        _require_labels(name, target, path, rows)
 
 
 def no_text(template: str, fields: dict[str, Any], *, text: bool) -> str | None:
@@ -143,8 +137,10 @@ def _variables(template: str) -> set[str]:
         return set()  # lm-eval says so
 
 
-def _require_labels(name: str, field: str, choices: Any, path: Path, rows: Sequence[Row]) -> None:
+def _require_labels(name: str, target: str, path: Path, rows: Sequence[Row]) -> None:
     """Test sets are published with their labels hidden as −1 or null."""
+    bare = BARE.fullmatch(target.strip())
+    field = bare[1] if bare else target
     for row in rows:
         if field not in row.fields:
             return  # a template, or a fixed index among the choices
@@ -156,18 +152,6 @@ def _require_labels(name: str, field: str, choices: Any, path: Path, rows: Seque
                 f"{path}:{row.line}: {name}: its label, {field}, is {json.dumps(label)}: missing "
                 "or hidden; score a split whose labels are known"
             )
-        count = _choices(choices, row.fields) if number else None
-        if count is not None and label >= count:
-            raise DataError(
-                f"{path}:{row.line}: {name}: its label, {field}, is {label}, and there are "
-                f"{count} choices, 0 to {count - 1}; correct it"
-            )
-
-
-def _choices(stated: Any, fields: dict[str, Any]) -> int | None:
-    """How many choices there are, where the definition or one field lists them."""
-    found = fields.get(bare_field(stated)) if isinstance(stated, str) else stated
-    return len(found) if isinstance(found, list) else None
 
 
 MAX_GEN_TOKS = 256  # lm-eval's, where a task states none

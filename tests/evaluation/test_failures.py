@@ -42,7 +42,6 @@ def change(data, task, line, **fields):
         ("demo_pages", {"page": -1}, "page is -1, and a text to score is needed"),
         ("demo_pages", {"page": " \n"}, "page is .*, and a text to score is needed"),
         ("demo_choice", {"query": None}, "query is null, so there is nothing to ask"),
-        ("demo_choice", {"answer": 99}, "its label, answer, is 99, and there are 4 choices"),
     ],
 )
 def test_nonsense_is_refused_with_its_line_when_it_is_planned(data, task, fields, words):

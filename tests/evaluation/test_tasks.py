@@ -82,17 +82,14 @@ def test_files_of_examples_that_nobody_asks_for_are_refused(tmp_path):
         plan_task("boolq", data=tmp_path, definitions=None, fewshot_files=["validation"])
 
 
-def test_the_digest_is_the_same_in_another_process(tmp_path):
+def test_the_digest_holds_no_address_of_a_function(tmp_path):
     write(tmp_path, "wikitext", "test", [{"page": " = A = \n"}])  # its definition has functions
-    here = load_task(plan_task("wikitext", data=tmp_path, definitions=None)).digest
-    code = (
-        "from pathlib import Path; from qbench.evaluation.loaded import load_task; "
-        "from qbench.evaluation.tasks import plan_task; x = [object() for _ in range(999)]; "
-        f"print(load_task(plan_task('wikitext', data=Path({str(tmp_path)!r}), "
-        "definitions=None)).digest)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == here
+    planned = plan_task("wikitext", data=tmp_path, definitions=None)
+    first = load_task(planned)
+    load_task.cache_clear()
+    second = load_task(planned)
+    assert first.task is not second.task
+    assert first.digest == second.digest
 
 
 @pytest.mark.parametrize(

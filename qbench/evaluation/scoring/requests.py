@@ -3,10 +3,9 @@ batches and each string once."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -97,7 +96,7 @@ def check_lengths(requests: Sequence[Request], max_length: int) -> None:
             )
 
 
-PARALLEL_CHARACTERS = 50_000  # below that, threads cost more than they save
+THREADS = "TOKENIZERS_PARALLELISM"
 
 
 def encode(
@@ -123,25 +122,13 @@ def _encode_fast(
     inner.no_truncation()
     inner.no_padding()
     inner.encode_special_tokens = tokenizer.split_special_tokens
-    with _all_cores(sum(map(len, texts))):
-        encodings = inner.encode_batch_fast(texts, add_special_tokens=special_tokens)
-    return [encoding.ids for encoding in encodings]
-
-
-@contextlib.contextmanager
-def _all_cores(characters: int) -> Iterator[None]:
-    """Lets the tokenizer use threads for a large batch, whatever the environment says: the
-    variable is there for the sake of forks, and none happens inside."""
-    name = "TOKENIZERS_PARALLELISM"
-    kept = os.environ.get(name)
-    if characters < PARALLEL_CHARACTERS or (os.cpu_count() or 1) <= 2:
-        yield
-        return
-    os.environ[name] = "true"
+    kept = os.environ.get(THREADS, "false")
+    os.environ[THREADS] = "true"  # it is off for the sake of forks, and none happens here
     try:
-        yield
+        encodings = inner.encode_batch_fast(texts, add_special_tokens=special_tokens)
     finally:
-        os.environ[name] = "false" if kept is None else kept
+        os.environ[THREADS] = kept
+    return [encoding.ids for encoding in encodings]
 
 
 def encode_texts(
