@@ -5,6 +5,7 @@ Quantization, audit and evaluation errors fail their cell; the others end a comm
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 STOPPED = "stopped; finished cells are kept; run the same command to continue"
@@ -86,6 +87,12 @@ def shown(value: object, *, most: int = SHOWN) -> str:
         text = f"{type(value).__name__}: too large to show"
     text = text.encode("utf-8", "backslashreplace").decode()
     return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def some(names: Sequence[str], most: int = 8) -> str:
+    """The first few names, and how many there are beside."""
+    rest = len(names) - most
+    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def first_line(error: BaseException) -> str:

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 
 from tabulate import tabulate
 
+from qbench.errors import some
+
 MINUS = "−"
 NO_VALUE = "—"
 
@@ -138,7 +140,6 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]], *, align: str) 
 
 
 LOG = re.compile(r" \(the traceback is in [^()]*\)$")  # as qbench.cell writes it
-NAMES = 8  # that are written out; of more the number is
 
 
 def reason_alone(reason: str) -> str:
@@ -156,9 +157,3 @@ def together(lines: Iterable[str]) -> list[str]:
         names.setdefault(alone, []).append(name)
         said.setdefault(alone, reason)
     return [f"{some(of)}: {said[one]}" if one else some(of) for one, of in names.items()]
-
-
-def some(names: list[str]) -> str:
-    """The first few names, and how many there are beside."""
-    rest = len(names) - NAMES
-    return ", ".join(names[:NAMES]) + (f" and {rest} more" if rest > 0 else "")

@@ -26,7 +26,7 @@ from qbench.checkpoints.supported import (
     ModelClass,
     model_support,
 )
-from qbench.errors import CheckpointError, shown
+from qbench.errors import CheckpointError, shown, some
 from qbench.files import file_digest
 from qbench.records import TRAINING_FILE, Trained, Training
 
@@ -158,10 +158,10 @@ def weight_files(folder: Path) -> list[str]:
         return present
     listed = sorted(set(_index(folder).values()))
     if missing := [name for name in listed if name not in present]:
-        raise CheckpointError(f"{INDEX} lists {_some(missing)}, which is not there")
+        raise CheckpointError(f"{INDEX} lists {some(missing)}, which is not there")
     if left_over := [name for name in present if name not in listed]:
         raise CheckpointError(
-            f"{_some(left_over)} is not listed in {INDEX}; move files that do not belong to the "
+            f"{some(left_over)} is not listed in {INDEX}; move files that do not belong to the "
             "checkpoint out of its folder"
         )
     return listed
@@ -184,7 +184,7 @@ def read_headers(folder: Path, *, quantized: bool = False) -> dict[str, Header]:
     if strange and not quantized:
         first = found[strange[0]]
         raise CheckpointError(
-            f"{_some(strange)} in {first.file}: numbers of type {first.dtype}; weights must be "
+            f"{some(strange)} in {first.file}: numbers of type {first.dtype}; weights must be "
             f"unquantized floating-point numbers ({', '.join(sorted(FLOATS))})"
         )
     return found
@@ -200,7 +200,7 @@ def require_fit(
 ) -> None:
     """Raise CheckpointError naming every tensor that is missing, left over or misshapen."""
     named = {"missing": missing, "left over": left_over, "misshapen": misshapen}
-    problems = [f"{what}: {_some(found)}" for what, names in named.items() if (found := [*names])]
+    problems = [f"{what}: {some(found)}" for what, names in named.items() if (found := [*names])]
     if problems:
         raise CheckpointError("the tensors do not fit the configuration; " + "; ".join(problems))
 
@@ -244,11 +244,6 @@ def _refuse_pickles(folder: Path, present: list[str]) -> None:
         'convert it: python -c "import torch; from safetensors.torch import save_file; '
         f"save_file(torch.load('{pickles[0]}', weights_only=True), '{SINGLE}')\""
     )
-
-
-def _some(names: list[str], at_most: int = 6) -> str:
-    rest = len(names) - at_most
-    return ", ".join(names[:at_most]) + (f" and {rest} more" if rest > 0 else "")
 
 
 # All that transformers reads to build a causal model, its generation settings and its tokenizer:

@@ -30,7 +30,7 @@ from qbench.cli.place import Place, here, placed
 from qbench.cli.plan import how, notes
 from qbench.cli.recipe_options import recipe_options
 from qbench.comparison.lines import read_noise
-from qbench.errors import RecipeError
+from qbench.errors import RecipeError, some
 from qbench.files import require_folder
 from qbench.machine import terminal
 from qbench.plan import Cell, Plan, cell_names, select
@@ -40,7 +40,6 @@ from qbench.runner.estimates import TimeLeft, earlier, expected
 from qbench.runner.grid import run_cells, total
 from qbench.runner.progress import Display
 from qbench.store import Store
-from qbench.text import some
 
 # pandas and statistics: imported in a thread, while workers are at work
 FOR_TABLES = (

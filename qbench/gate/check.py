@@ -11,7 +11,7 @@ import numpy as np
 
 from qbench.comparison.changes import CellResults, Change, compare_sets, read_results
 from qbench.comparison.explain import Difference, differences
-from qbench.errors import ResultsError
+from qbench.errors import ResultsError, some
 from qbench.gate.baseline import DECIMALS, read
 from qbench.gate.layers import (
     ROUNDING,
@@ -78,8 +78,7 @@ def _short(text: str) -> str:
 def _which(cells: Sequence[str], many: int) -> str:
     if len(cells) == many:
         return f"all {many} cells" if many > 1 else cells[0]
-    shown = ", ".join(cells[:3])
-    return shown if len(cells) <= 3 else f"{shown} and {len(cells) - 3} more cells"
+    return some(cells, 3)
 
 
 def check(

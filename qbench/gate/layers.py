@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from qbench.comparison.changes import Change
+from qbench.errors import some
 from qbench.records import Record
 from qbench.statistics import Worsening
 from qbench.store import Store
@@ -133,7 +134,7 @@ def layer_gates(cell: str, old: Layers, new: Layers, margins: Mapping[str, float
         return []
     lost = [name for name in old if name not in new]
     if lost:
-        return [whole(cell, f"no longer quantized, or not audited: {_some(lost)}")]
+        return [whole(cell, f"no longer quantized, or not audited: {some(lost, NAMED)}")]
     same = [name for name, layer in old.items() if _same(layer, new[name])]
     if len(same) == len(old):
         return [
@@ -158,7 +159,7 @@ def layer_gates(cell: str, old: Layers, new: Layers, margins: Mapping[str, float
             beyond = [name for name, value in rises.items() if value > margins[metric] + ROUNDING]
             if beyond:
                 ordered = sorted(beyond, key=lambda name: -rises[name])
-                reason = f"beyond the margin: {_some(ordered)}; worst: {seen}"
+                reason = f"beyond the margin: {some(ordered, NAMED)}; worst: {seen}"
             elif rises[worst] < 0.005:
                 reason = f"none of {len(rises)} layers is worse{told}"
             else:
@@ -187,8 +188,3 @@ def _same(old: Layer, new: Layer) -> bool:
             for one in ("error", "gain", "levels", "bits")
         )
     )
-
-
-def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:NAMED])
-    return shown if len(names) <= NAMED else f"{shown} and {len(names) - NAMED} more"

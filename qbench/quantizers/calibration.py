@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from qbench.errors import DataError, QuantizationError
+from qbench.errors import DataError, QuantizationError, some
 from qbench.quantizers.config import Progress
 from qbench.quantizers.texts import CalibrationText, draw_windows
 from qbench.streaming import Stop, decoder_blocks, hold
@@ -215,8 +215,7 @@ class _Notes:
         if len(self.arguments) < len(blocks):
             raise QuantizationError(f"{root}: its blocks do not run once each, in order")
         if missing := sorted(set(layers) - self._reached):
-            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-            raise QuantizationError(f"calibration never reaches {', '.join(missing[:3])}{more}")
+            raise QuantizationError(f"calibration never reaches {some(missing, 3)}")
 
     def _enter(self, block: nn.Module, args: tuple, kwargs: dict) -> None:
         index = len(self.arguments)

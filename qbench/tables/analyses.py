@@ -15,6 +15,7 @@ from qbench.passkey import task_length
 from qbench.records import Analysis, Damage, Measured, Record, Score, Sensitivity
 from qbench.store import Analyses, Store, long_contexts, sensitivities
 from qbench.tables import table
+from qbench.tables.analyses_csv import mean
 from qbench.tables.notes import AT_CHANCE, at_chance
 from qbench.tables.table import Table
 from qbench.text import MINUS, NO_VALUE, for_markdown, number, together
@@ -95,11 +96,6 @@ def _plain(value: float | None) -> str:
     return number(value, percent=False)
 
 
-def _mean(values: Iterator[float]) -> float | None:
-    every = list(values)
-    return math.fsum(every) / len(every) if every else None
-
-
 def paper_values(one: Measured) -> dict[str, tuple[float | None, bool]]:
     """The columns of the softpick paper's table 4, and whether a value is a share."""
     rates = one.sinks[0].rates
@@ -146,7 +142,7 @@ def _heads(one: Measured) -> dict[str, str]:
 def _inputs(one: Measured) -> dict[str, str]:
     worst = max(one.inputs, key=lambda given: given.largest_to_rms or 0.0, default=None)
     errors = {
-        f"{bits}-bit error %, a scale a {kind}": _percent(_mean(getattr(i, f"error_{kind}")[bits]
+        f"{bits}-bit error %, a scale a {kind}": _percent(mean(getattr(i, f"error_{kind}")[bits]
                                                                 for i in one.inputs))
         for kind in ("token", "text")
         for bits in ("8", "4")

@@ -52,13 +52,13 @@ def _layers(one: Analysis) -> Iterator[Row]:
         heads = layer.heads
         yield {
             "layer": index,
-            "attention_key_0": _mean(head.sinks[0].attention for head in heads),
+            "attention_key_0": mean(head.sinks[0].attention for head in heads),
             **{
-                f"sink_rate_key_0_{least}": _mean(head.sinks[0].rates[least] for head in heads)
+                f"sink_rate_key_0_{least}": mean(head.sinks[0].rates[least] for head in heads)
                 for least in one.measured.sinks[0].rates
             },
             **{
-                name: _mean(getattr(head, name) for head in heads)
+                name: mean(getattr(head, name) for head in heads)
                 for name in ("zeros", "mass", "silent", "dormant")
             },
             **_hidden(layer.hidden),
@@ -147,7 +147,7 @@ def _hidden(hidden: Hidden) -> Row:
     return row | {f"quantile_{level}": value for level, value in hidden.quantiles.items()}
 
 
-def _mean(values: Iterable[float]) -> float | None:
+def mean(values: Iterable[float]) -> float | None:
     every = list(values)
     return math.fsum(every) / len(every) if every else None
 

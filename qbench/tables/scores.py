@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from qbench.comparison.changes import MOST_PAIRED, training_notes
@@ -329,16 +330,11 @@ def _cost_texts(records: Sequence[Record | None], task: str, metric: str) -> lis
     whole = len(told) == len(records)
     lost, gained = (sum(getattr(f, n) for f in flips) for n in ("right_to_wrong", "wrong_to_right"))
     return [
-        significant(_mean(one.kl.mean for one in told)) if whole else NO_VALUE,
-        significant(_mean(one.kl.p99 for one in told)) if whole else NO_VALUE,
+        significant(fmean(one.kl.mean for one in told)) if whole else NO_VALUE,
+        significant(fmean(one.kl.p99 for one in told)) if whole else NO_VALUE,
         f"{lost} / {gained}" if len(flips) == len(records) else NO_VALUE,
-        f"{100 * _mean(one.top1_agreement for one in told):.1f} %" if whole else NO_VALUE,
+        f"{100 * fmean(one.top1_agreement for one in told):.1f} %" if whole else NO_VALUE,
     ]
-
-
-def _mean(values: Iterable[float]) -> float:
-    every = list(values)
-    return sum(every) / len(every)
 
 
 def _size_texts(records: Sequence[Record | None], *, sized: bool) -> list[str]:
@@ -346,8 +342,8 @@ def _size_texts(records: Sequence[Record | None], *, sized: bool) -> list[str]:
     bits = [bits_per_weight(record) if record else None for record in records]
     size = [gib(record) for record in records]
     return [
-        NO_VALUE if None in bits else f"{_mean(bits):.2f}",
-        *([NO_VALUE if None in size else significant(_mean(size))] if sized else []),
+        NO_VALUE if None in bits else f"{fmean(bits):.2f}",
+        *([NO_VALUE if None in size else significant(fmean(size))] if sized else []),
     ]
 
 

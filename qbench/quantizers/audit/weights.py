@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from qbench.errors import first_line
+from qbench.errors import first_line, some
 from qbench.quantizers.config import PackedWeight, QuantizationConfig, WeightSettings, matching
 from qbench.quantizers.linear import Matrix, matrices, values
 from qbench.quantizers.quantize import evidence_of
@@ -392,5 +392,4 @@ def _word(name: str) -> str:
 
 
 def _some(matrices: list[Matrix]) -> str:
-    shown = ", ".join(f"{m.name} {list(m.weight.shape)}" for m in matrices[:3])
-    return shown if len(matrices) <= 3 else f"{shown} and {len(matrices) - 3} more"
+    return some([f"{m.name} {list(m.weight.shape)}" for m in matrices], 3)
