@@ -14,11 +14,10 @@ from pydantic.dataclasses import dataclass
 
 from qbench.errors import RecipeError
 from qbench.quantizers.config import SETTINGS, KVCacheSettings
-from qbench.quantizers.formats import QuantFormat
+from qbench.quantizers.formats import WHOLE_ROW, QuantFormat
 from qbench.quantizers.names import KV_CACHES
 from qbench.records import Part
 
-WHOLE_HEAD = -1
 LONGEST = 2**20  # tokens
 Tokens = Annotated[int, Field(ge=0, le=LONGEST)]
 Symmetric = Annotated[
@@ -58,7 +57,7 @@ class KVCache(KVCacheSettings):
     group_size: Annotated[
         Annotated[int, Field(ge=2, le=65536)] | Literal[-1],
         Field(description="channels of a head that share a scale; -1 is the whole head"),
-    ] = WHOLE_HEAD
+    ] = WHOLE_ROW
 
     @property
     def batch_invariant(self) -> bool:  # type: ignore[override]  # of what is stated
@@ -78,7 +77,7 @@ class KVCache(KVCacheSettings):
 
     @property
     def format(self) -> QuantFormat:
-        in_groups = self.scales == "token" and self.group_size != WHOLE_HEAD
+        in_groups = self.scales == "token" and self.group_size != WHOLE_ROW
         return QuantFormat(
             num_bits=self.num_bits,
             type=self.type,
@@ -104,7 +103,7 @@ class KVCache(KVCacheSettings):
             )
         if self.scales == "tensor":
             return "per tensor"
-        if size == WHOLE_HEAD:
+        if size == WHOLE_ROW:
             return "per head and token"
         return f"per token in groups of {size} channels"
 
@@ -128,7 +127,13 @@ class KVCache(KVCacheSettings):
                 "values (multi-head latent attention), which no KV quantizer here takes; leave kv "
                 "out"
             )
-        self._check_width(head_dim(config))
+        width, group = head_dim(config), self.group_size
+        if width is not None and group != WHOLE_ROW and width % group:
+            raise RecipeError(
+                f"kv: {self.name}: group_size {group} does not divide this checkpoint's head width "
+                f"{width}; take one that does"
+                + (f", or {WHOLE_ROW} for the whole head" if self.scales == "token" else "")
+            )
         context = context_length(config)
         needed = self.keep_first + self.keep_recent + self.key_group
         if context is not None and needed > context:
@@ -144,15 +149,6 @@ class KVCache(KVCacheSettings):
             raise RecipeError(
                 f"kv: {self.name}: a sliding window drops tokens from the middle of a group, whose "
                 f"scale is then unknown; use {self.element}-token for this checkpoint"
-            )
-
-    def _check_width(self, width: int | None) -> None:
-        group = self.group_size
-        if width is not None and group != WHOLE_HEAD and width % group:
-            raise RecipeError(
-                f"kv: {self.name}: group_size {group} does not divide this checkpoint's head width "
-                f"{width}; take one that does"
-                + (f", or {WHOLE_HEAD} for the whole head" if self.scales == "token" else "")
             )
 
 
@@ -206,7 +202,7 @@ def _first(config: Mapping[str, Any], *names: str) -> int | None:
     return next((n for n in found if isinstance(n, int) and n > 0), None)
 
 
-_WHOLE = {"group_size": WHOLE_HEAD}
+_WHOLE = {"group_size": WHOLE_ROW}
 for _bits, _type in ((8, "int"), (4, "int"), (3, "int"), (2, "int"), (8, "float")):
     _fixed = {"num_bits": _bits, "type": _type, **({"symmetric": True} if _type == "float" else {})}
     for _scales, _kind, _options, _line in (

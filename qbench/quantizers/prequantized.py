@@ -45,8 +45,7 @@ class Scheme:
     groups: int = WHOLE_ROW
     levels: int | None = None  # under one scale, where they are not 2^num_bits
     activations: Part | None = None
-    batch_invariant: bool = True
-    causal: bool = True
+    independent: bool = True  # a score of batch-mates, and logits of later tokens
 
 
 @plain_dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,9 +73,7 @@ def _bits(config: Mapping[str, Any]) -> Scheme:
 def _bitsandbytes(config: Mapping[str, Any]) -> Scheme:
     if config.get("load_in_8bit"):
         part = Part(bits=8, scheme="int8 per token, outlier columns apart")
-        return Scheme(
-            num_bits=8, words="int8 per row", activations=part, batch_invariant=False, causal=False
-        )
+        return Scheme(num_bits=8, words="int8 per row", activations=part, independent=False)
     kind = config.get("bnb_4bit_quant_type", "fp4")
     return Scheme(num_bits=4, groups=64, words=f"{kind} in blocks of 64")
 
@@ -104,8 +101,7 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Scheme:
         groups=widest.get("group_size") or WHOLE_ROW,
         words=" and ".join(words),
         activations=part,
-        batch_invariant=not mixes,
-        causal=not mixes,
+        independent=not mixes,
     )
 
 
@@ -294,11 +290,11 @@ class Prequantized(Published):
 
     @property
     def batch_invariant(self) -> bool:  # type: ignore[override]  # of what is stated
-        return self._scheme.batch_invariant
+        return self._scheme.independent
 
     @property
     def causal(self) -> bool:  # type: ignore[override]  # of what is stated
-        return self._scheme.causal
+        return self._scheme.independent
 
     @property
     def note(self) -> str:

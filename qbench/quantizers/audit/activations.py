@@ -39,7 +39,8 @@ def measure_inputs(
     and what is wrong with them. None where activations are not quantized, or by a library whose
     own they are."""
     part = config.precision.activations
-    about = evidence_of(quantized, config).activations
+    evidence = evidence_of(quantized, config)
+    about = evidence.activations
     if part is None:
         return None, [
             f"{name}: its input is quantized, but should not be" for name in list(about)[:3]
@@ -55,9 +56,9 @@ def measure_inputs(
     problems += [f"{n}: its input is quantized, but should not be" for n in about if n in ignored]
     watched = {}
     with ExitStack() as stack:
-        for name, evidence in about.items():
-            weight = partial(_stored, quantized, config, name)
-            module, one = quantized.get_submodule(name), _Watch(evidence, weight)
+        for name, own in about.items():
+            weight = partial(evidence.weights.get, name)
+            module, one = quantized.get_submodule(name), _Watch(own, weight)
             watched[name] = one
             for handle in (
                 module.register_forward_pre_hook(one.before, prepend=True),
@@ -99,7 +100,7 @@ class _Watch:
     """What one module takes in, over all its calls: what it is called with, and what it multiplies
     after all other hooks."""
 
-    def __init__(self, about: ActivationEvidence, weight: Callable[[], Tensor]) -> None:
+    def __init__(self, about: ActivationEvidence, weight: Callable[[], Any]) -> None:
         self.about, self.weight = about, weight
         self.input = torch.empty(0)
         self.levels, self.count = 0, 0
@@ -137,7 +138,7 @@ class _Watch:
             return
         wanted = self._add().reshape(self.input.shape)
         self.levels = max(self.levels, levels(groups_of(wanted, self.about)))
-        weight = self.weight().double()
+        weight = self.weight().dequantize().double()
         bias = 0.0 if module.bias is None else module.bias.double()  # type: ignore[union-attr]  # a layer
         product = wanted @ weight.T + bias
         whole = self.input.double() @ weight.T + bias
@@ -161,10 +162,6 @@ class _Watch:
         self.error_squared += float((found - wide).square().sum())
         self.norm_squared += float(wide.square().sum())
         return wanted
-
-
-def _stored(model: nn.Module, config: QuantizationConfig, name: str) -> Tensor:
-    return evidence_of(model, config).weights[name].dequantize()
 
 
 def _error(sums: Iterable[_Watch]) -> float:
