@@ -84,7 +84,6 @@ SPEEDS = [
     ("1.00 × and 0.97", "training-124m-h200", ["softpick/triton", "0.972"]),
     ("1.11", "training-27m-h200", ["softpick/triton", "1.110"]),
     ("1.12", "training-340m-h200", ["softpick/triton", "1.119"]),
-    ("0.74", "products-h200", ["65536", "int8 a token", "0.74"]),
     ("0.89", "products-h200", ["65536", "fp8 a token", "0.89"]),
 ]
 

@@ -3,7 +3,6 @@ with one linear layer quantized at a time."""
 
 from __future__ import annotations
 
-import hashlib
 import time
 import traceback
 from typing import TYPE_CHECKING
@@ -19,6 +18,7 @@ from qbench.cache import cache_folder
 from qbench.cell import free, load, load_original, quantized
 from qbench.cell_result import CellResult
 from qbench.errors import DataError, UnavailableError, one_line
+from qbench.files import digest
 from qbench.machine import measured, redirected
 from qbench.plan import Plan
 from qbench.progress import Progress
@@ -168,7 +168,7 @@ def read_tokens(
     return ids, AnalyzedText(
         source=settings.source.name,
         digest=settings.source.digest,
-        tokens=hashlib.sha256(ids.numpy().astype("<i8").tobytes()).hexdigest(),
+        tokens=digest(ids.numpy().astype("<i8").tobytes()),
         samples=len(rows),
         left_out=short,
         length=settings.length,
