@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import math
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from qbench.errors import CheckpointError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from qbench.errors import CheckpointError, shown
 
 if TYPE_CHECKING:
     import torch
@@ -65,6 +67,76 @@ LAYER = {  # tensors of a layer, by the names of their sizes
 BIASES = {"self_attn.q_proj": "width", "self_attn.k_proj": "shared", "self_attn.v_proj": "shared"}
 
 
+WITHOUT_EFFECT = frozenset({
+    # how the same function is computed, or only its loss
+    "fuse_norm", "fuse_swiglu", "fuse_cross_entropy", "fuse_linear_cross_entropy", "use_l2warp",
+    # training and generation; the dtype is the recipe's to choose
+    "initializer_range", "use_cache", "torch_dtype", "dtype",
+    # what transformers notes down; auto_map names code, which is never run
+    "architectures", "auto_map", "transformers_version", "_name_or_path", "name_or_path",
+    # what transformers models may return besides logits, and settings of classifiers
+    "return_dict", "output_attentions", "output_hidden_states", "id2label", "label2id",
+    "problem_type", "chunk_size_feed_forward",
+    # the format is a decoder whatever this says; encoder-decoder models are refused before
+    "is_decoder", "is_encoder_decoder",
+})  # fmt: skip
+Size = Annotated[int, Field(gt=0)]
+Positive = Annotated[float, Field(gt=0, lt=1e30)]
+Token = Annotated[int, Field(ge=0)]
+
+
+class Config(BaseModel):
+    """A config.json of the format without the fields ``WITHOUT_EFFECT``: the values that classes
+    of transformers compute, and the defaults of what is left out."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    model_type: str
+    attn_impl: Any = None
+    qbench_normalizer: Any = None
+    vocab_size: Size
+    hidden_size: Size
+    hidden_ratio: Positive | None = None
+    intermediate_size: Size | None = None
+    num_hidden_layers: Size
+    num_heads: Size
+    num_kv_heads: Size | None = None
+    max_position_embeddings: Size
+    norm_eps: Positive = 1e-6
+    window_size: Size | None = None
+    qkv_bias: bool | None = None
+    qk_norm: bool | None = None
+    qbench_rotary: bool = True
+    rope_theta: Positive | None = None
+    tie_word_embeddings: bool = False
+    bos_token_id: Token | None = 1
+    eos_token_id: Token | None = 2
+    pad_token_id: Token | None = None
+    hidden_act: Literal["swish", "silu"] = "swish"
+    attention_bias: Literal[False, None] = None
+    attnres_block_size: None = None  # attention over earlier layers' outputs
+    use_myopic_loss: Literal[False, None] = None  # a second head
+    elementwise_affine: Literal[True] = True
+    norm_first: Literal[False, None] = None
+    norm_bias: Literal[False, None] = None
+    rope_scaling: None = None
+
+
+def parse(config: dict[str, Any]) -> Config:
+    """Raises CheckpointError, naming the field, for one that is not known or that has a value that
+    these classes do not compute."""
+    try:
+        return Config.model_validate({k: v for k, v in config.items() if k not in WITHOUT_EFFECT})
+    except ValidationError as error:
+        found = error.errors()[0]
+        name, why = found["loc"][0], found["msg"]
+        if found["type"] == "extra_forbidden":
+            why = "no known field of flash-linear-attention's transformer models; remove it if it "
+            why += "changes nothing"
+        stated = shown(config[name]) if name in config else "is missing"
+        raise CheckpointError(f"config.json: {name} {stated}: {why}") from None
+
+
 def recognizes(config: dict[str, Any]) -> bool:
     return config.get("model_type") == "transformer"
 
@@ -82,77 +154,65 @@ def normalizer(config: dict[str, Any]) -> str:
 def llama_settings(config: dict[str, Any]) -> dict[str, Any]:
     """``model_type`` and the fields of its configuration in transformers. Raises CheckpointError
     for what no class there computes, for unknown fields, and for sizes that are none."""
-    require_known(config)
-    kind, ours = _kind(config)
-    hidden, heads = _size(config, "hidden_size"), _size(config, "num_heads")
-    shared = heads if config.get("num_kv_heads") is None else _size(config, "num_kv_heads")
+    stated = parse(config)
+    kind, ours = _kind(stated)
+    hidden, heads = stated.hidden_size, stated.num_heads
+    shared = stated.num_kv_heads or heads
     if hidden % heads or (hidden // heads) % 2 or heads % shared:
         raise CheckpointError(
             f"config.json: hidden_size {hidden}, num_heads {heads}, num_kv_heads {shared}: heads "
             "must divide hidden_size into even parts, and num_kv_heads must divide num_heads"
         )
-    if config.get("intermediate_size") is None:
-        inner = _intermediate_size(hidden, _positive(config, "hidden_ratio", 4))
-    else:
-        inner = _size(config, "intermediate_size")
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if (getattr(stated, name) or 0) >= stated.vocab_size:
+            raise CheckpointError(f"config.json: {name}: none of {stated.vocab_size} tokens")
+    theta = config.get("rope_theta", 10000.0 if stated.qbench_rotary else None)
+    if (theta is None) == stated.qbench_rotary:
+        raise CheckpointError(
+            f"config.json: qbench_rotary {stated.qbench_rotary}, yet rope_theta "
+            f"{theta}: rope_theta is null where, and only where, the model was trained "
+            "without a rotary embedding"
+        )
     return {
         "model_type": kind,
-        "vocab_size": _size(config, "vocab_size"),
+        "vocab_size": stated.vocab_size,
         "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_hidden_layers": _size(config, "num_hidden_layers"),
+        "intermediate_size": stated.intermediate_size
+        or _intermediate_size(hidden, stated.hidden_ratio or 4),
+        "num_hidden_layers": stated.num_hidden_layers,
         "num_attention_heads": heads,
         "num_key_value_heads": shared,
         "head_dim": hidden // heads,
         "hidden_act": "silu",
-        "max_position_embeddings": _size(config, "max_position_embeddings"),
-        "rms_norm_eps": _positive(config, "norm_eps", 1e-6),
+        "max_position_embeddings": stated.max_position_embeddings,
+        "rms_norm_eps": float(stated.norm_eps),
         "rope_parameters": {
             "rope_type": "default",
-            "rope_theta": 10000.0
-            if unrotated(config)
-            else _positive(config, "rope_theta", 10000.0),
+            "rope_theta": float(theta or 10000.0),
         },
-        "tie_word_embeddings": config.get("tie_word_embeddings", False),
-        "bos_token_id": _token(config, "bos_token_id", 1),
-        "eos_token_id": _token(config, "eos_token_id", 2),
-        "pad_token_id": _token(config, "pad_token_id", None),
+        "tie_word_embeddings": stated.tie_word_embeddings,
+        "bos_token_id": stated.bos_token_id,
+        "eos_token_id": stated.eos_token_id,
+        "pad_token_id": stated.pad_token_id,
         **ours,
     }
 
 
-def unrotated(config: dict[str, Any]) -> bool:
-    """Whether it says that there is no rotary embedding. Raises CheckpointError where
-    ``rope_theta`` says otherwise."""
-    stated = config.get("qbench_rotary", True)
-    if type(stated) is not bool:
-        raise CheckpointError(f"config.json: qbench_rotary {stated!r:.60}: write true or false")
-    if not stated and config.get("rope_theta") is not None:
-        raise CheckpointError(
-            f"config.json: qbench_rotary false, yet rope_theta {config['rope_theta']!r:.60}: write "
-            "null if the model was trained without a rotary embedding"
-        )
-    return not stated
-
-
-def _kind(config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _kind(stated: Config) -> tuple[str, dict[str, Any]]:
     """The ``model_type`` of transformers that computes the same, and its fields for that."""
-    norm, bias = _flag(config, "qk_norm"), _flag(config, "qkv_bias")
-    window = config.get("window_size")
-    if window is not None:
-        window = _size(config, "window_size")
-        if config.get("attn_impl") not in WINDOWED:
-            raise CheckpointError(
-                f"config.json: window_size {window}, which attn_impl {config['attn_impl']} does "
-                "not look at; write null if the model was trained without a window"
-            )
-    if unrotated(config):
+    norm, bias, window = bool(stated.qk_norm), bool(stated.qkv_bias), stated.window_size
+    layers = stated.num_hidden_layers
+    if window is not None and stated.attn_impl not in WINDOWED:
+        raise CheckpointError(
+            f"config.json: window_size {window}, which attn_impl {stated.attn_impl} does "
+            "not look at; write null if the model was trained without a window"
+        )
+    if not stated.qbench_rotary:
         if norm or bias or window is not None:
             raise CheckpointError(
                 "config.json: qbench_rotary false with qk_norm, qkv_bias or window_size: no class "
                 "of transformers computes that"
             )
-        layers = _size(config, "num_hidden_layers")
         each = {"layer_types": ["full_attention"] * layers, "no_rope_layers": [0] * layers}
         return "smollm3", {"attention_bias": False, "mlp_bias": False, **each}
     if not norm and not bias:
@@ -161,8 +221,8 @@ def _kind(config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         return "llama", {"attention_bias": False, "mlp_bias": False}
     fields: dict[str, Any] = {"use_sliding_window": False, "sliding_window": None}
     if window is not None:
-        layers = ["sliding_attention"] * _size(config, "num_hidden_layers")
-        fields = {"use_sliding_window": True, "sliding_window": window, "layer_types": layers}
+        kinds = ["sliding_attention"] * layers
+        fields = {"use_sliding_window": True, "sliding_window": window, "layer_types": kinds}
     return ("qwen3", {**fields, "attention_bias": bias}) if norm else ("qwen2", fields)
 
 
@@ -247,91 +307,6 @@ def expected_shapes(settings: dict[str, Any]) -> dict[str, list[int]]:
     return shapes
 
 
-def _size(config: dict[str, Any], name: str) -> int:
-    value = config.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        stated = repr(value) if name in config else "is missing"
-        raise CheckpointError(
-            f"config.json: {name} {stated}: a whole number above 0 is needed"
-            + ("; write the longest context in tokens" if name.startswith("max_position") else "")
-        )
-    return value
-
-
-def _flag(config: dict[str, Any], name: str) -> bool:
-    value = config.get(name)
-    if value is not None and type(value) is not bool:
-        raise CheckpointError(f"config.json: {name} {value!r:.60}: write true or false")
-    return bool(value)
-
-
-def _token(config: dict[str, Any], name: str, default: int | None) -> int | None:
-    value, size = config.get(name, default), _size(config, "vocab_size")
-    if value is not None and (type(value) is not int or not 0 <= value < size):
-        raise CheckpointError(f"config.json: {name} {value!r}: not one of {size} tokens, nor null")
-    return value
-
-
-def _positive(config: dict[str, Any], name: str, default: float) -> float:
-    value = config.get(name, default)
-    if value is None and name == "hidden_ratio":  # upstream: null is the default
-        return default
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not 0 < value < 1e30:
-        raise CheckpointError(f"config.json: {name} {value!r}: a number above 0 is needed")
-    return float(value)
-
-
 def _intermediate_size(hidden: int, ratio: float) -> int:
     """flash-linear-attention's rule: 2/3 of hidden · ratio, rounded up to 256."""
     return 256 * math.ceil(int(hidden * ratio * 2 / 3) / 256)
-
-
-USED = frozenset({
-    "model_type", "attn_impl", "qbench_normalizer", "vocab_size", "hidden_size", "hidden_ratio",
-    "intermediate_size", "num_hidden_layers", "num_heads", "num_kv_heads", "norm_eps",
-    "window_size", "qkv_bias", "qk_norm", "qbench_rotary",
-    "rope_theta", "max_position_embeddings", "tie_word_embeddings", "bos_token_id",
-    "eos_token_id", "pad_token_id",
-})  # fmt: skip
-WITHOUT_EFFECT = frozenset({
-    # how the same function is computed, or only its loss
-    "fuse_norm", "fuse_swiglu", "fuse_cross_entropy", "fuse_linear_cross_entropy", "use_l2warp",
-    # training and generation; the dtype is the recipe's to choose
-    "initializer_range", "use_cache", "torch_dtype", "dtype",
-    # what transformers notes down; auto_map names code, which is never run
-    "architectures", "auto_map", "transformers_version", "_name_or_path", "name_or_path",
-    # what transformers models may return besides logits, and settings of classifiers
-    "return_dict", "output_attentions", "output_hidden_states", "id2label", "label2id",
-    "problem_type", "chunk_size_feed_forward",
-    # the format is a decoder whatever this says; encoder-decoder models are refused before
-    "is_decoder", "is_encoder_decoder",
-})  # fmt: skip
-ONLY: dict[
-    str, tuple[tuple[Any, ...], str]
-] = {  # the values that Llama computes, and what others are
-    "hidden_act": (("swish", "silu"), "another activation than x·sigmoid(x)"),
-    "attention_bias": ((False, None), "biased projections"),
-    "attnres_block_size": ((None,), "attention over earlier layers' outputs"),
-    "use_myopic_loss": ((False, None), "a second head"),
-    "elementwise_affine": ((True,), "norms without weights"),
-    "norm_first": ((False, None), "norms within the projections"),
-    "norm_bias": ((False, None), "biased norms"),
-    "rope_scaling": ((None,), "scaled rotary embeddings"),
-}
-
-
-def require_known(config: dict[str, Any]) -> None:
-    """Raise CheckpointError, naming the first, for a field that is not known or that has another
-    value than these classes compute."""
-    for name, value in config.items():
-        if name in ONLY:
-            accepted, meaning = ONLY[name]
-            if value not in accepted:
-                raise CheckpointError(f"{name}={value!r:.60} ({meaning}) is not supported yet")
-        elif name not in USED | WITHOUT_EFFECT:
-            raise CheckpointError(
-                f"config.json: {name}={value!r:.60} is not a known field of "
-                "flash-linear-attention's transformer models; remove it from config.json if it "
-                "changes nothing"
-            )
