@@ -42,9 +42,22 @@ def audit_weights(
     if config.weights is None:
         return _audit_unquantized(original, wanted, quantized, config, moved, problems)
     stored = evidence_of(quantized, config).weights
+    ignored, weights = matching(wanted, config.ignore), _size(wanted.values())
     remaining = [matrix for name, matrix in wanted.items() if name not in stored]
-    problems += _uncovered(remaining, wanted.values(), config)
-    problems += _unasked(original, stored.keys(), remaining, wanted, quantized, config)
+    missing = [matrix for matrix in remaining if matrix.name not in ignored]
+    because = {
+        matrix.name: "ignore of the settings"
+        if matrix.name in ignored
+        else f"{'not quantized' if matrix.linear else 'no linear layer'} ({matrix.holder})"
+        for matrix in remaining
+    }
+    problems += _uncovered(missing, weights, config.method)
+    problems += [
+        f"{name}: quantized, though the settings leave it out"
+        for name in stored
+        if name not in wanted or name in ignored
+    ]
+    problems += _changed(original, remaining, quantized)
     measured: list[Measured] = []
     rescaled = 0
     for name in (name for name in wanted if name in stored):
@@ -61,7 +74,6 @@ def audit_weights(
         except Exception as error:  # whatever a broken layer raises is what is wrong with it
             problems.append(f"{name}: cannot be measured: {first_line(error)}")
     modules = tuple(one.module for one in measured)
-    weights = _size(wanted.values())
     covered = sum(one.module.parameters for one in measured)
     bits = sum(one.module.bits_per_weight * one.module.parameters for one in measured)
     return Audit(
@@ -76,64 +88,38 @@ def audit_weights(
         logits_moved=moved,
         rescaled=rescaled,
         left_out=tuple(matrix.name for matrix in remaining),
-        left_out_because=_because(remaining, config),
+        left_out_because=because,
         problems=tuple(problems),
         modules=modules,
         digest=_digest({module.name: module.digest for module in modules}),
     )
 
 
-def _uncovered(
-    remaining: list[Matrix], wanted: Iterable[Matrix], config: QuantizationConfig
-) -> list[str]:
+def _uncovered(missing: list[Matrix], weights: int, method: str) -> list[str]:
     """What is not quantized though the settings ask for it: any linear layer, and other matrices
-    that are more than ``SPARE`` of all weights together."""
-    allowed = matching((matrix.name for matrix in remaining), config.ignore)
-    missing = [matrix for matrix in remaining if matrix.name not in allowed]
+    that are more than ``SPARE`` of all ``weights`` together."""
     missing.sort(key=lambda matrix: -matrix.weight.numel())
     layers = [matrix for matrix in missing if matrix.linear]
     problems = [f"not quantized: {_some(layers)}"] if layers else []
-    weights, others = _size(wanted), [matrix for matrix in missing if not matrix.linear]
+    others = [matrix for matrix in missing if not matrix.linear]
     if _size(others) > SPARE * weights:
         problems.append(
             f"not quantized: {_some(others)}, {_size(others) / weights:.1%} of all weights; "
-            f"{config.method} takes linear layers only: set ignore: "
+            f"{method} takes linear layers only: set ignore: "
             f"[{', '.join(dict.fromkeys(_word(matrix.name) for matrix in others))}] to allow it"
         )
     return problems
 
 
-def _because(remaining: list[Matrix], config: QuantizationConfig) -> dict[str, str]:
-    """Why each of these matrices is not quantized."""
-    ignored = matching((matrix.name for matrix in remaining), config.ignore)
-    return {
-        matrix.name: "ignore of the settings"
-        if matrix.name in ignored
-        else f"{'not quantized' if matrix.linear else 'no linear layer'} ({matrix.holder})"
-        for matrix in remaining
-    }
-
-
-def _unasked(
-    original: nn.Module,
-    stored: Iterable[str],
-    remaining: list[Matrix],
-    wanted: Mapping[str, Matrix],
-    quantized: nn.Module,
-    config: QuantizationConfig,
-) -> list[str]:
-    """What was done to layers that the settings do not ask for: embeddings, the LM head, and what
-    they leave out, which must be the original's."""
-    ignored = matching(wanted, config.ignore)
-    more = [name for name in stored if name not in wanted or name in ignored]
-    problems = [f"{name}: quantized, though the settings leave it out" for name in more]
+def _changed(original: nn.Module, remaining: list[Matrix], quantized: nn.Module) -> list[str]:
+    """Matrices that are not quantized and not the original's."""
     after, changed = matrices(quantized), []
     for matrix in remaining:
         bring(original, matrix.name)
         bring(quantized, matrix.name)
         if matrix.name not in after or not _same(after[matrix.name].weight, matrix.weight):
             changed.append(matrix.name)
-    return problems + [f"{name}: neither quantized nor the original" for name in changed]
+    return [f"{name}: neither quantized nor the original" for name in changed]
 
 
 def _same(found: Tensor, wanted: Tensor) -> bool:
