@@ -567,7 +567,7 @@ def _parts_of(label: str) -> Any:
     for name in label.split("+"):
         name = re.sub(r"^kv([2-8])$", r"kv-int\1-token", name)
         if name in COMBINATIONS:
-            parts |= COMBINATIONS.get(name).parts
+            parts |= COMBINATIONS.get(name).fixed
             continue
         short = {"kv-": "kv", "heads-": "prune_heads"}
         kinds = [kind for prefix, kind in short.items() if name.startswith(prefix)] or PARTS

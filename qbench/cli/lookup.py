@@ -42,7 +42,7 @@ def quantizer_lines() -> list[str]:
     lines.append("combinations: several parts under one name; each can be replaced")
     for name in COMBINATIONS:
         one = COMBINATIONS.get(name)
-        parts = ", ".join(f"{kind}: {_shown(part)}" for kind, part in one.parts.items())
+        parts = ", ".join(f"{kind}: {_shown(part)}" for kind, part in one.fixed.items())
         lines += [f"{name:{WIDTH}} {one.description}", f"{'':{WIDTH}}   {{{parts}}}"]
     return lines
 

@@ -29,7 +29,8 @@ from qbench.quantizers.config import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preset:
-    """One name: the class of its settings, what the name itself states, and a line about it."""
+    """One name: the class of its settings, what the name itself states (of a combination, its
+    parts), and a line about it."""
 
     name: str
     kind: type[Any]
@@ -92,23 +93,15 @@ PARTS: dict[str, Presets] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Combination:
-    """A name for several parts, as a recipe would state them, and a line about it."""
-
-    name: str
-    parts: Mapping[str, Any]
-    description: str
-
-
 register = QUANTIZERS.register  # settings of weights
-COMBINATIONS: Registry[Combination] = Registry("combination", described=True)
+COMBINATIONS: Registry[Preset] = Registry("combination", described=True)
 
 
 def register_combination(name: str, description: str, **parts: Any) -> None:
     """Give ``parts`` (``weights``, ``activations``, ``kv``, ``outliers``, ``prune_heads``) one
     name."""
-    COMBINATIONS.add(name, Combination(name=name, parts=parts, description=description))
+    preset = Preset(name=name, kind=QuantizationConfig, fixed=parts, description=description)
+    COMBINATIONS.add(name, preset)
 
 
 @pydantic_dataclass(frozen=True, kw_only=True, config=SETTINGS)
@@ -148,7 +141,7 @@ def config_of(entry: Mapping[str, Any], *, compute_dtype: str = "bfloat16") -> Q
     if name is not None and not isinstance(name, str):
         raise RecipeError("a quantizer is a name, or {name: …, option: value}")
     if name in COMBINATIONS:
-        stated = {**COMBINATIONS.get(name).parts, **stated}
+        stated = {**COMBINATIONS.get(name).fixed, **stated}
     elif name is not None:
         if both := [kind for kind in stated if kind in PARTS]:
             raise RecipeError(f"{name}: write weights: {name} if {both[0]} is there too")
