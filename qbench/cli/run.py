@@ -30,6 +30,7 @@ from qbench.cli.place import Place, here, placed
 from qbench.cli.plan import how, notes
 from qbench.cli.recipe_options import recipe_options
 from qbench.comparison.lines import read_noise
+from qbench.comparison.wording import headline
 from qbench.errors import RecipeError, some
 from qbench.files import require_folder
 from qbench.machine import terminal
@@ -108,10 +109,10 @@ def run(
         read_noise(store)  # the tables at the end read it: refused before work begins
         planned, records = _run_cells(place, only, force)
         place.end()
-        from qbench.cli import tables  # pandas
+        from qbench.cli.tables import show_tables  # pandas
 
-        comparison = tables.show_tables(Store(place.out, grid=planned.grid), against=against)
-    typer.echo(f"{tables.headline(comparison)} All of it: qbench view {place.out}", err=True)
+        comparison = show_tables(Store(place.out, grid=planned.grid), against=against)
+    typer.echo(f"{headline(comparison)} All of it: qbench view {place.out}", err=True)
     broken = [record for record in records if record.status == "failed" or record.failed_tasks]
     if broken:
         cells_failed = some([record.cell for record in broken])

@@ -21,7 +21,6 @@ from qbench.tables.changes import changes_table
 from qbench.tables.rank import ranking
 from qbench.tables.table import render as render_tables
 from qbench.tables.write import paper, render
-from qbench.viewer.summary import headline as headline
 
 
 class Format(StrEnum):

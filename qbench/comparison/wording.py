@@ -1,11 +1,13 @@
-"""How effects are written: points and units as differences, perplexities as ratios (×)."""
+"""How effects are written: points and units as differences, perplexities as ratios (×); and the
+answer in one sentence."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from qbench.comparison.lines import Line
+from qbench.comparison.lines import Line, SeedLine, redundant
 from qbench.text import NO_VALUE, number, ratio
 
 if TYPE_CHECKING:
@@ -101,3 +103,44 @@ def values_text(values: tuple[float | None, ...], *, percent: bool) -> str:
     return ", ".join(
         NO_VALUE if value is None else number(value, percent=percent) for value in values
     )
+
+
+def headline(comparison: Comparison) -> str:
+    """The answer in one sentence with its certainty, of the first question that has effects."""
+    base, *others = comparison.groups
+    for question, better, worse in (
+        ("differences", "Quantization hurts {other} less than {base}", "more"),
+        ("damages", "Quantization makes {other} better", "worse"),
+        ("deltas", "{other} is better than {base}", "worse"),
+    ):
+        for other in others if question != "damages" else [*others, base]:
+            effects = list(_answers(comparison, question, other))
+            if not effects:
+                continue
+            sure = [
+                effect.estimate > 0 if line.higher_is_better else effect.estimate < 0
+                for line, effect in effects
+                if effect.mark == "‡"
+            ]
+            if not sure:
+                return (
+                    f"None of {len(effects)} differences is significant (5 %, Holm’s correction)."
+                )
+            return (
+                f"{better.format(other=other, base=base)} in {sum(sure)} of {len(effects)} "
+                f"comparisons and {worse} in {len(sure) - sum(sure)}. The other "
+                f"{len(effects) - len(sure)} differences are not significant (5 %, Holm’s "
+                "correction)."
+            )
+    return f"{len(comparison.records)} of {len(comparison.grid.cells)} cells have a record."
+
+
+def _answers(
+    comparison: Comparison, question: str, group: str
+) -> Iterator[tuple[Line, Effect | SeedEffect]]:
+    for one in comparison.seeds or comparison.lines:
+        line = one.line if isinstance(one, SeedLine) else one
+        effect = getattr(one, question).get(group)
+        asked = question != "deltas" or line.quantized or not comparison.unquantized
+        if effect is not None and asked and not redundant(line, comparison.lines):
+            yield line, effect

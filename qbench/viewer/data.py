@@ -28,12 +28,12 @@ from qbench.comparison.changes import training_notes
 from qbench.comparison.compare import compare
 from qbench.comparison.explain import flat
 from qbench.comparison.lines import TESTED, Comparison, Line, SeedLine, judge, redundant
+from qbench.comparison.wording import headline
 from qbench.errors import QbenchError, ResultsError
 from qbench.records import UNQUANTIZED_BITS, Damage, GridCell, Question, Record
 from qbench.store import Analyses, Store, long_contexts, sensitivities
 from qbench.tables.scores import bits_per_weight, gib
 from qbench.text import metric_title
-from qbench.viewer.summary import headline, summary
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -199,7 +199,7 @@ def overview(results: Results, comparison: Comparison) -> Json:
             for one in comparison.pairs
         ],
         "headline": headline(comparison),
-        "summary": [*summary(comparison), *training_notes(comparison)] if tested else [],
+        "summary": training_notes(comparison) if tested else [],
         "problems": [*comparison.problems(), *unreadable(store).values()],
     }
 
