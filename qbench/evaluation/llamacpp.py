@@ -8,6 +8,7 @@ what a request has in common with the one before is kept in llama.cpp's KV cache
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -71,12 +72,8 @@ class LlamaCpp:
                 "copy of it"
             )
         self._batch = llama_cpp.llama_batch_init(BATCH, 0, 1)
+        weakref.finalize(self, _free, llama_cpp, self._batch, self._context, self._model)
         self._kept: list[int] = []  # tokens whose keys and values are in the cache
-
-    def close(self) -> None:
-        self._library.llama_batch_free(self._batch)
-        self._library.llama_free(self._context)
-        self._library.llama_model_free(self._model)
 
     def logits(self, tokens: Sequence[int], first: int) -> Iterator[Tensor]:
         """After each of ``tokens`` from the index ``first`` on, in parts float32 [n, vocabulary]
@@ -154,6 +151,12 @@ class LlamaCpp:
             f"llama.cpp's logits lie {off:.2g} of their size off those of the file's own weights: "
             "it computes another model than the original's class"
         ]
+
+
+def _free(library: Any, batch: Any, context: Any, model: Any) -> None:
+    library.llama_batch_free(batch)
+    library.llama_free(context)
+    library.llama_model_free(model)
 
 
 def _silence(library: Any) -> None:

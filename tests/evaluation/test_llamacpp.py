@@ -1,5 +1,6 @@
 """GGUF files in llama.cpp against the same weights in transformers."""
 
+import gc
 import json
 import shutil
 
@@ -107,6 +108,18 @@ def test_what_is_kept_of_the_request_before_changes_nothing(files, tmp_path):
         kept = torch.cat([part.clone() for part in model.logits(one, 35)])
         assert kept.shape == (5, 1024)
         assert torch.allclose(kept, expected, atol=1e-3)
+
+
+def test_its_memory_is_freed_when_a_cell_has_done_with_it(files, tmp_path, monkeypatch):
+    import llama_cpp
+
+    freed, free = [], llama_cpp.llama_model_free
+    monkeypatch.setattr(llama_cpp, "llama_model_free", lambda model: freed.append(free(model)))
+    found = planned(tmp_path, files["F32"])
+    model, _ = load(found.cell("base/copy"), found)
+    del model
+    gc.collect()
+    assert len(freed) == 1
 
 
 def test_a_file_is_a_column_like_any_other(files, tmp_path):

@@ -103,14 +103,6 @@ def test_fast_scores_of_a_quantized_cache_are_the_exact_ones(scheme, requests):
     assert max(abs(a - b) for (a, _), (b, _) in zip(plain, exact, strict=True)) > 0.1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("normalizer", list(NORMALIZERS))
-def test_fast_scores_of_a_quantized_cache_under_every_normalizer(normalizer, scheme):
-    model = model_with(normalizer, scheme)
-    assert_close(answers(model, "fast", tolerance=LOOSE), answers(model, "exact"))
-
-
 def test_the_cache_of_a_prefix_is_rounded_once(monkeypatch):
     """Before its keys are laid out for each of its suffixes."""
     from qbench.quantizers import kv_fake_quant as rounding
