@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -58,39 +57,38 @@ def audit_weights(
         if name not in wanted or name in ignored
     ]
     problems += _changed(original, remaining, quantized)
-    measured: list[Measured] = []
+    modules: list[ModuleAudit] = []
+    error_squared = norm_squared = 0.0
     rescaled = 0
     for name in (name for name in wanted if name in stored):
         try:
             packed = stored[name]
             bring(original, name)
             module = quantized.get_submodule(name)
-            one, factor = measure(wanted[name], module, packed, config.weights)
+            one, wrong, sums, factor = measure(wanted[name], module, packed, config.weights)
             if factor is not None:  # the original, which is consumed, with the same factors
                 wanted[name].weight.data.mul_(factor)
                 rescaled += 1
-            measured.append(one)
-            problems += one.problems
+            modules.append(one)
+            error_squared, norm_squared = error_squared + sums[0], norm_squared + sums[1]
+            problems += wrong
         except Exception as error:  # whatever a broken layer raises is what is wrong with it
             problems.append(f"{name}: cannot be measured: {first_line(error)}")
-    modules = tuple(one.module for one in measured)
-    covered = sum(one.module.parameters for one in measured)
-    bits = sum(one.module.bits_per_weight * one.module.parameters for one in measured)
+    covered = sum(one.parameters for one in modules)
+    bits = sum(one.bits_per_weight * one.parameters for one in modules)
     return Audit(
         passed=not problems,
         bits=config.weights.num_bits,
         coverage=covered / weights if weights else 0.0,
         bits_per_weight=bits / covered if covered else 0.0,
-        weight_error=relative_error(
-            sum(one.error_squared for one in measured), sum(one.norm_squared for one in measured)
-        ),
-        levels=max((one.module.levels for one in measured), default=0),
+        weight_error=relative_error(error_squared, norm_squared),
+        levels=max((one.levels for one in modules), default=0),
         logits_moved=moved,
         rescaled=rescaled,
         left_out=tuple(matrix.name for matrix in remaining),
         left_out_because=because,
         problems=tuple(problems),
-        modules=modules,
+        modules=tuple(modules),
         digest=_digest({module.name: module.digest for module in modules}),
     )
 
@@ -166,22 +164,13 @@ def _audit_unquantized(
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Measured:
-    """One quantized layer: its audit, the sums behind it, and what is wrong with it."""
-
-    module: ModuleAudit
-    error_squared: float
-    norm_squared: float
-    problems: tuple[str, ...]
-
-
 @torch.no_grad()
 def measure(
     matrix: Matrix, module: nn.Module, stored: PackedWeight, settings: WeightSettings
-) -> tuple[Measured, Tensor | None]:
-    """``module``, and what it says that it stores, against the unquantized ``matrix``; and the
-    factors [out, in] that other layers must take off again, if any."""
+) -> tuple[ModuleAudit, list[str], tuple[float, float], Tensor | None]:
+    """``module``, and what it says that it stores, against the unquantized ``matrix``: its audit,
+    what is wrong with it, the squared norms of its error and of the matrix, and the factors
+    [out, in] that other layers must take off again, if any."""
     rows, columns = matrix.weight.shape
     weight = forward_weight(module, columns, matrix.weight.dtype)
     wanted = matrix.weight.float()
@@ -191,7 +180,6 @@ def measure(
     difference = fitted - wanted
     error_squared, norm_squared = (float(t.square().sum()) for t in (difference, wanted))
     finite = math.isfinite(error_squared)
-    error = math.sqrt(error_squared / norm_squared) if finite and norm_squared else 0.0
     dead = (weight == 0).all(dim=0) & (wanted != 0).any(dim=0)
     bits = 8 * sum(t.numel() * t.element_size() for t in stored.tensors.values())
     result = ModuleAudit(
@@ -199,7 +187,7 @@ def measure(
         kind=type(module).__name__,
         parameters=wanted.numel(),
         bits_per_weight=bits / wanted.numel(),
-        weight_error=error if finite else math.inf,
+        weight_error=relative_error(error_squared, norm_squared),
         gain=float((fitted * wanted).sum()) / norm_squared if finite and norm_squared else None,
         levels=levels(stored.groups(weight)),
         dead_inputs=int(dead.sum()),
@@ -211,10 +199,7 @@ def measure(
     else:
         problems += _wrong_weight(result, wanted, difference, dead, settings)
         problems += _disagreement(matrix, module, weight, stored, settings)
-    squared = error_squared if finite else math.inf
-    return Measured(
-        module=result, error_squared=squared, norm_squared=norm_squared, problems=tuple(problems)
-    ), factor
+    return result, problems, (error_squared, norm_squared), factor
 
 
 def fit(weight: Tensor, wanted: Tensor, bound: float) -> tuple[Tensor, Tensor | None]:
