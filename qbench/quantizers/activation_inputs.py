@@ -20,6 +20,7 @@ from qbench.quantizers.calibration import Calibration, watch_inputs
 from qbench.quantizers.config import ActivationEvidence, Progress, matching
 from qbench.quantizers.fake_quant import CODES, encode, fake_quantize, scale_of_tensor
 from qbench.quantizers.formats import QuantFormat, Scale
+from qbench.quantizers.linear import require_matches
 
 ATTRIBUTE = "qbench_inputs"  # of a model whose activations are quantized
 
@@ -72,13 +73,7 @@ def layers_with_inputs(model: nn.Module, ignore: tuple[str, ...] = ()) -> dict[s
         for name, module in model.named_modules()
         if module is not head and hasattr(module, "in_features") and hasattr(module, "out_features")
     }
-    for one in ignore:
-        if not matching(found, (one,)):
-            last = dict.fromkeys(name.rpartition(".")[2] for name in found)
-            raise QuantizationError(
-                f"activations: ignore: {one!r} matches no layer; their names end in "
-                f"{', '.join(last)}"
-            )
+    require_matches(found, ignore, "activations")
     ignored = matching(found, ignore)
     return {name: module for name, module in found.items() if name not in ignored}
 
@@ -91,10 +86,7 @@ def install(model: nn.Module, settings: FakeQuantized, tensors: Mapping[str, Ten
     for name, module in modules.items():
         if problem := settings.misfit(name, module.in_features):
             raise QuantizationError(problem)
-    if getattr(settings, "arithmetic", "") == "auto":
-        raise QuantizationError(
-            f"{settings.name}: arithmetic: auto is decided by the plan; set real or simulated here"
-        )
+    assert getattr(settings, "arithmetic", "") != "auto"  # a plan has decided
     scales = fixed_scales(tensors, form)
     if settings.real:
         multiply_codes(model, modules, form, scales)

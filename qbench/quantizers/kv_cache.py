@@ -202,20 +202,18 @@ def _first(config: Mapping[str, Any], *names: str) -> int | None:
     return next((n for n in found if isinstance(n, int) and n > 0), None)
 
 
-_WHOLE = {"group_size": WHOLE_ROW}
 for _bits, _type in ((8, "int"), (4, "int"), (3, "int"), (2, "int"), (8, "float")):
     _fixed = {"num_bits": _bits, "type": _type, **({"symmetric": True} if _type == "float" else {})}
-    for _scales, _kind, _options, _line in (
-        ("token", KVCache, {}, "a scale for each head and token"),
+    _name = "fp8" if _type == "float" else f"int{_bits}"
+    for _scales, _kind, _line in (
+        ("token", KVCache, "a scale for each head and token"),
         (
             "channel",
             ByChannel,
-            {},
             "keys along channels in groups of tokens, values along tokens (KIVI)",
         ),
-        ("tensor", KVCache, _WHOLE, "one scale a layer; scores depend on the batch"),
+        ("tensor", KVCache, "one scale a layer; scores depend on the batch"),
     ):
-        _name = "fp8" if _type == "float" else f"int{_bits}"
         if (_name, _scales) != ("fp8", "channel"):
             KV_CACHES.register(
                 f"{_name}-{_scales}",
@@ -224,5 +222,5 @@ for _bits, _type in ((8, "int"), (4, "int"), (3, "int"), (2, "int"), (8, "float"
                 backend="qbench.quantizers.kv_fake_quant",
                 scales=_scales,
                 **_fixed,
-                **_options,
+                **({"group_size": WHOLE_ROW} if _scales == "tensor" else {}),
             )

@@ -15,7 +15,7 @@ a module that computes the same with ``<expert>.gate_up_proj`` and ``<expert>.do
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -159,16 +159,14 @@ def not_finite(model: nn.Module) -> list[str]:
     return lines
 
 
-def require_matches(model: nn.Module, patterns: tuple[str, ...], name: str) -> None:
-    """Raise QuantizationError for a pattern that names no weight matrix of ``model``."""
-    found = matrices(model)
+def require_matches(names: Iterable[str], patterns: tuple[str, ...], what: str) -> None:
+    """Raise QuantizationError, in the name of ``what``, for a pattern that none of ``names`` is."""
+    names = list(names)
     for pattern in patterns:
-        if not matching(found, (pattern,)):
-            parts = dict.fromkeys(
-                part for n in found for part in n.split(".") if not part.isdigit()
-            )
+        if not matching(names, (pattern,)):
+            parts = dict.fromkeys(p for name in names for p in name.split(".") if not p.isdigit())
             raise QuantizationError(
-                f"{name}: ignore: {pattern!r} matches no weight matrix; parts of their names are "
+                f"{what}: ignore: {pattern!r} matches no weight matrix; parts of their names are "
                 f"{', '.join(parts)}"
             )
 

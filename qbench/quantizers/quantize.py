@@ -29,7 +29,15 @@ from qbench.quantizers.config import (
     Settings,
     WeightSettings,
 )
-from qbench.quantizers.linear import Tensors, linearize, linears, not_finite, plain, require_matches
+from qbench.quantizers.linear import (
+    Tensors,
+    linearize,
+    linears,
+    matrices,
+    not_finite,
+    plain,
+    require_matches,
+)
 from qbench.quantizers.names import BACKENDS
 from qbench.streaming import Stream, bring, storage, stream_of
 
@@ -253,7 +261,7 @@ def _require_sound(model: PreTrainedModel, config: QuantizationConfig) -> None:
         raise QuantizationError(f"{config.name}: {type(model).__name__} has no linear layers")
     assert dtypes <= {getattr(torch, config.compute_dtype)}, f"{config.name}: in {dtypes}"
     if config.weights is not None:
-        require_matches(model, config.weights.ignore, config.name)
+        require_matches(matrices(model), config.weights.ignore, config.name)
     if broken := not_finite(model):
         more = f"; and {len(broken) - 1} more" if len(broken) > 1 else ""
         raise QuantizationError(f"{config.name}: the unquantized model: {broken[0]}{more}")

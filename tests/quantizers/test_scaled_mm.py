@@ -180,13 +180,6 @@ def test_real_that_cannot_be_is_refused_before_work():
     )
 
 
-def test_an_undecided_choice_does_not_run(tmp_path):
-    undecided = config_of({"name": "w8a8-int8"}, compute_dtype="float32")
-    assert undecided.precision.activations.simulated is None
-    with pytest.raises(QuantizationError, match="auto is decided by the plan"):
-        make(undecided, tmp_path, WHICH)
-
-
 @needs_vnni
 def test_a_layer_that_stopped_multiplying_codes_fails_its_audit(tmp_path):
     """As where a library leaves a layer out in silence."""
