@@ -14,12 +14,13 @@ from pathlib import Path
 import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from qbench.files import write_atomically
-from qbench.records import Analysis, Head, Layer
+from qbench.records import Analysis, Head, Layer, Sensitivity
 from qbench.store import Analyses, Store
 from qbench.tables.analyses import Why, gather, markdown, pruned_rows
 from qbench.tables.analyses_csv import (
@@ -33,6 +34,7 @@ from qbench.tables.table import as_csv
 Found = Iterator[tuple[str, Figure]]  # a file's name without its ending
 WIDTH = 6.4  # inches
 EPSILON = "0.3"  # of sink rates
+LEAST_KL = 1e-9  # nats: what stands for none on a logarithmic scale
 # Okabe and Ito's palette, told apart with any colour vision; markers tell as well.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8a6d00", "#56b4e9")
 MARKERS = ("o", "s", "^", "D", "v", "P")
@@ -95,6 +97,8 @@ def _figures(why: Why) -> Found:
         for one in why.cells:
             yield from maps(one)
     yield from along([one for one in why.long or why.cells if one.measured.stretches])
+    for label in dict.fromkeys(one.quantizer for one in why.sensitivities):
+        yield from sensitivity([one for one in why.sensitivities if one.quantizer == label])
 
 
 def _layers(one: Analysis) -> tuple[Layer, ...]:
@@ -243,6 +247,38 @@ def along(cells: Sequence[Analysis]) -> Found:
     grid[-1][0].set_xlabel("position in the text (tokens)")
     grid[0][0].legend()
     yield "along-the-text", figure
+
+
+def sensitivity(found: Sequence[Sensitivity]) -> Found:
+    """KL divergence when one part of the model is quantized and the rest is not, by layer and kind;
+    logarithmic, one scale for all."""
+    tables = [_by_layer(one) for one in found]
+    kinds = list(dict.fromkeys(kind for table in tables for kind, _ in table))
+    layers = 1 + max((layer for table in tables for _, layer in table), default=0)
+    known = [kl for table in tables for kl in table.values()]
+    if not known:
+        return
+    norm = LogNorm(min(known), max(max(known), 1.01 * min(known)))
+    figure, grid = _panels(len(found), height=0.7 + 0.2 * len(kinds))
+    for one, table, (axes,) in zip(found, tables, grid, strict=True):
+        values = np.full((len(kinds), layers), np.nan)
+        for (kind, layer), kl in table.items():
+            values[kinds.index(kind), layer] = kl
+        figure.colorbar(axes.imshow(values, norm=norm), ax=axes, label="KL, nats a token")
+        axes.set_yticks(range(len(kinds)), kinds)
+        axes.set(title=one.cell, xlabel="decoder layer")
+    yield f"sensitivity-{_plain(found[0].quantizer)}", figure
+
+
+def _by_layer(one: Sensitivity) -> dict[tuple[str, int], float]:
+    """(kind, layer) → KL; a whole decoder layer's kind is ``layer``."""
+    found: dict[tuple[str, int], float] = {}
+    for unit in one.units:
+        if unit.layer is not None and unit.kl.value is not None:
+            kind = "layer" if one.unit == "block" else unit.name.rpartition(".")[2]
+            kl = found.get((kind, unit.layer), LEAST_KL)  # experts of one kind: the most of them
+            found[kind, unit.layer] = max(kl, unit.kl.value)
+    return found
 
 
 def _of_heads(one: Analysis, value: Callable[[Head], float]) -> NDArray[np.float64]:

@@ -68,5 +68,5 @@ def test_figures_and_numbers_of_analyses_are_files_that_come_out_alike(tmp_path)
                for _ in range(2)]  # fmt: skip
     assert written[0] == written[1]
     assert {"tables.md", "cells.csv", "boxes.svg", "maps-softmax-bf16.svg", "sinks.svg",
-            "along-the-text.svg"} <= written[0].keys()  # fmt: skip
+            "along-the-text.svg", "sensitivity-hqq-3bit.svg"} <= written[0].keys()  # fmt: skip
     assert b"softpick/bf16" in written[0]["boxes.svg"]  # text stays text
