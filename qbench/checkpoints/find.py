@@ -93,23 +93,18 @@ def read_config(folder: Path, *, quantized: bool = False) -> dict[str, Any]:
 def _require_causal(config: dict[str, Any]) -> None:
     """Raise CheckpointError for models that say that they see what comes after a token, or need an
     encoder; what a model does is looked at when it is loaded."""
-    heads, reason = heads_of(config), None
+    stated, reason = config.get("architectures"), None
+    heads = [str(name) for name in stated] if isinstance(stated, list) else []
     if config.get("is_encoder_decoder"):
         reason = "is an encoder-decoder model (is_encoder_decoder: true)"
     elif head := next((head for head in heads if NO_LANGUAGE_MODEL.search(head)), None):
         reason = f"is a {head}, which has no output over the vocabulary"
-    elif stated := next((key for key, values in BOTH_SIDES if config.get(key) in values), None):
-        reason = f"attends to both sides of a token ({stated}: {json.dumps(config[stated])})"
+    elif key := next((key for key, values in BOTH_SIDES if config.get(key) in values), None):
+        reason = f"attends to both sides of a token ({key}: {json.dumps(config[key])})"
     elif any(head.endswith("ForMaskedLM") for head in heads):
         reason = f"attends to both sides of a token (architectures: {', '.join(heads)})"
     if reason:
         raise CheckpointError(f"it {reason}; only causal language models are scored")
-
-
-def heads_of(config: dict[str, Any]) -> list[str]:
-    """The classes that ``architectures`` names."""
-    stated = config.get("architectures")
-    return [str(name) for name in stated] if isinstance(stated, list) else []
 
 
 def require_sizes(config: dict[str, Any], tensors: int) -> None:

@@ -341,8 +341,10 @@ def _problem(task: Any, document: dict[str, Any]) -> str | None:
     try:
         target = (task.doc_to_text if task.multiple_input else task.doc_to_target)(document)
         if task.OUTPUT_TYPE != "multiple_choice":
-            scored = task.OUTPUT_TYPE != "generate_until"
-            return "there is no target text" if _blank(target, scored) else None
+            # Nothing but space is an answer that may be generated, and none that can be scored.
+            scored = task.OUTPUT_TYPE != "generate_until" and isinstance(target, str)
+            blank = target is None or target == [] or (scored and not target.strip())
+            return "there is no target text" if blank else None
         choices = task.doc_to_choice(document)
     except Exception as error:  # of a definition's own template or function
         return f"its answer cannot be found ({type(error).__name__}: {first_line(error)})"
@@ -378,10 +380,3 @@ def _hidden(label: Any, *, index: bool) -> bool:
     if index and isinstance(label, int | float):
         return label < 0 or label != int(label)
     return label is None or label == ""
-
-
-def _blank(target: Any, scored: bool) -> bool:
-    """None, an empty list, or where the target itself is ``scored``, nothing but space."""
-    if target is None or target == []:
-        return True
-    return scored and isinstance(target, str) and not target.strip()
