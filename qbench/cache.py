@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +46,7 @@ def in_words(bytes: int) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """One artifact or one cell's rows."""
+    """One artifact or one cell's rows. ``used_by``: cells of the results that were looked at."""
 
     kind: str  # "weights" or "rows"
     path: Path
@@ -54,6 +54,7 @@ class Entry:
     bytes: int
     used: float  # when it was last read or written, seconds since 1970
     about: str
+    used_by: tuple[str, ...] = ()
 
     @property
     def lock(self) -> FileLock:
@@ -71,9 +72,11 @@ class Entry:
         return f"{seconds:.0f} s"
 
 
-def entries(cache: Path) -> list[Entry]:
-    """What the folder ``cache`` holds, the least recently used first."""
-    found = [*_weights(cache / "artifacts"), *_rows(cache / "distributions")]
+def entries(cache: Path, results: Sequence[Path] = ()) -> list[Entry]:
+    """What the folder ``cache`` holds, the least recently used first. Cells of the records below
+    the folders ``results`` are named where they use an entry."""
+    cells = _cells(results)
+    found = [*_weights(cache / "artifacts", cells), *_rows(cache / "distributions", cells)]
     return sorted(found, key=lambda entry: entry.used)
 
 
@@ -131,19 +134,28 @@ def _remove(entry: Entry) -> bool:
     return False
 
 
-def _weights(folder: Path) -> Iterator[Entry]:
-    for path in (manifest.parent for manifest in folder.glob(f"*/*/{MANIFEST}")):
+def _weights(folder: Path, cells: Mapping[str, list[str]]) -> Iterator[Entry]:
+    for manifest in folder.glob(f"*/*/{MANIFEST}"):
+        path = manifest.parent
         quantizer = path.name.rpartition("-")[0]
-        yield _entry("weights", path, (path,), f"{quantizer} of {path.parent.name}")
+        settings = None
+        with suppress(OSError, ValueError, KeyError, TypeError):  # damaged: nobody uses it
+            settings = json.loads(manifest.read_bytes())["parts"]["quantizer"]
+        yield _entry(
+            "weights", path, (path,), f"{quantizer} of {path.parent.name}",
+            cells.get(_use(path.parent.name, settings), ()),
+        )  # fmt: skip
 
 
-def _rows(folder: Path) -> Iterator[Entry]:
+def _rows(folder: Path, cells: Mapping[str, list[str]]) -> Iterator[Entry]:
     for path in sorted(folder.glob("*.safetensors")):
         files = path, path.with_name(f"{path.name}.sha256")
-        yield _entry("rows", path, files, f"unquantized cell {path.stem}")
+        yield _entry("rows", path, files, f"unquantized cell {path.stem}", cells.get(path.stem, ()))
 
 
-def _entry(kind: str, path: Path, files: tuple[Path, ...], about: str) -> Entry:
+def _entry(
+    kind: str, path: Path, files: tuple[Path, ...], about: str, used_by: Sequence[str]
+) -> Entry:
     inside = [one for file in files for one in ([*file.iterdir()] if file.is_dir() else [file])]
     stats = [one.stat() for one in inside if one.exists()]
     times = [one.stat().st_mtime for one in (path, *inside) if one.exists()]
@@ -154,4 +166,29 @@ def _entry(kind: str, path: Path, files: tuple[Path, ...], about: str) -> Entry:
         bytes=sum(one.st_size for one in stats),
         used=max(times, default=0.0),
         about=about,
+        used_by=tuple(dict.fromkeys(used_by)),
     )
+
+
+def _cells(results: Sequence[Path]) -> dict[str, list[str]]:
+    """Cells by what they use: the key of the unquantized cell, and weights with the settings of
+    a quantizer, or of a part of one."""
+    found: dict[str, list[str]] = {}
+    for folder in results:
+        for path in sorted(Path(folder).rglob("records/*/*/*.json")):
+            try:
+                record = json.loads(path.read_bytes())
+                parts, name = record["key_parts"], f"{record['checkpoint']}/{record['quantizer']}"
+                weights, quantizer = str(parts["weights"])[:KEY_DIGITS], parts["quantizer"]
+                settings = [quantizer, *(v for v in quantizer.values() if isinstance(v, dict))]
+            except (OSError, ValueError, KeyError, TypeError, AttributeError):
+                continue  # damaged, or no record of ours: it uses nothing
+            keys = [*(_use(weights, one) for one in settings), str(record.get("key"))[:KEY_DIGITS]]
+            keys.append(str(parts.get("damage against"))[:KEY_DIGITS])
+            for key in keys:
+                found.setdefault(key, []).append(f"{path.parents[3].name}: {name}")
+    return found
+
+
+def _use(weights: str, settings: object) -> str:
+    return f"{weights}/{json.dumps(settings, sort_keys=True)}"

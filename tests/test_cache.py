@@ -1,11 +1,13 @@
-"""`qbench cache`: what is kept is listed, and bounded."""
+"""`qbench cache`: what is kept is listed with who uses it, and bounded."""
 
 from __future__ import annotations
 
+import json
 import os
 
 import pytest
 from filelock import FileLock
+from synthetic import make_store
 
 from qbench.cache import entries, prune
 from qbench.cli.app import app
@@ -22,7 +24,8 @@ def cache(tmp_path, monkeypatch):
     for age, name in ((3, "aaaa/gptq-4bit-0011"), (2, "bbbb/hqq-2bit-0022")):
         made = folder / "artifacts" / name
         made.mkdir(parents=True)
-        (made / "manifest.json").write_text("{}" + " " * 63)
+        settings = {"name": name.split("/")[1].rpartition("-")[0], "group_size": 64}
+        (made / "manifest.json").write_text(json.dumps({"parts": {"quantizer": settings}}))
         (made / "weights.safetensors").write_bytes(b"x" * (4 - age) * 1000)
         for path in (*made.iterdir(), made):
             os.utime(path, (NOW - age * DAY,) * 2)
@@ -38,7 +41,7 @@ def cache(tmp_path, monkeypatch):
 def test_what_is_kept_is_listed_by_last_use(cache):
     assert [(one.kind, one.about, one.bytes, one.age(NOW)) for one in entries(cache)] == [
         ("weights", "gptq-4bit of aaaa", 1065, "3 days"),
-        ("weights", "hqq-2bit of bbbb", 2065, "2 days"),
+        ("weights", "hqq-2bit of bbbb", 2064, "2 days"),
         ("rows", "unquantized cell 0123456789abcdef", 3000, "1 day"),
     ]
 
@@ -69,12 +72,25 @@ def test_what_a_run_holds_stays(cache):
     assert oldest.path.is_dir()
 
 
-def test_the_commands_say_what_is_kept_and_what_dead_processes_left(cache, capsys):
+def test_the_commands_say_who_uses_what_and_what_dead_processes_left(cache, tmp_path, capsys):
+    store = make_store(tmp_path / "results" / "grid", sizes={"arc_easy": 5}, quantizers=("bf16",))
+    record = store.records()[0]
+    path = next((tmp_path / "results").rglob("softmax/bf16/*.json"))
+    said = json.loads(path.read_text())
+    said["key"] = "0123456789abcdef" + record.key[16:]
+    mine = {"name": "hqq-2bit", "group_size": 64}
+    said["key_parts"] = {"weights": "bbbb", "quantizer": {"name": "w2a8", "weights": mine}}
+    path.write_text(json.dumps(said))
+    other = {"weights": "aaaa", "quantizer": {"name": "gptq-4bit", "group_size": 128}}
+    path.with_name("0.json").write_text(json.dumps(said | {"key_parts": other, "key": "0"}))
     host = os.uname().nodename.replace(".", "-") or "localhost"
     left = cache / "artifacts" / "aaaa" / f".gptq.{host}.4194305.tmp"
     left.mkdir()
-    assert not app(["cache", "list"], standalone_mode=False)
-    assert capsys.readouterr().out.splitlines()[-1].endswith("3 entries, 0.0 MiB")
+    arguments = ["cache", "list", "--results", str(tmp_path / "results")]
+    assert not app(arguments, standalone_mode=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert sum("grid: softmax/bf16" in line for line in lines) == 2
+    assert lines[-1].endswith("3 entries, 0.0 MiB")
     assert not app(["cache", "prune", "--max-gib", "0"], standalone_mode=False)
     shown = capsys.readouterr().out
     assert f"removed files that a dead process left: {left}" in shown

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import pytest
@@ -47,9 +48,10 @@ def test_check_holds_an_earlier_run_to_a_baseline_of_it(folder, tmp_path, capsys
     out, first, _ = folder
     base = tmp_path / "base.parquet"
     assert qbench("baseline", out, "--out", base, "--run", first) == 0
-    summary = tmp_path / "verdict.md"
-    assert qbench("check", out, "--baseline", base, "--run", first, "--summary", summary) == 0
-    assert f"{out} (run {first})" in summary.read_text()
+    summary = tmp_path / "verdict.json"
+    assert qbench("check", out, "--baseline", base, "--run", first, "--json", summary) == 0
+    verdict = json.loads(summary.read_text())
+    assert verdict["results"] == f"{out} (run {first})"
     assert "hqq-2bit" in summary.read_text()
     # the last run lacks a cell, which never passes
     assert qbench("check", out, "--baseline", base) == 1

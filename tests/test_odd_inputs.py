@@ -32,9 +32,9 @@ NOT_RESULTS = {
 }  # fmt: skip
 NOT_A_RECIPE = {"fifo": "not a file", "a\nb": "no such recipe", "file": "a recipe is a mapping"}
 ODD: list[tuple[tuple[str, ...], str]] = [
-    *(((*CHECK, "--junit", path), words) for path, words in NOT_A_FILE.items()),
+    *(((*CHECK, "--json", path), words) for path, words in NOT_A_FILE.items()),
     *(((*command, "folder"), "is a folder") for command in (
-        (*CHECK, "--summary"), ("baseline", "grid", "--out"),
+        (*CHECK, "--summary"), (*CHECK, "--junit"), ("baseline", "grid", "--out"),
         ("bench", "evaluation", "good.yaml", "--out"), (*RUN, "--save-recipe"),
     )),
     *((("report", "grid", "--out", path), words) for path, words in NOT_A_FOLDER.items()),

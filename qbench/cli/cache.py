@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -20,20 +21,30 @@ cache = typer.Typer(
 
 
 @cache.command("list")
-def list_entries() -> None:
-    """What is kept, with sizes and ages, the least recently used first.
+def list_entries(
+    results: Annotated[
+        list[Path],
+        typer.Option(
+            metavar="FOLDER",
+            help="Results folders whose records say which cell uses what. Repeatable.",
+        ),
+    ] = [Path("results")],  # noqa: B006
+) -> None:
+    """What is kept, with sizes, ages and who uses it, the least recently used first.
 
     Examples:
     ```
-    qbench cache list
+    qbench cache list --results results
     ```
     """
     folder = cache_folder()
-    found = entries(folder)
-    rows = [(one.kind, one.about, in_words(one.bytes), one.age()) for one in found]
+    found = entries(folder, results)
+    rows = [
+        (one.kind, one.about, in_words(one.bytes), one.age(), _users(one.used_by)) for one in found
+    ]
     total = in_words(sum(one.bytes for one in found))
     if rows:
-        head = ("kind", "what", "size", "unused for")
+        head = ("kind", "what", "size", "unused for", "used by")
         typer.echo(tabulate(rows, headers=head, tablefmt="plain", disable_numparse=True))
     typer.echo(f"{folder}: {len(found)} entries, {total}")
 
@@ -67,3 +78,8 @@ def prune(
         typer.echo(f"{word} files that a dead process left: {path}")
     freed = in_words(sum(one.bytes for one in removed))
     typer.echo(f"{cache_folder()}: {word} {len(removed)} entries, {freed}")
+
+
+def _users(names: tuple[str, ...]) -> str:
+    shown = ", ".join(names[:3])
+    return shown + (f" and {len(names) - 3} more" if len(names) > 3 else "")

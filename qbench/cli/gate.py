@@ -53,6 +53,7 @@ def check(
     ] = Inconclusive.fails,
     summary: Annotated[Path | None, to_file("Also write Markdown here.")] = None,
     junit: Annotated[Path | None, to_file("Also write JUnit XML here.")] = None,
+    json: Annotated[Path | None, to_file("Also write JSON here.")] = None,
     run: Run = None,
 ) -> None:
     """The CI gate: is any score worse than the baseline's by more than a margin?
@@ -80,7 +81,7 @@ def check(
         inconclusive=inconclusive.value,
         across=[one.value for one in across],
     )
-    write_verdict(verdict, markdown=summary, junit=junit)
+    write_verdict(verdict, markdown=summary, junit=junit, json=json)
     typer.echo(as_markdown(verdict), nl=False)
     raise typer.Exit(verdict.exit_code)
 

@@ -1,7 +1,8 @@
-"""The gate's verdict as Markdown and JUnit XML."""
+"""The gate's verdict as Markdown, JUnit XML and JSON."""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from xml.etree import ElementTree
@@ -24,9 +25,10 @@ def write_verdict(
     *,
     markdown: Path | None = None,
     junit: Path | None = None,
+    json: Path | None = None,
 ) -> None:
     """Write the verdict to whichever paths are given."""
-    for path, text in ((markdown, as_markdown), (junit, as_junit)):
+    for path, text in ((markdown, as_markdown), (junit, as_junit), (json, as_json)):
         if path is not None:
             write_atomically(Path(path), text(verdict).encode(errors="replace"))
 
@@ -84,6 +86,43 @@ def as_junit(verdict: Verdict) -> str:
     suites.append(cases)
     ElementTree.indent(suites)
     return ElementTree.tostring(suites, encoding="unicode", xml_declaration=True) + "\n"
+
+
+def as_json(verdict: Verdict) -> str:
+    """Everything, for programs."""
+    return json.dumps(
+        {
+            "outcome": verdict.outcome,
+            "exit_code": verdict.exit_code,
+            "inconclusive_counts_as": verdict.inconclusive,
+            "results": verdict.results,
+            "baseline": verdict.baseline,
+            "notes": verdict.notes,
+            "gates": [_plain(gate) for gate in verdict.gates],
+        },
+        indent=1,
+        ensure_ascii=False,
+    )
+
+
+def _plain(gate: Gate) -> dict[str, object]:
+    change, worse = gate.change, gate.worse
+    return {
+        "cell": gate.cell,
+        "task": gate.task or None,
+        "metric": gate.metric or None,
+        "outcome": gate.outcome,
+        "reason": gate.reason,
+        "margin": gate.margin,
+        "margin_given": gate.given,
+        "worse": worse and worse.estimate,
+        "worse_at_least": worse and worse.low,
+        "worse_at_most": worse and worse.high,
+        "documents": change and change.documents,
+        "baseline_value": change and change.old,
+        "value": change and change.new,
+        "p": change.effect.p if change and change.effect else None,
+    }
 
 
 def _texts(gate: Gate) -> list[str]:

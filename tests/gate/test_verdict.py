@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from xml.etree import ElementTree
 
 from gate_results import changed
 
 from qbench.gate import check, verdict
+from qbench.gate.layers import Gate, Verdict
 
 
 def columns(text: str) -> int:
@@ -18,10 +20,10 @@ def columns(text: str) -> int:
     return found
 
 
-def test_the_verdict_is_written_as_markdown_and_junit(tmp_path, standard):
+def test_the_verdict_is_written_as_markdown_junit_and_json(tmp_path, standard):
     store = changed(tmp_path, shift={"softpick/hqq-4bit": 0.4}, failed=("softmax/bf16",))
     result = check.check(store, standard)
-    paths = {name: tmp_path / name for name in ("markdown", "junit")}
+    paths = {name: tmp_path / name for name in ("markdown", "junit", "json")}
     verdict.write_verdict(result, **paths)
     text = paths["markdown"].read_text()
     assert text.startswith("## qbench check: fail")
@@ -33,6 +35,15 @@ def test_the_verdict_is_written_as_markdown_and_junit(tmp_path, standard):
     assert int(suite.get("failures")) == len(failures) == result.count("fail") == 6
     assert int(suite.get("tests")) == len(suite.findall("testcase"))
 
+    told = json.loads(paths["json"].read_text())
+    assert (told["outcome"], told["exit_code"]) == ("fail", 1)
+    assert len(told["gates"]) == len(result.gates)
+    worst = next(
+        gate for gate in told["gates"] if gate["cell"] == "softpick/hqq-4bit" and gate["p"]
+    )
+    assert worst["worse"] > worst["margin"]
+    assert worst["margin_given"] is False
+
 
 def test_junit_has_inconclusive_lines_as_skipped_where_they_count_as_passed(tmp_path, standard):
     store = changed(tmp_path, shift={"softmax/hqq-4bit": 0.01})
@@ -40,6 +51,20 @@ def test_junit_has_inconclusive_lines_as_skipped_where_they_count_as_passed(tmp_
         result = check.check(store, standard, margins={"acc": 0.1}, inconclusive=counts_as)
         suite = ElementTree.fromstring(verdict.as_junit(result)).find("testsuite")
         assert len(suite.findall(f"testcase/{tag}")) == result.count("inconclusive") > 0
+
+
+def test_no_name_or_reason_breaks_the_table_the_page_or_the_xml():
+    evil = "a|b\nc <img src=x onerror=alert(1)> [x](javascript:y) `d` \x00\x1b[31m\ud800 end"
+    gate = Gate(cell=evil, task="", metric="", outcome="fail", reason=evil)
+    result = Verdict(results=evil, baseline=evil, gates=(gate,), notes=(evil,), inconclusive="fail")
+    text = verdict.as_markdown(result)
+    assert columns(text) == 11
+    assert "<img" not in text
+    assert "](" not in text
+    (case,) = ElementTree.fromstring(verdict.as_junit(result)).iter("testcase")
+    assert case.get("classname").endswith(" end")
+    assert "\x1b" not in case.find("failure").text
+    assert json.loads(verdict.as_json(result))["gates"][0]["cell"] == evil
 
 
 def test_a_default_margin_is_marked_and_the_mark_explained(good, standard):
