@@ -168,6 +168,25 @@ def busy():
         other.wait()
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("busy")
+@pytest.mark.parametrize("wait", [0.3, 2])
+def test_ctrl_c_while_workers_import_shows_none_of_their_errors(tmp_path, wait):
+    path = small_recipe(tmp_path, evaluation={"limit": 200})
+    command = [sys.executable, "-m", "qbench", "run", path, "--out", tmp_path / "out",
+               "--device", "cpu", "--workers", "2"]  # fmt: skip
+    run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    while "cells on" not in run.stderr.readline():
+        pass
+    time.sleep(wait)
+    os.killpg(run.pid, signal.SIGINT)
+    lines = run.communicate()[1].splitlines()
+    assert run.returncode == 130
+    assert lines[-1] == STOPPED
+    assert "Traceback" not in "".join(lines)
+    assert nobody_left(run.pid)
+
+
 @pytest.mark.parametrize(
     ("word", "options"),
     [

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
 
 import pytest
+from synthetic import make_store
 
+from qbench.comparison.changes import compare_results
+from qbench.comparison.compare import compare
+from qbench.store import Store
+from qbench.tables import render
+from qbench.tables.changes import changes_table
 from qbench.text import for_csv, for_latex, for_markdown, table
 
 HOSTILE = {
@@ -59,3 +70,74 @@ def test_csv_has_no_formula_and_one_line(text):
 @pytest.mark.parametrize("number", [-1, -1.5e-7, 0.0, float("inf"), None, True])
 def test_numbers_stay_numbers_in_csv(number):
     assert for_csv(number) is number
+
+
+class Texts(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.tags, self.text = set(), ""
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.add(tag)
+        assert not any(name.startswith("on") for name, _ in attributes)
+
+    def handle_data(self, data):
+        self.text += data
+
+
+@pytest.fixture(scope="module", params=["\\input{x}|<b>&_{}%", '=1+1"\\end{longtable}$^'])
+def hostile(request, tmp_path_factory):
+    """A grid of a foreign record: every name in it says something to some format."""
+    folder = tmp_path_factory.mktemp("hostile")
+    name = request.param
+    store = make_store(
+        folder, sizes={"arc_easy": 20, "wikitext": 5}, quantizers=("bf16", "hqq-2bit")
+    )
+    grid = store.grid()
+    cells = {}
+    for cell in grid.cells:
+        record = store.get(cell)
+        labels = [score.model_copy(update={"label": name}) for score in record.scores]
+        update = {"title": name, "scores": tuple(labels)}
+        if cell.cell == "softpick/hqq-2bit":
+            update |= {"status": "failed", "error": f"{name}\n\\input{{y}}"}
+        store.put(record.model_copy(update=update), store.outcomes(record), None)
+        cells[cell.cell] = cell.model_copy(update={"title": name})
+    store.put_grid(grid.model_copy(update={"cells": tuple(cells.values()), "name": name}))
+    return compare(store), name
+
+
+def test_a_hostile_record_has_no_effect_on_any_format(hostile, tmp_path):
+    comparison, name = hostile
+    page = Texts()
+    page.feed(render(comparison, format="html"))
+    assert page.tags <= {"html", "head", "meta", "title", "style", "body", "h1", "div", "table",
+                         "caption", "span", "thead", "tr", "th", "tbody", "td", "ul", "li",
+                         }  # fmt: skip
+    assert name.split("\n")[0] in page.text
+    text = render(comparison, format="md")
+    rows = [row for row in text.splitlines() if row.startswith("|")]
+    assert "<b>" not in text
+    assert len(rows) > 10
+    cells = list(csv.reader(io.StringIO(render(comparison, format="csv"))))
+    assert len({len(row) for row in cells}) == 1
+    assert not any(cell.startswith("=") for row in cells for cell in row)
+    tex = render(comparison, format="tex")
+    assert r"\input" not in tex
+    assert tex.count(r"\end{longtable}") == tex.count(r"\begin{longtable}")
+    if shutil.which("pdflatex") is None:
+        pytest.skip("the rest needs pdflatex")
+    (tmp_path / "t.tex").write_text(tex)
+    run = subprocess.run(["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "t.tex"],
+                         cwd=tmp_path, capture_output=True, text=True, check=False)  # fmt: skip
+    assert run.returncode == 0, run.stdout[-1500:]
+
+
+def test_a_comparison_of_folders_with_hostile_names_stays_a_table(tmp_path):
+    stores = []
+    for side in "ab":
+        folder = tmp_path / f"{side}|<b>"
+        stores.append(make_store(folder, sizes={"arc_easy": 20}, quantizers=("bf16",)))
+    text = changes_table(compare_results(*(Store(store.directory) for store in stores)))
+    assert "<b>" not in text
+    assert {row.count("|") for row in text.splitlines() if row.startswith("|")} == {10}

@@ -127,6 +127,16 @@ def test_a_cell_its_audit_and_what_differs_from_another(opened, page):
     page.wait_for_selector("text=out of memory")
 
 
+def test_quality_against_size_has_a_dot_a_cell(opened, page):
+    figure = page.locator("figure:has(h3:has-text('against bits'))")
+    before = figure.locator("h3").inner_text()
+    page.locator("label:has-text('Quality') select").select_option(index=1)
+    page.wait_for_url("**metric=*")
+    assert figure.locator("h3").inner_text() != before
+    figure.locator("svg a path").first.click()
+    page.wait_for_selector("h3:has-text('What ran')")
+
+
 def test_tables_sort_by_keyboard_and_are_saved(opened, page, tmp_path):
     page.goto(f"{opened.address}#view=scores")
     page.wait_for_selector(".tabulator-row")
@@ -158,6 +168,30 @@ def test_methods_stand_where_the_number_stands(opened, page):
     page.keyboard.press("4")
     page.wait_for_selector("h2:has-text('Methods')")
     assert page.locator("math").count() > 8
+
+
+VIEWS = ("", "#view=scores", "#view=why", "#view=methods", "#view=cell&cell=softmax/gptq-2bit",
+         f"#view=documents&task={HOSTILE}&cell=softmax/gptq-2bit&cell=softpick/gptq-2bit",
+         f"#view=document&task={HOSTILE}&document=1&cell=softmax/gptq-2bit")  # fmt: skip
+
+
+@pytest.mark.parametrize("view", VIEWS, ids=lambda view: view[6:18] or "overview")
+def test_no_view_scrolls_sideways_on_a_phone(opened, page, view):
+    page.set_viewport_size({"width": 400, "height": 800})
+    page.goto(opened.address + view)
+    page.wait_for_selector("main .card, main .note, main h2")
+    page.wait_for_timeout(300)
+    wide, seen = page.evaluate(
+        "[document.documentElement.scrollWidth, document.documentElement.clientWidth]"
+    )
+    assert wide <= seen
+
+
+def test_light_and_dark(opened, page):
+    colour = "getComputedStyle(document.body).backgroundColor"
+    before = page.evaluate(colour)
+    page.keyboard.press("t")
+    assert page.evaluate(colour) != before
 
 
 def test_a_run_in_progress_fills_in_by_itself(serve, tmp_path, page):
