@@ -80,14 +80,12 @@ class Consumed(NamedTuple):
 
 class KVCache(Protocol):
     """What an attention module carries. ``uses_positions``: whether rounding asks where in its
-    sequence a token stands. ``watch``, if it is set, is told what attention reads. ``paused``:
-    everything is read as it is."""
+    sequence a token stands. ``watch``, if it is set, is told what attention reads."""
 
     keep_first: int
     keep_recent: int
     key_group: int
     uses_positions: bool
-    paused: bool
     watch: Callable[[nn.Module, Consumed], None] | None
 
     def rounded(
@@ -152,8 +150,6 @@ def read(
     if _needs_positions(cache) or cache.watch is not None:
         positions = find_positions(key, queries, mask, position_ids, cu_seqlens_k)
     kept = cache.as_kept(module, key, value)
-    if cache.paused:
-        return Sources(key, kept.value, key, kept.value), positions
     quantized, quantized_value = cache.rounded(kept.key, kept.value, positions)
     sources = Sources(key, kept.value, kept.ready(quantized), quantized_value)
     if cache.watch is not None:

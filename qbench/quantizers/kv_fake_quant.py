@@ -34,7 +34,7 @@ CHECKED = "qbench_unrotated_checked"
 class KVFakeQuant:
     """Carried by all attention modules of a model. ``keep_first``, ``keep_recent``, ``key_group``:
     which tokens are read unquantized, see ``qbench.attention.kv_cache``. ``watch``: told what
-    attention reads, for the audit. ``paused``: everything is read as it is."""
+    attention reads, for the audit."""
 
     def __init__(self, settings: KVCache) -> None:
         self.keep_first = settings.keep_first
@@ -43,7 +43,6 @@ class KVFakeQuant:
         self.format = settings.format
         self.before_rope = settings.before_rope
         self.watch: Callable[[nn.Module, Any], None] | None = None
-        self.paused = False
 
     @property
     def uses_positions(self) -> bool:
