@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -123,7 +124,9 @@ def test_cells_whose_workers_are_killed_run_again_and_a_killer_fails_alone(tmp_p
     failed = {cell for cell, record in records.items() if record.status == "failed"}
     assert failed == (set() if deaths == 1 else {killer})
     assert {record.cell: record for record in Store(out).records()} == records
-    assert shown.getvalue().count(": done (") == 4 - len(failed)
+    # a worker may die with a result that nobody has fetched yet: that cell is done twice
+    done = set(re.findall(r"^(\S+): done \(", shown.getvalue(), re.MULTILINE))
+    assert done == set(records) - failed
     assert not list(out.glob(".seen-*"))
 
 
