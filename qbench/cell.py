@@ -20,7 +20,7 @@ from qbench.checkpoints.find import elements, read_headers
 from qbench.checkpoints.load import load_model, load_tokenizer
 from qbench.checkpoints.prequantized import load_prequantized, without_weights
 from qbench.code import code_digest
-from qbench.errors import AuditError, QbenchError, ResultsError, UnavailableError, one_line
+from qbench.errors import AuditError, QbenchError, ResultsError, UnavailableError, failure_line
 from qbench.evaluation.baseline import BaselineReader, baseline_file, read_baseline
 from qbench.evaluation.degradation import Outcomes, correct_requests, damage, divergence_table
 from qbench.evaluation.evaluate import evaluate, group_scores
@@ -60,7 +60,7 @@ def run(cell: Cell, plan: Plan, store: Store, progress: Progress, cache: Path) -
             _run(result, store, progress, cache)
         except Exception as problem:
             traceback.print_exc()
-            error = one_line(problem, log)
+            error = failure_line(problem, log)
         finally:
             free(plan.device)
     record = result.record(error)

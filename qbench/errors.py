@@ -100,7 +100,7 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-def one_line(problem: Exception, log: Path) -> str:
+def failure_line(problem: Exception, log: Path) -> str:
     """What went wrong with a cell, for its record; ``log`` has the traceback."""
     lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
     if isinstance(problem, QbenchError):

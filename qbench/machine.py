@@ -31,7 +31,7 @@ import psutil
 import pynvml
 
 from qbench import __version__
-from qbench.errors import RecipeError, UnavailableError, one_line
+from qbench.errors import RecipeError, UnavailableError, failure_line
 from qbench.plugins import stated
 from qbench.records import Environment, Stage
 
@@ -364,7 +364,7 @@ def importing(log: Path) -> Iterator[None]:
             yield
         except Exception as problem:
             traceback.print_exc()
-            raise UnavailableError(one_line(problem, log)) from problem
+            raise UnavailableError(failure_line(problem, log)) from problem
 
 
 @contextmanager

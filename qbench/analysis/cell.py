@@ -17,7 +17,7 @@ from qbench.analysis.text import AnalysisSettings
 from qbench.cache import cache_folder
 from qbench.cell import free, load, load_original, quantized
 from qbench.cell_result import CellResult
-from qbench.errors import DataError, UnavailableError, one_line
+from qbench.errors import DataError, UnavailableError, failure_line
 from qbench.files import digest
 from qbench.machine import measured, redirected
 from qbench.plan import Plan
@@ -53,7 +53,7 @@ def analyze(
             (_sensitivity if analyses.kind is Sensitivity else _measure)(work, progress)
         except Exception as problem:
             traceback.print_exc()
-            error = one_line(problem, log)
+            error = failure_line(problem, log)
         finally:
             free(plan.device)
     return work.put("failed" if error else "ok", error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from qbench.cell import free, load
-from qbench.errors import EvaluationError, one_line
+from qbench.errors import EvaluationError, failure_line
 from qbench.evaluation.loaded import load_task
 from qbench.evaluation.noise import Noise, measure_noise
 from qbench.machine import redirected
@@ -31,7 +31,7 @@ def measure(plan: Plan, out: Path, cell: Cell, *, progress: Progress) -> Noise:
                 say=lambda line: progress.stage(cell.name, line),
             )
     except Exception as error:
-        raise EvaluationError(f"{cell.name}: {one_line(error, out / LOG)}") from error
+        raise EvaluationError(f"{cell.name}: {failure_line(error, out / LOG)}") from error
     finally:
         del model
         free(plan.device)
