@@ -146,8 +146,9 @@ function HeatMap({ found, lines, kind }: { found: Overview; lines: Line[]; kind:
     const level = (one: (typeof squares)[0]) => (kind === "ratio" ? Math.log(one.damage) : one.damage);
     const most = Math.max(...squares.map((one) => Math.abs(level(one))).filter(Number.isFinite), 1e-9);
     const room = (width - 176) / columns.length;
+    const top = 30 + 3.9 * Math.max(...columns.map((label) => label.length)); // they slope
     return plot({
-      width: Math.max(width, 176 + 44 * columns.length), height: 120 + groups.length * (26 + 22 * quantizers.length), marginLeft: 100, marginTop: 104, marginRight: 20 + 5.2 * columns.at(-1)!.length,
+      width: Math.max(width, 176 + 44 * columns.length), height: 16 + top + groups.length * (26 + 22 * quantizers.length), marginLeft: 100, marginTop: top, marginRight: 20 + 5.2 * columns.at(-1)!.length,
       x: { domain: columns, label: null, axis: "top", tickRotate: -35, tickSize: 0 },
       y: { domain: quantizers, label: null, tickSize: 0 },
       fy: { domain: groups, label: null, axis: null },
