@@ -134,6 +134,8 @@ def analyze(
         raise RecipeError(f"--text {text}: no such file; name a JSON Lines file")
     if blocks and sensitivity is None:
         raise RecipeError("--blocks: needs --sensitivity QUANTIZER")
+    # one task's text is read, so that others may lack their data
+    overrides = replace(overrides, skip_missing=True)
     place = here(recipe, overrides, out=out, device="cpu" if cluster else device)
     require_folder(place.out, "--out")
     with on_cluster(place, device, cluster, cells=len(cell_names(place.recipe))) as place:

@@ -215,7 +215,7 @@ def train(
     if not processes.is_main_process:
         return
     show_trained(found, len(wanted))
-    curves = runs.draw(loaded, folder)
+    curves = runs.draw(folder)
     show_written([folder, *([curves] if curves else [])])
     if evaluate_all is not None and len(found) == len(wanted):
         evaluate_all(device)

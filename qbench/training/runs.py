@@ -82,7 +82,7 @@ def train_recipe(
     return found
 
 
-def run_name(normalizer: str, seed: int) -> str:
+def run_name(normalizer: str, seed: int | str) -> str:
     return f"{normalizer}-seed{seed}"
 
 
@@ -117,13 +117,13 @@ def finished(folder: Path, settings: str) -> Training | None:
     return known
 
 
-def draw(recipe: TrainingRecipe, out: Path) -> Path | None:
-    """The curves of all runs that have begun; None where none has."""
+def draw(out: Path) -> Path | None:
+    """The curves of all runs that have begun in ``out``; None where none has."""
     logs = {}
-    for normalizer, seed in recipe.runs():
-        path = out / run_name(normalizer, seed) / STATE / LOG
-        if path.is_file() and (lines := read_log(path)):
-            logs[normalizer, seed] = lines
+    for path in sorted(out.glob(f"{run_name('*', '*')}/{STATE}/{LOG}")):
+        normalizer, _, seed = path.parent.parent.name.rpartition("-seed")
+        if seed.isdecimal() and (lines := read_log(path)):
+            logs[normalizer, int(seed)] = lines
     if not logs:
         return None
     plot(logs, out / CURVES)

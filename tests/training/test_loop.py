@@ -111,14 +111,8 @@ def test_the_log_has_a_line_for_each_look_and_each_logged_step(tmp_path, train, 
     }  # fmt: skip
     looks = lines("softmax-seed3", "watch")
     assert set(looks[0]) >= {"loss", "sink_rate", "sink_rate_gu", "kurtosis", "largest"}
-    curves = draw(_recipe(tmp_path), tmp_path)
+    curves = draw(tmp_path)
     assert curves.read_text().count("<path") > 10
-
-
-def _recipe(folder):
-    from qbench.training.recipe import TrainingRecipe
-
-    return TrainingRecipe.load(folder / "recipe.yaml")
 
 
 def test_a_look_measures_what_analyze_measures(tmp_path, train, tokens):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from qbench.training.log import plot
+from qbench.training.runs import draw
 
 
 def test_curves_name_each_normalizer_once_with_its_seeds(tmp_path):
@@ -28,3 +29,15 @@ def test_a_curve_of_one_point_is_seen(tmp_path):
     assert len(panels) == 6
     for panel in panels:
         assert re.search(r'<use [^>]*style="[^"]*#0072b2', panel), panel[:80]
+
+
+def test_runs_of_several_commands_are_drawn_together(tmp_path):
+    for name in ("softmax-seed0", "softmax-seed2", "my-own-seed1"):
+        (tmp_path / name / "state").mkdir(parents=True)
+        (tmp_path / name / "state" / "log.jsonl").write_text(
+            '{"kind": "step", "step": 5, "tokens": 9, "loss": 2.0, "grad_norm": 0.6, '
+            '"learning_rate": 0.1, "tokens_per_s": 1.0, "mfu": null}\n' * 2
+        )
+    text = draw(tmp_path).read_text()
+    assert text.count("<!-- softmax, seeds 0, 2 -->") == 1
+    assert text.count("<!-- my-own, seed 1 -->") == 1
