@@ -159,17 +159,6 @@ def test_a_cell_that_can_never_run_is_refused_before_work(
     assert qbench("plan", path, "--out", tmp_path / "out", "--only", "*/fp32") == 0
 
 
-def test_a_reason_that_several_cells_share_is_said_once(tmp_path, models):
-    odd = [{"name": f"rtn-{bits}bit", "group_size": 48} for bits in (3, 4)]
-    path = recipe(tmp_path, {"a": models["llama"], "b": models["mistral"]}, ("fp32", *odd))
-    with pytest.raises(RecipeError) as refusal:
-        plan(Recipe.load(path), device="cpu")
-    lines = str(refusal.value).splitlines()
-    assert len(lines) == 3
-    assert lines[0].startswith("a/rtn-3bit, b/rtn-3bit: rtn-3bit: ")
-    assert lines[-1] == "these cells can never run; choose others with --only PATTERN"
-
-
 def test_every_checkpoint_that_cannot_be_scored_is_said_at_once(tmp_path):
     configs = {
         "t5": {"model_type": "t5", "is_encoder_decoder": True},

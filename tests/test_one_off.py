@@ -9,7 +9,7 @@ import yaml
 from small_recipe import DEMO, qbench, small_recipe
 
 from qbench.comparison.compare import compare
-from qbench.errors import NewerSchemaError, RecipeError, ResultsError
+from qbench.errors import RecipeError, ResultsError
 from qbench.recipe import Overrides, Recipe, save
 from qbench.store import Store, run_id, runs
 
@@ -137,18 +137,6 @@ def test_runs_into_one_folder_are_kept_apart(tmp_path, capfd):
             for entry in line.entries] == ["ok"] * 8  # fmt: skip
     with pytest.raises(ResultsError, match=f"--run nosuch: .* it has {last}, {first}"):
         qbench("tables", out, "--run", "nosuch")
-
-
-def test_a_record_of_a_newer_qbench_is_neither_read_nor_replaced(tmp_path):
-    path, out = small_recipe(tmp_path, tasks=["demo_lastword"]), tmp_path / "out"
-    options = ("run", path, "--out", out, "--device", "cpu", "--only", "softpick/fp32")
-    assert qbench(*options) == 0
-    (file,) = out.rglob("softpick/fp32/*.json")
-    newer = re.sub('"schema_version": ?2', '"schema_version": 99', file.read_text())
-    file.write_text(newer)
-    with pytest.raises(NewerSchemaError, match="written by a newer qbench"):
-        qbench(*options)
-    assert file.read_text() == newer
 
 
 def test_all_data_that_are_missing_are_said_at_once_and_can_be_left_out(tmp_path, capfd):

@@ -39,16 +39,6 @@ def test_a_good_recipe_keeps_order_labels_and_defaults(tmp_path):
     assert recipe.evaluation.add_bos is False
 
 
-def test_the_compute_dtype_of_the_recipe_reaches_quantized_cells_that_state_none(tmp_path):
-    quantizers = ["fp32", "rtn-4bit", {"name": "rtn-8bit", "compute_dtype": "float16"}]
-    recipe = Recipe.load(write(tmp_path, compute_dtype="float32", quantizers=quantizers))
-    assert [q.quantization.compute_dtype for q in recipe.quantizers] == [
-        "float32",
-        "float32",
-        "float16",
-    ]
-
-
 @pytest.mark.parametrize(
     ("quantizers", "wanted"),
     [
@@ -104,13 +94,6 @@ def test_what_cannot_be_is_refused_with_place_value_and_remedy(tmp_path, changes
         assert word in str(error.value)
 
 
-def test_a_key_that_stands_twice_is_refused(tmp_path):
-    path = tmp_path / "twice.yaml"
-    path.write_text("name: a\nname: b\n")
-    with pytest.raises(RecipeError, match=r'twice\.yaml:2: found duplicate key "name"'):
-        Recipe.load(path)
-
-
 @pytest.mark.parametrize("named", ["path/to/one", "./one", "one", "../one"])
 def test_a_folder_of_the_command_line_is_meant_from_where_it_is_given(tmp_path, monkeypatch, named):
     (tmp_path / "here").mkdir()
@@ -159,20 +142,6 @@ def test_an_option_on_top_of_a_malformed_part_is_refused_with_the_part(
 ):
     with pytest.raises(RecipeError, match=f"{part}: must be a mapping"):
         Recipe.load(write(tmp_path, **changes), Overrides(**overrides))
-
-
-@pytest.mark.parametrize(
-    ("tolerance", "words"),
-    [
-        (0.05, r"evaluation\.tolerance: must be a mapping; known: mean, largest, changed"),
-        ({"meen": 1}, r"evaluation\.tolerance\.meen: unknown key; known: mean, largest, changed"),
-        ({"mean": -1}, r"evaluation\.tolerance\.mean: .* greater than 0 \(it is -1\)"),
-        ({"changed": 2}, r"evaluation\.tolerance\.changed: .* less than or equal to 1"),
-    ],
-)
-def test_a_wrong_tolerance_names_its_place_and_what_there_is(tmp_path, tolerance, words):
-    with pytest.raises(RecipeError, match=words):
-        Recipe.load(write(tmp_path, evaluation={"tolerance": tolerance}))
 
 
 def test_the_page_of_keys_is_what_the_schema_says():

@@ -23,6 +23,7 @@ ODD = {
     "open bracket": ("name: [a", "expected"),
     "empty": ("", "a recipe is a mapping"),
     "large": ("name: a\n" + "# x\n" * 100_000, "400,008 bytes; at most 262,144"),
+    "key twice": ("name: a\nname: b\n", ':2: found duplicate key "name"'),
     "surrogate": ('name: "\\ud800"', "name: "),
 }  # fmt: skip
 

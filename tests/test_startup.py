@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
 import resource
 import subprocess
@@ -11,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from small_recipe import small_recipe
+from small_recipe import qbench, small_recipe
 from synthetic import make_store
 
 ROOT = Path(__file__).parent.parent
@@ -39,16 +38,11 @@ def python(code: str) -> str:
     return run.stdout
 
 
-def test_reading_results_loads_no_torch():
-    modules = ", ".join(f"qbench.{name}" for name in READERS)
-    loaded = python(f"import sys, {modules}; print(*sys.modules)").split()
-    assert not set(HEAVY) & set(loaded)
-
-
-def test_tables_with_all_statistics_and_the_gate_load_no_torch(tmp_path):
+def test_reading_results_tables_with_all_statistics_and_the_gate_load_no_torch(tmp_path):
     store = make_store(tmp_path, sizes={"arc_easy": 30, "wikitext": 5}, quantizers=("bf16",))
+    modules = ", ".join(f"qbench.{name}" for name in READERS)
     loaded = python(
-        "import sys; from pathlib import Path\n"
+        f"import sys, {modules}; from pathlib import Path\n"
         "from qbench.gate import baseline, check\n"
         "from qbench.store import Store\n"
         "from qbench.tables import write_tables\n"
@@ -96,18 +90,20 @@ def test_imports_stand_at_the_top():
     assert len(late) <= 38
 
 
-@pytest.mark.parametrize("command", ["run", "analyze"])
-def test_a_library_that_cannot_be_imported_fails_its_cell(tmp_path, command):
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize(
+    ("command", "module"), [("run", "qbench.cell"), ("analyze", "qbench.analysis.cell")]
+)
+def test_a_library_that_cannot_be_imported_fails_its_cell(
+    tmp_path, command, module, monkeypatch, capfd
+):
     """In one line, exit code 1; the traceback is in the cell's log."""
-    (tmp_path / "accelerate.py").write_text("raise ImportError('libnone.so.3: no such file')")
-    done = subprocess.run(
-        [sys.executable, "-m", "qbench", command, small_recipe(tmp_path), "--only", "softpick/fp32",
-         "--device", "cpu", "--out", tmp_path / "out", *(["--samples", "2"] * (command != "run"))],
-        capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(tmp_path)},
-    )  # fmt: skip
-    assert done.returncode == 1, done.stderr
-    assert "ImportError: libnone.so.3: no such file (the traceback is in " in done.stderr
-    assert "Traceback" not in done.stdout + done.stderr
+    monkeypatch.setitem(sys.modules, module, None)
+    options = ("--only", "softpick/fp32", "--device", "cpu", "--out", tmp_path / "out")
+    assert qbench(command, small_recipe(tmp_path), *options) == 1
+    said = capfd.readouterr()
+    assert f"ModuleNotFoundError: import of {module} halted" in said.err
+    assert "Traceback" not in said.out + said.err
     assert any("Traceback" in log.read_text() for log in (tmp_path / "out").rglob("*.log"))
 
 

@@ -4,9 +4,7 @@ import multiprocessing
 from datetime import UTC, datetime
 
 import pandas as pd
-import pytest
 
-from qbench.errors import ResultsError
 from qbench.records import (
     OUTCOME_COLUMNS,
     RESPONSE_COLUMNS,
@@ -17,7 +15,7 @@ from qbench.records import (
     Precision,
     Record,
 )
-from qbench.store import Store, write_atomically
+from qbench.store import Store
 
 PRECISION = Precision(weights=Part(bits=4, scheme="int4 in groups of 128"))
 CELL = GridCell(
@@ -61,27 +59,6 @@ def test_a_record_under_another_key_is_not_the_cells(tmp_path):
     store = Store(tmp_path)
     store.put(make_record(key="1" * 64), OUTCOMES, RESPONSES)
     assert store.get(CELL) is None
-
-
-def test_a_run_killed_between_tables_and_record_leaves_no_record(tmp_path):
-    store = Store(tmp_path)
-    store.put(make_record(), OUTCOMES, RESPONSES)
-    next(tmp_path.rglob("0000000000000000.json")).unlink()  # the last file of a put
-    assert store.get(CELL) is None
-
-
-def test_an_interrupted_write_leaves_the_old_content(tmp_path, monkeypatch):
-    path = tmp_path / "file"
-    write_atomically(path, b"old")
-    monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        write_atomically(path, b"new")
-    assert path.read_bytes() == b"old"
-
-
-def test_a_folder_without_a_grid_is_no_results_folder(tmp_path):
-    with pytest.raises(ResultsError, match=r"no grid\.json here"):
-        Store(tmp_path).grid()
 
 
 def _put_many(folder: str, worker: int) -> None:

@@ -3,8 +3,6 @@
 import csv
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
 from small_recipe import DEMO, small_recipe
@@ -226,13 +224,3 @@ def test_a_recipe_without_whole_texts_or_unquantized_cells_says_what_to_name(tmp
     bits = [{"name": "rtn-4bit", "group_size": 64}]
     with pytest.raises(RecipeError, match="--only"):
         qbench("analyze", small_recipe(tmp_path, quantizers=bits), "--out", tmp_path / "out")
-
-
-def test_reading_analyses_loads_no_torch(analyzed):
-    code = (
-        "import sys; from pathlib import Path; from qbench.store import Store\n"
-        "from qbench.viewer.figures import write_analyses\n"
-        f"write_analyses(Store(Path({str(analyzed[1])!r}))); print(*sys.modules)"
-    )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert not {"torch", "transformers", "lm_eval"} & set(run.stdout.split())

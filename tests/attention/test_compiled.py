@@ -94,23 +94,6 @@ def test_a_compiled_model_on_kernels_is_handed_sequences_and_no_dense_mask(
     assert seen == [(mask, True, window, "spans")] * 2  # two passes
 
 
-@pytest.mark.parametrize("gradient", [False, True])
-def test_the_kernels_stand_in_one_graph_without_a_warning(gradient):
-    """Traced on shapes alone: no GPU runs them."""
-    from qbench.attention import kernels
-
-    traced = []
-
-    def backend(graph, inputs):
-        traced.append(graph)
-        return lambda *given: [next(t for t in given if isinstance(t, torch.Tensor))]
-
-    q = torch.zeros(1, 2, 64, 64, requires_grad=gradient)
-    run = torch.compile(kernels.attention, fullgraph=True, backend=backend)
-    run(q, q, q, causal=True, normalizer="softpick")
-    assert any("qbench" in str(node.target) for node in traced[0].graph.nodes)
-
-
 def test_a_compiled_model_that_counts_its_positions_looks_for_no_sequences(monkeypatch):
     """As in training: looking waits for the GPU."""
     seen, compiled, ids = plainly_compiled(monkeypatch, llama)

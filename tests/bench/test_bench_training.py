@@ -33,45 +33,6 @@ def test_every_attention_gives_a_row_beside_torchs(tiny, tmp_path, capfd):
     assert (tmp_path / "bench.md").read_text() == text.rstrip("\n") + "\n"
 
 
-def test_it_says_what_it_does_before_it_does_it(tiny, monkeypatch, capfd):
-    """Each line when as many steps were done as it says, not all at the end."""
-    taken = []
-
-    class Counted(bench.Step):
-        def __call__(self, number):
-            taken.append(number)
-            return super().__call__(number)
-
-    told = []
-    real = bench.bench_training
-
-    def listened(*choice, say, **settings):
-        return real(
-            *choice,
-            **settings,
-            say=lambda line: (told.append((len(taken), line)), say(line)),
-        )
-
-    monkeypatch.setattr(bench, "Step", Counted)
-    monkeypatch.setattr(bench, "bench_training", listened)
-    assert qbench(*tiny, "--attention", "softpick") == 0
-    steps, lines = zip(*told, strict=True)
-    assert steps == (0, 1, 5, 13, 21, 29, len(taken))
-    for line, words in zip(
-        lines,
-        (
-            r"a first step, 32 tokens",
-            r"first step \d+\.\d s; 4 more before any is timed",
-            r"timing 3 runs of 8 steps, about \d+\.\d s each",
-            *(rf"run {number} of 3: \d+\.\d ms a step" for number in (1, 2, 3)),
-            r"[\d,]+ tokens/s, \d+\.\d ms",
-        ),
-        strict=True,
-    ):
-        assert re.fullmatch(f"tiny softpick: {words}", line)
-    assert capfd.readouterr().err.splitlines() == list(lines)
-
-
 def test_the_forward_pass_alone(tiny, capfd):
     attention = ("--attention", "sigmoid", "--attention", "sigmoid, ALiBi")
     assert qbench(*tiny, *attention, "--forward") == 0

@@ -8,7 +8,6 @@ from __future__ import annotations
 import pytest
 import torch
 from checkpoints.folders import CONFIG, random_tensors, write
-from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
 from qbench.attention.normalizers import NORMALIZERS
@@ -105,20 +104,6 @@ def test_a_variant_gives_the_logits_of_its_definition(tmp_path, name):
     expected = logits(ids, config, tensors, found.normalizer)
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
     assert found.support.scoring == ("exact" if "window" in name else "fast")
-
-
-@pytest.mark.parametrize("change", ["missing", "misshapen"])
-def test_the_tensors_of_a_variant_are_checked(tmp_path, change):
-    config = {**CONFIG, "qk_norm": True, "qkv_bias": True}
-    folder, name = write(tmp_path / "c", config, random_tensors(config)), "attn.q_norm.weight"
-    tensors = load_file(folder / "model.safetensors")
-    (full,) = [key for key in tensors if key.endswith(name)]
-    tensors[full] = tensors[full][:3]
-    if change == "missing":
-        del tensors[full]
-    save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(CheckpointError, match=rf"{change}: .*q_norm\.weight"):
-        find(str(folder))
 
 
 @pytest.mark.parametrize("implementation", ["parallel_attn", "naive_softpick_attn"])

@@ -19,11 +19,6 @@ def test_own_task_definitions_are_found_first(tmp_path):
     assert definition_file("sciq", tmp_path) == tmp_path / "mine.yaml"
 
 
-@pytest.mark.parametrize("name", ["mmlu_abstract_algebra", "arc_easy", "wikitext"])
-def test_definitions_are_found_however_they_quote_their_name(name):
-    assert definition_file(name, None).is_file()
-
-
 @pytest.mark.parametrize(
     ("name", "members"),
     [("mmlu", 57), ("mmlu_stem_tasks", 19), ("ai2_arc", 2)],

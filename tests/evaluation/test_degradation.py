@@ -41,10 +41,6 @@ def test_flips_are_counted_in_both_directions():
     assert found == {"acc": Flips(documents=5, right_to_wrong=2, wrong_to_right=1)}
 
 
-def test_log_likelihoods_are_no_flips():
-    assert flips(outcomes([-1.5, -2.0]), outcomes([-1.5, 0.0])) == {}
-
-
 def test_the_perplexity_ratio_and_its_error_by_hand():
     base = outcomes([-10.0, -20.0, -33.0], "word_perplexity", [5, 8, 11])
     worse = outcomes([-11.0, -20.5, -36.0], "word_perplexity", [5, 8, 11])

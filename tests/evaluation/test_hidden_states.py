@@ -13,7 +13,6 @@ from filelock import FileLock
 from recorded_rows import KEY, recorded, watch
 from scoring_models import choices, llama
 
-from qbench.cache import entries, prune
 from qbench.errors import ResultsError
 from qbench.evaluation.baseline import baseline_file, read_baseline, verify_baseline
 from qbench.evaluation.kl import BaselineHiddenStates, BaselineWriter
@@ -86,14 +85,6 @@ def test_a_file_that_is_not_the_cells_says_what_to_do(tmp_path, damage):
     else:
         key = KEY[:16] + "f" * 48
     assert not usable(path, key)
-
-
-def test_a_file_is_listed_and_pruned(tmp_path):
-    recorded(llama(), choices(3)).save(baseline_file(tmp_path / "distributions", KEY), KEY)
-    (entry,) = entries(tmp_path)
-    assert entry.about == f"unquantized cell {KEY[:16]}"
-    assert prune(tmp_path, max_bytes=0)[0] == [entry]
-    assert entries(tmp_path) == []
 
 
 @pytest.mark.parametrize("status", ["ok", "failed", None])

@@ -56,15 +56,6 @@ def test_softmax_in_the_models_dtype_is_hflms_default():
     assert ours.loglikelihood(choices(9), disable_tqdm=True) == expected
 
 
-def test_a_join_inside_a_token_splits_the_context_otherwise_than_it_is_alone():
-    """Guards the case above: the context's ids are not the beginning of the whole's ids."""
-    words = tokenizer()
-    for request in KINDS["join inside a token"]:
-        context, ending = request.args
-        alone, whole = words.encode(context), words.encode(context + ending)
-        assert whole[: len(alone)] != alone
-
-
 @pytest.mark.parametrize(
     ("request_", "words"),
     [

@@ -62,17 +62,6 @@ def test_a_key_holds_every_setting_but_the_tolerance_and_no_auto(device, scoring
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        {"limit": 7}, {"seed": 1}, {"fewshot_seed": 0}, {"batch_size": 3}, {"max_length": 64},
-        {"add_bos": True}, {"softmax_dtype": "model"}, {"scoring": "exact"},
-    ],
-)  # fmt: skip
-def test_whatever_changes_a_score_changes_the_key(change):
-    assert resolved(**change).key_parts() != resolved().key_parts()
-
-
-@pytest.mark.parametrize(
     ("config", "tokens"),
     [
         (SMALL, 32_768),

@@ -72,30 +72,6 @@ def test_an_unreadable_baseline_is_unusable_input(tmp_path, good, content):
         check.check(good, path)
 
 
-def test_a_changed_byte_anywhere_is_noticed(tmp_path, good, standard):
-    whole = standard.read_bytes()
-    path = tmp_path / "baseline.parquet"
-    unnoticed = []
-    for index in range(7, len(whole), len(whole) // 150):
-        path.write_bytes(whole[:index] + bytes([whole[index] ^ 0x11]) + whole[index + 1 :])
-        try:
-            found = baseline.read(path)
-        except ResultsError:
-            continue
-        if not alike(found, baseline.read(standard)):
-            unnoticed.append(index)
-    assert unnoticed == []
-
-
-def alike(one, other) -> bool:
-    """Whether two baselines hold the same, for a flipped byte may be one that nobody reads."""
-    return one.layers == other.layers and all(
-        (a.key, a.scores, a.measures) == (b.key, b.scores, b.measures)
-        and all((a.columns[n].values == b.columns[n].values).all() for n in b.columns)
-        for a, b in zip(one.outcomes.cells.values(), other.outcomes.cells.values(), strict=True)
-    )
-
-
 def rewrite(standard, path, change) -> None:
     """The baseline with its description changed, and a digest that agrees."""
     file = parquet.ParquetFile(standard)

@@ -13,9 +13,6 @@ import yaml
 from gate_results import audit_of, update
 from synthetic import LAYERS, make_store
 
-from qbench.gate import baseline
-from qbench.store import Store
-
 ROOT = Path(__file__).parents[2]
 SIZES = {"demo_choice": 200, "lambada_openai": 200, "wikitext": 16}  # as many as the demo has
 QUANTIZERS = ("bf16", "gptq-4bit", "hqq-3bit")
@@ -84,32 +81,3 @@ def test_the_commands_are_green_on_the_same_results_and_red_on_a_broken_quantize
     assert len(failed) == 1
     assert CELL in failed[0]
     assert LAYERS[0] in failed[0]
-
-
-@pytest.mark.slow
-def test_other_weights_are_refused_unless_they_are_meant(clone):
-    assert run(clone, commands()).returncode == 0
-    store = make_store(clone / "results" / "demo", sizes=SIZES, quantizers=QUANTIZERS)
-    update(store, CELL, key_parts={"weights": "b" * 64})
-    refused = run(clone, steps()[-1])
-    assert refused.returncode == 2
-    assert CELL in refused.stderr
-    meant = run(clone, steps()[-1].rstrip() + " --across weights")
-    assert meant.returncode == 0
-    assert "weights" in meant.stdout
-
-
-UNUSABLE = {
-    "an empty folder": "mkdir empty; qbench check empty --baseline b.parquet",
-    "nothing to compare": "mkdir empty; qbench compare results/demo empty",
-    "another baseline": "echo PAR1 > c.parquet; qbench check results/demo --baseline c.parquet",
-}
-
-
-@pytest.mark.parametrize("script", UNUSABLE.values(), ids=UNUSABLE.keys())
-def test_unusable_input_is_exit_2_with_one_line(clone, script):
-    baseline.make(Store(clone / "results" / "demo"), clone / "b.parquet")
-    found = run(clone, script)
-    assert found.returncode == 2, found.stdout + found.stderr
-    assert "Traceback" not in found.stderr
-    assert len(found.stderr.strip().splitlines()) == 1

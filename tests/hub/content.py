@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from checkpoints.folders import fla_name
 from hub.server import Hub
 from safetensors.torch import save
 
@@ -22,10 +23,6 @@ SOFTMAX = "zaydzuhri/vanilla-340M-4096-model"
 SOFTPICK = "zaydzuhri/softpick-340M-4096-model"
 C4 = "allenai/c4"
 SHARD = "en/c4-train.00000-of-01024.json.gz"
-FLA_NAMES = {
-    "model.embed_tokens.": "model.embeddings.", ".input_layernorm.": ".attn_norm.",
-    ".post_attention_layernorm.": ".mlp_norm.", ".self_attn.": ".attn.",
-}  # fmt: skip
 DOCUMENTS = 6  # of each split
 
 
@@ -56,9 +53,7 @@ def checkpoint(attention: str, seed: int) -> dict[str, bytes]:
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, shape in expected_shapes(llama_settings(config)).items():
-        for ours, theirs in FLA_NAMES.items():
-            name = name.replace(ours, theirs)
-        tensors[name] = (torch.randn(shape, generator=generator) / 11).bfloat16()
+        tensors[fla_name(name)] = (torch.randn(shape, generator=generator) / 11).bfloat16()
     last = [name for name in tensors if "layers" not in name]
     first = [name for name in tensors if "layers" in name]
     of_it = {

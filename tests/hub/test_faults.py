@@ -4,7 +4,7 @@ import re
 import time
 
 import pytest
-from hub.content import C4, SHARD, SOFTPICK
+from hub.content import SOFTPICK
 from hub.server import Fault
 
 WEIGHTS = r"/resolve/[0-9a-f]+/model-00001"
@@ -90,8 +90,3 @@ def test_a_checkpoint_of_the_cache_serves_without_the_hub(hub, ask):
     assert hub.requests == []
     down = ask("checkpoint", SOFTPICK, HF_ENDPOINT="http://127.0.0.1:9")
     assert down.output.strip() == first
-
-
-def test_a_first_run_without_the_hub_is_one_line(ask):
-    assert "HF_HUB_OFFLINE is set" in ask("checkpoint", SOFTPICK, HF_HUB_OFFLINE="1").line
-    assert "HF_HUB_OFFLINE is set" in ask("file", C4, SHARD, HF_HUB_OFFLINE="1").line

@@ -92,15 +92,6 @@ def test_the_configuration_decides_how_fast_it_can_be_scored(kind, stated, scori
     assert (can.scoring, bool(can.slower)) == (scoring, scoring != "fast")
 
 
-def test_the_sinks_of_a_class_are_never_left_out(tmp_path, monkeypatch):
-    """As if the table said that gpt-oss computes plain softmax."""
-    row = dataclasses.replace(CLASSES["gpt_oss"], normalizer="softmax")
-    monkeypatch.setitem(CLASSES, "gpt_oss", row)
-    found = find(str(write_tiny(tmp_path, "gpt_oss")))
-    with pytest.raises(UnavailableError, match="attention has no s_aux"):
-        load_model(found, dtype=torch.float32, device="cpu")
-
-
 def test_an_own_attention_that_a_class_lacks_is_refused(tmp_path):
     found = dataclasses.replace(find(str(write_tiny(tmp_path, "bloom"))), normalizer="native")
     with pytest.raises(UnavailableError, match="BloomForCausalLM has no sdpa of its own"):

@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from quantizer_models import DIGEST, calibration, llama, logits, make, settings
+from quantizer_models import DIGEST, calibration, logits, make, settings
 
 from qbench.errors import OutputError
 from qbench.files import temporary
 from qbench.quantizers import artifacts
 from qbench.quantizers.artifacts import artifact
-from qbench.quantizers.quantize import quantize
 
 CPU = torch.device("cpu")
 
@@ -94,17 +93,6 @@ def test_all_that_can_change_the_weights_makes_another_artifact(tmp_path):
     assert len(folders) == 15
 
 
-def test_weights_calibrated_under_a_normalizer_are_not_those_of_its_edited_file(tmp_path):
-    details = [
-        quantize(
-            llama(), settings("gptq-2bit"), calibration=calibration(), digest=DIGEST,
-            artifacts=tmp_path, normalizer_source=source,
-        ).detail
-        for source in ("a" * 64, "b" * 64, "a" * 64)
-    ]  # fmt: skip
-    assert [detail.startswith("artifact reused") for detail in details] == [False, False, True]
-
-
 def test_what_cannot_be_kept_is_one_line_and_leaves_nothing(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
@@ -113,18 +101,6 @@ def test_what_cannot_be_kept_is_one_line_and_leaves_nothing(tmp_path, monkeypatc
     with pytest.raises(OutputError, match=r"cannot be kept \(.*No space left.*QBENCH_CACHE"):
         make(settings("rtn-4bit"), tmp_path)
     assert not list(tmp_path.rglob("*.tmp"))
-
-
-def test_calibration_plays_no_part_where_none_is_needed(tmp_path):
-    for used in (None, calibration()):
-        made = quantize(
-            llama(),
-            settings("rtn-4bit"),
-            calibration=used,
-            digest=DIGEST,
-            artifacts=tmp_path,
-        )
-    assert "reused" in made.detail
 
 
 def flip_a_byte(path):

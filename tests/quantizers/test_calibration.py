@@ -96,25 +96,6 @@ def test_the_digest_is_of_the_tokens_not_of_the_file(tmp_path, tokenizer):
     assert len(digests) == 1
 
 
-def test_too_little_text_says_how_much_there_is(tmp_path, tokenizer):
-    path = write(tmp_path / "c.jsonl", [10, 10, 2])
-    with pytest.raises(DataError, match=r"c\.jsonl: gives 2 windows of 8 tokens, 3 were asked"):
-        read(path, tokenizer, 3, 8, 0)
-
-
-@pytest.mark.parametrize("line", ["{", '{"body": "x"}', '{"text": 3}', '["text"]'])
-def test_a_malformed_line_is_named(tmp_path, tokenizer, line):
-    path = write(tmp_path / "c.jsonl", [5])
-    path.write_text(path.read_text() + line + "\n")
-    with pytest.raises(DataError, match=r"c\.jsonl: line 3: not a JSON object with a text field"):
-        read(path, tokenizer, 1, 4, 0)
-
-
-def test_a_missing_file_is_named(tmp_path, tokenizer):
-    with pytest.raises(DataError, match=r"absent\.jsonl: no such file"):
-        read(tmp_path / "absent.jsonl", tokenizer, 1, 4, 0)
-
-
 def test_a_gzipped_file_gives_the_windows_of_the_plain_one(tmp_path, tokenizer):
     plain = write(tmp_path / "c.jsonl", [10, 10, 10])
     packed = tmp_path / "c.json.gz"

@@ -92,21 +92,6 @@ def test_what_a_checkpoint_cannot_have_is_refused_before_it_is_loaded(message):
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("int4-token", {"keep_first": -1}, "keep_first must be greater than or equal to 0"),
-        ("int4-channel", {"group_size": -1}, "group_size must be greater than or equal to 2"),
-        ("int4-tensor", {"group_size": 8}, "unknown option 'group_size'"),
-        ("fp8-token", {"symmetric": False}, "unknown option 'symmetric'"),
-        ("int5-token", {}, "unknown KV cache quantizer"),
-    ],
-)
-def test_impossible_settings_are_refused_in_one_line(name, options, message):
-    with pytest.raises(RecipeError, match=message):
-        KV_CACHES.parse(name, options)
-
-
 def test_attention_that_reads_no_cache_is_refused():
     torch.manual_seed(0)
     model = MODELS["llama"]()

@@ -3,12 +3,10 @@
 import pytest
 import torch
 from quantizer_models import damage, llama, logits, make
-from small_recipe import DEMO, qbench, small_recipe
 
 from qbench.quantizers import config_of
 from qbench.quantizers.audit.cell import audit
 from qbench.quantizers.noise_floor import ONE_IN, moved
-from qbench.store import Store
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -42,18 +40,3 @@ def test_the_floor_lies_below_quantization_and_passes_the_audit(tmp_path):
         assert result.problems == ()
         assert torch.equal(logits(model), logits(model))
     assert 0 < found["noise-floor"] < found["rtn-8bit"]
-
-
-@pytest.mark.usefixtures("own_cache")
-def test_it_is_a_row_of_a_recipe(tmp_path):
-    recipe = small_recipe(
-        tmp_path,
-        checkpoints={"base": str(DEMO / "softpick")},
-        compute_dtype="bfloat16",
-        quantizers=["bf16", "noise-floor"],
-        tasks=["demo_pages"],
-    )
-    assert qbench("run", recipe, "--out", tmp_path / "out", "--device", "cpu") == 0
-    floor = Store(tmp_path / "out").records()[1]
-    assert (floor.cell, floor.precision.name) == ("base/noise-floor", "W16A16")
-    assert 0 < floor.damage.tasks["demo_pages"].distributions.kl.mean < 0.01

@@ -5,7 +5,6 @@ import torch
 from quantizer_models import (
     DIGEST,
     PROBE,
-    VOCABULARY,
     calibration,
     llama,
     logits,
@@ -17,14 +16,12 @@ from quantizer_models import (
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
-    GPT2Config,
-    GPT2LMHeadModel,
 )
 
 from qbench.errors import QuantizationError
 from qbench.quantizers import rtn
 from qbench.quantizers.audit.cell import audit
-from qbench.quantizers.linear import linearize, linears, matrices
+from qbench.quantizers.linear import linears
 from qbench.quantizers.quantize import quantize
 
 CASES = [
@@ -120,17 +117,6 @@ def test_a_layer_that_no_group_size_divides_can_be_left_out(tmp_path):
     assert audit(llama(intermediate=36), made, chosen, PROBE).problems == ()
 
 
-def test_a_calibrated_quantizer_without_calibration_is_refused(tmp_path):
-    with pytest.raises(QuantizationError, match="gptq-4bit: needs calibration text"):
-        quantize(
-            llama(),
-            settings("gptq-4bit"),
-            calibration=None,
-            digest=DIGEST,
-            artifacts=tmp_path,
-        )
-
-
 def test_what_a_library_raises_becomes_one_line_with_the_quantizer(tmp_path, monkeypatch):
     def broken(*_, **__):
         raise RuntimeError("out of luck\nand more")
@@ -138,43 +124,6 @@ def test_what_a_library_raises_becomes_one_line_with_the_quantizer(tmp_path, mon
     monkeypatch.setattr(rtn, "quantize", broken)
     with pytest.raises(QuantizationError, match=r"^rtn-4bit: RuntimeError: out of luck$"):
         make(settings("rtn-4bit"), tmp_path)
-
-
-def test_a_model_without_linear_layers_is_refused(tmp_path):
-    model = GPT2LMHeadModel(GPT2Config(n_layer=0, n_head=2, n_embd=8, vocab_size=11))
-    with pytest.raises(QuantizationError, match="rtn-4bit: GPT2LMHeadModel has no linear layers"):
-        quantize(
-            model,
-            settings("rtn-4bit"),
-            calibration=None,
-            digest=DIGEST,
-            artifacts=tmp_path,
-        )
-
-
-def gpt2():
-    torch.manual_seed(0)
-    config = GPT2Config(n_layer=2, n_head=2, n_embd=64, vocab_size=VOCABULARY, n_positions=64)
-    return GPT2LMHeadModel(config).eval().requires_grad_(False)
-
-
-def test_conv1d_layers_become_linear_ones_of_the_same_function():
-    model, original = gpt2(), gpt2()
-    linearize(model)
-    assert not [m for m in model.modules() if type(m).__name__ == "Conv1D"]
-    assert len(linears(model)) == 8
-    torch.testing.assert_close(logits(model), logits(original), rtol=1e-5, atol=1e-6)
-    assert {n: m.weight.shape for n, m in matrices(model).items()} == {
-        n: m.weight.shape for n, m in matrices(original).items()
-    }
-
-
-@pytest.mark.parametrize(("name", "stated"), [("rtn-4bit", {}), ("gptq-4bit", {})])
-def test_gpt2_is_quantized_whole(name, stated, tmp_path):
-    chosen = settings(name, **stated)
-    report = audit(gpt2(), make(chosen, tmp_path, model=gpt2()).model, chosen, PROBE)
-    assert report.problems == ()
-    assert (report.coverage, len(report.modules)) == (1.0, 8)
 
 
 def test_threads_and_progress_are_as_the_settings_say(tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ from qbench.cli.plan import plan_lines
 from qbench.machine import hardware
 from qbench.plan import plan
 from qbench.recipe import Recipe
-from qbench.runner.estimates import RATES, TimeLeft, duration, earlier, estimate, expected
+from qbench.runner.estimates import RATES, TimeLeft, earlier, estimate, expected
 from qbench.store import Store
 
 
@@ -69,13 +69,6 @@ def test_the_plan_says_it(tmp_path, planned, capfd):
     assert "4 of 4 cells to run take about" in shown
     assert "1 of them by earlier records of the same weights on this hardware, others by" in shown
     assert "checkpoint  softpick: LlamaForCausalLM, 1.31 million parameters, 0.00489 GiB" in shown
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"), [(0.2, "1 s"), (59, "59 s"), (600, "10 min"), (9_000, "2.5 h")]
-)
-def test_durations_are_in_the_unit_that_a_person_would_say(seconds, words):
-    assert duration(seconds) == words
 
 
 def test_without_any_record_shapes_say_it_and_what_does_not_fit(tmp_path, planned, monkeypatch):

@@ -12,8 +12,7 @@ from synthetic import key, make_store
 from qbench.cli import tables as results
 from qbench.cli.tables import show_tables
 from qbench.comparison.compare import compare
-from qbench.errors import OutputError, RecipeError, ResultsError
-from qbench.store import Store
+from qbench.errors import OutputError, RecipeError
 from qbench.tables import render
 from qbench.tables.scores import parts
 from qbench.tables.write import score_tables
@@ -101,11 +100,6 @@ def test_every_further_checkpoint_has_a_table_with_the_first(tmp_path, checkpoin
 def test_an_unknown_format_names_the_known_ones(store):
     with pytest.raises(RecipeError, match=r"--format docx: unknown; possible: md, tex, csv, html"):
         render(plain(store), format="docx")
-
-
-def test_a_folder_without_results_says_what_to_name(tmp_path):
-    with pytest.raises(ResultsError, match=r"no grid\.json here"):
-        compare(Store(tmp_path))
 
 
 # With statistics

@@ -35,8 +35,8 @@ def recipe(tmp_path):
         pytest.param(("softmax",), [1], ("--cluster", "local:1"), 1 * 2, marks=pytest.mark.slow),
     ],
 )
-def test_all_that_was_trained_is_evaluated(
-    tmp_path, recipe_file, recipe, normalizers, seeds, more, cells
+def test_all_that_was_trained_is_evaluated_and_seeds_are_told_of_as_replicates(
+    tmp_path, recipe_file, recipe, normalizers, seeds, more, cells, capfd
 ):
     if more:
         pytest.importorskip("distributed")
@@ -51,6 +51,9 @@ def test_all_that_was_trained_is_evaluated(
     assert {(record.training.normalizer, record.training.seed) for record in records} == {
         (normalizer, seed) for normalizer in normalizers for seed in seeds
     }
+    shown = capfd.readouterr().out
+    assert ("over seeds (2 of softmax, 2 of softpick): Δ = " in shown) == (len(seeds) == 2)
+    assert "trained differently" not in shown
 
 
 @pytest.mark.parametrize(

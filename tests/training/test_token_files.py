@@ -114,10 +114,6 @@ def test_the_tokenizer_lies_beside_the_tokens(tokens, tokenizer_folder):
         assert (tokens / name).read_bytes() == (tokenizer_folder / name).read_bytes()
 
 
-def test_a_local_tokenizer_is_named_without_its_place(tokens, tokenizer_folder):
-    assert read_token_files(tokens).about.tokenizer == tokenizer_folder.name
-
-
 @pytest.mark.parametrize(
     ("named", "read"),
     [("/data/models/mine", "mine"), ("~/mine/", "mine"), ("../a/mine", "mine"),

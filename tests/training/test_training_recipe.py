@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from qbench.errors import RecipeError
-from qbench.training.model import checkpoint_config, flops_per_token, initial_model
+from qbench.training.model import flops_per_token, initial_model
 from qbench.training.recipe import TrainingRecipe
 
 SHIPPED = sorted((Path(__file__).parents[2] / "recipes" / "train").glob("*.yaml"))
@@ -114,18 +114,3 @@ def test_work_counts_every_matrix_that_is_multiplied_and_half_of_attentions_pair
     layers = 12 * (4 * 768**2 + 3 * 768 * 2048)
     expected = 6 * (layers + 32_000 * 768) + 12 * 12 * 768 * 2048 / 2
     assert flops_per_token(recipe.model) == expected
-
-
-@pytest.mark.parametrize(
-    ("normalizer", "said"),
-    [
-        ("softmax", {"attn_impl": "parallel_attn"}),
-        ("softpick", {"attn_impl": "parallel_softpick_attn"}),
-        ("rectified", {"attn_impl": "parallel_rectified_attn"}),
-    ],
-)
-def test_a_config_names_its_normalizer_as_upstream_does(recipe_file, normalizer, said):
-    shape = TrainingRecipe.load(recipe_file()).model
-    config = checkpoint_config(shape, normalizer, bos=1, eos=2, pad=None)
-    assert config.items() >= said.items()
-    assert "qbench_normalizer" not in config
