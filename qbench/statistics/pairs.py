@@ -19,7 +19,7 @@ def pair_scores(
     """The score of each column of ``predictions`` [documents, columns] against ``gold``
     [documents], and of ``rounds`` draws of documents with replacement [rounds, columns]."""
     rows = np.hstack([_counted(gold, column, aggregation) for column in predictions.T])
-    drawn = drawn_sums(rows, rounds, np.random.default_rng(seed))
+    drawn = drawn_sums(rows, rounds, seed)
     columns = predictions.shape[1]
     whole = _score(rows.sum(axis=0).reshape(1, columns, -1), aggregation)[0]
     return whole, _score(drawn.reshape(rounds, columns, -1), aggregation)

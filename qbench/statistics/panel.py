@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -157,23 +158,31 @@ def resample(panel: Panel, *, rounds: int = ROUNDS, seed: int = 0) -> Floats:
     weights, kind = np.unique(panel.weights, axis=1, return_inverse=True)
     rows = np.hstack([panel.values, weights])
     with np.errstate(invalid="ignore"):  # a column that is not finite: ``effect`` refuses it
-        sums = drawn_sums(rows, rounds, np.random.default_rng(seed))
+        sums = drawn_sums(rows, rounds, seed)
         # Read by columns, a few of hundreds.
         return np.asfortranarray(sums[:, :columns] / sums[:, columns:][:, kind.ravel()])
 
 
-def drawn_sums(rows: Floats, rounds: int, rng: np.random.Generator) -> Floats:
+def drawn_sums(rows: Floats, rounds: int, seed: int) -> Floats:
     """Sums over documents drawn with replacement, [rounds, columns], from [documents, columns]."""
-    documents = len(rows)
+    documents, rng = len(rows), np.random.default_rng(seed)
     kinds, often = np.unique(rows, axis=0, return_counts=True)
     if len(kinds) * FEW_KINDS < documents:  # right-or-wrong answers of a few cells
         return rng.multinomial(documents, often / documents, size=rounds) @ kinds
+    if documents * rounds <= CHUNK:
+        return _few_counts(documents, rounds, seed) @ rows
     sums = np.empty((rounds, rows.shape[1]))
     step = max(1, CHUNK // documents)
     for start in range(0, rounds, step):
         size = min(step, rounds - start)
         sums[start : start + size] = _counts(documents, size, rng) @ rows
     return sums
+
+
+@lru_cache(maxsize=2)
+def _few_counts(documents: int, rounds: int, seed: int) -> Floats:
+    """Hundreds of effects over the same few documents are drawn alike."""
+    return _counts(documents, rounds, np.random.default_rng(seed))
 
 
 def _counts(documents: int, rounds: int, rng: np.random.Generator) -> Floats:
@@ -285,7 +294,7 @@ def studentize(
     rest, length = values - values.sum() / weights.sum() * weights, weights / weights.mean()
     rest = rest / math.sqrt(float(np.mean(rest**2)))
     rows = np.stack([rest, length, rest**2, rest * length, length**2], axis=1)
-    sums = drawn_sums(rows, ROUNDS, np.random.default_rng(seed)).T
+    sums = drawn_sums(rows, ROUNDS, seed).T
     ratio = sums[0] / sums[1]
     # A round's own spread: 0 where it drew one document alone, which is as far as any round goes.
     spread = np.sqrt(np.maximum(sums[2] - 2 * ratio * sums[3] + ratio**2 * sums[4], 1e-12))
