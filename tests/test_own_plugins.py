@@ -39,26 +39,6 @@ def run_in_a_process(*arguments: object) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250)
 
 
-@pytest.mark.slow
-def test_the_example_runs_in_worker_processes_and_beats_round_to_nearest(tmp_path, example):
-    path = small_recipe(tmp_path, checkpoints={"softmax": str(ROOT / "recipes/demo/softmax")},
-                        tasks=["demo_lastword"], quantizers=["fp32", "rtn-4bit"])  # fmt: skip
-    done = run_in_a_process(
-        "run", path, "--plugin", example, "--quantizers", "fp32,rtn-4bit,clipped-4bit",
-        "--out", tmp_path / "out", "--workers", "2",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    records = {record.quantizer: record for record in Store(tmp_path / "out").records()}
-    clipped = records["clipped-4bit"]
-    assert clipped.audit.passed
-    assert clipped.audit.weight_error < records["rtn-4bit"].audit.weight_error
-    digest = plugins.digest(example.read_bytes())
-    assert clipped.environment.plugins == {"clipped.py": digest}
-    assert clipped.key_parts["quantizer"]["source"] == digest
-    assert clipped.key_parts["quantizer"]["steps"] == 20
-    assert qbench("tables", tmp_path / "out") == 0  # which knows nothing of the file
-
-
 NAMED = "from qbench.quantizers.names import Unquantized, register\nregister("
 
 
@@ -113,11 +93,15 @@ def test_a_saved_recipe_runs_again_as_it_stands(tmp_path, example):
     saved.parent.mkdir()
     done = run_in_a_process(
         "run", path, "--plugin", example, "--quantizers", "fp32,clipped-4bit", "--limit", "2",
-        "--out", out, "--device", "cpu", "--save-recipe", saved,
+        "--out", out, "--workers", "2", "--save-recipe", saved,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     digest = plugins.digest(example.read_bytes())
     assert f"sha256: {digest}" in saved.read_text()
+    (clipped,) = [one for one in Store(out).records() if one.quantized]
+    assert clipped.environment.plugins == {"clipped.py": digest}
+    assert clipped.key_parts["quantizer"]["source"] == digest
+    assert qbench("tables", out) == 0  # which knows nothing of the file
     more = run_in_a_process("run", saved, "--limit", "3", "--out", out, "--device", "cpu")
     assert more.returncode == 0, more.stderr
     (record,) = [one for one in Store(out).records() if one.quantized]

@@ -137,18 +137,11 @@ def test_a_run_prints_its_own_tables_though_another_has_written_there(tmp_path, 
     assert "demo_lastword" not in shown
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["run", "recipes/appendix-1.8b.yaml"], "--checkpoint softmax="),
-        (["tables", "nowhere"], "no grid.json"),
-    ],
-)
-def test_bad_input_is_one_line_and_exit_code_2(arguments, words):
-    command = [sys.executable, "-m", "qbench", *arguments]
+def test_bad_input_is_one_line_and_exit_code_2():
+    command = [sys.executable, "-m", "qbench", "run", "recipes/appendix-1.8b.yaml"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert words in done.stderr
+    assert "--checkpoint softmax=" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     assert done.stdout == ""
 

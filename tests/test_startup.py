@@ -60,8 +60,8 @@ def test_reading_results_tables_with_all_statistics_and_the_gate_load_no_torch(t
 def test_help_starts_at_once(arguments, seconds):
     """CPU seconds of the whole process, the interpreter's own start included: 0.3, 0.4 and 0.4 on
     a machine that does nothing else, up to half as many again beside other work."""
-    best = min(cpu_seconds([sys.executable, "-m", "qbench", *arguments]) for _ in range(2))
-    assert best < seconds
+    command = [sys.executable, "-m", "qbench", *arguments]
+    assert any(cpu_seconds(command) < seconds for _ in range(2))
 
 
 def test_planning_takes_under_three_seconds(tmp_path):

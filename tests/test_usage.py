@@ -83,9 +83,7 @@ QBENCH = Path(sys.executable).parent / "qbench"  # as pip installs it
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("ru", "run"),
         ("list qu", "quantizers"),
-        ("run --quantizers bf16,gptq-4", "bf16,gptq-4bit"),
         ("run --quantizers gptq-4bit+int8-token-as", "gptq-4bit+int8-token-asymmetric"),
     ],
 )

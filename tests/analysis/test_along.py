@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 from scipy import stats
-from small_recipe import qbench, small_recipe
+from small_recipe import qbench
 from synthetic import make_store
 
 from qbench.errors import RecipeError
@@ -102,8 +102,9 @@ def test_a_papers_tables_stand_above_ours_and_ask_for_what_is_missing(tmp_path):
     assert "340M Softpick (paper)" in text
 
 
-def test_outliers_are_those_of_the_unquantized_model_and_a_layers_are_its_most(analyzed_pair):
-    cells, names = analyzed_pair
+def test_outliers_are_those_of_the_unquantized_model_and_a_layers_are_its_most(analyzed):
+    cells = Analyses(analyzed[1]).records()
+    names = [f"model.layers.{index}" for index in range(4)]
     units = tuple(
         UnitSensitivity(
             name=name, layer=index, kl=Ratio(value=0.1 + index, stderr=None, documents=1),
@@ -125,13 +126,3 @@ def test_outliers_are_those_of_the_unquantized_model_and_a_layers_are_its_most(a
     assert [section.name for section in all_sections(why)] == [
         "table-4", "definitions", "heads", "inputs", "stretches",
     ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def analyzed_pair(tmp_path_factory):
-
-    folder = tmp_path_factory.mktemp("pair")
-    out = folder / "out"
-    options = ("--device", "cpu", "--samples", 2, "--length", 32)
-    assert qbench("analyze", small_recipe(folder), "--out", out, *options) == 0
-    return Analyses(out).records(), [f"model.layers.{index}" for index in range(4)]

@@ -5,52 +5,20 @@ import json
 import shutil
 
 import pytest
-from small_recipe import DEMO, small_recipe
+from analysis.conftest import SHORT
+from small_recipe import DEMO, qbench, small_recipe
 
-from qbench.cli.app import app
 from qbench.errors import DataError, RecipeError
 from qbench.store import Analyses, Store, long_contexts
 from qbench.tables.analyses import gather, markdown
 
-SHORT = ("--device", "cpu", "--samples", 2, "--length", 32)
-
-
 pytestmark = pytest.mark.usefixtures("own_cache")
-
-
-def qbench(*arguments):
-    """Exit code of a command run in this process."""
-    return app([str(a) for a in arguments], standalone_mode=False) or 0
-
-
-@pytest.fixture(scope="module")
-def analyzed(tmp_path_factory):
-    """A results folder with the unquantized pair analyzed, and its recipe."""
-    folder = tmp_path_factory.mktemp("analyzed")
-    path, out = small_recipe(folder), folder / "out"
-    assert qbench("analyze", path, "--out", out, *SHORT) == 0
-    return path, out
 
 
 @pytest.fixture
 def own(analyzed, tmp_path):
     """A copy of it that may be changed."""
     return analyzed[0], shutil.copytree(analyzed[1], tmp_path / "out")
-
-
-@pytest.fixture
-def undrawn(monkeypatch, tmp_path):
-    """Tables and figures, which take longer than an analysis of two short texts, are not made."""
-    (tmp_path / "tables.md").write_text("undrawn")
-    monkeypatch.setattr("qbench.viewer.figures.write_analyses", lambda _: [tmp_path / "tables.md"])
-
-
-def test_only_the_text_that_is_read_needs_its_data(tmp_path, undrawn):
-    data = tmp_path / "data"
-    shutil.copytree(DEMO / "data" / "demo_pages", data / "demo_pages")
-    out = tmp_path / "out"
-    assert qbench("analyze", small_recipe(tmp_path), "--data", data, "--out", out, *SHORT) == 0
-    assert {one.status for one in Analyses(out).records()} == {"ok"}
 
 
 def finished(out):
@@ -73,6 +41,8 @@ def test_the_unquantized_cells_are_analyzed_and_written_as_tables(analyzed):
     assert "2 texts of 32 tokens (BOS counted) of task demo_pages" in text
     assert "| softpick/fp32 |" in text
     assert "Beside the damage" not in text
+    figures = {path.name for path in (out / "analysis" / "figures").iterdir()}
+    assert {"boxes.svg", "maps-softmax-fp32.svg", "sinks.svg"} <= figures
 
 
 def test_csv_files_have_every_layer_head_and_linear_layer_in_full_precision(analyzed):

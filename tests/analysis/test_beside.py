@@ -62,6 +62,7 @@ def test_cells_that_failed_alike_are_named_in_one_line(tmp_path):
     assert gather(Store(tmp_path)).problems == ("softmax/bf16, softpick/bf16: failed: no",)
 
 
+@pytest.mark.slow
 def test_figures_and_numbers_of_analyses_are_files_that_come_out_alike(tmp_path):
     shutil.copytree(PAIR / "analysis", tmp_path / "analysis")
     written = [{path.name: path.read_bytes() for path in write_analyses(Store(tmp_path))}

@@ -128,6 +128,7 @@ def test_a_run_keeps_every_part_goes_on_where_it_stopped_and_shows_it(tmp_path, 
     assert {"sensitivity-rtn-4bit.svg", "sinks.svg"} <= figures
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(("made", "units"), [("bnb-nf4", 28), ("awq", 0), ("awq", 4)])
 def test_a_published_copys_layers_are_put_into_its_original(made, units, tmp_path):
     """AWQ's factors stand in the norms, so that its decoder layers are put there whole."""

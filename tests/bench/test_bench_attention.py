@@ -1,34 +1,25 @@
-import pickle
 import re
 import time
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from functools import partial
 
 import pytest
 import torch
 
-from qbench.attention.kernels import supported
 from qbench.bench import checks as bench_checks
 from qbench.bench.attention import (
     CUDNN,
     FLASH,
     FLEX,
-    SHAPES,
-    VARIANTS,
     Shape,
     bench_attention,
-    contenders,
     table,
 )
 from qbench.bench.checks import (
-    CASES,
     LIMIT,
     QUICK,
-    alone,
     check_kernels,
     checks,
-    errors,
 )
 from qbench.errors import EvaluationError, UnavailableError
 
@@ -90,16 +81,6 @@ def test_the_table_compares_with_the_best_peer_of_each_row(line):
     assert line in [re.sub(" +", " ", told) for told in table(RESULTS).splitlines()]
 
 
-def test_every_shape_and_variant_has_its_peers():
-    assert [str(shape) for shape in SHAPES] == [
-        "B4 T4096 H16 D64", "B4 T4096 H16 D128", "B2 T8192 H32/8 D128", "B1 T32768 H16 D128",
-    ]  # fmt: skip
-    assert SHAPES[0].variants == SHAPES[1].variants == VARIANTS
-    assert contenders("causal", (), every=True) == [*supported(), CUDNN, FLASH, FLEX]
-    assert contenders("ALiBi", (), every=True) == ["softmax", "softpick", "sigmoid", FLEX]
-    assert contenders("window", ["softmax1"], every=True) == ["softmax1", FLEX]
-
-
 def test_flop_count_the_pairs_that_are_seen():
     shape = Shape(2, 2000, 4, 4, 64)
     seen = torch.ones(2000, 2000, dtype=torch.bool).tril()
@@ -145,8 +126,3 @@ def test_a_check_whose_process_dies_is_named():
     words = r"^bench attention: softpick, .*: its process died, nothing timed$"
     with pytest.raises(EvaluationError, match=words):
         check_kernels(Dying(), quick=True, only=["softpick"])
-
-
-def test_calls_of_processes_can_be_pickled():
-    for each in checks(CASES, ()):
-        assert pickle.loads(pickle.dumps(partial(alone, errors, *each))).func is alone

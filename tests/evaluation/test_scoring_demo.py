@@ -46,21 +46,6 @@ def settings(mode, limit=None):
     return scoring_models.settings(mode, max_length=LENGTH, limit=limit)
 
 
-@pytest.mark.parametrize("name", TASKS)
-def test_exact_equals_hflm_to_the_bit_and_fast_within_1e_4(pair, tasks, name):
-    limit = 4 if name == "demo_pages" else 15
-    theirs, exact, fast = (
-        evaluate(scorer(pair, mode), tasks[name], settings(mode, limit))
-        for mode in ("lm-eval", "exact", "fast")
-    )
-    assert exact.responses.equals(theirs.responses)
-    assert exact.scores == theirs.scores
-    for column in ("document", "request", "greedy"):
-        assert (fast.responses[column] == theirs.responses[column]).all()
-    ours, expected = fast.responses["log_likelihood"], theirs.responses["log_likelihood"]
-    assert ours.to_numpy() == pytest.approx(expected.to_numpy(), abs=1e-4, rel=1e-6)
-
-
 def test_the_right_answers_are_those_that_accuracy_counts(pair, tasks):
     result = evaluate(scorer(pair, "fast"), tasks["demo_choice"], settings("fast", 30))
     gold = correct_requests(tasks["demo_choice"], 30)

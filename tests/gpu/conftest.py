@@ -19,10 +19,14 @@ PASSED_OVER = (
 )
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Handed the tests of all folders, where others are run too."""
+    none = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
     for item in items:
         if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+            item.add_marker(none)
             for warning in PASSED_OVER:
                 item.add_marker(pytest.mark.filterwarnings(warning))
 

@@ -1,17 +1,6 @@
-"""Damage of quantized activations on a trained 27M pair, against an independent implementation's.
-
-Run as a program, it prints the figures: ``python tests/gpu/test_activation_floors.py cpu``.
-"""
-
-import sys
-import tempfile
-from pathlib import Path
+"""Damage of quantized activations on a trained pair, against an independent implementation's."""
 
 import pytest
-import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "quantizers"))
-
 from pair import NAMES, checkpoint, loss, pair_model, texts
 
 from qbench.quantizers import config_of
@@ -35,33 +24,15 @@ NOISE = 0.002  # nats: what int8 a token moves is no more than that
 SCHEMES = tuple(dict.fromkeys(scheme for _, scheme in FLOORS))
 
 
-def damages(name, device, folder):
-    """By scheme, each computed when it is asked for: nats a token."""
-    before = loss(pair_model(name, device), texts(name), BATCH)
-    for scheme in SCHEMES:
-        chosen = config_of({"activations": scheme}, compute_dtype="float32")
-        made = quantize(
-            pair_model(name, device),
-            chosen,
-            calibration=None,
-            digest=checkpoint(name).digest,
-            artifacts=folder,
-        )
-        yield scheme, loss(made.model, texts(name), BATCH) - before
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("name", NAMES)
 def test_damage_is_that_of_an_independent_implementation(name, tmp_path):
-    found = dict(damages(name, "cuda", tmp_path))
-    print({scheme: round(damage, 4) for scheme, damage in found.items()})
-    for scheme, damage in found.items():
+    before = loss(pair_model(name, "cuda"), texts(name), BATCH)
+    for scheme in SCHEMES:
+        chosen = config_of({"activations": scheme}, compute_dtype="float32")
+        digest = checkpoint(name).digest
+        made = quantize(
+            pair_model(name, "cuda"), chosen, calibration=None, digest=digest, artifacts=tmp_path
+        )
+        damage = loss(made.model, texts(name), BATCH) - before
+        print(f"{name} {scheme} {damage:.4f}")
         assert damage == pytest.approx(FLOORS[name, scheme], rel=0.15, abs=NOISE), scheme
-
-
-if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as place:
-        for model in NAMES:
-            for one, damage in damages(model, sys.argv[1], Path(place)):
-                print(f"{model} {one} {damage:.4f} (floor {FLOORS[model, one]:.4f})", flush=True)

@@ -1,13 +1,7 @@
 """Activations on CUDA: the kernel equals the definitions, and what simulating costs."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "quantizers"))
-
 from quantizer_models import DIGEST, PROBE, calibration, llama
 from test_fake_quant import FORMATS, INF, NAN, draw, equal, in_groups, of_tensor, ties
 
@@ -19,10 +13,6 @@ from qbench.quantizers.config import ActivationEvidence
 from qbench.quantizers.formats import Scale
 from qbench.quantizers.quantize import quantize
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PARTS = [
     *(f"int{b}-{per}" for b in (8, 4) for per in ("token", "tensor", "static")),

@@ -12,7 +12,6 @@ from qbench.checkpoints.load import load_model, load_tokenizer
 from qbench.evaluation.scoring.generate import greedy
 from qbench.quantizers.linear import linears
 
-pytestmark = pytest.mark.gpu
 DEMO = Path(__file__).parents[2] / "recipes" / "demo"
 
 

@@ -10,10 +10,6 @@ from attention_cases import ALL, NORMALIZERS, QUICK, Case, by_kernels, errors, i
 from qbench.attention import kernels
 from qbench.attention.kernels import hopper, ops
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 LIMITS = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}  # ‖error‖ / ‖truth‖
 OF_PARAMETERS = 10  # times that: sums of both signs over all rows
 SQUARE = (2, 4, 2, 333, 333, 64)

@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-import torch
 from lm_eval.api.instance import Instance
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "evaluation"))
-
 from scoring_models import llama, text, tokenizer
 
 from qbench.attention.transformers import attend
@@ -18,11 +11,6 @@ from qbench.evaluation.scoring import generate, language_model
 from qbench.evaluation.settings import ScoringSettings
 from qbench.quantizers.names import config_of
 from qbench.quantizers.quantize import apply
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 
 
 @pytest.mark.parametrize("cache", [None, "int4-token"])

@@ -1,22 +1,11 @@
 """GPTQ on a GPU: its kernel of columns gives the bits of the loop, Hessians are of float32."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "quantizers"))
-
 from test_gptq import BLOCKS, block_of, hessian, problem, solve
 
 from qbench.quantizers import gptq
 from qbench.quantizers.calibration import _product
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
 
 
 @pytest.mark.parametrize("case", [*BLOCKS, (1024, 128, 4, 1, ""), (2817, 128, 3, 8, "")])

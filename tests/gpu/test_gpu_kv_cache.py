@@ -3,15 +3,8 @@ what it costs."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "evaluation"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "quantizers"))
-
 from pair import loss, pair_model, texts
 from scoring_models import choices, llama, pages, tokenizer
 
@@ -27,10 +20,6 @@ from qbench.quantizers.kv_fake_quant import KVFakeQuant
 from qbench.quantizers.names import KV_CACHES, config_of
 from qbench.quantizers.quantize import apply
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 SCHEMES = {
     "token": "int4-token",
     "fp8": "fp8-token",

@@ -18,10 +18,6 @@ from qbench.quantizers.audit.cell import audit
 from qbench.quantizers.calibration import Calibration
 from qbench.quantizers.quantize import quantize
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 LOOSE = Tolerance(mean=1, largest=5, changed=1.0)
 CLOSE = 0.05  # nats a request of a few tokens: float32 products may be TF32
 

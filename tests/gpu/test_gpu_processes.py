@@ -2,23 +2,15 @@
 
 import os
 
-import pytest
 import torch
 
 from qbench.runner.workers import Workers
 
 PATIENCE = 120
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 
 def summed():
     import time
-
-    import torch
 
     time.sleep(0.5)  # so that each of two processes has one
     ones = torch.ones(64, 64, device="cuda")

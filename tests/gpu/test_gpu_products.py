@@ -1,17 +1,12 @@
 """Real products on a GPU: kernels equal to the definitions, cells equal to their simulation."""
 
 import math
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "quantizers"))
-
 from quantizer_models import DIGEST, calibration, ids
+from torch import nn
 from treated_models import decoder
 
 from qbench.quantizers import config_of, scaled_mm
@@ -23,11 +18,6 @@ from qbench.quantizers.formats import QuantFormat
 from qbench.quantizers.linear import plain
 from qbench.quantizers.quantize import quantize
 from qbench.quantizers.rotation import hadamard_transform, online
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
 
 CONFIG = {"hidden_size": 64, "intermediate_size": 96}
 SHAPES = [(1, 16), (17, 64), (33, 2816), (1000, 1024), (300, 5632)]

@@ -6,8 +6,6 @@ from small_recipe import DEMO, qbench, small_recipe
 
 from qbench.store import Store
 
-pytestmark = pytest.mark.gpu
-
 
 def llama(folder):
     """Blocks of 27 MB, eight of them; the tokenizer of the bundled pair."""

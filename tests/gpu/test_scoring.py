@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "evaluation"))
-
 from scoring_models import choices, instance, llama, pages, text, tokenizer
 from test_kl import Logits, quantized_like
 
@@ -19,11 +14,6 @@ from qbench.evaluation import settings
 from qbench.evaluation.kl import BaselineWriter, KLObserver
 from qbench.evaluation.scoring import language_model
 from qbench.evaluation.settings import Tolerance
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 
 
 def model_with(normalizer: str, dtype: torch.dtype):

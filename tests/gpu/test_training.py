@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("dynamo")]
+pytestmark = pytest.mark.usefixtures("dynamo")
 
 SETTINGS = {
     "name": "gpu",

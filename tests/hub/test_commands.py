@@ -103,7 +103,11 @@ def test_data_that_the_hub_refuses_is_one_line(hub, qbench, small, fault, words)
     ("address", "words"),
     [
         (f"{C4}/en/nosuch.json.gz", "it has no such file"),
-        (f"{C4}/", "write hf://datasets/OWNER/NAME/FILE, or NAME@REVISION"),
+        pytest.param(
+            f"{C4}/",
+            "write hf://datasets/OWNER/NAME/FILE, or NAME@REVISION",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_calibration_text_that_the_hub_does_not_have_is_one_line(qbench, tmp_path, address, words):
@@ -134,6 +138,7 @@ def test_data_that_break_off_fail_the_cell_and_are_taken_up_by_the_next_run(hub,
     assert "one/bf16: done" in again.errors
 
 
+@pytest.mark.slow
 def test_data_that_move_on_are_other_cells(hub, qbench, small):
     before = qbench("plan", small, "--device", "cpu").output
     repository = hub.dataset(SCIQ)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from quantizer_models import DIGEST
-from tiny import KINDS, tiny_model, write_tiny
+from tiny import KINDS, tiny_model
 
-from qbench.checkpoints import find
-from qbench.checkpoints.load import load_model
 from qbench.checkpoints.supported import CLASSES
 from qbench.errors import QuantizationError
 from qbench.quantizers import parse
@@ -159,19 +157,3 @@ def test_leaving_experts_out_is_the_reason_that_is_named(tmp_path):
     assert found.coverage < 0.5
     reasons = {found.left_out_because[name] for name in found.left_out if ".experts." in name}
     assert reasons == {"ignore of the settings"}
-
-
-@pytest.mark.parametrize("kind", ["gpt_oss", "gemma2", "mistral"])
-def test_layers_with_windows_of_our_attention_are_calibrated(kind, tmp_path):
-    """Each block receives our mask, made anew in every forward."""
-    changes = {"sliding_window": 8} if kind == "mistral" else {}
-    found = find(str(write_tiny(tmp_path / "model", kind, **changes)))
-
-    def model():
-        return load_model(found, dtype=torch.float32, device="cpu")
-
-    quantizer = parse("gptq-4bit", {"compute_dtype": "float32", "group_size": 32})
-    made = quantize(
-        model(), quantizer, calibration=CALIBRATION, digest=DIGEST, artifacts=tmp_path / "kept"
-    )
-    assert audit(model(), made.model, quantizer, PROBE).problems == ()

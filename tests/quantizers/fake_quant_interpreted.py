@@ -38,9 +38,9 @@ def activations():
     for name, form in (FORMATS | KV_FORMATS).items():
         for dtype in (torch.float32, torch.float16):
             wrong = 0
-            inputs = (odd(16), odd(100), ties(4, 32).view(-1, 16))
+            inputs = (odd(100), ties(4, 32).view(-1, 16))
             whole = of_tensor(form)
-            for x in inputs if dtype == torch.float32 else inputs[2:]:
+            for x in inputs if dtype == torch.float32 else inputs[1:]:
                 for chosen in filter(None, (form, whole)):
                     ends = map(torch.tensor, (-7.0, 3.0))
                     fixed = fake_quant.scale_of_tensor(*ends, form) if chosen is whole else None

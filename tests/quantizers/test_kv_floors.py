@@ -13,7 +13,8 @@ from qbench.quantizers.quantize import apply
 FLOOR = {"softmax": 0.143, "softpick": 0.104}  # nats a token, int3 per head and token
 
 
-@pytest.mark.parametrize("name", [pytest.param("softmax", marks=pytest.mark.slow), "softpick"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["softmax", "softpick"])
 def test_three_bits_cost_about_what_others_measured(name):
     ids = texts(name)[1:3]
     model = pair_model(name)

@@ -217,8 +217,8 @@ def test_two_processes_train_as_one_does(tmp_path, train, recipe_file, lines, gr
     }  # fmt: skip
     path = recipe_file(**settings)
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port",
-        "29731", "-m", "qbench", "train", path, "--out", tmp_path / "two", "--device", "cpu",
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+        "-m", "qbench", "train", path, "--out", tmp_path / "two", "--device", "cpu",
     ]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
