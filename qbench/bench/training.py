@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from accelerate import PartialState
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, AttentionMaskInterface, LlamaForCausalLM
@@ -26,7 +27,6 @@ from qbench.errors import RecipeError
 from qbench.machine import environment
 from qbench.training.data import Sequences, dataloader
 from qbench.training.loop import (
-    Processes,
     Step,
     attention_kernels,
     deterministic,
@@ -69,7 +69,7 @@ def bench_training(
     shapes: Sequence[str],
     contenders: Sequence[str],
     compute: Compute,
-    processes: Processes,
+    processes: PartialState,
     *,
     sequences: int | None,
     forward: bool,
@@ -108,7 +108,7 @@ def _measured(
     name: str,
     contender: str,
     recipe: TrainingRecipe,
-    processes: Processes,
+    processes: PartialState,
     forward: bool,
     say: Callable[[str], None],
 ) -> Row:
@@ -158,7 +158,7 @@ def _measured(
     hardware = environment(processes.device.type, ()).hardware
     peak = peak_tflops(hardware)
     flops = flops_per_token(recipe.model) / (3 if forward else 1)
-    used = speed / processes.count * flops / 1e12
+    used = speed / processes.num_processes * flops / 1e12
     return Row(
         shape=name,
         attention=attention,
@@ -180,11 +180,11 @@ def _forward(step: Step, number: int) -> tuple[Tensor]:
 
 
 def _recipe(
-    name: str, contender: str, sequences: int | None, compute: Compute, processes: Processes
+    name: str, contender: str, sequences: int | None, compute: Compute, processes: PartialState
 ) -> TrainingRecipe:
     hidden, layers, heads, vocabulary, context, usual = SHAPES[name]
     sequences = sequences or usual
-    batch = sequences * context * processes.count
+    batch = sequences * context * processes.num_processes
     return TrainingRecipe(
         name="bench",
         model={
@@ -231,7 +231,7 @@ def _now(cuda: bool) -> float:
     return time.perf_counter()
 
 
-def table(rows: list[Row], processes: Processes, compute: Compute, forward: bool) -> str:
+def table(rows: list[Row], processes: PartialState, compute: Compute, forward: bool) -> str:
     """What was measured, in Markdown."""
     about = environment(processes.device.type, ("triton",))
     took, what = ("the forward pass", "data and forward pass, without gradients")
@@ -267,7 +267,7 @@ def table(rows: list[Row], processes: Processes, compute: Compute, forward: bool
     return (
         "\n".join(
             [
-                f"# Training on {processes.count} {about.hardware}",
+                f"# Training on {processes.num_processes} {about.hardware}",
                 "",
                 f"torch {about.versions['torch']}, triton {about.versions['triton']}, transformers "
                 f"{about.versions['transformers']}; {compute.precision} passes over float32 "
@@ -290,10 +290,10 @@ def table(rows: list[Row], processes: Processes, compute: Compute, forward: bool
     )
 
 
-def to_json(rows: list[Row], processes: Processes) -> dict[str, Any]:
+def to_json(rows: list[Row], processes: PartialState) -> dict[str, Any]:
     return {
         "environment": environment(processes.device.type, ("triton",)).model_dump(mode="json"),
-        "processes": processes.count,
+        "processes": processes.num_processes,
         "shapes": {row.shape: SHAPES[row.shape] for row in rows},
         "rows": [asdict(row) for row in rows],
     }

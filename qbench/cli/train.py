@@ -196,10 +196,10 @@ def train(
     with (
         loop.joined(where) as processes,
         terminal() as screen,
-        redirected(folder / f"{name}{processes.index or ''}.log"),
+        redirected(folder / f"{name}{processes.process_index or ''}.log"),
     ):
 
-        def say(run: str, step: int, line: str) -> None:
+        def say(line: str) -> None:
             if processes.is_main_process:
                 print(line, file=screen)
 

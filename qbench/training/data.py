@@ -26,9 +26,8 @@ from qbench.records import Digest, Line, RecordModel
 from qbench.training.recipe import TrainingRecipe
 
 if TYPE_CHECKING:
+    from accelerate import PartialState
     from torch import Tensor
-
-    from qbench.training.loop import Processes
 
 ABOUT = "tokens.json"
 TOKENIZER = "tokenizer.json"
@@ -212,7 +211,7 @@ def permutation(of: int, seed: int, epoch: int) -> NDArray[np.int64]:
 
 
 def dataloader(
-    source: Sequences, recipe: TrainingRecipe, processes: Processes, *, first: int, seed: int
+    source: Sequences, recipe: TrainingRecipe, processes: PartialState, *, first: int, seed: int
 ) -> Iterator[Tensor]:
     """[micro-batch, context + 1] int64 on this process's device: those of each of its passes, step
     by step from ``first``. The rows of one step are the same, whatever the number of processes and
@@ -220,9 +219,10 @@ def dataloader(
     import torch
 
     size = recipe.micro_batch_size
+    own, stride = processes.process_index * size, processes.num_processes * size
     for step in range(first, recipe.steps):
         indices = sample_indices(step, rows=recipe.global_batch_size, of=len(source), seed=seed)
-        for begin in range(processes.index * size, len(indices), processes.count * size):
+        for begin in range(own, len(indices), stride):
             batch = torch.from_numpy(source.rows(indices[begin : begin + size]))
             if processes.device.type == "cuda":
                 batch = batch.pin_memory()

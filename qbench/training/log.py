@@ -8,11 +8,14 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from qbench.errors import TrainingError, UnavailableError
 from qbench.files import write_atomically
 from qbench.records import TrainingSample
+
+if TYPE_CHECKING:
+    from accelerate.tracking import GeneralTracker
 
 FILE = "log.jsonl"
 # The numbers that a line of each kind must have, beside ``step``.
@@ -20,16 +23,10 @@ NUMBERS = {"step": ("loss", "grad_norm"), "watch": tuple(TrainingSample.model_fi
 TRACKERS = {"tensorboard": "tensorboard", "wandb": "wandb"}  # option → distribution
 
 
-class Tracker(Protocol):
-    def write(self, step: int, values: dict[str, float]) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class Log:
     """One JSON object a line: ``kind`` (step or watch), ``step``, and its numbers."""
 
-    def __init__(self, path: Path, *, step: int, trackers: list[Tracker]) -> None:
+    def __init__(self, path: Path, *, step: int, trackers: list[GeneralTracker]) -> None:
         """Lines after ``step`` are dropped: a resumed training makes them again. A negative one:
         training starts, and so does the log."""
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -41,14 +38,18 @@ class Log:
     def write(self, kind: str, step: int, **values: float | int | None) -> None:
         self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
         self._file.flush()
-        shown = {name: value for name, value in values.items() if value is not None}
+        shown = {
+            f"{kind}/{name}": value
+            for name, value in values.items()
+            if value is not None and math.isfinite(value)
+        }
         for tracker in self._trackers:
-            tracker.write(step, {f"{kind}/{name}": value for name, value in shown.items()})
+            tracker.log(shown, step=step)
 
     def close(self) -> None:
         self._file.close()
         for tracker in self._trackers:
-            tracker.close()
+            tracker.finish()
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
@@ -86,37 +87,18 @@ def require_trackers(names: list[str]) -> None:
 
 def open_trackers(
     names: Sequence[str], folder: Path, run: str, settings: dict[str, Any]
-) -> list[Tracker]:
-    made = {"tensorboard": lambda: _TensorBoard(folder), "wandb": lambda: _Wandb(run, settings)}
-    return [made[name]() for name in names]
+) -> list[GeneralTracker]:
+    """``tensorboard`` writes into ``folder``, ``wandb`` to the project qbench."""
+    from accelerate.tracking import TensorBoardTracker, WandBTracker
 
-
-class _TensorBoard:
-    def __init__(self, folder: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(folder / "tensorboard"))
-
-    def write(self, step: int, values: dict[str, float]) -> None:
-        for name, value in values.items():
-            if math.isfinite(value):
-                self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class _Wandb:
-    def __init__(self, run: str, settings: dict[str, Any]) -> None:
-        import wandb
-
-        self._run = wandb.init(project="qbench", name=run, config=settings, resume="allow")
-
-    def write(self, step: int, values: dict[str, float]) -> None:
-        self._run.log(values, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+    made = {
+        "tensorboard": lambda: TensorBoardTracker("tensorboard", folder),
+        "wandb": lambda: WandBTracker("qbench", name=run, config=settings, resume="allow"),
+    }
+    trackers = [made[name]() for name in names]
+    for tracker in trackers:
+        tracker.start()
+    return trackers
 
 
 PANELS = (

@@ -9,13 +9,14 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from accelerate import PartialState
+from accelerate.utils import reduce
+from torch import Tensor, nn
 from torch._inductor import config
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -52,35 +53,8 @@ ATTENTION = re.compile(
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Processes:
-    """``index`` of ``count`` processes of one training, one on each GPU; each computes on
-    ``device``."""
-
-    device: torch.device
-    index: int = 0
-    count: int = 1
-
-    @property
-    def is_main_process(self) -> bool:
-        """Whether this one writes and speaks."""
-        return self.index == 0
-
-    def mean(self, values: Tensor) -> Tensor:
-        """Over all processes."""
-        if self.count > 1:
-            distributed.all_reduce(values)
-            values /= self.count
-        return values
-
-    def barrier(self) -> None:
-        """Wait until all are here."""
-        if self.count > 1:
-            distributed.barrier()
-
-
 @contextmanager
-def joined(device: str) -> Iterator[Processes]:
+def joined(device: str) -> Iterator[PartialState]:
     """What torchrun's or accelerate's environment variables say; alone without them. Comes before
     anything is computed on a GPU: without cuBLAS's workspace, where the user set none, it may sum
     in another order from one process to the next.
@@ -88,24 +62,18 @@ def joined(device: str) -> Iterator[Processes]:
     Raises UnavailableError for a GPU that is not there.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    count = int(os.environ.get("WORLD_SIZE", "1"))
     local = int(os.environ.get("LOCAL_RANK", "0"))
-    if device == "cuda":
-        if local >= torch.cuda.device_count():
-            raise UnavailableError(
-                f"process {local} of this host has no GPU of its own: {torch.cuda.device_count()} "
-                "are visible; start torchrun with at most that --nproc-per-node"
-            )
-        torch.cuda.set_device(local)
-    if count == 1:
-        yield Processes(device=torch.device(device))
-        return
-    place = torch.device(device, local) if device == "cuda" else torch.device(device)
-    distributed.init_process_group("nccl" if device == "cuda" else "gloo")
+    if device == "cuda" and local >= torch.cuda.device_count():
+        raise UnavailableError(
+            f"process {local} of this host has no GPU of its own: {torch.cuda.device_count()} "
+            "are visible; start torchrun with at most that --nproc-per-node"
+        )
+    PartialState._reset_state()  # of another device, earlier in this process
+    processes = PartialState(cpu=device == "cpu")
     try:
-        yield Processes(device=place, index=distributed.get_rank(), count=count)
+        yield processes
     finally:
-        distributed.destroy_process_group()
+        processes.destroy_process_group()
 
 
 class Step:
@@ -116,14 +84,15 @@ class Step:
     dataloader: Iterator[Tensor]
 
     def __init__(
-        self, model: LlamaForCausalLM, recipe: TrainingRecipe, processes: Processes
+        self, model: LlamaForCausalLM, recipe: TrainingRecipe, processes: PartialState
     ) -> None:
         self.recipe, self.processes = recipe, processes
         self.parameters = dict(model.named_parameters())
         self.optimizer = adamw(self.parameters.values(), recipe.optimizer)
-        self.passes = recipe.global_batch_size // (recipe.micro_batch_size * processes.count)
+        at_once = recipe.micro_batch_size * processes.num_processes
+        self.passes = recipe.global_batch_size // at_once
         self.loss: nn.Module = _compiled(Loss(model, recipe.compute.precision), recipe.compute)
-        if processes.count > 1:
+        if processes.num_processes > 1:
             self.loss = _data_parallel(self.loss, processes, recipe.compute)
 
     def __call__(self, number: int) -> tuple[Tensor, Tensor]:
@@ -135,7 +104,7 @@ class Step:
             group["lr"] = group["peak"] * share
         total = torch.zeros((), device=self.processes.device)
         for part in range(passes):
-            accumulates = self.processes.count > 1 and part + 1 < passes
+            accumulates = self.processes.num_processes > 1 and part + 1 < passes
             with self.loss.no_sync() if accumulates else nullcontext():
                 loss = self.loss(next(self.dataloader)) / passes
                 loss.backward()
@@ -168,7 +137,7 @@ def _compiled(loss: Loss, compute: Compute) -> Loss:
 
 
 def _data_parallel(
-    loss: nn.Module, processes: Processes, compute: Compute
+    loss: nn.Module, processes: PartialState, compute: Compute
 ) -> DistributedDataParallel:
     """Gradients are averaged during the backward pass: those of the last layers first where the
     model is compiled layer by layer, all of them at its end where it is one graph."""
@@ -198,11 +167,11 @@ class Trainer:
         model: LlamaForCausalLM,
         *,
         folder: Path,
-        processes: Processes,
+        processes: PartialState,
         settings: str,
         evaluator: Evaluator,
         best: Callable[[LlamaForCausalLM], object],
-        say: Callable[[int, str], None],
+        say: Callable[[str], None],
     ) -> None:
         """``settings``: digest of all that shapes the run. The initial weights of ``model`` are
         replaced where the state has later ones. Raises TrainingError for another run's state."""
@@ -234,7 +203,7 @@ class Trainer:
         if self.processes.is_main_process:
             self._log = log(first or -1)
         session = TrainingSession(
-            first_step=first, last_step=first, seconds=0.0, processes=self.processes.count,
+            first_step=first, last_step=first, seconds=0.0, processes=self.processes.num_processes,
             code=training_code(), environment=environment(self.processes.device.type, LIBRARIES),
         )  # fmt: skip
         progress.sessions.append(session.model_dump(mode="json"))
@@ -261,7 +230,7 @@ class Trainer:
                     progress.sessions[-1] |= {"last_step": done, "seconds": seconds}
                     if self.processes.is_main_process:
                         save_state(self.path, progress, self.step.parameters, self.step.optimizer)
-                    self.processes.barrier()
+                    self.processes.wait_for_everyone()
                     self._began = time.monotonic()
         finally:
             if self._log is not None:
@@ -278,7 +247,7 @@ class Trainer:
             return
         losses, norms = torch.stack(self._values, 1)
         values = torch.stack([losses.mean(), norms.max()])
-        loss, norm = self.processes.mean(values).tolist()
+        loss, norm = reduce(values, "mean").tolist()
         seconds = time.monotonic() - self._began
         self._values = []
         self._require_sane(loss, norm)
@@ -287,7 +256,7 @@ class Trainer:
         if self._log is not None:
             step, speed = progress.step, count * recipe.batch.tokens / seconds
             peak = peak_tflops(progress.sessions[-1]["environment"]["hardware"])
-            work = speed / self.processes.count * flops_per_token(recipe.model)
+            work = speed / self.processes.num_processes * flops_per_token(recipe.model)
             mfu = None if peak is None else work / (peak * 1e12)
             self._log.write(
                 "step", step, tokens=step * recipe.batch.tokens, loss=loss, grad_norm=norm,
@@ -296,7 +265,6 @@ class Trainer:
             left = timedelta(seconds=round((recipe.steps - step) * seconds / count))
             share = "" if mfu is None else f", {mfu:.1%} of peak"
             self.say(
-                step,
                 f"step {step:,} of {recipe.steps:,}: loss {loss:.3f}, gradient {norm:.2f}, "
                 f"{speed:,.0f} tokens/s{share}, {left} left",
             )
@@ -330,7 +298,6 @@ class Trainer:
                 raise TrainingError(f"step {progress.step}: on held-out text {error}") from None
             self._log.write("watch", **sample.model_dump())
             self.say(
-                progress.step,
                 f"step {progress.step:,}: held-out loss {sample.loss:.3f}, sinks "
                 f"{sample.sink_rate:.1%}, kurtosis {sample.kurtosis:.1f}, largest "
                 f"{sample.largest:.1f}",
@@ -338,7 +305,7 @@ class Trainer:
             if progress.step and sample.loss < (progress.best_loss or math.inf):
                 progress.best_loss, progress.best_step = sample.loss, progress.step
                 self.best(self.model)
-        self.processes.barrier()
+        self.processes.wait_for_everyone()
         self._began = time.monotonic()
 
 

@@ -6,9 +6,9 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 
+from accelerate import PartialState
 from filelock import FileLock, Timeout
 from pydantic import ValidationError
 from transformers import LlamaForCausalLM
@@ -29,12 +29,11 @@ from qbench.training.data import TokenFiles, first_token, require_data, sequence
 from qbench.training.evaluate import evaluator
 from qbench.training.log import FILE as LOG
 from qbench.training.log import Log, open_trackers, plot, read_log
-from qbench.training.loop import Processes, Trainer, deterministic
+from qbench.training.loop import Trainer, deterministic
 from qbench.training.model import DTYPES, checkpoint_config, initial_model
 from qbench.training.recipe import TrainingRecipe
 
 STATE, BEST, CURVES = "state", "best", "curves.svg"
-Say = Callable[[str, int, str], None]  # run's name, steps done, a line
 
 
 def train_recipe(
@@ -42,8 +41,8 @@ def train_recipe(
     files: TokenFiles,
     out: Path,
     *,
-    processes: Processes,
-    say: Say,
+    processes: PartialState,
+    say: Callable[[str], None],
     trackers: Sequence[str] = (),
     stop_after: int | None = None,
 ) -> list[Training]:
@@ -52,7 +51,7 @@ def train_recipe(
 
     Returns the records of finished runs. Raises TrainingError where one breaks.
     """
-    require_data(recipe, files, processes=processes.count, device=processes.device.type)
+    require_data(recipe, files, processes=processes.num_processes, device=processes.device.type)
     found = []
     for normalizer, seed in recipe.runs():
         name = run_name(normalizer, seed)
@@ -60,10 +59,9 @@ def train_recipe(
         settings = settings_digest(recipe, files, normalizer, seed)
         known = finished(folder, settings)
         if known is not None:
-            say(name, known.steps, f"{name}: trained already")
+            say(f"{name}: trained already")
             found.append(known)
             continue
-        told = partial(say, name)
         with _alone(folder, processes), deterministic(recipe.compute.deterministic):
             record = _trained(
                 recipe,
@@ -73,7 +71,7 @@ def train_recipe(
                 seed,
                 processes=processes,
                 settings=settings,
-                say=told,
+                say=say,
                 trackers=trackers,
                 stop_after=stop_after,
             )
@@ -137,9 +135,9 @@ def _trained(
     normalizer: str,
     seed: int,
     *,
-    processes: Processes,
+    processes: PartialState,
     settings: str,
-    say: Callable[[int, str], None],
+    say: Callable[[str], None],
     trackers: Sequence[str],
     stop_after: int | None,
 ) -> Training | None:
@@ -157,12 +155,12 @@ def _trained(
         recipe.model, normalizer=normalizer, seed=seed, device=processes.device,
         attention=recipe.compute.attention, tokens=ids,
     )  # fmt: skip
-    say(0, f"{name}: {model.num_parameters():,} parameters, {attention}")
+    say(f"{name}: {model.num_parameters():,} parameters, {attention}")
     trainer = Trainer(
         recipe, model, folder=state, processes=processes, settings=settings,
         evaluator=evaluator(recipe, files, DTYPES[recipe.compute.precision]),
         best=lambda one: save(one, folder / BEST),
-        say=lambda step, line: say(step, f"{name}: {line}"),
+        say=lambda line: say(f"{name}: {line}"),
     )  # fmt: skip
     progress = trainer.train(
         sequences(recipe, files),
@@ -214,12 +212,12 @@ def _trained(
         record = record.model_copy(update={"weights": save(model, folder)})
         text = record.model_dump_json(indent=1) + "\n"
         write_atomically(folder / TRAINING_FILE, text.encode())
-    processes.barrier()
+    processes.wait_for_everyone()
     return record
 
 
 @contextmanager
-def _alone(folder: Path, processes: Processes) -> Iterator[None]:
+def _alone(folder: Path, processes: PartialState) -> Iterator[None]:
     """No other training works in ``folder`` meanwhile."""
     if not processes.is_main_process:
         yield

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -23,7 +25,7 @@ SETTINGS = {
 def made(normalizer, attention="triton", **compute):
     """A step whose data are random, on the GPU."""
     from qbench.training.data import Sequences, dataloader
-    from qbench.training.loop import Processes, Step
+    from qbench.training.loop import Step
     from qbench.training.model import initial_model
     from qbench.training.recipe import TrainingRecipe
 
@@ -32,7 +34,8 @@ def made(normalizer, attention="triton", **compute):
         recipe.model, normalizer=normalizer, seed=0, device="cuda", attention=attention
     )
     assert ran == f"{normalizer}/{attention}"
-    step = Step(model, recipe, Processes(device=torch.device("cuda")))
+    alone = SimpleNamespace(device=torch.device("cuda"), process_index=0, num_processes=1)
+    step = Step(model, recipe, alone)
     ids = np.random.default_rng(0).integers(0, 512, 20_000, np.uint16)
     source = Sequences(tokens=ids, context=256, bos=None)
     step.dataloader = dataloader(source, recipe, step.processes, first=0, seed=0)

@@ -83,22 +83,21 @@ def recipe_file(tmp_path, tokens):
 @pytest.fixture
 def train(recipe_file):
     """Trains in this process; returns the records of the finished runs."""
-    import torch
-
     from qbench.training.data import read_token_files
-    from qbench.training.loop import Processes
+    from qbench.training.loop import joined
     from qbench.training.recipe import TrainingRecipe
     from qbench.training.runs import train_recipe
 
     def run(out, *, stop_after=None, said=None, **changed):
         recipe = TrainingRecipe.load(recipe_file(**changed))
-        return train_recipe(
-            recipe,
-            read_token_files(recipe.token_folder),
-            out,
-            processes=Processes(device=torch.device("cpu")),
-            say=lambda _, __, line: said.append(line) if said is not None else None,
-            stop_after=stop_after,
-        )
+        with joined("cpu") as processes:
+            return train_recipe(
+                recipe,
+                read_token_files(recipe.token_folder),
+                out,
+                processes=processes,
+                say=[].append if said is None else said.append,
+                stop_after=stop_after,
+            )
 
     return run

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
 from qbench.training.data import Sequences, dataloader, sample_indices
-from qbench.training.loop import Processes
 from qbench.training.model import learning_rate
 from qbench.training.recipe import Schedule, TrainingRecipe
 
@@ -60,7 +61,9 @@ def test_a_step_has_the_same_rows_however_they_are_shared(processes, sequences):
     })  # fmt: skip
     found, passes = [], 8 // (sequences * processes)
     for index in range(processes):
-        one = Processes(device=torch.device("cpu"), index=index, count=processes)
+        one = SimpleNamespace(
+            device=torch.device("cpu"), process_index=index, num_processes=processes
+        )
         made = list(dataloader(source, recipe, one, first=3, seed=2))
         assert len(made) == 2 * passes
         found += [row.tolist() for batch in made[:passes] for row in batch]

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
 from qbench.training.data import Sequences, dataloader
-from qbench.training.loop import Processes, Step
+from qbench.training.loop import Step
 from qbench.training.model import Loss, initial_model
 from qbench.training.recipe import Shape, TrainingRecipe
 
 SHAPE = Shape(hidden=16, layers=2, heads=2, vocabulary=64, context=16)
-CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -112,10 +113,11 @@ def recipe(**changed):
 def stepped(one, count, **changed):
     """``one`` after ``count`` steps, and what the last one gave."""
     settings = recipe(**changed)
-    step = Step(one, settings, Processes(device=CPU))
+    alone = SimpleNamespace(device=torch.device("cpu"), process_index=0, num_processes=1)
+    step = Step(one, settings, alone)
     ids = np.random.default_rng(0).integers(0, 64, 3000, np.uint16)
     source = Sequences(tokens=ids, context=16, bos=None)
-    step.dataloader = dataloader(source, settings, Processes(device=CPU), first=0, seed=0)
+    step.dataloader = dataloader(source, settings, alone, first=0, seed=0)
     for number in range(count):
         found = step(number)
     return found
