@@ -52,6 +52,9 @@ def test_the_cells_ran_on_the_plug_ins_and_passed_their_audit(results):
     assert 1 <= cell.audit.bits_per_weight < 2
     assert cell.damage.tasks["demo_choice"].distributions.kl.mean > 0
     assert cell.key_parts["quantizer"]["gain"] == 0.9
+    digest = source_digest(NORMALIZERS.get("toy").__class__)
+    assert cell.key_parts["normalizer source"] == digest
+    assert "normalizer source" not in records["softmax/signs"].key_parts
 
 
 def test_weights_calibrated_under_a_plug_in_have_its_source_in_their_key(results):

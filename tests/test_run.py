@@ -48,7 +48,7 @@ def test_a_run_writes_records_tables_and_the_second_run_computes_nothing(tmp_pat
 
 
 def test_force_runs_a_good_cell_again_and_only_picks_cells(tmp_path):
-    path, out = small_recipe(tmp_path), tmp_path / "out"
+    path, out = small_recipe(tmp_path, tasks=["demo_choice"]), tmp_path / "out"
     options = ("--out", out, "--device", "cpu", "--only", "softmax/rtn-*")
     qbench("run", path, *options)
     (first,) = Store(out).records()
@@ -62,7 +62,10 @@ def test_force_runs_a_good_cell_again_and_only_picks_cells(tmp_path):
 def test_a_failed_cell_is_recorded_shown_and_retried_while_the_others_go_on(tmp_path, capfd):
     # Only the model itself can say that it has no such layer.
     quantizers = [{"name": "rtn-4bit", "group_size": 64, "leave_out": ["experts"]}, "fp32"]
-    path, out = small_recipe(tmp_path, quantizers=quantizers), tmp_path / "out"
+    path, out = (
+        small_recipe(tmp_path, quantizers=quantizers, tasks=["demo_choice"]),
+        tmp_path / "out",
+    )
     options = ("run", path, "--out", out, "--device", "cpu", "--only", "softmax/*")
     assert qbench(*options) == 1
     records = {record.cell: record for record in Store(out).records()}
@@ -95,7 +98,7 @@ def test_an_unquantized_cell_is_held_to_the_checkpoint_read_again(tmp_path, monk
     monkeypatch.setattr(cell, "load_model", load_model)
     out = tmp_path / "out"
     options = ("--out", out, "--device", "cpu", "--only", "softmax/fp32")
-    assert qbench("run", small_recipe(tmp_path), *options) == 1
+    assert qbench("run", small_recipe(tmp_path, tasks=["demo_choice"]), *options) == 1
     (record,) = Store(out).records()
     assert record.error == "audit: model.layers.1.mlp.up_proj: not the original weights"
 
@@ -147,16 +150,14 @@ def test_bad_input_is_one_line_and_exit_code_2():
 
 
 def test_damage_that_had_no_base_is_measured_once_there_is_one(tmp_path):
-    path, out = small_recipe(tmp_path), tmp_path / "out"
+    path, out = small_recipe(tmp_path, tasks=["demo_choice"]), tmp_path / "out"
     options = ("run", path, "--out", out, "--device", "cpu", "--only")
     qbench(*options, "softpick/rtn-*")
     (alone,) = Store(out).records()
     assert "run that cell first, then this one" in alone.damage.reason
     qbench(*options, "softpick/*")
     records = {record.cell: record for record in Store(out).records()}
-    assert set(records["softpick/rtn-4bit"].damage.tasks) == {
-        "demo_choice", "demo_lastword", "demo_pages",
-    }  # fmt: skip
+    assert set(records["softpick/rtn-4bit"].damage.tasks) == {"demo_choice"}
 
 
 def test_a_full_cache_loses_no_scores(tmp_path, capfd, monkeypatch):
@@ -165,7 +166,7 @@ def test_a_full_cache_loses_no_scores(tmp_path, capfd, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    path, out = small_recipe(tmp_path), tmp_path / "out"
+    path, out = small_recipe(tmp_path, tasks=["demo_choice"]), tmp_path / "out"
     options = ("run", path, "--out", out, "--device", "cpu", "--only", "softmax/*")
     with monkeypatch.context() as disk:
         disk.setattr("qbench.evaluation.kl.save_file", full)

@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from qbench.attention import reference
+from qbench.attention.implementation import choose
 from qbench.attention.kernels import lack
 from qbench.attention.normalizers import NORMALIZERS, Kernels, Normalizer, Parameter
 from qbench.attention.transformers import attend, attention_name
@@ -89,7 +90,7 @@ def test_each_is_listed_with_what_sets_it_apart(capfd):
     entries = re.split(r"\n(?! )", capfd.readouterr().out.strip())
     described = {entry.split()[0]: " ".join(entry.split()) for entry in entries}
     assert list(described) == [*NORMALIZERS, "native"]
-    for name in NORMALIZERS:
+    for name in NAMES:
         normalizer, entry = NORMALIZERS.get(name), described[name]
         assert normalizer.description in entry
         assert "attention: reference, triton; parameters: " in entry
@@ -201,3 +202,25 @@ def test_what_the_kernels_lack_is_named(kernels, parameters, message, monkeypatc
     claims = type("Claims", (Sunk,), {"kernels": kernels, "parameters": parameters})
     monkeypatch.setitem(NORMALIZERS._things, "sunk", claims())
     assert message in lack("sunk")
+
+
+@pytest.mark.usefixtures("sunk")
+@pytest.mark.parametrize(
+    ("normalizer", "wanted", "device", "chosen"),
+    [
+        ("sunk", "auto", "cuda", "reference"),
+        ("sunk", "reference", "cuda:1", "reference"),
+        ("softpick", "auto", "cuda:1", "triton"),
+        ("softpick", "auto", "cpu", "reference"),
+        ("softpick", "triton", "cuda", "triton"),
+    ],
+)
+def test_auto_is_triton_only_where_there_are_kernels(normalizer, wanted, device, chosen):
+    assert choose(normalizer, wanted, device) == chosen
+
+
+@pytest.mark.usefixtures("sunk")
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_triton_refuses_what_has_no_kernels_by_name(device):
+    with pytest.raises(UnavailableError, match="no kernels for the normalizer 'sunk'"):
+        choose("sunk", "triton", device)

@@ -18,18 +18,6 @@ MANY = ("softmax", "softpick", "rectified-only", "scalable-softpick", "sigmoid")
 LONG = ("vanilla-340M-4096-model-with-a-very-long-name-and-more-of-it-yet", "W" * 64)
 
 
-@pytest.fixture(scope="module")
-def tested(tmp_path_factory):
-    store = make_store(
-        tmp_path_factory.mktemp("tested"),
-        sizes=SIZES,
-        quantizers=QUANTIZERS,
-        shift={"softmax/hqq-2bit": 1.0},
-        failed=("softpick/hqq-8bit",),
-    )
-    return compare(store)
-
-
 @pytest.fixture(scope="module", params=[("softmax", "softpick"), MANY, LONG],
                 ids=["a pair", "five", "long names"])  # fmt: skip
 def any_names(request, tmp_path_factory):

@@ -8,25 +8,10 @@ import math
 import re
 
 import pytest
-from synthetic import make_store
 
-from qbench.comparison.compare import compare
 from qbench.tables import render
 
 SMALL = {"arc_easy": 53, "lambada_openai": 71, "wikitext": 7}
-
-
-@pytest.fixture(scope="module")
-def tested(tmp_path_factory):
-    """A grid in which softpick is clearly better at hqq-2bit, and the rest is close."""
-    store = make_store(
-        tmp_path_factory.mktemp("tested"),
-        sizes={"arc_easy": 400, "lambada_openai": 300, "wikitext": 30},
-        quantizers=("bf16", "hqq-2bit", "hqq-8bit"),
-        shift={"softmax/hqq-2bit": 1.0},
-        failed=("softpick/hqq-8bit",),
-    )
-    return compare(store)
 
 
 def of_perplexities(row):

@@ -105,19 +105,6 @@ def test_an_unknown_format_names_the_known_ones(store):
 # With statistics
 
 
-@pytest.fixture(scope="module")
-def tested(tmp_path_factory):
-    """A grid in which softpick is clearly better at hqq-2bit, and the rest is close."""
-    store = make_store(
-        tmp_path_factory.mktemp("tested"),
-        sizes={"arc_easy": 400, "lambada_openai": 300, "wikitext": 30},
-        quantizers=("bf16", "hqq-2bit", "hqq-8bit"),
-        shift={"softmax/hqq-2bit": 1.0},
-        failed=("softpick/hqq-8bit",),
-    )
-    return compare(store)
-
-
 def test_a_clear_difference_is_marked_and_a_small_one_is_not(tested):
     text = render(tested)
     assert "‡ |" in next(line for line in text.splitlines() if "hqq-2bit" in line)
