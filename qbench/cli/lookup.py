@@ -36,7 +36,11 @@ EXAMPLE = "{weights: gptq-4bit, activations: int8-token, kv: int4-token, label: 
 
 def quantizer_lines() -> list[str]:
     """Parts and ready combinations, one line a name and one an option."""
-    lines = [f"a quantizer of a recipe is a name, or has parts: {EXAMPLE}", ""]
+    lines = [
+        f"a quantizer of a recipe is a name, or has parts: {EXAMPLE}",
+        "--quantizers takes names, and parts joined by +: kv4, gptq-4bit+int8-token+kv4",
+        "",
+    ]
     for kind, about in ABOUT.items():
         lines += [f"{kind}: {about}", *_of(PARTS[kind]), ""]
     lines.append("combinations: several parts under one name; each can be replaced")

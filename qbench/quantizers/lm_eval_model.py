@@ -4,6 +4,7 @@ alone, no torch; ``qbench.evaluation.lm_eval_model`` asks it."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import field
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
@@ -30,7 +31,7 @@ class LmEvalModel(WeightSettings):
 
     model: Annotated[str, Field(description="lm-eval's name of the class, as lm_eval --model")] = ""
     args: Annotated[dict[str, Any], Field(description="its arguments, as lm_eval --model_args")] = (
-        Field(default_factory=dict)
+        field(default_factory=dict)
     )
     bits: Annotated[
         float,

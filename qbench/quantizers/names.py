@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from pydantic import ValidationError
@@ -40,7 +40,11 @@ class Preset:
     @property
     def options(self) -> dict[str, Any]:
         """The settings that a recipe may state beside the name, with their defaults."""
-        return {f.name: f.default for f in fields(self.kind) if f.name not in self.fixed}
+        return {
+            f.name: f.default if f.default_factory is MISSING else f.default_factory()
+            for f in fields(self.kind)
+            if f.name not in self.fixed
+        }
 
 
 BACKENDS: dict[type, str] = {}  # of each class of settings: the module with its functions
@@ -143,6 +147,12 @@ def config_of(entry: Mapping[str, Any], *, compute_dtype: str = "bfloat16") -> Q
     if name in COMBINATIONS:
         stated = {**COMBINATIONS.get(name).fixed, **stated}
     elif name is not None:
+        if name not in QUANTIZERS:
+            raise RecipeError(
+                f"unknown quantizer {name!r}; known: {', '.join((*QUANTIZERS, *COMBINATIONS))}; "
+                "on the command line activations (int8-token), KV caches (kv4) and parts joined "
+                "by + (gptq-4bit+kv4) too: `qbench list quantizers`"
+            )
         if both := [kind for kind in stated if kind in PARTS]:
             raise RecipeError(f"{name}: write weights: {name} if {both[0]} is there too")
         stated = {"weights": {"name": name, **stated}}

@@ -70,7 +70,7 @@ def test_a_list_of_a_recipe_is_kept_and_written_as_one(option):
     ("name", "stated", "parts"),
     [
         ("gptq-5bit", {}, ["gptq has no 5-bit; it has 2, 3, 4, 8"]),
-        ("awq-4bit", {}, ["unknown quantizer 'awq-4bit'", "gptq-4bit", "hqq-2bit"]),
+        ("awq-4bit", {}, ["unknown quantizer 'awq-4bit'", "gptq-4bit", "w8a8-int8", "kv4"]),
         ("gptq-4bit", {"groupsize": 64}, ["gptq-4bit", "'groupsize'", "group_size"]),
         ("gptq-4bit", {"num_bits": 3}, ["unknown option 'num_bits'"]),
         ("bf16", {"group_size": 64}, ["bf16: unknown option 'group_size'; it has no options"]),
