@@ -147,12 +147,6 @@ def config_of(entry: Mapping[str, Any], *, compute_dtype: str = "bfloat16") -> Q
     if name in COMBINATIONS:
         stated = {**COMBINATIONS.get(name).fixed, **stated}
     elif name is not None:
-        if name not in QUANTIZERS:
-            raise RecipeError(
-                f"unknown quantizer {name!r}; known: {', '.join((*QUANTIZERS, *COMBINATIONS))}; "
-                "on the command line activations (int8-token), KV caches (kv4) and parts joined "
-                "by + (gptq-4bit+kv4) too: `qbench list quantizers`"
-            )
         if both := [kind for kind in stated if kind in PARTS]:
             raise RecipeError(f"{name}: write weights: {name} if {both[0]} is there too")
         stated = {"weights": {"name": name, **stated}}
@@ -205,21 +199,24 @@ def _settings(kind: str, registry: Presets, part: Any, compute_dtype: str) -> An
     if not isinstance(name, str):
         raise RecipeError(f"{kind}: a name, or {{name: …, option: value}}, not {shown(part)}")
     if registry is QUANTIZERS and name not in registry:
-        _refuse_bits(name)
+        raise RecipeError(_unknown(name))
     if name in registry and "compute_dtype" in registry.get(name).options:
         options = {"compute_dtype": compute_dtype, **options}
     return registry.parse(name, options)
 
 
-def _refuse_bits(name: str) -> None:
-    """Raise where ``name`` is a known method at a width that it does not have."""
-    attempt = re.fullmatch(r"([a-z]+)-(\w+)bit", name)
-    if attempt is None:
-        return
-    method, bits = attempt.groups()
-    widths = [n.split("-")[1].removesuffix("bit") for n in QUANTIZERS if n.startswith(f"{method}-")]
-    if widths:
-        raise RecipeError(f"{method} has no {bits}-bit; it has {', '.join(widths)}")
+def _unknown(name: str) -> str:
+    """What to say of a name that no quantizer has: a known method may lack that width."""
+    if attempt := re.fullmatch(r"([a-z]+)-(\w+)bit", name):
+        method, bits = attempt.groups()
+        alike = [one for one in QUANTIZERS if one.startswith(f"{method}-")]
+        if widths := [one.split("-")[1].removesuffix("bit") for one in alike]:
+            return f"{method} has no {bits}-bit; it has {', '.join(widths)}"
+    return (
+        f"unknown quantizer {name!r}; known: {', '.join((*QUANTIZERS, *COMBINATIONS))}; on the "
+        "command line activations (int8-token), KV caches (kv4) and parts joined by + "
+        "(gptq-4bit+kv4) too: `qbench list quantizers`"
+    )
 
 
 def _first(error: ValidationError) -> str:
