@@ -41,20 +41,21 @@ def with_effects(comparison: Comparison, store: Store, *, seed: int) -> Comparis
     a record has lost its outcomes.
     """
     columns = read_columns(comparison, store)
+    alone = {checkpoint: (checkpoint,) for checkpoint in comparison.checkpoints}
     found: dict[Asked, Effect] = {}
     intervals: dict[int, dict[str, Interval]] = defaultdict(dict)
     for task in comparison.grid.tasks:
         panels = _Panels(columns.get(task, {}), seed=seed)
         for index, line in enumerate(comparison.lines):
             if line.task == task:
-                for question, checkpoint, signs in _questions(comparison, line):
-                    answer = panels.answer(signs, line.aggregation)
-                    if answer is not None:
+                for question, checkpoint, [[signs]] in _questions(comparison, line, alone):
+                    if question == "scores":
+                        (name,) = signs
+                        interval = panels.score(name, line.aggregation)
+                        if interval is not None:
+                            intervals[index][checkpoint] = interval
+                    elif (answer := panels.answer(signs, line.aggregation)) is not None:
                         found[index, question, checkpoint] = answer
-                for entry in line.entries:
-                    interval = panels.score((entry.cell, line.metric), line.aggregation)
-                    if interval is not None:
-                        intervals[index][entry.checkpoint] = interval
     answers = _by_line(comparison, found)
     lines = tuple(
         dataclasses.replace(line, intervals=intervals[index], **answers[index])
@@ -74,7 +75,7 @@ def _seed_lines(
     means: dict[int, dict[str, float]] = defaultdict(dict)
     for index, line in enumerate(comparison.lines if groups else ()):
         known = columns.get(line.task, {})
-        for question, group, asked in _seed_questions(comparison, line):
+        for question, group, asked in _questions(comparison, line, groups):
             names = {name: None for part in asked for signs in part for name in signs}
             if not all(name in known for name in names):
                 continue
@@ -179,50 +180,18 @@ class _Panels:
         return self._drawn[names]
 
 
-def _questions(comparison: Comparison, line: Line) -> Iterator[tuple[str, str, dict[Name, int]]]:
-    """Question, checkpoint, and the signed columns whose sum answers it."""
-
-    def column(checkpoint: str, quantizer: str) -> Name:
-        return f"{checkpoint}/{quantizer}", line.metric
-
-    base = comparison.baseline
-    for other in comparison.others:
-        yield (
-            "deltas",
-            other,
-            {column(other, line.quantizer): 1, column(base, line.quantizer): -1},
-        )
-    unquantized = comparison.unquantized_of(line.quantizer)
-    if not line.quantized or unquantized is None:
-        return
-
-    def comparable(checkpoint: str) -> bool:
-        return comparison.same_weights(
-            f"{checkpoint}/{line.quantizer}", f"{checkpoint}/{unquantized}"
-        )
-
-    for checkpoint in comparison.checkpoints:
-        if not comparable(checkpoint):
-            continue
-        damage = {column(checkpoint, line.quantizer): 1, column(checkpoint, unquantized): -1}
-        yield "damages", checkpoint, damage
-        if checkpoint != base and comparable(base):
-            against = {column(base, line.quantizer): -1, column(base, unquantized): 1}
-            yield "differences", checkpoint, damage | against
-
-
-def _seed_questions(
-    comparison: Comparison, line: Line
+def _questions(
+    comparison: Comparison, line: Line, groups: Mapping[str, Sequence[str]]
 ) -> Iterator[tuple[str, str, list[list[Signs]]]]:
-    """Question, group, and the contrasts of its trainings."""
-    groups = comparison.grid.replicates
+    """Question, group, and the contrasts of its trainings; the first of ``groups`` is the
+    baseline."""
     base, *others = groups
     whole = comparison.unquantized_of(line.quantizer)
 
-    def signs(member: str, sign: int) -> dict[tuple[str, str], int]:
+    def signs(member: str, sign: int) -> dict[Name, int]:
         return {(f"{member}/{line.quantizer}", line.metric): sign}
 
-    def damage(member: str, sign: int) -> dict[tuple[str, str], int]:
+    def damage(member: str, sign: int) -> dict[Name, int]:
         return signs(member, sign) | {(f"{member}/{whole}", line.metric): -sign}
 
     for group, members in groups.items():
