@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -157,16 +157,15 @@ def _inputs(one: Measured) -> dict[str, str]:
 def sections(why: Why) -> list[Table]:
     """A row a cell, the paper's table first."""
     found = [
-        Table(
-            name=name,
-            title=title,
-            notes=notes,
-            head=("Cell", *columns(why.cells[0].measured)),
-            rows=tuple((one.cell, *columns(one.measured).values()) for one in why.cells),
+        table
+        for name, title, columns, notes in SECTIONS
+        for table in _of_rows(
+            name,
+            title,
+            notes,
+            [{"Cell": one.cell, **columns(one.measured)} for one in why.cells],
             also_words=("in",),
         )
-        for name, title, columns, notes in SECTIONS
-        if why.cells
     ]
     return [*found, *_massive(why.cells)]
 
@@ -229,31 +228,20 @@ def texts(whole: Cells) -> list[str]:
 
 def _massive(whole: Cells) -> list[Table]:
     rows = [
-        (
-            one.cell,
-            *map(str, (m.layer, m.position)),
-            m.text,
-            str(m.channel),
-            _plain(m.value),
-            _plain(m.to_median),
-        )
+        {
+            "Cell": one.cell,
+            "Layer": str(m.layer),
+            "Position": str(m.position),
+            "Token": m.text,
+            "Channel": str(m.channel),
+            "Value": _plain(m.value),
+            "to median": _plain(m.to_median),
+        }
         for one in whole
         for m in one.measured.massive[:MASSIVE_SHOWN]
     ]
-    if not rows:
-        return []
-    return [
-        Table(
-            name="massive",
-            title="Massive activations",
-            notes=(
-                f"The {MASSIVE_SHOWN} largest of each cell; layers, positions, channels from 0.",
-            ),
-            head=("Cell", "Layer", "Position", "Token", "Channel", "Value", "to median"),
-            rows=tuple(rows),
-            also_words=("Token",),
-        )
-    ]
+    notes = (f"The {MASSIVE_SHOWN} largest of each cell; layers, positions, channels from 0.",)
+    return _of_rows("massive", "Massive activations", notes, rows, also_words=("Token",))
 
 
 def pruned_rows(records: Sequence[Record]) -> list[dict[str, object]]:
@@ -281,29 +269,23 @@ def pruned_rows(records: Sequence[Record]) -> list[dict[str, object]]:
     return sorted(rows, key=lambda row: (names.index(row["checkpoint"]), row["share"]))
 
 
-def pruned(records: Sequence[Record]) -> Iterator[Table]:
+def pruned(records: Sequence[Record]) -> list[Table]:
     """How much of a model can go."""
-    rows = tuple(
-        (
-            f"{row['checkpoint']}/{row['quantizer']}",
-            str(row["heads"]),
-            number(row["share"], percent=True),
-            value_text(row["kl"], "{:.4g}"),
-            per_cent_text(row["ln_perplexity_ratio"]),
-        )
+    rows = [
+        {
+            "Cell": f"{row['checkpoint']}/{row['quantizer']}",
+            "Heads": str(row["heads"]),
+            "% of all": _percent(row["share"]),
+            "KL": value_text(row["kl"], "{:.4g}"),
+            "Perplexity": per_cent_text(row["ln_perplexity_ratio"]),
+        }
         for row in pruned_rows(records)
+    ]
+    notes = (
+        "Heads whose output is set to zero, chosen on the calibration text.",
+        "KL divergence from the whole model, nats a token; change of the first perplexity.",
     )
-    if rows:
-        yield Table(
-            name="pruned",
-            title="Heads cut out",
-            notes=(
-                "Heads whose output is set to zero, chosen on the calibration text.",
-                "KL divergence from the whole model, nats a token; change of the first perplexity.",
-            ),
-            head=("Cell", "Heads", "% of all", "KL", "Perplexity"),
-            rows=rows,
-        )
+    return _of_rows("pruned", "Heads cut out", notes, rows)
 
 
 def _perplexity_change(record: Record) -> float | None:
@@ -344,12 +326,28 @@ def over_seeds(why: Why) -> list[Table]:
 
 
 def _of_rows(
-    name: str, title: str, notes: tuple[str, ...], rows: Sequence[Mapping[str, str]]
+    name: str,
+    title: str,
+    notes: tuple[str, ...],
+    rows: Sequence[Mapping[str, str]],
+    *,
+    words: int = 1,
+    also_words: tuple[str, ...] = (),
 ) -> list[Table]:
+    """A table of rows by their heads; none without a row."""
     if not rows:
         return []
-    told = tuple(tuple(row.values()) for row in rows)
-    return [Table(name=name, title=title, notes=notes, head=tuple(rows[0]), rows=told)]
+    return [
+        Table(
+            name=name,
+            title=title,
+            notes=notes,
+            head=tuple(rows[0]),
+            rows=tuple(tuple(row.values()) for row in rows),
+            words=words,
+            also_words=also_words,
+        )
+    ]
 
 
 def _whole(why: Why) -> list[Analysis]:
@@ -413,71 +411,54 @@ LAYERS_SHOWN = 5  # of each cell; all are in sensitivity.csv
 NORMAL = 1.96  # standard errors either side: 95 %
 
 
-def stretches(why: Why) -> Iterator[Table]:
+def stretches(why: Why) -> list[Table]:
     """Underscoring (the softpick paper's section 7.7): weights and losses along the text."""
     found = why.long or why.cells
+    rows = [
+        {
+            "Cell": one.cell,
+            "Positions": f"{part.first}–{part.last}",
+            "Loss, nats": value_text(part.loss, "{:.3f}"),
+            "± s.e.": value_text(part.loss_stderr, "{:.3f}"),
+            "Σ weights": value_text(part.mass, "{:.3f}"),
+            "Largest weight": value_text(part.largest, "{:.3f}"),
+            "Entropy, nats": value_text(part.entropy, "{:.2f}"),
+        }
+        for one in found
+        for part in one.measured.stretches
+    ]
+    texts = sorted({one.text.samples for one in found if one.text is not None})
+    notes = (
+        f"Means over {'/'.join(map(str, texts))} texts (with the standard error of the loss), "
+        "heads and the queries of a stretch of positions.",
+        "Weights that shrink along the text are what the softpick paper calls underscoring "
+        "(section 7.7).",
+    )
+    title = "Along the text: losses and weights"
+    return _of_rows("stretches", title, notes, rows, words=2)
+
+
+def sensitivity(why: Why) -> list[Table]:
     rows = []
-    for one in found:
-        for part in one.measured.stretches:
-            rows.append(
-                (
-                    one.cell,
-                    f"{part.first}–{part.last}",
-                    value_text(part.loss, "{:.3f}"),
-                    value_text(part.loss_stderr, "{:.3f}"),
-                    value_text(part.mass, "{:.3f}"),
-                    value_text(part.largest, "{:.3f}"),
-                    value_text(part.entropy, "{:.2f}"),
-                )
-            )
-    if rows:
-        texts = {one.text.samples for one in found if one.text is not None}
-        yield Table(
-            name="stretches",
-            title="Along the text: losses and weights",
-            notes=(
-                f"Means over {'/'.join(map(str, sorted(texts)))} texts (with the standard error "
-                "of the loss), heads and the queries of a stretch of positions.",
-                "Weights that shrink along the text are what the softpick paper calls underscoring "
-                "(section 7.7).",
-            ),
-            head=("Cell", "Positions", "Loss, nats", "± s.e.", "Σ weights", "Largest weight",
-                  "Entropy, nats"),
-            rows=tuple(rows),
-            also_words=("Positions",),
-            words=2,
-        )  # fmt: skip
-
-
-def sensitivity(why: Why) -> Iterator[Table]:
-    rows: list[tuple[str, ...]] = []
     for one in why.sensitivities:
         worst = sorted(one.units, key=lambda unit: -(unit.kl.value or 0.0))
         shown = [*worst[:LAYERS_SHOWN], *([one.together] if one.together else [])]
         rows += [
-            (
-                one.cell,
-                "all at once" if unit is one.together else unit.name,
-                value_text(unit.kl.value, "{:.4g}"),
-                value_text(unit.kl.stderr, "{:.2g}"),
-                per_cent_text(unit.ln_perplexity_ratio.value),
-            )
+            {
+                "Cell": one.cell,
+                "Quantized": "all at once" if unit is one.together else unit.name,
+                "KL": value_text(unit.kl.value, "{:.4g}"),
+                "± s.e.": value_text(unit.kl.stderr, "{:.2g}"),
+                "Perplexity": per_cent_text(unit.ln_perplexity_ratio.value),
+            }
             for unit in shown
         ]
-    if rows:
-        yield Table(
-            name="sensitivity",
-            title="Quantized alone",
-            notes=(
-                f"The {LAYERS_SHOWN} parts of each cell that hurt most when quantized alone; all "
-                "are in sensitivity.csv.",
-                "KL divergence from the unquantized model, nats a token, mean over texts.",
-            ),
-            head=("Cell", "Quantized", "KL", "± s.e.", "Perplexity"),
-            rows=tuple(rows),
-            also_words=("Quantized",),
-            words=2,
-        )
+    notes = (
+        f"The {LAYERS_SHOWN} parts of each cell that hurt most when quantized alone; all are in "
+        "sensitivity.csv.",
+        "KL divergence from the unquantized model, nats a token, mean over texts.",
+    )
+    return _of_rows("sensitivity", "Quantized alone", notes, rows, words=2)
 
 
 def outliers_and_damage(one: Sensitivity, cells: Sequence[Analysis]) -> list[tuple[float, float]]:
@@ -517,26 +498,23 @@ def correlation(pairs: Sequence[tuple[float, float]]) -> tuple[float, float, flo
     return rho, low, high
 
 
-def correlations(why: Why) -> Iterator[Table]:
+def correlations(why: Why) -> list[Table]:
     rows = []
     for one in why.sensitivities:
         pairs = outliers_and_damage(one, why.cells)
         if (found := correlation(pairs)) is not None:
             rho, low, high = (value_text(value, "{:+.2f}") for value in found)
-            rows.append((one.cell, rho, f"{low} to {high}", str(len(pairs))))
-    if rows:
-        yield Table(
-            name="correlation",
-            title="Outliers of inputs and damage",
-            notes=(
-                "Spearman's rank correlation over the parts of a model; 95 % interval (Bonett and "
-                "Wright 2000).",
-                "Of the largest |x| / rms of what a part receives with the KL divergence when it "
-                "is quantized alone.",
-            ),
-            head=("Cell", "ρ", "95 % interval", "Parts"),
-            rows=tuple(rows),
-        )
+            ends = f"{low} to {high}"
+            rows.append(
+                {"Cell": one.cell, "ρ": rho, "95 % interval": ends, "Parts": f"{len(pairs)}"}
+            )
+    notes = (
+        "Spearman's rank correlation over the parts of a model; 95 % interval (Bonett and Wright "
+        "2000).",
+        "Of the largest |x| / rms of what a part receives with the KL divergence when it is "
+        "quantized alone.",
+    )
+    return _of_rows("correlation", "Outliers of inputs and damage", notes, rows)
 
 
 PASSKEYS = {
@@ -549,26 +527,20 @@ PASSKEYS = {
 }
 
 
-def passkeys(records: Sequence[Record]) -> Iterator[Table]:
+def passkeys(records: Sequence[Record]) -> list[Table]:
     """The softpick paper's tables 5 and 7: accuracy by length."""
+    found = []
     for metric, (title, note) in PASSKEYS.items():
         scored = by_length(records, metric)
-        lengths = sorted({length for found in scored.values() for length in found})
-        if scored:
-            yield Table(
-                name=f"passkey-{metric.replace('_', '-')}",
-                title=title,
-                notes=(
-                    note,
-                    "Chance: a score that guessed digits reach at least once in "
-                    f"{round(1 / AT_CHANCE)} runs.",
-                ),
-                head=("Cell", *map(str, lengths)),
-                rows=tuple(
-                    (cell, *(passkey_text(found.get(length)) for length in lengths))
-                    for cell, found in scored.items()
-                ),
-            )
+        lengths = sorted({length for scores in scored.values() for length in scores})
+        rows = [
+            {"Cell": cell, **{str(n): passkey_text(scores.get(n)) for n in lengths}}
+            for cell, scores in scored.items()
+        ]
+        runs = round(1 / AT_CHANCE)
+        chance = f"Chance: a score that guessed digits reach at least once in {runs} runs."
+        found += _of_rows(f"passkey-{metric.replace('_', '-')}", title, (note, chance), rows)
+    return found
 
 
 def by_length(records: Sequence[Record], metric: str) -> dict[str, dict[int, Score]]:

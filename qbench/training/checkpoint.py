@@ -74,9 +74,9 @@ def save_state(
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file(tensors, making, {"progress": text, "sha256": _checksum(text, tensors)})
-        _flush(making)
+        with making.open("rb") as file:
+            os.fsync(file.fileno())
         making.replace(path)
-        _flush(path.parent)
     except OSError as error:
         raise OutputError(f"{path}: cannot be written ({reason(error)})") from None
     finally:
@@ -122,14 +122,6 @@ def _checksum(progress: str, tensors: dict[str, Tensor]) -> str:
         total.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
         total.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
     return total.hexdigest()
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def save_checkpoint(

@@ -180,7 +180,6 @@ class Trainer:
         self.path = folder / LAST
         self.step = Step(model, recipe, processes)
         self.progress = Progress(settings=settings)
-        self.final_loss: float | None = None  # the last mean; None where no step was taken
         self._log: Log | None = None  # of the main process
         self._values: list[Tensor] = []  # [loss, gradient norm] of each step since the last log
         self._began = 0.0
@@ -251,7 +250,6 @@ class Trainer:
         seconds = time.monotonic() - self._began
         self._values = []
         self._require_sane(loss, norm)
-        self.final_loss = loss
         progress.lowest_loss = min(loss, progress.lowest_loss or math.inf)
         if self._log is not None:
             step, speed = progress.step, count * recipe.batch.tokens / seconds

@@ -57,24 +57,16 @@ def train_recipe(
         name = run_name(normalizer, seed)
         folder = out / name
         settings = settings_digest(recipe, files, normalizer, seed)
-        known = finished(folder, settings)
-        if known is not None:
+        record = finished(folder, settings)
+        if record is not None:
             say(f"{name}: trained already")
-            found.append(known)
-            continue
-        with _alone(folder, processes), deterministic(recipe.compute.deterministic):
-            record = _trained(
-                recipe,
-                files,
-                folder,
-                normalizer,
-                seed,
-                processes=processes,
-                settings=settings,
-                say=say,
-                trackers=trackers,
-                stop_after=stop_after,
-            )
+        else:
+            with _alone(folder, processes), deterministic(recipe.compute.deterministic):
+                record = _trained(
+                    recipe, files, folder, normalizer, seed, processes=processes,
+                    settings=settings, say=lambda line, name=name: say(f"{name}: {line}"),
+                    trackers=trackers, stop_after=stop_after,
+                )  # fmt: skip
         if record is not None:
             found.append(record)
     return found
@@ -155,12 +147,12 @@ def _trained(
         recipe.model, normalizer=normalizer, seed=seed, device=processes.device,
         attention=recipe.compute.attention, tokens=ids,
     )  # fmt: skip
-    say(f"{name}: {model.num_parameters():,} parameters, {attention}")
+    say(f"{model.num_parameters():,} parameters, {attention}")
     trainer = Trainer(
         recipe, model, folder=state, processes=processes, settings=settings,
         evaluator=evaluator(recipe, files, DTYPES[recipe.compute.precision]),
         best=lambda one: save(one, folder / BEST),
-        say=lambda line: say(f"{name}: {line}"),
+        say=say,
     )  # fmt: skip
     progress = trainer.train(
         sequences(recipe, files),
@@ -174,9 +166,7 @@ def _trained(
     if progress.step < recipe.steps:
         return None
     lines = read_log(state / LOG) if (state / LOG).is_file() else []
-    final = trainer.final_loss
-    if final is None:  # written again from the last state
-        final = next((line["loss"] for line in reversed(lines) if line["kind"] == "step"), None)
+    losses = [line["loss"] for line in lines if line["kind"] == "step"]
     record = Training(
         name=recipe.name,
         normalizer=normalizer,
@@ -197,7 +187,7 @@ def _trained(
         parameters=model.num_parameters(),
         steps=progress.step,
         tokens=progress.step * recipe.batch.tokens,
-        final_loss=final,
+        final_loss=losses[-1] if losses else None,
         best_step=progress.best_step,
         best_loss=progress.best_loss,
         watched=tuple(
