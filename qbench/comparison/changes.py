@@ -310,21 +310,19 @@ def compare_cells(a: Store, cell: str, b: Store, other: str) -> Changes:
 
     Raises ResultsError where one has no sound score, or they score different data.
     """
-    sides = []
+    sides, names = [], []
     for store, name in ((a, cell), (b, other)):
         results = read_results(store)
         if name in results.broken:
             raise ResultsError(f"{store.directory}: {name}: {results.broken[name]}")
         if name not in results.cells:
             raise ResultsError(f"{store.directory}: {name}: no such cell in grid.json")
-        told = name if a.directory == b.directory else f"{store.name}: {name}"
-        found = {f"{other} {MINUS} {cell}": results.cells[name]}
-        sides.append(ResultSet(name=told, cells=found, broken={}))
-    old, new = sides
-    lines = compare_sets(old, new)
+        sides.append(results.cells[name])
+        names.append(name if a.directory == b.directory else f"{store.name}: {name}")
+    lines = compare_pairs({f"{other} {MINUS} {cell}": sides})
     if not lines:
         raise ResultsError(f"{cell} and {other} have no score in common")
-    return Changes(old=old.name, new=new.name, lines=tuple(lines), problems=())
+    return Changes(old=names[0], new=names[1], lines=tuple(lines), problems=())
 
 
 MOST_PAIRED = 4  # quantized precisions whose pairs are all shown unasked
@@ -352,39 +350,39 @@ def compare_precisions(store: Store, checkpoint: str, against: str | None) -> tu
         pairs = list(combinations(quantized, 2)) if len(quantized) <= MOST_PAIRED else []
     else:
         pairs = [(against, other) for other in quantized if other != against]
-    old, new = (
-        ResultSet(
-            name=checkpoint,
-            cells={
-                f"{pair[1]} {MINUS} {pair[0]}": cells[f"{checkpoint}/{pair[side]}"]
-                for pair in pairs
-            },
-            broken={},
-        )
-        for side in (0, 1)
-    )
-    return tuple(compare_sets(old, new))
+    found = {
+        f"{later} {MINUS} {first}": (cells[f"{checkpoint}/{first}"], cells[f"{checkpoint}/{later}"])
+        for first, later in pairs
+    }
+    return tuple(compare_pairs(found))
 
 
 def compare_sets(old: ResultSet, new: ResultSet) -> list[Change]:
-    """Every metric that a cell has on both sides; p-values adjusted over all of them.
+    """As ``compare_pairs``, of the cells that both have."""
+    shared = [cell for cell in old.cells if cell in new.cells]
+    return compare_pairs({cell: (old.cells[cell], new.cells[cell]) for cell in shared})
+
+
+def compare_pairs(pairs: Mapping[str, Sequence[CellResults]]) -> list[Change]:
+    """Every metric that both of a pair, old and new, have; p-values adjusted over all of them.
 
     Raises ResultsError where a task's definition or data differ.
     """
     lines = []
-    for cell, before in old.cells.items():
-        after = new.cells.get(cell)
-        if after is None:
-            continue
+    for cell, (before, after) in pairs.items():
         _same_tasks(cell, before, after)
-        for name, score in before.scores.items():
-            if name in after.scores:
-                lines.append(_change(cell, name, score, before, after))
-    tested = [index for index, line in enumerate(lines) if line.effect]
-    adjusted = adjust([lines[index].effect for index in tested])
-    for index, one in zip(tested, adjusted, strict=True):
-        lines[index] = dataclasses.replace(lines[index], effect=one)
-    return lines
+        lines += [
+            change(cell, name, before, after) for name in before.scores if name in after.scores
+        ]
+    return adjusted(lines)
+
+
+def adjusted(lines: Sequence[Change]) -> list[Change]:
+    """The same lines with p-values adjusted over all that have one."""
+    effects = iter(adjust([line.effect for line in lines if line.effect]))
+    return [
+        dataclasses.replace(line, effect=next(effects)) if line.effect else line for line in lines
+    ]
 
 
 def _other_precisions(old: ResultSet, new: ResultSet) -> list[str]:
@@ -434,7 +432,9 @@ def _trained_alike(folder: Store, results: ResultSet) -> None:
         raise ResultsError(f"{folder.directory}: {found[0]} Compare models that were trained alike")
 
 
-def _change(cell: str, name: Name, score: Score, before: CellResults, after: CellResults) -> Change:
+def change(cell: str, name: Name, before: CellResults, after: CellResults) -> Change:
+    """Of one score on the documents that both saw; its p-value is not adjusted."""
+    score = before.scores[name]
     columns = {"new": after.columns[name], "old": before.columns[name]}
     panel = Panel.of(columns)
     found = None

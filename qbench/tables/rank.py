@@ -4,9 +4,8 @@ significantly worse."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 
-from qbench.comparison.changes import CellResults, Change, ResultSet, compare_sets, read_results
+from qbench.comparison.changes import CellResults, adjusted, change, read_results
 from qbench.comparison.lines import Comparison, Entry, Line, redundant
 from qbench.errors import ResultsError
 from qbench.store import Store
@@ -122,24 +121,17 @@ def _worse(
     found: list[tuple[Line, str, str, list[str]]], results: Mapping[str, CellResults]
 ) -> dict[tuple[str, str, str], bool]:
     """By cell, task and metric: whether it is significantly worse than the best."""
-    old, new = {}, {}
-    for line, checkpoint, best, others in found:
-        for other in others:
-            name = f"{line.task}\n{line.metric}\n{checkpoint}/{other}"
-            new[name] = _only(results[f"{checkpoint}/{other}"], line)
-            old[name] = _only(results[f"{checkpoint}/{best}"], line)
-    sides = (ResultSet(name="", cells=side, broken={}) for side in (old, new))
-    changes: dict[str, Change] = {one.cell: one for one in compare_sets(*sides)}
-    told = {}
-    for name in new:
-        task, metric, cell = name.split("\n")
-        change = changes.get(name)
-        p = change.effect.p_holm if change is not None and change.effect is not None else None
-        told[cell, task, metric] = p is not None and p < ALPHA
-    return told
-
-
-def _only(cell: CellResults, line: Line) -> CellResults:
-    """One score of a cell."""
-    name = line.task, line.metric
-    return replace(cell, scores={name: cell.scores[name]}, columns={name: cell.columns[name]})
+    changes = [
+        change(
+            f"{checkpoint}/{other}",
+            (line.task, line.metric),
+            results[f"{checkpoint}/{best}"],
+            results[f"{checkpoint}/{other}"],
+        )
+        for line, checkpoint, best, others in found
+        for other in others
+    ]
+    return {
+        (one.cell, one.task, one.metric): bool(one.effect) and one.effect.p_holm < ALPHA
+        for one in adjusted(changes)
+    }
