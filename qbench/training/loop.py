@@ -27,7 +27,7 @@ from transformers import LlamaForCausalLM
 from qbench.code import code_digest, digest_of
 from qbench.errors import EvaluationError, TrainingError, UnavailableError
 from qbench.machine import environment
-from qbench.records import TrainingSession
+from qbench.records import TrainingSample, TrainingSession
 from qbench.training.checkpoint import (
     LAST,
     Progress,
@@ -37,7 +37,6 @@ from qbench.training.checkpoint import (
     save_state,
 )
 from qbench.training.data import Sequences, dataloader
-from qbench.training.evaluate import Evaluator
 from qbench.training.log import Log
 from qbench.training.model import Loss, adamw, flops_per_token, learning_rate
 from qbench.training.recipe import Compute, TrainingRecipe
@@ -169,14 +168,14 @@ class Trainer:
         folder: Path,
         processes: PartialState,
         settings: str,
-        evaluator: Evaluator,
+        evaluate: Callable[[LlamaForCausalLM, int], TrainingSample],
         best: Callable[[LlamaForCausalLM], object],
         say: Callable[[str], None],
     ) -> None:
         """``settings``: digest of all that shapes the run. The initial weights of ``model`` are
         replaced where the state has later ones. Raises TrainingError for another run's state."""
         self.recipe, self.model, self.processes = recipe, model, processes
-        self.evaluator, self.best, self.say = evaluator, best, say
+        self.evaluate, self.best, self.say = evaluate, best, say
         self.path = folder / LAST
         self.step = Step(model, recipe, processes)
         self.progress = Progress(settings=settings)
@@ -291,7 +290,7 @@ class Trainer:
         if self._log is not None:
             try:
                 with deterministic(False):  # medians have no deterministic kernel
-                    sample = self.evaluator.evaluate(self.model, progress.step)
+                    sample = self.evaluate(self.model, progress.step)
             except EvaluationError as error:
                 raise TrainingError(f"step {progress.step}: on held-out text {error}") from None
             self._log.write("watch", **sample.model_dump())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
@@ -19,7 +19,8 @@ from qbench.records import Name
 class Compute(Strict):
     """``bfloat16``: float32 weights and optimizer, passes in bfloat16 under autocast with a
     bfloat16 residual stream. ``deterministic``: the same bits from the same start, which resuming
-    rests on. ``compile``: torch.compile's mode, or false. ``graphs``: the model compiled whole
+    rests on. ``compile``: torch.compile's mode, or false; none with CUDA graphs, where a step's
+    second pass overwrites the gradients of its first. ``graphs``: the model compiled whole
     (``auto``), or layer by layer, so that gradients are averaged over the GPUs while earlier
     layers' are still computed: for slow links, as it keeps the host busier than the GPUs.
     ``travel``: what gradients are averaged in."""
@@ -31,18 +32,7 @@ class Compute(Strict):
     travel: Literal["float32", "bfloat16"] = "float32"
     deterministic: Flag = True
 
-    @field_validator("compile", mode="before")
-    @classmethod
-    def _without_graphs_of_cuda(cls, mode: Any) -> Any:
-        if mode in ("reduce-overhead", "max-autotune"):
-            raise ValueError(
-                f"{mode} replays CUDA graphs, where a step's second pass overwrites the gradients "
-                "of its first; use default, max-autotune-no-cudagraphs and false"
-            )
-        return mode
 
-
-T = TypeVar("T")
 MOST_STEPS = 10**8
 Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
@@ -197,12 +187,15 @@ class TrainingRecipe(Strict):
             if name not in NORMALIZERS:
                 known = ", ".join(NORMALIZERS)
                 raise ValueError(f"unknown normalizer {shown(name)}; known: {known}")
-        return _once(value)
+        return value
 
-    @field_validator("seeds")
+    @field_validator("normalizers", "seeds")
     @classmethod
-    def _seeds_once(cls, value: tuple[int, ...]) -> tuple[int, ...]:
-        return _once(value)
+    def _once(cls, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        for index, value in enumerate(values):
+            if value in values[:index]:
+                raise ValueError(f"{value} is listed twice")
+        return values
 
     @model_validator(mode="after")
     def _has_parameters(self) -> TrainingRecipe:
@@ -273,13 +266,6 @@ class TrainingRecipe(Strict):
         )
         found["optimizer"]["muon_learning_rate"] = None  # as when there was Muon
         return found
-
-
-def _once(values: tuple[T, ...]) -> tuple[T, ...]:
-    for index, value in enumerate(values):
-        if value in values[:index]:
-            raise ValueError(f"{value} is listed twice")
-    return values
 
 
 def _known_keys(location: tuple[int | str, ...]) -> str:

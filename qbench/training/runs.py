@@ -6,12 +6,14 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
+import torch
 from accelerate import PartialState
 from filelock import FileLock, Timeout
 from pydantic import ValidationError
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from qbench.errors import TrainingError
 from qbench.files import clean_temporaries, file_digest, write_atomically
@@ -25,8 +27,8 @@ from qbench.records import (
 )
 from qbench.training import checkpoint
 from qbench.training.checkpoint import require_same
-from qbench.training.data import TokenFiles, first_token, require_data, sequences
-from qbench.training.evaluate import evaluator
+from qbench.training.data import TokenFiles, first_token, require_data, sequences, watched_rows
+from qbench.training.evaluate import evaluate
 from qbench.training.log import FILE as LOG
 from qbench.training.log import Log, open_trackers, plot, read_log
 from qbench.training.loop import Trainer, deterministic
@@ -150,7 +152,12 @@ def _trained(
     say(f"{model.num_parameters():,} parameters, {attention}")
     trainer = Trainer(
         recipe, model, folder=state, processes=processes, settings=settings,
-        evaluator=evaluator(recipe, files, DTYPES[recipe.compute.precision]),
+        evaluate=partial(
+            evaluate,
+            ids=torch.tensor(watched_rows(recipe, files)),
+            tokenizer=PreTrainedTokenizerFast.from_pretrained(files.folder),
+            dtype=DTYPES[recipe.compute.precision],
+        ),
         best=lambda one: save(one, folder / BEST),
         say=say,
     )  # fmt: skip

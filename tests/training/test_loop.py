@@ -117,19 +117,19 @@ def test_the_log_has_a_line_for_each_look_and_each_logged_step(tmp_path, train, 
 
 def test_a_look_measures_what_analyze_measures(tmp_path, train, tokens):
     from qbench.analysis.measure import measure
-    from qbench.training.data import read_token_files
-    from qbench.training.evaluate import evaluator
+    from qbench.training.data import read_token_files, watched_rows
     from qbench.training.recipe import TrainingRecipe
 
     [record] = train(tmp_path, normalizers=["softmax"])
     recipe = TrainingRecipe.load(tmp_path / "recipe.yaml")
     files = read_token_files(tokens)
-    texts = evaluator(recipe, files, torch.float32)
-    assert texts.ids.shape == (4, 16)
-    assert (texts.ids[:, 0] == 1).all()
-    assert not (texts.ids[:, 1:] == 1).any()  # no BOS of a document after ours
+    ids = torch.tensor(watched_rows(recipe, files))
+    assert ids.shape == (4, 16)
+    assert (ids[:, 0] == 1).all()
+    assert not (ids[:, 1:] == 1).any()  # no BOS of a document after ours
     model = load_model(find(str(tmp_path / "softmax-seed3")), dtype=torch.float32, device="cpu")
-    found = measure(model, texts.ids, tokenizer=texts.tokenizer, linears=(), batch=4)
+    tokenizer = load_tokenizer(find(str(tmp_path / "softmax-seed3")))
+    found = measure(model, ids, tokenizer=tokenizer, linears=(), batch=4)
     last = record.watched[-1]  # the checkpoint is in bfloat16, what was looked at in float32
     assert last.kurtosis == pytest.approx(found.hidden.kurtosis, rel=0.05)
     assert last.loss == pytest.approx(torch.tensor(found.perplexity).log().item(), abs=0.02)

@@ -31,10 +31,7 @@ SHIPPED = sorted((Path(__file__).parents[2] / "recipes" / "train").glob("*.yaml"
         ({"optimizer": {"learning_rate": float("inf")}}, "finite"),
         ({"optimizer": {"learning_rate": 0}}, "greater than 0"),
         ({"compute": {"compile": True}}, "compute.compile"),
-        (
-            {"compute": {"compile": "reduce-overhead"}},
-            "reduce-overhead replays CUDA graphs",
-        ),
+        ({"compute": {"compile": "reduce-overhead"}}, "'max-autotune-no-cudagraphs'"),
         ({"compute": {"precision": "float16"}}, "'bfloat16' or 'float32'"),
         ({"log_every": 2.5}, "log_every"),
     ],
