@@ -17,8 +17,12 @@ from qbench.attention.transformers import batch_invariant
 from qbench.cache import distributions_folder
 from qbench.cell_result import CellResult
 from qbench.checkpoints.find import elements, read_headers
-from qbench.checkpoints.load import load_model, load_tokenizer
-from qbench.checkpoints.prequantized import load_prequantized, without_weights
+from qbench.checkpoints.load import (
+    load_model,
+    load_prequantized,
+    load_tokenizer,
+    without_weights,
+)
 from qbench.code import code_digest
 from qbench.errors import AuditError, QbenchError, ResultsError, UnavailableError, failure_line
 from qbench.evaluation.baseline import BaselineReader, baseline_file, read_baseline

@@ -9,8 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from qbench.checkpoints import find
-from qbench.checkpoints.checks import require_finite
-from qbench.checkpoints.load import load_model
+from qbench.checkpoints.load import load_model, require_finite
 from qbench.errors import CheckpointError
 
 SMALL = {

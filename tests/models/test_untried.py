@@ -11,8 +11,7 @@ from tiny import tiny_model, write_tiny
 
 from qbench.attention.transformers import attend
 from qbench.checkpoints import find
-from qbench.checkpoints.checks import own_logits, require_ours
-from qbench.checkpoints.load import load_model
+from qbench.checkpoints.load import load_model, own_logits, require_ours
 from qbench.checkpoints.supported import CLASSES, model_support
 from qbench.errors import UnavailableError
 
