@@ -10,7 +10,7 @@ from itertools import combinations
 from qbench.comparison import explain
 from qbench.comparison.lines import Comparison, judge
 from qbench.errors import ResultsError
-from qbench.metrics import REDUNDANT, base_metric, is_percentage
+from qbench.metrics import REDUNDANT, is_percentage
 from qbench.records import Precision, Record, Score, Trained
 from qbench.statistics import Column, Effect, Panel, SeedEffect, adjust, effect, over_seeds, value
 from qbench.store import Store
@@ -251,11 +251,6 @@ class Change:
     def told(self) -> str:
         """The cell, with its precision."""
         return f"{self.cell} ({self.precision})" if self.precision else self.cell
-
-    @property
-    def base_metric(self) -> str:
-        """The metric without lm-eval's filter."""
-        return base_metric(self.metric)
 
     @property
     def percent(self) -> bool:

@@ -128,7 +128,6 @@ def _entry(
                 value=score.value,
                 stderr=score.stderr,
                 documents=score.documents,
-                audited=record.audit is not None,
             )
     if task in record.failed_tasks:
         return Entry(**names, status="failed", key=cell.key, reason=record.failed_tasks[task])

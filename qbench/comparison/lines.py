@@ -95,7 +95,6 @@ class Entry:
     value: float | None = None  # as lm-eval gives it: accuracies are fractions
     stderr: float | None = None
     documents: int | None = None
-    audited: bool = False
     reason: str = ""  # why there is no number
 
     @property

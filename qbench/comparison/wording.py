@@ -8,10 +8,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from qbench.comparison.lines import Line, SeedLine, redundant
-from qbench.text import NO_VALUE, number, ratio
+from qbench.text import NO_VALUE, metric_title, number, ratio
 
 if TYPE_CHECKING:
+    from qbench.comparison.changes import Change
     from qbench.comparison.lines import Comparison
+    from qbench.records import GroupScore, Score
     from qbench.statistics import Effect, SeedEffect
 
 
@@ -20,8 +22,9 @@ MOSTLY_SEEDS = "§"
 RATIO_NOTE = f"{TIMES}: perplexities are compared by their ratio, computed on logarithms."
 
 
-def arrow(line: Line) -> str:
-    return "↑" if line.higher_is_better else "↓"
+def metric_text(one: Line | Change | Score | GroupScore) -> str:
+    """The metric with the arrow of what is better: ``Acc ↑``."""
+    return f"{metric_title(one.metric)} {'↑' if one.higher_is_better else '↓'}"
 
 
 def effect_text(effect: Effect | SeedEffect | None, *, percent: bool) -> str:

@@ -12,6 +12,7 @@ from qbench.comparison.wording import (
     SEEDS_NOTE,
     effect_text,
     interval_text,
+    metric_text,
 )
 from qbench.metrics import is_percentage
 from qbench.tables.table import Table, markdown
@@ -61,7 +62,7 @@ def _seed_texts(one: SeedChange) -> tuple[str, ...]:
     return (
         f"{one.group}/{one.quantizer}",
         score.label,
-        f"{metric_title(score.metric)} {'↑' if score.higher_is_better else '↓'}",
+        metric_text(score),
         effect_text(one.effect, percent=percent),
         interval_text(one.effect, percent=percent),
         f"{one.effect.p:.2g}",
@@ -75,7 +76,7 @@ def _texts(line: Change) -> tuple[str, ...]:
     return (
         line.told,
         line.label,
-        f"{metric_title(line.metric)} {'↑' if line.higher_is_better else '↓'}",
+        metric_text(line),
         number(line.old, **shown),
         number(line.new, **shown),
         number(effect.difference if effect else line.new - line.old, signed=True, **shown)

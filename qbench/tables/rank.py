@@ -7,11 +7,12 @@ from collections.abc import Iterator, Mapping
 
 from qbench.comparison.changes import CellResults, adjusted, change, read_results
 from qbench.comparison.lines import Comparison, Entry, Line, redundant
+from qbench.comparison.wording import metric_text
 from qbench.errors import ResultsError
 from qbench.store import Store
 from qbench.tables.scores import entry_text, gib
 from qbench.tables.table import Table
-from qbench.text import NO_VALUE, metric_title, significant
+from qbench.text import NO_VALUE, significant
 
 ALPHA = 0.05
 NOTES = (
@@ -47,7 +48,7 @@ def ranking(comparison: Comparison, store: Store, max_gib: float | None = None) 
         rows.append(
             (
                 line.label,
-                f"{metric_title(line.metric)} {'↑' if line.higher_is_better else '↓'}",
+                metric_text(line),
                 checkpoint,
                 best,
                 NO_VALUE if size is None else significant(size),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from qbench.comparison.changes import MOST_PAIRED, training_notes
 from qbench.comparison.lines import Comparison, Entry, Line, redundant
-from qbench.comparison.wording import RATIO_NOTE, arrow, effect_text, interval_text
+from qbench.comparison.wording import RATIO_NOTE, effect_text, interval_text, metric_text
 from qbench.metrics import is_percentage
 from qbench.published import printed
 from qbench.records import Damage, Record, TaskDamage
@@ -375,7 +375,7 @@ def pair_tables(comparison: Comparison) -> list[Table]:
     for one in sorted(comparison.pairs, key=lambda one: order.index((one.task, one.metric))):
         effect, shown = one.effect, {"percent": one.percent}
         p = NO_VALUE if effect is None or effect.p_holm is None else f"{effect.p_holm:.2g}"
-        name = f"{metric_title(one.metric)} {'↑' if one.higher_is_better else '↓'}"
+        name = metric_text(one)
         texts = (effect_text(effect, **shown), interval_text(effect, **shown), p)
         rows.append((one.label, name, one.told, *texts, str(one.documents)))
     if not rows:
@@ -405,7 +405,7 @@ def group_tables(comparison: Comparison) -> list[Table]:
         for known in dict.fromkeys(name for of_one in scores for name in of_one):
             like = next(of_one[known] for of_one in scores if known in of_one)
             texts = [_group_text(of_one.get(known)) for of_one in scores]
-            name = f"{metric_title(like.metric)} {'↑' if like.higher_is_better else '↓'}"
+            name = metric_text(like)
             rows.append((like.label, name, quantizer, *texts, str(like.documents)))
     if not rows:
         return []
@@ -439,7 +439,7 @@ def line_names(line: Line) -> tuple[str, str, str]:
     quantizer = line.quantizer
     if line.precision.in_parts:
         quantizer += f" ({line.precision.words})"
-    return line.label, f"{metric_title(line.metric)} {arrow(line)}", quantizer
+    return line.label, metric_text(line), quantizer
 
 
 def effect_texts(effect: Effect | None, line: Line) -> tuple[str, str]:
