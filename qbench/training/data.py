@@ -6,20 +6,20 @@ Imports no torch before a batch is made.
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
-from pydantic import AfterValidator, Field, ValidationError
+from pydantic import Field, ValidationError
 
-from qbench.checkpoints.find import HUB_ID, READ
+from qbench.checkpoints.find import READ
 from qbench.errors import DataError, RecipeError
 from qbench.files import file_digest
 from qbench.records import Digest, Line, RecordModel
@@ -34,11 +34,6 @@ TOKENIZER = "tokenizer.json"
 PARTS = ("train", "held_out")
 Part = Literal["train", "held_out"]
 NOT_TOKENIZER = ("config.json", "generation_config.json", "*.index.json")
-
-
-def _without_place(named: str) -> str:
-    """A hub id as it is, a path by its last part, as sources are named."""
-    return named if HUB_ID.fullmatch(named) else PurePath(named).name or named
 
 
 class TokenArray(RecordModel):
@@ -69,7 +64,7 @@ class AboutTokens(RecordModel):
     bos_of_documents: bool
     eos_of_documents: bool
     # hub id, name of a local folder, or how it was learnt
-    tokenizer: Annotated[Line, AfterValidator(_without_place)]
+    tokenizer: Line
     tokenizer_digest: Digest
     sources: tuple[TextSource, ...]
     licences: Line = ""
@@ -154,11 +149,6 @@ def copy_tokenizer(source: Path, target: Path) -> None:
         shutil.copyfile(path, target / path.name)
 
 
-def write_about(folder: Path, about: AboutTokens) -> None:
-    text = json.dumps(about.model_dump(mode="json"), indent=2) + "\n"
-    (folder / ABOUT).write_text(text, encoding="utf-8")
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Sequences:
     """Token ids cut into rows of ``context`` + 1: every token but the first is predicted.
@@ -175,19 +165,12 @@ class Sequences:
         usable = len(self.tokens) - (self.bos is None)
         return max(0, usable // self.context)
 
-    def row(self, index: int) -> NDArray[np.int64]:
-        """[context + 1]."""
-        start = index * self.context
-        if self.bos is None:
-            return self.tokens[start : start + self.context + 1].astype(np.int64)
-        row = np.empty(self.context + 1, np.int64)
-        row[0] = self.bos
-        row[1:] = self.tokens[start : start + self.context]
-        return row
-
     def rows(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """[len(indices), context + 1]."""
-        return np.stack([self.row(int(index)) for index in indices])
+        length = self.context + (self.bos is None)
+        starts = np.asarray(indices) * self.context
+        found = sliding_window_view(self.tokens, length)[starts].astype(np.int64)
+        return found if self.bos is None else np.insert(found, 0, self.bos, axis=1)
 
 
 def sample_indices(step: int, *, rows: int, of: int, seed: int) -> NDArray[np.int64]:

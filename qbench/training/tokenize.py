@@ -24,6 +24,7 @@ from qbench.checkpoints.find import HUB_ID, READ
 from qbench.errors import DataError, RecipeError, first_line
 from qbench.files import clean_temporaries, file_digest, temporary
 from qbench.training.data import (
+    ABOUT,
     PARTS,
     TOKENIZER,
     AboutTokens,
@@ -31,7 +32,6 @@ from qbench.training.data import (
     TokenArray,
     copy_tokenizer,
     tokenizer_digest,
-    write_about,
 )
 
 WORDS = 13
@@ -294,7 +294,8 @@ def tokenize(
             named = found.resolve().name if local else str(tokenizer)
             copy_tokenizer(found, making)
         about = _write(sources, making, named, settings, progress or (lambda *_: None))
-        write_about(making, about)
+        text = about.model_dump_json(indent=2) + "\n"
+        (making / ABOUT).write_text(text, encoding="utf-8")
         making.replace(out)
     finally:
         shutil.rmtree(making, ignore_errors=True)

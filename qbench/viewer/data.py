@@ -346,12 +346,11 @@ def _found(store: Store, cell: int) -> Record:
 def cell_page(store: Store, cell: int) -> Json:
     """All of a record, with its key's parts as dotted names."""
     record = _found(store, cell)
-    status, reason = judge(record)
+    _, reason = judge(record)
     whole = record.model_dump(mode="python", exclude={"key_parts", "started", "finished"})
     return {
         **whole,
         "cell": record.cell,
-        "judged": status,
         "reason": reason,
         "precision_name": record.precision.name,
         "key_parts": dict(flat(record.key_parts)),

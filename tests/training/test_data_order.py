@@ -18,14 +18,13 @@ TOKENS = np.arange(1000, dtype=np.uint16)
 def test_rows_follow_one_another_without_a_gap():
     rows = Sequences(tokens=TOKENS, context=10, bos=None)
     assert len(rows) == 99
-    assert rows.row(0).tolist() == list(range(11))
-    assert rows.row(98).tolist() == list(range(980, 991))
+    assert rows.rows([0, 98]).tolist() == [list(range(11)), list(range(980, 991))]
 
 
 def test_with_bos_first_every_row_begins_with_it():
     rows = Sequences(tokens=TOKENS, context=10, bos=7)
     assert len(rows) == 100
-    assert rows.row(99).tolist() == [7, *range(990, 1000)]
+    assert rows.rows([99]).tolist() == [[7, *range(990, 1000)]]
 
 
 def test_an_epoch_takes_every_sequence_once_in_an_order_of_its_own():

@@ -114,21 +114,8 @@ def test_the_tokenizer_lies_beside_the_tokens(tokens, tokenizer_folder):
         assert (tokens / name).read_bytes() == (tokenizer_folder / name).read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("named", "read"),
-    [("/data/models/mine", "mine"), ("~/mine/", "mine"), ("../a/mine", "mine"),
-     ("owner/name", "owner/name"), ("learnt from the text, 300 entries",) * 2],
-)  # fmt: skip
-def test_a_place_that_older_token_files_name_is_not_taken_along(tmp_path, tokens, named, read):
-    old = shutil.copytree(tokens, tmp_path / "old")
-    about = json.loads((old / "tokens.json").read_text())
-    (old / "tokens.json").write_text(json.dumps(about | {"tokenizer": named}))
-    assert read_token_files(old).about.tokenizer == read
-
-
 @pytest.mark.parametrize("name", ["train.bin", "held_out.bin", "tokenizer.json"])
 def test_a_changed_byte_is_noticed(tmp_path, tokens, name):
-    import shutil
 
     copy = tmp_path / "copy"
     shutil.copytree(tokens, copy)
