@@ -13,7 +13,7 @@ import typer
 from qbench import export as formats
 from qbench import published as papers
 from qbench.cli.options import Folder, Run, open_store, to_folder
-from qbench.comparison.explain import find_cell, find_record, text
+from qbench.comparison.explain import find_cell, text
 from qbench.comparison.lines import judge
 from qbench.errors import ResultsError
 from qbench.files import require_folder
@@ -38,7 +38,7 @@ def explain(
     qbench explain results/a/softpick/gptq-4bit results/b/softpick/gptq-4bit
     ```
     """
-    typer.echo(text(find_record(a), find_record(b)))
+    typer.echo(text(find_cell(a)[1], find_cell(b)[1]))
 
 
 def show(

@@ -64,9 +64,11 @@ def elsewhere(store: Store, cell: GridCell) -> str | None:
 
 def _lines(grid: Grid, records: Mapping[str, Record]) -> Iterable[Line]:
     cells = {(cell.checkpoint, cell.quantizer): cell for cell in grid.cells}
+    quantized = {cell.quantizer: cell.quantized for cell in grid.cells}
+    quantizers = sorted((q for q in grid.quantizers if q in quantized), key=lambda q: quantized[q])
     for task in grid.tasks:
         known = _metrics(task, records.values())
-        for quantizer in _unquantized_first(grid):
+        for quantizer in quantizers:
             row = [cells.get((checkpoint, quantizer)) for checkpoint in grid.checkpoints]
             first = next(cell for cell in row if cell is not None)
             for metric, like in known.items():
@@ -85,11 +87,6 @@ def _lines(grid: Grid, records: Mapping[str, Record]) -> Iterable[Line]:
                         for checkpoint, cell in zip(grid.checkpoints, row, strict=True)
                     ),
                 )
-
-
-def _unquantized_first(grid: Grid) -> list[str]:
-    quantized = {cell.quantizer: cell.quantized for cell in grid.cells}
-    return sorted((q for q in grid.quantizers if q in quantized), key=lambda q: quantized[q])
 
 
 def _metrics(task: str, records: Iterable[Record]) -> dict[str, Score | None]:

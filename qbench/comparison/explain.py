@@ -24,13 +24,8 @@ class Difference:
     b: str
 
 
-def explain(a: Record, b: Record) -> list[Difference]:
-    """Every part of the keys that differs, in the order of the key; none: the same key."""
-    return differences(a.key_parts, b.key_parts)
-
-
 def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
-    """The same of two keys' parts."""
+    """Every part of two keys that differs, in the order of the key; none: the same key."""
     left, right = (dict(flat(parts)) for parts in (a, b))
     return [
         Difference(part=part, a=left.get(part, ABSENT), b=right.get(part, ABSENT))
@@ -41,7 +36,7 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
 
 def text(a: Record, b: Record) -> str:
     """The differences, one a line, aligned."""
-    found = explain(a, b)
+    found = differences(a.key_parts, b.key_parts)
     if not found:
         return f"{a.cell} and {b.cell} have the same key, {a.key[:16]}."
     width = max(len(one.part) for one in found)
@@ -49,14 +44,8 @@ def text(a: Record, b: Record) -> str:
 
 
 def find_cell(name: str, run: str | None = None) -> tuple[Store, Record]:
-    """The record called ``name`` as ``find_record`` finds it, and the store that it lies in."""
-    path = Path(name)
-    record = find_record(name, run)
-    return Store(path.parents[3] if path.is_file() else path.parent.parent, run=run), record
-
-
-def find_record(name: str, run: str | None = None) -> Record:
-    """The record called ``name``: a record's JSON file, or DIR/CHECKPOINT/QUANTIZER.
+    """The record called ``name``, a record's JSON file or DIR/CHECKPOINT/QUANTIZER, and the store
+    that it lies in.
 
     Raises ResultsError where there is none, naming the folder's cells, or it is damaged.
     """
@@ -64,7 +53,8 @@ def find_record(name: str, run: str | None = None) -> Record:
     if path.is_file():
         if b'"key_parts"' not in path.read_bytes():
             raise ResultsError(f"{name}: not a record; name a records/…/KEY.json file")
-        return read(path, Record)
+        above = path.absolute().parents
+        return Store(above[min(3, len(above) - 1)], run=run), read(path, Record)
     if len(path.parts) < 3:
         raise ResultsError(f"{name}: write DIR/CHECKPOINT/QUANTIZER, or a record's JSON file")
     store = Store(path.parent.parent, run=run)
@@ -75,7 +65,7 @@ def find_record(name: str, run: str | None = None) -> Record:
     record = store.get(cells[cell])
     if record is None:
         raise ResultsError(f"{name}: this cell has no record yet; run the recipe again")
-    return record
+    return store, record
 
 
 def flat(parts: Any, prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -124,7 +124,8 @@ def over_seeds(
         return None
     estimates = [one[0] for one in found]  # [seeds] of each group
     terms = [one[1] for one in found]  # [seeds, documents] of each group
-    documents, many = _effective(panel, groups), panel.documents
+    columns = [panel.index[name] for group in groups for signs in group for name in signs]
+    documents, many = effective_documents(panel.weights[:, columns]), panel.documents
     together = sum(one.mean(axis=0) for one in terms)  # [documents]
     # Of the documents' mean squares the part that seeds share is what is left without the rest.
     rest = sum(_rest(one) for one in terms)
@@ -179,11 +180,6 @@ def _contrasts(
     if not np.isfinite(estimates).all():
         return None
     return np.array(estimates), np.array(terms)
-
-
-def _effective(panel: Panel, groups: Sequence[Sequence[Signs]]) -> float:
-    columns = [panel.index[name] for group in groups for signs in group for name in signs]
-    return effective_documents(panel.weights[:, columns])
 
 
 def _rest(terms: Floats) -> float:

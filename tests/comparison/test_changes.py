@@ -6,7 +6,7 @@ import pytest
 from synthetic import make_store, scores
 
 from qbench.comparison.changes import compare_results
-from qbench.comparison.explain import explain, find_record, text
+from qbench.comparison.explain import differences, find_cell, text
 from qbench.errors import ResultsError
 from qbench.store import Store
 from qbench.tables.changes import changes_table
@@ -42,16 +42,22 @@ def test_cells_of_one_side_only_and_failed_ones_are_named(tmp_path):
 def test_explain_names_exactly_the_parts_that_differ(tmp_path):
     store = grid(tmp_path / "a")
     a, b = (store.get(store.grid().cells[index]) for index in (0, 1))
-    assert [one.part for one in explain(a, b)] == ["quantizer.name", "quantizer.bits"]
+    assert [one.part for one in differences(a.key_parts, b.key_parts)] == [
+        "quantizer.name",
+        "quantizer.bits",
+    ]
     assert "quantizer.name  bf16  →  hqq-4bit" in text(a, b)
 
 
-def test_a_record_is_found_by_cell_or_by_file(tmp_path):
+def test_a_record_is_found_by_cell_or_by_file(tmp_path, monkeypatch):
     store = grid(tmp_path / "a")
-    record = find_record(f"{store.directory}/softpick/hqq-4bit")
+    record = find_cell(f"{store.directory}/softpick/hqq-4bit")[1]
     assert record.cell == "softpick/hqq-4bit"
     file = next(store.directory.glob("records/softpick/hqq-4bit/*.json"))
-    assert find_record(str(file)) == record
+    monkeypatch.chdir(file.parent)  # where its name alone says which
+    for name in (str(file), file.name):
+        found, same = find_cell(name)
+        assert (found.directory, same) == (store.directory, record)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +75,7 @@ def test_a_cell_that_is_not_there_is_one_clear_line(tmp_path, monkeypatch, addre
         missing=("softmax/hqq-4bit",),
     )
     with pytest.raises(ResultsError, match=said):
-        find_record(address)
+        find_cell(address)
 
 
 def test_documents_that_only_one_side_saw_are_counted_on_both_sides(tmp_path):
