@@ -40,21 +40,18 @@ def changes_table(changes: Changes) -> str:
         *changes.problems,
     )
     title, rows = f"{changes.new} against {changes.old}", tuple(map(_texts, changes.lines))
-    if not changes.seeds:
-        return markdown([Table(title=title, head=HEAD, rows=rows, notes=notes, words=3)])
-    seeds = tuple(map(_seed_texts, changes.seeds))
-    return markdown(
-        [
-            Table(title=title, head=HEAD, rows=rows, words=3, notes=notes),
+    tables = [Table(title=title, head=HEAD, rows=rows, words=3, notes=notes)]
+    if changes.seeds:
+        tables.append(
             Table(
                 title=f"{title}: over seeds",
                 head=SEEDS_HEAD,
-                rows=seeds,
+                rows=tuple(map(_seed_texts, changes.seeds)),
                 words=3,
                 notes=(*SEED_NOTES, SEEDS_NOTE),
-            ),
-        ]
-    )
+            )
+        )
+    return markdown(tables)
 
 
 def _seed_texts(one: SeedChange) -> tuple[str, ...]:

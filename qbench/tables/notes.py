@@ -9,7 +9,7 @@ from scipy import stats
 
 from qbench.comparison.lines import Comparison, Line
 from qbench.passkey import CHANCE, DIGITS, task_length
-from qbench.records import KVAudit, SampleDifference
+from qbench.records import SampleDifference
 from qbench.text import MINUS, metric_title
 
 
@@ -37,7 +37,8 @@ def cache_notes(comparison: Comparison, lines: Sequence[Line]) -> list[str]:
     found: dict[tuple[int, float], dict[str, dict[str, None]]] = {}
     for line in lines:
         for entry in line.entries:
-            if audit := kv_audit(comparison, entry.cell):
+            record = comparison.records.get(entry.cell)
+            if audit := record and record.audit and record.audit.kv_cache:
                 alike = found.setdefault((audit.tokens, audit.unquantized_bytes_per_token), {})
                 alike.setdefault(line.quantizer, {})[f"{audit.bytes_per_token:,.0f}"] = None
     return [
@@ -46,11 +47,6 @@ def cache_notes(comparison: Comparison, lines: Sequence[Line]) -> list[str]:
         + "."
         for (tokens, whole), alike in found.items()
     ]
-
-
-def kv_audit(comparison: Comparison, cell: str) -> KVAudit | None:
-    record = comparison.records.get(cell)
-    return record.audit.kv_cache if record and record.audit else None
 
 
 AT_CHANCE = 0.05  # a score that guessing reaches in so large a share of runs, or larger

@@ -200,9 +200,11 @@ class Trainer:
         self.step.dataloader = dataloader(source, recipe, self.processes, first=first, seed=seed)
         if self.processes.is_main_process:
             self._log = log(first or -1)
+        own = digest_of([Path(__file__).parent])  # beside the modules that change numbers anywhere
+        code = hashlib.sha256(f"{code_digest()} {own}".encode()).hexdigest()
         session = TrainingSession(
             first_step=first, last_step=first, seconds=0.0, processes=self.processes.num_processes,
-            code=training_code(), environment=environment(self.processes.device.type, LIBRARIES),
+            code=code, environment=environment(self.processes.device.type, LIBRARIES),
         )  # fmt: skip
         progress.sessions.append(session.model_dump(mode="json"))
         started = self._began = time.monotonic()
@@ -344,10 +346,3 @@ def attention_kernels(step: Callable[[], None], device: torch.device) -> list[st
 def peak_tflops(hardware: str) -> float | None:
     """Of a GPU by its name; None for one that was not measured."""
     return next((rate for name, rate in PEAK.items() if name in hardware), None)
-
-
-def training_code() -> str:
-    """A digest of the modules that change numbers anywhere, and of a training's: 64 hexadecimal
-    digits."""
-    own = digest_of([Path(__file__).parent])
-    return hashlib.sha256(f"{code_digest()} {own}".encode()).hexdigest()

@@ -167,6 +167,7 @@ def plain(value: Any) -> Any:
 def overview(results: Results, comparison: Comparison) -> Json:
     grid, store = comparison.grid, results.store
     lines = [one for one in comparison.lines if not redundant(one, comparison.lines)]
+    labels = {line.task: line.label for line in lines}
     tested = any(line.intervals for line in comparison.lines)
     return {
         "version": results.version,
@@ -179,7 +180,7 @@ def overview(results: Results, comparison: Comparison) -> Json:
         "groups": {name: list(members) for name, members in comparison.groups.items()},
         "seeds": bool(grid.replicates),
         "unquantized": comparison.unquantized,
-        "tasks": [{"name": task, "label": _label(task, lines)} for task in grid.tasks],
+        "tasks": [{"name": task, "label": labels.get(task, task)} for task in grid.tasks],
         "skipped": grid.skipped,
         "limit": grid.limit,
         "cells": [_cell(comparison, store, cell) for cell in grid.cells],
@@ -202,10 +203,6 @@ def overview(results: Results, comparison: Comparison) -> Json:
         "summary": training_notes(comparison) if tested else [],
         "problems": [*comparison.problems(), *unreadable(store).values()],
     }
-
-
-def _label(task: str, lines: Sequence[Line]) -> str:
-    return next((line.label for line in lines if line.task == task), task)
 
 
 def _cell(comparison: Comparison, store: Store, cell: GridCell) -> Json:
