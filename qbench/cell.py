@@ -182,7 +182,7 @@ def quantized(
         if settings.needs_calibration:
             assert plan.calibration is not None
             calibration = read_calibration(plan.calibration, tokenizer)
-        found = quantize(
+        model, how = quantize(
             model,
             settings,
             calibration=calibration,
@@ -191,9 +191,9 @@ def quantized(
             normalizer_source=cell.key_parts.get("normalizer source"),
             progress=lambda _, fraction: progress.advance(cell.name, fraction, 1),
         )
-        detail.append(found.detail)
-    _audit(result, found.model, progress)
-    return found.model
+        detail.append(how)
+    _audit(result, model, progress)
+    return model
 
 
 def _audit(result: CellResult, model: PreTrainedModel, progress: Progress) -> None:

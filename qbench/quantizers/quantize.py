@@ -10,7 +10,7 @@ import copy
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +44,6 @@ from qbench.streaming import Stream, bring, storage, stream_of
 TRANSFORM = "qbench_transform"  # attribute of a quantized model: tensors of its transform
 
 
-@dataclass(frozen=True, kw_only=True)
-class Quantized:
-    """A model ready to be scored, and a line on how it came about."""
-
-    model: PreTrainedModel
-    detail: str
-
-
 def backend(settings: Settings) -> Any:
     """The module with the functions of a method, see ``qbench.quantizers.config``."""
     kind = next(kind for kind in type(settings).__mro__ if kind in BACKENDS)
@@ -67,8 +59,8 @@ def quantize(
     artifacts: Path,
     normalizer_source: str | None = None,
     progress: Progress | None = None,
-) -> Quantized:
-    """``model`` as ``config`` has it.
+) -> tuple[PreTrainedModel, str]:
+    """``model`` as ``config`` has it, and a line on how it came about.
 
     ``model`` lies on its device in ``config.compute_dtype`` and is consumed. ``digest`` is of
     the original weights; ``artifacts`` the root folder of quantized weights; ``normalizer_source``
@@ -80,9 +72,9 @@ def quantize(
     """
     report = progress or (lambda what, done: None)
     if not config.precision.quantized:
-        return Quantized(model=model, detail=f"unquantized, {config.compute_dtype}")
+        return model, f"unquantized, {config.compute_dtype}"
     if config.weights is not None and config.weights.prequantized:
-        return Quantized(model=model, detail=config.weights.note)
+        return model, config.weights.note
     if config.needs_calibration and calibration is None:
         raise QuantizationError(f"{config.name}: needs calibration text; the recipe has none")
     linearize(model)
@@ -107,7 +99,7 @@ def quantize(
     model = apply(model, config, tensors)
     assert model.config._attn_implementation == attention
     report("quantized", 1.0)
-    return Quantized(model=model.eval(), detail="; ".join(details))
+    return model.eval(), "; ".join(details)
 
 
 def make(

@@ -137,7 +137,7 @@ def test_packs_of_a_rotated_model_read_the_cache_that_sequences_read(tmp_path):
             calibration=None,
             digest=DIGEST,
             artifacts=tmp_path,
-        ).model
+        )[0]
         alone = [model.model(torch.tensor([ids]), use_cache=False)[0][0, -1] for ids in TEXTS]
         requests = [Request([*ids, 0], len(ids), i) for i, ids in enumerate(TEXTS)]
         (pack,) = Packing(max_length=64, batch_tokens=64).plan(requests, windows=False)

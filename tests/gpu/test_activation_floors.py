@@ -32,7 +32,7 @@ def test_damage_is_that_of_an_independent_implementation(name, tmp_path):
         digest = checkpoint(name).digest
         made = quantize(
             pair_model(name, "cuda"), chosen, calibration=None, digest=digest, artifacts=tmp_path
-        )
-        damage = loss(made.model, texts(name), BATCH) - before
+        )[0]
+        damage = loss(made, texts(name), BATCH) - before
         print(f"{name} {scheme} {damage:.4f}")
         assert damage == pytest.approx(FLOORS[name, scheme], rel=0.15, abs=NOISE), scheme

@@ -70,9 +70,9 @@ def on_gpu(stated, folder, dtype="bfloat16"):
         calibration=calibration() if chosen.needs_calibration else None,
         digest=DIGEST,
         artifacts=folder,
-    )
+    )[0]
     original = llama("softpick", dtype=getattr(torch, dtype), device="cuda")
-    return made, audit(original, made.model, chosen, PROBE)
+    return made, audit(original, made, chosen, PROBE)
 
 
 @pytest.mark.parametrize("name", PARTS)

@@ -67,5 +67,5 @@ def test_experts_and_turned_layers_are_quantized(kind, name, tmp_path):
     made = quantize(
         model(), quantizer, calibration=Calibration(ids=ids), digest=DIGEST,
         artifacts=tmp_path / "kept",
-    ).model  # fmt: skip
+    )[0]  # fmt: skip
     assert audit(model(), made, quantizer, ids[:2].cuda()).problems == ()

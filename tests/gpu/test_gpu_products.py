@@ -127,7 +127,7 @@ def built(chosen, folder):
         calibration=calibration() if chosen.needs_calibration else None,
         digest=DIGEST,
         artifacts=folder,
-    ).model
+    )[0]
     original = decoder("llama-wide", "softpick", dtype=dtype).cuda()
     return made, audit(original, made, chosen, ids(2, 2, 23).cuda())
 

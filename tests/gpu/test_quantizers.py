@@ -50,25 +50,23 @@ def on_gpu(chosen, artifacts, normalizer="softpick"):
 def test_every_quantizer_passes_its_audit_and_reloads_the_same(name, stated, tmp_path):
     chosen = settings(name, **{"compute_dtype": "bfloat16", **stated})
     dtype = getattr(torch, chosen.compute_dtype)
-    first = on_gpu(chosen, tmp_path)
-    report = audit(llama("softpick", dtype=dtype, device="cuda"), first.model, chosen, PROBE)
+    first, _ = on_gpu(chosen, tmp_path)
+    report = audit(llama("softpick", dtype=dtype, device="cuda"), first, chosen, PROBE)
     assert report.problems == ()
     assert (report.passed, report.coverage) == (True, 1.0)
-    assert first.model.config._attn_implementation == "qbench-softpick-reference"
-    assert {p.device.type for p in first.model.parameters()} == {"cuda"}
-    second = on_gpu(chosen, tmp_path)
-    assert "reused" in second.detail
-    assert torch.equal(logits(first.model), logits(second.model))
+    assert first.config._attn_implementation == "qbench-softpick-reference"
+    assert {p.device.type for p in first.parameters()} == {"cuda"}
+    second, detail = on_gpu(chosen, tmp_path)
+    assert "reused" in detail
+    assert torch.equal(logits(first), logits(second))
 
 
 @pytest.mark.parametrize("name", ["rtn-3bit", "hqq-3bit", "bnb-4bit", "bnb-8bit"])
 def test_the_gpu_gives_what_the_cpu_gives(name, tmp_path):
     chosen = settings(name)
     original = llama("softpick")
-    here = damage(make(chosen, tmp_path, "softpick").model, original)
-    there = damage(
-        on_gpu(chosen, tmp_path).model, llama("softpick", device="cuda"), PROBE.to("cuda")
-    )
+    here = damage(make(chosen, tmp_path, "softpick"), original)
+    there = damage(on_gpu(chosen, tmp_path), llama("softpick", device="cuda"), PROBE.to("cuda"))
     assert there == pytest.approx(here, rel=0.2)
 
 

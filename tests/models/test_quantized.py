@@ -49,8 +49,8 @@ def report(kind, folder, name, **stated):
         calibration=CALIBRATION if quantizer.needs_calibration else None,
         digest=DIGEST,
         artifacts=folder,
-    )
-    return audit(tiny_model(kind), made.model, quantizer, PROBE)
+    )[0]
+    return audit(tiny_model(kind), made, quantizer, PROBE)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -107,7 +107,7 @@ def test_bitsandbytes_does_not_choose_an_experts_kernel_by_its_number_of_rows(
     model = quantize(
         tiny_model("mixtral"), parse("bnb-4bit", {"compute_dtype": "float32"}),
         calibration=None, digest=DIGEST, artifacts=tmp_path,
-    ).model  # fmt: skip
+    )[0]  # fmt: skip
     chosen, real = [], bitsandbytes.matmul_4bit
     names = {id(module.weight): name for name, module in linears(model).items()}
 

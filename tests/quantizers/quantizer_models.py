@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from qbench.attention.transformers import attend
 from qbench.machine import cpu_flags
@@ -17,7 +17,7 @@ from qbench.quantizers.activations import VNNI
 from qbench.quantizers.calibration import Calibration
 from qbench.quantizers.config import PackedWeight
 from qbench.quantizers.linear import plain
-from qbench.quantizers.quantize import Quantized, backend, quantize
+from qbench.quantizers.quantize import backend, quantize
 
 needs_vnni = pytest.mark.skipif(
     bool(cpu_flags()) and not cpu_flags() & VNNI, reason="int8 sums saturate on this CPU"
@@ -92,8 +92,19 @@ def make(
     normalizer: str = "softmax",
     *,
     model: LlamaForCausalLM | None = None,
-) -> Quantized:
+) -> PreTrainedModel:
     """The tiny model, or ``model``, quantized."""
+    return make_with_detail(chosen, artifacts, normalizer, model=model)[0]
+
+
+def make_with_detail(
+    chosen: QuantizationConfig,
+    artifacts: Path,
+    normalizer: str = "softmax",
+    *,
+    model: LlamaForCausalLM | None = None,
+) -> tuple[PreTrainedModel, str]:
+    """The quantized model, and how it came about."""
     return quantize(
         model or llama(normalizer, dtype=getattr(torch, chosen.compute_dtype)),
         chosen,

@@ -43,7 +43,7 @@ CASES = [(name, "float32") for name in DYNAMIC + STATIC + MIXING]
 @pytest.mark.parametrize(("name", "dtype"), [*CASES, ("int8-static", "bfloat16")])
 def test_every_scheme_passes(name, dtype, folder):
     chosen = of(name, {"float32": "fp32", "bfloat16": "bf16"}[dtype], dtype)
-    report = check(make(chosen, folder).model, chosen)
+    report = check(make(chosen, folder), chosen)
     found = report.activations
     assert report.problems == ()
     assert len(found.modules) == 14
@@ -58,7 +58,7 @@ def test_every_scheme_passes(name, dtype, folder):
 
 def test_a_hook_that_is_gone_is_caught_by_what_the_product_takes_in(folder):
     chosen = of("int4-token")
-    model = make(chosen, folder).model
+    model = make(chosen, folder)
     model.get_submodule(LAYER)._forward_pre_hooks.clear()
     first, second = check(model, chosen).problems
     assert first.startswith(f"{LAYER}: ")
@@ -84,7 +84,7 @@ def _truncated(x):
 @pytest.mark.parametrize("wrong", [_to_128, _coarse, _truncated])
 def test_rounding_that_is_a_little_wrong_is_caught(wrong, folder):
     chosen = of("int8-token")
-    model = make(chosen, folder).model
+    model = make(chosen, folder)
     model.qbench_inputs.quantize = lambda x, fixed: wrong(x)
     problems = check(model, chosen).problems
     assert len([p for p in problems if "are not what int8 makes of them" in p]) == 14
@@ -100,7 +100,7 @@ class Undeclared(Scaled):
 def test_a_scale_that_sees_more_than_it_declares_fails_the_cell(folder, monkeypatch):
     monkeypatch.setitem(BACKENDS, Undeclared, activation_inputs.__name__)
     chosen = QuantizationConfig(activations=Undeclared(per="tensor"), dtype="float32")
-    report = check(make(chosen, folder).model, chosen)
+    report = check(make(chosen, folder), chosen)
     future, mates = report.problems
     assert future.startswith("changing the last token changes earlier logits by 0.0")
     assert "do not declare that tokens see the future" in future
@@ -121,7 +121,7 @@ def test_clipping_is_measured(folder):
     whole, cut = (
         of({"name": "int8-static", "percentile": percentile}) for percentile in (100, 90.0)
     )
-    reports = [check(make(one, folder).model, one) for one in (whole, cut)]
+    reports = [check(make(one, folder), one) for one in (whole, cut)]
     assert all(report.passed for report in reports)
     assert reports[0].activations.clipped < 0.01
     assert reports[1].activations.clipped == pytest.approx(0.1, abs=0.03)
@@ -130,7 +130,7 @@ def test_clipping_is_measured(folder):
 
 def test_what_is_left_out_stays_as_it_is(folder):
     chosen = of({"name": "int4-token", "ignore": ["down_proj", "*.o_proj"]})
-    report = check(make(chosen, folder).model, chosen)
+    report = check(make(chosen, folder), chosen)
     assert report.passed
     assert [n for n in report.activations.left_out if n.endswith(("down_proj", "o_proj"))] == list(
         report.activations.left_out
@@ -141,7 +141,7 @@ def test_what_is_left_out_stays_as_it_is(folder):
 
 def test_layers_with_one_input_have_it_quantized_once(folder):
     chosen = of("int8-static")
-    model = make(chosen, folder).model
+    model = make(chosen, folder)
     count = []
     quantize = model.qbench_inputs.quantize
     model.qbench_inputs.quantize = lambda x, fixed: count.append(1) or quantize(x, fixed)
@@ -164,7 +164,7 @@ def test_an_input_changed_in_place_is_quantized_again():
 
 def test_static_ranges_are_those_of_the_calibration_text(folder):
     chosen = of("int8-static")
-    model = make(chosen, folder).model
+    model = make(chosen, folder)
     seen = []
     original = llama()
     original.get_submodule(LAYER).register_forward_pre_hook(lambda _, a: seen.append(a[0]))
@@ -195,6 +195,6 @@ def test_what_amplifies_rounding_is_measured_row_by_row(folder):
 
     for chosen, times in ((of("int4-token"), 2), (parse("fp32"), 0)):
         entered.clear()
-        model = make(chosen, folder).model
+        model = make(chosen, folder)
         assert audit(llama(), model, chosen, PROBE, row_by_row).passed
         assert entered == ["LlamaForCausalLM"] * times

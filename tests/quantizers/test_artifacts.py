@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from quantizer_models import DIGEST, calibration, logits, make, settings
+from quantizer_models import DIGEST, calibration, logits, make, make_with_detail, settings
 
 from qbench.errors import OutputError
 from qbench.files import temporary
@@ -60,10 +60,11 @@ def folder(*arguments, **named):
 )
 def test_what_is_read_again_scores_the_same_to_the_bit(name, stated, tmp_path):
     chosen = settings(name, **stated)
-    first, second = make(chosen, tmp_path), make(chosen, tmp_path)
-    assert "reused" not in first.detail
-    assert second.detail == f"artifact reused: {first.detail}"
-    assert torch.equal(logits(first.model), logits(second.model))
+    first, made = make_with_detail(chosen, tmp_path)
+    second, reused = make_with_detail(chosen, tmp_path)
+    assert "reused" not in made
+    assert reused == f"artifact reused: {made}"
+    assert torch.equal(logits(first), logits(second))
 
 
 def test_all_that_can_change_the_weights_makes_another_artifact(tmp_path):
@@ -125,10 +126,10 @@ def test_a_damaged_artifact_is_noticed_reported_and_made_again(harm, tmp_path):
     chosen = settings("rtn-4bit")
     first = make(chosen, tmp_path)
     harm(folder(tmp_path, chosen))
-    second = make(chosen, tmp_path)
-    assert second.detail.startswith("artifact was damaged (")
-    assert torch.equal(logits(first.model), logits(second.model))
-    assert "reused" in make(chosen, tmp_path).detail
+    second, detail = make_with_detail(chosen, tmp_path)
+    assert detail.startswith("artifact was damaged (")
+    assert torch.equal(logits(first), logits(second))
+    assert "reused" in make_with_detail(chosen, tmp_path)[1]
 
 
 def test_a_folder_appears_whole_and_nothing_else_is_left(tmp_path):
@@ -152,14 +153,14 @@ def test_what_a_killed_process_left_half_made_is_no_artifact_and_is_removed(tmp_
     for half in (own, other):
         half.mkdir(parents=True)
         (half / "weights.safetensors").write_bytes(b"half")
-    assert make(chosen, tmp_path).detail == "round to nearest"
+    assert make_with_detail(chosen, tmp_path)[1] == "round to nearest"
     assert not own.exists()
     assert not other.exists()
 
 
 def _make(root, start, details):
     start.wait(20)
-    details.put(make(settings("hqq-2bit"), Path(root)).detail)
+    details.put(make_with_detail(settings("hqq-2bit"), Path(root))[1])
 
 
 @FORKS

@@ -27,7 +27,7 @@ def check(quantized, chosen, original=None):
 
 @pytest.fixture(scope="module")
 def rtn4(tmp_path_factory):
-    return make(settings("rtn-4bit"), tmp_path_factory.mktemp("artifacts")).model
+    return make(settings("rtn-4bit"), tmp_path_factory.mktemp("artifacts"))
 
 
 def test_a_quantizer_that_does_nothing_is_caught():
@@ -62,7 +62,7 @@ def test_a_layer_that_stores_more_than_its_bits_is_caught(rtn4, monkeypatch):
     [("rtn-4bit", "rtn-8bit"), ("rtn-2bit", "rtn-3bit"), ("hqq-4bit", "hqq-8bit")],
 )
 def test_more_bits_than_the_name_says_are_caught_by_levels_and_by_storage(name, really, tmp_path):
-    report = check(make(settings(really), tmp_path).model, settings(name))
+    report = check(make(settings(really), tmp_path), settings(name))
     bits = settings(name).weights.num_bits
     assert not report.passed
     assert report.levels > 2**bits
@@ -71,12 +71,12 @@ def test_more_bits_than_the_name_says_are_caught_by_levels_and_by_storage(name, 
 
 
 def test_fewer_bits_than_the_name_says_are_caught(tmp_path):
-    report = check(make(settings("rtn-2bit"), tmp_path).model, settings("rtn-4bit"))
+    report = check(make(settings("rtn-2bit"), tmp_path), settings("rtn-4bit"))
     assert any("rtn-4bit should take 4 to" in problem for problem in report.problems)
 
 
 def test_groups_smaller_than_the_settings_say_are_caught(tmp_path):
-    model = make(settings("rtn-3bit", group_size=8), tmp_path).model
+    model = make(settings("rtn-3bit", group_size=8), tmp_path)
     report = check(model, settings("rtn-3bit"))
     assert report.levels > 8
     assert any("levels in a group, 3 bits have 8" in problem for problem in report.problems)
@@ -234,7 +234,7 @@ def test_zeroed_columns_pass_only_as_inputs_that_calibration_never_saw(
     chosen = settings(name)
     model = llama()
     linears(model)[path].weight.data[:, :columns] = 0
-    report = check(make(chosen, tmp_path, model=model).model, chosen)
+    report = check(make(chosen, tmp_path, model=model), chosen)
     (module,) = [one for one in report.modules if one.name == path]
     assert module.dead_inputs == columns
     assert report.passed is passes, report.problems

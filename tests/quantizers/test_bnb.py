@@ -75,7 +75,7 @@ def test_a_forward_multiplies_by_what_is_stored(width, dtype):
 def test_models_of_every_width_pass_their_audit(hidden, intermediate, dtype, tmp_path):
     chosen = settings("bnb-4bit", compute_dtype=dtype)
     shape = {"hidden": hidden, "intermediate": intermediate, "dtype": getattr(torch, dtype)}
-    model = make(chosen, tmp_path, model=llama(**shape)).model
+    model = make(chosen, tmp_path, model=llama(**shape))
     report = audit(llama(**shape), model, chosen, PROBE)
     assert report.problems == ()
     assert report.weight_error < 0.11
@@ -95,7 +95,7 @@ def rows_begin_blocks(self, x):
 def test_a_forward_with_scales_of_other_blocks_is_caught_on_every_processor(tmp_path, monkeypatch):
     """Relative error 0.2 to 0.3 instead of 0.09: within any bound on errors alone."""
     chosen, shape = settings("bnb-4bit"), {"hidden": 32, "intermediate": 48}
-    model = make(chosen, tmp_path, model=llama(**shape)).model
+    model = make(chosen, tmp_path, model=llama(**shape))
     monkeypatch.setattr(bnb.Linear4, "forward", rows_begin_blocks)
     report = audit(llama(**shape), model, chosen, PROBE)
     assert not report.passed
@@ -107,7 +107,7 @@ def test_the_avx512_repacking_is_never_asked_for(monkeypatch, tmp_path):
     """Where the processor has AVX512-BF16, a layer that asks would repack at its first forward."""
     monkeypatch.setattr(bitsandbytes.nn.modules, "has_avx512bf16", lambda: True)
     assert bitsandbytes.nn.Linear4bit(64, 64).support_avx512bf16_for_cpu
-    model = make(settings("bnb-4bit", double_quant=True), tmp_path).model
+    model = make(settings("bnb-4bit", double_quant=True), tmp_path)
     layers = [m for m in model.modules() if isinstance(m, bitsandbytes.nn.Linear4bit)]
     assert len(layers) == 14
     before = [functional.dequantize_4bit(m.weight.data, m.weight.quant_state) for m in layers]
@@ -120,7 +120,7 @@ def test_the_avx512_repacking_is_never_asked_for(monkeypatch, tmp_path):
 
 def test_weights_repacked_for_avx512_are_caught(tmp_path):
     shape = {"hidden": 64, "intermediate": 128}  # which suit that packing
-    model = make(settings("bnb-4bit"), tmp_path, model=llama(**shape)).model
+    model = make(settings("bnb-4bit"), tmp_path, model=llama(**shape))
     assert check(model, settings("bnb-4bit"), llama(**shape)).passed
     module = model.get_submodule(LAYER)
     module.weight.data, _ = functional._convert_weight_packed_for_cpu(

@@ -5,7 +5,7 @@ import json
 import pickle
 
 import pytest
-from quantizer_models import make
+from quantizer_models import make_with_detail
 
 from qbench.errors import RecipeError
 from qbench.quantizers import QUANTIZERS, config_of, parse
@@ -199,7 +199,7 @@ def test_cells_that_share_weights_quantize_them_once(tmp_path):
     """And what is calibrated beside them, with whatever weights."""
     stated = {"weights": {"name": "gptq-4bit", "group_size": 32}}
     details = [
-        make(config_of({**stated, **more}, compute_dtype="float32"), tmp_path).detail
+        make_with_detail(config_of({**stated, **more}, compute_dtype="float32"), tmp_path)[1]
         for more in (
             {"activations": "int8-static"},
             {},

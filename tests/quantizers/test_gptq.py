@@ -4,7 +4,16 @@ import pytest
 import torch
 import transformers as T
 from interpreted_script import results_of
-from quantizer_models import VOCABULARY, calibration, damage, ids, llama, make, settings
+from quantizer_models import (
+    VOCABULARY,
+    calibration,
+    damage,
+    ids,
+    llama,
+    make,
+    make_with_detail,
+    settings,
+)
 from torch import nn
 
 from qbench.errors import QuantizationError
@@ -142,8 +151,10 @@ def test_damping_is_raised_where_the_hessian_is_singular_and_told(tmp_path):
     row = torch.linspace(1, 2, 64)
     stated = settings("gptq-4bit", damp=1e-12).weights
     assert gptq.Factor.of(torch.outer(row, row), stated, "layer").damp == pytest.approx(0.01)
-    few = make(settings("gptq-4bit", damp=1e-9), tmp_path, model=llama(intermediate=512))
-    assert "damp raised to 0.01 in" in few.detail
+    _, detail = make_with_detail(
+        settings("gptq-4bit", damp=1e-9), tmp_path, model=llama(intermediate=512)
+    )
+    assert "damp raised to 0.01 in" in detail
     with pytest.raises(QuantizationError, match=r"gptq-4bit: layer: .*singular.*more samples"):
         gptq.Factor.of(-torch.outer(row, row), stated, "layer")
 
@@ -233,9 +244,7 @@ def test_blocks_see_in_calibration_what_the_models_forward_shows_them(name, tmp_
     chosen = settings("gptq-8bit", batch_size=len(text.ids), damp=0.1)
     calibrated, made = seen_by(
         model.model.layers,
-        lambda: (
-            quantize(model, chosen, calibration=text, digest="0" * 64, artifacts=tmp_path).model
-        ),
+        lambda: quantize(model, chosen, calibration=text, digest="0" * 64, artifacts=tmp_path)[0],
     )
     with torch.no_grad():
         own, _ = seen_by(
@@ -250,16 +259,16 @@ def test_blocks_see_in_calibration_what_the_models_forward_shows_them(name, tmp_
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_a_quantized_model_is_hurt_less_than_by_rounding_to_the_same_grid(bits, tmp_path):
-    whole = make(settings(f"gptq-{bits}bit", desc_act=True), tmp_path).model
-    rounded = make(settings(f"rtn-{bits}bit", symmetric=True), tmp_path).model
+    whole = make(settings(f"gptq-{bits}bit", desc_act=True), tmp_path)
+    rounded = make(settings(f"rtn-{bits}bit", symmetric=True), tmp_path)
     text = calibration(seed=5).ids
     assert damage(whole, llama(), text) < damage(rounded, llama(), text)
 
 
 def test_true_sequential_and_the_order_of_blocks_matter_and_text_decides_all(tmp_path):
     chosen, tokens = settings("gptq-3bit"), ids(9, 1, 17)
-    first, second = (make(chosen, tmp_path / name).model for name in "ab")
-    apart = make(settings("gptq-3bit", true_sequential=False), tmp_path).model
+    first, second = (make(chosen, tmp_path / name) for name in "ab")
+    apart = make(settings("gptq-3bit", true_sequential=False), tmp_path)
     assert torch.equal(first(tokens).logits, second(tokens).logits)
     assert not torch.equal(first(tokens).logits, apart(tokens).logits)
 

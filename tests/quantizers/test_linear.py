@@ -14,7 +14,7 @@ from qbench.quantizers.linear import linears, matrices
 def test_experts_that_a_quantizer_does_not_reach_are_named_with_their_size(tmp_path):
     """As if they had been left out without saying so."""
     chosen, original = settings("rtn-4bit", ignore=("experts",)), tiny_model("mixtral")
-    made = make(chosen, tmp_path, model=tiny_model("mixtral")).model
+    made = make(chosen, tmp_path, model=tiny_model("mixtral"))
     report = audit(original, made, settings("rtn-4bit"), PROBE)
     experts = [m for m in matrices(original).values() if ".experts." in m.name]
     assert len(experts) == 8  # two an expert
@@ -43,7 +43,7 @@ def test_every_parameter_of_two_dimensions_is_a_matrix_but_embeddings_norms_and_
 
 def test_what_the_settings_ignore_stays_as_it_was(tmp_path):
     chosen = settings("rtn-4bit", ignore=("*.1.mlp.down_proj", "o_proj"))
-    made = make(chosen, tmp_path).model
+    made = make(chosen, tmp_path)
     report = audit(llama(), made, chosen, PROBE)
     names = [f"model.layers.{i}.self_attn.o_proj" for i in (0, 1)] + [
         "model.layers.1.mlp.down_proj"

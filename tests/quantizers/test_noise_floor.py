@@ -34,7 +34,7 @@ def test_the_floor_lies_below_quantization_and_passes_the_audit(tmp_path):
     for name in ("noise-floor", "rtn-8bit"):
         more = {"group_size": 32} if name == "rtn-8bit" else {}
         config = config_of({"name": name, **more}, compute_dtype="bfloat16")
-        model = make(config, tmp_path).model
+        model = make(config, tmp_path)
         found[name] = damage(model, original)
         result = audit(llama(dtype=torch.bfloat16), model, config, torch.arange(46).reshape(2, 23))
         assert result.problems == ()

@@ -37,7 +37,7 @@ def model_with(normalizer):
 def test_a_model_is_quantized_and_passes_its_audit(normalizer, name, tmp_path):
     quantizer, original = QUANTIZERS[name], model_with(normalizer)
     before = logits(original)
-    model = make(quantizer, tmp_path, model=model_with(normalizer)).model
+    model = make(quantizer, tmp_path, model=model_with(normalizer))
     assert model.config._attn_implementation == f"qbench-{normalizer}-reference"
     report = audit(original, model, quantizer, PROBE)
     assert report.problems == ()

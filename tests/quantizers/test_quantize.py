@@ -49,7 +49,7 @@ def test_every_quantizer_passes_its_audit_and_leaves_attention_alone(
     chosen = settings(name, **stated)
     dtype = getattr(torch, chosen.compute_dtype)
     original, model = (llama(normalizer, dtype=dtype, bias=True) for _ in range(2))
-    quantized = make(chosen, tmp_path, model=model).model
+    quantized = make(chosen, tmp_path, model=model)
     report = audit(original, quantized, chosen, PROBE)
     assert report.problems == ()
     assert (report.passed, report.coverage) == (True, 1.0)
@@ -74,7 +74,7 @@ def test_every_quantizer_passes_its_audit_and_leaves_attention_alone(
 def test_bits_a_weight_count_scales_and_zeros(name, stated, bits, tmp_path):
     chosen = settings(name, **stated)
     original = llama(dtype=getattr(torch, chosen.compute_dtype))
-    report = audit(original, make(chosen, tmp_path).model, chosen, PROBE)
+    report = audit(original, make(chosen, tmp_path), chosen, PROBE)
     assert report.bits_per_weight == pytest.approx(bits, rel=0.01)
 
 
@@ -93,7 +93,7 @@ def test_a_layer_that_no_group_size_divides_can_be_left_out(tmp_path):
     with pytest.raises(QuantizationError, match=r"36 inputs.*set ignore: \[down_proj\]"):
         make(settings("rtn-4bit"), tmp_path, model=narrow)
     chosen = settings("rtn-4bit", ignore=("down_proj",))
-    made = make(chosen, tmp_path, model=llama(intermediate=36)).model
+    made = make(chosen, tmp_path, model=llama(intermediate=36))
     assert audit(llama(intermediate=36), made, chosen, PROBE).problems == ()
 
 
@@ -160,7 +160,7 @@ def test_bitsandbytes_equals_loading_with_its_config(name, config, tmp_path, mon
         attn_implementation="qbench-softmax-reference",
         device_map={"": "cpu"},
     )
-    ours = make(settings(name, compute_dtype="bfloat16"), tmp_path, model=whole_blocks()).model
+    ours = make(settings(name, compute_dtype="bfloat16"), tmp_path, model=whole_blocks())
     assert torch.equal(logits(ours), logits(theirs))
 
 
@@ -176,7 +176,7 @@ def test_hqq_equals_its_model_wide_function(bits, axis, tmp_path):
         compute_dtype=torch.float32,
         device="cpu",
     )
-    ours = make(settings(f"hqq-{bits}bit", axis=axis), tmp_path).model
+    ours = make(settings(f"hqq-{bits}bit", axis=axis), tmp_path)
     assert torch.equal(logits(ours), logits(theirs))
 
 
@@ -192,7 +192,7 @@ def test_decoding_hqq_ourselves_gives_what_the_library_gives(bits, stated):
 def test_a_library_that_unpacks_other_codes_than_it_stored_is_caught(name, tmp_path, monkeypatch):
     """Two per cent: far within any bound on errors."""
     chosen = settings(name)
-    model = make(chosen, tmp_path).model
+    model = make(chosen, tmp_path)
     for layer in linears(llama()):
         module = model.get_submodule(layer)
         inner = module.dequantize

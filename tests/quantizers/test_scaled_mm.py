@@ -104,7 +104,7 @@ def test_real_int8_on_a_cpu_passes_its_audit_and_equals_its_simulation(
     found = {}
     for arithmetic in ("real", "simulated"):
         chosen = cell(parts("int8-row", activations, arithmetic, **more))
-        model = make(chosen, tmp_path / arithmetic, WHICH).model
+        model = make(chosen, tmp_path / arithmetic, WHICH)
         layers = [m for m in model.modules() if isinstance(m, ScaledLinear)]
         assert len(layers) == 14
         report = judged(chosen, model, WHICH)
@@ -184,7 +184,7 @@ def test_real_that_cannot_be_is_refused_before_work():
 def test_a_layer_that_stopped_multiplying_codes_fails_its_audit(tmp_path):
     """As where a library leaves a layer out in silence."""
     chosen = cell(parts("int8-row", "int8-token", "real"))
-    model = make(chosen, tmp_path, WHICH).model
+    model = make(chosen, tmp_path, WHICH)
     model.model.layers[1].mlp.up_proj.__class__ = ScaledLinear
     report = judged(chosen, model, WHICH)
     assert any("model.layers.1.mlp.up_proj: its product is" in line for line in report.problems)
@@ -193,7 +193,7 @@ def test_a_layer_that_stopped_multiplying_codes_fails_its_audit(tmp_path):
 @needs_vnni
 def test_a_product_that_is_off_fails_its_audit(tmp_path, monkeypatch):
     chosen = cell(parts("int8-row", "int8-token", "real"))
-    model = make(chosen, tmp_path, WHICH).model
+    model = make(chosen, tmp_path, WHICH)
     inner = scaled_mm._int8
     monkeypatch.setattr(scaled_mm, "_int8", lambda *of: inner(*of) * 1.02)
     problems = judged(chosen, model, WHICH).problems
@@ -206,7 +206,7 @@ def test_a_product_that_is_off_fails_its_audit(tmp_path, monkeypatch):
 )
 def test_codes_times_scales_are_weight_quantizers_on_their_own(weights, dtype, tmp_path):
     chosen = cell({"name": weights}, dtype=dtype)
-    model = make(chosen, tmp_path, "llama-biases").model
+    model = make(chosen, tmp_path, "llama-biases")
     report = judged(chosen, model)
     assert report.problems == ()
     assert report.levels <= 256

@@ -134,7 +134,7 @@ LAYER = "model.layers.1.mlp.up_proj"
 
 def test_a_tensor_subclass_inside_a_linear_layer_counts_as_quantized(tmp_path):
     chosen = CHOSEN
-    model = make(chosen, tmp_path).model
+    model = make(chosen, tmp_path)
     assert {type(layer) for layer in linears(model).values()} == {nn.Linear}
     report = audit(llama(), model, chosen, PROBE)
     assert report.problems == ()
@@ -145,7 +145,7 @@ def test_a_tensor_subclass_inside_a_linear_layer_counts_as_quantized(tmp_path):
 
 def test_evidence_of_nothing_covers_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "unpack", lambda *_: None)
-    report = audit(llama(), make(CHOSEN, tmp_path).model, CHOSEN, PROBE)
+    report = audit(llama(), make(CHOSEN, tmp_path), CHOSEN, PROBE)
     assert (report.passed, report.coverage, len(report.left_out)) == (False, 0.0, 14)
 
 

@@ -34,7 +34,7 @@ def make(chosen, folder, which="llama-biases", normalizer="softmax"):
         calibration=calibration() if chosen.needs_calibration else None,
         digest=DIGEST,
         artifacts=folder,
-    )
+    )[0]
 
 
 def judged(chosen, model, which="llama-biases", normalizer="softmax"):
@@ -50,7 +50,7 @@ def judged(chosen, model, which="llama-biases", normalizer="softmax"):
 def test_every_weight_quantizer_passes_its_audit_on_the_treated_model(weights, outliers, tmp_path):
     which = "llama-wide"
     chosen = quantizer(WEIGHTS[weights], TRANSFORMS[outliers])
-    report = judged(chosen, make(chosen, tmp_path, which).model, which)
+    report = judged(chosen, make(chosen, tmp_path, which), which)
     assert report.problems == ()
     assert report.coverage == (0.0 if weights == "unquantized" else 1.0)
     assert report.treatment_error < 1e-5
@@ -62,7 +62,7 @@ def test_every_weight_quantizer_passes_its_audit_on_the_treated_model(weights, o
 )
 def test_other_classes_and_tied_heads_pass_in_bfloat16(which, outliers, tmp_path):
     chosen = quantizer(WEIGHTS["gptq"], TRANSFORMS[outliers], dtype="bfloat16")
-    report = judged(chosen, make(chosen, tmp_path, which, "softpick").model, which, "softpick")
+    report = judged(chosen, make(chosen, tmp_path, which, "softpick"), which, "softpick")
     assert report.problems == ()
     assert 0 < report.treatment_error < 0.05
 
@@ -70,7 +70,7 @@ def test_other_classes_and_tied_heads_pass_in_bfloat16(which, outliers, tmp_path
 @pytest.mark.parametrize("part", ["norm", "head"])
 def test_a_part_that_is_not_the_treated_original_fails(part, tmp_path):
     chosen = quantizer(WEIGHTS["rtn"], TRANSFORMS["rotation"])
-    model = make(chosen, tmp_path).model
+    model = make(chosen, tmp_path)
     tensor = {
         "norm": model.model.layers[1].input_layernorm.weight,
         "head": model.lm_head.weight,
@@ -83,7 +83,7 @@ def test_a_part_that_is_not_the_treated_original_fails(part, tmp_path):
 def test_a_treatment_that_changes_the_function_fails(tmp_path, monkeypatch):
     monkeypatch.setattr(rotation, "_values", lambda *of: of[0].v_proj.weight.data.mul_(1.01))
     chosen = quantizer(WEIGHTS["rtn"], TRANSFORMS["rotation"])
-    report = judged(chosen, make(chosen, tmp_path).model)
+    report = judged(chosen, make(chosen, tmp_path))
     assert any("the transform moved" in line for line in report.problems)
 
 
@@ -92,7 +92,7 @@ def test_treating_outliers_spares_four_bit_activations(weights, outliers, tmp_pa
     """Damage is against the untreated, unquantized model."""
     original = decoder("llama-biases")
     harm = [
-        damage(make(quantizer(weights, each, "int4-token"), tmp_path).model, original)
+        damage(make(quantizer(weights, each, "int4-token"), tmp_path), original)
         for each in (None, TRANSFORMS[outliers])
     ]
     assert harm[1] < 0.8 * harm[0]
