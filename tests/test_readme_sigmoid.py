@@ -179,3 +179,12 @@ def test_how_they_were_trained():
     behind = held_out("sigmoid-27m-alibi", "sigmoid") - held_out("sigmoid-27m-alibi", "softmax")
     assert f"{behind:.3f} nats behind" in TOLD
     assert re.search(r"80 M tokens .* 59 M", TOLD)
+
+
+def test_forward_speeds_are_those_of_the_page():
+    page = (RESULTS / "bench" / "training-27m-h200.md").read_text()
+    for normalizer, told in (("sigmoid", "4.26 M"), ("softmax", "4.32 M")):
+        forward = page[page.index("## The forward pass alone") :]
+        found = re.search(rf"{normalizer}/triton \| yes +\| +([\d,]+)", forward)
+        assert f"{int(found[1].replace(',', '')) / 1e6:.2f} M" == told
+        assert told in TOLD
