@@ -91,6 +91,7 @@ def _texts(value: Any) -> Iterator[str]:
 HUB = "hf://datasets/"  # hf://datasets/OWNER/NAME[@REVISION][:CONFIGURATION]
 HUB_SOURCE = re.compile(r"([\w.-]+/[\w.-]+?)(?:@([\w.-]+))?(?::([\w.-]+))?")
 CHUNK = 1 << 20  # characters of a text read at once
+LONGEST = 1 << 28  # characters of one document
 OPENERS = {".gz": gzip.open, ".xz": lzma.open}
 KINDS = (".jsonl", ".txt", ".parquet")
 
@@ -146,6 +147,11 @@ def _separated(path: Path) -> Iterator[str]:
         while chunk := file.read(CHUNK):
             *ended, held = (held + chunk).split("\0")
             yield from ended
+            if len(held) > LONGEST:
+                raise DataError(
+                    f"{path}: a document of more than {LONGEST:,} characters; separate documents "
+                    "by a zero byte"
+                )
     yield held
 
 

@@ -71,6 +71,14 @@ def test_documents_longer_than_a_chunk_stay_whole(tmp_path):
     assert list(documents(str(path))) == ["short", long, "end"]
 
 
+def test_a_text_without_zero_bytes_says_that_it_lacks_them(tmp_path, monkeypatch):
+    monkeypatch.setattr("qbench.training.tokenize.CHUNK", 10)
+    monkeypatch.setattr("qbench.training.tokenize.LONGEST", 30)
+    (tmp_path / "a.txt").write_text("word " * 10)
+    with pytest.raises(DataError, match="separate documents by a zero byte"):
+        list(documents(tmp_path / "a.txt"))
+
+
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
