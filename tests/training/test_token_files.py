@@ -76,7 +76,7 @@ def test_a_text_without_zero_bytes_says_that_it_lacks_them(tmp_path, monkeypatch
     monkeypatch.setattr("qbench.training.tokenize.LONGEST", 30)
     (tmp_path / "a.txt").write_text("word " * 10)
     with pytest.raises(DataError, match="separate documents by a zero byte"):
-        list(documents(tmp_path / "a.txt"))
+        list(documents(str(tmp_path / "a.txt")))
 
 
 @pytest.mark.parametrize(
