@@ -25,7 +25,7 @@ from qbench.checkpoints.load import (
 )
 from qbench.code import code_digest
 from qbench.errors import AuditError, QbenchError, ResultsError, UnavailableError, failure_line
-from qbench.evaluation.baseline import BaselineReader, baseline_file, read_baseline
+from qbench.evaluation.baseline import baseline_file, read_baseline
 from qbench.evaluation.degradation import Outcomes, correct_requests, damage, divergence_table
 from qbench.evaluation.evaluate import evaluate, group_scores
 from qbench.evaluation.kl import BaselineHiddenStates, BaselineWriter, KLObserver
@@ -86,9 +86,10 @@ def _run(result: CellResult, store: Store, progress: Progress, cache: Path) -> N
         elif is_spread(model):
             detail.append("over several GPUs")
     model = quantized(result, model, tokenizer, progress, cache)
-    baseline = _baseline(result, store, progress, distributions_folder(cache))
+    folder = distributions_folder(cache)
+    base = _baseline(result, store, progress, folder)
     with measured("evaluate", plan.device, result.stages):
-        _evaluate(result, tasks, store, model, tokenizer, progress, baseline)
+        _evaluate(result, tasks, store, model, tokenizer, progress, base, folder)
 
 
 def _prepare(cell: Cell, plan: Plan) -> list[LoadedTask]:
@@ -222,11 +223,9 @@ def _audit(result: CellResult, model: PreTrainedModel, progress: Progress) -> No
         raise AuditError("audit: " + "; ".join(first) + more)
 
 
-def _baseline(
-    result: CellResult, store: Store, progress: Progress, folder: Path
-) -> BaselineReader | Path | None:
-    """What a quantized cell is measured against; for an unquantized one the file that it is to
-    write; None where damage is not measured, and ``result`` says why."""
+def _baseline(result: CellResult, store: Store, progress: Progress, folder: Path) -> Record | None:
+    """The record that a quantized cell is measured against; None for an unquantized one, and where
+    damage is not measured, and ``result`` says why."""
     cell = result.cell
     if not result.plan.recipe.evaluation.damage:
         return None
@@ -234,7 +233,7 @@ def _baseline(
         reason = "scoring: lm-eval does not give its log-probabilities"
         result.damage = Unavailable(reason=reason)
     elif not cell.quantization.precision.quantized:
-        return baseline_file(folder, cell.key)
+        return None
     elif cell.base is None:
         reason = "the recipe has no unquantized cell to compare with"
         result.damage = Unavailable(reason=reason)
@@ -254,15 +253,17 @@ def _evaluate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     progress: Progress,
-    baseline: BaselineReader | Path | None,
+    base: Record | None,
+    folder: Path,
 ) -> None:
-    """Scores of every task; a task that cannot be scored is named, and the others are kept."""
+    """Scores of every task; a task that cannot be scored is named, and the others are kept. What
+    the cell is measured against, or others are against it, lies in ``folder``."""
     cell = result.cell
     observer: BaselineWriter | KLObserver | None = None
-    if isinstance(baseline, Path):
+    if base is not None:
+        observer = KLObserver(BaselineHiddenStates.load(baseline_file(folder, base.key)))
+    elif result.plan.recipe.evaluation.damage and result.damage is None:
         observer = BaselineWriter()
-    elif baseline is not None:
-        observer = KLObserver(BaselineHiddenStates.load(baseline.hidden_states))
     scorer = language_model(
         model,
         tokenizer,
@@ -287,22 +288,21 @@ def _evaluate(
         raise failure
     result.groups = group_scores(result.plan.groups, result.scores)
     result.scoring = scorer.report()
-    if isinstance(baseline, Path):
-        assert isinstance(observer, BaselineWriter)
+    if isinstance(observer, BaselineWriter):
         try:
-            observer.hidden_states().save(baseline, cell.key)
+            observer.hidden_states().save(baseline_file(folder, cell.key), cell.key)
         except ResultsError as error:
             progress.log(
                 f"{cell.name}: scored, but its damage could not be measured: {error}", "bold red"
             )
-    elif baseline is not None:
-        assert isinstance(observer, KLObserver)
+    elif base is not None:
+        assert observer is not None
         outcomes, responses = _tables(result)
         result.damage = damage(
             Outcomes(
-                outcomes=store.outcomes(baseline.record),
-                responses=store.responses(baseline.record),
-                scores=baseline.record.scores,
+                outcomes=store.outcomes(base),
+                responses=store.responses(base),
+                scores=base.scores,
             ),
             Outcomes(outcomes=outcomes, responses=responses, scores=tuple(result.scores)),
             measured=observer.divergences,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -25,19 +24,10 @@ ABOUT = "about"  # the one entry of the file's metadata: several come in no fixe
 REMEDY = "run the unquantized cell again"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BaselineReader:
-    """A good record of an unquantized cell, and the verified file of its hidden states."""
-
-    record: Record
-    hidden_states: Path
-
-
-def read_baseline(
-    cell: GridCell, store: Store, folder: Path, waits: Callable[[], None]
-) -> BaselineReader:
-    """Of the unquantized ``cell``, whose hidden states lie below ``folder``. A process that is at
-    work on it is waited for, which ``waits`` is told. Raises ResultsError where it cannot be used.
+def read_baseline(cell: GridCell, store: Store, folder: Path, waits: Callable[[], None]) -> Record:
+    """The good record of the unquantized ``cell``, whose hidden states in ``folder`` are verified.
+    A process that is at work on it is waited for, which ``waits`` is told. Raises ResultsError
+    where it cannot be used.
     """
     lock = FileLock(store.lock_file(cell))
     try:
@@ -53,9 +43,8 @@ def read_baseline(
         raise ResultsError(
             f"{cell.cell} has no finished record; run that cell first, then this one again"
         )
-    path = baseline_file(folder, cell.key)
-    verify_baseline(path, cell.key)
-    return BaselineReader(record=record, hidden_states=path)
+    verify_baseline(baseline_file(folder, cell.key), cell.key)
+    return record
 
 
 def baseline_file(folder: Path, key: str) -> Path:

@@ -107,7 +107,7 @@ def test_a_cell_at_work_is_waited_for_whole(tmp_path, status):
     threading.Timer(0.2, done.set).start()
     if status == "ok":
         found = read_baseline(cell, store, tmp_path, lambda: said.append("waits"))
-        assert found.record is record
+        assert found is record
     else:
         with pytest.raises(
             ResultsError, match="has no finished record; run that cell first, then this one again"
