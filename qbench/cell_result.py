@@ -78,8 +78,3 @@ class CellResult:
             scoring=self.scoring,
             damage=self.damage,
         )
-
-
-def failed(cell: Cell, plan: Plan, error: str) -> Record:
-    """The record of a cell that left none itself."""
-    return CellResult(cell=cell, plan=plan).record(error)

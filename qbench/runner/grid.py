@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from filelock import FileLock, Timeout
 
 from qbench.cache import cache_folder, distributions_folder, find_record, remember_record
-from qbench.cell_result import failed
+from qbench.cell_result import CellResult
 from qbench.errors import NewerSchemaError, ResultsError, UnavailableError
 from qbench.evaluation.baseline import baseline_file, verify_baseline
 from qbench.evaluation.settings import exceeded
@@ -220,8 +220,8 @@ class _Grid:
             self.died.add(cell.name)
             return [cell]
         self.done[cell.name] = give_up(
-            self.plan, cell.name, DIED if cell.name in heard.begun else BROKEN,
-            out=self.store.directory, progress=heard, begun=self.begun, force=self.force,
+            cell, self.plan, self.store, DIED if cell.name in heard.begun else BROKEN,
+            progress=heard, begun=self.begun, force=self.force,
         )  # fmt: skip
         return []
 
@@ -267,16 +267,16 @@ def _run(cell: Cell, plan: Plan, store: Store, progress: Progress, cache: Path) 
         with importing(store.log(cell.grid_cell)):
             from qbench.cell import run
     except UnavailableError as error:
-        return store.put(failed(cell, plan, str(error)), None, None)
+        return store.put(CellResult(cell=cell, plan=plan).record(str(error)), None, None)
     return run(cell, plan, store, progress, cache)
 
 
 def give_up(
+    cell: Cell,
     plan: Plan,
-    name: str,
+    store: Store,
     error: str,
     *,
-    out: Path,
     progress: Progress | Listener,
     begun: datetime,
     force: bool,
@@ -286,13 +286,12 @@ def give_up(
     Another run, or this one in its last moment, may have made a good record meanwhile: the store
     is looked at again under the cell's lock, and a good record is never replaced by a failed one.
     """
-    cell, store = plan.cell(name), Store(out)
     with FileLock(store.lock_file(cell.grid_cell)):
         known = store.whole(cell.grid_cell)
         good = known is not None and known.status == "ok"
         if known is not None and good and (not force or known.started >= begun):
             return known
-        record = failed(cell, plan, error)
+        record = CellResult(cell=cell, plan=plan).record(error)
         if not good:
             store.put(record, None, None)
     progress.log(summary(record), "bold red")

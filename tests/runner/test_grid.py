@@ -164,17 +164,15 @@ def test_a_good_record_is_never_replaced_by_one_of_a_killed_process(tmp_path):
 
 def test_what_another_run_makes_while_this_ones_process_dies_is_taken(tmp_path):
     """The process dies; before that is recorded, another run makes the cell."""
-    plan_, out = planned(tmp_path), tmp_path / "out"
-    name = "softmax/rtn-4bit"
-    begun = datetime.now(UTC)
-    lock = FileLock(Store(out).lock_file(plan_.cell(name).grid_cell))
-    with ThreadPoolExecutor(1) as late, lock:
-        giving_up = late.submit(give_up, plan_, name, "killed", out=out, progress=SilentProgress(),
+    plan_, store = planned(tmp_path), Store(tmp_path / "out")
+    cell, begun = plan_.cell("softmax/rtn-4bit"), datetime.now(UTC)
+    with ThreadPoolExecutor(1) as late, FileLock(store.lock_file(cell.grid_cell)):
+        giving_up = late.submit(give_up, cell, plan_, store, "killed", progress=SilentProgress(),
                                 begun=begun, force=False)  # fmt: skip
         time.sleep(0.2)
-        made = run(plan_.cell(name), plan_, Store(out), SilentProgress(), tmp_path / "cache")
+        made = run(cell, plan_, store, SilentProgress(), tmp_path / "cache")
         assert made.status == "ok"
-    assert giving_up.result() == made == Store(out).get(plan_.cell(name).grid_cell)
+    assert giving_up.result() == made == store.get(cell.grid_cell)
 
 
 @pytest.mark.slow
