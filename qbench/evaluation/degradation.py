@@ -41,7 +41,8 @@ PERPLEXITIES = ("perplexity", "weighted_perplexity")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcomes:
-    """One cell's tables (see ``qbench.records``) and scores."""
+    """What one task gave, or all of a cell: scores, and the tables that they aggregate (see
+    ``qbench.records``)."""
 
     outcomes: pd.DataFrame
     responses: pd.DataFrame

@@ -27,7 +27,7 @@ from lm_eval.tasks import TaskManager
 
 from qbench.errors import DataError, EvaluationError
 from qbench.evaluation import passkey
-from qbench.evaluation.degradation import right_choice
+from qbench.evaluation.degradation import Outcomes, right_choice
 from qbench.evaluation.loaded import LoadedTask, check_documents, load_task
 from qbench.evaluation.settings import (
     FEWSHOT_SEED,
@@ -59,15 +59,6 @@ RESPONSE_DTYPES = {
 Response = tuple[str, int, int, float, bool, str | None, str | None, int]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TaskResult:
-    """What one task gave: scores, and the tables that they aggregate (see ``qbench.records``)."""
-
-    scores: tuple[Score, ...]
-    outcomes: pd.DataFrame
-    responses: pd.DataFrame
-
-
 @dataclass(frozen=True, slots=True)
 class _Sample:
     """One document under one of the task's filters."""
@@ -79,7 +70,7 @@ class _Sample:
     metrics: dict[str, Any]
 
 
-def evaluate(model: Scorer | HFLMScorer, task: LoadedTask, settings: ScoringSettings) -> TaskResult:
+def evaluate(model: Scorer | HFLMScorer, task: LoadedTask, settings: ScoringSettings) -> Outcomes:
     """Score one task with ``model``; requests of one task alone, so batches depend on no other.
     Passkey retrieval is decoded by our own loop, see :mod:`qbench.evaluation.passkey`.
 
@@ -100,7 +91,7 @@ def evaluate(model: Scorer | HFLMScorer, task: LoadedTask, settings: ScoringSett
     scores = tuple(_scores(task, samples, outcomes))
     responses = _responses(task.name, samples)
     _refuse_not_a_number(task.name, scores, responses)
-    return TaskResult(scores=scores, outcomes=outcomes, responses=responses)
+    return Outcomes(scores=scores, outcomes=outcomes, responses=responses)
 
 
 def build_requests(task: Any, settings: ScoringSettings, model: Any = None) -> None:
@@ -356,7 +347,7 @@ def _response_table(rows: Sequence[Response]) -> pd.DataFrame:
     return table.astype({"answer": object, "filter": object})
 
 
-def _passkey(model: Scorer | HFLMScorer, task: LoadedTask, settings: ScoringSettings) -> TaskResult:
+def _passkey(model: Scorer | HFLMScorer, task: LoadedTask, settings: ScoringSettings) -> Outcomes:
     """Exact match of the greedily decoded key, and how many of its digits stand in their places."""
     tokenizer = model.hflm.tokenizer
     asked = passkey.prompts(task.task, tokenizer, limit=settings.limit, add_bos=settings.add_bos)
@@ -382,7 +373,7 @@ def _passkey(model: Scorer | HFLMScorer, task: LoadedTask, settings: ScoringSett
         )
     outcomes = pd.DataFrame(rows, columns=list(OUTCOME_COLUMNS)).astype({"document": "int64"})
     texts = [_text(task.name, number, 0, None, text) for number, text in enumerate(answers)]
-    return TaskResult(scores=tuple(scores), outcomes=outcomes, responses=_response_table(texts))
+    return Outcomes(scores=tuple(scores), outcomes=outcomes, responses=_response_table(texts))
 
 
 def _refuse_not_a_number(task: str, scores: tuple[Score, ...], responses: pd.DataFrame) -> None:

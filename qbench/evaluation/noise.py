@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from qbench.evaluation.degradation import answers
+from qbench.evaluation.degradation import Outcomes, answers
 from qbench.evaluation.evaluate import evaluate
 from qbench.evaluation.scoring import language_model
 from qbench.evaluation.settings import ScoringSettings
 
 if TYPE_CHECKING:
-    from qbench.evaluation.evaluate import TaskResult
     from qbench.evaluation.loaded import LoadedTask
 
 
@@ -87,7 +86,7 @@ def measure_noise(
     usual = Variation(name="as usual")
     moved: list[Moved] = []
     by_variation: dict[str, ScoringSettings] = {}
-    base: dict[str, TaskResult] = {}
+    base: dict[str, Outcomes] = {}
     for variation in (usual, *variations):
         scorer = language_model(model, tokenizer, _varied(settings, variation))
         for task in tasks:
@@ -117,7 +116,7 @@ def _varied(settings: ScoringSettings, variation: Variation) -> ScoringSettings:
     return dataclasses.replace(settings, shuffle=variation.shuffle, **sizes)
 
 
-def _moved(variation: Variation, base: TaskResult, result: TaskResult) -> list[Moved]:
+def _moved(variation: Variation, base: Outcomes, result: Outcomes) -> list[Moved]:
     on = ["document", "request"]
     scored, before = (
         table[table["answer"].isna()] for table in (result.responses, base.responses)
@@ -143,6 +142,6 @@ def _moved(variation: Variation, base: TaskResult, result: TaskResult) -> list[M
     return found
 
 
-def _of(result: TaskResult, metric: str) -> pd.DataFrame:
+def _of(result: Outcomes, metric: str) -> pd.DataFrame:
     rows = result.outcomes[result.outcomes["metric"] == metric]
     return rows.set_index("document").sort_index()[["value", "weight"]]
