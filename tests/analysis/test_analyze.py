@@ -21,6 +21,14 @@ def own(analyzed, tmp_path):
     return analyzed[0], shutil.copytree(analyzed[1], tmp_path / "out")
 
 
+def test_only_the_text_that_is_read_needs_its_data(tmp_path):
+    data = tmp_path / "data"
+    shutil.copytree(DEMO / "data" / "demo_pages", data / "demo_pages")
+    out = tmp_path / "out"
+    assert qbench("analyze", small_recipe(tmp_path), "--data", data, "--out", out, *SHORT) == 0
+    assert {one.status for one in Analyses(out).records()} == {"ok"}
+
+
 def finished(out):
     return {one.cell: one.finished for one in Analyses(out).records()}
 
