@@ -26,13 +26,13 @@ from qbench import text
 from qbench.errors import RecipeError
 from qbench.machine import environment
 from qbench.training.data import Sequences, dataloader
-from qbench.training.loop import (
-    Step,
+from qbench.training.loop import Step, deterministic
+from qbench.training.model import (
     attention_kernels,
-    deterministic,
+    flops_per_token,
+    initial_model,
     peak_tflops,
 )
-from qbench.training.model import flops_per_token, initial_model
 from qbench.training.recipe import Compute, TrainingRecipe
 
 SHAPES = {  # hidden, layers, heads, vocabulary, context, sequences of a GPU

@@ -250,7 +250,7 @@ def training(
         raise RecipeError(f"--{problem['loc'][0]}: {problem['msg']}") from None
     where = choose_device(device)
     bench = load("bench.training")
-    with load("training.loop").joined(where) as processes:
+    with load("training.runs").joined(where) as processes:
         first = processes.is_main_process
         with terminal() as screen, redirected(NOWHERE):
             rows = bench.bench_training(

@@ -189,12 +189,12 @@ def train(
     files = read_token_files(loaded.token_folder)
     evaluate_all = evaluation(evaluate, cluster, loaded, folder, gpus=gpus)
     # torch, once the input is known to be right
-    from qbench.training import loop, runs
+    from qbench.training import runs
 
     wanted = loaded.runs()
     name = "train" if len(wanted) > 1 else f"train-{runs.run_name(*wanted[0])}"
     with (
-        loop.joined(where) as processes,
+        runs.joined(where) as processes,
         terminal() as screen,
         redirected(folder / f"{name}{processes.process_index or ''}.log"),
     ):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
-import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -21,11 +19,10 @@ from torch._inductor import config
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
-from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaForCausalLM
 
 from qbench.code import code_digest, digest_of
-from qbench.errors import EvaluationError, TrainingError, UnavailableError
+from qbench.errors import EvaluationError, TrainingError
 from qbench.machine import environment
 from qbench.records import TrainingSample, TrainingSession
 from qbench.training.checkpoint import (
@@ -38,41 +35,18 @@ from qbench.training.checkpoint import (
 )
 from qbench.training.data import Sequences, dataloader
 from qbench.training.log import Log
-from qbench.training.model import Loss, adamw, flops_per_token, learning_rate
+from qbench.training.model import (
+    Loss,
+    adamw,
+    attention_kernels,
+    flops_per_token,
+    learning_rate,
+    peak_tflops,
+)
 from qbench.training.recipe import Compute, TrainingRecipe
 
 SETTLED = 3  # steps before one is profiled: the first ones compile
 LIBRARIES = ("accelerate", "triton")  # beside those that every environment names
-# TFLOP/s of a large bf16 matrix product, as measured, which the data sheet's figure is not.
-PEAK = {"H200": 790.0}
-# Ours (Triton and Gluon), and those that torch's scaled_dot_product_attention may choose. What the
-# compiler makes is named triton_… after all that is fused in it, and is no kernel of attention.
-ATTENTION = re.compile(
-    r"^(?!triton_).*(attn_fwd|attn_bwd|hopper_bwd|attn_decode|flash|fmha|sdpa|attention)"
-)
-
-
-@contextmanager
-def joined(device: str) -> Iterator[PartialState]:
-    """What torchrun's or accelerate's environment variables say; alone without them. Comes before
-    anything is computed on a GPU: without cuBLAS's workspace, where the user set none, it may sum
-    in another order from one process to the next.
-
-    Raises UnavailableError for a GPU that is not there.
-    """
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    if device == "cuda" and local >= torch.cuda.device_count():
-        raise UnavailableError(
-            f"process {local} of this host has no GPU of its own: {torch.cuda.device_count()} "
-            "are visible; start torchrun with at most that --nproc-per-node"
-        )
-    PartialState._reset_state()  # of another device, earlier in this process
-    processes = PartialState(cpu=device == "cpu")
-    try:
-        yield processes
-    finally:
-        processes.destroy_process_group()
 
 
 class Step:
@@ -327,22 +301,3 @@ def deterministic(wanted: bool) -> Iterator[None]:
         torch.utils.deterministic.fill_uninitialized_memory = filled
         if choosing is not None:
             config.deterministic = choosing
-
-
-def attention_kernels(step: Callable[[], None], device: torch.device) -> list[str]:
-    """Names of the attention kernels that ``step`` launches on a GPU, sorted; on a CPU, where
-    none is launched, ``["none"]``. The step is done once."""
-    if device.type != "cuda":
-        step()
-        return ["none"]
-    # Nothing is accumulated in one cycle; without it torch 2.11 warns of events that it clears.
-    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:
-        step()
-        torch.cuda.synchronize()
-    names = {event.key for event in seen.key_averages() if event.self_device_time_total > 0}
-    return sorted(name[:120] for name in names if ATTENTION.search(name))
-
-
-def peak_tflops(hardware: str) -> float | None:
-    """Of a GPU by its name; None for one that was not measured."""
-    return next((rate for name, rate in PEAK.items() if name in hardware), None)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import transformers
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import AdamW
+from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, LlamaForCausalLM
 
 from qbench.attention.masks import positions_counted
@@ -87,6 +89,34 @@ def flops_per_token(shape: Shape) -> float:
     products = sum(math.prod(one) for one in matrices)
     products -= 0 if shape.tied else shape.vocabulary * shape.hidden  # of two, one is looked up
     return 6.0 * products + 6.0 * shape.layers * shape.hidden * shape.context
+
+
+# TFLOP/s of a large bf16 matrix product, as measured, which the data sheet's figure is not.
+PEAK = {"H200": 790.0}
+# Ours (Triton and Gluon), and those that torch's scaled_dot_product_attention may choose. What the
+# compiler makes is named triton_… after all that is fused in it, and is no kernel of attention.
+ATTENTION = re.compile(
+    r"^(?!triton_).*(attn_fwd|attn_bwd|hopper_bwd|attn_decode|flash|fmha|sdpa|attention)"
+)
+
+
+def peak_tflops(hardware: str) -> float | None:
+    """Of a GPU by its name; None for one that was not measured."""
+    return next((rate for name, rate in PEAK.items() if name in hardware), None)
+
+
+def attention_kernels(step: Callable[[], None], device: torch.device) -> list[str]:
+    """Names of the attention kernels that ``step`` launches on a GPU, sorted; on a CPU, where
+    none is launched, ``["none"]``. The step is done once."""
+    if device.type != "cuda":
+        step()
+        return ["none"]
+    # Nothing is accumulated in one cycle; without it torch 2.11 warns of events that it clears.
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:
+        step()
+        torch.cuda.synchronize()
+    names = {event.key for event in seen.key_averages() if event.self_device_time_total > 0}
+    return sorted(name[:120] for name in names if ATTENTION.search(name))
 
 
 NO_LEAF = r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed"

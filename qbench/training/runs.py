@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -15,7 +16,7 @@ from filelock import FileLock, Timeout
 from pydantic import ValidationError
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from qbench.errors import TrainingError
+from qbench.errors import TrainingError, UnavailableError
 from qbench.files import clean_temporaries, file_digest, write_atomically
 from qbench.records import (
     TRAINING_FILE,
@@ -36,6 +37,29 @@ from qbench.training.model import DTYPES, checkpoint_config, initial_model
 from qbench.training.recipe import TrainingRecipe
 
 STATE, BEST, CURVES = "state", "best", "curves.svg"
+
+
+@contextmanager
+def joined(device: str) -> Iterator[PartialState]:
+    """What torchrun's or accelerate's environment variables say; alone without them. Comes before
+    anything is computed on a GPU: without cuBLAS's workspace, where the user set none, it may sum
+    in another order from one process to the next.
+
+    Raises UnavailableError for a GPU that is not there.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    if device == "cuda" and local >= torch.cuda.device_count():
+        raise UnavailableError(
+            f"process {local} of this host has no GPU of its own: {torch.cuda.device_count()} "
+            "are visible; start torchrun with at most that --nproc-per-node"
+        )
+    PartialState._reset_state()  # of another device, earlier in this process
+    processes = PartialState(cpu=device == "cpu")
+    try:
+        yield processes
+    finally:
+        processes.destroy_process_group()
 
 
 def train_recipe(

@@ -46,7 +46,7 @@ def made(normalizer, attention="triton", **compute):
 def test_a_compiled_step_runs_the_causal_kernels_and_never_waits(normalizer, waiting_fails):
     from torch._dynamo.utils import counters
 
-    from qbench.training.loop import attention_kernels
+    from qbench.training.model import attention_kernels
 
     counters.clear()
     _, step = made(normalizer)
@@ -71,7 +71,8 @@ def test_compiled_kernels_and_eager_reference_train_alike(normalizer):
 
 @pytest.mark.parametrize("normalizer", ["softmax", "softpick"])
 def test_the_same_steps_give_the_same_bits(normalizer):
-    from qbench.training.loop import deterministic, joined
+    from qbench.training.loop import deterministic
+    from qbench.training.runs import joined
 
     weights = []
     with joined("cuda"), deterministic(True):

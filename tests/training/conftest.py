@@ -84,9 +84,8 @@ def recipe_file(tmp_path, tokens):
 def train(recipe_file):
     """Trains in this process; returns the records of the finished runs."""
     from qbench.training.data import read_token_files
-    from qbench.training.loop import joined
     from qbench.training.recipe import TrainingRecipe
-    from qbench.training.runs import train_recipe
+    from qbench.training.runs import joined, train_recipe
 
     def run(out, *, stop_after=None, said=None, **changed):
         recipe = TrainingRecipe.load(recipe_file(**changed))
