@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qbench.attention.normalizers import NORMALIZERS
 from qbench.errors import TrainingError, UnavailableError
 from qbench.files import write_atomically
 from qbench.records import TrainingSample
@@ -117,18 +118,20 @@ STROKES = ("-", "--", "-.", ":")
 
 def plot(logs: Mapping[tuple[str, int], Sequence[Mapping[str, Any]]], path: Path) -> None:
     """Write the curves of runs by (normalizer, seed) to ``path`` (.svg, .png or .pdf): one colour
-    and stroke a normalizer, a line a seed. Their numbers stand in the runs' logs."""
+    and stroke a normalizer, the same in every figure, a line a seed. Their numbers stand in the
+    runs' logs."""
     from matplotlib import pyplot
 
     pyplot.switch_backend("Agg")
     seeds: dict[str, list[str]] = {}
     for normalizer, seed in logs:
         seeds.setdefault(normalizer, []).append(str(seed))
+    looks = list(dict.fromkeys((*NORMALIZERS, *seeds)))
     with pyplot.rc_context({"svg.hashsalt": "qbench", "font.size": 9}):
         figure, axes = pyplot.subplots(2, 3, figsize=(13, 7), layout="constrained")
         for axis, (kind, value, title, logarithmic) in zip(axes.flat, PANELS, strict=True):
             for (normalizer, _), lines in logs.items():
-                look = list(seeds).index(normalizer)
+                look = looks.index(normalizer)
                 points = [
                     (line["step"], line[value])
                     for line in lines
