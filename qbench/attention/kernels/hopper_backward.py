@@ -230,78 +230,6 @@ def dq_step(
 
 
 @gluon.jit
-def products_of(q, g, buffers, tile):
-    """Asks for a tile's scores and dP [ROWS, ROWS], queries × keys."""
-    k_tiles, v_tiles, full = buffers[0], buffers[1], buffers[2]
-    stages: gl.constexpr = k_tiles.shape[0]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    zero = gl.zeros([ROWS, ROWS], gl.float32, layout)
-    stage = tile % stages
-    mbarrier.wait(full.index(stage), tile // stages & 1)
-    s = warpgroup_mma(q, turned(k_tiles, stage), zero, use_acc=False, is_async=True)
-    p = warpgroup_mma(g, turned(v_tiles, stage), zero, use_acc=False, is_async=True)
-    return s, p
-
-
-@gluon.jit
-def dq_pipelined_step(
-    dq, ds, dparam, dslopes, s, p, q, g, of_rows, tile, started, buffers, behind, shaping,
-    NORM: gl.constexpr, FLAGS: gl.constexpr,
-):  # fmt: skip
-    """Adds the tile before to dq [ROWS, HEAD_DIM], asks for the next one's products, and meanwhile
-    computes this one's ds [ROWS, ROWS]. Nothing is in flight when it ends."""
-    k_tiles, empty = buffers[0], buffers[3]
-    stages: gl.constexpr = k_tiles.shape[0]
-    left: gl.constexpr = gl.DotOperandLayout(0, dq.type.layout, 2)
-    before = gl.where(started, tile - 1, tile) % stages
-    dq = warpgroup_mma(ds, flat(k_tiles, before), dq, is_async=True)
-    more_s, more_p = products_of(q, g, buffers, tile + 1)
-    s, p = warpgroup_mma_wait(3, [s, p])  # waits for nothing
-    ds, dparam, dslopes = dq_tile_ds(
-        s, p, dparam, dslopes, of_rows, behind, shaping, NORM, FLAGS, False
-    )
-    ds = gl.convert_layout(ds.to(gl.bfloat16), left)
-    s, p, dq = warpgroup_mma_wait(0, [more_s, more_p, dq])
-    mbarrier.arrive(empty.index(before), count=1, pred=started)
-    return dq, ds, dparam, dslopes, s, p
-
-
-@gluon.jit
-def dq_pipelined(
-    dq, dparam, dslopes, q, g, of_rows, first, last, skipped, buffers, shaping, index,
-    NORM: gl.constexpr, FLAGS: gl.constexpr,
-):  # fmt: skip
-    """Adds all tiles to dq [ROWS, HEAD_DIM], ``dparam`` and ``dslopes`` [ROWS]: ``last`` whole ones
-    and the one on the diagonal, of a group whose ``first`` row is that. ``skipped``: tiles that the
-    buffers have had."""
-    k_tiles = buffers[0]
-    stages: gl.constexpr = k_tiles.shape[0]
-    left: gl.constexpr = gl.DotOperandLayout(0, dq.type.layout, 2)
-    ds = gl.zeros([ROWS, ROWS], gl.bfloat16, left)
-    s, p = products_of(q, g, buffers, skipped)
-    s, p = warpgroup_mma_wait(0, [s, p])
-    if index == 1:  # an odd number of whole tiles
-        dq, ds, dparam, dslopes, s, p = dq_pipelined_step(
-            dq, ds, dparam, dslopes, s, p, q, g, of_rows, skipped, False, buffers, first, shaping,
-            NORM, FLAGS,
-        )  # fmt: skip
-    for two in range(index, last, 2):
-        for i in gl.static_range(2):
-            tile = two + i
-            dq, ds, dparam, dslopes, s, p = dq_pipelined_step(
-                dq, ds, dparam, dslopes, s, p, q, g, of_rows, skipped + tile, tile > 0, buffers,
-                first - tile * ROWS, shaping, NORM, FLAGS,
-            )  # fmt: skip
-    before = (skipped + gl.maximum(last - 1, 0)) % stages
-    dq = warpgroup_mma(ds, flat(k_tiles, before), dq, is_async=True)
-    ds, dparam, dslopes = dq_tile_ds(s, p, dparam, dslopes, of_rows, 0, shaping, NORM, FLAGS, True)
-    ds = gl.convert_layout(ds.to(gl.bfloat16), left)
-    dq = warpgroup_mma(ds, flat(k_tiles, (skipped + last) % stages), dq, is_async=True)
-    dq = warpgroup_mma_wait(0, [dq])
-    return dq, dparam, dslopes
-
-
-@gluon.jit
 def dq_rows(
     own, buffers, own_full, rows_of, of_head, sizes, scales, strides, index,
     NORM: gl.constexpr, FLAGS: gl.constexpr, NEEDS_EXPM1: gl.constexpr, BLOCK_Q: gl.constexpr,
@@ -361,25 +289,19 @@ def dq_rows(
     dparam = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
     dslopes = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
     of_rows = (lse, delta, factor)
-    if HEAD_DIM == 64:
-        dq, dparam, dslopes = dq_pipelined(
-            dq, dparam, dslopes, q, g, of_rows, first, last, skipped, buffers, shaping, index,
-            NORM, FLAGS,
-        )  # fmt: skip
-    else:
-        ds = gl.zeros([ROWS, ROWS], gl.float32, layout)
-        for tile in range(last):
-            dq, ds, dparam, dslopes = dq_step(
-                dq, ds, dparam, dslopes, q, g, of_rows, skipped + tile, tile > 0, buffers,
-                first - tile * ROWS, shaping, NORM, FLAGS, False,
-            )  # fmt: skip
+    ds = gl.zeros([ROWS, ROWS], gl.float32, layout)
+    for tile in range(last):
         dq, ds, dparam, dslopes = dq_step(
-            dq, ds, dparam, dslopes, q, g, of_rows, skipped + last, last > 0, buffers, 0, shaping,
-            NORM, FLAGS, True,
+            dq, ds, dparam, dslopes, q, g, of_rows, skipped + tile, tile > 0, buffers,
+            first - tile * ROWS, shaping, NORM, FLAGS, False,
         )  # fmt: skip
-        ds = gl.convert_layout(ds.to(gl.bfloat16), gl.DotOperandLayout(0, sum_layout, 2))
-        dq = warpgroup_mma(ds, flat(k_tiles, (skipped + last) % stages), dq, is_async=True)
-        dq = warpgroup_mma_wait(0, [dq])
+    dq, ds, dparam, dslopes = dq_step(
+        dq, ds, dparam, dslopes, q, g, of_rows, skipped + last, last > 0, buffers, 0, shaping,
+        NORM, FLAGS, True,
+    )  # fmt: skip
+    ds = gl.convert_layout(ds.to(gl.bfloat16), gl.DotOperandLayout(0, sum_layout, 2))
+    dq = warpgroup_mma(ds, flat(k_tiles, (skipped + last) % stages), dq, is_async=True)
+    dq = warpgroup_mma_wait(0, [dq])
     if SCALED & FLAGS:
         last_rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, sum_layout))
         last_length = causal_log2_length(first + last_rows, FLAGS)
@@ -412,8 +334,8 @@ def hopper_bwd_dq(
     where there is that s · log n in units of the scores, by which D is multiplied. ``sizes``: query
     heads, how many share a key head, length; ``scales``: of dq, in log2 units of the scores, and
     before a soft cap's tanh; ``dparam_rows``, ``dsinks_rows``, ``dslopes_rows``, ``sinks``,
-    ``slopes``, ``s``: as in backward.py; ``strides``: of batch row, head and row, of output and dq.
-    Heads of 64 have the registers for a sweep that is software-pipelined."""
+    ``slopes``, ``s``: as in backward.py; ``strides``: of batch row, head and row, of output and
+    dq."""
     own = gl.allocate_shared_memory(gl.bfloat16, [4, 1, 1, ROWS, HEAD_DIM], q_source.layout)
     k_tiles = gl.allocate_shared_memory(
         gl.bfloat16, [STAGES, 1, 1, ROWS, HEAD_DIM], k_source.layout
