@@ -1,7 +1,6 @@
 """The audit of activations passes what is right and names what is not."""
 
 import dataclasses
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -182,19 +181,3 @@ def test_a_percentile_is_that_of_the_values():
     low, high = seen.range(99, symmetric=False).tolist()
     assert [low, high] == pytest.approx(x.quantile(torch.tensor([0.005, 0.995])).tolist(), rel=0.01)
     assert float(seen.range(100, symmetric=False)[1]) == float(x.max())
-
-
-def test_what_amplifies_rounding_is_measured_row_by_row(folder):
-    """And nothing else is: the kernels that score must themselves keep rows apart."""
-    entered = []
-
-    @contextmanager
-    def row_by_row(model):
-        entered.append(type(model).__name__)
-        yield
-
-    for chosen, times in ((of("int4-token"), 2), (parse("fp32"), 0)):
-        entered.clear()
-        model = make(chosen, folder)
-        assert audit(llama(), model, chosen, PROBE, row_by_row).passed
-        assert entered == ["LlamaForCausalLM"] * times

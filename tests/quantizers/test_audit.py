@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -258,3 +259,31 @@ def test_digests_say_whether_the_stored_bits_are_the_same(rtn4):
     assert first.digest == second.digest != third.digest
     assert len(set(digests[0].values())) == 14
     assert {name for name, own in digests[1].items() if own != digests[0][name]} == {LAYER}
+
+
+def test_a_kernel_whose_rows_owe_each_other_bits_is_no_leak_of_the_quantizer(rtn4):
+    """The unquantized model may show nothing of it: its rows take other branches."""
+    model, apart = copy.deepcopy(rtn4), []
+
+    def tile(module, args, output):
+        attended, weights = output
+        return (
+            attended if apart else attended * (1 + 1e-3 * attended[:, -1:].sum().sin()),
+            weights,
+        )
+
+    model.model.layers[0].self_attn.register_forward_hook(tile)
+    entered = []
+
+    @contextmanager
+    def row_by_row(inside):
+        entered.append(inside)
+        apart.append(inside)
+        yield
+        apart.remove(inside)
+
+    chosen = settings("rtn-4bit")
+    report = audit(llama(), model, chosen, PROBE)
+    assert "the last token changes earlier logits" in report.problems[0], report.causality
+    assert audit(llama(), model, chosen, PROBE, row_by_row).problems == ()
+    assert len(entered) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ def audit(
     quantized: nn.Module,
     config: QuantizationConfig,
     probe: Tensor,
-    row_by_row: RowByRow | None = None,
+    row_by_row: RowByRow = nullcontext,
 ) -> Audit:
     """Compare ``quantized`` with the ``original`` it was made from, on one device; ``original`` is
     consumed.

@@ -8,7 +8,7 @@ numbers of tokens: what the unquantized model moves by, and what a repetition mo
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -35,13 +35,13 @@ def independence(
     quantized: nn.Module,
     config: QuantizationConfig,
     probe: Tensor,
-    row_by_row: RowByRow | None = None,
+    row_by_row: RowByRow = nullcontext,
 ) -> tuple[Leak, Leak, list[str]]:
     """Causality and independence of batch-mates, and what of it is undeclared.
 
-    ``probe``: token ids [batch of 2 or more, time]. A quantizer that amplifies rounding makes much
-    of the last bits that a kernel's rows owe each other; it is measured within ``row_by_row`` of
-    both models, where there are none.
+    ``probe``: token ids [batch of 2 or more, time]. Rows of a kernel's tile may owe each other
+    their last bits, and a quantized model other rows than the unquantized one: both are measured
+    within ``row_by_row``, where no row does.
     """
     futures, mates = (_changed(probe, part) for part in (LAST_TOKEN, OTHER_ROWS))
 
@@ -54,9 +54,8 @@ def independence(
         return Leak(moved=moved, tolerance=tolerance, declared=declared)
 
     with ExitStack() as stack:
-        if config.amplifies_rounding and row_by_row is not None:
-            for model in (original, quantized):
-                stack.enter_context(row_by_row(model))
+        for model in (original, quantized):
+            stack.enter_context(row_by_row(model))
         base, again, *changed = _logits(quantized, [probe, probe, *futures, *mates])
         repeated, rounding = _moved(base, again), ROUNDING * float(base.abs().max())
         of_futures, of_mates = changed[: len(futures)], changed[len(futures) :]
