@@ -4,8 +4,6 @@ Independent of ``qbench.attention.reference``: whole matrices, plain exponential
 autograd. So scores must be of moderate size here.
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass
 

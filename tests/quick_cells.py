@@ -1,8 +1,6 @@
 """Cells of one step, in which their process may be killed: so that no process has to import torch
 where a test is about processes, locks and records."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,8 +1,6 @@
 """The pages of findings and speed, and what results they name, as the tests of their numbers
 read them."""
 
-from __future__ import annotations
-
 import tempfile
 from functools import lru_cache
 from pathlib import Path

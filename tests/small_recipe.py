@@ -1,7 +1,5 @@
 """A recipe of the bundled pair that runs in seconds."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

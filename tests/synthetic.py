@@ -4,8 +4,6 @@ The sizes are those of the real evaluation sets. Documents have a common difficu
 outcomes of two cells are correlated as those of real models are; damage grows as bits fall.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """qbench from Python, as the README shows it."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """A quantizer broken on purpose does not pass the gate: a bundled model, end to end."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """`qbench cache`: what is kept is listed with who uses it, and bounded."""
 
-from __future__ import annotations
-
 import json
 import os
 

@@ -1,7 +1,5 @@
 """Which of our own code is part of a cell's key."""
 
-from __future__ import annotations
-
 import pytest
 
 from qbench.code import PACKAGE, SCORING, digest_of

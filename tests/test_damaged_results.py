@@ -1,7 +1,5 @@
 """A changed byte in a results folder is never another number, and never a traceback."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

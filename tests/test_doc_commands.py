@@ -1,8 +1,6 @@
 """Every command in the README and in the other pages can be given as it stands; those that read
 results, or plan the demo, are run."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil

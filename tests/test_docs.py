@@ -1,7 +1,5 @@
 """What the documents say of the layout is so."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Earlier runs into a folder can be named wherever results are read."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

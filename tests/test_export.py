@@ -1,7 +1,5 @@
 """Results in others' formats, read back by their own tools."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

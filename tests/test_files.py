@@ -1,7 +1,5 @@
 """Files: written whole, through links, refused before work; what dead processes left is removed."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket

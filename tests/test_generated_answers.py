@@ -1,7 +1,5 @@
 """What a model writes is kept beside its scores, shown and exported."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

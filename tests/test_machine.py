@@ -1,7 +1,5 @@
 """What this host computes on, asked of NVML: here of one that says what a test wants."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pynvml

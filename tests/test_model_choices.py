@@ -1,7 +1,5 @@
 """What a model's class decides is decided when the run is planned, and shown."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Odd and hostile input to every command: exit code 2, one line on standard error, no traceback."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

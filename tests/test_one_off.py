@@ -1,7 +1,5 @@
 """A run without a recipe, a recipe's parts replaced, and several runs in one folder."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

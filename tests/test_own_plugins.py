@@ -1,7 +1,5 @@
 """Files and packages of users: the example of docs/plugins.md, as its commands have it."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """What changes a cell's key, and what does not: one table."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Bad input that only a cell would meet is refused when the run is planned."""
 
-from __future__ import annotations
-
 import gzip
 import json
 

@@ -1,7 +1,5 @@
 """The papers' tables: every number as printed, and what does not add up is found."""
 
-from __future__ import annotations
-
 import re
 from decimal import Decimal
 from pathlib import Path

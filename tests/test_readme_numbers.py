@@ -1,7 +1,5 @@
 """Every number on the pages of findings and speed stands in the files that it names."""
 
-from __future__ import annotations
-
 import math
 import re
 

@@ -1,7 +1,5 @@
 """What README says of three seeds of the pair stands in the results that it names."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What the page of findings says of sigmoid attention stands in the results that it names."""
 
-from __future__ import annotations
-
 import math
 import re
 from statistics import mean

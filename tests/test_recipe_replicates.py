@@ -1,7 +1,5 @@
 """Several checkpoints of one kind in a recipe: lists, paths with *, groups by name."""
 
-from __future__ import annotations
-
 import pytest
 from small_recipe import DEMO, small_recipe
 

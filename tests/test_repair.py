@@ -1,7 +1,5 @@
 """A run makes damaged cells again, and nothing else: the bundled pair, end to end."""
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -1,7 +1,5 @@
 """`qbench show`: a folder, a cell, a document; all of a record is there."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

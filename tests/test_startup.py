@@ -1,10 +1,7 @@
 """What reads results starts at once and never loads torch."""
 
-from __future__ import annotations
-
 import ast
 import re
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +14,7 @@ ROOT = Path(__file__).parent.parent
 
 READERS = (
     "api",
+    "cli.app",
     "gate.baseline",
     "comparison.changes",
     "gate.check",
@@ -51,29 +49,6 @@ def test_reading_results_tables_with_all_statistics_and_the_gate_load_no_torch(t
         "baseline.make(store, out); check.check(store, out); print(*sys.modules)"
     ).split()
     assert not set(HEAVY) & set(loaded)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "seconds"),
-    [(["--help"], 0.7), (["list", "quantizers"], 1.2)],
-)
-def test_help_starts_at_once(arguments, seconds):
-    """CPU seconds of the whole process, the interpreter's own start included: 0.3, 0.4 and 0.4 on
-    a machine that does nothing else, up to half as many again beside other work."""
-    command = [sys.executable, "-m", "qbench", *arguments]
-    assert any(cpu_seconds(command) < seconds for _ in range(2))
-
-
-def test_planning_takes_under_three_seconds(tmp_path):
-    command = ["plan", small_recipe(tmp_path), "--device", "cpu", "--out", tmp_path / "out"]
-    assert cpu_seconds([sys.executable, "-m", "qbench", *command]) < 3.0
-
-
-def cpu_seconds(command):
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def test_imports_stand_at_the_top():

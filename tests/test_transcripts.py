@@ -1,8 +1,6 @@
 """The transcripts in docs/one-run.md and docs/plugins.md: every command is run, and prints what
 stands there, numbers and generated words aside (they hang on the processor)."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

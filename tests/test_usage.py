@@ -1,7 +1,5 @@
 """Wrong use of the command line: one line that says where, what, and what to do."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil

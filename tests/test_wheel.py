@@ -1,7 +1,5 @@
 """What `pip install qbench` gives: the built wheel runs by itself, away from this repository."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """What several trainings' analyses say together, and what is missing."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from pathlib import Path

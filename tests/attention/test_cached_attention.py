@@ -1,7 +1,5 @@
 """Attention over a quantized KV cache against a cache that is written token by token."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

@@ -2,8 +2,6 @@
 and scales are stored, and each query reads what is stored at its step. Shares no code with qbench.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The bench of scoring on the bundled pair: what it compares, and that it compares."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The bench of the training step, on a shape that a CPU takes."""
 
-from __future__ import annotations
-
 import json
 import re
 

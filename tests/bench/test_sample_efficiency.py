@@ -1,7 +1,5 @@
 """The bench of sample efficiency: derivatives, losses as defined, rates that are known."""
 
-from __future__ import annotations
-
 import json
 from itertools import product
 from pathlib import Path

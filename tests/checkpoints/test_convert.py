@@ -1,7 +1,5 @@
 """What is written in the other format gives the same logits, also to readers that are not ours."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -3,8 +3,6 @@
 The logits are compared with a forward that is written out here from that library's definition.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from checkpoints.folders import CONFIG, random_tensors, write

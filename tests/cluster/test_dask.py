@@ -1,7 +1,5 @@
 """``--cluster``: cells on Dask's workers, which are killed, and whose client is killed."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import os

@@ -1,7 +1,5 @@
 """The recipe for Slurm in docs/clusters.md, with an sbatch that runs the job's script here."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

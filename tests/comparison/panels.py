@@ -1,7 +1,5 @@
 """Panels of outcomes for the tests of statistics."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from qbench.statistics import Panel

@@ -1,7 +1,5 @@
 """Two results folders side by side, and which part of two keys differs."""
 
-from __future__ import annotations
-
 import pytest
 from synthetic import make_store, scores
 

@@ -1,7 +1,5 @@
 """McNemar's test and the score interval against the literature and against scipy."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from scipy import optimize, stats

@@ -1,7 +1,5 @@
 """Many tests at once, and non-inferiority."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Intervals of effects against known values, against scipy, and against simulated truth."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from panels import FOUR, SIMULATIONS, TWO, answers, panel

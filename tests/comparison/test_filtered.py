@@ -1,7 +1,5 @@
 """lm-eval's filters are part of a metric's name and change nothing of its scale."""
 
-from __future__ import annotations
-
 import csv
 import io
 

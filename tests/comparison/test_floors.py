@@ -1,7 +1,5 @@
 """The noise floor that ``qbench noise`` measured, and what the tables make of it."""
 
-from __future__ import annotations
-
 import pytest
 from synthetic import key, make_store
 

@@ -1,7 +1,5 @@
 """Metrics over all documents at once: scikit-learn's values, and errors as simulation has them."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from sklearn.metrics import f1_score, matthews_corrcoef

@@ -1,7 +1,5 @@
 """Right-or-wrong answers are counted: ties are ties, and rare changes keep their coverage."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import numpy as np

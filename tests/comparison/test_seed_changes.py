@@ -1,7 +1,5 @@
 """``qbench compare A B`` over several trainings of one kind."""
 
-from __future__ import annotations
-
 import pytest
 from synthetic import make_store
 

@@ -1,7 +1,5 @@
 """Effects over seeds: intervals that cover, and what of the uncertainty is the seeds'."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from scipy import stats

@@ -1,7 +1,5 @@
 """A tiny model's hidden states, kept as an unquantized cell's are."""
 
-from __future__ import annotations
-
 from scoring_models import scorer
 
 from qbench.evaluation.kl import BaselineHiddenStates, BaselineWriter

@@ -1,7 +1,5 @@
 """A tiny random Llama, a byte-level tokenizer trained here, and requests of every kind."""
 
-from __future__ import annotations
-
 import functools
 import random
 

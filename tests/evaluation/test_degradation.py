@@ -1,7 +1,5 @@
 """Damage against what hand-made tables say."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Tasks of every kind give what lm-eval's ``simple_evaluate`` gives with HFLM, to the bit."""
 
-from __future__ import annotations
-
 import json
 import random
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """What cannot be scored is named, with its line where there is one, and costs nothing else."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

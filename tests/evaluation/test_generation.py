@@ -1,7 +1,5 @@
 """Generated answers: batched greedy decoding says what lm-eval's HFLM says, text by text."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

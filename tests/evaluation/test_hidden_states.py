@@ -1,7 +1,5 @@
 """The file of hidden states that divergence from the unquantized model rests on."""
 
-from __future__ import annotations
-
 import os
 import threading
 from types import SimpleNamespace

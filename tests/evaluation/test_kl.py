@@ -1,7 +1,5 @@
 """Divergence from the unquantized model against full logits."""
 
-from __future__ import annotations
-
 import copy
 
 import numpy as np

@@ -1,8 +1,6 @@
 """Documents are those that iteration gives; without a usable answer they are refused, where lm-eval
 counts them as wrong."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

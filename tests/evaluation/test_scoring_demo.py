@@ -1,7 +1,5 @@
 """The bundled pair and tasks through lm-eval itself: every kind of task, both normalizers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Exact scoring against lm-eval's own HFLM, to the last bit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from scoring_models import (

@@ -1,7 +1,5 @@
 """Fast scoring against exact: packing, order and batch size change nothing but rounding."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from scoring_models import KINDS, choices, instance, llama, pages, scorer, text, tokenizer

@@ -1,8 +1,6 @@
 """Scores of other models, under every normalizer, and of quantized ones: exact as lm-eval's, fast
 as exact, or refused with the reason and what to say instead."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from normalizer_parameters import attach

@@ -1,8 +1,6 @@
 """What a recipe's evaluation means for one checkpoint: nothing is left open in a key. A record is
 held against a tolerance that may be tighter than when it was made."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

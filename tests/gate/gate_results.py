@@ -1,7 +1,5 @@
 """Results that differ from the good grid in one stated way."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from synthetic import make_store

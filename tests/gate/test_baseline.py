@@ -1,7 +1,5 @@
 """The baseline file: gives back what was put in, stays small, and damage is noticed."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

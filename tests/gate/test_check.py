@@ -1,7 +1,5 @@
 """The gate: passes what is as good, fails what is worse, and says when it cannot tell."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """The page's own commands: green on the same results, red on a broken quantizer."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Results of other weights, normalizers, data or settings are refused or named."""
 
-from __future__ import annotations
-
 import pytest
 from gate_results import CELL, changed, update
 from synthetic import make_store

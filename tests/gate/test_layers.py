@@ -1,7 +1,5 @@
 """One broken layer is caught and named, though the model's mean and its scores hide it."""
 
-from __future__ import annotations
-
 import pytest
 from gate_results import CELL, audit_of, changed, of, update
 from synthetic import LAYERS

@@ -1,7 +1,5 @@
 """Margins: what the user states, and what so many documents can support."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from gate_results import changed

@@ -1,7 +1,5 @@
 """The verdict as files: what is in them, and that nothing in a name can break them."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -1,7 +1,5 @@
 """What all tests on a GPU share: what torch says of itself is no failure of ours."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

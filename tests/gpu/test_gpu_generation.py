@@ -1,7 +1,5 @@
 """Generated answers on CUDA: steps captured as graphs, on the kernels."""
 
-from __future__ import annotations
-
 import pytest
 from lm_eval.api.instance import Instance
 from scoring_models import llama, text, tokenizer

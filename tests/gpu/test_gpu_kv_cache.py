@@ -1,8 +1,6 @@
 """A KV cache of few bits on CUDA: kernels against their definitions, scoring against decoding, and
 what it costs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from pair import loss, pair_model, texts

@@ -1,7 +1,5 @@
 """Every class of models on CUDA: scored as on its own attention, quantized, audited."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from quantizer_models import DIGEST

@@ -1,7 +1,5 @@
 """Exact and fast scoring on CUDA, on the kernels."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """Training on a GPU: our kernels under torch.compile, no waiting, and the same bits again."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

@@ -1,8 +1,6 @@
 """What the hub of the tests holds: the published pair's ids with a tiny model each, the five
 tasks' data sets under their ids and in their files' layout, and a shard of calibration text."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

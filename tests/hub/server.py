@@ -4,8 +4,6 @@ Repositories are folders of bytes with revisions; faults can be set for the path
 clients, huggingface_hub and datasets, are unmodified: they are told its address by HF_ENDPOINT.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

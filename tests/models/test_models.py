@@ -1,7 +1,5 @@
 """Every class that ``qbench list models`` names: scored as lm-eval scores it, and quantized."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """Every weight matrix of every class is quantized, or named with the reason why it is not."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from quantizer_models import DIGEST

@@ -1,7 +1,5 @@
 """What a plan takes from headers is what quantizers will meet."""
 
-from __future__ import annotations
-
 import pytest
 from checkpoints.folders import CONFIG, random_tensors, write
 from tiny import KINDS, tiny_model, write_tiny

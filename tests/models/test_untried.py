@@ -1,7 +1,5 @@
 """Classes that nobody tried: taken for what transformers' source says, and held against it."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

@@ -1,7 +1,5 @@
 """A tiny random model of every class that ``qbench list models`` names."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

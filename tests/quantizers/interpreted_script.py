@@ -1,7 +1,5 @@
 """A script of kernels in Triton's interpreter, which must be chosen before Triton is imported."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

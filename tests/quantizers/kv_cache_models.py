@@ -1,7 +1,5 @@
 """Small models with a KV cache of few bits."""
 
-from __future__ import annotations
-
 import torch
 from transformers import (
     LlamaConfig,

@@ -1,8 +1,6 @@
 """The trained pair of 27M parameters and the text that issue figures were measured on. Skips where
 the machine has neither."""
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path

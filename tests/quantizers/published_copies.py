@@ -4,8 +4,6 @@ python tests/quantizers/published_copies.py CHECKPOINT FOLDER TEXTS.jsonl writes
 recipes/published-27m.yaml names.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

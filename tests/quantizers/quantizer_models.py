@@ -1,7 +1,5 @@
 """A tiny Llama with correlated activations, its calibration, and quantizing it in one line."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 

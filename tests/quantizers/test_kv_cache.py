@@ -1,7 +1,5 @@
 """A KV cache of few bits in whole models: scoring, generating, refusing."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from kv_cache_models import MODELS, SCHEMES, SHAPE, ids, model_of

@@ -1,7 +1,5 @@
 """What the audit measures of a KV cache, and the faults that it finds."""
 
-from __future__ import annotations
-
 import pytest
 from kv_cache_models import SCHEMES, ids, model_of
 

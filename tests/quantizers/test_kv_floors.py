@@ -2,8 +2,6 @@
 texts of 1,024 tokens: here on two of them, which differ from all by a tenth; in full on a GPU
 (tests/gpu/test_gpu_kv_cache.py)."""
 
-from __future__ import annotations
-
 import pytest
 from pair import loss, pair_model, texts
 

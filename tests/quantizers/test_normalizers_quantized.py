@@ -1,7 +1,5 @@
 """Weights, activations and KV cache of few bits under every normalizer: quantized, and audited."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from normalizer_parameters import attach

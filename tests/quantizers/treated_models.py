@@ -1,7 +1,5 @@
 """Small decoders of the classes that treatments of outliers know, with all that folds across."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """What a plan and a run say that cells will take, from what earlier ones took."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

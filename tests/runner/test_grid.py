@@ -1,7 +1,5 @@
 """Cells through executors: any of ``concurrent.futures``, and processes that are really killed."""
 
-from __future__ import annotations
-
 import io
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Worker processes: one that dies breaks its own call, and whoever ends leaves nobody behind."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,7 +1,5 @@
 """The KV cache's memory, below the tables."""
 
-from __future__ import annotations
-
 import pytest
 from synthetic import make_store
 

@@ -1,7 +1,5 @@
 """LaTeX tables compile as they stand and fit the page, whatever the checkpoints are called."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 

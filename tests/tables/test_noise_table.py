@@ -1,7 +1,5 @@
 """What ``qbench noise`` prints: units as in all other tables."""
 
-from __future__ import annotations
-
 import pytest
 
 from qbench.evaluation.noise import Moved

@@ -1,7 +1,5 @@
 """What quantization changed stands in every format; damage is held against the same dtype."""
 
-from __future__ import annotations
-
 import csv
 import io
 

@@ -1,7 +1,5 @@
 """Cells in parts: their precision in tables and report, and the damage of each part alone."""
 
-from __future__ import annotations
-
 import csv
 import io
 import shutil

@@ -1,7 +1,5 @@
 """One checkpoint's precisions among themselves: each pair, against one, and which is best."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

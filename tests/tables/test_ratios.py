@@ -1,7 +1,5 @@
 """Perplexities are compared by their ratio, and damage stands below each delta table."""
 
-from __future__ import annotations
-
 import csv
 import io
 import math

@@ -1,7 +1,5 @@
 """Tables over several trainings of each kind."""
 
-from __future__ import annotations
-
 import csv
 import io
 

@@ -1,7 +1,5 @@
 """Delta tables: laid out as the paper's, nothing left out, every number traceable."""
 
-from __future__ import annotations
-
 import csv
 import io
 from html.parser import HTMLParser

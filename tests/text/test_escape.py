@@ -1,7 +1,5 @@
 """Foreign names in tables: in every format they are text, and numbers stay numbers."""
 
-from __future__ import annotations
-
 import csv
 import io
 import re

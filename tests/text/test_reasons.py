@@ -1,7 +1,5 @@
 """A reason that several share is said once."""
 
-from __future__ import annotations
-
 import io
 
 from qbench.runner.progress import Display

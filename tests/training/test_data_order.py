@@ -1,7 +1,5 @@
 """Which sequences a step takes: all of them once an epoch, by the seed alone."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """`qbench train --evaluate`: what was trained is run through a recipe, here or on a cluster."""
 
-from __future__ import annotations
-
 import pytest
 from small_recipe import qbench, small_recipe
 

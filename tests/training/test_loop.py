@@ -1,7 +1,5 @@
 """Trainings as a whole: what they leave behind, and how they end where they go wrong."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,8 +1,6 @@
 """Parameters of normalizers that a recipe asks for: trained or fixed, kept in the checkpoint, and
 read as they were; with and without a rotary embedding, the sigmoid paper's two set-ups."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The curves of a recipe's trainings."""
 
-from __future__ import annotations
-
 import re
 
 from qbench.training.log import plot

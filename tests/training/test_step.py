@@ -1,7 +1,5 @@
 """One step: the same start for every normalizer, one graph under torch.compile, no host numbers."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Token files: what is read, written, held out, left out and noticed when it changes."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import lzma

@@ -1,7 +1,5 @@
 """Training recipes: strict, with the place of what is wrong, and the shipped ones as stated."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A results folder and a server of it."""
 
-from __future__ import annotations
-
 import pytest
 from hostile_results import Running, fill
 

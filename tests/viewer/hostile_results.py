@@ -1,7 +1,5 @@
 """A results folder whose names and texts would run as markup, with responses and divergences."""
 
-from __future__ import annotations
-
 import json
 import threading
 

@@ -1,7 +1,5 @@
 """The page in a real browser: clicks from the answer to a token, hostile names, phones, exports."""
 
-from __future__ import annotations
-
 import shutil
 from functools import partial
 from pathlib import Path

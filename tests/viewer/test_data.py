@@ -1,7 +1,5 @@
 """Payloads say what the records say; the server answers nobody else."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json
