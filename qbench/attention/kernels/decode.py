@@ -15,6 +15,7 @@ from qbench.attention.kernels.common import (
     ELEMENTWISE,
     SHAPED,
     attn_mask,
+    key_ranges,
     load_sequence,
     load_tile,
     to_int64,
@@ -29,8 +30,34 @@ from qbench.attention.kernels.formulas import (
     online_softmax,
     row_shaping,
     scores_of,
-    sigmoid,
 )
+
+
+@triton.jit
+def group_rows(start_q, stop_q, kv_head, group, BLOCK_R: tl.constexpr):
+    """Of BLOCK_R rows, a group's heads × queries: which are real, their query rows, and their
+    heads, for one that is not real a head that is there."""
+    count = tl.maximum(stop_q - start_q, 1)
+    index = tl.arange(0, BLOCK_R)  # [BLOCK_R]
+    real = index < group * (stop_q - start_q)
+    return real, start_q + index % count, kv_head * group + tl.where(real, index // count, 0)
+
+
+@triton.jit
+def store_group(
+    acc, l_i, m_i, output, lse_out, sinks, batch, real, rows, heads, all_heads, queries, o_strides,
+    NORM: tl.constexpr, FLAGS: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """Finishes and stores the rows of :func:`group_rows`."""
+    out, lse = finalize(acc, l_i, m_i, load_sink(heads, sinks, FLAGS), NORM, FLAGS)
+    columns = tl.arange(0, BLOCK_DV)  # [BLOCK_DV]
+    pointers = output + to_int64(batch) * o_strides[0] + to_int64(heads) * o_strides[1]
+    pointers += rows * o_strides[2]
+    inside = real[:, None] & (columns[None, :] < V_HEAD_DIM)
+    out = out.to(output.dtype.element_ty)
+    tl.store(pointers[:, None] + columns[None, :], out, mask=inside)
+    lse_row = lse_out + (to_int64(batch) * all_heads + heads) * queries
+    tl.store(lse_row + rows, lse, mask=real)
 
 
 @triton.jit(do_not_specialize=["queries", "keys", "window", "splits", "mask_b", "mask_h", "mask_t"])
@@ -57,11 +84,7 @@ def attn_decode(
     batch, start_q, stop_q, start_k, stop_k, shift = load_sequence(
         spans, tl.program_id(1) // kv_heads, queries, keys
     )
-    count = tl.maximum(stop_q - start_q, 1)
-    index = tl.arange(0, BLOCK_R)  # [BLOCK_R]
-    real = index < group * (stop_q - start_q)
-    rows = start_q + index % count  # [BLOCK_R]
-    heads = kv_head * group + index // count  # [BLOCK_R]
+    real, rows, heads = group_rows(start_q, stop_q, kv_head, group, BLOCK_R)  # [BLOCK_R] each
     columns = tl.arange(0, BLOCK_D)  # [BLOCK_D]
     q_pointers = q_source + to_int64(batch) * q_strides[0] + to_int64(heads) * q_strides[1]
     q_pointers += rows * q_strides[2]
@@ -71,22 +94,18 @@ def attn_decode(
         other=0.0,
     )
 
-    begin = start_k
-    end = stop_k
-    if CAUSAL:
-        end = tl.minimum(stop_k, stop_q + shift)
-    if WINDOW:
-        begin = tl.maximum(begin, start_q + shift - window + 1)
+    row_limits = (stop_q, stop_k, shift, window)
+    ranges = key_ranges(start_q, start_k, row_limits, None, CAUSAL, WINDOW, BLOCK_R, BLOCK_K)
+    begin = ranges[0]
+    end = ranges[3]
     share = tl.cdiv(tl.cdiv(tl.maximum(end - begin, 0), BLOCK_K), splits) * BLOCK_K
     begin += split * share
     end = tl.minimum(end, begin + share)
     limits = (stop_q, end, shift, window)
 
-    known = tl.where(real, heads, kv_head * group)  # a head that is there
-    value_row = (to_int64(batch) * kv_heads * group + known) * queries  # [BLOCK_R]
-    row_limits = (stop_q, stop_k, shift, window)
+    value_row = (to_int64(batch) * kv_heads * group + heads) * queries  # [BLOCK_R]
     qk_scale, slope, level, unit = row_shaping(
-        known, rows, value_row, row_limits, start_k, counts, scale, bias, slopes, s,
+        heads, rows, value_row, row_limits, start_k, counts, scale, bias, slopes, s,
         FLAGS, CAUSAL, WINDOW,
     )  # fmt: skip
     shaping = (qk_scale, inv_softcap, slope, level[:, None] if BIASED & FLAGS else None)
@@ -115,10 +134,7 @@ def attn_decode(
                 FLAGS, FAST,
             )  # fmt: skip
         scores = tl.where(allowed, scores, masked_score(NORM))
-        if ELEMENTWISE & FLAGS:
-            p = sigmoid(scores, FAST, False)
-        else:
-            p, acc, l_i, m_i = online_softmax(acc, l_i, m_i, scores, unit, NORM, True)
+        p, acc, l_i, m_i = online_softmax(acc, l_i, m_i, scores, unit, NORM, True, FAST, False)
         wanted = tile < end  # [BLOCK_K]
         if SKIP:
             wanted = wanted & (tl.max(p, 0) > 0)
@@ -132,24 +148,16 @@ def attn_decode(
         acc = tl.dot(cast_p(p, v.dtype, NORM, FAST), v, acc, input_precision="ieee")
 
     if partial is not None:
-        first = (to_int64(tl.program_id(1)) * splits + split) * BLOCK_R
-        pointers = partial + first * (BLOCK_DV + 2) + index * (BLOCK_DV + 2)  # [BLOCK_R]
+        at = (to_int64(tl.program_id(1)) * splits + split) * BLOCK_R + tl.arange(0, BLOCK_R)
+        pointers = partial + at * (BLOCK_DV + 2)  # [BLOCK_R]
         tl.store(pointers[:, None] + v_columns[None, :], acc)
         tl.store(pointers + BLOCK_DV, l_i)
         tl.store(pointers + BLOCK_DV + 1, m_i)
     else:
-        sink = load_sink(known, sinks, FLAGS)
-        # [BLOCK_R, BLOCK_DV], [BLOCK_R]
-        out, lse = finalize(acc, l_i, m_i, sink, NORM, FLAGS)
-        pointers = output + to_int64(batch) * o_strides[0] + to_int64(heads) * o_strides[1]
-        pointers += rows * o_strides[2]
-        tl.store(
-            pointers[:, None] + v_columns[None, :],
-            out.to(output.dtype.element_ty),
-            mask=real[:, None] & (v_columns[None, :] < V_HEAD_DIM),
-        )
-        lse_row = lse_out + (to_int64(batch) * kv_heads * group + heads) * queries
-        tl.store(lse_row + rows, lse, mask=real)
+        store_group(
+            acc, l_i, m_i, output, lse_out, sinks, batch, real, rows, heads, kv_heads * group,
+            queries, o_strides, NORM, FLAGS, V_HEAD_DIM, BLOCK_DV,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["queries", "keys", "splits"])
@@ -164,40 +172,24 @@ def combine(
     batch, start_q, stop_q, _, _, _ = load_sequence(
         spans, tl.program_id(0) // kv_heads, queries, keys
     )
-    count = tl.maximum(stop_q - start_q, 1)
-    index = tl.arange(0, BLOCK_R)  # [BLOCK_R]
-    real = index < group * (stop_q - start_q)
+    real, rows, heads = group_rows(start_q, stop_q, kv_head, group, BLOCK_R)  # [BLOCK_R] each
     columns = tl.arange(0, BLOCK_DV)  # [BLOCK_DV]
     acc = tl.zeros([BLOCK_R, BLOCK_DV], tl.float32)
     l_i = tl.zeros([BLOCK_R], tl.float32)
     m_i = tl.full([BLOCK_R], initial_max(NORM), tl.float32)
     for split in range(splits):
-        first = (to_int64(tl.program_id(0)) * splits + split) * BLOCK_R
-        pointers = partial + first * (BLOCK_DV + 2) + index * (BLOCK_DV + 2)  # [BLOCK_R]
+        at = (to_int64(tl.program_id(0)) * splits + split) * BLOCK_R + tl.arange(0, BLOCK_R)
+        pointers = partial + at * (BLOCK_DV + 2)  # [BLOCK_R]
         their_m = tl.load(pointers + BLOCK_DV + 1)  # [BLOCK_R]
-        if ELEMENTWISE & FLAGS:
-            acc += tl.load(pointers[:, None] + columns[None, :])
-            m_i = their_m
-        else:
-            raised = tl.maximum(m_i, their_m)
-            shift_m = finite_max(raised, NORM)
-            ours = tl.math.exp2(m_i - shift_m)
-            theirs = tl.math.exp2(their_m - shift_m)
-            acc = acc * ours[:, None]
-            acc += tl.load(pointers[:, None] + columns[None, :]) * theirs[:, None]
-            l_i = l_i * ours + tl.load(pointers + BLOCK_DV) * theirs
-            m_i = raised
-    rows = start_q + index % count  # [BLOCK_R]
-    heads = kv_head * group + index // count  # [BLOCK_R]
-    sink = load_sink(tl.where(real, heads, kv_head * group), sinks, FLAGS)
-    # [BLOCK_R, BLOCK_DV], [BLOCK_R]
-    out, lse = finalize(acc, l_i, m_i, sink, NORM, FLAGS)
-    pointers = output + to_int64(batch) * o_strides[0] + to_int64(heads) * o_strides[1]
-    pointers += rows * o_strides[2]
-    tl.store(
-        pointers[:, None] + columns[None, :],
-        out.to(output.dtype.element_ty),
-        mask=real[:, None] & (columns[None, :] < V_HEAD_DIM),
-    )
-    lse_row = lse_out + (to_int64(batch) * kv_heads * group + heads) * queries
-    tl.store(lse_row + rows, lse, mask=real)
+        raised = tl.maximum(m_i, their_m)  # of sigmoid the same in all splits
+        shift_m = finite_max(raised, NORM)
+        ours = tl.math.exp2(m_i - shift_m)
+        theirs = tl.math.exp2(their_m - shift_m)
+        acc = acc * ours[:, None]
+        acc += tl.load(pointers[:, None] + columns[None, :]) * theirs[:, None]
+        l_i = l_i * ours + tl.load(pointers + BLOCK_DV) * theirs
+        m_i = raised
+    store_group(
+        acc, l_i, m_i, output, lse_out, sinks, batch, real, rows, heads, kv_heads * group,
+        queries, o_strides, NORM, FLAGS, V_HEAD_DIM, BLOCK_DV,
+    )  # fmt: skip

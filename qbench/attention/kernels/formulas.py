@@ -76,9 +76,9 @@ def masked_score(NORM: tl.constexpr):
 @triton.jit
 def initial_max(NORM: tl.constexpr):
     """Where the running maximum starts."""
-    if NORM == "softmax":
+    if NORM == "softmax" or NORM == "sigmoid":
         return float("-inf")
-    elif NORM == "softpick" or NORM == "rectified" or NORM == "sigmoid":
+    elif NORM == "softpick" or NORM == "rectified":
         return 0.0
     else:
         tl.static_assert(False, NO_FORMULA)
@@ -88,7 +88,7 @@ def initial_max(NORM: tl.constexpr):
 def finite_max(m, NORM: tl.constexpr):
     """What exponents are shifted by: the running maximum, but not −∞ − (−∞) in a row that has
     seen no key yet."""
-    if NORM == "softmax":
+    if NORM == "softmax" or NORM == "sigmoid":
         return tl.where(m == float("-inf"), 0.0, m)
     elif NORM == "softpick" or NORM == "rectified":
         return m
@@ -169,15 +169,22 @@ def finalize(acc, l_i, m_i, sink, NORM: tl.constexpr, FLAGS: tl.constexpr):
 
 
 @triton.jit
-def online_softmax(acc, l_i, m_i, scores, scale, NORM: tl.constexpr, PRECISE: tl.constexpr):
+def online_softmax(
+    acc, l_i, m_i, scores, scale,
+    NORM: tl.constexpr, PRECISE: tl.constexpr, FAST: tl.constexpr, MOSTLY_SMALL: tl.constexpr,
+):  # fmt: skip
     """What a tile of scores [R, K] adds above the fraction line, and the running output [R, D], sum
-    and maximum [R], rescaled to the new maximum; the sum has the tile's, the output has not."""
-    raised = tl.maximum(m_i, tl.max(scores, 1) * scale)  # [R]
-    shift = finite_max(raised, NORM)  # [R]
-    p, below = forward_terms(scores * scale, shift[:, None], NORM, PRECISE)
-    lower = tl.math.exp2(m_i - shift)  # [R]
-    l_i = l_i * lower + tl.sum(below, 1)  # [R]
-    return p, acc * lower[:, None], l_i, raised
+    and maximum [R], rescaled to the new maximum; the sum has the tile's, the output has not.
+    Sigmoid's weights need neither."""
+    if NORM == "sigmoid":
+        return sigmoid(scores, FAST, MOSTLY_SMALL), acc, l_i, m_i
+    else:
+        raised = tl.maximum(m_i, tl.max(scores, 1) * scale)  # [R]
+        shift = finite_max(raised, NORM)  # [R]
+        p, below = forward_terms(scores * scale, shift[:, None], NORM, PRECISE)
+        lower = tl.math.exp2(m_i - shift)  # [R]
+        l_i = l_i * lower + tl.sum(below, 1)  # [R]
+        return p, acc * lower[:, None], l_i, raised
 
 
 # The score functions: backward pass.

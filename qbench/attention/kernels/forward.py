@@ -35,7 +35,6 @@ from qbench.attention.kernels.formulas import (
     online_softmax,
     row_shaping,
     scores_of,
-    sigmoid,
     sum_lost_bits,
 )
 
@@ -87,9 +86,7 @@ def attn_fwd_inner(
         if tiny is not None:  # noqa: SIM102 (one is known at compile time)
             if tl.max((tiny[:, None] & (scores > 0)).to(tl.int32)) > 0:
                 set_flags(flags, start, stop_k, BLOCK_K)
-        if ELEMENTWISE & FLAGS:
-            p = sigmoid(scores, FAST, FAST and not MASKED)
-        elif NO_MAX:
+        if NO_MAX:
             # Eight sums a row, so that no thread needs another's until the end.
             p, below = forward_terms(scores * scale, 0.0, NORM, False)  # [BLOCK_Q, BLOCK_K] each
             l_i += tl.sum(tl.reshape(below, [BLOCK_Q, BLOCK_K // 8, 8]), 1)  # [BLOCK_Q, 8]
@@ -97,7 +94,9 @@ def attn_fwd_inner(
                 highest = tl.max(tl.reshape(scores, [BLOCK_Q, BLOCK_K // 8, 8]), 1)
                 m_i = tl.maximum(m_i, highest)  # [BLOCK_Q, 8]
         else:
-            p, acc, l_i, m_i = online_softmax(acc, l_i, m_i, scores, scale, NORM, PRECISE)
+            p, acc, l_i, m_i = online_softmax(
+                acc, l_i, m_i, scores, scale, NORM, PRECISE, FAST, FAST and not MASKED
+            )
         v = load_tile(  # [BLOCK_K, BLOCK_DV]
             v_source, batch, kv_head, start, stop_k, v_strides, BLOCK_K, V_HEAD_DIM,
             BLOCK_DV, MASKED, TMA,

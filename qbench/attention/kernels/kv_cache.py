@@ -13,9 +13,9 @@ import triton.language as tl
 
 from qbench.attention.kernels.common import (
     BIASED,
-    ELEMENTWISE,
     SHAPED,
     attn_mask,
+    key_ranges,
     load_sequence,
     load_tile,
     store_tile,
@@ -30,7 +30,6 @@ from qbench.attention.kernels.formulas import (
     online_softmax,
     row_shaping,
     scores_of,
-    sigmoid,
 )
 
 FAR = tl.constexpr(2**30)
@@ -88,12 +87,7 @@ def quantized_kv_fwd(
     least_keys = tl.min(tl.where(real, key_bound, FAR))
     least_values = tl.min(tl.where(real, value_bound, FAR))
 
-    begin = start_k
-    end = stop_k
-    if CAUSAL:
-        end = tl.minimum(stop_k, tl.minimum(first + BLOCK_Q, stop_q) + shift)
-    if WINDOW:
-        begin = tl.maximum(begin, first + shift - window + 1)
+    ranges = key_ranges(first, start_k, limits, mask, CAUSAL, WINDOW, BLOCK_Q, BLOCK_K)
     value_row = (to_int64(batch) * heads + head) * queries
     qk_scale, slope, level, unit = row_shaping(
         head, rows, value_row, limits, start_k, counts, scale, bias, slopes, s,
@@ -103,7 +97,7 @@ def quantized_kv_fwd(
     acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
     l_i = tl.zeros([BLOCK_Q], tl.float32)
     m_i = tl.full([BLOCK_Q], initial_max(NORM), tl.float32)
-    for start in range(begin, end, BLOCK_K):
+    for start in range(ranges[0], ranges[3], BLOCK_K):
         tile = start + tl.arange(0, BLOCK_K)  # [BLOCK_K]
         at = tl.load(place + tile, mask=tile < stop_k, other=FAR)  # [BLOCK_K]
         nearest = tl.min(at)
@@ -142,10 +136,7 @@ def quantized_kv_fwd(
         )
         allowed = allowed & (tile[None, :] < stop_k)
         scores = tl.where(allowed, scores, masked_score(NORM))
-        if ELEMENTWISE & FLAGS:
-            p = sigmoid(scores, FAST, False)
-        else:
-            p, acc, l_i, m_i = online_softmax(acc, l_i, m_i, scores, unit, NORM, True)
+        p, acc, l_i, m_i = online_softmax(acc, l_i, m_i, scores, unit, NORM, True, FAST, False)
         if SKIP:
             some = tl.max(p) > 0
             from_plain_v = from_plain_v & some
