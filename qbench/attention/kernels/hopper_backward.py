@@ -557,70 +557,43 @@ def dkdv_step(
 
 
 @gluon.jit
-def dkdv_pipelined(
-    dk, dv, k, v, tile, whole, first, length, buffers, shaping, index,
+def dkdv_head(
+    dk, dv, k, v, loaded, whole, first, length, buffers, shaping, index,
     NORM: gl.constexpr, FLAGS: gl.constexpr, PRECISE: gl.constexpr, BLOCK_Q: gl.constexpr,
 ):  # fmt: skip
-    """Adds a head's tiles to dk and dv [ROWS, HEAD_DIM]: ``whole`` ones and the one on the
-    diagonal, of a group whose ``first`` key is that. ``tile``: that the buffers have had."""
-    q_tiles, empty = buffers[0], buffers[4]
-    stages: gl.constexpr = q_tiles.shape[0]
-    gl.static_assert(BLOCK_Q == ROWS)
-    left: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
-    ds = gl.zeros([ROWS, BLOCK_Q], gl.bfloat16, left)
-    s = tile_scores(k, buffers, tile, 0, BLOCK_Q)
-    s = warpgroup_mma_wait(0, [s])
-    if index == 0:  # an odd number of whole tiles
-        dk, dv, ds, s = dkdv_step(
-            dk, dv, ds, s, k, v, tile, False, buffers, length - BLOCK_Q - first, shaping,
-            NORM, FLAGS, PRECISE, False, 0, BLOCK_Q,
-        )  # fmt: skip
-    for two in range(1 - index, whole, 2):
-        for i in gl.static_range(2):
-            n = two + i
-            dk, dv, ds, s = dkdv_step(
-                dk, dv, ds, s, k, v, tile + n, n > 0, buffers,
-                length - (n + 1) * BLOCK_Q - first, shaping, NORM, FLAGS, PRECISE, False, 0,
-                BLOCK_Q,
-            )  # fmt: skip
-    dk, dv, ds, s = dkdv_step(
-        dk, dv, ds, s, k, v, tile + whole, whole > 0, buffers, 0, shaping,
-        NORM, FLAGS, PRECISE, True, 0, BLOCK_Q,
-    )  # fmt: skip
-    stage = (tile + whole) % stages
-    dk = warpgroup_mma(ds, flat(q_tiles, stage), dk, is_async=True)
-    dk = warpgroup_mma_wait(0, [dk])
-    mbarrier.arrive(empty.index(stage), count=1)
-    return dk, dv
-
-
-@gluon.jit
-def dkdv_pairs(
-    dk, dv, k, v, pair, whole, first, length, buffers, shaping,
-    NORM: gl.constexpr, FLAGS: gl.constexpr, PRECISE: gl.constexpr, BLOCK_Q: gl.constexpr,
-):  # fmt: skip
-    """Adds a head's tiles to dk and dv [ROWS, HEAD_DIM]: ``whole`` pairs and the one on the
-    diagonal, of a group whose ``first`` key is that. ``pair``: that the buffers have had."""
+    """Adds a head's tiles to dk and dv [ROWS, HEAD_DIM]: those of ``whole`` stages and of the one
+    on the diagonal, of a group whose ``first`` key is that. ``loaded``: stages that the buffers
+    have had. Two tiles a turn, of one stage or of two."""
     q_tiles, empty = buffers[0], buffers[4]
     stages: gl.constexpr = q_tiles.shape[0]
     left: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
-    gl.static_assert(2 * BLOCK_Q == ROWS)
+    TILES: gl.constexpr = ROWS // BLOCK_Q  # of a stage
     ds = gl.zeros([ROWS, BLOCK_Q], gl.bfloat16, left)
-    s = tile_scores(k, buffers, pair, 1, BLOCK_Q)
+    s = tile_scores(k, buffers, loaded, TILES - 1, BLOCK_Q)
     s = warpgroup_mma_wait(0, [s])
-    for n in range(whole):
-        for i in gl.static_range(2):
+    begin = 0
+    if TILES == 1:
+        begin = 1 - index
+        if index == 0:  # an odd number of whole tiles
             dk, dv, ds, s = dkdv_step(
-                dk, dv, ds, s, k, v, pair + n, n > 0, buffers,
-                length - (2 * n + i + 1) * BLOCK_Q - first, shaping,
-                NORM, FLAGS, PRECISE, False, 1 - i, BLOCK_Q,
+                dk, dv, ds, s, k, v, loaded, False, buffers, length - BLOCK_Q - first, shaping,
+                NORM, FLAGS, PRECISE, False, 0, BLOCK_Q,
             )  # fmt: skip
-    for i in gl.static_range(2):
+    for turn in range(begin, whole, 2 // TILES):
+        for i in gl.static_range(2):
+            n = turn + i // TILES
+            tile = turn * TILES + i
+            dk, dv, ds, s = dkdv_step(
+                dk, dv, ds, s, k, v, loaded + n, n > 0, buffers,
+                length - (tile + 1) * BLOCK_Q - first, shaping,
+                NORM, FLAGS, PRECISE, False, (TILES - 1) * (1 - i), BLOCK_Q,
+            )  # fmt: skip
+    for i in gl.static_range(TILES):
         dk, dv, ds, s = dkdv_step(
-            dk, dv, ds, s, k, v, pair + whole, whole > 0, buffers, (1 - i) * BLOCK_Q, shaping,
-            NORM, FLAGS, PRECISE, True, 1 - i, BLOCK_Q,
+            dk, dv, ds, s, k, v, loaded + whole, whole > 0, buffers, (TILES - 1 - i) * BLOCK_Q,
+            shaping, NORM, FLAGS, PRECISE, True, TILES - 1 - i, BLOCK_Q,
         )  # fmt: skip
-    stage = (pair + whole) % stages
+    stage = (loaded + whole) % stages
     dk = warpgroup_mma(ds, tile_of(q_tiles, stage, 0, BLOCK_Q), dk, is_async=True)
     dk = warpgroup_mma_wait(0, [dk])
     mbarrier.arrive(empty.index(stage), count=1)
@@ -660,16 +633,10 @@ def dkdv_rows(
             shaping = (1.0, inv_softcap, slope / log2_scale)
         else:
             shaping = (log2_scale, inv_softcap, slope)
-        if PAIRS:
-            dk, dv = dkdv_pairs(
-                dk, dv, k, v, tile, whole, first, length, buffers, shaping,
-                NORM, FLAGS, PRECISE, BLOCK_Q,
-            )  # fmt: skip
-        else:
-            dk, dv = dkdv_pipelined(
-                dk, dv, k, v, tile, whole, first, length, buffers, shaping, index,
-                NORM, FLAGS, PRECISE, BLOCK_Q,
-            )  # fmt: skip
+        dk, dv = dkdv_head(
+            dk, dv, k, v, tile, whole, first, length, buffers, shaping, index,
+            NORM, FLAGS, PRECISE, BLOCK_Q,
+        )  # fmt: skip
         tile += whole + 1
         if index == 1:  # the other group's last tile
             mbarrier.wait(full.index(tile % stages), tile // stages & 1)
