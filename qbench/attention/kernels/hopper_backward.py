@@ -87,6 +87,34 @@ def store_rows(out, x, first, batch, head, strides):
     gl.store(pointers, x.to(gl.bfloat16))
 
 
+@gluon.jit
+def allocate(source, own_source, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr):
+    """Shared memory: four tiles that stay, two of each of the STAGES, and barriers: those that stay
+    have come, a stage is full, a stage is empty."""
+    shape: gl.constexpr = [STAGES, 1, 1, ROWS, HEAD_DIM]
+    own = gl.allocate_shared_memory(gl.bfloat16, [4, 1, 1, ROWS, HEAD_DIM], own_source.layout)
+    left = gl.allocate_shared_memory(gl.bfloat16, shape, source.layout)
+    right = gl.allocate_shared_memory(gl.bfloat16, shape, source.layout)
+    own_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(own_full, count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    return own, left, right, own_full, full, empty
+
+
+@gluon.jit
+def load_own(left, right, own, own_full, batch, head, first):
+    """Loads the block's rows from ``first`` on of two sources, which stay."""
+    mbarrier.expect(own_full, 4 * left.block_type.nbytes)
+    for i in gl.static_range(2):
+        at = [batch, head, first + i * ROWS, 0]
+        tma.async_copy_global_to_shared(left, at, own_full, own.index(2 * i))
+        tma.async_copy_global_to_shared(right, at, own_full, own.index(2 * i + 1))
+
+
 # The queries' gradients.
 
 
@@ -120,11 +148,7 @@ def dq_loader(sources, own, buffers, own_full, lse_source, sizes, NEEDS_EXPM1: g
     first = (gl.num_programs(0) - 1 - gl.program_id(0)) * BLOCK
     batch = pair // heads
     head = pair % heads
-    mbarrier.expect(own_full, 4 * q_source.block_type.nbytes)
-    for i in gl.static_range(2):
-        at = [batch, head, first + i * ROWS, 0]
-        tma.async_copy_global_to_shared(q_source, at, own_full, own.index(2 * i))
-        tma.async_copy_global_to_shared(g_source, at, own_full, own.index(2 * i + 1))
+    load_own(q_source, g_source, own, own_full, batch, head, first)
     count = first // ROWS + 2
     load_tiles(k_source, v_source, buffers, batch, head // group, 0, count)
     if NEEDS_EXPM1:
@@ -336,20 +360,7 @@ def hopper_bwd_dq(
     before a soft cap's tanh; ``dparam_rows``, ``dsinks_rows``, ``dslopes_rows``, ``sinks``,
     ``slopes``, ``s``: as in backward.py; ``strides``: of batch row, head and row, of output and
     dq."""
-    own = gl.allocate_shared_memory(gl.bfloat16, [4, 1, 1, ROWS, HEAD_DIM], q_source.layout)
-    k_tiles = gl.allocate_shared_memory(
-        gl.bfloat16, [STAGES, 1, 1, ROWS, HEAD_DIM], k_source.layout
-    )
-    v_tiles = gl.allocate_shared_memory(
-        gl.bfloat16, [STAGES, 1, 1, ROWS, HEAD_DIM], v_source.layout
-    )
-    own_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(own_full, count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
+    own, k_tiles, v_tiles, own_full, full, empty = allocate(k_source, q_source, STAGES, HEAD_DIM)
     buffers = (k_tiles, v_tiles, full, empty)
     sources = (q_source, k_source, v_source, g_source)
     rows_of = (o_source, lse_source, stats, dq_out, dparam_rows, dsinks_rows, dslopes_rows)
@@ -384,11 +395,7 @@ def dkdv_loader(sources, own, buffers, own_full, sizes):
     first = gl.program_id(0) * BLOCK
     batch = pair // kv_heads
     kv_head = pair % kv_heads
-    mbarrier.expect(own_full, 4 * k_source.block_type.nbytes)
-    for i in gl.static_range(2):
-        at = [batch, kv_head, first + i * ROWS, 0]
-        tma.async_copy_global_to_shared(k_source, at, own_full, own.index(2 * i))
-        tma.async_copy_global_to_shared(v_source, at, own_full, own.index(2 * i + 1))
+    load_own(k_source, v_source, own, own_full, batch, kv_head, first)
     for member in range(group):
         row_offset = (pair * group + member) * length
         for row in range(length - ROWS, first - 1, -ROWS):
@@ -666,21 +673,8 @@ def hopper_bwd_dkdv(
         gl.static_assert(BLOCK == 2 * CHUNK)
         if ((gl.load(flags) | gl.load(flags + 1)) != 0) != PRECISE:
             return
-    own = gl.allocate_shared_memory(gl.bfloat16, [4, 1, 1, ROWS, HEAD_DIM], k_source.layout)
-    q_tiles = gl.allocate_shared_memory(
-        gl.bfloat16, [STAGES, 1, 1, ROWS, HEAD_DIM], q_source.layout
-    )
-    g_tiles = gl.allocate_shared_memory(
-        gl.bfloat16, [STAGES, 1, 1, ROWS, HEAD_DIM], g_source.layout
-    )
+    own, q_tiles, g_tiles, own_full, full, empty = allocate(q_source, k_source, STAGES, HEAD_DIM)
     stat_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, 4 * ROWS], stat_source.layout)
-    own_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(own_full, count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
     buffers = (q_tiles, g_tiles, stat_tiles, full, empty)
     sources = (q_source, k_source, v_source, g_source, stat_source)
     gl.warp_specialize(
