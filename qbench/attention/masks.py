@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -112,9 +113,11 @@ def mask_function(implementation: str) -> Callable[..., Tensor | Mask | None]:
             q_offset = int(q_offset)  # a static cache's moves on before a layer asks for its mask
             if (held := q_offset + q_length - int(kv_offset)) < kv_length:
                 kv_length = written = held
-        make = _dense_mask(
-            batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask, local_size,
-            options,
+        options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        make = partial(
+            sdpa_mask, batch_size=batch_size, q_length=q_length, kv_length=kv_length,
+            q_offset=q_offset, kv_offset=kv_offset, attention_mask=attention_mask,
+            local_size=local_size, **options,
         )  # fmt: skip
         plain = attention_mask is None or (not compiling and bool(attention_mask.all()))
         if compiling and _positions.counted and plain and not use_vmap:
@@ -169,28 +172,3 @@ def _window(local_size: int | None, config: PreTrainedConfig | None) -> int | No
     if getattr(config, "attention_chunk_size", None) is not None:
         return None
     return local_size if getattr(config, "sliding_window", None) == local_size else None
-
-
-def _dense_mask(
-    batch: int,
-    queries: int,
-    keys: int,
-    q_offset: int | Tensor,
-    kv_offset: int,
-    padding: Tensor | None,
-    local_size: int | None,
-    options: dict[str, Any],
-) -> Callable[[], Tensor]:
-    def make() -> Tensor:
-        return sdpa_mask(
-            batch_size=batch,
-            q_length=queries,
-            kv_length=keys,
-            q_offset=q_offset,
-            kv_offset=kv_offset,
-            attention_mask=padding,
-            local_size=local_size,
-            **options | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False},
-        )
-
-    return make
