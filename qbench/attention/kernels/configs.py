@@ -29,20 +29,10 @@ class Config:
         return {"BLOCK_K": self.block_k, "STAGES": self.num_stages, "num_warps": self.num_warps}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HopperConfig:
-    """Of the two kernels of hopper_backward.py: how many tiles of 64 keys, and of 64 queries, their
-    buffers hold, and of how many queries a tile of the second's products is."""
-
-    dq_stages: int
-    dkdv_stages: int
-    block_q: int
-
-
-HOPPER = {
-    64: HopperConfig(dq_stages=6, dkdv_stages=4, block_q=64),
-    128: HopperConfig(dq_stages=4, dkdv_stages=4, block_q=32),
-}
+# Of the two kernels of hopper_backward.py, by head dimension: how many tiles of 64 keys the first
+# one's buffers hold, and of how many queries a tile of the second's products is.
+HOPPER_STAGES = {64: 6, 128: 4}
+HOPPER_BLOCK_Q = {64: 64, 128: 32}
 
 # Flags that take so many registers or instructions that smaller tiles, of which more programs share
 # a multiprocessor, are faster.

@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from qbench.attention.kernels.common import CAPPED, DPARAM, SCALED, SLOPED, Describe, Launch
-from qbench.attention.kernels.configs import HOPPER
+from qbench.attention.kernels.configs import HOPPER_BLOCK_Q, HOPPER_STAGES
 from qbench.attention.kernels.hopper_backward import hopper_bwd_dkdv, hopper_bwd_dq
 from qbench.attention.normalizers import Kernels
 
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 MIN_WORK = 4 * 10**9
 DS = DPARAM.value | SCALED.value  # the gradient of s
 TILES = {
-    width: gl.NVMMASharedLayout.get_default_for([1, 1, 64, width], gl.bfloat16) for width in HOPPER
+    width: gl.NVMMASharedLayout.get_default_for([1, 1, 64, width], gl.bfloat16)
+    for width in HOPPER_STAGES
 }
 STATS = gl.NVMMASharedLayout(0, 32, 1)
 
@@ -40,7 +41,7 @@ def fits(
         and not (flags & DS == DS and flags & (CAPPED.value | SLOPED.value))
         and window == 0
         and query.dtype == torch.bfloat16
-        and width in HOPPER
+        and width in TILES
         and width == value.shape[3]
         and length == key.shape[2]
         and length % 128 == 0
@@ -59,22 +60,21 @@ def backward_launches(
     batch, heads, length, width = query.shape
     kv_heads = key.shape[1]
     group = heads // kv_heads
-    config = HOPPER[width]
     o_strides, dq_strides, dk_strides, dv_strides = strides
     constants = {
         "NORM": kernels.score_function, "FLAGS": flags, "NEEDS_EXPM1": kernels.needs_expm1,
-        "HEAD_DIM": width, "BLOCK_Q": config.block_q, "num_warps": 4,
+        "HEAD_DIM": width, "BLOCK_Q": HOPPER_BLOCK_Q[width], "num_warps": 4,
     }  # fmt: skip
     launch_dq = Launch(
         hopper_bwd_dq, (length // 128, batch * heads),
         ((heads, group, length), scales, (o_strides, dq_strides)),
-        {"STAGES": config.dq_stages, **constants},
+        {"STAGES": HOPPER_STAGES[width], **constants},
     )  # fmt: skip
     launches_dkdv = [
         Launch(
             hopper_bwd_dkdv, (length // 128, batch * kv_heads),
             ((kv_heads, group, length), scales, (dk_strides, dv_strides)),
-            {"PRECISE": precise, "STAGES": config.dkdv_stages, **constants},
+            {"PRECISE": precise, "STAGES": 4, **constants},
         )
         for precise in ((False, True) if kernels.needs_expm1 else (False,))
     ]  # fmt: skip
