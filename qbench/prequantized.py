@@ -43,7 +43,7 @@ def find_copy(
     if not isinstance(weights, Published):
         return config, None
     source = weights.source(name)
-    if source is not None and gguf_file.is_gguf(source):
+    if source is not None and source.endswith(".gguf"):
         copy = _gguf(source, original, base)
     else:
         copy = original if source is None else find(source, base=base, quantized=True)

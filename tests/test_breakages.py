@@ -91,9 +91,9 @@ def test_scales_off_by_a_few_per_cent_fail(gates_of, scaled):
 
 
 def test_one_layer_with_its_scales_rolled_fails_and_is_named(gates_of, monkeypatch):
-    from qbench.quantizers import rtn
+    from qbench.quantizers import packed
 
-    whole = rtn.quantize
+    whole = packed.quantize
 
     def store(name, layer, settings):
         tensors = whole(name, layer, settings)
@@ -101,7 +101,7 @@ def test_one_layer_with_its_scales_rolled_fails_and_is_named(gates_of, monkeypat
             tensors["scale"] = tensors["scale"].roll(1, dims=0)
         return tensors
 
-    monkeypatch.setattr(rtn, "quantize", store)
+    monkeypatch.setattr(packed, "quantize", store)
     gates = gates_of(RTN)
     gate = gates["audit", "layer_error"]
     assert gate.outcome == "fail"

@@ -128,7 +128,3 @@ def tensor_bits(path: str, modules: list[str], layers: int) -> dict[str, int]:
     reader = _reader(path)
     named = {tensor.name: name for name, tensor in tensors(path, modules, layers).items()}
     return {named.get(t.name, t.name): 8 * int(t.n_bytes) for t in reader.tensors}
-
-
-def is_gguf(source: str) -> bool:
-    return source.endswith(".gguf")

@@ -1,7 +1,7 @@
 """Our own quantized linear layer: codes packed to their real bits, a scale and a zero a group.
 
-Used by round-to-nearest and by our own GPTQ. The weight of row o, column i in group g is
-``scale[o, g] · (code[o, i] − zero[o, g])``.
+The whole method of round-to-nearest, and what GPTQ stores. The weight of row o, column i in group g
+is ``scale[o, g] · (code[o, i] − zero[o, g])``.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from qbench.quantizers.config import PackedWeight, WeightSettings
 from qbench.quantizers.linear import Plain, Tensors
+from qbench.quantizers.weights import Rtn
 
 # A byte holds 8 / w codes of w bits; 3 bits are a plane of 2 and a plane of 1.
 _PLANES = {2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}
@@ -122,6 +123,15 @@ def pack(codes: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensors:
         "scale": scale.half().contiguous(),
         "zero": zero.to(torch.uint8).contiguous(),
     }
+
+
+def quantize(name: str, layer: nn.Linear, settings: Rtn) -> Tensors:
+    """The tensors of ``pack``, of ``layer`` rounded to nearest."""
+    weight = layer.weight.detach().float()
+    groups = weight.view(layer.out_features, -1, settings.group_length(layer.in_features))
+    scale, zero = grid(groups, settings.num_bits, symmetric=settings.symmetric)
+    codes = nearest(groups, scale, zero, settings.num_bits).view_as(weight)
+    return pack(codes, scale[..., 0], zero[..., 0], settings.num_bits)
 
 
 def from_packed(shape: Plain, tensors: Tensors, settings: WeightSettings) -> PackedLinear:

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from qbench.errors import QuantizationError
 from qbench.quantizers.calibration import Calibration
 from qbench.quantizers.config import Progress
 from qbench.quantizers.hadamard import factors, matrix
 from qbench.quantizers.linear import set_parameter
-from qbench.quantizers.transforms import Rotation, decoder_of, no_matrix
+from qbench.quantizers.transforms import Rotation
 
 ROTATION = "qbench_rotation"  # what qbench.attention looks for, which knows no quantizers
 
@@ -31,8 +30,8 @@ def calibrate(
     calibration: Calibration | None,
     progress: Progress,
 ) -> dict[str, Tensor]:
-    """The diagonal of D, int8 [hidden]. Raises QuantizationError for an unknown class."""
-    hidden = decoder_of(model, settings.name).embed_tokens.weight.shape[1]
+    """The diagonal of D, int8 [hidden]."""
+    hidden = model.model.embed_tokens.weight.shape[1]
     draw = torch.Generator().manual_seed(settings.seed)
     return {"signs": (torch.randint(0, 2, (hidden,), generator=draw) * 2 - 1).to(torch.int8)}
 
@@ -41,7 +40,7 @@ def calibrate(
 def transform(model: PreTrainedModel, settings: Rotation, tensors: Mapping[str, Tensor]) -> None:
     """``model`` in the basis of Q. An LM head that shares the embeddings gets weights of its own:
     only it takes the last norm's."""
-    decoder, head = decoder_of(model, settings.name), model.lm_head
+    decoder, head = model.model, model.lm_head
     embeddings = decoder.embed_tokens
     diagonal = tensors["signs"].to(model.device, torch.float64)
     if head.weight is embeddings.weight:
@@ -67,14 +66,10 @@ def transform(model: PreTrainedModel, settings: Rotation, tensors: Mapping[str, 
 
 
 def hadamard_transform(x: Tensor) -> Tensor:
-    """x H / √n along the last axis of x [..., n], in x's dtype.
-
-    Raises QuantizationError where no Hadamard matrix of that order is known here.
-    """
+    """x H / √n along the last axis of x [..., n], in x's dtype."""
     order = x.shape[-1]
     parts = factors(order)
-    if parts is None:
-        raise QuantizationError(f"rotation: {no_matrix('a width of', order)}")
+    assert parts is not None  # a plan has asked
     y, after = x, order
     for part in parts:
         after //= part

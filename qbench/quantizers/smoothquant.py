@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from qbench.quantizers.calibration import Calibration, watch_inputs
 from qbench.quantizers.config import Progress
 from qbench.quantizers.linear import set_parameter
-from qbench.quantizers.transforms import SmoothQuant, decoder_of
+from qbench.quantizers.transforms import SmoothQuant
 
 TINIEST = 1e-5  # largest weight of a column, as the authors' code has it
 
@@ -44,7 +44,7 @@ class Group:
 def groups(model: PreTrainedModel, settings: SmoothQuant) -> dict[str, Group]:
     """What to smooth, block by block."""
     found, config = {}, model.config
-    for index, block in enumerate(decoder_of(model, settings.name).layers):
+    for index, block in enumerate(model.model.layers):
         attention, mlp = block.self_attn, block.mlp
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
         every = {

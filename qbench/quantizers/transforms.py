@@ -8,12 +8,12 @@ section 7.4 expects that heads which softpick shuts off can go without loss.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from qbench.errors import QuantizationError, RecipeError
+from qbench.errors import RecipeError
 from qbench.quantizers.config import (
     SETTINGS,
     KVCacheSettings,
@@ -21,44 +21,23 @@ from qbench.quantizers.config import (
     TransformSettings,
 )
 from qbench.quantizers.hadamard import factors
+from qbench.quantizers.kv_cache import head_dim
 from qbench.quantizers.names import PRUNINGS, TRANSFORMS
-
-if TYPE_CHECKING:
-    from torch import nn
-    from transformers import PreTrainedModel
 
 # Their forwards were read: a block is x + o_proj(attention(norm(x))), then
 # x + down_proj(act(gate_proj(norm(x))) · up_proj(norm(x))), with RMS norms whose weight is a plain
 # factor. By ``model_type`` of config.json; flash-linear-attention's transformer becomes a Llama.
-KNOWN = {
-    "llama": "LlamaForCausalLM",
-    "transformer": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
+KNOWN = ("llama", "transformer", "mistral", "qwen2", "qwen3")
 
 
 def require_known(config: Mapping[str, Any], transform: str) -> None:
     """Raise RecipeError, in the name of ``transform``, for a model of another class."""
     kind = config.get("model_type")
-    if kind is not None and kind not in KNOWN:
+    if kind not in KNOWN:
         raise RecipeError(
             f"outliers: {transform}: the blocks of {kind} models are not supported; supported: "
             f"{', '.join(KNOWN)}"
         )
-
-
-def decoder_of(model: PreTrainedModel, transform: str) -> nn.Module:
-    """The decoder of ``model``. Raises QuantizationError, in the name of ``transform``, for a class
-    that is not known."""
-    kind = type(model).__name__
-    if kind not in KNOWN.values():
-        raise QuantizationError(
-            f"{transform}: the blocks of {kind} are not supported; supported: "
-            f"{', '.join(dict.fromkeys(KNOWN.values()))}"
-        )
-    return model.model
 
 
 Smoothed = Literal["attention", "mlp", "o_proj", "down_proj"]
@@ -132,14 +111,18 @@ class Rotation(TransformSettings):
 
     def check(self, config: Mapping[str, Any], device: str) -> None:
         require_known(config, self.name)
-        per_head = self.values or self.queries_keys
-        widths = (
-            ("hidden_size", True), ("intermediate_size", self.online), ("head_dim", per_head)
-        )  # fmt: skip
-        for width, needed in widths:
-            size = config.get(width)
-            if needed and isinstance(size, int) and size > 0 and factors(size) is None:
-                raise RecipeError(f"outliers: {self.name}: {no_matrix(width, size)}")
+        widths = {"hidden_size": config.get("hidden_size")}
+        if self.online:
+            widths["intermediate_size"] = config.get("intermediate_size")
+        if self.values or self.queries_keys:
+            widths["head_dim"] = head_dim(config)
+        for width, size in widths.items():
+            if isinstance(size, int) and size > 0 and factors(size) is None:
+                remedy = "; set online: false" if width == "intermediate_size" else ""
+                raise RecipeError(
+                    f"outliers: {self.name}: {width} {size:,}: no Hadamard matrix of that order by "
+                    f"Sylvester's and Paley's constructions{remedy}"
+                )
 
     def require_fit(self, kv: KVCacheSettings | None) -> None:
         if self.queries_keys and getattr(kv, "before_rope", False):
@@ -153,15 +136,6 @@ class Rotation(TransformSettings):
                 "outliers: rotation: queries_keys changes nothing without a quantized KV cache; "
                 "add kv, or leave it out"
             )
-
-
-def no_matrix(what: str, order: int) -> str:
-    """What to say of a width that cannot be rotated."""
-    remedy = "; set online: false" if "intermediate" in what else ""
-    return (
-        f"{what} {order:,}: no Hadamard matrix of that order by Sylvester's and Paley's "
-        f"constructions{remedy}"
-    )
 
 
 @dataclass(frozen=True, kw_only=True, config=SETTINGS)

@@ -255,17 +255,17 @@ for _bits, _kind, _line in (
     (8, Bnb8, "bitsandbytes LLM.int8, activations quantized too"),
 ):
     register(f"bnb-{_bits}bit", _kind, _line, backend="qbench.quantizers.bnb", num_bits=_bits)
-for _kind, _line in (
-    (Gptq, "GPTQ, {} bits, calibrated"),
-    (Hqq, "half-quadratic quantization, {} bits, no calibration"),
-    (Rtn, "round to nearest in groups, {} bits: the simplest method"),
+for _kind, _backend, _line in (
+    (Gptq, "gptq", "GPTQ, {} bits, calibrated"),
+    (Hqq, "hqq", "half-quadratic quantization, {} bits, no calibration"),
+    (Rtn, "packed", "round to nearest in groups, {} bits: the simplest method"),
 ):
     for _bits in (2, 3, 4, 8):
         register(
             f"{_kind.method}-{_bits}bit",
             _kind,
             _line.format(_bits),
-            backend=f"qbench.quantizers.{_kind.method}",
+            backend=f"qbench.quantizers.{_backend}",
             num_bits=_bits,
         )
 for _name, _type, _per, _line in (

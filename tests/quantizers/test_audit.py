@@ -10,7 +10,7 @@ from quantizer_models import PROBE, llama, make, packed_layer, settings
 from torch import nn
 
 from qbench.errors import QuantizationError
-from qbench.quantizers import parse, rtn
+from qbench.quantizers import packed, parse
 from qbench.quantizers.audit.cell import audit
 from qbench.quantizers.audit.weights import forward_weight, levels
 from qbench.quantizers.linear import linears
@@ -44,7 +44,7 @@ class Wide(PackedLinear):
 
 
 def test_a_layer_that_stores_more_than_its_bits_is_caught(rtn4, monkeypatch):
-    model, whole = copy.deepcopy(rtn4), rtn.unpack
+    model, whole = copy.deepcopy(rtn4), packed.unpack
     model.get_submodule(LAYER).__class__ = Wide
 
     def unpack(module, stated):
@@ -52,7 +52,7 @@ def test_a_layer_that_stores_more_than_its_bits_is_caught(rtn4, monkeypatch):
         extra = {"weight": module.dequantize()} if isinstance(module, Wide) else {}
         return found and dataclasses.replace(found, tensors={**found.tensors, **extra})
 
-    monkeypatch.setattr(rtn, "unpack", unpack)
+    monkeypatch.setattr(packed, "unpack", unpack)
     report = check(model, settings("rtn-4bit"))
     assert len(report.problems) == 1
     assert f"{LAYER}: stores 36.75 bits a weight" in report.problems[0]

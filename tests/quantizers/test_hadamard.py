@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-from qbench.errors import QuantizationError
 from qbench.quantizers.hadamard import factors
 from qbench.quantizers.rotation import hadamard_transform
 
@@ -24,5 +23,3 @@ def test_a_transform_is_a_hadamard_matrix_over_the_root_of_its_order(order):
 @pytest.mark.parametrize("order", [3, 6, 50, 92, 1001])
 def test_orders_without_a_known_matrix_are_none(order):
     assert factors(order) is None
-    with pytest.raises(QuantizationError, match=f"width of {order:,}: no Hadamard matrix"):
-        hadamard_transform(torch.zeros(order))

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from qbench.errors import QuantizationError
-from qbench.quantizers import rtn
+from qbench.quantizers import packed
 from qbench.quantizers.audit.cell import audit
 from qbench.quantizers.linear import linears
 from qbench.quantizers.quantize import quantize
@@ -101,16 +101,16 @@ def test_what_a_library_raises_becomes_one_line_with_the_quantizer(tmp_path, mon
     def broken(*_, **__):
         raise RuntimeError("out of luck\nand more")
 
-    monkeypatch.setattr(rtn, "quantize", broken)
+    monkeypatch.setattr(packed, "quantize", broken)
     with pytest.raises(QuantizationError, match=r"^rtn-4bit: RuntimeError: out of luck$"):
         make(settings("rtn-4bit"), tmp_path)
 
 
 def test_threads_and_progress_are_as_the_settings_say(tmp_path, monkeypatch):
     """The order of a sum depends on their number; a rounding decided the other way moves scores."""
-    told, seen, inner = [], [], rtn.quantize
+    told, seen, inner = [], [], packed.quantize
     monkeypatch.setattr(
-        rtn, "quantize", lambda *of: (seen.append(torch.get_num_threads()), inner(*of))[1]
+        packed, "quantize", lambda *of: (seen.append(torch.get_num_threads()), inner(*of))[1]
     )
     before = torch.get_num_threads()
     for threads in (2, 1):
