@@ -258,68 +258,45 @@ def kernel_attention(
     *,
     residual: Residual,
     positions: Tensor,
-    normalizer: str,
-    parameters: Mapping[str, Tensor] | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
     mask: Tensor | None = None,
-    causal: bool = False,
-    window: int | None = None,
     spans: Tensor | None = None,
     span_count: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
+    **settings: Any,
 ) -> Tensor:
     """:func:`attention` by a kernel, for inference; ``spans`` and what follows as
-    ``kernels.attention``. Raises UnavailableError for a normalizer or a parameter that the
-    kernels do not have, and for inputs that need gradients."""
-    from qbench.attention.kernels import kv_cache, ops, require
+    ``kernels.attention``, and its errors; UnavailableError too for inputs that need gradients."""
+    from qbench.attention.kernels import kv_cache, ops, prepare, require
 
-    reference.check(query, sources.key, sources.value, mask)
-    chosen = NORMALIZERS.get(normalizer)
-    given = chosen.checked(parameters, query.shape[1])
-    kernels = require(normalizer, given)
-    tensors = (query, *sources, *given.values())
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+    given, of = prepare(query, sources.key, sources.value, mask, **settings)
+    needed = (t.requires_grad for t in (query, *sources, *given) if t is not None)
+    if torch.is_grad_enabled() and any(needed):
         raise UnavailableError(
             "attention: the kernel of a KV cache with keep_recent or groups of tokens has "
             "no backward pass; use 'reference', or torch.no_grad()"
         )
     mask, spans = ops.counted(mask, spans, span_count)
     query, key, value, *quantized = map(ops.dense_rows, (query, *sources))
-    batch, heads, queries, width = query.shape
-    kv_heads, keys = key.shape[1:3]
+    heads, queries, kv_heads, keys = *query.shape[1:3], *key.shape[1:3]
     output, _ = ops.empty_output(query, value, covered=spans is None)
     if output.numel() == 0:
         return output
-    assert positions.dtype == torch.int32
-    assert positions.stride(1) == 1
-    longest = max_seqlen_q or queries
-    settings = ops.Settings(
-        normalizer,
-        scale or width**-0.5,
-        softcap or 0.0,
-        causal,
-        window or 0,
-        longest,
-        max_seqlen_k or keys,
-    )
-    of_heads = ops.Parameters.of(given)
-    counts = None if mask is None else ops.allowed_counts(mask, query, key, of_heads, settings)
-    few = longest <= 16 or query.dtype == torch.float32
-    block_q, block_k = (16 if longest <= 16 else 32, 32) if few else (64, 64)
-    sequences = batch if spans is None else spans.shape[0]
-    flags = ops.flags_of(kernels, of_heads.slopes is not None, settings.softcap)
+    counts = None if mask is None else ops.allowed_counts(mask, query, key, given, of)
+    few = of.max_seqlen_q <= 16
+    block_q, block_k = (64, 64)
+    if few or query.dtype == torch.float32:
+        block_q, block_k = (16 if few else 32, 32)
+    sequences = query.shape[0] if spans is None else spans.shape[0]
+    kernels = require(of.normalizer)
+    flags = ops.flags_of(kernels, given.slopes is not None, of.softcap)
     tensors = (query, key, value, *quantized, output)
-    kv_cache.quantized_kv_fwd[(-(-longest // block_q), heads * sequences)](
-        *tensors, positions, mask, spans, *of_heads, counts, (heads, heads // kv_heads), queries,
-        keys, settings.window, residual.keep_first, residual.keep_recent, residual.key_group,
-        *ops.scales(settings.scale, settings.softcap),
-        ops.strides_of(*map(ops.layout_of, tensors)),
+    kv_cache.quantized_kv_fwd[(-(-of.max_seqlen_q // block_q), heads * sequences)](
+        *tensors, positions, mask, spans, *given, counts, (heads, heads // kv_heads), queries,
+        keys, of.window, residual.keep_first, residual.keep_recent, residual.key_group,
+        *ops.scales(of.scale, of.softcap), ops.strides_of(*map(ops.layout_of, tensors)),
         positions.stride(0) if positions.shape[0] > 1 else 0,
-        *ops.mask_strides(ops.layout_of(mask)), SKIP=chosen.sparse, BLOCK_Q=block_q,
-        BLOCK_K=block_k, num_warps=4,
-        **ops.constants(kernels, flags, settings, ops.layout_of(query), ops.layout_of(value)),
+        *ops.mask_strides(ops.layout_of(mask)), SKIP=NORMALIZERS.get(of.normalizer).sparse,
+        BLOCK_Q=block_q, BLOCK_K=block_k, num_warps=4,
+        **ops.constants(kernels, flags, of, ops.layout_of(query), ops.layout_of(value)),
     )  # fmt: skip
     return output
 

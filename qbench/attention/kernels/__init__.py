@@ -9,13 +9,15 @@ nor Triton.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from qbench.attention.normalizers import NORMALIZERS, SLOPES, Kernels
 from qbench.errors import UnavailableError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from qbench.attention.kernels import ops
 
 
 def taken(kernels: Kernels) -> tuple[str, ...]:
@@ -70,30 +72,48 @@ def attention(
     key: Tensor,
     value: Tensor,
     *,
-    normalizer: str,
-    parameters: Mapping[str, Tensor] | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
     mask: Tensor | None = None,
-    causal: bool = False,
-    window: int | None = None,
     spans: Tensor | None = None,
     span_count: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
+    **settings: Any,
 ) -> Tensor:
     """Attention by the kernels; arguments, result and errors as ``reference.attention``.
 
     ``spans`` (int32 [S, 6], see :mod:`qbench.attention.kernels.varlen`) limits it to sequences
     inside the batch rows; rows outside them give 0. With ``span_count``, as ``sequence_spans``
-    gives it, so many of them; ``mask`` is then for where spans cannot say it. ``max_seqlen_q`` and
-    ``max_seqlen_k`` are the most query and key rows of one sequence, if known. Raises ValueError
-    for float64, UnavailableError for a normalizer or a parameter that the kernels do not have.
+    gives it, so many of them; ``mask`` is then for where spans cannot say it. Other ``settings``
+    and errors: see :func:`prepare`.
     """
-    from qbench.attention.kernels import formulas, ops
-    from qbench.attention.reference import autocast, check
+    from qbench.attention.kernels import ops
+    from qbench.attention.reference import autocast
 
     query, key, value = autocast(query, key, value)
+    prepared = prepare(query, key, value, mask, **settings)
+    return ops.apply(query, key, value, mask, spans, span_count, *prepared)
+
+
+def prepare(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    normalizer: str,
+    parameters: Mapping[str, Tensor] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    causal: bool = False,
+    window: int | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+) -> tuple[ops.Parameters, ops.Settings]:
+    """What the kernels take beside tensors, checked. ``max_seqlen_q`` and ``max_seqlen_k`` are the
+    most query and key rows of one sequence, if known. Raises what ``reference.attention`` does,
+    ValueError for float64, UnavailableError for a normalizer or a parameter that the kernels do not
+    have."""
+    from qbench.attention.kernels import formulas, ops
+    from qbench.attention.reference import check
+
     check(query, key, value, mask)
     given = NORMALIZERS.get(normalizer).checked(parameters, query.shape[1])
     kernels = require(normalizer, given)
@@ -114,4 +134,4 @@ def attention(
         normalizer, scale, softcap or 0.0, causal, window or 0,
         max_seqlen_q or query.shape[2], max_seqlen_k or key.shape[2],
     )  # fmt: skip
-    return ops.apply(query, key, value, mask, spans, span_count, ops.Parameters.of(given), settings)
+    return ops.Parameters.of(given), settings
