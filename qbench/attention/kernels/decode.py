@@ -43,27 +43,9 @@ def group_rows(start_q, stop_q, kv_head, group, BLOCK_R: tl.constexpr):
     return real, start_q + index % count, kv_head * group + tl.where(real, index // count, 0)
 
 
-@triton.jit
-def store_group(
-    acc, l_i, m_i, output, lse_out, sinks, batch, real, rows, heads, all_heads, queries, o_strides,
-    NORM: tl.constexpr, FLAGS: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
-):  # fmt: skip
-    """Finishes and stores the rows of :func:`group_rows`."""
-    out, lse = finalize(acc, l_i, m_i, load_sink(heads, sinks, FLAGS), NORM, FLAGS)
-    columns = tl.arange(0, BLOCK_DV)  # [BLOCK_DV]
-    pointers = output + to_int64(batch) * o_strides[0] + to_int64(heads) * o_strides[1]
-    pointers += rows * o_strides[2]
-    inside = real[:, None] & (columns[None, :] < V_HEAD_DIM)
-    out = out.to(output.dtype.element_ty)
-    tl.store(pointers[:, None] + columns[None, :], out, mask=inside)
-    lse_row = lse_out + (to_int64(batch) * all_heads + heads) * queries
-    tl.store(lse_row + rows, lse, mask=real)
-
-
 @triton.jit(do_not_specialize=["queries", "keys", "window", "splits", "mask_b", "mask_h", "mask_t"])
 def attn_decode(
-    q_source, k_source, v_source, output, lse_out, partial, mask, spans,
-    sinks, bias, slopes, s, counts,
+    q_source, k_source, v_source, partial, mask, spans, bias, slopes, s, counts,
     head_counts, queries, keys, window, scale, inv_softcap, splits, strides,
     mask_b, mask_h, mask_t, mask_k,
     NORM: tl.constexpr, FLAGS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
@@ -72,12 +54,11 @@ def attn_decode(
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program a sequence, key head and split; its BLOCK_R rows are the group's heads × queries.
-    ``partial`` [sequences · kv_heads, splits, BLOCK_R, BLOCK_DV + 2], if there is more than one
-    split, takes what each gives. ``head_counts``: key heads, and how many query heads share one.
-    Strides, and what follows ``spans``, as in
-    :func:`qbench.attention.kernels.forward.attn_fwd`."""
+    ``partial`` [sequences · kv_heads, splits, BLOCK_R, BLOCK_DV + 2] takes what each gives.
+    ``head_counts``: key heads, and how many query heads share one. ``strides``: of batch row, head
+    and row, of q, k and v each; others as in :func:`qbench.attention.kernels.forward.attn_fwd`."""
     kv_heads, group = head_counts
-    q_strides, k_strides, v_strides, o_strides = strides
+    q_strides, k_strides, v_strides = strides
     mask_strides = (mask_b, mask_h, mask_t, mask_k)
     split = tl.program_id(0)
     kv_head = tl.program_id(1) % kv_heads
@@ -147,17 +128,11 @@ def attn_decode(
         )
         acc = tl.dot(cast_p(p, v.dtype, NORM, FAST), v, acc, input_precision="ieee")
 
-    if partial is not None:
-        at = (to_int64(tl.program_id(1)) * splits + split) * BLOCK_R + tl.arange(0, BLOCK_R)
-        pointers = partial + at * (BLOCK_DV + 2)  # [BLOCK_R]
-        tl.store(pointers[:, None] + v_columns[None, :], acc)
-        tl.store(pointers + BLOCK_DV, l_i)
-        tl.store(pointers + BLOCK_DV + 1, m_i)
-    else:
-        store_group(
-            acc, l_i, m_i, output, lse_out, sinks, batch, real, rows, heads, kv_heads * group,
-            queries, o_strides, NORM, FLAGS, V_HEAD_DIM, BLOCK_DV,
-        )  # fmt: skip
+    at = (to_int64(tl.program_id(1)) * splits + split) * BLOCK_R + tl.arange(0, BLOCK_R)
+    pointers = partial + at * (BLOCK_DV + 2)  # [BLOCK_R]
+    tl.store(pointers[:, None] + v_columns[None, :], acc)
+    tl.store(pointers + BLOCK_DV, l_i)
+    tl.store(pointers + BLOCK_DV + 1, m_i)
 
 
 @triton.jit(do_not_specialize=["queries", "keys", "splits"])
@@ -189,7 +164,10 @@ def combine(
         acc += tl.load(pointers[:, None] + columns[None, :]) * theirs[:, None]
         l_i = l_i * ours + tl.load(pointers + BLOCK_DV) * theirs
         m_i = raised
-    store_group(
-        acc, l_i, m_i, output, lse_out, sinks, batch, real, rows, heads, kv_heads * group,
-        queries, o_strides, NORM, FLAGS, V_HEAD_DIM, BLOCK_DV,
-    )  # fmt: skip
+    out, lse = finalize(acc, l_i, m_i, load_sink(heads, sinks, FLAGS), NORM, FLAGS)
+    pointers = output + to_int64(batch) * o_strides[0] + to_int64(heads) * o_strides[1]
+    pointers += rows * o_strides[2]
+    inside = real[:, None] & (columns[None, :] < V_HEAD_DIM)
+    tl.store(pointers[:, None] + columns[None, :], out.to(output.dtype.element_ty), mask=inside)
+    lse_row = lse_out + (to_int64(batch) * kv_heads * group + heads) * queries
+    tl.store(lse_row + rows, lse, mask=real)

@@ -178,7 +178,7 @@ def forward_launches(
         splits = max(1, splits)
         decode = Launch(
             attn_decode, (splits, pairs),
-            ((kv_heads, group), queries, keys, window, *scales(scale, softcap), splits, strides,
+            ((kv_heads, group), queries, keys, window, *scales(scale, softcap), splits, strides[:3],
              *mask_strides(mask)),
             {"SKIP": NORMALIZERS.get(normalizer).sparse, "BLOCK_R": rows, **config.options,
              **constants(kernels, flags, settings, query, value)},
@@ -190,13 +190,10 @@ def forward_launches(
         )  # fmt: skip
 
         def launch_decode(q, k, v, output, lse, _, mask, spans, sinks, *rest):
-            partial = None
-            if splits > 1:
-                shape = (pairs, splits, rows, block(v_width) + 2)
-                partial = torch.empty(shape, dtype=torch.float32, device=device)
-            decode(q, k, v, output, lse, partial, mask, spans, sinks, *rest)
-            if splits > 1:
-                join(output, lse, partial, spans, sinks)
+            shape = (pairs, splits, rows, block(v_width) + 2)
+            partial = torch.empty(shape, dtype=torch.float32, device=device)
+            decode(q, k, v, partial, mask, spans, *rest)
+            join(output, lse, partial, spans, sinks)
 
         return launch_decode
 
