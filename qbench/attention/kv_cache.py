@@ -265,9 +265,9 @@ def kernel_attention(
 ) -> Tensor:
     """:func:`attention` by a kernel, for inference; ``spans`` and what follows as
     ``kernels.attention``, and its errors; UnavailableError too for inputs that need gradients."""
-    from qbench.attention.kernels import kv_cache, ops, prepare, require
+    from qbench.attention.kernels import kv_cache, ops, require
 
-    given, of = prepare(query, sources.key, sources.value, mask, **settings)
+    given, of = ops.prepare(query, sources.key, sources.value, mask, **settings)
     needed = (t.requires_grad for t in (query, *sources, *given) if t is not None)
     if torch.is_grad_enabled() and any(needed):
         raise UnavailableError(

@@ -8,7 +8,7 @@ nor Triton.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from qbench.attention.normalizers import NORMALIZERS, SLOPES, Kernels
@@ -16,8 +16,6 @@ from qbench.errors import UnavailableError
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from qbench.attention.kernels import ops
 
 
 def taken(kernels: Kernels) -> tuple[str, ...]:
@@ -82,56 +80,11 @@ def attention(
     ``spans`` (int32 [S, 6], see :mod:`qbench.attention.kernels.varlen`) limits it to sequences
     inside the batch rows; rows outside them give 0. With ``span_count``, as ``sequence_spans``
     gives it, so many of them; ``mask`` is then for where spans cannot say it. Other ``settings``
-    and errors: see :func:`prepare`.
+    and errors: see :func:`qbench.attention.kernels.ops.prepare`.
     """
     from qbench.attention.kernels import ops
     from qbench.attention.reference import autocast
 
     query, key, value = autocast(query, key, value)
-    prepared = prepare(query, key, value, mask, **settings)
+    prepared = ops.prepare(query, key, value, mask, **settings)
     return ops.apply(query, key, value, mask, spans, span_count, *prepared)
-
-
-def prepare(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    *,
-    normalizer: str,
-    parameters: Mapping[str, Tensor] | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    causal: bool = False,
-    window: int | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-) -> tuple[ops.Parameters, ops.Settings]:
-    """What the kernels take beside tensors, checked. ``max_seqlen_q`` and ``max_seqlen_k`` are the
-    most query and key rows of one sequence, if known. Raises what ``reference.attention`` does,
-    ValueError for float64, UnavailableError for a normalizer or a parameter that the kernels do not
-    have."""
-    from qbench.attention.kernels import formulas, ops
-    from qbench.attention.reference import check
-
-    check(query, key, value, mask)
-    given = NORMALIZERS.get(normalizer).checked(parameters, query.shape[1])
-    kernels = require(normalizer, given)
-    if kernels.score_function not in formulas.SCORE_FUNCTIONS:
-        raise UnavailableError(
-            f"attention: the normalizer {normalizer!r} names the score function "
-            f"{kernels.score_function!r}; there are {', '.join(formulas.SCORE_FUNCTIONS)}"
-        )
-    if query.dtype not in ops.DTYPES or not query.dtype == key.dtype == value.dtype:
-        raise ValueError(
-            "the kernels take bfloat16, float16 or float32, one for all, not "
-            f"{query.dtype}, {key.dtype}, {value.dtype}; reference.attention takes float64"
-        )
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    if scale <= 0 or (softcap is not None and softcap <= 0):
-        raise ValueError(f"scale and softcap must be positive; they are {scale} and {softcap}")
-    settings = ops.Settings(
-        normalizer, scale, softcap or 0.0, causal, window or 0,
-        max_seqlen_q or query.shape[2], max_seqlen_k or key.shape[2],
-    )  # fmt: skip
-    return ops.Parameters.of(given), settings

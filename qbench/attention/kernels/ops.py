@@ -23,9 +23,11 @@ from qbench.attention.kernels.backward import attn_bwd_dkdv, attn_bwd_dq
 from qbench.attention.kernels.common import INTERPRETED, Describe, Launch, on_device
 from qbench.attention.kernels.configs import Config
 from qbench.attention.kernels.decode import attn_decode, combine
-from qbench.attention.kernels.formulas import CHUNK, LOG2_E
+from qbench.attention.kernels.formulas import CHUNK, LOG2_E, SCORE_FUNCTIONS
 from qbench.attention.kernels.forward import attn_fwd
 from qbench.attention.normalizers import NORMALIZERS, Kernels
+from qbench.attention.reference import check
+from qbench.errors import UnavailableError
 
 try:  # Gluon is Triton's, but still experimental
     from qbench.attention.kernels import hopper
@@ -94,6 +96,48 @@ def layout_of(tensor: Tensor | None) -> Layout | None:
     if tensor is None:
         return None
     return Layout(tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % 16 == 0)
+
+
+def prepare(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    normalizer: str,
+    parameters: Mapping[str, Tensor] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    causal: bool = False,
+    window: int | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+) -> tuple[Parameters, Settings]:
+    """What the kernels take beside tensors, checked. ``max_seqlen_q`` and ``max_seqlen_k`` are the
+    most query and key rows of one sequence, if known. Raises what ``reference.attention`` does,
+    ValueError for float64, UnavailableError for a normalizer or a parameter that the kernels do not
+    have."""
+    check(query, key, value, mask)
+    given = NORMALIZERS.get(normalizer).checked(parameters, query.shape[1])
+    kernels = require(normalizer, given)
+    if kernels.score_function not in SCORE_FUNCTIONS:
+        raise UnavailableError(
+            f"attention: the normalizer {normalizer!r} names the score function "
+            f"{kernels.score_function!r}; there are {', '.join(SCORE_FUNCTIONS)}"
+        )
+    if query.dtype not in DTYPES or not query.dtype == key.dtype == value.dtype:
+        raise ValueError(
+            "the kernels take bfloat16, float16 or float32, one for all, not "
+            f"{query.dtype}, {key.dtype}, {value.dtype}; reference.attention takes float64"
+        )
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if scale <= 0 or (softcap is not None and softcap <= 0):
+        raise ValueError(f"scale and softcap must be positive; they are {scale} and {softcap}")
+    settings = Settings(
+        normalizer, scale, softcap or 0.0, causal, window or 0,
+        max_seqlen_q or query.shape[2], max_seqlen_k or key.shape[2],
+    )  # fmt: skip
+    return Parameters.of(given), settings
 
 
 def scales(scale: float, softcap: float) -> tuple[float, float]:
