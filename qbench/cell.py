@@ -70,7 +70,7 @@ def run(cell: Cell, plan: Plan, store: Store, progress: Progress, cache: Path) -
     record = result.record(error)
     if error is not None:
         return store.put(record, None, None)
-    return store.put(record, *_tables(result), result.divergences)
+    return store.put(record, result.outcomes, result.responses, result.divergences)
 
 
 def _run(result: CellResult, store: Store, progress: Progress, cache: Path) -> None:
@@ -271,7 +271,7 @@ def _evaluate(
         progress=lambda done, total: progress.advance(cell.name, done, total),
         observer=observer,
     )
-    failure = None
+    failure, tables = None, []
     for task in tasks:
         progress.stage(cell.name, f"evaluate {task.name}")
         try:
@@ -282,10 +282,12 @@ def _evaluate(
             progress.log(f"{cell.name}: {task.name} could not be scored: {error}", "bold red")
             continue
         result.scores += scored.scores
-        result.outcomes.append(scored.outcomes)
-        result.responses.append(scored.responses)
+        tables.append((scored.outcomes, scored.responses))
     if failure is not None and not result.scores:
         raise failure
+    result.outcomes, result.responses = (
+        pd.concat(each, ignore_index=True) for each in zip(*tables, strict=True)
+    )
     result.groups = group_scores(result.plan.groups, result.scores)
     result.scoring = scorer.report()
     if isinstance(observer, BaselineWriter):
@@ -297,14 +299,17 @@ def _evaluate(
             )
     elif base is not None:
         assert observer is not None
-        outcomes, responses = _tables(result)
         result.damage = damage(
             Outcomes(
                 outcomes=store.outcomes(base),
                 responses=store.responses(base),
                 scores=base.scores,
             ),
-            Outcomes(outcomes=outcomes, responses=responses, scores=tuple(result.scores)),
+            Outcomes(
+                outcomes=result.outcomes,
+                responses=result.responses,
+                scores=tuple(result.scores),
+            ),
             measured=observer.divergences,
             correct={task.name: correct_requests(task, cell.scoring.limit) for task in tasks},
         )
@@ -313,13 +318,6 @@ def _evaluate(
             result.divergences = divergence_table(
                 observer.divergences, dict.fromkeys(whole, partial(token_texts, tokenizer))
             )
-
-
-def _tables(result: CellResult) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Outcomes and responses of all tasks that were scored."""
-    found = (result.outcomes, result.responses)
-    outcomes, responses = (pd.concat(tables, ignore_index=True) for tables in found)
-    return outcomes, responses
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray) -> list[str]:

@@ -37,8 +37,8 @@ class CellResult:
     scores: list[Score] = field(default_factory=list)
     groups: tuple[GroupScore, ...] = ()
     failed_tasks: dict[str, str] = field(default_factory=dict)
-    outcomes: list[pd.DataFrame] = field(default_factory=list)
-    responses: list[pd.DataFrame] = field(default_factory=list)
+    outcomes: pd.DataFrame | None = None
+    responses: pd.DataFrame | None = None
     divergences: pd.DataFrame | None = None
     scoring: ScoringReport | None = None
     damage: Damage | Unavailable | None = None

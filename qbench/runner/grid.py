@@ -251,7 +251,13 @@ def run_cell(
                 progress.log(f"{cell.name}: already there")
                 record = known
             else:
-                record = _run(cell, plan, store, progress, cache)
+                try:
+                    with importing(store.log(cell.grid_cell)):
+                        from qbench.cell import run
+                    record = run(cell, plan, store, progress, cache)
+                except UnavailableError as error:  # of the import: a cell's own are in its record
+                    result = CellResult(cell=cell, plan=plan)
+                    record = store.put(result.record(str(error)), None, None)
                 if settled(record, cell):
                     remember_record(cache, record, store.directory)
                 progress.log(summary(record), "bold red" if record.status == "failed" else "")
@@ -260,15 +266,6 @@ def run_cell(
     except Timeout:
         progress.log(f"{cell.name}: another run computes it; it comes later")
         return None
-
-
-def _run(cell: Cell, plan: Plan, store: Store, progress: Progress, cache: Path) -> Record:
-    try:
-        with importing(store.log(cell.grid_cell)):
-            from qbench.cell import run
-    except UnavailableError as error:
-        return store.put(CellResult(cell=cell, plan=plan).record(str(error)), None, None)
-    return run(cell, plan, store, progress, cache)
 
 
 def give_up(
