@@ -452,13 +452,14 @@ class ActivationEvidence:
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """What the audit judges. ``weights``: by the name of the module that multiplies by them;
+    """What the audit judges. ``weights``: by the name of the module that multiplies by them, each
+    unpacked when it is called;
     ``activations``: by the name of the module that takes them in; ``kv_cache``: by the name of
     the attention module, the cache that it carries (``format``, ``keep_first``, ``keep_recent`` and
     ``key_group``, as ``kv_cache.KVCache`` has them); ``pruning``: by the same name, which of its
     heads stay, [heads] of 1 and 0, where some are pruned."""
 
-    weights: Mapping[str, PackedWeight] = field(default_factory=dict)
+    weights: Mapping[str, Callable[[], PackedWeight]] = field(default_factory=dict)
     activations: Mapping[str, ActivationEvidence] = field(default_factory=dict)
     kv_cache: Mapping[str, Any] = field(default_factory=dict)
     pruning: Mapping[str, Tensor] = field(default_factory=dict)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from qbench.quantizers.linear import (
     require_matches,
 )
 from qbench.quantizers.names import BACKENDS
-from qbench.streaming import Stream, bring, storage, stream_of
+from qbench.streaming import bring, storage, stream_of
 
 TRANSFORM = "qbench_transform"  # attribute of a quantized model: tensors of its transform
 
@@ -157,40 +158,25 @@ def evidence_of(model: nn.Module, config: QuantizationConfig) -> Evidence:
     """What of ``model`` is quantized as ``config`` has it; the audit measures it."""
     found: dict[str, Any] = {}
     if config.weights is not None:
-        functions, weights = backend(config.weights), config.weights
+        functions, weights, streamed = backend(config.weights), config.weights, stream_of(model)
         if hasattr(functions, "evidence"):  # of files that somebody else wrote
             found["weights"] = functions.evidence(model, weights)
-        elif (streamed := stream_of(model)) is not None:
-            found["weights"] = _InTurn(
-                streamed, lambda name: functions.unpack(model.get_submodule(name), weights)
-            )
         else:
-            seen = ((n, functions.unpack(module, weights)) for n, module in model.named_modules())
-            found["weights"] = {name: packed for name, packed in seen if packed is not None}
+            names = (
+                streamed.replaced
+                if streamed
+                else [name for name, m in model.named_modules() if functions.unpack(m, weights)]
+            )
+            found["weights"] = {name: partial(_unpacked, model, weights, name) for name in names}
     for kind, settings in config.beside_weights.items():
         if kind != "transform":
             found[kind] = backend(settings).evidence(model, settings)
     return Evidence(**found)
 
 
-class _InTurn(Mapping[str, PackedWeight]):
-    """What quantized layers of a streamed model store, unpacked in their turn."""
-
-    def __init__(self, streamed: Stream, unpack: Callable[[str], PackedWeight]) -> None:
-        self._streamed, self._unpack = streamed, unpack
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._streamed.replaced)
-
-    def __len__(self) -> int:
-        return len(self._streamed.replaced)
-
-    def __getitem__(self, name: str) -> PackedWeight:
-        self._streamed.bring(name)
-        return self._unpack(name)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._streamed.replaced
+def _unpacked(model: nn.Module, settings: WeightSettings, name: str) -> PackedWeight:
+    bring(model, name)
+    return backend(settings).unpack(model.get_submodule(name), settings)
 
 
 def _calibrate(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from qbench.records import StoredSize
 GIB = 8 * 2**30  # bits
 
 
-def evidence(model: nn.Module, settings: Prequantized) -> dict[str, PackedWeight]:
+def evidence(model: nn.Module, settings: Prequantized) -> dict[str, Callable[[], PackedWeight]]:
     """What the files hold for each layer that they quantize, by its module's name in ``model``."""
     if settings.format == "gguf":
         return _gguf_evidence(model, settings.folder)
@@ -37,7 +37,7 @@ def evidence(model: nn.Module, settings: Prequantized) -> dict[str, PackedWeight
     for name, tensors in _by_module(settings.folder, modules).items():
         plain = all(n.endswith("weight") and _is_plain(t) for n, t in tensors.items())
         if not plain and name not in settings.ignore and hasattr(modules[name], "in_features"):
-            found[name] = _packed(modules[name], tensors, settings, model.dtype)
+            found[name] = partial(_packed, modules[name], tensors, settings, model.dtype)
     return found
 
 
@@ -101,7 +101,7 @@ def _parents(name: str) -> Iterator[str]:
         yield name
 
 
-def _gguf_evidence(model: nn.Module, path: str) -> dict[str, PackedWeight]:
+def _gguf_evidence(model: nn.Module, path: str) -> dict[str, Callable[[], PackedWeight]]:
     """What the file holds for each matrix of ``model``, which has its weights."""
     layers = linears(model)
     count = model.config.get_text_config().num_hidden_layers  # type: ignore[union-attr, operator]  # transformers'
@@ -112,7 +112,8 @@ def _gguf_evidence(model: nn.Module, path: str) -> dict[str, PackedWeight]:
             layer = layers[module]
             size = gguf_file.BLOCKS.get(tensor.tensor_type.name, layer.in_features)
             size = size if layer.in_features % size == 0 else layer.in_features
-            found[module] = PackedWeight(
+            found[module] = partial(
+                PackedWeight,
                 tensors={"data": torch.from_numpy(tensor.data.copy().view("uint8"))},
                 dequantize=partial(getattr, layer.weight, "data"),
                 groups=lambda weight, size=size: weight.reshape(-1, size),

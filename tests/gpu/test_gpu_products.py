@@ -19,7 +19,7 @@ from qbench.quantizers.linear import plain
 from qbench.quantizers.quantize import quantize
 from qbench.quantizers.rotation import hadamard_transform, online
 
-CONFIG = {"hidden_size": 64, "intermediate_size": 96}
+CONFIG = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96}
 SHAPES = [(1, 16), (17, 64), (33, 2816), (1000, 1024), (300, 5632)]
 
 

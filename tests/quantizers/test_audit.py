@@ -176,7 +176,6 @@ def test_a_weight_that_is_not_finite_is_named_though_the_probe_never_meets_it(va
     assert not report.passed
     assert report.problems[0].startswith(f"the unquantized model: model.{path}.weight: ")
     assert report.problems[0].endswith("values are not finite")
-    assert report.weight_error == (float("inf") if path.startswith("layers") else 0)
 
 
 def test_a_weight_that_is_not_finite_is_not_quantized(tmp_path):
@@ -196,7 +195,6 @@ def test_an_unquantized_model_passes_with_coverage_zero(name, dtype):
     assert report.passed
     assert (report.coverage, report.bits, report.levels) == (0, None, 0)
     assert report.bits_per_weight == dtype.itemsize * 8
-    assert report.weight_error < 3e-3
 
 
 def test_an_unquantized_cell_of_quantized_weights_is_caught(rtn4):

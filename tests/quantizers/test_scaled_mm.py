@@ -21,7 +21,7 @@ from qbench.quantizers.scaled_mm import ScaledLinear
 
 INT8 = QuantFormat(num_bits=8)
 WHICH = "llama-wide"  # widths are multiples of 16
-CONFIG = {"hidden_size": 64, "intermediate_size": 96}
+CONFIG = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96}
 
 
 def draw(*shape, seed=0):

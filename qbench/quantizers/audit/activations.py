@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from qbench.quantizers.audit.weights import levels, relative_error
 from qbench.quantizers.config import (
     WHOLE_ROW,
     ActivationEvidence,
+    PackedWeight,
     QuantizationConfig,
     matching,
 )
@@ -57,8 +57,8 @@ def measure_inputs(
     watched = {}
     with ExitStack() as stack:
         for name, own in about.items():
-            weight = partial(evidence.weights.get, name)
-            module, one = quantized.get_submodule(name), _Watch(own, weight)
+            module = quantized.get_submodule(name)
+            one = _Watch(own, evidence.weights.get(name))
             watched[name] = one
             for handle in (
                 module.register_forward_pre_hook(one.before, prepend=True),
@@ -100,7 +100,9 @@ class _Watch:
     """What one module takes in, over all its calls: what it is called with, and what it multiplies
     after all other hooks."""
 
-    def __init__(self, about: ActivationEvidence, weight: Callable[[], Any]) -> None:
+    def __init__(
+        self, about: ActivationEvidence, weight: Callable[[], PackedWeight] | None
+    ) -> None:
         self.about, self.weight = about, weight
         self.input = torch.empty(0)
         self.levels, self.count = 0, 0
@@ -138,6 +140,7 @@ class _Watch:
             return
         wanted = self._add().reshape(self.input.shape)
         self.levels = max(self.levels, levels(groups_of(wanted, self.about)))
+        assert self.weight is not None  # codes are multiplied by codes alone
         weight = self.weight().dequantize().double()
         bias = 0.0 if module.bias is None else module.bias.double()  # type: ignore[union-attr]  # a layer
         product = wanted @ weight.T + bias

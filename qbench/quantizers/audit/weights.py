@@ -39,7 +39,18 @@ def audit_weights(
     """The weights of ``quantized`` against ``wanted``, the matrices of ``original``; ``problems``
     are those that are known already, and get more."""
     if config.weights is None:
-        return _audit_unquantized(original, wanted, quantized, config, moved, problems)
+        dtype = getattr(torch, config.compute_dtype)
+        problems += _changed(original, wanted.values(), quantized, dtype)
+        return Audit(
+            passed=not problems,
+            bits=None,
+            coverage=0.0,
+            bits_per_weight=8.0 * dtype.itemsize,
+            weight_error=0.0,
+            levels=0,
+            logits_moved=moved,
+            problems=tuple(problems),
+        )
     stored = evidence_of(quantized, config).weights
     ignored, weights = matching(wanted, config.ignore), _size(wanted.values())
     remaining = [matrix for name, matrix in wanted.items() if name not in stored]
@@ -56,13 +67,13 @@ def audit_weights(
         for name in stored
         if name not in wanted or name in ignored
     ]
-    problems += _changed(original, remaining, quantized)
+    problems += _changed(original, remaining, quantized, None)
     modules: list[ModuleAudit] = []
     error_squared = norm_squared = 0.0
     rescaled = 0
     for name in (name for name in wanted if name in stored):
         try:
-            packed = stored[name]
+            packed = stored[name]()
             bring(original, name)
             module = quantized.get_submodule(name)
             one, wrong, sums, factor = measure(wanted[name], module, packed, config.weights)
@@ -109,15 +120,27 @@ def _uncovered(missing: list[Matrix], weights: int, method: str) -> list[str]:
     return problems
 
 
-def _changed(original: nn.Module, remaining: list[Matrix], quantized: nn.Module) -> list[str]:
-    """Matrices that are not quantized and not the original's."""
-    after, changed = matrices(quantized), []
+def _changed(
+    original: nn.Module,
+    remaining: Iterable[Matrix],
+    quantized: nn.Module,
+    dtype: torch.dtype | None,
+) -> list[str]:
+    """Matrices that are not quantized and not the original's, a line each. ``dtype``: what all are
+    plain weights in, where none is quantized."""
+    after, lines = matrices(quantized), []
     for matrix in remaining:
         bring(original, matrix.name)
         bring(quantized, matrix.name)
-        if matrix.name not in after or not _same(after[matrix.name].weight, matrix.weight):
-            changed.append(matrix.name)
-    return [f"{name}: neither quantized nor the original" for name in changed]
+        found = after[matrix.name].weight if matrix.name in after else None
+        if dtype and (found is None or type(found.data) is not Tensor or found.dtype != dtype):
+            lines.append(
+                f"{matrix.name}: not a plain weight in {str(dtype).removeprefix('torch.')}"
+            )
+        elif found is None or not _same(found, matrix.weight):
+            what = "not the original weights" if dtype else "neither quantized nor the original"
+            lines.append(f"{matrix.name}: {what}")
+    return lines
 
 
 def _same(found: Tensor, wanted: Tensor) -> bool:
@@ -126,42 +149,6 @@ def _same(found: Tensor, wanted: Tensor) -> bool:
         return False
     found, cast = values(found), values(wanted).to(found.dtype)
     return bool(((found == cast) | (found.isnan() & cast.isnan())).all())
-
-
-def _audit_unquantized(
-    original: nn.Module,
-    wanted: Mapping[str, Matrix],
-    quantized: nn.Module,
-    config: QuantizationConfig,
-    moved: float,
-    problems: list[str],
-) -> Audit:
-    """The weights are the original's, but for the cast to the dtype that is computed in."""
-    dtype = getattr(torch, config.compute_dtype)
-    after = matrices(quantized)
-    error_squared = norm_squared = 0.0
-    for name, matrix in wanted.items():
-        bring(original, name)
-        bring(quantized, name)
-        found = after[name].weight if name in after else None
-        plain = found is not None and type(found.data) is Tensor
-        if not plain or found.dtype != dtype or found.shape != matrix.weight.shape:
-            problems.append(f"{name}: not a plain weight in {config.compute_dtype}")
-            continue
-        if not _same(found, matrix.weight):
-            problems.append(f"{name}: not the original weights")
-        error_squared += float((found.float() - matrix.weight.float()).square().sum())
-        norm_squared += float(matrix.weight.float().square().sum())
-    return Audit(
-        passed=not problems,
-        bits=None,
-        coverage=0.0,
-        bits_per_weight=8.0 * dtype.itemsize,
-        weight_error=relative_error(error_squared, norm_squared),
-        levels=0,
-        logits_moved=moved,
-        problems=tuple(problems),
-    )
 
 
 @torch.no_grad()
