@@ -106,9 +106,8 @@ class BlockInputs:
         self._arguments: dict[tuple[int, int], dict[str, Any]] = {}
         firsts = {len(ids): ids for ids in (*batches, calibration.ids[:1])}
         for size, ids in firsts.items():
-            notes = _Notes(model, self.root, self.blocks, layers, ids)
-            self._arguments |= {(i, size): rest for i, rest in enumerate(notes.arguments)}
-            self.groups = notes.groups  # of one sample, at last
+            received, self.groups = _trace(model, self.root, self.blocks, layers, ids)
+            self._arguments |= {(i, size): rest for i, rest in enumerate(received)}
         self._states: list[Tensor] = []
         self._model, self._device = model, next(model.parameters()).device
         for ids in batches:
@@ -187,65 +186,64 @@ def _blocks(model: nn.Module, layers: dict[str, nn.Linear]) -> tuple[str, nn.Mod
     return name, blocks
 
 
-class _Notes:
+def _trace(
+    model: nn.Module,
+    root: str,
+    blocks: nn.ModuleList,
+    layers: dict[str, nn.Linear],
+    ids: Tensor,
+) -> tuple[list[dict[str, Any]], list[list[list[str]]]]:
     """How one forward goes through the blocks, which ends after the last: what each receives beside
     hidden states, and its layers by what they take in."""
+    received: list[dict[str, Any]] = []
+    groups: list[list[list[str]]] = []
+    reached: set[str] = set()
+    outputs: list[Tensor] = []  # of the block before
+    # Of the block that runs: tensors are kept until it is done, so that none is mistaken for
+    # another that lay in its place.
+    order: list[tuple[str, Tensor, int]] = []
 
-    def __init__(
-        self,
-        model: nn.Module,
-        root: str,
-        blocks: nn.ModuleList,
-        layers: dict[str, nn.Linear],
-        ids: Tensor,
-    ) -> None:
-        self.arguments: list[dict[str, Any]] = []
-        self.groups: list[list[list[str]]] = []
-        self._blocks, self._root, self._reached = blocks, root, set[str]()
-        self._output: Tensor | None = None
-        # Of the block that runs: tensors are kept until it is done, so that none is mistaken for
-        # another that lay in its place.
-        self._order: list[tuple[str, Tensor, int]] = []
-        with _hooks(
-            *(block.register_forward_pre_hook(self._enter, with_kwargs=True) for block in blocks),
-            *(block.register_forward_hook(self._leave) for block in blocks),
-            *(layer.register_forward_pre_hook(self._reach(n)) for n, layer in layers.items()),
-        ):
-            _run(model, ids)
-        if len(self.arguments) < len(blocks):
+    def enter(block: nn.Module, args: tuple, kwargs: dict) -> None:
+        index = len(received)
+        if index >= len(blocks) or block is not blocks[index]:
             raise QuantizationError(f"{root}: its blocks do not run once each, in order")
-        if missing := sorted(set(layers) - self._reached):
-            raise QuantizationError(f"calibration never reaches {some(missing, 3)}")
-
-    def _enter(self, block: nn.Module, args: tuple, kwargs: dict) -> None:
-        index = len(self.arguments)
-        if index >= len(self._blocks) or block is not self._blocks[index]:
-            raise QuantizationError(f"{self._root}: its blocks do not run once each, in order")
         hidden, rest = _split(block, args, kwargs)
-        if self._output is not None and not _equal(hidden, self._output):
+        if outputs and not _equal(hidden, outputs.pop()):
             raise QuantizationError(
-                f"{self._root}.{index}: does not receive the output of the block before it; such a "
-                "model cannot be calibrated block by block"
+                f"{root}.{index}: does not receive the output of the block before it; such a model "
+                "cannot be calibrated block by block"
             )
-        self.arguments.append(rest)
+        received.append(rest)
 
-    def _leave(self, block: nn.Module, _: tuple, output: Any) -> None:
-        prefix = f"{self._root}.{len(self.groups)}."
+    def leave(block: nn.Module, _: tuple, output: Any) -> None:
         named: dict[tuple[int, int], list[str]] = {}
-        for name, tensor, version in self._order:
-            named.setdefault((id(tensor), version), []).append(name.removeprefix(prefix))
-        self.groups.append(list(named.values()))
-        self._order.clear()
-        self._output = _states(output)
-        if block is self._blocks[-1]:
+        for name, tensor, version in order:
+            short = name.removeprefix(f"{root}.{len(groups)}.")
+            named.setdefault((id(tensor), version), []).append(short)
+        groups.append(list(named.values()))
+        order.clear()
+        outputs.append(_states(output))
+        if block is blocks[-1]:
             raise Stop
 
-    def _reach(self, name: str) -> Callable:
+    def reach(name: str) -> Callable[[nn.Module, tuple], None]:
         def note(_: nn.Module, arguments: tuple) -> None:
-            self._order.append((name, arguments[0], arguments[0]._version))
-            self._reached.add(name)
+            order.append((name, arguments[0], arguments[0]._version))
+            reached.add(name)
 
         return note
+
+    with _hooks(
+        *(block.register_forward_pre_hook(enter, with_kwargs=True) for block in blocks),
+        *(block.register_forward_hook(leave) for block in blocks),
+        *(layer.register_forward_pre_hook(reach(name)) for name, layer in layers.items()),
+    ):
+        _run(model, ids)
+    if len(received) < len(blocks):
+        raise QuantizationError(f"{root}: its blocks do not run once each, in order")
+    if missing := sorted(set(layers) - reached):
+        raise QuantizationError(f"calibration never reaches {some(missing, 3)}")
+    return received, groups
 
 
 def _first(model: nn.Module, block: nn.Module, ids: Tensor) -> tuple[Tensor, dict[str, Any]]:

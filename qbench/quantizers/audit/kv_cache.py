@@ -8,8 +8,7 @@ float64, not by the code that rounded them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from qbench.quantizers.audit.weights import levels
 from qbench.quantizers.config import QuantizationConfig
 from qbench.quantizers.formats import WHOLE_ROW, QuantFormat
 from qbench.quantizers.kv_cache import context_length
-from qbench.quantizers.kv_fake_quant import ATTRIBUTE, KVFakeQuant, attention_modules
+from qbench.quantizers.kv_fake_quant import KVFakeQuant, attention_modules
 from qbench.quantizers.quantize import evidence_of
 from qbench.records import KVAudit, KVModuleAudit
 
@@ -44,8 +43,12 @@ def measure_kv(
     ]
     names = {quantized.get_submodule(name): name for name in found}
     consumed: dict[str, Any] = {}
-    with _watched(names, consumed):
-        quantized(input_ids=_long_enough(probe, found, quantized), use_cache=False)
+    caches = set(found.values())
+    for cache in caches:
+        cache.watch = lambda module, read: consumed.update({names[module]: read})
+    quantized(input_ids=_long_enough(probe, found, quantized), use_cache=False)
+    for cache in caches:
+        cache.watch = None
     problems += [
         f"{name}: its attention does not read the quantized cache"
         for name in found
@@ -59,18 +62,6 @@ def measure_kv(
     if not modules:
         return None, problems or ["the KV cache should be quantized, but no attention has one"]
     return _summary(modules, consumed, found, quantized), problems
-
-
-@contextmanager
-def _watched(names: Mapping[nn.Module, str], consumed: dict[str, Any]) -> Iterator[None]:
-    caches = {getattr(module, ATTRIBUTE) for module in names}
-    for cache in caches:
-        cache.watch = lambda module, read: consumed.update({names[module]: read})
-    try:
-        yield
-    finally:
-        for cache in caches:
-            cache.watch = None
 
 
 def _long_enough(probe: Tensor, found: Mapping[str, KVFakeQuant], model: nn.Module) -> Tensor:
