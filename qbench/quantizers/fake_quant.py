@@ -54,7 +54,7 @@ def fake_quantize(x: Tensor, form: QuantFormat, fixed: Scale | None = None) -> T
 
 def fake_quantize_rows(x: Tensor, form: QuantFormat, fixed: Scale | None = None) -> Tensor:
     """``fake_quantize`` where each row along the last axis is a group."""
-    if x.is_cuda and kernels().fits(x):
+    if x.is_cuda:
         return kernels().fake_quantize_rows(x, form, fixed)
     return fake_quantize_definition(x, form, fixed)
 
@@ -79,7 +79,7 @@ def encode(x: Tensor, form: QuantFormat, fixed: Scale | None = None) -> tuple[Te
     assert form.num_bits == 8
     if form.one_of_tensor and x.numel():
         fixed = scale_of_tensor(*torch.aminmax(x), form)
-    if x.is_cuda and x.numel() and kernels().fits(x):
+    if x.is_cuda and x.numel():
         return kernels().encode(x, form, fixed)
     return encode_definition(x, form, fixed)
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from qbench.quantizers.formats import ELEMENTS, LEAST_E4M3, LEAST_EXPONENT, QuantFormat, Scale
 
 TILE = 4096  # values a program takes, unless a group is longer
-LONGEST = 65536  # values in a group
 MAGIC = tl.constexpr(12582912.0)
 SMALLEST = tl.constexpr(LEAST_EXPONENT)
 SMALLEST_E4M3 = tl.constexpr(LEAST_E4M3)
@@ -153,12 +152,6 @@ def _rows_kernel(
     else:
         y = _dequantize(codes, scale, zero, SYMMETRIC, LOW_IS_ZERO).to(target.dtype.element_ty)
     tl.store(target + at, y, mask=inside)
-
-
-def fits(x: Tensor) -> bool:
-    """Whether the kernels take ``x`` [..., n], one group a row."""
-    known = x.dtype in (torch.bfloat16, torch.float16, torch.float32)
-    return x.is_cuda and known and x.shape[-1] <= LONGEST
 
 
 def fake_quantize_rows(x: Tensor, form: QuantFormat, fixed: Scale | None = None) -> Tensor:

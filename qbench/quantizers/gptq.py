@@ -94,13 +94,12 @@ def _require_reached(moments: Tensor, name: str, settings: Gptq) -> None:
 class Factor:
     """Of a Hessian [in, in]: the ``upper`` Cholesky factor of its inverse, its rows and columns in
     ``order`` where that is not the natural one; ``dead``: inputs that are always zero; ``damp``:
-    what was added to the diagonal, in units of its mean. ``group_order``: of group_aware."""
+    what was added to the diagonal, in units of its mean."""
 
     upper: Tensor
     dead: Tensor
     damp: float
     order: Tensor | None = None
-    group_order: Tensor | None = None
 
     @classmethod
     def of(cls, moments: Tensor, settings: Gptq, name: str) -> Factor:
@@ -108,7 +107,7 @@ class Factor:
         diagonal = moments.diagonal()
         dead = diagonal == 0
         diagonal[dead] = 1  # any value does
-        order = group_order = None
+        order = None
         if settings.desc_act:
             order = torch.argsort(diagonal, descending=True)
         elif settings.group_aware:
@@ -122,7 +121,7 @@ class Factor:
         if order is not None:
             moments = moments[order][:, order]
         upper, damp = _inverse_factor(moments, settings, name)
-        return cls(upper=upper, dead=dead, damp=damp, order=order, group_order=group_order)
+        return cls(upper=upper, dead=dead, damp=damp, order=order)
 
 
 def _inverse_factor(moments: Tensor, settings: Gptq, name: str) -> tuple[Tensor, float]:
@@ -202,16 +201,13 @@ def solve(weight: Tensor, factor: Factor, settings: Gptq) -> Solved:
     scale, zero = torch.cat(scales, 1), torch.cat(zeros, 1)
     grouped = codes.view(rows, -1, size)
     quantized = (scale[..., None] * (grouped - zero[..., None])).view(rows, columns)
-    if factor.order is None:
-        return Solved(weight=quantized, codes=codes, scale=scale, zero=zero)
-    inverse = torch.argsort(factor.order)
-    quantized = quantized[:, inverse]
-    if factor.group_order is None:
-        return Solved(weight=quantized, codes=codes, scale=scale, zero=zero, order=inverse)
-    groups = torch.argsort(factor.group_order)  # which lie where they were
-    return Solved(
-        weight=quantized, codes=codes[:, inverse], scale=scale[:, groups], zero=zero[:, groups]
-    )
+    inverse = None if factor.order is None else torch.argsort(factor.order)
+    if inverse is not None:
+        quantized = quantized[:, inverse]
+    if settings.group_aware:  # groups are stored where they were
+        groups = torch.argsort(factor.order[::size] // size)
+        codes, scale, zero, inverse = codes[:, inverse], scale[:, groups], zero[:, groups], None
+    return Solved(weight=quantized, codes=codes, scale=scale, zero=zero, order=inverse)
 
 
 def _grid(groups: Tensor, settings: Gptq) -> tuple[Tensor, Tensor]:

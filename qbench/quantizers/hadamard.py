@@ -11,15 +11,11 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
-    Matrix = npt.NDArray[np.int8]
+Matrix = npt.NDArray[np.int8]
 LARGEST = 1024  # Paley matrix; a transform costs a product with it
 CHUNK = 64  # largest Sylvester matrix that is multiplied by at once
 
@@ -70,14 +66,9 @@ def _is_prime(n: int) -> bool:
 @functools.cache
 def matrix(order: int) -> Matrix:
     """The Hadamard matrix of an ``order`` that is a power of two or Paley's: entries ±1."""
-    return _sylvester(order) if order & (order - 1) == 0 else _paley(order)
+    from scipy.linalg import hadamard  # slow to import, and settings ask for factors alone
 
-
-def _sylvester(order: int) -> Matrix:
-    rows = np.ones((1, 1), np.int8)
-    while len(rows) < order:
-        rows = np.block([[rows, rows], [rows, -rows]])
-    return rows
+    return hadamard(order, np.int8) if order & (order - 1) == 0 else _paley(order)
 
 
 def _paley(order: int) -> Matrix:

@@ -59,7 +59,9 @@ def linears(model: nn.Module, ignore: tuple[str, ...] = ()) -> dict[str, nn.Line
 def linearize(model: nn.Module) -> None:
     """Put linear layers in the place of every Conv1D (GPT-2's, which is one with its weight
     turned) and of experts that are kept as one parameter, in place; the LM head aside."""
-    if stream_of(model) is not None and any(map(_is_apart, model.modules())):
+    if stream_of(model) is not None and any(
+        isinstance(module, Conv1D) or is_fused(module) for module in model.modules()
+    ):
         raise QuantizationError(
             f"{type(model).__name__} keeps weights outside linear layers, which cannot be "
             "quantized block by block: set evaluation.stream: false"
@@ -70,10 +72,6 @@ def linearize(model: nn.Module) -> None:
             model.set_submodule(name, _linear(module.weight.T, module.bias))
 
 
-def _is_apart(module: nn.Module) -> bool:
-    return isinstance(module, Conv1D) or is_fused(module)
-
-
 def plain(module: nn.Linear) -> Plain:
     return Plain(
         in_features=module.in_features,
@@ -81,7 +79,7 @@ def plain(module: nn.Linear) -> Plain:
         bias=None if module.bias is None else module.bias.detach(),
         dtype=module.weight.dtype,
         device=module.weight.device,
-        routed=is_routed(module),
+        routed=getattr(module, ROUTED, False),
     )
 
 
@@ -179,7 +177,7 @@ def _is_matrix(part: str, weight: Tensor) -> bool:
 # Experts that are kept as one parameter
 
 DOWN = "down_proj"
-ROUTED = "qbench_routed"  # attribute of an expert's layer
+ROUTED = "qbench_routed"  # attribute of a layer of an expert that was taken apart
 
 
 def is_fused(module: nn.Module) -> bool:
@@ -193,11 +191,6 @@ def is_fused(module: nn.Module) -> bool:
         and {first, DOWN} <= set(module._parameters)
         and all(module._parameters[part].dim() == 3 for part in (first, DOWN))
     )
-
-
-def is_routed(layer: nn.Module) -> bool:
-    """Whether it is a layer of an expert that :func:`split_experts` took apart."""
-    return getattr(layer, ROUTED, False)
 
 
 def first_part(module: nn.Module) -> str | None:

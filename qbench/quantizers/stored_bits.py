@@ -27,6 +27,7 @@ from qbench.quantizers.prequantized import Prequantized
 from qbench.records import StoredSize
 
 GIB = 8 * 2**30  # bits
+PLAIN = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def evidence(model: nn.Module, settings: Prequantized) -> dict[str, Callable[[], PackedWeight]]:
@@ -35,7 +36,7 @@ def evidence(model: nn.Module, settings: Prequantized) -> dict[str, Callable[[],
         return _gguf_evidence(model, settings.folder)
     modules, found = dict(model.named_modules()), {}
     for name, tensors in _by_module(settings.folder, modules).items():
-        plain = all(n.endswith("weight") and _is_plain(t) for n, t in tensors.items())
+        plain = all(n.endswith("weight") and t.dtype in PLAIN for n, t in tensors.items())
         if not plain and name not in settings.ignore and hasattr(modules[name], "in_features"):
             found[name] = partial(_packed, modules[name], tensors, settings, model.dtype)
     return found
@@ -58,10 +59,6 @@ def _packed(
         dequantize=lambda: forward_weight(module, columns, dtype),
         groups=groups,
     )
-
-
-def _is_plain(weight: Tensor) -> bool:
-    return weight.dtype in (torch.float32, torch.float16, torch.bfloat16)
 
 
 def _by_module(folder: str, modules: Mapping[str, object]) -> dict[str, dict[str, Tensor]]:
