@@ -21,6 +21,7 @@ from qbench.attention.kernels.common import (
     SCALED,
     SLOPED,
     attn_mask,
+    block,
     key_ranges,
     load_sequence,
     load_tile,
@@ -59,7 +60,7 @@ def precise_delta(
     k_strides, v_strides, mask_strides, index, limits,
     NORM: tl.constexpr, FLAGS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     TMA: tl.constexpr, FAST: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
+    HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
     """D = Σ p · dP of each row, in float32: for rows where dO · o, of a rounded o, is too coarse,
     see SMALL_LSE. Nothing overflows there without a maximum; of other rows the result is void."""
@@ -69,22 +70,20 @@ def precise_delta(
     total = tl.zeros([BLOCK_Q], tl.float32)
     highest = tl.zeros([BLOCK_Q], tl.float32)
     for start in tl.range(begin, end, BLOCK_K, num_stages=1):
-        k = load_tile(  # [BLOCK_K, BLOCK_D]
-            k_source, batch, kv_head, start, stop_k, k_strides, BLOCK_K, HEAD_DIM, BLOCK_D,
-            True, TMA,
-        )  # fmt: skip
+        k = load_tile(
+            k_source, batch, kv_head, start, stop_k, k_strides, BLOCK_K, HEAD_DIM, True, TMA
+        )
         scores = tl.dot(q, k.T, input_precision="ieee")  # [BLOCK_Q, BLOCK_K]
-        v = load_tile(  # [BLOCK_K, BLOCK_DV]
-            v_source, batch, kv_head, start, stop_k, v_strides, BLOCK_K, V_HEAD_DIM, BLOCK_DV,
-            True, TMA,
-        )  # fmt: skip
+        v = load_tile(
+            v_source, batch, kv_head, start, stop_k, v_strides, BLOCK_K, V_HEAD_DIM, True, TMA
+        )
         dp = tl.dot(g, v.T, input_precision="ieee")  # [BLOCK_Q, BLOCK_K]
         keys = start + tl.arange(0, BLOCK_K)  # [BLOCK_K]
         if RESHAPED & FLAGS:
             own = rows[:, None] + (limits[2] - start)
             scores, unused = scores_of(  # noqa: RUF059 (an underscore would be carried on)
                 scores, tl.arange(0, BLOCK_K)[None, :], own, shaping, FLAGS, FAST
-            )  # fmt: skip
+            )
         allowed = attn_mask(  # [BLOCK_Q, BLOCK_K]
             rows[:, None], keys[None, :], limits, mask, mask_strides, batch, head, CAUSAL, WINDOW
         )
@@ -102,12 +101,11 @@ def attn_bwd_dq_inner(
     shaping, plain, k_strides, v_strides, mask_strides, index, limits,
     NORM: tl.constexpr, FLAGS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     MASKED: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr, BLOCK_K: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
-    STAGES: tl.constexpr,
+    HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Adds what the keys from ``begin`` to ``end`` give to the gradients of a block of queries,
-    dq [BLOCK_Q, BLOCK_D]; and to ``dparam`` [BLOCK_Q], where the gradient of sigmoid's bias or of s
-    is asked for, those of the scores, for s times the scores without s · log n; to ``dslopes``
+    dq [BLOCK_Q, HEAD_DIM]; and to ``dparam`` [BLOCK_Q], where the gradient of sigmoid's bias or of
+    s is asked for, those of the scores, for s times the scores without s · log n; to ``dslopes``
     [BLOCK_Q], where that of slopes is, those of the scores times how far the key is ahead.
     ``index``: batch row, query head and key head; ``shaping``: what formulas.scores_of takes;
     ``plain``: its qk_scale and slope without s · log n."""
@@ -115,15 +113,13 @@ def attn_bwd_dq_inner(
     stop_k = limits[1]
     plain_scale, plain_slope = plain
     for start in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
-        k = load_tile(  # [BLOCK_K, BLOCK_D]
-            k_source, batch, kv_head, start, stop_k, k_strides, BLOCK_K, HEAD_DIM, BLOCK_D,
-            MASKED, TMA,
-        )  # fmt: skip
+        k = load_tile(
+            k_source, batch, kv_head, start, stop_k, k_strides, BLOCK_K, HEAD_DIM, MASKED, TMA
+        )
         scores = tl.dot(q, k.T, input_precision="ieee")  # [BLOCK_Q, BLOCK_K]
-        v = load_tile(  # [BLOCK_K, BLOCK_DV]
-            v_source, batch, kv_head, start, stop_k, v_strides, BLOCK_K, V_HEAD_DIM, BLOCK_DV,
-            MASKED, TMA,
-        )  # fmt: skip
+        v = load_tile(
+            v_source, batch, kv_head, start, stop_k, v_strides, BLOCK_K, V_HEAD_DIM, MASKED, TMA
+        )
         dp = tl.dot(g, v.T, input_precision="ieee")  # [BLOCK_Q, BLOCK_K]
         keys = start + tl.arange(0, BLOCK_K)  # [BLOCK_K]
         tanhs = scores
@@ -136,8 +132,8 @@ def attn_bwd_dq_inner(
         ds = score_gradient(e, scores, dp, delta[:, None], NORM, False)  # [BLOCK_Q, BLOCK_K]
         if MASKED:
             allowed = attn_mask(  # [BLOCK_Q, BLOCK_K]
-                rows[:, None], keys[None, :], limits, mask, mask_strides, batch, head,
-                CAUSAL, WINDOW,
+                rows[:, None], keys[None, :], limits, mask, mask_strides, batch, head, CAUSAL,
+                WINDOW,
             )  # fmt: skip
             ds = tl.where(allowed, ds, 0.0)
         if DPARAM & FLAGS:
@@ -164,8 +160,7 @@ def attn_bwd_dq(
     mask_b, mask_h, mask_t, mask_k,
     NORM: tl.constexpr, FLAGS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     NEEDS_EXPM1: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr, BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, V_HEAD_DIM: tl.constexpr,
-    BLOCK_DV: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_K: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a block of BLOCK_Q queries, and their D. ``head_counts``: query heads, and how
     many share a key head. ``strides``: of q, k, v, dO, output and dq; see
@@ -175,28 +170,21 @@ def attn_bwd_dq(
     heads, group = head_counts
     q_strides, k_strides, v_strides, g_strides, o_strides, dq_strides = strides
     mask_strides = (mask_b, mask_h, mask_t, mask_k)
-    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1) % heads
     batch, start_q, stop_q, start_k, stop_k, shift = load_sequence(
         spans, tl.program_id(1) // heads, queries, keys
     )
-    first = start_q + block * BLOCK_Q
+    first = start_q + program * BLOCK_Q
     if first >= stop_q:
         return
     index = (batch, head, head // group)
     limits = (stop_q, stop_k, shift, window)
     rows = first + tl.arange(0, BLOCK_Q)  # [BLOCK_Q]
-    q = load_tile(  # [BLOCK_Q, BLOCK_D]
-        q_source, batch, head, first, stop_q, q_strides, BLOCK_Q, HEAD_DIM, BLOCK_D, True, False
-    )
-    g = load_tile(  # [BLOCK_Q, BLOCK_DV]
-        g_source, batch, head, first, stop_q, g_strides, BLOCK_Q, V_HEAD_DIM, BLOCK_DV, True, False
-    )
+    q = load_tile(q_source, batch, head, first, stop_q, q_strides, BLOCK_Q, HEAD_DIM)
+    g = load_tile(g_source, batch, head, first, stop_q, g_strides, BLOCK_Q, V_HEAD_DIM)
     if ELEMENTWISE & FLAGS == 0:
-        o = load_tile(  # [BLOCK_Q, BLOCK_DV]
-            output, batch, head, first, stop_q, o_strides, BLOCK_Q, V_HEAD_DIM, BLOCK_DV,
-            True, False,
-        )  # fmt: skip
+        o = load_tile(output, batch, head, first, stop_q, o_strides, BLOCK_Q, V_HEAD_DIM)
     offset = (to_int64(batch) * heads + head) * queries
     lse = tl.load(lse_source + offset + rows, mask=rows < stop_q, other=float("inf"))  # [BLOCK_Q]
     if ELEMENTWISE & FLAGS:
@@ -219,15 +207,14 @@ def attn_bwd_dq(
         if tl.max(small.to(tl.int32)) > 0:
             exact = precise_delta(
                 q, g, rows, ranges[0], ranges[3], k_source, v_source, mask, unit, shaping,
-                k_strides, v_strides, mask_strides, index, limits,
-                NORM, FLAGS, CAUSAL, WINDOW, TMA, FAST, BLOCK_Q, BLOCK_K, HEAD_DIM, BLOCK_D,
-                V_HEAD_DIM, BLOCK_DV,
+                k_strides, v_strides, mask_strides, index, limits, NORM, FLAGS, CAUSAL, WINDOW, TMA,
+                FAST, BLOCK_Q, BLOCK_K, HEAD_DIM, V_HEAD_DIM,
             )  # fmt: skip
             delta = tl.where(small, exact, delta)
     if ELEMENTWISE & FLAGS == 0:
         tl.store(deltas + offset + rows, delta, mask=rows < stop_q)
 
-    dq = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+    dq = tl.zeros([BLOCK_Q, block(HEAD_DIM)], tl.float32)
     dparam = tl.zeros([BLOCK_Q], tl.float32)
     dslopes = tl.zeros([BLOCK_Q], tl.float32)
     for part in tl.static_range(3):
@@ -235,8 +222,8 @@ def attn_bwd_dq(
             dq, dparam, dslopes = attn_bwd_dq_inner(
                 dq, dparam, dslopes, q, g, lse, delta, rows, ranges[part], ranges[part + 1],
                 k_source, v_source, mask, unit, shaping, (log2_scale, plain_slope), k_strides,
-                v_strides, mask_strides, index, limits, NORM, FLAGS, CAUSAL, WINDOW, part != 1,
-                TMA, FAST, BLOCK_K, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, STAGES,
+                v_strides, mask_strides, index, limits, NORM, FLAGS, CAUSAL, WINDOW, part != 1, TMA,
+                FAST, BLOCK_K, HEAD_DIM, V_HEAD_DIM, STAGES,
             )  # fmt: skip
     if DPARAM & FLAGS:
         if SCALED & FLAGS:
@@ -252,7 +239,7 @@ def attn_bwd_dq(
         dq = dq * (column(qk_scale) / log2_scale)
     store_tile(
         dq_out, cast_saturate(dq * scale, dq_out.dtype.element_ty), batch, head, first, stop_q,
-        dq_strides, BLOCK_Q, HEAD_DIM, BLOCK_D,
+        dq_strides, HEAD_DIM,
     )  # fmt: skip
 
 
@@ -262,20 +249,18 @@ def attn_bwd_dkdv_inner(
     scale, shaping, q_strides, g_strides, mask_strides, batch, head, limits,
     NORM: tl.constexpr, FLAGS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     MASKED: tl.constexpr, PRECISE: tl.constexpr, FAST: tl.constexpr, TMA: tl.constexpr,
-    BLOCK_Q: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, V_HEAD_DIM: tl.constexpr,
-    BLOCK_DV: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_Q: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Adds what the queries from ``begin`` to ``end`` give to the gradients of a block of keys:
-    dk [BLOCK_K, BLOCK_D] and dv [BLOCK_K, BLOCK_DV]. ``shaping``: where the sequence's keys begin,
-    and what the scores of the head are made with."""
+    dk [BLOCK_K, HEAD_DIM] and dv [BLOCK_K, V_HEAD_DIM]. ``shaping``: where the sequence's keys
+    begin, and what the scores of the head are made with."""
     stop_q = limits[0]
     start_k, inv_softcap, slope, s, value_row = shaping
     for start in tl.range(begin, end, BLOCK_Q, num_stages=STAGES):
         rows = start + tl.arange(0, BLOCK_Q)  # [BLOCK_Q]
-        q = load_tile(  # [BLOCK_Q, BLOCK_D]
-            q_source, batch, head, start, stop_q, q_strides, BLOCK_Q, HEAD_DIM, BLOCK_D,
-            MASKED, TMA,
-        )  # fmt: skip
+        q = load_tile(
+            q_source, batch, head, start, stop_q, q_strides, BLOCK_Q, HEAD_DIM, MASKED, TMA
+        )
         if MASKED:  # a row beyond the last has lse +∞, so all its weights are 0
             lse = tl.load(lse_row + rows, mask=rows < stop_q, other=float("inf"))  # [BLOCK_Q]
             delta = tl.load(delta_row + rows, mask=rows < stop_q, other=0.0)  # [BLOCK_Q]
@@ -283,10 +268,9 @@ def attn_bwd_dkdv_inner(
             lse = tl.load(lse_row + rows)
             delta = tl.load(delta_row + rows)
         scores = tl.dot(k, q.T, input_precision="ieee")  # [BLOCK_K, BLOCK_Q]
-        g = load_tile(  # [BLOCK_Q, BLOCK_DV]
-            g_source, batch, head, start, stop_q, g_strides, BLOCK_Q, V_HEAD_DIM, BLOCK_DV,
-            MASKED, TMA,
-        )  # fmt: skip
+        g = load_tile(
+            g_source, batch, head, start, stop_q, g_strides, BLOCK_Q, V_HEAD_DIM, MASKED, TMA
+        )
         dp = tl.dot(v, g.T, input_precision="ieee")  # [BLOCK_K, BLOCK_Q]
         unit = scale
         tanhs = scores
@@ -310,8 +294,8 @@ def attn_bwd_dkdv_inner(
         p = recompute_p(e, y, tl.math.exp2(-lse[None, :]), NORM, PRECISE)
         if MASKED:
             allowed = attn_mask(  # [BLOCK_K, BLOCK_Q]
-                rows[None, :], keys[:, None], limits, mask, mask_strides, batch, head,
-                CAUSAL, WINDOW,
+                rows[None, :], keys[:, None], limits, mask, mask_strides, batch, head, CAUSAL,
+                WINDOW,
             )  # fmt: skip
             e = tl.where(allowed, e, 0.0)
             p = tl.where(allowed, p, 0.0)
@@ -334,8 +318,8 @@ def attn_bwd_dkdv(
     mask_b, mask_h, mask_t, mask_k,
     NORM: tl.constexpr, FLAGS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     NEEDS_EXPM1: tl.constexpr, PRECISE: tl.constexpr, FAST: tl.constexpr, TMA: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a block of BLOCK_K keys and values, over all query heads that share them.
     ``head_counts``: key heads, and how many query heads share one. ``strides``: of q, k, v, dO, dk
@@ -352,13 +336,8 @@ def attn_bwd_dkdv(
         return
     limits = (stop_q, stop_k, shift, window)
     keys = first + tl.arange(0, BLOCK_K)  # [BLOCK_K]
-    k = load_tile(  # [BLOCK_K, BLOCK_D]
-        k_source, batch, kv_head, first, stop_k, k_strides, BLOCK_K, HEAD_DIM, BLOCK_D, True, False
-    )
-    v = load_tile(  # [BLOCK_K, BLOCK_DV]
-        v_source, batch, kv_head, first, stop_k, v_strides, BLOCK_K, V_HEAD_DIM, BLOCK_DV,
-        True, False,
-    )  # fmt: skip
+    k = load_tile(k_source, batch, kv_head, first, stop_k, k_strides, BLOCK_K, HEAD_DIM)
+    v = load_tile(v_source, batch, kv_head, first, stop_k, v_strides, BLOCK_K, V_HEAD_DIM)
     begin = start_q
     end = stop_q
     if CAUSAL:
@@ -388,8 +367,8 @@ def attn_bwd_dkdv(
         precise = tl.max(tl.load(flags + chunk, mask=here, other=0)) != 0
     else:
         precise = PRECISE
-    dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
-    dv = tl.zeros([BLOCK_K, BLOCK_DV], tl.float32)
+    dk = tl.zeros([BLOCK_K, block(HEAD_DIM)], tl.float32)
+    dv = tl.zeros([BLOCK_K, block(V_HEAD_DIM)], tl.float32)
     for member in range(group):
         head = kv_head * group + member
         offset = (to_int64(batch) * kv_heads * group + head) * queries
@@ -397,11 +376,10 @@ def attn_bwd_dkdv(
         shaping = (start_k, inv_softcap, slope, load_s(head, s, FLAGS), offset)
         if precise:
             dk, dv = attn_bwd_dkdv_inner(
-                dk, dv, k, v, keys, begin, end,
-                q_source, g_source, lse_source + offset, deltas + offset, mask, counts,
-                log2_scale, shaping, q_strides, g_strides, mask_strides, batch, head, limits,
-                NORM, FLAGS, CAUSAL, WINDOW, True, True, FAST, TMA,
-                BLOCK_Q, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, 1,
+                dk, dv, k, v, keys, begin, end, q_source, g_source, lse_source + offset,
+                deltas + offset, mask, counts, log2_scale, shaping, q_strides, g_strides,
+                mask_strides, batch, head, limits, NORM, FLAGS, CAUSAL, WINDOW, True, True, FAST,
+                TMA, BLOCK_Q, HEAD_DIM, V_HEAD_DIM, 1,
             )  # fmt: skip
         else:
             for part in tl.static_range(3):
@@ -410,15 +388,15 @@ def attn_bwd_dkdv(
                         dk, dv, k, v, keys, starts[part], stops[part], q_source, g_source,
                         lse_source + offset, deltas + offset, mask, counts, log2_scale, shaping,
                         q_strides, g_strides, mask_strides, batch, head, limits, NORM, FLAGS,
-                        CAUSAL, WINDOW, part != 1, False, FAST, TMA, BLOCK_Q, HEAD_DIM, BLOCK_D,
-                        V_HEAD_DIM, BLOCK_DV, STAGES,
+                        CAUSAL, WINDOW, part != 1, False, FAST, TMA, BLOCK_Q, HEAD_DIM, V_HEAD_DIM,
+                        STAGES,
                     )  # fmt: skip
 
     store_tile(
         dk_out, cast_saturate(dk * scale, dk_out.dtype.element_ty), batch, kv_head, first, stop_k,
-        dk_strides, BLOCK_K, HEAD_DIM, BLOCK_D,
+        dk_strides, HEAD_DIM,
     )  # fmt: skip
     store_tile(
         dv_out, cast_saturate(dv, dv_out.dtype.element_ty), batch, kv_head, first, stop_k,
-        dv_strides, BLOCK_K, V_HEAD_DIM, BLOCK_DV,
+        dv_strides, V_HEAD_DIM,
     )  # fmt: skip

@@ -35,6 +35,12 @@ SHAPED = tl.constexpr(15)  # or BIASED
 SINK = tl.constexpr(96)
 
 
+@triton.constexpr_function
+def block(width):
+    """A head's width as tiles have it: products want powers of two from 16 on."""
+    return max(16, triton.next_power_of_2(width))
+
+
 @triton.jit
 def to_int64(index):
     """A long packed batch has more elements than 32 bits can count."""
@@ -62,36 +68,33 @@ def load_sequence(spans, index, queries, keys):
 @triton.jit
 def load_tile(
     source, batch, head, row, stop, strides,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
-    BOUNDED: tl.constexpr, TMA: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, BOUNDED: tl.constexpr = True,
+    TMA: tl.constexpr = False,
 ):  # fmt: skip
-    """[ROWS, BLOCK_WIDTH] from ``row`` on; zeros beyond the width, and beyond ``stop`` where
+    """[ROWS, block(WIDTH)] from ``row`` on; zeros beyond the width, and beyond ``stop`` where
     BOUNDED. With TMA ``source`` is a tensor descriptor of [B, H, T, D], else a pointer."""
     if TMA:
-        return source.load([batch, head, row, 0]).reshape(ROWS, BLOCK_WIDTH)
+        return source.load([batch, head, row, 0]).reshape(ROWS, block(WIDTH))
     else:
         base = source + to_int64(batch) * strides[0] + to_int64(head) * strides[1]
         base += to_int64(row) * strides[2]
         rows = tl.arange(0, ROWS)  # [ROWS]
-        columns = tl.arange(0, BLOCK_WIDTH)  # [BLOCK_WIDTH]
-        pointers = base + rows[:, None] * strides[2] + columns[None, :]  # [ROWS, BLOCK_WIDTH]
+        columns = tl.arange(0, block(WIDTH))  # [block(WIDTH)]
+        pointers = base + rows[:, None] * strides[2] + columns[None, :]  # [ROWS, block(WIDTH)]
         if BOUNDED:
             inside = (rows[:, None] + row < stop) & (columns[None, :] < WIDTH)
             return tl.load(pointers, mask=inside, other=0.0)
-        elif BLOCK_WIDTH == WIDTH:
+        elif block(WIDTH) == WIDTH:
             return tl.load(pointers)
         else:
             return tl.load(pointers, mask=columns[None, :] < WIDTH, other=0.0)
 
 
 @triton.jit
-def store_tile(
-    target, tile, batch, head, row, stop, strides,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
-):  # fmt: skip
-    """[ROWS, BLOCK_WIDTH] from ``row`` on, up to ``stop``, to a pointer."""
-    rows = tl.arange(0, ROWS)  # [ROWS]
-    columns = tl.arange(0, BLOCK_WIDTH)  # [BLOCK_WIDTH]
+def store_tile(target, tile, batch, head, row, stop, strides, WIDTH: tl.constexpr):
+    """[ROWS, block(WIDTH)] from ``row`` on, up to ``stop``, to a pointer."""
+    rows = tl.arange(0, tile.shape[0])  # [ROWS]
+    columns = tl.arange(0, tile.shape[1])  # [block(WIDTH)]
     pointers = target + to_int64(batch) * strides[0] + to_int64(head) * strides[1]
     pointers += to_int64(row) * strides[2]
     inside = (rows[:, None] + row < stop) & (columns[None, :] < WIDTH)

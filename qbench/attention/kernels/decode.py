@@ -15,6 +15,7 @@ from qbench.attention.kernels.common import (
     ELEMENTWISE,
     SHAPED,
     attn_mask,
+    block,
     key_ranges,
     load_sequence,
     load_tile,
@@ -50,8 +51,7 @@ def attn_decode(
     mask_b, mask_h, mask_t, mask_k,
     NORM: tl.constexpr, FLAGS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     SKIP: tl.constexpr, FAST: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
-    STAGES: tl.constexpr,
+    HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program a sequence, key head and split; its BLOCK_R rows are the group's heads × queries.
     ``partial`` [sequences · kv_heads, splits, BLOCK_R, BLOCK_DV + 2] takes what each gives.
@@ -66,10 +66,10 @@ def attn_decode(
         spans, tl.program_id(1) // kv_heads, queries, keys
     )
     real, rows, heads = group_rows(start_q, stop_q, kv_head, group, BLOCK_R)  # [BLOCK_R] each
-    columns = tl.arange(0, BLOCK_D)  # [BLOCK_D]
+    columns = tl.arange(0, block(HEAD_DIM))  # [HEAD_DIM]
     q_pointers = q_source + to_int64(batch) * q_strides[0] + to_int64(heads) * q_strides[1]
     q_pointers += rows * q_strides[2]
-    q = tl.load(  # [BLOCK_R, BLOCK_D]
+    q = tl.load(  # [BLOCK_R, HEAD_DIM]
         q_pointers[:, None] + columns[None, :],
         mask=real[:, None] & (columns[None, :] < HEAD_DIM),
         other=0.0,
@@ -86,34 +86,31 @@ def attn_decode(
 
     value_row = (to_int64(batch) * kv_heads * group + heads) * queries  # [BLOCK_R]
     qk_scale, slope, level, unit = row_shaping(
-        heads, rows, value_row, row_limits, start_k, counts, scale, bias, slopes, s,
-        FLAGS, CAUSAL, WINDOW,
+        heads, rows, value_row, row_limits, start_k, counts, scale, bias, slopes, s, FLAGS, CAUSAL,
+        WINDOW,
     )  # fmt: skip
     shaping = (qk_scale, inv_softcap, slope, level[:, None] if BIASED & FLAGS else None)
 
-    acc = tl.zeros([BLOCK_R, BLOCK_DV], tl.float32)
+    acc = tl.zeros([BLOCK_R, block(V_HEAD_DIM)], tl.float32)
     l_i = tl.zeros([BLOCK_R], tl.float32)
     m_i = tl.full([BLOCK_R], initial_max(NORM), tl.float32)
     if ELEMENTWISE & FLAGS:
         m_i = level
-    v_columns = tl.arange(0, BLOCK_DV)  # [BLOCK_DV]
+    BLOCK_DV: tl.constexpr = block(V_HEAD_DIM)
+    v_columns = tl.arange(0, BLOCK_DV)  # [V_HEAD_DIM]
     for start in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
-        k = load_tile(  # [BLOCK_K, BLOCK_D]
-            k_source, batch, kv_head, start, end, k_strides, BLOCK_K, HEAD_DIM, BLOCK_D,
-            True, False,
-        )  # fmt: skip
+        k = load_tile(k_source, batch, kv_head, start, end, k_strides, BLOCK_K, HEAD_DIM)
         scores = tl.dot(q, k.T, input_precision="ieee")  # [BLOCK_R, BLOCK_K]
         tile = start + tl.arange(0, BLOCK_K)  # [BLOCK_K]
         allowed = real[:, None] & attn_mask(  # [BLOCK_R, BLOCK_K]
-            rows[:, None], tile[None, :], limits, mask, mask_strides, batch, heads[:, None],
-            CAUSAL, WINDOW,
+            rows[:, None], tile[None, :], limits, mask, mask_strides, batch, heads[:, None], CAUSAL,
+            WINDOW,
         )  # fmt: skip
         if SHAPED & FLAGS:
             last = stop_q - 1 + shift  # positions count from it
             scores, unused = scores_of(  # noqa: RUF059 (an underscore would be carried on)
-                scores, tile[None, :] - last, rows[:, None] + shift - last, shaping,
-                FLAGS, FAST,
-            )  # fmt: skip
+                scores, tile[None, :] - last, rows[:, None] + shift - last, shaping, FLAGS, FAST
+            )
         scores = tl.where(allowed, scores, masked_score(NORM))
         p, acc, l_i, m_i = online_softmax(acc, l_i, m_i, scores, unit, NORM, True, FAST, False)
         wanted = tile < end  # [BLOCK_K]
@@ -121,7 +118,7 @@ def attn_decode(
             wanted = wanted & (tl.max(p, 0) > 0)
         v_pointers = v_source + to_int64(batch) * v_strides[0] + to_int64(kv_head) * v_strides[1]
         v_pointers += to_int64(start) * v_strides[2]
-        v = tl.load(  # [BLOCK_K, BLOCK_DV]
+        v = tl.load(  # [BLOCK_K, V_HEAD_DIM]
             v_pointers + tl.arange(0, BLOCK_K)[:, None] * v_strides[2] + v_columns[None, :],
             mask=wanted[:, None] & (v_columns[None, :] < V_HEAD_DIM),
             other=0.0,
@@ -138,8 +135,8 @@ def attn_decode(
 @triton.jit(do_not_specialize=["queries", "keys", "splits"])
 def combine(
     output, lse_out, partial, spans, sinks, head_counts, queries, keys, splits, o_strides,
+
     NORM: tl.constexpr, FLAGS: tl.constexpr, BLOCK_R: tl.constexpr, V_HEAD_DIM: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """Joins the splits of one sequence and key head, always in the same order."""
     kv_heads, group = head_counts
@@ -148,8 +145,9 @@ def combine(
         spans, tl.program_id(0) // kv_heads, queries, keys
     )
     real, rows, heads = group_rows(start_q, stop_q, kv_head, group, BLOCK_R)  # [BLOCK_R] each
-    columns = tl.arange(0, BLOCK_DV)  # [BLOCK_DV]
-    acc = tl.zeros([BLOCK_R, BLOCK_DV], tl.float32)
+    BLOCK_DV: tl.constexpr = block(V_HEAD_DIM)
+    columns = tl.arange(0, BLOCK_DV)  # [V_HEAD_DIM]
+    acc = tl.zeros([BLOCK_R, block(V_HEAD_DIM)], tl.float32)
     l_i = tl.zeros([BLOCK_R], tl.float32)
     m_i = tl.full([BLOCK_R], initial_max(NORM), tl.float32)
     for split in range(splits):

@@ -17,6 +17,7 @@ from qbench.attention.kernels.common import (
     ELEMENTWISE,
     SHAPED,
     attn_mask,
+    block,
     key_ranges,
     load_sequence,
     load_tile,
@@ -53,11 +54,10 @@ def attn_fwd_inner(
     k_strides, v_strides, mask_strides, index, limits,
     NORM: tl.constexpr, FLAGS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     MASKED: tl.constexpr, NO_MAX: tl.constexpr, NEEDS_EXPM1: tl.constexpr, PRECISE: tl.constexpr,
-    TMA: tl.constexpr, FAST: tl.constexpr, BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, V_HEAD_DIM: tl.constexpr,
-    BLOCK_DV: tl.constexpr, STAGES: tl.constexpr,
+    TMA: tl.constexpr, FAST: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Takes the keys from ``begin`` to ``end`` into the running output acc [BLOCK_Q, BLOCK_DV],
+    """Takes the keys from ``begin`` to ``end`` into the running output acc [BLOCK_Q, V_HEAD_DIM],
     sum and maximum [BLOCK_Q], which are [BLOCK_Q, 8] with NO_MAX. ``index``: batch row, query head
     and key head. ``limits``: see ``common.attn_mask``. ``shaping``: what formulas.scores_of takes
     after the positions; ``scale`` is 1 where it has been applied. ``flags``: of each CHUNK of keys,
@@ -65,10 +65,9 @@ def attn_fwd_inner(
     batch, head, kv_head = index
     stop_k = limits[1]
     for start in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
-        k = load_tile(  # [BLOCK_K, BLOCK_D]
-            k_source, batch, kv_head, start, stop_k, k_strides, BLOCK_K, HEAD_DIM, BLOCK_D,
-            MASKED, TMA,
-        )  # fmt: skip
+        k = load_tile(
+            k_source, batch, kv_head, start, stop_k, k_strides, BLOCK_K, HEAD_DIM, MASKED, TMA
+        )
         scores = tl.dot(q, k.T, input_precision="ieee")  # [BLOCK_Q, BLOCK_K]
         keys = start + tl.arange(0, BLOCK_K)  # [BLOCK_K]
         if SHAPED & FLAGS:
@@ -76,11 +75,11 @@ def attn_fwd_inner(
             own = rows[:, None] + (limits[2] - start)
             scores, unused = scores_of(  # noqa: RUF059 (an underscore would be carried on)
                 scores, tl.arange(0, BLOCK_K)[None, :], own, shaping, FLAGS, FAST
-            )  # fmt: skip
+            )
         if MASKED:
             allowed = attn_mask(  # [BLOCK_Q, BLOCK_K]
-                rows[:, None], keys[None, :], limits, mask, mask_strides, batch, head,
-                CAUSAL, WINDOW,
+                rows[:, None], keys[None, :], limits, mask, mask_strides, batch, head, CAUSAL,
+                WINDOW,
             )  # fmt: skip
             scores = tl.where(allowed, scores, masked_score(NORM))
         if tiny is not None:  # noqa: SIM102 (one is known at compile time)
@@ -97,10 +96,9 @@ def attn_fwd_inner(
             p, acc, l_i, m_i = online_softmax(
                 acc, l_i, m_i, scores, scale, NORM, PRECISE, FAST, FAST and not MASKED
             )
-        v = load_tile(  # [BLOCK_K, BLOCK_DV]
-            v_source, batch, kv_head, start, stop_k, v_strides, BLOCK_K, V_HEAD_DIM,
-            BLOCK_DV, MASKED, TMA,
-        )  # fmt: skip
+        v = load_tile(
+            v_source, batch, kv_head, start, stop_k, v_strides, BLOCK_K, V_HEAD_DIM, MASKED, TMA
+        )
         p = cast_p(p, v.dtype, NORM, FAST)  # [BLOCK_Q, BLOCK_K]
         acc = tl.dot(p, v, acc, input_precision="ieee")
     return acc, l_i, m_i
@@ -113,9 +111,8 @@ def attn_fwd(
     head_counts, queries, keys, window, scale, inv_softcap, strides, mask_b, mask_h, mask_t, mask_k,
     NORM: tl.constexpr, FLAGS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     NO_MAX: tl.constexpr, NEEDS_EXPM1: tl.constexpr, PRECISE: tl.constexpr, TMA: tl.constexpr,
-    FAST: tl.constexpr, BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, V_HEAD_DIM: tl.constexpr,
-    BLOCK_DV: tl.constexpr, STAGES: tl.constexpr,
+    FAST: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, HEAD_DIM: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program a block of BLOCK_Q queries and a head. ``head_counts``: query heads, and how
     many share a key head. ``strides``: of batch row, head and row, of q, k, v and output each.
@@ -127,30 +124,28 @@ def attn_fwd(
     q_strides, k_strides, v_strides, o_strides = strides
     mask_strides = (mask_b, mask_h, mask_t, mask_k)
     # Causal blocks at the end have the most keys: they start first, so that none starts late.
-    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1) % heads
     batch, start_q, stop_q, start_k, stop_k, shift = load_sequence(
         spans, tl.program_id(1) // heads, queries, keys
     )
-    first = start_q + block * BLOCK_Q
+    first = start_q + program * BLOCK_Q
     if first >= stop_q:
         return
     index = (batch, head, head // group)
     limits = (stop_q, stop_k, shift, window)
     rows = first + tl.arange(0, BLOCK_Q)  # [BLOCK_Q]
-    q = load_tile(  # [BLOCK_Q, BLOCK_D]
-        q_source, batch, head, first, stop_q, q_strides, BLOCK_Q, HEAD_DIM, BLOCK_D, True, False
-    )
+    q = load_tile(q_source, batch, head, first, stop_q, q_strides, BLOCK_Q, HEAD_DIM)
     ranges = key_ranges(first, start_k, limits, mask, CAUSAL, WINDOW, BLOCK_Q, BLOCK_K)
 
     value_row = (to_int64(batch) * heads + head) * queries
     qk_scale, slope, level, unit = row_shaping(
-        head, rows, value_row, limits, start_k, counts, scale, bias, slopes, s,
-        FLAGS, CAUSAL, WINDOW,
+        head, rows, value_row, limits, start_k, counts, scale, bias, slopes, s, FLAGS, CAUSAL,
+        WINDOW,
     )  # fmt: skip
     shaping = (qk_scale, inv_softcap, slope, level[:, None] if BIASED & FLAGS else None)
 
-    acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
+    acc = tl.zeros([BLOCK_Q, block(V_HEAD_DIM)], tl.float32)
     if NO_MAX:
         l_i = tl.zeros([BLOCK_Q, 8], tl.float32)
         m_i = tl.zeros([BLOCK_Q, 8], tl.float32)
@@ -163,7 +158,7 @@ def attn_fwd(
                 acc, l_i, m_i, None, None, q, rows, ranges[part], ranges[part + 1], k_source,
                 v_source, mask, unit, shaping, k_strides, v_strides, mask_strides, index, limits,
                 NORM, FLAGS, CAUSAL, WINDOW, part != 1, NO_MAX, NEEDS_EXPM1, PRECISE, TMA, FAST,
-                BLOCK_Q, BLOCK_K, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, STAGES,
+                BLOCK_Q, BLOCK_K, HEAD_DIM, V_HEAD_DIM, STAGES,
             )  # fmt: skip
 
     if NO_MAX:
@@ -184,19 +179,17 @@ def attn_fwd(
             again = again | sum_lost_bits(l_i, NORM)
         if tl.max((again & (rows < stop_q)).to(tl.int32)) > 0:
             acc, l_i, m_i = attn_fwd_inner(
-                tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32), tl.zeros([BLOCK_Q], tl.float32),
-                tl.full([BLOCK_Q], initial_max(NORM), tl.float32), tiny, flags,
-                q, rows, ranges[0], ranges[3], k_source, v_source, mask, unit, shaping,
-                k_strides, v_strides, mask_strides, index, limits,
-                NORM, FLAGS, CAUSAL, WINDOW, True, False, NEEDS_EXPM1, True, TMA, FAST,
-                BLOCK_Q, BLOCK_K, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, 1,
+                tl.zeros([BLOCK_Q, block(V_HEAD_DIM)], tl.float32), tl.zeros([BLOCK_Q], tl.float32),
+                tl.full([BLOCK_Q], initial_max(NORM), tl.float32), tiny, flags, q, rows, ranges[0],
+                ranges[3], k_source, v_source, mask, unit, shaping, k_strides, v_strides,
+                mask_strides, index, limits, NORM, FLAGS, CAUSAL, WINDOW, True, False, NEEDS_EXPM1,
+                True, TMA, FAST, BLOCK_Q, BLOCK_K, HEAD_DIM, V_HEAD_DIM, 1,
             )  # fmt: skip
         elif NO_MAX:
             m_i = tl.zeros([BLOCK_Q], tl.float32)
     sink = load_sink(head, sinks, FLAGS)
-    out, lse = finalize(acc, l_i, m_i, sink, NORM, FLAGS)  # [BLOCK_Q, BLOCK_DV], [BLOCK_Q]
+    out, lse = finalize(acc, l_i, m_i, sink, NORM, FLAGS)  # [BLOCK_Q, V_HEAD_DIM], [BLOCK_Q]
     store_tile(
-        output, out.to(output.dtype.element_ty), batch, head, first, stop_q, o_strides,
-        BLOCK_Q, V_HEAD_DIM, BLOCK_DV,
-    )  # fmt: skip
+        output, out.to(output.dtype.element_ty), batch, head, first, stop_q, o_strides, V_HEAD_DIM
+    )
     tl.store(lse_out + value_row + rows, lse, mask=rows < stop_q)

@@ -15,6 +15,7 @@ from qbench.attention.kernels.common import (
     BIASED,
     SHAPED,
     attn_mask,
+    block,
     key_ranges,
     load_sequence,
     load_tile,
@@ -43,19 +44,27 @@ def bounds(position, first, recent, group):
 
 @triton.jit(
     do_not_specialize=[
-        "queries", "keys", "window", "keep_first", "keep_recent", "key_group",
-        "position_stride", "mask_b", "mask_h", "mask_t",
+        "queries",
+        "keys",
+        "window",
+        "keep_first",
+        "keep_recent",
+        "key_group",
+        "position_stride",
+        "mask_b",
+        "mask_h",
+        "mask_t",
     ]
-)  # fmt: skip
+)
 def quantized_kv_fwd(
     q_source, k_source, v_source, qk_source, qv_source, output, positions, mask, spans,
     sinks, bias, slopes, s, counts,
     head_counts, queries, keys, window, keep_first, keep_recent, key_group, scale, inv_softcap,
     strides, position_stride, mask_b, mask_h, mask_t, mask_k,
+
     NORM: tl.constexpr, FLAGS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    SKIP: tl.constexpr, FAST: tl.constexpr, BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, V_HEAD_DIM: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
+    SKIP: tl.constexpr, FAST: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
     """One program a block of BLOCK_Q queries and a head. ``positions`` [B or 1, Tk] int32;
     ``strides``: of batch row, head and row, of q, k, v, quantized k, quantized v and output each;
@@ -74,9 +83,7 @@ def quantized_kv_fwd(
         return
     limits = (stop_q, stop_k, shift, window)
     rows = first + tl.arange(0, BLOCK_Q)  # [BLOCK_Q]
-    q = load_tile(  # [BLOCK_Q, BLOCK_D]
-        q_source, batch, head, first, stop_q, q_strides, BLOCK_Q, HEAD_DIM, BLOCK_D, True, False
-    )
+    q = load_tile(q_source, batch, head, first, stop_q, q_strides, BLOCK_Q, HEAD_DIM)
     place = positions + to_int64(batch) * position_stride
     real = rows < stop_q
     own = tl.load(place + rows + shift, mask=real, other=0)  # [BLOCK_Q]
@@ -90,11 +97,11 @@ def quantized_kv_fwd(
     ranges = key_ranges(first, start_k, limits, mask, CAUSAL, WINDOW, BLOCK_Q, BLOCK_K)
     value_row = (to_int64(batch) * heads + head) * queries
     qk_scale, slope, level, unit = row_shaping(
-        head, rows, value_row, limits, start_k, counts, scale, bias, slopes, s,
-        FLAGS, CAUSAL, WINDOW,
+        head, rows, value_row, limits, start_k, counts, scale, bias, slopes, s, FLAGS, CAUSAL,
+        WINDOW,
     )  # fmt: skip
     shaping = (qk_scale, inv_softcap, slope, level[:, None] if BIASED & FLAGS else None)
-    acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
+    acc = tl.zeros([BLOCK_Q, block(V_HEAD_DIM)], tl.float32)
     l_i = tl.zeros([BLOCK_Q], tl.float32)
     m_i = tl.full([BLOCK_Q], initial_max(NORM), tl.float32)
     for start in range(ranges[0], ranges[3], BLOCK_K):
@@ -111,16 +118,10 @@ def quantized_kv_fwd(
 
         scores = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
         if from_plain_k:
-            k = load_tile(  # [BLOCK_K, BLOCK_D]
-                k_source, batch, kv_head, start, stop_k, k_strides, BLOCK_K, HEAD_DIM, BLOCK_D,
-                True, False,
-            )  # fmt: skip
+            k = load_tile(k_source, batch, kv_head, start, stop_k, k_strides, BLOCK_K, HEAD_DIM)
             scores = tl.dot(q, k.T, input_precision="ieee")
         if from_quantized_k:
-            k = load_tile(
-                qk_source, batch, kv_head, start, stop_k, qk_strides, BLOCK_K, HEAD_DIM, BLOCK_D,
-                True, False,
-            )  # fmt: skip
+            k = load_tile(qk_source, batch, kv_head, start, stop_k, qk_strides, BLOCK_K, HEAD_DIM)
             quantized = tl.dot(q, k.T, input_precision="ieee")
             scores = tl.where(
                 written[None, :] & (at[None, :] < key_bound[:, None]), quantized, scores
@@ -128,8 +129,8 @@ def quantized_kv_fwd(
         if SHAPED & FLAGS:
             origin = first + shift
             scores, unused = scores_of(  # noqa: RUF059 (an underscore would be carried on)
-                scores, tile[None, :] - origin, rows[:, None] + shift - origin, shaping,
-                FLAGS, FAST,
+                scores, tile[None, :] - origin, rows[:, None] + shift - origin, shaping, FLAGS,
+                FAST,
             )  # fmt: skip
         allowed = attn_mask(  # [BLOCK_Q, BLOCK_K]
             rows[:, None], tile[None, :], limits, mask, mask_strides, batch, head, CAUSAL, WINDOW
@@ -145,21 +146,14 @@ def quantized_kv_fwd(
         none = tl.zeros([BLOCK_Q, BLOCK_K], weights.dtype)
         of_value = written[None, :] & (at[None, :] < value_bound[:, None])
         if from_plain_v:
-            v = load_tile(  # [BLOCK_K, BLOCK_DV]
-                v_source, batch, kv_head, start, stop_k, v_strides, BLOCK_K, V_HEAD_DIM, BLOCK_DV,
-                True, False,
-            )  # fmt: skip
+            v = load_tile(v_source, batch, kv_head, start, stop_k, v_strides, BLOCK_K, V_HEAD_DIM)
             acc = tl.dot(tl.where(of_value, none, weights), v, acc, input_precision="ieee")
         if from_quantized_v:
-            v = load_tile(
-                qv_source, batch, kv_head, start, stop_k, qv_strides, BLOCK_K, V_HEAD_DIM, BLOCK_DV,
-                True, False,
-            )  # fmt: skip
+            v = load_tile(qv_source, batch, kv_head, start, stop_k, qv_strides, BLOCK_K, V_HEAD_DIM)
             acc = tl.dot(tl.where(of_value, weights, none), v, acc, input_precision="ieee")
 
     sink = load_sink(head, sinks, FLAGS)
-    out, _ = finalize(acc, l_i, m_i, sink, NORM, FLAGS)  # [BLOCK_Q, BLOCK_DV]
+    out, _ = finalize(acc, l_i, m_i, sink, NORM, FLAGS)  # [BLOCK_Q, V_HEAD_DIM]
     store_tile(
-        output, out.to(output.dtype.element_ty), batch, head, first, stop_q, o_strides,
-        BLOCK_Q, V_HEAD_DIM, BLOCK_DV,
-    )  # fmt: skip
+        output, out.to(output.dtype.element_ty), batch, head, first, stop_q, o_strides, V_HEAD_DIM
+    )

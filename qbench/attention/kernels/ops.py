@@ -8,7 +8,7 @@ and :func:`backward_launches` decide it once for each :class:`Layout` of the arg
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from qbench.attention.kernels import common, configs, require
 from qbench.attention.kernels.backward import attn_bwd_dkdv, attn_bwd_dq
-from qbench.attention.kernels.common import INTERPRETED, Describe, Launch, on_device
+from qbench.attention.kernels.common import INTERPRETED, Describe, Launch, block, on_device
 from qbench.attention.kernels.configs import Config
 from qbench.attention.kernels.decode import attn_decode, combine
 from qbench.attention.kernels.formulas import CHUNK, LOG2_E, SCORE_FUNCTIONS
@@ -168,12 +168,10 @@ def constants(
     kernels: Kernels, flags: int, settings: Settings, query: Layout, value: Layout
 ) -> dict[str, Any]:
     """What every kernel over tiles is compiled for."""
-    width, v_width = query.shape[3], value.shape[3]
     return {
         "NORM": kernels.score_function, "FLAGS": flags, "CAUSAL": settings.causal,
         "WINDOW": settings.window > 0, "FAST": query.dtype == torch.bfloat16 and not INTERPRETED,
-        "HEAD_DIM": width, "BLOCK_D": block(width), "V_HEAD_DIM": v_width,
-        "BLOCK_DV": block(v_width),
+        "HEAD_DIM": query.shape[3], "V_HEAD_DIM": value.shape[3],
     }  # fmt: skip
 
 
@@ -230,7 +228,7 @@ def forward_launches(
         join = Launch(
             combine, (pairs, 1), ((kv_heads, group), queries, keys, splits, output.strides[:3]),
             {"NORM": kernels.score_function, "FLAGS": flags, "BLOCK_R": rows,
-             "V_HEAD_DIM": v_width, "BLOCK_DV": block(v_width)},
+             "V_HEAD_DIM": v_width},
         )  # fmt: skip
 
         def launch_decode(q, k, v, output, lse, _, mask, spans, sinks, *rest):
@@ -390,11 +388,6 @@ def _ceil(length: int, size: int) -> int:
 def _decodes(rows: int) -> bool:
     """Whether so many ``rows``, of all heads that share keys, are computed as in decoding."""
     return rows <= DECODE_ROWS
-
-
-@cache
-def block(width: int) -> int:
-    return max(16, triton.next_power_of_2(width))
 
 
 def allowed_counts(
