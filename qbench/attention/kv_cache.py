@@ -18,7 +18,6 @@ not, quantized keys and values replace the others and any attention runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -36,27 +35,6 @@ READ = "qbench_kv_cache_read"  # option of attention functions: keys and values 
 # another basis: their products stay what they were, and what a cache of few bits rounds has no
 # channel that outgrows the others. ROTATED is the option that says it has been applied.
 ROTATION, ROTATED = "qbench_rotation", "qbench_rotated"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Residual:
-    """Which tokens are read unquantized, see the module's docstring. Values are always quantized
-    token by token."""
-
-    keep_first: int = 0
-    keep_recent: int = 0
-    key_group: int = 1
-
-    @property
-    def by_query(self) -> bool:
-        """Whether a token is read unquantized by some queries and quantized by later ones."""
-        return self.keep_recent > 0 or self.key_group > 1
-
-    def bound(self, position: Tensor, group: int) -> Tensor:
-        """The first position after ``keep_first`` that queries at ``position`` read unquantized,
-        where ``group`` tokens are quantized together."""
-        older = (position + 1 - self.keep_recent - self.keep_first).clamp(min=0)
-        return self.keep_first + older // group * group
 
 
 class Sources(NamedTuple):
@@ -79,8 +57,10 @@ class Consumed(NamedTuple):
 
 
 class KVCache(Protocol):
-    """What an attention module carries. ``uses_positions``: whether rounding asks where in its
-    sequence a token stands. ``watch``, if it is set, is told what attention reads."""
+    """What an attention module carries. ``keep_first``, ``keep_recent`` and ``key_group``: see the
+    module's docstring; values are quantized token by token. ``uses_positions``: whether rounding
+    asks where in its sequence a token stands. ``watch``, if it is set, is told what attention
+    reads."""
 
     keep_first: int
     keep_recent: int
@@ -121,13 +101,19 @@ def needs_sequences(model: nn.Module) -> bool:
 
 
 def _needs_positions(cache: KVCache) -> bool:
-    return cache.uses_positions or residual(cache).by_query
+    return cache.uses_positions or by_query(cache)
 
 
-def residual(cache: KVCache) -> Residual:
-    return Residual(
-        keep_first=cache.keep_first, keep_recent=cache.keep_recent, key_group=cache.key_group
-    )
+def by_query(cache: KVCache) -> bool:
+    """Whether a token is read unquantized by some queries and quantized by later ones."""
+    return cache.keep_recent > 0 or cache.key_group > 1
+
+
+def bound(cache: KVCache, position: Tensor, group: int) -> Tensor:
+    """The first position after ``keep_first`` that queries at ``position`` read unquantized, where
+    ``group`` tokens are quantized together."""
+    older = (position + 1 - cache.keep_recent - cache.keep_first).clamp(min=0)
+    return cache.keep_first + older // group * group
 
 
 def read(
@@ -213,7 +199,7 @@ def attention(
     query: Tensor,
     sources: Sources,
     *,
-    residual: Residual,
+    cache: KVCache,
     positions: Tensor,
     normalizer: str,
     parameters: Mapping[str, Tensor] | None = None,
@@ -221,8 +207,8 @@ def attention(
 ) -> Tensor:
     """``reference.attention`` where each query reads each key and value from its source.
 
-    ``positions`` [B or 1, Tk]: each key's in its own sequence; the last query stands at the last
-    key's. Other arguments, result and errors as there.
+    ``cache`` says which; ``positions`` [B or 1, Tk]: each key's in its own sequence; the last query
+    stands at the last key's. Other arguments, result and errors as there.
     """
     chosen = NORMALIZERS.get(normalizer)
     key, value, quantized_key, quantized_value = sources
@@ -237,9 +223,9 @@ def attention(
     for plain, quantized in zip(*both, strict=True):
         stop = start + plain.scores.shape[2]
         at, keys = own[:, None, start:stop, None], positions[:, None, None, plain.keys]
-        written = keys >= residual.keep_first
-        of_key = written & (keys < residual.bound(at, residual.key_group))
-        of_value = written & (keys < residual.bound(at, 1))
+        written = keys >= cache.keep_first
+        of_key = written & (keys < bound(cache, at, cache.key_group))
+        of_value = written & (keys < bound(cache, at, 1))
         weights = chosen.weights(
             torch.where(of_key, quantized.scores, plain.scores),
             allowed=plain.allowed, parameters=given, distances=plain.distances,
@@ -256,7 +242,7 @@ def kernel_attention(
     query: Tensor,
     sources: Sources,
     *,
-    residual: Residual,
+    cache: KVCache,
     positions: Tensor,
     mask: Tensor | None = None,
     spans: Tensor | None = None,
@@ -291,7 +277,7 @@ def kernel_attention(
     tensors = (query, key, value, *quantized, output)
     kv_cache.quantized_kv_fwd[(-(-of.max_seqlen_q // block_q), heads * sequences)](
         *tensors, positions, mask, spans, *given, counts, (heads, heads // kv_heads), queries,
-        keys, of.window, residual.keep_first, residual.keep_recent, residual.key_group,
+        keys, of.window, cache.keep_first, cache.keep_recent, cache.key_group,
         *ops.scales(of.scale, of.softcap), ops.strides_of(*map(ops.layout_of, tensors)),
         positions.stride(0) if positions.shape[0] > 1 else 0,
         *ops.mask_strides(ops.layout_of(mask)), SKIP=NORMALIZERS.get(of.normalizer).sparse,

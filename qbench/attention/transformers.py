@@ -31,7 +31,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from qbench.attention import kernels, kv_cache, reference
 from qbench.attention.implementation import choose
 from qbench.attention.kernels.varlen import packed_spans
-from qbench.attention.kv_cache import KV_CACHE, READ, read, residual, rotate
+from qbench.attention.kv_cache import KV_CACHE, READ, by_query, read, rotate
 from qbench.attention.masks import Mask, mask_function
 from qbench.attention.normalizers import NORMALIZERS, SLOPES, Normalizer
 from qbench.errors import UnavailableError
@@ -124,9 +124,8 @@ def _attention(normalizer: str, implementation: str) -> Callable[..., tuple[Tens
                 position_ids=options.get("position_ids"), cu_seqlens_k=cu_seq_lens_k,
             )  # fmt: skip
             key, value = sources.quantized_key, sources.quantized_value
-            spared = residual(cached)
-            if spared.by_query:
-                two_sources = {"sources": sources, "residual": spared, "positions": positions}
+            if by_query(cached):
+                two_sources = {"sources": sources, "cache": cached, "positions": positions}
         function = _function(implementation, bool(two_sources), cu_seq_lens_q is not None)
         tensors = two_sources or {"key": key, "value": value}
         shared = {"normalizer": normalizer, "parameters": parameters, "scale": scaling}

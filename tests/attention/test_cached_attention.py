@@ -1,5 +1,7 @@
 """Attention over a quantized KV cache against a cache that is written token by token."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -181,6 +183,6 @@ def test_the_kernel_that_reads_two_sources_refuses_inputs_that_need_gradients(tr
     with pytest.raises(UnavailableError, match="has no backward pass; use 'reference'"):
         kv_cache.kernel_attention(
             query, kv_cache.Sources(key, value, key.detach(), value.detach()),
-            residual=kv_cache.Residual(keep_recent=2), normalizer="softpick",
+            cache=SimpleNamespace(keep_first=0, keep_recent=2, key_group=1), normalizer="softpick",
             positions=torch.arange(5, dtype=torch.int32)[None], causal=True,
         )  # fmt: skip

@@ -1,6 +1,9 @@
 """A KV cache of few bits on CUDA: kernels against their definitions, scoring against decoding, and
 what it costs."""
 
+from functools import partial
+from types import SimpleNamespace
+
 import pytest
 import torch
 from pair import loss, pair_model, texts
@@ -8,7 +11,7 @@ from scoring_models import choices, llama, pages, tokenizer
 
 from qbench.attention import kv_cache
 from qbench.attention.kernels.varlen import packed_spans
-from qbench.attention.kv_cache import Residual, Sources
+from qbench.attention.kv_cache import Sources
 from qbench.attention.transformers import attend
 from qbench.evaluation import settings
 from qbench.evaluation.scoring import language_model
@@ -60,12 +63,13 @@ def test_a_gpu_rounds_as_a_cpu_to_the_bit(name, dtype):
     assert all(torch.equal(a.cpu(), b) for a, b in zip(found, wanted, strict=True))
 
 
+Kept = partial(SimpleNamespace, keep_first=0, keep_recent=0, key_group=1)
 RESIDUALS = [
-    Residual(keep_recent=70),
-    Residual(keep_first=3, keep_recent=18),
-    Residual(key_group=32),
-    Residual(keep_first=4, keep_recent=40, key_group=64),
-    Residual(keep_recent=4000),
+    Kept(keep_recent=70),
+    Kept(keep_first=3, keep_recent=18),
+    Kept(key_group=32),
+    Kept(keep_first=4, keep_recent=40, key_group=64),
+    Kept(keep_recent=4000),
 ]
 
 
@@ -80,7 +84,7 @@ def test_two_sources_are_read_as_the_definition_reads_them(normalizer, dtype, wi
     torch.manual_seed(0)
     tokens = 517
     for residual in RESIDUALS:
-        options = {"residual": residual, "normalizer": normalizer, "causal": True}
+        options = {"cache": residual, "normalizer": normalizer, "causal": True}
         query = draw(2, 4, tokens, width, dtype) * 2
         sources = Sources(*(draw(2, 2, tokens, width, dtype) for _ in range(4)))
         places = torch.arange(tokens, device="cuda", dtype=torch.int32)[None]

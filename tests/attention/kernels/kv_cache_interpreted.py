@@ -1,18 +1,22 @@
 """Kernels of a quantized KV cache, for interpreter.py: each case's name, and how far it is from the
 definition."""
 
+from functools import partial
+from types import SimpleNamespace
+
 import torch
 from attention_cases import NORMALIZERS
 from normalizer_parameters import parameters
 
 from qbench.attention import kv_cache
 from qbench.attention.kernels.varlen import packed_spans
-from qbench.attention.kv_cache import Residual, Sources
+from qbench.attention.kv_cache import Sources
 
+Kept = partial(SimpleNamespace, keep_first=0, keep_recent=0, key_group=1)
 RESIDUALS = {
-    "softpick": Residual(keep_first=3, keep_recent=7),
-    "softmax": Residual(keep_first=2, keep_recent=5, key_group=8),
-    "rectified": Residual(keep_recent=90),  # nothing is quantized yet
+    "softpick": Kept(keep_first=3, keep_recent=7),
+    "softmax": Kept(keep_first=2, keep_recent=5, key_group=8),
+    "rectified": Kept(keep_recent=90),  # nothing is quantized yet
 }
 
 
@@ -41,7 +45,7 @@ def shaped(normalizer):
     """With the normalizer's parameters, slopes, a soft cap, a window, and a few steps of decoding;
     with holes in a mask, which say how many keys each query sees."""
     given = parameters(normalizer, 2, dtype=torch.float32, slopes=True)
-    options = {"residual": RESIDUALS["softmax"], "normalizer": normalizer, "parameters": given}
+    options = {"cache": RESIDUALS["softmax"], "normalizer": normalizer, "parameters": given}
     query = draw(2, 2, 25, 16) * 2
     sources = Sources(*(draw(2, 1, 25, 16) for _ in range(4)))
     positions = torch.arange(25)[None].int()
@@ -59,7 +63,7 @@ def shaped(normalizer):
 
 
 def layouts(residual, normalizer):
-    options = {"residual": residual, "normalizer": normalizer}
+    options = {"cache": residual, "normalizer": normalizer}
     query = draw(2, 2, 41, 16) * 2
     sources = Sources(*(draw(2, 1, 41, 16) for _ in range(4)))
     # whole, with padding on the left, windowed, and a few steps of decoding
