@@ -434,16 +434,24 @@ def cap_gradient(tanhs):
     return 1 - tanhs * tanhs
 
 
-# The same for the Hopper backward pass.
+# The same with what a row's scores have in common added up first, for the Hopper backward pass.
 
 
 @triton.jit
 def scores_minus_lse(
-    products, keys, own, s_log_n, qk_scale, inv_softcap, slope, lse, FLAGS: tl.constexpr
-):
+    products, keys, own, s_log_n, qk_scale, inv_softcap, slope, lse,
+    NORM: tl.constexpr, FLAGS: tl.constexpr, LSE_SLOPED: tl.constexpr,
+):  # fmt: skip
     """Scores less the lse of their row, what has the scores' sign, and what :func:`cap_gradient`
-    takes where they are capped."""
-    if RESHAPED & FLAGS:
+    takes where they are capped. LSE_SLOPED: ``lse`` has had what :func:`sloped_lse` adds."""
+    if SLOPED & FLAGS and SCALED & FLAGS == 0 and (NORM == "softmax" or NORM == "sigmoid"):
+        tanhs = products
+        if CAPPED & FLAGS:
+            tanhs = ptx.tanh(products * inv_softcap)
+        if not LSE_SLOPED:
+            lse = own.to(tl.float32) * slope + lse
+        return tanhs * qk_scale + (keys.to(tl.float32) * slope - lse), tanhs, tanhs
+    elif RESHAPED & FLAGS:
         qk_scale = times_s_log_n_of(qk_scale, s_log_n, FLAGS)
         slope = times_s_log_n_of(slope, s_log_n, FLAGS)
         y, tanhs = scores_of(products, keys, own, (qk_scale, inv_softcap, slope, None), FLAGS, True)
@@ -458,3 +466,13 @@ def times_s_log_n_of(number, s_log_n, FLAGS: tl.constexpr):
         return s_log_n * number
     else:
         return number
+
+
+@triton.jit
+def sloped_lse(lse, own, slope, NORM: tl.constexpr, FLAGS: tl.constexpr):
+    """The lse of rows with what ALiBi takes from all scores of a row; ``own`` counts from the first
+    of a tile of queries."""
+    if SLOPED & FLAGS and SCALED & FLAGS == 0 and (NORM == "softmax" or NORM == "sigmoid"):
+        return own.to(tl.float32) * slope + lse
+    else:
+        return lse

@@ -48,6 +48,7 @@ from qbench.attention.kernels.formulas import (
     scores_minus_lse,
     scores_of,
     sink_gradient,
+    sloped_lse,
     times_s_log_n_of,
 )
 from qbench.attention.kernels.ptx import exp2_ftz
@@ -173,7 +174,7 @@ def dq_tile_ds(
     keys = gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))
     z, s, tanhs = scores_minus_lse(
         s, keys[None, :], (rows + behind)[:, None], factor[:, None], scale, inv_softcap, slope,
-        lse[:, None], FLAGS,
+        lse[:, None], NORM, FLAGS, False,
     )  # fmt: skip
     e = recompute_e(z, s, NORM, True, True)
     ds = score_gradient(e, s, p, delta[:, None], NORM, True)
@@ -301,7 +302,7 @@ def dq_rows(
             )
             delta = gl.where(lse < SMALL_LSE, exact, delta)
     stat = stats + row_offset * 4 + rows // BLOCK_Q * (4 * BLOCK_Q) + rows % BLOCK_Q
-    gl.store(stat, lse)
+    gl.store(stat, sloped_lse(lse, rows % BLOCK_Q, slope, NORM, FLAGS))
     gl.store(stat + BLOCK_Q, exp2_ftz(-lse))
     if SCALED & FLAGS:
         gl.store(stat + 2 * BLOCK_Q, delta * (factor * log2_scale))
@@ -441,7 +442,7 @@ def dkdv_tile_p(
         factor = stat.slice(3 * BLOCK_Q, BLOCK_Q).load(column_layout)[None, :]
     z, s, tanhs = scores_minus_lse(
         s, (keys - behind)[:, None], columns[None, :], factor, scale, inv_softcap, slope,
-        lse[None, :], FLAGS,
+        lse[None, :], NORM, FLAGS, True,
     )  # fmt: skip
     e = recompute_e(z, s, NORM, True, True)
     floor = stat.slice(BLOCK_Q, BLOCK_Q).load(column_layout)[None, :]
