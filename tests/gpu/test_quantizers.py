@@ -66,7 +66,7 @@ def test_the_gpu_gives_what_the_cpu_gives(name, tmp_path):
     chosen = settings(name)
     original = llama("softpick")
     here = damage(make(chosen, tmp_path, "softpick"), original)
-    there = damage(on_gpu(chosen, tmp_path), llama("softpick", device="cuda"), PROBE.to("cuda"))
+    there = damage(on_gpu(chosen, tmp_path)[0], llama("softpick", device="cuda"), PROBE.to("cuda"))
     assert there == pytest.approx(here, rel=0.2)
 
 
