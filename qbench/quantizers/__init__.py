@@ -14,7 +14,6 @@ from qbench.quantizers import (  # noqa: F401  (they register)
 )
 from qbench.quantizers.config import (
     SETTINGS,
-    Evidence,
     PackedWeight,
     QuantizationConfig,
     WeightSettings,
@@ -25,7 +24,6 @@ from qbench.quantizers.weights import Rtn
 __all__ = [
     "QUANTIZERS",
     "SETTINGS",
-    "Evidence",
     "PackedWeight",
     "QuantizationConfig",
     "Rtn",

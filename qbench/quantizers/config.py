@@ -10,9 +10,13 @@ type of the settings and that ``qbench.quantizers.quantize`` imports when a mode
                  calibration, progress) → (tensors by layer's name, a note)
                  from_packed(shape, tensors, settings) → the module that runs
                  unpack(module, settings) → PackedWeight, or None for a module of another kind
-    activations  install(model, settings, tensors); evidence(model, settings) → by module's name
-    kv_cache     install(model, settings, tensors); evidence(model, settings) → by attention's name
-    pruning      install(model, settings, tensors); evidence(model, settings) → by attention's name
+    activations  install(model, settings, tensors);
+                 evidence(model, settings) → ActivationEvidence by module's name
+    kv_cache     install(model, settings, tensors);
+                 evidence(model, settings) → the cache that it carries, by attention's name
+    pruning      install(model, settings, tensors);
+                 evidence(model, settings) → 1 for heads that stay, 0 for others, [heads], by
+                 attention's name
     transform    transform(model, settings, tensors): in place
 
 All but weights may have calibrate(model, settings, calibration, progress) → what ``tensors`` are:
@@ -26,7 +30,7 @@ import fnmatch
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field
@@ -448,18 +452,3 @@ class ActivationEvidence:
     format: QuantFormat
     fixed: Scale | None = None
     inside: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Evidence:
-    """What the audit judges. ``weights``: by the name of the module that multiplies by them, each
-    unpacked when it is called;
-    ``activations``: by the name of the module that takes them in; ``kv_cache``: by the name of
-    the attention module, the cache that it carries (``format``, ``keep_first``, ``keep_recent`` and
-    ``key_group``, as ``kv_cache.KVCache`` has them); ``pruning``: by the same name, which of its
-    heads stay, [heads] of 1 and 0, where some are pruned."""
-
-    weights: Mapping[str, Callable[[], PackedWeight]] = field(default_factory=dict)
-    activations: Mapping[str, ActivationEvidence] = field(default_factory=dict)
-    kv_cache: Mapping[str, Any] = field(default_factory=dict)
-    pruning: Mapping[str, Tensor] = field(default_factory=dict)

@@ -51,13 +51,12 @@ class Scheme:
 @plain_dataclass(frozen=True, kw_only=True, slots=True)
 class Format:
     """One ``quant_method``. ``modules``: what is imported to load it, by the name to install;
-    ``cpu``: "" where a CPU computes as a GPU does, else what it does instead; ``rescales``: its
-    makers may have moved factors of columns into what comes before (AWQ, SmoothQuant)."""
+    ``rescales``: its makers may have moved factors of columns into what comes before (AWQ,
+    SmoothQuant)."""
 
     title: str
     modules: Mapping[str, str]
     read: Callable[[Mapping[str, Any]], Scheme]
-    cpu: str = ""
     rescales: bool = False
 
     @property
@@ -177,17 +176,12 @@ FORMATS: dict[str, Format] = {
         title="bitsandbytes", modules={"bitsandbytes": "bitsandbytes"}, read=_bitsandbytes
     ),
     "torchao": Format(title="torchao", modules={"torchao": "torchao"}, read=_torchao),
-    "fp8": Format(
-        title="FP8",
-        modules={"accelerate": "accelerate"},
-        read=_fp8,
-        cpu=WEIGHTS_ONLY,
-    ),
+    "fp8": Format(title="FP8", modules={"accelerate": "accelerate"}, read=_fp8),
     "mxfp4": Format(title="MXFP4", modules={"accelerate": "accelerate"}, read=_mxfp4),
+    "gguf": Format(
+        title="GGUF", modules={"llama-cpp-python": "llama_cpp", "gguf": "gguf"}, read=_gguf
+    ),
 }
-FORMATS["gguf"] = Format(
-    title="GGUF", modules={"llama-cpp-python": "llama_cpp", "gguf": "gguf"}, read=_gguf
-)
 REFUSED = {
     "hqq": "transformers 5 loads no HQQ checkpoints; quantize here: hqq-4bit",
     "nvfp4": "transformers loads no NVFP4 checkpoints but those of compressed-tensors",
@@ -199,7 +193,8 @@ def format_lines() -> list[str]:
     lines = []
     for name, one in FORMATS.items():
         state = f"install {' and '.join(one.missing)}" if one.missing else "installed"
-        cpu = f"{one.cpu}, as on a GPU without the package {KERNELS}" if one.cpu else "yes"
+        as_on = f"{WEIGHTS_ONLY}, as on a GPU without the package {KERNELS}"
+        cpu = as_on if name == "fp8" else "yes"
         lines.append(f"{name:20} {', '.join(one.modules)} ({state}); CPU: {cpu}")
     lines += [f"{name:20} refused: {why}" for name, why in REFUSED.items()]
     return lines
@@ -273,8 +268,7 @@ class Prequantized(Published):
     def weights_only(self) -> bool:
         """Whether weights are dequantized when they are loaded, and activations are left
         unquantized: on a CPU, or without the kernels of the format's products."""
-        here = self.device == "cpu" or find_spec(KERNELS) is None
-        return bool(here and FORMATS[self.format].cpu)
+        return self.format == "fp8" and (self.device == "cpu" or find_spec(KERNELS) is None)
 
     @property
     def precision(self) -> Precision:

@@ -9,23 +9,9 @@ from quantizer_models import make_with_detail
 
 from qbench.errors import RecipeError
 from qbench.quantizers import QUANTIZERS, config_of, parse
-from qbench.quantizers.names import ACTIVATIONS, COMBINATIONS, KV_CACHES, PRUNINGS, TRANSFORMS
+from qbench.quantizers.names import ACTIVATIONS, KV_CACHES, PRUNINGS, TRANSFORMS
 from qbench.recipe import Overrides, Recipe
 from qbench.recipe_schema import explain
-
-
-def test_the_names_are_those_of_the_paper_and_its_yardsticks():
-    expected = {"bf16", "fp16", "fp32", "bnb-4bit", "bnb-8bit"}
-    expected |= {f"{m}-{n}bit" for m in ("gptq", "hqq", "rtn") for n in (2, 3, 4, 8)}
-    expected |= {
-        "checkpoint",
-        "lm-eval",
-        "int8-row",
-        "fp8-row",
-        "fp8-tensor",
-    }  # what hardware multiplies
-    own = {n for n in QUANTIZERS if QUANTIZERS.get(n).kind.__module__.startswith("qbench.")}
-    assert own == expected
 
 
 @pytest.mark.parametrize("name", list(QUANTIZERS))
@@ -168,12 +154,6 @@ def test_what_cannot_be_is_refused_in_a_line_that_says_where(entry, tmp_path):
     (line,) = str(refused.value).splitlines()
     assert line.startswith(f"{tmp_path / 'recipe.yaml'}:4: quantizers[0]: ")
     assert REFUSED[entry] in line
-
-
-def test_every_combination_is_one():
-    for name in COMBINATIONS:
-        assert config_of({"name": name}, compute_dtype="float32").beside_weights
-        assert COMBINATIONS.get(name).description
 
 
 def test_a_dtype_reaches_weights_that_are_left_out_and_those_of_parts(tmp_path):

@@ -38,27 +38,21 @@ def measure_inputs(
     """The inputs of every module that multiplies by a matrix of ``wanted``, on ``probe`` [B, T],
     and what is wrong with them. None where activations are not quantized, or by a library whose
     own they are."""
-    part = config.precision.activations
-    evidence = evidence_of(quantized, config)
-    about = evidence.activations
-    if part is None:
-        return None, [
-            f"{name}: its input is quantized, but should not be" for name in list(about)[:3]
-        ]
-    if not about and config.activations is None:
+    if config.activations is None:
         return None, []
-    ignored = matching(wanted, config.activations.ignore if config.activations else ())
+    part, about = config.activations.precision, evidence_of(quantized, config, "activations")
+    ignored = matching(wanted, config.activations.ignore)
     problems = [
         f"{name}: its input is not quantized; add ignore to the activations to allow it"
         for name in wanted
         if name not in about and name not in ignored
     ]
     problems += [f"{n}: its input is quantized, but should not be" for n in about if n in ignored]
-    watched = {}
+    watched, weights = {}, evidence_of(quantized, config, "weights")
     with ExitStack() as stack:
         for name, own in about.items():
             module = quantized.get_submodule(name)
-            one = _Watch(own, evidence.weights.get(name))
+            one = _Watch(own, weights.get(name))
             watched[name] = one
             for handle in (
                 module.register_forward_pre_hook(one.before, prepend=True),

@@ -33,9 +33,9 @@ def measure_kv(
 ) -> tuple[KVAudit | None, list[str]]:
     """What ``quantized`` reads of its cache on ``probe`` (token ids [B, T]), and what is wrong with
     it, a line each. None where the cache is not to be quantized."""
-    found = evidence_of(quantized, config).kv_cache
-    if config.precision.kv_cache is None:
-        return None, [f"{name}: its KV cache is quantized, but should not be" for name in found]
+    if config.kv_cache is None:
+        return None, []
+    found = evidence_of(quantized, config, "kv_cache")
     problems = [
         f"{name}: its KV cache is not quantized"
         for name in attention_modules(quantized)
@@ -54,7 +54,7 @@ def measure_kv(
         for name in found
         if name not in consumed
     ]
-    modules, bits = [], config.precision.kv_cache.bits
+    modules, bits = [], config.kv_cache.precision.bits
     for name, read in consumed.items():
         module, wrong = _module(name, read, found[name], bits)
         modules.append(module)

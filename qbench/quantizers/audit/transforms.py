@@ -64,9 +64,9 @@ def measure_heads(
 ) -> tuple[HeadsAudit | None, list[str]]:
     """What reaches the output projections of ``quantized`` on ``probe`` [B, T], and what speaks
     against it; None for cells that prune no heads."""
-    wanted = evidence_of(quantized, config).pruning
-    if config.precision.heads is None:
+    if config.pruning is None:
         return None, []
+    wanted = evidence_of(quantized, config, "pruning")
     projections = output_projections(quantized)
     missing = [name for name in projections if name not in wanted]
     problems = [f"{name}: no head pruning is installed" for name in missing]

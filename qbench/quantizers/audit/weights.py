@@ -51,7 +51,7 @@ def audit_weights(
             logits_moved=moved,
             problems=tuple(problems),
         )
-    stored = evidence_of(quantized, config).weights
+    stored = evidence_of(quantized, config, "weights")
     ignored, weights = matching(wanted, config.ignore), _size(wanted.values())
     remaining = [matrix for name, matrix in wanted.items() if name not in stored]
     missing = [matrix for matrix in remaining if matrix.name not in ignored]
