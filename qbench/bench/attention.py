@@ -159,9 +159,9 @@ def _timed(shapes: Collection[Shape], only: Collection[str]) -> list[tuple[Shape
         (shape, variant, name)
         for shape in shapes
         for variant in shape.variants
-        for name in contenders(variant, only, every=shape.length <= 4096)
+        for name in contenders(shape, variant, only)
     ]
-    return rows + [(STEP, "causal", name) for name in contenders("causal", only, every=True)]
+    return rows + [(STEP, "causal", name) for name in contenders(STEP, "causal", only)]
 
 
 def _compile(shape: Shape, variant: str, name: str) -> None:
@@ -175,10 +175,10 @@ def _compile(shape: Shape, variant: str, name: str) -> None:
 # Who runs.
 
 
-def contenders(variant: str, only: Collection[str], *, every: bool) -> list[str]:
+def contenders(shape: Shape, variant: str, only: Collection[str]) -> list[str]:
     """Names of what is measured: our kernels, all normalizers or the usual ones, then the peers."""
     names = [name for name in supported() if not only or name in only]
-    if not every or variant != "causal":
+    if shape.length > 4096 or variant != "causal":
         names = [name for name in names if name in OF_VARIANTS or name in only]
     return [*names, *peers(variant)]
 
@@ -247,7 +247,7 @@ def passes(shape: Shape, repeat_ms: int, only: Collection[str]) -> Iterator[Row]
     inputs = shape.tensors()
     gradient = torch.randn_like(inputs[0])
     for variant in shape.variants:
-        for name in contenders(variant, only, every=shape.length <= 4096):
+        for name in contenders(shape, variant, only):
             row: Row = {"shape": str(shape), "variant": variant, "kernel": name}
             flop = shape.flop(variant)
             try:
@@ -271,7 +271,7 @@ def steps(repeat_ms: int, only: Collection[str]) -> Iterator[Row]:
         gradient = torch.randn_like(inputs[0])
         return lambda: torch.autograd.grad(run(*inputs), inputs, gradient)
 
-    for name in contenders("causal", only, every=True):
+    for name in contenders(STEP, "causal", only):
         row: Row = {"shape": str(STEP), "kernel": name}
         try:
             run = contender(name, STEP, "causal")
