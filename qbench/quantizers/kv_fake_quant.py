@@ -103,7 +103,7 @@ def install(model: PreTrainedModel, settings: KVCache, tensors: Mapping[str, Ten
     """Let every attention module of ``model`` carry the cache that ``settings`` describe.
 
     Raises QuantizationError where the model's attention is not ours, which would not look, or has
-    no keys and values of the usual kind.
+    no keys and values of the usual kind for ``before_rope``.
     """
     attention = model.config._attn_implementation
     if not str(attention).startswith(OURS):
@@ -111,11 +111,8 @@ def install(model: PreTrainedModel, settings: KVCache, tensors: Mapping[str, Ten
             f"kv: {settings.name}: the model attends by {attention!r}, but only qbench's attention "
             "reads a quantized cache; use one of its normalizers, such as softmax"
         )
-    modules = attention_modules(model)
-    if not modules:
-        raise QuantizationError(f"kv: {settings.name}: {type(model).__name__} has no attention")
     cache = KVFakeQuant(settings)
-    for name, module in modules.items():
+    for name, module in attention_modules(model).items():
         setattr(module, ATTRIBUTE, cache)
         if settings.before_rope:
             carry_unrotated_keys(module, name)
@@ -174,8 +171,6 @@ def carry_unrotated_keys(module: nn.Module, name: str) -> None:
 
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = kwargs.get("position_embeddings")
-        if given is None:
-            given = next((a for a in args if isinstance(a, tuple) and len(a) == 2), None)
         if given is None:
             raise UnavailableError(
                 f"{name}: before_rope needs rotary angles as position_embeddings, but "

@@ -56,8 +56,9 @@ def measure_inputs(
             watched[name] = one
             for handle in (
                 module.register_forward_pre_hook(one.before, prepend=True),
-                module.register_forward_pre_hook(one.after),
-                module.register_forward_hook(one.output),
+                module.register_forward_hook(one.output)
+                if own.inside
+                else module.register_forward_pre_hook(one.after),
             ):
                 stack.callback(handle.remove)
         device = next(quantized.parameters()).device
@@ -108,8 +109,6 @@ class _Watch:
 
     def after(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
         """What is multiplied against what the input should have become."""
-        if self.about.inside:
-            return
         after = arguments[0].detach()
         found = groups_of(after, self.about)
         self.levels = max(self.levels, levels(found))
@@ -130,8 +129,6 @@ class _Watch:
     def output(self, module: nn.Module, _: tuple[Any, ...], output: Tensor) -> None:
         """Of a module that quantizes inside: its output against the product of what its input
         should become and the weight that it stores."""
-        if not self.about.inside:
-            return
         wanted = self._add().reshape(self.input.shape)
         self.levels = max(self.levels, levels(groups_of(wanted, self.about)))
         assert self.weight is not None  # codes are multiplied by codes alone

@@ -112,7 +112,7 @@ def _module(
         key_error=measured["keys"]["error"],
         value_error=measured["values"]["error"],
         clipped=max(m["clipped"] for m in measured.values()),
-        bits_per_value=bits + beside / values if values else math.inf,
+        bits_per_value=bits + beside / values,
     ), [*unequal, *problems]
 
 
@@ -133,8 +133,6 @@ def _measure(x: Tensor, y: Tensor, form: QuantFormat, rounding: float) -> dict[s
     """``x`` and ``y`` [groups, values]: levels of a group, ‖y − x‖ / ‖x‖, and the share of values
     farther from theirs than half a step, and what rounding the scale and the result (by
     ``rounding``, relative) may add."""
-    if not x.numel():
-        return {"levels": 0, "error": 0.0, "clipped": 0.0}
     off = (y - x).abs()
     largest = x.abs().amax(1, keepdim=True)
     if form.type == "float":
