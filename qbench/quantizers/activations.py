@@ -88,10 +88,6 @@ class FakeQuantized(ActivationSettings):
     def batch_invariant(self) -> bool:  # type: ignore[override]  # of what is stated
         return not self.format.one_of_tensor
 
-    @property
-    def causal(self) -> bool:  # type: ignore[override]  # of what is stated
-        return not self.format.one_of_tensor
-
     def check(self, config: Mapping[str, Any], device: str) -> None:
         for width in ("hidden_size", "intermediate_size"):
             if problem := self.misfit(width, config.get(width)):

@@ -94,8 +94,12 @@ class Settings(ABC):
     method: ClassVar[str]  # groups names: "gptq", "int", "smoothquant"
     needs_calibration: bool = False
     batch_invariant: bool = True
-    causal: bool = True
     requirements: tuple[str, ...] = ()
+
+    @property
+    def causal(self) -> bool:
+        """As ``batch_invariant``: what sees the rest of a batch sees later tokens too."""
+        return self.batch_invariant
 
     @property
     @abstractmethod

@@ -64,10 +64,6 @@ class KVCache(KVCacheSettings):
         return self.scales != "tensor"
 
     @property
-    def causal(self) -> bool:  # type: ignore[override]  # of what is stated
-        return self.scales != "tensor"
-
-    @property
     def element(self) -> str:
         return "fp8" if self.type == "float" else f"int{self.num_bits}"
 

@@ -287,10 +287,6 @@ class Prequantized(Published):
         return self._scheme.independent
 
     @property
-    def causal(self) -> bool:  # type: ignore[override]  # of what is stated
-        return self._scheme.independent
-
-    @property
     def note(self) -> str:
         more = f"; {WEIGHTS_ONLY}" if self.weights_only and self._scheme.activations else ""
         return f"{self.format}, as published{more}"

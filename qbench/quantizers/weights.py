@@ -92,7 +92,6 @@ class Bnb8(WeightSettings):
     note: ClassVar[str] = "bitsandbytes"
     requirements = ("bitsandbytes",)
     batch_invariant = False
-    causal = False
 
     scheme: ClassVar[str] = "int8 per row"  # type: ignore[assignment]  # there is one
     num_bits: Literal[8]
