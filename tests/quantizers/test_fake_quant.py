@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from interpreted_script import results_of
+from interpreted_script import interpreted
 
 from qbench.quantizers.audit import activations as audit
 from qbench.quantizers.audit.weights import levels
@@ -252,6 +252,6 @@ def test_codes_times_scales_are_what_is_simulated(name):
 
 
 def test_the_kernels_in_the_interpreter_equal_the_definitions():
-    problems = results_of("fake_quant_interpreted.py")
+    problems = {name: p for name, p in interpreted().items() if not name.startswith("columns")}
     assert len(problems) == 2 * len(FORMATS | KV_FORMATS) + 4 + 4
     assert {name: problem for name, problem in problems.items() if problem} == {}

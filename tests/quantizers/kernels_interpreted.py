@@ -1,6 +1,6 @@
-"""The Triton kernels of fake quantization under the interpreter (the mode is read when Triton is
-imported), beside the definitions: prints a line a case, name, tab, what went wrong. Rounding in
-float32 and float16 alone, since the interpreter cuts bfloat16 off."""
+"""The Triton kernels of fake quantization and of GPTQ's columns under the interpreter (the mode is
+read when Triton is imported), beside their definitions in PyTorch: prints a line a case, name, tab,
+what went wrong. Rounding in float32 and float16 alone, since the interpreter cuts bfloat16 off."""
 
 import os
 
@@ -12,8 +12,9 @@ import warnings
 
 import torch
 from test_fake_quant import FORMATS, INF, KV_FORMATS, NAN, draw, equal, of_tensor, ties
+from test_gptq import BLOCKS, block_of
 
-from qbench.quantizers import fake_quant
+from qbench.quantizers import fake_quant, gptq, gptq_columns
 from qbench.quantizers import fake_quant_kernels as kernels
 from qbench.quantizers.formats import QuantFormat
 from qbench.quantizers.kv_fake_quant import KVFakeQuant
@@ -90,9 +91,19 @@ def caches():
         print(f"cache {name}", wrong or "", sep="\t")
 
 
+def columns():
+    for case in BLOCKS:
+        work, *rest = block_of(case)
+        wanted, found = gptq._block(work, *rest), gptq_columns.block(work, *rest)
+        both = zip(wanted, found, strict=True)
+        wrong = sum(not torch.equal(a.nan_to_num(7e9), b.nan_to_num(7e9)) for a, b in both)
+        print(f"columns {case}", wrong or "", sep="\t")
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     activations()
     codes()
     caches()
+    columns()
