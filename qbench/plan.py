@@ -166,13 +166,18 @@ def plan(
     if calibration is not None:
         for folder in {checkpoint.folder: None for checkpoint in checkpoints.values()}:
             require_windows(calibration, folder)
-    shared = {
-        "tasks": {task.name: task.digest for task in tasks},
-        "few-shot": {task.name: task.num_fewshot for task in tasks},
-        **({"groups": {group.name: asdict(group) for group in groups}} if groups else {}),
-    }
     if device == "cuda" and gpu is None:
         gpu = hardware(device)
+    planned = Plan(
+        recipe=recipe,
+        device=device,
+        hardware=gpu,
+        tasks=tasks,
+        groups=groups,
+        skipped=skipped,
+        calibration=calibration,
+        cells=(),
+    )
     cells: list[Cell] = []
     for name, checkpoint in checkpoints.items():
         require_bos(name, checkpoint, add_bos=recipe.evaluation.add_bos)
@@ -184,23 +189,12 @@ def plan(
             if _quantized(column) and recipe.evaluation.damage and bases:
                 dtype = column.quantization.compute_dtype
                 base = bases.get(dtype) or next(iter(bases.values()))
-            cell = _cell(
-                name, checkpoint, shapes, column, recipe, device, gpu, calibration, shared, base
-            )
+            cell = _cell(planned, name, checkpoint, shapes, column, base)
             cells.append(cell)
             require_room(name, tasks, cell.scoring.max_length)
             if not _quantized(column):
                 bases.setdefault(column.quantization.compute_dtype, cell.grid_cell)
-    planned = Plan(
-        recipe=recipe,
-        device=device,
-        hardware=gpu,
-        tasks=tasks,
-        groups=groups,
-        skipped=skipped,
-        calibration=calibration,
-        cells=tuple(cells),
-    )
+    planned = replace(planned, cells=tuple(cells))
     if not show:
         require_runnable(planned.select(only))
     return planned
@@ -233,17 +227,15 @@ def _quantized(column: Column) -> bool:
 
 
 def _cell(
+    plan: Plan,
     name: str,
     checkpoint: Checkpoint,
     shapes: Shapes,
     column: Column,
-    recipe: Recipe,
-    device: str,
-    gpu: str | None,
-    calibration: CalibrationText | None,
-    shared: dict[str, Any],
     base: GridCell | None,
 ) -> Cell:
+    """The cell of one ``column``, by what ``plan``, whose cells are not there yet, says of all."""
+    recipe, device, calibration = plan.recipe, plan.device, plan.calibration
     quantization, copy = find_copy(
         column.quantization, name, checkpoint, shapes, base=recipe.folder, device=device
     )
@@ -275,7 +267,8 @@ def _cell(
         "weights": checkpoint.digest,
         "normalizer": checkpoint.normalizer,
         "quantizer": quantization.to_dict(),
-        **shared,
+        "tasks": {task.name: task.digest for task in plan.tasks},
+        "few-shot": {task.name: task.num_fewshot for task in plan.tasks},
         "scoring": scoring.key_parts(),
         "attention": attention.implementation,
         "device": device,
@@ -286,8 +279,10 @@ def _cell(
         source = NORMALIZERS.get(checkpoint.normalizer).source
         if source is not None:
             parts["normalizer source"] = source
-    if gpu is not None:
-        parts["gpu"] = gpu
+    if plan.groups:
+        parts["groups"] = {group.name: asdict(group) for group in plan.groups}
+    if plan.hardware is not None:
+        parts["gpu"] = plan.hardware
     if quantization.needs_calibration:
         assert calibration is not None, "Recipe refuses calibrated quantizers without calibration"
         parts["calibration"] = {
