@@ -278,14 +278,13 @@ class TimeLeft:
         """Seconds; None where nothing is known yet."""
         now = self._clock()
         measured = {name: self._measured(one, now) for name, one in self._at_work.items()}
-        known = [*self._took]
-        known += [
+        known = self._took or [
             now - one.begun + rest
             for name, one in self._at_work.items()
             if (rest := measured[name]) is not None and one.scoring is not None
         ]
         names = (*self._at_work, *self._waiting)
-        known += [self._expected[name] for name in names if name in self._expected]
+        known = [*known, *(self._expected[name] for name in names if name in self._expected)]
         if not known:
             return None
         usual = fmean(known)
@@ -294,8 +293,11 @@ class TimeLeft:
             took = now - one.begun
             rest = self._expected.get(name, usual) - took
             own = measured[name]
-            if own is not None:
-                rest = own if one.scoring is not None else max(rest, own)
+            if own is not None and one.scoring is None:
+                rest = max(rest, own)
+            elif own is not None:  # counts for the share that is done, where more is known
+                share = self._share(one) if self._took or name in self._expected else 1.0
+                rest = share * own + (1 - share) * max(rest, 0)
             rests.append(max(rest, LATE * took))
         waiting = sum(self._expected.get(name, usual) for name in self._waiting)
         left = max([*rests, (sum(rests) + waiting) / self._at_once])
@@ -304,7 +306,9 @@ class TimeLeft:
 
     def _measured(self, one: _AtWork, now: float) -> float | None:
         """Seconds that are left, by its own speed, of all tasks or, before, of its stage."""
-        since, share = one.stage, one.fraction
-        if one.scoring is not None:
-            since, share = one.scoring, (one.task + one.fraction) / self._tasks
+        since, share = one.stage if one.scoring is None else one.scoring, self._share(one)
         return (now - since) * (1 - share) / share if share > EARLY else None
+
+    def _share(self, one: _AtWork) -> float:
+        """What is done of all tasks or, before, of its stage."""
+        return one.fraction if one.scoring is None else (one.task + one.fraction) / self._tasks

@@ -143,6 +143,17 @@ def test_a_finished_cell_and_one_that_was_there_count_as_what_they_are():
     assert left.left() == 12
 
 
+def test_a_slow_first_task_is_not_taken_for_all_where_finished_cells_say_more():
+    clock, left = time_left(["a", "b"], tasks=5, at_once=2)
+    for cell in ("a", "b"):
+        left.begin(cell)
+        left.stage(cell, "evaluate one")
+    clock.now = 30
+    left.end("b")
+    left.advance("a", 25, 100)  # a twentieth of all in 30 s: 570 s by its own speed
+    assert left.left() < 60
+
+
 def test_what_is_left_never_stands_still_while_a_stage_goes_on():
     clock, left = time_left(["a"], expected={"a": 3.0})
     left.begin("a")
