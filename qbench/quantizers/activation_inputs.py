@@ -239,4 +239,8 @@ def calibrate(
         if one.high < one.low:
             raise QuantizationError(f"{name}: calibration text never reaches it; add text")
     symmetric = settings.format.symmetric
-    return {n: one.range(settings.percentile, symmetric=symmetric) for n, one in seen.items()}
+    found = {n: one.range(settings.percentile, symmetric=symmetric) for n, one in seen.items()}
+    for name, ends in found.items():
+        if not ends.isfinite().all():
+            raise QuantizationError(f"{name}: its inputs on calibration text are not finite")
+    return found

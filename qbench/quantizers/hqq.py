@@ -6,6 +6,7 @@ import torch
 from hqq.core.quantize import BaseQuantizeConfig, HQQLinear, Quantizer
 from torch import Tensor, nn
 
+from qbench.errors import QuantizationError
 from qbench.quantizers.config import PackedWeight
 from qbench.quantizers.linear import Plain, Tensors
 from qbench.quantizers.weights import Hqq
@@ -18,8 +19,10 @@ def quantize(name: str, layer: nn.Linear, settings: Hqq) -> Tensors:
         compute_dtype=layer.weight.dtype,
         device=str(layer.weight.device),
     )
-    meta = quantized.meta
-    return {"codes": quantized.W_q.data, "scale": meta["scale"], "zero": meta["zero"]}
+    scale, zero = quantized.meta["scale"], quantized.meta["zero"]
+    if not all(torch.isfinite(part).all() for part in (scale, zero)):
+        raise QuantizationError(f"{settings.name}: {name}: hqq gave scales that are not finite")
+    return {"codes": quantized.W_q.data, "scale": scale, "zero": zero}
 
 
 def from_packed(shape: Plain, tensors: Tensors, settings: Hqq) -> nn.Module:

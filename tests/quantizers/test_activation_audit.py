@@ -6,6 +6,7 @@ import pytest
 import torch
 from quantizer_models import PROBE, calibration, llama, make
 
+from qbench.errors import QuantizationError
 from qbench.quantizers import activation_inputs, config_of, fake_quant, parse
 from qbench.quantizers.activations import Scaled
 from qbench.quantizers.audit.cell import audit
@@ -181,3 +182,11 @@ def test_a_percentile_is_that_of_the_values():
     low, high = seen.range(99, symmetric=False).tolist()
     assert [low, high] == pytest.approx(x.quantile(torch.tensor([0.005, 0.995])).tolist(), rel=0.01)
     assert float(seen.range(100, symmetric=False)[1]) == float(x.max())
+
+
+def test_inputs_that_overflow_on_calibration_text_are_named():
+    model, chosen = llama(), of("int8-static").activations
+    with torch.no_grad():
+        model.get_submodule(LAYER).weight.fill_(3e38)  # finite, as weights must be
+    with pytest.raises(QuantizationError, match="down_proj: its inputs on calibration"):
+        activation_inputs.calibrate(model, chosen, calibration(), lambda what, done: None)

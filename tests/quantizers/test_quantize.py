@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from qbench.errors import QuantizationError
-from qbench.quantizers import packed
+from qbench.quantizers import hqq, packed
 from qbench.quantizers.audit.cell import audit
 from qbench.quantizers.linear import linears
 from qbench.quantizers.quantize import quantize
@@ -201,3 +201,11 @@ def test_a_library_that_unpacks_other_codes_than_it_stored_is_caught(name, tmp_p
         )
     report = audit(llama(), model, chosen, PROBE)
     assert len([p for p in report.problems if "0.02 off the stored ones" in p]) == 14
+
+
+def test_weights_whose_hqq_scales_are_not_finite_are_named():
+    layer = torch.nn.Linear(64, 8, bias=False)
+    with torch.no_grad():  # finite, but their range is not
+        layer.weight[:, ::2], layer.weight[:, 1::2] = 3e38, -3e38
+    with pytest.raises(QuantizationError, match="hqq-4bit: layer: hqq gave scales that are not"):
+        hqq.quantize("layer", layer, settings("hqq-4bit").weights)
