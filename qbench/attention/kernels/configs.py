@@ -30,7 +30,8 @@ class Config:
 
 
 # Of the two kernels of hopper_backward.py, by head dimension: how many tiles of 64 keys the first
-# one's buffers hold, and of how many queries a tile of the second's products is.
+# one's buffers hold, where the second's hold 4 of queries, and of how many queries a tile of the
+# second's products is.
 HOPPER_STAGES = {64: 6, 128: 4}
 HOPPER_BLOCK_Q = {64: 64, 128: 32}
 

@@ -135,7 +135,6 @@ def attn_decode(
 @triton.jit(do_not_specialize=["queries", "keys", "splits"])
 def combine(
     output, lse_out, partial, spans, sinks, head_counts, queries, keys, splits, o_strides,
-
     NORM: tl.constexpr, FLAGS: tl.constexpr, BLOCK_R: tl.constexpr, V_HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
     """Joins the splits of one sequence and key head, always in the same order."""
@@ -147,7 +146,7 @@ def combine(
     real, rows, heads = group_rows(start_q, stop_q, kv_head, group, BLOCK_R)  # [BLOCK_R] each
     BLOCK_DV: tl.constexpr = block(V_HEAD_DIM)
     columns = tl.arange(0, BLOCK_DV)  # [V_HEAD_DIM]
-    acc = tl.zeros([BLOCK_R, block(V_HEAD_DIM)], tl.float32)
+    acc = tl.zeros([BLOCK_R, BLOCK_DV], tl.float32)
     l_i = tl.zeros([BLOCK_R], tl.float32)
     m_i = tl.full([BLOCK_R], initial_max(NORM), tl.float32)
     for split in range(splits):
