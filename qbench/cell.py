@@ -20,9 +20,9 @@ from qbench.checkpoints.find import elements, read_headers
 from qbench.checkpoints.load import (
     load_model,
     load_prequantized,
-    load_tokenizer,
     without_weights,
 )
+from qbench.checkpoints.tokenizer import load_tokenizer
 from qbench.code import code_digest
 from qbench.errors import AuditError, QbenchError, ResultsError, UnavailableError, failure_line
 from qbench.evaluation.baseline import baseline_file, read_baseline

@@ -489,7 +489,7 @@ def require_bos(name: str, checkpoint: Checkpoint, *, add_bos: bool) -> None:
     """Raises RecipeError where ``add_bos`` is asked for and the tokenizer would add none."""
     if not add_bos:
         return
-    from qbench.checkpoints.load import load_tokenizer
+    from qbench.checkpoints.tokenizer import load_tokenizer
 
     try:
         check_bos(load_tokenizer(checkpoint), add_bos)

@@ -25,8 +25,9 @@ from qbench.checkpoints.find import (
     read_headers,
     weight_files,
 )
-from qbench.checkpoints.load import load_tokenizer, read_tensors
+from qbench.checkpoints.load import read_tensors
 from qbench.checkpoints.supported import class_names
+from qbench.checkpoints.tokenizer import load_tokenizer
 from qbench.errors import CheckpointError, OutputError
 from qbench.files import clean_temporaries, reason, require_folder, temporary
 

@@ -19,9 +19,7 @@ from transformers import (
     AttentionInterface,
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     GenerationConfig,
-    PreTrainedTokenizerFast,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -43,7 +41,7 @@ from qbench.errors import CheckpointError, QbenchError, UnavailableError, first_
 from qbench.streaming import bring
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
 PROBE = 16  # tokens; the last half differs between the two rows
 # Rounding may differ between two rows of a batch; what a later token does to a trained encoder is
@@ -124,18 +122,6 @@ def set_attention(model: PreTrainedModel, normalizer: str, implementation: str) 
         raise UnavailableError(
             f"{type(model).__name__} has no {implementation} of its own ({reason})"
         )
-
-
-def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
-    """The checkpoint's own tokenizer; runs no remote code."""
-    try:
-        if (checkpoint.folder / "tokenizer.json").is_file() and checkpoint.format != "transformers":
-            return PreTrainedTokenizerFast.from_pretrained(checkpoint.folder)
-        return AutoTokenizer.from_pretrained(checkpoint.folder, trust_remote_code=False)
-    except Exception as error:  # whatever a broken file makes of the libraries
-        raise CheckpointError(
-            f"checkpoint {checkpoint.source}: no usable tokenizer ({first_line(error)})"
-        ) from error
 
 
 def read_tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:

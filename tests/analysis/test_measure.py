@@ -11,7 +11,8 @@ from qbench.analysis.capture import attention_observed, decoder_layers, states_o
 from qbench.analysis.measure import DELIMITERS, delimiters, measure
 from qbench.attention.transformers import attend
 from qbench.checkpoints import find
-from qbench.checkpoints.load import load_model, load_tokenizer
+from qbench.checkpoints.load import load_model
+from qbench.checkpoints.tokenizer import load_tokenizer
 from qbench.errors import EvaluationError, UnavailableError
 from qbench.quantizers.linear import linears
 from qbench.quantizers.names import config_of

@@ -8,7 +8,8 @@ import torch
 
 from qbench.analysis.measure import measure
 from qbench.checkpoints import find
-from qbench.checkpoints.load import load_model, load_tokenizer
+from qbench.checkpoints.load import load_model
+from qbench.checkpoints.tokenizer import load_tokenizer
 from qbench.quantizers.linear import linears
 
 SHARED = Path(__file__).parents[3] / "shared"

@@ -10,7 +10,8 @@ from scoring_models import settings
 
 from qbench.bench.evaluation import MODES, compare, table
 from qbench.checkpoints import find
-from qbench.checkpoints.load import load_model, load_tokenizer
+from qbench.checkpoints.load import load_model
+from qbench.checkpoints.tokenizer import load_tokenizer
 from qbench.evaluation.loaded import load_task
 from qbench.evaluation.tasks import plan_task
 

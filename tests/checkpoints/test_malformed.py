@@ -7,7 +7,7 @@ import pytest
 from checkpoints.folders import CONFIG, write
 
 from qbench.checkpoints import find
-from qbench.checkpoints.load import load_tokenizer
+from qbench.checkpoints.tokenizer import load_tokenizer
 from qbench.errors import CheckpointError
 
 DEMO = Path(__file__).parents[2] / "recipes" / "demo" / "softpick"

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from qbench.checkpoints import find
-from qbench.checkpoints.load import load_model, load_tokenizer
+from qbench.checkpoints.load import load_model
+from qbench.checkpoints.tokenizer import load_tokenizer
 
 SHARED = Path(__file__).parents[3] / "shared"
 PAGES = SHARED / "data" / "eval" / "wikitext" / "test_document_level.jsonl"

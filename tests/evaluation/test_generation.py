@@ -14,7 +14,8 @@ from scoring_models import llama, scorer, text, tokenizer
 from small_recipe import DEMO
 
 from qbench.checkpoints import find
-from qbench.checkpoints.load import load_model, load_tokenizer
+from qbench.checkpoints.load import load_model
+from qbench.checkpoints.tokenizer import load_tokenizer
 from qbench.errors import EvaluationError
 from qbench.evaluation.evaluate import build_requests
 from qbench.evaluation.loaded import load_task

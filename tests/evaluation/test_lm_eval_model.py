@@ -7,7 +7,8 @@ from lm_eval.models.huggingface import HFLM
 from small_recipe import DEMO, qbench, small_recipe
 
 from qbench.checkpoints import find
-from qbench.checkpoints.load import load_model, load_tokenizer
+from qbench.checkpoints.load import load_model
+from qbench.checkpoints.tokenizer import load_tokenizer
 from qbench.errors import EvaluationError, RecipeError
 from qbench.evaluation.lm_eval_model import ExternalScorer
 from qbench.plan import plan

@@ -5,7 +5,8 @@ import torch
 from small_recipe import DEMO, qbench, small_recipe
 
 from qbench.checkpoints import find
-from qbench.checkpoints.load import load_model, load_tokenizer
+from qbench.checkpoints.load import load_model
+from qbench.checkpoints.tokenizer import load_tokenizer
 from qbench.errors import DataError, RecipeError
 from qbench.evaluation.passkey import Passkey, key, prompts, scores
 from qbench.evaluation.scoring import generate as decoding

@@ -7,7 +7,8 @@ import scoring_models
 import torch
 
 from qbench.checkpoints import find
-from qbench.checkpoints.load import load_model, load_tokenizer
+from qbench.checkpoints.load import load_model
+from qbench.checkpoints.tokenizer import load_tokenizer
 from qbench.evaluation.degradation import correct_requests
 from qbench.evaluation.evaluate import evaluate
 from qbench.evaluation.loaded import load_task

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from qbench.checkpoints import find
-from qbench.checkpoints.load import load_model, load_tokenizer
+from qbench.checkpoints.load import load_model
+from qbench.checkpoints.tokenizer import load_tokenizer
 
 SHARED = Path(__file__).parents[3] / "shared"
 NAMES = ("softmax", "softpick")

@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.checkpoints import find
-from qbench.checkpoints.load import load_model, load_tokenizer
+from qbench.checkpoints.load import load_model
+from qbench.checkpoints.tokenizer import load_tokenizer
 from qbench.errors import DataError, RecipeError, TrainingError
 from qbench.records import Training
 from qbench.training.log import read_log, require_trackers
