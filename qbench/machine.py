@@ -303,12 +303,15 @@ ENVIRONMENT = {
     "BITSANDBYTES_NOWELCOME": "1",
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # no driver starts in a process that is forked later
 }
+TALKATIVE = ("torchao", "torch.utils._pytree")  # loggers that warn of their own imports
 
 
 def settle() -> None:
     """Set what libraries read when they are imported. What the user set stays."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    for name in TALKATIVE:
+        logging.getLogger(name).setLevel(logging.ERROR)
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 

@@ -60,6 +60,12 @@ def test_a_plan_that_asks_for_a_tokenizer_says_nothing_of_libraries(tmp_path):
     assert planned.stderr.count("\n") == 1
 
 
+def test_importing_what_loads_models_prints_nothing():
+    code = "import qbench.cli.app, qbench.checkpoints.load"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout + run.stderr == ""
+
+
 def test_imports_stand_at_the_top():
     """But for torch where readers and plans must not load it, and libraries that may be absent:
     no more of them than these."""
