@@ -61,8 +61,7 @@ def with_effects(comparison: Comparison, store: Store, *, seed: int) -> Comparis
         dataclasses.replace(line, intervals=intervals[index], **answers[index])
         for index, line in enumerate(comparison.lines)
     )
-    found_lines = dataclasses.replace(comparison, lines=lines)
-    return dataclasses.replace(found_lines, seeds=_seed_lines(found_lines, columns))
+    return dataclasses.replace(comparison, lines=lines, seeds=_seed_lines(comparison, columns))
 
 
 def _seed_lines(
@@ -88,13 +87,13 @@ def _seed_lines(
     answers = _by_line(comparison, found)
     return tuple(
         SeedLine(
-            line=line,
+            **{one.name: getattr(line, one.name) for one in dataclasses.fields(line)}
+            | answers[index],
             values={
                 group: tuple(line.entry(member).value for member in members)
                 for group, members in groups.items()
             },
             means=means[index],
-            **answers[index],
         )
         for index, line in enumerate(comparison.lines)
         if index in means

@@ -297,22 +297,17 @@ def redundant(line: Line, lines: Iterable[Line]) -> bool:
     )
 
 
-QUESTIONS = ("scores", "deltas", "damages", "differences")
-TESTED = QUESTIONS[1:]
+TESTED = ("deltas", "damages", "differences")  # what is asked of a line
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SeedLine:
-    """One metric of one task at one precision, over the trainings of each group.
+class SeedLine(Line):
+    """A line over the trainings of each group: its effects are by group, not by checkpoint.
 
-    ``values``: each training's score, as recorded; ``means`` theirs. The others map a group to its
-    effect, as in ``Line``; ``scores`` has the interval of the group's own mean.
+    ``values``: each training's score, as recorded; ``means`` theirs; ``scores`` has the interval of
+    a group's own mean, on the scale that is compared.
     """
 
-    line: Line
     values: Mapping[str, tuple[float | None, ...]]
     means: Mapping[str, float]
     scores: Mapping[str, SeedEffect] = field(default_factory=dict)
-    deltas: Mapping[str, SeedEffect] = field(default_factory=dict)
-    damages: Mapping[str, SeedEffect] = field(default_factory=dict)
-    differences: Mapping[str, SeedEffect] = field(default_factory=dict)

@@ -83,6 +83,10 @@ SHARE = "Seeds’ share"
 SHARE_NOTE = f"{SHARE}: the part of the variance of the effect’s mean that comes from the seeds."
 
 
+def share_text(effect: SeedEffect | None, *, percent: bool = True) -> str:
+    return NO_VALUE if effect is None else f"{100 * effect.of_seeds:.0f} %"
+
+
 def mostly_seeds(effect: Effect | SeedEffect) -> bool:
     return getattr(effect, "of_seeds", 0.0) > 0.5
 
@@ -101,11 +105,9 @@ def order_note(comparison: Comparison) -> str:
     return f"Each, in this order: {'; '.join(told)}."
 
 
-def values_text(values: tuple[float | None, ...], *, percent: bool) -> str:
+def values_text(line: SeedLine, group: str) -> str:
     """Every training's own score."""
-    return ", ".join(
-        NO_VALUE if value is None else number(value, percent=percent) for value in values
-    )
+    return ", ".join(number(value, percent=line.percent) for value in line.values[group])
 
 
 def headline(comparison: Comparison) -> str:
@@ -141,9 +143,8 @@ def headline(comparison: Comparison) -> str:
 def _answers(
     comparison: Comparison, question: str, group: str
 ) -> Iterator[tuple[Line, Effect | SeedEffect]]:
-    for one in comparison.seeds or comparison.lines:
-        line = one.line if isinstance(one, SeedLine) else one
-        effect = getattr(one, question).get(group)
+    for line in comparison.seeds or comparison.lines:
+        effect = getattr(line, question).get(group)
         asked = question != "deltas" or line.quantized or not comparison.unquantized
         if effect is not None and asked and not redundant(line, comparison.lines):
             yield line, effect

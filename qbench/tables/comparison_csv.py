@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from qbench.comparison.lines import Comparison, Entry, Line
@@ -151,3 +152,36 @@ def _printed(
         "printed_source": found.source,
         "standard_errors_away": standard_errors_away(line, entry.checkpoint, float(value)),
     }
+
+
+OF_EFFECTS = ("kind", "p", "p_holm", "p_bh", "of_seeds", "seeds", "documents")
+SEED_COLUMNS = (
+    *("task", "label", "metric", "direction", "quantizer", "method", "group", "question", "kind"),
+    *("estimate", "stderr", "low", "high", "p", "p_holm", "p_bh", "of_seeds", "seeds"),
+    *("documents", "each"),
+)
+
+
+def seeds_csv(comparison: Comparison) -> str:
+    """``kind`` says what the numbers are: a difference in the score's units, or a log ratio, of a
+    score the logarithm itself. ``of_seeds``: share of the variance that comes from the seeds."""
+    rows = []
+    for line in comparison.seeds:
+        for question, effects in (("score", "scores"), *QUESTIONS.items()):
+            for group, effect in getattr(line, effects).items():
+                rows.append(
+                    {
+                        "task": line.task,
+                        "label": line.label,
+                        "metric": line.metric,
+                        "direction": "up" if line.higher_is_better else "down",
+                        "quantizer": line.quantizer,
+                        "method": line.method,
+                        "group": group,
+                        "question": question,
+                        **asdict(effect.interval),
+                        **{name: getattr(effect, name) for name in OF_EFFECTS},
+                        "each": " ".join(map(repr, effect.each)),
+                    }
+                )
+    return as_csv(rows, SEED_COLUMNS, numbers=("each",))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from qbench.comparison.lines import Comparison, Line
-from qbench.published import Printed, doubts
+from qbench.published import Printed, doubts, printed
 from qbench.text import MINUS, NO_VALUE
 
 
@@ -35,30 +36,35 @@ def models(comparison: Comparison) -> dict[str, str]:
     return {name: normalizers.get(name, name) for name in comparison.checkpoints}
 
 
-def printed_cells(
-    line: Line, others: tuple[str, ...], paper: dict[tuple, Printed], models: dict[str, str]
-) -> list[str]:
-    """A cell a checkpoint, then one a Δ."""
-    found = find_printed(line, paper)
-    cells = []
-    for entry in line.entries:
-        value = found.values.get(models[entry.checkpoint]) if found else None
-        away = None
-        if value is not None:
-            away = standard_errors_away(line, entry.checkpoint, float(value))
-        cells.append(_away_text(value, away))
-    for other in others:
-        pair = (models[line.entries[0].checkpoint], models[other])
-        if found and pair == ("softmax", "softpick"):
-            away = _delta_away(line, other, found)
-            cells.append(_away_text(found.delta, away, signed=True))
-        else:
-            cells.append(NO_VALUE)
-    return cells
+def printed_columns(
+    comparison: Comparison, checkpoints: Sequence[str], published: str
+) -> list[tuple[str, Callable[[Line], str]]]:
+    """A column a checkpoint, then one a Δ. Raises RecipeError for an unknown set."""
+    paper, of = printed(published), models(comparison)
+    base, *others = checkpoints
+
+    def score(line: Line, checkpoint: str) -> str:
+        found = find_printed(line, paper)
+        value = found.values.get(of[checkpoint]) if found else None
+        if value is None:
+            return NO_VALUE
+        return _away_text(value, standard_errors_away(line, checkpoint, float(value)))
+
+    def delta(line: Line, checkpoint: str) -> str:
+        found = find_printed(line, paper)
+        if found is None or (of[base], of[checkpoint]) != ("softmax", "softpick"):
+            return NO_VALUE
+        return _away_text(found.delta, _delta_away(line, checkpoint, found), signed=True)
+
+    return [
+        *((f"{name}, printed", partial(score, checkpoint=name)) for name in checkpoints),
+        *(("Δ, printed", partial(delta, checkpoint=name)) for name in others),
+    ]
 
 
-def printed_notes(lines: Iterable[Line], paper: dict[tuple, Printed], published: str) -> list[str]:
+def printed_notes(lines: Iterable[Line], published: str) -> list[str]:
     """Where the numbers stand, what their brackets mean, and what is wrong with them."""
+    paper = printed(published)
     found = [find_printed(line, paper) for line in lines]
     sources = list(dict.fromkeys(one.source for one in found if one))
     if not sources:
@@ -75,10 +81,10 @@ def _delta_away(line: Line, checkpoint: str, found: Printed) -> float | None:
     if effect is None or not effect.interval.stderr:
         return None
     if effect.kind == "log ratio":
-        printed = math.log(found.values["softpick"] / found.values["softmax"])
+        stated = math.log(found.values["softpick"] / found.values["softmax"])
     else:
-        printed = float(found.delta) / _unit(line)
-    return (effect.estimate - printed) / effect.interval.stderr
+        stated = float(found.delta) / _unit(line)
+    return (effect.estimate - stated) / effect.interval.stderr
 
 
 def _unit(line: Line) -> float:
@@ -86,7 +92,5 @@ def _unit(line: Line) -> float:
 
 
 def _away_text(value: object, away: float | None, *, signed: bool = False) -> str:
-    if value is None:
-        return NO_VALUE
     text = f"{value:{'+' if signed else ''}}".replace("-", MINUS)
     return text if away is None else f"{text} ({away:+.1f} SE)".replace("-", MINUS)

@@ -5,26 +5,41 @@ Laid out as the softpick paper's tables 8 to 13: one table a quantization method
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from qbench.comparison.changes import MOST_PAIRED, training_notes
-from qbench.comparison.lines import Comparison, Entry, Line, redundant
-from qbench.comparison.wording import RATIO_NOTE, effect_text, interval_text, metric_text
+from qbench.comparison.lines import Comparison, Entry, Line, SeedLine, redundant
+from qbench.comparison.wording import (
+    RATIO_NOTE,
+    RATIOS_NOTE,
+    SEED_NOTES,
+    SEEDS_NOTE,
+    SHARE,
+    SHARE_NOTE,
+    each_text,
+    effect_text,
+    interval_text,
+    metric_text,
+    mostly_seeds,
+    order_note,
+    share_text,
+    values_text,
+)
 from qbench.metrics import is_percentage
-from qbench.published import printed
 from qbench.records import Damage, Record, TaskDamage
 from qbench.store import KEY_DIGITS
 from qbench.tables.notes import cache_notes, chance_notes, judged_notes, prompt_notes
-from qbench.tables.published import models, printed_cells, printed_notes
+from qbench.tables.published import printed_columns, printed_notes
 from qbench.tables.table import Table
 from qbench.text import MINUS, NO_VALUE, metric_title, number, significant, together
 
 if TYPE_CHECKING:
-    from qbench.statistics import Effect
+    from qbench.statistics import Effect, SeedEffect
 
+Column = tuple[str, Callable[[Line], str]]  # its head, and the text of a line
 INTERVAL = "95 % interval"
 NAMES = ("Task", "Metric", "Quantization")
 BELOW_NOISE = "≈"
@@ -67,6 +82,16 @@ class Part:
     def quantized(self) -> list[Line]:
         return [line for line in self.lines if line.quantized]
 
+    @property
+    def seeds(self) -> list[SeedLine]:
+        """The same over several trainings of each kind, where the grid has them."""
+        quantizers = {line.quantizer for line in self.lines}
+        return [
+            line
+            for line in self.comparison.seeds
+            if line.quantizer in quantizers and not redundant(line, self.comparison.lines)
+        ]
+
 
 def parts(comparison: Comparison) -> list[Part]:
     """One a quantization method; one checkpoint alone has one of all. What is wrong with a cell
@@ -106,15 +131,17 @@ def _quantizer_of(problem: str) -> str:
 
 
 def tables_of(part: Part, published: str | None) -> list[Table]:
+    """Scores with Δ and, where there is any, damage. With several trainings of each kind a table
+    of all of them says less than their means, which it is of then."""
+    if part.seeds:
+        quantized = [line for line in part.seeds if line.quantized and line.damages]
+        return [_deltas_over_seeds(part), *([_damages(part, quantized)] if quantized else [])]
     if len(part.checkpoints) > 2:  # a table for each pair stays readable
         return [table for pair in _with_the_first(part) for table in tables_of(pair, published)]
     damaged = any(line.damages for line in part.lines)
     if len(part.checkpoints) == 1 and damaged and not published:
         return [_one_model(part)]
-    made = [_deltas(part, published)]
-    if damaged:
-        made.append(_damages(part))
-    return made
+    return [_deltas(part, published), *([_damages(part, part.quantized)] if damaged else [])]
 
 
 def _with_the_first(part: Part) -> list[Part]:
@@ -135,41 +162,147 @@ def _with_the_first(part: Part) -> list[Part]:
     return made
 
 
+def _table_of(
+    lines: Sequence[Line],
+    columns: Sequence[Column],
+    *,
+    title: str,
+    notes: Iterable[str],
+    records: tuple[str, ...] = (),
+) -> Table:
+    """A row a line: its names, then ``columns``."""
+    return Table(
+        title=title,
+        head=(*NAMES, *(head for head, _ in columns)),
+        rows=tuple((*line_names(line), *(text(line) for _, text in columns)) for line in lines),
+        notes=tuple(notes),
+        words=len(NAMES),
+        grouped=True,
+        records=records,
+    )
+
+
+def _effect_columns(head: str, question: str, group: str, each: str = "") -> list[Column]:
+    """An effect and its interval; with a head for ``each``, over seeds, that of every training and
+    the seeds' share."""
+
+    def column(text: Callable[..., str]) -> Callable[[Line], str]:
+        return lambda line: text(getattr(line, question).get(group), percent=line.percent)
+
+    columns = [(head, column(effect_text)), (INTERVAL, column(interval_text))]
+    if each:
+        columns += [(each, column(each_text)), (SHARE, column(share_text))]
+    return columns
+
+
 def _deltas(part: Part, published: str | None) -> Table:
     """Scores of each checkpoint, and Δ."""
     comparison, others = part.comparison, part.others
-    paper = printed(published) if published else {}
     tested = any(line.deltas for line in part.lines)
+    columns: list[Column] = [
+        (name, lambda line, name=name: entry_text(line.entry(name), line))
+        for name in part.checkpoints
+    ]
+    for other in others:
+        columns.append(("Δ", lambda line, of=other: _delta_text(comparison, line, of)))
+        if tested:
+            columns.append((INTERVAL, lambda line, of=other: _interval_text(line, of)))
+    notes: list[str] = []
+    if published:
+        columns += printed_columns(comparison, part.checkpoints, published)
+        notes += printed_notes(part.lines, published)
+    if tested:
+        notes += [MARKS.format(kind="Δ of the grid"), BRACKETS]
     against = ", ".join(f"{other} {MINUS} {part.checkpoints[0]}" for other in others)
-    head = [*NAMES, *part.checkpoints]
-    for _ in others:
-        head += ["Δ", INTERVAL] if tested else ["Δ"]
-    if paper:
-        head += [f"{name}, printed" for name in (*part.checkpoints, *("Δ" for _ in others))]
-    rows = []
-    for line in part.lines:
-        cells = [*line_names(line), *(entry_text(entry, line) for entry in line.entries)]
-        for other in others:
-            cells.append(_delta_text(comparison, line, other))
-            if tested:
-                cells.append(interval_text(line.deltas.get(other), percent=line.percent))
-        if paper:
-            cells += printed_cells(line, others, paper, models(comparison))
-        rows.append((*cells, documents_text(line)))
-    return Table(
+    return _table_of(
+        part.lines,
+        [*columns, ("Documents", documents_text)],
         title=f"{part.name}: Δ = {against}" if against else part.name,
-        head=(*head, "Documents"),
-        rows=tuple(rows),
-        notes=(
-            *(printed_notes(part.lines, paper, published) if published else ()),
-            *((MARKS.format(kind="Δ of the grid"), BRACKETS) if tested else ()),
+        notes=[
+            *notes,
             *ratio_notes(effect for line in part.lines for effect in line.deltas.values()),
             *_score_notes(part),
-        ),
-        words=len(NAMES),
-        grouped=True,
+        ],
         records=_records(part.lines),
     )
+
+
+def _deltas_over_seeds(part: Part) -> Table:
+    """Means of each group, every training's score, and Δ."""
+    comparison, groups = part.comparison, part.comparison.grid.replicates
+    base, *others = groups
+    columns: list[Column] = []
+    for group in groups:
+        columns += [
+            (group, lambda line, of=group: number(line.means.get(of), percent=line.percent)),
+            (f"{group}, each", lambda line, of=group: values_text(line, of)),
+        ]
+    for group in others:
+        name = "Δ" if len(others) == 1 else f"Δ {group}"
+        columns += _effect_columns(name, "deltas", group, f"{name}, each")
+    documents = ("Documents", lambda line: _counts([*line.deltas.values(), *line.scores.values()]))
+    against = ", ".join(f"{group} {MINUS} {base}" for group in others)
+    counts = ", ".join(f"{len(members)} of {group}" for group, members in groups.items())
+    return _table_of(
+        part.seeds,
+        [*columns, documents],
+        title=f"{part.name} over seeds ({counts}){': Δ = ' + against if against else ''}",
+        notes=[
+            *_seed_notes(comparison, part.seeds, ("deltas",)),
+            *training_notes(comparison),
+            *part.problems,
+        ],
+    )
+
+
+def _damages(part: Part, lines: Sequence[Line]) -> Table:
+    """What quantization costs each checkpoint or group of trainings, and how much more than the
+    first: the claim."""
+    base, *others = groups = part.comparison.grid.replicates if part.seeds else part.checkpoints
+    each = "each" if part.seeds else ""
+    claims = {other: f"{other}’s {MINUS} {base}’s" for other in others}
+    columns: list[Column] = []
+    for group in groups:
+        columns += _effect_columns(f"{group}’s damage", "damages", group)
+    for other, claim in claims.items():
+        columns += _effect_columns(claim, "differences", other, each)
+
+    def documents(line: Line) -> str:
+        effects = [line.damages.get(group) for group in groups]
+        return _counts([*effects, *(line.differences.get(other) for other in others)])
+
+    if part.seeds:
+        notes = _seed_notes(part.comparison, lines, ("damages", "differences"))
+    else:
+        notes = [
+            *(DAMAGE_NOTE, MARKS.format(kind=f"damages{DIFFERENCES if others else ''}"), BRACKETS),
+            *ratio_notes(effect for line in part.lines for effect in line.damages.values()),
+            *precision_notes(part.lines),
+        ]
+    name = f"{part.name} over seeds" if part.seeds else part.name
+    return _table_of(
+        lines,
+        [*columns, ("Documents", documents)],
+        title=f"{name}: damage{', and ' if claims else ''}{', '.join(claims.values())}",
+        notes=notes,
+    )
+
+
+def _counts(effects: Iterable[Effect | SeedEffect | None]) -> str:
+    """How many documents the effects of a line rest on, each number once."""
+    return "/".join(sorted({str(effect.documents) for effect in effects if effect})) or NO_VALUE
+
+
+def _seed_notes(
+    comparison: Comparison, lines: Sequence[Line], questions: tuple[str, ...]
+) -> list[str]:
+    effects = [e for line in lines for name in questions for e in getattr(line, name).values()]
+    notes = [*SEED_NOTES, SHARE_NOTE]
+    if many := sum(map(mostly_seeds, effects)):
+        notes.append(f"{SEEDS_NOTE} Here {many} of {len(effects)}.")
+    if ratio_notes(effects):
+        notes.append(RATIOS_NOTE)
+    return [*notes, *precision_notes(lines), order_note(comparison)]
 
 
 def _score_notes(part: Part) -> list[str]:
@@ -226,32 +359,6 @@ def _one_model(part: Part) -> Table:
         words=len(NAMES),
         grouped=True,
         records=_records(part.lines),
-    )
-
-
-def _damages(part: Part) -> Table:
-    """What quantization costs each checkpoint, and how much more than the first: the claim."""
-    base, others = part.checkpoints[0], part.others
-    rows = []
-    for line in part.quantized:
-        effects = [line.damages.get(checkpoint) for checkpoint in part.checkpoints]
-        effects += [line.differences.get(other) for other in others]
-        texts = (text for effect in effects for text in effect_texts(effect, line))
-        documents = "/".join(sorted({str(effect.documents) for effect in effects if effect}))
-        rows.append((*line_names(line), *texts, documents or NO_VALUE))
-    claims = [f"{other}’s {MINUS} {base}’s" for other in others]
-    columns = [*(f"{checkpoint}’s damage" for checkpoint in part.checkpoints), *claims]
-    return Table(
-        title=f"{part.name}: damage{', and ' + ', '.join(claims) if claims else ''}",
-        head=(*NAMES, *(text for column in columns for text in (column, INTERVAL)), "Documents"),
-        rows=tuple(rows),
-        notes=(
-            *(DAMAGE_NOTE, MARKS.format(kind=f"damages{DIFFERENCES if others else ''}"), BRACKETS),
-            *ratio_notes(effect for line in part.lines for effect in line.damages.values()),
-            *precision_notes(part.lines),
-        ),
-        words=len(NAMES),
-        grouped=True,
     )
 
 
@@ -458,6 +565,10 @@ def entry_text(entry: Entry, line: Line) -> str:
     if entry.stderr is not None:
         text += f" ± {number(entry.stderr, percent=line.percent)}"
     return text
+
+
+def _interval_text(line: Line, checkpoint: str) -> str:
+    return interval_text(line.deltas.get(checkpoint), percent=line.percent)
 
 
 def _delta_text(comparison: Comparison, line: Line, checkpoint: str) -> str:

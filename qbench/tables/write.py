@@ -10,9 +10,8 @@ from qbench.comparison.lines import Comparison
 from qbench.errors import RecipeError
 from qbench.store import Store, write_atomically
 from qbench.tables.analyses import beside_paper, gather
-from qbench.tables.comparison_csv import comparison_csv
+from qbench.tables.comparison_csv import comparison_csv, seeds_csv
 from qbench.tables.scores import costs, group_tables, pair_tables, parts, tables_of
-from qbench.tables.seeds import FILE, seed_tables, seeds_csv
 from qbench.tables.table import Table, markdown
 from qbench.tables.table import render as render_tables
 
@@ -38,9 +37,7 @@ def score_tables(comparison: Comparison, *, published: str | None = None) -> lis
     RecipeError where that is unknown."""
     found: list[Table] = []
     for part in parts(comparison):
-        # With several trainings of each kind a table of all of them says less than their means.
-        over_seeds = seed_tables(part)
-        found += over_seeds or tables_of(part, published)
+        found += tables_of(part, published)
         if len(comparison.checkpoints) > 1:
             found += costs(part)
     return [*found, *pair_tables(comparison), *group_tables(comparison)]
@@ -71,6 +68,6 @@ def write_tables(
         write_atomically(path, text.encode())
         paths.append(path)
     if comparison.seeds:
-        paths.append(directory / FILE)
+        paths.append(directory / "seeds.csv")
         write_atomically(paths[-1], seeds_csv(comparison).encode())
     return paths

@@ -170,23 +170,18 @@ def overview(results: Results, comparison: Comparison) -> Json:
     labels = {line.task: line.label for line in lines}
     tested = any(line.intervals for line in comparison.lines)
     return {
-        "version": results.version,
         "ready": tested or not comparison.records,
         "name": grid.name,
         "folder": store.directory.resolve().name,
-        "run": store.run,
         "program": __version__,
         "checkpoints": grid.checkpoints,
         "groups": {name: list(members) for name, members in comparison.groups.items()},
-        "seeds": bool(grid.replicates),
         "unquantized": comparison.unquantized,
         "tasks": [{"name": task, "label": labels.get(task, task)} for task in grid.tasks],
-        "skipped": grid.skipped,
-        "limit": grid.limit,
         "cells": [_cell(comparison, store, cell) for cell in grid.cells],
         "lines": [_line(line) for line in lines],
         "by_group": [
-            _seed_line(one) for one in comparison.seeds if not redundant(one.line, comparison.lines)
+            _seed_line(one) for one in comparison.seeds if not redundant(one, comparison.lines)
         ],
         "pairs": [
             {
@@ -213,11 +208,9 @@ def _cell(comparison: Comparison, store: Store, cell: GridCell) -> Json:
         "checkpoint": cell.checkpoint,
         "quantizer": cell.quantizer,
         "title": cell.title,
-        "method": cell.method,
         "precision": cell.precision.name,
         "quantized": cell.quantized,
         "floor": bool((inputs := cell.precision.activations) and inputs.bits == UNQUANTIZED_BITS),
-        "key": cell.key,
         "status": status,
         "reason": unreadable(store).get(cell.cell, reason),
     }
@@ -230,14 +223,11 @@ def _cell(comparison: Comparison, store: Store, cell: GridCell) -> Json:
         "weight_error": record.audit.weight_error if record.audit and record.quantized else None,
         "seconds": (record.finished - record.started).total_seconds(),
         "memory_gib": max((stage.peak_memory_gib for stage in record.stages), default=None),
-        "attention": record.attention,
         "kl": {
             task: {
                 "mean": one.distributions.kl.mean,
                 "stderr": one.distributions.kl.mean_stderr,
-                "p99": one.distributions.kl.p99,
                 "tokens": one.distributions.tokens,
-                "agreement": one.distributions.top1_agreement,
             }
             for task, one in tasks.items()
             if one.distributions is not None
@@ -247,37 +237,29 @@ def _cell(comparison: Comparison, store: Store, cell: GridCell) -> Json:
 
 
 def _line(line: Line) -> Json:
-    return {
-        **_measure(line),
-        "scores": {
-            entry.checkpoint: {
-                "status": entry.status,
-                "value": entry.value,
-                "reason": entry.reason,
-                "documents": entry.documents,
-                **_ends(line.intervals.get(entry.checkpoint)),
-            }
-            for entry in line.entries
-        },
-        "plain": {  # damage without statistics, for as long as there are none
-            entry.checkpoint: entry.value for entry in line.entries if entry.value is not None
-        },
-        **{name: {of: _effect(e) for of, e in getattr(line, name).items()} for name in TESTED},
+    scores = {
+        entry.checkpoint: {
+            "status": entry.status,
+            "value": entry.value,
+            "reason": entry.reason,
+            "documents": entry.documents,
+            **_ends(line.intervals.get(entry.checkpoint)),
+        }
+        for entry in line.entries
     }
+    return _measures(line) | {"scores": scores}
 
 
-def _seed_line(one: SeedLine) -> Json:
-    return {
-        **_measure(one.line),
-        "scores": {
-            group: {"status": "ok", "value": mean, **_seed_ends(one.scores.get(group))}
-            for group, mean in one.means.items()
-        },
-        **{name: {of: _effect(e) for of, e in getattr(one, name).items()} for name in TESTED},
+def _seed_line(line: SeedLine) -> Json:
+    plain = {of: e.interval for of, e in line.scores.items() if e.kind == "difference"}
+    scores = {
+        group: {"status": "ok", "value": mean, **_ends(plain.get(group))}
+        for group, mean in line.means.items()
     }
+    return _measures(line) | {"scores": scores}
 
 
-def _measure(line: Line) -> Json:
+def _measures(line: Line) -> Json:
     return {
         "task": line.task,
         "label": line.label,
@@ -289,26 +271,17 @@ def _measure(line: Line) -> Json:
         "aggregation": line.aggregation,
         "quantizer": line.quantizer,
         "quantized": line.quantized,
-        "title": line.title,
+        **{name: {of: _effect(e) for of, e in getattr(line, name).items()} for name in TESTED},
     }
 
 
 def _ends(interval: Interval | None) -> Json:
-    if interval is None:
-        return {}
-    return {"low": interval.low, "high": interval.high, "stderr": interval.stderr}
-
-
-def _seed_ends(effect: SeedEffect | None) -> Json:
-    if effect is None or effect.kind == "log ratio":
-        return {}
-    return _ends(effect.interval)
+    return {} if interval is None else {"low": interval.low, "high": interval.high}
 
 
 def _effect(found: Effect | SeedEffect) -> Json:
     """``kind`` says whether numbers are in units of the score or logarithms of ratios."""
-    seeds = getattr(found, "seeds", None)
-    values = {
+    return {
         "kind": found.kind,
         "estimate": found.estimate,
         "low": found.interval.low,
@@ -318,9 +291,6 @@ def _effect(found: Effect | SeedEffect) -> Json:
         "mark": found.mark,
         "documents": found.documents,
     }
-    if seeds:
-        return values | {"seeds": seeds, "of_seeds": found.of_seeds, "each": found.each}
-    return values | {"detectable": found.detectable, "test": found.test, "method": found.method}
 
 
 # --- further down: a cell, its documents, one task's texts

@@ -51,9 +51,9 @@ def comparison(grid):
 
 
 def test_a_line_over_seeds_has_every_trainings_score_and_their_mean(comparison):
-    one = next(s for s in comparison.seeds if s.line.metric == "acc" and s.line.quantized)
+    one = next(s for s in comparison.seeds if s.metric == "acc" and s.quantized)
     for group, members in GROUPS.items():
-        values = [one.line.entry(member).value for member in members]
+        values = [one.entry(member).value for member in members]
         assert list(one.values[group]) == values
         assert one.means[group] == pytest.approx(sum(values) / 3)
     assert one.deltas["softpick"].estimate == pytest.approx(
@@ -110,7 +110,7 @@ def test_a_missing_cell_takes_its_line_over_seeds_away_not_the_others(tmp_path):
         missing=("softpick.2/gptq-2bit",), replicates=GROUPS,
     )  # fmt: skip
     found = compare(store)
-    deltas = {(s.line.quantizer, bool(s.deltas)) for s in found.seeds}
+    deltas = {(s.quantizer, bool(s.deltas)) for s in found.seeds}
     assert deltas == {("bf16", True), ("gptq-2bit", False)}
     assert "softpick.2/gptq-2bit: missing" in render(found)
 

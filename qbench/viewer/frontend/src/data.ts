@@ -6,27 +6,25 @@ export interface Effect {
   kind: "difference" | "log ratio";
   estimate: number; low: number; high: number;
   p: number; p_holm: number | null; mark: string; documents: number;
-  detectable?: number; test?: string; method?: string;
-  seeds?: number; of_seeds?: number; each?: number[];
 }
-export interface Score { status: string; value: number | null; reason?: string; documents?: number | null; low?: number; high?: number; stderr?: number }
+export interface Score { status: string; value: number | null; reason?: string; documents?: number | null; low?: number; high?: number }
 export interface Line {
   task: string; label: string; metric: string; metric_title: string; higher_is_better: boolean;
-  percent: boolean; ratio: boolean; aggregation: string; quantizer: string; quantized: boolean; title: string;
+  percent: boolean; ratio: boolean; aggregation: string; quantizer: string; quantized: boolean;
   scores: Record<string, Score>;
   deltas: Record<string, Effect>; damages: Record<string, Effect>; differences: Record<string, Effect>;
 }
-export interface Kl { mean: number; stderr: number | null; p99: number; tokens: number; agreement: number }
+export interface Kl { mean: number; stderr: number | null; tokens: number }
 export interface Cell {
-  cell: string; checkpoint: string; quantizer: string; title: string; method: string; precision: string;
-  quantized: boolean; floor: boolean; key: string; status: "ok" | "failed" | "missing"; reason: string;
+  cell: string; checkpoint: string; quantizer: string; title: string; precision: string;
+  quantized: boolean; floor: boolean; status: "ok" | "failed" | "missing"; reason: string;
   bits?: number | null; gib?: number | null; weight_error?: number | null; seconds?: number; memory_gib?: number | null;
-  attention?: string; kl?: Record<string, Kl>; documents?: string[];
+  kl?: Record<string, Kl>; documents?: string[];
 }
 export interface Overview {
-  error?: string; ready: boolean; name: string; folder: string; run: Text; program: string;
-  checkpoints: string[]; groups: Record<string, string[]>; seeds: boolean; unquantized: Text;
-  tasks: { name: string; label: string }[]; skipped: string[]; limit: number | null; cells: Cell[];
+  error?: string; ready: boolean; name: string; folder: string; program: string;
+  checkpoints: string[]; groups: Record<string, string[]>; unquantized: Text;
+  tasks: { name: string; label: string }[]; cells: Cell[];
   lines: Line[]; by_group: Line[]; pairs: Pair[]; headline: string; summary: string[]; problems: string[];
 }
 export interface Pair { task: string; metric: string; percent: boolean; pair: string; documents: number; effect?: Effect }
