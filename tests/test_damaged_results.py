@@ -71,10 +71,10 @@ def content(results: Path) -> list[object]:
     ]
     standard = baseline.read(results / "base.parquet")
     cells = [
-        (name, cell.key_parts, cell.scores, {k: v.values.tolist() for k, v in cell.columns.items()})
-        for name, cell in standard.outcomes.cells.items()
+        (name, cell.record, {k: v.values.tolist() for k, v in cell.columns.items()})
+        for name, cell in standard.cells.items()
     ]
-    return [grid, records, tables, read_floors(store, grid), standard.layers, cells]
+    return [grid, records, tables, read_floors(store, grid), cells]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
@@ -11,35 +11,26 @@ from qbench.comparison import explain
 from qbench.comparison.lines import Comparison, judge
 from qbench.errors import ResultsError
 from qbench.metrics import REDUNDANT, is_percentage
-from qbench.records import Precision, Record, Score, Trained
+from qbench.records import Record, Score, Trained
 from qbench.statistics import Column, Effect, Panel, SeedEffect, adjust, effect, over_seeds, value
 from qbench.store import Store
 from qbench.text import MINUS
 
 Name = tuple[str, str]  # task, metric
-AUDIT_MEASURES = ("weight_error", "bits_per_weight", "coverage")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class CellResults:
-    """One cell: what its scores are, and the outcomes that they rest on."""
+    """One cell: its record, and the outcomes that its scores rest on."""
 
-    key: str
-    key_parts: Mapping[str, object]
-    method: str
-    audited: bool
-    measures: Mapping[str, float]  # of the audit; empty for unquantized cells
-    scores: Mapping[Name, Score]
+    record: Record
     columns: Mapping[Name, Column]
-    documents: Mapping[str, str]  # task → digest of what was asked, wherever it came from
-    precision: Precision = field(default_factory=Precision)
-    training: Trained | None = None  # None where the checkpoint does not say
 
     @property
-    def tasks(self) -> Mapping[str, str]:
-        """Task → digest of its definition and data files, which stands in the key."""
-        digests = self.key_parts.get("tasks", {})
-        return digests if isinstance(digests, Mapping) else {}
+    def scores(self) -> Mapping[Name, Score]:
+        """Those that have outcomes."""
+        found = {(score.task, score.metric): score for score in self.record.scores}
+        return {name: score for name, score in found.items() if name in self.columns}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -65,51 +56,27 @@ def read_results(store: Store, *, decimals: int | None = None) -> ResultSet:
         if status != "ok":
             broken[cell.cell] = f"{status}: {reason}"
             continue
-        cells[cell.cell] = _cell(store, record, decimals)
+        scores = {(score.task, score.metric) for score in record.scores}
+        kept = {name for name in scores if (name[0], REDUNDANT.get(name[1])) not in scores}
+        columns = read_columns(store, record, kept, decimals)
+        cells[cell.cell] = CellResults(record=record, columns=columns)
     return ResultSet(name=grid.name, cells=cells, broken=broken, replicates=grid.replicates)
 
 
-def _cell(store: Store, record: Record, decimals: int | None) -> CellResults:
-    scores = {(score.task, score.metric): score for score in record.scores}
-    kept = {
-        name: score
-        for name, score in scores.items()
-        if (name[0], REDUNDANT.get(name[1])) not in scores
+def read_columns(
+    store: Store, record: Record, names: Collection[Name], decimals: int | None = None
+) -> dict[Name, Column]:
+    """A record's outcomes of the scores ``names``, in their order in the file."""
+    table = store.outcomes(record)
+    if decimals is not None:
+        table["value"] = table["value"].astype(float).round(decimals)
+    found = table.groupby(["task", "metric"], sort=False).indices
+    parts = [table[name].to_numpy() for name in ("document", "value", "weight")]
+    return {
+        name: Column.of(*(part[index] for part in parts))
+        for name, index in sorted(found.items(), key=lambda one: one[1][0])
+        if name in names
     }
-    columns = {
-        name: Column.of(
-            rows["document"].to_numpy(),
-            values if decimals is None else values.round(decimals),
-            rows["weight"].to_numpy(),
-        )
-        for name, rows in store.outcomes(record).groupby(["task", "metric"], sort=False)
-        if name in kept
-        for values in [rows["value"].to_numpy(dtype=float)]
-    }
-    return CellResults(
-        key=record.key,
-        key_parts=record.key_parts,
-        method=record.method,
-        audited=record.audit is not None,
-        measures=_measures(record),
-        scores={name: score for name, score in kept.items() if name in columns},
-        columns=columns,
-        documents=record.documents,
-        precision=record.precision,
-        training=record.training,
-    )
-
-
-def _measures(record: Record) -> dict[str, float]:
-    if record.audit is None or not record.quantized:
-        return {}
-    measures = {name: getattr(record.audit, name) for name in AUDIT_MEASURES}
-    if record.audit.activations is not None:
-        measures["activation_error"] = record.audit.activations.error
-    if record.audit.kv_cache is not None:
-        measures["key_error"] = record.audit.kv_cache.key_error
-        measures["value_error"] = record.audit.kv_cache.value_error
-    return measures
 
 
 def training_notes(comparison: Comparison) -> list[str]:
@@ -289,7 +256,7 @@ def compare_results(a: Store, b: Store) -> Changes:
     problems += [f"{cell}: {b.name}: {why}" for cell, why in new.broken.items()]
     for one, other, folder in ((old, new, b), (new, old, a)):
         known = other.cells.keys() | other.broken.keys()
-        problems += [f"{cell}: not in {folder.name}" for cell in one.cells.keys() - known]
+        problems += [f"{cell}: not in {folder.name}" for cell in one.cells if cell not in known]
     problems += _other_precisions(old, new)
     return Changes(
         old=a.name,
@@ -365,7 +332,7 @@ def compare_pairs(pairs: Mapping[str, Sequence[CellResults]]) -> list[Change]:
     """
     lines = []
     for cell, (before, after) in pairs.items():
-        _same_tasks(cell, before, after)
+        _same_tasks(cell, before.record, after.record)
         lines += [
             change(cell, name, before, after) for name in before.scores if name in after.scores
         ]
@@ -382,19 +349,27 @@ def adjusted(lines: Sequence[Change]) -> list[Change]:
 
 def _other_precisions(old: ResultSet, new: ResultSet) -> list[str]:
     """Cells of one name that are not quantized alike, or whose products are."""
-    both = [(cell, one, new.cells[cell]) for cell, one in old.cells.items() if cell in new.cells]
+    both = [
+        (cell, one.record.precision, new.cells[cell].record.precision)
+        for cell, one in old.cells.items()
+        if cell in new.cells
+    ]
     return [
-        f"{cell}: {before.precision.words} before, {after.precision.words} now"
+        f"{cell}: {before.words} before, {after.words} now"
         for cell, before, after in both
-        if before.precision.words != after.precision.words
+        if before.words != after.words
     ]
 
 
-def _same_tasks(cell: str, before: CellResults, after: CellResults) -> None:
-    for task in dict.fromkeys([*before.documents, *before.tasks]):
+def _same_tasks(cell: str, before: Record, after: Record) -> None:
+    """By the digest of what was asked, or where one has none by those in the keys."""
+    keyed = [one.key_parts.get("tasks") or {} for one in (before, after)]
+    for task in dict.fromkeys([*before.documents, *keyed[0]]):
         told = task in before.documents and task in after.documents
-        sides = (before.documents, after.documents) if told else (before.tasks, after.tasks)
-        one, other = (digests.get(task) for digests in sides)
+        one, other = (
+            digests.get(task)
+            for digests in ((before.documents, after.documents) if told else keyed)
+        )
         if None not in (one, other) and one != other:
             raise ResultsError(
                 f"{cell}: {task}: its definition or data differ from the other results', so "
@@ -405,9 +380,8 @@ def _same_tasks(cell: str, before: CellResults, after: CellResults) -> None:
 def _same_trainings(old: ResultSet, new: ResultSet) -> None:
     for cell, before in old.cells.items():
         after = new.cells.get(cell)
-        if after is None or before.training is None or after.training is None:
-            continue
-        if differing := differences(before.training, after.training, seeds=True):
+        pair = before.record.training, after.record.training if after else None
+        if None not in pair and (differing := differences(*pair, seeds=True)):
             raise ResultsError(
                 f"{cell}: trained differently from the other results, in more than the normalizer "
                 f"and the seed: {'; '.join(differing)}; compare results of models that were "
@@ -418,11 +392,11 @@ def _same_trainings(old: ResultSet, new: ResultSet) -> None:
 def _trained_alike(folder: Store, results: ResultSet) -> None:
     """Of the checkpoints that one folder compares."""
     trained = {
-        cell.split("/", 1)[0]: found.training
-        for cell, found in results.cells.items()
-        if found.training is not None
+        one.record.checkpoint: one.record.training
+        for one in results.cells.values()
+        if one.record.training is not None
     }
-    checkpoints = dict.fromkeys(cell.split("/", 1)[0] for cell in results.cells)
+    checkpoints = dict.fromkeys(one.record.checkpoint for one in results.cells.values())
     if found := unlike(trained, list(checkpoints), results.replicates):
         raise ResultsError(f"{folder.directory}: {found[0]} Compare models that were trained alike")
 
@@ -437,6 +411,7 @@ def change(cell: str, name: Name, before: CellResults, after: CellResults) -> Ch
         signs = {"new": 1, "old": -1}
         found = effect(panel, signs, score.aggregation)
     seen = sum(len(column.documents) for column in columns.values())
+    precision = after.record.precision
     # On the shared documents; as recorded where we do not know how the score is made.
     values = {
         side: value(panel, side, score.aggregation) if found else source.scores[name].value
@@ -453,5 +428,5 @@ def change(cell: str, name: Name, before: CellResults, after: CellResults) -> Ch
         documents=panel.documents,
         left_out=seen - 2 * panel.documents,
         effect=found,
-        precision=after.precision.words if after.precision.in_parts else "",
+        precision=precision.words if precision.in_parts else "",
     )

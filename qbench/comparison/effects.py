@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
+from qbench.comparison.changes import read_columns
 from qbench.comparison.lines import TESTED, Comparison, Line, SeedLine, redundant
 from qbench.statistics import (
     Column,
@@ -40,7 +41,7 @@ def with_effects(comparison: Comparison, store: Store, *, seed: int) -> Comparis
     p-values are adjusted over the grid within each question. Raises ResultsError where
     a record has lost its outcomes.
     """
-    columns = read_columns(comparison, store)
+    columns = columns_by_task(comparison, store)
     alone = {checkpoint: (checkpoint,) for checkpoint in comparison.checkpoints}
     found: dict[Asked, Effect] = {}
     intervals: dict[int, dict[str, Interval]] = defaultdict(dict)
@@ -67,8 +68,8 @@ def with_effects(comparison: Comparison, store: Store, *, seed: int) -> Comparis
 def _seed_lines(
     comparison: Comparison, columns: Mapping[str, Mapping[Name, Column]]
 ) -> tuple[SeedLine, ...]:
-    """A line for each of the comparison's that all groups have; ``columns`` as ``read_columns``
-    gives them."""
+    """A line for each of the comparison's that all groups have; ``columns`` as
+    ``columns_by_task`` gives them."""
     groups = comparison.grid.replicates
     found: dict[Asked, SeedEffect] = {}
     means: dict[int, dict[str, float]] = defaultdict(dict)
@@ -119,21 +120,18 @@ def _by_line(
     return answers
 
 
-def read_columns(comparison: Comparison, store: Store) -> dict[str, dict[Name, Column]]:
+def columns_by_task(comparison: Comparison, store: Store) -> dict[str, dict[Name, Column]]:
     """Outcomes of every cell that has scores: task → (cell, metric) → column."""
+    shown: dict[str, set[tuple[str, str]]] = defaultdict(set)
+    for line in comparison.lines:
+        for entry in line.entries:
+            if entry.status == "ok":
+                shown[entry.cell].add((line.task, line.metric))
     columns: dict[str, dict[Name, Column]] = defaultdict(dict)
-    shown = {(entry.cell, line.task, line.metric)
-             for line in comparison.lines for entry in line.entries if entry.status == "ok"}  # fmt: skip  # noqa: E501
-    cells = {cell for cell, _, _ in shown}
     for cell, record in comparison.records.items():
-        if cell not in cells:
-            continue
-        rows = store.outcomes(record)
-        found = rows.groupby(["task", "metric"], sort=False).indices
-        parts = [rows[name].to_numpy() for name in ("document", "value", "weight")]
-        for (task, metric), index in sorted(found.items(), key=lambda one: one[1][0]):
-            if (cell, task, metric) in shown:
-                columns[task][cell, metric] = Column.of(*(part[index] for part in parts))
+        if cell in shown:
+            for (task, metric), column in read_columns(store, record, shown[cell]).items():
+                columns[task][cell, metric] = column
     return columns
 
 

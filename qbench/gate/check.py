@@ -1,9 +1,12 @@
-"""Are the results of what the baseline is of? Other weights are refused, the rest is named."""
+"""Results held to a baseline: are they of what it is of, quantized as well, and as good?
+
+Other weights are refused, other parts of the keys are named.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -13,18 +16,10 @@ from qbench.comparison.changes import CellResults, Change, compare_sets, read_re
 from qbench.comparison.explain import Difference, differences
 from qbench.errors import ResultsError, some
 from qbench.gate.baseline import DECIMALS, read
-from qbench.gate.layers import (
-    ROUNDING,
-    Gate,
-    Inconclusive,
-    Verdict,
-    layer_gates,
-    measured,
-    read_layers,
-    whole,
-)
 from qbench.gate.margins import AUDIT as AUDIT_MARGINS
 from qbench.gate.margins import Margin, margin_of, require_known
+from qbench.gate.verdict import AUDIT, ROUNDING, Gate, Inconclusive, Verdict, measured, whole
+from qbench.records import Audit, ModuleAudit, Record
 from qbench.statistics import Column, Worsening, documents_needed, worsening
 from qbench.store import Store
 
@@ -33,6 +28,7 @@ ACROSS = {
     "weights": "are of other weights than the baseline",
     "normalizer": "are of another attention normalizer than the baseline",
 }
+AUDIT_MEASURES = ("weight_error", "bits_per_weight", "coverage")
 LEFT_OUT = ("damage against",)  # a key, which differs wherever anything does
 SHORT = 12  # digits of a digest that are shown
 
@@ -40,8 +36,7 @@ SHORT = 12  # digits of a digest that are shown
 def require_same(
     old: Mapping[str, CellResults],
     new: Mapping[str, CellResults],
-    *,
-    across: Collection[str] = (),
+    across: Collection[str],
 ) -> list[str]:
     """Notes on every other part of the keys that differs, one a part.
 
@@ -50,7 +45,7 @@ def require_same(
     found: dict[tuple[str, str, str], list[str]] = {}
     cells = [cell for cell in old if cell in new]
     for cell in cells:
-        for one in differences(old[cell].key_parts, new[cell].key_parts):
+        for one in differences(old[cell].record.key_parts, new[cell].record.key_parts):
             part = one.part.split(".")[0]
             if part in LEFT_OUT:
                 continue
@@ -92,16 +87,12 @@ def check(
     """Hold a results folder to a baseline.
 
     ``margins`` are the user's (``parse_margins``), ``across`` names parts of the keys that may
-    differ (``identity.ACROSS``). Raises ResultsError where either cannot be read, or where data,
+    differ (``ACROSS``). Raises ResultsError where either cannot be read, or where data,
     weights or normalizers differ. Raises RecipeError for a margin without a metric, or a metric
     without a margin.
     """
-    standard, new, given = (
-        read(baseline),
-        read_results(store, decimals=DECIMALS),
-        dict(margins or {}),
-    )
-    old = standard.outcomes
+    old, new = read(baseline), read_results(store, decimals=DECIMALS)
+    given = dict(margins or {})
     if not old.cells:
         raise ResultsError(f"{baseline}: has no cells; make it again")
     if not any(cell in new.cells or cell in new.broken for cell in old.cells):
@@ -110,22 +101,22 @@ def check(
         )
     require_known(given, [metric for one in old.cells.values() for _, metric in one.scores])
     lines = compare_sets(old, new)
-    notes = require_same(old.cells, new.cells, across=across)
-    layers, allowed = read_layers(store), AUDIT_MARGINS | given
+    notes = require_same(old.cells, new.cells, across)
+    allowed = AUDIT_MARGINS | given
     gates: list[Gate] = []
     for cell, before in old.cells.items():
-        why = _unusable(cell, new.broken, new.cells)
-        if why:
+        after = new.cells.get(cell)
+        if why := new.broken.get(cell) or _unusable(before.record, after and after.record):
             gates.append(whole(cell, why))
             continue
-        after = new.cells[cell]
         gates += [
             Gate(cell=cell, task=task, metric=metric, outcome="fail", reason="score is missing")
             for task, metric in before.scores
             if (task, metric) not in after.scores
         ]
-        gates += _audit_gates(cell, before, after, allowed)
-        gates += layer_gates(cell, standard.layers.get(cell, {}), layers.get(cell, {}), allowed)
+        if before.record.quantized:
+            audits = (before.record.audit, after.record.audit)
+            gates += [*_audit_gates(cell, *audits, allowed), *layer_gates(cell, *audits, allowed)]
     blocked = {gate.cell for gate in gates if not gate.task}
     asked = sum(len(one.scores) for one in old.cells.values())
     for line in lines:
@@ -146,22 +137,20 @@ def check(
     )
 
 
-def _unusable(cell: str, broken: Mapping[str, str], cells: Mapping[str, CellResults]) -> str:
+def _unusable(old: Record, new: Record | None) -> str:
     """Why a cell of the baseline cannot be asked, if so."""
-    if cell in broken:
-        return broken[cell]
-    if cell not in cells:
+    if new is None:
         return "missing: not in the grid of these results"
-    return "" if cells[cell].audited else "not audited: nothing shows that it was quantized"
+    if old.quantized and not new.quantized:
+        return "no longer quantized"
+    return "" if new.audit else "not audited: nothing shows that it was quantized"
 
 
-def _audit_gates(
-    cell: str, old: CellResults, new: CellResults, margins: Mapping[str, float]
-) -> list[Gate]:
+def _audit_gates(cell: str, old: Audit, new: Audit, margins: Mapping[str, float]) -> list[Gate]:
     """Weights no further from the original's, no more bits, no less of the model quantized."""
-    gates = []
-    for name, before in old.measures.items():
-        after = new.measures.get(name)
+    gates, now = [], _measures(new)
+    for name, before in _measures(old).items():
+        after = now.get(name)
         if after is None:
             gates.append(whole(cell, f"the audit has no {name.replace('_', ' ')} any more"))
             continue
@@ -171,6 +160,87 @@ def _audit_gates(
         reason = f"{told} the margin: {before:.4g} in the baseline, {after:.4g} now"
         gates.append(measured(cell, name, worse, margin, reason))
     return gates
+
+
+def _measures(audit: Audit) -> dict[str, float]:
+    """Of the cell as a whole."""
+    measures = {name: getattr(audit, name) for name in AUDIT_MEASURES}
+    if audit.activations is not None:
+        measures["activation_error"] = audit.activations.error
+    if audit.kv_cache is not None:
+        measures["key_error"] = audit.kv_cache.key_error
+        measures["value_error"] = audit.kv_cache.value_error
+    return measures
+
+
+SMALLEST = 1e-4  # an error below this is rounding: a rise is not counted from less
+SAME = 1e-4  # relative: measures of the same bits agree to rounding
+NAMED = 3
+
+
+def layer_gates(cell: str, before: Audit, after: Audit, margins: Mapping[str, float]) -> list[Gate]:
+    """No layer measures worse than the baseline's by more than its margin, in per cent.
+
+    Nothing more is asked of layers with the same stored bits that measure the same: a forward
+    that reads them wrongly does not. Other bits alone are no failure: processors and library
+    versions round differently.
+    """
+    old, new = ({one.name: one for one in audit.modules} for audit in (before, after))
+    if not old:
+        return []
+    lost = [name for name in old if name not in new]
+    if lost:
+        return [whole(cell, f"no longer quantized, or not audited: {some(lost, NAMED)}")]
+    same = [name for name, layer in old.items() if _same_bits(layer, new[name])]
+    if len(same) == len(old):
+        return [
+            Gate(
+                cell=cell,
+                task=AUDIT,
+                metric="layers",
+                outcome="pass",
+                reason=f"same bits in all {len(old)} layers",
+            )
+        ]
+    told = f"; same bits in {len(same)} of {len(old)} layers" if same else ""
+    gates = []
+    for metric, (measure, rise) in RISES.items():
+        values = {name: (getattr(old[name], measure), getattr(new[name], measure)) for name in old}
+        rises = {name: rise(*pair) for name, pair in values.items() if None not in pair}
+        if rises:
+            worst = max(rises, key=lambda name: rises[name])
+            then, now = values[worst]
+            seen = f"{worst} {then:.4g} in the baseline, {now:.4g} now{told}"
+            beyond = [name for name, value in rises.items() if value > margins[metric] + ROUNDING]
+            if beyond:
+                ordered = sorted(beyond, key=lambda name: -rises[name])
+                reason = f"beyond the margin: {some(ordered, NAMED)}; worst: {seen}"
+            elif rises[worst] < 0.005:
+                reason = f"none of {len(rises)} layers is worse{told}"
+            else:
+                reason = f"within the margin in all {len(rises)} layers; worst: {seen}"
+            gates.append(measured(cell, metric, rises[worst], margins[metric], reason))
+    return gates
+
+
+# What is measured of a layer, and by how many per cent another value is worse.
+RISES: dict[str, tuple[str, Callable[[float, float], float]]] = {
+    "layer_error": ("weight_error", lambda old, new: 100 * (new - old) / max(old, SMALLEST)),
+    "layer_gain": ("gain", lambda old, new: 100 * abs(new - old)),
+    "layer_levels": ("levels", lambda old, new: 100 * (old - new) / max(old, 1)),
+    "layer_bits": ("bits_per_weight", lambda old, new: 100 * (new - old) / old if old else 0.0),
+}
+
+
+def _same_bits(old: ModuleAudit, new: ModuleAudit) -> bool:
+    return (
+        bool(old.digest)
+        and old.digest == new.digest
+        and all(
+            math.isclose(getattr(old, name) or 0.0, getattr(new, name) or 0.0, rel_tol=SAME)
+            for name, _ in RISES.values()
+        )
+    )
 
 
 def _missing(gate: Gate, gone: int, documents: int) -> Gate:

@@ -1,15 +1,88 @@
-"""The gate's verdict as Markdown, JUnit XML and JSON."""
+"""What the gate asks and answers: as data, and as Markdown, JUnit XML and JSON."""
 
 from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 from xml.etree import ElementTree
 
+from qbench.comparison.changes import Change
 from qbench.files import write_atomically
-from qbench.gate.layers import AUDIT, Gate, Verdict
+from qbench.statistics import Worsening
 from qbench.text import NO_VALUE, for_markdown, metric_title, number, table
+
+ROUNDING = 1e-9  # per cent
+Outcome = Literal["pass", "fail", "inconclusive"]
+Inconclusive = Literal["pass", "fail"]
+AUDIT = "audit"  # stands for the task in questions about the audit
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gate:
+    """One question of the gate. Without ``task`` the cell as a whole could not be asked."""
+
+    cell: str
+    task: str
+    metric: str
+    outcome: Outcome
+    reason: str
+    margin: float | None = None  # percentage points for accuracies, else per cent
+    given: bool = False  # whether the user stated the margin
+    worse: Worsening | None = None  # in the margin's units
+    change: Change | None = None
+
+    @property
+    def name(self) -> str:
+        return " ".join(part for part in (self.cell, self.task, self.metric) if part)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """All questions and the answer. ``exit_code``: 0 pass, 1 fail; unusable input raises (2)."""
+
+    results: str
+    baseline: str
+    gates: tuple[Gate, ...]
+    notes: tuple[str, ...]
+    inconclusive: Inconclusive  # what an inconclusive question counts as
+
+    @property
+    def outcome(self) -> Outcome:
+        outcomes = {gate.outcome for gate in self.gates}
+        if "fail" in outcomes:
+            return "fail"
+        return "inconclusive" if "inconclusive" in outcomes else "pass"
+
+    @property
+    def exit_code(self) -> int:
+        counted = self.inconclusive if self.outcome == "inconclusive" else self.outcome
+        return 0 if counted == "pass" else 1
+
+    def count(self, outcome: Outcome) -> int:
+        return sum(gate.outcome == outcome for gate in self.gates)
+
+
+def measured(cell: str, metric: str, rise: float, margin: float, reason: str) -> Gate:
+    """A question about what the audit measured, which is known and no estimate: worse by ``rise``
+    per cent."""
+    return Gate(
+        cell=cell,
+        task=AUDIT,
+        metric=metric,
+        outcome="pass" if rise <= margin + ROUNDING else "fail",
+        reason=reason,
+        margin=margin,
+        worse=Worsening(estimate=rise, low=rise, high=rise),
+    )
+
+
+def whole(cell: str, reason: str) -> Gate:
+    """A cell that fails as a whole."""
+    return Gate(cell=cell, task="", metric="", outcome="fail", reason=reason)
+
 
 SIGNS = {"pass": "✓ pass", "fail": "✗ fail", "inconclusive": "? inconclusive"}
 

@@ -30,11 +30,17 @@ def test_results_of_two_runs_are_paired_and_only_the_changed_cell_is_marked(tmp_
 
 
 def test_cells_of_one_side_only_and_failed_ones_are_named(tmp_path):
-    old = grid(tmp_path / "a", failed=("softmax/bf16",))
+    more = (*QUANTIZERS, "hqq-3bit", "gptq-4bit")
+    old = make_store(tmp_path / "a", sizes=SIZES, quantizers=more, failed=("softmax/bf16",))
     new = make_store(tmp_path / "b", sizes=SIZES, quantizers=("bf16",))
-    problems = "\n".join(compare_results(old, new).problems)
-    assert "softmax/bf16: " in problems
-    assert f"softpick/hqq-4bit: not in {new.directory}" in problems
+    assert compare_results(old, new).problems == (
+        f"softmax/bf16: {old.directory}: failed: out of memory | while quantizing layer 3",
+        *(
+            f"{name}/{one}: not in {new.directory}"
+            for name in ("softmax", "softpick")
+            for one in more[1:]
+        ),
+    )  # in the grid's order
 
 
 def test_explain_names_exactly_the_parts_that_differ(tmp_path):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from synthetic import make_store
 
-from qbench.gate.layers import Gate, Verdict
+from qbench.gate.verdict import Gate, Verdict
 from qbench.store import Store
 
 SIZES = {"arc_easy": 700, "lambada_openai": 500, "wikitext": 40}

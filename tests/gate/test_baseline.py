@@ -1,12 +1,13 @@
 """The baseline file: gives back what was put in, stays small, and damage is noticed."""
 
+import base64
 import json
 import shutil
+import zlib
 
 import pyarrow.parquet as parquet
 import pytest
-from gate_results import CELL, changed
-from synthetic import LAYERS
+from gate_results import changed
 
 from qbench.errors import ResultsError
 from qbench.gate import baseline, check
@@ -15,12 +16,12 @@ from qbench.gate import baseline, check
 def test_a_baseline_gives_back_what_was_put_in(good, standard):
     from qbench.comparison.changes import read_results
 
-    ours, again = read_results(good, decimals=baseline.DECIMALS), baseline.read(standard).outcomes
+    ours, again = read_results(good, decimals=baseline.DECIMALS), baseline.read(standard)
     assert again.name == ours.name
     assert list(again.cells) == list(ours.cells)
     for cell, one in ours.cells.items():
         other = again.cells[cell]
-        assert (other.key, other.scores) == (one.key, one.scores)
+        assert (other.record, other.scores) == (one.record, one.scores)
         for name, column in one.columns.items():
             assert (other.columns[name].documents == column.documents).all()
             assert (other.columns[name].values == column.values).all()
@@ -52,15 +53,6 @@ def test_no_baseline_is_made_of_a_broken_grid(tmp_path, state):
         baseline.make(store, tmp_path / "baseline.parquet")
 
 
-def test_a_baseline_keeps_what_the_audit_measured_of_every_layer(good, standard):
-    from qbench.gate.layers import read_layers
-
-    kept, measured = baseline.read(standard).layers, read_layers(good)
-    assert kept == measured
-    assert tuple(kept[CELL]) == LAYERS
-    assert kept["softmax/bf16"] == {}
-
-
 @pytest.mark.parametrize("content", [None, b"", b"PAR1 nonsense PAR1", b"PAR1"])
 def test_an_unreadable_baseline_is_unusable_input(tmp_path, good, content):
     path = tmp_path / "baseline.parquet"
@@ -72,35 +64,33 @@ def test_an_unreadable_baseline_is_unusable_input(tmp_path, good, content):
 
 def rewrite(standard, path, change) -> None:
     """The baseline with its description changed, and a digest that agrees."""
-    file = parquet.ParquetFile(standard)
-    table, stated = file.read(), file.metadata.metadata
-    about = json.loads(stated[baseline.METADATA])
-    described = json.dumps(change(about)).encode()
-    digest = baseline._digest(described, table)
-    with parquet.ParquetWriter(path, table.schema) as writer:
+    table = parquet.ParquetFile(standard).read()
+    about = json.dumps(change(json.loads(table.schema.metadata[baseline.ABOUT]))).encode()
+    stated = {baseline.ABOUT: about, baseline.DIGEST: baseline._digest(about, table)}
+    with parquet.ParquetWriter(path, table.schema.remove_metadata()) as writer:
         writer.write_table(table)
-        writer.add_key_value_metadata({baseline.METADATA: described, baseline.DIGEST: digest})
+        writer.add_key_value_metadata(stated)
 
 
-def without(*names):
-    def change(about):
-        inner = about
-        for name in names[:-1]:
-            inner = inner[name]
-        del inner[names[-1]]
-        return about
+def of_records(change):
+    """Of the description: its records changed."""
 
-    return change
+    def changed(about):
+        records = json.loads(zlib.decompress(base64.b85decode(about["records"])))
+        packed = zlib.compress(json.dumps(change(records)).encode())
+        return about | {"records": base64.b85encode(packed).decode()}
+
+    return changed
 
 
 CHANGES = {
     "a list": lambda about: [about],
-    "no measures": without("cells", "softmax/bf16", "measures"),
-    "a cell too many": lambda about: (
-        about | {"cells": about["cells"] | {"x/y": about["cells"]["softmax/bf16"]}}
-    ),
-    "another version": lambda about: about | {"version": 1},
-    "layers that are none": lambda about: about | {"layers": "zzz"},
+    "no key": of_records(lambda found: [{**found[0], "key": None}, *found[1:]]),
+    "a cell too many": of_records(lambda found: [*found, {**found[0], "checkpoint": "x"}]),
+    "a cell too few": of_records(lambda found: found[:-1]),
+    "a score too few": of_records(lambda found: [{**one, "scores": []} for one in found]),
+    "another version": lambda about: about | {"version": 2},
+    "records that are none": lambda about: about | {"records": "zzz"},
 }
 
 

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 from gate_results import changed
 
 from qbench.gate import check, verdict
-from qbench.gate.layers import Gate, Verdict
+from qbench.gate.verdict import Gate, Verdict
 
 
 def columns(text: str) -> int:
