@@ -14,10 +14,10 @@ from qbench.errors import ResultsError
 from qbench.passkey import task_length
 from qbench.records import Analysis, Damage, Measured, Record, Score, Sensitivity
 from qbench.store import Analyses, Store, long_contexts, sensitivities
-from qbench.tables import table
 from qbench.tables.analyses_csv import mean
 from qbench.tables.notes import AT_CHANCE, at_chance
-from qbench.tables.table import Table
+from qbench.tables.table import Table, from_rows
+from qbench.tables.table import markdown as table_markdown
 from qbench.text import MINUS, NO_VALUE, for_markdown, number, together
 
 
@@ -156,24 +156,17 @@ def _inputs(one: Measured) -> dict[str, str]:
 
 def sections(why: Why) -> list[Table]:
     """A row a cell, the paper's table first."""
-    found = [
-        table
-        for name, title, columns, notes in SECTIONS
-        for table in _of_rows(
-            name,
-            title,
-            notes,
-            [{"Cell": one.cell, **columns(one.measured)} for one in why.cells],
-            also_words=("in",),
-        )
-    ]
+    found: list[Table] = []
+    for title, columns, notes in SECTIONS:
+        rows = [{"Cell": one.cell, **columns(one.measured)} for one in why.cells]
+        found += from_rows(rows, title=title, notes=notes, also_words=("in",))
     return [*found, *_massive(why.cells)]
 
 
+TABLE_4 = "Sinks, hidden states, sparsity: the softpick paper's table 4"
 SECTIONS = (
     (
-        "table-4",
-        "Sinks, hidden states, sparsity: the softpick paper's table 4",
+        TABLE_4,
         _paper,
         (
             "Sink rate: share of heads, over texts, whose mean weight on the first key exceeds ε.",
@@ -181,7 +174,6 @@ SECTIONS = (
         ),
     ),
     (
-        "definitions",
         "Other definitions",
         _others,
         (
@@ -193,7 +185,6 @@ SECTIONS = (
         ),
     ),
     (
-        "heads",
         "Heads",
         _heads,
         (
@@ -202,7 +193,6 @@ SECTIONS = (
         ),
     ),
     (
-        "inputs",
         "Inputs of linear layers",
         _inputs,
         (
@@ -241,7 +231,7 @@ def _massive(whole: Cells) -> list[Table]:
         for m in one.measured.massive[:MASSIVE_SHOWN]
     ]
     notes = (f"The {MASSIVE_SHOWN} largest of each cell; layers, positions, channels from 0.",)
-    return _of_rows("massive", "Massive activations", notes, rows, also_words=("Token",))
+    return from_rows(rows, title="Massive activations", notes=notes, also_words=("Token",))
 
 
 def pruned_rows(records: Sequence[Record]) -> list[dict[str, object]]:
@@ -285,7 +275,7 @@ def pruned(records: Sequence[Record]) -> list[Table]:
         "Heads whose output is set to zero, chosen on the calibration text.",
         "KL divergence from the whole model, nats a token; change of the first perplexity.",
     )
-    return _of_rows("pruned", "Heads cut out", notes, rows)
+    return from_rows(rows, title="Heads cut out", notes=notes)
 
 
 def _perplexity_change(record: Record) -> float | None:
@@ -305,7 +295,7 @@ def beside(why: Why) -> list[Table]:
     """Each unquantized model's outliers beside what quantization did to the same weights."""
     rows = [{"Cell": one.cell, **_text([one], why)} for one in _whole(why) if _labels(why)]
     notes = (f"Table 4's row beside the damage of the same weights quantized: {KL}.",)
-    return _of_rows("beside", "Beside the damage", notes, rows)
+    return from_rows(rows, title="Beside the damage", notes=notes)
 
 
 def over_seeds(why: Why) -> list[Table]:
@@ -322,32 +312,7 @@ def over_seeds(why: Why) -> list[Table]:
         "Means over trainings that differ in their seed; in brackets the lowest and the highest.",
         f"Table 4's columns are those of the next table. The last ones are {KL}.",
     )
-    return _of_rows("seeds", "Over seeds: table 4 beside the damage", notes, rows)
-
-
-def _of_rows(
-    name: str,
-    title: str,
-    notes: tuple[str, ...],
-    rows: Sequence[Mapping[str, str]],
-    *,
-    words: int = 1,
-    also_words: tuple[str, ...] = (),
-) -> list[Table]:
-    """A table of rows by their heads; none without a row."""
-    if not rows:
-        return []
-    return [
-        Table(
-            name=name,
-            title=title,
-            notes=notes,
-            head=tuple(rows[0]),
-            rows=tuple(tuple(row.values()) for row in rows),
-            words=words,
-            also_words=also_words,
-        )
-    ]
+    return from_rows(rows, title="Over seeds: table 4 beside the damage", notes=notes)
 
 
 def _whole(why: Why) -> list[Analysis]:
@@ -435,7 +400,7 @@ def stretches(why: Why) -> list[Table]:
         "(section 7.7).",
     )
     title = "Along the text: losses and weights"
-    return _of_rows("stretches", title, notes, rows, words=2)
+    return from_rows(rows, title=title, notes=notes, words=2)
 
 
 def sensitivity(why: Why) -> list[Table]:
@@ -458,7 +423,7 @@ def sensitivity(why: Why) -> list[Table]:
         "sensitivity.csv.",
         "KL divergence from the unquantized model, nats a token, mean over texts.",
     )
-    return _of_rows("sensitivity", "Quantized alone", notes, rows, words=2)
+    return from_rows(rows, title="Quantized alone", notes=notes, words=2)
 
 
 def outliers_and_damage(one: Sensitivity, cells: Sequence[Analysis]) -> list[tuple[float, float]]:
@@ -514,7 +479,7 @@ def correlations(why: Why) -> list[Table]:
         "Of the largest |x| / rms of what a part receives with the KL divergence when it is "
         "quantized alone.",
     )
-    return _of_rows("correlation", "Outliers of inputs and damage", notes, rows)
+    return from_rows(rows, title="Outliers of inputs and damage", notes=notes)
 
 
 PASSKEYS = {
@@ -539,7 +504,7 @@ def passkeys(records: Sequence[Record]) -> list[Table]:
         ]
         runs = round(1 / AT_CHANCE)
         chance = f"Chance: a score that guessed digits reach at least once in {runs} runs."
-        found += _of_rows(f"passkey-{metric.replace('_', '-')}", title, (note, chance), rows)
+        found += from_rows(rows, title=title, notes=(note, chance))
     return found
 
 
@@ -594,7 +559,7 @@ def markdown(why: Why) -> str:
     parts = ["# Analysis"]
     read = [*texts(why.cells), *texts(why.long)]
     parts += ["\n".join(f"- {for_markdown(line)}" for line in read)] if read else []
-    parts += [table.markdown(found).rstrip()] if found else []
+    parts += [table_markdown(found).rstrip()] if found else []
     parts += [for_markdown(problem) for problem in why.problems]
     if len(parts) == 1:
         parts.append("No cell was analyzed.")
@@ -611,13 +576,12 @@ def beside_paper(why: Why, name: str) -> list[Table]:
         for row in four.rows
         if row["size"] == scale
     ]
-    ours = next((s for s in sections(why) if s.name == "table-4"), None)
+    ours = next((s for s in sections(why) if s.title == TABLE_4), None)
     if ours is not None:
         places = [ours.head.index(title) for title in MEASURES.values()]
         rows += [(row[0], *(row[place] for place in places)) for row in ours.rows]
     found = [
         Table(
-            name="published-4",
             title="Beside the paper: sinks, hidden states, sparsity",
             notes=(
                 f"{four.paper}, {four.source}: on 1,000 samples of SlimPajama; sparsity and hidden "
@@ -653,7 +617,6 @@ def _passkey(records: Sequence[Record], scale: str) -> Table | None:
     if not ours:
         told += " Ours: none; put passkey, or passkey_890 and the like, into the recipe's tasks."
     return Table(
-        name="published-7",
         title="Beside the paper: passkey retrieval",
         notes=(told,),
         head=("Model", *map(str, lengths)),

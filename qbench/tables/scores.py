@@ -33,7 +33,7 @@ from qbench.records import Damage, Record, TaskDamage
 from qbench.store import KEY_DIGITS
 from qbench.tables.notes import cache_notes, chance_notes, judged_notes, prompt_notes
 from qbench.tables.published import printed_columns, printed_notes
-from qbench.tables.table import Table
+from qbench.tables.table import Table, from_rows
 from qbench.text import MINUS, NO_VALUE, metric_title, number, significant, together
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def tables_of(part: Part, published: str | None) -> list[Table]:
         return [table for pair in _with_the_first(part) for table in tables_of(pair, published)]
     damaged = any(line.damages for line in part.lines)
     if len(part.checkpoints) == 1 and damaged and not published:
-        return [_one_model(part)]
+        return _one_model(part)
     return [_deltas(part, published), *([_damages(part, part.quantized)] if damaged else [])]
 
 
@@ -325,7 +325,7 @@ def _records(lines: Iterable[Line]) -> tuple[str, ...]:
     return tuple(f"{one.cell} {one.key[:KEY_DIGITS]}" for one in entries if one.status == "ok")
 
 
-def _one_model(part: Part) -> Table:
+def _one_model(part: Part) -> list[Table]:
     """What quantization costs one checkpoint: a row a precision."""
     (checkpoint,) = part.checkpoints
     records = {q: part.comparison.records.get(f"{checkpoint}/{q}") for q in _quantizers(part.lines)}
@@ -333,23 +333,21 @@ def _one_model(part: Part) -> Table:
     rows = []
     for line in sorted(part.lines, key=lambda one: order.index((one.task, one.metric))):
         record, effect = records[line.quantizer], line.damages.get(checkpoint)
+        costs = _cost_texts([record], line.task, line.metric)
         rows.append(
-            (
-                *line_names(line),
-                *_size_texts([record], sized=True),
-                entry_text(line.entries[0], line),
-                *(effect_texts(effect, line) if line.quantized else ("", "")),
-                *(_cost_texts([record], line.task, line.metric) if line.quantized else [""] * 4),
-                documents_text(line),
-            )
+            {
+                **dict(zip(NAMES, line_names(line), strict=True)),
+                **_size_texts([record]),
+                "Score": entry_text(line.entries[0], line),
+                "Damage": effect_text(effect, percent=line.percent) if line.quantized else "",
+                INTERVAL: interval_text(effect, percent=line.percent) if line.quantized else "",
+                **(costs if line.quantized else dict.fromkeys(costs, "")),
+                "Documents": documents_text(line),
+            }
         )
-    return Table(
+    return from_rows(
+        rows,
         title=f"{part.name}: what it costs {checkpoint}",
-        head=(
-            *(*NAMES, "Bits a weight", "GiB", "Score", "Damage", INTERVAL),
-            *(*COSTS, "Documents"),
-        ),
-        rows=tuple(rows),
         notes=(
             *(DAMAGE_NOTE, MARKS.format(kind="damages"), BRACKETS, COST_NOTE, FLIPS_NOTE),
             *ratio_notes(effect for line in part.lines for effect in line.damages.values()),
@@ -360,9 +358,6 @@ def _one_model(part: Part) -> Table:
         grouped=True,
         records=_records(part.lines),
     )
-
-
-COSTS = ("KL", "KL p99", "Flips", "Same top token")
 
 
 def costs(part: Part) -> list[Table]:
@@ -379,37 +374,27 @@ def costs(part: Part) -> list[Table]:
             records = [comparison.records.get(f"{member}/{line.quantizer}") for member in members]
             if all(task_damage(record, line.task) for record in records):
                 told.append((line, group, records))
-    if not told:
-        return []
-    sized = any(gib(record) is not None for _, _, records in told for record in records)
-    rows = tuple(
-        (
-            line.label,
-            line_names(line)[2],
-            group,
-            *_size_texts(records, sized=sized),
-            *_cost_texts(records, line.task, line.metric),
-        )
+    rows = [
+        {
+            "Task": line.label,
+            "Quantization": line_names(line)[2],
+            "Checkpoint": group,
+            **_size_texts(records),
+            **_cost_texts(records, line.task, line.metric),
+        }
         for line, group, records in told
-    )
+    ]
+    if all(row["GiB"] == NO_VALUE for row in rows):
+        rows = [{name: text for name, text in row.items() if name != "GiB"} for row in rows]
     several = " Of trainings of one kind: means, flips added." if comparison.grid.replicates else ""
     names = ", ".join(map(metric_title, dict.fromkeys(flipped.values()))) or "no metric"
-    return [
-        Table(
-            title=f"{part.name}: what quantization changed",
-            head=(
-                *("Task", "Quantization", "Checkpoint", "Bits a weight"),
-                *(*(["GiB"] if sized else []), *COSTS),
-            ),
-            rows=rows,
-            notes=(
-                COST_NOTE,
-                f"{FLIPS_NOTE[:-1]}, by {names}.{several}",
-            ),
-            words=3,
-            grouped=True,
-        )
-    ]
+    return from_rows(
+        rows,
+        title=f"{part.name}: what quantization changed",
+        notes=(COST_NOTE, f"{FLIPS_NOTE[:-1]}, by {names}.{several}"),
+        words=3,
+        grouped=True,
+    )
 
 
 def _flip_metrics(comparison: Comparison) -> dict[str, str]:
@@ -429,29 +414,30 @@ def task_damage(record: Record | None, task: str) -> TaskDamage | None:
     return measured.tasks.get(task) if isinstance(measured, Damage) else None
 
 
-def _cost_texts(records: Sequence[Record | None], task: str, metric: str) -> list[str]:
+def _cost_texts(records: Sequence[Record | None], task: str, metric: str) -> dict[str, str]:
     """KL (mean, 99th percentile), flips, top-1 agreement: means, of flips the sum."""
     damages = [task_damage(record, task) for record in records]
     told = [one.distributions for one in damages if one and one.distributions]
     flips = [one.flips[metric] for one in damages if one and metric in one.flips]
     whole = len(told) == len(records)
     lost, gained = (sum(getattr(f, n) for f in flips) for n in ("right_to_wrong", "wrong_to_right"))
-    return [
-        significant(fmean(one.kl.mean for one in told)) if whole else NO_VALUE,
-        significant(fmean(one.kl.p99 for one in told)) if whole else NO_VALUE,
-        f"{lost} / {gained}" if len(flips) == len(records) else NO_VALUE,
-        f"{100 * fmean(one.top1_agreement for one in told):.1f} %" if whole else NO_VALUE,
-    ]
+    same = fmean(one.top1_agreement for one in told) if whole else None
+    return {
+        "KL": significant(fmean(one.kl.mean for one in told)) if whole else NO_VALUE,
+        "KL p99": significant(fmean(one.kl.p99 for one in told)) if whole else NO_VALUE,
+        "Flips": f"{lost} / {gained}" if len(flips) == len(records) else NO_VALUE,
+        "Same top token": NO_VALUE if same is None else f"{100 * same:.1f} %",
+    }
 
 
-def _size_texts(records: Sequence[Record | None], *, sized: bool) -> list[str]:
-    """Bits a weight, and GiB where they are shown."""
+def _size_texts(records: Sequence[Record | None]) -> dict[str, str]:
+    """Bits a weight and GiB, means."""
     bits = [bits_per_weight(record) if record else None for record in records]
     size = [gib(record) for record in records]
-    return [
-        NO_VALUE if None in bits else f"{fmean(bits):.2f}",
-        *([NO_VALUE if None in size else significant(fmean(size))] if sized else []),
-    ]
+    return {
+        "Bits a weight": NO_VALUE if None in bits else f"{fmean(bits):.2f}",
+        "GiB": NO_VALUE if None in size else significant(fmean(size)),
+    }
 
 
 BITS = {"bfloat16": 16.0, "float16": 16.0, "float32": 32.0, "bf16": 16.0, "fp16": 16.0,
@@ -480,27 +466,29 @@ def pair_tables(comparison: Comparison) -> list[Table]:
     order = list(dict.fromkeys((one.task, one.metric) for one in comparison.pairs))
     rows = []
     for one in sorted(comparison.pairs, key=lambda one: order.index((one.task, one.metric))):
-        effect, shown = one.effect, {"percent": one.percent}
-        p = NO_VALUE if effect is None or effect.p_holm is None else f"{effect.p_holm:.2g}"
-        name = metric_text(one)
-        texts = (effect_text(effect, **shown), interval_text(effect, **shown), p)
-        rows.append((one.label, name, one.told, *texts, str(one.documents)))
-    if not rows:
-        return []
-    return [
-        Table(
-            title="Quantization: precisions among themselves",
-            head=("Task", "Metric", "Pair", "Difference", INTERVAL, "p (Holm)", "Documents"),
-            rows=tuple(rows),
-            notes=(
-                "Difference: the first minus the second precision, paired by document.",
-                "‡ and p: after Holm's correction over all pairs, † after Benjamini–Hochberg's.",
-                *ratio_notes(one.effect for one in comparison.pairs if one.effect),
-            ),
-            words=3,
-            grouped=True,
+        effect = one.effect
+        rows.append(
+            {
+                "Task": one.label,
+                "Metric": metric_text(one),
+                "Pair": one.told,
+                "Difference": effect_text(effect, percent=one.percent),
+                INTERVAL: interval_text(effect, percent=one.percent),
+                "p (Holm)": f"{effect.p_holm:.2g}" if effect else NO_VALUE,
+                "Documents": str(one.documents),
+            }
         )
-    ]
+    return from_rows(
+        rows,
+        title="Quantization: precisions among themselves",
+        notes=(
+            "Difference: the first minus the second precision, paired by document.",
+            "‡ and p: after Holm's correction over all pairs, † after Benjamini–Hochberg's.",
+            *ratio_notes(one.effect for one in comparison.pairs if one.effect),
+        ),
+        words=3,
+        grouped=True,
+    )
 
 
 def group_tables(comparison: Comparison) -> list[Table]:
@@ -547,12 +535,6 @@ def line_names(line: Line) -> tuple[str, str, str]:
     if line.precision.in_parts:
         quantizer += f" ({line.precision.words})"
     return line.label, metric_text(line), quantizer
-
-
-def effect_texts(effect: Effect | None, line: Line) -> tuple[str, str]:
-    """An effect with its mark, and its interval."""
-    shown = {"percent": line.percent}
-    return effect_text(effect, **shown), interval_text(effect, **shown)
 
 
 def entry_text(entry: Entry, line: Line) -> str:

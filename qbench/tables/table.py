@@ -7,6 +7,7 @@ import io
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from jinja2 import Environment, PackageLoader
 
@@ -24,7 +25,7 @@ class Table:
     whose heads ``also_words`` names. ``notes`` are footnotes, a line each.
 
     ``grouped``: rows with the same first cell belong together, and show it once. ``records``: the
-    cells with their keys that the numbers come from. ``name``: in a page's links.
+    cells with their keys that the numbers come from.
     """
 
     title: str
@@ -35,7 +36,6 @@ class Table:
     also_words: tuple[str, ...] = ()
     grouped: bool = False
     records: tuple[str, ...] = ()
-    name: str = ""
 
     @property
     def begins(self) -> tuple[bool, ...]:
@@ -69,6 +69,16 @@ class Table:
             "l" if index < self.words or name in self.also_words else "r"
             for index, name in enumerate(self.head)
         )
+
+
+def from_rows(
+    rows: Sequence[Mapping[str, str]], *, title: str, notes: Iterable[str], **layout: Any
+) -> list[Table]:
+    """A table of rows by their heads; none without a row. ``layout``: other fields of a table."""
+    if not rows:
+        return []
+    cells = tuple(tuple(row.values()) for row in rows)
+    return [Table(title=title, head=tuple(rows[0]), rows=cells, notes=tuple(notes), **layout)]
 
 
 def render(tables: Sequence[Table], format: str, *, title: str = "") -> str:
