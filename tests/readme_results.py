@@ -1,14 +1,15 @@
 """The pages of findings and speed, and what results they name, as the tests of their numbers
 read them."""
 
-import tempfile
+import io
 from functools import lru_cache
 from pathlib import Path
 
 import pandas as pd
 
+from qbench.comparison.compare import compare
 from qbench.store import Store
-from qbench.tables.write import write_tables
+from qbench.tables import table_files
 
 ROOT = Path(__file__).parent.parent
 FINDINGS = (ROOT / "docs" / "findings.md").read_text()
@@ -31,11 +32,14 @@ def part(begin: str, end: str, page: str = FINDINGS) -> str:
 
 
 @lru_cache
+def files(folder: str) -> dict[str, str]:
+    """The tables of a results folder, made afresh from its records."""
+    store = Store(RESULTS / folder)
+    return table_files(store, compare(store), ("csv",))
+
+
 def table(folder: str, name: str = "tables.csv") -> pd.DataFrame:
-    """``tables.csv`` or ``seeds.csv`` of a results folder, made afresh from its records."""
-    with tempfile.TemporaryDirectory() as made:
-        write_tables(Store(RESULTS / folder), Path(made), formats=("csv",))
-        return pd.read_csv(Path(made) / name)
+    return pd.read_csv(io.StringIO(files(folder)[name]))
 
 
 def differences(folder: str) -> pd.DataFrame:

@@ -43,9 +43,10 @@ def test_reading_results_tables_with_all_statistics_and_the_gate_load_no_torch(t
         f"import sys, {modules}; from pathlib import Path\n"
         "from qbench.gate import baseline, check\n"
         "from qbench.store import Store\n"
-        "from qbench.tables import write_tables\n"
+        "from qbench.comparison.compare import compare\n"
+        "from qbench.tables import table_files\n"
         f"store = Store({str(store.directory)!r}); out = store.directory / 'baseline.parquet'\n"
-        "write_tables(store, formats=('md', 'tex', 'csv', 'html'))\n"
+        "table_files(store, compare(store), ('md', 'tex', 'csv', 'html'))\n"
         "baseline.make(store, out); check.check(store, out); print(*sys.modules)"
     ).split()
     assert not set(HEAVY) & set(loaded)

@@ -14,13 +14,12 @@ from qbench.comparison.changes import compare_cells, compare_results
 from qbench.comparison.compare import compare as compare_store
 from qbench.comparison.lines import Comparison
 from qbench.errors import OutputError, ResultsError
-from qbench.files import require_folder
+from qbench.files import require_folder, write_atomically
 from qbench.store import Store
-from qbench.tables import write_tables
+from qbench.tables import table_files
 from qbench.tables.changes import changes_table
 from qbench.tables.rank import ranking
 from qbench.tables.table import render as render_tables
-from qbench.tables.write import paper, render
 
 
 class Format(StrEnum):
@@ -57,8 +56,8 @@ def tables(
     """
     store = open_store(folder, run)
     if rank:
-        table = ranking(compare_store(store), store, max_gib)
-        typer.echo(render_tables([table], format, title=table.title), nl=False)
+        found = ranking(compare_store(store), store, max_gib)
+        typer.echo(render_tables(found, format, title=found[0].title), nl=False)
         return
     if max_gib is not None:
         raise ResultsError("--max-gib needs --rank")
@@ -76,18 +75,15 @@ def show_tables(
     """
     comparison = compare_store(store, against=against)
     formats = ("md", "csv") if format == "md" else (format,)
-    paths, problem = [], None
+    files = table_files(store, comparison, formats, published=published)
+    typer.echo(files[f"tables.{format}"], nl=False)
     try:
         require_folder(store.directory)
-        paths = write_tables(store, formats=formats, published=published, comparison=comparison)
+        for name, text in files.items():
+            write_atomically(store.place() / name, text.encode())
+        show_written([store.place() / name for name in files])
     except OutputError as error:
-        problem = error
-    typer.echo(render(comparison, format=format, published=published), nl=False)
-    if format == "md" and published:
-        typer.echo(paper(store, published), nl=False)
-    show_written(paths)
-    if problem:
-        typer.echo(f"not written: {problem}", err=True)
+        typer.echo(f"not written: {error}", err=True)
     return comparison
 
 

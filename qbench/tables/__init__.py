@@ -1,6 +1,6 @@
 """Comparison → the paper's delta tables, in Markdown, CSV, LaTeX and HTML."""
 
 from qbench.tables.table import Table
-from qbench.tables.write import FORMATS, render, write_tables
+from qbench.tables.write import FORMATS, render, table_files
 
-__all__ = ["FORMATS", "Table", "render", "write_tables"]
+__all__ = ["FORMATS", "Table", "render", "table_files"]

@@ -163,10 +163,9 @@ def sections(why: Why) -> list[Table]:
     return [*found, *_massive(why.cells)]
 
 
-TABLE_4 = "Sinks, hidden states, sparsity: the softpick paper's table 4"
 SECTIONS = (
     (
-        TABLE_4,
+        "Sinks, hidden states, sparsity: the softpick paper's table 4",
         _paper,
         (
             "Sink rate: share of heads, over texts, whose mean weight on the first key exceeds ε.",
@@ -576,35 +575,34 @@ def beside_paper(why: Why, name: str) -> list[Table]:
         for row in four.rows
         if row["size"] == scale
     ]
-    ours = next((s for s in sections(why) if s.title == TABLE_4), None)
-    if ours is not None:
-        places = [ours.head.index(title) for title in MEASURES.values()]
-        rows += [(row[0], *(row[place] for place in places)) for row in ours.rows]
+    for one in why.cells:
+        ours = _paper(one.measured)
+        rows.append((one.cell, *(ours[title] for title in MEASURES.values())))
+    read = "; ".join(texts(why.cells)) or "none; run `qbench analyze`"
     found = [
         Table(
             title="Beside the paper: sinks, hidden states, sparsity",
             notes=(
                 f"{four.paper}, {four.source}: on 1,000 samples of SlimPajama; sparsity and hidden "
                 "states on 10 texts (*: zeros of softmax by underflow, as the paper notes).",
-                f"Ours: {'; '.join(texts(why.cells)) if ours else 'none; run `qbench analyze`'}.",
+                f"Ours: {read}.",
             ),
             head=("Model", *MEASURES.values()),
             rows=tuple(rows),
         )
     ]
-    five = _passkey(why.records, scale)
-    return [*found, five] if five is not None else found
+    return [*found, *_passkey(why.records, scale)]
 
 
 def _printed(text: str) -> str:
     return text.replace("-", MINUS)
 
 
-def _passkey(records: Sequence[Record], scale: str) -> Table | None:
-    """Table 7, whose first two rows are table 5."""
+def _passkey(records: Sequence[Record], scale: str) -> list[Table]:
+    """Table 7, whose first two rows are table 5, where it is of that scale."""
     seven = papers.table("softpick-table-07")
     if seven.scale != scale:
-        return None
+        return []
     printed = [int(column) for column in seven.columns if column != "model"]
     ours = by_length(records, "exact_match")
     lengths = sorted({*printed, *(length for found in ours.values() for length in found)})
@@ -616,9 +614,6 @@ def _passkey(records: Sequence[Record], scale: str) -> Table | None:
     told = f"{seven.paper}, tables 5 and 7: per cent of keys retrieved, by tokens of the prompt."
     if not ours:
         told += " Ours: none; put passkey, or passkey_890 and the like, into the recipe's tasks."
-    return Table(
-        title="Beside the paper: passkey retrieval",
-        notes=(told,),
-        head=("Model", *map(str, lengths)),
-        rows=tuple(rows),
-    )
+    head = ("Model", *map(str, lengths))
+    title = "Beside the paper: passkey retrieval"
+    return [Table(title=title, notes=(told,), head=head, rows=tuple(rows))]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from qbench.comparison.lines import Comparison, Entry, Line
 from qbench.published import Printed, printed
+from qbench.records import GroupScore
 from qbench.tables.published import find_printed, standard_errors_away
 from qbench.tables.scores import bits_per_weight, gib, task_damage
 from qbench.tables.table import as_csv
@@ -15,33 +16,21 @@ from qbench.tables.table import as_csv
 if TYPE_CHECKING:
     from qbench.statistics import Effect
 
-# Where activations or the KV cache are parts of their own.
-PRECISION = ("precision", "activations", "arithmetic", "kv_cache")
-ABOUT = (
-    *("task", "label", "metric", "direction", "method", "bits", *PRECISION),
-    *("quantizer", "checkpoint"),
-    *("status", "value", "stderr", "low", "high", "documents"),
-)
-OF_LINES = ("task", "label", "metric", "method", "bits", "quantizer")
-OF_ENTRIES = ("checkpoint", "status", "value", "stderr", "documents", "key", "reason")
+LINE = ("task", "label", "metric", "direction", "method")
+PRECISION = ("precision", "activations", "arithmetic", "kv_cache")  # where these are parts
+SCORE = ("status", "value", "stderr", "low", "high", "documents")
 QUESTIONS = {"delta": "deltas", "damage": "damages", "did": "differences"}
 PARTS = ("", "_stderr", "_low", "_high")  # empty for perplexities, but for ``delta``
 LOG_PARTS = ("_log_ratio", "_log_ratio_stderr", "_log_ratio_low", "_log_ratio_high")
 TESTS = ("_test", "_p", "_p_holm", "_p_bh", "_detectable", "_documents")
 PRINTED = ("printed", "printed_delta", "printed_source", "standard_errors_away")
-PREDICTIONS = (
+NOISE = "noise_floor"  # of Δ: both checkpoints' together
+COLUMNS = (
+    *(*LINE, "bits", *PRECISION, "quantizer", "checkpoint", *SCORE),
+    *(question + part for question in QUESTIONS for part in (*PARTS, *LOG_PARTS, *TESTS)),
     *("bits_per_weight", "gib", "kl_mean", "kl_p99", "top1_agreement"),
     *("right_to_wrong", "wrong_to_right"),
-)
-NOISE = "noise_floor"  # of Δ: both checkpoints' together
-TRACE = ("key", "reason")
-COLUMNS = (
-    *ABOUT,
-    *(question + part for question in QUESTIONS for part in (*PARTS, *LOG_PARTS, *TESTS)),
-    *PREDICTIONS,
-    *PRINTED,
-    NOISE,
-    *TRACE,
+    *(*PRINTED, NOISE, "key", "reason"),
 )
 
 
@@ -79,14 +68,14 @@ def _predictions(comparison: Comparison, line: Line, entry: Entry) -> dict[str, 
     record = comparison.records.get(entry.cell)
     if record is None:
         return {}
+    row: dict[str, object] = {"bits_per_weight": bits_per_weight(record), "gib": gib(record)}
     found = task_damage(record, line.task)
-    told, flips = (found.distributions, found.flips.get(line.metric)) if found else (None, None)
-    values = (
-        *(bits_per_weight(record), gib(record)),
-        *((told.kl.mean, told.kl.p99, told.top1_agreement) if told else (None,) * 3),
-        *((flips.right_to_wrong, flips.wrong_to_right) if flips else (None,) * 2),
-    )
-    return dict(zip(PREDICTIONS, values, strict=True))
+    if found and (told := found.distributions):
+        row |= {"kl_mean": told.kl.mean, "kl_p99": told.kl.p99}
+        row["top1_agreement"] = told.top1_agreement
+    if found and (flips := found.flips.get(line.metric)):
+        row |= {name: getattr(flips, name) for name in ("right_to_wrong", "wrong_to_right")}
+    return row
 
 
 def _groups(comparison: Comparison) -> Iterator[dict[str, object]]:
@@ -97,7 +86,7 @@ def _groups(comparison: Comparison) -> Iterator[dict[str, object]]:
                 "task": group.group,
                 "label": group.label,
                 "metric": group.metric,
-                "direction": "up" if group.higher_is_better else "down",
+                "direction": _direction(group),
                 "method": record.method,
                 "quantizer": record.quantizer,
                 "checkpoint": record.checkpoint,
@@ -109,13 +98,22 @@ def _groups(comparison: Comparison) -> Iterator[dict[str, object]]:
             }
 
 
+def _direction(one: Line | GroupScore) -> str:
+    return "up" if one.higher_is_better else "down"
+
+
+def _about(line: Line) -> dict[str, object]:
+    names = ("task", "label", "metric", "method", "quantizer")
+    return {name: getattr(line, name) for name in names} | {"direction": _direction(line)}
+
+
 def _row(line: Line, entry: Entry) -> dict[str, object]:
     interval = line.intervals.get(entry.checkpoint)
     activations, kv_cache = line.precision.activations, line.precision.kv_cache
     row: dict[str, object] = {
-        **{name: getattr(line, name) for name in OF_LINES},
-        **{name: getattr(entry, name) for name in OF_ENTRIES},
-        "direction": "up" if line.higher_is_better else "down",
+        **_about(line),
+        **asdict(entry),
+        "bits": line.bits,
         "precision": line.precision.name,
         "activations": activations and activations.scheme,
         "arithmetic": activations and ("simulated" if activations.simulated else "real"),
@@ -154,34 +152,28 @@ def _printed(
     }
 
 
-OF_EFFECTS = ("kind", "p", "p_holm", "p_bh", "of_seeds", "seeds", "documents")
+EFFECT = ("p", "p_holm", "p_bh", "of_seeds", "seeds", "documents")
 SEED_COLUMNS = (
     *("task", "label", "metric", "direction", "quantizer", "method", "group", "question", "kind"),
-    *("estimate", "stderr", "low", "high", "p", "p_holm", "p_bh", "of_seeds", "seeds"),
-    *("documents", "each"),
+    *("estimate", "stderr", "low", "high", *EFFECT, "each"),
 )
 
 
 def seeds_csv(comparison: Comparison) -> str:
     """``kind`` says what the numbers are: a difference in the score's units, or a log ratio, of a
     score the logarithm itself. ``of_seeds``: share of the variance that comes from the seeds."""
-    rows = []
-    for line in comparison.seeds:
-        for question, effects in (("score", "scores"), *QUESTIONS.items()):
-            for group, effect in getattr(line, effects).items():
-                rows.append(
-                    {
-                        "task": line.task,
-                        "label": line.label,
-                        "metric": line.metric,
-                        "direction": "up" if line.higher_is_better else "down",
-                        "quantizer": line.quantizer,
-                        "method": line.method,
-                        "group": group,
-                        "question": question,
-                        **asdict(effect.interval),
-                        **{name: getattr(effect, name) for name in OF_EFFECTS},
-                        "each": " ".join(map(repr, effect.each)),
-                    }
-                )
+    rows = [
+        {
+            **_about(line),
+            "group": group,
+            "question": question,
+            "kind": effect.kind,
+            **asdict(effect.interval),
+            **{name: getattr(effect, name) for name in EFFECT},
+            "each": " ".join(map(repr, effect.each)),
+        }
+        for line in comparison.seeds
+        for question, effects in (("score", "scores"), *QUESTIONS.items())
+        for group, effect in getattr(line, effects).items()
+    ]
     return as_csv(rows, SEED_COLUMNS, numbers=("each",))

@@ -11,7 +11,7 @@ from qbench.comparison.wording import metric_text
 from qbench.errors import ResultsError
 from qbench.store import Store
 from qbench.tables.scores import entry_text, gib
-from qbench.tables.table import Table
+from qbench.tables.table import Table, from_rows
 from qbench.text import NO_VALUE, significant
 
 ALPHA = 0.05
@@ -22,7 +22,7 @@ NOTES = (
 )
 
 
-def ranking(comparison: Comparison, store: Store, max_gib: float | None = None) -> Table:
+def ranking(comparison: Comparison, store: Store, max_gib: float | None = None) -> list[Table]:
     """A row a checkpoint and score. ``max_gib``: only precisions whose weights take no more.
 
     Raises ResultsError where no quantized cell is so small or has a score.
@@ -33,10 +33,10 @@ def ranking(comparison: Comparison, store: Store, max_gib: float | None = None) 
         for cell in comparison.grid.cells
         if cell.quantized and cell.cell in results and _fits(comparison, cell.cell, max_gib)
     }
-    if not allowed:
+    found = list(_best(comparison, allowed))
+    if not found:
         limit = "" if max_gib is None else f" of at most {max_gib:g} GiB of weights"
         raise ResultsError(f"{store.directory}: no quantized cell{limit} has a score to rank")
-    found = list(_best(comparison, allowed))
     worse = _worse(found, results)
     rows = []
     for line, checkpoint, best, others in found:
@@ -46,25 +46,21 @@ def ranking(comparison: Comparison, store: Store, max_gib: float | None = None) 
         size = gib(comparison.records[cell])
         entry = dict(_entries(comparison, line, checkpoint))[best]
         rows.append(
-            (
-                line.label,
-                metric_text(line),
-                checkpoint,
-                best,
-                NO_VALUE if size is None else significant(size),
-                entry_text(entry, line),
-                _points_a_gib(comparison, line, checkpoint, best),
-                ", ".join(alike) or NO_VALUE,
-                ", ".join(apart) or NO_VALUE,
-            )
+            {
+                "Task": line.label,
+                "Metric": metric_text(line),
+                "Checkpoint": checkpoint,
+                "Best": best,
+                "GiB": NO_VALUE if size is None else significant(size),
+                "Score": entry_text(entry, line),
+                "Points a GiB": _points_a_gib(comparison, line, checkpoint, best),
+                "Not significantly worse": ", ".join(alike) or NO_VALUE,
+                "Worse": ", ".join(apart) or NO_VALUE,
+            }
         )
-    return Table(
+    return from_rows(
+        rows,
         title="Best precision" + ("" if max_gib is None else f" under {max_gib:g} GiB"),
-        head=(
-            *("Task", "Metric", "Checkpoint", "Best", "GiB", "Score", "Points a GiB"),
-            *("Not significantly worse", "Worse"),
-        ),
-        rows=tuple(rows),
         notes=NOTES,
         words=4,
         also_words=("Not significantly worse", "Worse"),

@@ -1,14 +1,12 @@
-"""Which formats there are, and writing them into a results folder."""
+"""Which formats there are, and the files of a results folder's tables."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
-from qbench.comparison.compare import compare
 from qbench.comparison.lines import Comparison
 from qbench.errors import RecipeError
-from qbench.store import Store, write_atomically
+from qbench.store import Store
 from qbench.tables.analyses import beside_paper, gather
 from qbench.tables.comparison_csv import comparison_csv, seeds_csv
 from qbench.tables.scores import costs, group_tables, pair_tables, parts, tables_of
@@ -43,31 +41,21 @@ def score_tables(comparison: Comparison, *, published: str | None = None) -> lis
     return [*found, *pair_tables(comparison), *group_tables(comparison)]
 
 
-def paper(store: Store, published: str) -> str:
-    """What a paper prints of analyses and of passkey retrieval, with ours, in Markdown."""
-    return "\n" + markdown(beside_paper(gather(store), published))
-
-
-def write_tables(
+def table_files(
     store: Store,
-    directory: Path | None = None,
-    *,
+    comparison: Comparison,
     formats: Sequence[str] = ("md", "csv"),
+    *,
     published: str | None = None,
-    comparison: Comparison | None = None,
-) -> list[Path]:
-    """Write ``tables.<format>`` into ``directory`` (default: the results folder)."""
-    directory = Path(directory or store.place())
-    comparison = comparison or compare(store)
-    paths = []
+) -> dict[str, str]:
+    """The files of a results folder's tables by their names, ``tables.<format>``. Those in Markdown
+    end with what a paper prints of analyses and of passkey retrieval, with ours."""
+    files = {}
     for format in formats:
-        path = directory / f"tables.{format}"
         text = render(comparison, format=format, published=published)
         if format == "md" and published:
-            text += paper(store, published)
-        write_atomically(path, text.encode())
-        paths.append(path)
+            text += "\n" + markdown(beside_paper(gather(store), published))
+        files[f"tables.{format}"] = text
     if comparison.seeds:
-        paths.append(directory / "seeds.csv")
-        write_atomically(paths[-1], seeds_csv(comparison).encode())
-    return paths
+        files["seeds.csv"] = seeds_csv(comparison)
+    return files

@@ -78,7 +78,7 @@ def test_two_cells_of_a_folder_are_compared(store, capsys):
 
 
 def test_the_best_precision_is_named_with_those_that_are_not_significantly_worse(store):
-    layout = ranking(compare(store), store)
+    (layout,) = ranking(compare(store), store)
     (row,) = [row for row in layout.rows if row[1].startswith("Acc ↑")]
     best, alike, worse = row[3], row[7], row[8]
     assert worse == "hqq-2bit"
@@ -87,7 +87,7 @@ def test_the_best_precision_is_named_with_those_that_are_not_significantly_worse
 
 def test_points_a_gib_are_those_lost_for_what_is_saved():
     store = Store(Path(__file__).parents[2] / "results" / "published-27m-gguf")
-    table = ranking(compare(store), store, 0.018)  # Q4_0 and Q3_K_M, of 0.0161 and 0.0158 GiB
+    (table,) = ranking(compare(store), store, 0.018)  # Q4_0 and Q3_K_M, of 0.0161 and 0.0158 GiB
     row = next(row for row in table.rows if row[:2] == ("arc_easy", "Acc Norm ↑"))
     comparison = compare(store)
     sizes = {name: gib(comparison.records[f"softmax/{name}"]) for name in ("bf16", row[3])}
