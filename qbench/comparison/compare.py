@@ -109,25 +109,23 @@ def _entry(
     task: str,
     metric: str,
 ) -> Entry:
-    names = {"checkpoint": checkpoint, "quantizer": quantizer}
-    if cell is None:
-        return Entry(**names, status="missing", key="", reason="not in the grid")
-    record = records.get(cell.cell)
-    status, reason = judge(record)
-    if status != "ok":
-        return Entry(**names, status=status, key=cell.key, reason=reason)
-    for score in record.scores:
-        if (score.task, score.metric) == (task, metric):
-            return Entry(
-                **names,
-                status="ok",
-                key=record.key,
-                value=score.value,
-                stderr=score.stderr,
-                documents=score.documents,
-            )
-    if task in record.failed_tasks:
-        return Entry(**names, status="failed", key=cell.key, reason=record.failed_tasks[task])
+    record = records.get(cell.cell) if cell else None
+    status, reason = judge(record) if cell else ("missing", "not in the grid")
+    score = None
+    if record is not None and status == "ok":
+        found = (one for one in record.scores if (one.task, one.metric) == (task, metric))
+        score = next(found, None)
+        if score is None and task in record.failed_tasks:
+            status, reason = "failed", record.failed_tasks[task]
+        elif score is None:
+            status, reason = "missing", f"the record has no {metric} of {task}"
     return Entry(
-        **names, status="missing", key=cell.key, reason=f"the record has no {metric} of {task}"
+        checkpoint=checkpoint,
+        quantizer=quantizer,
+        status=status,
+        key=cell.key if cell else "",
+        value=score and score.value,
+        stderr=score and score.stderr,
+        documents=score and score.documents,
+        reason=reason,
     )

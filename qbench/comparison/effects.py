@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -50,13 +50,17 @@ def with_effects(comparison: Comparison, store: Store, *, seed: int) -> Comparis
         for index, line in enumerate(comparison.lines):
             if line.task == task:
                 for question, checkpoint, [[signs]] in _questions(comparison, line, alone):
+                    if (known := panels.of(signs, line.aggregation)) is None:
+                        continue
+                    panel, rounds = known
                     if question == "scores":
-                        (name,) = signs
-                        interval = panels.score(name, line.aggregation)
+                        interval = score(panel, *signs, line.aggregation, rounds)
                         if interval is not None:
                             intervals[index][checkpoint] = interval
-                    elif (answer := panels.answer(signs, line.aggregation)) is not None:
-                        found[index, question, checkpoint] = answer
+                    else:
+                        answer = effect(panel, signs, line.aggregation, rounds)
+                        if answer is not None:
+                            found[index, question, checkpoint] = answer
     answers = _by_line(comparison, found)
     lines = tuple(
         dataclasses.replace(line, intervals=intervals[index], **answers[index])
@@ -150,31 +154,20 @@ class _Panels:
             if np.array_equal(column.documents, first.documents)
         )
 
-    def answer(self, signs: Mapping[Name, int], aggregation: str) -> Effect | None:
-        if not all(name in self.columns for name in signs):
+    def of(self, wanted: Collection[Name], aggregation: str) -> tuple[Panel, Floats | None] | None:
+        """A panel that has these columns, with its bootstrap where one is needed; None where a
+        column is not there."""
+        if not all(name in self.columns for name in wanted):
             return None
-        names = self._alike if set(signs) <= set(self._alike) else tuple(signs)
-        panel = self._panel(names)
-        return effect(panel, signs, aggregation, self._rounds(names, aggregation))
-
-    def score(self, name: Name, aggregation: str) -> Interval | None:
-        if name not in self.columns:
-            return None
-        names = self._alike if name in self._alike else (name,)
-        return score(self._panel(names), name, aggregation, self._rounds(names, aggregation))
-
-    def _panel(self, names: tuple[Name, ...]) -> Panel:
+        names = self._alike if set(wanted) <= set(self._alike) else tuple(wanted)
         if names not in self._panels:
             self._panels[names] = Panel.of({name: self.columns[name] for name in names})
-        return self._panels[names]
-
-    def _rounds(self, names: tuple[Name, ...], aggregation: str) -> Floats | None:
-        panel = self._panel(names)
+        panel = self._panels[names]
         if not needs_rounds(aggregation) or panel.documents < 2:
-            return None
+            return panel, None
         if names not in self._drawn:
             self._drawn[names] = resample(panel, seed=self.seed)
-        return self._drawn[names]
+        return panel, self._drawn[names]
 
 
 def _questions(

@@ -202,16 +202,9 @@ class Comparison:
         return self.grid.checkpoints[0]
 
     @property
-    def others(self) -> tuple[str, ...]:
-        return self.grid.checkpoints[1:]
-
-    @property
     def groups(self) -> Mapping[str, tuple[str, ...]]:
         """Name → checkpoints that are shown as one: trainings of one kind, else each alone."""
         return self.grid.replicates or {name: (name,) for name in self.grid.checkpoints}
-
-    def group(self, checkpoint: str) -> str:
-        return next(name for name, members in self.groups.items() if checkpoint in members)
 
     @property
     def methods(self) -> tuple[str, ...]:

@@ -21,7 +21,6 @@ from statsmodels.stats.multitest import multipletests
 from qbench.metrics import LOG_SCALE
 from qbench.statistics.pairs import PAIRED, pair_scores
 from qbench.statistics.panel import (
-    ENOUGH_TO_CORRECT,
     SLOPES,
     Floats,
     Panel,
@@ -198,7 +197,6 @@ Test = Literal[
     "McNemar, exact", "sign flips, exact", "paired t", "paired t on log-likelihoods",
     "bootstrap-t on log-likelihoods", "draws of documents",
 ]  # fmt: skip
-Method = Literal["BCa bootstrap", "percentile bootstrap", "bootstrap-t", "Student's t", "score"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -244,14 +242,10 @@ class Tested:
 class Effect(Tested):
     """A contrast of scores on the same documents.
 
-    ``difference`` is the contrast of the scores in their own units, as papers print it. It has no
-    interval, and equals the estimate for the kind ``difference``. ``detectable`` is the smallest
-    effect that a two-sided 5 % test on as many documents finds with 80 % power. It is on the scale
-    of ``interval``, as ``bounds`` are.
+    ``detectable`` is the smallest effect that a two-sided 5 % test on as many documents finds with
+    80 % power. It is on the scale of ``interval``, as ``bounds`` are.
     """
 
-    difference: float
-    method: Method  # of ``interval``
     bounds: tuple[float, float]  # one-sided, of at least 95 %
     test: Test
     detectable: float
@@ -311,12 +305,10 @@ def effect(
     if sample is None:
         return None
     log = aggregation in LOG_SCALE
-    interval, method, studentized = _interval(sample)
+    interval, studentized = _interval(sample)
     found = Effect(
         kind="log ratio" if log else "difference",
         interval=interval,
-        difference=_scores_difference(sample) if log else interval.estimate,
-        method=method,
         bounds=_by_t(interval, sample.effective, 2 * CONFIDENCE - 1),
         test="paired t on log-likelihoods" if log else "paired t",
         p=_paired_t(interval, sample.effective),
@@ -361,7 +353,7 @@ def score(
     sample = _sample(panel, {name: 1}, aggregation, resampled)
     if sample is None:
         return None
-    found, *_ = _interval(sample)
+    found, _ = _interval(sample)
     if aggregation in LOG_SCALE:
         middle, low, high = np.exp([found.estimate, found.low, found.high]).tolist()
         return Interval(estimate=middle, low=low, high=high, stderr=middle * found.stderr)
@@ -398,8 +390,6 @@ def _of_pairs(panel: Panel, signs: Mapping[object, int], aggregation: str) -> Ef
     return Effect(
         kind="difference",
         interval=Interval(estimate=estimate, low=float(low), high=float(high), stderr=stderr),
-        difference=estimate,
-        method="percentile bootstrap",
         bounds=(float(bound_low), float(bound_high)),
         test="draws of documents",
         p=min(1.0, 2 * (1 + beyond) / (1 + len(draws))),
@@ -425,26 +415,21 @@ def _sample(
     # A document that has all the weight leaves nothing to compare it with.
     if not (np.isfinite(sample.values).all() and np.all(sample.weights < weight)):
         return None
-    return sample if math.isfinite(_scores_difference(sample)) else None
+    scores = as_scored(sample.values.sum(axis=0) / weight, aggregation)
+    return sample if np.isfinite(scores).all() else None
 
 
-def _scores_difference(sample: _Sample) -> float:
-    ratio = sample.values.sum(axis=0) / sample.weights.sum(axis=0)
-    with np.errstate(invalid="ignore"):  # ∞ − ∞: not finite either
-        return float(as_scored(ratio, sample.aggregation) @ sample.sign)
-
-
-def _interval(sample: _Sample) -> tuple[Interval, Method, Studentized | None]:
+def _interval(sample: _Sample) -> tuple[Interval, Studentized | None]:
     values, weights, sign = sample.values, sample.weights, sample.sign
     estimate, stderr = contrast(values, weights, sign, sample.aggregation)
     found = Interval(estimate=estimate, low=estimate, high=estimate, stderr=stderr)
     documents = sample.effective
     if studentized := _studentized(sample, found):
         low, high = studentized.interval(CONFIDENCE)
-        return dataclasses.replace(found, low=low, high=high), "bootstrap-t", studentized
+        return dataclasses.replace(found, low=low, high=high), studentized
     if sample.ratios is None or sample.aggregation in LOG_SCALE:
         low, high = _by_t(found, documents, CONFIDENCE)
-        return dataclasses.replace(found, low=low, high=high), "Student's t", None
+        return dataclasses.replace(found, low=low, high=high), None
     slope = SLOPES[sample.aggregation]
     left_out = (values.sum(axis=0) - values) / (weights.sum(axis=0) - weights)
     low, high = bootstrap_interval(
@@ -454,9 +439,7 @@ def _interval(sample: _Sample) -> tuple[Interval, Method, Studentized | None]:
         confidence=CONFIDENCE,
         documents=documents,
     )
-    corrected = documents >= ENOUGH_TO_CORRECT
-    method: Method = "BCa bootstrap" if corrected else "percentile bootstrap"
-    return dataclasses.replace(found, low=low, high=high), method, None
+    return dataclasses.replace(found, low=low, high=high), None
 
 
 def _studentized(sample: _Sample, interval: Interval) -> Studentized | None:
@@ -486,7 +469,6 @@ def _of_few_changes(found: Effect, counts: Mapping[int, int]) -> Effect:
     return dataclasses.replace(
         found,
         interval=dataclasses.replace(found.interval, low=ends[0], high=ends[1]),
-        method="score",
         bounds=bounds,
         test="sign flips, exact",
         p=sign_flips(counts),

@@ -76,8 +76,7 @@ def _texts(line: Change) -> tuple[str, ...]:
         metric_text(line),
         number(line.old, **shown),
         number(line.new, **shown),
-        number(effect.difference if effect else line.new - line.old, signed=True, **shown)
-        + (effect.mark if effect else ""),
+        number(line.new - line.old, signed=True, **shown) + (effect.mark if effect else ""),
         interval_text(effect, **shown),
         f"{effect.p:.2g}" if effect else NO_VALUE,
         str(line.documents) + (f" ({line.left_out} unpaired)" if line.left_out else ""),
