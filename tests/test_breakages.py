@@ -7,7 +7,7 @@ from small_recipe import DEMO, qbench, small_recipe
 
 from qbench.gate import baseline
 from qbench.gate.check import check
-from qbench.gate.layers import Gate
+from qbench.gate.verdict import Gate
 from qbench.quantizers import bnb
 from qbench.store import Store
 
