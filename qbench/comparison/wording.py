@@ -83,7 +83,7 @@ SHARE = "Seeds’ share"
 SHARE_NOTE = f"{SHARE}: the part of the variance of the effect’s mean that comes from the seeds."
 
 
-def share_text(effect: SeedEffect | None, *, percent: bool = True) -> str:
+def share_text(effect: SeedEffect | None) -> str:
     return NO_VALUE if effect is None else f"{100 * effect.of_seeds:.0f} %"
 
 

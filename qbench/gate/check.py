@@ -122,11 +122,14 @@ def check(
     for line in lines:
         if line.cell not in blocked:
             name, before = (line.task, line.metric), old.cells[line.cell]
-            margin = margin_of(before.scores[name], before.columns[name], given, lines=asked)
-            after = new.cells[line.cell].columns[name]
-            gate = _gate(line, margin, same=_same(before.columns[name], after))
-            gone = int((~np.isin(before.columns[name].documents, after.documents)).sum())
-            gates.append(_missing(gate, gone, len(before.columns[name].documents)))
+            was, now = before.columns[name], new.cells[line.cell].columns[name]
+            margin = margin_of(before.scores[name], was, given, lines=asked)
+            gate = _gate(line, margin, same=_same(was, now))
+            if gone := int((~np.isin(was.documents, now.documents)).sum()):
+                # what they would say is not known
+                many = f"{gone} of the baseline's {len(was.documents)} documents are missing"
+                gate = replace(gate, outcome="fail", reason=f"{many}; {gate.reason}")
+            gates.append(gate)
     extra = [cell for cell in (*new.cells, *new.broken) if cell not in old.cells]
     return Verdict(
         results=store.name,
@@ -241,14 +244,6 @@ def _same_bits(old: ModuleAudit, new: ModuleAudit) -> bool:
             for name, _ in RISES.values()
         )
     )
-
-
-def _missing(gate: Gate, gone: int, documents: int) -> Gate:
-    """Documents of the baseline that are gone fail: what they would say is not known."""
-    if not gone:
-        return gate
-    reason = f"{gone} of the baseline's {documents} documents are missing; {gate.reason}"
-    return replace(gate, outcome="fail", reason=reason)
 
 
 def _same(old: Column, new: Column) -> bool:

@@ -96,10 +96,14 @@ def sets() -> tuple[str, ...]:
 
 def scale(name: str) -> str:
     """Of the models that the set ``name`` scores. Raises RecipeError for an unknown set."""
-    index = _index()
-    if name not in index["sets"]:
-        raise RecipeError(f"--published {name}: unknown; possible: {', '.join(index['sets'])}")
-    return str(table(index["sets"][name][0]).scale)
+    return str(_set(name)[0].scale)
+
+
+def _set(name: str) -> list[PublishedTable]:
+    names = _index()["sets"]
+    if name not in names:
+        raise RecipeError(f"--published {name}: unknown; possible: {', '.join(names)}")
+    return [table(one) for one in names[name]]
 
 
 @cache
@@ -108,15 +112,12 @@ def printed(name: str) -> dict[tuple[str, str, str, float | None], Printed]:
 
     Raises RecipeError for an unknown set.
     """
-    index = _index()
-    if name not in index["sets"]:
-        raise RecipeError(f"--published {name}: unknown; possible: {', '.join(index['sets'])}")
     found = {}
-    for one in map(table, index["sets"][name]):
+    for one in _set(name):
         for row in one.rows:
             bits = row.get("quantization", "").removesuffix("-bit")
-            name = (TASKS[row["task"]], METRICS[row["metric"]], str(one.method))
-            found[*name, float(bits) if bits else None] = Printed(
+            cell = (TASKS[row["task"]], METRICS[row["metric"]], str(one.method))
+            found[*cell, float(bits) if bits else None] = Printed(
                 source=one.source,
                 values={model: Decimal(row[model]) for model in one.models},
                 delta=Decimal(row["delta"]),

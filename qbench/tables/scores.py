@@ -191,7 +191,8 @@ def _effect_columns(head: str, question: str, group: str, each: str = "") -> lis
 
     columns = [(head, column(effect_text)), (INTERVAL, column(interval_text))]
     if each:
-        columns += [(each, column(each_text)), (SHARE, column(share_text))]
+        share = (SHARE, lambda line: share_text(getattr(line, question).get(group)))
+        columns += [(each, column(each_text)), share]
     return columns
 
 
