@@ -11,7 +11,7 @@ import pandas as pd
 from tabulate import tabulate
 
 from qbench.comparison.explain import flat
-from qbench.comparison.lines import judge
+from qbench.comparison.lines import status_of
 from qbench.errors import ResultsError
 from qbench.metrics import LOG_SCALE, is_percentage
 from qbench.records import (
@@ -326,7 +326,7 @@ def folder_text(store: Store) -> str:
     cells = []
     for cell in grid.cells:
         record = store.get(cell)
-        status, reason = judge(record)
+        status, reason = status_of(record)
         spent = took(record) if record else NO_VALUE
         cells.append((cell.cell, status, cell.precision.name, cell.key[:KEY_DIGITS], spent, reason))
     text += ["", table(("cell", "status", "precision", "key", "took", ""), cells)]

@@ -14,7 +14,7 @@ from qbench import export as formats
 from qbench import published as papers
 from qbench.cli.options import Folder, Run, open_store, to_folder
 from qbench.comparison.explain import find_cell, text
-from qbench.comparison.lines import judge
+from qbench.comparison.lines import status_of
 from qbench.errors import ResultsError
 from qbench.files import require_folder
 from qbench.machine import redirected
@@ -146,7 +146,7 @@ def export(
     place = out or store.place() / "export" / to.value
     require_folder(place, "--out")
     for cell in store.grid().cells:
-        status, reason = judge(store.get(cell))
+        status, reason = status_of(store.get(cell))
         if status != "ok":
             typer.echo(f"{cell.cell}: {status}: {reason}; left out", err=True)
     paths = formats.export(store, to.value, place)

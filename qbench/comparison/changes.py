@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 
 from qbench.comparison import explain
-from qbench.comparison.lines import Comparison, judge
+from qbench.comparison.lines import Comparison, status_of
 from qbench.errors import ResultsError
 from qbench.metrics import REDUNDANT, is_percentage
 from qbench.records import Record, Score, Trained
@@ -52,7 +52,7 @@ def read_results(store: Store, *, decimals: int | None = None) -> ResultSet:
     cells, broken = {}, {}
     for cell in grid.cells:
         record = store.get(cell)
-        status, reason = judge(record)
+        status, reason = status_of(record)
         if status != "ok":
             broken[cell.cell] = f"{status}: {reason}"
             continue

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from qbench.comparison.changes import compare_precisions
 from qbench.comparison.effects import with_effects
-from qbench.comparison.lines import Comparison, Entry, Line, judge, read_floors
+from qbench.comparison.lines import Comparison, Entry, Line, read_noise_floor, status_of
 from qbench.errors import ResultsError
 from qbench.metrics import rank
 from qbench.records import Grid, GridCell, Record, Score
@@ -34,7 +34,7 @@ def compare(
         grid=grid,
         records=records,
         lines=tuple(_lines(grid, records)),
-        floors=read_floors(store, grid),
+        floors=read_noise_floor(store, grid),
         elsewhere={
             cell.cell: run
             for cell in grid.cells
@@ -110,7 +110,7 @@ def _entry(
     metric: str,
 ) -> Entry:
     record = records.get(cell.cell) if cell else None
-    status, reason = judge(record) if cell else ("missing", "not in the grid")
+    status, reason = status_of(record) if cell else ("missing", "not in the grid")
     score = None
     if record is not None and status == "ok":
         found = (one for one in record.scores if (one.task, one.metric) == (task, metric))

@@ -29,7 +29,7 @@ AGAIN = "run `qbench noise` again, or remove the file"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Floors:
+class NoiseFloor:
     """``of`` maps (checkpoint, task, metric) to the largest move of that score, in its units;
     ``stale`` names checkpoints whose noise was measured under another key than the grid's."""
 
@@ -58,12 +58,12 @@ def read_noise(store: Store) -> dict[str, Any] | None:
     return load_with_checksum(path, AGAIN)
 
 
-def read_floors(store: Store, grid: Grid) -> Floors:
+def read_noise_floor(store: Store, grid: Grid) -> NoiseFloor:
     """The floors of ``noise.json``, empty without the file. Raises ResultsError for a file that
     is not what ``qbench noise`` wrote."""
     path, noise = store.directory / FILE, read_noise(store)
     if noise is None:
-        return Floors()
+        return NoiseFloor()
     keys = {cell.cell: cell.key for cell in grid.cells}
     of: dict[tuple[str, str, str], float] = {}
     stale = []
@@ -78,7 +78,7 @@ def read_floors(store: Store, grid: Grid) -> Floors:
                     of[checkpoint, task, metric] = float(floor)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ResultsError(f"{path}: not what `qbench noise` writes ({error!r}); {AGAIN}") from None
-    return Floors(of=of, stale=tuple(stale))
+    return NoiseFloor(of=of, stale=tuple(stale))
 
 
 Status = Literal["ok", "failed", "missing"]
@@ -167,7 +167,7 @@ class Comparison:
     grid: Grid
     records: Mapping[str, Record]  # cell → record, failed ones too
     lines: tuple[Line, ...]
-    floors: Floors = field(default_factory=Floors)
+    floors: NoiseFloor = field(default_factory=NoiseFloor)
     elsewhere: Mapping[str, str] = field(default_factory=dict)  # missing cell → run that has it
     seeds: tuple[SeedLine, ...] = ()  # over several trainings, where the grid has replicates
     pairs: tuple[Change, ...] = ()  # of one checkpoint: its quantized precisions among themselves
@@ -231,7 +231,7 @@ class Comparison:
         lines = []
         for cell in self.grid.cells:
             record = self.records.get(cell.cell)
-            status, reason = judge(record)
+            status, reason = status_of(record)
             if cell.cell in self.elsewhere:
                 run = self.elsewhere[cell.cell]
                 reason = f"not run with these settings; --run {run} has it with other settings"
@@ -242,7 +242,7 @@ class Comparison:
             if status == "ok":
                 lines += _of_tasks(record)
             whole = f"{cell.checkpoint}/{self.unquantized_of(cell.quantizer)}"
-            both = status == judge(self.records.get(whole))[0] == "ok"
+            both = status == status_of(self.records.get(whole))[0] == "ok"
             if both and not self.same_weights(cell.cell, whole):
                 lines.append(f"{cell.cell}: not made from the weights of {whole}: no damage")
         return lines
@@ -266,7 +266,7 @@ def dtype_of(record: Record) -> str | None:
     return None
 
 
-def judge(record: Record | None) -> tuple[Status, str]:
+def status_of(record: Record | None) -> tuple[Status, str]:
     """Whether a record's scores may be shown, and if not, why."""
     if record is None:
         return "missing", "no record; run the recipe again"

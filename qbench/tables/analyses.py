@@ -39,7 +39,7 @@ Cells = Sequence[Analysis]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Why:
+class AnalysisResults:
     """All that a results folder has to say on why its models suffer.
 
     ``cells``: analyses that measured something, ``long``: of texts beyond the trained context;
@@ -59,7 +59,7 @@ class Why:
         return bool(self.cells or self.long or self.sensitivities)
 
 
-def gather(store: Store) -> Why:
+def load_analyses(store: Store) -> AnalysisResults:
     """Raises ResultsError where a file of an analysis is damaged."""
     parts = [Analyses(store.directory).records(), long_contexts(store.directory).records()]
     units = sensitivities(store.directory).records()
@@ -72,7 +72,7 @@ def gather(store: Store) -> Why:
         except ResultsError as error:
             problems.append(f"Damage is left out: {error}")
     cells, longer = (tuple(one for one in part if one.measured is not None) for part in parts)
-    return Why(
+    return AnalysisResults(
         cells=cells,
         long=longer,
         sensitivities=tuple(one for one in units if one.status == "ok"),
@@ -154,13 +154,13 @@ def _inputs(one: Measured) -> dict[str, str]:
     }
 
 
-def sections(why: Why) -> list[Table]:
+def sections(results: AnalysisResults) -> list[Table]:
     """A row a cell, the paper's table first."""
     found: list[Table] = []
     for title, columns, notes in SECTIONS:
-        rows = [{"Cell": one.cell, **columns(one.measured)} for one in why.cells]
+        rows = [{"Cell": one.cell, **columns(one.measured)} for one in results.cells]
         found += from_rows(rows, title=title, notes=notes, also_words=("in",))
-    return [*found, *_massive(why.cells)]
+    return [*found, *_massive(results.cells)]
 
 
 SECTIONS = (
@@ -290,23 +290,25 @@ KL = (
 )
 
 
-def beside(why: Why) -> list[Table]:
+def beside(results: AnalysisResults) -> list[Table]:
     """Each unquantized model's outliers beside what quantization did to the same weights."""
-    rows = [{"Cell": one.cell, **_text([one], why)} for one in _whole(why) if _labels(why)]
+    rows = [
+        {"Cell": one.cell, **_text([one], results)} for one in _whole(results) if _labels(results)
+    ]
     notes = (f"Table 4's row beside the damage of the same weights quantized: {KL}.",)
     return from_rows(rows, title="Beside the damage", notes=notes)
 
 
-def over_seeds(why: Why) -> list[Table]:
+def over_seeds(results: AnalysisResults) -> list[Table]:
     """A row a group of trainings and unquantized quantizer; nothing without groups."""
     rows = []
-    for group, members in why.replicates.items():
-        own = [one for one in _whole(why) if one.checkpoint in members]
+    for group, members in results.replicates.items():
+        own = [one for one in _whole(results) if one.checkpoint in members]
         for quantizer in dict.fromkeys(one.quantizer for one in own):
             same = [one for one in own if one.quantizer == quantizer]
             if len(same) == len(members):
                 cell = f"{group}/{quantizer}, {len(same)} trainings"
-                rows.append({"Cells": cell, **_text(same, why)})
+                rows.append({"Cells": cell, **_text(same, results)})
     notes = (
         "Means over trainings that differ in their seed; in brackets the lowest and the highest.",
         f"Table 4's columns are those of the next table. The last ones are {KL}.",
@@ -314,24 +316,24 @@ def over_seeds(why: Why) -> list[Table]:
     return from_rows(rows, title="Over seeds: table 4 beside the damage", notes=notes)
 
 
-def _whole(why: Why) -> list[Analysis]:
-    return [one for one in why.cells if not one.precision.quantized]
+def _whole(results: AnalysisResults) -> list[Analysis]:
+    return [one for one in results.cells if not one.precision.quantized]
 
 
-def _labels(why: Why) -> list[str]:
+def _labels(results: AnalysisResults) -> list[str]:
     """Quantizers whose damage is known of one of the models."""
-    return list(dict.fromkeys(label for one in _whole(why) for label in _damage(one, why)))
+    return list(dict.fromkeys(label for one in _whole(results) for label in _damage(one, results)))
 
 
-def _text(cells: Sequence[Analysis], why: Why) -> dict[str, str]:
+def _text(cells: Sequence[Analysis], results: AnalysisResults) -> dict[str, str]:
     measured = [paper_values(one.measured) for one in cells if one.measured is not None]
     row = {
         name: _spread([values[name][0] for values in measured], partial(number, percent=share))
         for name, (_, share) in measured[0].items()
         if name != "Perplexity"
     }
-    damages = [_damage(one, why) for one in cells]
-    for label in _labels(why):
+    damages = [_damage(one, results) for one in cells]
+    for label in _labels(results):
         row[f"KL {label}"] = _spread([found.get(label) for found in damages], "{:.4f}".format)
     return row
 
@@ -346,9 +348,9 @@ def _spread(values: Sequence[float | None], text: Callable[[float], str]) -> str
     return f"{text(sum(known) / len(known))} ({text(min(known))} to {text(max(known))})"
 
 
-def _damage(one: Analysis, why: Why) -> dict[str, float]:
+def _damage(one: Analysis, results: AnalysisResults) -> dict[str, float]:
     """Quantizer → KL divergence."""
-    found = {r.quantizer: kl(r) for r in why.records if _same_model(one, r)}
+    found = {r.quantizer: kl(r) for r in results.records if _same_model(one, r)}
     return {label: value for label, value in found.items() if value is not None}
 
 
@@ -375,9 +377,9 @@ LAYERS_SHOWN = 5  # of each cell; all are in sensitivity.csv
 NORMAL = 1.96  # standard errors either side: 95 %
 
 
-def stretches(why: Why) -> list[Table]:
+def stretches(results: AnalysisResults) -> list[Table]:
     """Underscoring (the softpick paper's section 7.7): weights and losses along the text."""
-    found = why.long or why.cells
+    found = results.long or results.cells
     rows = [
         {
             "Cell": one.cell,
@@ -402,9 +404,9 @@ def stretches(why: Why) -> list[Table]:
     return from_rows(rows, title=title, notes=notes, words=2)
 
 
-def sensitivity(why: Why) -> list[Table]:
+def sensitivity(results: AnalysisResults) -> list[Table]:
     rows = []
-    for one in why.sensitivities:
+    for one in results.sensitivities:
         worst = sorted(one.units, key=lambda unit: -(unit.kl.value or 0.0))
         shown = [*worst[:LAYERS_SHOWN], *([one.together] if one.together else [])]
         rows += [
@@ -462,10 +464,10 @@ def correlation(pairs: Sequence[tuple[float, float]]) -> tuple[float, float, flo
     return rho, low, high
 
 
-def correlations(why: Why) -> list[Table]:
+def correlations(results: AnalysisResults) -> list[Table]:
     rows = []
-    for one in why.sensitivities:
-        pairs = outliers_and_damage(one, why.cells)
+    for one in results.sensitivities:
+        pairs = outliers_and_damage(one, results.cells)
         if (found := correlation(pairs)) is not None:
             rho, low, high = (value_text(value, "{:+.2f}") for value in found)
             ends = f"{low} to {high}"
@@ -537,35 +539,35 @@ MEASURES = {
 }
 
 
-def all_sections(why: Why) -> list[Table]:
+def all_sections(results: AnalysisResults) -> list[Table]:
     return [
-        *over_seeds(why),
-        *sections(why),
-        *beside(why),
-        *stretches(why),
-        *sensitivity(why),
-        *correlations(why),
-        *pruned(why.records),
-        *passkeys(why.records),
+        *over_seeds(results),
+        *sections(results),
+        *beside(results),
+        *stretches(results),
+        *sensitivity(results),
+        *correlations(results),
+        *pruned(results.records),
+        *passkeys(results.records),
     ]
 
 
-def markdown(why: Why) -> str:
+def markdown(results: AnalysisResults) -> str:
     """All tables of the folder `analysis`."""
-    found = all_sections(why)
-    if not why.there:
+    found = all_sections(results)
+    if not results.there:
         found = []
     parts = ["# Analysis"]
-    read = [*texts(why.cells), *texts(why.long)]
+    read = [*texts(results.cells), *texts(results.long)]
     parts += ["\n".join(f"- {for_markdown(line)}" for line in read)] if read else []
     parts += [table_markdown(found).rstrip()] if found else []
-    parts += [for_markdown(problem) for problem in why.problems]
+    parts += [for_markdown(problem) for problem in results.problems]
     if len(parts) == 1:
         parts.append("No cell was analyzed.")
     return "\n\n".join(parts) + "\n"
 
 
-def beside_paper(why: Why, name: str) -> list[Table]:
+def beside_paper(results: AnalysisResults, name: str) -> list[Table]:
     """Tables 4, 5 and 7 as ``--published NAME``'s paper prints them, with ours of the same
     normalizers below. Raises RecipeError for an unknown set."""
     scale = papers.scale(name)
@@ -575,10 +577,10 @@ def beside_paper(why: Why, name: str) -> list[Table]:
         for row in four.rows
         if row["size"] == scale
     ]
-    for one in why.cells:
+    for one in results.cells:
         ours = _paper(one.measured)
         rows.append((one.cell, *(ours[title] for title in MEASURES.values())))
-    read = "; ".join(texts(why.cells)) or "none; run `qbench analyze`"
+    read = "; ".join(texts(results.cells)) or "none; run `qbench analyze`"
     found = [
         Table(
             title="Beside the paper: sinks, hidden states, sparsity",
@@ -591,7 +593,7 @@ def beside_paper(why: Why, name: str) -> list[Table]:
             rows=tuple(rows),
         )
     ]
-    return [*found, *_passkey(why.records, scale)]
+    return [*found, *_passkey(results.records, scale)]
 
 
 def _printed(text: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from qbench.comparison.lines import Comparison
 from qbench.errors import RecipeError
 from qbench.store import Store
-from qbench.tables.analyses import beside_paper, gather
+from qbench.tables.analyses import beside_paper, load_analyses
 from qbench.tables.comparison_csv import comparison_csv, seeds_csv
 from qbench.tables.scores import costs, group_tables, pair_tables, parts, tables_of
 from qbench.tables.table import Table, markdown
@@ -54,7 +54,7 @@ def table_files(
     for format in formats:
         text = render(comparison, format=format, published=published)
         if format == "md" and published:
-            text += "\n" + markdown(beside_paper(gather(store), published))
+            text += "\n" + markdown(beside_paper(load_analyses(store), published))
         files[f"tables.{format}"] = text
     if comparison.seeds:
         files["seeds.csv"] = seeds_csv(comparison)

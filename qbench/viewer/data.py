@@ -27,7 +27,7 @@ from qbench import __version__
 from qbench.comparison.changes import training_notes
 from qbench.comparison.compare import compare
 from qbench.comparison.explain import flat
-from qbench.comparison.lines import TESTED, Comparison, Line, SeedLine, judge, redundant
+from qbench.comparison.lines import TESTED, Comparison, Line, SeedLine, redundant, status_of
 from qbench.comparison.wording import headline
 from qbench.errors import QbenchError, ResultsError
 from qbench.records import UNQUANTIZED_BITS, Damage, GridCell, Question, Record
@@ -202,7 +202,7 @@ def overview(results: Results, comparison: Comparison) -> Json:
 
 def _cell(comparison: Comparison, store: Store, cell: GridCell) -> Json:
     record = comparison.records.get(cell.cell)
-    status, reason = judge(record)
+    status, reason = status_of(record)
     found = {
         "cell": cell.cell,
         "checkpoint": cell.checkpoint,
@@ -313,7 +313,7 @@ def _found(store: Store, cell: int) -> Record:
 def cell_page(store: Store, cell: int) -> Json:
     """All of a record, with its key's parts as dotted names."""
     record = _found(store, cell)
-    _, reason = judge(record)
+    _, reason = status_of(record)
     whole = record.model_dump(mode="python", exclude={"key_parts", "started", "finished"})
     return {
         **whole,

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from qbench.files import write_atomically
 from qbench.records import Analysis, Head, Layer, Sensitivity
 from qbench.store import Analyses, Store
-from qbench.tables.analyses import Why, gather, markdown, pruned_rows
+from qbench.tables.analyses import AnalysisResults, load_analyses, markdown, pruned_rows
 from qbench.tables.analyses_csv import (
     CSV_FILES,
     comma_separated,
@@ -55,15 +55,15 @@ STYLE = {
 def write_analyses(store: Store) -> list[Path]:
     """Write ``tables.md``, the CSV files and the figures into the folder of the analyses; returns
     the paths, Markdown first. Raises ResultsError where a file is damaged."""
-    why = gather(store)
+    results = load_analyses(store)
     folder = Analyses(store.directory).directory
-    contents = {"tables.md": markdown(why)}
-    contents |= {name: comma_separated(name, why.cells) for name in CSV_FILES}
-    if why.long:
-        contents["stretches.csv"] = comma_separated("stretches.csv", why.long)
-    contents["sensitivity.csv"] = as_csv(list(sensitivity_rows(why.sensitivities)))
-    contents["passkey.csv"] = as_csv(passkey_rows(store, why.records))
-    contents["pruned.csv"] = as_csv(pruned_rows(why.records))
+    contents = {"tables.md": markdown(results)}
+    contents |= {name: comma_separated(name, results.cells) for name in CSV_FILES}
+    if results.long:
+        contents["stretches.csv"] = comma_separated("stretches.csv", results.long)
+    contents["sensitivity.csv"] = as_csv(list(sensitivity_rows(results.sensitivities)))
+    contents["passkey.csv"] = as_csv(passkey_rows(store, results.records))
+    contents["pruned.csv"] = as_csv(pruned_rows(results.records))
     paths = []
     for name, text in contents.items():
         if text:
@@ -71,14 +71,14 @@ def write_analyses(store: Store) -> list[Path]:
             write_atomically(paths[-1], text.encode())
         else:  # of an earlier analysis, which had rows
             (folder / name).unlink(missing_ok=True)
-    return [*paths, *write_figures(why, folder / "figures")]
+    return [*paths, *write_figures(results, folder / "figures")]
 
 
-def write_figures(why: Why, folder: Path) -> list[Path]:
+def write_figures(results: AnalysisResults, folder: Path) -> list[Path]:
     """Write ``folder/<name>.svg``; returns the paths."""
     paths = []
     with rc_context(STYLE):
-        for name, figure in _figures(why):
+        for name, figure in _figures(results):
             target = io.StringIO()
             with rc_context({"svg.hashsalt": name}):
                 figure.savefig(target, format="svg", transparent=True, metadata={"Date": None})
@@ -87,18 +87,18 @@ def write_figures(why: Why, folder: Path) -> list[Path]:
     return paths
 
 
-def _figures(why: Why) -> Found:
-    if why.cells:
-        yield from largest(why.cells)
-        yield from boxes([one for one in why.cells if _layers(one)[0].hidden.quantiles])
-        headed = [one for one in why.cells if any(layer.heads for layer in _layers(one))]
+def _figures(results: AnalysisResults) -> Found:
+    if results.cells:
+        yield from largest(results.cells)
+        yield from boxes([one for one in results.cells if _layers(one)[0].hidden.quantiles])
+        headed = [one for one in results.cells if any(layer.heads for layer in _layers(one))]
         yield from sinks(headed)
         yield from sparsity(headed)
-        for one in why.cells:
+        for one in results.cells:
             yield from maps(one)
-    yield from along([one for one in why.long or why.cells if one.measured.stretches])
-    for label in dict.fromkeys(one.quantizer for one in why.sensitivities):
-        yield from sensitivity([one for one in why.sensitivities if one.quantizer == label])
+    yield from along([one for one in results.long or results.cells if one.measured.stretches])
+    for label in dict.fromkeys(one.quantizer for one in results.sensitivities):
+        yield from sensitivity([one for one in results.sensitivities if one.quantizer == label])
 
 
 def _layers(one: Analysis) -> tuple[Layer, ...]:

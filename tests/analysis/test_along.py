@@ -13,11 +13,11 @@ from qbench.passkey import CHANCE
 from qbench.records import Ratio, Score, Sensitivity, UnitSensitivity
 from qbench.store import Analyses
 from qbench.tables.analyses import (
-    Why,
+    AnalysisResults,
     all_sections,
     beside_paper,
     correlation,
-    gather,
+    load_analyses,
     outliers_and_damage,
     passkey_text,
 )
@@ -82,7 +82,7 @@ def test_scores_that_guessing_reaches_are_shown_as_such(value, metric, chance):
 
 def test_a_papers_tables_stand_above_ours_and_ask_for_what_is_missing(tmp_path):
     store = make_store(tmp_path, quantizers=["bf16"], sizes={"wikitext": 12})
-    four, seven = beside_paper(gather(store), "softpick-340m")
+    four, seven = beside_paper(load_analyses(store), "softpick-340m")
     assert four.rows[0] == (
         "340M Softmax (paper)", "68.28", "63.41", "33510.81", "−207.55", "240.27", "4.53*",
     )  # fmt: skip
@@ -92,10 +92,10 @@ def test_a_papers_tables_stand_above_ours_and_ask_for_what_is_missing(tmp_path):
     assert [row[0] for row in seven.rows][-1] == "340M Scalable-Softmax (paper)"
     assert dict(zip(seven.head, seven.rows[1], strict=True))["3075"] == "75.0"
     assert "Ours: none" in seven.notes[0]
-    (large,) = beside_paper(gather(store), "softpick-1.8b")
+    (large,) = beside_paper(load_analyses(store), "softpick-1.8b")
     assert large.rows[1][3] == "2193.27"
     with pytest.raises(RecipeError, match="--published nothing: unknown"):
-        beside_paper(gather(store), "nothing")
+        beside_paper(load_analyses(store), "nothing")
     assert qbench("tables", tmp_path, "--published", "softpick-340m") == 0
     text = (tmp_path / "tables.md").read_text()
     assert "Beside the paper: passkey retrieval" in text
@@ -122,7 +122,7 @@ def test_outliers_are_those_of_the_unquantized_model_and_a_layers_are_its_most(a
         inside = [v for name, v in inputs.items() if name.startswith(f"{unit.name}.")]
         assert outliers == max(inside)
     assert outliers_and_damage(one.model_copy(update={"checkpoint": "other"}), cells) == []
-    why = Why(cells=tuple(cells), long=(), sensitivities=(), records=(), problems=())
+    why = AnalysisResults(cells=tuple(cells), long=(), sensitivities=(), records=(), problems=())
     assert [section.title.split(":")[0] for section in all_sections(why)] == [
         "Sinks, hidden states, sparsity", "Other definitions", "Heads", "Inputs of linear layers",
         "Along the text",

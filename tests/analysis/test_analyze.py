@@ -10,7 +10,7 @@ from small_recipe import DEMO, qbench, small_recipe
 
 from qbench.errors import DataError, RecipeError
 from qbench.store import Analyses, Store, long_contexts
-from qbench.tables.analyses import gather, markdown
+from qbench.tables.analyses import load_analyses, markdown
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -169,7 +169,7 @@ def test_a_cell_that_fails_has_a_record_a_line_and_exit_code_1(own, undrawn, mon
     assert "softmax/fp32: failed: ZeroDivisionError" in capfd.readouterr().err
     failed = Analyses(out).records()[0]
     assert (failed.status, failed.measured) == ("failed", None)
-    assert "softmax/fp32: failed" in markdown(gather(Store(out)))
+    assert "softmax/fp32: failed" in markdown(load_analyses(Store(out)))
     monkeypatch.undo()
     monkeypatch.setenv("QBENCH_CACHE", str(out / "cache"))
     assert qbench("analyze", path, "--out", out, *SHORT) == 0  # tried again

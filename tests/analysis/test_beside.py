@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from qbench.store import Analyses, Store
-from qbench.tables.analyses import gather, over_seeds
+from qbench.tables.analyses import load_analyses, over_seeds
 from qbench.viewer.figures import write_analyses
 
 PAIR = Path(__file__).parents[2] / "results" / "pair-27m"
@@ -17,7 +17,7 @@ GROUPS = {"softmax": CHECKPOINTS[:2], "softpick": CHECKPOINTS[2:]}
 
 @pytest.fixture(scope="module")
 def why():
-    return gather(Store(PAIR))
+    return load_analyses(Store(PAIR))
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def test_cells_that_failed_alike_are_named_in_one_line(tmp_path):
     analyses = Analyses(tmp_path)
     for one in analyses.records():
         analyses.put(one.model_copy(update={"status": "failed", "error": "no", "measured": None}))
-    assert gather(Store(tmp_path)).problems == ("softmax/bf16, softpick/bf16: failed: no",)
+    assert load_analyses(Store(tmp_path)).problems == ("softmax/bf16, softpick/bf16: failed: no",)
 
 
 @pytest.mark.slow
