@@ -179,13 +179,13 @@ def test_kernels_that_one_thread_loaded_run_in_another(normalizer):
     settings = ops.Settings(normalizer, 0.125, 0.0, True, 0, 256, 256)
 
     def forward():
-        return ops.forward(query, key, value, None, None, ops.NONE, settings)
+        return ops.forward(query, key, value, None, None, ops.Parameters(), settings)
 
     kept = forward()
 
     def backward():
         return ops.backward(
-            gradient, query, key, value, *kept, None, None, ops.NONE, settings, ops.NOTHING
+            gradient, query, key, value, *kept, None, None, ops.Parameters(), settings, ops.NOTHING
         )[:3]
 
     for run, results in ((forward, kept), (backward, backward())):

@@ -17,6 +17,8 @@ from qbench.errors import UnavailableError
 if TYPE_CHECKING:
     from torch import Tensor
 
+SCORE_FUNCTIONS = ("softmax", "softpick", "rectified", "sigmoid")  # that formulas.py has
+
 
 def taken(kernels: Kernels) -> tuple[str, ...]:
     """The parameters that these kernels take."""
@@ -33,6 +35,11 @@ def lack(normalizer: str) -> str | None:
     chosen = NORMALIZERS.get(normalizer)
     if chosen.kernels is None:
         return f"there are no kernels for the normalizer {normalizer!r}"
+    if chosen.kernels.score_function not in SCORE_FUNCTIONS:
+        return (
+            f"the normalizer {normalizer!r} names the score function "
+            f"{chosen.kernels.score_function!r}; there are {', '.join(SCORE_FUNCTIONS)}"
+        )
     if chosen.kernels.sink and chosen.kernels.score_function != "softmax":
         return f"the kernels of {normalizer!r} have no sink but with the score function 'softmax'"
     if chosen.kernels.scaled and chosen.kernels.elementwise:

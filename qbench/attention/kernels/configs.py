@@ -45,7 +45,8 @@ def forward_config(width: int, dtype: torch.dtype, kernels: Kernels, flags: int)
     if dtype == torch.float32:
         return _exact(width)
     if width <= 128:
-        tall = kernels.few_registers and flags & COSTLY == 0 and width <= 64
+        # Its scores take so few registers that taller tiles fit.
+        tall = kernels.score_function == "softmax" and flags & COSTLY == 0 and width <= 64
         return Config(block_q=128 if tall else 64, block_k=64, num_warps=4, num_stages=3, tma=True)
     return Config(block_q=128, block_k=64, num_warps=8, num_stages=2, tma=True)
 

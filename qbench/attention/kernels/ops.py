@@ -23,11 +23,10 @@ from qbench.attention.kernels.backward import attn_bwd_dkdv, attn_bwd_dq
 from qbench.attention.kernels.common import INTERPRETED, Describe, Launch, block, on_device
 from qbench.attention.kernels.configs import Config
 from qbench.attention.kernels.decode import attn_decode, combine
-from qbench.attention.kernels.formulas import CHUNK, LOG2_E, SCORE_FUNCTIONS
+from qbench.attention.kernels.formulas import CHUNK, LOG2_E
 from qbench.attention.kernels.forward import attn_fwd
 from qbench.attention.normalizers import NORMALIZERS, Kernels
 from qbench.attention.reference import check
-from qbench.errors import UnavailableError
 
 try:  # Gluon is Triton's, but still experimental
     from qbench.attention.kernels import hopper
@@ -61,15 +60,6 @@ class Parameters(NamedTuple):
     bias: Tensor | None = None
     slopes: Tensor | None = None
     s: Tensor | None = None
-
-    @classmethod
-    def of(cls, given: Mapping[str, Tensor]) -> Parameters:
-        if not given:
-            return NONE
-        return cls(**{name: tensor.float().contiguous() for name, tensor in given.items()})
-
-
-NONE = Parameters()
 
 
 class Wanted(NamedTuple):
@@ -119,12 +109,7 @@ def prepare(
     have."""
     check(query, key, value, mask)
     given = NORMALIZERS.get(normalizer).checked(parameters, query.shape[1])
-    kernels = require(normalizer, given)
-    if kernels.score_function not in SCORE_FUNCTIONS:
-        raise UnavailableError(
-            f"attention: the normalizer {normalizer!r} names the score function "
-            f"{kernels.score_function!r}; there are {', '.join(SCORE_FUNCTIONS)}"
-        )
+    require(normalizer, given)
     if query.dtype not in DTYPES or not query.dtype == key.dtype == value.dtype:
         raise ValueError(
             "the kernels take bfloat16, float16 or float32, one for all, not "
@@ -137,7 +122,8 @@ def prepare(
         normalizer, scale, softcap or 0.0, causal, window or 0,
         max_seqlen_q or query.shape[2], max_seqlen_k or key.shape[2],
     )  # fmt: skip
-    return Parameters.of(given), settings
+    given = {name: tensor.float().contiguous() for name, tensor in given.items()}
+    return Parameters(**given), settings
 
 
 def scales(scale: float, softcap: float) -> tuple[float, float]:
@@ -212,7 +198,7 @@ def forward_launches(
     sequences = batch if spans is None else spans.shape[0]
     flags = flags_of(kernels, Parameters(*parameters).slopes is not None, softcap)
     strides = strides_of(query, key, value, output)
-    if _decodes(group * max_seqlen_q):
+    if group * max_seqlen_q <= DECODE_ROWS:
         config = configs.decode_config(block(width), query.dtype)
         rows = max(16, triton.next_power_of_2(group * max_seqlen_q))
         pairs = sequences * kv_heads
@@ -352,7 +338,7 @@ def backward_launches(
         {"TMA": kv_tiles is not None, "BLOCK_Q": config.block_q, **config.options, **shared},
     )  # fmt: skip
     # Decoding is precise and sets no flags.
-    unflagged = kernels.needs_expm1 and _decodes(group * max_seqlen_q)
+    unflagged = kernels.needs_expm1 and group * max_seqlen_q <= DECODE_ROWS
     config = configs.dkdv_config(block(width), query.dtype)
     qg_tiles = describe_tiles((query, gradient), config.block_q, config)
     launch_dkdv = Launch(
@@ -383,11 +369,6 @@ def backward_launches(
 
 def _ceil(length: int, size: int) -> int:
     return -(-length // size)
-
-
-def _decodes(rows: int) -> bool:
-    """Whether so many ``rows``, of all heads that share keys, are computed as in decoding."""
-    return rows <= DECODE_ROWS
 
 
 def allowed_counts(
@@ -518,12 +499,9 @@ def attention_backward(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Ten
 
 @attention_backward.register_fake
 def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:
-    def like(tensor: Tensor) -> Tensor:
-        batch, heads, length, width = tensor.shape
-        return tensor.new_empty((batch, length, heads, width)).transpose(1, 2)
-
+    inputs = (by_token(t, t.shape, covered=True) for t in (query, key, value))
     learned = (query.new_empty(query.shape[1] * asked, dtype=torch.float32) for asked in rest[-3:])
-    return like(query), like(key), like(value), *learned
+    return *inputs, *learned
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -57,18 +57,17 @@ SLOPES = Parameter(
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kernels:
     """Which Triton kernels compute a normalizer. ``score_function``: its formulas, one of
-    :data:`qbench.attention.kernels.formulas.SCORE_FUNCTIONS`. ``needs_expm1``: scores near 0 lose
-    bits in the fast formulas, so the forward pass says where, and the backward pass has a second,
-    precise form. ``elementwise``: weights need no sum of their row, and scores take the parameter
-    ``bias``, −log n without one. ``few_registers``: a score costs so little that taller tiles fit.
-    ``sink``: what the denominator has beside the keys: nothing (""), ``one``, or ``learned``, e to
-    the parameter ``sinks``. ``scaled``: scores are multiplied by the parameter ``s`` times log n,
-    of the n keys that a query may see; or with ``one_more`` times log (n + 1)."""
+    :data:`qbench.attention.kernels.SCORE_FUNCTIONS`. ``needs_expm1``: scores near 0 lose bits in
+    the fast formulas, so the forward pass says where, and the backward pass has a second, precise
+    form. ``elementwise``: weights need no sum of their row, and scores take the parameter ``bias``,
+    −log n without one. ``sink``: what the denominator has beside the keys: nothing (""), ``one``,
+    or ``learned``, e to the parameter ``sinks``. ``scaled``: scores are multiplied by the parameter
+    ``s`` times log n, of the n keys that a query may see; or with ``one_more`` times
+    log (n + 1)."""
 
     score_function: str
     needs_expm1: bool = False
     elementwise: bool = False
-    few_registers: bool = False
     sink: Literal["", "one", "learned"] = ""
     scaled: bool = False
     one_more: bool = False

@@ -17,7 +17,7 @@ class Softmax(Normalizer):
     rows_sum_to_one = True
     sparse = False
     parameters = (SLOPES,)
-    kernels = Kernels(score_function="softmax", few_registers=True)
+    kernels = Kernels(score_function="softmax")
 
     def weights(
         self,

@@ -122,8 +122,9 @@ def refused(name):
     except UnavailableError as error:
         said = str(error)
     settings = ops.Settings(name, 0.25, 0.0, True, 0, 65, 65)
+    kernels.SCORE_FUNCTIONS += (name,)
     try:
-        ops.forward(query, query, query, None, None, ops.NONE, settings)
+        ops.forward(query, query, query, None, None, ops.Parameters(), settings)
     except Exception as error:  # the interpreter wraps what it meets in an error of its own
         return [said, f"{error} {error.__cause__}"]
     return [said, "it ran"]
