@@ -176,6 +176,15 @@ def by_kernels(case, query, key, value, given):
     return kernels.attention(query, key, value, mask=mask, **settings)
 
 
+def weights(query, key, **settings):
+    """[B, Hq, Tq, Tk] of the reference, which takes unit vectors for values."""
+    from qbench.attention import reference
+
+    keys = key.shape[2]
+    value = torch.eye(keys).expand(*key.shape[:2], keys, keys)
+    return reference.attention(query, key, value, **settings)
+
+
 SQUARE, DECODE = (1, 2, 1, 33, 33, 20), (2, 4, 2, 1, 70, 16)
 ALL = {"softcap": 2.0, "slopes": True, "window": 9}
 PACKED = {"shape": (1, 2, 1, 24, 24, 16), "packed": (5, 19)}

@@ -103,29 +103,6 @@ def _in_chunks(
     return output.to(query.dtype)
 
 
-def weights(
-    query: Tensor,
-    key: Tensor,
-    *,
-    normalizer: str,
-    parameters: Mapping[str, Tensor] | None = None,
-    **settings: Any,
-) -> Tensor:
-    """The attention weights [B, Hq, Tq, Tk], in float32 (float64 for float64 inputs).
-
-    Arguments and errors as in :func:`attention`. Memory grows with Tq · Tk.
-    """
-    chosen = NORMALIZERS.get(normalizer)
-    check(query, key, key, settings.get("mask"))
-    given = chosen.checked(parameters, query.shape[1])
-    rows = []
-    for scores, allowed, distances, keys in chunks(query, key, chosen, given, **settings):
-        chunk = chosen.weights(scores, allowed=allowed, parameters=given, distances=distances)
-        after = key.shape[2] - keys.stop
-        rows.append(torch.nn.functional.pad(chunk, (keys.start, after)))
-    return torch.cat(rows, dim=2)
-
-
 def check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
     """Raises ValueError where the shapes or the mask's dtype do not fit together."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):

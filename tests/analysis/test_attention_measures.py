@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from attention_cases import weights as weights_of
 from normalizer_parameters import parameters
 
 from qbench.analysis import attention
@@ -18,7 +19,6 @@ from qbench.analysis.attention import (
     delimiter_means,
     measure_weights,
 )
-from qbench.attention import reference
 from qbench.attention.normalizers import NORMALIZERS
 
 
@@ -53,9 +53,7 @@ def test_sums_over_chunks_are_those_of_the_whole_matrix(
     query, key = tensors(heads, kv_heads, length)
     mask = None if window is None else window_mask(length, window)
     found = measure_weights(Call(query=query, key=key, normalizer=normalizer, mask=mask))
-    whole = reference.weights(
-        query, key, normalizer=normalizer, causal=mask is None, mask=mask
-    ).double()
+    whole = weights_of(query, key, normalizer=normalizer, causal=mask is None, mask=mask).double()
     allowed = window_mask(length, length if window is None else window)[0, 0]
     means, means_gu = (
         function(sums, found.queries)
@@ -95,7 +93,7 @@ def test_every_normalizer_is_measured_by_its_definition(normalizer, options, mon
     given = parameters(normalizer, 4, dtype=torch.float32, slopes=options == "slopes")
     softcap = 3.0 if options == "softcap" else None
     settings = {"normalizer": normalizer, "parameters": given, "softcap": softcap}
-    whole = reference.weights(query, key, causal=True, **settings)
+    whole = weights_of(query, key, causal=True, **settings)
     found = measure_weights(Call(query=query, key=key, **settings))
     assert torch.allclose(found.mass, whole.sum(-1), rtol=1e-4, atol=1e-6)
     assert torch.allclose(found.largest, whole.amax(-1), rtol=1e-4, atol=1e-6)

@@ -67,16 +67,6 @@ def test_masked_keys_count_neither_above_nor_below_the_line(normalizer):
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("normalizer", ["softmax", "softpick"])
-def test_weights_times_values_are_the_attention(normalizer):
-    query, key, value, _ = inputs(Case(normalizer=normalizer, shape=(2, 4, 4, 33, 33, 8)))
-    w = reference.weights(query, key, normalizer=normalizer, causal=True)
-    assert w.shape == (2, 4, 33, 33)
-    assert (w.triu(1) == 0).all()
-    expected = reference.attention(query, key, value, normalizer=normalizer, causal=True)
-    torch.testing.assert_close(w @ value, expected)
-
-
 def test_an_unknown_normalizer_lists_the_known_ones():
     query, key, value, _ = inputs(QUICK[0])
     with pytest.raises(RecipeError, match="softmax, softpick, rectified"):
