@@ -15,9 +15,7 @@ from qbench.records import Grid, GridCell, Record, Score
 from qbench.store import Store, read, runs
 
 
-def compare(
-    store: Store, *, statistics: bool = True, seed: int = 0, against: str | None = None
-) -> Comparison:
+def compare(store: Store, *, statistics: bool = True, against: str | None = None) -> Comparison:
     """Compare the checkpoints of a results folder at every precision; of one checkpoint also its
     quantized precisions, with the one named ``against`` or each with each.
 
@@ -43,7 +41,7 @@ def compare(
     )
     if not statistics:
         return comparison
-    comparison = with_effects(comparison, store, seed=seed)
+    comparison = with_effects(comparison, store)
     if len(grid.checkpoints) > 1:
         if against is not None:
             raise ResultsError("--against compares the precisions of one checkpoint")

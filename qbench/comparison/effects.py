@@ -35,7 +35,7 @@ Name = tuple[str, str]  # cell, metric
 Asked = tuple[int, str, str]  # index of the line, question, checkpoint or group
 
 
-def with_effects(comparison: Comparison, store: Store, *, seed: int) -> Comparison:
+def with_effects(comparison: Comparison, store: Store) -> Comparison:
     """Add Δ, damages and differences-in-differences to every line, and the lines over seeds.
 
     p-values are adjusted over the grid within each question. Raises ResultsError where
@@ -46,7 +46,7 @@ def with_effects(comparison: Comparison, store: Store, *, seed: int) -> Comparis
     found: dict[Asked, Effect] = {}
     intervals: dict[int, dict[str, Interval]] = defaultdict(dict)
     for task in comparison.grid.tasks:
-        panels = _Panels(columns.get(task, {}), seed=seed)
+        panels = _Panels(columns.get(task, {}))
         for index, line in enumerate(comparison.lines):
             if line.task == task:
                 for question, checkpoint, [[signs]] in _questions(comparison, line, alone):
@@ -142,9 +142,8 @@ def columns_by_task(comparison: Comparison, store: Store) -> dict[str, dict[Name
 class _Panels:
     """Panels of one task. Cells that saw the same documents share one, and so its bootstrap."""
 
-    def __init__(self, columns: Mapping[Name, Column], *, seed: int) -> None:
+    def __init__(self, columns: Mapping[Name, Column]) -> None:
         self.columns = columns
-        self.seed = seed
         self._panels: dict[tuple[Name, ...], Panel] = {}
         self._drawn: dict[tuple[Name, ...], Floats] = {}
         first = next(iter(columns.values()), None)
@@ -166,7 +165,7 @@ class _Panels:
         if not needs_rounds(aggregation) or panel.documents < 2:
             return panel, None
         if names not in self._drawn:
-            self._drawn[names] = resample(panel, seed=self.seed)
+            self._drawn[names] = resample(panel)
         return panel, self._drawn[names]
 
 

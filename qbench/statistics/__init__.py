@@ -18,11 +18,10 @@ from qbench.statistics.effect import (
     value,
     worsening,
 )
-from qbench.statistics.panel import ROUNDS, Column, Panel, resample
+from qbench.statistics.panel import Column, Panel, resample
 from qbench.statistics.seeds import SeedEffect, mean_score, over_seeds
 
 __all__ = [
-    "ROUNDS",
     "Column",
     "Effect",
     "Interval",

@@ -514,9 +514,6 @@ def adjust(effects: Sequence[AnEffect]) -> list[AnEffect]:
 
 
 LEVEL_NONINFERIORITY = 0.05  # one-sided
-CONFIDENCE_NONINFERIORITY = (
-    1 - 2 * LEVEL_NONINFERIORITY
-)  # of the two-sided interval whose ends are one-sided bounds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,12 +14,12 @@ PAIRED = ("f1", "matthews_corrcoef")  # lm-eval's names for how documents become
 
 
 def pair_scores(
-    gold: Floats, predictions: Floats, aggregation: str, *, rounds: int = ROUNDS, seed: int = 0
+    gold: Floats, predictions: Floats, aggregation: str, *, rounds: int = ROUNDS
 ) -> tuple[Floats, Floats]:
     """The score of each column of ``predictions`` [documents, columns] against ``gold``
     [documents], and of ``rounds`` draws of documents with replacement [rounds, columns]."""
     rows = np.hstack([_counted(gold, column, aggregation) for column in predictions.T])
-    drawn = drawn_sums(rows, rounds, seed)
+    drawn = drawn_sums(rows, rounds)
     columns = predictions.shape[1]
     whole = _score(rows.sum(axis=0).reshape(1, columns, -1), aggregation)[0]
     return whole, _score(drawn.reshape(rounds, columns, -1), aggregation)

@@ -163,7 +163,7 @@ def resample(panel: Panel, *, rounds: int = ROUNDS, seed: int = 0) -> Floats:
         return np.asfortranarray(sums[:, :columns] / sums[:, columns:][:, kind.ravel()])
 
 
-def drawn_sums(rows: Floats, rounds: int, seed: int) -> Floats:
+def drawn_sums(rows: Floats, rounds: int, seed: int = 0) -> Floats:
     """Sums over documents drawn with replacement, [rounds, columns], from [documents, columns]."""
     documents, rng = len(rows), np.random.default_rng(seed)
     kinds, often = np.unique(rows, axis=0, return_counts=True)
@@ -281,7 +281,7 @@ NORMAL = np.linspace(-FARTHEST, FARTHEST, 121)
 
 
 def studentize(
-    values: Floats, weights: Floats, *, estimate: float, stderr: float, seed: int = 0
+    values: Floats, weights: Floats, *, estimate: float, stderr: float
 ) -> Studentized | None:
     """Of ``estimate`` = Σ ``values`` / Σ ``weights``, both [documents], and its ``stderr``.
 
@@ -294,7 +294,7 @@ def studentize(
     rest, length = values - values.sum() / weights.sum() * weights, weights / weights.mean()
     rest = rest / math.sqrt(float(np.mean(rest**2)))
     rows = np.stack([rest, length, rest**2, rest * length, length**2], axis=1)
-    sums = drawn_sums(rows, ROUNDS, seed).T
+    sums = drawn_sums(rows, ROUNDS).T
     ratio = sums[0] / sums[1]
     # A round's own spread: 0 where it drew one document alone, which is as far as any round goes.
     spread = np.sqrt(np.maximum(sums[2] - 2 * ratio * sums[3] + ratio**2 * sums[4], 1e-12))
