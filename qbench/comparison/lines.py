@@ -12,6 +12,7 @@ from qbench.metrics import LOG_SCALE, REDUNDANT, base_metric, is_percentage
 from qbench.records import (
     SCHEMA_VERSION,
     Grid,
+    GridCell,
     Precision,
     Record,
     dump_with_checksum,
@@ -226,9 +227,9 @@ class Comparison:
             return False
         return pair[0].key_parts.get("weights") == pair[1].key_parts.get("weights")
 
-    def problems(self) -> list[str]:
-        """One line a missing, failed, unaudited or mismatched cell."""
-        lines = []
+    def problems(self) -> list[tuple[GridCell, str]]:
+        """What is missing, failed, unaudited or mismatched of a cell, a line each."""
+        found = []
         for cell in self.grid.cells:
             record = self.records.get(cell.cell)
             status, reason = status_of(record)
@@ -236,24 +237,24 @@ class Comparison:
                 run = self.elsewhere[cell.cell]
                 reason = f"not run with these settings; --run {run} has it with other settings"
             if status != "ok":
-                lines.append(f"{cell.cell}: {status}: {reason}")
+                found.append((cell, f"{status}: {reason}"))
             elif record.audit is None and cell.quantized:
-                lines.append(f"{cell.cell}: not audited")
+                found.append((cell, "not audited"))
             if status == "ok":
-                lines += _of_tasks(record)
+                found += [(cell, line) for line in _of_tasks(record)]
             whole = f"{cell.checkpoint}/{self.unquantized_of(cell.quantizer)}"
             both = status == status_of(self.records.get(whole))[0] == "ok"
             if both and not self.same_weights(cell.cell, whole):
-                lines.append(f"{cell.cell}: not made from the weights of {whole}: no damage")
-        return lines
+                found.append((cell, f"not made from the weights of {whole}: no damage"))
+        return found
 
 
 def _of_tasks(record: Record) -> list[str]:
     """One line a task that could not be scored, or not as the others were."""
     exact = record.scoring.exact_tasks if record.scoring else {}
     return [
-        *(f"{record.cell}: {task}: failed: {_short(w)}" for task, w in record.failed_tasks.items()),
-        *(f"{record.cell}: {task}: scored exactly: {_short(why)}" for task, why in exact.items()),
+        *(f"{task}: failed: {_short(why)}" for task, why in record.failed_tasks.items()),
+        *(f"{task}: scored exactly: {_short(why)}" for task, why in exact.items()),
     ]
 
 

@@ -16,8 +16,7 @@ from qbench.comparison.changes import CellResults, Change, compare_sets, read_re
 from qbench.comparison.explain import Difference, differences
 from qbench.errors import ResultsError, some
 from qbench.gate.baseline import DECIMALS, read
-from qbench.gate.margins import AUDIT as AUDIT_MARGINS
-from qbench.gate.margins import Margin, margin_of, require_known
+from qbench.gate.margins import AUDIT_MARGINS, Margin, margin_of, require_known
 from qbench.gate.verdict import AUDIT, ROUNDING, Gate, Inconclusive, Verdict, measured, whole
 from qbench.records import Audit, ModuleAudit, Record
 from qbench.statistics import Column, Worsening, documents_needed, worsening

@@ -21,7 +21,7 @@ LEAST = {"acc": 1.0, "perplexity": 2.0}
 # or instructions of the processor GPTQ moves one layer's error by up to 1.3 %, its gain by 0.2 %
 # and the model's error by 0.1 %; other methods move by less than 0.001 %. Scales 3 % too large are
 # a gain of 3 %, at any number of bits.
-AUDIT = {
+AUDIT_MARGINS = {
     "weight_error": 5.0,
     "bits_per_weight": 1.0,
     "coverage": 0.0,
@@ -77,7 +77,7 @@ def parse_margins(texts: Sequence[str]) -> dict[str, float]:
 def require_known(given: Mapping[str, float], metrics: Collection[str]) -> None:
     """Raise RecipeError for a margin of a metric that the baseline does not have."""
     named = [name for metric in metrics for name in (metric, base_metric(metric))]
-    known = [*dict.fromkeys([*LEAST, *named]), *AUDIT]
+    known = [*dict.fromkeys([*LEAST, *named]), *AUDIT_MARGINS]
     for name in given:
         if name not in known:
             raise RecipeError(

@@ -96,22 +96,21 @@ def _plain(value: float | None) -> str:
     return number(value, percent=False)
 
 
-def paper_values(one: Measured) -> dict[str, tuple[float | None, bool]]:
-    """The columns of the softpick paper's table 4, and whether a value is a share."""
+def paper_values(one: Measured) -> dict[str, float | None]:
+    """The columns of the softpick paper's table 4; those that are shares have a %."""
     rates = one.sinks[0].rates
     return {
-        "Perplexity": (one.perplexity, False),
-        **{f"Sink rate %, ε {least}": (rate, True) for least, rate in rates.items()},
-        "Kurtosis": (one.hidden.kurtosis, False),
-        "Min": (one.hidden.minimum, False),
-        "Max": (one.hidden.maximum, False),
-        "Sparsity %": (one.zeros, True),
+        "Perplexity": one.perplexity,
+        **{f"Sink rate %, ε {least}": rate for least, rate in rates.items()},
+        "Kurtosis": one.hidden.kurtosis,
+        "Min": one.hidden.minimum,
+        "Max": one.hidden.maximum,
+        "Sparsity %": one.zeros,
     }
 
 
 def _paper(one: Measured) -> dict[str, str]:
-    found = paper_values(one)
-    return {name: number(value, percent=share) for name, (value, share) in found.items()}
+    return {name: number(value, percent="%" in name) for name, value in paper_values(one).items()}
 
 
 def _others(one: Measured) -> dict[str, str]:
@@ -328,8 +327,8 @@ def _labels(results: AnalysisResults) -> list[str]:
 def _text(cells: Sequence[Analysis], results: AnalysisResults) -> dict[str, str]:
     measured = [paper_values(one.measured) for one in cells if one.measured is not None]
     row = {
-        name: _spread([values[name][0] for values in measured], partial(number, percent=share))
-        for name, (_, share) in measured[0].items()
+        name: _spread([values[name] for values in measured], partial(number, percent="%" in name))
+        for name in measured[0]
         if name != "Perplexity"
     }
     damages = [_damage(one, results) for one in cells]

@@ -29,7 +29,7 @@ from qbench.comparison.wording import (
     values_text,
 )
 from qbench.metrics import is_percentage
-from qbench.records import Damage, Record, TaskDamage
+from qbench.records import Damage, GridCell, Record, TaskDamage
 from qbench.store import KEY_DIGITS
 from qbench.tables.notes import cache_notes, chance_notes, judged_notes, prompt_notes
 from qbench.tables.published import printed_columns, printed_notes
@@ -39,7 +39,7 @@ from qbench.text import MINUS, NO_VALUE, metric_title, number, significant, toge
 if TYPE_CHECKING:
     from qbench.statistics import Effect, SeedEffect
 
-Column = tuple[str, Callable[[Line], str]]  # its head, and the text of a line
+TableColumn = tuple[str, Callable[[Line], str]]  # its head, and the text of a line
 INTERVAL = "95 % interval"
 NAMES = ("Task", "Metric", "Quantization")
 BELOW_NOISE = "≈"
@@ -66,13 +66,18 @@ FLIPS_NOTE = "Flips: answers from right to wrong / from wrong to right."
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
     """What one set of tables is of: the lines of a method and the unquantized ones, over some of
-    the checkpoints. ``problems`` stand below the first table."""
+    the checkpoints. ``problems`` of cells and ``notes`` stand below the first table."""
 
     comparison: Comparison
     name: str  # of the method
     checkpoints: tuple[str, ...]
     lines: tuple[Line, ...]
-    problems: tuple[str, ...]
+    problems: tuple[tuple[GridCell, str], ...]
+    notes: tuple[str, ...]
+
+    @property
+    def footnotes(self) -> list[str]:
+        return [*together(f"{cell.cell}: {text}" for cell, text in self.problems), *self.notes]
 
     @property
     def others(self) -> tuple[str, ...]:
@@ -105,13 +110,12 @@ def parts(comparison: Comparison) -> list[Part]:
         own = {line.quantizer for line in every}
         lines = [line for line in every if not redundant(line, every)]
         hidden = dict.fromkeys(f"{one.task} {one.metric}" for one in every if one not in lines)
-        told = together(one for one in problems if _quantizer_of(one) in own)
-        problems = [one for one in problems if _quantizer_of(one) not in own]
+        notes = []
         if comparison.grid.skipped:
-            told.append(f"Left out, without data: {', '.join(comparison.grid.skipped)}.")
-        told += prompt_notes(comparison)
+            notes.append(f"Left out, without data: {', '.join(comparison.grid.skipped)}.")
+        notes += prompt_notes(comparison)
         if hidden:
-            told.append(
+            notes.append(
                 f"Only in the CSV, since word_perplexity determines them: {', '.join(hidden)}."
             )
         made.append(
@@ -120,14 +124,12 @@ def parts(comparison: Comparison) -> list[Part]:
                 name=next((line.title for line in lines if line.method == method), "Quantization"),
                 checkpoints=comparison.checkpoints,
                 lines=tuple(lines),
-                problems=tuple(told),
+                problems=tuple(one for one in problems if one[0].quantizer in own),
+                notes=tuple(notes),
             )
         )
+        problems = [one for one in problems if one[0].quantizer not in own]
     return made
-
-
-def _quantizer_of(problem: str) -> str:
-    return problem.split(":", 1)[0].rsplit("/", 1)[-1]
 
 
 def tables_of(part: Part, published: str | None) -> list[Table]:
@@ -145,26 +147,29 @@ def tables_of(part: Part, published: str | None) -> list[Table]:
 
 
 def _with_the_first(part: Part) -> list[Part]:
-    """A part for the first and each other checkpoint; a problem stands in the first that shows
-    the checkpoint it is about."""
-    base, made, problems = part.checkpoints[0], [], list(part.problems)
-    for other in part.others:
-        pair = (base, other)
-        own = [
-            problem
-            for problem in problems
-            if not (named := [n for n in part.checkpoints if problem.startswith(f"{n}/")])
-            or named[0] in pair
-        ]
-        problems = [problem for problem in problems if problem not in own]
-        lines = (replace(one, entries=tuple(map(one.entry, pair))) for one in part.lines)
-        made.append(replace(part, checkpoints=pair, lines=tuple(lines), problems=tuple(own)))
+    """A part for the first and each other checkpoint; what is said once stands in the first that
+    shows what it is about."""
+    made: list[Part] = []
+    base, *others = part.checkpoints
+    for other in others:
+        about = (other,) if made else (base, other)
+        made.append(
+            replace(
+                part,
+                checkpoints=(base, other),
+                lines=tuple(
+                    replace(one, entries=(one.entry(base), one.entry(other))) for one in part.lines
+                ),
+                problems=tuple(one for one in part.problems if one[0].checkpoint in about),
+                notes=() if made else part.notes,
+            )
+        )
     return made
 
 
 def _table_of(
     lines: Sequence[Line],
-    columns: Sequence[Column],
+    columns: Sequence[TableColumn],
     *,
     title: str,
     notes: Iterable[str],
@@ -182,7 +187,7 @@ def _table_of(
     )
 
 
-def _effect_columns(head: str, question: str, group: str, each: str = "") -> list[Column]:
+def _effect_columns(head: str, question: str, group: str, each: str = "") -> list[TableColumn]:
     """An effect and its interval; with a head for ``each``, over seeds, that of every training and
     the seeds' share."""
 
@@ -200,7 +205,7 @@ def _deltas(part: Part, published: str | None) -> Table:
     """Scores of each checkpoint, and Δ."""
     comparison, others = part.comparison, part.others
     tested = any(line.deltas for line in part.lines)
-    columns: list[Column] = [
+    columns: list[TableColumn] = [
         (name, lambda line, name=name: entry_text(line.entry(name), line))
         for name in part.checkpoints
     ]
@@ -232,7 +237,7 @@ def _deltas_over_seeds(part: Part) -> Table:
     """Means of each group, every training's score, and Δ."""
     comparison, groups = part.comparison, part.comparison.grid.replicates
     base, *others = groups
-    columns: list[Column] = []
+    columns: list[TableColumn] = []
     for group in groups:
         columns += [
             (group, lambda line, of=group: number(line.means.get(of), percent=line.percent)),
@@ -251,7 +256,7 @@ def _deltas_over_seeds(part: Part) -> Table:
         notes=[
             *_seed_notes(comparison, part.seeds, ("deltas",)),
             *training_notes(comparison),
-            *part.problems,
+            *part.footnotes,
         ],
     )
 
@@ -262,7 +267,7 @@ def _damages(part: Part, lines: Sequence[Line]) -> Table:
     base, *others = groups = part.comparison.grid.replicates if part.seeds else part.checkpoints
     each = "each" if part.seeds else ""
     claims = {other: f"{other}’s {MINUS} {base}’s" for other in others}
-    columns: list[Column] = []
+    columns: list[TableColumn] = []
     for group in groups:
         columns += _effect_columns(f"{group}’s damage", "damages", group)
     for other, claim in claims.items():
@@ -314,7 +319,7 @@ def _score_notes(part: Part) -> list[str]:
         *([f"noise.json has other settings for {stale}: run qbench noise again"] if stale else []),
         *cache_notes(comparison, lines),
         *judged_notes(comparison, lines),
-        *part.problems,
+        *part.footnotes,
         *precision_notes(lines),
         *chance_notes(lines),
         *training_notes(comparison),

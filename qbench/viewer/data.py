@@ -196,7 +196,10 @@ def overview(results: Results, comparison: Comparison) -> Json:
         ],
         "headline": headline(comparison),
         "summary": training_notes(comparison) if tested else [],
-        "problems": [*comparison.problems(), *unreadable(store).values()],
+        "problems": [
+            *(f"{cell.cell}: {text}" for cell, text in comparison.problems()),
+            *unreadable(store).values(),
+        ],
     }
 
 
