@@ -147,13 +147,12 @@ def reason_alone(reason: str) -> str:
     return LOG.sub("", reason)
 
 
-def together(lines: Iterable[str]) -> list[str]:
-    """``name: reason`` lines with those of one reason as one, in the order in which they began."""
+def together(found: Iterable[tuple[str, str]]) -> list[str]:
+    """``names: reason``, a line for the names of each reason, in the order in which they began."""
     names: dict[str, list[str]] = {}
-    said: dict[str, str] = {}
-    for line in lines:
-        name, _, reason = line.partition(": ")
+    reasons: dict[str, str] = {}
+    for name, reason in found:
         alone = reason_alone(reason)
         names.setdefault(alone, []).append(name)
-        said.setdefault(alone, reason)
-    return [f"{some(of)}: {said[one]}" if one else some(of) for one, of in names.items()]
+        reasons.setdefault(alone, reason)
+    return [f"{some(of)}: {reasons[one]}" for one, of in names.items()]

@@ -147,7 +147,7 @@ def analyze(
     paths = write_analyses(Store(place.out))
     typer.echo(paths[0].read_text())
     show_written(paths)
-    for line in together(f"{one.cell}: failed: {one.error}" for one in broken):
+    for line in together((one.cell, f"failed: {one.error}") for one in broken):
         complain(line)
     if broken:
         raise typer.Exit(1)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import special
+from scipy import special, stats
 
 from qbench.errors import RecipeError
 from qbench.metrics import LOG_SCALE, base_metric, is_percentage
@@ -144,20 +144,12 @@ def _bound_of_flips(documents: int, missed: float) -> float:
     """The one-sided bound on the loss, a fraction, that harmless flips exceed with probability
     ``missed``: right answers are lost and won at the same rate, and happen to be lost more."""
     rate = FLIPS * documents / 2  # of either, Poisson
-    most = math.ceil(rate + 12 * math.sqrt(rate) + 12)
-    counts = np.arange(most)
-    chance = np.exp(counts * np.log(rate) - rate - special.gammaln(counts + 1))
-    differences = np.convolve(chance, chance[::-1])  # of lost − won, from −(most − 1)
-    loss = int(np.searchsorted(np.cumsum(differences), 1 - missed)) - (most - 1)
+    loss = int(stats.skellam.ppf(1 - missed, rate, rate))  # of lost − won
     # The likeliest counts with that difference: lost · won = rate².
     won = round((math.hypot(loss, 2 * rate) - loss) / 2)
     values = np.zeros((documents, 2))
     values[: min(loss + won, documents), 0] = 1
     values[max(0, documents - won) :, 1] = 1
-    names = ("old", "new")
-    columns = {
-        name: Column.of(np.arange(documents), values[:, index], np.ones(documents))
-        for index, name in enumerate(names)
-    }
-    found = effect(Panel.of(columns), {"new": 1, "old": -1}, "mean")
+    panel = Panel(values=values, weights=np.ones_like(values), index={"old": 0, "new": 1})
+    found = effect(panel, {"new": 1, "old": -1}, "mean")
     return worsening(found, higher_is_better=True).high

@@ -64,7 +64,7 @@ def load_analyses(store: Store) -> AnalysisResults:
     parts = [Analyses(store.directory).records(), long_contexts(store.directory).records()]
     units = sensitivities(store.directory).records()
     failed = [one for part in [*parts, units] for one in part if one.status == "failed"]
-    problems = together(f"{one.cell}: failed: {one.error}" for one in failed)
+    problems = together((one.cell, f"failed: {one.error}") for one in failed)
     records: list[Record] = []
     if store.has_grid():
         try:

@@ -77,7 +77,7 @@ class Part:
 
     @property
     def footnotes(self) -> list[str]:
-        return [*together(f"{cell.cell}: {text}" for cell, text in self.problems), *self.notes]
+        return [*together((cell.cell, text) for cell, text in self.problems), *self.notes]
 
     @property
     def others(self) -> tuple[str, ...]:

@@ -7,12 +7,12 @@ from qbench.text import together
 
 
 def test_lines_of_one_reason_become_one():
-    lines = ["a/x: failed: no room", "b/x: missing", "c/x: failed: no room", "d/x"]
-    assert together(lines) == ["a/x, c/x: failed: no room", "b/x: missing", "d/x"]
+    found = [("a/x", "failed: no room"), ("b/x", "missing"), ("c/x", "failed: no room")]
+    assert together(found) == ["a/x, c/x: failed: no room", "b/x: missing"]
 
 
 def test_many_names_are_counted():
-    (line,) = together(f"c{number}: no" for number in range(32))
+    (line,) = together((f"c{number}", "no") for number in range(32))
     assert line == "c0, c1, c2, c3, c4, c5, c6, c7 and 24 more: no"
 
 
@@ -27,12 +27,12 @@ def test_progress_says_a_failure_once():
 
 
 def test_the_file_with_the_traceback_makes_no_other_reason():
-    lines = [
-        f"{cell}: failed: E: no (the traceback is in {cell[0]}.log)" for cell in ("a/x", "b/x")
+    found = [
+        (cell, f"failed: E: no (the traceback is in {cell[0]}.log)") for cell in ("a/x", "b/x")
     ]
-    assert together(lines) == ["a/x, b/x: failed: E: no (the traceback is in a.log)"]
+    assert together(found) == ["a/x, b/x: failed: E: no (the traceback is in a.log)"]
     stream = io.StringIO()
     with Display(stream, 2) as display:
-        for line in lines:
-            display.log(line.replace("failed", "FAILED"), "bold red")
+        for cell, reason in found:
+            display.log(f"{cell}: {reason.replace('failed', 'FAILED')}", "bold red")
     assert stream.getvalue().splitlines()[1] == "b/x: FAILED, as a/x"
