@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import numpy as np
 
 from qbench.comparison.changes import read_columns
-from qbench.comparison.lines import TESTED, Comparison, Line, SeedLine, redundant
+from qbench.comparison.lines import TESTED, Comparison, Line, redundant
 from qbench.statistics import (
     Column,
     Effect,
@@ -71,7 +71,7 @@ def with_effects(comparison: Comparison, store: Store) -> Comparison:
 
 def _seed_lines(
     comparison: Comparison, columns: Mapping[str, Mapping[Name, Column]]
-) -> tuple[SeedLine, ...]:
+) -> tuple[Line, ...]:
     """A line for each of the comparison's that all groups have; ``columns`` as
     ``columns_by_task`` gives them."""
     groups = comparison.grid.replicates
@@ -91,9 +91,9 @@ def _seed_lines(
                     means[index][group] = mean_score(panel, list(names), line.aggregation)
     answers = _by_line(comparison, found)
     return tuple(
-        SeedLine(
-            **{one.name: getattr(line, one.name) for one in dataclasses.fields(line)}
-            | answers[index],
+        dataclasses.replace(
+            line,
+            **answers[index],
             values={
                 group: tuple(line.entry(member).value for member in members)
                 for group, members in groups.items()

@@ -111,6 +111,10 @@ class Line:
     ``deltas``, ``damages`` and ``differences`` map a checkpoint to its Δ against the baseline
     checkpoint, its damage, and its difference-in-differences; values of type
     ``statistics.Effect``. A question that cannot be answered has no entry.
+
+    A line over seeds has a group of trainings in place of a checkpoint, and effects of type
+    ``statistics.SeedEffect``. ``values`` are each training's score, as recorded, ``means`` theirs;
+    ``scores`` has the interval of a group's mean, on the scale that is compared.
     """
 
     task: str
@@ -124,9 +128,12 @@ class Line:
     precision: Precision
     entries: tuple[Entry, ...]
     intervals: Mapping[str, Interval] = field(default_factory=dict)
-    deltas: Mapping[str, Effect] = field(default_factory=dict)
-    damages: Mapping[str, Effect] = field(default_factory=dict)
-    differences: Mapping[str, Effect] = field(default_factory=dict)
+    deltas: Mapping[str, Effect | SeedEffect] = field(default_factory=dict)
+    damages: Mapping[str, Effect | SeedEffect] = field(default_factory=dict)
+    differences: Mapping[str, Effect | SeedEffect] = field(default_factory=dict)
+    values: Mapping[str, tuple[float | None, ...]] = field(default_factory=dict)
+    means: Mapping[str, float] = field(default_factory=dict)
+    scores: Mapping[str, SeedEffect] = field(default_factory=dict)
 
     @property
     def quantized(self) -> bool:
@@ -170,7 +177,7 @@ class Comparison:
     lines: tuple[Line, ...]
     floors: NoiseFloor = field(default_factory=NoiseFloor)
     elsewhere: Mapping[str, str] = field(default_factory=dict)  # missing cell → run that has it
-    seeds: tuple[SeedLine, ...] = ()  # over several trainings, where the grid has replicates
+    seeds: tuple[Line, ...] = ()  # over several trainings, where the grid has replicates
     pairs: tuple[Change, ...] = ()  # of one checkpoint: its quantized precisions among themselves
 
     @property
@@ -292,16 +299,3 @@ def redundant(line: Line, lines: Iterable[Line]) -> bool:
 
 
 TESTED = ("deltas", "damages", "differences")  # what is asked of a line
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SeedLine(Line):
-    """A line over the trainings of each group: its effects are by group, not by checkpoint.
-
-    ``values``: each training's score, as recorded; ``means`` theirs; ``scores`` has the interval of
-    a group's own mean, on the scale that is compared.
-    """
-
-    values: Mapping[str, tuple[float | None, ...]]
-    means: Mapping[str, float]
-    scores: Mapping[str, SeedEffect] = field(default_factory=dict)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from qbench.comparison.lines import Line, SeedLine, redundant
+from qbench.comparison.lines import Line, redundant
 from qbench.text import NO_VALUE, metric_title, number, ratio
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def order_note(comparison: Comparison) -> str:
     return f"Each, in this order: {'; '.join(told)}."
 
 
-def values_text(line: SeedLine, group: str) -> str:
+def values_text(line: Line, group: str) -> str:
     """Every training's own score."""
     return ", ".join(number(value, percent=line.percent) for value in line.values[group])
 

@@ -93,10 +93,9 @@ def margin_of(score: Score, column: Column, given: Mapping[str, float], *, lines
     margin of the user's.
     """
     family = _family(score)
-    least = supported = math.nan
+    supported = math.nan
     if family is not None:
-        least = LEAST[family]
-        supported = max(least, _supported(score, column, lines))
+        supported = max(LEAST[family], _supported(score, column, lines))
     for name in (score.metric, base_metric(score.metric), family):
         if name in given:
             return Margin(value=given[name], given=True, supported=supported)

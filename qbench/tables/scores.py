@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from qbench.comparison.changes import MOST_PAIRED, training_notes
-from qbench.comparison.lines import Comparison, Entry, Line, SeedLine, redundant
+from qbench.comparison.lines import Comparison, Entry, Line, redundant
 from qbench.comparison.wording import (
     RATIO_NOTE,
     RATIOS_NOTE,
@@ -88,7 +88,7 @@ class Part:
         return [line for line in self.lines if line.quantized]
 
     @property
-    def seeds(self) -> list[SeedLine]:
+    def seeds(self) -> list[Line]:
         """The same over several trainings of each kind, where the grid has them."""
         quantizers = {line.quantizer for line in self.lines}
         return [

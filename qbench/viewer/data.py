@@ -27,7 +27,7 @@ from qbench import __version__
 from qbench.comparison.changes import training_notes
 from qbench.comparison.compare import compare
 from qbench.comparison.explain import flat
-from qbench.comparison.lines import TESTED, Comparison, Line, SeedLine, redundant, status_of
+from qbench.comparison.lines import TESTED, Comparison, Line, redundant, status_of
 from qbench.comparison.wording import headline
 from qbench.errors import QbenchError, ResultsError
 from qbench.records import UNQUANTIZED_BITS, Damage, GridCell, Question, Record
@@ -253,7 +253,7 @@ def _line(line: Line) -> Json:
     return _measures(line) | {"scores": scores}
 
 
-def _seed_line(line: SeedLine) -> Json:
+def _seed_line(line: Line) -> Json:
     plain = {of: e.interval for of, e in line.scores.items() if e.kind == "difference"}
     scores = {
         group: {"status": "ok", "value": mean, **_ends(plain.get(group))}
