@@ -238,16 +238,6 @@ def test_cells_that_saw_different_documents_are_paired_on_the_common_ones():
     assert both.values.tolist() == [[0, 1], [1, 0], [1, 1]]
 
 
-@pytest.mark.parametrize("signs", [TWO, FOUR])
-def test_identical_answers_do_not_claim_certainty(signs):
-    same = (np.arange(80) % 3 == 0).astype(float)
-    cells = panel(*[same] * len(signs))
-    found = effect(cells, signs, "mean", resample(cells, rounds=200))
-    assert found.estimate == 0
-    assert found.interval.low < -0.02 < 0.02 < found.interval.high
-    assert found.p == 1.0
-
-
 @pytest.mark.parametrize("bad", [np.nan, -np.inf])
 def test_outcomes_that_are_not_finite_have_no_effect(bad):
     new, old = np.zeros((2, 20))

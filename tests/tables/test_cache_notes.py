@@ -7,25 +7,12 @@ from qbench.comparison.compare import compare
 from qbench.records import (
     DifferenceFromExact,
     KVAudit,
-    KVModuleAudit,
     Part,
     Precision,
     SampleDifference,
     ScoringReport,
 )
 from qbench.tables.write import render
-
-LAYERS = tuple(
-    KVModuleAudit(
-        name=f"model.layers.{depth}.self_attn",
-        levels=15,
-        key_error=0.1 + depth / 100,
-        value_error=0.09,
-        clipped=0.0,
-        bits_per_value=4.25,
-    )
-    for depth in range(2)
-)
 
 
 def cache(bytes_per_token: float) -> KVAudit:
@@ -38,7 +25,6 @@ def cache(bytes_per_token: float) -> KVAudit:
         bits_per_value=4.25,
         bytes_per_token=bytes_per_token,
         unquantized_bytes_per_token=18432.0,
-        modules=LAYERS,
     )
 
 

@@ -11,7 +11,7 @@ from qbench.comparison.changes import compare_results
 from qbench.comparison.compare import compare
 from qbench.gate import baseline, check
 from qbench.gate.verdict import as_markdown
-from qbench.records import ActivationAudit, InputAudit, Leak, Part, Precision
+from qbench.records import ActivationAudit, Leak, Part, Precision
 from qbench.runner.grid import summary
 from qbench.store import Store
 from qbench.tables.changes import changes_table
@@ -42,11 +42,6 @@ INPUTS = ActivationAudit(
     levels=255,
     clipped=0.001,
     error=0.0123,
-    left_out=("model.layers.0.mlp.down_proj",),
-    modules=(
-        InputAudit(name="model.layers.0.self_attn.q_proj", levels=201, clipped=0.0, error=0.01),
-        InputAudit(name="model.layers.1.mlp.down_proj", levels=255, clipped=0.002, error=0.02),
-    ),
 )
 
 
