@@ -15,19 +15,12 @@ from qbench.comparison.wording import (
     metric_text,
 )
 from qbench.metrics import is_percentage
-from qbench.tables.table import Table, markdown
+from qbench.tables.table import Table, from_rows, markdown
 from qbench.text import MINUS, NO_VALUE, metric_title, number
 from qbench.text import table as text_table
 
 if TYPE_CHECKING:
     from qbench.evaluation.noise import Moved
-
-
-SEEDS_HEAD = (
-    *("Over seeds", "Task", "Metric", "New − old, mean", "95 % interval", "p"),
-    "Seeds × documents",
-)
-HEAD = ("Cell", "Task", "Metric", "Old", "New", "New − old", "95 % interval", "p", "Documents")
 
 
 def changes_table(changes: Changes) -> str:
@@ -39,48 +32,44 @@ def changes_table(changes: Changes) -> str:
         "Benjamini–Hochberg's only; p is not corrected.",
         *changes.problems,
     )
-    title, rows = f"{changes.new} against {changes.old}", tuple(map(_texts, changes.lines))
-    tables = [Table(title=title, head=HEAD, rows=rows, words=3, notes=notes)]
-    if changes.seeds:
-        tables.append(
-            Table(
-                title=f"{title}: over seeds",
-                head=SEEDS_HEAD,
-                rows=tuple(map(_seed_texts, changes.seeds)),
-                words=3,
-                notes=(*SEED_NOTES, SEEDS_NOTE),
-            )
-        )
+    title = f"{changes.new} against {changes.old}"
+    tables = from_rows(list(map(_row, changes.lines)), title=title, notes=notes, words=3)
+    tables = tables or [Table(title=title, head=(), rows=(), notes=notes)]
+    seeds = list(map(_seed_row, changes.seeds))
+    tables += from_rows(
+        seeds, title=f"{title}: over seeds", notes=(*SEED_NOTES, SEEDS_NOTE), words=3
+    )
     return markdown(tables)
 
 
-def _seed_texts(one: SeedChange) -> tuple[str, ...]:
-    score, percent = one.score, is_percentage(one.score.metric)
-    return (
-        f"{one.group}/{one.quantizer}",
-        score.label,
-        metric_text(score),
-        effect_text(one.effect, percent=percent),
-        interval_text(one.effect, percent=percent),
-        f"{one.effect.p:.2g}",
-        f"{one.effect.seeds} × {one.effect.documents}",
-    )
+def _seed_row(one: SeedChange) -> dict[str, str]:
+    score, effect, percent = one.score, one.effect, is_percentage(one.score.metric)
+    return {
+        "Over seeds": f"{one.group}/{one.quantizer}",
+        "Task": score.label,
+        "Metric": metric_text(score),
+        "New − old, mean": effect_text(effect, percent=percent),
+        "95 % interval": interval_text(effect, percent=percent),
+        "p": f"{effect.p:.2g}",
+        "Seeds × documents": f"{effect.seeds} × {effect.documents}",
+    }
 
 
-def _texts(line: Change) -> tuple[str, ...]:
-    effect = line.effect
-    shown = {"percent": line.percent}
-    return (
-        line.told,
-        line.label,
-        metric_text(line),
-        number(line.old, **shown),
-        number(line.new, **shown),
-        number(line.new - line.old, signed=True, **shown) + (effect.mark if effect else ""),
-        interval_text(effect, **shown),
-        f"{effect.p:.2g}" if effect else NO_VALUE,
-        str(line.documents) + (f" ({line.left_out} unpaired)" if line.left_out else ""),
-    )
+def _row(line: Change) -> dict[str, str]:
+    effect, percent = line.effect, line.percent
+    changed = number(line.new - line.old, percent=percent, signed=True)
+    return {
+        "Cell": line.told,
+        "Task": line.label,
+        "Metric": metric_text(line),
+        "Old": number(line.old, percent=percent),
+        "New": number(line.new, percent=percent),
+        "New − old": changed + (effect.mark if effect else ""),
+        "95 % interval": interval_text(effect, percent=percent),
+        "p": f"{effect.p:.2g}" if effect else NO_VALUE,
+        "Documents": str(line.documents)
+        + (f" ({line.left_out} unpaired)" if line.left_out else ""),
+    }
 
 
 NOISE_HEAD = ("Task", "Metric", "Batches", "Score", "Moved by", "Changed documents",
