@@ -64,7 +64,7 @@ FLIPS_NOTE = "Flips: answers from right to wrong / from wrong to right."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class MethodLines:
     """What one set of tables is of: the lines of a method and the unquantized ones, over some of
     the checkpoints. ``problems`` of cells and ``notes`` stand below the first table."""
 
@@ -98,9 +98,9 @@ class Part:
         ]
 
 
-def parts(comparison: Comparison) -> list[Part]:
+def by_method(comparison: Comparison) -> list[MethodLines]:
     """One a quantization method; one checkpoint alone has one of all. What is wrong with a cell
-    stands in the first part that has it."""
+    stands in the first set of tables that has it."""
     alone = len(comparison.checkpoints) == 1
     made, problems = [], comparison.problems()
     for method in [None] if alone else comparison.methods:
@@ -119,7 +119,7 @@ def parts(comparison: Comparison) -> list[Part]:
                 f"Only in the CSV, since word_perplexity determines them: {', '.join(hidden)}."
             )
         made.append(
-            Part(
+            MethodLines(
                 comparison=comparison,
                 name=next((line.title for line in lines if line.method == method), "Quantization"),
                 checkpoints=comparison.checkpoints,
@@ -132,36 +132,37 @@ def parts(comparison: Comparison) -> list[Part]:
     return made
 
 
-def tables_of(part: Part, published: str | None) -> list[Table]:
+def tables_of(method: MethodLines, published: str | None) -> list[Table]:
     """Scores with Δ and, where there is any, damage. With several trainings of each kind a table
     of all of them says less than their means, which it is of then."""
-    if part.seeds:
-        quantized = [line for line in part.seeds if line.quantized and line.damages]
-        return [_deltas_over_seeds(part), *([_damages(part, quantized)] if quantized else [])]
-    if len(part.checkpoints) > 2:  # a table for each pair stays readable
-        return [table for pair in _with_the_first(part) for table in tables_of(pair, published)]
-    damaged = any(line.damages for line in part.lines)
-    if len(part.checkpoints) == 1 and damaged and not published:
-        return _one_model(part)
-    return [_deltas(part, published), *([_damages(part, part.quantized)] if damaged else [])]
+    if method.seeds:
+        quantized = [line for line in method.seeds if line.quantized and line.damages]
+        return [_deltas_over_seeds(method), *([_damages(method, quantized)] if quantized else [])]
+    if len(method.checkpoints) > 2:  # a table for each pair stays readable
+        return [table for pair in _with_the_first(method) for table in tables_of(pair, published)]
+    damaged = any(line.damages for line in method.lines)
+    if len(method.checkpoints) == 1 and damaged and not published:
+        return _one_model(method)
+    return [_deltas(method, published), *([_damages(method, method.quantized)] if damaged else [])]
 
 
-def _with_the_first(part: Part) -> list[Part]:
-    """A part for the first and each other checkpoint; what is said once stands in the first that
+def _with_the_first(method: MethodLines) -> list[MethodLines]:
+    """A set for the first and each other checkpoint; what is said once stands in the first that
     shows what it is about."""
-    made: list[Part] = []
-    base, *others = part.checkpoints
+    made: list[MethodLines] = []
+    base, *others = method.checkpoints
     for other in others:
         about = (other,) if made else (base, other)
         made.append(
             replace(
-                part,
+                method,
                 checkpoints=(base, other),
                 lines=tuple(
-                    replace(one, entries=(one.entry(base), one.entry(other))) for one in part.lines
+                    replace(one, entries=(one.entry(base), one.entry(other)))
+                    for one in method.lines
                 ),
-                problems=tuple(one for one in part.problems if one[0].checkpoint in about),
-                notes=() if made else part.notes,
+                problems=tuple(one for one in method.problems if one[0].checkpoint in about),
+                notes=() if made else method.notes,
             )
         )
     return made
@@ -201,13 +202,13 @@ def _effect_columns(head: str, question: str, group: str, each: str = "") -> lis
     return columns
 
 
-def _deltas(part: Part, published: str | None) -> Table:
+def _deltas(method: MethodLines, published: str | None) -> Table:
     """Scores of each checkpoint, and Δ."""
-    comparison, others = part.comparison, part.others
-    tested = any(line.deltas for line in part.lines)
+    comparison, others = method.comparison, method.others
+    tested = any(line.deltas for line in method.lines)
     columns: list[TableColumn] = [
         (name, lambda line, name=name: entry_text(line.entry(name), line))
-        for name in part.checkpoints
+        for name in method.checkpoints
     ]
     for other in others:
         columns.append(("Δ", lambda line, of=other: _delta_text(comparison, line, of)))
@@ -215,27 +216,27 @@ def _deltas(part: Part, published: str | None) -> Table:
             columns.append((INTERVAL, lambda line, of=other: _interval_text(line, of)))
     notes: list[str] = []
     if published:
-        columns += printed_columns(comparison, part.checkpoints, published)
-        notes += printed_notes(part.lines, published)
+        columns += printed_columns(comparison, method.checkpoints, published)
+        notes += printed_notes(method.lines, published)
     if tested:
         notes += [MARKS.format(kind="Δ of the grid"), BRACKETS]
-    against = ", ".join(f"{other} {MINUS} {part.checkpoints[0]}" for other in others)
+    against = ", ".join(f"{other} {MINUS} {method.checkpoints[0]}" for other in others)
     return _table_of(
-        part.lines,
+        method.lines,
         [*columns, ("Documents", documents_text)],
-        title=f"{part.name}: Δ = {against}" if against else part.name,
+        title=f"{method.name}: Δ = {against}" if against else method.name,
         notes=[
             *notes,
-            *ratio_notes(effect for line in part.lines for effect in line.deltas.values()),
-            *_score_notes(part),
+            *ratio_notes(effect for line in method.lines for effect in line.deltas.values()),
+            *_score_notes(method),
         ],
-        records=_records(part.lines),
+        records=_records(method.lines),
     )
 
 
-def _deltas_over_seeds(part: Part) -> Table:
+def _deltas_over_seeds(method: MethodLines) -> Table:
     """Means of each group, every training's score, and Δ."""
-    comparison, groups = part.comparison, part.comparison.grid.replicates
+    comparison, groups = method.comparison, method.comparison.grid.replicates
     base, *others = groups
     columns: list[TableColumn] = []
     for group in groups:
@@ -250,22 +251,24 @@ def _deltas_over_seeds(part: Part) -> Table:
     against = ", ".join(f"{group} {MINUS} {base}" for group in others)
     counts = ", ".join(f"{len(members)} of {group}" for group, members in groups.items())
     return _table_of(
-        part.seeds,
+        method.seeds,
         [*columns, documents],
-        title=f"{part.name} over seeds ({counts}){': Δ = ' + against if against else ''}",
+        title=f"{method.name} over seeds ({counts}){': Δ = ' + against if against else ''}",
         notes=[
-            *_seed_notes(comparison, part.seeds, ("deltas",)),
+            *_seed_notes(comparison, method.seeds, ("deltas",)),
             *training_notes(comparison),
-            *part.footnotes,
+            *method.footnotes,
         ],
     )
 
 
-def _damages(part: Part, lines: Sequence[Line]) -> Table:
+def _damages(method: MethodLines, lines: Sequence[Line]) -> Table:
     """What quantization costs each checkpoint or group of trainings, and how much more than the
     first: the claim."""
-    base, *others = groups = part.comparison.grid.replicates if part.seeds else part.checkpoints
-    each = "each" if part.seeds else ""
+    base, *others = groups = (
+        method.comparison.grid.replicates if method.seeds else method.checkpoints
+    )
+    each = "each" if method.seeds else ""
     claims = {other: f"{other}’s {MINUS} {base}’s" for other in others}
     columns: list[TableColumn] = []
     for group in groups:
@@ -277,15 +280,15 @@ def _damages(part: Part, lines: Sequence[Line]) -> Table:
         effects = [line.damages.get(group) for group in groups]
         return _counts([*effects, *(line.differences.get(other) for other in others)])
 
-    if part.seeds:
-        notes = _seed_notes(part.comparison, lines, ("damages", "differences"))
+    if method.seeds:
+        notes = _seed_notes(method.comparison, lines, ("damages", "differences"))
     else:
         notes = [
             *(DAMAGE_NOTE, MARKS.format(kind=f"damages{DIFFERENCES if others else ''}"), BRACKETS),
-            *ratio_notes(effect for line in part.lines for effect in line.damages.values()),
-            *precision_notes(part.lines),
+            *ratio_notes(effect for line in method.lines for effect in line.damages.values()),
+            *precision_notes(method.lines),
         ]
-    name = f"{part.name} over seeds" if part.seeds else part.name
+    name = f"{method.name} over seeds" if method.seeds else method.name
     return _table_of(
         lines,
         [*columns, ("Documents", documents)],
@@ -311,15 +314,15 @@ def _seed_notes(
     return [*notes, *precision_notes(lines), order_note(comparison)]
 
 
-def _score_notes(part: Part) -> list[str]:
-    comparison, lines = part.comparison, part.lines
+def _score_notes(method: MethodLines) -> list[str]:
+    comparison, lines = method.comparison, method.lines
     stale = ", ".join(comparison.floors.stale)
     return [
         *([NOISE_NOTE] if comparison.floors.of else []),
         *([f"noise.json has other settings for {stale}: run qbench noise again"] if stale else []),
         *cache_notes(comparison, lines),
         *judged_notes(comparison, lines),
-        *part.footnotes,
+        *method.footnotes,
         *precision_notes(lines),
         *chance_notes(lines),
         *training_notes(comparison),
@@ -331,13 +334,15 @@ def _records(lines: Iterable[Line]) -> tuple[str, ...]:
     return tuple(f"{one.cell} {one.key[:KEY_DIGITS]}" for one in entries if one.status == "ok")
 
 
-def _one_model(part: Part) -> list[Table]:
+def _one_model(method: MethodLines) -> list[Table]:
     """What quantization costs one checkpoint: a row a precision."""
-    (checkpoint,) = part.checkpoints
-    records = {q: part.comparison.records.get(f"{checkpoint}/{q}") for q in _quantizers(part.lines)}
-    order = list(dict.fromkeys((line.task, line.metric) for line in part.lines))
+    (checkpoint,) = method.checkpoints
+    records = {
+        q: method.comparison.records.get(f"{checkpoint}/{q}") for q in _quantizers(method.lines)
+    }
+    order = list(dict.fromkeys((line.task, line.metric) for line in method.lines))
     rows = []
-    for line in sorted(part.lines, key=lambda one: order.index((one.task, one.metric))):
+    for line in sorted(method.lines, key=lambda one: order.index((one.task, one.metric))):
         record, effect = records[line.quantizer], line.damages.get(checkpoint)
         costs = _cost_texts([record], line.task, line.metric)
         rows.append(
@@ -353,27 +358,27 @@ def _one_model(part: Part) -> list[Table]:
         )
     return from_rows(
         rows,
-        title=f"{part.name}: what it costs {checkpoint}",
+        title=f"{method.name}: what it costs {checkpoint}",
         notes=(
             *(DAMAGE_NOTE, MARKS.format(kind="damages"), BRACKETS, COST_NOTE, FLIPS_NOTE),
-            *ratio_notes(effect for line in part.lines for effect in line.damages.values()),
-            *([MANY_PAIRS] if len(_quantizers(part.quantized)) > MOST_PAIRED else []),
-            *_score_notes(part),
+            *ratio_notes(effect for line in method.lines for effect in line.damages.values()),
+            *([MANY_PAIRS] if len(_quantizers(method.quantized)) > MOST_PAIRED else []),
+            *_score_notes(method),
         ),
         words=len(NAMES),
         grouped=True,
-        records=_records(part.lines),
+        records=_records(method.lines),
     )
 
 
-def costs(part: Part) -> list[Table]:
+def costs(method: MethodLines) -> list[Table]:
     """What quantization changed, a row a checkpoint; of several trainings of one kind the means,
     and their flips together."""
-    comparison = part.comparison
+    comparison = method.comparison
     told: list[tuple[Line, str, list[Record | None]]] = []
     flipped = _flip_metrics(comparison)
-    for line in part.quantized:
-        first = next(one for one in part.quantized if one.task == line.task)
+    for line in method.quantized:
+        first = next(one for one in method.quantized if one.task == line.task)
         if line.metric != flipped.get(line.task, first.metric):
             continue
         for group, members in comparison.groups.items():
@@ -396,7 +401,7 @@ def costs(part: Part) -> list[Table]:
     names = ", ".join(map(metric_title, dict.fromkeys(flipped.values()))) or "no metric"
     return from_rows(
         rows,
-        title=f"{part.name}: what quantization changed",
+        title=f"{method.name}: what quantization changed",
         notes=(COST_NOTE, f"{FLIPS_NOTE[:-1]}, by {names}.{several}"),
         words=3,
         grouped=True,

@@ -9,7 +9,7 @@ from qbench.errors import RecipeError
 from qbench.store import Store
 from qbench.tables.analyses import beside_paper, load_analyses
 from qbench.tables.comparison_csv import comparison_csv, seeds_csv
-from qbench.tables.scores import costs, group_tables, pair_tables, parts, tables_of
+from qbench.tables.scores import by_method, costs, group_tables, pair_tables, tables_of
 from qbench.tables.table import Table, markdown
 from qbench.tables.table import render as render_tables
 
@@ -34,10 +34,10 @@ def score_tables(comparison: Comparison, *, published: str | None = None) -> lis
     """All of a comparison. ``published`` adds what a paper prints for the same cells; raises
     RecipeError where that is unknown."""
     found: list[Table] = []
-    for part in parts(comparison):
-        found += tables_of(part, published)
+    for method in by_method(comparison):
+        found += tables_of(method, published)
         if len(comparison.checkpoints) > 1:
-            found += costs(part)
+            found += costs(method)
     return [*found, *pair_tables(comparison), *group_tables(comparison)]
 
 

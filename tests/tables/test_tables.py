@@ -12,7 +12,7 @@ from qbench.cli.tables import show_tables
 from qbench.comparison.compare import compare
 from qbench.errors import OutputError, RecipeError
 from qbench.tables import render
-from qbench.tables.scores import parts
+from qbench.tables.scores import by_method
 from qbench.tables.write import score_tables
 
 SMALL = {"arc_easy": 53, "lambada_openai": 71, "wikitext": 7}
@@ -34,7 +34,7 @@ def plain(store):
 
 
 def test_there_is_one_table_a_method_each_with_the_unquantized_rows(store):
-    found = parts(plain(store))
+    found = by_method(plain(store))
     assert [part.name for part in found] == ["GPTQ", "HQQ"]
     for part in found:
         assert {line.title for line in part.lines} == {"Unquantized", part.name}
