@@ -3,7 +3,7 @@ significantly worse."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from qbench.comparison.changes import CellResults, adjusted, change, read_results
 from qbench.comparison.lines import Comparison, Entry, Line, redundant
@@ -29,7 +29,7 @@ def ranking(comparison: Comparison, store: Store, max_gib: float | None = None) 
     """
     results = read_results(store).cells
     allowed = {
-        cell.cell: cell.quantizer
+        cell.cell
         for cell in comparison.grid.cells
         if cell.quantized and cell.cell in results and _fits(comparison, cell.cell, max_gib)
     }
@@ -39,21 +39,19 @@ def ranking(comparison: Comparison, store: Store, max_gib: float | None = None) 
         raise ResultsError(f"{store.directory}: no quantized cell{limit} has a score to rank")
     worse = _worse(found, results)
     rows = []
-    for line, checkpoint, best, others in found:
-        apart = [one for one in others if worse[f"{checkpoint}/{one}", line.task, line.metric]]
+    for line, entries, best, others in found:
+        apart = [one for one in others if worse[entries[one].cell, line.task, line.metric]]
         alike = [one for one in others if one not in apart]
-        cell = f"{checkpoint}/{best}"
-        size = gib(comparison.records[cell])
-        entry = dict(_entries(comparison, line, checkpoint))[best]
+        size = gib(comparison.records[entries[best].cell])
         rows.append(
             {
                 "Task": line.label,
                 "Metric": metric_text(line),
-                "Checkpoint": checkpoint,
+                "Checkpoint": entries[best].checkpoint,
                 "Best": best,
                 "GiB": NO_VALUE if size is None else significant(size),
-                "Score": entry_text(entry, line),
-                "Points a GiB": _points_a_gib(comparison, line, checkpoint, best),
+                "Score": entry_text(entries[best], line),
+                "Points a GiB": _points_a_gib(comparison, line, entries, best),
                 "Not significantly worse": ", ".join(alike) or NO_VALUE,
                 "Worse": ", ".join(apart) or NO_VALUE,
             }
@@ -68,14 +66,15 @@ def ranking(comparison: Comparison, store: Store, max_gib: float | None = None) 
     )
 
 
-def _points_a_gib(comparison: Comparison, line: Line, checkpoint: str, best: str) -> str:
+def _points_a_gib(
+    comparison: Comparison, line: Line, entries: Mapping[str, Entry], best: str
+) -> str:
     """Of accuracies, which have points."""
-    values = dict(_entries(comparison, line, checkpoint))
-    whole = comparison.unquantized
-    if not line.percent or whole not in values:
+    pair = [entries.get(name) for name in (comparison.unquantized, best)]
+    if not line.percent or None in pair:
         return NO_VALUE
-    sizes = [gib(comparison.records.get(f"{checkpoint}/{one}")) for one in (whole, best)]
-    scores = [values[one].value for one in (whole, best)]
+    sizes = [gib(comparison.records.get(one.cell)) for one in pair]
+    scores = [one.value for one in pair]
     if None in (*sizes, *scores) or sizes[0] <= sizes[1]:
         return NO_VALUE
     return f"{100 * (scores[1] - scores[0]) / (sizes[0] - sizes[1]):+.3g}".replace("-", "−")
@@ -86,46 +85,42 @@ def _fits(comparison: Comparison, cell: str, max_gib: float | None) -> bool:
     return max_gib is None or (size is not None and size <= max_gib)
 
 
-def _entries(comparison: Comparison, line: Line, checkpoint: str) -> Iterator[tuple[str, Entry]]:
-    """By quantizer: the entry of the same score."""
-    for one in comparison.lines:
-        if (one.task, one.metric) == (line.task, line.metric):
-            yield one.quantizer, one.entry(checkpoint)
+# A line of a score, its entries of one checkpoint by quantizer, the best quantizer, the others.
+Ranked = tuple[Line, Mapping[str, Entry], str, list[str]]
 
 
-def _best(
-    comparison: Comparison, allowed: Mapping[str, str]
-) -> Iterator[tuple[Line, str, str, list[str]]]:
-    """Of each score and checkpoint: a line of it, the best quantizer, and the others."""
-    seen = set()
+def _best(comparison: Comparison, allowed: Collection[str]) -> Iterator[Ranked]:
+    """Of each score and checkpoint, over the cells that are ``allowed``."""
+    scores: dict[tuple[str, str], list[Line]] = {}
     for line in comparison.lines:
-        if (line.task, line.metric) in seen or redundant(line, comparison.lines):
-            continue
-        seen.add((line.task, line.metric))
+        if not redundant(line, comparison.lines):
+            scores.setdefault((line.task, line.metric), []).append(line)
+    for lines in scores.values():
         for checkpoint in comparison.checkpoints:
+            entries = {line.quantizer: line.entry(checkpoint) for line in lines}
             values = {
-                quantizer: entry.value
-                for quantizer, entry in _entries(comparison, line, checkpoint)
-                if f"{checkpoint}/{quantizer}" in allowed and entry.value is not None
+                name: one.value
+                for name, one in entries.items()
+                if one.cell in allowed and one.value is not None
             }
             if values:
-                sign = 1 if line.higher_is_better else -1
+                sign = 1 if lines[0].higher_is_better else -1
                 best = max(values, key=lambda name: sign * values[name])
-                yield line, checkpoint, best, [name for name in values if name != best]
+                yield lines[0], entries, best, [name for name in values if name != best]
 
 
 def _worse(
-    found: list[tuple[Line, str, str, list[str]]], results: Mapping[str, CellResults]
+    found: Sequence[Ranked], results: Mapping[str, CellResults]
 ) -> dict[tuple[str, str, str], bool]:
     """By cell, task and metric: whether it is significantly worse than the best."""
     changes = [
         change(
-            f"{checkpoint}/{other}",
+            entries[other].cell,
             (line.task, line.metric),
-            results[f"{checkpoint}/{best}"],
-            results[f"{checkpoint}/{other}"],
+            results[entries[best].cell],
+            results[entries[other].cell],
         )
-        for line, checkpoint, best, others in found
+        for line, entries, best, others in found
         for other in others
     ]
     return {
