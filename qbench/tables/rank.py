@@ -12,7 +12,7 @@ from qbench.errors import ResultsError
 from qbench.store import Store
 from qbench.tables.scores import entry_text, gib
 from qbench.tables.table import Table, from_rows
-from qbench.text import NO_VALUE, significant
+from qbench.text import MINUS, NO_VALUE, significant
 
 ALPHA = 0.05
 NOTES = (
@@ -77,7 +77,7 @@ def _points_a_gib(
     scores = [one.value for one in pair]
     if None in (*sizes, *scores) or sizes[0] <= sizes[1]:
         return NO_VALUE
-    return f"{100 * (scores[1] - scores[0]) / (sizes[0] - sizes[1]):+.3g}".replace("-", "−")
+    return f"{100 * (scores[1] - scores[0]) / (sizes[0] - sizes[1]):+.3g}".replace("-", MINUS)
 
 
 def _fits(comparison: Comparison, cell: str, max_gib: float | None) -> bool:

@@ -20,7 +20,7 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from qbench.files import write_atomically
-from qbench.records import Analysis, Head, Layer, Sensitivity
+from qbench.records import Analysis, Head, Sensitivity
 from qbench.store import Analyses, Store
 from qbench.tables.analyses import AnalysisResults, load_analyses, markdown, pruned_rows
 from qbench.tables.analyses_csv import (
@@ -90,8 +90,8 @@ def write_figures(results: AnalysisResults, folder: Path) -> list[Path]:
 def _figures(results: AnalysisResults) -> Found:
     if results.cells:
         yield from largest(results.cells)
-        yield from boxes([one for one in results.cells if _layers(one)[0].hidden.quantiles])
-        headed = [one for one in results.cells if any(layer.heads for layer in _layers(one))]
+        yield from boxes([one for one in results.cells if one.measured.layers[0].hidden.quantiles])
+        headed = [one for one in results.cells if any(layer.heads for layer in one.measured.layers)]
         yield from sinks(headed)
         yield from sparsity(headed)
         for one in results.cells:
@@ -99,11 +99,6 @@ def _figures(results: AnalysisResults) -> Found:
     yield from along([one for one in results.long or results.cells if one.measured.stretches])
     for label in dict.fromkeys(one.quantizer for one in results.sensitivities):
         yield from sensitivity([one for one in results.sensitivities if one.quantizer == label])
-
-
-def _layers(one: Analysis) -> tuple[Layer, ...]:
-    assert one.measured is not None
-    return one.measured.layers
 
 
 def _panels(rows: int, columns: int = 1, *, height: float) -> tuple[Figure, NDArray]:
@@ -129,7 +124,7 @@ def largest(cells: Sequence[Analysis]) -> Found:
     """Largest hidden activation after each decoder layer (the softpick paper's figure 1)."""
     figure, ((axes,),) = _panels(1, height=2.6)
     for place, one in enumerate(cells):
-        values = [max(-x.hidden.minimum, x.hidden.maximum) for x in _layers(one)]
+        values = [max(-x.hidden.minimum, x.hidden.maximum) for x in one.measured.layers]
         axes.plot(range(len(values)), values, label=one.cell, **_look(place))
     axes.set_yscale("log")
     _of_layers(axes, "largest |x|")
@@ -143,9 +138,11 @@ def boxes(cells: Sequence[Analysis]) -> Found:
     if not cells:
         return
     figure, grid = _panels(len(cells), height=2.3)
-    reach = max(max(-x.hidden.minimum, x.hidden.maximum) for one in cells for x in _layers(one))
+    reach = max(
+        max(-x.hidden.minimum, x.hidden.maximum) for one in cells for x in one.measured.layers
+    )
     for place, (one, (axes,)) in enumerate(zip(cells, grid, strict=True)):
-        states = [layer.hidden for layer in _layers(one)]
+        states = [layer.hidden for layer in one.measured.layers]
         names = {"q1": "0.25", "med": "0.5", "q3": "0.75"}
         stats = [
             {key: state.quantiles[level] for key, level in names.items()}
@@ -205,7 +202,6 @@ def sparsity(cells: Sequence[Analysis]) -> Found:
 def maps(one: Analysis) -> Found:
     """Attention weights, a row a text and a column a head, each map with its own scale (as in the
     softpick paper's figures 6 and 8 to 19)."""
-    assert one.measured is not None
     found = {(m.text, m.layer, m.head): m for m in one.measured.maps}
     if not found:
         return
@@ -237,7 +233,6 @@ def along(cells: Sequence[Analysis]) -> Found:
     }
     for (name, title), (axes,) in zip(names.items(), grid, strict=True):
         for place, one in enumerate(cells):
-            assert one.measured is not None
             parts = [p for p in one.measured.stretches if getattr(p, name) is not None]
             centres = [(part.first + part.last) / 2 for part in parts]
             colour = COLOURS[place % len(COLOURS)]
@@ -283,7 +278,7 @@ def _by_layer(one: Sensitivity) -> dict[tuple[str, int], float]:
 
 def _of_heads(one: Analysis, value: Callable[[Head], float]) -> NDArray[np.float64]:
     """[heads, layers]; NaN where a layer has no such head."""
-    layers = _layers(one)
+    layers = one.measured.layers
     found = np.full((max(len(layer.heads) for layer in layers), len(layers)), np.nan)
     for column, layer in enumerate(layers):
         for row, head in enumerate(layer.heads):
