@@ -14,7 +14,7 @@ from qbench.errors import ResultsError
 from qbench.passkey import task_length
 from qbench.records import Analysis, Damage, Measured, Record, Score, Sensitivity
 from qbench.store import Analyses, Store, long_contexts, sensitivities
-from qbench.tables.analyses_csv import mean
+from qbench.tables.analyses_csv import kl, mean, pruned_rows
 from qbench.tables.notes import AT_CHANCE, at_chance
 from qbench.tables.table import Table, from_rows
 from qbench.tables.table import markdown as table_markdown
@@ -232,31 +232,6 @@ def _massive(whole: Cells) -> list[Table]:
     return from_rows(rows, title="Massive activations", notes=notes, also_words=("Token",))
 
 
-def pruned_rows(records: Sequence[Record]) -> list[dict[str, object]]:
-    """Cells of which nothing but heads was cut out, by checkpoint in the order of ``records``, then
-    by share; KL divergence in nats a token, mean over all scored tokens of all tasks."""
-    rows = []
-    for record in records:
-        only = (record.precision.weights, record.precision.activations, record.precision.kv_cache)
-        heads = record.audit.heads if record.audit else None
-        if heads is None or only != (None, None, None) or not isinstance(record.damage, Damage):
-            continue
-        if (divergence := kl(record)) is not None:
-            rows.append(
-                {
-                    "checkpoint": record.checkpoint,
-                    "quantizer": record.quantizer,
-                    "heads": len(heads.pruned),
-                    "share": heads.share,
-                    "kl": divergence,
-                    "ln_perplexity_ratio": _perplexity_change(record),
-                    "key": record.key,
-                }
-            )
-    names = [row["checkpoint"] for row in rows]
-    return sorted(rows, key=lambda row: (names.index(row["checkpoint"]), row["share"]))
-
-
 def pruned(records: Sequence[Record]) -> list[Table]:
     """How much of a model can go."""
     rows = [
@@ -274,13 +249,6 @@ def pruned(records: Sequence[Record]) -> list[Table]:
         "KL divergence from the whole model, nats a token; change of the first perplexity.",
     )
     return from_rows(rows, title="Heads cut out", notes=notes)
-
-
-def _perplexity_change(record: Record) -> float | None:
-    for task in record.damage.tasks.values():
-        for ratio in task.ln_perplexity_ratio.values():
-            return ratio.value
-    return None
 
 
 KL = (
@@ -363,13 +331,6 @@ def _same_model(one: Analysis, record: Record) -> bool:
         and record.checkpoint == one.checkpoint
         and model(record.key_parts) == model(one.key_parts)
     )
-
-
-def kl(record: Record) -> float | None:
-    """Mean KL divergence over all scored tokens of all tasks, nats a token; None without."""
-    every = [task.distributions for task in record.damage.tasks.values() if task.distributions]
-    tokens = sum(one.tokens for one in every)
-    return sum(one.kl.mean * one.tokens for one in every) / tokens if tokens else None
 
 
 LAYERS_SHOWN = 5  # of each cell; all are in sensitivity.csv

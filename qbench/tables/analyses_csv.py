@@ -4,32 +4,41 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from qbench.passkey import depth, task_length
-from qbench.records import Analysis, Delimiters, Hidden, Record, Sensitivity, Sinks
+from qbench.records import Analysis, Damage, Delimiters, Hidden, Record, Sensitivity, Sinks
 from qbench.store import Store
 from qbench.tables.table import as_csv
+
+if TYPE_CHECKING:
+    from qbench.tables.analyses import AnalysisResults
 
 Row = dict[str, object]
 WITHOUT_KEY = ("maps.csv",)  # a row a weight: keys would be most of the file
 
 
-def comma_separated(name: str, found: Sequence[Analysis]) -> str:
-    """The file ``name`` of ``CSV_FILES``. Every row begins with its cell and, but for
-    ``WITHOUT_KEY``, ends with the key of the analysis that it comes from. Empty text where there
-    is no row."""
-    rows = [
-        {
-            "checkpoint": one.checkpoint,
-            "quantizer": one.quantizer,
-            **row,
-            **({} if name in WITHOUT_KEY else {"key": one.key}),
-        }
-        for one in found
-        if one.measured is not None
-        for row in CSV_FILES[name](one)
-    ]
-    return as_csv(rows)
+def csv_files(store: Store, results: AnalysisResults) -> dict[str, str]:
+    """Every file by its name; empty text where there is no row. A row begins with its cell and, but
+    for ``WITHOUT_KEY``, ends with the key of the record that it comes from.
+
+    Raises ResultsError where a table of outcomes is damaged.
+    """
+    files = {}
+    for name, rows_of in OF_CELLS.items():
+        along_texts = name == "stretches.csv" and results.long
+        rows = [
+            {"checkpoint": one.checkpoint, "quantizer": one.quantizer, **row, "key": one.key}
+            for one in along_texts or results.cells
+            for row in rows_of(one)
+        ]
+        if name in WITHOUT_KEY:
+            rows = [{k: value for k, value in row.items() if k != "key"} for row in rows]
+        files[name] = as_csv(rows)
+    files["sensitivity.csv"] = as_csv(list(_sensitivity(results.sensitivities)))
+    files["passkey.csv"] = as_csv(passkey_rows(store, results.records))
+    files["pruned.csv"] = as_csv(pruned_rows(results.records))
+    return files
 
 
 SCALARS = ("zeros", "mass", "entropy", "silent_heads", "dormant_heads", "delimiter_tokens")
@@ -104,7 +113,7 @@ def _maps(one: Analysis) -> Iterator[Row]:
                 }
 
 
-def sensitivity_rows(found: Sequence[Sensitivity]) -> Iterator[Row]:
+def _sensitivity(found: Sequence[Sensitivity]) -> Iterator[Row]:
     """What quantizing each part alone did; ``all``: all of them at once."""
     for one in found:
         for unit in [*one.units, *([one.together] if one.together else [])]:
@@ -152,7 +161,7 @@ def mean(values: Iterable[float]) -> float | None:
     return math.fsum(every) / len(every) if every else None
 
 
-CSV_FILES: dict[str, Callable[[Analysis], Iterator[Row]]] = {
+OF_CELLS: dict[str, Callable[[Analysis], Iterator[Row]]] = {
     "cells.csv": _cells,
     "layers.csv": _layers,
     "heads.csv": _heads,
@@ -192,3 +201,42 @@ def passkey_rows(store: Store, records: Sequence[Record]) -> list[Row]:
                 }
             )
     return rows
+
+
+def pruned_rows(records: Sequence[Record]) -> list[dict[str, object]]:
+    """Cells of which nothing but heads was cut out, by checkpoint in the order of ``records``, then
+    by share; KL divergence in nats a token, mean over all scored tokens of all tasks."""
+    rows = []
+    for record in records:
+        only = (record.precision.weights, record.precision.activations, record.precision.kv_cache)
+        heads = record.audit.heads if record.audit else None
+        if heads is None or only != (None, None, None) or not isinstance(record.damage, Damage):
+            continue
+        if (divergence := kl(record)) is not None:
+            rows.append(
+                {
+                    "checkpoint": record.checkpoint,
+                    "quantizer": record.quantizer,
+                    "heads": len(heads.pruned),
+                    "share": heads.share,
+                    "kl": divergence,
+                    "ln_perplexity_ratio": _perplexity_change(record),
+                    "key": record.key,
+                }
+            )
+    names = [row["checkpoint"] for row in rows]
+    return sorted(rows, key=lambda row: (names.index(row["checkpoint"]), row["share"]))
+
+
+def _perplexity_change(record: Record) -> float | None:
+    for task in record.damage.tasks.values():
+        for ratio in task.ln_perplexity_ratio.values():
+            return ratio.value
+    return None
+
+
+def kl(record: Record) -> float | None:
+    """Mean KL divergence over all scored tokens of all tasks, nats a token; None without."""
+    every = [task.distributions for task in record.damage.tasks.values() if task.distributions]
+    tokens = sum(one.tokens for one in every)
+    return sum(one.kl.mean * one.tokens for one in every) / tokens if tokens else None

@@ -22,14 +22,8 @@ from numpy.typing import NDArray
 from qbench.files import write_atomically
 from qbench.records import Analysis, Head, Sensitivity
 from qbench.store import Analyses, Store
-from qbench.tables.analyses import AnalysisResults, load_analyses, markdown, pruned_rows
-from qbench.tables.analyses_csv import (
-    CSV_FILES,
-    comma_separated,
-    passkey_rows,
-    sensitivity_rows,
-)
-from qbench.tables.table import as_csv
+from qbench.tables.analyses import AnalysisResults, load_analyses, markdown
+from qbench.tables.analyses_csv import csv_files
 
 Found = Iterator[tuple[str, Figure]]  # a file's name without its ending
 WIDTH = 6.4  # inches
@@ -57,13 +51,7 @@ def write_analyses(store: Store) -> list[Path]:
     the paths, Markdown first. Raises ResultsError where a file is damaged."""
     results = load_analyses(store)
     folder = Analyses(store.directory).directory
-    contents = {"tables.md": markdown(results)}
-    contents |= {name: comma_separated(name, results.cells) for name in CSV_FILES}
-    if results.long:
-        contents["stretches.csv"] = comma_separated("stretches.csv", results.long)
-    contents["sensitivity.csv"] = as_csv(list(sensitivity_rows(results.sensitivities)))
-    contents["passkey.csv"] = as_csv(passkey_rows(store, results.records))
-    contents["pruned.csv"] = as_csv(pruned_rows(results.records))
+    contents = {"tables.md": markdown(results), **csv_files(store, results)}
     paths = []
     for name, text in contents.items():
         if text:
