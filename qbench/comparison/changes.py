@@ -7,11 +7,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
-from qbench.comparison import explain
-from qbench.comparison.lines import Comparison, status_of
+from qbench.comparison.lines import status_of
+from qbench.comparison.trainings import differences, unlike
 from qbench.errors import ResultsError
 from qbench.metrics import REDUNDANT, is_percentage
-from qbench.records import Record, Score, Trained
+from qbench.records import Record, Score
 from qbench.statistics import Column, Effect, Panel, SeedEffect, adjust, effect, over_seeds, value
 from qbench.store import Store
 from qbench.text import MINUS
@@ -77,77 +77,6 @@ def read_columns(
         for name, index in sorted(found.items(), key=lambda one: one[1][0])
         if name in names
     }
-
-
-def training_notes(comparison: Comparison) -> list[str]:
-    """What the trainings of checkpoints that are compared do not have in common, beside their
-    normalizers: a line a pair; that there is nothing, where all are known. Else no line."""
-    trained = {
-        one.checkpoint: one.training
-        for one in comparison.records.values()
-        if one.training is not None
-    }
-    groups = comparison.grid.replicates
-    lines = unlike(trained, comparison.checkpoints, groups)
-    if lines or len(comparison.checkpoints) < 2 or trained.keys() < {*comparison.checkpoints}:
-        return lines
-    names = " and ".join(comparison.groups)
-    return [
-        f"{names} were trained alike in all but the normalizer"
-        f"{', trainings of one kind in all but the seed' if groups else ''}."
-    ]
-
-
-def unlike(
-    trained: Mapping[str, Trained],
-    checkpoints: Sequence[str],
-    replicates: Mapping[str, tuple[str, ...]],
-) -> list[str]:
-    """The same of the checkpoints of one grid, the first of which is the baseline."""
-    lines = []
-    for one, other, seeds in _pairs(checkpoints, replicates):
-        pair = trained.get(one), trained.get(other)
-        if None in pair:
-            continue
-        differing = differences(*pair, seeds=seeds)
-        if differing:
-            lines.append(
-                f"{one} and {other} were trained differently, not in the normalizer alone: "
-                f"{'; '.join(differing)}."
-            )
-        if seeds and pair[0].normalizer != pair[1].normalizer:
-            lines.append(
-                f"{one} and {other} are listed as seeds of one kind, but have two normalizers."
-            )
-    return lines
-
-
-def _pairs(
-    checkpoints: Sequence[str], replicates: Mapping[str, tuple[str, ...]]
-) -> Iterator[tuple[str, str, bool]]:
-    """Checkpoints that should be alike; and whether in all but the seed."""
-    for members in replicates.values():
-        yield from ((members[0], member, True) for member in members[1:])
-    if not replicates:
-        yield from ((checkpoints[0], other, False) for other in checkpoints[1:])
-        return
-    base, *others = replicates.values()
-    for members in others:
-        yield from ((one, other, False) for one, other in zip(base, members, strict=False))
-
-
-def differences(one: Trained, other: Trained, *, seeds: bool) -> list[str]:
-    """What two trainings do not have in common beside their normalizers, and their ``seeds`` where
-    that is so: a few words a part."""
-    return [
-        f"{found.part} {_short(found.a)} and {_short(found.b)}"
-        for found in explain.differences(one.in_common, other.in_common)
-        if not (seeds and found.part == "seed")
-    ]
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 60 else f"{text[:59]}…"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""How far batching alone moves scores, as ``qbench noise`` left it in a results folder."""
+"""What a comparison says: a line a score at a precision, and how far batching alone moves scores."""
 
 from __future__ import annotations
 

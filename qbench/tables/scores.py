@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from qbench.comparison.changes import MOST_PAIRED, training_notes
+from qbench.comparison.changes import MOST_PAIRED
 from qbench.comparison.lines import Comparison, Entry, Line, redundant
+from qbench.comparison.trainings import training_notes
 from qbench.comparison.wording import (
     RATIO_NOTE,
     RATIOS_NOTE,

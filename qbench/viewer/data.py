@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qbench import __version__
-from qbench.comparison.changes import training_notes
 from qbench.comparison.compare import compare
 from qbench.comparison.explain import flat
 from qbench.comparison.lines import TESTED, Comparison, Line, redundant, status_of
+from qbench.comparison.trainings import training_notes
 from qbench.comparison.wording import headline
 from qbench.errors import QbenchError, ResultsError
 from qbench.records import UNQUANTIZED_BITS, Damage, GridCell, Question, Record
