@@ -1,4 +1,4 @@
-"""What a comparison says: a line a score at a precision, and how far batching alone moves scores."""
+"""What a comparison holds: a line a score and precision; how far batching alone moves scores."""
 
 from __future__ import annotations
 
