@@ -18,6 +18,7 @@ from qbench.files import write_atomically
 from qbench.metrics import is_percentage
 from qbench.records import Damage, Record, Score
 from qbench.store import KEY_DIGITS, Store
+from qbench.text import for_markdown, table
 
 
 def scalars(record: Record) -> dict[str, float]:
@@ -185,15 +186,13 @@ def card(record: Record) -> str:
     name = f"{record.checkpoint}/{record.quantizer}"
     head = huggingface_hub.ModelCardData(model_name=name, eval_results=results).to_yaml()
     rows = [
-        f"| {score.label} | {score.metric} | {result.metric_value:.2f} | {score.documents} |"
+        (score.label, score.metric, f"{result.metric_value:.2f}", score.documents)
         for score, result in zip(record.scores, results, strict=True)
     ]
+    shown = table(("Task", "Metric", "Value", "Documents"), rows, align="llrr")
     made = f"Quantized with {record.title}, {record.precision.name}" if record.quantized else name
-    return (
-        f"---\n{head.strip()}\n---\n\n{made}; normalizer {record.normalizer}.\n\n"
-        "| Task | Metric | Value | Documents |\n| --- | --- | ---: | ---: |\n"
-        + "\n".join(rows) + "\n"
-    )  # fmt: skip
+    about = for_markdown(f"{made}; normalizer {record.normalizer}.")
+    return f"---\n{head.strip()}\n---\n\n{about}\n\n{shown}\n"
 
 
 def data_set(task: str) -> str:

@@ -70,6 +70,15 @@ def test_the_hubs_library_reads_the_card_back(exported):
     assert acc.metric_args == {"documents": 2376, "stderr": pytest.approx(100 * score.stderr)}
 
 
+def test_a_name_in_the_card_s_table_is_text():
+    (record,) = some("softpick/hqq-2bit").records()
+    named = record.scores[0].model_copy(update={"label": "a|b <b>"})
+    text = export.card(record.model_copy(update={"scores": (named,)}))
+    rows = [row.replace("\\|", "") for row in text.splitlines() if row.startswith("|")]
+    assert {row.count("|") for row in rows} == {5}
+    assert "<b>" not in text.split("---\n")[-1]
+
+
 def test_tensorboard_reads_the_scalars_back(tmp_path):
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
