@@ -6,11 +6,11 @@ import shutil
 
 import pytest
 import torch
+from loading import load_model
 from small_recipe import DEMO, qbench, small_recipe
 
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.checkpoints import find
-from qbench.checkpoints.load import load_model
 from qbench.plugins import source_digest
 from qbench.store import Store
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +35,7 @@ from qbench.checkpoints.find import (
     stamps,
     weight_files,
 )
-from qbench.checkpoints.supported import choose_attention, class_names
+from qbench.checkpoints.supported import class_names
 from qbench.errors import CheckpointError, QbenchError, UnavailableError, first_line
 from qbench.streaming import bring
 
@@ -58,13 +57,13 @@ def load_model(
     *,
     dtype: torch.dtype,
     device: str,
-    attention: str = "auto",
+    attention: str,
     place: Callable[[PreTrainedModel], PreTrainedModel] | None = None,
     verify: bool = True,
 ) -> PreTrainedModel:
     """The model in ``dtype`` on ``device``, in evaluation mode. It attends with the checkpoint's
-    normalizer through ``attention``: reference or triton. Where the normalizer is ``native`` it is
-    sdpa or eager, which are the class's own; auto is what a plan would choose. ``place`` puts the
+    normalizer through ``attention``, as ``choose_attention`` chose both: reference or triton, or
+    for the normalizer ``native`` sdpa or eager, which are the class's own. ``place`` puts the
     model, which lies on the host, elsewhere (see :mod:`qbench.streaming`). Without ``verify`` the
     weights, which have been loaded before, are not looked at.
 
@@ -72,15 +71,8 @@ def load_model(
     where the model is not causal or the files are no longer those that were found;
     UnavailableError where the attention cannot be had.
     """
-    if attention == "auto":
-        chosen = choose_attention(
-            checkpoint.source, checkpoint.support, checkpoint.normalizer, attention, device
-        )
-        checkpoint = replace(checkpoint, normalizer=chosen.normalizer)
-        attention = chosen.implementation
     native = checkpoint.normalizer == NATIVE
     fla_format = checkpoint.format == "flash-linear-attention"
-
     try:
         if stamps(checkpoint.folder) != checkpoint.files:
             raise CheckpointError("its files changed after this run began; run again")
@@ -326,27 +318,18 @@ def without_weights(checkpoint: Checkpoint) -> PreTrainedModel:
 def require_finite(model: PreTrainedModel) -> None:
     """Raise CheckpointError naming every weight with a NaN or infinite value.
 
-    One sum a tensor, in its own dtype, which is fastest: it is not finite where a value is not,
-    so only such tensors are counted.
+    The sum of a tensor, which is fast, is not finite where a value is not: only then they are
+    counted.
     """
     buffers = dict(model.named_buffers())  # of which masks may hold -inf
-    weights = {
-        n: t
-        for n, t in (*model.named_parameters(), *buffers.items())
-        if t.is_floating_point() and t.numel()
-    }
-    if not weights:
-        return
-    sums = []
-    for name, tensor in weights.items():
-        bring(model, name)
-        sums.append(tensor.sum().float().to(model.device))
-    finite = torch.stack(sums).isfinite().tolist()
-    suspects = [n for n, ok in zip(weights, finite, strict=True) if not ok]
     found = []
-    for name in suspects:
+    for name, tensor in (*model.named_parameters(), *buffers.items()):
+        if not tensor.is_floating_point():
+            continue
         bring(model, name)
-        bad = weights[name].isnan() if name in buffers else ~weights[name].isfinite()
+        if tensor.sum().isfinite():
+            continue
+        bad = tensor.isnan() if name in buffers else ~tensor.isfinite()
         if count := int(bad.sum()):
             found.append(f"{name} ({count} of {bad.numel()} values)")
     if found:

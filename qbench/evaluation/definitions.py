@@ -1,7 +1,7 @@
 """lm-eval's task definitions, read from their YAML files. Imports nothing of lm-eval.
 
 lm-eval's own index parses its 13,000 files with everything that they import, which takes twenty
-seconds; finding one definition by its name takes a tenth of one.
+seconds; ours looks for names alone, in half a second.
 """
 
 from __future__ import annotations
@@ -216,17 +216,9 @@ def _folders(definitions: Path | None) -> list[Path]:
 
 
 def _found(kind: str, name: str, definitions: Path | None) -> Path | None:
-    folders = _folders(definitions)
-    return next((path for one in folders if (path := _file_with(kind, name, one))), None)
-
-
-def _file_with(kind: str, name: str, folder: Path) -> Path | None:
-    """The file that says ``task: name`` or ``group: name``; one called by the name is looked at
-    first, which spares reading them all."""
-    for path in _definition_files(folder):
-        if path.stem == name and (kind, name) in NAMES.findall(_text(path)):
-            return path
-    return _index(folder).get((kind, name))
+    """The file that says ``task: name`` or ``group: name``."""
+    found = (_index(folder).get((kind, name)) for folder in _folders(definitions))
+    return next((path for path in found if path), None)
 
 
 @functools.cache

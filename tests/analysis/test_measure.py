@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from loading import load_model
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from qbench.analysis.capture import attention_observed, decoder_layers, states_observed
 from qbench.analysis.measure import DELIMITERS, delimiters, measure
 from qbench.attention.transformers import attend
 from qbench.checkpoints import find
-from qbench.checkpoints.load import load_model
 from qbench.checkpoints.tokenizer import load_tokenizer
 from qbench.errors import EvaluationError, UnavailableError
 from qbench.quantizers.linear import linears

@@ -5,13 +5,13 @@ import re
 
 import pytest
 import torch
+from loading import load_model
 from published_copies import awq, copy_of
 from published_copies import original as as_llama
 from small_recipe import DEMO, qbench, small_recipe
 
 from qbench.analysis.sensitivity import Baseline, Unit, exchanged, units
 from qbench.checkpoints import find
-from qbench.checkpoints.load import load_model
 from qbench.errors import EvaluationError, RecipeError
 from qbench.quantizers.linear import linears
 from qbench.store import Analyses, sensitivities

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from loading import load_model
 
 from qbench.analysis.measure import measure
 from qbench.checkpoints import find
-from qbench.checkpoints.load import load_model
 from qbench.checkpoints.tokenizer import load_tokenizer
 from qbench.quantizers.linear import linears
 

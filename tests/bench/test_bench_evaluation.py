@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from loading import load_model
 from scoring_models import settings
 
 from qbench.bench.evaluation import MODES, compare, table
 from qbench.checkpoints import find
-from qbench.checkpoints.load import load_model
 from qbench.checkpoints.tokenizer import load_tokenizer
 from qbench.evaluation.loaded import load_task
 from qbench.evaluation.tasks import plan_task

@@ -3,9 +3,10 @@
 import pytest
 import torch
 from checkpoints.folders import write
+from loading import load_model
 
 from qbench.checkpoints import find
-from qbench.checkpoints.load import load_model, own_logits, require_causal
+from qbench.checkpoints.load import own_logits, require_causal
 from qbench.errors import CheckpointError
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64,

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from checkpoints.folders import CONFIG, random_tensors, write
+from loading import load_model
 from safetensors.torch import load_file, save_file
 from small_recipe import DEMO, qbench
 from tiny import write_tiny
@@ -13,7 +14,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from qbench.checkpoints import find
 from qbench.checkpoints.convert import convert
 from qbench.checkpoints.fla import logarithms
-from qbench.checkpoints.load import load_model
 from qbench.errors import CheckpointError, OutputError
 
 IDS = torch.randint(0, 32, (2, 23), generator=torch.Generator().manual_seed(1))

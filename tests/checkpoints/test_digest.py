@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 from checkpoints.folders import CONFIG, write
+from loading import load_model
 
 from qbench.checkpoints import find
 from qbench.checkpoints.find import file_names
-from qbench.checkpoints.load import load_model
 from qbench.errors import CheckpointError
 
 READ = [

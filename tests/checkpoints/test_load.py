@@ -5,11 +5,12 @@ import json
 import pytest
 import torch
 from checkpoints.folders import CONFIG, random_tensors, write
+from loading import load_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from qbench.checkpoints import find
-from qbench.checkpoints.load import load_model, require_finite
+from qbench.checkpoints.load import require_finite
 from qbench.errors import CheckpointError
 
 SMALL = {

@@ -5,13 +5,13 @@ import json
 import pytest
 import torch
 from checkpoints.folders import CONFIG, random_tensors, write
+from loading import load_model
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from qbench.attention.normalizers import NORMALIZERS, Parameter
 from qbench.attention.normalizers.softmax import Softmax
 from qbench.checkpoints import find
-from qbench.checkpoints.load import load_model
 from qbench.errors import CheckpointError
 
 NAME = {"fla": "model.layers.0.attn.s", "stock": "model.layers.0.self_attn.s"}

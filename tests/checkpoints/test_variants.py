@@ -6,12 +6,12 @@ The logits are compared with a forward that is written out here from that librar
 import pytest
 import torch
 from checkpoints.folders import CONFIG, random_tensors, write
+from loading import load_model
 from torch.nn import functional
 
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.checkpoints import find
 from qbench.checkpoints.fla import logarithms
-from qbench.checkpoints.load import load_model
 from qbench.errors import CheckpointError
 
 VARIANTS = {

@@ -24,8 +24,9 @@ def tokenizer(demo):
 
 @pytest.mark.parametrize("name", PAIR)
 def test_both_models_answer_far_above_chance(demo, tokenizer, name):
+    from loading import load_model
+
     from qbench.checkpoints import find
-    from qbench.checkpoints.load import load_model
 
     model = load_model(find(str(demo / name)), dtype=torch.float32, device="cpu")
     assert model.config._attn_implementation == f"qbench-{name}-reference"

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from lm_eval.api.instance import Instance
+from loading import load_model
 from scoring_models import llama, scorer, text, tokenizer
 from small_recipe import DEMO
 
 from qbench.checkpoints import find
-from qbench.checkpoints.load import load_model
 from qbench.checkpoints.tokenizer import load_tokenizer
 from qbench.errors import EvaluationError
 from qbench.evaluation.evaluate import build_requests

@@ -4,10 +4,10 @@ import pytest
 from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
+from loading import load_model
 from small_recipe import DEMO, qbench, small_recipe
 
 from qbench.checkpoints import find
-from qbench.checkpoints.load import load_model
 from qbench.checkpoints.tokenizer import load_tokenizer
 from qbench.errors import EvaluationError, RecipeError
 from qbench.evaluation.lm_eval_model import ExternalScorer

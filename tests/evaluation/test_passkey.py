@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from loading import load_model
 from small_recipe import DEMO, qbench, small_recipe
 
 from qbench.checkpoints import find
-from qbench.checkpoints.load import load_model
 from qbench.checkpoints.tokenizer import load_tokenizer
 from qbench.errors import DataError, RecipeError
 from qbench.evaluation.passkey import Passkey, key, prompts, scores

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import scoring_models
 import torch
+from loading import load_model
 
 from qbench.checkpoints import find
-from qbench.checkpoints.load import load_model
 from qbench.checkpoints.tokenizer import load_tokenizer
 from qbench.evaluation.degradation import correct_requests
 from qbench.evaluation.evaluate import evaluate

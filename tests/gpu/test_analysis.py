@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from loading import load_model
 
 from qbench.analysis.measure import measure
 from qbench.bench.analysis import bench_analysis, random_model
 from qbench.checkpoints import find
-from qbench.checkpoints.load import load_model
 from qbench.checkpoints.tokenizer import load_tokenizer
 from qbench.evaluation.scoring.generate import greedy
 from qbench.quantizers.linear import linears

@@ -173,10 +173,10 @@ def test_lengths_and_batch_sizes_do_not_compile_again():
     not (SHARED / "checkpoints/softpick-27M").is_dir(), reason="the trained pair is not here"
 )
 def test_the_trained_pair_has_the_references_perplexity():
+    from loading import load_model
     from tokenizers import Tokenizer
 
     from qbench.checkpoints import find
-    from qbench.checkpoints.load import load_model
 
     folder = SHARED / "checkpoints/softpick-27M"
     checkpoint = find(str(folder))

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from loading import load_model
 from quantizer_models import DIGEST
 from scoring_models import choices, scorer
 from tiny import write_tiny
 from transformers import AutoModelForCausalLM
 
 from qbench.checkpoints import find
-from qbench.checkpoints.load import load_model
 from qbench.checkpoints.supported import CLASSES
 from qbench.evaluation.settings import MODES, Tolerance
 from qbench.quantizers import parse

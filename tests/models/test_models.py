@@ -5,12 +5,12 @@ import shutil
 
 import pytest
 import torch
+from loading import load_model
 from scoring_models import choices, scorer
 from tiny import CONFIGS, KINDS, write_tiny
 from transformers import AutoModelForCausalLM
 
 from qbench.checkpoints import find
-from qbench.checkpoints.load import load_model
 from qbench.checkpoints.supported import CLASSES, class_names
 from qbench.errors import UnavailableError
 from qbench.evaluation.settings import MODES, Tolerance

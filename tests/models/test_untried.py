@@ -5,11 +5,12 @@ import json
 
 import pytest
 import torch
+from loading import load_model
 from tiny import tiny_model, write_tiny
 
 from qbench.attention.transformers import attend
 from qbench.checkpoints import find
-from qbench.checkpoints.load import load_model, own_logits, require_ours
+from qbench.checkpoints.load import own_logits, require_ours
 from qbench.checkpoints.supported import CLASSES, model_support
 from qbench.errors import UnavailableError
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from loading import load_model
 from torch import Tensor
 
 from qbench.checkpoints import find
-from qbench.checkpoints.load import load_model
 from qbench.checkpoints.tokenizer import load_tokenizer
 
 SHARED = Path(__file__).parents[3] / "shared"

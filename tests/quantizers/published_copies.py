@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from loading import load_model
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
 from qbench.checkpoints import find
 from qbench.checkpoints.convert import convert
-from qbench.checkpoints.load import load_model
 
 DEMO = Path(__file__).parents[2] / "recipes" / "demo"
 BF16 = {"dtype": torch.bfloat16, "device_map": {"": "cpu"}}

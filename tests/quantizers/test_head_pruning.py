@@ -4,13 +4,13 @@ import json
 
 import pytest
 import torch
+from loading import load_model
 from small_recipe import DEMO, qbench, small_recipe
 
 from qbench.analysis.attention import output_ratios as of_a_text
 from qbench.analysis.capture import attention_observed
 from qbench.attention import transformers as interface
 from qbench.checkpoints import find
-from qbench.checkpoints.load import load_model
 from qbench.errors import QuantizationError
 from qbench.quantizers.audit.cell import audit
 from qbench.quantizers.head_pruning import KEPT, choose, install, output_ratios

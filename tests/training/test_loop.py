@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from loading import load_model
 from safetensors.torch import load_file
 
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.checkpoints import find
-from qbench.checkpoints.load import load_model
 from qbench.checkpoints.tokenizer import load_tokenizer
 from qbench.errors import DataError, RecipeError, TrainingError
 from qbench.records import Training

@@ -5,11 +5,11 @@ import json
 
 import pytest
 import torch
+from loading import load_model
 
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.checkpoints import find
 from qbench.checkpoints.convert import convert
-from qbench.checkpoints.load import load_model
 from qbench.errors import RecipeError
 from qbench.training import checkpoint as writing
 from qbench.training.model import initial_model
