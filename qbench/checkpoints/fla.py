@@ -13,7 +13,6 @@ that these classes compute; all else is refused by name.
 from __future__ import annotations
 
 import math
-import re
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -40,17 +39,11 @@ NORMALIZER_OF = {
 IMPLEMENTATION_OF = {of: name for name, of in NORMALIZER_OF.items() if name.startswith("parallel")}
 WINDOWED = ("flash_attn", None)  # the only implementations that look at window_size
 QK_NORM_EPS = 1e-5  # of queries' and keys' norms, whatever norm_eps says
-KEY_MAPPING = (
-    (r"^model\.embeddings\.", "model.embed_tokens."),
-    (r"^(model\.layers\.\d+)\.attn_norm\.", r"\1.input_layernorm."),
-    (r"^(model\.layers\.\d+)\.mlp_norm\.", r"\1.post_attention_layernorm."),
-    (r"^(model\.layers\.\d+)\.attn\.", r"\1.self_attn."),
-)
-KEY_MAPPING_BACK = (
-    (r"^model\.embed_tokens\.", "model.embeddings."),
-    (r"^(model\.layers\.\d+)\.input_layernorm\.", r"\1.attn_norm."),
-    (r"^(model\.layers\.\d+)\.post_attention_layernorm\.", r"\1.mlp_norm."),
-    (r"^(model\.layers\.\d+)\.self_attn\.", r"\1.attn."),
+NAMES = (  # of tensors, and Llama's
+    ("model.embeddings.", "model.embed_tokens."),
+    (".attn_norm.", ".input_layernorm."),
+    (".mlp_norm.", ".post_attention_layernorm."),
+    (".attn.", ".self_attn."),
 )
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 LAYER = {  # tensors of a layer, by the names of their sizes
@@ -228,17 +221,16 @@ def _kind(stated: Config) -> tuple[str, dict[str, Any]]:
 
 def llama_name(name: str) -> str:
     """The Llama name of a tensor; names that the two share come back as they are."""
-    return _renamed(name, KEY_MAPPING)
+    for own, llama in NAMES:
+        name = name.replace(own, llama)
+    return name
 
 
 def own_name(name: str) -> str:
     """The inverse of :func:`llama_name`."""
-    return _renamed(name, KEY_MAPPING_BACK)
-
-
-def _renamed(name: str, mapping: tuple[tuple[str, str], ...]) -> str:
-    found = (re.subn(old, new, name) for old, new in mapping)
-    return next((renamed for renamed, changed in found if changed), name)
+    for own, llama in NAMES:
+        name = name.replace(llama, own)
+    return name
 
 
 def logarithms(layers: int, longest: int) -> dict[str, torch.Tensor]:
