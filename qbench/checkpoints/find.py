@@ -10,7 +10,6 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -255,11 +254,13 @@ READ = (
 def file_names(folder: Path) -> list[str]:
     """Paths within ``folder`` of all files that loading the checkpoint reads: the weights, the
     configuration, the rest by name."""
-    others = [path for pattern in ("*", "additional_chat_templates/*")
-              for path in folder.glob(pattern)]  # fmt: skip
-    names = [path.relative_to(folder).as_posix() for path in others if path.is_file()]
-    read = {name for name in names if any(fnmatchcase(name, pattern) for pattern in READ)}
     weights = weight_files(folder)
+    read = {
+        path.relative_to(folder).as_posix()
+        for pattern in READ
+        for path in folder.glob(pattern)
+        if path.is_file()
+    }
     return [*weights, "config.json", *sorted(read - {*weights, "config.json"})]
 
 

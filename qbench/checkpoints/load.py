@@ -137,12 +137,17 @@ def _load_flash_linear_attention(checkpoint: Checkpoint, dtype: torch.dtype) -> 
     own = {name: state.pop(name) for name in list(state) if name not in known}
     model = _of_class(settings, state, dtype)
     attach(model, checkpoint.normalizer, own)
-    if (checkpoint.folder / "generation_config.json").is_file():  # as transformers would read it
+    _read_generation_config(model, checkpoint.folder)
+    return model
+
+
+def _read_generation_config(model: PreTrainedModel, folder: Path) -> None:
+    """As transformers would where it loads weights itself."""
+    if (folder / "generation_config.json").is_file():
         try:
-            model.generation_config = GenerationConfig.from_pretrained(checkpoint.folder)
+            model.generation_config = GenerationConfig.from_pretrained(folder)
         except Exception as error:  # whatever odd values make of transformers
             raise CheckpointError(f"generation_config.json: {first_line(error)}") from error
-    return model
 
 
 def _of_class(
@@ -306,8 +311,7 @@ def without_weights(checkpoint: Checkpoint) -> PreTrainedModel:
         config = AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    if (checkpoint.folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(checkpoint.folder)
+    _read_generation_config(model, checkpoint.folder)
     return model.eval()
 
 

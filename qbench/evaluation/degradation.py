@@ -92,13 +92,13 @@ def distributions(measured: TokenDivergences) -> Distributions:
     token's log-probability, with a standard error over documents (tokens of one document are
     not independent).
     """
-    kl, documents = measured.kl, (measured.document, np.ones(len(measured.kl)))
+    kl = measured.kl
     p90, p99, p99_9 = (float(p) for p in np.percentile(kl, PERCENTILES))
     return Distributions(
         tokens=len(kl),
         kl=Divergence(
             mean=float(kl.mean()),
-            mean_stderr=_ratio(*_by_document(documents[0], kl, documents[1])).stderr,
+            mean_stderr=_mean(measured.document, kl).stderr,
             median=float(np.median(kl)),
             p90=p90,
             p99=p99,
@@ -107,7 +107,7 @@ def distributions(measured: TokenDivergences) -> Distributions:
         ),
         top1_agreement=float(measured.agrees.mean()),
         by_confidence=_by_confidence(measured),
-        target_change=_ratio(*_by_document(documents[0], measured.change, documents[1])),
+        target_change=_mean(measured.document, measured.change),
     )
 
 
@@ -276,12 +276,10 @@ def _paired(
     )
 
 
-def _by_document(
-    document: np.ndarray, values: np.ndarray, weights: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Sums of values and weights over each document."""
+def _mean(document: np.ndarray, values: np.ndarray) -> Ratio:
+    """Over tokens; its standard error is over the documents that they belong to."""
     _, indexes = np.unique(document, return_inverse=True)
-    return np.bincount(indexes, values.astype(np.float64)), np.bincount(indexes, weights)
+    return _ratio(np.bincount(indexes, values.astype(np.float64)), np.bincount(indexes))
 
 
 def _ratio(values: np.ndarray, weights: np.ndarray) -> Ratio:

@@ -7,8 +7,6 @@ prefix and suffix is a sequence of its own with its own keys, for attention that
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -110,9 +108,6 @@ class PaddedForward:
         config = getattr(decoder, "config", None)
         self._cached = getattr(config, "_attn_implementation", None) == "eager"
 
-    def ready(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
     def __call__(self, batch: Batch) -> Tensor:
         ids = to_device(batch.ids, self.device)
         return self.decoder(ids, use_cache=self._cached)[0].flatten(0, 1)
@@ -129,22 +124,18 @@ class PackedForward:
         self._attention = model.config._attn_implementation
         check_attention(model)
 
-    @contextlib.contextmanager
-    def ready(self) -> Iterator[None]:
+    def __call__(self, batch: PackedBatch) -> Tensor:
         self.model.config._attn_implementation = NAME
         try:
-            yield
+            return self.decoder(
+                to_device(batch.ids, self.device),
+                position_ids=to_device(batch.positions, self.device),
+                use_cache=False,
+                qbench_segments=make_segments(batch, self.device),
+                qbench_attention=self._attention,
+            )[0][0]
         finally:
             self.model.config._attn_implementation = self._attention
-
-    def __call__(self, batch: PackedBatch) -> Tensor:
-        return self.decoder(
-            to_device(batch.ids, self.device),
-            position_ids=to_device(batch.positions, self.device),
-            use_cache=False,
-            qbench_segments=make_segments(batch, self.device),
-            qbench_attention=self._attention,
-        )[0][0]
 
 
 def decoder_and_head(model: Any) -> tuple[torch.nn.Module, torch.nn.Module]:

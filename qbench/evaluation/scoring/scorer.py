@@ -341,20 +341,19 @@ class Scorer(LM):
         """Answers in the order of ``requests``."""
         if not requests:
             return []
-        with backend.forward.ready():
-            plans = backend.batching.plan(requests, windows=windows)
-            results: list[tuple[Batch, RowScores]] = []
-            done = 0
-            for part in _parts(plans, self._state_bytes) if self._stream else [[p] for p in plans]:
-                count = sum(planned.requests for planned in part)
+        plans = backend.batching.plan(requests, windows=windows)
+        results: list[tuple[Batch, RowScores]] = []
+        done = 0
+        for part in _parts(plans, self._state_bytes) if self._stream else [[p] for p in plans]:
+            count = sum(planned.requests for planned in part)
 
-                def tell(share: float, done: int = done, count: int = count) -> None:
-                    if self._progress is not None and counts is self._counts:
-                        self._progress(done + round(share * count), len(requests))
+            def tell(share: float, done: int = done, count: int = count) -> None:
+                if self._progress is not None and counts is self._counts:
+                    self._progress(done + round(share * count), len(requests))
 
-                results += self._run(backend, part, requests, counts, observer, tell)
-                tell(1.0)
-                done += count
+            results += self._run(backend, part, requests, counts, observer, tell)
+            tell(1.0)
+            done += count
         return in_order(results, len(requests), exact=backend.exact)
 
     def _run(
