@@ -204,19 +204,6 @@ class TokenDivergences:
     token: np.ndarray
 
 
-@dataclass(frozen=True, slots=True)
-class _Measured:
-    """The call at work; ``origin`` [N] are the indexes of its tokens in ``task``."""
-
-    index: TokenIndex
-    task: TaskHiddenStates
-    origin: np.ndarray
-    kl: Tensor
-    agrees: Tensor
-    confidence: Tensor
-    change: Tensor
-
-
 class KLObserver:
     """An observer that measures a quantized model's distributions against ``base``. A task that
     the unquantized cell could not score has nothing to be measured against."""
@@ -225,50 +212,42 @@ class KLObserver:
         self.base = base
         self._weight: Tensor | None = None  # on the model's device, once it is known
         self._bias: Tensor | None = None
-        self._measured: _Measured | None = None
+        self._index: TokenIndex | None = None  # of the call at work; None: nothing to measure
         self.divergences: dict[str, TokenDivergences] = {}
 
     def begin(
         self, instances: Sequence[Any], lengths: Sequence[int], head: torch.nn.Module
     ) -> None:
-        self._measured = None
         index = TokenIndex.of(instances, lengths)
-        task = None if index is None else self.base.tasks.get(index.task)
-        if index is None or task is None:
+        self._index = index if index is not None and index.task in self.base.tasks else None
+        if self._index is None:
             return
         device = next(itertools.chain(head.parameters(), head.buffers())).device
         if self._weight is None:
             # Copied even on a CPU: a product may round by where in memory its weight begins.
             self._weight = self.base.weight.to(device, copy=True)
             self._bias = None if self.base.bias is None else self.base.bias.to(device, copy=True)
-        self._measured = _Measured(
-            index,
-            task,
-            _origin(index, task),
-            kl=torch.full((index.tokens,), torch.nan, device=device),
-            agrees=torch.zeros(index.tokens, dtype=torch.bool, device=device),
-            confidence=torch.zeros(index.tokens, device=device),
-            change=torch.full((index.tokens,), torch.nan, device=device),
-        )
+        self._task = self.base.tasks[self._index.task]
+        self._origin = _origin(self._index, self._task)  # [N] indexes of its tokens there
+        # kl, agrees, confidence and change of TokenDivergences
+        self._values = torch.full((4, self._index.tokens), torch.nan, device=device)
 
     def batch(
         self, scored: Scored, hidden: Tensor, projection: Projection
     ) -> Callable[[LogitsPart], None] | None:
-        measured = self._measured
-        if measured is None:
+        if self._index is None:
             return None
-        indexes = measured.index.indexes(scored)
-        origin = measured.origin[indexes]
-        if not np.array_equal(measured.task.token.numpy()[origin], scored.token):
+        indexes = self._index.indexes(scored)
+        origin = self._origin[indexes]
+        if not np.array_equal(self._task.token.numpy()[origin], scored.token):
             raise EvaluationError(
-                f"{measured.index.task}: the unquantized cell scored other tokens; run that cell "
-                "again"
+                f"{self._index.task}: the unquantized cell scored other tokens; run that cell again"
             )
         order = np.argsort(scored.row, kind="stable")
         rows = scored.row[order]
         _, firsts = np.unique(rows, return_index=True)  # one token of each row: all have its input
         assert len(firsts) == len(hidden)
-        kept = measured.task.states[torch.from_numpy(origin[order][firsts])]
+        kept = self._task.states[torch.from_numpy(origin[order][firsts])]
         before = to_device(kept, hidden.device)
         logits_of = projection.of(self._head, before)
         entries = to_device(np.stack((rows, indexes[order], scored.token[order])), hidden.device)
@@ -277,15 +256,14 @@ class KLObserver:
             low, high = np.searchsorted(rows, (part.first, part.last))
             row, index, token = entries[:, low:high]
             unquantized = logits_of(part.first, part.last)
-            _compare(measured, unquantized, part, row - part.first, index, token)
+            self._values[:, index] = _compare(unquantized, part, row - part.first, token)
 
         return measure
 
     def end(self) -> None:
-        measured = self._measured
-        if measured is None:
+        if self._index is None:
             return
-        name, kl = measured.index.task, measured.kl.cpu().numpy()
+        name, (kl, agrees, confidence, change) = self._index.task, self._values.cpu().numpy()
         if not np.isfinite(kl).all():
             raise EvaluationError(
                 f"{name}: the divergence of {int((~np.isfinite(kl)).sum())} of {len(kl)} tokens is "
@@ -293,37 +271,35 @@ class KLObserver:
             )
         self.divergences[name] = TokenDivergences(
             kl=kl,
-            agrees=measured.agrees.cpu().numpy(),
-            confidence=measured.confidence.cpu().numpy(),
-            change=measured.change.cpu().numpy(),
-            document=np.repeat(measured.index.document, measured.index.length),
-            request=np.repeat(measured.index.request, measured.index.length),
-            token=measured.task.token.numpy()[measured.origin],
+            agrees=agrees == 1,
+            confidence=confidence,
+            change=change,
+            document=np.repeat(self._index.document, self._index.length),
+            request=np.repeat(self._index.request, self._index.length),
+            token=self._task.token.numpy()[self._origin],
         )
-        self._measured = None
 
     def _head(self, states: Tensor) -> Tensor:
         assert self._weight is not None
         return functional.linear(states, self._weight, self._bias)
 
 
-def _compare(
-    measured: _Measured, before: Tensor, part: LogitsPart, row: Tensor, index: Tensor, token: Tensor
-) -> None:
-    """Writes what the rows of ``part`` give. ``before`` [R, V]: the unquantized logits; ``row``,
-    ``index``, ``token`` [M]: scored tokens by row of the part, index in the results, and id."""
+def _compare(before: Tensor, part: LogitsPart, row: Tensor, token: Tensor) -> Tensor:
+    """kl, agrees, confidence and change [4, M] of the scored tokens with the ids ``token`` [M] in
+    the rows ``row`` [M] of ``part``. ``before`` [R, V]: the unquantized logits."""
     after = part.log_probabilities
     if after.dtype != torch.float32:
         after = functional.log_softmax(part.logits, dim=-1, dtype=torch.float32)
     log_p = functional.log_softmax(before, dim=-1, dtype=torch.float32)
     difference = log_p - after
-    measured.change[index] = -difference[row, token]
+    change = -difference[row, token]
     top = before.argmax(dim=-1)
+    agrees = (top == part.logits.argmax(dim=-1))[row]
     p = log_p.exp_()
-    measured.confidence[index] = p.gather(1, top[:, None])[row, 0]
+    confidence = p.gather(1, top[:, None])[row, 0]
     # Σ p ln(p/q); rounding alone can bring it below 0.
-    measured.kl[index] = p.mul_(difference).sum(dim=-1).clamp_(min=0.0)[row]
-    measured.agrees[index] = (top == part.logits.argmax(dim=-1))[row]
+    kl = p.mul_(difference).sum(dim=-1).clamp_(min=0.0)[row]
+    return torch.stack((kl, agrees.float(), confidence, change))
 
 
 def _origin(index: TokenIndex, task: TaskHiddenStates) -> np.ndarray:

@@ -141,7 +141,7 @@ def greedy(
     Raises EvaluationError where logits are not numbers, or for one prompt that does not fit the
     device.
     """
-    if takes_slots(model) or not prompts:
+    if not prompts or no_slots(model) is None:
         asked = [Prompt(ids=ids, limit=tokens) for ids in prompts]
         return decode(model, asked, progress=progress)
     found: list[list[int]] = []
@@ -164,19 +164,20 @@ def unlike_greedy(model: Any, asked: Sequence[Mapping[str, Any]]) -> str | None:
     strange |= set(model.generation_config.to_diff_dict()) - NO_EFFECT
     if strange:
         return f"it sets {', '.join(sorted(strange))}"
+    return no_slots(model)
+
+
+def no_slots(model: Any) -> str | None:
+    """Why answers of ``model`` cannot be decoded in slots: a layer keeps more than keys and values
+    of all tokens, or where a token stands cannot be told. None where they can."""
     if is_spread(model):
         return "its blocks lie on several GPUs"
     if moving := moving_rope(model.config.to_dict()):
         return f"{moving} rotary angles depend on the batch"
-    return None if takes_slots(model) else f"{type(model).__name__} keeps more than keys and values"
-
-
-def takes_slots(model: Any) -> bool:
-    """Whether all layers of a model keep keys and values of all tokens, and it can be told where a
-    token stands."""
     plain = all(type(one) is DynamicLayer for one in DynamicCache(config=model.config).layers)
-    told = "position_ids" in inspect.signature(model.forward).parameters
-    return plain and told and not is_spread(model) and not moving_rope(model.config.to_dict())
+    if plain and "position_ids" in inspect.signature(model.forward).parameters:
+        return None
+    return f"{type(model).__name__} keeps more than keys and values"
 
 
 def at_once(model: Any, length: int) -> int:
