@@ -1,5 +1,6 @@
 """Every number on the pages of findings and speed stands in the files that it names."""
 
+import json
 import math
 import re
 
@@ -311,6 +312,38 @@ def test_sinks_of_the_second_pair_are_those_of_its_analysis():
     tables_of = tables("", "sinks-27m")["delta", *TASKS["WikiText"], "bf16"]
     assert tables_of[3:5] == ["86.59", "85.82"]
     assert "86.59 and 85.82" in told
+
+
+def test_the_larger_pair_is_told_as_it_was_trained_and_analyzed():
+    known: dict[str, dict[str, str]] = {"softmax": {}, "softpick": {}}
+    text = (RESULTS / "sinks-124m" / "analysis" / "tables.md").read_text()
+    for section in text.split("\n### ")[1:]:
+        head, *body = rows(section)
+        for row in body:
+            if row[0].endswith("/bf16"):
+                known[row[0].partition("/")[0]] |= dict(zip(head, row, strict=True))
+    told = part("## At 126 M", "## What would change")
+    names = ["Perplexity", "Sink rate %, ε 0.3", "Sink rate of Gu et al. %, ε 0.3", "Kurtosis"]
+    for name, *shown in rows(told)[2:]:
+        found = known[name]
+        largest = max(abs(float(found[end].replace("−", "-"))) for end in ("Min", "Max"))
+        assert shown == [*(found[one] for one in names), f"{largest:.0f}"]
+    watched = {}
+    for name in known:
+        path = RESULTS / "sinks-124m" / "training" / f"{name}-seed0" / "training.json"
+        training = json.loads(path.read_text())
+        watched[name] = training["watched"]
+        assert (training["tokens"] // 10**6, training["parameters"] // 10**6) == (515, 125)
+        assert training["data"]["tokens"] // 10**6 == 243
+        assert round(training["sessions"][0]["seconds"] / 60) == 22
+    told = " ".join(told.split())
+    losses = [f"{watched[name][-1]['loss']:.3f}" for name in known]
+    assert f"the loss is {losses[0]} and {losses[1]} nats a token" in told
+    grown = [f"{100 * watched['softmax'][index]['sink_rate']:.1f}" for index in (1, 4, -1)]
+    assert (
+        f"{grown[0]} % of heads after 66 M tokens, {grown[1]} % after 262 M, {grown[2]} %" in told
+    )
+    assert not any(one["sink_rate"] for one in watched["softpick"])
 
 
 def test_table_4_is_that_of_the_analysis():
