@@ -129,13 +129,20 @@ def read_tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
 
 
 def _load_flash_linear_attention(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
+    """As the stock class that computes the same."""
     settings = fla.llama_settings(checkpoint.config)
     state = fla.llama_tensors(read_tensors(checkpoint))
     if settings["tie_word_embeddings"] and fla.HEAD in state:
         require_tied(fla.HEAD, state.pop(fla.HEAD), state[fla.EMBEDDINGS])
     known = fla.expected_shapes(settings)
     own = {name: state.pop(name) for name in list(state) if name not in known}
-    model = _of_class(settings, state, dtype)
+    state |= fla.output_biases(settings, state)
+    model = getattr(transformers, class_names()[settings["model_type"]]).from_pretrained(
+        None, config=AutoConfig.for_model(**settings), state_dict=state, dtype=dtype
+    )
+    for name, module in model.named_modules():
+        if name.endswith((".q_norm", ".k_norm")):
+            module.variance_epsilon = fla.QK_NORM_EPS
     attach(model, checkpoint.normalizer, own)
     _read_generation_config(model, checkpoint.folder)
     return model
@@ -148,20 +155,6 @@ def _read_generation_config(model: PreTrainedModel, folder: Path) -> None:
             model.generation_config = GenerationConfig.from_pretrained(folder)
         except Exception as error:  # whatever odd values make of transformers
             raise CheckpointError(f"generation_config.json: {first_line(error)}") from error
-
-
-def _of_class(
-    settings: dict[str, Any], state: dict[str, torch.Tensor], dtype: torch.dtype
-) -> PreTrainedModel:
-    """The stock class that ``settings`` name, with the weights of ``state``."""
-    config = transformers.AutoConfig.for_model(**settings)
-    model_class = getattr(transformers, class_names()[settings["model_type"]])
-    state = state | fla.output_biases(settings, state)
-    model = model_class.from_pretrained(None, config=config, state_dict=state, dtype=dtype)
-    for name, module in model.named_modules():
-        if name.endswith((".q_norm", ".k_norm")):
-            module.variance_epsilon = fla.QK_NORM_EPS
-    return model
 
 
 def _load_transformers(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:

@@ -254,7 +254,7 @@ class Scorer(LM):
             Request(context + continuation, len(context), owner)
             for owner, (context, continuation) in enumerate(encoded)
         ]
-        return self._checked(_Asked(instances, requests, windows=False))
+        return _Asked(instances, requests, windows=False)
 
     def _windows(self, instances: list[Any]) -> _Asked:
         prefix_id = self.hflm.prefix_token_id
@@ -273,14 +273,11 @@ class Scorer(LM):
                 context, continuation = make_disjoint_window(pair)
                 windows.append(Request(context + continuation, len(context), owner, first))
                 first += len(continuation)
-        return self._checked(_Asked(instances, windows, windows=True))
-
-    def _checked(self, asked: _Asked) -> _Asked:
-        check_lengths(asked.requests, self.settings.max_length)
-        check_tokens((request.tokens for request in asked.requests), self._embedded)
-        return asked
+        return _Asked(instances, windows, windows=True)
 
     def _answers(self, asked: _Asked) -> list[Answer]:
+        check_lengths(asked.requests, self.settings.max_length)
+        check_tokens((request.tokens for request in asked.requests), self._embedded)
         limit = self.settings.max_length + 1
         self._counts.requests += len(asked.requests)
         self._counts.truncated += sum(len(r.tokens) > limit for r in asked.requests)
