@@ -1,13 +1,11 @@
-"""Documents are those that iteration gives; without a usable answer they are refused, where lm-eval
-counts them as wrong."""
+"""Documents without a usable answer are refused, where lm-eval counts them as wrong."""
 
 import json
 
 import pytest
-from datasets import ClassLabel, Dataset, Features, Value
 
 from qbench.errors import DataError
-from qbench.evaluation.loaded import check_documents, listed, load_task
+from qbench.evaluation.loaded import check_documents, load_task
 from qbench.evaluation.tasks import plan_task
 
 COPA = {
@@ -106,35 +104,3 @@ def test_answers_under_other_names_are_found_too(tmp_path, task, split, row, wor
     good = dict(next(good[2] for good in GOOD if good[0] == task))
     with pytest.raises(DataError, match=words):
         check_documents(loaded(tmp_path, task, split, [good, row])[0])
-
-
-ROWS = [
-    {"question": "two\nlines", "choices": {"text": ["a", "b"], "label": ["A", "B"]}, "gold": 1},
-    {"question": "", "choices": {"text": [], "label": []}, "gold": None},
-    {"question": "ü", "choices": {"text": ["c"], "label": ["C"]}, "gold": 0},
-]
-TABLE = Dataset.from_list(ROWS)
-NAMED = Features({"gold": ClassLabel(names=["no", "yes"]), "score": Value("float32")})
-DOCUMENTS = {
-    "a table": TABLE,
-    "chosen rows": TABLE.select([2, 0]),
-    "shuffled": TABLE.shuffle(seed=3),
-    "a filter": TABLE.filter(lambda row: row["gold"] is not None),
-    "some columns": TABLE.with_format(None, columns=["gold"]),
-    "another format": TABLE.select_columns(["question"]).with_format("numpy"),
-    "classes by name": Dataset.from_list([{"gold": 1, "score": 0.1}], features=NAMED),
-    "a list": ROWS,
-    "a generator's": TABLE.to_iterable_dataset(),
-    "nothing": TABLE.select([]),
-}
-
-
-@pytest.mark.parametrize("case", DOCUMENTS)
-def test_a_list_of_documents_is_what_iteration_gives(case):
-    assert listed(DOCUMENTS[case]) == list(DOCUMENTS[case])
-
-
-def test_each_time_they_are_new():
-    first, second = listed(TABLE), listed(TABLE)
-    first[0]["choices"]["text"].append("changed by a task's own code")
-    assert second == ROWS == listed(TABLE)
