@@ -275,15 +275,16 @@ def kernel_attention(
     kernels = require(of.normalizer)
     flags = ops.flags_of(kernels, given.slopes is not None, of.softcap)
     tensors = (query, key, value, *quantized, output)
-    kv_cache.quantized_kv_fwd[(-(-of.max_seqlen_q // block_q), heads * sequences)](
-        *tensors, positions, mask, spans, *given, counts, (heads, heads // kv_heads), queries,
-        keys, of.window, cache.keep_first, cache.keep_recent, cache.key_group,
-        *ops.scales(of.scale, of.softcap), ops.strides_of(*map(ops.layout_of, tensors)),
-        positions.stride(0) if positions.shape[0] > 1 else 0,
-        *ops.mask_strides(ops.layout_of(mask)), SKIP=NORMALIZERS.get(of.normalizer).sparse,
-        BLOCK_Q=block_q, BLOCK_K=block_k, num_warps=4,
-        **ops.constants(kernels, flags, of, ops.layout_of(query), ops.layout_of(value)),
-    )  # fmt: skip
+    with ops.on_device(query.device):
+        kv_cache.quantized_kv_fwd[(-(-of.max_seqlen_q // block_q), heads * sequences)](
+            *tensors, positions, mask, spans, *given, counts, (heads, heads // kv_heads), queries,
+            keys, of.window, cache.keep_first, cache.keep_recent, cache.key_group,
+            *ops.scales(of.scale, of.softcap), ops.strides_of(*map(ops.layout_of, tensors)),
+            positions.stride(0) if positions.shape[0] > 1 else 0,
+            *ops.mask_strides(ops.layout_of(mask)), SKIP=NORMALIZERS.get(of.normalizer).sparse,
+            BLOCK_Q=block_q, BLOCK_K=block_k, num_warps=4,
+            **ops.constants(kernels, flags, of, ops.layout_of(query), ops.layout_of(value)),
+        )  # fmt: skip
     return output
 
 

@@ -211,6 +211,23 @@ def operator(normalizer):
     return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
+def kv_cache_device():
+    """Where the kernel of the KV cache is launched, for keys and values on a device."""
+    from types import SimpleNamespace
+
+    from qbench.attention import kv_cache
+
+    asked, real = [], ops.on_device
+    ops.on_device = lambda device: (asked.append(str(device)), real(device))[1]
+    query = torch.randn(1, 1, 20, 16)
+    kv_cache.kernel_attention(
+        query, kv_cache.Sources(query, query, query, query), positions=torch.arange(20)[None],
+        cache=SimpleNamespace(keep_first=0, keep_recent=4, key_group=1), normalizer="softmax",
+    )  # fmt: skip
+    ops.on_device = real
+    return asked
+
+
 def kv_cache(group):
     import kv_cache_interpreted
 

@@ -156,3 +156,7 @@ def test_the_operator_is_as_torch_asks_and_gives_the_same_bits(interpreted, norm
 @pytest.mark.parametrize("group", ["one", pytest.param("attends", marks=SLOW)])
 def test_the_kernel_of_the_kv_cache_equals_its_definition(interpreted, group):
     assert [line for line in interpreted("kv_cache", group) if not line[1] <= LIMIT] == []
+
+
+def test_the_kernel_of_the_kv_cache_is_launched_on_the_device_of_its_tensors(interpreted):
+    assert interpreted("kv_cache_device") == ["cpu"]
