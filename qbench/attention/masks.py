@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -42,8 +42,8 @@ def positions_counted() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """Who attends to whom. Dense masks are quadratic, so one is made only when a layer asks for it.
-    It is never made for packed sequences with ``cu_seq_lens``, nor where the kernels are given
+    """Who attends to whom. ``dense`` gives the mask, which is quadratic: it is asked only where a
+    layer needs it, never for packed sequences with ``cu_seq_lens``, nor where the kernels are given
     ``spans`` or ``window``. ``spans`` says which rows are sequences (see
     :mod:`qbench.attention.kernels.varlen`), of which ``span_count`` count; ``window`` how many keys
     up to its own a query sees. Where ``banded``, these say all there is to say beside causality.
@@ -51,8 +51,7 @@ class Mask:
     ``kv_offset`` on: a cache of a sliding window has dropped those before. ``written``: how many
     keys a static cache holds; what comes after is room for later ones."""
 
-    make: Callable[[], Tensor]
-    made: list[Tensor]
+    dense: Callable[[], Tensor]
     banded: bool = False
     spans: Tensor | None = None
     span_count: Tensor | None = None
@@ -77,14 +76,9 @@ class Mask:
         tensors = (self.spans, self.span_count, self.padding)
         spans, count, padding = (t if t is None else t.to(device, **options) for t in tensors)
         return replace(
-            self, make=lambda: self.dense().to(device, **options), made=[],
+            self, dense=cache(lambda: self.dense().to(device, **options)),
             spans=spans, span_count=count, padding=padding,
         )  # fmt: skip
-
-    def dense(self) -> Tensor:
-        if not self.made:
-            self.made.append(self.make())
-        return self.made[0]
 
 
 def mask_function(implementation: str) -> Callable[..., Tensor | Mask | None]:
@@ -114,11 +108,13 @@ def mask_function(implementation: str) -> Callable[..., Tensor | Mask | None]:
             if (held := q_offset + q_length - int(kv_offset)) < kv_length:
                 kv_length = written = held
         options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-        make = partial(
+        dense = partial(
             sdpa_mask, batch_size=batch_size, q_length=q_length, kv_length=kv_length,
             q_offset=q_offset, kv_offset=kv_offset, attention_mask=attention_mask,
             local_size=local_size, **options,
         )  # fmt: skip
+        if not compiling:
+            dense = cache(dense)  # all layers ask
         plain = attention_mask is None or (not compiling and bool(attention_mask.all()))
         if compiling and _positions.counted and plain and not use_vmap:
             allow_is_causal_skip |= _is_packed(mask_function)
@@ -132,7 +128,7 @@ def mask_function(implementation: str) -> Callable[..., Tensor | Mask | None]:
         banded = allow_is_causal_skip and by_kernels
         rows = {"padding": attention_mask, "kv_offset": kv_offset, "written": written}
         if banded and plain and aligned:
-            return Mask(make, [], banded=True, window=window, **rows)
+            return Mask(dense, banded=True, window=window, **rows)
         whole = aligned and q_length == kv_length
         packed = attention_mask is None and not allow_is_causal_skip and not use_vmap
         joined = None
@@ -140,15 +136,15 @@ def mask_function(implementation: str) -> Callable[..., Tensor | Mask | None]:
             joined = _joined(mask_function, batch_size, q_length, options["device"])
         if joined is not None or (compiling and banded and whole):
             spans, count = sequence_spans(joined, attention_mask)
-            return Mask(make, [], banded=True, spans=spans, span_count=count, window=window, **rows)
+            return Mask(dense, banded=True, spans=spans, span_count=count, window=window, **rows)
         if compiling:
-            return make()
+            return dense()
         spans = None
         if banded and attention_mask is not None:
             padding = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
             if padding.shape[1] == kv_length:
                 spans = padded_spans(padding, q_length, q_offset - kv_offset)
-        return Mask(make, [], banded=spans is not None, spans=spans, window=window, **rows)
+        return Mask(dense, banded=spans is not None, spans=spans, window=window, **rows)
 
     return mask
 

@@ -106,7 +106,7 @@ def test_padding_changes_nothing(scheme, side):
         for row, part in zip(rows, parts, strict=True):
             row[i, :, places[i]] = part[0]
     dense = (torch.ones(T, T).tril().bool() & padding[:, None].bool())[:, None]
-    found = attend(scheme, *rows, Mask(lambda: dense, [], padding=padding))
+    found = attend(scheme, *rows, Mask(lambda: dense, padding=padding))
     for i, parts in enumerate(sequences):
         assert_equal(found[i : i + 1, :, places[i]], attend(scheme, *parts))
 
@@ -122,7 +122,7 @@ def test_packed_sequences_count_from_their_own_first_token(scheme):
     label = torch.repeat_interleave(torch.arange(3), torch.tensor([5, 1, 17]))
     dense = (label[:, None] == label[None]).tril()[None, None]
     positions = torch.cat([torch.arange(n) for n in (5, 1, 17)])[None]
-    by_position = attend(scheme, *rows, Mask(lambda: dense, []), position_ids=positions)
+    by_position = attend(scheme, *rows, Mask(lambda: dense), position_ids=positions)
     assert_equal(by_position, expected)
 
 
@@ -146,7 +146,7 @@ def test_a_sliding_window_reads_the_same_cache(scheme):
     parts = draw(seed=2)
     index = torch.arange(T)
     dense = (index[:, None] >= index) & (index > index[:, None] - 6)
-    found = attend(scheme, *parts, Mask(lambda: dense[None, None], [], window=6))
+    found = attend(scheme, *parts, Mask(lambda: dense[None, None], window=6))
     assert_equal(found, written(scheme, *parts, window=6))
 
 
@@ -156,7 +156,7 @@ def test_a_cache_that_dropped_what_left_the_window_counts_on(scheme):
     expected = written(scheme, query, key, value, window=6)
     for t in (8, 15, 22):
         seen = slice(t - 5, t + 1)
-        mask = Mask(lambda: torch.ones(1, 1, 1, 6, dtype=torch.bool), [], kv_offset=t - 5)
+        mask = Mask(lambda: torch.ones(1, 1, 1, 6, dtype=torch.bool), kv_offset=t - 5)
         found = attend(scheme, query[:, :, t : t + 1], key[:, :, seen], value[:, :, seen], mask)
         assert_equal(found, expected[:, :, t : t + 1])
 
@@ -170,7 +170,7 @@ def test_masks_that_do_not_say_where_sequences_begin_are_refused():
     holes = torch.ones(1, T, dtype=torch.long)
     holes[0, 4] = 0
     with pytest.raises(UnavailableError, match="has holes"):
-        attend("recent tokens", *parts, Mask(lambda: dense, [], padding=holes))
+        attend("recent tokens", *parts, Mask(lambda: dense, padding=holes))
 
 
 @pytest.mark.parametrize("trained", range(3), ids=["query", "key", "value"])

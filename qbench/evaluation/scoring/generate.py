@@ -487,7 +487,7 @@ class _Decoding:
         spans = torch.zeros(self.at.slots, 6, dtype=torch.int32, device=self.device)
         spans[:, 0] = torch.arange(self.at.slots, device=self.device)
         spans[:, 2] = 1
-        mask = Mask(make=_no_mask, made=[], banded=True, spans=spans)
+        mask = Mask(dense=_no_mask, banded=True, spans=spans)
 
         def step() -> None:
             spans[:, 3] = self.first
