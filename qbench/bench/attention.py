@@ -30,13 +30,7 @@ from qbench.attention import kernels
 from qbench.attention.kernels import require, supported
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.bench.checks import check_kernels
-from qbench.bench.timing import (
-    captured,
-    given,
-    milliseconds,
-    random_tensor,
-    sparse_keys,
-)
+from qbench.bench.timing import captured, given, milliseconds, random_tensor, sparse_keys
 from qbench.errors import UnavailableError, first_line
 from qbench.files import write_page
 from qbench.runner.workers import Workers
@@ -94,11 +88,7 @@ Row = dict[str, Any]
 
 
 def bench_attention(
-    out: Path | None,
-    device: str,
-    quick: bool,
-    only: Collection[str] = (),
-    jobs: int | None = None,
+    out: Path | None, quick: bool, only: Collection[str] = (), jobs: int | None = None
 ) -> dict[str, Any]:
     """Checks the kernels, then times them; returns what was measured and writes it to ``out`` as
     JSON, with the table beside it, after every row, so that whoever is stopped has the rest.
@@ -108,7 +98,8 @@ def bench_attention(
     one. Raises RecipeError for an unknown normalizer, UnavailableError for one without kernels and
     without a CUDA device, EvaluationError where a check is red: then nothing is timed.
     """
-    require_gpu(device)
+    if not torch.cuda.is_available():
+        raise UnavailableError("bench attention: the kernels run on a CUDA GPU, and none is here")
     for name in only:
         require(name)
     repeat_ms = 20 if quick else 100
@@ -140,17 +131,9 @@ def bench_attention(
     for part, rows in parts.items():
         for row in rows:
             results[part].append(row)
-            if out is not None and out.suffix:
+            if out is not None:
                 write_page(out, results, table(results))
-    if out is not None:
-        write_page(out, results, table(results))
     return results
-
-
-def require_gpu(device: str = "cuda") -> None:
-    """Raises UnavailableError without a CUDA device."""
-    if torch.device(device).type != "cuda" or not torch.cuda.is_available():
-        raise UnavailableError("bench attention: the kernels run on a CUDA GPU, and none is here")
 
 
 def _timed(shapes: Collection[Shape], only: Collection[str]) -> list[tuple[Shape, str, str]]:

@@ -5,7 +5,7 @@ The cases are those of the table, shorter. ``pytest -m gpu`` has many more, in o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection
 from concurrent.futures import BrokenExecutor, Executor
 from dataclasses import dataclass
 from typing import Any
@@ -54,15 +54,6 @@ CASES = (
 QUICK = (CASES[0], CASES[-1])
 
 
-def alone(function: Callable[..., Any], *arguments: Any) -> Any:
-    """``function(*arguments)`` in a worker process: on one core, and its memory given back to the
-    neighbours on the GPU."""
-    torch.set_num_threads(1)
-    found = function(*arguments)
-    torch.cuda.empty_cache()
-    return found
-
-
 def check_kernels(
     pool: Executor, quick: bool = False, only: Collection[str] = ()
 ) -> list[dict[str, Any]]:
@@ -70,22 +61,11 @@ def check_kernels(
     normalizers ``only``, or of all. Computed by ``pool``, in processes, since most of the time goes
     into compiling kernels. Raises EvaluationError that names each case over its limit, or not
     finite, or the case whose process died."""
-    results = list(_results(pool, QUICK if quick else CASES, only))
-    red = [r for r in results if not r["error"] <= r["limit"]]
-    if red:
-        lines = (f"{r['case']}: {r['what']} {r['error']:.1e} > {r['limit']:.0e}" for r in red)
-        raise EvaluationError("bench attention: wrong results, nothing timed: " + "; ".join(lines))
-    return results
-
-
-def _results(
-    pool: Executor, cases: tuple[Case, ...], only: Collection[str]
-) -> Iterator[dict[str, Any]]:
-    """In the order of the cases, whichever ends first."""
     calls = [
-        (f"{name}, {case}", pool.submit(alone, errors, case, name, seed))
-        for case, name, seed in checks(cases, only)
+        (f"{name}, {case}", pool.submit(errors, case, name, seed))
+        for case, name, seed in checks(QUICK if quick else CASES, only)
     ]
+    results, red = [], []
     for name, call in calls:
         try:
             found = call.result()
@@ -94,7 +74,12 @@ def _results(
                 f"bench attention: {name}: its process died, nothing timed"
             ) from died
         for what, error in found.items():
-            yield {"case": name, "what": what, "error": error, "limit": LIMIT}
+            results.append({"case": name, "what": what, "error": error, "limit": LIMIT})
+            if not error <= LIMIT:
+                red.append(f"{name}: {what} {error:.1e} > {LIMIT:.0e}")
+    if red:
+        raise EvaluationError("bench attention: wrong results, nothing timed: " + "; ".join(red))
+    return results
 
 
 def checks(cases: tuple[Case, ...], only: Collection[str]) -> list[tuple[Case, str, int]]:
@@ -108,7 +93,10 @@ def checks(cases: tuple[Case, ...], only: Collection[str]) -> list[tuple[Case, s
 
 
 def errors(case: Case, normalizer: str, seed: int) -> dict[str, float]:
-    """‖got − truth‖ / ‖truth‖ of the output and the gradients of query, key and value."""
+    """‖got − truth‖ / ‖truth‖ of the output and the gradients of query, key and value, computed on
+    one core, in a process that has neighbours on the GPU."""
+    torch.set_num_threads(1)
+    torch.cuda.empty_cache()  # of the case before
     batch, heads, kv_heads, queries, keys, width = case.shape
     settings = {"normalizer": normalizer, "causal": True, "window": case.window}
     settings["softcap"] = case.softcap

@@ -64,7 +64,7 @@ def attention(
     ```
     """
     bench = load("bench.attention")
-    typer.echo(bench.table(bench.bench_attention(out, "cuda", quick, only, jobs)))
+    typer.echo(bench.table(bench.bench_attention(out, quick, only, jobs)))
 
 
 @bench.command("products")
