@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -108,14 +108,16 @@ def compare(
     rows: list[Row] = []
     reports: dict[str, ScoringReport] = {}
     runs: dict[str, list[Timed]] = {}
-    kept: BaselineWriter | None = None
-    for name, chosen, watch in _runs(settings):
-        scorer = language_model(model, tokenizer, chosen, observer=watch(kept))
+
+    def run(
+        name: str, chosen: ScoringSettings, observe: Callable[[], Observer | None] = lambda: None
+    ) -> Observer | None:
+        scorer = language_model(model, tokenizer, chosen, observer=observe())
         most = WARM_UP * chosen.batch_size
         few = dataclasses.replace(chosen, limit=min(most, chosen.limit or most))
         for task in tasks:
             _timed(scorer, task, few)
-        observer = watch(kept)
+        observer = observe()
         if chosen.mode != "lm-eval":  # the same HFLM: its first call is none of its speed
             scorer = language_model(model, tokenizer, chosen, observer=observer)
         runs[name] = []
@@ -126,7 +128,13 @@ def compare(
                 say(f"{task.name} {name}: {rows[-1].seconds:.2f} s")
         rows.append(_row("all", name, runs[name], runs["lm-eval"]))
         reports[name] = scorer.report()
-        kept = observer if isinstance(observer, BaselineWriter) else kept
+        return observer
+
+    for mode, chosen in settings.items():
+        run(mode, chosen)
+    if mode != "lm-eval":  # again, as the unquantized and as a quantized cell measure damage
+        kept = run(f"{mode}, rows kept", chosen, BaselineWriter)
+        run(f"{mode}, damage measured", chosen, lambda: KLObserver(kept.hidden_states()))
     return Comparison(
         model={
             "name": type(model).__name__,
@@ -139,19 +147,6 @@ def compare(
         reports=reports,
         environment=environment(model.device.type, ("lm-eval",)),
     )
-
-
-def _runs(
-    settings: Mapping[str, ScoringSettings],
-) -> Iterator[tuple[str, ScoringSettings, Callable[[BaselineWriter | None], Observer | None]]]:
-    """Name, settings and observer of each run: the modes, and the last of them again as the
-    unquantized and as a quantized cell run it where damage is asked for. The observer is made
-    from the rows that an earlier run kept."""
-    for mode, chosen in settings.items():
-        yield mode, chosen, lambda kept: None
-    if mode != "lm-eval":
-        yield f"{mode}, rows kept", chosen, lambda kept: BaselineWriter()
-        yield f"{mode}, damage measured", chosen, lambda kept: KLObserver(kept.hidden_states())
 
 
 def table(comparison: Comparison) -> str:
