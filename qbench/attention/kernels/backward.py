@@ -11,12 +11,12 @@ import triton
 import triton.language as tl
 
 from qbench.attention.kernels.common import (
-    BIASED,
     CAPPED,
     DPARAM,
     DSINKS,
     DSLOPES,
     ELEMENTWISE,
+    NEEDS_EXPM1,
     RESHAPED,
     SCALED,
     SLOPED,
@@ -142,7 +142,7 @@ def attn_bwd_dq_inner(
                 if SLOPED & FLAGS:
                     unscaled = alibi(unscaled, ahead, own, plain_slope, None)
                 dparam += tl.sum(ds * unscaled, 1)  # [BLOCK_Q]
-            if BIASED & FLAGS:
+            if ELEMENTWISE & FLAGS:
                 dparam += tl.sum(ds, 1)  # [BLOCK_Q]
         if DSLOPES & FLAGS:
             dslopes += tl.sum(ds * (ahead - own).to(tl.float32), 1)  # [BLOCK_Q]
@@ -159,7 +159,7 @@ def attn_bwd_dq(
     head_counts, queries, keys, window, scale, log2_scale, inv_softcap, strides,
     mask_b, mask_h, mask_t, mask_k,
     NORM: tl.constexpr, FLAGS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    NEEDS_EXPM1: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr, BLOCK_Q: tl.constexpr,
+    TMA: tl.constexpr, FAST: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a block of BLOCK_Q queries, and their D. ``head_counts``: query heads, and how
@@ -194,15 +194,15 @@ def attn_bwd_dq(
     length = log2_length(rows, offset, limits, start_k, counts, FLAGS, CAUSAL, WINDOW)  # [BLOCK_Q]
     s = load_s(head, s, FLAGS)
     plain_slope = load_slope(head, slopes, FLAGS)
-    qk_scale = times_s_log_n(log2_scale, s, length, FLAGS)
-    slope = times_s_log_n(plain_slope, s, length, FLAGS)
+    qk_scale = times_s_log_n(log2_scale, s * length, FLAGS)
+    slope = times_s_log_n(plain_slope, s * length, FLAGS)
     shaping = (column(qk_scale), inv_softcap, column(slope), None)
     unit = log2_scale
     if RESHAPED & FLAGS:
         unit = 1.0
 
     ranges = key_ranges(first, start_k, limits, mask, CAUSAL, WINDOW, BLOCK_Q, BLOCK_K)
-    if NEEDS_EXPM1 and g.dtype != tl.float32:
+    if NEEDS_EXPM1 & FLAGS and g.dtype != tl.float32:
         small = lse < SMALL_LSE
         if tl.max(small.to(tl.int32)) > 0:
             exact = precise_delta(
@@ -233,7 +233,7 @@ def attn_bwd_dq(
         of_sink = sink_gradient(load_sink(head, sinks, FLAGS), lse, delta)
         tl.store(dsinks_rows + offset + rows, of_sink, mask=rows < stop_q)
     if DSLOPES & FLAGS:
-        dslopes = times_s_log_n(dslopes, s, length, FLAGS)
+        dslopes = times_s_log_n(dslopes, s * length, FLAGS)
         tl.store(dslopes_rows + offset + rows, dslopes, mask=rows < stop_q)
     if SCALED & FLAGS:
         dq = dq * (column(qk_scale) / log2_scale)
@@ -282,8 +282,9 @@ def attn_bwd_dkdv_inner(
                 length = log2_length(
                     rows, value_row, limits, start_k, counts, FLAGS, CAUSAL, WINDOW
                 )
-                qk_scale = times_s_log_n(scale, s, length, FLAGS)[None, :]  # [1, BLOCK_Q]
-                row_slope = times_s_log_n(slope, s, length, FLAGS)[None, :]  # [1, BLOCK_Q]
+                s_log_n = (s * length)[None, :]  # [1, BLOCK_Q]
+                qk_scale = times_s_log_n(scale, s_log_n, FLAGS)
+                row_slope = times_s_log_n(slope, s_log_n, FLAGS)
             ahead = keys[:, None] - (start + limits[2])
             scores, tanhs = scores_of(
                 scores, ahead, tl.arange(0, BLOCK_Q)[None, :],
@@ -317,7 +318,7 @@ def attn_bwd_dkdv(
     head_counts, queries, keys_total, window, scale, log2_scale, inv_softcap, strides,
     mask_b, mask_h, mask_t, mask_k,
     NORM: tl.constexpr, FLAGS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    NEEDS_EXPM1: tl.constexpr, PRECISE: tl.constexpr, FAST: tl.constexpr, TMA: tl.constexpr,
+    PRECISE: tl.constexpr, FAST: tl.constexpr, TMA: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -359,7 +360,7 @@ def attn_bwd_dkdv(
     stops = (tl.minimum(whole_begin, end), whole_end, end)
 
     # Where the forward pass met rows of tiny scores, weights need the series for e^x − 1.
-    if NEEDS_EXPM1 and not PRECISE:
+    if NEEDS_EXPM1 & FLAGS and not PRECISE:
         chunk = first // CHUNK + tl.arange(0, MAX_CHUNKS)
         here = chunk <= (tl.minimum(first + BLOCK_K, stop_k) - 1) // CHUNK
         flags = needs_expm1 + (to_int64(batch) * kv_heads + kv_head) * tl.cdiv(keys_total, CHUNK)

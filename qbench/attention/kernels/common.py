@@ -21,8 +21,8 @@ INTERPRETED = triton.knobs.runtime.interpret  # asking again takes longer than i
 SCALED = tl.constexpr(1)  # scores times s · log n
 CAPPED = tl.constexpr(2)  # softcap · tanh(score / softcap)
 SLOPED = tl.constexpr(4)  # ALiBi: minus slope · distance
-BIASED = tl.constexpr(8)  # plus a bias a row: sigmoid's
-ELEMENTWISE = tl.constexpr(16)  # weights need no sum of their row: sigmoid's
+ELEMENTWISE = tl.constexpr(8)  # plus a bias a row, and weights need no sum of their row: sigmoid's
+NEEDS_EXPM1 = tl.constexpr(16)  # see normalizers.Kernels: softpick's
 SINK_ONE = tl.constexpr(32)  # 1 in the denominator
 SINK_LEARNED = tl.constexpr(64)  # e^sink in the denominator
 DPARAM = tl.constexpr(128)  # the backward pass gives the gradient of bias or s too
@@ -31,7 +31,7 @@ DSLOPES = tl.constexpr(512)  # the backward pass gives the gradient of the slope
 DSINKS = tl.constexpr(1024)  # the backward pass gives the gradient of the sinks too
 
 RESHAPED = tl.constexpr(7)  # SCALED, CAPPED or SLOPED: the score is not the product times a number
-SHAPED = tl.constexpr(15)  # or BIASED
+SHAPED = tl.constexpr(15)  # or ELEMENTWISE
 SINK = tl.constexpr(96)
 
 

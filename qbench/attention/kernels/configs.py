@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from qbench.attention.kernels.common import BIASED, CAPPED, SLOPED
+from qbench.attention.kernels.common import CAPPED, ELEMENTWISE, SLOPED
 from qbench.attention.normalizers import Kernels
 
 
@@ -37,7 +37,7 @@ HOPPER_BLOCK_Q = {64: 64, 128: 32}
 
 # Flags that take so many registers or instructions that smaller tiles, of which more programs share
 # a multiprocessor, are faster.
-COSTLY = CAPPED.value | SLOPED.value | BIASED.value
+COSTLY = CAPPED.value | SLOPED.value | ELEMENTWISE.value
 
 
 def forward_config(width: int, dtype: torch.dtype, kernels: Kernels, flags: int) -> Config:

@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 
 from qbench.attention.kernels.common import (
-    BIASED,
     ELEMENTWISE,
     SHAPED,
     attn_mask,
@@ -89,7 +88,7 @@ def attn_decode(
         heads, rows, value_row, row_limits, start_k, counts, scale, bias, slopes, s, FLAGS, CAUSAL,
         WINDOW,
     )  # fmt: skip
-    shaping = (qk_scale, inv_softcap, slope, level[:, None] if BIASED & FLAGS else None)
+    shaping = (qk_scale, inv_softcap, slope, level[:, None] if ELEMENTWISE & FLAGS else None)
 
     acc = tl.zeros([BLOCK_R, block(V_HEAD_DIM)], tl.float32)
     l_i = tl.zeros([BLOCK_R], tl.float32)

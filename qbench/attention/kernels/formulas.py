@@ -20,8 +20,8 @@ import triton.language as tl
 
 from qbench.attention.kernels import ptx
 from qbench.attention.kernels.common import (
-    BIASED,
     CAPPED,
+    ELEMENTWISE,
     LOG_N1,
     RESHAPED,
     SCALED,
@@ -329,10 +329,10 @@ def load_s(head, s, FLAGS: tl.constexpr):
 
 
 @triton.jit
-def times_s_log_n(number, s, length, FLAGS: tl.constexpr):
+def times_s_log_n(number, s_log_n, FLAGS: tl.constexpr):
     """``number`` of a head, qk_scale or slope, times s · log n of each row."""
     if SCALED & FLAGS:
-        return number * (s * length)
+        return number * s_log_n
     else:
         return number
 
@@ -340,7 +340,7 @@ def times_s_log_n(number, s, length, FLAGS: tl.constexpr):
 @triton.jit
 def load_bias(length, head, bias, FLAGS: tl.constexpr):
     """Minus sigmoid's bias of each row, in log2 units; what its backward pass is given as lse."""
-    if BIASED & FLAGS:
+    if ELEMENTWISE & FLAGS:
         if bias is not None:
             return length * 0 - tl.load(bias + head) * LOG2_E
         else:
@@ -375,9 +375,9 @@ def row_shaping(
     """Of a forward pass qk_scale, slope, each row's bias [R], and what scores are still to be
     multiplied by. ``head``: of all rows, or [R]."""
     length = log2_length(rows, value_row, limits, start_k, counts, FLAGS, CAUSAL, WINDOW)  # [R]
-    s = load_s(head, s, FLAGS)
-    qk_scale = times_s_log_n(scale, s, length, FLAGS)
-    slope = times_s_log_n(load_slope(head, slopes, FLAGS), s, length, FLAGS)
+    s_log_n = load_s(head, s, FLAGS) * length
+    qk_scale = times_s_log_n(scale, s_log_n, FLAGS)
+    slope = times_s_log_n(load_slope(head, slopes, FLAGS), s_log_n, FLAGS)
     level = load_bias(length, head, bias, FLAGS)
     unit = scale
     if SHAPED & FLAGS:
@@ -450,20 +450,12 @@ def scores_minus_lse(
             lse = own.to(tl.float32) * slope + lse
         return tanhs * qk_scale + (keys.to(tl.float32) * slope - lse), tanhs, tanhs
     elif RESHAPED & FLAGS:
-        qk_scale = times_s_log_n_of(qk_scale, s_log_n, FLAGS)
-        slope = times_s_log_n_of(slope, s_log_n, FLAGS)
+        qk_scale = times_s_log_n(qk_scale, s_log_n, FLAGS)
+        slope = times_s_log_n(slope, s_log_n, FLAGS)
         y, tanhs = scores_of(products, keys, own, (qk_scale, inv_softcap, slope, None), FLAGS, True)
         return y - lse, y, tanhs
     else:
         return products * qk_scale - lse, products, products
-
-
-@triton.jit
-def times_s_log_n_of(number, s_log_n, FLAGS: tl.constexpr):
-    if SCALED & FLAGS:
-        return s_log_n * number
-    else:
-        return number
 
 
 @triton.jit

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 
 from qbench.attention.kernels.common import (
-    BIASED,
     ELEMENTWISE,
+    NEEDS_EXPM1,
     SHAPED,
     attn_mask,
     block,
@@ -53,7 +53,7 @@ def attn_fwd_inner(
     acc, l_i, m_i, tiny, flags, q, rows, begin, end, k_source, v_source, mask, scale, shaping,
     k_strides, v_strides, mask_strides, index, limits,
     NORM: tl.constexpr, FLAGS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    MASKED: tl.constexpr, NO_MAX: tl.constexpr, NEEDS_EXPM1: tl.constexpr, PRECISE: tl.constexpr,
+    MASKED: tl.constexpr, NO_MAX: tl.constexpr, PRECISE: tl.constexpr,
     TMA: tl.constexpr, FAST: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -89,7 +89,7 @@ def attn_fwd_inner(
             # Eight sums a row, so that no thread needs another's until the end.
             p, below = forward_terms(scores * scale, 0.0, NORM, False)  # [BLOCK_Q, BLOCK_K] each
             l_i += tl.sum(tl.reshape(below, [BLOCK_Q, BLOCK_K // 8, 8]), 1)  # [BLOCK_Q, 8]
-            if NEEDS_EXPM1:  # for the check at the end
+            if NEEDS_EXPM1 & FLAGS:  # for the check at the end
                 highest = tl.max(tl.reshape(scores, [BLOCK_Q, BLOCK_K // 8, 8]), 1)
                 m_i = tl.maximum(m_i, highest)  # [BLOCK_Q, 8]
         else:
@@ -110,7 +110,7 @@ def attn_fwd(
     sinks, bias, slopes, s, counts,
     head_counts, queries, keys, window, scale, inv_softcap, strides, mask_b, mask_h, mask_t, mask_k,
     NORM: tl.constexpr, FLAGS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    NO_MAX: tl.constexpr, NEEDS_EXPM1: tl.constexpr, PRECISE: tl.constexpr, TMA: tl.constexpr,
+    NO_MAX: tl.constexpr, PRECISE: tl.constexpr, TMA: tl.constexpr,
     FAST: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, HEAD_DIM: tl.constexpr,
     V_HEAD_DIM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -143,7 +143,7 @@ def attn_fwd(
         head, rows, value_row, limits, start_k, counts, scale, bias, slopes, s, FLAGS, CAUSAL,
         WINDOW,
     )  # fmt: skip
-    shaping = (qk_scale, inv_softcap, slope, level[:, None] if BIASED & FLAGS else None)
+    shaping = (qk_scale, inv_softcap, slope, level[:, None] if ELEMENTWISE & FLAGS else None)
 
     acc = tl.zeros([BLOCK_Q, block(V_HEAD_DIM)], tl.float32)
     if NO_MAX:
@@ -157,7 +157,7 @@ def attn_fwd(
             acc, l_i, m_i = attn_fwd_inner(
                 acc, l_i, m_i, None, None, q, rows, ranges[part], ranges[part + 1], k_source,
                 v_source, mask, unit, shaping, k_strides, v_strides, mask_strides, index, limits,
-                NORM, FLAGS, CAUSAL, WINDOW, part != 1, NO_MAX, NEEDS_EXPM1, PRECISE, TMA, FAST,
+                NORM, FLAGS, CAUSAL, WINDOW, part != 1, NO_MAX, PRECISE, TMA, FAST,
                 BLOCK_Q, BLOCK_K, HEAD_DIM, V_HEAD_DIM, STAGES,
             )  # fmt: skip
 
@@ -166,11 +166,11 @@ def attn_fwd(
         m_i = tl.max(m_i, 1) * unit  # [BLOCK_Q]
     if ELEMENTWISE & FLAGS:
         m_i = level
-    elif NO_MAX or (NEEDS_EXPM1 and not PRECISE):
+    elif NO_MAX or (NEEDS_EXPM1 & FLAGS and not PRECISE):
         again = tl.zeros([BLOCK_Q], tl.int1)
         tiny = None
         flags = None
-        if NEEDS_EXPM1:
+        if NEEDS_EXPM1 & FLAGS:
             again = (m_i > 0) & (m_i < SMALL_MAX)
             tiny = again & (rows < stop_q)
             chunks = tl.cdiv(keys, CHUNK)
@@ -182,7 +182,7 @@ def attn_fwd(
                 tl.zeros([BLOCK_Q, block(V_HEAD_DIM)], tl.float32), tl.zeros([BLOCK_Q], tl.float32),
                 tl.full([BLOCK_Q], initial_max(NORM), tl.float32), tiny, flags, q, rows, ranges[0],
                 ranges[3], k_source, v_source, mask, unit, shaping, k_strides, v_strides,
-                mask_strides, index, limits, NORM, FLAGS, CAUSAL, WINDOW, True, False, NEEDS_EXPM1,
+                mask_strides, index, limits, NORM, FLAGS, CAUSAL, WINDOW, True, False,
                 True, TMA, FAST, BLOCK_Q, BLOCK_K, HEAD_DIM, V_HEAD_DIM, 1,
             )  # fmt: skip
         elif NO_MAX:

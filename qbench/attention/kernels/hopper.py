@@ -62,7 +62,7 @@ def backward_launches(
     group = heads // kv_heads
     o_strides, dq_strides, dk_strides, dv_strides = strides
     constants = {
-        "NORM": kernels.score_function, "FLAGS": flags, "NEEDS_EXPM1": kernels.needs_expm1,
+        "NORM": kernels.score_function, "FLAGS": flags,
         "HEAD_DIM": width, "BLOCK_Q": HOPPER_BLOCK_Q[width], "num_warps": 4,
     }  # fmt: skip
     launch_dq = Launch(

@@ -21,12 +21,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from qbench.attention.kernels.common import (
-    BIASED,
     CAPPED,
     DPARAM,
     DSINKS,
     DSLOPES,
+    ELEMENTWISE,
     LOG_N1,
+    NEEDS_EXPM1,
     RESHAPED,
     SCALED,
     SLOPED,
@@ -49,7 +50,7 @@ from qbench.attention.kernels.formulas import (
     scores_of,
     sink_gradient,
     sloped_lse,
-    times_s_log_n_of,
+    times_s_log_n,
 )
 from qbench.attention.kernels.ptx import exp2_ftz
 
@@ -141,7 +142,7 @@ def load_tiles(k_source, v_source, buffers, batch, kv_head, before, count):
 
 
 @gluon.jit
-def dq_loader(sources, own, buffers, own_full, lse_source, sizes, NEEDS_EXPM1: gl.constexpr):
+def dq_loader(sources, own, buffers, own_full, lse_source, sizes, FLAGS: gl.constexpr):
     q_source, k_source, v_source, g_source = sources
     heads, group, length = sizes
     pair = gl.program_id(1)
@@ -151,44 +152,10 @@ def dq_loader(sources, own, buffers, own_full, lse_source, sizes, NEEDS_EXPM1: g
     load_own(q_source, g_source, own, own_full, batch, head, first)
     count = first // ROWS + 2
     load_tiles(k_source, v_source, buffers, batch, head // group, 0, count)
-    if NEEDS_EXPM1:
+    if NEEDS_EXPM1 & FLAGS:
         lse_row = lse_source + pair.to(gl.int64) * length
         if any_small(lse_row + first, 1):  # that was the sweep for D
             load_tiles(k_source, v_source, buffers, batch, head // group, count, count)
-
-
-@gluon.jit
-def dq_tile_ds(
-    s, p, dparam, dslopes, of_rows, behind, shaping,
-    NORM: gl.constexpr, FLAGS: gl.constexpr, MASKED: gl.constexpr,
-):  # fmt: skip
-    """Gradients of products [ROWS, ROWS] from products and dP; ``dparam`` and ``dslopes`` [ROWS]:
-    plus what a bias's gradient is the sum of, and those of scores times how far the key is ahead,
-    for the slopes'. ``of_rows``: their lse, D, s · log n [ROWS] each;
-    ``behind``: by how much the tile's first key is behind the group's first query;
-    ``shaping``: see the keys' kernel."""
-    lse, delta, factor = of_rows
-    scale, inv_softcap, slope = shaping
-    layout: gl.constexpr = s.type.layout
-    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
-    keys = gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))
-    z, s, tanhs = scores_minus_lse(
-        s, keys[None, :], (rows + behind)[:, None], factor[:, None], scale, inv_softcap, slope,
-        lse[:, None], NORM, FLAGS, False,
-    )  # fmt: skip
-    e = recompute_e(z, s, NORM, True, True)
-    ds = score_gradient(e, s, p, delta[:, None], NORM, True)
-    if MASKED:
-        ds = gl.where(keys[None, :] <= rows[:, None], ds, 0.0)
-    if BIASED & FLAGS:  # noqa: SIM102 (constexprs)
-        if DPARAM & FLAGS:
-            dparam += gl.sum(ds, 1)
-    if DSLOPES & FLAGS:
-        ahead = (keys - behind)[None, :] - rows[:, None]
-        dslopes += gl.sum(ds * ahead.to(gl.float32), 1)
-    if CAPPED & FLAGS:
-        ds = ds * cap_gradient(tanhs)
-    return ds, dparam, dslopes
 
 
 @gluon.jit
@@ -200,8 +167,7 @@ def precise_delta(
     stages: gl.constexpr = k_tiles.shape[0]
     scale, inv_softcap, slope = shaping
     shaping = (
-        times_s_log_n_of(scale, factor, FLAGS), inv_softcap, times_s_log_n_of(slope, factor, FLAGS),
-        None,
+        times_s_log_n(scale, factor, FLAGS), inv_softcap, times_s_log_n(slope, factor, FLAGS), None,
     )  # fmt: skip
     rows = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))  # [ROWS]
     delta = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
@@ -232,8 +198,11 @@ def dq_step(
     dq, ds, dparam, dslopes, q, g, of_rows, tile, started, buffers, behind, shaping,
     NORM: gl.constexpr, FLAGS: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Adds the tile before to dq [ROWS, HEAD_DIM], and computes this tile's gradients ds
-    [ROWS, ROWS]. Other arguments: see :func:`dq_tile_ds`."""
+    """Adds the tile before to dq [ROWS, HEAD_DIM], and computes this tile's gradients of products
+    ds [ROWS, ROWS]; ``dparam`` and ``dslopes`` [ROWS]: plus what a bias's gradient is the sum of,
+    and those of scores times how far the key is ahead, for the slopes'. ``of_rows``: their lse, D,
+    s · log n [ROWS] each; ``behind``: by how much the tile's first key is behind the group's first
+    query; ``shaping``: see :func:`dkdv_tile_p`."""
     k_tiles, v_tiles, full, empty = buffers
     stages: gl.constexpr = k_tiles.shape[0]
     layout: gl.constexpr = ds.type.layout
@@ -247,16 +216,33 @@ def dq_step(
     dq = warpgroup_mma(ds, flat(k_tiles, before), dq, is_async=True)
     s, p, dq = warpgroup_mma_wait(0, [s, p, dq])  # s, p: [ROWS, ROWS], queries × keys
     mbarrier.arrive(empty.index(before), count=1, pred=started)
-    ds, dparam, dslopes = dq_tile_ds(
-        s, p, dparam, dslopes, of_rows, behind, shaping, NORM, FLAGS, MASKED
-    )
+    lse, delta, factor = of_rows
+    scale, inv_softcap, slope = shaping
+    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    keys = gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))
+    z, s, tanhs = scores_minus_lse(
+        s, keys[None, :], (rows + behind)[:, None], factor[:, None], scale, inv_softcap, slope,
+        lse[:, None], NORM, FLAGS, False,
+    )  # fmt: skip
+    e = recompute_e(z, s, NORM, True, True)
+    ds = score_gradient(e, s, p, delta[:, None], NORM, True)
+    if MASKED:
+        ds = gl.where(keys[None, :] <= rows[:, None], ds, 0.0)
+    if ELEMENTWISE & FLAGS:  # noqa: SIM102 (constexprs)
+        if DPARAM & FLAGS:
+            dparam += gl.sum(ds, 1)
+    if DSLOPES & FLAGS:
+        ahead = (keys - behind)[None, :] - rows[:, None]
+        dslopes += gl.sum(ds * ahead.to(gl.float32), 1)
+    if CAPPED & FLAGS:
+        ds = ds * cap_gradient(tanhs)
     return dq, ds, dparam, dslopes
 
 
 @gluon.jit
 def dq_rows(
     own, buffers, own_full, rows_of, of_head, sizes, scales, strides, index,
-    NORM: gl.constexpr, FLAGS: gl.constexpr, NEEDS_EXPM1: gl.constexpr, BLOCK_Q: gl.constexpr,
+    NORM: gl.constexpr, FLAGS: gl.constexpr, BLOCK_Q: gl.constexpr,
 ):  # fmt: skip
     k_tiles = buffers[0]
     heads, _, length = sizes
@@ -294,7 +280,7 @@ def dq_rows(
         q = q.load(left)
     last = first // ROWS
     skipped = 0
-    if NEEDS_EXPM1:  # noqa: SIM102 (one is known at compile time)
+    if NEEDS_EXPM1 & FLAGS:  # noqa: SIM102 (one is known at compile time)
         if any_small(lse_source + row_offset - index * ROWS, 4):
             skipped = last - index + 2
             exact = precise_delta(
@@ -330,7 +316,7 @@ def dq_rows(
         last_rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, sum_layout))
         last_length = causal_log2_length(first + last_rows, FLAGS)
     if DPARAM & FLAGS:
-        if BIASED & FLAGS:
+        if ELEMENTWISE & FLAGS:
             gl.store(dparam_rows + row_offset + rows, dparam)
         if SCALED & FLAGS:  # Σ dS · score is q · dq
             product = gl.sum(flat(own, index * 2).load(sum_layout).to(gl.float32) * dq, 1)
@@ -351,7 +337,7 @@ def dq_rows(
 def hopper_bwd_dq(
     q_source, k_source, v_source, g_source, o_source, lse_source, stats, dq_out, dparam_rows,
     dsinks_rows, dslopes_rows, sinks, slopes, s, sizes, scales, strides,
-    NORM: gl.constexpr, FLAGS: gl.constexpr, NEEDS_EXPM1: gl.constexpr, HEAD_DIM: gl.constexpr,
+    NORM: gl.constexpr, FLAGS: gl.constexpr, HEAD_DIM: gl.constexpr,
     STAGES: gl.constexpr, BLOCK_Q: gl.constexpr,
 ):  # fmt: skip
     """Gradients of queries; and by BLOCK_Q of each, for the other kernel, their lse, 2^−lse, D, and
@@ -370,10 +356,10 @@ def hopper_bwd_dq(
     gl.warp_specialize(
         [
             (dq_rows, (own, buffers, own_full, rows_of, of_head, sizes, scales, strides, 0,
-             NORM, FLAGS, NEEDS_EXPM1, BLOCK_Q)),
+             NORM, FLAGS, BLOCK_Q)),
             (dq_rows, (own, buffers, own_full, rows_of, of_head, sizes, scales, strides, 1,
-             NORM, FLAGS, NEEDS_EXPM1, BLOCK_Q)),
-            (dq_loader, (sources, own, buffers, own_full, lse_source, sizes, NEEDS_EXPM1)),
+             NORM, FLAGS, BLOCK_Q)),
+            (dq_loader, (sources, own, buffers, own_full, lse_source, sizes, FLAGS)),
         ],
         [4, 1],
         [240, 24],
@@ -661,14 +647,14 @@ def dkdv_rows(
 def hopper_bwd_dkdv(
     q_source, k_source, v_source, g_source, stat_source, needs_expm1, slopes, dk_out, dv_out, sizes,
     scales, strides,
-    NORM: gl.constexpr, FLAGS: gl.constexpr, NEEDS_EXPM1: gl.constexpr, PRECISE: gl.constexpr,
+    NORM: gl.constexpr, FLAGS: gl.constexpr, PRECISE: gl.constexpr,
     HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, BLOCK_Q: gl.constexpr,
 ):  # fmt: skip
     """Gradients of keys and values, by BLOCK_Q queries a tile. ``sizes``: key heads, how many query
     heads share one, length; ``scales``: see the queries' kernel; ``strides``: of dk
     and dv. One launch is PRECISE and another is not; that which the forward pass's flags do not ask
     for returns at once."""
-    if NEEDS_EXPM1:
+    if NEEDS_EXPM1 & FLAGS:
         flags = needs_expm1 + gl.program_id(1) * (sizes[2] // CHUNK) + gl.program_id(0) * 2
         gl.static_assert(BLOCK == 2 * CHUNK)
         if ((gl.load(flags) | gl.load(flags + 1)) != 0) != PRECISE:

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from qbench.attention.kernels.common import (
-    BIASED,
+    ELEMENTWISE,
     SHAPED,
     attn_mask,
     block,
@@ -100,7 +100,7 @@ def quantized_kv_fwd(
         head, rows, value_row, limits, start_k, counts, scale, bias, slopes, s, FLAGS, CAUSAL,
         WINDOW,
     )  # fmt: skip
-    shaping = (qk_scale, inv_softcap, slope, level[:, None] if BIASED & FLAGS else None)
+    shaping = (qk_scale, inv_softcap, slope, level[:, None] if ELEMENTWISE & FLAGS else None)
     acc = tl.zeros([BLOCK_Q, block(V_HEAD_DIM)], tl.float32)
     l_i = tl.zeros([BLOCK_Q], tl.float32)
     m_i = tl.full([BLOCK_Q], initial_max(NORM), tl.float32)

@@ -136,7 +136,8 @@ def scales(scale: float, softcap: float) -> tuple[float, float]:
 def flags_of(kernels: Kernels, sloped: bool, softcap: float, wanted: Wanted = NOTHING) -> int:
     """Bits of :mod:`qbench.attention.kernels.common`."""
     asked = (
-        (kernels.elementwise, common.ELEMENTWISE.value | common.BIASED.value),
+        (kernels.elementwise, common.ELEMENTWISE.value),
+        (kernels.needs_expm1, common.NEEDS_EXPM1.value),
         (kernels.scaled, common.SCALED.value),
         (kernels.scaled and kernels.one_more, common.LOG_N1.value),
         (softcap > 0, common.CAPPED.value),
@@ -175,7 +176,7 @@ def forward(
         return output, lse, needs_expm1
     query, key, value = dense_rows(query), dense_rows(key), dense_rows(value)
     counts = None if mask is None else allowed_counts(mask, query, key, parameters, settings)
-    tensors = (query, key, value, output, mask, spans, *parameters)
+    tensors = (query, key, value, mask, spans, *parameters)
     launches = forward_launches(query.device, settings, *map(layout_of, tensors))
     with on_device(query.device):
         launches(query, key, value, output, lse, needs_expm1, mask, spans, *parameters, counts)
@@ -185,10 +186,10 @@ def forward(
 @lru_cache(MAX_LAYOUTS)
 def forward_launches(
     device: torch.device, settings: Settings, query: Layout, key: Layout, value: Layout,
-    output: Layout, mask: Layout | None, spans: Layout | None, *parameters: Layout | None,
+    mask: Layout | None, spans: Layout | None, *parameters: Layout | None,
 ) -> Callable[..., None]:  # fmt: skip
-    """What takes the tensors of these layouts, and ``lse``, ``needs_expm1`` and ``counts``, in the
-    order of :func:`forward`, and launches the kernels of the forward pass."""
+    """What takes the tensors of these layouts and those to fill, in the order of :func:`forward`,
+    and launches the kernels of the forward pass."""
     normalizer, scale, softcap, _, window, max_seqlen_q, max_seqlen_k = settings
     kernels = require(normalizer)
     batch, heads, queries, width = query.shape
@@ -197,7 +198,8 @@ def forward_launches(
     group = heads // kv_heads
     sequences = batch if spans is None else spans.shape[0]
     flags = flags_of(kernels, Parameters(*parameters).slopes is not None, softcap)
-    strides = strides_of(query, key, value, output)
+    strides = strides_of(query, key, value)
+    o_strides = strides_by_token((batch, heads, queries, v_width))
     if group * max_seqlen_q <= DECODE_ROWS:
         config = configs.decode_config(block(width), query.dtype)
         rows = max(16, triton.next_power_of_2(group * max_seqlen_q))
@@ -206,13 +208,13 @@ def forward_launches(
         splits = max(1, splits)
         decode = Launch(
             attn_decode, (splits, pairs),
-            ((kv_heads, group), queries, keys, window, *scales(scale, softcap), splits, strides[:3],
+            ((kv_heads, group), queries, keys, window, *scales(scale, softcap), splits, strides,
              *mask_strides(mask)),
             {"SKIP": NORMALIZERS.get(normalizer).sparse, "BLOCK_R": rows, **config.options,
              **constants(kernels, flags, settings, query, value)},
         )  # fmt: skip
         join = Launch(
-            combine, (pairs, 1), ((kv_heads, group), queries, keys, splits, output.strides[:3]),
+            combine, (pairs, 1), ((kv_heads, group), queries, keys, splits, o_strides),
             {"NORM": kernels.score_function, "FLAGS": flags, "BLOCK_R": rows,
              "V_HEAD_DIM": v_width},
         )  # fmt: skip
@@ -229,9 +231,9 @@ def forward_launches(
     tiles = describe_tiles((key, value), config.block_k, config)
     attend = Launch(
         attn_fwd, (_ceil(max_seqlen_q, config.block_q), heads * sequences),
-        ((heads, group), queries, keys, window, *scales(scale, softcap), strides,
+        ((heads, group), queries, keys, window, *scales(scale, softcap), (*strides, o_strides),
          *mask_strides(mask)),
-        {"PRECISE": query.dtype == torch.float32, "NEEDS_EXPM1": kernels.needs_expm1,
+        {"PRECISE": query.dtype == torch.float32,
          "NO_MAX": query.dtype == torch.bfloat16 and not kernels.elementwise,
          "TMA": tiles is not None, "BLOCK_Q": config.block_q, **config.options,
          **constants(kernels, flags, settings, query, value)},
@@ -327,7 +329,6 @@ def backward_launches(
         return hopper.backward_launches(query, key, kernels, flags, all_scales, strides)
     sequences = batch if spans is None else spans.shape[0]
     shared = constants(kernels, flags, settings, query, value)
-    shared["NEEDS_EXPM1"] = kernels.needs_expm1
     read = strides_of(query, key, value, gradient)
     config = configs.dq_config(block(width), query.dtype)
     kv_tiles = describe_tiles((key, value), config.block_k, config)
