@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from qbench.attention.kernels import common, formulas
 from qbench.attention.kernels.common import (
     CAPPED,
     DPARAM,
@@ -20,36 +21,8 @@ from qbench.attention.kernels.common import (
     RESHAPED,
     SCALED,
     SLOPED,
-    attn_mask,
-    block,
-    key_ranges,
-    load_sequence,
-    load_tile,
-    store_tile,
-    to_int64,
 )
-from qbench.attention.kernels.formulas import (
-    CHUNK,
-    EPSILON,
-    LN_2,
-    SMALL_LSE,
-    alibi,
-    cap_gradient,
-    cast_p,
-    cast_saturate,
-    column,
-    forward_terms,
-    load_s,
-    load_sink,
-    load_slope,
-    log2_length,
-    recompute_e,
-    recompute_p,
-    score_gradient,
-    scores_of,
-    sink_gradient,
-    times_s_log_n,
-)
+from qbench.attention.kernels.formulas import CHUNK, EPSILON, LN_2, SMALL_LSE
 
 MAX_CHUNKS = tl.constexpr(4)  # that a block of keys has a part of
 
@@ -70,25 +43,27 @@ def precise_delta(
     total = tl.zeros([BLOCK_Q], tl.float32)
     highest = tl.zeros([BLOCK_Q], tl.float32)
     for start in tl.range(begin, end, BLOCK_K, num_stages=1):
-        k = load_tile(
+        k = common.load_tile(
             k_source, batch, kv_head, start, stop_k, k_strides, BLOCK_K, HEAD_DIM, True, TMA
         )
         scores = tl.dot(q, k.T, input_precision="ieee")  # [BLOCK_Q, BLOCK_K]
-        v = load_tile(
+        v = common.load_tile(
             v_source, batch, kv_head, start, stop_k, v_strides, BLOCK_K, V_HEAD_DIM, True, TMA
         )
         dp = tl.dot(g, v.T, input_precision="ieee")  # [BLOCK_Q, BLOCK_K]
         keys = start + tl.arange(0, BLOCK_K)  # [BLOCK_K]
         if RESHAPED & FLAGS:
             own = rows[:, None] + (limits[2] - start)
-            scores, unused = scores_of(  # noqa: RUF059 (an underscore would be carried on)
+            scores, unused = formulas.scores_of(  # noqa: RUF059 (an underscore would be carried on)
                 scores, tl.arange(0, BLOCK_K)[None, :], own, shaping, FLAGS, FAST
             )
-        allowed = attn_mask(  # [BLOCK_Q, BLOCK_K]
+        allowed = common.attn_mask(  # [BLOCK_Q, BLOCK_K]
             rows[:, None], keys[None, :], limits, mask, mask_strides, batch, head, CAUSAL, WINDOW
         )
         # Their lse, from a fast logarithm, would be wrong by more than float32 is.
-        above, below = forward_terms(tl.where(allowed, scores * scale, 0.0), 0.0, NORM, True)
+        above, below = formulas.forward_terms(
+            tl.where(allowed, scores * scale, 0.0), 0.0, NORM, True
+        )
         delta += tl.sum(tl.maximum(above, 0.0) * dp, 1)  # [BLOCK_Q]
         total += tl.sum(below, 1)  # [BLOCK_Q]
         highest = tl.maximum(highest, tl.max(above, 1))  # [BLOCK_Q]
@@ -113,11 +88,11 @@ def attn_bwd_dq_inner(
     stop_k = limits[1]
     plain_scale, plain_slope = plain
     for start in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
-        k = load_tile(
+        k = common.load_tile(
             k_source, batch, kv_head, start, stop_k, k_strides, BLOCK_K, HEAD_DIM, MASKED, TMA
         )
         scores = tl.dot(q, k.T, input_precision="ieee")  # [BLOCK_Q, BLOCK_K]
-        v = load_tile(
+        v = common.load_tile(
             v_source, batch, kv_head, start, stop_k, v_strides, BLOCK_K, V_HEAD_DIM, MASKED, TMA
         )
         dp = tl.dot(g, v.T, input_precision="ieee")  # [BLOCK_Q, BLOCK_K]
@@ -126,12 +101,14 @@ def attn_bwd_dq_inner(
         ahead = tl.arange(0, BLOCK_K)[None, :]
         own = rows[:, None] + (limits[2] - start)
         if RESHAPED & FLAGS:
-            scores, tanhs = scores_of(scores, ahead, own, shaping, FLAGS, FAST)
+            scores, tanhs = formulas.scores_of(scores, ahead, own, shaping, FLAGS, FAST)
         # [BLOCK_Q, BLOCK_K]
-        e = recompute_e(scores * scale - lse[:, None], scores, NORM, FAST, False)
-        ds = score_gradient(e, scores, dp, delta[:, None], NORM, False)  # [BLOCK_Q, BLOCK_K]
+        e = formulas.recompute_e(scores * scale - lse[:, None], scores, NORM, FAST, False)
+        ds = formulas.score_gradient(
+            e, scores, dp, delta[:, None], NORM, False
+        )  # [BLOCK_Q, BLOCK_K]
         if MASKED:
-            allowed = attn_mask(  # [BLOCK_Q, BLOCK_K]
+            allowed = common.attn_mask(  # [BLOCK_Q, BLOCK_K]
                 rows[:, None], keys[None, :], limits, mask, mask_strides, batch, head, CAUSAL,
                 WINDOW,
             )  # fmt: skip
@@ -140,15 +117,15 @@ def attn_bwd_dq_inner(
             if SCALED & FLAGS:
                 unscaled = tanhs * plain_scale
                 if SLOPED & FLAGS:
-                    unscaled = alibi(unscaled, ahead, own, plain_slope, None)
+                    unscaled = formulas.alibi(unscaled, ahead, own, plain_slope, None)
                 dparam += tl.sum(ds * unscaled, 1)  # [BLOCK_Q]
             if ELEMENTWISE & FLAGS:
                 dparam += tl.sum(ds, 1)  # [BLOCK_Q]
         if DSLOPES & FLAGS:
             dslopes += tl.sum(ds * (ahead - own).to(tl.float32), 1)  # [BLOCK_Q]
         if CAPPED & FLAGS:
-            ds = ds * cap_gradient(tanhs)
-        dq = tl.dot(cast_saturate(ds, k.dtype), k, dq, input_precision="ieee")
+            ds = ds * formulas.cap_gradient(tanhs)
+        dq = tl.dot(formulas.cast_saturate(ds, k.dtype), k, dq, input_precision="ieee")
     return dq, dparam, dslopes
 
 
@@ -172,7 +149,7 @@ def attn_bwd_dq(
     mask_strides = (mask_b, mask_h, mask_t, mask_k)
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1) % heads
-    batch, start_q, stop_q, start_k, stop_k, shift = load_sequence(
+    batch, start_q, stop_q, start_k, stop_k, shift = common.load_sequence(
         spans, tl.program_id(1) // heads, queries, keys
     )
     first = start_q + program * BLOCK_Q
@@ -181,27 +158,29 @@ def attn_bwd_dq(
     index = (batch, head, head // group)
     limits = (stop_q, stop_k, shift, window)
     rows = first + tl.arange(0, BLOCK_Q)  # [BLOCK_Q]
-    q = load_tile(q_source, batch, head, first, stop_q, q_strides, BLOCK_Q, HEAD_DIM)
-    g = load_tile(g_source, batch, head, first, stop_q, g_strides, BLOCK_Q, V_HEAD_DIM)
+    q = common.load_tile(q_source, batch, head, first, stop_q, q_strides, BLOCK_Q, HEAD_DIM)
+    g = common.load_tile(g_source, batch, head, first, stop_q, g_strides, BLOCK_Q, V_HEAD_DIM)
     if ELEMENTWISE & FLAGS == 0:
-        o = load_tile(output, batch, head, first, stop_q, o_strides, BLOCK_Q, V_HEAD_DIM)
-    offset = (to_int64(batch) * heads + head) * queries
+        o = common.load_tile(output, batch, head, first, stop_q, o_strides, BLOCK_Q, V_HEAD_DIM)
+    offset = (common.to_int64(batch) * heads + head) * queries
     lse = tl.load(lse_source + offset + rows, mask=rows < stop_q, other=float("inf"))  # [BLOCK_Q]
     if ELEMENTWISE & FLAGS:
         delta = tl.zeros([BLOCK_Q], tl.float32)
     else:
         delta = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)  # [BLOCK_Q]
-    length = log2_length(rows, offset, limits, start_k, counts, FLAGS, CAUSAL, WINDOW)  # [BLOCK_Q]
-    s = load_s(head, s, FLAGS)
-    plain_slope = load_slope(head, slopes, FLAGS)
-    qk_scale = times_s_log_n(log2_scale, s * length, FLAGS)
-    slope = times_s_log_n(plain_slope, s * length, FLAGS)
-    shaping = (column(qk_scale), inv_softcap, column(slope), None)
+    length = formulas.log2_length(
+        rows, offset, limits, start_k, counts, FLAGS, CAUSAL, WINDOW
+    )  # [BLOCK_Q]
+    s = formulas.load_s(head, s, FLAGS)
+    plain_slope = formulas.load_slope(head, slopes, FLAGS)
+    qk_scale = formulas.times_s_log_n(log2_scale, s * length, FLAGS)
+    slope = formulas.times_s_log_n(plain_slope, s * length, FLAGS)
+    shaping = (formulas.column(qk_scale), inv_softcap, formulas.column(slope), None)
     unit = log2_scale
     if RESHAPED & FLAGS:
         unit = 1.0
 
-    ranges = key_ranges(first, start_k, limits, mask, CAUSAL, WINDOW, BLOCK_Q, BLOCK_K)
+    ranges = common.key_ranges(first, start_k, limits, mask, CAUSAL, WINDOW, BLOCK_Q, BLOCK_K)
     if NEEDS_EXPM1 & FLAGS and g.dtype != tl.float32:
         small = lse < SMALL_LSE
         if tl.max(small.to(tl.int32)) > 0:
@@ -214,7 +193,7 @@ def attn_bwd_dq(
     if ELEMENTWISE & FLAGS == 0:
         tl.store(deltas + offset + rows, delta, mask=rows < stop_q)
 
-    dq = tl.zeros([BLOCK_Q, block(HEAD_DIM)], tl.float32)
+    dq = tl.zeros([BLOCK_Q, common.block(HEAD_DIM)], tl.float32)
     dparam = tl.zeros([BLOCK_Q], tl.float32)
     dslopes = tl.zeros([BLOCK_Q], tl.float32)
     for part in tl.static_range(3):
@@ -230,16 +209,16 @@ def attn_bwd_dq(
             dparam = dparam * (length * (LN_2 * LN_2))
         tl.store(dparam_rows + offset + rows, dparam, mask=rows < stop_q)
     if DSINKS & FLAGS:
-        of_sink = sink_gradient(load_sink(head, sinks, FLAGS), lse, delta)
+        of_sink = formulas.sink_gradient(formulas.load_sink(head, sinks, FLAGS), lse, delta)
         tl.store(dsinks_rows + offset + rows, of_sink, mask=rows < stop_q)
     if DSLOPES & FLAGS:
-        dslopes = times_s_log_n(dslopes, s * length, FLAGS)
+        dslopes = formulas.times_s_log_n(dslopes, s * length, FLAGS)
         tl.store(dslopes_rows + offset + rows, dslopes, mask=rows < stop_q)
     if SCALED & FLAGS:
-        dq = dq * (column(qk_scale) / log2_scale)
-    store_tile(
-        dq_out, cast_saturate(dq * scale, dq_out.dtype.element_ty), batch, head, first, stop_q,
-        dq_strides, HEAD_DIM,
+        dq = dq * (formulas.column(qk_scale) / log2_scale)
+    common.store_tile(
+        dq_out, formulas.cast_saturate(dq * scale, dq_out.dtype.element_ty), batch, head, first,
+        stop_q, dq_strides, HEAD_DIM,
     )  # fmt: skip
 
 
@@ -258,7 +237,7 @@ def attn_bwd_dkdv_inner(
     start_k, inv_softcap, slope, s, value_row = shaping
     for start in tl.range(begin, end, BLOCK_Q, num_stages=STAGES):
         rows = start + tl.arange(0, BLOCK_Q)  # [BLOCK_Q]
-        q = load_tile(
+        q = common.load_tile(
             q_source, batch, head, start, stop_q, q_strides, BLOCK_Q, HEAD_DIM, MASKED, TMA
         )
         if MASKED:  # a row beyond the last has lse +∞, so all its weights are 0
@@ -268,7 +247,7 @@ def attn_bwd_dkdv_inner(
             lse = tl.load(lse_row + rows)
             delta = tl.load(delta_row + rows)
         scores = tl.dot(k, q.T, input_precision="ieee")  # [BLOCK_K, BLOCK_Q]
-        g = load_tile(
+        g = common.load_tile(
             g_source, batch, head, start, stop_q, g_strides, BLOCK_Q, V_HEAD_DIM, MASKED, TMA
         )
         dp = tl.dot(v, g.T, input_precision="ieee")  # [BLOCK_K, BLOCK_Q]
@@ -279,35 +258,37 @@ def attn_bwd_dkdv_inner(
         if RESHAPED & FLAGS:
             unit = 1.0
             if SCALED & FLAGS:
-                length = log2_length(
+                length = formulas.log2_length(
                     rows, value_row, limits, start_k, counts, FLAGS, CAUSAL, WINDOW
                 )
                 s_log_n = (s * length)[None, :]  # [1, BLOCK_Q]
-                qk_scale = times_s_log_n(scale, s_log_n, FLAGS)
-                row_slope = times_s_log_n(slope, s_log_n, FLAGS)
+                qk_scale = formulas.times_s_log_n(scale, s_log_n, FLAGS)
+                row_slope = formulas.times_s_log_n(slope, s_log_n, FLAGS)
             ahead = keys[:, None] - (start + limits[2])
-            scores, tanhs = scores_of(
+            scores, tanhs = formulas.scores_of(
                 scores, ahead, tl.arange(0, BLOCK_Q)[None, :],
                 (qk_scale, inv_softcap, row_slope, None), FLAGS, FAST,
             )  # fmt: skip
         y = scores * unit
-        e = recompute_e(y - lse[None, :], scores, NORM, FAST, False)  # [BLOCK_K, BLOCK_Q]
-        p = recompute_p(e, y, tl.math.exp2(-lse[None, :]), NORM, PRECISE)
+        e = formulas.recompute_e(y - lse[None, :], scores, NORM, FAST, False)  # [BLOCK_K, BLOCK_Q]
+        p = formulas.recompute_p(e, y, tl.math.exp2(-lse[None, :]), NORM, PRECISE)
         if MASKED:
-            allowed = attn_mask(  # [BLOCK_K, BLOCK_Q]
+            allowed = common.attn_mask(  # [BLOCK_K, BLOCK_Q]
                 rows[None, :], keys[:, None], limits, mask, mask_strides, batch, head, CAUSAL,
                 WINDOW,
             )  # fmt: skip
             e = tl.where(allowed, e, 0.0)
             p = tl.where(allowed, p, 0.0)
         # The tensor cores add to dv while the scores' gradients are computed.
-        dv = tl.dot(cast_p(p, g.dtype, NORM, FAST), g, dv, input_precision="ieee")
-        ds = score_gradient(e, scores, dp, delta[None, :], NORM, False)  # [BLOCK_K, BLOCK_Q]
+        dv = tl.dot(formulas.cast_p(p, g.dtype, NORM, FAST), g, dv, input_precision="ieee")
+        ds = formulas.score_gradient(
+            e, scores, dp, delta[None, :], NORM, False
+        )  # [BLOCK_K, BLOCK_Q]
         if CAPPED & FLAGS:
-            ds = ds * cap_gradient(tanhs)
+            ds = ds * formulas.cap_gradient(tanhs)
         if SCALED & FLAGS:
             ds = ds * (qk_scale / scale)
-        dk = tl.dot(cast_saturate(ds, q.dtype), q, dk, input_precision="ieee")
+        dk = tl.dot(formulas.cast_saturate(ds, q.dtype), q, dk, input_precision="ieee")
     return dk, dv
 
 
@@ -329,7 +310,7 @@ def attn_bwd_dkdv(
     q_strides, k_strides, v_strides, g_strides, dk_strides, dv_strides = strides
     mask_strides = (mask_b, mask_h, mask_t, mask_k)
     kv_head = tl.program_id(1) % kv_heads
-    batch, start_q, stop_q, start_k, stop_k, shift = load_sequence(
+    batch, start_q, stop_q, start_k, stop_k, shift = common.load_sequence(
         spans, tl.program_id(1) // kv_heads, queries, keys_total
     )
     first = start_k + tl.program_id(0) * BLOCK_K
@@ -337,8 +318,8 @@ def attn_bwd_dkdv(
         return
     limits = (stop_q, stop_k, shift, window)
     keys = first + tl.arange(0, BLOCK_K)  # [BLOCK_K]
-    k = load_tile(k_source, batch, kv_head, first, stop_k, k_strides, BLOCK_K, HEAD_DIM)
-    v = load_tile(v_source, batch, kv_head, first, stop_k, v_strides, BLOCK_K, V_HEAD_DIM)
+    k = common.load_tile(k_source, batch, kv_head, first, stop_k, k_strides, BLOCK_K, HEAD_DIM)
+    v = common.load_tile(v_source, batch, kv_head, first, stop_k, v_strides, BLOCK_K, V_HEAD_DIM)
     begin = start_q
     end = stop_q
     if CAUSAL:
@@ -363,18 +344,20 @@ def attn_bwd_dkdv(
     if NEEDS_EXPM1 & FLAGS and not PRECISE:
         chunk = first // CHUNK + tl.arange(0, MAX_CHUNKS)
         here = chunk <= (tl.minimum(first + BLOCK_K, stop_k) - 1) // CHUNK
-        flags = needs_expm1 + (to_int64(batch) * kv_heads + kv_head) * tl.cdiv(keys_total, CHUNK)
+        flags = needs_expm1 + (common.to_int64(batch) * kv_heads + kv_head) * tl.cdiv(
+            keys_total, CHUNK
+        )
         tl.static_assert(BLOCK_K <= (MAX_CHUNKS - 1) * CHUNK)
         precise = tl.max(tl.load(flags + chunk, mask=here, other=0)) != 0
     else:
         precise = PRECISE
-    dk = tl.zeros([BLOCK_K, block(HEAD_DIM)], tl.float32)
-    dv = tl.zeros([BLOCK_K, block(V_HEAD_DIM)], tl.float32)
+    dk = tl.zeros([BLOCK_K, common.block(HEAD_DIM)], tl.float32)
+    dv = tl.zeros([BLOCK_K, common.block(V_HEAD_DIM)], tl.float32)
     for member in range(group):
         head = kv_head * group + member
-        offset = (to_int64(batch) * kv_heads * group + head) * queries
-        slope = load_slope(head, slopes, FLAGS)
-        shaping = (start_k, inv_softcap, slope, load_s(head, s, FLAGS), offset)
+        offset = (common.to_int64(batch) * kv_heads * group + head) * queries
+        slope = formulas.load_slope(head, slopes, FLAGS)
+        shaping = (start_k, inv_softcap, slope, formulas.load_s(head, s, FLAGS), offset)
         if precise:
             dk, dv = attn_bwd_dkdv_inner(
                 dk, dv, k, v, keys, begin, end, q_source, g_source, lse_source + offset,
@@ -393,11 +376,11 @@ def attn_bwd_dkdv(
                         STAGES,
                     )  # fmt: skip
 
-    store_tile(
-        dk_out, cast_saturate(dk * scale, dk_out.dtype.element_ty), batch, kv_head, first, stop_k,
-        dk_strides, HEAD_DIM,
+    common.store_tile(
+        dk_out, formulas.cast_saturate(dk * scale, dk_out.dtype.element_ty), batch, kv_head, first,
+        stop_k, dk_strides, HEAD_DIM,
     )  # fmt: skip
-    store_tile(
-        dv_out, cast_saturate(dv, dv_out.dtype.element_ty), batch, kv_head, first, stop_k,
+    common.store_tile(
+        dv_out, formulas.cast_saturate(dv, dv_out.dtype.element_ty), batch, kv_head, first, stop_k,
         dv_strides, V_HEAD_DIM,
     )  # fmt: skip

@@ -18,6 +18,8 @@ INTERPRETED = triton.knobs.runtime.interpret  # asking again takes longer than i
 
 # What a kernel does beside its score function, as bits of the compile-time number FLAGS: what is
 # not asked for costs no instruction. Read by the host and by the kernels.
+# Kernels import constants by name: what Triton keeps a compiled kernel by has the values of those,
+# not of a module's attributes.
 SCALED = tl.constexpr(1)  # scores times s · log n
 CAPPED = tl.constexpr(2)  # softcap · tanh(score / softcap)
 SLOPED = tl.constexpr(4)  # ALiBi: minus slope · distance

@@ -10,27 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qbench.attention.kernels.common import (
-    ELEMENTWISE,
-    SHAPED,
-    attn_mask,
-    block,
-    key_ranges,
-    load_sequence,
-    load_tile,
-    to_int64,
-)
-from qbench.attention.kernels.formulas import (
-    cast_p,
-    finalize,
-    finite_max,
-    initial_max,
-    load_sink,
-    masked_score,
-    online_softmax,
-    row_shaping,
-    scores_of,
-)
+from qbench.attention.kernels import common, formulas
+from qbench.attention.kernels.common import ELEMENTWISE, SHAPED
 
 
 @triton.jit
@@ -61,12 +42,14 @@ def attn_decode(
     mask_strides = (mask_b, mask_h, mask_t, mask_k)
     split = tl.program_id(0)
     kv_head = tl.program_id(1) % kv_heads
-    batch, start_q, stop_q, start_k, stop_k, shift = load_sequence(
+    batch, start_q, stop_q, start_k, stop_k, shift = common.load_sequence(
         spans, tl.program_id(1) // kv_heads, queries, keys
     )
     real, rows, heads = group_rows(start_q, stop_q, kv_head, group, BLOCK_R)  # [BLOCK_R] each
-    columns = tl.arange(0, block(HEAD_DIM))  # [HEAD_DIM]
-    q_pointers = q_source + to_int64(batch) * q_strides[0] + to_int64(heads) * q_strides[1]
+    columns = tl.arange(0, common.block(HEAD_DIM))  # [HEAD_DIM]
+    q_pointers = (
+        q_source + common.to_int64(batch) * q_strides[0] + common.to_int64(heads) * q_strides[1]
+    )
     q_pointers += rows * q_strides[2]
     q = tl.load(  # [BLOCK_R, HEAD_DIM]
         q_pointers[:, None] + columns[None, :],
@@ -75,7 +58,7 @@ def attn_decode(
     )
 
     row_limits = (stop_q, stop_k, shift, window)
-    ranges = key_ranges(start_q, start_k, row_limits, None, CAUSAL, WINDOW, BLOCK_R, BLOCK_K)
+    ranges = common.key_ranges(start_q, start_k, row_limits, None, CAUSAL, WINDOW, BLOCK_R, BLOCK_K)
     begin = ranges[0]
     end = ranges[3]
     share = tl.cdiv(tl.cdiv(tl.maximum(end - begin, 0), BLOCK_K), splits) * BLOCK_K
@@ -83,48 +66,54 @@ def attn_decode(
     end = tl.minimum(end, begin + share)
     limits = (stop_q, end, shift, window)
 
-    value_row = (to_int64(batch) * kv_heads * group + heads) * queries  # [BLOCK_R]
-    qk_scale, slope, level, unit = row_shaping(
+    value_row = (common.to_int64(batch) * kv_heads * group + heads) * queries  # [BLOCK_R]
+    qk_scale, slope, level, unit = formulas.row_shaping(
         heads, rows, value_row, row_limits, start_k, counts, scale, bias, slopes, s, FLAGS, CAUSAL,
         WINDOW,
     )  # fmt: skip
     shaping = (qk_scale, inv_softcap, slope, level[:, None] if ELEMENTWISE & FLAGS else None)
 
-    acc = tl.zeros([BLOCK_R, block(V_HEAD_DIM)], tl.float32)
+    acc = tl.zeros([BLOCK_R, common.block(V_HEAD_DIM)], tl.float32)
     l_i = tl.zeros([BLOCK_R], tl.float32)
-    m_i = tl.full([BLOCK_R], initial_max(NORM), tl.float32)
+    m_i = tl.full([BLOCK_R], formulas.initial_max(NORM), tl.float32)
     if ELEMENTWISE & FLAGS:
         m_i = level
-    BLOCK_DV: tl.constexpr = block(V_HEAD_DIM)
+    BLOCK_DV: tl.constexpr = common.block(V_HEAD_DIM)
     v_columns = tl.arange(0, BLOCK_DV)  # [V_HEAD_DIM]
     for start in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
-        k = load_tile(k_source, batch, kv_head, start, end, k_strides, BLOCK_K, HEAD_DIM)
+        k = common.load_tile(k_source, batch, kv_head, start, end, k_strides, BLOCK_K, HEAD_DIM)
         scores = tl.dot(q, k.T, input_precision="ieee")  # [BLOCK_R, BLOCK_K]
         tile = start + tl.arange(0, BLOCK_K)  # [BLOCK_K]
-        allowed = real[:, None] & attn_mask(  # [BLOCK_R, BLOCK_K]
+        allowed = real[:, None] & common.attn_mask(  # [BLOCK_R, BLOCK_K]
             rows[:, None], tile[None, :], limits, mask, mask_strides, batch, heads[:, None], CAUSAL,
             WINDOW,
         )  # fmt: skip
         if SHAPED & FLAGS:
             last = stop_q - 1 + shift  # positions count from it
-            scores, unused = scores_of(  # noqa: RUF059 (an underscore would be carried on)
+            scores, unused = formulas.scores_of(  # noqa: RUF059 (an underscore would be carried on)
                 scores, tile[None, :] - last, rows[:, None] + shift - last, shaping, FLAGS, FAST
             )
-        scores = tl.where(allowed, scores, masked_score(NORM))
-        p, acc, l_i, m_i = online_softmax(acc, l_i, m_i, scores, unit, NORM, True, FAST, False)
+        scores = tl.where(allowed, scores, formulas.masked_score(NORM))
+        p, acc, l_i, m_i = formulas.online_softmax(
+            acc, l_i, m_i, scores, unit, NORM, True, FAST, False
+        )
         wanted = tile < end  # [BLOCK_K]
         if SKIP:
             wanted = wanted & (tl.max(p, 0) > 0)
-        v_pointers = v_source + to_int64(batch) * v_strides[0] + to_int64(kv_head) * v_strides[1]
-        v_pointers += to_int64(start) * v_strides[2]
+        v_pointers = (
+            v_source
+            + common.to_int64(batch) * v_strides[0]
+            + common.to_int64(kv_head) * v_strides[1]
+        )
+        v_pointers += common.to_int64(start) * v_strides[2]
         v = tl.load(  # [BLOCK_K, V_HEAD_DIM]
             v_pointers + tl.arange(0, BLOCK_K)[:, None] * v_strides[2] + v_columns[None, :],
             mask=wanted[:, None] & (v_columns[None, :] < V_HEAD_DIM),
             other=0.0,
         )
-        acc = tl.dot(cast_p(p, v.dtype, NORM, FAST), v, acc, input_precision="ieee")
+        acc = tl.dot(formulas.cast_p(p, v.dtype, NORM, FAST), v, acc, input_precision="ieee")
 
-    at = (to_int64(tl.program_id(1)) * splits + split) * BLOCK_R + tl.arange(0, BLOCK_R)
+    at = (common.to_int64(tl.program_id(1)) * splits + split) * BLOCK_R + tl.arange(0, BLOCK_R)
     pointers = partial + at * (BLOCK_DV + 2)  # [BLOCK_R]
     tl.store(pointers[:, None] + v_columns[None, :], acc)
     tl.store(pointers + BLOCK_DV, l_i)
@@ -139,31 +128,35 @@ def combine(
     """Joins the splits of one sequence and key head, always in the same order."""
     kv_heads, group = head_counts
     kv_head = tl.program_id(0) % kv_heads
-    batch, start_q, stop_q, _, _, _ = load_sequence(
+    batch, start_q, stop_q, _, _, _ = common.load_sequence(
         spans, tl.program_id(0) // kv_heads, queries, keys
     )
     real, rows, heads = group_rows(start_q, stop_q, kv_head, group, BLOCK_R)  # [BLOCK_R] each
-    BLOCK_DV: tl.constexpr = block(V_HEAD_DIM)
+    BLOCK_DV: tl.constexpr = common.block(V_HEAD_DIM)
     columns = tl.arange(0, BLOCK_DV)  # [V_HEAD_DIM]
     acc = tl.zeros([BLOCK_R, BLOCK_DV], tl.float32)
     l_i = tl.zeros([BLOCK_R], tl.float32)
-    m_i = tl.full([BLOCK_R], initial_max(NORM), tl.float32)
+    m_i = tl.full([BLOCK_R], formulas.initial_max(NORM), tl.float32)
     for split in range(splits):
-        at = (to_int64(tl.program_id(0)) * splits + split) * BLOCK_R + tl.arange(0, BLOCK_R)
+        at = (common.to_int64(tl.program_id(0)) * splits + split) * BLOCK_R + tl.arange(0, BLOCK_R)
         pointers = partial + at * (BLOCK_DV + 2)  # [BLOCK_R]
         their_m = tl.load(pointers + BLOCK_DV + 1)  # [BLOCK_R]
         raised = tl.maximum(m_i, their_m)  # of sigmoid the same in all splits
-        shift_m = finite_max(raised, NORM)
+        shift_m = formulas.finite_max(raised, NORM)
         ours = tl.math.exp2(m_i - shift_m)
         theirs = tl.math.exp2(their_m - shift_m)
         acc = acc * ours[:, None]
         acc += tl.load(pointers[:, None] + columns[None, :]) * theirs[:, None]
         l_i = l_i * ours + tl.load(pointers + BLOCK_DV) * theirs
         m_i = raised
-    out, lse = finalize(acc, l_i, m_i, load_sink(heads, sinks, FLAGS), NORM, FLAGS)
-    pointers = output + to_int64(batch) * o_strides[0] + to_int64(heads) * o_strides[1]
+    out, lse = formulas.finalize(
+        acc, l_i, m_i, formulas.load_sink(heads, sinks, FLAGS), NORM, FLAGS
+    )
+    pointers = (
+        output + common.to_int64(batch) * o_strides[0] + common.to_int64(heads) * o_strides[1]
+    )
     pointers += rows * o_strides[2]
     inside = real[:, None] & (columns[None, :] < V_HEAD_DIM)
     tl.store(pointers[:, None] + columns[None, :], out.to(output.dtype.element_ty), mask=inside)
-    lse_row = lse_out + (to_int64(batch) * kv_heads * group + heads) * queries
+    lse_row = lse_out + (common.to_int64(batch) * kv_heads * group + heads) * queries
     tl.store(lse_row + rows, lse, mask=real)

@@ -12,32 +12,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qbench.attention.kernels.common import (
-    ELEMENTWISE,
-    NEEDS_EXPM1,
-    SHAPED,
-    attn_mask,
-    block,
-    key_ranges,
-    load_sequence,
-    load_tile,
-    store_tile,
-    to_int64,
-)
-from qbench.attention.kernels.formulas import (
-    CHUNK,
-    SMALL_MAX,
-    cast_p,
-    finalize,
-    forward_terms,
-    initial_max,
-    load_sink,
-    masked_score,
-    online_softmax,
-    row_shaping,
-    scores_of,
-    sum_lost_bits,
-)
+from qbench.attention.kernels import common, formulas
+from qbench.attention.kernels.common import ELEMENTWISE, NEEDS_EXPM1, SHAPED
+from qbench.attention.kernels.formulas import CHUNK, SMALL_MAX
 
 
 @triton.jit
@@ -65,7 +42,7 @@ def attn_fwd_inner(
     batch, head, kv_head = index
     stop_k = limits[1]
     for start in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
-        k = load_tile(
+        k = common.load_tile(
             k_source, batch, kv_head, start, stop_k, k_strides, BLOCK_K, HEAD_DIM, MASKED, TMA
         )
         scores = tl.dot(q, k.T, input_precision="ieee")  # [BLOCK_Q, BLOCK_K]
@@ -73,33 +50,35 @@ def attn_fwd_inner(
         if SHAPED & FLAGS:
             # From the tile's first key: what slopes take from keys is the same in all tiles.
             own = rows[:, None] + (limits[2] - start)
-            scores, unused = scores_of(  # noqa: RUF059 (an underscore would be carried on)
+            scores, unused = formulas.scores_of(  # noqa: RUF059 (an underscore would be carried on)
                 scores, tl.arange(0, BLOCK_K)[None, :], own, shaping, FLAGS, FAST
             )
         if MASKED:
-            allowed = attn_mask(  # [BLOCK_Q, BLOCK_K]
+            allowed = common.attn_mask(  # [BLOCK_Q, BLOCK_K]
                 rows[:, None], keys[None, :], limits, mask, mask_strides, batch, head, CAUSAL,
                 WINDOW,
             )  # fmt: skip
-            scores = tl.where(allowed, scores, masked_score(NORM))
+            scores = tl.where(allowed, scores, formulas.masked_score(NORM))
         if tiny is not None:  # noqa: SIM102 (one is known at compile time)
             if tl.max((tiny[:, None] & (scores > 0)).to(tl.int32)) > 0:
                 set_flags(flags, start, stop_k, BLOCK_K)
         if NO_MAX:
             # Eight sums a row, so that no thread needs another's until the end.
-            p, below = forward_terms(scores * scale, 0.0, NORM, False)  # [BLOCK_Q, BLOCK_K] each
+            p, below = formulas.forward_terms(
+                scores * scale, 0.0, NORM, False
+            )  # [BLOCK_Q, BLOCK_K] each
             l_i += tl.sum(tl.reshape(below, [BLOCK_Q, BLOCK_K // 8, 8]), 1)  # [BLOCK_Q, 8]
             if NEEDS_EXPM1 & FLAGS:  # for the check at the end
                 highest = tl.max(tl.reshape(scores, [BLOCK_Q, BLOCK_K // 8, 8]), 1)
                 m_i = tl.maximum(m_i, highest)  # [BLOCK_Q, 8]
         else:
-            p, acc, l_i, m_i = online_softmax(
+            p, acc, l_i, m_i = formulas.online_softmax(
                 acc, l_i, m_i, scores, scale, NORM, PRECISE, FAST, FAST and not MASKED
             )
-        v = load_tile(
+        v = common.load_tile(
             v_source, batch, kv_head, start, stop_k, v_strides, BLOCK_K, V_HEAD_DIM, MASKED, TMA
         )
-        p = cast_p(p, v.dtype, NORM, FAST)  # [BLOCK_Q, BLOCK_K]
+        p = formulas.cast_p(p, v.dtype, NORM, FAST)  # [BLOCK_Q, BLOCK_K]
         acc = tl.dot(p, v, acc, input_precision="ieee")
     return acc, l_i, m_i
 
@@ -126,7 +105,7 @@ def attn_fwd(
     # Causal blocks at the end have the most keys: they start first, so that none starts late.
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1) % heads
-    batch, start_q, stop_q, start_k, stop_k, shift = load_sequence(
+    batch, start_q, stop_q, start_k, stop_k, shift = common.load_sequence(
         spans, tl.program_id(1) // heads, queries, keys
     )
     first = start_q + program * BLOCK_Q
@@ -135,23 +114,23 @@ def attn_fwd(
     index = (batch, head, head // group)
     limits = (stop_q, stop_k, shift, window)
     rows = first + tl.arange(0, BLOCK_Q)  # [BLOCK_Q]
-    q = load_tile(q_source, batch, head, first, stop_q, q_strides, BLOCK_Q, HEAD_DIM)
-    ranges = key_ranges(first, start_k, limits, mask, CAUSAL, WINDOW, BLOCK_Q, BLOCK_K)
+    q = common.load_tile(q_source, batch, head, first, stop_q, q_strides, BLOCK_Q, HEAD_DIM)
+    ranges = common.key_ranges(first, start_k, limits, mask, CAUSAL, WINDOW, BLOCK_Q, BLOCK_K)
 
-    value_row = (to_int64(batch) * heads + head) * queries
-    qk_scale, slope, level, unit = row_shaping(
+    value_row = (common.to_int64(batch) * heads + head) * queries
+    qk_scale, slope, level, unit = formulas.row_shaping(
         head, rows, value_row, limits, start_k, counts, scale, bias, slopes, s, FLAGS, CAUSAL,
         WINDOW,
     )  # fmt: skip
     shaping = (qk_scale, inv_softcap, slope, level[:, None] if ELEMENTWISE & FLAGS else None)
 
-    acc = tl.zeros([BLOCK_Q, block(V_HEAD_DIM)], tl.float32)
+    acc = tl.zeros([BLOCK_Q, common.block(V_HEAD_DIM)], tl.float32)
     if NO_MAX:
         l_i = tl.zeros([BLOCK_Q, 8], tl.float32)
         m_i = tl.zeros([BLOCK_Q, 8], tl.float32)
     else:
         l_i = tl.zeros([BLOCK_Q], tl.float32)
-        m_i = tl.full([BLOCK_Q], initial_max(NORM), tl.float32)
+        m_i = tl.full([BLOCK_Q], formulas.initial_max(NORM), tl.float32)
     for part in tl.static_range(3):
         if (part == 0 and WINDOW) or (part == 1 and mask is None) or part == 2:
             acc, l_i, m_i = attn_fwd_inner(
@@ -174,22 +153,27 @@ def attn_fwd(
             again = (m_i > 0) & (m_i < SMALL_MAX)
             tiny = again & (rows < stop_q)
             chunks = tl.cdiv(keys, CHUNK)
-            flags = needs_expm1 + (to_int64(batch) * (heads // group) + head // group) * chunks
+            flags = (
+                needs_expm1 + (common.to_int64(batch) * (heads // group) + head // group) * chunks
+            )
         if NO_MAX:
-            again = again | sum_lost_bits(l_i, NORM)
+            again = again | formulas.sum_lost_bits(l_i, NORM)
         if tl.max((again & (rows < stop_q)).to(tl.int32)) > 0:
             acc, l_i, m_i = attn_fwd_inner(
-                tl.zeros([BLOCK_Q, block(V_HEAD_DIM)], tl.float32), tl.zeros([BLOCK_Q], tl.float32),
-                tl.full([BLOCK_Q], initial_max(NORM), tl.float32), tiny, flags, q, rows, ranges[0],
-                ranges[3], k_source, v_source, mask, unit, shaping, k_strides, v_strides,
+                tl.zeros([BLOCK_Q, common.block(V_HEAD_DIM)], tl.float32),
+                tl.zeros([BLOCK_Q], tl.float32),
+                tl.full([BLOCK_Q], formulas.initial_max(NORM), tl.float32), tiny, flags, q, rows,
+                ranges[0], ranges[3], k_source, v_source, mask, unit, shaping, k_strides, v_strides,
                 mask_strides, index, limits, NORM, FLAGS, CAUSAL, WINDOW, True, False,
                 True, TMA, FAST, BLOCK_Q, BLOCK_K, HEAD_DIM, V_HEAD_DIM, 1,
             )  # fmt: skip
         elif NO_MAX:
             m_i = tl.zeros([BLOCK_Q], tl.float32)
-    sink = load_sink(head, sinks, FLAGS)
-    out, lse = finalize(acc, l_i, m_i, sink, NORM, FLAGS)  # [BLOCK_Q, V_HEAD_DIM], [BLOCK_Q]
-    store_tile(
+    sink = formulas.load_sink(head, sinks, FLAGS)
+    out, lse = formulas.finalize(
+        acc, l_i, m_i, sink, NORM, FLAGS
+    )  # [BLOCK_Q, V_HEAD_DIM], [BLOCK_Q]
+    common.store_tile(
         output, out.to(output.dtype.element_ty), batch, head, first, stop_q, o_strides, V_HEAD_DIM
     )
     tl.store(lse_out + value_row + rows, lse, mask=rows < stop_q)

@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from qbench.attention.kernels import formulas
 from qbench.attention.kernels.common import (
     CAPPED,
     DPARAM,
@@ -32,26 +33,7 @@ from qbench.attention.kernels.common import (
     SCALED,
     SLOPED,
 )
-from qbench.attention.kernels.formulas import (
-    CHUNK,
-    EPSILON,
-    LN_2,
-    SMALL_LSE,
-    cap_gradient,
-    cast_p,
-    expm1_near_zero,
-    load_s,
-    load_sink,
-    load_slope,
-    recompute_e,
-    recompute_p,
-    score_gradient,
-    scores_minus_lse,
-    scores_of,
-    sink_gradient,
-    sloped_lse,
-    times_s_log_n,
-)
+from qbench.attention.kernels.formulas import CHUNK, EPSILON, LN_2, SMALL_LSE
 from qbench.attention.kernels.ptx import exp2_ftz
 
 ROWS = gl.constexpr(64)  # that a group of warps holds, and that a stage loads
@@ -167,7 +149,8 @@ def precise_delta(
     stages: gl.constexpr = k_tiles.shape[0]
     scale, inv_softcap, slope = shaping
     shaping = (
-        times_s_log_n(scale, factor, FLAGS), inv_softcap, times_s_log_n(slope, factor, FLAGS), None,
+        formulas.times_s_log_n(scale, factor, FLAGS), inv_softcap,
+        formulas.times_s_log_n(slope, factor, FLAGS), None,
     )  # fmt: skip
     rows = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))  # [ROWS]
     delta = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
@@ -182,11 +165,11 @@ def precise_delta(
         s, p = warpgroup_mma_wait(0, [s, p])  # [ROWS, ROWS] each: queries × keys
         mbarrier.arrive(empty.index(stage), count=1)
         keys = tile * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))
-        y, unused = scores_of(  # noqa: RUF059 (an underscore would be carried on)
+        y, unused = formulas.scores_of(  # noqa: RUF059 (an underscore would be carried on)
             s, keys[None, :] - first, rows[:, None] - first, shaping, FLAGS, True
         )  # fmt: skip
         y = gl.where(keys[None, :] <= rows[:, None], y, 0.0)
-        above = gl.where(gl.abs(y) < 0.25, expm1_near_zero(y), exp2_ftz(y) - 1)
+        above = gl.where(gl.abs(y) < 0.25, formulas.expm1_near_zero(y), exp2_ftz(y) - 1)
         delta += gl.sum(gl.maximum(above, 0.0) * p, 1)
         total += gl.sum(gl.abs(above), 1)
         highest = gl.maximum(highest, gl.max(above, 1))
@@ -220,12 +203,12 @@ def dq_step(
     scale, inv_softcap, slope = shaping
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     keys = gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))
-    z, s, tanhs = scores_minus_lse(
+    z, s, tanhs = formulas.scores_minus_lse(
         s, keys[None, :], (rows + behind)[:, None], factor[:, None], scale, inv_softcap, slope,
         lse[:, None], NORM, FLAGS, False,
     )  # fmt: skip
-    e = recompute_e(z, s, NORM, True, True)
-    ds = score_gradient(e, s, p, delta[:, None], NORM, True)
+    e = formulas.recompute_e(z, s, NORM, True, True)
+    ds = formulas.score_gradient(e, s, p, delta[:, None], NORM, True)
     if MASKED:
         ds = gl.where(keys[None, :] <= rows[:, None], ds, 0.0)
     if ELEMENTWISE & FLAGS:  # noqa: SIM102 (constexprs)
@@ -235,7 +218,7 @@ def dq_step(
         ahead = (keys - behind)[None, :] - rows[:, None]
         dslopes += gl.sum(ds * ahead.to(gl.float32), 1)
     if CAPPED & FLAGS:
-        ds = ds * cap_gradient(tanhs)
+        ds = ds * formulas.cap_gradient(tanhs)
     return dq, ds, dparam, dslopes
 
 
@@ -288,7 +271,7 @@ def dq_rows(
             )
             delta = gl.where(lse < SMALL_LSE, exact, delta)
     stat = stats + row_offset * 4 + rows // BLOCK_Q * (4 * BLOCK_Q) + rows % BLOCK_Q
-    gl.store(stat, sloped_lse(lse, rows % BLOCK_Q, slope, NORM, FLAGS))
+    gl.store(stat, formulas.sloped_lse(lse, rows % BLOCK_Q, slope, NORM, FLAGS))
     gl.store(stat + BLOCK_Q, exp2_ftz(-lse))
     if SCALED & FLAGS:
         gl.store(stat + 2 * BLOCK_Q, delta * (factor * log2_scale))
@@ -323,7 +306,7 @@ def dq_rows(
             product = product * (last_length * (scale * LN_2))
             gl.store(dparam_rows + row_offset + last_rows, product)
     if DSINKS & FLAGS:
-        gl.store(dsinks_rows + row_offset + rows, sink_gradient(sink, lse, delta))
+        gl.store(dsinks_rows + row_offset + rows, formulas.sink_gradient(sink, lse, delta))
     if DSLOPES & FLAGS:
         if SCALED & FLAGS:
             dslopes = dslopes * (s_of_head * length_2)
@@ -351,8 +334,8 @@ def hopper_bwd_dq(
     sources = (q_source, k_source, v_source, g_source)
     rows_of = (o_source, lse_source, stats, dq_out, dparam_rows, dsinks_rows, dslopes_rows)
     head = gl.program_id(1) % sizes[0]
-    slope = load_slope(head, slopes, FLAGS)
-    of_head = (slope, load_s(head, s, FLAGS), load_sink(head, sinks, FLAGS))
+    slope = formulas.load_slope(head, slopes, FLAGS)
+    of_head = (slope, formulas.load_s(head, s, FLAGS), formulas.load_sink(head, sinks, FLAGS))
     gl.warp_specialize(
         [
             (dq_rows, (own, buffers, own_full, rows_of, of_head, sizes, scales, strides, 0,
@@ -426,19 +409,19 @@ def dkdv_tile_p(
     factor = 1.0
     if SCALED & FLAGS:
         factor = stat.slice(3 * BLOCK_Q, BLOCK_Q).load(column_layout)[None, :]
-    z, s, tanhs = scores_minus_lse(
+    z, s, tanhs = formulas.scores_minus_lse(
         s, (keys - behind)[:, None], columns[None, :], factor, scale, inv_softcap, slope,
         lse[None, :], NORM, FLAGS, True,
     )  # fmt: skip
-    e = recompute_e(z, s, NORM, True, True)
+    e = formulas.recompute_e(z, s, NORM, True, True)
     floor = stat.slice(BLOCK_Q, BLOCK_Q).load(column_layout)[None, :]
     y = s
     if RESHAPED & FLAGS == 0:
         y = s * scale
-    above = recompute_p(e, y, floor, NORM, PRECISE)
+    above = formulas.recompute_p(e, y, floor, NORM, PRECISE)
     if MASKED:
         above = gl.where(seen_by(step, layout, BLOCK_Q), above, 0.0)
-    p_cast = gl.convert_layout(cast_p(above, gl.bfloat16, NORM, True), left)
+    p_cast = gl.convert_layout(formulas.cast_p(above, gl.bfloat16, NORM, True), left)
     return p_cast, (e, s, tanhs, factor)
 
 
@@ -455,9 +438,9 @@ def dkdv_tile_ds(
     delta = stat.slice(2 * BLOCK_Q, BLOCK_Q).load(gl.SliceLayout(0, layout))
     if SCALED & FLAGS:  # as D has been: a product and a difference are one instruction
         p = p * factor
-    ds = score_gradient(e, s, p, delta[None, :], NORM, True)
+    ds = formulas.score_gradient(e, s, p, delta[None, :], NORM, True)
     if CAPPED & FLAGS:
-        ds = ds * cap_gradient(tanhs)
+        ds = ds * formulas.cap_gradient(tanhs)
     if MASKED:
         ds = gl.where(seen_by(step, layout, BLOCK_Q), ds, 0.0)
     return ds
@@ -621,7 +604,7 @@ def dkdv_rows(
     whole = (length - first - ROWS) // ROWS
     for member in range(group):
         head = pair % kv_heads * group + member
-        slope = load_slope(head, slopes, FLAGS)
+        slope = formulas.load_slope(head, slopes, FLAGS)
         if SCALED & FLAGS:  # s · log n is in units of the scores
             shaping = (1.0, inv_softcap, slope / log2_scale)
         else:

@@ -11,27 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qbench.attention.kernels.common import (
-    ELEMENTWISE,
-    SHAPED,
-    attn_mask,
-    block,
-    key_ranges,
-    load_sequence,
-    load_tile,
-    store_tile,
-    to_int64,
-)
-from qbench.attention.kernels.formulas import (
-    cast_p,
-    finalize,
-    initial_max,
-    load_sink,
-    masked_score,
-    online_softmax,
-    row_shaping,
-    scores_of,
-)
+from qbench.attention.kernels import common, formulas
+from qbench.attention.kernels.common import ELEMENTWISE, SHAPED
 
 FAR = tl.constexpr(2**30)
 
@@ -75,7 +56,7 @@ def quantized_kv_fwd(
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1) % heads
     kv_head = head // group
-    batch, start_q, stop_q, start_k, stop_k, shift = load_sequence(
+    batch, start_q, stop_q, start_k, stop_k, shift = common.load_sequence(
         spans, tl.program_id(1) // heads, queries, keys
     )
     first = start_q + program * BLOCK_Q
@@ -83,8 +64,8 @@ def quantized_kv_fwd(
         return
     limits = (stop_q, stop_k, shift, window)
     rows = first + tl.arange(0, BLOCK_Q)  # [BLOCK_Q]
-    q = load_tile(q_source, batch, head, first, stop_q, q_strides, BLOCK_Q, HEAD_DIM)
-    place = positions + to_int64(batch) * position_stride
+    q = common.load_tile(q_source, batch, head, first, stop_q, q_strides, BLOCK_Q, HEAD_DIM)
+    place = positions + common.to_int64(batch) * position_stride
     real = rows < stop_q
     own = tl.load(place + rows + shift, mask=real, other=0)  # [BLOCK_Q]
     key_bound = bounds(own, keep_first, keep_recent, key_group)
@@ -94,16 +75,16 @@ def quantized_kv_fwd(
     least_keys = tl.min(tl.where(real, key_bound, FAR))
     least_values = tl.min(tl.where(real, value_bound, FAR))
 
-    ranges = key_ranges(first, start_k, limits, mask, CAUSAL, WINDOW, BLOCK_Q, BLOCK_K)
-    value_row = (to_int64(batch) * heads + head) * queries
-    qk_scale, slope, level, unit = row_shaping(
+    ranges = common.key_ranges(first, start_k, limits, mask, CAUSAL, WINDOW, BLOCK_Q, BLOCK_K)
+    value_row = (common.to_int64(batch) * heads + head) * queries
+    qk_scale, slope, level, unit = formulas.row_shaping(
         head, rows, value_row, limits, start_k, counts, scale, bias, slopes, s, FLAGS, CAUSAL,
         WINDOW,
     )  # fmt: skip
     shaping = (qk_scale, inv_softcap, slope, level[:, None] if ELEMENTWISE & FLAGS else None)
-    acc = tl.zeros([BLOCK_Q, block(V_HEAD_DIM)], tl.float32)
+    acc = tl.zeros([BLOCK_Q, common.block(V_HEAD_DIM)], tl.float32)
     l_i = tl.zeros([BLOCK_Q], tl.float32)
-    m_i = tl.full([BLOCK_Q], initial_max(NORM), tl.float32)
+    m_i = tl.full([BLOCK_Q], formulas.initial_max(NORM), tl.float32)
     for start in range(ranges[0], ranges[3], BLOCK_K):
         tile = start + tl.arange(0, BLOCK_K)  # [BLOCK_K]
         at = tl.load(place + tile, mask=tile < stop_k, other=FAR)  # [BLOCK_K]
@@ -118,42 +99,52 @@ def quantized_kv_fwd(
 
         scores = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
         if from_plain_k:
-            k = load_tile(k_source, batch, kv_head, start, stop_k, k_strides, BLOCK_K, HEAD_DIM)
+            k = common.load_tile(
+                k_source, batch, kv_head, start, stop_k, k_strides, BLOCK_K, HEAD_DIM
+            )
             scores = tl.dot(q, k.T, input_precision="ieee")
         if from_quantized_k:
-            k = load_tile(qk_source, batch, kv_head, start, stop_k, qk_strides, BLOCK_K, HEAD_DIM)
+            k = common.load_tile(
+                qk_source, batch, kv_head, start, stop_k, qk_strides, BLOCK_K, HEAD_DIM
+            )
             quantized = tl.dot(q, k.T, input_precision="ieee")
             scores = tl.where(
                 written[None, :] & (at[None, :] < key_bound[:, None]), quantized, scores
             )
         if SHAPED & FLAGS:
             origin = first + shift
-            scores, unused = scores_of(  # noqa: RUF059 (an underscore would be carried on)
+            scores, unused = formulas.scores_of(  # noqa: RUF059 (an underscore would be carried on)
                 scores, tile[None, :] - origin, rows[:, None] + shift - origin, shaping, FLAGS,
                 FAST,
             )  # fmt: skip
-        allowed = attn_mask(  # [BLOCK_Q, BLOCK_K]
+        allowed = common.attn_mask(  # [BLOCK_Q, BLOCK_K]
             rows[:, None], tile[None, :], limits, mask, mask_strides, batch, head, CAUSAL, WINDOW
         )
         allowed = allowed & (tile[None, :] < stop_k)
-        scores = tl.where(allowed, scores, masked_score(NORM))
-        p, acc, l_i, m_i = online_softmax(acc, l_i, m_i, scores, unit, NORM, True, FAST, False)
+        scores = tl.where(allowed, scores, formulas.masked_score(NORM))
+        p, acc, l_i, m_i = formulas.online_softmax(
+            acc, l_i, m_i, scores, unit, NORM, True, FAST, False
+        )
         if SKIP:
             some = tl.max(p) > 0
             from_plain_v = from_plain_v & some
             from_quantized_v = from_quantized_v & some
-        weights = cast_p(p, v_source.dtype.element_ty, NORM, FAST)  # [BLOCK_Q, BLOCK_K]
+        weights = formulas.cast_p(p, v_source.dtype.element_ty, NORM, FAST)  # [BLOCK_Q, BLOCK_K]
         none = tl.zeros([BLOCK_Q, BLOCK_K], weights.dtype)
         of_value = written[None, :] & (at[None, :] < value_bound[:, None])
         if from_plain_v:
-            v = load_tile(v_source, batch, kv_head, start, stop_k, v_strides, BLOCK_K, V_HEAD_DIM)
+            v = common.load_tile(
+                v_source, batch, kv_head, start, stop_k, v_strides, BLOCK_K, V_HEAD_DIM
+            )
             acc = tl.dot(tl.where(of_value, none, weights), v, acc, input_precision="ieee")
         if from_quantized_v:
-            v = load_tile(qv_source, batch, kv_head, start, stop_k, qv_strides, BLOCK_K, V_HEAD_DIM)
+            v = common.load_tile(
+                qv_source, batch, kv_head, start, stop_k, qv_strides, BLOCK_K, V_HEAD_DIM
+            )
             acc = tl.dot(tl.where(of_value, weights, none), v, acc, input_precision="ieee")
 
-    sink = load_sink(head, sinks, FLAGS)
-    out, _ = finalize(acc, l_i, m_i, sink, NORM, FLAGS)  # [BLOCK_Q, V_HEAD_DIM]
-    store_tile(
+    sink = formulas.load_sink(head, sinks, FLAGS)
+    out, _ = formulas.finalize(acc, l_i, m_i, sink, NORM, FLAGS)  # [BLOCK_Q, V_HEAD_DIM]
+    common.store_tile(
         output, out.to(output.dtype.element_ty), batch, head, first, stop_q, o_strides, V_HEAD_DIM
     )
