@@ -10,7 +10,7 @@ from readme_results import RESULTS, divergences, part, rows, table
 from qbench.records import Training
 from qbench.store import Analyses
 
-SECTION = part("## Sigmoid attention", "## What would change the answer")
+SECTION = part("## Sigmoid attention", "## At 126 M")
 TOLD = " ".join(SECTION.split())
 GROUPS = {
     "sigmoid-27m": ("softmax", "softpick", "sigmoid"),
