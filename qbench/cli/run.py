@@ -130,7 +130,6 @@ def _run_cells(place: Place, only: str | None, force: bool) -> tuple[Plan, list[
     left = TimeLeft(
         [cell.name for cell in cells],
         expected={name: one.seconds for name, one in estimates.items() if one is not None},
-        tasks=len(planned.tasks),
         at_once=place.at_once,
     )
     with terminal() as screen, Display(screen, len(cells), left) as display:

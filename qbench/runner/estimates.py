@@ -221,48 +221,40 @@ def duration(seconds: float) -> str:
 
 @dataclass(slots=True)
 class _AtWork:
-    """Since when a cell is at work and in its present stage, how far that is, from 0 to 1, and,
-    once it is scored, since when and which task comes now."""
+    """Since when a cell is at work and in its present stage, how far that is, from 0 to 1, and
+    whether it was scored."""
 
     begun: float
     stage: float
     fraction: float = 0.0
-    scoring: float | None = None
-    task: int = -1
+    scored: bool = False
 
 
 class TimeLeft:
-    """Seconds that are left of a run, from what its ``cells`` are expected to take (``expected``,
-    by name) and from how far those at work have come. ``tasks`` are scored one after the other in
-    a cell, ``at_once`` cells run side by side."""
+    """Seconds that are left of a run of ``cells``, ``at_once`` side by side: what they are
+    ``expected`` to take, by name, corrected by what finished ones took."""
 
     def __init__(
         self,
         cells: Sequence[str],
         *,
         expected: Mapping[str, float] | None = None,
-        tasks: int = 1,
         at_once: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._waiting = dict.fromkeys(cells)
-        self._expected, self._tasks, self._at_once = dict(expected or {}), tasks, max(1, at_once)
-        self._clock, self._started, self._begun = clock, clock(), False
+        self._expected, self._at_once, self._clock = expected or {}, max(1, at_once), clock
         self._at_work: dict[str, _AtWork] = {}
-        self._took: list[float] = []
+        self._took: dict[str, float] = {}
 
     def begin(self, cell: str) -> None:
         self._waiting.pop(cell, None)
-        self._begun = True
         self._at_work[cell] = _AtWork(begun=self._clock(), stage=self._clock())
 
     def stage(self, cell: str, name: str) -> None:
-        if (one := self._at_work.get(cell)) is None:
-            return
-        one.stage, one.fraction = self._clock(), 0.0
-        if name.startswith(EVALUATE):
-            one.scoring = one.stage if one.scoring is None else one.scoring
-            one.task += 1
+        if (one := self._at_work.get(cell)) is not None:
+            one.stage, one.fraction = self._clock(), 0.0
+            one.scored = one.scored or name.startswith(EVALUATE)
 
     def advance(self, cell: str, completed: float, total: float | None) -> None:
         if total and cell in self._at_work:
@@ -271,44 +263,32 @@ class TimeLeft:
     def end(self, cell: str) -> None:
         self._waiting.pop(cell, None)
         one = self._at_work.pop(cell, None)
-        if one is not None and one.scoring is not None:  # not where it was there already
-            self._took.append(self._clock() - one.begun)
+        if one is not None and one.scored:  # not where it was there already
+            self._took[cell] = self._clock() - one.begun
 
     def left(self) -> float | None:
         """Seconds; None where nothing is known yet."""
-        now = self._clock()
-        measured = {name: self._measured(one, now) for name, one in self._at_work.items()}
-        known = self._took or [
-            now - one.begun + rest
-            for name, one in self._at_work.items()
-            if (rest := measured[name]) is not None and one.scoring is not None
-        ]
-        names = (*self._at_work, *self._waiting)
-        known = [*known, *(self._expected[name] for name in names if name in self._expected)]
+        took, expected = self._took, self._expected
+        known = list((took or expected).values())
         if not known:
             return None
+        both = took.keys() & expected.keys()
+        slower = 1.0
+        if both:
+            slower = sum(took[cell] for cell in both) / sum(expected[cell] for cell in both)
         usual = fmean(known)
-        rests = []
-        for name, one in self._at_work.items():
-            took = now - one.begun
-            rest = self._expected.get(name, usual) - took
-            own = measured[name]
-            if own is not None and one.scoring is None:
-                rest = max(rest, own)
-            elif own is not None:  # counts for the share that is done, where more is known
-                share = self._share(one) if self._took or name in self._expected else 1.0
-                rest = share * own + (1 - share) * max(rest, 0)
-            rests.append(max(rest, LATE * took))
-        waiting = sum(self._expected.get(name, usual) for name in self._waiting)
-        left = max([*rests, (sum(rests) + waiting) / self._at_once])
-        waited = 0.0 if self._begun else now - self._started  # until the first worker is there
-        return max(left - waited, LATE * left)
 
-    def _measured(self, one: _AtWork, now: float) -> float | None:
-        """Seconds that are left, by its own speed, of all tasks or, before, of its stage."""
-        since, share = one.stage if one.scoring is None else one.scoring, self._share(one)
-        return (now - since) * (1 - share) / share if share > EARLY else None
+        def whole(cell: str) -> float:
+            return expected[cell] * slower if cell in expected else usual
 
-    def _share(self, one: _AtWork) -> float:
-        """What is done of all tasks or, before, of its stage."""
-        return one.fraction if one.scoring is None else (one.task + one.fraction) / self._tasks
+        rests = [max(whole(cell) - (self._clock() - one.begun), self._least(one))
+                 for cell, one in self._at_work.items()]  # fmt: skip
+        waiting = sum(whole(cell) for cell in self._waiting)
+        return max([*rests, (sum(rests) + waiting) / self._at_once])
+
+    def _least(self, one: _AtWork) -> float:
+        """What is left of a cell that is late: by its stage's own speed, until others are done."""
+        now = self._clock()
+        if not self._took and one.fraction > EARLY:
+            return (now - one.stage) * (1 - one.fraction) / one.fraction
+        return LATE * (now - one.begun)

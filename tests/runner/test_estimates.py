@@ -116,23 +116,8 @@ def test_earlier_records_say_what_is_left_before_anything_has_run():
     assert left.left() is None
 
 
-def test_the_first_batches_say_it_where_no_record_does():
-    clock, left = time_left(["a", "b"], tasks=2)
-    left.begin("a")
-    clock.now = 10
-    left.stage("a", "evaluate one")
-    clock.now = 15
-    left.advance("a", 50, 100)  # a quarter of all in 5 s: 30 s in all
-    assert left.left() == pytest.approx(15 + 30)
-    left.advance("a", 100, 100)
-    left.stage("a", "evaluate two")
-    clock.now = 20
-    left.advance("a", 0, 100)  # half of it in 10 s
-    assert left.left() == pytest.approx(10 + 30)
-
-
 def test_a_finished_cell_and_one_that_was_there_count_as_what_they_are():
-    clock, left = time_left(["a", "b", "c"], tasks=1)
+    clock, left = time_left(["a", "b", "c"])
     left.begin("a")
     left.end("a")  # was there already: took nothing
     assert left.left() is None
@@ -143,14 +128,23 @@ def test_a_finished_cell_and_one_that_was_there_count_as_what_they_are():
     assert left.left() == 12
 
 
+def test_finished_cells_correct_what_the_others_are_expected_to_take():
+    clock, left = time_left(["a", "b", "c"], expected={"a": 3.0, "b": 6.0, "c": 9.0})
+    left.begin("a")
+    left.stage("a", "evaluate one")
+    clock.now = 30
+    left.end("a")
+    assert left.left() == 60 + 90
+
+
 def test_a_slow_first_task_is_not_taken_for_all_where_finished_cells_say_more():
-    clock, left = time_left(["a", "b"], tasks=5, at_once=2)
+    clock, left = time_left(["a", "b"], at_once=2)
     for cell in ("a", "b"):
         left.begin(cell)
         left.stage(cell, "evaluate one")
     clock.now = 30
     left.end("b")
-    left.advance("a", 25, 100)  # a twentieth of all in 30 s: 570 s by its own speed
+    left.advance("a", 25, 100)
     assert left.left() < 60
 
 
