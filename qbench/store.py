@@ -313,25 +313,17 @@ class Store(CellFiles[Record, Grid]):
 
 
 def _parquet(table: pd.DataFrame) -> bytes:
-    """Numbers as differences or split into bytes: half of what zstd alone takes. Without statistics
-    and pandas' own notes, which are as long as a small table."""
-    import pyarrow
-    from pyarrow import parquet
-
+    """Numbers as differences or split into bytes: half of what zstd alone takes."""
     kinds = {name: kind.kind for name, kind in table.dtypes.items()}
     encoding = {"i": "DELTA_BINARY_PACKED", "f": "BYTE_STREAM_SPLIT"}
-    plain = pyarrow.Table.from_pandas(table, preserve_index=False).replace_schema_metadata(None)
-    written = io.BytesIO()
-    parquet.write_table(
-        plain,
-        written,
+    return table.to_parquet(
+        index=False,
         compression="zstd",
         use_dictionary=[name for name, kind in kinds.items() if kind not in encoding],
         column_encoding={name: encoding[kind] for name, kind in kinds.items() if kind in encoding},
-        write_statistics=False,
+        write_statistics=False,  # as long as a small table
         store_schema=False,
     )
-    return written.getvalue()
 
 
 def read(path: Path, kind: type[T], again: str = AGAIN) -> T:
