@@ -29,7 +29,17 @@ from qbench.errors import (
     RecipeError,
 )
 from qbench.evaluation.definitions import TaskGroup, expand, task_groups
-from qbench.evaluation.settings import Mode, ScoringSettings, check_bos, resolve
+from qbench.evaluation.settings import (
+    BATCH_SIZE,
+    MODES,
+    SAMPLE,
+    WINDOW_BATCH_SIZE,
+    Chat,
+    Mode,
+    ScoringSettings,
+    batch_tokens,
+    check_bos,
+)
 from qbench.evaluation.tasks import TaskSpec, plan_task
 from qbench.files import digest, file_digest
 from qbench.machine import hardware, versions
@@ -41,7 +51,7 @@ from qbench.quantizers.texts import (
     read_texts,
     require_windows,
 )
-from qbench.recipe import Column, Recipe, Task
+from qbench.recipe import Column, Evaluation, Recipe, Task
 from qbench.records import Grid, GridCell, canonical
 
 Runtime = Literal["transformers", "llama.cpp", "lm-eval"]  # what runs a cell's model
@@ -250,7 +260,7 @@ def _cell(
     fastest, slower = _fastest(checkpoint)
     if (mode := ONE_WAY.get(runtime_of(quantization, copy))) is not None:
         fastest, evaluation = mode, evaluation.model_copy(update={"scoring": "auto"})
-    scoring = resolve(
+    scoring = scoring_settings(
         evaluation,
         device=device,
         config=checkpoint.config,
@@ -483,6 +493,71 @@ def _notes(checkpoint: Checkpoint, attention: Chosen, mode: Mode, slower: str) -
         yield f"attention native/{attention.implementation}: {attention.why}"
     if slower:
         yield f"scoring {mode}: {slower}"
+
+
+def scoring_settings(
+    evaluation: Evaluation,
+    *,
+    device: str,
+    config: Mapping[str, Any],
+    max_length: int | None,
+    mixes_batches: bool,
+    amplifies_rounding: bool = False,
+    fastest: Mode = "fast",
+    slower: str = "",
+) -> ScoringSettings:
+    """What a recipe's ``evaluation`` means for one checkpoint and quantizer.
+
+    ``device`` is "cpu" or "cuda", ``config`` the checkpoint's configuration. ``max_length`` is the
+    longest context in tokens that it states. Positions beyond it were never trained, so it is a
+    bound. ``mixes_batches``: scores depend on what else is in a batch, which fast scoring regroups.
+    ``amplifies_rounding``: see ``ScoringSettings``. ``fastest``: the fastest mode that works for
+    the model, ``slower`` why that is not fast. Raises RecipeError for what cannot be.
+    """
+    lengths = [n for n in (evaluation.max_length, max_length) if n is not None]
+    if not lengths:
+        raise RecipeError(
+            "evaluation.max_length: the checkpoint states no context length; set max_length"
+        )
+    mode = evaluation.scoring
+    if mode == "fast" and mixes_batches:
+        raise RecipeError(
+            "evaluation.scoring: fast: this quantizer's scores depend on the other rows of a "
+            "batch, which fast scoring regroups; set scoring: auto or exact"
+        )
+    if mode != "auto" and MODES.index(mode) < MODES.index(fastest):
+        raise RecipeError(
+            f"evaluation.scoring: {mode}: this model cannot be scored so ({slower}); set scoring: "
+            f"auto or {fastest}"
+        )
+    if mode == "auto":
+        wanted: Mode = "fast" if device == "cuda" and not mixes_batches else "exact"
+        mode = max(wanted, fastest, key=MODES.index)
+    automatic = evaluation.batch_size == "auto"
+    chat = None
+    if evaluation.apply_chat_template or evaluation.system_instruction is not None:
+        chat = Chat(
+            apply_chat_template=evaluation.apply_chat_template,
+            fewshot_as_multiturn=evaluation.fewshot_as_multiturn,
+            system_instruction=evaluation.system_instruction,
+        )
+    return ScoringSettings(
+        mode=mode,
+        max_length=min(lengths),
+        batch_size=BATCH_SIZE[device] if automatic else evaluation.batch_size,
+        window_batch_size=WINDOW_BATCH_SIZE[device] if automatic else evaluation.batch_size,
+        batch_tokens=batch_tokens(device, config) if mode == "fast" else None,
+        add_bos=evaluation.add_bos,
+        softmax_dtype=evaluation.softmax_dtype,
+        sample=SAMPLE[device] if mode == "fast" else 0,
+        tolerance=evaluation.tolerance,
+        limit=evaluation.limit,
+        seed=evaluation.seed,
+        fewshot_seed=evaluation.fewshot_seed,
+        amplifies_rounding=amplifies_rounding,
+        fallback=evaluation.scoring == "auto",
+        chat=chat,
+    )
 
 
 def require_bos(name: str, checkpoint: Checkpoint, *, add_bos: bool) -> None:

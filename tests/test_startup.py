@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,29 @@ def test_imports_stand_at_the_top():
         if isinstance(node, ast.Import | ast.ImportFrom)
     }
     assert len(late) <= 38
+
+
+def test_no_files_import_each_other_in_a_circle():
+    """Late imports and those for types alone counted; a package's face stands above its parts."""
+    files = {
+        str(path.relative_to(ROOT).with_suffix(""))
+        .replace("/", ".")
+        .removesuffix(".__init__"): path
+        for path in (ROOT / "qbench").rglob("*.py")
+    }
+    imports = {
+        module: {
+            name if name in files else node.module
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.ImportFrom) and node.module in files
+            for name in (f"{node.module}.{one.name}" for one in node.names)
+        }
+        for module, path in files.items()
+    }
+    for module, path in files.items():
+        if path.name == "__init__.py":
+            imports[module] = {one for one in imports[module] if not one.startswith(f"{module}.")}
+    TopologicalSorter(imports).prepare()  # CycleError names the circle
 
 
 @pytest.mark.usefixtures("own_cache")

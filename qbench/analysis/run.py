@@ -6,13 +6,13 @@ Imports no torch before a cell is analyzed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from filelock import FileLock
 
+from qbench.analysis.result import AnalysisCell, AnalysisResult
 from qbench.analysis.text import AnalysisSettings
 from qbench.cell_result import CellResult
 from qbench.code import digest_of
@@ -23,76 +23,15 @@ from qbench.progress import Progress
 from qbench.records import (
     Analysis,
     AnalysisGrid,
-    AnalyzedText,
-    CellKey,
-    Measured,
     Sensitivity,
-    UnitSensitivity,
 )
 from qbench.store import Analyses
-
-TOGETHER = "all"  # of a sensitivity's units: all of them at once
 
 # Of a cell's key: what decides the model. Tasks, scoring and damage do not.
 MODEL_PARTS = (
     *("weights", "normalizer", "normalizer source", "quantizer", "attention", "device", "gpu"),
     *("versions", "code", "calibration"),
 )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AnalysisCell:
-    """One cell of a plan, to be analyzed."""
-
-    cell: Cell
-    settings: AnalysisSettings
-    key: str
-    key_parts: dict[str, Any]
-
-    @property
-    def name(self) -> str:
-        return self.cell.name
-
-    @property
-    def grid_cell(self) -> CellKey:
-        return CellKey(
-            checkpoint=self.cell.checkpoint_name, quantizer=self.cell.label, key=self.key
-        )
-
-
-@dataclass(kw_only=True, slots=True)
-class AnalysisResult:
-    """What is known so far of a cell that is analyzed; a failure leaves the rest as it is."""
-
-    cell: AnalysisCell
-    analyses: Analyses
-    result: CellResult
-    text: AnalyzedText | None = None
-    measured: Measured | None = None
-    perplexity: float | None = None
-    units: dict[str, UnitSensitivity] = field(default_factory=dict)
-
-    def put(
-        self, status: Literal["ok", "unfinished", "failed"], error: str | None
-    ) -> Analysis | Sensitivity:
-        """Write the record of what is known."""
-        cell, stated = self.cell, self.result.stated(error)
-        stated |= {"key": cell.key, "key_parts": cell.key_parts, "status": status}
-        record: Analysis | Sensitivity
-        if self.analyses.kind is Sensitivity:
-            del stated["attention"]
-            record = Sensitivity(
-                **stated,
-                text=self.text,
-                unit="block" if cell.settings.blocks else "linear",
-                perplexity=self.perplexity,
-                together=self.units.get(TOGETHER),
-                units=tuple(one for name, one in self.units.items() if name != TOGETHER),
-            )
-        else:
-            record = Analysis(**stated, text=self.text, measured=self.measured)
-        self.analyses.put(record)
-        return record
 
 
 def plan_analyses(plan: Plan, settings: AnalysisSettings) -> tuple[AnalysisCell, ...]:

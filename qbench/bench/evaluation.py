@@ -20,8 +20,9 @@ from qbench.evaluation.evaluate import evaluate
 from qbench.evaluation.kl import BaselineWriter, KLObserver
 from qbench.evaluation.loaded import LoadedTask, load_task
 from qbench.evaluation.scoring import language_model
-from qbench.evaluation.settings import ScoringSettings, resolve
+from qbench.evaluation.settings import ScoringSettings
 from qbench.machine import environment
+from qbench.plan import scoring_settings
 from qbench.records import Environment, ScoringReport
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def bench_evaluation(
         asked = asked.model_copy(update={"batch_size": batch_size})
     model, tokenizer = load(cell, planned)
     settings = {
-        mode: resolve(
+        mode: scoring_settings(
             asked.model_copy(update={"scoring": mode, "softmax_dtype": "float32"}),
             device=planned.device,
             config=cell.checkpoint.config,

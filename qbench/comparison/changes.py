@@ -7,12 +7,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
-from qbench.comparison.lines import status_of
+from qbench.comparison.lines import Change, status_of
 from qbench.comparison.trainings import differences, unlike
 from qbench.errors import ResultsError
-from qbench.metrics import REDUNDANT, is_percentage
+from qbench.metrics import REDUNDANT
 from qbench.records import Record, Score
-from qbench.statistics import Column, Effect, Panel, SeedEffect, adjust, effect, over_seeds, value
+from qbench.statistics import Column, Panel, SeedEffect, adjust, effect, over_seeds, value
 from qbench.store import Store
 from qbench.text import MINUS
 
@@ -125,32 +125,6 @@ def _group(old: ResultSet, new: ResultSet, cells: list[str]) -> Iterator[tuple[S
         effect = over_seeds(Panel.of(columns), signs, score.aggregation)
         if effect is not None:
             yield score, effect
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Change:
-    """One metric of one task of one cell, before and after, on the documents that both saw."""
-
-    cell: str
-    task: str
-    label: str
-    metric: str
-    higher_is_better: bool
-    old: float
-    new: float
-    documents: int
-    left_out: int  # documents that only one side saw, counted on both
-    effect: Effect | None  # new − old; None where too few documents or an unknown aggregation
-    precision: str = ""  # of a cell whose activations or KV cache are quantized: ``W4A8KV4``
-
-    @property
-    def told(self) -> str:
-        """The cell, with its precision."""
-        return f"{self.cell} ({self.precision})" if self.precision else self.cell
-
-    @property
-    def percent(self) -> bool:
-        return is_percentage(self.metric)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,7 +21,6 @@ from qbench.records import (
 from qbench.store import Store
 
 if TYPE_CHECKING:
-    from qbench.comparison.changes import Change
     from qbench.statistics import Effect, Interval, SeedEffect
 
 
@@ -166,6 +165,32 @@ class Line:
         """``checkpoint`` minus the baseline checkpoint, in units of the value."""
         ours, base = self.entry(checkpoint).value, self.entries[0].value
         return None if ours is None or base is None else ours - base
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """One metric of one task of one cell, before and after, on the documents that both saw."""
+
+    cell: str
+    task: str
+    label: str
+    metric: str
+    higher_is_better: bool
+    old: float
+    new: float
+    documents: int
+    left_out: int  # documents that only one side saw, counted on both
+    effect: Effect | None  # new − old; None where too few documents or an unknown aggregation
+    precision: str = ""  # of a cell whose activations or KV cache are quantized: ``W4A8KV4``
+
+    @property
+    def told(self) -> str:
+        """The cell, with its precision."""
+        return f"{self.cell} ({self.precision})" if self.precision else self.cell
+
+    @property
+    def percent(self) -> bool:
+        return is_percentage(self.metric)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

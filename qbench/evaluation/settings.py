@@ -13,7 +13,6 @@ from qbench.errors import RecipeError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from qbench.recipe import Evaluation
     from qbench.records import SampleDifference, ScoringReport
 
 
@@ -181,71 +180,6 @@ class ScoringSettings:
         judged = ("tolerance", "shuffle", "amplifies_rounding", "fallback")
         left_out = judged if self.chat else (*judged, "chat")
         return {k: v for k, v in asdict(self).items() if k not in left_out}
-
-
-def resolve(
-    evaluation: Evaluation,
-    *,
-    device: str,
-    config: Mapping[str, Any],
-    max_length: int | None,
-    mixes_batches: bool,
-    amplifies_rounding: bool = False,
-    fastest: Mode = "fast",
-    slower: str = "",
-) -> ScoringSettings:
-    """What a recipe's ``evaluation`` means for one checkpoint and quantizer.
-
-    ``device`` is "cpu" or "cuda", ``config`` the checkpoint's configuration. ``max_length`` is the
-    longest context in tokens that it states. Positions beyond it were never trained, so it is a
-    bound. ``mixes_batches``: scores depend on what else is in a batch, which fast scoring regroups.
-    ``amplifies_rounding``: see ``ScoringSettings``. ``fastest``: the fastest mode that works for
-    the model, ``slower`` why that is not fast. Raises RecipeError for what cannot be.
-    """
-    lengths = [n for n in (evaluation.max_length, max_length) if n is not None]
-    if not lengths:
-        raise RecipeError(
-            "evaluation.max_length: the checkpoint states no context length; set max_length"
-        )
-    mode = evaluation.scoring
-    if mode == "fast" and mixes_batches:
-        raise RecipeError(
-            "evaluation.scoring: fast: this quantizer's scores depend on the other rows of a "
-            "batch, which fast scoring regroups; set scoring: auto or exact"
-        )
-    if mode != "auto" and MODES.index(mode) < MODES.index(fastest):
-        raise RecipeError(
-            f"evaluation.scoring: {mode}: this model cannot be scored so ({slower}); set scoring: "
-            f"auto or {fastest}"
-        )
-    if mode == "auto":
-        wanted: Mode = "fast" if device == "cuda" and not mixes_batches else "exact"
-        mode = max(wanted, fastest, key=MODES.index)
-    automatic = evaluation.batch_size == "auto"
-    chat = None
-    if evaluation.apply_chat_template or evaluation.system_instruction is not None:
-        chat = Chat(
-            apply_chat_template=evaluation.apply_chat_template,
-            fewshot_as_multiturn=evaluation.fewshot_as_multiturn,
-            system_instruction=evaluation.system_instruction,
-        )
-    return ScoringSettings(
-        mode=mode,
-        max_length=min(lengths),
-        batch_size=BATCH_SIZE[device] if automatic else evaluation.batch_size,
-        window_batch_size=WINDOW_BATCH_SIZE[device] if automatic else evaluation.batch_size,
-        batch_tokens=batch_tokens(device, config) if mode == "fast" else None,
-        add_bos=evaluation.add_bos,
-        softmax_dtype=evaluation.softmax_dtype,
-        sample=SAMPLE[device] if mode == "fast" else 0,
-        tolerance=evaluation.tolerance,
-        limit=evaluation.limit,
-        seed=evaluation.seed,
-        fewshot_seed=evaluation.fewshot_seed,
-        amplifies_rounding=amplifies_rounding,
-        fallback=evaluation.scoring == "auto",
-        chat=chat,
-    )
 
 
 def batch_tokens(device: str, config: Mapping[str, Any]) -> int:

@@ -5,10 +5,8 @@ Where scales are fixed before, they come from what layers take in on calibration
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,47 +16,17 @@ from qbench.quantizers import scaled_mm
 from qbench.quantizers.activations import FakeQuantized
 from qbench.quantizers.calibration import Calibration, watch_inputs
 from qbench.quantizers.config import ActivationEvidence, Progress, matching
-from qbench.quantizers.fake_quant import CODES, encode, fake_quantize, scale_of_tensor
+from qbench.quantizers.fake_quant import (
+    CODES,
+    FakeQuant,
+    encode,
+    fake_quantize,
+    scale_of_tensor,
+)
 from qbench.quantizers.formats import QuantFormat, Scale
 from qbench.quantizers.linear import require_matches
 
 ATTRIBUTE = "qbench_inputs"  # of a model whose activations are quantized
-
-
-class FakeQuant:
-    """What quantizes the inputs of a model's layers ``names``. ``scales``: their fixed ones, where
-    those do not depend on the input. Layers that take in the same tensor (q, k and v; gate and up)
-    get the same quantized one, computed once. ``paused``: inputs stay as they are."""
-
-    def __init__(
-        self,
-        quantize: Callable[[Tensor, Scale | None], Any],
-        scales: Mapping[str, Scale],
-        names: tuple[str, ...],
-    ):
-        self.quantize, self.scales, self.names = quantize, scales, names
-        self.paused = False
-        # an input, its version and scale, and what became of it
-        self._last: tuple[weakref.ref[Tensor], int, Scale | None, Any] | None = None
-
-    def hook(self, name: str) -> Callable[[nn.Module, tuple[Any, ...]], Any]:
-        """The forward pre-hook of the module ``name``."""
-        fixed = self.scales.get(name)
-
-        def quantize_input(module: nn.Module, arguments: tuple[Any, ...]) -> Any:
-            return None if self.paused else (self.once(arguments[0], fixed), *arguments[1:])
-
-        return quantize_input
-
-    def once(self, x: Tensor, fixed: Scale | None) -> Any:
-        """What ``quantize`` gives for ``x``, kept for the next that asks with the same tensor."""
-        version = 0 if x.is_inference() else x._version
-        last = self._last  # read once: another thread may replace it
-        if last and last[0]() is x and last[1] == version and last[2] is fixed:
-            return last[3]
-        quantized = self.quantize(x, fixed)
-        self._last = weakref.ref(x), version, fixed, quantized
-        return quantized
 
 
 def layers_with_inputs(model: nn.Module, ignore: tuple[str, ...] = ()) -> dict[str, nn.Module]:

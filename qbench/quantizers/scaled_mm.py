@@ -8,19 +8,14 @@ silence.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor, nn
 
 from qbench.quantizers.config import PackedWeight
-from qbench.quantizers.fake_quant import decode, encode
+from qbench.quantizers.fake_quant import FakeQuant, decode, encode
 from qbench.quantizers.formats import Scale
 from qbench.quantizers.linear import Plain, Tensors
 from qbench.quantizers.weights import ScaledWeights
-
-if TYPE_CHECKING:
-    from qbench.quantizers.activation_inputs import FakeQuant
 
 LEAST_ROWS = 17  # of an int8 product on CUDA
 

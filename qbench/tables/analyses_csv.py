@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from qbench.passkey import depth, task_length
 from qbench.records import Analysis, Damage, Delimiters, Hidden, Record, Sensitivity, Sinks
 from qbench.store import Store
+from qbench.tables.analysis_results import AnalysisResults
 from qbench.tables.table import as_csv
-
-if TYPE_CHECKING:
-    from qbench.tables.analyses import AnalysisResults
 
 Row = dict[str, object]
 WITHOUT_KEY = ("maps.csv",)  # a row a weight: keys would be most of the file

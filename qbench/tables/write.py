@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from qbench.comparison.lines import Comparison
 from qbench.errors import RecipeError
 from qbench.store import Store
-from qbench.tables.analyses import beside_paper, load_analyses
+from qbench.tables.analyses import beside_paper
+from qbench.tables.analysis_results import load_analyses
 from qbench.tables.comparison_csv import comparison_csv, seeds_csv
 from qbench.tables.scores import by_method, costs, group_tables, pair_tables, tables_of
 from qbench.tables.table import Table, markdown

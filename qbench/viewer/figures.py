@@ -22,8 +22,9 @@ from numpy.typing import NDArray
 from qbench.files import write_atomically
 from qbench.records import Analysis, Head, Sensitivity
 from qbench.store import Analyses, Store
-from qbench.tables.analyses import AnalysisResults, load_analyses, markdown
+from qbench.tables.analyses import markdown
 from qbench.tables.analyses_csv import csv_files
+from qbench.tables.analysis_results import AnalysisResults, load_analyses
 
 Found = Iterator[tuple[str, Figure]]  # a file's name without its ending
 WIDTH = 6.4  # inches

@@ -13,14 +13,13 @@ from qbench.passkey import CHANCE
 from qbench.records import Ratio, Score, Sensitivity, UnitSensitivity
 from qbench.store import Analyses
 from qbench.tables.analyses import (
-    AnalysisResults,
     all_sections,
     beside_paper,
     correlation,
-    load_analyses,
     outliers_and_damage,
     passkey_text,
 )
+from qbench.tables.analysis_results import AnalysisResults, load_analyses
 from qbench.tables.notes import at_chance
 
 

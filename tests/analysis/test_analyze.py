@@ -10,7 +10,8 @@ from small_recipe import DEMO, qbench, small_recipe
 
 from qbench.errors import DataError, RecipeError
 from qbench.store import Analyses, Store, long_contexts
-from qbench.tables.analyses import load_analyses, markdown
+from qbench.tables.analyses import markdown
+from qbench.tables.analysis_results import load_analyses
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from qbench.store import Analyses, Store
-from qbench.tables.analyses import load_analyses, over_seeds
+from qbench.tables.analyses import over_seeds
+from qbench.tables.analysis_results import load_analyses
 from qbench.viewer.figures import write_analyses
 
 PAIR = Path(__file__).parents[2] / "results" / "pair-27m"

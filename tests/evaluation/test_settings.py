@@ -15,8 +15,8 @@ from qbench.evaluation.settings import (
     batch_tokens,
     beyond,
     exceeded,
-    resolve,
 )
+from qbench.plan import scoring_settings
 from qbench.recipe import Evaluation
 from qbench.records import DifferenceFromExact, SampleDifference, ScoringReport
 
@@ -24,7 +24,7 @@ SMALL = {"hidden_size": 1024}
 
 
 def resolved(device="cuda", config=SMALL, own_length=4096, mixes_batches=False, **asked):
-    return resolve(
+    return scoring_settings(
         Evaluation(**asked),
         device=device,
         config=config,

@@ -7,7 +7,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -220,3 +220,18 @@ def on_device(device: torch.device) -> AbstractContextManager[None]:
 
 HERE = nullcontext()
 _thread = threading.local()
+
+
+class Layout(NamedTuple):
+    """All that launches depend on of a tensor; ``aligned``: its start, to 16 bytes."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    aligned: bool
+
+
+def layout_of(tensor: Tensor | None) -> Layout | None:
+    if tensor is None:
+        return None
+    return Layout(tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % 16 == 0)

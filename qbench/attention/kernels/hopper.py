@@ -4,19 +4,23 @@ tensors, and how they are launched."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from qbench.attention.kernels.common import CAPPED, DPARAM, SCALED, SLOPED, Describe, Launch
+from qbench.attention.kernels.common import (
+    CAPPED,
+    DPARAM,
+    SCALED,
+    SLOPED,
+    Describe,
+    Launch,
+    Layout,
+)
 from qbench.attention.kernels.configs import HOPPER_BLOCK_Q, HOPPER_STAGES
 from qbench.attention.kernels.hopper_backward import hopper_bwd_dkdv, hopper_bwd_dq
 from qbench.attention.normalizers import Kernels
-
-if TYPE_CHECKING:
-    from qbench.attention.kernels.ops import Layout
 
 # Batch × heads × length² × head dimension from which this is faster than the Triton kernels. With
 # less, it is the launches that take the time, and these take more.

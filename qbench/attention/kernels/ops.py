@@ -20,7 +20,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from qbench.attention.kernels import common, configs, require
 from qbench.attention.kernels.backward import attn_bwd_dkdv, attn_bwd_dq
-from qbench.attention.kernels.common import INTERPRETED, Describe, Launch, block, on_device
+from qbench.attention.kernels.common import (
+    INTERPRETED,
+    Describe,
+    Launch,
+    Layout,
+    block,
+    layout_of,
+    on_device,
+)
 from qbench.attention.kernels.configs import Config
 from qbench.attention.kernels.decode import attn_decode, combine
 from qbench.attention.kernels.formulas import CHUNK, LOG2_E
@@ -71,21 +79,6 @@ class Wanted(NamedTuple):
 
 
 NOTHING = Wanted()
-
-
-class Layout(NamedTuple):
-    """All that launches depend on of a tensor; ``aligned``: its start, to 16 bytes."""
-
-    shape: torch.Size
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    aligned: bool
-
-
-def layout_of(tensor: Tensor | None) -> Layout | None:
-    if tensor is None:
-        return None
-    return Layout(tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % 16 == 0)
 
 
 def prepare(

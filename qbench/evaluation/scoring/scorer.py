@@ -25,8 +25,7 @@ from lm_eval.api.model import LM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 
-from qbench.errors import EvaluationError, RecipeError, UnavailableError
-from qbench.evaluation.lm_eval_model import ExternalScorer
+from qbench.errors import EvaluationError, UnavailableError
 from qbench.evaluation.scoring.batching import BatchPlan, Packing, Padding
 from qbench.evaluation.scoring.forward import PackedForward, PaddedForward, decoder_and_head
 from qbench.evaluation.scoring.generate import (
@@ -35,7 +34,7 @@ from qbench.evaluation.scoring.generate import (
     greedy,
     unlike_greedy,
 )
-from qbench.evaluation.scoring.hflm import HFLMScorer, pinned_hflm, report
+from qbench.evaluation.scoring.hflm import pinned_hflm, report
 from qbench.evaluation.scoring.logits import (
     Answer,
     Observer,
@@ -66,39 +65,6 @@ Progress = Callable[[int, int], None]  # requests (or windows) done, and how man
 
 STATES_BYTES = 16 * 2**30  # of hidden states that wait on the host while a model is streamed
 SAMPLED_WINDOWS = 2  # of fast scoring's sample; one has up to max_length scored tokens
-
-
-def language_model(
-    model: Any,
-    tokenizer: Any,
-    settings: ScoringSettings,
-    *,
-    progress: Progress | None = None,
-    observer: Observer | None = None,
-) -> Any:
-    """An lm-eval language model over ``model``, a causal LM of transformers in eval mode.
-
-    Mode ``lm-eval`` is HFLM itself with these settings stated, ``exact`` gives its scores faster,
-    ``fast`` gives scores that lie within ``settings.tolerance`` of exact ones.
-    ``progress(done, total)`` counts requests; ``observer`` sees hidden states, logits and
-    log-probabilities of every scored token. ``report()`` of what is returned says how it ran.
-
-    Raises RecipeError for settings that cannot be, UnavailableError where exact and fast
-    scoring do not fit the model; scoring itself raises EvaluationError.
-    """
-    if isinstance(model, LM):  # lm-eval's, of another runtime
-        return ExternalScorer(model, settings)
-    if hasattr(model, "shell"):  # llama.cpp's
-        from qbench.evaluation.llamacpp import LlamaCppScorer
-
-        return LlamaCppScorer(model, tokenizer, settings, progress=progress, observer=observer)
-    if settings.mode != "lm-eval":
-        return Scorer(model, tokenizer, settings, progress=progress, observer=observer)
-    if observer is not None:
-        raise RecipeError(
-            "scoring: lm-eval does not give its log-probabilities; use exact or fast for damage"
-        )
-    return HFLMScorer(model, tokenizer, settings)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,0 +1,61 @@
+"""What `qbench analyze` left in a results folder, and the records beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from qbench.errors import ResultsError
+from qbench.records import Analysis, Record, Sensitivity
+from qbench.store import Analyses, Store, long_contexts, sensitivities
+from qbench.text import together
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AnalysisResults:
+    """All that a results folder has to say on why its models suffer.
+
+    ``cells``: analyses that measured something, ``long``: of texts beyond the trained context;
+    ``records``: good ones of `qbench run`; ``problems``: what is missing, a line each;
+    ``replicates``: trainings of one kind, by its name.
+    """
+
+    cells: tuple[Analysis, ...]
+    long: tuple[Analysis, ...]
+    sensitivities: tuple[Sensitivity, ...]
+    records: tuple[Record, ...]
+    problems: tuple[str, ...]
+    replicates: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def there(self) -> bool:
+        return bool(self.cells or self.long or self.sensitivities)
+
+
+def load_analyses(store: Store) -> AnalysisResults:
+    """Raises ResultsError where a file of an analysis is damaged."""
+    parts = [Analyses(store.directory).records(), long_contexts(store.directory).records()]
+    units = sensitivities(store.directory).records()
+    failed = [one for part in [*parts, units] for one in part if one.status == "failed"]
+    problems = together((one.cell, f"failed: {one.error}") for one in failed)
+    records: list[Record] = []
+    if store.has_grid():
+        try:
+            records = [one for one in store.records() if one.status == "ok"]
+        except ResultsError as error:
+            problems.append(f"Damage is left out: {error}")
+    cells, longer = (tuple(one for one in part if one.measured is not None) for part in parts)
+    return AnalysisResults(
+        cells=cells,
+        long=longer,
+        sensitivities=tuple(one for one in units if one.status == "ok"),
+        records=tuple(records),
+        problems=tuple(problems),
+        replicates=_replicates(store),
+    )
+
+
+def _replicates(store: Store) -> Mapping[str, tuple[str, ...]]:
+    analyses: Analyses[Analysis] = Analyses(store.directory)
+    stated = analyses.grid().replicates if analyses.has_grid() else {}
+    return stated or (store.grid().replicates if store.has_grid() else {})
