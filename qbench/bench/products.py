@@ -1,7 +1,7 @@
 """``qbench bench products``: real int8 and fp8 products against bf16, once they are right.
 
-Timed are the seven linear layers of a Llama block, activations encoded on the way (once for q, k
-and v, once for gate and up), and its parts alone: the profile. Every time is the median of
+Timed are the seven linear layers of a Llama block, activations encoded on the way, and
+its parts alone: the profile. Every time is the median of
 CUDA-event timings after a warm-up, in one run on one GPU.
 """
 

@@ -94,14 +94,8 @@ def multiply_codes(
 
 
 def fixed_scales(ranges: Mapping[str, Tensor], form: QuantFormat) -> dict[str, Scale]:
-    """Scales from [low, high] of each module's inputs. Equal ranges give one object, so that
-    layers with one input still have it quantized once."""
-    made: dict[tuple[float, ...], Scale] = {}
-    result = {}
-    for name, ends in ranges.items():
-        key = tuple(ends.tolist())
-        result[name] = made.setdefault(key, scale_of_tensor(ends[0], ends[1], form))
-    return result
+    """Scales from [low, high] of each module's inputs."""
+    return {name: scale_of_tensor(*ends, form) for name, ends in ranges.items()}
 
 
 def evidence(model: nn.Module, settings: FakeQuantized) -> dict[str, ActivationEvidence]:
@@ -137,10 +131,11 @@ SIGN = 2**15
 
 
 class Observer:
-    """What one layer took in: the two ends in full and, ``counted``, how often each bfloat16 value
-    came, for which a percentile below 100 alone asks."""
+    """What one layer took in, or, ``symmetric``, its magnitudes: the two ends in full and,
+    ``counted``, how often each bfloat16 value came, for which a percentile below 100 alone asks."""
 
-    def __init__(self, device: torch.device, *, counted: bool) -> None:
+    def __init__(self, device: torch.device, *, symmetric: bool, counted: bool) -> None:
+        self.symmetric = symmetric
         self.counts = torch.zeros(PATTERNS, dtype=torch.int64, device=device) if counted else None
         self.low = torch.tensor(torch.inf, device=device)
         self.high = torch.tensor(-torch.inf, device=device)
@@ -149,6 +144,8 @@ class Observer:
         flat = x.float().reshape(-1)
         if not flat.numel():
             return
+        if self.symmetric:
+            flat = flat.abs()
         if self.counts is not None:
             upper = (flat.view(torch.int32) >> 16) & (PATTERNS - 1)
             # not bincount, which waits for the device twice
@@ -156,34 +153,25 @@ class Observer:
         low, high = torch.aminmax(flat)
         self.low, self.high = torch.minimum(self.low, low), torch.maximum(self.high, high)
 
-    def range(self, percentile: float, *, symmetric: bool) -> Tensor:
+    def range(self, percentile: float) -> Tensor:
         """[low, high], float32: what ``percentile`` per cent of the values lie within.
 
         100 gives the smallest and the largest value. Below it, ends are rounded towards 0 to
-        bfloat16's next value, at most 0.8 % away. ``symmetric``: of magnitudes.
+        bfloat16's next value, at most 0.8 % away.
         """
-        if percentile == 100:
-            if symmetric:
-                high = torch.maximum(-self.low, self.high)
-                return torch.stack([-high, high])
-            return torch.stack([self.low, self.high])
-        assert self.counts is not None, "a percentile below 100 needs what was counted"
-        positive, negative = self.counts[:SIGN].double(), self.counts[SIGN:].double()
-        magnitudes = torch.arange(SIGN, dtype=torch.int32, device=positive.device) << 16
-        values = magnitudes.view(torch.float32)  # of positive bfloat16 patterns, in order
-        if symmetric:
-            high = values[_rank(positive + negative, percentile / 100)]
-            return torch.stack([-high, high])
-        ordered = torch.cat([negative.flip(0), positive])  # −∞ … −0, 0 … ∞
-        tail = (1 - percentile / 100) / 2
-        values = torch.cat([-values.flip(0), values])
-        return torch.stack([values[_rank(ordered, tail)], values[_rank(ordered, 1 - tail)]])
-
-
-def _rank(counts: Tensor, share: float) -> Tensor:
-    """Index of the value that at least ``share`` of all lie at or below."""
-    total = counts.cumsum(0)
-    return torch.searchsorted(total, share * total[-1]).clamp(max=len(counts) - 1)
+        low, high = self.low, self.high
+        if percentile < 100:
+            assert self.counts is not None, "a percentile below 100 needs what was counted"
+            inside = percentile / 100
+            tail = (1 - inside) / 2
+            shares = (0.0, inside) if self.symmetric else (tail, 1 - tail)
+            magnitudes = torch.arange(SIGN, dtype=torch.int32, device=low.device) << 16
+            positive = magnitudes.view(torch.float32)  # of bfloat16 patterns, in order
+            values = torch.cat([-positive.flip(0), positive])  # −∞ … −0, 0 … ∞
+            total = torch.cat([self.counts[SIGN:].flip(0), self.counts[:SIGN]]).double().cumsum(0)
+            wanted = torch.tensor(shares, dtype=total.dtype, device=low.device) * total[-1]
+            low, high = values[torch.searchsorted(total, wanted).clamp(max=PATTERNS - 1)]
+        return torch.stack([-high if self.symmetric else low, high])
 
 
 @torch.no_grad()
@@ -200,14 +188,14 @@ def calibrate(
     assert calibration is not None
     counted, modules = settings.percentile < 100, layers_with_inputs(model, settings.ignore)
     device = next(model.parameters()).device
-    seen = {name: Observer(device, counted=counted) for name in modules}
+    symmetric = settings.format.symmetric
+    seen = {name: Observer(device, symmetric=symmetric, counted=counted) for name in modules}
     batches = calibration.ids.split(1)
     watch_inputs(model, modules, lambda name, x: seen[name].add(x), batches, progress)
     for name, one in seen.items():
         if one.high < one.low:
             raise QuantizationError(f"{name}: calibration text never reaches it; add text")
-    symmetric = settings.format.symmetric
-    found = {n: one.range(settings.percentile, symmetric=symmetric) for n, one in seen.items()}
+    found = {name: one.range(settings.percentile) for name, one in seen.items()}
     for name, ends in found.items():
         if not ends.isfinite().all():
             raise QuantizationError(f"{name}: its inputs on calibration text are not finite")

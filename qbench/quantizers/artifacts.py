@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from filelock import FileLock
@@ -38,17 +36,40 @@ class Damaged(Exception):
     """An artifact on disk is not what its manifest says."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Artifact:
-    """Where the weights of one checkpoint under one config lie. ``parts`` are all that can
-    change them."""
+    """Where the weights of one checkpoint under one config lie."""
 
-    folder: Path
-    parts: dict[str, Any]
-
-    @property
-    def key(self) -> str:
-        return digest(canonical(self.parts))
+    def __init__(
+        self,
+        root: Path,
+        *,
+        original: str,
+        config: QuantizationConfig,
+        calibration: Calibration | None,
+        attention: str,
+        normalizer_source: str | None,
+        device: torch.device,
+    ) -> None:
+        """``original`` is the digest of the unquantized weights, ``attention`` the name of what
+        runs while calibrating, ``normalizer_source`` a digest of the plug-in that its normalizer
+        stands in, if it does; they play no part without ``calibration``."""
+        libraries = ("torch", "transformers", "triton", *config.requirements)
+        self.parts = {  # all that can change the tensors
+            "original": original,
+            "quantizer": config.to_dict(),
+            "calibration": calibration
+            and {
+                "digest": calibration.digest,
+                "attention": attention,
+                **({"normalizer source": normalizer_source} if normalizer_source else {}),
+            },
+            "versions": {name: version_of(name) for name in libraries},
+            "code": code_digest(QUANTIZING),
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+            "format": FORMAT,
+        }
+        self.key = digest(canonical(self.parts))
+        self.folder = Path(root) / original[:DIGITS] / f"{config.name}-{self.key[:DIGITS]}"
 
     def lock(self) -> FileLock:
         """Held while it is read or made, by one process at a time."""
@@ -90,7 +111,6 @@ class Artifact:
             path = making / WEIGHTS
             save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, path)
             manifest = {
-                "format": FORMAT,
                 "key": self.key,
                 "parts": self.parts,
                 "note": note,
@@ -106,37 +126,3 @@ class Artifact:
             ) from None
         finally:
             shutil.rmtree(making, ignore_errors=True)
-
-
-def artifact(
-    root: Path,
-    *,
-    original: str,
-    config: QuantizationConfig,
-    calibration: Calibration | None,
-    attention: str,
-    normalizer_source: str | None,
-    device: torch.device,
-) -> Artifact:
-    """The artifact of the weights of digest ``original`` under ``config``.
-
-    ``attention`` is the name of what ran while calibrating, ``normalizer_source`` a digest of the
-    plug-in that its normalizer stands in, if it does; they play no part without calibration.
-    """
-    libraries = ("torch", "transformers", "triton", *config.requirements)
-    parts = {
-        "original": original,
-        "quantizer": config.to_dict(),
-        "calibration": calibration
-        and {
-            "digest": calibration.digest,
-            "attention": attention,
-            **({"normalizer source": normalizer_source} if normalizer_source else {}),
-        },
-        "versions": {name: version_of(name) for name in libraries},
-        "code": code_digest(QUANTIZING),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "format": FORMAT,
-    }
-    name = f"{config.name}-{digest(canonical(parts))[:DIGITS]}"
-    return Artifact(folder=Path(root) / original[:DIGITS] / name, parts=parts)

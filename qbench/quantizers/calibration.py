@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,33 +97,23 @@ class BlockInputs:
         batch_size: int,
     ) -> None:
         """``layers``: the linear layers to quantize, by name. Raises QuantizationError where the
-        blocks, one after the other, are not what the model computes, do not hold all of
-        ``layers``, or receive something beside hidden states that depends on the text."""
+        blocks, one after the other, are not what the model computes, or do not hold all of
+        ``layers``."""
         self.root, self.blocks = _blocks(model, layers)
-        batches = calibration.ids.split(batch_size)
-        # Of a block, what it receives beside hidden states, by the batch's size: its own mask and
-        # rotary angles, which differ between blocks where layer types are mixed.
-        self._arguments: dict[tuple[int, int], dict[str, Any]] = {}
-        firsts = {len(ids): ids for ids in (*batches, calibration.ids[:1])}
-        for size, ids in firsts.items():
-            received, self.groups = _trace(model, self.root, self.blocks, layers, ids)
-            self._arguments |= {(i, size): rest for i, rest in enumerate(received)}
-        self._states: list[Tensor] = []
         self._model, self._device = model, next(model.parameters()).device
-        for ids in batches:
-            hidden, rest = _first(model, self.blocks[0], ids)
-            if not _equal(rest, self._arguments[0, len(ids)]):
-                raise QuantizationError(
-                    f"{type(model).__name__}: the other inputs of its blocks depend on the text, "
-                    "not the hidden states alone; it cannot be calibrated block by block"
-                )
+        self._states: list[Tensor] = []
+        # Of each batch, what each block receives beside hidden states: its own mask and rotary
+        # angles, which differ between blocks where layer types are mixed.
+        self._rest: list[list[dict[str, Any]]] = []
+        for ids in calibration.ids.split(batch_size):
+            hidden, rest, self.groups = _trace(model, self.root, self.blocks, layers, ids)
             self._states.append(hold(model, hidden))
+            self._rest.append(rest)
 
     def batches(self, index: int) -> Iterator[tuple[Tensor, dict[str, Any]]]:
         """What block ``index`` receives: hidden states [batch, length, hidden] and the rest."""
-        for hidden in self._states:
-            there = hidden.to(self._device, non_blocking=True)
-            yield there, self._arguments[index, len(hidden)]
+        for hidden, rest in zip(self._states, self._rest, strict=True):
+            yield hidden.to(self._device, non_blocking=True), rest[index]
 
     @torch.no_grad()
     def hessians(self, index: int, layers: Sequence[str]) -> list[Tensor]:
@@ -148,10 +138,8 @@ class BlockInputs:
         hooks = [block.get_submodule(n).register_forward_pre_hook(add(n)) for n in layers]
         with _hooks(*hooks):
             for hidden, rest in self.batches(index):
-                try:
+                with suppress(Stop):
                     block(hidden, **rest)
-                except Stop:
-                    continue
         return [sums[name].mul_(2 / max(tokens[name], 1)) for name in layers]
 
     @torch.no_grad()
@@ -192,13 +180,13 @@ def _trace(
     blocks: nn.ModuleList,
     layers: dict[str, nn.Linear],
     ids: Tensor,
-) -> tuple[list[dict[str, Any]], list[list[list[str]]]]:
-    """How one forward goes through the blocks, which ends after the last: what each receives beside
-    hidden states, and its layers by what they take in."""
+) -> tuple[Tensor, list[dict[str, Any]], list[list[list[str]]]]:
+    """How one forward goes through the blocks, which ends after the last: the hidden states that
+    the first receives, what each receives beside them, and its layers by what they take in."""
+    states: list[Tensor] = []  # the first block's input, then the output of the block before
     received: list[dict[str, Any]] = []
     groups: list[list[list[str]]] = []
     reached: set[str] = set()
-    outputs: list[Tensor] = []  # of the block before
     # Of the block that runs: tensors are kept until it is done, so that none is mistaken for
     # another that lay in its place.
     order: list[tuple[str, Tensor, int]] = []
@@ -208,11 +196,13 @@ def _trace(
         if index >= len(blocks) or block is not blocks[index]:
             raise QuantizationError(f"{root}: its blocks do not run once each, in order")
         hidden, rest = _split(block, args, kwargs)
-        if outputs and not _equal(hidden, outputs.pop()):
+        if index and not torch.equal(hidden, states.pop()):
             raise QuantizationError(
                 f"{root}.{index}: does not receive the output of the block before it; such a model "
                 "cannot be calibrated block by block"
             )
+        if not index:
+            states.append(hidden)
         received.append(rest)
 
     def leave(block: nn.Module, _: tuple, output: Any) -> None:
@@ -222,7 +212,7 @@ def _trace(
             named.setdefault((id(tensor), version), []).append(short)
         groups.append(list(named.values()))
         order.clear()
-        outputs.append(_states(output))
+        states.append(_states(output))
         if block is blocks[-1]:
             raise Stop
 
@@ -233,35 +223,18 @@ def _trace(
 
         return note
 
-    with _hooks(
-        *(block.register_forward_pre_hook(enter, with_kwargs=True) for block in blocks),
-        *(block.register_forward_hook(leave) for block in blocks),
-        *(layer.register_forward_pre_hook(reach(name)) for name, layer in layers.items()),
+    with (
+        _hooks(
+            *(block.register_forward_pre_hook(enter, with_kwargs=True) for block in blocks),
+            *(block.register_forward_hook(leave) for block in blocks),
+            *(layer.register_forward_pre_hook(reach(name)) for name, layer in layers.items()),
+        ),
+        suppress(Stop),
     ):
-        _run(model, ids)
+        model(input_ids=ids.to(next(model.parameters()).device), use_cache=False)
     if missing := sorted(set(layers) - reached):
         raise QuantizationError(f"calibration never reaches {some(missing, 3)}")
-    return received, groups
-
-
-def _first(model: nn.Module, block: nn.Module, ids: Tensor) -> tuple[Tensor, dict[str, Any]]:
-    """What ``block`` receives: hidden states, and the rest."""
-    seen: list[tuple[Tensor, dict[str, Any]]] = []
-
-    def keep(_: nn.Module, args: tuple, kwargs: dict) -> None:
-        seen.append(_split(block, args, kwargs))
-        raise Stop
-
-    with _hooks(block.register_forward_pre_hook(keep, with_kwargs=True)):
-        _run(model, ids)
-    return seen[0]
-
-
-def _run(model: nn.Module, ids: Tensor) -> None:
-    try:
-        model(input_ids=ids.to(next(model.parameters()).device), use_cache=False)
-    except Stop:
-        return
+    return states[0], received, groups
 
 
 def _split(block: nn.Module, args: tuple, kwargs: dict) -> tuple[Tensor, dict[str, Any]]:
@@ -273,21 +246,6 @@ def _split(block: nn.Module, args: tuple, kwargs: dict) -> tuple[Tensor, dict[st
 
 def _states(output: Any) -> Tensor:
     return output[0] if isinstance(output, tuple) else output
-
-
-def _equal(first: Any, second: Any) -> bool:
-    if isinstance(first, Tensor) and isinstance(second, Tensor):
-        return first is second or torch.equal(first, second)
-    if isinstance(first, dict) and isinstance(second, dict):
-        return first.keys() == second.keys() and all(_equal(first[k], second[k]) for k in first)
-    if isinstance(first, list | tuple) and isinstance(second, list | tuple):
-        pairs = zip(first, second, strict=False)
-        return len(first) == len(second) and all(_equal(a, b) for a, b in pairs)
-    if type(first) is not type(second):
-        return False
-    if callable(getattr(first, "dense", None)):  # a mask that is made when a layer asks
-        return first is second or _equal(first.dense(), second.dense())
-    return first is second or bool(first == second)
 
 
 @contextmanager

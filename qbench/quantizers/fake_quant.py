@@ -12,8 +12,8 @@ Microscaling Formats v1.0 (2023); NVFP4, NVIDIA, "Pretraining Large Language Mod
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -217,37 +217,22 @@ def two_to(exponent: Tensor) -> Tensor:
     return ((exponent.clamp(LEAST_EXPONENT, 127) + 127) << 23).view(torch.float32)
 
 
+@dataclass(eq=False)
 class FakeQuant:
     """What quantizes the inputs of a model's layers ``names``. ``scales``: their fixed ones, where
-    those do not depend on the input. Layers that take in the same tensor (q, k and v; gate and up)
-    get the same quantized one, computed once. ``paused``: inputs stay as they are."""
+    those do not depend on the input. ``paused``: inputs stay as they are."""
 
-    def __init__(
-        self,
-        quantize: Callable[[Tensor, Scale | None], Any],
-        scales: Mapping[str, Scale],
-        names: tuple[str, ...],
-    ):
-        self.quantize, self.scales, self.names = quantize, scales, names
-        self.paused = False
-        # an input, its version and scale, and what became of it
-        self._last: tuple[weakref.ref[Tensor], int, Scale | None, Any] | None = None
+    quantize: Callable[[Tensor, Scale | None], Any]
+    scales: Mapping[str, Scale]
+    names: tuple[str, ...]
+    paused: bool = False
 
     def hook(self, name: str) -> Callable[[nn.Module, tuple[Any, ...]], Any]:
         """The forward pre-hook of the module ``name``."""
-        fixed = self.scales.get(name)
 
         def quantize_input(module: nn.Module, arguments: tuple[Any, ...]) -> Any:
-            return None if self.paused else (self.once(arguments[0], fixed), *arguments[1:])
+            if self.paused:
+                return None
+            return self.quantize(arguments[0], self.scales.get(name)), *arguments[1:]
 
         return quantize_input
-
-    def once(self, x: Tensor, fixed: Scale | None) -> Any:
-        """What ``quantize`` gives for ``x``, kept for the next that asks with the same tensor."""
-        version = 0 if x.is_inference() else x._version
-        last = self._last  # read once: another thread may replace it
-        if last and last[0]() is x and last[1] == version and last[2] is fixed:
-            return last[3]
-        quantized = self.quantize(x, fixed)
-        self._last = weakref.ref(x), version, fixed, quantized
-        return quantized

@@ -57,24 +57,15 @@ class PackedLinear(nn.Module):
 
     through = torch.float32
 
-    def __init__(
-        self,
-        tensors: Tensors,
-        *,
-        bits: int,
-        group_size: int,
-        in_features: int,
-        out_features: int,
-        dtype: torch.dtype,
-        bias: Tensor | None,
-    ) -> None:
+    def __init__(self, shape: Plain, tensors: Tensors, settings: WeightSettings) -> None:
         super().__init__()
-        self.bits, self.group_size, self.dtype = bits, group_size, dtype
-        self.in_features, self.out_features = in_features, out_features
+        self.in_features, self.out_features = shape.in_features, shape.out_features
+        self.bits, self.group_size = settings.num_bits, settings.group_length(shape.in_features)
+        self.dtype = shape.dtype
         for name in ("codes", "scale", "zero"):
             self.register_buffer(name, tensors[name])
         self.register_buffer("order", tensors.get("order"))
-        self.register_buffer("bias", bias)
+        self.register_buffer("bias", shape.bias)
 
     def dequantize(self) -> Tensor:
         """The weight, ``dtype`` [out, in]; computed in float32."""
@@ -136,15 +127,7 @@ def quantize(name: str, layer: nn.Linear, settings: Rtn) -> Tensors:
 
 def from_packed(shape: Plain, tensors: Tensors, settings: WeightSettings) -> PackedLinear:
     """The module over what ``pack`` stored, for settings with ``num_bits`` and ``group_size``."""
-    return PackedLinear(
-        tensors,
-        bits=settings.num_bits,
-        group_size=settings.group_length(shape.in_features),
-        in_features=shape.in_features,
-        out_features=shape.out_features,
-        dtype=shape.dtype,
-        bias=shape.bias,
-    ).eval()
+    return PackedLinear(shape, tensors, settings).eval()
 
 
 def unpack(module: nn.Module, settings: WeightSettings) -> PackedWeight | None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from qbench.errors import QbenchError, QuantizationError, first_line
-from qbench.quantizers.artifacts import Artifact, Damaged, artifact
+from qbench.quantizers.artifacts import Artifact, Damaged
 from qbench.quantizers.calibration import Calibration
 from qbench.quantizers.config import (
     PackedWeight,
@@ -81,7 +81,7 @@ def quantize(
     tensors: Tensors = {}
     details = []
     for stage in config.stages:
-        store = artifact(
+        store = Artifact(
             artifacts,
             original=digest,
             config=stage,

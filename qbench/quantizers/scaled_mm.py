@@ -42,8 +42,8 @@ class ScaledLinear(nn.Module):
 
 class ScaledMM(ScaledLinear):
     """A ``ScaledLinear`` that multiplies codes by codes, but for while ``inputs`` are paused.
-    ``inputs`` encode once what several layers share, with the layer's ``fixed`` scale if there is
-    one. A class of its own, so that an audit's record names what ran."""
+    ``inputs`` encode what it takes in, with the ``fixed`` scale if there is one. A class of its
+    own, so that an audit's record names what ran."""
 
     inputs: FakeQuant
     fixed: Scale | None
@@ -51,7 +51,7 @@ class ScaledMM(ScaledLinear):
     def forward(self, x: Tensor) -> Tensor:
         if self.inputs.paused:
             return super().forward(x)
-        y = scaled_mm(*self.inputs.once(x, self.fixed), self, x.dtype)
+        y = scaled_mm(*self.inputs.quantize(x, self.fixed), self, x.dtype)
         return y.view(*x.shape[:-1], self.out_features)
 
 

@@ -15,7 +15,7 @@ from quantizer_models import DIGEST, calibration, logits, make, make_with_detail
 from qbench.errors import OutputError
 from qbench.files import temporary
 from qbench.quantizers import artifacts
-from qbench.quantizers.artifacts import artifact
+from qbench.quantizers.artifacts import Artifact
 
 CPU = torch.device("cpu")
 
@@ -33,7 +33,7 @@ def artifact_of(
     source=None,
 ):
     used = calibration(seed) if chosen.needs_calibration else None
-    return artifact(
+    return Artifact(
         root,
         original=digest,
         config=chosen,

@@ -28,7 +28,7 @@ from qbench.quantizers import (
     parse,
     register,
 )
-from qbench.quantizers.artifacts import artifact
+from qbench.quantizers.artifacts import Artifact
 from qbench.quantizers.audit.cell import audit
 from qbench.quantizers.linear import linears
 from qbench.recipe_schema import explain
@@ -50,7 +50,7 @@ def test_its_own_file_is_part_of_its_key(tmp_path, monkeypatch):
     chosen = parse("sign-1bit")
 
     def key():
-        return artifact(
+        return Artifact(
             tmp_path,
             original="0" * 64,
             config=chosen,
