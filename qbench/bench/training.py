@@ -26,8 +26,9 @@ from qbench import text
 from qbench.errors import RecipeError
 from qbench.machine import environment
 from qbench.training.data import Sequences, dataloader
-from qbench.training.loop import Step, deterministic
+from qbench.training.loop import deterministic
 from qbench.training.model import (
+    Step,
     attention_kernels,
     flops_per_token,
     initial_model,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from enum import StrEnum
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -12,16 +14,21 @@ import typer
 from qbench.cli import run
 from qbench.cli.messages import show_written
 from qbench.cli.options import ClusterOption, Device, DeviceOption, to_folder
-from qbench.errors import RecipeError
+from qbench.errors import RecipeError, UnavailableError
 from qbench.files import require_folder
 from qbench.machine import choose_device, redirected, terminal
 from qbench.recipe import Overrides, Recipe
 from qbench.records import Training
 from qbench.training.data import read_token_files
-from qbench.training.log import require_trackers
 from qbench.training.recipe import TrainingRecipe
 from qbench.training.tokenize import Tokenizing
 from qbench.training.tokenize import tokenize as write
+
+
+class Tracker(StrEnum):
+    tensorboard = "tensorboard"
+    wandb = "wandb"
+
 
 LINE_SECONDS = 10.0  # between two lines of a training, where the output is no terminal
 
@@ -149,7 +156,7 @@ def train(
         ),
     ] = None,
     tracker: Annotated[
-        list[str],
+        list[Tracker],
         typer.Option(help="Also log to tensorboard or wandb, where it is installed. Repeatable."),
     ] = [],  # noqa: B006
     evaluate: Annotated[
@@ -182,7 +189,9 @@ def train(
         data=data,
         sequences=sequences,
     )
-    require_trackers(tracker)
+    for name in tracker:
+        if find_spec(name) is None:
+            raise UnavailableError(f"--tracker {name}: {name} is not installed")
     folder = out or Path("training") / loaded.name
     require_folder(folder, "--out")
     where = choose_device(device)

@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import BaseModel
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save, save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 from qbench.checkpoints import fla
 from qbench.checkpoints.find import INDEX, SINGLE
-from qbench.errors import OutputError, TrainingError
-from qbench.files import digest, reason, temporary, write_atomically
+from qbench.errors import TrainingError, first_line
+from qbench.files import digest, write_atomically
+from qbench.records import TrainingSession
 from qbench.training.data import copy_tokenizer
 from qbench.training.tokenize import begin_with
 
-LAST = "last.safetensors"
 
-
-@dataclass(kw_only=True, slots=True)
-class Progress:
+class Progress(BaseModel):
     """How far a run is, beside its tensors."""
 
     settings: str  # digest of all that shapes the run
@@ -34,8 +31,8 @@ class Progress:
     lowest_loss: float | None = None  # of the means that were logged
     best_loss: float | None = None  # on the held-out texts
     best_step: int | None = None
-    kernels: list[str] = field(default_factory=list)
-    sessions: list[dict[str, Any]] = field(default_factory=list)
+    kernels: list[str] = []
+    sessions: list[TrainingSession] = []
 
 
 def require_same(known: str, settings: str, folder: Path) -> None:
@@ -45,15 +42,6 @@ def require_same(known: str, settings: str, folder: Path) -> None:
             f"{folder}: holds a training of other settings, data or seed; name another --out, or "
             "remove it"
         )
-
-
-def read_progress(path: Path) -> Progress:
-    """Raises TrainingError where the file is none of ours."""
-    try:
-        with safe_open(path, framework="numpy") as file:
-            return Progress(**json.loads((file.metadata() or {})["progress"]))
-    except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
-        raise _damaged(path, f"not a training's state: {error}") from None
 
 
 def save_state(
@@ -69,35 +57,29 @@ def save_state(
         for key, value in optimizer.state.get(parameter, {}).items():
             found[f"optimizer0/{name}/{key}"] = value
     tensors = {name: tensor.cpu().contiguous() for name, tensor in found.items()}
-    text = json.dumps(asdict(progress))
-    making = temporary(path)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, making, {"progress": text, "sha256": _checksum(text, tensors)})
-        with making.open("rb") as file:
-            os.fsync(file.fileno())
-        making.replace(path)
-    except OSError as error:
-        raise OutputError(f"{path}: cannot be written ({reason(error)})") from None
-    finally:
-        making.unlink(missing_ok=True)
+    text = progress.model_dump_json()
+    about = {"progress": text, "sha256": _checksum(text, tensors)}
+    write_atomically(path, save(tensors, about))
 
 
 def load_state(
     path: Path,
+    settings: str,
     parameters: dict[str, nn.Parameter],
     optimizer: torch.optim.Optimizer,
 ) -> Progress:
-    """Put back what ``save_state`` kept, bit for bit. Raises TrainingError for another model's, and
-    where a bit of it is not what was written."""
-    progress = read_progress(path)
-    with safe_open(path, framework="pt") as file:
-        stated = file.metadata()
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    """Put back what ``save_state`` kept, bit for bit. Raises TrainingError for a run under another
+    digest of its ``settings``, and where a bit of it is not what was written."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            stated = file.metadata() or {}
+            progress = Progress.model_validate_json(stated["progress"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, KeyError, ValueError) as error:
+        raise _damaged(path, f"not a training's state: {first_line(error)}") from None
     if stated.get("sha256") != _checksum(stated["progress"], tensors):
         raise _damaged(path, "its content is not what was written")
-    if {f"model/{name}" for name in parameters} != {n for n in tensors if n.startswith("model/")}:
-        raise TrainingError(f"{path}: holds another model's weights; remove it")
+    require_same(progress.settings, settings, path.parent)
     for full, value in tensors.items():
         kind, _, rest = full.partition("/")
         if kind == "model":
@@ -105,9 +87,7 @@ def load_state(
         else:
             name, _, key = rest.rpartition("/")
             parameter = parameters[name]
-            # AdamW counts its steps on the CPU unless it is fused
-            stays = key == "step" and not optimizer.defaults.get("fused")
-            optimizer.state[parameter][key] = value if stays else value.to(parameter.device)
+            optimizer.state[parameter][key] = value.to(parameter.device)
     return progress
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
 import math
@@ -11,17 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qbench.attention.normalizers import NORMALIZERS
-from qbench.errors import TrainingError, UnavailableError
+from qbench.errors import TrainingError
 from qbench.files import write_atomically
 from qbench.records import TrainingSample
 
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
 
-FILE = "log.jsonl"
 # The numbers that a line of each kind must have, beside ``step``.
 NUMBERS = {"step": ("loss", "grad_norm"), "watch": tuple(TrainingSample.model_fields)}
-TRACKERS = {"tensorboard": "tensorboard", "wandb": "wandb"}  # option → distribution
 
 
 class Log:
@@ -31,7 +28,7 @@ class Log:
         """Lines after ``step`` are dropped: a resumed training makes them again. A negative one:
         training starts, and so does the log."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [line for line in read_log(path) if line["step"] <= step] if path.exists() else []
+        kept = [line for line in read_log(path) if line["step"] <= step]
         write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept).encode())
         self._file = path.open("a", encoding="utf-8")
         self._trackers = trackers
@@ -54,8 +51,10 @@ class Log:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """The lines of a log; a last one that a killed process left half is dropped. Raises
-    TrainingError for any other that is none of ours."""
+    """The lines of a log, none where there is none; a last one that a killed process left half is
+    dropped. Raises TrainingError for any other that is none of ours."""
+    if not path.exists():
+        return []
     texts = path.read_text(encoding="utf-8", errors="replace").split("\n")
     found = []
     for number, text in enumerate(texts, start=1):
@@ -77,24 +76,15 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def require_trackers(names: list[str]) -> None:
-    """Raises UnavailableError for one whose library is not installed."""
-    for name in names:
-        if name not in TRACKERS:
-            raise UnavailableError(f"--tracker {name}: unknown; possible: {', '.join(TRACKERS)}")
-        if importlib.util.find_spec(TRACKERS[name]) is None:
-            raise UnavailableError(f"--tracker {name}: {TRACKERS[name]} is not installed")
-
-
 def open_trackers(
-    names: Sequence[str], folder: Path, run: str, settings: dict[str, Any]
+    names: Sequence[str], folder: Path, settings: dict[str, Any]
 ) -> list[GeneralTracker]:
     """``tensorboard`` writes into ``folder``, ``wandb`` to the project qbench."""
     from accelerate.tracking import TensorBoardTracker, WandBTracker
 
     made = {
         "tensorboard": lambda: TensorBoardTracker("tensorboard", folder),
-        "wandb": lambda: WandBTracker("qbench", name=run, config=settings, resume="allow"),
+        "wandb": lambda: WandBTracker("qbench", name=folder.name, config=settings, resume="allow"),
     }
     trackers = [made[name]() for name in names]
     for tracker in trackers:
@@ -103,12 +93,12 @@ def open_trackers(
 
 
 PANELS = (
-    ("step", "loss", "training loss (nats a token)", False),
-    ("step", "grad_norm", "gradient norm (largest of the logged steps)", True),
-    ("watch", "loss", "held-out loss (nats a token)", False),
-    ("watch", "sink_rate", "sink rate (mean weight on the first token > 0.3)", False),
-    ("watch", "kurtosis", "kurtosis of hidden states", True),
-    ("watch", "largest", "largest |hidden state|", True),
+    ("step", "loss", "training loss (nats a token)", "linear"),
+    ("step", "grad_norm", "gradient norm (largest of the logged steps)", "log"),
+    ("watch", "loss", "held-out loss (nats a token)", "linear"),
+    ("watch", "sink_rate", "sink rate (mean weight on the first token > 0.3)", "linear"),
+    ("watch", "kurtosis", "kurtosis of hidden states", "log"),
+    ("watch", "largest", "largest |hidden state|", "log"),
 )
 FEW = 10  # points of a run
 # Okabe and Ito's palette, told apart with any colour vision; strokes tell as well
@@ -117,9 +107,8 @@ STROKES = ("-", "--", "-.", ":")
 
 
 def plot(logs: Mapping[tuple[str, int], Sequence[Mapping[str, Any]]], path: Path) -> None:
-    """Write the curves of runs by (normalizer, seed) to ``path`` (.svg, .png or .pdf): one colour
-    and stroke a normalizer, the same in every figure, a line a seed. Their numbers stand in the
-    runs' logs."""
+    """Write the curves of runs by (normalizer, seed) to ``path``, as SVG: one colour and stroke a
+    normalizer, the same in every figure, a line a seed. Their numbers stand in the runs' logs."""
     from matplotlib import pyplot
 
     pyplot.switch_backend("Agg")
@@ -129,25 +118,22 @@ def plot(logs: Mapping[tuple[str, int], Sequence[Mapping[str, Any]]], path: Path
     looks = list(dict.fromkeys((*NORMALIZERS, *seeds)))
     with pyplot.rc_context({"svg.hashsalt": "qbench", "font.size": 9}):
         figure, axes = pyplot.subplots(2, 3, figsize=(13, 7), layout="constrained")
-        for axis, (kind, value, title, logarithmic) in zip(axes.flat, PANELS, strict=True):
+        for axis, (kind, value, title, scale) in zip(axes.flat, PANELS, strict=True):
             for (normalizer, _), lines in logs.items():
                 look = looks.index(normalizer)
-                points = [
-                    (line["step"], line[value])
+                points = {
+                    line["step"]: line[value]
                     for line in lines
                     if line["kind"] == kind and (line["step"] > 0 or value != "loss")
-                ]
+                }
                 axis.plot(
-                    *(zip(*points, strict=True) if points else ([], [])),
-                    color=COLOURS[look % len(COLOURS)],
-                    linestyle=STROKES[look % len(STROKES)],
-                    linewidth=1.0,
+                    [*points], [*points.values()], linewidth=1.0, markersize=3.0,
+                    color=COLOURS[look % len(COLOURS)], linestyle=STROKES[look % len(STROKES)],
                     marker="o" if len(points) < FEW else None,  # one point makes no line
-                    markersize=3.0,
                     label=f"{normalizer}, seed{'s' * (len(seeds[normalizer]) > 1)} "
                     + ", ".join(seeds[normalizer]),
-                )
-            axis.set(title=title, xlabel="step", yscale="log" if logarithmic else "linear")
+                )  # fmt: skip
+            axis.set(title=title, xlabel="step", yscale=scale)
             if value == "sink_rate":
                 top = max(0.05, axis.get_ylim()[1])
                 axis.set_ylim(bottom=-0.02 * top, top=top)  # a rate of 0 lies beside the frame
@@ -158,7 +144,6 @@ def plot(logs: Mapping[tuple[str, int], Sequence[Mapping[str, Any]]], path: Path
             once.values(), once.keys(), loc="outside lower center", ncols=min(6, len(once))
         )
         drawn = io.BytesIO()
-        metadata = {"Date": None} if path.suffix == ".svg" else None
-        figure.savefig(drawn, format=path.suffix.removeprefix("."), metadata=metadata, dpi=120)
+        figure.savefig(drawn, format="svg", metadata={"Date": None})
         pyplot.close(figure)
     write_atomically(path, drawn.getvalue())

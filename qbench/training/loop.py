@@ -2,185 +2,140 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import PartialState
 from accelerate.utils import reduce
-from torch import Tensor, nn
+from torch import Tensor
 from torch._inductor import config
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grad_norm_
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from qbench.analysis.measure import measure
 from qbench.code import code_digest, digest_of
 from qbench.errors import EvaluationError, TrainingError
 from qbench.machine import environment
-from qbench.records import TrainingSample, TrainingSession
-from qbench.training.checkpoint import (
-    LAST,
-    Progress,
-    load_state,
-    read_progress,
-    require_same,
-    save_state,
-)
-from qbench.training.data import Sequences, dataloader
-from qbench.training.log import Log
+from qbench.records import TrainingSample, TrainingSession, canonical
+from qbench.training.checkpoint import Progress, load_state, save_checkpoint, save_state
+from qbench.training.data import TokenFiles, dataloader, first_token, sequences, watched_rows
+from qbench.training.log import Log, open_trackers
 from qbench.training.model import (
-    Loss,
-    adamw,
+    Step,
     attention_kernels,
+    checkpoint_config,
     flops_per_token,
-    learning_rate,
+    initial_model,
     peak_tflops,
 )
-from qbench.training.recipe import Compute, TrainingRecipe
+from qbench.training.recipe import TrainingRecipe
 
+STATE, LAST, LOG, BEST = "state", "last.safetensors", "log.jsonl", "best"
 SETTLED = 3  # steps before one is profiled: the first ones compile
 LIBRARIES = ("accelerate", "triton")  # beside those that every environment names
+BATCH_TOKENS = 8192  # of held-out texts that are read at once
+SINK = "0.3"  # ε of the sink rates
 
 
-class Step:
-    """One step: the passes over its sequences, the clipped gradient, the optimizer. Takes its
-    batches from ``dataloader``, which is set before the first. Nothing in it asks the device for a
-    number, so that the device never waits."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """One training of a recipe, and the folder that all of it goes to."""
 
-    dataloader: Iterator[Tensor]
-
-    def __init__(
-        self, model: LlamaForCausalLM, recipe: TrainingRecipe, processes: PartialState
-    ) -> None:
-        self.recipe, self.processes = recipe, processes
-        self.parameters = dict(model.named_parameters())
-        self.optimizer = adamw(self.parameters.values(), recipe.optimizer)
-        at_once = recipe.micro_batch_size * processes.num_processes
-        self.passes = recipe.global_batch_size // at_once
-        self.loss: nn.Module = _compiled(Loss(model, recipe.compute.precision), recipe.compute)
-        if processes.num_processes > 1:
-            self.loss = _data_parallel(self.loss, processes, recipe.compute)
-
-    def __call__(self, number: int) -> tuple[Tensor, Tensor]:
-        """Step ``number``, from 0: the mean loss of this process's sequences in nats a token, and
-        the gradient's norm before clipping. Both are scalars on the device."""
-        recipe, passes = self.recipe, self.passes
-        share = learning_rate(number, recipe.steps, recipe.schedule)
-        for group in self.optimizer.param_groups:
-            group["lr"] = group["peak"] * share
-        total = torch.zeros((), device=self.processes.device)
-        for part in range(passes):
-            accumulates = self.processes.num_processes > 1 and part + 1 < passes
-            with self.loss.no_sync() if accumulates else nullcontext():
-                loss = self.loss(next(self.dataloader)) / passes
-                loss.backward()
-            total += loss.detach()
-        norm = clip_grad_norm_(self.parameters.values(), recipe.optimizer.clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return total, norm
+    recipe: TrainingRecipe
+    files: TokenFiles
+    normalizer: str
+    seed: int
+    folder: Path
 
     @property
-    def learning_rate(self) -> float:
-        """Of the last step."""
-        return self.optimizer.param_groups[0]["lr"]
+    def settings_digest(self) -> str:
+        """Of all that shapes it: a state goes on only under the same."""
+        parts = {
+            "settings": self.recipe.settings(),
+            "data": self.files.about.digest,
+            "normalizer": self.normalizer,
+            "seed": self.seed,
+        }
+        return hashlib.sha256(canonical(parts)).hexdigest()
 
+    @property
+    def log_file(self) -> Path:
+        return self.folder / STATE / LOG
 
-def _compiled(loss: Loss, compute: Compute) -> Loss:
-    loss.train()
-    if not compute.compile:
-        return loss
-    # A recipe's models follow one another: the compiler would take each for the same one compiled
-    # again, and give up at the eighth.
-    torch._dynamo.reset()
-    options: dict[str, Any] = {"fullgraph": True, "dynamic": False, "mode": compute.compile}
-    if compute.graphs == "layers":
-        for part in (*loss.rest.decoder.layers, loss.rest.head):
-            part.compile(**options)
-    else:
-        loss.rest.compile(**options)
-    return loss
+    @property
+    def tokens(self) -> dict[str, int | None]:
+        """The ids of bos, eos and pad."""
+        about = self.files.about
+        return {"bos": about.bos, "eos": about.eos, "pad": about.pad}
 
-
-def _data_parallel(
-    loss: nn.Module, processes: PartialState, compute: Compute
-) -> DistributedDataParallel:
-    """Gradients are averaged during the backward pass: those of the last layers first where the
-    model is compiled layer by layer, all of them at its end where it is one graph."""
-    place = processes.device
-    parallel = DistributedDataParallel(
-        loss,
-        device_ids=[place.index] if place.type == "cuda" else None,
-        gradient_as_bucket_view=True,
-        broadcast_buffers=False,  # the same everywhere
-    )
-    if compute.travel == "bfloat16":
-        parallel.register_comm_hook(None, bf16_compress_hook)
-    return parallel
+    def save(self, model: LlamaForCausalLM, folder: Path) -> dict[str, str]:
+        """Write ``model`` as a checkpoint; returns the SHA-256 of its file of weights by name."""
+        return save_checkpoint(
+            model, folder, tokenizer=self.files.folder, first=first_token(self.recipe, self.files),
+            config=checkpoint_config(self.recipe.model, self.normalizer, **self.tokens),
+        )  # fmt: skip
 
 
 class Trainer:
-    """One training: from the first step, or from the state in ``folder``, to its last.
+    """One training: from the first step, or from the state in its folder, to its last.
 
-    ``best`` is called with a model that is the best so far on the held-out texts; ``say`` is told
-    each logged step in one line. Losses of the steps since the last logged one stay on the device
-    until they are logged: asking for them would keep the device waiting.
+    ``say`` is told each logged step in one line. Losses of the steps since the last logged one
+    stay on the device until they are logged: asking for them would keep the device waiting.
     """
 
-    def __init__(
-        self,
-        recipe: TrainingRecipe,
-        model: LlamaForCausalLM,
-        *,
-        folder: Path,
-        processes: PartialState,
-        settings: str,
-        evaluate: Callable[[LlamaForCausalLM, int], TrainingSample],
-        best: Callable[[LlamaForCausalLM], object],
-        say: Callable[[str], None],
-    ) -> None:
-        """``settings``: digest of all that shapes the run. The initial weights of ``model`` are
-        replaced where the state has later ones. Raises TrainingError for another run's state."""
-        self.recipe, self.model, self.processes = recipe, model, processes
-        self.evaluate, self.best, self.say = evaluate, best, say
-        self.path = folder / LAST
-        self.step = Step(model, recipe, processes)
-        self.progress = Progress(settings=settings)
+    def __init__(self, run: Run, *, processes: PartialState, say: Callable[[str], None]) -> None:
+        """Raises TrainingError for a state of other settings, DataError for too few held-out
+        texts, UnavailableError where the attention cannot be had."""
+        recipe = run.recipe
+        self.run, self.processes, self.say = run, processes, say
+        self.model, self.attention = initial_model(
+            recipe.model, normalizer=run.normalizer, seed=run.seed, device=processes.device,
+            attention=recipe.compute.attention, **run.tokens,
+        )  # fmt: skip
+        say(f"{self.model.num_parameters():,} parameters, {self.attention}")
+        self.watched = torch.tensor(watched_rows(recipe, run.files))
+        self.tokenizer = PreTrainedTokenizerFast.from_pretrained(run.files.folder)
+        self.step = Step(self.model, recipe, processes)
+        self.state = run.folder / STATE / LAST
+        self.progress = Progress(settings=run.settings_digest)
+        self._saved: int | None = None  # the step of the state that is there
         self._log: Log | None = None  # of the main process
         self._values: list[Tensor] = []  # [loss, gradient norm] of each step since the last log
         self._began = 0.0
-        if self.path.exists():
-            require_same(read_progress(self.path).settings, settings, folder)
-            self.progress = load_state(self.path, self.step.parameters, self.step.optimizer)
+        if self.state.exists():
+            settings, step = run.settings_digest, self.step
+            self.progress = load_state(self.state, settings, step.parameters, step.optimizer)
+            self._saved = self.progress.step
 
-    def train(
-        self, source: Sequences, *, seed: int, log: Callable[[int], Log], stop_after: int | None
-    ) -> Progress:
-        """Take the steps that are left, or ``stop_after`` of them. ``log`` opens the log from a
-        step on.
+    def train(self, *, trackers: Sequence[str], stop_after: int | None) -> Progress:
+        """Take the steps that are left, or ``stop_after`` of them.
 
         Raises TrainingError where the loss is not finite or far above the lowest so far: the
         state of the last good step is kept.
         """
-        recipe, progress, first = self.recipe, self.progress, self.progress.step
+        run, recipe, progress = self.run, self.run.recipe, self.progress
+        first = progress.step
         last = min(recipe.steps, first + (stop_after or recipe.steps))
-        self.step.dataloader = dataloader(source, recipe, self.processes, first=first, seed=seed)
+        self.step.dataloader = dataloader(
+            sequences(recipe, run.files), recipe, self.processes, first=first, seed=run.seed
+        )
         if self.processes.is_main_process:
-            self._log = log(first or -1)
+            opened = open_trackers(trackers, run.folder, recipe.settings())
+            self._log = Log(run.log_file, step=first or -1, trackers=opened)
         own = digest_of([Path(__file__).parent])  # beside the modules that change numbers anywhere
         code = hashlib.sha256(f"{code_digest()} {own}".encode()).hexdigest()
         session = TrainingSession(
             first_step=first, last_step=first, seconds=0.0, processes=self.processes.num_processes,
             code=code, environment=environment(self.processes.device.type, LIBRARIES),
         )  # fmt: skip
-        progress.sessions.append(session.model_dump(mode="json"))
+        progress.sessions.append(session)
         started = self._began = time.monotonic()
         try:
             if first == 0:
@@ -201,9 +156,11 @@ class Trainer:
                     self._evaluate()
                 if saves:
                     seconds = round(time.monotonic() - started, 3)
-                    progress.sessions[-1] |= {"last_step": done, "seconds": seconds}
+                    update = {"last_step": done, "seconds": seconds}
+                    progress.sessions[-1] = session.model_copy(update=update)
                     if self.processes.is_main_process:
-                        save_state(self.path, progress, self.step.parameters, self.step.optimizer)
+                        save_state(self.state, progress, self.step.parameters, self.step.optimizer)
+                    self._saved = done
                     self.processes.wait_for_everyone()
                     self._began = time.monotonic()
         finally:
@@ -216,9 +173,7 @@ class Trainer:
 
     def _write_log(self) -> None:
         """The mean loss and the largest gradient; TrainingError where training has gone wrong."""
-        recipe, progress, count = self.recipe, self.progress, len(self._values)
-        if not count:
-            return
+        recipe, progress, count = self.run.recipe, self.progress, len(self._values)
         losses, norms = torch.stack(self._values, 1)
         values = torch.stack([losses.mean(), norms.max()])
         loss, norm = reduce(values, "mean").tolist()
@@ -228,7 +183,7 @@ class Trainer:
         progress.lowest_loss = min(loss, progress.lowest_loss or math.inf)
         if self._log is not None:
             step, speed = progress.step, count * recipe.batch.tokens / seconds
-            peak = peak_tflops(progress.sessions[-1]["environment"]["hardware"])
+            peak = peak_tflops(progress.sessions[-1].environment.hardware)
             work = speed / self.processes.num_processes * flops_per_token(recipe.model)
             mfu = None if peak is None else work / (peak * 1e12)
             self._log.write(
@@ -248,25 +203,26 @@ class Trainer:
         step, lowest = self.progress.step, self.progress.lowest_loss
         if not (math.isfinite(loss) and math.isfinite(norm)):
             wrong = f"the loss is {loss}, the gradient's norm {norm}: training broke"
-        elif lowest is not None and loss > lowest + self.recipe.watch.diverged:
+        elif lowest is not None and loss > lowest + self.run.recipe.watch.diverged:
             wrong = f"the loss is {loss:.3f}, after {lowest:.3f}: training diverged"
         else:
             return
         kept = "there is no earlier state yet"
-        if self.path.exists():
-            kept = f"the state of step {read_progress(self.path).step} is kept in "
-            kept += str(self.path.parent)
+        if self._saved is not None:
+            kept = f"the state of step {self._saved} is kept in {self.state.parent}"
         raise TrainingError(
             f"step {step}: {wrong}; lower the learning rate or warm up longer ({kept})"
         )
 
     def _evaluate(self) -> None:
         """Look at the model on the held-out texts, and keep it where it is the best so far."""
-        progress = self.progress
+        progress, dtype = self.progress, getattr(torch, self.run.recipe.compute.precision)
         if self._log is not None:
             try:
                 with deterministic(False):  # medians have no deterministic kernel
-                    sample = self.evaluate(self.model, progress.step)
+                    sample = evaluate(
+                        self.model, self.watched, progress.step, self.tokenizer, dtype
+                    )
             except EvaluationError as error:
                 raise TrainingError(f"step {progress.step}: on held-out text {error}") from None
             self._log.write("watch", **sample.model_dump())
@@ -277,9 +233,37 @@ class Trainer:
             )
             if progress.step and sample.loss < (progress.best_loss or math.inf):
                 progress.best_loss, progress.best_step = sample.loss, progress.step
-                self.best(self.model)
+                self.run.save(self.model, self.run.folder / BEST)
         self.processes.wait_for_everyone()
         self._began = time.monotonic()
+
+
+def evaluate(
+    model: LlamaForCausalLM,
+    ids: Tensor,
+    step: int,
+    tokenizer: PreTrainedTokenizerBase,
+    dtype: torch.dtype,
+) -> TrainingSample:
+    """On texts ``ids`` [N, T] int64, at a copy in ``dtype``, that the checkpoint will be read in:
+    what is seen is what ``qbench analyze`` would see. A model that gives no numbers raises
+    EvaluationError."""
+    found = measure(
+        copy.deepcopy(model).to(dtype).eval().requires_grad_(False),
+        ids,
+        tokenizer=tokenizer,
+        linears=(),
+        batch=max(1, BATCH_TOKENS // ids.shape[1]),
+    )
+    first = found.sinks[0]
+    return TrainingSample(
+        step=step,
+        loss=math.log(found.perplexity),
+        sink_rate=first.rates[SINK],
+        sink_rate_gu=first.rates_gu[SINK],
+        kurtosis=found.hidden.kurtosis,
+        largest=max(abs(found.hidden.minimum), abs(found.hidden.maximum)),
+    )
 
 
 @contextmanager
@@ -287,17 +271,11 @@ def deterministic(wanted: bool) -> Iterator[None]:
     """Within the body torch's operators, and the kernels that its compiler chooses, give the same
     bits every time, or raise where they cannot; not so where that is not ``wanted``."""
     before = torch.are_deterministic_algorithms_enabled()
-    filled = torch.utils.deterministic.fill_uninitialized_memory
-    # The compiler measures kernels against each other, and the fastest may sum in another order.
-    choosing = getattr(config, "deterministic", None)
     torch.use_deterministic_algorithms(wanted)
     torch.utils.deterministic.fill_uninitialized_memory = False  # none is read
-    if choosing is not None:
-        config.deterministic = wanted
     try:
-        yield
+        # The compiler measures kernels against each other; the fastest may sum in another order.
+        with config.patch(deterministic=wanted):
+            yield
     finally:
         torch.use_deterministic_algorithms(before)
-        torch.utils.deterministic.fill_uninitialized_memory = filled
-        if choosing is not None:
-            config.deterministic = choosing

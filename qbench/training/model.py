@@ -1,31 +1,41 @@
-"""A stock transformers model to be trained: its size and work, one step's loss, its optimizers."""
+"""A stock transformers model to be trained, its size and work; and one step of its training."""
 
 from __future__ import annotations
 
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import transformers
+from accelerate import PartialState
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, LlamaForCausalLM
 
 from qbench.attention.masks import positions_counted
-from qbench.attention.normalizers import NORMALIZERS, Parameter
+from qbench.attention.normalizers import NORMALIZERS
 from qbench.attention.transformers import attend
 from qbench.checkpoints import fla
 from qbench.checkpoints.supported import class_names
-from qbench.training.recipe import Optimizer, OwnParameter, Schedule, Shape
+from qbench.training.recipe import Compute, Optimizer, OwnParameter, Schedule, Shape, TrainingRecipe
 
 
 def checkpoint_config(
-    shape: Shape, normalizer: str, *, bos: int | None, eos: int | None, pad: int | None
+    shape: Shape,
+    normalizer: str,
+    *,
+    bos: int | None = 1,
+    eos: int | None = 2,
+    pad: int | None = None,
 ) -> dict[str, Any]:
     """``config.json`` of such a model in flash-linear-attention's format."""
     named = fla.IMPLEMENTATION_OF.get(normalizer)
@@ -68,23 +78,13 @@ def llama_settings(shape: Shape, normalizer: str, **tokens: int | None) -> dict[
     return settings | {"initializer_range": shape.init}
 
 
-def own_parameters(shape: Shape, normalizer: str) -> list[tuple[Parameter, OwnParameter]]:
-    """The parameters that ``normalizer`` gets in such a model, and what the shape says of each."""
-    asked = shape.parameters
-    return [
-        (one, asked.get(one.attribute, OwnParameter()))
-        for one in NORMALIZERS.get(normalizer).parameters
-        if one.required or one.attribute in asked
-    ]
-
-
 def flops_per_token(shape: Shape) -> float:
     """Of forward and backward pass: 6 a parameter in matrix products (all matrices but the
     embeddings, which are looked up; the output matrix counts, tied or not), and 6 · layers ·
     hidden · context for attention's two products, half of whose pairs are causal. Recomputation
     and norms are not counted (Narayanan et al. 2021, arXiv 2104.04473, equation 3, halved for
     causality)."""
-    settings = llama_settings(shape, "softmax", bos=None, eos=None, pad=None)
+    settings = llama_settings(shape, "softmax")
     matrices = [s for s in fla.expected_shapes(settings).values() if len(s) == 2]
     products = sum(math.prod(one) for one in matrices)
     products -= 0 if shape.tied else shape.vocabulary * shape.hidden  # of two, one is looked up
@@ -120,7 +120,6 @@ def attention_kernels(step: Callable[[], None], device: torch.device) -> list[st
 
 
 NO_LEAF = r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed"
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 def initial_model(
@@ -130,7 +129,7 @@ def initial_model(
     seed: int,
     device: str | torch.device,
     attention: str = "auto",
-    tokens: dict[str, int | None] | None = None,
+    **tokens: int | None,
 ) -> tuple[LlamaForCausalLM, str]:
     """A model in float32 with its initial weights, and what attends, e.g. ``softpick/triton``.
 
@@ -138,13 +137,15 @@ def initial_model(
     for every normalizer, whose own parameters come after. ``tokens``: ids of bos, eos and pad.
     Raises UnavailableError where the attention cannot be had.
     """
-    ids = tokens or {"bos": 1, "eos": 2, "pad": None}
     torch.manual_seed(seed)
-    settings = llama_settings(shape, normalizer, **ids)
+    settings = llama_settings(shape, normalizer, **tokens)
     model_class = getattr(transformers, class_names()[settings["model_type"]])
     model = model_class(AutoConfig.for_model(**settings))
     for layer in model.model.layers:
-        for parameter, asked in own_parameters(shape, normalizer):
+        for parameter in NORMALIZERS.get(normalizer).parameters:
+            if not (parameter.required or parameter.attribute in shape.parameters):
+                continue
+            asked = shape.parameters.get(parameter.attribute, OwnParameter())
             start = parameter.start(shape.heads)
             if asked.start is not None:
                 start = [asked.start] * shape.heads
@@ -161,7 +162,7 @@ class Loss(nn.Module):
 
     def __init__(self, model: LlamaForCausalLM, precision: str) -> None:
         super().__init__()
-        self.dtype = DTYPES[precision]
+        self.dtype = getattr(torch, precision)
         self.embeddings = model.get_input_embeddings()
         self.rest = LossOfEmbedded(model)
 
@@ -232,3 +233,80 @@ def adamw(parameters: Iterable[nn.Parameter], settings: Optimizer) -> AdamW:
     for group in optimizer.param_groups:
         group["peak"] = group["lr"]
     return optimizer
+
+
+class Step:
+    """One step: the passes over its sequences, the clipped gradient, the optimizer. Takes its
+    batches from ``dataloader``, which is set before the first. Nothing in it asks the device for a
+    number, so that the device never waits."""
+
+    dataloader: Iterator[Tensor]
+
+    def __init__(
+        self, model: LlamaForCausalLM, recipe: TrainingRecipe, processes: PartialState
+    ) -> None:
+        self.recipe, self.processes = recipe, processes
+        self.parameters = dict(model.named_parameters())
+        self.optimizer = adamw(self.parameters.values(), recipe.optimizer)
+        at_once = recipe.micro_batch_size * processes.num_processes
+        self.passes = recipe.global_batch_size // at_once
+        self.loss: nn.Module = _compiled(Loss(model, recipe.compute.precision), recipe.compute)
+        if processes.num_processes > 1:
+            self.loss = _data_parallel(self.loss, processes, recipe.compute)
+
+    def __call__(self, number: int) -> tuple[Tensor, Tensor]:
+        """Step ``number``, from 0: the mean loss of this process's sequences in nats a token, and
+        the gradient's norm before clipping. Both are scalars on the device."""
+        recipe, passes = self.recipe, self.passes
+        share = learning_rate(number, recipe.steps, recipe.schedule)
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["peak"] * share
+        total = torch.zeros((), device=self.processes.device)
+        for part in range(passes):
+            accumulates = self.processes.num_processes > 1 and part + 1 < passes
+            with self.loss.no_sync() if accumulates else nullcontext():
+                loss = self.loss(next(self.dataloader)) / passes
+                loss.backward()
+            total += loss.detach()
+        norm = clip_grad_norm_(self.parameters.values(), recipe.optimizer.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return total, norm
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the last step."""
+        return self.optimizer.param_groups[0]["lr"]
+
+
+def _compiled(loss: Loss, compute: Compute) -> Loss:
+    loss.train()
+    if not compute.compile:
+        return loss
+    # A recipe's models follow one another: the compiler would take each for the same one compiled
+    # again, and give up at the eighth.
+    torch._dynamo.reset()
+    options: dict[str, Any] = {"fullgraph": True, "dynamic": False, "mode": compute.compile}
+    if compute.graphs == "layers":
+        for part in (*loss.rest.decoder.layers, loss.rest.head):
+            part.compile(**options)
+    else:
+        loss.rest.compile(**options)
+    return loss
+
+
+def _data_parallel(
+    loss: nn.Module, processes: PartialState, compute: Compute
+) -> DistributedDataParallel:
+    """Gradients are averaged during the backward pass: those of the last layers first where the
+    model is compiled layer by layer, all of them at its end where it is one graph."""
+    place = processes.device
+    parallel = DistributedDataParallel(
+        loss,
+        device_ids=[place.index] if place.type == "cuda" else None,
+        gradient_as_bucket_view=True,
+        broadcast_buffers=False,  # the same everywhere
+    )
+    if compute.travel == "bfloat16":
+        parallel.register_comm_hook(None, bf16_compress_hook)
+    return parallel

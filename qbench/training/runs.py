@@ -2,41 +2,27 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 
 import torch
 from accelerate import PartialState
 from filelock import FileLock, Timeout
 from pydantic import ValidationError
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from qbench.errors import TrainingError, UnavailableError
 from qbench.files import clean_temporaries, file_digest, write_atomically
-from qbench.records import (
-    TRAINING_FILE,
-    TrainedOn,
-    Training,
-    TrainingSample,
-    TrainingSession,
-    canonical,
-)
-from qbench.training import checkpoint
+from qbench.records import TRAINING_FILE, TrainedOn, Training, TrainingSample
 from qbench.training.checkpoint import require_same
-from qbench.training.data import TokenFiles, first_token, require_data, sequences, watched_rows
-from qbench.training.evaluate import evaluate
-from qbench.training.log import FILE as LOG
-from qbench.training.log import Log, open_trackers, plot, read_log
-from qbench.training.loop import Trainer, deterministic
-from qbench.training.model import DTYPES, checkpoint_config, initial_model
+from qbench.training.data import TokenFiles, require_data
+from qbench.training.log import plot, read_log
+from qbench.training.loop import LOG, STATE, Run, Trainer, deterministic
 from qbench.training.recipe import TrainingRecipe
 
-STATE, BEST, CURVES = "state", "best", "curves.svg"
+CURVES = "curves.svg"
 
 
 @contextmanager
@@ -81,18 +67,21 @@ def train_recipe(
     found = []
     for normalizer, seed in recipe.runs():
         name = run_name(normalizer, seed)
-        folder = out / name
-        settings = settings_digest(recipe, files, normalizer, seed)
-        record = finished(folder, settings)
+        run = Run(
+            recipe=recipe, files=files, normalizer=normalizer, seed=seed, folder=out / name
+        )  # fmt: skip
+        record = finished(run)
         if record is not None:
             say(f"{name}: trained already")
         else:
-            with _alone(folder, processes), deterministic(recipe.compute.deterministic):
-                record = _trained(
-                    recipe, files, folder, normalizer, seed, processes=processes,
-                    settings=settings, say=lambda line, name=name: say(f"{name}: {line}"),
-                    trackers=trackers, stop_after=stop_after,
-                )  # fmt: skip
+            alone = _alone(run.folder) if processes.is_main_process else nullcontext()
+            with alone, deterministic(recipe.compute.deterministic):
+                trainer = Trainer(
+                    run, processes=processes, say=lambda line, name=name: say(f"{name}: {line}")
+                )
+                trainer.train(trackers=trackers, stop_after=stop_after)
+                if trainer.progress.step == recipe.steps:
+                    record = _record(trainer)
         if record is not None:
             found.append(record)
     return found
@@ -102,21 +91,10 @@ def run_name(normalizer: str, seed: int | str) -> str:
     return f"{normalizer}-seed{seed}"
 
 
-def settings_digest(recipe: TrainingRecipe, files: TokenFiles, normalizer: str, seed: int) -> str:
-    """Of all that shapes a run: a state goes on only under the same."""
-    parts = {
-        "settings": recipe.settings(),
-        "data": files.about.digest,
-        "normalizer": normalizer,
-        "seed": seed,
-    }
-    return hashlib.sha256(canonical(parts)).hexdigest()
-
-
-def finished(folder: Path, settings: str) -> Training | None:
-    """The record of what is trained in ``folder`` already. Raises TrainingError for other settings,
-    and for a record or weights that are not what training wrote."""
-    path = folder / TRAINING_FILE
+def finished(run: Run) -> Training | None:
+    """The record of what is trained already. Raises TrainingError for other settings, and for a
+    record or weights that are not what training wrote."""
+    path = run.folder / TRAINING_FILE
     if not path.is_file():
         return None
     again = f"remove {path}, and the same command writes it again from the last state"
@@ -126,10 +104,11 @@ def finished(folder: Path, settings: str) -> Training | None:
         problem = error.errors()[0]
         location = ".".join(map(str, problem["loc"])) or "all"
         raise TrainingError(f"{path}: damaged: {location}: {problem['msg']}; {again}") from None
-    require_same(known.settings_digest, settings, folder)
+    require_same(known.settings_digest, run.settings_digest, run.folder)
     for name, written in known.weights.items():
-        if not (folder / name).is_file() or file_digest(folder / name) != written:
-            raise TrainingError(f"{folder / name}: not the weights that were written; {again}")
+        weights = run.folder / name
+        if not weights.is_file() or file_digest(weights) != written:
+            raise TrainingError(f"{weights}: not the weights that were written; {again}")
     return known
 
 
@@ -146,62 +125,16 @@ def draw(out: Path) -> Path | None:
     return out / CURVES
 
 
-def _trained(
-    recipe: TrainingRecipe,
-    files: TokenFiles,
-    folder: Path,
-    normalizer: str,
-    seed: int,
-    *,
-    processes: PartialState,
-    settings: str,
-    say: Callable[[str], None],
-    trackers: Sequence[str],
-    stop_after: int | None,
-) -> Training | None:
-    """The record; None where steps are left."""
-    about, name, state = files.about, run_name(normalizer, seed), folder / STATE
-    ids = {"bos": about.bos, "eos": about.eos, "pad": about.pad}
-    config = checkpoint_config(recipe.model, normalizer, **ids)
-
-    def save(model: LlamaForCausalLM, target: Path) -> dict[str, str]:
-        return checkpoint.save_checkpoint(
-            model, target, config=config, tokenizer=files.folder, first=first_token(recipe, files)
-        )  # fmt: skip
-
-    model, attention = initial_model(
-        recipe.model, normalizer=normalizer, seed=seed, device=processes.device,
-        attention=recipe.compute.attention, tokens=ids,
-    )  # fmt: skip
-    say(f"{model.num_parameters():,} parameters, {attention}")
-    trainer = Trainer(
-        recipe, model, folder=state, processes=processes, settings=settings,
-        evaluate=partial(
-            evaluate,
-            ids=torch.tensor(watched_rows(recipe, files)),
-            tokenizer=PreTrainedTokenizerFast.from_pretrained(files.folder),
-            dtype=DTYPES[recipe.compute.precision],
-        ),
-        best=lambda one: save(one, folder / BEST),
-        say=say,
-    )  # fmt: skip
-    progress = trainer.train(
-        sequences(recipe, files),
-        seed=seed,
-        log=lambda step: Log(
-            state / LOG, step=step,
-            trackers=open_trackers(trackers, folder, name, recipe.settings()),
-        ),
-        stop_after=stop_after,
-    )  # fmt: skip
-    if progress.step < recipe.steps:
-        return None
-    lines = read_log(state / LOG) if (state / LOG).is_file() else []
+def _record(trainer: Trainer) -> Training:
+    """Of a training that took its last step; the main process writes it, and the checkpoint."""
+    run, progress, model = trainer.run, trainer.progress, trainer.model
+    recipe, about = run.recipe, run.files.about
+    lines = read_log(run.log_file)
     losses = [line["loss"] for line in lines if line["kind"] == "step"]
     record = Training(
         name=recipe.name,
-        normalizer=normalizer,
-        seed=seed,
+        normalizer=run.normalizer,
+        seed=run.seed,
         settings=recipe.settings(),
         settings_digest=progress.settings,
         data=TrainedOn(
@@ -212,7 +145,7 @@ def _trained(
             sources=tuple(source.name for source in about.sources),
             licences=about.licences,
         ),
-        attention=attention,
+        attention=trainer.attention,
         kernels=tuple(progress.kernels),
         compiled=recipe.compute.compile or "no",
         parameters=model.num_parameters(),
@@ -226,31 +159,24 @@ def _trained(
             for line in lines
             if line["kind"] == "watch"
         ),
-        sessions=tuple(TrainingSession(**one) for one in progress.sessions),
+        sessions=tuple(progress.sessions),
         finished=datetime.now(UTC),
     )
-    if processes.is_main_process:
-        record = record.model_copy(update={"weights": save(model, folder)})
+    if trainer.processes.is_main_process:
+        record = record.model_copy(update={"weights": run.save(model, run.folder)})
         text = record.model_dump_json(indent=1) + "\n"
-        write_atomically(folder / TRAINING_FILE, text.encode())
-    processes.wait_for_everyone()
+        write_atomically(run.folder / TRAINING_FILE, text.encode())
+    trainer.processes.wait_for_everyone()
     return record
 
 
 @contextmanager
-def _alone(folder: Path, processes: PartialState) -> Iterator[None]:
+def _alone(folder: Path) -> Iterator[None]:
     """No other training works in ``folder`` meanwhile."""
-    if not processes.is_main_process:
-        yield
-        return
     folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / ".lock")
     try:
-        lock.acquire(timeout=0)
+        with FileLock(folder / ".lock", timeout=0):
+            clean_temporaries(folder)
+            yield
     except Timeout:
         raise TrainingError(f"{folder}: another process trains there") from None
-    try:
-        clean_temporaries(folder)
-        yield
-    finally:
-        lock.release()

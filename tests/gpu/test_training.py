@@ -23,8 +23,7 @@ SETTINGS = {
 def made(normalizer, attention="triton", **compute):
     """A step whose data are random, on the GPU."""
     from qbench.training.data import Sequences, dataloader
-    from qbench.training.loop import Step
-    from qbench.training.model import initial_model
+    from qbench.training.model import Step, initial_model
     from qbench.training.recipe import TrainingRecipe
 
     recipe = TrainingRecipe.model_validate({**SETTINGS, "compute": compute})

@@ -16,7 +16,7 @@ from qbench.checkpoints import find
 from qbench.checkpoints.tokenizer import load_tokenizer
 from qbench.errors import DataError, RecipeError, TrainingError
 from qbench.records import Training
-from qbench.training.log import read_log, require_trackers
+from qbench.training.log import read_log
 from qbench.training.runs import draw
 
 ROOT = Path(__file__).parents[2]
@@ -58,15 +58,15 @@ def test_a_trained_pair_is_two_checkpoints_alike_in_all_but_the_normalizer(tmp_p
     ],
 )
 def test_any_normalizer_is_trained_and_read_as_it_was(tmp_path, train, normalizer, monkeypatch):
-    from qbench.training import checkpoint as writing
+    from qbench.training import loop
 
-    kept, save = [], writing.save_checkpoint
+    kept, save = [], loop.save_checkpoint
 
     def keep(model, *rest, **more):
         kept.append(model)
         return save(model, *rest, **more)
 
-    monkeypatch.setattr(writing, "save_checkpoint", keep)
+    monkeypatch.setattr(loop, "save_checkpoint", keep)
     [record] = train(
         tmp_path, normalizers=[normalizer], tokens=320, watch={"every": 100}, log_every=5
     )
@@ -137,15 +137,15 @@ def test_a_look_measures_what_analyze_measures(tmp_path, train, tokens):
 def test_a_loss_that_is_not_finite_ends_it_and_the_last_good_state_is_kept(
     tmp_path, train, monkeypatch
 ):
-    from qbench.training import loop
+    from qbench.training import model
 
     def breaks(number, steps, schedule):
         return float("nan") if number == 23 else 1.0
 
-    monkeypatch.setattr(loop, "learning_rate", lambda *_: float("nan"))
+    monkeypatch.setattr(model, "learning_rate", lambda *_: float("nan"))
     with pytest.raises(TrainingError, match=r"step 5: the loss is nan.*there is no earlier state"):
         train(tmp_path, normalizers=["softmax"])
-    monkeypatch.setattr(loop, "learning_rate", breaks)
+    monkeypatch.setattr(model, "learning_rate", breaks)
     with pytest.raises(TrainingError, match=r"step 25: the loss is nan.*kept in") as error:
         train(tmp_path, normalizers=["softmax"])
     assert "\n" not in str(error.value)
@@ -191,13 +191,6 @@ def test_a_second_process_does_not_train_in_the_same_folder(tmp_path, train):
         train(tmp_path)
 
 
-def test_a_tracker_that_is_not_installed_is_named():
-    from qbench.errors import UnavailableError
-
-    with pytest.raises(UnavailableError, match="--tracker mlflow: unknown; possible: tensorboard"):
-        require_trackers(["mlflow"])
-
-
 @pytest.mark.parametrize(
     ("graphs", "normalizers"),
     [
@@ -241,7 +234,7 @@ def test_tensorboard_gets_the_same_numbers(tmp_path):
     from qbench.training.log import Log, open_trackers
 
     log = Log(
-        tmp_path / "log.jsonl", step=-1, trackers=open_trackers(["tensorboard"], tmp_path, "r", {})
+        tmp_path / "log.jsonl", step=-1, trackers=open_trackers(["tensorboard"], tmp_path, {})
     )
     log.write("step", 5, loss=2.5, mfu=None)
     log.write("watch", 5, loss=float("nan"))

@@ -11,7 +11,7 @@ from qbench.attention.normalizers import NORMALIZERS
 from qbench.checkpoints import find
 from qbench.checkpoints.convert import convert
 from qbench.errors import RecipeError
-from qbench.training import checkpoint as writing
+from qbench.training import loop
 from qbench.training.model import initial_model
 from qbench.training.recipe import Shape, TrainingRecipe
 
@@ -39,13 +39,13 @@ def test_they_are_trained_or_fixed_and_read_as_they_were(
     tmp_path, train, name, rope_theta, monkeypatch
 ):
     normalizer, own, expected = CASES[name]
-    kept, save = [], writing.save_checkpoint
+    kept, save = [], loop.save_checkpoint
 
     def keep(model, *rest, **more):
         kept.append(model)
         return save(model, *rest, **more)
 
-    monkeypatch.setattr(writing, "save_checkpoint", keep)
+    monkeypatch.setattr(loop, "save_checkpoint", keep)
     [record] = train(
         tmp_path, normalizers=[normalizer], tokens=320, watch={"every": 100}, log_every=5,
         model={"parameters": own, "rope_theta": rope_theta},

@@ -114,7 +114,7 @@ def test_a_damaged_state_is_not_gone_on_with(tmp_path, train):
     for damaged in (
         *(flipped(whole, place) for place in (0.1, 0.3, 0.5, 0.7, 0.9, 0.999)),
         *(whole[:1000], b"", whole + b"\0"),
-        whole.replace(b'\\"step\\": 7', b'\\"step\\": 9'),
+        whole.replace(b'\\"step\\":7', b'\\"step\\":9'),
     ):
         assert damaged != whole
         state.write_bytes(damaged)

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from qbench.quantizers.calibration import read_calibration
 from qbench.store import Analyses, Store
-from qbench.training import loop, runs
+from qbench.training import loop
 from qbench.training.tokenize import Tokenizing, begin_with, tokenize
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "train"
@@ -48,19 +48,19 @@ def test_bos_is_first_in_training_in_the_watch_and_in_the_analysis(
     tmp_path, monkeypatch, train, tokens_without_bos, own_cache, name
 ):
     trained_on, watched = [], []
-    batches, look = loop.dataloader, runs.evaluate
+    batches, look = loop.dataloader, loop.evaluate
 
     def fed(*arguments, **options):
         for batch in batches(*arguments, **options):
             trained_on.append(batch)
             yield batch
 
-    def looked(*arguments, ids, **options):
+    def looked(model, ids, *rest):
         watched.append(ids)
-        return look(*arguments, ids=ids, **options)
+        return look(model, ids, *rest)
 
     monkeypatch.setattr(loop, "dataloader", fed)
-    monkeypatch.setattr(runs, "evaluate", looked)
+    monkeypatch.setattr(loop, "evaluate", looked)
     [record] = train(tmp_path / "trained", **in_small(name, tokens_without_bos))
     assert record.settings["optimizer"]["weight_decay"] == 0.5
     assert len(watched) == 3

@@ -8,8 +8,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from qbench.training.data import Sequences, dataloader
-from qbench.training.loop import Step
-from qbench.training.model import Loss, initial_model
+from qbench.training.model import Loss, Step, initial_model
 from qbench.training.recipe import Shape, TrainingRecipe
 
 SHAPE = Shape(hidden=16, layers=2, heads=2, vocabulary=64, context=16)
