@@ -203,6 +203,7 @@ def attention(
     positions: Tensor,
     normalizer: str,
     parameters: Mapping[str, Tensor] | None = None,
+    spans: Tensor | None = None,
     **settings: Any,
 ) -> Tensor:
     """``reference.attention`` where each query reads each key and value from its source.
@@ -213,6 +214,15 @@ def attention(
     chosen = NORMALIZERS.get(normalizer)
     key, value, quantized_key, quantized_value = sources
     reference.check(query, key, value, settings.get("mask"))
+    if spans is not None:
+        settings |= {"cache": cache, "normalizer": normalizer, "parameters": parameters}
+        output = query.new_zeros(*query.shape[:3], value.shape[3])
+        for rows, keys in reference.sequences(spans):
+            parts = Sources(*(tensor[keys] for tensor in sources))
+            output[rows] = attention(
+                query[rows], parts, positions=positions[:, keys[2]], **settings
+            )
+        return output
     given = chosen.checked(parameters, query.shape[1])
     own = positions[:, key.shape[2] - query.shape[2] :]
     values, quantized_values = (reference.wide(v).contiguous() for v in (value, quantized_value))
@@ -285,27 +295,4 @@ def kernel_attention(
             BLOCK_Q=block_q, BLOCK_K=block_k, num_warps=4,
             **ops.constants(kernels, flags, of, ops.layout_of(query), ops.layout_of(value)),
         )  # fmt: skip
-    return output
-
-
-def packed_attention(
-    query: Tensor,
-    sources: Sources,
-    *,
-    positions: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    causal: bool = True,
-    **settings: Any,
-) -> Tensor:
-    """:func:`attention` of sequences laid in a row, see ``reference.packed_attention``."""
-    output = sources.value.new_zeros(*query.shape[:3], sources.value.shape[3])
-    for rows, keys in reference.sequences(cu_seqlens_q, cu_seqlens_k):
-        output[:, :, rows] = attention(
-            query[:, :, rows],
-            Sources(*(tensor[:, :, keys] for tensor in sources)),
-            positions=positions[:, keys],
-            causal=causal,
-            **settings,
-        )
     return output

@@ -7,7 +7,6 @@ inputs' dtype). Queries are taken in chunks, so memory grows linearly with their
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -42,22 +41,32 @@ def attention(
     mask: Tensor | None = None,
     causal: bool = False,
     window: int | None = None,
+    spans: Tensor | None = None,
 ) -> Tensor:
     """Attention of query [B, Hq, Tq, D] over key [B, Hkv, Tk, D] and value [B, Hkv, Tk, Dv].
 
     ``parameters``: the normalizer's, by name. ``scale``: factor of the scores, 1/√D by default.
     ``softcap`` c: scores x become c · tanh(x / c) (Gemma 2), before ALiBi's slopes and the rest.
     ``mask``: bool, [B or 1, Hq or 1, Tq, Tk], True = attend. ``causal`` aligns the last query
-    with the last key; ``window`` lets a query see that many keys up to and with its own. A query
-    with nothing to attend to gives 0. Returns [B, Hq, Tq, Dv], in the dtype of torch.autocast where
-    that is on. Raises RecipeError for an unknown normalizer, UnavailableError for a parameter that
-    it does not have or that is missing, ValueError for shapes that do not fit.
+    with the last key; ``window`` lets a query see that many keys up to and with its own. ``spans``
+    (see :mod:`qbench.attention.kernels.varlen`): sequences inside the batch rows, without a mask,
+    the last query of each aligned with its last key; none sees another. A query with nothing to
+    attend to, or outside every sequence, gives 0. Returns [B, Hq, Tq, Dv], in the dtype of
+    torch.autocast where that is on. Raises RecipeError for an unknown normalizer, UnavailableError
+    for a parameter that it does not have or that is missing, ValueError for shapes that do not
+    fit.
     """
     query, key, value = autocast(query, key, value)
     chosen = NORMALIZERS.get(normalizer)
     check(query, key, value, mask)
     given = chosen.checked(parameters, query.shape[1])
     settings = {"scale": scale, "softcap": softcap, "mask": mask, "causal": causal}
+    if spans is not None:
+        settings |= {"normalizer": normalizer, "parameters": parameters, "window": window}
+        output = query.new_zeros(*query.shape[:3], value.shape[3])
+        for rows, keys in sequences(spans):
+            output[rows] = attention(query[rows], key[keys], value[keys], **settings)
+        return output
     with torch.autocast(query.device.type, enabled=False):
         if not window and not softcap and not given:
             output = chosen.attention(
@@ -202,35 +211,9 @@ def _scale(query: Tensor, scale: float | None) -> float:
     return query.shape[-1] ** -0.5 if scale is None else scale
 
 
-def packed_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    causal: bool = True,
-    **settings: Any,
-) -> Tensor:
-    """:func:`attention` of sequences laid in a row in [1, H, T, D], none of which sees another.
-
-    Sequence s has the queries ``cu_seqlens_q[s]`` to ``cu_seqlens_q[s + 1]``, and so its keys;
-    both are integer tensors [S + 1]. Queries outside every sequence give 0. Other
-    arguments and errors as in :func:`attention`.
-    """
-    output = value.new_zeros(*query.shape[:3], value.shape[3])
-    for rows, keys in sequences(cu_seqlens_q, cu_seqlens_k):
-        parts = (query[:, :, rows], key[:, :, keys], value[:, :, keys])
-        output[:, :, rows] = attention(*parts, causal=causal, **settings)
-    return output
-
-
-def sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Iterator[tuple[slice, slice]]:
-    """The queries and the keys of each sequence that has both, see :func:`packed_attention`."""
-    for rows, keys in zip(
-        itertools.pairwise(cu_seqlens_q.tolist()),
-        itertools.pairwise(cu_seqlens_k.tolist()),
-        strict=True,
-    ):
-        if rows[0] < rows[1] and keys[0] < keys[1]:
-            yield slice(*rows), slice(*keys)
+def sequences(spans: Tensor) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+    """Where in [B, H, T, D] the queries and the keys of each sequence are that has both."""
+    for row, first_query, last_query, first_key, last_key, _ in spans.tolist():
+        if first_query < last_query and first_key < last_key:
+            heads = (slice(row, row + 1), slice(None))
+            yield (*heads, slice(first_query, last_query)), (*heads, slice(first_key, last_key))

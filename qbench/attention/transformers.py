@@ -126,18 +126,20 @@ def _attention(normalizer: str, implementation: str) -> Callable[..., tuple[Tens
             key, value = sources.quantized_key, sources.quantized_value
             if by_query(cached):
                 two_sources = {"sources": sources, "cache": cached, "positions": positions}
-        function = _function(implementation, bool(two_sources), cu_seq_lens_q is not None)
+        triton = implementation == "triton"
+        if two_sources:
+            function = kv_cache.kernel_attention if triton else kv_cache.attention
+        else:
+            function = kernels.attention if triton else reference.attention
         tensors = two_sources or {"key": key, "value": value}
         shared = {"normalizer": normalizer, "parameters": parameters, "scale": scaling}
         shared["softcap"] = softcap
         settings: dict[str, Any] = {"causal": causal}
         if cu_seq_lens_q is not None:
             assert cu_seq_lens_k is not None, "transformers hands over both"
-            if implementation == "triton":
-                settings["spans"] = packed_spans(cu_seq_lens_q, cu_seq_lens_k)
+            settings["spans"] = packed_spans(cu_seq_lens_q, cu_seq_lens_k)
+            if triton:
                 settings |= {"max_seqlen_q": max_length_q, "max_seqlen_k": max_length_k}
-            else:
-                settings |= {"cu_seqlens_q": cu_seq_lens_q, "cu_seqlens_k": cu_seq_lens_k}
         elif isinstance(attention_mask, Mask) and attention_mask.banded:
             settings |= attention_mask.settings(query.shape[2])
         elif attention_mask is not None:
@@ -190,16 +192,6 @@ def parameters_of(
         if name not in known and options.get(name) is not None:
             raise UnavailableError(f"{chosen.name} attention has no {name}; use a model without")
     return found
-
-
-def _function(implementation: str, two_sources: bool, packed: bool) -> Callable[..., Tensor]:
-    """What computes attention: of keys and values as they are, or of ``two_sources``; of batch
-    rows, or of sequences ``packed`` in one."""
-    if implementation == "triton":
-        return kv_cache.kernel_attention if two_sources else kernels.attention
-    if two_sources:
-        return kv_cache.packed_attention if packed else kv_cache.attention
-    return reference.packed_attention if packed else reference.attention
 
 
 @cache

@@ -56,7 +56,7 @@ def received(monkeypatch, implementation="triton"):
             query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=True
         )
 
-    monkeypatch.setattr(interface, "_function", lambda *_: function)
+    monkeypatch.setattr(interface.kernels, "attention", function)
     monkeypatch.setattr(interface, "choose", lambda *_: implementation)
     return seen
 

@@ -5,6 +5,7 @@ from attention_cases import parameters as parameters_of
 from normalizer_parameters import parameters
 
 from qbench.attention import reference
+from qbench.attention.kernels.varlen import packed_spans
 from qbench.errors import RecipeError
 
 
@@ -13,8 +14,7 @@ def by_reference(case, query, key, value, given):
     settings |= {"window": case.window, "causal": case.causal}
     if case.packed:
         edges = torch.tensor([0, *case.packed], dtype=torch.int32).cumsum(0)
-        settings |= {"cu_seqlens_q": edges, "cu_seqlens_k": edges}
-        return reference.packed_attention(query, key, value, **settings)
+        settings["spans"] = packed_spans(edges, edges)
     return reference.attention(query, key, value, mask=mask_of(case), **settings)
 
 

@@ -98,13 +98,11 @@ def test_two_sources_are_read_as_the_definition_reads_them(normalizer, dtype, wi
         edges = torch.tensor([0, 9, 10, 30]).cuda(), torch.tensor([0, 9, 10, tokens]).cuda()
         places = torch.cat([torch.arange(n) for n in (9, 1, tokens - 10)])[None].int().cuda()
         row = Sources(*(tensor[:1] for tensor in sources))
-        found = kv_cache.kernel_attention(
-            query[:1, :, :30], row, positions=places, spans=packed_spans(*edges), **options
+        spans = packed_spans(*edges)
+        found, wanted = (
+            function(query[:1, :, :30], row, positions=places, spans=spans, **options)
+            for function in (kv_cache.kernel_attention, kv_cache.attention)
         )
-        wanted = kv_cache.packed_attention(
-            query[:1, :, :30], row, positions=places,
-            cu_seqlens_q=edges[0], cu_seqlens_k=edges[1], **options,
-        )  # fmt: skip
         assert_near(found, wanted, limit)
 
 

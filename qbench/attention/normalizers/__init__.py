@@ -7,7 +7,6 @@ stands here for one that comes with qbench, in the file itself for one from outs
 from __future__ import annotations
 
 from qbench.attention.normalizers.normalizer import SLOPES, Kernels, Normalizer, Parameter
-from qbench.attention.normalizers.rectified import Rectified
 from qbench.attention.normalizers.scalable import (
     ScalableSoftmax,
     ScalableSoftmaxNext,
@@ -15,8 +14,7 @@ from qbench.attention.normalizers.scalable import (
     ScalableSoftpickNext,
 )
 from qbench.attention.normalizers.sigmoid import Sigmoid
-from qbench.attention.normalizers.sinks import Softmax1, SoftmaxSink
-from qbench.attention.normalizers.softmax import Softmax
+from qbench.attention.normalizers.softmax import Rectified, Softmax, Softmax1, SoftmaxSink
 from qbench.attention.normalizers.softpick import Softpick
 from qbench.plugins import Registry
 

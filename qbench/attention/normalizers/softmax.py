@@ -1,14 +1,34 @@
-"""Softmax: w_i = e^(x_i − m) / Σ_k e^(x_k − m), m = max x."""
+"""Softmax, w_i = e^(x_i − m) / Σ_k e^(x_k − m) with m = max x; over some keys alone, and with one
+more term in the denominator."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from qbench.attention.normalizers.normalizer import SLOPES, Kernels, Normalizer
+from qbench.attention.normalizers.normalizer import SLOPES, Kernels, Normalizer, Parameter
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+def softmax(scores: Tensor, allowed: Tensor | None, sink: Tensor | None = None) -> Tensor:
+    """Weights of ``scores`` [..., N]; ``sink``: a score in the sum that has no key."""
+    import torch
+
+    visible = scores if allowed is None else scores.masked_fill(~allowed, float("-inf"))
+    # The maximum only shifts the exponents: function and gradient do not depend on it.
+    maximum = visible.detach().amax(-1, keepdim=True)
+    # A finite shift keeps rows without any key free of −∞ − (−∞).
+    lowest = torch.finfo(scores.dtype).min
+    maximum = maximum.clamp(min=lowest) if sink is None else maximum.maximum(sink.detach())
+    exponentials = (visible - maximum).exp()
+    total = exponentials.sum(-1, keepdim=True)
+    if sink is not None:
+        total = total + (sink - maximum).exp()
+    # The largest exponential of a row with any is 1, so this clamp only makes 0 / 0 zero.
+    return exponentials / total.clamp(min=1)
 
 
 class Softmax(Normalizer):
@@ -27,15 +47,7 @@ class Softmax(Normalizer):
         parameters: Mapping[str, Tensor] | None = None,
         distances: Tensor | None = None,
     ) -> Tensor:
-        import torch
-
-        visible = scores if allowed is None else scores.masked_fill(~allowed, float("-inf"))
-        # The maximum only shifts the exponents: function and gradient do not depend on it.
-        maximum = visible.detach().amax(-1, keepdim=True)
-        # A finite shift keeps rows without any key free of −∞ − (−∞).
-        exponentials = (visible - maximum.clamp(min=torch.finfo(scores.dtype).min)).exp()
-        # The largest exponential of a row with any is 1, so this clamp only makes 0 / 0 zero.
-        return exponentials / exponentials.sum(-1, keepdim=True).clamp(min=1)
+        return softmax(scores, allowed)
 
     def attention(
         self,
@@ -68,3 +80,64 @@ class Softmax(Normalizer):
             # Torch averages all values, or gives NaN, where a query has nothing to attend to.
             output = output.masked_fill(~mask.any(-1, keepdim=True), 0.0)
         return output.to(query.dtype)
+
+
+class Rectified(Normalizer):
+    """w_i = [x_i ≥ 0] e^(x_i − m) / Σ_k [x_k ≥ 0] e^(x_k − m), the softpick paper's appendix B."""
+
+    name = "rectified"
+    description = "softmax over the scores that are not negative (the paper's appendix B)"
+    rows_sum_to_one = False
+    sparse = True
+    parameters = (SLOPES,)
+    kernels = Kernels(score_function="rectified")
+
+    def weights(
+        self,
+        scores: Tensor,
+        *,
+        allowed: Tensor | None = None,
+        parameters: Mapping[str, Tensor] | None = None,
+        distances: Tensor | None = None,
+    ) -> Tensor:
+        kept = scores >= 0
+        return softmax(scores, kept if allowed is None else kept & allowed)
+
+
+class Softmax1(Normalizer):
+    """w_i = e^(x_i − m) / (e^(s − m) + Σ_k e^(x_k − m)), m = max(s, max x), so that a query may
+    attend to nothing: s is 0 ("off by one", Miller 2023), or the parameter ``sinks``."""
+
+    name = "softmax1"
+    description = "softmax with 1 added to the denominator"
+    rows_sum_to_one = False
+    sparse = False
+    parameters = (SLOPES,)
+    kernels = replace(Softmax.kernels, sink="one")
+
+    def weights(
+        self,
+        scores: Tensor,
+        *,
+        allowed: Tensor | None = None,
+        parameters: Mapping[str, Tensor] | None = None,
+        distances: Tensor | None = None,
+    ) -> Tensor:
+        sink = scores.new_zeros(())
+        if parameters and "sinks" in parameters:
+            sink = parameters["sinks"].to(scores.dtype)[:, None, None]
+        return softmax(scores, allowed, sink)
+
+
+class SoftmaxSink(Softmax1):
+    """With a learned s a head (gpt-oss)."""
+
+    name = "softmax-sink"
+    description = "softmax with e to a learned sink a head added to the denominator"
+    parameters = (
+        Parameter(
+            name="sinks", shape=("H",), trainable=True, attribute="sinks", keyword="s_aux"
+        ),
+        SLOPES,
+    )  # fmt: skip
+    kernels = replace(Softmax.kernels, sink="learned")

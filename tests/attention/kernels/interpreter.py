@@ -17,7 +17,7 @@ from qbench.attention.kernels.common import Launch
 from qbench.attention.normalizers import NORMALIZERS, register
 from qbench.attention.normalizers.normalizer import Kernels
 from qbench.attention.normalizers.scalable import S
-from qbench.attention.normalizers.sinks import SoftmaxSink
+from qbench.attention.normalizers.softmax import SoftmaxSink
 from qbench.errors import UnavailableError
 
 

@@ -88,11 +88,8 @@ def layouts(residual, normalizer):
     edges = torch.tensor([0, 9, 10, 20]), torch.tensor([0, 9, 10, 41])
     places = torch.cat([torch.arange(n) for n in (9, 1, 31)])[None].int()
     row = Sources(*(tensor[:1] for tensor in sources))
-    found = kv_cache.kernel_attention(
-        query[:1, :, :20], row, positions=places, spans=packed_spans(*edges), **options
+    found, wanted = (
+        function(query[:1, :, :20], row, positions=places, spans=packed_spans(*edges), **options)
+        for function in (kv_cache.kernel_attention, kv_cache.attention)
     )
-    wanted = kv_cache.packed_attention(
-        query[:1, :, :20], row, positions=places,
-        cu_seqlens_q=edges[0], cu_seqlens_k=edges[1], **options,
-    )  # fmt: skip
     yield error(found, wanted)
