@@ -64,6 +64,7 @@ class FakeQuantized(ActivationSettings):
         ),
     ] = ()
 
+    backend: ClassVar[str] = "activation_inputs"
     percentile: ClassVar[float] = 100.0
     real: ClassVar[bool] = False  # whether codes are multiplied by codes
 
@@ -278,41 +279,34 @@ class Nvfp4(FakeQuantized):
         return f"nvfp4 in blocks of {NVFP4_BLOCK}, tensor scale {self.tensor_scale}"
 
 
-def _register(name: str, kind: type[FakeQuantized], line: str, **fixed: Any) -> None:
-    ACTIVATIONS.register(name, kind, line, backend="qbench.quantizers.activation_inputs", **fixed)
-
-
-_WHOLE, _ALL = {"group_size": WHOLE_ROW}, {"percentile": 100.0}
-for _per, _fixed, _line in (
-    ("token", _ALL, "one scale a token, from its own values"),
-    ("tensor", _WHOLE | _ALL, "one scale a batch; scores depend on the batch"),
-    ("static", _WHOLE, "one scale a layer, fixed on calibration text"),
+for _per, _line in (
+    ("token", "one scale a token, from its own values"),
+    ("tensor", "one scale a batch; scores depend on the batch"),
+    ("static", "one scale a layer, fixed on calibration text"),
 ):
+    _fixed: dict[str, Any] = {"per": _per}
+    if _per != "token":
+        _fixed["group_size"] = WHOLE_ROW
+    if _per != "static":
+        _fixed["percentile"] = 100.0
     for _bits in (8, 6, 4):
         for _symmetric in (True, False):
-            _register(
+            ACTIVATIONS.register(
                 f"int{_bits}-{_per}{'' if _symmetric else '-asymmetric'}",
                 Scaled,
                 f"int{_bits}{'' if _symmetric else ' with a zero point'}, {_line}",
                 num_bits=_bits,
                 type="int",
                 symmetric=_symmetric,
-                per=_per,
                 **_fixed,
             )
-    _register(
-        f"fp8-{'row' if _per == 'token' else _per}",
-        Scaled,
-        f"fp8 e4m3, {_line}",
-        num_bits=8,
-        type="float",
-        symmetric=True,
-        per=_per,
-        **_fixed | _WHOLE,
-    )
-_register("mxfp8", Mx, "MXFP8: e4m3 in blocks of 32, a power of two as scale", num_bits=8)
-_register("mxfp4", Mx, "MXFP4: e2m1 in blocks of 32, a power of two as scale", num_bits=4)
-_register("nvfp4", Nvfp4, "NVFP4: e2m1 in blocks of 16, e4m3 scales")
+    _fixed |= {"num_bits": 8, "type": "float", "symmetric": True, "group_size": WHOLE_ROW}
+    _name = "fp8-row" if _per == "token" else f"fp8-{_per}"
+    ACTIVATIONS.register(_name, Scaled, f"fp8 e4m3, {_line}", **_fixed)
+for _bits, _element in ((8, "e4m3"), (4, "e2m1")):
+    _line = f"MXFP{_bits}: {_element} in blocks of 32, a power of two as scale"
+    ACTIVATIONS.register(f"mxfp{_bits}", Mx, _line, num_bits=_bits)
+ACTIVATIONS.register("nvfp4", Nvfp4, "NVFP4: e2m1 in blocks of 16, e4m3 scales")
 
 for _name, _weights, _activations, _line in (
     ("w8a8-int8", "int8-row", "int8-token", "int8: weights a row, activations a token"),

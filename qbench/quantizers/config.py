@@ -2,8 +2,8 @@
 
 A config has five fields (weights, activations, kv_cache, transform, pruning), each the settings of
 one method or None. Settings say what a plan, a key and the audit must know; the functions that do
-the work stand in the method's *backend*, a module that ``qbench.quantizers.names`` knows by the
-type of the settings and that ``qbench.quantizers.quantize`` imports when a model is there:
+the work stand in the method's ``backend``, a module that ``qbench.quantizers.quantize`` imports
+when a model is there; of settings that are none of qbench's own, the module that they are in:
 
     weights      quantize(name, layer, settings) → tensors by name, for one ``nn.Linear``; or, for a
                  method that goes through a whole model, quantize_model(model, settings,
@@ -92,6 +92,7 @@ class Settings(ABC):
     """
 
     method: ClassVar[str]  # groups names: "gptq", "int", "smoothquant"
+    backend: ClassVar[str] = ""  # of qbench.quantizers: where its functions are
     needs_calibration: bool = False
     batch_invariant: bool = True
     requirements: tuple[str, ...] = ()

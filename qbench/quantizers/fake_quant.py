@@ -92,13 +92,9 @@ def encode_definition(
 ) -> tuple[Tensor, Tensor]:
     """``encode`` in plain PyTorch; ``fixed`` is given for a whole tensor."""
     wide = x.float()
-    if fixed is None:
-        scale = scale_of_rows(wide, form).scale
-    elif form.dynamic:
-        scale = fixed.scale.view(1, 1)
-    else:  # a broken row must not break the others
-        scale = torch.where(wide.isfinite().all(1, keepdim=True), fixed.scale, torch.nan)
-    scale = torch.where(torch.isinf(scale), torch.nan, scale)
+    scale = scale_of_rows(wide, form, fixed).scale.view(-1, 1)
+    if not form.dynamic:  # a broken row must not break the others
+        scale = scale + not_finite(wide).sum(1, keepdim=True)
     codes = quantize(wide, form, Scale(scale)).nan_to_num(0.0)
     return codes.to(CODES[form.type]), scale
 
@@ -156,8 +152,9 @@ def scale_of_tensor(low: Tensor, high: Tensor, form: QuantFormat) -> Scale:
 
 
 def stored(scale: Tensor, form: QuantFormat) -> Tensor:
-    """``scale`` as it would be kept, in float32."""
-    return scale.to(torch.float16).float() if form.scale_dtype == "float16" else scale
+    """``scale`` as it would be kept, in float32; NaN where it is infinite."""
+    kept = scale.to(torch.float16).float() if form.scale_dtype == "float16" else scale
+    return kept + not_finite(kept)
 
 
 # Codes

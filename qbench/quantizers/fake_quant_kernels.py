@@ -169,8 +169,6 @@ def encode(x: Tensor, form: QuantFormat, fixed: Scale | None = None) -> tuple[Te
     dtype = torch.int8 if form.type == "int" else torch.float8_e4m3fn
     codes = torch.empty(x.shape, dtype=dtype, device=x.device)
     scale = torch.empty(len(x), 1, dtype=torch.float32, device=x.device)
-    if fixed is not None and form.dynamic:
-        fixed = Scale(torch.where(torch.isinf(fixed.scale), torch.nan, fixed.scale))
     _rows(x, codes, scale, form, fixed)
     return codes, fixed.scale.view(1, 1) if fixed is not None and form.dynamic else scale
 

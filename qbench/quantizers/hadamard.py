@@ -90,38 +90,26 @@ def _paley(order: int) -> Matrix:
 
 def _characters(prime: int, degree: int) -> Matrix:
     """χ(a − b) for all a, b of the field: 1 for squares, −1 for others, 0 for 0. Elements are
-    polynomials over the integers modulo ``prime``, modulo one that has no divisor."""
+    polynomials over the integers modulo ``prime``, of a degree below ``degree``."""
     elements = list(itertools.product(range(prime), repeat=degree))
-    modulus = _irreducible(prime, degree)
-    squares = {_product(a, a, modulus, prime) for a in elements if any(a)}
+    powers = _powers_of_x(prime, degree)
+    character = {x: 1 - 2 * (power % 2) for power, x in enumerate(powers)} | {elements[0]: 0}
 
-    def character(a: tuple[int, ...], b: tuple[int, ...]) -> int:
-        c = tuple((x - y) % prime for x, y in zip(a, b, strict=True))
-        return (1 if c in squares else -1) if any(c) else 0
+    def difference(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple((x - y) % prime for x, y in zip(a, b, strict=True))
 
-    table = [[character(a, b) for b in elements] for a in elements]
-    return np.array(table, np.int8)
+    return np.array([[character[difference(a, b)] for b in elements] for a in elements], np.int8)
 
 
-def _irreducible(prime: int, degree: int) -> tuple[int, ...]:
-    """Coefficients c of an x^degree − Σ cᵢ xⁱ without divisors: up to degree 3, without roots."""
-    if degree == 1:
-        return (0,)
-    return next(
-        c
-        for c in itertools.product(range(prime), repeat=degree)
-        if all((x**degree - sum(c[i] * x**i for i in range(degree))) % prime for x in range(prime))
-    )
-
-
-def _product(
-    a: tuple[int, ...], b: tuple[int, ...], modulus: tuple[int, ...], prime: int
-) -> tuple[int, ...]:
-    degree = len(a)
-    whole = [0] * (2 * degree - 1)
-    for i, j in itertools.product(range(degree), repeat=2):
-        whole[i + j] += a[i] * b[j]
-    for top in range(2 * degree - 2, degree - 1, -1):  # x^degree = Σ cᵢ xⁱ
-        for i in range(degree):
-            whole[top - degree + i] += whole[top] * modulus[i]
-    return tuple(c % prime for c in whole[:degree])
+def _powers_of_x(prime: int, degree: int) -> list[tuple[int, ...]]:
+    """All elements but 0, as x⁰, x¹, x², … modulo the first polynomial x^degree − Σ cᵢ xⁱ with
+    which they are all of them: coefficients, the lowest first."""
+    for coefficients in itertools.product(range(prime), repeat=degree):
+        powers = [(1, *[0] * (degree - 1))]
+        while len(powers) < prime**degree - 1:
+            *lower, top = powers[-1]
+            shifted = zip((0, *lower), coefficients, strict=True)
+            powers.append(tuple((a + top * c) % prime for a, c in shifted))
+        if len({*powers, (0,) * degree}) == prime**degree:
+            return powers
+    raise AssertionError  # every field has a primitive polynomial

@@ -7,7 +7,7 @@ tokens (KIVI, Liu et al. 2024), or by all keys, and all values, of a layer.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -34,6 +34,8 @@ class KVCache(KVCacheSettings):
     """A scale for each head and token, or several, or one for all keys of a layer in a forward pass
     and one for all values: then later tokens and the rest of the batch change it, which is
     declared. Scales are dynamic: taken from the keys and values themselves."""
+
+    backend: ClassVar[str] = "kv_fake_quant"
 
     num_bits: Literal[8, 4, 3, 2]
     type: Literal["int", "float"] = "int"
@@ -215,7 +217,6 @@ for _bits, _type in ((8, "int"), (4, "int"), (3, "int"), (2, "int"), (8, "float"
                 f"{_name}-{_scales}",
                 _kind,
                 f"{_name}, {_line}",
-                backend="qbench.quantizers.kv_fake_quant",
                 scales=_scales,
                 **_fixed,
                 **({"group_size": WHOLE_ROW} if _scales == "tensor" else {}),

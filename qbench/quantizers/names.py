@@ -1,9 +1,7 @@
 """Methods by the names that recipes say, and a recipe's entry as a config. Imports no torch.
 
 One registry a field of :class:`~qbench.quantizers.config.QuantizationConfig`. A name stands for a
-class of settings, some of them fixed, and for the backend whose functions do the work (see
-``qbench.quantizers.config``). The backend is a module's name, by default that of the class's own
-module, so a plug-in is one file.
+class of settings, some of them fixed.
 """
 
 from __future__ import annotations
@@ -47,19 +45,13 @@ class Preset:
         }
 
 
-BACKENDS: dict[type, str] = {}  # of each class of settings: the module with its functions
-
-
 class Presets(Registry[Preset]):
     """Names of one kind of settings, and how what a recipe states beside one becomes settings."""
 
-    def register(
-        self, name: str, kind: type, description: str, *, backend: str = "", **fixed: Any
-    ) -> None:
+    def register(self, name: str, kind: type, description: str, **fixed: Any) -> None:
         """Give ``kind`` a name that recipes can say; ``fixed`` are the settings that it stands
-        for, ``backend`` the module with its functions."""
+        for."""
         self.add(name, Preset(name=name, kind=kind, fixed=fixed, description=description))
-        BACKENDS[kind] = backend or kind.__module__
 
     def parse(self, name: str, stated: Mapping[str, Any] | None = None) -> Any:
         """The settings that ``name`` and ``stated`` options give, defaults filled in.
@@ -221,19 +213,10 @@ def _unknown(name: str) -> str:
 
 def _first(error: ValidationError) -> str:
     """The first problem in one line: the option, what it may be, and what it is."""
-    problems = [(_location(one["loc"]), one["msg"]) for one in error.errors()]
-    location, first = problems[0]
-    if not location:  # of several options together
-        return first.removeprefix("Value error, ")
-    messages = [message for other, message in problems if other == location]  # of a union's parts
-    wanted = " or ".join(
-        message.removeprefix("Value error, ").removeprefix("Input should be ")
-        for message in dict.fromkeys(messages)
-    )
-    return f"{location} must be {wanted}, not {shown(error.errors()[0]['input'])}"
-
-
-def _location(parts: tuple[int | str, ...]) -> str:
-    """``ignore[1]``; what pydantic calls the parts of a union is left out."""
-    items = "".join(f"[{part}]" for part in parts[1:] if isinstance(part, int))
-    return f"{parts[0]}{items}" if parts else ""
+    first = error.errors()[0]
+    wanted = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    if not first["loc"]:  # of several options together
+        return wanted
+    option, *parts = first["loc"]
+    item = "".join(f"[{part}]" for part in parts if isinstance(part, int))  # a union's have names
+    return f"{option}{item} must be {wanted}, not {shown(first['input'])}"

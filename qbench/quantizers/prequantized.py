@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass as plain_dataclass
 from importlib.util import find_spec
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -25,7 +25,7 @@ from qbench.quantizers.config import (
 )
 from qbench.quantizers.gguf_file import bits_of as type_bits
 from qbench.quantizers.gguf_file import levels_of
-from qbench.quantizers.names import BACKENDS, register
+from qbench.quantizers.names import register
 from qbench.records import UNQUANTIZED_BITS, Part, Precision
 
 WEIGHTS_ONLY = "weights only: they are multiplied dequantized"
@@ -48,16 +48,12 @@ class Scheme:
     independent: bool = True  # a score of batch-mates, and logits of later tokens
 
 
-@plain_dataclass(frozen=True, kw_only=True, slots=True)
-class Format:
-    """One ``quant_method``. ``modules``: what is imported to load it, by the name to install;
-    ``rescales``: its makers may have moved factors of columns into what comes before (AWQ,
-    SmoothQuant)."""
+class Format(NamedTuple):
+    """One ``quant_method``. ``modules``: what is imported to load it, by the name to install."""
 
     title: str
-    modules: Mapping[str, str]
     read: Callable[[Mapping[str, Any]], Scheme]
-    rescales: bool = False
+    modules: Mapping[str, str]
 
     @property
     def missing(self) -> list[str]:
@@ -161,26 +157,18 @@ def _mxfp4(config: Mapping[str, Any]) -> Scheme:
 
 
 GPTQMODEL = {"gptqmodel": "gptqmodel", "optimum": "optimum"}
+ACCELERATE = {"accelerate": "accelerate"}
 FORMATS: dict[str, Format] = {
-    "gptq": Format(title="GPTQ", modules=GPTQMODEL, read=_bits),
-    "awq": Format(
-        title="AWQ", modules={**GPTQMODEL, "accelerate": "accelerate"}, read=_bits, rescales=True
-    ),
+    "gptq": Format("GPTQ", _bits, GPTQMODEL),
+    "awq": Format("AWQ", _bits, GPTQMODEL | ACCELERATE),
     "compressed-tensors": Format(
-        title="compressed-tensors",
-        modules={"compressed-tensors": "compressed_tensors"},
-        read=_compressed_tensors,
-        rescales=True,
+        "compressed-tensors", _compressed_tensors, {"compressed-tensors": "compressed_tensors"}
     ),
-    "bitsandbytes": Format(
-        title="bitsandbytes", modules={"bitsandbytes": "bitsandbytes"}, read=_bitsandbytes
-    ),
-    "torchao": Format(title="torchao", modules={"torchao": "torchao"}, read=_torchao),
-    "fp8": Format(title="FP8", modules={"accelerate": "accelerate"}, read=_fp8),
-    "mxfp4": Format(title="MXFP4", modules={"accelerate": "accelerate"}, read=_mxfp4),
-    "gguf": Format(
-        title="GGUF", modules={"llama-cpp-python": "llama_cpp", "gguf": "gguf"}, read=_gguf
-    ),
+    "bitsandbytes": Format("bitsandbytes", _bitsandbytes, {"bitsandbytes": "bitsandbytes"}),
+    "torchao": Format("torchao", _torchao, {"torchao": "torchao"}),
+    "fp8": Format("FP8", _fp8, ACCELERATE),
+    "mxfp4": Format("MXFP4", _mxfp4, ACCELERATE),
+    "gguf": Format("GGUF", _gguf, {"llama-cpp-python": "llama_cpp", "gguf": "gguf"}),
 }
 REFUSED = {
     "hqq": "transformers 5 loads no HQQ checkpoints; quantize here: hqq-4bit",
@@ -206,6 +194,7 @@ class Published(WeightSettings):
     files: a plan puts ``Prequantized`` in its place."""
 
     method: ClassVar[str] = "checkpoint"
+    backend: ClassVar[str] = "stored_bits"
     name: ClassVar[str] = "checkpoint"  # type: ignore[assignment]  # there is one
     scheme: ClassVar[str] = "as its files say"  # type: ignore[assignment]  # they are not read yet
     title: ClassVar[str] = "As published"
@@ -340,7 +329,7 @@ class Prequantized(Published):
 
     @property
     def rescales(self) -> bool:  # type: ignore[override]  # of what is stated
-        return FORMATS[self.format].rescales
+        return self.format in ("awq", "compressed-tensors")  # as SmoothQuant may have before
 
     def error_bound(self) -> float:
         least = self._scheme.least_bits or self.num_bits
@@ -358,8 +347,6 @@ register(
     "checkpoint",
     Published,
     "a checkpoint that is quantized already: GPTQ, AWQ, compressed-tensors, … (list formats)",
-    backend="qbench.quantizers.stored_bits",
     ignore=(),
     threads=1,
 )
-BACKENDS[Prequantized] = BACKENDS[Published]

@@ -38,7 +38,6 @@ from qbench.quantizers.linear import (
     plain,
     require_matches,
 )
-from qbench.quantizers.names import BACKENDS
 from qbench.streaming import bring, storage, stream_of
 
 TRANSFORM = "qbench_transform"  # attribute of a quantized model: tensors of its transform
@@ -46,8 +45,9 @@ TRANSFORM = "qbench_transform"  # attribute of a quantized model: tensors of its
 
 def backend(settings: Settings) -> Any:
     """The module with the functions of a method, see ``qbench.quantizers.config``."""
-    kind = next(kind for kind in type(settings).__mro__ if kind in BACKENDS)
-    return importlib.import_module(BACKENDS[kind])
+    own = type(settings).__module__
+    shipped = own.startswith("qbench.")
+    return importlib.import_module(f"qbench.quantizers.{settings.backend}" if shipped else own)
 
 
 def quantize(

@@ -22,23 +22,17 @@ class Group:
     """Linear ``layers`` with one input of C channels, whose scales ``before`` takes the inverse of:
     a norm, or the linear layer whose outputs they are.
 
-    ``repeats``: each output channel of ``before`` feeds that many of the input's, head by head of
-    ``width`` channels: values that query heads share.
+    ``heads``: how the input's channels lie, [heads of ``before``, times each is used, width]:
+    values that query heads share.
     """
 
     before: nn.Module
     layers: tuple[nn.Linear, ...]
-    repeats: int = 1
-    width: int = 1
+    heads: tuple[int, int, int] = (-1, 1, 1)
 
     def shared(self, channels: Tensor) -> Tensor:
         """The largest of the input's channels [C] that one channel of ``before`` feeds."""
-        return channels.view(-1, self.repeats, self.width).amax(1).flatten()
-
-    def spread(self, channels: Tensor) -> Tensor:
-        """A channel of ``before`` to all of the input's that it feeds: the scales [C]."""
-        heads = channels.view(-1, 1, self.width)
-        return heads.expand(-1, self.repeats, -1).flatten()
+        return channels.view(self.heads).amax(1).flatten()
 
 
 def groups(model: PreTrainedModel, settings: SmoothQuant) -> dict[str, Group]:
@@ -55,8 +49,7 @@ def groups(model: PreTrainedModel, settings: SmoothQuant) -> dict[str, Group]:
             "o_proj": Group(
                 before=attention.v_proj,
                 layers=(attention.o_proj,),
-                repeats=config.num_attention_heads // config.num_key_value_heads,
-                width=attention.head_dim,
+                heads=(config.num_key_value_heads, -1, attention.head_dim),
             ),
             "down_proj": Group(before=mlp.up_proj, layers=(mlp.down_proj,)),
         }
@@ -103,7 +96,9 @@ def transform(model: PreTrainedModel, settings: SmoothQuant, tensors: Mapping[st
         scale = tensors[name].double()
         _divide(group.before, scale)
         for layer in group.layers:
-            set_parameter(layer.weight, layer.weight.double() * group.spread(scale))
+            heads = layer.weight.double().unflatten(1, group.heads)
+            scaled = heads * scale.view(heads.shape[1], 1, -1)
+            set_parameter(layer.weight, scaled.flatten(1))
 
 
 def _divide(module: nn.Module, scale: Tensor) -> None:

@@ -53,6 +53,7 @@ class SmoothQuant(TransformSettings):
     """
 
     method: ClassVar[str] = "smoothquant"
+    backend: ClassVar[str] = "smoothquant"
     name: ClassVar[str] = "smoothquant"  # type: ignore[assignment]  # there is one
     needs_calibration = True
 
@@ -90,6 +91,7 @@ class Rotation(TransformSettings):
     """
 
     method: ClassVar[str] = "rotation"
+    backend: ClassVar[str] = "rotation"
     name: ClassVar[str] = "rotation"  # type: ignore[assignment]  # there is one
 
     seed: Annotated[
@@ -142,6 +144,7 @@ class Rotation(TransformSettings):
 class Dormant(PruningSettings):
     """Heads below a share of their layer's mean."""
 
+    backend: ClassVar[str] = "head_pruning"
     name: ClassVar[str] = "dormant"  # type: ignore[assignment]  # there is one
 
     threshold: Annotated[
@@ -157,6 +160,7 @@ class Dormant(PruningSettings):
 class Weakest(PruningSettings):
     """A share of all heads, those that give least."""
 
+    backend: ClassVar[str] = "head_pruning"
     name: ClassVar[str] = "weakest"  # type: ignore[assignment]  # there is one
 
     share: Annotated[float, Field(gt=0, lt=1, description="of all heads of the model")] = 0.1
@@ -167,19 +171,12 @@ class Weakest(PruningSettings):
 
 
 TRANSFORMS.register(
-    "smoothquant",
-    SmoothQuant,
-    "activation outliers moved into weights by a scale a channel",
-    backend="qbench.quantizers.smoothquant",
+    "smoothquant", SmoothQuant, "activation outliers moved into weights by a scale a channel"
 )
 TRANSFORMS.register(
-    "rotation",
-    Rotation,
-    "the residual stream in a Hadamard basis, QuaRot's: outliers spread out",
-    backend="qbench.quantizers.rotation",
+    "rotation", Rotation, "the residual stream in a Hadamard basis, QuaRot's: outliers spread out"
 )
-for _name, _kind, _line in (
-    ("dormant", Dormant, "heads with nearly no output on the calibration text"),
-    ("weakest", Weakest, "a share of all heads, those with the least output on that text"),
-):
-    PRUNINGS.register(_name, _kind, _line, backend="qbench.quantizers.head_pruning")
+PRUNINGS.register("dormant", Dormant, "heads with nearly no output on the calibration text")
+PRUNINGS.register(
+    "weakest", Weakest, "a share of all heads, those with the least output on that text"
+)

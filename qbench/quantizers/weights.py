@@ -48,6 +48,7 @@ class Rtn(Grouped):
     """Round to nearest. The yardstick that every method must beat."""
 
     method: ClassVar[str] = "rtn"
+    backend: ClassVar[str] = "packed"
     title: ClassVar[str] = "Round to nearest"
     note: ClassVar[str] = "round to nearest"
 
@@ -58,6 +59,7 @@ class Bnb4(WeightSettings):
     block."""
 
     method: ClassVar[str] = "bnb"
+    backend: ClassVar[str] = "bnb"
     title: ClassVar[str] = "BNB"
     note: ClassVar[str] = "bitsandbytes"
     requirements = ("bitsandbytes",)
@@ -88,6 +90,7 @@ class Bnb8(WeightSettings):
     """
 
     method: ClassVar[str] = "bnb"
+    backend: ClassVar[str] = "bnb"
     title: ClassVar[str] = "BNB"
     note: ClassVar[str] = "bitsandbytes"
     requirements = ("bitsandbytes",)
@@ -125,6 +128,7 @@ class Hqq(WeightSettings):
     calibration. Zeros are whole numbers at 4 bits alone, as the library has it."""
 
     method: ClassVar[str] = "hqq"
+    backend: ClassVar[str] = "hqq"
     title: ClassVar[str] = "HQQ"
     requirements = ("hqq",)
 
@@ -165,6 +169,7 @@ class Gptq(Grouped):
     """GPTQ (Frantar et al. 2022): column by column, each error passed on to the columns left."""
 
     method: ClassVar[str] = "gptq"
+    backend: ClassVar[str] = "gptq"
     title: ClassVar[str] = "GPTQ"
     needs_calibration = True
 
@@ -219,6 +224,7 @@ class ScaledWeights(WeightSettings):
     formats, 2022). The formats that int8 and fp8 products of hardware take in; with activations
     of the same format products can be real, without weights are dequantized first."""
 
+    backend: ClassVar[str] = "scaled_mm"
     note: ClassVar[str] = "round to nearest"
     num_bits: Literal[8]
     type: Literal["int", "float"]
@@ -249,35 +255,18 @@ class ScaledWeights(WeightSettings):
         return 32 / columns if self.per == "row" else 32 / (rows * columns)
 
 
-for _bits, _kind, _line in (
-    (4, Bnb4, "bitsandbytes nf4 or fp4, blocks of 64"),
-    (8, Bnb8, "bitsandbytes LLM.int8, activations quantized too"),
-):
-    register(f"bnb-{_bits}bit", _kind, _line, backend="qbench.quantizers.bnb", num_bits=_bits)
-for _kind, _backend, _line in (
-    (Gptq, "gptq", "GPTQ, {} bits, calibrated"),
-    (Hqq, "hqq", "half-quadratic quantization, {} bits, no calibration"),
-    (Rtn, "packed", "round to nearest in groups, {} bits: the simplest method"),
+register("bnb-4bit", Bnb4, "bitsandbytes nf4 or fp4, blocks of 64", num_bits=4)
+register("bnb-8bit", Bnb8, "bitsandbytes LLM.int8, activations quantized too", num_bits=8)
+for _kind, _line in (
+    (Gptq, "GPTQ, {} bits, calibrated"),
+    (Hqq, "half-quadratic quantization, {} bits, no calibration"),
+    (Rtn, "round to nearest in groups, {} bits: the simplest method"),
 ):
     for _bits in (2, 3, 4, 8):
-        register(
-            f"{_kind.method}-{_bits}bit",
-            _kind,
-            _line.format(_bits),
-            backend=f"qbench.quantizers.{_backend}",
-            num_bits=_bits,
-        )
+        register(f"{_kind.method}-{_bits}bit", _kind, _line.format(_bits), num_bits=_bits)
 for _name, _type, _per, _line in (
     ("int8-row", "int", "row", "int8, a scale a row, for int8 products"),
     ("fp8-row", "float", "row", "fp8 e4m3, a scale a row, for fp8 products"),
     ("fp8-tensor", "float", "tensor", "fp8 e4m3, one scale a matrix, for fp8 products"),
 ):
-    register(
-        _name,
-        ScaledWeights,
-        _line,
-        backend="qbench.quantizers.scaled_mm",
-        num_bits=8,
-        type=_type,
-        per=_per,
-    )
+    register(_name, ScaledWeights, _line, num_bits=8, type=_type, per=_per)

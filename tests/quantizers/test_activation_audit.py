@@ -12,7 +12,6 @@ from qbench.quantizers.activations import Scaled
 from qbench.quantizers.audit.cell import audit
 from qbench.quantizers.config import QuantizationConfig
 from qbench.quantizers.formats import QuantFormat
-from qbench.quantizers.names import BACKENDS
 from qbench.records import Audit
 
 LAYER = "model.layers.1.mlp.up_proj"
@@ -98,7 +97,7 @@ class Undeclared(Scaled):
 
 
 def test_a_scale_that_sees_more_than_it_declares_fails_the_cell(folder, monkeypatch):
-    monkeypatch.setitem(BACKENDS, Undeclared, activation_inputs.__name__)
+    monkeypatch.setattr(Undeclared, "__module__", Scaled.__module__)  # whose functions it has
     chosen = QuantizationConfig(activations=Undeclared(per="tensor"), dtype="float32")
     report = check(make(chosen, folder), chosen)
     future, mates = report.problems
