@@ -4,20 +4,22 @@ what each linear layer takes in."""
 from __future__ import annotations
 
 import hashlib
-import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedTokenizerBase
 
 from qbench.errors import DataError, QuantizationError, some
 from qbench.quantizers.config import Progress
 from qbench.quantizers.texts import CalibrationText, draw_windows
 from qbench.streaming import Stop, decoder_blocks, hold
+
+Call = Callable[[Tensor], Any]  # of a block on hidden states
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -102,18 +104,70 @@ class BlockInputs:
         self.root, self.blocks = _blocks(model, layers)
         self._model, self._device = model, next(model.parameters()).device
         self._states: list[Tensor] = []
-        # Of each batch, what each block receives beside hidden states: its own mask and rotary
-        # angles, which differ between blocks where layer types are mixed.
-        self._rest: list[list[dict[str, Any]]] = []
+        # Of each batch, each block with what it receives beside hidden states: its own mask and
+        # rotary angles, which differ between blocks where layer types are mixed.
+        self._calls: list[list[Call]] = []
         for ids in calibration.ids.split(batch_size):
-            hidden, rest, self.groups = _trace(model, self.root, self.blocks, layers, ids)
-            self._states.append(hold(model, hidden))
-            self._rest.append(rest)
+            self._follow(layers, ids)
 
-    def batches(self, index: int) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-        """What block ``index`` receives: hidden states [batch, length, hidden] and the rest."""
-        for hidden, rest in zip(self._states, self._rest, strict=True):
-            yield hidden.to(self._device, non_blocking=True), rest[index]
+    def _follow(self, layers: dict[str, nn.Linear], ids: Tensor) -> None:
+        """One forward through the blocks, which ends after the last."""
+        calls: list[Call] = []
+        self._calls.append(calls)
+        self.groups: list[list[list[str]]] = []
+        reached: set[str] = set()
+        output: Tensor | None = None  # of the block before
+        # Of the block that runs: tensors are kept until it is done, so that none is mistaken for
+        # another that lay in its place.
+        order: list[tuple[str, Tensor, int]] = []
+
+        def enter(block: nn.Module, args: tuple, kwargs: dict) -> None:
+            index = len(calls)
+            if index >= len(self.blocks) or block is not self.blocks[index]:
+                raise QuantizationError(f"{self.root}: its blocks do not run once each, in order")
+            options = dict(kwargs)
+            hidden, *rest = args or (options.pop("hidden_states"),)
+            if output is None:
+                self._states.append(hold(self._model, hidden))
+            elif not torch.equal(hidden, output):
+                raise QuantizationError(
+                    f"{self.root}.{index}: does not receive the output of the block before it; "
+                    "such a model cannot be calibrated block by block"
+                )
+            calls.append(lambda hidden: block(hidden, *rest, **options))
+
+        def leave(block: nn.Module, _: tuple, given: Any) -> None:
+            nonlocal output
+            output = _states(given)
+            named: dict[tuple[int, int], list[str]] = {}
+            for name, tensor, version in order:
+                short = name.removeprefix(f"{self.root}.{len(self.groups)}.")
+                named.setdefault((id(tensor), version), []).append(short)
+            self.groups.append(list(named.values()))
+            order.clear()
+            if block is self.blocks[-1]:
+                raise Stop
+
+        def reach(name: str) -> Callable[[nn.Module, tuple], None]:
+            def note(_: nn.Module, arguments: tuple) -> None:
+                order.append((name, arguments[0], arguments[0]._version))
+                reached.add(name)
+
+            return note
+
+        hooks = [layer.register_forward_pre_hook(reach(n)) for n, layer in layers.items()]
+        for block in self.blocks:
+            hooks.append(block.register_forward_pre_hook(enter, with_kwargs=True))
+            hooks.append(block.register_forward_hook(leave))
+        with _hooks(*hooks), suppress(Stop):
+            self._model(input_ids=ids.to(self._device), use_cache=False)
+        if missing := sorted(set(layers) - reached):
+            raise QuantizationError(f"calibration never reaches {some(missing, 3)}")
+
+    def run(self, index: int, batch: int) -> Any:
+        """What block ``index`` gives for what it receives in a ``batch``."""
+        hidden = self._states[batch].to(self._device, non_blocking=True)
+        return self._calls[batch][index](hidden)
 
     @torch.no_grad()
     def hessians(self, index: int, layers: Sequence[str]) -> list[Tensor]:
@@ -137,17 +191,16 @@ class BlockInputs:
 
         hooks = [block.get_submodule(n).register_forward_pre_hook(add(n)) for n in layers]
         with _hooks(*hooks):
-            for hidden, rest in self.batches(index):
+            for batch in range(len(self._states)):
                 with suppress(Stop):
-                    block(hidden, **rest)
+                    self.run(index, batch)
         return [sums[name].mul_(2 / max(tokens[name], 1)) for name in layers]
 
     @torch.no_grad()
     def advance(self, index: int) -> None:
         """Take the step from block ``index`` to the next: its outputs are what that receives."""
-        for number, (hidden, rest) in enumerate(self.batches(index)):
-            output = _states(self.blocks[index](hidden, **rest))
-            self._states[number] = hold(self._model, output, self._states[number])
+        for batch, before in enumerate(self._states):
+            self._states[batch] = hold(self._model, _states(self.run(index, batch)), before)
 
 
 def _product(x: Tensor) -> Tensor:
@@ -174,84 +227,12 @@ def _blocks(model: nn.Module, layers: dict[str, nn.Linear]) -> tuple[str, nn.Mod
     return name, blocks
 
 
-def _trace(
-    model: nn.Module,
-    root: str,
-    blocks: nn.ModuleList,
-    layers: dict[str, nn.Linear],
-    ids: Tensor,
-) -> tuple[Tensor, list[dict[str, Any]], list[list[list[str]]]]:
-    """How one forward goes through the blocks, which ends after the last: the hidden states that
-    the first receives, what each receives beside them, and its layers by what they take in."""
-    states: list[Tensor] = []  # the first block's input, then the output of the block before
-    received: list[dict[str, Any]] = []
-    groups: list[list[list[str]]] = []
-    reached: set[str] = set()
-    # Of the block that runs: tensors are kept until it is done, so that none is mistaken for
-    # another that lay in its place.
-    order: list[tuple[str, Tensor, int]] = []
-
-    def enter(block: nn.Module, args: tuple, kwargs: dict) -> None:
-        index = len(received)
-        if index >= len(blocks) or block is not blocks[index]:
-            raise QuantizationError(f"{root}: its blocks do not run once each, in order")
-        hidden, rest = _split(block, args, kwargs)
-        if index and not torch.equal(hidden, states.pop()):
-            raise QuantizationError(
-                f"{root}.{index}: does not receive the output of the block before it; such a model "
-                "cannot be calibrated block by block"
-            )
-        if not index:
-            states.append(hidden)
-        received.append(rest)
-
-    def leave(block: nn.Module, _: tuple, output: Any) -> None:
-        named: dict[tuple[int, int], list[str]] = {}
-        for name, tensor, version in order:
-            short = name.removeprefix(f"{root}.{len(groups)}.")
-            named.setdefault((id(tensor), version), []).append(short)
-        groups.append(list(named.values()))
-        order.clear()
-        states.append(_states(output))
-        if block is blocks[-1]:
-            raise Stop
-
-    def reach(name: str) -> Callable[[nn.Module, tuple], None]:
-        def note(_: nn.Module, arguments: tuple) -> None:
-            order.append((name, arguments[0], arguments[0]._version))
-            reached.add(name)
-
-        return note
-
-    with (
-        _hooks(
-            *(block.register_forward_pre_hook(enter, with_kwargs=True) for block in blocks),
-            *(block.register_forward_hook(leave) for block in blocks),
-            *(layer.register_forward_pre_hook(reach(name)) for name, layer in layers.items()),
-        ),
-        suppress(Stop),
-    ):
-        model(input_ids=ids.to(next(model.parameters()).device), use_cache=False)
-    if missing := sorted(set(layers) - reached):
-        raise QuantizationError(f"calibration never reaches {some(missing, 3)}")
-    return states[0], received, groups
-
-
-def _split(block: nn.Module, args: tuple, kwargs: dict) -> tuple[Tensor, dict[str, Any]]:
-    """Hidden states, and the other arguments by name."""
-    names = list(inspect.signature(type(block).forward).parameters)[1:]
-    rest = {**dict(zip(names, args, strict=False)), **kwargs}
-    return rest.pop(names[0]), rest
-
-
 def _states(output: Any) -> Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
-@contextmanager
-def _hooks(*handles: Any) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+def _hooks(*handles: RemovableHandle) -> ExitStack:
+    stack = ExitStack()
+    for handle in handles:
+        stack.enter_context(handle)
+    return stack
