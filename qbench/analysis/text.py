@@ -34,7 +34,7 @@ class TextFile:
         rows, digest = read_rows(self.path)
         if digest != self.digest:
             raise DataError(f"{self.path}: changed after this run began; run again")
-        return [_text(self.path, row.line, row.fields, self.field) for row in rows]
+        return [row.text(self.field, self.path) for row in rows]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,7 +101,7 @@ def text_file(path: Path, field: str) -> TextFile:
     """Raises DataError where a line is malformed or lacks ``field``."""
     rows, digest = read_rows(path)
     for row in rows:
-        _text(path, row.line, row.fields, field)
+        row.text(field, path)
     return TextFile(path=path, field=field, digest=digest)
 
 
@@ -139,14 +139,3 @@ def parse_heads(text: str) -> tuple[tuple[int, int], ...]:
         )
     pairs = [one.split(".") for one in text.split(",")]
     return tuple((int(layer), int(head)) for layer, head in pairs)
-
-
-def _text(path: Path, line: int, fields: Mapping[str, Any], field: str) -> str:
-    text = fields.get(field)
-    if not isinstance(text, str):
-        known = ", ".join(name for name, value in fields.items() if isinstance(value, str))
-        raise DataError(
-            f"{path}:{line}: no text in field {field!r}; give --field one of its texts: "
-            f"{known or 'it has none'}"
-        )
-    return text

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,17 @@ class Row:
     line: int  # counted from 1
     fields: dict[str, Any]
 
+    def text(self, field: str, source: str | Path) -> str:
+        """The text in ``field``, empty for a null. Raises DataError where there is none."""
+        text = self.fields.get(field, 0)
+        if not isinstance(text, str | None):
+            known = ", ".join(name for name, one in self.fields.items() if isinstance(one, str))
+            raise DataError(
+                f"{source}:{self.line}: no text in field {field!r}; give --field one of: "
+                f"{known or 'none'}"
+            )
+        return text or ""
+
 
 def read_rows(path: Path) -> tuple[list[Row], str]:
     """The rows of a JSON Lines file, and the SHA-256 of the very bytes that were parsed.
@@ -57,9 +68,16 @@ def read_rows(path: Path) -> tuple[list[Row], str]:
         payload = read_regular(path)
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from None
-    rows = []
     # not splitlines: a string in JSON may hold U+2028, which is no end of a line
-    for number, line in enumerate(payload.split(b"\n"), start=1):
+    rows = list(parse_rows(path, payload.split(b"\n")))
+    if not rows:
+        raise DataError(f"{path}: no documents in it")
+    return rows, hashlib.sha256(payload).hexdigest()
+
+
+def parse_rows(path: str | Path, lines: Iterable[bytes | str]) -> Iterator[Row]:
+    """The rows of the ``lines`` of a JSON Lines file. Raises DataError with file and line."""
+    for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
@@ -68,10 +86,7 @@ def read_rows(path: Path) -> tuple[list[Row], str]:
             raise DataError(f"{path}:{number}: not JSON ({error})") from None
         if not isinstance(fields, dict):
             raise DataError(f"{path}:{number}: a JSON object is needed, this is {fields!r:.40}")
-        rows.append(Row(line=number, fields=fields))
-    if not rows:
-        raise DataError(f"{path}: no documents in it")
-    return rows, hashlib.sha256(payload).hexdigest()
+        yield Row(line=number, fields=fields)
 
 
 def require_fields(name: str, definition: Definition, path: Path, rows: Sequence[Row]) -> None:

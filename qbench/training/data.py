@@ -201,7 +201,7 @@ def dataloader(
     passes."""
     import torch
 
-    size = recipe.micro_batch_size
+    size = recipe.batch.sequences
     own, stride = processes.process_index * size, processes.num_processes * size
     for step in range(first, recipe.steps):
         indices = sample_indices(step, rows=recipe.global_batch_size, of=len(source), seed=seed)

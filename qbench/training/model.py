@@ -248,7 +248,7 @@ class Step:
         self.recipe, self.processes = recipe, processes
         self.parameters = dict(model.named_parameters())
         self.optimizer = adamw(self.parameters.values(), recipe.optimizer)
-        at_once = recipe.micro_batch_size * processes.num_processes
+        at_once = recipe.batch.sequences * processes.num_processes
         self.passes = recipe.global_batch_size // at_once
         self.loss: nn.Module = _compiled(Loss(model, recipe.compute.precision), recipe.compute)
         if processes.num_processes > 1:

@@ -239,11 +239,6 @@ class TrainingRecipe(Strict):
         return self.batch.tokens // self.model.context
 
     @property
-    def micro_batch_size(self) -> int:
-        """Sequences that a device takes at once."""
-        return self.batch.sequences
-
-    @property
     def watched_length(self) -> int:
         return self.watch.length or min(512, self.model.context)
 

@@ -22,6 +22,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from qbench import hub
 from qbench.checkpoints.find import HUB_ID, READ
 from qbench.errors import DataError, RecipeError, first_line
+from qbench.evaluation.tasks import Row, parse_rows, read_rows
 from qbench.files import clean_temporaries, file_digest, temporary
 from qbench.training.data import (
     ABOUT,
@@ -53,14 +54,9 @@ class Overlap:
             raise DataError(f"{folder}: no *.jsonl files of evaluation texts in it")
         found = cls()
         for path in files:
-            with path.open(encoding="utf-8") as file:
-                for number, line in enumerate(file, start=1):
-                    try:
-                        row = json.loads(line)
-                    except ValueError:
-                        raise DataError(f"{path}:{number}: not JSON") from None
-                    for text in _texts(row):
-                        found.runs.update(_runs(text))
+            for row in read_rows(path)[0]:
+                for text in _texts(row.fields):
+                    found.runs.update(_runs(text))
         return found
 
     def without(self, texts: Iterable[str]) -> Iterator[str]:
@@ -89,7 +85,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 HUB = "hf://datasets/"  # hf://datasets/OWNER/NAME[@REVISION][:CONFIGURATION]
-HUB_SOURCE = re.compile(r"([\w.-]+/[\w.-]+?)(?:@([\w.-]+))?(?::([\w.-]+))?")
+HUB_SOURCE = re.compile(HUB + r"([\w.-]+/[\w.-]+?)(?:@([\w.-]+))?(?::([\w.-]+))?")
 CHUNK = 1 << 20  # characters of a text read at once
 LONGEST = 1 << 28  # characters of one document
 OPENERS = {".gz": gzip.open, ".xz": lzma.open}
@@ -105,10 +101,10 @@ def documents(source: str, *, field: str = "text", split: str = "train") -> Iter
     ``split`` of a dataset on the hub, streamed. Raises DataError with the place of what is wrong.
     """
     try:
-        if kind(Path(source)) == ".txt" and not source.startswith(HUB):
-            found = _separated(Path(source))
+        if _kind(source) == ".txt":
+            found = _separated(source)
         else:
-            found = (_field(row, field, place) for place, row in _rows(source, split))
+            found = (row.text(field, source) for row in _rows(source, split))
         yield from (text for text in found if text.strip())
     except DataError:
         raise
@@ -119,81 +115,56 @@ def documents(source: str, *, field: str = "text", split: str = "train") -> Iter
 def require_source(source: str) -> None:
     """Raises DataError or RecipeError for a source that cannot be read, before work begins."""
     if source.startswith(HUB):
-        if not HUB_SOURCE.fullmatch(source.removeprefix(HUB)):
+        if not HUB_SOURCE.fullmatch(source):
             raise RecipeError(f"{source}: write {HUB}OWNER/NAME[@REVISION][:CONFIGURATION]")
         return
-    path = Path(source)
-    if not path.is_file():
+    if not Path(source).is_file():
         raise DataError(f"{source}: no such file; name text files, or {HUB}OWNER/NAME")
-    if kind(path) not in KINDS:
+    if _kind(source) not in KINDS:
         raise DataError(
             f"{source}: text must be {', '.join(KINDS)} (the first two also .gz or .xz)"
         )
 
 
-def kind(path: Path) -> str:
-    """The ending that says what a file holds: ``.txt`` of ``books.txt.xz``."""
-    return path.with_suffix("").suffix if path.suffix in OPENERS else path.suffix
+def _kind(source: str) -> str:
+    """The ending that says what a file holds: ``.txt`` of ``books.txt.xz``; none of the hub's."""
+    if source.startswith(HUB):
+        return ""
+    return Path(source.removesuffix(".gz").removesuffix(".xz")).suffix
 
 
-def _open(path: Path) -> IO[str]:
-    opener = OPENERS.get(path.suffix, open)
-    return opener(path, "rt", encoding="utf-8", newline="")
+def _open(source: str) -> IO[str]:
+    opener = OPENERS.get(Path(source).suffix, open)
+    return opener(source, "rt", encoding="utf-8", newline="")
 
 
-def _separated(path: Path) -> Iterator[str]:
+def _separated(source: str) -> Iterator[str]:
     held = ""
-    with _open(path) as file:
+    with _open(source) as file:
         while chunk := file.read(CHUNK):
             *ended, held = (held + chunk).split("\0")
             yield from ended
             if len(held) > LONGEST:
                 raise DataError(
-                    f"{path}: a document of more than {LONGEST:,} characters; separate documents "
+                    f"{source}: a document of more than {LONGEST:,} characters; separate documents "
                     "by a zero byte"
                 )
     yield held
 
 
-def _rows(source: str, split: str) -> Iterator[tuple[str, Any]]:
-    """Rows and where they stand."""
-    if kind(Path(source)) == ".jsonl" and not source.startswith(HUB):
-        with _open(Path(source)) as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield f"{source}:{number}", _json(line)
+def _rows(source: str, split: str) -> Iterator[Row]:
+    if _kind(source) == ".jsonl":
+        with _open(source) as file:
+            yield from parse_rows(source, file)
         return
     from datasets import load_dataset
 
-    if source.startswith(HUB):
-        found = HUB_SOURCE.fullmatch(source.removeprefix(HUB))
-        assert found is not None, source  # require_source
+    if found := HUB_SOURCE.fullmatch(source):
         name, revision, configuration = found.groups()
         rows = load_dataset(name, configuration, split=split, revision=revision, streaming=True)
     else:
         rows = load_dataset("parquet", data_files=source, split="train", streaming=True)
-    for row in rows:
-        yield source, row
-
-
-def _json(line: str) -> Any:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-
-
-def _field(row: Any, field: str, place: str) -> str:
-    """Of a row; a null is an empty text."""
-    if not isinstance(row, dict):
-        raise DataError(f"{place}: not a JSON object")
-    text = row.get(field, 0)
-    if not isinstance(text, str | None):
-        known = ", ".join(name for name, value in row.items() if isinstance(value, str))
-        raise DataError(
-            f"{place}: no text in field {field!r}; give --field one of: {known or 'none'}"
-        )
-    return text or ""
+    yield from (Row(line=number, fields=row) for number, row in enumerate(rows, start=1))
 
 
 SPECIAL = ("<unk>", "<s>", "</s>", "<pad>")  # ids 0 to 3

@@ -81,7 +81,7 @@ def test_a_text_without_zero_bytes_says_that_it_lacks_them(tmp_path, monkeypatch
     ("name", "content", "said"),
     [
         ("a.jsonl", b'{"text": "x"}\n{"body": "y"}', "a.jsonl:2: no text in field 'text'; give"),
-        ("a.jsonl", b'{"text": "x"}\n[1]\n', "a.jsonl:2: not a JSON object"),
+        ("a.jsonl", b'{"text": "x"}\n[1]\n', "a.jsonl:2: a JSON object is needed"),
         ("a.txt", b"\xff\xfe", "cannot be read ("),
         ("a.txt.xz", b"no xz", "cannot be read ("),
         ("a.parquet", b"no parquet", "cannot be read ("),
