@@ -234,11 +234,8 @@ def run_part(
                 f"{analyses.directory} held analyses of other texts, settings or versions; their "
                 "records stay, but its tables now show this one (--out keeps both)"
             )
-        if place.executor is None:
-            found = [make(cell, progress=display) for cell in cells]
-        else:
-            found = run_each(
-                make, cells, executor=place.executor, progress=display,
-                died=partial(failed, plan, analyses),
-            )  # fmt: skip
-    return [one for one in found if one.status != "ok"]
+        found = run_each(
+            make, cells, executor=place.executor, progress=display,
+            died=partial(failed, plan, analyses),
+        )  # fmt: skip
+        return [one for one in found if one.status != "ok"]

@@ -71,15 +71,11 @@ def _noises(plan: Plan, cells: Sequence[Cell], place: Place) -> Iterator[tuple[s
     with terminal() as screen, Display(screen, len(cells)) as display:
         if place.description:
             display.log(place.description)
-        if place.executor is None:
-            for cell in cells:
-                yield cell.name, measure(plan, out, cell, progress=display)
-            return
         made = run_each(
             partial(measure, plan, out), cells,
             executor=place.executor, progress=display, died=_died,
         )  # fmt: skip
-    yield from zip((cell.name for cell in cells), made, strict=True)
+        yield from zip((cell.name for cell in cells), made, strict=True)
 
 
 def _died(cell: Cell, why: str) -> Noise:

@@ -10,7 +10,6 @@ import os
 import pickle
 import secrets
 import socket
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future
 from contextlib import ExitStack, contextmanager, suppress
@@ -40,7 +39,7 @@ from qbench.errors import RecipeError, UnavailableError, first_line
 from qbench.machine import VISIBLE, cuda_problem, gpu_of_environment, hardware, versions
 from qbench.plugins import load_packages
 from qbench.progress import Progress
-from qbench.runner.progress import SECONDS_TO_SETTLE, Listener, RemoteProgress
+from qbench.runner.progress import RemoteProgress, pass_on
 
 LOCAL = "local"
 GPU = "GPU"  # a resource that workers may declare
@@ -252,8 +251,17 @@ class DaskExecutor(Executor):
         self._client, self._resources = client, resources
         self._wanted, self._tokens = wanted, tokens
 
-    def listen(self, progress: Progress) -> Listener:
-        return EventListener(self._client, progress)
+    @contextmanager
+    def listen(self, progress: Progress) -> Iterator[RemoteProgress]:
+        """By Dask's events, which come before the results of the calls that sent them."""
+        topic = f"qbench-{secrets.token_hex(4)}"
+        self._client.subscribe_topic(topic, lambda event: pass_on(progress, *event[1]))
+        try:
+            yield RemoteProgress(LogEvent(topic))
+        finally:
+            with suppress(ClosedClientError):  # the cluster was lost
+                self._client.subscribe_topic(topic, lambda event: None)  # of workers that go on
+                self._client.unsubscribe_topic(topic)
 
     def submit(self, fn: Callable, /, *args: Any, **kwargs: Any) -> Future:
         if self._client.status != "running":
@@ -314,24 +322,3 @@ class LogEvent:
             self.worker = self.worker or get_worker()
         if self.worker is not None:
             self.worker.log_event(self.topic, list(message))
-
-
-class EventListener(Listener):
-    """Of workers of a cluster, by Dask's events."""
-
-    def __init__(self, client: Client, progress: Progress) -> None:
-        super().__init__(progress)
-        self._client, self._topic = client, f"qbench-{secrets.token_hex(4)}"
-        self.remote = RemoteProgress(LogEvent(self._topic))
-
-    def __enter__(self) -> EventListener:
-        self._client.subscribe_topic(self._topic, lambda event: self.pass_on(*event[1]))
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        end = time.monotonic() + (SECONDS_TO_SETTLE if kind is None else 0.0)
-        while self._at_work and time.monotonic() < end:
-            time.sleep(0.05)
-        super().__exit__()
-        with suppress(ClosedClientError):  # the cluster was lost
-            self._client.unsubscribe_topic(self._topic)

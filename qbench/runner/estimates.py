@@ -282,7 +282,7 @@ class TimeLeft:
             return expected[cell] * slower if cell in expected else usual
 
         rests = [max(whole(cell) - (self._clock() - one.begun), self._least(one))
-                 for cell, one in self._at_work.items()]  # fmt: skip
+                 for cell, one in list(self._at_work.items())]  # fmt: skip
         waiting = sum(whole(cell) for cell in self._waiting)
         return max([*rests, (sum(rests) + waiting) / self._at_once])
 

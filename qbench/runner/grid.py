@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, CancelledError, Executor, Future
 from concurrent.futures import wait as wait_for
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -25,12 +26,11 @@ from qbench.plan import Cell, Plan
 from qbench.plugins import Plugin, load, load_packages, loaded
 from qbench.progress import Progress, SilentProgress
 from qbench.records import Record, Unavailable
-from qbench.runner.progress import Listener, QueueListener
+from qbench.runner.progress import listening
 from qbench.runner.workers import SerialExecutor
 from qbench.store import Store, run_id
 
-DIED = "its process was killed (out of memory?); see its log"
-BROKEN = "the executor broke before it began; run again"
+DIED = "its process was killed (out of memory?), or that of another cell before it; see its log"
 DEAD = (BrokenExecutor, CancelledError)
 T = TypeVar("T")
 
@@ -86,11 +86,10 @@ def run_cells(
     again = _without_distributions(wanted, store, problem, shown)
     grid = _Grid(plan, store, shown, cache, force, again)
     missing = grid.take_what_is_there(wanted, problem)
-    if executor is None:
-        grid.run(missing, SerialExecutor(), Listener(shown))
-    elif missing:
-        with listener(executor, shown) as heard:
-            grid.run(in_order(missing), executor, heard)
+    if executor is not None:
+        missing = in_order(missing)
+    if missing:
+        grid.run(missing, executor or SerialExecutor())
     return [grid.done[cell.name] for cell in wanted]
 
 
@@ -98,29 +97,30 @@ def run_each(
     function: Callable[..., T],
     cells: Sequence[Any],
     *,
-    executor: Executor,
+    executor: Executor | None,
     progress: Progress,
     died: Callable[[Any, str], T],
-) -> list[T]:
-    """``function(cell, progress=…)`` of each of ``cells``, side by side, in order; ``died(cell,
-    why)`` of one whose process was killed."""
-    found = []
-    with listener(executor, progress) as heard:
+) -> Iterator[T]:
+    """``function(cell, progress=…)`` of each of ``cells``, side by side on ``executor`` (None: one
+    after the other, here), in order; ``died(cell, why)`` of one whose process was killed."""
+    if executor is None:
+        yield from (function(cell, progress=progress) for cell in cells)
+        return
+    with remote(executor, progress) as heard:
         call = Call(function, loaded())
-        futures = [executor.submit(call, cell, progress=heard.remote) for cell in cells]
+        futures = [executor.submit(call, cell, progress=heard) for cell in cells]
         for cell, future in zip(cells, futures, strict=True):
             try:
-                found.append(future.result())
+                yield future.result()
             except DEAD:
-                heard.died(cell.name)
-                found.append(died(cell, DIED))
-    return found
+                progress.end(cell.name)
+                yield died(cell, DIED)
 
 
-def listener(executor: Executor, progress: Progress) -> Listener:
-    """What passes on to ``progress`` what cells on ``executor`` say; executors over other hosts
-    have a ``listen`` of their own."""
-    return getattr(executor, "listen", QueueListener)(progress)
+def remote(executor: Executor, progress: Progress) -> AbstractContextManager[Progress]:
+    """What cells on ``executor`` are given, so that ``progress`` hears of them; executors in this
+    process and over other hosts have a ``listen`` of their own."""
+    return getattr(executor, "listen", listening)(progress)
 
 
 class _Grid:
@@ -135,11 +135,6 @@ class _Grid:
         self.begun = datetime.now(UTC)
         self.done: dict[str, Record] = {}
         self.died: set[str] = set()
-
-    def call(self, progress: Progress) -> Call:
-        out = self.store.directory.resolve()
-        settings = {"out": out, "cache": self.cache.resolve(), "progress": progress}
-        return Call(partial(run_cell, self.plan, **settings), loaded())
 
     def forced(self, cell: Cell) -> bool:
         return self.force or cell.name in self.again
@@ -165,22 +160,26 @@ class _Grid:
             self.done[cell.name] = known
         return missing
 
-    def run(self, cells: Sequence[Cell], executor: Executor, heard: Listener) -> None:
-        left = self._side_by_side(cells, executor, heard, busy_waits=False)
-        while left:
-            died = [cell for cell in left if cell.name in self.died][:1]
-            for cell in died:
-                heard.log(f"{cell.name}: its process died; it runs once more, alone", "bold red")
-            batch = died or left
-            rest = [cell for cell in left if cell not in batch]
-            left = rest + self._side_by_side(batch, executor, heard, busy_waits=True)
+    def run(self, cells: Sequence[Cell], executor: Executor) -> None:
+        out, cache = self.store.directory.resolve(), self.cache.resolve()
+        with remote(executor, self.progress) as heard:
+            one = partial(run_cell, self.plan, out=out, cache=cache, progress=heard)
+            submit = partial(executor.submit, Call(one, loaded()))
+            left = self._side_by_side(cells, submit, busy_waits=False)
+            while left:
+                died = [cell for cell in left if cell.name in self.died][:1]
+                for cell in died:
+                    line = f"{cell.name}: its process died; it runs once more, alone"
+                    self.progress.log(line, "bold red")
+                batch = died or left
+                rest = [cell for cell in left if cell not in batch]
+                left = rest + self._side_by_side(batch, submit, busy_waits=True)
 
     def _side_by_side(
-        self, cells: Sequence[Cell], executor: Executor, heard: Listener, *, busy_waits: bool
+        self, cells: Sequence[Cell], submit: Callable[..., Future], *, busy_waits: bool
     ) -> list[Cell]:
         """Runs ``cells``, each when what it depends on is done; those that are left: their process
         died for the first time, or another run holds them, or what they depend on is left."""
-        call = self.call(heard.remote)
         waiting, at_work, left = list(cells), dict[Future, Cell](), []
         while True:
             unfinished = {cell.key for cell in (*waiting, *at_work.values())}
@@ -192,12 +191,12 @@ class _Grid:
                 # what another run has made meanwhile is not made anew
                 force = self.forced(cell) and (not busy_waits or cell.name in self.died)
                 try:
-                    future = executor.submit(call, cell.name, force=force, wait=busy_waits)
+                    future = submit(cell.name, force=force, wait=busy_waits)
                     at_work[future] = cell
                     if future.done():  # in this process: cells come in their order
                         break
                 except BrokenExecutor:
-                    left += self._dead(cell, heard)
+                    left += self._dead(cell)
             if not at_work:
                 return [*left, *waiting]
             for future in wait_for(at_work, return_when=FIRST_COMPLETED).done:
@@ -205,7 +204,7 @@ class _Grid:
                 try:
                     record = future.result()
                 except DEAD:
-                    left += self._dead(cell, heard)
+                    left += self._dead(cell)
                     continue
                 if record is None:
                     left.append(cell)
@@ -213,15 +212,15 @@ class _Grid:
                 assert record.key == cell.key, f"{cell.name}: the worker's plan differs"
                 self.done[cell.name] = record
 
-    def _dead(self, cell: Cell, heard: Listener) -> list[Cell]:
+    def _dead(self, cell: Cell) -> list[Cell]:
         """The cell, to be tried again; nothing where it was: it has failed."""
-        heard.died(cell.name)
+        self.progress.end(cell.name)
         if cell.name not in self.died:
             self.died.add(cell.name)
             return [cell]
         self.done[cell.name] = give_up(
-            cell, self.plan, self.store, DIED if cell.name in heard.begun else BROKEN,
-            progress=heard, begun=self.begun, force=self.force,
+            cell, self.plan, self.store, DIED,
+            progress=self.progress, begun=self.begun, force=self.force,
         )  # fmt: skip
         return []
 
@@ -274,7 +273,7 @@ def give_up(
     store: Store,
     error: str,
     *,
-    progress: Progress | Listener,
+    progress: Progress,
     begun: datetime,
     force: bool,
 ) -> Record:

@@ -3,13 +3,15 @@ from cells in other processes."""
 
 from __future__ import annotations
 
+import json
+import socket
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from multiprocessing import AuthenticationError, get_context
-from multiprocessing.managers import RemoteError, SyncManager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TextIO
 
 from rich.console import Console
@@ -27,30 +29,29 @@ from rich.progress import Progress as Bars
 from rich.table import Column
 from rich.text import Text
 
-from qbench.machine import interrupts_blocked
 from qbench.progress import Progress
 from qbench.runner.estimates import TimeLeft, duration
-from qbench.runner.workers import end_with_parent
 from qbench.text import reason_alone
 
 FAILED = ": FAILED: "  # as qbench.runner.grid.summary says it
 SECONDS_BETWEEN_ADVANCES = 0.2
-SECONDS_TO_SETTLE = 2.0  # until what was said before has been passed on
-LOST = (EOFError, OSError, AuthenticationError, RemoteError)  # of a connection
+SECONDS_TO_SEND = 2.0  # to a run that does not listen, as one whose terminal is held
+MOST_BYTES = 2**17  # of a message; Linux allows twice as many
 
 
 class Left(ProgressColumn):
-    """Time that is left: of the grid by the estimate, of a step by its own speed."""
+    """Time that is left: of the grid, which is the first task, by the estimate where there is one;
+    else by the task's own speed."""
 
-    def __init__(self, estimate: TimeLeft | None) -> None:
+    def __init__(self, estimate: TimeLeft) -> None:
         super().__init__()
-        self._estimate, self._of_steps = estimate, TimeRemainingColumn(compact=True)
+        self._estimate, self._by_speed = estimate, TimeRemainingColumn(compact=True)
 
     def render(self, task: Task) -> Text:
-        if task.id or self._estimate is None:  # the grid's is the first
-            return self._of_steps.render(task)
-        seconds = self._estimate.left()
-        return Text("" if seconds is None else _left(seconds), style="progress.remaining")
+        seconds = None if task.id else self._estimate.left()
+        if seconds is None:
+            return self._by_speed.render(task)
+        return Text(_left(seconds), style="progress.remaining")
 
 
 def _left(seconds: float) -> str:
@@ -61,7 +62,7 @@ class Display:
     """Progress of the grid and of every cell at work. ``estimate``: of the time that is left."""
 
     def __init__(self, stream: TextIO, cells: int, estimate: TimeLeft | None = None) -> None:
-        self._estimate = estimate
+        self._estimate = estimate or TimeLeft([])
         self.console = Console(file=stream, highlight=False, soft_wrap=True)
         self._cells = cells
         self._started = time.monotonic()
@@ -69,29 +70,28 @@ class Display:
         self._numbers: dict[str, int] = {}
         self._ended: set[str] = set()
         self._rows: dict[str, TaskID] = {}
-        self._bars: Bars | None = None
-        if self.console.is_terminal:
-            narrow = Column(no_wrap=True, overflow="ellipsis", ratio=1)
-            self._bars = Bars(
-                TextColumn("{task.description}", table_column=narrow),
-                BarColumn(bar_width=8),
-                TaskProgressColumn(show_speed=False),
-                TimeElapsedColumn(),
-                Left(estimate),
-                console=self.console,
-                transient=True,
-                expand=True,
-            )
-            self._grid = self._bars.add_task("starting", total=cells)
+        self._bars = Bars(
+            TextColumn(
+                "{task.description}",
+                table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1),
+            ),
+            BarColumn(bar_width=8),
+            TaskProgressColumn(show_speed=False),
+            TimeElapsedColumn(),
+            Left(self._estimate),
+            console=self.console,
+            transient=True,
+            expand=True,
+            disable=not self.console.is_terminal,
+        )
+        self._grid = self._bars.add_task("starting", total=cells)
 
     def __enter__(self) -> Display:
-        if self._bars:
-            self._bars.start()
+        self._bars.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._bars:
-            self._bars.stop()
+        self._bars.stop()
 
     def log(self, line: str, style: str = "") -> None:
         """A line that stays. A reason for which several cells fail is said once."""
@@ -102,50 +102,47 @@ class Display:
         self.console.print(line, style=style, markup=False)
 
     def begin(self, cell: str) -> None:
-        self._numbers.setdefault(cell, len(self._numbers) + 1)  # one that died begins again
-        if self._estimate:
-            self._estimate.begin(cell)
-        if self._bars:
-            self._count()
-            self._rows[cell] = self._bars.add_task(cell, total=None)
+        self.end(cell)  # one whose process died begins again
+        self._ended.discard(cell)
+        self._numbers.setdefault(cell, len(self._numbers) + 1)
+        self._estimate.begin(cell)
+        self._rows[cell] = self._bars.add_task(cell, total=None)
+        self._count()
 
     def stage(self, cell: str, name: str, total: float | None = None) -> None:
         """``cell`` begins ``name``, which is ``total`` pieces of work if that is known."""
-        if self._estimate:
-            self._estimate.stage(cell, name)
-        if self._bars:
+        self._estimate.stage(cell, name)
+        if cell in self._rows:
             self._bars.reset(self._rows[cell], description=f"{cell}: {name}", total=total)
-        else:
+        if not self.console.is_terminal:
             elapsed = time.monotonic() - self._started
             counter = f"[{self._numbers[cell]}/{self._cells}]"
-            seconds = self._estimate.left() if self._estimate else None
+            seconds = self._estimate.left()
             left = "" if seconds is None else f" ({_left(seconds)})"
             self.log(f"{elapsed:7.1f}s {counter} {cell}: {name}{left}")
 
     def advance(self, cell: str, completed: float, total: float | None = None) -> None:
         """How far the step is; on bars alone, so that plain output stays a line a step."""
-        if self._estimate:
-            self._estimate.advance(cell, completed, total)
-        if self._bars:
+        self._estimate.advance(cell, completed, total)
+        if cell in self._rows:
             self._bars.update(self._rows[cell], completed=completed, total=total)
 
     def end(self, cell: str) -> None:
-        if self._estimate:
-            self._estimate.end(cell)
-        if self._bars:
+        """``cell`` is done, or its process died; nothing where it is not at work."""
+        self._estimate.end(cell)
+        if cell in self._rows:
             self._bars.remove_task(self._rows.pop(cell))
             self._ended.add(cell)
             self._count()
 
     def _count(self) -> None:
-        assert self._bars is not None
         done = len(self._ended)
         self._bars.update(self._grid, completed=done, description=f"{done} of {self._cells} cells")
 
 
 @dataclass(slots=True)
 class RemoteProgress:
-    """A Progress in another process, whose words ``send`` takes to a Listener. It can be pickled
+    """A Progress in another process, whose words ``send`` takes to the run. It can be pickled
     where that can. Where nobody listens any more it says nothing: no reason for a cell to fail."""
 
     send: Callable[[tuple[Any, ...]], None]
@@ -170,98 +167,51 @@ class RemoteProgress:
         self._send("log", line, style)
 
     def _send(self, *message: Any) -> None:
-        with suppress(*LOST):
+        with suppress(OSError):
             self.send(message)
 
 
-class Listener:
-    """Passes on to ``progress`` what remote ones say, and knows which cells ever began. Use it as
-    a context manager; ``remote`` is what to give them: ``progress`` itself in this process."""
-
-    def __init__(self, progress: Progress) -> None:
-        self.remote = progress
-        self._progress, self._lock, self._closed = progress, threading.Lock(), False
-        self._at_work: set[str] = set()
-        self.begun: set[str] = set()
-
-    def __enter__(self) -> Listener:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:  # from now on nothing is passed on: the progress may be closed next
-            self._closed = True
-
-    def settle(self) -> None:
-        """Wait until what was said before has been passed on."""
-
-    def log(self, line: str, style: str = "") -> None:
-        with self._lock:
-            self._progress.log(line, style)
-
-    def died(self, cell: str) -> None:
-        """The process of ``cell`` says nothing more."""
-        self.settle()
-        with self._lock:
-            self._end(cell)
-
-    def pass_on(self, method: str, *arguments: Any) -> None:
-        with self._lock:
-            if self._closed:
-                return
-            if method == "log":
-                self._progress.log(*arguments)
-            elif method == "end":
-                self._end(arguments[0])
-            elif method == "begin":
-                self._end(arguments[0])  # once more, after a death
-                self._at_work.add(arguments[0])
-                self.begun.add(arguments[0])
-                self._progress.begin(arguments[0])
-            elif arguments[0] in self._at_work:
-                getattr(self._progress, method)(*arguments)
-
-    def _end(self, cell: str) -> None:
-        if cell in self._at_work:
-            self._at_work.remove(cell)
-            self._progress.end(cell)
+@contextmanager
+def listening(progress: Progress) -> Iterator[RemoteProgress]:
+    """What cells in processes of this host say to the one that is yielded, ``progress`` is told.
+    Each message is a datagram, whole or not there: a process may be killed at any moment."""
+    with TemporaryDirectory(prefix="qbench-") as folder, _datagrams() as server:
+        send = Datagrams(str(Path(folder) / "progress"))
+        server.bind(send.address)
+        thread = threading.Thread(target=_listen, args=(server, progress), daemon=True)
+        thread.start()
+        try:
+            yield RemoteProgress(send)
+        finally:
+            with suppress(OSError):
+                send(())  # comes after all that was said before
+            thread.join()
 
 
-class QueueListener(Listener):
-    """Of processes of this host, through a queue in a process of its own: no lock is shared that a
-    process that is killed could take with it."""
+@dataclass(frozen=True, slots=True)
+class Datagrams:
+    """Sends messages to the socket ``address`` of this host."""
 
-    def __enter__(self) -> QueueListener:
-        self._manager = SyncManager(ctx=get_context("spawn"))
-        with interrupts_blocked():
-            self._manager.start(_end_with_parent)
-        self._queue = self._manager.Queue()
-        self.remote = RemoteProgress(self._queue.put)
-        self._thread = threading.Thread(target=self._listen, name="progress", daemon=True)
-        self._thread.start()
-        return self
+    address: str
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.settle()
-        super().__exit__()
-        self._manager.shutdown()
-
-    def settle(self) -> None:
-        settled = threading.Event()
-        self._settled = settled
-        with suppress(*LOST):
-            self._queue.put(None)
-            settled.wait(SECONDS_TO_SETTLE)
-
-    def _listen(self) -> None:
-        with suppress(*LOST):
-            while True:
-                message = self._queue.get()
-                if message is None:
-                    self._settled.set()
-                else:
-                    self.pass_on(*message)
+    def __call__(self, message: tuple[Any, ...]) -> None:
+        with _datagrams() as client:
+            client.settimeout(SECONDS_TO_SEND)
+            client.sendto(json.dumps(message).encode(), self.address)
 
 
-def _end_with_parent() -> None:
-    threading.Thread(target=end_with_parent, daemon=True).start()
+def _datagrams() -> socket.socket:
+    one = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MOST_BYTES)
+    return one
+
+
+def _listen(server: socket.socket, progress: Progress) -> None:
+    while message := json.loads(server.recv(2 * MOST_BYTES)):
+        pass_on(progress, *message)
+
+
+def pass_on(progress: Progress, method: str, *arguments: Any) -> None:
+    """Tell ``progress`` what a RemoteProgress said."""
+    with suppress(OSError):  # of a terminal that is gone
+        getattr(progress, method)(*arguments)

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor
 from concurrent.futures import ThreadPoolExecutor as Threads
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from multiprocessing import (
     active_children,
     forkserver,
@@ -28,6 +28,7 @@ from typing import Any
 
 from qbench.machine import VISIBLE, gpu_of_environment, interrupts_blocked
 from qbench.plugins import Registry
+from qbench.progress import Progress
 
 # By name, for --executor: given "cpu" or "cuda", an executor of concurrent.futures, whose processes
 # are of this host
@@ -82,6 +83,9 @@ class SerialExecutor(Executor):
         except Exception as error:
             future.set_exception(error)
         return future
+
+    def listen(self, progress: Progress) -> AbstractContextManager[Progress]:
+        return nullcontext(progress)
 
 
 class Workers(Executor):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from qbench.progress import SilentProgress
-from qbench.runner.progress import QueueListener
+from qbench.runner.progress import listening
 from qbench.runner.workers import Workers
 
 ROOT = Path(__file__).parent.parent.parent
@@ -38,13 +38,7 @@ class Heard(SilentProgress):
     """What a cell said."""
 
     def __init__(self):
-        self.pid, self.at_work = 0, set()
-
-    def begin(self, cell):
-        self.at_work.add(cell)
-
-    def end(self, cell):
-        self.at_work.discard(cell)
+        self.pid = 0
 
     def log(self, line, style=""):
         self.pid = int(line.removeprefix("pid "))
@@ -55,10 +49,10 @@ def test_a_process_killed_at_any_moment_breaks_its_own_call_and_hangs_nobody(kil
     draw, heard, killed = random.Random(0), Heard(), set()
     executor = Workers([0, 0], device="cpu")
     try:
-        with QueueListener(heard) as listener:
+        with listening(heard) as remote:
             for kill in range(kills):
                 cell = f"cell-{kill}"
-                call = executor.submit(talk, listener.remote, cell)
+                call = executor.submit(talk, remote, cell)
                 wait_until(lambda: heard.pid and heard.pid not in killed)
                 beside = executor.submit(time.sleep, 0.3)
                 time.sleep(draw.uniform(0, 0.1))
@@ -66,8 +60,6 @@ def test_a_process_killed_at_any_moment_breaks_its_own_call_and_hangs_nobody(kil
                 killed.add(heard.pid)
                 with pytest.raises(BrokenExecutor):
                     call.result(timeout=PATIENCE)
-                listener.died(cell)
-                assert heard.at_work == set()
                 assert beside.result(timeout=PATIENCE) is None
         assert executor.submit(os.getpid).result(timeout=PATIENCE) not in killed
     finally:
