@@ -14,6 +14,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("GPTQMODEL_DISABLE_PACK_EXT", "1")  # saves a 23 s compilation
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+# Triton reads when it is imported whether kernels are for a GPU, or run on a CPU by its interpreter
+os.environ.setdefault("TRITON_INTERPRET", "0" if Path("/dev/nvidiactl").exists() else "1")
 
 from qbench.machine import settle
 
@@ -61,3 +63,14 @@ def no_records_of_other_tests():
 def own_cache(tmp_path, monkeypatch):
     """Quantized weights and kept rows of one test alone."""
     monkeypatch.setenv("QBENCH_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def dynamo(monkeypatch):
+    """With torch's compiler, which other tests do without."""
+    import torch
+
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 
-from qbench.attention.kernels import lack
+from qbench.attention.kernels import require
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.errors import RecipeError, UnavailableError
 
@@ -29,8 +29,8 @@ def choose(normalizer: str, wanted: str, device: str) -> str:
     if wanted == "auto":
         wanted = "triton" if kind == "cuda" and chosen.kernels is not None else "reference"
     if wanted == "triton":
-        problem = lack(normalizer) or triton_problem(kind)
-        if problem:
+        require(normalizer)
+        if problem := triton_problem(kind):
             raise UnavailableError(f"attention: triton cannot run here: {problem}; use 'reference'")
     return wanted
 

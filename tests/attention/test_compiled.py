@@ -17,6 +17,7 @@ from qbench.attention.masks import mask_function, positions_counted
 from qbench.attention.transformers import attend
 from qbench.errors import UnavailableError
 
+pytestmark = pytest.mark.usefixtures("dynamo")
 NONE = torch.fx.Graph()
 SLOW = pytest.mark.slow
 
@@ -24,15 +25,6 @@ SIZES = {
     "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
     "intermediate_size": 32, "vocab_size": 61, "initializer_range": 0.3,
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def dynamo(monkeypatch):
-    """Other tests do without, see conftest.py."""
-    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def llama():

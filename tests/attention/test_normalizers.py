@@ -11,8 +11,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from qbench.attention import reference
 from qbench.attention.implementation import choose
-from qbench.attention.kernels import lack
-from qbench.attention.normalizers import NORMALIZERS, Kernels, Normalizer, Parameter
+from qbench.attention.normalizers import NORMALIZERS, Kernels, Normalizer, Parameter, register
 from qbench.attention.transformers import attend, attention_name
 from qbench.errors import UnavailableError
 
@@ -78,11 +77,6 @@ def test_rows_sum_to_one_exactly_where_the_object_says_so(name):
 def test_weights_are_exactly_zero_only_where_the_object_says_so(name):
     chosen = NORMALIZERS.get(name)
     assert bool((weights(name, draw(50, 9)) == 0).any()) == chosen.sparse
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_kernels_lack_nothing(name):
-    assert lack(name) is None
 
 
 def test_each_is_listed_with_what_sets_it_apart(capfd):
@@ -186,22 +180,23 @@ def test_wrong_parameters_are_refused_by_name(normalizer, parameters, error, mes
 
 
 @pytest.mark.parametrize(
-    ("kernels", "parameters", "message"),
+    ("kernels", "message"),
     [
-        (None, (), "no kernels for the normalizer 'sunk'"),
-        (Kernels(score_function="softpick", sink="one"), (), "have no sink but with"),
+        ({"score_function": "claimed"}, "no score function 'claimed'; they have softmax, softpick"),
         (
-            Kernels(score_function="sigmoid", elementwise=True, scaled=True),
-            (),
+            {"score_function": "softpick", "sink": "one"},
+            "no sink but with the score function 'softmax'",
+        ),
+        (
+            {"score_function": "sigmoid", "elementwise": True, "scaled": True},
             "both scaled and elementwise",
         ),
-        (Kernels(score_function="softmax"), Sunk.parameters, "not take its parameter 'sinks'"),
+        ({"score_function": "softmax"}, "kernels of 'sunk' do not take its parameter 'sinks'"),
     ],
 )
-def test_what_the_kernels_lack_is_named(kernels, parameters, message, monkeypatch):
-    claims = type("Claims", (Sunk,), {"kernels": kernels, "parameters": parameters})
-    monkeypatch.setitem(NORMALIZERS._things, "sunk", claims())
-    assert message in lack("sunk")
+def test_what_the_kernels_lack_is_named_when_a_normalizer_claims_it(kernels, message):
+    with pytest.raises(ValueError, match=message):
+        register(type("Claims", (Sunk,), {"kernels": Kernels(**kernels)})())
 
 
 @pytest.mark.usefixtures("sunk")

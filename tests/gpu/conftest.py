@@ -30,15 +30,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-def dynamo(monkeypatch):
-    """With torch's compiler, which other tests do without, see tests/conftest.py."""
-    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.fixture
 def waiting_fails():
     """A function: from its call to the test's end, an operation that waits for the GPU raises."""
     yield lambda: torch.cuda.set_sync_debug_mode("error")

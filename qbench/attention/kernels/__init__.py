@@ -11,60 +11,28 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from qbench.attention.normalizers import NORMALIZERS, SLOPES, Kernels
+from qbench.attention.normalizers import NORMALIZERS, Kernels
 from qbench.errors import UnavailableError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-SCORE_FUNCTIONS = ("softmax", "softpick", "rectified", "sigmoid")  # that formulas.py has
-
-
-def taken(kernels: Kernels) -> tuple[str, ...]:
-    """The parameters that these kernels take."""
-    names: tuple[str, ...] = (SLOPES.name,)
-    if kernels.elementwise:
-        names += ("bias",)
-    if kernels.sink == "learned":
-        names += ("sinks",)
-    return (*names, "s") if kernels.scaled else names
-
-
-def lack(normalizer: str) -> str | None:
-    """What the kernels lack for this normalizer, or None. Raises RecipeError for an unknown one."""
-    chosen = NORMALIZERS.get(normalizer)
-    if chosen.kernels is None:
-        return f"there are no kernels for the normalizer {normalizer!r}"
-    if chosen.kernels.score_function not in SCORE_FUNCTIONS:
-        return (
-            f"the normalizer {normalizer!r} names the score function "
-            f"{chosen.kernels.score_function!r}; there are {', '.join(SCORE_FUNCTIONS)}"
-        )
-    if chosen.kernels.sink and chosen.kernels.score_function != "softmax":
-        return f"the kernels of {normalizer!r} have no sink but with the score function 'softmax'"
-    if chosen.kernels.scaled and chosen.kernels.elementwise:
-        return f"the kernels of {normalizer!r} cannot be both scaled and elementwise"
-    for parameter in chosen.parameters:
-        if parameter.required and parameter.name not in taken(chosen.kernels):
-            return f"the kernels of {normalizer!r} do not take its parameter {parameter.name!r}"
-    return None
-
 
 def supported() -> list[str]:
     """The normalizers that the kernels compute, as they were registered."""
-    return [name for name in NORMALIZERS if lack(name) is None]
+    return [name for name in NORMALIZERS if NORMALIZERS.get(name).kernels]
 
 
 def require(normalizer: str, parameters: Iterable[str] = ()) -> Kernels:
-    """The kernels of this normalizer. Raises UnavailableError where they lack it or one of the
-    ``parameters`` that are given; RecipeError for an unknown normalizer."""
-    problem = lack(normalizer)
-    if problem:
-        raise UnavailableError(f"attention: {problem}; use 'reference'")
+    """The kernels of this normalizer. Raises UnavailableError where there are none, or they do not
+    take one of the ``parameters`` that are given; RecipeError for an unknown normalizer."""
     kernels = NORMALIZERS.get(normalizer).kernels
-    assert kernels is not None, "lack() has refused it"
+    if kernels is None:
+        raise UnavailableError(
+            f"attention: there are no kernels for the normalizer {normalizer!r}; use 'reference'"
+        )
     for name in parameters:
-        if name not in taken(kernels):
+        if name not in kernels.parameters:
             raise UnavailableError(
                 f"attention: the kernels of {normalizer!r} do not take its parameter {name!r}; "
                 "use 'reference'"

@@ -3,7 +3,7 @@
 This file has all that the kernels know of them: the forward pass' terms p and their sum l, the
 backward pass' p and dS, and the gradients of parameters. Triton and Gluon kernels call the same
 functions. A new one adds its branch to each function that has branches, which does not compile
-without, its name to ``kernels.SCORE_FUNCTIONS``, and its normalizer's file (``normalizers/``).
+without, its name to ``normalizer.SCORE_FUNCTIONS``, and its normalizer's file (``normalizers/``).
 
 Scores are kept in units of log2: y = x · log2 e, so that e^x is one exp2 instruction. m is the
 running maximum in the same units; softpick and rectified floor it at 0, which changes neither

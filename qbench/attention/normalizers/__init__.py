@@ -25,7 +25,12 @@ NORMALIZERS: Registry[Normalizer] = Registry("normalizer", described=True)
 
 def register(normalizer: Normalizer) -> Normalizer:
     """Makes it known under its name to recipes, checkpoints and attention. Raises ValueError for
-    a name that is taken."""
+    a name that is taken, and for kernels that lack a parameter."""
+    for parameter in normalizer.parameters if normalizer.kernels else ():
+        if parameter.required and parameter.name not in normalizer.kernels.parameters:
+            raise ValueError(
+                f"the kernels of {normalizer.name!r} do not take its parameter {parameter.name!r}"
+            )
     return NORMALIZERS.add(normalizer.name, normalizer)
 
 

@@ -54,16 +54,19 @@ SLOPES = Parameter(
 )
 
 
+SCORE_FUNCTIONS = ("softmax", "softpick", "rectified", "sigmoid")  # that kernels/formulas.py has
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kernels:
     """Which Triton kernels compute a normalizer. ``score_function``: its formulas, one of
-    :data:`qbench.attention.kernels.SCORE_FUNCTIONS`. ``needs_expm1``: scores near 0 lose bits in
-    the fast formulas, so the forward pass says where, and the backward pass has a second, precise
-    form. ``elementwise``: weights need no sum of their row, and scores take the parameter ``bias``,
-    −log n without one. ``sink``: what the denominator has beside the keys: nothing (""), ``one``,
-    or ``learned``, e to the parameter ``sinks``. ``scaled``: scores are multiplied by the parameter
-    ``s`` times log n, of the n keys that a query may see; or with ``one_more`` times
-    log (n + 1)."""
+    :data:`SCORE_FUNCTIONS`. ``needs_expm1``: scores near 0 lose bits in the fast formulas, so the
+    forward pass says where, and the backward pass has a second, precise form. ``elementwise``:
+    weights need no sum of their row, and scores take the parameter ``bias``, −log n without one.
+    ``sink``: what the denominator has beside the keys: nothing (""), ``one``, or ``learned``, e to
+    the parameter ``sinks``. ``scaled``: scores are multiplied by the parameter ``s`` times log n,
+    of the n keys that a query may see; or with ``one_more`` times log (n + 1). Raises ValueError
+    for what they do not have together."""
 
     score_function: str
     needs_expm1: bool = False
@@ -71,6 +74,25 @@ class Kernels:
     sink: Literal["", "one", "learned"] = ""
     scaled: bool = False
     one_more: bool = False
+
+    def __post_init__(self) -> None:
+        name = self.score_function
+        if name not in SCORE_FUNCTIONS:
+            known = ", ".join(SCORE_FUNCTIONS)
+            raise ValueError(f"kernels have no score function {name!r}; they have {known}")
+        if self.sink and name != "softmax":
+            raise ValueError(
+                f"kernels have no sink but with the score function 'softmax', not {name!r}"
+            )
+        if self.scaled and self.elementwise:
+            raise ValueError("kernels cannot be both scaled and elementwise")
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """The names of those that they take."""
+        taken = {SLOPES.name: True, "bias": self.elementwise, "s": self.scaled}
+        taken["sinks"] = self.sink == "learned"
+        return tuple(name for name, does in taken.items() if does)
 
 
 class Normalizer(ABC):

@@ -1,82 +1,91 @@
-"""The kernels in Triton's interpreter, on a CPU, in float32."""
+"""The kernels in Triton's interpreter, in float32."""
 
-import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-from attention_cases import EACH, QUICK, WHOLE
+import torch
+from attention_cases import EACH, QUICK, WHOLE, Case, by_kernels, definition, errors, inputs
+from attention_cases import parameters as parameters_of
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from qbench.attention import kernels, reference
+from qbench.attention.kernels import forward, ops
+from qbench.attention.kernels.common import Launch
+from qbench.attention.normalizers import NORMALIZERS, Kernels, normalizer
+from qbench.attention.normalizers.scalable import S
+from qbench.attention.normalizers.softmax import SoftmaxSink
+from qbench.attention.transformers import attend
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of infinities
 LIMIT = 1e-5  # relative
-SLOW = pytest.mark.slow
 OF_PARAMETERS = 10  # times that: sums of both signs over all rows
-
-
-@pytest.fixture(scope="module")
-def interpreted():
-    """A function: a function's name of interpreter.py and its arguments → what that gives."""
-    environment = os.environ | {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    script = Path(__file__).with_name("interpreter.py")
-    with subprocess.Popen(
-        [sys.executable, "-W", "ignore", str(script)],
-        env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    ) as process:  # fmt: skip
-
-        def ask(name, *arguments):
-            process.stdin.write(json.dumps((name, arguments)) + "\n")
-            process.stdin.flush()
-            for line in process.stdout:
-                if line.startswith("answer "):
-                    return json.loads(line.removeprefix("answer "))
-            pytest.fail(f"interpreter.py died in {name}{arguments}")
-
-        yield ask
-        process.stdin.close()
+SLOW = pytest.mark.slow
 
 
 def wrong(errors):
     """Those over their limits."""
-    limits = {"output": LIMIT, "dq": LIMIT, "dk": LIMIT, "dv": LIMIT}
+    limits = dict.fromkeys(("output", "dq", "dk", "dv"), LIMIT)
     return {n: e for n, e in errors.items() if not e <= limits.get(n, OF_PARAMETERS * LIMIT)}
 
 
-def indices(cases, quick):
-    """Parameters; all but the first ``quick`` are left to make test-all."""
-    marks = (() if i < quick else pytest.mark.slow for i in range(len(cases)))
-    return [pytest.param(i, id=str(cases[i]), marks=mark) for i, mark in enumerate(marks)]
+def error(got, truth):
+    return float((got.double() - truth.double()).norm() / truth.double().norm())
 
 
-@pytest.mark.parametrize("index", indices(QUICK, len(EACH)))
-def test_output_and_gradients_equal_float64(interpreted, index):
-    case = QUICK[index]
-    errors = interpreted("case", "quick", index)
-    if case.shape[4] == 1:  # the weight of a single key does not depend on its score
-        errors = {name: errors[name] for name in ("output", "dv")}
-    assert wrong(errors) == {}
+@pytest.fixture
+def claims(monkeypatch):
+    """A function: registers a plug-in that claims ``kernels`` and takes ``parameters``."""
+
+    def register(name, parameters, **of):
+        more = {"name": name, "parameters": parameters, "kernels": Kernels(**of)}
+        monkeypatch.setitem(NORMALIZERS._things, name, type("Claims", (SoftmaxSink,), more)())
+
+    return register
 
 
-@pytest.mark.parametrize("index", indices(WHOLE, 0))
-def test_the_whole_table_equals_float64(interpreted, index):
-    case = WHOLE[index]
-    errors = interpreted("case", "whole", index)
-    if case.shape[4] == 1 or case.window == 1:
-        errors = {name: errors[name] for name in ("output", "dv")}
-    assert wrong(errors) == {}
+@pytest.mark.parametrize(
+    "case", [*EACH, *(pytest.param(c, marks=SLOW) for c in (*QUICK[len(EACH) :], *WHOLE))], ids=str
+)
+def test_output_and_gradients_equal_float64(case):
+    found = errors(case, by_kernels)
+    if case.shape[4] == 1 or case.window == 1:  # one key's weight does not depend on its score
+        found = {name: found[name] for name in ("output", "dv")}
+    assert wrong(found) == {}
 
 
-def test_a_learned_sink_and_a_scale_have_gradients_of_their_own(interpreted):
-    assert wrong(interpreted("sinks_and_scale")) == {}
+def test_a_learned_sink_and_a_scale_have_gradients_of_their_own(claims):
+    taken = (*SoftmaxSink.parameters, S)
+    claims("sunk-scaled", taken, score_function="softmax", sink="learned", scaled=True)
+    assert wrong(errors(Case(normalizer="sunk-scaled", slopes=True), by_kernels)) == {}
 
 
 @pytest.mark.parametrize("normalizer", ["softmax", "softpick"])
-def test_a_call_does_not_depend_on_what_was_called_before(interpreted, normalizer):
-    assert interpreted("after_shared_tensors", normalizer) <= LIMIT
+def test_a_call_does_not_depend_on_what_was_called_before(normalizer):
+    """With one tensor for several arguments, of the same layout."""
+    case = Case(normalizer=normalizer, shape=(1, 1, 1, 70, 70, 16))
+    query, key, value, other = inputs(case)
+    for tensors in ((other, other, other), (query, other, other), (query, key, other)):
+        by_kernels(case, *tensors, {})
+    truth = definition(case, *(tensor.double() for tensor in (query, key, value)), {})
+    assert error(by_kernels(case, query, key, value, {}), truth) <= LIMIT
 
 
+@pytest.fixture
+def launched_without_a_maximum(monkeypatch):
+    """As bf16 is, here in float32."""
+
+    def launch(kernel, grid, numbers, constants):
+        if kernel is forward.attn_fwd:
+            constants |= {"NO_MAX": True, "PRECISE": False}
+        return Launch(kernel, grid, numbers, constants)
+
+    monkeypatch.setattr(ops, "Launch", launch)
+    ops.forward_launches.cache_clear()
+    yield
+    ops.forward_launches.cache_clear()
+
+
+@pytest.mark.usefixtures("launched_without_a_maximum")
 @pytest.mark.parametrize("scores", [1.0, 1e-4, 60.0])
 @pytest.mark.parametrize(
     "normalizer",
@@ -85,8 +94,15 @@ def test_a_call_does_not_depend_on_what_was_called_before(interpreted, normalize
         *(pytest.param(n, marks=SLOW) for n in ("softmax", "rectified", "scalable-softpick")),
     ],
 )
-def test_the_forward_pass_without_a_maximum_is_as_close_as_bf16(interpreted, normalizer, scores):
-    assert interpreted("no_max", normalizer, scores) <= 1e-3
+def test_the_forward_pass_without_a_maximum_is_as_close_as_bf16(normalizer, scores):
+    """It and both its ways out."""
+    case = Case(normalizer=normalizer, shape=(1, 2, 1, 70, 70, 16), scores=scores)
+    query, key, value, _ = inputs(case)
+    got = by_kernels(case, query, key, value, parameters_of(case))
+    given = {name: tensor.double() for name, tensor in parameters_of(case).items()}
+    wide = [tensor.double() for tensor in (query, key, value)]
+    settings = {"normalizer": normalizer, "parameters": given, "causal": True}
+    assert error(got, reference.attention(*wide, **settings)) <= 1e-3
 
 
 @pytest.mark.parametrize(
@@ -100,32 +116,111 @@ def test_the_forward_pass_without_a_maximum_is_as_close_as_bf16(interpreted, nor
         ([10], [(0, 70), (70, 192)], [1, 0, 0]),
     ],
 )
-def test_rows_of_tiny_scores_flag_their_keys(interpreted, tiny, edges, flags):
-    assert interpreted("needs_expm1", tiny, edges) == flags
+def test_rows_of_tiny_scores_flag_their_keys(tiny, edges, flags):
+    """The flags of three chunks of keys, from rows whose only positive score is that of their own
+    key: 3e-6 in the rows ``tiny``, else 1."""
+    torch.manual_seed(0)
+    length, width = 192, 16
+    key = torch.randn(1, 1, length, width)
+    scores = torch.ones(length)
+    scores[tiny] = 3e-6
+    query = key / key.square().sum(-1, keepdim=True) * (scores * width**0.5)[:, None]
+    tensors = (query.expand(1, 2, length, width), key, torch.randn(1, 1, length, width))
+    tensors = [tensor.half().transpose(1, 2).contiguous().transpose(1, 2) for tensor in tensors]
+    spans = None
+    if edges:
+        spans = torch.tensor([[0, a, b, a, b, 0] for a, b in edges], dtype=torch.int32)
+    settings = ops.Settings("softpick", width**-0.5, 0.0, True, 0, length, length)
+    steep = ops.Parameters(slopes=torch.full((2,), 4.0))
+    assert ops.forward(*tensors, None, spans, steep, settings)[2].tolist() == [[flags]]
 
 
 @pytest.mark.parametrize("rows", [40, 80], ids=["as in decoding", "more"])
-def test_values_have_right_gradients_where_all_scores_are_tiny(interpreted, rows):
-    assert interpreted("tiny_rows", rows) <= 2e-3
+def test_values_have_right_gradients_where_all_scores_are_tiny(rows):
+    torch.manual_seed(0)
+    query, key, value, gradient = (torch.randn(1, 1, rows, 16).half() for _ in range(4))
+    query *= 2.0**-18
+    found = []
+    for function, dtype in ((kernels, torch.half), (reference, torch.double)):
+        leaf = value.to(dtype).requires_grad_()
+        output = function.attention(
+            query.to(dtype), key.to(dtype), leaf, normalizer="softpick", causal=True
+        )
+        found += torch.autograd.grad(output, leaf, gradient.to(dtype))
+    assert error(*found) <= 2e-3
 
 
 @pytest.mark.parametrize("sinks", [[300.0, 0.0], [-math.inf, -300.0]], ids=["huge", "none"])
-def test_sinks_of_any_size(interpreted, sinks):
-    assert interpreted("extreme_sinks", sinks) <= LIMIT
+def test_sinks_of_any_size(sinks):
+    query, key, value, _ = inputs(Case(normalizer="softmax-sink", shape=(1, 2, 2, 5, 5, 16)))
+    given = {"sinks": torch.tensor(sinks)}
+    settings = {"normalizer": "softmax-sink", "parameters": given, "causal": True}
+    got, truth = (by.attention(query, key, value, **settings) for by in (kernels, reference))
+    assert error(got, truth) <= LIMIT
 
 
-def test_an_unknown_score_function_is_refused_and_does_not_compile(interpreted):
-    said, compiled = interpreted("refused", "claimed")
-    assert "names the score function 'claimed'; there are softmax, softpick" in said
-    assert "no formula" in compiled
+def test_a_score_function_without_formulas_does_not_compile(claims, monkeypatch):
+    monkeypatch.setattr(normalizer, "SCORE_FUNCTIONS", ("claimed",))
+    claims("claimed", (), score_function="claimed")
+    query = torch.randn(1, 1, 65, 16)
+    with pytest.raises(Exception, match=r".*") as raised:  # the interpreter wraps what it meets
+        kernels.attention(query, query, query, normalizer="claimed")
+    assert "no formula" in f"{raised.value} {raised.value.__cause__}"
 
 
-def test_a_padded_model_and_a_decode_step_equal_the_reference(interpreted):
-    ran, error = interpreted("model")
-    assert ran == ["softpick/reference", "softpick/triton"]
-    assert error <= LIMIT
+@pytest.mark.parametrize(
+    "normalizer",
+    ["sigmoid", *(pytest.param(n, marks=SLOW) for n in ("softmax-sink", "scalable-softpick-next"))],
+)
+def test_the_operator_is_as_torch_asks_and_gives_the_same_bits(normalizer):
+    """As torch.compile sees it; and its gradients, those of every parameter too, are as without the
+    dispatcher."""
+    case = Case(normalizer=normalizer, shape=(1, 2, 1, 9, 9, 16), slopes=True)
+    *tensors, gradient = inputs(case)
+    given = parameters_of(case)
+    sources = [tensor.requires_grad_() for tensor in (*tensors, *given.values())]
+    settings = ops.Settings(normalizer, 0.25, 2.0, True, 0, 9, 9)
+    arguments = (*tensors, None, None, None, *ops.Parameters(**given), *settings)
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(torch.ops.qbench.attention.default, arguments, test_utils=checks)
+    direct = ops.apply(*arguments[:6], ops.Parameters(**given), settings)
+    outputs = (direct, ops.attention(*arguments)[0])
+    found, expected = (torch.autograd.grad(out, sources, gradient) for out in outputs)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        intermediate_size=32, vocab_size=31, initializer_range=0.3,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+@torch.no_grad()
+def test_a_padded_model_and_a_decode_step_equal_the_reference(model):
+    """Padded on both sides."""
+    ids = torch.randint(0, 31, (2, 9))
+    padding = torch.ones(2, 9, dtype=torch.long)
+    padding[0, :3] = 0
+    padding[1, -2:] = 0
+    positions = (padding.cumsum(-1) - 1).clamp(min=0)
+    found = []
+    for implementation in ("reference", "triton"):
+        ran = attend(model, normalizer="softpick", implementation=implementation)
+        assert ran == f"softpick/{implementation}"
+        out = model(ids, attention_mask=padding, position_ids=positions, use_cache=True)
+        step = model(
+            ids[:, :1], past_key_values=out.past_key_values, position_ids=positions[:, -1:] + 1,
+            attention_mask=torch.cat([padding, padding[:, :1] | 1], 1),
+        )  # fmt: skip
+        found.append(torch.cat([out.logits[padding.bool()], step.logits[:, 0]]))
+    assert error(*found) <= LIMIT
+
+
+@pytest.mark.usefixtures("dynamo")
 @pytest.mark.parametrize(
     ("padding", "positions"),
     [
@@ -141,22 +236,24 @@ def test_a_padded_model_and_a_decode_step_equal_the_reference(interpreted):
         pytest.param([[1, 1, 0, 1, 1, 1, 0, 1, 1], [1] * 9], None, id="holes", marks=SLOW),
     ],
 )  # fmt: skip
-def test_a_compiled_model_by_plain_set_attn_implementation(interpreted, padding, positions):
-    assert interpreted("compiled_model", padding, positions) <= LIMIT
-
-
-@pytest.mark.parametrize(
-    "normalizer",
-    ["sigmoid", *(pytest.param(n, marks=SLOW) for n in ("softmax-sink", "scalable-softpick-next"))],
-)
-def test_the_operator_is_as_torch_asks_and_gives_the_same_bits(interpreted, normalizer):
-    assert interpreted("operator", normalizer) is True
-
-
-@pytest.mark.parametrize("group", ["one", pytest.param("attends", marks=SLOW)])
-def test_the_kernel_of_the_kv_cache_equals_its_definition(interpreted, group):
-    assert [line for line in interpreted("kv_cache", group) if not line[1] <= LIMIT] == []
-
-
-def test_the_kernel_of_the_kv_cache_is_launched_on_the_device_of_its_tensors(interpreted):
-    assert interpreted("kv_cache_device") == ["cpu"]
+def test_a_compiled_model_by_plain_set_attn_implementation(model, padding, positions):
+    """Its logits where there are tokens, and a gradient, compiled and not."""
+    ids = torch.randint(0, 31, (2, 9))
+    given = {"use_cache": False}
+    tokens = torch.ones(2, 9, dtype=torch.bool)
+    if padding:
+        given["attention_mask"] = torch.tensor(padding)
+        tokens = given["attention_mask"].bool()
+    if positions:
+        given["position_ids"] = torch.tensor(positions)
+    found = []
+    for name, compiled in (("reference", False), ("triton", False), ("triton", True)):
+        model.set_attn_implementation(f"qbench-softpick-{name}")
+        model.zero_grad()
+        torch._dynamo.reset()
+        run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+        logits = run(ids, **given).logits[tokens]
+        logits.square().sum().backward()
+        gradient = model.model.embed_tokens.weight.grad
+        found.append(torch.cat([logits.detach().flatten(), gradient.flatten()]))
+    assert max(error(one, found[0]) for one in found[1:]) <= LIMIT
