@@ -11,8 +11,8 @@ reorders and crops them with the values, and attention takes them off again.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -149,13 +149,6 @@ class Rotated:
         return key
 
 
-class _Now(threading.local):
-    """Of the forward that this thread is in."""
-
-    angles: tuple[Tensor, Tensor] | None = None
-    key: Tensor | None = None
-
-
 def carry_unrotated_keys(module: nn.Module, name: str) -> None:
     """Makes the attention ``module`` hand on its unrotated keys. Raises QuantizationError for one
     without projections of keys and values of its own."""
@@ -166,7 +159,7 @@ def carry_unrotated_keys(module: nn.Module, name: str) -> None:
             "leave before_rope out"
         )
     keys = getattr(module, "k_norm", None) or module.k_proj
-    now = _Now()
+    now = SimpleNamespace(angles=None, key=None)  # of the forward that runs
     width = module.head_dim
 
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

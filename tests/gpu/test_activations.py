@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from quantizer_models import DIGEST, PROBE, calibration, llama
+from quantizer_models import PROBE, llama, make
 from test_fake_quant import FORMATS, INF, NAN, draw, equal, in_groups, of_tensor, ties
 
 from qbench.quantizers import activation_inputs, config_of, fake_quant
@@ -11,7 +11,6 @@ from qbench.quantizers.audit.activations import expected, groups_of
 from qbench.quantizers.audit.cell import audit
 from qbench.quantizers.config import ActivationEvidence
 from qbench.quantizers.formats import Scale
-from qbench.quantizers.quantize import quantize
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PARTS = [
@@ -63,15 +62,10 @@ def test_the_kernel_and_the_audit_decide_ties_as_the_definition_does(name, dtype
 
 def on_gpu(stated, folder, dtype="bfloat16"):
     chosen = config_of(stated, compute_dtype=dtype)
-    model = llama("softpick", dtype=getattr(torch, dtype), device="cuda")
-    made = quantize(
-        model,
-        chosen,
-        calibration=calibration() if chosen.needs_calibration else None,
-        digest=DIGEST,
-        artifacts=folder,
-    )[0]
-    original = llama("softpick", dtype=getattr(torch, dtype), device="cuda")
+    model, original = (
+        llama("softpick", dtype=getattr(torch, dtype), device="cuda") for _ in range(2)
+    )
+    made = make(chosen, folder, model=model)
     return made, audit(original, made, chosen, PROBE)
 
 
@@ -86,7 +80,9 @@ def test_every_scheme_passes_its_audit(name, weights, tmp_path):
 
 def test_counting_values_does_not_wait_for_the_device():
     x = odd(2816, torch.bfloat16).nan_to_num(0.0, 0.0, 0.0)
-    here, there = (activation_inputs.Observer(t.device, counted=True) for t in (x, x.cpu()))
+    here, there = (
+        activation_inputs.Observer(t.device, symmetric=False, counted=True) for t in (x, x.cpu())
+    )
     there.add(x.cpu())
     try:
         torch.cuda.set_sync_debug_mode("error")

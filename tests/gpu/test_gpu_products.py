@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from quantizer_models import DIGEST, calibration, ids
+from quantizer_models import ids, make
 from torch import nn
 from treated_models import decoder
 
@@ -16,7 +16,6 @@ from qbench.quantizers.audit.cell import audit
 from qbench.quantizers.fake_quant import decode, encode, encode_definition, scale_of_tensor
 from qbench.quantizers.formats import QuantFormat
 from qbench.quantizers.linear import plain
-from qbench.quantizers.quantize import quantize
 from qbench.quantizers.rotation import hadamard_transform, online
 
 CONFIG = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96}
@@ -121,13 +120,7 @@ def cell(weights, activations, arithmetic, dtype="bfloat16", **more):
 def built(chosen, folder):
     dtype = getattr(torch, chosen.compute_dtype)
     model = decoder("llama-wide", "softpick", dtype=dtype).cuda()
-    made = quantize(
-        model,
-        chosen,
-        calibration=calibration() if chosen.needs_calibration else None,
-        digest=DIGEST,
-        artifacts=folder,
-    )[0]
+    made = make(chosen, folder, model=model)
     original = decoder("llama-wide", "softpick", dtype=dtype).cuda()
     return made, audit(original, made, chosen, ids(2, 2, 23).cuda())
 

@@ -4,20 +4,18 @@ import pytest
 import torch
 from bitsandbytes import functional
 from quantizer_models import (
-    DIGEST,
     PROBE,
-    calibration,
     damage,
     llama,
     logits,
     make,
+    make_with_detail,
     settings,
 )
 
 from qbench.quantizers import bnb
 from qbench.quantizers.audit.cell import audit
 from qbench.quantizers.linear import plain
-from qbench.quantizers.quantize import quantize
 
 # bitsandbytes has a faster kernel for widths that the tiny model does not have.
 pytestmark = pytest.mark.filterwarnings("ignore:inner dimension:UserWarning")
@@ -37,13 +35,8 @@ CASES = [
 
 
 def on_gpu(chosen, artifacts, normalizer="softpick"):
-    return quantize(
-        llama(normalizer, dtype=getattr(torch, chosen.compute_dtype), device="cuda"),
-        chosen,
-        calibration=calibration() if chosen.needs_calibration else None,
-        digest=DIGEST,
-        artifacts=artifacts,
-    )
+    model = llama(normalizer, dtype=getattr(torch, chosen.compute_dtype), device="cuda")
+    return make_with_detail(chosen, artifacts, model=model)
 
 
 @pytest.mark.parametrize(("name", "stated"), CASES)

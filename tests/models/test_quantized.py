@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from quantizer_models import DIGEST
+from quantizer_models import make
 from tiny import KINDS, tiny_model
 
 from qbench.checkpoints.supported import CLASSES
@@ -11,7 +11,6 @@ from qbench.quantizers import parse
 from qbench.quantizers.audit.cell import audit
 from qbench.quantizers.calibration import Calibration
 from qbench.quantizers.linear import Experts, is_fused, linearize, linears, matrices
-from qbench.quantizers.quantize import quantize
 
 # Of GPT-BigCode in transformers 5.17.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
@@ -41,13 +40,7 @@ def report(kind, folder, name, **stated):
     if name.startswith("bnb"):
         del chosen["group_size"]
     quantizer = parse(name, chosen)
-    made = quantize(
-        tiny_model(kind),
-        quantizer,
-        calibration=CALIBRATION if quantizer.needs_calibration else None,
-        digest=DIGEST,
-        artifacts=folder,
-    )[0]
+    made = make(quantizer, folder, model=tiny_model(kind), calibrated=CALIBRATION)
     return audit(tiny_model(kind), made, quantizer, PROBE)
 
 
@@ -102,10 +95,8 @@ def test_bitsandbytes_does_not_choose_an_experts_kernel_by_its_number_of_rows(
     """On a GPU the library multiplies few rows by kernels that round elsewhere than for many."""
     import bitsandbytes
 
-    model = quantize(
-        tiny_model("mixtral"), parse("bnb-4bit", {"compute_dtype": "float32"}),
-        calibration=None, digest=DIGEST, artifacts=tmp_path,
-    )[0]  # fmt: skip
+    chosen = parse("bnb-4bit", {"compute_dtype": "float32"})
+    model = make(chosen, tmp_path, model=tiny_model("mixtral"))
     chosen, real = [], bitsandbytes.matmul_4bit
     names = {id(module.weight): name for name, module in linears(model).items()}
 

@@ -2,6 +2,7 @@
 
 import functools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -84,32 +85,26 @@ def settings(name: str, **stated: object) -> QuantizationConfig:
     return parse(name, {**chosen, **stated})
 
 
-def make(
-    chosen: QuantizationConfig,
-    artifacts: Path,
-    normalizer: str = "softmax",
-    *,
-    model: LlamaForCausalLM | None = None,
-) -> PreTrainedModel:
-    """The tiny model, or ``model``, quantized."""
-    return make_with_detail(chosen, artifacts, normalizer, model=model)[0]
-
-
 def make_with_detail(
     chosen: QuantizationConfig,
     artifacts: Path,
     normalizer: str = "softmax",
     *,
-    model: LlamaForCausalLM | None = None,
+    model: PreTrainedModel | None = None,
+    calibrated: Calibration | None = None,
 ) -> tuple[PreTrainedModel, str]:
-    """The quantized model, and how it came about."""
+    """The tiny model, or ``model``, quantized, and how it came about."""
     return quantize(
         model or llama(normalizer, dtype=getattr(torch, chosen.compute_dtype)),
         chosen,
-        calibration=calibration() if chosen.needs_calibration else None,
+        calibration=(calibrated or calibration()) if chosen.needs_calibration else None,
         digest=DIGEST,
         artifacts=artifacts,
     )
+
+
+def make(*of: Any, **more: Any) -> PreTrainedModel:
+    return make_with_detail(*of, **more)[0]
 
 
 def packed_layer(chosen: QuantizationConfig, layer: nn.Linear) -> nn.Module:

@@ -3,10 +3,8 @@
 import pytest
 import torch
 from kv_cache_models import MODELS, SCHEMES, SHAPE, ids, model_of
-from transformers import (
-    LlamaConfig,
-    MistralConfig,
-)
+from pair import loss, pair_model, texts
+from transformers import LlamaConfig, MistralConfig
 
 from qbench.errors import QuantizationError, RecipeError, UnavailableError
 from qbench.quantizers.names import KV_CACHES, config_of
@@ -103,3 +101,13 @@ def test_a_rotation_that_is_another_one_is_found():
         layer.self_attn.qbench_rotation = lambda x: x.flip(-1)
     with pytest.raises(UnavailableError, match="are not its key projection rotated"):
         model(ids(1, 9), use_cache=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "wanted"), [("softmax", 0.143), ("softpick", 0.104)])
+def test_three_bits_cost_the_trained_pair_what_others_measured(name, wanted):
+    """Nats a token, on two texts, which differ from all 15 by a tenth; in full on a GPU."""
+    tokens, model = texts(name)[1:3], pair_model(name)
+    before = loss(model, tokens, 2)
+    quantizer = config_of({"kv": "int3-token"}, compute_dtype="float32")
+    assert loss(apply(model, quantizer, {}), tokens, 2) - before == pytest.approx(wanted, rel=0.3)

@@ -7,7 +7,9 @@ from treated_models import decoder
 
 from qbench.errors import RecipeError
 from qbench.quantizers import config_of
+from qbench.quantizers.hadamard import factors
 from qbench.quantizers.quantize import backend
+from qbench.quantizers.rotation import hadamard_transform
 from qbench.quantizers.transforms import Rotation, SmoothQuant
 
 TEXT = ids(3, 2, 40)
@@ -135,3 +137,20 @@ def test_what_can_be_seen_in_a_config_is_refused_before_work(outliers, config, s
     with pytest.raises(RecipeError) as raised:
         config_of(entry, compute_dtype="float32").resolved(config, "cpu")
     assert str(raised.value) == says
+
+
+# Head widths, hidden and intermediate sizes of models, and small orders of each construction.
+ORDERS = [1, 2, 8, 12, 20, 28, 36, 64, 100, 148, 344, 384, 640]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_transform_is_a_hadamard_matrix_over_the_root_of_its_order(order):
+    identity = torch.eye(order, dtype=torch.float64)
+    matrix = hadamard_transform(identity)
+    assert torch.equal((matrix * order**0.5).round().abs(), torch.ones_like(matrix))
+    torch.testing.assert_close(matrix @ matrix.T, identity, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("order", [3, 6, 50, 92, 1001])
+def test_orders_without_a_known_matrix_are_none(order):
+    assert factors(order) is None

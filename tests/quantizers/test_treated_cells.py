@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from quantizer_models import DIGEST, calibration, damage, ids
+from quantizer_models import damage, ids
+from quantizer_models import make as quantized
 from treated_models import decoder
 
 from qbench.quantizers import config_of, rotation
 from qbench.quantizers.audit.cell import audit
-from qbench.quantizers.quantize import quantize
 
 PROBE = ids(2, 2, 23)
 GPTQ = {"name": "gptq-4bit", "group_size": 16}
@@ -28,13 +28,7 @@ def quantizer(weights, outliers, activations="int8-token", dtype="float32"):
 
 def make(chosen, folder, which="llama-biases", normalizer="softmax"):
     dtype = getattr(torch, chosen.compute_dtype)
-    return quantize(
-        decoder(which, normalizer, dtype=dtype),
-        chosen,
-        calibration=calibration() if chosen.needs_calibration else None,
-        digest=DIGEST,
-        artifacts=folder,
-    )[0]
+    return quantized(chosen, folder, model=decoder(which, normalizer, dtype=dtype))
 
 
 def judged(chosen, model, which="llama-biases", normalizer="softmax"):
