@@ -17,35 +17,19 @@ from qbench.files import temporary
 from qbench.quantizers import artifacts
 from qbench.quantizers.artifacts import Artifact
 
-CPU = torch.device("cpu")
-
 # Python 3.12 warns of a fork beside libraries' threads; these children only compute and end.
 FORKS = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 
-def artifact_of(
-    root,
-    chosen,
-    seed=1,
-    digest=DIGEST,
-    attention="qbench-softmax-reference",
-    device=CPU,
-    source=None,
-):
-    used = calibration(seed) if chosen.needs_calibration else None
-    return Artifact(
-        root,
-        original=digest,
-        config=chosen,
-        calibration=used,
-        attention=attention,
-        normalizer_source=source,
-        device=device,
-    )
-
-
-def folder(*arguments, **named):
-    return artifact_of(*arguments, **named).folder
+def folder(root, chosen, seed=1, **more):
+    stated = {
+        "original": DIGEST,
+        "attention": "qbench-softmax-reference",
+        "normalizer_source": None,
+        "device": torch.device("cpu"),
+        "calibration": calibration(seed) if chosen.needs_calibration else None,
+    }
+    return Artifact(root, config=chosen, **stated | more).folder
 
 
 @pytest.mark.parametrize(
@@ -72,7 +56,7 @@ def test_all_that_can_change_the_weights_makes_another_artifact(tmp_path):
     folders = {
         folder(tmp_path, chosen),
         folder(tmp_path, chosen, seed=2),
-        folder(tmp_path, chosen, digest="f" * 64),
+        folder(tmp_path, chosen, original="f" * 64),
         *(
             folder(tmp_path, replace(chosen, weights=replace(chosen.weights, **{name: value})))
             for name, value in {
@@ -87,8 +71,8 @@ def test_all_that_can_change_the_weights_makes_another_artifact(tmp_path):
             }.items()
         ),
         folder(tmp_path, chosen, attention="qbench-softpick-reference"),
-        folder(tmp_path, chosen, source="a" * 64),
-        folder(tmp_path, chosen, source="b" * 64),
+        folder(tmp_path, chosen, normalizer_source="a" * 64),
+        folder(tmp_path, chosen, normalizer_source="b" * 64),
         folder(tmp_path, chosen, device=torch.device("meta")),
     }
     assert len(folders) == 15

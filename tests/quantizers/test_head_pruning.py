@@ -1,11 +1,9 @@
 """Heads that are cut out: which ones, that they give nothing then, and that the record says so."""
 
-import json
-
 import pytest
 import torch
 from loading import load_model
-from small_recipe import DEMO, qbench, small_recipe
+from small_recipe import DEMO
 
 from qbench.analysis.attention import output_ratios as of_a_text
 from qbench.analysis.capture import attention_observed
@@ -16,7 +14,6 @@ from qbench.quantizers.audit.cell import audit
 from qbench.quantizers.head_pruning import KEPT, choose, install, output_ratios
 from qbench.quantizers.names import config_of
 from qbench.quantizers.transforms import Dormant, Weakest
-from qbench.store import Store
 
 
 def softpick():
@@ -111,31 +108,3 @@ def test_attention_that_is_not_ours_is_refused():
     model.set_attn_implementation("eager")
     with pytest.raises(QuantizationError, match="its attention is eager"):
         install(model, Dormant(), {})
-
-
-@pytest.mark.usefixtures("own_cache")
-def test_a_run_scores_pruned_cells_beside_whole_ones(tmp_path):
-    pages = (DEMO / "data" / "demo_pages" / "test.jsonl").read_text().splitlines()
-    text = tmp_path / "text.jsonl"
-    text.write_text("\n".join(json.dumps({"text": json.loads(p)["page"]}) for p in pages))
-    quantizers = [
-        "fp32",
-        {"prune_heads": {"name": "weakest", "share": 0.25}, "label": "weakest-25"},
-        {"weights": {"name": "rtn-4bit", "group_size": 64}, "prune_heads": "dormant",
-         "label": "rtn-dormant"},
-    ]  # fmt: skip
-    path = small_recipe(
-        tmp_path, quantizers=quantizers,
-        calibration={"path": str(text), "samples": 2, "length": 64},
-    )  # fmt: skip
-    out = tmp_path / "out"
-    assert qbench("run", path, "--out", out, "--device", "cpu", "--only", "softpick/*") == 0
-    records = {record.quantizer: record for record in Store(out).records()}
-    weakest = records["weakest-25"]
-    assert len(weakest.audit.heads.pruned) == 4
-    assert weakest.precision.heads == "the weakest 25% of all heads pruned"
-    assert weakest.precision.name == "W16A16, heads pruned"
-    assert weakest.damage.tasks["demo_pages"].distributions.kl.mean > 0
-    assert records["rtn-dormant"].audit.modules
-    assert records["rtn-dormant"].audit.heads is not None
-    assert "heads pruned" in (out / "tables.md").read_text().lower()
