@@ -77,7 +77,7 @@ def audit(
     if config.weights is not None and config.weights.prequantized:
         problems += _other_ends(original, quantized, config.weights)
     with weights_alone(quantized):
-        found = audit_weights(original, wanted, quantized, config, moved, problems)
+        found = audit_weights(original, wanted, quantized, config, moved, problems, probe)
     more["size"] = _size(original, wanted, config, found)
     if found.rescaled and (wrong := _uncancelled(original, quantized, probe, before)):
         more |= {"problems": (*found.problems, *wrong), "passed": False}

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from qbench.errors import first_line, some
+from qbench.quantizers.calibration import watch_inputs
 from qbench.quantizers.config import PackedWeight, QuantizationConfig, WeightSettings, matching
 from qbench.quantizers.linear import Matrix, matrices, values
 from qbench.quantizers.quantize import evidence_of
@@ -23,7 +24,7 @@ from qbench.streaming import bring
 
 SPARE = 0.01  # of all weights: routers, convolutions and the like may stay as they are
 ROWS = 4096  # of the identity at once: a layer dequantizes in every forward
-MOST_DEAD = 0.5  # share of columns that GPTQ may zero; a softpick head can be silent on all text
+SILENT = 0.01  # share of a layer's squared inputs that the columns which GPTQ zeroed may take in
 LEAN = 0.5  # |mean| / root mean square of the errors; a zero point off by one gives near 1
 MOST_FITTED = 0.7  # relative error after fitted factors; unrelated matrices keep nearly 1
 
@@ -35,9 +36,10 @@ def audit_weights(
     config: QuantizationConfig,
     moved: float,
     problems: list[str],
+    probe: Tensor,
 ) -> Audit:
     """The weights of ``quantized`` against ``wanted``, the matrices of ``original``; ``problems``
-    are those that are known already, and get more."""
+    are those that are known already, and get more. ``probe``: token ids [B, T]."""
     if config.weights is None:
         dtype = getattr(torch, config.compute_dtype)
         problems += _changed(original, wanted.values(), quantized, dtype)
@@ -71,20 +73,25 @@ def audit_weights(
     modules: list[ModuleAudit] = []
     error_squared = norm_squared = 0.0
     rescaled = 0
+    zeroed: dict[str, Tensor] = {}
     for name in (name for name in wanted if name in stored):
         try:
             packed = stored[name]()
             bring(original, name)
             module = quantized.get_submodule(name)
-            one, wrong, sums, factor = measure(wanted[name], module, packed, config.weights)
+            one, wrong, sums, factor, dead = measure(wanted[name], module, packed, config.weights)
             if factor is not None:  # the original, which is consumed, with the same factors
                 wanted[name].weight.data.mul_(factor)
                 rescaled += 1
+            if config.weights.needs_calibration and one.dead_inputs:
+                zeroed[name] = dead
             modules.append(one)
             error_squared, norm_squared = error_squared + sums[0], norm_squared + sums[1]
             problems += wrong
         except Exception as error:  # whatever a broken layer raises is what is wrong with it
             problems.append(f"{name}: cannot be measured: {first_line(error)}")
+    if zeroed:
+        problems += _missed(original, zeroed, probe)
     covered = sum(one.parameters for one in modules)
     bits = sum(one.bits_per_weight * one.parameters for one in modules)
     return Audit(
@@ -154,10 +161,10 @@ def _same(found: Tensor, wanted: Tensor) -> bool:
 @torch.no_grad()
 def measure(
     matrix: Matrix, module: nn.Module, stored: PackedWeight, settings: WeightSettings
-) -> tuple[ModuleAudit, list[str], tuple[float, float], Tensor | None]:
+) -> tuple[ModuleAudit, list[str], tuple[float, float], Tensor | None, Tensor]:
     """``module``, and what it says that it stores, against the unquantized ``matrix``: its audit,
-    what is wrong with it, the squared norms of its error and of the matrix, and the factors
-    [out, in] that other layers must take off again, if any."""
+    what is wrong with it, the squared norms of its error and of the matrix, the factors
+    [out, in] that other layers must take off again, if any, and which columns [in] became zeros."""
     rows, columns = matrix.weight.shape
     weight = forward_weight(module, columns, matrix.weight.dtype)
     wanted = matrix.weight.float()
@@ -186,7 +193,7 @@ def measure(
     else:
         problems += _wrong_weight(result, wanted, difference, dead, settings)
         problems += _disagreement(matrix, module, weight, stored, settings)
-    return result, problems, (error_squared, norm_squared), factor
+    return result, problems, (error_squared, norm_squared), factor, dead
 
 
 def fit(weight: Tensor, wanted: Tensor, bound: float) -> tuple[Tensor, Tensor | None]:
@@ -273,10 +280,7 @@ def _wrong_weight(
         return [f"{result.name}: the weights are the original's: nothing was quantized"]
     problems = []
     error = result.weight_error
-    if settings.needs_calibration and dead.any():
-        # Inputs that are zero on all calibration text get zeros, whatever their weights were.
-        if dead.float().mean() > MOST_DEAD:
-            problems.append(f"{result.name}: {int(dead.sum())} of {len(dead)} columns are zeros")
+    if settings.needs_calibration and dead.any():  # see _missed
         wanted, difference = wanted[:, ~dead], difference[:, ~dead]
         error = float(difference.norm() / wanted.norm()) if wanted.any() else 0.0
     worst = settings.error_bound()
@@ -291,6 +295,24 @@ def _wrong_weight(
             f"{result.name}: the errors lean to one side by {lean:.2f} of their size, as where a "
             "zero point is off"
         )
+    return problems
+
+
+def _missed(original: nn.Module, zeroed: Mapping[str, Tensor], probe: Tensor) -> list[str]:
+    """A line for each layer where ``zeroed`` columns [in] take in something. GPTQ zeroes those
+    whose inputs are zero on all calibration text, as of a softpick head that is silent."""
+    problems = []
+
+    def look(name: str, inputs: Tensor) -> None:
+        squares, zeros = inputs.float().square().flatten(0, -2).sum(0), zeroed[name]
+        share = float(squares[zeros].sum() / squares.sum().clamp_min(1e-30))
+        if not share <= SILENT:
+            problems.append(
+                f"{name}: {int(zeros.sum())} of {len(zeros)} columns are zeros, and {share:.1%} of "
+                "the squared inputs go there"
+            )
+
+    watch_inputs(original, {n: original.get_submodule(n) for n in zeroed}, look, [probe])
     return problems
 
 
