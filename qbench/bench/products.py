@@ -7,16 +7,14 @@ CUDA-event timings after a warm-up, in one run on one GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qbench import text
+from qbench import bench
 from qbench.bench.timing import milliseconds
 from qbench.errors import EvaluationError, UnavailableError
 from qbench.files import write_page
@@ -62,7 +60,6 @@ def bench_products(out: Path | None, quick: bool) -> dict[str, Any]:
             for tokens in TOKENS
             for row in _blocks(model, tokens, repeat_ms)
         ],
-        "profile": [row for model in models for row in _profile(model, TOKENS[-1], repeat_ms)],
     }
     if out is not None:
         write_page(out, results, table(results))
@@ -72,38 +69,21 @@ def bench_products(out: Path | None, quick: bool) -> dict[str, Any]:
 def table(results: dict[str, Any]) -> str:
     """What :func:`bench_products` measured, in Markdown."""
     worst = max(check["error"] / check["limit"] for check in results["checks"])
+    columns = {
+        "model": ("model", ""), "tokens": ("tokens", "d"), "arithmetic": ("arithmetic", ""),
+        "ms": ("ms", ".3f"), "times bf16's speed": ("speed", ".2f"),
+    }  # fmt: skip
     lines = [
         f"# Real low-precision products on one {results['hardware']}",
         "",
         f"torch {results['versions']['torch']}. The linear layers of a block, activations encoded "
         "on the way; speed relative to bf16.",
         "",
-        text.table(
-            ("model", "tokens", "arithmetic", "ms", "times bf16's speed"),
-            [
-                [row["model"], row["tokens"], row["arithmetic"], f"{row['ms']:.3f}",
-                 f"{row['speed']:.2f}"]
-                for row in results["blocks"]
-            ],
-            align="lrlrr",
-        ),
-        "",
-        "The parts alone. Bytes are those that are read and written once.",
-        "",
-        text.table(
-            ("model", "tokens", "part", "ms", "TFLOP/s", "TB/s"),
-            [
-                [row["model"], row["tokens"], row["part"], f"{row['ms']:.3f}",
-                 "–" if row["tflops"] is None else f"{row['tflops']:.0f}",
-                 f"{row['tb_per_s']:.2f}"]
-                for row in results["profile"]
-            ],
-            align="lrlrrr",
-        ),
+        bench.table(results["blocks"], columns),
         "",
         f"{len(results['checks'])} products passed against float64 before timing; the worst used "
         f"{worst:.0%} of its tolerance.",
-    ]  # fmt: skip
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -191,33 +171,3 @@ def _blocks(model: str, tokens: int, repeat_ms: int) -> list[dict[str, Any]]:
         }
         for name, ms in times.items()
     ]
-
-
-def _profile(model: str, tokens: int, repeat_ms: int) -> list[dict[str, Any]]:
-    """Encoding, and products of codes that are there, by shape; beside what libraries have."""
-    block, rows = _block(model), []
-    for name in ("q", "gate", "down"):
-        for part, run, moved, flops in _parts(block[name], tokens):
-            ms = milliseconds(run, repeat_ms)
-            rows.append({
-                "model": model, "tokens": tokens, "part": f"{part}, {name}", "ms": ms,
-                "tflops": flops / ms / 1e9 if flops else None, "tb_per_s": moved / ms / 1e9,
-            })  # fmt: skip
-    return rows
-
-
-def _parts(layer: nn.Linear, tokens: int) -> Iterator[tuple[str, Callable[[], Any], int, int]]:
-    """Name, what runs, bytes and operations; no operations are counted of encodings."""
-    wide, tall = layer.in_features, layer.out_features
-    x = torch.randn(tokens, wide, device="cuda", dtype=torch.bfloat16)
-    flops, read, made = 2 * tokens * wide * tall, (tokens + tall) * wide, tokens * tall
-    yield "bf16 product", partial(F.linear, x, layer.weight), 2 * (read + made), flops
-    for arithmetic, form in FORMATS.items():
-        scaled = _real({"it": layer}, form)["it"]
-        coded = encode(x, form)
-        product = partial(scaled_mm.scaled_mm, *coded, scaled, x.dtype)
-        yield f"encoding {arithmetic}", partial(encode, x, form), 3 * x.numel(), 0
-        yield f"{arithmetic} product", product, read + 2 * made, flops
-        if form.type == "int":
-            run = partial(torch._int_mm, coded[0], scaled.codes.T)
-            yield "torch._int_mm, sums left as int32", run, read + 4 * made, flops

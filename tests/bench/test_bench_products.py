@@ -13,13 +13,7 @@ RESULTS = {
         {"model": "340M", "tokens": 2048, "arithmetic": "bf16", "ms": 0.25, "speed": 1.0},
         {"model": "340M", "tokens": 2048, "arithmetic": "fp8 a token", "ms": 0.2, "speed": 1.25},
     ],
-    "profile": [
-        {"model": "340M", "tokens": 2048, "part": "encoding int8 a token, q", "ms": 0.01,
-         "tflops": None, "tb_per_s": 3.2},
-        {"model": "340M", "tokens": 2048, "part": "bf16 product, q", "ms": 0.1, "tflops": 612.4,
-         "tb_per_s": 1.1},
-    ],
-}  # fmt: skip
+}
 
 
 def test_without_a_gpu_nothing_is_measured(tmp_path):
@@ -28,13 +22,6 @@ def test_without_a_gpu_nothing_is_measured(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "| 340M | 2048 | fp8 a token | 0.200 | 1.25 |",
-        "| 340M | 2048 | encoding int8 a token, q | 0.010 | – | 3.20 |",
-        "| 340M | 2048 | bf16 product, q | 0.100 | 612 | 1.10 |",
-    ],
-)
-def test_the_table_says_how_fast_each_is_beside_bf16(line):
-    assert line in [re.sub(" +", " ", told) for told in table(RESULTS).splitlines()]
+def test_the_table_says_how_fast_each_is_beside_bf16():
+    told = re.sub(" +", " ", table(RESULTS))
+    assert "| 340M | 2048 | fp8 a token | 0.200 | 1.25 |" in told
