@@ -25,7 +25,7 @@ from torch._inductor import config
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from qbench import text
+from qbench import bench
 from qbench.attention import kernels
 from qbench.attention.kernels import require, supported
 from qbench.attention.normalizers import NORMALIZERS
@@ -35,7 +35,7 @@ from qbench.errors import UnavailableError, first_line
 from qbench.files import write_page
 from qbench.runner.workers import Workers
 
-CUDNN, FLASH, FLEX = "cuDNN", "FlashAttention 2", "FlexAttention"  # torch's
+PEERS = CUDNN, FLASH, FLEX = "cuDNN", "FlashAttention 2", "FlexAttention"  # torch's
 CAP = 50.0  # Gemma 2's
 WINDOW = 1024
 MOST_JOBS = 16  # by default: each takes half a GiB of the GPU's memory before it does anything
@@ -168,7 +168,7 @@ def contenders(shape: Shape, variant: str, only: Collection[str]) -> list[str]:
 
 def peers(variant: str) -> tuple[str, ...]:
     """What a user would take instead. cuDNN's and FlashAttention 2 know none but causal."""
-    return (CUDNN, FLASH, FLEX) if variant == "causal" else (FLEX,)
+    return PEERS if variant == "causal" else (FLEX,)
 
 
 def contender(name: str, shape: Shape, variant: str) -> Run:
@@ -303,6 +303,9 @@ def _ceilings(repeat_ms: int) -> dict[str, float]:
 
 # Tables.
 
+PASSES = {f"{way} TFLOP/s": (way, ".0f") for way in ("forward", "backward")}
+STEPS = {"launched ms": ("ms", ".3f"), "captured ms": ("captured_ms", ".3f")}
+
 
 def table(results: dict[str, Any]) -> str:
     """What :func:`bench_attention` measured, in Markdown."""
@@ -317,7 +320,7 @@ def table(results: dict[str, Any]) -> str:
         f"causal. bf16 matrix product {ceilings['matmul_tflops']:.0f} TFLOP/s, device-to-device "
         f"copy {ceilings['copy_tb_per_s']:.2f} TB/s, in the same run. Of a row {best}",
         "",
-        _passes_table(results["passes"]),
+        _beside_peers(results["passes"], PASSES, max),
     ]
     if results["steps"]:
         lines += [
@@ -325,20 +328,18 @@ def table(results: dict[str, Any]) -> str:
             "A short step: forward and backward pass together; launched from the host each time, "
             "and captured as a CUDA graph and replayed.",
             "",
-            _steps_table(results["steps"]),
+            _beside_peers(results["steps"], STEPS, min),
         ]
     if results["decode"]:
-        cells = [
-            [row["shape"], row["kernel"], f"{row['ms']:.3f}", f"{row['tb_per_s']:.2f}",
-             f"{row['share_of_copy']:.0%}"]
-            for row in results["decode"]
-        ]  # fmt: skip
-        head = ("shape", "kernel", "ms", "TB/s", "of the copy")
+        columns = {
+            "shape": ("shape", ""), "kernel": ("kernel", ""), "ms": ("ms", ".3f"),
+            "TB/s": ("tb_per_s", ".2f"), "of the copy": ("share_of_copy", ".0%"),
+        }  # fmt: skip
         lines += [
             "",
             "Decode, one query a sequence. Bytes count all keys and values, read or skipped.",
             "",
-            text.table(head, cells, align="llrrr"),
+            bench.table(results["decode"], columns),
         ]
     lines += [
         "",
@@ -348,36 +349,24 @@ def table(results: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _passes_table(rows: list[Row]) -> str:
-    head = ("shape", "variant", "kernel")
-    for direction in ("forward", "backward"):
-        head += (f"{direction} TFLOP/s", "× best peer")
+def _beside_peers(rows: list[Row], ways: dict[str, tuple[str, str]], best_of: Any) -> str:
+    """Each row beside the best peer of its shape and variant, in the ``ways`` that ``bench.table``
+    takes; ``best_of``: of times the minimum, of rates the maximum."""
     lines = []
     for row in rows:
-        alike = [o for o in rows if (o["shape"], o["variant"]) == (row["shape"], row["variant"])]
-        cells = [row["shape"], row["variant"], row["kernel"]]
-        for direction in ("forward", "backward"):
-            best = max((o.get(direction, 0.0) for o in alike if _is_peer(o)), default=0.0)
-            rate = row.get(direction)
-            cells.append("–" if rate is None else f"{rate:.0f}")
-            cells.append("–" if rate is None or not best else f"{rate / best:.2f}")
-        lines.append(cells)
-    return text.table(head, lines, align="lllrrrr")
-
-
-def _steps_table(rows: list[Row]) -> str:
-    cells = []
-    for row in rows:
-        line = [row["shape"], row["kernel"]]
-        for way in ("ms", "captured_ms"):
-            best = min((o[way] for o in rows if _is_peer(o) and way in o), default=None)
-            ms = row.get(way)
-            line.append("–" if ms is None else f"{ms:.3f}")
-            line.append("–" if ms is None or best is None else f"{best / ms:.2f}")
-        cells.append(line)
-    head = ("shape", "kernel", "launched ms", "× best peer", "captured ms", "× best peer")
-    return text.table(head, cells, align="llrrrr")
-
-
-def _is_peer(row: Row) -> bool:
-    return row["kernel"] in (CUDNN, FLASH, FLEX)
+        line = dict(row)
+        for way, _ in ways.values():
+            of_peers = [
+                other[way]
+                for other in rows
+                if other["kernel"] in PEERS and way in other
+                and (other["shape"], other.get("variant")) == (row["shape"], row.get("variant"))
+            ]  # fmt: skip
+            if of_peers and way in row:
+                best = best_of(of_peers)
+                line[f"× {way}"] = best / row[way] if best_of is min else row[way] / best
+        lines.append(line)
+    columns = {name: (name, "") for name in ("shape", "variant", "kernel") if name in rows[0]}
+    for head, (way, form) in ways.items():
+        columns |= {head: (way, form), f"{head.split()[0]} × best peer": (f"× {way}", ".2f")}
+    return bench.table(lines, columns)

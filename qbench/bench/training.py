@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from accelerate import PartialState
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import AttentionInterface, AttentionMaskInterface, LlamaForCausalLM
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from qbench import text
+from qbench import bench
 from qbench.errors import RecipeError
 from qbench.machine import environment
 from qbench.training.data import Sequences, dataloader
@@ -47,7 +47,11 @@ POSITIONS = {"ALiBi": {"rope_theta": None, "parameters": {"alibi_slopes": {}}}}
 KNOWN = (*CONTENDERS, "sigmoid", *(f"{name}, ALiBi" for name in ("softmax", "softpick", "sigmoid")))
 WARM_UP = 4  # steps; the first ones compile
 RUNS, STEPS = 3, 8  # timed: runs of steps that nobody waits for one by one, as in a training
+# As transformers has it, but plainly causal: the dense mask that it makes under torch.compile is
+# several times slower.
 TORCHS_NAME = "qbench-bench-torch"
+AttentionInterface.register(TORCHS_NAME, sdpa_attention_forward)
+AttentionMaskInterface.register(TORCHS_NAME, lambda *_, **__: None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,7 +127,7 @@ def _measured(
         attention=compute.attention,
     )  # fmt: skip
     if contender in (TORCHS, CUDNN):
-        _attend_with_torch(model)
+        model.set_attn_implementation(TORCHS_NAME)
         attention = contender.replace(", ", "/")
     elif contender != normalizer:
         attention = f"{attention}, {contender.partition(', ')[2]}"
@@ -202,30 +206,6 @@ def _recipe(
     )  # fmt: skip
 
 
-def _attend_with_torch(model: LlamaForCausalLM) -> None:
-    """Plain causal scaled_dot_product_attention, without a mask: transformers' own hands it a
-    dense one under torch.compile, and that is several times slower."""
-
-    def forward(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        scaling: float | None = None,
-        **options: Any,
-    ) -> tuple[Tensor, None]:
-        output = F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )  # fmt: skip
-        return output.transpose(1, 2).contiguous(), None
-
-    AttentionInterface.register(TORCHS_NAME, forward)
-    AttentionMaskInterface.register(TORCHS_NAME, lambda *_, **__: None)
-    model.set_attn_implementation(TORCHS_NAME)
-
-
 def _now(cuda: bool) -> float:
     if cuda:
         torch.cuda.synchronize()
@@ -245,50 +225,37 @@ def table(rows: list[Row], processes: PartialState, compute: Compute, forward: b
     lines = []
     for row in rows:
         hidden, layers, heads, vocabulary, context, _ = SHAPES[row.shape]
-        beside = torchs.get(row.shape)
-        lines.append(
-            [
-                f"{row.shape}: {hidden} × {layers}, {heads} heads, {vocabulary:,} ids, context "
-                f"{context:,}",
-                row.attention,
-                "yes" if row.deterministic else "no",
-                f"{row.tokens_per_s:,.0f}",
-                "–" if beside is None else f"{row.tokens_per_s / beside:.3f}",
-                "–" if row.share is None else f"{row.share:.1%}",
-                f"{row.ms:.1f}",
-                f"{row.memory_gib:.1f}",
-                f"{row.compile_s:.0f}",
-            ]
-        )
-    head = (
-        *("shape", "attention", "deterministic", "tokens/s", "× torch's best", "of peak"),
-        *(f"ms {took}", "GiB", "first s"),
-    )
+        shape = f"{row.shape}: {hidden} × {layers}, {heads} heads, {vocabulary:,} ids, context "
+        beside = row.tokens_per_s / torchs[row.shape] if row.shape in torchs else None
+        more = {"shape": f"{shape}{context:,}", "same": "yes" if row.deterministic else "no"}
+        lines.append(asdict(row) | more | {"beside": beside})
+    columns = {
+        "shape": ("shape", ""), "attention": ("attention", ""), "deterministic": ("same", ""),
+        "tokens/s": ("tokens_per_s", ",.0f"), "× torch's best": ("beside", ".3f"),
+        "of peak": ("share", ".1%"), f"ms {took}": ("ms", ".1f"), "GiB": ("memory_gib", ".1f"),
+        "first s": ("compile_s", ".0f"),
+    }  # fmt: skip
     ran = [f"- {row.shape}, {row.attention}: {', '.join(row.kernels)}" for row in rows]
-    return (
-        "\n".join(
-            [
-                f"# Training on {processes.num_processes} {about.hardware}",
-                "",
-                f"torch {about.versions['torch']}, triton {about.versions['triton']}, transformers "
-                f"{about.versions['transformers']}; {compute.precision} passes over float32 "
-                f"weights, torch.compile: {compute.compile or 'no'}. "
-                "Deterministic: the same bits every time. Share of peak: 6 FLOP a parameter in "
-                "matrix products and token, and 6 · layers · hidden · context for attention "
-                "(a third of it for the forward pass), of a "
-                "measured bf16 matrix product (H200: 790 TFLOP/s). "
-                f"Medians of {RUNS} runs of {STEPS} steps in a row, as a training takes them: "
-                f"{what}.",
-                "",
-                text.table(head, lines, align="lllrrrrrr"),
-                "",
-                "Kernels of attention, as a profile of one step named them:",
-                "",
-                *ran,
-            ]
-        )
-        + "\n"
-    )
+    page = [
+        f"# Training on {processes.num_processes} {about.hardware}",
+        "",
+        f"torch {about.versions['torch']}, triton {about.versions['triton']}, transformers "
+        f"{about.versions['transformers']}; {compute.precision} passes over float32 "
+        f"weights, torch.compile: {compute.compile or 'no'}. "
+        "Deterministic: the same bits every time. Share of peak: 6 FLOP a parameter in "
+        "matrix products and token, and 6 · layers · hidden · context for attention "
+        "(a third of it for the forward pass), of a "
+        "measured bf16 matrix product (H200: 790 TFLOP/s). "
+        f"Medians of {RUNS} runs of {STEPS} steps in a row, as a training takes them: "
+        f"{what}.",
+        "",
+        bench.table(lines, columns),
+        "",
+        "Kernels of attention, as a profile of one step named them:",
+        "",
+        *ran,
+    ]
+    return "\n".join(page) + "\n"
 
 
 def to_json(rows: list[Row], processes: PartialState) -> dict[str, Any]:
