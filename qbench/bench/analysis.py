@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from contextlib import nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from qbench import text
+from qbench import bench
 from qbench.analysis.attention import measure_weights
 from qbench.analysis.capture import (
     attention_observed,
@@ -33,6 +33,7 @@ from qbench.quantizers.linear import linears
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+T = TypeVar("T")
 # hidden size, layers, heads, key heads, intermediate size, vocabulary; 7b: Llama 3 8B's but for the
 # vocabulary
 SHAPES = {
@@ -44,17 +45,7 @@ DECODED = 6  # tokens of an answer: the five digits and a space
 CHECKED = 16_384  # tokens of a prompt, at most, that is decoded in float32 too
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
-    """``seconds`` of ``what``; ``peak_gib`` of the GPU's memory, 0 on a CPU; new tokens by second
-    where answers are generated."""
-
-    what: str
-    normalizer: str
-    seconds: float
-    peak_gib: float
-    detail: str = ""
-    tokens_per_second: float | None = None
+Row = dict[str, Any]  # seconds of what, the GPU's peak_gib (0 on a CPU), and what is worth a word
 
 
 class Signs:
@@ -93,9 +84,9 @@ def bench_analysis(
     ``prompts`` prompts of ``prompt`` tokens decoded both ways. Raises EvaluationError where the
     two do not say the same in float32 of the prompts' first ``CHECKED`` tokens."""
 
-    def rows(model: PreTrainedModel, normalizer: str) -> Iterator[Row]:
-        yield from _pass(model, normalizer, samples, length)
-        yield from _decoding(model, normalizer, prompts, prompt)
+    def rows(model: PreTrainedModel) -> Iterator[Row]:
+        yield from _pass(model, samples, length)
+        yield from _decoding(model, prompts, prompt)
 
     sizes = {"samples": samples, "length": length, "prompts": prompts, "prompt": prompt}
     return measured(shape, device, ("softmax", "softpick"), rows, sizes)
@@ -105,42 +96,40 @@ def measured(
     shape: str,
     device: str,
     normalizers: Sequence[str],
-    rows: Callable[[PreTrainedModel, str], Iterable[Row]],
+    rows: Callable[[PreTrainedModel], Iterable[Row]],
     sizes: dict[str, int],
 ) -> dict[str, Any]:
     """What ``rows`` gives of a random model of each normalizer, one after the other, as JSON."""
-    found = []
-    for normalizer in normalizers:
-        found += [asdict(row) for row in rows(random_model(shape, normalizer, device), normalizer)]
+    found = [
+        {"normalizer": normalizer, **row}
+        for normalizer in normalizers
+        for row in rows(random_model(shape, normalizer, device))
+    ]
     about = environment(device, ()).model_dump(mode="json")
     return {"shape": shape, **sizes, "environment": about, "rows": found}
 
 
 def table(found: dict[str, Any]) -> str:
-    rows = [
-        [row["what"], row["normalizer"], f"{row['seconds']:.2f}",
-         "" if row["tokens_per_second"] is None else f"{row['tokens_per_second']:,.0f}",
-         f"{row['peak_gib']:.1f}", row["detail"]]
-        for row in found["rows"]
-    ]  # fmt: skip
-    head = ["What", "Normalizer", "Seconds", "Tokens/s", "Peak GiB", ""]
-    if all(row["tokens_per_second"] is None for row in found["rows"]):
-        head, rows = head[:3] + head[4:], [row[:3] + row[4:] for row in rows]
-    return text.table(head, rows, align="ll" + "r" * (len(head) - 3) + "l")
+    columns = {
+        "What": ("what", ""), "Normalizer": ("normalizer", ""), "Seconds": ("seconds", ".2f"),
+        "Tokens/s": ("tokens_per_second", ",.0f"), "Peak GiB": ("peak_gib", ".1f"),
+        "": ("detail", ""),
+    }  # fmt: skip
+    if not any("tokens_per_second" in row for row in found["rows"]):
+        del columns["Tokens/s"]
+    return bench.table(found["rows"], columns)
 
 
-def _pass(model: PreTrainedModel, normalizer: str, samples: int, length: int) -> Iterator[Row]:
+def _pass(model: PreTrainedModel, samples: int, length: int) -> Iterator[Row]:
     """The whole of it, and of an eighth of the texts each part alone."""
     kind = model.device.type
     batch = max(1, BATCH_TOKENS[kind] // length)
     names = list(linears(model))
     ids = torch.randint(3, model.config.vocab_size, (samples, length))
-    measure(model, ids[:batch], tokenizer=Signs(), linears=names, batch=batch)  # warm-up
-    with clock(kind) as lap:
-        measure(model, ids, tokenizer=Signs(), linears=names, batch=batch)
-    yield Row(
-        what="analysis", normalizer=normalizer, **lap(), detail=f"{samples} × {length} tokens"
-    )
+    whole = partial(measure, model, tokenizer=Signs(), linears=names, batch=batch)
+    whole(ids[:batch])  # warm-up
+    _, spent = timed(kind, lambda: whole(ids))
+    yield {"what": "analysis", **spent, "detail": f"{samples} × {length} tokens"}
     some = ids[: max(batch, samples // 8)].to(model.device)
     states = [States() for _ in decoder_layers(model)]
     modules = {name: model.get_submodule(name) for name in names}
@@ -156,19 +145,21 @@ def _pass(model: PreTrainedModel, normalizer: str, samples: int, length: int) ->
             modules, lambda name, given: Inputs.of(given)
         ),
     }
-    for what, within in parts.items():
-        with clock(kind) as lap, torch.inference_mode(), within():
+    detail = "with the model; of an eighth of the texts, times 8"
+
+    @torch.inference_mode()
+    def run(within: Callable[[], Any]) -> None:
+        with within():
             for first in range(0, len(some), batch):
                 model(input_ids=some[first : first + batch], use_cache=False)
-        scale = samples / len(some)
-        spent = lap()
-        yield Row(
-            what=what, normalizer=normalizer, seconds=spent["seconds"] * scale,
-            peak_gib=spent["peak_gib"], detail="with the model; of an eighth of the texts, times 8",
-        )  # fmt: skip
+
+    for what, within in parts.items():
+        _, spent = timed(kind, partial(run, within))
+        spent["seconds"] *= samples / len(some)
+        yield {"what": what, **spent, "detail": detail}
 
 
-def _decoding(model: PreTrainedModel, normalizer: str, prompts: int, length: int) -> Iterator[Row]:
+def _decoding(model: PreTrainedModel, prompts: int, length: int) -> Iterator[Row]:
     kind = model.device.type
     ids = torch.randint(3, model.config.vocab_size, (prompts, length)).tolist()
 
@@ -183,39 +174,32 @@ def _decoding(model: PreTrainedModel, normalizer: str, prompts: int, length: int
         ]  # fmt: skip
 
     greedy(model, ids, DECODED)
-    with clock(kind) as lap:
-        ours = greedy(model, ids, DECODED)
+    ours, spent = timed(kind, lambda: greedy(model, ids, DECODED))
     batch = at_once(model, length + DECODED)
-    yield Row(
-        what="passkey, ours", normalizer=normalizer, **lap(),
-        detail=f"{prompts} × {length} tokens, {DECODED} decoded, at most {batch} side by side",
-    )  # fmt: skip
+    detail = f"{prompts} × {length} tokens, {DECODED} decoded, at most {batch} side by side"
+    yield {"what": "passkey, ours", **spent, "detail": detail}
     one_by_one(ids[:2])
-    with clock(kind) as lap:
-        theirs = one_by_one(ids)
+    theirs, spent = timed(kind, lambda: one_by_one(ids))
     same = sum(a == b for a, b in zip(ours, theirs, strict=True))
-    yield Row(
-        what="passkey, transformers' generate, batch 1", normalizer=normalizer, **lap(),
-        detail=f"{same} of {prompts} answers the same in bfloat16",
-    )  # fmt: skip
+    detail = f"{same} of {prompts} answers the same in bfloat16"
+    yield {"what": "passkey, transformers' generate, batch 1", **spent, "detail": detail}
     few = [one[:CHECKED] for one in ids[:4]]
     wide = model.float()
     if greedy(wide, few, DECODED) != one_by_one(few):
         raise EvaluationError("greedy decoding in float32 is not what transformers' generate gives")
 
 
-@contextmanager
-def clock(kind: str) -> Iterator[Callable[[], dict[str, float]]]:
-    """Gives a function that, called after the body, says its seconds and peak memory."""
+def timed(kind: str, run: Callable[[], T]) -> tuple[T, dict[str, float]]:
+    """What ``run`` gives, and a row's ``seconds`` and ``peak_gib``."""
     on_gpu = kind == "cuda"
     if on_gpu:
         torch.cuda.empty_cache()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
     begun = time.perf_counter()
-    spent: dict[str, float] = {}
-    yield lambda: spent
+    result = run()
     if on_gpu:
         torch.cuda.synchronize()
-    spent["seconds"] = time.perf_counter() - begun
-    spent["peak_gib"] = torch.cuda.max_memory_allocated() / 1024**3 if on_gpu else 0.0
+    seconds = time.perf_counter() - begun
+    peak = torch.cuda.max_memory_allocated() / 1024**3 if on_gpu else 0.0
+    return result, {"seconds": seconds, "peak_gib": peak}

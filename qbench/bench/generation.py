@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lm_eval.api.instance import Instance
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from qbench.bench.analysis import Row, clock, measured
+from qbench.bench.analysis import Row, measured, timed
 from qbench.errors import EvaluationError
 from qbench.evaluation.scoring import Scorer
 from qbench.evaluation.scoring.generate import at_once
 from qbench.evaluation.settings import ScoringSettings
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerFast
-
-    from qbench.evaluation.scoring import Scorer
+    from transformers import PreTrainedModel
 
 CHECKED = 4  # prompts whose float32 answers are compared
 HFLM_BATCHES = 2  # that are timed; HFLM takes as long for each
@@ -38,58 +37,38 @@ def bench_generation(
     """``prompts`` prompts of ``length`` tokens with ``tokens`` new ones each, in bfloat16. Raises
     EvaluationError where the two ways do not say the same in float32."""
 
-    def rows(model: PreTrainedModel, normalizer: str) -> list[Row]:
-        return _rows(model, normalizer, prompts, length, tokens, batch_size)
+    def rows(model: PreTrainedModel) -> list[Row]:
+        vocabulary, kind = model.config.vocab_size, model.device.type
+        model.generation_config.eos_token_id = None
+        scorer = _scorer(model, _tokenizer(vocabulary), length + tokens, batch_size)
+        asked = _requests(prompts, length, tokens, vocabulary)
+
+        scorer.generate_until(asked[:2])
+        ours, spent = timed(kind, lambda: scorer.generate_until(asked))
+        slots = min(prompts, at_once(model, length + tokens))
+        found = [{"what": "qbench", **spent, "detail": f"at most {slots} side by side"}]
+
+        by_hflm = partial(scorer.hflm.generate_until, disable_tqdm=True)
+        by_hflm(_requests(2, length, 2, vocabulary))
+        some = asked[: HFLM_BATCHES * batch_size]
+        theirs, spent = timed(kind, lambda: by_hflm(some))
+        spent["seconds"] *= prompts / len(some)
+        times = spent["seconds"] / found[0]["seconds"]
+        same = sum(a == b for a, b in zip(ours, theirs, strict=False))
+        detail = f"{times:.1f} × the time; {len(some)} prompts timed; {same} of {len(some)} "
+        detail += "answers the same in bfloat16"
+        found.append({"what": f"lm-eval's HFLM, batch {batch_size}", **spent, "detail": detail})
+        for row in found:
+            row["tokens_per_second"] = prompts * tokens / row["seconds"]
+
+        few = _requests(min(CHECKED, prompts), min(length, 100), min(tokens, 16), vocabulary)
+        wide = _scorer(model.float(), scorer.hflm.tokenizer, length + tokens, batch_size)
+        if wide.generate_until(few) != wide.hflm.generate_until(few, disable_tqdm=True):
+            raise EvaluationError("generated answers in float32 are not what lm-eval's HFLM gives")
+        return found
 
     sizes = {"prompts": prompts, "length": length, "tokens": tokens}
     return measured(shape, device, normalizers, rows, sizes)
-
-
-def _rows(
-    model: PreTrainedModel,
-    normalizer: str,
-    prompts: int,
-    length: int,
-    tokens: int,
-    batch_size: int,
-) -> list[Row]:
-    vocabulary, kind = model.config.vocab_size, model.device.type
-    model.generation_config.eos_token_id = None
-    scorer = _scorer(model, _tokenizer(vocabulary), length + tokens, batch_size)
-    asked = _requests(prompts, length, tokens, vocabulary)
-
-    scorer.generate_until(asked[:2])
-    with clock(kind) as lap:
-        ours = scorer.generate_until(asked)
-    spent = lap()
-    total = prompts * tokens
-    slots = min(prompts, at_once(model, length + tokens))
-    rows = [
-        Row(
-            what="qbench", normalizer=normalizer, **spent,
-            tokens_per_second=total / spent["seconds"], detail=f"at most {slots} side by side",
-        )
-    ]  # fmt: skip
-    timed = min(prompts, HFLM_BATCHES * batch_size)
-    scorer.hflm.generate_until(_requests(2, length, 2, vocabulary), disable_tqdm=True)
-    with clock(kind) as lap:
-        theirs = scorer.hflm.generate_until(asked[:timed], disable_tqdm=True)
-    theirs_spent = lap()
-    seconds = theirs_spent["seconds"] * prompts / timed
-    same = sum(a == b for a, b in zip(ours, theirs, strict=False))
-    rows.append(
-        Row(
-            what=f"lm-eval's HFLM, batch {batch_size}", normalizer=normalizer, seconds=seconds,
-            tokens_per_second=total / seconds, peak_gib=theirs_spent["peak_gib"],
-            detail=f"{seconds / spent['seconds']:.1f} × the time; {timed} prompts timed; "
-            f"{same} of {timed} answers the same in bfloat16",
-        )
-    )  # fmt: skip
-    few = _requests(min(CHECKED, prompts), min(length, 100), min(tokens, 16), vocabulary)
-    wide = _scorer(model.float(), scorer.hflm.tokenizer, length + tokens, batch_size)
-    if wide.generate_until(few) != wide.hflm.generate_until(few, disable_tqdm=True):
-        raise EvaluationError("generated answers in float32 are not what lm-eval's HFLM gives")
-    return rows
 
 
 def _scorer(
