@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 import torch
-from pydantic import TypeAdapter
 
-from qbench import text
+from qbench import bench
 from qbench.cell import load
 from qbench.evaluation.evaluate import evaluate
 from qbench.evaluation.kl import BaselineWriter, KLObserver
@@ -23,7 +22,6 @@ from qbench.evaluation.scoring import language_model
 from qbench.evaluation.settings import ScoringSettings
 from qbench.machine import environment
 from qbench.plan import scoring_settings
-from qbench.records import Environment, ScoringReport
 
 if TYPE_CHECKING:
     from qbench.evaluation.scoring import Observer
@@ -32,48 +30,12 @@ if TYPE_CHECKING:
 MODES = ("lm-eval", "exact", "fast")
 WARM_UP = 2  # full batches of each task that every mode scores before the clock starts
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
-    """One mode on one task, or on all of them together (``task`` is "all").
-
-    ``seconds`` is all of it: lm-eval's requests and metrics, tokenization, the model, and in
-    fast mode the sample that is compared with exact. ``scoring_seconds`` is the part inside the
-    language model. ``speed`` is times HFLM's ``seconds``. Differences are from HFLM's
-    log-likelihoods in nats; ``changed_answers`` counts documents whose likeliest choice (or
-    greedy hit) is another.
-    """
-
-    task: str
-    mode: str
-    documents: int
-    requests: int
-    seconds: float
-    scoring_seconds: float
-    speed: float | None = None
-    largest_difference: float | None = None
-    mean_difference: float | None = None
-    changed_answers: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Comparison:
-    """What ``compare`` measured: of which model, settings by mode, and each run's report with peak
-    memory."""
-
-    model: dict[str, Any]
-    settings: dict[str, ScoringSettings]
-    rows: tuple[Row, ...]
-    reports: dict[str, ScoringReport]
-    environment: Environment
-
-    def to_json(self) -> dict[str, Any]:
-        return TypeAdapter(Comparison).dump_python(self, mode="json")
+Row = dict[str, Any]
 
 
 def bench_evaluation(
     planned: Plan, batch_size: int | None, *, say: Callable[[str], None]
-) -> Comparison:
+) -> dict[str, Any]:
     """:func:`compare` of the plan's first cell and its tasks, softmax in float32 everywhere."""
     cell, asked = planned.cells[0], planned.recipe.evaluation
     if batch_size is not None:
@@ -99,15 +61,22 @@ def compare(
     settings: Mapping[str, ScoringSettings],
     *,
     say: Callable[[str], None] | None = None,
-) -> Comparison:
+) -> dict[str, Any]:
     """Score ``tasks`` with ``model`` in every mode, one after the other, and in the last mode with
     damage: the model against itself.
 
     ``settings`` holds those of each mode, lm-eval's first, which the others are compared with.
-    ``say`` gets a line for each task and mode. Raises what scoring raises.
+    ``say`` gets a line for each task and mode. Raises what scoring raises. Returns, as JSON, of
+    which model, settings by mode, each run's report with peak memory, and rows: one mode on one
+    task, or on all of them together (``task`` is "all").
+
+    A row's ``seconds`` is all of it: lm-eval's requests and metrics, tokenization, the model, and
+    in fast mode the sample that is compared with exact; ``scoring_seconds`` the part inside the
+    language model; ``speed`` times HFLM's ``seconds``. Differences are from HFLM's log-likelihoods
+    in nats; ``changed_answers`` counts documents whose likeliest choice (or greedy hit) is another.
     """
     rows: list[Row] = []
-    reports: dict[str, ScoringReport] = {}
+    reports: dict[str, Any] = {}
     runs: dict[str, list[Timed]] = {}
 
     def run(
@@ -126,9 +95,9 @@ def compare(
             runs[name].append(_timed(scorer, task, chosen))
             rows.append(_row(task.name, name, runs[name][-1:], runs["lm-eval"][index : index + 1]))
             if say is not None:
-                say(f"{task.name} {name}: {rows[-1].seconds:.2f} s")
+                say(f"{task.name} {name}: {rows[-1]['seconds']:.2f} s")
         rows.append(_row("all", name, runs[name], runs["lm-eval"]))
-        reports[name] = scorer.report()
+        reports[name] = scorer.report().model_dump(mode="json")
         return observer
 
     for mode, chosen in settings.items():
@@ -136,43 +105,29 @@ def compare(
     if mode != "lm-eval":  # again, as the unquantized and as a quantized cell measure damage
         kept = run(f"{mode}, rows kept", chosen, BaselineWriter)
         run(f"{mode}, damage measured", chosen, lambda: KLObserver(kept.hidden_states()))
-    return Comparison(
-        model={
+    return {
+        "model": {
             "name": type(model).__name__,
             "parameters": model.num_parameters(),
             "dtype": str(model.dtype).removeprefix("torch."),
             "attention": model.config._attn_implementation,
         },
-        settings=dict(settings),
-        rows=tuple(rows),
-        reports=reports,
-        environment=environment(model.device.type, ("lm-eval",)),
-    )
+        "settings": {mode: dataclasses.asdict(chosen) for mode, chosen in settings.items()},
+        "rows": rows,
+        "reports": reports,
+        "environment": environment(model.device.type, ("lm-eval",)).model_dump(mode="json"),
+    }
 
 
-def table(comparison: Comparison) -> str:
+def table(comparison: dict[str, Any]) -> str:
     """The comparison as a Markdown table."""
-    head = ("task", "mode", "requests", "seconds", "in the model", "× lm-eval",
-            "largest difference", "mean difference", "changed answers")  # fmt: skip
-    rows = [
-        [
-            row.task,
-            row.mode,
-            f"{row.requests:,}",
-            f"{row.seconds:.2f}",
-            f"{row.scoring_seconds:.2f}",
-            _or_dash(row.speed, "{:.2f}"),
-            _or_dash(row.largest_difference, "{:.3g}"),
-            _or_dash(row.mean_difference, "{:.3g}"),
-            _or_dash(row.changed_answers, "{}"),
-        ]
-        for row in comparison.rows
-    ]
-    return text.table(head, rows, align="llrrrrrrr")
-
-
-def _or_dash(value: float | None, form: str) -> str:
-    return "—" if value is None else form.format(value)
+    columns = {
+        "task": ("task", ""), "mode": ("mode", ""), "requests": ("requests", ","),
+        "seconds": ("seconds", ".2f"), "in the model": ("scoring_seconds", ".2f"),
+        "× lm-eval": ("speed", ".2f"), "largest difference": ("largest_difference", ".3g"),
+        "mean difference": ("mean_difference", ".3g"), "changed answers": ("changed_answers", "d"),
+    }  # fmt: skip
+    return bench.table(comparison["rows"], columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,23 +143,26 @@ def _row(name: str, mode: str, timed: list[Timed], hflm: list[Timed]) -> Row:
     """Of one task, or of all together; beside what HFLM took and gave for the same."""
     responses = pd.concat([one.responses for one in timed], keys=range(len(timed)), names=["run"])
     seconds = sum(one.seconds for one in timed)
-    row = Row(
-        task=name, mode=mode, documents=int(responses.groupby("run")["document"].nunique().sum()),
-        requests=len(responses), seconds=seconds, scoring_seconds=sum(one.inside for one in timed),
-    )  # fmt: skip
+    row = {
+        "task": name,
+        "mode": mode,
+        "documents": int(responses.groupby("run")["document"].nunique().sum()),
+        "requests": len(responses),
+        "seconds": seconds,
+        "scoring_seconds": sum(one.inside for one in timed),
+    }
     if mode == "lm-eval":
         return row
     expected = pd.concat([one.responses for one in hflm], keys=range(len(hflm)), names=["run"])
     difference = np.abs(
         responses["log_likelihood"].to_numpy() - expected["log_likelihood"].to_numpy()
     )
-    return dataclasses.replace(
-        row,
-        speed=sum(one.seconds for one in hflm) / seconds,
-        largest_difference=float(difference.max()),
-        mean_difference=float(difference.mean()),
-        changed_answers=int((_answers(responses) != _answers(expected)).sum()),
-    )
+    return row | {
+        "speed": sum(one.seconds for one in hflm) / seconds,
+        "largest_difference": float(difference.max()),
+        "mean_difference": float(difference.mean()),
+        "changed_answers": int((_answers(responses) != _answers(expected)).sum()),
+    }
 
 
 def _timed(scorer: Any, task: LoadedTask, settings: ScoringSettings) -> Timed:

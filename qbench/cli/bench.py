@@ -169,7 +169,7 @@ def evaluation(
         found = bench.bench_evaluation(
             planned, batch_size, say=lambda line: print(line, file=screen)
         )
-    show(bench.table(found), found.to_json(), out)
+    show(bench.table(found), found, out)
 
 
 def require_shape(shape: str, known: Iterable[str]) -> None:

@@ -48,34 +48,34 @@ def comparison(model, tokenizer):
 
 
 def test_every_mode_scores_every_task_and_all_together(comparison):
-    scored = {(row.task, row.mode) for row in comparison.rows}
+    scored = {(row["task"], row["mode"]) for row in comparison["rows"]}
     names = ("demo_choice", "demo_pages", "all")
     assert scored == {(t, m) for t in names for m in RUNS}
-    for row in comparison.rows:
-        assert row.documents == (10 if row.task == "all" else 5)
-        assert row.seconds >= row.scoring_seconds > 0
-        assert (row.speed is None) == (row.mode == "lm-eval")
+    for row in comparison["rows"]:
+        assert row["documents"] == (10 if row["task"] == "all" else 5)
+        assert row["seconds"] >= row["scoring_seconds"] > 0
+        assert ("speed" not in row) == (row["mode"] == "lm-eval")
 
 
 def test_exact_differs_by_nothing_and_fast_by_rounding(comparison):
-    rows = {(row.task, row.mode): row for row in comparison.rows}
-    assert rows["all", "exact"].largest_difference == 0
-    assert rows["demo_choice", "fast"].largest_difference < 1e-4
-    assert rows["demo_pages", "fast"].largest_difference < 1e-2
-    assert rows["all", "fast"].changed_answers == 0
+    rows = {(row["task"], row["mode"]): row for row in comparison["rows"]}
+    assert rows["all", "exact"]["largest_difference"] == 0
+    assert rows["demo_choice", "fast"]["largest_difference"] < 1e-4
+    assert rows["demo_pages", "fast"]["largest_difference"] < 1e-2
+    assert rows["all", "fast"]["changed_answers"] == 0
     for run in RUNS[3:]:  # who watches changes nothing
-        assert rows["all", run].largest_difference == rows["all", "fast"].largest_difference
+        differences = [rows["all", which]["largest_difference"] for which in (run, "fast")]
+        assert differences[0] == differences[1]
 
 
 def test_it_is_plain_json_and_a_table(comparison):
-    text = json.dumps(comparison.to_json())
-    back = json.loads(text)
+    back = json.loads(json.dumps(comparison))
     assert back["reports"]["fast"]["mode"] == "fast"
     assert back["reports"]["fast"]["difference_from_exact"]["documents"] > 0
     assert back["model"]["attention"] == "qbench-softpick-reference"
     assert back["environment"]["hardware"]
     lines = table(comparison).splitlines()
-    assert len(lines) == 2 + len(comparison.rows)
+    assert len(lines) == 2 + len(comparison["rows"])
     assert len({line.count("|") for line in lines}) == 1
 
 
@@ -96,4 +96,4 @@ def test_the_first_call_of_a_scorer_is_none_of_its_speed(model, tokenizer, monke
         model, tokenizer, tasks("demo_choice"), {"lm-eval": settings("lm-eval", limit=3)}
     )
     assert len(called) == 1
-    assert found.rows[0].seconds < 2
+    assert found["rows"][0]["seconds"] < 2
