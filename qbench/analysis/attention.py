@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,7 +25,6 @@ DORMANT = 0.01  # of the mean output norm of a layer's heads
 CHUNK_WEIGHTS = {"cpu": 1 << 20, "cuda": 1 << 26}  # held at once: 4 MiB and 256 MiB in float32
 
 
-@dataclass(kw_only=True, eq=False)
 class Weights:
     """Sums of one layer's weights over all queries, on the model's device.
 
@@ -35,32 +35,14 @@ class Weights:
     of those that attention allows one head.
     """
 
-    columns: Tensor
-    columns_gu: Tensor
-    nonzero: Tensor
-    pairs: Tensor
-    mass: Tensor
-    entropy: Tensor
-    largest: Tensor
-    queries: int = 0
-
-    @classmethod
-    def empty(cls, batch: int, heads: int, length: int, device: torch.device) -> Weights:
-        def zeros(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
-            return torch.zeros(*shape, dtype=dtype, device=device)
-
-        mass, entropy, largest = (
-            zeros(batch, heads, length, dtype=torch.float32) for _ in range(3)
-        )
-        return cls(
-            columns=zeros(batch, heads, length),
-            columns_gu=zeros(batch, heads, POSITIONS),
-            nonzero=zeros(batch, heads, dtype=torch.int64),
-            pairs=zeros(1, 1, dtype=torch.int64),
-            mass=mass,
-            entropy=entropy,
-            largest=largest,
-        )
+    def __init__(self, batch: int, heads: int, length: int, device: torch.device) -> None:
+        zeros = partial(torch.zeros, device=device)
+        self.queries = 0
+        self.columns = zeros(batch, heads, length, dtype=torch.float64)
+        self.columns_gu = zeros(batch, heads, POSITIONS, dtype=torch.float64)
+        self.mass, self.entropy, self.largest = zeros(3, batch, heads, length)
+        self.nonzero = zeros(batch, heads, dtype=torch.int64)
+        self.pairs = zeros(1, 1, dtype=torch.int64)
 
     def add(self, weights: Tensor, allowed: Tensor) -> None:
         """Take in the next queries' ``weights`` [B, H, R, N], which are overwritten; ``allowed``
@@ -175,7 +157,7 @@ def chunks(call: Call) -> Iterator[tuple[Tensor, Tensor]]:
 def measure_weights(call: Call) -> Weights:
     """Sums over every weight of ``call``."""
     batch, heads, length, _ = call.query.shape
-    total = Weights.empty(batch, heads, length, call.query.device)
+    total = Weights(batch, heads, length, call.query.device)
     for weights, allowed in chunks(call):
         total.add(weights, allowed)
     return total

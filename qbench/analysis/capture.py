@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from qbench.attention.kv_cache import KV_CACHE, read_apart, rotate
 from qbench.attention.masks import Mask
-from qbench.attention.normalizers import NORMALIZERS, Normalizer
+from qbench.attention.normalizers import NORMALIZERS
 from qbench.attention.transformers import parameters_of
 from qbench.errors import UnavailableError
 from qbench.streaming import decoder_blocks
@@ -63,16 +64,7 @@ def attention_observed(model: PreTrainedModel, observe: Observe) -> Iterator[Non
             "attends with one of qbench's normalizers"
         )
     inner = ALL_ATTENTION_FUNCTIONS[running]
-    AttentionInterface.register(NAME, _measuring(inner, NORMALIZERS.get(normalizer), observe))
-    AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS[running])
-    model.set_attn_implementation(NAME)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(running)
 
-
-def _measuring(inner: Callable, normalizer: Normalizer, observe: Observe) -> Callable:
     def forward(
         module: nn.Module,
         query: Tensor,
@@ -88,8 +80,8 @@ def _measuring(inner: Callable, normalizer: Normalizer, observe: Observe) -> Cal
         call = Call(
             query=seen_query,
             key=seen_key,
-            normalizer=normalizer.name,
-            parameters=parameters_of(normalizer, module, options),
+            normalizer=normalizer,
+            parameters=parameters_of(NORMALIZERS.get(normalizer), module, options),
             scale=scaling,
             softcap=options.get("softcap"),
             mask=mask,
@@ -98,7 +90,13 @@ def _measuring(inner: Callable, normalizer: Normalizer, observe: Observe) -> Cal
         observe(module.layer_idx, call)
         return output, rest
 
-    return forward
+    AttentionInterface.register(NAME, forward)
+    AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS[running])
+    model.set_attn_implementation(NAME)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(running)
 
 
 def _as_read(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -125,15 +123,12 @@ def states_observed(
 ) -> Iterator[None]:
     """Call ``observe(layer, states)`` with what each decoder layer gives: [B, T, D]."""
 
-    def after(index: int) -> Callable:
-        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            observe(index, output[0] if isinstance(output, tuple) else output)
-
-        return hook
+    def after(index: int, module: nn.Module, inputs: Any, output: Any) -> None:
+        observe(index, output[0] if isinstance(output, tuple) else output)
 
     with ExitStack() as stack:
         for index, layer in enumerate(layers):
-            stack.callback(layer.register_forward_hook(after(index)).remove)
+            stack.enter_context(layer.register_forward_hook(partial(after, index)))
         yield
 
 
@@ -143,17 +138,14 @@ def inputs_observed(
 ) -> Iterator[None]:
     """Call ``observe(name, input)`` with what each of ``modules`` receives."""
 
-    def before(name: str) -> Callable:
-        def hook(module: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
-            given = [*inputs, *options.values()]
-            observe(name, next(one for one in given if isinstance(one, torch.Tensor)))
-
-        return hook
+    def before(name: str, module: nn.Module, inputs: tuple, options: dict[str, Any]) -> None:
+        given = (*inputs, *options.values())
+        observe(name, next(one for one in given if isinstance(one, torch.Tensor)))
 
     with ExitStack() as stack:
         for name, module in modules.items():
-            handle = module.register_forward_pre_hook(before(name), with_kwargs=True)
-            stack.callback(handle.remove)
+            hook = partial(before, name)
+            stack.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
         yield
 
 

@@ -11,7 +11,7 @@ import torch
 
 from qbench.analysis.attention import attention_maps, choose
 from qbench.analysis.measure import measure
-from qbench.analysis.result import TOGETHER, AnalysisCell, AnalysisResult
+from qbench.analysis.result import AnalysisCell, AnalysisResult
 from qbench.analysis.sensitivity import Baseline, Unit, units
 from qbench.analysis.text import AnalysisSettings
 from qbench.cache import cache_folder
@@ -45,8 +45,7 @@ def analyze(
     result = CellResult(cell=cell.cell, plan=plan)
     work = AnalysisResult(cell=cell, analyses=analyses, result=result)
     if isinstance(before, Sensitivity):
-        done = [*before.units, *([before.together] if before.together else [])]
-        work.units = {one.name: one for one in done}
+        work.found["units"] = before.units
     log, error = analyses.log(cell.grid_cell), None
     with redirected(log):
         try:
@@ -84,7 +83,7 @@ def _measure(work: AnalysisResult, progress: Progress) -> None:
         )
         heads = choose(found) if settings.heads is None else settings.heads
         maps = attention_maps(model, tokenizer, ids[0], heads)
-    work.measured = found.model_copy(update={"maps": maps})
+    work.found["measured"] = found.model_copy(update={"maps": maps})
 
 
 def _sensitivity(work: AnalysisResult, progress: Progress) -> None:
@@ -103,19 +102,22 @@ def _sensitivity(work: AnalysisResult, progress: Progress) -> None:
     names = list(linears(model, of.quantization.ignore))
     wanted = units(model, names, blocks=settings.blocks, whole=rescaled)
     together = [unit.name for unit in wanted] if rescaled else names
-    wanted.append(Unit(name=TOGETHER, layer=None, modules=tuple(together)))
+    done = {one.name: one for one in work.found.get("units", ())}
     progress.stage(name, "sensitivity", total=len(wanted))
     with measured("sensitivity", plan.device, work.result.stages):
         base = Baseline(model, ids, batch=settings.batch)
-        work.perplexity = base.perplexity
+        work.found["perplexity"] = base.perplexity
         saved = time.monotonic()
         for index, unit in enumerate(wanted):
-            if unit.name not in work.units:
-                work.units[unit.name] = base.against(unit, changed)
+            if unit.name not in done:
+                done[unit.name] = base.against(unit, changed)
+                work.found["units"] = tuple(done.values())
             progress.advance(name, index + 1, len(wanted))
             if time.monotonic() - saved > SAVE_EVERY:
                 work.put("unfinished", None)
                 saved = time.monotonic()
+        whole = Unit(name="all", layer=None, modules=tuple(together))
+        work.found["together"] = base.against(whole, changed)
 
 
 def _load(
@@ -130,7 +132,7 @@ def _load(
                 f"{work.cell.cell.label} runs outside transformers, where a model's inside "
                 "cannot be measured; leave it out with --only"
             )
-        ids, work.text = read_tokens(work.cell.settings, tokenizer)
+        ids, work.found["text"] = read_tokens(work.cell.settings, tokenizer)
     return model, tokenizer, ids
 
 

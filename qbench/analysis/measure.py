@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qbench.analysis.attention import (
     DORMANT,
-    POSITIONS,
     THRESHOLDS,
     Call,
     LayerAttention,
@@ -155,11 +155,8 @@ def _measured(
         for name in next(iter(layers.values()), {})
     }
     return Measured(
+        **_means(rows),
         perplexity=math.exp(loss),
-        sinks=_sinks(rows["attention"], rows["attention_gu"]),
-        zeros=rows["zeros"].mean().item(),
-        mass=rows["mass"].mean().item(),
-        entropy=_mean(rows["entropy"]),
         silent_heads=(rows["silent"] == 1).double().mean().item(),
         dormant_heads=(rows["output"] < DORMANT).double().mean().item(),
         hidden=summary(seen.states),
@@ -173,7 +170,6 @@ def _measured(
         massive=_massive(seen.massive, ids, tokenizer),
         inputs=tuple(seen.inputs[name].summary(name) for name in linears if name in inside),
         inputs_left_out=tuple(name for name in linears if name not in inside),
-        delimiters=_delimiters(rows["delimiters"], rows["delimiter"]),
         delimiter_tokens=parting[:, 1:].double().mean().item(),
         stretches=_stretches(losses, rows),
     )
@@ -201,23 +197,28 @@ def _stretches(losses: Tensor, rows: dict[str, Tensor]) -> tuple[Stretch, ...]:
     return tuple(found)
 
 
-def _delimiters(total: Tensor, most: Tensor) -> Delimiters:
-    """Of [N, H] each, see :func:`qbench.analysis.attention.delimiter_means`."""
-    return Delimiters(attention=total.mean().item(), rates=_rates(most))
-
-
-def _sinks(attention: Tensor, attention_gu: Tensor) -> tuple[Sinks, ...]:
-    """Of [N, H, POSITIONS] by each definition, over texts and heads."""
-    return tuple(
-        Sinks(
-            position=position,
-            attention=attention[..., position].mean().item(),
-            rates=_rates(attention[..., position]),
-            attention_gu=attention_gu[..., position].mean().item(),
-            rates_gu=_rates(attention_gu[..., position]),
-        )
-        for position in range(POSITIONS)
-    )
+def _means(rows: dict[str, Tensor]) -> dict[str, Any]:
+    """Over texts and heads, of rows [N, H, …] as :class:`LayerAttention` has them: what is said of
+    one head as of all."""
+    columns = zip(rows["attention"].unbind(-1), rows["attention_gu"].unbind(-1), strict=True)
+    return {
+        "sinks": tuple(
+            Sinks(
+                position=position,
+                attention=mean.mean().item(),
+                rates=_rates(mean),
+                attention_gu=mean_gu.mean().item(),
+                rates_gu=_rates(mean_gu),
+            )
+            for position, (mean, mean_gu) in enumerate(columns)
+        ),
+        "zeros": rows["zeros"].mean().item(),
+        "mass": rows["mass"].mean().item(),
+        "entropy": _mean(rows["entropy"]),
+        "delimiters": Delimiters(
+            attention=rows["delimiters"].mean().item(), rates=_rates(rows["delimiter"])
+        ),
+    }
 
 
 def _rates(means: Tensor) -> dict[str, float]:
@@ -230,15 +231,11 @@ def _heads(rows: dict[str, Tensor]) -> tuple[Head, ...]:
         own = {name: values[:, head : head + 1] for name, values in rows.items()}
         heads.append(
             Head(
-                sinks=_sinks(own["attention"], own["attention_gu"]),
-                zeros=own["zeros"].mean().item(),
-                mass=own["mass"].mean().item(),
+                **_means(own),
                 silent=own["silent"].mean().item(),
-                entropy=_mean(own["entropy"]),
                 output=own["output"].mean().item(),
                 dormant=(own["output"] < DORMANT).double().mean().item(),
                 largest=own["largest"].mean().item(),
-                delimiters=_delimiters(own["delimiters"], own["delimiter"]),
             )
         )
     return tuple(heads)

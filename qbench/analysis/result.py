@@ -8,17 +8,8 @@ from typing import Any, Literal
 from qbench.analysis.text import AnalysisSettings
 from qbench.cell_result import CellResult
 from qbench.plan import Cell
-from qbench.records import (
-    Analysis,
-    AnalyzedText,
-    CellKey,
-    Measured,
-    Sensitivity,
-    UnitSensitivity,
-)
+from qbench.records import Analysis, CellKey, Sensitivity
 from qbench.store import Analyses
-
-TOGETHER = "all"  # of a sensitivity's units: all of them at once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,29 +39,18 @@ class AnalysisResult:
     cell: AnalysisCell
     analyses: Analyses
     result: CellResult
-    text: AnalyzedText | None = None
-    measured: Measured | None = None
-    perplexity: float | None = None
-    units: dict[str, UnitSensitivity] = field(default_factory=dict)
+    found: dict[str, Any] = field(default_factory=dict)  # what was measured, as the record has it
 
     def put(
         self, status: Literal["ok", "unfinished", "failed"], error: str | None
     ) -> Analysis | Sensitivity:
         """Write the record of what is known."""
-        cell, stated = self.cell, self.result.stated(error)
+        cell, kind = self.cell, self.analyses.kind
+        stated = self.result.stated(error) | self.found
         stated |= {"key": cell.key, "key_parts": cell.key_parts, "status": status}
-        record: Analysis | Sensitivity
-        if self.analyses.kind is Sensitivity:
+        if kind is Sensitivity:
             del stated["attention"]
-            record = Sensitivity(
-                **stated,
-                text=self.text,
-                unit="block" if cell.settings.blocks else "linear",
-                perplexity=self.perplexity,
-                together=self.units.get(TOGETHER),
-                units=tuple(one for name, one in self.units.items() if name != TOGETHER),
-            )
-        else:
-            record = Analysis(**stated, text=self.text, measured=self.measured)
+            stated["unit"] = "block" if cell.settings.blocks else "linear"
+        record = kind(**stated)
         self.analyses.put(record)
         return record

@@ -20,11 +20,7 @@ from qbench.errors import RecipeError, UnavailableError, shown
 from qbench.machine import importing
 from qbench.plan import Cell, Plan, content_key
 from qbench.progress import Progress
-from qbench.records import (
-    Analysis,
-    AnalysisGrid,
-    Sensitivity,
-)
+from qbench.records import Analysis, AnalysisGrid, Sensitivity
 from qbench.store import Analyses
 
 # Of a cell's key: what decides the model. Tasks, scoring and damage do not.
@@ -135,7 +131,13 @@ def analyze_if_needed(
                 what = "sensitivity already" if isinstance(known, Sensitivity) else "already"
                 progress.log(f"{cell.name}: {what} there")
                 return known
-            found = _analyze(cell, plan, analyses, progress, None if force else known)
+            try:
+                with importing(analyses.log(cell.grid_cell)):
+                    from qbench.analysis.cell import analyze
+            except UnavailableError as error:
+                found = failed(plan, analyses, cell, str(error))
+            else:
+                found = analyze(cell, plan, analyses, progress, None if force else known)
             progress.log(_summary(found), "bold red" if found.status == "failed" else "")
             return found
         finally:
@@ -148,21 +150,6 @@ def failed(
     """The record, put into its place, of a cell that left none itself."""
     result = CellResult(cell=cell.cell, plan=plan)
     return AnalysisResult(cell=cell, analyses=analyses, result=result).put("failed", error)
-
-
-def _analyze(
-    cell: AnalysisCell,
-    plan: Plan,
-    analyses: Analyses,
-    progress: Progress,
-    before: Analysis | Sensitivity | None,
-) -> Analysis | Sensitivity:
-    try:
-        with importing(analyses.log(cell.grid_cell)):
-            from qbench.analysis.cell import analyze
-    except UnavailableError as error:
-        return failed(plan, analyses, cell, str(error))
-    return analyze(cell, plan, analyses, progress, before)
 
 
 def _summary(found: Analysis | Sensitivity) -> str:

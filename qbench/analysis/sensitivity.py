@@ -59,36 +59,28 @@ class Baseline:
         self.decoder, self.head = decoder_and_head(model)
         with torch.inference_mode():
             self.rows = [self._hidden(tokens) for tokens in self._batches()]
-            self.losses = torch.cat(
-                [
-                    _losses(functional.log_softmax(self._logits(row), -1), tokens)
-                    for rows, tokens in zip(self.rows, self._batches(), strict=True)
-                    for row, tokens in zip(rows, tokens[:, 1:], strict=True)
-                ]
-            ).view(len(ids), -1)
-
-    @property
-    def perplexity(self) -> float:
-        return math.exp(self.losses.double().mean().item())
+            losses = [
+                functional.cross_entropy(self.head(row).float(), targets, reduction="none")
+                for rows, tokens in zip(self.rows, self._batches(), strict=True)
+                for row, targets in zip(rows, tokens[:, 1:], strict=True)
+            ]
+        self.perplexity = math.exp(torch.cat(losses).double().mean().item())
 
     @torch.inference_mode()
     def against(self, unit: Unit, quantized: nn.Module) -> UnitSensitivity:
         """What the model loses with ``unit``'s modules taken from ``quantized``; it is left as it
         was. Raises EvaluationError where the changed model gives no numbers."""
-        divergence, change = [], []
+        texts = []
         with exchanged(self.model, {name: quantized.get_submodule(name) for name in unit.modules}):
-            before = iter(self.losses)
             for rows, tokens in zip(self.rows, self._batches(), strict=True):
-                for old, new, targets in zip(
-                    rows, self._hidden(tokens), tokens[:, 1:], strict=True
-                ):
-                    kl, losses = self._compare(old, new, targets)
-                    divergence.append(kl.mean())
-                    change.append((losses - next(before)).double().mean())
-        kl, moved = _ratio(torch.stack(divergence)), _ratio(torch.stack(change))
+                for one in zip(rows, self._hidden(tokens), tokens[:, 1:], strict=True):
+                    parts = zip(*(values.split(ROWS) for values in one), strict=True)
+                    found = torch.cat([self._compare(*part) for part in parts], 1)
+                    texts.append(found.double().mean(1))
+        kl, change = (_ratio(values) for values in torch.stack(texts, 1))
         if kl.value is None or not math.isfinite(kl.value):
             raise EvaluationError(f"{unit.name}: quantized, the model's logits are not numbers")
-        return UnitSensitivity(name=unit.name, layer=unit.layer, kl=kl, ln_perplexity_ratio=moved)
+        return UnitSensitivity(name=unit.name, layer=unit.layer, kl=kl, ln_perplexity_ratio=change)
 
     def _batches(self) -> Iterator[Tensor]:
         for first in range(0, len(self.ids), self.batch):
@@ -98,21 +90,13 @@ class Baseline:
         """The LM head's input [B, T − 1, H] at positions whose next token is known."""
         return self.decoder(input_ids=tokens, use_cache=False)[0][:, :-1]
 
-    def _logits(self, rows: Tensor) -> Tensor:
-        return self.head(rows).float()
-
-    def _compare(self, old: Tensor, new: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Σ p ln(p/q) of each position and its loss after the change, both [T − 1]."""
-        divergence, losses = [], []
-        for first in range(0, len(old), ROWS):
-            part = slice(first, first + ROWS)
-            log_p, log_q = (
-                functional.log_softmax(self._logits(rows[part]), -1) for rows in (old, new)
-            )
-            losses.append(_losses(log_q, targets[part]))
-            # Rounding alone can bring it below 0.
-            divergence.append((log_p.exp() * (log_p - log_q)).sum(-1).clamp(min=0).double())
-        return torch.cat(divergence), torch.cat(losses)
+    def _compare(self, old: Tensor, new: Tensor, targets: Tensor) -> Tensor:
+        """Σ p ln(p/q) of R positions and how much their losses rise, [2, R]."""
+        log_p, log_q = (functional.log_softmax(self.head(rows).float(), -1) for rows in (old, new))
+        difference = log_p - log_q
+        # Rounding alone can bring it below 0.
+        kl = (log_p.exp() * difference).sum(-1).clamp(min=0)
+        return torch.stack([kl, difference.gather(-1, targets[:, None])[:, 0]])
 
 
 @contextmanager
@@ -126,10 +110,6 @@ def exchanged(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[No
     finally:
         for name, module in own.items():
             model.set_submodule(name, module)
-
-
-def _losses(log_probabilities: Tensor, targets: Tensor) -> Tensor:
-    return -log_probabilities.gather(-1, targets[:, None])[:, 0]
 
 
 def _ratio(values: Tensor) -> Ratio:
