@@ -4,8 +4,7 @@ the maps of chosen heads on three kinds of short texts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
@@ -177,46 +176,30 @@ def output_ratios(output: Tensor) -> Tensor:
     return torch.where(layer > 0, norms / layer, 0.0)
 
 
-@dataclass(kw_only=True, eq=False)
-class LayerAttention:
-    """What was measured of one layer's heads, a row a text; on the model's device.
-
-    ``stretch``: positions of the stretches over which queries are averaged, see :meth:`add`.
-    """
-
-    stretch: int
-    rows: dict[str, list[Tensor]] = field(default_factory=dict)
-
-    def add(self, weights: Weights, output: Tensor, delimiters: Tensor) -> None:
-        """Take in one batch; ``output`` as in :func:`output_ratios`, ``delimiters`` bool [B, T].
-
-        Of each text and head: means over queries, and over those of each stretch [B, H, S] of
-        mass, entropy and largest weight.
-        """
-        queries = weights.queries
-        on_delimiters, most = delimiter_means(weights.columns, delimiters)
-        measures = {
-            "attention": _first(column_means(weights.columns, queries)),
-            "attention_gu": column_means_gu(weights.columns_gu, queries),
-            "delimiters": on_delimiters,
-            "delimiter": most,
-            "zeros": weights.zeros,
-            "silent": (weights.mass == 0).double().mean(-1),
-            "output": output_ratios(output),
-        }
-        for name in ("mass", "entropy", "largest"):
-            values = getattr(weights, name).double()
-            # NaN where no query has any weight, which has no entropy then
-            measures[name] = values.nanmean(-1)
-            parts = values.split(self.stretch, dim=-1)
-            measures[f"{name}_stretch"] = torch.stack([part.nanmean(-1) for part in parts], -1)
-        for name, found in measures.items():
-            self.rows.setdefault(name, []).append(found)
-
-    def of(self, name: str) -> Tensor:
-        """A measure of every text, float64 on the CPU: [N, H]; [N, H, POSITIONS] for attention on
-        positions, [N, H, S] of stretches."""
-        return torch.cat(self.rows[name]).cpu()
+def measures(
+    weights: Weights, output: Tensor, delimiters: Tensor, *, stretch: int
+) -> dict[str, Tensor]:
+    """What is measured of one layer's heads, a row a text, float64: [B, H]; [B, H, POSITIONS] of
+    attention on positions; [B, H, S] of means over each ``stretch`` of queries. ``output`` as in
+    :func:`output_ratios`, ``delimiters`` bool [B, T]."""
+    queries = weights.queries
+    on_delimiters, most = delimiter_means(weights.columns, delimiters)
+    found = {
+        "attention": _first(column_means(weights.columns, queries)),
+        "attention_gu": column_means_gu(weights.columns_gu, queries),
+        "delimiters": on_delimiters,
+        "delimiter": most,
+        "zeros": weights.zeros,
+        "silent": (weights.mass == 0).double().mean(-1),
+        "output": output_ratios(output),
+    }
+    for name in ("mass", "entropy", "largest"):
+        values = getattr(weights, name).double()
+        # NaN where no query has any weight, which has no entropy then
+        found[name] = values.nanmean(-1)
+        parts = values.split(stretch, dim=-1)
+        found[f"{name}_stretch"] = torch.stack([part.nanmean(-1) for part in parts], -1)
+    return found
 
 
 def _first(columns: Tensor) -> Tensor:
@@ -244,19 +227,14 @@ Head = tuple[int, int]  # layer and head, from 0
 def choose(found: Measured) -> tuple[Head, ...]:
     """The head that weighs the first key most, and of the others the one whose queries have the
     largest weights: the first shows a sink if there is one, the second what is attended to."""
-    heads = [
-        (layer, head, one)
+    heads = {
+        (layer, head): one
         for layer, part in enumerate(found.layers)
         for head, one in enumerate(part.heads)
-    ]
-    if not heads:
-        return ()
-    first = max(heads, key=lambda one: one[2].sinks[0].attention)
-    others = [one for one in heads if one[:2] != first[:2]]
-    chosen = [first]
-    if others:
-        chosen.append(max(others, key=lambda one: one[2].largest or 0.0))
-    return tuple((layer, head) for layer, head, _ in chosen)
+    }
+    first = sorted(heads, key=lambda at: -heads[at].sinks[0].attention)[:1]
+    others = [at for at in heads if at not in first]
+    return (*first, *sorted(others, key=lambda at: -(heads[at].largest or 0.0))[:1])
 
 
 @torch.inference_mode()
@@ -269,15 +247,13 @@ def attention_maps(
     """Weights of ``heads`` on the beginning of ``prose`` [T] and on ``TEXTS``, by kind of text.
     Raises RecipeError for a head that the model has not."""
     begin = [tokenizer.bos_token_id] if tokenizer.bos_token_id is not None else []
-    texts: Mapping[str, list[int]] = {
-        "prose": prose[:TOKENS].tolist(),
-        **{
-            kind: [*begin, *tokenizer.encode(text, add_special_tokens=False)][:TOKENS]
-            for kind, text in TEXTS.items()
-        },
+    texts = {"prose": prose.tolist()} | {
+        kind: [*begin, *tokenizer.encode(text, add_special_tokens=False)]
+        for kind, text in TEXTS.items()
     }
     found = []
-    for kind, ids in texts.items():
+    for kind, whole in texts.items():
+        ids = whole[:TOKENS]
         weights = _weights(model, torch.tensor([ids], device=model.device), heads)
         tokens = tuple(tokenizer.decode([token]) for token in ids)
         for (layer, head), one in zip(heads, weights, strict=True):
@@ -296,12 +272,8 @@ def _weights(model: PreTrainedModel, ids: Tensor, heads: Sequence[Head]) -> list
 
     def see(layer: int, call: Call) -> None:
         if layer in wanted:
-            length = ids.shape[1]
-            rows = [
-                torch.nn.functional.pad(part, (0, length - part.shape[-1]))
-                for part, _ in chunks(call)
-            ]
-            seen[layer] = torch.cat(rows, dim=2)[0].cpu()
+            weights, _ = next(chunks(call))  # so short a text is one chunk
+            seen[layer] = weights[0].cpu()
 
     with attention_observed(model, see):
         model(input_ids=ids, use_cache=False)

@@ -15,8 +15,8 @@ from qbench.analysis.attention import (
     DORMANT,
     THRESHOLDS,
     Call,
-    LayerAttention,
     measure_weights,
+    measures,
 )
 from qbench.analysis.capture import (
     attention_observed,
@@ -48,7 +48,7 @@ class Pass:
 
     states: list[States]
     inputs: dict[str, Inputs] = field(default_factory=dict)
-    attention: dict[int, LayerAttention] = field(default_factory=dict)
+    attention: dict[int, list[dict[str, Tensor]]] = field(default_factory=dict)  # by layer
     massive: list[Massive] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)  # [B, T − 1] each: nats
     delimiters: Tensor | None = None  # bool [B, T] of the batch that is read
@@ -60,8 +60,8 @@ class Pass:
     def see_attention(self, layer: int, call: Call) -> None:
         assert call.output is not None
         assert self.delimiters is not None
-        seen = self.attention.setdefault(layer, LayerAttention(stretch=STRETCH))
-        seen.add(measure_weights(call), call.output, self.delimiters)
+        found = measures(measure_weights(call), call.output, self.delimiters, stretch=STRETCH)
+        self.attention.setdefault(layer, []).append(found)
 
     def see_states(self, layer: int, states: Tensor) -> None:
         self.massive += self.states[layer].add(states, layer=layer, first=self.first)
@@ -147,8 +147,8 @@ def _measured(
         raise EvaluationError(f"its loss on the text is {loss}: the model's logits are not numbers")
     inside = seen.inputs.keys() - seen.left_out
     layers = {
-        index: {name: one.of(name) for name in one.rows}
-        for index, one in sorted(seen.attention.items())
+        index: {name: torch.cat([one[name] for one in found]).cpu() for name in found[0]}
+        for index, found in sorted(seen.attention.items())
     }
     rows = {
         name: torch.cat([one[name] for one in layers.values()], dim=1)
@@ -198,7 +198,7 @@ def _stretches(losses: Tensor, rows: dict[str, Tensor]) -> tuple[Stretch, ...]:
 
 
 def _means(rows: dict[str, Tensor]) -> dict[str, Any]:
-    """Over texts and heads, of rows [N, H, …] as :class:`LayerAttention` has them: what is said of
+    """Over texts and heads, of rows [N, H, …] as :func:`measures` gives them: what is said of
     one head as of all."""
     columns = zip(rows["attention"].unbind(-1), rows["attention_gu"].unbind(-1), strict=True)
     return {

@@ -12,12 +12,12 @@ from qbench.analysis.attention import (
     GU_LENGTH,
     POSITIONS,
     Call,
-    LayerAttention,
     chunks,
     column_means,
     column_means_gu,
     delimiter_means,
     measure_weights,
+    measures,
 )
 from qbench.attention.normalizers import NORMALIZERS
 
@@ -112,23 +112,22 @@ def test_a_head_without_any_weight_has_no_entropy_and_no_output():
     weights = measure_weights(Call(query=query, key=key, normalizer="softpick"))
     output = torch.ones(2, 20, 2, 8)
     output[:, :, 0] = 0
-    layer = LayerAttention(stretch=8)
-    layer.add(weights, output, torch.zeros(2, 20, dtype=torch.bool))
-    assert layer.of("silent")[:, 0].tolist() == [1.0, 1.0]
-    assert layer.of("entropy")[:, 0].isnan().all()
-    assert not layer.of("entropy")[:, 1].isnan().any()
-    assert layer.of("output").tolist() == [[0.0, 2.0], [0.0, 2.0]]
+    found = measures(weights, output, torch.zeros(2, 20, dtype=torch.bool), stretch=8)
+    assert found["silent"][:, 0].tolist() == [1.0, 1.0]
+    assert found["entropy"][:, 0].isnan().all()
+    assert not found["entropy"][:, 1].isnan().any()
+    assert found["output"].tolist() == [[0.0, 2.0], [0.0, 2.0]]
 
 
 def test_stretches_are_means_over_their_own_queries():
     query, key = tensors(2, 2, 20)
     weights = measure_weights(Call(query=query, key=key, normalizer="softpick"))
-    layer = LayerAttention(stretch=8)
-    layer.add(weights, torch.ones(2, 20, 2, 8), torch.zeros(2, 20, dtype=torch.bool))
-    found = layer.of("mass_stretch")
-    assert found.shape == (2, 2, 3)
-    assert found[1, 0, 2].item() == pytest.approx(weights.mass[1, 0, 16:].mean().item())
-    assert layer.of("mass")[1, 0].item() == pytest.approx(weights.mass[1, 0].mean().item())
+    marks = torch.zeros(2, 20, dtype=torch.bool)
+    found = measures(weights, torch.ones(2, 20, 2, 8), marks, stretch=8)
+    assert found["mass_stretch"].shape == (2, 2, 3)
+    last = weights.mass[1, 0, 16:].mean().item()
+    assert found["mass_stretch"][1, 0, 2].item() == pytest.approx(last)
+    assert found["mass"][1, 0].item() == pytest.approx(weights.mass[1, 0].mean().item())
 
 
 def test_delimiters_are_weighed_together_and_one_by_one_without_the_first_key_and_the_last():
