@@ -6,14 +6,14 @@ Other weights are refused, other parts of the keys are named.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 
 from qbench.comparison.changes import CellResults, Change, compare_sets, read_results
-from qbench.comparison.explain import Difference, differences
+from qbench.comparison.explain import differences
 from qbench.errors import ResultsError, some
 from qbench.gate.baseline import DECIMALS, read
 from qbench.gate.margins import AUDIT_MARGINS, Margin, margin_of, require_known
@@ -50,29 +50,20 @@ def require_same(
                 continue
             if part in ACROSS and part not in across:
                 raise ResultsError(
-                    f"{cell}: these results {ACROSS[part]} ({_told(one)}); check results of the "
-                    f"same checkpoint, or add --across {part} if this is meant"
+                    f"{cell}: these results {ACROSS[part]} ({_short(one.a)} → {_short(one.b)}); "
+                    f"check results of the same checkpoint, or add --across {part} if this is meant"
                 )
             found.setdefault((one.part, one.a, one.b), []).append(cell)
     return [
-        f"{part}: {_short(a)} → {_short(b)} in {_which(where, len(cells))}"
+        f"{part}: {_short(a)} → {_short(b)} in "
+        + (f"all {len(cells)} cells" if len(where) == len(cells) > 1 else some(where, 3))
         for (part, a, b), where in found.items()
     ]
-
-
-def _told(one: Difference) -> str:
-    return f"{_short(one.a)} → {_short(one.b)}"
 
 
 def _short(text: str) -> str:
     digest = len(text) == 64 and all(digit in "0123456789abcdef" for digit in text)
     return f"{text[:SHORT]}…" if digest else text
-
-
-def _which(cells: Sequence[str], many: int) -> str:
-    if len(cells) == many:
-        return f"all {many} cells" if many > 1 else cells[0]
-    return some(cells, 3)
 
 
 def check(

@@ -131,8 +131,15 @@ def as_markdown(verdict: Verdict) -> str:
 
 def as_junit(verdict: Verdict) -> str:
     """One test case a line; an inconclusive one is an error or skipped, as it counts."""
-    cases = ElementTree.Element("testsuite", name="qbench check")
-    failures = errors = skipped = 0
+    inconclusive = "error" if verdict.inconclusive == "fail" else "skipped"
+    tags = {"fail": "failure", "inconclusive": inconclusive}
+    suites = ElementTree.Element("testsuites")
+    cases = ElementTree.SubElement(
+        suites, "testsuite", name="qbench check", tests=str(len(verdict.gates))
+    )
+    for name, tag in (("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
+        count = sum(tags.get(gate.outcome) == tag for gate in verdict.gates)
+        cases.set(name, str(count))
     for gate in verdict.gates:
         case = ElementTree.SubElement(
             cases,
@@ -140,23 +147,9 @@ def as_junit(verdict: Verdict) -> str:
             classname=_xml(f"qbench.{gate.cell}"),
             name=_xml(f"{gate.task} {gate.metric}".strip() or "cell"),
         )
-        reason = _xml(gate.reason)
-        text = _xml(f"{_explain(gate)} ({gate.reason})")
-        if gate.outcome == "fail":
-            failures += 1
-            ElementTree.SubElement(case, "failure", message=reason).text = text
-        elif gate.outcome == "inconclusive" and verdict.inconclusive == "fail":
-            errors += 1
-            ElementTree.SubElement(case, "error", message=reason).text = text
-        elif gate.outcome == "inconclusive":
-            skipped += 1
-            ElementTree.SubElement(case, "skipped", message=reason)
-    counts = {"failures": failures, "errors": errors, "skipped": skipped}
-    cases.set("tests", str(len(verdict.gates)))
-    for name, count in counts.items():
-        cases.set(name, str(count))
-    suites = ElementTree.Element("testsuites")
-    suites.append(cases)
+        if gate.outcome in tags:
+            told = ElementTree.SubElement(case, tags[gate.outcome], message=_xml(gate.reason))
+            told.text = _xml(f"{_explain(gate)} ({gate.reason})")
     ElementTree.indent(suites)
     return ElementTree.tostring(suites, encoding="unicode", xml_declaration=True) + "\n"
 
