@@ -40,7 +40,6 @@ class ModelClass:
     """
 
     kind: str
-    name: str
     models: str
     native: str = ""
     normalizer: str = "softmax"  # what the class computes
@@ -51,6 +50,10 @@ class ModelClass:
     left_out: str = ""  # weight matrices that stay as they are, since they are no linear layers
     spared: str = ""  # a linear layer whose weight the class reads by itself: to be left out
     defaults: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def name(self) -> str:
+        return class_names().get(self.kind, self.kind)
 
     @property
     def attention(self) -> str:
@@ -74,121 +77,83 @@ _SINKS = {"normalizer": "softmax-sink", "own": "eager", **_exact(MIXED)}
 _CONVOLUTION = {"left_out": "short convolutions", **_exact(MIXED)}
 
 _ROWS = (
-    ModelClass("llama", "LlamaForCausalLM", "Llama 1–3, SmolLM 1–2, TinyLlama, Yi, DeepSeek LLM"),
-    ModelClass("mistral", "MistralForCausalLM", "Mistral 7B, Nemo", defaults=_WINDOW),
-    ModelClass("ministral", "MinistralForCausalLM", "Ministral", **_exact(MIXED)),
-    ModelClass("qwen2", "Qwen2ForCausalLM", "Qwen 1.5–2.5"),
-    ModelClass("qwen3", "Qwen3ForCausalLM", "Qwen 3"),
-    ModelClass("phi", "PhiForCausalLM", "Phi 1–2"),
-    ModelClass("phi3", "Phi3ForCausalLM", "Phi 3–4"),
-    ModelClass("olmo", "OlmoForCausalLM", "OLMo 1"),
-    ModelClass("olmo2", "Olmo2ForCausalLM", "OLMo 2"),
-    ModelClass("olmo3", "Olmo3ForCausalLM", "OLMo 3", **_exact(MIXED)),
-    ModelClass("stablelm", "StableLmForCausalLM", "StableLM 2", **_exact(DROPS)),
-    ModelClass("smollm3", "SmolLM3ForCausalLM", "SmolLM 3"),
-    ModelClass("gpt_neox", "GPTNeoXForCausalLM", "Pythia, GPT-NeoX, RedPajama"),
-    ModelClass("gemma", "GemmaForCausalLM", "Gemma 1"),
+    ModelClass("llama", "Llama 1–3, SmolLM 1–2, TinyLlama, Yi, DeepSeek LLM"),
+    ModelClass("mistral", "Mistral 7B, Nemo", defaults=_WINDOW),
+    ModelClass("ministral", "Ministral", **_exact(MIXED)),
+    ModelClass("qwen2", "Qwen 1.5–2.5"),
+    ModelClass("qwen3", "Qwen 3"),
+    ModelClass("phi", "Phi 1–2"),
+    ModelClass("phi3", "Phi 3–4"),
+    ModelClass("olmo", "OLMo 1"),
+    ModelClass("olmo2", "OLMo 2"),
+    ModelClass("olmo3", "OLMo 3", **_exact(MIXED)),
+    ModelClass("stablelm", "StableLM 2", **_exact(DROPS)),
+    ModelClass("smollm3", "SmolLM 3"),
+    ModelClass("gpt_neox", "Pythia, GPT-NeoX, RedPajama"),
+    ModelClass("gemma", "Gemma 1"),
     ModelClass(
-        "gemma2",
-        "Gemma2ForCausalLM",
-        "Gemma 2",
-        own="eager",
-        **_HEAD,
-        defaults=(("final_logit_softcapping", 30.0),),
+        "gemma2", "Gemma 2", own="eager", **_HEAD, defaults=(("final_logit_softcapping", 30.0),)
     ),
-    ModelClass("gemma3_text", "Gemma3ForCausalLM", "Gemma 3", **_exact(MIXED)),
-    ModelClass("gpt2", "GPT2LMHeadModel", "GPT-2, DistilGPT-2", weights=CONV1D),
-    ModelClass("gpt_bigcode", "GPTBigCodeForCausalLM", "SantaCoder, StarCoder"),
-    ModelClass("starcoder2", "Starcoder2ForCausalLM", "StarCoder 2"),
-    ModelClass("opt", "OPTForCausalLM", "OPT, OutEffHop"),
-    ModelClass(
-        "cohere", "CohereForCausalLM", "Command R", **_HEAD, defaults=(("logit_scale", 0.0625),)
-    ),
-    ModelClass(
-        "cohere2",
-        "Cohere2ForCausalLM",
-        "Command R7B",
-        **_HEAD,
-        defaults=(("logit_scale", 0.0625),),
-    ),
-    ModelClass("granite", "GraniteForCausalLM", "Granite 3", **_HEAD),
-    ModelClass("granitemoe", "GraniteMoeForCausalLM", "Granite MoE", **{**_HEAD, **_ROUTER}),
-    ModelClass("mixtral", "MixtralForCausalLM", "Mixtral", **_ROUTER),
-    ModelClass("olmoe", "OlmoeForCausalLM", "OLMoE", **_ROUTER),
-    ModelClass("qwen2_moe", "Qwen2MoeForCausalLM", "Qwen 1.5 and 2 MoE", **_ROUTER),
-    ModelClass("qwen3_moe", "Qwen3MoeForCausalLM", "Qwen 3 MoE", **_ROUTER),
-    ModelClass("phimoe", "PhimoeForCausalLM", "Phi 3.5 MoE", **_ROUTER),
-    ModelClass("deepseek_v2", "DeepseekV2ForCausalLM", "DeepSeek V2", **_ROUTER),
-    ModelClass("deepseek_v3", "DeepseekV3ForCausalLM", "DeepSeek V3, Kimi K2", **_ROUTER),
-    ModelClass("glm4_moe", "Glm4MoeForCausalLM", "GLM 4.5", **_ROUTER),
-    ModelClass("gpt_oss", "GptOssForCausalLM", "gpt-oss", **_SINKS, **_ROUTER),
+    ModelClass("gemma3_text", "Gemma 3", **_exact(MIXED)),
+    ModelClass("gpt2", "GPT-2, DistilGPT-2", weights=CONV1D),
+    ModelClass("gpt_bigcode", "SantaCoder, StarCoder"),
+    ModelClass("starcoder2", "StarCoder 2"),
+    ModelClass("opt", "OPT, OutEffHop"),
+    ModelClass("cohere", "Command R", **_HEAD, defaults=(("logit_scale", 0.0625),)),
+    ModelClass("cohere2", "Command R7B", **_HEAD, defaults=(("logit_scale", 0.0625),)),
+    ModelClass("granite", "Granite 3", **_HEAD),
+    ModelClass("granitemoe", "Granite MoE", **{**_HEAD, **_ROUTER}),
+    ModelClass("mixtral", "Mixtral", **_ROUTER),
+    ModelClass("olmoe", "OLMoE", **_ROUTER),
+    ModelClass("qwen2_moe", "Qwen 1.5 and 2 MoE", **_ROUTER),
+    ModelClass("qwen3_moe", "Qwen 3 MoE", **_ROUTER),
+    ModelClass("phimoe", "Phi 3.5 MoE", **_ROUTER),
+    ModelClass("deepseek_v2", "DeepSeek V2", **_ROUTER),
+    ModelClass("deepseek_v3", "DeepSeek V3, Kimi K2", **_ROUTER),
+    ModelClass("glm4_moe", "GLM 4.5", **_ROUTER),
+    ModelClass("gpt_oss", "gpt-oss", **_SINKS, **_ROUTER),
     ModelClass(
         "qwen3_next",
-        "Qwen3NextForCausalLM",
         "Qwen 3 Next (gated attention)",
         weights=EXPERTS,
         left_out="routers, short convolutions",
         **_exact(MIXED),
     ),
-    ModelClass(
-        "qwen3_5_text",
-        "Qwen3_5ForCausalLM",
-        "Qwen 3.5 (gated attention)",
-        **_CONVOLUTION,
-    ),
-    ModelClass(
-        "afmoe",
-        "AfmoeForCausalLM",
-        "Trinity (gated attention)",
-        weights=EXPERTS,
-        **_exact(MIXED),
-    ),
-    ModelClass("lfm2", "Lfm2ForCausalLM", "LFM 2", **_CONVOLUTION),
-    ModelClass("bamba", "BambaForCausalLM", "Bamba", **_CONVOLUTION),
-    ModelClass("falcon_h1", "FalconH1ForCausalLM", "Falcon H1", **_CONVOLUTION),
-    ModelClass("nemotron", "NemotronForCausalLM", "Nemotron, Minitron", **_exact(DROPS)),
-    ModelClass("ernie4_5", "Ernie4_5ForCausalLM", "ERNIE 4.5"),
-    ModelClass("glm", "GlmForCausalLM", "GLM 4"),
-    ModelClass("glm4", "Glm4ForCausalLM", "GLM 4 0414"),
-    ModelClass("exaone4", "Exaone4ForCausalLM", "EXAONE 4", **_exact(MIXED)),
-    ModelClass("helium", "HeliumForCausalLM", "Helium"),
-    ModelClass("seed_oss", "SeedOssForCausalLM", "Seed OSS"),
-    ModelClass("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", "Hunyuan"),
-    ModelClass("arcee", "ArceeForCausalLM", "Arcee AFM"),
-    ModelClass("apertus", "ApertusForCausalLM", "Apertus"),
-    ModelClass("biogpt", "BioGptForCausalLM", "BioGPT"),
-    ModelClass("persimmon", "PersimmonForCausalLM", "Persimmon"),
-    ModelClass("bloom", "BloomForCausalLM", "BLOOM (ALiBi)", **_native(NO_INTERFACE)),
-    ModelClass(
-        "falcon", "FalconForCausalLM", "Falcon (rotary or ALiBi)", **_native(NO_INTERFACE, "sdpa")
-    ),
-    ModelClass("mpt", "MptForCausalLM", "MPT (ALiBi)", **_native(NO_INTERFACE)),
-    ModelClass("gptj", "GPTJForCausalLM", "GPT-J", **_native(NO_INTERFACE)),
-    ModelClass("gpt_neo", "GPTNeoForCausalLM", "GPT-Neo, TinyStories", **_native(NO_INTERFACE)),
-    ModelClass("codegen", "CodeGenForCausalLM", "CodeGen", **_native(NO_INTERFACE)),
-    ModelClass("xglm", "XGLMForCausalLM", "XGLM", **_native(NO_INTERFACE)),
-    ModelClass("granite_swa", "GraniteSWAForCausalLM", "Granite SWA", **_SINKS),
-    ModelClass(
-        "mimo_v2_flash",
-        "MiMoV2FlashForCausalLM",
-        "MiMo V2 Flash",
-        **_native("sinks in some layers only"),
-        **_ROUTER,
-    ),
+    ModelClass("qwen3_5_text", "Qwen 3.5 (gated attention)", **_CONVOLUTION),
+    ModelClass("afmoe", "Trinity (gated attention)", weights=EXPERTS, **_exact(MIXED)),
+    ModelClass("lfm2", "LFM 2", **_CONVOLUTION),
+    ModelClass("bamba", "Bamba", **_CONVOLUTION),
+    ModelClass("falcon_h1", "Falcon H1", **_CONVOLUTION),
+    ModelClass("nemotron", "Nemotron, Minitron", **_exact(DROPS)),
+    ModelClass("ernie4_5", "ERNIE 4.5"),
+    ModelClass("glm", "GLM 4"),
+    ModelClass("glm4", "GLM 4 0414"),
+    ModelClass("exaone4", "EXAONE 4", **_exact(MIXED)),
+    ModelClass("helium", "Helium"),
+    ModelClass("seed_oss", "Seed OSS"),
+    ModelClass("hunyuan_v1_dense", "Hunyuan"),
+    ModelClass("arcee", "Arcee AFM"),
+    ModelClass("apertus", "Apertus"),
+    ModelClass("biogpt", "BioGPT"),
+    ModelClass("persimmon", "Persimmon"),
+    ModelClass("bloom", "BLOOM (ALiBi)", **_native(NO_INTERFACE)),
+    ModelClass("falcon", "Falcon (rotary or ALiBi)", **_native(NO_INTERFACE, "sdpa")),
+    ModelClass("mpt", "MPT (ALiBi)", **_native(NO_INTERFACE)),
+    ModelClass("gptj", "GPT-J", **_native(NO_INTERFACE)),
+    ModelClass("gpt_neo", "GPT-Neo, TinyStories", **_native(NO_INTERFACE)),
+    ModelClass("codegen", "CodeGen", **_native(NO_INTERFACE)),
+    ModelClass("xglm", "XGLM", **_native(NO_INTERFACE)),
+    ModelClass("granite_swa", "Granite SWA", **_SINKS),
+    ModelClass("mimo_v2_flash", "MiMo V2 Flash", **_native("sinks in some layers only"), **_ROUTER),
     ModelClass(
         "mamba",
-        "MambaForCausalLM",
         "Mamba",
         **_native("it has no attention"),
         left_out="state spaces, short convolutions",
         spared="dt_proj",
     ),
     ModelClass(
-        "mamba2",
-        "Mamba2ForCausalLM",
-        "Mamba 2",
-        **_native("it has no attention"),
-        left_out="short convolutions",
+        "mamba2", "Mamba 2", **_native("it has no attention"), left_out="short convolutions"
     ),
 )
 
@@ -299,29 +264,25 @@ def moving_rope(config: Mapping[str, Any]) -> str | None:
 @functools.cache
 def _by_source(kind: str) -> ModelClass:
     """Whether a class takes its attention from AttentionInterface, and what its own is."""
-    name = class_names().get(kind)
-    found = ModelClass(kind, name or kind, "", **_exact(UNTRIED))
-    source = _source(kind, name) if name else None
-    if source is None:
-        return replace(found, native=UNTRIED, own="eager")
-    native = NO_INTERFACE if "ALL_ATTENTION_FUNCTIONS" not in source else ""
-    if not native and "s_aux=" in source:
+    source, native = _source(kind), ""
+    if not source:
+        native = UNTRIED
+    elif "ALL_ATTENTION_FUNCTIONS" not in source:
+        native = NO_INTERFACE
+    elif "s_aux=" in source:
         native = "learned sinks"
-    return replace(
-        found, native=native, own="sdpa" if "_supports_sdpa = True" in source else "eager"
+    own: Own = "sdpa" if "_supports_sdpa = True" in source else "eager"
+    return ModelClass(kind, "", native=native, own=own, **_exact(UNTRIED))
+
+
+def _source(kind: str) -> str:
+    """The modelling code that defines the class of a ``model_type``; "" where it is not found."""
+    folder = kind.replace("-", "_").removesuffix("_text")
+    texts = (
+        path.read_text(encoding="utf-8")
+        for path in (_package() / "models").glob(f"{folder}*/modeling_*.py")
     )
-
-
-def _source(kind: str, name: str) -> str | None:
-    """The modelling code that defines the class ``name``."""
-    folder = _package() / "models"
-    guesses = [kind.replace("-", "_"), kind.replace("-", "_").removesuffix("_text")]
-    for guess in dict.fromkeys(guesses):
-        for path in sorted((folder / guess).glob("modeling_*.py")):
-            text = path.read_text(encoding="utf-8")
-            if f"class {name}(" in text:
-                return text
-    return None
+    return next((text for text in texts if f"class {class_names().get(kind)}(" in text), "")
 
 
 @functools.cache

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os.path
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
+from qbench.metrics import LOG_SCALE
 from qbench.records import (
     DIVERGENCE_COLUMNS,
     TOKENS_KEPT,
@@ -36,7 +38,6 @@ if TYPE_CHECKING:
 
 PERCENTILES = (90, 99, 99.9)
 CONFIDENCE_BINS = (0, 0.25, 0.5, 0.75, 0.95, 1)
-PERPLEXITIES = ("perplexity", "weighted_perplexity")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +80,7 @@ def damage(
                     _of(quantized.outcomes, task, score.metric),
                 )
                 for score in quantized.scores
-                if score.task == task and score.aggregation in PERPLEXITIES
+                if score.task == task and score.aggregation in LOG_SCALE
             },
         )
     return Damage(tasks=result)
@@ -210,19 +211,13 @@ def answer_agreement(base: pd.DataFrame, quantized: pd.DataFrame) -> AnswerAgree
     pairs = after.merge(before, on=on, suffixes=("", "_base"), validate="one_to_one")
     if pairs.empty:
         return None
-    shares = [
-        _common(one, other) / max(len(one), len(other)) if one != other else 1.0
-        for one, other in zip(pairs["answer"], pairs["answer_base"], strict=True)
-    ]
+    shares = []
+    for one, other in zip(pairs["answer"], pairs["answer_base"], strict=True):
+        common = os.path.commonprefix([one, other])  # noqa: RUF071  of texts, not of paths
+        shares.append(len(common) / max(len(one), len(other)) if one != other else 1.0)
     agreed = pd.Series(shares).groupby(pairs["document"].to_numpy()).mean().to_numpy()
     identical = int((pairs["answer"] == pairs["answer_base"]).sum())
     return AnswerAgreement(identical=identical, agreed=_ratio(agreed, np.ones(len(agreed))))
-
-
-def _common(one: str, other: str) -> int:
-    """Characters before the first difference."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def perplexity_ratio(base: pd.DataFrame, quantized: pd.DataFrame) -> Ratio:

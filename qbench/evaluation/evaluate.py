@@ -78,20 +78,25 @@ def evaluate(model: Scorer | HFLMScorer, task: LoadedTask, settings: ScoringSett
     run the task. Raises EvaluationError where a log-likelihood or a score is not a number.
     """
     if task.kind == passkey.KIND:
-        return _passkey(model, task, settings)
-    for attribute, what in (("UNSAFE_CODE", "runs code that the model writes"),
-                            ("MULTIMODAL", "asks about images or sound")):  # fmt: skip
-        if getattr(task.task, attribute, False):
-            raise DataError(f"{task.name}: it {what}, which qbench cannot do; leave the task out")
-    check_documents(task, settings.limit)
-    build_requests(task.task, settings, model)
-    _answer(model, task.task.instances)
-    samples = list(_samples(task.task, settings.limit))
+        samples = list(_passkey(model, task, settings))
+    else:
+        _require_text(task)
+        check_documents(task, settings.limit)
+        build_requests(task.task, settings, model)
+        _answer(model, task.task.instances)
+        samples = list(_samples(task.task, settings.limit))
     outcomes = _outcomes(task.name, samples)
     scores = tuple(_scores(task, samples, outcomes))
     responses = _responses(task.name, samples)
     _refuse_not_a_number(task.name, scores, responses)
     return Outcomes(scores=scores, outcomes=outcomes, responses=responses)
+
+
+def _require_text(task: LoadedTask) -> None:
+    for attribute, what in (("UNSAFE_CODE", "runs code that the model writes"),
+                            ("MULTIMODAL", "asks about images or sound")):  # fmt: skip
+        if getattr(task.task, attribute, False):
+            raise DataError(f"{task.name}: it {what}, which qbench cannot do; leave the task out")
 
 
 def build_requests(task: Any, settings: ScoringSettings, model: Any = None) -> None:
@@ -314,7 +319,8 @@ def _responses(task: str, samples: Sequence[_Sample]) -> pd.DataFrame:
             rows += _given(task, sample)
         if sample.resps and isinstance(sample.resps[0][0], str):
             rows += _taken(task, sample)
-    return _response_table(rows)
+    table = pd.DataFrame(rows, columns=list(RESPONSE_COLUMNS)).astype(RESPONSE_DTYPES)
+    return table.astype({"answer": object, "filter": object})
 
 
 def _given(task: str, sample: _Sample) -> Iterator[Response]:
@@ -342,38 +348,16 @@ def _text(task: str, document: int, request: int, filter_: str | None, text: str
     return (task, document, request, math.nan, False, kept, filter_, len(text) - len(kept))
 
 
-def _response_table(rows: Sequence[Response]) -> pd.DataFrame:
-    table = pd.DataFrame(rows, columns=list(RESPONSE_COLUMNS)).astype(RESPONSE_DTYPES)
-    return table.astype({"answer": object, "filter": object})
-
-
-def _passkey(model: Scorer | HFLMScorer, task: LoadedTask, settings: ScoringSettings) -> Outcomes:
-    """Exact match of the greedily decoded key, and how many of its digits stand in their places."""
+def _passkey(
+    model: Scorer | HFLMScorer, task: LoadedTask, settings: ScoringSettings
+) -> Iterator[_Sample]:
+    """The key greedily decoded: is it exact, and how many of its digits stand in their places?"""
     tokenizer = model.hflm.tokenizer
     asked = passkey.prompts(task.task, tokenizer, limit=settings.limit, add_bos=settings.add_bos)
     tokens = model.greedy(asked.ids, max(asked.answers))
-    answers = [
-        tokenizer.decode(own[:count]) for own, count in zip(tokens, asked.answers, strict=True)
-    ]
-    rows, scores = [], []
-    found = zip(("exact_match", "acc_digits"), passkey.scores(answers, asked.keys), strict=True)
-    for metric, values in found:
-        rows += [(task.name, number, metric, value, 1.0) for number, value in enumerate(values)]
-        scores.append(
-            Score(
-                task=task.name,
-                label=task.label,
-                metric=metric,
-                value=float(pd.Series(values).mean()),
-                stderr=_standard_error("mean", pd.Series(values)),
-                higher_is_better=True,
-                aggregation="mean",
-                documents=len(values),
-            )
-        )
-    outcomes = pd.DataFrame(rows, columns=list(OUTCOME_COLUMNS)).astype({"document": "int64"})
-    texts = [_text(task.name, number, 0, None, text) for number, text in enumerate(answers)]
-    return Outcomes(scores=tuple(scores), outcomes=outcomes, responses=_response_table(texts))
+    for number, wanted in enumerate(asked.keys):
+        answer = tokenizer.decode(tokens[number][: asked.answers[number]])
+        yield _Sample(number, "none", [[answer]], [answer], passkey.score(answer, wanted))
 
 
 def _refuse_not_a_number(task: str, scores: tuple[Score, ...], responses: pd.DataFrame) -> None:

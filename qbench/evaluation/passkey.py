@@ -54,6 +54,12 @@ class Passkey:
     def OUTPUT_TYPE(self) -> str:
         return KIND
 
+    def aggregation(self) -> dict[str, Any]:
+        return {}  # means
+
+    def higher_is_better(self) -> dict[str, bool]:
+        return {}  # all are
+
     @property
     def eval_docs(self) -> list[dict[str, Any]]:
         return [
@@ -116,15 +122,11 @@ def prompts(
     return found
 
 
-def scores(answers: list[str], keys: list[str]) -> tuple[list[float], list[float]]:
-    """Of each answer: whether it is the key, and the share of the key's digits that stand in
-    their places."""
-    exact, digits = [], []
-    for answer, wanted in zip(answers, keys, strict=True):
-        said = answer.strip()
-        exact.append(float(said == wanted))
-        digits.append(sum(a == b for a, b in zip(said, wanted, strict=False)) / DIGITS)
-    return exact, digits
+def score(answer: str, wanted: str) -> dict[str, float]:
+    """Is the answer the key, and what share of its digits stand in their places?"""
+    said = answer.strip()
+    digits = sum(a == b for a, b in zip(said, wanted, strict=False))
+    return {"exact_match": float(said == wanted), "acc_digits": digits / DIGITS}
 
 
 def _filler(tokenizer: PreTrainedTokenizerBase) -> Iterator[int]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
+from qbench.checkpoints.supported import Mode
 from qbench.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -109,7 +110,6 @@ def exceeded(tolerance: Tolerance, report: ScoringReport | None) -> str | None:
     return next((reason for reason in reasons if reason), None)
 
 
-Mode = Literal["exact", "fast", "lm-eval"]
 Asked = Literal["auto", "exact", "fast", "lm-eval"]
 MODES: tuple[Mode, ...] = ("fast", "exact", "lm-eval")  # the fastest first
 SoftmaxDtype = Literal["float32", "model"]

@@ -194,14 +194,14 @@ class TaskSpec:
     label: str  # as tables show it: the name, and what stands for its evaluation split if another
     definition: Path  # the YAML file
     definition_digest: str
-    own: bool  # a definition of the user's, not lm-eval's
-    stated_fewshot: int | None  # as the recipe says; None: as the definition says
-    num_fewshot: int
-    files: tuple[DataFile, ...]  # the evaluation split's first; none where the hub gives them
-    hub_data: HubData | None
     documents: int | None  # None where only loading tells
     output_type: str
     max_gen_toks: int  # tokens that a generated answer may have
+    own: bool = False  # a definition of the user's, not lm-eval's
+    stated_fewshot: int | None = None  # as the recipe says; None: as the definition says
+    num_fewshot: int = 0
+    files: tuple[DataFile, ...] = ()  # the evaluation split's first; none where the hub gives them
+    hub_data: HubData | None = None
 
     @property
     def digest(self) -> str:
@@ -232,8 +232,16 @@ def plan_task(
 
     Raises RecipeError for an unknown task, DataError where its data cannot be had.
     """
-    if task_length(name) is not None:
-        return _passkey(name)
+    if task_length(name) is not None:  # a task of our own, which needs no data
+        return TaskSpec(
+            name=name,
+            label=name,
+            definition=Path(passkey.__file__),
+            definition_digest=passkey.definition_digest(passkey.require_length(name)),
+            documents=DOCUMENTS,
+            output_type=passkey.KIND,
+            max_gen_toks=passkey.DIGITS,
+        )
     path = definition_file(name, definitions)
     definition = read_definition(path)
     require_modules(name, definition)
@@ -265,25 +273,6 @@ def plan_task(
         documents=documents,
         output_type=config.get("output_type", "generate_until"),
         max_gen_toks=int(generation.get("max_gen_toks", MAX_GEN_TOKS)),
-    )
-
-
-def _passkey(name: str) -> TaskSpec:
-    """A task of our own, which needs no data."""
-
-    return TaskSpec(
-        name=name,
-        label=name,
-        definition=Path(passkey.__file__),
-        definition_digest=passkey.definition_digest(passkey.require_length(name)),
-        own=False,
-        stated_fewshot=None,
-        num_fewshot=0,
-        files=(),
-        hub_data=None,
-        documents=DOCUMENTS,
-        output_type=passkey.KIND,
-        max_gen_toks=passkey.DIGITS,
     )
 
 

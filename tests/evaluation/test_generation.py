@@ -249,7 +249,7 @@ def test_a_batch_that_does_not_fit_is_decoded_in_halves(monkeypatch):
 
     def small(self, free):
         if len(free) > 2:
-            raise torch.OutOfMemoryError("out of memory")
+            raise torch.OutOfMemoryError("CUDA out of memory.")
         fill(self, free)
 
     monkeypatch.setattr(generation._Decoding, "_fill", small)

@@ -135,7 +135,7 @@ def test_a_batch_that_is_repeated_for_want_of_memory_is_kept_once():
     def after_some(ids, **settings):
         seen.append(ids.shape[0])
         if ids.shape[0] > 2:
-            raise torch.OutOfMemoryError("CUDA out of memory")
+            raise torch.OutOfMemoryError("CUDA out of memory.")
         return decoder(ids, **settings)
 
     lm.exact.forward.decoder = after_some

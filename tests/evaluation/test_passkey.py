@@ -8,7 +8,7 @@ from small_recipe import DEMO, qbench, small_recipe
 from qbench.checkpoints import find
 from qbench.checkpoints.tokenizer import load_tokenizer
 from qbench.errors import DataError, RecipeError
-from qbench.evaluation.passkey import Passkey, key, prompts, scores
+from qbench.evaluation.passkey import Passkey, key, prompts, score
 from qbench.evaluation.scoring import generate as decoding
 from qbench.evaluation.scoring.generate import at_once, greedy
 from qbench.evaluation.tasks import plan_task
@@ -56,10 +56,10 @@ def test_depths_of_any_first_documents_are_spread_evenly():
 
 
 def test_answers_must_be_the_key_to_the_digit():
-    keys = ["12345"] * 5
-    exact, digits = scores([" 12345", "12346", "1234", " 54321", "123456"], keys)
-    assert exact == [1, 0, 0, 0, 0]
-    assert digits == pytest.approx([1, 0.8, 0.8, 0.2, 1])
+    answers = [" 12345", "12346", "1234", " 54321", "123456"]
+    found = [score(answer, "12345") for answer in answers]
+    assert [one["exact_match"] for one in found] == [1, 0, 0, 0, 0]
+    assert [one["acc_digits"] for one in found] == pytest.approx([1, 0.8, 0.8, 0.2, 1])
 
 
 def test_a_tokenizer_that_needs_more_tokens_is_refused(loaded):

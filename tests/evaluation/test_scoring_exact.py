@@ -140,7 +140,7 @@ def test_a_batch_that_runs_out_of_memory_is_halved_and_nothing_is_lost():
 
     def small(ids, **settings):
         if ids.shape[0] > 3:
-            raise torch.OutOfMemoryError("CUDA out of memory")
+            raise torch.OutOfMemoryError("CUDA out of memory.")
         return decoder(ids, **settings)
 
     ours.exact.forward.decoder = small
@@ -157,7 +157,7 @@ def test_one_sequence_that_does_not_fit_is_an_error_with_the_remedy():
     _, ours = both(llama())
 
     def never(ids, **settings):
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise torch.OutOfMemoryError("CUDA out of memory.")
 
     ours.exact.forward.decoder = never
     with pytest.raises(EvaluationError, match=r"lower evaluation\.max_length"):

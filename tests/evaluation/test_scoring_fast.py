@@ -159,7 +159,7 @@ def test_a_pack_that_runs_out_of_memory_is_halved_and_nothing_is_lost():
 
     def small(ids, **settings):
         if ids.numel() > 250:
-            raise torch.OutOfMemoryError("CUDA out of memory")
+            raise torch.OutOfMemoryError("CUDA out of memory.")
         return decoder(ids, **settings)
 
     fast.fast.forward.decoder = small

@@ -14,13 +14,32 @@ A *pack* is prefix groups laid one after another in one row of tokens.
 
 from __future__ import annotations
 
-import itertools
+import os.path
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import numpy as np
 
 from qbench.evaluation.scoring.requests import Batch, Request, Scored, shuffled
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """Groups of requests that go through the model together, collated when their turn comes."""
+
+    groups: list[Any]
+
+    @property
+    def requests(self) -> int:
+        return sum(len(one.request_indices) for one in self.groups)
+
+    def split(self) -> tuple[Self, Self] | None:
+        """Two halves; None of a single group."""
+        if len(self.groups) == 1:
+            return None
+        half = (len(self.groups) + 1) // 2
+        return replace(self, groups=self.groups[:half]), replace(self, groups=self.groups[half:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,34 +89,15 @@ class Padding:
 
 
 @dataclass(frozen=True, slots=True)
-class PaddedBatch:
+class PaddedBatch(BatchPlan):
     """Sequences padded on the right to ``length``, which a half of it keeps."""
 
-    groups: list[Group]
     length: int
     padding: Padding
 
     @property
-    def requests(self) -> int:
-        return sum(len(g.request_indices) for g in self.groups)
-
-    @property
     def tokens(self) -> int:
         return len(self.groups) * self.length
-
-    @property
-    def longest(self) -> int:
-        return self.length
-
-    def split(self) -> tuple[PaddedBatch, PaddedBatch] | None:
-        if len(self.groups) == 1:
-            return None
-        half = (len(self.groups) + 1) // 2
-        first, second = self.groups[:half], self.groups[half:]
-        return (
-            PaddedBatch(first, self.length, self.padding),
-            PaddedBatch(second, self.length, self.padding),
-        )
 
     def collate(self, requests: Sequence[Request]) -> Batch:
         ids = np.zeros((len(self.groups), self.length), dtype=np.int64)  # HFLM pads with id 0
@@ -217,30 +217,12 @@ class Packing:
         return packs
 
 
-@dataclass(frozen=True, slots=True)
-class Pack:
-    groups: list[PrefixGroup]
-
-    @property
-    def requests(self) -> int:
-        return sum(len(group.request_indices) for group in self.groups)
+class Pack(BatchPlan):
+    """Prefix groups in one row of tokens."""
 
     @property
     def tokens(self) -> int:
         return sum(group.tokens for group in self.groups)
-
-    @property
-    def longest(self) -> int:
-        return max(group.tokens for group in self.groups)
-
-    def split(self) -> tuple[Pack, Pack] | None:
-        """Two parts of about as many tokens each."""
-        if len(self.groups) == 1:
-            return None
-        sums = list(itertools.accumulate(group.tokens for group in self.groups))
-        middle = next(i for i, total in enumerate(sums, start=1) if 2 * total >= sums[-1])
-        middle = min(max(middle, 1), len(self.groups) - 1)
-        return Pack(self.groups[:middle]), Pack(self.groups[middle:])
 
     def collate(self, requests: Sequence[Request]) -> PackedBatch:
         """The arrays. Rows that several requests score are there once."""
@@ -280,9 +262,6 @@ class Pack:
         )
 
 
-BatchPlan = PaddedBatch | Pack  # collated when its turn comes
-
-
 def prefix_groups(
     requests: Sequence[Request], max_length: int, batch_tokens: int
 ) -> list[PrefixGroup]:
@@ -316,19 +295,10 @@ def _prefix_group(
     requests: Sequence[Request], request_indices: list[int], max_length: int
 ) -> PrefixGroup:
     inputs = [requests[i].inputs(max_length) for i in request_indices]
-    prefix = inputs[0][: _common(inputs)]
+    prefix = list(os.path.commonprefix(inputs))  # noqa: RUF071  of lists, not of paths
     suffixes: dict[tuple[int, ...], int] = {}
     found = []
     for i, ids in zip(request_indices, inputs, strict=True):
         rest = tuple(ids[len(prefix) :])
         found.append((i, suffixes.setdefault(rest, len(suffixes)) if rest else -1))
     return PrefixGroup(prefix, [list(suffix) for suffix in suffixes], found)
-
-
-def _common(inputs: Sequence[list[int]]) -> int:
-    """How many leading tokens all inputs share."""
-    low, high = min(inputs), max(inputs)
-    return next(
-        (i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b),
-        min(len(low), len(high)),
-    )

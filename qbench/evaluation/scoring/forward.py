@@ -7,7 +7,6 @@ prefix and suffix is a sequence of its own with its own keys, for attention that
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,36 +26,6 @@ from qbench.streaming import together
 NAME = "qbench-packed"
 
 
-@dataclass(frozen=True, slots=True)
-class Segments:
-    """``cu_seqlens_q``, ``cu_seqlens_k`` int32 [S + 1]; ``keys`` [K] tokens whose keys are seen,
-    or None where every segment sees just itself."""
-
-    cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor
-    longest_q: int
-    longest_k: int
-    keys: Tensor | None
-
-    def to(self, device: torch.device, **options: Any) -> Segments:
-        """For a block that lies on another device."""
-        tensors = (self.cu_seqlens_q, self.cu_seqlens_k, self.keys)
-        q, k, keys = (None if t is None else t.to(device, **options) for t in tensors)
-        return replace(self, cu_seqlens_q=q, cu_seqlens_k=k, keys=keys)
-
-
-def make_segments(pack: PackedBatch, device: torch.device) -> Segments:
-    queries, keys, index = pack.segments()
-    cu_seqlens = [np.concatenate(([0], np.cumsum(n))).astype(np.int32) for n in (queries, keys)]
-    return Segments(
-        cu_seqlens_q=to_device(cu_seqlens[0], device),
-        cu_seqlens_k=to_device(cu_seqlens[1], device),
-        longest_q=int(queries.max()),
-        longest_k=int(keys.max()),
-        keys=None if index is None else to_device(index, device),
-    )
-
-
 def _attend_segments(
     module: torch.nn.Module,
     query: Tensor,
@@ -64,35 +33,26 @@ def _attend_segments(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    qbench_segments: Segments,
+    qbench_keys: Tensor | None,
     qbench_attention: str,
     **options: Any,
 ) -> tuple[Tensor, Any]:
-    segments = qbench_segments
+    """``qbench_keys`` [K]: the tokens whose keys are seen, one segment after another; None where
+    every segment sees just itself. ``options`` hold ``cu_seq_lens_q`` and its like."""
     query, key = rotate(module, query, key, options)
     once = read_apart(module, key, value)
     if once is not None:  # before keys are laid out for each segment that sees them
         key, value = once
         options[READ] = True
-    if segments.keys is not None:
+    if qbench_keys is not None:
         key, value = (
-            tensor.transpose(1, 2).index_select(1, segments.keys).transpose(1, 2)
+            tensor.transpose(1, 2).index_select(1, qbench_keys).transpose(1, 2)
             for tensor in (key, value)
         )  # tokens stay the outer dimension in memory
     # The pack's positions are no packed sequences in transformers' sense.
     options.pop("position_ids", None)
-    return ALL_ATTENTION_FUNCTIONS[qbench_attention](
-        module,
-        query,
-        key,
-        value,
-        None,
-        cu_seq_lens_q=segments.cu_seqlens_q,
-        cu_seq_lens_k=segments.cu_seqlens_k,
-        max_length_q=segments.longest_q,
-        max_length_k=segments.longest_k,
-        **options,
-    )
+    attention = ALL_ATTENTION_FUNCTIONS[qbench_attention]
+    return attention(module, query, key, value, None, **options)
 
 
 AttentionInterface.register(NAME, _attend_segments)
@@ -125,13 +85,19 @@ class PackedForward:
         check_attention(model)
 
     def __call__(self, batch: PackedBatch) -> Tensor:
+        queries, keys, index = batch.segments()
+        cu_seqlens = [np.concatenate(([0], np.cumsum(n))).astype(np.int32) for n in (queries, keys)]
         self.model.config._attn_implementation = NAME
         try:
             return self.decoder(
                 to_device(batch.ids, self.device),
                 position_ids=to_device(batch.positions, self.device),
                 use_cache=False,
-                qbench_segments=make_segments(batch, self.device),
+                cu_seq_lens_q=to_device(cu_seqlens[0], self.device),
+                cu_seq_lens_k=to_device(cu_seqlens[1], self.device),
+                max_length_q=int(queries.max()),
+                max_length_k=int(keys.max()),
+                qbench_keys=None if index is None else to_device(index, self.device),
                 qbench_attention=self._attention,
             )[0][0]
         finally:

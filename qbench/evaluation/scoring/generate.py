@@ -23,6 +23,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import (
     handle_stop_sequences,
@@ -38,7 +39,6 @@ from qbench.attention.kv_cache import needs_sequences
 from qbench.attention.masks import Mask
 from qbench.checkpoints.supported import moving_rope
 from qbench.errors import EvaluationError
-from qbench.evaluation.scoring.logits import free_cached_memory, is_out_of_memory
 from qbench.evaluation.scoring.requests import check_tokens, encode_texts
 from qbench.streaming import is_spread, stream_of
 
@@ -219,8 +219,8 @@ def decode(
         run = _Decoding(model, prompts, answers, waiting, batch, longest, ends, finished)
         try:
             run.all(progress)
-        except (torch.OutOfMemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
+        except RuntimeError as error:
+            if not should_reduce_batch_size(error):
                 raise
             if batch == 1:
                 raise EvaluationError(
@@ -231,7 +231,7 @@ def decode(
         waiting = run.unfinished()
         if waiting:
             del run
-            free_cached_memory(model.device)
+            clear_device_cache(garbage_collection=True)
             batch = max(1, batch // 2)
     return answers
 
@@ -471,7 +471,7 @@ class _Decoding:
             with torch.cuda.graph(graph):
                 step()
         except RuntimeError as error:
-            if is_out_of_memory(error):
+            if should_reduce_batch_size(error):
                 raise
             return None
         finally:

@@ -9,7 +9,6 @@ HFLM's whole product does.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -221,20 +220,3 @@ def in_order(
         answers[i] = (log_likelihood, all_likeliest)
     assert all(answer is not None for answer in answers)
     return answers  # type: ignore[return-value]  # none is left out by now
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """True for CUDA's own class and for the CPU allocator's plain RuntimeError."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return True
-    text = str(error)
-    return isinstance(error, RuntimeError) and (
-        "can't allocate memory" in text or "out of memory" in text
-    )
-
-
-def free_cached_memory(device: torch.device) -> None:
-    """Gives cached blocks back, so that a smaller batch is not beaten by fragmentation."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from statistics import fmean, stdev
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
+from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from lm_eval.api.model import LM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
@@ -40,9 +41,7 @@ from qbench.evaluation.scoring.logits import (
     Observer,
     Projection,
     RowScores,
-    free_cached_memory,
     in_order,
-    is_out_of_memory,
     rows_at_once,
     score_rows,
     to_device,
@@ -339,13 +338,13 @@ class Scorer(LM):
                     (batch, self._scores(backend, batch, hidden, observer))
                     for batch, hidden in zip(batches, states, strict=True)
                 ]
-        except (torch.OutOfMemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
+        except RuntimeError as error:
+            if not should_reduce_batch_size(error):
                 raise
             halves = [half for planned in part for half in planned.split() or (planned,)]
             if len(halves) == len(part):
                 raise EvaluationError(
-                    f"out of memory on one document of {max(planned.longest for planned in part)} "
+                    f"out of memory on one document of {max(planned.tokens for planned in part)} "
                     "tokens; lower evaluation.max_length or use a larger device"
                 ) from error
         else:
@@ -353,7 +352,7 @@ class Scorer(LM):
             counts.tokens += sum(batch.ids.size for batch in batches)
             return results
         # Outside the handler: there the traceback would keep the failed forward's tensors.
-        free_cached_memory(self._device)
+        clear_device_cache(garbage_collection=True)
         counts.halvings += len(halves) - len(part)
         parts = [halves] if self._stream else [[half] for half in halves]
         return [
@@ -426,26 +425,27 @@ def compare(
             f"{task}: log-likelihoods of the sample are not numbers; the model gives NaN or "
             "infinite logits, which no scoring mode can fix"
         )
-    signed = [a - b for (a, _), (b, _) in zip(fast, exact, strict=True)]
-    per_token = [abs(d) / count for d, count in zip(signed, tokens, strict=True)]
-    groups: dict[Hashable, list[int]] = {}
-    for i, document in enumerate(documents):
-        groups.setdefault(document, []).append(i)
-    bias, stderr = _bias([d / n for d, n in zip(signed, tokens, strict=True)], groups)
-    sample = SampleDifference(
+    sample = pd.DataFrame({"document": list(documents), "tokens": list(tokens)})
+    sample["off"] = [a - b for (a, _), (b, _) in zip(fast, exact, strict=True)]
+    sample["per_token"] = sample["off"] / sample["tokens"]
+    by_document = sample.groupby("document", sort=False)
+    bias = by_document["per_token"].mean()  # requests of a document go together
+    rows = by_document.indices.values()
+    far = sample["per_token"].abs()
+    found = SampleDifference(
         task=task,
-        documents=len(groups),
-        requests=len(tokens),
-        mean_per_token=sum(per_token) / len(per_token),
-        largest_per_token=max(per_token),
-        changed_answers=sum(_answer(fast, at) != _answer(exact, at) for at in groups.values()),
-        bias_per_token=bias,
-        bias_stderr=stderr,
+        documents=len(bias),
+        requests=len(sample),
+        mean_per_token=far.mean(),
+        largest_per_token=far.max(),
+        changed_answers=sum(_answer(fast, at) != _answer(exact, at) for at in rows),
+        bias_per_token=bias.mean(),
+        bias_stderr=bias.sem() if len(bias) > 1 else None,
         by_bias=by_bias,
     )
-    if reason := beyond(tolerance, sample):
+    if reason := beyond(tolerance, found):
         raise BeyondTolerance(f"{reason}; use scoring: exact or raise it")
-    return Differences(sample, max(map(abs, signed)), sum(map(abs, signed)))
+    return Differences(found, sample["off"].abs().max(), sample["off"].abs().sum())
 
 
 def difference_from_exact(found: Sequence[Differences]) -> DifferenceFromExact:
@@ -470,15 +470,6 @@ def draw(documents: Sequence[Hashable], count: int, seed: int) -> list[int]:
     distinct = list(dict.fromkeys(documents))
     chosen = set(random.Random(seed).sample(distinct, min(count, len(distinct))))
     return [i for i, document in enumerate(documents) if document in chosen]
-
-
-def _bias(
-    values: Sequence[float], groups: Mapping[Hashable, Sequence[int]]
-) -> tuple[float, float | None]:
-    """Mean over documents, whose requests go together, and its standard error."""
-    means = [fmean(values[i] for i in at) for at in groups.values()]
-    stderr = stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None
-    return fmean(means), stderr
 
 
 def _answer(scores: Sequence[Answer], indexes: Sequence[int]) -> int | bool:
