@@ -26,7 +26,7 @@ from qbench.checkpoints.supported import (
     model_support,
 )
 from qbench.errors import CheckpointError, shown, some
-from qbench.files import file_digest
+from qbench.files import file_digest, read_regular, reason
 from qbench.records import TRAINING_FILE, Trained, Training
 
 MAX_BYTES = 16 * 2**20  # an index of a large checkpoint has 10 MB, a config.json a few thousand
@@ -43,15 +43,11 @@ SIZES = (
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in ``path``. Raises CheckpointError where it is none, or not a file."""
-    if not path.is_file():
-        raise CheckpointError(f"{path.name} is not a regular file")
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise CheckpointError(f"{path.name} is larger than {MAX_BYTES // 2**20} MiB")
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except RecursionError:
-        raise CheckpointError(f"{path.name} is nested too deeply") from None
-    except (OSError, ValueError) as error:
+        value = json.loads(read_regular(path, most=MAX_BYTES))
+    except OSError as error:
+        raise CheckpointError(f"{path.name} cannot be read ({reason(error)})") from None
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path.name} is not JSON ({error})") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path.name} is not a JSON object")
@@ -92,18 +88,18 @@ def read_config(folder: Path, *, quantized: bool = False) -> dict[str, Any]:
 def _require_causal(config: dict[str, Any]) -> None:
     """Raise CheckpointError for models that say that they see what comes after a token, or need an
     encoder; what a model does is looked at when it is loaded."""
-    stated, reason = config.get("architectures"), None
+    stated, wrong = config.get("architectures"), None
     heads = [str(name) for name in stated] if isinstance(stated, list) else []
     if config.get("is_encoder_decoder"):
-        reason = "is an encoder-decoder model (is_encoder_decoder: true)"
+        wrong = "is an encoder-decoder model (is_encoder_decoder: true)"
     elif head := next((head for head in heads if NO_LANGUAGE_MODEL.search(head)), None):
-        reason = f"is a {head}, which has no output over the vocabulary"
+        wrong = f"is a {head}, which has no output over the vocabulary"
     elif key := next((key for key, values in BOTH_SIDES if config.get(key) in values), None):
-        reason = f"attends to both sides of a token ({key}: {json.dumps(config[key])})"
+        wrong = f"attends to both sides of a token ({key}: {json.dumps(config[key])})"
     elif any(head.endswith("ForMaskedLM") for head in heads):
-        reason = f"attends to both sides of a token (architectures: {', '.join(heads)})"
-    if reason:
-        raise CheckpointError(f"it {reason}; only causal language models are scored")
+        wrong = f"attends to both sides of a token (architectures: {', '.join(heads)})"
+    if wrong:
+        raise CheckpointError(f"it {wrong}; only causal language models are scored")
 
 
 def require_sizes(config: dict[str, Any], tensors: int) -> None:

@@ -98,7 +98,8 @@ def expand(name: str, definitions: Path | None) -> list[str]:
     if _found("task", name, definitions) is not None:
         return [name]
     if (path := _found("group", name, definitions)) is not None:
-        return _members(name, read_definition(path).config, definitions)
+        children = _children(name, read_definition(path).config)
+        return [leaf for child in children for leaf in expand(child, definitions)]
     if tagged := _tagged(name, _folders(definitions)):
         return tagged
     raise RecipeError(f"tasks: lm-eval has no task {name!r}{_near(name, definitions)}")
@@ -131,31 +132,22 @@ def task_groups(name: str, definitions: Path | None) -> list[TaskGroup]:
     if path is None or _found("task", name, definitions) is not None:
         return []
     config = read_definition(path).config
-    stated = config.get("aggregate_metric_list") or []
     metrics = tuple(
-        _group_metric(one) for one in ([stated] if isinstance(stated, dict) else stated)
+        GroupMetric(
+            metric=stated["metric"],
+            filters=tuple(_listed(stated.get("filter_list"))) or None,
+            weight_by_size=bool(stated.get("weight_by_size", True)),
+        )
+        for stated in _listed(config.get("aggregate_metric_list"))
     )
     found = []
     if metrics:
         members = tuple(expand(name, definitions))
         label = config.get("group_alias") or name
         found.append(TaskGroup(name=name, label=label, tasks=members, metrics=metrics))
-    children = config.get("task") or []
-    for child in [children] if isinstance(children, str) else children:
-        inner = child if isinstance(child, str) else child.get("group")
-        found += task_groups(inner, definitions) if inner else []
+    for child in _children(name, config):
+        found += task_groups(child, definitions)
     return found
-
-
-def _group_metric(stated: dict[str, Any]) -> GroupMetric:
-    filters = stated.get("filter_list")
-    if filters is not None:
-        filters = (filters,) if isinstance(filters, str) else tuple(filters)
-    return GroupMetric(
-        metric=stated["metric"],
-        filters=filters,
-        weight_by_size=bool(stated.get("weight_by_size", True)),
-    )
 
 
 def task_names(definitions: Path | None = None) -> list[str]:
@@ -180,9 +172,8 @@ def _resolved(path: Path, within: tuple[Path, ...]) -> dict[str, Any]:
     config = yaml.load(read_regular(path), _loader(path.parent))
     if not isinstance(config, dict):
         raise ValueError(f"{path.name} is not a mapping")
-    included = config.pop("include", [])
     merged: dict[str, Any] = {}
-    for one in included if isinstance(included, list) else [included]:
+    for one in _listed(config.pop("include", None)):
         inherited = _resolved((path.parent / str(one)).resolve(), (*within, path))
         merged |= {key: value for key, value in inherited.items() if key != NEVER_INHERITED}
     return merged | config
@@ -231,21 +222,27 @@ def _index(folder: Path) -> dict[tuple[str, str], Path]:
     return found
 
 
-def _members(name: str, config: dict[str, Any], definitions: Path | None) -> list[str]:
-    members: list[str] = []
-    children = config.get("task") or []
-    for child in [children] if isinstance(children, str) else children:
-        if isinstance(child, dict) and child.keys() - {"task", "group"}:
-            settings = ", ".join(sorted(child.keys() - {"task", "group"}))
+def _children(name: str, config: dict[str, Any]) -> Iterator[str]:
+    """Names of the tasks and groups of the group ``name``. Raises RecipeError where it defines one
+    inline, or changes it."""
+    for child in _listed(config.get("task")):
+        named = {"task": child} if isinstance(child, str) else child
+        child_name = named.get("task", named.get("group"))
+        if settings := ", ".join(sorted(named.keys() - {"task", "group"})):
             raise RecipeError(
-                f"tasks: {name} changes {settings} of {child.get('task', child.get('group'))}; "
-                "name its tasks one by one, each with its settings"
+                f"tasks: {name} changes {settings} of {child_name}; name its tasks one by one, "
+                "each with its settings"
             )
-        child_name = child if isinstance(child, str) else child.get("task", child.get("group"))
         if not isinstance(child_name, str):
             raise RecipeError(f"tasks: {name}: its group is defined inline; name its tasks")
-        members += expand(child_name, definitions)
-    return members
+        yield child_name
+
+
+def _listed(value: Any) -> list[Any]:
+    """Where a definition may state one thing or a list of them."""
+    if value is None:
+        return []
+    return value if isinstance(value, list) else [value]
 
 
 def _tagged(tag: str, folders: list[Path]) -> list[str]:
@@ -266,8 +263,7 @@ def _tagged(tag: str, folders: list[Path]) -> list[str]:
             names |= todo
         for path in names:
             config = read_definition(path).config if path.suffix == ".yaml" else {}
-            tags = config.get("tag") or []
-            if tag in ([tags] if isinstance(tags, str) else tags) and "group" not in config:
+            if tag in _listed(config.get("tag")) and "group" not in config:
                 found.add(config["task"])
     return sorted(found)
 

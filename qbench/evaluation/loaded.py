@@ -35,6 +35,7 @@ from qbench.evaluation.tasks import (
     TaskSpec,
     evaluation_split,
     fewshot_split,
+    is_hidden,
     no_text,
     read_rows,
 )
@@ -45,7 +46,7 @@ ORIGIN_KEYS = {"custom_dataset", "dataset_kwargs", "metadata", "tag", *SPLIT_KEY
 TEMPLATES = ("doc_to_text", "doc_to_target", "doc_to_choice", "process_results")
 KEPT = 256  # tasks in memory
 INDEXES = ("label", "gold")  # usual names of the field that says which choice is right
-ANSWERS = (*INDEXES, "answerKey", "answer")  # and of those that say it in words
+TEXTS = ("answerKey", "answer")  # and of those that say it in words
 
 
 class TemplateTask(ConfigurableTask):
@@ -327,9 +328,10 @@ def _problem(task: Any, document: dict[str, Any]) -> str | None:
     if not choices or not all(isinstance(choice, str) for choice in choices):
         return f"its choices are {choices!r:.80}, not texts"
     # A definition's function may make an answer of anything: `first if label == 0 else second`.
-    for name in ANSWERS:
-        if name in document and _hidden(document[name], index=name in INDEXES):
-            return f"{name} {document[name]!r} is no answer"
+    for name in (*INDEXES, *TEXTS):
+        answer = document.get(name, 0)
+        if answer in (None, "") or (name in INDEXES and is_hidden(answer)):
+            return f"{name} {answer!r} is no answer"
     golds = target if isinstance(target, list) and target else [target]
     for gold in golds:
         if not _names(gold, choices):
@@ -347,10 +349,3 @@ def _names(gold: Any, choices: list[str]) -> bool:
     if isinstance(gold, float):  # a column of whole numbers with one that is missing
         return gold.is_integer() and 0 <= gold < len(choices)
     return isinstance(gold, int) and 0 <= gold < len(choices)
-
-
-def _hidden(label: Any, *, index: bool) -> bool:
-    """What data sets write where an answer is missing or kept from the public."""
-    if index and isinstance(label, int | float):
-        return label < 0 or label != int(label)
-    return label is None or label == ""

@@ -159,14 +159,18 @@ def _require_labels(name: str, target: str, path: Path, rows: Sequence[Row]) -> 
     for row in rows:
         if field not in row.fields:
             return  # a template, or a fixed index among the choices
-        label = row.fields[field]
-        hidden = label is None or label == "-1" or isinstance(label, bool)
-        number = isinstance(label, int | float) and not isinstance(label, bool)
-        if hidden or (number and (label < 0 or label != int(label))):
+        if is_hidden(label := row.fields[field]):
             raise DataError(
                 f"{path}:{row.line}: {name}: its label, {field}, is {json.dumps(label)}: missing "
                 "or hidden; score a split whose labels are known"
             )
+
+
+def is_hidden(label: Any) -> bool:
+    """What data sets write for the index of a choice that is missing or kept from the public."""
+    if isinstance(label, int | float):
+        return not label >= 0 or label % 1 != 0  # NaN is not
+    return label in (None, "", "-1")
 
 
 MAX_GEN_TOKS = 256  # lm-eval's, where a task states none
@@ -317,15 +321,11 @@ def _local_files(
     wanted = {split: tuple(files or (split,))}
     if examples and examples != split:
         wanted[examples] = tuple(fewshot_files or (examples,))
-    elif examples and fewshot_files:
-        raise RecipeError(
-            f"tasks: {name}: files: its examples would be drawn from {split}, which is scored; "
-            "leave fewshot out"
-        )
     elif fewshot_files:
+        why = f"its examples are of {split}, which is scored" if examples else "it has no examples"
         raise RecipeError(
-            f"tasks: {name}: files: fewshot names a file, but the task has no examples; set "
-            "num_fewshot too, or leave fewshot out"
+            f"tasks: {name}: files: fewshot names a file, but {why}; set num_fewshot, or leave "
+            "fewshot out"
         )
     paths = _paths(name, data / name, wanted, examples)
     found, documents = [], None

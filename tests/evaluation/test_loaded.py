@@ -96,7 +96,7 @@ def test_documents_beyond_the_limit_are_not_asked(tmp_path):
     ("task", "split", "row", "words"),
     [
         ("arc_easy", "test", {**ARC, "answerKey": "E"}, "its answer cannot be found"),
-        ("hellaswag", "validation", {**HELLASWAG, "label": "-1"}, "gold -1 is no answer"),
+        ("hellaswag", "validation", {**HELLASWAG, "label": "-1"}, "label '-1' is no answer"),
     ],
     ids=["arc: unknown letter", "hellaswag: -1"],
 )

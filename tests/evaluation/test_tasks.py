@@ -76,7 +76,7 @@ def test_few_shot_examples_may_come_from_another_file_which_is_shown(tmp_path):
 
 def test_files_of_examples_that_nobody_asks_for_are_refused(tmp_path):
     write(tmp_path, "boolq", "validation", BOOLQ)
-    with pytest.raises(RecipeError, match="boolq: files: fewshot names a file, but the task has"):
+    with pytest.raises(RecipeError, match="boolq: files: fewshot names a file, but it has no"):
         plan_task("boolq", data=tmp_path, definitions=None, fewshot_files=["validation"])
 
 

@@ -1,9 +1,51 @@
-"""lm-eval language models over a transformers model: HFLM itself, exact and fast scoring."""
+"""lm-eval language models over a transformers model: HFLM itself, exact and fast scoring; and over
+another runtime."""
 
+from __future__ import annotations
+
+from typing import Any
+
+from lm_eval.api.model import LM
+
+from qbench.errors import RecipeError
+from qbench.evaluation.lm_eval_model import ExternalScorer
 from qbench.evaluation.scoring.hflm import HFLMScorer
-from qbench.evaluation.scoring.language_model import language_model
 from qbench.evaluation.scoring.logits import LogitsPart, Observer
 from qbench.evaluation.scoring.requests import Scored
-from qbench.evaluation.scoring.scorer import Scorer
+from qbench.evaluation.scoring.scorer import Progress, Scorer
+from qbench.evaluation.settings import ScoringSettings
 
 __all__ = ["HFLMScorer", "LogitsPart", "Observer", "Scored", "Scorer", "language_model"]
+
+
+def language_model(
+    model: Any,
+    tokenizer: Any,
+    settings: ScoringSettings,
+    *,
+    progress: Progress | None = None,
+    observer: Observer | None = None,
+) -> Any:
+    """An lm-eval language model over ``model``, a causal LM of transformers in eval mode.
+
+    Mode ``lm-eval`` is HFLM itself with these settings stated, ``exact`` gives its scores faster,
+    ``fast`` gives scores that lie within ``settings.tolerance`` of exact ones.
+    ``progress(done, total)`` counts requests; ``observer`` sees hidden states, logits and
+    log-probabilities of every scored token. ``report()`` of what is returned says how it ran.
+
+    Raises RecipeError for settings that cannot be, UnavailableError where exact and fast
+    scoring do not fit the model; scoring itself raises EvaluationError.
+    """
+    if isinstance(model, LM):  # lm-eval's, of another runtime
+        return ExternalScorer(model, settings)
+    if hasattr(model, "shell"):  # llama.cpp's
+        from qbench.evaluation.llamacpp import LlamaCppScorer
+
+        return LlamaCppScorer(model, tokenizer, settings, progress=progress, observer=observer)
+    if settings.mode != "lm-eval":
+        return Scorer(model, tokenizer, settings, progress=progress, observer=observer)
+    if observer is not None:
+        raise RecipeError(
+            "scoring: lm-eval does not give its log-probabilities; use exact or fast for damage"
+        )
+    return HFLMScorer(model, tokenizer, settings)

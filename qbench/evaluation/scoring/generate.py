@@ -315,7 +315,6 @@ class _Decoding:
         self.positions = torch.zeros_like(self.ids)
         self.finite = torch.ones(slots, dtype=torch.bool, device=self.device)
         self.first = torch.zeros(slots, dtype=torch.long, device=self.device)  # token's column
-        self.padded = [False] * slots  # whether it is another than 0
         self.column = torch.zeros(1, dtype=torch.long, device=self.device)
         self.graphs = takes_graphs(model)
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -384,8 +383,6 @@ class _Decoding:
         self.ids[where] = logits.argmax(-1, keepdim=True)
         self.positions[where] = width - first
         self.first[where] = self.at.end - width + first[:, 0]
-        for slot, count in zip(slots, missing, strict=True):
-            self.padded[slot] = self.at.end - width + count > 0
         return self.ids[:, 0].clone()
 
     def _look(self, said: Sequence[Tensor], slots: Sequence[int]) -> None:
@@ -415,11 +412,12 @@ class _Decoding:
             self.graph, self.graphs = self._capture(), False
         said = []
         self.column.fill_(self.at.end)
+        padded = self.graph is None and bool(self.first.any())
         for _ in range(count):
             if self.graph is not None:
                 self.graph.replay()
             else:
-                self._step(self._padding())
+                self._step(self._mask() if padded else None)
             self.at.end += 1
             said.append(self.ids[:, 0].clone())
         return said
@@ -438,22 +436,18 @@ class _Decoding:
         self.ids.copy_(logits.argmax(-1, keepdim=True))
         self.positions.add_(1).clamp_(max=self.last_position)
 
-    def _padding(self) -> Tensor | None:
-        """Which columns each slot sees [slots, end + 1]; None for all."""
-        if not any(self.padded):
-            return None
+    def _mask(self) -> Tensor:
+        """Which columns each slot sees [slots, end + 1]."""
         columns = torch.arange(self.at.end + 1, device=self.device)[None]
         return (columns >= self.first[:, None]).long()
 
     def _shift(self) -> None:
         """To the left by the columns that nobody reads any more."""
-        first = self.first.tolist()
-        columns = min(first[slot] for slot in self.active)
+        columns = int(self.first[list(self.active)].min())
         for layer in self.cache.layers:
             layer.shift(columns)
         self.first.sub_(columns).clamp_(min=0)
         self.at.end -= columns
-        self.padded = [start > columns for start in first]
 
     def _capture(self) -> torch.cuda.CUDAGraph | None:
         """A step as a CUDA graph; None for a model whose step cannot be captured, which is then
