@@ -53,14 +53,17 @@ def quantize_model(
             progress(path, (index + number / len(groups)) / len(walk.blocks))
             moments = together[number] if together else walk.hessians(index, group[:1])[0]
             name = f"{path}.{group[0]}"
-            _require_reached(moments, name, settings)
-            factor = Factor.of(moments, settings, name)
-            if factor.damp > settings.damp:
-                raised += [factor.damp] * len(group)
+            if not moments.any():
+                raise QuantizationError(
+                    f"{settings.name}: {name}: no calibration text reaches it (an expert that is "
+                    f"never chosen?); calibrate on more samples, or leave it out: ignore: [{name}]"
+                )
             layers = [block.get_submodule(name) for name in group]
             # Rows are independent: layers with one Hessian are solved as one.
             weight = torch.cat([layer.weight.detach() for layer in layers]).float()
-            solved = solve(weight, factor, settings)
+            solved = solve(weight, moments, settings, name)
+            if solved.damp > settings.damp:
+                raised += [solved.damp] * len(group)
             if not solved.weight.isfinite().all():
                 raise QuantizationError(
                     f"{settings.name}: {name}: not a number; raise damp, or calibrate on more text"
@@ -80,48 +83,6 @@ def from_packed(shape: Plain, tensors: Tensors, settings: Gptq) -> packed.Packed
     module = packed.from_packed(shape, tensors, settings)
     module.through = torch.float16
     return module
-
-
-def _require_reached(moments: Tensor, name: str, settings: Gptq) -> None:
-    if not moments.any():
-        raise QuantizationError(
-            f"{settings.name}: {name}: no calibration text reaches it (an expert that is never "
-            f"chosen?); calibrate on more samples, or leave it out: ignore: [{name}]"
-        )
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Factor:
-    """Of a Hessian [in, in]: the ``upper`` Cholesky factor of its inverse, its rows and columns in
-    ``order`` where that is not the natural one; ``dead``: inputs that are always zero; ``damp``:
-    what was added to the diagonal, in units of its mean."""
-
-    upper: Tensor
-    dead: Tensor
-    damp: float
-    order: Tensor | None = None
-
-    @classmethod
-    def of(cls, moments: Tensor, settings: Gptq, name: str) -> Factor:
-        """``moments`` are overwritten."""
-        diagonal = moments.diagonal()
-        dead = diagonal == 0
-        diagonal[dead] = 1  # any value does
-        order = None
-        if settings.desc_act:
-            order = torch.argsort(diagonal, descending=True)
-        elif settings.group_aware:
-            # Gafni, Karnieli, Hanani 2025, arXiv 2505.14638: within groups, and groups by their
-            # largest
-            groups = diagonal.view(-1, settings.group_size)
-            values, local = torch.sort(groups, dim=1, descending=True)
-            group_order = torch.argsort(values[:, 0], descending=True, stable=True)
-            starts = torch.arange(len(groups), device=local.device) * settings.group_size
-            order = (local + starts[:, None])[group_order].reshape(-1)
-        if order is not None:
-            moments = moments[order][:, order]
-        upper, damp = _inverse_factor(moments, settings, name)
-        return cls(upper=upper, dead=dead, damp=damp, order=order)
 
 
 def _inverse_factor(moments: Tensor, settings: Gptq, name: str) -> tuple[Tensor, float]:
@@ -149,13 +110,15 @@ def _inverse_factor(moments: Tensor, settings: Gptq, name: str) -> tuple[Tensor,
 class Solved:
     """Layers with one Hessian, their rows together: ``weight`` float32 [out, in] as quantized,
     ``codes`` float32 [out, in] in the order of the stored groups, ``scale`` and ``zero`` float32
-    [out, groups], ``order`` [in]: column i of the weight is column order[i] of the codes."""
+    [out, groups], ``order`` [in]: column i of the weight is column order[i] of the codes; ``damp``:
+    what was added to the Hessian's diagonal, in units of its mean."""
 
     weight: Tensor
     codes: Tensor
     scale: Tensor
     zero: Tensor
-    order: Tensor | None = None
+    order: Tensor | None
+    damp: float
 
     def packed(self, heights: list[int], settings: Gptq) -> list[Tensors]:
         """What is stored, for layers of ``heights`` rows each."""
@@ -168,16 +131,23 @@ class Solved:
 
 
 @torch.no_grad()
-def solve(weight: Tensor, factor: Factor, settings: Gptq) -> Solved:
-    """Round ``weight`` float32 [out, in], which is overwritten."""
+def solve(weight: Tensor, moments: Tensor, settings: Gptq, name: str) -> Solved:
+    """Round ``weight`` float32 [out, in] under the Hessian ``moments`` [in, in]; both are
+    overwritten."""
     rows, columns = weight.shape
     size = settings.group_length(columns)
     scales, zeros = [], []
     if settings.group_size == WHOLE_ROW:  # of the weights as they are
         scale, zero = _grid(weight[:, None], settings)
         scales, zeros = [scale], [zero]
-    weight[:, factor.dead] = 0
-    rest = weight if factor.order is None else weight[:, factor.order]
+    diagonal = moments.diagonal()
+    dead = diagonal == 0
+    diagonal[dead] = 1  # any value does
+    weight[:, dead] = 0
+    order, rest = _order(diagonal, settings), weight
+    if order is not None:
+        moments, rest = moments[order][:, order], weight[:, order]
+    upper, damp = _inverse_factor(moments, settings, name)
     codes = torch.empty_like(rest)
     for start in range(0, columns, WIDTH):
         end = min(start + WIDTH, columns)
@@ -190,24 +160,38 @@ def solve(weight: Tensor, factor: Factor, settings: Gptq) -> Solved:
         first = start // size
         found, errors = _block(
             rest[:, start:end],
-            factor.upper[start:end, start:end],
+            upper[start:end, start:end],
             torch.cat(scales[first:], 1),
             torch.cat(zeros[first:], 1),
             torch.arange(start, end, device=rest.device) // size - first,
             settings.num_bits,
         )
         codes[:, start:end] = found
-        rest[:, end:] -= errors.matmul(factor.upper[start:end, end:])
+        rest[:, end:] -= errors.matmul(upper[start:end, end:])
     scale, zero = torch.cat(scales, 1), torch.cat(zeros, 1)
     grouped = codes.view(rows, -1, size)
     quantized = (scale[..., None] * (grouped - zero[..., None])).view(rows, columns)
-    inverse = None if factor.order is None else torch.argsort(factor.order)
+    inverse = None if order is None else torch.argsort(order)
     if inverse is not None:
         quantized = quantized[:, inverse]
     if settings.group_aware:  # groups are stored where they were
-        groups = torch.argsort(factor.order[::size] // size)
+        groups = torch.argsort(order[::size] // size)
         codes, scale, zero, inverse = codes[:, inverse], scale[:, groups], zero[:, groups], None
-    return Solved(weight=quantized, codes=codes, scale=scale, zero=zero, order=inverse)
+    return Solved(weight=quantized, codes=codes, scale=scale, zero=zero, order=inverse, damp=damp)
+
+
+def _order(diagonal: Tensor, settings: Gptq) -> Tensor | None:
+    """In which columns are rounded, where that is not their own, from the Hessian's diagonal."""
+    if settings.desc_act:
+        return torch.argsort(diagonal, descending=True)
+    if not settings.group_aware:
+        return None
+    # Gafni, Karnieli, Hanani 2025, arXiv 2505.14638: within groups, and groups by their largest
+    groups = diagonal.view(-1, settings.group_size)
+    values, local = torch.sort(groups, dim=1, descending=True)
+    group_order = torch.argsort(values[:, 0], descending=True, stable=True)
+    starts = torch.arange(len(groups), device=local.device) * settings.group_size
+    return (local + starts[:, None])[group_order].reshape(-1)
 
 
 def _grid(groups: Tensor, settings: Gptq) -> tuple[Tensor, Tensor]:

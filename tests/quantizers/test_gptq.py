@@ -81,8 +81,7 @@ def hessian(x):
 
 
 def solve(weight, moments, chosen):
-    factor = gptq.Factor.of(moments.clone(), chosen.weights, "layer")
-    return gptq.solve(weight.clone(), factor, chosen.weights)
+    return gptq.solve(weight.clone(), moments.clone(), chosen.weights, "layer")
 
 
 def gptqmodels(weight, x, chosen):
@@ -149,14 +148,14 @@ def test_what_is_stored_stands_for_the_solution(stated):
 
 def test_damping_is_raised_where_the_hessian_is_singular_and_told(tmp_path):
     row = torch.linspace(1, 2, 64)
-    stated = settings("gptq-4bit", damp=1e-12).weights
-    assert gptq.Factor.of(torch.outer(row, row), stated, "layer").damp == pytest.approx(0.01)
+    chosen = settings("gptq-4bit", damp=1e-12)
+    assert solve(torch.ones(2, 64), torch.outer(row, row), chosen).damp == pytest.approx(0.01)
     _, detail = make_with_detail(
         settings("gptq-4bit", damp=1e-9), tmp_path, model=llama(intermediate=512)
     )
     assert "damp raised to 0.01 in" in detail
     with pytest.raises(QuantizationError, match=r"gptq-4bit: layer: .*singular.*more samples"):
-        gptq.Factor.of(-torch.outer(row, row), stated, "layer")
+        solve(torch.ones(2, 64), -torch.outer(row, row), chosen)
 
 
 # The walk over blocks
