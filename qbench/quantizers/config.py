@@ -203,14 +203,10 @@ class WeightSettings(Settings):
     def require_whole_groups(self, layer: str, features: int, what: str, size: int) -> None:
         """Raise QuantizationError where ``features`` are no whole number of groups of ``size``."""
         if features % size:
-            fitting = [n for n in (8, 16, 32, 64, 128, 256) if features % n == 0]
-            offer = f"choose {' or '.join(map(str, fitting))}"
-            if not fitting:
-                offer = f"no usual size divides it: set ignore: [{layer.rpartition('.')[2]}]"
             raise QuantizationError(
                 f"{self.name}: {layer} has {features} {what}, which group_size {size} does not "
-                "divide; "
-                f"{offer}"
+                "divide; choose one that does, or leave it out: "
+                f"ignore: [{layer.rpartition('.')[2]}]"
             )
 
     @abstractmethod

@@ -13,11 +13,9 @@ from qbench.quantizers.weights import Hqq
 
 
 def quantize(name: str, layer: nn.Linear, settings: Hqq) -> Tensors:
-    quantized = HQQLinear(
-        _bare(layer),
-        _config(settings),
-        compute_dtype=layer.weight.dtype,
-        device=str(layer.weight.device),
+    weight = layer.weight.detach()
+    quantized = HQQLinear.from_weights(
+        weight, None, _config(settings), compute_dtype=weight.dtype, device=str(weight.device)
     )
     scale, zero = quantized.meta["scale"], quantized.meta["zero"]
     if not all(torch.isfinite(part).all() for part in (scale, zero)):
@@ -92,11 +90,3 @@ def _config(settings: Hqq) -> dict:
     )
     config["weight_quant_params"]["optimize"] = settings.optimize
     return config
-
-
-def _bare(layer: nn.Linear) -> nn.Linear:
-    """The layer without its bias, sharing its weight: the library empties what it is given."""
-    with torch.device("meta"):
-        bare = nn.Linear(layer.in_features, layer.out_features, bias=False)
-    bare.weight = nn.Parameter(layer.weight.detach(), requires_grad=False)
-    return bare
