@@ -138,12 +138,12 @@ def chunks(call: Call) -> Iterator[tuple[Tensor, Tensor]]:
         # Heads that share keys are rows of one product.
         rows = query[:, :, start:stop].reshape(batch, kv_heads, -1, width)
         scores = (rows @ key[..., :stop]).view(batch, heads, stop - start, stop)
-        distances = positions[start:stop, None] - positions[:stop]
         if call.softcap:
             scores = call.softcap * (scores / call.softcap).tanh()
         if slopes is not None:
+            distances = positions[start:stop, None] - positions[:stop]
             scores = scores - slopes.float()[:, None, None] * distances
-        settings = {"allowed": allowed, "parameters": given, "distances": distances}
+        settings = {"allowed": allowed, "parameters": given}
         fraction = normalizer.fraction(scores, **settings)
         if fraction is None:
             yield normalizer.weights(scores, **settings), allowed

@@ -238,7 +238,7 @@ def attention(
         of_value = written & (keys < bound(cache, at, 1))
         weights = chosen.weights(
             torch.where(of_key, quantized.scores, plain.scores),
-            allowed=plain.allowed, parameters=given, distances=plain.distances,
+            allowed=plain.allowed, parameters=given,
         )  # fmt: skip
         outputs.append(
             reference.mix(weights.masked_fill(of_value, 0), values[:, :, plain.keys])

@@ -20,12 +20,10 @@ CHUNK_SCORES = 1 << 19  # scores held at once: 2 MiB in float32, what a core's c
 
 class Chunk(NamedTuple):
     """Scores [B, Hq, R, N] of R queries over N keys that any of them may see, and what each of them
-    may see. Also which keys these are and, if asked for, [R, N]: how far each is behind each
-    query."""
+    may see; and which keys these are."""
 
     scores: Tensor
     allowed: Tensor | None
-    distances: Tensor | None
     keys: slice
 
 
@@ -98,8 +96,8 @@ def _in_chunks(
     values = wide(value).contiguous()  # products round by layout, see chunks
     learning = torch.is_grad_enabled() and any(p.requires_grad for p in given.values())
     outputs = []
-    for scores, allowed, distances, keys in chunks(query, key, chosen, given, **settings):
-        seen = {"allowed": allowed, "parameters": given, "distances": distances}
+    for scores, allowed, keys in chunks(query, key, chosen, given, **settings):
+        seen = {"allowed": allowed, "parameters": given}
         # A faster way may look at what it computes, which a compiler cannot follow.
         inference = not (scores.requires_grad or learning or torch.compiler.is_compiling())
         fraction = chosen.fraction(scores, **seen) if inference else None
@@ -157,7 +155,6 @@ def chunks(
 ) -> Iterator[Chunk]:
     """The scores in chunks of queries, capped and sloped; settings as in :func:`attention`."""
     slopes = given.get(SLOPES.name) if SLOPES in chosen.parameters else None
-    measured = chosen.uses_distances or slopes is not None
     batch, heads, queries, _ = query.shape
     key_count = key.shape[2]
     # BLAS rounds by layout: keys from a cache are contiguous, others are views.
@@ -174,12 +171,9 @@ def chunks(
         last = max(first + 1, min(key_count, stop + shift)) if causal else key_count
         keys = slice(first, last)
         allowed = None if mask is None else mask[:, :, start:stop, keys]
-        distances = None
-        if causal or window or measured:
+        if causal or window or slopes is not None:
             own = torch.arange(start + shift, stop + shift, device=query.device)[:, None]
             other = torch.arange(first, last, device=query.device)
-        if measured:
-            distances = own - other
         if causal or window:
             band = other <= own if causal else torch.ones_like(other <= own)
             if window:
@@ -189,8 +183,8 @@ def chunks(
         if softcap:
             scores = softcap * (scores / softcap).tanh()
         if slopes is not None:
-            scores = scores - slopes.to(scores.dtype)[:, None, None] * distances
-        yield Chunk(scores, allowed, distances, keys)
+            scores = scores - slopes.to(scores.dtype)[:, None, None] * (own - other)
+        yield Chunk(scores, allowed, keys)
 
 
 def mix(left: Tensor, right: Tensor) -> Tensor:

@@ -159,10 +159,9 @@ def _attention(normalizer: str, implementation: str) -> Callable[..., tuple[Tens
 def _require_aligned(
     chosen: Normalizer, parameters: dict[str, Tensor], query: Tensor, key: Tensor
 ) -> None:
-    """Raises UnavailableError where distances are measured from the last key, and it cannot be told
-    whether that is the last query's: a static cache has room behind it."""
-    measured = chosen.uses_distances or SLOPES.name in parameters
-    if measured and query.shape[2] != key.shape[2]:
+    """Raises UnavailableError where slopes measure distances from the last key, and it cannot be
+    told whether that is the last query's: a static cache has room behind it."""
+    if SLOPES.name in parameters and query.shape[2] != key.shape[2]:
         raise UnavailableError(
             f"{chosen.name} attention with ALiBi's slopes takes no 4-D mask of fewer queries than "
             "keys, and cannot be compiled with a static cache, or with padding and a cache; pass "

@@ -326,8 +326,7 @@ def parameter_shapes(
     names, there = tuple(modules), set(present)
     shapes: dict[str, list[int]] = {}
     for parameter in _parameters(normalizer):
-        shape = [heads if axis == "H" else int(axis) for axis in parameter.shape]
-        wanted = {f"{name}.{parameter.attribute}": shape for name in names}
+        wanted = {f"{name}.{parameter.attribute}": [heads] for name in names}
         if parameter.required or there & set(wanted):
             shapes |= wanted
     return shapes

@@ -28,26 +28,21 @@ def weights(name, scores):
 
 
 class Sunk(Normalizer):
-    """Softmax with one more logit a head in the denominator, and scores that fall with distance:
-    w_i = e^(x_i − s d_i) / (e^b + Σ_k e^(x_k − s d_k))."""
+    """Softmax with one more logit a head in the denominator, and scores times a factor a head:
+    w_i = e^(f x_i) / (e^b + Σ_k e^(f x_k))."""
 
     name = "sunk"
-    description = "softmax with a sink and a slope a head"
+    description = "softmax with a sink and a factor a head"
     rows_sum_to_one = False
     sparse = False
-    uses_distances = True
     parameters = (
-        Parameter(
-            name="sinks", shape=("H",), trainable=True, attribute="sinks", keyword="s_aux"
-        ),
-        Parameter(
-            name="slopes", shape=("H",), trainable=False, attribute="slopes", required=False
-        ),
-    )  # fmt: skip
+        Parameter(name="sinks", trainable=True, attribute="sinks", keyword="s_aux"),
+        Parameter(name="factors", trainable=False, attribute="factors", required=False),
+    )
 
-    def weights(self, scores, *, allowed=None, parameters=None, distances=None):
-        if "slopes" in parameters:
-            scores = scores - parameters["slopes"][:, None, None] * distances
+    def weights(self, scores, *, allowed=None, parameters=None):
+        if "factors" in parameters:
+            scores = scores * parameters["factors"][:, None, None]
         sink = parameters["sinks"][:, None, None].expand(*scores.shape[:-1], 1)
         if allowed is not None:
             scores = scores.masked_fill(~allowed, float("-inf"))
@@ -94,17 +89,17 @@ def test_each_is_listed_with_what_sets_it_apart(capfd):
 
 
 @pytest.mark.usefixtures("sunk")
-@pytest.mark.parametrize("sloped", [False, True])
-def test_parameters_and_distances_reach_the_definition(sloped):
+@pytest.mark.parametrize("more", [False, True])
+def test_parameters_reach_the_definition(more):
     query, key, value = draw(2, 4, 7, 8), draw(2, 2, 9, 8, seed=1), draw(2, 2, 9, 5, seed=2)
-    sinks, slopes = draw(4, seed=3), draw(4, seed=4).abs()
-    given = {"sinks": sinks} | ({"slopes": slopes} if sloped else {})
+    sinks, factors = draw(4, seed=3), draw(4, seed=4).abs()
+    given = {"sinks": sinks} | ({"factors": factors} if more else {})
     got = reference.attention(query, key, value, normalizer="sunk", parameters=given, causal=True)
     for h in range(4):
         for i in range(7):
             seen = torch.arange(i + 3)
             x = key[:, h // 2, seen] @ query[:, h, i, :, None] * 8**-0.5
-            x = x[..., 0] - (slopes[h] * (i + 2 - seen) if sloped else 0)
+            x = x[..., 0] * (factors[h] if more else 1)
             weights = x.exp() / (sinks[h].exp() + x.exp().sum(-1, keepdim=True))
             expected = (weights[:, None] @ value[:, h // 2, seen])[:, 0]
             torch.testing.assert_close(got[:, h, i], expected)

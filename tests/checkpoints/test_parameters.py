@@ -22,9 +22,9 @@ class Scaled(Softmax):
 
     name = "scaled"
     kernels = None
-    parameters = (Parameter(name="s", shape=("H",), trainable=True, attribute="s"),)
+    parameters = (Parameter(name="s", trainable=True, attribute="s"),)
 
-    def weights(self, scores, *, allowed=None, parameters=None, distances=None):
+    def weights(self, scores, *, allowed=None, parameters=None):
         factor = parameters["s"].to(scores.dtype)[:, None, None]
         return super().weights(scores * factor, allowed=allowed)
 
@@ -34,7 +34,7 @@ class Scaled(Softmax):
 
 class Optional(Scaled):
     name = "optional"
-    parameters = (Parameter(name="s", shape=("H",), trainable=True, attribute="s", required=False),)
+    parameters = (Parameter(name="s", trainable=True, attribute="s", required=False),)
 
 
 @pytest.fixture(autouse=True)

@@ -25,7 +25,6 @@ class Toy(Normalizer):
         *,
         allowed: Tensor | None = None,
         parameters: Mapping[str, Tensor] | None = None,
-        distances: Tensor | None = None,
     ) -> Tensor:
         positive = scores.relu()
         if allowed is not None:

@@ -16,9 +16,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parameter:
-    """A tensor that a definition needs beside the scores.
+    """A tensor that a definition needs beside the scores: a number a query head.
 
-    ``shape``: "H" stands for the number of query heads, so ("H",) is one number a head.
     ``attribute``: under which the model's attention module keeps it, and a checkpoint after that
     module's name. ``keyword``: under which transformers hands it to attention functions, if it
     does. Without a tensor that is not ``required`` the definition has a default of its own.
@@ -26,7 +25,6 @@ class Parameter:
     """
 
     name: str
-    shape: tuple[str | int, ...]
     trainable: bool
     attribute: str
     keyword: str | None = None
@@ -46,7 +44,6 @@ class Parameter:
 # the score before the definition sees it. Any normalizer may list it among its parameters.
 SLOPES = Parameter(
     name="slopes",
-    shape=("H",),
     trainable=False,
     attribute="alibi_slopes",
     required=False,
@@ -100,14 +97,12 @@ class Normalizer(ABC):
 
     ``rows_sum_to_one``: so do the weights of every query with anything to attend to.
     ``sparse``: weights can be exactly zero, so that key tiles may be skipped.
-    ``uses_distances``: the definition needs to know how far each key is from its query.
     """
 
     name: ClassVar[str]
     description: ClassVar[str]
     rows_sum_to_one: ClassVar[bool]
     sparse: ClassVar[bool]
-    uses_distances: ClassVar[bool] = False
     parameters: ClassVar[tuple[Parameter, ...]] = ()
     kernels: ClassVar[Kernels | None] = None
 
@@ -118,14 +113,12 @@ class Normalizer(ABC):
         *,
         allowed: Tensor | None = None,
         parameters: Mapping[str, Tensor] | None = None,
-        distances: Tensor | None = None,
     ) -> Tensor:
         """The definition: weights of ``scores`` [..., N] over the last axis, in their dtype.
 
         Where ``allowed`` (bool, broadcast to the scores) is False a key counts neither above nor
-        below the fraction line; a row with nothing allowed gives zeros. With ``parameters`` a
-        head, scores are [..., H, R, N]. ``distances`` [R, N], where asked for: each query's
-        position minus the key's.
+        below the fraction line; a row with nothing allowed gives zeros. With ``parameters``, a
+        number a head each, scores are [..., H, R, N].
         """
 
     def fraction(
@@ -134,7 +127,6 @@ class Normalizer(ABC):
         *,
         allowed: Tensor | None = None,
         parameters: Mapping[str, Tensor] | None = None,
-        distances: Tensor | None = None,
     ) -> tuple[Tensor, Tensor] | None:
         """What stands above the fraction line [..., N] and below it [..., 1], where that is
         faster than :meth:`weights`; for inference only, and it may overwrite ``scores``."""
@@ -179,17 +171,15 @@ class Normalizer(ABC):
         have or that is missing, ValueError for a wrong shape."""
         given = dict(parameters or {})
         for parameter in self.parameters:
-            shape = tuple(heads if axis == "H" else axis for axis in parameter.shape)
-            if parameter.name not in given:
-                if parameter.required:
-                    raise UnavailableError(
-                        f"{self.name} attention needs its parameter {parameter.name!r} "
-                        f"{list(shape)}, and none was given"
-                    )
-            elif tuple(given[parameter.name].shape) != shape:
+            tensor = given.get(parameter.name)
+            if tensor is None and parameter.required:
+                raise UnavailableError(
+                    f"{self.name} attention needs its parameter {parameter.name!r} [{heads}], and "
+                    "none was given"
+                )
+            if tensor is not None and tuple(tensor.shape) != (heads,):
                 raise ValueError(
-                    f"{self.name}: {parameter.name} must be {list(shape)}; "
-                    f"it is {list(given[parameter.name].shape)}"
+                    f"{self.name}: {parameter.name} must be [{heads}]; it is {list(tensor.shape)}"
                 )
         known = [parameter.name for parameter in self.parameters]
         for name in given:

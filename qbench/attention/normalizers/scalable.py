@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # 1 over the mean of log n for n up to 1,024: scores of such rows stay about what they are.
-S = Parameter(name="s", shape=("H",), trainable=True, attribute="s", initial=0.168)
+S = Parameter(name="s", trainable=True, attribute="s", initial=0.168)
 
 
 class Scaled(Normalizer):
@@ -35,7 +35,6 @@ class Scaled(Normalizer):
         *,
         allowed: Tensor | None = None,
         parameters: Mapping[str, Tensor] | None = None,
-        distances: Tensor | None = None,
     ) -> Tensor:
         assert parameters is not None, "checked() has refused it"
         s = parameters["s"].to(scores.dtype)[:, None, None]

@@ -30,7 +30,6 @@ class Sigmoid(Normalizer):
     parameters = (
         Parameter(
             name="bias",
-            shape=("H",),
             trainable=True,
             attribute="sigmoid_bias",
             required=False,
@@ -46,7 +45,6 @@ class Sigmoid(Normalizer):
         *,
         allowed: Tensor | None = None,
         parameters: Mapping[str, Tensor] | None = None,
-        distances: Tensor | None = None,
     ) -> Tensor:
         if parameters and "bias" in parameters:
             bias = parameters["bias"].to(scores.dtype)[:, None, None]

@@ -45,7 +45,6 @@ class Softmax(Normalizer):
         *,
         allowed: Tensor | None = None,
         parameters: Mapping[str, Tensor] | None = None,
-        distances: Tensor | None = None,
     ) -> Tensor:
         return softmax(scores, allowed)
 
@@ -98,7 +97,6 @@ class Rectified(Normalizer):
         *,
         allowed: Tensor | None = None,
         parameters: Mapping[str, Tensor] | None = None,
-        distances: Tensor | None = None,
     ) -> Tensor:
         kept = scores >= 0
         return softmax(scores, kept if allowed is None else kept & allowed)
@@ -121,7 +119,6 @@ class Softmax1(Normalizer):
         *,
         allowed: Tensor | None = None,
         parameters: Mapping[str, Tensor] | None = None,
-        distances: Tensor | None = None,
     ) -> Tensor:
         sink = scores.new_zeros(())
         if parameters and "sinks" in parameters:
@@ -135,9 +132,7 @@ class SoftmaxSink(Softmax1):
     name = "softmax-sink"
     description = "softmax with e to a learned sink a head added to the denominator"
     parameters = (
-        Parameter(
-            name="sinks", shape=("H",), trainable=True, attribute="sinks", keyword="s_aux"
-        ),
+        Parameter(name="sinks", trainable=True, attribute="sinks", keyword="s_aux"),
         SLOPES,
-    )  # fmt: skip
+    )
     kernels = replace(Softmax.kernels, sink="learned")

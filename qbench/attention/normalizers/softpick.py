@@ -34,7 +34,6 @@ class Softpick(Normalizer):
         *,
         allowed: Tensor | None = None,
         parameters: Mapping[str, Tensor] | None = None,
-        distances: Tensor | None = None,
     ) -> Tensor:
         if allowed is not None:  # e^0 − 1 = 0: a score of 0 adds nothing above or below the line
             scores = scores.masked_fill(~allowed, 0.0)
@@ -50,7 +49,6 @@ class Softpick(Normalizer):
         *,
         allowed: Tensor | None = None,
         parameters: Mapping[str, Tensor] | None = None,
-        distances: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Overwrites ``scores``: without new memory and with one exponential a score it takes a
         third of the time of :meth:`weights`."""
