@@ -22,6 +22,7 @@ from qbench.checkpoints.find import (
     file_names,
     find,
     is_parameter,
+    named,
     read_headers,
     weight_files,
 )
@@ -59,12 +60,10 @@ def convert(checkpoint: Checkpoint, to: Format, out: Path) -> list[Path]:
     if out.exists() and any(out.iterdir()):
         raise OutputError(f"{out}: is not empty; name a new folder")
     ours = fla.recognizes(checkpoint.config)
-    if ours == (to == "fla"):
-        raise CheckpointError(f"checkpoint {checkpoint.source}: it is in this format already")
-    try:
+    with named(checkpoint.source):
+        if ours == (to == "fla"):
+            raise CheckpointError("it is in this format already")
         config, tensors = _to_llama(checkpoint) if to == "llama" else _to_fla(checkpoint)
-    except CheckpointError as error:
-        raise CheckpointError(f"checkpoint {checkpoint.source}: {error}") from None
     folder = temporary(Path(out).absolute())
     try:
         clean_temporaries(folder.parent)

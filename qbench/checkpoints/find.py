@@ -8,7 +8,8 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from qbench.checkpoints.supported import (
     ModelClass,
     model_support,
 )
-from qbench.errors import CheckpointError, shown, some
+from qbench.errors import CheckpointError, UnavailableError, shown, some
 from qbench.files import file_digest, read_regular, reason
 from qbench.records import TRAINING_FILE, Trained, Training
 
@@ -39,6 +40,15 @@ SIZES = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size",
     "n_embd", "n_layer", "n_head", "max_position_embeddings", "n_positions",
 )  # fmt: skip
+
+
+@contextmanager
+def named(source: str) -> Iterator[None]:
+    """What is wrong with a checkpoint, said with the name that the user gave it."""
+    try:
+        yield
+    except (CheckpointError, UnavailableError) as error:
+        raise type(error)(f"checkpoint {source}: {error}") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -269,6 +279,12 @@ def stamps(folder: Path) -> tuple[tuple[str, int, int], ...]:
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in found)
 
 
+def require_unchanged(checkpoint: Checkpoint) -> None:
+    """Raise CheckpointError where its files are no longer those that were found."""
+    if stamps(checkpoint.folder) != checkpoint.files:
+        raise CheckpointError("its files changed after this run began; run again")
+
+
 def digest(folder: Path) -> str:
     """SHA-256 over the names and contents of the files: 64 hexadecimal digits."""
     total = hashlib.sha256()
@@ -375,10 +391,8 @@ def find(
     Raises CheckpointError, naming left-over, missing and misshapen tensors.
     """
     folder = _folder(source, revision, base or Path())
-    try:
+    with named(source):
         return _found(source, folder, normalizer, quantized)
-    except CheckpointError as error:
-        raise CheckpointError(f"checkpoint {source}: {error}") from None
 
 
 def _found(source: str, folder: Path, normalizer: str | None, quantized: bool) -> Checkpoint:

@@ -29,14 +29,15 @@ from qbench.checkpoints.find import (
     Checkpoint,
     Header,
     is_parameter,
+    named,
     parameter_shapes,
     read_headers,
     require_fit,
-    stamps,
+    require_unchanged,
     weight_files,
 )
 from qbench.checkpoints.supported import class_names
-from qbench.errors import CheckpointError, QbenchError, UnavailableError, first_line
+from qbench.errors import CheckpointError, QbenchError, UnavailableError, first_line, some
 from qbench.streaming import bring
 
 if TYPE_CHECKING:
@@ -73,14 +74,10 @@ def load_model(
     """
     native = checkpoint.normalizer == NATIVE
     fla_format = checkpoint.format == "flash-linear-attention"
-    try:
-        if stamps(checkpoint.folder) != checkpoint.files:
-            raise CheckpointError("its files changed after this run began; run again")
-        if fla_format:
-            model = _load_flash_linear_attention(checkpoint, dtype)
-        else:
-            model = _load_transformers(checkpoint, dtype)
-        model = model.eval().requires_grad_(False)
+    with named(checkpoint.source):
+        require_unchanged(checkpoint)
+        read = _load_flash_linear_attention if fla_format else _load_transformers
+        model = read(checkpoint, dtype).eval().requires_grad_(False)
         model = place(model) if place else model.to(device)
         if verify:
             require_finite(model)
@@ -93,8 +90,6 @@ def load_model(
             set_attention(model, checkpoint.normalizer, attention)
             if logits is not None and "qbench_normalizer" not in checkpoint.config:
                 require_ours(model, logits)
-    except CheckpointError as error:
-        raise CheckpointError(f"checkpoint {checkpoint.source}: {error}") from error
     return model
 
 
@@ -214,7 +209,7 @@ def attach(model: PreTrainedModel, normalizer: str, tensors: dict[str, torch.Ten
             if type(m) in of and attribute not in m._parameters
         ]
         if without:
-            raise CheckpointError(f"missing: {', '.join(without[:6])}")
+            raise CheckpointError(f"missing: {some(without)}")
 
 
 # --- quantized by somebody, loaded by transformers' own quantizer of its format
@@ -235,45 +230,40 @@ def load_prequantized(
     Raises UnavailableError for what this machine cannot load, CheckpointError for broken files.
     """
     stated = checkpoint.config["quantization_config"]
-    if stamps(checkpoint.folder) != checkpoint.files:
-        raise CheckpointError(
-            f"checkpoint {checkpoint.source}: its files changed after this run began; run again"
-        )
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # libraries warn of what a plan has said already
-            model, report = AutoModelForCausalLM.from_pretrained(
-                checkpoint.folder,
-                dtype=dtype,
-                device_map={"": device},
-                use_safetensors=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-                **_loading(stated, dequantize),
-            )
-            model = model.eval().requires_grad_(False)
-            for module in model.modules():  # bitsandbytes repacks for AVX512-BF16, wrongly
-                if hasattr(module, "support_avx512bf16_for_cpu"):
-                    module.support_avx512bf16_for_cpu = False
-            logits = own_logits(model)  # compressed-tensors decompresses in the first forward
-    except Exception as error:  # whatever a library makes of files, devices and versions
-        raise UnavailableError(
-            f"checkpoint {checkpoint.source}: transformers cannot load this "
-            f"{stated.get('quant_method')} checkpoint here: {first_line(error)}"
-        ) from error
-    if missing := sorted(map(str, report.get("missing_keys") or ())):
-        if stated["quant_method"] in ("awq", "gptq") and all(".experts." in n for n in missing):
+    with named(checkpoint.source):
+        require_unchanged(checkpoint)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # libraries warn of what a plan has said already
+                model, report = AutoModelForCausalLM.from_pretrained(
+                    checkpoint.folder,
+                    dtype=dtype,
+                    device_map={"": device},
+                    use_safetensors=True,
+                    trust_remote_code=False,
+                    output_loading_info=True,
+                    **_loading(stated, dequantize),
+                )
+                model = model.eval().requires_grad_(False)
+                for module in model.modules():  # bitsandbytes repacks for AVX512-BF16, wrongly
+                    if hasattr(module, "support_avx512bf16_for_cpu"):
+                        module.support_avx512bf16_for_cpu = False
+                logits = own_logits(model)  # compressed-tensors decompresses in the first forward
+        except Exception as error:  # whatever a library makes of files, devices and versions
             raise UnavailableError(
-                f"checkpoint {checkpoint.source}: transformers 5 keeps this model's experts as one "
-                f"tensor and loads none from {stated['quant_method']} files; compressed-tensors, "
-                "fp8 and mxfp4 copies load"
-            )
-        raise CheckpointError(
-            f"checkpoint {checkpoint.source}: its files lack {', '.join(missing[:6])}"
-        )
-    if not logits.isfinite().all():
-        raise CheckpointError(f"checkpoint {checkpoint.source}: its logits are not finite")
-    require_causal(model, logits)
+                f"transformers cannot load this {stated.get('quant_method')} checkpoint here: "
+                f"{first_line(error)}"
+            ) from error
+        if missing := sorted(map(str, report.get("missing_keys") or ())):
+            if stated["quant_method"] in ("awq", "gptq") and all(".experts." in n for n in missing):
+                raise UnavailableError(
+                    "transformers 5 keeps this model's experts as one tensor and loads none from "
+                    f"{stated['quant_method']} files; compressed-tensors, fp8 and mxfp4 copies load"
+                )
+            raise CheckpointError(f"its files lack {some(missing)}")
+        if not logits.isfinite().all():
+            raise CheckpointError("its logits are not finite")
+        require_causal(model, logits)
     set_attention(model, checkpoint.normalizer, attention)
     return model
 

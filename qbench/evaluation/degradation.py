@@ -31,7 +31,6 @@ from qbench.records import (
 )
 
 if TYPE_CHECKING:
-    from qbench.evaluation.kl import TokenDivergences
     from qbench.evaluation.loaded import LoadedTask
     from qbench.records import Score
 
@@ -54,13 +53,14 @@ def damage(
     base: Outcomes,
     quantized: Outcomes,
     *,
-    measured: Mapping[str, TokenDivergences],
+    measured: Mapping[str, pd.DataFrame],
     correct: Mapping[str, Mapping[int, int]],
 ) -> Damage:
     """By task.
 
-    ``measured`` comes from a ``KLObserver`` that observed the quantized cell; ``correct`` maps each
-    task's documents to the request that scores the right answer (see ``correct_requests``).
+    ``measured`` are the ``divergences`` of a ``KLObserver`` that observed the quantized cell;
+    ``correct`` maps each task's documents to the request that scores the right answer (see
+    ``correct_requests``).
     """
     result: dict[str, TaskDamage] = {}
     for task in dict.fromkeys(score.task for score in quantized.scores):
@@ -86,70 +86,68 @@ def damage(
     return Damage(tasks=result)
 
 
-def distributions(measured: TokenDivergences) -> Distributions:
+def distributions(measured: pd.DataFrame) -> Distributions:
     """KL divergence of the unquantized from the quantized next-token distribution in nats.
 
     ``kl`` is Σ p ln(p/q) over the whole vocabulary. ``target_change`` is that of the scored
     token's log-probability, with a standard error over documents (tokens of one document are
     not independent).
     """
-    kl = measured.kl
+    kl, document = measured["kl"].to_numpy(), measured["document"].to_numpy()
     p90, p99, p99_9 = (float(p) for p in np.percentile(kl, PERCENTILES))
     return Distributions(
         tokens=len(kl),
         kl=Divergence(
             mean=float(kl.mean()),
-            mean_stderr=_mean(measured.document, kl).stderr,
+            mean_stderr=_mean(document, kl).stderr,
             median=float(np.median(kl)),
             p90=p90,
             p99=p99,
             p99_9=p99_9,
             largest=float(kl.max()),
         ),
-        top1_agreement=float(measured.agrees.mean()),
+        top1_agreement=float(measured["agrees"].to_numpy().mean()),
         by_confidence=_by_confidence(measured),
-        target_change=_mean(measured.document, measured.change),
+        target_change=_mean(document, measured["change"].to_numpy()),
     )
 
 
-def _by_confidence(measured: TokenDivergences) -> tuple[ConfidenceBin, ...]:
+def _by_confidence(measured: pd.DataFrame) -> tuple[ConfidenceBin, ...]:
     """Tokens by the unquantized model's probability of its likeliest token; the last bin holds 1.
     A model that is sure has little to lose, and one that hesitates loses most."""
     found = []
+    names = ("confidence", "kl", "agrees")
+    confidence, kl, agrees = (measured[name].to_numpy() for name in names)
     for low, high in itertools.pairwise(CONFIDENCE_BINS):
-        within = (measured.confidence >= low) & (
-            (measured.confidence < high) | (high == CONFIDENCE_BINS[-1])
-        )
+        within = (confidence >= low) & ((confidence < high) | (high == CONFIDENCE_BINS[-1]))
         count = int(within.sum())
         found.append(
             ConfidenceBin(
                 low=low,
                 high=high,
                 tokens=count,
-                kl=float(measured.kl[within].mean()) if count else None,
-                top1_agreement=float(measured.agrees[within].mean()) if count else None,
+                kl=float(kl[within].mean()) if count else None,
+                top1_agreement=float(agrees[within].mean()) if count else None,
             )
         )
     return tuple(found)
 
 
 def divergence_table(
-    measured: Mapping[str, TokenDivergences],
+    measured: Mapping[str, pd.DataFrame],
     texts: Mapping[str, Callable[[np.ndarray], list[str]]],
 ) -> pd.DataFrame:
     """Columns ``DIVERGENCE_COLUMNS``: a row a request; of the tasks in ``texts``, which give the
     texts of token ids [N], a row a token as far as ``TOKENS_KEPT`` goes."""
     found = []
     for task, of in measured.items():
-        tokens = pd.DataFrame(
-            {"document": of.document, "request": of.request, "kl": of.kl, "change": of.change}
-        )
+        tokens = of[["document", "request", "kl", "change"]]
         asked = tokens.groupby(["document", "request"], sort=False)
         table = asked.mean().reset_index().assign(tokens=asked.size().to_numpy(), text=None)
         if task in texts:
             whole = table["document"][table["tokens"].cumsum() <= TOKENS_KEPT]
             kept = tokens["document"].isin(whole)
-            single = tokens[kept].assign(tokens=1, text=texts[task](of.token[kept.to_numpy()]))
+            single = tokens[kept].assign(tokens=1, text=texts[task](of["token"][kept].to_numpy()))
             table = pd.concat([single, table[~table["document"].isin(whole)]], ignore_index=True)
         found.append(table.assign(task=task)[list(DIVERGENCE_COLUMNS)])
     # float16: half the bytes, without digits that nobody reads

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -188,32 +189,22 @@ class BaselineWriter:
         self._rows = []
 
 
-@dataclass(frozen=True, slots=True)
-class TokenDivergences:
-    """One task's tokens [N]: ``kl`` in nats, ``agrees`` on the likeliest token, ``confidence``: the
-    unquantized model's probability of its likeliest token, ``change`` of the target's
-    log-probability in nats; ``document`` and ``request`` that the token, with the id ``token``,
-    belongs to."""
-
-    kl: np.ndarray
-    agrees: np.ndarray
-    confidence: np.ndarray
-    change: np.ndarray
-    document: np.ndarray
-    request: np.ndarray
-    token: np.ndarray
-
-
 class KLObserver:
     """An observer that measures a quantized model's distributions against ``base``. A task that
-    the unquantized cell could not score has nothing to be measured against."""
+    the unquantized cell could not score has nothing to be measured against.
+
+    ``divergences``: a table a task, a row a scored token. ``kl`` in nats; ``agrees`` on the
+    likeliest token; ``confidence``, the unquantized model's probability of its likeliest token;
+    ``change`` of the target's log-probability in nats; the ``document`` and ``request`` that the
+    token, with the id ``token``, belongs to.
+    """
 
     def __init__(self, base: BaselineHiddenStates) -> None:
         self.base = base
         self._weight: Tensor | None = None  # on the model's device, once it is known
         self._bias: Tensor | None = None
         self._index: TokenIndex | None = None  # of the call at work; None: nothing to measure
-        self.divergences: dict[str, TokenDivergences] = {}
+        self.divergences: dict[str, pd.DataFrame] = {}
 
     def begin(
         self, instances: Sequence[Any], lengths: Sequence[int], head: torch.nn.Module
@@ -229,7 +220,7 @@ class KLObserver:
             self._bias = None if self.base.bias is None else self.base.bias.to(device, copy=True)
         self._task = self.base.tasks[self._index.task]
         self._origin = _origin(self._index, self._task)  # [N] indexes of its tokens there
-        # kl, agrees, confidence and change of TokenDivergences
+        # kl, agrees, confidence and change
         self._values = torch.full((4, self._index.tokens), torch.nan, device=device)
 
     def batch(
@@ -269,14 +260,16 @@ class KLObserver:
                 f"{name}: the divergence of {int((~np.isfinite(kl)).sum())} of {len(kl)} tokens is "
                 "not a number; the model gives NaN or infinite logits there"
             )
-        self.divergences[name] = TokenDivergences(
-            kl=kl,
-            agrees=agrees == 1,
-            confidence=confidence,
-            change=change,
-            document=np.repeat(self._index.document, self._index.length),
-            request=np.repeat(self._index.request, self._index.length),
-            token=self._task.token.numpy()[self._origin],
+        self.divergences[name] = pd.DataFrame(
+            {
+                "kl": kl,
+                "agrees": agrees == 1,
+                "confidence": confidence,
+                "change": change,
+                "document": np.repeat(self._index.document, self._index.length),
+                "request": np.repeat(self._index.request, self._index.length),
+                "token": self._task.token.numpy()[self._origin],
+            }
         )
 
     def _head(self, states: Tensor) -> Tensor:
@@ -306,19 +299,22 @@ def _origin(index: TokenIndex, task: TaskHiddenStates) -> np.ndarray:
     """Indexes [N] of the call's tokens in the base, which may hold requests in another order.
     Raises EvaluationError where a request is not there or has another length."""
     length = task.length.numpy()
-    firsts = (np.cumsum(length) - length).tolist()
-    keys = zip(task.document.tolist(), task.request.tolist(), strict=True)
-    known = dict(zip(keys, zip(firsts, length.tolist(), strict=True), strict=True))
-    starts = []
-    for document, request, count in zip(
-        index.document.tolist(), index.request.tolist(), index.length.tolist(), strict=True
-    ):
-        start, there = known.get((document, request), (0, 0))
-        if there != count:
-            raise EvaluationError(
-                f"{index.task}: document {document}, request {request} has {count} scored tokens, "
-                f"but {there} in the unquantized cell; run that cell again"
-            )
-        starts.append(start)
-    shift = np.repeat(np.asarray(starts, dtype=np.int64) - index.starts, index.length)
+    there = pd.DataFrame(
+        {
+            "document": task.document.numpy(),
+            "request": task.request.numpy(),
+            "length": length,
+            "start": np.cumsum(length) - length,
+        }
+    ).drop_duplicates(["document", "request"])
+    asked = pd.DataFrame({"document": index.document, "request": index.request})
+    found = asked.merge(there, how="left").fillna(0).astype("int64")
+    if (wrong := np.flatnonzero(found["length"] != index.length)).size:
+        one = found.iloc[wrong[0]]
+        raise EvaluationError(
+            f"{index.task}: document {one.document}, request {one.request} has "
+            f"{index.length[wrong[0]]} scored tokens, but {one.length} in the unquantized cell; "
+            "run that cell again"
+        )
+    shift = np.repeat(found["start"].to_numpy() - index.starts, index.length)
     return shift + np.arange(index.tokens)

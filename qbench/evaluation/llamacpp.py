@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,6 @@ from qbench.evaluation.scoring.logits import (
 from qbench.evaluation.scoring.requests import Request, Scored
 from qbench.evaluation.scoring.scorer import Counts, Scorer
 from qbench.evaluation.settings import ScoringSettings
-from qbench.machine import peak_memory_gib
 from qbench.records import ScoringReport
 
 BATCH = 512  # tokens of one call of llama.cpp, whose logits are in memory at once
@@ -191,9 +191,8 @@ class LlamaCppScorer(Scorer):
         self._refused, self.fast, self.exact = "", None, None
 
     def report(self) -> ScoringReport:
-        counts = {name: getattr(self._counts, name) for name in Counts.__slots__}
-        found = report(self.settings, peak_memory_gib("cpu"))
-        return found.model_copy(update={**counts, "batching": "llama.cpp, one after another"})
+        batching = "llama.cpp, one after another"
+        return report(self.settings, "cpu", batching=batching, **asdict(self._counts))
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         return generate(self.hflm, requests, progress=self._progress, runtime=self.model.decode)

@@ -15,10 +15,13 @@ from qbench.evaluation.degradation import (
     flips,
     perplexity_ratio,
 )
-from qbench.evaluation.kl import TokenDivergences
 from qbench.records import DIVERGENCE_COLUMNS, Flips, Score
 
 KEYS = ["task", "document", "request"]
+
+
+def table_of(**columns):
+    return pd.DataFrame(columns)
 
 
 def outcomes(values, metric="acc", weights=None):
@@ -111,7 +114,7 @@ def test_damage_has_a_part_for_each_task():
         Outcomes(outcomes=table, responses=responses, scores=scores),
         Outcomes(outcomes=later, responses=responses, scores=scores),
         measured={
-            "t": TokenDivergences(
+            "t": table_of(
                 kl=np.array([1.0, 2, 0]),
                 agrees=np.array([True, False, True]),
                 change=np.zeros(3),
@@ -136,7 +139,7 @@ def test_damage_has_a_part_for_each_task():
 
 def test_divergences_are_means_by_request_and_single_tokens_of_whole_texts(monkeypatch):
     monkeypatch.setattr("qbench.evaluation.degradation.TOKENS_KEPT", 4)
-    measured = TokenDivergences(
+    measured = table_of(
         kl=np.array([1.0, 3.0, 0.5, 0.5, 2.0]),
         agrees=np.ones(5, bool),
         confidence=np.ones(5),

@@ -72,19 +72,19 @@ class HFLMScorer(LM):
 
     def report(self) -> ScoringReport:
         """How the scores were made."""
-        return report(self.settings, peak_memory_gib(self.hflm.device.type))
+        return report(self.settings, self.hflm.device.type)
 
 
-def report(settings: ScoringSettings, peak_memory_gib: float) -> ScoringReport:
-    """What settings say of how scores are made."""
+def report(settings: ScoringSettings, device: str, **counted: Any) -> ScoringReport:
+    """What settings say of how scores are made, and what was ``counted`` meanwhile."""
     packed = settings.mode == "fast"
     return ScoringReport(
+        **{"batching": "packed" if packed else "padded, longest first", **counted},
         mode=settings.mode,
         softmax_dtype=settings.softmax_dtype,
         shuffle=settings.shuffle,
-        batching="packed" if packed else "padded, longest first",
         batch_tokens=settings.batch_tokens,
         batch_size=None if packed else settings.batch_size,
         window_batch_size=None if packed else settings.window_batch_size,
-        peak_memory_gib=peak_memory_gib,
+        peak_memory_gib=peak_memory_gib(device),
     )

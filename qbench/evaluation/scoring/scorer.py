@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -56,7 +56,7 @@ from qbench.evaluation.scoring.requests import (
     encode_texts,
 )
 from qbench.evaluation.settings import ScoringSettings, Tolerance, beyond
-from qbench.machine import peak_memory_gib, reset_peak_memory
+from qbench.machine import reset_peak_memory
 from qbench.records import DifferenceFromExact, SampleDifference, ScoringReport
 from qbench.streaming import stream_of
 
@@ -177,15 +177,14 @@ class Scorer(LM):
 
     def report(self) -> ScoringReport:
         """How the scores were made."""
-        found = report(self.settings, peak_memory_gib(self._device.type))
         fast = self.settings.mode == "fast"
-        return found.model_copy(
-            update={
-                **{name: getattr(self._counts, name) for name in Counts.__slots__},
-                "difference_from_exact": difference_from_exact(self._differences) if fast else None,
-                "exact_tasks": dict(self._exact_tasks),
-                "transformers_generation": dict(self._generated),
-            }
+        return report(
+            self.settings,
+            self._device.type,
+            difference_from_exact=difference_from_exact(self._differences) if fast else None,
+            exact_tasks=dict(self._exact_tasks),
+            transformers_generation=dict(self._generated),
+            **asdict(self._counts),
         )
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[Answer]:
