@@ -7,6 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 STOPPED = "stopped; finished cells are kept; run the same command to continue"
 INTERRUPTED = 130  # exit code, as of a process that SIGINT ended
@@ -98,6 +102,13 @@ def some(names: Sequence[str], most: int = 8) -> str:
 def first_line(error: BaseException) -> str:
     """What a library's error says in its first line; its class where it says nothing."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def validation_line(error: ValidationError) -> str:
+    """The first problem of what pydantic refused, and its place."""
+    first = error.errors()[0]
+    location = ".".join(map(str, first["loc"])) or "all"
+    return f"{location}: {first['msg'].removeprefix('Value error, ')}"
 
 
 def failure_line(problem: Exception, log: Path) -> str:

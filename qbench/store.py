@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 from filelock import FileLock
 from pydantic import ValidationError
 
-from qbench.errors import DamagedError, NewerSchemaError, ResultsError, SchemaError
+from qbench.errors import DamagedError, NewerSchemaError, ResultsError, SchemaError, validation_line
 from qbench.files import clean_temporaries, digest, write_atomically
 from qbench.records import (
     AGAIN,
@@ -332,10 +332,7 @@ def read(path: Path, kind: type[T], again: str = AGAIN) -> T:
     try:
         return kind.model_validate_json(json.dumps(values))
     except ValidationError as error:
-        first = error.errors()[0]
-        location = ".".join(str(part) for part in first["loc"])
-        message = first["msg"].removeprefix("Value error, ")
-        raise DamagedError(f"{path}: damaged: {location or 'all'}: {message}; {again}") from None
+        raise DamagedError(f"{path}: damaged: {validation_line(error)}; {again}") from None
 
 
 def write(path: Path, thing: RecordModel) -> None:

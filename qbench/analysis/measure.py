@@ -24,8 +24,7 @@ from qbench.analysis.capture import (
     inputs_observed,
     states_observed,
 )
-from qbench.analysis.hidden import MASSIVE_KEPT, Massive, States, summary
-from qbench.analysis.inputs import Inputs
+from qbench.analysis.hidden import MASSIVE_KEPT, Inputs, Massive, States, summary
 from qbench.errors import EvaluationError
 from qbench.records import (
     Delimiters,

@@ -20,8 +20,7 @@ from qbench.analysis.capture import (
     inputs_observed,
     states_observed,
 )
-from qbench.analysis.hidden import States
-from qbench.analysis.inputs import Inputs
+from qbench.analysis.hidden import Inputs, States
 from qbench.analysis.measure import measure
 from qbench.analysis.text import BATCH_TOKENS
 from qbench.attention.transformers import attend

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 
 from qbench.checkpoints.find import READ
-from qbench.errors import DataError, RecipeError
+from qbench.errors import DataError, RecipeError, validation_line
 from qbench.files import file_digest
 from qbench.records import Digest, Line, RecordModel
 from qbench.training.recipe import TrainingRecipe
@@ -101,9 +101,7 @@ def read_token_files(folder: Path) -> TokenFiles:
     try:
         about = AboutTokens.model_validate_json(path.read_bytes())
     except ValidationError as error:
-        problem = error.errors()[0]
-        location = ".".join(map(str, problem["loc"]))
-        raise DataError(f"{path}: {location}: {problem['msg']}; tokenize again") from None
+        raise DataError(f"{path}: {validation_line(error)}; tokenize again") from None
     arrays = {part: _mapped(folder, about, part) for part in PARTS}
     if tokenizer_digest(folder) != about.tokenizer_digest:
         raise DataError(f"{folder}: its tokenizer is not the one it was made with; tokenize again")

@@ -163,8 +163,8 @@ class Loss(nn.Module):
     def __init__(self, model: LlamaForCausalLM, precision: str) -> None:
         super().__init__()
         self.dtype = getattr(torch, precision)
-        self.embeddings = model.get_input_embeddings()
-        self.rest = LossOfEmbedded(model)
+        self.embeddings, self.decoder = model.get_input_embeddings(), model.get_decoder()
+        self.matrix = model.get_output_embeddings()
 
     def forward(self, rows: Tensor) -> Tensor:
         """``rows`` [B, T + 1] int64: every token but the first is predicted."""
@@ -176,35 +176,28 @@ class Loss(nn.Module):
         with positions_counted(), warnings.catch_warnings():
             # the compiler looks whether it has a gradient already
             warnings.filterwarnings("ignore", message=NO_LEAF)
-            return self.rest(embedded, rows[:, 1:])
+            return self.of_embedded(embedded, rows[:, 1:])
 
-
-class LossOfEmbedded(nn.Module):
-    """The same from embedded tokens on."""
-
-    def __init__(self, model: LlamaForCausalLM) -> None:
-        super().__init__()
-        self.decoder, self.head = model.get_decoder(), LossOfStates(model)
-
-    def forward(self, embedded: Tensor, targets: Tensor) -> Tensor:
-        """``embedded`` [B, T, D], ``targets`` [B, T] int64."""
+    def of_embedded(self, embedded: Tensor, targets: Tensor) -> Tensor:
+        """The same of ``embedded`` tokens [B, T, D] and ``targets`` [B, T] int64."""
         half = embedded.dtype != torch.float32
         with torch.autocast(embedded.device.type, embedded.dtype, enabled=half):
             states = self.decoder(inputs_embeds=embedded, use_cache=False).last_hidden_state
-            return self.head(states, targets)
+            return self.of_states(states, targets)
 
-
-class LossOfStates(nn.Module):
-    """The same from the last hidden states on."""
-
-    def __init__(self, model: LlamaForCausalLM) -> None:
-        super().__init__()
-        self.matrix = model.get_output_embeddings()
-
-    def forward(self, states: Tensor, targets: Tensor) -> Tensor:
-        """``states`` [B, T, D], ``targets`` [B, T] int64."""
+    def of_states(self, states: Tensor, targets: Tensor) -> Tensor:
+        """The same of the last hidden states [B, T, D]."""
         logits = self.matrix(states)
         return cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+    def compile(self, *, layer_by_layer: bool, **options: Any) -> None:
+        """Whole, or each decoder layer and the head, by torch.compile with ``options``."""
+        if layer_by_layer:
+            for layer in self.decoder.layers:
+                layer.compile(**options)
+            self.of_states = torch.compile(self.of_states, **options)
+        else:
+            self.of_embedded = torch.compile(self.of_embedded, **options)
 
 
 def learning_rate(step: int, steps: int, schedule: Schedule) -> float:
@@ -250,7 +243,15 @@ class Step:
         self.optimizer = adamw(self.parameters.values(), recipe.optimizer)
         at_once = recipe.batch.sequences * processes.num_processes
         self.passes = recipe.global_batch_size // at_once
-        self.loss: nn.Module = _compiled(Loss(model, recipe.compute.precision), recipe.compute)
+        self.loss: nn.Module = Loss(model.train(), recipe.compute.precision)
+        if recipe.compute.compile:
+            # A recipe's models follow one another: the compiler would take each for the same one
+            # compiled again, and give up at the eighth.
+            torch._dynamo.reset()
+            self.loss.compile(
+                layer_by_layer=recipe.compute.graphs == "layers", mode=recipe.compute.compile,
+                fullgraph=True, dynamic=False,
+            )  # fmt: skip
         if processes.num_processes > 1:
             self.loss = _data_parallel(self.loss, processes, recipe.compute)
 
@@ -277,22 +278,6 @@ class Step:
     def learning_rate(self) -> float:
         """Of the last step."""
         return self.optimizer.param_groups[0]["lr"]
-
-
-def _compiled(loss: Loss, compute: Compute) -> Loss:
-    loss.train()
-    if not compute.compile:
-        return loss
-    # A recipe's models follow one another: the compiler would take each for the same one compiled
-    # again, and give up at the eighth.
-    torch._dynamo.reset()
-    options: dict[str, Any] = {"fullgraph": True, "dynamic": False, "mode": compute.compile}
-    if compute.graphs == "layers":
-        for part in (*loss.rest.decoder.layers, loss.rest.head):
-            part.compile(**options)
-    else:
-        loss.rest.compile(**options)
-    return loss
 
 
 def _data_parallel(

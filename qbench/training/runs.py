@@ -13,7 +13,7 @@ from accelerate import PartialState
 from filelock import FileLock, Timeout
 from pydantic import ValidationError
 
-from qbench.errors import TrainingError, UnavailableError
+from qbench.errors import TrainingError, UnavailableError, validation_line
 from qbench.files import clean_temporaries, file_digest, write_atomically
 from qbench.records import TRAINING_FILE, TrainedOn, Training, TrainingSample
 from qbench.training.checkpoint import require_same
@@ -101,9 +101,7 @@ def finished(run: Run) -> Training | None:
     try:
         known = Training.model_validate_json(path.read_bytes())
     except ValidationError as error:
-        problem = error.errors()[0]
-        location = ".".join(map(str, problem["loc"])) or "all"
-        raise TrainingError(f"{path}: damaged: {location}: {problem['msg']}; {again}") from None
+        raise TrainingError(f"{path}: damaged: {validation_line(error)}; {again}") from None
     require_same(known.settings_digest, run.settings_digest, run.folder)
     for name, written in known.weights.items():
         weights = run.folder / name

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qbench.analysis.inputs import BITS, Inputs, error
+from qbench.analysis.hidden import BITS, Inputs, error
 
 
 def on_grid(values, peaks, bits):

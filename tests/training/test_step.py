@@ -69,7 +69,7 @@ def test_the_compiler_sees_one_whole_graph(dynamo, precision):
         return graph.forward
 
     loss = Loss(model("softpick"), precision)
-    loss.rest.compile(fullgraph=True, dynamic=False, backend=backend)
+    loss.compile(layer_by_layer=False, fullgraph=True, dynamic=False, backend=backend)
     loss(rows()).backward()
     assert len(graphs) == 1
 
@@ -90,8 +90,7 @@ def test_layers_are_one_graph_that_is_compiled_once_and_give_the_same(dynamo, no
     )
     plain = Loss(one, "float32")(batch)
     loss = Loss(one, "float32")
-    for part in (*loss.rest.decoder.layers, loss.rest.head):
-        part.compile(fullgraph=True, dynamic=False, backend=backend)
+    loss.compile(layer_by_layer=True, fullgraph=True, dynamic=False, backend=backend)
     compiled = loss(batch)
     compiled.backward()
     assert len(graphs) == 2  # a layer's, and that of the head and the loss
