@@ -4,6 +4,7 @@ from pathlib import Path
 
 from synthetic import make_store
 
+from qbench.gate.check import check
 from qbench.gate.verdict import Gate, Verdict
 from qbench.store import Store
 
@@ -18,6 +19,11 @@ def changed(folder: Path, **settings) -> Store:
 
 def of(result: Verdict, cell: str, task: str | None = None) -> list[Gate]:
     return [gate for gate in result.gates if gate.cell == cell and task in (None, gate.task)]
+
+
+def failed(store: Store, standard: Path, **settings) -> list[Gate]:
+    """The questions that do not pass."""
+    return [one for one in check(store, standard, **settings).gates if one.outcome == "fail"]
 
 
 def update(store: Store, cell: str, **fields) -> None:

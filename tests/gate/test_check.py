@@ -3,8 +3,8 @@
 import re
 
 import pytest
-from gate_results import CELL, QUANTIZERS, SIZES, audit_of, changed, of, update
-from synthetic import make_record, make_store, outcomes, scores
+from gate_results import CELL, QUANTIZERS, SIZES, audit_of, changed, failed, of, update
+from synthetic import make_store, scores
 
 from qbench.gate import check, margins
 
@@ -63,22 +63,16 @@ def test_a_failed_or_missing_cell_never_passes(tmp_path, standard, state):
 
 def test_an_unaudited_cell_never_passes(tmp_path, standard):
     store = changed(tmp_path)
-    cell = store.grid().cells[1]
-    table = outcomes(cell, 0, SIZES, 0.0, 0)
-    store.put(make_record(cell, scores(table), audited=False), table, None)
-    (gate,) = of(check.check(store, standard), cell.cell)
-    assert gate.outcome == "fail"
-    assert "not audited" in gate.reason
+    update(store, CELL, audit=None)
+    (gate,) = failed(store, standard)
+    assert (gate.cell, gate.reason.split(":")[0]) == (CELL, "not audited")
 
 
 def test_a_cell_that_failed_its_audit_never_passes(tmp_path, standard):
     store = changed(tmp_path)
-    cell = store.grid().cells[3]
-    record = store.get(cell)
-    audit = record.audit.model_copy(update={"passed": False, "problems": ("one layer left out",)})
-    store.put(record.model_copy(update={"audit": audit}), store.outcomes(record), None)
-    (gate,) = of(check.check(store, standard), cell.cell)
-    assert gate.reason == "failed: one layer left out"
+    problem = {"passed": False, "problems": ("one layer left out",)}
+    update(store, CELL, audit=audit_of(store, CELL).model_copy(update=problem))
+    assert [gate.reason for gate in failed(store, standard)] == ["failed: one layer left out"]
 
 
 @pytest.mark.parametrize(
@@ -94,18 +88,17 @@ def test_an_audit_that_measures_worse_fails_though_every_score_is_the_same(
 ):
     store = changed(tmp_path)
     update(store, CELL, audit=audit_of(store, CELL).model_copy(update=change))
-    result = check.check(store, standard)
-    failed = [gate for gate in result.gates if gate.outcome == "fail"]
-    assert [(gate.cell, gate.task, gate.metric) for gate in failed] == [(CELL, "audit", metric)]
+    (gate,) = failed(store, standard)
+    assert (gate.cell, gate.task, gate.metric) == (CELL, "audit", metric)
     wide = margins.parse_margins(["weight_error=10", "bits_per_weight=120", "coverage=2"])
-    assert check.check(store, standard, margins=wide).outcome == "pass"
+    assert not failed(store, standard, margins=wide)
 
 
 def test_a_score_that_is_gone_never_passes(tmp_path, standard):
     sizes = {task: size for task, size in SIZES.items() if task != "wikitext"}
     store = make_store(tmp_path / "new", sizes=sizes, quantizers=QUANTIZERS)
-    (gate,) = of(check.check(store, standard), "softmax/bf16", "wikitext")
-    assert (gate.outcome, gate.reason) == ("fail", "score is missing")
+    gates = failed(store, standard)
+    assert {(gate.task, gate.reason) for gate in gates} == {("wikitext", "score is missing")}
 
 
 def test_a_cell_that_the_baseline_lacks_is_named_and_not_gated(tmp_path, standard):

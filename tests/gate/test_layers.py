@@ -1,7 +1,7 @@
 """One broken layer is caught and named, though the model's mean and its scores hide it."""
 
 import pytest
-from gate_results import CELL, audit_of, changed, of, update
+from gate_results import CELL, audit_of, changed, failed, of, update
 from synthetic import LAYERS
 
 from qbench.gate import check
@@ -31,8 +31,7 @@ def test_the_same_bits_are_said_to_be_the_same(good, standard):
 
 
 def test_the_same_bits_read_wrongly_are_not_the_same(tmp_path, standard):
-    result = check.check(with_layer(tmp_path, weight_error=0.9), standard)
-    (gate,) = [gate for gate in result.gates if gate.outcome == "fail"]
+    (gate,) = failed(with_layer(tmp_path, weight_error=0.9), standard)
     assert (gate.metric, BROKEN in gate.reason) == ("layer_error", True)
 
 
@@ -54,10 +53,9 @@ def test_other_bits_alone_are_noted_and_pass(tmp_path, standard):
     ],
 )
 def test_a_layer_that_measures_worse_fails_and_is_named(tmp_path, standard, fields, metric):
-    result = check.check(with_layer(tmp_path, **OTHER_BITS, **fields), standard)
-    failed = [gate for gate in result.gates if gate.outcome == "fail"]
-    assert [(gate.cell, gate.metric) for gate in failed] == [(CELL, metric)]
-    assert f"beyond the margin: {BROKEN}; worst: {BROKEN} " in failed[0].reason
+    (gate,) = failed(with_layer(tmp_path, **OTHER_BITS, **fields), standard)
+    assert (gate.cell, gate.metric) == (CELL, metric)
+    assert f"beyond the margin: {BROKEN}; worst: {BROKEN} " in gate.reason
 
 
 @pytest.mark.parametrize(
@@ -66,10 +64,9 @@ def test_a_layer_that_measures_worse_fails_and_is_named(tmp_path, standard, fiel
      {"weight_error": 0.01}],
 )  # fmt: skip
 def test_what_another_processor_does_to_a_layer_passes(tmp_path, standard, fields):
-    assert check.check(with_layer(tmp_path, **OTHER_BITS, **fields), standard).outcome == "pass"
+    assert not failed(with_layer(tmp_path, **OTHER_BITS, **fields), standard)
 
 
 def test_a_layer_that_is_no_longer_quantized_is_named(tmp_path, standard):
-    store = with_layer(tmp_path, name="model.layers.9.other")
-    (gate,) = [gate for gate in check.check(store, standard).gates if gate.outcome == "fail"]
+    (gate,) = failed(with_layer(tmp_path, name="model.layers.9.other"), standard)
     assert gate.reason == f"no longer quantized, or not audited: {BROKEN}"

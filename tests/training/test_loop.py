@@ -11,7 +11,6 @@ import torch
 from loading import load_model
 from safetensors.torch import load_file
 
-from qbench.attention.normalizers import NORMALIZERS
 from qbench.checkpoints import find
 from qbench.checkpoints.tokenizer import load_tokenizer
 from qbench.errors import DataError, RecipeError, TrainingError
@@ -48,39 +47,6 @@ def test_a_trained_pair_is_two_checkpoints_alike_in_all_but_the_normalizer(tmp_p
         model = load_model(checkpoint, dtype=torch.float32, device="cpu")
         assert model.config._attn_implementation == f"qbench-{record.normalizer}-reference"
         assert load_tokenizer(checkpoint)("the cat")["input_ids"]
-
-
-@pytest.mark.parametrize(
-    "normalizer",
-    [
-        pytest.param(name, marks=() if name == "scalable-softpick" else pytest.mark.slow)
-        for name in NORMALIZERS
-    ],
-)
-def test_any_normalizer_is_trained_and_read_as_it_was(tmp_path, train, normalizer, monkeypatch):
-    from qbench.training import loop
-
-    kept, save = [], loop.save_checkpoint
-
-    def keep(model, *rest, **more):
-        kept.append(model)
-        return save(model, *rest, **more)
-
-    monkeypatch.setattr(loop, "save_checkpoint", keep)
-    [record] = train(
-        tmp_path, normalizers=[normalizer], tokens=320, watch={"every": 100}, log_every=5
-    )
-    trained = kept[-1].to(torch.bfloat16).float().eval()
-    checkpoint = find(str(tmp_path / f"{normalizer}-seed3"))
-    assert (checkpoint.normalizer, record.normalizer) == (normalizer, normalizer)
-    read = load_model(checkpoint, dtype=torch.float32, device="cpu")
-    ids = torch.arange(12)[None] % 16
-    with torch.no_grad():
-        torch.testing.assert_close(read(ids).logits, trained(ids).logits)
-    own = [p for p in NORMALIZERS.get(normalizer).parameters if p.required and p.trainable]
-    for parameter in own:  # it learnt
-        values = getattr(read.model.layers[0].self_attn, parameter.attribute)
-        assert not torch.equal(values, torch.full_like(values, parameter.initial))
 
 
 def test_the_record_says_how_it_came_about(tmp_path, train, tokens):

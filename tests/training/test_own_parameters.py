@@ -23,17 +23,15 @@ CASES = {  # what model.parameters says; what each head has at the end, None: so
     "a constant bias": ("sigmoid", {"sigmoid_bias": {"start": -3.0, "trained": False}}, [-3.0] * 2),
     "a trained bias": ("sigmoid", {"sigmoid_bias": {"start": -1.0}}, None),
     "fixed sinks": ("softmax-sink", {"sinks": {"start": 1.5, "trained": False}}, [1.5] * 2),
+    **{name: (name, {}, None) for name in NORMALIZERS},
 }
+QUICK = [("slopes", None), ("a trained bias", 10_000.0), ("scalable-softpick", 10_000.0)]
+EVERY = [(name, theta) for name in CASES for theta in (None, 10_000.0)]
 
 
 @pytest.mark.parametrize(
     ("name", "rope_theta"),
-    [
-        ("slopes", None),
-        ("a trained bias", 10_000.0),
-        *(pytest.param(name, 10_000.0, marks=pytest.mark.slow) for name in CASES),
-        *(pytest.param(name, None, marks=pytest.mark.slow) for name in CASES),
-    ],
+    [*QUICK, *(pytest.param(*one, marks=pytest.mark.slow) for one in EVERY if one not in QUICK)],
 )
 def test_they_are_trained_or_fixed_and_read_as_they_were(
     tmp_path, train, name, rope_theta, monkeypatch
@@ -50,8 +48,7 @@ def test_they_are_trained_or_fixed_and_read_as_they_were(
         tmp_path, normalizers=[normalizer], tokens=320, watch={"every": 100}, log_every=5,
         model={"parameters": own, "rope_theta": rope_theta},
     )  # fmt: skip
-    folder = tmp_path / f"{normalizer}-seed3"
-    checkpoint = find(str(folder))
+    checkpoint = find(str(tmp_path / f"{normalizer}-seed3"))
     assert checkpoint.normalizer == normalizer
     read = load_model(checkpoint, dtype=torch.float32, device="cpu")
     trained = kept[-1].to(torch.bfloat16).float().eval()
@@ -61,34 +58,30 @@ def test_they_are_trained_or_fixed_and_read_as_they_were(
     with torch.no_grad():
         torch.testing.assert_close(read(ids).logits, trained(ids).logits)
         assert torch.equal(stock(ids).logits, read(ids).logits)
-    (attribute,) = own
-    chosen = {one.attribute: one for one in NORMALIZERS.get(normalizer).parameters}[attribute]
-    start = torch.tensor(chosen.start(2))
-    if own[attribute].get("start") is not None:
-        start = torch.full([2], own[attribute]["start"])
-    for layer in read.model.layers:
-        values = getattr(layer.self_attn, attribute)
-        if expected is None:
-            assert not torch.equal(values, start)
-            assert torch.allclose(values, start, atol=0.1)
-        else:
-            assert values.tolist() == expected
+    there = [
+        one for one in NORMALIZERS.get(normalizer).parameters
+        if one.required or one.attribute in own
+    ]  # fmt: skip
+    for one in there:
+        asked = own.get(one.attribute, {})
+        start = torch.tensor(one.start(2) if asked.get("start") is None else [asked["start"]] * 2)
+        for layer in read.model.layers:
+            values = getattr(layer.self_attn, one.attribute)
+            if asked.get("trained", one.trainable):
+                assert not torch.equal(values, start)
+                assert torch.allclose(values, start, atol=0.1)
+            else:
+                assert values.tolist() == (expected or start.tolist())
     # Two numbers a layer for each of what it has.
-    count = sum(p.required or p.attribute in own for p in NORMALIZERS.get(normalizer).parameters)
-    plain, _ = initial_model(load_shape(record), normalizer="softmax", seed=0, device="cpu")
-    assert record.parameters - plain.num_parameters() == 2 * 2 * count
-    assert record.settings["model"]["parameters"].keys() == own.keys()
-    config = json.loads((folder / "config.json").read_text())
-    assert config["rope_theta"] == rope_theta
-    assert ("qbench_rotary" in config) == (rope_theta is None)
+    shape = {k: v for k, v in record.settings["model"].items() if k != "parameters"}
+    plain, _ = initial_model(Shape(**shape), normalizer="softmax", seed=0, device="cpu")
+    assert record.parameters - plain.num_parameters() == 2 * 2 * len(there)
+    config = json.loads((tmp_path / f"{normalizer}-seed3" / "config.json").read_text())
+    assert (config["rope_theta"], "qbench_rotary" in config) == (rope_theta, rope_theta is None)
     rotated = type(read).__name__ == "LlamaForCausalLM"
     assert rotated == (rope_theta is not None)
     if not rotated:  # nothing but slopes tells where a token stands: a sum over keys has no order
         assert not any(layer.self_attn.use_rope for layer in read.model.layers)
-
-
-def load_shape(record):
-    return Shape(**{k: v for k, v in record.settings["model"].items() if k != "parameters"})
 
 
 def test_without_positions_the_order_of_earlier_tokens_is_not_seen(tmp_path, train):

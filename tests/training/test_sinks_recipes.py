@@ -5,11 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from small_recipe import DEMO, qbench, small_recipe
 from transformers import AutoTokenizer
 
-from qbench.quantizers.calibration import read_calibration
-from qbench.store import Analyses, Store
 from qbench.training import loop
 from qbench.training.tokenize import Tokenizing, begin_with, tokenize
 
@@ -43,9 +40,8 @@ def in_small(name, tokens):
     }
 
 
-@pytest.mark.parametrize("name", ["sinks-27m"])
-def test_bos_is_first_in_training_in_the_watch_and_in_the_analysis(
-    tmp_path, monkeypatch, train, tokens_without_bos, own_cache, name
+def test_bos_is_first_in_training_and_in_the_watch(
+    tmp_path, monkeypatch, train, tokens_without_bos
 ):
     trained_on, watched = [], []
     batches, look = loop.dataloader, loop.evaluate
@@ -61,53 +57,26 @@ def test_bos_is_first_in_training_in_the_watch_and_in_the_analysis(
 
     monkeypatch.setattr(loop, "dataloader", fed)
     monkeypatch.setattr(loop, "evaluate", looked)
-    [record] = train(tmp_path / "trained", **in_small(name, tokens_without_bos))
+    [record] = train(tmp_path, **in_small("sinks-27m", tokens_without_bos))
     assert record.settings["optimizer"]["weight_decay"] == 0.5
     assert len(watched) == 3
     for rows in (*trained_on, *watched):
         assert (rows[:, 0] == BOS).all()
         assert (rows[:, 1:] != BOS).all()
     assert torch.cat(trained_on).shape == (16, 17)
-    recipe = small_recipe(
-        tmp_path, checkpoints={"softmax": str(tmp_path / "trained" / "softmax-seed0")},
-        quantizers=["fp32"], tasks=["demo_pages"],
-    )  # fmt: skip
-    assert qbench("analyze", recipe, "--out", tmp_path / "out", "--device", "cpu") == 0
-    (analysis,) = Analyses(tmp_path / "out").records()
-    assert analysis.text.bos
 
 
-def test_a_checkpoint_whose_sequences_began_with_bos_is_evaluated_with_it(
-    tmp_path, monkeypatch, train, tokens_without_bos, own_cache
+def test_a_checkpoint_whose_sequences_began_with_bos_begins_texts_with_it(
+    tmp_path, train, tokens_without_bos
 ):
-    train(tmp_path / "trained", **in_small("sinks-27m", tokens_without_bos))
-    trained = tmp_path / "trained" / "softmax-seed0"
+    train(tmp_path, **in_small("sinks-27m", tokens_without_bos))
+    trained = tmp_path / "softmax-seed0"
     tokenizer = AutoTokenizer.from_pretrained(trained)
     text = "a and b"
     bare = tokenizer.encode(text, add_special_tokens=False)
     assert BOS not in bare
     assert tokenizer.encode(text) == [BOS, *bare]
     assert tokenizer.encode(text, text) == [BOS, *bare, BOS, *bare]
-    calibrated_on = []
-
-    def read(*arguments):
-        calibrated_on.append(read_calibration(*arguments))
-        return calibrated_on[-1]
-
-    monkeypatch.setattr("qbench.cell.read_calibration", read)
-    recipe = small_recipe(
-        tmp_path, checkpoints={"softmax": str(trained)}, tasks=["demo_pages"],
-        quantizers=["fp32", {"activations": "int8-static", "label": "a8-static"}],
-        calibration={"path": str(DEMO / "calibration.jsonl"), "samples": 2, "length": 16},
-        evaluation={"limit": 2, "add_bos": True},
-    )  # fmt: skip
-    assert qbench("run", recipe, "--out", tmp_path / "out", "--device", "cpu") == 0
-    (seen,) = calibrated_on
-    assert (seen.ids[:, 0] == BOS).all()
-    store = Store(tmp_path / "out")
-    bare, static = (store.get(cell).key_parts for cell in store.grid().cells)
-    assert "calibration" not in bare
-    assert static["calibration"]["bos"] is True
     before = (trained / "tokenizer.json").read_bytes()
     begin_with(BOS, trained)
     assert (trained / "tokenizer.json").read_bytes() == before
