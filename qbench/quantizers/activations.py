@@ -40,16 +40,6 @@ MULTIPLE = {"int": 8, "float": 16}  # of inputs and outputs, in cuBLAS
 VNNI = {"avx512_vnni", "avx_vnni", "amx_int8"}  # without, PyTorch's int8 products are wrong
 CAPABILITY = {"int": (8, 0), "float": (8, 9)}  # Ampere; Ada and Hopper
 
-Percentile = Annotated[
-    float,
-    Field(
-        ge=50,
-        le=100,
-        description="per cent of the values on calibration text that the range holds, others are "
-        "clipped; 100: from the smallest to the largest",
-    ),
-]
-
 
 @dataclass(frozen=True, kw_only=True, config=SETTINGS)
 class FakeQuantized(ActivationSettings):
@@ -129,7 +119,15 @@ class Scaled(FakeQuantized):
     group_size: Annotated[
         GroupSize, Field(description="values along a token that share a scale; -1 is all of them")
     ] = WHOLE_ROW
-    percentile: Percentile = 100.0  # type: ignore[misc]  # other formats hold all values
+    percentile: Annotated[  # type: ignore[misc]  # other formats hold all values
+        float,
+        Field(
+            ge=50,
+            le=100,
+            description="per cent of the values on calibration text that the range holds, others "
+            "are clipped; 100: from the smallest to the largest",
+        ),
+    ] = 100.0
 
     @property
     def format(self) -> QuantFormat:

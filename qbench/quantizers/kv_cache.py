@@ -135,12 +135,9 @@ class KVCache(KVCacheSettings):
         context = context_length(config)
         needed = self.keep_first + self.keep_recent + self.key_group
         if context is not None and needed > context:
-            stated = (
-                f"keep_first {self.keep_first}, keep_recent {self.keep_recent}"
-                + (f" and a group of {self.key_group}" if self.key_group > 1 else "")
-            )  # fmt: skip
             raise RecipeError(
-                f"kv: {self.name}: {stated} leave no token of this checkpoint's context of "
+                f"kv: {self.name}: keep_first {self.keep_first}, keep_recent {self.keep_recent} "
+                f"and groups of {self.key_group} leave no token of this checkpoint's context of "
                 f"{context} to quantize; make them smaller"
             )
         if self.key_group > 1 and config.get("sliding_window") and _windows(config):

@@ -58,7 +58,7 @@ def quantize(
     digest: str,
     artifacts: Path,
     normalizer_source: str | None = None,
-    progress: Progress | None = None,
+    progress: Progress = lambda what, done: None,
 ) -> tuple[PreTrainedModel, str]:
     """``model`` as ``config`` has it, and a line on how it came about.
 
@@ -70,7 +70,6 @@ def quantize(
     Raises QuantizationError where a method refuses the model, UnavailableError where its
     library is not there.
     """
-    report = progress or (lambda what, done: None)
     if not config.precision.quantized:
         return model, f"unquantized, {config.compute_dtype}"
     if config.weights is not None and config.weights.prequantized:
@@ -91,11 +90,11 @@ def quantize(
             device=model.device,
         )
         with store.lock():
-            found, detail = _obtain(store, model, stage, calibration, report)
+            found, detail = _obtain(store, model, stage, calibration, progress)
         tensors |= found
         details.append(detail)
     model = apply(model, config, tensors)
-    report("quantized", 1.0)
+    progress("quantized", 1.0)
     return model.eval(), "; ".join(details)
 
 
@@ -113,16 +112,15 @@ def make(
     model.
     """
     tensors: Tensors = {}
-    if config.transform is not None:
-        # apply() transforms the model that it is given, so that this one must stay as it is
+    if config.transform is not None:  # apply() transforms the model that it is given
         model = copy.deepcopy(model)
-        found = _calibrate(config.transform, model, calibration, progress)
-        tensors |= {f"transform:{name}": tensor for name, tensor in found.items()}
-        backend(config.transform).transform(model, config.transform, found)
     for kind, settings in config.beside_weights.items():
-        if kind != "transform":
-            found = _calibrate(settings, model, calibration, progress)
-            tensors |= {f"{kind}:{name}": tensor for name, tensor in found.items()}
+        functions, found = backend(settings), {}
+        if hasattr(functions, "calibrate"):
+            found = functions.calibrate(model, settings, calibration, progress)
+        if kind == "transform":
+            functions.transform(model, settings, found)
+        tensors |= {f"{kind}:{name}": tensor for name, tensor in found.items()}
     note = f"unquantized, {config.compute_dtype}"
     if config.weights is not None:
         layers, note = _quantize_weights(config.weights, model, calibration, progress)
@@ -172,16 +170,6 @@ def _unpacked(model: nn.Module, settings: WeightSettings, name: str) -> PackedWe
     return backend(settings).unpack(model.get_submodule(name), settings)
 
 
-def _calibrate(
-    settings: Settings,
-    model: PreTrainedModel,
-    calibration: Calibration | None,
-    progress: Progress,
-) -> Tensors:
-    calibrate = getattr(backend(settings), "calibrate", None)
-    return {} if calibrate is None else calibrate(model, settings, calibration, progress)
-
-
 def _quantize_weights(
     settings: WeightSettings,
     model: PreTrainedModel,
@@ -209,9 +197,7 @@ def _replace_layers(model: PreTrainedModel, settings: WeightSettings, tensors: T
         module, _, part = name.rpartition("/")
         modules.setdefault(module, {})[part] = tensors.pop(name)
     layers = linears(model, settings.ignore)
-    if set(modules) != set(layers):
-        missing = ", ".join(sorted(set(layers) ^ set(modules)))
-        raise QuantizationError(f"{settings.name}: does not fit the model: {missing}")
+    assert modules.keys() == layers.keys()  # the artifact is of this model
     from_packed: Callable[..., nn.Module] = backend(settings).from_packed
     streamed, device = stream_of(model), model.device
 
@@ -241,7 +227,7 @@ def _obtain(
     model: PreTrainedModel,
     config: QuantizationConfig,
     calibration: Calibration | None,
-    report: Progress,
+    progress: Progress,
 ) -> tuple[dict[str, Tensor], str]:
     """Tensors by name, from disk where they are there and whole."""
     again = ""
@@ -251,11 +237,10 @@ def _obtain(
             return found[0], f"artifact reused: {found[1]}"
     except Damaged as damage:
         again = f"artifact was damaged ({damage}) and made again: "
-        report(f"artifact damaged ({damage}); quantizing again", 0.0)
     threads = config.weights.threads if config.weights else 1
     try:
         with torch.no_grad(), _threads(threads, model.device):
-            made, note = make(model, config, calibration, report)
+            made, note = make(model, config, calibration, progress)
     except QbenchError:
         raise
     except Exception as error:

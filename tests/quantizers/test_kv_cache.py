@@ -70,10 +70,10 @@ REFUSED = {
     "latent": ("int4-token", {}),
     "group_size 5 does not divide": ("int4-token", {"group_size": 5}),
     "group_size 32 does not divide this checkpoint's head width 16": ("int4-channel", {}),
-    "keep_recent 128 leave no token of this checkpoint's context of 128": (
+    "keep_recent 128 and groups of 1 leave no token of this checkpoint's context of 128": (
         "int4-token", {"keep_recent": 128},
     ),
-    "keep_first 100, keep_recent 20 and a group of 16": (
+    "keep_first 100, keep_recent 20 and groups of 16": (
         "int2-channel", {"group_size": 16, "keep_first": 100, "keep_recent": 20},
     ),
 }  # fmt: skip
