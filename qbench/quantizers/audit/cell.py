@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,11 +16,11 @@ from qbench.quantizers.audit.activations import measure_inputs
 from qbench.quantizers.audit.independence import RowByRow, independence, logits
 from qbench.quantizers.audit.kv_cache import measure_kv
 from qbench.quantizers.audit.transforms import measure_heads, measure_transform
-from qbench.quantizers.audit.weights import audit_weights
+from qbench.quantizers.audit.weights import measure_weights
 from qbench.quantizers.config import QuantizationConfig, WeightSettings
 from qbench.quantizers.linear import Matrix, matrices, not_finite, values
 from qbench.quantizers.stored_bits import size_of_files, size_of_model
-from qbench.records import Audit, StoredSize
+from qbench.records import Audit, ModuleAudit, StoredSize
 
 CANCELLED = 0.15  # relative, of logits: factors are fitted to rounded weights
 ROUNDED_ENDS = 0.01  # relative, of embeddings in another dtype
@@ -77,11 +78,14 @@ def audit(
     if config.weights is not None and config.weights.prequantized:
         problems += _other_ends(original, quantized, config.weights)
     with weights_alone(quantized):
-        found = audit_weights(original, wanted, quantized, config, moved, problems, probe)
-    more["size"] = _size(original, wanted, config, found)
-    if found.rescaled and (wrong := _uncancelled(original, quantized, probe, before)):
-        more |= {"problems": (*found.problems, *wrong), "passed": False}
-    return found.model_copy(update=more)
+        weights, wrong = measure_weights(original, wanted, quantized, config, probe)
+    problems += wrong
+    more["size"] = _size(original, wanted, config, weights.get("modules", ()))
+    if weights.get("rescaled"):
+        problems += _uncancelled(original, quantized, probe, before)
+    return Audit(
+        passed=not problems, logits_moved=moved, problems=tuple(problems), **weights, **more
+    )
 
 
 def _other_ends(original: nn.Module, quantized: nn.Module, weights: WeightSettings) -> list[str]:
@@ -102,7 +106,10 @@ def _other_ends(original: nn.Module, quantized: nn.Module, weights: WeightSettin
 
 
 def _size(
-    original: nn.Module, wanted: dict[str, Matrix], config: QuantizationConfig, found: Audit
+    original: nn.Module,
+    wanted: dict[str, Matrix],
+    config: QuantizationConfig,
+    modules: Iterable[ModuleAudit],
 ) -> StoredSize | None:
     if not wanted or config.pruning is not None:
         return None
@@ -110,7 +117,7 @@ def _size(
     if weights is not None and weights.prequantized:
         head = original.get_output_embeddings()  # type: ignore[operator]  # of every causal model
         return size_of_files(weights, original, wanted, head.weight.numel())  # type: ignore[arg-type]  # a matrix's
-    stored = {one.name: one.bits_per_weight * one.parameters for one in found.modules}
+    stored = {one.name: one.bits_per_weight * one.parameters for one in modules}
     return size_of_model(original, wanted, stored)
 
 

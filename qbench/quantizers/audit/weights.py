@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from qbench.quantizers.calibration import watch_inputs
 from qbench.quantizers.config import PackedWeight, QuantizationConfig, WeightSettings, matching
 from qbench.quantizers.linear import Matrix, matrices, values
 from qbench.quantizers.quantize import evidence_of
-from qbench.records import Audit, ModuleAudit
+from qbench.records import ModuleAudit
 from qbench.streaming import bring
 
 SPARE = 0.01  # of all weights: routers, convolutions and the like may stay as they are
@@ -29,30 +30,20 @@ LEAN = 0.5  # |mean| / root mean square of the errors; a zero point off by one g
 MOST_FITTED = 0.7  # relative error after fitted factors; unrelated matrices keep nearly 1
 
 
-def audit_weights(
+def measure_weights(
     original: nn.Module,
     wanted: Mapping[str, Matrix],
     quantized: nn.Module,
     config: QuantizationConfig,
-    moved: float,
-    problems: list[str],
     probe: Tensor,
-) -> Audit:
-    """The weights of ``quantized`` against ``wanted``, the matrices of ``original``; ``problems``
-    are those that are known already, and get more. ``probe``: token ids [B, T]."""
+) -> tuple[dict[str, Any], list[str]]:
+    """The weights of ``quantized`` against ``wanted``, the matrices of ``original``: fields of an
+    ``Audit``, and what is wrong. ``probe``: token ids [B, T]."""
     if config.weights is None:
         dtype = getattr(torch, config.compute_dtype)
-        problems += _changed(original, wanted.values(), quantized, dtype)
-        return Audit(
-            passed=not problems,
-            bits=None,
-            coverage=0.0,
-            bits_per_weight=8.0 * dtype.itemsize,
-            weight_error=0.0,
-            levels=0,
-            logits_moved=moved,
-            problems=tuple(problems),
-        )
+        fields = {"bits": None, "coverage": 0.0, "weight_error": 0.0, "levels": 0}
+        fields["bits_per_weight"] = 8.0 * dtype.itemsize
+        return fields, _changed(original, wanted.values(), quantized, dtype)
     stored = evidence_of(quantized, config, "weights")
     ignored, weights = matching(wanted, config.ignore), _size(wanted.values())
     remaining = [matrix for name, matrix in wanted.items() if name not in stored]
@@ -63,7 +54,7 @@ def audit_weights(
         else f"{'not quantized' if matrix.linear else 'no linear layer'} ({matrix.holder})"
         for matrix in remaining
     }
-    problems += _uncovered(missing, weights, config.method)
+    problems = _uncovered(missing, weights, config.method)
     problems += [
         f"{name}: quantized, though the settings leave it out"
         for name in stored
@@ -94,21 +85,18 @@ def audit_weights(
         problems += _missed(original, zeroed, probe)
     covered = sum(one.parameters for one in modules)
     bits = sum(one.bits_per_weight * one.parameters for one in modules)
-    return Audit(
-        passed=not problems,
-        bits=config.weights.num_bits,
-        coverage=covered / weights if weights else 0.0,
-        bits_per_weight=bits / covered if covered else 0.0,
-        weight_error=relative_error(error_squared, norm_squared),
-        levels=max((one.levels for one in modules), default=0),
-        logits_moved=moved,
-        rescaled=rescaled,
-        left_out=tuple(matrix.name for matrix in remaining),
-        left_out_because=because,
-        problems=tuple(problems),
-        modules=tuple(modules),
-        digest=_digest({module.name: module.digest for module in modules}),
-    )
+    return {
+        "bits": config.weights.num_bits,
+        "coverage": covered / weights if weights else 0.0,
+        "bits_per_weight": bits / covered if covered else 0.0,
+        "weight_error": relative_error(error_squared, norm_squared),
+        "levels": max((one.levels for one in modules), default=0),
+        "rescaled": rescaled,
+        "left_out": tuple(because),
+        "left_out_because": because,
+        "modules": tuple(modules),
+        "digest": _digest({module.name: module.digest for module in modules}),
+    }, problems
 
 
 def _uncovered(missing: list[Matrix], weights: int, method: str) -> list[str]:
