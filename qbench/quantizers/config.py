@@ -91,7 +91,6 @@ class Settings(ABC):
     left out (they are part of every cell).
     """
 
-    method: ClassVar[str]  # groups names: "gptq", "int", "smoothquant"
     backend: ClassVar[str] = ""  # of qbench.quantizers: where its functions are
     needs_calibration: bool = False
     batch_invariant: bool = True
@@ -129,6 +128,7 @@ class WeightSettings(Settings):
     ``num_bits``, ``title`` (what tables write), ``scheme`` and ``shared_bits``.
     """
 
+    method: ClassVar[str]  # groups names: "gptq", "rtn"
     title: ClassVar[str]
     prequantized: ClassVar[bool] = False  # the model is loaded as it is, and not quantized here
     external: ClassVar[bool] = False  # a runtime that shows nothing but answers

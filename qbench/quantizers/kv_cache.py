@@ -92,22 +92,17 @@ class KVCache(KVCacheSettings):
         return self.format.group_size if self.scales == "channel" else 1
 
     @property
-    def grouping(self) -> str:
-        """What shares a scale, in the field's words."""
-        size = self.group_size
-        if self.scales == "channel":
-            return (
-                f"keys per channel in groups of {size} tokens, values per token of {size} channels"
-            )
-        if self.scales == "tensor":
-            return "per tensor"
-        if size == WHOLE_ROW:
-            return "per head and token"
-        return f"per token in groups of {size} channels"
-
-    @property
     def precision(self) -> Part:
-        words = [f"{self.element} {self.grouping}"]
+        size = self.group_size
+        shared = {
+            "channel": f"keys per channel in groups of {size} tokens, values per token of {size} "
+            "channels",
+            "token": "per head and token"
+            if size == WHOLE_ROW
+            else f"per token in groups of {size} channels",
+            "tensor": "per tensor",
+        }[self.scales]
+        words = [f"{self.element} {shared}"]
         if not self.symmetric:
             words.append("asymmetric")
         if self.before_rope:
@@ -130,7 +125,6 @@ class KVCache(KVCacheSettings):
             raise RecipeError(
                 f"kv: {self.name}: group_size {group} does not divide this checkpoint's head width "
                 f"{width}; take one that does"
-                + (f", or {WHOLE_ROW} for the whole head" if self.scales == "token" else "")
             )
         context = context_length(config)
         needed = self.keep_first + self.keep_recent + self.key_group

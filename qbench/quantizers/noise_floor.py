@@ -28,7 +28,6 @@ ONE_IN = 12
 class RoundingNoise(ActivationSettings):
     """Noise of the size of rounding on what each decoder layer gives."""
 
-    method: ClassVar[str] = "noise"
     backend: ClassVar[str] = "noise_floor"
     name: ClassVar[str] = "rounding-noise"  # type: ignore[assignment]  # there is one
     ignore: ClassVar[tuple[str, ...]] = ("*",)  # what linear layers take in stays as it is

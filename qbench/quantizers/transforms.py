@@ -52,7 +52,6 @@ class SmoothQuant(TransformSettings):
     gate multiply a channel of values, or of up_proj, without mixing it with others.
     """
 
-    method: ClassVar[str] = "smoothquant"
     backend: ClassVar[str] = "smoothquant"
     name: ClassVar[str] = "smoothquant"  # type: ignore[assignment]  # there is one
     needs_calibration = True
@@ -90,7 +89,6 @@ class Rotation(TransformSettings):
     values that are rotated within their heads.
     """
 
-    method: ClassVar[str] = "rotation"
     backend: ClassVar[str] = "rotation"
     name: ClassVar[str] = "rotation"  # type: ignore[assignment]  # there is one
 

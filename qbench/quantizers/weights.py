@@ -53,16 +53,19 @@ class Rtn(Grouped):
     note: ClassVar[str] = "round to nearest"
 
 
-@dataclass(frozen=True, kw_only=True, config=SETTINGS)
-class Bnb4(WeightSettings):
-    """bitsandbytes, blocks of 64 weights: 16 levels of a fixed table times the largest of the
-    block."""
+class Bnb(WeightSettings):
+    """By the library bitsandbytes."""
 
     method: ClassVar[str] = "bnb"
     backend: ClassVar[str] = "bnb"
     title: ClassVar[str] = "BNB"
     note: ClassVar[str] = "bitsandbytes"
     requirements = ("bitsandbytes",)
+
+
+@dataclass(frozen=True, kw_only=True, config=SETTINGS)
+class Bnb4(Bnb):
+    """Blocks of 64 weights: 16 levels of a fixed table times the largest of the block."""
 
     num_bits: Literal[4]
     quant_type: Annotated[
@@ -82,18 +85,13 @@ class Bnb4(WeightSettings):
 
 
 @dataclass(frozen=True, kw_only=True, config=SETTINGS)
-class Bnb8(WeightSettings):
-    """bitsandbytes, LLM.int8: rows of int8 weights, int8 activations, outlier columns apart.
+class Bnb8(Bnb):
+    """LLM.int8: rows of int8 weights, int8 activations, outlier columns apart.
 
     Outlier columns are chosen over the whole batch, so a score depends on its batch-mates, and a
     token's logits on later tokens.
     """
 
-    method: ClassVar[str] = "bnb"
-    backend: ClassVar[str] = "bnb"
-    title: ClassVar[str] = "BNB"
-    note: ClassVar[str] = "bitsandbytes"
-    requirements = ("bitsandbytes",)
     batch_invariant = False
 
     scheme: ClassVar[str] = "int8 per row"  # type: ignore[assignment]  # there is one
