@@ -35,13 +35,11 @@ ACTIVATION_AGREEMENT = 0.3  # relative, of products whose inputs are rounded to 
 
 @plain_dataclass(frozen=True, kw_only=True, slots=True)
 class Scheme:
-    """What a ``quantization_config`` says of its weights. ``num_bits`` are the most that a layer
-    has, ``least_bits`` the fewest; ``groups``: weights of a row that share a scale."""
+    """What a ``quantization_config`` says of its weights. ``bits``: what its layers have, what a
+    table shows first; ``groups``: weights of a row that share a scale."""
 
-    num_bits: float
+    bits: tuple[float, ...]
     words: str
-    nominal: float | None = None  # of most of its weights, where that is not num_bits
-    least_bits: float | None = None
     groups: int = WHOLE_ROW
     levels: int | None = None  # under one scale, where they are not 2^num_bits
     activations: Part | None = None
@@ -62,15 +60,15 @@ class Format(NamedTuple):
 
 def _bits(config: Mapping[str, Any]) -> Scheme:
     bits, group = config.get("bits", 4), config.get("group_size", 128)
-    return Scheme(num_bits=bits, groups=group, words=f"int{bits} {strategy(group)}")
+    return Scheme(bits=(bits,), groups=group, words=f"int{bits} {strategy(group)}")
 
 
 def _bitsandbytes(config: Mapping[str, Any]) -> Scheme:
     if config.get("load_in_8bit"):
         part = Part(bits=8, scheme="int8 per token, outlier columns apart")
-        return Scheme(num_bits=8, words="int8 per row", activations=part, independent=False)
+        return Scheme(bits=(8,), words="int8 per row", activations=part, independent=False)
     kind = config.get("bnb_4bit_quant_type", "fp4")
-    return Scheme(num_bits=4, groups=64, words=f"{kind} in blocks of 64")
+    return Scheme(bits=(4,), groups=64, words=f"{kind} in blocks of 64")
 
 
 def _compressed_tensors(config: Mapping[str, Any]) -> Scheme:
@@ -79,10 +77,8 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Scheme:
     if not weights:
         raise RecipeError("its quantization_config quantizes no weights")
     inputs = [group["input_activations"] for group in groups if group.get("input_activations")]
-    widest = max(weights, key=lambda args: args["num_bits"])
-    words = dict.fromkeys(
-        f"{_element(args)} {_shared(args)}" for args in sorted(weights, key=lambda a: a["num_bits"])
-    )
+    weights.sort(key=lambda args: args["num_bits"])
+    words = dict.fromkeys(f"{_element(args)} {_shared(args)}" for args in weights)
     part = None
     if inputs:
         first = inputs[0]
@@ -91,9 +87,8 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Scheme:
         part = Part(bits=first["num_bits"], scheme=words_of, simulated=True)
     mixes = any(args.get("strategy") == "tensor" and args.get("dynamic") for args in inputs)
     return Scheme(
-        num_bits=widest["num_bits"],
-        least_bits=min(args["num_bits"] for args in weights),
-        groups=widest.get("group_size") or WHOLE_ROW,
+        bits=tuple(args["num_bits"] for args in reversed(weights)),
+        groups=weights[-1].get("group_size") or WHOLE_ROW,
         words=" and ".join(words),
         activations=part,
         independent=not mixes,
@@ -128,32 +123,29 @@ def _torchao(config: Mapping[str, Any]) -> Scheme:
         words = f"{'fp8' if 'float8' in kind.lower() else 'int8'} per token, dynamic"
         part = Part(bits=8, scheme=words, simulated=False)
     words = f"{'fp' if floats else 'int'}{bits} {strategy(size)}"
-    return Scheme(num_bits=bits, groups=size, words=words, activations=part)
+    return Scheme(bits=(bits,), groups=size, words=words, activations=part)
 
 
 def _fp8(config: Mapping[str, Any]) -> Scheme:
     rows, columns = config.get("weight_block_size") or (1, WHOLE_ROW)
     part = Part(bits=8, scheme=f"fp8 in groups of {columns}, dynamic", simulated=False)
     words = f"fp8 in blocks of {rows} × {columns}" if columns != WHOLE_ROW else "fp8 per tensor"
-    return Scheme(num_bits=8, groups=columns, words=words, activations=part)
+    return Scheme(bits=(8,), groups=columns, words=words, activations=part)
 
 
 def _gguf(config: Mapping[str, Any]) -> Scheme:
     types = sorted(config["types"].items(), key=lambda one: -one[1])
     whole = sum(count for _, count in types)
     words = ", ".join(f"{name} {count / whole:.0%}" for name, count in types)
-    widths = [type_bits(name) for name, _ in types]
     return Scheme(
-        num_bits=max(widths),
-        nominal=widths[0],
-        least_bits=min(widths),
+        bits=tuple(type_bits(name) for name, _ in types),
         levels=max(levels_of(name) for name, _ in types),
         words=words.removesuffix(" 100%"),
     )
 
 
 def _mxfp4(config: Mapping[str, Any]) -> Scheme:
-    return Scheme(num_bits=4, groups=32, words="fp4 in blocks of 32, scales e8m0")
+    return Scheme(bits=(4,), groups=32, words="fp4 in blocks of 32, scales e8m0")
 
 
 GPTQMODEL = {"gptqmodel": "gptqmodel", "optimum": "optimum"}
@@ -247,7 +239,7 @@ class Prequantized(Published):
 
     @property
     def num_bits(self) -> float:  # type: ignore[override]  # of what is stated
-        return self._scheme.num_bits
+        return max(self._scheme.bits)
 
     @property
     def scheme(self) -> str:  # type: ignore[override]  # of each file
@@ -262,10 +254,10 @@ class Prequantized(Published):
     @property
     def precision(self) -> Precision:
         scheme = self._scheme
-        words, inputs, bits = scheme.words, scheme.activations, scheme.nominal or self.num_bits
+        words, inputs = scheme.words, scheme.activations
         if self.weights_only and inputs is not None:
             words, inputs = f"{words}, weights only", None
-        return Precision(weights=Part(bits=bits, scheme=words), activations=inputs)
+        return Precision(weights=Part(bits=scheme.bits[0], scheme=words), activations=inputs)
 
     @property
     def requirements(self) -> tuple[str, ...]:  # type: ignore[override]  # of what is stated
@@ -310,7 +302,7 @@ class Prequantized(Published):
     @property
     def whole(self) -> bool:  # type: ignore[override]  # of what is stated
         """Whether nothing is rounded to fewer bits, as in a GGUF file of F32."""
-        return (self._scheme.least_bits or self.num_bits) >= UNQUANTIZED_BITS
+        return min(self._scheme.bits) >= UNQUANTIZED_BITS
 
     # What the audit may expect
 
@@ -324,17 +316,15 @@ class Prequantized(Published):
 
     def bits_bounds(self, rows: int, columns: int) -> tuple[float, float]:
         """What is stored is counted, and may be more than the codes need, but not fewer bits."""
-        least = self._scheme.least_bits or self.num_bits
-        return 0.99 * least, 1.1 * max(UNQUANTIZED_BITS, self.num_bits)
+        return 0.99 * min(self._scheme.bits), 1.1 * max(UNQUANTIZED_BITS, self.num_bits)
 
     @property
     def rescales(self) -> bool:  # type: ignore[override]  # of what is stated
         return self.format in ("awq", "compressed-tensors")  # as SmoothQuant may have before
 
     def error_bound(self) -> float:
-        least = self._scheme.least_bits or self.num_bits
-        widths = [width for width in ROUNDING_BOUND if width <= max(least, 2)]
-        return ROUNDING_BOUND[max(widths)]
+        least = max(2, min(self._scheme.bits))
+        return ROUNDING_BOUND[max(width for width in ROUNDING_BOUND if width <= least)]
 
     def agreement(self, dtype: str) -> tuple[float, float]:
         identity, random = super().agreement(dtype)

@@ -287,16 +287,14 @@ def test_schemes_are_read_from_what_libraries_write():
     read = KNOWN["compressed-tensors"].read
     groups = {"a": {"weights": weights, "input_activations": inputs, "targets": ["Linear"]}}
     scheme = read({"config_groups": groups})
-    assert (scheme.num_bits, scheme.words) == (4, "fp4 in groups of 16")
+    assert (scheme.bits, scheme.words) == ((4,), "fp4 in groups of 16")
     assert (scheme.activations.bits, scheme.activations.simulated) == (4, True)
     eight = {"num_bits": 8, "type": "int", "strategy": "channel"}
     mixed = read({"config_groups": {"a": {"weights": weights}, "b": {"weights": eight}}})
-    assert (mixed.num_bits, mixed.least_bits, mixed.words) == (
-        8, 4, "fp4 in groups of 16 and int8 per row",
-    )  # fmt: skip
+    assert (mixed.bits, mixed.words) == ((8, 4), "fp4 in groups of 16 and int8 per row")
     assert KNOWN["gptq"].read({"bits": 3, "group_size": -1}).words == "int3 per row"
     fp8 = KNOWN["fp8"].read({"weight_block_size": [128, 128]})
-    assert (fp8.num_bits, fp8.words) == (8, "fp8 in blocks of 128 × 128")
+    assert (fp8.bits, fp8.words) == ((8,), "fp8 in blocks of 128 × 128")
 
 
 def test_a_path_for_each_checkpoint_and_none_beside_others():
