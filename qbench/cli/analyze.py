@@ -34,12 +34,10 @@ from qbench.cli.place import Place, here, on_cluster
 from qbench.cli.recipe_options import recipe_options
 from qbench.errors import RecipeError
 from qbench.files import require_folder
-from qbench.machine import terminal
 from qbench.plan import Plan, cell_names, require_runnable
 from qbench.recipe import Overrides
 from qbench.records import Analysis, Sensitivity
 from qbench.runner.grid import run_each
-from qbench.runner.progress import Display
 from qbench.store import LONG_CONTEXT, Analyses, Store, sensitivities
 from qbench.text import together
 
@@ -140,9 +138,18 @@ def analyze(
     require_folder(place.out, "--out")
     with on_cluster(place, device, cluster, cells=len(cell_names(place.recipe))) as place:
         planned = place.plan(show=True)
-        settings = _settings(planned, text, field, samples, length, bos, heads)
+        contexts = {cell.checkpoint_name: cell.checkpoint.max_length for cell in planned.cells}
+        settings = AnalysisSettings(
+            source=text_file(text, field or FIELD) if text else task_text(planned.tasks),
+            samples=samples,
+            length=settle_length(length, contexts),
+            bos=bos,
+            device=planned.device,
+            heads=None if heads is None else parse_heads(heads),
+            blocks=blocks,
+        )
         folder = place.out.resolve() if cluster else place.out
-        work = work_of(planned, settings, folder, only, long_context, sensitivity, blocks=blocks)
+        work = work_of(planned, settings, folder, only, long_context, sensitivity)
         broken = [one for part in work for one in run_part(*part, planned, place, force=force)]
     paths = write_analyses(Store(place.out))
     typer.echo(paths[0].read_text())
@@ -151,26 +158,6 @@ def analyze(
         complain(line)
     if broken:
         raise typer.Exit(1)
-
-
-def _settings(
-    planned: Plan,
-    text: Path | None,
-    field: str | None,
-    samples: int,
-    length: int | None,
-    bos: bool,
-    heads: str | None,
-) -> AnalysisSettings:
-    contexts = {cell.checkpoint_name: cell.checkpoint.max_length for cell in planned.cells}
-    return AnalysisSettings(
-        source=text_file(text, field or FIELD) if text else task_text(planned.tasks),
-        samples=samples,
-        length=settle_length(length, contexts),
-        bos=bos,
-        device=planned.device,
-        heads=None if heads is None else parse_heads(heads),
-    )
 
 
 Work = tuple[Analyses, bool, Sequence[AnalysisCell]]
@@ -183,8 +170,6 @@ def work_of(
     only: str | None,
     long_context: int | None,
     sensitivity: str | None,
-    *,
-    blocks: bool,
 ) -> list[Work]:
     """What is to be made: of each kind its place, whether analyses of other texts or settings were
     meant there, and the cells."""
@@ -201,7 +186,7 @@ def work_of(
         work.append((analyses, others, [cell for cell in planned if cell.name in wanted]))
     if sensitivity is not None:
         checkpoints = {cell.checkpoint_name for cell in cells}
-        planned = plan_sensitivities(plan, sensitivity, replace(settings, blocks=blocks))
+        planned = plan_sensitivities(plan, sensitivity, settings)
         units = [cell for cell in planned if cell.cell.checkpoint_name in checkpoints]
         put_sensitivity_grid(sensitivities(out), units, plan.recipe.name)
         work.append((sensitivities(out), False, units))
@@ -222,13 +207,11 @@ def run_part(
     if analyses.kind is Sensitivity:
         apart = f", one {'decoder' if settings.blocks else 'linear'} layer at a time"
     make = partial(analyze_if_needed, plan=plan, analyses=analyses, force=force)
-    with terminal() as screen, Display(screen, len(cells)) as display:
+    with place.display(len(cells)) as display:
         display.log(
             f"{len(cells)} cell{'s' * (len(cells) != 1)} on {settings.device}: at most "
             f"{settings.samples} texts of {settings.length} tokens of {settings.source.name}{apart}"
         )
-        if place.description:
-            display.log(place.description)
         if others:
             display.log(
                 f"{analyses.directory} held analyses of other texts, settings or versions; their "

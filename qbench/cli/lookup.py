@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
-import textwrap
+from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Column, Table
+from rich.text import Text
 
 from qbench import recipe_schema
 from qbench.attention.normalizers import NORMALIZERS
@@ -20,10 +24,9 @@ from qbench.errors import RecipeError, shown
 from qbench.evaluation.definitions import task_names
 from qbench.plugins import load_packages
 from qbench.quantizers.names import COMBINATIONS, PARTS, Presets
-from qbench.quantizers.prequantized import format_lines
+from qbench.quantizers.prequantized import format_rows
 
-COLUMNS = 80
-WIDTH = 22
+Row = tuple[str, str]
 ABOUT = {
     "weights": "by its name alone, or as weights: of an entry in parts",
     "activations": "inputs of linear layers, without the LM head",
@@ -34,41 +37,35 @@ ABOUT = {
 EXAMPLE = "{weights: gptq-4bit, activations: int8-token, kv: int4-token, label: w4a8kv4}"
 
 
-def quantizer_lines() -> list[str]:
-    """Parts and ready combinations, one line a name and one an option."""
-    lines = [
-        f"a quantizer of a recipe is a name, or has parts: {EXAMPLE}",
-        "--quantizers takes names, and parts joined by +: kv4, gptq-4bit+int8-token+kv4",
-        "",
-    ]
+def quantizer_rows() -> Iterator[Row]:
+    """Parts and ready combinations, a row a name and one an option."""
+    yield "in a recipe:", f"a name, or a mapping of parts: {EXAMPLE}"
+    yield "--quantizers:", "names, and parts joined by +: kv4, gptq-4bit+int8-token+kv4"
     for kind, about in ABOUT.items():
-        lines += [f"{kind}: {about}", *_of(PARTS[kind]), ""]
-    lines.append("combinations: several parts under one name; each can be replaced")
+        yield from [("", ""), (f"{kind}:", about), *_of(PARTS[kind])]
+    yield from [("", ""), ("combinations:", "several parts under one name; each can be replaced")]
     for name in COMBINATIONS:
         one = COMBINATIONS.get(name)
         parts = ", ".join(f"{kind}: {_shown(part)}" for kind, part in one.fixed.items())
-        lines += [f"{name:{WIDTH}} {one.description}", f"{'':{WIDTH}}   {{{parts}}}"]
-    return lines
+        yield from [(name, one.description), ("", f"{{{parts}}}")]
 
 
-def _of(registry: Presets) -> list[str]:
+def _of(registry: Presets) -> Iterator[Row]:
     """Options are explained where they first stand."""
-    lines: list[str] = []
     explained: set[str] = set()
     for preset in map(registry.get, registry):
-        lines.append(f"{preset.name:{WIDTH}} {preset.description}")
+        yield preset.name, preset.description
         as_above = []
         for option, default in preset.options.items():
             told = list(default) if isinstance(default, tuple) else default
-            line = f"{'':{WIDTH}}   {option}={told}: {recipe_schema.explain(preset, option)}"
+            line = f"{option}={told}: {recipe_schema.explain(preset, option)}"
             if line in explained:
                 as_above.append(option)
             else:
                 explained.add(line)
-                lines.append(line)
+                yield "", line
         if as_above:
-            lines.append(f"{'':{WIDTH}}   as above: {', '.join(as_above)}")
-    return lines
+            yield "", f"as above: {', '.join(as_above)}"
 
 
 def _shown(part: object) -> str:
@@ -118,49 +115,36 @@ def list_command(
     if markdown:
         typer.echo(model_table(), nl=False)
         return
-    for line in _listing(Listing(what)):
-        typer.echo(folded(line))
+    if what == Listing.tasks:
+        typer.echo("passkey\npasskey_TOKENS (qbench's own, without data)")
+        typer.echo("\n".join(task_names()))
+        return
+    table = Table.grid(Column(no_wrap=True), Column(), padding=(0, 1))
+    for name, text in ROWS[Listing(what)]():
+        table.add_row(Text(name), Padding(Text(text), (0, 0, 0, 0 if name else 2)))
+    Console(highlight=False).print(table)
 
 
-def folded(line: str) -> str:
-    """``line`` in 80 columns: what goes on stands a little to the right of where it began."""
-    if len(line) <= COLUMNS:
-        return line
-    begins = len(line) - len(line.lstrip())
-    return textwrap.fill(
-        line, COLUMNS, subsequent_indent=" " * ((begins or WIDTH - 1) + 2),
-        break_long_words=False, break_on_hyphens=False, replace_whitespace=False,
-    )  # fmt: skip
+def normalizer_rows() -> Iterator[Row]:
+    for one in map(NORMALIZERS.get, NORMALIZERS):
+        yield from [(one.name, one.description), ("", f"{one.traits}")]
+    yield "native", "the attention of the model's own class in transformers"
 
 
-def _listing(what: Listing) -> list[str]:
-    if what is Listing.tasks:
-        return ["passkey", "passkey_TOKENS (qbench's own, without data)", *task_names()]
-    if what is Listing.formats:
-        return format_lines()
-    if what is Listing.models:
-        return model_lines()
-    if what is Listing.normalizers:
-        known = [NORMALIZERS.get(name) for name in NORMALIZERS]
-        wide = max(len(one.name) for one in known)
-        lines = [
-            line
-            for one in known
-            for line in (f"{one.name:{wide}} {one.description}", f"{'':{wide}}   {one.traits}")
-        ]
-        own = "the attention of the model's own class in transformers"
-        return [*lines, f"{'native':{wide}} {own}"]
-    return quantizer_lines()
-
-
-def model_lines() -> list[str]:
-    """Three lines a class: its name, whose attention and which scoring, what is quantized."""
-    lines = []
+def model_rows() -> Iterator[Row]:
+    """Three rows a class: its name, whose attention and which scoring, what is quantized."""
     for row in CLASSES.values():
-        lines.append(f"{row.kind:18} {row.name}: {row.models}")
-        lines.append(f"{'':18}   attention {row.attention}; scoring {_scoring(row)}")
-        lines.append(f"{'':18}   quantized: {_weights(row)}")
-    return lines
+        yield row.kind, f"{row.name}: {row.models}"
+        yield "", f"attention {row.attention}; scoring {_scoring(row)}"
+        yield "", f"quantized: {_weights(row)}"
+
+
+ROWS = {
+    Listing.quantizers: quantizer_rows,
+    Listing.normalizers: normalizer_rows,
+    Listing.models: model_rows,
+    Listing.formats: format_rows,
+}
 
 
 def model_table() -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -10,16 +9,15 @@ import typer
 
 from qbench.cli.messages import show_written
 from qbench.cli.options import ClusterOption, Device, DeviceOption, Out, RecipeFile
-from qbench.cli.place import Place, here, on_cluster
+from qbench.cli.place import here, on_cluster
 from qbench.cli.recipe_options import recipe_options
 from qbench.comparison.lines import FILE, to_bytes
 from qbench.errors import EvaluationError, RecipeError
 from qbench.files import require_folder, write_atomically
-from qbench.machine import importing, terminal
-from qbench.plan import Cell, Plan, cell_names
+from qbench.machine import importing
+from qbench.plan import Cell, cell_names
 from qbench.recipe import Overrides
 from qbench.runner.grid import run_each
-from qbench.runner.progress import Display
 from qbench.tables.changes import noise_table
 
 if TYPE_CHECKING:
@@ -52,30 +50,20 @@ def noise(
         chosen = [cell for cell in planned.cells if not cell.quantization.precision.quantized]
         if not chosen:
             raise RecipeError(f"{recipe}: quantizers: noise needs an unquantized one, bf16 or fp32")
-        found = {}
-        for name, one in _noises(planned, chosen, place):
-            found[name] = one
-            typer.echo(f"### {name}\n\n{noise_table(one.moved)}\n")
-    keys = {cell.name: cell.key for cell in planned.cells}
-    cells = {name: {"key": keys[name], **one.to_json()} for name, one in found.items()}
+        with importing(place.out / "noise.log"):
+            from qbench.runner.noise import measure
+        kept = {}
+        with place.display(len(chosen)) as display:
+            made = run_each(
+                partial(measure, planned, place.out.resolve()), chosen,
+                executor=place.executor, progress=display, died=_died,
+            )  # fmt: skip
+            for cell, one in zip(chosen, made, strict=True):
+                kept[cell.name] = {"key": cell.key, **one.to_json()}
+                typer.echo(f"### {cell.name}\n\n{noise_table(one.moved)}\n")
     path = place.out / FILE
-    write_atomically(path, to_bytes(cells))
+    write_atomically(path, to_bytes(kept))
     show_written([path])
-
-
-def _noises(plan: Plan, cells: Sequence[Cell], place: Place) -> Iterator[tuple[str, Noise]]:
-    """By cell, here or on the cluster. Raises EvaluationError for one that failed there."""
-    out = place.out.resolve()
-    with importing(out / "noise.log"):
-        from qbench.runner.noise import measure
-    with terminal() as screen, Display(screen, len(cells)) as display:
-        if place.description:
-            display.log(place.description)
-        made = run_each(
-            partial(measure, plan, out), cells,
-            executor=place.executor, progress=display, died=_died,
-        )  # fmt: skip
-        yield from zip((cell.name for cell in cells), made, strict=True)
 
 
 def _died(cell: Cell, why: str) -> Noise:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from qbench.errors import OutputError
-from qbench.files import require_folder, require_writable
+from qbench.files import require_writable
 from qbench.plugins import load_file
 from qbench.store import Store, run_id, runs
 
@@ -25,15 +25,9 @@ def to_file(help: str) -> Any:
     return typer.Option(help=help, parser=_path, callback=check, metavar="FILE")
 
 
-def to_folder(help: str) -> Any:
-    """An option that names a folder to write into, which need not exist."""
-
-    def check(param: typer.CallbackParam, value: Path | None) -> Path | None:
-        if value is not None:
-            require_folder(value, param.opts[0])
-        return value
-
-    return typer.Option(help=help, parser=_path, callback=check, metavar="FOLDER")
+def folder_option(help: str) -> Any:
+    """An option that names a folder; who writes into it sees first whether that can be."""
+    return typer.Option(help=help, parser=_path, metavar="FOLDER")
 
 
 def _path(text: str) -> Path:
@@ -66,9 +60,7 @@ Only = Annotated[
     str | None,
     typer.Option(metavar="PATTERN", help="Only cells that match this glob: 'softpick/gptq-*'."),
 ]
-_RESULTS = "Results folder. Default: results/NAME of the recipe."
-Out = Annotated[Path | None, to_folder(_RESULTS)]
-OutToRead = Annotated[Path | None, typer.Option(help=_RESULTS, parser=_path, metavar="FOLDER")]
+Out = Annotated[Path | None, folder_option("Results folder. Default: results/NAME of the recipe.")]
 
 
 def _load_plugins(paths: list[Path]) -> list[Path]:

@@ -12,9 +12,11 @@ from pathlib import Path
 
 from qbench.cache import cache_folder
 from qbench.errors import RecipeError, UnavailableError
-from qbench.machine import choose_device, gpu_slots
+from qbench.machine import choose_device, gpu_slots, terminal
 from qbench.plan import Plan, plan
 from qbench.recipe import Overrides, Recipe
+from qbench.runner.estimates import TimeLeft
+from qbench.runner.progress import Display
 from qbench.runner.workers import EXECUTORS, Workers
 
 CELLS_A_GPU = 3  # quantization of one cell overlaps with the scoring of others
@@ -38,10 +40,13 @@ class Place:
         that."""
         return plan(self.recipe, device=self.device, gpu=self.gpu, only=only, show=show)
 
-    def end(self) -> None:
-        """No cell comes any more: processes of this host end from now on, beside what follows."""
-        if isinstance(self.executor, Workers):
-            self.executor.terminate()
+    @contextlib.contextmanager
+    def display(self, cells: int, estimate: TimeLeft | None = None) -> Iterator[Display]:
+        """Progress on the terminal, the line about the place first."""
+        with terminal() as screen, Display(screen, cells, estimate) as display:
+            if self.description:
+                display.log(self.description)
+            yield display
 
 
 def here(recipe: Path | None, overrides: Overrides, *, out: Path | None, device: str) -> Place:
@@ -126,7 +131,7 @@ def on_cluster(
         )
     with connected(cluster, wanted, slots=slots, folders=(place.out, cache_folder())) as found:
         yield dataclasses.replace(
-            place, device=found.device, gpu=found.gpu, executor=found.executor,
+            place, device=found.device, gpu=found.wanted.gpu, executor=found,
             description=found.description, at_once=found.workers,
         )  # fmt: skip
 
@@ -136,18 +141,11 @@ def local_slots(
 ) -> list[int]:
     """The GPU of each worker of ``local`` or ``local:N``, spread over all GPUs of this host unless
     ``gpus`` says how many; on the CPU as many numbers as workers, none for the usual one."""
-    count = local_workers(cluster)
-    if count is not None and workers is not None:
+    _, colon, number = cluster.partition(":")
+    if colon and not (number.isdecimal() and 1 <= int(number) <= 1024):
+        raise RecipeError(f"--cluster {cluster}: write local:N with N workers, from 1 to 1024")
+    if colon and workers is not None:
         raise RecipeError(f"--cluster {cluster}: says how many workers; leave --workers out")
+    count = int(number) if colon else None
     over = "all" if device == "cuda" and gpus is None else gpus
     return gpu_slots(over, workers or count, device, CELLS_A_GPU, at_most=count or cells)
-
-
-def local_workers(cluster: str) -> int | None:
-    """N of ``local:N``; None for ``local``. Raises RecipeError for another."""
-    _, colon, number = cluster.partition(":")
-    if not colon:
-        return None
-    if not number.isdecimal() or not 1 <= int(number) <= 1024:
-        raise RecipeError(f"--cluster {cluster}: write local:N with N workers, from 1 to 1024")
-    return int(number)

@@ -9,7 +9,7 @@ import typer
 
 from qbench.cache import cache_folder
 from qbench.checkpoints.find import elements, read_headers
-from qbench.cli.options import Device, DeviceOption, Only, OutToRead, RecipeOrOptions
+from qbench.cli.options import Device, DeviceOption, Only, Out, RecipeOrOptions
 from qbench.cli.place import here
 from qbench.cli.recipe_options import recipe_options
 from qbench.evaluation.tasks import TaskSpec
@@ -27,7 +27,7 @@ def plan(
     recipe: RecipeOrOptions = None,
     overrides: Overrides,
     only: Only = None,
-    out: OutToRead = None,
+    out: Out = None,
     device: DeviceOption = Device.auto,
 ) -> None:
     """Show what `qbench run` would do, and what is there already. Runs nothing.

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-import threading
-import time
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
@@ -33,19 +28,12 @@ from qbench.comparison.lines import read_noise
 from qbench.comparison.wording import headline
 from qbench.errors import RecipeError, some
 from qbench.files import require_folder
-from qbench.machine import terminal
-from qbench.plan import Cell, Plan, cell_names, select
+from qbench.plan import Plan, cell_names, select
 from qbench.recipe import Overrides, save
 from qbench.records import Record
 from qbench.runner.estimates import TimeLeft, earlier, expected
-from qbench.runner.grid import run_cells, total
-from qbench.runner.progress import Display
+from qbench.runner.grid import run_cells
 from qbench.store import Store
-
-# pandas and statistics: imported in a thread, while workers are at work
-FOR_TABLES = (
-    "qbench.cli.tables", "pyarrow.parquet", "pyarrow.pandas_compat",
-)  # fmt: skip
 
 
 @recipe_options()
@@ -98,20 +86,18 @@ def run(
             f"{', '.join(names)}"
         )
     cells = len(select(names, only))
+    require_folder(place.out, "--out")
+    require_folder(cache_folder(), "$QBENCH_CACHE")
+    read_noise(Store(place.out))  # the tables at the end read it: refused before work begins
+    if save_recipe is not None:
+        save(recipe, overrides, save_recipe)
     with placed(
         place, device, cluster, gpus=gpus, workers=workers, own=executor, cells=cells
-    ) as place:  # whose processes import what they need beside all that follows
-        if save_recipe is not None:
-            save(recipe, overrides, save_recipe)
-        require_folder(place.out, "--out")
-        require_folder(cache_folder(), "$QBENCH_CACHE")
-        store = Store(place.out)
-        read_noise(store)  # the tables at the end read it: refused before work begins
+    ) as place:  # whose processes import what they need while the run is planned
         planned, records = _run_cells(place, only, force)
-        place.end()
-        from qbench.cli.tables import show_tables  # pandas
+    from qbench.cli.tables import show_tables  # pandas
 
-        comparison = show_tables(Store(place.out, grid=planned.grid), against=against)
+    comparison = show_tables(Store(place.out, grid=planned.grid), against=against)
     typer.echo(f"{headline(comparison)} All of it: qbench view {place.out}", err=True)
     broken = [record for record in records if record.status == "failed" or record.failed_tasks]
     if broken:
@@ -132,33 +118,17 @@ def _run_cells(place: Place, only: str | None, force: bool) -> tuple[Plan, list[
         expected={name: one.seconds for name, one in estimates.items() if one is not None},
         at_once=place.at_once,
     )
-    with terminal() as screen, Display(screen, len(cells), left) as display:
-        _announce(planned, cells, display)
-        if place.description:
-            display.log(place.description)
-        if place.executor is not None:  # what the tables need, while this process only waits
-            threading.Thread(target=_import_for_tables, daemon=True).start()
-        start, begun = time.monotonic(), datetime.now(UTC)
+    with place.display(len(cells), left) as display:
+        display.log(f"{len(cells)} of {len(planned.cells)} cells on {how(planned, cells)}")
+        for line in notes(planned, cells):  # nothing is chosen in silence
+            display.log(line)
+        if planned.calibration is not None:
+            display.log(f"calibration text: {planned.calibration.path}")
+        begun = datetime.now(UTC)
         records = run_cells(
             planned, out=out, cells=cells, executor=place.executor, progress=display, force=force
         )
-        if made := [record for record in records if record.started >= begun]:
-            display.log(total(made, time.monotonic() - start))
+        made = sum(record.started >= begun for record in records)
+        seconds = (datetime.now(UTC) - begun).total_seconds()
+        display.log(f"{made} of {len(records)} cells were run, in {seconds:.0f} s")
     return planned, records
-
-
-def _import_for_tables() -> None:
-    with contextlib.suppress(Exception):  # said where they are used
-        for module in FOR_TABLES:
-            importlib.import_module(module)
-
-
-def _announce(planned: Plan, cells: Sequence[Cell], display: Display) -> None:
-    """What this run computes on and reads: nothing is chosen in silence."""
-    total = len(planned.cells)
-    count = f"{total} cells" if len(cells) == total else f"{len(cells)} of {total} cells"
-    display.log(f"{count} on {how(planned, cells)}")
-    for line in notes(planned, cells):
-        display.log(line)
-    if planned.calibration is not None:
-        display.log(f"calibration text: {planned.calibration.path}")

@@ -12,7 +12,7 @@ import typer
 
 from qbench import export as formats
 from qbench import published as papers
-from qbench.cli.options import Folder, Run, open_store, to_folder
+from qbench.cli.options import Folder, Run, folder_option, open_store
 from qbench.comparison.explain import find_cell, text
 from qbench.comparison.lines import status_of
 from qbench.errors import ResultsError
@@ -126,7 +126,7 @@ def export(
         typer.Option(metavar="FORMAT", help="lm-eval, model-card, tensorboard or wandb."),
     ],
     out: Annotated[
-        Path | None, to_folder("Where to write it. Default: FOLDER/export/FORMAT.")
+        Path | None, folder_option("Where to write it. Default: FOLDER/export/FORMAT.")
     ] = None,
     run: Run = None,
 ) -> None:

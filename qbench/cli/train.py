@@ -13,7 +13,7 @@ import typer
 
 from qbench.cli import run
 from qbench.cli.messages import show_written
-from qbench.cli.options import ClusterOption, Device, DeviceOption, to_folder
+from qbench.cli.options import ClusterOption, Device, DeviceOption, folder_option
 from qbench.errors import RecipeError, UnavailableError
 from qbench.files import require_folder
 from qbench.machine import choose_device, redirected, terminal
@@ -42,7 +42,7 @@ def tokenize(
             ".gz or .xz, *.parquet, or hf://datasets/OWNER/NAME[@REVISION][:CONFIGURATION].",
         ),
     ],
-    out: Annotated[Path, to_folder("The folder to write; it must not exist.")],
+    out: Annotated[Path, folder_option("The folder to write; it must not exist.")],
     tokenizer: Annotated[
         str | None, typer.Option(metavar="FOLDER_OR_HUB_ID", help="Whose tokenizer to use.")
     ] = None,
@@ -140,7 +140,7 @@ def train(
     ] = None,
     out: Annotated[
         Path | None,
-        to_folder("Where checkpoints, records and curves go. Default: training/NAME."),
+        folder_option("Where checkpoints, records and curves go. Default: training/NAME."),
     ] = None,
     device: DeviceOption = Device.auto,
     gpus: Annotated[
@@ -157,7 +157,10 @@ def train(
     ] = None,
     tracker: Annotated[
         list[Tracker],
-        typer.Option(help="Also log to tensorboard or wandb, where it is installed. Repeatable."),
+        typer.Option(
+            metavar="tensorboard|wandb",
+            help="Also log to tensorboard or wandb, where it is installed. Repeatable.",
+        ),
     ] = [],  # noqa: B006
     evaluate: Annotated[
         Path | None,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from qbench.cli.messages import show_written
-from qbench.cli.options import Folder, Run, open_store, to_folder
+from qbench.cli.options import Folder, Run, folder_option, open_store
 from qbench.cli.show import asked_texts
 from qbench.errors import OutputError
 from qbench.files import require_folder
@@ -35,7 +35,9 @@ def view(
     ],
     export: Annotated[
         Path | None,
-        to_folder("Write the same as a static site here, which needs no server and no network."),
+        folder_option(
+            "Write the same as a static site here, which needs no server and no network."
+        ),
     ] = None,
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port of the local server. Default: any free one.")
@@ -97,7 +99,7 @@ def report(
     folder: Folder,
     out: Annotated[
         Path | None,
-        to_folder(
+        folder_option(
             "Where to write it. Default: FOLDER, or FOLDER/runs/ID with --run; here where "
             "FOLDER is read-only."
         ),

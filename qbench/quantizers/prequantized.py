@@ -7,7 +7,7 @@ transformers names a format by ``quant_method`` and loads it with the library in
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass as plain_dataclass
 from importlib.util import find_spec
 from typing import Annotated, Any, ClassVar, NamedTuple
@@ -168,16 +168,14 @@ REFUSED = {
 }
 
 
-def format_lines() -> list[str]:
-    """What loads where, a line a format, for ``qbench list formats``."""
-    lines = []
+def format_rows() -> Iterator[tuple[str, str]]:
+    """What loads where, by format, for ``qbench list formats``."""
     for name, one in FORMATS.items():
         state = f"install {' and '.join(one.missing)}" if one.missing else "installed"
         as_on = f"{WEIGHTS_ONLY}, as on a GPU without the package {KERNELS}"
         cpu = as_on if name == "fp8" else "yes"
-        lines.append(f"{name:20} {', '.join(one.modules)} ({state}); CPU: {cpu}")
-    lines += [f"{name:20} refused: {why}" for name, why in REFUSED.items()]
-    return lines
+        yield name, f"{', '.join(one.modules)} ({state}); CPU: {cpu}"
+    yield from ((name, f"refused: {why}") for name, why in REFUSED.items())
 
 
 @dataclass(frozen=True, kw_only=True, config=SETTINGS)

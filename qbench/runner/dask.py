@@ -13,7 +13,7 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -54,33 +54,23 @@ LIBRARIES = ("triton", "bitsandbytes", "hqq", "gptqmodel", "optimum", "torchao",
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cluster:
-    """An open cluster: the executor over its workers, and what they compute on."""
-
-    executor: DaskExecutor
-    device: str
-    gpu: str | None  # the kind that all have
-    workers: int
-    description: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Host:
-    """What a worker must be like, and is like."""
+    """What a worker is like; where nothing else is said, as this host, and as it must be."""
 
-    name: str
-    threads: int
     gpu: str | None
-    code: str
-    versions: dict[str, str]
-    unseen: str | None  # the folder of the run that it does not see
+    threads: int = 1
+    unseen: str | None = None  # the folder of the run that it does not see
+    name: str = field(default_factory=socket.gethostname)
+    code: str = field(default_factory=code_digest)
+    versions: dict[str, str] = field(default_factory=lambda: versions(LIBRARIES))
 
 
 @contextmanager
 def connected(
     address: str, device: str | None, *, slots: Sequence[int] = (), folders: Sequence[Path]
-) -> Iterator[Cluster]:
-    """The cluster ``address``: ``tcp://HOST:PORT``, a scheduler file, ``local`` or ``local:N``.
+) -> Iterator[DaskExecutor]:
+    """An executor over the workers of ``address``, which is ``tcp://HOST:PORT``, a scheduler file,
+    ``local`` or ``local:N``.
 
     ``device`` None: what the workers have. ``slots``: the GPU of each local worker. ``folders`` are
     those that every worker must see. Raises UnavailableError where there is no worker, or one that
@@ -110,25 +100,22 @@ def connected(
             )
         if device == "cuda" and not kinds:
             raise UnavailableError("--cluster: no worker has a GPU; use --device cpu")
-        gpu = next(iter(kinds)) if device == "cuda" and kinds else None
-        wanted = _here(device, gpu)
+        wanted = Host(gpu=next(iter(kinds)) if device == "cuda" else None)
         for worker, host in hosts.items():
             require_fit(worker, host, wanted)
         info = client.scheduler_info(n_workers=-1)
         declared = any(GPU in (one.get("resources") or {}) for one in info["workers"].values())
-        executor = DaskExecutor(
-            client, wanted, tokens, {GPU: 1} if device == "cuda" and declared else None
-        )
-        stack.callback(executor.shutdown, wait=False, cancel_futures=True)
         names = {host.name for host in hosts.values()}
         many = f"{len(hosts)} worker{'s'[: len(hosts) > 1]} on {len(names)} host"
-        yield Cluster(
-            executor=executor,
+        yield DaskExecutor(
+            client=client,
+            wanted=wanted,
+            tokens=tokens,
+            resources={GPU: 1} if device == "cuda" and declared else None,
             device=device,
-            gpu=gpu,
             workers=len(hosts),
             description=f"cluster {info['address']}: {many}{'s'[: len(names) > 1]}"
-            f"{f', {gpu}' if gpu else ''}; dashboard {client.dashboard_link}",
+            f"{f', {wanted.gpu}' if wanted.gpu else ''}; dashboard {client.dashboard_link}",
         )
 
 
@@ -198,26 +185,15 @@ def _hosts(client: Client, tokens: tuple[str, ...], device: str | None) -> dict[
     return found
 
 
-def describe(tokens: tuple[str, ...], device: str | None) -> Host:
+def describe(tokens: tuple[str, ...], device: str | None, worker: Worker) -> Host:
     """The worker that runs this; ``device`` None: its GPU, where it has one."""
-    try:
-        threads = get_worker().state.nthreads
-    except ValueError:  # asked beside its tasks
-        threads = max((one.state.nthreads for one in list(Worker._instances)), default=1)
     load_packages()
-    here = _here(device, hardware("cuda") if device != "cpu" and cuda_problem() is None else None)
-    unseen = [str(Path(token).parent) for token in tokens if not Path(token).is_file()]
+    unseen = (str(Path(token).parent) for token in tokens if not Path(token).is_file())
     return Host(
-        name=here.name, threads=threads, gpu=here.gpu, code=here.code, versions=here.versions,
-        unseen=unseen[0] if unseen else None,
-    )  # fmt: skip
-
-
-def _here(device: str | None, gpu: str | None) -> Host:
-    return Host(
-        name=socket.gethostname(), threads=1, gpu=gpu if device != "cpu" else None,
-        code=code_digest(), versions=versions(LIBRARIES), unseen=None,
-    )  # fmt: skip
+        gpu=hardware("cuda") if device != "cpu" and cuda_problem() is None else None,
+        threads=worker.state.nthreads,
+        unseen=next(unseen, None),
+    )
 
 
 def require_fit(worker: str, host: Host, wanted: Host) -> None:
@@ -241,42 +217,42 @@ def require_fit(worker: str, host: Host, wanted: Host) -> None:
         raise UnavailableError(f"--cluster: worker {worker} on {host.name} {problem}")
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
 class DaskExecutor(Executor):
     """Runs calls on the workers of ``client``, which the caller closes. Dask runs a call again
     whose worker died, and breaks its future when that has happened too often."""
 
-    def __init__(
-        self, client: Client, wanted: Host, tokens: tuple[str, ...], resources: dict | None
-    ) -> None:
-        self._client, self._resources = client, resources
-        self._wanted, self._tokens = wanted, tokens
+    client: Client
+    wanted: Host
+    tokens: tuple[str, ...]
+    resources: dict[str, int] | None
+    device: str
+    workers: int
+    description: str
 
     @contextmanager
     def listen(self, progress: Progress) -> Iterator[RemoteProgress]:
         """By Dask's events, which come before the results of the calls that sent them."""
         topic = f"qbench-{secrets.token_hex(4)}"
-        self._client.subscribe_topic(topic, lambda event: pass_on(progress, *event[1]))
+        self.client.subscribe_topic(topic, lambda event: pass_on(progress, *event[1]))
         try:
             yield RemoteProgress(LogEvent(topic))
         finally:
             with suppress(ClosedClientError):  # the cluster was lost
-                self._client.subscribe_topic(topic, lambda event: None)  # of workers that go on
-                self._client.unsubscribe_topic(topic)
+                self.client.subscribe_topic(topic, lambda event: None)  # of workers that go on
+                self.client.unsubscribe_topic(topic)
 
     def submit(self, fn: Callable, /, *args: Any, **kwargs: Any) -> Future:
-        if self._client.status != "running":
+        if self.client.status != "running":
             raise BrokenExecutor("the cluster was lost")
-        call = pickle.dumps((fn, args, kwargs))
-        task = self._client.submit(
-            _by_value(run_here), pickle.dumps((self._wanted, self._tokens, call)),
-            key=f"cell-{secrets.token_hex(8)}", pure=False, resources=self._resources,
+        payload = pickle.dumps((self.wanted, self.tokens, pickle.dumps((fn, args, kwargs))))
+        task = self.client.submit(
+            _by_value(run_here), payload,
+            key=f"cell-{secrets.token_hex(8)}", pure=False, resources=self.resources,
         )  # fmt: skip
         future: Future = Future()
         task.add_done_callback(functools.partial(_settle, future))
         return future
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """What is at work ends with the client that the caller closes."""
 
 
 def _settle(future: Future, task: DaskFuture) -> None:
@@ -291,21 +267,23 @@ def _settle(future: Future, task: DaskFuture) -> None:
         task.release()
 
 
-def run_here(payload: bytes) -> Any:
+def run_here(payload: bytes, worker: Worker) -> Any:
     """On a worker, which may have come after the run began: what the pickled call returns."""
     wanted, tokens, call = pickle.loads(payload)
-    require_fit(get_worker().address, describe(tokens, "cuda" if wanted.gpu else "cpu"), wanted)
+    device = "cuda" if wanted.gpu else "cpu"
+    require_fit(worker.address, describe(tokens, device, worker), wanted)
     function, args, kwargs = pickle.loads(call)
     return function(*args, **kwargs)
 
 
 def _by_value(function: Callable) -> Callable:
     """``function`` of this module, pickled by value up to its name: the scheduler, which unpickles
-    it, then loads nothing of qbench's, and need not have it."""
+    it, then loads nothing of qbench's, and need not have it. Its last argument is the worker."""
     module, name = function.__module__, function.__name__
 
-    def call(*arguments: Any) -> Any:
-        return getattr(importlib.import_module(module), name)(*arguments)
+    def call(*arguments: Any, dask_worker: Worker | None = None) -> Any:
+        worker = dask_worker or get_worker()  # of ``Client.run``, or of a task
+        return getattr(importlib.import_module(module), name)(*arguments, worker)
 
     return call
 

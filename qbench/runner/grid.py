@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, CancelledError, Executor, Future
 from concurrent.futures import wait as wait_for
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -35,25 +33,16 @@ DEAD = (BrokenExecutor, CancelledError)
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Call:
-    """A function that can be sent to another process with all that it is bound to: what is from
-    outside the package is loaded first wherever it is unpickled."""
-
-    function: Callable[..., Any]
-    plugins: tuple[Plugin, ...]
-
-    def __call__(self, *arguments: Any, **settings: Any) -> Any:
-        return self.function(*arguments, **settings)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickled, (self.plugins, pickle.dumps(self.function))
+def portable(function: Callable[..., T]) -> Callable[..., T]:
+    """``function``, for another process: it is unpickled there when what is registered from outside
+    the package is loaded."""
+    return partial(_call, loaded(), pickle.dumps(function))
 
 
-def _unpickled(plugins: tuple[Plugin, ...], function: bytes) -> Call:
+def _call(plugins: tuple[Plugin, ...], function: bytes, *arguments: Any, **settings: Any) -> Any:
     load(plugins)
     load_packages()
-    return Call(pickle.loads(function), plugins)
+    return pickle.loads(function)(*arguments, **settings)
 
 
 def run_cells(
@@ -77,15 +66,13 @@ def run_cells(
     dies is tried once more, alone, so that only a cell that kills its process fails. Cells that
     another run is at work on come last, when it has finished them.
     """
-    wanted, shown = plan.cells if cells is None else cells, progress or SilentProgress()
-    store, cache = Store(out), cache or cache_folder()
-    problem = rows_problem(cache)
-    put_grid(plan, store, shown)
+    wanted = plan.cells if cells is None else cells
+    grid = _Grid(plan, Store(out), progress or SilentProgress(), cache or cache_folder(), force)
+    put_grid(plan, grid.store, grid.progress)
     if not force:
-        _copy_from_other_folders(wanted, store, cache, shown)
-    again = _without_distributions(wanted, store, problem, shown)
-    grid = _Grid(plan, store, shown, cache, force, again)
-    missing = grid.take_what_is_there(wanted, problem)
+        grid.copy_from_other_folders(wanted)
+    grid.forget_without_distributions(wanted)
+    missing = grid.take_what_is_there(wanted)
     if executor is not None:
         missing = in_order(missing)
     if missing:
@@ -107,7 +94,7 @@ def run_each(
         yield from (function(cell, progress=progress) for cell in cells)
         return
     with remote(executor, progress) as heard:
-        call = Call(function, loaded())
+        call = portable(function)
         futures = [executor.submit(call, cell, progress=heard) for cell in cells]
         for cell, future in zip(cells, futures, strict=True):
             try:
@@ -124,31 +111,64 @@ def remote(executor: Executor, progress: Progress) -> AbstractContextManager[Pro
 
 
 class _Grid:
-    """One run's state: what is done, and what died."""
+    """One run's state: what is done, what died, and what is made ``again`` though it is good."""
 
     def __init__(
-        self, plan: Plan, store: Store, progress: Progress, cache: Path, force: bool,
-        again: set[str],
-    ) -> None:  # fmt: skip
+        self, plan: Plan, store: Store, progress: Progress, cache: Path, force: bool
+    ) -> None:
         self.plan, self.store, self.progress, self.cache = plan, store, progress, cache
-        self.force, self.again = force, again
+        self.force = force
         self.begun = datetime.now(UTC)
         self.done: dict[str, Record] = {}
         self.died: set[str] = set()
+        self.again: set[str] = set()
 
     def forced(self, cell: Cell) -> bool:
         return self.force or cell.name in self.again
 
-    def take_what_is_there(
-        self, cells: Sequence[Cell], problem: Callable[[str], str | None]
-    ) -> list[Cell]:
+    def copy_from_other_folders(self, cells: Sequence[Cell]) -> None:
+        """Records that another results folder has under the keys of ``cells``, with their
+        tables."""
+        for cell in cells:
+            known = self.store.whole(cell.grid_cell)
+            if settled(known, cell):
+                assert known is not None
+                remember_record(self.cache, known, self.store.directory)
+            elif found := known_elsewhere(cell, self.store, self.cache):
+                other, record = found
+                names = {"checkpoint": cell.checkpoint_name, "quantizer": cell.label}
+                with FileLock(self.store.lock_file(cell.grid_cell)):
+                    tables = other.outcomes(record), other.responses(record)
+                    self.store.put(record.model_copy(update=names), *tables)
+                self.progress.log(
+                    f"{cell.name}: known under the same key, copied from {other.directory}"
+                )
+
+    def forget_without_distributions(self, cells: Sequence[Cell]) -> None:
+        """Unquantized cells are scored again where cells that are still to run measure against
+        their distributions, and those are gone or damaged; that is said."""
+        needed = {
+            cell.base.key: cell.name
+            for cell in cells
+            if cell.base is not None and not settled(self.store.whole(cell.grid_cell), cell)
+        }
+        for cell in cells:
+            if cell.key not in needed or (why := rows_problem(self.cache, cell.key)) is None:
+                continue
+            self.again.add(cell.name)
+            if settled(self.store.whole(cell.grid_cell), cell):
+                self.progress.log(
+                    f"{cell.name}: made again, since {needed[cell.key]} needs it: {why}"
+                )
+
+    def take_what_is_there(self, cells: Sequence[Cell]) -> list[Cell]:
         """The cells that are left to run. Nobody starts a process to find a record."""
         missing: list[Cell] = []
         keys: set[str] = set()
         for cell in cells:  # unquantized ones first: what is measured against them comes after
             known = None if self.forced(cell) else self.store.whole(cell.grid_cell)
             depends = cell.base is not None and cell.base.key in keys
-            whole = complete(known, cell, self.store, problem)
+            whole = complete(known, cell, self.store, self.cache)
             if not (settled(known, cell) if depends else whole):
                 missing.append(cell)
                 keys.add(cell.key)
@@ -163,8 +183,8 @@ class _Grid:
     def run(self, cells: Sequence[Cell], executor: Executor) -> None:
         out, cache = self.store.directory.resolve(), self.cache.resolve()
         with remote(executor, self.progress) as heard:
-            one = partial(run_cell, self.plan, out=out, cache=cache, progress=heard)
-            submit = partial(executor.submit, Call(one, loaded()))
+            one = partial(run_cell, self.plan, out=out, cache=cache)
+            submit = partial(executor.submit, portable(one), progress=heard)
             left = self._side_by_side(cells, submit, busy_waits=False)
             while left:
                 died = [cell for cell in left if cell.name in self.died][:1]
@@ -246,7 +266,7 @@ def run_cell(
         with FileLock(store.lock_file(cell.grid_cell), timeout=-1 if wait else 0):
             known = store.whole(cell.grid_cell, progress.log)
             progress.begin(cell.name)
-            if not force and complete(known, cell, store, rows_problem(cache)):
+            if not force and complete(known, cell, store, cache):
                 progress.log(f"{cell.name}: already there")
                 record = known
             else:
@@ -301,34 +321,15 @@ def depends_on(cell: Cell, plan: Plan) -> str | None:
 
 def in_order(cells: Sequence[Cell]) -> list[Cell]:
     """For cells side by side: what others depend on first, then what takes longest, which is exact
-    scoring where others are scored fast, then calibration. Last are cells whose calibrated weights
-    or scales another makes: beside it they would wait, and keep a worker from others."""
-    reused = _calibrated_by_another(cells)
+    scoring where others are scored fast, then calibration."""
     return sorted(
         cells,
         key=lambda cell: (
             cell.base is not None,
             cell.scoring.mode == "fast",
-            cell.name in reused,
             not cell.quantization.needs_calibration,
         ),
     )
-
-
-def _calibrated_by_another(cells: Sequence[Cell]) -> set[str]:
-    """Cells all of whose calibrated stages an earlier one of ``cells`` makes."""
-    made: set[tuple[str, str]] = set()
-    found = set()
-    for cell in cells:
-        stages = [
-            (cell.checkpoint.digest, json.dumps(stage.to_dict(), sort_keys=True, default=str))
-            for stage in cell.quantization.stages
-            if stage.needs_calibration
-        ]
-        if stages and made.issuperset(stages):
-            found.add(cell.name)
-        made.update(stages)
-    return found
 
 
 def put_grid(plan: Plan, store: Store, progress: Progress) -> None:
@@ -347,44 +348,6 @@ def put_grid(plan: Plan, store: Store, progress: Progress) -> None:
             f"tables {store.directory} --run {earlier}` shows them"
         )
     store.put_grid(plan.grid)
-
-
-def _without_distributions(
-    cells: Sequence[Cell], store: Store, problem: Callable[[str], str | None], progress: Progress
-) -> set[str]:
-    """Unquantized cells to score again, because cells that are still to run measure against
-    their distributions, and those are gone or damaged; ``progress`` is told why."""
-    needed = {
-        cell.base.key: cell.name
-        for cell in cells
-        if cell.base is not None and not settled(store.whole(cell.grid_cell), cell)
-    }
-    again = set()
-    for cell in cells:
-        if cell.key not in needed or (why := problem(cell.key)) is None:
-            continue
-        again.add(cell.name)
-        if settled(store.whole(cell.grid_cell), cell):
-            progress.log(f"{cell.name}: made again, since {needed[cell.key]} needs it: {why}")
-    return again
-
-
-def _copy_from_other_folders(
-    cells: Sequence[Cell], store: Store, cache: Path, progress: Progress
-) -> None:
-    """Records that another results folder has under the keys of ``cells``, with their tables."""
-    for cell in cells:
-        known = store.whole(cell.grid_cell)
-        if settled(known, cell):
-            assert known is not None
-            remember_record(cache, known, store.directory)
-        elif found := known_elsewhere(cell, store, cache):
-            other, record = found
-            names = {"checkpoint": cell.checkpoint_name, "quantizer": cell.label}
-            with FileLock(store.lock_file(cell.grid_cell)):
-                tables = other.outcomes(record), other.responses(record)
-                store.put(record.model_copy(update=names), *tables)
-            progress.log(f"{cell.name}: known under the same key, copied from {other.directory}")
 
 
 def known_elsewhere(cell: Cell, store: Store, cache: Path) -> tuple[Store, Record] | None:
@@ -407,29 +370,23 @@ def settled(known: Record | None, cell: Cell) -> bool:
     return not (isinstance(known.damage, Unavailable) and known.damage.retry)
 
 
-def complete(
-    known: Record | None, cell: Cell, store: Store, problem: Callable[[str], str | None]
-) -> bool:
-    """Whether a record is good, and has the damage that can be had by now. ``problem`` says why
-    the rows of an unquantized cell, by its key, cannot be used; None where they can."""
+def complete(known: Record | None, cell: Cell, store: Store, cache: Path) -> bool:
+    """Whether a record is good, and has the damage that can be had by now."""
     if not passes(known, cell) or settled(known, cell):
         return settled(known, cell)
     assert cell.base is not None
     base = store.whole(cell.base)
-    return base is None or base.status != "ok" or problem(cell.base.key) is not None
+    return base is None or base.status != "ok" or rows_problem(cache, cell.base.key) is not None
 
 
-def rows_problem(cache: Path) -> Callable[[str], str | None]:
-    """Why the rows of an unquantized cell in this host's ``cache`` cannot be used, by its key."""
-
-    def problem(key: str) -> str | None:
-        try:
-            verify_baseline(baseline_file(distributions_folder(cache), key), key)
-        except ResultsError as error:
-            return str(error)
-        return None
-
-    return problem
+def rows_problem(cache: Path, key: str) -> str | None:
+    """Why the rows of the unquantized cell of ``key`` in this host's ``cache`` cannot be used; None
+    where they can."""
+    try:
+        verify_baseline(baseline_file(distributions_folder(cache), key), key)
+    except ResultsError as error:
+        return str(error)
+    return None
 
 
 def summary(record: Record) -> str:
@@ -456,15 +413,3 @@ def _measured(record: Record) -> Iterator[str]:
             f"{cache.bits_per_value:.2f} bits a cached value, errors {cache.key_error:.3f} of keys "
             f"and {cache.value_error:.3f} of values"
         )
-
-
-def total(records: Sequence[Record], seconds: float) -> str:
-    """One line on what a run's cells took: ``seconds`` by the clock, and the sum of each stage
-    over the cells, which is more where they ran side by side."""
-    stages: dict[str, float] = {}
-    for record in records:
-        for stage in record.stages:
-            stages[stage.name] = stages.get(stage.name, 0.0) + stage.seconds
-    sums = ", ".join(f"{name} {spent:.0f} s" for name, spent in stages.items())
-    count = f"{len(records)} cells" if len(records) > 1 else "1 cell"
-    return f"{count} in {seconds:.0f} s; summed over cells: {sums}"

@@ -11,10 +11,10 @@ import importlib
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor
 from concurrent.futures import ThreadPoolExecutor as Threads
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from multiprocessing import (
     active_children,
     forkserver,
@@ -46,31 +46,28 @@ def register(name: str, make: Callable[[str], Executor]) -> None:
 def start_forkserver(processes: int) -> None:
     """Have the fork server import what workers need from now on, beside what this process does.
     ``processes`` will share the cores: threads that wait for one slow all of them down."""
-    if sys.platform != "linux":
-        return
-    start_tracker()
-    settings = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes))}
-    added = {name: value for name, value in settings.items() if name not in os.environ}
-    os.environ.update(added)
-    try:
-        with interrupts_blocked():  # the fork server's children never see it either
-            get_context("forkserver").set_forkserver_preload([PRELOAD])
-            forkserver.ensure_running()
-    finally:
-        for name in added:
-            del os.environ[name]
+    threads = str(max(1, (os.cpu_count() or 1) // processes))
+    with interrupts_blocked(), _environment("OMP_NUM_THREADS", threads):  # in its children too
+        get_context("forkserver").set_forkserver_preload([PRELOAD])
+        forkserver.ensure_running()
 
 
 def start_tracker() -> None:
     """Python's process that frees the locks of ended ones. It says so where they were killed, as
     workers are at the end of a run, unless it is started like this."""
-    given = os.environ.get("PYTHONWARNINGS")
-    os.environ["PYTHONWARNINGS"] = given or "ignore:resource_tracker"
-    try:
+    with _environment("PYTHONWARNINGS", "ignore:resource_tracker"):
         resource_tracker.ensure_running()
+
+
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    """For processes that are started in the body, unless the user has set it."""
+    given = os.environ.setdefault(name, value)
+    try:
+        yield
     finally:
-        if given is None:
-            del os.environ["PYTHONWARNINGS"]
+        if given is value:
+            del os.environ[name]
 
 
 class SerialExecutor(Executor):
@@ -100,10 +97,9 @@ class Workers(Executor):
         assert slots
         # transformers starts the GPU's driver when it is imported, and no fork can use it then
         self._forked = sys.platform == "linux" and device == "cpu"
+        start_tracker()
         if self._forked:
             start_forkserver(len(slots))
-        else:
-            start_tracker()
         self._ended = threading.Event()
         self._free: SimpleQueue[_Slot] = SimpleQueue()
         method = "forkserver" if self._forked else "spawn"
@@ -130,16 +126,12 @@ class Workers(Executor):
         finally:
             self._free.put(slot)
 
-    def terminate(self) -> None:
-        """End every process now, in whatever it does; nothing can be submitted after that."""
-        self._ended.set()
-        for slot in self._slots:
-            slot.kill()
-
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """With ``cancel_futures`` running calls are ended too, with their processes."""
         self._threads.shutdown(wait=wait and not cancel_futures, cancel_futures=cancel_futures)
-        self.terminate()
+        self._ended.set()
+        for slot in self._slots:
+            slot.kill()
 
 
 class _Slot:

@@ -10,6 +10,7 @@ import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -65,7 +66,7 @@ def test_a_local_worker_sees_its_gpu_alone_from_its_start(monkeypatch):
     assert set(found.values()) == {("5", 1.0), ("7", 1.0)}
 
 
-LIKE = Host(name="host", threads=1, gpu=None, code="c", versions={"torch": "2"}, unseen=None)
+LIKE = Host(name="host", gpu=None, code="c", versions={"torch": "2"})
 
 
 @pytest.mark.parametrize(
@@ -89,10 +90,11 @@ def test_a_worker_that_does_not_fit_ends_the_run_in_one_line(changes, said):
 
 
 def test_a_folder_is_seen_by_the_file_that_the_run_put_there(tmp_path):
+    worker = SimpleNamespace(state=SimpleNamespace(nthreads=1))
     (tmp_path / "token").touch()
-    assert describe((str(tmp_path / "token"),), "cpu").unseen is None
+    assert describe((str(tmp_path / "token"),), "cpu", worker).unseen is None
     (tmp_path / "token").unlink()
-    assert describe((str(tmp_path / "token"),), "cpu").unseen == str(tmp_path)
+    assert describe((str(tmp_path / "token"),), "cpu", worker).unseen == str(tmp_path)
 
 
 @pytest.mark.parametrize("address", ["nowhere.json", "tcp://127.0.0.1:9", "local:x", "local:0"])
@@ -109,12 +111,12 @@ def test_cells_whose_workers_are_killed_run_again_and_a_killer_fails_alone(tmp_p
     shown, out = io.StringIO(), tmp_path / "out"
     killer = "softmax/rtn-4bit"
     with (
-        connected("local:2", "cpu", slots=[0, 0], folders=[out, tmp_path / "cache"]) as cluster,
+        connected("local:2", "cpu", slots=[0, 0], folders=[out, tmp_path / "cache"]) as inner,
         Display(shown, 4) as display,
     ):
-        assert "2 workers on 1 host" in cluster.description
-        executor = Quick(cluster.executor, tmp_path / "marks", {killer}, times=deaths)
-        executor.listen = cluster.executor.listen
+        assert "2 workers on 1 host" in inner.description
+        executor = Quick(inner, tmp_path / "marks", {killer}, times=deaths)
+        executor.listen = inner.listen
         records = {
             record.cell: record
             for record in run_cells(planned, out=out, executor=executor, progress=display)

@@ -267,7 +267,7 @@ def test_a_library_that_is_missing_is_named_in_the_plan(nf4, tmp_path, monkeypat
     monkeypatch.setattr(prequantized, "find_spec", lambda module: None)
     found = planned(tmp_path, nf4, show=True)
     assert found.cell("base/copy").refusal == "bitsandbytes: pip install bitsandbytes loads it"
-    assert "install bitsandbytes" in "\n".join(prequantized.format_lines())
+    assert "install bitsandbytes" in dict(prequantized.format_rows())["bitsandbytes"]
 
 
 def test_keys_hold_the_files_and_not_where_they_lie(nf4, tmp_path):
