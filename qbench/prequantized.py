@@ -5,16 +5,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from qbench import hub
 from qbench.attention.implementation import NATIVE
 from qbench.checkpoints import Checkpoint, find
 from qbench.checkpoints.find import HUB_ID, SIZES, Shapes, read_headers
-from qbench.checkpoints.fla import llama_settings, recognizes
+from qbench.checkpoints.fla import in_transformers_words
 from qbench.errors import CheckpointError, RecipeError
 from qbench.files import file_digest
 from qbench.quantizers import gguf_file
@@ -131,15 +129,10 @@ def _normalizer(copy: Checkpoint, original: Checkpoint) -> str:
 
 
 def _require_sizes(copy: Checkpoint, original: Checkpoint) -> None:
-    wanted, found = _plain(original.config), _plain(copy.config)
+    wanted, found = (in_transformers_words(one.config) for one in (original, copy))
     for size in SIZES:
         if None not in (wanted.get(size), found.get(size)) and wanted[size] != found[size]:
             raise RecipeError(
                 f"checkpoint {copy.source}: {size} {found[size]}, and {original.source} has "
                 f"{wanted[size]}: it is no quantized copy of it"
             )
-
-
-def _plain(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``config`` in transformers' words."""
-    return llama_settings(dict(config)) if recognizes(dict(config)) else config

@@ -316,8 +316,7 @@ class Checkpoint:
     @property
     def support(self) -> ModelClass:
         """Whose attention it can run on, and how fast it can be scored."""
-        known = fla.llama_settings(self.config) if fla.recognizes(self.config) else self.config
-        return model_support(known)
+        return model_support(fla.in_transformers_words(self.config))
 
     @property
     def training(self) -> Trained | None:

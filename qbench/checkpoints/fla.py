@@ -191,6 +191,11 @@ def llama_settings(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def in_transformers_words(config: dict[str, Any]) -> dict[str, Any]:
+    """A config.json of either format as transformers would have it."""
+    return llama_settings(config) if recognizes(config) else config
+
+
 def _kind(stated: Config) -> tuple[str, dict[str, Any]]:
     """The ``model_type`` of transformers that computes the same, and its fields for that."""
     norm, bias, window = bool(stated.qk_norm), bool(stated.qkv_bias), stated.window_size

@@ -9,10 +9,11 @@ from __future__ import annotations
 import ast
 import difflib
 import functools
+import glob
 import hashlib
 import importlib.util
+import itertools
 import json
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -275,14 +276,9 @@ def _near(name: str, definitions: Path | None) -> str:
 
 @functools.cache
 def _definition_files(folder: Path, templates: bool = False) -> list[Path]:
-    found = []
-    for path, _, names in os.walk(folder):
-        found += [
-            Path(path) / name
-            for name in names
-            if name.endswith(".yaml") or (templates and name.endswith(("yaml", "yml")))
-        ]
-    return sorted(found)
+    suffixes = ("yaml", "yml") if templates else (".yaml",)
+    names = (glob.iglob(f"**/*{suffix}", root_dir=folder, recursive=True) for suffix in suffixes)
+    return sorted(folder / name for name in itertools.chain(*names))
 
 
 @functools.cache

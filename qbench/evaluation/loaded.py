@@ -207,7 +207,9 @@ def _build(spec: TaskSpec, overrides: dict[str, Any]) -> ConfigurableTask:
     which takes twenty seconds, is not made: the definition is handed over as it stands."""
     config = load_yaml(spec.definition)
     if callable(process := config.get("process_docs")):
-        overrides = {**overrides, "process_docs": _once(process)}
+        # lm-eval asks for processed documents again and again: of data in memory, a definition that
+        # draws would make other ones each time, so that answers met other choices than were asked.
+        overrides = {**overrides, "process_docs": functools.cache(process)}
     # As lm-eval does before it builds tasks: some shuffle their choices meanwhile (gpqa).
     random.seed(RANDOM_SEED)
     np.random.seed(NUMPY_SEED)
@@ -215,23 +217,6 @@ def _build(spec: TaskSpec, overrides: dict[str, Any]) -> ConfigurableTask:
     whole = {"class": TemplateTask, **config, **overrides}
     (task,) = TaskManager(include_defaults=False).load([whole])["tasks"].values()
     return task
-
-
-def _once(process: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """lm-eval asks for processed documents again and again. Of data on disk, datasets remembers
-    them; of data in memory, a definition that draws would make other ones each time, so that
-    answers met other choices than were asked about."""
-    known: list[tuple[Any, Any]] = []
-
-    @functools.wraps(process)
-    def process_docs(documents: Any) -> Any:
-        for seen, made in known:
-            if seen is documents:
-                return made
-        known.append((documents, process(documents)))
-        return known[-1][1]
-
-    return process_docs
 
 
 def _reason(spec: TaskSpec, config: dict[str, Any], error: Exception) -> str:

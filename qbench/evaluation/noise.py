@@ -78,7 +78,6 @@ def measure_noise(
     settings: ScoringSettings,
     tasks: Sequence[LoadedTask],
     *,
-    variations: Sequence[Variation] = VARIATIONS,
     say: Callable[[str], None] | None = None,
 ) -> Noise:
     """Score every task as usual and under each variation, exactly or fast. Raises what scoring
@@ -87,7 +86,7 @@ def measure_noise(
     moved: list[Moved] = []
     by_variation: dict[str, ScoringSettings] = {}
     base: dict[str, Outcomes] = {}
-    for variation in (usual, *variations):
+    for variation in (usual, *VARIATIONS):
         scorer = language_model(model, tokenizer, _varied(settings, variation))
         for task in tasks:
             if say is not None:

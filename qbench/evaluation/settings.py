@@ -101,12 +101,9 @@ def _biased(tolerance: Tolerance, sample: SampleDifference) -> str | None:
 def exceeded(tolerance: Tolerance, report: ScoringReport | None) -> str | None:
     """Why a record does not pass ``tolerance``, which may be tighter than when it was made; None
     where it does, and where nothing was scored fast."""
-    if report is None or report.mode != "fast":
+    if report is None or report.difference_from_exact is None:
         return None
-    difference = report.difference_from_exact
-    if difference is None or (difference.requests and not difference.samples):
-        return "fast scoring's difference from exact is not known by task"
-    reasons = (beyond(tolerance, sample) for sample in difference.samples)
+    reasons = (beyond(tolerance, sample) for sample in report.difference_from_exact.samples)
     return next((reason for reason in reasons if reason), None)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from qbench.checkpoints.fla import expected_shapes, llama_settings
+from qbench.checkpoints.fla import expected_shapes, llama_settings, own_name
 
 CONFIG = {
     "model_type": "transformer", "attn_impl": "parallel_softpick_attn", "hidden_size": 64,
@@ -14,22 +14,12 @@ CONFIG = {
     "intermediate_size": 96, "max_position_embeddings": 128, "norm_eps": 1e-6,
     "rope_theta": 10000.0, "hidden_act": "swish", "tie_word_embeddings": False,
 }  # fmt: skip
-FLA_NAMES = {
-    "model.embed_tokens.": "model.embeddings.", ".input_layernorm.": ".attn_norm.",
-    ".post_attention_layernorm.": ".mlp_norm.", ".self_attn.": ".attn.",
-}  # fmt: skip
-
-
-def fla_name(name: str) -> str:
-    for ours, theirs in FLA_NAMES.items():
-        name = name.replace(ours, theirs)
-    return name
 
 
 def random_tensors(config: dict = CONFIG) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     return {
-        fla_name(name): torch.randn(shape, generator=generator) / 8 + (1 if "norm" in name else 0)
+        own_name(name): torch.randn(shape, generator=generator) / 8 + (1 if "norm" in name else 0)
         for name, shape in expected_shapes(llama_settings(config)).items()
     }
 

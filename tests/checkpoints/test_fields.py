@@ -39,13 +39,14 @@ PUBLISHED = {
         ("rope_theta", float("nan")),
         ("norm_eps", 0),
         ("hidden_ratio", -4),
-        ("max_position_embeddings", None),
+        *[(size, None) for size in ("hidden_size", "num_heads", "vocab_size", "num_hidden_layers",
+                                    "max_position_embeddings")],
         ("num_kv_heads", 3),
         ("bos_token_id", "<s>"),
         ("pad_token_id", 32),
         ("is_encoder_decoder", True),
     ],
-)
+)  # fmt: skip
 def test_a_field_or_value_that_would_be_ignored_is_refused_by_name(tmp_path, field, value):
     changed = {**PUBLISHED, field: value}
     if field == "hidden_ratio":

@@ -80,16 +80,6 @@ def test_tensors_that_do_not_fit_are_named(tmp_path, change, words):
         find(str(write(tmp_path / "c", tensors=tensors)))
 
 
-@pytest.mark.parametrize(
-    "key",
-    ["hidden_size", "num_heads", "vocab_size", "num_hidden_layers", "max_position_embeddings"],
-)
-def test_a_configuration_without_a_size_is_refused_with_its_name(tmp_path, key):
-    config = {k: v for k, v in CONFIG.items() if k != key}
-    with pytest.raises(CheckpointError, match=key):
-        find(str(write(tmp_path / "c", config)))
-
-
 def test_a_pickle_is_refused_with_the_way_to_convert_it(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     torch.save({}, tmp_path / "pytorch_model.bin")

@@ -9,6 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from qbench.attention.transformers import attend
+from qbench.evaluation.kl import BaselineHiddenStates, BaselineWriter
 from qbench.evaluation.scoring import language_model
 from qbench.evaluation.settings import ScoringSettings
 
@@ -116,6 +117,19 @@ def settings(mode, *, max_length=64, batch_size=4, batch_tokens=300, sample=8, *
     fast = {"batch_tokens": batch_tokens, "sample": sample} if mode == "fast" else {}
     changes = {"window_batch_size": batch_size, **fast, **changes}
     return ScoringSettings(mode=mode, max_length=max_length, batch_size=batch_size, **changes)
+
+
+def watch(model, observer, requests, mode="exact", **changes):
+    lm = scorer(model, mode, max_length=96, observer=observer, sample=2, **changes)
+    if requests[0].request_type == "loglikelihood":
+        return lm.loglikelihood(requests, disable_tqdm=True)
+    return lm.loglikelihood_rolling(requests, disable_tqdm=True)
+
+
+def recorded(model, requests, mode="exact") -> BaselineHiddenStates:
+    writer = BaselineWriter()
+    watch(model, writer, requests, mode)
+    return writer.hidden_states()
 
 
 ENDINGS = " yes", " no", " measuring", " electricity flows"

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 from filelock import FileLock
-from recorded_rows import KEY, recorded, watch
-from scoring_models import choices, llama
+from scoring_models import choices, llama, recorded, watch
 
 from qbench.errors import ResultsError
 from qbench.evaluation.baseline import baseline_file, read_baseline, verify_baseline
 from qbench.evaluation.kl import BaselineHiddenStates, BaselineWriter
+
+KEY = "0123456789abcdef" * 4
 
 
 def usable(path, key=KEY):

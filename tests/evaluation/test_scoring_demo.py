@@ -12,7 +12,7 @@ from qbench.checkpoints.tokenizer import load_tokenizer
 from qbench.evaluation.degradation import correct_requests
 from qbench.evaluation.evaluate import evaluate
 from qbench.evaluation.loaded import load_task
-from qbench.evaluation.noise import Variation, measure_noise
+from qbench.evaluation.noise import measure_noise
 from qbench.evaluation.scoring import language_model
 from qbench.evaluation.tasks import plan_task
 
@@ -60,15 +60,14 @@ def test_the_right_answers_are_those_that_accuracy_counts(pair, tasks):
 
 @pytest.mark.parametrize("mode", ["exact", "fast"])
 def test_noise_in_float32_is_rounding_alone(pair, tasks, mode):
-    variations = (Variation(name="other", size=0.5, shuffle=3),)
-    noise = measure_noise(*pair, settings(mode, 12), [tasks["demo_choice"]], variations=variations)
+    noise = measure_noise(*pair, settings(mode, 12), [tasks["demo_choice"]])
     assert {entry.metric for entry in noise.moved} == {"acc", "acc_norm"}
     for entry in noise.moved:
         assert entry.documents == 12
         assert entry.changed_documents == 0
         assert entry.largest_log_likelihood < 1e-4
     assert noise.floors == {"demo_choice": {"acc": 0.0, "acc_norm": 0.0}}
-    assert noise.settings["other"] != noise.settings["as usual"]
+    assert noise.settings["half the batch"] != noise.settings["as usual"]
 
 
 def test_batch_mates_that_matter_are_seen_as_noise(tasks):

@@ -1,8 +1,5 @@
 """Every class that ``qbench list models`` names: scored as lm-eval scores it, and quantized."""
 
-import json
-import shutil
-
 import pytest
 import torch
 from loading import load_model
@@ -74,33 +71,3 @@ def test_heads_of_another_width_or_scale_are_scored_as_the_plan_says(kind, state
     ours = load_model(found, dtype=torch.float32, device="cpu")
     for mode in MODES[MODES.index(found.support.scoring) :]:
         assert answers(ours, mode) == pytest.approx(answers(theirs, "lm-eval"), abs=2e-4), mode
-
-
-@pytest.mark.parametrize("kind", ["opt", "llama", "gemma2"])
-def test_softmax1_is_a_classs_own_attention_with_one_more_in_the_denominator(
-    kind, folders, tmp_path, monkeypatch
-):
-    """As OutEffHop trains OPT."""
-    folder = shutil.copytree(folders(kind), tmp_path / kind)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "qbench_normalizer": "softmax1"}))
-    found = find(str(folder))
-    assert found.normalizer == "softmax1"
-    ours = load_model(found, dtype=torch.float32, device="cpu")
-    assert ours.config._attn_implementation == "qbench-softmax1-reference"
-    theirs = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
-    ids = torch.arange(20)[None] * 7 % 400
-    with torch.no_grad():
-        softmax, got = (model(ids, use_cache=False).logits for model in (theirs, ours))
-        plain = torch.nn.functional.softmax
-
-        def off_by_one(scores, dim, dtype=None):
-            zeros = scores.new_zeros(*scores.shape[:-1], 1)
-            return plain(torch.cat([scores, zeros], -1), dim=dim, dtype=dtype)[..., :-1]
-
-        monkeypatch.setattr(torch.nn.functional, "softmax", off_by_one)
-        expected = theirs(ids, use_cache=False).logits
-    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
-    assert (got - softmax).abs().max() > 1e-2
