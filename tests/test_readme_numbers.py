@@ -3,12 +3,15 @@
 import json
 import math
 import re
+import runpy
+from functools import partial
 
 import pandas as pd
 import pytest
 from readme_results import (
     FINDINGS,
     RESULTS,
+    ROOT,
     SPEED,
     TASKS,
     differences,
@@ -17,6 +20,8 @@ from readme_results import (
     rows,
     table,
 )
+
+from qbench.store import Store
 
 METHODS = {"bf16": "BNB", "bnb": "BNB", "gptq": "GPTQ", "hqq": "HQQ"}
 # README's row → folder, quantizer
@@ -314,6 +319,16 @@ def test_sinks_of_the_second_pair_are_those_of_its_analysis():
     assert "86.59 and 85.82" in told
 
 
+LARGER = part("## At 126 M", "## What would change")
+LABELS = {  # of the page's table
+    "weights, HQQ 2-bit": "hqq-2bit",
+    "activations, int4, a scale a token": "a4",
+    "activations, int8, one scale for all tokens": "a8-tensor",
+    "KV cache, 3 bits, a scale a head and token": "kv3",
+    "KV cache, 2 bits, a scale a head and token": "kv2",
+}
+
+
 def test_the_larger_pair_is_told_as_it_was_trained_and_analyzed():
     known: dict[str, dict[str, str]] = {"softmax": {}, "softpick": {}}
     text = (RESULTS / "sinks-124m" / "analysis" / "tables.md").read_text()
@@ -322,9 +337,8 @@ def test_the_larger_pair_is_told_as_it_was_trained_and_analyzed():
         for row in body:
             if row[0].endswith("/bf16"):
                 known[row[0].partition("/")[0]] |= dict(zip(head, row, strict=True))
-    told = part("## At 126 M", "## What would change")
     names = ["Perplexity", "Sink rate %, ε 0.3", "Sink rate of Gu et al. %, ε 0.3", "Kurtosis"]
-    for name, *shown in rows(told)[2:]:
+    for name, *shown in rows(LARGER[: LARGER.index("![Curves")])[2:]:
         found = known[name]
         largest = max(abs(float(found[end].replace("−", "-"))) for end in ("Min", "Max"))
         assert shown == [*(found[one] for one in names), f"{largest:.0f}"]
@@ -333,17 +347,87 @@ def test_the_larger_pair_is_told_as_it_was_trained_and_analyzed():
         path = RESULTS / "sinks-124m" / "training" / f"{name}-seed0" / "training.json"
         training = json.loads(path.read_text())
         watched[name] = training["watched"]
-        assert (training["tokens"] // 10**6, training["parameters"] // 10**6) == (515, 125)
+        assert (training["tokens"] // 10**6, training["parameters"] // 10**6) == (600, 125)
         assert training["data"]["tokens"] // 10**6 == 243
-        assert round(training["sessions"][0]["seconds"] / 60) == 22
-    told = " ".join(told.split())
+        assert round(training["sessions"][0]["seconds"] / 60) == 25
+    told = " ".join(LARGER.split())
     losses = [f"{watched[name][-1]['loss']:.3f}" for name in known]
     assert f"the loss is {losses[0]} and {losses[1]} nats a token" in told
-    grown = [f"{100 * watched['softmax'][index]['sink_rate']:.1f}" for index in (1, 4, -1)]
+    grown = [f"{100 * watched['softmax'][index]['sink_rate']:.1f}" for index in (1, 3, -1)]
     assert (
-        f"{grown[0]} % of heads after 66 M tokens, {grown[1]} % after 262 M, {grown[2]} %" in told
+        f"{grown[0]} % of heads after 131 M tokens, {grown[1]} % after 393 M, {grown[2]} %" in told
     )
-    assert not any(one["sink_rate"] for one in watched["softpick"])
+    massive = [int(one["Massive activations"]) for one in known.values()]
+    assert massive[0] >= 60
+    assert massive[1] == 0
+    silent = float(known["softpick"]["Heads without any weight %"])
+    assert f"on a page {silent:.1f} % of them have no weight at all" in told
+    record = next(
+        one for one in Store(RESULTS / "sinks-124m").records() if one.cell == "softpick/gptq-4bit"
+    )
+    dead = [one.dead_inputs // 64 for one in record.audit.modules if "o_proj" in one.name]
+    assert f"{sum(dead)} of its {12 * len(dead)} stayed silent on all {128 * 2048:,}" in told
+
+
+def test_the_larger_pair_is_told_as_its_cells_were_scored():
+    sizes = (RESULTS / "sinks-124m" / "sizes.md").read_text()
+    known = {row[1]: row for row in rows(sizes)[2:]}
+    shown = rows(LARGER[LARGER.index("| softpick's damage") :])[2:]
+    assert {name: known[label][2::2] for name, label in LABELS.items()} == {
+        name: cells for name, *cells in shown
+    }
+    told = " ".join(LARGER.split())
+    damage = tables("", "sinks-124m")["damage", *TASKS["WikiText"], "a4"]
+    require_rounded([damage[3], damage[5]], ["× 8.80", "× 1.94"], 2)
+    assert (
+        "Int4 with a scale a token takes softmax's perplexity × 8.80 and softpick's × 1.94" in told
+    )
+    readme = (ROOT / "README.md").read_text()
+    assert f"({known['a4'][4][:7]})" in readme
+
+    def more(folder: str, wanted: str) -> list[bool]:
+        means = divergences(folder)
+        quantizers = {one for _, one in means if re.fullmatch(wanted, one)}
+        return [
+            means["softpick", one] > means["softmax", one]
+            for one in quantizers
+            if ("softpick", one) in means
+        ]
+
+    larger = partial(more, "sinks-124m")
+    integer, floating = larger(r"a[468](-tensor|-asym.*|-static.*)?|w8a8"), larger(r"a.*fp.")
+    assert (len(integer), sum(integer), len(floating), sum(floating)) == (8, 0, 3, 3)
+    assert "Under all 8 integer formats softpick moves less" in told
+    cache, weights = larger("kv.*"), larger("(bnb|hqq).*")
+    assert (len(cache), sum(cache), len(weights), sum(weights)) == (9, 8, 4, 3)
+    assert sum(more("sinks-27m-kv", "kv.*")) == 3
+    assert sum(more("sinks-27m", "(bnb|hqq).*")) == 1
+    assert "more under 8 of 9 precisions, at 27 M under 3." in told
+    assert "more under 3 of 4 (bitsandbytes and HQQ), at 27 M under 1." in told
+
+
+@pytest.mark.slow
+def test_differences_of_the_larger_pair_are_counted_right():
+    found = differences("sinks-124m")
+    kinds = {"weights": r"(bnb|gptq|hqq).*", "activations": r"[aw]\d.*", "KV cache": r"kv.*"}
+    counted = []
+    for wanted in kinds.values():
+        every = found[found.quantizer.str.fullmatch(wanted)]
+        marked = every[every.significant]
+        counted.append(
+            f"{(marked.favour > 0).sum()} and {(marked.favour < 0).sum()} of {len(every)}"
+        )
+    told = " ".join(LARGER.split())
+    assert (
+        f"{counted[0]} for weights, {counted[1]} for activations, {counted[2]} for the KV" in told
+    )
+
+
+@pytest.mark.slow
+def test_sizes_side_by_side_are_those_of_the_records():
+    module = runpy.run_path(str(ROOT / "docs" / "sizes.py"))
+    page = (RESULTS / "sinks-124m" / "sizes.md").read_text()
+    assert page.endswith("\n".join(module["table"]()) + "\n")
 
 
 def test_table_4_is_that_of_the_analysis():
