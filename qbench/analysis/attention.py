@@ -24,58 +24,6 @@ DORMANT = 0.01  # of the mean output norm of a layer's heads
 CHUNK_WEIGHTS = {"cpu": 1 << 20, "cuda": 1 << 26}  # held at once: 4 MiB and 256 MiB in float32
 
 
-class Weights:
-    """Sums of one layer's weights over all queries, on the model's device.
-
-    ``columns`` [B, H, T]: Σ over queries of the weight on each key; ``columns_gu``
-    [B, H, POSITIONS]: on the first keys, over the first GU_LENGTH queries; both float64.
-    ``mass``, ``entropy``, ``largest`` [B, H, T], float32: of each query, as in :func:`add`.
-    ``nonzero`` [B, H], ``pairs`` [B or 1, 1]: counts of pairs of query and key, int64, ``pairs``
-    of those that attention allows one head.
-    """
-
-    def __init__(self, batch: int, heads: int, length: int, device: torch.device) -> None:
-        zeros = partial(torch.zeros, device=device)
-        self.queries = 0
-        self.columns = zeros(batch, heads, length, dtype=torch.float64)
-        self.columns_gu = zeros(batch, heads, POSITIONS, dtype=torch.float64)
-        self.mass, self.entropy, self.largest = zeros(3, batch, heads, length)
-        self.nonzero = zeros(batch, heads, dtype=torch.int64)
-        self.pairs = zeros(1, 1, dtype=torch.int64)
-
-    def add(self, weights: Tensor, allowed: Tensor) -> None:
-        """Take in the next queries' ``weights`` [B, H, R, N], which are overwritten; ``allowed``
-        bool [B or 1, 1, R, N]: which of the pairs attention may use, N keys from the first on.
-
-        ``largest`` is max_k a(q, k) and ``mass`` Σ_k a(q, k), 1 for softmax. ``entropy`` is
-        −Σ p ln p with p = a / Σ a, in nats; NaN of a query without any weight. Each measure
-        reads the weights once, and only the last one writes.
-        """
-        keys = weights.shape[-1]
-        rows = slice(self.queries, self.queries + weights.shape[2])
-        self.columns[..., :keys] += weights.sum(2)
-        early = max(0, min(weights.shape[2], GU_LENGTH - self.queries))
-        if early:
-            first = weights[:, :, :early, :POSITIONS]
-            self.columns_gu[..., : first.shape[-1]] += first.sum(2, dtype=torch.float64)
-        self.nonzero += torch.count_nonzero(weights, dim=(2, 3))
-        self.pairs = self.pairs + allowed.sum((2, 3))
-        mass = weights.sum(-1)
-        self.mass[:, :, rows] = mass
-        self.largest[:, :, rows] = weights.amax(-1)
-        # −Σ (a/S) ln (a/S) = (Σ −a ln a) / S + ln S
-        terms = torch.special.entr(weights, out=weights).sum(-1)
-        self.entropy[:, :, rows] = (terms / mass + mass.log()).where(mass > 0, torch.nan)
-        self.queries = rows.stop
-
-    @property
-    def zeros(self) -> Tensor:
-        """Share of the allowed pairs whose weight is exactly 0, [B, H]: the softpick paper's
-        sparsity (section 6.1, table 4: "exact zeros in the lower triangle"); its published script
-        counts |a| ≤ 1e-5 unless told otherwise."""
-        return 1 - self.nonzero / self.pairs
-
-
 def column_means(columns: Tensor, queries: int) -> Tensor:
     """The softpick paper's measure of a sink (section 6.2): α_k, "the average value of the first
     column in A", here of each key k: Σ_q A(q, k) / T over all T queries, those that cannot see
@@ -153,13 +101,44 @@ def chunks(call: Call) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 @torch.no_grad()
-def measure_weights(call: Call) -> Weights:
-    """Sums over every weight of ``call``."""
+def measure_weights(call: Call) -> dict[str, Tensor]:
+    """Sums over every weight of ``call``, on its device.
+
+    ``columns`` [B, H, T]: Σ over queries of the weight on each key; ``columns_gu``
+    [B, H, POSITIONS]: on the first keys, over the first GU_LENGTH queries; both float64.
+    Of each query, float32 [B, H, T]: ``largest`` max_k a(q, k); ``mass`` Σ_k a(q, k), 1 for
+    softmax; ``entropy`` −Σ p ln p with p = a / Σ a, in nats, NaN of a query without any weight.
+    ``zeros`` [B, H]: share of the pairs that attention allows whose weight is exactly 0: the
+    softpick paper's sparsity (section 6.1, table 4: "exact zeros in the lower triangle"); its
+    published script counts |a| ≤ 1e-5 unless told otherwise.
+    """
     batch, heads, length, _ = call.query.shape
-    total = Weights(batch, heads, length, call.query.device)
-    for weights, allowed in chunks(call):
-        total.add(weights, allowed)
-    return total
+    empty = partial(torch.zeros, batch, heads, device=call.query.device)
+    columns, columns_gu = (empty(keys, dtype=torch.float64) for keys in (length, POSITIONS))
+    mass, entropy, largest = (empty(length) for _ in range(3))
+    nonzero, pairs = (empty(dtype=torch.int64) for _ in range(2))
+    first = 0
+    for weights, allowed in chunks(call):  # each measure reads them once, only the last writes
+        keys, rows = weights.shape[-1], slice(first, first + weights.shape[2])
+        columns[..., :keys] += weights.sum(2)
+        early = weights[:, :, : max(0, GU_LENGTH - first), :POSITIONS]
+        columns_gu[..., : early.shape[-1]] += early.sum(2, dtype=torch.float64)
+        nonzero += torch.count_nonzero(weights, dim=(2, 3))
+        pairs += allowed.sum((2, 3))
+        mass[:, :, rows] = total = weights.sum(-1)
+        largest[:, :, rows] = weights.amax(-1)
+        # −Σ (a/S) ln (a/S) = (Σ −a ln a) / S + ln S
+        terms = torch.special.entr(weights, out=weights).sum(-1)
+        entropy[:, :, rows] = (terms / total + total.log()).where(total > 0, torch.nan)
+        first = rows.stop
+    return {
+        "columns": columns,
+        "columns_gu": columns_gu,
+        "mass": mass,
+        "entropy": entropy,
+        "largest": largest,
+        "zeros": 1 - nonzero / pairs,
+    }
 
 
 def output_ratios(output: Tensor) -> Tensor:
@@ -177,24 +156,24 @@ def output_ratios(output: Tensor) -> Tensor:
 
 
 def measures(
-    weights: Weights, output: Tensor, delimiters: Tensor, *, stretch: int
+    weights: dict[str, Tensor], output: Tensor, delimiters: Tensor, *, stretch: int
 ) -> dict[str, Tensor]:
-    """What is measured of one layer's heads, a row a text, float64: [B, H]; [B, H, POSITIONS] of
-    attention on positions; [B, H, S] of means over each ``stretch`` of queries. ``output`` as in
-    :func:`output_ratios`, ``delimiters`` bool [B, T]."""
-    queries = weights.queries
-    on_delimiters, most = delimiter_means(weights.columns, delimiters)
+    """What a layer's ``weights`` (:func:`measure_weights`) come to, a row a text, float64: [B, H];
+    [B, H, POSITIONS] of attention on positions; [B, H, S] of means over each ``stretch`` of
+    queries. ``output`` as in :func:`output_ratios`, ``delimiters`` bool [B, T]."""
+    queries = weights["columns"].shape[-1]
+    on_delimiters, most = delimiter_means(weights["columns"], delimiters)
     found = {
-        "attention": _first(column_means(weights.columns, queries)),
-        "attention_gu": column_means_gu(weights.columns_gu, queries),
+        "attention": _first(column_means(weights["columns"], queries)),
+        "attention_gu": column_means_gu(weights["columns_gu"], queries),
         "delimiters": on_delimiters,
         "delimiter": most,
-        "zeros": weights.zeros,
-        "silent": (weights.mass == 0).double().mean(-1),
+        "zeros": weights["zeros"],
+        "silent": (weights["mass"] == 0).double().mean(-1),
         "output": output_ratios(output),
     }
     for name in ("mass", "entropy", "largest"):
-        values = getattr(weights, name).double()
+        values = weights[name].double()
         # NaN where no query has any weight, which has no entropy then
         found[name] = values.nanmean(-1)
         parts = values.split(stretch, dim=-1)

@@ -32,7 +32,7 @@ MODEL_PARTS = (
 
 def plan_analyses(plan: Plan, settings: AnalysisSettings) -> tuple[AnalysisCell, ...]:
     """Of all cells of ``plan``, in its order."""
-    stated = {"kind": "analysis", "analysis": settings.key_parts() | settings.map_heads}
+    stated = {"kind": "analysis", "analysis": settings.key_parts() | {"heads": settings.heads}}
     return _cells(plan.cells, settings, stated)
 
 

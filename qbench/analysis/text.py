@@ -91,11 +91,6 @@ class AnalysisSettings:
             "batch": self.batch,
         }
 
-    @property
-    def map_heads(self) -> dict[str, Any]:
-        """For keys, of analyses that keep maps."""
-        return {"heads": self.heads and [list(head) for head in self.heads]}
-
 
 def text_file(path: Path, field: str) -> TextFile:
     """Raises DataError where a line is malformed or lacks ``field``."""

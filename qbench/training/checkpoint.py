@@ -33,6 +33,7 @@ class Progress(BaseModel):
     best_step: int | None = None
     kernels: list[str] = []
     sessions: list[TrainingSession] = []
+    log: list[dict[str, Any]] = []  # its lines, of the main process
 
 
 def require_same(known: str, settings: str, folder: Path) -> None:

@@ -4,45 +4,36 @@ from __future__ import annotations
 
 import io
 import json
-import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qbench.attention.normalizers import NORMALIZERS
-from qbench.errors import TrainingError
 from qbench.files import write_atomically
-from qbench.records import TrainingSample
 
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
-
-# The numbers that a line of each kind must have, beside ``step``.
-NUMBERS = {"step": ("loss", "grad_norm"), "watch": tuple(TrainingSample.model_fields)}
 
 
 class Log:
     """One JSON object a line: ``kind`` (step or watch), ``step``, and its numbers."""
 
-    def __init__(self, path: Path, *, step: int, trackers: list[GeneralTracker]) -> None:
-        """Lines after ``step`` are dropped: a resumed training makes them again. A negative one:
-        training starts, and so does the log."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [line for line in read_log(path) if line["step"] <= step]
-        write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept).encode())
+    def __init__(
+        self, path: Path, lines: list[dict[str, Any]], trackers: list[GeneralTracker]
+    ) -> None:
+        """``lines`` are those so far, which the file begins with; new ones are added to both."""
+        self.lines = lines
+        write_atomically(path, "".join(json.dumps(line) + "\n" for line in lines).encode())
         self._file = path.open("a", encoding="utf-8")
         self._trackers = trackers
 
     def write(self, kind: str, step: int, **values: float | int | None) -> None:
-        self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+        self.lines.append({"kind": kind, "step": step, **values})
+        self._file.write(json.dumps(self.lines[-1]) + "\n")
         self._file.flush()
-        shown = {
-            f"{kind}/{name}": value
-            for name, value in values.items()
-            if value is not None and math.isfinite(value)
-        }
         for tracker in self._trackers:
-            tracker.log(shown, step=step)
+            tracker.log({f"{kind}/{name}": value for name, value in values.items()}, step=step)
 
     def close(self) -> None:
         self._file.close()
@@ -51,29 +42,12 @@ class Log:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """The lines of a log, none where there is none; a last one that a killed process left half is
-    dropped. Raises TrainingError for any other that is none of ours."""
-    if not path.exists():
-        return []
-    texts = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    """The lines of a log but those that are not whole, as a killed process leaves its last."""
     found = []
-    for number, text in enumerate(texts, start=1):
-        try:
-            line = json.loads(text)
-            whole = type(line["step"]) is int and all(
-                type(line[name]) in (int, float) for name in NUMBERS[line["kind"]]
-            )
-        except (ValueError, KeyError, TypeError, RecursionError):
-            whole = False
-        if not whole:
-            if number < len(texts):
-                raise TrainingError(
-                    f"{path}:{number}: damaged; remove that line; only records and curves lack it "
-                    "then"
-                )
-            continue
-        found.append(line)
-    return found
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+        with suppress(ValueError):
+            found.append(json.loads(line))
+    return [line for line in found if isinstance(line, dict)]
 
 
 def open_trackers(
@@ -100,7 +74,6 @@ PANELS = (
     ("watch", "kurtosis", "kurtosis of hidden states", "log"),
     ("watch", "largest", "largest |hidden state|", "log"),
 )
-FEW = 10  # points of a run
 # Okabe and Ito's palette, told apart with any colour vision; strokes tell as well
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 STROKES = ("-", "--", "-.", ":")
@@ -122,14 +95,13 @@ def plot(logs: Mapping[tuple[str, int], Sequence[Mapping[str, Any]]], path: Path
             for (normalizer, _), lines in logs.items():
                 look = looks.index(normalizer)
                 points = {
-                    line["step"]: line[value]
+                    line["step"]: line.get(value)
                     for line in lines
-                    if line["kind"] == kind and (line["step"] > 0 or value != "loss")
+                    if line.get("kind") == kind and (line["step"] > 0 or value != "loss")
                 }
                 axis.plot(
-                    [*points], [*points.values()], linewidth=1.0, markersize=3.0,
+                    [*points], [*points.values()], linewidth=1.0, marker=".", markersize=3.0,
                     color=COLOURS[look % len(COLOURS)], linestyle=STROKES[look % len(STROKES)],
-                    marker="o" if len(points) < FEW else None,  # one point makes no line
                     label=f"{normalizer}, seed{'s' * (len(seeds[normalizer]) > 1)} "
                     + ", ".join(seeds[normalizer]),
                 )  # fmt: skip

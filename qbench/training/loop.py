@@ -66,10 +66,6 @@ class Run:
         return hashlib.sha256(canonical(parts)).hexdigest()
 
     @property
-    def log_file(self) -> Path:
-        return self.folder / STATE / LOG
-
-    @property
     def tokens(self) -> dict[str, int | None]:
         """The ids of bos, eos and pad."""
         about = self.files.about
@@ -128,7 +124,7 @@ class Trainer:
         )
         if self.processes.is_main_process:
             opened = open_trackers(trackers, run.folder, recipe.settings())
-            self._log = Log(run.log_file, step=first or -1, trackers=opened)
+            self._log = Log(run.folder / STATE / LOG, progress.log, opened)
         own = digest_of([Path(__file__).parent])  # beside the modules that change numbers anywhere
         code = hashlib.sha256(f"{code_digest()} {own}".encode()).hexdigest()
         session = TrainingSession(

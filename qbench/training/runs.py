@@ -127,8 +127,7 @@ def _record(trainer: Trainer) -> Training:
     """Of a training that took its last step; the main process writes it, and the checkpoint."""
     run, progress, model = trainer.run, trainer.progress, trainer.model
     recipe, about = run.recipe, run.files.about
-    lines = read_log(run.log_file)
-    losses = [line["loss"] for line in lines if line["kind"] == "step"]
+    losses = [line["loss"] for line in progress.log if line["kind"] == "step"]
     record = Training(
         name=recipe.name,
         normalizer=run.normalizer,
@@ -154,7 +153,7 @@ def _record(trainer: Trainer) -> Training:
         best_loss=progress.best_loss,
         watched=tuple(
             TrainingSample(**{key: line[key] for key in TrainingSample.model_fields})
-            for line in lines
+            for line in progress.log
             if line["kind"] == "watch"
         ),
         sessions=tuple(progress.sessions),

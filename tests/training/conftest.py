@@ -64,39 +64,45 @@ def tokens(tmp_path_factory, tokenizer_folder, texts):
     return folder / "tokens"
 
 
-@pytest.fixture
-def recipe_file(tmp_path, tokens):
-    """Writes the small recipe, with parts of it changed, and returns its path."""
-
-    def write(**changed):
-        values = {**RECIPE, "data": {"tokens": str(tokens)}}
-        for name, value in changed.items():
-            known = values.get(name)
-            values[name] = {**known, **value} if isinstance(known, dict) else value
-        path = tmp_path / "recipe.yaml"
-        path.write_text(yaml.safe_dump(values))
-        return path
-
-    return write
+def write_recipe(path, tokens, /, **changed):
+    """The small recipe, with parts of it changed."""
+    values = {**RECIPE, "data": {"tokens": str(tokens)}}
+    for name, value in changed.items():
+        known = values.get(name)
+        values[name] = {**known, **value} if isinstance(known, dict) else value
+    path.write_text(yaml.safe_dump(values))
+    return path
 
 
-@pytest.fixture
-def train(recipe_file):
+def run_recipe(path, out, *, stop_after=None, say=[].append):
     """Trains in this process; returns the records of the finished runs."""
     from qbench.training.data import read_token_files
     from qbench.training.recipe import TrainingRecipe
     from qbench.training.runs import joined, train_recipe
 
-    def run(out, *, stop_after=None, said=None, **changed):
-        recipe = TrainingRecipe.load(recipe_file(**changed))
-        with joined("cpu") as processes:
-            return train_recipe(
-                recipe,
-                read_token_files(recipe.token_folder),
-                out,
-                processes=processes,
-                say=[].append if said is None else said.append,
-                stop_after=stop_after,
-            )
+    recipe = TrainingRecipe.load(path)
+    files = read_token_files(recipe.token_folder)
+    with joined("cpu") as processes:
+        return train_recipe(
+            recipe, files, out, processes=processes, say=say, stop_after=stop_after
+        )  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory, tokens):
+    """The small recipe's pair, trained in one go: its folder, and the records."""
+    folder = tmp_path_factory.mktemp("trained")
+    return folder, run_recipe(write_recipe(folder / "recipe.yaml", tokens), folder)
+
+
+@pytest.fixture
+def recipe_file(tmp_path, tokens):
+    return lambda **changed: write_recipe(tmp_path / "recipe.yaml", tokens, **changed)
+
+
+@pytest.fixture
+def train(recipe_file):
+    def run(out, *, stop_after=None, say=[].append, **changed):
+        return run_recipe(recipe_file(**changed), out, stop_after=stop_after, say=say)
 
     return run

@@ -21,27 +21,16 @@ from qbench.training.runs import draw
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def lines(tmp_path):
-    def read(run, kind):
-        found = read_log(tmp_path / run / "state" / "log.jsonl")
-        return [line for line in found if line["kind"] == kind]
-
-    return read
-
-
-def test_a_trained_pair_is_two_checkpoints_alike_in_all_but_the_normalizer(tmp_path, train):
-    pair = train(tmp_path)
+def test_a_trained_pair_is_two_checkpoints_alike_in_all_but_the_normalizer(trained):
+    out, pair = trained
     assert [record.normalizer for record in pair] == ["softmax", "softpick"]
     assert pair[0].in_common == pair[1].in_common
-    configs = [
-        json.loads((tmp_path / f"{r.normalizer}-seed3" / "config.json").read_text()) for r in pair
-    ]
-    different = {key for key in configs[0] if configs[0][key] != configs[1][key]}
-    assert different == {"attn_impl"}
-    for record in pair:
+    folders = [out / f"{record.normalizer}-seed3" for record in pair]
+    one, other = (json.loads((folder / "config.json").read_text()) for folder in folders)
+    assert {key for key in one if one[key] != other[key]} == {"attn_impl"}
+    for record, folder in zip(pair, folders, strict=True):
         assert record.final_loss < 3.6  # ln 64 is 4.16
-        checkpoint = find(str(tmp_path / f"{record.normalizer}-seed3"))
+        checkpoint = find(str(folder))
         assert checkpoint.normalizer == record.normalizer
         assert checkpoint.training == record.summary
         model = load_model(checkpoint, dtype=torch.float32, device="cpu")
@@ -49,9 +38,9 @@ def test_a_trained_pair_is_two_checkpoints_alike_in_all_but_the_normalizer(tmp_p
         assert load_tokenizer(checkpoint)("the cat")["input_ids"]
 
 
-def test_the_record_says_how_it_came_about(tmp_path, train, tokens):
-    [record] = train(tmp_path, normalizers=["softpick"])
-    path = tmp_path / "softpick-seed3" / "training.json"
+def test_the_record_says_how_it_came_about(trained, tokens):
+    out, (_, record) = trained
+    path = out / "softpick-seed3" / "training.json"
     assert Training.model_validate_json(path.read_bytes()) == record
     assert (record.steps, record.tokens) == (40, 2560)
     assert record.attention == "softpick/reference"
@@ -67,34 +56,31 @@ def test_the_record_says_how_it_came_about(tmp_path, train, tokens):
     assert session.environment.versions["torch"]
 
 
-def test_the_log_has_a_line_for_each_look_and_each_logged_step(tmp_path, train, lines):
-    train(tmp_path, normalizers=["softmax"])
-    steps = lines("softmax-seed3", "step")
+def test_the_log_has_a_line_for_each_look_and_each_logged_step(trained):
+    lines = read_log(trained[0] / "softmax-seed3" / "state" / "log.jsonl")
+    steps, looks = ([one for one in lines if one["kind"] == kind] for kind in ("step", "watch"))
     assert [line["step"] for line in steps] == list(range(5, 45, 5))
     assert set(steps[0]) == {
         "kind", "step", "tokens", "loss", "grad_norm", "learning_rate", "tokens_per_s", "mfu",
     }  # fmt: skip
-    looks = lines("softmax-seed3", "watch")
     assert set(looks[0]) >= {"loss", "sink_rate", "sink_rate_gu", "kurtosis", "largest"}
-    curves = draw(tmp_path)
-    assert curves.read_text().count("<path") > 10
+    assert draw(trained[0]).read_text().count("<path") > 10
 
 
-def test_a_look_measures_what_analyze_measures(tmp_path, train, tokens):
+def test_a_look_measures_what_analyze_measures(trained, tokens):
     from qbench.analysis.measure import measure
     from qbench.training.data import read_token_files, watched_rows
     from qbench.training.recipe import TrainingRecipe
 
-    [record] = train(tmp_path, normalizers=["softmax"])
-    recipe = TrainingRecipe.load(tmp_path / "recipe.yaml")
-    files = read_token_files(tokens)
-    ids = torch.tensor(watched_rows(recipe, files))
+    out, (record, _) = trained
+    recipe = TrainingRecipe.load(out / "recipe.yaml")
+    ids = torch.tensor(watched_rows(recipe, read_token_files(tokens)))
     assert ids.shape == (4, 16)
     assert (ids[:, 0] == 1).all()
     assert not (ids[:, 1:] == 1).any()  # no BOS of a document after ours
-    model = load_model(find(str(tmp_path / "softmax-seed3")), dtype=torch.float32, device="cpu")
-    tokenizer = load_tokenizer(find(str(tmp_path / "softmax-seed3")))
-    found = measure(model, ids, tokenizer=tokenizer, linears=(), batch=4)
+    checkpoint = find(str(out / "softmax-seed3"))
+    model = load_model(checkpoint, dtype=torch.float32, device="cpu")
+    found = measure(model, ids, tokenizer=load_tokenizer(checkpoint), linears=(), batch=4)
     last = record.watched[-1]  # the checkpoint is in bfloat16, what was looked at in float32
     assert last.kurtosis == pytest.approx(found.hidden.kurtosis, rel=0.05)
     assert last.loss == pytest.approx(torch.tensor(found.perplexity).log().item(), abs=0.02)
@@ -141,7 +127,7 @@ def test_a_loss_far_above_the_lowest_ends_it(tmp_path, train):
 def test_data_that_do_not_fit_are_refused_before_training(tmp_path, train, changed, error, said):
     lines = []
     with pytest.raises(error, match=said):
-        train(tmp_path, said=lines, **changed)
+        train(tmp_path, say=lines.append, **changed)
     assert not lines
     assert not list(tmp_path.rglob("*.safetensors"))
 
@@ -199,33 +185,11 @@ def test_tensorboard_gets_the_same_numbers(tmp_path):
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     from qbench.training.log import Log, open_trackers
 
-    log = Log(
-        tmp_path / "log.jsonl", step=-1, trackers=open_trackers(["tensorboard"], tmp_path, {})
-    )
+    log = Log(tmp_path / "log.jsonl", [], open_trackers(["tensorboard"], tmp_path, {}))
     log.write("step", 5, loss=2.5, mfu=None)
-    log.write("watch", 5, loss=float("nan"))
     log.close()
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert events.Tags()["scalars"] == ["step/loss"]
     assert [(one.step, one.value) for one in events.Scalars("step/loss")] == [(5, 2.5)]
-
-
-def test_a_log_that_goes_on_drops_what_is_made_again_and_half_a_line(tmp_path):
-    from qbench.training.log import Log
-
-    path = tmp_path / "log.jsonl"
-    first = Log(path, step=-1, trackers=[])
-    for step in (5, 10, 15):
-        first.write("step", step, loss=1.0, grad_norm=1.0)
-    first.close()
-    path.write_text(path.read_text() + '{"kind": "step", "st')
-    again = Log(path, step=10, trackers=[])
-    again.write("step", 15, loss=2.0, grad_norm=1.0)
-    again.close()
-    assert [(line["step"], line["loss"]) for line in read_log(path)] == [
-        (5, 1.0),
-        (10, 1.0),
-        (15, 2.0),
-    ]
