@@ -446,12 +446,9 @@ def _require_tensors(config: dict[str, Any], headers: dict[str, Header], normali
 def _folder(source: str, revision: str | None, base: Path) -> Path:
     try:
         path = (base / Path(source).expanduser()).resolve()
-        is_folder = path.is_dir()
+        is_folder, why = path.is_dir(), str(path)
     except (OSError, ValueError, RuntimeError) as error:
-        raise CheckpointError(
-            f"checkpoint {shown(source)}: it names no folder ({shown(str(error))}), and it is no "
-            "hub id (owner/name)"
-        ) from None
+        is_folder, why = False, str(error)
     if is_folder and revision is not None:
         raise CheckpointError(
             f"checkpoint {source}: a folder has no revisions, and the recipe says revision: "
@@ -462,8 +459,7 @@ def _folder(source: str, revision: str | None, base: Path) -> Path:
     if HUB_ID.fullmatch(source):
         return hub.snapshot(source, revision, FROM_HUB)
     raise CheckpointError(
-        f"checkpoint {shown(source)}: no such folder ({shown(str(path))}), and not a hub id "
-        "(owner/name)"
+        f"checkpoint {shown(source)}: no such folder ({shown(why)}), and not a hub id (owner/name)"
     )
 
 

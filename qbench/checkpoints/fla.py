@@ -171,7 +171,8 @@ def llama_settings(config: dict[str, Any]) -> dict[str, Any]:
         "vocab_size": stated.vocab_size,
         "hidden_size": hidden,
         "intermediate_size": stated.intermediate_size
-        or _intermediate_size(hidden, stated.hidden_ratio or 4),
+        # flash-linear-attention's rule: 2/3 of hidden · ratio, rounded up to 256
+        or 256 * math.ceil(int(hidden * (stated.hidden_ratio or 4) * 2 / 3) / 256),
         "num_hidden_layers": stated.num_hidden_layers,
         "num_attention_heads": heads,
         "num_key_value_heads": shared,
@@ -302,8 +303,3 @@ def expected_shapes(settings: dict[str, Any]) -> dict[str, list[int]]:
         if settings["model_type"] == "qwen2" or settings.get("attention_bias"):
             shapes |= {f"{prefix}.{name}.bias": [sizes[size]] for name, size in BIASES.items()}
     return shapes
-
-
-def _intermediate_size(hidden: int, ratio: float) -> int:
-    """flash-linear-attention's rule: 2/3 of hidden · ratio, rounded up to 256."""
-    return 256 * math.ceil(int(hidden * ratio * 2 / 3) / 256)

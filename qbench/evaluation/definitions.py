@@ -6,7 +6,6 @@ seconds; ours looks for names alone, in half a second.
 
 from __future__ import annotations
 
-import ast
 import difflib
 import functools
 import glob
@@ -22,7 +21,7 @@ from typing import Any
 
 import yaml
 
-from qbench.errors import DataError, RecipeError
+from qbench.errors import RecipeError
 from qbench.files import read_regular
 
 NAMES = re.compile(
@@ -54,14 +53,10 @@ class Definition:
     config: dict[str, Any]
 
     @property
-    def functions(self) -> list[Function]:
-        return list(_functions(self.config))
-
-    @property
     def sources(self) -> list[Path]:
         """The Python files that its functions are in or may call: all beside them."""
         found: set[Path] = set()
-        for function in self.functions:
+        for function in _functions(self.config):
             if function.file is not None:
                 found |= {function.file, *function.folder.glob("*.py")}
         return sorted(found)
@@ -91,7 +86,7 @@ def definition_file(name: str, definitions: Path | None) -> Path:
     lm-eval's. Raises RecipeError where none does."""
     if (path := _found("task", name, definitions)) is not None:
         return path
-    raise RecipeError(f"tasks: lm-eval has no task {name!r}{_near(name, definitions)}")
+    raise _unknown(name, definitions)
 
 
 def expand(name: str, definitions: Path | None) -> list[str]:
@@ -103,7 +98,7 @@ def expand(name: str, definitions: Path | None) -> list[str]:
         return [leaf for child in children for leaf in expand(child, definitions)]
     if tagged := _tagged(name, _folders(definitions)):
         return tagged
-    raise RecipeError(f"tasks: lm-eval has no task {name!r}{_near(name, definitions)}")
+    raise _unknown(name, definitions)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -269,9 +264,10 @@ def _tagged(tag: str, folders: list[Path]) -> list[str]:
     return sorted(found)
 
 
-def _near(name: str, definitions: Path | None) -> str:
+def _unknown(name: str, definitions: Path | None) -> RecipeError:
     near = difflib.get_close_matches(name, task_names(definitions), n=3)
-    return f"; similar: {', '.join(near)}" if near else "; `qbench list tasks` names them"
+    more = f"similar: {', '.join(near)}" if near else "`qbench list tasks` names them"
+    return RecipeError(f"tasks: lm-eval has no task {name!r}; {more}")
 
 
 @functools.cache
@@ -284,36 +280,3 @@ def _definition_files(folder: Path, templates: bool = False) -> list[Path]:
 @functools.cache
 def _text(path: Path) -> str:
     return read_regular(path).decode(errors="replace")
-
-
-def require_modules(name: str, definition: Definition) -> None:
-    """Raises DataError where the code of a task's functions imports what is not installed."""
-    files = {function.file for function in definition.functions if function.file is not None}
-    for path in sorted(files):
-        for line, module in _imported(path):
-            package = module.partition(".")[0]
-            beside = (path.parent / package).exists() or (path.parent / f"{package}.py").exists()
-            if not beside and importlib.util.find_spec(package) is None:
-                raise DataError(missing_module(name, package, f"{path}:{line}"))
-
-
-def missing_module(task: str, module: str, location: str) -> str:
-    """One line for a task whose code imports ``module`` at ``location`` and does not find it."""
-    package = module.partition(".")[0]
-    why = f"is not installed: pip install {package}, or"
-    if importlib.util.find_spec(package) is not None:
-        why = f"the installed {package} does not have:"
-    return f"{task}: its code in {location} imports {module}, which {why} leave the task out"
-
-
-def _imported(path: Path) -> Iterator[tuple[int, str]]:
-    """Line and name of the modules that a file imports whenever it is imported itself."""
-    try:
-        tree = ast.parse(path.read_bytes())
-    except SyntaxError:
-        return  # lm-eval says so, with the line
-    for statement in tree.body:
-        if isinstance(statement, ast.Import):
-            yield from ((statement.lineno, alias.name) for alias in statement.names)
-        elif isinstance(statement, ast.ImportFrom) and statement.module and not statement.level:
-            yield statement.lineno, statement.module

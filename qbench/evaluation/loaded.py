@@ -7,6 +7,7 @@ import ast
 import contextlib
 import functools
 import hashlib
+import importlib.util
 import inspect
 import itertools
 import json
@@ -29,7 +30,7 @@ from lm_eval.tasks._yaml_loader import load_yaml
 from qbench import hub
 from qbench.errors import DataError, first_line
 from qbench.evaluation import passkey
-from qbench.evaluation.definitions import missing_module, read_definition
+from qbench.evaluation.definitions import read_definition
 from qbench.evaluation.settings import NUMPY_SEED, RANDOM_SEED, TORCH_SEED
 from qbench.evaluation.tasks import (
     TaskSpec,
@@ -116,10 +117,6 @@ class LoadedTask:
     digest: str  # of what is asked and of its documents, wherever they came from
     lines: tuple[tuple[Path, int], ...] = ()  # file and line of each document, where it has one
 
-    @property
-    def documents(self) -> int:
-        return len(self.task.eval_docs)
-
     def location(self, document: int) -> str:
         """Where a document stands, for messages: file and line, or its number."""
         if self.lines:
@@ -154,8 +151,7 @@ def load_task(spec: TaskSpec) -> LoadedTask:
     except ModuleNotFoundError as error:
         if error.name is None:
             raise
-        location = str(spec.definition)
-        raise DataError(missing_module(spec.name, error.name, location)) from error
+        raise DataError(f"{spec.name}: {missing_module(error.name)}") from error
     except Exception as error:
         raise DataError(_reason(spec, config, error)) from error
     if read_definition(spec.definition).digest != spec.definition_digest:
@@ -229,6 +225,16 @@ def _reason(spec: TaskSpec, config: dict[str, Any], error: Exception) -> str:
     if spec.files:
         return f"{line}; are the fields those of {config.get('dataset_path')}?"
     return line
+
+
+def missing_module(module: str) -> str:
+    """What to do where the code of a task imports ``module`` and does not find it."""
+    package = module.partition(".")[0]
+    if importlib.util.find_spec(package) is not None:
+        why = f"{module}, which the installed {package} does not have:"
+    else:
+        why = f"{package}, which is not installed: pip install {package}, or"
+    return f"its code imports {why} leave the task out"
 
 
 def _require_commit(spec: TaskSpec, task: ConfigurableTask) -> None:

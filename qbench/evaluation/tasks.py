@@ -22,7 +22,6 @@ from qbench.evaluation.definitions import (
     Definition,
     definition_file,
     read_definition,
-    require_modules,
 )
 from qbench.files import read_regular
 from qbench.passkey import DOCUMENTS, task_length
@@ -248,7 +247,6 @@ def plan_task(
         )
     path = definition_file(name, definitions)
     definition = read_definition(path)
-    require_modules(name, definition)
     config = {**definition.config, "num_fewshot": definition.config.get("num_fewshot")}
     label = name
     if num_fewshot is not None:
@@ -349,14 +347,13 @@ def _paths(
         if stem is None:
             names = " or ".join(f"{stem}.jsonl" for stem in stems)
             what = f"for its examples no {names}" if split == examples else f"no {names}"
-            has, remedy = "nothing there", ""
-            if present:
-                has = f"it has {', '.join(f'{stem}.jsonl' for stem in present)}"
-                files = f"{{fewshot: [{present[0]}]}}" if split == examples else f"[{present[0]}]"
-                remedy = f"; or put into the recipe tasks: [{{name: {name}, files: {files}}}]"
+            other = present[0] if present else "FILE"
+            files = f"{{fewshot: [{other}]}}" if split == examples else f"[{other}]"
+            has = ", ".join(f"{one}.jsonl" for one in present) or "nothing"
             raise MissingDataError(
-                f"{name}: {what} in {folder} ({has}); put the split there, one JSON object a line, "
-                f"with the field names of the hub's{remedy}"
+                f"{name}: {what} in {folder} (it has {has}); put the split "
+                "there, one JSON object a line, with the field names of the hub's; or put "
+                f"into the recipe tasks: [{{name: {name}, files: {files}}}]"
             )
         paths[split] = folder / f"{stem}.jsonl"
     return paths

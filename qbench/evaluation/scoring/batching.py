@@ -168,25 +168,15 @@ class PrefixGroup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedBatch(Batch):
-    """A pack of T tokens: ``ids`` [1, T] at ``positions`` [1, T]."""
+    """A pack of T tokens: ``ids`` [1, T] at ``positions`` [1, T]. Its segments are the prefixes and
+    suffixes in order: ``cu_seqlens_q`` [S + 1] of their tokens, ``cu_seqlens_k`` of the keys that
+    they see; ``keys`` [K] the tokens that these are, one segment after another, None where each
+    sees just itself."""
 
     positions: np.ndarray
-    groups: list[PrefixGroup]
-
-    def segments(self) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """Lengths [S] of the prefixes and suffixes in order, and of the keys that each sees; the
-        tokens [K] that these are, one segment after another, None where each sees just itself."""
-        queries, keys, seen = [], [], []
-        first = 0
-        for group in self.groups:
-            prefix = np.arange(first, first + len(group.prefix))
-            for shared, part in [([], group.prefix), *((prefix, one) for one in group.suffixes)]:
-                queries.append(len(part))
-                keys.append(len(shared) + len(part))
-                seen += [shared, np.arange(first, first + len(part))]
-                first += len(part)
-        index = np.concatenate(seen).astype(np.int64) if keys != queries else None
-        return np.array(queries), np.array(keys), index
+    cu_seqlens_q: np.ndarray
+    cu_seqlens_k: np.ndarray
+    keys: np.ndarray | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -228,22 +218,25 @@ class Pack(BatchPlan):
         """The arrays. Rows that several requests score are there once."""
         ids: list[int] = []
         positions: list[np.ndarray] = []
+        queries, keys, seen = [], [], []  # of each segment
         flat: list[np.ndarray] = []  # for each scored token the index of its row in the pack
         owner, index, token, counts, request_indices = [], [], [], [], []
         for group in self.groups:
             first, shared = len(ids), len(group.prefix)
-            ids += group.prefix
-            positions.append(np.arange(shared))
             starts = []
-            for suffix in group.suffixes:
-                starts.append(len(ids))
-                ids += suffix
-                positions.append(np.arange(shared, shared + len(suffix)))
+            for before, part in [(0, group.prefix), *((shared, one) for one in group.suffixes)]:
+                start, end = len(ids), len(ids) + len(part)
+                starts.append(start)
+                ids += part
+                positions.append(np.arange(before, before + len(part)))
+                queries.append(len(part))
+                keys.append(before + len(part))
+                seen += [np.arange(first, first + before), np.arange(start, end)]
             for i, suffix_index in group.request_indices:
                 request = requests[i]
                 own = len(group.suffixes[suffix_index]) if suffix_index >= 0 else 0
                 steps = np.arange(shared + own - request.scored, shared + own)
-                shift = starts[suffix_index] - shared - first if suffix_index >= 0 else 0
+                shift = starts[suffix_index + 1] - shared - first if suffix_index >= 0 else 0
                 flat.append(first + steps + np.where(steps >= shared, shift, 0))
                 owner.append(np.full(request.scored, request.owner))
                 index.append(request.first + np.arange(request.scored))
@@ -252,9 +245,11 @@ class Pack(BatchPlan):
                 request_indices.append(i)
         rows, inverse = np.unique(np.concatenate(flat), return_inverse=True)
         return PackedBatch(
-            groups=self.groups,
             ids=np.asarray(ids, dtype=np.int64)[None],
             positions=np.concatenate(positions)[None],
+            cu_seqlens_q=np.cumsum([0, *queries], dtype=np.int32),
+            cu_seqlens_k=np.cumsum([0, *keys], dtype=np.int32),
+            keys=np.concatenate(seen) if keys != queries else None,
             rows=rows,
             scored=Scored(inverse, *(np.concatenate(part) for part in (owner, index, token))),
             request_indices=np.asarray(request_indices),

@@ -85,19 +85,17 @@ class PackedForward:
         check_attention(model)
 
     def __call__(self, batch: PackedBatch) -> Tensor:
-        queries, keys, index = batch.segments()
-        cu_seqlens = [np.concatenate(([0], np.cumsum(n))).astype(np.int32) for n in (queries, keys)]
         self.model.config._attn_implementation = NAME
         try:
             return self.decoder(
                 to_device(batch.ids, self.device),
                 position_ids=to_device(batch.positions, self.device),
                 use_cache=False,
-                cu_seq_lens_q=to_device(cu_seqlens[0], self.device),
-                cu_seq_lens_k=to_device(cu_seqlens[1], self.device),
-                max_length_q=int(queries.max()),
-                max_length_k=int(keys.max()),
-                qbench_keys=None if index is None else to_device(index, self.device),
+                cu_seq_lens_q=to_device(batch.cu_seqlens_q, self.device),
+                cu_seq_lens_k=to_device(batch.cu_seqlens_k, self.device),
+                max_length_q=int(np.diff(batch.cu_seqlens_q).max()),
+                max_length_k=int(np.diff(batch.cu_seqlens_k).max()),
+                qbench_keys=None if batch.keys is None else to_device(batch.keys, self.device),
                 qbench_attention=self._attention,
             )[0][0]
         finally:
