@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from interpreted_script import interpreted
 
 from qbench.quantizers.audit import activations as audit
 from qbench.quantizers.audit.weights import levels
@@ -249,9 +248,3 @@ def test_codes_times_scales_are_what_is_simulated(name):
     fixed = decode(*encode(x, of_tensor(form), Scale(torch.tensor(0.1))))
     assert fixed.isnan().sum() == 64
     assert decode(*encode(x, whole)).isnan().all()
-
-
-def test_the_kernels_in_the_interpreter_equal_the_definitions():
-    problems = {name: p for name, p in interpreted().items() if not name.startswith("columns")}
-    assert len(problems) == 2 * len(FORMATS | KV_FORMATS) + 4 + 4
-    assert {name: problem for name, problem in problems.items() if problem} == {}

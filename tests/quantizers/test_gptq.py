@@ -3,7 +3,6 @@
 import pytest
 import torch
 import transformers as T
-from interpreted_script import interpreted
 from quantizer_models import (
     VOCABULARY,
     calibration,
@@ -59,12 +58,6 @@ def block_of(case, device="cpu"):
     group = torch.arange(width, device=device) // (width // groups)
     parts = (upper.to(device), scale.to(device), zero.to(device), group, bits)
     return wide[:, width : 2 * width], *parts
-
-
-def test_the_kernel_of_columns_is_the_loop_in_pytorch_to_the_bit():
-    wrong = {case: p for case, p in interpreted().items() if case.startswith("columns")}
-    assert len(wrong) == len(BLOCKS)
-    assert {case: places for case, places in wrong.items() if places} == {}
 
 
 def problem(outputs, inputs, seed=0):

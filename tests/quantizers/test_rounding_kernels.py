@@ -1,0 +1,85 @@
+"""The Triton kernels of rounding and of GPTQ's columns, in the interpreter, are their definitions
+in PyTorch. In float32 and float16 alone, since the interpreter cuts bfloat16 off."""
+
+import importlib.util
+import os
+
+import pytest
+import torch
+from test_fake_quant import FORMATS, INF, KV_FORMATS, NAN, draw, equal, of_tensor, ties
+from test_gptq import BLOCKS, block_of
+
+from qbench.quantizers import fake_quant, gptq
+from qbench.quantizers.formats import QuantFormat
+from qbench.quantizers.kv_fake_quant import KVFakeQuant
+from qbench.quantizers.names import KV_CACHES
+
+if os.environ["TRITON_INTERPRET"] != "1" or importlib.util.find_spec("triton") is None:
+    pytest.skip("kernels run on a GPU here, or there is no Triton", allow_module_level=True)
+
+from qbench.quantizers import fake_quant_kernels as kernels
+from qbench.quantizers import gptq_columns
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, on odd values
+
+
+def odd(columns):
+    x = draw(7, columns)
+    x[1], x[2, 1], x[3, 2] = 0.0, NAN, INF
+    x[4] *= 1e-30
+    return x
+
+
+@pytest.mark.parametrize("form", [*FORMATS.values(), *KV_FORMATS.values()], ids=str)
+@pytest.mark.parametrize("scales", ["own", "fixed"])
+def test_values_are_rounded_alike(form, scales):
+    chosen, fixed = form, None
+    if scales == "fixed":
+        chosen, fixed = of_tensor(form), fake_quant.scale_of_tensor(*torch.tensor([-7.0, 3]), form)
+    for x in (odd(100), ties(4, 32).view(-1, 16), ties(4, 32).view(-1, 16).half()):
+        if chosen is not None:
+            wanted = fake_quant.fake_quantize_definition(x, chosen, fixed)
+            assert equal(kernels.fake_quantize_rows(x, chosen, fixed), wanted)
+
+
+@pytest.mark.parametrize("kind", ["int", "float"])
+@pytest.mark.parametrize("scales", ["token", "tensor", "fixed"])
+def test_codes_are_alike(kind, scales):
+    strategy, dynamic = scales.replace("fixed", "tensor"), scales != "fixed"
+    form = QuantFormat(num_bits=8, type=kind, strategy=strategy, dynamic=dynamic)
+    for x in (draw(5, 48), draw(33, 20), draw(1, 16), odd(100)):
+        ends = torch.aminmax(x) if dynamic else torch.tensor([-2.0, 3])
+        fixed = None if scales == "token" else fake_quant.scale_of_tensor(*ends, form)
+        wanted, found = fake_quant.encode_definition(x, form, fixed), kernels.encode(x, form, fixed)
+        assert equal(found[0].float(), wanted[0].float())
+        assert equal(found[1], wanted[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("int4-token", {"keep_first": 2}),
+        ("int3-channel", {"group_size": 4}),
+        ("int2-token", {"symmetric": False, "group_size": 8}),
+        ("fp8-token", {"scale_dtype": "float32"}),
+    ],
+)
+def test_caches_are_rounded_alike(name, options, monkeypatch):
+    """[B, H, T, D] laid out as [B, T, H, D], as transformers has it."""
+    generator = torch.Generator().manual_seed(4)
+    keys = torch.randn(2, 11, 3, 24, generator=generator).transpose(1, 2)
+    keys = keys * torch.logspace(-3, 2, 24)
+    keys[0, 1, 2], keys[1, 0, 4, 3] = 0, NAN
+    positions = torch.stack([torch.arange(11), torch.arange(-3, 8)]).int()
+    cache = KVFakeQuant(KV_CACHES.parse(name, options))
+    wanted = cache.rounded(keys, keys * 2, positions)
+    monkeypatch.setattr(fake_quant, "fake_quantize_rows", kernels.fake_quantize_rows)
+    found = cache.rounded(keys, keys * 2, positions)
+    assert all(equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("case", BLOCKS, ids=str)
+def test_columns_of_gptq_are_alike(case):
+    work, *rest = block_of(case)
+    wanted, found = gptq._block(work, *rest), gptq_columns.block(work, *rest)
+    assert all(equal(a, b) for a, b in zip(found, wanted, strict=True))
