@@ -13,10 +13,12 @@ from qbench.attention.transformers import attend
 from qbench.machine import cpu_flags
 from qbench.quantizers import QuantizationConfig, parse
 from qbench.quantizers.activations import VNNI
+from qbench.quantizers.audit.cell import audit
 from qbench.quantizers.calibration import Calibration
 from qbench.quantizers.config import PackedWeight
 from qbench.quantizers.linear import plain
 from qbench.quantizers.quantize import backend, quantize
+from qbench.records import Audit
 
 needs_vnni = pytest.mark.skipif(
     bool(cpu_flags()) and not cpu_flags() & VNNI, reason="int8 sums saturate on this CPU"
@@ -105,6 +107,18 @@ def make_with_detail(
 
 def make(*of: Any, **more: Any) -> PreTrainedModel:
     return make_with_detail(*of, **more)[0]
+
+
+def check(
+    quantized: PreTrainedModel,
+    chosen: QuantizationConfig,
+    original: PreTrainedModel | None = None,
+) -> Audit:
+    """The audit against the tiny model, or ``original``."""
+    original = original or llama(dtype=getattr(torch, chosen.compute_dtype))
+    report = audit(original, quantized, chosen, PROBE)
+    assert Audit.model_validate_json(report.model_dump_json()) == report
+    return report
 
 
 def packed_layer(chosen: QuantizationConfig, layer: nn.Linear) -> nn.Module:

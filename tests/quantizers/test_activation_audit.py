@@ -4,27 +4,18 @@ import dataclasses
 
 import pytest
 import torch
-from quantizer_models import PROBE, calibration, llama, make
+from quantizer_models import calibration, check, llama, make
 
 from qbench.errors import QuantizationError
 from qbench.quantizers import activation_inputs, config_of, fake_quant, parse
 from qbench.quantizers.activations import Scaled
-from qbench.quantizers.audit.cell import audit
 from qbench.quantizers.config import QuantizationConfig
 from qbench.quantizers.formats import QuantFormat
-from qbench.records import Audit
 
 LAYER = "model.layers.1.mlp.up_proj"
 DYNAMIC = ("int8-token", "int4-token-asymmetric", "fp8-row", "mxfp4")
 STATIC = ("int8-static-asymmetric", "fp8-static", "nvfp4")
 MIXING = ("int8-tensor", "int6-tensor-asymmetric")
-
-
-def check(model, chosen):
-    dtype = getattr(torch, chosen.compute_dtype)
-    report = audit(llama(dtype=dtype), model, chosen, PROBE)
-    assert Audit.model_validate_json(report.model_dump_json()) == report
-    return report
 
 
 def of(activations, weights="fp32", dtype="float32"):

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from quantizer_models import PROBE, llama, make, packed_layer, settings
+from quantizer_models import PROBE, check, llama, make, packed_layer, settings
 from torch import nn
 
 from qbench.errors import QuantizationError
@@ -15,15 +15,8 @@ from qbench.quantizers.audit.cell import audit
 from qbench.quantizers.audit.weights import forward_weight, levels
 from qbench.quantizers.linear import linears
 from qbench.quantizers.packed import PackedLinear
-from qbench.records import Audit
 
 LAYER = "model.layers.1.mlp.up_proj"
-
-
-def check(quantized, chosen, original=None):
-    report = audit(original or llama(), quantized, chosen, PROBE)
-    assert Audit.model_validate_json(report.model_dump_json()) == report
-    return report
 
 
 @pytest.fixture(scope="module")

@@ -8,20 +8,15 @@ import bitsandbytes
 import pytest
 import torch
 from bitsandbytes import functional
-from quantizer_models import PROBE, llama, make, packed_layer, settings
+from quantizer_models import PROBE, check, llama, make, packed_layer, settings
 from torch import nn
 
 from qbench.quantizers import bnb
-from qbench.quantizers.audit.cell import audit
 from qbench.quantizers.weights import BNB_BLOCK as BLOCK
 
 WIDTHS = (16, 64, 96, 192)
 LAYER = "model.layers.1.mlp.up_proj"
 TABLES = [("nf4", False), ("fp4", False), ("nf4", True), ("fp4", True)]
-
-
-def check(quantized, chosen, original=None):
-    return audit(original or llama(), quantized, chosen, PROBE)
 
 
 def layer_of(width, *, dtype=torch.float32, table="nf4", double=False, height=40, bias=False):
@@ -76,7 +71,7 @@ def test_models_of_every_width_pass_their_audit(hidden, intermediate, dtype, tmp
     chosen = settings("bnb-4bit", compute_dtype=dtype)
     shape = {"hidden": hidden, "intermediate": intermediate, "dtype": getattr(torch, dtype)}
     model = make(chosen, tmp_path, model=llama(**shape))
-    report = audit(llama(**shape), model, chosen, PROBE)
+    report = check(model, chosen, llama(**shape))
     assert report.problems == ()
     assert report.weight_error < 0.11
 
@@ -97,7 +92,7 @@ def test_a_forward_with_scales_of_other_blocks_is_caught_on_every_processor(tmp_
     chosen, shape = settings("bnb-4bit"), {"hidden": 32, "intermediate": 48}
     model = make(chosen, tmp_path, model=llama(**shape))
     monkeypatch.setattr(bnb.Linear4, "forward", rows_begin_blocks)
-    report = audit(llama(**shape), model, chosen, PROBE)
+    report = check(model, chosen, llama(**shape))
     assert not report.passed
     assert report.weight_error < chosen.weights.error_bound()
     assert any("off the stored ones" in problem for problem in report.problems)

@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from quantizer_models import PROBE, llama, make, settings
+from quantizer_models import check, llama, make, settings
 from tiny import tiny_model
 
 from qbench.errors import QuantizationError
-from qbench.quantizers.audit.cell import audit
 from qbench.quantizers.config import matching
 from qbench.quantizers.linear import linears, matrices
 
@@ -15,7 +14,7 @@ def test_experts_that_a_quantizer_does_not_reach_are_named_with_their_size(tmp_p
     """As if they had been left out without saying so."""
     chosen, original = settings("rtn-4bit", ignore=("experts",)), tiny_model("mixtral")
     made = make(chosen, tmp_path, model=tiny_model("mixtral"))
-    report = audit(original, made, settings("rtn-4bit"), PROBE)
+    report = check(made, settings("rtn-4bit"), original)
     experts = [m for m in matrices(original).values() if ".experts." in m.name]
     assert len(experts) == 8  # two an expert
     assert {m.name for m in experts} <= set(report.left_out)
@@ -44,7 +43,7 @@ def test_every_parameter_of_two_dimensions_is_a_matrix_but_embeddings_norms_and_
 def test_what_the_settings_ignore_stays_as_it_was(tmp_path):
     chosen = settings("rtn-4bit", ignore=("*.1.mlp.down_proj", "o_proj"))
     made = make(chosen, tmp_path)
-    report = audit(llama(), made, chosen, PROBE)
+    report = check(made, chosen)
     names = [f"model.layers.{i}.self_attn.o_proj" for i in (0, 1)] + [
         "model.layers.1.mlp.down_proj"
     ]

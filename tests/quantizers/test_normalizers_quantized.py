@@ -3,11 +3,10 @@
 import pytest
 import torch
 from normalizer_parameters import attach
-from quantizer_models import PROBE, llama, logits, make, settings
+from quantizer_models import check, llama, logits, make, settings
 
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.attention.transformers import attend
-from qbench.quantizers.audit.cell import audit
 from qbench.quantizers.names import config_of
 
 QUANTIZERS = {
@@ -37,7 +36,7 @@ def test_a_model_is_quantized_and_passes_its_audit(normalizer, name, tmp_path):
     before = logits(original)
     model = make(quantizer, tmp_path, model=model_with(normalizer))
     assert model.config._attn_implementation == f"qbench-{normalizer}-reference"
-    report = audit(original, model, quantizer, PROBE)
+    report = check(model, quantizer, original)
     assert report.problems == ()
     assert report.logits_moved > 0
     assert (report.kv_cache is not None) == (name != "gptq")

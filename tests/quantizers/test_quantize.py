@@ -4,7 +4,7 @@ import pytest
 import torch
 from quantizer_models import (
     DIGEST,
-    PROBE,
+    check,
     llama,
     logits,
     make,
@@ -19,7 +19,6 @@ from transformers import (
 
 from qbench.errors import QuantizationError
 from qbench.quantizers import hqq, packed
-from qbench.quantizers.audit.cell import audit
 from qbench.quantizers.linear import linears
 from qbench.quantizers.quantize import quantize
 
@@ -50,7 +49,7 @@ def test_every_quantizer_passes_its_audit_and_leaves_attention_alone(
     dtype = getattr(torch, chosen.compute_dtype)
     original, model = (llama(normalizer, dtype=dtype, bias=True) for _ in range(2))
     quantized = make(chosen, tmp_path, model=model)
-    report = audit(original, quantized, chosen, PROBE)
+    report = check(quantized, chosen, original)
     assert report.problems == ()
     assert (report.passed, report.coverage) == (True, 1.0)
     assert report.levels <= 2**chosen.weights.num_bits
@@ -73,8 +72,7 @@ def test_every_quantizer_passes_its_audit_and_leaves_attention_alone(
 )
 def test_bits_a_weight_count_scales_and_zeros(name, stated, bits, tmp_path):
     chosen = settings(name, **stated)
-    original = llama(dtype=getattr(torch, chosen.compute_dtype))
-    report = audit(original, make(chosen, tmp_path), chosen, PROBE)
+    report = check(make(chosen, tmp_path), chosen)
     assert report.bits_per_weight == pytest.approx(bits, rel=0.01)
 
 
@@ -191,7 +189,7 @@ def test_a_library_that_unpacks_other_codes_than_it_stored_is_caught(name, tmp_p
         monkeypatch.setattr(
             module, "dequantize", lambda *a, inner=inner, **k: inner(*a, **k) * 1.02
         )
-    report = audit(llama(), model, chosen, PROBE)
+    report = check(model, chosen)
     assert len([p for p in report.problems if "0.02 off the stored ones" in p]) == 14
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from plugins import toy_quantizer  # it registers sign-1bit
-from quantizer_models import PROBE, llama, make
+from quantizer_models import check, llama, make
 from torch import nn
 from torchao.quantization import (
     Float8WeightOnlyConfig,
@@ -16,7 +16,6 @@ from torchao.quantization import (
 
 from qbench.errors import RecipeError
 from qbench.quantizers import QUANTIZERS, parse
-from qbench.quantizers.audit.cell import audit
 from qbench.recipe_schema import explain
 
 
@@ -44,7 +43,7 @@ def test_evidence_of_nothing_covers_nothing(tmp_path, monkeypatch):
     chosen = parse("sign-1bit", {"compute_dtype": "float32"})
     model = make(chosen, tmp_path)
     monkeypatch.setattr(toy_quantizer, "unpack", lambda *_: None)
-    report = audit(llama(), model, chosen, PROBE)
+    report = check(model, chosen)
     assert (report.passed, report.coverage, len(report.left_out)) == (False, 0.0, 14)
 
 
@@ -53,5 +52,5 @@ def test_a_model_that_torchao_quantized_does_not_pass_for_an_unquantized_one(con
     model = llama()
     body = lambda module, name: isinstance(module, nn.Linear) and "lm_head" not in name  # noqa: E731
     quantize_(model, config(set_inductor_config=False), filter_fn=body)
-    report = audit(llama(), model, parse("fp32"), PROBE)
+    report = check(model, parse("fp32"))
     assert len([line for line in report.problems if "not a plain weight in float32" in line]) == 14

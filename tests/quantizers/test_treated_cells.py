@@ -2,14 +2,12 @@
 
 import pytest
 import torch
-from quantizer_models import damage, ids
+from quantizer_models import check, damage
 from quantizer_models import make as quantized
 from treated_models import decoder
 
 from qbench.quantizers import config_of, rotation
-from qbench.quantizers.audit.cell import audit
 
-PROBE = ids(2, 2, 23)
 GPTQ = {"name": "gptq-4bit", "group_size": 16}
 WEIGHTS = {
     "unquantized": None,
@@ -33,7 +31,7 @@ def make(chosen, folder, which="llama-biases", normalizer="softmax"):
 
 def judged(chosen, model, which="llama-biases", normalizer="softmax"):
     dtype = getattr(torch, chosen.compute_dtype)
-    return audit(decoder(which, normalizer, dtype=dtype), model, chosen, PROBE)
+    return check(model, chosen, decoder(which, normalizer, dtype=dtype))
 
 
 @pytest.mark.parametrize(
