@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 from qbench.checkpoints import fla
-from qbench.checkpoints.find import INDEX, SINGLE
+from qbench.checkpoints.find import SINGLE
 from qbench.errors import TrainingError, first_line
 from qbench.files import digest, write_atomically
 from qbench.records import TrainingSession
@@ -122,8 +122,6 @@ def save_checkpoint(
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").unlink(missing_ok=True)
-    for path in [*folder.glob("*.safetensors"), folder / INDEX]:  # in parts, of an older qbench
-        path.unlink(missing_ok=True)
     payload = save(_stored(model, config), {"format": "pt"})
     write_atomically(folder / SINGLE, payload)
     copy_tokenizer(tokenizer, folder)

@@ -74,9 +74,8 @@ PANELS = (
     ("watch", "kurtosis", "kurtosis of hidden states", "log"),
     ("watch", "largest", "largest |hidden state|", "log"),
 )
-# Okabe and Ito's palette, told apart with any colour vision; strokes tell as well
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 STROKES = ("-", "--", "-.", ":")
+STYLE = ("tableau-colorblind10", {"svg.hashsalt": "qbench", "font.size": 9})
 
 
 def plot(logs: Mapping[tuple[str, int], Sequence[Mapping[str, Any]]], path: Path) -> None:
@@ -89,7 +88,8 @@ def plot(logs: Mapping[tuple[str, int], Sequence[Mapping[str, Any]]], path: Path
     for normalizer, seed in logs:
         seeds.setdefault(normalizer, []).append(str(seed))
     looks = list(dict.fromkeys((*NORMALIZERS, *seeds)))
-    with pyplot.rc_context({"svg.hashsalt": "qbench", "font.size": 9}):
+    drawn: dict[str, Any] = {}  # a line of each normalizer
+    with pyplot.style.context(STYLE):
         figure, axes = pyplot.subplots(2, 3, figsize=(13, 7), layout="constrained")
         for axis, (kind, value, title, scale) in zip(axes.flat, PANELS, strict=True):
             for (normalizer, _), lines in logs.items():
@@ -99,23 +99,20 @@ def plot(logs: Mapping[tuple[str, int], Sequence[Mapping[str, Any]]], path: Path
                     for line in lines
                     if line.get("kind") == kind and (line["step"] > 0 or value != "loss")
                 }
-                axis.plot(
+                (drawn[normalizer],) = axis.plot(
                     [*points], [*points.values()], linewidth=1.0, marker=".", markersize=3.0,
-                    color=COLOURS[look % len(COLOURS)], linestyle=STROKES[look % len(STROKES)],
-                    label=f"{normalizer}, seed{'s' * (len(seeds[normalizer]) > 1)} "
-                    + ", ".join(seeds[normalizer]),
+                    color=f"C{look % 10}", linestyle=STROKES[look % len(STROKES)],
                 )  # fmt: skip
             axis.set(title=title, xlabel="step", yscale=scale)
             if value == "sink_rate":
                 top = max(0.05, axis.get_ylim()[1])
                 axis.set_ylim(bottom=-0.02 * top, top=top)  # a rate of 0 lies beside the frame
             axis.grid(alpha=0.25)
-        handles, labels = axes.flat[0].get_legend_handles_labels()
-        once = dict(zip(labels, handles, strict=True))
+        named = [f"{n}, seed{'s' * (len(of) > 1)} {', '.join(of)}" for n, of in seeds.items()]
         figure.legend(
-            once.values(), once.keys(), loc="outside lower center", ncols=min(6, len(once))
+            [drawn[n] for n in seeds], named, loc="outside lower center", ncols=min(6, len(named))
         )
-        drawn = io.BytesIO()
-        figure.savefig(drawn, format="svg", metadata={"Date": None})
+        payload = io.BytesIO()
+        figure.savefig(payload, format="svg", metadata={"Date": None})
         pyplot.close(figure)
-    write_atomically(path, drawn.getvalue())
+    write_atomically(path, payload.getvalue())

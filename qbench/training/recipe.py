@@ -199,8 +199,8 @@ class TrainingRecipe(Strict):
 
     @model_validator(mode="after")
     def _has_parameters(self) -> TrainingRecipe:
-        chosen = [NORMALIZERS.get(name) for name in self.normalizers]
-        known = dict.fromkeys(one.attribute for each in chosen for one in each.parameters)
+        parameters = [NORMALIZERS.get(name).parameters for name in self.normalizers]
+        known = dict.fromkeys(one.attribute for each in parameters for one in each)
         for name in self.model.parameters:
             if name not in known:
                 raise ValueError(

@@ -9,10 +9,11 @@ import math
 import os
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -244,7 +245,7 @@ def tokenize(
     *,
     tokenizer: str | int,
     settings: Tokenizing,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], None] = lambda documents, tokens: None,
 ) -> AboutTokens:
     """Write the folder ``out`` of token files; it must not exist.
 
@@ -256,21 +257,17 @@ def tokenize(
         require_source(source)
     if out.exists():
         raise RecipeError(f"--out {out}: exists already; name a new folder, or remove it")
-    found = _tokenizer_folder(tokenizer) if isinstance(tokenizer, str) else None
     making = temporary(out)
     making.mkdir(parents=True)
     try:
-        if found is None:
+        if isinstance(tokenizer, int):
             named = f"learnt from the text, {tokenizer} entries"
-            texts = (
-                t for s in sources for t in documents(s, field=settings.field, split=settings.split)
-            )
-            learn_tokenizer(texts, int(tokenizer), making)
+            texts = (documents(one, field=settings.field, split=settings.split) for one in sources)
+            learn_tokenizer(chain.from_iterable(texts), tokenizer, making)
         else:
-            local = Path(tokenizer).expanduser().is_dir()
-            named = found.resolve().name if local else str(tokenizer)
-            copy_tokenizer(found, making)
-        about = _write(sources, making, named, settings, progress or (lambda *_: None))
+            folder, named = _find_tokenizer(tokenizer)
+            copy_tokenizer(folder, making)
+        about = _write(sources, making, named, settings, progress)
         text = about.model_dump_json(indent=2) + "\n"
         (making / ABOUT).write_text(text, encoding="utf-8")
         making.replace(out)
@@ -296,7 +293,7 @@ def _write(
     most = settings.most_tokens or math.inf
     read: list[TextSource] = []
     number = 0  # of the document
-    tokens, count = dict.fromkeys(PARTS, 0), dict.fromkeys(PARTS, 0)
+    tokens, count = Counter[str](), Counter[str]()
     with ExitStack() as stack:
         files = {part: stack.enter_context((folder / f"{part}.bin").open("wb")) for part in PARTS}
         for source in sources:
@@ -319,13 +316,10 @@ def _write(
                 break
     if not tokens["train"]:
         raise DataError(f"{', '.join(sources)}: no documents in it beside those held out")
+    digests = {part: file_digest(folder / f"{part}.bin") for part in PARTS}
     arrays = {
-        part: TokenArray(
-            tokens=tokens[part],
-            documents=count[part],
-            sha256=file_digest(folder / f"{part}.bin"),
-        )
-        for part in PARTS
+        part: TokenArray(tokens=tokens[part], documents=count[part], sha256=digest)
+        for part, digest in digests.items()
     }
     return AboutTokens(
         dtype="uint16" if dtype.itemsize == 2 else "uint32",
@@ -362,13 +356,14 @@ def _source(source: str, count: int) -> TextSource:
     return TextSource(name=path.name, documents=count, sha256=file_digest(path))
 
 
-def _tokenizer_folder(named: str) -> Path:
+def _find_tokenizer(named: str) -> tuple[Path, str]:
+    """Its folder, and what to call it."""
     folder = Path(named).expanduser()
     if folder.is_dir():
-        return folder
+        return folder, folder.resolve().name
     if not HUB_ID.fullmatch(named):
         raise RecipeError(f"--tokenizer {named}: no such folder, and not a hub id (owner/name)")
-    return hub.snapshot(named, None, READ)
+    return hub.snapshot(named, None, READ), named
 
 
 def _load(folder: Path, named: str, settings: Tokenizing) -> tuple[Tokenizer, dict]:
