@@ -10,7 +10,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -42,6 +41,7 @@ SHAPES = {  # hidden, layers, heads, vocabulary, context, sequences of a GPU
     "340m": (1024, 24, 16, 32_000, 4096, 8),
 }
 TORCHS, CUDNN = "softmax, torch", "softmax, cuDNN"
+BY_TORCH = ("softmax/torch", "softmax/cuDNN")  # what their rows say
 CONTENDERS = (TORCHS, CUDNN, "softmax", "softpick")  # normalizers are those on our kernels
 POSITIONS = {"ALiBi": {"rope_theta": None, "parameters": {"alibi_slopes": {}}}}
 KNOWN = (*CONTENDERS, "sigmoid", *(f"{name}, ALiBi" for name in ("softmax", "softpick", "sigmoid")))
@@ -54,20 +54,7 @@ AttentionInterface.register(TORCHS_NAME, sdpa_attention_forward)
 AttentionMaskInterface.register(TORCHS_NAME, lambda *_, **__: None)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
-    """One shape with one attention. ``tokens_per_s`` is of all GPUs together."""
-
-    shape: str
-    attention: str
-    deterministic: bool
-    tokens_per_s: float
-    ms: float  # a step: median of the timed runs
-    share: float | None  # of the GPUs' peak; None where that is not known
-    memory_gib: float
-    compile_s: float  # of the first step
-    kernels: tuple[str, ...]
-    loss: float  # of the last step, on random tokens: about ln of the vocabulary
+Row = dict[str, Any]
 
 
 def bench_training(
@@ -79,11 +66,15 @@ def bench_training(
     sequences: int | None,
     forward: bool,
     say: Callable[[str], None],
-) -> list[Row]:
-    """Measure every shape with every contender, one after the other. ``sequences`` None: as many as
-    the shape says. ``forward``: the forward pass alone, without gradients. ``say`` gets a line as
-    each part of it begins, and one with what each row gave.
-    Raises RecipeError for an unknown one."""
+) -> dict[str, Any]:
+    """Measure every shape with every contender, one after the other; returns it as JSON.
+    ``sequences`` None: as many as the shape says. ``forward``: the forward pass alone, without
+    gradients. ``say`` gets a line as each part of it begins, and one with what each row gave.
+    Raises RecipeError for an unknown one.
+
+    Of a row ``tokens_per_s`` is of all GPUs together, ``ms`` a step's, the median of the timed
+    runs, ``share`` of the GPUs' peak, None where that is not known, ``compile_s`` the first step's,
+    and ``loss`` the last step's, on random tokens: about ln of the vocabulary."""
     for what, known, named in (
         ("--shape", SHAPES, shapes),
         ("--attention", KNOWN, contenders),
@@ -99,14 +90,20 @@ def bench_training(
             only = sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if contender == CUDNN else nullcontext()
             recipe = _recipe(shape, contender, sequences, compute, processes)
             with deterministic(same), only:
-                row = _measured(shape, contender, recipe, processes, forward, say)
-            row = replace(row, deterministic=same)
+                row = {"shape": shape, "deterministic": same}
+                row |= _measured(shape, contender, recipe, processes, forward, say)
             rows.append(row)
-            share = "" if row.share is None else f", {row.share:.1%} of peak"
-            say(f"{shape} {contender}: {row.tokens_per_s:,.0f} tokens/s{share}, {row.ms:.1f} ms")
+            share = "" if row["share"] is None else f", {row['share']:.1%} of peak"
+            speed = f"{row['tokens_per_s']:,.0f} tokens/s{share}, {row['ms']:.1f} ms"
+            say(f"{shape} {contender}: {speed}")
             if processes.device.type == "cuda":
                 torch.cuda.empty_cache()
-    return rows
+    return {
+        "environment": environment(processes.device.type, ("triton",)).model_dump(mode="json"),
+        "processes": processes.num_processes,
+        "shapes": {shape: SHAPES[shape] for shape in shapes},
+        "rows": rows,
+    }
 
 
 def _measured(
@@ -128,7 +125,7 @@ def _measured(
     )  # fmt: skip
     if contender in (TORCHS, CUDNN):
         model.set_attn_implementation(TORCHS_NAME)
-        attention = contender.replace(", ", "/")
+        attention = BY_TORCH[contender == CUDNN]
     elif contender != normalizer:
         attention = f"{attention}, {contender.partition(', ')[2]}"
     step = Step(model, recipe, processes)
@@ -164,18 +161,16 @@ def _measured(
     peak = peak_tflops(hardware)
     flops = flops_per_token(recipe.model) / (3 if forward else 1)
     used = speed / processes.num_processes * flops / 1e12
-    return Row(
-        shape=name,
-        attention=attention,
-        deterministic=compute.deterministic,
-        tokens_per_s=speed,
-        ms=1000 * seconds,
-        share=None if peak is None else used / peak,
-        memory_gib=torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0,
-        compile_s=compiled,
-        kernels=tuple(kernels),
-        loss=loss,
-    )
+    return {
+        "attention": attention,
+        "tokens_per_s": speed,
+        "ms": 1000 * seconds,
+        "share": None if peak is None else used / peak,
+        "memory_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0,
+        "compile_s": compiled,
+        "kernels": kernels,
+        "loss": loss,
+    }
 
 
 @torch.no_grad()
@@ -212,35 +207,36 @@ def _now(cuda: bool) -> float:
     return time.perf_counter()
 
 
-def table(rows: list[Row], processes: PartialState, compute: Compute, forward: bool) -> str:
+def table(found: dict[str, Any], compute: Compute, forward: bool) -> str:
     """What was measured, in Markdown."""
-    about = environment(processes.device.type, ("triton",))
+    rows, about = found["rows"], found["environment"]
     took, what = ("the forward pass", "data and forward pass, without gradients")
     if not forward:
         took, what = "a step", "data, forward, backward, clipping, AdamW"
-    torchs: dict[str, float] = {}  # the faster of the two
-    for row in rows:
-        if row.attention in ("softmax/torch", "softmax/cuDNN"):
-            torchs[row.shape] = max(row.tokens_per_s, torchs.get(row.shape, 0.0))
     lines = []
     for row in rows:
-        hidden, layers, heads, vocabulary, context, _ = SHAPES[row.shape]
-        shape = f"{row.shape}: {hidden} × {layers}, {heads} heads, {vocabulary:,} ids, context "
-        beside = row.tokens_per_s / torchs[row.shape] if row.shape in torchs else None
-        more = {"shape": f"{shape}{context:,}", "same": "yes" if row.deterministic else "no"}
-        lines.append(asdict(row) | more | {"beside": beside})
+        hidden, layers, heads, vocabulary, context, _ = SHAPES[row["shape"]]
+        torchs = [
+            other["tokens_per_s"]
+            for other in rows
+            if other["shape"] == row["shape"] and other["attention"] in BY_TORCH
+        ]
+        shape = f"{row['shape']}: {hidden} × {layers}, {heads} heads, {vocabulary:,} ids, context "
+        same = "yes" if row["deterministic"] else "no"
+        beside = row["tokens_per_s"] / max(torchs) if torchs else None
+        lines.append(row | {"shape": f"{shape}{context:,}", "same": same, "beside": beside})
     columns = {
         "shape": ("shape", ""), "attention": ("attention", ""), "deterministic": ("same", ""),
         "tokens/s": ("tokens_per_s", ",.0f"), "× torch's best": ("beside", ".3f"),
         "of peak": ("share", ".1%"), f"ms {took}": ("ms", ".1f"), "GiB": ("memory_gib", ".1f"),
         "first s": ("compile_s", ".0f"),
     }  # fmt: skip
-    ran = [f"- {row.shape}, {row.attention}: {', '.join(row.kernels)}" for row in rows]
+    ran = [f"- {row['shape']}, {row['attention']}: {', '.join(row['kernels'])}" for row in rows]
     page = [
-        f"# Training on {processes.num_processes} {about.hardware}",
+        f"# Training on {found['processes']} {about['hardware']}",
         "",
-        f"torch {about.versions['torch']}, triton {about.versions['triton']}, transformers "
-        f"{about.versions['transformers']}; {compute.precision} passes over float32 "
+        f"torch {about['versions']['torch']}, triton {about['versions']['triton']}, transformers "
+        f"{about['versions']['transformers']}; {compute.precision} passes over float32 "
         f"weights, torch.compile: {compute.compile or 'no'}. "
         "Deterministic: the same bits every time. Share of peak: 6 FLOP a parameter in "
         "matrix products and token, and 6 · layers · hidden · context for attention "
@@ -256,12 +252,3 @@ def table(rows: list[Row], processes: PartialState, compute: Compute, forward: b
         *ran,
     ]
     return "\n".join(page) + "\n"
-
-
-def to_json(rows: list[Row], processes: PartialState) -> dict[str, Any]:
-    return {
-        "environment": environment(processes.device.type, ("triton",)).model_dump(mode="json"),
-        "processes": processes.num_processes,
-        "shapes": {row.shape: SHAPES[row.shape] for row in rows},
-        "rows": [asdict(row) for row in rows],
-    }

@@ -253,7 +253,7 @@ def training(
     with load("training.runs").joined(where) as processes:
         first = processes.is_main_process
         with terminal() as screen, redirected(NOWHERE):
-            rows = bench.bench_training(
+            found = bench.bench_training(
                 shape or list(bench.SHAPES),
                 attention or [c for c in bench.CONTENDERS if where == "cuda" or c != bench.CUDNN],
                 compute,
@@ -263,8 +263,7 @@ def training(
                 say=lambda line: print(line, file=screen) if first else None,
             )
         if first:
-            table = bench.table(rows, processes, compute, forward)
-            show(table, bench.to_json(rows, processes), out)
+            show(bench.table(found, compute, forward), found, out)
 
 
 @bench.command("sample-efficiency")
