@@ -241,7 +241,7 @@ def table(found: dict[str, Any], compute: Compute, forward: bool) -> str:
         "Deterministic: the same bits every time. Share of peak: 6 FLOP a parameter in "
         "matrix products and token, and 6 · layers · hidden · context for attention "
         "(a third of it for the forward pass), of a "
-        "measured bf16 matrix product (H200: 790 TFLOP/s). "
+        "measured bf16 matrix product (H200: 790 TFLOP/s, H100: 757). "
         f"Medians of {RUNS} runs of {STEPS} steps in a row, as a training takes them: "
         f"{what}.",
         "",

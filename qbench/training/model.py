@@ -92,7 +92,7 @@ def flops_per_token(shape: Shape) -> float:
 
 
 # TFLOP/s of a large bf16 matrix product, as measured, which the data sheet's figure is not.
-PEAK = {"H200": 790.0}
+PEAK = {"H200": 790.0, "H100": 757.0}
 # Ours (Triton and Gluon), and those that torch's scaled_dot_product_attention may choose. What the
 # compiler makes is named triton_… after all that is fused in it, and is no kernel of attention.
 ATTENTION = re.compile(
