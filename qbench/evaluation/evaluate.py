@@ -112,7 +112,7 @@ def build_requests(task: Any, settings: ScoringSettings, model: Any = None) -> N
     task.set_fewshot_seed(seed=settings.fewshot_seed)
     chat: dict[str, Any] = asdict(settings.chat) if settings.chat else {}
     if settings.chat and settings.chat.apply_chat_template:
-        renderer = getattr(model, "renderer", None) or model.hflm
+        renderer = model.hflm if hasattr(model, "hflm") else model.model
         _require_system_role(renderer, settings.chat.system_instruction)
         chat["chat_template"] = renderer.apply_chat_template
     task.build_all_requests(limit=settings.limit, rank=0, world_size=1, **chat)
@@ -352,6 +352,11 @@ def _passkey(
     model: Scorer | HFLMScorer, task: LoadedTask, settings: ScoringSettings
 ) -> Iterator[_Sample]:
     """The key greedily decoded: is it exact, and how many of its digits stand in their places?"""
+    if not hasattr(model, "hflm"):
+        raise EvaluationError(
+            "passkey retrieval needs a tokenizer, which this runtime does not give; leave the task "
+            "out"
+        )
     tokenizer = model.hflm.tokenizer
     asked = passkey.prompts(task.task, tokenizer, limit=settings.limit, add_bos=settings.add_bos)
     tokens = model.greedy(asked.ids, max(asked.answers))

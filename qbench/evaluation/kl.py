@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -32,20 +32,11 @@ from qbench.evaluation.scoring.logits import LogitsPart, Projection, to_device
 from qbench.evaluation.scoring.requests import Scored
 from qbench.files import clean_temporaries, file_digest, temporary, write_atomically
 
-ARRAYS = ("document", "request", "length", "token", "states")
 
+class TaskHiddenStates(NamedTuple):
+    """One task's LM head inputs ``states`` [N, H], of its N scored tokens with the ids ``token``
+    int32 [N]: request by request, as every cell of the checkpoint asks them."""
 
-@dataclass(frozen=True, slots=True)
-class TaskHiddenStates:
-    """One task's LM head inputs. N scored tokens, those of one request side by side.
-
-    ``document``, ``request``, ``length`` int64 [requests]: lm-eval's document and request numbers
-    and how many tokens are scored; ``token`` int32 [N] their ids; ``states`` [N, H].
-    """
-
-    document: Tensor
-    request: Tensor
-    length: Tensor
     token: Tensor
     states: Tensor
 
@@ -66,7 +57,7 @@ class BaselineHiddenStates:
         if self.bias is not None:
             tensors["head.bias"] = self.bias
         for number, one in enumerate(self.tasks.values()):
-            tensors |= {f"{number}.{name}": getattr(one, name) for name in ARRAYS}
+            tensors |= {f"{number}.{name}": tensor for name, tensor in one._asdict().items()}
         about = json.dumps({"key": key, "tasks": list(self.tasks)})
         making = temporary(path)
         try:
@@ -96,7 +87,7 @@ class BaselineHiddenStates:
         except (OSError, SafetensorError) as error:
             raise ResultsError(f"{path}: {error}; {REMEDY}") from error
         tasks = {
-            name: TaskHiddenStates(*(found[f"{number}.{array}"] for array in ARRAYS))
+            name: TaskHiddenStates(found[f"{number}.token"], found[f"{number}.states"])
             for number, name in enumerate(names)
         }
         return cls(tasks, found["head.weight"], found.get("head.bias"))
@@ -114,16 +105,11 @@ class TokenIndex:
     starts: np.ndarray
 
     @classmethod
-    def of(cls, instances: Sequence[Any], lengths: Sequence[int]) -> TokenIndex | None:
-        """None for a call without requests."""
-        names = {instance.task_name for instance in instances}
-        if len(names) > 1:
-            raise EvaluationError(f"damage takes one task a call, not {', '.join(sorted(names))}")
-        if not names:
-            return None
+    def of(cls, instances: Sequence[Any], lengths: Sequence[int]) -> TokenIndex:
+        (name,) = {instance.task_name for instance in instances}  # a task a call
         length = np.asarray(lengths, dtype=np.int64)
         return cls(
-            task=names.pop(),
+            task=name,
             document=np.asarray([instance.doc_id for instance in instances], dtype=np.int64),
             request=np.asarray([instance.idx for instance in instances], dtype=np.int64),
             length=length,
@@ -174,8 +160,8 @@ class BaselineWriter:
 
     def end(self) -> None:
         index, head = self._index, self._head
-        if index is None or head is None:
-            return
+        assert index is not None
+        assert head is not None
         if head.weight.is_cuda:
             torch.cuda.synchronize()
         states = torch.zeros(index.tokens, head.in_features, dtype=head.weight.dtype)
@@ -184,8 +170,7 @@ class BaselineWriter:
             at = index.indexes(scored)
             token[at] = scored.token
             states[torch.from_numpy(at)] = hidden[torch.from_numpy(scored.row)]
-        arrays = (index.document, index.request, index.length, token)
-        self._tasks[index.task] = TaskHiddenStates(*map(torch.from_numpy, arrays), states)
+        self._tasks[index.task] = TaskHiddenStates(torch.from_numpy(token), states)
         self._rows = []
 
 
@@ -210,7 +195,7 @@ class KLObserver:
         self, instances: Sequence[Any], lengths: Sequence[int], head: torch.nn.Module
     ) -> None:
         index = TokenIndex.of(instances, lengths)
-        self._index = index if index is not None and index.task in self.base.tasks else None
+        self._index = index if index.task in self.base.tasks else None
         if self._index is None:
             return
         device = next(itertools.chain(head.parameters(), head.buffers())).device
@@ -219,7 +204,7 @@ class KLObserver:
             self._weight = self.base.weight.to(device, copy=True)
             self._bias = None if self.base.bias is None else self.base.bias.to(device, copy=True)
         self._task = self.base.tasks[self._index.task]
-        self._origin = _origin(self._index, self._task)  # [N] indexes of its tokens there
+        assert len(self._task.token) == self._index.tokens, "both cells' keys say what is asked"
         # kl, agrees, confidence and change
         self._values = torch.full((4, self._index.tokens), torch.nan, device=device)
 
@@ -229,16 +214,13 @@ class KLObserver:
         if self._index is None:
             return None
         indexes = self._index.indexes(scored)
-        origin = self._origin[indexes]
-        if not np.array_equal(self._task.token.numpy()[origin], scored.token):
-            raise EvaluationError(
-                f"{self._index.task}: the unquantized cell scored other tokens; run that cell again"
-            )
+        tokens = self._task.token.numpy()[indexes]
+        assert np.array_equal(tokens, scored.token), "both cells' keys say what is asked"
         order = np.argsort(scored.row, kind="stable")
         rows = scored.row[order]
         _, firsts = np.unique(rows, return_index=True)  # one token of each row: all have its input
         assert len(firsts) == len(hidden)
-        kept = self._task.states[torch.from_numpy(origin[order][firsts])]
+        kept = self._task.states[torch.from_numpy(indexes[order][firsts])]
         before = to_device(kept, hidden.device)
         logits_of = projection.of(self._head, before)
         entries = to_device(np.stack((rows, indexes[order], scored.token[order])), hidden.device)
@@ -268,7 +250,7 @@ class KLObserver:
                 "change": change,
                 "document": np.repeat(self._index.document, self._index.length),
                 "request": np.repeat(self._index.request, self._index.length),
-                "token": self._task.token.numpy()[self._origin],
+                "token": self._task.token.numpy(),
             }
         )
 
@@ -293,28 +275,3 @@ def _compare(before: Tensor, part: LogitsPart, row: Tensor, token: Tensor) -> Te
     # Σ p ln(p/q); rounding alone can bring it below 0.
     kl = p.mul_(difference).sum(dim=-1).clamp_(min=0.0)[row]
     return torch.stack((kl, agrees.float(), confidence, change))
-
-
-def _origin(index: TokenIndex, task: TaskHiddenStates) -> np.ndarray:
-    """Indexes [N] of the call's tokens in the base, which may hold requests in another order.
-    Raises EvaluationError where a request is not there or has another length."""
-    length = task.length.numpy()
-    there = pd.DataFrame(
-        {
-            "document": task.document.numpy(),
-            "request": task.request.numpy(),
-            "length": length,
-            "start": np.cumsum(length) - length,
-        }
-    ).drop_duplicates(["document", "request"])
-    asked = pd.DataFrame({"document": index.document, "request": index.request})
-    found = asked.merge(there, how="left").fillna(0).astype("int64")
-    if (wrong := np.flatnonzero(found["length"] != index.length)).size:
-        one = found.iloc[wrong[0]]
-        raise EvaluationError(
-            f"{index.task}: document {one.document}, request {one.request} has "
-            f"{index.length[wrong[0]]} scored tokens, but {one.length} in the unquantized cell; "
-            "run that cell again"
-        )
-    shift = np.repeat(found["start"].to_numpy() - index.starts, index.length)
-    return shift + np.arange(index.tokens)

@@ -71,18 +71,6 @@ class ExternalScorer(LM):
             what = f"{type(self.model).__name__}.{kind}"
             raise EvaluationError(f"{what}: {type(error).__name__}: {first_line(error)}") from error
 
-    @property
-    def renderer(self) -> LM:
-        """What applies a chat template."""
-        return self.model
-
-    @property
-    def hflm(self) -> Any:
-        raise EvaluationError(
-            "passkey retrieval needs a tokenizer, which this runtime does not give; leave the task "
-            "out"
-        )
-
     def report(self) -> ScoringReport:
         return ScoringReport(
             mode="lm-eval",

@@ -152,19 +152,22 @@ def test_scores_that_are_not_numbers_fail():
         fast.loglikelihood(choices(3), disable_tqdm=True)
 
 
-def test_a_pack_that_runs_out_of_memory_is_halved_and_nothing_is_lost():
-    exact, fast = scorers(softpick(), batch_tokens=1000)
-    expected = exact.loglikelihood(choices(17), disable_tqdm=True)
-    decoder = fast.fast.forward.decoder
+@pytest.mark.parametrize("mode", ["exact", "fast"])
+def test_a_batch_that_runs_out_of_memory_is_halved_and_nothing_is_lost(mode):
+    model = softpick()
+    expected = scorer(model, "exact").loglikelihood(choices(17), disable_tqdm=True)
+    lm = scorer(model, mode, batch_size=8, batch_tokens=1000)
+    forward = getattr(lm, mode).forward
+    decoder = forward.decoder
 
     def small(ids, **settings):
         if ids.numel() > 250:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return decoder(ids, **settings)
 
-    fast.fast.forward.decoder = small
-    assert_close(fast.loglikelihood(choices(17), disable_tqdm=True), expected)
-    assert fast.report().halvings > 0
+    forward.decoder = small
+    assert_close(lm.loglikelihood(choices(17), disable_tqdm=True), expected)
+    assert lm.report().halvings > 0
 
 
 @pytest.mark.parametrize("requests", [choices(17), pages((30, 50, 20))], ids=["choices", "pages"])

@@ -276,13 +276,14 @@ class Scorer(LM):
         count = self.settings.sample
         if asked.windows:
             count = min(SAMPLED_WINDOWS, count, max(1, len(asked.requests) // 20))
-        indexes = draw(asked.documents, count, self.settings.seed)
+        documents = asked.documents
+        indexes = draw(documents, count, self.settings.seed)
         if not indexes:
             return
         requests = [asked.requests[i] for i in indexes]
         found = compare(
             asked.task,
-            documents=[asked.documents[i] for i in indexes],
+            documents=[documents[i] for i in indexes],
             tokens=[request.scored for request in requests],
             fast=[fast[i] for i in indexes],
             exact=self._score(self._reference, requests, asked.windows, Counts()),
