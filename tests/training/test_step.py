@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from qbench.training.data import Sequences, dataloader
+from qbench.errors import RecipeError
+from qbench.training.data import Sequences, dataloader, require_data
 from qbench.training.model import Loss, Step, initial_model
 from qbench.training.recipe import Shape, TrainingRecipe
 
@@ -60,40 +61,27 @@ def test_in_bfloat16_weights_stay_float32_and_all_that_flows_is_bfloat16():
     torch.testing.assert_close(loss, Loss(one, "float32")(rows()), atol=0.02, rtol=0)
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_the_compiler_sees_one_whole_graph(dynamo, precision):
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    loss = Loss(model("softpick"), precision)
-    loss.compile(layer_by_layer=False, fullgraph=True, dynamic=False, backend=backend)
-    loss(rows()).backward()
-    assert len(graphs) == 1
-
-
 @pytest.mark.parametrize("normalizer", ["softmax", "softpick"])
-def test_layers_are_one_graph_that_is_compiled_once_and_give_the_same(dynamo, normalizer):
+@pytest.mark.parametrize(
+    ("layer_by_layer", "precision", "count"),
+    [(False, "float32", 1), (False, "bfloat16", 1), (True, "float32", 2)],  # a layer's, the head's
+)
+def test_the_compiler_sees_whole_graphs_once_and_they_give_the_same(
+    dynamo, normalizer, layer_by_layer, precision, count
+):
     graphs = []
 
     def backend(graph, inputs):
         graphs.append(graph)
         return graph.forward
 
-    one, batch = (
-        initial_model(
-            SHAPE.model_copy(update={"layers": 12}), normalizer=normalizer, seed=0, device="cpu"
-        )[0],
-        rows(),
-    )
-    plain = Loss(one, "float32")(batch)
-    loss = Loss(one, "float32")
-    loss.compile(layer_by_layer=True, fullgraph=True, dynamic=False, backend=backend)
+    one, batch = model(normalizer), rows()
+    plain = Loss(one, precision)(batch)
+    loss = Loss(one, precision)
+    loss.compile(layer_by_layer=layer_by_layer, fullgraph=True, dynamic=False, backend=backend)
     compiled = loss(batch)
     compiled.backward()
-    assert len(graphs) == 2  # a layer's, and that of the head and the loss
+    assert len(graphs) == count
     torch.testing.assert_close(compiled, plain)
 
 
@@ -121,10 +109,8 @@ def stepped(one, count, **changed):
 
 def test_gradients_of_several_passes_are_those_of_one():
     whole, parts = model(), model()
-    (loss, norm) = stepped(whole, 3)
-    (same_loss, same_norm) = stepped(parts, 3, batch={"tokens": 128, "sequences": 2})
-    torch.testing.assert_close(loss, same_loss)
-    torch.testing.assert_close(norm, same_norm)
+    found = stepped(whole, 3), stepped(parts, 3, batch={"tokens": 128, "sequences": 2})
+    torch.testing.assert_close(*found)
     for one, other in zip(whole.parameters(), parts.parameters(), strict=True):
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-3)
 
@@ -162,17 +148,7 @@ def test_more_models_than_the_compiler_counts_are_trained_one_after_the_other(dy
 
 def test_processes_on_cpus_cannot_average_in_bfloat16():
     """torch's hook asks for NCCL."""
-    from types import SimpleNamespace
-
-    from qbench.errors import RecipeError
-    from qbench.training.data import require_data
-
-    about = SimpleNamespace(vocabulary=64, bos=1)
-    files = SimpleNamespace(about=about, folder="tokens", train=np.zeros(3000, np.uint16))
+    files = SimpleNamespace(about=SimpleNamespace(vocabulary=64, bos=1))
+    travels = recipe(compute={"travel": "bfloat16"}, batch={"tokens": 128, "sequences": 4})
     with pytest.raises(RecipeError, match=r"compute\.travel"):
-        require_data(
-            recipe(compute={"travel": "bfloat16"}, batch={"tokens": 128, "sequences": 4}),
-            files,
-            processes=2,
-            device="cpu",
-        )
+        require_data(travels, files, processes=2, device="cpu")

@@ -113,16 +113,12 @@ def test_each_document_is_bos_text_eos_and_some_are_held_out(tokens, texts, toke
     assert files.train.tolist() == [t for i, row in enumerate(ids) if i not in held for t in row]
     assert (files.about.train.documents, files.about.dtype) == (len(texts) - len(held), "uint16")
     assert files.train.dtype == np.uint16
-
-
-def test_the_tokenizer_lies_beside_the_tokens(tokens, tokenizer_folder):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tokens / name).read_bytes() == (tokenizer_folder / name).read_bytes()
 
 
 @pytest.mark.parametrize("name", ["train.bin", "held_out.bin", "tokenizer.json"])
 def test_a_changed_byte_is_noticed(tmp_path, tokens, name):
-
     copy = tmp_path / "copy"
     shutil.copytree(tokens, copy)
     payload = bytearray((copy / name).read_bytes())
