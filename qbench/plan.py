@@ -220,12 +220,11 @@ def _checkpoints(recipe: Recipe) -> dict[str, Checkpoint]:
                 source.path,
                 revision=source.revision,
                 normalizer=source.normalizer,
-                base=recipe.folder,
                 quantized=recipe.alone,
             )
         except CheckpointError as error:
             problems.append(error)
-            if not (recipe.folder / os.path.expanduser(source.path)).is_dir():
+            if not os.path.isdir(source.path):
                 break  # the hub: what ails one ails the next, after minutes
     if problems:
         raise CheckpointError(*dict.fromkeys(map(str, problems)))
@@ -246,9 +245,7 @@ def _cell(
 ) -> Cell:
     """The cell of one ``column``, by what ``plan``, whose cells are not there yet, says of all."""
     recipe, device, calibration = plan.recipe, plan.device, plan.calibration
-    quantization, copy = find_copy(
-        column.quantization, name, checkpoint, shapes, base=recipe.folder, device=device
-    )
+    quantization, copy = find_copy(column.quantization, name, checkpoint, shapes, device)
     chosen, reason = "", None
     try:
         quantization, chosen = quantization.resolved(checkpoint.config, device)
@@ -375,7 +372,7 @@ def find_tasks(
 
     Raises DataError with all that is wrong with their data, not the first of it alone.
     """
-    definitions, data = recipe.resolve(recipe.definitions), recipe.resolve(recipe.data)
+    definitions, data = recipe.definitions, recipe.data
     found, skipped, problems = [], [], []
     for task in _leaf_tasks(recipe, definitions, checkpoints):
         try:
@@ -405,12 +402,11 @@ def find_tasks(
 
 def find_groups(recipe: Recipe, skipped: Sequence[str]) -> tuple[TaskGroup, ...]:
     """Groups with scores of their own, but for those that lack a task whose data are missing."""
-    definitions = recipe.resolve(recipe.definitions)
     found = {
         group.name: group
         for task in recipe.tasks
         if task.name != passkey.GROUP
-        for group in task_groups(task.name, definitions)
+        for group in task_groups(task.name, recipe.definitions)
         if not set(skipped) & set(group.tasks)
     }
     return tuple(found.values())
@@ -451,7 +447,7 @@ def find_calibration(recipe: Recipe) -> CalibrationText | None:
     source = recipe.calibration
     if source is None or not any(c.quantization.needs_calibration for c in recipe.quantizers):
         return None
-    path = find_text(source.path, base=recipe.folder, data=recipe.resolve(recipe.data))
+    path = find_text(source.path, data=recipe.data)
     read_texts(path, most=CALIBRATION_LINES)  # raises for a malformed beginning
     return CalibrationText(
         path=path,

@@ -28,8 +28,6 @@ def find_copy(
     name: str,
     original: Checkpoint,
     shapes: Shapes,
-    *,
-    base: Path,
     device: str,
 ) -> tuple[QuantizationConfig, Checkpoint | None]:
     """``config``; where its weights are ``Published``, what the files of the checkpoint ``name``
@@ -42,9 +40,9 @@ def find_copy(
         return config, None
     source = weights.source(name)
     if source is not None and source.endswith(".gguf"):
-        copy = _gguf(source, original, base)
+        copy = _gguf(source, original)
     else:
-        copy = original if source is None else find(source, base=base, quantized=True)
+        copy = original if source is None else find(source, quantized=True)
     stated = copy.config["quantization_config"]
     kind = str(stated.get("quant_method", ""))
     if kind not in FORMATS:
@@ -67,10 +65,10 @@ def find_copy(
     return replace(config, weights=found), copy
 
 
-def _gguf(source: str, original: Checkpoint, base: Path) -> Checkpoint:
+def _gguf(source: str, original: Checkpoint) -> Checkpoint:
     """A GGUF file, of a folder or of the hub (owner/name/FILE.gguf). llama.cpp's attention is its
     own, so a model that is not softmax's cannot run there."""
-    path = Path(os.path.realpath(base / Path(source).expanduser()))
+    path = Path(os.path.realpath(source))
     on_hub = re.fullmatch(rf"({HUB_ID.pattern})/([^/]+)", source)
     if not path.is_file() and on_hub:
         path = hub.snapshot(on_hub[1], None, (on_hub[2],)) / on_hub[2]

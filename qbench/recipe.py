@@ -1,7 +1,7 @@
 """A recipe: YAML, and what the command line puts in its place → Recipe. No torch.
 
-Every check of user input that needs no model. Relative paths are relative to the recipe's file,
-those of options to the working folder.
+Every check of user input that needs no model. Relative paths, of the recipe's file to its folder,
+of options to the working folder, are made absolute when they are read.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -26,7 +27,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic.json_schema import SkipJsonSchema, WithJsonSchema
+from pydantic.json_schema import WithJsonSchema
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from qbench import recipe_yaml
@@ -35,7 +36,6 @@ from qbench.attention.normalizers import NORMALIZERS
 from qbench.checkpoints.find import HUB_ID
 from qbench.errors import DataError, QbenchError, RecipeError, shown
 from qbench.evaluation.settings import FEWSHOT_SEED, Tolerance
-from qbench.files import reason
 from qbench.plugins import load_file, load_packages, loaded
 from qbench.quantizers import QuantizationConfig, config_of, unquantized_dtype
 from qbench.quantizers.names import COMBINATIONS, PARTS
@@ -45,6 +45,7 @@ from qbench.recipe_yaml import Location, Source, problem_lines
 from qbench.records import NAME, Digest, Line, Name, TaskName
 
 LABEL = re.compile(NAME)
+ON_HUB = re.compile(rf"({HUB_ID.pattern})(/[^/]+\.gguf)?", re.ASCII)
 MOST_BATCH = 2**16  # requests
 MOST_DOCUMENTS = 10**9
 MOST_TOKENS = 2**24  # of one text
@@ -60,6 +61,24 @@ Whole = Annotated[int, Field(strict=True)]
 Flag = Annotated[bool, Field(strict=True)]
 Seed = Annotated[Whole, Field(ge=0, lt=2**32)]
 Text = Annotated[Line, Field(min_length=1)]
+
+
+def _is_folder(path: Path) -> Path:
+    if not path.is_dir():
+        raise ValueError(f"no such folder: {path}")
+    return path
+
+
+def _is_text(path: str) -> str:
+    if not path.startswith(HUB_FILE) and not os.path.isfile(path):
+        raise ValueError(
+            f"no such file: {path}; name a JSON Lines file with a text field, here or with "
+            "--calibration"
+        )
+    return path
+
+
+Folder = Annotated[Path, AfterValidator(_is_folder)]
 
 
 def _short(key: str, kind: type = str) -> BeforeValidator:
@@ -129,7 +148,7 @@ class CheckpointSource(Strict):
 class CalibrationSource(Strict):
     """Text that calibrated quantizers see: ``samples`` documents of ``length`` tokens each."""
 
-    path: Text
+    path: Annotated[Text, AfterValidator(_is_text)]
     """JSON Lines with a `text` field, or hf://datasets/OWNER/NAME/FILE."""
     samples: Whole = Field(128, ge=1, le=10**6)
     """Documents that are read."""
@@ -262,15 +281,14 @@ class Recipe(Strict):
     """Names of lm-eval, or mappings."""
     calibration: CalibrationSource | None = None
     """Text that calibrated quantizers see."""
-    data: Text | None = None
+    data: Folder | None = None
     """A folder of TASK/SPLIT.jsonl files. Default: the hub."""
     skip_missing: Flag = False
     """Leave out tasks that the data folder lacks; tables name them."""
-    definitions: Text | None = None
+    definitions: Folder | None = None
     """A folder of further lm-eval tasks: YAML files."""
     evaluation: Evaluation = Evaluation()
     """Numerics of scoring; all of it is part of every cell's key."""
-    folder: SkipJsonSchema[Path] = Path()  # of the recipe file
 
     @classmethod
     def load(cls, path: str | Path | None, overrides: Overrides | None = None) -> Recipe:
@@ -284,15 +302,12 @@ class Recipe(Strict):
         source = _source(path, overrides or Overrides())
         if {"model", "normalizers"} <= source.values.keys():
             raise RecipeError(f"{path}: it is a training recipe; use qbench train {path}")
-        folder = _folder(path)
-        _load_plugins(source, folder)
-        _group_checkpoints(source, folder)
+        _load_plugins(source)
+        _group_checkpoints(source)
         try:
-            recipe = cls.model_validate({**source.values, "folder": folder})
+            return cls.model_validate(source.values)
         except ValidationError as error:
             raise RecipeError(*problem_lines(source, error, _known_keys)) from None
-        recipe._check_files(source)
-        return recipe
 
     @field_validator("quantizers", mode="wrap")
     @classmethod
@@ -367,25 +382,6 @@ class Recipe(Strict):
         order = {name: index for index, name in enumerate(self.compared)}
         return dict(sorted(self.replicates.items(), key=lambda group: order[group[1][0]]))
 
-    def resolve(self, path: str | None) -> Path | None:
-        """``path`` as the recipe means it: relative to the recipe's folder."""
-        return None if path is None else Path(_absolute(self.folder, path))
-
-    def _check_files(self, source: Source) -> None:
-        for what, stated in (("data", self.data), ("definitions", self.definitions)):
-            folder = self.resolve(stated)
-            if folder is not None and not folder.is_dir():
-                raise RecipeError(f"{source.at((what,))}: {what}: no such folder: {folder}")
-        text = self.calibration
-        if text is None or text.path.startswith(HUB_FILE):
-            return
-        path = self.resolve(text.path)
-        if not os.path.isfile(path):
-            raise RecipeError(
-                f"{source.at(('calibration', 'path'))}: calibration.path: no such file: {path}; "
-                "name a JSON Lines file with a text field, here or with --calibration"
-            )
-
 
 def _as_it_is(column: Column) -> bool:
     weights = column.quantization.weights
@@ -422,25 +418,16 @@ def _known_keys(location: tuple[int | str, ...]) -> str:
         names = list(Files.model_fields)
     if location[:2] == ("evaluation", "tolerance") and len(location) > 2:
         names = [field.name for field in fields(Tolerance)]
-    return "known: " + ", ".join(name for name in names if name != "folder")
+    return "known: " + ", ".join(names)
 
 
 # --- what options say in place of the file, or without one
 
 
 def save(path: Path | None, changed: Overrides, to: Path) -> None:
-    """Write the recipe ``path`` as it runs with ``changed``, with absolute paths and the plug-in
-    files of this process, to the file ``to``. Raises OutputError where that cannot be written."""
-    values, folder = _source(path, changed).values, _folder(path)
-    for what in ("data", "definitions"):
-        if values.get(what) is not None:
-            values[what] = _absolute(folder, str(values[what]))
-    text = values.get("calibration")
-    if isinstance(text, dict) and not str(text.get("path", HUB_FILE)).startswith(HUB_FILE):
-        values["calibration"] = {**text, "path": _absolute(folder, text["path"])}
-    values["checkpoints"] = {
-        name: _located(folder, stated) for name, stated in values["checkpoints"].items()
-    }
+    """Write the recipe ``path`` as it runs with ``changed``, with the plug-in files of this
+    process, to the file ``to``. Raises OutputError where that cannot be written."""
+    values = _source(path, changed).values
     if files := [{"path": plugin.path, "sha256": plugin.digest} for plugin in loaded()]:
         values["plugins"] = files
     recipe_yaml.write(to, values, "Written by qbench run --save-recipe.")
@@ -448,19 +435,17 @@ def save(path: Path | None, changed: Overrides, to: Path) -> None:
 
 def _source(path: Path | None, changed: Overrides) -> Source:
     """The recipe ``path`` with parts of it replaced; None: what ``changed`` says alone."""
-    source = _one_off(changed) if path is None else recipe_yaml.read(path)
-    try:
-        found = {name: _found(path) for name, path in changed.checkpoints.items()}
-        _replace_checkpoints(source, found)
-        for what, folder in (("data", changed.data), ("definitions", changed.definitions)):
-            if folder is not None:
-                source.replace(os.path.realpath(folder), what)
-        if changed.calibration is not None:
-            text = str(changed.calibration)
-            whole = text if text.startswith(HUB_FILE) else os.path.realpath(text)
-            source.replace(whole, "calibration", "path")
-    except (OSError, ValueError) as error:
-        raise RecipeError(f"an option's path is not valid ({reason(error)})") from None
+    source = _one_off(changed) if path is None else _read(path)
+    here = Path.cwd()
+    found = {name: _absolute(here, one, hub=True) for name, one in changed.checkpoints.items()}
+    _replace_checkpoints(source, found)
+    for folder, *location in (
+        (changed.data, "data"),
+        (changed.definitions, "definitions"),
+        (changed.calibration, "calibration", "path"),
+    ):
+        if folder is not None:
+            source.replace(_absolute(here, str(folder)), *location)
     for what, key, names in (
         ("quantizers", "label", changed.quantizers),
         ("tasks", "name", changed.tasks),
@@ -485,25 +470,47 @@ def _source(path: Path | None, changed: Overrides) -> Source:
     return source
 
 
-def _folder(path: Path | None) -> Path:
-    """What a recipe's relative paths are relative to."""
-    return Path.cwd() if path is None else Path(os.path.realpath(path)).parent
+def _read(path: Path) -> Source:
+    """The recipe ``path``, its paths absolute."""
+    source = recipe_yaml.read(path)
+    values, folder = source.values, Path(os.path.realpath(path)).parent
+    for what in ("data", "definitions", "calibration"):
+        if what in values:
+            values[what] = _located(folder, values[what])
+    checkpoints, quantizers = values.get("checkpoints"), values.get("quantizers")
+    if isinstance(plugins := values.get("plugins"), list):
+        values["plugins"] = [_located(folder, one) for one in plugins]
+    if isinstance(checkpoints, dict):
+        values["checkpoints"] = {
+            name: [_located(folder, one, hub=True) for one in entry]
+            if isinstance(entry, list)
+            else _located(folder, entry, hub=True)
+            for name, entry in checkpoints.items()
+        }
+    if isinstance(quantizers, list):
+        values["quantizers"] = [
+            _located(folder, one, hub=True) if isinstance(one, dict) else one for one in quantizers
+        ]
+    return source
 
 
-def _absolute(folder: Path, path: str) -> str:
-    return os.path.realpath(folder / os.path.expanduser(path))
+def _located(folder: Path, entry: Any, *, hub: bool = False) -> Any:
+    """A path, or a mapping that has one, or one for each checkpoint, as ``path``."""
+    if not isinstance(entry, dict):
+        return _absolute(folder, entry, hub=hub)
+    path = entry.get("path")
+    if isinstance(path, dict):
+        path = {name: _absolute(folder, one, hub=hub) for name, one in path.items()}
+    return {**entry, "path": _absolute(folder, path, hub=hub)} if "path" in entry else entry
 
 
-def _located(folder: Path, stated: Any) -> Any:
-    """A checkpoint of a recipe: a folder by its absolute path, a hub id as it is."""
-    if isinstance(stated, dict):
-        return {**stated, "path": _located(folder, stated.get("path"))}
-    if isinstance(stated, list):
-        return [_located(folder, one) for one in stated]
-    if isinstance(stated, str) and "*" in stated:
-        return os.path.join(folder, os.path.expanduser(stated))
-    there = isinstance(stated, str) and os.path.isdir(_absolute(folder, stated))
-    return _absolute(folder, stated) if there else stated
+def _absolute(folder: Path, path: Any, *, hub: bool = False) -> Any:
+    """``path``, relative to ``folder``; what is no folder, but an id of the ``hub``, as it is."""
+    if not isinstance(path, str) or path.startswith(HUB_FILE):
+        return path
+    whole = os.path.abspath(folder / os.path.expanduser(path))
+    on_hub = hub and not os.path.exists(whole) and ON_HUB.fullmatch(path)
+    return path if on_hub else whole
 
 
 def _one_off(changed: Overrides) -> Source:
@@ -523,7 +530,7 @@ def _one_off(changed: Overrides) -> Source:
     }
     if changed.data is not None and changed.calibration is None:
         with suppress(DataError):  # where one is needed, that is said with its remedy
-            text = find_text(HUB_FILE, base=Path.cwd(), data=Path(os.path.realpath(changed.data)))
+            text = find_text(HUB_FILE, data=Path(os.path.realpath(changed.data)))
             values["calibration"] = {"path": str(text)}
     return Source(FROM_OPTIONS, values, {})
 
@@ -531,7 +538,8 @@ def _one_off(changed: Overrides) -> Source:
 def _add_quantized(source: Source, path: Path | None, changed: Overrides) -> None:
     """Columns of checkpoints that are quantized already; where no original is named, they are the
     checkpoints themselves, and are scored alone."""
-    found = {label: _found(one) for label, one in changed.quantized.items()}
+    here = Path.cwd()
+    found = {label: _absolute(here, one, hub=True) for label, one in changed.quantized.items()}
     if path is None and not changed.checkpoints:
         source.values.update(checkpoints=found, quantizers=["checkpoint"])
         return
@@ -577,14 +585,6 @@ def _parts_of(label: str) -> Any:
             return label  # unknown: said with all names that are known
         parts[kind] = name
     return {**parts, "label": label}
-
-
-def _found(source: str) -> str:
-    """An absolute path for a folder, and for what is no hub id either: a command line's paths
-    are relative to where it is given, not to the recipe. A hub id as it is."""
-    path = os.path.expanduser(source)
-    is_hub_id = HUB_ID.fullmatch(source) and not os.path.isdir(path)
-    return source if is_hub_id else os.path.realpath(path)
 
 
 def _replace_checkpoints(source: Source, sources: Mapping[str, str]) -> None:
@@ -647,7 +647,7 @@ class _Plugins(BaseModel):
     plugins: PluginFiles = ()
 
 
-def _load_plugins(source: Source, folder: Path) -> None:
+def _load_plugins(source: Source) -> None:
     """Load the files that a recipe names, so that it can name what they register.
 
     Raises RecipeError for one that does not load, or is not the one that the recipe states.
@@ -659,7 +659,7 @@ def _load_plugins(source: Source, folder: Path) -> None:
         raise RecipeError(*problem_lines(source, error, lambda _: known)) from None
     for number, one in enumerate(named):
         location = f"{source.at(('plugins', number))}: plugins[{number}]"
-        plugin = load_file(folder / os.path.expanduser(one.path), location=location)
+        plugin = load_file(Path(one.path), location=location)
         if one.sha256 not in (None, plugin.digest):
             raise RecipeError(
                 f"{location}: {plugin.path} differs from the file that the recipe states: its "
@@ -671,18 +671,18 @@ def _load_plugins(source: Source, folder: Path) -> None:
 # --- several trainings of one kind
 
 
-def _group_checkpoints(source: Source, folder: Path) -> None:
+def _group_checkpoints(source: Source) -> None:
     """Take apart checkpoints that stand for several trainings of one kind, a list or a path
-    with ``*`` (relative to ``folder``): ``softmax`` becomes ``softmax.1``, ``softmax.2``, …,
-    and a group of ``replicates``. Raises RecipeError where fewer than two are found, or where one
-    of these names is that of another checkpoint."""
+    with ``*``: ``softmax`` becomes ``softmax.1``, ``softmax.2``, …, and a group of ``replicates``.
+    Raises RecipeError where fewer than two are found, or where one of these names is that of
+    another checkpoint."""
     declared = source.values.get("checkpoints")
     if not isinstance(declared, dict):
         return  # the schema says so, with its location
     made: dict[str, Any] = {}
     groups: dict[str, list[str]] = {}
     for name, entry in declared.items():
-        members = _members(entry, folder)
+        members = _members(entry)
         if members is None:
             made[name] = entry
             continue
@@ -707,13 +707,12 @@ def _group_checkpoints(source: Source, folder: Path) -> None:
         source.values["replicates"] = {**stated, **groups} if isinstance(stated, dict) else stated
 
 
-def _members(entry: Any, folder: Path) -> list[Any] | None:
+def _members(entry: Any) -> list[Any] | None:
     """The checkpoints that one entry stands for; None for an entry of a single one."""
     if isinstance(entry, list):
         return entry
     path = entry.get("path") if isinstance(entry, dict) else entry
     if not isinstance(path, str) or "*" not in path:
         return None
-    found = sorted(glob.glob(os.path.expanduser(path), root_dir=folder))
-    found = [one for one in found if os.path.isdir(folder / one)]
+    found = [one for one in sorted(glob.glob(path)) if os.path.isdir(one)]
     return [{**entry, "path": one} if isinstance(entry, dict) else one for one in found]

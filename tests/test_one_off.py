@@ -74,12 +74,14 @@ def test_a_kept_recipe_has_absolute_paths(tmp_path, monkeypatch):
     (tmp_path / "models" / "one").mkdir(parents=True)
     path = tmp_path / "recipes" / "r.yaml"
     path.write_text("name: r\ncheckpoints: {one: ../models/one, two: {path: a/b, revision: x}}\n"
-                    "quantizers: [bf16]\ntasks: [sciq]\n")  # fmt: skip
+                    "quantizers: [bf16, {name: checkpoint, path: ../models/one}]\n"
+                    "tasks: [sciq]\n")  # fmt: skip
     monkeypatch.chdir(tmp_path)
     save(path, Overrides(limit=3), tmp_path / "kept.yaml")
     kept = yaml.safe_load((tmp_path / "kept.yaml").read_text())
     assert kept["checkpoints"] == {"one": str(tmp_path / "models" / "one"),
                                    "two": {"path": "a/b", "revision": "x"}}  # fmt: skip
+    assert kept["quantizers"][1]["path"] == str(tmp_path / "models" / "one")
     assert kept["evaluation"] == {"limit": 3}
 
 

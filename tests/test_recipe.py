@@ -94,6 +94,30 @@ def test_what_cannot_be_is_refused_with_place_value_and_remedy(tmp_path, changes
         assert word in str(error.value)
 
 
+def test_relative_paths_are_relative_to_the_recipe_and_ids_of_the_hub_stay(tmp_path):
+    for folder in ("one", "two/three", "data"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "text.jsonl").write_text("")
+    copies = {"a": "one", "b": "owner/name", "c": "owner/name/file.gguf"}
+    path = write(
+        tmp_path,
+        checkpoints={"a": "one", "b": {"path": "two/three"}, "c": "owner/name", "d": "nowhere"},
+        quantizers=["bf16", {"name": "checkpoint", "path": copies, "label": "copy"}],
+        data="data",
+        calibration={"path": "text.jsonl"},
+    )
+    recipe = Recipe.load(path)
+    assert [one.path for one in recipe.checkpoints.values()] == [
+        str(tmp_path / "one"), str(tmp_path / "two" / "three"), "owner/name",
+        str(tmp_path / "nowhere"),
+    ]  # fmt: skip
+    found = recipe.quantizers[1].quantization.weights.path
+    assert found == {"a": str(tmp_path / "one"), "b": "owner/name", "c": "owner/name/file.gguf"}
+    assert (recipe.data, recipe.calibration.path) == (
+        tmp_path / "data", str(tmp_path / "text.jsonl"),
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("named", ["path/to/one", "./one", "one", "../one"])
 def test_a_folder_of_the_command_line_is_meant_from_where_it_is_given(tmp_path, monkeypatch, named):
     (tmp_path / "here").mkdir()
@@ -155,7 +179,7 @@ def test_the_page_of_keys_is_what_the_schema_says():
 
 def test_the_schema_knows_every_key_and_each_says_what_it_means():
     schema = recipe_schema.json_schema()
-    assert schema["properties"].keys() == Recipe.model_fields.keys() - {"folder"}
+    assert schema["properties"].keys() == Recipe.model_fields.keys()
     assert schema["properties"]["evaluation"]["$ref"] == "#/$defs/Evaluation"
     for kind in ("CheckpointSource", "CalibrationSource", "Evaluation", "Task"):
         for key, about in schema["$defs"][kind]["properties"].items():

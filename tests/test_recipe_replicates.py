@@ -20,7 +20,8 @@ def test_a_list_is_a_group_of_checkpoints(tmp_path):
     path = small_recipe(tmp_path, checkpoints={"softmax": ["a", "b"], "softpick": PAIR["softpick"]})
     recipe = Recipe.load(path)
     assert {name: one.path for name, one in recipe.checkpoints.items()} == {
-        "softmax.1": "a", "softmax.2": "b", "softpick": PAIR["softpick"],
+        "softmax.1": str(tmp_path / "a"), "softmax.2": str(tmp_path / "b"),
+        "softpick": PAIR["softpick"],
     }  # fmt: skip
     assert recipe.replicates == {"softmax": ("softmax.1", "softmax.2")}
 
@@ -32,7 +33,7 @@ def test_a_path_with_a_star_is_a_group_of_its_folders_in_order(tmp_path, entry):
     copies(tmp_path)
     recipe = Recipe.load(small_recipe(tmp_path, checkpoints={"softmax": entry}))
     assert [one.path for one in recipe.checkpoints.values()] == [
-        f"softmax-seed{n}" for n in range(3)
+        str(tmp_path / f"softmax-seed{n}") for n in range(3)
     ]
     assert {one.normalizer for one in recipe.checkpoints.values()} == {
         entry["normalizer"] if isinstance(entry, dict) else None

@@ -380,16 +380,15 @@ def find(
     *,
     revision: str | None = None,
     normalizer: str | None = None,
-    base: Path | None = None,
     quantized: bool = False,
 ) -> Checkpoint:
-    """Resolve ``source``, a folder (relative to ``base``) or a hub id, and check its headers.
+    """Resolve ``source``, a folder or a hub id, and check its headers.
 
     ``normalizer`` is what the recipe states; it must agree with the checkpoint's own.
     ``quantized``: somebody quantized it, and its tensors are not the model's.
     Raises CheckpointError, naming left-over, missing and misshapen tensors.
     """
-    folder = _folder(source, revision, base or Path())
+    folder = _folder(source, revision)
     with named(source):
         return _found(source, folder, normalizer, quantized)
 
@@ -443,9 +442,9 @@ def _require_tensors(config: dict[str, Any], headers: dict[str, Header], normali
     )
 
 
-def _folder(source: str, revision: str | None, base: Path) -> Path:
+def _folder(source: str, revision: str | None) -> Path:
     try:
-        path = (base / Path(source).expanduser()).resolve()
+        path = Path(source).expanduser().resolve()
         is_folder, why = path.is_dir(), str(path)
     except (OSError, ValueError, RuntimeError) as error:
         is_folder, why = False, str(error)

@@ -34,14 +34,14 @@ class CalibrationText:
     bos: bool = False
 
 
-def find_text(address: str, *, base: Path, data: Path | None) -> Path:
-    """The local file of a calibration ``path``: relative to ``base``, or of the hub.
+def find_text(address: str, *, data: Path | None) -> Path:
+    """The local file of a calibration ``path``, which may be one of the hub.
 
     With a ``data`` folder the hub is not asked: the one file in the folder ``calibration`` in or
     beside it stands for the hub's. Raises RecipeError and DataError.
     """
     if not address.startswith(HUB_FILE):
-        return (base / address).resolve()
+        return Path(address).resolve()
     return _download(address) if data is None else _beside(data)
 
 

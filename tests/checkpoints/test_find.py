@@ -24,11 +24,6 @@ def test_a_recipe_that_contradicts_the_checkpoint_is_refused(tmp_path):
         find(str(folder), normalizer="softmax")
 
 
-def test_a_relative_path_is_relative_to_the_recipe(tmp_path):
-    write(tmp_path / "c")
-    assert find("c", base=tmp_path).folder == (tmp_path / "c").resolve()
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -87,9 +82,9 @@ def test_a_pickle_is_refused_with_the_way_to_convert_it(tmp_path):
         find(str(tmp_path))
 
 
-def test_a_source_that_is_neither_folder_nor_hub_id_is_refused(tmp_path):
+def test_a_source_that_is_neither_folder_nor_hub_id_is_refused():
     with pytest.raises(CheckpointError, match="no such folder"):
-        find("./nowhere", base=tmp_path)
+        find("./nowhere")
 
 
 def test_an_unreachable_hub_names_the_option_that_helps():

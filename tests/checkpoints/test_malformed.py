@@ -31,9 +31,9 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
-def test_a_source_that_cannot_be_a_checkpoint_is_refused_in_one_printable_line(source, tmp_path):
+def test_a_source_that_cannot_be_a_checkpoint_is_refused_in_one_printable_line(source):
     with pytest.raises(CheckpointError) as refusal:
-        find(source, base=tmp_path)
+        find(source)
     assert str(refusal.value).isprintable()
     assert len(str(refusal.value)) < 700
 

@@ -24,7 +24,7 @@ def checkpoint(name: str):
     folder = SHARED / "checkpoints" / f"{name}-27M"
     if not folder.is_dir():
         pytest.skip(f"no {folder.name} beside the project")
-    return find(str(folder), revision=None, normalizer=None, base=Path())
+    return find(str(folder), revision=None, normalizer=None)
 
 
 def pair_model(name: str, device: str = "cpu"):
