@@ -1,10 +1,8 @@
-"""Cell → Record: load, attend, quantize, audit, evaluate."""
+"""A cell's work: load, attend, quantize, audit, evaluate → CellResult."""
 
 from __future__ import annotations
 
-import gc
 import math
-import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -24,7 +22,7 @@ from qbench.checkpoints.load import (
 )
 from qbench.checkpoints.tokenizer import load_tokenizer
 from qbench.code import code_digest
-from qbench.errors import AuditError, QbenchError, ResultsError, UnavailableError, failure_line
+from qbench.errors import AuditError, QbenchError, ResultsError, UnavailableError
 from qbench.evaluation.baseline import baseline_file, read_baseline
 from qbench.evaluation.degradation import Outcomes, correct_requests, damage, divergence_table
 from qbench.evaluation.evaluate import evaluate, group_scores
@@ -33,9 +31,8 @@ from qbench.evaluation.llamacpp import LlamaCpp
 from qbench.evaluation.lm_eval_model import external_model
 from qbench.evaluation.loaded import LoadedTask, load_task
 from qbench.evaluation.scoring import language_model
-from qbench.machine import hardware, measured, redirected
+from qbench.machine import free, hardware, measured
 from qbench.plan import Cell, Plan, resident, streamable
-from qbench.progress import Progress
 from qbench.quantizers.audit.cell import audit, probe_of
 from qbench.quantizers.calibration import read_calibration
 from qbench.quantizers.linear import split_experts
@@ -52,44 +49,24 @@ if TYPE_CHECKING:
 SECOND_MODEL = 12 << 30  # bytes that an original may take beside the same model, unquantized
 
 
-def run(cell: Cell, plan: Plan, store: Store, progress: Progress, cache: Path) -> Record:
-    """Run one cell and put its record into the store, whether it worked or not.
-
-    ``cache`` keeps quantized weights and unquantized distributions.
-    """
-    result = CellResult(cell=cell, plan=plan)
-    log, error = store.log(cell.grid_cell), None
-    with redirected(log):
-        try:
-            _run(result, store, progress, cache)
-        except Exception as problem:
-            traceback.print_exc()
-            error = failure_line(problem, log)
-        finally:
-            free(plan.device)
-    record = result.record(error)
-    if error is not None:
-        return store.put(record, None, None)
-    return store.put(record, result.outcomes, result.responses, result.divergences)
-
-
-def _run(result: CellResult, store: Store, progress: Progress, cache: Path) -> None:
+def compute(result: CellResult, store: Store, cache: Path) -> None:
+    """Scores and all else of one cell into its ``result``. ``cache`` keeps quantized weights and
+    unquantized distributions."""
     cell, plan = result.cell, result.plan
-    progress.stage(cell.name, "prepare")
+    result.progress.stage(cell.name, "prepare")
     tasks = _prepare(cell, plan)
     result.documents = {task.name: task.digest for task in tasks}
-    progress.stage(cell.name, "load")
-    with measured("load", plan.device, result.stages) as detail:
+    with result.stage("load") as detail:
         model, tokenizer = load(cell, plan)
         if stream_of(model) is not None:
             detail.append("block by block")
         elif is_spread(model):
             detail.append("over several GPUs")
-    model = quantized(result, model, tokenizer, progress, cache)
+    model = quantized(result, model, tokenizer, cache)
     folder = distributions_folder(cache)
-    base = _baseline(result, store, progress, folder)
+    base = _baseline(result, store, folder)
     with measured("evaluate", plan.device, result.stages):
-        _evaluate(result, tasks, store, model, tokenizer, progress, base, folder)
+        _evaluate(result, tasks, store, model, tokenizer, base, folder)
 
 
 def _prepare(cell: Cell, plan: Plan) -> list[LoadedTask]:
@@ -172,13 +149,11 @@ def quantized(
     result: CellResult,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    progress: Progress,
     cache: Path,
 ) -> PreTrainedModel:
     """``model`` quantized as the cell says; raises AuditError where it is not."""
     cell, plan, settings = result.cell, result.plan, result.cell.quantization
-    progress.stage(cell.name, "quantize", 1)
-    with measured("quantize", plan.device, result.stages) as detail:
+    with result.stage("quantize", 1) as detail:
         calibration = None
         if settings.needs_calibration:
             assert plan.calibration is not None
@@ -190,19 +165,18 @@ def quantized(
             digest=cell.checkpoint.digest,
             artifacts=cache / "artifacts",
             normalizer_source=cell.key_parts.get("normalizer source"),
-            progress=lambda _, fraction: progress.advance(cell.name, fraction, 1),
+            progress=lambda _, fraction: result.advance(fraction, 1),
         )
         detail.append(how)
-    _audit(result, model, progress)
+    _audit(result, model)
     return model
 
 
-def _audit(result: CellResult, model: PreTrainedModel, progress: Progress) -> None:
+def _audit(result: CellResult, model: PreTrainedModel) -> None:
     cell, plan = result.cell, result.plan
     if cell.alone or cell.runtime == "lm-eval":
         return  # there is nothing to hold against anything: the record is not audited
-    progress.stage(cell.name, "audit")
-    with measured("audit", plan.device, result.stages):
+    with result.stage("audit"):
         # Read from disk again, for unquantized cells too.
         room = math.inf if cell.quantization.precision.quantized else SECOND_MODEL
         original = load_original(cell, plan, verify=cell.copy is not None, room=room)
@@ -223,7 +197,7 @@ def _audit(result: CellResult, model: PreTrainedModel, progress: Progress) -> No
         raise AuditError("audit: " + "; ".join(first) + more)
 
 
-def _baseline(result: CellResult, store: Store, progress: Progress, folder: Path) -> Record | None:
+def _baseline(result: CellResult, store: Store, folder: Path) -> Record | None:
     """The record that a quantized cell is measured against; None for an unquantized one, and where
     damage is not measured, and ``result`` says why."""
     cell = result.cell
@@ -238,9 +212,9 @@ def _baseline(result: CellResult, store: Store, progress: Progress, folder: Path
         reason = "the recipe has no unquantized cell to compare with"
         result.damage = Unavailable(reason=reason)
     else:
-        waits = f"waits for {cell.base.cell}"
+        waits = partial(result.progress.stage, cell.name, f"waits for {cell.base.cell}")
         try:
-            return read_baseline(cell.base, store, folder, lambda: progress.stage(cell.name, waits))
+            return read_baseline(cell.base, store, folder, waits)
         except ResultsError as error:
             result.damage = Unavailable(reason=str(error), retry=True)
     return None
@@ -252,13 +226,12 @@ def _evaluate(
     store: Store,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    progress: Progress,
     base: Record | None,
     folder: Path,
 ) -> None:
     """Scores of every task; a task that cannot be scored is named, and the others are kept. What
     the cell is measured against, or others are against it, lies in ``folder``."""
-    cell = result.cell
+    cell, progress = result.cell, result.progress
     observer: BaselineWriter | KLObserver | None = None
     if base is not None:
         observer = KLObserver(BaselineHiddenStates.load(baseline_file(folder, base.key)))
@@ -268,7 +241,7 @@ def _evaluate(
         model,
         tokenizer,
         cell.scoring,
-        progress=lambda done, total: progress.advance(cell.name, done, total),
+        progress=result.advance,
         observer=observer,
     )
     failure, tables = None, []
@@ -328,10 +301,3 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray) -> list[str
         marked = str(tokenizer.convert_ids_to_tokens(token)).startswith("▁")
         known[token] = f" {text}" if marked and not text.startswith(" ") else text
     return [known[token] for token in ids.tolist()]
-
-
-def free(device: str) -> None:
-    """Give back what nobody holds any more."""
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()

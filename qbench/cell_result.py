@@ -1,14 +1,20 @@
-"""What is known of a cell, and its record. Imports no torch: a run itself writes the record of a
-cell whose process died."""
+"""What is known of a cell, and its record, whether it worked or not. Imports torch only where a
+cell is computed: a run itself writes the record of a cell whose process died."""
 
 from __future__ import annotations
 
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qbench.machine import environment
+from qbench.errors import failure_line
+from qbench.machine import environment, free, measured, redirected
 from qbench.plan import Cell, Plan
+from qbench.progress import Progress, SilentProgress
 from qbench.records import (
     Audit,
     Damage,
@@ -19,6 +25,7 @@ from qbench.records import (
     Stage,
     Unavailable,
 )
+from qbench.store import Store
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -30,6 +37,7 @@ class CellResult:
 
     cell: Cell
     plan: Plan
+    progress: Progress = field(default_factory=SilentProgress)
     started: datetime = field(default_factory=lambda: datetime.now(UTC))
     stages: list[Stage] = field(default_factory=list)
     documents: dict[str, str] = field(default_factory=dict)
@@ -42,6 +50,17 @@ class CellResult:
     divergences: pd.DataFrame | None = None
     scoring: ScoringReport | None = None
     damage: Damage | Unavailable | None = None
+
+    @contextmanager
+    def stage(self, name: str, total: float | None = None) -> Iterator[list[str]]:
+        """One stage of the cell, shown and measured; what the body appends is its detail."""
+        self.progress.stage(self.cell.name, name, total)
+        with measured(name, self.plan.device, self.stages) as detail:
+            yield detail
+
+    def advance(self, completed: float, total: float | None = None) -> None:
+        """How far the stage is."""
+        self.progress.advance(self.cell.name, completed, total)
 
     def stated(self, error: str | None) -> dict[str, Any]:
         """What every record of the cell says, an analysis too, finished now: failed with ``error``,
@@ -78,3 +97,33 @@ class CellResult:
             scoring=self.scoring,
             damage=self.damage,
         )
+
+
+def run(cell: Cell, plan: Plan, store: Store, progress: Progress, cache: Path) -> Record:
+    """Run one cell and put its record into the store, whether it worked or not."""
+    result = CellResult(cell=cell, plan=plan, progress=progress)
+
+    def work() -> None:
+        from qbench.cell import compute
+
+        compute(result, store, cache)
+
+    error = attempt(work, store.log(cell.grid_cell), plan.device)
+    record = result.record(error)
+    if error is not None:
+        return store.put(record)
+    return store.put(record, result.outcomes, result.responses, result.divergences)
+
+
+def attempt(work: Callable[[], None], log: Path, device: str) -> str | None:
+    """Do ``work``, what it and the libraries that it imports print in ``log``. Why it failed, None
+    where it did not."""
+    with redirected(log):
+        try:
+            work()
+        except Exception as problem:
+            traceback.print_exc()
+            return failure_line(problem, log)
+        finally:
+            free(device)
+    return None

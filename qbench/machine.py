@@ -7,6 +7,7 @@ importing torch to ask whether there is a GPU takes seconds, and the command lin
 from __future__ import annotations
 
 import functools
+import gc
 import importlib.util
 import logging
 import os
@@ -17,7 +18,6 @@ import signal
 import subprocess
 import sys
 import time
-import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -31,7 +31,7 @@ import psutil
 import pynvml
 
 from qbench import __version__
-from qbench.errors import RecipeError, UnavailableError, failure_line
+from qbench.errors import RecipeError, UnavailableError
 from qbench.plugins import stated
 from qbench.records import Environment, Stage
 
@@ -283,6 +283,13 @@ def reset_peak_memory(device: str) -> None:
         return  # not Linux: the peak is then that of the whole process
 
 
+def free(device: str) -> None:
+    """Give back what nobody holds any more."""
+    gc.collect()
+    if device == "cuda":
+        _cuda().empty_cache()
+
+
 def _proc(file: str, name: str) -> str:
     """What Linux says of ``name`` in a file of /proc; "" where there is none."""
     path = Path("/proc") / file
@@ -357,17 +364,6 @@ def redirected(log: Path) -> Iterator[None]:
         os.close(target)
         root.setLevel(level)
         root.handlers[:] = handlers
-
-
-@contextmanager
-def importing(log: Path) -> Iterator[None]:
-    """For imports: what libraries print goes to ``log``. UnavailableError for one that breaks."""
-    with redirected(log):
-        try:
-            yield
-        except Exception as problem:
-            traceback.print_exc()
-            raise UnavailableError(failure_line(problem, log)) from problem
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -307,7 +307,7 @@ class Recipe(Strict):
         try:
             return cls.model_validate(source.values)
         except ValidationError as error:
-            raise RecipeError(*problem_lines(source, error, _known_keys)) from None
+            raise RecipeError(*problem_lines(source, error, cls)) from None
 
     @field_validator("quantizers", mode="wrap")
     @classmethod
@@ -405,22 +405,6 @@ def _column(index: int, entry: Any, compute_dtype: str) -> Column:
     return Column(label=label, quantization=quantization)
 
 
-def _known_keys(location: tuple[int | str, ...]) -> str:
-    kinds = {
-        "checkpoints": CheckpointSource,
-        "calibration": CalibrationSource,
-        "tasks": Task,
-        "evaluation": Evaluation,
-    }
-    kind = kinds.get(str(location[0]), Recipe) if len(location) > 1 else Recipe
-    names = list(kind.model_fields)
-    if location[0] == "tasks" and location[2:3] == ("files",) and len(location) > 3:
-        names = list(Files.model_fields)
-    if location[:2] == ("evaluation", "tolerance") and len(location) > 2:
-        names = [field.name for field in fields(Tolerance)]
-    return "known: " + ", ".join(names)
-
-
 # --- what options say in place of the file, or without one
 
 
@@ -437,7 +421,7 @@ def _source(path: Path | None, changed: Overrides) -> Source:
     """The recipe ``path`` with parts of it replaced; None: what ``changed`` says alone."""
     source = _one_off(changed) if path is None else _read(path)
     here = Path.cwd()
-    found = {name: _absolute(here, one, hub=True) for name, one in changed.checkpoints.items()}
+    found = {name: absolute(here, one, hub=True) for name, one in changed.checkpoints.items()}
     _replace_checkpoints(source, found)
     for folder, *location in (
         (changed.data, "data"),
@@ -445,7 +429,7 @@ def _source(path: Path | None, changed: Overrides) -> Source:
         (changed.calibration, "calibration", "path"),
     ):
         if folder is not None:
-            source.replace(_absolute(here, str(folder)), *location)
+            source.replace(absolute(here, str(folder)), *location)
     for what, key, names in (
         ("quantizers", "label", changed.quantizers),
         ("tasks", "name", changed.tasks),
@@ -497,14 +481,14 @@ def _read(path: Path) -> Source:
 def _located(folder: Path, entry: Any, *, hub: bool = False) -> Any:
     """A path, or a mapping that has one, or one for each checkpoint, as ``path``."""
     if not isinstance(entry, dict):
-        return _absolute(folder, entry, hub=hub)
+        return absolute(folder, entry, hub=hub)
     path = entry.get("path")
     if isinstance(path, dict):
-        path = {name: _absolute(folder, one, hub=hub) for name, one in path.items()}
-    return {**entry, "path": _absolute(folder, path, hub=hub)} if "path" in entry else entry
+        path = {name: absolute(folder, one, hub=hub) for name, one in path.items()}
+    return {**entry, "path": absolute(folder, path, hub=hub)} if "path" in entry else entry
 
 
-def _absolute(folder: Path, path: Any, *, hub: bool = False) -> Any:
+def absolute(folder: Path, path: Any, *, hub: bool = False) -> Any:
     """``path``, relative to ``folder``; what is no folder, but an id of the ``hub``, as it is."""
     if not isinstance(path, str) or path.startswith(HUB_FILE):
         return path
@@ -539,7 +523,7 @@ def _add_quantized(source: Source, path: Path | None, changed: Overrides) -> Non
     """Columns of checkpoints that are quantized already; where no original is named, they are the
     checkpoints themselves, and are scored alone."""
     here = Path.cwd()
-    found = {label: _absolute(here, one, hub=True) for label, one in changed.quantized.items()}
+    found = {label: absolute(here, one, hub=True) for label, one in changed.quantized.items()}
     if path is None and not changed.checkpoints:
         source.values.update(checkpoints=found, quantizers=["checkpoint"])
         return
@@ -655,8 +639,7 @@ def _load_plugins(source: Source) -> None:
     try:
         named = _Plugins.model_validate({"plugins": source.values.get("plugins", ())}).plugins
     except ValidationError as error:
-        known = "known: " + ", ".join(PluginFile.model_fields)
-        raise RecipeError(*problem_lines(source, error, lambda _: known)) from None
+        raise RecipeError(*problem_lines(source, error, Recipe)) from None
     for number, one in enumerate(named):
         location = f"{source.at(('plugins', number))}: plugins[{number}]"
         plugin = load_file(Path(one.path), location=location)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import ValidationError
 from ruamel.yaml import YAML
@@ -96,10 +95,8 @@ def write(path: Path, values: dict[str, Any], comment: str) -> None:
     write_atomically(path, f"# {comment}\n{text.getvalue()}".encode())
 
 
-def problem_lines(
-    source: Source, error: ValidationError, known: Callable[[Location], str]
-) -> list[str]:
-    """One line a problem, with its place in the file; ``known`` says which keys a place has."""
+def problem_lines(source: Source, error: ValidationError, kind: type) -> list[str]:
+    """One line a problem, with its place in the file of a recipe of this ``kind``."""
     lines = []
     within = {p["loc"][:end] for p in error.errors() for end in range(len(p["loc"]))}
     for one in error.errors():
@@ -110,9 +107,9 @@ def problem_lines(
         ).lstrip(".")
         message = one["msg"].removeprefix("Value error, ")
         if one["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-            message = "unknown key; " + known(one["loc"])
+            message = "unknown key; " + _known_keys(kind, one["loc"][:-1])
         elif one["type"] == "dataclass_type":
-            message = f"must be a mapping; {known((*one['loc'], ''))} (it is "
+            message = f"must be a mapping; {_known_keys(kind, one['loc'])} (it is "
             message += f"{shown(one['input'])})"
         elif one["type"] == "string_pattern_mismatch":
             allowed = PATTERNS[one["ctx"]["pattern"]]
@@ -121,6 +118,21 @@ def problem_lines(
             message += f" (it is {shown(one['input'])})"
         lines.append(f"{source.at(one['loc'])}: {location}: {message}")
     return [" ".join(line.split("\n")) for line in lines]
+
+
+def _known_keys(kind: Any, location: Location) -> str:
+    """Those of the mapping at ``location`` of a recipe of this ``kind``."""
+    for part in location:
+        if part in kind.__pydantic_fields__:
+            kind = _mapping(kind.__pydantic_fields__[part].annotation) or kind
+    return "known: " + ", ".join(kind.__pydantic_fields__)
+
+
+def _mapping(annotation: Any) -> Any:
+    """The class that has keys of its own in a type hint; None where there is none."""
+    if hasattr(annotation, "__pydantic_fields__"):
+        return annotation
+    return next(filter(None, map(_mapping, get_args(annotation))), None)
 
 
 def _text(path: Path) -> str:

@@ -186,22 +186,22 @@ class ModuleAudit(RecordModel):
     digest: str = ""  # SHA-256 of what is stored for it; "" where it is not known
 
 
-class InputAudit(RecordModel):
-    """What one module takes in, measured on a probe text as its product consumes it."""
-
-    name: str
+class _InputsAudit(RecordModel):
     levels: int  # most distinct values under one scale
     clipped: float  # share of values beyond the largest that their scale allows
     error: float  # ‖x' − x‖ / ‖x‖, Frobenius; infinite where not finite
 
 
-class ActivationAudit(RecordModel):
-    """What products with weight matrices took in."""
+class InputAudit(_InputsAudit):
+    """What one module takes in, measured on a probe text as its product consumes it."""
+
+    name: str
+
+
+class ActivationAudit(_InputsAudit):
+    """What products with weight matrices took in, over all modules."""
 
     bits: float
-    levels: int  # most distinct values under one scale, over all modules
-    clipped: float  # share over all values
-    error: float  # ‖x' − x‖ / ‖x‖ over all modules
     left_out: tuple[str, ...] = ()  # layers whose inputs stay unquantized
     unmeasured: tuple[str, ...] = ()  # modules that the probe text never reached
     modules: tuple[InputAudit, ...] = ()
@@ -215,10 +215,7 @@ class Leak(RecordModel):
     declared: bool
 
 
-class KVModuleAudit(RecordModel):
-    """The KV cache of one attention module, measured on what its attention read."""
-
-    name: str
+class _KVErrors(RecordModel):
     levels: int  # most distinct values that share a scale
     key_error: float  # ‖K' − K‖ / ‖K‖ over the quantized tokens of the probe, Frobenius
     value_error: float
@@ -226,16 +223,17 @@ class KVModuleAudit(RecordModel):
     bits_per_value: float  # of a quantized token, its share of scales and lowest values counted
 
 
-class KVAudit(RecordModel):
+class KVModuleAudit(_KVErrors):
+    """The KV cache of one attention module, measured on what its attention read."""
+
+    name: str
+
+
+class KVAudit(_KVErrors):
     """The KV cache of a cell, all modules together. Memory is that of one sequence of ``tokens``
     tokens, those that are kept unquantized counted with 16 bits a value."""
 
-    levels: int
-    clipped: float
-    key_error: float
-    value_error: float
     tokens: int  # the context that the checkpoint states
-    bits_per_value: float
     bytes_per_token: float
     unquantized_bytes_per_token: float
     modules: tuple[KVModuleAudit, ...] = ()
@@ -556,7 +554,16 @@ RESPONSE_DEFAULTS = {"answer": None, "filter": None, "cut": 0}
 ANSWER_CHARACTERS = 4096
 
 
-class Score(RecordModel):
+class _Value(RecordModel):
+    label: Line  # as tables show it, e.g. "sciq [validation]"
+    metric: TaskName  # "acc", "acc_norm", "perplexity", "word_perplexity", …
+    value: float
+    stderr: float | None  # lm-eval's, in the units of value; None where it, or a task, has none
+    higher_is_better: bool
+    documents: int
+
+
+class Score(_Value):
     """One metric of one task.
 
     ``aggregation`` is lm-eval's name for how documents become the value: ``mean``, ``perplexity``
@@ -566,27 +573,15 @@ class Score(RecordModel):
     """
 
     task: TaskName  # as the recipe calls it; the name in the Parquet files
-    label: Line  # as tables show it, e.g. "sciq [validation]"
-    metric: TaskName  # "acc", "acc_norm", "perplexity", "word_perplexity", …
-    value: float
-    stderr: float | None  # lm-eval's, in the units of value; None where it has none
-    higher_is_better: bool
     aggregation: Line
-    documents: int
 
 
-class GroupScore(RecordModel):
+class GroupScore(_Value):
     """One metric of a group of tasks, such as mmlu: the mean of its tasks' values, as lm-eval
     weights them. Its documents' outcomes are those of ``tasks``."""
 
     group: TaskName
-    label: Line
-    metric: TaskName
-    value: float
-    stderr: float | None  # lm-eval's; None where a task has none
-    higher_is_better: bool
     weight_by_size: bool  # by their documents; else each task counts alike
-    documents: int
     tasks: tuple[TaskName, ...]
 
 
@@ -619,24 +614,27 @@ class CellKey(RecordModel):
         return f"{self.checkpoint}/{self.quantizer}"
 
 
-class CellRecord(CellKey):
+class _QuantizedCell(CellKey):
+    method: Line  # of quantization, e.g. "gptq"; "none" for unquantized cells
+    title: Line  # the method as tables write it, e.g. "GPTQ"
+    precision: Precision
+
+    @property
+    def quantized(self) -> bool:
+        return self.precision.quantized
+
+
+class CellRecord(_QuantizedCell):
     """What every file of a cell says. ``key_parts`` is exactly what ``key`` is the hash of."""
 
     schema_version: int = SCHEMA_VERSION
     key_parts: dict[str, Any]
-    method: Line  # of quantization, e.g. "gptq"; "none" for unquantized cells
-    title: Line  # the method as tables write it, e.g. "GPTQ"
-    precision: Precision
     normalizer: Line
     error: str | None = None
     stages: tuple[Stage, ...] = ()
     environment: Environment
     started: datetime
     finished: datetime
-
-    @property
-    def quantized(self) -> bool:
-        return self.precision.quantized
 
 
 class Record(CellRecord):
@@ -659,16 +657,8 @@ class Record(CellRecord):
     )
 
 
-class GridCell(CellKey):
+class GridCell(_QuantizedCell):
     """One cell of the last run: its place in the grid and the record that it asks for."""
-
-    method: Line
-    title: Line
-    precision: Precision
-
-    @property
-    def quantized(self) -> bool:
-        return self.precision.quantized
 
     @property
     def bits(self) -> float | None:

@@ -238,8 +238,8 @@ class Store(CellFiles[Record, Grid]):
     def put(
         self,
         record: Record,
-        outcomes: pd.DataFrame | None,
-        responses: pd.DataFrame | None,
+        outcomes: pd.DataFrame | None = None,
+        responses: pd.DataFrame | None = None,
         divergences: pd.DataFrame | None = None,
     ) -> Record:
         """Write a record and its tables; the record last, each file in one step.

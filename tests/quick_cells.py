@@ -29,8 +29,8 @@ def quickly(fn, name, marks, deaths, **settings):
     fewer marks than ``deaths``."""
     import qbench.cell
 
-    def step(result, store, progress, cache):
-        progress.stage(result.cell.name, "step")
+    def step(result, store, cache):
+        result.progress.stage(result.cell.name, "step")
         marks.mkdir(exist_ok=True)
         if len(list(marks.iterdir())) < deaths:
             (marks / str(time.monotonic_ns())).touch()
@@ -38,5 +38,5 @@ def quickly(fn, name, marks, deaths, **settings):
         result.outcomes = pd.DataFrame(columns=list(OUTCOME_COLUMNS))
         result.responses = pd.DataFrame(columns=list(RESPONSE_COLUMNS))
 
-    qbench.cell._run = step
+    qbench.cell.compute = step
     return fn(name, **settings)

@@ -4,27 +4,21 @@ with one linear layer quantized at a time."""
 from __future__ import annotations
 
 import time
-import traceback
 from typing import TYPE_CHECKING
 
 import torch
 
 from qbench.analysis.attention import attention_maps, choose
 from qbench.analysis.measure import measure
-from qbench.analysis.result import AnalysisCell, AnalysisResult
+from qbench.analysis.result import AnalysisResult
 from qbench.analysis.sensitivity import Baseline, Unit, units
 from qbench.analysis.text import AnalysisSettings
 from qbench.cache import cache_folder
 from qbench.cell import free, load, load_original, quantized
-from qbench.cell_result import CellResult
-from qbench.errors import DataError, UnavailableError, failure_line
+from qbench.errors import DataError, UnavailableError
 from qbench.files import digest
-from qbench.machine import measured, redirected
-from qbench.plan import Plan
-from qbench.progress import Progress
 from qbench.quantizers.linear import linearize, linears
-from qbench.records import Analysis, AnalyzedText, Sensitivity
-from qbench.store import Analyses
+from qbench.records import AnalyzedText, Sensitivity
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,35 +27,15 @@ if TYPE_CHECKING:
 SAVE_EVERY = 20.0  # seconds between two records of an unfinished sensitivity
 
 
-def analyze(
-    cell: AnalysisCell,
-    plan: Plan,
-    analyses: Analyses,
-    progress: Progress,
-    before: Analysis | Sensitivity | None = None,
-) -> Analysis | Sensitivity:
-    """Analyze one cell and put the record into its place, whether it worked or not. A sensitivity
-    goes on from the units that the record ``before`` has."""
-    result = CellResult(cell=cell.cell, plan=plan)
-    work = AnalysisResult(cell=cell, analyses=analyses, result=result)
-    if isinstance(before, Sensitivity):
-        work.found["units"] = before.units
-    log, error = analyses.log(cell.grid_cell), None
-    with redirected(log):
-        try:
-            (_sensitivity if analyses.kind is Sensitivity else _measure)(work, progress)
-        except Exception as problem:
-            traceback.print_exc()
-            error = failure_line(problem, log)
-        finally:
-            free(plan.device)
-    return work.put("failed" if error else "ok", error)
+def compute(work: AnalysisResult) -> None:
+    """What ``work`` asks for, into it."""
+    (_sensitivity if work.analyses.kind is Sensitivity else _measure)(work)
 
 
-def _measure(work: AnalysisResult, progress: Progress) -> None:
+def _measure(work: AnalysisResult) -> None:
     """One pass over the text."""
-    of, plan, settings, name = work.cell.cell, work.result.plan, work.cell.settings, work.cell.name
-    model, tokenizer, ids = _load(work, progress)
+    of, plan, settings, result = work.cell.cell, work.result.plan, work.cell.settings, work.result
+    model, tokenizer, ids = _load(work)
     if of.copy is not None and not of.alone:  # whose library may have layers of its own
         model = load_original(of, plan)
     linearize(model)  # GPT-2's Conv1D too; other models stay as they are
@@ -70,28 +44,27 @@ def _measure(work: AnalysisResult, progress: Progress) -> None:
         del model
         free(plan.device)
         model, tokenizer = load(of, plan)
-        model = quantized(work.result, model, tokenizer, progress, cache_folder())
-    progress.stage(name, "analyze", total=len(ids))
-    with measured("analyze", plan.device, work.result.stages):
+        model = quantized(result, model, tokenizer, cache_folder())
+    with result.stage("analyze", len(ids)):
         found = measure(
             model,
             ids,
             tokenizer=tokenizer,
             linears=names,
             batch=settings.batch,
-            progress=lambda done, total: progress.advance(name, done, total),
+            progress=result.advance,
         )
         heads = choose(found) if settings.heads is None else settings.heads
         maps = attention_maps(model, tokenizer, ids[0], heads)
     work.found["measured"] = found.model_copy(update={"maps": maps})
 
 
-def _sensitivity(work: AnalysisResult, progress: Progress) -> None:
+def _sensitivity(work: AnalysisResult) -> None:
     """One linear layer, or decoder layer, quantized at a time, and then all."""
-    of, plan, settings, name = work.cell.cell, work.result.plan, work.cell.settings, work.cell.name
-    changed, tokenizer, ids = _load(work, progress)
-    changed = quantized(work.result, changed, tokenizer, progress, cache_folder())
-    rescaled = work.result.audit is not None and work.result.audit.rescaled > 0
+    of, plan, settings, result = work.cell.cell, work.result.plan, work.cell.settings, work.result
+    changed, tokenizer, ids = _load(work)
+    changed = quantized(result, changed, tokenizer, cache_folder())
+    rescaled = result.audit is not None and result.audit.rescaled > 0
     if rescaled and not settings.blocks:
         raise UnavailableError(
             f"{of.label}: factors of its columns are in the layer before (as AWQ puts them), "
@@ -103,8 +76,7 @@ def _sensitivity(work: AnalysisResult, progress: Progress) -> None:
     wanted = units(model, names, blocks=settings.blocks, whole=rescaled)
     together = [unit.name for unit in wanted] if rescaled else names
     done = {one.name: one for one in work.found.get("units", ())}
-    progress.stage(name, "sensitivity", total=len(wanted))
-    with measured("sensitivity", plan.device, work.result.stages):
+    with result.stage("sensitivity", len(wanted)):
         base = Baseline(model, ids, batch=settings.batch)
         work.found["perplexity"] = base.perplexity
         saved = time.monotonic()
@@ -112,7 +84,7 @@ def _sensitivity(work: AnalysisResult, progress: Progress) -> None:
             if unit.name not in done:
                 done[unit.name] = base.against(unit, changed)
                 work.found["units"] = tuple(done.values())
-            progress.advance(name, index + 1, len(wanted))
+            result.advance(index + 1, len(wanted))
             if time.monotonic() - saved > SAVE_EVERY:
                 work.put("unfinished", None)
                 saved = time.monotonic()
@@ -120,12 +92,9 @@ def _sensitivity(work: AnalysisResult, progress: Progress) -> None:
         work.found["together"] = base.against(whole, changed)
 
 
-def _load(
-    work: AnalysisResult, progress: Progress
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Tensor]:
+def _load(work: AnalysisResult) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Tensor]:
     """The unquantized model, its tokenizer, and the ids [N, T] of the texts."""
-    progress.stage(work.cell.name, "load")
-    with measured("load", work.result.plan.device, work.result.stages):
+    with work.result.stage("load"):
         model, tokenizer = load(work.cell.cell, work.result.plan)
         if not hasattr(model, "forward"):
             raise UnavailableError(

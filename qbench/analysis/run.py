@@ -14,10 +14,9 @@ from filelock import FileLock
 
 from qbench.analysis.result import AnalysisCell, AnalysisResult
 from qbench.analysis.text import AnalysisSettings
-from qbench.cell_result import CellResult
+from qbench.cell_result import CellResult, attempt
 from qbench.code import digest_of
-from qbench.errors import RecipeError, UnavailableError, shown
-from qbench.machine import importing
+from qbench.errors import RecipeError, shown
 from qbench.plan import Cell, Plan, content_key
 from qbench.progress import Progress
 from qbench.records import Analysis, AnalysisGrid, Sensitivity
@@ -131,13 +130,7 @@ def analyze_if_needed(
                 what = "sensitivity already" if isinstance(known, Sensitivity) else "already"
                 progress.log(f"{cell.name}: {what} there")
                 return known
-            try:
-                with importing(analyses.log(cell.grid_cell)):
-                    from qbench.analysis.cell import analyze
-            except UnavailableError as error:
-                found = failed(plan, analyses, cell, str(error))
-            else:
-                found = analyze(cell, plan, analyses, progress, None if force else known)
+            found = _analyze(cell, plan, analyses, progress, None if force else known)
             progress.log(_summary(found), "bold red" if found.status == "failed" else "")
             return found
         finally:
@@ -150,6 +143,29 @@ def failed(
     """The record, put into its place, of a cell that left none itself."""
     result = CellResult(cell=cell.cell, plan=plan)
     return AnalysisResult(cell=cell, analyses=analyses, result=result).put("failed", error)
+
+
+def _analyze(
+    cell: AnalysisCell,
+    plan: Plan,
+    analyses: Analyses,
+    progress: Progress,
+    before: Analysis | Sensitivity | None,
+) -> Analysis | Sensitivity:
+    """Analyze one cell and put the record into its place, whether it worked or not. A sensitivity
+    goes on from the units that the record ``before`` has."""
+    result = CellResult(cell=cell.cell, plan=plan, progress=progress)
+    found = AnalysisResult(cell=cell, analyses=analyses, result=result)
+    if isinstance(before, Sensitivity):
+        found.found["units"] = before.units
+
+    def work() -> None:
+        from qbench.analysis.cell import compute
+
+        compute(found)
+
+    error = attempt(work, analyses.log(cell.grid_cell), plan.device)
+    return found.put("failed" if error else "ok", error)
 
 
 def _summary(found: Analysis | Sensitivity) -> str:

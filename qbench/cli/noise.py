@@ -14,10 +14,10 @@ from qbench.cli.recipe_options import recipe_options
 from qbench.comparison.lines import FILE, to_bytes
 from qbench.errors import EvaluationError, RecipeError
 from qbench.files import require_folder, write_atomically
-from qbench.machine import importing
 from qbench.plan import Cell, cell_names
 from qbench.recipe import Overrides
 from qbench.runner.grid import run_each
+from qbench.runner.noise import measure
 from qbench.tables.changes import noise_table
 
 if TYPE_CHECKING:
@@ -50,8 +50,6 @@ def noise(
         chosen = [cell for cell in planned.cells if not cell.quantization.precision.quantized]
         if not chosen:
             raise RecipeError(f"{recipe}: quantizers: noise needs an unquantized one, bf16 or fp32")
-        with importing(place.out / "noise.log"):
-            from qbench.runner.noise import measure
         kept = {}
         with place.display(len(chosen)) as display:
             made = run_each(

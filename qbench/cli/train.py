@@ -198,7 +198,7 @@ def train(
     folder = out or Path("training") / loaded.name
     require_folder(folder, "--out")
     where = choose_device(device)
-    files = read_token_files(loaded.token_folder)
+    files = read_token_files(Path(loaded.data.tokens))
     evaluate_all = evaluation(evaluate, cluster, loaded, folder, gpus=gpus)
     # torch, once the input is known to be right
     from qbench.training import runs

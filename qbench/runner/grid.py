@@ -15,11 +15,10 @@ from typing import Any, TypeVar
 from filelock import FileLock, Timeout
 
 from qbench.cache import cache_folder, distributions_folder, find_record, remember_record
-from qbench.cell_result import CellResult
-from qbench.errors import NewerSchemaError, ResultsError, UnavailableError
+from qbench.cell_result import CellResult, run
+from qbench.errors import NewerSchemaError, ResultsError
 from qbench.evaluation.baseline import baseline_file, verify_baseline
 from qbench.evaluation.settings import exceeded
-from qbench.machine import importing
 from qbench.plan import Cell, Plan
 from qbench.plugins import Plugin, load, load_packages, loaded
 from qbench.progress import Progress, SilentProgress
@@ -270,13 +269,7 @@ def run_cell(
                 progress.log(f"{cell.name}: already there")
                 record = known
             else:
-                try:
-                    with importing(store.log(cell.grid_cell)):
-                        from qbench.cell import run
-                    record = run(cell, plan, store, progress, cache)
-                except UnavailableError as error:  # of the import: a cell's own are in its record
-                    result = CellResult(cell=cell, plan=plan)
-                    record = store.put(result.record(str(error)), None, None)
+                record = run(cell, plan, store, progress, cache)
                 if settled(record, cell):
                     remember_record(cache, record, store.directory)
                 progress.log(summary(record), "bold red" if record.status == "failed" else "")
@@ -309,7 +302,7 @@ def give_up(
             return known
         record = CellResult(cell=cell, plan=plan).record(error)
         if not good:
-            store.put(record, None, None)
+            store.put(record)
     progress.log(summary(record), "bold red")
     return record
 

@@ -1,16 +1,18 @@
-"""The noise floor of unquantized cells."""
+"""The noise floor of unquantized cells. Imports no torch before a cell is scored."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from qbench.cell import free, load
-from qbench.errors import EvaluationError, failure_line
-from qbench.evaluation.loaded import load_task
-from qbench.evaluation.noise import Noise, measure_noise
-from qbench.machine import redirected
+from qbench.cell_result import attempt
+from qbench.errors import EvaluationError
 from qbench.plan import Cell, Plan
 from qbench.progress import Progress
+
+if TYPE_CHECKING:
+    from qbench.evaluation.noise import Noise
 
 LOG = "noise.log"
 
@@ -18,23 +20,22 @@ LOG = "noise.log"
 def measure(plan: Plan, out: Path, cell: Cell, *, progress: Progress) -> Noise:
     """Score the cell's checkpoint under every variation of batches, with progress; libraries' words
     go to a log in ``out``. Raises EvaluationError."""
-    model = None
+    found: list[Noise] = []
+
+    def work() -> None:
+        from qbench.cell import load
+        from qbench.evaluation.loaded import load_task
+        from qbench.evaluation.noise import measure_noise
+
+        model, tokenizer = load(cell, plan)
+        tasks = [load_task(task) for task in plan.tasks]
+        say = partial(progress.stage, cell.name)
+        found.append(measure_noise(model, tokenizer, cell.scoring, tasks, say=say))
+
     progress.begin(cell.name)
-    try:
-        with redirected(out / LOG):
-            model, tokenizer = load(cell, plan)
-            noise = measure_noise(
-                model,
-                tokenizer,
-                cell.scoring,
-                [load_task(task) for task in plan.tasks],
-                say=lambda line: progress.stage(cell.name, line),
-            )
-    except Exception as error:
-        raise EvaluationError(f"{cell.name}: {failure_line(error, out / LOG)}") from error
-    finally:
-        del model
-        free(plan.device)
-        progress.end(cell.name)
+    error = attempt(work, out / LOG, plan.device)
+    progress.end(cell.name)
+    if error is not None:
+        raise EvaluationError(f"{cell.name}: {error}")
     progress.log(f"{cell.name}: measured")
-    return noise
+    return found[0]

@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.errors import RecipeError, shown
-from qbench.recipe import MOST_TOKENS, Flag, Seed, Strict, Text, Whole
+from qbench.recipe import MOST_TOKENS, Flag, Seed, Strict, Text, Whole, absolute
 from qbench.recipe_yaml import problem_lines, read
 from qbench.records import Name
 
@@ -140,7 +140,6 @@ class TrainingRecipe(Strict):
     watch: Watch = Watch()
     log_every: Annotated[Whole, Field(ge=1, le=MOST_STEPS)] = 10
     save_every: Annotated[Whole, Field(ge=1, le=MOST_STEPS)] = 500  # steps between checkpoints
-    folder: Path = Path()
 
     @classmethod
     def load(
@@ -165,6 +164,8 @@ class TrainingRecipe(Strict):
                 f"{source.at(('checkpoints',))}: checkpoints: it is a recipe of `qbench run`; one "
                 "of `qbench train` has model, normalizers and data, as those in recipes/train"
             )
+        if isinstance(text := source.values.get("data"), dict) and "tokens" in text:
+            text["tokens"] = absolute(Path(os.path.realpath(path)).parent, text["tokens"])
         for value, *place in (
             (list(normalizers), "normalizers"),
             (list(seeds), "seeds"),
@@ -175,10 +176,9 @@ class TrainingRecipe(Strict):
             if value:
                 source.replace(value, *place)
         try:
-            folder = Path(os.path.realpath(path)).parent
-            return cls.model_validate({**source.values, "folder": folder})
+            return cls.model_validate(source.values)
         except ValidationError as error:
-            raise RecipeError(*problem_lines(source, error, _known_keys)) from None
+            raise RecipeError(*problem_lines(source, error, cls)) from None
 
     @field_validator("normalizers")
     @classmethod
@@ -242,10 +242,6 @@ class TrainingRecipe(Strict):
     def watched_length(self) -> int:
         return self.watch.length or min(512, self.model.context)
 
-    @property
-    def token_folder(self) -> Path:
-        return Path(os.path.realpath(self.folder / os.path.expanduser(self.data.tokens)))
-
     def runs(self) -> list[tuple[str, int]]:
         """(normalizer, seed) of every run: seed by seed, so that pairs are whole early."""
         return [(normalizer, seed) for seed in self.seeds for normalizer in self.normalizers]
@@ -261,10 +257,3 @@ class TrainingRecipe(Strict):
         )
         found["optimizer"]["muon_learning_rate"] = None  # as when there was Muon
         return found
-
-
-def _known_keys(location: tuple[int | str, ...]) -> str:
-    kind: Any = TrainingRecipe
-    if len(location) > 1:
-        kind = TrainingRecipe.model_fields[str(location[0])].annotation
-    return "known: " + ", ".join(name for name in kind.model_fields if name != "folder")

@@ -1,13 +1,12 @@
 """A server on the loopback address that speaks as much of the Hub's protocol as its clients ask.
 
-Repositories are folders of bytes with revisions; faults can be set for the paths that match. The
-clients, huggingface_hub and datasets, are unmodified: they are told its address by HF_ENDPOINT.
+Repositories are folders of bytes with revisions. The clients, huggingface_hub and datasets, are
+unmodified: they are told its address by HF_ENDPOINT.
 """
 
 import hashlib
 import json
 import re
-import time
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
@@ -22,7 +21,6 @@ class Repository:
 
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
-    gated: bool = False  # anyone may read its description, nobody its files
 
     def commit(self, files: dict[str, bytes], name: str = "main") -> str:
         """Add a commit that ``name`` points to from now on; its 40-digit id."""
@@ -37,34 +35,11 @@ class Repository:
         return revision if revision in self.commits else self.names.get(revision)
 
 
-@dataclass
-class Fault:
-    """What befalls requests whose path matches ``pattern``, ``times`` times (None: for ever)."""
-
-    pattern: str
-    status: int | None = None
-    headers: dict[str, str] = field(default_factory=dict)
-    seconds: float = 0.0  # of silence before the answer
-    cut_after: int | None = None  # bytes of a body, then the connection ends
-    method: str = "GET|HEAD|POST"
-    times: int | None = None
-
-    def strikes(self, method: str, path: str) -> bool:
-        if self.times == 0 or not re.search(self.pattern, path):
-            return False
-        if method not in self.method.split("|"):
-            return False
-        if self.times is not None:
-            self.times -= 1
-        return True
-
-
 class Hub:
-    """The server, its repositories by kind and id, its faults, and the requests it got."""
+    """The server, its repositories by kind and id, and the requests it got."""
 
     def __init__(self) -> None:
         self.repositories: dict[tuple[str, str], Repository] = {}
-        self.faults: list[Fault] = []
         self.requests: list[str] = []
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         self._server.daemon_threads = True
@@ -108,12 +83,6 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
         def _answer(self) -> None:
             path = unquote(urlsplit(self.path).path)
             hub.requests.append(f"{self.command} {path}")
-            fault = next((f for f in hub.faults if f.strikes(self.command, path)), None)
-            if fault is not None:
-                time.sleep(fault.seconds)
-                if fault.status is not None:
-                    return self._send(fault.status, b"{}", fault.headers)
-            self.cut_after = fault.cut_after if fault is not None else None
             if match := re.fullmatch(r"/api/(models|datasets)/([^/]+/[^/]+)(/.*)?", path):
                 return self._describe(match[1], match[2], match[3] or "")
             if match := re.fullmatch(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
@@ -128,8 +97,6 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                 return self._send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
             action, _, place = rest.lstrip("/").partition("/")
             revision, _, folder = place.partition("/")
-            if action == "auth-check":
-                return self._gated() if repository.gated else self._send(200, b"{}")
             commit = repository.find(revision or "main")
             if commit is None:
                 return self._send(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
@@ -137,7 +104,7 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             if action in ("", "revision"):
                 siblings = [{"rfilename": path} for path in files]
                 about = {"id": name, "sha": commit, "siblings": siblings, "private": False,
-                         "gated": "manual" if repository.gated else False, "disabled": False,
+                         "gated": False, "disabled": False,
                          "tags": [], "downloads": 0, "likes": 0,
                          "lastModified": "2025-01-01T00:00:00.000Z"}  # fmt: skip
                 return self._json(about)
@@ -164,12 +131,10 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             repository = hub.repositories.get((kind, name))
             if repository is None:
                 return self._send(404, b"", {"X-Error-Code": "RepoNotFound"})
-            if repository.gated:
-                return self._gated()
             commit = repository.find(revision)
             if commit is None:
                 return self._send(404, b"", {"X-Error-Code": "RevisionNotFound"})
-            headers = {"X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
+            headers = {"X-Repo-Commit": commit}
             content = repository.commits[commit].get(path)
             if content is None:
                 return self._send(404, b"", {**headers, "X-Error-Code": "EntryNotFound"})
@@ -177,33 +142,18 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             headers["ETag"] = etag
             if path.endswith(LFS):
                 headers |= {"X-Linked-Etag": etag, "X-Linked-Size": str(len(content))}
-            span = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
-            if span is None:
-                return self._send(200, content, headers)
-            start, end = int(span[1]), min(int(span[2] or len(content)), len(content) - 1)
-            headers["Content-Range"] = f"bytes {start}-{end}/{len(content)}"
-            return self._send(206, content[start : end + 1], headers)
-
-        def _gated(self) -> None:
-            why = "Access to this repository is restricted."
-            self._send(403, b"", {"X-Error-Code": "GatedRepo", "X-Error-Message": why})
+            return self._send(200, content, headers)
 
         def _json(self, value: object) -> None:
             self._send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
 
         def _send(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
-            cut = getattr(self, "cut_after", None)
-            try:
-                self.send_response(status)
-                for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
-                    self.send_header(name, value)
-                self.end_headers()
-                if self.command != "HEAD":
-                    self.wfile.write(body if cut is None else body[:cut])
-            except OSError:
-                self.close_connection = True  # the client went away
-            if cut is not None and self.command != "HEAD" and cut < len(body):
-                self.close_connection = True
+            self.send_response(status)
+            for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(body)
 
     return Handler
 

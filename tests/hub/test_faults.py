@@ -1,92 +1,102 @@
-"""Downloads that fail: one clear line, and nothing half-loaded taken for a checkpoint."""
+"""What the hub does not give is one clear line, with what helps."""
 
+import errno
 import re
-import time
 
+import httpx2 as httpx
+import huggingface_hub
 import pytest
-from hub.content import SOFTPICK
-from hub.server import Fault
+from datasets.exceptions import DatasetNotFoundError
+from huggingface_hub import errors
 
-WEIGHTS = r"/resolve/[0-9a-f]+/model-00001"
-GATED = {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access to model is restricted."}
-
-
-def blobs(tmp_path):
-    return [p for p in (tmp_path / "hf").rglob("blobs/*") if not p.name.endswith(".incomplete")]
+from qbench import hub
+from qbench.errors import CheckpointError, DataError
+from qbench.quantizers.texts import find_text
 
 
-def test_a_checkpoint_comes_with_what_it_reads_and_nothing_else(hub, ask, tmp_path):
-    ended = ask("checkpoint", SOFTPICK)
-    assert ended.code == 0, ended.errors
-    assert ended.output.split()[1] == hub.model(SOFTPICK).names["main"]
-    asked = " ".join(hub.requests)
-    assert "README" not in asked
-    assert "optimizer" not in asked
+def answer(kind: type[Exception], status: int) -> Exception:
+    request = httpx.Request("GET", "https://hub")
+    return kind("no", response=httpx.Response(status, request=request))
 
 
-@pytest.mark.parametrize(
-    ("fault", "words"),
-    [
-        (Fault("/api/models", 401, GATED), "ask on its page, then sign in with `hf auth login` or"),
-        (Fault("/api/models", 500, {"Retry-After": "0"}), "it answers 500"),
-        (Fault("/api/models", 429, {"Retry-After": "3600"}), r"busy \(429.*try again later"),
-    ],
-    ids=["gated", "broken", "busy"],
-)
-def test_a_checkpoint_that_the_hub_refuses_is_one_line(hub, ask, fault, words):
-    hub.faults.append(fault)
-    line = ask("checkpoint", SOFTPICK).line
-    assert line.startswith(f"checkpoint {SOFTPICK}: no such folder, and the hub did not give it")
-    assert line.endswith("name a local folder with --checkpoint NAME=FOLDER")
+def caused(error: Exception) -> Exception:
+    """As a library gives it: behind an error of its own."""
+    outer = RuntimeError("could not load")
+    outer.__cause__ = error
+    return outer
+
+
+REASONS = [
+    (answer(errors.GatedRepoError, 401), "ask on its page, then sign in with `hf auth login` or"),
+    (answer(errors.RepositoryNotFoundError, 404), "no such repository, or a private one: sign in"),
+    (answer(errors.RevisionNotFoundError, 404), "it has no such revision"),
+    (answer(errors.RemoteEntryNotFoundError, 404), "it has no such file"),
+    (answer(errors.HfHubHTTPError, 500), "it answers 500; try again later"),
+    (answer(errors.HfHubHTTPError, 429), r"busy \(429.*try again later"),
+    (answer(errors.HfHubHTTPError, 403), r"access was denied \(403\): sign in"),
+    (errors.OfflineModeIsEnabled(), "HF_HUB_OFFLINE is set, so what the cache lacks is not"),
+    (httpx.ReadTimeout("slow"), r"no answer in time; .* HF_HUB_DOWNLOAD_TIMEOUT"),
+    (httpx.ConnectError("refused"), "it cannot be reached; check the connection"),
+    (httpx.RemoteProtocolError("cut"), "the connection broke; run again, it continues"),
+    (OSError(errno.ENOSPC, "full"), r"no space is left .* HF_HOME"),
+    (DatasetNotFoundError("'x' is a gated dataset"), "its owner grants access one by one"),
+    (DatasetNotFoundError("'x' does not exist"), "no such repository"),
+    (ValueError("odd\nand more"), "ValueError: odd;"),
+]
+
+
+@pytest.mark.parametrize(("error", "words"), REASONS, ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_checkpoint_that_the_hub_does_not_give_is_one_line(monkeypatch, error, words, wrapped):
+    def fail(*_, **__):
+        raise caused(error) if wrapped and not isinstance(error, ValueError) else error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(CheckpointError) as said:
+        hub.snapshot("owner/name", "v1", ())
+    (line,) = said.value.lines
+    assert line.startswith(
+        "checkpoint owner/name: no such folder, and the hub did not give it at revision v1: "
+    )
+    assert line.endswith("; or name a local folder with --checkpoint NAME=FOLDER")
     assert re.search(words, line), line
 
 
-@pytest.mark.parametrize(
-    ("name", "revision", "words"),
-    [
-        ("zaydzuhri/nosuch", "", "no such repository"),
-        (SOFTPICK, "nosuch", "at revision nosuch: it has no such revision"),
-    ],
-)
-def test_what_is_not_there_is_said(ask, name, revision, words):
-    assert words in ask("checkpoint", name, revision).line
+def test_calibration_text_that_the_hub_does_not_have_is_one_line(monkeypatch):
+    def fail(*_, **__):
+        raise answer(errors.RemoteEntryNotFoundError, 404)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
+    with pytest.raises(DataError, match=r"^calibration\.path: hf://datasets/a/b/c: .*no such file"):
+        find_text("hf://datasets/a/b/c", data=None)
 
 
-def test_a_hub_that_cannot_be_reached_is_said(ask):
-    line = ask("checkpoint", SOFTPICK, HF_ENDPOINT="http://127.0.0.1:9").line
-    assert "cannot be reached" in line
+@pytest.mark.parametrize("gated", [True, False])
+def test_a_gated_data_set_is_refused_where_its_files_may_not_be_read(monkeypatch, gated):
+    found = huggingface_hub.hf_api.DatasetInfo(
+        id="a/b", sha="0" * 40, gated="manual" if gated else False, private=False, disabled=False,
+        downloads=0, likes=0, tags=[], siblings=[],
+    )  # fmt: skip
+
+    def refuse(*_, **__):
+        raise answer(errors.GatedRepoError, 403)
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: found)
+    monkeypatch.setattr(huggingface_hub.HfApi, "auth_check", refuse)
+    if not gated:
+        assert hub.dataset_commit("a/b") == "0" * 40
+        return
+    with pytest.raises(DataError, match="did not give the data set a/b: its owner grants access"):
+        hub.dataset_commit("a/b")
 
 
-@pytest.mark.slow
-def test_a_hub_that_stops_answering_is_given_up(hub, ask):
-    hub.faults.append(Fault(WEIGHTS, seconds=30, method="GET"))
-    start = time.monotonic()
-    line = ask("checkpoint", SOFTPICK, HF_HUB_DOWNLOAD_TIMEOUT="1").line
-    assert "no answer in time" in line
-    assert "HF_HUB_DOWNLOAD_TIMEOUT" in line
-    assert time.monotonic() - start < 25
+def test_without_the_hub_a_prepared_copy_says_what_commit_it_is_of(monkeypatch, tmp_path):
+    def unreachable(*_, **__):
+        raise httpx.ConnectError("refused")
 
-
-@pytest.mark.slow
-def test_a_broken_download_is_no_checkpoint_and_is_taken_up_again(hub, ask, tmp_path):
-    hub.faults.append(Fault(WEIGHTS, cut_after=5000, method="GET"))
-    line = ask("checkpoint", SOFTPICK).line
-    assert "the hub did not give it" in line
-    line = ask("checkpoint", SOFTPICK, HF_HUB_OFFLINE="1").line
-    assert "HF_HUB_OFFLINE is set, so what the cache lacks is not fetched" in line
-    hub.faults.clear()
-    hub.requests.clear()
-    ended = ask("checkpoint", SOFTPICK)
-    assert ended.code == 0, ended.errors
-    whole = hub.model(SOFTPICK).commits[hub.model(SOFTPICK).names["main"]]
-    assert {path.read_bytes() for path in blobs(tmp_path)} <= set(whole.values())
-
-
-def test_a_checkpoint_of_the_cache_serves_without_the_hub(hub, ask):
-    first = ask("checkpoint", SOFTPICK).output.strip()
-    hub.requests.clear()
-    offline = ask("checkpoint", SOFTPICK, HF_HUB_OFFLINE="1")
-    assert offline.output.strip() == first
-    assert hub.requests == []
-    down = ask("checkpoint", SOFTPICK, HF_ENDPOINT="http://127.0.0.1:9")
-    assert down.output.strip() == first
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", unreachable)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
+    with pytest.raises(DataError, match="cannot be reached"):
+        hub.dataset_commit("a/b")
+    (tmp_path / "a___b" / "default-x" / "0.0.0" / ("1" * 40)).mkdir(parents=True)
+    assert hub.dataset_commit("a/b") == "1" * 40

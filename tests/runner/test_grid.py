@@ -13,7 +13,7 @@ from filelock import FileLock
 from quick_cells import Quick
 from small_recipe import small_recipe
 
-from qbench.cell import run
+from qbench.cell_result import run
 from qbench.plan import plan
 from qbench.progress import SilentProgress
 from qbench.recipe import Recipe

@@ -2,6 +2,7 @@
 
 import json
 import random
+from pathlib import Path
 
 import pytest
 import yaml
@@ -81,7 +82,7 @@ def run_recipe(path, out, *, stop_after=None, say=[].append):
     from qbench.training.runs import joined, train_recipe
 
     recipe = TrainingRecipe.load(path)
-    files = read_token_files(recipe.token_folder)
+    files = read_token_files(Path(recipe.data.tokens))
     with joined("cpu") as processes:
         return train_recipe(
             recipe, files, out, processes=processes, say=say, stop_after=stop_after

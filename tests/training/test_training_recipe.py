@@ -61,7 +61,7 @@ def test_the_command_line_replaces_parts_of_a_recipe(recipe_file, tmp_path):
     )  # fmt: skip
     assert recipe.runs() == [("rectified", 5), ("rectified", 6)]
     assert (recipe.steps, recipe.batch.sequences) == (100, 4)
-    assert recipe.token_folder == tmp_path
+    assert recipe.data.tokens == str(tmp_path)
 
 
 def test_runs_go_seed_by_seed_so_that_pairs_are_whole_early(recipe_file):
