@@ -123,7 +123,7 @@ def attempt(work: Callable[[], None], log: Path, device: str) -> str | None:
             work()
         except Exception as problem:
             traceback.print_exc()
-            return failure_line(problem, log)
+            return failure_line(problem)
         finally:
             free(device)
     return None

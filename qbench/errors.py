@@ -6,7 +6,6 @@ Quantization, audit and evaluation errors fail their cell; the others end a comm
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -111,10 +110,10 @@ def validation_line(error: ValidationError) -> str:
     return f"{location}: {first['msg'].removeprefix('Value error, ')}"
 
 
-def failure_line(problem: Exception, log: Path) -> str:
-    """What went wrong with a cell, for its record; ``log`` has the traceback."""
+def failure_line(problem: Exception) -> str:
+    """What went wrong with a cell, for its record; its log has the traceback."""
     lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
     if isinstance(problem, QbenchError):
         return " ".join(lines)
     first = lines[0] if lines else ""
-    return f"{type(problem).__name__}: {first} (the traceback is in {log.name})"
+    return f"{type(problem).__name__}: {first} (the traceback is in its log)"

@@ -139,20 +139,9 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]], *, align: str) 
     )
 
 
-LOG = re.compile(r" \(the traceback is in [^()]*\)$")  # as qbench.cell writes it
-
-
-def reason_alone(reason: str) -> str:
-    """Without the file that has the traceback, which every failed cell has of its own."""
-    return LOG.sub("", reason)
-
-
 def together(found: Iterable[tuple[str, str]]) -> list[str]:
     """``names: reason``, a line for the names of each reason, in the order in which they began."""
     names: dict[str, list[str]] = {}
-    reasons: dict[str, str] = {}
     for name, reason in found:
-        alone = reason_alone(reason)
-        names.setdefault(alone, []).append(name)
-        reasons.setdefault(alone, reason)
-    return [f"{some(of)}: {reasons[one]}" for one, of in names.items()]
+        names.setdefault(reason, []).append(name)
+    return [f"{some(of)}: {reason}" for reason, of in names.items()]

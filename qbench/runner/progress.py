@@ -31,7 +31,6 @@ from rich.text import Text
 
 from qbench.progress import Progress
 from qbench.runner.estimates import TimeLeft, duration
-from qbench.text import reason_alone
 
 FAILED = ": FAILED: "  # as qbench.runner.grid.summary says it
 SECONDS_BETWEEN_ADVANCES = 0.2
@@ -97,7 +96,7 @@ class Display:
         """A line that stays. A reason for which several cells fail is said once."""
         cell, failed, reason = line.partition(FAILED)
         if failed:
-            first = self._reasons.setdefault(reason_alone(reason), cell)
+            first = self._reasons.setdefault(reason, cell)
             line = line if first == cell else f"{cell}: FAILED, as {first}"
         self.console.print(line, style=style, markup=False)
 

@@ -24,15 +24,3 @@ def test_progress_says_a_failure_once():
     assert stream.getvalue().splitlines() == [
         "a/x: FAILED: no room", "b/x: FAILED, as a/x", "c/x: FAILED, as a/x"
     ]  # fmt: skip
-
-
-def test_the_file_with_the_traceback_makes_no_other_reason():
-    found = [
-        (cell, f"failed: E: no (the traceback is in {cell[0]}.log)") for cell in ("a/x", "b/x")
-    ]
-    assert together(found) == ["a/x, b/x: failed: E: no (the traceback is in a.log)"]
-    stream = io.StringIO()
-    with Display(stream, 2) as display:
-        for cell, reason in found:
-            display.log(f"{cell}: {reason.replace('failed', 'FAILED')}", "bold red")
-    assert stream.getvalue().splitlines()[1] == "b/x: FAILED, as a/x"
