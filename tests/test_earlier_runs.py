@@ -99,6 +99,7 @@ def test_a_cell_whose_key_another_folder_has_is_copied_and_not_computed(tmp_path
     copied, made = Store(out).records()[1], Store(tmp_path / "first").records()[3]
     assert copied.scores == made.scores
     assert copied.started == made.started
+    assert copied.files.keys() == made.files.keys() == {"outcomes", "responses", "divergences"}
     assert Store(out).outcomes(copied).equals(Store(tmp_path / "first").outcomes(made))
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "first").rglob("*")} == before
 

@@ -137,7 +137,8 @@ class _Grid:
                 other, record = found
                 names = {"checkpoint": cell.checkpoint_name, "quantizer": cell.label}
                 with FileLock(self.store.lock_file(cell.grid_cell)):
-                    tables = other.outcomes(record), other.responses(record)
+                    damage = other.divergences(record) if "divergences" in record.files else None
+                    tables = other.outcomes(record), other.responses(record), damage
                     self.store.put(record.model_copy(update=names), *tables)
                 self.progress.log(
                     f"{cell.name}: known under the same key, copied from {other.directory}"
