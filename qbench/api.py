@@ -25,7 +25,6 @@ from qbench.store import Store
 from qbench.tables.write import render
 
 if TYPE_CHECKING:
-    import pandas as pd
     from transformers import PreTrainedModel
 
     from qbench.comparison.lines import Comparison

@@ -33,11 +33,11 @@ T = TypeVar("T")
 class Registry(Generic[T]):
     """Names to things of one kind. A duplicate raises; an unknown name lists the known ones.
 
-    Names stand in recipes, tables and paths, so they are of the characters that these have. Where
-    ``described``, a thing says what it is in one line, its ``description``."""
+    Names stand in recipes, tables and paths, so they are of the characters that these have. A
+    thing's ``description``, where it has one, is one line."""
 
-    def __init__(self, kind: str, *, described: bool = False) -> None:
-        self.kind, self.described = kind, described
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
         self._things: dict[str, T] = {}
 
     def add(self, name: str, thing: T) -> T:
@@ -45,8 +45,8 @@ class Registry(Generic[T]):
             raise RecipeError(
                 f"{self.kind} {shown(name)}: a name is letters, digits and . _ + - only, at most 64"
             )
-        about = getattr(thing, "description", None)
-        if self.described and not (isinstance(about, str) and about.isprintable() and about):
+        about = getattr(thing, "description", "none")
+        if not (isinstance(about, str) and about.isprintable() and about):
             raise RecipeError(
                 f"{self.kind} {name}: its description must be one line of text, not {shown(about)}"
             )

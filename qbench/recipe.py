@@ -51,6 +51,7 @@ MOST_DOCUMENTS = 10**9
 MOST_TOKENS = 2**24  # of one text
 UNQUANTIZED = ("bf16", "fp16", "fp32")
 NAME_CHARACTERS = 64
+SHAPES = {"checkpoints": dict, "quantizers": list, "tasks": list, "plugins": list}
 FROM_OPTIONS = Path("options")  # where messages say that a problem lies, without a recipe
 
 
@@ -312,7 +313,7 @@ class Recipe(Strict):
     @field_validator("quantizers", mode="wrap")
     @classmethod
     def _parse_quantizers(cls, value: Any, _: Any, known: ValidationInfo) -> Any:
-        if not isinstance(value, list) or not value:
+        if not value:
             raise ValueError("must be a list, such as [bf16, gptq-4bit]")
         dtype = known.data.get("compute_dtype") or unquantized_dtype(value)
         return tuple(_column(index, entry, dtype) for index, entry in enumerate(value))
@@ -435,7 +436,7 @@ def _source(path: Path | None, changed: Overrides) -> Source:
         ("tasks", "name", changed.tasks),
     ):
         if names is not None:
-            source.replace(_named(source.values.get(what), names, key), what)
+            source.replace(_named(source.values.get(what, []), names, key), what)
     if changed.quantized:
         _add_quantized(source, path, changed)
     if changed.skip_missing:
@@ -455,26 +456,31 @@ def _source(path: Path | None, changed: Overrides) -> Source:
 
 
 def _read(path: Path) -> Source:
-    """The recipe ``path``, its paths absolute."""
+    """The recipe ``path``, its paths absolute. Raises RecipeError where what options replace parts
+    of has none."""
     source = recipe_yaml.read(path)
     values, folder = source.values, Path(os.path.realpath(path)).parent
-    for what in ("data", "definitions", "calibration"):
-        if what in values:
-            values[what] = _located(folder, values[what])
-    checkpoints, quantizers = values.get("checkpoints"), values.get("quantizers")
-    if isinstance(plugins := values.get("plugins"), list):
-        values["plugins"] = [_located(folder, one) for one in plugins]
-    if isinstance(checkpoints, dict):
-        values["checkpoints"] = {
-            name: [_located(folder, one, hub=True) for one in entry]
+    for what in [what for what, value in values.items() if value is None]:
+        del values[what]
+    for what, kind in SHAPES.items():
+        if not isinstance(values.get(what, kind()), kind):
+            shape = "mapping" if kind is dict else "list"
+            raise RecipeError(
+                f"{source.at((what,))}: {what}: must be a {shape} (it is {shown(values[what])})"
+            )
+    for what in {"data", "definitions", "calibration"} & values.keys():
+        values[what] = _located(folder, values[what])
+    values["plugins"] = [_located(folder, one) for one in values.get("plugins", [])]
+    values["quantizers"] = [
+        _located(folder, one, hub=True) if isinstance(one, dict) else one
+        for one in values.get("quantizers", [])
+    ]
+    for name, entry in values.get("checkpoints", {}).items():
+        values["checkpoints"][name] = (
+            [_located(folder, one, hub=True) for one in entry]
             if isinstance(entry, list)
             else _located(folder, entry, hub=True)
-            for name, entry in checkpoints.items()
-        }
-    if isinstance(quantizers, list):
-        values["quantizers"] = [
-            _located(folder, one, hub=True) if isinstance(one, dict) else one for one in quantizers
-        ]
+        )
     return source
 
 
@@ -527,23 +533,23 @@ def _add_quantized(source: Source, path: Path | None, changed: Overrides) -> Non
     if path is None and not changed.checkpoints:
         source.values.update(checkpoints=found, quantizers=["checkpoint"])
         return
-    known = source.values.get("checkpoints")
-    if isinstance(known, dict) and len(known) > 1:
+    known = source.values.get("checkpoints", {})
+    if len(known) > 1:
         raise RecipeError(
             f"--quantized {next(iter(found))}=…: there are several checkpoints "
             f"({', '.join(map(str, known))}); use a recipe with "
             "{name: checkpoint, path: {NAME: FOLDER_OR_HUB_ID}}"
         )
-    columns = source.values.setdefault("quantizers", ["bf16"])
-    if isinstance(columns, list):
-        columns += [{"name": "checkpoint", "path": p, "label": n} for n, p in found.items()]
+    columns = source.values.get("quantizers") or ["bf16"]
+    columns += [{"name": "checkpoint", "path": p, "label": n} for n, p in found.items()]
+    source.values["quantizers"] = columns
 
 
-def _named(stated: Any, names: tuple[str, ...], key: str) -> list[Any]:
+def _named(stated: list[Any], names: tuple[str, ...], key: str) -> list[Any]:
     """The entries of a recipe's list that ``names`` pick, by ``key`` or name, with what the recipe
     says of them; others as they are named."""
     known: dict[str, Any] = {}
-    for entry in stated if isinstance(stated, list) else []:
+    for entry in stated:
         if isinstance(entry, dict):
             known.setdefault(str(entry.get(key) or entry.get("name")), entry)
     other = _parts_of if key == "label" else str
@@ -575,8 +581,6 @@ def _replace_checkpoints(source: Source, sources: Mapping[str, str]) -> None:
     """Other paths for checkpoints of the recipe; what else it says of them stays, but the
     revision. Raises RecipeError for one that it does not have, or has no path for."""
     declared = source.values.get("checkpoints", {})
-    if not isinstance(declared, dict):
-        return  # the schema says so, with its location
     for name, path in sources.items():
         if name not in declared:
             known = ", ".join(map(str, declared)) or "none"
@@ -600,20 +604,12 @@ def _replace_dtype(source: Source, dtype: str) -> None:
     with its label."""
     source.values["compute_dtype"] = dtype
     unquantized = {"bfloat16": "bf16", "float32": "fp32"}[dtype]
-    quantizers = source.values.get("quantizers")
-    if not isinstance(quantizers, list):
-        return  # the schema says so, with its location
     changed: list[Any] = []
-    for entry in quantizers:
+    for entry in source.values["quantizers"]:
         entry = _in_dtype(entry, unquantized)
         if isinstance(entry, dict) and "weights" in entry:
             entry["weights"] = _in_dtype(entry["weights"], unquantized)
         changed.append(entry)
-    if changed.count(unquantized) > 1:
-        raise RecipeError(
-            f"--dtype {dtype}: {source.at(('quantizers',))}: quantizers: bf16 and fp32 would both "
-            f"be {unquantized}; remove one, or give each a label"
-        )
     source.values["quantizers"] = changed
 
 
@@ -659,9 +655,7 @@ def _group_checkpoints(source: Source) -> None:
     with ``*``: ``softmax`` becomes ``softmax.1``, ``softmax.2``, …, and a group of ``replicates``.
     Raises RecipeError where fewer than two are found, or where one of these names is that of
     another checkpoint."""
-    declared = source.values.get("checkpoints")
-    if not isinstance(declared, dict):
-        return  # the schema says so, with its location
+    declared = source.values.get("checkpoints", {})
     made: dict[str, Any] = {}
     groups: dict[str, list[str]] = {}
     for name, entry in declared.items():

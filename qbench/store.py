@@ -349,7 +349,8 @@ def run_id(grid: Grid) -> str:
 def runs(directory: Path) -> list[tuple[str, Path]]:
     """Id and file of what each run into a folder was of, the newest first."""
     files = (Path(directory) / GRIDS).glob("*.json")
-    return [(path.stem, path) for path in sorted(files, key=_age)]
+    newest = sorted(files, key=lambda path: path.stat().st_mtime, reverse=True)
+    return [(path.stem, path) for path in newest]
 
 
 def find_run(directory: Path, wanted: str) -> Path:
@@ -360,7 +361,3 @@ def find_run(directory: Path, wanted: str) -> Path:
         names = ", ".join(name for name, _ in known) or "none"
         raise ResultsError(f"--run {wanted}: {directory} has no such run; it has {names}")
     return found[0]
-
-
-def _age(path: Path) -> float:
-    return -path.stat().st_mtime

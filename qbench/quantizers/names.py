@@ -74,11 +74,11 @@ class Presets(Registry[Preset]):
             raise RecipeError(f"{name}: {_first(error)}") from None
 
 
-QUANTIZERS = Presets("quantizer", described=True)
-ACTIVATIONS = Presets("activation quantizer", described=True)
-KV_CACHES = Presets("KV cache quantizer", described=True)
-TRANSFORMS = Presets("outlier treatment", described=True)
-PRUNINGS = Presets("pruning of heads", described=True)
+QUANTIZERS = Presets("quantizer")
+ACTIVATIONS = Presets("activation quantizer")
+KV_CACHES = Presets("KV cache quantizer")
+TRANSFORMS = Presets("outlier treatment")
+PRUNINGS = Presets("pruning of heads")
 # by the keys of a recipe
 PARTS: dict[str, Presets] = {
     "weights": QUANTIZERS,
@@ -90,7 +90,7 @@ PARTS: dict[str, Presets] = {
 
 
 register = QUANTIZERS.register  # settings of weights
-COMBINATIONS: Registry[Preset] = Registry("combination", described=True)
+COMBINATIONS: Registry[Preset] = Registry("combination")
 
 
 def register_combination(name: str, description: str, **parts: Any) -> None:

@@ -20,7 +20,7 @@ from qbench.plugins import Registry
 
 __all__ = ["NORMALIZERS", "SLOPES", "Kernels", "Normalizer", "Parameter", "register"]
 
-NORMALIZERS: Registry[Normalizer] = Registry("normalizer", described=True)
+NORMALIZERS: Registry[Normalizer] = Registry("normalizer")
 
 
 def register(normalizer: Normalizer) -> Normalizer:
