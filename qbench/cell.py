@@ -30,6 +30,7 @@ from qbench.evaluation.kl import BaselineHiddenStates, BaselineWriter, KLObserve
 from qbench.evaluation.llamacpp import LlamaCpp
 from qbench.evaluation.lm_eval_model import external_model
 from qbench.evaluation.loaded import LoadedTask, load_task
+from qbench.evaluation.noise import Noise, measure_noise
 from qbench.evaluation.scoring import language_model
 from qbench.machine import free, hardware, measured
 from qbench.plan import Cell, Plan, resident, streamable
@@ -67,6 +68,13 @@ def compute(result: CellResult, store: Store, cache: Path) -> None:
     base = _baseline(result, store, folder)
     with measured("evaluate", plan.device, result.stages):
         _evaluate(result, tasks, store, model, tokenizer, base, folder)
+
+
+def noise(cell: Cell, plan: Plan, say: Callable[[str], None]) -> Noise:
+    """How far other batches alone move the scores of an unquantized cell."""
+    tasks = _prepare(cell, plan)
+    model, tokenizer = load(cell, plan)
+    return measure_noise(model, tokenizer, cell.scoring, tasks, say=say)
 
 
 def _prepare(cell: Cell, plan: Plan) -> list[LoadedTask]:

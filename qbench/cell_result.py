@@ -1,18 +1,15 @@
-"""What is known of a cell, and its record, whether it worked or not. Imports torch only where a
-cell is computed: a run itself writes the record of a cell whose process died."""
+"""What is known of a cell, and its record. Imports no torch: a run itself writes the record of a
+cell whose process died."""
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qbench.errors import failure_line
-from qbench.machine import environment, free, measured, redirected
+from qbench.machine import environment, measured
 from qbench.plan import Cell, Plan
 from qbench.progress import Progress, SilentProgress
 from qbench.records import (
@@ -25,7 +22,6 @@ from qbench.records import (
     Stage,
     Unavailable,
 )
-from qbench.store import Store
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -97,33 +93,3 @@ class CellResult:
             scoring=self.scoring,
             damage=self.damage,
         )
-
-
-def run(cell: Cell, plan: Plan, store: Store, progress: Progress, cache: Path) -> Record:
-    """Run one cell and put its record into the store, whether it worked or not."""
-    result = CellResult(cell=cell, plan=plan, progress=progress)
-
-    def work() -> None:
-        from qbench.cell import compute
-
-        compute(result, store, cache)
-
-    error = attempt(work, store.log(cell.grid_cell), plan.device)
-    record = result.record(error)
-    if error is not None:
-        return store.put(record)
-    return store.put(record, result.outcomes, result.responses, result.divergences)
-
-
-def attempt(work: Callable[[], None], log: Path, device: str) -> str | None:
-    """Do ``work``, what it and the libraries that it imports print in ``log``. Why it failed, None
-    where it did not."""
-    with redirected(log):
-        try:
-            work()
-        except Exception as problem:
-            traceback.print_exc()
-            return failure_line(problem)
-        finally:
-            free(device)
-    return None

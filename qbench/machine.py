@@ -18,8 +18,9 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from importlib import metadata
@@ -31,7 +32,7 @@ import psutil
 import pynvml
 
 from qbench import __version__
-from qbench.errors import RecipeError, UnavailableError
+from qbench.errors import RecipeError, UnavailableError, failure_line
 from qbench.plugins import stated
 from qbench.records import Environment, Stage
 
@@ -364,6 +365,20 @@ def redirected(log: Path) -> Iterator[None]:
         os.close(target)
         root.setLevel(level)
         root.handlers[:] = handlers
+
+
+def attempt(work: Callable[[], None], log: Path, device: str) -> str | None:
+    """Do ``work``, what it and the libraries that it imports print in ``log``. Why it failed, None
+    where it did not."""
+    with redirected(log):
+        try:
+            work()
+        except Exception as problem:
+            traceback.print_exc()
+            return failure_line(problem)
+        finally:
+            free(device)
+    return None
 
 
 @contextmanager

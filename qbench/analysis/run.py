@@ -14,9 +14,10 @@ from filelock import FileLock
 
 from qbench.analysis.result import AnalysisCell, AnalysisResult
 from qbench.analysis.text import AnalysisSettings
-from qbench.cell_result import CellResult, attempt
+from qbench.cell_result import CellResult
 from qbench.code import digest_of
 from qbench.errors import RecipeError, shown
+from qbench.machine import attempt
 from qbench.plan import Cell, Plan, content_key
 from qbench.progress import Progress
 from qbench.records import Analysis, AnalysisGrid, Sensitivity

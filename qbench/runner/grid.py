@@ -15,10 +15,11 @@ from typing import Any, TypeVar
 from filelock import FileLock, Timeout
 
 from qbench.cache import cache_folder, distributions_folder, find_record, remember_record
-from qbench.cell_result import CellResult, run
+from qbench.cell_result import CellResult
 from qbench.errors import NewerSchemaError, ResultsError
 from qbench.evaluation.baseline import baseline_file, verify_baseline
 from qbench.evaluation.settings import exceeded
+from qbench.machine import attempt
 from qbench.plan import Cell, Plan
 from qbench.plugins import Plugin, load, load_packages, loaded
 from qbench.progress import Progress, SilentProgress
@@ -279,6 +280,22 @@ def run_cell(
     except Timeout:
         progress.log(f"{cell.name}: another run computes it; it comes later")
         return None
+
+
+def run(cell: Cell, plan: Plan, store: Store, progress: Progress, cache: Path) -> Record:
+    """Run one cell and put its record into the store, whether it worked or not."""
+    result = CellResult(cell=cell, plan=plan, progress=progress)
+
+    def work() -> None:
+        from qbench.cell import compute
+
+        compute(result, store, cache)
+
+    error = attempt(work, store.log(cell.grid_cell), plan.device)
+    record = result.record(error)
+    if error is not None:
+        return store.put(record)
+    return store.put(record, result.outcomes, result.responses, result.divergences)
 
 
 def give_up(

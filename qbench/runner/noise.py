@@ -6,8 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qbench.cell_result import attempt
 from qbench.errors import EvaluationError
+from qbench.machine import attempt
 from qbench.plan import Cell, Plan
 from qbench.progress import Progress
 
@@ -23,14 +23,9 @@ def measure(plan: Plan, out: Path, cell: Cell, *, progress: Progress) -> Noise:
     found: list[Noise] = []
 
     def work() -> None:
-        from qbench.cell import load
-        from qbench.evaluation.loaded import load_task
-        from qbench.evaluation.noise import measure_noise
+        from qbench.cell import noise
 
-        model, tokenizer = load(cell, plan)
-        tasks = [load_task(task) for task in plan.tasks]
-        say = partial(progress.stage, cell.name)
-        found.append(measure_noise(model, tokenizer, cell.scoring, tasks, say=say))
+        found.append(noise(cell, plan, partial(progress.stage, cell.name)))
 
     progress.begin(cell.name)
     error = attempt(work, out / LOG, plan.device)

@@ -13,11 +13,10 @@ from filelock import FileLock
 from quick_cells import Quick
 from small_recipe import small_recipe
 
-from qbench.cell_result import run
 from qbench.plan import plan
 from qbench.progress import SilentProgress
 from qbench.recipe import Recipe
-from qbench.runner.grid import depends_on, give_up, run_cells
+from qbench.runner.grid import depends_on, give_up, run, run_cells
 from qbench.runner.progress import Display
 from qbench.runner.workers import SerialExecutor, Workers
 from qbench.store import Store
