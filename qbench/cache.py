@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -61,15 +60,6 @@ class Entry:
         """As those take it who read and write the entry."""
         hidden = "." if self.kind == "weights" else ""
         return FileLock(self.path.with_name(f"{hidden}{self.path.name}.lock"))
-
-    def age(self, now: float | None = None) -> str:
-        """For how long nobody has used it: 5 min, 3 h, 12 days."""
-        seconds = max(0.0, (time.time() if now is None else now) - self.used)
-        for unit, length in (("days", 86_400), ("h", 3_600), ("min", 60)):
-            if seconds >= length:
-                count = round(seconds / length)
-                return f"{count} {unit if count > 1 else unit.removesuffix('s')}"
-        return f"{seconds:.0f} s"
 
 
 def entries(cache: Path, results: Sequence[Path] = ()) -> list[Entry]:

@@ -8,12 +8,20 @@ from dataclasses import fields
 from typing import Any
 
 from pydantic import TypeAdapter
-from pydantic.fields import FieldInfo
 
-from qbench.quantizers.names import COMBINATIONS, PARTS, Preset
+from qbench.quantizers.names import COMBINATIONS, PARTS, Preset, Presets
 from qbench.recipe import Recipe
 
 Schema = dict[str, Any]
+Row = tuple[str, str]
+ABOUT = {
+    "weights": "by its name alone, or as weights: of an entry in parts",
+    "activations": "inputs of linear layers, without the LM head",
+    "kv": "keys and values that attention reads",
+    "outliers": "changes the model to an equivalent one that is easier to quantize",
+    "prune_heads": "attention heads that are cut out",
+}
+EXAMPLE = "{weights: gptq-4bit, activations: int8-token, kv: int4-token, label: w4a8kv4}"
 HEAD = """# Keys of a recipe
 
 Made by `qbench schema --markdown`. `qbench schema > recipe.schema.json` writes the same as JSON
@@ -68,13 +76,14 @@ def _quantizer() -> Schema:
 
 
 def markdown() -> str:
-    """The page: a table of keys a mapping, and one of quantizers with their options."""
+    """The page: a table of keys a mapping, and the quantizers with their options."""
     schema = json_schema()
     parts = [HEAD, _table("Recipe", schema)]
     for name, kind in schema["$defs"].items():
         if name != "Quantizer":
             parts.append(_table(name, kind))
-    parts.append("\n".join(_quantizers()))
+    parts += ["## Quantizers\n\nAs `qbench list quantizers` has them.\n"]
+    parts += ["| | |\n| --- | --- |", *(_row(name, about) for name, about in quantizer_rows())]
     return "\n".join(parts) + "\n"
 
 
@@ -82,6 +91,11 @@ def explain(preset: Preset, option: str) -> str:
     """What an option of a quantizer means and what it may be."""
     value = TypeAdapter(preset.kind).json_schema()["properties"][option]
     return f"{value.get('description', option)} ({_what(value).replace('`', '')})"
+
+
+def _row(name: str, about: str) -> str:
+    text = about.replace("|", "\\|").replace("<", "&lt;")
+    return f"| {f'`{name}`' if name else ''} | {text} |"
 
 
 def _table(name: str, kind: Schema) -> str:
@@ -127,24 +141,41 @@ def _what(value: Schema) -> str:
     )  # fmt: skip
 
 
-def _quantizers() -> Iterator[str]:
-    yield "## Quantizers\n"
-    yield (
-        "By name, `{name: …, OPTION: …, label: …}`, or in parts, "
-        "`{weights: …, activations: …, kv: …}`."
-    )
-    for kind, registry in PARTS.items():
-        yield f"\n### {kind}\n\n| name | | options with their defaults |\n| --- | --- | --- |"
-        for preset in map(registry.get, registry):
-            options = ", ".join(
-                f"`{name}`" if isinstance(one, FieldInfo) else f"`{name}: {_said(one)}`"
-                for name, one in preset.options.items()
-            )
-            yield f"| `{preset.name}` | {preset.description} | {options} |"
-    yield "\n### Combinations\n\n| name | |\n| --- | --- |"
+def quantizer_rows() -> Iterator[Row]:
+    """Parts and ready combinations, a row a name and one an option."""
+    yield "in a recipe:", f"a name, or a mapping of parts: {EXAMPLE}"
+    yield "--quantizers:", "names, and parts joined by +: kv4, gptq-4bit+int8-token+kv4"
+    for kind, about in ABOUT.items():
+        yield from [("", ""), (f"{kind}:", about), *_of(PARTS[kind])]
+    yield from [("", ""), ("combinations:", "several parts under one name; each can be replaced")]
     for name in COMBINATIONS:
-        yield f"| `{name}` | {COMBINATIONS.get(name).description} |"
-    yield "\n`qbench list quantizers` explains each option."
+        one = COMBINATIONS.get(name)
+        parts = ", ".join(f"{kind}: {_shown(part)}" for kind, part in one.fixed.items())
+        yield from [(name, one.description), ("", f"{{{parts}}}")]
+
+
+def _of(registry: Presets) -> Iterator[Row]:
+    """Options are explained where they first stand."""
+    explained: set[str] = set()
+    for preset in map(registry.get, registry):
+        yield preset.name, preset.description
+        as_above = []
+        for option, default in preset.options.items():
+            told = list(default) if isinstance(default, tuple) else default
+            line = f"{option}={told}: {explain(preset, option)}"
+            if line in explained:
+                as_above.append(option)
+            else:
+                explained.add(line)
+                yield "", line
+        if as_above:
+            yield "", f"as above: {', '.join(as_above)}"
+
+
+def _shown(part: object) -> str:
+    if not isinstance(part, dict):
+        return str(part)
+    return "{" + ", ".join(f"{key}: {value}" for key, value in part.items()) + "}"
 
 
 def _said(value: Any) -> str:

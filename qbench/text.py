@@ -48,6 +48,16 @@ def significant(value: float) -> str:
     return f"{value:.4g}".replace("-", MINUS)
 
 
+def duration(seconds: float) -> str:
+    """In the unit that a person would say: 17 s, 5 min, 3.2 h, 12 days."""
+    if seconds < 90:
+        return f"{max(seconds, 1):.0f} s"
+    if seconds < 5_400:
+        return f"{seconds / 60:.0f} min"
+    hours = seconds / 3_600
+    return f"{hours:.1f} h" if hours < 48 else f"{hours / 24:.0f} days"
+
+
 def metric_title(metric: str) -> str:
     """``acc_norm`` as the paper writes it: Acc Norm; a filter in brackets stays as it is."""
     if metric == NO_VALUE:

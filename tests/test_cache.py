@@ -37,10 +37,10 @@ def cache(tmp_path, monkeypatch):
 
 
 def test_what_is_kept_is_listed_by_last_use(cache):
-    assert [(one.kind, one.about, one.bytes, one.age(NOW)) for one in entries(cache)] == [
-        ("weights", "gptq-4bit of aaaa", 1065, "3 days"),
-        ("weights", "hqq-2bit of bbbb", 2064, "2 days"),
-        ("rows", "unquantized cell 0123456789abcdef", 3000, "1 day"),
+    assert [(one.kind, one.about, one.bytes, NOW - one.used) for one in entries(cache)] == [
+        ("weights", "gptq-4bit of aaaa", 1065, 3 * DAY),
+        ("weights", "hqq-2bit of bbbb", 2064, 2 * DAY),
+        ("rows", "unquantized cell 0123456789abcdef", 3000, DAY),
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +12,7 @@ from tabulate import tabulate
 from qbench import cache as kept
 from qbench.cache import cache_folder, entries, in_words
 from qbench.machine import GIB
+from qbench.text import duration
 
 cache = typer.Typer(
     add_completion=False,
@@ -40,7 +42,14 @@ def list_entries(
     folder = cache_folder()
     found = entries(folder, results)
     rows = [
-        (one.kind, one.about, in_words(one.bytes), one.age(), _users(one.used_by)) for one in found
+        (
+            one.kind,
+            one.about,
+            in_words(one.bytes),
+            duration(time.time() - one.used),
+            _users(one.used_by),
+        )
+        for one in found
     ]
     total = in_words(sum(one.bytes for one in found))
     if rows:

@@ -23,55 +23,8 @@ from qbench.cli.options import PluginOption
 from qbench.errors import RecipeError, shown
 from qbench.evaluation.definitions import task_names
 from qbench.plugins import load_packages
-from qbench.quantizers.names import COMBINATIONS, PARTS, Presets
 from qbench.quantizers.prequantized import format_rows
-
-Row = tuple[str, str]
-ABOUT = {
-    "weights": "by its name alone, or as weights: of an entry in parts",
-    "activations": "inputs of linear layers, without the LM head",
-    "kv": "keys and values that attention reads",
-    "outliers": "changes the model to an equivalent one that is easier to quantize",
-    "prune_heads": "attention heads that are cut out",
-}
-EXAMPLE = "{weights: gptq-4bit, activations: int8-token, kv: int4-token, label: w4a8kv4}"
-
-
-def quantizer_rows() -> Iterator[Row]:
-    """Parts and ready combinations, a row a name and one an option."""
-    yield "in a recipe:", f"a name, or a mapping of parts: {EXAMPLE}"
-    yield "--quantizers:", "names, and parts joined by +: kv4, gptq-4bit+int8-token+kv4"
-    for kind, about in ABOUT.items():
-        yield from [("", ""), (f"{kind}:", about), *_of(PARTS[kind])]
-    yield from [("", ""), ("combinations:", "several parts under one name; each can be replaced")]
-    for name in COMBINATIONS:
-        one = COMBINATIONS.get(name)
-        parts = ", ".join(f"{kind}: {_shown(part)}" for kind, part in one.fixed.items())
-        yield from [(name, one.description), ("", f"{{{parts}}}")]
-
-
-def _of(registry: Presets) -> Iterator[Row]:
-    """Options are explained where they first stand."""
-    explained: set[str] = set()
-    for preset in map(registry.get, registry):
-        yield preset.name, preset.description
-        as_above = []
-        for option, default in preset.options.items():
-            told = list(default) if isinstance(default, tuple) else default
-            line = f"{option}={told}: {recipe_schema.explain(preset, option)}"
-            if line in explained:
-                as_above.append(option)
-            else:
-                explained.add(line)
-                yield "", line
-        if as_above:
-            yield "", f"as above: {', '.join(as_above)}"
-
-
-def _shown(part: object) -> str:
-    if not isinstance(part, dict):
-        return str(part)
-    return "{" + ", ".join(f"{key}: {value}" for key, value in part.items()) + "}"
+from qbench.recipe_schema import Row
 
 
 class Listing(StrEnum):
@@ -140,7 +93,7 @@ def model_rows() -> Iterator[Row]:
 
 
 ROWS = {
-    Listing.quantizers: quantizer_rows,
+    Listing.quantizers: recipe_schema.quantizer_rows,
     Listing.normalizers: normalizer_rows,
     Listing.models: model_rows,
     Listing.formats: format_rows,

@@ -16,9 +16,10 @@ from qbench.evaluation.tasks import TaskSpec
 from qbench.machine import GIB, fast_bf16, memory_gib
 from qbench.plan import Cell, Plan, require_runnable
 from qbench.recipe import Overrides
-from qbench.runner.estimates import BYTES, Estimate, duration, earlier, expected
+from qbench.runner.estimates import BYTES, Estimate, earlier, expected
 from qbench.runner.grid import known_elsewhere, passes
 from qbench.store import Store
+from qbench.text import duration
 
 
 @recipe_options()

@@ -17,6 +17,7 @@ from qbench.evaluation.settings import hidden_size
 from qbench.machine import GIB, fast_bf16, hardware, memory_gib, visible_gpus
 from qbench.passkey import task_length
 from qbench.plan import Cell, Plan, resident, streamable
+from qbench.text import duration
 
 MOST = 2_000  # records that are looked at, the youngest first
 EVALUATE = "evaluate"  # the stage that grows with the documents
@@ -210,13 +211,6 @@ def _share(plan: Plan, record: Written) -> float:
         return 1.0
     asked = sum(min(count, limit or count) for count in planned if count is not None)
     return asked / max(sum(before.values()), 1)
-
-
-def duration(seconds: float) -> str:
-    """In the unit that a person would say."""
-    if seconds < 90:
-        return f"{max(seconds, 1):.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5_400 else f"{seconds / 3_600:.1f} h"
 
 
 @dataclass(slots=True)

@@ -30,7 +30,8 @@ from rich.table import Column
 from rich.text import Text
 
 from qbench.progress import Progress
-from qbench.runner.estimates import TimeLeft, duration
+from qbench.runner.estimates import TimeLeft
+from qbench.text import duration
 
 FAILED = ": FAILED: "  # as qbench.runner.grid.summary says it
 SECONDS_BETWEEN_ADVANCES = 0.2
