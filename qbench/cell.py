@@ -220,9 +220,8 @@ def _baseline(result: CellResult, store: Store, folder: Path) -> Record | None:
         reason = "the recipe has no unquantized cell to compare with"
         result.damage = Unavailable(reason=reason)
     else:
-        waits = partial(result.progress.stage, cell.name, f"waits for {cell.base.cell}")
         try:
-            return read_baseline(cell.base, store, folder, waits)
+            return read_baseline(cell.base, store, folder)
         except ResultsError as error:
             result.damage = Unavailable(reason=str(error), retry=True)
     return None

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 from safetensors import SafetensorError, safe_open
 
 from qbench.errors import ResultsError
@@ -24,21 +23,10 @@ ABOUT = "about"  # the one entry of the file's metadata: several come in no fixe
 REMEDY = "run the unquantized cell again"
 
 
-def read_baseline(cell: GridCell, store: Store, folder: Path, waits: Callable[[], None]) -> Record:
+def read_baseline(cell: GridCell, store: Store, folder: Path) -> Record:
     """The good record of the unquantized ``cell``, whose hidden states in ``folder`` are verified.
-    A process that is at work on it is waited for, which ``waits`` is told. Raises ResultsError
-    where it cannot be used.
-    """
-    lock = FileLock(store.lock_file(cell))
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        waits()
-        lock.acquire()
-    try:
-        record = store.whole(cell)
-    finally:
-        lock.release()
+    Raises ResultsError where it cannot be used."""
+    record = store.whole(cell)
     if record is None or record.status != "ok":
         raise ResultsError(
             f"{cell.cell} has no finished record; run that cell first, then this one again"

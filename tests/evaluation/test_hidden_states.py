@@ -1,13 +1,11 @@
 """The file of hidden states that divergence from the unquantized model rests on."""
 
 import os
-import threading
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from filelock import FileLock
 from scoring_models import choices, llama, recorded, watch
 
 from qbench.errors import ResultsError
@@ -86,30 +84,14 @@ def test_a_file_that_is_not_the_cells_says_what_to_do(tmp_path, damage):
 
 
 @pytest.mark.parametrize("status", ["ok", "failed", None])
-def test_a_cell_at_work_is_waited_for_whole(tmp_path, status):
-    """Its lock is held until its record is written; who waits says so once."""
+def test_a_cell_is_measured_against_a_good_record_alone(tmp_path, status):
     record = status and SimpleNamespace(status=status)
-    store = SimpleNamespace(lock_file=lambda cell: tmp_path / "lock", whole=lambda cell: record)
-    cell, said = SimpleNamespace(cell="softmax/fp32", key=KEY), []
+    store = SimpleNamespace(whole=lambda cell: record)
+    cell = SimpleNamespace(cell="softmax/fp32", key=KEY)
     recorded(llama(), choices(3)).save(baseline_file(tmp_path, KEY), KEY)
-    begun, done = threading.Event(), threading.Event()
-
-    def at_work():
-        with FileLock(tmp_path / "lock"):
-            begun.set()
-            done.wait(30)
-
-    thread = threading.Thread(target=at_work)
-    thread.start()
-    begun.wait()
-    threading.Timer(0.2, done.set).start()
     if status == "ok":
-        found = read_baseline(cell, store, tmp_path, lambda: said.append("waits"))
-        assert found is record
-    else:
-        with pytest.raises(
-            ResultsError, match="has no finished record; run that cell first, then this one again"
-        ):
-            read_baseline(cell, store, tmp_path, lambda: said.append("waits"))
-    assert said == ["waits"]
-    thread.join()
+        assert read_baseline(cell, store, tmp_path) is record
+        return
+    words = "has no finished record; run that cell first, then this one again"
+    with pytest.raises(ResultsError, match=words):
+        read_baseline(cell, store, tmp_path)
