@@ -90,15 +90,23 @@ class CellFiles(Generic[Made, Asked]):
             )
         return read(self.directory / "grid.json", self.asked, self.again)
 
-    def grid_before(self) -> Asked | None:
-        """The grid that is there, to be replaced; None where it cannot be read. Raises
-        NewerSchemaError for a newer qbench's, which must not be."""
+    def grid_before(self, say: Callable[[str], None] | None = None) -> Asked | None:
+        """The grid that is there, to be replaced; None where it cannot be read, which ``say`` is
+        told. Raises NewerSchemaError for a newer qbench's, which must not be."""
         try:
-            return self.grid()
+            return self.grid() if self.has_grid() else None
         except NewerSchemaError:
             raise
-        except ResultsError:
+        except ResultsError as error:
+            if say is not None:
+                say(str(error))
             return None
+
+    def put_grid(self, grid: Asked, say: Callable[[str], None] | None = None) -> Asked | None:
+        """Say which cells are meant; gives which were until now, as ``grid_before``."""
+        before = self.grid_before(say)
+        write(self.directory / "grid.json", grid)
+        return before
 
     def get(self, cell: CellKey) -> Made | None:
         """What ``cell`` asks for, failed ones too; None where there is none.
@@ -160,12 +168,6 @@ class Analyses(CellFiles[Made, AnalysisGrid]):
         super().__init__(folder, folder)
         self.kind = kind
 
-    def put_grid(self, grid: AnalysisGrid) -> bool:
-        """Say which analyses are meant; whether others were until now. Raises NewerSchemaError."""
-        before = self.grid_before()
-        write(self.directory / "grid.json", grid)
-        return before is not None and before.cells != grid.cells
-
     def records(self) -> list[Made]:
         """As those of a run; none where nothing was analyzed."""
         return super().records() if self.has_grid() else []
@@ -217,16 +219,13 @@ class Store(CellFiles[Record, Grid]):
             return read(find_run(self.directory, self._run), Grid)
         return self._grid or super().grid()
 
-    def put_grid(self, grid: Grid) -> None:
-        """Say what the folder is of; what killed processes left behind is removed.
-
-        Raises NewerSchemaError where a newer qbench wrote the grid that is there.
-        """
+    def put_grid(self, grid: Grid, say: Callable[[str], None] | None = None) -> Grid | None:
+        """What killed processes left behind is removed, too."""
         with self._lock():
-            self.grid_before()
+            before = super().put_grid(grid, say)
             clean_temporaries(self.directory)
-            write(self.directory / "grid.json", grid)
             write(self.directory / GRIDS / f"{run_id(grid)}.json", grid)
+        return before
 
     def _verified(self, cell: CellKey) -> Record | None:
         """Its Parquet files too."""

@@ -182,7 +182,9 @@ def work_of(
     work: list[Work] = []
     for part, own in texts.items():
         planned, analyses = plan_analyses(plan, own), Analyses(out, part=part)
-        others = analyses.put_grid(analysis_grid(plan, planned))
+        grid = analysis_grid(plan, planned)
+        before = analyses.put_grid(grid)
+        others = before is not None and before.cells != grid.cells
         work.append((analyses, others, [cell for cell in planned if cell.name in wanted]))
     if sensitivity is not None:
         checkpoints = {cell.checkpoint_name for cell in cells}

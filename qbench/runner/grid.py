@@ -16,7 +16,7 @@ from filelock import FileLock, Timeout
 
 from qbench.cache import cache_folder, distributions_folder, find_record, remember_record
 from qbench.cell_result import CellResult
-from qbench.errors import NewerSchemaError, ResultsError
+from qbench.errors import ResultsError
 from qbench.evaluation.baseline import baseline_file, verify_baseline
 from qbench.evaluation.settings import exceeded
 from qbench.machine import attempt
@@ -345,20 +345,12 @@ def in_order(cells: Sequence[Cell]) -> list[Cell]:
 
 def put_grid(plan: Plan, store: Store, progress: Progress) -> None:
     """Say what the folder is of from now on; records under other keys stay where they are."""
-    try:
-        other = store.has_grid() and store.grid().cells != plan.grid.cells
-        earlier = run_id(store.grid()) if other else ""
-    except NewerSchemaError:
-        raise
-    except ResultsError as error:  # damaged or old: written anew
-        progress.log(str(error))
-        other = False
-    if other:
+    before = store.put_grid(plan.grid, progress.log)
+    if before is not None and before.cells != plan.grid.cells:
         progress.log(
             f"{store.directory} held results of other settings or versions; they stay: `qbench "
-            f"tables {store.directory} --run {earlier}` shows them"
+            f"tables {store.directory} --run {run_id(before)}` shows them"
         )
-    store.put_grid(plan.grid)
 
 
 def known_elsewhere(cell: Cell, store: Store, cache: Path) -> tuple[Store, Record] | None:
