@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedTokenizerBase
 
@@ -99,22 +100,23 @@ class BlockInputs:
         batch_size: int,
     ) -> None:
         """``layers``: the linear layers to quantize, by name. Raises QuantizationError where the
-        blocks, one after the other, are not what the model computes, or do not hold all of
-        ``layers``."""
+        blocks, one after the other, are not what the model computes, do not hold all of
+        ``layers``, or receive something beside hidden states that depends on the text."""
         self.root, self.blocks = _blocks(model, layers)
         self._model, self._device = model, next(model.parameters()).device
         self._states: list[Tensor] = []
-        # Of each batch, each block with what it receives beside hidden states: its own mask and
+        # By a batch's size, each block with what it receives beside hidden states: its own mask and
         # rotary angles, which differ between blocks where layer types are mixed.
-        self._calls: list[list[Call]] = []
+        self._calls: dict[int, list[Call]] = {}
+        self._beside: dict[int, list[Tensor]] = {}  # the tensors that the first block receives so
         for ids in calibration.ids.split(batch_size):
             self._follow(layers, ids)
 
     def _follow(self, layers: dict[str, nn.Linear], ids: Tensor) -> None:
-        """One forward through the blocks, which ends after the last."""
-        calls: list[Call] = []
-        self._calls.append(calls)
-        self.groups: list[list[list[str]]] = []
+        """One forward through the blocks, which ends after the last; of a batch as large as one
+        before, which ends at the first."""
+        known, calls = self._beside.get(len(ids)), list[Call]()
+        groups: list[list[list[str]]] = []
         reached: set[str] = set()
         output: Tensor | None = None  # of the block before
         # Of the block that runs: tensors are kept until it is done, so that none is mistaken for
@@ -129,6 +131,16 @@ class BlockInputs:
             hidden, *rest = args or (options.pop("hidden_states"),)
             if output is None:
                 self._states.append(hold(self._model, hidden))
+                beside = [x for x in tree_leaves((rest, options)) if isinstance(x, Tensor)]
+                if known is not None:
+                    if not all(map(torch.equal, known, beside)):
+                        raise QuantizationError(
+                            f"{type(self._model).__name__}: the other inputs of its blocks depend "
+                            "on the text, not the hidden states alone; it cannot be calibrated "
+                            "block by block"
+                        )
+                    raise Stop
+                self._beside[len(ids)] = beside
             elif not torch.equal(hidden, output):
                 raise QuantizationError(
                     f"{self.root}.{index}: does not receive the output of the block before it; "
@@ -141,9 +153,9 @@ class BlockInputs:
             output = _states(given)
             named: dict[tuple[int, int], list[str]] = {}
             for name, tensor, version in order:
-                short = name.removeprefix(f"{self.root}.{len(self.groups)}.")
+                short = name.removeprefix(f"{self.root}.{len(groups)}.")
                 named.setdefault((id(tensor), version), []).append(short)
-            self.groups.append(list(named.values()))
+            groups.append(list(named.values()))
             order.clear()
             if block is self.blocks[-1]:
                 raise Stop
@@ -161,13 +173,16 @@ class BlockInputs:
             hooks.append(block.register_forward_hook(leave))
         with _hooks(*hooks), suppress(Stop):
             self._model(input_ids=ids.to(self._device), use_cache=False)
+        if known is not None:
+            return
         if missing := sorted(set(layers) - reached):
             raise QuantizationError(f"calibration never reaches {some(missing, 3)}")
+        self._calls[len(ids)], self.groups = calls, groups
 
     def run(self, index: int, batch: int) -> Any:
         """What block ``index`` gives for what it receives in a ``batch``."""
         hidden = self._states[batch].to(self._device, non_blocking=True)
-        return self._calls[batch][index](hidden)
+        return self._calls[len(hidden)][index](hidden)
 
     @torch.no_grad()
     def hessians(self, index: int, layers: Sequence[str]) -> list[Tensor]:

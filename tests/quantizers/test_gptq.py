@@ -174,6 +174,15 @@ def test_hessians_are_those_of_every_calibration_token(batch_size):
         torch.testing.assert_close(found.double(), hessian(x), rtol=1e-4, atol=1e-5)
 
 
+def test_batches_alike_go_through_the_whole_model_once():
+    """A model read from disk would be read once a batch."""
+    model, ran = llama(), []
+    model.model.layers[1].register_forward_pre_hook(lambda _, x: ran.append(len(x[0])))
+    BlockInputs(model, linears(model), calibration(), 3)
+    assert len(calibration().ids) % 3
+    assert ran == [3, len(calibration().ids) % 3]
+
+
 SHAPE = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -273,6 +282,12 @@ def changed_between(model):
     model.model.layers[1].register_forward_pre_hook(lambda _, x: (x[0] * 2, *x[1:]))
 
 
+def depends_on_text(model):
+    model.model.layers[0].register_forward_pre_hook(
+        lambda _, args, kwargs: (args, {**kwargs, "total": args[0].sum()}), with_kwargs=True
+    )
+
+
 def skipped(model):
     layers = model.model.layers
     layers[0].forward = lambda hidden, **rest: layers[1].forward(hidden, **rest)
@@ -284,6 +299,7 @@ def skipped(model):
         (outside, r"outside the blocks model.layers: model.extra; set ignore: \[extra\]"),
         (changed_between, r"layers.1: does not receive"),
         (skipped, r"calibration never reaches model.layers.0"),
+        (depends_on_text, "depend on the text"),
     ],
 )
 def test_a_model_that_cannot_be_walked_is_refused_with_the_reason(change, says):
