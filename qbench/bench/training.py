@@ -29,9 +29,8 @@ from qbench.training.loop import deterministic
 from qbench.training.model import (
     Step,
     attention_kernels,
-    flops_per_token,
     initial_model,
-    peak_tflops,
+    utilization,
 )
 from qbench.training.recipe import Compute, TrainingRecipe
 
@@ -158,14 +157,13 @@ def _measured(
     seconds = statistics.median(times)
     speed = recipe.batch.tokens / seconds
     hardware = environment(processes.device.type, ()).hardware
-    peak = peak_tflops(hardware)
-    flops = flops_per_token(recipe.model) / (3 if forward else 1)
-    used = speed / processes.num_processes * flops / 1e12
+    thirds = 1 if forward else 3  # of the work of a step
+    own = speed / processes.num_processes * thirds / 3
     return {
         "attention": attention,
         "tokens_per_s": speed,
         "ms": 1000 * seconds,
-        "share": None if peak is None else used / peak,
+        "share": utilization(model, recipe.model.context, own, hardware),
         "memory_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0,
         "compile_s": compiled,
         "kernels": kernels,

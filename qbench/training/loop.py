@@ -31,9 +31,8 @@ from qbench.training.model import (
     Step,
     attention_kernels,
     checkpoint_config,
-    flops_per_token,
     initial_model,
-    peak_tflops,
+    utilization,
 )
 from qbench.training.recipe import TrainingRecipe
 
@@ -179,9 +178,10 @@ class Trainer:
         progress.lowest_loss = min(loss, progress.lowest_loss or math.inf)
         if self._log is not None:
             step, speed = progress.step, count * recipe.batch.tokens / seconds
-            peak = peak_tflops(progress.sessions[-1].environment.hardware)
-            work = speed / self.processes.num_processes * flops_per_token(recipe.model)
-            mfu = None if peak is None else work / (peak * 1e12)
+            mfu = utilization(
+                self.model, recipe.model.context, speed / self.processes.num_processes,
+                progress.sessions[-1].environment.hardware,
+            )  # fmt: skip
             self._log.write(
                 "step", step, tokens=step * recipe.batch.tokens, loss=loss, grad_norm=norm,
                 learning_rate=self.step.learning_rate, tokens_per_s=speed, mfu=mfu,

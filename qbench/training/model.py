@@ -71,38 +71,35 @@ def checkpoint_config(
     }
 
 
-def llama_settings(shape: Shape, normalizer: str, **tokens: int | None) -> dict[str, Any]:
-    """``model_type`` and its configuration's fields: what loading the checkpoint will make of
-    it."""
-    settings = fla.llama_settings(checkpoint_config(shape, normalizer, **tokens))
-    return settings | {"initializer_range": shape.init}
-
-
-def flops_per_token(shape: Shape) -> float:
+def flops_per_token(model: LlamaForCausalLM, context: int) -> float:
     """Of forward and backward pass: 6 a parameter in matrix products (all matrices but the
     embeddings, which are looked up; the output matrix counts, tied or not), and 6 · layers ·
     hidden · context for attention's two products, half of whose pairs are causal. Recomputation
     and norms are not counted (Narayanan et al. 2021, arXiv 2104.04473, equation 3, halved for
     causality)."""
-    settings = llama_settings(shape, "softmax")
-    matrices = [s for s in fla.expected_shapes(settings).values() if len(s) == 2]
-    products = sum(math.prod(one) for one in matrices)
-    products -= 0 if shape.tied else shape.vocabulary * shape.hidden  # of two, one is looked up
-    return 6.0 * products + 6.0 * shape.layers * shape.hidden * shape.context
+    config = model.config
+    products = sum(one.numel() for one in model.parameters() if one.ndim == 2)
+    if not config.tie_word_embeddings:  # of two, one is looked up
+        products -= model.get_input_embeddings().weight.numel()
+    return 6.0 * products + 6.0 * config.num_hidden_layers * config.hidden_size * context
 
 
-# TFLOP/s of a large bf16 matrix product, as measured, which the data sheet's figure is not.
-PEAK = {"H200": 790.0, "H100": 757.0}
+# FLOP/s of a large bf16 matrix product, as measured, which the data sheet's figure is not.
+PEAK = {"H200": 790e12}
+
+
+def utilization(model: LlamaForCausalLM, context: int, speed: float, hardware: str) -> float | None:
+    """Share of its peak that one GPU of the name ``hardware`` reaches at ``speed`` tokens a second;
+    None for one that was not measured."""
+    peak = next((rate for name, rate in PEAK.items() if name in hardware), None)
+    return None if peak is None else speed * flops_per_token(model, context) / peak
+
+
 # Ours (Triton and Gluon), and those that torch's scaled_dot_product_attention may choose. What the
 # compiler makes is named triton_… after all that is fused in it, and is no kernel of attention.
 ATTENTION = re.compile(
     r"^(?!triton_).*(attn_fwd|attn_bwd|hopper_bwd|attn_decode|flash|fmha|sdpa|attention)"
 )
-
-
-def peak_tflops(hardware: str) -> float | None:
-    """Of a GPU by its name; None for one that was not measured."""
-    return next((rate for name, rate in PEAK.items() if name in hardware), None)
 
 
 def attention_kernels(step: Callable[[], None], device: torch.device) -> list[str]:
@@ -138,7 +135,8 @@ def initial_model(
     Raises UnavailableError where the attention cannot be had.
     """
     torch.manual_seed(seed)
-    settings = llama_settings(shape, normalizer, **tokens)
+    settings = fla.llama_settings(checkpoint_config(shape, normalizer, **tokens))
+    settings["initializer_range"] = shape.init
     model_class = getattr(transformers, class_names()[settings["model_type"]])
     model = model_class(AutoConfig.for_model(**settings))
     for layer in model.model.layers:

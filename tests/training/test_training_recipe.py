@@ -105,7 +105,11 @@ def test_the_papers_recipes_state_table_1(name, rate, warmup, steps, layers, hid
 
 
 def test_work_counts_every_matrix_that_is_multiplied_and_half_of_attentions_pairs():
-    recipe = TrainingRecipe.load(next(path for path in SHIPPED if path.stem == "pair-124m"))
+    shape = TrainingRecipe.load(next(path for path in SHIPPED if path.stem == "pair-124m")).model
     layers = 12 * (4 * 768**2 + 3 * 768 * 2048)
     expected = 6 * (layers + 32_000 * 768) + 12 * 12 * 768 * 2048 / 2
-    assert flops_per_token(recipe.model) == expected
+    for tied in (False, True):
+        own = shape.model_copy(update={"tied": tied})
+        with torch.device("meta"):
+            model, _ = initial_model(own, normalizer="softmax", seed=0, device="meta")
+        assert flops_per_token(model, 2048) == expected
