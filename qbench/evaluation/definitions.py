@@ -6,6 +6,7 @@ seconds; ours looks for names alone, in half a second.
 
 from __future__ import annotations
 
+import ast
 import difflib
 import functools
 import glob
@@ -21,7 +22,7 @@ from typing import Any
 
 import yaml
 
-from qbench.errors import RecipeError
+from qbench.errors import DataError, RecipeError
 from qbench.files import read_regular
 
 NAMES = re.compile(
@@ -280,3 +281,37 @@ def _definition_files(folder: Path, templates: bool = False) -> list[Path]:
 @functools.cache
 def _text(path: Path) -> str:
     return read_regular(path).decode(errors="replace")
+
+
+def require_modules(name: str, definition: Definition) -> None:
+    """Raises DataError where the code of a task's functions imports what is not installed."""
+    files = {function.file for function in _functions(definition.config) if function.file}
+    for path in sorted(files):
+        beside = {one.stem for one in path.parent.iterdir()}
+        for module in _imported(path):
+            package = module.partition(".")[0]
+            if package not in beside and importlib.util.find_spec(package) is None:
+                raise DataError(f"{name}: {missing_module(package)} ({path})")
+
+
+def missing_module(module: str) -> str:
+    """What to do where the code of a task imports ``module`` and does not find it."""
+    package = module.partition(".")[0]
+    if importlib.util.find_spec(package) is not None:
+        why = f"{module}, which the installed {package} does not have:"
+    else:
+        why = f"{package}, which is not installed: pip install {package}, or"
+    return f"its code imports {why} leave the task out"
+
+
+def _imported(path: Path) -> Iterator[str]:
+    """The modules that a file imports whenever it is imported itself."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except SyntaxError:
+        return  # lm-eval says so, with the line
+    for statement in tree.body:
+        if isinstance(statement, ast.Import):
+            yield from (alias.name for alias in statement.names)
+        elif isinstance(statement, ast.ImportFrom) and statement.module and not statement.level:
+            yield statement.module

@@ -7,7 +7,6 @@ import ast
 import contextlib
 import functools
 import hashlib
-import importlib.util
 import inspect
 import itertools
 import json
@@ -30,7 +29,7 @@ from lm_eval.tasks._yaml_loader import load_yaml
 from qbench import hub
 from qbench.errors import DataError, first_line
 from qbench.evaluation import passkey
-from qbench.evaluation.definitions import read_definition
+from qbench.evaluation.definitions import missing_module, read_definition
 from qbench.evaluation.settings import NUMPY_SEED, RANDOM_SEED, TORCH_SEED
 from qbench.evaluation.tasks import (
     TaskSpec,
@@ -225,16 +224,6 @@ def _reason(spec: TaskSpec, config: dict[str, Any], error: Exception) -> str:
     if spec.files:
         return f"{line}; are the fields those of {config.get('dataset_path')}?"
     return line
-
-
-def missing_module(module: str) -> str:
-    """What to do where the code of a task imports ``module`` and does not find it."""
-    package = module.partition(".")[0]
-    if importlib.util.find_spec(package) is not None:
-        why = f"{module}, which the installed {package} does not have:"
-    else:
-        why = f"{package}, which is not installed: pip install {package}, or"
-    return f"its code imports {why} leave the task out"
 
 
 def _require_commit(spec: TaskSpec, task: ConfigurableTask) -> None:

@@ -22,6 +22,7 @@ from qbench.evaluation.definitions import (
     Definition,
     definition_file,
     read_definition,
+    require_modules,
 )
 from qbench.files import read_regular
 from qbench.passkey import DOCUMENTS, task_length
@@ -247,6 +248,7 @@ def plan_task(
         )
     path = definition_file(name, definitions)
     definition = read_definition(path)
+    require_modules(name, definition)
     config = {**definition.config, "num_fewshot": definition.config.get("num_fewshot")}
     label = name
     if num_fewshot is not None:

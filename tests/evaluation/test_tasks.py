@@ -6,8 +6,8 @@ import pytest
 
 from qbench.errors import DataError, RecipeError
 from qbench.evaluation import loaded
-from qbench.evaluation.definitions import definition_file
-from qbench.evaluation.loaded import load_task, missing_module
+from qbench.evaluation.definitions import definition_file, missing_module
+from qbench.evaluation.loaded import load_task
 from qbench.evaluation.tasks import plan_task, read_rows
 
 COPA = [
@@ -192,10 +192,9 @@ def test_what_a_tasks_code_lacks_is_named(tmp_path):
     code.write_text("import no_such_package_at_all.part\n\ndef target(doc):\n    return ''\n")
     (tmp_path / "mine.yaml").write_text(MINE)
     write(tmp_path, "mine", "test", [{"question": "a", "answer": "b"}])
-    planned = plan_task("mine", data=tmp_path, definitions=tmp_path)
     with pytest.raises(DataError, match="imports no_such_package_at_all, which is not installed: "
                        "pip install no_such_package_at_all, or leave"):  # fmt: skip
-        load_task(planned)
+        plan_task("mine", data=tmp_path, definitions=tmp_path)
 
 
 def test_a_part_that_an_installed_package_lacks_is_not_said_to_be_installed_by_pip():
