@@ -10,12 +10,11 @@ from lm_eval.api.model import LM
 from qbench.errors import RecipeError
 from qbench.evaluation.lm_eval_model import ExternalScorer
 from qbench.evaluation.scoring.hflm import HFLMScorer
-from qbench.evaluation.scoring.logits import LogitsPart, Observer
-from qbench.evaluation.scoring.requests import Scored
+from qbench.evaluation.scoring.logits import Observer
 from qbench.evaluation.scoring.scorer import Progress, Scorer
 from qbench.evaluation.settings import ScoringSettings
 
-__all__ = ["HFLMScorer", "LogitsPart", "Observer", "Scored", "Scorer", "language_model"]
+__all__ = ["HFLMScorer", "Observer", "Scorer", "language_model"]
 
 
 def language_model(
