@@ -1,8 +1,8 @@
 """What runs keep for later ones: quantized weights, rows that damage is measured against, and by
 key which results folder has a cell's record.
 
-Each entry is used under a lock of its own, and reading it notes the time, so that what nobody has
-used for longest is known. Imports no torch.
+Weights are used under a lock of their own, and reading an entry notes the time, so that what nobody
+has used for longest is known. Imports no torch.
 """
 
 from __future__ import annotations
@@ -57,9 +57,8 @@ class Entry:
 
     @property
     def lock(self) -> FileLock:
-        """As those take it who read and write the entry."""
-        hidden = "." if self.kind == "weights" else ""
-        return FileLock(self.path.with_name(f"{hidden}{self.path.name}.lock"))
+        """As those take it who read and write quantized weights."""
+        return FileLock(self.path.with_name(f".{self.path.name}.lock"))
 
 
 def entries(cache: Path, results: Sequence[Path] = ()) -> list[Entry]:

@@ -8,10 +8,8 @@ that it kept. Imports no torch; ``evaluation.kl`` says what is in them.
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
-from filelock import FileLock
 from safetensors import SafetensorError, safe_open
 
 from qbench.errors import ResultsError
@@ -45,20 +43,11 @@ def checksum_file(path: Path) -> Path:
     return path.with_name(f"{path.name}.sha256")
 
 
-def baseline_lock(path: Path) -> FileLock:
-    """Held while the file is read whole or replaced. Runs into several results folders may share a
-    cache and score the same unquantized cell at the same time."""
-    return FileLock(path.with_name(f"{path.name}.lock"))
-
-
 def verify_baseline(path: Path, key: str) -> None:
     """Reads the file whole. Raises ResultsError where it is not there, not what was written, or
     another cell's."""
     try:
-        matches = _matches(path)
-        if not matches and os.access(path.parent, os.W_OK):
-            with baseline_lock(path):  # another run was between the file and its checksum, perhaps
-                matches = _matches(path)
+        matches = checksum_file(path).read_text().split()[:1] == [file_digest(path)]
         about = {}
         if matches:
             with safe_open(path, framework="numpy") as file:
@@ -70,7 +59,3 @@ def verify_baseline(path: Path, key: str) -> None:
     if about.get("key") != key:
         raise ResultsError(f"{path}: of another cell than {key[:KEY_DIGITS]}; {REMEDY}")
     mark_used(path)
-
-
-def _matches(path: Path) -> bool:
-    return checksum_file(path).read_text().split()[:1] == [file_digest(path)]

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from qbench.errors import EvaluationError, ResultsError
-from qbench.evaluation.baseline import ABOUT, REMEDY, baseline_lock, checksum_file
+from qbench.evaluation.baseline import ABOUT, REMEDY, checksum_file
 from qbench.evaluation.scoring.logits import LogitsPart, Projection, to_device
 from qbench.evaluation.scoring.requests import Scored
 from qbench.files import clean_temporaries, file_digest, temporary, write_atomically
@@ -65,10 +65,9 @@ class BaselineHiddenStates:
             clean_temporaries(path.parent)
             save_file(tensors, making, {ABOUT: about})
             digest = file_digest(making)
-            with baseline_lock(path):
-                making.replace(path)
-                write_atomically(checksum_file(path), f"{digest}  {path.name}\n".encode())
-                shutil.copymode(checksum_file(path), path)  # safetensors writes for its owner alone
+            making.replace(path)
+            write_atomically(checksum_file(path), f"{digest}  {path.name}\n".encode())
+            shutil.copymode(checksum_file(path), path)  # safetensors writes for its owner alone
         except (OSError, SafetensorError) as error:
             raise ResultsError(
                 f"{path}: cannot be written: {error}; make room there, or leave damage out with "
