@@ -40,7 +40,7 @@ class States:
 
     values: int = 0  # of one text
     rows: list[Tensor] = field(default_factory=list)
-    counts: Tensor | None = None
+    counts: Tensor | int = 0
     dtype: torch.dtype = torch.float32
     massive: int = 0
 
@@ -61,8 +61,7 @@ class States:
         by_token = squares.sum(-1)
         fourth = squares.square_().sum(-1)  # [B, T]
         tokens = excess(by_token, fourth, states.shape[-1]).mean(1)
-        more = counts(states)
-        self.counts = more if self.counts is None else self.counts + more
+        self.counts = self.counts + counts(states)
         magnitudes = states.abs()
         medians = magnitudes.flatten(1).median(1).values.double()
         lowest, highest = (end.double() for end in states.flatten(1).aminmax(dim=1))
@@ -136,7 +135,7 @@ def summary(layers: list[States]) -> Hidden:
     powers, (tokens, lowest, highest, medians) = rows[:, :4], rows[:, 4:].unbind(1)
     values = layers[0].values
     largest = torch.maximum(lowest.abs(), highest.abs())
-    every = torch.stack([one.counts for one in layers if one.counts is not None]).sum(0)
+    every = sum(one.counts for one in layers)
     return Hidden(
         kurtosis=pooled_kurtosis(powers, values),
         kurtosis_sequence=sequence_kurtosis(powers, values).mean().item(),
