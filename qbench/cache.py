@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -115,8 +115,7 @@ def _note(cache: Path, key: str) -> Path:
 
 
 def _remove(entry: Entry) -> bool:
-    with suppress(Timeout), ExitStack() as locks:
-        locks.enter_context(entry.lock.acquire(timeout=0))
+    with suppress(Timeout), entry.lock.acquire(timeout=0):
         for path in entry.files:
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(True)
         return True

@@ -114,7 +114,7 @@ class Overrides:
     tasks: tuple[str, ...] | None = None  # lm-eval's names
     definitions: Path | None = None  # folder of further tasks' definitions
     data: Path | None = None  # folder of <task>/<split>.jsonl
-    calibration: Path | None = None  # JSON Lines with a text field, or hf://datasets/…
+    calibration: Path | str | None = None  # JSON Lines with a text field, or hf://datasets/…
     calibration_samples: int | None = None  # documents that calibrated quantizers see
     calibration_length: int | None = None  # tokens of each
     skip_missing: bool = False  # leave tasks out that the data folder lacks
@@ -424,13 +424,6 @@ def _source(path: Path | None, changed: Overrides) -> Source:
     here = Path.cwd()
     found = {name: absolute(here, one, hub=True) for name, one in changed.checkpoints.items()}
     _replace_checkpoints(source, found)
-    for folder, *location in (
-        (changed.data, "data"),
-        (changed.definitions, "definitions"),
-        (changed.calibration, "calibration", "path"),
-    ):
-        if folder is not None:
-            source.replace(absolute(here, str(folder)), *location)
     for what, key, names in (
         ("quantizers", "label", changed.quantizers),
         ("tasks", "name", changed.tasks),
@@ -439,9 +432,11 @@ def _source(path: Path | None, changed: Overrides) -> Source:
             source.replace(_named(source.values.get(what, []), names, key), what)
     if changed.quantized:
         _add_quantized(source, path, changed)
-    if changed.skip_missing:
-        source.values["skip_missing"] = True
     for value, *location in (
+        (changed.data and absolute(here, str(changed.data)), "data"),
+        (changed.definitions and absolute(here, str(changed.definitions)), "definitions"),
+        (changed.skip_missing or None, "skip_missing"),
+        (changed.calibration and absolute(here, str(changed.calibration)), "calibration", "path"),
         (changed.calibration_samples, "calibration", "samples"),
         (changed.calibration_length, "calibration", "length"),
         (changed.limit, "evaluation", "limit"),

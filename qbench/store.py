@@ -245,12 +245,12 @@ class Store(CellFiles[Record, Grid]):
 
         Returns the record as it was written, with its tables' checksums.
         """
-        payloads = {}
         tables = {"outcomes": outcomes, "responses": responses, "divergences": divergences}
-        for name, table in tables.items():
-            if table is not None:
-                assert tuple(table.columns) == COLUMNS[name], f"{name}: {tuple(table.columns)}"
-                payloads[name] = _parquet(table)
+        payloads = {
+            name: _parquet(table, COLUMNS[name])
+            for name, table in tables.items()
+            if table is not None
+        }
         path = self.path(record)
         files = {
             name: StoredTable(sha256=digest(payload), bytes=len(payload))
@@ -311,8 +311,9 @@ class Store(CellFiles[Record, Grid]):
             yield
 
 
-def _parquet(table: pd.DataFrame) -> bytes:
+def _parquet(table: pd.DataFrame, columns: tuple[str, ...]) -> bytes:
     """Numbers as differences or split into bytes: half of what zstd alone takes."""
+    assert tuple(table.columns) == columns, tuple(table.columns)
     kinds = {name: kind.kind for name, kind in table.dtypes.items()}
     encoding = {"i": "DELTA_BINARY_PACKED", "f": "BYTE_STREAM_SPLIT"}
     return table.to_parquet(

@@ -126,6 +126,12 @@ def test_a_folder_of_the_command_line_is_meant_from_where_it_is_given(tmp_path, 
     assert recipe.checkpoints["softmax"].path == os.path.abspath(named)
 
 
+def test_calibration_text_of_the_hub_may_take_the_place_of_a_recipes(tmp_path):
+    address = "hf://datasets/owner/name/text.jsonl"
+    recipe = Recipe.load(write(tmp_path), Overrides(calibration=address))
+    assert recipe.calibration.path == address
+
+
 def test_a_checkpoint_without_a_default_asks_for_the_option(tmp_path):
     path = write(tmp_path, checkpoints={"softmax": None})
     with pytest.raises(RecipeError, match="--checkpoint softmax="):
