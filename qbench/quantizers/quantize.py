@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from qbench.errors import QbenchError, QuantizationError, first_line
+from qbench.errors import QbenchError, QuantizationError, first_line, some
 from qbench.quantizers.artifacts import Artifact, Damaged
 from qbench.quantizers.calibration import Calibration
 from qbench.quantizers.config import (
@@ -197,7 +197,8 @@ def _replace_layers(model: PreTrainedModel, settings: WeightSettings, tensors: T
         module, _, part = name.rpartition("/")
         modules.setdefault(module, {})[part] = tensors.pop(name)
     layers = linears(model, settings.ignore)
-    assert modules.keys() == layers.keys()  # the artifact is of this model
+    if different := sorted(modules.keys() ^ layers.keys()):  # of a quantizer of somebody's own
+        raise QuantizationError(f"{settings.name}: does not fit the model: {some(different)}")
     from_packed: Callable[..., nn.Module] = backend(settings).from_packed
     streamed, device = stream_of(model), model.device
 
