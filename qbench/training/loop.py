@@ -26,7 +26,7 @@ from qbench.machine import environment
 from qbench.records import TrainingSample, TrainingSession, canonical
 from qbench.training.checkpoint import Progress, load_state, save_checkpoint, save_state
 from qbench.training.data import TokenFiles, dataloader, first_token, sequences, watched_rows
-from qbench.training.log import Log, open_trackers
+from qbench.training.log import Log, open_trackers, read_log
 from qbench.training.model import (
     Step,
     attention_kernels,
@@ -105,9 +105,13 @@ class Trainer:
         self._values: list[Tensor] = []  # [loss, gradient norm] of each step since the last log
         self._began = 0.0
         if self.state.exists():
-            settings, step = run.settings_digest, self.step
-            self.progress = load_state(self.state, settings, step.parameters, step.optimizer)
-            self._saved = self.progress.step
+            self.progress = load_state(
+                self.state, run.settings_digest, self.step.parameters, self.step.optimizer
+            )
+            self._saved = step = self.progress.step
+            log = run.folder / STATE / LOG
+            if not self.progress.log and log.is_file():  # the state of an older qbench
+                self.progress.log = [line for line in read_log(log) if line["step"] <= step]
 
     def train(self, *, trackers: Sequence[str], stop_after: int | None) -> Progress:
         """Take the steps that are left, or ``stop_after`` of them.

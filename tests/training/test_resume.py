@@ -12,6 +12,7 @@ import pytest
 from safetensors.torch import load_file
 
 from qbench.errors import TrainingError
+from qbench.training.checkpoint import save_state
 
 ROOT = Path(__file__).parents[2]
 LONG = {"tokens": 6400, "normalizers": ["softpick"]}  # 100 steps
@@ -147,3 +148,16 @@ def test_what_is_damaged_in_a_log_is_made_anew_and_the_record_is_whole(tmp_path,
     [again] = train(tmp_path, normalizers=["softmax"])
     assert log.read_text().startswith(before)
     assert (again.watched, again.final_loss) == (whole.watched, whole.final_loss)
+
+
+def test_a_state_of_an_older_qbench_without_a_log_takes_that_of_the_file(
+    tmp_path, train, trained, monkeypatch
+):
+    def save_old(path, progress, *rest):
+        save_state(path, progress.model_copy(update={"log": []}), *rest)
+
+    monkeypatch.setattr("qbench.training.loop.save_state", save_old)
+    train(tmp_path, stop_after=20, normalizers=["softmax"])
+    monkeypatch.undo()
+    [again] = train(tmp_path, normalizers=["softmax"])
+    assert again.watched == trained[1][0].watched
