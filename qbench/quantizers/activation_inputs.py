@@ -131,12 +131,13 @@ SIGN = 2**15
 
 
 class Observer:
-    """What one layer took in, or, ``symmetric``, its magnitudes: the two ends in full and,
-    ``counted``, how often each bfloat16 value came, for which a percentile below 100 alone asks."""
+    """What one layer took in, or, ``symmetric``, its magnitudes: the two ends in full and, for a
+    ``percentile`` below 100, how often each bfloat16 value came."""
 
-    def __init__(self, device: torch.device, *, symmetric: bool, counted: bool) -> None:
-        self.symmetric = symmetric
-        self.counts = torch.zeros(PATTERNS, dtype=torch.int64, device=device) if counted else None
+    def __init__(self, device: torch.device, *, symmetric: bool, percentile: float) -> None:
+        self.symmetric, self.percentile = symmetric, percentile
+        kinds = PATTERNS if percentile < 100 else 0
+        self.counts = torch.zeros(kinds, dtype=torch.int64, device=device)
         self.low = torch.tensor(torch.inf, device=device)
         self.high = torch.tensor(-torch.inf, device=device)
 
@@ -146,23 +147,22 @@ class Observer:
             return
         if self.symmetric:
             flat = flat.abs()
-        if self.counts is not None:
+        if self.percentile < 100:
             upper = (flat.view(torch.int32) >> 16) & (PATTERNS - 1)
             # not bincount, which waits for the device twice
             self.counts.scatter_add_(0, upper.long(), torch.ones_like(upper, dtype=torch.int64))
         low, high = torch.aminmax(flat)
         self.low, self.high = torch.minimum(self.low, low), torch.maximum(self.high, high)
 
-    def range(self, percentile: float) -> Tensor:
+    def range(self) -> Tensor:
         """[low, high], float32: what ``percentile`` per cent of the values lie within.
 
         100 gives the smallest and the largest value. Below it, ends are rounded towards 0 to
         bfloat16's next value, at most 0.8 % away.
         """
         low, high = self.low, self.high
-        if percentile < 100:
-            assert self.counts is not None, "a percentile below 100 needs what was counted"
-            inside = percentile / 100
+        if self.percentile < 100:
+            inside = self.percentile / 100
             tail = (1 - inside) / 2
             shares = (0.0, inside) if self.symmetric else (tail, 1 - tail)
             magnitudes = torch.arange(SIGN, dtype=torch.int32, device=low.device) << 16
@@ -186,16 +186,15 @@ def calibrate(
     if not settings.needs_calibration:
         return {}
     assert calibration is not None
-    counted, modules = settings.percentile < 100, layers_with_inputs(model, settings.ignore)
-    device = next(model.parameters()).device
-    symmetric = settings.format.symmetric
-    seen = {name: Observer(device, symmetric=symmetric, counted=counted) for name in modules}
+    modules, device = layers_with_inputs(model, settings.ignore), next(model.parameters()).device
+    how = {"symmetric": settings.format.symmetric, "percentile": settings.percentile}
+    seen = {name: Observer(device, **how) for name in modules}
     batches = calibration.ids.split(1)
     watch_inputs(model, modules, lambda name, x: seen[name].add(x), batches, progress)
     for name, one in seen.items():
         if one.high < one.low:
             raise QuantizationError(f"{name}: calibration text never reaches it; add text")
-    found = {name: one.range(settings.percentile) for name, one in seen.items()}
+    found = {name: one.range() for name, one in seen.items()}
     for name, ends in found.items():
         if not ends.isfinite().all():
             raise QuantizationError(f"{name}: its inputs on calibration text are not finite")

@@ -25,7 +25,6 @@ it sees the model before its weights are quantized, and leaves it as it was.
 
 from __future__ import annotations
 
-import dataclasses
 import fnmatch
 import re
 from abc import ABC, abstractmethod
@@ -35,6 +34,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass as pydantic_dataclass
+from pydantic_core import to_jsonable_python
 
 from qbench.errors import QuantizationError
 from qbench.plugins import source_digest
@@ -109,8 +109,7 @@ class Settings(ABC):
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain JSON, for keys and records; with a digest of the file that it is
         written in, where that is none of qbench's own, whose digest every key holds."""
-        stated = dataclasses.asdict(self)  # type: ignore[call-overload]  # a subclass is one
-        plain = {k: list(v) if isinstance(v, tuple) else v for k, v in stated.items()}
+        plain = to_jsonable_python(self)
         if not type(self).__module__.startswith("qbench."):
             plain["source"] = source_digest(type(self))
         return {"name": self.name, **plain}

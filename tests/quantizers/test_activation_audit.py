@@ -143,14 +143,18 @@ def test_static_ranges_are_those_of_the_calibration_text(folder):
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_a_percentile_is_that_of_the_values(symmetric):
     x = torch.randn(20000, generator=torch.Generator().manual_seed(0)) + 0.5
-    seen = activation_inputs.Observer(x.device, symmetric=symmetric, counted=True)
+    seen, whole = (
+        activation_inputs.Observer(x.device, symmetric=symmetric, percentile=percentile)
+        for percentile in (99, 100)
+    )
     for part in x.split(3000):
         seen.add(part)
+        whole.add(part)
     assert int(seen.counts.sum()) == len(x)
     high = x.abs().quantile(0.99).item()
     ends = [-high, high] if symmetric else x.quantile(torch.tensor([0.005, 0.995])).tolist()
-    assert seen.range(99).tolist() == pytest.approx(ends, rel=0.01)
-    assert float(seen.range(100)[1]) == float(x.abs().max() if symmetric else x.max())
+    assert seen.range().tolist() == pytest.approx(ends, rel=0.01)
+    assert float(whole.range()[1]) == float(x.abs().max() if symmetric else x.max())
 
 
 def test_inputs_that_overflow_on_calibration_text_are_named():
