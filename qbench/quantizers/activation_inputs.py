@@ -185,7 +185,6 @@ def calibrate(
     where nothing is fixed. Raises QuantizationError for a module that the text never reaches."""
     if not settings.needs_calibration:
         return {}
-    assert calibration is not None
     modules, device = layers_with_inputs(model, settings.ignore), next(model.parameters()).device
     how = {"symmetric": settings.format.symmetric, "percentile": settings.percentile}
     seen = {name: Observer(device, **how) for name in modules}

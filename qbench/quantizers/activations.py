@@ -72,11 +72,11 @@ class FakeQuantized(ActivationSettings):
         return Part(bits=self.format.num_bits, scheme=self.scheme, simulated=True)
 
     @property
-    def needs_calibration(self) -> bool:  # type: ignore[override]  # of what is stated
+    def needs_calibration(self) -> bool:
         return not self.format.dynamic
 
     @property
-    def batch_invariant(self) -> bool:  # type: ignore[override]  # of what is stated
+    def batch_invariant(self) -> bool:
         return not self.format.one_of_tensor
 
     def check(self, config: Mapping[str, Any], device: str) -> None:
@@ -119,7 +119,7 @@ class Scaled(FakeQuantized):
     group_size: Annotated[
         GroupSize, Field(description="values along a token that share a scale; -1 is all of them")
     ] = WHOLE_ROW
-    percentile: Annotated[  # type: ignore[misc]  # other formats hold all values
+    percentile: Annotated[
         float,
         Field(
             ge=50,
@@ -142,7 +142,7 @@ class Scaled(FakeQuantized):
         )
 
     @property
-    def real(self) -> bool:  # type: ignore[override]  # of what is stated
+    def real(self) -> bool:
         return self.arithmetic == "real"
 
     @property
@@ -251,7 +251,7 @@ class Mx(FakeQuantized):
 class Nvfp4(FakeQuantized):
     """E2M1 in blocks of 16 along a token; each block's scale is E4M3 times the layer's."""
 
-    name: ClassVar[str] = "nvfp4"  # type: ignore[assignment]  # there is one
+    name: ClassVar[str] = "nvfp4"
 
     tensor_scale: Annotated[
         Literal["static", "dynamic", "none"],

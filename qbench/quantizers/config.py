@@ -156,9 +156,6 @@ class WeightSettings(Settings):
         ),
     ] = 1
 
-    if TYPE_CHECKING:
-        num_bits: int
-
     @property
     def name(self) -> str:
         return f"{self.method}-{self.num_bits}bit"
@@ -179,7 +176,7 @@ class WeightSettings(Settings):
 
     def group_length(self, columns: int) -> int:
         """Weights in a group along a row of ``columns``."""
-        size: int = self.group_size  # type: ignore[attr-defined]  # of methods with groups
+        size: int = self.group_size
         return columns if size == WHOLE_ROW else size
 
     # What it takes, and what the audit may expect
@@ -407,7 +404,7 @@ class QuantizationConfig:
         comes first, for quantizing the weights consumes the model."""
         if self.transform or not self.weights:
             return (self,)
-        beside = replace(self, weights=None, dtype=self.compute_dtype)  # type: ignore[arg-type]  # one
+        beside = replace(self, weights=None, dtype=self.compute_dtype)
         calibrated = (beside,) if beside.needs_calibration else ()
         return (*calibrated, QuantizationConfig(weights=self.weights))
 

@@ -133,7 +133,6 @@ def scale_of_ends(low: Tensor | None, high: Tensor, form: QuantFormat) -> Scale:
     if form.symmetric:
         largest = high if low is None else torch.maximum(high, -low)
         return Scale(stored(divided(largest, form.largest), form))
-    assert low is not None
     if form.zero_point == "float":
         zero = stored(low, form)
         return Scale(stored(divided((high - zero).clamp(min=0), form.largest), form), zero)

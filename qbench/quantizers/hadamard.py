@@ -73,7 +73,6 @@ def matrix(order: int) -> Matrix:
 
 def _paley(order: int) -> Matrix:
     field = _source(order)
-    assert field is not None
     prime, degree, second = field
     characters = _characters(prime, degree)
     q = len(characters)

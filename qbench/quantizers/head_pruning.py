@@ -27,7 +27,6 @@ def calibrate(
     progress: Progress,
 ) -> dict[str, Tensor]:
     """By attention module: which heads stay, uint8 [heads]."""
-    assert calibration is not None
     found = output_ratios(model, calibration.ids, progress)
     kept = choose(settings, torch.stack(list(found.values())))
     return {name: own.to(torch.uint8).cpu() for name, own in zip(found, kept, strict=True)}

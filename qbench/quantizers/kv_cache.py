@@ -62,7 +62,7 @@ class KVCache(KVCacheSettings):
     ] = WHOLE_ROW
 
     @property
-    def batch_invariant(self) -> bool:  # type: ignore[override]  # of what is stated
+    def batch_invariant(self) -> bool:
         return self.scales != "tensor"
 
     @property

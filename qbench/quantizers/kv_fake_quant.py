@@ -68,7 +68,6 @@ class KVFakeQuant:
         x = x.transpose(1, 2)  # [B, T, H, D], as they lie: no copy
         first, fixed = None, None
         if self.keep_first:
-            assert positions is not None
             first = (positions < self.keep_first)[:, :, None, None]
         if self.format.one_of_tensor:
             counted = x if first is None else x.masked_fill(first, 0.0)
@@ -78,7 +77,6 @@ class KVFakeQuant:
 
     def _channels(self, x: Tensor, positions: Tensor | None) -> Tensor:
         """Whole groups of tokens; other tokens come out as they are."""
-        assert positions is not None
         x = x.transpose(1, 2)
         own = positions.expand(len(x), -1)
         rows, tokens = whole_groups(own, self.keep_first, self.key_group)

@@ -204,7 +204,6 @@ def expert_parts(module: nn.Module) -> Iterator[tuple[str, Tensor, Tensor | None
     """``<expert>.<part>``, weight [out, in] and bias [out] of each matrix of fused experts; views
     of what the module holds."""
     first = first_part(module)
-    assert first is not None
     for expert in range(module.down_proj.shape[0]):
         for part in (first, DOWN):
             weight = getattr(module, part)[expert]

@@ -24,7 +24,7 @@ class LmEvalModel(WeightSettings):
     document, nothing is audited, and there is no KL."""
 
     method: ClassVar[str] = "lm-eval"
-    name: ClassVar[str] = "lm-eval"  # type: ignore[assignment]  # there is one
+    name: ClassVar[str] = "lm-eval"
     title: ClassVar[str] = "lm-eval model"
     prequantized: ClassVar[bool] = True
     external: ClassVar[bool] = True
@@ -39,7 +39,7 @@ class LmEvalModel(WeightSettings):
     ] = UNQUANTIZED_BITS
 
     @property
-    def num_bits(self) -> float:  # type: ignore[override]  # of what is stated
+    def num_bits(self) -> float:
         return self.bits
 
     @property

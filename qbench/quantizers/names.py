@@ -108,7 +108,7 @@ class Unquantized:
 
 
 for _dtype, _line in (("bfloat16", ""), ("float16", ""), ("float32", " (for CPUs)")):
-    register(UNQUANTIZED[_dtype], Unquantized, f"unquantized, {_dtype}{_line}", dtype=_dtype)  # type: ignore[arg-type]  # None, in a config
+    register(UNQUANTIZED[_dtype], Unquantized, f"unquantized, {_dtype}{_line}", dtype=_dtype)
 
 
 def parse(name: str, stated: Mapping[str, Any] | None = None) -> QuantizationConfig:
@@ -175,7 +175,7 @@ def _checked(parts: dict[str, Any], compute_dtype: str) -> QuantizationConfig:
         parts["outliers"].require_fit(parts.get("kv"))
     fields_of = {key: field for field, key in RECIPE_KEYS.items()}
     named = {fields_of[kind]: settings for kind, settings in parts.items()}
-    config = QuantizationConfig(weights=weights, dtype=dtype, **named)  # type: ignore[arg-type]  # validated
+    config = QuantizationConfig(weights=weights, dtype=dtype, **named)
     if "outliers" in parts and not config.precision.quantized:
         raise RecipeError(
             f"outliers: {parts['outliers'].name} alone quantizes nothing; add weights, activations "

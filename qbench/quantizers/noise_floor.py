@@ -29,7 +29,7 @@ class RoundingNoise(ActivationSettings):
     """Noise of the size of rounding on what each decoder layer gives."""
 
     backend: ClassVar[str] = "noise_floor"
-    name: ClassVar[str] = "rounding-noise"  # type: ignore[assignment]  # there is one
+    name: ClassVar[str] = "rounding-noise"
     ignore: ClassVar[tuple[str, ...]] = ("*",)  # what linear layers take in stays as it is
 
     @property

@@ -114,7 +114,7 @@ def _torchao(config: Mapping[str, Any]) -> Scheme:
     width = re.search(r"\d", str(data.get("weight_dtype", "")))
     if found is None and width is None:
         raise RecipeError(f"its torchao type {kind} is not known here")
-    bits = int(found[2] if found else width[0])  # type: ignore[index]  # one of them is there
+    bits = int(found[2] if found else width[0])
     floats = found is not None and found[1].lower() == "float"
     granularity = (data.get("granularity") or {}).get("_data") or {}
     size = data.get("group_size") or granularity.get("group_size") or WHOLE_ROW
@@ -185,8 +185,8 @@ class Published(WeightSettings):
 
     method: ClassVar[str] = "checkpoint"
     backend: ClassVar[str] = "stored_bits"
-    name: ClassVar[str] = "checkpoint"  # type: ignore[assignment]  # there is one
-    scheme: ClassVar[str] = "as its files say"  # type: ignore[assignment]  # they are not read yet
+    name: ClassVar[str] = "checkpoint"
+    scheme: ClassVar[str] = "as its files say"
     title: ClassVar[str] = "As published"
     prequantized: ClassVar[bool] = True
     num_bits: ClassVar[float] = UNQUANTIZED_BITS
@@ -228,19 +228,19 @@ class Prequantized(Published):
         return FORMATS[self.format].read(self.stated)
 
     @property
-    def method(self) -> str:  # type: ignore[override]  # of each file
+    def method(self) -> str:
         return f"published {self.format}"
 
     @property
-    def title(self) -> str:  # type: ignore[override]  # of what is stated
+    def title(self) -> str:
         return f"{FORMATS[self.format].title}, as published"
 
     @property
-    def num_bits(self) -> float:  # type: ignore[override]  # of what is stated
+    def num_bits(self) -> float:
         return max(self._scheme.bits)
 
     @property
-    def scheme(self) -> str:  # type: ignore[override]  # of each file
+    def scheme(self) -> str:
         return self._scheme.words
 
     @property
@@ -258,11 +258,11 @@ class Prequantized(Published):
         return Precision(weights=Part(bits=scheme.bits[0], scheme=words), activations=inputs)
 
     @property
-    def requirements(self) -> tuple[str, ...]:  # type: ignore[override]  # of what is stated
+    def requirements(self) -> tuple[str, ...]:
         return tuple(FORMATS[self.format].modules)
 
     @property
-    def batch_invariant(self) -> bool:  # type: ignore[override]  # of what is stated
+    def batch_invariant(self) -> bool:
         return self._scheme.independent
 
     @property
@@ -294,11 +294,11 @@ class Prequantized(Published):
             )
 
     @property
-    def ends_quantized(self) -> bool:  # type: ignore[override]  # of what is stated
+    def ends_quantized(self) -> bool:
         return self.format in ("gguf", "torchao")
 
     @property
-    def whole(self) -> bool:  # type: ignore[override]  # of what is stated
+    def whole(self) -> bool:
         """Whether nothing is rounded to fewer bits, as in a GGUF file of F32."""
         return min(self._scheme.bits) >= UNQUANTIZED_BITS
 
@@ -317,7 +317,7 @@ class Prequantized(Published):
         return 0.99 * min(self._scheme.bits), 1.1 * max(UNQUANTIZED_BITS, self.num_bits)
 
     @property
-    def rescales(self) -> bool:  # type: ignore[override]  # of what is stated
+    def rescales(self) -> bool:
         return self.format in ("awq", "compressed-tensors")  # as SmoothQuant may have before
 
     def error_bound(self) -> float:

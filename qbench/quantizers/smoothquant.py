@@ -67,7 +67,6 @@ def calibrate(
     """s = max|X|^α / max|W|^(1 − α) by channel of each group (Xiao et al. 2022, equation 4):
     float32 by the group's name. Channels that calibration never reaches keep 1: their scale
     would be next to nothing, and blow up what is met later."""
-    assert calibration is not None
     found = groups(model, settings)
     seen: dict[str, Tensor] = {}  # max|X| [C] by group
 

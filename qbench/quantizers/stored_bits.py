@@ -45,7 +45,7 @@ def evidence(model: nn.Module, settings: Prequantized) -> dict[str, Callable[[],
 def _packed(
     module: nn.Module, tensors: dict[str, Tensor], settings: Prequantized, dtype: torch.dtype
 ) -> PackedWeight:
-    columns = int(module.in_features)  # type: ignore[arg-type]  # of every linear layer
+    columns = int(module.in_features)
     size = settings.group_length(columns)
     index = tensors.get("g_idx")  # of GPTQ: the group of each column
     order = None if index is None else torch.argsort(index.long(), stable=True)
@@ -101,7 +101,7 @@ def _parents(name: str) -> Iterator[str]:
 def _gguf_evidence(model: nn.Module, path: str) -> dict[str, Callable[[], PackedWeight]]:
     """What the file holds for each matrix of ``model``, which has its weights."""
     layers = linears(model)
-    count = model.config.get_text_config().num_hidden_layers  # type: ignore[union-attr, operator]  # transformers'
+    count = model.config.get_text_config().num_hidden_layers
     found = {}
     for name, tensor in gguf_file.tensors(path, list(layers), count).items():
         module, _, part = name.rpartition(".")
@@ -120,7 +120,7 @@ def _gguf_evidence(model: nn.Module, path: str) -> dict[str, Callable[[], Packed
 
 def write_gguf_into(model: nn.Module, path: str) -> None:
     """Give ``model``, the original, the weights of the file in place of its own."""
-    config = model.config.get_text_config()  # type: ignore[union-attr, operator]  # transformers'
+    config = model.config.get_text_config()
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     modules = [name for name, _ in model.named_modules() if name]
@@ -153,7 +153,7 @@ def size_of_files(
     weights."""
     if settings.format == "gguf":
         modules = [name for name, _ in original.named_modules() if name]
-        layers = original.config.get_text_config().num_hidden_layers  # type: ignore[union-attr, operator]  # transformers'
+        layers = original.config.get_text_config().num_hidden_layers
         bits = gguf_file.tensor_bits(settings.folder, modules, layers)
     else:
         bits = _tensor_bits(settings.folder)
@@ -187,7 +187,7 @@ def size_of_model(
     original: nn.Module, wanted: Mapping[str, Matrix], stored: Mapping[str, float]
 ) -> StoredSize:
     """Of ``original`` with ``stored`` bits in place of its matrices of these names."""
-    head = original.get_output_embeddings()  # type: ignore[operator]  # of every causal model
+    head = original.get_output_embeddings()
     plain = {name: _bits(matrix.weight) for name, matrix in wanted.items()}
     inner = sum(stored.get(name, bits) for name, bits in plain.items())
     seen = {id(p): _bits(p) for p in original.parameters()}

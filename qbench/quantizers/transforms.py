@@ -53,7 +53,7 @@ class SmoothQuant(TransformSettings):
     """
 
     backend: ClassVar[str] = "smoothquant"
-    name: ClassVar[str] = "smoothquant"  # type: ignore[assignment]  # there is one
+    name: ClassVar[str] = "smoothquant"
     needs_calibration = True
 
     alpha: Annotated[
@@ -90,7 +90,7 @@ class Rotation(TransformSettings):
     """
 
     backend: ClassVar[str] = "rotation"
-    name: ClassVar[str] = "rotation"  # type: ignore[assignment]  # there is one
+    name: ClassVar[str] = "rotation"
 
     seed: Annotated[
         int, Field(ge=0, lt=2**63, description="of the signs in front of the Hadamard matrix")
@@ -143,7 +143,7 @@ class Dormant(PruningSettings):
     """Heads below a share of their layer's mean."""
 
     backend: ClassVar[str] = "head_pruning"
-    name: ClassVar[str] = "dormant"  # type: ignore[assignment]  # there is one
+    name: ClassVar[str] = "dormant"
 
     threshold: Annotated[
         float, Field(gt=0, lt=1, description="of the mean output norm of the layer's heads")
@@ -159,7 +159,7 @@ class Weakest(PruningSettings):
     """A share of all heads, those that give least."""
 
     backend: ClassVar[str] = "head_pruning"
-    name: ClassVar[str] = "weakest"  # type: ignore[assignment]  # there is one
+    name: ClassVar[str] = "weakest"
 
     share: Annotated[float, Field(gt=0, lt=1, description="of all heads of the model")] = 0.1
 

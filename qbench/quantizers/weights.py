@@ -94,7 +94,7 @@ class Bnb8(Bnb):
 
     batch_invariant = False
 
-    scheme: ClassVar[str] = "int8 per row"  # type: ignore[assignment]  # there is one
+    scheme: ClassVar[str] = "int8 per row"
     num_bits: Literal[8]
     threshold: Annotated[
         float,
@@ -229,11 +229,11 @@ class ScaledWeights(WeightSettings):
     per: Literal["row", "tensor"]
 
     @property
-    def method(self) -> str:  # type: ignore[override]  # of what is stated
+    def method(self) -> str:
         return "int8" if self.type == "int" else "fp8"
 
     @property
-    def title(self) -> str:  # type: ignore[override]  # of what is stated
+    def title(self) -> str:
         return "Int8 weights" if self.type == "int" else "FP8 weights"
 
     @property

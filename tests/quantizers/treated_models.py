@@ -3,14 +3,7 @@
 from typing import Any
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    MistralConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
 
 from qbench.attention.transformers import attend
 
@@ -28,27 +21,20 @@ BIASES = {"attention_bias": True, "mlp_bias": True}
 WIDE_HEADS = {"head_dim": 16}  # times four heads: 64, not the hidden size
 CONFIGS = {
     "llama": LlamaConfig(**SIZES),
-    "llama-all-heads": LlamaConfig(**SIZES | {"num_key_value_heads": 4}),
     "llama-biases": LlamaConfig(**SIZES, **BIASES),
     "llama-wide": LlamaConfig(
         **SIZES | {"hidden_size": 64, "intermediate_size": 96, "num_key_value_heads": 2}
     ),
     "llama-tied": LlamaConfig(**SIZES | {"tie_word_embeddings": True}, **WIDE_HEADS),
-    "mistral": MistralConfig(**SIZES, **WIDE_HEADS),
-    "qwen2-biases": Qwen2Config(**SIZES),
     "qwen3-head-norms": Qwen3Config(**SIZES, **WIDE_HEADS),
 }
 
 
 def decoder(
-    which: str,
-    normalizer: str = "softmax",
-    *,
-    dtype: torch.dtype = torch.float32,
-    outliers: bool = True,
+    which: str, normalizer: str = "softmax", *, dtype: torch.dtype = torch.float32
 ) -> PreTrainedModel:
-    """Random weights. Norms' weights and biases are far from 1 and 0; with ``outliers`` four
-    channels of the residual stream are thirty times the others."""
+    """Random weights. Norms' weights and biases are far from 1 and 0, and four channels of the
+    residual stream are thirty times the others."""
     draw = torch.Generator().manual_seed(0)
     config = type(CONFIGS[which])(**CONFIGS[which].to_dict())
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -59,8 +45,7 @@ def decoder(
                 parameter.copy_(1 + 0.4 * values)
             else:
                 parameter.copy_(values / (parameter.shape[-1] ** 0.5 if values.dim() > 1 else 1))
-        if outliers:
-            model.get_input_embeddings().weight[:, :4] *= 30
+        model.get_input_embeddings().weight[:, :4] *= 30
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     model = model.eval().requires_grad_(False)

@@ -129,9 +129,8 @@ class _Watch:
         should become and the weight that it stores."""
         wanted = self._add().reshape(self.input.shape)
         self.levels = max(self.levels, levels(groups_of(wanted, self.about)))
-        assert self.weight is not None  # codes are multiplied by codes alone
         weight = self.weight().dequantize().double()
-        bias = 0.0 if module.bias is None else module.bias.double()  # type: ignore[union-attr]  # a layer
+        bias = 0.0 if module.bias is None else module.bias.double()
         product = wanted @ weight.T + bias
         off = float((output.double() - product).norm() / product.norm())
         if not off <= INSIDE[output.dtype]:

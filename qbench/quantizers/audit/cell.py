@@ -115,8 +115,8 @@ def _size(
         return None
     weights = config.weights
     if weights is not None and weights.prequantized:
-        head = original.get_output_embeddings()  # type: ignore[operator]  # of every causal model
-        return size_of_files(weights, original, wanted, head.weight.numel())  # type: ignore[arg-type]  # a matrix's
+        head = original.get_output_embeddings()
+        return size_of_files(weights, original, wanted, head.weight.numel())
     stored = {one.name: one.bits_per_weight * one.parameters for one in modules}
     return size_of_model(original, wanted, stored)
 

@@ -32,7 +32,6 @@ def measure_transform(
     Parameters that are no weight matrices (norms, embeddings, the LM head) must be the transformed
     original's in ``quantized``, for nothing else looks at them.
     """
-    assert config.transform is not None
     tensors = getattr(quantized, TRANSFORM)
     backend(config.transform).transform(original, config.transform, tensors)
     off = float((logits(original, probe) - before).norm() / before.norm())
