@@ -88,9 +88,12 @@ class Settings(ABC):
     ``batch_invariant``: a score does not depend on what it is batched with. ``causal``: a token's
     logits do not depend on later tokens. What is not declared here fails the audit.
     ``requirements``: distributions whose versions can change what it gives, torch and transformers
-    left out (they are part of every cell).
+    left out (they are part of every cell). ``method``: what tables group cells by, and ``title``
+    what they write of it.
     """
 
+    method: ClassVar[str] = ""
+    title: ClassVar[str] = ""
     backend: ClassVar[str] = ""  # of qbench.quantizers: where its functions are
     needs_calibration: bool = False
     batch_invariant: bool = True
@@ -124,11 +127,9 @@ class WeightSettings(Settings):
     """Every linear layer but the LM head, each replaced by a module that holds fewer bits.
 
     Embeddings and the LM head stay as they are, as is usual in the field. A subclass gives
-    ``num_bits``, ``title`` (what tables write), ``scheme`` and ``shared_bits``.
+    ``method``, ``title``, ``num_bits``, ``scheme`` and ``shared_bits``.
     """
 
-    method: ClassVar[str]  # groups names: "gptq", "rtn"
-    title: ClassVar[str]
     prequantized: ClassVar[bool] = False  # the model is loaded as it is, and not quantized here
     external: ClassVar[bool] = False  # a runtime that shows nothing but answers
     ends_quantized: ClassVar[bool] = False  # embeddings and LM head too
@@ -238,6 +239,8 @@ class ActivationSettings(Settings):
     """What products with weight matrices take in, the LM head's left out. ``ignore``: layers whose
     inputs stay as they are."""
 
+    method: ClassVar[str] = "activations"
+    title: ClassVar[str] = "activations"
     ignore: tuple[str, ...]
 
     @property
@@ -256,6 +259,9 @@ class ActivationSettings(Settings):
 class KVCacheSettings(Settings):
     """Keys and values that attention reads."""
 
+    method: ClassVar[str] = "kv"
+    title: ClassVar[str] = "KV cache"
+
     @property
     @abstractmethod
     def precision(self) -> Part: ...
@@ -272,6 +278,8 @@ class PruningSettings(Settings):
     """Attention heads are cut out. What a head gives is measured on the calibration text, on the
     model as it is before its weights are quantized."""
 
+    method: ClassVar[str] = "heads"
+    title: ClassVar[str] = "heads pruned"
     needs_calibration = True
 
     @property
@@ -334,23 +342,14 @@ class QuantizationConfig:
     @property
     def method(self) -> str:
         """What tables group by: ``gptq``, ``gptq+activations+kv``; ``none``."""
-        return "+".join(word for word, _ in self._kinds()) or "none"
+        return "+".join(part.method for part in self.parts.values() if part.method) or "none"
 
     @property
     def title(self) -> str:
         """What tables write: ``GPTQ + KV cache``."""
-        title = " + ".join(title for _, title in self._kinds()) or "unquantized"
+        titles = [part.title for part in self.parts.values() if part.title]
+        title = " + ".join(titles) or "unquantized"
         return title[0].upper() + title[1:]
-
-    def _kinds(self) -> list[tuple[str, str]]:
-        weights = self.weights
-        kinds = [
-            (weights, weights and (weights.method, weights.title)),
-            (self.activations, ("activations", "activations")),
-            (self.kv_cache, ("kv", "KV cache")),
-            (self.pruning, ("heads", "heads pruned")),
-        ]
-        return [words for settings, words in kinds if settings is not None and words]
 
     @property
     def precision(self) -> Precision:
