@@ -128,13 +128,8 @@ def check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Non
         return
     if mask.dtype != torch.bool:
         raise ValueError(f"mask must be bool, True = attend; it is {mask.dtype}")
-    fits = mask.ndim == 4 and all(
-        have in (1, want) if axis < 2 else have == want
-        for axis, (have, want) in enumerate(
-            zip(mask.shape, (batch, heads, queries, keys), strict=True)
-        )
-    )
-    if not fits:
+    fits = mask.ndim == 4 and mask.shape[2:] == (queries, keys)
+    if not (fits and mask.shape[0] in (1, batch) and mask.shape[1] in (1, heads)):
         raise ValueError(
             f"mask {tuple(mask.shape)} does not fit; "
             f"[{batch} or 1, {heads} or 1, {queries}, {keys}] does"

@@ -50,6 +50,12 @@ def to_int64(index):
 
 
 @triton.jit
+def head_of(source, batch, head, strides):
+    """Where a head of a batch row begins."""
+    return source + to_int64(batch) * strides[0] + to_int64(head) * strides[1]
+
+
+@triton.jit
 def load_sequence(spans, index, queries, keys):
     """Batch row, first and last + 1 query row, first and last + 1 key row, and the shift: query
     row i stands at key row i + shift. ``spans``: see :mod:`qbench.attention.kernels.varlen`."""
@@ -78,8 +84,7 @@ def load_tile(
     if TMA:
         return source.load([batch, head, row, 0]).reshape(ROWS, block(WIDTH))
     else:
-        base = source + to_int64(batch) * strides[0] + to_int64(head) * strides[1]
-        base += to_int64(row) * strides[2]
+        base = head_of(source, batch, head, strides) + to_int64(row) * strides[2]
         rows = tl.arange(0, ROWS)  # [ROWS]
         columns = tl.arange(0, block(WIDTH))  # [block(WIDTH)]
         pointers = base + rows[:, None] * strides[2] + columns[None, :]  # [ROWS, block(WIDTH)]
@@ -97,8 +102,7 @@ def store_tile(target, tile, batch, head, row, stop, strides, WIDTH: tl.constexp
     """[ROWS, block(WIDTH)] from ``row`` on, up to ``stop``, to a pointer."""
     rows = tl.arange(0, tile.shape[0])  # [ROWS]
     columns = tl.arange(0, tile.shape[1])  # [block(WIDTH)]
-    pointers = target + to_int64(batch) * strides[0] + to_int64(head) * strides[1]
-    pointers += to_int64(row) * strides[2]
+    pointers = head_of(target, batch, head, strides) + to_int64(row) * strides[2]
     inside = (rows[:, None] + row < stop) & (columns[None, :] < WIDTH)
     tl.store(pointers + rows[:, None] * strides[2] + columns[None, :], tile, mask=inside)
 
@@ -117,7 +121,7 @@ def attn_mask(
     if WINDOW:
         allowed = allowed & (keys > own - window)
     if mask is not None:
-        pointers = mask + to_int64(batch) * mask_strides[0] + to_int64(head) * mask_strides[1]
+        pointers = head_of(mask, batch, head, mask_strides)
         pointers = pointers + to_int64(rows) * mask_strides[2] + keys * mask_strides[3]
         inside = (rows < stop_q) & (keys < stop_k)
         allowed = allowed & (tl.load(pointers, mask=inside, other=0) != 0)

@@ -47,10 +47,7 @@ def attn_decode(
     )
     real, rows, heads = group_rows(start_q, stop_q, kv_head, group, BLOCK_R)  # [BLOCK_R] each
     columns = tl.arange(0, common.block(HEAD_DIM))  # [HEAD_DIM]
-    q_pointers = (
-        q_source + common.to_int64(batch) * q_strides[0] + common.to_int64(heads) * q_strides[1]
-    )
-    q_pointers += rows * q_strides[2]
+    q_pointers = common.head_of(q_source, batch, heads, q_strides) + rows * q_strides[2]
     q = tl.load(  # [BLOCK_R, HEAD_DIM]
         q_pointers[:, None] + columns[None, :],
         mask=real[:, None] & (columns[None, :] < HEAD_DIM),
@@ -100,11 +97,7 @@ def attn_decode(
         wanted = tile < end  # [BLOCK_K]
         if SKIP:
             wanted = wanted & (tl.max(p, 0) > 0)
-        v_pointers = (
-            v_source
-            + common.to_int64(batch) * v_strides[0]
-            + common.to_int64(kv_head) * v_strides[1]
-        )
+        v_pointers = common.head_of(v_source, batch, kv_head, v_strides)
         v_pointers += common.to_int64(start) * v_strides[2]
         v = tl.load(  # [BLOCK_K, V_HEAD_DIM]
             v_pointers + tl.arange(0, BLOCK_K)[:, None] * v_strides[2] + v_columns[None, :],
@@ -152,10 +145,7 @@ def combine(
     out, lse = formulas.finalize(
         acc, l_i, m_i, formulas.load_sink(heads, sinks, FLAGS), NORM, FLAGS
     )
-    pointers = (
-        output + common.to_int64(batch) * o_strides[0] + common.to_int64(heads) * o_strides[1]
-    )
-    pointers += rows * o_strides[2]
+    pointers = common.head_of(output, batch, heads, o_strides) + rows * o_strides[2]
     inside = real[:, None] & (columns[None, :] < V_HEAD_DIM)
     tl.store(pointers[:, None] + columns[None, :], out.to(output.dtype.element_ty), mask=inside)
     lse_row = lse_out + (common.to_int64(batch) * kv_heads * group + heads) * queries

@@ -60,26 +60,18 @@ SMALL_SUM = tl.constexpr(2.0**-60)
 # The score functions: forward pass.
 
 
-@triton.jit
-def masked_score(NORM: tl.constexpr):
+@triton.constexpr_function
+def masked_score(norm):
     """The score that adds nothing: e^0 − 1 = 0 in softpick, e^−∞ = 0 elsewhere."""
-    if NORM == "softpick":
-        return 0.0
-    elif NORM == "softmax" or NORM == "rectified" or NORM == "sigmoid":
-        return float("-inf")
-    else:
-        tl.static_assert(False, NO_FORMULA)
+    lowest = float("-inf")
+    return {"softpick": 0.0, "softmax": lowest, "rectified": lowest, "sigmoid": lowest}[norm]
 
 
-@triton.jit
-def initial_max(NORM: tl.constexpr):
+@triton.constexpr_function
+def initial_max(norm):
     """Where the running maximum starts."""
-    if NORM == "softmax" or NORM == "sigmoid":
-        return float("-inf")
-    elif NORM == "softpick" or NORM == "rectified":
-        return 0.0
-    else:
-        tl.static_assert(False, NO_FORMULA)
+    lowest = float("-inf")
+    return {"softpick": 0.0, "softmax": lowest, "rectified": 0.0, "sigmoid": lowest}[norm]
 
 
 @triton.jit

@@ -185,7 +185,8 @@ def dq_step(
     ds [ROWS, ROWS]; ``dparam`` and ``dslopes`` [ROWS]: plus what a bias's gradient is the sum of,
     and those of scores times how far the key is ahead, for the slopes'. ``of_rows``: their lse, D,
     s · log n [ROWS] each; ``behind``: by how much the tile's first key is behind the group's first
-    query; ``shaping``: see :func:`dkdv_tile_p`."""
+    query; ``shaping``: what products are multiplied by, and before a soft cap's tanh, and the
+    slope."""
     k_tiles, v_tiles, full, empty = buffers
     stages: gl.constexpr = k_tiles.shape[0]
     layout: gl.constexpr = ds.type.layout
@@ -391,62 +392,6 @@ def seen_by(step, layout: gl.constexpr, BLOCK_Q: gl.constexpr):
 
 
 @gluon.jit
-def dkdv_tile_p(
-    s, stat, step, behind, shaping, left: gl.constexpr,
-    NORM: gl.constexpr, FLAGS: gl.constexpr, PRECISE: gl.constexpr, MASKED: gl.constexpr,
-    BLOCK_Q: gl.constexpr,
-):  # fmt: skip
-    """The weights of products [ROWS, BLOCK_Q] as an operand in the layout ``left``; and what
-    :func:`dkdv_tile_ds` takes. ``stat``: the tile's, by the queries' kernel; ``behind``: by
-    how much the group's first key is behind the tile's first query; ``shaping``: what products are
-    multiplied by, and before a soft cap's tanh, and the slope."""
-    scale, inv_softcap, slope = shaping
-    layout: gl.constexpr = s.type.layout
-    column_layout: gl.constexpr = gl.SliceLayout(0, layout)
-    keys = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
-    columns = gl.arange(0, BLOCK_Q, layout=column_layout)
-    lse = stat.slice(0, BLOCK_Q).load(column_layout)  # [BLOCK_Q]
-    factor = 1.0
-    if SCALED & FLAGS:
-        factor = stat.slice(3 * BLOCK_Q, BLOCK_Q).load(column_layout)[None, :]
-    z, s, tanhs = formulas.scores_minus_lse(
-        s, (keys - behind)[:, None], columns[None, :], factor, scale, inv_softcap, slope,
-        lse[None, :], NORM, FLAGS, True,
-    )  # fmt: skip
-    e = formulas.recompute_e(z, s, NORM, True, True)
-    floor = stat.slice(BLOCK_Q, BLOCK_Q).load(column_layout)[None, :]
-    y = s
-    if RESHAPED & FLAGS == 0:
-        y = s * scale
-    above = formulas.recompute_p(e, y, floor, NORM, PRECISE)
-    if MASKED:
-        above = gl.where(seen_by(step, layout, BLOCK_Q), above, 0.0)
-    p_cast = gl.convert_layout(formulas.cast_p(above, gl.bfloat16, NORM, True), left)
-    return p_cast, (e, s, tanhs, factor)
-
-
-@gluon.jit
-def dkdv_tile_ds(
-    kept, p, stat, step, shaping,
-    NORM: gl.constexpr, FLAGS: gl.constexpr, PRECISE: gl.constexpr, MASKED: gl.constexpr,
-    BLOCK_Q: gl.constexpr,
-):  # fmt: skip
-    """Gradients of a tile's products [ROWS, BLOCK_Q] from dP and what :func:`dkdv_tile_p` gives,
-    whose arguments the others are."""
-    e, s, tanhs, factor = kept
-    layout: gl.constexpr = p.type.layout
-    delta = stat.slice(2 * BLOCK_Q, BLOCK_Q).load(gl.SliceLayout(0, layout))
-    if SCALED & FLAGS:  # as D has been: a product and a difference are one instruction
-        p = p * factor
-    ds = formulas.score_gradient(e, s, p, delta[None, :], NORM, True)
-    if CAPPED & FLAGS:
-        ds = ds * formulas.cap_gradient(tanhs)
-    if MASKED:
-        ds = gl.where(seen_by(step, layout, BLOCK_Q), ds, 0.0)
-    return ds
-
-
-@gluon.jit
 def tile_of(tiles, stage, half, BLOCK_Q: gl.constexpr):
     """A stage's tile [BLOCK_Q, HEAD_DIM], of two the earlier queries' (0) or the later's (1)."""
     tile = flat(tiles, stage)
@@ -485,8 +430,9 @@ def dkdv_step(
 ):  # fmt: skip
     """Adds the tile before to dk [ROWS, HEAD_DIM] and this one to dv, computes this one's ds
     [ROWS, BLOCK_Q], and asks for the scores of the next, unless this is the last. ``loaded``: its
-    number among what the buffers hold; HALF: of two tiles a stage which, else 0. Nothing is in
-    flight when it ends."""
+    number among what the buffers hold; HALF: of two tiles a stage which, else 0; ``behind``: by how
+    much the group's first key is behind the tile's first query; ``shaping``: as :func:`dq_step`'s.
+    Nothing is in flight when it ends."""
     q_tiles, g_tiles, stat_tiles, _, empty = buffers
     stages: gl.constexpr = q_tiles.shape[0]
     PAIRS: gl.constexpr = BLOCK_Q < ROWS
@@ -513,9 +459,27 @@ def dkdv_step(
     stat = stat_tiles.index(stage)
     if PAIRS:
         stat = stat.slice(HALF * 4 * BLOCK_Q, 4 * BLOCK_Q)
-    p_cast, kept = dkdv_tile_p(
-        s, stat, OTHER, behind, shaping, left, NORM, FLAGS, PRECISE, MASKED, BLOCK_Q
-    )
+    scale, inv_softcap, slope = shaping
+    column_layout: gl.constexpr = gl.SliceLayout(0, layout)
+    keys = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    columns = gl.arange(0, BLOCK_Q, layout=column_layout)
+    lse = stat.slice(0, BLOCK_Q).load(column_layout)  # [BLOCK_Q]
+    factor = 1.0
+    if SCALED & FLAGS:
+        factor = stat.slice(3 * BLOCK_Q, BLOCK_Q).load(column_layout)[None, :]
+    z, s, tanhs = formulas.scores_minus_lse(
+        s, (keys - behind)[:, None], columns[None, :], factor, scale, inv_softcap, slope,
+        lse[None, :], NORM, FLAGS, True,
+    )  # fmt: skip
+    e = formulas.recompute_e(z, s, NORM, True, True)
+    floor = stat.slice(BLOCK_Q, BLOCK_Q).load(column_layout)[None, :]
+    y = s
+    if RESHAPED & FLAGS == 0:
+        y = s * scale
+    above = formulas.recompute_p(e, y, floor, NORM, PRECISE)
+    if MASKED:
+        above = gl.where(seen_by(OTHER, layout, BLOCK_Q), above, 0.0)
+    p_cast = gl.convert_layout(formulas.cast_p(above, gl.bfloat16, NORM, True), left)
     if last:
         p, dk = warpgroup_mma_wait(0, [p, dk])
     else:
@@ -523,7 +487,14 @@ def dkdv_step(
     if first:
         mbarrier.arrive(empty.index(before), count=1, pred=started)
     dv = warpgroup_mma(p_cast, g, dv, is_async=True)
-    ds = dkdv_tile_ds(kept, p, stat, OTHER, shaping, NORM, FLAGS, PRECISE, MASKED, BLOCK_Q)
+    delta = stat.slice(2 * BLOCK_Q, BLOCK_Q).load(column_layout)
+    if SCALED & FLAGS:  # as D has been: a product and a difference are one instruction
+        p = p * factor
+    ds = formulas.score_gradient(e, s, p, delta[None, :], NORM, True)
+    if CAPPED & FLAGS:
+        ds = ds * formulas.cap_gradient(tanhs)
+    if MASKED:
+        ds = gl.where(seen_by(OTHER, layout, BLOCK_Q), ds, 0.0)
     ds = gl.convert_layout(ds.to(gl.bfloat16), left)
     if last:
         dv = warpgroup_mma_wait(0, [dv])

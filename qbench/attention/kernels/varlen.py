@@ -69,10 +69,8 @@ def sequence_spans(joined: Tensor | None, padding: Tensor | None) -> tuple[Tenso
     batch, length = joined.shape
     starts = ~joined
     starts[:, 0] = True
-    first = starts.flatten().nonzero().flatten()
-    row = first // length
-    last = torch.cat([first[1:], first.new_full((1,), batch * length)]) - row * length
-    first = first - row * length
+    row, first = starts.nonzero(as_tuple=True)
+    last = torch.where(row.diff(append=row.new_tensor([batch])) == 0, first.roll(-1), length)
     spans = joined.new_zeros((batch * length, 6), dtype=torch.int32)
     count = first.shape[0]
     spans[:count] = torch.stack([row, first, last, first, last, torch.zeros_like(row)], 1).int()
