@@ -20,7 +20,7 @@ import torch
 from matplotlib import pyplot
 from torch import Tensor
 
-from qbench import text
+from qbench import bench
 
 FLOAT = torch.float64
 SIZES = tuple(500 * 2**power for power in range(7))  # samples
@@ -43,6 +43,7 @@ PRINTED = {
 }
 Gating = Literal["softmax", "sigmoid"]
 Expert = Literal["ReLU", "linear"]
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,26 +188,14 @@ def _distances(gates: Tensor, experts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return gates[..., :3].norm(dim=-1), gates[..., 3:5].norm(dim=-1), experts.norm(dim=-1)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
-    """A model at one sample size. Lists have a number a repetition: ``loss`` is L_3 of sigmoid
-    gates and L_{2,1} of softmax gates, ``loss_1`` L_1 of softmax gates, ``error`` the distance
-    ‖f_Ĝ − f_G*‖ in L²(μ)."""
-
-    gating: Gating
-    expert: Expert
-    fitted: int
-    size: int
-    loss: list[float]
-    loss_1: list[float]
-    error: list[float]
-
-
 def bench_sample_efficiency(
     *, repetitions: int, largest: int, say: Callable[[str], None]
-) -> list[Row]:
+) -> dict[str, Any]:
     """Fit both models with both kinds of experts, with as many experts as the truth and with one
-    more, for each of ``SIZES`` up to ``largest``. ``say`` gets a line as each is done."""
+    more, for each of ``SIZES`` up to ``largest``. ``say`` gets a line as each is done.
+
+    Rows have lists of a number a repetition: ``loss`` is L_3 of sigmoid gates and L_{2,1} of
+    softmax gates, ``loss_1`` L_1 of softmax gates, ``error`` the distance ‖f_Ĝ − f_G*‖ in L²(μ)."""
     rows = []
     for expert in ("ReLU", "linear"):
         for gating in ("softmax", "sigmoid"):
@@ -216,9 +205,9 @@ def bench_sample_efficiency(
                     rows.append(_measured(mixture, size, repetitions))
                     say(
                         f"{gating}, {fitted} {expert} experts, n = {size:,}: loss "
-                        f"{np.mean(rows[-1].loss):.3g}"
+                        f"{np.mean(rows[-1]['loss']):.3g}"
                     )
-    return rows
+    return {"printed": [[*key, value] for key, value in PRINTED.items()], "rows": rows}
 
 
 def _measured(mixture: Mixture, size: int, repetitions: int) -> Row:
@@ -244,10 +233,8 @@ def _measured(mixture: Mixture, size: int, repetitions: int) -> Row:
         # estimate is found by going on from it on noiseless data.
         best, _ = least_squares(mixture, points, exact, found, steps=200, tolerance=1e-6)
         one, main = torch.zeros(0), sigmoid_loss(mixture, found, best)
-    return Row(
-        gating=mixture.gating, expert=mixture.expert, fitted=mixture.fitted, size=size,
-        loss=main.tolist(), loss_1=one.tolist(), error=error.tolist(),
-    )  # fmt: skip
+    given = asdict(mixture) | {"size": size}
+    return given | {"loss": main.tolist(), "loss_1": one.tolist(), "error": error.tolist()}
 
 
 def _starts(mixture: Mixture, count: int, generator: torch.Generator) -> Iterator[Tensor]:
@@ -266,60 +253,52 @@ def _starts(mixture: Mixture, count: int, generator: torch.Generator) -> Iterato
         yield exact + 0.1 * torch.randn(exact.shape, generator=generator, dtype=FLOAT)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rate:
-    """Exponent of n: the slope of log mean loss over log n, by least squares, and the 2.5th and
-    97.5th percentile of it over 1,000 draws of the repetitions."""
-
-    value: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.value:.2f} [{self.low:.2f}, {self.high:.2f}]"
-
-
-def rate(sizes: list[int], values: list[list[float]]) -> Rate:
-    """Of ``values`` [sizes, repetitions]."""
+def rate(sizes: list[int], values: list[list[float]]) -> tuple[float, float, float]:
+    """Exponent of n from ``values`` [sizes, repetitions]: the slope of log mean loss over log n, by
+    least squares, and the 2.5th and 97.5th percentile of it over 1,000 draws of the repetitions."""
     found, draws = np.array(values), np.random.default_rng(0)
     drawn = draws.integers(0, found.shape[1], (1000, *found.shape))
     means = np.take_along_axis(found[None], drawn, axis=2).mean(2)  # [draws, sizes]
     slopes = np.polyfit(np.log(sizes), np.log(means).T, 1)[0]
     value = np.polyfit(np.log(sizes), np.log(found.mean(1)), 1)[0]
-    return Rate(value=value, low=np.quantile(slopes, 0.025), high=np.quantile(slopes, 0.975))
+    return value, np.quantile(slopes, 0.025), np.quantile(slopes, 0.975)
 
 
 def _groups(rows: list[Row]) -> dict[tuple[Expert, Gating, int], list[Row]]:
     groups: dict[tuple[Expert, Gating, int], list[Row]] = {}
     for row in rows:
-        groups.setdefault((row.expert, row.gating, row.fitted), []).append(row)
+        groups.setdefault((row["expert"], row["gating"], row["fitted"]), []).append(row)
     return groups
 
 
-def table(rows: list[Row]) -> str:
+def table(found: dict[str, Any]) -> str:
     """Rates beside those that the paper prints, in Markdown."""
-    lines = []
+    rows, lines = found["rows"], []
     for (expert, gating, fitted), group in _groups(rows).items():
-        sizes = [row.size for row in group]
-        loss, error = (rate(sizes, [getattr(row, of) for row in group]) for of in ("loss", "error"))
-        first = rate(sizes, [row.loss_1 for row in group]) if gating == "softmax" else "–"
-        ends = [f"{np.mean(row.loss):.3g}" for row in (group[0], group[-1])]
-        printed = f"{PRINTED[gating, expert]:.2f}"
-        names = [expert, gating, str(fitted)]
-        lines.append([*names, str(loss), printed, " → ".join(ends), str(first), str(error)])
-    head = ["experts", "gates", "fitted", "rate of the loss", "printed", "mean loss"]
-    head += ["rate of L_1", "rate of ‖f_Ĝ − f_G*‖"]
-    sizes = sorted({row.size for row in rows})
+        line = {"expert": expert, "gating": gating, "fitted": fitted}
+        for of in ("loss", "loss_1", "error") if gating == "softmax" else ("loss", "error"):
+            value, low, high = rate([row["size"] for row in group], [row[of] for row in group])
+            line[of] = f"{value:.2f} [{low:.2f}, {high:.2f}]"
+        line["printed"] = PRINTED[gating, expert]
+        line["ends"] = " → ".join(f"{np.mean(group[i]['loss']):.3g}" for i in (0, -1))
+        lines.append(line)
+    columns = {
+        "experts": ("expert", ""), "gates": ("gating", ""), "fitted": ("fitted", "d"),
+        "rate of the loss": ("loss", "s"), "printed": ("printed", ".2f"),
+        "mean loss": ("ends", "s"), "rate of L_1": ("loss_1", "s"),
+        "rate of ‖f_Ĝ − f_G*‖": ("error", "s"),
+    }  # fmt: skip
+    sizes = sorted({row["size"] for row in rows})
     return (
-        f"{len(rows[0].loss)} repetitions at each of {len(sizes)} sample sizes from {sizes[0]:,} "
-        f"to {sizes[-1]:,}; the truth has 2 experts.\n\n"
-        + text.table(head, lines, align="llrrrrrr")
+        f"{len(rows[0]['loss'])} repetitions at each of {len(sizes)} sample sizes from "
+        f"{sizes[0]:,} to {sizes[-1]:,}; the truth has 2 experts.\n\n"
+        + bench.table(lines, columns)
         + "\n\nLoss: L_3 for sigmoid gates, L_{2,1} for softmax gates. Rates: exponents of n, in "
         "brackets 95 % over repetitions."
     )
 
 
-def figure(rows: list[Row]) -> bytes:
+def figure(found: dict[str, Any]) -> bytes:
     """The paper's figure 1 as SVG: mean loss over n on logarithmic axes, bars from the smallest to
     the largest repetition, and the fitted lines."""
     pyplot.switch_backend("Agg")
@@ -327,11 +306,11 @@ def figure(rows: list[Row]) -> bytes:
     with pyplot.rc_context({"svg.hashsalt": "qbench", "font.size": 9}):
         drawn, axes = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained", sharey=True)
         for axis, expert in zip(axes, ("ReLU", "linear"), strict=True):
-            for (of, gating, fitted), group in _groups(rows).items():
+            for (of, gating, fitted), group in _groups(found["rows"]).items():
                 if of != expert:
                     continue
-                sizes = [row.size for row in group]
-                losses = np.array([row.loss for row in group])
+                sizes = [row["size"] for row in group]
+                losses = np.array([row["loss"] for row in group])
                 mean = losses.mean(1)
                 slope, offset = np.polyfit(np.log(sizes), np.log(mean), 1)
                 axis.errorbar(
@@ -351,8 +330,3 @@ def figure(rows: list[Row]) -> bytes:
         drawn.savefig(written, format="svg", metadata={"Date": None})
         pyplot.close(drawn)
     return written.getvalue()
-
-
-def to_json(rows: list[Row]) -> dict[str, Any]:
-    return {"printed": [[*key, value] for key, value in PRINTED.items()],
-            "rows": [asdict(row) for row in rows]}  # fmt: skip

@@ -282,9 +282,9 @@ def sample_efficiency(
     ```
     """
     bench = load("bench.sample_efficiency")
-    rows = bench.bench_sample_efficiency(
+    found = bench.bench_sample_efficiency(
         repetitions=repetitions, largest=largest, say=lambda line: typer.echo(line, err=True)
     )
-    show(bench.table(rows), bench.to_json(rows), out)
+    show(bench.table(found), found, out)
     if out is not None:
-        write_atomically(out.with_suffix(".svg"), bench.figure(rows))
+        write_atomically(out.with_suffix(".svg"), bench.figure(found))
