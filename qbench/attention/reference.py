@@ -8,7 +8,7 @@ inputs' dtype). Queries are taken in chunks, so memory grows linearly with their
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,7 +72,20 @@ def attention(
             )
             if output is not None:
                 return output
-        return _in_chunks(query, key, value, chosen, given, window=window, **settings)
+        values = wide(value).contiguous()  # products round by layout, see chunks
+        learning = torch.is_grad_enabled() and any(p.requires_grad for p in given.values())
+        outputs = []
+        for scores, allowed, keys in chunks(query, key, chosen, given, window=window, **settings):
+            seen = {"allowed": allowed, "parameters": given}
+            # A faster way may look at what it computes, which a compiler cannot follow.
+            inference = not (scores.requires_grad or learning or torch.compiler.is_compiling())
+            fraction = chosen.fraction(scores, **seen) if inference else None
+            if fraction is not None:
+                above, below = fraction
+                outputs.append(mix(above, values[:, :, keys]).div_(below))
+            else:
+                outputs.append(mix(chosen.weights(scores, **seen), values[:, :, keys]))
+        return torch.cat(outputs, dim=2).to(query.dtype)
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -83,31 +96,6 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)
-
-
-def _in_chunks(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    chosen: Normalizer,
-    given: Mapping[str, Tensor],
-    **settings: Any,
-) -> Tensor:
-    values = wide(value).contiguous()  # products round by layout, see chunks
-    learning = torch.is_grad_enabled() and any(p.requires_grad for p in given.values())
-    outputs = []
-    for scores, allowed, keys in chunks(query, key, chosen, given, **settings):
-        seen = {"allowed": allowed, "parameters": given}
-        # A faster way may look at what it computes, which a compiler cannot follow.
-        inference = not (scores.requires_grad or learning or torch.compiler.is_compiling())
-        fraction = chosen.fraction(scores, **seen) if inference else None
-        if fraction is not None:
-            above, below = fraction
-            outputs.append(mix(above, values[:, :, keys]).div_(below))
-        else:
-            outputs.append(mix(chosen.weights(scores, **seen), values[:, :, keys]))
-    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
-    return output.to(query.dtype)
 
 
 def check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
