@@ -59,6 +59,21 @@ def test_force_runs_a_good_cell_again_and_only_picks_cells(tmp_path):
     assert "artifact reused" in {s.name: s.detail for s in second.stages}["quantize"]
 
 
+def test_a_good_record_stays_where_the_cell_is_forced_and_fails(tmp_path, monkeypatch, capfd):
+    path, out = small_recipe(tmp_path, tasks=["demo_choice"]), tmp_path / "out"
+    options = ("run", path, "--out", out, "--device", "cpu", "--only", "softmax/fp32")
+    assert qbench(*options) == 0
+    good = Store(out).records()
+
+    def fail(*_, **__):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr("qbench.cell.load", fail)
+    assert qbench(*options, "--force") == 1
+    assert "softmax/fp32: FAILED: MemoryError: no room" in capfd.readouterr().err
+    assert Store(out).records() == good
+
+
 def test_a_failed_cell_is_recorded_shown_and_retried_while_the_others_go_on(tmp_path, capfd):
     # Only the model itself can say that it has no such layer.
     quantizers = [{"name": "rtn-4bit", "group_size": 64, "leave_out": ["experts"]}, "fp32"]

@@ -283,7 +283,8 @@ def run_cell(
 
 
 def run(cell: Cell, plan: Plan, store: Store, progress: Progress, cache: Path) -> Record:
-    """Run one cell and put its record into the store, whether it worked or not."""
+    """Run one cell and put its record into the store, whether it worked or not. A good record is
+    never replaced by a failed one."""
     result = CellResult(cell=cell, plan=plan, progress=progress)
 
     def work() -> None:
@@ -292,10 +293,17 @@ def run(cell: Cell, plan: Plan, store: Store, progress: Progress, cache: Path) -
         compute(result, store, cache)
 
     error = attempt(work, store.log(cell.grid_cell), plan.device)
-    record = result.record(error)
     if error is not None:
-        return store.put(record)
-    return store.put(record, result.outcomes, result.responses, result.divergences)
+        return _put_failed(result, store, error)
+    return store.put(result.record(None), result.outcomes, result.responses, result.divergences)
+
+
+def _put_failed(result: CellResult, store: Store, error: str) -> Record:
+    record = result.record(error)
+    known = store.whole(record)
+    if known is None or known.status != "ok":
+        store.put(record)
+    return record
 
 
 def give_up(
@@ -311,16 +319,14 @@ def give_up(
     """The record of a cell whose process died in a run that began at ``begun``.
 
     Another run, or this one in its last moment, may have made a good record meanwhile: the store
-    is looked at again under the cell's lock, and a good record is never replaced by a failed one.
+    is looked at again under the cell's lock.
     """
     with FileLock(store.lock_file(cell.grid_cell)):
         known = store.whole(cell.grid_cell)
         good = known is not None and known.status == "ok"
         if known is not None and good and (not force or known.started >= begun):
             return known
-        record = CellResult(cell=cell, plan=plan).record(error)
-        if not good:
-            store.put(record)
+        record = _put_failed(CellResult(cell=cell, plan=plan), store, error)
     progress.log(summary(record), "bold red")
     return record
 
