@@ -26,7 +26,7 @@ from qbench.attention.normalizers import NORMALIZERS
 from qbench.attention.transformers import attend
 from qbench.checkpoints import fla
 from qbench.checkpoints.supported import class_names
-from qbench.training.recipe import Compute, Optimizer, OwnParameter, Schedule, Shape, TrainingRecipe
+from qbench.training.recipe import Optimizer, OwnParameter, Schedule, Shape, TrainingRecipe
 
 
 def checkpoint_config(
@@ -209,7 +209,7 @@ def learning_rate(step: int, steps: int, schedule: Schedule) -> float:
 
 
 def adamw(parameters: Iterable[nn.Parameter], settings: Optimizer) -> AdamW:
-    """Over the trained ones. Each group keeps its peak learning rate as ``peak``."""
+    """Over the trained ones."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     decay = settings.weight_decay
     groups = [
@@ -220,10 +220,7 @@ def adamw(parameters: Iterable[nn.Parameter], settings: Optimizer) -> AdamW:
         },
     ]
     rate = settings.learning_rate
-    optimizer = AdamW(groups, lr=rate, betas=settings.betas, eps=settings.eps, fused=True)
-    for group in optimizer.param_groups:
-        group["peak"] = group["lr"]
-    return optimizer
+    return AdamW(groups, lr=rate, betas=settings.betas, eps=settings.eps, fused=True)
 
 
 class Step:
@@ -251,7 +248,15 @@ class Step:
                 fullgraph=True, dynamic=False,
             )  # fmt: skip
         if processes.num_processes > 1:
-            self.loss = _data_parallel(self.loss, processes, recipe.compute)
+            # Gradients are averaged during the backward pass: those of the last layers first where
+            # the model is compiled layer by layer, all of them at its end where it is one graph.
+            place = processes.device
+            self.loss = DistributedDataParallel(
+                self.loss, device_ids=[place.index] if place.type == "cuda" else None,
+                gradient_as_bucket_view=True, broadcast_buffers=False,  # the same everywhere
+            )  # fmt: skip
+            if recipe.compute.travel == "bfloat16":
+                self.loss.register_comm_hook(None, bf16_compress_hook)
 
     def __call__(self, number: int) -> tuple[Tensor, Tensor]:
         """Step ``number``, from 0: the mean loss of this process's sequences in nats a token, and
@@ -259,7 +264,7 @@ class Step:
         recipe, passes = self.recipe, self.passes
         share = learning_rate(number, recipe.steps, recipe.schedule)
         for group in self.optimizer.param_groups:
-            group["lr"] = group["peak"] * share
+            group["lr"] = recipe.optimizer.learning_rate * share
         total = torch.zeros((), device=self.processes.device)
         for part in range(passes):
             accumulates = self.processes.num_processes > 1 and part + 1 < passes
@@ -276,20 +281,3 @@ class Step:
     def learning_rate(self) -> float:
         """Of the last step."""
         return self.optimizer.param_groups[0]["lr"]
-
-
-def _data_parallel(
-    loss: nn.Module, processes: PartialState, compute: Compute
-) -> DistributedDataParallel:
-    """Gradients are averaged during the backward pass: those of the last layers first where the
-    model is compiled layer by layer, all of them at its end where it is one graph."""
-    place = processes.device
-    parallel = DistributedDataParallel(
-        loss,
-        device_ids=[place.index] if place.type == "cuda" else None,
-        gradient_as_bucket_view=True,
-        broadcast_buffers=False,  # the same everywhere
-    )
-    if compute.travel == "bfloat16":
-        parallel.register_comm_hook(None, bf16_compress_hook)
-    return parallel

@@ -150,7 +150,7 @@ def test_a_second_process_does_not_train_in_the_same_folder(tmp_path, train):
         pytest.param("layers", ["sigmoid"], marks=pytest.mark.slow),
     ],
 )
-def test_two_processes_train_as_one_does(tmp_path, train, recipe_file, lines, graphs, normalizers):
+def test_two_processes_train_as_one_does(tmp_path, train, recipe_file, graphs, normalizers):
     """Gradients of the normalizers' own parameters are averaged over processes, too, after
     a step's two passes and while the second lasts."""
     own = {"alibi_slopes": {"trained": True}, "sigmoid_bias": {"start": -1.0}}
