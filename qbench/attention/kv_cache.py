@@ -58,14 +58,12 @@ class Consumed(NamedTuple):
 
 class KVCache(Protocol):
     """What an attention module carries. ``keep_first``, ``keep_recent`` and ``key_group``: see the
-    module's docstring; values are quantized token by token. ``uses_positions``: whether rounding
-    asks where in its sequence a token stands. ``watch``, if it is set, is told what attention
-    reads."""
+    module's docstring; values are quantized token by token. ``watch``, if it is set, is told what
+    attention reads."""
 
     keep_first: int
     keep_recent: int
     key_group: int
-    uses_positions: bool
     watch: Callable[[nn.Module, Consumed], None] | None
 
     def rounded(
@@ -101,7 +99,7 @@ def needs_sequences(model: nn.Module) -> bool:
 
 
 def _needs_positions(cache: KVCache) -> bool:
-    return cache.uses_positions or by_query(cache)
+    return cache.keep_first > 0 or by_query(cache)
 
 
 def by_query(cache: KVCache) -> bool:

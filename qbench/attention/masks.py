@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,12 +22,7 @@ from transformers.masking_utils import sdpa_mask
 
 from qbench.attention.kernels.varlen import padded_spans, sequence_spans
 
-
-class _Positions:
-    counted = False
-
-
-_positions = _Positions()
+_positions = SimpleNamespace(counted=False)
 
 
 @contextmanager

@@ -44,10 +44,6 @@ class KVFakeQuant:
         self.before_rope = settings.before_rope
         self.watch: Callable[[nn.Module, Any], None] | None = None
 
-    @property
-    def uses_positions(self) -> bool:
-        return self.keep_first > 0 or self.key_group > 1
-
     def as_kept(self, module: nn.Module, key: Tensor, value: Tensor) -> Rotated | Unrotated:
         """From what a module hands over, keys and values as they are kept, before rounding."""
         return (Unrotated if self.before_rope else Rotated)(module, key, value)

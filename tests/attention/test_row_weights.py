@@ -32,7 +32,7 @@ def test_a_masked_score_may_be_far_above_the_others():
     """As ALiBi makes keys that come later; e to such a difference is infinite."""
     scores = torch.tensor([[1.0, 2.0, 1e4]], requires_grad=True)
     allowed = torch.tensor([[True, True, False]])
-    w = NORMALIZERS.get("softpick").weights(scores, allowed=allowed)
+    w = NORMALIZERS.get("softpick").weights(scores, allowed=allowed, parameters={})
     (gradient,) = torch.autograd.grad(w[0, 1], scores)
     assert w[0, 2] == 0
     assert gradient.isfinite().all()

@@ -26,7 +26,7 @@ class Scaled(Softmax):
 
     def weights(self, scores, *, allowed=None, parameters=None):
         factor = parameters["s"].to(scores.dtype)[:, None, None]
-        return super().weights(scores * factor, allowed=allowed)
+        return super().weights(scores * factor, allowed=allowed, parameters={})
 
     def attention(self, *_, **__):
         return None

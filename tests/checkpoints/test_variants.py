@@ -71,7 +71,9 @@ def logits(ids, config, tensors, normalizer):
     if "attn.s" in layer:  # their table begins at log 2
         scores = scores * layer["attn.s"][:, :, None] * torch.arange(2, time + 2).log()[:, None]
     base = "softpick" if "softpick" in normalizer else normalizer.removeprefix("scalable-")
-    weights = NORMALIZERS.get(base.removesuffix("-next")).weights(scores, allowed=allowed)
+    weights = NORMALIZERS.get(base.removesuffix("-next")).weights(
+        scores, allowed=allowed, parameters={}
+    )
     x = x + (weights @ v).transpose(0, 1).reshape(time, -1) @ layer["attn.o_proj.weight"].T
     h = rms(x, layer["mlp_norm.weight"], eps)
     inner = functional.silu(h @ layer["mlp.gate_proj.weight"].T) * (

@@ -20,11 +20,7 @@ class Toy(Normalizer):
     sparse = True
 
     def weights(
-        self,
-        scores: Tensor,
-        *,
-        allowed: Tensor | None = None,
-        parameters: Mapping[str, Tensor] | None = None,
+        self, scores: Tensor, *, allowed: Tensor | None = None, parameters: Mapping[str, Tensor]
     ) -> Tensor:
         positive = scores.relu()
         if allowed is not None:

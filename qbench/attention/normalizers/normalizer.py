@@ -108,25 +108,17 @@ class Normalizer(ABC):
 
     @abstractmethod
     def weights(
-        self,
-        scores: Tensor,
-        *,
-        allowed: Tensor | None = None,
-        parameters: Mapping[str, Tensor] | None = None,
+        self, scores: Tensor, *, allowed: Tensor | None = None, parameters: Mapping[str, Tensor]
     ) -> Tensor:
         """The definition: weights of ``scores`` [..., N] over the last axis, in their dtype.
 
         Where ``allowed`` (bool, broadcast to the scores) is False a key counts neither above nor
-        below the fraction line; a row with nothing allowed gives zeros. With ``parameters``, a
-        number a head each, scores are [..., H, R, N].
+        below the fraction line; a row with nothing allowed gives zeros. ``parameters``: by name,
+        of a number a head each; with any, scores are [..., H, R, N].
         """
 
     def fraction(
-        self,
-        scores: Tensor,
-        *,
-        allowed: Tensor | None = None,
-        parameters: Mapping[str, Tensor] | None = None,
+        self, scores: Tensor, *, allowed: Tensor | None = None, parameters: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor] | None:
         """What stands above the fraction line [..., N] and below it [..., 1], where that is
         faster than :meth:`weights`; for inference only, and it may overwrite ``scores``."""

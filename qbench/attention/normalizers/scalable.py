@@ -30,16 +30,11 @@ class Scaled(Normalizer):
     parameters = (S, SLOPES)
 
     def weights(
-        self,
-        scores: Tensor,
-        *,
-        allowed: Tensor | None = None,
-        parameters: Mapping[str, Tensor] | None = None,
+        self, scores: Tensor, *, allowed: Tensor | None = None, parameters: Mapping[str, Tensor]
     ) -> Tensor:
-        assert parameters is not None, "checked() has refused it"
         s = parameters["s"].to(scores.dtype)[:, None, None]
         scale = s * log_lengths(scores, allowed, one_more=self.one_more)
-        return self.plain.weights(scores * scale, allowed=allowed)
+        return self.plain.weights(scores * scale, allowed=allowed, parameters={})
 
 
 class ScalableSoftmax(Scaled):

@@ -40,13 +40,9 @@ class Sigmoid(Normalizer):
     kernels = Kernels(score_function="sigmoid", elementwise=True)
 
     def weights(
-        self,
-        scores: Tensor,
-        *,
-        allowed: Tensor | None = None,
-        parameters: Mapping[str, Tensor] | None = None,
+        self, scores: Tensor, *, allowed: Tensor | None = None, parameters: Mapping[str, Tensor]
     ) -> Tensor:
-        if parameters and "bias" in parameters:
+        if "bias" in parameters:
             bias = parameters["bias"].to(scores.dtype)[:, None, None]
         else:
             bias = -log_lengths(scores, allowed)

@@ -40,11 +40,7 @@ class Softmax(Normalizer):
     kernels = Kernels(score_function="softmax")
 
     def weights(
-        self,
-        scores: Tensor,
-        *,
-        allowed: Tensor | None = None,
-        parameters: Mapping[str, Tensor] | None = None,
+        self, scores: Tensor, *, allowed: Tensor | None = None, parameters: Mapping[str, Tensor]
     ) -> Tensor:
         return softmax(scores, allowed)
 
@@ -92,11 +88,7 @@ class Rectified(Normalizer):
     kernels = Kernels(score_function="rectified")
 
     def weights(
-        self,
-        scores: Tensor,
-        *,
-        allowed: Tensor | None = None,
-        parameters: Mapping[str, Tensor] | None = None,
+        self, scores: Tensor, *, allowed: Tensor | None = None, parameters: Mapping[str, Tensor]
     ) -> Tensor:
         kept = scores >= 0
         return softmax(scores, kept if allowed is None else kept & allowed)
@@ -114,14 +106,10 @@ class Softmax1(Normalizer):
     kernels = replace(Softmax.kernels, sink="one")
 
     def weights(
-        self,
-        scores: Tensor,
-        *,
-        allowed: Tensor | None = None,
-        parameters: Mapping[str, Tensor] | None = None,
+        self, scores: Tensor, *, allowed: Tensor | None = None, parameters: Mapping[str, Tensor]
     ) -> Tensor:
         sink = scores.new_zeros(())
-        if parameters and "sinks" in parameters:
+        if "sinks" in parameters:
             sink = parameters["sinks"].to(scores.dtype)[:, None, None]
         return softmax(scores, allowed, sink)
 

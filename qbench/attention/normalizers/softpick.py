@@ -29,11 +29,7 @@ class Softpick(Normalizer):
     kernels = Kernels(score_function="softpick", needs_expm1=True)
 
     def weights(
-        self,
-        scores: Tensor,
-        *,
-        allowed: Tensor | None = None,
-        parameters: Mapping[str, Tensor] | None = None,
+        self, scores: Tensor, *, allowed: Tensor | None = None, parameters: Mapping[str, Tensor]
     ) -> Tensor:
         if allowed is not None:  # e^0 − 1 = 0: a score of 0 adds nothing above or below the line
             scores = scores.masked_fill(~allowed, 0.0)
@@ -44,11 +40,7 @@ class Softpick(Normalizer):
         return (-distance).where(scores > 0, 0.0) / total
 
     def fraction(
-        self,
-        scores: Tensor,
-        *,
-        allowed: Tensor | None = None,
-        parameters: Mapping[str, Tensor] | None = None,
+        self, scores: Tensor, *, allowed: Tensor | None = None, parameters: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor]:
         """Overwrites ``scores``: without new memory and with one exponential a score it takes a
         third of the time of :meth:`weights`."""
