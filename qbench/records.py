@@ -707,6 +707,23 @@ def table_path(path: Path, record: Record, name: str) -> Path:
     return path.with_suffix(f".{record.files[name].sha256[:KEY_DIGITS]}.{name}.parquet")
 
 
+class CellNoise(RecordModel):
+    """How far batching alone moves one cell's scores. ``floors``: the most, by task and metric;
+    ``moved`` and ``settings`` are those of each variation (``qbench.evaluation.noise``)."""
+
+    key: Digest
+    floors: dict[str, dict[str, float]]
+    moved: tuple[dict[str, Any], ...] = ()
+    settings: dict[str, Any] = {}
+
+
+class NoiseRecord(RecordModel):
+    """``noise.json``: what ``qbench noise`` measured, by cell."""
+
+    schema_version: int = SCHEMA_VERSION
+    cells: dict[str, CellNoise]
+
+
 # --- analysis: what a cell's model does on a text. Formulas and their sources stand with the code
 # that computes them, in ``qbench.analysis``. A share is a number from 0 to 1. Every mean over texts
 # weighs them alike: all have the same length.

@@ -12,11 +12,11 @@ import pytest
 from synthetic import make_store
 
 from qbench.cli import app as cli
-from qbench.comparison.lines import FILE, read_noise_floor, to_bytes
+from qbench.comparison.lines import FILE, read_noise_floor
 from qbench.errors import DamagedError, NewerSchemaError, ResultsError, SchemaError
 from qbench.gate import baseline
-from qbench.records import RESPONSE_COLUMNS, dump_with_checksum
-from qbench.store import Store
+from qbench.records import RESPONSE_COLUMNS, NoiseRecord, dump_with_checksum
+from qbench.store import Store, write
 
 FLIPS = 60  # of each kind of file
 FOLDER = {
@@ -46,7 +46,7 @@ def whole(tmp_path_factory):
         for cell in store.grid().cells
         if not cell.quantized
     }
-    (store.directory / FILE).write_bytes(to_bytes(floors))
+    write(store.directory / FILE, NoiseRecord(cells=floors))
     baseline.make(store, folder / "base.parquet")
     return folder
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -11,13 +12,15 @@ from qbench.cli.messages import show_written
 from qbench.cli.options import ClusterOption, Device, DeviceOption, Out, RecipeFile
 from qbench.cli.place import here, on_cluster
 from qbench.cli.recipe_options import recipe_options
-from qbench.comparison.lines import FILE, to_bytes
+from qbench.comparison.lines import FILE
 from qbench.errors import EvaluationError, RecipeError
-from qbench.files import require_folder, write_atomically
+from qbench.files import require_folder
 from qbench.plan import Cell, cell_names
 from qbench.recipe import Overrides
+from qbench.records import NoiseRecord
 from qbench.runner.grid import run_each
 from qbench.runner.noise import measure
+from qbench.store import write
 from qbench.tables.changes import noise_table
 
 if TYPE_CHECKING:
@@ -57,10 +60,10 @@ def noise(
                 executor=place.executor, progress=display, died=_died,
             )  # fmt: skip
             for cell, one in zip(chosen, made, strict=True):
-                kept[cell.name] = {"key": cell.key, **one.to_json()}
+                kept[cell.name] = {"key": cell.key, **asdict(one)}
                 typer.echo(f"### {cell.name}\n\n{noise_table(one.moved)}\n")
     path = place.out / FILE
-    write_atomically(path, to_bytes(kept))
+    write(path, NoiseRecord.model_validate({"cells": kept}))
     show_written([path])
 
 

@@ -91,15 +91,7 @@ def _seed_lines(
                     means[index][group] = mean_score(panel, list(names), line.aggregation)
     answers = _by_line(comparison, found)
     return tuple(
-        dataclasses.replace(
-            line,
-            **answers[index],
-            values={
-                group: tuple(line.entry(member).value for member in members)
-                for group, members in groups.items()
-            },
-            means=means[index],
-        )
+        dataclasses.replace(line, **answers[index], means=means[index])
         for index, line in enumerate(comparison.lines)
         if index in means
     )

@@ -5,20 +5,11 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-from qbench.errors import ResultsError
 from qbench.metrics import LOG_SCALE, REDUNDANT, base_metric, is_percentage
-from qbench.records import (
-    SCHEMA_VERSION,
-    Grid,
-    GridCell,
-    Precision,
-    Record,
-    dump_with_checksum,
-    load_with_checksum,
-)
-from qbench.store import Store
+from qbench.records import Grid, GridCell, NoiseRecord, Precision, Record
+from qbench.store import Store, read
 
 if TYPE_CHECKING:
     from qbench.statistics import Effect, Interval, SeedEffect
@@ -43,41 +34,26 @@ class NoiseFloor:
         return None if None in ends else sum(ends)
 
 
-def to_bytes(cells: Mapping[str, Mapping[str, Any]]) -> bytes:
-    """The content of ``noise.json``: by cell its ``key``, its ``floors``, and what else was
-    measured."""
-    return dump_with_checksum({"schema_version": SCHEMA_VERSION, "cells": dict(cells)})
-
-
-def read_noise(store: Store) -> dict[str, Any] | None:
-    """The values of ``noise.json``, verified; None without the file. Raises ResultsError where
-    another version of qbench wrote it, or where it is damaged."""
+def read_noise(store: Store) -> NoiseRecord:
+    """What ``noise.json`` holds, nothing without the file. Raises ResultsError for a file that is
+    not what ``qbench noise`` wrote."""
     path = store.directory / FILE
-    if not path.is_file():
-        return None
-    return load_with_checksum(path, AGAIN)
+    return read(path, NoiseRecord, AGAIN) if path.is_file() else NoiseRecord(cells={})
 
 
 def read_noise_floor(store: Store, grid: Grid) -> NoiseFloor:
-    """The floors of ``noise.json``, empty without the file. Raises ResultsError for a file that
-    is not what ``qbench noise`` wrote."""
-    path, noise = store.directory / FILE, read_noise(store)
-    if noise is None:
-        return NoiseFloor()
+    """The floors of ``noise.json``. Raises as ``read_noise``."""
     keys = {cell.cell: cell.key for cell in grid.cells}
     of: dict[tuple[str, str, str], float] = {}
     stale = []
-    try:
-        for cell, measured in noise["cells"].items():
-            checkpoint = cell.rpartition("/")[0]
-            if measured["key"] != keys.get(cell):
-                stale.append(checkpoint)
-                continue
-            for task, metrics in measured["floors"].items():
-                for metric, floor in metrics.items():
-                    of[checkpoint, task, metric] = float(floor)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ResultsError(f"{path}: not what `qbench noise` writes ({error!r}); {AGAIN}") from None
+    for cell, measured in read_noise(store).cells.items():
+        checkpoint = cell.rpartition("/")[0]
+        if measured.key != keys.get(cell):
+            stale.append(checkpoint)
+            continue
+        for task, metrics in measured.floors.items():
+            for metric, floor in metrics.items():
+                of[checkpoint, task, metric] = floor
     return NoiseFloor(of=of, stale=tuple(stale))
 
 
@@ -112,8 +88,8 @@ class Line:
     ``statistics.Effect``. A question that cannot be answered has no entry.
 
     A line over seeds has a group of trainings in place of a checkpoint, and effects of type
-    ``statistics.SeedEffect``. ``values`` are each training's score, as recorded, ``means`` theirs;
-    ``scores`` has the interval of a group's mean, on the scale that is compared.
+    ``statistics.SeedEffect``. ``means`` are those of the trainings' scores; ``scores`` has the
+    interval of a group's mean, on the scale that is compared.
     """
 
     task: str
@@ -130,7 +106,6 @@ class Line:
     deltas: Mapping[str, Effect | SeedEffect] = field(default_factory=dict)
     damages: Mapping[str, Effect | SeedEffect] = field(default_factory=dict)
     differences: Mapping[str, Effect | SeedEffect] = field(default_factory=dict)
-    values: Mapping[str, tuple[float | None, ...]] = field(default_factory=dict)
     means: Mapping[str, float] = field(default_factory=dict)
     scores: Mapping[str, SeedEffect] = field(default_factory=dict)
 

@@ -4,7 +4,7 @@ answer in one sentence."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from qbench.comparison.lines import Line, redundant
@@ -105,9 +105,9 @@ def order_note(comparison: Comparison) -> str:
     return f"Each, in this order: {'; '.join(told)}."
 
 
-def values_text(line: Line, group: str) -> str:
+def values_text(line: Line, members: Sequence[str]) -> str:
     """Every training's own score."""
-    return ", ".join(number(value, percent=line.percent) for value in line.values[group])
+    return ", ".join(number(line.entry(one).value, percent=line.percent) for one in members)
 
 
 def headline(comparison: Comparison) -> str:

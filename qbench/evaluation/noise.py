@@ -68,9 +68,6 @@ class Noise:
     floors: dict[str, dict[str, float]]
     settings: dict[str, ScoringSettings]  # by variation
 
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
 
 def measure_noise(
     model: Any,

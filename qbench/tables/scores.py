@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from qbench.comparison.changes import MOST_PAIRED
 from qbench.comparison.lines import Comparison, Entry, Line, redundant
@@ -30,7 +31,7 @@ from qbench.comparison.wording import (
     values_text,
 )
 from qbench.metrics import is_percentage
-from qbench.records import Damage, GridCell, Record, TaskDamage
+from qbench.records import Damage, GridCell, GroupScore, Record, TaskDamage
 from qbench.store import KEY_DIGITS
 from qbench.tables.notes import cache_notes, chance_notes, judged_notes, prompt_notes
 from qbench.tables.published import printed_columns, printed_notes
@@ -214,7 +215,7 @@ def _deltas(method: MethodLines, published: str | None) -> Table:
     for other in others:
         columns.append(("Δ", lambda line, of=other: _delta_text(comparison, line, of)))
         if tested:
-            columns.append((INTERVAL, lambda line, of=other: _interval_text(line, of)))
+            columns += _effect_columns("Δ", "deltas", other)[1:]
     notes: list[str] = []
     if published:
         columns += printed_columns(comparison, method.checkpoints, published)
@@ -240,10 +241,10 @@ def _deltas_over_seeds(method: MethodLines) -> Table:
     comparison, groups = method.comparison, method.comparison.grid.replicates
     base, *others = groups
     columns: list[TableColumn] = []
-    for group in groups:
+    for group, members in groups.items():
         columns += [
             (group, lambda line, of=group: number(line.means.get(of), percent=line.percent)),
-            (f"{group}, each", lambda line, of=group: values_text(line, of)),
+            (f"{group}, each", partial(values_text, members=members)),
         ]
     for group in others:
         name = "Δ" if len(others) == 1 else f"Δ {group}"
@@ -511,7 +512,8 @@ def group_tables(comparison: Comparison) -> list[Table]:
         scores = [{(g.group, g.metric): g for g in one.groups} if one else {} for one in records]
         for known in dict.fromkeys(name for of_one in scores for name in of_one):
             like = next(of_one[known] for of_one in scores if known in of_one)
-            texts = [_group_text(of_one.get(known)) for of_one in scores]
+            percent = is_percentage(like.metric)
+            texts = [_score_text(of_one.get(known), percent=percent) for of_one in scores]
             name = metric_text(like)
             rows.append((like.label, name, quantizer, *texts, str(like.documents)))
     if not rows:
@@ -528,13 +530,12 @@ def group_tables(comparison: Comparison) -> list[Table]:
     ]
 
 
-def _group_text(score: Any) -> str:
+def _score_text(score: Entry | GroupScore | None, *, percent: bool) -> str:
+    """A score with its standard error."""
     if score is None:
         return NO_VALUE
-    percent = is_percentage(score.metric)
-    text = number(score.value, percent=percent)
     error = "" if score.stderr is None else f" ± {number(score.stderr, percent=percent)}"
-    return text + error
+    return number(score.value, percent=percent) + error
 
 
 def _quantizers(lines: Iterable[Line]) -> list[str]:
@@ -555,14 +556,7 @@ def entry_text(entry: Entry, line: Line) -> str:
         return f"{NO_VALUE} missing"
     if entry.status == "failed":
         return "failed"
-    text = number(entry.value, percent=line.percent)
-    if entry.stderr is not None:
-        text += f" ± {number(entry.stderr, percent=line.percent)}"
-    return text
-
-
-def _interval_text(line: Line, checkpoint: str) -> str:
-    return interval_text(line.deltas.get(checkpoint), percent=line.percent)
+    return _score_text(entry, percent=line.percent)
 
 
 def _delta_text(comparison: Comparison, line: Line, checkpoint: str) -> str:

@@ -262,18 +262,14 @@ def _seed_line(line: Line) -> Json:
     return _measures(line) | {"scores": scores}
 
 
+LINE = ("task", "label", "metric", "higher_is_better", "percent", "ratio", "aggregation",
+        "quantizer", "quantized")  # fmt: skip
+
+
 def _measures(line: Line) -> Json:
     return {
-        "task": line.task,
-        "label": line.label,
-        "metric": line.metric,
+        **{name: getattr(line, name) for name in LINE},
         "metric_title": metric_title(line.metric),
-        "higher_is_better": line.higher_is_better,
-        "percent": line.percent,
-        "ratio": line.ratio,
-        "aggregation": line.aggregation,
-        "quantizer": line.quantizer,
-        "quantized": line.quantized,
         **{name: {of: _effect(e) for of, e in getattr(line, name).items()} for name in TESTED},
     }
 
@@ -284,16 +280,8 @@ def _ends(interval: Interval | None) -> Json:
 
 def _effect(found: Effect | SeedEffect) -> Json:
     """``kind`` says whether numbers are in units of the score or logarithms of ratios."""
-    return {
-        "kind": found.kind,
-        "estimate": found.estimate,
-        "low": found.interval.low,
-        "high": found.interval.high,
-        "p": found.p,
-        "p_holm": found.p_holm,
-        "mark": found.mark,
-        "documents": found.documents,
-    }
+    names = ("kind", "estimate", "p", "p_holm", "mark", "documents")
+    return {name: getattr(found, name) for name in names} | _ends(found.interval)
 
 
 # --- further down: a cell, its documents, one task's texts

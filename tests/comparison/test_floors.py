@@ -4,12 +4,16 @@ import pytest
 from synthetic import key, make_store
 
 from qbench.comparison.compare import compare
-from qbench.comparison.lines import to_bytes
 from qbench.errors import ResultsError
+from qbench.records import SCHEMA_VERSION, dump_with_checksum
 from qbench.tables import render
 
 METRIC = ("wikitext", "word_perplexity")
 SIZES = {"arc_easy": 60, "wikitext": 30}
+
+
+def to_bytes(cells):
+    return dump_with_checksum({"schema_version": SCHEMA_VERSION, "cells": cells})
 
 
 def store_with(folder, noise):
