@@ -245,6 +245,8 @@ class Store(CellFiles[Record, Grid]):
 
         Returns the record as it was written, with its tables' checksums.
         """
+        if outcomes is not None:  # alike beside alike: a seventh smaller
+            outcomes = outcomes.sort_values(["task", "metric", "document"], kind="stable")
         tables = {"outcomes": outcomes, "responses": responses, "divergences": divergences}
         payloads = {
             name: _parquet(table, COLUMNS[name])
@@ -319,6 +321,7 @@ def _parquet(table: pd.DataFrame, columns: tuple[str, ...]) -> bytes:
     return table.to_parquet(
         index=False,
         compression="zstd",
+        compression_level=19,  # an eighth smaller than by default, 50 ms a cell
         use_dictionary=[name for name, kind in kinds.items() if kind not in encoding],
         column_encoding={name: encoding[kind] for name, kind in kinds.items() if kind in encoding},
         write_statistics=False,  # as long as a small table
