@@ -2,6 +2,7 @@
 read them."""
 
 import io
+import re
 from functools import lru_cache
 from pathlib import Path
 
@@ -29,6 +30,35 @@ def rows(text: str) -> list[list[str]]:
 def part(begin: str, end: str, page: str = FINDINGS) -> str:
     start = page.index(begin)
     return page[start : page.index(end, start)]
+
+
+@lru_cache
+def shown(folder: str) -> dict[tuple[str, str, str, str], list[str]]:
+    """Rows of the folder's tables by what the table is of, delta or damage, task, metric and
+    quantizer."""
+    found = {}
+    text = (RESULTS / folder / "tables.md").read_text()
+    for section in re.split(r"^### ", text, flags=re.MULTILINE)[1:]:
+        title, task = section.splitlines()[0], ""
+        kind = "damage" if "damage" in title else "delta"
+        if kind == "damage" and "softpick’s − softmax’s" not in section.splitlines()[2]:
+            continue
+        for row in rows(section)[2:]:
+            task = row[0] or task
+            found.setdefault((kind, task, row[1], row[2].partition(" (")[0]), row)
+    return found
+
+
+def analysis(folder: str) -> dict[str, dict[str, str]]:
+    """By cell its columns in the tables of the analysis, of all that have a row a cell."""
+    known: dict[str, dict[str, str]] = {}
+    text = (RESULTS / folder / "analysis" / "tables.md").read_text()
+    for section in text.split("\n### ")[1:]:
+        head, _, *body = rows(section)
+        if head[0] == "Cell" and len({row[0] for row in body}) == len(body):
+            for row in body:
+                known.setdefault(row[0], {}).update(zip(head, row, strict=True))
+    return known
 
 
 @lru_cache

@@ -14,10 +14,12 @@ from readme_results import (
     ROOT,
     SPEED,
     TASKS,
+    analysis,
     differences,
     divergences,
     part,
     rows,
+    shown,
     table,
 )
 
@@ -92,21 +94,6 @@ SPEEDS = [
 ]
 
 
-def tables(folder: str, pair: str = "pair-27m") -> dict[tuple[str, ...], list[str]]:
-    """By what the table is of, task, metric and quantizer."""
-    found = {}
-    text = (RESULTS / f"{pair}{folder}" / "tables.md").read_text()
-    for section in re.split(r"^### ", text, flags=re.MULTILINE)[1:]:
-        title, task = section.splitlines()[0], ""
-        kind = "damage" if "damage" in title else "delta"
-        if kind == "damage" and "softpick’s − softmax’s" not in section.splitlines()[2]:
-            continue
-        for row in rows(section)[2:]:
-            task = row[0] or task
-            found.setdefault((kind, task, row[1], row[2].partition(" (")[0]), row)
-    return found
-
-
 def exact(folder: str, task: str, metric: str, quantizer: str) -> list[float]:
     """Ratios in full precision: softmax's damage, softpick's, and softpick's over softmax's with
     both ends of its interval."""
@@ -146,7 +133,7 @@ def two_trainings() -> dict[tuple[str, str], list[str]]:
 
 
 def test_scores_of_the_pair_are_those_of_its_tables():
-    known, task, seen = tables(""), "", 0
+    known, task, seen = shown("pair-27m"), "", 0
     for row in rows(part("| Task | Metric | Quantization | softmax", "\n‡ differs"))[2:]:
         task = row[0] or task
         delta = known["delta", task, row[1], row[2]]
@@ -159,7 +146,9 @@ def test_scores_of_the_pair_are_those_of_its_tables():
 
 def test_significant_differences_are_counted_right():
     marked = {
-        key: row[7] for key, row in tables("").items() if key[0] == "damage" and "‡" in row[7]
+        key: row[7]
+        for key, row in shown("pair-27m").items()
+        if key[0] == "damage" and "‡" in row[7]
     }
     worse = [
         key
@@ -179,7 +168,7 @@ def test_ratios_of_activations_and_the_kv_cache_are_those_of_their_tables():
         seen.append(label)
         folder, quantizer = RATIOS[label]
         key = "damage", "wikitext [test_document_level]", "Word Perplexity ↓", quantizer
-        found = tables(f"-{folder}")[key]
+        found = shown(f"pair-27m-{folder}")[key]
         require_rounded([found[index] for index in (3, 5, 7, 8)], row[1:])
         require_exact(
             exact(f"pair-27m-{folder}", "wikitext", "word_perplexity", quantizer), row[1:]
@@ -193,7 +182,7 @@ def test_ratios_of_the_pair_with_sinks_are_those_of_its_tables():
     seen, known = set(), two_trainings()
     for row in rows(table)[2:]:
         folder, quantizer = SINKS[row[0]]
-        found = tables(folder, "sinks-27m")["damage", *TASKS[row[1]], quantizer]
+        found = shown(f"sinks-27m{folder}")["damage", *TASKS[row[1]], quantizer]
         require_rounded([found[index] for index in (3, 5, 7, 8)], row[2:5])
         metric = {
             "WikiText": ("wikitext", "word_perplexity"),
@@ -213,11 +202,11 @@ def test_two_trainings_of_one_recipe_are_told_as_their_tables_have_them():
     folders = {
         quantizer: folder
         for folder in KINDS
-        for kind, *_, quantizer in tables(folder, "sinks-27m")
+        for kind, *_, quantizer in shown(f"sinks-27m{folder}")
         if kind == "damage"
     }
     for (quantizer, task), (_, now, *damages) in known.items():
-        found = tables(folders[quantizer], "sinks-27m")["damage", *TASKS[task], quantizer]
+        found = shown(f"sinks-27m{folders[quantizer]}")["damage", *TASKS[task], quantizer]
         require_rounded([found[7]], [now], 1)
         assert ("‡" in found[7]) == ("‡" in now)
         if damages:
@@ -269,7 +258,7 @@ def test_differences_of_the_pair_with_sinks_are_told_as_they_were_counted():
     assert "HQQ has 2 in softpick's favour and none against it, WikiText 9 and 11" in text
     assert (lambada[lambada.favour < 0].softmax_gain > 0).sum() == 15
     assert "LAMBADA 12 and 26. In 15 of these 26 softmax scores *better* quantized" in text
-    known = tables("", "sinks-27m")
+    known = shown("sinks-27m")
     gptq, whole = (
         known["delta", "lambada_openai", "Acc ↑", one][3].partition(" ")[0]
         for one in ("gptq-4bit", "bf16")
@@ -293,14 +282,8 @@ def test_divergences_are_counted_right(folder):
 
 
 def test_sinks_of_the_second_pair_are_those_of_its_analysis():
-    text = (RESULTS / "sinks-27m" / "analysis" / "tables.md").read_text()
-    known: dict[str, dict[str, str]] = {"softmax/bf16": {}, "softpick/bf16": {}}
-    for section in text.split("\n### ")[1:]:
-        head, *body = rows(section)
-        for row in body:
-            if row[0] in known:
-                known[row[0]] |= dict(zip(head, row, strict=True))
-    softmax, softpick = known.values()
+    known = analysis("sinks-27m")
+    softmax, softpick = (known[f"{name}/bf16"] for name in ("softmax", "softpick"))
     told = " ".join(part("## With real sinks", "| | task |").split())
     theirs, ours = "Sink rate of Gu et al. %, ε 0.3", "Sink rate %, ε 0.3"
     assert (softmax[theirs], softpick[theirs]) == ("69.31", "2.01")
@@ -314,7 +297,7 @@ def test_sinks_of_the_second_pair_are_those_of_its_analysis():
     (earlier,) = (row for row in rows(page) if row[0] == "the same recipe, an earlier run")
     assert earlier[6:8] == ["16.27 %", "65.35 %"]
     assert "with sinks in 65.4 % and 16.3 % of heads" in told
-    tables_of = tables("", "sinks-27m")["delta", *TASKS["WikiText"], "bf16"]
+    tables_of = shown("sinks-27m")["delta", *TASKS["WikiText"], "bf16"]
     assert tables_of[3:5] == ["86.59", "85.82"]
     assert "86.59 and 85.82" in told
 
@@ -330,18 +313,13 @@ LABELS = {  # of the page's table
 
 
 def test_the_larger_pair_is_told_as_it_was_trained_and_analyzed():
-    known: dict[str, dict[str, str]] = {"softmax": {}, "softpick": {}}
-    text = (RESULTS / "sinks-124m" / "analysis" / "tables.md").read_text()
-    for section in text.split("\n### ")[1:]:
-        head, *body = rows(section)
-        for row in body:
-            if row[0].endswith("/bf16"):
-                known[row[0].partition("/")[0]] |= dict(zip(head, row, strict=True))
+    every = analysis("sinks-124m")
+    known = {name: every[f"{name}/bf16"] for name in ("softmax", "softpick")}
     names = ["Perplexity", "Sink rate %, ε 0.3", "Sink rate of Gu et al. %, ε 0.3", "Kurtosis"]
-    for name, *shown in rows(LARGER[: LARGER.index("![Curves")])[2:]:
+    for name, *values in rows(LARGER[: LARGER.index("![Curves")])[2:]:
         found = known[name]
         largest = max(abs(float(found[end].replace("−", "-"))) for end in ("Min", "Max"))
-        assert shown == [*(found[one] for one in names), f"{largest:.0f}"]
+        assert values == [*(found[one] for one in names), f"{largest:.0f}"]
     watched = {}
     for name in known:
         path = RESULTS / "sinks-124m" / "training" / f"{name}-seed0" / "training.json"
@@ -372,12 +350,12 @@ def test_the_larger_pair_is_told_as_it_was_trained_and_analyzed():
 def test_the_larger_pair_is_told_as_its_cells_were_scored():
     sizes = (RESULTS / "sinks-124m" / "sizes.md").read_text()
     known = {row[1]: row for row in rows(sizes)[2:]}
-    shown = rows(LARGER[LARGER.index("| softpick's damage") :])[2:]
+    listed = rows(LARGER[LARGER.index("| softpick's damage") :])[2:]
     assert {name: known[label][2::2] for name, label in LABELS.items()} == {
-        name: cells for name, *cells in shown
+        name: cells for name, *cells in listed
     }
     told = " ".join(LARGER.split())
-    damage = tables("", "sinks-124m")["damage", *TASKS["WikiText"], "a4"]
+    damage = shown("sinks-124m")["damage", *TASKS["WikiText"], "a4"]
     require_rounded([damage[3], damage[5]], ["× 8.80", "× 1.94"], 2)
     assert (
         "Int4 with a scale a token takes softmax's perplexity × 8.80 and softpick's × 1.94" in told
@@ -431,14 +409,11 @@ def test_sizes_side_by_side_are_those_of_the_records():
 
 
 def test_table_4_is_that_of_the_analysis():
-    text = (RESULTS / "pair-27m" / "analysis" / "tables.md").read_text()
-    section = text[text.index("### Beside the damage") :].split("\n### ", 2)[0]
-    known = {row[0].partition("/")[0]: row for row in rows(section)[2:]}
-    head = rows(section)[0]
+    known = analysis("pair-27m")
     names = ["Sink rate %, ε 0.2", "Sink rate %, ε 0.3", "Kurtosis", "Min", "Max", "Sparsity %",
              "KL bnb-4bit", "KL gptq-3bit", "KL hqq-3bit"]  # fmt: skip
     for row in rows(part("| | sink rate %, ε 0.2", "![Hidden"))[2:]:
-        assert row[1:] == [known[row[0]][head.index(name)] for name in names]
+        assert row[1:] == [known[f"{row[0]}/bf16"][name] for name in names]
 
 
 @pytest.mark.parametrize(("number", "name", "words"), SPEEDS)

@@ -1,11 +1,9 @@
 """What README says of three seeds of the pair stands in the results that it names."""
 
-import re
-
 import numpy as np
 import pandas as pd
 import pytest
-from readme_results import RESULTS, TASKS, differences, divergences, part, rows, table
+from readme_results import RESULTS, TASKS, differences, divergences, part, rows, shown, table
 
 from qbench.store import Analyses
 
@@ -28,21 +26,6 @@ MOVES = {"": (1, 3, 8), "-kv": (7, 1, 9), "-activations": (9, 0, 14)}
 SAME_SIGN = {"": (10, 5), "-kv": (13, 9), "-activations": (16, 6)}
 
 
-def shown(folder: str, key: tuple[str, str, str]) -> list[str]:
-    """The row of that task, metric and quantizer in a table of damage, from its third column."""
-    over_seeds = folder.startswith("seeds")
-    text = (RESULTS / folder / "tables.md").read_text()
-    for section in re.split(r"^### ", text, flags=re.MULTILINE)[1:]:
-        title, task = section.splitlines()[0], ""
-        if "damage" not in title or ("over seeds" in title) != over_seeds:
-            continue
-        for row in rows(section)[2:]:
-            task = row[0] or task
-            if (task, row[1], row[2].partition(" (")[0]) == key:
-                return row[3:]
-    raise AssertionError(f"{folder}: no {key}")
-
-
 def over_seeds(kind: str) -> pd.DataFrame:
     """Of each score and quantizer: what softpick's damage is above softmax's, ``each`` seed's in
     softpick's favour where positive, and p after Holm's correction."""
@@ -61,8 +44,8 @@ def test_ratios_are_those_of_the_tables():
     seen = set()
     for label, task, first, three, each in rows(PARAGRAPH)[2:]:
         folder, quantizer = ROWS[label]
-        key = (*TASKS[task], quantizer)
-        one, seeds = (shown(f"{name}-27m{folder}", key) for name in ("pair", "seeds"))
+        key = ("damage", *TASKS[task], quantizer)
+        one, seeds = (shown(f"{name}-27m{folder}")[key][3:] for name in ("pair", "seeds"))
         for told, columns in ((first, one), (three, seeds)):
             assert told == f"{columns[4].rstrip('‡†§')} {columns[5].removeprefix('× ')}"
         assert each == seeds[6]
