@@ -1,7 +1,7 @@
 import pytest
 import torch
 from normalizer_parameters import attach
-from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
 from qbench.attention import reference
 from qbench.attention.normalizers import NORMALIZERS
@@ -86,36 +86,11 @@ def test_padding_changes_nothing(model, ids, normalizer, side):
 
 @pytest.mark.parametrize("normalizer", FEW)
 @pytest.mark.parametrize("padded", [False, True])
-def test_decoding_with_a_cache_equals_one_full_pass(model, ids, normalizer, padded):
-    attend(attach(model, normalizer), normalizer=normalizer)
-    padding = torch.ones(3, 17, dtype=torch.long)
-    if padded:
-        padding[0, :4] = 0
-    positions = (padding.cumsum(-1) - 1).clamp(min=0)
-    full = logits(model, ids, attention_mask=padding, position_ids=positions)
-    cache, pieces, done = None, [], 0
-    with torch.no_grad():
-        for piece in (*ids[:, :11].split([5, 6], 1), *ids[:, 11:].split(1, 1)):
-            stop = done + piece.shape[1]
-            out = model(
-                piece,
-                past_key_values=cache,
-                use_cache=True,
-                attention_mask=padding[:, :stop] if padded else None,
-                position_ids=positions[:, done:stop],
-            )
-            cache, done = out.past_key_values, stop
-            pieces.append(out.logits)
-    kept = padding.bool()
-    torch.testing.assert_close(torch.cat(pieces, 1)[kept], full[kept], **TOLERANCE)
-
-
-@pytest.mark.parametrize("normalizer", FEW)
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("static", [False, True])
 @torch.no_grad()
-def test_decoding_with_a_static_cache_equals_one_full_pass(ids, normalizer, padded):
-    """Whose offset moves on while layers are at work, and which has room behind the last key; with
-    slopes, which go by distance."""
+def test_decoding_with_a_cache_equals_one_full_pass(ids, normalizer, padded, static):
+    """With slopes, which go by distance. A static cache's offset moves on while layers are at work,
+    and it has room behind the last key."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
@@ -129,8 +104,9 @@ def test_decoding_with_a_static_cache_equals_one_full_pass(ids, normalizer, padd
         padding[0, :4] = 0
     positions = (padding.cumsum(-1) - 1).clamp(min=0)
     full = logits(model, ids, attention_mask=padding, position_ids=positions)
-    cache, pieces, done = StaticCache(config=config, max_cache_len=32), [], 0
-    for piece in ids.split([8, 7, 1, 1], 1):
+    cache = StaticCache(config=config, max_cache_len=32) if static else DynamicCache(config=config)
+    pieces, done = [], 0
+    for piece in ids.split([5, 3, 7, 1, 1], 1):
         stop = done + piece.shape[1]
         out = model(
             piece, past_key_values=cache, position_ids=positions[:, done:stop],
