@@ -14,12 +14,12 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("GPTQMODEL_DISABLE_PACK_EXT", "1")  # saves a 23 s compilation
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-# Triton reads when it is imported whether kernels are for a GPU, or run on a CPU by its interpreter
-os.environ.setdefault("TRITON_INTERPRET", "0" if Path("/dev/nvidiactl").exists() else "1")
 
-from qbench.machine import settle
+from qbench.machine import settle, visible_gpus
 
 settle()
+# Triton reads when it is imported whether kernels are for a GPU, or run on a CPU by its interpreter
+os.environ.setdefault("TRITON_INTERPRET", "0" if visible_gpus() else "1")
 CACHE = Path(tempfile.mkdtemp(prefix="qbench-cache-"))  # of this process's tests
 os.environ["QBENCH_CACHE"] = str(CACHE)
 atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
