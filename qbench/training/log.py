@@ -47,7 +47,7 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         with suppress(ValueError):
             found.append(json.loads(line))
-    return [line for line in found if isinstance(line, dict)]
+    return [line for line in found if isinstance(line, dict) and "step" in line]
 
 
 def open_trackers(

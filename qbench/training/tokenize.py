@@ -222,7 +222,6 @@ def begin_with(token: int, folder: Path) -> None:
 
 BATCH = 1 << 22  # characters that are encoded at once, on all cores
 STRIDE = 50  # one document of so many is held out, until there are enough
-HELD_OUT = 200_000  # tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -233,7 +232,7 @@ class Tokenizing:
     split: str = "train"
     bos: bool = True
     eos: bool = True
-    held_out: int = HELD_OUT
+    held_out: int = 200_000
     most_tokens: int | None = None
     evaluation: Path | None = None  # folder of evaluation texts, whose paragraphs are left out
     licences: str = ""
