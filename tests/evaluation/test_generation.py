@@ -61,54 +61,49 @@ def written_task(folder, name):
     return load_task(plan_task(name, data=folder / "data", definitions=folder / "tasks"))
 
 
-@pytest.fixture(scope="module", params=["softmax", "softpick"])
-def demo(request):
-    checkpoint = find(str(DEMO / request.param))
-    model = load_model(checkpoint, dtype=torch.float32, device="cpu")
-    return model, load_tokenizer(checkpoint)
+def answers_of(lm, requests):
+    """Its answers, which are HFLM's."""
+    answers = lm.generate_until(requests)
+    assert answers == lm.hflm.generate_until(requests, disable_tqdm=True)
+    return answers
 
 
-@pytest.mark.parametrize(("name", "looks"), [("sums", 8), ("trivia", 1), ("story", 1)])
-def test_answers_to_a_task_are_hflms_text_by_text(demo, name, looks, tmp_path, monkeypatch):
-    """Four slots for nine prompts: slots are filled again, and move to the left. What was said is
-    looked at after each token, or as on a GPU after several."""
-    monkeypatch.setitem(generation.LOOK_EVERY, "cpu", looks)
-    monkeypatch.setattr(generation, "CHUNK", 50 if name == "trivia" else 8192)
-    monkeypatch.setattr(generation, "at_once", lambda model, length: 4)
-    monkeypatch.setattr(generation, "SPARE_COLUMNS", 0)
-    settings = ScoringSettings(mode="exact", max_length=256, batch_size=3, window_batch_size=1)
-    task = written_task(tmp_path, name)
-    build_requests(task.task, settings)
-    lm = language_model(*demo, settings)
-    answers = lm.generate_until(task.task.instances)
-    assert answers == lm.hflm.generate_until(task.task.instances, disable_tqdm=True)
-    assert len(set(map(len, answers))) > 2
-    assert lm.report().transformers_generation == {}
+CACHES = (
+    {"name": "int4-token"},
+    {"name": "int4-channel", "group_size": 8, "keep_recent": 5, "keep_first": 2},
+    {"name": "int3-channel", "group_size": 16, "before_rope": True},
+)
 
 
 @pytest.mark.parametrize(
-    "cache",
+    ("normalizer", "name", "looks", "chunk", "cache"),
     [
-        {"name": "int4-token"},
-        {"name": "int4-channel", "group_size": 8, "keep_recent": 5, "keep_first": 2},
-        {"name": "int3-channel", "group_size": 16, "before_rope": True},
+        *((normalizer, *case) for normalizer in ("softmax", "softpick") for case in
+          (("sums", 8, 8192, None), ("trivia", 1, 50, None), ("story", 1, 8192, None))),
+        *(("softpick", "trivia", 1, 11, cache) for cache in CACHES),
     ],
-    ids=lambda cache: cache["name"],
-)
-def test_a_cache_of_few_bits_is_read_alike_in_slots_and_by_hflm(cache, tmp_path, monkeypatch):
-    """What stays unquantized depends on where in its sequence a token stands, not on its column."""
-    monkeypatch.setattr(generation, "CHUNK", 11)
+)  # fmt: skip
+def test_answers_to_a_task_are_hflms_text_by_text(
+    normalizer, name, looks, chunk, cache, tmp_path, monkeypatch
+):
+    """Four slots for nine prompts: slots are filled again, and move to the left. What was said is
+    looked at after each token, or as on a GPU after several. Of a quantized cache, what stays
+    unquantized depends on where in its sequence a token stands, not on its column."""
+    monkeypatch.setitem(generation.LOOK_EVERY, "cpu", looks)
+    monkeypatch.setattr(generation, "CHUNK", chunk)
     monkeypatch.setattr(generation, "at_once", lambda model, length: 4)
     monkeypatch.setattr(generation, "SPARE_COLUMNS", 0)
-    checkpoint = find(str(DEMO / "softpick"))
+    checkpoint = find(str(DEMO / normalizer))
     model = load_model(checkpoint, dtype=torch.float32, device="cpu")
-    model = apply(model, config_of({"kv": cache}, compute_dtype="float32"), {})
+    if cache is not None:
+        model = apply(model, config_of({"kv": cache}, compute_dtype="float32"), {})
     settings = ScoringSettings(mode="exact", max_length=256, batch_size=3, window_batch_size=1)
-    task = written_task(tmp_path, "trivia")
+    task = written_task(tmp_path, name)
     build_requests(task.task, settings)
     lm = language_model(model, load_tokenizer(checkpoint), settings)
-    answers = lm.generate_until(task.task.instances)
-    assert answers == lm.hflm.generate_until(task.task.instances, disable_tqdm=True)
+    answers = answers_of(lm, task.task.instances)
+    assert len(set(map(len, answers))) > 2
+    assert lm.report().transformers_generation == {}
 
 
 @pytest.mark.parametrize(("max_length", "chunk"), [(16, 8192), (128, 8192), (128, 3)])
@@ -119,7 +114,7 @@ def test_prompts_of_all_lengths_are_answered_as_by_hflm(max_length, chunk, monke
     requests = [request(text(i, 1 + 3 * i), i, max_gen_toks=1 + i) for i in range(7)]
     lm = scorer(model, "exact", max_length=max_length)
     lm.hflm.batch_size_per_gpu = 1
-    assert lm.generate_until(requests) == lm.hflm.generate_until(requests, disable_tqdm=True)
+    answers_of(lm, requests)
     assert not model._forward_hooks
 
 
@@ -149,8 +144,7 @@ def test_a_token_that_generation_config_names_ends_answers(looks, monkeypatch):
     (said,) = lm.greedy([tokenizer().encode(text(0, 5), add_special_tokens=False)], 12)
     model.generation_config.eos_token_id = [1, said[3]]
     lm.hflm.batch_size_per_gpu = 1
-    ended = lm.generate_until(prompts)
-    assert ended == lm.hflm.generate_until(prompts, disable_tqdm=True)
+    ended = answers_of(lm, prompts)
     assert len(ended[0]) < len(whole[0])
 
 
