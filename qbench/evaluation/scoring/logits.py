@@ -144,11 +144,6 @@ class RowScores:
     likeliest: Tensor
 
 
-def rows_at_once(vocabulary: int, budget_bytes: int = LOG_PROBABILITY_BYTES) -> int:
-    """Rows whose logits and log-probabilities (4 bytes each, one copy) fit the budget."""
-    return max(16, budget_bytes // (12 * vocabulary))
-
-
 def score_rows(
     head: torch.nn.Module,
     hidden: Tensor,

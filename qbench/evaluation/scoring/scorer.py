@@ -37,12 +37,12 @@ from qbench.evaluation.scoring.generate import (
 )
 from qbench.evaluation.scoring.hflm import pinned_hflm, report
 from qbench.evaluation.scoring.logits import (
+    LOG_PROBABILITY_BYTES,
     Answer,
     Observer,
     Projection,
     RowScores,
     in_order,
-    rows_at_once,
     score_rows,
     to_device,
     try_out,
@@ -102,7 +102,7 @@ class _Asked:
 
     @property
     def task(self) -> str:
-        return ", ".join(sorted({instance.task_name for instance in self.instances}))
+        return self.instances[0].task_name
 
     @property
     def documents(self) -> list[Hashable]:
@@ -137,7 +137,8 @@ class Scorer(LM):
         decoder, self.head = decoder_and_head(model)
         vocabulary = model.config.get_text_config().vocab_size
         self._embedded = len(model.get_input_embeddings().weight)
-        self._rows_at_once = rows_at_once(vocabulary)
+        # Logits and log-probabilities of 4 bytes each, and a copy.
+        self._rows_at_once = max(16, LOG_PROBABILITY_BYTES // (12 * vocabulary))
         self._product = try_out(self.head, model.dtype, self._device)
         self._logits_bytes = vocabulary * model.dtype.itemsize
         self._stream = stream_of(model)
