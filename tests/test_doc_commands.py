@@ -51,12 +51,6 @@ def test_a_command_can_be_given_as_it_stands(tmp_path, monkeypatch, page, argume
         context.args = []
 
 
-def test_a_command_that_does_not_exist_is_found(tmp_path, monkeypatch):
-    for arguments in (["run", "recipes/demo.yaml", "--nosuch"], ["nosuch"], ["show"]):
-        with pytest.raises(Exception, match=r"(?i)no such (option|command)|missing"):
-            test_a_command_can_be_given_as_it_stands(tmp_path, monkeypatch, "", arguments)
-
-
 @pytest.mark.slow
 def test_commands_that_read_results_are_run(tmp_path, monkeypatch, capsys):
     for part in ("results/pair-27m", "recipes"):

@@ -34,7 +34,7 @@ from qbench.cli.place import Place, here, on_cluster
 from qbench.cli.recipe_options import recipe_options
 from qbench.errors import RecipeError
 from qbench.files import require_folder
-from qbench.plan import Plan, cell_names, require_runnable
+from qbench.plan import Plan, require_runnable
 from qbench.recipe import Overrides
 from qbench.records import Analysis, Sensitivity
 from qbench.runner.grid import run_each
@@ -134,9 +134,9 @@ def analyze(
         raise RecipeError("--blocks: needs --sensitivity QUANTIZER")
     # one task's text is read, so that others may lack their data
     overrides = replace(overrides, skip_missing=True)
-    place = here(recipe, overrides, out=out, device="cpu" if cluster else device)
+    place = here(recipe, overrides, out=out, device=device, cluster=cluster)
     require_folder(place.out, "--out")
-    with on_cluster(place, device, cluster, cells=len(cell_names(place.recipe))) as place:
+    with on_cluster(place, device, cluster) as place:
         planned = place.plan(show=True)
         contexts = {cell.checkpoint_name: cell.checkpoint.max_length for cell in planned.cells}
         settings = AnalysisSettings(

@@ -65,15 +65,11 @@ def load(name: str) -> Any:
     """The command or group ``name``, with its options."""
     module = importlib.import_module(f"qbench.cli.{COMMANDS[name].module}")
     found = getattr(module, name if hasattr(module, name) else f"{name}_command")
+    group = found
     if not isinstance(found, typer.Typer):
-        function, found = (
-            found,
-            typer.Typer(
-                add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown"
-            ),
-        )
-        found.command(name)(function)
-    command = typer.main.get_command(found)
+        group = typer.Typer(add_completion=False, rich_markup_mode="markdown")
+        group.command(name)(found)
+    command = typer.main.get_command(group)
     command.name = name
     for one in _with_commands(command):
         _in_words(one.get_params(typer.Context(one)))
@@ -81,8 +77,8 @@ def load(name: str) -> Any:
 
 
 class Commands(TyperGroup):
-    """All commands. Ctrl-C in one has an exit code of its own, whatever typer's version makes of
-    it, and wrong use is one line, too: where, what, and what to do."""
+    """All commands. Ctrl-C is one line with an exit code of its own, whatever typer's version
+    makes of it, and wrong use is one line, too: where, what, and what to do."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         return _in_words(super().get_params(ctx))
@@ -111,6 +107,7 @@ class Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
+            complain(STOPPED)
             raise typer.Exit(INTERRUPTED) from None
 
     def main(self, *args: Any, standalone_mode: bool = True, **options: Any) -> Any:
@@ -190,12 +187,8 @@ def _options(
 
 def main() -> None:
     """Entry point: one line and exit code 2 for what a user can put right, and for what the
-    machine refuses: a full disk, no permission, no memory. One line on Ctrl-C, too."""
+    machine refuses: a full disk, no permission, no memory."""
     try:
         app()
-    except SystemExit as end:
-        if end.code == INTERRUPTED:
-            complain(STOPPED)
-        raise
     except (QbenchError, OSError, UnicodeError, MemoryError) as error:
         refuse(error)

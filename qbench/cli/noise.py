@@ -15,7 +15,7 @@ from qbench.cli.recipe_options import recipe_options
 from qbench.comparison.lines import FILE
 from qbench.errors import EvaluationError, RecipeError
 from qbench.files import require_folder
-from qbench.plan import Cell, cell_names
+from qbench.plan import Cell
 from qbench.recipe import Overrides
 from qbench.records import NoiseRecord
 from qbench.runner.grid import run_each
@@ -46,9 +46,9 @@ def noise(
     qbench noise recipes/gptq.yaml --limit 200
     ```
     """
-    place = here(recipe, overrides, out=out, device="cpu" if cluster else device)
+    place = here(recipe, overrides, out=out, device=device, cluster=cluster)
     require_folder(place.out)
-    with on_cluster(place, device, cluster, cells=len(cell_names(place.recipe))) as place:
+    with on_cluster(place, device, cluster) as place:
         planned = place.plan(show=True)  # of which only unquantized cells are scored
         chosen = [cell for cell in planned.cells if not cell.quantization.precision.quantized]
         if not chosen:

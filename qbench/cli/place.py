@@ -13,7 +13,7 @@ from pathlib import Path
 from qbench.cache import cache_folder
 from qbench.errors import RecipeError, UnavailableError
 from qbench.machine import choose_device, gpu_slots, terminal
-from qbench.plan import Plan, plan
+from qbench.plan import Plan, cell_names, plan
 from qbench.recipe import Overrides, Recipe
 from qbench.runner.estimates import TimeLeft
 from qbench.runner.progress import Display
@@ -49,11 +49,20 @@ class Place:
             yield display
 
 
-def here(recipe: Path | None, overrides: Overrides, *, out: Path | None, device: str) -> Place:
-    """This process, with the recipe read and checked."""
+def here(
+    recipe: Path | None,
+    overrides: Overrides,
+    *,
+    out: Path | None,
+    device: str,
+    cluster: str | None = None,
+) -> Place:
+    """This process, with the recipe read and checked. On a ``cluster`` its device plays no part."""
     loaded = Recipe.load(recipe, overrides)
     return Place(
-        recipe=loaded, out=out or Path("results") / loaded.name, device=choose_device(device)
+        recipe=loaded,
+        out=out or Path("results") / loaded.name,
+        device=choose_device("cpu" if cluster else device),
     )
 
 
@@ -73,19 +82,15 @@ def placed(
     Raises QbenchError for what is not there, or for several of them."""
     stated = {"--cluster": cluster, "--gpus": gpus, "--workers": workers}
     also = next((option for option, value in stated.items() if value is not None), None)
+    alone = "evaluation.device_map" if place.recipe.evaluation.device_map else None
+    alone = alone if own is None else f"--executor {own}"
+    if alone is not None and also is not None:
+        raise RecipeError(f"{alone}: leave {also} out; only one of the two can say where cells run")
     if own is not None:
-        if also is not None:
-            raise RecipeError(
-                f"--executor {own}: leave {also} out; only one of the two can run cells"
-            )
         with EXECUTORS.get(own)(place.device) as executor:
             yield dataclasses.replace(place, executor=executor, description=f"executor {own}")
-    elif place.recipe.evaluation.device_map is not None:
-        if also is not None:
-            raise RecipeError(
-                f"evaluation.device_map: one process takes all GPUs; leave {also} out"
-            )
-        yield place
+    elif alone is not None:
+        yield place  # one process has all GPUs
     elif cluster is not None:
         with on_cluster(
             place, device, cluster, gpus=gpus, workers=workers, cells=cells
@@ -110,7 +115,7 @@ def on_cluster(
     *,
     gpus: str | None = None,
     workers: int | None = None,
-    cells: int,
+    cells: int | None = None,
 ) -> Iterator[Place]:
     """The workers of ``--cluster``, on the ``device`` that is asked for or the one that they have;
     ``place`` itself without a cluster. Raises QbenchError where there are none."""
@@ -124,6 +129,7 @@ def on_cluster(
     wanted, slots = None if device == "auto" else str(device), []
     if cluster.partition(":")[0] == "local":
         wanted = choose_device(device)
+        cells = cells or len(cell_names(place.recipe))
         slots = local_slots(cluster, gpus, workers, wanted, cells)
     elif gpus is not None or workers is not None:
         raise RecipeError(

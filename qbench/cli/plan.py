@@ -66,40 +66,30 @@ def plan_lines(planned: Plan, store: Store, only: str | None) -> Iterator[str]:
     todo, known = 0, list[Estimate]()
     for cell in cells:
         record = store.whole(cell.grid_cell)
-        state = "to run"
+        about = f"{cell.name}  key {cell.key[:16]}"
         if cell.refusal is not None:
-            state = "refused"
-        elif record is not None:
-            state = "there" if passes(record, cell) else "to retry"
-        line = f"{state:9} {cell.name}  key {cell.key[:16]}"
-        if state == "to run" and (found := known_elsewhere(cell, store, cache_folder())):
-            line = f"known     {cell.name}  key {cell.key[:16]}  in {found[0].directory}"
-            state = "known"
-        if state.startswith("to "):
+            yield f"refused   {about}"
+        elif record is not None and passes(record, cell):
+            yield f"there     {about}"
+        elif record is None and (found := known_elsewhere(cell, store, cache_folder())):
+            yield f"known     {about}  in {found[0].directory}"
+        else:
             todo += 1
             if (one := expected(cell, planned, records)) is not None:
                 known.append(one)
-                line += f"  {one}"
+                about += f"  {one}"
                 if one.memory_gib > (room := memory_gib(planned.device)):
-                    line += f": does not fit into {room:.1f} GiB"
-        yield line
+                    about += f": does not fit into {room:.1f} GiB"
+            yield f"{'to run  ' if record is None else 'to retry'}  {about}"
     if known:
         seconds = duration(sum(one.seconds for one in known))
         yield (
             f"{len(known)} of {todo} cells to run take about {seconds} one after the other, "
-            f"{_source(known)}"
+            f"{sum(one.measured for one in known)} of them by earlier records of the same weights "
+            "on this hardware, others by their shapes, within a factor of three"
         )
     yield from notes(planned, cells)
     yield f"results go to {store.directory}"
-
-
-def _source(known: Sequence[Estimate]) -> str:
-    measured = sum(one.measured for one in known)
-    told = "by earlier records of the same weights on this hardware"
-    guessed = "by their shapes, within a factor of three"
-    if measured == len(known):
-        return told
-    return f"{measured} of them {told}, others {guessed}" if measured else guessed
 
 
 def how(planned: Plan, cells: Sequence[Cell]) -> str:

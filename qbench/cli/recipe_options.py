@@ -137,7 +137,7 @@ DEFAULTS = {"checkpoint": [], "quantized": [], "skip_missing": False, "plugin": 
 
 def recipe_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Gives a command the options ``names`` (none: all) and --plugin in place of its parameter
-    ``overrides``."""
+    ``overrides``, the second one."""
     chosen = [*(names or [name for name in OPTIONS if name != "plugin"]), "plugin"]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -151,19 +151,16 @@ def recipe_options(*names: str) -> Callable[[Callable[..., None]], Callable[...,
                 given[name] = listed(f"--{name}", given[name])
             command(overrides=Overrides(**given), **values)
 
-        parameters = []
-        for own in inspect.signature(command, eval_str=True).parameters.values():
-            if own.name != "overrides":
-                parameters.append(own.replace(kind=own.KEYWORD_ONLY))
-                continue
-            parameters += [
-                inspect.Parameter(
-                    name, own.KEYWORD_ONLY, default=DEFAULTS.get(name), annotation=OPTIONS[name]
-                )
-                for name in chosen
-            ]
-        signature = inspect.Signature(parameters)
-        wrapper.__signature__ = signature  # type: ignore[attr-defined]  # what typer reads
+        recipe, _, *rest = inspect.signature(command, eval_str=True).parameters.values()
+        options = [
+            inspect.Parameter(
+                name, recipe.kind, default=DEFAULTS.get(name), annotation=OPTIONS[name]
+            )
+            for name in chosen
+        ]
+        parameters = [recipe, *options, *rest]
+        # what typer reads
+        wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # ours
         wrapper.__annotations__ = {one.name: one.annotation for one in parameters}
         del wrapper.__wrapped__  # type: ignore[attr-defined]  # else typer reads the command's
         return wrapper

@@ -78,7 +78,7 @@ def run(
     qbench run --checkpoint mine=DIR --quantizers bf16,hqq-4bit --tasks piqa,arc_easy
     ```
     """
-    place = here(recipe, overrides, out=out, device="cpu" if cluster else device)
+    place = here(recipe, overrides, out=out, device=device, cluster=cluster)
     names, checkpoints = cell_names(place.recipe), list(place.recipe.checkpoints)
     if against is not None and (len(checkpoints) > 1 or f"{checkpoints[0]}/{against}" not in names):
         raise RecipeError(

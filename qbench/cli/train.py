@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
@@ -199,11 +199,17 @@ def train(
     require_folder(folder, "--out")
     where = choose_device(device)
     files = read_token_files(Path(loaded.data.tokens))
-    evaluate_all = evaluation(evaluate, cluster, loaded, folder, gpus=gpus)
+    wanted = loaded.runs()
+    trained: dict[str, list[int]] = {}
+    for of, one in wanted:
+        trained.setdefault(of, []).append(one)
+    if evaluate is not None:
+        require_evaluable(evaluate, trained, folder)
+    elif cluster is not None or gpus is not None:
+        raise RecipeError("--cluster and --gpus: each needs --evaluate RECIPE")
     # torch, once the input is known to be right
     from qbench.training import runs
 
-    wanted = loaded.runs()
     name = "train" if len(wanted) > 1 else f"train-{runs.run_name(*wanted[0])}"
     with (
         runs.joined(where) as processes,
@@ -229,8 +235,15 @@ def train(
     show_trained(found, len(wanted))
     curves = runs.draw(folder)
     show_written([folder, *([curves] if curves else [])])
-    if evaluate_all is not None and len(found) == len(wanted):
-        evaluate_all(device)
+    if evaluate is not None and len(found) == len(wanted):
+        checkpoints = [
+            f"{of}={folder}/{of}-seed{'*' if len(seeds) > 1 else seeds[0]}"
+            for of, seeds in trained.items()
+        ]
+        run.run(
+            recipe=evaluate, checkpoint=checkpoints, out=folder / "evaluation", device=device,
+            cluster=cluster, gpus=gpus if cluster is None else None,
+        )  # fmt: skip
 
 
 def _tokenized() -> Callable[[int, int], None]:
@@ -263,23 +276,9 @@ def show_trained(found: Sequence[Training], wanted: int) -> None:
         typer.echo(f"{len(found)} of {wanted} runs are done; the same command continues")
 
 
-def evaluation(
-    recipe: Path | None,
-    cluster: str | None,
-    loaded: TrainingRecipe,
-    folder: Path,
-    *,
-    gpus: str | None,
-) -> Callable[[Device], None] | None:
-    """What runs the recipe of ``--evaluate`` on the checkpoints in ``folder``, on ``gpus`` unless
-    ``cluster`` runs it; None without one. Raises RecipeError, before anything is trained, where it
-    could not."""
-    if recipe is None:
-        for option, value in (("--cluster", cluster), ("--gpus", gpus)):
-            if value is not None:
-                raise RecipeError(f"{option} {value}: needs --evaluate RECIPE")
-        return None
-    trained = dict.fromkeys(normalizer for normalizer, _ in loaded.runs())
+def require_evaluable(recipe: Path, trained: Mapping[str, Sequence[int]], folder: Path) -> None:
+    """Raises RecipeError where the recipe of ``--evaluate`` could not be run on what will be
+    ``trained``: seeds, by normalizer, in ``folder``."""
     places = dict.fromkeys(trained, str(recipe.parent))  # of checkpoints that are not there yet
     asked = Recipe.load(recipe, Overrides(checkpoints=places)).checkpoints
     if others := [name for name in asked if name not in trained]:
@@ -287,26 +286,9 @@ def evaluation(
             f"--evaluate {recipe}: checkpoints.{others[0]}: is not trained here "
             f"({', '.join(trained)}); leave it out of the recipe"
         )
-
-    asked_for = {f"{normalizer}-seed{seed}" for normalizer, seed in loaded.runs()}
     there = {path.name for name in trained for path in folder.glob(f"{name}-seed*")}
-    if more := sorted(there - asked_for):
+    if more := sorted(there - {f"{name}-seed{seed}" for name in trained for seed in trained[name]}):
         raise RecipeError(
             f"--evaluate {recipe}: {folder} holds {more[0]} too, a seed that this command does not "
             "train; add it, or name another --out"
         )
-
-    def evaluate(device: Device) -> None:
-        checkpoints = []
-        for name in trained:
-            seeds = sorted(folder.glob(f"{name}-seed*"))
-            checkpoints.append(
-                f"{name}={folder}/{name}-seed*" if len(seeds) > 1 else f"{name}={seeds[0]}"
-            )
-        out, here = folder / "evaluation", gpus if cluster is None else None
-        run.run(
-            recipe=recipe, checkpoint=checkpoints, out=out, device=device, cluster=cluster,
-            gpus=here,
-        )  # fmt: skip
-
-    return evaluate

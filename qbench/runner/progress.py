@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Any, TextIO
 
@@ -35,7 +35,7 @@ from qbench.text import duration
 
 FAILED = ": FAILED: "  # as qbench.runner.grid.summary says it
 SECONDS_BETWEEN_ADVANCES = 0.2
-SECONDS_TO_SEND = 2.0  # to a run that does not listen, as one whose terminal is held
+SECONDS_TO_SEND = 2.0  # at most, to a run that does not listen, as one whose terminal is held
 MOST_BYTES = 2**17  # of a message; Linux allows twice as many
 
 
@@ -176,8 +176,8 @@ def listening(progress: Progress) -> Iterator[RemoteProgress]:
     """What cells in processes of this host say to the one that is yielded, ``progress`` is told.
     Each message is a datagram, whole or not there: a process may be killed at any moment."""
     with TemporaryDirectory(prefix="qbench-") as folder, _datagrams() as server:
-        send = Datagrams(str(Path(folder) / "progress"))
-        server.bind(send.address)
+        send = partial(send_datagram, f"{folder}/progress")
+        server.bind(f"{folder}/progress")
         thread = threading.Thread(target=_listen, args=(server, progress), daemon=True)
         thread.start()
         try:
@@ -185,19 +185,13 @@ def listening(progress: Progress) -> Iterator[RemoteProgress]:
         finally:
             with suppress(OSError):
                 send(())  # comes after all that was said before
-            thread.join()
+            thread.join(SECONDS_TO_SEND)
 
 
-@dataclass(frozen=True, slots=True)
-class Datagrams:
-    """Sends messages to the socket ``address`` of this host."""
-
-    address: str
-
-    def __call__(self, message: tuple[Any, ...]) -> None:
-        with _datagrams() as client:
-            client.settimeout(SECONDS_TO_SEND)
-            client.sendto(json.dumps(message).encode(), self.address)
+def send_datagram(address: str, message: tuple[Any, ...]) -> None:
+    with _datagrams() as client:
+        client.settimeout(SECONDS_TO_SEND)
+        client.sendto(json.dumps(message, default=float).encode(), address)
 
 
 def _datagrams() -> socket.socket:
