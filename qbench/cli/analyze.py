@@ -160,9 +160,6 @@ def analyze(
         raise typer.Exit(1)
 
 
-Work = tuple[Analyses, bool, Sequence[AnalysisCell]]
-
-
 def work_of(
     plan: Plan,
     settings: AnalysisSettings,
@@ -170,34 +167,38 @@ def work_of(
     only: str | None,
     long_context: int | None,
     sensitivity: str | None,
-) -> list[Work]:
-    """What is to be made: of each kind its place, whether analyses of other texts or settings were
-    meant there, and the cells."""
+) -> list[tuple[Analyses, Sequence[AnalysisCell]]]:
+    """What is to be made: of each kind its place and the cells. Where analyses of other texts or
+    settings were meant there, that is said."""
     cells = chosen(plan, only)
     require_runnable(cells)
     wanted = {cell.name for cell in cells}
     texts = {"": settings}
     if long_context is not None:
         texts[LONG_CONTEXT] = replace(settings, length=long_context)
-    work: list[Work] = []
+    work: list[tuple[Analyses, Sequence[AnalysisCell]]] = []
     for part, own in texts.items():
         planned, analyses = plan_analyses(plan, own), Analyses(out, part=part)
         grid = analysis_grid(plan, planned)
         before = analyses.put_grid(grid)
-        others = before is not None and before.cells != grid.cells
-        work.append((analyses, others, [cell for cell in planned if cell.name in wanted]))
+        if before is not None and before.cells != grid.cells:
+            typer.echo(
+                f"{analyses.directory} held analyses of other texts, settings or versions; their "
+                "records stay, but its tables now show this one (--out keeps both)",
+                err=True,
+            )
+        work.append((analyses, [cell for cell in planned if cell.name in wanted]))
     if sensitivity is not None:
         checkpoints = {cell.checkpoint_name for cell in cells}
         planned = plan_sensitivities(plan, sensitivity, settings)
         units = [cell for cell in planned if cell.cell.checkpoint_name in checkpoints]
         put_sensitivity_grid(sensitivities(out), units, plan.recipe.name)
-        work.append((sensitivities(out), False, units))
+        work.append((sensitivities(out), units))
     return work
 
 
 def run_part(
     analyses: Analyses,
-    others: bool,
     cells: Sequence[AnalysisCell],
     plan: Plan,
     place: Place,
@@ -214,11 +215,6 @@ def run_part(
             f"{len(cells)} cell{'s' * (len(cells) != 1)} on {settings.device}: at most "
             f"{settings.samples} texts of {settings.length} tokens of {settings.source.name}{apart}"
         )
-        if others:
-            display.log(
-                f"{analyses.directory} held analyses of other texts, settings or versions; their "
-                "records stay, but its tables now show this one (--out keeps both)"
-            )
         found = run_each(
             make, cells, executor=place.executor, progress=display,
             died=partial(failed, plan, analyses),

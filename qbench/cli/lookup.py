@@ -20,7 +20,7 @@ from qbench.checkpoints import find
 from qbench.checkpoints.supported import CLASSES, ModelClass
 from qbench.cli.messages import show_written
 from qbench.cli.options import PluginOption
-from qbench.errors import RecipeError, shown
+from qbench.errors import RecipeError
 from qbench.evaluation.definitions import task_names
 from qbench.plugins import load_packages
 from qbench.quantizers.prequantized import format_rows
@@ -37,12 +37,8 @@ class Listing(StrEnum):
 
 def list_command(
     what: Annotated[
-        str,
-        typer.Argument(
-            metavar="WHAT",
-            autocompletion=lambda incomplete: [w for w in Listing if w.startswith(incomplete)],
-            help="quantizers, formats, normalizers, models or tasks.",
-        ),
+        Listing,
+        typer.Argument(metavar="WHAT", help="quantizers, formats, normalizers, models or tasks."),
     ],
     plugin: PluginOption = [],  # noqa: B006  typer copies it
     markdown: Annotated[
@@ -58,14 +54,10 @@ def list_command(
     qbench list models
     ```
     """
-    if what not in list(Listing):
-        raise typer.BadParameter(
-            f"{shown(what)} is none of {', '.join(Listing)}", param_hint="WHAT"
-        )
     load_packages()
-    if markdown and what != Listing.models:
-        raise RecipeError(f"list {what}: --markdown is for models")
     if markdown:
+        if what != Listing.models:
+            raise RecipeError(f"list {what}: --markdown is for models")
         typer.echo(model_table(), nl=False)
         return
     if what == Listing.tasks:
@@ -73,7 +65,7 @@ def list_command(
         typer.echo("\n".join(task_names()))
         return
     table = Table.grid(Column(no_wrap=True), Column(), padding=(0, 1))
-    for name, text in ROWS[Listing(what)]():
+    for name, text in ROWS[what]():
         table.add_row(Text(name), Padding(Text(text), (0, 0, 0, 0 if name else 2)))
     Console(highlight=False).print(table)
 

@@ -112,12 +112,8 @@ def _run_cells(place: Place, only: str | None, force: bool) -> tuple[Plan, list[
     planned, out = place.plan(only), place.out
     cells = planned.select(only)
     known = earlier(out)
-    estimates = {cell.name: expected(cell, planned, known) for cell in cells}
-    left = TimeLeft(
-        [cell.name for cell in cells],
-        expected={name: one.seconds for name, one in estimates.items() if one is not None},
-        at_once=place.at_once,
-    )
+    seconds = {cell.name: one.seconds for cell in cells if (one := expected(cell, planned, known))}
+    left = TimeLeft([cell.name for cell in cells], expected=seconds, at_once=place.at_once)
     with place.display(len(cells), left) as display:
         display.log(f"{len(cells)} of {len(planned.cells)} cells on {how(planned, cells)}")
         for line in notes(planned, cells):  # nothing is chosen in silence
@@ -129,6 +125,6 @@ def _run_cells(place: Place, only: str | None, force: bool) -> tuple[Plan, list[
             planned, out=out, cells=cells, executor=place.executor, progress=display, force=force
         )
         made = sum(record.started >= begun for record in records)
-        seconds = (datetime.now(UTC) - begun).total_seconds()
-        display.log(f"{made} of {len(records)} cells were run, in {seconds:.0f} s")
+        took = (datetime.now(UTC) - begun).total_seconds()
+        display.log(f"{made} of {len(records)} cells were run, in {took:.0f} s")
     return planned, records

@@ -239,11 +239,23 @@ class _Grid:
         if cell.name not in self.died:
             self.died.add(cell.name)
             return [cell]
-        self.done[cell.name] = give_up(
-            cell, self.plan, self.store, DIED,
-            progress=self.progress, begun=self.begun, force=self.force,
-        )  # fmt: skip
+        self.done[cell.name] = self.give_up(cell)
         return []
+
+    def give_up(self, cell: Cell) -> Record:
+        """The record of a cell whose process died.
+
+        Another run, or this one in its last moment, may have made a good record meanwhile: the
+        store is looked at again under the cell's lock.
+        """
+        with FileLock(self.store.lock_file(cell.grid_cell)):
+            known = self.store.whole(cell.grid_cell)
+            good = known is not None and known.status == "ok"
+            if known is not None and good and (not self.force or known.started >= self.begun):
+                return known
+            record = _put_failed(CellResult(cell=cell, plan=self.plan), self.store, DIED)
+        self.progress.log(summary(record), "bold red")
+        return record
 
 
 def run_cell(
@@ -303,31 +315,6 @@ def _put_failed(result: CellResult, store: Store, error: str) -> Record:
     known = store.whole(record)
     if known is None or known.status != "ok":
         store.put(record)
-    return record
-
-
-def give_up(
-    cell: Cell,
-    plan: Plan,
-    store: Store,
-    error: str,
-    *,
-    progress: Progress,
-    begun: datetime,
-    force: bool,
-) -> Record:
-    """The record of a cell whose process died in a run that began at ``begun``.
-
-    Another run, or this one in its last moment, may have made a good record meanwhile: the store
-    is looked at again under the cell's lock.
-    """
-    with FileLock(store.lock_file(cell.grid_cell)):
-        known = store.whole(cell.grid_cell)
-        good = known is not None and known.status == "ok"
-        if known is not None and good and (not force or known.started >= begun):
-            return known
-        record = _put_failed(CellResult(cell=cell, plan=plan), store, error)
-    progress.log(summary(record), "bold red")
     return record
 
 

@@ -62,11 +62,12 @@ def start_tracker() -> None:
 @contextmanager
 def _environment(name: str, value: str) -> Iterator[None]:
     """For processes that are started in the body, unless the user has set it."""
-    given = os.environ.setdefault(name, value)
+    given = name in os.environ
+    os.environ.setdefault(name, value)
     try:
         yield
     finally:
-        if given is value:
+        if not given:
             del os.environ[name]
 
 
@@ -149,7 +150,9 @@ class _Slot:
                 self._pool = self._start()
             return self._pool.submit(fn, *args, **kwargs).result()
         except BrokenExecutor:
-            self._close()
+            if self._pool is not None:
+                self._pool.shutdown(wait=False)
+            self._pool = None
             raise
         except OSError as error:
             if self._pool is not None:
@@ -174,11 +177,6 @@ class _Slot:
     def kill(self) -> None:
         for process in self._processes:
             process.kill()
-
-    def _close(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(wait=False)
-        self._pool = None
 
 
 def begin(gpu: int | None) -> None:

@@ -5,7 +5,6 @@ import subprocess
 import sys
 import time
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, ThreadPoolExecutor
-from datetime import UTC, datetime
 from multiprocessing import get_context
 
 import pytest
@@ -16,7 +15,7 @@ from small_recipe import small_recipe
 from qbench.plan import plan
 from qbench.progress import SilentProgress
 from qbench.recipe import Recipe
-from qbench.runner.grid import depends_on, give_up, run, run_cells
+from qbench.runner.grid import _Grid, depends_on, run, run_cells
 from qbench.runner.progress import Display
 from qbench.runner.workers import SerialExecutor, Workers
 from qbench.store import Store
@@ -162,12 +161,12 @@ def test_a_good_record_is_never_replaced_by_one_of_a_killed_process(tmp_path):
 def test_what_another_run_makes_while_this_ones_process_dies_is_taken(tmp_path):
     """The process dies; before that is recorded, another run makes the cell."""
     plan_, store = planned(tmp_path), Store(tmp_path / "out")
-    cell, begun = plan_.cell("softmax/rtn-4bit"), datetime.now(UTC)
+    cell, cache = plan_.cell("softmax/rtn-4bit"), tmp_path / "cache"
+    grid = _Grid(plan_, store, SilentProgress(), cache, force=False)
     with ThreadPoolExecutor(1) as late, FileLock(store.lock_file(cell.grid_cell)):
-        giving_up = late.submit(give_up, cell, plan_, store, "killed", progress=SilentProgress(),
-                                begun=begun, force=False)  # fmt: skip
+        giving_up = late.submit(grid.give_up, cell)
         time.sleep(0.2)
-        made = run(cell, plan_, store, SilentProgress(), tmp_path / "cache")
+        made = run(cell, plan_, store, SilentProgress(), cache)
         assert made.status == "ok"
     assert giving_up.result() == made == store.get(cell.grid_cell)
 
