@@ -22,7 +22,7 @@ from qbench.recipe import Overrides, Recipe
 from qbench.runner.grid import run_cells
 from qbench.runner.progress import Display
 from qbench.store import Store
-from qbench.tables.write import render
+from qbench.tables import render
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

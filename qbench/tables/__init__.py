@@ -1,6 +1,62 @@
-"""Comparison → the paper's delta tables, in Markdown, CSV, LaTeX and HTML."""
+"""Comparison → the paper's delta tables, in Markdown, CSV, LaTeX and HTML, and their files."""
 
-from qbench.tables.table import Table
-from qbench.tables.write import FORMATS, render, table_files
+from __future__ import annotations
 
-__all__ = ["FORMATS", "Table", "render", "table_files"]
+from collections.abc import Sequence
+
+from qbench.comparison.lines import Comparison
+from qbench.errors import RecipeError
+from qbench.store import Store
+from qbench.tables.analyses import beside_paper
+from qbench.tables.analysis_results import load_analyses
+from qbench.tables.comparison_csv import comparison_csv, seeds_csv
+from qbench.tables.scores import by_method, costs, group_tables, pair_tables, tables_of
+from qbench.tables.table import Table, markdown
+from qbench.tables.table import render as render_tables
+
+FORMATS = ("md", "tex", "csv", "html")
+
+
+def render(comparison: Comparison, *, format: str = "md", published: str | None = None) -> str:
+    """The delta tables of a comparison as text.
+
+    ``published`` names a set of ``qbench.published`` to print beside. Raises RecipeError for an
+    unknown format or set.
+    """
+    if format not in FORMATS:
+        raise RecipeError(f"--format {format}: unknown; possible: {', '.join(FORMATS)}")
+    if format == "csv":
+        return comparison_csv(comparison, published=published)
+    found = score_tables(comparison, published=published)
+    return render_tables(found, format, title=comparison.name)
+
+
+def score_tables(comparison: Comparison, *, published: str | None = None) -> list[Table]:
+    """All of a comparison. ``published`` adds what a paper prints for the same cells; raises
+    RecipeError where that is unknown."""
+    found: list[Table] = []
+    for method in by_method(comparison):
+        found += tables_of(method, published)
+        if len(comparison.checkpoints) > 1:
+            found += costs(method)
+    return [*found, *pair_tables(comparison), *group_tables(comparison)]
+
+
+def table_files(
+    store: Store,
+    comparison: Comparison,
+    formats: Sequence[str] = ("md", "csv"),
+    *,
+    published: str | None = None,
+) -> dict[str, str]:
+    """The files of a results folder's tables by their names, ``tables.<format>``. Those in Markdown
+    end with what a paper prints of analyses and of passkey retrieval, with ours."""
+    files = {}
+    for format in formats:
+        text = render(comparison, format=format, published=published)
+        if format == "md" and published:
+            text += "\n" + markdown(beside_paper(load_analyses(store), published))
+        files[f"tables.{format}"] = text
+    if comparison.seeds:
+        files["seeds.csv"] = seeds_csv(comparison)
+    return files

@@ -12,7 +12,7 @@ from qbench.records import (
     SampleDifference,
     ScoringReport,
 )
-from qbench.tables.write import render
+from qbench.tables import render
 
 
 def cache(bytes_per_token: float) -> KVAudit:

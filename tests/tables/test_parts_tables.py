@@ -14,8 +14,8 @@ from qbench.gate.verdict import as_markdown
 from qbench.records import ActivationAudit, Leak, Part, Precision
 from qbench.runner.grid import summary
 from qbench.store import Store
+from qbench.tables import render
 from qbench.tables.changes import changes_table
-from qbench.tables.write import render
 
 WEIGHTS = {"name": "gptq-4bit", "method": "gptq", "bits": 4}
 INT8 = {"name": "int8-token", "bits": 8}

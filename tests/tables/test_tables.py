@@ -11,9 +11,8 @@ from qbench.cli import tables as results
 from qbench.cli.tables import show_tables
 from qbench.comparison.compare import compare
 from qbench.errors import OutputError, RecipeError
-from qbench.tables import render
+from qbench.tables import render, score_tables
 from qbench.tables.scores import by_method
-from qbench.tables.write import score_tables
 
 SMALL = {"arc_easy": 53, "lambada_openai": 71, "wikitext": 7}
 
