@@ -303,12 +303,27 @@ class Recipe(Strict):
         source = _source(path, overrides or Overrides())
         if {"model", "normalizers"} <= source.values.keys():
             raise RecipeError(f"{path}: it is a training recipe; use qbench train {path}")
-        _load_plugins(source)
         _group_checkpoints(source)
         try:
-            return cls.model_validate(source.values)
+            return cls.model_validate(source.values, context=source)
         except ValidationError as error:
             raise RecipeError(*problem_lines(source, error, cls)) from None
+
+    @field_validator("plugins")
+    @classmethod
+    def _load(cls, value: tuple[PluginFile, ...], known: ValidationInfo) -> tuple[PluginFile, ...]:
+        """First, so that the rest can name what they register. Raises RecipeError, at once."""
+        source = known.context or Source(FROM_OPTIONS, {}, {})
+        for number, one in enumerate(value):
+            location = f"{source.at(('plugins', number))}: plugins[{number}]"
+            plugin = load_file(Path(one.path), location=location)
+            if one.sha256 not in (None, plugin.digest):
+                raise RecipeError(
+                    f"{location}: {plugin.path} differs from the file that the recipe states: its "
+                    f"SHA-256 is {plugin.digest}; write that, or leave sha256 out, to run it as it "
+                    "is now"
+                )
+        return value
 
     @field_validator("quantizers", mode="wrap")
     @classmethod
@@ -616,30 +631,6 @@ def _in_dtype(entry: Any, unquantized: str) -> Any:
             entry["name"] = unquantized
         return entry
     return unquantized if entry in UNQUANTIZED else entry
-
-
-class _Plugins(BaseModel):
-    plugins: PluginFiles = ()
-
-
-def _load_plugins(source: Source) -> None:
-    """Load the files that a recipe names, so that it can name what they register.
-
-    Raises RecipeError for one that does not load, or is not the one that the recipe states.
-    """
-    try:
-        named = _Plugins.model_validate({"plugins": source.values.get("plugins", ())}).plugins
-    except ValidationError as error:
-        raise RecipeError(*problem_lines(source, error, Recipe)) from None
-    for number, one in enumerate(named):
-        location = f"{source.at(('plugins', number))}: plugins[{number}]"
-        plugin = load_file(Path(one.path), location=location)
-        if one.sha256 not in (None, plugin.digest):
-            raise RecipeError(
-                f"{location}: {plugin.path} differs from the file that the recipe states: its "
-                f"SHA-256 is {plugin.digest}; write that, or leave sha256 out, to run it as it is "
-                "now"
-            )
 
 
 # --- several trainings of one kind

@@ -130,7 +130,10 @@ def test_plugins_of_a_recipe_that_cannot_be_are_one_line(tmp_path, entry, said):
     from qbench.recipe import Recipe
 
     path = tmp_path / "recipe.yaml"
-    path.write_text(f"plugins: [{json.dumps(entry)}]\nname: x\n")
+    path.write_text(
+        f"plugins: [{json.dumps(entry)}]\nname: x\ncheckpoints: {{a: b/c}}\nquantizers: [bf16]\n"
+        "tasks: [sciq]\n"
+    )
     with pytest.raises(RecipeError, match=said) as error:
         Recipe.load(path)
     assert len(str(error.value).splitlines()) == 1
