@@ -205,6 +205,8 @@ def train(
         trained.setdefault(of, []).append(one)
     if evaluate is not None:
         require_evaluable(evaluate, trained, folder)
+        if gpus is not None and (cluster or "local").partition(":")[0] != "local":
+            raise RecipeError(f"--cluster {cluster}: its workers are running; leave --gpus out")
     elif cluster is not None or gpus is not None:
         raise RecipeError("--cluster and --gpus: each needs --evaluate RECIPE")
     # torch, once the input is known to be right
@@ -242,7 +244,7 @@ def train(
         ]
         run.run(
             recipe=evaluate, checkpoint=checkpoints, out=folder / "evaluation", device=device,
-            cluster=cluster, gpus=gpus if cluster is None else None,
+            cluster=cluster, gpus=gpus,
         )  # fmt: skip
 
 

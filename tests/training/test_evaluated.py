@@ -62,6 +62,10 @@ def test_all_that_was_trained_is_evaluated_and_seeds_are_told_of_as_replicates(
             "softpick: is not trained here",
         ),
         (("--cluster", "local:1"), "needs --evaluate RECIPE"),
+        (
+            ("--evaluate", "RECIPE", "--cluster", "tcp://host:1", "--gpus", "1"),
+            "leave --gpus out",
+        ),
     ],
 )
 def test_what_could_not_be_evaluated_is_refused_before_training(
