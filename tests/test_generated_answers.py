@@ -80,13 +80,13 @@ def test_the_export_holds_them(ran):
     (path,) = (ran / "export" / "lm-eval" / "softpick__fp32").glob("samples_sums_*.jsonl")
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(line["filter"], line["doc_id"]) for line in lines] == [
-        ("last-word", 0), ("last-word", 1), ("last-word", 2),
         ("as-written", 0), ("as-written", 1), ("as-written", 2),
+        ("last-word", 0), ("last-word", 1), ("last-word", 2),
     ]  # fmt: skip
     written = texts(store, record, "sums")
     assert [line["resps"] for line in lines] == [[[one]] for one in written * 2]
     taken = texts(store, record, "sums", "last-word")
-    assert [line["filtered_resps"] for line in lines] == [[one] for one in [*taken, *written]]
+    assert [line["filtered_resps"] for line in lines] == [[one] for one in [*written, *taken]]
 
 
 def test_a_long_answer_is_cut_and_says_so():
