@@ -457,8 +457,9 @@ def _folder(source: str, revision: str | None) -> Path:
         return path
     if HUB_ID.fullmatch(source):
         return hub.snapshot(source, revision, FROM_HUB)
+    where = "" if why == source else f" ({shown(why)})"
     raise CheckpointError(
-        f"checkpoint {shown(source)}: no such folder ({shown(why)}), and not a hub id (owner/name)"
+        f"checkpoint {shown(source)}: no such folder{where}, and not a hub id (owner/name)"
     )
 
 
