@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,6 +40,7 @@ def kind(quantizer: str) -> str:
     return next((name for begin, name in known.items() if quantizer.startswith(begin)), KINDS[1])
 
 
+@cache
 def rows() -> dict[str, dict[str, Row]]:
     """By precision, then by size."""
     found: dict[str, dict[str, Row]] = {}
