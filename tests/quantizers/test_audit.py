@@ -225,6 +225,17 @@ def test_columns_of_silent_inputs_may_be_zeros(tmp_path, rows):
     assert report.passed, report.problems
 
 
+def test_columns_of_small_weights_may_be_rounded_to_zeros(tmp_path):
+    """As those of a model's largest activations are at two bits, where training made them small."""
+    chosen, path, model = settings("gptq-2bit"), "model.layers.1.self_attn.v_proj", llama()
+    model.model.layers[1].input_layernorm.weight.data[3] *= 20
+    linears(model)[path].weight.data[:, 3] /= 40
+    report = check(make(chosen, tmp_path, model=copy.deepcopy(model)), chosen, model)
+    (module,) = [one for one in report.modules if one.name == path]
+    assert module.dead_inputs == 1
+    assert report.passed, report.problems
+
+
 @pytest.mark.parametrize("name", ["gptq-8bit", "rtn-8bit"])
 def test_columns_of_other_inputs_may_not_be_zeros(tmp_path, name):
     chosen, path = settings(name), "model.layers.1.self_attn.o_proj"

@@ -25,7 +25,7 @@ from qbench.streaming import bring
 
 SPARE = 0.01  # of all weights: routers, convolutions and the like may stay as they are
 ROWS = 4096  # of the identity at once: a layer dequantizes in every forward
-SILENT = 0.01  # share of a layer's squared inputs that the columns which GPTQ zeroed may take in
+SILENT = 0.01  # share of a layer's squared products that may be lost with columns that are zeros
 LEAN = 0.5  # |mean| / root mean square of the errors; a zero point off by one gives near 1
 MOST_FITTED = 0.7  # relative error after fitted factors; unrelated matrices keep nearly 1
 
@@ -64,7 +64,7 @@ def measure_weights(
     modules: list[ModuleAudit] = []
     error_squared = norm_squared = 0.0
     rescaled = 0
-    zeroed: dict[str, Tensor] = {}
+    zeroed: dict[str, tuple[Tensor, Tensor, float]] = {}
     for name in (name for name in wanted if name in stored):
         try:
             packed = stored[name]()
@@ -75,7 +75,10 @@ def measure_weights(
                 wanted[name].weight.data.mul_(factor)
                 rescaled += 1
             if config.weights.needs_calibration and one.dead_inputs:
-                zeroed[name] = dead
+                norms = wanted[name].weight.float().square().sum(dim=0)
+                lost = float(norms[dead].sum())
+                rounding = max(0.0, sums[0] - lost) / max(sums[1] - lost, 1e-30)
+                zeroed[name] = dead, norms, max(SILENT, rounding)
             modules.append(one)
             error_squared, norm_squared = error_squared + sums[0], norm_squared + sums[1]
             problems += wrong
@@ -286,18 +289,24 @@ def _wrong_weight(
     return problems
 
 
-def _missed(original: nn.Module, zeroed: Mapping[str, Tensor], probe: Tensor) -> list[str]:
-    """A line for each layer where ``zeroed`` columns [in] take in something. GPTQ zeroes those
-    whose inputs are zero on all calibration text, as of a softpick head that is silent."""
+def _missed(
+    original: nn.Module, zeroed: Mapping[str, tuple[Tensor, Tensor, float]], probe: Tensor
+) -> list[str]:
+    """A line for each layer that loses more with the columns that became zeros than by rounding.
+
+    GPTQ zeroes those whose inputs are zero on all calibration text, as of a softpick head that is
+    silent; and few bits round a whole column of small weights to zero. ``zeroed``: which columns
+    [in], the squared norms of all [in], and the share of squared products that may be lost."""
     problems = []
 
     def look(name: str, inputs: Tensor) -> None:
-        squares, zeros = inputs.float().square().flatten(0, -2).sum(0), zeroed[name]
-        share = float(squares[zeros].sum() / squares.sum().clamp_min(1e-30))
-        if not share <= SILENT:
+        zeros, norms, allowed = zeroed[name]
+        products = inputs.float().square().flatten(0, -2).sum(0) * norms
+        share = float(products[zeros].sum() / products.sum().clamp_min(1e-30))
+        if not share <= allowed:
             problems.append(
                 f"{name}: {int(zeros.sum())} of {len(zeros)} columns are zeros, and {share:.1%} of "
-                "the squared inputs go there"
+                f"the squared products go there; {allowed:.1%} may"
             )
 
     watch_inputs(original, {n: original.get_submodule(n) for n in zeroed}, look, [probe])
