@@ -304,6 +304,8 @@ def test_sinks_of_the_second_pair_are_those_of_its_analysis():
 
 LARGER = part("## At 126 M", "## What would change")
 LABELS = {  # of the page's table
+    "weights, GPTQ 2-bit": "gptq-2bit",
+    "weights, GPTQ 3-bit": "gptq-3bit",
     "weights, HQQ 2-bit": "hqq-2bit",
     "activations, int4, a scale a token": "a4",
     "activations, int8, one scale for all tokens": "a8-tensor",
@@ -341,7 +343,7 @@ def test_the_larger_pair_is_told_as_it_was_trained_and_analyzed():
     silent = float(known["softpick"]["Heads without any weight %"])
     assert f"on a page {silent:.1f} % of them have no weight at all" in told
     record = next(
-        one for one in Store(RESULTS / "sinks-124m").records() if one.cell == "softpick/gptq-4bit"
+        one for one in Store(RESULTS / "sinks-124m").records() if one.cell == "softpick/gptq-8bit"
     )
     dead = [one.dead_inputs // 64 for one in record.audit.modules if "o_proj" in one.name]
     assert f"{sum(dead)} of its {12 * len(dead)} stayed silent on all {128 * 2048:,}" in told
@@ -366,22 +368,18 @@ def test_the_larger_pair_is_told_as_its_cells_were_scored():
     def more(folder: str, wanted: str) -> list[bool]:
         means = divergences(folder)
         quantizers = {one for _, one in means if re.fullmatch(wanted, one)}
-        return [
-            means["softpick", one] > means["softmax", one]
-            for one in quantizers
-            if ("softpick", one) in means
-        ]
+        return [means["softpick", one] > means["softmax", one] for one in quantizers]
 
     larger = partial(more, "sinks-124m")
-    integer, floating = larger(r"a[468](-tensor|-asym.*|-static.*)?|w8a8"), larger(r"a.*fp.")
-    assert (len(integer), sum(integer), len(floating), sum(floating)) == (8, 0, 3, 3)
-    assert "Under all 8 integer formats softpick moves less" in told
-    cache, weights = larger("kv.*"), larger("(bnb|hqq).*")
-    assert (len(cache), sum(cache), len(weights), sum(weights)) == (9, 8, 4, 3)
+    integer, floating = larger(r"a[468](-tensor|-asym.*|-static.*)?|w.*"), larger(r"a.*fp.")
+    assert (len(integer), sum(integer), len(floating), sum(floating)) == (10, 0, 3, 3)
+    assert "Under all 10 integer formats softpick moves less" in told
+    cache, weights = larger("kv.*"), larger("(bnb|gptq|hqq).*")
+    assert (len(cache), sum(cache), len(weights), sum(weights)) == (9, 8, 8, 7)
     assert sum(more("sinks-27m-kv", "kv.*")) == 3
-    assert sum(more("sinks-27m", "(bnb|hqq).*")) == 1
+    assert sum(more("sinks-27m", "(bnb|gptq|hqq).*")) == 3
     assert "more under 8 of 9 precisions, at 27 M under 3." in told
-    assert "more under 3 of 4 (bitsandbytes and HQQ), at 27 M under 1." in told
+    assert "more under 7 of 8 precisions, at 27 M under 3." in told
 
 
 @pytest.mark.slow
