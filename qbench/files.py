@@ -15,21 +15,35 @@ import shutil
 import socket
 import stat
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from qbench.errors import OutputError
 
+if TYPE_CHECKING:
+    import numpy as np
+
 NAME = r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,63}"  # of what a user names: it may become a folder
+PART = 4 << 20  # bytes that one thread hashes
 TEMPORARY = re.compile(r"\..+\.(?P<host>[A-Za-z0-9-]{1,63})\.(?P<process>[0-9]{1,10})\.tmp")
 
 
 def digest(payload: bytes) -> str:
     """SHA-256 of ``payload``: 64 hexadecimal digits."""
     return hashlib.sha256(payload).hexdigest()
+
+
+def digest_of_parts(payload: bytes | np.ndarray) -> str:
+    """SHA-256 over the SHA-256s of parts of ``PART`` bytes, which are hashed side by side: one
+    thread takes a second for 1.2 GB."""
+    view = memoryview(payload)
+    parts = (view[start : start + PART] for start in range(0, len(view), PART))
+    with ThreadPoolExecutor() as pool:
+        return digest(b"".join(pool.map(lambda part: hashlib.sha256(part).digest(), parts)))
 
 
 def file_digest(path: Path) -> str:

@@ -11,7 +11,10 @@ import pytest
 
 from qbench.errors import OutputError
 from qbench.files import (
+    PART,
     clean_temporaries,
+    digest,
+    digest_of_parts,
     require_folder,
     require_writable,
     temporary,
@@ -114,3 +117,11 @@ def test_temporaries_of_dead_processes_are_removed_and_no_others(tmp_path):
     assert clean_temporaries(tmp_path) == sorted(gone)
     assert all(path.exists() for path in kept)
     assert not any(path.exists() for path in gone)
+
+
+def test_a_digest_of_parts_is_of_every_part_in_its_place():
+    parts = [bytes([i]) * (PART if i < 2 else 5) for i in range(3)]
+    found = digest_of_parts(b"".join(parts))
+    assert found == digest(b"".join(bytes.fromhex(digest(part)) for part in parts))
+    assert found != digest_of_parts(b"".join([parts[1], parts[0], parts[2]]))
+    assert found != digest_of_parts(b"".join(parts[:2]))

@@ -26,7 +26,7 @@ from qbench.analysis.text import BATCH_TOKENS
 from qbench.attention.transformers import attend
 from qbench.errors import EvaluationError
 from qbench.evaluation.scoring.generate import at_once, greedy
-from qbench.machine import environment
+from qbench.machine import environment, free
 from qbench.quantizers.linear import linears
 
 if TYPE_CHECKING:
@@ -191,8 +191,8 @@ def _decoding(model: PreTrainedModel, prompts: int, length: int) -> Iterator[Row
 def timed(kind: str, run: Callable[[], T]) -> tuple[T, dict[str, float]]:
     """What ``run`` gives, and a row's ``seconds`` and ``peak_gib``."""
     on_gpu = kind == "cuda"
+    free(kind)  # graphs and caches of the model before lie in circles of references
     if on_gpu:
-        torch.cuda.empty_cache()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
     begun = time.perf_counter()

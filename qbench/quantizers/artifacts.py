@@ -13,6 +13,7 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import torch
 from filelock import FileLock
 from safetensors import SafetensorError
@@ -21,13 +22,13 @@ from torch import Tensor
 
 from qbench.code import QUANTIZING, code_digest
 from qbench.errors import OutputError, first_line
-from qbench.files import clean_temporaries, digest, file_digest, mark_used, temporary
+from qbench.files import clean_temporaries, digest, digest_of_parts, mark_used, temporary
 from qbench.machine import version_of
 from qbench.quantizers.calibration import Calibration
 from qbench.quantizers.config import QuantizationConfig
 from qbench.records import canonical
 
-FORMAT = 4
+FORMAT = 5
 WEIGHTS, MANIFEST = "weights.safetensors", "manifest.json"
 DIGITS = 16
 
@@ -90,7 +91,7 @@ class Artifact:
                 raise Damaged(f"{MANIFEST}: another key")
             # Read once and checked: a mapped file could change, or end, under a running model.
             payload = (self.folder / WEIGHTS).read_bytes()
-            if digest(payload) != wanted:
+            if digest_of_parts(payload) != wanted:
                 raise Damaged(f"{WEIGHTS}: digest differs")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise Damaged(f"{type(error).__name__}: {error}") from None
@@ -110,11 +111,12 @@ class Artifact:
             making.mkdir(parents=True)
             path = making / WEIGHTS
             save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, path)
+            written = np.memmap(path, mode="r")
             manifest = {
                 "key": self.key,
                 "parts": self.parts,
                 "note": note,
-                "files": {WEIGHTS: {"digest": file_digest(path), "bytes": path.stat().st_size}},
+                "files": {WEIGHTS: {"digest": digest_of_parts(written), "bytes": written.nbytes}},
             }
             (making / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n")
             shutil.rmtree(self.folder, ignore_errors=True)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from qbench.errors import first_line, some
+from qbench.files import PART, digest_of_parts
 from qbench.quantizers.calibration import watch_inputs
 from qbench.quantizers.config import PackedWeight, QuantizationConfig, WeightSettings, matching
 from qbench.quantizers.linear import Matrix, matrices, values
@@ -216,12 +217,13 @@ def levels(groups: Tensor) -> int:
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 over names, dtypes, shapes and bytes, in the order of the names."""
+    """SHA-256 over names, dtypes, shapes and bytes, in the order of the names; of more bytes than
+    ``PART`` over ``digest_of_parts``."""
     total = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         total.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        plain = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        total.update(plain.numpy())
+        plain = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        total.update(plain if plain.nbytes <= PART else digest_of_parts(plain).encode())
     return total.hexdigest()
 
 
