@@ -421,6 +421,21 @@ def test_speeds_are_those_of_the_bench(number, name, words):
     assert any(all(word in line for word in words) for line in lines)
 
 
+def test_speeds_of_the_readme_are_those_of_their_pages():
+    told = (ROOT / "README.md").read_text()
+    listed = {row[0]: row for row in rows(told[told.index("| one H200 |") :])[2:7]}
+    streamed = listed.pop("a 7B model block by block, 4.7 GiB of GPU memory")
+    page = (RESULTS / "bench" / "large-h200.md").read_text()
+    resident, by_block = re.search(r"the command \| \*\*(\d+) s.*?\*\*(\d+) s", page).groups()
+    assert streamed[2] == f"{int(by_block) / int(resident):.2f} × the time"
+    for what, against, speed in listed.values():
+        subject = what.split(",")[0]
+        assert any(
+            all(one in line for one in (subject, against.split()[0], speed))
+            for line in SPEED.splitlines()
+        ), what
+
+
 def test_what_is_compared_with_another_row_or_stands_in_the_text_is_that_of_the_bench():
     page = (RESULTS / "bench" / "attention-h200.md").read_text()
     every = [[cell for cell in row if cell] for row in rows(page)]
