@@ -60,18 +60,27 @@ def _stored(scale, SCALE: tl.constexpr):
     return scale
 
 
-@triton.jit
-def _quantize(
-    x, inside, fixed, fixed_zero, FIXED: tl.constexpr, FLOAT: tl.constexpr,
-    SYMMETRIC: tl.constexpr, LOW_IS_ZERO: tl.constexpr, SCALE: tl.constexpr, LARGEST: tl.constexpr,
-    MANTISSA: tl.constexpr, LOWEST: tl.constexpr, HIGHEST: tl.constexpr,
+@triton.jit(do_not_specialize=["total"])
+def _rows_kernel(
+    source, target, scales, fixed_at, zero_at, total, length,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, ENCODE: tl.constexpr, FIXED: tl.constexpr,
+    FLOAT: tl.constexpr, SYMMETRIC: tl.constexpr, LOW_IS_ZERO: tl.constexpr, SCALE: tl.constexpr,
+    LARGEST: tl.constexpr, MANTISSA: tl.constexpr, LOWEST: tl.constexpr, HIGHEST: tl.constexpr,
 ):  # fmt: skip
-    """Codes of float32 ``x`` [M, N], and the scale and zero point of each row, where
-    ``inside``; or the ``fixed`` ones, [M, 1], under which E4M3 scales are groups' own.
-    """
+    """ROWS of ``total`` groups of ``length`` values each, one after the other."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = (row < total)[:, None] & (column < length)  # [ROWS, BLOCK]
+    at = row[:, None] * length + column
+    x = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
+    fixed = tl.zeros([ROWS, 1], tl.float32)
+    zero = tl.zeros([ROWS, 1], tl.float32)
+    if FIXED:
+        fixed += tl.load(fixed_at)
+        if not SYMMETRIC:
+            zero += tl.load(zero_at)
     scale = fixed
-    zero = fixed_zero
-    if not FIXED or SCALE == E4M3:
+    if not FIXED or SCALE == E4M3:  # under a fixed one, E4M3 scales are groups' own
         # max() leaves NaN out; the sum of x · 0 does not
         wrong = tl.sum(x * 0.0, 1, keep_dims=True)
         zero = wrong
@@ -107,51 +116,18 @@ def _quantize(
         codes = tl.minimum(tl.maximum(_whole(_divided(x - zero, scale)), 0.0), LARGEST)
     else:
         codes = tl.minimum(tl.maximum(_whole(_divided(x, scale)) + zero, 0.0), LARGEST)
-    return codes + x * 0.0, scale, zero
-
-
-@triton.jit
-def _dequantize(codes, scale, zero, SYMMETRIC: tl.constexpr, LOW_IS_ZERO: tl.constexpr):
-    if SYMMETRIC:
-        value = codes * scale
-    elif LOW_IS_ZERO:
-        value = codes * scale + zero
-    else:
-        value = (codes - zero) * scale
-    return value
-
-
-@triton.jit(do_not_specialize=["total"])
-def _rows_kernel(
-    source, target, scales, fixed_at, zero_at, total, length,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, ENCODE: tl.constexpr, FIXED: tl.constexpr,
-    FLOAT: tl.constexpr, SYMMETRIC: tl.constexpr, LOW_IS_ZERO: tl.constexpr, SCALE: tl.constexpr,
-    LARGEST: tl.constexpr, MANTISSA: tl.constexpr, LOWEST: tl.constexpr, HIGHEST: tl.constexpr,
-):  # fmt: skip
-    """ROWS of ``total`` groups of ``length`` values each, one after the other."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
-    column = tl.arange(0, BLOCK)[None, :]
-    inside = (row < total)[:, None] & (column < length)  # [ROWS, BLOCK]
-    at = row[:, None] * length + column
-    x = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
-    fixed = tl.zeros([ROWS, 1], tl.float32)
-    zero = tl.zeros([ROWS, 1], tl.float32)
-    if FIXED:
-        fixed += tl.load(fixed_at)
-        if not SYMMETRIC:
-            zero += tl.load(zero_at)
-    codes, scale, zero = _quantize(
-        x, inside, fixed, zero, FIXED, FLOAT, SYMMETRIC, LOW_IS_ZERO, SCALE, LARGEST, MANTISSA,
-        LOWEST, HIGHEST,
-    )  # fmt: skip
+    codes += x * 0.0
     if ENCODE:
         scale += tl.sum(x * 0.0, 1, keep_dims=True)
         tl.store(scales + row[:, None], scale, mask=(row < total)[:, None])
         y = tl.where((codes == codes) & (scale == scale), codes, 0.0)
-        y = y.to(target.dtype.element_ty)
+    elif SYMMETRIC:
+        y = codes * scale
+    elif LOW_IS_ZERO:
+        y = codes * scale + zero
     else:
-        y = _dequantize(codes, scale, zero, SYMMETRIC, LOW_IS_ZERO).to(target.dtype.element_ty)
-    tl.store(target + at, y, mask=inside)
+        y = (codes - zero) * scale
+    tl.store(target + at, y.to(target.dtype.element_ty), mask=inside)
 
 
 def fake_quantize_rows(x: Tensor, form: QuantFormat, fixed: Scale | None = None) -> Tensor:

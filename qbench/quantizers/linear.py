@@ -15,7 +15,7 @@ a module that computes the same with ``<expert>.gate_up_proj`` and ``<expert>.do
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -81,6 +81,27 @@ def plain(module: nn.Linear) -> Plain:
         device=module.weight.device,
         routed=getattr(module, ROUTED, False),
     )
+
+
+class DequantizedLinear(nn.Module):
+    """A linear layer whose forward dequantizes what is stored of its weight, then multiplies.
+
+    The ``tensors`` that are stored are its buffers, by name; ``dtype`` is the unquantized layer's.
+    """
+
+    def __init__(self, shape: Plain, tensors: Mapping[str, Tensor | None]) -> None:
+        super().__init__()
+        self.in_features, self.out_features = shape.in_features, shape.out_features
+        self.dtype = shape.dtype
+        for name, tensor in {**tensors, "bias": shape.bias}.items():
+            self.register_buffer(name, tensor)
+
+    def dequantize(self) -> Tensor:
+        """The weight, ``dtype`` [out, in]; computed in float32."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.dequantize().to(x.dtype), self.bias)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from qbench.quantizers.config import PackedWeight, WeightSettings
-from qbench.quantizers.linear import Plain, Tensors
+from qbench.quantizers.linear import DequantizedLinear, Plain, Tensors
 from qbench.quantizers.weights import Rtn
 
 # A byte holds 8 / w codes of w bits; 3 bits are a plane of 2 and a plane of 1.
@@ -47,10 +47,8 @@ def unpack_codes(packed: Tensor, bits: int, in_features: int) -> Tensor:
     return codes[:, :in_features]
 
 
-class PackedLinear(nn.Module):
-    """A linear layer over packed codes; its forward dequantizes, then multiplies.
-
-    ``codes`` uint8 [out, in · bits / 8], ``scale`` float16 [out, groups], ``zero`` uint8
+class PackedLinear(DequantizedLinear):
+    """``codes`` uint8 [out, in · bits / 8], ``scale`` float16 [out, groups], ``zero`` uint8
     [out, groups], ``order`` int32 [in] or None: column i of the weight is column order[i] of the
     grouped codes (GPTQ's desc_act). ``through``: what a weight is rounded to before ``dtype``.
     """
@@ -58,17 +56,10 @@ class PackedLinear(nn.Module):
     through = torch.float32
 
     def __init__(self, shape: Plain, tensors: Tensors, settings: WeightSettings) -> None:
-        super().__init__()
-        self.in_features, self.out_features = shape.in_features, shape.out_features
+        super().__init__(shape, {"order": None, **tensors})
         self.bits, self.group_size = settings.num_bits, settings.group_length(shape.in_features)
-        self.dtype = shape.dtype
-        for name in ("codes", "scale", "zero"):
-            self.register_buffer(name, tensors[name])
-        self.register_buffer("order", tensors.get("order"))
-        self.register_buffer("bias", shape.bias)
 
     def dequantize(self) -> Tensor:
-        """The weight, ``dtype`` [out, in]; computed in float32."""
         codes = unpack_codes(self.codes, self.bits, self.in_features)
         groups = codes.reshape(self.out_features, -1, self.group_size).float()
         weight = (groups - self.zero[..., None].float()) * self.scale[..., None].float()
@@ -76,9 +67,6 @@ class PackedLinear(nn.Module):
         if self.order is not None:
             weight = weight[:, self.order]
         return weight.to(self.through).to(self.dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self.dequantize().to(x.dtype), self.bias)
 
 
 def grid(weight: Tensor, bits: int, *, symmetric: bool) -> tuple[Tensor, Tensor]:

@@ -14,30 +14,17 @@ from torch import Tensor, nn
 from qbench.quantizers.config import PackedWeight
 from qbench.quantizers.fake_quant import FakeQuant, decode, encode
 from qbench.quantizers.formats import Scale
-from qbench.quantizers.linear import Plain, Tensors
+from qbench.quantizers.linear import DequantizedLinear, Plain, Tensors
 from qbench.quantizers.weights import ScaledWeights
 
 LEAST_ROWS = 17  # of an int8 product on CUDA
 
 
-class ScaledLinear(nn.Module):
-    """``codes`` int8 or float8_e4m3fn [out, in], ``scale`` float32 [out, 1] or [1, 1]; its forward
-    dequantizes, then multiplies."""
-
-    def __init__(self, shape: Plain, tensors: Tensors) -> None:
-        super().__init__()
-        self.in_features, self.out_features = shape.in_features, shape.out_features
-        self.dtype = shape.dtype
-        self.register_buffer("codes", tensors["codes"])
-        self.register_buffer("scale", tensors["scale"])
-        self.register_buffer("bias", shape.bias)
+class ScaledLinear(DequantizedLinear):
+    """``codes`` int8 or float8_e4m3fn [out, in], ``scale`` float32 [out, 1] or [1, 1]."""
 
     def dequantize(self) -> Tensor:
-        """The weight, ``dtype`` [out, in]; computed in float32 and rounded once."""
         return decode(self.codes, self.scale).to(self.dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self.dequantize().to(x.dtype), self.bias)
 
 
 class ScaledMM(ScaledLinear):
