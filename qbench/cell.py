@@ -36,7 +36,7 @@ from qbench.machine import free, hardware, measured
 from qbench.plan import Cell, Plan, resident, streamable
 from qbench.quantizers.audit.cell import audit, probe_of
 from qbench.quantizers.calibration import read_calibration
-from qbench.quantizers.linear import split_experts
+from qbench.quantizers.linear import linearize
 from qbench.quantizers.quantize import quantize
 from qbench.quantizers.stored_bits import write_gguf_into
 from qbench.records import Record, Unavailable
@@ -112,7 +112,7 @@ def load(cell: Cell, plan: Plan) -> tuple[PreTrainedModel, PreTrainedTokenizerBa
             attention=cell.attention,
             dequantize=weights.weights_only,
         )
-        split_experts(model)  # so that each can be held against its original
+        linearize(model)  # so that each expert can be held against its original
     return model, load_tokenizer(cell.checkpoint)
 
 

@@ -52,15 +52,8 @@ def _source(order: int) -> tuple[int, int, bool] | None:
 
 def _prime_power(q: int) -> tuple[int, int] | None:
     """``q`` as prime and exponent of at most 3; None for other numbers."""
-    for degree in (1, 2, 3):
-        prime = round(q ** (1 / degree))
-        if prime**degree == q and prime > 1 and _is_prime(prime):
-            return prime, degree
-    return None
-
-
-def _is_prime(n: int) -> bool:
-    return all(n % divisor for divisor in range(2, math.isqrt(n) + 1))
+    prime = next((n for n in range(2, math.isqrt(q) + 1) if q % n == 0), q)
+    return next(((prime, degree) for degree in (1, 2, 3) if prime**degree == q), None)
 
 
 @functools.cache

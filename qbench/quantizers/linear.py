@@ -9,8 +9,8 @@ multiplied so (a state space's A) count too, since names do not tell them apart.
 
 transformers holds the experts of Mixtral, Qwen MoE, DeepSeek, gpt-oss and others as
 ``gate_up_proj`` [experts, 2 · inner, hidden] and ``down_proj`` [experts, hidden, inner] (gpt-oss
-transposed). A quantizer of linear layers would not see them. ``split_experts`` puts in their place
-a module that computes the same with ``<expert>.gate_up_proj`` and ``<expert>.down_proj``.
+transposed). A quantizer of linear layers would not see them. ``linearize`` puts in their place a
+module that computes the same with ``<expert>.gate_up_proj`` and ``<expert>.down_proj``.
 """
 
 from __future__ import annotations
@@ -59,17 +59,20 @@ def linears(model: nn.Module, ignore: tuple[str, ...] = ()) -> dict[str, nn.Line
 def linearize(model: nn.Module) -> None:
     """Put linear layers in the place of every Conv1D (GPT-2's, which is one with its weight
     turned) and of experts that are kept as one parameter, in place; the LM head aside."""
-    if stream_of(model) is not None and any(
-        isinstance(module, Conv1D) or is_fused(module) for module in model.modules()
-    ):
+    others = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, Conv1D) or is_fused(module)
+    }
+    if others and stream_of(model) is not None:
         raise QuantizationError(
             f"{type(model).__name__} keeps weights outside linear layers, which cannot be "
             "quantized block by block: set evaluation.stream: false"
         )
-    split_experts(model)
-    for name, module in list(model.named_modules()):
-        if isinstance(module, Conv1D):
-            model.set_submodule(name, _linear(module.weight.T, module.bias))
+    for name, module in others.items():
+        turned = isinstance(module, Conv1D)
+        new = _linear(module.weight.T, module.bias) if turned else Experts(module)
+        model.set_submodule(name, new)
 
 
 def plain(module: nn.Linear) -> Plain:
@@ -270,13 +273,6 @@ class Experts(nn.Module):
             weighted = down(inner) * top_k_weights[tokens, place, None]
             result.index_add_(0, tokens, weighted.to(result.dtype))
         return result
-
-
-def split_experts(model: nn.Module) -> None:
-    """Take every fused experts module of ``model`` apart, in place."""
-    for name, module in list(model.named_modules()):
-        if is_fused(module):
-            model.set_submodule(name, Experts(module))
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
