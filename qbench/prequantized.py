@@ -8,12 +8,14 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from qbench import hub
 from qbench.attention.implementation import NATIVE
 from qbench.checkpoints import Checkpoint, find
 from qbench.checkpoints.find import HUB_ID, SIZES, Shapes, read_headers
 from qbench.checkpoints.fla import in_transformers_words
-from qbench.errors import CheckpointError, RecipeError
+from qbench.errors import CheckpointError, RecipeError, first_line, validation_line
 from qbench.files import file_digest
 from qbench.quantizers import gguf_file
 from qbench.quantizers.config import QuantizationConfig
@@ -61,7 +63,14 @@ def find_copy(
         device=device,
         ignore=() if kind == GGUF else _unquantized(copy, shapes),
     )
-    _ = found.scheme  # raises RecipeError for a configuration that says nothing
+    try:
+        _ = found.scheme
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        invalid = isinstance(error, ValidationError)
+        why = validation_line(error) if invalid else f"{type(error).__name__}: {first_line(error)}"
+        raise CheckpointError(
+            f"checkpoint {copy.source}: its quantization_config is none that {kind} writes ({why})"
+        ) from None
     return replace(config, weights=found), copy
 
 

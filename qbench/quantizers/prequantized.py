@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass as plain_dataclass
 from importlib.util import find_spec
 from typing import Annotated, Any, ClassVar, NamedTuple
 
@@ -33,12 +32,12 @@ KERNELS = "kernels"  # the package with which transformers multiplies FP8 on a G
 ACTIVATION_AGREEMENT = 0.3  # relative, of products whose inputs are rounded to as few as 4 bits
 
 
-@plain_dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Scheme:
     """What a ``quantization_config`` says of its weights. ``bits``: what its layers have, what a
     table shows first; ``groups``: weights of a row that share a scale."""
 
-    bits: tuple[float, ...]
+    bits: tuple[int | float, ...]
     words: str
     groups: int = WHOLE_ROW
     levels: int | None = None  # under one scale, where they are not 2^num_bits
@@ -47,7 +46,8 @@ class Scheme:
 
 
 class Format(NamedTuple):
-    """One ``quant_method``. ``modules``: what is imported to load it, by the name to install."""
+    """One ``quant_method``. ``read`` raises errors of Python for what is none of its
+    configurations; ``modules``: what is imported to load it, by the name to install."""
 
     title: str
     read: Callable[[Mapping[str, Any]], Scheme]
@@ -75,7 +75,7 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Scheme:
     groups = list((config.get("config_groups") or {}).values())
     weights = [group["weights"] for group in groups if group.get("weights")]
     if not weights:
-        raise RecipeError("its quantization_config quantizes no weights")
+        raise ValueError("it quantizes no weights")
     inputs = [group["input_activations"] for group in groups if group.get("input_activations")]
     weights.sort(key=lambda args: args["num_bits"])
     words = dict.fromkeys(f"{_element(args)} {_shared(args)}" for args in weights)
@@ -113,7 +113,7 @@ def _torchao(config: Mapping[str, Any]) -> Scheme:
     found = re.search(r"(int|float)(\d)_?weight", kind, re.IGNORECASE)
     width = re.search(r"\d", str(data.get("weight_dtype", "")))
     if found is None and width is None:
-        raise RecipeError(f"its torchao type {kind} is not known here")
+        raise ValueError(f"its type {kind} is not known here")
     bits = int(found[2] if found else width[0])
     floats = found is not None and found[1].lower() == "float"
     granularity = (data.get("granularity") or {}).get("_data") or {}

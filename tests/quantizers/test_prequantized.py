@@ -246,10 +246,18 @@ def test_an_awq_checkpoint_passes_and_one_whose_factors_do_not_cancel_fails(whol
         ({"quantization_config": {"quant_method": "hqq"}}, "transformers 5 loads no HQQ checkpoi"),
         ({"quantization_config": {"quant_method": "abc"}}, "quant_method 'abc': known formats: g"),
         ({"quantization_config": {"quant_method": "torchao", "quant_type": "x"}}, "not known here"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": "four"}}, "none that gptq write"),
+        ({"quantization_config": {"quant_method": "gptq", "group_size": None}}, "none that gptq"),
+        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}}, "none that"),
+        (
+            {"quantization_config": {"quant_method": "compressed-tensors",
+             "config_groups": {"a": {"weights": {"type": "int"}}}}},
+            "none that compressed-tensors writes (KeyError: 'num_bits')",
+        ),
         ({"num_attention_heads": 2}, "num_attention_heads 2, and"),
         ({"qbench_normalizer": "softpick"}, "it was trained with softpick, and"),
     ],
-)
+)  # fmt: skip
 def test_what_is_no_quantized_copy_is_refused_before_work_begins(nf4, tmp_path, config, words):
     with pytest.raises(QbenchError) as error:
         planned(tmp_path, changed(nf4, tmp_path / "x", lambda tensors: None, **config))
