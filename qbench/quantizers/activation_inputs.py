@@ -24,7 +24,7 @@ from qbench.quantizers.fake_quant import (
     scale_of_tensor,
 )
 from qbench.quantizers.formats import QuantFormat, Scale
-from qbench.quantizers.linear import require_matches
+from qbench.quantizers.linear import matrices, require_matches
 
 ATTRIBUTE = "qbench_inputs"  # of a model whose activations are quantized
 
@@ -33,7 +33,7 @@ def layers_with_inputs(model: nn.Module, ignore: tuple[str, ...] = ()) -> dict[s
     """The modules of ``model`` that multiply by a weight matrix, by name: linear layers, however
     their weights are stored. Without the LM head and what ``ignore`` names.
 
-    Raises QuantizationError for a pattern that names none of them.
+    Raises QuantizationError for a pattern that names none of them, and no other weight matrix.
     """
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     found = {
@@ -41,7 +41,7 @@ def layers_with_inputs(model: nn.Module, ignore: tuple[str, ...] = ()) -> dict[s
         for name, module in model.named_modules()
         if module is not head and hasattr(module, "in_features") and hasattr(module, "out_features")
     }
-    require_matches(found, ignore, "activations")
+    require_matches({**found, **matrices(model)}, ignore, "activations")
     ignored = matching(found, ignore)
     return {name: module for name, module in found.items() if name not in ignored}
 

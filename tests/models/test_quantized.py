@@ -7,7 +7,7 @@ from tiny import KINDS, tiny_model
 
 from qbench.checkpoints.supported import CLASSES
 from qbench.errors import QuantizationError
-from qbench.quantizers import parse
+from qbench.quantizers import config_of, parse
 from qbench.quantizers.audit.cell import audit
 from qbench.quantizers.calibration import Calibration
 from qbench.quantizers.linear import Experts, is_fused, linearize, linears, matrices
@@ -87,6 +87,21 @@ def test_experts_and_turned_layers_are_quantized_by_every_method(kind, name, sta
     experts = [module for module in found.modules if ".experts." in module.name]
     layers = CLASSES[kind].left_out.count("router") and 8 * (2 if kind == "gpt_oss" else 1)
     assert len(experts) == layers
+
+
+@pytest.mark.parametrize(
+    ("kind", "ignored"), [("mixtral", ("gate",)), ("qwen3_next", ("mlp.gate", "conv1d"))]
+)
+def test_inputs_of_what_is_no_linear_layer_stay_as_they_are_where_that_is_said(
+    kind, ignored, tmp_path
+):
+    entry = {"weights": {"name": "rtn-4bit", "group_size": 16}, "activations": {
+        "name": "int8-token", "ignore": ignored}}  # fmt: skip
+    quantizer = config_of(entry, compute_dtype="float32")
+    made = make(quantizer, tmp_path, model=tiny_model(kind))
+    found = audit(tiny_model(kind), made, quantizer, PROBE)
+    assert found.problems == ()
+    assert all(name.endswith(ignored) for name in found.activations.left_out)
 
 
 def test_bitsandbytes_does_not_choose_an_experts_kernel_by_its_number_of_rows(
