@@ -588,8 +588,8 @@ def refusal(checkpoint: Checkpoint, shapes: Shapes, quantization: QuantizationCo
     ``shapes``; None where nothing speaks against it."""
     weights = quantization.weights
     try:
-        if weights is not None:
-            weights.check_layers(shapes)
+        for part in quantization.parts.values():
+            part.check_layers(shapes)
     except QuantizationError as error:
         return str(error)
     if quantization.kv_cache is not None and checkpoint.normalizer == NATIVE:

@@ -131,10 +131,14 @@ REFUSED = [
     ("llama", {"name": "gptq-4bit", "group_size": 48}, "has 64 inputs, which group_size"),
     ("gpt2", {"name": "hqq-4bit", "group_size": 128}, "c_attn has 64 inputs, which group_size"),
     ("gpt_oss", {"name": "rtn-4bit", "group_size": 48}, "has 64 inputs, which group_size"),
+    (
+        "llama", {"activations": {"name": "int8-token", "group_size": 48}},
+        r"has 64 inputs, no multiple of the 48 .* ignore: ",
+    ),
     ("mamba", {"name": "bnb-4bit"}, r"reads the weight of dt_proj directly; set ignore:"),
     ("bloom", {"kv": "int8-token", "label": "kv8"}, "runs on its own attention, but the KV cache"),
     ("llama", {"kv": {"name": "int4-token", "group_size": 7}}, "group_size 7 does not divide"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "quantizer", "words"), REFUSED)

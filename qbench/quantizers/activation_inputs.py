@@ -52,8 +52,7 @@ def install(model: nn.Module, settings: FakeQuantized, tensors: Mapping[str, Ten
     that cannot multiply codes."""
     modules, form = layers_with_inputs(model, settings.ignore), settings.format
     for name, module in modules.items():
-        if problem := settings.misfit(name, module.in_features):
-            raise QuantizationError(problem)
+        settings.check_layer(name, module.out_features, module.in_features)
     assert getattr(settings, "arithmetic", "") != "auto"  # a plan has decided
     scales = fixed_scales(tensors, form)
     if settings.real:

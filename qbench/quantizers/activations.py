@@ -19,7 +19,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from qbench import machine
-from qbench.errors import RecipeError
+from qbench.errors import QuantizationError, RecipeError
 from qbench.quantizers.config import (
     SETTINGS,
     WHOLE_ROW,
@@ -79,20 +79,14 @@ class FakeQuantized(ActivationSettings):
     def batch_invariant(self) -> bool:
         return not self.format.one_of_tensor
 
-    def check(self, config: Mapping[str, Any], device: str) -> None:
-        for width in ("hidden_size", "intermediate_size"):
-            if problem := self.misfit(width, config.get(width)):
-                raise RecipeError(problem)
-
-    def misfit(self, what: str, size: Any) -> str | None:
-        """What is wrong where groups do not divide a width ``size``."""
+    def check_layer(self, name: str, rows: int, columns: int) -> None:
         group = self.format.group_size
-        if group == WHOLE_ROW or not isinstance(size, int) or size % group == 0:
-            return None
-        return (
-            f"{self.name}: {what} is {size}, no multiple of the {group} values that share a scale; "
-            "leave out what does not fit (ignore), or choose another format"
-        )
+        if group != WHOLE_ROW and columns % group:
+            raise QuantizationError(
+                f"{self.name}: {name} has {columns} inputs, no multiple of the {group} that share "
+                f"a scale; leave it out, ignore: [{name.rpartition('.')[2]}], or choose another "
+                "format"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, config=SETTINGS)

@@ -98,6 +98,7 @@ class Settings(ABC):
     needs_calibration: bool = False
     batch_invariant: bool = True
     requirements: tuple[str, ...] = ()
+    ignore: tuple[str, ...] = ()  # layers that it leaves as they are
 
     @property
     def causal(self) -> bool:
@@ -120,6 +121,17 @@ class Settings(ABC):
     def check(self, config: Mapping[str, Any], device: str) -> None:  # noqa: B027
         """Raise RecipeError for what a model of this ``config.json``, or this ``device`` ("cpu" or
         "cuda"), cannot do; asked before any work starts."""
+
+    def check_layer(self, name: str, rows: int, columns: int) -> None:  # noqa: B027
+        """Raise QuantizationError, naming the layer, for a shape [out, in] of its weight that the
+        method does not take."""
+
+    def check_layers(self, shapes: Mapping[str, tuple[int, int]]) -> None:
+        """``check_layer`` of all linear layers, by name, that ``ignore`` does not name."""
+        ignored = matching(shapes, self.ignore)
+        for name, (rows, columns) in shapes.items():
+            if name not in ignored:
+                self.check_layer(name, rows, columns)
 
 
 @pydantic_dataclass(frozen=True, kw_only=True, config=SETTINGS)
@@ -187,16 +199,6 @@ class WeightSettings(Settings):
         """The most distinct values of the weights in a group."""
         return int(2**self.num_bits)
 
-    def check_layer(self, name: str, rows: int, columns: int) -> None:
-        """Raise QuantizationError, naming the layer, for a shape that the method does not take."""
-
-    def check_layers(self, shapes: Mapping[str, tuple[int, int]]) -> None:
-        """``check_layer`` of all weights [out, in] that are to be quantized, by name."""
-        ignored = matching(shapes, self.ignore)
-        for name, (rows, columns) in shapes.items():
-            if name not in ignored:
-                self.check_layer(name, rows, columns)
-
     def require_whole_groups(self, layer: str, features: int, what: str, size: int) -> None:
         """Raise QuantizationError where ``features`` are no whole number of groups of ``size``."""
         if features % size:
@@ -236,12 +238,10 @@ class WeightSettings(Settings):
 
 
 class ActivationSettings(Settings):
-    """What products with weight matrices take in, the LM head's left out. ``ignore``: layers whose
-    inputs stay as they are."""
+    """What products with weight matrices take in, the LM head's left out."""
 
     method: ClassVar[str] = "activations"
     title: ClassVar[str] = "activations"
-    ignore: tuple[str, ...]
 
     @property
     @abstractmethod

@@ -129,6 +129,14 @@ def test_what_is_left_out_stays_as_it_is(folder):
     assert len(report.activations.modules) == 10
 
 
+def test_groups_that_do_not_divide_a_layer_are_for_the_others_where_it_is_left_out(folder):
+    stated = {"name": "int8-token", "group_size": 64}
+    with pytest.raises(QuantizationError, match=r"down_proj has 160 inputs, .*: \[down_proj\]"):
+        make(of(stated), folder)
+    chosen, _ = of({**stated, "ignore": ["down_proj"]}).resolved(llama().config.to_dict(), "cpu")
+    assert check(make(chosen, folder), chosen).problems == ()
+
+
 def test_static_ranges_are_those_of_the_calibration_text(folder):
     chosen = of("int8-static")
     model = make(chosen, folder)
