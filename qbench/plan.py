@@ -19,6 +19,7 @@ from qbench.attention.implementation import NATIVE
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.checkpoints import Checkpoint, find
 from qbench.checkpoints.find import Shapes, linear_shapes
+from qbench.checkpoints.fla import in_transformers_words
 from qbench.checkpoints.supported import Chosen, choose_attention, moving_rope
 from qbench.code import code_digest
 from qbench.errors import (
@@ -248,7 +249,8 @@ def _cell(
     quantization, copy = find_copy(column.quantization, name, checkpoint, shapes, device)
     chosen, reason = "", None
     try:
-        quantization, chosen = quantization.resolved(checkpoint.config, device)
+        config = in_transformers_words(checkpoint.config)
+        quantization, chosen = quantization.resolved(config, device)
     except RecipeError as error:
         reason = str(error)
     evaluation, can = recipe.evaluation, checkpoint.support

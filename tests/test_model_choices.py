@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -139,6 +140,16 @@ REFUSED = [
     ("bloom", {"kv": "int8-token", "label": "kv8"}, "runs on its own attention, but the KV cache"),
     ("llama", {"kv": {"name": "int4-token", "group_size": 7}}, "group_size 7 does not divide"),
 ]  # fmt: skip
+
+
+def test_a_checkpoint_of_flash_linear_attention_is_known_by_what_it_becomes(tmp_path):
+    shutil.copytree(DEMO / "softmax", tmp_path / "windowed")
+    path = tmp_path / "windowed" / "config.json"
+    config = json.loads(path.read_text()) | {"attn_impl": "flash_attn", "window_size": 64}
+    path.write_text(json.dumps(config))
+    column = {"kv": "int4-channel", "label": "x"}
+    with pytest.raises(RecipeError, match="a sliding window drops tokens from the middle of a gr"):
+        plan(Recipe.load(recipe(tmp_path, {"a": str(path.parent)}, ("fp32", column))), device="cpu")
 
 
 @pytest.mark.parametrize(("kind", "quantizer", "words"), REFUSED)

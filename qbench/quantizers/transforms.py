@@ -26,8 +26,8 @@ from qbench.quantizers.names import PRUNINGS, TRANSFORMS
 
 # Their forwards were read: a block is x + o_proj(attention(norm(x))), then
 # x + down_proj(act(gate_proj(norm(x))) · up_proj(norm(x))), with RMS norms whose weight is a plain
-# factor. By ``model_type`` of config.json; flash-linear-attention's transformer becomes a Llama.
-KNOWN = ("llama", "transformer", "mistral", "qwen2", "qwen3")
+# factor. By ``model_type``; what flash-linear-attention's transformers become is among them.
+KNOWN = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 
 
 def require_known(config: Mapping[str, Any], transform: str) -> None:

@@ -44,7 +44,12 @@ def relative(found, wanted):
 
 @pytest.mark.parametrize(
     ("which", "normalizer"),
-    [("llama-tied", "softmax"), ("qwen3-head-norms", "softmax"), ("llama-biases", "softpick")],
+    [
+        ("llama-tied", "softmax"),
+        ("qwen3-head-norms", "softmax"),
+        ("llama-biases", "softpick"),
+        ("smollm3-without-rope", "softmax"),
+    ],
 )
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_a_transformed_model_gives_the_same_logits(name, which, normalizer):
@@ -97,7 +102,7 @@ def test_rotated_keys_are_for_a_cache_of_rotated_keys(kv, says):
         (
             "smoothquant", {"model_type": "gemma2"},
             "outliers: smoothquant: the blocks of gemma2 models are not supported; supported: "
-            "llama, transformer, mistral, qwen2, qwen3",
+            "llama, mistral, qwen2, qwen3, smollm3",
         ),
         (
             "rotation", {"model_type": "llama", "hidden_size": 50},
@@ -110,7 +115,7 @@ def test_rotated_keys_are_for_a_cache_of_rotated_keys(kv, says):
             "and Paley's constructions",
         ),
         (
-            "rotation", {"model_type": "transformer", "intermediate_size": 92},
+            "rotation", {"model_type": "llama", "intermediate_size": 92},
             "outliers: rotation: intermediate_size 92: no Hadamard matrix of that order by "
             "Sylvester's and Paley's constructions; set online: false",
         ),

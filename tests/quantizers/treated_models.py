@@ -3,7 +3,13 @@
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    SmolLM3Config,
+)
 
 from qbench.attention.transformers import attend
 
@@ -27,6 +33,7 @@ CONFIGS = {
     ),
     "llama-tied": LlamaConfig(**SIZES | {"tie_word_embeddings": True}, **WIDE_HEADS),
     "qwen3-head-norms": Qwen3Config(**SIZES, **WIDE_HEADS),
+    "smollm3-without-rope": SmolLM3Config(**SIZES, no_rope_layers=[0, 0], pad_token_id=0),
 }
 
 
