@@ -271,30 +271,22 @@ class Nvfp4(FakeQuantized):
         return f"nvfp4 in blocks of {NVFP4_BLOCK}, tensor scale {self.tensor_scale}"
 
 
-for _per, _line in (
-    ("token", "one scale a token, from its own values"),
-    ("tensor", "one scale a batch; scores depend on the batch"),
-    ("static", "one scale a layer, fixed on calibration text"),
-):
-    _fixed: dict[str, Any] = {"per": _per}
-    if _per != "token":
-        _fixed["group_size"] = WHOLE_ROW
-    if _per != "static":
-        _fixed["percentile"] = 100.0
-    for _bits in (8, 6, 4):
-        for _symmetric in (True, False):
-            ACTIVATIONS.register(
-                f"int{_bits}-{_per}{'' if _symmetric else '-asymmetric'}",
-                Scaled,
-                f"int{_bits}{'' if _symmetric else ' with a zero point'}, {_line}",
-                num_bits=_bits,
-                type="int",
-                symmetric=_symmetric,
-                **_fixed,
-            )
-    _fixed |= {"num_bits": 8, "type": "float", "symmetric": True, "group_size": WHOLE_ROW}
-    _name = "fp8-row" if _per == "token" else f"fp8-{_per}"
-    ACTIVATIONS.register(_name, Scaled, f"fp8 e4m3, {_line}", **_fixed)
+_ELEMENTS: list[tuple[str, dict[str, Any]]] = [
+    ("int{}{}".format(_bits, "" if _symmetric else " with a zero point"),
+     {"num_bits": _bits, "type": "int", "symmetric": _symmetric})
+    for _bits in (8, 6, 4)
+    for _symmetric in (True, False)
+]  # fmt: skip
+_FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "group_size": WHOLE_ROW}
+for _per, _line, _more in (
+    ("token", "one scale a token, from its own values", {"percentile": 100.0}),
+    ("tensor", "one scale a batch; scores depend on the batch",
+     {"percentile": 100.0, "group_size": WHOLE_ROW}),
+    ("static", "one scale a layer, fixed on calibration text", {"group_size": WHOLE_ROW}),
+):  # fmt: skip
+    for _element, _stated in (*_ELEMENTS, ("fp8 e4m3", _FP8)):
+        _fixed: dict[str, Any] = {"per": _per, **_more, **_stated}
+        ACTIVATIONS.register(Scaled(**_fixed).name, Scaled, f"{_element}, {_line}", **_fixed)
 for _bits, _element in ((8, "e4m3"), (4, "e2m1")):
     _line = f"MXFP{_bits}: {_element} in blocks of 32, a power of two as scale"
     ACTIVATIONS.register(f"mxfp{_bits}", Mx, _line, num_bits=_bits)

@@ -192,23 +192,16 @@ def _first(config: Mapping[str, Any], *names: str) -> int | None:
 
 
 for _bits, _type in ((8, "int"), (4, "int"), (3, "int"), (2, "int"), (8, "float")):
-    _fixed = {"num_bits": _bits, "type": _type, **({"symmetric": True} if _type == "float" else {})}
-    _name = "fp8" if _type == "float" else f"int{_bits}"
-    for _scales, _kind, _line in (
-        ("token", KVCache, "a scale for each head and token"),
-        (
-            "channel",
-            ByChannel,
-            "keys along channels in groups of tokens, values along tokens (KIVI)",
-        ),
-        ("tensor", KVCache, "one scale a layer; scores depend on the batch"),
-    ):
-        if (_name, _scales) != ("fp8", "channel"):
-            KV_CACHES.register(
-                f"{_name}-{_scales}",
-                _kind,
-                f"{_name}, {_line}",
-                scales=_scales,
-                **_fixed,
-                **({"group_size": WHOLE_ROW} if _scales == "tensor" else {}),
-            )
+    for _scales, _kind, _line, _more in (
+        ("token", KVCache, "a scale for each head and token", {}),
+        ("channel", ByChannel,
+         "keys along channels in groups of tokens, values along tokens (KIVI)", {}),
+        ("tensor", KVCache, "one scale a layer; scores depend on the batch",
+         {"group_size": WHOLE_ROW}),
+    ):  # fmt: skip
+        _fixed: dict[str, Any] = {"num_bits": _bits, "type": _type, "scales": _scales, **_more}
+        if _type == "float":
+            _fixed["symmetric"] = True
+        if (_type, _scales) != ("float", "channel"):
+            _cache = _kind(**_fixed)
+            KV_CACHES.register(_cache.name, _kind, f"{_cache.element}, {_line}", **_fixed)
