@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from qbench.errors import CheckpointError
 from qbench.quantizers import gguf_file
 from qbench.quantizers.audit.weights import forward_weight
-from qbench.quantizers.config import PackedWeight
+from qbench.quantizers.config import PackedWeight, WeightSettings
 from qbench.quantizers.linear import Experts, Matrix, linears
 from qbench.quantizers.prequantized import Prequantized
-from qbench.records import StoredSize
+from qbench.records import ModuleAudit, StoredSize
 
 GIB = 8 * 2**30  # bits
 PLAIN = (torch.float32, torch.float16, torch.bfloat16)
@@ -146,11 +146,32 @@ def bits_of(dtype: str) -> int:
     return int(digits[0]) if digits else 8
 
 
-def size_of_files(
+def stored_size(
+    original: nn.Module,
+    wanted: Mapping[str, Matrix],
+    weights: WeightSettings | None,
+    modules: Iterable[ModuleAudit],
+) -> StoredSize:
+    """Of ``original``, whose matrices are ``wanted``, with what the audit found of the ``modules``
+    in their place; of a published checkpoint, of its files."""
+    head = original.get_output_embeddings()
+    if weights is not None and weights.prequantized:
+        return _size_of_files(weights, original, wanted, head.weight.numel())
+    stored = {one.name: one.bits_per_weight * one.parameters for one in modules}
+    plain = {name: _bits(matrix.weight) for name, matrix in wanted.items()}
+    inner = sum(stored.get(name, bits) for name, bits in plain.items())
+    seen = {id(p): _bits(p) for p in original.parameters()}
+    return StoredSize(
+        bits_per_weight=inner / _count(wanted),
+        head_bits_per_weight=8.0 * head.weight.element_size() if head is not None else None,
+        gib=(sum(seen.values()) - sum(plain.values()) + inner) / GIB,
+    )
+
+
+def _size_of_files(
     settings: Prequantized, original: nn.Module, wanted: Mapping[str, Matrix], head: int
 ) -> StoredSize:
-    """Of the files, for a model whose matrices are ``wanted`` and whose LM head has ``head``
-    weights."""
+    """``head``: weights of the LM head."""
     if settings.format == "gguf":
         modules = [name for name, _ in original.named_modules() if name]
         layers = original.config.get_text_config().num_hidden_layers
@@ -165,9 +186,8 @@ def size_of_files(
         if not name.endswith("bias") and any(p in inside for p in _parents(name))
     )
     of_head = sum(n for name, n in bits.items() if name.startswith("lm_head."))
-    weights = sum(matrix.weight.numel() for matrix in wanted.values())
     return StoredSize(
-        bits_per_weight=inner / weights,
+        bits_per_weight=inner / _count(wanted),
         head_bits_per_weight=of_head / head if of_head and head else None,
         gib=sum(bits.values()) / GIB,
     )
@@ -183,19 +203,8 @@ def _tensor_bits(folder: str) -> dict[str, int]:
     return found
 
 
-def size_of_model(
-    original: nn.Module, wanted: Mapping[str, Matrix], stored: Mapping[str, float]
-) -> StoredSize:
-    """Of ``original`` with ``stored`` bits in place of its matrices of these names."""
-    head = original.get_output_embeddings()
-    plain = {name: _bits(matrix.weight) for name, matrix in wanted.items()}
-    inner = sum(stored.get(name, bits) for name, bits in plain.items())
-    seen = {id(p): _bits(p) for p in original.parameters()}
-    return StoredSize(
-        bits_per_weight=inner / sum(matrix.weight.numel() for matrix in wanted.values()),
-        head_bits_per_weight=8.0 * head.weight.element_size() if head is not None else None,
-        gib=(sum(seen.values()) - sum(plain.values()) + inner) / GIB,
-    )
+def _count(matrices: Mapping[str, Matrix]) -> int:
+    return sum(matrix.weight.numel() for matrix in matrices.values())
 
 
 def _bits(weight: Tensor) -> float:

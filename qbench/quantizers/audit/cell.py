@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -16,11 +15,11 @@ from qbench.quantizers.audit.activations import measure_inputs
 from qbench.quantizers.audit.independence import RowByRow, independence, logits
 from qbench.quantizers.audit.kv_cache import measure_kv
 from qbench.quantizers.audit.transforms import measure_heads, measure_transform
-from qbench.quantizers.audit.weights import measure_weights
+from qbench.quantizers.audit.weights import measure_weights, relative
 from qbench.quantizers.config import QuantizationConfig, WeightSettings
-from qbench.quantizers.linear import Matrix, matrices, not_finite, values
-from qbench.quantizers.stored_bits import size_of_files, size_of_model
-from qbench.records import Audit, ModuleAudit, StoredSize
+from qbench.quantizers.linear import matrices, not_finite, values
+from qbench.quantizers.stored_bits import stored_size
+from qbench.records import Audit
 
 CANCELLED = 0.15  # relative, of logits: factors are fitted to rounded weights
 ROUNDED_ENDS = 0.01  # relative, of embeddings in another dtype
@@ -80,7 +79,8 @@ def audit(
     with weights_alone(quantized):
         weights, wrong = measure_weights(original, wanted, quantized, config, probe)
     problems += wrong
-    more["size"] = _size(original, wanted, config, weights.get("modules", ()))
+    if wanted and config.pruning is None:
+        more["size"] = stored_size(original, wanted, config.weights, weights.get("modules", ()))
     if weights.get("rescaled"):
         problems += _uncancelled(original, quantized, probe, before)
     return Audit(
@@ -99,26 +99,10 @@ def _other_ends(original: nn.Module, quantized: nn.Module, weights: WeightSettin
             continue
         allowed = weights.error_bound() if weights.ends_quantized else ROUNDED_ENDS
         known, held = wanted.weight.float(), values(weight).float()
-        off = float((held - known).norm() / known.norm()) if held.shape == known.shape else math.inf
+        off = relative(held, known) if held.shape == known.shape else math.inf
         if not off <= allowed:
             problems.append(f"its {what}: {off:.2g} off the original's: is it another model's?")
     return problems
-
-
-def _size(
-    original: nn.Module,
-    wanted: dict[str, Matrix],
-    config: QuantizationConfig,
-    modules: Iterable[ModuleAudit],
-) -> StoredSize | None:
-    if not wanted or config.pruning is not None:
-        return None
-    weights = config.weights
-    if weights is not None and weights.prequantized:
-        head = original.get_output_embeddings()
-        return size_of_files(weights, original, wanted, head.weight.numel())
-    stored = {one.name: one.bits_per_weight * one.parameters for one in modules}
-    return size_of_model(original, wanted, stored)
 
 
 def _uncancelled(

@@ -193,7 +193,7 @@ def fit(weight: Tensor, wanted: Tensor, bound: float) -> tuple[Tensor, Tensor | 
     SmoothQuant move a factor a column into what comes before, and that layer's rows by the same:
     where taking such factors off, fitted by least squares, brings it within ``bound``, it without
     them, and what they were, [out, in]. That they cancel, ``audit.cell`` checks."""
-    if _relative(weight, wanted) <= bound:
+    if relative(weight, wanted) <= bound:
         return weight, None
     fitted, factor = weight, torch.ones_like(weight)
     for _ in range(8):
@@ -202,7 +202,7 @@ def fit(weight: Tensor, wanted: Tensor, bound: float) -> tuple[Tensor, Tensor | 
                 axis, keepdim=True
             ).clamp(min=1e-30)
             fitted, factor = fitted * scale, factor / scale.clamp(min=1e-6)
-    good = _relative(fitted, wanted) <= min(bound, MOST_FITTED)
+    good = relative(fitted, wanted) <= min(bound, MOST_FITTED)
     return (fitted, factor) if good else (weight, None)
 
 
@@ -325,7 +325,7 @@ def _disagreement(
     """The forward's weight against the stored one, and against another forward."""
     on_identity, on_random = settings.agreement(str(matrix.weight.dtype).removeprefix("torch."))
     problems = []
-    off = _relative(weight, stored.dequantize().to(weight.device))
+    off = relative(weight, stored.dequantize().to(weight.device))
     if not off <= on_identity:
         problems.append(f"{matrix.name}: the forward's weights are {off:.2g} off the stored ones")
     draw = torch.Generator().manual_seed(0)
@@ -333,7 +333,7 @@ def _disagreement(
     expected = x.float() @ weight.float().T
     if module.bias is not None:
         expected = expected + module.bias.float()
-    off = _relative(module(x), expected)
+    off = relative(module(x), expected)
     if not off <= on_random:
         problems.append(
             f"{matrix.name}: on random inputs the forward is {off:.2g} off its own weights"
@@ -341,7 +341,8 @@ def _disagreement(
     return problems
 
 
-def _relative(found: Tensor, expected: Tensor) -> float:
+def relative(found: Tensor, expected: Tensor) -> float:
+    """‖found − expected‖ / ‖expected‖."""
     expected = expected.float()
     norm = float(expected.norm())
     off = float((found.float() - expected).norm())
