@@ -19,7 +19,7 @@ from qbench.errors import CheckpointError, RecipeError, first_line, validation_l
 from qbench.files import file_digest
 from qbench.quantizers import gguf_file
 from qbench.quantizers.config import QuantizationConfig
-from qbench.quantizers.prequantized import FORMATS, REFUSED, Prequantized, Published
+from qbench.quantizers.prequantized import FORMATS, REFUSED, Prequantized, Published, parents
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 GGUF = "gguf"  # a file that llama.cpp runs, not transformers
@@ -106,9 +106,7 @@ def _unquantized(copy: Checkpoint, shapes: Shapes) -> tuple[str, ...]:
     headers = read_headers(copy.folder, quantized=True)
     kept: dict[str, list[str]] = {name: [] for name in shapes}
     for full, header in headers.items():
-        parts = full.split(".")
-        owners = (".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1))
-        owner = next((name for name in owners if name in kept), None)
+        owner = next((name for name in parents(full) if name in kept), None)
         part = full.removeprefix(f"{owner}.")
         if owner is not None and part != "bias":
             kept[owner].append(part if part == "weight" and header.dtype in FLOATS else "")

@@ -54,7 +54,7 @@ def install(model: nn.Module, settings: FakeQuantized, tensors: Mapping[str, Ten
     for name, module in modules.items():
         settings.check_layer(name, module.out_features, module.in_features)
     assert getattr(settings, "arithmetic", "") != "auto"  # a plan has decided
-    scales = fixed_scales(tensors, form)
+    scales = {name: scale_of_tensor(*ends, form) for name, ends in tensors.items()}
     if settings.real:
         multiply_codes(model, modules, form, scales)
         return
@@ -90,11 +90,6 @@ def multiply_codes(
         module.__class__ = scaled_mm.ScaledMM
         module.inputs, module.fixed = inputs, scales.get(name)
     setattr(model, ATTRIBUTE, inputs)
-
-
-def fixed_scales(ranges: Mapping[str, Tensor], form: QuantFormat) -> dict[str, Scale]:
-    """Scales from [low, high] of each module's inputs."""
-    return {name: scale_of_tensor(*ends, form) for name, ends in ranges.items()}
 
 
 def evidence(model: nn.Module, settings: FakeQuantized) -> dict[str, ActivationEvidence]:

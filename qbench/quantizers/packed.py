@@ -6,6 +6,8 @@ is ``scale[o, g] · (code[o, i] − zero[o, g])``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -123,15 +125,21 @@ def unpack(module: nn.Module, settings: WeightSettings) -> PackedWeight | None:
     if not isinstance(module, PackedLinear):
         return None
     kept = {"codes": module.codes, "scale": module.scale, "zero": module.zero}
-    size = settings.group_length(module.in_features)
-    inverse = None if module.order is None else torch.argsort(module.order.long())
+    inverse = None
+    if module.order is not None:
+        kept["order"], inverse = module.order, torch.argsort(module.order.long())
+    return PackedWeight(
+        tensors=kept,
+        dequantize=module.dequantize,
+        groups=in_groups(settings.group_length(module.in_features), inverse),
+    )
+
+
+def in_groups(size: int, order: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """``PackedWeight.groups``: ``size`` weights along a row, its columns taken in ``order``."""
 
     def groups(weight: Tensor) -> Tensor:
-        ordered = weight if inverse is None else weight[:, inverse]
+        ordered = weight if order is None else weight[:, order.to(weight.device)]
         return ordered.reshape(-1, size)
 
-    return PackedWeight(
-        tensors=kept if module.order is None else {**kept, "order": module.order},
-        dequantize=module.dequantize,
-        groups=groups,
-    )
+    return groups

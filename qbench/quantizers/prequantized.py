@@ -178,6 +178,13 @@ def format_rows() -> Iterator[tuple[str, str]]:
     yield from ((name, f"refused: {why}") for name, why in REFUSED.items())
 
 
+def parents(name: str) -> Iterator[str]:
+    """Modules that a tensor of this name may belong to, the innermost first."""
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
 @dataclass(frozen=True, kw_only=True, config=SETTINGS)
 class Published(WeightSettings):
     """A checkpoint that is quantized already, as a recipe names it. What it is stands in its

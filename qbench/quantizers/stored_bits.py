@@ -23,7 +23,8 @@ from qbench.quantizers import gguf_file
 from qbench.quantizers.audit.weights import forward_weight
 from qbench.quantizers.config import PackedWeight, WeightSettings
 from qbench.quantizers.linear import Experts, Matrix, linears
-from qbench.quantizers.prequantized import Prequantized
+from qbench.quantizers.packed import in_groups
+from qbench.quantizers.prequantized import Prequantized, parents
 from qbench.records import ModuleAudit, StoredSize
 
 GIB = 8 * 2**30  # bits
@@ -46,18 +47,12 @@ def _packed(
     module: nn.Module, tensors: dict[str, Tensor], settings: Prequantized, dtype: torch.dtype
 ) -> PackedWeight:
     columns = int(module.in_features)
-    size = settings.group_length(columns)
     index = tensors.get("g_idx")  # of GPTQ: the group of each column
     order = None if index is None else torch.argsort(index.long(), stable=True)
-
-    def groups(weight: Tensor) -> Tensor:
-        ordered = weight if order is None else weight[:, order.to(weight.device)]
-        return ordered.reshape(-1, size)
-
     return PackedWeight(
         tensors=tensors,
         dequantize=lambda: forward_weight(module, columns, dtype),
-        groups=groups,
+        groups=in_groups(settings.group_length(columns), order),
     )
 
 
@@ -67,7 +62,7 @@ def _by_module(folder: str, modules: Mapping[str, object]) -> dict[str, dict[str
     for path in sorted(Path(folder).glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118  no mapping
-                module = next((m for m in _parents(name) if m in modules), None)
+                module = next((m for m in parents(name) if m in modules), None)
                 part = name.removeprefix(f"{module}.")
                 if module is None or part.endswith("bias"):
                     continue
@@ -92,12 +87,6 @@ def _owners(
         yield module, part, tensor
 
 
-def _parents(name: str) -> Iterator[str]:
-    while "." in name:
-        name = name.rpartition(".")[0]
-        yield name
-
-
 def _gguf_evidence(model: nn.Module, path: str) -> dict[str, Callable[[], PackedWeight]]:
     """What the file holds for each matrix of ``model``, which has its weights."""
     layers = linears(model)
@@ -113,7 +102,7 @@ def _gguf_evidence(model: nn.Module, path: str) -> dict[str, Callable[[], Packed
                 PackedWeight,
                 tensors={"data": torch.from_numpy(tensor.data.copy().view("uint8"))},
                 dequantize=partial(getattr, layer.weight, "data"),
-                groups=lambda weight, size=size: weight.reshape(-1, size),
+                groups=in_groups(size, None),
             )
     return found
 
@@ -178,12 +167,12 @@ def _size_of_files(
         bits = gguf_file.tensor_bits(settings.folder, modules, layers)
     else:
         bits = _tensor_bits(settings.folder)
-    experts = {p for name in wanted if ".experts." in name for p in _parents(name)}
+    experts = {p for name in wanted if ".experts." in name for p in parents(name)}
     inside = wanted.keys() | {p for p in experts if ".experts" in p}
     inner = sum(
         n
         for name, n in bits.items()
-        if not name.endswith("bias") and any(p in inside for p in _parents(name))
+        if not name.endswith("bias") and any(p in inside for p in parents(name))
     )
     of_head = sum(n for name, n in bits.items() if name.startswith("lm_head."))
     return StoredSize(
