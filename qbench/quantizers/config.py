@@ -357,7 +357,7 @@ class QuantizationConfig:
         return Precision(
             weights=inner.weights,
             activations=self.activations.precision if self.activations else inner.activations,
-            kv_cache=self.kv_cache.precision if self.kv_cache else None,
+            kv_cache=self.kv_cache.precision if self.kv_cache else inner.kv_cache,
             heads=self.pruning.scheme if self.pruning else None,
         )
 

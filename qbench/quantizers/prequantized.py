@@ -42,6 +42,7 @@ class Scheme:
     groups: int = WHOLE_ROW
     levels: int | None = None  # under one scale, where they are not 2^num_bits
     activations: Part | None = None
+    kv_cache: Part | None = None
     independent: bool = True  # a score of batch-mates, and logits of later tokens
 
 
@@ -77,22 +78,25 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Scheme:
     if not weights:
         raise ValueError("it quantizes no weights")
     inputs = [group["input_activations"] for group in groups if group.get("input_activations")]
+    cache = config.get("kv_cache_scheme")
     weights.sort(key=lambda args: args["num_bits"])
     words = dict.fromkeys(f"{_element(args)} {_shared(args)}" for args in weights)
-    part = None
-    if inputs:
-        first = inputs[0]
-        when = "dynamic" if first.get("dynamic") else "static"
-        words_of = f"{_element(first)} {_shared(first)}, {when}"
-        part = Part(bits=first["num_bits"], scheme=words_of, simulated=True)
-    mixes = any(args.get("strategy") == "tensor" and args.get("dynamic") for args in inputs)
+    rounded = (*inputs, cache) if cache else inputs
+    mixes = any(args.get("strategy") == "tensor" and args.get("dynamic") for args in rounded)
     return Scheme(
         bits=tuple(args["num_bits"] for args in reversed(weights)),
         groups=weights[-1].get("group_size") or WHOLE_ROW,
         words=" and ".join(words),
-        activations=part,
+        activations=_part(inputs[0]) if inputs else None,
+        kv_cache=_part(cache) if cache else None,
         independent=not mixes,
     )
+
+
+def _part(args: Mapping[str, Any]) -> Part:
+    when = "dynamic" if args.get("dynamic") else "static"
+    words = f"{_element(args)} {_shared(args)}, {when}"
+    return Part(bits=args["num_bits"], scheme=words, simulated=True)
 
 
 def _element(args: Mapping[str, Any]) -> str:
@@ -262,7 +266,11 @@ class Prequantized(Published):
         words, inputs = scheme.words, scheme.activations
         if self.weights_only and inputs is not None:
             words, inputs = f"{words}, weights only", None
-        return Precision(weights=Part(bits=scheme.bits[0], scheme=words), activations=inputs)
+        return Precision(
+            weights=Part(bits=scheme.bits[0], scheme=words),
+            activations=inputs,
+            kv_cache=scheme.kv_cache,
+        )
 
     @property
     def requirements(self) -> tuple[str, ...]:

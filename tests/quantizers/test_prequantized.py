@@ -94,6 +94,25 @@ def test_fp8_in_blocks_is_weights_only_on_a_cpu(whole, tmp_path):
     assert "weights only" in found.cell("base/copy").quantization.precision.weights.scheme
 
 
+def test_a_cache_that_the_copys_library_quantizes_is_part_of_its_precision(whole, tmp_path):
+    made = fp8_rows(whole, tmp_path / "fp8")
+    stated = json.loads((made / "config.json").read_text())["quantization_config"]
+    cache = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+
+    def add_scales(tensors):
+        for name in [n for n in tensors if n.endswith(("k_proj.weight", "v_proj.weight"))]:
+            scale = name.replace("_proj.weight", "_scale")
+            tensors[scale] = torch.full((1,), 0.03, dtype=torch.bfloat16)
+
+    stated = {"quantization_config": {**stated, "kv_cache_scheme": cache}}
+    found = planned(tmp_path, changed(made, tmp_path / "copy", add_scales, **stated))
+    quantization = found.cell("base/copy").quantization
+    assert quantization.precision.name == "W8A16KV8"
+    assert quantization.precision.kv_cache.scheme == "fp8 per tensor, static"
+    assert quantization.batch_invariant
+    assert audited(found)[0].problems == ()
+
+
 @pytest.mark.parametrize(
     ("kind", "copied", "bits", "coverage"),
     [
