@@ -154,15 +154,15 @@ def carry_unrotated_keys(module: nn.Module, name: str) -> None:
         )
     keys = getattr(module, "k_norm", None) or module.k_proj
     now = SimpleNamespace(angles=None, key=None)  # of the forward that runs
-    width = module.head_dim
+    width, kind = module.head_dim, type(module).__name__
+
+    def refusal(needed: str) -> UnavailableError:
+        return UnavailableError(f"{name}: before_rope needs {needed}; leave before_rope out")
 
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = kwargs.get("position_embeddings")
         if given is None:
-            raise UnavailableError(
-                f"{name}: before_rope needs rotary angles as position_embeddings, but "
-                f"{type(module).__name__} gets none; leave before_rope out"
-            )
+            raise refusal(f"rotary angles as position_embeddings, but {kind} gets none")
         now.angles = given
 
     def leave(*_: Any) -> None:
@@ -175,14 +175,12 @@ def carry_unrotated_keys(module: nn.Module, name: str) -> None:
     def join(_: nn.Module, args: Any, output: Tensor) -> Tensor | None:
         if now.angles is None:  # called by itself, as the audit does
             return None
-        assert now.key is not None  # keys are projected before values
+        if now.key is None:
+            raise refusal(f"unrotated keys before values, and {kind} has them after its values")
         rows = output.shape[:-1]
         angles = [angle.to(output.dtype).expand(*rows, angle.shape[-1]) for angle in now.angles]
         if angles[0].shape[-1] != width:
-            raise UnavailableError(
-                f"{name}: before_rope needs all {width} channels of a head rotated, and "
-                f"{angles[0].shape[-1]} are; leave before_rope out"
-            )
+            raise refusal(f"all {width} channels of a head rotated, and {angles[0].shape[-1]} are")
         return torch.cat([output, now.key.reshape(*rows, -1), *angles], dim=-1)
 
     module.register_forward_pre_hook(enter, with_kwargs=True)

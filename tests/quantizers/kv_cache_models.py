@@ -2,6 +2,8 @@
 
 import torch
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -31,6 +33,7 @@ SHAPE = {
 MODELS = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE)),  # norms its keys before RoPE
+    "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**SHAPE)),  # norms keys after values
     "mistral": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=9)),
 }
 SCHEMES = {

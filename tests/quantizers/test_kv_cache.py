@@ -103,6 +103,12 @@ def test_a_rotation_that_is_another_one_is_found():
         model(ids(1, 9), use_cache=False)
 
 
+def test_keys_that_are_not_known_when_values_are_kept_are_refused():
+    model = model_of("gemma3", "softmax", "token before RoPE")
+    with pytest.raises(UnavailableError, match="Gemma3Attention has them after its values"):
+        model(ids(1, 9), use_cache=False)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "wanted"), [("softmax", 0.143), ("softpick", 0.104)])
 def test_three_bits_cost_the_trained_pair_what_others_measured(name, wanted):
