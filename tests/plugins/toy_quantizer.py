@@ -14,6 +14,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from qbench.quantizers import SETTINGS, PackedWeight, WeightSettings, register
+from qbench.quantizers.linear import DequantizedLinear
 
 PLACES = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8)
 
@@ -64,23 +65,13 @@ def unpack(module: nn.Module, settings: Sign) -> PackedWeight | None:
     )
 
 
-class SignLinear(nn.Module):
-    """A linear layer over packed signs."""
-
-    def __init__(self, shape, tensors: dict[str, Tensor]) -> None:
-        super().__init__()
-        self.in_features, self.dtype = shape.in_features, shape.dtype
-        for name in ("codes", "scale"):
-            self.register_buffer(name, tensors[name])
-        self.register_buffer("bias", shape.bias)
+class SignLinear(DequantizedLinear):
+    """``codes`` uint8 [out, in / 8], a sign a bit, and ``scale`` float16 [out]."""
 
     def dequantize(self) -> Tensor:
         bits = (self.codes[..., None] & PLACES.to(self.codes.device)).ne(0)
         signs = bits.reshape(len(self.codes), -1)[:, : self.in_features].float() * 2 - 1
         return (signs * self.scale[:, None].float()).to(self.dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self.dequantize().to(x.dtype), self.bias)
 
 
 register("sign-1bit", Sign, "signs of the weights, a scale a row", num_bits=1)
