@@ -186,7 +186,10 @@ def calibrate(
     watch_inputs(model, modules, lambda name, x: seen[name].add(x), batches, progress)
     for name, one in seen.items():
         if one.high < one.low:
-            raise QuantizationError(f"{name}: calibration text never reaches it; add text")
+            raise QuantizationError(
+                f"{name}: calibration text never reaches it; add text, or leave it out: ignore: "
+                f"[{name.rpartition('.')[2]}]"
+            )
     found = {name: one.range() for name, one in seen.items()}
     for name, ends in found.items():
         if not ends.isfinite().all():

@@ -176,7 +176,11 @@ class BlockInputs:
         if known is not None:
             return
         if missing := sorted(set(layers) - reached):
-            raise QuantizationError(f"calibration never reaches {some(missing, 3)}")
+            parts = dict.fromkeys(name.rpartition(".")[2] for name in missing)
+            raise QuantizationError(
+                f"calibration never reaches {some(missing, 3)}; leave out what the model does not "
+                f"call: ignore: [{', '.join(parts)}]"
+            )
         self._calls[len(ids)], self.groups = calls, groups
 
     def run(self, index: int, batch: int) -> Any:
