@@ -21,7 +21,6 @@ from qbench.text import duration
 
 MOST = 2_000  # records that are looked at, the youngest first
 EVALUATE = "evaluate"  # the stage that grows with the documents
-EARLY = 0.02  # of a cell's requests: what comes before says little
 LATE = 0.1  # of the time that a cell took so far: the least that is left of one that is late
 
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -213,17 +212,6 @@ def _share(plan: Plan, record: Written) -> float:
     return asked / max(sum(before.values()), 1)
 
 
-@dataclass(slots=True)
-class _AtWork:
-    """Since when a cell is at work and in its present stage, how far that is, from 0 to 1, and
-    whether it was scored."""
-
-    begun: float
-    stage: float
-    fraction: float = 0.0
-    scored: bool = False
-
-
 class TimeLeft:
     """Seconds that are left of a run of ``cells``, ``at_once`` side by side: what they are
     ``expected`` to take, by name, corrected by what finished ones took."""
@@ -238,27 +226,23 @@ class TimeLeft:
     ) -> None:
         self._waiting = dict.fromkeys(cells)
         self._expected, self._at_once, self._clock = expected or {}, max(1, at_once), clock
-        self._at_work: dict[str, _AtWork] = {}
+        self._begun: dict[str, float] = {}
+        self._scored: set[str] = set()
         self._took: dict[str, float] = {}
 
     def begin(self, cell: str) -> None:
         self._waiting.pop(cell, None)
-        self._at_work[cell] = _AtWork(begun=self._clock(), stage=self._clock())
+        self._begun[cell] = self._clock()
 
     def stage(self, cell: str, name: str) -> None:
-        if (one := self._at_work.get(cell)) is not None:
-            one.stage, one.fraction = self._clock(), 0.0
-            one.scored = one.scored or name.startswith(EVALUATE)
-
-    def advance(self, cell: str, completed: float, total: float | None) -> None:
-        if total and cell in self._at_work:
-            self._at_work[cell].fraction = completed / total
+        if name.startswith(EVALUATE):
+            self._scored.add(cell)
 
     def end(self, cell: str) -> None:
         self._waiting.pop(cell, None)
-        one = self._at_work.pop(cell, None)
-        if one is not None and one.scored:  # not where it was there already
-            self._took[cell] = self._clock() - one.begun
+        begun = self._begun.pop(cell, None)
+        if begun is not None and cell in self._scored:  # not where it was there already
+            self._took[cell] = self._clock() - begun
 
     def left(self) -> float | None:
         """Seconds; None where nothing is known yet."""
@@ -275,14 +259,7 @@ class TimeLeft:
         def whole(cell: str) -> float:
             return expected[cell] * slower if cell in expected else usual
 
-        rests = [max(whole(cell) - (self._clock() - one.begun), self._least(one))
-                 for cell, one in list(self._at_work.items())]  # fmt: skip
-        waiting = sum(whole(cell) for cell in self._waiting)
+        spent = {cell: self._clock() - begun for cell, begun in list(self._begun.items())}
+        rests = [max(whole(cell) - seconds, LATE * seconds) for cell, seconds in spent.items()]
+        waiting = sum(map(whole, self._waiting))
         return max([*rests, (sum(rests) + waiting) / self._at_once])
-
-    def _least(self, one: _AtWork) -> float:
-        """What is left of a cell that is late: by its stage's own speed, until others are done."""
-        now = self._clock()
-        if not self._took and one.fraction > EARLY:
-            return (now - one.stage) * (1 - one.fraction) / one.fraction
-        return LATE * (now - one.begun)

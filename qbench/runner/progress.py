@@ -17,7 +17,6 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.progress import (
     BarColumn,
-    ProgressColumn,
     Task,
     TaskID,
     TaskProgressColumn,
@@ -39,18 +38,18 @@ SECONDS_TO_SEND = 2.0  # at most, to a run that does not listen, as one whose te
 MOST_BYTES = 2**17  # of a message; Linux allows twice as many
 
 
-class Left(ProgressColumn):
+class Left(TimeRemainingColumn):
     """Time that is left: of the grid, which is the first task, by the estimate where there is one;
     else by the task's own speed."""
 
     def __init__(self, estimate: TimeLeft) -> None:
-        super().__init__()
-        self._estimate, self._by_speed = estimate, TimeRemainingColumn(compact=True)
+        super().__init__(compact=True)
+        self._estimate = estimate
 
     def render(self, task: Task) -> Text:
         seconds = None if task.id else self._estimate.left()
         if seconds is None:
-            return self._by_speed.render(task)
+            return super().render(task)
         return Text(_left(seconds), style="progress.remaining")
 
 
@@ -123,7 +122,6 @@ class Display:
 
     def advance(self, cell: str, completed: float, total: float | None = None) -> None:
         """How far the step is; on bars alone, so that plain output stays a line a step."""
-        self._estimate.advance(cell, completed, total)
         if cell in self._rows:
             self._bars.update(self._rows[cell], completed=completed, total=total)
 
