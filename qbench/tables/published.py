@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 
 from qbench.comparison.lines import Comparison, Line
 from qbench.published import Printed, doubts, printed
@@ -36,30 +35,26 @@ def models(comparison: Comparison) -> dict[str, str]:
     return {name: normalizers.get(name, name) for name in comparison.checkpoints}
 
 
-def printed_columns(
-    comparison: Comparison, checkpoints: Sequence[str], published: str
-) -> list[tuple[str, Callable[[Line], str]]]:
-    """A column a checkpoint, then one a Δ. Raises RecipeError for an unknown set."""
-    paper, of = printed(published), models(comparison)
+def printed_cells(
+    comparison: Comparison, line: Line, checkpoints: Sequence[str], published: str
+) -> list[tuple[str, str]]:
+    """Of a row: a cell a checkpoint, then one a Δ, with their heads. Raises RecipeError for an
+    unknown set."""
+    found, of = find_printed(line, printed(published)), models(comparison)
     base, *others = checkpoints
-
-    def score(line: Line, checkpoint: str) -> str:
-        found = find_printed(line, paper)
-        value = found.values.get(of[checkpoint]) if found else None
-        if value is None:
-            return NO_VALUE
-        return _away_text(value, standard_errors_away(line, checkpoint, float(value)))
-
-    def delta(line: Line, checkpoint: str) -> str:
-        found = find_printed(line, paper)
-        if found is None or (of[base], of[checkpoint]) != ("softmax", "softpick"):
-            return NO_VALUE
-        return _away_text(found.delta, _delta_away(line, checkpoint, found), signed=True)
-
-    return [
-        *((f"{name}, printed", partial(score, checkpoint=name)) for name in checkpoints),
-        *(("Δ, printed", partial(delta, checkpoint=name)) for name in others),
-    ]
+    cells = []
+    for name in checkpoints:
+        value = found.values.get(of[name]) if found else None
+        text = NO_VALUE
+        if value is not None:
+            text = _away_text(value, standard_errors_away(line, name, float(value)))
+        cells.append((f"{name}, printed", text))
+    for name in others:
+        text = NO_VALUE
+        if found and (of[base], of[name]) == ("softmax", "softpick"):
+            text = _away_text(found.delta, _delta_away(line, name, found), signed=True)
+        cells.append(("Δ, printed", text))
+    return cells
 
 
 def printed_notes(lines: Iterable[Line], published: str) -> list[str]:

@@ -5,9 +5,8 @@ Laid out as the softpick paper's tables 8 to 13: one table a quantization method
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING
 
@@ -34,14 +33,14 @@ from qbench.metrics import is_percentage
 from qbench.records import Damage, GridCell, GroupScore, Record, TaskDamage
 from qbench.store import KEY_DIGITS
 from qbench.tables.notes import cache_notes, chance_notes, judged_notes, prompt_notes
-from qbench.tables.published import printed_columns, printed_notes
+from qbench.tables.published import printed_cells, printed_notes
 from qbench.tables.table import Table, from_rows
 from qbench.text import MINUS, NO_VALUE, metric_title, number, significant, together
 
 if TYPE_CHECKING:
     from qbench.statistics import Effect, SeedEffect
 
-TableColumn = tuple[str, Callable[[Line], str]]  # its head, and the text of a line
+Cells = list[tuple[str, str]]  # of a row, each with the head of its column
 INTERVAL = "95 % interval"
 NAMES = ("Task", "Metric", "Quantization")
 BELOW_NOISE = "≈"
@@ -171,18 +170,12 @@ def _with_the_first(method: MethodLines) -> list[MethodLines]:
 
 
 def _table_of(
-    lines: Sequence[Line],
-    columns: Sequence[TableColumn],
-    *,
-    title: str,
-    notes: Iterable[str],
-    records: tuple[str, ...] = (),
+    rows: Sequence[Cells], *, title: str, notes: Iterable[str], records: tuple[str, ...] = ()
 ) -> Table:
-    """A row a line: its names, then ``columns``."""
     return Table(
         title=title,
-        head=(*NAMES, *(head for head, _ in columns)),
-        rows=tuple((*line_names(line), *(text(line) for _, text in columns)) for line in lines),
+        head=tuple(head for head, _ in rows[0]),
+        rows=tuple(tuple(text for _, text in row) for row in rows),
         notes=tuple(notes),
         words=len(NAMES),
         grouped=True,
@@ -190,42 +183,40 @@ def _table_of(
     )
 
 
-def _effect_columns(head: str, question: str, group: str, each: str = "") -> list[TableColumn]:
+def _effect_cells(line: Line, head: str, question: str, group: str, each: str = "") -> Cells:
     """An effect and its interval; with a head for ``each``, over seeds, that of every training and
     the seeds' share."""
-
-    def column(text: Callable[..., str]) -> Callable[[Line], str]:
-        return lambda line: text(getattr(line, question).get(group), percent=line.percent)
-
-    columns = [(head, column(effect_text)), (INTERVAL, column(interval_text))]
+    effect, percent = getattr(line, question).get(group), line.percent
+    cells = [
+        (head, effect_text(effect, percent=percent)),
+        (INTERVAL, interval_text(effect, percent=percent)),
+    ]
     if each:
-        share = (SHARE, lambda line: share_text(getattr(line, question).get(group)))
-        columns += [(each, column(each_text)), share]
-    return columns
+        cells += [(each, each_text(effect, percent=percent)), (SHARE, share_text(effect))]
+    return cells
 
 
 def _deltas(method: MethodLines, published: str | None) -> Table:
     """Scores of each checkpoint, and Δ."""
     comparison, others = method.comparison, method.others
     tested = any(line.deltas for line in method.lines)
-    columns: list[TableColumn] = [
-        (name, lambda line, name=name: entry_text(line.entry(name), line))
-        for name in method.checkpoints
-    ]
-    for other in others:
-        columns.append(("Δ", lambda line, of=other: _delta_text(comparison, line, of)))
-        if tested:
-            columns += _effect_columns("Δ", "deltas", other)[1:]
-    notes: list[str] = []
-    if published:
-        columns += printed_columns(comparison, method.checkpoints, published)
-        notes += printed_notes(method.lines, published)
+    rows = []
+    for line in method.lines:
+        row = _names(line)
+        row += [(name, entry_text(line.entry(name), line)) for name in method.checkpoints]
+        for other in others:
+            row.append(("Δ", _delta_text(comparison, line, other)))
+            if tested:
+                row += _effect_cells(line, "Δ", "deltas", other)[1:]
+        if published:
+            row += printed_cells(comparison, line, method.checkpoints, published)
+        rows.append([*row, ("Documents", documents_text(line))])
+    notes = printed_notes(method.lines, published) if published else []
     if tested:
         notes += [MARKS.format(kind="Δ of the grid"), BRACKETS]
     against = ", ".join(f"{other} {MINUS} {method.checkpoints[0]}" for other in others)
     return _table_of(
-        method.lines,
-        [*columns, ("Documents", documents_text)],
+        rows,
         title=f"{method.name}: Δ = {against}" if against else method.name,
         notes=[
             *notes,
@@ -240,21 +231,21 @@ def _deltas_over_seeds(method: MethodLines) -> Table:
     """Means of each group, every training's score, and Δ."""
     comparison, groups = method.comparison, method.comparison.grid.replicates
     base, *others = groups
-    columns: list[TableColumn] = []
-    for group, members in groups.items():
-        columns += [
-            (group, lambda line, of=group: number(line.means.get(of), percent=line.percent)),
-            (f"{group}, each", partial(values_text, members=members)),
-        ]
-    for group in others:
-        name = "Δ" if len(others) == 1 else f"Δ {group}"
-        columns += _effect_columns(name, "deltas", group, f"{name}, each")
-    documents = ("Documents", lambda line: _counts([*line.deltas.values(), *line.scores.values()]))
+    rows = []
+    for line in method.seeds:
+        row = _names(line)
+        for group, members in groups.items():
+            row.append((group, number(line.means.get(group), percent=line.percent)))
+            row.append((f"{group}, each", values_text(line, members)))
+        for group in others:
+            name = "Δ" if len(others) == 1 else f"Δ {group}"
+            row += _effect_cells(line, name, "deltas", group, f"{name}, each")
+        documents = _counts([*line.deltas.values(), *line.scores.values()])
+        rows.append([*row, ("Documents", documents)])
     against = ", ".join(f"{group} {MINUS} {base}" for group in others)
     counts = ", ".join(f"{len(members)} of {group}" for group, members in groups.items())
     return _table_of(
-        method.seeds,
-        [*columns, documents],
+        rows,
         title=f"{method.name} over seeds ({counts}){': Δ = ' + against if against else ''}",
         notes=[
             *_seed_notes(comparison, method.seeds, ("deltas",)),
@@ -272,16 +263,16 @@ def _damages(method: MethodLines, lines: Sequence[Line]) -> Table:
     )
     each = "each" if method.seeds else ""
     claims = {other: f"{other}’s {MINUS} {base}’s" for other in others}
-    columns: list[TableColumn] = []
-    for group in groups:
-        columns += _effect_columns(f"{group}’s damage", "damages", group)
-    for other, claim in claims.items():
-        columns += _effect_columns(claim, "differences", other, each)
-
-    def documents(line: Line) -> str:
+    rows = []
+    for line in lines:
+        row = _names(line)
+        for group in groups:
+            row += _effect_cells(line, f"{group}’s damage", "damages", group)
+        for other, claim in claims.items():
+            row += _effect_cells(line, claim, "differences", other, each)
         effects = [line.damages.get(group) for group in groups]
-        return _counts([*effects, *(line.differences.get(other) for other in others)])
-
+        effects += [line.differences.get(other) for other in others]
+        rows.append([*row, ("Documents", _counts(effects))])
     if method.seeds:
         notes = _seed_notes(method.comparison, lines, ("damages", "differences"))
     else:
@@ -292,8 +283,7 @@ def _damages(method: MethodLines, lines: Sequence[Line]) -> Table:
         ]
     name = f"{method.name} over seeds" if method.seeds else method.name
     return _table_of(
-        lines,
-        [*columns, ("Documents", documents)],
+        rows,
         title=f"{name}: damage{', and ' if claims else ''}{', '.join(claims.values())}",
         notes=notes,
     )
@@ -349,7 +339,7 @@ def _one_model(method: MethodLines) -> list[Table]:
         costs = _cost_texts([record], line.task, line.metric)
         rows.append(
             {
-                **dict(zip(NAMES, line_names(line), strict=True)),
+                **dict(_names(line)),
                 **_size_texts([record]),
                 "Score": entry_text(line.entries[0], line),
                 "Damage": effect_text(effect, percent=line.percent) if line.quantized else "",
@@ -548,6 +538,10 @@ def line_names(line: Line) -> tuple[str, str, str]:
     if line.precision.in_parts:
         quantizer += f" ({line.precision.words})"
     return line.label, metric_text(line), quantizer
+
+
+def _names(line: Line) -> Cells:
+    return list(zip(NAMES, line_names(line), strict=True))
 
 
 def entry_text(entry: Entry, line: Line) -> str:
