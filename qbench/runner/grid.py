@@ -69,9 +69,6 @@ def run_cells(
     wanted = plan.cells if cells is None else cells
     grid = _Grid(plan, Store(out), progress or SilentProgress(), cache or cache_folder(), force)
     put_grid(plan, grid.store, grid.progress)
-    if not force:
-        grid.copy_from_other_folders(wanted)
-    grid.forget_without_distributions(wanted)
     missing = grid.take_what_is_there(wanted)
     if executor is not None:
         missing = in_order(missing)
@@ -126,60 +123,54 @@ class _Grid:
     def forced(self, cell: Cell) -> bool:
         return self.force or cell.name in self.again
 
-    def copy_from_other_folders(self, cells: Sequence[Cell]) -> None:
-        """Records that another results folder has under the keys of ``cells``, with their
-        tables."""
-        for cell in cells:
-            known = self.store.whole(cell.grid_cell)
-            if settled(known, cell):
-                assert known is not None
-                remember_record(self.cache, known, self.store.directory)
-            elif found := known_elsewhere(cell, self.store, self.cache):
-                other, record = found
-                names = {"checkpoint": cell.checkpoint_name, "quantizer": cell.label}
-                with FileLock(self.store.lock_file(cell.grid_cell)):
-                    damage = other.divergences(record) if "divergences" in record.files else None
-                    tables = other.outcomes(record), other.responses(record), damage
-                    self.store.put(record.model_copy(update=names), *tables)
-                self.progress.log(
-                    f"{cell.name}: known under the same key, copied from {other.directory}"
-                )
+    def take_what_is_there(self, cells: Sequence[Cell]) -> list[Cell]:
+        """The cells that are left to run. Nobody starts a process to find a record.
 
-    def forget_without_distributions(self, cells: Sequence[Cell]) -> None:
-        """Unquantized cells are scored again where cells that are still to run measure against
-        their distributions, and those are gone or damaged; that is said."""
+        Unquantized ones are among them where others that are still to run measure against their
+        distributions, and those are gone or damaged; that is said."""
+        found = {cell.name: None if self.force else self._known(cell) for cell in cells}
         needed = {
             cell.base.key: cell.name
             for cell in cells
-            if cell.base is not None and not settled(self.store.whole(cell.grid_cell), cell)
+            if cell.base is not None and not settled(found[cell.name], cell)
         }
-        for cell in cells:
-            if cell.key not in needed or (why := rows_problem(self.cache, cell.key)) is None:
-                continue
-            self.again.add(cell.name)
-            if settled(self.store.whole(cell.grid_cell), cell):
-                self.progress.log(
-                    f"{cell.name}: made again, since {needed[cell.key]} needs it: {why}"
-                )
-
-    def take_what_is_there(self, cells: Sequence[Cell]) -> list[Cell]:
-        """The cells that are left to run. Nobody starts a process to find a record."""
         missing: list[Cell] = []
         keys: set[str] = set()
         for cell in cells:  # unquantized ones first: what is measured against them comes after
-            known = None if self.forced(cell) else self.store.whole(cell.grid_cell)
+            known = found[cell.name]
+            other = needed.get(cell.key) if settled(known, cell) else None
+            if other is not None and (why := rows_problem(self.cache, cell.key)):
+                self.again.add(cell.name)
+                self.progress.log(f"{cell.name}: made again, since {other} needs it: {why}")
             depends = cell.base is not None and cell.base.key in keys
-            whole = complete(known, cell, self.store, self.cache)
-            if not (settled(known, cell) if depends else whole):
+            whole = settled if depends else partial(complete, store=self.store, cache=self.cache)
+            if cell.name in self.again or not whole(known, cell):
                 missing.append(cell)
                 keys.add(cell.key)
                 continue
-            assert known is not None
             self.progress.begin(cell.name)
             self.progress.log(f"{cell.name}: already there")
             self.progress.end(cell.name)
             self.done[cell.name] = known
         return missing
+
+    def _known(self, cell: Cell) -> Record | None:
+        """The record that is there; where it is not good, a copy, with its tables, of one that
+        another results folder has under the same key."""
+        known = self.store.whole(cell.grid_cell)
+        if settled(known, cell):
+            remember_record(self.cache, known, self.store.directory)
+        elif found := known_elsewhere(cell, self.store, self.cache):
+            other, record = found
+            names = {"checkpoint": cell.checkpoint_name, "quantizer": cell.label}
+            with FileLock(self.store.lock_file(cell.grid_cell)):
+                damage = other.divergences(record) if "divergences" in record.files else None
+                tables = other.outcomes(record), other.responses(record), damage
+                known = self.store.put(record.model_copy(update=names), *tables)
+            self.progress.log(
+                f"{cell.name}: known under the same key, copied from {other.directory}"
+            )
+        return known
 
     def run(self, cells: Sequence[Cell], executor: Executor) -> None:
         out, cache = self.store.directory.resolve(), self.cache.resolve()
