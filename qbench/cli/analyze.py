@@ -30,7 +30,7 @@ from qbench.analysis.text import (
 )
 from qbench.cli.messages import complain, show_written
 from qbench.cli.options import ClusterOption, Device, DeviceOption, Out, RecipeFile
-from qbench.cli.place import Place, here, on_cluster
+from qbench.cli.place import Place, here, placed
 from qbench.cli.recipe_options import recipe_options
 from qbench.errors import RecipeError
 from qbench.files import require_folder
@@ -136,7 +136,7 @@ def analyze(
     overrides = replace(overrides, skip_missing=True)
     place = here(recipe, overrides, out=out, device=device, cluster=cluster)
     require_folder(place.out, "--out")
-    with on_cluster(place, device, cluster) as place:
+    with placed(place, cluster) as place:
         planned = place.plan(show=True)
         contexts = {cell.checkpoint_name: cell.checkpoint.max_length for cell in planned.cells}
         settings = AnalysisSettings(

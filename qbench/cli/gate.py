@@ -10,10 +10,11 @@ import typer
 
 from qbench.cli.messages import show_written
 from qbench.cli.options import Folder, Run, open_store, to_file
+from qbench.files import write_atomically
 from qbench.gate.baseline import make
 from qbench.gate.check import check as judge
 from qbench.gate.margins import parse_margins
-from qbench.gate.verdict import as_markdown, write_verdict
+from qbench.gate.verdict import as_json, as_junit, as_markdown
 from qbench.tables.changes import changes_table
 
 
@@ -81,7 +82,9 @@ def check(
         inconclusive=inconclusive.value,
         across=[one.value for one in across],
     )
-    write_verdict(verdict, markdown=summary, junit=junit, json=json)
+    for path, text in ((summary, as_markdown), (junit, as_junit), (json, as_json)):
+        if path is not None:
+            write_atomically(path, text(verdict).encode(errors="replace"))
     typer.echo(as_markdown(verdict), nl=False)
     raise typer.Exit(verdict.exit_code)
 

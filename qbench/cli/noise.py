@@ -10,7 +10,7 @@ import typer
 
 from qbench.cli.messages import show_written
 from qbench.cli.options import ClusterOption, Device, DeviceOption, Out, RecipeFile
-from qbench.cli.place import here, on_cluster
+from qbench.cli.place import here, placed
 from qbench.cli.recipe_options import recipe_options
 from qbench.comparison.lines import FILE
 from qbench.errors import EvaluationError, RecipeError
@@ -48,7 +48,7 @@ def noise(
     """
     place = here(recipe, overrides, out=out, device=device, cluster=cluster)
     require_folder(place.out)
-    with on_cluster(place, device, cluster) as place:
+    with placed(place, cluster) as place:
         planned = place.plan(show=True)  # of which only unquantized cells are scored
         chosen = [cell for cell in planned.cells if not cell.quantization.precision.quantized]
         if not chosen:
@@ -61,7 +61,7 @@ def noise(
             )  # fmt: skip
             for cell, one in zip(chosen, made, strict=True):
                 kept[cell.name] = {"key": cell.key, **asdict(one)}
-                typer.echo(f"### {cell.name}\n\n{noise_table(one.moved)}\n")
+                typer.echo(noise_table(cell.name, one.moved))
     path = place.out / FILE
     write(path, NoiseRecord.model_validate({"cells": kept}))
     show_written([path])

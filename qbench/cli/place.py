@@ -9,6 +9,7 @@ import importlib.util
 from collections.abc import Iterator
 from concurrent.futures import Executor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from qbench.cache import cache_folder
 from qbench.errors import RecipeError, UnavailableError
@@ -18,6 +19,9 @@ from qbench.recipe import Overrides, Recipe
 from qbench.runner.estimates import TimeLeft
 from qbench.runner.progress import Display
 from qbench.runner.workers import EXECUTORS, Workers
+
+if TYPE_CHECKING:
+    from qbench.runner.dask import DaskExecutor
 
 CELLS_A_GPU = 3  # quantization of one cell overlaps with the scoring of others
 
@@ -57,29 +61,29 @@ def here(
     device: str,
     cluster: str | None = None,
 ) -> Place:
-    """This process, with the recipe read and checked. On a ``cluster`` its device plays no part."""
+    """This process, with the recipe read and checked. With a ``cluster`` the device is the one that
+    is asked for, ``auto`` too: ``placed`` asks the workers."""
     loaded = Recipe.load(recipe, overrides)
     return Place(
         recipe=loaded,
         out=out or Path("results") / loaded.name,
-        device=choose_device("cpu" if cluster else device),
+        device=str(device) if cluster else choose_device(device),
     )
 
 
 @contextlib.contextmanager
 def placed(
     place: Place,
-    device: str,
     cluster: str | None,
     *,
-    gpus: str | None,
-    workers: int | None,
-    own: str | None,
-    cells: int,
+    gpus: str | None = None,
+    workers: int | None = None,
+    own: str | None = None,
+    cells: int | None = None,
 ) -> Iterator[Place]:
-    """Processes of this host, which import what cells need from now on, or a cluster, or the
-    executor ``own`` of a plug-in; ``place`` itself where ``cells`` run one after the other.
-    Raises QbenchError for what is not there, or for several of them."""
+    """A cluster, or the executor ``own`` of a plug-in, or processes of this host for so many
+    ``cells``, which import what these need from now on; ``place`` itself where cells run one after
+    the other. Raises QbenchError for what is not there, or for several of them."""
     stated = {"--cluster": cluster, "--gpus": gpus, "--workers": workers}
     also = next((option for option, value in stated.items() if value is not None), None)
     alone = "evaluation.device_map" if place.recipe.evaluation.device_map else None
@@ -89,14 +93,17 @@ def placed(
     if own is not None:
         with EXECUTORS.get(own)(place.device) as executor:
             yield dataclasses.replace(place, executor=executor, description=f"executor {own}")
-    elif alone is not None:
-        yield place  # one process has all GPUs
     elif cluster is not None:
-        with on_cluster(
-            place, device, cluster, gpus=gpus, workers=workers, cells=cells
-        ) as elsewhere:
-            yield elsewhere
-    elif slots := gpu_slots(gpus, workers, place.device, CELLS_A_GPU, at_most=cells):
+        with _connected(place, cluster, gpus, workers, cells) as found:
+            yield dataclasses.replace(
+                place, device=found.device, gpu=found.wanted.gpu, executor=found,
+                description=found.description, at_once=found.workers,
+            )  # fmt: skip
+    elif (
+        cells is not None
+        and alone is None  # one process has all GPUs
+        and (slots := gpu_slots(gpus, workers, place.device, CELLS_A_GPU, at_most=cells))
+    ):
         processes = Workers(slots, device=place.device)
         processes.preload()
         try:
@@ -107,39 +114,24 @@ def placed(
         yield place
 
 
-@contextlib.contextmanager
-def on_cluster(
-    place: Place,
-    device: str,
-    cluster: str | None,
-    *,
-    gpus: str | None = None,
-    workers: int | None = None,
-    cells: int | None = None,
-) -> Iterator[Place]:
-    """The workers of ``--cluster``, on the ``device`` that is asked for or the one that they have;
-    ``place`` itself without a cluster. Raises QbenchError where there are none."""
-    if cluster is None:
-        yield place
-        return
+def _connected(
+    place: Place, cluster: str, gpus: str | None, workers: int | None, cells: int | None
+) -> contextlib.AbstractContextManager[DaskExecutor]:
+    """The workers of ``--cluster``, on the device that is asked for or the one that they have."""
     if importlib.util.find_spec("distributed") is None:
         raise UnavailableError("--cluster: Dask is not installed; pip install 'qbench[cluster]'")
     from qbench.runner.dask import connected  # an extra, and a second to import
 
-    wanted, slots = None if device == "auto" else str(device), []
+    wanted, slots = None if place.device == "auto" else place.device, []
     if cluster.partition(":")[0] == "local":
-        wanted = choose_device(device)
+        wanted = choose_device(place.device)
         cells = cells or len(cell_names(place.recipe))
         slots = local_slots(cluster, gpus, workers, wanted, cells)
     elif gpus is not None or workers is not None:
         raise RecipeError(
             f"--cluster {cluster}: its workers are running already; leave --gpus and --workers out"
         )
-    with connected(cluster, wanted, slots=slots, folders=(place.out, cache_folder())) as found:
-        yield dataclasses.replace(
-            place, device=found.device, gpu=found.wanted.gpu, executor=found,
-            description=found.description, at_once=found.workers,
-        )  # fmt: skip
+    return connected(cluster, wanted, slots=slots, folders=(place.out, cache_folder()))
 
 
 def local_slots(

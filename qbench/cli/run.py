@@ -92,7 +92,7 @@ def run(
     if save_recipe is not None:
         save(recipe, overrides, save_recipe)
     with placed(
-        place, device, cluster, gpus=gpus, workers=workers, own=executor, cells=cells
+        place, cluster, gpus=gpus, workers=workers, own=executor, cells=cells
     ) as place:  # whose processes import what they need while the run is planned
         planned, records = _run_cells(place, only, force)
     from qbench.cli.tables import show_tables  # pandas

@@ -24,8 +24,6 @@ def compare(store: Store, *, statistics: bool = True, against: str | None = None
     cannot be answered.
     """
     grid = store.grid()
-    if not grid.cells:
-        raise ResultsError(f"{store.directory}: grid.json has no cells; run the recipe again")
     found = {cell.cell: store.get(cell) for cell in grid.cells}
     records = {name: record for name, record in found.items() if record is not None}
     comparison = Comparison(

@@ -46,8 +46,6 @@ def make(store: Store, out: Path, *, replace: bool = False) -> Changes | None:
     unfit += [f"{cell}: not audited" for cell, one in results.cells.items() if not one.record.audit]
     if unfit:
         raise ResultsError(f"{store.name}: no baseline from this: {'; '.join(unfit)}")
-    if not results.cells:
-        raise ResultsError(f"{store.name}: no baseline can be made: it has no cells")
     if out.exists() and not replace:
         raise ResultsError(f"{out}: exists already; look at the changes, then add --replace")
     change = difference(store.name, results, out) if out.exists() else None

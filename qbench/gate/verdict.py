@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 from xml.etree import ElementTree
 
 from qbench.comparison.changes import Change
-from qbench.files import write_atomically
 from qbench.statistics import Worsening
 from qbench.text import NO_VALUE, for_markdown, metric_title, number, table
 
@@ -65,15 +63,16 @@ class Verdict:
         return sum(gate.outcome == outcome for gate in self.gates)
 
 
-def measured(cell: str, metric: str, rise: float, margin: float, reason: str) -> Gate:
+def measured(cell: str, metric: str, rise: float, margin: float, seen: str) -> Gate:
     """A question about what the audit measured, which is known and no estimate: worse by ``rise``
-    per cent."""
+    per cent, as ``seen``."""
+    within = rise <= margin + ROUNDING
     return Gate(
         cell=cell,
         task=AUDIT,
         metric=metric,
-        outcome="pass" if rise <= margin + ROUNDING else "fail",
-        reason=reason,
+        outcome="pass" if within else "fail",
+        reason=f"{'within' if within else 'beyond'} the margin: {seen}",
         margin=margin,
         worse=Worsening(estimate=rise, low=rise, high=rise),
     )
@@ -91,19 +90,6 @@ NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 HEAD = ("Verdict", "Cell", "Task", "Metric", "Baseline", "Now", "Worse by", "at most", "Margin",
         "Documents", "Why")  # fmt: skip
-
-
-def write_verdict(
-    verdict: Verdict,
-    *,
-    markdown: Path | None = None,
-    junit: Path | None = None,
-    json: Path | None = None,
-) -> None:
-    """Write the verdict to whichever paths are given."""
-    for path, text in ((markdown, as_markdown), (junit, as_junit), (json, as_json)):
-        if path is not None:
-            write_atomically(Path(path), text(verdict).encode(errors="replace"))
 
 
 def as_markdown(verdict: Verdict) -> str:

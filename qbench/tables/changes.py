@@ -17,7 +17,6 @@ from qbench.comparison.wording import (
 from qbench.metrics import is_percentage
 from qbench.tables.table import Table, from_rows, markdown
 from qbench.text import MINUS, NO_VALUE, metric_title, number
-from qbench.text import table as text_table
 
 if TYPE_CHECKING:
     from qbench.evaluation.noise import Moved
@@ -72,31 +71,33 @@ def _row(line: Change) -> dict[str, str]:
     }
 
 
-NOISE_HEAD = ("Task", "Metric", "Batches", "Score", "Moved by", "Changed documents",
-        "Largest change of a log-likelihood, nats", "Mean")  # fmt: skip
-
-
-def noise_table(moved: Iterable[Moved]) -> str:
+def noise_table(title: str, moved: Iterable[Moved]) -> str:
     """Markdown: one line a metric and variation; accuracies in per cent and points."""
     rows = []
     for entry in moved:
         percent = is_percentage(entry.metric)
         changed = entry.changed_documents
         rows.append(
-            [
-                entry.task,
-                metric_title(entry.metric),
-                entry.variation,
-                number(entry.score, percent=percent),
-                _signed((entry.score - entry.base_score) * (100 if percent else 1)),
-                NO_VALUE if changed is None else f"{changed} of {entry.documents}",
-                f"{entry.largest_log_likelihood:.2g}".replace("-", MINUS),
-                f"{entry.mean_log_likelihood:.2g}".replace("-", MINUS),
-            ]
+            {
+                "Task": entry.task,
+                "Metric": metric_title(entry.metric),
+                "Batches": entry.variation,
+                "Score": number(entry.score, percent=percent),
+                "Moved by": _signed((entry.score - entry.base_score) * (100 if percent else 1)),
+                "Changed documents": NO_VALUE
+                if changed is None
+                else f"{changed} of {entry.documents}",
+                "Largest change of a log-likelihood, nats": _digits(entry.largest_log_likelihood),
+                "Mean": _digits(entry.mean_log_likelihood),
+            }
         )
-    return text_table(NOISE_HEAD, rows, align="lllrrrrr")
+    return markdown(from_rows(rows, title=title, notes=(), words=3))
+
+
+def _digits(value: float, sign: str = "") -> str:
+    return f"{value:{sign}.2g}".replace("-", MINUS)
 
 
 def _signed(value: float) -> str:
     """Two significant digits: a floor of 3e−8 is not 0."""
-    return "0" if value == 0 else f"{value:+.2g}".replace("-", MINUS)
+    return "0" if value == 0 else _digits(value, "+")

@@ -18,22 +18,20 @@ def columns(text: str) -> int:
     return found
 
 
-def test_the_verdict_is_written_as_markdown_junit_and_json(tmp_path, standard):
+def test_the_verdict_is_told_as_markdown_junit_and_json(tmp_path, standard):
     store = changed(tmp_path, shift={"softpick/hqq-4bit": 0.4}, failed=("softmax/bf16",))
     result = check.check(store, standard)
-    paths = {name: tmp_path / name for name in ("markdown", "junit", "json")}
-    verdict.write_verdict(result, **paths)
-    text = paths["markdown"].read_text()
+    text = verdict.as_markdown(result)
     assert text.startswith("## qbench check: fail")
     assert re.search(r"\| ✗ fail +\| softmax/bf16 +\| — +\|", text)
     assert columns(text) == 11
 
-    suite = ElementTree.fromstring(paths["junit"].read_text()).find("testsuite")
+    suite = ElementTree.fromstring(verdict.as_junit(result)).find("testsuite")
     failures = suite.findall("testcase/failure")
     assert int(suite.get("failures")) == len(failures) == result.count("fail") == 6
     assert int(suite.get("tests")) == len(suite.findall("testcase"))
 
-    told = json.loads(paths["json"].read_text())
+    told = json.loads(verdict.as_json(result))
     assert (told["outcome"], told["exit_code"]) == ("fail", 1)
     assert len(told["gates"]) == len(result.gates)
     worst = next(

@@ -34,6 +34,7 @@ def moved(metric: str, base: float, score: float, changed: int | None) -> Moved:
 def test_accuracies_are_per_cent_and_what_is_not_0_is_not_called_0(
     metric, base, score, changed, wanted
 ):
-    told = " ".join(noise_table([moved(metric, base, score, changed)]).split()).replace("\\", "")
+    text = noise_table("cell", [moved(metric, base, score, changed)])
+    told = " ".join(text.split()).replace("\\", "")
     assert wanted in told
     assert "| 5.7e−06 | 0 |" in told
