@@ -29,9 +29,8 @@ from qbench.analysis.text import (
     text_file,
 )
 from qbench.cli.messages import complain, show_written
-from qbench.cli.options import ClusterOption, Device, DeviceOption, Out, RecipeFile
+from qbench.cli.options import ClusterOption, Device, DeviceOption, Out, RecipeFile, recipe_options
 from qbench.cli.place import Place, here, placed
-from qbench.cli.recipe_options import recipe_options
 from qbench.errors import RecipeError
 from qbench.files import require_folder
 from qbench.plan import Plan, require_runnable

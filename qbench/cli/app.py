@@ -33,19 +33,19 @@ class Entry(NamedTuple):
 
 COMMANDS = {
     "run": Entry("run", RUN, "Quantize, audit and score every cell; write records and tables."),
-    "plan": Entry("plan", RUN, "Show what a run would do, its time and memory. Runs nothing."),
+    "plan": Entry("run", RUN, "Show what a run would do, its time and memory. Runs nothing."),
     "noise": Entry(
         "noise", RUN, "Score unquantized checkpoints in other batches: the noise floor."
     ),
     "analyze": Entry("analyze", RUN, "Measure attention sinks, outliers, sparsity and inputs."),
-    "tables": Entry("tables", READ, "Write and show the tables of a results folder."),
+    "tables": Entry("results", READ, "Write and show the tables of a results folder."),
     "view": Entry("view", READ, "Show results in a browser, down to one document's tokens."),
     "report": Entry("view", READ, "Write report.html, one file that needs no network."),
     "show": Entry("show", READ, "Everything about one cell, one document or a results folder."),
     "export": Entry("show", READ, "Write results in others' formats."),
-    "check": Entry("gate", READ, "The CI gate: is any score worse than the baseline's?"),
-    "baseline": Entry("gate", READ, "Make the baseline that `qbench check` compares results with."),
-    "compare": Entry("tables", READ, "Show what changed between two results of one recipe."),
+    "check": Entry("results", READ, "The CI gate: is any score worse than the baseline's?"),
+    "baseline": Entry("results", READ, "Make the baseline that `qbench check` compares with."),
+    "compare": Entry("results", READ, "Show what changed between two results of one recipe."),
     "explain": Entry("show", READ, "Say which part of their keys makes two cells different."),
     "published": Entry("show", READ, "List or print the papers' tables, or check them."),
     "tokenize": Entry("train", TRAIN, "Turn text into token files for `qbench train`."),

@@ -12,9 +12,8 @@ import typer
 from pydantic import ValidationError
 
 from qbench.cli.messages import show_written
-from qbench.cli.options import Device, DeviceOption, Json, RecipeFile
+from qbench.cli.options import Device, DeviceOption, Json, RecipeFile, recipe_options
 from qbench.cli.place import here
-from qbench.cli.recipe_options import recipe_options
 from qbench.errors import RecipeError
 from qbench.files import require_folder, write_atomically, write_page
 from qbench.machine import choose_device, redirected, terminal

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 import typer
 
 from qbench.cli.messages import show_written
-from qbench.cli.options import ClusterOption, Device, DeviceOption, Out, RecipeFile
+from qbench.cli.options import ClusterOption, Device, DeviceOption, Out, RecipeFile, recipe_options
 from qbench.cli.place import here, placed
-from qbench.cli.recipe_options import recipe_options
 from qbench.comparison.lines import FILE
 from qbench.errors import EvaluationError, RecipeError
 from qbench.files import require_folder

@@ -1,16 +1,23 @@
-"""Options that commands share, in words."""
+"""Options that commands share, in words; those that replace parts of a recipe, or say all of it, at
+the end."""
 
 from __future__ import annotations
 
+import functools
+import inspect
+import re
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from qbench.errors import OutputError
+from qbench.errors import OutputError, RecipeError
 from qbench.files import require_writable
 from qbench.plugins import load_file
+from qbench.quantizers.names import COMBINATIONS, PARTS
+from qbench.recipe import Overrides
 from qbench.store import Store, run_id, runs
 
 
@@ -132,3 +139,175 @@ def open_store(folder: Path, run: str | None, option: str = "--run") -> Store:
             err=True,
         )
     return store
+
+
+class Dtype(StrEnum):
+    bfloat16 = "bfloat16"
+    float32 = "float32"
+
+
+class ScoringMode(StrEnum):
+    auto = "auto"
+    exact = "exact"
+    fast = "fast"
+    lm_eval = "lm-eval"
+
+
+def complete_quantizers(incomplete: str) -> list[str]:
+    """The shell asks: the last name of a list by commas, or the last part of one with +."""
+    given, last = re.fullmatch(r"(.*[,+])?([^,+]*)", incomplete).groups("")  # type: ignore[union-attr]  # fits any text
+    names = [name for registry in (*PARTS.values(), COMBINATIONS) for name in registry]
+    return [given + name for name in dict.fromkeys(names) if name.startswith(last)]
+
+
+OPTIONS: dict[str, Any] = {
+    "checkpoint": Annotated[
+        list[str],
+        typer.Option(
+            metavar="NAME=PATH_OR_HUB_ID",
+            help="Use this folder or hub id for the recipe's checkpoint NAME. Repeatable. Without "
+            "a recipe: the checkpoints, of which the first is the baseline of Δ.",
+        ),
+    ],
+    "quantized": Annotated[
+        list[str],
+        typer.Option(
+            metavar="LABEL=PATH_OR_HUB_ID",
+            help="A checkpoint that is quantized already, scored beside its original; without "
+            "--checkpoint it is scored alone. Repeatable.",
+        ),
+    ],
+    "quantizers": Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMES",
+            autocompletion=complete_quantizers,
+            help="These quantizers, separated by commas: bf16,gptq-4bit. With +, weights and more: "
+            "gptq-4bit+kv4. With a recipe, its labels keep their settings.",
+        ),
+    ],
+    "tasks": Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMES", help="These tasks, separated by commas, instead of the recipe's."
+        ),
+    ],
+    "definitions": Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="lm-eval YAML files: tasks of your own."),
+    ],
+    "data": Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER", help="TASK/SPLIT.jsonl files: score from these, without the hub."
+        ),
+    ],
+    "skip_missing": Annotated[
+        bool,
+        typer.Option(
+            "--skip-missing",
+            help="Run the tasks that the data folder has; tables name the others.",
+        ),
+    ],
+    "calibration": Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="JSON Lines with a text field, read by quantizers that calibrate."
+        ),
+    ],
+    "calibration_samples": Annotated[
+        int | None,
+        typer.Option(min=1, help="Number of calibration texts. Default: the recipe's, or 128."),
+    ],
+    "calibration_length": Annotated[
+        int | None,
+        typer.Option(
+            min=8, help="Tokens of each calibration text. Default: the recipe's, or 2048."
+        ),
+    ],
+    "limit": Annotated[
+        int | None, typer.Option(min=1, help="Score the first N documents of each task only.")
+    ],
+    "dtype": Annotated[
+        Dtype | None,
+        typer.Option(
+            help="Compute in this dtype instead of the recipe's, unquantized cells too. Most CPUs "
+            "are ten times slower in bfloat16."
+        ),
+    ],
+    "scoring": Annotated[
+        ScoringMode | None,
+        typer.Option(
+            metavar="MODE",
+            help="Score in this mode instead of the recipe's: exact gives HFLM's scores, fast "
+            "packs requests, lm-eval is HFLM itself; auto is the fastest that fits the model on a "
+            "GPU, exact on a CPU.",
+        ),
+    ],
+    "stream": Annotated[
+        bool | None,
+        typer.Option(
+            "--stream/--no-stream",
+            help="Bring weights to the device block by block, or all of them at once. Default: the "
+            "recipe's, or block by block where they do not fit.",
+        ),
+    ],
+    "plugin": PluginOption,
+}
+DEFAULTS = {"checkpoint": [], "quantized": [], "skip_missing": False, "plugin": []}
+
+
+def recipe_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a command the options ``names`` (none: all) and --plugin in place of its parameter
+    ``overrides``, the second one."""
+    chosen = [*(names or [name for name in OPTIONS if name != "plugin"]), "plugin"]
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def wrapper(**values: Any) -> None:
+            given = {name: values.pop(name, DEFAULTS.get(name)) for name in chosen}
+            del given["plugin"]  # loaded while the options were read
+            given["checkpoints"] = named("--checkpoint", given.pop("checkpoint"))
+            given["quantized"] = named("--quantized", given.pop("quantized", []))
+            for name in {"quantizers", "tasks"} & given.keys():
+                given[name] = listed(f"--{name}", given[name])
+            command(overrides=Overrides(**given), **values)
+
+        recipe, _, *rest = inspect.signature(command, eval_str=True).parameters.values()
+        options = [
+            inspect.Parameter(
+                name, recipe.kind, default=DEFAULTS.get(name), annotation=OPTIONS[name]
+            )
+            for name in chosen
+        ]
+        parameters = [recipe, *options, *rest]
+        # what typer reads
+        wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # ours
+        wrapper.__annotations__ = {one.name: one.annotation for one in parameters}
+        del wrapper.__wrapped__  # type: ignore[attr-defined]  # else typer reads the command's
+        return wrapper
+
+    return decorate
+
+
+def listed(option: str, names: str | None) -> tuple[str, ...] | None:
+    """Names by commas; RecipeError for an empty one."""
+    if names is None:
+        return None
+    found = tuple(name.strip() for name in names.split(","))
+    if not all(found):
+        raise RecipeError(f"{option} {names!r}: write names with commas between them")
+    return found
+
+
+def named(option: str, pairs: Sequence[str]) -> dict[str, str]:
+    """``NAME=SOURCE`` pairs as a dictionary; RecipeError for a malformed or repeated one."""
+    found: dict[str, str] = {}
+    for pair in pairs:
+        name, separator, source = pair.partition("=")
+        if not (name and separator and source):
+            raise RecipeError(f"{option} {pair}: write NAME=PATH_OR_HUB_ID")
+        if name in found:
+            raise RecipeError(f"{option} {pair}: {name} is given twice")
+        found[name] = source
+    return found

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from small_recipe import qbench, small_recipe
 
-from qbench.cli.plan import plan_lines
+from qbench.cli.run import plan_lines
 from qbench.machine import hardware
 from qbench.plan import plan
 from qbench.recipe import Recipe
@@ -77,7 +77,7 @@ def test_without_any_record_shapes_say_it_and_what_does_not_fit(tmp_path, planne
     assert 0.5 < found.memory_gib < 2
     on_the_hub = replace(planned, tasks=(replace(planned.tasks[0], documents=None),))
     assert expected(cell, on_the_hub, []) is None
-    monkeypatch.setattr("qbench.cli.plan.memory_gib", lambda device: 0.25)
+    monkeypatch.setattr("qbench.cli.run.memory_gib", lambda device: 0.25)
     lines = list(plan_lines(planned, Store(tmp_path / "out"), "softmax/*"))
     assert any(line.endswith("does not fit into 0.2 GiB") for line in lines)
 

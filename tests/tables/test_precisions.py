@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from synthetic import make_store
 
-from qbench.cli import tables as command
+from qbench.cli import results as command
 from qbench.comparison.changes import compare_cells
 from qbench.comparison.compare import compare
 from qbench.errors import ResultsError

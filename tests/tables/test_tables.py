@@ -7,8 +7,8 @@ from html.parser import HTMLParser
 import pytest
 from synthetic import key, make_store
 
-from qbench.cli import tables as results
-from qbench.cli.tables import show_tables
+from qbench.cli import results
+from qbench.cli.results import show_tables
 from qbench.comparison.compare import compare
 from qbench.errors import OutputError, RecipeError
 from qbench.tables import render, score_tables
