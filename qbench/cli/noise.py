@@ -17,8 +17,7 @@ from qbench.files import require_folder
 from qbench.plan import Cell
 from qbench.recipe import Overrides
 from qbench.records import NoiseRecord
-from qbench.runner.grid import run_each
-from qbench.runner.noise import measure
+from qbench.runner.grid import measure_noise, run_each
 from qbench.store import write
 from qbench.tables.changes import noise_table
 
@@ -55,7 +54,7 @@ def noise(
         kept = {}
         with place.display(len(chosen)) as display:
             made = run_each(
-                partial(measure, planned, place.out.resolve()), chosen,
+                partial(measure_noise, plan=planned, out=place.out.resolve()), chosen,
                 executor=place.executor, progress=display, died=_died,
             )  # fmt: skip
             for cell, one in zip(chosen, made, strict=True):

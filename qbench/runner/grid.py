@@ -10,13 +10,13 @@ from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from filelock import FileLock, Timeout
 
 from qbench.cache import cache_folder, distributions_folder, find_record, remember_record
 from qbench.cell_result import CellResult
-from qbench.errors import ResultsError
+from qbench.errors import EvaluationError, ResultsError
 from qbench.evaluation.baseline import baseline_file, verify_baseline
 from qbench.evaluation.settings import exceeded
 from qbench.machine import attempt
@@ -27,6 +27,9 @@ from qbench.records import Record, Unavailable
 from qbench.runner.progress import listening
 from qbench.runner.workers import SerialExecutor
 from qbench.store import Store, run_id
+
+if TYPE_CHECKING:
+    from qbench.evaluation.noise import Noise
 
 DIED = "its process was killed (out of memory?), or that of another cell before it; see its log"
 DEAD = (BrokenExecutor, CancelledError)
@@ -99,6 +102,25 @@ def run_each(
             except DEAD:
                 progress.end(cell.name)
                 yield died(cell, DIED)
+
+
+def measure_noise(cell: Cell, plan: Plan, out: Path, *, progress: Progress) -> Noise:
+    """Score the cell's checkpoint under every variation of batches; libraries' words go to
+    noise.log in ``out``. Raises EvaluationError."""
+    found: list[Noise] = []
+
+    def work() -> None:
+        from qbench.cell import noise
+
+        found.append(noise(cell, plan, partial(progress.stage, cell.name)))
+
+    progress.begin(cell.name)
+    error = attempt(work, out / "noise.log", plan.device)
+    progress.end(cell.name)
+    if error is not None:
+        raise EvaluationError(f"{cell.name}: {error}")
+    progress.log(f"{cell.name}: measured")
+    return found[0]
 
 
 def remote(executor: Executor, progress: Progress) -> AbstractContextManager[Progress]:
