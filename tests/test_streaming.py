@@ -140,10 +140,14 @@ def test_blocks_on_several_devices_give_the_bits_of_one(tmp_path, monkeypatch):
     assert len(set(map(str, places))) == 2
 
 
-def test_a_recipe_that_has_all_gpus_takes_no_workers(tmp_path):
+@pytest.mark.parametrize(
+    ("command", "option", "value"),
+    [("run", "--workers", 2), ("noise", "--cluster", "local"), ("analyze", "--cluster", "local")],
+)
+def test_a_recipe_that_has_all_gpus_takes_no_workers(tmp_path, command, option, value):
     path = small_recipe(tmp_path, evaluation={"device_map": "auto"})
-    with pytest.raises(RecipeError, match="device_map: leave --workers out"):
-        qbench("run", path, "--workers", 2, "--device", "cpu", "--out", tmp_path / "out")
+    with pytest.raises(RecipeError, match=f"device_map: leave {option} out"):
+        qbench(command, path, option, value, "--device", "cpu", "--out", tmp_path / "out")
 
 
 @pytest.mark.parametrize(
