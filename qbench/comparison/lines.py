@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from qbench.metrics import LOG_SCALE, REDUNDANT, base_metric, is_percentage
+from qbench.metrics import LOG_SCALE, REDUNDANT, is_percentage
 from qbench.records import Grid, GridCell, NoiseRecord, Precision, Record
 from qbench.store import Store, read
 
@@ -26,12 +26,6 @@ class NoiseFloor:
 
     of: Mapping[tuple[str, str, str], float] = field(default_factory=dict)
     stale: tuple[str, ...] = ()
-
-    def between(self, checkpoint: str, other: str, task: str, metric: str) -> float | None:
-        """The most that batching alone may move the difference of two checkpoints' scores: both
-        floors together. None where one was not measured."""
-        ends = [self.of.get((name, task, metric)) for name in (checkpoint, other)]
-        return None if None in ends else sum(ends)
 
 
 def read_noise(store: Store) -> NoiseRecord:
@@ -119,11 +113,6 @@ class Line:
         return self.precision.weights.bits if self.precision.weights else None
 
     @property
-    def base_metric(self) -> str:
-        """The metric without lm-eval's filter."""
-        return base_metric(self.metric)
-
-    @property
     def percent(self) -> bool:
         """Whether papers print this metric in per cent."""
         return is_percentage(self.metric)
@@ -197,17 +186,8 @@ class Comparison:
         return next(same, self.unquantized)
 
     @property
-    def name(self) -> str:
-        return self.grid.name
-
-    @property
     def checkpoints(self) -> tuple[str, ...]:
         return self.grid.checkpoints
-
-    @property
-    def baseline(self) -> str:
-        """The checkpoint that Δ is taken against."""
-        return self.grid.checkpoints[0]
 
     @property
     def groups(self) -> Mapping[str, tuple[str, ...]]:
@@ -221,10 +201,16 @@ class Comparison:
         found = dict.fromkeys(cell.method for cell in self.grid.cells if cell.quantized)
         return tuple(found) or tuple({cell.method: None for cell in self.grid.cells})
 
+    def noise_floor(self, line: Line, checkpoint: str) -> float | None:
+        """The most that batching alone may move Δ: the floors of both scores together. None where
+        one was not measured."""
+        pair = (self.checkpoints[0], checkpoint)
+        ends = [self.floors.of.get((name, line.task, line.metric)) for name in pair]
+        return None if None in ends else sum(ends)
+
     def below_noise(self, line: Line, checkpoint: str) -> bool:
         """Whether Δ is no larger than what batching alone may move the two scores."""
-        delta = line.delta(checkpoint)
-        floor = self.floors.between(self.baseline, checkpoint, line.task, line.metric)
+        delta, floor = line.delta(checkpoint), self.noise_floor(line, checkpoint)
         return bool(floor) and delta is not None and abs(delta) <= floor
 
     def same_weights(self, cell: str, other: str) -> bool:

@@ -28,7 +28,7 @@ def render(comparison: Comparison, *, format: str = "md", published: str | None 
     if format == "csv":
         return comparison_csv(comparison, published=published)
     found = score_tables(comparison, published=published)
-    return render_tables(found, format, title=comparison.name)
+    return render_tables(found, format, title=comparison.grid.name)
 
 
 def score_tables(comparison: Comparison, *, published: str | None = None) -> list[Table]:

@@ -53,10 +53,8 @@ def comparison_csv(comparison: Comparison, *, published: str | None = None) -> s
     for line in comparison.lines:
         for entry in line.entries:
             row = _row(line, entry)
-            if comparison.floors.of and entry is not line.entries[0]:
-                row[NOISE] = comparison.floors.between(
-                    comparison.baseline, entry.checkpoint, line.task, line.metric
-                )
+            if entry is not line.entries[0]:
+                row[NOISE] = comparison.noise_floor(line, entry.checkpoint)
             if paper:
                 row |= _printed(line, entry, paper, normalizers)
             rows.append(row | _predictions(comparison, line, entry))

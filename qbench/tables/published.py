@@ -6,13 +6,14 @@ import math
 from collections.abc import Iterable, Sequence
 
 from qbench.comparison.lines import Comparison, Line
+from qbench.metrics import base_metric
 from qbench.published import Printed, doubts, printed
 from qbench.text import MINUS, NO_VALUE
 
 
 def find_printed(line: Line, paper: dict[tuple, Printed]) -> Printed | None:
     """What the paper prints for this line: same task, metric, method and bits."""
-    return paper.get((line.task, line.base_metric, line.method, line.bits))
+    return paper.get((line.task, base_metric(line.metric), line.method, line.bits))
 
 
 def standard_errors_away(line: Line, checkpoint: str, value: float) -> float | None:
