@@ -57,7 +57,8 @@ class Registry(Generic[T]):
 
     def get(self, name: str) -> T:
         if name not in self._things:
-            raise RecipeError(f"unknown {self.kind} {name!r}; known: {', '.join(self._things)}")
+            known = ", ".join(self._things) or "none; --plugin FILE registers one"
+            raise RecipeError(f"unknown {self.kind} {name!r}; known: {known}")
         return self._things[name]
 
     def __iter__(self) -> Iterator[str]:

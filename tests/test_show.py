@@ -87,6 +87,8 @@ def test_beside_a_cell_stands_the_one_that_its_damage_is_against_or_none():
     [
         ([CELL, "--document", "99999"], "no document 99999"),
         ([CELL, "--document", "1", "--task", "nosuch"], "no task nosuch; it has arc_easy, lamb"),
+        ([CELL, "--task", "arc_easy"], "--recipe and --task need --document N"),
+        ([str(REAL), "--document", "1"], "--document: name a cell, .*/CHECKPOINT/QUANTIZER"),
         ([f"{REAL}/softpick/nosuch"], "no cell softpick/nosuch; .* has softmax/bf16"),
         ([str(REAL.parent)], "results: no grid.json here"),
         (["results"], "results: no grid.json here; name a folder that `qbench run` wrote, DIR/CH"),

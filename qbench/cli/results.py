@@ -61,6 +61,8 @@ def tables(
     """
     store = open_store(folder, run)
     if rank:
+        if published is not None or against is not None:
+            raise ResultsError("--rank: leave --published and --against out")
         found = ranking(compare_store(store), store, max_gib)
         typer.echo(render_tables(found, format, title=found[0].title), nl=False)
         return

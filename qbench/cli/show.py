@@ -72,7 +72,13 @@ def show(
     qbench show results/demo/softpick/gptq-4bit --document 3 --task demo_choice
     ```
     """
+    if recipe is None and data is not None:
+        raise ResultsError("--data needs --recipe RECIPE")
+    if document is None and (recipe is not None or task is not None):
+        raise ResultsError("--recipe and --task need --document N, whose text they show")
     if (Path(what) / "grid.json").is_file():
+        if document is not None:
+            raise ResultsError(f"--document: name a cell, {what}/CHECKPOINT/QUANTIZER")
         typer.echo(folder_text(Store(Path(what), run=run)))
         return
     if not Path(what).is_file() and not (Path(what).parent.parent / "grid.json").is_file():
@@ -81,10 +87,6 @@ def show(
             "DIR/CHECKPOINT/QUANTIZER, or a record's JSON file"
         )
     store, record = find_cell(what, run)
-    if recipe is None and data is not None:
-        raise ResultsError("--data needs --recipe RECIPE")
-    if recipe is not None and document is None:
-        raise ResultsError("--recipe needs --document N, whose text it shows")
     if document is not None:
         texts = None
         if recipe is not None:

@@ -83,6 +83,8 @@ def test_the_best_precision_is_named_with_those_that_are_not_significantly_worse
     best, alike, worse = row[3], row[7], row[8]
     assert worse == "hqq-2bit"
     assert {best, *re.split(", ", alike)} == {"bnb-8bit", "bnb-4bit", "gptq-4bit"}
+    with pytest.raises(ResultsError, match="--rank: leave --published and --against out"):
+        command.tables(store.directory, rank=True, against="bnb-8bit")
 
 
 def test_points_a_gib_are_those_lost_for_what_is_saved():
