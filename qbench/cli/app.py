@@ -78,7 +78,7 @@ def load(name: str) -> Any:
 
 class Commands(TyperGroup):
     """All commands. Ctrl-C is one line with an exit code of its own, whatever typer's version
-    makes of it, and wrong use is one line, too: where, what, and what to do."""
+    makes of it."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         return _in_words(super().get_params(ctx))
@@ -109,18 +109,6 @@ class Commands(TyperGroup):
         except KeyboardInterrupt:
             complain(STOPPED)
             raise typer.Exit(INTERRUPTED) from None
-
-    def main(self, *args: Any, standalone_mode: bool = True, **options: Any) -> Any:
-        if not standalone_mode:
-            return super().main(*args, standalone_mode=False, **options)
-        try:
-            code = super().main(*args, standalone_mode=False, **options)
-        except Exception as error:
-            if not hasattr(error, "format_message"):  # click's, which some versions of typer hold
-                raise
-            complain(_usage(error, sys.argv[1:]))
-            sys.exit(2)
-        sys.exit(code if isinstance(code, int) else 0)
 
 
 def _usage(error: Any, arguments: list[str]) -> str:
@@ -186,9 +174,15 @@ def _options(
 
 
 def main() -> None:
-    """Entry point: one line and exit code 2 for what a user can put right, and for what the
-    machine refuses: a full disk, no permission, no memory."""
+    """Entry point: one line and exit code 2 for what a user can put right, wrong use too, and for
+    what the machine refuses: a full disk, no permission, no memory."""
     try:
-        app()
+        code = app(standalone_mode=False)
     except (QbenchError, OSError, UnicodeError, MemoryError) as error:
         refuse(error)
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # click's, which some versions of typer hold
+            raise
+        complain(_usage(error, sys.argv[1:]))
+        sys.exit(2)
+    sys.exit(code)
