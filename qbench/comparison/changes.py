@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 
 from qbench.comparison.lines import Change, status_of
-from qbench.comparison.trainings import differences, unlike
+from qbench.comparison.trainings import differences, trained, unlike
 from qbench.errors import ResultsError
 from qbench.metrics import REDUNDANT
 from qbench.records import Record, Score
@@ -294,13 +294,9 @@ def _same_trainings(old: ResultSet, new: ResultSet) -> None:
 
 def _trained_alike(folder: Store, results: ResultSet) -> None:
     """Of the checkpoints that one folder compares."""
-    trained = {
-        one.record.checkpoint: one.record.training
-        for one in results.cells.values()
-        if one.record.training is not None
-    }
-    checkpoints = dict.fromkeys(one.record.checkpoint for one in results.cells.values())
-    if found := unlike(trained, list(checkpoints), results.replicates):
+    records = [one.record for one in results.cells.values()]
+    checkpoints = list(dict.fromkeys(record.checkpoint for record in records))
+    if found := unlike(trained(records), checkpoints, results.replicates):
         raise ResultsError(f"{folder.directory}: {found[0]} Compare models that were trained alike")
 
 

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from qbench.comparison import explain
 from qbench.comparison.lines import Comparison
-from qbench.records import Trained
+from qbench.records import Record, Trained
 
 
 def training_notes(comparison: Comparison) -> list[str]:
     """What the trainings of checkpoints that are compared do not have in common, beside their
     normalizers: a line a pair; that there is nothing, where all are known. Else no line."""
-    trained = {
-        one.checkpoint: one.training
-        for one in comparison.records.values()
-        if one.training is not None
-    }
-    groups = comparison.grid.replicates
-    lines = unlike(trained, comparison.checkpoints, groups)
-    if lines or len(comparison.checkpoints) < 2 or trained.keys() < {*comparison.checkpoints}:
+    known, groups = trained(comparison.records.values()), comparison.grid.replicates
+    lines = unlike(known, comparison.checkpoints, groups)
+    if lines or len(comparison.checkpoints) < 2 or known.keys() < {*comparison.checkpoints}:
         return lines
     names = " and ".join(comparison.groups)
     return [
@@ -28,15 +23,20 @@ def training_notes(comparison: Comparison) -> list[str]:
     ]
 
 
+def trained(records: Iterable[Record]) -> dict[str, Trained]:
+    """By checkpoint: how it was trained, where that is known."""
+    return {one.checkpoint: one.training for one in records if one.training is not None}
+
+
 def unlike(
-    trained: Mapping[str, Trained],
+    known: Mapping[str, Trained],
     checkpoints: Sequence[str],
     replicates: Mapping[str, tuple[str, ...]],
 ) -> list[str]:
     """The same of the checkpoints of one grid, the first of which is the baseline."""
     lines = []
     for one, other, seeds in _pairs(checkpoints, replicates):
-        pair = trained.get(one), trained.get(other)
+        pair = known.get(one), known.get(other)
         if None in pair:
             continue
         differing = differences(*pair, seeds=seeds)

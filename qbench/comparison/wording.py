@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from qbench.comparison.lines import Line, redundant
+from qbench.comparison.trainings import trained
 from qbench.text import NO_VALUE, metric_title, number, ratio
 
 if TYPE_CHECKING:
@@ -93,13 +94,9 @@ def mostly_seeds(effect: Effect | SeedEffect) -> bool:
 
 def order_note(comparison: Comparison) -> str:
     """Which training is which, in the order of the columns ``each``."""
-    seeds = {
-        one.checkpoint: one.training.seed
-        for one in comparison.records.values()
-        if one.training is not None
-    }
+    known = trained(comparison.records.values())
     told = (
-        ", ".join(f"{m} (seed {seeds[m]})" if m in seeds else m for m in members)
+        ", ".join(f"{m} (seed {known[m].seed})" if m in known else m for m in members)
         for members in comparison.grid.replicates.values()
     )
     return f"Each, in this order: {'; '.join(told)}."

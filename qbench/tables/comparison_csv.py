@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from qbench.comparison.lines import Comparison, Entry, Line
 from qbench.published import Printed, printed
 from qbench.records import GroupScore
-from qbench.tables.published import find_printed, standard_errors_away
+from qbench.tables.published import find_printed, models, standard_errors_away
 from qbench.tables.scores import bits_per_weight, gib, task_damage
 from qbench.tables.table import as_csv
 
@@ -44,7 +44,6 @@ def comparison_csv(comparison: Comparison, *, published: str | None = None) -> s
     spreadsheet would compute begins with an apostrophe.
     """
     paper = printed(published) if published else {}
-    normalizers = {record.checkpoint: record.normalizer for record in comparison.records.values()}
     left_out = [*(() if paper else PRINTED), *(() if comparison.floors.of else (NOISE,))]
     if not any(line.precision.in_parts for line in comparison.lines):
         left_out += PRECISION
@@ -56,7 +55,7 @@ def comparison_csv(comparison: Comparison, *, published: str | None = None) -> s
             if entry is not line.entries[0]:
                 row[NOISE] = comparison.noise_floor(line, entry.checkpoint)
             if paper:
-                row |= _printed(line, entry, paper, normalizers)
+                row |= _printed(line, entry, paper, models(comparison)[entry.checkpoint])
             rows.append(row | _predictions(comparison, line, entry))
     return as_csv([*rows, *_groups(comparison)], columns)
 
@@ -135,10 +134,9 @@ def _row(line: Line, entry: Entry) -> dict[str, object]:
 
 
 def _printed(
-    line: Line, entry: Entry, paper: dict[tuple, Printed], normalizers: Mapping[str, str]
+    line: Line, entry: Entry, paper: dict[tuple, Printed], model: str
 ) -> dict[str, object]:
     found = find_printed(line, paper)
-    model = normalizers.get(entry.checkpoint, entry.checkpoint)
     if found is None or model not in found.values:
         return {}
     value = found.values[model]
