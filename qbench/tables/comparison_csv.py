@@ -7,7 +7,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from qbench.comparison.lines import Comparison, Entry, Line
-from qbench.published import Printed, printed
 from qbench.records import GroupScore
 from qbench.tables.published import find_printed, models, standard_errors_away
 from qbench.tables.scores import bits_per_weight, gib, task_damage
@@ -43,8 +42,7 @@ def comparison_csv(comparison: Comparison, *, published: str | None = None) -> s
     ``detectable`` is a log ratio too. Printed numbers are in the paper's units. Text that a
     spreadsheet would compute begins with an apostrophe.
     """
-    paper = printed(published) if published else {}
-    left_out = [*(() if paper else PRINTED), *(() if comparison.floors.of else (NOISE,))]
+    left_out = [*(() if published else PRINTED), *(() if comparison.floors.of else (NOISE,))]
     if not any(line.precision.in_parts for line in comparison.lines):
         left_out += PRECISION
     columns = [column for column in COLUMNS if column not in left_out]
@@ -54,8 +52,8 @@ def comparison_csv(comparison: Comparison, *, published: str | None = None) -> s
             row = _row(line, entry)
             if entry is not line.entries[0]:
                 row[NOISE] = comparison.noise_floor(line, entry.checkpoint)
-            if paper:
-                row |= _printed(line, entry, paper, models(comparison)[entry.checkpoint])
+            if published:
+                row |= _printed(line, entry, published, models(comparison)[entry.checkpoint])
             rows.append(row | _predictions(comparison, line, entry))
     return as_csv([*rows, *_groups(comparison)], columns)
 
@@ -133,10 +131,8 @@ def _row(line: Line, entry: Entry) -> dict[str, object]:
     return row
 
 
-def _printed(
-    line: Line, entry: Entry, paper: dict[tuple, Printed], model: str
-) -> dict[str, object]:
-    found = find_printed(line, paper)
+def _printed(line: Line, entry: Entry, published: str, model: str) -> dict[str, object]:
+    found = find_printed(line, published)
     if found is None or model not in found.values:
         return {}
     value = found.values[model]

@@ -11,9 +11,10 @@ from qbench.published import Printed, doubts, printed
 from qbench.text import MINUS, NO_VALUE
 
 
-def find_printed(line: Line, paper: dict[tuple, Printed]) -> Printed | None:
-    """What the paper prints for this line: same task, metric, method and bits."""
-    return paper.get((line.task, base_metric(line.metric), line.method, line.bits))
+def find_printed(line: Line, published: str) -> Printed | None:
+    """What the paper prints for this line: same task, metric, method and bits. Raises RecipeError
+    for an unknown set."""
+    return printed(published).get((line.task, base_metric(line.metric), line.method, line.bits))
 
 
 def standard_errors_away(line: Line, checkpoint: str, value: float) -> float | None:
@@ -41,7 +42,7 @@ def printed_cells(
 ) -> list[tuple[str, str]]:
     """Of a row: a cell a checkpoint, then one a Δ, with their heads. Raises RecipeError for an
     unknown set."""
-    found, of = find_printed(line, printed(published)), models(comparison)
+    found, of = find_printed(line, published), models(comparison)
     base, *others = checkpoints
     cells = []
     for name in checkpoints:
@@ -60,8 +61,7 @@ def printed_cells(
 
 def printed_notes(lines: Iterable[Line], published: str) -> list[str]:
     """Where the numbers stand, what their brackets mean, and what is wrong with them."""
-    paper = printed(published)
-    found = [find_printed(line, paper) for line in lines]
+    found = [find_printed(line, published) for line in lines]
     sources = list(dict.fromkeys(one.source for one in found if one))
     if not sources:
         return [f"{published} prints none of these cells."]
