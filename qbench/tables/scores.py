@@ -172,6 +172,7 @@ def _with_the_first(method: MethodLines) -> list[MethodLines]:
 def _table_of(
     rows: Sequence[Cells], *, title: str, notes: Iterable[str], records: tuple[str, ...] = ()
 ) -> Table:
+    """Of rows that begin with as many words as ``NAMES``."""
     return Table(
         title=title,
         head=tuple(head for head, _ in rows[0]),
@@ -504,20 +505,17 @@ def group_tables(comparison: Comparison) -> list[Table]:
             like = next(of_one[known] for of_one in scores if known in of_one)
             percent = is_percentage(like.metric)
             texts = [_score_text(of_one.get(known), percent=percent) for of_one in scores]
-            name = metric_text(like)
-            rows.append((like.label, name, quantizer, *texts, str(like.documents)))
-    if not rows:
-        return []
-    return [
-        Table(
-            title="Groups of tasks",
-            head=("Group", *NAMES[1:], *comparison.checkpoints, "Documents"),
-            rows=tuple(sorted(rows, key=lambda row: row[:2])),
-            notes=("Means over a group's tasks, as lm-eval weights them.",),
-            words=3,
-            grouped=True,
-        )
-    ]
+            names = (like.label, metric_text(like), quantizer)
+            rows.append(
+                [
+                    *zip(("Group", *NAMES[1:]), names, strict=True),
+                    *zip(comparison.checkpoints, texts, strict=True),
+                    ("Documents", str(like.documents)),
+                ]
+            )
+    rows = sorted(rows, key=lambda row: row[:2])
+    notes = ("Means over a group's tasks, as lm-eval weights them.",)
+    return [_table_of(rows, title="Groups of tasks", notes=notes)] if rows else []
 
 
 def _score_text(score: Entry | GroupScore | None, *, percent: bool) -> str:
