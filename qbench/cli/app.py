@@ -111,18 +111,15 @@ class Commands(TyperGroup):
             raise typer.Exit(INTERRUPTED) from None
 
 
-def _usage(error: Any, arguments: list[str]) -> str:
+def _usage(error: Any) -> str:
     """One line on a wrong use of the command line."""
-    names, context = [], getattr(error, "ctx", None)
-    while context is not None and context.parent is not None:
-        names.insert(0, context.info_name)
-        context = context.parent
-    if not names:  # an option without its value: click says of no command
-        names = [name for name in arguments[:1] if name in COMMANDS]
-    command = " ".join(["qbench", *names])
+    if (context := getattr(error, "ctx", None)) is not None:
+        command = context.command_path
+    else:  # an option without its value: click says of no command
+        command = " ".join(["qbench", *(name for name in sys.argv[1:2] if name in COMMANDS)])
     said = " ".join(error.format_message().split()).rstrip(".").replace("Value error, ", "")
     if type(error).__name__ == "NoArgsIsHelpError":
-        typer.echo(error.ctx.get_help(), err=True)
+        typer.echo(context.get_help(), err=True)
         said = "no command was given"
     return f"{command}: {said}; `{command} --help` lists what is possible"
 
@@ -177,12 +174,12 @@ def main() -> None:
     """Entry point: one line and exit code 2 for what a user can put right, wrong use too, and for
     what the machine refuses: a full disk, no permission, no memory."""
     try:
-        code = app(standalone_mode=False)
+        code = app(prog_name="qbench", standalone_mode=False)
     except (QbenchError, OSError, UnicodeError, MemoryError) as error:
         refuse(error)
     except Exception as error:
         if not hasattr(error, "format_message"):  # click's, which some versions of typer hold
             raise
-        complain(_usage(error, sys.argv[1:]))
+        complain(_usage(error))
         sys.exit(2)
     sys.exit(code)
