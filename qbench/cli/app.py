@@ -182,4 +182,4 @@ def main() -> None:
             raise
         complain(_usage(error))
         sys.exit(2)
-    sys.exit(code)
+    sys.exit(code or 0)
