@@ -44,7 +44,8 @@ class AnalysisResult:
     def put(
         self, status: Literal["ok", "unfinished", "failed"], error: str | None
     ) -> Analysis | Sensitivity:
-        """Write the record of what is known."""
+        """Write the record of what is known; a good one that is there is replaced by none that is
+        not."""
         cell, kind = self.cell, self.analyses.kind
         stated = self.result.stated(error) | self.found
         stated |= {"key": cell.key, "key_parts": cell.key_parts, "status": status}
@@ -52,5 +53,7 @@ class AnalysisResult:
             del stated["attention"]
             stated["unit"] = "block" if cell.settings.blocks else "linear"
         record = kind(**stated)
-        self.analyses.put(record)
+        known = self.analyses.whole(record)
+        if status == "ok" or known is None or known.status != "ok":
+            self.analyses.put(record)
         return record

@@ -163,8 +163,9 @@ def test_longer_texts_have_records_of_their_own_and_are_shown_along_the_text(own
 
 def test_a_cell_that_fails_has_a_record_a_line_and_exit_code_1(own, undrawn, monkeypatch, capfd):
     path, out = own
+    shutil.rmtree(out / "analysis" / "softmax")
     monkeypatch.setattr("qbench.analysis.measure._losses", lambda *_: 1 / 0)
-    only = ("--only", "softmax/fp32", "--force")
+    only = ("--only", "softmax/fp32")
     assert qbench("analyze", path, "--out", out, *SHORT, *only) == 1
     assert "softmax/fp32: failed: ZeroDivisionError" in capfd.readouterr().err
     failed = Analyses(out).records()[0]
@@ -174,6 +175,16 @@ def test_a_cell_that_fails_has_a_record_a_line_and_exit_code_1(own, undrawn, mon
     monkeypatch.setenv("QBENCH_CACHE", str(out / "cache"))
     assert qbench("analyze", path, "--out", out, *SHORT) == 0  # tried again
     assert Analyses(out).records()[0].status == "ok"
+
+
+def test_a_good_analysis_is_not_replaced_by_one_that_fails(own, undrawn, monkeypatch, capfd):
+    path, out = own
+    before = Analyses(out).records()
+    monkeypatch.setattr("qbench.analysis.measure._losses", lambda *_: 1 / 0)
+    only = ("--only", "softmax/fp32", "--force")
+    assert qbench("analyze", path, "--out", out, *SHORT, *only) == 1
+    assert "softmax/fp32: failed: ZeroDivisionError" in capfd.readouterr().err
+    assert Analyses(out).records() == before
 
 
 @pytest.mark.parametrize(
