@@ -15,8 +15,9 @@ import shutil
 import socket
 import stat
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +65,15 @@ def read_regular(path: Path, *, most: int | None = None) -> bytes:
 
 
 def write_atomically(path: Path, payload: bytes) -> None:
-    """Write ``payload`` so that ``path`` holds either the old or the new content, never half.
+    """Write ``payload`` to ``path`` as :func:`replacing` does."""
+    with replacing(path) as making:
+        making.write_bytes(payload)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """The file that the body writes takes the place of ``path``, which so holds either the old or
+    the new content, never half.
 
     A link stays: the file that it points to is replaced. Raises OutputError where that cannot be
     done, and for what is no file: a folder, a device, a pipe.
@@ -76,14 +85,16 @@ def write_atomically(path: Path, payload: bytes) -> None:
         path = Path(os.path.realpath(path)) if path.is_symlink() else path
         path.parent.mkdir(parents=True, exist_ok=True)
         making = temporary(path)
+        making.mkdir(exist_ok=True)
         try:
-            with making.open("wb") as file:
-                file.write(payload)
-                file.flush()
-                os.fsync(file.fileno())
-            making.replace(path)
+            file = making / path.name
+            yield file
+            file.chmod(making.stat().st_mode & 0o666)  # safetensors writes for the owner alone
+            with file.open("rb") as written:
+                os.fsync(written.fileno())
+            file.replace(path)
         finally:
-            making.unlink(missing_ok=True)
+            shutil.rmtree(making, ignore_errors=True)
     except (OSError, ValueError) as error:
         raise OutputError(f"{path}: cannot be written ({reason(error)})") from None
 

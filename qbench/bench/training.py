@@ -10,7 +10,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,13 +24,8 @@ from qbench import bench
 from qbench.errors import RecipeError
 from qbench.machine import environment
 from qbench.training.data import Sequences, dataloader
-from qbench.training.loop import deterministic
-from qbench.training.model import (
-    Step,
-    attention_kernels,
-    initial_model,
-    utilization,
-)
+from qbench.training.loop import Step
+from qbench.training.model import attention_kernels, deterministic, initial_model, utilization
 from qbench.training.recipe import Compute, TrainingRecipe
 
 SHAPES = {  # hidden, layers, heads, vocabulary, context, sequences of a GPU
@@ -128,16 +122,23 @@ def _measured(
     elif contender != normalizer:
         attention = f"{attention}, {contender.partition(', ')[2]}"
     step = Step(model, recipe, processes)
-    take = partial(_forward, step) if forward else step
     draw = np.random.default_rng(0)
     ids = draw.integers(0, recipe.model.vocabulary, 4 * recipe.batch.tokens, np.uint16)
     source = Sequences(tokens=ids, context=recipe.model.context, bos=None)
-    step.dataloader = dataloader(source, recipe, processes, first=0, seed=0)
+    batches = dataloader(source, recipe, processes, first=0, seed=0)
+
+    def take(number: int) -> Tensor:
+        """Its loss."""
+        if not forward:
+            return step(number, batches)[0]
+        with torch.no_grad():
+            return step.loss(next(batches))
+
     cuda = processes.device.type == "cuda"
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     started = time.perf_counter()
-    take(0)[0].item()
+    take(0).item()
     compiled = time.perf_counter() - started
     say(f"{which}: first step {compiled:.1f} s; {WARM_UP} more before any is timed")
     began = _now(cuda)
@@ -150,7 +151,7 @@ def _measured(
     for number in range(WARM_UP + 1, WARM_UP + 1 + RUNS * STEPS, STEPS):
         began = _now(cuda)
         for one in range(number, number + STEPS):
-            found = take(one)[0]
+            found = take(one)
         times.append((_now(cuda) - began) / STEPS)
         say(f"{which}: run {len(times)} of {RUNS}: {1000 * times[-1]:.1f} ms a step")
     loss = float(found)
@@ -169,12 +170,6 @@ def _measured(
         "kernels": kernels,
         "loss": loss,
     }
-
-
-@torch.no_grad()
-def _forward(step: Step, number: int) -> tuple[Tensor]:
-    """The loss of the next batch, as a step computes it."""
-    return (step.loss(next(step.dataloader)),)
 
 
 def _recipe(

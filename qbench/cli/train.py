@@ -210,7 +210,7 @@ def train(
     elif cluster is not None or gpus is not None:
         raise RecipeError("--cluster and --gpus: each needs --evaluate RECIPE")
     # torch, once the input is known to be right
-    from qbench.training import runs
+    from qbench.training import log, runs
 
     name = "train" if len(wanted) > 1 else f"train-{runs.run_name(*wanted[0])}"
     with (
@@ -235,7 +235,7 @@ def train(
     if not processes.is_main_process:
         return
     show_trained(found, len(wanted))
-    curves = runs.draw(folder)
+    curves = log.draw(folder)
     show_written([folder, *([curves] if curves else [])])
     if evaluate is not None and len(found) == len(wanted):
         checkpoints = [

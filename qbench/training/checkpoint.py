@@ -1,25 +1,30 @@
-"""What a training writes: a state that it goes on from, and checkpoint folders."""
+"""One training and its folder: a state that it goes on from, checkpoints, the record of its end."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 from qbench.checkpoints import fla
 from qbench.checkpoints.find import SINGLE
-from qbench.errors import TrainingError, first_line
-from qbench.files import digest, write_atomically
-from qbench.records import TrainingSession
-from qbench.training.data import copy_tokenizer
+from qbench.errors import TrainingError, first_line, validation_line
+from qbench.files import file_digest, replacing, write_atomically
+from qbench.records import TRAINING_FILE, Training, TrainingSession, canonical
+from qbench.training.data import TokenFiles, copy_tokenizer, first_token
+from qbench.training.log import LOG, STATE, read_log
+from qbench.training.model import checkpoint_config
+from qbench.training.recipe import TrainingRecipe
 from qbench.training.tokenize import begin_with
 
 
@@ -36,99 +41,155 @@ class Progress(BaseModel):
     log: list[dict[str, Any]] = []  # its lines, of the main process
 
 
-def require_same(known: str, settings: str, folder: Path) -> None:
-    """Raises TrainingError where ``folder`` holds a run under another digest of its settings."""
-    if known != settings:
-        raise TrainingError(
-            f"{folder}: holds a training of other settings, data or seed; name another --out, or "
-            "remove it"
-        )
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """One training of a recipe, and the folder that all of it goes to."""
+
+    recipe: TrainingRecipe
+    files: TokenFiles
+    normalizer: str
+    seed: int
+    folder: Path
+
+    @property
+    def settings_digest(self) -> str:
+        """Of all that shapes it: a state goes on only under the same."""
+        parts = {
+            "settings": self.recipe.settings(),
+            "data": self.files.about.digest,
+            "normalizer": self.normalizer,
+            "seed": self.seed,
+        }
+        return hashlib.sha256(canonical(parts)).hexdigest()
+
+    @property
+    def tokens(self) -> dict[str, int | None]:
+        """The ids of bos, eos and pad."""
+        about = self.files.about
+        return {"bos": about.bos, "eos": about.eos, "pad": about.pad}
+
+    @property
+    def state(self) -> Path:
+        return self.folder / STATE / "last.safetensors"
+
+    @property
+    def log(self) -> Path:
+        return self.folder / STATE / LOG
+
+    def save_state(
+        self,
+        progress: Progress,
+        parameters: dict[str, nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
+        """Replace the state, with a checksum of all that is in it; a process that is killed
+        meanwhile leaves the old file whole."""
+        found = {f"model/{name}": parameter.detach() for name, parameter in parameters.items()}
+        for name, parameter in parameters.items():
+            for key, value in optimizer.state.get(parameter, {}).items():
+                found[f"optimizer0/{name}/{key}"] = value
+        tensors = {name: tensor.cpu().contiguous() for name, tensor in sorted(found.items())}
+        text = progress.model_dump_json()
+        _write(self.state, tensors, {"progress": text, "sha256": _checksum(text, tensors.items())})
+
+    def load_state(
+        self, parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer
+    ) -> Progress:
+        """Put back what ``save_state`` kept, bit for bit; where nothing is, what a run begins with.
+
+        Raises TrainingError for a state of other settings, and where a bit of it is not what was
+        written.
+        """
+        if not self.state.exists():
+            return Progress(settings=self.settings_digest)
+        try:
+            with safe_open(self.state, framework="pt") as file:
+                names = sorted(file.keys())
+                stated = file.metadata() or {}
+                progress = Progress.model_validate_json(stated["progress"])
+                tensors = ((name, file.get_tensor(name)) for name in names)
+                if stated.get("sha256") != _checksum(stated["progress"], tensors):
+                    raise ValueError("its checksum is another")
+                self._require_same(progress.settings)
+                for name in names:
+                    kind, _, rest = name.partition("/")
+                    value = file.get_tensor(name)
+                    if kind == "model":
+                        parameters[rest].data.copy_(value)
+                    else:
+                        of, _, key = rest.rpartition("/")
+                        parameter = parameters[of]
+                        optimizer.state[parameter][key] = value.to(parameter.device)
+        except (SafetensorError, OSError, KeyError, ValueError) as error:
+            raise TrainingError(
+                f"{self.state}: damaged (not the state that was written: {first_line(error)}); "
+                "remove it to train from the start"
+            ) from None
+        if not progress.log and self.log.is_file():  # the state of an older qbench
+            progress.log = [one for one in read_log(self.log) if one["step"] <= progress.step]
+        return progress
+
+    def save(self, model: LlamaForCausalLM, folder: Path) -> dict[str, str]:
+        """Write ``model`` as a checkpoint with bfloat16 weights, and the token files' tokenizer;
+        returns the SHA-256 of its file of weights by name.
+
+        Each file is written whole or not at all, ``config.json`` last: without it a folder is no
+        checkpoint.
+        """
+        config = checkpoint_config(self.recipe.model, self.normalizer, **self.tokens)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").unlink(missing_ok=True)
+        _write(folder / SINGLE, _stored(model, config), {"format": "pt"})
+        copy_tokenizer(self.files.folder, folder)
+        first = first_token(self.recipe, self.files)
+        if first is not None:
+            begin_with(first, folder)
+        write_atomically(folder / "config.json", (json.dumps(config, indent=2) + "\n").encode())
+        return {SINGLE: file_digest(folder / SINGLE)}
+
+    def finished(self) -> Training | None:
+        """The record of what is trained already. Raises TrainingError for other settings, and for
+        a record or weights that are not what training wrote."""
+        path = self.folder / TRAINING_FILE
+        if not path.is_file():
+            return None
+        again = f"remove {path}, and the same command writes it again from the last state"
+        try:
+            known = Training.model_validate_json(path.read_bytes())
+        except ValidationError as error:
+            raise TrainingError(f"{path}: damaged: {validation_line(error)}; {again}") from None
+        self._require_same(known.settings_digest)
+        for name, written in known.weights.items():
+            weights = self.folder / name
+            if not weights.is_file() or file_digest(weights) != written:
+                raise TrainingError(f"{weights}: not the weights that were written; {again}")
+        return known
+
+    def _require_same(self, known: str) -> None:
+        """``known``: the digest of the settings of what is there."""
+        if known != self.settings_digest:
+            raise TrainingError(
+                f"{self.folder}: holds a training of other settings, data or seed; name another "
+                "--out, or remove it"
+            )
 
 
-def save_state(
-    path: Path,
-    progress: Progress,
-    parameters: dict[str, nn.Parameter],
-    optimizer: torch.optim.Optimizer,
-) -> None:
-    """Replace ``path``, with a checksum of all that is in it; a process that is killed meanwhile
-    leaves the old file whole."""
-    found = {f"model/{name}": parameter.detach() for name, parameter in parameters.items()}
-    for name, parameter in parameters.items():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            found[f"optimizer0/{name}/{key}"] = value
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in found.items()}
-    text = progress.model_dump_json()
-    about = {"progress": text, "sha256": _checksum(text, tensors)}
-    write_atomically(path, save(tensors, about))
+def _write(path: Path, tensors: dict[str, Tensor], about: dict[str, str]) -> None:
+    """Not serialized in memory first, which a large model has no room for."""
+    with replacing(path) as making:
+        try:
+            save_file(tensors, making, about)
+        except SafetensorError as error:
+            raise OSError(first_line(error)) from None
 
 
-def load_state(
-    path: Path,
-    settings: str,
-    parameters: dict[str, nn.Parameter],
-    optimizer: torch.optim.Optimizer,
-) -> Progress:
-    """Put back what ``save_state`` kept, bit for bit. Raises TrainingError for a run under another
-    digest of its ``settings``, and where a bit of it is not what was written."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            stated = file.metadata() or {}
-            progress = Progress.model_validate_json(stated["progress"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError, KeyError, ValueError) as error:
-        raise _damaged(path, f"not a training's state: {first_line(error)}") from None
-    if stated.get("sha256") != _checksum(stated["progress"], tensors):
-        raise _damaged(path, "its content is not what was written")
-    require_same(progress.settings, settings, path.parent)
-    for full, value in tensors.items():
-        kind, _, rest = full.partition("/")
-        if kind == "model":
-            parameters[rest].data.copy_(value)
-        else:
-            name, _, key = rest.rpartition("/")
-            parameter = parameters[name]
-            optimizer.state[parameter][key] = value.to(parameter.device)
-    return progress
-
-
-def _damaged(path: Path, why: str) -> TrainingError:
-    return TrainingError(f"{path}: damaged ({why}); remove it to train from the start")
-
-
-def _checksum(progress: str, tensors: dict[str, Tensor]) -> str:
+def _checksum(progress: str, tensors: Iterable[tuple[str, Tensor]]) -> str:
     """SHA-256 over the progress, and names, dtypes, shapes and bytes of tensors on the CPU."""
     total = hashlib.sha256(progress.encode())
-    for name, tensor in sorted(tensors.items()):
+    for name, tensor in tensors:
         total.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        total.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+        total.update(tensor.reshape(-1).view(torch.uint8).numpy())
     return total.hexdigest()
-
-
-def save_checkpoint(
-    model: LlamaForCausalLM,
-    folder: Path,
-    *,
-    config: dict[str, Any],
-    tokenizer: Path,
-    first: int | None = None,
-) -> dict[str, str]:
-    """Write ``config``, bfloat16 weights and the tokenizer of the folder ``tokenizer``; returns the
-    SHA-256 of the file of weights by its name.
-
-    ``first``: id of the token that began every sequence of the training; the tokenizer that is
-    written puts it before a text. Each file is written whole or not at all, ``config.json`` last:
-    without it a folder is no checkpoint.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").unlink(missing_ok=True)
-    payload = save(_stored(model, config), {"format": "pt"})
-    write_atomically(folder / SINGLE, payload)
-    copy_tokenizer(tokenizer, folder)
-    if first is not None:
-        begin_with(first, folder)
-    write_atomically(folder / "config.json", (json.dumps(config, indent=2) + "\n").encode())
-    return {SINGLE: digest(payload)}
 
 
 def _stored(model: LlamaForCausalLM, config: dict[str, Any]) -> dict[str, Tensor]:

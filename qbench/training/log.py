@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,9 @@ from qbench.files import write_atomically
 
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
+
+
+STATE, LOG, CURVES = "state", "log.jsonl", "curves.svg"
 
 
 class Log:
@@ -78,15 +81,22 @@ STROKES = ("-", "--", "-.", ":")
 STYLE = ("tableau-colorblind10", {"svg.hashsalt": "qbench", "font.size": 9})
 
 
-def plot(logs: Mapping[tuple[str, int], Sequence[Mapping[str, Any]]], path: Path) -> None:
-    """Write the curves of runs by (normalizer, seed) to ``path``, as SVG: one colour and stroke a
-    normalizer, the same in every figure, a line a seed. Their numbers stand in the runs' logs."""
+def draw(out: Path) -> Path | None:
+    """Write the curves of all runs that have begun in ``out``, as SVG: one colour and stroke a
+    normalizer, the same in every figure, a line a seed. Their numbers stand in the runs' logs.
+    Returns the file; None where no run has begun."""
     from matplotlib import pyplot
 
-    pyplot.switch_backend("Agg")
+    logs: dict[tuple[str, str], list[dict[str, Any]]] = {}
     seeds: dict[str, list[str]] = {}
-    for normalizer, seed in logs:
-        seeds.setdefault(normalizer, []).append(str(seed))
+    for path in sorted(out.glob(f"*-seed*/{STATE}/{LOG}")):
+        normalizer, _, seed = path.parent.parent.name.rpartition("-seed")
+        if seed.isdecimal() and (lines := read_log(path)):
+            logs[normalizer, seed] = lines
+            seeds.setdefault(normalizer, []).append(seed)
+    if not logs:
+        return None
+    pyplot.switch_backend("Agg")
     looks = list(dict.fromkeys((*NORMALIZERS, *seeds)))
     drawn: dict[str, Any] = {}  # a line of each normalizer
     with pyplot.style.context(STYLE):
@@ -115,4 +125,5 @@ def plot(logs: Mapping[tuple[str, int], Sequence[Mapping[str, Any]]], path: Path
         payload = io.BytesIO()
         figure.savefig(payload, format="svg", metadata={"Date": None})
         pyplot.close(figure)
-    write_atomically(path, payload.getvalue())
+    write_atomically(out / CURVES, payload.getvalue())
+    return out / CURVES

@@ -1,4 +1,4 @@
-"""One training, from the first step or from where it stopped, to its last."""
+"""The training loop: one run, from the first step or from where it stopped, to its last."""
 
 from __future__ import annotations
 
@@ -7,75 +7,75 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
 from accelerate import PartialState
 from accelerate.utils import reduce
 from torch import Tensor
-from torch._inductor import config
-from transformers import LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from torch.nn.utils import clip_grad_norm_
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from qbench.analysis.measure import measure
 from qbench.code import code_digest, digest_of
 from qbench.errors import EvaluationError, TrainingError
 from qbench.machine import environment
-from qbench.records import TrainingSample, TrainingSession, canonical
-from qbench.training.checkpoint import Progress, load_state, save_checkpoint, save_state
-from qbench.training.data import TokenFiles, dataloader, first_token, sequences, watched_rows
-from qbench.training.log import Log, open_trackers, read_log
+from qbench.records import TrainingSample, TrainingSession
+from qbench.training.checkpoint import Run
+from qbench.training.data import dataloader, sequences, watched_rows
+from qbench.training.log import Log, open_trackers
 from qbench.training.model import (
-    Step,
+    adamw,
     attention_kernels,
-    checkpoint_config,
+    deterministic,
     initial_model,
+    learning_rate,
+    parallel_loss,
     utilization,
 )
 from qbench.training.recipe import TrainingRecipe
 
-STATE, LAST, LOG, BEST = "state", "last.safetensors", "log.jsonl", "best"
+BEST = "best"
 SETTLED = 3  # steps before one is profiled: the first ones compile
 LIBRARIES = ("accelerate", "triton")  # beside those that every environment names
 BATCH_TOKENS = 8192  # of held-out texts that are read at once
 SINK = "0.3"  # ε of the sink rates
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
-    """One training of a recipe, and the folder that all of it goes to."""
+class Step:
+    """One optimizer step: the passes over its sequences, the clipped gradient, the optimizer.
+    Nothing in it asks the device for a number, so that the device never waits."""
 
-    recipe: TrainingRecipe
-    files: TokenFiles
-    normalizer: str
-    seed: int
-    folder: Path
+    def __init__(
+        self, model: LlamaForCausalLM, recipe: TrainingRecipe, processes: PartialState
+    ) -> None:
+        self.recipe, self.processes = recipe, processes
+        self.parameters = dict(model.named_parameters())
+        self.optimizer = adamw(self.parameters.values(), recipe.optimizer)
+        self.loss = parallel_loss(model, recipe.compute, processes)
 
-    @property
-    def settings_digest(self) -> str:
-        """Of all that shapes it: a state goes on only under the same."""
-        parts = {
-            "settings": self.recipe.settings(),
-            "data": self.files.about.digest,
-            "normalizer": self.normalizer,
-            "seed": self.seed,
-        }
-        return hashlib.sha256(canonical(parts)).hexdigest()
-
-    @property
-    def tokens(self) -> dict[str, int | None]:
-        """The ids of bos, eos and pad."""
-        about = self.files.about
-        return {"bos": about.bos, "eos": about.eos, "pad": about.pad}
-
-    def save(self, model: LlamaForCausalLM, folder: Path) -> dict[str, str]:
-        """Write ``model`` as a checkpoint; returns the SHA-256 of its file of weights by name."""
-        return save_checkpoint(
-            model, folder, tokenizer=self.files.folder, first=first_token(self.recipe, self.files),
-            config=checkpoint_config(self.recipe.model, self.normalizer, **self.tokens),
-        )  # fmt: skip
+    def __call__(self, number: int, batches: Iterator[Tensor]) -> tuple[Tensor, Tensor]:
+        """Step ``number``, from 0: the mean loss of this process's sequences in nats a token, and
+        the gradient's norm before clipping. Both are scalars on the device."""
+        recipe, processes = self.recipe, self.processes.num_processes
+        passes = recipe.global_batch_size // (recipe.batch.sequences * processes)
+        rate = recipe.optimizer.learning_rate
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate * learning_rate(number, recipe.steps, recipe.schedule)
+        total = torch.zeros((), device=self.processes.device)
+        for part in range(passes):
+            accumulates = processes > 1 and part + 1 < passes
+            with self.loss.no_sync() if accumulates else nullcontext():
+                loss = self.loss(next(batches)) / passes
+                loss.backward()
+            total += loss.detach()
+        norm = clip_grad_norm_(self.parameters.values(), recipe.optimizer.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return total, norm
 
 
 class Trainer:
@@ -95,25 +95,15 @@ class Trainer:
             attention=recipe.compute.attention, **run.tokens,
         )  # fmt: skip
         say(f"{self.model.num_parameters():,} parameters, {self.attention}")
-        self.watched = torch.tensor(watched_rows(recipe, run.files))
+        self.held_out = torch.tensor(watched_rows(recipe, run.files))
         self.tokenizer = PreTrainedTokenizerFast.from_pretrained(run.files.folder)
         self.step = Step(self.model, recipe, processes)
-        self.state = run.folder / STATE / LAST
-        self.progress = Progress(settings=run.settings_digest)
-        self._saved: int | None = None  # the step of the state that is there
+        self.progress = run.load_state(self.step.parameters, self.step.optimizer)
         self._log: Log | None = None  # of the main process
         self._values: list[Tensor] = []  # [loss, gradient norm] of each step since the last log
         self._began = 0.0
-        if self.state.exists():
-            self.progress = load_state(
-                self.state, run.settings_digest, self.step.parameters, self.step.optimizer
-            )
-            self._saved = step = self.progress.step
-            log = run.folder / STATE / LOG
-            if not self.progress.log and log.is_file():  # the state of an older qbench
-                self.progress.log = [line for line in read_log(log) if line["step"] <= step]
 
-    def train(self, *, trackers: Sequence[str], stop_after: int | None) -> Progress:
+    def train(self, *, trackers: Sequence[str], stop_after: int | None) -> None:
         """Take the steps that are left, or ``stop_after`` of them.
 
         Raises TrainingError where the loss is not finite or far above the lowest so far: the
@@ -122,12 +112,9 @@ class Trainer:
         run, recipe, progress = self.run, self.run.recipe, self.progress
         first = progress.step
         last = min(recipe.steps, first + (stop_after or recipe.steps))
-        self.step.dataloader = dataloader(
+        batches = dataloader(
             sequences(recipe, run.files), recipe, self.processes, first=first, seed=run.seed
         )
-        if self.processes.is_main_process:
-            opened = open_trackers(trackers, run.folder, recipe.settings())
-            self._log = Log(run.folder / STATE / LOG, progress.log, opened)
         own = digest_of([Path(__file__).parent])  # beside the modules that change numbers anywhere
         code = hashlib.sha256(f"{code_digest()} {own}".encode()).hexdigest()
         session = TrainingSession(
@@ -135,17 +122,19 @@ class Trainer:
             code=code, environment=environment(self.processes.device.type, LIBRARIES),
         )  # fmt: skip
         progress.sessions.append(session)
+        if self.processes.is_main_process:
+            opened = open_trackers(trackers, run.folder, recipe.settings())
+            self._log = Log(run.log, progress.log, opened)
         started = self._began = time.monotonic()
         try:
             if first == 0:
                 self._evaluate()
             for number in range(first, last):
+                take = partial(self._take, number, batches)
                 if not progress.kernels and number >= SETTLED:
-                    progress.kernels = attention_kernels(
-                        lambda n=number: self._take(n), self.processes.device
-                    )
+                    progress.kernels = attention_kernels(take, self.processes.device)
                 else:
-                    self._take(number)
+                    take()
                 done = progress.step = number + 1
                 evaluates = done % recipe.watch.every == 0 or done == recipe.steps
                 saves = done % recipe.save_every == 0 or done == last
@@ -158,17 +147,15 @@ class Trainer:
                     update = {"last_step": done, "seconds": seconds}
                     progress.sessions[-1] = session.model_copy(update=update)
                     if self.processes.is_main_process:
-                        save_state(self.state, progress, self.step.parameters, self.step.optimizer)
-                    self._saved = done
+                        run.save_state(progress, self.step.parameters, self.step.optimizer)
                     self.processes.wait_for_everyone()
                     self._began = time.monotonic()
         finally:
             if self._log is not None:
                 self._log.close()
-        return progress
 
-    def _take(self, number: int) -> None:
-        self._values.append(torch.stack(self.step(number)))
+    def _take(self, number: int, batches: Iterator[Tensor]) -> None:
+        self._values.append(torch.stack(self.step(number, batches)))
 
     def _write_log(self) -> None:
         """The mean loss and the largest gradient; TrainingError where training has gone wrong."""
@@ -188,7 +175,8 @@ class Trainer:
             )  # fmt: skip
             self._log.write(
                 "step", step, tokens=step * recipe.batch.tokens, loss=loss, grad_norm=norm,
-                learning_rate=self.step.learning_rate, tokens_per_s=speed, mfu=mfu,
+                learning_rate=self.step.optimizer.param_groups[0]["lr"], tokens_per_s=speed,
+                mfu=mfu,
             )  # fmt: skip
             left = timedelta(seconds=round((recipe.steps - step) * seconds / count))
             share = "" if mfu is None else f", {mfu:.1%} of peak"
@@ -208,74 +196,46 @@ class Trainer:
         else:
             return
         kept = "there is no earlier state yet"
-        if self._saved is not None:
-            kept = f"the state of step {self._saved} is kept in {self.state.parent}"
+        if saved := self.progress.sessions[-1].last_step:
+            kept = f"the state of step {saved} is kept in {self.run.state.parent}"
         raise TrainingError(
             f"step {step}: {wrong}; lower the learning rate or warm up longer ({kept})"
         )
 
     def _evaluate(self) -> None:
-        """Look at the model on the held-out texts, and keep it where it is the best so far."""
-        progress, dtype = self.progress, getattr(torch, self.run.recipe.compute.precision)
+        """Measure the model on the held-out texts, and keep it where it is the best so far.
+
+        What is seen is what ``qbench analyze`` would see: a copy in the dtype that the checkpoint
+        will be read in. A model that gives no numbers raises TrainingError.
+        """
+        progress, step = self.progress, self.progress.step
         if self._log is not None:
+            dtype = getattr(torch, self.run.recipe.compute.precision)
+            copied = copy.deepcopy(self.model).to(dtype).eval().requires_grad_(False)
+            batch = max(1, BATCH_TOKENS // self.held_out.shape[1])
             try:
                 with deterministic(False):  # medians have no deterministic kernel
-                    sample = evaluate(
-                        self.model, self.watched, progress.step, self.tokenizer, dtype
+                    found = measure(
+                        copied, self.held_out, tokenizer=self.tokenizer, linears=(), batch=batch
                     )
             except EvaluationError as error:
-                raise TrainingError(f"step {progress.step}: on held-out text {error}") from None
+                raise TrainingError(f"step {step}: on held-out text {error}") from None
+            sink, hidden = found.sinks[0], found.hidden
+            sample = TrainingSample(
+                step=step,
+                loss=math.log(found.perplexity),
+                sink_rate=sink.rates[SINK],
+                sink_rate_gu=sink.rates_gu[SINK],
+                kurtosis=hidden.kurtosis,
+                largest=max(abs(hidden.minimum), abs(hidden.maximum)),
+            )
             self._log.write("watch", **sample.model_dump())
             self.say(
-                f"step {progress.step:,}: held-out loss {sample.loss:.3f}, sinks "
-                f"{sample.sink_rate:.1%}, kurtosis {sample.kurtosis:.1f}, largest "
-                f"{sample.largest:.1f}",
+                f"step {step:,}: held-out loss {sample.loss:.3f}, sinks {sample.sink_rate:.1%}, "
+                f"kurtosis {sample.kurtosis:.1f}, largest {sample.largest:.1f}"
             )
-            if progress.step and sample.loss < (progress.best_loss or math.inf):
-                progress.best_loss, progress.best_step = sample.loss, progress.step
+            if step and sample.loss < (progress.best_loss or math.inf):
+                progress.best_loss, progress.best_step = sample.loss, step
                 self.run.save(self.model, self.run.folder / BEST)
         self.processes.wait_for_everyone()
         self._began = time.monotonic()
-
-
-def evaluate(
-    model: LlamaForCausalLM,
-    ids: Tensor,
-    step: int,
-    tokenizer: PreTrainedTokenizerBase,
-    dtype: torch.dtype,
-) -> TrainingSample:
-    """On texts ``ids`` [N, T] int64, at a copy in ``dtype``, that the checkpoint will be read in:
-    what is seen is what ``qbench analyze`` would see. A model that gives no numbers raises
-    EvaluationError."""
-    found = measure(
-        copy.deepcopy(model).to(dtype).eval().requires_grad_(False),
-        ids,
-        tokenizer=tokenizer,
-        linears=(),
-        batch=max(1, BATCH_TOKENS // ids.shape[1]),
-    )
-    first = found.sinks[0]
-    return TrainingSample(
-        step=step,
-        loss=math.log(found.perplexity),
-        sink_rate=first.rates[SINK],
-        sink_rate_gu=first.rates_gu[SINK],
-        kurtosis=found.hidden.kurtosis,
-        largest=max(abs(found.hidden.minimum), abs(found.hidden.maximum)),
-    )
-
-
-@contextmanager
-def deterministic(wanted: bool) -> Iterator[None]:
-    """Within the body torch's operators, and the kernels that its compiler chooses, give the same
-    bits every time, or raise where they cannot; not so where that is not ``wanted``."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(wanted)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # none is read
-    try:
-        # The compiler measures kernels against each other; the fastest may sum in another order.
-        with config.patch(deterministic=wanted):
-            yield
-    finally:
-        torch.use_deterministic_algorithms(before)

@@ -1,4 +1,4 @@
-"""A stock transformers model to be trained, its size and work; and one step of its training."""
+"""A stock transformers model to be trained: its start, its loss, its optimizer, its work."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import transformers
 from accelerate import PartialState
 from torch import Tensor, nn
+from torch._inductor import config
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, LlamaForCausalLM
@@ -26,7 +26,7 @@ from qbench.attention.normalizers import NORMALIZERS
 from qbench.attention.transformers import attend
 from qbench.checkpoints import fla
 from qbench.checkpoints.supported import class_names
-from qbench.training.recipe import Optimizer, OwnParameter, Schedule, Shape, TrainingRecipe
+from qbench.training.recipe import Compute, Optimizer, OwnParameter, Schedule, Shape
 
 
 def checkpoint_config(
@@ -223,61 +223,43 @@ def adamw(parameters: Iterable[nn.Parameter], settings: Optimizer) -> AdamW:
     return AdamW(groups, lr=rate, betas=settings.betas, eps=settings.eps, fused=True)
 
 
-class Step:
-    """One step: the passes over its sequences, the clipped gradient, the optimizer. Takes its
-    batches from ``dataloader``, which is set before the first. Nothing in it asks the device for a
-    number, so that the device never waits."""
+def parallel_loss(
+    model: LlamaForCausalLM, compute: Compute, processes: PartialState
+) -> Loss | DistributedDataParallel:
+    """The loss of ``model``, compiled where that is asked for, and its gradients averaged over
+    ``processes``: during the backward pass, those of the last layers first where the model is
+    compiled layer by layer, all of them at its end where it is one graph."""
+    loss = Loss(model.train(), compute.precision)
+    if compute.compile:
+        # A recipe's models follow one another: the compiler would take each for the same one
+        # compiled again, and give up at the eighth.
+        torch._dynamo.reset()
+        loss.compile(
+            layer_by_layer=compute.graphs == "layers", mode=compute.compile,
+            fullgraph=True, dynamic=False,
+        )  # fmt: skip
+    if processes.num_processes == 1:
+        return loss
+    place = processes.device
+    parallel = DistributedDataParallel(
+        loss, device_ids=[place.index] if place.type == "cuda" else None,
+        gradient_as_bucket_view=True, broadcast_buffers=False,  # the same everywhere
+    )  # fmt: skip
+    if compute.travel == "bfloat16":
+        parallel.register_comm_hook(None, bf16_compress_hook)
+    return parallel
 
-    dataloader: Iterator[Tensor]
 
-    def __init__(
-        self, model: LlamaForCausalLM, recipe: TrainingRecipe, processes: PartialState
-    ) -> None:
-        self.recipe, self.processes = recipe, processes
-        self.parameters = dict(model.named_parameters())
-        self.optimizer = adamw(self.parameters.values(), recipe.optimizer)
-        at_once = recipe.batch.sequences * processes.num_processes
-        self.passes = recipe.global_batch_size // at_once
-        self.loss: nn.Module = Loss(model.train(), recipe.compute.precision)
-        if recipe.compute.compile:
-            # A recipe's models follow one another: the compiler would take each for the same one
-            # compiled again, and give up at the eighth.
-            torch._dynamo.reset()
-            self.loss.compile(
-                layer_by_layer=recipe.compute.graphs == "layers", mode=recipe.compute.compile,
-                fullgraph=True, dynamic=False,
-            )  # fmt: skip
-        if processes.num_processes > 1:
-            # Gradients are averaged during the backward pass: those of the last layers first where
-            # the model is compiled layer by layer, all of them at its end where it is one graph.
-            place = processes.device
-            self.loss = DistributedDataParallel(
-                self.loss, device_ids=[place.index] if place.type == "cuda" else None,
-                gradient_as_bucket_view=True, broadcast_buffers=False,  # the same everywhere
-            )  # fmt: skip
-            if recipe.compute.travel == "bfloat16":
-                self.loss.register_comm_hook(None, bf16_compress_hook)
-
-    def __call__(self, number: int) -> tuple[Tensor, Tensor]:
-        """Step ``number``, from 0: the mean loss of this process's sequences in nats a token, and
-        the gradient's norm before clipping. Both are scalars on the device."""
-        recipe, passes = self.recipe, self.passes
-        share = learning_rate(number, recipe.steps, recipe.schedule)
-        for group in self.optimizer.param_groups:
-            group["lr"] = recipe.optimizer.learning_rate * share
-        total = torch.zeros((), device=self.processes.device)
-        for part in range(passes):
-            accumulates = self.processes.num_processes > 1 and part + 1 < passes
-            with self.loss.no_sync() if accumulates else nullcontext():
-                loss = self.loss(next(self.dataloader)) / passes
-                loss.backward()
-            total += loss.detach()
-        norm = clip_grad_norm_(self.parameters.values(), recipe.optimizer.clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return total, norm
-
-    @property
-    def learning_rate(self) -> float:
-        """Of the last step."""
-        return self.optimizer.param_groups[0]["lr"]
+@contextmanager
+def deterministic(wanted: bool) -> Iterator[None]:
+    """Within the body torch's operators, and the kernels that its compiler chooses, give the same
+    bits every time, or raise where they cannot; not so where that is not ``wanted``."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(wanted)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # none is read
+    try:
+        # The compiler measures kernels against each other; the fastest may sum in another order.
+        with config.patch(deterministic=wanted):
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before)

@@ -11,18 +11,15 @@ from pathlib import Path
 import torch
 from accelerate import PartialState
 from filelock import FileLock, Timeout
-from pydantic import ValidationError
 
-from qbench.errors import TrainingError, UnavailableError, validation_line
-from qbench.files import clean_temporaries, file_digest, write_atomically
+from qbench.errors import TrainingError, UnavailableError
+from qbench.files import clean_temporaries, write_atomically
 from qbench.records import TRAINING_FILE, TrainedOn, Training, TrainingSample
-from qbench.training.checkpoint import require_same
+from qbench.training.checkpoint import Run
 from qbench.training.data import TokenFiles, require_data
-from qbench.training.log import plot, read_log
-from qbench.training.loop import LOG, STATE, Run, Trainer, deterministic
+from qbench.training.loop import Trainer
+from qbench.training.model import deterministic
 from qbench.training.recipe import TrainingRecipe
-
-CURVES = "curves.svg"
 
 
 @contextmanager
@@ -70,7 +67,7 @@ def train_recipe(
         run = Run(
             recipe=recipe, files=files, normalizer=normalizer, seed=seed, folder=out / name
         )  # fmt: skip
-        record = finished(run)
+        record = run.finished()
         if record is not None:
             say(f"{name}: trained already")
         else:
@@ -89,38 +86,6 @@ def train_recipe(
 
 def run_name(normalizer: str, seed: int | str) -> str:
     return f"{normalizer}-seed{seed}"
-
-
-def finished(run: Run) -> Training | None:
-    """The record of what is trained already. Raises TrainingError for other settings, and for a
-    record or weights that are not what training wrote."""
-    path = run.folder / TRAINING_FILE
-    if not path.is_file():
-        return None
-    again = f"remove {path}, and the same command writes it again from the last state"
-    try:
-        known = Training.model_validate_json(path.read_bytes())
-    except ValidationError as error:
-        raise TrainingError(f"{path}: damaged: {validation_line(error)}; {again}") from None
-    require_same(known.settings_digest, run.settings_digest, run.folder)
-    for name, written in known.weights.items():
-        weights = run.folder / name
-        if not weights.is_file() or file_digest(weights) != written:
-            raise TrainingError(f"{weights}: not the weights that were written; {again}")
-    return known
-
-
-def draw(out: Path) -> Path | None:
-    """The curves of all runs that have begun in ``out``; None where none has."""
-    logs = {}
-    for path in sorted(out.glob(f"{run_name('*', '*')}/{STATE}/{LOG}")):
-        normalizer, _, seed = path.parent.parent.name.rpartition("-seed")
-        if seed.isdecimal() and (lines := read_log(path)):
-            logs[normalizer, int(seed)] = lines
-    if not logs:
-        return None
-    plot(logs, out / CURVES)
-    return out / CURVES
 
 
 def _record(trainer: Trainer) -> Training:

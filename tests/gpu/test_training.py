@@ -21,9 +21,10 @@ SETTINGS = {
 
 
 def made(normalizer, attention="triton", **compute):
-    """A step whose data are random, on the GPU."""
+    """A model, and its step by number on random data, on the GPU."""
     from qbench.training.data import Sequences, dataloader
-    from qbench.training.model import Step, initial_model
+    from qbench.training.loop import Step
+    from qbench.training.model import initial_model
     from qbench.training.recipe import TrainingRecipe
 
     recipe = TrainingRecipe.model_validate({**SETTINGS, "compute": compute})
@@ -35,8 +36,8 @@ def made(normalizer, attention="triton", **compute):
     step = Step(model, recipe, alone)
     ids = np.random.default_rng(0).integers(0, 512, 20_000, np.uint16)
     source = Sequences(tokens=ids, context=256, bos=None)
-    step.dataloader = dataloader(source, recipe, step.processes, first=0, seed=0)
-    return model, step
+    batches = dataloader(source, recipe, step.processes, first=0, seed=0)
+    return model, lambda number: step(number, batches)
 
 
 @pytest.mark.parametrize("normalizer", ["softmax", "softpick"])
@@ -68,7 +69,7 @@ def test_compiled_kernels_and_eager_reference_train_alike(normalizer):
 
 @pytest.mark.parametrize("normalizer", ["softmax", "softpick"])
 def test_the_same_steps_give_the_same_bits(normalizer):
-    from qbench.training.loop import deterministic
+    from qbench.training.model import deterministic
     from qbench.training.runs import joined
 
     weights = []

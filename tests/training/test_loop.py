@@ -15,8 +15,7 @@ from qbench.checkpoints import find
 from qbench.checkpoints.tokenizer import load_tokenizer
 from qbench.errors import DataError, RecipeError, TrainingError
 from qbench.records import Training
-from qbench.training.log import read_log
-from qbench.training.runs import draw
+from qbench.training.log import draw, read_log
 
 ROOT = Path(__file__).parents[2]
 
@@ -89,15 +88,15 @@ def test_a_look_measures_what_analyze_measures(trained, tokens):
 def test_a_loss_that_is_not_finite_ends_it_and_the_last_good_state_is_kept(
     tmp_path, train, monkeypatch
 ):
-    from qbench.training import model
+    from qbench.training import loop
 
     def breaks(number, steps, schedule):
         return float("nan") if number == 23 else 1.0
 
-    monkeypatch.setattr(model, "learning_rate", lambda *_: float("nan"))
+    monkeypatch.setattr(loop, "learning_rate", lambda *_: float("nan"))
     with pytest.raises(TrainingError, match=r"step 5: the loss is nan.*there is no earlier state"):
         train(tmp_path, normalizers=["softmax"])
-    monkeypatch.setattr(model, "learning_rate", breaks)
+    monkeypatch.setattr(loop, "learning_rate", breaks)
     with pytest.raises(TrainingError, match=r"step 25: the loss is nan.*kept in") as error:
         train(tmp_path, normalizers=["softmax"])
     assert "\n" not in str(error.value)

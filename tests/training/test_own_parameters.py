@@ -11,7 +11,7 @@ from qbench.attention.normalizers import NORMALIZERS
 from qbench.checkpoints import find
 from qbench.checkpoints.convert import convert
 from qbench.errors import RecipeError
-from qbench.training import loop
+from qbench.training.checkpoint import Run
 from qbench.training.model import initial_model
 from qbench.training.recipe import Shape, TrainingRecipe
 
@@ -37,13 +37,13 @@ def test_they_are_trained_or_fixed_and_read_as_they_were(
     tmp_path, train, name, rope_theta, monkeypatch
 ):
     normalizer, own, expected = CASES[name]
-    kept, save = [], loop.save_checkpoint
+    kept, save = [], Run.save
 
-    def keep(model, *rest, **more):
+    def keep(run, model, folder):
         kept.append(model)
-        return save(model, *rest, **more)
+        return save(run, model, folder)
 
-    monkeypatch.setattr(loop, "save_checkpoint", keep)
+    monkeypatch.setattr(Run, "save", keep)
     [record] = train(
         tmp_path, normalizers=[normalizer], tokens=320, watch={"every": 100}, log_every=5,
         model={"parameters": own, "rope_theta": rope_theta},

@@ -2,17 +2,20 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
-from qbench.errors import TrainingError
-from qbench.training.checkpoint import save_state
+from qbench.errors import OutputError, TrainingError
+from qbench.training.checkpoint import Progress, Run
 
 ROOT = Path(__file__).parents[2]
 LONG = {"tokens": 6400, "normalizers": ["softpick"]}  # 100 steps
@@ -139,6 +142,37 @@ def test_a_finished_runs_damaged_files_are_named_and_made_again(tmp_path, train,
     assert (after.final_loss, after.weights) == (before.final_loss, before.weights)
 
 
+def test_a_state_is_not_serialized_in_memory(tmp_path):
+    layer = torch.nn.Linear(1024, 1024, bias=False)
+    run = Run(recipe=None, files=None, normalizer="softmax", seed=0, folder=tmp_path)
+    tracemalloc.start()
+    run.save_state(
+        Progress(settings="0"), dict(layer.named_parameters()), torch.optim.AdamW([layer.weight])
+    )
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert run.state.stat().st_size > 2**22 > 4 * peak
+
+
+def test_a_state_that_cannot_be_written_leaves_the_one_before(tmp_path, train):
+    """Where the disk is full, for one."""
+    train(tmp_path, stop_after=7, normalizers=["softmax"])
+    state = tmp_path / "softmax-seed3" / "state" / "last.safetensors"
+    before = state.read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2, limits[1]))
+    try:
+        with pytest.raises(OutputError, match=r"last\.safetensors: cannot be written \(.*large"):
+            train(tmp_path, normalizers=["softmax"], watch={"every": 40})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert state.read_bytes() == before
+    assert [path.name for path in sorted(state.parent.iterdir())] == [
+        "last.safetensors",
+        "log.jsonl",
+    ]
+
+
 def test_what_is_damaged_in_a_log_is_made_anew_and_the_record_is_whole(tmp_path, train, trained):
     whole = trained[1][0]
     train(tmp_path, stop_after=20, normalizers=["softmax"])
@@ -153,10 +187,12 @@ def test_what_is_damaged_in_a_log_is_made_anew_and_the_record_is_whole(tmp_path,
 def test_a_state_of_an_older_qbench_without_a_log_takes_that_of_the_file(
     tmp_path, train, trained, monkeypatch
 ):
-    def save_old(path, progress, *rest):
-        save_state(path, progress.model_copy(update={"log": []}), *rest)
+    save_state = Run.save_state
 
-    monkeypatch.setattr("qbench.training.loop.save_state", save_old)
+    def save_old(run, progress, *rest):
+        save_state(run, progress.model_copy(update={"log": []}), *rest)
+
+    monkeypatch.setattr(Run, "save_state", save_old)
     train(tmp_path, stop_after=20, normalizers=["softmax"])
     monkeypatch.undo()
     [again] = train(tmp_path, normalizers=["softmax"])

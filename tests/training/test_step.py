@@ -9,7 +9,8 @@ from torch.nn.functional import cross_entropy
 
 from qbench.errors import RecipeError
 from qbench.training.data import Sequences, dataloader, require_data
-from qbench.training.model import Loss, Step, initial_model
+from qbench.training.loop import Step
+from qbench.training.model import Loss, initial_model
 from qbench.training.recipe import Shape, TrainingRecipe
 
 SHAPE = Shape(hidden=16, layers=2, heads=2, vocabulary=64, context=16)
@@ -101,9 +102,9 @@ def stepped(one, count, **changed):
     step = Step(one, settings, alone)
     ids = np.random.default_rng(0).integers(0, 64, 3000, np.uint16)
     source = Sequences(tokens=ids, context=16, bos=None)
-    step.dataloader = dataloader(source, settings, alone, first=0, seed=0)
+    batches = dataloader(source, settings, alone, first=0, seed=0)
     for number in range(count):
-        found = step(number)
+        found = step(number, batches)
     return found
 
 
