@@ -10,7 +10,7 @@ import torch
 
 from qbench.analysis.attention import attention_maps, choose
 from qbench.analysis.measure import measure
-from qbench.analysis.result import AnalysisResult
+from qbench.analysis.run import AnalysisResult
 from qbench.analysis.sensitivity import Baseline, Unit, units
 from qbench.analysis.text import AnalysisSettings
 from qbench.cache import cache_folder
@@ -34,7 +34,7 @@ def compute(work: AnalysisResult) -> None:
 
 def _measure(work: AnalysisResult) -> None:
     """One pass over the text."""
-    of, plan, settings, result = work.cell.cell, work.result.plan, work.cell.settings, work.result
+    of, plan, settings = work.cell, work.plan, work.settings
     model, tokenizer, ids = _load(work)
     if of.copy is not None and not of.alone:  # whose library may have layers of its own
         model = load_original(of, plan)
@@ -44,15 +44,15 @@ def _measure(work: AnalysisResult) -> None:
         del model
         free(plan.device)
         model, tokenizer = load(of, plan)
-        model = quantized(result, model, tokenizer, cache_folder())
-    with result.stage("analyze", len(ids)):
+        model = quantized(work, model, tokenizer, cache_folder())
+    with work.stage("analyze", len(ids)):
         found = measure(
             model,
             ids,
             tokenizer=tokenizer,
             linears=names,
             batch=settings.batch,
-            progress=result.advance,
+            progress=work.advance,
         )
         heads = choose(found) if settings.heads is None else settings.heads
         maps = attention_maps(model, tokenizer, ids[0], heads)
@@ -61,10 +61,10 @@ def _measure(work: AnalysisResult) -> None:
 
 def _sensitivity(work: AnalysisResult) -> None:
     """One linear layer, or decoder layer, quantized at a time, and then all."""
-    of, plan, settings, result = work.cell.cell, work.result.plan, work.cell.settings, work.result
+    of, plan, settings = work.cell, work.plan, work.settings
     changed, tokenizer, ids = _load(work)
-    changed = quantized(result, changed, tokenizer, cache_folder())
-    rescaled = result.audit is not None and result.audit.rescaled > 0
+    changed = quantized(work, changed, tokenizer, cache_folder())
+    rescaled = work.audit is not None and work.audit.rescaled > 0
     if rescaled and not settings.blocks:
         raise UnavailableError(
             f"{of.label}: factors of its columns are in the layer before (as AWQ puts them), "
@@ -76,7 +76,7 @@ def _sensitivity(work: AnalysisResult) -> None:
     wanted = units(model, names, blocks=settings.blocks, whole=rescaled)
     together = [unit.name for unit in wanted] if rescaled else names
     done = {one.name: one for one in work.found.get("units", ())}
-    with result.stage("sensitivity", len(wanted)):
+    with work.stage("sensitivity", len(wanted)):
         base = Baseline(model, ids, batch=settings.batch)
         work.found["perplexity"] = base.perplexity
         saved = time.monotonic()
@@ -84,7 +84,7 @@ def _sensitivity(work: AnalysisResult) -> None:
             if unit.name not in done:
                 done[unit.name] = base.against(unit, changed)
                 work.found["units"] = tuple(done.values())
-            result.advance(index + 1, len(wanted))
+            work.advance(index + 1, len(wanted))
             if time.monotonic() - saved > SAVE_EVERY:
                 work.put("unfinished", None)
                 saved = time.monotonic()
@@ -94,14 +94,14 @@ def _sensitivity(work: AnalysisResult) -> None:
 
 def _load(work: AnalysisResult) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Tensor]:
     """The unquantized model, its tokenizer, and the ids [N, T] of the texts."""
-    with work.result.stage("load"):
-        model, tokenizer = load(work.cell.cell, work.result.plan)
+    with work.stage("load"):
+        model, tokenizer = load(work.cell, work.plan)
         if not hasattr(model, "forward"):
             raise UnavailableError(
-                f"{work.cell.cell.label} runs outside transformers, where a model's inside "
+                f"{work.cell.label} runs outside transformers, where a model's inside "
                 "cannot be measured; leave it out with --only"
             )
-        ids, work.found["text"] = read_tokens(work.cell.settings, tokenizer)
+        ids, work.found["text"] = read_tokens(work.settings, tokenizer)
     return model, tokenizer, ids
 
 

@@ -1,4 +1,4 @@
-"""Plan of a run → the analyses of its cells, each with its content key → their records.
+"""Plan of a run → its cells under the keys of their analyses → their records.
 
 Imports no torch before a cell is analyzed.
 """
@@ -6,13 +6,13 @@ Imports no torch before a cell is analyzed.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from filelock import FileLock
 
-from qbench.analysis.result import AnalysisCell, AnalysisResult
 from qbench.analysis.text import AnalysisSettings
 from qbench.cell_result import CellResult
 from qbench.code import digest_of
@@ -20,7 +20,7 @@ from qbench.errors import RecipeError, shown
 from qbench.machine import attempt
 from qbench.plan import Cell, Plan, content_key
 from qbench.progress import Progress
-from qbench.records import Analysis, AnalysisGrid, Sensitivity
+from qbench.records import Analysis, AnalysisGrid, CellKey, Sensitivity
 from qbench.store import Analyses
 
 # Of a cell's key: what decides the model. Tasks, scoring and damage do not.
@@ -30,18 +30,41 @@ MODEL_PARTS = (
 )
 
 
-def plan_analyses(plan: Plan, settings: AnalysisSettings) -> tuple[AnalysisCell, ...]:
-    """Of all cells of ``plan``, in its order."""
+@dataclass(kw_only=True, slots=True)
+class AnalysisResult(CellResult):
+    """What is known so far of a cell that is analyzed; a failure leaves the rest as it is."""
+
+    analyses: Analyses
+    settings: AnalysisSettings
+    found: dict[str, Any] = field(default_factory=dict)  # what was measured, as the record has it
+
+    def put(
+        self, status: Literal["ok", "unfinished", "failed"], error: str | None
+    ) -> Analysis | Sensitivity:
+        """Write the record of what is known; a good one that is there is replaced by none that is
+        not."""
+        kind = self.analyses.kind
+        stated = self.stated(error) | self.found | {"status": status}
+        if kind is Sensitivity:
+            del stated["attention"]
+            stated["unit"] = "block" if self.settings.blocks else "linear"
+        record = kind(**stated)
+        known = self.analyses.whole(record)
+        if status == "ok" or known is None or known.status != "ok":
+            self.analyses.put(record)
+        return record
+
+
+def plan_analyses(plan: Plan, settings: AnalysisSettings) -> tuple[Cell, ...]:
+    """All cells of ``plan``, in its order, each under its analysis' key."""
     stated = {"kind": "analysis", "analysis": settings.key_parts() | {"heads": settings.heads}}
-    return _cells(plan.cells, settings, stated)
+    return _cells(plan.cells, stated)
 
 
-def plan_sensitivities(
-    plan: Plan, label: str, settings: AnalysisSettings
-) -> tuple[AnalysisCell, ...]:
-    """Of all checkpoints under the recipe's quantizer ``label``. Raises RecipeError where it has
-    none of that name, or where that quantizes no weights or activations of linear layers, treats
-    outliers of the whole model, or is a copy without its original."""
+def plan_sensitivities(plan: Plan, label: str, settings: AnalysisSettings) -> tuple[Cell, ...]:
+    """Those of all checkpoints under the recipe's quantizer ``label``. Raises RecipeError where it
+    has none of that name, or where that quantizes no weights or activations of linear layers,
+    treats outliers of the whole model, or is a copy without its original."""
     cells = tuple(cell for cell in plan.cells if cell.label == label)
     if not cells:
         labels = ", ".join(dict.fromkeys(cell.label for cell in plan.cells))
@@ -66,20 +89,16 @@ def plan_sensitivities(
         )
     unit = "block" if settings.blocks else "linear"
     stated = {"kind": "sensitivity", "unit": unit, "analysis": settings.key_parts()}
-    return _cells(cells, settings, stated)
+    return _cells(cells, stated)
 
 
-def _cells(
-    wanted: tuple[Cell, ...], settings: AnalysisSettings, stated: dict[str, Any]
-) -> tuple[AnalysisCell, ...]:
+def _cells(wanted: tuple[Cell, ...], stated: dict[str, Any]) -> tuple[Cell, ...]:
     code = digest_of([Path(__file__).parent])
     cells = []
     for cell in wanted:
         parts = {name: cell.key_parts[name] for name in MODEL_PARTS if name in cell.key_parts}
         parts |= {"analysis code": code, **stated}
-        cells.append(
-            AnalysisCell(cell=cell, settings=settings, key=content_key(parts), key_parts=parts)
-        )
+        cells.append(replace(cell, key=content_key(parts), key_parts=parts))
     return tuple(cells)
 
 
@@ -97,30 +116,36 @@ def chosen(plan: Plan, only: str | None) -> tuple[Cell, ...]:
     return cells
 
 
-def analysis_grid(plan: Plan, cells: tuple[AnalysisCell, ...]) -> AnalysisGrid:
+def analysis_grid(plan: Plan, cells: Sequence[Cell]) -> AnalysisGrid:
     return AnalysisGrid(
-        name=plan.recipe.name,
-        cells=tuple(cell.grid_cell for cell in cells),
-        replicates=plan.recipe.groups,
+        name=plan.recipe.name, cells=tuple(map(_place, cells)), replicates=plan.recipe.groups
     )
 
 
-def put_sensitivity_grid(
-    out: Analyses[Sensitivity], cells: Sequence[AnalysisCell], name: str
-) -> None:
+def put_sensitivity_grid(out: Analyses[Sensitivity], cells: Sequence[Cell], name: str) -> None:
     """Say which are meant: ``cells``, and those of other cells that were asked for before."""
-    fresh = [cell.grid_cell for cell in cells]
+    fresh = [_place(cell) for cell in cells]
     before = out.grid_before()
     known = before.cells if before else ()
     kept = [one for one in known if one.cell not in {new.cell for new in fresh}]
     out.put_grid(AnalysisGrid(name=name, cells=(*kept, *fresh)))
 
 
+def _place(cell: Cell) -> CellKey:
+    return CellKey(checkpoint=cell.checkpoint_name, quantizer=cell.label, key=cell.key)
+
+
 def analyze_if_needed(
-    cell: AnalysisCell, plan: Plan, analyses: Analyses, progress: Progress, *, force: bool
+    cell: Cell,
+    *,
+    plan: Plan,
+    analyses: Analyses,
+    settings: AnalysisSettings,
+    progress: Progress,
+    force: bool,
 ) -> Analysis | Sensitivity:
     """The cell's good record, made or finished now if need be; where another process is at work
-    on it, that one's."""
+    on it, that one's. A sensitivity goes on from the units that are there, unless ``force``."""
     asked = datetime.now(UTC)
     with FileLock(analyses.lock_file(cell.grid_cell)):
         progress.begin(cell.name)
@@ -131,7 +156,19 @@ def analyze_if_needed(
                 what = "sensitivity already" if isinstance(known, Sensitivity) else "already"
                 progress.log(f"{cell.name}: {what} there")
                 return known
-            found = _analyze(cell, plan, analyses, progress, None if force else known)
+            result = AnalysisResult(
+                cell=cell, plan=plan, progress=progress, analyses=analyses, settings=settings
+            )
+            if isinstance(known, Sensitivity) and not force:
+                result.found["units"] = known.units
+
+            def work() -> None:
+                from qbench.analysis.cell import compute
+
+                compute(result)
+
+            error = attempt(work, analyses.log(cell.grid_cell), plan.device)
+            found = result.put("failed" if error else "ok", error)
             progress.log(_summary(found), "bold red" if found.status == "failed" else "")
             return found
         finally:
@@ -139,34 +176,11 @@ def analyze_if_needed(
 
 
 def failed(
-    plan: Plan, analyses: Analyses, cell: AnalysisCell, error: str
+    cell: Cell, error: str, *, plan: Plan, analyses: Analyses, settings: AnalysisSettings
 ) -> Analysis | Sensitivity:
     """The record, put into its place, of a cell that left none itself."""
-    result = CellResult(cell=cell.cell, plan=plan)
-    return AnalysisResult(cell=cell, analyses=analyses, result=result).put("failed", error)
-
-
-def _analyze(
-    cell: AnalysisCell,
-    plan: Plan,
-    analyses: Analyses,
-    progress: Progress,
-    before: Analysis | Sensitivity | None,
-) -> Analysis | Sensitivity:
-    """Analyze one cell and put the record into its place, whether it worked or not. A sensitivity
-    goes on from the units that the record ``before`` has."""
-    result = CellResult(cell=cell.cell, plan=plan, progress=progress)
-    found = AnalysisResult(cell=cell, analyses=analyses, result=result)
-    if isinstance(before, Sensitivity):
-        found.found["units"] = before.units
-
-    def work() -> None:
-        from qbench.analysis.cell import compute
-
-        compute(found)
-
-    error = attempt(work, analyses.log(cell.grid_cell), plan.device)
-    return found.put("failed" if error else "ok", error)
+    result = AnalysisResult(cell=cell, plan=plan, analyses=analyses, settings=settings)
+    return result.put("failed", error)
 
 
 def _summary(found: Analysis | Sensitivity) -> str:

@@ -11,7 +11,6 @@ from typing import Annotated
 import typer
 
 from qbench.analysis.run import (
-    AnalysisCell,
     analysis_grid,
     analyze_if_needed,
     chosen,
@@ -33,7 +32,7 @@ from qbench.cli.options import ClusterOption, Device, DeviceOption, Out, RecipeF
 from qbench.cli.place import Place, here, placed
 from qbench.errors import RecipeError
 from qbench.files import require_folder
-from qbench.plan import Plan, require_runnable
+from qbench.plan import Cell, Plan, require_runnable
 from qbench.recipe import Overrides
 from qbench.records import Analysis, Sensitivity
 from qbench.runner.grid import run_each
@@ -166,16 +165,16 @@ def work_of(
     only: str | None,
     long_context: int | None,
     sensitivity: str | None,
-) -> list[tuple[Analyses, Sequence[AnalysisCell]]]:
-    """What is to be made: of each kind its place and the cells. Where analyses of other texts or
-    settings were meant there, that is said."""
+) -> list[tuple[Analyses, AnalysisSettings, Sequence[Cell]]]:
+    """What is to be made: of each kind its place, its settings and the cells. Where analyses of
+    other texts or settings were meant there, that is said."""
     cells = chosen(plan, only)
     require_runnable(cells)
     wanted = {cell.name for cell in cells}
     texts = {"": settings}
     if long_context is not None:
         texts[LONG_CONTEXT] = replace(settings, length=long_context)
-    work: list[tuple[Analyses, Sequence[AnalysisCell]]] = []
+    work: list[tuple[Analyses, AnalysisSettings, Sequence[Cell]]] = []
     for part, own in texts.items():
         planned, analyses = plan_analyses(plan, own), Analyses(out, part=part)
         grid = analysis_grid(plan, planned)
@@ -186,29 +185,31 @@ def work_of(
                 "records stay, but its tables now show this one (--out keeps both)",
                 err=True,
             )
-        work.append((analyses, [cell for cell in planned if cell.name in wanted]))
+        work.append((analyses, own, [cell for cell in planned if cell.name in wanted]))
     if sensitivity is not None:
         checkpoints = {cell.checkpoint_name for cell in cells}
         planned = plan_sensitivities(plan, sensitivity, settings)
-        units = [cell for cell in planned if cell.cell.checkpoint_name in checkpoints]
+        units = [cell for cell in planned if cell.checkpoint_name in checkpoints]
         put_sensitivity_grid(sensitivities(out), units, plan.recipe.name)
-        work.append((sensitivities(out), units))
+        work.append((sensitivities(out), settings, units))
     return work
 
 
 def run_part(
     analyses: Analyses,
-    cells: Sequence[AnalysisCell],
+    settings: AnalysisSettings,
+    cells: Sequence[Cell],
     plan: Plan,
     place: Place,
     *,
     force: bool,
 ) -> list[Analysis | Sensitivity]:
     """Make what is not there yet; returns those that failed."""
-    settings, apart = cells[0].settings, ""
+    apart = ""
     if analyses.kind is Sensitivity:
         apart = f", one {'decoder' if settings.blocks else 'linear'} layer at a time"
-    make = partial(analyze_if_needed, plan=plan, analyses=analyses, force=force)
+    given = {"plan": plan, "analyses": analyses, "settings": settings}
+    make = partial(analyze_if_needed, **given, force=force)
     with place.display(len(cells)) as display:
         display.log(
             f"{len(cells)} cell{'s' * (len(cells) != 1)} on {settings.device}: at most "
@@ -216,6 +217,6 @@ def run_part(
         )
         found = run_each(
             make, cells, executor=place.executor, progress=display,
-            died=partial(failed, plan, analyses),
+            died=partial(failed, **given),
         )  # fmt: skip
         return [one for one in found if one.status != "ok"]
