@@ -25,7 +25,13 @@ from qbench.errors import RecipeError
 from qbench.machine import environment
 from qbench.training.data import Sequences, dataloader
 from qbench.training.loop import Step
-from qbench.training.model import attention_kernels, deterministic, initial_model, utilization
+from qbench.training.model import (
+    PEAK,
+    attention_kernels,
+    deterministic,
+    initial_model,
+    utilization,
+)
 from qbench.training.recipe import Compute, TrainingRecipe
 
 SHAPES = {  # hidden, layers, heads, vocabulary, context, sequences of a GPU
@@ -224,6 +230,7 @@ def table(found: dict[str, Any], compute: Compute, forward: bool) -> str:
         "of peak": ("share", ".1%"), f"ms {took}": ("ms", ".1f"), "GiB": ("memory_gib", ".1f"),
         "first s": ("compile_s", ".0f"),
     }  # fmt: skip
+    peaks = ", ".join(f"{name}: {rate / 1e12:.0f}" for name, rate in PEAK.items())
     ran = [f"- {row['shape']}, {row['attention']}: {', '.join(row['kernels'])}" for row in rows]
     page = [
         f"# Training on {found['processes']} {about['hardware']}",
@@ -234,7 +241,7 @@ def table(found: dict[str, Any], compute: Compute, forward: bool) -> str:
         "Deterministic: the same bits every time. Share of peak: 6 FLOP a parameter in "
         "matrix products and token, and 6 · layers · hidden · context for attention "
         "(a third of it for the forward pass), of a "
-        "measured bf16 matrix product (H200: 790 TFLOP/s, H100: 757). "
+        f"measured bf16 matrix product ({peaks} TFLOP/s). "
         f"Medians of {RUNS} runs of {STEPS} steps in a row, as a training takes them: "
         f"{what}.",
         "",

@@ -85,7 +85,7 @@ def flops_per_token(model: LlamaForCausalLM, context: int) -> float:
 
 
 # FLOP/s of a large bf16 matrix product, as measured, which the data sheet's figure is not.
-PEAK = {"H200": 790e12}
+PEAK = {"H200": 790e12, "H100": 757e12}
 
 
 def utilization(model: LlamaForCausalLM, context: int, speed: float, hardware: str) -> float | None:

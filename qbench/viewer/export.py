@@ -24,23 +24,24 @@ def write_site(results: Sequence[Results], folder: Path) -> list[Path]:
     write_atomically(paths[0], page.encode())
     for path in paths[1:]:
         write_atomically(path, asset(path.name).encode())
-    for name, payload in _payloads(results):
+    for name, payload in _payloads(results, documents=True):
         paths.append(folder / "data" / f"{name}.js")
         text = f"qbenchData({encode(name)},{encode(payload)});\n"
         write_atomically(paths[-1], text.encode(errors="replace"))
     return paths
 
 
-def _payloads(results: Sequence[Results]) -> Iterator[tuple[str, object]]:
+def _payloads(results: Sequence[Results], *, documents: bool) -> Iterator[tuple[str, Json]]:
+    """All that there is, or without what is said of single ``documents``."""
     yield "index", index(results)
     for folder, one in enumerate(results):
         overview = one.payload("overview", wait=True)
         yield f"{folder}/overview", overview
-        names = ["analysis", *(f"texts/{task}" for task in range(len(overview["tasks"])))]
+        tasks = range(len(overview["tasks"])) if documents else ()
+        names = ["analysis", *(f"texts/{task}" for task in tasks)]
         for cell, found in enumerate(overview["cells"]):
             if "documents" in found:
-                names.append(f"cell/{cell}")
-                names += [f"documents/{cell}/{task}" for task in range(len(overview["tasks"]))]
+                names += [f"cell/{cell}", *(f"documents/{cell}/{task}" for task in tasks)]
         for name in names:
             payload = _payload(one, name)
             yield f"{folder}/{name}", payload
@@ -58,12 +59,7 @@ def _payload(results: Results, name: str) -> Json:
 
 def write_report(results: Results, path: Path) -> Path:
     """Write the first page, with the cells behind it, as one file. Raises as ``write_site``."""
-    data = {"index": index([results])}
-    overview = data["0/overview"] = results.payload("overview", wait=True)
-    data["0/analysis"] = _payload(results, "analysis")
-    for cell, found in enumerate(overview["cells"]):
-        if "documents" in found:
-            data[f"0/cell/{cell}"] = _payload(results, f"cell/{cell}")
+    data = dict(_payloads([results], documents=False))
     script = asset("viewer.js").replace("</script", "<\\/script")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = (

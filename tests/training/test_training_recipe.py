@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qbench.errors import RecipeError
-from qbench.training.model import flops_per_token, initial_model
+from qbench.training.model import flops_per_token, initial_model, utilization
 from qbench.training.recipe import TrainingRecipe
 
 SHIPPED = sorted((Path(__file__).parents[2] / "recipes" / "train").glob("*.yaml"))
@@ -113,3 +113,6 @@ def test_work_counts_every_matrix_that_is_multiplied_and_half_of_attentions_pair
         with torch.device("meta"):
             model, _ = initial_model(own, normalizer="softmax", seed=0, device="meta")
         assert flops_per_token(model, 2048) == expected
+        for gpu, peak in (("NVIDIA H200", 790e12), ("NVIDIA H100 80GB HBM3", 757e12)):
+            assert utilization(model, 2048, 1e5, gpu) == 1e5 * expected / peak
+        assert utilization(model, 2048, 1e5, "another") is None
