@@ -16,13 +16,7 @@ from qbench.quantizers import scaled_mm
 from qbench.quantizers.activations import FakeQuantized
 from qbench.quantizers.calibration import Calibration, watch_inputs
 from qbench.quantizers.config import ActivationEvidence, Progress, matching
-from qbench.quantizers.fake_quant import (
-    CODES,
-    FakeQuant,
-    encode,
-    fake_quantize,
-    scale_of_tensor,
-)
+from qbench.quantizers.fake_quant import CODES, FakeQuant, scale_of_tensor
 from qbench.quantizers.formats import QuantFormat, Scale
 from qbench.quantizers.linear import matrices, require_matches
 
@@ -54,11 +48,11 @@ def install(model: nn.Module, settings: FakeQuantized, tensors: Mapping[str, Ten
     for name, module in modules.items():
         settings.check_layer(name, module.out_features, module.in_features)
     assert getattr(settings, "arithmetic", "") != "auto"  # a plan has decided
-    scales = {name: scale_of_tensor(*ends, form) for name, ends in tensors.items()}
+    fixed = {name: scale_of_tensor(*ends, form) for name, ends in tensors.items()}
     if settings.real:
-        multiply_codes(model, modules, form, scales)
+        multiply_codes(model, modules, form, fixed)
         return
-    inputs = FakeQuant(lambda x, fixed: fake_quantize(x, form, fixed), scales, tuple(modules))
+    inputs = FakeQuant(form, {name: fixed.get(name) for name in modules})
     for name, module in modules.items():
         module.register_forward_pre_hook(inputs.hook(name))
     setattr(model, ATTRIBUTE, inputs)
@@ -68,18 +62,14 @@ def multiply_codes(
     model: nn.Module,
     modules: Mapping[str, nn.Module],
     form: QuantFormat,
-    scales: Mapping[str, Scale],
+    fixed: Mapping[str, Scale],
 ) -> None:
-    """Let ``modules`` of ``model`` multiply codes of ``form`` by codes; ``scales``: fixed ones of
-    their inputs by the module's name.
+    """Let ``modules`` of ``model`` multiply codes of ``form`` by codes; ``fixed``: scales of
+    their inputs by the module's name, where these are.
 
     Raises QuantizationError, naming the layer, for one that cannot: libraries skip those.
     """
-
-    def encode_rows(x: Tensor, fixed: Scale | None) -> tuple[Tensor, Tensor]:
-        return encode(x.reshape(-1, x.shape[-1]), form, fixed)
-
-    inputs = FakeQuant(encode_rows, scales, tuple(modules))
+    inputs = FakeQuant(form, {name: fixed.get(name) for name in modules})
     for name, module in modules.items():
         known = isinstance(module, scaled_mm.ScaledLinear)
         if not known or module.codes.dtype != CODES[form.type]:
@@ -88,7 +78,7 @@ def multiply_codes(
                 "set arithmetic: simulated"
             )
         module.__class__ = scaled_mm.ScaledMM
-        module.inputs, module.fixed = inputs, scales.get(name)
+        module.inputs, module.fixed = inputs, fixed.get(name)
     setattr(model, ATTRIBUTE, inputs)
 
 
@@ -98,10 +88,8 @@ def evidence(model: nn.Module, settings: FakeQuantized) -> dict[str, ActivationE
     if inputs is None:
         return {}
     return {
-        name: ActivationEvidence(
-            format=settings.format, fixed=inputs.scales.get(name), inside=settings.real
-        )
-        for name in inputs.names
+        name: ActivationEvidence(format=inputs.form, fixed=fixed, inside=settings.real)
+        for name, fixed in inputs.scales.items()
     }
 
 

@@ -215,12 +215,11 @@ def two_to(exponent: Tensor) -> Tensor:
 
 @dataclass(eq=False)
 class FakeQuant:
-    """What quantizes the inputs of a model's layers ``names``. ``scales``: their fixed ones, where
-    those do not depend on the input. ``paused``: inputs stay as they are."""
+    """The inputs of a model's layers, rounded to ``form``. ``scales``: by layer's name the fixed
+    one, or None where it depends on the input. ``paused``: inputs stay as they are."""
 
-    quantize: Callable[[Tensor, Scale | None], Any]
-    scales: Mapping[str, Scale]
-    names: tuple[str, ...]
+    form: QuantFormat
+    scales: Mapping[str, Scale | None]
     paused: bool = False
 
     def hook(self, name: str) -> Callable[[nn.Module, tuple[Any, ...]], Any]:
@@ -229,6 +228,6 @@ class FakeQuant:
         def quantize_input(module: nn.Module, arguments: tuple[Any, ...]) -> Any:
             if self.paused:
                 return None
-            return self.quantize(arguments[0], self.scales.get(name)), *arguments[1:]
+            return fake_quantize(arguments[0], self.form, self.scales[name]), *arguments[1:]
 
         return quantize_input

@@ -28,9 +28,9 @@ class ScaledLinear(DequantizedLinear):
 
 
 class ScaledMM(ScaledLinear):
-    """A ``ScaledLinear`` that multiplies codes by codes, but for while ``inputs`` are paused.
-    ``inputs`` encode what it takes in, with the ``fixed`` scale if there is one. A class of its
-    own, so that an audit's record names what ran."""
+    """A ``ScaledLinear`` that multiplies codes by codes, but for while ``inputs`` are paused; by
+    the ``fixed`` scale of what it takes in, if there is one. A class of its own, so that an audit's
+    record names what ran."""
 
     inputs: FakeQuant
     fixed: Scale | None
@@ -38,7 +38,8 @@ class ScaledMM(ScaledLinear):
     def forward(self, x: Tensor) -> Tensor:
         if self.inputs.paused:
             return super().forward(x)
-        y = scaled_mm(*self.inputs.quantize(x, self.fixed), self, x.dtype)
+        rows = x.reshape(-1, self.in_features)
+        y = scaled_mm(*encode(rows, self.inputs.form, self.fixed), self, x.dtype)
         return y.view(*x.shape[:-1], self.out_features)
 
 
