@@ -594,11 +594,16 @@ def refusal(checkpoint: Checkpoint, shapes: Shapes, quantization: QuantizationCo
             part.check_layers(shapes)
     except QuantizationError as error:
         return str(error)
-    if quantization.kv_cache is not None and checkpoint.normalizer == NATIVE:
-        return (
-            f"{checkpoint.support.name} runs on its own attention, but the KV cache is "
-            "quantized in qbench's; leave kv out"
-        )
+    if checkpoint.normalizer == NATIVE:
+        for part, what, key in (
+            (quantization.kv_cache, "the KV cache is quantized", "kv"),
+            (quantization.pruning, "heads are pruned", "prune_heads"),
+        ):
+            if part is not None:
+                return (
+                    f"{checkpoint.support.name} runs on its own attention, but {what} in "
+                    f"qbench's; leave {key} out"
+                )
     spared = checkpoint.support.spared
     if spared and weights is not None and spared not in weights.ignore:
         return (
