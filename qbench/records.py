@@ -1,12 +1,9 @@
 """All that is written to disk, typed to the bottom: docs/records.md. Imports no torch.
 
 A results folder may be somebody else's: names that become paths, and texts that are shown in one
-line, are held to patterns when they are read. JSON objects carry their own checksum under
-``checksum``: SHA-256 of the canonical JSON of all else, so that a changed byte is noticed.
-
-Beside each record lie Parquet files, one row a fact: ``outcomes``, which every statistic is built
-on, ``responses`` and ``divergences``. docs/records.md says what their columns hold. The record
-states their SHA-256, and its own file carries one of the record (``dump_with_checksum``).
+line, are held to patterns when they are read. Beside each record lie Parquet files, one row a fact:
+``outcomes``, which every statistic is built on, ``responses`` and ``divergences``. docs/records.md
+says what their columns hold.
 """
 
 from __future__ import annotations
@@ -19,8 +16,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from qbench.errors import DamagedError, NewerSchemaError, SchemaError
-from qbench.files import NAME, digest
+from qbench.files import NAME
 
 Name = Annotated[str, Field(pattern=f"^{NAME}$")]
 DIGEST = "^[0-9a-f]{64}$"
@@ -37,58 +33,12 @@ class RecordModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
 
-# --- checksums
-
 SCHEMA_VERSION = 2
-CHECKSUM = "checksum"
-AGAIN = "run the recipe again"
 
 
 def canonical(values: dict[str, Any]) -> bytes:
     """One spelling of a JSON object: keys sorted, no spaces, ASCII."""
     return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
-
-
-def dump_with_checksum(values: dict[str, Any]) -> bytes:
-    """JSON text of ``values`` with their checksum, a line a key."""
-    values = {**values, CHECKSUM: digest(canonical(values))}
-    lines = [
-        f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}"
-        for key, value in values.items()
-    ]
-    return ("{" + ",\n".join(lines) + "}\n").encode(errors="surrogatepass")
-
-
-def load_with_checksum(path: Path, again: str = AGAIN) -> dict[str, Any]:
-    """What ``dump_with_checksum`` was given, from the file ``path``.
-
-    Raises SchemaError for another ``schema_version`` than ours, DamagedError for any change of
-    content; ``again`` is the remedy that both name.
-    """
-
-    def damaged(what: str) -> DamagedError:
-        return DamagedError(f"{path}: damaged: {what}; {again}")
-
-    try:
-        values = json.loads(path.read_bytes())
-    except (ValueError, RecursionError):
-        raise damaged("not whole JSON") from None
-    if not isinstance(values, dict):
-        raise damaged("not a JSON object")
-    version = values.get("schema_version")
-    if type(version) is not int:
-        raise damaged("it has no schema_version")
-    told = f"qbench (schema {version}, this one reads {SCHEMA_VERSION})"
-    if version > SCHEMA_VERSION:
-        raise NewerSchemaError(f"{path}: written by a newer {told}: update qbench")
-    if version < SCHEMA_VERSION:
-        raise SchemaError(f"{path}: written by an older {told}: {again}")
-    stated = values.pop(CHECKSUM, None)
-    if stated is None:
-        raise damaged("it has no checksum")
-    if stated != digest(canonical(values)):
-        raise damaged("its content is not what was written")
-    return values
 
 
 class Environment(RecordModel):

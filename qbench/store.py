@@ -24,7 +24,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from filelock import FileLock
 from pydantic import ValidationError
@@ -32,12 +32,12 @@ from pydantic import ValidationError
 from qbench.errors import DamagedError, NewerSchemaError, ResultsError, SchemaError, validation_line
 from qbench.files import clean_temporaries, digest, write_atomically
 from qbench.records import (
-    AGAIN,
     DIVERGENCE_COLUMNS,
     KEY_DIGITS,
     OUTCOME_COLUMNS,
     RESPONSE_COLUMNS,
     RESPONSE_DEFAULTS,
+    SCHEMA_VERSION,
     Analysis,
     AnalysisGrid,
     CellKey,
@@ -46,8 +46,7 @@ from qbench.records import (
     RecordModel,
     Sensitivity,
     StoredTable,
-    dump_with_checksum,
-    load_with_checksum,
+    canonical,
     table_path,
 )
 
@@ -55,6 +54,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 GRIDS = "grids"
+CHECKSUM = "checksum"
+AGAIN, ANALYZE = "run the recipe again", "run `qbench analyze` again"
 
 COLUMNS = {
     "outcomes": OUTCOME_COLUMNS,
@@ -66,7 +67,6 @@ Table = Literal["outcomes", "responses", "divergences"]
 T = TypeVar("T", bound=RecordModel)
 Made = TypeVar("Made", Record, Analysis, Sensitivity)
 Asked = TypeVar("Asked", Grid, AnalysisGrid)
-ANALYZE = "run `qbench analyze` again"
 
 
 class CellFiles(Generic[Made, Asked]):
@@ -330,17 +330,51 @@ def _parquet(table: pd.DataFrame, columns: tuple[str, ...]) -> bytes:
 
 
 def read(path: Path, kind: type[T], again: str = AGAIN) -> T:
-    """What ``write`` wrote. Raises DamagedError or SchemaError, with the remedy ``again``."""
-    values = load_with_checksum(path, again)
+    """What ``write`` wrote. Raises SchemaError for another ``schema_version`` than ours,
+    DamagedError for any change of content; ``again`` is the remedy that both name."""
+
+    def damaged(what: str) -> DamagedError:
+        return DamagedError(f"{path}: damaged: {what}; {again}")
+
     try:
-        return kind.model_validate_json(json.dumps(values))
+        values = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        raise damaged("not whole JSON") from None
+    if not isinstance(values, dict):
+        raise damaged("not a JSON object")
+    version = values.get("schema_version")
+    if type(version) is not int:
+        raise damaged("it has no schema_version")
+    told = f"qbench (schema {version}, this one reads {SCHEMA_VERSION})"
+    if version > SCHEMA_VERSION:
+        raise NewerSchemaError(f"{path}: written by a newer {told}: update qbench")
+    if version < SCHEMA_VERSION:
+        raise SchemaError(f"{path}: written by an older {told}: {again}")
+    stated = values.pop(CHECKSUM, None)
+    if stated is None:
+        raise damaged("it has no checksum")
+    if stated != digest(canonical(values)):
+        raise damaged("its content is not what was written")
+    try:
+        return kind.model_validate(values)
     except ValidationError as error:
-        raise DamagedError(f"{path}: damaged: {validation_line(error)}; {again}") from None
+        raise damaged(validation_line(error)) from None
 
 
 def write(path: Path, thing: RecordModel) -> None:
     """Write a record or grid with its checksum, in one step."""
-    write_atomically(path, dump_with_checksum(json.loads(thing.model_dump_json())))
+    write_atomically(path, with_checksum(json.loads(thing.model_dump_json())))
+
+
+def with_checksum(values: dict[str, Any]) -> bytes:
+    """JSON text of ``values``, a line a key, and at its end their checksum: SHA-256 of the
+    canonical JSON, so that a changed byte is noticed."""
+    values = {**values, CHECKSUM: digest(canonical(values))}
+    lines = [
+        f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}"
+        for key, value in values.items()
+    ]
+    return ("{" + ",\n".join(lines) + "}\n").encode(errors="surrogatepass")
 
 
 def run_id(grid: Grid) -> str:

@@ -15,8 +15,8 @@ from qbench.cli import app as cli
 from qbench.comparison.lines import FILE, read_noise_floor
 from qbench.errors import DamagedError, NewerSchemaError, ResultsError, SchemaError
 from qbench.gate import baseline
-from qbench.records import RESPONSE_COLUMNS, NoiseRecord, dump_with_checksum
-from qbench.store import Store, write
+from qbench.records import RESPONSE_COLUMNS, NoiseRecord
+from qbench.store import Store, with_checksum, write
 
 FLIPS = 60  # of each kind of file
 FOLDER = {
@@ -154,7 +154,7 @@ def rewrite(path: Path, **changes: object) -> None:
     """Change a record or grid and give it the right checksum, as another program could."""
     values = json.loads(path.read_bytes())
     del values["checksum"]
-    path.write_bytes(dump_with_checksum({**values, **changes}))
+    path.write_bytes(with_checksum({**values, **changes}))
 
 
 def test_a_record_of_a_newer_qbench_is_neither_read_nor_replaced(results):

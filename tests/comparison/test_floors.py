@@ -5,7 +5,8 @@ from synthetic import key, make_store
 
 from qbench.comparison.compare import compare
 from qbench.errors import ResultsError
-from qbench.records import SCHEMA_VERSION, dump_with_checksum
+from qbench.records import SCHEMA_VERSION
+from qbench.store import with_checksum
 from qbench.tables import render
 
 METRIC = ("wikitext", "word_perplexity")
@@ -13,7 +14,7 @@ SIZES = {"arc_easy": 60, "wikitext": 30}
 
 
 def to_bytes(cells):
-    return dump_with_checksum({"schema_version": SCHEMA_VERSION, "cells": cells})
+    return with_checksum({"schema_version": SCHEMA_VERSION, "cells": cells})
 
 
 def store_with(folder, noise):
