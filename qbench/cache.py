@@ -32,12 +32,6 @@ def cache_folder() -> Path:
     return Path(os.environ.get("QBENCH_CACHE") or Path.home() / ".cache" / "qbench")
 
 
-def distributions_folder(cache: Path) -> Path:
-    """Where unquantized cells keep what damage is measured against: bytes = scored tokens ×
-    hidden size × bytes of the dtype, and the LM head."""
-    return cache / "distributions"
-
-
 def in_words(bytes: int) -> str:
     """A size: 0.5 MiB, 12.3 GiB."""
     return f"{bytes / GIB:,.1f} GiB" if bytes >= GIB else f"{bytes / MIB:,.1f} MiB"

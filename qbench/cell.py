@@ -6,13 +6,12 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 import torch
 
 from qbench.attention.transformers import batch_invariant
-from qbench.cache import distributions_folder
 from qbench.cell_result import CellResult
 from qbench.checkpoints.find import elements, read_headers
 from qbench.checkpoints.load import (
@@ -32,7 +31,7 @@ from qbench.evaluation.lm_eval_model import external_model
 from qbench.evaluation.loaded import LoadedTask, load_task
 from qbench.evaluation.noise import Noise, measure_noise
 from qbench.evaluation.scoring import language_model
-from qbench.machine import free, hardware, measured
+from qbench.machine import free, hardware
 from qbench.plan import Cell, Plan, resident, streamable
 from qbench.quantizers.audit.cell import audit, probe_of
 from qbench.quantizers.calibration import read_calibration
@@ -64,10 +63,17 @@ def compute(result: CellResult, store: Store, cache: Path) -> None:
         elif is_spread(model):
             detail.append("over several GPUs")
     model = quantized(result, model, tokenizer, cache)
-    folder = distributions_folder(cache)
-    base = _baseline(result, store, folder)
-    with measured("evaluate", plan.device, result.stages):
-        _evaluate(result, tasks, store, model, tokenizer, base, folder)
+    with result.measured("evaluate"):
+        base, observer = _observer(result, store, cache)
+        scorer = language_model(
+            model, tokenizer, cell.scoring, progress=result.advance, observer=observer
+        )
+        _evaluate(result, scorer, tasks)
+        if isinstance(observer, BaselineWriter):
+            _keep(result, observer, cache)
+        elif base is not None:
+            assert observer is not None
+            _measure_damage(result, base, observer, store, tasks, tokenizer)
 
 
 def noise(cell: Cell, plan: Plan, say: Callable[[str], None]) -> Noise:
@@ -205,52 +211,35 @@ def _audit(result: CellResult, model: PreTrainedModel) -> None:
         raise AuditError("audit: " + "; ".join(first) + more)
 
 
-def _baseline(result: CellResult, store: Store, folder: Path) -> Record | None:
-    """The record that a quantized cell is measured against; None for an unquantized one, and where
-    damage is not measured, and ``result`` says why."""
+def _observer(
+    result: CellResult, store: Store, cache: Path
+) -> tuple[Record | None, BaselineWriter | KLObserver | None]:
+    """The record that a quantized cell is measured against, with what measures it; of an
+    unquantized cell, what keeps its hidden states for the others. Neither where damage is not
+    measured, and ``result`` says why."""
     cell = result.cell
     if not result.plan.recipe.evaluation.damage:
-        return None
+        return None, None
     if cell.scoring.mode == "lm-eval" and cell.runtime != "lm-eval":
         reason = "scoring: lm-eval does not give its log-probabilities"
         result.damage = Unavailable(reason=reason)
     elif not cell.quantization.precision.quantized:
-        return None
+        return None, BaselineWriter()
     elif cell.base is None:
         reason = "the recipe has no unquantized cell to compare with"
         result.damage = Unavailable(reason=reason)
     else:
         try:
-            return read_baseline(cell.base, store, folder)
+            base = read_baseline(cell.base, store, cache)
+            return base, KLObserver(BaselineHiddenStates.load(baseline_file(cache, base.key)))
         except ResultsError as error:
             result.damage = Unavailable(reason=str(error), retry=True)
-    return None
+    return None, None
 
 
-def _evaluate(
-    result: CellResult,
-    tasks: Sequence[LoadedTask],
-    store: Store,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    base: Record | None,
-    folder: Path,
-) -> None:
-    """Scores of every task; a task that cannot be scored is named, and the others are kept. What
-    the cell is measured against, or others are against it, lies in ``folder``."""
+def _evaluate(result: CellResult, scorer: Any, tasks: Sequence[LoadedTask]) -> None:
+    """Scores of every task; a task that cannot be scored is named, and the others are kept."""
     cell, progress = result.cell, result.progress
-    observer: BaselineWriter | KLObserver | None = None
-    if base is not None:
-        observer = KLObserver(BaselineHiddenStates.load(baseline_file(folder, base.key)))
-    elif result.plan.recipe.evaluation.damage and result.damage is None:
-        observer = BaselineWriter()
-    scorer = language_model(
-        model,
-        tokenizer,
-        cell.scoring,
-        progress=result.advance,
-        observer=observer,
-    )
     failure, tables = None, []
     for task in tasks:
         progress.stage(cell.name, f"evaluate {task.name}")
@@ -270,34 +259,44 @@ def _evaluate(
     )
     result.groups = group_scores(result.plan.groups, result.scores)
     result.scoring = scorer.report()
-    if isinstance(observer, BaselineWriter):
-        try:
-            observer.hidden_states().save(baseline_file(folder, cell.key), cell.key)
-        except ResultsError as error:
-            progress.log(
-                f"{cell.name}: scored, but its damage could not be measured: {error}", "bold red"
-            )
-    elif base is not None:
-        assert observer is not None
-        result.damage = damage(
-            Outcomes(
-                outcomes=store.outcomes(base),
-                responses=store.responses(base),
-                scores=base.scores,
-            ),
-            Outcomes(
-                outcomes=result.outcomes,
-                responses=result.responses,
-                scores=tuple(result.scores),
-            ),
-            measured=observer.divergences,
-            correct={task.name: correct_requests(task, cell.scoring.limit) for task in tasks},
+
+
+def _keep(result: CellResult, observer: BaselineWriter, cache: Path) -> None:
+    """What the quantized cells of this one's checkpoint are measured against."""
+    cell = result.cell
+    try:
+        observer.hidden_states().save(baseline_file(cache, cell.key), cell.key)
+    except ResultsError as error:
+        line = f"{cell.name}: scored, but its damage could not be measured: {error}"
+        result.progress.log(line, "bold red")
+
+
+def _measure_damage(
+    result: CellResult,
+    base: Record,
+    observer: KLObserver,
+    store: Store,
+    tasks: Sequence[LoadedTask],
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    before = Outcomes(
+        outcomes=store.outcomes(base), responses=store.responses(base), scores=base.scores
+    )
+    after = Outcomes(
+        outcomes=result.outcomes, responses=result.responses, scores=tuple(result.scores)
+    )
+    limit = result.cell.scoring.limit
+    result.damage = damage(
+        before,
+        after,
+        measured=observer.divergences,
+        correct={task.name: correct_requests(task, limit) for task in tasks},
+    )
+    if observer.divergences:
+        whole = {task.name for task in tasks if task.kind == "loglikelihood_rolling"}
+        result.divergences = divergence_table(
+            observer.divergences, whole, partial(token_texts, tokenizer)
         )
-        whole = [task.name for task in tasks if task.kind == "loglikelihood_rolling"]
-        if observer.divergences:
-            result.divergences = divergence_table(
-                observer.divergences, dict.fromkeys(whole, partial(token_texts, tokenizer))
-            )
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray) -> list[str]:

@@ -3,13 +3,14 @@ cell whose process died."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from qbench.machine import environment, measured
+from qbench.machine import environment, peak_memory_gib, reset_peak_memory, synchronize
 from qbench.plan import Cell, Plan
 from qbench.progress import Progress, SilentProgress
 from qbench.records import (
@@ -49,10 +50,30 @@ class CellResult:
 
     @contextmanager
     def stage(self, name: str, total: float | None = None) -> Iterator[list[str]]:
-        """One stage of the cell, shown and measured; what the body appends is its detail."""
+        """As ``measured``, and shown."""
         self.progress.stage(self.cell.name, name, total)
-        with measured(name, self.plan.device, self.stages) as detail:
+        with self.measured(name) as detail:
             yield detail
+
+    @contextmanager
+    def measured(self, name: str) -> Iterator[list[str]]:
+        """A stage of the cell with its seconds and peak memory; what the body appends is its
+        detail."""
+        detail: list[str] = []
+        device = self.plan.device
+        reset_peak_memory(device)
+        start = time.perf_counter()
+        try:
+            yield detail
+        finally:
+            synchronize(device)
+            stage = Stage(
+                name=name,
+                seconds=round(time.perf_counter() - start, 3),
+                peak_memory_gib=round(peak_memory_gib(device), 3),
+                detail="; ".join(detail),
+            )
+            self.stages.append(stage)
 
     def advance(self, completed: float, total: float | None = None) -> None:
         """How far the stage is."""
@@ -63,13 +84,8 @@ class CellResult:
         where there is one."""
         cell, plan, settings = self.cell, self.plan, self.cell.quantization
         return {
-            "key": cell.key,
+            **dict(cell.grid_cell),
             "key_parts": cell.key_parts,
-            "checkpoint": cell.checkpoint_name,
-            "quantizer": cell.label,
-            "method": settings.method,
-            "title": settings.title,
-            "precision": settings.precision,
             "normalizer": cell.checkpoint.normalizer,
             "attention": f"{cell.checkpoint.normalizer}/{cell.attention}",
             "status": "failed" if error else "ok",

@@ -17,7 +17,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -34,7 +33,7 @@ import pynvml
 from qbench import __version__
 from qbench.errors import RecipeError, UnavailableError, failure_line
 from qbench.plugins import stated
-from qbench.records import Environment, Stage
+from qbench.records import Environment
 
 VISIBLE, ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 GIB = 2**30
@@ -233,26 +232,6 @@ def git_revision() -> str | None:
     return commit.strip() + ("+" if changed else "")
 
 
-@contextmanager
-def measured(name: str, device: str, stages: list[Stage]) -> Iterator[list[str]]:
-    """Append a Stage with wall seconds and peak memory; what the body appends is its detail."""
-    detail: list[str] = []
-    reset_peak_memory(device)
-    start = time.perf_counter()
-    try:
-        yield detail
-    finally:
-        _synchronize(device)
-        stages.append(
-            Stage(
-                name=name,
-                seconds=round(time.perf_counter() - start, 3),
-                peak_memory_gib=round(peak_memory_gib(device), 3),
-                detail="; ".join(detail),
-            )
-        )
-
-
 def peak_memory_gib(device: str) -> float:
     """CUDA: peak of PyTorch's allocator, of the fullest GPU; CPU: peak resident set of this
     process. In GiB."""
@@ -266,7 +245,8 @@ def peak_memory_gib(device: str) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
 
 
-def _synchronize(device: str) -> None:
+def synchronize(device: str) -> None:
+    """Wait for what a GPU was given to do."""
     if device == "cuda":
         _cuda().synchronize()
 

@@ -1,8 +1,10 @@
 """The unquantized cell as its quantized ones find it: its record, and where the hidden states lie
 that it kept. Imports no torch; ``evaluation.kl`` says what is in them.
 
-    FOLDER/<key16>.safetensors           hidden states of every scored token, and the LM head
-    FOLDER/<key16>.safetensors.sha256    as ``sha256sum -c`` reads it
+    CACHE/distributions/<key16>.safetensors           hidden states of every scored token, LM head
+    CACHE/distributions/<key16>.safetensors.sha256    as ``sha256sum -c`` reads it
+
+They take scored tokens × hidden size × bytes of the dtype.
 """
 
 from __future__ import annotations
@@ -21,21 +23,21 @@ ABOUT = "about"  # the one entry of the file's metadata: several come in no fixe
 REMEDY = "run the unquantized cell again"
 
 
-def read_baseline(cell: GridCell, store: Store, folder: Path) -> Record:
-    """The good record of the unquantized ``cell``, whose hidden states in ``folder`` are verified.
+def read_baseline(cell: GridCell, store: Store, cache: Path) -> Record:
+    """The good record of the unquantized ``cell``, whose hidden states in ``cache`` are verified.
     Raises ResultsError where it cannot be used."""
     record = store.whole(cell)
     if record is None or record.status != "ok":
         raise ResultsError(
             f"{cell.cell} has no finished record; run that cell first, then this one again"
         )
-    verify_baseline(baseline_file(folder, cell.key), cell.key)
+    verify_baseline(baseline_file(cache, cell.key), cell.key)
     return record
 
 
-def baseline_file(folder: Path, key: str) -> Path:
+def baseline_file(cache: Path, key: str) -> Path:
     """Where the hidden states of the unquantized cell ``key`` are kept."""
-    return folder / f"{key[:KEY_DIGITS]}.safetensors"
+    return cache / "distributions" / f"{key[:KEY_DIGITS]}.safetensors"
 
 
 def checksum_file(path: Path) -> Path:

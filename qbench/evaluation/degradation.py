@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import os.path
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -135,19 +135,20 @@ def _by_confidence(measured: pd.DataFrame) -> tuple[ConfidenceBin, ...]:
 
 def divergence_table(
     measured: Mapping[str, pd.DataFrame],
-    texts: Mapping[str, Callable[[np.ndarray], list[str]]],
+    whole_texts: Collection[str],
+    texts_of: Callable[[np.ndarray], list[str]],
 ) -> pd.DataFrame:
-    """Columns ``DIVERGENCE_COLUMNS``: a row a request; of the tasks in ``texts``, which give the
-    texts of token ids [N], a row a token as far as ``TOKENS_KEPT`` goes."""
+    """Columns ``DIVERGENCE_COLUMNS``: a row a request; of the tasks that score ``whole_texts``, a
+    row a token as far as ``TOKENS_KEPT`` goes. ``texts_of`` gives the texts of token ids [N]."""
     found = []
     for task, of in measured.items():
         tokens = of[["document", "request", "kl", "change"]]
         asked = tokens.groupby(["document", "request"], sort=False)
         table = asked.mean().reset_index().assign(tokens=asked.size().to_numpy(), text=None)
-        if task in texts:
+        if task in whole_texts:
             whole = table["document"][table["tokens"].cumsum() <= TOKENS_KEPT]
             kept = tokens["document"].isin(whole)
-            single = tokens[kept].assign(tokens=1, text=texts[task](of["token"][kept].to_numpy()))
+            single = tokens[kept].assign(tokens=1, text=texts_of(of["token"][kept].to_numpy()))
             table = pd.concat([single, table[~table["document"].isin(whole)]], ignore_index=True)
         found.append(table.assign(task=task)[list(DIVERGENCE_COLUMNS)])
     # float16: half the bytes, without digits that nobody reads

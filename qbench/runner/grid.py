@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from filelock import FileLock, Timeout
 
-from qbench.cache import cache_folder, distributions_folder, find_record, remember_record
+from qbench.cache import cache_folder, find_record, remember_record
 from qbench.cell_result import CellResult
 from qbench.errors import EvaluationError, ResultsError
 from qbench.evaluation.baseline import baseline_file, verify_baseline
@@ -217,9 +217,9 @@ class _Grid:
         waiting, at_work, left = list(cells), dict[Future, Cell](), []
         while True:
             unfinished = {cell.key for cell in (*waiting, *at_work.values())}
-            for cell in [cell for cell in waiting if depends_on(cell, self.plan) not in unfinished]:
+            for cell in [cell for cell in waiting if depends_on(cell) not in unfinished]:
                 waiting.remove(cell)
-                if depends_on(cell, self.plan) in {other.key for other in left}:
+                if depends_on(cell) in {other.key for other in left}:
                     left.append(cell)
                     continue
                 # what another run has made meanwhile is not made anew
@@ -331,9 +331,9 @@ def _put_failed(result: CellResult, store: Store, error: str) -> Record:
     return record
 
 
-def depends_on(cell: Cell, plan: Plan) -> str | None:
+def depends_on(cell: Cell) -> str | None:
     """The key of the unquantized cell that ``cell`` is measured against; None where it is not."""
-    return cell.base.key if cell.base is not None and plan.recipe.evaluation.damage else None
+    return cell.base.key if cell.base is not None else None
 
 
 def in_order(cells: Sequence[Cell]) -> list[Cell]:
@@ -392,7 +392,7 @@ def rows_problem(cache: Path, key: str) -> str | None:
     """Why the rows of the unquantized cell of ``key`` in this host's ``cache`` cannot be used; None
     where they can."""
     try:
-        verify_baseline(baseline_file(distributions_folder(cache), key), key)
+        verify_baseline(baseline_file(cache, key), key)
     except ResultsError as error:
         return str(error)
     return None

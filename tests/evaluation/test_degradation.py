@@ -149,8 +149,11 @@ def test_divergences_are_means_by_request_and_single_tokens_of_whole_texts(monke
         token=np.array([7, 8, 9, 7, 8]),
     )
     names = {7: " a", 8: "b", 9: "<"}
-    texts = {"whole": lambda ids: [names[token] for token in ids.tolist()]}
-    table = divergence_table({"asked": measured, "whole": measured}, texts)
+    table = divergence_table(
+        {"asked": measured, "whole": measured},
+        {"whole"},
+        lambda ids: [names[token] for token in ids.tolist()],
+    )
     assert tuple(table.columns) == DIVERGENCE_COLUMNS
     asked, whole = (table[table["task"] == name] for name in ("asked", "whole"))
     assert asked["tokens"].tolist() == [2, 2, 1]

@@ -202,8 +202,8 @@ def test_a_cell_begins_when_the_one_that_it_is_measured_against_is_done(tmp_path
 
 def test_without_damage_no_cell_depends_on_another(tmp_path):
     plan_ = planned(tmp_path, evaluation={"limit": 3, "damage": False})
-    assert {depends_on(cell, plan_) for cell in plan_.cells} == {None}
+    assert {depends_on(cell) for cell in plan_.cells} == {None}
     plan_ = planned(tmp_path)
-    assert {depends_on(cell, plan_) for cell in plan_.cells} == {
+    assert {depends_on(cell) for cell in plan_.cells} == {
         None, *(cell.key for cell in plan_.cells if cell.name.endswith("fp32")),
     }  # fmt: skip
