@@ -167,7 +167,7 @@ def quantized(
 ) -> PreTrainedModel:
     """``model`` quantized as the cell says; raises AuditError where it is not."""
     cell, plan, settings = result.cell, result.plan, result.cell.quantization
-    with result.stage("quantize", 1) as detail:
+    with result.stage("quantize") as detail:
         calibration = None
         if settings.needs_calibration:
             assert plan.calibration is not None
@@ -179,7 +179,7 @@ def quantized(
             digest=cell.checkpoint.digest,
             artifacts=cache / "artifacts",
             normalizer_source=cell.key_parts.get("normalizer source"),
-            progress=lambda _, fraction: result.advance(fraction, 1),
+            progress=result.advance,
         )
         detail.append(how)
     _audit(result, model)

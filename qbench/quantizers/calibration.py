@@ -63,7 +63,7 @@ def watch_inputs(
     modules: Mapping[str, nn.Module],
     look: Callable[[str, Tensor], None],
     batches: Sequence[Tensor],
-    progress: Progress = lambda what, done: None,
+    progress: Progress = lambda done, total: None,
 ) -> None:
     """Run ``model`` on ``batches`` of token ids [B, T], and let ``look`` see by name what each of
     ``modules`` takes in, before anything else that hangs on them changes it."""
@@ -76,7 +76,7 @@ def watch_inputs(
         *(one.register_forward_pre_hook(hook(n), prepend=True) for n, one in modules.items())
     ):
         for number, ids in enumerate(batches):
-            progress("inputs of layers", number / len(batches))
+            progress(number, len(batches))
             model(input_ids=ids.to(device), use_cache=False)
 
 

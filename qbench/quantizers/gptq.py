@@ -50,7 +50,7 @@ def quantize_model(
         # without true_sequential all see the inputs of the unquantized block
         together = [] if settings.true_sequential else walk.hessians(index, leaders)
         for number, group in enumerate(groups):
-            progress(path, (index + number / len(groups)) / len(walk.blocks))
+            progress(index + number / len(groups), len(walk.blocks))
             moments = together[number] if together else walk.hessians(index, group[:1])[0]
             name = f"{path}.{group[0]}"
             if not moments.any():

@@ -58,14 +58,14 @@ def quantize(
     digest: str,
     artifacts: Path,
     normalizer_source: str | None = None,
-    progress: Progress = lambda what, done: None,
+    progress: Progress = lambda done, total: None,
 ) -> tuple[PreTrainedModel, str]:
     """``model`` as ``config`` has it, and a line on how it came about.
 
     ``model`` lies on its device in ``config.compute_dtype`` and is consumed. ``digest`` is of
     the original weights; ``artifacts`` the root folder of quantized weights; ``normalizer_source``
-    of the plug-in that the model's normalizer stands in, if it does. ``progress`` is told what is
-    at work and how far it is, 0 to 1. The model's attention stays what it was.
+    of the plug-in that the model's normalizer stands in, if it does. ``progress`` is told how
+    much is done, and of how much. The model's attention stays what it was.
 
     Raises QuantizationError where a method refuses the model, UnavailableError where its
     library is not there.
@@ -94,7 +94,7 @@ def quantize(
         tensors |= found
         details.append(detail)
     model = apply(model, config, tensors)
-    progress("quantized", 1.0)
+    progress(1, 1)
     return model.eval(), "; ".join(details)
 
 
@@ -184,7 +184,7 @@ def _quantize_weights(
         return functions.quantize_model(model, settings, calibration, progress)
     layers, result = linears(model, settings.ignore), {}
     for done, (name, layer) in enumerate(layers.items()):
-        progress(name, done / len(layers))
+        progress(done, len(layers))
         bring(model, name)
         made = functions.quantize(name, layer, settings)
         result[name] = {part: tensor.to(storage(model)) for part, tensor in made.items()}

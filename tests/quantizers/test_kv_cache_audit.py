@@ -83,8 +83,6 @@ def test_the_audit_finds_an_attention_without_a_cache():
     delattr(model.model.layers[1].self_attn, ATTRIBUTE)
     problems = measure_kv(model, quantizer, ids(2, 40))[1]
     assert problems == ["model.layers.1.self_attn: its KV cache is not quantized"]
-    unquantized = config_of({"name": "fp32"}, compute_dtype="float32")
-    assert measure_kv(model_of(), unquantized, ids(2, 40)) == (None, [])
 
 
 def test_a_cell_whose_cache_is_no_cache_fails(monkeypatch):

@@ -34,12 +34,9 @@ INSIDE = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # of 
 @torch.no_grad()
 def measure_inputs(
     wanted: Mapping[str, Matrix], quantized: nn.Module, config: QuantizationConfig, probe: Tensor
-) -> tuple[ActivationAudit | None, list[str]]:
+) -> tuple[ActivationAudit, list[str]]:
     """The inputs of every module that multiplies by a matrix of ``wanted``, on ``probe`` [B, T],
-    and what is wrong with them. None where activations are not quantized, or by a library whose
-    own they are."""
-    if config.activations is None:
-        return None, []
+    and what is wrong with them."""
     part, about = config.activations.precision, evidence_of(quantized, config, "activations")
     ignored = matching(wanted, config.activations.ignore)
     problems = [

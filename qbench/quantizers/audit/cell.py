@@ -67,11 +67,13 @@ def audit(
         )
         problems += wrong
     wanted = matrices(original)
-    if sound:
+    if sound and config.activations is not None:
         more["activations"], wrong = measure_inputs(wanted, quantized, config, probe)
         problems += wrong
+    if sound and config.kv_cache is not None:
         more["kv_cache"], wrong = measure_kv(quantized, config, probe)
         problems += wrong
+    if sound and config.pruning is not None:
         more["heads"], wrong = measure_heads(quantized, config, probe)
         problems += wrong
     if config.weights is not None and config.weights.prequantized:

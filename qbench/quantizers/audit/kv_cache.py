@@ -32,9 +32,7 @@ def measure_kv(
     quantized: nn.Module, config: QuantizationConfig, probe: Tensor
 ) -> tuple[KVAudit | None, list[str]]:
     """What ``quantized`` reads of its cache on ``probe`` (token ids [B, T]), and what is wrong with
-    it, a line each. None where the cache is not to be quantized."""
-    if config.kv_cache is None:
-        return None, []
+    it, a line each. None where no attention has one."""
     found = evidence_of(quantized, config, "kv_cache")
     problems = [
         f"{name}: its KV cache is not quantized"

@@ -60,11 +60,9 @@ def _others(transformed: nn.Module, quantized: nn.Module) -> list[str]:
 @torch.no_grad()
 def measure_heads(
     quantized: nn.Module, config: QuantizationConfig, probe: Tensor
-) -> tuple[HeadsAudit | None, list[str]]:
+) -> tuple[HeadsAudit, list[str]]:
     """What reaches the output projections of ``quantized`` on ``probe`` [B, T], and what speaks
-    against it; None for cells that prune no heads."""
-    if config.pruning is None:
-        return None, []
+    against it."""
     wanted = evidence_of(quantized, config, "pruning")
     projections = output_projections(quantized)
     missing = [name for name in projections if name not in wanted]
