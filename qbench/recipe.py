@@ -27,7 +27,6 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic.json_schema import WithJsonSchema
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from qbench import recipe_yaml
@@ -82,9 +81,13 @@ def _is_text(path: str) -> str:
 Folder = Annotated[Path, AfterValidator(_is_folder)]
 
 
-def _short(key: str, kind: type = str) -> BeforeValidator:
-    """A value of this ``kind`` stands for a mapping with ``key`` alone."""
-    return BeforeValidator(lambda value: {key: value} if isinstance(value, kind) else value)
+def _short(key: str, whole: Any, short: type = str) -> BeforeValidator:
+    """A value of the type ``short`` stands for a mapping with ``key`` alone; the schema of recipes
+    has it and the ``whole``."""
+    return BeforeValidator(
+        lambda value: {key: value} if isinstance(value, short) else value,
+        json_schema_input_type=short | whole,
+    )
 
 
 class Strict(BaseModel):
@@ -144,6 +147,10 @@ class CheckpointSource(Strict):
         if value is not None and value not in known:
             raise ValueError(f"unknown normalizer {shown(value)}; known: {', '.join(known)}")
         return value
+
+
+# None: it has no default, and an option names it. A list stands for several trainings.
+Stated = CheckpointSource | Annotated[list[str | CheckpointSource], Field(min_length=2)] | None
 
 
 class CalibrationSource(Strict):
@@ -232,7 +239,7 @@ class Task(Strict):
 
     name: TaskName
     """A task, group or tag of lm-eval, or `passkey`."""
-    files: Annotated[Files, _short("evaluation", list)] = Files()
+    files: Annotated[Files, _short("evaluation", Files, list)] = Files()
     """File names without .jsonl that may stand for its splits in the data folder."""
     num_fewshot: Whole | None = Field(None, ge=0, le=10_000)
     """Examples in each prompt. Default: as the task says."""
@@ -247,7 +254,7 @@ class PluginFile(Strict):
     """Of the file, which must have it."""
 
 
-PluginFiles = tuple[Annotated[PluginFile, _short("path")], ...]
+PluginFiles = tuple[Annotated[PluginFile, _short("path", PluginFile)], ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -255,7 +262,7 @@ class Column:
     """One column of the grid: a quantizer under a label that is unique in its recipe."""
 
     label: str
-    quantization: Annotated[InstanceOf[QuantizationConfig], WithJsonSchema({})]
+    quantization: InstanceOf[QuantizationConfig]
 
 
 class Recipe(Strict):
@@ -265,7 +272,9 @@ class Recipe(Strict):
     """Results go to results/NAME."""
     plugins: PluginFiles = ()
     """Python files that are loaded first."""
-    checkpoints: dict[Name, Annotated[CheckpointSource, _short("path")]] = Field(min_length=1)
+    checkpoints: dict[Name, Annotated[CheckpointSource, _short("path", Stated)]] = Field(
+        min_length=1
+    )
     """By name: a folder or hub id, or a mapping. A list, or a path with `*`: trainings of one
     kind."""
     baseline: Name | None = None
@@ -278,7 +287,7 @@ class Recipe(Strict):
     """Of quantized cells. Default: that of the unquantized quantizer."""
     quantizers: tuple[Column, ...]
     """Names, or mappings: a name with its options and a label, or parts."""
-    tasks: tuple[Annotated[Task, _short("name")], ...] = Field(min_length=1)
+    tasks: tuple[Annotated[Task, _short("name", Task)], ...] = Field(min_length=1)
     """Names of lm-eval, or mappings."""
     calibration: CalibrationSource | None = None
     """Text that calibrated quantizers see."""
@@ -325,7 +334,11 @@ class Recipe(Strict):
                 )
         return value
 
-    @field_validator("quantizers", mode="wrap")
+    @field_validator(
+        "quantizers",
+        mode="wrap",
+        json_schema_input_type=Annotated[list[Any], Field(min_length=1)],
+    )
     @classmethod
     def _parse_quantizers(cls, value: Any, _: Any, known: ValidationInfo) -> Any:
         if not value:

@@ -36,20 +36,8 @@ def json_schema() -> Schema:
     schema = Recipe.model_json_schema()
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["description"] = "A recipe of qbench."
-    keys, kinds = schema["properties"], schema["$defs"]
-    for unseen in ("folder", "Column"):
-        keys.pop(unseen, None)
-        kinds.pop(unseen, None)
-    checkpoint, text = {"$ref": "#/$defs/CheckpointSource"}, {"type": "string"}
-    several = {"type": "array", "minItems": 2, "items": {"anyOf": [text, checkpoint]}}
-    keys["checkpoints"]["additionalProperties"] = {"anyOf": [text, checkpoint, several]}
-    keys["tasks"]["items"] = {"anyOf": [text, keys["tasks"]["items"]]}
-    keys["plugins"]["items"] = {"anyOf": [text, keys["plugins"]["items"]]}
-    stems = {"type": "array", "items": text}
-    kinds["Task"]["properties"]["files"]["anyOf"] = [stems, {"$ref": "#/$defs/Files"}]
-    kinds["Task"]["properties"]["files"].pop("$ref", None)
-    keys["quantizers"] |= {"minItems": 1, "items": {"$ref": "#/$defs/Quantizer"}}
-    kinds["Quantizer"] = _quantizer()
+    schema["properties"]["quantizers"]["items"] = {"$ref": "#/$defs/Quantizer"}
+    schema["$defs"]["Quantizer"] = _quantizer()
     return schema
 
 
@@ -129,7 +117,8 @@ def _what(value: Schema) -> str:
     if value.get("type") == "array":
         return f"a list of: {_what(value.get('items', {}))}"
     if value.get("type") == "object":
-        inner = value.get("additionalProperties")
+        named = value.get("patternProperties", {}).values()
+        inner = next(iter(named), value.get("additionalProperties"))
         return f"names with: {_what(inner)}" if isinstance(inner, dict) else "a mapping"
     words = {"integer": "a whole number", "number": "a number", "boolean": "true or false"}
     text = words.get(value.get("type", ""), "text")

@@ -190,3 +190,12 @@ def test_the_schema_knows_every_key_and_each_says_what_it_means():
     for kind in ("CheckpointSource", "CalibrationSource", "Evaluation", "Task"):
         for key, about in schema["$defs"][kind]["properties"].items():
             assert about.get("description"), (kind, key)
+
+
+def test_the_schema_takes_a_checkpoint_as_recipes_write_it():
+    """An editor marked each that was no mapping, as the shipped recipes' are not."""
+    checkpoints = recipe_schema.json_schema()["properties"]["checkpoints"]
+    (of_a_name,) = checkpoints["patternProperties"].values()
+    kinds = [one.get("type") for one in of_a_name["anyOf"]]
+    assert kinds == ["string", None, "array", "null"]
+    assert of_a_name["anyOf"][1] == {"$ref": "#/$defs/CheckpointSource"}
