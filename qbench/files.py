@@ -47,6 +47,12 @@ def digest_of_parts(payload: bytes | np.ndarray) -> str:
         return digest(b"".join(pool.map(lambda part: hashlib.sha256(part).digest(), parts)))
 
 
+def content_key(values: dict[str, Any]) -> str:
+    """SHA-256 of the canonical JSON of ``values`` (keys sorted, no spaces, ASCII): 64 hexadecimal
+    digits."""
+    return digest(json.dumps(values, sort_keys=True, separators=(",", ":")).encode())
+
+
 def file_digest(path: Path) -> str:
     """SHA-256 of the content of the file ``path``: 64 hexadecimal digits."""
     with path.open("rb") as file:

@@ -42,7 +42,7 @@ from qbench.evaluation.settings import (
     check_bos,
 )
 from qbench.evaluation.tasks import TaskSpec, plan_task
-from qbench.files import digest, file_digest
+from qbench.files import content_key, file_digest
 from qbench.machine import hardware, versions
 from qbench.prequantized import GGUF, find_copy
 from qbench.quantizers import QuantizationConfig
@@ -53,7 +53,7 @@ from qbench.quantizers.texts import (
     require_windows,
 )
 from qbench.recipe import Column, Evaluation, Recipe, Task
-from qbench.records import Grid, GridCell, canonical
+from qbench.records import Grid, GridCell
 
 Runtime = Literal["transformers", "llama.cpp", "lm-eval"]  # what runs a cell's model
 ONE_WAY: dict[Runtime, Mode] = {  # to score, whatever the recipe says
@@ -357,11 +357,6 @@ def streamable(
     weights = quantization.weights
     own = copy is None and (weights is None or not weights.prequantized)
     return own and not quantization.beside_weights and not moving_rope(config)
-
-
-def content_key(parts: dict[str, Any]) -> str:
-    """SHA-256 of the canonical JSON of ``parts``: 64 hexadecimal digits."""
-    return digest(canonical(parts))
 
 
 # --- tasks and calibration text

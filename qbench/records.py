@@ -8,7 +8,6 @@ says what their columns hold.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -34,11 +33,6 @@ class RecordModel(BaseModel):
 
 
 SCHEMA_VERSION = 2
-
-
-def canonical(values: dict[str, Any]) -> bytes:
-    """One spelling of a JSON object: keys sorted, no spaces, ASCII."""
-    return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
 
 
 class Environment(RecordModel):

@@ -30,7 +30,7 @@ from filelock import FileLock
 from pydantic import ValidationError
 
 from qbench.errors import DamagedError, NewerSchemaError, ResultsError, SchemaError, validation_line
-from qbench.files import clean_temporaries, digest, write_atomically
+from qbench.files import clean_temporaries, content_key, digest, write_atomically
 from qbench.records import (
     DIVERGENCE_COLUMNS,
     KEY_DIGITS,
@@ -46,7 +46,6 @@ from qbench.records import (
     RecordModel,
     Sensitivity,
     StoredTable,
-    canonical,
     table_path,
 )
 
@@ -353,7 +352,7 @@ def read(path: Path, kind: type[T], again: str = AGAIN) -> T:
     stated = values.pop(CHECKSUM, None)
     if stated is None:
         raise damaged("it has no checksum")
-    if stated != digest(canonical(values)):
+    if stated != content_key(values):
         raise damaged("its content is not what was written")
     try:
         return kind.model_validate(values)
@@ -369,7 +368,7 @@ def write(path: Path, thing: RecordModel) -> None:
 def with_checksum(values: dict[str, Any]) -> bytes:
     """JSON text of ``values``, a line a key, and at its end their checksum: SHA-256 of the
     canonical JSON, so that a changed byte is noticed."""
-    values = {**values, CHECKSUM: digest(canonical(values))}
+    values = {**values, CHECKSUM: content_key(values)}
     lines = [
         f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}"
         for key, value in values.items()

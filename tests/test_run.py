@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from small_recipe import qbench, small_recipe
 
-from qbench.plan import content_key
+from qbench.files import content_key
 from qbench.store import Store
 
 ROOT = Path(__file__).parent.parent

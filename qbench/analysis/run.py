@@ -17,8 +17,9 @@ from qbench.analysis.text import AnalysisSettings
 from qbench.cell_result import CellResult
 from qbench.code import digest_of
 from qbench.errors import RecipeError, shown
+from qbench.files import content_key
 from qbench.machine import attempt
-from qbench.plan import Cell, Plan, content_key
+from qbench.plan import Cell, Plan
 from qbench.progress import Progress
 from qbench.records import Analysis, AnalysisGrid, CellKey, Sensitivity
 from qbench.store import Analyses

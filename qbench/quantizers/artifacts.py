@@ -22,11 +22,10 @@ from torch import Tensor
 
 from qbench.code import QUANTIZING, code_digest
 from qbench.errors import OutputError, first_line
-from qbench.files import clean_temporaries, digest, digest_of_parts, mark_used, temporary
+from qbench.files import clean_temporaries, content_key, digest_of_parts, mark_used, temporary
 from qbench.machine import version_of
 from qbench.quantizers.calibration import Calibration
 from qbench.quantizers.config import QuantizationConfig
-from qbench.records import canonical
 
 FORMAT = 5
 WEIGHTS, MANIFEST = "weights.safetensors", "manifest.json"
@@ -69,7 +68,7 @@ class Artifact:
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             "format": FORMAT,
         }
-        self.key = digest(canonical(self.parts))
+        self.key = content_key(self.parts)
         self.folder = Path(root) / original[:DIGITS] / f"{config.name}-{self.key[:DIGITS]}"
 
     def lock(self) -> FileLock:

@@ -19,8 +19,8 @@ from transformers import LlamaForCausalLM
 from qbench.checkpoints import fla
 from qbench.checkpoints.find import SINGLE
 from qbench.errors import TrainingError, first_line, validation_line
-from qbench.files import file_digest, replacing, write_atomically
-from qbench.records import TRAINING_FILE, Training, TrainingSession, canonical
+from qbench.files import content_key, file_digest, replacing, write_atomically
+from qbench.records import TRAINING_FILE, Training, TrainingSession
 from qbench.training.data import TokenFiles, copy_tokenizer, first_token
 from qbench.training.log import LOG, STATE, read_log
 from qbench.training.model import checkpoint_config
@@ -60,7 +60,7 @@ class Run:
             "normalizer": self.normalizer,
             "seed": self.seed,
         }
-        return hashlib.sha256(canonical(parts)).hexdigest()
+        return content_key(parts)
 
     @property
     def tokens(self) -> dict[str, int | None]:
