@@ -192,20 +192,15 @@ class Store(CellFiles[Record, Grid]):
     kind, asked = Record, Grid
 
     def __init__(self, directory: Path, *, grid: Grid | None = None, run: str | None = None):
-        """``grid``: what to show of the folder, instead of what its last run was of; ``run``: the
-        id of an earlier run that is shown instead."""
+        """``grid``: what to show of the folder, instead of what its last run was of; ``run``: how
+        the id of an earlier run begins that is shown instead. Raises ResultsError for another."""
         super().__init__(directory, Path(directory) / "records")
-        self._grid, self._run = grid, run
-
-    @property
-    def run(self) -> str | None:
-        """The id of the earlier run that is shown, None: the last one. Raises ResultsError."""
-        return None if self._run is None else find_run(self.directory, self._run).stem
+        self._grid, self.run = grid, None if run is None else find_run(self.directory, run)
 
     @property
     def name(self) -> str:
         """The folder, and which of its runs."""
-        return f"{self.directory} (run {self.run})" if self._run else str(self.directory)
+        return f"{self.directory} (run {self.run})" if self.run else str(self.directory)
 
     def place(self) -> Path:
         """Where what is made of it goes: the folder, or one in it for an earlier run."""
@@ -214,8 +209,8 @@ class Store(CellFiles[Record, Grid]):
     def grid(self) -> Grid:
         """The grid of the last run, or of the one that was asked for. Raises ResultsError where
         there is none, or it is damaged."""
-        if self._run is not None:
-            return read(find_run(self.directory, self._run), Grid)
+        if self.run is not None:
+            return read(self.directory / GRIDS / f"{self.run}.json", Grid)
         return self._grid or super().grid()
 
     def put_grid(self, grid: Grid, say: Callable[[str], None] | None = None) -> Grid | None:
@@ -389,11 +384,11 @@ def runs(directory: Path) -> list[tuple[str, Path]]:
     return [(path.stem, path) for path in newest]
 
 
-def find_run(directory: Path, wanted: str) -> Path:
-    """Raises ResultsError where no run, or more than one, begins with ``wanted``."""
-    known = runs(directory)
-    found = [path for name, path in known if wanted and name.startswith(wanted)]
+def find_run(directory: Path, wanted: str) -> str:
+    """The id that begins with ``wanted``. Raises ResultsError where not exactly one does."""
+    known = [name for name, _ in runs(directory)]
+    found = [name for name in known if wanted and name.startswith(wanted)]
     if len(found) != 1:
-        names = ", ".join(name for name, _ in known) or "none"
+        names = ", ".join(known) or "none"
         raise ResultsError(f"--run {wanted}: {directory} has no such run; it has {names}")
     return found[0]
