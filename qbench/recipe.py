@@ -64,7 +64,7 @@ Text = Annotated[Line, Field(min_length=1)]
 
 
 def _is_folder(path: Path) -> Path:
-    if not path.is_dir():
+    if not os.path.isdir(path):  # Path.is_dir raises for a name that is too long
         raise ValueError(f"no such folder: {path}")
     return path
 

@@ -84,6 +84,7 @@ def test_quantized_cells_compute_as_the_unquantized_one_that_their_damage_is_aga
         ({"quantizers": [{"name": "fp32", "label": 4}]}, ["quantizers[0]", "label 4"]),
         ({"evaluation": {"seed": -1}}, ["evaluation.seed", "-1"]),
         ({"data": "~no-such-user/x"}, ["data"]),
+        ({"data": "x" * 300}, ["data", "no such folder"]),
     ],
 )
 def test_what_cannot_be_is_refused_with_place_value_and_remedy(tmp_path, changes, words):
