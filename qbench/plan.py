@@ -11,7 +11,6 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 from qbench import __version__, passkey
@@ -191,8 +190,10 @@ def plan(
     )
     cells: list[Cell] = []
     for name, checkpoint in checkpoints.items():
-        require_bos(name, checkpoint, add_bos=recipe.evaluation.add_bos)
-        require_chat_template(name, checkpoint, wanted=recipe.evaluation.apply_chat_template)
+        if recipe.evaluation.add_bos:
+            require_bos(name, checkpoint)
+        if recipe.evaluation.apply_chat_template:
+            require_chat_template(name, checkpoint)
         shapes = {} if recipe.alone else linear_shapes(checkpoint)
         bases: dict[str, GridCell] = {}  # unquantized cells by the dtype that they compute in
         for column in sorted(recipe.quantizers, key=_quantized):
@@ -369,15 +370,14 @@ def find_tasks(
 
     Raises DataError with all that is wrong with their data, not the first of it alone.
     """
-    definitions, data = recipe.definitions, recipe.data
     found, skipped, problems = [], [], []
-    for task in _leaf_tasks(recipe, definitions, checkpoints):
+    for task in _leaf_tasks(recipe, checkpoints):
         try:
             found.append(
                 plan_task(
                     task.name,
-                    data=data,
-                    definitions=definitions,
+                    data=recipe.data,
+                    definitions=recipe.definitions,
                     files=task.files.evaluation,
                     fewshot_files=task.files.fewshot,
                     num_fewshot=task.num_fewshot,
@@ -388,12 +388,12 @@ def find_tasks(
                 skipped.append(task.name)
             else:
                 problems.append(error)
-                if data is None:  # the hub: what ails one task ails the next, after minutes
+                if recipe.data is None:  # the hub: what ails one task ails the next, after minutes
                     break
     if problems:
         raise DataError(*map(str, problems))
     if not found:
-        raise DataError(f"{', '.join(skipped)}: no data in {data}; no task is left to run")
+        raise DataError(f"{', '.join(skipped)}: no data in {recipe.data}; no task is left to run")
     return tuple(found), tuple(skipped)
 
 
@@ -417,16 +417,16 @@ def _trained(recipe: Recipe, checkpoints: Iterable[Checkpoint]) -> int:
     return max(known, default=passkey.SHORTEST)
 
 
-def _leaf_tasks(
-    recipe: Recipe, definitions: Path | None, checkpoints: Iterable[Checkpoint]
-) -> list[Task]:
+def _leaf_tasks(recipe: Recipe, checkpoints: Iterable[Checkpoint]) -> list[Task]:
     """Tasks with groups and tags opened into their members."""
 
     def members(name: str) -> list[str]:
         if name == passkey.GROUP:
             lengths = passkey.task_lengths(_trained(recipe, checkpoints))
             return [passkey.task_name(length) for length in lengths]
-        return [name] if passkey.task_length(name) is not None else expand(name, definitions)
+        if passkey.task_length(name) is not None:
+            return [name]
+        return expand(name, recipe.definitions)
 
     leaves = [
         task.model_copy(update={"name": leaf})
@@ -553,21 +553,19 @@ def scoring_settings(
     )
 
 
-def require_bos(name: str, checkpoint: Checkpoint, *, add_bos: bool) -> None:
-    """Raises RecipeError where ``add_bos`` is asked for and the tokenizer would add none."""
-    if not add_bos:
-        return
+def require_bos(name: str, checkpoint: Checkpoint) -> None:
+    """Raises RecipeError where the tokenizer would add none."""
     from qbench.checkpoints.tokenizer import load_tokenizer
 
     try:
-        check_bos(load_tokenizer(checkpoint), add_bos)
+        check_bos(load_tokenizer(checkpoint), add_bos=True)
     except RecipeError as error:
         raise RecipeError(f"checkpoints.{name}: {error}") from None
 
 
-def require_chat_template(name: str, checkpoint: Checkpoint, *, wanted: bool) -> None:
-    """Raises RecipeError where a chat template is asked for and the checkpoint has none."""
-    if not wanted or any(checkpoint.folder.glob("*chat_template*")):
+def require_chat_template(name: str, checkpoint: Checkpoint) -> None:
+    """Raises RecipeError where the checkpoint has none."""
+    if any(checkpoint.folder.glob("*chat_template*")):
         return
     try:
         about = json.loads((checkpoint.folder / "tokenizer_config.json").read_bytes())

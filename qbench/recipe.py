@@ -491,24 +491,22 @@ def _read(path: Path) -> Source:
             raise RecipeError(
                 f"{source.at((what,))}: {what}: must be a {shape} (it is {shown(values[what])})"
             )
-    for what in {"data", "definitions", "calibration"} & values.keys():
+    for what in {"data", "definitions", "calibration", "plugins"} & values.keys():
         values[what] = _located(folder, values[what])
-    values["plugins"] = [_located(folder, one) for one in values.get("plugins", [])]
     values["quantizers"] = [
         _located(folder, one, hub=True) if isinstance(one, dict) else one
         for one in values.get("quantizers", [])
     ]
     for name, entry in values.get("checkpoints", {}).items():
-        values["checkpoints"][name] = (
-            [_located(folder, one, hub=True) for one in entry]
-            if isinstance(entry, list)
-            else _located(folder, entry, hub=True)
-        )
+        values["checkpoints"][name] = _located(folder, entry, hub=True)
     return source
 
 
 def _located(folder: Path, entry: Any, *, hub: bool = False) -> Any:
-    """A path, or a mapping that has one, or one for each checkpoint, as ``path``."""
+    """A path, or a mapping that has one, or one for each checkpoint, as ``path``; or all of a
+    list."""
+    if isinstance(entry, list):
+        return [_located(folder, one, hub=hub) for one in entry]
     if not isinstance(entry, dict):
         return absolute(folder, entry, hub=hub)
     path = entry.get("path")
