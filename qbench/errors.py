@@ -99,8 +99,10 @@ def some(names: Sequence[str], most: int = 8) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What a library's error says in its first line; its class where it says nothing."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    """What a library's error says in its first line, and in the next where the first announces
+    it; its class where it says nothing."""
+    first, *more = str(error).strip().splitlines() or [type(error).__name__]
+    return f"{first} {more[0].strip()}" if first.endswith(":") and more else first
 
 
 def validation_line(error: ValidationError) -> str:

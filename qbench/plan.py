@@ -17,7 +17,7 @@ from qbench import __version__, passkey
 from qbench.attention.implementation import NATIVE
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.checkpoints import Checkpoint, find
-from qbench.checkpoints.find import Shapes, linear_shapes
+from qbench.checkpoints.find import Shapes, linear_shapes, require_tokenizer
 from qbench.checkpoints.fla import in_transformers_words
 from qbench.checkpoints.supported import Chosen, choose_attention, moving_rope
 from qbench.code import code_digest
@@ -224,6 +224,7 @@ def _checkpoints(recipe: Recipe) -> dict[str, Checkpoint]:
                 normalizer=source.normalizer,
                 quantized=recipe.alone,
             )
+            require_tokenizer(found[name])
         except CheckpointError as error:
             problems.append(error)
             if not os.path.isdir(source.path):

@@ -196,7 +196,7 @@ class Evaluation(Strict):
     """How far fast scoring may be from exact: nats a token, and the share of changed answers."""
     attention: Literal["auto", "reference", "triton", "native"] = "auto"
     """What computes attention: our kernels on a GPU, PyTorch, or the model's own."""
-    stream: Flag | Literal["auto"] = "auto"
+    stream: Literal[True, False, "auto"] = "auto"
     """Weights come to the device block by block, for models that it has no room for; auto: for
     those alone. Changes no score, so it is no part of the key."""
     device_map: Literal["auto"] | None = None

@@ -2,11 +2,12 @@
 
 import gzip
 import json
+import shutil
 
 import pytest
 from small_recipe import DEMO, small_recipe
 
-from qbench.errors import DataError, RecipeError
+from qbench.errors import CheckpointError, DataError, RecipeError
 from qbench.plan import plan
 from qbench.recipe import Recipe
 
@@ -62,6 +63,16 @@ def test_too_little_calibration_text_is_refused_before_anything_is_loaded(tmp_pa
 def test_a_bos_that_no_tokenizer_adds_is_refused_and_names_the_checkpoint(tmp_path):
     with pytest.raises(RecipeError, match=r"checkpoints\.softpick: evaluation\.add_bos: true"):
         planned(tmp_path, evaluation={"add_bos": True})
+
+
+def test_a_checkpoint_without_a_tokenizer_is_refused(tmp_path):
+    bare = shutil.copytree(DEMO / "softpick", tmp_path / "bare", ignore=_tokenizer)
+    with pytest.raises(CheckpointError, match=r"bare: no tokenizer; put its tokenizer\.json into"):
+        planned(tmp_path, checkpoints={"bare": str(bare)})
+
+
+def _tokenizer(folder, names):
+    return [name for name in names if name.startswith("tokenizer")]
 
 
 @pytest.mark.parametrize("room", [1, 0])

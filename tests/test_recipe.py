@@ -76,6 +76,8 @@ def test_quantized_cells_compute_as_the_unquantized_one_that_their_damage_is_aga
         ({"checkpoints": {"a": {"path": "x", "normalizer": "softpik"}}}, ["softpik", "softpick"]),
         ({"checkpoints": {"a": {"path": "x", "norm": "y"}}}, ["checkpoints.a.norm", "normalizer"]),
         ({"evaluation": {"limits": 3}}, ["evaluation.limits", "unknown key", "limit"]),
+        ({"evaluation": {"tolerance": {"men": 1}}}, ["tolerance.men", "known: mean, largest"]),
+        ({"evaluation": {"stream": "x"}}, ["evaluation.stream: Input should be True, False or 'a"]),
         ({"evaluation": {"softmax_dtype": "bf16"}}, ["softmax_dtype", "bf16", "float32"]),
         ({"quantizer": []}, ["quantizer", "unknown key", "quantizers"]),
         ({"data": "nowhere"}, ["data", "no such folder", "nowhere"]),

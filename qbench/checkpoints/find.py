@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from qbench.checkpoints.supported import (
     CLASSES,
     CONV1D,
     ModelClass,
+    class_names,
     model_support,
 )
 from qbench.errors import CheckpointError, UnavailableError, shown, some
@@ -248,13 +250,13 @@ def _refuse_pickles(folder: Path, present: list[str]) -> None:
 
 # All that transformers reads to build a causal model, its generation settings and its tokenizer:
 # whatever of it changes can change a score. (A tokenizer may also come as tokenizer.4.0.json.)
-READ = (
-    "config.json", "generation_config.json", INDEX,
+TOKENIZER = (
     "tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "merges.txt", "dict.txt",
     "*vocab*", "*.model", "*.spm", "*.tiktoken", "*.tokenizer", "*.codes", "emoji.json",
     "byte_maps.json", "normalizer.json", "word_*.json", "chat_template*",
     "additional_chat_templates/*",
 )  # fmt: skip
+READ = ("config.json", "generation_config.json", INDEX, *TOKENIZER)
 
 
 def file_names(folder: Path) -> list[str]:
@@ -277,6 +279,14 @@ def stamps(folder: Path) -> tuple[tuple[str, int, int], ...]:
     except OSError as error:
         raise CheckpointError(f"{error.filename} cannot be read ({error.strerror})") from None
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in found)
+
+
+def require_tokenizer(checkpoint: Checkpoint) -> None:
+    """Raise CheckpointError where none of its files is one that a tokenizer is read from."""
+    if not any(fnmatch(name, part) for name, *_ in checkpoint.files for part in TOKENIZER):
+        raise CheckpointError(
+            f"checkpoint {checkpoint.source}: no tokenizer; put its tokenizer.json into the folder"
+        )
 
 
 def require_unchanged(checkpoint: Checkpoint) -> None:
@@ -401,6 +411,11 @@ def _found(source: str, folder: Path, normalizer: str | None, quantized: bool) -
     if fla.recognizes(config):
         _require_tensors(config, headers, stated)
     else:
+        if config["model_type"] not in class_names():
+            raise CheckpointError(
+                f"config.json: model_type {config['model_type']!r} is no causal language model of "
+                "the installed transformers; code of the checkpoint's own (auto_map) is never run"
+            )
         require_present(stated, headers)
         files = sorted({header.file for header in headers.values()} - {SINGLE})
         if files and not (folder / INDEX).exists():

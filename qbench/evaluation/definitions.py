@@ -268,7 +268,8 @@ def _tagged(tag: str, folders: list[Path]) -> list[str]:
 def _unknown(name: str, definitions: Path | None) -> RecipeError:
     near = difflib.get_close_matches(name, task_names(definitions), n=3)
     more = f"similar: {', '.join(near)}" if near else "`qbench list tasks` names them"
-    return RecipeError(f"tasks: lm-eval has no task {name!r}; {more}")
+    own = "" if definitions else "; one of your own needs definitions: DIR, or --definitions DIR"
+    return RecipeError(f"tasks: lm-eval has no task {name!r}; {more}{own}")
 
 
 @functools.cache

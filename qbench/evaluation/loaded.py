@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset, DatasetDict
-from jinja2 import Template
+from jinja2 import Template, UndefinedError
 from lm_eval import utils
+from lm_eval.api.registry import METRIC_REGISTRY
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
@@ -160,6 +161,7 @@ def load_task(spec: TaskSpec) -> LoadedTask:
         )
     if spec.hub_data is not None:
         _require_commit(spec, task)
+    _require_metrics(spec, task)
     if len(lines) != len(task.eval_docs):
         lines = ()
     return LoadedTask(
@@ -220,10 +222,21 @@ def _reason(spec: TaskSpec, config: dict[str, Any], error: Exception) -> str:
             f"{spec.name}: the hub did not give its data: {hub.reason(error)}; or put the data "
             f"into DIR/{spec.name}/{evaluation_split(config)}.jsonl and add --data DIR"
         )
-    line = f"{spec.name}: {type(error).__name__}: {first_line(error)}"
-    if spec.files:
-        return f"{line}; are the fields those of {config.get('dataset_path')}?"
+    line = f"{spec.name}: {spec.definition}: {type(error).__name__}: {first_line(error)}"
+    if spec.files and isinstance(error, (KeyError, UndefinedError)):
+        return f"{line}; are the fields of its data those that it needs?"
     return line
+
+
+def _require_metrics(spec: TaskSpec, task: ConfigurableTask) -> None:
+    """lm-eval leaves out a metric that it does not know; a task's own function may make any."""
+    own = callable(task.config.process_results)
+    for metric, aggregate in task.aggregation().items():
+        if aggregate is None or not (own or task._metric_fn_list.get(metric, True)):
+            raise DataError(
+                f"{spec.name}: {spec.definition}: metric_list: {metric}: lm-eval does not know "
+                f"this metric or its aggregation; it has {', '.join(sorted(METRIC_REGISTRY))}"
+            )
 
 
 def _require_commit(spec: TaskSpec, task: ConfigurableTask) -> None:

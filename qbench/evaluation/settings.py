@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import pydantic.dataclasses
 from pydantic import ConfigDict, Field
 
 from qbench.checkpoints.supported import Mode
@@ -25,7 +26,9 @@ LEAST_DEGREES = 9
 Bound = Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)]  # nats
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@pydantic.dataclasses.dataclass(
+    frozen=True, kw_only=True, slots=True, config=ConfigDict(extra="forbid")
+)
 class Tolerance:
     """Bounds on the sample of each task's documents that is scored both ways.
 
@@ -39,8 +42,6 @@ class Tolerance:
     by the mean difference with its sign alone. It fails where it is more standard errors beyond
     ``mean`` than chance gives 1 sample in 10,000, by Student's t (``standard_errors``).
     """
-
-    __pydantic_config__ = ConfigDict(extra="forbid")
 
     mean: Bound = 0.05
     largest: Bound = 0.5

@@ -101,7 +101,7 @@ def require_fields(name: str, definition: Definition, path: Path, rows: Sequence
         template = config.get(key)
         if not isinstance(template, str):
             continue
-        _require_template(f"{key} of {name}", template, path, rows, config.get("dataset_path"))
+        _require_template(f"{key} of {name}", template, path, rows)
         if key == "doc_to_choice" or (key == "doc_to_target" and kind == "multiple_choice"):
             continue
         text = key == "doc_to_target" and kind == "loglikelihood_rolling"
@@ -129,15 +129,13 @@ def no_text(template: str, fields: dict[str, Any], *, text: bool) -> str | None:
     return None
 
 
-def _require_template(
-    what: str, template: str, path: Path, rows: Sequence[Row], source: Any
-) -> None:
+def _require_template(what: str, template: str, path: Path, rows: Sequence[Row]) -> None:
     needed = {template} if template in rows[0].fields else _variables(template)
     for row in rows:
         if missing := sorted(needed - row.fields.keys()):
             raise DataError(
                 f"{path}:{row.line}: no field {missing[0]!r}, which {what} needs; "
-                f"are the fields those of {source}? this line has {', '.join(row.fields) or 'none'}"
+                f"this line has {', '.join(row.fields) or 'none'}"
             )
 
 

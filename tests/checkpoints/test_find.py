@@ -34,6 +34,7 @@ def test_a_recipe_that_contradicts_the_checkpoint_is_refused(tmp_path):
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings 'no': write true or false"),
         ({"transformers_weights": "other.safetensors"}, "transformers_weights is not supported"),
         ({"model_type": None}, "states no model_type"),
+        ({"model_type": "mine", "auto_map": {}}, "'mine' is no causal language model.*never run"),
         ({"model_type": "llama", "qbench_normalizer": "softpik"}, "'softpik' is not known"),
     ],
 )

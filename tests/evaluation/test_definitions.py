@@ -19,6 +19,11 @@ def test_own_task_definitions_are_found_first(tmp_path):
     assert definition_file("sciq", tmp_path) == tmp_path / "mine.yaml"
 
 
+def test_an_unknown_task_says_where_definitions_of_ones_own_are_named():
+    with pytest.raises(RecipeError, match=r"no task 'mine'.* or --definitions DIR$"):
+        expand("mine", None)
+
+
 @pytest.mark.parametrize(
     ("name", "members"),
     [("mmlu", 57), ("mmlu_stem_tasks", 19), ("ai2_arc", 2)],

@@ -197,6 +197,22 @@ def test_what_a_tasks_code_lacks_is_named(tmp_path):
         plan_task("mine", data=tmp_path, definitions=tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("loglikelihood", "loglikelyhood", "mine.yaml: ValueError: Got invalid output_type .*l'$"),
+        ("acc}", "acuracy, aggregation: mean}", "mine.yaml: metric_list: acuracy: lm-eval does no"),
+        ("acc}", "acc, aggregation: meen}", "metric_list: acc: lm-eval does not know .* aggregati"),
+    ],
+)
+def test_a_definition_that_lm_eval_cannot_use_is_named(tmp_path, old, new, words):
+    (tmp_path / "code.py").write_text("def target(doc):\n    return doc['answer']\n")
+    (tmp_path / "mine.yaml").write_text(MINE.replace(old, new))
+    write(tmp_path, "mine", "test", [{"question": "a", "answer": "b"}])
+    with pytest.raises(DataError, match=words):
+        load_task(plan_task("mine", data=tmp_path, definitions=tmp_path))
+
+
 def test_a_part_that_an_installed_package_lacks_is_not_said_to_be_installed_by_pip():
     said = missing_module("json.nothing")
     assert "json.nothing, which the installed json does not have" in said
