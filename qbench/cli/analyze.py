@@ -28,7 +28,7 @@ from qbench.analysis.text import (
     text_file,
 )
 from qbench.cli.messages import complain, show_written
-from qbench.cli.options import ClusterOption, Device, DeviceOption, Out, RecipeFile, recipe_options
+from qbench.cli.options import ClusterOption, DeviceOption, Out, RecipeFile, recipe_options
 from qbench.cli.place import Place, here, placed
 from qbench.errors import RecipeError
 from qbench.files import require_folder
@@ -104,7 +104,7 @@ def analyze(
         bool, typer.Option("--blocks", help="With --sensitivity: one decoder layer at a time.")
     ] = False,
     out: Out = None,
-    device: DeviceOption = Device.auto,
+    device: DeviceOption = "auto",
     force: Annotated[
         bool, typer.Option("--force", help="Analyze cells again that have a finished record.")
     ] = False,

@@ -12,7 +12,7 @@ import typer
 from pydantic import ValidationError
 
 from qbench.cli.messages import show_written
-from qbench.cli.options import Device, DeviceOption, Json, RecipeFile, recipe_options
+from qbench.cli.options import DeviceOption, Json, RecipeFile, recipe_options
 from qbench.cli.place import here
 from qbench.errors import RecipeError
 from qbench.files import require_folder, write_atomically, write_page
@@ -89,7 +89,7 @@ def analysis(
     length: Annotated[int, typer.Option(min=8, help="Tokens of each.")] = 1024,
     prompts: Annotated[int, typer.Option(min=2, help="Prompts to decode.")] = 200,
     prompt: Annotated[int, typer.Option(min=8, help="Tokens of each.")] = 2048,
-    device: DeviceOption = Device.auto,
+    device: DeviceOption = "auto",
     out: Json = None,
 ) -> None:
     """One pass of `qbench analyze` by its parts, and passkey decoding beside transformers'.
@@ -120,7 +120,7 @@ def generation(
     normalizer: Annotated[
         list[str], typer.Option(help="Repeatable. Default: softmax and softpick.")
     ] = [],  # noqa: B006
-    device: DeviceOption = Device.auto,
+    device: DeviceOption = "auto",
     out: Json = None,
 ) -> None:
     """Generated answers beside lm-eval's HFLM, of random weights.
@@ -147,7 +147,7 @@ def evaluation(
     *,
     recipe: RecipeFile,
     overrides: Overrides,
-    device: DeviceOption = Device.auto,
+    device: DeviceOption = "auto",
     batch_size: Annotated[
         int | None, typer.Option(min=1, help="Requests of a batch. Default: the recipe's.")
     ] = None,
@@ -223,7 +223,7 @@ def training(
             help="The dtype in which gradients are averaged over the GPUs: float32 or bfloat16.",
         ),
     ] = "float32",
-    device: DeviceOption = Device.auto,
+    device: DeviceOption = "auto",
     out: Json = None,
 ) -> None:
     """The step of `qbench train`: tokens/s and the share of the GPU's peak.

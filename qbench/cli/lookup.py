@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -27,17 +26,9 @@ from qbench.quantizers.prequantized import format_rows
 from qbench.recipe_schema import Row
 
 
-class Listing(StrEnum):
-    quantizers = "quantizers"
-    normalizers = "normalizers"
-    models = "models"
-    formats = "formats"
-    tasks = "tasks"
-
-
 def list_command(
     what: Annotated[
-        Listing,
+        Literal["quantizers", "formats", "normalizers", "models", "tasks"],
         typer.Argument(metavar="WHAT", help="quantizers, formats, normalizers, models or tasks."),
     ],
     plugin: PluginOption = [],  # noqa: B006  typer copies it
@@ -56,11 +47,11 @@ def list_command(
     """
     load_packages()
     if markdown:
-        if what != Listing.models:
+        if what != "models":
             raise RecipeError(f"list {what}: --markdown is for models")
         typer.echo(model_table(), nl=False)
         return
-    if what == Listing.tasks:
+    if what == "tasks":
         typer.echo("passkey\npasskey_TOKENS (qbench's own, without data)")
         typer.echo("\n".join(task_names()))
         return
@@ -85,10 +76,10 @@ def model_rows() -> Iterator[Row]:
 
 
 ROWS = {
-    Listing.quantizers: recipe_schema.quantizer_rows,
-    Listing.normalizers: normalizer_rows,
-    Listing.models: model_rows,
-    Listing.formats: format_rows,
+    "quantizers": recipe_schema.quantizer_rows,
+    "normalizers": normalizer_rows,
+    "models": model_rows,
+    "formats": format_rows,
 }
 
 
@@ -131,16 +122,11 @@ def schema(
     typer.echo(shown.rstrip("\n"))
 
 
-class Format(StrEnum):
-    llama = "llama"
-    fla = "fla"
-
-
 def convert(
     checkpoint: Annotated[str, typer.Argument(help="A folder or hub id.")],
     out: Annotated[Path, typer.Argument(help="A new folder.", metavar="OUT")],
     to: Annotated[
-        Format,
+        Literal["llama", "fla"],
         typer.Option(
             help="llama: a stock class of transformers (Llama, or Mistral, Qwen 2, Qwen 3 where "
             "attention has windows, biases, norms); fla: flash-linear-attention's transformer."
@@ -159,4 +145,4 @@ def convert(
     """
     from qbench.checkpoints.convert import convert as write
 
-    show_written(write(find(checkpoint, revision=revision), to.value, out))
+    show_written(write(find(checkpoint, revision=revision), to, out))

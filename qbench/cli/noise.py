@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from qbench.cli.messages import show_written
-from qbench.cli.options import ClusterOption, Device, DeviceOption, Out, RecipeFile, recipe_options
+from qbench.cli.options import ClusterOption, DeviceOption, Out, RecipeFile, recipe_options
 from qbench.cli.place import here, placed
 from qbench.comparison.lines import FILE
 from qbench.errors import EvaluationError, RecipeError
@@ -31,7 +31,7 @@ def noise(
     recipe: RecipeFile,
     overrides: Overrides,
     out: Out = None,
-    device: DeviceOption = Device.auto,
+    device: DeviceOption = "auto",
     cluster: ClusterOption = None,
 ) -> None:
     """Score the unquantized checkpoints under other batch orders and sizes: the noise floor.

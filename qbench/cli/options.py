@@ -7,9 +7,8 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Sequence
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -41,12 +40,6 @@ def _path(text: str) -> Path:
     if not text:
         raise OutputError("an empty path: name a file or folder to write, or leave the option out")
     return Path(text)
-
-
-class Device(StrEnum):
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
 
 
 RecipeFile = Annotated[
@@ -100,7 +93,7 @@ ClusterOption = Annotated[
         "or local for worker processes of this host, N of them.",
     ),
 ]
-DeviceOption = Annotated[Device, typer.Option(help="Where to compute.")]
+DeviceOption = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where to compute.")]
 Run = Annotated[
     str | None,
     typer.Option(
@@ -139,18 +132,6 @@ def open_store(folder: Path, run: str | None, option: str = "--run") -> Store:
             err=True,
         )
     return store
-
-
-class Dtype(StrEnum):
-    bfloat16 = "bfloat16"
-    float32 = "float32"
-
-
-class ScoringMode(StrEnum):
-    auto = "auto"
-    exact = "exact"
-    fast = "fast"
-    lm_eval = "lm-eval"
 
 
 def complete_quantizers(incomplete: str) -> list[str]:
@@ -229,14 +210,14 @@ OPTIONS: dict[str, Any] = {
         int | None, typer.Option(min=1, help="Score the first N documents of each task only.")
     ],
     "dtype": Annotated[
-        Dtype | None,
+        Literal["bfloat16", "float32"] | None,
         typer.Option(
             help="Compute in this dtype instead of the recipe's, unquantized cells too. Most CPUs "
             "are ten times slower in bfloat16."
         ),
     ],
     "scoring": Annotated[
-        ScoringMode | None,
+        Literal["auto", "exact", "fast", "lm-eval"] | None,
         typer.Option(
             metavar="MODE",
             help="Score in this mode instead of the recipe's: exact gives HFLM's scores, fast "

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -19,7 +19,7 @@ from qbench.files import require_folder, write_atomically
 from qbench.gate.baseline import make
 from qbench.gate.check import check as judge
 from qbench.gate.margins import parse_margins
-from qbench.gate.verdict import as_json, as_junit, as_markdown
+from qbench.gate.verdict import Inconclusive, as_json, as_junit, as_markdown
 from qbench.store import Store
 from qbench.tables import table_files
 from qbench.tables.changes import changes_table
@@ -27,16 +27,11 @@ from qbench.tables.rank import ranking
 from qbench.tables.table import render as render_tables
 
 
-class Format(StrEnum):
-    md = "md"
-    tex = "tex"
-    csv = "csv"
-    html = "html"
-
-
 def tables(
     folder: Folder,
-    format: Annotated[Format, typer.Option(help="What to print and write.")] = Format.md,
+    format: Annotated[
+        Literal["md", "tex", "csv", "html"], typer.Option(help="What to print and write.")
+    ] = "md",
     published: Published = None,
     against: Against = None,
     rank: Annotated[
@@ -140,11 +135,6 @@ def _names_cell(path: Path) -> bool:
     return not path.is_dir() and (path.parent.parent / "grid.json").is_file()
 
 
-class Inconclusive(StrEnum):
-    passes = "pass"
-    fails = "fail"
-
-
 class Across(StrEnum):
     weights = "weights"
     normalizer = "normalizer"
@@ -173,7 +163,7 @@ def check(
     ] = [],  # noqa: B006
     inconclusive: Annotated[
         Inconclusive, typer.Option(help="Verdict where there are too few documents to tell.")
-    ] = Inconclusive.fails,
+    ] = "fail",
     summary: Annotated[Path | None, to_file("Also write Markdown here.")] = None,
     junit: Annotated[Path | None, to_file("Also write JUnit XML here.")] = None,
     json: Annotated[Path | None, to_file("Also write JSON here.")] = None,
@@ -201,7 +191,7 @@ def check(
         open_store(folder, run),
         baseline,
         margins=parse_margins(margin),
-        inconclusive=inconclusive.value,
+        inconclusive=inconclusive,
         across=[one.value for one in across],
     )
     for path, text in ((summary, as_markdown), (junit, as_junit), (json, as_json)):

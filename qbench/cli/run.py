@@ -17,7 +17,6 @@ from qbench.cli.messages import complain
 from qbench.cli.options import (
     Against,
     ClusterOption,
-    Device,
     DeviceOption,
     ExecutorOption,
     Only,
@@ -49,7 +48,7 @@ def run(
     overrides: Overrides,
     only: Only = None,
     out: Out = None,
-    device: DeviceOption = Device.auto,
+    device: DeviceOption = "auto",
     force: Annotated[
         bool, typer.Option("--force", help="Run cells again that have a finished record.")
     ] = False,
@@ -143,7 +142,7 @@ def plan(
     overrides: Overrides,
     only: Only = None,
     out: Out = None,
-    device: DeviceOption = Device.auto,
+    device: DeviceOption = "auto",
 ) -> None:
     """Show what `qbench run` would do, and what is there already. Runs nothing.
 

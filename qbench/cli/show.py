@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -114,17 +113,10 @@ def asked_texts(
         return rebuild_requests(record, planned, documents, task)
 
 
-class Target(StrEnum):
-    lm_eval = "lm-eval"
-    model_card = "model-card"
-    tensorboard = "tensorboard"
-    wandb = "wandb"
-
-
 def export(
     folder: Folder,
     to: Annotated[
-        Target,
+        Literal["lm-eval", "model-card", "tensorboard", "wandb"],
         typer.Option(metavar="FORMAT", help="lm-eval, model-card, tensorboard or wandb."),
     ],
     out: Annotated[
@@ -145,13 +137,13 @@ def export(
     """
 
     store = open_store(folder, run)
-    place = out or store.place() / "export" / to.value
+    place = out or store.place() / "export" / to
     require_folder(place, "--out")
     for cell in store.grid().cells:
         status, reason = status_of(store.get(cell))
         if status != "ok":
             typer.echo(f"{cell.cell}: {status}: {reason}; left out", err=True)
-    paths = formats.export(store, to.value, place)
+    paths = formats.export(store, to, place)
     typer.echo(f"written: {len(paths)} files or folders below {place}", err=True)
 
 

@@ -13,7 +13,7 @@ import typer
 
 from qbench.cli import run
 from qbench.cli.messages import show_written
-from qbench.cli.options import ClusterOption, Device, DeviceOption, folder_option
+from qbench.cli.options import ClusterOption, DeviceOption, folder_option
 from qbench.errors import RecipeError, UnavailableError
 from qbench.files import require_folder
 from qbench.machine import choose_device, redirected, terminal
@@ -142,7 +142,7 @@ def train(
         Path | None,
         folder_option("Where checkpoints, records and curves go. Default: training/NAME."),
     ] = None,
-    device: DeviceOption = Device.auto,
+    device: DeviceOption = "auto",
     gpus: Annotated[
         str | None,
         typer.Option(
