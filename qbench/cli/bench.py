@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
-from pydantic import ValidationError
 
 from qbench.cli.messages import show_written
 from qbench.cli.options import DeviceOption, Json, RecipeFile, recipe_options
 from qbench.cli.place import here
-from qbench.errors import RecipeError
 from qbench.files import require_folder, write_atomically, write_page
 from qbench.machine import choose_device, redirected, terminal
 from qbench.recipe import Overrides
 from qbench.training.recipe import Compute
 
+Shape = Annotated[
+    Literal["340m", "7b", "tiny"], typer.Option(help="Of the model, with random weights.")
+]
 NOWHERE = Path(os.devnull)  # where libraries' notes go; what breaks is raised
 
 bench = typer.Typer(
@@ -84,7 +84,7 @@ def products(
 
 @bench.command("analysis")
 def analysis(
-    shape: Annotated[str, typer.Option(help="340m or tiny.")] = "340m",
+    shape: Shape = "340m",
     samples: Annotated[int, typer.Option(min=8, help="Random texts.")] = 1000,
     length: Annotated[int, typer.Option(min=8, help="Tokens of each.")] = 1024,
     prompts: Annotated[int, typer.Option(min=2, help="Prompts to decode.")] = 200,
@@ -100,7 +100,6 @@ def analysis(
     ```
     """
     bench = load("bench.analysis")
-    require_shape(shape, bench.SHAPES)
     where = choose_device(device)
     with redirected(NOWHERE):
         found = bench.bench_analysis(
@@ -112,7 +111,7 @@ def analysis(
 
 @bench.command("generation")
 def generation(
-    shape: Annotated[str, typer.Option(help="340m, 7b or tiny.")] = "340m",
+    shape: Shape = "340m",
     prompts: Annotated[int, typer.Option(min=1, help="Prompts to answer.")] = 500,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of each.")] = 1000,
     tokens: Annotated[int, typer.Option(min=1, help="New tokens of each answer.")] = 256,
@@ -131,7 +130,6 @@ def generation(
     ```
     """
     bench, rows = load("bench.generation"), load("bench.analysis")
-    require_shape(shape, rows.SHAPES)
     with redirected(NOWHERE):
         found = bench.bench_generation(
             shape=shape, device=choose_device(device), prompts=prompts, length=prompt,
@@ -171,11 +169,6 @@ def evaluation(
     show(bench.table(found), found, out)
 
 
-def require_shape(shape: str, known: Iterable[str]) -> None:
-    if shape not in known:
-        raise RecipeError(f"--shape {shape}: unknown; possible: {', '.join(known)}")
-
-
 def show(table: str, found: object, out: Path | None) -> None:
     """Print the table, and write what was found beside it where that is asked for."""
     typer.echo(table)
@@ -202,14 +195,17 @@ def training(
     forward: Annotated[
         bool, typer.Option("--forward", help="The forward pass alone, without gradients.")
     ] = False,
-    precision: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    precision: Annotated[
+        Literal["bfloat16", "float32"],
+        typer.Option(metavar="DTYPE", help="bfloat16 or float32."),
+    ] = "bfloat16",
     compile: Annotated[
-        str,
-        typer.Option(metavar="MODE", help="torch.compile's mode, as in recipes; or no"),
+        Literal["default", "max-autotune-no-cudagraphs", "no"],
+        typer.Option(metavar="MODE", help="torch.compile's mode, as in recipes; or no."),
     ] = "default",
     deterministic: Annotated[bool, typer.Option(help="As `qbench train` does.")] = True,
     graphs: Annotated[
-        str,
+        Literal["auto", "whole", "layers"],
         typer.Option(
             metavar="PARTS",
             help="What is compiled at once: the whole model (auto), or its layers; then gradients "
@@ -217,7 +213,7 @@ def training(
         ),
     ] = "auto",
     travel: Annotated[
-        str,
+        Literal["float32", "bfloat16"],
         typer.Option(
             metavar="DTYPE",
             help="The dtype in which gradients are averaged over the GPUs: float32 or bfloat16.",
@@ -236,17 +232,13 @@ def training(
     qbench bench training --shape 27m
     ```
     """
-    try:
-        compute = Compute(
-            precision=precision,
-            compile=False if compile == "no" else compile,
-            graphs=graphs,
-            travel=travel,
-            deterministic=deterministic,
-        )
-    except ValidationError as error:
-        problem = error.errors()[0]
-        raise RecipeError(f"--{problem['loc'][0]}: {problem['msg']}") from None
+    compute = Compute(
+        precision=precision,
+        compile=False if compile == "no" else compile,
+        graphs=graphs,
+        travel=travel,
+        deterministic=deterministic,
+    )
     where = choose_device(device)
     bench = load("bench.training")
     with load("training.runs").joined(where) as processes:

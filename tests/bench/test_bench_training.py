@@ -45,8 +45,6 @@ def test_the_forward_pass_alone(tiny, capfd):
     [
         (["--shape", "huge"], "--shape huge: unknown; possible: 27m, 124m, 340m"),
         (["--attention", "softplus"], "--attention softplus: unknown"),
-        (["--compile", "fast"], "--compile: Input should be"),
-        (["--precision", "float16"], "--precision: Input should be"),
     ],
 )
 def test_what_is_unknown_is_refused(options, said):
