@@ -26,7 +26,7 @@ from qbench.checkpoints.find import (
     read_headers,
     weight_files,
 )
-from qbench.checkpoints.load import read_tensors
+from qbench.checkpoints.load import read_tensor
 from qbench.checkpoints.supported import class_names
 from qbench.checkpoints.tokenizer import load_tokenizer
 from qbench.errors import CheckpointError, OutputError
@@ -113,6 +113,11 @@ def _require_same_tokens(before: Checkpoint, after: Checkpoint) -> None:
                 )
 
 
+def _tensors(checkpoint: Checkpoint) -> Tensors:
+    headers = read_headers(checkpoint.folder).items()
+    return {name: read_tensor(checkpoint.folder, header) for name, header in headers}
+
+
 def _to_llama(checkpoint: Checkpoint) -> tuple[dict[str, Any], Tensors]:
     settings = fla.llama_settings(checkpoint.config)
     kind = settings["model_type"]
@@ -121,7 +126,7 @@ def _to_llama(checkpoint: Checkpoint) -> tuple[dict[str, Any], Tensors]:
             f"norm_eps {settings['rms_norm_eps']:g} with qk_norm: flash-linear-attention's query "
             f"and key norms have {fla.QK_NORM_EPS:g}, but Qwen3ForCausalLM has one for all norms"
         )
-    tensors = fla.llama_tensors(read_tensors(checkpoint))
+    tensors = fla.llama_tensors(_tensors(checkpoint))
     tensors |= fla.output_biases(settings, tensors)
     if settings["tie_word_embeddings"]:
         tensors.pop(fla.HEAD, None)
@@ -135,7 +140,7 @@ def _to_fla(checkpoint: Checkpoint) -> tuple[dict[str, Any], Tensors]:
     if kind not in ("llama", "mistral", "qwen2", "qwen3"):
         raise CheckpointError(f"flash-linear-attention has no {checkpoint.support.name}")
     config = AutoConfig.from_pretrained(checkpoint.folder)
-    tensors = read_tensors(checkpoint)
+    tensors = _tensors(checkpoint)
     if checkpoint.normalizer not in fla.IMPLEMENTATION_OF:
         raise CheckpointError(f"flash-linear-attention has no normalizer {checkpoint.normalizer}")
     window = _window(config)

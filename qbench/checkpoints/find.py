@@ -145,6 +145,7 @@ class Header:
     """What a file says of one of its tensors."""
 
     file: str
+    name: str  # in that file
     shape: list[int]
     dtype: str  # safetensors' word: BF16, F32, I8, F8_E4M3, …
 
@@ -216,7 +217,10 @@ def _read(path: Path) -> dict[str, Header]:
             for name in file.keys():  # noqa: SIM118  no mapping
                 part = file.get_slice(name)
                 found[name] = Header(
-                    file=path.name, shape=list(part.get_shape()), dtype=part.get_dtype()
+                    file=path.name,
+                    name=name,
+                    shape=list(part.get_shape()),
+                    dtype=part.get_dtype(),
                 )
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(
@@ -343,24 +347,9 @@ class Checkpoint:
         return self.config.get("max_position_embeddings") or self.config.get("n_positions")
 
 
-def parameter_shapes(
-    normalizer: str, modules: Iterable[str], heads: int, present: Iterable[str]
-) -> dict[str, list[int]]:
-    """Names and shapes of the tensors that ``normalizer`` keeps in the attention ``modules`` of
-    ``heads`` query heads; of those that it can do without, only where some are ``present``."""
-    names, there = tuple(modules), set(present)
-    shapes: dict[str, list[int]] = {}
-    for parameter in _parameters(normalizer):
-        wanted = {f"{name}.{parameter.attribute}": [heads] for name in names}
-        if parameter.required or there & set(wanted):
-            shapes |= wanted
-    return shapes
-
-
 def require_present(normalizer: str, names: Iterable[str]) -> None:
     """Raise CheckpointError where ``normalizer`` needs a parameter and no name in ``names`` of
-    tensors ends as its own. For classes whose attention modules are not known before they are
-    made."""
+    tensors ends as its own. That each attention module has one is seen when they are made."""
     there = {name.rpartition(".")[2] for name in names}
     for parameter in _parameters(normalizer):
         if parameter.required and parameter.attribute not in there:
@@ -368,6 +357,14 @@ def require_present(normalizer: str, names: Iterable[str]) -> None:
                 f"missing: {parameter.attribute} of every attention module, which {normalizer} "
                 "needs; is qbench_normalizer in config.json right?"
             )
+
+
+def model_headers(checkpoint: Checkpoint) -> dict[str, Header]:
+    """:func:`read_headers` by the names that the model has for its tensors."""
+    headers = read_headers(checkpoint.folder)
+    if not fla.recognizes(checkpoint.config):
+        return headers
+    return {fla.llama_name(name): header for name, header in headers.items()}
 
 
 def is_parameter(normalizer: str, name: str) -> bool:
@@ -408,21 +405,19 @@ def _found(source: str, folder: Path, normalizer: str | None, quantized: bool) -
     headers = read_headers(folder, quantized=quantized)
     require_sizes(config, len(headers))
     stated = _normalizer(config, normalizer)
-    if fla.recognizes(config):
-        _require_tensors(config, headers, stated)
-    else:
-        if config["model_type"] not in class_names():
-            raise CheckpointError(
-                f"config.json: model_type {config['model_type']!r} is no causal language model of "
-                "the installed transformers; code of the checkpoint's own (auto_map) is never run"
-            )
-        require_present(stated, headers)
-        files = sorted({header.file for header in headers.values()} - {SINGLE})
-        if files and not (folder / INDEX).exists():
-            raise CheckpointError(
-                f"{files[0]}: transformers reads {SINGLE}, or the files that {INDEX} lists; rename "
-                "it or move it out of the folder"
-            )
+    kind = fla.in_transformers_words(config)["model_type"]  # refuses what no class there computes
+    if kind not in class_names():
+        raise CheckpointError(
+            f"config.json: model_type {kind!r} is no causal language model of the installed "
+            "transformers; code of the checkpoint's own (auto_map) is never run"
+        )
+    require_present(stated, headers)
+    files = sorted({header.file for header in headers.values()} - {SINGLE})
+    if files and not (folder / INDEX).exists():
+        raise CheckpointError(
+            f"{files[0]}: transformers reads {SINGLE}, or the files that {INDEX} lists; rename "
+            "it or move it out of the folder"
+        )
     if (folder / "generation_config.json").exists():
         read_json(folder / "generation_config.json")
     return Checkpoint(
@@ -433,27 +428,6 @@ def _found(source: str, folder: Path, normalizer: str | None, quantized: bool) -
         config=config,
         digest=digest(folder),
         files=stamps(folder),
-    )
-
-
-def _require_tensors(config: dict[str, Any], headers: dict[str, Header], normalizer: str) -> None:
-    settings = fla.llama_settings(config)
-    found = fla.llama_shapes({name: header.shape for name, header in headers.items()})
-    expected = fla.expected_shapes(settings)
-    expected |= parameter_shapes(
-        normalizer, fla.attention_modules(settings), settings["num_attention_heads"], found
-    )
-    if settings["tie_word_embeddings"] and fla.HEAD in found:
-        # a second copy of the embeddings; that it is one is checked when the weights are read
-        expected[fla.HEAD] = expected[fla.EMBEDDINGS]
-    require_fit(
-        missing=(name for name in expected if name not in found),
-        left_over=(name for name in found if name not in expected),
-        misshapen=(
-            f"{name} {found[name]} instead of {shape}"
-            for name, shape in expected.items()
-            if found.get(name, shape) != shape
-        ),
     )
 
 
@@ -531,25 +505,17 @@ FUSED = re.compile(r"(^|\.)experts\.(gate_up_proj|up_proj|down_proj)$")
 def linear_shapes(checkpoint: Checkpoint) -> Shapes:
     """Outputs and inputs of linear layers by the names of their weights, without ``.weight``;
     empty for a class of transformers that nobody tried."""
-    if fla.recognizes(checkpoint.config):
-        expected = fla.expected_shapes(fla.llama_settings(checkpoint.config))
-        return _of(expected, turned=False, fused_turned=False)
-    row = CLASSES.get(checkpoint.config["model_type"])
+    row = CLASSES.get(fla.in_transformers_words(checkpoint.config)["model_type"])
     if row is None:
         return {}
-    found = {name: header.shape for name, header in read_headers(checkpoint.folder).items()}
-    return _of(found, turned=row.weights == CONV1D, fused_turned=row.kind == "gpt_oss")
-
-
-def _of(found: dict[str, list[int]], *, turned: bool, fused_turned: bool) -> Shapes:
     shapes: Shapes = {}
-    for full, shape in found.items():
-        name = full.removesuffix(".weight")
+    for full, header in model_headers(checkpoint).items():
+        name, shape = full.removesuffix(".weight"), header.shape
         if FUSED.search(name) and len(shape) == 3:
-            rows, columns = reversed(shape[1:]) if fused_turned else shape[1:]
+            rows, columns = reversed(shape[1:]) if row.kind == "gpt_oss" else shape[1:]
             shapes[name] = rows, columns
         elif full.endswith(".weight") and len(shape) == 2 and not _other(name):
-            rows, columns = reversed(shape) if turned else shape
+            rows, columns = reversed(shape) if row.weights == CONV1D else shape
             shapes[name] = rows, columns
     return shapes
 

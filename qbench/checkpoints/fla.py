@@ -13,6 +13,7 @@ that these classes compute; all else is refused by name.
 from __future__ import annotations
 
 import math
+import re
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -45,19 +46,10 @@ NAMES = (  # of tensors, and Llama's
     (".mlp_norm.", ".post_attention_layernorm."),
     (".attn.", ".self_attn."),
 )
+KEY_MAPPING = {re.escape(own): llama for own, llama in NAMES}  # for from_pretrained
+OUTPUT_BIAS = ".self_attn.o_proj.bias"  # Qwen 3 has one where its other projections have biases
+TABLE = ".self_attn.logn"  # of the scaled variants: logarithms that follow from the positions
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-LAYER = {  # tensors of a layer, by the names of their sizes
-    "input_layernorm": ("hidden",),
-    "post_attention_layernorm": ("hidden",),
-    "self_attn.q_proj": ("width", "hidden"),
-    "self_attn.k_proj": ("shared", "hidden"),
-    "self_attn.v_proj": ("shared", "hidden"),
-    "self_attn.o_proj": ("hidden", "width"),
-    "mlp.gate_proj": ("inner", "hidden"),
-    "mlp.up_proj": ("inner", "hidden"),
-    "mlp.down_proj": ("hidden", "inner"),
-}
-BIASES = {"self_attn.q_proj": "width", "self_attn.k_proj": "shared", "self_attn.v_proj": "shared"}
 
 
 WITHOUT_EFFECT = frozenset({
@@ -247,59 +239,23 @@ def logarithms(layers: int, longest: int) -> dict[str, torch.Tensor]:
     return {f"model.layers.{layer}.attn.logn": table.clone() for layer in range(layers)}
 
 
-def llama_shapes(shapes: dict[str, list[int]]) -> dict[str, list[int]]:
-    """Shapes by Llama name. Of the scaled variants: ``s`` [H, 1] is one number a head, and
-    ``logn`` a table of logarithms that follows from the positions."""
-    kept = {llama_name(n): shape for n, shape in shapes.items() if not n.endswith(".attn.logn")}
-    return {n: shape[:1] if _is_scale(n, shape) else shape for n, shape in kept.items()}
-
-
 def llama_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors by Llama name, as :func:`llama_shapes`."""
-    kept = {llama_name(n): one for n, one in tensors.items() if not n.endswith(".attn.logn")}
-    return {n: one[:, 0] if _is_scale(n, list(one.shape)) else one for n, one in kept.items()}
+    """Tensors by Llama name. Of the scaled variants: ``s`` [H, 1] is one number a head, and their
+    table is left out."""
+    named = {llama_name(name): tensor for name, tensor in tensors.items()}
+    return {
+        name: tensor[:, 0] if name.endswith(".self_attn.s") and tensor.shape[1:] == (1,) else tensor
+        for name, tensor in named.items()
+        if not name.endswith(TABLE)
+    }
 
 
 def output_biases(
     settings: dict[str, Any], tensors: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Zeros that Qwen 3 has where its other projections have biases, by Llama name."""
+    """The zeros of ``OUTPUT_BIAS``, by Llama name."""
     if settings["model_type"] != "qwen3" or not settings["attention_bias"]:
         return {}
     zeros = tensors[EMBEDDINGS].new_zeros(settings["hidden_size"])
-    return {f"{name}.o_proj.bias": zeros.clone() for name in attention_modules(settings)}
-
-
-def _is_scale(name: str, shape: list[int]) -> bool:
-    return name.endswith(".self_attn.s") and len(shape) == 2 and shape[1] == 1
-
-
-def attention_modules(settings: dict[str, Any]) -> list[str]:
-    """Llama names of the attention modules that ``settings`` asks for."""
-    return [f"model.layers.{layer}.self_attn" for layer in range(settings["num_hidden_layers"])]
-
-
-def expected_shapes(settings: dict[str, Any]) -> dict[str, list[int]]:
-    """Llama tensor names and shapes that ``settings`` asks for."""
-    sizes = {
-        "hidden": settings["hidden_size"],
-        "inner": settings["intermediate_size"],
-        "width": settings["head_dim"] * settings["num_attention_heads"],
-        "shared": settings["head_dim"] * settings["num_key_value_heads"],
-    }
-    shapes = {
-        EMBEDDINGS: [settings["vocab_size"], sizes["hidden"]],
-        "model.norm.weight": [sizes["hidden"]],
-    }
-    if not settings["tie_word_embeddings"]:
-        shapes[HEAD] = [settings["vocab_size"], sizes["hidden"]]
-    for layer in range(settings["num_hidden_layers"]):
-        prefix = f"model.layers.{layer}"
-        for name, shape in LAYER.items():
-            shapes[f"{prefix}.{name}.weight"] = [sizes[part] for part in shape]
-        if settings["model_type"] == "qwen3":
-            for name in ("q_norm", "k_norm"):
-                shapes[f"{prefix}.self_attn.{name}.weight"] = [settings["head_dim"]]
-        if settings["model_type"] == "qwen2" or settings.get("attention_bias"):
-            shapes |= {f"{prefix}.{name}.bias": [sizes[size]] for name, size in BIASES.items()}
-    return shapes
+    layers = range(settings["num_hidden_layers"])
+    return {f"model.layers.{layer}{OUTPUT_BIAS}": zeros.clone() for layer in layers}

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
+from safetensors import safe_open
 from torch import nn
 from transformers import (
     AttentionInterface,
@@ -29,19 +28,16 @@ from qbench.checkpoints.find import (
     Checkpoint,
     Header,
     is_parameter,
+    model_headers,
     named,
-    parameter_shapes,
-    read_headers,
     require_fit,
     require_unchanged,
-    weight_files,
 )
-from qbench.checkpoints.supported import class_names
 from qbench.errors import CheckpointError, QbenchError, UnavailableError, first_line, some
 from qbench.streaming import bring
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 PROBE = 16  # tokens; the last half differs between the two rows
 # Rounding may differ between two rows of a batch; what a later token does to a trained encoder is
@@ -73,17 +69,16 @@ def load_model(
     UnavailableError where the attention cannot be had.
     """
     native = checkpoint.normalizer == NATIVE
-    fla_format = checkpoint.format == "flash-linear-attention"
     with named(checkpoint.source):
         require_unchanged(checkpoint)
-        read = _load_flash_linear_attention if fla_format else _load_transformers
-        model = read(checkpoint, dtype).eval().requires_grad_(False)
+        model = _read(checkpoint, dtype).eval().requires_grad_(False)
         model = place(model) if place else model.to(device)
         if verify:
             require_finite(model)
         if native:
             set_attention(model, NATIVE, attention)
-        logits = own_logits(model) if verify and not fla_format else None
+        stock = checkpoint.format == "transformers"
+        logits = own_logits(model) if verify and stock else None
         if logits is not None:
             require_causal(model, logits)
         if not native:
@@ -111,51 +106,16 @@ def set_attention(model: PreTrainedModel, normalizer: str, implementation: str) 
         )
 
 
-def read_tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """All tensors of the weight files by name. Raises CheckpointError for a broken file."""
-    try:
-        return {
-            name: tensor
-            for file in weight_files(checkpoint.folder)
-            for name, tensor in load_file(checkpoint.folder / file).items()
-        }
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(first_line(error)) from error
-
-
-def _load_flash_linear_attention(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
-    """As the stock class that computes the same."""
-    settings = fla.llama_settings(checkpoint.config)
-    state = fla.llama_tensors(read_tensors(checkpoint))
-    if settings["tie_word_embeddings"] and fla.HEAD in state:
-        require_tied(fla.HEAD, state.pop(fla.HEAD), state[fla.EMBEDDINGS])
-    known = fla.expected_shapes(settings)
-    own = {name: state.pop(name) for name in list(state) if name not in known}
-    state |= fla.output_biases(settings, state)
-    model = getattr(transformers, class_names()[settings["model_type"]]).from_pretrained(
-        None, config=AutoConfig.for_model(**settings), state_dict=state, dtype=dtype
-    )
-    for name, module in model.named_modules():
-        if name.endswith((".q_norm", ".k_norm")):
-            module.variance_epsilon = fla.QK_NORM_EPS
-    attach(model, checkpoint.normalizer, own)
-    _read_generation_config(model, checkpoint.folder)
-    return model
-
-
-def _read_generation_config(model: PreTrainedModel, folder: Path) -> None:
-    """As transformers would where it loads weights itself."""
-    if (folder / "generation_config.json").is_file():
-        try:
-            model.generation_config = GenerationConfig.from_pretrained(folder)
-        except Exception as error:  # whatever odd values make of transformers
-            raise CheckpointError(f"generation_config.json: {first_line(error)}") from error
-
-
-def _load_transformers(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
+def _read(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
+    """The checkpoint's class of transformers, or the one that computes the same."""
+    ours = fla.recognizes(checkpoint.config)
+    generation = _generation_config(checkpoint.folder)
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             checkpoint.folder,
+            config=_config(checkpoint),
+            generation_config=generation,
+            key_mapping=fla.KEY_MAPPING if ours else None,
             dtype=dtype,
             use_safetensors=True,
             trust_remote_code=False,
@@ -164,21 +124,42 @@ def _load_transformers(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrained
         )
     except Exception as error:  # whatever an odd configuration makes of transformers
         raise CheckpointError(first_line(error)) from error
-    headers = read_headers(checkpoint.folder)
-    extra = set(report.get("unexpected_keys") or ()) & set(headers)
-    own = sorted(name for name in extra if is_parameter(checkpoint.normalizer, name))
-    missing, left_over, misshapen = (
-        sorted(str(name) for name in report.get(key) or () if name not in own)
-        for key in ("missing_keys", "unexpected_keys", "mismatched_keys")
-    )
-    require_fit(missing, left_over, misshapen)
-    attach(
-        model,
-        checkpoint.normalizer,
-        {name: read_tensor(checkpoint.folder / headers[name].file, name) for name in own},
-    )
+    headers = model_headers(checkpoint)
+    missing, extra = set(report["missing_keys"]), set(report["unexpected_keys"])
+    if ours:
+        extra = {name for name in extra if not name.endswith(fla.TABLE)}
+        for name in [name for name in missing if name.endswith(fla.OUTPUT_BIAS)]:
+            model.get_parameter(name).data.zero_()
+            missing.remove(name)
+        for name, module in model.named_modules():
+            if name.endswith((".q_norm", ".k_norm")):
+                module.variance_epsilon = fla.QK_NORM_EPS
+    own = {name for name in extra & set(headers) if is_parameter(checkpoint.normalizer, name)}
+    misshapen = [
+        f"{name} {list(shape)} instead of {list(wanted)}"
+        for name, shape, wanted in report["mismatched_keys"]
+    ]
+    require_fit(sorted(missing), sorted(extra - own), sorted(misshapen))
+    found = [headers[name] for name in sorted(own)]
+    tensors = {header.name: read_tensor(checkpoint.folder, header) for header in found}
+    attach(model, checkpoint.normalizer, fla.llama_tensors(tensors) if ours else tensors)
     require_own_head(model, checkpoint.folder, headers)
     return model
+
+
+def _config(checkpoint: Checkpoint) -> PreTrainedConfig:
+    if fla.recognizes(checkpoint.config):
+        return AutoConfig.for_model(**fla.llama_settings(checkpoint.config))
+    return AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False)
+
+
+def _generation_config(folder: Path) -> GenerationConfig | None:
+    if not (folder / "generation_config.json").is_file():
+        return None
+    try:
+        return GenerationConfig.from_pretrained(folder)
+    except Exception as error:  # whatever odd values make of transformers
+        raise CheckpointError(f"generation_config.json: {first_line(error)}") from error
 
 
 def attach(model: PreTrainedModel, normalizer: str, tensors: dict[str, torch.Tensor]) -> None:
@@ -192,13 +173,12 @@ def attach(model: PreTrainedModel, normalizer: str, tensors: dict[str, torch.Ten
     heads = model.config.num_attention_heads
     for name, tensor in tensors.items():
         path, _, attribute = name.rpartition(".")
-        expected = parameter_shapes(normalizer, [path], heads, [name])[name]
         try:
             module = model.get_submodule(path)
         except AttributeError:
             raise CheckpointError(f"left over: {name}; the model has no {path}") from None
-        if list(tensor.shape) != expected:
-            raise CheckpointError(f"misshapen: {name} {list(tensor.shape)} instead of {expected}")
+        if list(tensor.shape) != [heads]:
+            raise CheckpointError(f"misshapen: {name} {list(tensor.shape)} instead of {[heads]}")
         value = nn.Parameter(tensor.to(model.dtype), requires_grad=False)
         module.register_parameter(attribute, value)
     for attribute in {name.rpartition(".")[2] for name in tensors}:
@@ -288,13 +268,9 @@ def _loading(stated: dict[str, Any], dequantize: bool) -> dict[str, Any]:
 def without_weights(checkpoint: Checkpoint) -> PreTrainedModel:
     """The checkpoint's class of transformers with its settings, on no device: what says how another
     runtime's model is to be asked."""
-    if fla.recognizes(checkpoint.config):
-        config = AutoConfig.for_model(**fla.llama_settings(checkpoint.config))
-    else:
-        config = AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    _read_generation_config(model, checkpoint.folder)
+        model = AutoModelForCausalLM.from_config(_config(checkpoint))
+    model.generation_config = _generation_config(checkpoint.folder) or model.generation_config
     return model.eval()
 
 
@@ -336,10 +312,10 @@ def require_tied(name: str, head: torch.Tensor, embeddings: torch.Tensor) -> Non
         )
 
 
-def read_tensor(path: Path, name: str) -> torch.Tensor:
-    """One tensor of a safetensors file."""
-    with safe_open(path, framework="pt") as file:
-        return file.get_tensor(name)
+def read_tensor(folder: Path, header: Header) -> torch.Tensor:
+    """One tensor of a checkpoint's files."""
+    with safe_open(folder / header.file, framework="pt") as file:
+        return file.get_tensor(header.name)
 
 
 def require_own_head(model: PreTrainedModel, folder: Path, headers: dict[str, Header]) -> None:
@@ -354,7 +330,7 @@ def require_own_head(model: PreTrainedModel, folder: Path, headers: dict[str, He
     name = f"{modules.get(id(head))}.weight"
     if name not in headers:
         return
-    stored = read_tensor(folder / headers[name].file, name)
+    stored = read_tensor(folder, headers[name])
     require_tied(name, stored.to(embeddings.weight.dtype), embeddings.weight)
 
 

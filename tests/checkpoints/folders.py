@@ -5,8 +5,9 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from qbench.checkpoints.fla import expected_shapes, llama_settings, own_name
+from qbench.checkpoints.fla import OUTPUT_BIAS, llama_settings, own_name
 
 CONFIG = {
     "model_type": "transformer", "attn_impl": "parallel_softpick_attn", "hidden_size": 64,
@@ -16,11 +17,19 @@ CONFIG = {
 }  # fmt: skip
 
 
+def shapes(config: dict) -> dict[str, list[int]]:
+    """By the format's own names, of all that such a checkpoint holds."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**llama_settings(config)))
+    parameters = model.named_parameters()  # of which tied ones come once
+    return {own_name(n): list(p.shape) for n, p in parameters if not n.endswith(OUTPUT_BIAS)}
+
+
 def random_tensors(config: dict = CONFIG) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     return {
-        own_name(name): torch.randn(shape, generator=generator) / 8 + (1 if "norm" in name else 0)
-        for name, shape in expected_shapes(llama_settings(config)).items()
+        name: torch.randn(shape, generator=generator) / 8 + (1 if "norm" in name else 0)
+        for name, shape in shapes(config).items()
     }
 
 

@@ -10,10 +10,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from checkpoints.folders import shapes
 from hub.server import Hub
 from safetensors.torch import save
-
-from qbench.checkpoints.fla import expected_shapes, llama_settings, own_name
 
 DEMO = Path(__file__).parents[2] / "recipes" / "demo"
 SOFTMAX = "zaydzuhri/vanilla-340M-4096-model"
@@ -49,8 +48,8 @@ def checkpoint(attention: str, seed: int) -> dict[str, bytes]:
                "intermediate_size": 128, "max_position_embeddings": 4096}  # fmt: skip
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
-    for name, shape in expected_shapes(llama_settings(config)).items():
-        tensors[own_name(name)] = (torch.randn(shape, generator=generator) / 11).bfloat16()
+    for name, shape in shapes(config).items():
+        tensors[name] = (torch.randn(shape, generator=generator) / 11).bfloat16()
     last = [name for name in tensors if "layers" not in name]
     first = [name for name in tensors if "layers" in name]
     of_it = {
