@@ -92,35 +92,9 @@ class BaselineHiddenStates:
         return cls(tasks, found["head.weight"], found.get("head.bias"))
 
 
-@dataclass(frozen=True, slots=True)
-class TokenIndex:
-    """The scored tokens of one call of the language model, which is about one task: those of
-    request r have the indexes from ``starts[r]`` on."""
-
-    task: str
-    document: np.ndarray
-    request: np.ndarray
-    length: np.ndarray
-    starts: np.ndarray
-
-    @classmethod
-    def of(cls, instances: Sequence[Any], lengths: Sequence[int]) -> TokenIndex:
-        (name,) = {instance.task_name for instance in instances}  # a task a call
-        length = np.asarray(lengths, dtype=np.int64)
-        return cls(
-            task=name,
-            document=np.asarray([instance.doc_id for instance in instances], dtype=np.int64),
-            request=np.asarray([instance.idx for instance in instances], dtype=np.int64),
-            length=length,
-            starts=np.cumsum(length) - length,
-        )
-
-    @property
-    def tokens(self) -> int:
-        return int(self.length.sum())
-
-    def indexes(self, scored: Scored) -> np.ndarray:
-        return self.starts[scored.request] + scored.index
+def _task_of(instances: Sequence[Any]) -> str:
+    (name,) = {instance.task_name for instance in instances}  # a task a call
+    return name
 
 
 class BaselineWriter:
@@ -129,7 +103,6 @@ class BaselineWriter:
     def __init__(self) -> None:
         self._tasks: dict[str, TaskHiddenStates] = {}
         self._head: torch.nn.Linear | None = None
-        self._index: TokenIndex | None = None
         self._rows: list[tuple[Tensor, Scored]] = []  # of the call at work, on the host
 
     def hidden_states(self) -> BaselineHiddenStates:
@@ -151,25 +124,24 @@ class BaselineWriter:
                 f"damage needs an LM head that is a linear layer, not {type(head).__name__}; set "
                 "evaluation.damage: false"
             )
-        self._head, self._index, self._rows = head, TokenIndex.of(instances, lengths), []
+        self._task, self._tokens = _task_of(instances), sum(lengths)
+        self._head, self._rows = head, []
 
     def batch(self, scored: Scored, hidden: Tensor, projection: Projection) -> None:
         """Of a GPU the states come by copies beside its work, which ``end`` waits for."""
         self._rows.append((hidden.to("cpu", non_blocking=True), scored))
 
     def end(self) -> None:
-        index, head = self._index, self._head
-        assert index is not None
+        head = self._head
         assert head is not None
         if head.weight.is_cuda:
             torch.cuda.synchronize()
-        states = torch.zeros(index.tokens, head.in_features, dtype=head.weight.dtype)
-        token = np.zeros(index.tokens, dtype=np.int32)
+        states = torch.zeros(self._tokens, head.in_features, dtype=head.weight.dtype)
+        token = np.zeros(self._tokens, dtype=np.int32)
         for hidden, scored in self._rows:
-            at = index.indexes(scored)
-            token[at] = scored.token
-            states[torch.from_numpy(at)] = hidden[torch.from_numpy(scored.row)]
-        self._tasks[index.task] = TaskHiddenStates(torch.from_numpy(token), states)
+            token[scored.index] = scored.token
+            states[torch.from_numpy(scored.index)] = hidden[torch.from_numpy(scored.row)]
+        self._tasks[self._task] = TaskHiddenStates(torch.from_numpy(token), states)
         self._rows = []
 
 
@@ -187,42 +159,43 @@ class KLObserver:
         self.base = base
         self._weight: Tensor | None = None  # on the model's device, once it is known
         self._bias: Tensor | None = None
-        self._index: TokenIndex | None = None  # of the call at work; None: nothing to measure
+        self._task: TaskHiddenStates | None = None  # of the call at work; None: nothing to measure
         self.divergences: dict[str, pd.DataFrame] = {}
 
     def begin(
         self, instances: Sequence[Any], lengths: Sequence[int], head: torch.nn.Module
     ) -> None:
-        index = TokenIndex.of(instances, lengths)
-        self._index = index if index.task in self.base.tasks else None
-        if self._index is None:
+        self._name = _task_of(instances)
+        self._task = self.base.tasks.get(self._name)
+        if self._task is None:
             return
         device = next(itertools.chain(head.parameters(), head.buffers())).device
         if self._weight is None:
             # Copied even on a CPU: a product may round by where in memory its weight begins.
             self._weight = self.base.weight.to(device, copy=True)
             self._bias = None if self.base.bias is None else self.base.bias.to(device, copy=True)
-        self._task = self.base.tasks[self._index.task]
-        assert len(self._task.token) == self._index.tokens, "both cells' keys say what is asked"
+        self._document = np.repeat([instance.doc_id for instance in instances], lengths)
+        self._request = np.repeat([instance.idx for instance in instances], lengths)
+        tokens = len(self._task.token)
+        assert tokens == len(self._document), "both cells' keys say what is asked"
         # kl, agrees, confidence and change
-        self._values = torch.full((4, self._index.tokens), torch.nan, device=device)
+        self._values = torch.full((4, tokens), torch.nan, device=device)
 
     def batch(
         self, scored: Scored, hidden: Tensor, projection: Projection
     ) -> Callable[[LogitsPart], None] | None:
-        if self._index is None:
+        if self._task is None:
             return None
-        indexes = self._index.indexes(scored)
-        tokens = self._task.token.numpy()[indexes]
+        tokens = self._task.token.numpy()[scored.index]
         assert np.array_equal(tokens, scored.token), "both cells' keys say what is asked"
         order = np.argsort(scored.row, kind="stable")
-        rows = scored.row[order]
+        rows, indexes = scored.row[order], scored.index[order]
         _, firsts = np.unique(rows, return_index=True)  # one token of each row: all have its input
         assert len(firsts) == len(hidden)
-        kept = self._task.states[torch.from_numpy(indexes[order][firsts])]
+        kept = self._task.states[torch.from_numpy(indexes[firsts])]
         before = to_device(kept, hidden.device)
         logits_of = projection.of(self._head, before)
-        entries = to_device(np.stack((rows, indexes[order], scored.token[order])), hidden.device)
+        entries = to_device(np.stack((rows, indexes, scored.token[order])), hidden.device)
 
         def measure(part: LogitsPart) -> None:
             low, high = np.searchsorted(rows, (part.first, part.last))
@@ -233,22 +206,22 @@ class KLObserver:
         return measure
 
     def end(self) -> None:
-        if self._index is None:
+        if self._task is None:
             return
-        name, (kl, agrees, confidence, change) = self._index.task, self._values.cpu().numpy()
-        if not np.isfinite(kl).all():
+        kl, agrees, confidence, change = self._values.cpu().numpy()
+        if bad := int((~np.isfinite(kl)).sum()):
             raise EvaluationError(
-                f"{name}: the divergence of {int((~np.isfinite(kl)).sum())} of {len(kl)} tokens is "
-                "not a number; the model gives NaN or infinite logits there"
+                f"{self._name}: the divergence of {bad} of {len(kl)} tokens is not a number; the "
+                "model gives NaN or infinite logits there"
             )
-        self.divergences[name] = pd.DataFrame(
+        self.divergences[self._name] = pd.DataFrame(
             {
                 "kl": kl,
                 "agrees": agrees == 1,
                 "confidence": confidence,
                 "change": change,
-                "document": np.repeat(self._index.document, self._index.length),
-                "request": np.repeat(self._index.request, self._index.length),
+                "document": self._document,
+                "request": self._request,
                 "token": self._task.token.numpy(),
             }
         )

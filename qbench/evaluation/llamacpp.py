@@ -231,12 +231,7 @@ class LlamaCppScorer(Scorer):
             greedy &= bool((log_probabilities.argmax(-1) == wanted).all())
             if observer is not None:
                 rows = np.arange(count)
-                scored = Scored(
-                    row=rows,
-                    request=np.full(count, request.owner),
-                    index=request.first + done + rows,
-                    token=wanted.numpy(),
-                )
+                scored = Scored(rows, request.first + done + rows, wanted.numpy())
                 watch = observer.batch(scored, logits[:, :0], Projection())
                 if watch is not None:
                     watch(LogitsPart(0, count, logits, log_probabilities))

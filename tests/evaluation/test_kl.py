@@ -23,25 +23,22 @@ def quantized_like(model: torch.nn.Module, noise: float) -> torch.nn.Module:
 
 
 class Logits:
-    """An observer that keeps whole rows of logits by (request, index), in float64."""
+    """An observer that keeps whole rows of logits by index, in float64."""
 
     def begin(self, instances, lengths, head) -> None:
-        self.rows: dict[tuple[int, int], torch.Tensor] = {}
-        self.lengths = list(lengths)
+        self.rows: dict[int, torch.Tensor] = {}
+        self.tokens = sum(lengths)
 
     def batch(self, scored, hidden, projection):
         def keep(part) -> None:
-            for entry in zip(scored.row, scored.request, scored.index, strict=True):
-                row, request, index = map(int, entry)
+            for row, index in zip(scored.row.tolist(), scored.index.tolist(), strict=True):
                 if part.first <= row < part.last:
-                    self.rows[request, index] = part.logits[row - part.first].double()
+                    self.rows[index] = part.logits[row - part.first].double()
 
         return keep
 
     def end(self) -> None:
-        keys = [(r, i) for r, length in enumerate(self.lengths) for i in range(length)]
-        assert sorted(self.rows) == keys
-        self.table = torch.stack([self.rows[key] for key in keys])
+        self.table = torch.stack([self.rows[index] for index in range(self.tokens)])
 
 
 def measured(model, other, requests, modes=("exact", "exact"), **changes):

@@ -137,10 +137,10 @@ def test_packs_of_a_rotated_model_read_the_cache_that_sequences_read(tmp_path):
             artifacts=tmp_path,
         )[0]
         alone = [model.model(torch.tensor([ids]), use_cache=False)[0][0, -1] for ids in TEXTS]
-        requests = [Request([*ids, 0], len(ids), i) for i, ids in enumerate(TEXTS)]
+        requests = [Request([*ids, 0], len(ids), i, i) for i, ids in enumerate(TEXTS)]
         (pack,) = Packing(max_length=64, batch_tokens=64).plan(requests, windows=False)
         batch = pack.collate(requests)
-        rows = [batch.rows[batch.scored.row[list(batch.scored.request).index(i)]] for i in range(3)]
+        rows = [batch.rows[batch.scored.row[list(batch.scored.index).index(i)]] for i in range(3)]
         forward = PackedForward(model, model.get_decoder())
         packed = forward(batch)[rows]
         torch.testing.assert_close(packed, torch.stack(alone), rtol=1e-4, atol=1e-4)

@@ -102,7 +102,7 @@ class PaddedBatch(BatchPlan):
     def collate(self, requests: Sequence[Request]) -> Batch:
         ids = np.zeros((len(self.groups), self.length), dtype=np.int64)  # HFLM pads with id 0
         rows: list[np.ndarray] = []
-        right, read, owner, index, token, request_indices, counts = [], [], [], [], [], [], []
+        right, read, index, token, request_indices, counts = [], [], [], [], [], []
         first = 0  # row of the group's first scored token
         for i, g in enumerate(self.groups):
             inputs, most = g.longest.inputs(self.padding.max_length), g.longest.scored
@@ -114,7 +114,6 @@ class PaddedBatch(BatchPlan):
                 steps = np.arange(request.scored)
                 right.append(first + most - request.scored + steps)
                 read.append(first + steps)
-                owner.append(np.full(request.scored, request.owner))
                 index.append(request.first + steps)
                 token.append(np.asarray(request.tokens[request.context :]))
                 request_indices.append(member)
@@ -123,7 +122,7 @@ class PaddedBatch(BatchPlan):
         return Batch(
             ids=ids,
             rows=np.concatenate(rows),
-            scored=Scored(*(np.concatenate(part) for part in (right, owner, index, token))),
+            scored=Scored(*(np.concatenate(part) for part in (right, index, token))),
             read=np.concatenate(read) if self.padding.misread else None,
             request_indices=np.asarray(request_indices),
             counts=np.asarray(counts),
@@ -220,7 +219,7 @@ class Pack(BatchPlan):
         positions: list[np.ndarray] = []
         queries, keys, seen = [], [], []  # of each segment
         flat: list[np.ndarray] = []  # for each scored token the index of its row in the pack
-        owner, index, token, counts, request_indices = [], [], [], [], []
+        index, token, counts, request_indices = [], [], [], []
         for group in self.groups:
             first, shared = len(ids), len(group.prefix)
             starts = []
@@ -238,7 +237,6 @@ class Pack(BatchPlan):
                 steps = np.arange(shared + own - request.scored, shared + own)
                 shift = starts[suffix_index + 1] - shared - first if suffix_index >= 0 else 0
                 flat.append(first + steps + np.where(steps >= shared, shift, 0))
-                owner.append(np.full(request.scored, request.owner))
                 index.append(request.first + np.arange(request.scored))
                 token.append(np.asarray(request.tokens[request.context :]))
                 counts.append(request.scored)
@@ -251,7 +249,7 @@ class Pack(BatchPlan):
             cu_seqlens_k=np.cumsum([0, *keys], dtype=np.int32),
             keys=np.concatenate(seen) if keys != queries else None,
             rows=rows,
-            scored=Scored(inverse, *(np.concatenate(part) for part in (owner, index, token))),
+            scored=Scored(inverse, np.concatenate(index), np.concatenate(token)),
             request_indices=np.asarray(request_indices),
             counts=np.asarray(counts),
         )

@@ -120,8 +120,8 @@ class Observer(Protocol):
     computed where the device is asynchronous. ``projection`` says how they go through it. What it
     returns is called with each part of their logits.
 
-    Rows come in no particular order. Each (request, index) comes at least once. It comes again
-    where a batch ran out of memory and was repeated, so keep results by index.
+    Rows come in no particular order. Each index comes at least once. It comes again where a batch
+    ran out of memory and was repeated, so keep results by index.
     """
 
     def begin(

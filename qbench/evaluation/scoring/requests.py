@@ -20,8 +20,9 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class Request:
     """Token ids to score. ``tokens`` is context and continuation, ``context`` how many of them
-    are context; ``owner`` the index of the lm-eval request that it belongs to, ``first`` the
-    index of its first scored token in that request (not 0 in later rolling windows)."""
+    are context; ``owner`` the index of the lm-eval request that it belongs to, which is several
+    requests' where it is cut into rolling windows; ``first`` the index of its first scored token
+    among all of the call."""
 
     tokens: list[int]
     context: int
@@ -42,12 +43,11 @@ class Scored:
     """What rows of log-probabilities score: one entry a scored token, int64 arrays [M].
 
     ``row`` is the index among the rows that come with it (a row may serve several requests).
-    ``request`` is the request's index within the call of the language model, ``index`` the token's
-    among that request's scored tokens, ``token`` its id.
+    ``index`` is the token's among all that the call of the language model scores, request after
+    request, ``token`` its id.
     """
 
     row: np.ndarray
-    request: np.ndarray
     index: np.ndarray
     token: np.ndarray
 

@@ -215,10 +215,10 @@ class Scorer(LM):
             add_bos=self.settings.add_bos,
             prefix_id=self.hflm.prefix_token_id,
         )
-        requests = [
-            Request(context + continuation, len(context), owner)
-            for owner, (context, continuation) in enumerate(encoded)
-        ]
+        requests, first = [], 0
+        for owner, (context, continuation) in enumerate(encoded):
+            requests.append(Request(context + continuation, len(context), owner, first))
+            first += len(continuation)
         return _Asked(instances, requests, windows=False)
 
     def _windows(self, instances: list[Any]) -> _Asked:
@@ -229,9 +229,8 @@ class Scorer(LM):
             add_bos=self.settings.add_bos,
             prefix_id=prefix_id,
         )
-        windows: list[Request] = []
+        windows, first = [], 0
         for owner, ids in enumerate(texts):
-            first = 0
             for pair in get_rolling_token_windows(
                 ids, prefix_id, self.settings.max_length, context_len=1
             ):
