@@ -136,8 +136,8 @@ def test_answers_that_change_fail_however_little_the_scores_differ():
     exact = [(-3.0, False), (-3.001, False)] * 20
     other = [(-3.0, False), (-2.999, False)]
     near = {"tolerance": bounds, "documents": documents, "tokens": [1] * 40, "exact": exact}
-    found = compare("t", fast=other * 2 + exact[4:], **near)
-    assert found.sample.changed_answers == 2
+    found, _ = compare("t", fast=other * 2 + exact[4:], **near)
+    assert found.changed_answers == 2
     with pytest.raises(EvaluationError, match=r"3 of 20 answers changed.*tolerance\.changed 0\.1"):
         compare("t", fast=other * 3 + exact[6:], **near)
 

@@ -178,11 +178,11 @@ def test_a_grid_seldom_fails_by_chance_and_a_wrong_score_seldom_passes(noise):
 
 
 def test_bias_is_the_mean_over_documents_with_its_standard_error():
-    found = compare(
+    found, _ = compare(
         "a", tolerance=Tolerance(), by_bias=True, documents=[0, 0, 1, 2], tokens=[1, 1, 2, 1],
         fast=[(-1.0, True), (-2.0, True), (-3.0, True), (-1.5, True)],
         exact=[(-1.2, True), (-1.8, True), (-2.4, True), (-1.2, False)],
-    ).sample  # fmt: skip
+    )  # fmt: skip
     # documents: (0.2 − 0.2) / 2, −0.6 / 2, −0.3
     assert found.bias_per_token == pytest.approx(-0.2)
     assert found.bias_stderr == pytest.approx(0.1)

@@ -9,9 +9,10 @@ from lm_eval.api.model import LM
 
 from qbench.errors import RecipeError
 from qbench.evaluation.lm_eval_model import ExternalScorer
+from qbench.evaluation.scoring.generate import Progress
 from qbench.evaluation.scoring.hflm import HFLMScorer
 from qbench.evaluation.scoring.logits import Observer
-from qbench.evaluation.scoring.scorer import Progress, Scorer
+from qbench.evaluation.scoring.scorer import Scorer
 from qbench.evaluation.settings import ScoringSettings
 
 __all__ = ["HFLMScorer", "Observer", "Scorer", "language_model"]

@@ -101,32 +101,37 @@ class PaddedBatch(BatchPlan):
 
     def collate(self, requests: Sequence[Request]) -> Batch:
         ids = np.zeros((len(self.groups), self.length), dtype=np.int64)  # HFLM pads with id 0
-        rows: list[np.ndarray] = []
-        right, read, index, token, request_indices, counts = [], [], [], [], [], []
-        first = 0  # row of the group's first scored token
+        members, flat, read = [], [], []
         for i, g in enumerate(self.groups):
-            inputs, most = g.longest.inputs(self.padding.max_length), g.longest.scored
+            inputs = g.longest.inputs(self.padding.max_length)
             ids[i, : len(inputs)] = inputs
             end = i * self.length + len(inputs)
-            rows.append(np.arange(end - most, end))
+            first = end - g.longest.scored
             for member in g.request_indices:
-                request = requests[member]
-                steps = np.arange(request.scored)
-                right.append(first + most - request.scored + steps)
-                read.append(first + steps)
-                index.append(request.first + steps)
-                token.append(np.asarray(request.tokens[request.context :]))
-                request_indices.append(member)
-                counts.append(request.scored)
-            first += most
-        return Batch(
-            ids=ids,
-            rows=np.concatenate(rows),
-            scored=Scored(*(np.concatenate(part) for part in (right, index, token))),
-            read=np.concatenate(read) if self.padding.misread else None,
-            request_indices=np.asarray(request_indices),
-            counts=np.asarray(counts),
-        )
+                count = requests[member].scored
+                members.append(member)
+                flat.append(np.arange(end - count, end))
+                read.append(np.arange(first, first + count))
+        parts = _scored_by(requests, members, flat)
+        misread = np.searchsorted(parts["rows"], np.concatenate(read))
+        return Batch(ids=ids, read=misread if self.padding.misread else None, **parts)
+
+
+def _scored_by(
+    requests: Sequence[Request], members: list[int], flat: list[np.ndarray]
+) -> dict[str, Any]:
+    """What a batch's hidden states score: ``flat`` are, of each of its ``members``, those of its
+    scored tokens. A state that several requests score is there once."""
+    rows, inverse = np.unique(np.concatenate(flat), return_inverse=True)
+    asked = [requests[i] for i in members]
+    index = np.concatenate([one.first + np.arange(one.scored) for one in asked])
+    token = np.concatenate([one.tokens[one.context :] for one in asked])
+    return {
+        "rows": rows,
+        "scored": Scored(inverse, index, token),
+        "request_indices": np.asarray(members),
+        "counts": np.asarray([one.scored for one in asked]),
+    }
 
 
 def group(requests: Sequence[Request], chosen: Sequence[int]) -> list[Group]:
@@ -214,12 +219,10 @@ class Pack(BatchPlan):
         return sum(group.tokens for group in self.groups)
 
     def collate(self, requests: Sequence[Request]) -> PackedBatch:
-        """The arrays. Rows that several requests score are there once."""
         ids: list[int] = []
         positions: list[np.ndarray] = []
         queries, keys, seen = [], [], []  # of each segment
-        flat: list[np.ndarray] = []  # for each scored token the index of its row in the pack
-        index, token, counts, request_indices = [], [], [], []
+        members, flat = [], []
         for group in self.groups:
             first, shared = len(ids), len(group.prefix)
             starts = []
@@ -237,21 +240,14 @@ class Pack(BatchPlan):
                 steps = np.arange(shared + own - request.scored, shared + own)
                 shift = starts[suffix_index + 1] - shared - first if suffix_index >= 0 else 0
                 flat.append(first + steps + np.where(steps >= shared, shift, 0))
-                index.append(request.first + np.arange(request.scored))
-                token.append(np.asarray(request.tokens[request.context :]))
-                counts.append(request.scored)
-                request_indices.append(i)
-        rows, inverse = np.unique(np.concatenate(flat), return_inverse=True)
+                members.append(i)
         return PackedBatch(
             ids=np.asarray(ids, dtype=np.int64)[None],
             positions=np.concatenate(positions)[None],
             cu_seqlens_q=np.cumsum([0, *queries], dtype=np.int32),
             cu_seqlens_k=np.cumsum([0, *keys], dtype=np.int32),
             keys=np.concatenate(seen) if keys != queries else None,
-            rows=rows,
-            scored=Scored(inverse, np.concatenate(index), np.concatenate(token)),
-            request_indices=np.asarray(request_indices),
-            counts=np.asarray(counts),
+            **_scored_by(requests, members, flat),
         )
 
 

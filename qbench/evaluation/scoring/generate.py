@@ -64,7 +64,7 @@ NOT_FINITE = (
     "model's weights, its quantizer and its dtype"
 )
 
-Progress = Callable[[int, int], None]
+Progress = Callable[[int, int], None]  # of requests, windows or prompts: done, and of how many
 Finished = Callable[[int, list[int]], bool]  # of a prompt's index and its answer so far
 
 

@@ -30,6 +30,7 @@ from qbench.errors import EvaluationError, UnavailableError
 from qbench.evaluation.scoring.batching import BatchPlan, Packing, Padding
 from qbench.evaluation.scoring.forward import PackedForward, PaddedForward, decoder_and_head
 from qbench.evaluation.scoring.generate import (
+    Progress,
     generate,
     generate_by_hflm,
     greedy,
@@ -59,8 +60,6 @@ from qbench.evaluation.settings import ScoringSettings, Tolerance, beyond
 from qbench.machine import reset_peak_memory
 from qbench.records import DifferenceFromExact, SampleDifference, ScoringReport
 from qbench.streaming import stream_of
-
-Progress = Callable[[int, int], None]  # requests (or windows) done, and how many there are
 
 STATES_BYTES = 16 * 2**30  # of hidden states that wait on the host while a model is streamed
 SAMPLED_WINDOWS = 2  # of fast scoring's sample; one has up to max_length scored tokens
@@ -154,7 +153,7 @@ class Scorer(LM):
         padded = PaddedForward(decoder, self._device)
         self.exact = Backend(batching=padding, forward=padded, exact=True)
         self.fast: Backend | None = None
-        self._differences: list[Differences] = []  # of each task that was scored fast
+        self._differences: list[tuple[SampleDifference, np.ndarray]] = []  # of tasks scored fast
         self._exact_tasks: dict[str, str] = {}
         self._generated: dict[str, str] = {}  # why a task's answers came from transformers
         self._refused = ""  # why no task can be scored fast
@@ -281,7 +280,7 @@ class Scorer(LM):
         if not indexes:
             return
         requests = [asked.requests[i] for i in indexes]
-        found = compare(
+        difference = compare(
             asked.task,
             documents=[documents[i] for i in indexes],
             tokens=[request.scored for request in requests],
@@ -290,7 +289,7 @@ class Scorer(LM):
             tolerance=self.settings.tolerance,
             by_bias=self.settings.amplifies_rounding,
         )
-        self._differences.append(found)
+        self._differences.append(difference)
 
     def _score(
         self,
@@ -399,15 +398,6 @@ class BeyondTolerance(EvaluationError):
     """Fast scores of a sample lie farther from exact ones than the tolerance allows."""
 
 
-@dataclass(frozen=True, slots=True)
-class Differences:
-    """One task's sample, and its differences of whole requests in nats."""
-
-    sample: SampleDifference
-    largest: float
-    total: float
-
-
 def compare(
     task: str,
     *,
@@ -417,9 +407,10 @@ def compare(
     exact: Sequence[Answer],
     tolerance: Tolerance,
     by_bias: bool = False,
-) -> Differences:
-    """Of a sample, one entry a request; ``by_bias``: judged by their mean with its sign. Raises
-    BeyondTolerance where they leave ``tolerance``, EvaluationError where they are not numbers."""
+) -> tuple[SampleDifference, np.ndarray]:
+    """Of a sample, one entry a request; and how far off each is in nats, whole and per scored
+    token [2, N]. ``by_bias``: judged by their mean with its sign. Raises BeyondTolerance where
+    they leave ``tolerance``, EvaluationError where they are not numbers."""
     if not all(math.isfinite(score) for score, _ in (*fast, *exact)):
         raise EvaluationError(
             f"{task}: log-likelihoods of the sample are not numbers; the model gives NaN or "
@@ -445,23 +436,25 @@ def compare(
     )
     if reason := beyond(tolerance, found):
         raise BeyondTolerance(f"{reason}; use scoring: exact or raise it")
-    return Differences(found, sample["off"].abs().max(), sample["off"].abs().sum())
+    return found, sample[["off", "per_token"]].abs().to_numpy().T
 
 
-def difference_from_exact(found: Sequence[Differences]) -> DifferenceFromExact:
-    """For the record; differences in nats, of whole requests and per scored token."""
-    samples = [one.sample for one in found]
-    requests = sum(sample.requests for sample in samples)
-    count = max(1, requests)
+def difference_from_exact(
+    found: Sequence[tuple[SampleDifference, np.ndarray]],
+) -> DifferenceFromExact:
+    """For the record, of what :func:`compare` gave of each task."""
+    samples = tuple(sample for sample, _ in found)
+    whole, per_token = np.concatenate([np.zeros((2, 0)), *(off for _, off in found)], axis=1)
+    count = max(1, len(whole))
     return DifferenceFromExact(
         documents=sum(sample.documents for sample in samples),
-        requests=requests,
-        largest=max((one.largest for one in found), default=0.0),
-        mean=sum(one.total for one in found) / count,
-        largest_per_token=max((s.largest_per_token for s in samples), default=0.0),
-        mean_per_token=sum(s.mean_per_token * s.requests for s in samples) / count,
+        requests=len(whole),
+        largest=float(whole.max(initial=0.0)),
+        mean=float(whole.sum()) / count,
+        largest_per_token=float(per_token.max(initial=0.0)),
+        mean_per_token=float(per_token.sum()) / count,
         changed_answers=sum(sample.changed_answers for sample in samples),
-        samples=tuple(samples),
+        samples=samples,
     )
 
 
