@@ -651,13 +651,33 @@ def table_path(path: Path, record: Record, name: str) -> Path:
     return path.with_suffix(f".{record.files[name].sha256[:KEY_DIGITS]}.{name}.parquet")
 
 
+class Moved(RecordModel):
+    """One metric of one task under one variation of batches (``qbench.evaluation.noise``).
+
+    ``score`` is what the metric gave, ``base_score`` what it gives as usual;
+    ``changed_documents`` have another outcome of a 0/1 metric (None for other metrics).
+    Log-likelihoods are those of single requests, in nats.
+    """
+
+    task: TaskName
+    metric: Line
+    variation: Line
+    base_score: float
+    score: float
+    documents: int
+    changed_documents: int | None
+    largest_log_likelihood: float
+    mean_log_likelihood: float
+
+
 class CellNoise(RecordModel):
-    """How far batching alone moves one cell's scores. ``floors``: the most, by task and metric;
-    ``moved`` and ``settings`` are those of each variation (``qbench.evaluation.noise``)."""
+    """How far batching alone moves one cell's scores. ``floors``: the largest |score − base score|
+    by task and metric, below which a difference of two scores says nothing; ``settings``: those of
+    each variation."""
 
     key: Digest
     floors: dict[str, dict[str, float]]
-    moved: tuple[dict[str, Any], ...] = ()
+    moved: tuple[Moved, ...] = ()
     settings: dict[str, Any] = {}
 
 

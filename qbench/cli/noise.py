@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING
 
 import typer
 
@@ -16,13 +14,10 @@ from qbench.errors import EvaluationError, RecipeError
 from qbench.files import require_folder
 from qbench.plan import Cell
 from qbench.recipe import Overrides
-from qbench.records import NoiseRecord
+from qbench.records import CellNoise, NoiseRecord
 from qbench.runner.grid import measure_noise, run_each
 from qbench.store import write
 from qbench.tables.changes import noise_table
-
-if TYPE_CHECKING:
-    from qbench.evaluation.noise import Noise
 
 
 @recipe_options("checkpoint", "data", "limit", "dtype", "scoring")
@@ -58,12 +53,12 @@ def noise(
                 executor=place.executor, progress=display, died=_died,
             )  # fmt: skip
             for cell, one in zip(chosen, made, strict=True):
-                kept[cell.name] = {"key": cell.key, **asdict(one)}
+                kept[cell.name] = one
                 typer.echo(noise_table(cell.name, one.moved))
     path = place.out / FILE
-    write(path, NoiseRecord.model_validate({"cells": kept}))
+    write(path, NoiseRecord(cells=kept))
     show_written([path])
 
 
-def _died(cell: Cell, why: str) -> Noise:
+def _died(cell: Cell, why: str) -> CellNoise:
     raise EvaluationError(f"{cell.name}: {why}")

@@ -18,6 +18,7 @@ from qbench.evaluation.degradation import Outcomes, answers
 from qbench.evaluation.evaluate import evaluate
 from qbench.evaluation.scoring import language_model
 from qbench.evaluation.settings import ScoringSettings
+from qbench.records import CellNoise, Moved
 
 if TYPE_CHECKING:
     from qbench.evaluation.loaded import LoadedTask
@@ -39,49 +40,20 @@ VARIATIONS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Moved:
-    """One metric of one task under one variation.
-
-    ``score`` is what the metric gave, ``base_score`` what it gives as usual;
-    ``changed_documents`` have another outcome of a 0/1 metric (None for other metrics).
-    Log-likelihoods are those of single requests, in nats.
-    """
-
-    task: str
-    metric: str
-    variation: str
-    base_score: float
-    score: float
-    documents: int
-    changed_documents: int | None
-    largest_log_likelihood: float
-    mean_log_likelihood: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Noise:
-    """What ``measure_noise`` saw. ``floors`` is the largest |score − base score| by task and
-    metric: a difference of two scores below it says nothing."""
-
-    moved: tuple[Moved, ...]
-    floors: dict[str, dict[str, float]]
-    settings: dict[str, ScoringSettings]  # by variation
-
-
 def measure_noise(
     model: Any,
     tokenizer: Any,
     settings: ScoringSettings,
     tasks: Sequence[LoadedTask],
     *,
+    key: str,
     say: Callable[[str], None] | None = None,
-) -> Noise:
-    """Score every task as usual and under each variation, exactly or fast. Raises what scoring
-    raises."""
+) -> CellNoise:
+    """Score every task of the cell ``key`` as usual and under each variation, exactly or fast.
+    Raises what scoring raises."""
     usual = Variation(name="as usual")
     moved: list[Moved] = []
-    by_variation: dict[str, ScoringSettings] = {}
+    by_variation: dict[str, Any] = {}
     base: dict[str, Outcomes] = {}
     for variation in (usual, *VARIATIONS):
         scorer = language_model(model, tokenizer, _varied(settings, variation))
@@ -93,14 +65,14 @@ def measure_noise(
                 base[task.name] = result
             else:
                 moved += _moved(variation, base[task.name], result)
-        by_variation[variation.name] = scorer.settings
+        by_variation[variation.name] = dataclasses.asdict(scorer.settings)
     floors: dict[str, dict[str, float]] = {}
     for entry in moved:
         metrics = floors.setdefault(entry.task, {})
         metrics[entry.metric] = max(
             metrics.get(entry.metric, 0.0), abs(entry.score - entry.base_score)
         )
-    return Noise(moved=tuple(moved), floors=floors, settings=by_variation)
+    return CellNoise(key=key, moved=tuple(moved), floors=floors, settings=by_variation)
 
 
 def _varied(settings: ScoringSettings, variation: Variation) -> ScoringSettings:

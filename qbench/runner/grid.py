@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from filelock import FileLock, Timeout
 
@@ -23,13 +23,10 @@ from qbench.machine import attempt
 from qbench.plan import Cell, Plan
 from qbench.plugins import Plugin, load, load_packages, loaded
 from qbench.progress import Progress, SilentProgress
-from qbench.records import Record, Unavailable
+from qbench.records import CellNoise, Record, Unavailable
 from qbench.runner.progress import listening
 from qbench.runner.workers import SerialExecutor
 from qbench.store import Store, run_id
-
-if TYPE_CHECKING:
-    from qbench.evaluation.noise import Noise
 
 DIED = "its process was killed (out of memory?), or that of another cell before it; see its log"
 DEAD = (BrokenExecutor, CancelledError)
@@ -104,10 +101,10 @@ def run_each(
                 yield died(cell, DIED)
 
 
-def measure_noise(cell: Cell, plan: Plan, out: Path, *, progress: Progress) -> Noise:
+def measure_noise(cell: Cell, plan: Plan, out: Path, *, progress: Progress) -> CellNoise:
     """Score the cell's checkpoint under every variation of batches; libraries' words go to
     noise.log in ``out``. Raises EvaluationError."""
-    found: list[Noise] = []
+    found: list[CellNoise] = []
 
     def work() -> None:
         from qbench.cell import noise

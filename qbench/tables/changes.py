@@ -19,7 +19,7 @@ from qbench.tables.table import Table, from_rows, markdown
 from qbench.text import MINUS, NO_VALUE, metric_title, number
 
 if TYPE_CHECKING:
-    from qbench.evaluation.noise import Moved
+    from qbench.records import Moved
 
 
 def changes_table(changes: Changes) -> str:

@@ -37,6 +37,9 @@ def tasks():
     }
 
 
+KEY = "0" * 64
+
+
 def scorer(pair, mode, limit=None):
     return language_model(*pair, settings(mode, limit=limit))
 
@@ -60,7 +63,7 @@ def test_the_right_answers_are_those_that_accuracy_counts(pair, tasks):
 
 @pytest.mark.parametrize("mode", ["exact", "fast"])
 def test_noise_in_float32_is_rounding_alone(pair, tasks, mode):
-    noise = measure_noise(*pair, settings(mode, 12), [tasks["demo_choice"]])
+    noise = measure_noise(*pair, settings(mode, 12), [tasks["demo_choice"]], key=KEY)
     assert {entry.metric for entry in noise.moved} == {"acc", "acc_norm"}
     for entry in noise.moved:
         assert entry.documents == 12
@@ -78,7 +81,11 @@ def test_batch_mates_that_matter_are_seen_as_noise(tasks):
         lambda module, inputs, output: output * (1 + 0.01 * inputs[0].abs().mean())
     )
     noise = measure_noise(
-        model, load_tokenizer(checkpoint), settings("exact", 9), [tasks["demo_lastword"]]
+        model,
+        load_tokenizer(checkpoint),
+        settings("exact", 9),
+        [tasks["demo_lastword"]],
+        key=KEY,
     )
     assert len(noise.moved) == 3 * 2
     assert all(entry.largest_log_likelihood > 0 for entry in noise.moved)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from qbench.evaluation.noise import Moved
+from qbench.records import Moved
 from qbench.tables.changes import noise_table
 
 
