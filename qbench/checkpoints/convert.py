@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig
 
@@ -26,14 +27,11 @@ from qbench.checkpoints.find import (
     read_headers,
     weight_files,
 )
-from qbench.checkpoints.load import read_tensor
+from qbench.checkpoints.load import read_model, read_tensor
 from qbench.checkpoints.supported import class_names
 from qbench.checkpoints.tokenizer import load_tokenizer
 from qbench.errors import CheckpointError, OutputError
 from qbench.files import clean_temporaries, reason, require_folder, temporary
-
-if TYPE_CHECKING:
-    import torch
 
 Format = Literal["llama", "fla"]
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
@@ -46,7 +44,7 @@ TEXTS = (
     "\u0939\u093f\u0928\u094d\u0926\u0940 \U0001f600\u200d\U0001f525",
     "def f(x):\n    return x ** 2  # y", "<s> </s> <|endoftext|> [INST]",
 )  # fmt: skip
-Tensors = dict[str, "torch.Tensor"]
+Tensors = dict[str, torch.Tensor]
 
 
 def convert(checkpoint: Checkpoint, to: Format, out: Path) -> list[Path]:
@@ -70,7 +68,10 @@ def convert(checkpoint: Checkpoint, to: Format, out: Path) -> list[Path]:
         folder.mkdir(parents=True)
         _write(folder, config, tensors, checkpoint)
         # what was written can be read as what it claims to be, and cuts texts as before
-        _require_same_tokens(checkpoint, find(str(folder)))
+        written = find(str(folder))
+        with named(checkpoint.source):
+            read_model(written, getattr(torch, config["dtype"]))
+        _require_same_tokens(checkpoint, written)
         if out.exists():
             out.rmdir()
         folder.rename(out)

@@ -71,7 +71,7 @@ def load_model(
     native = checkpoint.normalizer == NATIVE
     with named(checkpoint.source):
         require_unchanged(checkpoint)
-        model = _read(checkpoint, dtype).eval().requires_grad_(False)
+        model = read_model(checkpoint, dtype).eval().requires_grad_(False)
         model = place(model) if place else model.to(device)
         if verify:
             require_finite(model)
@@ -106,8 +106,9 @@ def set_attention(model: PreTrainedModel, normalizer: str, implementation: str) 
         )
 
 
-def _read(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
-    """The checkpoint's class of transformers, or the one that computes the same."""
+def read_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
+    """The checkpoint's class of transformers, or the one that computes the same, with its weights.
+    Raises CheckpointError where these do not fit it."""
     ours = fla.recognizes(checkpoint.config)
     generation = _generation_config(checkpoint.folder)
     try:

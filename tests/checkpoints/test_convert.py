@@ -114,6 +114,18 @@ def test_what_the_other_format_cannot_say_is_refused_and_nothing_is_written(
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
+@pytest.mark.parametrize("more", [{}, {"model.layers.0.self_attn.odd": torch.ones(2)}])
+def test_what_cannot_be_read_is_not_written(tmp_path, more):
+    path = write_tiny(tmp_path / "in", "llama") / "model.safetensors"
+    tensors = load_file(path) | more
+    if not more:
+        del tensors["model.norm.weight"]
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"in: .*(missing: model\.norm|left over)"):
+        convert(find(str(tmp_path / "in")), "fla", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
 def test_slopes_are_refused_where_the_other_format_would_pass_them_over(tmp_path):
     folder = write_tiny(tmp_path / "in", "llama")
     config = json.loads((folder / "config.json").read_text())
