@@ -304,15 +304,6 @@ def require_finite(model: PreTrainedModel) -> None:
         )
 
 
-def require_tied(name: str, head: torch.Tensor, embeddings: torch.Tensor) -> None:
-    """Raise CheckpointError where a stored ``head`` is not the ``embeddings`` it is tied to."""
-    if head.shape != embeddings.shape or not torch.equal(head, embeddings):
-        raise CheckpointError(
-            f"config.json says tie_word_embeddings: true, but {name} differs from the embeddings; "
-            "write tie_word_embeddings: false to use it, or remove it"
-        )
-
-
 def read_tensor(folder: Path, header: Header) -> torch.Tensor:
     """One tensor of a checkpoint's files."""
     with safe_open(folder / header.file, framework="pt") as file:
@@ -331,8 +322,12 @@ def require_own_head(model: PreTrainedModel, folder: Path, headers: dict[str, He
     name = f"{modules.get(id(head))}.weight"
     if name not in headers:
         return
-    stored = read_tensor(folder, headers[name])
-    require_tied(name, stored.to(embeddings.weight.dtype), embeddings.weight)
+    stored = read_tensor(folder, headers[name]).to(embeddings.weight.dtype)
+    if not torch.equal(stored, embeddings.weight):  # of another shape they are not
+        raise CheckpointError(
+            f"config.json says tie_word_embeddings: true, but {name} differs from the embeddings; "
+            "write tie_word_embeddings: false to use it, or remove it"
+        )
 
 
 @torch.inference_mode()

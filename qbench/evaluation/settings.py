@@ -108,7 +108,6 @@ def exceeded(tolerance: Tolerance, report: ScoringReport | None) -> str | None:
     return next((reason for reason in reasons if reason), None)
 
 
-Asked = Literal["auto", "exact", "fast", "lm-eval"]
 MODES: tuple[Mode, ...] = ("fast", "exact", "lm-eval")  # the fastest first
 SoftmaxDtype = Literal["float32", "model"]
 

@@ -199,7 +199,6 @@ class TaskSpec:
     documents: int | None  # None where only loading tells
     output_type: str
     max_gen_toks: int  # tokens that a generated answer may have
-    own: bool = False  # a definition of the user's, not lm-eval's
     stated_fewshot: int | None = None  # as the recipe says; None: as the definition says
     num_fewshot: int = 0
     files: tuple[DataFile, ...] = ()  # the evaluation split's first; none where the hub gives them
@@ -267,7 +266,6 @@ def plan_task(
         label=label,
         definition=path,
         definition_digest=definition.digest,
-        own=definitions is not None and path.is_relative_to(definitions),
         stated_fewshot=num_fewshot,
         num_fewshot=config["num_fewshot"] or 0,
         files=found,
