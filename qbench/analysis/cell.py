@@ -10,7 +10,7 @@ import torch
 
 from qbench.analysis.attention import attention_maps, choose
 from qbench.analysis.measure import measure
-from qbench.analysis.run import AnalysisResult
+from qbench.analysis.result import AnalysisResult
 from qbench.analysis.sensitivity import Baseline, Unit, units
 from qbench.analysis.text import AnalysisSettings
 from qbench.cache import cache_folder

@@ -6,15 +6,15 @@ Imports no torch before a cell is analyzed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from filelock import FileLock
 
+from qbench.analysis.result import AnalysisResult
 from qbench.analysis.text import AnalysisSettings
-from qbench.cell_result import CellResult
 from qbench.code import digest_of
 from qbench.errors import RecipeError, shown
 from qbench.files import content_key
@@ -29,31 +29,6 @@ MODEL_PARTS = (
     *("weights", "normalizer", "normalizer source", "quantizer", "attention", "device", "gpu"),
     *("versions", "code", "calibration"),
 )
-
-
-@dataclass(kw_only=True, slots=True)
-class AnalysisResult(CellResult):
-    """What is known so far of a cell that is analyzed; a failure leaves the rest as it is."""
-
-    analyses: Analyses
-    settings: AnalysisSettings
-    found: dict[str, Any] = field(default_factory=dict)  # what was measured, as the record has it
-
-    def put(
-        self, status: Literal["ok", "unfinished", "failed"], error: str | None
-    ) -> Analysis | Sensitivity:
-        """Write the record of what is known; a good one that is there is replaced by none that is
-        not."""
-        kind = self.analyses.kind
-        stated = self.stated(error) | self.found | {"status": status}
-        if kind is Sensitivity:
-            del stated["attention"]
-            stated["unit"] = "block" if self.settings.blocks else "linear"
-        record = kind(**stated)
-        known = self.analyses.whole(record)
-        if status == "ok" or known is None or known.status != "ok":
-            self.analyses.put(record)
-        return record
 
 
 def plan_analyses(plan: Plan, settings: AnalysisSettings) -> tuple[Cell, ...]:

@@ -1,0 +1,36 @@
+"""What is known of a cell that is analyzed, whether it works or not. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from qbench.analysis.text import AnalysisSettings
+from qbench.cell_result import CellResult
+from qbench.records import Analysis, Sensitivity
+from qbench.store import Analyses
+
+
+@dataclass(kw_only=True, slots=True)
+class AnalysisResult(CellResult):
+    """What is known so far of a cell that is analyzed; a failure leaves the rest as it is."""
+
+    analyses: Analyses
+    settings: AnalysisSettings
+    found: dict[str, Any] = field(default_factory=dict)  # what was measured, as the record has it
+
+    def put(
+        self, status: Literal["ok", "unfinished", "failed"], error: str | None
+    ) -> Analysis | Sensitivity:
+        """Write the record of what is known; a good one that is there is replaced by none that is
+        not."""
+        kind = self.analyses.kind
+        stated = self.stated(error) | self.found | {"status": status}
+        if kind is Sensitivity:
+            del stated["attention"]
+            stated["unit"] = "block" if self.settings.blocks else "linear"
+        record = kind(**stated)
+        known = self.analyses.whole(record)
+        if status == "ok" or known is None or known.status != "ok":
+            self.analyses.put(record)
+        return record
