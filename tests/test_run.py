@@ -187,7 +187,7 @@ def test_a_full_cache_loses_no_scores(tmp_path, capfd, monkeypatch):
         disk.setattr("qbench.evaluation.kl.save_file", full)
         assert qbench(*options) == 0
     assert "scored, but its damage could not be measured: " in (said := capfd.readouterr().err)
-    assert "No space left on device; make room there" in said
+    assert "cannot be written (No space left on device); make room there" in said
     base, cell = Store(out).records()
     assert (base.status, cell.status) == ("ok", "ok")
     assert base.scores

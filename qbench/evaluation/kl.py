@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,11 +25,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
 
-from qbench.errors import EvaluationError, ResultsError
+from qbench.errors import EvaluationError, OutputError, ResultsError
 from qbench.evaluation.baseline import ABOUT, REMEDY, checksum_file
 from qbench.evaluation.scoring.logits import LogitsPart, Projection, to_device
 from qbench.evaluation.scoring.requests import Scored
-from qbench.files import clean_temporaries, file_digest, temporary, write_atomically
+from qbench.files import clean_temporaries, file_digest, replacing, write_atomically
 
 
 class TaskHiddenStates(NamedTuple):
@@ -59,22 +58,16 @@ class BaselineHiddenStates:
         for number, one in enumerate(self.tasks.values()):
             tensors |= {f"{number}.{name}": tensor for name, tensor in one._asdict().items()}
         about = json.dumps({"key": key, "tasks": list(self.tasks)})
-        making = temporary(path)
+        clean_temporaries(path.parent)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            clean_temporaries(path.parent)
-            save_file(tensors, making, {ABOUT: about})
-            digest = file_digest(making)
-            making.replace(path)
+            with replacing(path) as making:
+                save_file(tensors, making, {ABOUT: about})
+                digest = file_digest(making)
             write_atomically(checksum_file(path), f"{digest}  {path.name}\n".encode())
-            shutil.copymode(checksum_file(path), path)  # safetensors writes for its owner alone
-        except (OSError, SafetensorError) as error:
+        except (OutputError, SafetensorError) as error:
             raise ResultsError(
-                f"{path}: cannot be written: {error}; make room there, or leave damage out with "
-                "evaluation.damage: false"
+                f"{error}; make room there, or leave damage out with evaluation.damage: false"
             ) from error
-        finally:
-            making.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: Path) -> BaselineHiddenStates:
