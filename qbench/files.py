@@ -105,6 +105,22 @@ def replacing(path: Path) -> Iterator[Path]:
         raise OutputError(f"{path}: cannot be written ({reason(error)})") from None
 
 
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """The folder that the body fills becomes ``path``, whole or not at all; an empty one may be
+    there. Raises OutputError where that cannot be done."""
+    making = temporary(path.absolute())
+    try:
+        shutil.rmtree(making, ignore_errors=True)
+        making.mkdir(parents=True)
+        yield making
+        making.replace(path)
+    except OSError as error:
+        raise OutputError(f"{path}: cannot be written ({reason(error)})") from None
+    finally:
+        shutil.rmtree(making, ignore_errors=True)
+
+
 def require_writable(path: Path, option: str = "") -> None:
     """Raise OutputError where ``write_atomically(path, …)`` could not work.
 

@@ -31,7 +31,7 @@ from qbench.checkpoints.load import read_model, read_tensor
 from qbench.checkpoints.supported import class_names
 from qbench.checkpoints.tokenizer import load_tokenizer
 from qbench.errors import CheckpointError, OutputError
-from qbench.files import clean_temporaries, reason, require_folder, temporary
+from qbench.files import clean_temporaries, new_folder, require_folder
 
 Format = Literal["llama", "fla"]
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
@@ -62,23 +62,14 @@ def convert(checkpoint: Checkpoint, to: Format, out: Path) -> list[Path]:
         if ours == (to == "fla"):
             raise CheckpointError("it is in this format already")
         config, tensors = _to_llama(checkpoint) if to == "llama" else _to_fla(checkpoint)
-    folder = temporary(Path(out).absolute())
-    try:
-        clean_temporaries(folder.parent)
-        folder.mkdir(parents=True)
+    clean_temporaries(out.parent)
+    with new_folder(out) as folder:
         _write(folder, config, tensors, checkpoint)
         # what was written can be read as what it claims to be, and cuts texts as before
         written = find(str(folder))
         with named(checkpoint.source):
             read_model(written, getattr(torch, config["dtype"]))
         _require_same_tokens(checkpoint, written)
-        if out.exists():
-            out.rmdir()
-        folder.rename(out)
-    except OSError as error:
-        raise OutputError(f"{out}: cannot be written ({reason(error)})") from None
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     return sorted(path for path in out.rglob("*") if path.is_file())
 
 

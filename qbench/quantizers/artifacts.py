@@ -22,7 +22,7 @@ from torch import Tensor
 
 from qbench.code import QUANTIZING, code_digest
 from qbench.errors import OutputError, first_line
-from qbench.files import clean_temporaries, content_key, digest_of_parts, mark_used, temporary
+from qbench.files import clean_temporaries, content_key, digest_of_parts, mark_used, new_folder
 from qbench.machine import version_of
 from qbench.quantizers.calibration import Calibration
 from qbench.quantizers.config import QuantizationConfig
@@ -103,27 +103,24 @@ class Artifact:
         Not forced to the disk, which takes longer than quantizing: what a crash of the host leaves
         is noticed by its digest. Raises OutputError where it cannot be written.
         """
-        making = temporary(self.folder)
+        clean_temporaries(self.folder.parent.parent)  # a killed process may have left GiBs
+        parts = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
         try:
-            clean_temporaries(self.folder.parent.parent)  # a killed process may have left GiBs
-            shutil.rmtree(making, ignore_errors=True)
-            making.mkdir(parents=True)
-            path = making / WEIGHTS
-            save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, path)
-            written = np.memmap(path, mode="r")
-            manifest = {
-                "key": self.key,
-                "parts": self.parts,
-                "note": note,
-                "files": {WEIGHTS: {"digest": digest_of_parts(written), "bytes": written.nbytes}},
-            }
-            (making / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n")
-            shutil.rmtree(self.folder, ignore_errors=True)
-            making.rename(self.folder)
-        except (OSError, SafetensorError) as error:
+            with new_folder(self.folder) as making:
+                save_file(parts, making / WEIGHTS)
+                written = np.memmap(making / WEIGHTS, mode="r")
+                file = {"digest": digest_of_parts(written), "bytes": written.nbytes}
+                manifest = {
+                    "key": self.key,
+                    "parts": self.parts,
+                    "note": note,
+                    "files": {WEIGHTS: file},
+                }
+                text = json.dumps(manifest, indent=1, sort_keys=True)
+                (making / MANIFEST).write_text(f"{text}\n")
+                shutil.rmtree(self.folder, ignore_errors=True)
+        except (OutputError, SafetensorError) as error:
             raise OutputError(
                 f"{self.folder}: quantized weights cannot be kept ({first_line(error)}); make "
                 "room, or set QBENCH_CACHE to another folder"
             ) from None
-        finally:
-            shutil.rmtree(making, ignore_errors=True)

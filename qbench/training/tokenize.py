@@ -8,7 +8,6 @@ import lzma
 import math
 import os
 import re
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -24,7 +23,7 @@ from qbench import hub
 from qbench.checkpoints.find import HUB_ID, READ
 from qbench.errors import DataError, RecipeError, first_line
 from qbench.evaluation.tasks import Row, parse_rows, read_rows
-from qbench.files import clean_temporaries, file_digest, temporary
+from qbench.files import clean_temporaries, file_digest, new_folder
 from qbench.training.data import (
     ABOUT,
     PARTS,
@@ -256,9 +255,8 @@ def tokenize(
         require_source(source)
     if out.exists():
         raise RecipeError(f"--out {out}: exists already; name a new folder, or remove it")
-    making = temporary(out)
-    making.mkdir(parents=True)
-    try:
+    clean_temporaries(out.parent)
+    with new_folder(out) as making:
         if isinstance(tokenizer, int):
             named = f"learnt from the text, {tokenizer} entries"
             texts = (documents(one, field=settings.field, split=settings.split) for one in sources)
@@ -269,10 +267,6 @@ def tokenize(
         about = _write(sources, making, named, settings, progress)
         text = about.model_dump_json(indent=2) + "\n"
         (making / ABOUT).write_text(text, encoding="utf-8")
-        making.replace(out)
-    finally:
-        shutil.rmtree(making, ignore_errors=True)
-        clean_temporaries(out.parent)
     return about
 
 

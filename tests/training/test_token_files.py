@@ -8,7 +8,7 @@ import shutil
 import numpy as np
 import pytest
 
-from qbench.errors import DataError, RecipeError
+from qbench.errors import DataError, OutputError, RecipeError
 from qbench.training.data import read_token_files
 from qbench.training.tokenize import Overlap, Tokenizing, documents, require_source, tokenize
 
@@ -141,6 +141,17 @@ def test_a_failure_leaves_no_folder_behind(tmp_path, tokenizer_folder):
             settings=Tokenizing(),
         )  # fmt: skip
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def test_a_full_disk_is_told_in_a_line(tmp_path, tokenizer_folder, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("qbench.training.tokenize._write", full)
+    source, out = separated(tmp_path), tmp_path / "out"
+    with pytest.raises(OutputError, match=r"out: cannot be written \(No space left on device\)"):
+        tokenize([str(source)], out, tokenizer=str(tokenizer_folder), settings=Tokenizing())
+    assert sorted(tmp_path.iterdir()) == [source]
 
 
 def test_paragraphs_that_share_thirteen_words_with_an_evaluation_text_are_left_out(tmp_path):
