@@ -120,14 +120,23 @@ def _torchao(config: Mapping[str, Any]) -> Scheme:
         raise ValueError(f"its type {kind} is not known here")
     bits = int(found[2] if found else width[0])
     floats = found is not None and found[1].lower() == "float"
-    granularity = (data.get("granularity") or {}).get("_data") or {}
-    size = data.get("group_size") or granularity.get("group_size") or WHOLE_ROW
-    part = None
+    granularity = data.get("granularity") or data.get("weight_granularity") or {}
+    of_inputs, of_weights = granularity if isinstance(granularity, list) else [granularity] * 2
+    size = data.get("group_size") or (of_weights.get("_data") or {}).get("group_size") or WHOLE_ROW
+    part, whole = None, of_inputs.get("_type") == "PerTensor"
     if "dynamic" in kind.lower():
-        words = f"{'fp8' if 'float8' in kind.lower() else 'int8'} per token, dynamic"
+        element = "fp8" if "float8" in kind.lower() else "int8"
+        words = f"{element} per {'tensor' if whole else 'token'}, dynamic"
         part = Part(bits=8, scheme=words, simulated=False)
-    words = f"{'fp' if floats else 'int'}{bits} {strategy(size)}"
-    return Scheme(bits=(bits,), groups=size, words=words, activations=part)
+    share = "per tensor" if of_weights.get("_type") == "PerTensor" else strategy(size)
+    words = f"{'fp' if floats else 'int'}{bits} {share}"
+    return Scheme(
+        bits=(bits,),
+        groups=size,
+        words=words,
+        activations=part,
+        independent=part is None or not whole,
+    )
 
 
 def _fp8(config: Mapping[str, Any]) -> Scheme:

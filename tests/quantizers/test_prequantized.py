@@ -22,6 +22,8 @@ from published_copies import (
     original,
 )
 from small_recipe import qbench, small_recipe
+from torchao import quantization as torchao
+from transformers import TorchAoConfig
 
 from qbench.cell import load
 from qbench.errors import CheckpointError, QbenchError, RecipeError, UnavailableError
@@ -322,6 +324,26 @@ def test_schemes_are_read_from_what_libraries_write():
     assert KNOWN["gptq"].read({"bits": 3, "group_size": -1}).words == "int3 per row"
     fp8 = KNOWN["fp8"].read({"weight_block_size": [128, 128]})
     assert (fp8.bits, fp8.words) == ((8,), "fp8 in blocks of 128 × 128")
+
+
+@pytest.mark.parametrize(
+    ("config", "words", "inputs"),
+    [
+        (torchao.Float8DynamicActivationFloat8WeightConfig(), "fp8 per tensor", "fp8 per tensor"),
+        (torchao.Float8DynamicActivationFloat8WeightConfig(granularity=torchao.PerRow()),
+         "fp8 per row", "fp8 per token"),
+        (torchao.Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4),
+         "int4 in groups of 32", "int8 per token"),
+        (torchao.IntxWeightOnlyConfig(weight_dtype=torch.int3, granularity=torchao.PerGroup(64)),
+         "int3 in groups of 64", None),
+    ],
+)  # fmt: skip
+def test_schemes_of_torchao_say_who_shares_a_scale(config, words, inputs):
+    stated = json.loads(TorchAoConfig(config).to_json_string(use_diff=False))
+    scheme = KNOWN["torchao"].read(stated)
+    assert scheme.words == words
+    assert (scheme.activations and scheme.activations.scheme) == (inputs and f"{inputs}, dynamic")
+    assert scheme.independent == (inputs != "fp8 per tensor")
 
 
 def test_a_path_for_each_checkpoint_and_none_beside_others():
