@@ -141,9 +141,16 @@ def _torchao(config: Mapping[str, Any]) -> Scheme:
 
 def _fp8(config: Mapping[str, Any]) -> Scheme:
     rows, columns = config.get("weight_block_size") or (1, WHOLE_ROW)
-    part = Part(bits=8, scheme=f"fp8 in groups of {columns}, dynamic", simulated=False)
-    words = f"fp8 in blocks of {rows} × {columns}" if columns != WHOLE_ROW else "fp8 per tensor"
-    return Scheme(bits=(8,), groups=columns, words=words, activations=part)
+    blocks = columns != WHOLE_ROW
+    share = f"in groups of {columns}, dynamic" if blocks else "per token, dynamic"
+    if config.get("activation_scheme") == "static":
+        share = "per tensor, static"
+    return Scheme(
+        bits=(8,),
+        groups=columns,
+        words=f"fp8 in blocks of {rows} × {columns}" if blocks else "fp8 per tensor",
+        activations=Part(bits=8, scheme=f"fp8 {share}", simulated=False),
+    )
 
 
 def _gguf(config: Mapping[str, Any]) -> Scheme:

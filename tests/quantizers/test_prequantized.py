@@ -324,6 +324,9 @@ def test_schemes_are_read_from_what_libraries_write():
     assert KNOWN["gptq"].read({"bits": 3, "group_size": -1}).words == "int3 per row"
     fp8 = KNOWN["fp8"].read({"weight_block_size": [128, 128]})
     assert (fp8.bits, fp8.words) == ((8,), "fp8 in blocks of 128 × 128")
+    assert fp8.activations.scheme == "fp8 in groups of 128, dynamic"
+    fp8 = KNOWN["fp8"].read({"weight_block_size": None, "activation_scheme": "static"})
+    assert (fp8.words, fp8.activations.scheme) == ("fp8 per tensor", "fp8 per tensor, static")
 
 
 @pytest.mark.parametrize(
