@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -643,12 +642,6 @@ class Grid(RecordModel):
 
 
 KEY_DIGITS = 16  # of keys and checksums in names
-
-
-def table_path(path: Path, record: Record, name: str) -> Path:
-    """Of the table ``name`` of the record at ``path``: its checksum is part of the name, so that
-    a table never replaces one that an older record still states."""
-    return path.with_suffix(f".{record.files[name].sha256[:KEY_DIGITS]}.{name}.parquet")
 
 
 class Moved(RecordModel):

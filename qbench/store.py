@@ -46,7 +46,6 @@ from qbench.records import (
     RecordModel,
     Sensitivity,
     StoredTable,
-    table_path,
 )
 
 if TYPE_CHECKING:
@@ -255,9 +254,9 @@ class Store(CellFiles[Record, Grid]):
         record = record.model_copy(update={"files": files})
         with self._lock():
             for name, payload in payloads.items():
-                write_atomically(table_path(path, record, name), payload)
+                write_atomically(self._table_path(record, name), payload)
             write(path, record)
-            kept = {table_path(path, record, name) for name in files}
+            kept = {self._table_path(record, name) for name in files}
             for old in path.parent.glob(f"{path.stem}.*.*.parquet"):
                 if old not in kept:
                     old.unlink()
@@ -288,10 +287,10 @@ class Store(CellFiles[Record, Grid]):
 
     def payload(self, record: Record, name: Table) -> bytes:
         """A Parquet file's content, verified before any library parses it."""
-        record_path = self.path(record)
         if name not in record.files:
-            raise DamagedError(f"{record_path}: no {name} were written with this record; {AGAIN}")
-        path, stated = table_path(record_path, record, name), record.files[name]
+            path = self.path(record)
+            raise DamagedError(f"{path}: no {name} were written with this record; {AGAIN}")
+        path, stated = self._table_path(record, name), record.files[name]
         try:
             payload = path.read_bytes()
         except FileNotFoundError:
@@ -299,6 +298,12 @@ class Store(CellFiles[Record, Grid]):
         if len(payload) != stated.bytes or digest(payload) != stated.sha256:
             raise DamagedError(f"{path}: damaged: its content is not what was written; {AGAIN}")
         return payload
+
+    def _table_path(self, record: Record, name: Table) -> Path:
+        """Its checksum is part of the name, so that a table never replaces one that an older record
+        still states."""
+        stated = record.files[name].sha256[:KEY_DIGITS]
+        return self.path(record).with_suffix(f".{stated}.{name}.parquet")
 
     @contextmanager
     def _lock(self) -> Iterator[None]:
