@@ -53,6 +53,7 @@ from qbench.quantizers.texts import (
 )
 from qbench.recipe import Column, Evaluation, Recipe, Task
 from qbench.records import Grid, GridCell
+from qbench.text import together
 
 Runtime = Literal["transformers", "llama.cpp", "lm-eval"]  # what runs a cell's model
 ONE_WAY: dict[Runtime, Mode] = {  # to score, whatever the recipe says
@@ -608,13 +609,8 @@ def refusal(checkpoint: Checkpoint, shapes: Shapes, quantization: QuantizationCo
 
 
 def require_runnable(cells: Iterable[Cell]) -> None:
-    """Raises RecipeError for cells that can never run: a line a reason, with all of them."""
-    reasons: dict[str, list[str]] = {}
-    for cell in cells:
-        if cell.refusal is not None:
-            reasons.setdefault(cell.refusal, []).append(cell.name)
-    if reasons:
-        lines = [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
+    """Raises RecipeError for cells that can never run: a line a reason."""
+    if lines := together((cell.name, cell.refusal) for cell in cells if cell.refusal):
         raise RecipeError(*lines, "these cells can never run; choose others with --only PATTERN")
 
 
