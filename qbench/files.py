@@ -95,7 +95,6 @@ def replacing(path: Path) -> Iterator[Path]:
         try:
             file = making / path.name
             yield file
-            file.chmod(making.stat().st_mode & 0o666)  # safetensors writes for the owner alone
             with file.open("rb") as written:
                 os.fsync(written.fileno())
             file.replace(path)

@@ -179,6 +179,7 @@ def _write(path: Path, tensors: dict[str, Tensor], about: dict[str, str]) -> Non
     with replacing(path) as making:
         try:
             save_file(tensors, making, about)
+            making.chmod(making.parent.stat().st_mode & 0o666)  # it writes for its owner alone
         except SafetensorError as error:
             raise OSError(first_line(error)) from None
 

@@ -41,6 +41,8 @@ def test_the_record_says_how_it_came_about(trained, tokens):
     out, (_, record) = trained
     path = out / "softpick-seed3" / "training.json"
     assert Training.model_validate_json(path.read_bytes()) == record
+    modes = {file.stat().st_mode for file in path.parent.rglob("*.[jst]*") if file.is_file()}
+    assert len(modes) == 1  # whoever reads the record reads the weights
     assert (record.steps, record.tokens) == (40, 2560)
     assert record.attention == "softpick/reference"
     assert record.kernels == ("none",)  # on a CPU
