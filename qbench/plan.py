@@ -248,7 +248,7 @@ def _cell(
     base: GridCell | None,
 ) -> Cell:
     """The cell of one ``column``, by what ``plan``, whose cells are not there yet, says of all."""
-    recipe, device, calibration = plan.recipe, plan.device, plan.calibration
+    recipe, device = plan.recipe, plan.device
     quantization, copy = find_copy(column.quantization, name, checkpoint, shapes, device)
     chosen, reason = "", None
     try:
@@ -274,39 +274,7 @@ def _cell(
     )
     if device == "cpu" and scoring.mode != "lm-eval":
         slower = ""  # as for any other model
-    compiled = ("triton",) if attention.implementation == "triton" or device == "cuda" else ()
-    parts: dict[str, Any] = {
-        "weights": checkpoint.digest,
-        "normalizer": checkpoint.normalizer,
-        "quantizer": quantization.to_dict(),
-        "tasks": {task.name: task.digest for task in plan.tasks},
-        "few-shot": {task.name: task.num_fewshot for task in plan.tasks},
-        "scoring": scoring.key_parts(),
-        "attention": attention.implementation,
-        "device": device,
-        "versions": {**versions((*quantization.requirements, *compiled)), "qbench": __version__},
-        "code": code_digest(),
-    }
-    if checkpoint.normalizer != NATIVE:
-        source = NORMALIZERS.get(checkpoint.normalizer).source
-        if source is not None:
-            parts["normalizer source"] = source
-    if plan.groups:
-        parts["groups"] = {group.name: asdict(group) for group in plan.groups}
-    if plan.hardware is not None:
-        parts["gpu"] = plan.hardware
-    if quantization.needs_calibration:
-        assert calibration is not None, "Recipe refuses calibrated quantizers without calibration"
-        parts["calibration"] = {
-            "samples": calibration.samples,
-            "length": calibration.length,
-            "seed": calibration.seed,
-            "text": calibration.digest,
-            **({"bos": True} if calibration.bos else {}),
-        }
-    if base is not None:
-        parts["damage against"] = base.key
-    return Cell(
+    cell = Cell(
         base=base,
         copy=copy,
         checkpoint_name=name,
@@ -315,8 +283,8 @@ def _cell(
         quantization=quantization,
         attention=attention.implementation,
         scoring=scoring,
-        key=content_key(parts),
-        key_parts=parts,
+        key="",
+        key_parts={},
         refusal=reason
         or refusal(checkpoint, shapes, quantization)
         or _unlike_a_stream(recipe, quantization, copy, checkpoint.config),
@@ -325,6 +293,45 @@ def _cell(
             *([f"{column.label}: {chosen}"] if chosen else []),
         ),
     )
+    parts = _key_parts(plan, cell)
+    return replace(cell, key=content_key(parts), key_parts=parts)
+
+
+def _key_parts(plan: Plan, cell: Cell) -> dict[str, Any]:
+    """All that can change the scores of ``cell``; what plays no part in it is left out."""
+    compiled = ("triton",) if cell.attention == "triton" or plan.device == "cuda" else ()
+    normalizer, calibration = cell.checkpoint.normalizer, plan.calibration
+    text = None
+    if cell.quantization.needs_calibration:
+        assert calibration is not None, "Recipe refuses calibrated quantizers without calibration"
+        text = {
+            "samples": calibration.samples,
+            "length": calibration.length,
+            "seed": calibration.seed,
+            "text": calibration.digest,
+            **({"bos": True} if calibration.bos else {}),
+        }
+    parts = {
+        "weights": cell.checkpoint.digest,
+        "normalizer": normalizer,
+        "normalizer source": None if normalizer == NATIVE else NORMALIZERS.get(normalizer).source,
+        "quantizer": cell.quantization.to_dict(),
+        "calibration": text,
+        "tasks": {task.name: task.digest for task in plan.tasks},
+        "few-shot": {task.name: task.num_fewshot for task in plan.tasks},
+        "groups": {group.name: asdict(group) for group in plan.groups} or None,
+        "scoring": cell.scoring.key_parts(),
+        "attention": cell.attention,
+        "device": plan.device,
+        "gpu": plan.hardware,
+        "versions": {
+            **versions((*cell.quantization.requirements, *compiled)),
+            "qbench": __version__,
+        },
+        "code": code_digest(),
+        "damage against": cell.base.key if cell.base is not None else None,
+    }
+    return {name: part for name, part in parts.items() if part is not None}
 
 
 WORKSPACE = 4 * 2**30  # bytes
