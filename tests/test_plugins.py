@@ -2,15 +2,13 @@
 
 import importlib
 import json
-import shutil
 
 import pytest
-import torch
-from loading import load_model
 from small_recipe import DEMO, qbench, small_recipe
 
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.checkpoints import find
+from qbench.checkpoints.convert import convert
 from qbench.plugins import source_digest
 from qbench.store import Store
 
@@ -22,10 +20,7 @@ def results(tmp_path_factory):
         importlib.import_module(f"plugins.{name}")
     folder = tmp_path_factory.mktemp("plugins")
     toy = folder / "toy"
-    model = load_model(find(str(DEMO / "softpick")), dtype=torch.float32, device="cpu")
-    model.save_pretrained(toy)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DEMO / "softpick" / name, toy / name)
+    convert(find(str(DEMO / "softpick")), "llama", toy)
     config = json.loads((toy / "config.json").read_text())
     (toy / "config.json").write_text(json.dumps(config | {"qbench_normalizer": "toy"}))
     recipe = small_recipe(
