@@ -308,7 +308,7 @@ def _missed(
         if not share <= allowed:
             problems.append(
                 f"{name}: {int(zeros.sum())} of {len(zeros)} columns are zeros, and {share:.1%} of "
-                f"the squared products go there; {allowed:.1%} may"
+                f"the squared products go there; {allowed:.1%} may: calibrate on more text"
             )
 
     watch_inputs(original, {n: original.get_submodule(n) for n in zeroed}, look, [probe])
