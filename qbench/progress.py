@@ -1,8 +1,11 @@
-"""Where a cell at work says what it does. Imports nothing."""
+"""Where a cell at work says what it does. Imports nothing of ours."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
+
+Advance = Callable[[float, float], None]  # pieces of work that are done, and how many there are
 
 
 class Progress(Protocol):

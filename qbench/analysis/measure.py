@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ from qbench.analysis.capture import (
 )
 from qbench.analysis.hidden import MASSIVE_KEPT, Inputs, Massive, States, summary
 from qbench.errors import EvaluationError
+from qbench.progress import Advance
 from qbench.records import (
     Delimiters,
     Head,
@@ -38,7 +39,6 @@ from qbench.records import (
 
 STRETCH = 128  # positions over which losses and weights are averaged
 DELIMITERS = frozenset(".,;:!?\n\r")  # what a delimiter token consists of, spaces aside
-Progress = Callable[[int, int], None]  # texts read, texts in all
 
 
 @dataclass(kw_only=True, eq=False)
@@ -85,7 +85,7 @@ def measure(
     tokenizer: PreTrainedTokenizerBase,
     linears: Sequence[str],
     batch: int,
-    progress: Progress | None = None,
+    progress: Advance | None = None,
 ) -> Measured:
     """Let ``model`` read texts ``ids`` [N, T] int64, ``batch`` at a time, and measure.
 

@@ -31,6 +31,7 @@ from qbench.evaluation.scoring.logits import (
 from qbench.evaluation.scoring.requests import Request, Scored
 from qbench.evaluation.scoring.scorer import Counts, Scorer
 from qbench.evaluation.settings import ScoringSettings
+from qbench.progress import Advance
 from qbench.records import ScoringReport
 
 BATCH = 512  # tokens of one call of llama.cpp, whose logits are in memory at once
@@ -119,7 +120,7 @@ class LlamaCpp:
         *,
         finished: Callable[[int, list[int]], bool] | None = None,
         longest: int | None = None,
-        progress: Callable[[int, int], None] | None = None,
+        progress: Advance | None = None,
     ) -> list[list[int]]:
         """As ``scoring.generate.decode``, one prompt after another."""
         answers: list[list[int]] = []
@@ -179,7 +180,7 @@ class LlamaCppScorer(Scorer):
         tokenizer: Any,
         settings: ScoringSettings,
         *,
-        progress: Callable[[int, int], None] | None = None,
+        progress: Advance | None = None,
         observer: Observer | None = None,
     ) -> None:
         super(Scorer, self).__init__()

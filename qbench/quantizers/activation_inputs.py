@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from qbench.errors import QuantizationError
+from qbench.progress import Advance
 from qbench.quantizers import scaled_mm
 from qbench.quantizers.activations import FakeQuantized
 from qbench.quantizers.calibration import Calibration, watch_inputs
-from qbench.quantizers.config import ActivationEvidence, Progress, matching
+from qbench.quantizers.config import ActivationEvidence, matching
 from qbench.quantizers.fake_quant import CODES, FakeQuant, scale_of_tensor
 from qbench.quantizers.formats import QuantFormat, Scale
 from qbench.quantizers.linear import matrices, require_matches
@@ -161,7 +162,7 @@ def calibrate(
     model: nn.Module,
     settings: FakeQuantized,
     calibration: Calibration | None,
-    progress: Progress,
+    progress: Advance,
 ) -> dict[str, Tensor]:
     """By module: [low, high] of its inputs over the calibration text, one sample at a time; empty
     where nothing is fixed. Raises QuantizationError for a module that the text never reaches."""

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedTokenizerBase
 
 from qbench.errors import DataError, QuantizationError, some
-from qbench.quantizers.config import Progress
+from qbench.progress import Advance
 from qbench.quantizers.texts import CalibrationText, draw_windows
 from qbench.streaming import Stop, decoder_blocks, hold
 
@@ -63,7 +63,7 @@ def watch_inputs(
     modules: Mapping[str, nn.Module],
     look: Callable[[str, Tensor], None],
     batches: Sequence[Tensor],
-    progress: Progress = lambda done, total: None,
+    progress: Advance = lambda done, total: None,
 ) -> None:
     """Run ``model`` on ``batches`` of token ids [B, T], and let ``look`` see by name what each of
     ``modules`` takes in, before anything else that hangs on them changes it."""

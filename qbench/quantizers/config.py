@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SETTINGS = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-Progress = Callable[[float, float], None]  # pieces of work done, and how many there are
 Dtype = Literal["bfloat16", "float16", "float32"]
 UNQUANTIZED: dict[str, str] = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}
 

@@ -19,9 +19,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from qbench.errors import QuantizationError
+from qbench.progress import Advance
 from qbench.quantizers import packed
 from qbench.quantizers.calibration import BlockInputs, Calibration
-from qbench.quantizers.config import WHOLE_ROW, Progress
+from qbench.quantizers.config import WHOLE_ROW
 from qbench.quantizers.linear import Plain, Tensors, linears
 from qbench.quantizers.packed import unpack  # noqa: F401  (the same for this method)
 from qbench.quantizers.weights import Gptq
@@ -33,7 +34,7 @@ DAMP_STEP = 0.01  # by which damping is raised where H is singular
 
 
 def quantize_model(
-    model: PreTrainedModel, settings: Gptq, calibration: Calibration, progress: Progress
+    model: PreTrainedModel, settings: Gptq, calibration: Calibration, progress: Advance
 ) -> tuple[dict[str, Tensors], str]:
     """What is to be stored for each linear layer, and what did it; ``model`` is overwritten.
 

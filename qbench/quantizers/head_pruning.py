@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from qbench.errors import QuantizationError
+from qbench.progress import Advance
 from qbench.quantizers.calibration import Calibration, watch_inputs
-from qbench.quantizers.config import Progress
 from qbench.quantizers.kv_fake_quant import OURS, attention_modules
 from qbench.quantizers.transforms import Dormant, Weakest
 
@@ -25,7 +25,7 @@ def calibrate(
     model: PreTrainedModel,
     settings: Dormant | Weakest,
     calibration: Calibration | None,
-    progress: Progress,
+    progress: Advance,
 ) -> dict[str, Tensor]:
     """By attention module: which heads stay, uint8 [heads]."""
     require_own_attention(model)
@@ -71,7 +71,7 @@ def output_projections(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def output_ratios(model: PreTrainedModel, ids: Tensor, progress: Progress) -> dict[str, Tensor]:
+def output_ratios(model: PreTrainedModel, ids: Tensor, progress: Advance) -> dict[str, Tensor]:
     """Of each attention module [heads], float64: mean norm of each head's output over the texts
     ``ids`` [N, T], divided by the mean over the module's heads. As
     ``qbench.analysis.attention.output_ratios`` has it of a text (Sandoval-Segura et al. 2025,

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from qbench.errors import QbenchError, QuantizationError, first_line, some
+from qbench.progress import Advance
 from qbench.quantizers.artifacts import Artifact, Damaged
 from qbench.quantizers.calibration import Calibration
 from qbench.quantizers.config import (
     PackedWeight,
-    Progress,
     QuantizationConfig,
     Settings,
     WeightSettings,
@@ -58,7 +58,7 @@ def quantize(
     digest: str,
     artifacts: Path,
     normalizer_source: str | None = None,
-    progress: Progress = lambda done, total: None,
+    progress: Advance = lambda done, total: None,
 ) -> tuple[PreTrainedModel, str]:
     """``model`` as ``config`` has it, and a line on how it came about.
 
@@ -102,7 +102,7 @@ def make(
     model: PreTrainedModel,
     config: QuantizationConfig,
     calibration: Calibration | None,
-    progress: Progress,
+    progress: Advance,
 ) -> tuple[Tensors, str]:
     """Quantize ``model``: its weights are consumed, its modules stay in their places.
 
@@ -174,7 +174,7 @@ def _quantize_weights(
     settings: WeightSettings,
     model: PreTrainedModel,
     calibration: Calibration | None,
-    progress: Progress,
+    progress: Advance,
 ) -> tuple[dict[str, Tensors], str]:
     settings.check_layers(
         {name: (one.out_features, one.in_features) for name, one in linears(model).items()}
@@ -228,7 +228,7 @@ def _obtain(
     model: PreTrainedModel,
     config: QuantizationConfig,
     calibration: Calibration | None,
-    progress: Progress,
+    progress: Advance,
 ) -> tuple[dict[str, Tensor], str]:
     """Tensors by name, from disk where they are there and whole."""
     again = ""

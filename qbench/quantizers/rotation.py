@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from qbench.progress import Advance
 from qbench.quantizers.calibration import Calibration
-from qbench.quantizers.config import Progress
 from qbench.quantizers.hadamard import factors, matrix
 from qbench.quantizers.linear import set_parameter
 from qbench.quantizers.transforms import Rotation
@@ -28,7 +28,7 @@ def calibrate(
     model: PreTrainedModel,
     settings: Rotation,
     calibration: Calibration | None,
-    progress: Progress,
+    progress: Advance,
 ) -> dict[str, Tensor]:
     """The diagonal of D, int8 [hidden]."""
     hidden = model.model.embed_tokens.weight.shape[1]

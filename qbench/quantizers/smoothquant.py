@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from qbench.progress import Advance
 from qbench.quantizers.calibration import Calibration, watch_inputs
-from qbench.quantizers.config import Progress
 from qbench.quantizers.linear import set_parameter
 from qbench.quantizers.transforms import SmoothQuant
 
@@ -62,7 +62,7 @@ def calibrate(
     model: PreTrainedModel,
     settings: SmoothQuant,
     calibration: Calibration | None,
-    progress: Progress,
+    progress: Advance,
 ) -> dict[str, Tensor]:
     """s = max|X|^α / max|W|^(1 − α) by channel of each group (Xiao et al. 2022, equation 4):
     float32 by the group's name. Channels that calibration never reaches keep 1: their scale

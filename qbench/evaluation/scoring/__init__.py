@@ -9,11 +9,11 @@ from lm_eval.api.model import LM
 
 from qbench.errors import RecipeError
 from qbench.evaluation.lm_eval_model import ExternalScorer
-from qbench.evaluation.scoring.generate import Progress
 from qbench.evaluation.scoring.hflm import HFLMScorer
 from qbench.evaluation.scoring.logits import Observer
 from qbench.evaluation.scoring.scorer import Scorer
 from qbench.evaluation.settings import ScoringSettings
+from qbench.progress import Advance
 
 __all__ = ["HFLMScorer", "Observer", "Scorer", "language_model"]
 
@@ -23,7 +23,7 @@ def language_model(
     tokenizer: Any,
     settings: ScoringSettings,
     *,
-    progress: Progress | None = None,
+    progress: Advance | None = None,
     observer: Observer | None = None,
 ) -> Any:
     """An lm-eval language model over ``model``, a causal LM of transformers in eval mode.

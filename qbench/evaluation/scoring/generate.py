@@ -40,6 +40,7 @@ from qbench.attention.masks import Mask
 from qbench.checkpoints.supported import moving_rope
 from qbench.errors import EvaluationError
 from qbench.evaluation.scoring.requests import check_tokens, encode_texts
+from qbench.progress import Advance
 from qbench.streaming import is_spread, stream_of
 
 CACHE_BYTES = {"cuda": 16 << 30, "cpu": 1 << 30}  # keys and values of prompts decoded at once
@@ -64,7 +65,6 @@ NOT_FINITE = (
     "model's weights, its quantizer and its dtype"
 )
 
-Progress = Callable[[int, int], None]  # of requests, windows or prompts: done, and of how many
 Finished = Callable[[int, list[int]], bool]  # of a prompt's index and its answer so far
 
 
@@ -80,7 +80,7 @@ def generate(
     hflm: HFLM,
     requests: Sequence[Any],
     *,
-    progress: Progress | None = None,
+    progress: Advance | None = None,
     runtime: Callable[..., list[list[int]]] | None = None,
 ) -> list[str]:
     """The greedy answers to lm-eval's requests, of a model and ``generation_kwargs`` for which
@@ -133,7 +133,7 @@ def greedy(
     prompts: Sequence[Sequence[int]],
     tokens: int,
     *,
-    progress: Progress | None = None,
+    progress: Advance | None = None,
 ) -> list[list[int]]:
     """The ``tokens`` likeliest tokens after each of ``prompts``, all of one length, each the
     likeliest after those before it; no token ends an answer early.
@@ -198,7 +198,7 @@ def decode(
     ends: Collection[int] = (),
     finished: Finished | None = None,
     longest: int | None = None,
-    progress: Progress | None = None,
+    progress: Advance | None = None,
 ) -> list[list[int]]:
     """Of each prompt the likeliest tokens, until its limit, one of ``ends``, or until ``finished``
     of its index and its tokens so far, which is asked every few tokens. ``longest``: tokens of a
@@ -328,7 +328,7 @@ class _Decoding:
         return sorted([*started, *self.waiting], key=lambda i: -len(self.prompts[i].ids))
 
     @torch.inference_mode()
-    def all(self, progress: Progress | None) -> None:
+    def all(self, progress: Advance | None) -> None:
         """Answers every prompt that waits."""
         before = len(self.prompts) - len(self.waiting)
         while self.waiting or self.active:

@@ -30,7 +30,6 @@ from qbench.errors import EvaluationError, UnavailableError
 from qbench.evaluation.scoring.batching import BatchPlan, Packing, Padding
 from qbench.evaluation.scoring.forward import PackedForward, PaddedForward, decoder_and_head
 from qbench.evaluation.scoring.generate import (
-    Progress,
     generate,
     generate_by_hflm,
     greedy,
@@ -58,6 +57,7 @@ from qbench.evaluation.scoring.requests import (
 )
 from qbench.evaluation.settings import ScoringSettings, Tolerance, beyond
 from qbench.machine import reset_peak_memory
+from qbench.progress import Advance
 from qbench.records import DifferenceFromExact, SampleDifference, ScoringReport
 from qbench.streaming import stream_of
 
@@ -125,7 +125,7 @@ class Scorer(LM):
         tokenizer: Any,
         settings: ScoringSettings,
         *,
-        progress: Progress | None = None,
+        progress: Advance | None = None,
         observer: Observer | None = None,
     ) -> None:
         super().__init__()
