@@ -265,7 +265,6 @@ def recipe_options(*names: str) -> Callable[[Callable[..., None]], Callable[...,
         # what typer reads
         wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # ours
         wrapper.__annotations__ = {one.name: one.annotation for one in parameters}
-        del wrapper.__wrapped__  # type: ignore[attr-defined]  # else typer reads the command's
         return wrapper
 
     return decorate
