@@ -12,7 +12,7 @@ import pytest
 from synthetic import make_store
 
 from qbench.cli import app as cli
-from qbench.comparison.lines import FILE, read_noise_floor
+from qbench.comparison.lines import FILE, read_noise_floors
 from qbench.errors import DamagedError, NewerSchemaError, ResultsError, SchemaError
 from qbench.gate import baseline
 from qbench.records import RESPONSE_COLUMNS, NoiseRecord
@@ -74,7 +74,7 @@ def content(results: Path) -> list[object]:
         (name, cell.record, {k: v.values.tolist() for k, v in cell.columns.items()})
         for name, cell in standard.cells.items()
     ]
-    return [grid, records, tables, read_noise_floor(store, grid), cells]
+    return [grid, records, tables, read_noise_floors(store, grid), cells]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from qbench.comparison.changes import compare_precisions
 from qbench.comparison.effects import with_effects
-from qbench.comparison.lines import Comparison, Entry, Line, read_noise_floor, status_of
+from qbench.comparison.lines import Comparison, Entry, Line, read_noise_floors, status_of
 from qbench.errors import ResultsError
 from qbench.metrics import rank
 from qbench.records import Grid, GridCell, Record, Score
@@ -26,11 +26,13 @@ def compare(store: Store, *, statistics: bool = True, against: str | None = None
     grid = store.grid()
     found = {cell.cell: store.get(cell) for cell in grid.cells}
     records = {name: record for name, record in found.items() if record is not None}
+    floors, stale = read_noise_floors(store, grid)
     comparison = Comparison(
         grid=grid,
         records=records,
         lines=tuple(_lines(grid, records)),
-        floors=read_noise_floor(store, grid),
+        floors=floors,
+        stale=stale,
         elsewhere={
             cell.cell: run
             for cell in grid.cells

@@ -17,15 +17,7 @@ if TYPE_CHECKING:
 
 FILE = "noise.json"
 AGAIN = "run `qbench noise` again, or remove the file"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NoiseFloor:
-    """``of`` maps (checkpoint, task, metric) to the largest move of that score, in its units;
-    ``stale`` names checkpoints whose noise was measured under another key than the grid's."""
-
-    of: Mapping[tuple[str, str, str], float] = field(default_factory=dict)
-    stale: tuple[str, ...] = ()
+Floors = Mapping[str, Mapping[str, float]]  # task → metric → the largest move, in its units
 
 
 def read_noise(store: Store) -> NoiseRecord:
@@ -35,20 +27,18 @@ def read_noise(store: Store) -> NoiseRecord:
     return read(path, NoiseRecord, AGAIN) if path.is_file() else NoiseRecord(cells={})
 
 
-def read_noise_floor(store: Store, grid: Grid) -> NoiseFloor:
-    """The floors of ``noise.json``. Raises as ``read_noise``."""
+def read_noise_floors(store: Store, grid: Grid) -> tuple[dict[str, Floors], tuple[str, ...]]:
+    """The floors of ``noise.json`` by checkpoint, and those whose noise was measured under
+    another key than the grid's. Raises as ``read_noise``."""
     keys = {cell.cell: cell.key for cell in grid.cells}
-    of: dict[tuple[str, str, str], float] = {}
-    stale = []
+    floors, stale = {}, []
     for cell, measured in read_noise(store).cells.items():
         checkpoint = cell.rpartition("/")[0]
-        if measured.key != keys.get(cell):
+        if measured.key == keys.get(cell):
+            floors[checkpoint] = measured.floors
+        else:
             stale.append(checkpoint)
-            continue
-        for task, metrics in measured.floors.items():
-            for metric, floor in metrics.items():
-                of[checkpoint, task, metric] = floor
-    return NoiseFloor(of=of, stale=tuple(stale))
+    return floors, tuple(stale)
 
 
 Status = Literal["ok", "failed", "missing"]
@@ -164,7 +154,8 @@ class Comparison:
     grid: Grid
     records: Mapping[str, Record]  # cell → record, failed ones too
     lines: tuple[Line, ...]
-    floors: NoiseFloor = field(default_factory=NoiseFloor)
+    floors: Mapping[str, Floors] = field(default_factory=dict)  # checkpoint → of its scores
+    stale: tuple[str, ...] = ()  # checkpoints whose noise was measured with other settings
     elsewhere: Mapping[str, str] = field(default_factory=dict)  # missing cell → run that has it
     seeds: tuple[Line, ...] = ()  # over several trainings, where the grid has replicates
     pairs: tuple[Change, ...] = ()  # of one checkpoint: its quantized precisions among themselves
@@ -205,7 +196,8 @@ class Comparison:
         """The most that batching alone may move Δ: the floors of both scores together. None where
         one was not measured."""
         pair = (self.checkpoints[0], checkpoint)
-        ends = [self.floors.of.get((name, line.task, line.metric)) for name in pair]
+        known = [self.floors.get(name, {}).get(line.task, {}) for name in pair]
+        ends = [floors.get(line.metric) for floors in known]
         return None if None in ends else sum(ends)
 
     def below_noise(self, line: Line, checkpoint: str) -> bool:

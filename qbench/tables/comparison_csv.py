@@ -42,7 +42,7 @@ def comparison_csv(comparison: Comparison, *, published: str | None = None) -> s
     ``detectable`` is a log ratio too. Printed numbers are in the paper's units. Text that a
     spreadsheet would compute begins with an apostrophe.
     """
-    left_out = [*(() if published else PRINTED), *(() if comparison.floors.of else (NOISE,))]
+    left_out = [*(() if published else PRINTED), *(() if comparison.floors else (NOISE,))]
     if not any(line.precision.in_parts for line in comparison.lines):
         left_out += PRECISION
     columns = [column for column in COLUMNS if column not in left_out]

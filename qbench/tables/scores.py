@@ -309,9 +309,9 @@ def _seed_notes(
 
 def _score_notes(method: MethodLines) -> list[str]:
     comparison, lines = method.comparison, method.lines
-    stale = ", ".join(comparison.floors.stale)
+    stale = ", ".join(comparison.stale)
     return [
-        *([NOISE_NOTE] if comparison.floors.of else []),
+        *([NOISE_NOTE] if comparison.floors else []),
         *([f"noise.json has other settings for {stale}: run qbench noise again"] if stale else []),
         *cache_notes(comparison, lines),
         *judged_notes(comparison, lines),
