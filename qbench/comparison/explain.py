@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +14,13 @@ from qbench.text import one_line
 ABSENT = "(absent)"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Difference:
-    """One part of the key: its dotted name, and what the two records have there."""
-
-    part: str
-    a: str
-    b: str
-
-
-def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
-    """Every part of two keys that differs, in the order of the key; none: the same key."""
+def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Every part of two keys that differs, in the order of the key: its dotted name, and what the
+    two have there. None: the same key."""
     left, right = (dict(flat(parts)) for parts in (a, b))
-    return [
-        Difference(part=part, a=left.get(part, ABSENT), b=right.get(part, ABSENT))
-        for part in dict.fromkeys([*left, *right])
-        if left.get(part, ABSENT) != right.get(part, ABSENT)
-    ]
+    parts = dict.fromkeys([*left, *right])
+    found = [(part, left.get(part, ABSENT), right.get(part, ABSENT)) for part in parts]
+    return [(part, one, other) for part, one, other in found if one != other]
 
 
 def text(a: Record, b: Record) -> str:
@@ -39,8 +28,8 @@ def text(a: Record, b: Record) -> str:
     found = differences(a.key_parts, b.key_parts)
     if not found:
         return f"{a.cell} and {b.cell} have the same key, {a.key[:16]}."
-    width = max(len(one.part) for one in found)
-    return "\n".join(f"{one.part.ljust(width)}  {one.a}  →  {one.b}" for one in found)
+    width = max(len(part) for part, _, _ in found)
+    return "\n".join(f"{part.ljust(width)}  {one}  →  {other}" for part, one, other in found)
 
 
 def find_cell(name: str, run: str | None = None) -> tuple[Store, Record]:

@@ -70,9 +70,9 @@ def differences(one: Trained, other: Trained, *, seeds: bool) -> list[str]:
     """What two trainings do not have in common beside their normalizers, and their ``seeds`` where
     that is so: a few words a part."""
     return [
-        f"{found.part} {_short(found.a)} and {_short(found.b)}"
-        for found in explain.differences(one.in_common, other.in_common)
-        if not (seeds and found.part == "seed")
+        f"{part} {_short(of_one)} and {_short(of_other)}"
+        for part, of_one, of_other in explain.differences(one.in_common, other.in_common)
+        if not (seeds and part == "seed")
     ]
 
 

@@ -44,16 +44,16 @@ def require_same(
     found: dict[tuple[str, str, str], list[str]] = {}
     cells = [cell for cell in old if cell in new]
     for cell in cells:
-        for one in differences(old[cell].record.key_parts, new[cell].record.key_parts):
-            part = one.part.split(".")[0]
+        for name, then, now in differences(old[cell].record.key_parts, new[cell].record.key_parts):
+            part = name.split(".")[0]
             if part in LEFT_OUT:
                 continue
             if part in ACROSS and part not in across:
                 raise ResultsError(
-                    f"{cell}: these results {ACROSS[part]} ({_short(one.a)} → {_short(one.b)}); "
+                    f"{cell}: these results {ACROSS[part]} ({_short(then)} → {_short(now)}); "
                     f"check results of the same checkpoint, or add --across {part} if this is meant"
                 )
-            found.setdefault((one.part, one.a, one.b), []).append(cell)
+            found.setdefault((name, then, now), []).append(cell)
     return [
         f"{part}: {_short(a)} → {_short(b)} in "
         + (f"all {len(cells)} cells" if len(where) == len(cells) > 1 else some(where, 3))

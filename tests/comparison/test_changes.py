@@ -46,7 +46,7 @@ def test_cells_of_one_side_only_and_failed_ones_are_named(tmp_path):
 def test_explain_names_exactly_the_parts_that_differ(tmp_path):
     store = grid(tmp_path / "a")
     a, b = (store.get(store.grid().cells[index]) for index in (0, 1))
-    assert [one.part for one in differences(a.key_parts, b.key_parts)] == [
+    assert [part for part, _, _ in differences(a.key_parts, b.key_parts)] == [
         "quantizer.name",
         "quantizer.bits",
     ]
