@@ -46,8 +46,10 @@ def compare(store: Store, *, statistics: bool = True, against: str | None = None
         if against is not None:
             raise ResultsError("--against compares the precisions of one checkpoint")
         return comparison
+    order = list(dict.fromkeys((line.task, line.metric) for line in comparison.lines))
     pairs = compare_precisions(store, grid.checkpoints[0], against)
-    return replace(comparison, pairs=pairs)
+    rows = sorted(pairs, key=lambda one: order.index((one.task, one.metric)))
+    return replace(comparison, pairs=tuple(rows))
 
 
 def elsewhere(store: Store, cell: GridCell) -> str | None:

@@ -25,7 +25,8 @@ RATIO_NOTE = f"{TIMES}: perplexities are compared by their ratio, computed on lo
 
 def metric_text(one: Line | Change | Score | GroupScore) -> str:
     """The metric with the arrow of what is better: ``Acc ↑``."""
-    return f"{metric_title(one.metric)} {'↑' if one.higher_is_better else '↓'}"
+    arrow = "↑" if one.higher_is_better else "↓"
+    return NO_VALUE if one.metric == NO_VALUE else f"{metric_title(one.metric)} {arrow}"
 
 
 def effect_text(effect: Effect | SeedEffect | None, *, percent: bool) -> str:

@@ -467,9 +467,8 @@ def gib(record: Record | None) -> float | None:
 
 def pair_tables(comparison: Comparison) -> list[Table]:
     """One checkpoint's quantized precisions among themselves; nothing where there are no pairs."""
-    order = list(dict.fromkeys((one.task, one.metric) for one in comparison.pairs))
     rows = []
-    for one in sorted(comparison.pairs, key=lambda one: order.index((one.task, one.metric))):
+    for one in comparison.pairs:
         effect = one.effect
         rows.append(
             {
