@@ -22,11 +22,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
+from safetensors import SafetensorError
 
 from qbench.errors import OutputError
 
 if TYPE_CHECKING:
     import numpy as np
+    from torch import Tensor
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,63}"  # of what a user names: it may become a folder
 PART = 4 << 20  # bytes that one thread hashes
@@ -102,6 +104,19 @@ def replacing(path: Path) -> Iterator[Path]:
             shutil.rmtree(making, ignore_errors=True)
     except (OSError, ValueError) as error:
         raise OutputError(f"{path}: cannot be written ({reason(error)})") from None
+
+
+def save_tensors(path: Path, tensors: dict[str, Tensor], about: dict[str, str]) -> None:
+    """Write the new file ``path``, not serialized in memory first, which may have no room for it.
+    Whoever reads its folder reads it, where safetensors writes for the owner alone. Raises OSError,
+    where safetensors has an error of its own."""
+    from safetensors.torch import save_file
+
+    try:
+        save_file(tensors, path, about)
+        path.chmod(path.parent.stat().st_mode & 0o666)
+    except SafetensorError as error:
+        raise OSError(str(error)) from None
 
 
 @contextmanager

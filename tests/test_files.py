@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from qbench.errors import OutputError
 from qbench.files import (
@@ -15,8 +16,10 @@ from qbench.files import (
     clean_temporaries,
     digest,
     digest_of_parts,
+    replacing,
     require_folder,
     require_writable,
+    save_tensors,
     temporary,
     write_atomically,
 )
@@ -125,3 +128,13 @@ def test_a_digest_of_parts_is_of_every_part_in_its_place():
     assert found == digest(b"".join(bytes.fromhex(digest(part)) for part in parts))
     assert found != digest_of_parts(b"".join([parts[1], parts[0], parts[2]]))
     assert found != digest_of_parts(b"".join(parts[:2]))
+
+
+def test_tensors_are_readable_as_other_files_are_and_fail_as_they_do(tmp_path):
+    write_atomically(tmp_path / "text", b"")
+    with replacing(tmp_path / "one") as making:
+        save_tensors(making, {"a": torch.ones(2)}, {})
+    assert (tmp_path / "one").stat().st_mode == (tmp_path / "text").stat().st_mode
+    with pytest.raises(OutputError, match=r"two: cannot be written \("):  # noqa: SIM117
+        with replacing(tmp_path / "two") as making:
+            save_tensors(making / "no such folder" / "two", {"a": torch.ones(2)}, {})

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import save_file
 from transformers import AutoConfig
 
 from qbench.checkpoints import fla
@@ -31,7 +30,7 @@ from qbench.checkpoints.load import read_model, read_tensor
 from qbench.checkpoints.supported import class_names
 from qbench.checkpoints.tokenizer import load_tokenizer
 from qbench.errors import CheckpointError, OutputError
-from qbench.files import clean_temporaries, new_folder, require_folder
+from qbench.files import clean_temporaries, new_folder, require_folder, save_tensors
 
 Format = Literal["llama", "fla"]
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
@@ -82,9 +81,7 @@ def _write(folder: Path, config: dict[str, Any], tensors: Tensors, checkpoint: C
     text = json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False)
     (folder / "config.json").write_text(text + "\n", encoding="utf-8")
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(whole, folder / SINGLE, metadata={"format": "pt"})
-    # safetensors writes files for their owner alone; these are to be read as the others are
-    (folder / SINGLE).chmod((folder / "config.json").stat().st_mode & 0o777)
+    save_tensors(folder / SINGLE, whole, {"format": "pt"})
 
 
 def _require_same_tokens(before: Checkpoint, after: Checkpoint) -> None:

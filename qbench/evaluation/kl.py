@@ -21,7 +21,6 @@ import numpy as np
 import pandas as pd
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
 
@@ -29,7 +28,7 @@ from qbench.errors import EvaluationError, OutputError, ResultsError
 from qbench.evaluation.baseline import ABOUT, REMEDY, checksum_file
 from qbench.evaluation.scoring.logits import LogitsPart, Projection, to_device
 from qbench.evaluation.scoring.requests import Scored
-from qbench.files import clean_temporaries, file_digest, replacing, write_atomically
+from qbench.files import clean_temporaries, file_digest, replacing, save_tensors, write_atomically
 
 
 class TaskHiddenStates(NamedTuple):
@@ -61,10 +60,10 @@ class BaselineHiddenStates:
         clean_temporaries(path.parent)
         try:
             with replacing(path) as making:
-                save_file(tensors, making, {ABOUT: about})
+                save_tensors(making, tensors, {ABOUT: about})
                 digest = file_digest(making)
             write_atomically(checksum_file(path), f"{digest}  {path.name}\n".encode())
-        except (OutputError, SafetensorError) as error:
+        except OutputError as error:
             raise ResultsError(
                 f"{error}; make room there, or leave damage out with evaluation.damage: false"
             ) from error

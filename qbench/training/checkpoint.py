@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ValidationError
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 from qbench.checkpoints import fla
 from qbench.checkpoints.find import SINGLE
 from qbench.errors import TrainingError, first_line, validation_line
-from qbench.files import content_key, file_digest, replacing, write_atomically
+from qbench.files import content_key, file_digest, replacing, save_tensors, write_atomically
 from qbench.records import TRAINING_FILE, Training, TrainingSession
 from qbench.training.data import TokenFiles, copy_tokenizer, first_token
 from qbench.training.log import LOG, STATE, read_log
@@ -90,7 +89,9 @@ class Run:
                 found[f"optimizer0/{name}/{key}"] = value
         tensors = {name: tensor.cpu().contiguous() for name, tensor in sorted(found.items())}
         text = progress.model_dump_json()
-        _write(self.state, tensors, {"progress": text, "sha256": _checksum(text, tensors.items())})
+        about = {"progress": text, "sha256": _checksum(text, tensors.items())}
+        with replacing(self.state) as making:
+            save_tensors(making, tensors, about)
 
     def load_state(
         self, parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer
@@ -139,7 +140,8 @@ class Run:
         config = checkpoint_config(self.recipe.model, self.normalizer, **self.tokens)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").unlink(missing_ok=True)
-        _write(folder / SINGLE, _stored(model, config), {"format": "pt"})
+        with replacing(folder / SINGLE) as making:
+            save_tensors(making, _stored(model, config), {"format": "pt"})
         copy_tokenizer(self.files.folder, folder)
         first = first_token(self.recipe, self.files)
         if first is not None:
@@ -172,16 +174,6 @@ class Run:
                 f"{self.folder}: holds a training of other settings, data or seed; name another "
                 "--out, or remove it"
             )
-
-
-def _write(path: Path, tensors: dict[str, Tensor], about: dict[str, str]) -> None:
-    """Not serialized in memory first, which a large model has no room for."""
-    with replacing(path) as making:
-        try:
-            save_file(tensors, making, about)
-            making.chmod(making.parent.stat().st_mode & 0o666)  # it writes for its owner alone
-        except SafetensorError as error:
-            raise OSError(first_line(error)) from None
 
 
 def _checksum(progress: str, tensors: Iterable[tuple[str, Tensor]]) -> str:

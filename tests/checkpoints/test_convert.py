@@ -163,7 +163,7 @@ def test_nothing_half_written_stays(tmp_path, monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("qbench.checkpoints.convert.save_file", full)
+    monkeypatch.setattr("qbench.checkpoints.convert.save_tensors", full)
     with pytest.raises(OutputError, match=r"out: cannot be written \(No space left on device\)"):
         convert(find(str(folder)), "llama", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
