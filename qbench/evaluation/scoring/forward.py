@@ -82,7 +82,17 @@ class PackedForward:
     def __init__(self, model: Any, decoder: torch.nn.Module) -> None:
         self.model, self.decoder, self.device = model, decoder, model.device
         self._attention = model.config._attn_implementation
-        check_attention(model)
+        if not str(self._attention).startswith(("qbench-", "flash_attention")):
+            raise UnavailableError(
+                f"fast scoring needs an attention that takes cu_seqlens, not {self._attention!r}; "
+                "use scoring: exact or another attention"
+            )
+        can = model_support(model.config.to_dict())
+        if can.scoring != "fast":
+            raise UnavailableError(
+                f"fast scoring computes in packs, and {type(model).__name__} does not: "
+                f"{can.slower}; use scoring: exact"
+            )
 
     def __call__(self, batch: PackedBatch) -> Tensor:
         self.model.config._attn_implementation = NAME
@@ -137,20 +147,3 @@ def decoder_and_head(model: Any) -> tuple[torch.nn.Module, torch.nn.Module]:
             "lm-eval"
         )
     return decoder, head
-
-
-def check_attention(model: Any) -> None:
-    """Raises UnavailableError for models whose attention a pack cannot reproduce."""
-    config = model.config
-    name = config._attn_implementation
-    if not str(name).startswith(("qbench-", "flash_attention")):
-        raise UnavailableError(
-            f"fast scoring needs an attention that takes cu_seqlens, not {name!r}; use scoring: "
-            "exact or another attention"
-        )
-    can = model_support(config.to_dict())
-    if can.scoring != "fast":
-        raise UnavailableError(
-            f"fast scoring computes in packs, and {type(model).__name__} does not: {can.slower}; "
-            "use scoring: exact"
-        )
