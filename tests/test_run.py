@@ -92,6 +92,8 @@ def test_a_failed_cell_is_recorded_shown_and_retried_while_the_others_go_on(tmp_
     assert "failed" in shown.out
     assert shown.err.count("'experts' matches no weight matrix") == 1
     assert "1 of 2 cells failed, as said above: softmax/rtn-4bit" in shown.err
+    log = Path(shown.err.rstrip().rpartition(" ")[2])
+    assert "Traceback" in log.read_text()
     assert qbench(*options) == 1
     retried = {record.cell: record for record in Store(out).records()}["softmax/rtn-4bit"]
     assert retried.finished > broken.finished
