@@ -151,8 +151,8 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
-    help="How much does a quantizer hurt a softpick model, how much a softmax model, and is the "
-    "difference real?\n\nStart with `qbench run recipes/demo.yaml`.",
+    help="How much does quantization hurt my model, and is the difference real?\n\n"
+    "Start with `qbench run recipes/demo.yaml`.",
 )
 
 
