@@ -15,9 +15,10 @@ import shutil
 import socket
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,63}"  # of what a user names: it may become a folder
-PART = 4 << 20  # bytes that one thread hashes
+PART = 1 << 20  # bytes that one thread hashes
 TEMPORARY = re.compile(r"\..+\.(?P<host>[A-Za-z0-9-]{1,63})\.(?P<process>[0-9]{1,10})\.tmp")
 
 
@@ -40,19 +41,34 @@ def digest(payload: bytes) -> str:
     return hashlib.sha256(payload).hexdigest()
 
 
-def digest_of_parts(payload: bytes | np.ndarray) -> str:
-    """SHA-256 over the SHA-256s of parts of ``PART`` bytes, which are hashed side by side: one
-    thread takes a second for 1.2 GB."""
-    view = memoryview(payload)
-    parts = (view[start : start + PART] for start in range(0, len(view), PART))
-    with ThreadPoolExecutor() as pool:
-        return digest(b"".join(pool.map(lambda part: hashlib.sha256(part).digest(), parts)))
-
-
 def content_key(values: dict[str, Any]) -> str:
     """SHA-256 of the canonical JSON of ``values`` (keys sorted, no spaces, ASCII): 64 hexadecimal
     digits."""
     return digest(json.dumps(values, sort_keys=True, separators=(",", ":")).encode())
+
+
+def digest_of_parts(payload: bytes | np.ndarray | Path) -> str:
+    """SHA-256 over the SHA-256s of parts of ``PART`` bytes, of bytes or of a file's content. Parts
+    are hashed side by side: one thread takes a second for 1.2 GB."""
+    if isinstance(payload, Path):
+        with payload.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            return _joined(lambda start: os.pread(file.fileno(), PART, start), size)
+    view = memoryview(payload)
+    return _joined(lambda start: view[start : start + PART], len(view))
+
+
+def _joined(part: Callable[[int], bytes | memoryview], size: int) -> str:
+    hashed = _hashers(os.getpid()).map(
+        lambda start: hashlib.sha256(part(start)).digest(), range(0, size, PART)
+    )
+    return digest(b"".join(hashed))
+
+
+@cache
+def _hashers(process: int) -> ThreadPoolExecutor:
+    """Threads of a ``process``: one that is forked has none of them."""
+    return ThreadPoolExecutor(os.cpu_count())
 
 
 def file_digest(path: Path) -> str:

@@ -29,7 +29,7 @@ from qbench.checkpoints.supported import (
     model_support,
 )
 from qbench.errors import CheckpointError, UnavailableError, shown, some
-from qbench.files import file_digest, read_regular, reason
+from qbench.files import digest_of_parts, read_regular, reason
 from qbench.records import TRAINING_FILE, Trained, Training
 
 MAX_BYTES = 16 * 2**20  # an index of a large checkpoint has 10 MB, a config.json a few thousand
@@ -300,11 +300,11 @@ def require_unchanged(checkpoint: Checkpoint) -> None:
 
 
 def digest(folder: Path) -> str:
-    """SHA-256 over the names and contents of the files: 64 hexadecimal digits."""
+    """SHA-256 over the names and contents of the files, these in parts: 64 hexadecimal digits."""
     total = hashlib.sha256()
     for name in file_names(folder):
         try:
-            content = file_digest(folder / name)
+            content = digest_of_parts(folder / name)
         except OSError as error:
             raise CheckpointError(f"{name} cannot be read ({error.strerror})") from None
         total.update(f"{name} {content}\n".encode())

@@ -13,7 +13,6 @@ import json
 import shutil
 from pathlib import Path
 
-import numpy as np
 import torch
 from filelock import FileLock
 from safetensors import SafetensorError
@@ -107,9 +106,9 @@ class Artifact:
         parts = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
         try:
             with new_folder(self.folder) as making:
-                save_file(parts, making / WEIGHTS)
-                written = np.memmap(making / WEIGHTS, mode="r")
-                file = {"digest": digest_of_parts(written), "bytes": written.nbytes}
+                path = making / WEIGHTS
+                save_file(parts, path)
+                file = {"digest": digest_of_parts(path), "bytes": path.stat().st_size}
                 manifest = {
                     "key": self.key,
                     "parts": self.parts,

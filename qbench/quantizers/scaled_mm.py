@@ -84,10 +84,8 @@ def _int8(codes: Tensor, scale: Tensor, layer: ScaledLinear, dtype: torch.dtype)
     if codes.is_cuda:  # cuBLAS takes no fewer
         codes = nn.functional.pad(codes, (0, 0, 0, max(0, LEAST_ROWS - rows)))
     y = torch._int_mm(codes, layer.codes.T)[:rows] * scale  # exact sums, times float32
-    if layer.bias is not None:
-        return (y * layer.scale.T + layer.bias.float()).to(dtype)
-    # rounded as it is written: a pass less over what is as long as the product
-    return torch.mul(y, layer.scale.T, out=y.new_empty(y.shape, dtype=dtype))
+    y = y * layer.scale.T
+    return (y if layer.bias is None else y + layer.bias.float()).to(dtype)
 
 
 def _fp8(codes: Tensor, scale: Tensor, layer: ScaledLinear, dtype: torch.dtype) -> Tensor:
