@@ -10,13 +10,7 @@ from pathlib import Path
 
 from qbench.machine import redirected, settle
 
-MODULES = (
-    "torch", "transformers.models.auto", "transformers.models.llama.modeling_llama",
-    "lm_eval.evaluator", "lm_eval.models.huggingface", "datasets",
-    "qbench.checkpoints.load", "qbench.attention.transformers", "qbench.quantizers.quantize",
-    "qbench.quantizers.audit.cell", "qbench.evaluation.loaded", "qbench.evaluation.scoring",
-    "qbench.evaluation.evaluate",
-)  # fmt: skip
+MODULES = ("qbench.cell", "transformers.models.llama.modeling_llama")
 
 settle()
 with redirected(Path(os.devnull)), suppress(Exception):  # what is missing is said where it is used
