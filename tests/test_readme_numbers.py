@@ -90,7 +90,8 @@ SPEEDS = [
     ("0.99 × and 0.98", "training-124m-h200", ["softpick/triton", "0.978"]),
     ("1.11", "training-27m-h200", ["softpick/triton", "1.110"]),
     ("1.12", "training-340m-h200", ["softpick/triton", "1.119"]),
-    ("0.89", "products-h200", ["65536", "fp8 a token", "0.89"]),
+    ("0.90 × and 1.21", "products-h200", ["340M", "65536", "fp8 a token", "0.90"]),
+    ("0.90 × and 1.21", "products-h200", ["1.8B", "65536", "fp8 a token", "1.21"]),
 ]
 
 
@@ -380,6 +381,18 @@ def test_the_larger_pair_is_told_as_its_cells_were_scored():
     assert sum(more("sinks-27m", "(bnb|gptq|hqq).*")) == 3
     assert "more under 8 of 9 precisions, at 27 M under 3." in told
     assert "more under 7 of 8 precisions, at 27 M under 3." in told
+
+
+def test_what_waiting_for_the_unquantized_cell_costs_is_that_of_the_records():
+    every = list(Store(RESULTS / "sinks-124m").records())
+    seconds = []
+    for name in ("softmax", "softpick"):
+        (first,) = (one for one in every if one.cell == f"{name}/bf16")
+        last = max(one.finished for one in every if one.checkpoint == name)
+        seconds.append([(end - first.started).total_seconds() for end in (first.finished, last)])
+    (wait, all_of_it), (wait_too, all_too) = seconds
+    told = f"wait for {wait:.0f} s and {wait_too:.0f} s, of {all_of_it:.0f} s and {all_too:.0f} s"
+    assert told in " ".join(SPEED.split())
 
 
 @pytest.mark.slow
