@@ -470,7 +470,7 @@ def find_calibration(recipe: Recipe) -> CalibrationText | None:
 
 def runtime_of(quantization: QuantizationConfig, copy: Checkpoint | None) -> Runtime:
     """``copy``: the quantized files, of a checkpoint that is published so."""
-    if copy is not None and copy.format == GGUF:
+    if copy is not None and copy.config["quantization_config"].get("quant_method") == GGUF:
         return "llama.cpp"
     weights = quantization.weights
     return "lm-eval" if weights is not None and weights.external else "transformers"

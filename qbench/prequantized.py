@@ -93,7 +93,6 @@ def _gguf(source: str, original: Checkpoint) -> Checkpoint:
     return Checkpoint(
         source=source,
         folder=path,
-        format=GGUF,
         normalizer=original.normalizer,
         config={**about["sizes"], "quantization_config": {"quant_method": GGUF, **about}},
         digest=file_digest(path),

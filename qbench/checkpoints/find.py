@@ -321,7 +321,6 @@ class Checkpoint:
 
     source: str  # as the user named it
     folder: Path
-    format: str  # "flash-linear-attention" or "transformers"
     normalizer: str
     config: dict[str, Any]
     digest: str
@@ -423,7 +422,6 @@ def _found(source: str, folder: Path, normalizer: str | None, quantized: bool) -
     return Checkpoint(
         source=source,
         folder=folder,
-        format="flash-linear-attention" if fla.recognizes(config) else "transformers",
         normalizer=stated,
         config=config,
         digest=digest(folder),

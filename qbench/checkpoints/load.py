@@ -77,8 +77,8 @@ def load_model(
             require_finite(model)
         if native:
             set_attention(model, NATIVE, attention)
-        stock = checkpoint.format == "transformers"
-        logits = own_logits(model) if verify and stock else None
+        ours = fla.recognizes(checkpoint.config)
+        logits = own_logits(model) if verify and not ours else None
         if logits is not None:
             require_causal(model, logits)
         if not native:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from qbench.checkpoints import fla
 from qbench.errors import CheckpointError, first_line
 
 if TYPE_CHECKING:
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
     """The checkpoint's own tokenizer; runs no remote code."""
     try:
-        if (checkpoint.folder / "tokenizer.json").is_file() and checkpoint.format != "transformers":
+        ours = fla.recognizes(checkpoint.config)
+        if ours and (checkpoint.folder / "tokenizer.json").is_file():
             return PreTrainedTokenizerFast.from_pretrained(checkpoint.folder)
         return AutoTokenizer.from_pretrained(checkpoint.folder, trust_remote_code=False)
     except Exception as error:  # whatever a broken file makes of the libraries
