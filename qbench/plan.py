@@ -148,12 +148,14 @@ def cell_names(recipe: Recipe) -> list[str]:
 
 
 def select(names: Iterable[str], pattern: str | None) -> list[str]:
-    """The ``names`` that match the glob ``pattern``; RecipeError where none does."""
+    """The ``names`` that match a glob of ``pattern``, commas between them; RecipeError where none
+    matches one."""
     known = list(names)
-    chosen = [name for name in known if pattern is None or fnmatch.fnmatch(name, pattern)]
-    if not chosen:
-        raise RecipeError(f"--only {pattern!r} matches no cell; the cells are {', '.join(known)}")
-    return chosen
+    globs = ["*"] if pattern is None else pattern.split(",")
+    for glob in globs:
+        if not fnmatch.filter(known, glob):
+            raise RecipeError(f"--only {glob!r} matches no cell; the cells are {', '.join(known)}")
+    return [name for name in known if any(fnmatch.fnmatch(name, glob) for glob in globs)]
 
 
 def plan(

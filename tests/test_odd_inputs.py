@@ -53,6 +53,7 @@ ODD: list[tuple[tuple[str, ...], str]] = [
         (("--checkpoint", "other=x"), "has no other"),
         (("--data", "nowhere"), "no such folder"),
         (("--limit", "9" * 30), "less than or equal"), (("--only", "["), "matches no cell"),
+        (("--only", "*/fp32,softmax/none"), "'softmax/none' matches no cell"),
     )),
 ]  # fmt: skip
 

@@ -150,6 +150,9 @@ def test_cells_are_named_before_anything_is_planned(tmp_path):
     recipe = Recipe.load(small_recipe(tmp_path))
     assert sorted(cell_names(recipe)) == sorted(c.name for c in plan(recipe, device="cpu").cells)
     assert select(cell_names(recipe), "softpick/*") == ["softpick/fp32", "softpick/rtn-4bit"]
+    assert select(cell_names(recipe), "*/fp32,softpick/*") == [
+        "softmax/fp32", "softpick/fp32", "softpick/rtn-4bit",
+    ]  # fmt: skip
 
 
 def bases(tmp_path, *quantizers):

@@ -71,8 +71,9 @@ def analyze(
     only: Annotated[
         str | None,
         typer.Option(
-            metavar="PATTERN",
-            help="Cells that match this glob, quantized ones too. Default: the unquantized ones.",
+            metavar="PATTERNS",
+            help="Cells that match a glob of these, quantized ones too. "
+            "Default: the unquantized ones.",
         ),
     ] = None,
     heads: Annotated[

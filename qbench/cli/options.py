@@ -58,7 +58,9 @@ RecipeOrOptions = Annotated[
 ]
 Only = Annotated[
     str | None,
-    typer.Option(metavar="PATTERN", help="Only cells that match this glob: 'softpick/gptq-*'."),
+    typer.Option(
+        metavar="PATTERNS", help="Only cells that match a glob of these: 'softpick/gptq-*,*/bf16'."
+    ),
 ]
 Out = Annotated[Path | None, folder_option("Results folder. Default: results/NAME of the recipe.")]
 
