@@ -7,6 +7,7 @@ import shutil
 import pytest
 from small_recipe import DEMO, small_recipe
 
+from qbench.cli.run import notes
 from qbench.errors import CheckpointError, DataError, RecipeError
 from qbench.plan import plan
 from qbench.recipe import Recipe
@@ -63,6 +64,13 @@ def test_too_little_calibration_text_is_refused_before_anything_is_loaded(tmp_pa
 def test_a_bos_that_no_tokenizer_adds_is_refused_and_names_the_checkpoint(tmp_path):
     with pytest.raises(RecipeError, match=r"checkpoints\.softpick: evaluation\.add_bos: true"):
         planned(tmp_path, evaluation={"add_bos": True})
+
+
+@pytest.mark.parametrize("quantizers", [["rtn-4bit"], ["fp32", "rtn-4bit"]])
+def test_that_no_damage_can_be_measured_is_said(tmp_path, quantizers):
+    found = planned(tmp_path, quantizers=quantizers)
+    said = any(line.startswith("no damage is measured: add") for line in notes(found, found.cells))
+    assert said == ("fp32" not in quantizers)
 
 
 def test_a_checkpoint_without_a_tokenizer_is_refused(tmp_path):

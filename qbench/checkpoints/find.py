@@ -78,8 +78,8 @@ def read_config(folder: Path, *, quantized: bool = False) -> dict[str, Any]:
     if stated and not quantized:
         raise CheckpointError(
             "it is quantized already (quantization_config); name the unquantized checkpoint here, "
-            "and this one in quantizers: [{name: checkpoint, path: …}]; or score it "
-            "alone with quantizers: [checkpoint]"
+            "and this one with --quantized LABEL=PATH or in quantizers: [{name: checkpoint, path: "
+            "…}]; or score it alone with --quantized or quantizers: [checkpoint]"
         )
     if not isinstance(config.get("model_type"), str):
         raise CheckpointError(

@@ -216,8 +216,8 @@ def how(planned: Plan, cells: Sequence[Cell]) -> str:
 
 
 def notes(planned: Plan, cells: Sequence[Cell]) -> list[str]:
-    """What was chosen for models that others would not get, each once, with their names; and where
-    a dtype is slow here."""
+    """What was chosen for models that others would not get, each once, with their names; where a
+    dtype is slow here; and where no cell is unquantized."""
     names: dict[str, dict[str, None]] = {}
     for cell in cells:
         for note in cell.notes:
@@ -229,6 +229,9 @@ def notes(planned: Plan, cells: Sequence[Cell]) -> list[str]:
             "this processor has no bfloat16 instructions, so bfloat16 is about ten times slower "
             "than float32 here; --dtype float32 avoids that"
         )
+    quantized = all(cell.quantization.precision.quantized for cell in planned.cells)
+    if quantized and not planned.recipe.alone:
+        lines.append("no damage is measured: add an unquantized precision to quantizers, as bf16")
     return lines
 
 
