@@ -230,12 +230,17 @@ def _read(path: Path) -> dict[str, Header]:
 
 
 def _index(folder: Path) -> dict[str, str]:
-    files = read_json(folder / INDEX).get("weight_map")
+    index = read_json(folder / INDEX)
+    files = index.get("weight_map")
     if not isinstance(files, dict) or not all(
         isinstance(name, str) and name.endswith(".safetensors") and Path(name).name == name
         for name in files.values()
     ):
         raise CheckpointError(f"{INDEX} has no weight_map from tensor names to *.safetensors files")
+    if not isinstance(index.get("metadata"), dict):
+        raise CheckpointError(
+            f'{INDEX} has no metadata, which transformers reads: "metadata": {{}}'
+        )
     return files
 
 

@@ -74,6 +74,13 @@ def test_an_index_that_is_not_of_these_files_is_refused(tmp_path, change, words)
         find(str(tmp_path / "c"))
 
 
+def test_an_index_that_transformers_cannot_read_is_refused(tmp_path):
+    files = shards(tmp_path / "c")
+    (tmp_path / "c" / INDEX).write_text(json.dumps({"weight_map": files}))
+    with pytest.raises(CheckpointError, match="has no metadata"):
+        find(str(tmp_path / "c"))
+
+
 def test_files_that_transformers_would_not_read_are_refused(tmp_path):
     folder = write(tmp_path / "c", {**CONFIG, **STOCK})
     save_file({"more": torch.ones(2)}, folder / "more.safetensors")

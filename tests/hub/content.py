@@ -58,7 +58,9 @@ def checkpoint(attention: str, seed: int) -> dict[str, bytes]:
     }
     index = dict.fromkeys(first, "model-00001-of-00002.safetensors")
     index |= dict.fromkeys(last, "model-00002-of-00002.safetensors")
-    of_it["model.safetensors.index.json"] = json.dumps({"weight_map": index}).encode()
+    of_it["model.safetensors.index.json"] = json.dumps(
+        {"metadata": {}, "weight_map": index}
+    ).encode()
     of_it["config.json"] = json.dumps(config).encode()
     of_it["generation_config.json"] = b'{"bos_token_id": 1, "eos_token_id": 2}'
     for name in ("tokenizer.json", "tokenizer_config.json"):
