@@ -29,7 +29,7 @@ from qbench.checkpoints.supported import (
     model_support,
 )
 from qbench.errors import CheckpointError, UnavailableError, shown, some
-from qbench.files import digest_of_parts, read_regular, reason
+from qbench.files import digest_of_parts, file_digest, read_regular, reason
 from qbench.records import TRAINING_FILE, Trained, Training
 
 MAX_BYTES = 16 * 2**20  # an index of a large checkpoint has 10 MB, a config.json a few thousand
@@ -265,6 +265,7 @@ TOKENIZER = (
     "byte_maps.json", "normalizer.json", "word_*.json", "chat_template*",
     "additional_chat_templates/*",
 )  # fmt: skip
+LARGE = 1 << 30  # bytes of a file that one thread takes a second to hash
 READ = ("config.json", "generation_config.json", INDEX, *TOKENIZER)
 
 
@@ -305,11 +306,14 @@ def require_unchanged(checkpoint: Checkpoint) -> None:
 
 
 def digest(folder: Path) -> str:
-    """SHA-256 over the names and contents of the files, these in parts: 64 hexadecimal digits."""
+    """SHA-256 over the names and contents of the files, ``LARGE`` ones in parts: 64 hexadecimal
+    digits."""
     total = hashlib.sha256()
     for name in file_names(folder):
         try:
-            content = digest_of_parts(folder / name)
+            path = folder / name
+            large = path.stat().st_size > LARGE
+            content = digest_of_parts(path) if large else file_digest(path)
         except OSError as error:
             raise CheckpointError(f"{name} cannot be read ({error.strerror})") from None
         total.update(f"{name} {content}\n".encode())

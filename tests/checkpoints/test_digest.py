@@ -1,6 +1,7 @@
 """The digest is of everything that loading a model and its tokenizer reads."""
 
 import re
+import sys
 import shutil
 from pathlib import Path
 
@@ -42,6 +43,13 @@ def test_the_digest_is_of_weights_and_configuration(tmp_path):
     first = find(str(write(tmp_path / "a"))).digest
     assert find(str(write(tmp_path / "b"))).digest == first
     assert find(str(write(tmp_path / "c", {**CONFIG, "rope_theta": 5e5}))).digest != first
+
+
+def test_large_files_are_hashed_in_parts(tmp_path, monkeypatch):
+    folder = str(write(tmp_path / "c"))
+    whole = find(folder).digest
+    monkeypatch.setattr(sys.modules["qbench.checkpoints.find"], "LARGE", 0)
+    assert find(folder).digest == find(folder).digest != whole
 
 
 def test_files_that_every_tokenizer_of_transformers_names_are_read(tmp_path):
