@@ -1,8 +1,8 @@
 """The digest is of everything that loading a model and its tokenizer reads."""
 
 import re
-import sys
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
