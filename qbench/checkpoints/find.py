@@ -134,6 +134,7 @@ def require_sizes(config: dict[str, Any], tensors: int) -> None:
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"  # transformers would add the adapter to the weights
+LARGE = 1 << 30  # bytes of a file that one thread takes a second to hash
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 # Causal masks and positions that GPT-2's and GPT-NeoX's files carry along: they are no weights.
@@ -265,7 +266,6 @@ TOKENIZER = (
     "byte_maps.json", "normalizer.json", "word_*.json", "chat_template*",
     "additional_chat_templates/*",
 )  # fmt: skip
-LARGE = 1 << 30  # bytes of a file that one thread takes a second to hash
 READ = ("config.json", "generation_config.json", INDEX, *TOKENIZER)
 
 
