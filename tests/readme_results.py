@@ -1,4 +1,4 @@
-"""The pages of findings and speed, and what results they name, as the tests of their numbers
+"""The pages of evidence and speed, and what results they name, as the tests of their numbers
 read them."""
 
 import io
@@ -13,7 +13,7 @@ from qbench.store import Store
 from qbench.tables import table_files
 
 ROOT = Path(__file__).parent.parent
-FINDINGS = (ROOT / "docs" / "findings.md").read_text()
+EVIDENCE = (ROOT / "docs" / "evidence.md").read_text()
 SPEED = (ROOT / "docs" / "speed.md").read_text()
 RESULTS = ROOT / "results"
 TASKS = {
@@ -27,7 +27,7 @@ def rows(text: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in lines]
 
 
-def part(begin: str, end: str, page: str = FINDINGS) -> str:
+def part(begin: str, end: str, page: str = EVIDENCE) -> str:
     start = page.index(begin)
     return page[start : page.index(end, start)]
 

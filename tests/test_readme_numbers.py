@@ -1,4 +1,4 @@
-"""Every number on the pages of findings and speed stands in the files that it names."""
+"""Every number on the pages of evidence and speed stands in the files that it names."""
 
 import json
 import math
@@ -9,7 +9,7 @@ from functools import partial
 import pandas as pd
 import pytest
 from readme_results import (
-    FINDINGS,
+    EVIDENCE,
     RESULTS,
     ROOT,
     SPEED,
@@ -26,7 +26,7 @@ from readme_results import (
 from qbench.store import Store
 
 METHODS = {"bf16": "BNB", "bnb": "BNB", "gptq": "GPTQ", "hqq": "HQQ"}
-# README's row → folder, quantizer
+# the page's row → folder, quantizer
 RATIOS = {
     "activations, int8, a range for each layer from calibration": ("activations", "a8-static"),
     "the same after SmoothQuant": ("outliers", "w8a8-static-smooth"),
@@ -39,7 +39,7 @@ RATIOS = {
     "KV cache, 3 bits, a scale a head and token": ("kv", "kv3"),
     "KV cache, 4 bits, keys along channels (KIVI)": ("kv", "kv4-kivi"),
 }
-# README's row of the pair with sinks → the same
+# the page's row of the pair with sinks → the same
 SINKS = {
     "weights, HQQ 2-bit": ("", "hqq-2bit"),
     "weights, GPTQ 4-bit": ("", "gptq-4bit"),
@@ -158,7 +158,7 @@ def test_significant_differences_are_counted_right():
     ]
     assert (len(marked), len(worse)) == (10, 8)
     told = "after Holm's correction in 10. In eight of them softpick is hurt *more*"
-    assert told in " ".join(FINDINGS.split())
+    assert told in " ".join(EVIDENCE.split())
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What README says of three seeds of the pair stands in the results that it names."""
+"""What the page of evidence says of three seeds of the pair stands in the results that it names."""
 
 import numpy as np
 import pandas as pd
@@ -11,7 +11,7 @@ PARAGRAPH = part("## Other seeds", "## With real sinks")
 TOLD = " ".join(PARAGRAPH.split())
 KINDS = ("", "-kv", "-activations")
 KEYS = ["task", "metric", "quantizer"]
-# README's row → folder, quantizer
+# the page's row → folder, quantizer
 ROWS = {
     "weights, GPTQ 2-bit": ("", "gptq-2bit"),
     "weights, GPTQ 3-bit": ("", "gptq-3bit"),

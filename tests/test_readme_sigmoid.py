@@ -1,4 +1,4 @@
-"""What the page of findings says of sigmoid attention stands in the results that it names."""
+"""What the page of evidence says of sigmoid attention stands in the results that it names."""
 
 import math
 import re
