@@ -94,7 +94,7 @@ def remember_record(cache: Path, record: Record, folder: Path) -> None:
 def find_record(cache: Path, cell: GridCell, *, beside: Path) -> tuple[Store, Record] | None:
     """A whole record under the key of ``cell``, whatever it is called there, in another folder
     than ``beside``; None where nobody noted one, or it is gone or damaged."""
-    with suppress(OSError, ValueError, KeyError, TypeError, ResultsError):
+    with suppress(OSError, ValueError, KeyError, TypeError, ResultsError, OutputError):
         note = json.loads(_note(cache, cell.key).read_bytes())
         store = Store(Path(note["folder"]))
         checkpoint, quantizer = note["cell"]

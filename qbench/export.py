@@ -1,10 +1,14 @@
-"""A results folder in others' formats: lm-eval, model cards, TensorBoard, Weights & Biases."""
+"""A results folder in others' formats: lm-eval, model cards, TensorBoard, Weights & Biases; or as
+one file."""
 
 from __future__ import annotations
 
 import importlib
+import io
 import json
+import lzma
 import math
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,10 +18,10 @@ import pandas as pd
 
 from qbench.errors import QbenchError, UnavailableError
 from qbench.evaluation.definitions import definition_file, read_definition
-from qbench.files import write_atomically
+from qbench.files import replacing, write_atomically
 from qbench.metrics import is_percentage
 from qbench.records import Damage, Record, Score
-from qbench.store import KEY_DIGITS, Store
+from qbench.store import ARCHIVE, KEY_DIGITS, PACKED, Store
 from qbench.text import for_markdown, table
 
 
@@ -257,6 +261,28 @@ def write_wandb(store: Store, record: Record, folder: Path) -> list[Path]:
     return [Path(run.dir).parent]
 
 
+# for numbers that are split into bytes: neither the byte before nor the place tells much of one
+TIGHT = {"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "lc": 0, "pb": 0}
+
+
+def write_archive(store: Store, folder: Path) -> list[Path]:
+    """``records.tar.xz`` in ``folder``: all runs, records and analyses, whatever became of them.
+    The same files give the same bytes. :func:`qbench.store.unpack` reads it."""
+    paths = sorted(store.directory.rglob("*"), key=lambda path: (path.suffixes[-2:], path))
+    names = [path.relative_to(store.directory).as_posix() for path in paths]
+    with (
+        replacing(folder / ARCHIVE) as made,
+        lzma.open(made, "wb", filters=[TIGHT]) as file,
+        tarfile.open(fileobj=file, mode="w") as archive,
+    ):
+        for name in filter(PACKED.fullmatch, names):
+            payload = (store.directory / name).read_bytes()
+            member = tarfile.TarInfo(name)
+            member.size = len(payload)
+            archive.addfile(member, io.BytesIO(payload))
+    return [folder / ARCHIVE]
+
+
 WRITERS = {
     "lm-eval": write_lm_eval,
     "model-card": write_model_card,
@@ -266,7 +292,8 @@ WRITERS = {
 
 
 def export(store: Store, to: str, folder: Path) -> list[Path]:
-    """Write every good cell of the grid below ``folder`` in the format ``to``, one of ``WRITERS``.
+    """Write every good cell of the grid below ``folder`` in the format ``to``, one of ``WRITERS``;
+    as ``archive`` the whole folder.
 
     Raises UnavailableError where the format's library is not installed.
     """
@@ -275,5 +302,7 @@ def export(store: Store, to: str, folder: Path) -> list[Path]:
             importlib.import_module(to)
         except ImportError:
             raise UnavailableError(f"--to {to}: {to} is not installed; pip install {to}") from None
+    if to == "archive":
+        return write_archive(store, folder)
     good = (record for record in store.records() if record.status == "ok")
     return [path for record in good for path in WRITERS[to](store, record, folder)]

@@ -11,6 +11,8 @@
     DIR/analysis/<checkpoint>/<quantizer>/<key16>.json        one cell's
     DIR/analysis/long-context/…                               of texts beyond the trained context
     DIR/analysis/sensitivity/…                                of a linear layer or block at a time
+    DIR/records.tar.xz                                        all of these but logs, where a folder
+                                                              comes as one file
 
 A record carries its own checksum and those of its Parquet files, whose names begin with theirs.
 It is written last, so one that can be read is whole, and one that is replaced stays whole until
@@ -21,6 +23,9 @@ from __future__ import annotations
 
 import io
 import json
+import lzma
+import re
+import tarfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,7 +35,14 @@ from filelock import FileLock
 from pydantic import ValidationError
 
 from qbench.errors import DamagedError, NewerSchemaError, ResultsError, SchemaError, validation_line
-from qbench.files import clean_temporaries, content_key, digest, write_atomically
+from qbench.files import (
+    NAME,
+    clean_temporaries,
+    content_key,
+    digest,
+    require_folder,
+    write_atomically,
+)
 from qbench.records import (
     DIVERGENCE_COLUMNS,
     KEY_DIGITS,
@@ -53,6 +65,8 @@ if TYPE_CHECKING:
 
 GRIDS = "grids"
 CHECKSUM = "checksum"
+ARCHIVE = "records.tar.xz"
+PACKED = re.compile(rf"grid\.json|(grids|records|analysis)(/{NAME})+\.(json|parquet)")  # in it
 AGAIN, ANALYZE = "run the recipe again", "run `qbench analyze` again"
 
 COLUMNS = {
@@ -162,6 +176,7 @@ class Analyses(CellFiles[Made, AnalysisGrid]):
     again, written_by = ANALYZE, "qbench analyze"
 
     def __init__(self, directory: Path, kind: type[Made] = Analysis, part: str = "") -> None:
+        unpack(Path(directory))
         folder = Path(directory) / "analysis" / part
         super().__init__(folder, folder)
         self.kind = kind
@@ -193,6 +208,7 @@ class Store(CellFiles[Record, Grid]):
     def __init__(self, directory: Path, *, grid: Grid | None = None, run: str | None = None):
         """``grid``: what to show of the folder, instead of what its last run was of; ``run``: how
         the id of an earlier run begins that is shown instead. Raises ResultsError for another."""
+        unpack(Path(directory))
         super().__init__(directory, Path(directory) / "records")
         self._grid, self.run = grid, None if run is None else find_run(self.directory, run)
 
@@ -310,6 +326,27 @@ class Store(CellFiles[Record, Grid]):
         self.directory.mkdir(parents=True, exist_ok=True)
         with FileLock(self.directory / ".lock"):
             yield
+
+
+def unpack(directory: Path) -> None:
+    """Lay what ``records.tar.xz`` holds beside it, where no grid.json is yet, which comes last: an
+    unpacking that was stopped is begun again. Raises DamagedError, or OutputError for a folder that
+    cannot be written to."""
+    archive, grid = directory / ARCHIVE, directory / "grid.json"
+    if grid.exists() or not archive.is_file():
+        return
+    require_folder(directory)
+    with FileLock(directory / ".lock"):
+        if grid.exists():  # another process did it meanwhile
+            return
+        try:
+            with lzma.open(archive) as file, tarfile.open(fileobj=file, mode="r:") as packed:
+                found = [one for one in packed if one.isfile() and PACKED.fullmatch(one.name)]
+                file.read()  # to its end, where its checksum is, before anything is written
+                for one in sorted(found, key=lambda one: one.name == grid.name):
+                    write_atomically(directory / one.name, packed.extractfile(one).read())
+        except (tarfile.TarError, lzma.LZMAError, EOFError) as error:
+            raise DamagedError(f"{archive}: damaged: {error}; fetch it again") from None
 
 
 def _parquet(table: pd.DataFrame, columns: tuple[str, ...]) -> bytes:

@@ -132,7 +132,7 @@ def compare(
 
 
 def _names_cell(path: Path) -> bool:
-    return not path.is_dir() and (path.parent.parent / "grid.json").is_file()
+    return not path.is_dir() and Store(path.parent.parent).has_grid()
 
 
 class Across(StrEnum):

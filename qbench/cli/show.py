@@ -75,12 +75,12 @@ def show(
         raise ResultsError("--data needs --recipe RECIPE")
     if document is None and (recipe is not None or task is not None):
         raise ResultsError("--recipe and --task need --document N, whose text they show")
-    if (Path(what) / "grid.json").is_file():
+    if Store(Path(what)).has_grid():
         if document is not None:
             raise ResultsError(f"--document: name a cell, {what}/CHECKPOINT/QUANTIZER")
         typer.echo(folder_text(Store(Path(what), run=run)))
         return
-    if not Path(what).is_file() and not (Path(what).parent.parent / "grid.json").is_file():
+    if not Path(what).is_file() and not Store(Path(what).parent.parent).has_grid():
         raise ResultsError(
             f"{what}: no grid.json here; name a folder that `qbench run` wrote, "
             "DIR/CHECKPOINT/QUANTIZER, or a record's JSON file"
@@ -116,32 +116,35 @@ def asked_texts(
 def export(
     folder: Folder,
     to: Annotated[
-        Literal["lm-eval", "model-card", "tensorboard", "wandb"],
-        typer.Option(metavar="FORMAT", help="lm-eval, model-card, tensorboard or wandb."),
+        Literal["lm-eval", "model-card", "tensorboard", "wandb", "archive"],
+        typer.Option(metavar="FORMAT", help="lm-eval, model-card, tensorboard, wandb or archive."),
     ],
     out: Annotated[
-        Path | None, folder_option("Where to write it. Default: FOLDER/export/FORMAT.")
+        Path | None,
+        folder_option("Where to write it. Default: FOLDER/export/FORMAT; for archive FOLDER."),
     ] = None,
     run: Run = None,
 ) -> None:
     """Write results in others' formats: lm-eval's results and samples, the evaluation metadata of
     a model card, TensorBoard's scalars, Weights & Biases' runs (offline; `wandb sync` sends them).
+    Or all of a folder as one file to commit, records.tar.xz, which every command reads.
 
-    Failed and missing cells are left out, and named on standard error.
+    Failed and missing cells are left out, and named on standard error; an archive has all.
 
     Examples:
     ```
     qbench export results/demo --to lm-eval
     qbench export results/demo --to wandb --out DIR
+    qbench export results/demo --to archive
     ```
     """
 
     store = open_store(folder, run)
-    place = out or store.place() / "export" / to
+    place = out or (folder if to == "archive" else store.place() / "export" / to)
     require_folder(place, "--out")
     for cell in store.grid().cells:
         status, reason = status_of(store.get(cell))
-        if status != "ok":
+        if status != "ok" and to != "archive":
             typer.echo(f"{cell.cell}: {status}: {reason}; left out", err=True)
     paths = formats.export(store, to, place)
     typer.echo(f"written: {len(paths)} files or folders below {place}", err=True)

@@ -1,0 +1,169 @@
+"""A results folder that comes as one file, records.tar.xz."""
+
+import shutil
+import sys
+import tarfile
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+from small_recipe import DEMO, qbench, small_recipe
+from synthetic import make_store
+
+from qbench.cli import app as cli
+from qbench.errors import OutputError
+from qbench.store import ARCHIVE, Analyses, Store, runs
+
+SETTINGS = {"sizes": {"arc_easy": 60, "wikitext": 6}, "failed": ("softpick/gptq-4bit",)}
+PAIR = Path(__file__).parents[1] / "results" / "pair-27m"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A folder of two runs, and what it gives as one file."""
+    folder = tmp_path_factory.mktemp("whole") / "grid"
+    make_store(folder, quantizers=("bf16",), **SETTINGS)
+    make_store(folder, quantizers=("bf16", "gptq-4bit"), **SETTINGS)
+    assert qbench("export", folder, "--to", "archive") == 0
+    return folder
+
+
+@pytest.fixture
+def packed(whole, tmp_path):
+    """Its archive alone, as a clone has it."""
+    folder = tmp_path / "grid"
+    folder.mkdir()
+    shutil.copy(whole / ARCHIVE, folder)
+    return folder
+
+
+def files(folder):
+    found = (path for path in folder.rglob("*") if path.is_file() and path.name[0] != ".")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in found}
+
+
+def records(folder):
+    return Store(folder).records()
+
+
+def test_whatever_reads_it_first_unpacks_it(whole, packed):
+    assert records(packed) == records(whole)
+    assert files(packed) == files(whole)
+    assert {name for name, _ in runs(packed)} == {name for name, _ in runs(whole)}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("tables", "{}"), ("show", "{}"), ("show", "{}/softpick/bf16"), ("report", "{}"),
+     ("compare", "{}", "{}"), ("compare", "{}/softmax/bf16", "{}/softpick/bf16"),
+     ("explain", "{}/softmax/bf16", "{}/softpick/bf16"), ("view", "{}", "--export", "site"),
+     ("export", "{}", "--to", "model-card")],
+)  # fmt: skip
+def test_every_command_reads_it(whole, packed, monkeypatch, command):
+    monkeypatch.chdir(packed.parent)
+    assert qbench(*(part.format(packed) for part in command)) == 0
+    assert files(packed).items() >= files(whole).items()
+
+
+def test_analyses_alone_unpack_it(tmp_path):
+    shutil.copy(PAIR / ARCHIVE, tmp_path)
+    assert [one.cell for one in Analyses(tmp_path).records()] == ["softmax/bf16", "softpick/bf16"]
+
+
+def test_the_same_files_give_the_same_archive(packed, tmp_path):
+    assert qbench("export", packed, "--to", "archive", "--out", tmp_path / "again") == 0
+    assert (tmp_path / "again" / ARCHIVE).read_bytes() == (packed / ARCHIVE).read_bytes()
+
+
+def test_an_unpacking_that_was_stopped_is_finished(whole, packed):
+    records(packed)
+    (packed / "grid.json").unlink()
+    one, *_, last = sorted(packed.glob("records/**/*.json"))
+    one.write_bytes(one.read_bytes()[:40])
+    last.unlink()
+    assert records(packed) == records(whole)
+    assert files(packed) == files(whole)
+
+
+def test_what_was_run_since_stays(packed):
+    make_store(packed, quantizers=("bf16", "hqq-2bit"), **SETTINGS)
+    assert {one.quantizer for one in records(packed)} == {"bf16", "hqq-2bit"}
+    assert list(packed.glob("records/softmax/gptq-4bit/*.json")), "its archive was not unpacked"
+
+
+def test_processes_unpack_it_once(whole, packed):
+    with ProcessPoolExecutor(4, get_context("fork")) as pool:
+        assert list(pool.map(records, [packed] * 4)) == [records(whole)] * 4
+    assert files(packed) == files(whole)
+
+
+def test_a_run_goes_on_from_it(tmp_path, capsys, own_cache):
+    recipe = small_recipe(
+        tmp_path, checkpoints={"softpick": str(DEMO / "softpick")}, tasks=["demo_lastword"],
+        quantizers=["fp32"],
+    )  # fmt: skip
+    run = ("run", recipe, "--device", "cpu", "--out")
+    assert qbench(*run, tmp_path / "out") == 0
+    assert qbench("export", tmp_path / "out", "--to", "archive", "--out", tmp_path / "packed") == 0
+    shutil.rmtree(tmp_path / "out")
+    assert qbench(*run, tmp_path / "packed") == 0
+    assert "softpick/fp32: already there" in capsys.readouterr().err
+
+
+def cut(payload):
+    return payload[: len(payload) // 2]
+
+
+def short_by_its_checksum(payload):
+    return payload[:-40]
+
+
+def changed(payload):
+    middle = len(payload) // 2
+    return payload[:middle] + bytes([payload[middle] ^ 1]) + payload[middle + 1 :]
+
+
+def other(_):
+    return b"version https://git-lfs.github.com/spec/v1\n"
+
+
+@pytest.mark.parametrize("damage", [cut, short_by_its_checksum, changed, other])
+def test_a_damaged_archive_is_one_line_and_nothing_is_unpacked(packed, monkeypatch, capsys, damage):
+    archive = packed / ARCHIVE
+    archive.write_bytes(damage(archive.read_bytes()))
+    monkeypatch.setattr(sys, "argv", ["qbench", "tables", str(packed)])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{archive}: damaged: " in line
+    assert line.endswith("; fetch it again")
+    assert list(files(packed)) == [ARCHIVE]
+
+
+def test_a_folder_that_cannot_be_written_to_is_named(packed, monkeypatch):
+    def refuse(path):
+        raise OutputError(f"{path}: cannot be written to (Read-only file system)")
+
+    monkeypatch.setattr("qbench.store.require_folder", refuse)
+    with pytest.raises(OutputError, match=r"grid: cannot be written to \(Read-only"):
+        Store(packed)
+
+
+def test_nothing_of_an_archive_lands_elsewhere(packed):
+    """Names that lead out, links, and what is no results file stay in it."""
+    records(packed)
+    outside = f"{packed.parent}/out.json"
+    with tarfile.open(packed / ARCHIVE, "w:xz") as archive:
+        for name in ("../out.json", outside, "records/../../out.json", "tables.md"):
+            archive.addfile(tarfile.TarInfo(name))
+        link = tarfile.TarInfo("records/link.json")
+        link.type, link.linkname = tarfile.SYMTYPE, "../grid.json"
+        archive.addfile(link)
+        archive.add(packed / "grid.json", "grid.json")
+    shutil.rmtree(packed / "records")
+    shutil.rmtree(packed / "grids")
+    (packed / "grid.json").unlink()
+    Store(packed)
+    assert sorted(files(packed.parent)) == ["grid/grid.json", f"grid/{ARCHIVE}"]
