@@ -6,7 +6,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
+from importlib import import_module
 from pathlib import Path
+from threading import Thread
 from typing import Annotated
 
 import typer
@@ -129,6 +131,8 @@ def _run_cells(place: Place, only: str | None, force: bool) -> tuple[Plan, list[
         if planned.calibration is not None:
             display.log(f"calibration text: {planned.calibration.path}")
         begun = datetime.now(UTC)
+        if place.executor is not None:  # while others work: pandas and scipy, for the tables
+            Thread(target=import_module, args=("qbench.cli.results",), daemon=True).start()
         records = run_cells(
             planned, out=out, cells=cells, executor=place.executor, progress=display, force=force
         )

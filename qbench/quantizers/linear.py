@@ -171,14 +171,28 @@ def set_parameter(parameter: nn.Parameter, value: Tensor) -> None:
 
 def not_finite(model: nn.Module) -> list[str]:
     """Weights of ``model`` with NaN or infinite values, a line each."""
-    lines = []
+    sizes: dict[str, int] = {}
+    counts: dict[str, Tensor] = {}
     for name, weight in list(model.named_parameters()):
         if not weight.is_floating_point() or weight.is_meta:  # a streamed model's quantized layer
             continue
         bring(model, name)
-        if count := int((~torch.isfinite(values(weight))).sum()):
-            lines.append(f"{name}: {count:,} of {weight.numel():,} values are not finite")
-    return lines
+        sizes[name] = weight.numel()
+        counts[name] = (~torch.isfinite(values(weight))).sum()
+    return [
+        f"{name}: {int(count):,} of {sizes[name]:,} values are not finite"
+        for name, count in numbers(counts).items()
+        if count
+    ]
+
+
+def numbers(scalars: Mapping[str, Tensor]) -> dict[str, float]:
+    """Of scalar tensors, in one transfer: where processes share a GPU, each waits for its turn."""
+    if not scalars:
+        return {}
+    device = next(iter(scalars.values())).device
+    stacked = torch.stack([one.to(device, torch.float64) for one in scalars.values()])
+    return dict(zip(scalars, stacked.tolist(), strict=True))
 
 
 def require_matches(names: Iterable[str], patterns: tuple[str, ...], what: str) -> None:

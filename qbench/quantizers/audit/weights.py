@@ -19,7 +19,7 @@ from qbench.errors import first_line, some
 from qbench.files import PART, digest_of_parts
 from qbench.quantizers.calibration import watch_inputs
 from qbench.quantizers.config import PackedWeight, QuantizationConfig, WeightSettings, matching
-from qbench.quantizers.linear import Matrix, matrices, values
+from qbench.quantizers.linear import Matrix, matrices, numbers, values
 from qbench.quantizers.quantize import evidence_of
 from qbench.records import ModuleAudit
 from qbench.streaming import bring
@@ -164,9 +164,30 @@ def measure(
     if settings.rescales and weight.isfinite().all():
         fitted, factor = fit(fitted, wanted, settings.error_bound())
     difference = fitted - wanted
-    error_squared, norm_squared = (float(t.square().sum()) for t in (difference, wanted))
-    finite = math.isfinite(error_squared)
     dead = (weight == 0).all(dim=0) & (wanted != 0).any(dim=0)
+    kept = ~dead if settings.needs_calibration else torch.ones_like(dead)  # see _missed
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(16, columns, generator=draw).to(weight.device, matrix.weight.dtype)
+    expected = x.float() @ weight.float().T
+    if module.bias is not None:
+        expected = expected + module.bias.float()
+    found = numbers(
+        {
+            "error": difference.square().sum(),
+            "norm": wanted.square().sum(),
+            "product": (fitted * wanted).sum(),
+            "dead": dead.sum(),
+            "levels": _levels(stored.groups(weight)),
+            "kept": kept.sum() * rows,
+            "kept_error": (difference * kept).square().sum(),
+            "kept_norm": (wanted * kept).square().sum(),
+            "kept_sum": (difference * kept).sum(),
+            **_norms("stored", weight, stored.dequantize().to(weight.device)),
+            **_norms("random", module(x), expected),
+        }
+    )
+    error_squared, norm_squared = found["error"], found["norm"]
+    finite = math.isfinite(error_squared)
     bits = 8 * sum(t.numel() * t.element_size() for t in stored.tensors.values())
     result = ModuleAudit(
         name=matrix.name,
@@ -174,17 +195,17 @@ def measure(
         parameters=wanted.numel(),
         bits_per_weight=bits / wanted.numel(),
         weight_error=relative_error(error_squared, norm_squared),
-        gain=float((fitted * wanted).sum()) / norm_squared if finite and norm_squared else None,
-        levels=levels(stored.groups(weight)),
-        dead_inputs=int(dead.sum()),
+        gain=found["product"] / norm_squared if finite and norm_squared else None,
+        levels=int(found["levels"]),
+        dead_inputs=int(found["dead"]),
         digest=digest(stored.tensors),
     )
     problems = _wrong_storage(result, rows, columns, settings)
     if not finite:
         problems.append(f"{matrix.name}: weights that are not finite")
     else:
-        problems += _wrong_weight(result, wanted, difference, dead, settings)
-        problems += _disagreement(matrix, module, weight, stored, settings)
+        problems += _wrong_weight(result, found, settings)
+        problems += _disagreement(result, found, str(matrix.weight.dtype), settings)
     return result, problems, (error_squared, norm_squared), factor, dead
 
 
@@ -208,12 +229,17 @@ def fit(weight: Tensor, wanted: Tensor, bound: float) -> tuple[Tensor, Tensor | 
 
 def levels(groups: Tensor) -> int:
     """The most distinct values in a row of ``groups`` [number of groups, weights in a group]."""
-    most = 1
+    return int(_levels(groups))
+
+
+def _levels(groups: Tensor) -> Tensor:
+    most = [groups.new_ones((), dtype=torch.int64)]
     for part in groups.split(max(1, 2**24 // groups.shape[1])):
         ordered = part.sort(dim=1).values
         changes = (ordered[:, 1:] != ordered[:, :-1]).sum(dim=1)
-        most = max(most, int(changes.max()) + 1 if changes.numel() else 1)
-    return most
+        if len(changes):
+            most.append(changes.max() + 1)
+    return torch.stack(most).max()
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
@@ -267,22 +293,19 @@ def _wrong_storage(
 
 
 def _wrong_weight(
-    result: ModuleAudit, wanted: Tensor, difference: Tensor, dead: Tensor, settings: WeightSettings
+    result: ModuleAudit, found: Mapping[str, float], settings: WeightSettings
 ) -> list[str]:
-    if result.weight_error == 0 and wanted.any() and not settings.whole:
+    if result.weight_error == 0 and found["norm"] and not settings.whole:
         return [f"{result.name}: the weights are the original's: nothing was quantized"]
     problems = []
-    error = result.weight_error
-    if settings.needs_calibration and dead.any():  # see _missed
-        wanted, difference = wanted[:, ~dead], difference[:, ~dead]
-        error = float(difference.norm() / wanted.norm()) if wanted.any() else 0.0
+    error = relative_error(found["kept_error"], found["kept_norm"])
     worst = settings.error_bound()
     if error > worst:
         problems.append(
             f"{result.name}: weight error {error:.2f}; {settings.name} should stay under {worst:g}"
         )
-    spread = float(difference.square().mean().sqrt())
-    lean = abs(float(difference.mean())) / spread if spread else 0.0
+    squared = found["kept_error"] * found["kept"]
+    lean = abs(found["kept_sum"]) / math.sqrt(squared) if squared else 0.0
     if lean > LEAN:
         problems.append(
             f"{result.name}: the errors lean to one side by {lean:.2f} of their size, as where a "
@@ -316,36 +339,33 @@ def _missed(
 
 
 def _disagreement(
-    matrix: Matrix,
-    module: nn.Module,
-    weight: Tensor,
-    stored: PackedWeight,
-    settings: WeightSettings,
+    result: ModuleAudit, found: Mapping[str, float], dtype: str, settings: WeightSettings
 ) -> list[str]:
     """The forward's weight against the stored one, and against another forward."""
-    on_identity, on_random = settings.agreement(str(matrix.weight.dtype).removeprefix("torch."))
+    on_identity, on_random = settings.agreement(dtype.removeprefix("torch."))
     problems = []
-    off = relative(weight, stored.dequantize().to(weight.device))
+    off = _ratio(found["stored_off"], found["stored_norm"])
     if not off <= on_identity:
-        problems.append(f"{matrix.name}: the forward's weights are {off:.2g} off the stored ones")
-    draw = torch.Generator().manual_seed(0)
-    x = torch.randn(16, weight.shape[1], generator=draw).to(weight.device, matrix.weight.dtype)
-    expected = x.float() @ weight.float().T
-    if module.bias is not None:
-        expected = expected + module.bias.float()
-    off = relative(module(x), expected)
+        problems.append(f"{result.name}: the forward's weights are {off:.2g} off the stored ones")
+    off = _ratio(found["random_off"], found["random_norm"])
     if not off <= on_random:
         problems.append(
-            f"{matrix.name}: on random inputs the forward is {off:.2g} off its own weights"
+            f"{result.name}: on random inputs the forward is {off:.2g} off its own weights"
         )
     return problems
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
     """‖found − expected‖ / ‖expected‖."""
+    return _ratio(*numbers(_norms("", found, expected)).values())
+
+
+def _norms(of: str, found: Tensor, expected: Tensor) -> dict[str, Tensor]:
     expected = expected.float()
-    norm = float(expected.norm())
-    off = float((found.float() - expected).norm())
+    return {f"{of}_off": (found.float() - expected).norm(), f"{of}_norm": expected.norm()}
+
+
+def _ratio(off: float, norm: float) -> float:
     return off / norm if norm else off
 
 
