@@ -9,6 +9,7 @@ import logging
 import os
 import pickle
 import secrets
+import signal
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future
@@ -36,10 +37,19 @@ from distributed.worker import Worker
 
 from qbench.code import code_digest
 from qbench.errors import RecipeError, UnavailableError, first_line
-from qbench.machine import VISIBLE, cuda_problem, gpu_of_environment, hardware, versions
+from qbench.files import clean_temporaries, temporary
+from qbench.machine import (
+    VISIBLE,
+    cuda_problem,
+    gpu_of_environment,
+    hardware,
+    interrupts_blocked,
+    versions,
+)
 from qbench.plugins import load_packages
 from qbench.progress import Progress
 from qbench.runner.progress import RemoteProgress, pass_on
+from qbench.runner.workers import start_tracker
 
 LOCAL = "local"
 GPU = "GPU"  # a resource that workers may declare
@@ -51,6 +61,9 @@ OF_LOCAL_WORKERS = {
     "distributed.scheduler.no-workers-timeout": "600s",
 }
 LIBRARIES = ("triton", "bitsandbytes", "hqq", "gptqmodel", "optimum", "torchao", "accelerate")
+
+for name in ("distributed", "distributed.client", "distributed.gc"):  # each has its own level
+    logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +89,6 @@ def connected(
     those that every worker must see. Raises UnavailableError where there is no worker, or one that
     does not fit, and RecipeError for another address.
     """
-    logging.getLogger("distributed").setLevel(logging.CRITICAL)
     with ExitStack() as stack:
         if address.partition(":")[0] == LOCAL:
             client = _local(slots, device, stack)
@@ -152,20 +164,36 @@ def _local(slots: Sequence[int], device: str | None, stack: ExitStack) -> Client
         workers[number] = {"cls": Nanny, "options": options}
     stack.enter_context(dask.config.set(OF_LOCAL_WORKERS))
     here = {"dashboard_address": "127.0.0.1:0", "host": "127.0.0.1", "protocol": "tcp"}
-    cluster = SpecCluster(
-        workers=workers,
-        scheduler={"cls": Scheduler, "options": here},
-        silence_logs="CRITICAL",
-    )
+    start_tracker()
+    with interrupts_blocked():  # in workers, those that nannies start again too
+        cluster = SpecCluster(
+            workers=workers,
+            scheduler={"cls": Scheduler, "options": here},
+            silence_logs="CRITICAL",
+        )
     stack.enter_context(cluster)
-    return stack.enter_context(Client(cluster, set_as_default=False))
+    client = stack.enter_context(Client(cluster, set_as_default=False))
+    stack.push(functools.partial(_interrupted, cluster))
+    return client
+
+
+def _interrupted(cluster: SpecCluster, error: type[BaseException] | None, *_: Any) -> None:
+    """At Ctrl-C workers are killed: to close them would wait for the cells that they are at."""
+    if error is KeyboardInterrupt:
+        for nanny in cluster.workers.values():
+            nanny.auto_restart = False
+            if nanny.pid is not None:
+                with suppress(OSError):
+                    os.kill(nanny.pid, signal.SIGKILL)
 
 
 @contextmanager
 def _token(folder: Path) -> Iterator[str]:
-    """A file in ``folder`` that only those find who see the same folder."""
+    """A file in ``folder`` that only those find who see the same folder. That of a killed run is
+    removed."""
     folder.mkdir(parents=True, exist_ok=True)
-    token = folder.resolve() / f".seen-{secrets.token_hex(8)}"
+    clean_temporaries(folder)
+    token = temporary(folder.resolve() / secrets.token_hex(8))
     token.touch()
     try:
         yield str(token)

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,10 +21,10 @@ from small_recipe import qbench, small_recipe
 
 from qbench import machine
 from qbench.cli.place import local_slots
-from qbench.errors import RecipeError, UnavailableError
+from qbench.errors import STOPPED, RecipeError, UnavailableError
 from qbench.plan import plan
 from qbench.recipe import Recipe
-from qbench.runner.dask import Host, _local, connected, describe, require_fit
+from qbench.runner.dask import Host, _local, _token, connected, describe, require_fit
 from qbench.runner.grid import run_cells
 from qbench.runner.progress import Display
 from qbench.store import Store
@@ -97,6 +97,65 @@ def test_a_folder_is_seen_by_the_file_that_the_run_put_there(tmp_path):
     assert describe((str(tmp_path / "token"),), "cpu", worker).unseen == str(tmp_path)
 
 
+def test_what_a_killed_run_left_to_be_seen_is_removed_by_the_next(tmp_path, monkeypatch):
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "getpid", lambda: dead.pid)
+        killed = _token(tmp_path)
+        left = Path(killed.__enter__())
+    with _token(tmp_path) as token:
+        assert not left.exists()
+        assert list(tmp_path.iterdir()) == [Path(token)]
+    assert not list(tmp_path.iterdir())
+
+
+QUIET = """
+import logging
+from contextlib import ExitStack
+from multiprocessing import resource_tracker
+from pathlib import Path
+from qbench.runner.dask import _local
+with ExitStack() as stack:
+    _local([0], "cpu", stack)
+    tracker = Path(f"/proc/{resource_tracker._resource_tracker._pid}/environ").read_bytes()
+    print(b"ignore:resource_tracker" in tracker)
+    names = ("distributed", "distributed.client", "distributed.gc")
+    print([name for name in names if logging.getLogger(name).isEnabledFor(logging.ERROR)])
+"""
+
+
+def test_what_python_and_dask_say_of_killed_processes_is_not_shown():
+    done = subprocess.run([sys.executable, "-c", QUIET], cwd=ROOT, capture_output=True, text=True,
+                          timeout=100)  # fmt: skip
+    assert done.stdout.splitlines() == ["True", "[]"], done.stderr
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_local_workers_in_one_line(tmp_path):
+    """Two seconds; more are allowed for a machine that is busy."""
+    command = [sys.executable, "-m", "qbench", "run", small_recipe(tmp_path), "--out",
+               tmp_path / "out", "--device", "cpu", "--cluster", "local:2"]  # fmt: skip
+    run = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        start_new_session=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    while "evaluate" not in run.stderr.readline():
+        assert run.poll() is None
+    start = time.monotonic()
+    os.killpg(run.pid, signal.SIGINT)
+    lines = run.communicate(timeout=60)[1].splitlines()
+    assert time.monotonic() - start < 8
+    assert run.returncode == 130
+    assert lines[-1] == STOPPED
+    assert "Traceback" not in "".join(lines)
+    with suppress(ProcessLookupError):  # once nobody is left
+        while True:
+            os.killpg(run.pid, 0)
+            assert time.monotonic() - start < 20
+            time.sleep(0.1)
+
+
 @pytest.mark.parametrize("address", ["nowhere.json", "tcp://127.0.0.1:9", "local:x", "local:0"])
 def test_a_cluster_that_is_not_there_is_one_line(tmp_path, monkeypatch, address, capfd):
     monkeypatch.setattr("qbench.runner.dask.SECONDS_TO_CONNECT", 1.0)
@@ -127,7 +186,7 @@ def test_cells_whose_workers_are_killed_run_again_and_a_killer_fails_alone(tmp_p
     # a worker may die with a result that nobody has fetched yet: that cell is done twice
     done = set(re.findall(r"^(\S+): done \(", shown.getvalue(), re.MULTILINE))
     assert done == set(records) - failed
-    assert not list(out.glob(".seen-*"))
+    assert not list(out.glob(".*.tmp"))
 
 
 @pytest.mark.slow
