@@ -249,6 +249,39 @@ def test_real_results_from_the_answer_to_a_document_and_why(serve, page, name):
     page.wait_for_selector("h2, [role=alert], main p")
 
 
+# Texts of axes and legends that lie upon each other, or begin left of their picture and are cut
+UNREADABLE = """figure => {
+  const texts = [...figure.querySelectorAll("[aria-label*='-axis'] text, [class*=ramp] text")];
+  const boxes = texts.map((text) => [text.textContent, text.getBoundingClientRect()]);
+  const left = figure.querySelector(".drawing").getBoundingClientRect().left;
+  const cut = ([, box]) => box.left < left - 1;
+  const on = ([name, a], [other, b]) => name && other && a.left < b.right && b.left < a.right
+    && a.top + 3 < b.bottom && b.top + 3 < a.bottom;
+  const upon = boxes.flatMap((one, index) => boxes.slice(index + 1)
+    .filter((other) => one[0].length * other[0].length > 0 && on(one, other))
+    .map((other) => one[0] + " on " + other[0]));
+  return [...boxes.filter(cut).map(([name]) => name + " cut"), ...upon];
+}"""
+
+
+def test_axes_can_be_read(serve, page):
+    running = serve(RESULTS / "pair-27m", texts=None)
+    running.server.results[0].comparison(wait=True)
+    page.goto(running.address)
+    ratios = page.locator("figure:has(h3:has-text('hurt')):has(h3:has-text('ratio'))")
+    ratios.locator("svg a circle").first.wait_for()
+    ticks = ratios.locator("[aria-label='x-axis tick label'] text").all_text_contents()
+    assert "" not in ticks
+    assert {"× 0.7", "× 1", "× 2"} < set(ticks)
+    assert ratios.evaluate(UNREADABLE) == []
+    page.goto(f"{running.address}#view=why")
+    page.wait_for_selector("h3:has-text('Loss along texts')")
+    page.wait_for_selector("figure [class*=ramp]")
+    for title in ("Sink rate", "Sensitivity", "Loss along texts"):
+        figure = page.locator(f"figure:has(h3:has-text('{title}'))")
+        assert (title, figure.evaluate(UNREADABLE)) == (title, [])
+
+
 def test_a_demo_run_has_its_texts_and_right_answers(serve, tmp_path, page, own_cache):
     recipe = small_recipe(tmp_path, tasks=["demo_choice"])
     assert qbench("run", recipe, "--out", tmp_path / "out", "--device", "cpu") == 0

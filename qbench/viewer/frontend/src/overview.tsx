@@ -5,7 +5,7 @@ import type { Cell, Effect, Line, Overview, Pair } from "./data";
 import type { Row } from "./download";
 import { Failure, Figure, Grid, plot, type GridColumn } from "./parts";
 import { change, link, type State } from "./state";
-import { duration, effect, harm, interval, kl, number, p, score, sure, unit, UNITS, type Unit } from "./units";
+import { duration, effect, harm, interval, kl, number, p, ratioTicks, score, sure, unit, UNITS, type Unit } from "./units";
 
 const named = (line: Line) => `${line.task} ${line.metric_title}`;
 export const cellOf = (found: Overview, name: string) => found.cells.find((cell) => cell.cell === name);
@@ -103,9 +103,12 @@ function ForestFigure({ marks, kind, words, title, method }: { marks: Mark[]; ki
     const zero = kind === "ratio" ? 1 : 0;
     const tone = (mark: Mark) => (sure(mark.of) ? (mark.x > zero ? "var(--worse)" : "var(--better)") : "var(--unsure)");
     const shared = { y: "label", href: "href", stroke: tone } as const;
+    const left = narrow ? 12 : 16 + 6.4 * Math.max(...order.map((label) => label.length));
+    const ends = marks.flatMap(({ low, high }) => [low, high]).filter((end) => end > 0 && Number.isFinite(end));
+    const ratios = kind === "ratio" && ratioTicks(Math.min(1, ...ends), Math.max(1, ...ends), (width - left) / 56);
     return plot({
-      width, height: 64 + (narrow ? 34 : 20) * marks.length, marginLeft: narrow ? 12 : 16 + 6.4 * Math.max(...order.map((label) => label.length)), marginBottom: 40, marginRight: 16,
-      x: { type: kind === "ratio" ? "log" : "linear", grid: true, label: `← ${words[0]} · ${words[1]} →`, labelAnchor: "center", labelOffset: 36, tickFormat: kind === "ratio" ? (value: number) => `× ${number(value, 3)}` : undefined, ticks: Math.max(3, width / 180) },
+      width, height: 64 + (narrow ? 34 : 20) * marks.length, marginLeft: left, marginBottom: 40, marginRight: 16,
+      x: { type: kind === "ratio" ? "log" : "linear", grid: true, label: `← ${words[0]} · ${words[1]} →`, labelAnchor: "center", labelOffset: 36, tickFormat: kind === "ratio" ? (value: number) => `× ${number(value, 3)}` : undefined, ticks: ratios || Math.max(3, width / 180) },
       y: { domain: order, label: null, axis: narrow ? null : "left", tickSize: 0 },
       marks: [
         Plot.ruleX([zero], { stroke: "currentColor" }),

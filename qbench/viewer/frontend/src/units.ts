@@ -42,6 +42,19 @@ export type Unit = keyof typeof UNITS;
 
 export const unit = (line: Line): Unit => (line.ratio ? "ratio" : line.percent ? "points" : "units");
 
+/** Places to label on a log axis from `low` to `high`, at most `most`: 1, then numbers of few digits. By itself such an axis labels none of 0.6 to 0.9. */
+export function ratioTicks(low: number, high: number, most: number): number[] {
+  const gap = Math.log(high / low) / most;
+  const kept = [1];
+  for (const digits of [1, 2, 3])
+    for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power++)
+      for (let lead = 10 ** (digits - 1); lead < 10 ** digits; lead++) {
+        const value = Number(`${lead}e${power - digits + 1}`);
+        if (value >= low && value <= high && kept.every((one) => Math.abs(Math.log(value / one)) >= gap)) kept.push(value);
+      }
+  return kept;
+}
+
 export const sure = (of: Effect) => of.mark === "‡";
 export const p = (value: number | null | undefined) =>
   value === null || value === undefined ? "–" : value < 0.0001 ? "< 0.0001" : value.toFixed(4);

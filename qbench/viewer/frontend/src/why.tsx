@@ -97,7 +97,7 @@ function Heads({ found, cells, state }: { found: Overview; cells: any[]; state: 
     return plot({
       width, height: 80 + shown.length * (20 + 20 * layers), marginLeft: 50, marginBottom: 40,
       x: { domain: Array.from({ length: heads }, (_, head) => head), label: "head →", labelOffset: 32, tickSize: 0 }, y: { domain: Array.from({ length: layers }, (_, layer) => layer), label: "layer", tickSize: 0 }, fy: { domain: shown, label: null, axis: null },
-      color: { type: "linear", domain: [0, 1], scheme: "blues", legend: true, label: "share of texts" },
+      color: { type: "linear", domain: [0, 1], scheme: "blues", legend: true, label: "share of texts", marginLeft: 12, marginRight: 12 } as Plot.ScaleOptions,
       marks: [
         Plot.text(shown, { fy: (cell) => cell, text: (cell) => cell, frameAnchor: "top-left", dy: -12, fontWeight: "bold" }),
         Plot.cell(rows, { x: "head", y: "layer", fy: "cell", fill: "sink_rate", inset: 1, rx: 2, href: "href", title: (row: any) => `${row.cell}, layer ${row.layer}, head ${row.head}: sink rate ${number(row.sink_rate)}, first token ${number(row.attention)}, zeros ${number(row.zeros)}`, ariaLabel: (row: any) => `layer ${row.layer}, head ${row.head}: ${number(row.sink_rate)}` }),
@@ -148,8 +148,8 @@ function Sensitivities({ found, ones }: { found: Overview; ones: any[] }) {
   const draw = useMemo(() => (width: number) => {
     const units = [...new Set(rows.map((row) => row.unit))];
     return plot({
-      width, height: 84 + 13 * units.length, marginLeft: Math.min(190, width / 2.5), marginTop: 44,
-      x: { type: "log", label: "KL when it alone is quantized, nats a token →", labelOffset: 28, grid: true, axis: "top", ticks: 4, tickFormat: (value: number) => number(value, 1) }, y: { domain: units, label: null, tickSize: 0 },
+      width, height: 96 + 13 * units.length, marginLeft: Math.min(190, width / 2.5), marginTop: 56,
+      x: { type: "log", label: "KL when it alone is quantized, nats a token →", labelOffset: 44, grid: true, axis: "top", ticks: 4, tickFormat: (value: number) => number(value, 1) }, y: { domain: units, label: null, tickSize: 0 },
       color: { legend: true, domain: cells, scheme: "observable10" },
       marks: [Plot.dot(rows.filter((row) => row.kl > 0), { x: "kl", y: "unit", stroke: "cell", r: 4, strokeWidth: 2, href: "href", title: (row: any) => `${row.cell}, ${row.unit}: ${number(row.kl)} ± ${number(row.stderr)}`, tip: { href: undefined, fill: "var(--paper)" } as any })],
     });
@@ -161,7 +161,7 @@ function Sensitivities({ found, ones }: { found: Overview; ones: any[] }) {
 function Along({ cells }: { cells: any[] }) {
   const rows = useMemo(() => cells.flatMap((one) => one.measured.stretches.map((part: any) => ({ cell: one.cell, position: (part.first + part.last) / 2, loss: part.loss, mass: part.mass, largest: part.largest }))).filter((row) => row.loss !== null), [cells]);
   const draw = useMemo(() => (width: number) => plot({
-    width, height: 300, marginLeft: 50, x: { label: "position in the text →" }, y: { label: "↑ loss, nats a token", grid: true }, color: { legend: true, scheme: "observable10" },
+    width, height: 310, marginLeft: 50, marginBottom: 44, x: { label: "position in the text →", labelOffset: 40 }, y: { label: "↑ loss, nats a token", grid: true }, color: { legend: true, scheme: "observable10" },
     marks: [Plot.line(rows, { x: "position", y: "loss", stroke: "cell" }), Plot.dot(rows, { x: "position", y: "loss", stroke: "cell", title: (row: any) => `${row.cell} at ${number(row.position)}: ${number(row.loss)}`, tip: { fill: "var(--paper)" } })],
   }), [rows]);
   if (!rows.length) return null;
