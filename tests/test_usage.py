@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from qbench.cli import app as cli
+from qbench.errors import ResultsError
 
 
 @pytest.mark.parametrize(
@@ -36,6 +37,28 @@ def test_wrong_use_is_one_line(monkeypatch, capsys, arguments, words):
     command = "qbench" if arguments[0] == "rnu" else f"qbench {arguments[0]}"
     assert line.endswith(f"; `{command} --help` lists what is possible")
     assert said.out == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (PermissionError(13, "Permission denied", "/there"), "Permission denied"),
+        (OSError(28, "No space left on device"), "No space left on device"),
+        (MemoryError(), "memory"),
+        (ResultsError("there: damaged"), "there: damaged"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_the_machine_or_a_file_refuses_is_one_line(monkeypatch, capsys, error, words):
+    def refused(**_):
+        raise error
+
+    monkeypatch.setattr(cli, "app", refused)
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line
 
 
 def every_command():

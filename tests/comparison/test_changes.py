@@ -53,6 +53,12 @@ def test_explain_names_exactly_the_parts_that_differ(tmp_path):
     assert "quantizer.name  bf16  →  hqq-4bit" in text(a, b)
 
 
+def test_a_part_that_only_one_key_has_is_named():
+    less, more = {"device": "cpu"}, {"device": "cpu", "calibration": {"bos": True}}
+    assert differences(less, more) == [("calibration.bos", "(absent)", "True")]
+    assert differences(more, less) == [("calibration.bos", "True", "(absent)")]
+
+
 def test_a_record_is_found_by_cell_or_by_file(tmp_path, monkeypatch):
     store = grid(tmp_path / "a")
     record = find_cell(f"{store.directory}/softpick/hqq-4bit")[1]

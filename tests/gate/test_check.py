@@ -44,6 +44,18 @@ def test_too_few_documents_are_inconclusive_and_it_is_said_what_would_tell(nearl
     assert {gate.outcome for gate in of(wide, CELL, "arc_easy")} == {"pass"}
 
 
+def test_an_estimate_within_the_margin_is_not_enough(nearly, standard):
+    def asked(margin):
+        result = check.check(nearly, standard, margins={"acc": margin})
+        (gate,) = (one for one in of(result, CELL, "arc_easy") if one.metric == "acc")
+        return gate
+
+    worse = asked(0.1).worse
+    assert worse.estimate < worse.high
+    assert asked((worse.estimate + worse.high) / 2).outcome == "inconclusive"
+    assert asked(worse.high + 0.01).outcome == "pass"
+
+
 @pytest.mark.parametrize(("counts_as", "code"), [("pass", 0), ("fail", 1)])
 def test_inconclusive_counts_as_the_user_chooses(nearly, standard, counts_as, code):
     result = check.check(nearly, standard, margins={"acc": 0.1}, inconclusive=counts_as)
