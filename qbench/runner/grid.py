@@ -62,9 +62,10 @@ def run_cells(
     ``force`` makes good records again. ``cache`` is where quantized weights and unquantized
     distributions are kept (None: ``$QBENCH_CACHE``).
 
-    A cell begins when the unquantized one that it is measured against is done. A cell whose process
-    dies is tried once more, alone, so that only a cell that kills its process fails. Cells that
-    another run is at work on come last, when it has finished them.
+    A cell begins when the unquantized one that it is measured against is done, on an ``executor``
+    when all unquantized ones are. A cell whose process dies is tried once more, alone, so that only
+    a cell that kills its process fails. Cells that another run is at work on come last, when it has
+    finished them.
     """
     wanted = plan.cells if cells is None else cells
     grid = _Grid(plan, Store(out), progress or SilentProgress(), cache or cache_folder(), force)
@@ -135,6 +136,7 @@ class _Grid:
         self.plan, self.store, self.progress, self.cache = plan, store, progress, cache
         self.force = force
         self.begun = datetime.now(UTC)
+        self.parallel = False
         self.done: dict[str, Record] = {}
         self.died: set[str] = set()
         self.again: set[str] = set()
@@ -192,6 +194,7 @@ class _Grid:
         return known
 
     def run(self, cells: Sequence[Cell], executor: Executor) -> None:
+        self.parallel = not isinstance(executor, SerialExecutor)
         out, cache = self.store.directory.resolve(), self.cache.resolve()
         with remote(executor, self.progress) as heard:
             one = partial(run_cell, self.plan, out=out, cache=cache)
@@ -209,12 +212,20 @@ class _Grid:
     def _side_by_side(
         self, cells: Sequence[Cell], submit: Callable[..., Future], *, busy_waits: bool
     ) -> list[Cell]:
-        """Runs ``cells``, each when what it depends on is done; those that are left: their process
+        """Runs ``cells``, each when what it depends on is done, in parallel when all that any of
+        them depends on is: the longest begin first then. Gives those that are left: their process
         died for the first time, or another run holds them, or what they depend on is left."""
         waiting, at_work, left = list(cells), dict[Future, Cell](), []
         while True:
             unfinished = {cell.key for cell in (*waiting, *at_work.values())}
-            for cell in [cell for cell in waiting if depends_on(cell) not in unfinished]:
+            needed = {depends_on(cell) for cell in waiting} & unfinished
+            ready = [
+                cell
+                for cell in waiting
+                if cell.base is None
+                or not (needed if self.parallel else depends_on(cell) in unfinished)
+            ]
+            for cell in ready:
                 waiting.remove(cell)
                 if depends_on(cell) in {other.key for other in left}:
                     left.append(cell)

@@ -4,8 +4,9 @@ import io
 import subprocess
 import sys
 import time
-from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing import get_context
+from types import SimpleNamespace
 
 import pytest
 from filelock import FileLock
@@ -198,6 +199,31 @@ def test_a_cell_begins_when_the_one_that_it_is_measured_against_is_done(tmp_path
     for cell, before in begun:
         if not cell.endswith("fp32"):
             assert cell.replace("rtn-4bit", "fp32") in before
+
+
+def test_side_by_side_the_longest_begin_first_when_all_unquantized_cells_are_done(tmp_path):
+    """Else the first one's cells would take every process before the longest of the others."""
+    plan_ = planned(tmp_path)
+    grid = _Grid(plan_, Store(tmp_path / "out"), SilentProgress(), tmp_path / "cache", force=False)
+    grid.parallel = True
+    futures, begun = {name: Future() for name in ("softmax/fp32", "softpick/fp32")}, []
+
+    def submit(name, **_):
+        begun.append(name)
+        future = futures.get(name, Future())
+        if name not in futures:
+            future.set_result(SimpleNamespace(key=plan_.cell(name).key))
+        return future
+
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(grid._side_by_side, plan_.cells, submit, busy_waits=False)
+        for name, future in futures.items():
+            time.sleep(0.2)
+            early = list(begun)
+            future.set_result(SimpleNamespace(key=plan_.cell(name).key))
+        assert running.result() == []
+    assert set(early) == set(futures)
+    assert len(begun) == 4
 
 
 def test_without_damage_no_cell_depends_on_another(tmp_path):
