@@ -9,11 +9,16 @@ On a GPU the library multiplies few rows of inputs by other kernels than many (u
 or more, by shape and GPU), which round the weights elsewhere. How many rows an expert gets depends
 on the rest of the batch and on later tokens, and so would its results: ``Linear4`` dequantizes the
 weights of experts and multiplies by them, as the library does for many rows.
+
+For 8 bits the library quantizes what each layer takes in, and waits for a GPU twice to know in
+which columns the outliers are. A block has seven layers and four inputs: queries, keys and values
+share one, gate and up another. ``Linear8`` does this once an input.
 """
 
 from __future__ import annotations
 
 import logging
+import weakref
 
 import bitsandbytes
 import torch
@@ -49,11 +54,48 @@ class Linear4(bitsandbytes.nn.Linear4bit):
 
 
 class Linear8(bitsandbytes.nn.Linear8bitLt):
-    """The library's layer, for inputs of more than three dimensions too (DeepSeek's latents)."""
+    """The library's layer to the bit, for inputs of more than three dimensions too (DeepSeek's
+    latents). Where no gradient can be asked for, it takes the codes of its input from the layer
+    before it, if that was given the same tensor."""
 
     def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x.reshape(-1, x.shape[-1]))
+        rows, state = x.reshape(-1, x.shape[-1]), self.state
+        theirs = torch.is_grad_enabled() or self.training or torch.compiler.is_compiling()
+        if theirs or not x.numel():
+            y = super().forward(rows)
+        else:
+            if self.weight.CB is not None:
+                self.init_8bit_state()
+            if self.bias is not None and self.bias.dtype != x.dtype:
+                self.bias.data = self.bias.data.to(x.dtype)
+            codes, scales, outliers = _codes_of(x, rows, state.threshold)
+            y, _ = torch.ops.bitsandbytes.int8_mixed_scaled_mm.default(
+                rows, codes, state.CB, scales, state.SCB, outliers, self.bias
+            )
+            self.weight.data = state.CB
         return y.reshape(*x.shape[:-1], self.out_features)
+
+
+Codes = tuple[Tensor, Tensor, Tensor | None]
+
+# The input that was quantized last, weakly, its version, the threshold, and what it became.
+_last: tuple[weakref.ref[Tensor], int, float, list[Codes]] | None = None
+
+
+def _codes_of(x: Tensor, rows: Tensor, threshold: float) -> Codes:
+    """Codes and scales of ``rows``, which are ``x``, and the columns with outliers (None for a
+    threshold of 0). What was made last is given again if it was made of the same tensor, and
+    nobody has written to it since; it is dropped with the tensor."""
+    global _last
+    last = _last
+    if last and last[0]() is x and last[1:3] == (x._version, threshold):
+        return last[3][0]
+    last = _last = None  # its memory, before more is taken
+    made = functional.int8_vectorwise_quant(rows.to(torch.float16), threshold=threshold)
+    if not x.is_inference():  # which counts no versions
+        kept = [made]  # the version now: on a CPU the library writes to float16, and back
+        _last = weakref.ref(x, lambda _: kept.clear()), x._version, threshold, kept
+    return made
 
 
 def decode(module: bitsandbytes.nn.Linear4bit) -> Tensor:

@@ -1,5 +1,6 @@
 """Every quantizer on CUDA: audited, reloaded, and close to what the CPU gives."""
 
+import bitsandbytes
 import pytest
 import torch
 from bitsandbytes import functional
@@ -61,6 +62,17 @@ def test_the_gpu_gives_what_the_cpu_gives(name, tmp_path):
     here = damage(make(chosen, tmp_path, "softpick"), original)
     there = damage(on_gpu(chosen, tmp_path)[0], llama("softpick", device="cuda"), PROBE.to("cuda"))
     assert there == pytest.approx(here, rel=0.2)
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.5, 6.0])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_int8_layers_that_share_codes_give_the_librarys_logits(
+    dtype, threshold, tmp_path, monkeypatch
+):
+    model, _ = on_gpu(settings("bnb-8bit", compute_dtype=dtype, threshold=threshold), tmp_path)
+    ours = logits(model)
+    monkeypatch.setattr(bnb.Linear8, "forward", bitsandbytes.nn.Linear8bitLt.forward)
+    assert torch.equal(ours, logits(model))
 
 
 @pytest.mark.parametrize("width", [16, 32, 48, 64, 96, 160])
