@@ -16,6 +16,8 @@ from torch import Tensor
 from qbench.attention.normalizers import NORMALIZERS, SLOPES, Normalizer
 
 CHUNK_SCORES = 1 << 19  # scores held at once: 2 MiB in float32, what a core's cache holds
+# Of sequences side by side: all, and those that only fill up the shorter ones.
+PART_SCORES, FILLED_SCORES = 1 << 21, 1 << 16
 
 
 class Chunk(NamedTuple):
@@ -61,9 +63,21 @@ def attention(
     settings = {"scale": scale, "softcap": softcap, "mask": mask, "causal": causal}
     if spans is not None:
         settings |= {"normalizer": normalizer, "parameters": parameters, "window": window}
-        output = query.new_zeros(*query.shape[:3], value.shape[3])
-        for rows, keys in sequences(spans):
-            output[rows] = attention(query[rows], key[keys], value[keys], **settings)
+        flat = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
+        rows = query.new_zeros(len(flat[0]), query.shape[1], value.shape[3])
+        output = rows.unflatten(0, (len(query), -1)).transpose(1, 2)
+        for part in alike(spans, query.shape[1]):
+            if len(part) == 1:
+                own, seen = next(sequences(part))
+                output[own] = attention(query[own], key[seen], value[seen], **settings)
+                continue
+            queries, keys, real, mask = side_by_side(part, query, key, causal=causal)
+            inputs = (
+                tensor.index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2)
+                for tensor, index in zip(flat, (queries, keys, keys), strict=True)
+            )
+            found = attention(*inputs, **settings | {"mask": mask}).transpose(1, 2)
+            rows.index_copy_(0, queries[real], found[real])
         return output
     with torch.autocast(query.device.type, enabled=False):
         if not window and not softcap and not given:
@@ -194,3 +208,49 @@ def sequences(spans: Tensor) -> Iterator[tuple[tuple[slice, ...], tuple[slice, .
         if first_query < last_query and first_key < last_key:
             heads = (slice(row, row + 1), slice(None))
             yield (*heads, slice(first_query, last_query)), (*heads, slice(first_key, last_key))
+
+
+def alike(spans: Tensor, heads: int) -> Iterator[Tensor]:
+    """``spans`` [S, 6] of sequences with queries and keys in parts of similar sizes: many small
+    products take longer than a few large ones. Those with as many queries as keys are apart."""
+    sizes = [(b - a == d - c, d - c, b - a) for _, a, b, c, d, _ in spans.tolist()]
+    part: list[int] = []
+    longest = own = 0  # queries; scores of a head
+    for i in sorted(range(len(sizes)), key=sizes.__getitem__):
+        square, keys, queries = sizes[i]
+        if keys <= 0 or queries <= 0:
+            continue
+        longest, own = max(longest, queries), own + queries * keys
+        scores = heads * (len(part) + 1) * longest * keys
+        fits = scores <= PART_SCORES and scores - heads * own <= FILLED_SCORES
+        if part and not (fits and square == sizes[part[0]][0]):
+            yield spans[part]
+            part, longest, own = [], queries, queries * keys
+        part.append(i)
+    if part:
+        yield spans[part]
+
+
+def side_by_side(
+    spans: Tensor, query: Tensor, key: Tensor, *, causal: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Which of the B · T tokens are the queries [G, Tq] and keys [G, Tk] of G sequences filled up
+    to one size, which queries are real [G, Tq], and a mask [G, 1, Tq, Tk], where one is needed."""
+    spans = spans.to(query.device, torch.long)
+    row, first_query, last_query, first_key, last_key, _ = spans.T[..., None]
+    # On the right causality hides what fills up, on the left last queries stay at their last keys.
+    right = causal and torch.equal(last_query - first_query, last_key - first_key)
+
+    def places(first: Tensor, last: Tensor) -> Tensor:
+        steps = torch.arange(int((last - first).max()), device=query.device)
+        return first + steps if right else last - len(steps) + steps
+
+    queries, keys = places(first_query, last_query), places(first_key, last_key)
+    real = (queries >= first_query) & (queries < last_query)
+    seen, mask = keys >= first_key, None
+    if not (right or (real.all() and seen.all())):
+        # What fills up queries sees every key: with none, torch's softmax gives NaN.
+        mask = (seen[:, None] | ~real[..., None])[:, None]
+    queries = queries.clamp(first_query, last_query - 1)
+    keys = keys.clamp(first_key, last_key - 1)
+    return row * query.shape[2] + queries, row * key.shape[2] + keys, real, mask

@@ -99,3 +99,42 @@ def test_the_layout_of_the_inputs_changes_no_bit(normalizer, length):
         assert torch.equal(
             reference.attention(*given, normalizer=normalizer, causal=True), expected
         )
+
+
+# Queries and keys: parts of sequences, whole ones, some of one size, without either, more queries.
+SIZES = [(3, 17), (9, 9), (1, 20), (5, 18), (2, 0), (9, 9), (30, 30), (12, 12), (4, 2), (0, 3)]
+
+
+@pytest.mark.parametrize("settings", [{}, {"window": 4}, {"causal": False}], ids=str)
+@pytest.mark.parametrize("normalizer", ["softmax", "softpick", "scalable-softmax"])
+@pytest.mark.parametrize(
+    ("filled", "slopes", "dtype"),
+    [(1 << 16, True, torch.float64), (200, False, torch.float64), (1 << 16, False, torch.float32)],
+)
+def test_sequences_side_by_side_are_as_one_by_one(
+    normalizer, settings, filled, slopes, dtype, monkeypatch
+):
+    """Output and gradients, of grouped heads; queries without keys give 0."""
+    monkeypatch.setattr(reference, "FILLED_SCORES", filled)
+    edges = torch.tensor([(0, 0), *SIZES]).cumsum(0)
+    shape = (1, 4, 2, *edges[-1].tolist(), 8)
+    case = Case(normalizer=normalizer, shape=shape, slopes=slopes)
+    *tensors, gradient = inputs(case, dtype)
+    query, key, value = (tensor.requires_grad_() for tensor in tensors)
+    settings = {"causal": True, "normalizer": normalizer, **settings}
+    settings["parameters"] = parameters_of(case)
+    alone = [
+        reference.attention(q, k, v, **settings) if q.shape[2] and k.shape[2] else q * 0
+        for q, k, v in zip(
+            query.split([size[0] for size in SIZES], 2),
+            *(tensor.split([size[1] for size in SIZES], 2) for tensor in (key, value)),
+            strict=True,
+        )
+    ]
+    together = reference.attention(query, key, value, spans=packed_spans(*edges.T), **settings)
+    found, expected = (
+        (output, *torch.autograd.grad(output, (query, key, value), gradient))
+        for output in (together, torch.cat(alone, 2))
+    )
+    limit = 1e-12 if dtype == torch.float64 else 1e-5
+    torch.testing.assert_close(found, expected, rtol=limit, atol=limit)

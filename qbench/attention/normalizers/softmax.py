@@ -55,13 +55,17 @@ class Softmax(Normalizer):
         causal: bool,
     ) -> Tensor | None:
         """Torch's own softmax attention in float32: the same function, without storing the
-        scores. It aligns the first query with the first key where it is causal."""
+        scores. It aligns the first query with the first key where it is causal, and is causal or
+        takes a mask."""
         import torch
 
         queries, keys = query.shape[2], key.shape[2]
         causal = causal and queries > 1  # the last query sees every key
-        if query.dtype == torch.float64 or (causal and (queries != keys or mask is not None)):
+        if query.dtype == torch.float64 or (causal and mask is None and queries != keys):
             return None
+        if causal and mask is not None:
+            mask = mask & mask.new_ones(queries, keys).tril(keys - queries)
+            causal = False
         output = torch.nn.functional.scaled_dot_product_attention(
             query.float(),
             key.float(),
