@@ -131,7 +131,7 @@ def _weights(folder: Path, cells: Mapping[str, list[str]]) -> Iterator[Entry]:
 
 def _rows(folder: Path, cells: Mapping[str, list[str]]) -> Iterator[Entry]:
     for path in sorted(folder.glob("*.safetensors")):
-        files = path, path.with_name(f"{path.name}.sha256")
+        files = path, path.with_name(f"{path.name}.digest")
         yield _entry("rows", path, files, f"unquantized cell {path.stem}", cells.get(path.stem, ()))
 
 

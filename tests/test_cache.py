@@ -29,7 +29,7 @@ def cache(tmp_path, monkeypatch):
             os.utime(path, (NOW - age * DAY,) * 2)
     rows = folder / "distributions" / "0123456789abcdef.safetensors"
     rows.parent.mkdir()
-    for path in (rows, rows.with_name(f"{rows.name}.sha256")):
+    for path in (rows, rows.with_name(f"{rows.name}.digest")):
         path.write_bytes(b"x" * 1500)
         os.utime(path, (NOW - DAY,) * 2)
     monkeypatch.setenv("QBENCH_CACHE", str(folder))

@@ -2,7 +2,7 @@
 that it kept. Imports no torch; ``evaluation.kl`` says what is in them.
 
     CACHE/distributions/<key16>.safetensors           hidden states of every scored token, LM head
-    CACHE/distributions/<key16>.safetensors.sha256    as ``sha256sum -c`` reads it
+    CACHE/distributions/<key16>.safetensors.digest    of its parts, as those of artifacts
 
 They take scored tokens × hidden size × bytes of the dtype.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from qbench.errors import ResultsError
-from qbench.files import file_digest, mark_used
+from qbench.files import digest_of_parts, mark_used
 from qbench.records import GridCell, Record
 from qbench.store import KEY_DIGITS, Store
 
@@ -41,15 +41,15 @@ def baseline_file(cache: Path, key: str) -> Path:
 
 
 def checksum_file(path: Path) -> Path:
-    """Where the SHA-256 of the file stands."""
-    return path.with_name(f"{path.name}.sha256")
+    """Where the digest of the file stands, that of ``files.digest_of_parts``."""
+    return path.with_name(f"{path.name}.digest")
 
 
 def verify_baseline(path: Path, key: str) -> None:
     """Reads the file whole. Raises ResultsError where it is not there, not what was written, or
     another cell's."""
     try:
-        matches = checksum_file(path).read_text().split()[:1] == [file_digest(path)]
+        matches = checksum_file(path).read_text().strip() == digest_of_parts(path)
         about = {}
         if matches:
             with safe_open(path, framework="numpy") as file:
@@ -57,7 +57,7 @@ def verify_baseline(path: Path, key: str) -> None:
     except (OSError, ValueError, SafetensorError) as error:
         raise ResultsError(f"{path}: {error}; {REMEDY}") from error
     if not matches:
-        raise ResultsError(f"{path}: its SHA-256 differs from the stated one; {REMEDY}")
+        raise ResultsError(f"{path}: its digest differs from the stated one; {REMEDY}")
     if about.get("key") != key:
         raise ResultsError(f"{path}: of another cell than {key[:KEY_DIGITS]}; {REMEDY}")
     mark_used(path)

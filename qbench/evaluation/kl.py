@@ -28,7 +28,13 @@ from qbench.errors import EvaluationError, OutputError, ResultsError
 from qbench.evaluation.baseline import ABOUT, REMEDY, checksum_file
 from qbench.evaluation.scoring.logits import LogitsPart, Projection, to_device
 from qbench.evaluation.scoring.requests import Scored
-from qbench.files import clean_temporaries, file_digest, replacing, save_tensors, write_atomically
+from qbench.files import (
+    clean_temporaries,
+    digest_of_parts,
+    replacing,
+    save_tensors,
+    write_atomically,
+)
 
 
 class TaskHiddenStates(NamedTuple):
@@ -49,7 +55,7 @@ class BaselineHiddenStates:
     bias: Tensor | None
 
     def save(self, path: Path, key: str) -> None:
-        """As the file ``path`` of the cell ``key``, and its SHA-256 beside it; it appears whole or
+        """As the file ``path`` of the cell ``key``, and its digest beside it; it appears whole or
         not at all. Raises ResultsError where it cannot be written."""
         tensors = {"head.weight": self.weight}
         if self.bias is not None:
@@ -61,8 +67,8 @@ class BaselineHiddenStates:
         try:
             with replacing(path) as making:
                 save_tensors(making, tensors, {ABOUT: about})
-                digest = file_digest(making)
-            write_atomically(checksum_file(path), f"{digest}  {path.name}\n".encode())
+                digest = digest_of_parts(making)
+            write_atomically(checksum_file(path), f"{digest}\n".encode())
         except OutputError as error:
             raise ResultsError(
                 f"{error}; make room there, or leave damage out with evaluation.damage: false"
