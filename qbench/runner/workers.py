@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor
 from concurrent.futures import ThreadPoolExecutor as Threads
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from multiprocessing import (
     active_children,
     forkserver,
@@ -45,9 +46,8 @@ def register(name: str, make: Callable[[str], Executor]) -> None:
 
 def start_forkserver(processes: int) -> None:
     """Have the fork server import what workers need from now on, beside what this process does.
-    ``processes`` will share the cores: threads that wait for one slow all of them down."""
-    threads = str(max(1, (os.cpu_count() or 1) // processes))
-    with interrupts_blocked(), _environment("OMP_NUM_THREADS", threads):  # in its children too
+    ``processes`` will share the cores."""
+    with interrupts_blocked(), _share_of_cores(processes):  # in its children too
         get_context("forkserver").set_forkserver_preload([PRELOAD])
         forkserver.ensure_running()
 
@@ -57,6 +57,11 @@ def start_tracker() -> None:
     workers are at the end of a run, unless it is started like this."""
     with _environment("PYTHONWARNINGS", "ignore:resource_tracker"):
         resource_tracker.ensure_running()
+
+
+def _share_of_cores(processes: int) -> AbstractContextManager[None]:
+    """Threads that wait for a core slow all of them down."""
+    return _environment("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
 
 
 @contextmanager
@@ -105,7 +110,7 @@ class Workers(Executor):
         self._free: SimpleQueue[_Slot] = SimpleQueue()
         method = "forkserver" if self._forked else "spawn"
         gpus = slots if device == "cuda" else [None] * len(slots)
-        self._slots = [_Slot(gpu, method, self._ended) for gpu in gpus]
+        self._slots = [_Slot(gpu, method, self._ended, len(slots)) for gpu in gpus]
         for slot in self._slots:
             self._free.put(slot)
         self._threads = Threads(len(slots), thread_name_prefix="slot")
@@ -136,10 +141,14 @@ class Workers(Executor):
 
 
 class _Slot:
-    """A pool of one process, and another in its place when that has died."""
+    """A pool of one process, and another in its place when that has died; one of ``processes``
+    that share the cores."""
 
-    def __init__(self, gpu: int | None, method: str, ended: threading.Event) -> None:
+    def __init__(
+        self, gpu: int | None, method: str, ended: threading.Event, processes: int
+    ) -> None:
         self._gpu, self._method, self._ended = gpu, method, ended
+        self._share = partial(_share_of_cores, processes)
         self._pool: ProcessPoolExecutor | None = None
         self._processes: set[BaseProcess] = set()
 
@@ -166,7 +175,8 @@ class _Slot:
             1, mp_context=get_context(self._method), initializer=begin,
             initargs=(self._gpu,),
         )  # fmt: skip
-        with _starting, interrupts_blocked():  # one at a time: whose process is whose
+        # one at a time: whose process is whose
+        with _starting, interrupts_blocked(), self._share():
             before = set(active_children())
             pool.submit(os.getpid)
             self._processes = set(active_children()) - before

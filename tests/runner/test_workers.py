@@ -94,14 +94,18 @@ def own_random_number(_):
     return np.random.random(), os.environ["OMP_NUM_THREADS"], os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
-def test_an_error_of_a_call_is_its_own_and_forks_draw_different_numbers(monkeypatch):
+def test_processes_share_the_cores_draw_their_own_numbers_and_keep_their_errors(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
     with Workers([1, 0], device="cuda") as executor:  # no GPU is asked for
         with pytest.raises(ValueError, match="of the call"):
             executor.submit(fail, "of the call").result(timeout=PATIENCE)
         found = [executor.submit(own_random_number, n) for n in range(2)]
-        numbers, _, gpus = zip(*(one.result(timeout=PATIENCE) for one in found), strict=True)
+        numbers, threads, gpus = zip(*(one.result(timeout=PATIENCE) for one in found), strict=True)
     assert set(gpus) <= {"0", "1"}
+    assert set(threads) == {"8"}
+    assert "OMP_NUM_THREADS" not in os.environ
     assert len(set(numbers)) == 2
 
 
