@@ -82,7 +82,7 @@ def compare(
     def run(
         name: str, chosen: ScoringSettings, observe: Callable[[], Observer | None] = lambda: None
     ) -> Observer | None:
-        scorer = language_model(model, tokenizer, chosen, observer=observe())
+        scorer = language_model(model, tokenizer, chosen)  # an observer measures all documents
         most = WARM_UP * chosen.batch_size
         few = dataclasses.replace(chosen, limit=min(most, chosen.limit or most))
         for task in tasks:
