@@ -69,7 +69,7 @@ def test_a_damaged_base_is_told_of_and_made_again(qbench, tmp_path):
     record.unlink()
     code, said = qbench("run")
     assert code == 0
-    assert f"fp32: made again, since softpick/rtn-4bit needs it: {rows}: its SHA-256" in said
+    assert f"fp32: made again, since softpick/rtn-4bit needs it: {rows}: its digest" in said
     assert json.loads(record.read_bytes())["damage"] == whole["damage"]
 
 
