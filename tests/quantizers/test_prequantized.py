@@ -21,6 +21,7 @@ from published_copies import (
     mxfp4,
     original,
 )
+from quantizer_models import needs_vnni
 from small_recipe import qbench, small_recipe
 from torchao import quantization as torchao
 from transformers import TorchAoConfig
@@ -69,7 +70,13 @@ def audited(found, name="base/copy"):
     return audit(load(base, found)[0], model, cell.quantization, probe), model
 
 
-@pytest.mark.parametrize("name", [*FORMATS, "ct-nvfp4"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=needs_vnni if name == "torchao-w8a8" else ())
+        for name in (*FORMATS, "ct-nvfp4")
+    ],
+)
 def test_each_librarys_checkpoint_loads_and_passes_its_audit(name, whole, tmp_path):
     found = planned(tmp_path, copy_of(whole, name, tmp_path / name))
     result, model = audited(found)
