@@ -27,19 +27,28 @@ import lzma
 import re
 import tarfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from filelock import FileLock
 from pydantic import ValidationError
 
-from qbench.errors import DamagedError, NewerSchemaError, ResultsError, SchemaError, validation_line
+from qbench.errors import (
+    DamagedError,
+    NewerSchemaError,
+    OutputError,
+    ResultsError,
+    SchemaError,
+    validation_line,
+)
 from qbench.files import (
     NAME,
     clean_temporaries,
     content_key,
     digest,
+    file_digest,
     require_folder,
     write_atomically,
 )
@@ -67,6 +76,8 @@ GRIDS = "grids"
 CHECKSUM = "checksum"
 ARCHIVE = "records.tar.xz"
 PACKED = re.compile(rf"grid\.json|(grids|records|analysis)(/{NAME})+\.(json|parquet)")  # in it
+RECORD = re.compile(r"records/[^/]+/[^/]+/[^/]+\.json")
+UNPACKED = ".unpacked"  # holds the SHA-256 of the archive that was laid out
 AGAIN, ANALYZE = "run the recipe again", "run `qbench analyze` again"
 
 COLUMNS = {
@@ -329,24 +340,75 @@ class Store(CellFiles[Record, Grid]):
 
 
 def unpack(directory: Path) -> None:
-    """Lay what ``records.tar.xz`` holds beside it, where no grid.json is yet, which comes last: an
-    unpacking that was stopped is begun again. Raises DamagedError, or OutputError for a folder that
-    cannot be written to."""
-    archive, grid = directory / ARCHIVE, directory / "grid.json"
-    if grid.exists() or not archive.is_file():
+    """Lay what ``records.tar.xz`` holds beside it, once for each archive that comes, as by a `git
+    pull`: ``.unpacked`` says which was the last. What was run here since stays, if it is of another
+    key, or better or later than the archive's. grid.json comes last: an unpacking that was stopped
+    is begun again. Raises DamagedError, or OutputError for a folder that cannot be written to."""
+    archive, mark, grid = (directory / name for name in (ARCHIVE, UNPACKED, "grid.json"))
+    if not archive.is_file():
+        return
+    stated = file_digest(archive).encode()
+
+    def known() -> bool:
+        return grid.exists() and mark.is_file() and mark.read_bytes() == stated
+
+    def missing() -> list[tuple[str, bytes]]:
+        return [(name, content) for name, content in found if not _stays(directory / name, content)]
+
+    if known():
+        return
+    found = sorted(_archived(archive), key=lambda one: one[0] == grid.name)
+    if not missing():
+        with suppress(OutputError):  # of a folder that is read-only
+            write_atomically(mark, stated)
         return
     require_folder(directory)
     with FileLock(directory / ".lock"):
-        if grid.exists():  # another process did it meanwhile
-            return
-        try:
-            with lzma.open(archive) as file, tarfile.open(fileobj=file, mode="r:") as packed:
-                found = [one for one in packed if one.isfile() and PACKED.fullmatch(one.name)]
-                file.read()  # to its end, where its checksum is, before anything is written
-                for one in sorted(found, key=lambda one: one.name == grid.name):
-                    write_atomically(directory / one.name, packed.extractfile(one).read())
-        except (tarfile.TarError, lzma.LZMAError, EOFError) as error:
-            raise DamagedError(f"{archive}: damaged: {error}; fetch it again") from None
+        for name, content in () if known() else missing():  # others may have been here meanwhile
+            write_atomically(directory / name, content)
+        write_atomically(mark, stated)
+
+
+def _archived(archive: Path) -> list[tuple[str, bytes]]:
+    """Names and contents of the files in ``archive``. Raises DamagedError."""
+    try:
+        with lzma.open(archive) as file, tarfile.open(fileobj=file, mode="r:") as packed:
+            found = [
+                (one.name, packed.extractfile(one).read())
+                for one in packed
+                if one.isfile() and PACKED.fullmatch(one.name)
+            ]
+            file.read()  # to its end, where its checksum is
+            return found
+    except (tarfile.TarError, lzma.LZMAError, EOFError) as error:
+        raise DamagedError(f"{archive}: damaged: {error}; fetch it again") from None
+
+
+def _stays(path: Path, archived: bytes) -> bool:
+    """Whether ``path`` holds what is ``archived``, or a record of the same key that is good where
+    that is not, or as good and later."""
+    if not path.is_file():
+        return False
+    here = path.read_bytes()
+    if here == archived:
+        return True
+    with suppress(ValueError, KeyError, TypeError):
+        mine, theirs = (
+            (one["status"] == "ok", datetime.fromisoformat(one["finished"]))
+            for one in map(json.loads, (here, archived))
+        )
+        return mine > theirs
+    return False  # a grid, a table, or damaged
+
+
+def packed_records(folder: Path) -> list[bytes]:
+    """The JSON of every record below ``folder``'s archive, unverified; none where it was unpacked,
+    or is damaged."""
+    if (folder / "grid.json").exists():
+        return []
+    with suppress(OSError, DamagedError):
+        return [text for name, text in _archived(folder / ARCHIVE) if RECORD.fullmatch(name)]
+    return []
 
 
 def _parquet(table: pd.DataFrame, columns: tuple[str, ...]) -> bytes:

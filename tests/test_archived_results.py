@@ -4,6 +4,7 @@ import shutil
 import sys
 import tarfile
 from concurrent.futures import ProcessPoolExecutor
+from datetime import timedelta
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -11,9 +12,11 @@ import pytest
 from small_recipe import DEMO, qbench, small_recipe
 from synthetic import make_store
 
+from qbench.cache import entries
 from qbench.cli import app as cli
 from qbench.errors import OutputError
-from qbench.store import ARCHIVE, Analyses, Store, runs
+from qbench.runner.estimates import earlier
+from qbench.store import ARCHIVE, Analyses, Store, run_id, runs, write
 
 SETTINGS = {"sizes": {"arc_easy": 60, "wikitext": 6}, "failed": ("softpick/gptq-4bit",)}
 PAIR = Path(__file__).parents[1] / "results" / "pair-27m"
@@ -66,6 +69,19 @@ def test_every_command_reads_it(whole, packed, monkeypatch, command):
     assert files(packed).items() >= files(whole).items()
 
 
+def test_estimates_and_the_cache_s_list_see_it_and_leave_it_as_it_is(whole, packed, tmp_path):
+    good = [one.key for one in records(whole) if one.status == "ok"]
+    assert sorted(one["key"] for one in earlier(tmp_path / "new")) == sorted(good)
+    rows = tmp_path / "cache" / "distributions" / f"{good[0][:16]}.safetensors"
+    rows.parent.mkdir(parents=True)
+    rows.touch()
+    (entry,) = entries(tmp_path / "cache", [tmp_path])
+    assert entry.used_by == ("grid: softmax/bf16",)
+    assert list(files(packed)) == [ARCHIVE]
+    records(packed)
+    assert len(earlier(tmp_path / "new")) == len(good), "unpacked, each is there once"
+
+
 def test_analyses_alone_unpack_it(tmp_path):
     shutil.copy(PAIR / ARCHIVE, tmp_path)
     assert [one.cell for one in Analyses(tmp_path).records()] == ["softmax/bf16", "softpick/bf16"]
@@ -90,6 +106,56 @@ def test_what_was_run_since_stays(packed):
     make_store(packed, quantizers=("bf16", "hqq-2bit"), **SETTINGS)
     assert {one.quantizer for one in records(packed)} == {"bf16", "hqq-2bit"}
     assert list(packed.glob("records/softmax/gptq-4bit/*.json")), "its archive was not unpacked"
+
+
+def newer(folder, tmp_path, **settings):
+    """Another archive in ``folder``, as a pull brings it; gives the folder that it is of."""
+    other = tmp_path / "theirs" / folder.name
+    make_store(other, **{**SETTINGS, **settings})
+    assert qbench("export", other, "--to", "archive", "--out", folder) == 0
+    return other
+
+
+def test_a_newer_archive_counts_and_what_was_run_since_stays(packed, tmp_path):
+    make_store(packed, quantizers=("bf16", "hqq-2bit"), **SETTINGS)
+    mine, run = files(packed), run_id(Store(packed).grid())
+    theirs = newer(packed, tmp_path, quantizers=("bf16", "gptq-3bit"), seed=1)
+    assert records(packed) == records(theirs)
+    for name in mine.keys() - {ARCHIVE, "grid.json"} - files(theirs).keys():
+        assert files(packed)[name] == mine[name], "not a byte of one's own run is lost"
+    assert {one.quantizer for one in Store(packed, run=run).records()} == {"bf16", "hqq-2bit"}
+    make_store(packed, quantizers=("hqq-2bit",), **SETTINGS)
+    assert {one.quantizer for one in records(packed)} == {"hqq-2bit"}, "it is unpacked once"
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "stays"),
+    [(("ok", 0), ("ok", 1), False), (("ok", 1), ("ok", 0), True), (("ok", 0), ("ok", 0), False),
+     (("ok", 0), ("failed", 1), True), (("failed", 1), ("ok", 0), False)],
+)  # fmt: skip
+def test_of_two_records_of_one_key_the_good_one_stays_or_the_later(
+    packed, tmp_path, mine, theirs, stays
+):
+    (record, *_), other = records(packed), newer(packed, tmp_path, quantizers=("bf16",))
+    for folder, (status, days), line in ((packed, mine, "mine"), (other, theirs, "theirs")):
+        moment = record.finished + timedelta(days=days)
+        changed = {"status": status, "finished": moment, "error": line}
+        path = Path(folder) / Store(packed).path(record).relative_to(packed)
+        write(path, record.model_copy(update=changed))
+    assert qbench("export", other, "--to", "archive", "--out", packed) == 0
+    assert Store(packed).get(record).error == ("mine" if stays else "theirs")
+
+
+def test_where_all_is_there_a_folder_may_be_read_only(packed, monkeypatch):
+    before = records(packed)
+    (packed / ".unpacked").unlink()  # as an earlier version of qbench left it
+
+    def refuse(path, payload=None):
+        raise OutputError(f"{path}: cannot be written to (Read-only file system)")
+
+    monkeypatch.setattr("qbench.store.require_folder", refuse)
+    monkeypatch.setattr("qbench.store.write_atomically", refuse)
+    assert records(packed) == before
 
 
 def test_processes_unpack_it_once(whole, packed):

@@ -17,6 +17,7 @@ from qbench.evaluation.settings import hidden_size
 from qbench.machine import GIB, fast_bf16, hardware, memory_gib, visible_gpus
 from qbench.passkey import task_length
 from qbench.plan import Cell, Plan, resident, streamable
+from qbench.store import ARCHIVE, packed_records
 from qbench.text import duration
 
 MOST = 2_000  # records that are looked at, the youngest first
@@ -85,17 +86,23 @@ class Estimate:
 
 
 def earlier(folder: Path) -> list[Written]:
-    """Good records below a results folder and those beside it, under whatever key; unverified, for
-    an estimate alone."""
-    paths = list(folder.resolve().parent.glob("*/records/*/*/*.json"))
+    """Good records below a results folder and those beside it, under whatever key, those last that
+    nobody unpacked yet; unverified, for an estimate alone."""
+    parent = folder.resolve().parent
     dated = []
-    for path in paths:
+    for path in parent.glob("*/records/*/*/*.json"):
         with suppress(OSError):
             dated.append((path.stat().st_mtime, path))
-    found = []
+    texts = []
     for _, path in sorted(dated, reverse=True)[:MOST]:
-        with suppress(OSError, ValueError):
-            record = json.loads(path.read_text(encoding="utf-8"))
+        with suppress(OSError):
+            texts.append(path.read_bytes())
+    for archive in sorted(parent.glob(f"*/{ARCHIVE}")):
+        texts += packed_records(archive.parent)
+    found = []
+    for text in texts:
+        with suppress(ValueError):
+            record = json.loads(text)
             if isinstance(record, dict) and record.get("status") == "ok":
                 found.append(record)
     return found
