@@ -110,9 +110,10 @@ def run(
     if broken:
         cells_failed = some([record.cell for record in broken])
         what = "failed" if any(record.status == "failed" for record in broken) else "lack a task"
+        log = Store(place.out).log(broken[0])
+        said = f"; what libraries said of the first: {log}" if log.is_file() else ""
         complain(
-            f"{len(broken)} of {len(records)} cells {what}, as said above: {cells_failed}; what "
-            f"libraries said of the first: {Store(place.out).log(broken[0])}"
+            f"{len(broken)} of {len(records)} cells {what}, as said above: {cells_failed}{said}"
         )
         raise typer.Exit(1)
 

@@ -49,7 +49,7 @@ from qbench.machine import (
 from qbench.plugins import load_packages
 from qbench.progress import Progress
 from qbench.runner.progress import RemoteProgress, pass_on
-from qbench.runner.workers import start_tracker
+from qbench.runner.workers import LostExecutorError, start_tracker
 
 LOCAL = "local"
 GPU = "GPU"  # a resource that workers may declare
@@ -60,6 +60,7 @@ OF_LOCAL_WORKERS = {
     "distributed.scheduler.worker-ttl": "60s",  # without a sign of life, a worker is given up
     "distributed.scheduler.no-workers-timeout": "600s",
 }
+LOST = "the cluster was lost: its scheduler died or was restarted; start it and run again"
 LIBRARIES = ("triton", "bitsandbytes", "hqq", "gptqmodel", "optimum", "torchao", "accelerate")
 
 for name in ("distributed", "distributed.client", "distributed.gc"):  # each has its own level
@@ -272,7 +273,7 @@ class DaskExecutor(Executor):
 
     def submit(self, fn: Callable, /, *args: Any, **kwargs: Any) -> Future:
         if self.client.status != "running":
-            raise BrokenExecutor("the cluster was lost")
+            raise LostExecutorError(LOST)
         payload = pickle.dumps((self.wanted, self.tokens, pickle.dumps((fn, args, kwargs))))
         task = self.client.submit(
             _by_value(run_here), payload,
@@ -287,8 +288,10 @@ def _settle(future: Future, task: DaskFuture) -> None:
     """``task`` has ended. It is let go: else it would run again where its worker dies later."""
     try:
         future.set_result(task.result())
-    except (KilledWorker, CancelledError) as error:
-        future.set_exception(BrokenExecutor(f"{type(error).__name__}: {error}"))
+    except KilledWorker as error:
+        future.set_exception(BrokenExecutor(str(error)))
+    except CancelledError:  # all are, where the connection is lost
+        future.set_exception(LostExecutorError(LOST))
     except BaseException as error:
         future.set_exception(error)
     finally:

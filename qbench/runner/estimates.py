@@ -234,14 +234,19 @@ class TimeLeft:
         self._waiting = dict.fromkeys(cells)
         self._expected, self._at_once, self._clock = expected or {}, max(1, at_once), clock
         self._begun: dict[str, float] = {}
+        self._at_work: set[str] = set()
         self._scored: set[str] = set()
         self._took: dict[str, float] = {}
 
     def begin(self, cell: str) -> None:
         self._waiting.pop(cell, None)
         self._begun[cell] = self._clock()
+        self._at_work.discard(cell)
 
     def stage(self, cell: str, name: str) -> None:
+        if cell not in self._at_work:  # until now its process imported libraries, once for all
+            self._at_work.add(cell)
+            self._begun[cell] = self._clock()
         if name.startswith(EVALUATE):
             self._scored.add(cell)
 

@@ -25,7 +25,7 @@ from qbench.plugins import Plugin, load, load_packages, loaded
 from qbench.progress import Progress, SilentProgress
 from qbench.records import CellNoise, Record, Unavailable
 from qbench.runner.progress import listening
-from qbench.runner.workers import SerialExecutor
+from qbench.runner.workers import LostExecutorError, SerialExecutor
 from qbench.store import Store, run_id
 
 DIED = "its process was killed (out of memory?), or that of another cell before it; see its log"
@@ -97,9 +97,14 @@ def run_each(
         for cell, future in zip(cells, futures, strict=True):
             try:
                 yield future.result()
-            except DEAD:
+            except DEAD as error:
                 progress.end(cell.name)
-                yield died(cell, DIED)
+                yield died(cell, why(error))
+
+
+def why(error: BaseException) -> str:
+    """What is said of a cell that ``error``, one of ``DEAD``, ended."""
+    return str(error) if isinstance(error, LostExecutorError) else DIED
 
 
 def measure_noise(cell: Cell, plan: Plan, out: Path, *, progress: Progress) -> CellNoise:
@@ -237,16 +242,16 @@ class _Grid:
                     at_work[future] = cell
                     if future.done():  # in this process: cells come in their order
                         break
-                except BrokenExecutor:
-                    left += self._dead(cell)
+                except BrokenExecutor as error:
+                    left += self._dead(cell, error)
             if not at_work:
                 return [*left, *waiting]
             for future in wait_for(at_work, return_when=FIRST_COMPLETED).done:
                 cell = at_work.pop(future)
                 try:
                     record = future.result()
-                except DEAD:
-                    left += self._dead(cell)
+                except DEAD as error:
+                    left += self._dead(cell, error)
                     continue
                 if record is None:
                     left.append(cell)
@@ -254,16 +259,16 @@ class _Grid:
                 assert record.key == cell.key, f"{cell.name}: the worker's plan differs"
                 self.done[cell.name] = record
 
-    def _dead(self, cell: Cell) -> list[Cell]:
-        """The cell, to be tried again; nothing where it was: it has failed."""
+    def _dead(self, cell: Cell, error: BaseException) -> list[Cell]:
+        """The cell, to be tried again; nothing where it was, or nobody can: it has failed."""
         self.progress.end(cell.name)
-        if cell.name not in self.died:
+        if cell.name not in self.died and not isinstance(error, LostExecutorError):
             self.died.add(cell.name)
             return [cell]
-        self.done[cell.name] = self.give_up(cell)
+        self.done[cell.name] = self.give_up(cell, why(error))
         return []
 
-    def give_up(self, cell: Cell) -> Record:
+    def give_up(self, cell: Cell, line: str) -> Record:
         """The record of a cell whose process died.
 
         Another run, or this one in its last moment, may have made a good record meanwhile: the
@@ -274,7 +279,7 @@ class _Grid:
             good = known is not None and known.status == "ok"
             if known is not None and good and (not self.force or known.started >= self.begun):
                 return known
-            record = _put_failed(CellResult(cell=cell, plan=self.plan), self.store, DIED)
+            record = _put_failed(CellResult(cell=cell, plan=self.plan), self.store, line)
         self.progress.log(summary(record), "bold red")
         return record
 

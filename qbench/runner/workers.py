@@ -76,6 +76,10 @@ def _environment(name: str, value: str) -> Iterator[None]:
             del os.environ[name]
 
 
+class LostExecutorError(BrokenExecutor):
+    """All of an executor is gone, not one process of it; the message says what can be done."""
+
+
 class SerialExecutor(Executor):
     """Runs each call when it is submitted, in this process."""
 

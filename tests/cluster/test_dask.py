@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ import pytest
 
 pytest.importorskip("distributed")
 
+from distributed.client import FutureCancelledError
 from quick_cells import Quick
 from small_recipe import qbench, small_recipe
 
@@ -24,9 +26,10 @@ from qbench.cli.place import local_slots
 from qbench.errors import STOPPED, RecipeError, UnavailableError
 from qbench.plan import plan
 from qbench.recipe import Recipe
-from qbench.runner.dask import Host, _local, _token, connected, describe, require_fit
+from qbench.runner.dask import Host, _local, _settle, _token, connected, describe, require_fit
 from qbench.runner.grid import run_cells
 from qbench.runner.progress import Display
+from qbench.runner.workers import LostExecutorError
 from qbench.store import Store
 
 ROOT = Path(__file__).parents[2]
@@ -154,6 +157,22 @@ def test_ctrl_c_ends_local_workers_in_one_line(tmp_path):
             os.killpg(run.pid, 0)
             assert time.monotonic() - start < 20
             time.sleep(0.1)
+
+
+def test_a_scheduler_that_died_is_named():
+    """Dask cancels what it had; nobody knows whether a worker is at it."""
+
+    class Cancelled:
+        def result(self):
+            raise FutureCancelledError("cell-1", "scheduler-connection-lost")
+
+        def release(self):
+            pass
+
+    future = Future()
+    _settle(future, Cancelled())
+    with pytest.raises(LostExecutorError, match="its scheduler died or was restarted; start it"):
+        future.result()
 
 
 @pytest.mark.parametrize("address", ["nowhere.json", "tcp://127.0.0.1:9", "local:x", "local:0"])

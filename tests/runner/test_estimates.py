@@ -128,6 +128,17 @@ def test_a_finished_cell_and_one_that_was_there_count_as_what_they_are():
     assert left.left() == 12
 
 
+def test_what_a_process_imports_before_its_first_cell_says_nothing_of_the_others():
+    clock, left = time_left(["a", "b"], expected={"a": 2.0, "b": 2.0})
+    left.begin("a")
+    clock.now = 30
+    left.stage("a", "prepare")
+    left.stage("a", "evaluate one")
+    clock.now = 33
+    left.end("a")
+    assert left.left() == 3
+
+
 def test_finished_cells_correct_what_the_others_are_expected_to_take():
     clock, left = time_left(["a", "b", "c"], expected={"a": 3.0, "b": 6.0, "c": 9.0})
     left.begin("a")

@@ -18,7 +18,7 @@ from qbench.progress import SilentProgress
 from qbench.recipe import Recipe
 from qbench.runner.grid import _Grid, depends_on, run, run_cells
 from qbench.runner.progress import Display
-from qbench.runner.workers import SerialExecutor, Workers
+from qbench.runner.workers import LostExecutorError, SerialExecutor, Workers
 from qbench.store import Store
 
 TASKS = ["demo_lastword"]
@@ -165,11 +165,27 @@ def test_what_another_run_makes_while_this_ones_process_dies_is_taken(tmp_path):
     cell, cache = plan_.cell("softmax/rtn-4bit"), tmp_path / "cache"
     grid = _Grid(plan_, store, SilentProgress(), cache, force=False)
     with ThreadPoolExecutor(1) as late, FileLock(store.lock_file(cell.grid_cell)):
-        giving_up = late.submit(grid.give_up, cell)
+        giving_up = late.submit(grid.give_up, cell, "died")
         time.sleep(0.2)
         made = run(cell, plan_, store, SilentProgress(), cache)
         assert made.status == "ok"
     assert giving_up.result() == made == store.get(cell.grid_cell)
+
+
+class Lost(SerialExecutor):
+    """As a cluster whose scheduler has died."""
+
+    def submit(self, fn, name, **settings):
+        raise LostExecutorError("the cluster was lost; start it")
+
+
+def test_cells_of_an_executor_that_is_lost_fail_at_once_and_say_so(tmp_path):
+    shown = io.StringIO()
+    with Display(shown, 4) as display:
+        records = run_cells(planned(tmp_path), out=tmp_path / "out", executor=Lost(),
+                            progress=display)  # fmt: skip
+    assert {record.error for record in records} == {"the cluster was lost; start it"}
+    assert "runs once more" not in shown.getvalue()
 
 
 @pytest.mark.slow
