@@ -1,5 +1,6 @@
 """The page in a real browser: clicks from the answer to a token, hostile names, phones, exports."""
 
+import re
 import shutil
 from functools import partial
 from pathlib import Path
@@ -262,6 +263,25 @@ UNREADABLE = """figure => {
     .map((other) => one[0] + " on " + other[0]));
   return [...boxes.filter(cut).map(([name]) => name + " cut"), ...upon];
 }"""
+
+
+def test_numbers_of_a_map_and_of_a_column_have_the_same_decimals(serve, page):
+    running = serve(RESULTS / "pair-27m", texts=None)
+    running.server.results[0].comparison(wait=True)
+    page.goto(running.address)
+    for unit, count in (("× (ratio)", 2), ("points", 1)):
+        heat = page.locator(f"figure:has(h3:has-text('precision and task, {unit}'))")
+        heat.locator("svg a rect").first.wait_for()
+        texts = heat.locator("svg text").all_text_contents()
+        shown = [text for text in texts if re.fullmatch(r"−?\d{1,2}(\.\d+)?", text)]
+        assert len(shown) > 10
+        assert {len(text.partition(".")[2]) for text in shown} == {count}, shown
+    page.goto(f"{running.address}#view=scores")
+    page.wait_for_selector(".tabulator-cell:has-text('×')")
+    ratios = page.locator(".tabulator-cell:has-text('× ')").all_text_contents()
+    places = {len(found[2] or "") for text in ratios
+              if (found := re.match(r"× (\d\d?)(?:\.(\d+))?[^\d]*$", text))}  # fmt: skip
+    assert places == {3}, ratios
 
 
 def test_axes_can_be_read(serve, page):

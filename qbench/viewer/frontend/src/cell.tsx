@@ -5,7 +5,7 @@ import { useMemo } from "preact/hooks";
 import { useData, type Overview } from "./data";
 import { Failure, Facts, Figure, Grid, plot, type GridColumn } from "./parts";
 import { change, link, type State } from "./state";
-import { duration, number } from "./units";
+import { duration, number, score } from "./units";
 
 interface Props { found: Overview; state: State; folder: number; round: number }
 
@@ -87,8 +87,8 @@ function Tasks({ found, page }: { found: Overview; page: any }) {
     return [
       { title: "Task", value: ({ score }) => score.label, grow: 2, width: 130, show: ({ score }) => ({ text: score.label, href: link({ view: "documents", folder: found.folder, task: score.task, metric: score.metric, cells: [page.cell] }) }) },
       { title: "Metric", value: ({ score }) => score.metric, width: 110 },
-      { title: "Score", value: ({ score }) => score.value, align: "right", show: ({ score }) => percent(score) ? (100 * score.value).toFixed(2) : number(score.value) },
-      { title: "± SE", value: ({ score }) => score.stderr, align: "right", show: ({ score }) => score.stderr === null ? "–" : number((percent(score) ? 100 : 1) * score.stderr, 3) },
+      { title: "Score", value: ({ score }) => score.value, align: "right", show: (row) => score(row.score.value, { percent: !!percent(row.score) }) },
+      { title: "± SE", value: ({ score }) => score.stderr, align: "right", show: (row) => score(row.score.stderr, { percent: !!percent(row.score) }) },
       { title: "Lost", value: flip("right_to_wrong"), align: "right", note: "right before, wrong now" },
       { title: "Gained", value: flip("wrong_to_right"), align: "right", note: "wrong before, right now" },
       { title: "Mean KL", value: ({ damage }) => damage?.distributions?.kl.mean, align: "right", show: ({ damage }) => number(damage?.distributions?.kl.mean) },

@@ -5,7 +5,7 @@ import type { Cell, Effect, Line, Overview, Pair } from "./data";
 import type { Row } from "./download";
 import { Failure, Figure, Grid, plot, type GridColumn } from "./parts";
 import { change, link, type State } from "./state";
-import { duration, effect, harm, interval, kl, number, p, ratioTicks, score, sure, unit, UNITS, type Unit } from "./units";
+import { duration, effect, fixed, harm, interval, kl, number, p, ratio, ratioTicks, score, sure, unit, UNITS, type Unit } from "./units";
 
 const named = (line: Line) => `${line.task} ${line.metric_title}`;
 export const cellOf = (found: Overview, name: string) => found.cells.find((cell) => cell.cell === name);
@@ -159,7 +159,7 @@ function HeatMap({ found, lines, kind }: { found: Overview; lines: Line[]; kind:
       marks: [
         Plot.text(groups, { fy: (group) => group, text: (group) => group, frameAnchor: "top-left", dx: -95, dy: -14, fontWeight: "bold" }),
         Plot.cell(squares, { x: "column", y: "quantizer", fy: "group", fill: level, inset: 1, rx: 3, href: "href", ariaLabel: "told", title: "told" }),
-        Plot.text(squares, { x: "column", y: "quantizer", fy: "group", fontSize: room < 50 ? 10 : 12, fill: (one) => (Math.abs(level(one)) > most / 2 ? "white" : "#222"), text: (one) => (kind === "ratio" ? number(one.damage, 3) : one.damage.toFixed(1).replace("-", "−")), pointerEvents: "none" }),
+        Plot.text(squares, { x: "column", y: "quantizer", fy: "group", fontSize: room < 50 ? 10 : 12, fill: (one) => (Math.abs(level(one)) > most / 2 ? "white" : "#222"), text: (one) => (kind === "ratio" ? ratio(one.damage, 2) : one.damage.toFixed(1).replace("-", "−")), pointerEvents: "none" }),
       ],
     });
   }, [squares]);
@@ -283,10 +283,10 @@ function Cells({ found }: { found: Overview }) {
     { title: "Status", value: (cell: Cell) => cell.status, show: (cell: Cell) => ({ text: cell.status, tone: cell.status, title: cell.reason }) },
     { title: "Method", value: (cell: Cell) => cell.title, width: 110 },
     { title: "Precision", value: (cell: Cell) => cell.precision, width: 100 },
-    { title: "Bits a weight", value: (cell: Cell) => cell.bits, align: "right", show: (cell: Cell) => number(cell.bits) },
-    { title: "Weight error", value: (cell: Cell) => cell.weight_error, align: "right", show: (cell: Cell) => number(cell.weight_error) },
+    { title: "Bits a weight", value: (cell: Cell) => cell.bits, align: "right", show: (cell: Cell) => fixed(cell.bits, 2) },
+    { title: "Weight error", value: (cell: Cell) => cell.weight_error, align: "right", show: (cell: Cell) => fixed(cell.weight_error, 4) },
     { title: "Took", value: (cell: Cell) => cell.seconds, align: "right", show: (cell: Cell) => duration(cell.seconds) },
-    { title: "Memory, GiB", value: (cell: Cell) => cell.memory_gib, align: "right", show: (cell: Cell) => number(cell.memory_gib, 3) },
+    { title: "Memory, GiB", value: (cell: Cell) => cell.memory_gib, align: "right", show: (cell: Cell) => fixed(cell.memory_gib, 2) },
   ], [found]);
   return <Grid title="Cells" name="cells" rows={found.cells} columns={columns} />;
 }

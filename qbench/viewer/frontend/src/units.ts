@@ -11,15 +11,21 @@ export function number(value: number | string | null | undefined, digits = 4): s
   return Number(value.toPrecision(digits)).toString().replace("-", "−");
 }
 
-export function score(value: number | string | null | undefined, line: Pick<Line, "percent">): string {
-  if (typeof value !== "number") return value ?? "–";
-  return line.percent ? (100 * value).toFixed(2) : number(value);
-}
+/** As many decimals as what stands below it has. */
+export const fixed = (value: number | string | null | undefined, digits: number): string =>
+  typeof value === "number" && Math.abs(value) < 1000 ? value.toFixed(digits).replace("-", "−") : number(value);
+
+export const score = (value: number | string | null | undefined, line: Pick<Line, "percent">): string =>
+  line.percent && typeof value === "number" ? (100 * value).toFixed(2) : fixed(value, 3);
+
+/** `1.032`, with three digits where it is far from 1. */
+export const ratio = (value: number, digits = 3): string =>
+  value >= 0.1 && value < 100 ? value.toFixed(digits) : number(value, 3);
 
 /** `+1.04` points or `× 1.032`. */
 export function effect(value: number, kind: Effect["kind"], percent: boolean): string {
   if (typeof value !== "number") return String(value);
-  if (kind === "log ratio") return `× ${number(Math.exp(value))}`;
+  if (kind === "log ratio") return `× ${ratio(Math.exp(value))}`;
   return percent ? signed(100 * value, 2) : signed(value, 3);
 }
 
