@@ -121,6 +121,15 @@ def cpu_flags() -> frozenset[str]:
     return frozenset(_proc("cpuinfo", "flags").split())
 
 
+def int8_problem() -> str | None:
+    """Why PyTorch's int8 products are wrong on this host's processor; None where they are right, or
+    nobody knows."""
+    flags = cpu_flags()
+    if not flags or flags & {"avx512_vnni", "avx_vnni", "amx_int8"}:
+        return None
+    return "int8 sums saturate on this CPU, which has no VNNI"
+
+
 def fast_bf16() -> bool:
     """Whether this host's processor has instructions for bfloat16, or nobody knows."""
     flags = cpu_flags()

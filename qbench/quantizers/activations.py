@@ -37,7 +37,6 @@ from qbench.records import Part
 MX_BLOCK, NVFP4_BLOCK = 32, 16
 WEIGHTS = {"int": "int8-row", "float": "fp8-row or fp8-tensor"}  # what real products take
 MULTIPLE = {"int": 8, "float": 16}  # of inputs and outputs, in cuBLAS
-VNNI = {"avx512_vnni", "avx_vnni", "amx_int8"}  # without, PyTorch's int8 products are wrong
 CAPABILITY = {"int": (8, 0), "float": (8, 9)}  # Ampere; Ada and Hopper
 
 
@@ -202,10 +201,7 @@ def _device_obstacle(kind: str, device: str) -> str | None:
     if device == "cpu":
         if kind == "float":
             return "fp8 products need a GPU"
-        flags = machine.cpu_flags()
-        if flags and not flags & VNNI:
-            return "int8 sums saturate on this CPU, which has no VNNI"
-        return None
+        return machine.int8_problem()
     here, least = machine.visible_gpus()[0].capability, CAPABILITY[kind]
     if here >= least:
         return None

@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from qbench import machine
 from qbench.errors import QuantizationError, RecipeError
 from qbench.quantizers.config import (
     ROUNDING_BOUND,
@@ -44,6 +45,7 @@ class Scheme:
     activations: Part | None = None
     kv_cache: Part | None = None
     independent: bool = True  # a score of batch-mates, and logits of later tokens
+    int8_products: bool = False  # int8 codes are multiplied by int8 codes
 
 
 class Format(NamedTuple):
@@ -136,6 +138,7 @@ def _torchao(config: Mapping[str, Any]) -> Scheme:
         words=words,
         activations=part,
         independent=part is None or not whole,
+        int8_products="int8dynamicactivationint8weight" in kind.lower().replace("_", ""),
     )
 
 
@@ -315,6 +318,11 @@ class Prequantized(Published):
     def check(self, config: Mapping[str, Any], device: str) -> None:
         if missing := FORMATS[self.format].missing:
             raise RecipeError(f"{self.format}: pip install {' '.join(missing)} loads it")
+        if self._scheme.int8_products and device == "cpu" and (why := machine.int8_problem()):
+            raise RecipeError(
+                f"{self.format}: {why}, so its products would be wrong; run it on a GPU or on a "
+                "CPU with VNNI"
+            )
 
     def check_layer(self, name: str, rows: int, columns: int) -> None:
         blocks = self.format == "bitsandbytes" and self.num_bits == 4

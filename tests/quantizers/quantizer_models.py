@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from qbench.attention.transformers import attend
-from qbench.machine import cpu_flags
+from qbench.machine import int8_problem
 from qbench.quantizers import QuantizationConfig, parse
-from qbench.quantizers.activations import VNNI
 from qbench.quantizers.audit.cell import audit
 from qbench.quantizers.calibration import Calibration
 from qbench.quantizers.config import PackedWeight
@@ -20,9 +19,7 @@ from qbench.quantizers.linear import plain
 from qbench.quantizers.quantize import backend, quantize
 from qbench.records import Audit
 
-needs_vnni = pytest.mark.skipif(
-    bool(cpu_flags()) and not cpu_flags() & VNNI, reason="int8 sums saturate on this CPU"
-)
+needs_vnni = pytest.mark.skipif(int8_problem() is not None, reason=str(int8_problem()))
 VOCABULARY = 97
 DIGEST = "0123456789abcdef" * 4
 

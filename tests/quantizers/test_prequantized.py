@@ -94,6 +94,15 @@ def test_each_librarys_checkpoint_loads_and_passes_its_audit(name, whole, tmp_pa
     assert model.config._attn_implementation.startswith("qbench")
 
 
+def test_int8_products_are_refused_before_work_where_the_processor_s_sums_saturate(
+    whole, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("qbench.machine.cpu_flags", lambda: frozenset({"avx2"}))
+    with pytest.raises(QbenchError, match=r"copy: torchao: int8 sums saturate .* run it on a GPU"):
+        planned(tmp_path, copy_of(whole, "torchao-w8a8", tmp_path / "products"))
+    assert planned(tmp_path, copy_of(whole, "torchao-int8", tmp_path / "weights")).cells
+
+
 def test_fp8_in_blocks_is_weights_only_on_a_cpu(whole, tmp_path):
     found = planned(tmp_path, fp8(whole, tmp_path / "fp8"))
     result, _ = audited(found)
