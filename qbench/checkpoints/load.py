@@ -259,11 +259,22 @@ def _loading(stated: dict[str, Any], dequantize: bool) -> dict[str, Any]:
         chosen = transformers.AwqConfig(bits=stated["bits"], backend="torch_awq")
     elif method == "fp8" and dequantize:
         chosen = transformers.FineGrainedFP8Config(dequantize=True)
+    elif method == "compressed-tensors" and _needs_dequantizing(stated):
+        chosen = transformers.CompressedTensorsConfig(dequantize=True)
     elif method == "mxfp4":  # it rounds no activations, so that products are the same
         chosen = transformers.Mxfp4Config(dequantize=True)
     else:
         return {}
     return {"quantization_config": chosen}
+
+
+def _needs_dequantizing(stated: dict[str, Any]) -> bool:
+    """Whether weights have zero points, which compressed-tensors 0.20 packs and expects unpacked,
+    and are all that is quantized: dequantized at once they are the same numbers."""
+    groups = list((stated.get("config_groups") or {}).values())
+    zeros = any((group.get("weights") or {}).get("symmetric") is False for group in groups)
+    inputs = any(group.get("input_activations") for group in groups)
+    return zeros and not inputs and not stated.get("kv_cache_scheme")
 
 
 def without_weights(checkpoint: Checkpoint) -> PreTrainedModel:

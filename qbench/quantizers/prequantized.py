@@ -6,6 +6,7 @@ transformers names a format by ``quant_method`` and loads it with the library in
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
@@ -83,11 +84,12 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Scheme:
     cache = config.get("kv_cache_scheme")
     weights.sort(key=lambda args: args["num_bits"])
     words = dict.fromkeys(f"{_element(args)} {_shared(args)}" for args in weights)
+    sizes = [args.get("group_size") or _block(args)[1] for args in weights]
     rounded = (*inputs, cache) if cache else inputs
     mixes = any(args.get("strategy") == "tensor" and args.get("dynamic") for args in rounded)
     return Scheme(
         bits=tuple(args["num_bits"] for args in reversed(weights)),
-        groups=weights[-1].get("group_size") or WHOLE_ROW,
+        groups=min((size for size in sizes if size != WHOLE_ROW), default=WHOLE_ROW),
         words=" and ".join(words),
         activations=_part(inputs[0]) if inputs else None,
         kv_cache=_part(cache) if cache else None,
@@ -106,7 +108,16 @@ def _element(args: Mapping[str, Any]) -> str:
     return f"{kind}{args['num_bits']}"
 
 
+def _block(args: Mapping[str, Any]) -> tuple[int, int]:
+    """Rows and columns that share a scale; older files write them as 128x128."""
+    stated = args.get("block_structure") or (1, WHOLE_ROW)
+    rows, columns = map(int, stated.split("x") if isinstance(stated, str) else stated)
+    return rows, columns
+
+
 def _shared(args: Mapping[str, Any]) -> str:
+    if args.get("strategy") == "block":
+        return "in blocks of {} × {}".format(*_block(args))
     if args.get("group_size"):
         return f"in groups of {args['group_size']}"
     return f"per {'row' if args.get('strategy') == 'channel' else args.get('strategy') or 'tensor'}"
@@ -349,7 +360,7 @@ class Prequantized(Published):
 
     def group_length(self, columns: int) -> int:
         size = self._scheme.groups
-        return columns if size == WHOLE_ROW or columns % size else size
+        return columns if size == WHOLE_ROW else math.gcd(columns, size)
 
     def bits_bounds(self, rows: int, columns: int) -> tuple[float, float]:
         """What is stored is counted, and may be more than the codes need, but not fewer bits."""

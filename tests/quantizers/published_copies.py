@@ -22,7 +22,10 @@ from qbench.checkpoints.convert import convert
 
 DEMO = Path(__file__).parents[2] / "recipes" / "demo"
 BF16 = {"dtype": torch.bfloat16, "device_map": {"": "cpu"}}
-PRESETS = {"ct-w4a16": "W4A16", "ct-w8a8": "W8A8", "ct-fp8": "FP8_DYNAMIC", "ct-nvfp4": "NVFP4"}
+PRESETS = {
+    "ct-w4a16": "W4A16", "ct-w4a16-asym": "W4A16_ASYM", "ct-w8a8": "W8A8", "ct-fp8": "FP8_DYNAMIC",
+    "ct-fp8-block": "FP8_BLOCK", "ct-nvfp4": "NVFP4",
+}  # fmt: skip
 LARGEST_INPUT = 20.0  # of the bundled model's linear layers
 ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 FORMATS = ("bnb-nf4", "bnb-int8", "torchao-int8", "torchao-w8a8", "ct-w4a16", "ct-w8a8", "ct-fp8")
@@ -141,8 +144,9 @@ def _compressed_tensors(source, name, folder):
 
     model = transformers.AutoModelForCausalLM.from_pretrained(source, **BF16)
     scheme = preset_name_to_scheme(PRESETS[name], ["Linear"])
-    if name == "ct-w4a16":
-        scheme.weights.group_size = 32
+    of = scheme.weights
+    if name.startswith("ct-w4a16"):
+        of.group_size = 32
     settings = QuantizationConfig(
         config_groups={"all": scheme}, ignore=["lm_head"], quantization_status="frozen"
     )
@@ -150,20 +154,18 @@ def _compressed_tensors(source, name, folder):
     for module in model.modules():
         if getattr(module, "quantization_scheme", None) is None:
             continue
-        groups = module.weight.reshape(len(module.weight), -1, scheme.weights.group_size or
-                                       module.in_features)  # fmt: skip
-        ends, whole, dtype = (
-            (groups.amin(-1).float(), groups.amax(-1).float()),
-            None,
-            torch.bfloat16,
-        )
+        rows, columns = of.block_structure or (1, of.group_size or module.in_features)
+        groups = module.weight.unflatten(1, (-1, columns)).unflatten(0, (-1, rows)).float()
+        ends, whole, dtype = (groups.amin((1, 3)), groups.amax((1, 3))), None, torch.bfloat16
         if name == "ct-nvfp4":
-            whole = generate_gparam(groups.min().float(), groups.max().float()).reshape(1)
+            whole = generate_gparam(groups.min(), groups.max()).reshape(1)
             module.weight_global_scale.data = whole
             module.input_global_scale.data = torch.full((1,), 448 * 6 / LARGEST_INPUT)
             dtype = module.weight_scale.dtype
-        scale, _ = calculate_qparams(*ends, scheme.weights, global_scale=whole)
+        scale, zero = calculate_qparams(*ends, of, global_scale=whole)
         module.weight_scale.data = scale.reshape(module.weight_scale.shape).to(dtype)
+        if not of.symmetric:
+            module.weight_zero_point.data = zero.to(module.weight_zero_point.dtype)
     compressor = ModelCompressor.from_pretrained_model(model)
     compressor.compress_model(model)
     model.save_pretrained(folder)

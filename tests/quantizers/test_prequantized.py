@@ -39,7 +39,7 @@ from qbench.store import Store
 pytestmark = pytest.mark.usefixtures("own_cache")
 TASKS = ("demo_choice",)
 SLOW = pytest.mark.slow
-WITH_ACTIVATIONS = ("bnb-int8", "torchao-w8a8", "ct-w8a8", "ct-fp8", "ct-nvfp4")
+WITH_ACTIVATIONS = ("bnb-int8", "torchao-w8a8", "ct-w8a8", "ct-fp8", "ct-fp8-block", "ct-nvfp4")
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def audited(found, name="base/copy"):
     "name",
     [
         pytest.param(name, marks=needs_vnni if name == "torchao-w8a8" else ())
-        for name in (*FORMATS, "ct-nvfp4")
+        for name in (*FORMATS, "ct-nvfp4", "ct-w4a16-asym", "ct-fp8-block")
     ],
 )
 def test_each_librarys_checkpoint_loads_and_passes_its_audit(name, whole, tmp_path):
@@ -83,7 +83,7 @@ def test_each_librarys_checkpoint_loads_and_passes_its_audit(name, whole, tmp_pa
     assert result.problems == ()
     assert result.coverage == 1
     few = {"nf4": (4, 0.12), "w4a16": (4, 0.15), "nvfp4": (4, 0.12), "fp8": (8, 0.04)}
-    bits, error = few.get(name.partition("-")[2], (8, 0.012))
+    bits, error = few.get(name.split("-")[1], (8, 0.012))
     assert result.bits == bits
     assert bits < result.bits_per_weight < bits + 0.8
     assert result.bits_per_weight == pytest.approx(result.size.bits_per_weight)
@@ -337,6 +337,11 @@ def test_schemes_are_read_from_what_libraries_write():
     eight = {"num_bits": 8, "type": "int", "strategy": "channel"}
     mixed = read({"config_groups": {"a": {"weights": weights}, "b": {"weights": eight}}})
     assert (mixed.bits, mixed.words) == ((8, 4), "fp4 in groups of 16 and int8 per row")
+    assert mixed.groups == 16  # whole rows of the former have more levels than 8 bits
+    for shape in ([128, 64], "128x64"):  # as lists now, as words before
+        block = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": shape}
+        scheme = read({"config_groups": {"a": {"weights": block}}})
+        assert (scheme.words, scheme.groups) == ("fp8 in blocks of 128 × 64", 64)
     assert KNOWN["gptq"].read({"bits": 3, "group_size": -1}).words == "int3 per row"
     fp8 = KNOWN["fp8"].read({"weight_block_size": [128, 128]})
     assert (fp8.bits, fp8.words) == ((8,), "fp8 in blocks of 128 × 128")
