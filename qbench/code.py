@@ -58,6 +58,8 @@ def _words(node: Any) -> Iterator[str]:
             value = getattr(node, name, None)
             if name == "body" and isinstance(value, list) and _is_docstring(node, value):
                 value = value[1:]
+            if isinstance(node, ast.JoinedStr):  # Python 3.12 ends f"{x:{width}}" with an empty one
+                value = [one for one in value if getattr(one, "value", None) != ""]
             if name not in SILENT:
                 yield from _words(value)
     else:

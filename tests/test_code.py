@@ -33,6 +33,11 @@ def test_code_counts_and_comments_docstrings_and_layout_do_not(tmp_path, text, s
     assert (digest(tmp_path, CODE) == digest(tmp_path, text)) is same
 
 
+def test_every_version_of_python_gives_the_same_digest(tmp_path):
+    found = digest(tmp_path, CODE + "    return f'{x:>{x}}' '' f'{x=}'\n")
+    assert found.startswith("0128d29d535e")
+
+
 def test_a_new_a_removed_and_a_renamed_module_change_the_digest(tmp_path):
     before = digest(tmp_path, CODE)
     added = digest(tmp_path, CODE, "b.py")

@@ -1,5 +1,6 @@
 """Wrong use of the command line: one line that says where, what, and what to do."""
 
+import inspect
 import re
 import shlex
 import shutil
@@ -89,7 +90,7 @@ def test_every_command_has_examples_that_can_be_given_as_they_stand(names, tmp_p
     command = cli.load(names[0])
     for name in names[1:]:
         command = command.commands[name]
-    _, found, examples = command.callback.__doc__.partition("Examples:\n    ```\n")
+    _, found, examples = inspect.getdoc(command.callback).partition("Examples:\n```\n")
     assert found
     for example in examples.partition("```")[0].strip().splitlines():
         words = shlex.split(example.partition(">")[0])
