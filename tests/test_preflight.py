@@ -79,6 +79,15 @@ def test_a_checkpoint_without_a_tokenizer_is_refused(tmp_path):
         planned(tmp_path, checkpoints={"bare": str(bare)})
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("content", [b'{"version": "1.0", "trunc', b"", b"\xff\xfe\x00", b"[]"])
+def test_a_tokenizer_that_is_damaged_is_refused(tmp_path, name, content):
+    copy = shutil.copytree(DEMO / "softpick", tmp_path / "copy")
+    (copy / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match=rf"copy: {name} is not .*; fetch it again$"):
+        planned(tmp_path, checkpoints={"copy": str(copy)})
+
+
 def _tokenizer(folder, names):
     return [name for name in names if name.startswith("tokenizer")]
 

@@ -53,10 +53,11 @@ def named(source: str) -> Iterator[None]:
         raise type(error)(f"checkpoint {source}: {error}") from error
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in ``path``. Raises CheckpointError where it is none, or not a file."""
+def read_json(path: Path, *, most: int | None = MAX_BYTES) -> dict[str, Any]:
+    """The JSON object in ``path``, of ``most`` bytes. Raises CheckpointError where it is none, or
+    not a file."""
     try:
-        value = json.loads(read_regular(path, most=MAX_BYTES))
+        value = json.loads(read_regular(path, most=most))
     except OSError as error:
         raise CheckpointError(f"{path.name} cannot be read ({reason(error)})") from None
     except (ValueError, RecursionError) as error:
@@ -260,8 +261,9 @@ def _refuse_pickles(folder: Path, present: list[str]) -> None:
 
 # All that transformers reads to build a causal model, its generation settings and its tokenizer:
 # whatever of it changes can change a score. (A tokenizer may also come as tokenizer.4.0.json.)
+TOKENIZER_JSON = ("tokenizer*.json", "special_tokens_map.json", "added_tokens.json")
 TOKENIZER = (
-    "tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "merges.txt", "dict.txt",
+    *TOKENIZER_JSON, "merges.txt", "dict.txt",
     "*vocab*", "*.model", "*.spm", "*.tiktoken", "*.tokenizer", "*.codes", "emoji.json",
     "byte_maps.json", "normalizer.json", "word_*.json", "chat_template*",
     "additional_chat_templates/*",
@@ -292,11 +294,18 @@ def stamps(folder: Path) -> tuple[tuple[str, int, int], ...]:
 
 
 def require_tokenizer(checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError where none of its files is one that a tokenizer is read from."""
-    if not any(fnmatch(name, part) for name, *_ in checkpoint.files for part in TOKENIZER):
-        raise CheckpointError(
-            f"checkpoint {checkpoint.source}: no tokenizer; put its tokenizer.json into the folder"
-        )
+    """Raise CheckpointError where none of its files is one that a tokenizer is read from, or one is
+    damaged."""
+    names = [name for name, *_ in checkpoint.files]
+    with named(checkpoint.source):
+        if not any(fnmatch(name, part) for name in names for part in TOKENIZER):
+            raise CheckpointError("no tokenizer; put its tokenizer.json into the folder")
+        for name in names:
+            if any(fnmatch(name, part) for part in TOKENIZER_JSON):
+                try:
+                    read_json(checkpoint.folder / name, most=None)
+                except CheckpointError as error:
+                    raise CheckpointError(f"{error}; fetch it again") from None
 
 
 def require_unchanged(checkpoint: Checkpoint) -> None:

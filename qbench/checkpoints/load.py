@@ -309,9 +309,12 @@ def require_finite(model: PreTrainedModel) -> None:
             found.append(f"{name} ({count} of {bad.numel()} values)")
     if found:
         more = f" and {len(found) - 3} more tensors" if len(found) > 3 else ""
+        too_large = "" if model.dtype == torch.float32 else (
+            ", or, if they are too large for this dtype, use --dtype float32"
+        )  # fmt: skip
         raise CheckpointError(
             f"not finite, as {str(model.dtype).removeprefix('torch.')}: "
-            f"{', '.join(found[:3])}{more}; the weights are damaged, or too large for this dtype"
+            f"{', '.join(found[:3])}{more}; the weights are damaged; fetch them again{too_large}"
         )
 
 
