@@ -186,8 +186,9 @@ def _critical(changes: NDArray[np.int64]) -> NDArray[np.float64]:
 
 
 CONFIDENCE = 0.95
-# A bootstrap of a handful of changed answers is too narrow (90 % at 4 of 1,000), and of none has
-# no width at all; below this many the score interval is used, whose coverage holds.
+# A bootstrap of a handful of changed answers is too narrow (90 % at 4 of 1,000), and of none, or of
+# all alike, has no width at all. Where fewer documents than this differ from most, the score
+# interval is used, whose coverage holds.
 FEW_CHANGES = 20
 # Log-likelihoods are told apart to a thousandth of a nat, which is what a baseline file keeps.
 RESOLUTION = 0.001
@@ -291,10 +292,11 @@ def effect(
 
     Right-or-wrong answers are counted: two columns are tested by McNemar's exact test; four, of
     which few documents tell anything, by flipping signs. All else has a paired t test on the
-    documents' contributions. The interval is the score interval where few answers changed, else
-    the bootstrap's (Student's t without ``resampled``). Of perplexities all is on their logarithm:
-    Student's t where all documents weigh the same, else the bootstrap-t. Metrics over all
-    documents at once (f1, mcc) are computed anew of documents drawn with replacement.
+    documents' contributions. The interval is the score interval where few answers changed, or
+    nearly all alike, else the bootstrap's (Student's t without ``resampled``). Of perplexities all
+    is on their logarithm: Student's t where all documents weigh the same, else the bootstrap-t.
+    Metrics over all documents at once (f1, mcc) are computed anew of documents drawn with
+    replacement.
 
     ``None`` where the aggregation is not known, fewer than two documents are shared, or a score
     is not finite.
@@ -326,7 +328,7 @@ def effect(
         return found
     counts = _counts(sample)
     changed = sample.documents - counts.get(0, 0)
-    if changed < FEW_CHANGES:
+    if sample.documents - max(counts.values()) < FEW_CHANGES:
         found = _of_few_changes(found, counts)
     else:
         square = sum(step**2 * count for step, count in counts.items()) / sample.documents
@@ -359,7 +361,7 @@ def score(
         return Interval(estimate=middle, low=low, high=high, stderr=middle * found.stderr)
     if sample.binary:
         counts = _counts(sample)
-        if min(counts.get(0, 0), counts.get(1, 0)) < FEW_CHANGES:
+        if sample.documents - max(counts.values()) < FEW_CHANGES:
             low, high = score_interval(counts, lowest=0, highest=1, confidence=CONFIDENCE)
             return dataclasses.replace(found, low=low, high=high)
     return found

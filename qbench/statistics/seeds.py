@@ -36,8 +36,8 @@ def few_changes(panel: Panel, groups: Sequence[Sequence[Signs]], aggregation: st
     """Lang's score interval of the mean contribution: a document of which nothing was seen may
     contribute as much in all trainings.
 
-    None where answers are not right or wrong, or changed in ``FEW_CHANGES`` documents and more; of
-    scores themselves, where as many are right in a training and as many wrong.
+    None where answers are not right or wrong, or ``FEW_CHANGES`` documents and more are not as
+    most are.
     """
     columns = [panel.index[name] for group in groups for signs in group for name in signs]
     values = panel.values[:, columns]
@@ -46,13 +46,11 @@ def few_changes(panel: Panel, groups: Sequence[Sequence[Signs]], aggregation: st
         return None
     steps = [np.stack([_step(panel, one) for one in group], axis=1) for group in groups]
     every = np.concatenate(steps, axis=1)  # [documents, trainings]
+    most = np.sort(every, axis=0)[len(every) // 2]
+    if min((every != like).any(axis=1).sum() for like in (0, most)) >= FEW_CHANGES:
+        return None
     signs = [sign for group in groups for one in group for sign in one.values()]
     same = len(set(signs)) == 1
-    changed = every.any(axis=1).sum()
-    if same:
-        changed = min(changed, (every != signs[0]).any(axis=1).sum())
-    if changed >= FEW_CHANGES:
-        return None
     unit = math.lcm(*(len(group) for group in groups))
     means = sum(one.sum(axis=1) * (unit // one.shape[1]) for one in steps)
     steps_seen, often = np.unique(means.round(), return_counts=True)

@@ -75,6 +75,20 @@ def test_differences_in_differences_of_rare_events_keep_their_coverage(documents
     assert covered >= 0.95 - TOLERANCE
 
 
+@pytest.mark.parametrize("kept", [0.0, 0.002, 0.015])
+def test_the_interval_covers_where_nearly_every_answer_changes_alike(kept):
+    """A model that falls apart: right nearly everywhere before, nearly nowhere after."""
+    rng, documents = np.random.default_rng(24), 200
+    lost = rng.binomial(documents, 1 - kept, size=REPETITIONS)
+    found = {}
+    for count in np.unique(lost).tolist():
+        two = panel(np.zeros(documents), right(count, documents))
+        found[count] = effect(two, TWO, "mean", resample(two, rounds=1_000)).interval
+    covered = [found[count].low <= kept - 1 <= found[count].high for count in lost.tolist()]
+    assert np.mean(covered) >= 0.95 - TOLERANCE
+    assert all(one.low < one.high for one in found.values())
+
+
 # Detectable
 
 

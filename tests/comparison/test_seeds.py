@@ -92,6 +92,16 @@ def test_answers_that_never_changed_leave_the_interval_of_one_training():
     assert (found.estimate, found.p) == (0, 1)
 
 
+def test_answers_that_all_changed_alike_leave_an_interval_too():
+    """A model that falls apart, with every seed: 100 answers lost do not say that all would be."""
+    lost = {("old", s): np.ones(100) for s in range(3)}
+    lost |= {("new", s): np.zeros(100) for s in range(3)}
+    found = over_seeds(panel(lost), pairs(3), "mean")
+    one = effect(panel(lost), {("new", 0): 1, ("old", 0): -1}, "mean").interval
+    assert (found.interval.low, found.interval.high) == pytest.approx((one.low, one.high))
+    assert (one.low, one.high) == pytest.approx((-1.0, -0.926), abs=1e-3)
+
+
 def test_two_trainings_that_happen_to_agree_are_no_surer_than_their_documents():
     rng = np.random.default_rng(4)
     one, other = rng.normal(0, 1, (2, DOCUMENTS))
