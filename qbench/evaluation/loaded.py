@@ -22,7 +22,7 @@ import torch
 from datasets import Dataset, DatasetDict
 from jinja2 import Template, UndefinedError
 from lm_eval import utils
-from lm_eval.api.registry import METRIC_REGISTRY
+from lm_eval.api.registry import METRIC_REGISTRY, get_metric_aggregation
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
@@ -145,6 +145,7 @@ def load_task(spec: TaskSpec) -> LoadedTask:
     config["num_fewshot"] = spec.num_fewshot
     overrides, lines = _overrides(spec, config)
     try:
+        _require_aggregations(spec, config)
         task = _build(spec, overrides)
     except DataError:
         raise
@@ -233,10 +234,25 @@ def _require_metrics(spec: TaskSpec, task: ConfigurableTask) -> None:
     own = callable(task.config.process_results)
     for metric, aggregate in task.aggregation().items():
         if aggregate is None or not (own or task._metric_fn_list.get(metric, True)):
-            raise DataError(
-                f"{spec.name}: {spec.definition}: metric_list: {metric}: lm-eval does not know "
-                f"this metric or its aggregation; it has {', '.join(sorted(METRIC_REGISTRY))}"
-            )
+            raise _unknown_metric(spec, metric)
+
+
+def _require_aggregations(spec: TaskSpec, config: dict[str, Any]) -> None:
+    """lm-eval looks for that of each metric whose entry states none, and breaks on its own line
+    where it knows none."""
+    for stated in config.get("metric_list") or ():
+        if isinstance(stated, dict) and "aggregation" not in stated:
+            metric = stated.get("metric")
+            if isinstance(metric, str) and get_metric_aggregation(metric) is None:
+                raise _unknown_metric(spec, metric)
+
+
+def _unknown_metric(spec: TaskSpec, metric: str) -> DataError:
+    return DataError(
+        f"{spec.name}: {spec.definition}: metric_list: {metric}: lm-eval does not know this metric "
+        f"or its aggregation; it has {', '.join(sorted(METRIC_REGISTRY))}; for one that a function "
+        "of your own makes, state its aggregation, such as mean"
+    )
 
 
 def _require_commit(spec: TaskSpec, task: ConfigurableTask) -> None:
