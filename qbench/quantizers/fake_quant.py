@@ -58,7 +58,8 @@ def fake_quantize(x: Tensor, form: QuantFormat, fixed: Scale | None = None) -> T
 def fake_quantize_rows(x: Tensor, form: QuantFormat, fixed: Scale | None = None) -> Tensor:
     """``fake_quantize`` where each row along the last axis is a group."""
     if x.is_cuda:
-        return kernels().fake_quantize_rows(x, form, fixed)
+        with torch.cuda.device(x.device):  # Triton launches on the current one
+            return kernels().fake_quantize_rows(x, form, fixed)
     return fake_quantize_definition(x, form, fixed)
 
 
@@ -83,7 +84,8 @@ def encode(x: Tensor, form: QuantFormat, fixed: Scale | None = None) -> tuple[Te
     if form.one_of_tensor and x.numel():
         fixed = scale_of_tensor(*torch.aminmax(x), form)
     if x.is_cuda and x.numel():
-        return kernels().encode(x, form, fixed)
+        with torch.cuda.device(x.device):  # as above
+            return kernels().encode(x, form, fixed)
     return encode_definition(x, form, fixed)
 
 

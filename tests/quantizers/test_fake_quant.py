@@ -1,10 +1,13 @@
 """Formats: their one definition, against other definitions, the kernels, and on odd values."""
 
+import contextlib
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from qbench.quantizers import fake_quant
 from qbench.quantizers.audit import activations as audit
 from qbench.quantizers.audit.weights import levels
 from qbench.quantizers.config import ActivationEvidence
@@ -248,3 +251,20 @@ def test_codes_times_scales_are_what_is_simulated(name):
     fixed = decode(*encode(x, of_tensor(form), Scale(torch.tensor(0.1))))
     assert fixed.isnan().sum() == 64
     assert decode(*encode(x, whole)).isnan().all()
+
+
+@pytest.mark.parametrize("function", [fake_quant.fake_quantize_rows, fake_quant.encode])
+def test_kernels_run_on_the_gpu_where_the_values_lie(function, monkeypatch):
+    """Blocks of a model may lie on several; weights are rounded outside their blocks' forward."""
+    at = []
+
+    @contextlib.contextmanager
+    def here(device):
+        at.append(device)
+        yield
+
+    launch = SimpleNamespace(**{function.__name__: lambda *_: list(at)})
+    monkeypatch.setattr(torch.cuda, "device", here)
+    monkeypatch.setattr(fake_quant, "kernels", lambda: launch)
+    values = SimpleNamespace(is_cuda=True, device="cuda:1", numel=lambda: 1)
+    assert function(values, QuantFormat(num_bits=8)) == ["cuda:1"]
