@@ -29,9 +29,9 @@ class Config:
         return {"BLOCK_K": self.block_k, "STAGES": self.num_stages, "num_warps": self.num_warps}
 
 
-# Of the two kernels of hopper_backward.py, by head dimension: how many tiles of 64 keys, or queries,
-# their buffers hold, and of how many queries a tile of the second's products is.
-HOPPER_STAGES = {64: 5, 128: 4}
+# Of the two kernels of hopper_backward.py, by head dimension: how many tiles of 64 keys the first
+# one's buffers hold, and of 64 queries the second's; of how many queries a tile of its products is.
+HOPPER_STAGES = {64: (6, 5), 128: (4, 4)}
 HOPPER_BLOCK_Q = {64: 64, 128: 32}
 
 # Flags that take so many registers or instructions that smaller tiles, of which more programs share

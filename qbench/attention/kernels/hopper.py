@@ -65,21 +65,21 @@ def backward_launches(
     kv_heads = key.shape[1]
     group = heads // kv_heads
     o_strides, dq_strides, dk_strides, dv_strides = strides
+    dq_stages, dkdv_stages = HOPPER_STAGES[width]
     constants = {
         "NORM": kernels.score_function, "FLAGS": flags,
-        "HEAD_DIM": width, "STAGES": HOPPER_STAGES[width], "BLOCK_Q": HOPPER_BLOCK_Q[width],
-        "num_warps": 4,
+        "HEAD_DIM": width, "BLOCK_Q": HOPPER_BLOCK_Q[width], "num_warps": 4,
     }  # fmt: skip
     launch_dq = Launch(
         hopper_bwd_dq, (length // 128, batch * heads),
         ((heads, group, length), scales, (o_strides, dq_strides)),
-        constants,
+        {"STAGES": dq_stages, **constants},
     )  # fmt: skip
     launches_dkdv = [
         Launch(
             hopper_bwd_dkdv, (length // 128, batch * kv_heads),
             ((kv_heads, group, length), scales, (dk_strides, dv_strides)),
-            {"PRECISE": precise, **constants},
+            {"PRECISE": precise, "STAGES": dkdv_stages, **constants},
         )
         for precise in ((False, True) if kernels.needs_expm1 else (False,))
     ]  # fmt: skip
