@@ -333,8 +333,8 @@ def table(results: dict[str, Any]) -> str:
         lines += [
             "",
             "A short step: forward and backward pass together; launched from the host each time, "
-            "launched with torch.autograd.set_multithreading_enabled(False), and captured as a CUDA "
-            "graph and replayed.",
+            "launched with torch.autograd.set_multithreading_enabled(False), and captured as a "
+            "CUDA graph and replayed.",
             "",
             _beside_peers(results["steps"], STEPS, min),
         ]
