@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import PreTrainedConfig
 from transformers.masking_utils import sdpa_mask
 
@@ -55,6 +56,7 @@ class Mask:
     padding: Tensor | None = None
     kv_offset: int = 0
     written: int | None = None
+    room: int = 0
 
     def settings(self, queries: int) -> dict[str, Any]:
         """What attention functions take instead of a mask, where ``banded``."""
@@ -66,6 +68,10 @@ class Mask:
             if self.padding is not None:  # with causality, where spans cannot say it
                 found["mask"] = self.padding[:, None, None].expand(-1, 1, queries, -1)
         return found
+
+    def contiguous(self) -> Tensor:
+        """Of all keys of a static cache: what transformers' ``generate`` makes ahead for one."""
+        return pad(self.dense(), (0, self.room))
 
     def to(self, device: torch.device, **options: Any) -> Mask:
         """For a block that lies on another device."""
@@ -98,10 +104,11 @@ def mask_function(implementation: str) -> Callable[..., Tensor | Mask | None]:
         options |= {"use_vmap": use_vmap, "config": config}
         if mask_function is not None:
             options["mask_function"] = mask_function
-        compiling, written = torch.compiler.is_compiling(), None
+        compiling, written, room = torch.compiler.is_compiling(), None, 0
         if not compiling:
             q_offset = int(q_offset)  # a static cache's moves on before a layer asks for its mask
             if (held := q_offset + q_length - int(kv_offset)) < kv_length:
+                room = kv_length - held
                 kv_length = written = held
         options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         dense = partial(
@@ -122,7 +129,7 @@ def mask_function(implementation: str) -> Callable[..., Tensor | Mask | None]:
         window = None if wide else _window(local_size, config)
         by_kernels = (wide or window is not None) and implementation == "triton"
         banded = allow_is_causal_skip and by_kernels
-        rows = {"padding": attention_mask, "kv_offset": kv_offset, "written": written}
+        rows = {"padding": attention_mask, "kv_offset": kv_offset, "written": written, "room": room}
         if banded and plain and aligned:
             return Mask(dense, banded=True, window=window, **rows)
         whole = aligned and q_length == kv_length

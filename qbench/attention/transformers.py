@@ -52,7 +52,8 @@ def attention_name(normalizer: str, implementation: str, device: str | torch.dev
 
 
 def attend(model: PreTrainedModel, *, normalizer: str, implementation: str = "auto") -> str:
-    """Sets the attention of ``model``; returns what runs, e.g. ``softpick/triton``.
+    """Sets the attention of ``model``; returns what runs, e.g. ``softpick/triton``. Its
+    configuration, which is saved with it, names the normalizer from then on.
 
     Errors as :func:`attention_name`, and UnavailableError where the model's class does not take
     attention from outside.
@@ -65,6 +66,7 @@ def attend(model: PreTrainedModel, *, normalizer: str, implementation: str = "au
             f"{type(model).__name__} does not take its attention from AttentionInterface; set "
             "attention: native to run its own"
         )
+    model.config.qbench_normalizer = normalizer
     return "/".join(name.removeprefix("qbench-").rsplit("-", 1))
 
 

@@ -66,7 +66,6 @@ def random_model(shape: str, normalizer: str, device: str) -> PreTrainedModel:
     with torch.device(device):
         model = LlamaForCausalLM(config)
     model = model.to(torch.bfloat16).eval().requires_grad_(False)
-    model.config.qbench_normalizer = normalizer
     attend(model, normalizer=normalizer)
     return model
 

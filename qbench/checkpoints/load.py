@@ -91,10 +91,10 @@ def load_model(
 def set_attention(model: PreTrainedModel, normalizer: str, implementation: str) -> None:
     """Let ``model`` attend with ``normalizer``, or as its own class does. Raises UnavailableError
     where that has not the ``implementation``: transformers may only log it."""
-    model.config.qbench_normalizer = normalizer
     if normalizer != NATIVE:
         attend(model, normalizer=normalizer, implementation=implementation)
         return
+    model.config.qbench_normalizer = NATIVE
     reason = "transformers keeps another"
     try:
         model.set_attn_implementation(implementation)

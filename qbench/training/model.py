@@ -151,7 +151,6 @@ def initial_model(
             value = nn.Parameter(torch.tensor(start), requires_grad=trained)
             layer.self_attn.register_parameter(parameter.attribute, value)
     model.to(device)
-    model.config.qbench_normalizer = normalizer
     return model, attend(model, normalizer=normalizer, implementation=attention)
 
 

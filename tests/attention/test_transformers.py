@@ -1,7 +1,14 @@
 import pytest
 import torch
 from normalizer_parameters import attach
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
+from transformers import (
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    StaticCache,
+)
 
 from qbench.attention import reference
 from qbench.attention.normalizers import NORMALIZERS
@@ -116,6 +123,32 @@ def test_decoding_with_a_cache_equals_one_full_pass(ids, normalizer, padded, sta
         pieces.append(out.logits)
     kept = padding.bool()
     torch.testing.assert_close(torch.cat(pieces, 1)[kept], full[kept], **TOLERANCE)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("layers", ["full_attention", "sliding_attention"])
+def test_answers_with_a_static_cache_are_those_with_a_dynamic_one(ids, layers, padded):
+    """transformers makes its masks ahead, one a kind of layer."""
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        intermediate_size=48, vocab_size=97, initializer_range=0.3, eos_token_id=None,
+        layer_types=["full_attention", layers], sliding_window=6, use_sliding_window=True,
+    )  # fmt: skip
+    model = Qwen2ForCausalLM(config).eval()
+    attend(model, normalizer="softpick")
+    padding = torch.ones_like(ids)
+    if padded:
+        padding[0, :4] = 0
+    asked = {"attention_mask": padding, "max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(ids, **asked)
+    assert torch.equal(model.generate(ids, cache_implementation="static", **asked), expected)
+
+
+def test_what_a_model_attends_with_is_saved_with_it(model, tmp_path):
+    attend(model, normalizer="softpick")
+    model.save_pretrained(tmp_path)
+    assert LlamaConfig.from_pretrained(tmp_path).qbench_normalizer == "softpick"
 
 
 @pytest.mark.parametrize("normalizer", FEW)
