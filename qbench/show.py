@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -34,8 +35,8 @@ def pairs(found: Iterable[tuple[str, str]]) -> str:
     room = max(20, WIDTH - width - 4)
     lines: list[str] = []
     for name, value in known:
-        for start in range(0, max(1, len(value)), room):
-            lines.append(f"  {'' if start else name:{width}}  {value[start : start + room]}")
+        for index, text in enumerate(textwrap.wrap(value, room, break_on_hyphens=False) or [""]):
+            lines.append(f"  {'' if index else name:{width}}  {text}")
     return "\n".join(lines)
 
 

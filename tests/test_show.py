@@ -9,7 +9,7 @@ from synthetic import make_store
 from qbench.cli.app import app
 from qbench.comparison.explain import find_cell, flat
 from qbench.errors import ResultsError
-from qbench.show import cell_text, document_text, unquantized
+from qbench.show import cell_text, document_text, pairs, unquantized
 
 REAL = Path(__file__).parents[1] / "results" / "pair-27m"
 CELL = f"{REAL}/softpick/gptq-3bit"
@@ -45,6 +45,11 @@ def test_a_cell_is_shown_whole():
         assert f"{stage.name} " in text
     assert re.search(r"lambada_openai +Acc +10\.93 +0\.43 +5153", text)
     assert all(version in text for version in record.environment.versions.values())
+
+
+def test_a_digest_is_on_one_line():
+    digest = "0123456789abcdef" * 4
+    assert digest in pairs([("divergences", f"27,224 bytes, SHA-256 {digest}")])
 
 
 def test_what_a_cell_took_is_one_word_and_one_number_in_the_list_and_on_its_own_page(capsys):
