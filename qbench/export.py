@@ -38,7 +38,7 @@ def scalars(record: Record) -> dict[str, float]:
     return {name: value for name, value in found.items() if math.isfinite(value)}
 
 
-NO_STDERR = "N/A"  # lm-eval's word for it
+NOT_KNOWN = "N/A"  # lm-eval's word for it
 
 
 def write_lm_eval(store: Store, record: Record, folder: Path) -> list[Path]:
@@ -67,7 +67,10 @@ def results(record: Record) -> dict[str, Any]:
         "results": {task: _values(scores) for task, scores in tasks.items()},
         "group_subtasks": {task: [] for task in tasks},
         "configs": {task: {"task": task, "task_alias": of[0].label} for task, of in tasks.items()},
-        "versions": dict.fromkeys(tasks, 1.0),
+        "versions": {
+            task: (_definition(task).get("metadata") or {}).get("version", NOT_KNOWN)
+            for task in tasks
+        },
         "n-shot": {task: (parts.get("few-shot") or {}).get(task) or 0 for task in tasks},
         "higher_is_better": {
             task: {_metric(score)[0]: score.higher_is_better for score in scores}
@@ -149,7 +152,7 @@ def _values(scores: list[Score]) -> dict[str, Any]:
     for score in scores:
         name, chosen = _metric(score)
         found[f"{name},{chosen}"] = score.value
-        found[f"{name}_stderr,{chosen}"] = NO_STDERR if score.stderr is None else score.stderr
+        found[f"{name}_stderr,{chosen}"] = NOT_KNOWN if score.stderr is None else score.stderr
     return found
 
 
@@ -201,11 +204,15 @@ def card(record: Record) -> str:
 
 def data_set(task: str) -> str:
     """The Hub's id of a task's data set, where lm-eval knows the task; else the task's name."""
+    return str(_definition(task).get("dataset_path") or task)
+
+
+def _definition(task: str) -> dict[str, Any]:
+    """lm-eval's of this task; empty where it knows none."""
     try:
-        path = read_definition(definition_file(task, None)).config.get("dataset_path")
+        return read_definition(definition_file(task, None)).config
     except QbenchError:
-        return task
-    return str(path or task)
+        return {}
 
 
 def _about(score: Score, percent: bool) -> dict[str, object]:

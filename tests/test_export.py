@@ -42,6 +42,7 @@ def test_lm_evals_own_table_shows_our_scores(exported):
         assert results["results"][score.task][f"{score.metric},none"] == score.value
         assert f"{score.value:.4f}" in shown, score.metric
     assert results["n-samples"]["lambada_openai"]["effective"] == 5153
+    assert (results["versions"]["piqa"], results["versions"]["wikitext"]) == (1.0, 2.0)
 
 
 def test_samples_aggregate_to_the_scores(exported):
