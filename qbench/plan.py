@@ -381,7 +381,7 @@ def find_tasks(
 
     Raises DataError with all that is wrong with their data, not the first of it alone.
     """
-    found, skipped, problems = [], [], []
+    found, skipped, missing, problems = [], [], [], []
     for task in _leaf_tasks(recipe, checkpoints):
         try:
             found.append(
@@ -397,14 +397,13 @@ def find_tasks(
         except DataError as error:
             if recipe.skip_missing and isinstance(error, MissingDataError):
                 skipped.append(task.name)
+                missing.append(error)
             else:
                 problems.append(error)
                 if recipe.data is None:  # the hub: what ails one task ails the next, after minutes
                     break
-    if problems:
-        raise DataError(*map(str, problems))
-    if not found:
-        raise DataError(f"{', '.join(skipped)}: no data in {recipe.data}; no task is left to run")
+    if problems or not found:  # without a task there is nothing to run
+        raise DataError(*map(str, problems or missing))
     return tuple(found), tuple(skipped)
 
 

@@ -153,6 +153,11 @@ def test_all_data_that_are_missing_are_said_at_once_and_can_be_left_out(tmp_path
     assert [line.partition(":")[0] for line in error.value.lines] == [
         "demo_choice", "demo_lastword",
     ]  # fmt: skip
+    with pytest.raises(DataError) as error:  # nothing is left: which files, as without the option
+        qbench("plan", path, "--skip-missing", "--tasks", "demo_choice")
+    assert [line.partition(" in ")[0] for line in error.value.lines] == [
+        "demo_choice: no test.jsonl"
+    ]
     options = ("--skip-missing", "--device", "cpu", "--out", tmp_path / "out")
     assert qbench("plan", path, *options) == 0
     said = capfd.readouterr().out

@@ -100,14 +100,16 @@ def text_file(path: Path, field: str) -> TextFile:
     return TextFile(path=path, field=field, digest=digest)
 
 
-def task_text(tasks: tuple[TaskSpec, ...]) -> TaskText:
-    """The recipe's first task that scores whole texts; RecipeError where there is none."""
+def task_text(tasks: tuple[TaskSpec, ...], skipped: tuple[str, ...]) -> TaskText:
+    """The recipe's first task that scores whole texts, of those whose data are there; RecipeError
+    where there is none. ``skipped``: the others."""
     for task in tasks:
         if task.output_type == ROLLING:
             return TaskText(task=task)
+    without = f" ({', '.join(skipped)}: no data)" if skipped else ""
     raise RecipeError(
-        "tasks: none of the recipe's scores whole texts (as wikitext does), so there is no text to "
-        "analyze; name one with --text FILE.jsonl"
+        f"tasks: none of the recipe's scores whole texts (as wikitext does){without}, so there is "
+        "no text to analyze; name one with --text FILE.jsonl"
     )
 
 

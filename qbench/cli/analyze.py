@@ -139,7 +139,11 @@ def analyze(
         planned = place.plan(show=True)
         contexts = {cell.checkpoint_name: cell.checkpoint.max_length for cell in planned.cells}
         settings = AnalysisSettings(
-            source=text_file(text, field or FIELD) if text else task_text(planned.tasks),
+            source=(
+                text_file(text, field or FIELD)
+                if text
+                else task_text(planned.tasks, planned.skipped)
+            ),
             samples=samples,
             length=settle_length(length, contexts),
             bos=bos,

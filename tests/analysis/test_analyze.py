@@ -30,6 +30,14 @@ def test_only_the_text_that_is_read_needs_its_data(tmp_path):
     assert {one.status for one in Analyses(out).records()} == {"ok"}
 
 
+def test_a_text_without_its_data_is_named(tmp_path):
+    data = tmp_path / "data"
+    shutil.copytree(DEMO / "data" / "demo_choice", data / "demo_choice")
+    recipe = small_recipe(tmp_path, tasks=["demo_choice", "demo_pages"])
+    with pytest.raises(RecipeError, match=r"whole texts .*\(demo_pages: no data\)"):
+        qbench("analyze", recipe, "--data", data, "--out", tmp_path / "out")
+
+
 def finished(out):
     return {one.cell: one.finished for one in Analyses(out).records()}
 
