@@ -77,6 +77,8 @@ def load_model(
             require_finite(model)
         if native:
             set_attention(model, NATIVE, attention)
+        elif checkpoint.support.own == "eager":  # Gemma 2's sdpa in transformers 5.17 drops its cap
+            model.set_attn_implementation("eager")
         ours = fla.recognizes(checkpoint.config)
         logits = own_logits(model) if verify and not ours else None
         if logits is not None:

@@ -3,7 +3,6 @@
 import errno
 import re
 
-import httpx2 as httpx
 import huggingface_hub
 import pytest
 from datasets.exceptions import DatasetNotFoundError
@@ -12,6 +11,11 @@ from huggingface_hub import errors
 from qbench import hub
 from qbench.errors import CheckpointError, DataError
 from qbench.quantizers.texts import find_text
+
+try:
+    import httpx2 as httpx
+except ModuleNotFoundError:  # huggingface_hub 1
+    import httpx
 
 
 def answer(kind: type[Exception], status: int) -> Exception:
