@@ -18,7 +18,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from qbench.errors import OutputError, ResultsError
-from qbench.files import clean_temporaries, write_atomically
+from qbench.files import clean_temporaries, read_regular, write_atomically
 from qbench.machine import GIB
 from qbench.records import GridCell, Record
 from qbench.store import ARCHIVE, KEY_DIGITS, Store, packed_records
@@ -63,7 +63,9 @@ def entries(cache: Path, results: Sequence[Path] = ()) -> list[Entry]:
     return sorted(found, key=lambda entry: entry.used)
 
 
-def prune(cache: Path, *, max_bytes: int, dry_run: bool = False) -> tuple[list[Entry], list[Path]]:
+def prune(
+    cache: Path, *, max_bytes: float, dry_run: bool = False
+) -> tuple[list[Entry], list[Path]]:
     """Remove the least recently used entries until the rest is at most ``max_bytes``, and what
     processes that died have left. What a run is at work on stays.
 
@@ -176,7 +178,7 @@ def _records(results: Sequence[Path]) -> Iterator[tuple[str, bytes]]:
     for folder in results:
         for path in sorted(Path(folder).rglob("records/*/*/*.json")):
             with suppress(OSError):
-                yield path.parents[3].name, path.read_bytes()
+                yield path.parents[3].name, read_regular(path)
         for archive in sorted(Path(folder).rglob(ARCHIVE)):
             for text in packed_records(archive.parent):
                 yield archive.parent.name, text

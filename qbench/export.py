@@ -274,7 +274,11 @@ TIGHT = {"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "lc": 0, "p
 
 def write_archive(store: Store, folder: Path) -> list[Path]:
     """``records.tar.xz`` in ``folder``: all runs, records and analyses, whatever became of them.
-    The same files give the same bytes. :func:`qbench.store.unpack` reads it."""
+    The same files give the same bytes. :func:`qbench.store.unpack` reads it. Raises DamagedError
+    where what the grid asks for is damaged."""
+    for record in store.records():
+        for name in record.files:
+            store.payload(record, name)
     paths = sorted(store.directory.rglob("*"), key=lambda path: (path.suffixes[-2:], path))
     names = [path.relative_to(store.directory).as_posix() for path in paths]
     with (

@@ -14,7 +14,7 @@ from synthetic import make_store
 
 from qbench.cache import entries
 from qbench.cli import app as cli
-from qbench.errors import OutputError
+from qbench.errors import DamagedError, OutputError, ResultsError
 from qbench.runner.estimates import earlier
 from qbench.store import ARCHIVE, Analyses, Store, run_id, runs, write
 
@@ -80,6 +80,16 @@ def test_estimates_and_the_cache_s_list_see_it_and_leave_it_as_it_is(whole, pack
     assert list(files(packed)) == [ARCHIVE]
     records(packed)
     assert len(earlier(tmp_path / "new")) == len(good), "unpacked, each is there once"
+
+
+def test_no_archive_is_made_of_a_damaged_folder(packed, tmp_path):
+    records(packed)
+    min(packed.glob("records/**/*.outcomes.parquet")).unlink()
+    with pytest.raises(DamagedError, match=r"outcomes\.parquet: missing; run the recipe again"):
+        qbench("export", packed, "--to", "archive", "--out", tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+    with pytest.raises(ResultsError, match="--run: an archive has all runs"):
+        qbench("export", packed, "--to", "archive", "--run", runs(packed)[0][0])
 
 
 def test_analyses_alone_unpack_it(tmp_path):

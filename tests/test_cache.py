@@ -9,6 +9,7 @@ from synthetic import make_store
 
 from qbench.cache import entries, prune
 from qbench.cli.app import app
+from qbench.errors import ResultsError
 from qbench.files import mark_used
 
 DAY = 86_400
@@ -34,6 +35,13 @@ def cache(tmp_path, monkeypatch):
         os.utime(path, (NOW - DAY,) * 2)
     monkeypatch.setenv("QBENCH_CACHE", str(folder))
     return folder
+
+
+def test_no_bound_removes_nothing_and_a_missing_folder_of_results_is_named(cache, tmp_path):
+    assert not app(["cache", "prune", "--max-gib", "inf"], standalone_mode=False)
+    assert len(entries(cache)) == 3
+    with pytest.raises(ResultsError, match=r"--results .*nowhere: no such folder"):
+        app(["cache", "list", "--results", str(tmp_path / "nowhere")], standalone_mode=False)
 
 
 def test_what_is_kept_is_listed_by_last_use(cache):

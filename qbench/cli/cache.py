@@ -11,8 +11,11 @@ from tabulate import tabulate
 
 from qbench import cache as kept
 from qbench.cache import cache_folder, entries, in_words
+from qbench.errors import ResultsError
 from qbench.machine import GIB
 from qbench.text import duration
+
+RESULTS = Path("results")  # need not be there
 
 cache = typer.Typer(
     add_completion=False,
@@ -30,7 +33,7 @@ def list_entries(
             metavar="FOLDER",
             help="Results folders whose records say which cell uses what. Repeatable.",
         ),
-    ] = [Path("results")],  # noqa: B006
+    ] = [RESULTS],  # noqa: B006
 ) -> None:
     """What is kept, with sizes, ages and who uses it, the least recently used first.
 
@@ -39,6 +42,9 @@ def list_entries(
     qbench cache list --results results
     ```
     """
+    for one in results:
+        if one != RESULTS and not one.is_dir():
+            raise ResultsError(f"--results {one}: no such folder")
     folder = cache_folder()
     found = entries(folder, results)
     rows = [
@@ -79,7 +85,7 @@ def prune(
     qbench cache prune --max-gib 20 --dry-run
     ```
     """
-    removed, leftovers = kept.prune(cache_folder(), max_bytes=int(max_gib * GIB), dry_run=dry_run)
+    removed, leftovers = kept.prune(cache_folder(), max_bytes=max_gib * GIB, dry_run=dry_run)
     word = "would remove" if dry_run else "removed"
     for one in removed:
         typer.echo(f"{word} {one.kind}: {one.about}, {in_words(one.bytes)}")

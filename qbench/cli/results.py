@@ -187,6 +187,9 @@ def check(
     qbench check results/gate --baseline baseline.parquet --margin acc=1 --junit gate.xml
     ```
     """
+    _require_other_files(
+        {"--baseline": baseline, "--summary": summary, "--junit": junit, "--json": json}
+    )
     verdict = judge(
         open_store(folder, run),
         baseline,
@@ -199,6 +202,14 @@ def check(
             write_atomically(path, text(verdict).encode(errors="replace"))
     typer.echo(as_markdown(verdict), nl=False)
     raise typer.Exit(verdict.exit_code)
+
+
+def _require_other_files(named: dict[str, Path | None]) -> None:
+    """Raises OutputError where a file would be written over another one of them."""
+    seen: dict[Path, str] = {}
+    for option, path in named.items():
+        if path is not None and (first := seen.setdefault(path.resolve(), option)) != option:
+            raise OutputError(f"{option} {path}: is the file of {first}; name another")
 
 
 def baseline(

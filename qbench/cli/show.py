@@ -139,6 +139,8 @@ def export(
     ```
     """
 
+    if to == "archive" and run is not None:
+        raise ResultsError("--run: an archive has all runs; leave it out")
     store = open_store(folder, run)
     place = out or (folder if to == "archive" else store.place() / "export" / to)
     require_folder(place, "--out")

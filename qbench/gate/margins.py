@@ -70,6 +70,8 @@ def parse_margins(texts: Sequence[str]) -> dict[str, float]:
                 f"--margin {text}: write METRIC=NUMBER, such as acc=0.5 (percentage points) or "
                 "perplexity=2 (per cent)"
             )
+        if metric.strip() in margins:
+            raise RecipeError(f"--margin {text}: {metric.strip()} is given twice")
         margins[metric.strip()] = margin
     return margins
 

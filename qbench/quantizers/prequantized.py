@@ -39,7 +39,7 @@ class Scheme:
     """What a ``quantization_config`` says of its weights. ``bits``: what its layers have, what a
     table shows first; ``groups``: weights of a row that share a scale."""
 
-    bits: tuple[int | float, ...]
+    bits: tuple[Annotated[int | float, Field(gt=0, le=32)], ...]
     words: str
     groups: int = WHOLE_ROW
     levels: int | None = None  # under one scale, where they are not 2^num_bits
@@ -47,6 +47,10 @@ class Scheme:
     kv_cache: Part | None = None
     independent: bool = True  # a score of batch-mates, and logits of later tokens
     int8_products: bool = False  # int8 codes are multiplied by int8 codes
+
+    def __post_init__(self) -> None:
+        if self.groups < 1 and self.groups != WHOLE_ROW:
+            raise ValueError(f"groups of {self.groups} weights")
 
 
 class Format(NamedTuple):

@@ -14,6 +14,7 @@ from typing import Any
 
 from qbench.checkpoints.find import elements, read_headers
 from qbench.evaluation.settings import hidden_size
+from qbench.files import read_regular
 from qbench.machine import GIB, fast_bf16, hardware, memory_gib, visible_gpus
 from qbench.passkey import task_length
 from qbench.plan import Cell, Plan, resident, streamable
@@ -96,7 +97,7 @@ def earlier(folder: Path) -> list[Written]:
     texts = []
     for _, path in sorted(dated, reverse=True)[:MOST]:
         with suppress(OSError):
-            texts.append(path.read_bytes())
+            texts.append(read_regular(path))
     for archive in sorted(parent.glob(f"*/{ARCHIVE}")):
         texts += packed_records(archive.parent)
     found = []

@@ -1,11 +1,14 @@
 """The gate: passes what is as good, fails what is worse, and says when it cannot tell."""
 
 import re
+import shutil
 
 import pytest
 from gate_results import CELL, QUANTIZERS, SIZES, audit_of, changed, failed, of, update
+from small_recipe import qbench
 from synthetic import make_store, scores
 
+from qbench.errors import OutputError
 from qbench.gate import check, margins
 
 
@@ -22,6 +25,15 @@ def test_the_same_results_pass(good, standard):
     scored = [gate for gate in result.gates if gate.task != "audit"]
     assert len(scored) == 4 * 5
     assert {gate.reason.split(" on ")[0] for gate in scored} == {"same outcomes"}
+
+
+@pytest.mark.parametrize("options", [("--summary", "base"), ("--json", "x", "--junit", "x")])
+def test_no_file_is_written_over_another(good, standard, tmp_path, options):
+    base = shutil.copy(standard, tmp_path / "base")
+    given = [one if one.startswith("-") else tmp_path / one for one in options]
+    with pytest.raises(OutputError, match=r"is the file of --(baseline|junit); name another"):
+        qbench("check", good.directory, "--baseline", base, *given)
+    assert (tmp_path / "base").read_bytes() == standard.read_bytes()
 
 
 def test_a_worse_cell_fails_and_the_others_pass(tmp_path, standard):

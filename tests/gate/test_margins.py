@@ -32,6 +32,11 @@ def test_a_text_that_is_no_margin_is_refused(text):
         margins.parse_margins([text])
 
 
+def test_a_metric_has_one_margin():
+    with pytest.raises(RecipeError, match=r"--margin acc=2: acc is given twice"):
+        margins.parse_margins(["acc=1", "acc=2"])
+
+
 def test_a_margin_of_no_metric_is_refused_and_the_known_ones_are_named(good, standard):
     with pytest.raises(RecipeError, match=r"--margin nosuch=1: .*no nosuch; possible: acc, perpl"):
         check.check(good, standard, margins={"nosuch": 1.0})

@@ -285,6 +285,8 @@ def test_an_awq_checkpoint_passes_and_one_whose_factors_do_not_cancel_fails(whol
         ({"quantization_config": {"quant_method": "torchao", "quant_type": "x"}}, "not known here"),
         ({"quantization_config": {"quant_method": "gptq", "bits": "four"}}, "none that gptq write"),
         ({"quantization_config": {"quant_method": "gptq", "group_size": None}}, "none that gptq"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 1e9}}, "than or equal to 32"),
+        ({"quantization_config": {"quant_method": "gptq", "group_size": 0}}, "groups of 0 weights"),
         ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}}, "none that"),
         (
             {"quantization_config": {"quant_method": "compressed-tensors",
