@@ -276,6 +276,7 @@ def test_numbers_of_a_map_and_of_a_column_have_the_same_decimals(serve, page):
         shown = [text for text in texts if re.fullmatch(r"−?\d{1,2}(\.\d+)?", text)]
         assert len(shown) > 10
         assert {len(text.partition(".")[2]) for text in shown} == {count}, shown
+        assert not {"−0.0", "−0.00"} & {*texts}
     page.goto(f"{running.address}#view=scores")
     page.wait_for_selector(".tabulator-cell:has-text('×')")
     ratios = page.locator(".tabulator-cell:has-text('× ')").all_text_contents()

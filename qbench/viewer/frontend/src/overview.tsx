@@ -159,7 +159,7 @@ function HeatMap({ found, lines, kind }: { found: Overview; lines: Line[]; kind:
       marks: [
         Plot.text(groups, { fy: (group) => group, text: (group) => group, frameAnchor: "top-left", dx: -95, dy: -14, fontWeight: "bold" }),
         Plot.cell(squares, { x: "column", y: "quantizer", fy: "group", fill: level, inset: 1, rx: 3, href: "href", ariaLabel: "told", title: "told" }),
-        Plot.text(squares, { x: "column", y: "quantizer", fy: "group", fontSize: room < 50 ? 10 : 12, fill: (one) => (Math.abs(level(one)) > most / 2 ? "white" : "#222"), text: (one) => (kind === "ratio" ? ratio(one.damage, 2) : one.damage.toFixed(1).replace("-", "−")), pointerEvents: "none" }),
+        Plot.text(squares, { x: "column", y: "quantizer", fy: "group", fontSize: room < 50 ? 10 : 12, fill: (one) => (Math.abs(level(one)) > most / 2 ? "white" : "#222"), text: (one) => (kind === "ratio" ? ratio(one.damage, 2) : fixed(one.damage, 1)), pointerEvents: "none" }),
       ],
     });
   }, [squares]);

@@ -1,8 +1,11 @@
 // Numbers as people read them: accuracies in per cent, effects in points, perplexities as ratios.
 import type { Cell, Effect, Line } from "./data";
 
-const signed = (value: number, digits: number) =>
-  `${value < 0 ? "−" : "+"}${Math.abs(value).toFixed(digits)}`;
+/** With a minus only where a digit is not 0. */
+const rounded = (value: number, digits: number, plus = ""): string => {
+  const text = Math.abs(value).toFixed(digits);
+  return `${value < 0 && Number(text) ? "−" : plus}${text}`;
+};
 
 export function number(value: number | string | null | undefined, digits = 4): string {
   if (value === null || value === undefined) return "–";
@@ -13,7 +16,7 @@ export function number(value: number | string | null | undefined, digits = 4): s
 
 /** As many decimals as what stands below it has. */
 export const fixed = (value: number | string | null | undefined, digits: number): string =>
-  typeof value === "number" && Math.abs(value) < 1000 ? value.toFixed(digits).replace("-", "−") : number(value);
+  typeof value === "number" && Math.abs(value) < 1000 ? rounded(value, digits) : number(value);
 
 export const score = (value: number | string | null | undefined, line: Pick<Line, "percent">): string =>
   line.percent && typeof value === "number" ? (100 * value).toFixed(2) : fixed(value, 3);
@@ -26,7 +29,7 @@ export const ratio = (value: number, digits = 3): string =>
 export function effect(value: number, kind: Effect["kind"], percent: boolean): string {
   if (typeof value !== "number") return String(value);
   if (kind === "log ratio") return `× ${ratio(Math.exp(value))}`;
-  return percent ? signed(100 * value, 2) : signed(value, 3);
+  return percent ? rounded(100 * value, 2, "+") : rounded(value, 3, "+");
 }
 
 export const interval = (of: Effect, percent: boolean) =>
