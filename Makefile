@@ -58,8 +58,8 @@ docs: install
 install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
-	  || { echo "qbench needs Python 3.11 or newer; say make PYTHON=python3.11"; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' \
+	  || { echo "qbench needs Python 3.11 to 3.13; say make PYTHON=python3.13"; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "installing into .venv (minutes the first time, once)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'

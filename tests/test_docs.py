@@ -32,3 +32,13 @@ def test_every_page_stands_in_the_site():
     listed = set(re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
     written = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
     assert listed == written | {"reference/cli.md"}  # made by `make docs`
+
+
+def test_the_makefile_and_readme_name_the_versions_of_python_that_pip_takes():
+    project, makefile, readme = (
+        (ROOT / name).read_text() for name in ("pyproject.toml", "Makefile", "README.md")
+    )
+    first, beyond = map(int, re.search(r">=3\.(\d+),<3\.(\d+)", project).groups())
+    assert f"not (3, {first}) <= sys.version_info < (3, {beyond})" in makefile
+    for text in (makefile, readme):
+        assert f"Python 3.{first} to 3.{beyond - 1}" in text
