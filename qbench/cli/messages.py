@@ -19,7 +19,7 @@ def complain(line: str) -> None:
     What is not printable, as a line break in a path, is escaped.
     """
     text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
-    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    console = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False)
     console.print(text, style="bold red", markup=False)
 
 

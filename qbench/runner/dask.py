@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import json
 import logging
 import os
 import pickle
@@ -133,16 +134,21 @@ def connected(
 
 
 def _connect(address: str, stack: ExitStack) -> Client:
-    arguments: dict[str, Any] = {"address": address}
+    found = address
     if "://" not in address:
         if not Path(address).is_file():
             raise RecipeError(
                 f"--cluster {address}: no such scheduler file; write tcp://HOST:PORT, the path of "
                 "a scheduler file, or local:N"
             )
-        arguments = {"scheduler_file": address}
+        try:
+            found = json.loads(Path(address).read_bytes())["address"]
+        except (ValueError, TypeError, KeyError):
+            raise UnavailableError(
+                f"--cluster {address}: not what `dask scheduler --scheduler-file` writes"
+            ) from None
     try:
-        client = Client(**arguments, timeout=SECONDS_TO_CONNECT, set_as_default=False)
+        client = Client(found, timeout=SECONDS_TO_CONNECT, set_as_default=False)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UnavailableError(
             f"--cluster {address}: no scheduler answers there ({first_line(error)}); start one "

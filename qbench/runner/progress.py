@@ -62,7 +62,7 @@ class Display:
 
     def __init__(self, stream: TextIO, cells: int, estimate: TimeLeft | None = None) -> None:
         self._estimate = estimate or TimeLeft([])
-        self.console = Console(file=stream, highlight=False, soft_wrap=True)
+        self.console = Console(file=stream, highlight=False, soft_wrap=True, emoji=False)
         self._cells = cells
         self._started = time.monotonic()
         self._reasons: dict[str, str] = {}  # of failures, and the first cell that had each
@@ -72,6 +72,7 @@ class Display:
         self._bars = Bars(
             TextColumn(
                 "{task.description}",
+                markup=False,
                 table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1),
             ),
             BarColumn(bar_width=8),

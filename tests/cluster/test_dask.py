@@ -183,6 +183,14 @@ def test_a_cluster_that_is_not_there_is_one_line(tmp_path, monkeypatch, address,
     assert not (tmp_path / "o" / "grid.json").exists()
 
 
+@pytest.mark.parametrize("content", ["", "x", "{}", "[]", '{"address": 5}'])
+def test_a_file_that_no_scheduler_wrote_is_one_line(tmp_path, content):
+    file = tmp_path / "scheduler.json"
+    file.write_text(content)
+    with pytest.raises(UnavailableError, match=f"--cluster {file}: (not what|no scheduler ans)"):
+        qbench("run", small_recipe(tmp_path), "--out", tmp_path / "o", "--cluster", file)
+
+
 @pytest.mark.parametrize("deaths", [1, pytest.param(9, marks=pytest.mark.slow)])
 def test_cells_whose_workers_are_killed_run_again_and_a_killer_fails_alone(tmp_path, deaths):
     planned = plan(Recipe.load(small_recipe(tmp_path, tasks=["demo_lastword"])), device="cpu")

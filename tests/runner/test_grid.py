@@ -13,6 +13,7 @@ from filelock import FileLock
 from quick_cells import Quick
 from small_recipe import small_recipe
 
+from qbench.cli.messages import complain
 from qbench.plan import plan
 from qbench.progress import SilentProgress
 from qbench.recipe import Recipe
@@ -102,6 +103,15 @@ def test_a_cell_that_begins_again_keeps_its_number():
     assert [line.split("s ", 1)[1] for line in shown.getvalue().splitlines()] == [
         "[1/2] a/fp32: load", "[2/2] b/fp32: load", "[1/2] a/fp32: load",
     ]  # fmt: skip
+
+
+def test_what_is_said_is_shown_as_it_is(capsys):
+    """Not as rich's markup, nor as its emoji."""
+    shown, line = io.StringIO(), "[bold]a:-1:b:smile:"
+    with Display(shown, 1) as display:
+        display.log(line)
+    complain(line)
+    assert {shown.getvalue(), capsys.readouterr().err} == {line + "\n"}
 
 
 # What follows is about processes, locks and records. So that no process has to import torch, what
