@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -206,7 +207,7 @@ def plan(
                 base = bases.get(dtype) or next(iter(bases.values()))
             cell = _cell(planned, name, checkpoint, shapes, column, base)
             cells.append(cell)
-            require_room(name, tasks, cell.scoring.max_length)
+            require_room(name, checkpoint, tasks, cell.scoring.max_length)
             if not _quantized(column):
                 bases.setdefault(column.quantization.compute_dtype, cell.grid_cell)
     planned = replace(planned, cells=tuple(cells))
@@ -427,13 +428,22 @@ def _trained(recipe: Recipe, checkpoints: Iterable[Checkpoint]) -> int:
     return max(known, default=passkey.SHORTEST)
 
 
+def _room(checkpoint: Checkpoint) -> float:
+    """Tokens of the longest passkey prompt that the checkpoint has positions for."""
+    if not checkpoint.support.bounded or checkpoint.max_length is None:
+        return math.inf
+    return checkpoint.max_length - passkey.DIGITS
+
+
 def _leaf_tasks(recipe: Recipe, checkpoints: Iterable[Checkpoint]) -> list[Task]:
     """Tasks with groups and tags opened into their members."""
 
     def members(name: str) -> list[str]:
         if name == passkey.GROUP:
-            lengths = passkey.task_lengths(_trained(recipe, checkpoints))
-            return [passkey.task_name(length) for length in lengths]
+            first, *others = passkey.task_lengths(_trained(recipe, checkpoints))
+            room = min(map(_room, checkpoints), default=math.inf)
+            fitting = [first, *(length for length in others if length <= room)]
+            return [passkey.task_name(length) for length in fitting]
         if passkey.task_length(name) is not None:
             return [name]
         return expand(name, recipe.definitions)
@@ -622,10 +632,20 @@ def require_runnable(cells: Iterable[Cell]) -> None:
         raise RecipeError(*lines, "these cells can never run; choose others with --only PATTERN")
 
 
-def require_room(name: str, tasks: Sequence[TaskSpec], max_length: int) -> None:
+def require_room(
+    name: str, checkpoint: Checkpoint, tasks: Sequence[TaskSpec], max_length: int
+) -> None:
     """Raises RecipeError for a task that generates as many tokens as ``max_length``, or more:
-    no room would be left for its prompt."""
+    no room would be left for its prompt. So it does for a passkey prompt that is longer than the
+    positions of checkpoint ``name``."""
+    room = _room(checkpoint)
     for task in tasks:
+        if (passkey.task_length(task.name) or 0) > room:
+            raise RecipeError(
+                f"tasks: {task.name}: {checkpoint.support.name} of checkpoints.{name} has "
+                f"{checkpoint.max_length} positions, for prompts of up to {room} tokens with their "
+                "answer; take a shorter one"
+            )
         if task.output_type == "generate_until" and task.max_gen_toks >= max_length:
             raise RecipeError(
                 f"tasks: {task.name} generates up to {task.max_gen_toks} tokens, which leaves no "

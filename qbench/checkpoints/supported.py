@@ -37,6 +37,7 @@ class ModelClass:
     ``native``: why it runs on its own attention, ``own``, and not on ours; "" where it runs on
     ours. ``scoring`` is the fastest mode that such a model can be scored in, ``slower`` why it is
     not fast. ``defaults``: fields that matter here and that a config.json may leave to the class.
+    ``bounded``: it has no positions beyond its context, and fails on more tokens.
     """
 
     kind: str
@@ -48,6 +49,7 @@ class ModelClass:
     slower: str = ""
     weights: str = LINEAR
     left_out: str = ""  # weight matrices that stay as they are, since they are no linear layers
+    bounded: bool = False
     spared: str = ""  # a linear layer whose weight the class reads by itself: to be left out
     defaults: tuple[tuple[str, Any], ...] = ()
 
@@ -95,10 +97,10 @@ _ROWS = (
         "gemma2", "Gemma 2", own="eager", **_HEAD, defaults=(("final_logit_softcapping", 30.0),)
     ),
     ModelClass("gemma3_text", "Gemma 3", **_exact(MIXED)),
-    ModelClass("gpt2", "GPT-2, DistilGPT-2", weights=CONV1D),
-    ModelClass("gpt_bigcode", "SantaCoder, StarCoder"),
+    ModelClass("gpt2", "GPT-2, DistilGPT-2", weights=CONV1D, bounded=True),
+    ModelClass("gpt_bigcode", "SantaCoder, StarCoder", bounded=True),
     ModelClass("starcoder2", "StarCoder 2"),
-    ModelClass("opt", "OPT, OutEffHop"),
+    ModelClass("opt", "OPT, OutEffHop", bounded=True),
     ModelClass("cohere", "Command R", **_HEAD, defaults=(("logit_scale", 0.0625),)),
     ModelClass("cohere2", "Command R7B", **_HEAD, defaults=(("logit_scale", 0.0625),)),
     ModelClass("granite", "Granite 3", **_HEAD),
@@ -134,14 +136,14 @@ _ROWS = (
     ModelClass("hunyuan_v1_dense", "Hunyuan"),
     ModelClass("arcee", "Arcee AFM"),
     ModelClass("apertus", "Apertus"),
-    ModelClass("biogpt", "BioGPT"),
+    ModelClass("biogpt", "BioGPT", bounded=True),
     ModelClass("persimmon", "Persimmon"),
     ModelClass("bloom", "BLOOM (ALiBi)", **_native(NO_INTERFACE)),
     ModelClass("falcon", "Falcon (rotary or ALiBi)", **_native(NO_INTERFACE, "sdpa")),
-    ModelClass("mpt", "MPT (ALiBi)", **_native(NO_INTERFACE)),
-    ModelClass("gptj", "GPT-J", **_native(NO_INTERFACE)),
-    ModelClass("gpt_neo", "GPT-Neo, TinyStories", **_native(NO_INTERFACE)),
-    ModelClass("codegen", "CodeGen", **_native(NO_INTERFACE)),
+    ModelClass("mpt", "MPT (ALiBi)", bounded=True, **_native(NO_INTERFACE)),
+    ModelClass("gptj", "GPT-J", bounded=True, **_native(NO_INTERFACE)),
+    ModelClass("gpt_neo", "GPT-Neo, TinyStories", bounded=True, **_native(NO_INTERFACE)),
+    ModelClass("codegen", "CodeGen", bounded=True, **_native(NO_INTERFACE)),
     ModelClass("xglm", "XGLM", **_native(NO_INTERFACE)),
     ModelClass("granite_swa", "Granite SWA", **_SINKS),
     ModelClass("mimo_v2_flash", "MiMo V2 Flash", **_native("sinks in some layers only"), **_ROUTER),

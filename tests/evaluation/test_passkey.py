@@ -4,6 +4,7 @@ import pytest
 import torch
 from loading import load_model
 from small_recipe import DEMO, qbench, small_recipe
+from tiny import write_tiny
 
 from qbench.checkpoints import find
 from qbench.checkpoints.tokenizer import load_tokenizer
@@ -94,6 +95,20 @@ def test_a_group_has_lengths_up_to_four_times_the_context(tmp_path):
     recipe = Recipe.load(small_recipe(tmp_path, tasks=["passkey"]), Overrides())
     names = [task.name for task in plan(recipe, device="cpu").tasks]
     assert names == ["passkey_256", "passkey_512", "passkey_1024"]  # the demo's context is 256
+
+
+def test_a_model_without_positions_beyond_its_context_has_no_longer_prompts(tmp_path):
+    gpt2 = {
+        "base": str(
+            write_tiny(tmp_path / "gpt2", "gpt2", n_positions=600, max_position_embeddings=600)
+        )
+    }
+    recipe = Recipe.load(small_recipe(tmp_path, tasks=["passkey"], checkpoints=gpt2), Overrides())
+    asked = plan(recipe, device="cpu", only="*/fp32")
+    assert [task.name for task in asked.tasks] == ["passkey_256", "passkey_512"]
+    recipe = small_recipe(tmp_path, tasks=["passkey_596"], checkpoints=gpt2)
+    with pytest.raises(RecipeError, match=r"passkey_596: GPT2LMHeadModel .* up to 595 tokens"):
+        plan(Recipe.load(recipe, Overrides()), device="cpu", only="*/fp32")
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ import pytest
 import torch
 from loading import load_model
 from scoring_models import choices, scorer
-from tiny import CONFIGS, KINDS, write_tiny
+from tiny import CONFIGS, KINDS, tiny_model, write_tiny
 from transformers import AutoModelForCausalLM
 
 from qbench.checkpoints import find
@@ -38,6 +38,18 @@ def answers(model, mode):
 def test_every_class_of_the_table_is_tried():
     assert set(CONFIGS) == set(CLASSES)
     assert CLASSES.keys() <= class_names().keys()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_the_table_says_which_have_no_positions_beyond_their_context(kind):
+    model, ids = tiny_model(kind), torch.ones(1, 257, dtype=torch.long)
+    try:
+        model(ids, use_cache=False)
+        bounded = False
+    except (IndexError, RuntimeError):
+        bounded = True
+    assert bounded == CLASSES[kind].bounded
 
 
 @pytest.mark.parametrize("kind", KINDS)
