@@ -47,6 +47,12 @@ def test_a_cell_is_shown_whole():
     assert all(version in text for version in record.environment.versions.values())
 
 
+def test_a_cell_of_the_folder_that_one_is_in_is_named_without_it(capsys, monkeypatch):
+    whole = show(capsys, CELL)
+    monkeypatch.chdir(REAL)
+    assert show(capsys, "softpick/gptq-3bit") == whole
+
+
 def test_a_digest_is_on_one_line():
     digest = "0123456789abcdef" * 4
     assert digest in pairs([("divergences", f"27,224 bytes, SHA-256 {digest}")])
