@@ -292,7 +292,7 @@ def _cell(
         or refusal(checkpoint, shapes, quantization)
         or _unlike_a_stream(recipe, quantization, copy, checkpoint.config),
         notes=(
-            *_notes(checkpoint, attention, scoring.mode, slower),
+            *_notes(checkpoint, attention, scoring, slower, evaluation.max_length),
             *([f"{column.label}: {chosen}"] if chosen else []),
         ),
     )
@@ -495,8 +495,15 @@ def _fastest(checkpoint: Checkpoint) -> tuple[Mode, str]:
     return can.scoring, can.slower
 
 
-def _notes(checkpoint: Checkpoint, attention: Chosen, mode: Mode, slower: str) -> Iterator[str]:
-    """What is chosen for a model that another one would not get, a line each."""
+def _notes(
+    checkpoint: Checkpoint,
+    attention: Chosen,
+    scoring: ScoringSettings,
+    slower: str,
+    asked: int | None,
+) -> Iterator[str]:
+    """What is chosen for a model that another one would not get, a line each. ``asked``: the
+    recipe's ``max_length``."""
     if not checkpoint.support.models:
         yield (
             f"{checkpoint.support.name} was not tried yet (qbench list models); its attention is "
@@ -505,7 +512,12 @@ def _notes(checkpoint: Checkpoint, attention: Chosen, mode: Mode, slower: str) -
     if attention.why:
         yield f"attention native/{attention.implementation}: {attention.why}"
     if slower:
-        yield f"scoring {mode}: {slower}"
+        yield f"scoring {scoring.mode}: {slower}"
+    if asked is not None and asked > scoring.max_length:
+        yield (
+            f"scored in windows of {scoring.max_length:,} tokens, its context, and not of "
+            f"evaluation.max_length {asked:,}"
+        )
 
 
 def scoring_settings(

@@ -174,7 +174,7 @@ class Evaluation(Strict):
     add_bos: Flag = False
     """Begin every text that is scored with BOS."""
     max_length: Whole | None = Field(None, ge=2, le=MOST_TOKENS)
-    """Tokens of a request. Default: the checkpoint's context."""
+    """Tokens of a request, at most the checkpoint's context. Default: that context."""
     batch_size: int | Literal["auto"] = "auto"
     """Requests of a batch."""
     limit: Whole | None = Field(None, ge=1, le=MOST_DOCUMENTS)

@@ -105,6 +105,16 @@ def test_auto_is_the_fastest_scoring_that_works_for_the_model(
     assert shown == (mode != "fast" and (device == "cuda" or mode == "lm-eval"))
 
 
+@pytest.mark.parametrize(("asked", "said"), [(4096, True), (200, False)])
+def test_a_max_length_beyond_the_context_is_not_shortened_without_a_word(
+    tmp_path, models, asked, said
+):
+    found = cell(recipe(tmp_path, {"a": models["llama"]}, max_length=asked), "cpu")
+    assert found.scoring.max_length == min(asked, 256)
+    words = "scored in windows of 256 tokens, its context, and not of evaluation.max_length 4,096"
+    assert (words in found.notes) == said
+
+
 def test_plan_says_what_was_chosen_and_the_record_holds_it(tmp_path, models, monkeypatch, capfd):
     monkeypatch.setenv("QBENCH_CACHE", str(tmp_path / "cache"))
     path = recipe(tmp_path, {"a": models["bloom"], "b": models["mamba"]})
