@@ -294,6 +294,8 @@ def _write(
             texts = documents(source, field=settings.field, split=settings.split)
             for batch in _batches(overlap.without(texts) if overlap else texts):
                 for encoded in encode.encode_batch_fast(batch, add_special_tokens=False):
+                    if tokens["train"] >= most:
+                        break
                     hold = number % STRIDE == 0 and tokens["held_out"] < settings.held_out
                     part = "held_out" if hold else "train"
                     ids = np.asarray([*begin, *encoded.ids, *end], dtype)

@@ -183,3 +183,5 @@ def test_no_source_is_read_once_there_are_enough_tokens(tmp_path, tokenizer_fold
         tokenizer=str(tokenizer_folder), settings=Tokenizing(most_tokens=100),
     )  # fmt: skip
     assert [source.name for source in about.sources] == ["a.txt"]
+    longest = about.train.tokens // about.train.documents
+    assert 100 <= about.train.tokens < 100 + longest
