@@ -116,7 +116,8 @@ def problem_lines(source: Source, error: ValidationError, kind: type) -> list[st
             message = f"must be {allowed} (it is {shown(one['input'])})"
         elif one["type"] not in ("value_error", "missing", "recipe"):
             message += f" (it is {shown(one['input'])})"
-        lines.append(f"{source.at(one['loc'])}: {location}: {message}")
+        of = f"{location}: " if location else ""  # what is wrong with the whole names its keys
+        lines.append(f"{source.at(one['loc'])}: {of}{message}")
     return [" ".join(line.split("\n")) for line in lines]
 
 
