@@ -13,6 +13,7 @@
     DIR/analysis/sensitivity/…                                of a linear layer or block at a time
     DIR/records.tar.xz                                        all of these but logs, where a folder
                                                               comes as one file
+    DIR/.unpacked                                             digest of what was unpacked
 
 A record carries its own checksum and those of its Parquet files, whose names begin with theirs.
 It is written last, so one that can be read is whole, and one that is replaced stays whole until
@@ -25,6 +26,7 @@ import io
 import json
 import lzma
 import re
+import sys
 import tarfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -342,8 +344,9 @@ class Store(CellFiles[Record, Grid]):
 def unpack(directory: Path) -> None:
     """Lay what ``records.tar.xz`` holds beside it, once for each archive that comes, as by a `git
     pull`: ``.unpacked`` says which was the last. What was run here since stays, if it is of another
-    key, or better or later than the archive's. grid.json comes last: an unpacking that was stopped
-    is begun again. Raises DamagedError, or OutputError for a folder that cannot be written to."""
+    key, or better or later than the archive's, and a line on standard error says so. grid.json
+    comes last: an unpacking that was stopped is begun again. Raises DamagedError, or OutputError
+    for a folder that cannot be written to."""
     archive, mark, grid = (directory / name for name in (ARCHIVE, UNPACKED, "grid.json"))
     if not archive.is_file():
         return
@@ -364,9 +367,18 @@ def unpack(directory: Path) -> None:
         return
     require_folder(directory)
     with FileLock(directory / ".lock"):
-        for name, content in () if known() else missing():  # others may have been here meanwhile
+        if known():  # another process was here meanwhile
+            return
+        newer = grid.exists()
+        for name, content in missing():
             write_atomically(directory / name, content)
         write_atomically(mark, stated)
+    if newer:
+        print(
+            f"{archive}: newer than what lay beside it; its results are shown now, and what was "
+            f"made here stays: `qbench show {directory}` lists the runs",
+            file=sys.stderr,
+        )
 
 
 def _archived(archive: Path) -> list[tuple[str, bytes]]:

@@ -126,11 +126,14 @@ def newer(folder, tmp_path, **settings):
     return other
 
 
-def test_a_newer_archive_counts_and_what_was_run_since_stays(packed, tmp_path):
+def test_a_newer_archive_counts_and_what_was_run_since_stays(packed, tmp_path, capsys):
     make_store(packed, quantizers=("bf16", "hqq-2bit"), **SETTINGS)
     mine, run = files(packed), run_id(Store(packed).grid())
     theirs = newer(packed, tmp_path, quantizers=("bf16", "gptq-3bit"), seed=1)
+    assert ": newer than" not in capsys.readouterr().err
     assert records(packed) == records(theirs)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"{packed / ARCHIVE}: newer than what lay beside it; its results are")
     for name in mine.keys() - {ARCHIVE, "grid.json"} - files(theirs).keys():
         assert files(packed)[name] == mine[name], "not a byte of one's own run is lost"
     assert {one.quantizer for one in Store(packed, run=run).records()} == {"bf16", "hqq-2bit"}
