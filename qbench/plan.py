@@ -290,7 +290,8 @@ def _cell(
         key_parts={},
         refusal=reason
         or refusal(checkpoint, shapes, quantization)
-        or _unlike_a_stream(recipe, quantization, copy, checkpoint.config),
+        or _unlike_a_stream(recipe, quantization, copy, checkpoint.config)
+        or _beyond_positions(recipe, quantization, checkpoint),
         notes=(
             *_notes(checkpoint, attention, scoring, slower, evaluation.max_length),
             *([f"{column.label}: {chosen}"] if chosen else []),
@@ -363,6 +364,18 @@ def _unlike_a_stream(
     )
 
 
+def _beyond_positions(
+    recipe: Recipe, quantization: QuantizationConfig, checkpoint: Checkpoint
+) -> str | None:
+    most, text = _positions(checkpoint), recipe.calibration
+    if not quantization.needs_calibration or text is None or text.length <= most:
+        return None
+    return (
+        f"calibration.length {text.length}: {checkpoint.support.name} has {most} positions; set "
+        f"length: {most}, or --calibration-length {most}"
+    )
+
+
 def streamable(
     quantization: QuantizationConfig, copy: Checkpoint | None, config: Mapping[str, Any]
 ) -> bool:
@@ -428,11 +441,11 @@ def _trained(recipe: Recipe, checkpoints: Iterable[Checkpoint]) -> int:
     return max(known, default=passkey.SHORTEST)
 
 
-def _room(checkpoint: Checkpoint) -> float:
-    """Tokens of the longest passkey prompt that the checkpoint has positions for."""
-    if not checkpoint.support.bounded or checkpoint.max_length is None:
-        return math.inf
-    return checkpoint.max_length - passkey.DIGITS
+def _positions(checkpoint: Checkpoint) -> float:
+    """The most tokens that a forward pass of the checkpoint takes."""
+    if checkpoint.support.bounded and checkpoint.max_length is not None:
+        return checkpoint.max_length
+    return math.inf
 
 
 def _leaf_tasks(recipe: Recipe, checkpoints: Iterable[Checkpoint]) -> list[Task]:
@@ -441,8 +454,8 @@ def _leaf_tasks(recipe: Recipe, checkpoints: Iterable[Checkpoint]) -> list[Task]
     def members(name: str) -> list[str]:
         if name == passkey.GROUP:
             first, *others = passkey.task_lengths(_trained(recipe, checkpoints))
-            room = min(map(_room, checkpoints), default=math.inf)
-            fitting = [first, *(length for length in others if length <= room)]
+            most = min(map(_positions, checkpoints), default=math.inf) - passkey.DIGITS
+            fitting = [first, *(length for length in others if length <= most)]
             return [passkey.task_name(length) for length in fitting]
         if passkey.task_length(name) is not None:
             return [name]
@@ -650,7 +663,7 @@ def require_room(
     """Raises RecipeError for a task that generates as many tokens as ``max_length``, or more:
     no room would be left for its prompt. So it does for a passkey prompt that is longer than the
     positions of checkpoint ``name``."""
-    room = _room(checkpoint)
+    room = _positions(checkpoint) - passkey.DIGITS
     for task in tasks:
         if (passkey.task_length(task.name) or 0) > room:
             raise RecipeError(

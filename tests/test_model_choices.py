@@ -183,6 +183,23 @@ def test_a_cell_that_can_never_run_is_refused_before_work(
     assert qbench("plan", path, "--out", tmp_path / "out", "--only", "*/fp32") == 0
 
 
+def test_calibration_text_beyond_the_positions_of_a_model_is_refused(tmp_path, models):
+    text = {"path": str(DEMO / "calibration.jsonl"), "samples": 2, "length": 257}
+    asked = ("fp32", {"activations": "int8-static"})
+    cells = {
+        kind: plan(
+            Recipe.load(recipe(tmp_path, {"a": models[kind]}, asked, text)), device="cpu", show=True
+        ).cells
+        for kind in ("gpt2", "llama")
+    }
+    assert [cell.refusal for cell in cells["llama"]] == [None, None]
+    assert [cell.refusal for cell in cells["gpt2"]] == [
+        None,
+        "calibration.length 257: GPT2LMHeadModel has 256 positions; set length: 256, or "
+        "--calibration-length 256",
+    ]
+
+
 def test_every_checkpoint_that_cannot_be_scored_is_said_at_once(tmp_path):
     configs = {
         "t5": {"model_type": "t5", "is_encoder_decoder": True},
