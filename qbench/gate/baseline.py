@@ -27,6 +27,7 @@ from qbench.files import write_atomically
 from qbench.records import Record
 from qbench.statistics import Column
 from qbench.store import Store
+from qbench.text import together
 
 VERSION = 3
 ABOUT, DIGEST = b"qbench.baseline", b"qbench.baseline.sha256"
@@ -42,10 +43,10 @@ def make(store: Store, out: Path, *, replace: bool = False) -> Changes | None:
     missing, failed or unaudited cells, which are no standard to hold anybody to.
     """
     results = read_results(store, decimals=DECIMALS)
-    unfit = [f"{cell}: {why}" for cell, why in results.broken.items()]
-    unfit += [f"{cell}: not audited" for cell, one in results.cells.items() if not one.record.audit]
+    unfit = [*results.broken.items()]
+    unfit += [(cell, "not audited") for cell, one in results.cells.items() if not one.record.audit]
     if unfit:
-        raise ResultsError(f"{store.name}: no baseline from this: {'; '.join(unfit)}")
+        raise ResultsError(f"{store.name}: no baseline from this: {'; '.join(together(unfit))}")
     if out.exists() and not replace:
         raise ResultsError(f"{out}: exists already; look at the changes, then add --replace")
     change = difference(store.name, results, out) if out.exists() else None

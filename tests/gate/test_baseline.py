@@ -48,8 +48,9 @@ def test_replacing_a_baseline_must_be_asked_for_and_shows_old_and_new(tmp_path, 
 
 @pytest.mark.parametrize("state", ["failed", "missing"])
 def test_no_baseline_is_made_of_a_broken_grid(tmp_path, state):
-    store = changed(tmp_path, **{state: ("softmax/hqq-4bit",)})
-    with pytest.raises(ResultsError, match=rf"no baseline from this: softmax/hqq-4bit: {state}"):
+    store = changed(tmp_path, **{state: ("softmax/hqq-4bit", "softpick/hqq-4bit")})
+    words = rf"no baseline from this: softmax/hqq-4bit, softpick/hqq-4bit: {state}"
+    with pytest.raises(ResultsError, match=words):
         baseline.make(store, tmp_path / "baseline.parquet")
 
 
