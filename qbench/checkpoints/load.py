@@ -4,7 +4,7 @@ quantized."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,7 @@ from qbench.checkpoints.find import (
     is_parameter,
     model_headers,
     named,
+    read_headers,
     require_fit,
     require_unchanged,
 )
@@ -245,7 +246,16 @@ def load_prequantized(
                 )
             raise CheckpointError(f"its files lack {some(missing)}")
         if not logits.isfinite().all():
-            raise CheckpointError("its logits are not finite")
+            headers = read_headers(checkpoint.folder, quantized=True).values()
+            _refuse_not_finite(
+                (
+                    (one.name, ~read_tensor(checkpoint.folder, one).float().isfinite())
+                    for one in headers
+                    if one.dtype.startswith(("BF16", "F16", "F32", "F64", "F8"))
+                ),
+                torch.float32,
+            )
+            raise CheckpointError("its logits are not finite, though all that its files hold is")
         require_causal(model, logits)
     set_attention(model, checkpoint.normalizer, attention)
     return model
@@ -299,23 +309,29 @@ def require_finite(model: PreTrainedModel) -> None:
     counted.
     """
     buffers = dict(model.named_buffers())  # of which masks may hold -inf
-    found = []
-    for name, tensor in (*model.named_parameters(), *buffers.items()):
-        if not tensor.is_floating_point():
-            continue
-        bring(model, name)
-        if tensor.sum().isfinite():
-            continue
-        bad = tensor.isnan() if name in buffers else ~tensor.isfinite()
-        if count := int(bad.sum()):
-            found.append(f"{name} ({count} of {bad.numel()} values)")
+
+    def bad() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in (*model.named_parameters(), *buffers.items()):
+            if not tensor.is_floating_point():
+                continue
+            bring(model, name)
+            if not tensor.sum().isfinite():
+                yield name, tensor.isnan() if name in buffers else ~tensor.isfinite()
+
+    _refuse_not_finite(bad(), model.dtype)
+
+
+def _refuse_not_finite(bad: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> None:
+    """Raise CheckpointError where one of the masks ``bad``, by their tensors' names, is true."""
+    counts = ((name, int(mask.sum()), mask.numel()) for name, mask in bad)
+    found = [f"{name} ({count} of {total} values)" for name, count, total in counts if count]
     if found:
         more = f" and {len(found) - 3} more tensors" if len(found) > 3 else ""
-        too_large = "" if model.dtype == torch.float32 else (
+        too_large = "" if dtype == torch.float32 else (
             ", or, if they are too large for this dtype, use --dtype float32"
         )  # fmt: skip
         raise CheckpointError(
-            f"not finite, as {str(model.dtype).removeprefix('torch.')}: "
+            f"not finite, as {str(dtype).removeprefix('torch.')}: "
             f"{', '.join(found[:3])}{more}; the weights are damaged; fetch them again{too_large}"
         )
 

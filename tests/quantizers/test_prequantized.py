@@ -103,6 +103,20 @@ def test_int8_products_are_refused_before_work_where_the_processor_s_sums_satura
     assert planned(tmp_path, copy_of(whole, "torchao-int8", tmp_path / "weights")).cells
 
 
+def test_a_copy_s_scale_that_is_not_finite_is_named(nf4, tmp_path):
+    name = "model.layers.0.self_attn.q_proj.weight.absmax"
+
+    def broken(tensors):
+        tensors[name] = torch.full_like(tensors[name], torch.nan)
+
+    found = planned(tmp_path, changed(nf4, tmp_path / "copy", broken))
+    with pytest.raises(
+        CheckpointError,
+        match=rf"{name} \(\d+ of \d+ values\); the weights are damaged; fetch them again$",
+    ):
+        load(found.cell("base/copy"), found)
+
+
 def test_fp8_in_blocks_is_weights_only_on_a_cpu(whole, tmp_path):
     found = planned(tmp_path, fp8(whole, tmp_path / "fp8"))
     result, _ = audited(found)
