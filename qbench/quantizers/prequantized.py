@@ -333,6 +333,12 @@ class Prequantized(Published):
     def check(self, config: Mapping[str, Any], device: str) -> None:
         if missing := FORMATS[self.format].missing:
             raise RecipeError(f"{self.format}: pip install {' '.join(missing)} loads it")
+        groups = (self.stated.get("config_groups") or {}).values()
+        if any((group.get("weights") or {}).get("actorder") in ("group", True) for group in groups):
+            raise RecipeError(
+                f"{self.format}: its weights are in the order of activations (actorder: group), "
+                "which compressed-tensors 0.20 no longer loads; take another copy"
+            )
         if self._scheme.int8_products and device == "cpu" and (why := machine.int8_problem()):
             raise RecipeError(
                 f"{self.format}: {why}, so its products would be wrong; run it on a GPU or on a "

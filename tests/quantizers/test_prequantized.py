@@ -307,6 +307,11 @@ def test_an_awq_checkpoint_passes_and_one_whose_factors_do_not_cancel_fails(whol
              "config_groups": {"a": {"weights": {"type": "int"}}}}},
             "none that compressed-tensors writes (KeyError: 'num_bits')",
         ),
+        (
+            {"quantization_config": {"quant_method": "compressed-tensors",
+             "config_groups": {"a": {"weights": {"num_bits": 4, "actorder": "group"}}}}},
+            "in the order of activations (actorder: group), which compressed-tensors 0.20 no lon",
+        ),
         ({"num_attention_heads": 2}, "num_attention_heads 2, and"),
         ({"qbench_normalizer": "softpick"}, "it was trained with softpick, and"),
     ],
