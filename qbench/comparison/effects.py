@@ -66,7 +66,8 @@ def with_effects(comparison: Comparison, store: Store) -> Comparison:
         dataclasses.replace(line, intervals=intervals[index], **answers[index])
         for index, line in enumerate(comparison.lines)
     )
-    return dataclasses.replace(comparison, lines=lines, seeds=_seed_lines(comparison, columns))
+    seeds = _seed_lines(comparison, columns)
+    return dataclasses.replace(comparison, lines=lines, seeds=seeds, tested=True)
 
 
 def _seed_lines(

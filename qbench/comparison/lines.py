@@ -159,6 +159,7 @@ class Comparison:
     elsewhere: Mapping[str, str] = field(default_factory=dict)  # missing cell → run that has it
     seeds: tuple[Line, ...] = ()  # over several trainings, where the grid has replicates
     pairs: tuple[Change, ...] = ()  # of one checkpoint: its quantized precisions among themselves
+    tested: bool = False  # whether intervals and tests were asked for
 
     @property
     def unquantized(self) -> str | None:

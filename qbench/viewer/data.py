@@ -168,9 +168,8 @@ def overview(results: Results, comparison: Comparison) -> Json:
     grid, store = comparison.grid, results.store
     lines = [one for one in comparison.lines if not redundant(one, comparison.lines)]
     labels = {line.task: line.label for line in lines}
-    tested = any(line.intervals for line in comparison.lines)
     return {
-        "ready": tested or not comparison.records,
+        "ready": comparison.tested or not comparison.records,
         "name": grid.name,
         "folder": store.directory.resolve().name,
         "program": __version__,
@@ -195,7 +194,7 @@ def overview(results: Results, comparison: Comparison) -> Json:
             for one in comparison.pairs
         ],
         "headline": headline(comparison),
-        "summary": training_notes(comparison) if tested else [],
+        "summary": training_notes(comparison) if comparison.tested else [],
         "problems": [
             *(f"{cell.cell}: {text}" for cell, text in comparison.problems()),
             *unreadable(store).values(),

@@ -78,6 +78,13 @@ def test_scores_are_there_before_intervals(folder, monkeypatch):
     assert results.ready
 
 
+def test_intervals_that_nothing_can_have_are_not_waited_for(tmp_path):
+    store = make_store(tmp_path, quantizers=("bf16", "hqq-4bit"), sizes={"arc_easy": 1})
+    shown = Results(store).payload("overview", wait=True)
+    assert shown["ready"]
+    assert not any(line["damages"] for line in shown["lines"])
+
+
 def test_documents_and_tokens_are_the_record_s(folder):
     store = Store(folder)
     results = Results(WholeStore(folder))
