@@ -93,13 +93,23 @@ def run_each(
         return
     with remote(executor, progress) as heard:
         call = portable(function)
-        futures = [executor.submit(call, cell, progress=heard) for cell in cells]
+        futures = [_submit(executor, call, cell, progress=heard) for cell in cells]
         for cell, future in zip(cells, futures, strict=True):
             try:
                 yield future.result()
             except DEAD as error:
                 progress.end(cell.name)
                 yield died(cell, why(error))
+
+
+def _submit(executor: Executor, call: Callable[..., T], *arguments: Any, **more: Any) -> Future[T]:
+    """Fails where the executor is broken already."""
+    try:
+        return executor.submit(call, *arguments, **more)
+    except BrokenExecutor as error:
+        future: Future[T] = Future()
+        future.set_exception(error)
+        return future
 
 
 def why(error: BaseException) -> str:
@@ -203,7 +213,7 @@ class _Grid:
         out, cache = self.store.directory.resolve(), self.cache.resolve()
         with remote(executor, self.progress) as heard:
             one = partial(run_cell, self.plan, out=out, cache=cache)
-            submit = partial(executor.submit, portable(one), progress=heard)
+            submit = partial(_submit, executor, portable(one), progress=heard)
             left = self._side_by_side(cells, submit, busy_waits=False)
             while left:
                 died = [cell for cell in left if cell.name in self.died][:1]
@@ -237,13 +247,10 @@ class _Grid:
                     continue
                 # what another run has made meanwhile is not made anew
                 force = self.forced(cell) and (not busy_waits or cell.name in self.died)
-                try:
-                    future = submit(cell.name, force=force, wait=busy_waits)
-                    at_work[future] = cell
-                    if future.done():  # in this process: cells come in their order
-                        break
-                except BrokenExecutor as error:
-                    left += self._dead(cell, error)
+                future = submit(cell.name, force=force, wait=busy_waits)
+                at_work[future] = cell
+                if future.done():  # in this process: cells come in their order
+                    break
             if not at_work:
                 return [*left, *waiting]
             for future in wait_for(at_work, return_when=FIRST_COMPLETED).done:

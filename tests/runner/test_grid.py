@@ -17,7 +17,7 @@ from qbench.cli.messages import complain
 from qbench.plan import plan
 from qbench.progress import SilentProgress
 from qbench.recipe import Recipe
-from qbench.runner.grid import _Grid, depends_on, run, run_cells
+from qbench.runner.grid import _Grid, depends_on, run, run_cells, run_each
 from qbench.runner.progress import Display
 from qbench.runner.workers import LostExecutorError, SerialExecutor, Workers
 from qbench.store import Store
@@ -195,6 +195,9 @@ def test_cells_of_an_executor_that_is_lost_fail_at_once_and_say_so(tmp_path):
         records = run_cells(planned(tmp_path), out=tmp_path / "out", executor=Lost(),
                             progress=display)  # fmt: skip
     assert {record.error for record in records} == {"the cluster was lost; start it"}
+    each = run_each(None, [SimpleNamespace(name="a")], executor=Lost(), progress=SilentProgress(),
+                    died=lambda cell, why: (cell.name, why))  # fmt: skip
+    assert list(each) == [("a", "the cluster was lost; start it")]
     assert "runs once more" not in shown.getvalue()
 
 
