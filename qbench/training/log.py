@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qbench.attention.normalizers import NORMALIZERS
+from qbench.errors import UnavailableError, first_line
 from qbench.files import write_atomically
 
 if TYPE_CHECKING:
@@ -56,16 +57,23 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 def open_trackers(
     names: Sequence[str], folder: Path, settings: dict[str, Any]
 ) -> list[GeneralTracker]:
-    """``tensorboard`` writes into ``folder``, ``wandb`` to the project qbench."""
+    """``tensorboard`` writes into ``folder``, ``wandb`` to the project qbench.
+
+    Raises UnavailableError for one that does not start, as W&B without a login.
+    """
     from accelerate.tracking import TensorBoardTracker, WandBTracker
 
     made = {
         "tensorboard": lambda: TensorBoardTracker("tensorboard", folder),
         "wandb": lambda: WandBTracker("qbench", name=folder.name, config=settings, resume="allow"),
     }
-    trackers = [made[name]() for name in names]
-    for tracker in trackers:
-        tracker.start()
+    trackers = []
+    for name in names:
+        try:
+            trackers.append(made[name]())
+            trackers[-1].start()
+        except Exception as error:  # whatever a library of its own says
+            raise UnavailableError(f"--tracker {name}: {first_line(error)}") from error
     return trackers
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from qbench.checkpoints import find
 from qbench.checkpoints.tokenizer import load_tokenizer
-from qbench.errors import DataError, RecipeError, TrainingError
+from qbench.errors import DataError, RecipeError, TrainingError, UnavailableError
 from qbench.records import Training
 from qbench.training.log import draw, read_log
 
@@ -194,3 +194,20 @@ def test_tensorboard_gets_the_same_numbers(tmp_path):
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert events.Tags()["scalars"] == ["step/loss"]
     assert [(one.step, one.value) for one in events.Scalars("step/loss")] == [(5, 2.5)]
+
+
+def test_a_tracker_that_does_not_start_is_named(tmp_path, monkeypatch):
+    from accelerate import tracking
+
+    from qbench.training.log import open_trackers
+
+    class NotLoggedIn:
+        def __init__(self, *arguments, **settings):
+            pass
+
+        def start(self):
+            raise RuntimeError("No API key configured. Use `wandb login` to log in.")
+
+    monkeypatch.setattr(tracking, "WandBTracker", NotLoggedIn)
+    with pytest.raises(UnavailableError, match=r"--tracker wandb: No API key .* `wandb login`"):
+        open_trackers(["wandb"], tmp_path, {})
