@@ -78,7 +78,7 @@ GRIDS = "grids"
 CHECKSUM = "checksum"
 ARCHIVE = "records.tar.xz"
 PACKED = re.compile(rf"grid\.json|(grids|records|analysis)(/{NAME})+\.(json|parquet)")  # in it
-RECORD = re.compile(r"records/[^/]+/[^/]+/[^/]+\.json")
+RECORD = re.compile(rf"records/{NAME}/{NAME}/{NAME}\.json")
 UNPACKED = ".unpacked"  # holds the SHA-256 of the archive that was laid out
 AGAIN, ANALYZE = "run the recipe again", "run `qbench analyze` again"
 
@@ -360,7 +360,7 @@ def unpack(directory: Path) -> None:
 
     if known():
         return
-    found = sorted(_archived(archive), key=lambda one: one[0] == grid.name)
+    found = sorted(_archived(archive, PACKED), key=lambda one: one[0] == grid.name)
     if not missing():
         with suppress(OutputError):  # of a folder that is read-only
             write_atomically(mark, stated)
@@ -381,14 +381,14 @@ def unpack(directory: Path) -> None:
         )
 
 
-def _archived(archive: Path) -> list[tuple[str, bytes]]:
-    """Names and contents of the files in ``archive``. Raises DamagedError."""
+def _archived(archive: Path, wanted: re.Pattern[str]) -> list[tuple[str, bytes]]:
+    """Names and contents of the ``wanted`` files in ``archive``. Raises DamagedError."""
     try:
         with lzma.open(archive) as file, tarfile.open(fileobj=file, mode="r:") as packed:
             found = [
                 (one.name, packed.extractfile(one).read())
                 for one in packed
-                if one.isfile() and PACKED.fullmatch(one.name)
+                if one.isfile() and wanted.fullmatch(one.name)
             ]
             file.read()  # to its end, where its checksum is
             return found
@@ -419,7 +419,7 @@ def packed_records(folder: Path) -> list[bytes]:
     if (folder / "grid.json").exists():
         return []
     with suppress(OSError, DamagedError):
-        return [text for name, text in _archived(folder / ARCHIVE) if RECORD.fullmatch(name)]
+        return [text for _, text in _archived(folder / ARCHIVE, RECORD)]
     return []
 
 
