@@ -15,8 +15,9 @@ import typer
 from qbench.cli.messages import show_written
 from qbench.cli.options import Folder, Run, folder_option, open_store
 from qbench.cli.show import asked_texts
-from qbench.errors import OutputError
+from qbench.errors import DataError, OutputError
 from qbench.files import require_folder
+from qbench.recipe import Overrides, Recipe
 from qbench.store import Store
 from qbench.viewer.data import Results, WholeStore
 from qbench.viewer.export import write_report, write_site
@@ -68,6 +69,10 @@ def view(
     """
     for folder in folders:
         Store(folder, run=run).grid()  # without results it is refused before anything is served
+    if recipe is not None:
+        Recipe.load(recipe, Overrides(data=data))
+    elif data is not None and not data.is_dir():
+        raise DataError(f"--data {data}: no such folder")
     texts = partial(_texts, recipe, data)
     if export is not None:
         require_folder(export, "--export")

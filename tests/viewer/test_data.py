@@ -15,7 +15,7 @@ from synthetic import make_store
 
 from qbench.cli import view
 from qbench.comparison.compare import compare
-from qbench.errors import OutputError, ResultsError
+from qbench.errors import OutputError, QbenchError, ResultsError
 from qbench.store import Store
 from qbench.viewer import server as server_module
 from qbench.viewer.data import Results, WholeStore
@@ -208,6 +208,15 @@ def test_the_report_of_a_read_only_folder_is_written_here(folder, tmp_path, caps
 def test_view_refuses_what_is_no_results_folder(tmp_path, folder):
     with pytest.raises(ResultsError, match=r"no grid\.json here"):
         qbench("view", folder, tmp_path, "--no-browser")
+
+
+@pytest.mark.parametrize(
+    ("option", "words"), [("--recipe", "none: no such recipe"), ("--data", "none: no such folder")]
+)
+def test_a_recipe_or_data_that_are_not_there_are_refused(tmp_path, folder, option, words):
+    with pytest.raises(QbenchError, match=words):
+        qbench("view", folder, "--export", tmp_path / "site", option, tmp_path / "none")
+    assert not (tmp_path / "site").exists()
 
 
 def test_a_port_that_is_taken_is_said_in_one_line(serve, folder):
