@@ -357,7 +357,8 @@ def score(
         return None
     found, _ = _interval(sample)
     if aggregation in LOG_SCALE:
-        middle, low, high = np.exp([found.estimate, found.low, found.high]).tolist()
+        with np.errstate(over="ignore"):  # an end beyond the largest double is infinite
+            middle, low, high = np.exp([found.estimate, found.low, found.high]).tolist()
         return Interval(estimate=middle, low=low, high=high, stderr=middle * found.stderr)
     if sample.binary:
         counts = _counts(sample)

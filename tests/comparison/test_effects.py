@@ -76,6 +76,12 @@ def test_a_perplexitys_own_interval_is_that_of_its_logarithm():
     assert (found.low, found.high) == pytest.approx(tuple(np.exp(reference)), rel=1e-9)
 
 
+def test_an_end_beyond_the_largest_number_is_infinite():
+    found = score(panel(np.linspace(-800, -610, 20), np.zeros(20)), "new", "perplexity", None)
+    assert np.isfinite(found.estimate)
+    assert found.high == np.inf
+
+
 def test_the_interval_of_a_log_ratio_is_that_of_llama_cpps_covariance_formula():
     rng = np.random.default_rng(4)
     old = -rng.lognormal(size=500)
