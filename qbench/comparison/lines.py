@@ -187,6 +187,12 @@ class Comparison:
         return self.grid.replicates or {name: (name,) for name in self.grid.checkpoints}
 
     @property
+    def trained_once(self) -> tuple[str, ...]:
+        """Checkpoints that stand beside several trainings of a kind, and are of none."""
+        grouped = [member for members in self.grid.replicates.values() for member in members]
+        return tuple(name for name in self.checkpoints if grouped and name not in grouped)
+
+    @property
     def methods(self) -> tuple[str, ...]:
         """Quantization methods in the grid's order; that of unquantized cells where there is no
         other."""

@@ -135,10 +135,16 @@ def by_method(comparison: Comparison) -> list[MethodLines]:
 
 def tables_of(method: MethodLines, published: str | None) -> list[Table]:
     """Scores with Δ and, where there is any, damage. With several trainings of each kind a table
-    of all of them says less than their means, which it is of then."""
+    of all of them says less than their means, which it is of then; those of a checkpoint that was
+    trained once follow."""
     if method.seeds:
         quantized = [line for line in method.seeds if line.quantized and line.damages]
-        return [_deltas_over_seeds(method), *([_damages(method, quantized)] if quantized else [])]
+        found = [_deltas_over_seeds(method), *([_damages(method, quantized)] if quantized else [])]
+        single = replace(method.comparison, seeds=())
+        for pair in _with_the_first(replace(method, comparison=single, problems=(), notes=())):
+            if not {*single.trained_once}.isdisjoint(pair.checkpoints):
+                found += tables_of(pair, published)
+        return found
     if len(method.checkpoints) > 2:  # a table for each pair stays readable
         return [table for pair in _with_the_first(method) for table in tables_of(pair, published)]
     damaged = any(line.damages for line in method.lines)
@@ -374,7 +380,8 @@ def costs(method: MethodLines) -> list[Table]:
         first = next(one for one in method.quantized if one.task == line.task)
         if line.metric != flipped.get(line.task, first.metric):
             continue
-        for group, members in comparison.groups.items():
+        alone = {name: (name,) for name in comparison.trained_once}
+        for group, members in {**comparison.groups, **alone}.items():
             records = [comparison.records.get(f"{member}/{line.quantizer}") for member in members]
             if all(task_damage(record, line.task) for record in records):
                 told.append((line, group, records))

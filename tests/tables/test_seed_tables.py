@@ -135,3 +135,21 @@ def test_trainings_that_differ_elsewhere_are_named_below_the_table(tmp_path, mem
     line = next(line for line in text.splitlines() if said in line)
     assert member in line
     assert "were trained differently, not in the normalizer alone" in line
+
+
+def test_a_checkpoint_that_was_trained_once_is_shown_beside_the_first(tmp_path):
+    """Not left out: three trainings of one kind, and one of the other."""
+    names = (*GROUPS["softmax"], "softpick")
+    groups = {"softmax": GROUPS["softmax"]}
+    store = make_store(
+        tmp_path / "grid", checkpoints=names, quantizers=("bf16", "gptq-2bit"),
+        sizes={"arc_easy": 50}, replicates=groups,
+    )  # fmt: skip
+    text = table_files(store, compare(store), ("md",))["tables.md"]
+    titles = [line[4:] for line in text.splitlines() if line.startswith("### ")]
+    assert titles == [
+        "GPTQ over seeds (3 of softmax)",
+        "GPTQ over seeds: damage",
+        "GPTQ: Δ = softpick − softmax.1",
+        "GPTQ: damage, and softpick’s − softmax.1’s",
+    ]
