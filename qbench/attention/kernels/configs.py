@@ -70,10 +70,13 @@ def dq_config(width: int, dtype: torch.dtype) -> Config:
     return Config(block_q=64, block_k=32, num_warps=8, num_stages=1, tma=True)
 
 
-def decode_config(width: int, dtype: torch.dtype) -> Config:
-    """``block_q`` is set by the group's queries."""
+def decode_config(width: int, dtype: torch.dtype, rows: int) -> Config:
+    """``rows``: of a group's queries, which take the place of ``block_q``."""
     if dtype == torch.float32 or width > 128:
-        return Config(block_q=16, block_k=32, num_warps=4, num_stages=2)
+        # Triton's pipeliner (3.6, 3.7) ends the process where warpgroups multiply with value rows
+        # that may be left out.
+        stages = 1 if rows > 32 else 2
+        return Config(block_q=16, block_k=32, num_warps=4, num_stages=stages)
     warps = 2 if width == 128 else 1
     return Config(block_q=16, block_k=32, num_warps=warps, num_stages=3)
 

@@ -194,8 +194,8 @@ def forward_launches(
     strides = strides_of(query, key, value)
     o_strides = strides_by_token((batch, heads, queries, v_width))
     if group * max_seqlen_q <= DECODE_ROWS:
-        config = configs.decode_config(block(width), query.dtype)
         rows = max(16, triton.next_power_of_2(group * max_seqlen_q))
+        config = configs.decode_config(block(width), query.dtype, rows)
         pairs = sequences * kv_heads
         splits = min(_ceil(DECODE_PROGRAMS, pairs), _ceil(max_seqlen_k, 4 * config.block_k))
         splits = max(1, splits)

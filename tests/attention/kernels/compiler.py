@@ -19,6 +19,7 @@ from triton.runtime import driver
 TARGET = GPUTarget("cuda", 90, 32)
 LENGTH = 512
 found = []
+compile_whole = triton.compiler.compile
 
 
 class Hopper:
@@ -62,6 +63,13 @@ def front_end(source, target=None, options=None, **_):
     return Compiled()
 
 
+def whole(source, target=None, options=None, **_):
+    """All of ``triton.compile``, down to machine code."""
+    compile_whole(source, TARGET, options)
+    found.append(source.name)
+    return Compiled()
+
+
 def run(case, dtype=torch.bfloat16):
     """Forward and backward, nothing computed."""
     from qbench.attention import kernels
@@ -96,6 +104,16 @@ def every_kernel(normalizers):
             yield Case(normalizer=normalizer, shape=shape, **settings), hopper, dtype
 
 
+def wide_decode():
+    """Of the widest heads as many rows as a warpgroup multiplies, with values to leave out."""
+    from qbench.attention import kernels
+
+    triton.compiler.compile = whole
+    shapes = ((1, 2, 32, 256), (1, 1, 512, 256), (1, 1, 512, 256))
+    tensors = (torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes)
+    kernels.attention(*tensors, normalizer="softpick", causal=True)
+
+
 def main(*normalizers):
     driver.set_active(Hopper())
     triton.compiler.compile = front_end
@@ -103,6 +121,10 @@ def main(*normalizers):
     torch.set_num_threads(1)
     from qbench.attention.kernels import hopper
 
+    if normalizers == ("wide decode",):
+        wide_decode()
+        print(*found, sep="\t")
+        return
     for case, on_hopper, dtype in every_kernel(normalizers):
         hopper.MIN_WORK = 0 if on_hopper else 1 << 60
         run(case, dtype)

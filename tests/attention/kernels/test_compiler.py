@@ -38,3 +38,8 @@ def test_triton_accepts_every_kernel(normalizers):
     for normalizer, names in kernels.items():
         whole = every if normalizer in ("softmax", "softpick", "rectified", "sigmoid") else set()
         assert names == whole | {"attn_fwd", "hopper_bwd_dq", "hopper_bwd_dkdv"}, normalizer
+
+
+def test_a_decode_step_of_wide_heads_compiles_down_to_machine_code():
+    """Triton's pipeliner ended the process: values that may be left out, read by a warpgroup."""
+    assert lines_of("wide decode") == [["attn_decode", "combine"]]
