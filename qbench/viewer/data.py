@@ -194,12 +194,19 @@ def overview(results: Results, comparison: Comparison) -> Json:
             for one in comparison.pairs
         ],
         "headline": headline(comparison),
-        "summary": training_notes(comparison) if comparison.tested else [],
+        "summary": _in_more_words(comparison) if comparison.tested else [],
         "problems": [
             *(f"{cell.cell}: {text}" for cell, text in comparison.problems()),
             *unreadable(store).values(),
         ],
     }
+
+
+def _in_more_words(comparison: Comparison) -> list[str]:
+    notes, once = training_notes(comparison), ", ".join(comparison.trained_once)
+    if once and comparison.seeds:
+        notes.append(f"Trained once, and so not over seeds: {once}. `qbench tables` compares it.")
+    return notes
 
 
 def _cell(comparison: Comparison, store: Store, cell: GridCell) -> Json:

@@ -52,6 +52,14 @@ def test_over_seeds_too_each_question_stands_once(tmp_path):
     assert "byte_perplexity" not in {one["metric"] for one in shown["by_group"]}
 
 
+def test_a_checkpoint_that_is_not_over_seeds_is_named(tmp_path):
+    names, sizes = ("softmax.1", "softmax.2", "softpick"), {"arc_easy": 30}
+    store = make_store(tmp_path, checkpoints=names, sizes=sizes, quantizers=("bf16", "hqq-4bit"),
+                       replicates={"softmax": names[:2]})  # fmt: skip
+    (note,) = Results(store).payload("overview", wait=True)["summary"]
+    assert note.startswith("Trained once, and so not over seeds: softpick.")
+
+
 def test_one_checkpoints_precisions_are_compared_among_themselves(tmp_path):
     quantizers = ("bf16", "hqq-4bit", "gptq-4bit")
     store = make_store(tmp_path, checkpoints=("mine",), quantizers=quantizers)
