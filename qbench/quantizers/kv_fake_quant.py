@@ -11,8 +11,8 @@ reorders and crops them with the values, and attention takes them off again.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -143,13 +143,6 @@ class Rotated:
         return key
 
 
-class Now(threading.local):
-    """Of the forward that runs in this thread."""
-
-    angles: Any = None
-    key: Tensor | None = None
-
-
 def carry_unrotated_keys(module: nn.Module, name: str) -> None:
     """Makes the attention ``module`` hand on its unrotated keys. Raises QuantizationError for one
     without projections of keys and values of its own."""
@@ -160,7 +153,7 @@ def carry_unrotated_keys(module: nn.Module, name: str) -> None:
             "leave before_rope out"
         )
     keys = getattr(module, "k_norm", None) or module.k_proj
-    now = Now()
+    now = SimpleNamespace(angles=None, key=None)  # of the forward that runs
     width, kind = module.head_dim, type(module).__name__
 
     def refusal(needed: str) -> UnavailableError:

@@ -1,32 +1,15 @@
 """Fast scoring against exact: packing, order and batch size change nothing but rounding."""
 
-import threading
-
 import pytest
 import torch
-from scoring_models import (
-    KINDS,
-    choices,
-    instance,
-    llama,
-    pages,
-    recorded,
-    scorer,
-    text,
-    tokenizer,
-    watch,
-)
+from scoring_models import KINDS, choices, instance, llama, pages, scorer, text, tokenizer
 
 from qbench.attention.transformers import attend
 from qbench.errors import EvaluationError, UnavailableError
-from qbench.evaluation.kl import KLObserver
-from qbench.evaluation.scoring import scorer as scoring_module
 from qbench.evaluation.scoring.batching import Packing
 from qbench.evaluation.scoring.requests import Request
 from qbench.evaluation.scoring.scorer import compare, difference_from_exact
 from qbench.evaluation.settings import Tolerance
-from qbench.quantizers import kv_fake_quant
-from qbench.quantizers.kv_cache import KVCache
 
 
 def scorers(model, **changes):
@@ -39,21 +22,6 @@ def softpick():
     model = llama()
     assert attend(model, normalizer="softpick") == "softpick/reference"
     return model
-
-
-class Kept:
-    """An observer that counts how often a call began."""
-
-    begun = 0
-
-    def begin(self, instances, lengths, head):
-        self.begun += 1
-
-    def batch(self, scored, hidden, projection):
-        return None
-
-    def end(self):
-        pass
 
 
 LOOSE = Tolerance(mean=10.0, largest=10.0, changed=1.0)
@@ -133,76 +101,6 @@ def test_the_model_has_its_own_attention_again_after_scoring():
     model = softpick()
     _, fast = scorers(model)
     fast.loglikelihood(choices(3), disable_tqdm=True)
-    assert model.config._attn_implementation == "qbench-softpick-reference"
-
-
-@pytest.fixture
-def two_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    assert torch.get_num_threads() == 2
-    torch.set_num_threads(before)
-
-
-class Threads(Kept):
-    """An observer that keeps the names of the threads that score."""
-
-    def __init__(self):
-        self.seen = set()
-
-    def batch(self, scored, hidden, projection):
-        self.seen.add(threading.current_thread().name)
-
-
-@pytest.mark.parametrize("kv", [None, {"num_bits": 4, "before_rope": True, "keep_recent": 3}])
-def test_packs_side_by_side_have_the_scores_of_packs_one_after_another(kv, two_threads):
-    model = softpick()
-    if kv is not None:
-        kv_fake_quant.install(model, KVCache(type="int", scales="token", **kv), {})
-    torch.set_num_threads(1)
-    expected = scorer(model, "fast", sample=0).loglikelihood(choices(60), disable_tqdm=True)
-    torch.set_num_threads(2)
-    lm = scorer(model, "fast", sample=0, observer=Threads())
-    assert_close(lm.loglikelihood(choices(60), disable_tqdm=True), expected)
-    assert lm._observer.seen == {"qbench-pack_0", "qbench-pack_1"}
-    assert lm.report().batches > 10
-
-
-def test_damage_is_the_same_side_by_side(two_threads):
-    base = recorded(llama(), choices(60), "fast")
-    same, other = KLObserver(base), KLObserver(base)
-    watch(llama(), same, choices(60), "fast")
-    assert (same.divergences["choices"]["kl"] == 0).all()
-    watch(llama(seed=1), other, choices(60), "fast")
-    torch.set_num_threads(1)
-    alone = KLObserver(base)
-    watch(llama(seed=1), alone, choices(60), "fast")
-    torch.set_num_threads(2)
-    for column in ("kl", "change"):
-        found, expected = (o.divergences["choices"][column] for o in (other, alone))
-        assert found.to_numpy() == pytest.approx(expected.to_numpy(), abs=1e-4)
-
-
-@pytest.mark.parametrize("reason", ["exact", "wide", "hf_quantizer"])
-def test_otherwise_batches_run_one_after_another(reason, two_threads, monkeypatch):
-    model = softpick()
-    if reason == "wide":
-        monkeypatch.setattr(scoring_module, "NARROW", 95)
-    if reason == "hf_quantizer":  # layers of a library, which may keep state in a forward
-        model.hf_quantizer = object()
-    mode = "exact" if reason == "exact" else "fast"
-    lm = scorer(model, mode, sample=0, observer=Threads())
-    lm.loglikelihood(choices(60), disable_tqdm=True)
-    assert lm._observer.seen == {threading.current_thread().name}
-
-
-def test_an_error_in_one_of_several_packs_is_raised_and_leaves_the_model_as_it_was(two_threads):
-    model = softpick()
-    lm = scorer(model, "fast", sample=0)
-    model.model.layers[1].mlp.forward = lambda x: 1 / 0
-    with pytest.raises(ZeroDivisionError):
-        lm.loglikelihood(choices(60), disable_tqdm=True)
     assert model.config._attn_implementation == "qbench-softpick-reference"
 
 
@@ -295,10 +193,12 @@ def test_by_auto_they_are_exact_and_the_report_says_so(requests):
 
 
 def test_by_auto_only_the_task_that_is_beyond_is_exact(monkeypatch):
+    from qbench.evaluation.scoring import scorer as module
+
     def beyond(tolerance, sample):
         return "a: off" if sample.task == "a" else None
 
-    monkeypatch.setattr(scoring_module, "beyond", beyond)
+    monkeypatch.setattr(module, "beyond", beyond)
     exact, _ = scorers(llama())
     auto = scorer(llama(), "fast", fallback=True)
     kept = Kept()
@@ -311,6 +211,21 @@ def test_by_auto_only_the_task_that_is_beyond_is_exact(monkeypatch):
         assert kept.begun == (2 if task == "a" else 3)
     assert list(auto.report().exact_tasks) == ["a"]
     assert [one.task for one in auto.report().difference_from_exact.samples] == ["b"]
+
+
+class Kept:
+    """An observer that counts how often a call began."""
+
+    begun = 0
+
+    def begin(self, instances, lengths, head):
+        self.begun += 1
+
+    def batch(self, scored, hidden, projection):
+        return None
+
+    def end(self):
+        pass
 
 
 def test_by_auto_a_model_that_cannot_be_packed_is_scored_exactly():

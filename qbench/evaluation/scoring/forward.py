@@ -7,8 +7,6 @@ prefix and suffix is a sequence of its own with its own keys, for attention that
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -70,9 +68,6 @@ class PaddedForward:
         config = getattr(decoder, "config", None)
         self._cached = getattr(config, "_attn_implementation", None) == "eager"
 
-    def ready(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
     def __call__(self, batch: Batch) -> Tensor:
         ids = to_device(batch.ids, self.device)
         return self.decoder(ids, use_cache=self._cached)[0].flatten(0, 1)
@@ -99,27 +94,22 @@ class PackedForward:
                 f"{can.slower}; use scoring: exact"
             )
 
-    @contextmanager
-    def ready(self) -> Iterator[None]:
-        """Within it the model attends to packs."""
+    def __call__(self, batch: PackedBatch) -> Tensor:
         self.model.config._attn_implementation = NAME
         try:
-            yield
+            return self.decoder(
+                to_device(batch.ids, self.device),
+                position_ids=to_device(batch.positions, self.device),
+                use_cache=False,
+                cu_seq_lens_q=to_device(batch.cu_seqlens_q, self.device),
+                cu_seq_lens_k=to_device(batch.cu_seqlens_k, self.device),
+                max_length_q=int(np.diff(batch.cu_seqlens_q).max()),
+                max_length_k=int(np.diff(batch.cu_seqlens_k).max()),
+                qbench_keys=None if batch.keys is None else to_device(batch.keys, self.device),
+                qbench_attention=self._attention,
+            )[0][0]
         finally:
             self.model.config._attn_implementation = self._attention
-
-    def __call__(self, batch: PackedBatch) -> Tensor:
-        return self.decoder(
-            to_device(batch.ids, self.device),
-            position_ids=to_device(batch.positions, self.device),
-            use_cache=False,
-            cu_seq_lens_q=to_device(batch.cu_seqlens_q, self.device),
-            cu_seq_lens_k=to_device(batch.cu_seqlens_k, self.device),
-            max_length_q=int(np.diff(batch.cu_seqlens_q).max()),
-            max_length_k=int(np.diff(batch.cu_seqlens_k).max()),
-            qbench_keys=None if batch.keys is None else to_device(batch.keys, self.device),
-            qbench_attention=self._attention,
-        )[0][0]
 
 
 def decoder_and_head(model: Any) -> tuple[torch.nn.Module, torch.nn.Module]:

@@ -4,8 +4,7 @@ top to bottom.
 1. ``loglikelihood`` and ``loglikelihood_rolling`` turn text into ``Request``s of token ids;
 2. ``_score`` plans batches of them (``batching``: HFLM's own, or packs that share prefixes);
 3. ``_run`` collates one batch, or those that go through a streamed model together
-   (``qbench.streaming``), and splits what does not fit the device; on a CPU several packs of a
-   narrow model run ``side_by_side``;
+   (``qbench.streaming``), and splits what does not fit the device;
 4. ``_scores`` makes of its hidden states (``forward``), of the rows that are scored, the
    log-probabilities (``logits``), which ``in_order`` adds up, request by request.
 """
@@ -15,8 +14,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -58,7 +55,7 @@ from qbench.evaluation.scoring.requests import (
     encode_pairs,
     encode_texts,
 )
-from qbench.evaluation.settings import ScoringSettings, Tolerance, beyond, hidden_size
+from qbench.evaluation.settings import ScoringSettings, Tolerance, beyond
 from qbench.machine import reset_peak_memory
 from qbench.progress import Advance
 from qbench.records import DifferenceFromExact, SampleDifference, ScoringReport
@@ -139,10 +136,8 @@ class Scorer(LM):
         decoder, self.head = decoder_and_head(model)
         vocabulary = model.config.get_text_config().vocab_size
         self._embedded = len(model.get_input_embeddings().weight)
-        self._packs_at_once = packs_at_once(model) if settings.mode == "fast" else 1
         # Logits and log-probabilities of 4 bytes each, and a copy.
-        row_bytes = 12 * vocabulary * self._packs_at_once
-        self._rows_at_once = max(16, LOG_PROBABILITY_BYTES // row_bytes)
+        self._rows_at_once = max(16, LOG_PROBABILITY_BYTES // (12 * vocabulary))
         self._product = try_out(self.head, model.dtype, self._device)
         self._logits_bytes = vocabulary * model.dtype.itemsize
         self._stream = stream_of(model)
@@ -308,27 +303,18 @@ class Scorer(LM):
         if not requests:
             return []
         plans = backend.batching.plan(requests, windows=windows)
-        parts = list(_parts(plans, self._state_bytes)) if self._stream else [[p] for p in plans]
         results: list[tuple[Batch, RowScores]] = []
         done = 0
+        for part in _parts(plans, self._state_bytes) if self._stream else [[p] for p in plans]:
+            count = sum(planned.requests for planned in part)
 
-        def tell(share: float, part: Sequence[BatchPlan]) -> None:
-            if self._progress is not None and counts is self._counts:
-                count = sum(planned.requests for planned in part)
-                self._progress(done + round(share * count), len(requests))
+            def tell(share: float, done: int = done, count: int = count) -> None:
+                if self._progress is not None and counts is self._counts:
+                    self._progress(done + round(share * count), len(requests))
 
-        def run(part: Sequence[BatchPlan]) -> list[tuple[Batch, RowScores]]:
-            return self._run(backend, part, requests, observer, partial(tell, part=part))
-
-        at_once = 1 if backend.exact else self._packs_at_once
-        with backend.forward.ready(), side_by_side(at_once) as each:
-            for part, found in zip(parts, each(run, parts), strict=True):
-                results += found
-                tell(1.0, part)
-                done += sum(planned.requests for planned in part)
-        counts.batches += len(results)
-        counts.tokens += sum(batch.ids.size for batch, _ in results)
-        counts.halvings += len(results) - len(plans)
+            results += self._run(backend, part, requests, counts, observer, tell)
+            tell(1.0)
+            done += count
         return in_order(results, len(requests), exact=backend.exact)
 
     def _run(
@@ -336,6 +322,7 @@ class Scorer(LM):
         backend: Backend,
         part: Sequence[BatchPlan],
         requests: Sequence[Request],
+        counts: Counts,
         observer: Observer | None,
         tell: Callable[[float], None],
     ) -> list[tuple[Batch, RowScores]]:
@@ -346,7 +333,7 @@ class Scorer(LM):
         try:
             with torch.no_grad():
                 states = self._stream.in_step(calls, tell) if self._stream else (f() for f in calls)
-                return [
+                results = [
                     (batch, self._scores(backend, batch, hidden, observer))
                     for batch, hidden in zip(batches, states, strict=True)
                 ]
@@ -359,13 +346,18 @@ class Scorer(LM):
                     f"out of memory on one document of {max(planned.tokens for planned in part)} "
                     "tokens; lower evaluation.max_length or use a larger device"
                 ) from error
+        else:
+            counts.batches += len(batches)
+            counts.tokens += sum(batch.ids.size for batch in batches)
+            return results
         # Outside the handler: there the traceback would keep the failed forward's tensors.
         clear_device_cache(garbage_collection=True)
+        counts.halvings += len(halves) - len(part)
         parts = [halves] if self._stream else [[half] for half in halves]
         return [
             scores
             for smaller in parts
-            for scores in self._run(backend, smaller, requests, observer, tell)
+            for scores in self._run(backend, smaller, requests, counts, observer, tell)
         ]
 
     def _scores(
@@ -386,46 +378,6 @@ class Scorer(LM):
             at_once=self._rows_at_once,
             observer=observer,
         )
-
-
-PACKS_AT_ONCE = 8  # at most, since each needs memory of its own
-NARROW = 768  # hidden size; the products of wider models are large enough to be shared by threads
-
-
-def packs_at_once(model: Any) -> int:
-    """How many packs are computed side by side. Layers of others (hqq's, gptqmodel's) may keep
-    state while they compute, so a checkpoint that came quantized takes one after another."""
-    config, theirs = model.config.to_dict(), getattr(model, "hf_quantizer", None) is not None
-    if model.device.type != "cpu" or stream_of(model) or theirs or hidden_size(config) > NARROW:
-        return 1
-    return min(PACKS_AT_ONCE, torch.get_num_threads())
-
-
-@contextmanager
-def side_by_side(at_once: int) -> Iterator[Callable[..., Iterator[Any]]]:
-    """Gives what stands for ``map``: ``at_once`` calls at a time, each on its share of torch's
-    threads.
-
-    A narrow model's operations are small, and threads that share one wait for the slowest. On two
-    cores that others use too (load 10), 150 documents of ARC easy took the demo's model 29 s so,
-    and 3.0 s side by side.
-    """
-    if at_once == 1:
-        yield map
-        return
-    threads = torch.get_num_threads()
-    pool = ThreadPoolExecutor(at_once, "qbench-pack", torch.set_num_threads, (threads // at_once,))
-
-    def each(function: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[Any]:
-        # The first alone: what libraries set up in their first forward, later ones share.
-        yield pool.submit(function, items[0]).result()
-        yield from pool.map(function, items[1:])
-
-    try:
-        yield each
-    finally:
-        pool.shutdown(cancel_futures=True)
-        torch.set_num_threads(threads)  # MKL's number is one for the whole process
 
 
 def _parts(plans: Sequence[BatchPlan], token_bytes: int) -> Iterator[list[BatchPlan]]:
