@@ -247,8 +247,8 @@ def passes(shape: Shape, repeat_ms: int, only: Collection[str]) -> Iterator[Row]
 
 def steps(repeat_ms: int, only: Collection[str]) -> Iterator[Row]:
     """Both passes of a short step: launched from the host each time; the same with the backward
-    pass in the calling thread, since waking autograd's own takes 100 µs and more on a virtual
-    machine; and captured as a CUDA graph and replayed, so that only the GPU's time is left."""
+    pass in the calling thread, since waking autograd's own takes the host another time each
+    time; and captured as a CUDA graph and replayed, so that only the GPU's time is left."""
 
     def make(run: Run) -> Callable[[], Any]:
         inputs = STEP.tensors()
