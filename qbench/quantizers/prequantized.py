@@ -339,6 +339,14 @@ class Prequantized(Published):
                 f"{self.format}: its weights are in the order of activations (actorder: group), "
                 "which compressed-tensors 0.20 no longer loads; take another copy"
             )
+        cache = self.stated.get("kv_cache_scheme") or {}
+        if cache.get("strategy") == "token" and cache.get("dynamic"):
+            raise RecipeError(
+                f"{self.format}: its config.json has a dynamic kv_cache_scheme of strategy token: "
+                "compressed-tensors takes one scale for all tokens of a sequence, so later tokens "
+                "would change the scores of earlier ones; take a copy whose scheme is static, or "
+                "of strategy group"
+            )
         if self._scheme.int8_products and device == "cpu" and (why := machine.int8_problem()):
             raise RecipeError(
                 f"{self.format}: {why}, so its products would be wrong; run it on a GPU or on a "

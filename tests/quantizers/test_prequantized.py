@@ -145,6 +145,15 @@ def test_a_cache_that_the_copys_library_quantizes_is_part_of_its_precision(whole
     assert audited(found)[0].problems == ()
 
 
+def test_a_cache_with_one_scale_for_a_whole_sequence_is_refused_before_work(whole, tmp_path):
+    made = fp8_rows(whole, tmp_path / "fp8")
+    stated = json.loads((made / "config.json").read_text())["quantization_config"]
+    cache = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+    stated = {"quantization_config": {**stated, "kv_cache_scheme": cache}}
+    with pytest.raises(QbenchError, match=r"copy: .* kv_cache_scheme of strategy token: .* static"):
+        planned(tmp_path, changed(made, tmp_path / "copy", lambda tensors: None, **stated))
+
+
 @pytest.mark.parametrize(
     ("kind", "copied", "bits", "coverage"),
     [
