@@ -31,6 +31,17 @@ def prompt_notes(comparison: Comparison) -> list[str]:
     return [f"Prompts: {', '.join(said)}."]
 
 
+def single_notes(lines: Sequence[Line]) -> list[str]:
+    """A line on the tasks of ``lines`` that were scored on one document, if there are any."""
+    alone = {line.label: None for line in lines for one in line.entries if one.documents == 1}
+    if not alone:
+        return []
+    return [
+        f"{', '.join(alone)}: one document has no error bars, so no interval, test or damage; "
+        "score more."
+    ]
+
+
 def cache_notes(comparison: Comparison, lines: Sequence[Line]) -> list[str]:
     """One line, where any quantizer of ``lines`` has a KV cache of few bits: the bytes of a token,
     of each checkpoint where they differ. A line for each length and size of an unquantized one."""

@@ -32,7 +32,7 @@ from qbench.comparison.wording import (
 from qbench.metrics import is_percentage
 from qbench.records import Damage, GridCell, GroupScore, Record, TaskDamage
 from qbench.store import KEY_DIGITS
-from qbench.tables.notes import cache_notes, chance_notes, judged_notes, prompt_notes
+from qbench.tables.notes import cache_notes, chance_notes, judged_notes, prompt_notes, single_notes
 from qbench.tables.published import printed_cells, printed_notes
 from qbench.tables.table import Table, from_rows
 from qbench.text import MINUS, NO_VALUE, metric_title, number, significant, together
@@ -148,7 +148,7 @@ def tables_of(method: MethodLines, published: str | None) -> list[Table]:
     if len(method.checkpoints) > 2:  # a table for each pair stays readable
         return [table for pair in _with_the_first(method) for table in tables_of(pair, published)]
     damaged = any(line.damages for line in method.lines)
-    if len(method.checkpoints) == 1 and damaged and not published:
+    if len(method.checkpoints) == 1 and (damaged or costs(method)) and not published:
         return _one_model(method)
     return [_deltas(method, published), *([_damages(method, method.quantized)] if damaged else [])]
 
@@ -324,6 +324,7 @@ def _score_notes(method: MethodLines) -> list[str]:
         *method.footnotes,
         *precision_notes(lines),
         *chance_notes(lines),
+        *single_notes(lines),
         *training_notes(comparison),
     ]
 

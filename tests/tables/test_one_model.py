@@ -24,9 +24,9 @@ COLUMNS = ("bf16", "gptq-4bit", "hqq-4bit", "hqq-2bit")
 KL = {"gptq-4bit": 0.02, "hqq-4bit": 0.021, "hqq-2bit": 0.9}
 
 
-def measured(path, checkpoints=("mine",), stderr=0.002, **settings):
+def measured(path, checkpoints=("mine",), stderr=0.002, sizes=SIZES, **settings):
     """Records with divergences, flips, sizes and a group, as a run leaves them."""
-    store = make_store(path, checkpoints=checkpoints, sizes=SIZES, quantizers=COLUMNS, **settings)
+    store = make_store(path, checkpoints=checkpoints, sizes=sizes, quantizers=COLUMNS, **settings)
     for cell in store.grid().cells:
         record = store.get(cell)
         more = {}
@@ -74,6 +74,15 @@ def test_a_row_a_precision_says_bits_size_score_damage_and_divergence(mine):
     assert named["KL p99"] == "0.5"
     assert named["Same top token"] == "93.0 %"
     assert named["Damage"].startswith("−")
+
+
+@pytest.mark.parametrize("checkpoints", [("mine",), ("softmax", "softpick")])
+def test_one_document_has_no_damage_and_it_is_said_beside_what_there_is(tmp_path, checkpoints):
+    store = measured(tmp_path / "one", checkpoints, sizes={"arc_easy": 1, "wikitext": 1})
+    text = render(compare(store))
+    assert "- arc_easy, wikitext: one document has no error bars, so no interval, test or" in text
+    assert "Same top token" in text
+    assert "7 / 5" in text
 
 
 def test_two_checkpoints_have_divergence_flips_and_bits_in_every_format(tmp_path):
