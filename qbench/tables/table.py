@@ -134,7 +134,9 @@ def _latex(one: Table) -> str:
     lines = []
     for cells, begins in zip(one.shown, one.begins, strict=True):
         space = r"\addlinespace " if begins and lines else ""
-        lines.append(space + " & ".join(map(for_latex, cells)) + r" \\")
+        row = " & ".join(map(for_latex, cells))
+        row = re.sub(r"^[\[*]", r"{\g<0>}", row)  # else it is an argument of the command before
+        lines.append(rf"{space}{row} \\")
     records = "".join(f"%   {for_latex(record)}\n" for record in one.records)
     parts = [f"% {for_latex(one.title)}: cells and the keys of their records\n{records}"]
     for first in range(0, max(1, len(lines)), ROWS_A_PAGE):

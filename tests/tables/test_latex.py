@@ -56,6 +56,13 @@ def test_a_long_table_goes_on_on_another_page():
     assert all(rf"{number} & 1 \\" in text for number in range(len(rows)))
 
 
+def test_a_row_that_begins_with_a_bracket_or_star_is_no_argument_of_the_row_before(tmp_path):
+    rows = tuple((name, "1") for name in ("[a] b", "[c]", "*d", "[e"))
+    text = latex([Table(title="brackets", head=("Row", "One"), rows=rows)])
+    assert all(f"{{{name[0]}}}{name[1:]} & 1" in text for name, _ in rows)
+    compiled(text, tmp_path)
+
+
 def test_latex_has_rules_arrows_marks_and_keys(tested):
     text = render(tested, format="tex")
     for part in (r"\toprule", r"\midrule", r"\bottomrule", r"$\uparrow$", r"$^{\ddagger}$"):
