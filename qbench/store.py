@@ -505,6 +505,6 @@ def find_run(directory: Path, wanted: str) -> str:
     known = [name for name, _ in runs(directory)]
     found = [name for name in known if wanted and name.startswith(wanted)]
     if len(found) != 1:
-        names = ", ".join(known) or "none"
-        raise ResultsError(f"--run {wanted}: {directory} has no such run; it has {names}")
+        why = f"{len(found)} runs begin with" if found else "it has no run"
+        raise ResultsError(f"{directory}: {why} {wanted!r}; it has {', '.join(known) or 'none'}")
     return found[0]

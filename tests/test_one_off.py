@@ -135,7 +135,7 @@ def test_runs_into_one_folder_are_kept_apart(tmp_path, capfd):
     )
     assert [entry.status for line in compare(Store(out, run=first)).lines
             for entry in line.entries] == ["ok"] * 8  # fmt: skip
-    with pytest.raises(ResultsError, match=f"--run nosuch: .* it has {last}, {first}"):
+    with pytest.raises(ResultsError, match=f"it has no run 'nosuch'; it has {last}, {first}"):
         qbench("tables", out, "--run", "nosuch")
 
 
