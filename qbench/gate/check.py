@@ -249,7 +249,8 @@ def _gate(line: Change, margin: Margin, *, same: bool) -> Gate:
         change=line,
     )
     if same:
-        reason = f"same outcomes on all {line.documents} documents"
+        which = "the only document" if line.documents == 1 else f"all {line.documents} documents"
+        reason = f"same outcomes on {which}"
         none = Worsening(estimate=0.0, low=0.0, high=0.0)
         return replace(gate, worse=none, outcome="pass", reason=reason)
     effect = line.effect

@@ -157,7 +157,7 @@ def texts(whole: Cells) -> list[str]:
         bos = "BOS counted" if text.bos else "without BOS"
         line = f"{text.samples} texts of {text.length} tokens ({bos}) of {text.source}"
         if text.left_out:
-            line += f"; {text.left_out} shorter ones left out"
+            line += f"; {text.left_out} shorter one{'s' * (text.left_out > 1)} left out"
         lines.setdefault(f"{line}; {one.environment.device}, {one.attention}", []).append(one.cell)
     return [f"{', '.join(cells)}: {line}" for line, cells in lines.items()]
 

@@ -10,7 +10,7 @@ from small_recipe import DEMO, qbench, small_recipe
 
 from qbench.errors import DataError, RecipeError
 from qbench.store import Analyses, Store, long_contexts
-from qbench.tables.analyses import markdown
+from qbench.tables.analyses import markdown, texts
 from qbench.tables.analysis_results import load_analyses
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -116,6 +116,7 @@ def test_another_text_or_length_is_another_key_and_the_old_analysis_stays(
     (one,) = Analyses(out).records()
     assert one.key != keys["softmax/fp32"]
     assert (one.text.source, one.text.left_out) == ("own.jsonl, field page", 1)
+    assert "; 1 shorter one left out; " in texts([one])[0]
     assert qbench("analyze", path, "--out", out, *SHORT, *options, "--no-bos") == 0
     (bare,) = Analyses(out).records()
     assert bare.key != one.key

@@ -9,7 +9,7 @@ from small_recipe import qbench
 from synthetic import make_store, scores
 
 from qbench.errors import OutputError
-from qbench.gate import check, margins
+from qbench.gate import baseline, check, margins
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +25,13 @@ def test_the_same_results_pass(good, standard):
     scored = [gate for gate in result.gates if gate.task != "audit"]
     assert len(scored) == 4 * 5
     assert {gate.reason.split(" on ")[0] for gate in scored} == {"same outcomes"}
+
+
+def test_one_document_is_not_called_all_documents(tmp_path):
+    store = make_store(tmp_path / "one", sizes={"arc_easy": 1}, quantizers=QUANTIZERS)
+    baseline.make(store, tmp_path / "base")
+    reasons = {g.reason for g in check.check(store, tmp_path / "base").gates if g.task != "audit"}
+    assert reasons == {"same outcomes on the only document"}
 
 
 @pytest.mark.parametrize("options", [("--summary", "base"), ("--json", "x", "--junit", "x")])
