@@ -166,14 +166,17 @@ def plan(
     gpu: str | None = None,
     only: str | None = None,
     show: bool = False,
+    untrained: Mapping[str, tuple[Checkpoint, Shapes]] | None = None,
 ) -> Plan:
     """Find the checkpoints, the tasks and their data, and give every cell its key.
 
     ``device`` is "cpu" or "cuda"; ``gpu`` the name of what other hosts compute on, None that of
     this host's; ``only`` a glob over the names of cells that are to run. Raises a QbenchError for
     what cannot work; for those of the cells that can never run, too, unless it is to ``show`` them.
+    ``untrained``: the checkpoints that are not there yet, with their linear layers' shapes.
     """
-    checkpoints = _checkpoints(recipe)
+    untrained = untrained or {}
+    checkpoints = {name: one for name, (one, _) in untrained.items()} or _checkpoints(recipe)
     tasks, skipped = find_tasks(recipe, checkpoints.values())
     groups = find_groups(recipe, skipped)
     calibration = find_calibration(recipe)
@@ -198,7 +201,7 @@ def plan(
             require_bos(name, checkpoint)
         if recipe.evaluation.apply_chat_template:
             require_chat_template(name, checkpoint)
-        shapes = {} if recipe.alone else linear_shapes(checkpoint)
+        _, shapes = untrained.get(name) or (None, {} if recipe.alone else linear_shapes(checkpoint))
         bases: dict[str, GridCell] = {}  # unquantized cells by the dtype that they compute in
         for column in sorted(recipe.quantizers, key=_quantized):
             base = None

@@ -45,7 +45,7 @@ def find_copy(
         copy = _gguf(source, original)
     else:
         copy = original if source is None else find(source, quantized=True)
-    stated = copy.config["quantization_config"]
+    stated = copy.config.get("quantization_config", {})
     kind = str(stated.get("quant_method", ""))
     if kind not in FORMATS:
         why = REFUSED.get(kind, f"known formats: {', '.join(FORMATS)}")

@@ -11,15 +11,19 @@ from typing import Annotated
 
 import typer
 
+from qbench.checkpoints import Checkpoint
+from qbench.checkpoints.find import Shapes
 from qbench.cli import run
 from qbench.cli.messages import show_written
 from qbench.cli.options import ClusterOption, DeviceOption, folder_option
 from qbench.errors import RecipeError, UnavailableError
 from qbench.files import require_folder
 from qbench.machine import choose_device, redirected, terminal
+from qbench.plan import plan
 from qbench.recipe import Overrides, Recipe
 from qbench.records import Training
-from qbench.training.data import read_token_files
+from qbench.text import together
+from qbench.training.data import TokenFiles, read_token_files
 from qbench.training.recipe import TrainingRecipe
 from qbench.training.tokenize import Tokenizing
 from qbench.training.tokenize import tokenize as write
@@ -204,9 +208,10 @@ def train(
     for of, one in wanted:
         trained.setdefault(of, []).append(one)
     if evaluate is not None:
-        require_evaluable(evaluate, trained, folder)
+        asked = require_evaluable(evaluate, trained, folder)
         if gpus is not None and (cluster or "local").partition(":")[0] != "local":
             raise RecipeError(f"--cluster {cluster}: its workers are running; leave --gpus out")
+        require_plannable(asked, loaded, files, device="cuda" if cluster else where)
     elif cluster is not None or gpus is not None:
         raise RecipeError("--cluster and --gpus: each needs --evaluate RECIPE")
     # torch, once the input is known to be right
@@ -278,12 +283,12 @@ def show_trained(found: Sequence[Training], wanted: int) -> None:
         typer.echo(f"{len(found)} of {wanted} runs are done; the same command continues")
 
 
-def require_evaluable(recipe: Path, trained: Mapping[str, Sequence[int]], folder: Path) -> None:
-    """Raises RecipeError where the recipe of ``--evaluate`` could not be run on what will be
-    ``trained``: seeds, by normalizer, in ``folder``."""
+def require_evaluable(recipe: Path, trained: Mapping[str, Sequence[int]], folder: Path) -> Recipe:
+    """The recipe of ``--evaluate``. Raises RecipeError where it asks for other checkpoints than
+    will be ``trained``: seeds, by normalizer, in ``folder``."""
     places = dict.fromkeys(trained, str(recipe.parent))  # of checkpoints that are not there yet
-    asked = Recipe.load(recipe, Overrides(checkpoints=places)).checkpoints
-    if others := [name for name in asked if name not in trained]:
+    asked = Recipe.load(recipe, Overrides(checkpoints=places))
+    if others := [name for name in asked.checkpoints if name not in trained]:
         raise RecipeError(
             f"--evaluate {recipe}: checkpoints.{others[0]}: is not trained here "
             f"({', '.join(trained)}); leave it out of the recipe"
@@ -294,3 +299,28 @@ def require_evaluable(recipe: Path, trained: Mapping[str, Sequence[int]], folder
             f"--evaluate {recipe}: {folder} holds {more[0]} too, a seed that this command does not "
             "train; add it, or name another --out"
         )
+    return asked
+
+
+def require_plannable(
+    recipe: Recipe, training: TrainingRecipe, files: TokenFiles, *, device: str
+) -> None:
+    """Raises QbenchError where the ``recipe`` of ``--evaluate`` could not be planned for what
+    ``training`` will make: data are missing, or a quantizer does not fit its layers."""
+    from qbench.checkpoints.load import without_weights  # torch
+    from qbench.quantizers.linear import matrices
+    from qbench.training.model import checkpoint_config
+
+    ids = {"bos": files.about.bos, "eos": files.about.eos, "pad": files.about.pad}
+    untrained: dict[str, tuple[Checkpoint, Shapes]] = {}
+    for name in training.normalizers:
+        config = checkpoint_config(training.model, name, **ids)
+        one = Checkpoint(
+            source=name, folder=files.folder, normalizer=name, config=config, digest="", files=()
+        )
+        layers = matrices(without_weights(one)).values()
+        untrained[name] = one, {layer.name: tuple(layer.weight.shape) for layer in layers}
+    planned = plan(recipe, device=device, gpu="", show=True, untrained=untrained)
+    refused = ((cell.name, cell.refusal) for cell in planned.cells if cell.refusal)
+    if lines := together(refused):
+        raise RecipeError(*(f"--evaluate: {line}" for line in lines))

@@ -66,6 +66,10 @@ def test_all_that_was_trained_is_evaluated_and_seeds_are_told_of_as_replicates(
             ("--evaluate", "RECIPE", "--cluster", "tcp://host:1", "--gpus", "1"),
             "leave --gpus out",
         ),
+        (
+            ("--evaluate", "RECIPE"),
+            r"--evaluate: softmax/rtn-4bit, softpick/rtn-4bit: .*q_proj has 16 inputs",
+        ),
     ],
 )
 def test_what_could_not_be_evaluated_is_refused_before_training(
