@@ -73,10 +73,19 @@ def test_that_no_damage_can_be_measured_is_said(tmp_path, quantizers):
     assert said == ("fp32" not in quantizers)
 
 
-def test_a_checkpoint_without_a_tokenizer_is_refused(tmp_path):
+@pytest.mark.parametrize("settings", [(), ("tokenizer_config.json", "chat_template.jinja")])
+def test_a_checkpoint_without_a_tokenizer_is_refused(tmp_path, settings):
     bare = shutil.copytree(DEMO / "softpick", tmp_path / "bare", ignore=_tokenizer)
+    for name in settings:
+        (bare / name).write_text("{}")
     with pytest.raises(CheckpointError, match=r"bare: no tokenizer; put its tokenizer\.json into"):
         planned(tmp_path, checkpoints={"bare": str(bare)})
+
+
+def test_a_tokenizer_of_bytes_needs_no_file_beside_its_settings(tmp_path):
+    bare = shutil.copytree(DEMO / "softpick", tmp_path / "bare", ignore=_tokenizer)
+    (bare / "tokenizer_config.json").write_text('{"tokenizer_class": "ByT5Tokenizer"}')
+    assert planned(tmp_path, checkpoints={"bare": str(bare)}).cells
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])

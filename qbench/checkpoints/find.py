@@ -268,6 +268,9 @@ TOKENIZER = (
     "byte_maps.json", "normalizer.json", "word_*.json", "chat_template*",
     "additional_chat_templates/*",
 )  # fmt: skip
+SETTINGS_ALONE = (  # of a tokenizer whose words stand in another file, but for one of bytes
+    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "*chat_template*",
+)  # fmt: skip
 READ = ("config.json", "generation_config.json", INDEX, *TOKENIZER)
 
 
@@ -296,16 +299,22 @@ def stamps(folder: Path) -> tuple[tuple[str, int, int], ...]:
 def require_tokenizer(checkpoint: Checkpoint) -> None:
     """Raise CheckpointError where none of its files is one that a tokenizer is read from, or one is
     damaged."""
-    names = [name for name, *_ in checkpoint.files]
+    names = [name for name, *_ in checkpoint.files if _is_one_of(name, TOKENIZER)]
     with named(checkpoint.source):
-        if not any(fnmatch(name, part) for name in names for part in TOKENIZER):
-            raise CheckpointError("no tokenizer; put its tokenizer.json into the folder")
+        found: dict[str, dict[str, Any]] = {}
         for name in names:
-            if any(fnmatch(name, part) for part in TOKENIZER_JSON):
+            if _is_one_of(name, TOKENIZER_JSON):
                 try:
-                    read_json(checkpoint.folder / name, most=None)
+                    found[name] = read_json(checkpoint.folder / name, most=None)
                 except CheckpointError as error:
                     raise CheckpointError(f"{error}; fetch it again") from None
+        of_bytes = found.get("tokenizer_config.json", {}).get("tokenizer_class") == "ByT5Tokenizer"
+        if not of_bytes and all(_is_one_of(name, SETTINGS_ALONE) for name in names):
+            raise CheckpointError("no tokenizer; put its tokenizer.json into the folder")
+
+
+def _is_one_of(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)
 
 
 def require_unchanged(checkpoint: Checkpoint) -> None:
