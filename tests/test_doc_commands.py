@@ -51,6 +51,14 @@ def test_a_command_can_be_given_as_it_stands(tmp_path, monkeypatch, page, argume
         context.args = []
 
 
+def test_what_commands_make_of_bundled_models_is_no_part_of_the_repository():
+    ignored = (ROOT / ".gitignore").read_text().splitlines()
+    given = [" ".join(arguments) for _, arguments in ALL if "--out" not in arguments]
+    made = {found[1] for one in given if (found := re.search(r"(\w+)=recipes/demo/", one))}
+    assert {"mine", "softpick"} <= made
+    assert {f"/results/{name}/" for name in made} <= set(ignored)
+
+
 @pytest.mark.slow
 def test_commands_that_read_results_are_run(tmp_path, monkeypatch, capsys):
     packed = shutil.ignore_patterns("grid.json", "grids", "records", "analysis", ".lock")
