@@ -17,7 +17,7 @@ not, quantized keys and values replace the others and any attention runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -58,12 +58,13 @@ class Consumed(NamedTuple):
 
 class KVCache(Protocol):
     """What an attention module carries. ``keep_first``, ``keep_recent`` and ``key_group``: see the
-    module's docstring; values are quantized token by token. ``watch``, if it is set, is told what
-    attention reads."""
+    module's docstring; values are quantized token by token. ``one_scale``: for all that is rounded
+    in a call. ``watch``, if it is set, is told what attention reads."""
 
     keep_first: int
     keep_recent: int
     key_group: int
+    one_scale: bool
     watch: Callable[[nn.Module, Consumed], None] | None
 
     def rounded(
@@ -94,8 +95,18 @@ def rotate(
 def needs_sequences(model: nn.Module) -> bool:
     """Whether the attention of ``model`` must know where its sequences begin: then a mask alone
     does not say enough."""
-    caches = (getattr(module, KV_CACHE, None) for module in model.modules())
-    return any(cache is not None and _needs_positions(cache) for cache in caches)
+    return any(map(_needs_positions, _caches(model)))
+
+
+def one_scale(model: nn.Module) -> bool:
+    """Whether a cache of ``model`` has one scale for all sequences of a forward pass, and for what
+    lies beside them."""
+    return any(cache.one_scale for cache in _caches(model))
+
+
+def _caches(model: nn.Module) -> Iterator[KVCache]:
+    found = (getattr(module, KV_CACHE, None) for module in model.modules())
+    return (cache for cache in found if cache is not None)
 
 
 def _needs_positions(cache: KVCache) -> bool:

@@ -41,6 +41,7 @@ class KVFakeQuant:
         self.keep_recent = settings.keep_recent
         self.key_group = settings.key_group
         self.format = settings.format
+        self.one_scale = settings.format.one_of_tensor
         self.before_rope = settings.before_rope
         self.watch: Callable[[nn.Module, Any], None] | None = None
 

@@ -106,6 +106,19 @@ def test_answers_to_a_task_are_hflms_text_by_text(
     assert lm.report().transformers_generation == {}
 
 
+def test_a_cache_with_one_scale_for_all_is_left_to_lm_eval(tmp_path):
+    """What is left of finished answers in the slots would change the scale of the others."""
+    checkpoint = find(str(DEMO / "softpick"))
+    model = load_model(checkpoint, dtype=torch.float32, device="cpu")
+    model = apply(model, config_of({"kv": "int4-tensor"}, compute_dtype="float32"), {})
+    settings = ScoringSettings(mode="exact", max_length=256, batch_size=3, window_batch_size=1)
+    task = written_task(tmp_path, "story")
+    build_requests(task.task, settings)
+    lm = language_model(model, load_tokenizer(checkpoint), settings)
+    answers_of(lm, task.task.instances)
+    assert "one scale for all" in lm.report().transformers_generation["story"]
+
+
 @pytest.mark.parametrize(("max_length", "chunk"), [(16, 8192), (128, 8192), (128, 3)])
 def test_prompts_of_all_lengths_are_answered_as_by_hflm(max_length, chunk, monkeypatch):
     """Some are longer than the context has room for, and lose their oldest tokens."""

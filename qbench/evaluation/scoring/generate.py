@@ -35,7 +35,7 @@ from transformers import AttentionInterface, DynamicCache
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from qbench.attention.kv_cache import needs_sequences
+from qbench.attention.kv_cache import needs_sequences, one_scale
 from qbench.attention.masks import Mask
 from qbench.checkpoints.supported import moving_rope
 from qbench.errors import EvaluationError
@@ -169,11 +169,14 @@ def unlike_greedy(model: Any, asked: Sequence[Mapping[str, Any]]) -> str | None:
 
 def no_slots(model: Any) -> str | None:
     """Why answers of ``model`` cannot be decoded in slots: a layer keeps more than keys and values
-    of all tokens, or where a token stands cannot be told. None where they can."""
+    of all tokens, or rounds them by what else is in the slots, or where a token stands cannot be
+    told. None where they can."""
     if is_spread(model):
         return "its blocks lie on several GPUs"
     if moving := moving_rope(model.config.to_dict()):
         return f"{moving} rotary angles depend on the batch"
+    if one_scale(model):
+        return "its KV cache has one scale for all answers of a batch"
     plain = all(type(one) is DynamicLayer for one in DynamicCache(config=model.config).layers)
     if plain and "position_ids" in inspect.signature(model.forward).parameters:
         return None
