@@ -265,6 +265,7 @@ def write_wandb(store: Store, record: Record, folder: Path) -> list[Path]:
     )
     run.log(scalars(record))
     run.finish()
+    wandb.teardown()  # its service writes the file after that, and is waited for
     return [Path(run.dir).parent]
 
 
