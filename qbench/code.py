@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,22 +38,24 @@ def digest_of(paths: Sequence[Path]) -> str:
     total = hashlib.sha256()
     for path in paths:
         for module in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
-            code = hashlib.sha256("\n".join(_words(ast.parse(module.read_bytes()))).encode())
+            words: list[str] = []
+            _add_words(ast.parse(module.read_bytes()), words)
+            code = hashlib.sha256("\n".join(words).encode())
             total.update(
                 f"{module.relative_to(path.parent).as_posix()} {code.hexdigest()}\n".encode()
             )
     return total.hexdigest()
 
 
-def _words(node: Any) -> Iterator[str]:
+def _add_words(node: Any, words: list[str]) -> None:
     """A syntax tree in words, docstrings left out; the same under every version of Python."""
     if isinstance(node, list):
-        yield "["
+        words.append("[")
         for one in node:
-            yield from _words(one)
-        yield "]"
+            _add_words(one, words)
+        words.append("]")
     elif isinstance(node, ast.AST):
-        yield type(node).__name__
+        words.append(type(node).__name__)
         for name in node._fields:
             value = getattr(node, name, None)
             if name == "body" and isinstance(value, list) and _is_docstring(node, value):
@@ -61,9 +63,9 @@ def _words(node: Any) -> Iterator[str]:
             if isinstance(node, ast.JoinedStr):  # Python 3.12 ends f"{x:{width}}" with an empty one
                 value = [one for one in value if getattr(one, "value", None) != ""]
             if name not in SILENT:
-                yield from _words(value)
+                _add_words(value, words)
     else:
-        yield repr(node)
+        words.append(repr(node))
 
 
 def _is_docstring(node: ast.AST, body: list[Any]) -> bool:

@@ -414,13 +414,22 @@ def _stays(path: Path, archived: bytes) -> bool:
 
 
 def packed_records(folder: Path) -> list[bytes]:
-    """The JSON of every record below ``folder``'s archive, unverified; none where it was unpacked,
-    or is damaged."""
+    """The JSON of the records below ``folder``'s archive, which stand side by side before what is
+    large, unverified; none where it was unpacked."""
+    found: list[bytes] = []
     if (folder / "grid.json").exists():
-        return []
-    with suppress(OSError, DamagedError):
-        return [text for _, text in _archived(folder / ARCHIVE, RECORD)]
-    return []
+        return found
+    with (
+        suppress(OSError, tarfile.TarError, lzma.LZMAError, EOFError),
+        lzma.open(folder / ARCHIVE) as file,
+        tarfile.open(fileobj=file, mode="r:") as packed,
+    ):
+        for one in packed:
+            if one.isfile() and RECORD.fullmatch(one.name):
+                found.append(packed.extractfile(one).read())
+            elif found:
+                break
+    return found
 
 
 def _parquet(table: pd.DataFrame, columns: tuple[str, ...]) -> bytes:

@@ -125,8 +125,10 @@ class TaskGroup:
 def task_groups(name: str, definitions: Path | None) -> list[TaskGroup]:
     """What ``name`` stands for in groups: itself and those within it, where lm-eval gives them a
     score of their own (``aggregate_metric_list``)."""
+    if _found("task", name, definitions) is not None:  # first: lm-eval's files need not be read
+        return []
     path = _found("group", name, definitions)
-    if path is None or _found("task", name, definitions) is not None:
+    if path is None:
         return []
     config = read_definition(path).config
     metrics = tuple(
