@@ -139,16 +139,20 @@ def read_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
             if name.endswith((".q_norm", ".k_norm")):
                 module.variance_epsilon = fla.QK_NORM_EPS
     own = {name for name in extra & set(headers) if is_parameter(checkpoint.normalizer, name)}
-    misshapen = [
-        f"{name} {list(shape)} instead of {list(wanted)}"
-        for name, shape, wanted in report["mismatched_keys"]
-    ]
-    require_fit(sorted(missing), sorted(extra - own), sorted(misshapen))
+    require_fit(sorted(missing), sorted(extra - own), _misshapen(report))
     found = [headers[name] for name in sorted(own)]
     tensors = {header.name: read_tensor(checkpoint.folder, header) for header in found}
     attach(model, checkpoint.normalizer, fla.llama_tensors(tensors) if ours else tensors)
     require_own_head(model, checkpoint.folder, headers)
     return model
+
+
+def _misshapen(report: dict[str, Any]) -> list[str]:
+    """Of a report of transformers' on what it loaded."""
+    return sorted(
+        f"{name} {list(shape)} instead of {list(wanted)}"
+        for name, shape, wanted in report["mismatched_keys"]
+    )
 
 
 def _config(checkpoint: Checkpoint) -> PreTrainedConfig:
@@ -226,25 +230,22 @@ def load_prequantized(
                     use_safetensors=True,
                     trust_remote_code=False,
                     output_loading_info=True,
+                    ignore_mismatched_sizes=True,  # so that they are named below, not loaded
                     **_loading(stated, dequantize),
                 )
+                _require_whole(stated, report)  # before kernels read what is not there
                 model = model.eval().requires_grad_(False)
                 for module in model.modules():  # bitsandbytes repacks for AVX512-BF16, wrongly
                     if hasattr(module, "support_avx512bf16_for_cpu"):
                         module.support_avx512bf16_for_cpu = False
                 logits = own_logits(model)  # compressed-tensors decompresses in the first forward
+        except QbenchError:
+            raise
         except Exception as error:  # whatever a library makes of files, devices and versions
             raise UnavailableError(
                 f"transformers cannot load this {stated.get('quant_method')} checkpoint here: "
                 f"{first_line(error)}"
             ) from error
-        if missing := sorted(map(str, report.get("missing_keys") or ())):
-            if stated["quant_method"] in ("awq", "gptq") and all(".experts." in n for n in missing):
-                raise UnavailableError(
-                    "transformers 5 keeps this model's experts as one tensor and loads none from "
-                    f"{stated['quant_method']} files; compressed-tensors, fp8 and mxfp4 copies load"
-                )
-            raise CheckpointError(f"its files lack {some(missing)}")
         if not logits.isfinite().all():
             headers = read_headers(checkpoint.folder, quantized=True).values()
             _refuse_not_finite(
@@ -261,6 +262,18 @@ def load_prequantized(
     return model
 
 
+def _require_whole(stated: dict[str, Any], report: dict[str, Any]) -> None:
+    """Raise CheckpointError for tensors that transformers' ``report`` says are missing or of
+    another shape than ``stated`` makes them."""
+    missing, method = sorted(report["missing_keys"]), stated["quant_method"]
+    if method in ("awq", "gptq") and missing and all(".experts." in n for n in missing):
+        raise UnavailableError(
+            "transformers 5 keeps this model's experts as one tensor and loads none from "
+            f"{method} files; compressed-tensors, fp8 and mxfp4 copies load"
+        )
+    require_fit(missing, (), _misshapen(report))
+
+
 def _loading(stated: dict[str, Any], dequantize: bool) -> dict[str, Any]:
     """What transformers is told beside the files. GPTQ's and AWQ's automatic kernels differ by
     machine, and on CPUs some repack weights wrongly, so the one in torch is named."""
@@ -271,7 +284,7 @@ def _loading(stated: dict[str, Any], dequantize: bool) -> dict[str, Any]:
         chosen = transformers.AwqConfig(bits=stated["bits"], backend="torch_awq")
     elif method == "fp8" and dequantize:
         chosen = transformers.FineGrainedFP8Config(dequantize=True)
-    elif method == "compressed-tensors" and _needs_dequantizing(stated):
+    elif method == "compressed-tensors" and _weights_only(stated):
         chosen = transformers.CompressedTensorsConfig(dequantize=True)
     elif method == "mxfp4":  # it rounds no activations, so that products are the same
         chosen = transformers.Mxfp4Config(dequantize=True)
@@ -280,13 +293,13 @@ def _loading(stated: dict[str, Any], dequantize: bool) -> dict[str, Any]:
     return {"quantization_config": chosen}
 
 
-def _needs_dequantizing(stated: dict[str, Any]) -> bool:
-    """Whether weights have zero points, which compressed-tensors 0.20 packs and expects unpacked,
-    and are all that is quantized: dequantized at once they are the same numbers."""
-    groups = list((stated.get("config_groups") or {}).values())
-    zeros = any((group.get("weights") or {}).get("symmetric") is False for group in groups)
+def _weights_only(stated: dict[str, Any]) -> bool:
+    """Whether weights are all that is quantized. compressed-tensors 0.20 dequantizes them in the
+    first forward; dequantized at once they are the same numbers, and zero points and codes in whole
+    bytes load too, which it expects in other layouts."""
+    groups = (stated.get("config_groups") or {}).values()
     inputs = any(group.get("input_activations") for group in groups)
-    return zeros and not inputs and not stated.get("kv_cache_scheme")
+    return not inputs and not stated.get("kv_cache_scheme")
 
 
 def without_weights(checkpoint: Checkpoint) -> PreTrainedModel:

@@ -147,6 +147,21 @@ def matrices(model: nn.Module) -> dict[str, Matrix]:
     return result
 
 
+def others(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter of ``model`` that is none of its ``matrices``, by name, biases of experts
+    named as ``linearize`` does; shared ones once."""
+    inside, found = matrices(model), {}
+    fused = {path: module for path, module in model.named_modules() if is_fused(module)}
+    for name, parameter in model.named_parameters():
+        of_experts = name.rpartition(".")[0] in fused
+        if not (of_experts or name in inside or name.removesuffix(".weight") in inside):
+            found[name] = parameter
+    for path, module in fused.items():
+        biases = ((name, bias) for name, _, bias in expert_parts(module) if bias is not None)
+        found |= {f"{path}.{name}.bias": bias for name, bias in biases}
+    return found
+
+
 def is_linear(module: nn.Module) -> bool:
     """Whether ``module`` is a linear layer: also one that a library put in its place, and of
     transformers' classes that derive from it those that compute no more (a router does)."""

@@ -67,7 +67,7 @@ class Format(NamedTuple):
 
 
 def _bits(config: Mapping[str, Any]) -> Scheme:
-    bits, group = config.get("bits", 4), config.get("group_size", 128)
+    bits, group = config["bits"], config.get("group_size", 128)
     return Scheme(bits=(bits,), groups=group, words=f"int{bits} {strategy(group)}")
 
 

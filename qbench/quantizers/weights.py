@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -154,7 +155,12 @@ class Hqq(WeightSettings):
 
     def shared_bits(self, rows: int, columns: int) -> float:
         wide = 32 if self.compute_dtype == "float32" else 16  # of a scale, and of a zero
-        padding = 0.2 if self.num_bits == 3 else 0  # ten codes in 32 bits
+        padding = 0.0
+        if (
+            self.num_bits == 3
+        ):  # ten codes in 32 bits, those of one place in all groups or of one group
+            together = rows * columns // self.group_size if self.axis else self.group_size
+            padding = 32 * math.ceil(together / 10) / together - 3
         return 2 * wide / self.group_size + padding
 
     def check_layer(self, name: str, rows: int, columns: int) -> None:

@@ -209,6 +209,59 @@ def _in_rows(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     return {name: codes, f"{name}_scale": scale.bfloat16()}
 
 
+def int8_rows(source: Path, folder: Path) -> Path:
+    """``source`` with int8 weights alone and a scale a row, in compressed-tensors' layout of one
+    code a byte; the LM head too."""
+    weights = {"num_bits": 8, "type": "int", "strategy": "channel"}
+    return _rewritten(
+        source, folder, _in_int8_rows, quant_method="compressed-tensors", format="int-quantized",
+        quantization_status="compressed", ignore=[],
+        config_groups={"all": {"targets": ["Linear"], "weights": weights}},
+    )  # fmt: skip
+
+
+def _in_int8_rows(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    if "proj" not in name and not name.startswith("lm_head"):
+        return {name: tensor}
+    scale = (tensor.float().abs().amax(1, keepdim=True) / 127).bfloat16()
+    return {name: (tensor / scale.float()).round().to(torch.int8), f"{name}_scale": scale}
+
+
+def gptq_layout(source: Path, folder: Path, **stated: Any) -> Path:
+    """``source`` rounded to 4 bits in groups of 32, zeros at 8, in GPTQ's layout."""
+    return _rewritten(
+        source, folder, _in_gptq,
+        **{"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
+        | stated,
+    )  # fmt: skip
+
+
+def _in_gptq(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    if "proj" not in name:
+        return {name: tensor}
+    groups = tensor.float().unflatten(1, (-1, 32))
+    scale = (groups.abs().amax(-1) / 7.5).half()
+    codes = (groups / scale[..., None].float()).round().add(8).clamp(0, 15).int().flatten(1)
+    shifts = 4 * torch.arange(8)[:, None]
+    words = (codes.T.unflatten(0, (-1, 8)).long() << shifts).sum(1).to(torch.int32)
+    zeros = torch.full((scale.shape[1], len(tensor) // 8), 0x77777777, dtype=torch.int32)
+    found = {"qweight": words, "qzeros": zeros, "scales": scale.T.contiguous(),
+             "g_idx": torch.arange(tensor.shape[1], dtype=torch.int32) // 32}  # fmt: skip
+    return {name.replace("weight", part): tensor for part, tensor in found.items()}
+
+
+def with_biases(source: Path, folder: Path) -> Path:
+    """``source``, a Llama of transformers, with a random bias in each linear layer of attention."""
+    draw = torch.Generator().manual_seed(0)
+
+    def add(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [n for n in tensors if "self_attn" in n]:
+            bias = torch.randn(len(tensors[name]), generator=draw)
+            tensors[name.replace("weight", "bias")] = bias.bfloat16()
+
+    return changed(source, folder, add, attention_bias=True)
+
+
 def mxfp4(source: Path, folder: Path) -> Path:
     """The experts of ``source``, a gpt-oss, as OpenAI publishes them."""
     ignored = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"]

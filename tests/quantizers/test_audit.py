@@ -125,6 +125,22 @@ def broken_norm(model):
     model.model.norm.weight.data[5] = torch.nan
 
 
+def other_bias(model):
+    model.get_submodule(LAYER).bias = torch.full((160,), 0.1)
+
+
+def other_norm(model):
+    model.model.layers[1].input_layernorm.weight.data *= 2
+
+
+def other_embeddings(model):
+    model.model.embed_tokens.weight.data[5] += 0.5
+
+
+def other_head(model):
+    model.lm_head.weight.data *= 1.01
+
+
 def no_codes(model):
     model.get_submodule(LAYER).codes = torch.zeros(1, 1, dtype=torch.uint8)
 
@@ -143,6 +159,10 @@ BROKEN = [
     (not_finite, {}, f"{LAYER}: weights that are not finite"),
     (not_finite, {}, "logits are not finite"),
     (broken_norm, {}, "model.norm.weight: 1 of 64 values are not finite"),
+    (other_bias, {}, f"{LAYER}.bias: the original has none"),
+    (other_norm, {}, "model.layers.1.input_layernorm.weight: not the original's"),
+    (other_embeddings, {}, "its embeddings: not the original's"),
+    (other_head, {}, "its LM head: not the original's"),
     (no_codes, {}, "forward fails"),
     (no_codes, {}, f"{LAYER}: cannot be measured"),
 ]

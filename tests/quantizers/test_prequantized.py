@@ -18,8 +18,11 @@ from published_copies import (
     fp8,
     fp8_rows,
     gptq,
+    gptq_layout,
+    int8_rows,
     mxfp4,
     original,
+    with_biases,
 )
 from quantizer_models import needs_vnni
 from small_recipe import qbench, small_recipe
@@ -152,6 +155,53 @@ def test_a_cache_with_one_scale_for_a_whole_sequence_is_refused_before_work(whol
     stated = {"quantization_config": {**stated, "kv_cache_scheme": cache}}
     with pytest.raises(QbenchError, match=r"copy: .* kv_cache_scheme of strategy token: .* static"):
         planned(tmp_path, changed(made, tmp_path / "copy", lambda tensors: None, **stated))
+
+
+@pytest.mark.parametrize("name", ["ct-w8a8", "ct-w4a16", "bnb-nf4"])
+def test_biases_and_norms_of_a_copy_are_held_against_the_original_s(name, whole, tmp_path):
+    source = with_biases(whole, tmp_path / "biased")
+    copy = copy_of(source, name, tmp_path / "copy")
+    assert audited(planned(tmp_path, copy, checkpoint=source))[0].problems == ()
+
+    def other(tensors):
+        tensors["model.layers.1.self_attn.o_proj.bias"] *= -1
+        tensors["model.layers.2.post_attention_layernorm.weight"] *= 2
+
+    found = planned(tmp_path, changed(copy, tmp_path / "other", other), checkpoint=source)
+    assert audited(found)[0].problems == (
+        "model.layers.1.self_attn.o_proj.bias: 2 off the original's: is it another model's?",
+        "model.layers.2.post_attention_layernorm.weight: 1 off the original's: is it another "
+        "model's?",
+    )
+
+
+def test_a_copy_s_lm_head_may_be_quantized_as_its_layers_are(whole, tmp_path):
+    """In whole bytes: compressed-tensors itself expects weights alone to be packed."""
+    copy = int8_rows(whole, tmp_path / "copy")
+    result, _ = audited(planned(tmp_path, copy))
+    assert result.problems == ()
+    assert 8 < result.bits_per_weight < 8.2
+    assert 8 < result.size.head_bits_per_weight < 8.2
+
+    def other(tensors):
+        tensors["lm_head.weight"] = tensors["lm_head.weight"].flip(0)
+
+    (problem,) = audited(planned(tmp_path, changed(copy, tmp_path / "other", other)))[0].problems
+    assert problem.startswith("its LM head: 1.5 off the original's")
+
+
+def test_tensors_that_a_copy_lacks_or_has_in_other_shapes_are_named(whole, tmp_path):
+    copy = gptq_layout(whole, tmp_path / "copy")
+    assert audited(planned(tmp_path, copy))[0].problems == ()
+    lacking = changed(
+        copy, tmp_path / "lacking", lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.g_idx")
+    )
+    found = planned(tmp_path, lacking)
+    with pytest.raises(CheckpointError, match=r"missing: model\.layers\.1\.mlp\.up_proj\.g_idx$"):
+        load(found.cell("base/copy"), found)
+    found = planned(tmp_path, gptq_layout(whole, tmp_path / "other", group_size=64))
+    with pytest.raises(CheckpointError, match=r"misshapen: .*qzeros \[16, 16\] instead of"):
+        load(found.cell("base/copy"), found)
 
 
 @pytest.mark.parametrize(
@@ -307,9 +357,16 @@ def test_an_awq_checkpoint_passes_and_one_whose_factors_do_not_cancel_fails(whol
         ({"quantization_config": {"quant_method": "abc"}}, "quant_method 'abc': known formats: g"),
         ({"quantization_config": {"quant_method": "torchao", "quant_type": "x"}}, "not known here"),
         ({"quantization_config": {"quant_method": "gptq", "bits": "four"}}, "none that gptq write"),
-        ({"quantization_config": {"quant_method": "gptq", "group_size": None}}, "none that gptq"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "none that gptq writes (KeyError: 'bi"),
+        (
+            {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": None}},
+            "none that gptq",
+        ),
         ({"quantization_config": {"quant_method": "gptq", "bits": 1e9}}, "than or equal to 32"),
-        ({"quantization_config": {"quant_method": "gptq", "group_size": 0}}, "groups of 0 weights"),
+        (
+            {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 0}},
+            "groups of 0 weights",
+        ),
         ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}}, "none that"),
         (
             {"quantization_config": {"quant_method": "compressed-tensors",

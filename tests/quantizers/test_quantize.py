@@ -28,6 +28,7 @@ CASES = [
     ("bnb-8bit", {"threshold": 0.5, "compute_dtype": "bfloat16"}),
     ("hqq-2bit", {}),
     ("hqq-3bit", {"compute_dtype": "bfloat16"}),
+    ("hqq-3bit", {"axis": 0}),
     ("hqq-4bit", {"axis": 0}),
     ("hqq-8bit", {"optimize": False}),
     ("rtn-2bit", {"compute_dtype": "bfloat16"}),

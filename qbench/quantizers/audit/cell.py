@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,14 +14,13 @@ from qbench.quantizers.audit.activations import measure_inputs
 from qbench.quantizers.audit.independence import RowByRow, independence, logits
 from qbench.quantizers.audit.kv_cache import measure_kv
 from qbench.quantizers.audit.transforms import measure_heads, measure_transform
-from qbench.quantizers.audit.weights import measure_weights, relative
-from qbench.quantizers.config import QuantizationConfig, WeightSettings
-from qbench.quantizers.linear import matrices, not_finite, values
+from qbench.quantizers.audit.weights import measure_weights
+from qbench.quantizers.config import QuantizationConfig
+from qbench.quantizers.linear import matrices, not_finite
 from qbench.quantizers.stored_bits import stored_size
 from qbench.records import Audit
 
 CANCELLED = 0.15  # relative, of logits: factors are fitted to rounded weights
-ROUNDED_ENDS = 0.01  # relative, of embeddings in another dtype
 PROBE_SHAPE = (2, 128)  # sequences, tokens: what logits are compared on
 
 
@@ -76,8 +74,6 @@ def audit(
     if sound and config.pruning is not None:
         more["heads"], wrong = measure_heads(quantized, config, probe)
         problems += wrong
-    if config.weights is not None and config.weights.prequantized:
-        problems += _other_ends(original, quantized, config.weights)
     with weights_alone(quantized):
         weights, wrong = measure_weights(original, wanted, quantized, config, probe)
     problems += wrong
@@ -88,23 +84,6 @@ def audit(
     return Audit(
         passed=not problems, logits_moved=moved, problems=tuple(problems), **weights, **more
     )
-
-
-def _other_ends(original: nn.Module, quantized: nn.Module, weights: WeightSettings) -> list[str]:
-    """Embeddings and an LM head that are not the original's, quantized or not, a line each."""
-    ends = (("embeddings", "get_input_embeddings"), ("LM head", "get_output_embeddings"))
-    problems = []
-    for what, getter in ends:
-        wanted, found = (getattr(model, getter)() for model in (original, quantized))
-        weight = getattr(found, "weight", None)
-        if wanted is None or weight is None or not weight.is_floating_point():
-            continue
-        allowed = weights.error_bound() if weights.ends_quantized else ROUNDED_ENDS
-        known, held = wanted.weight.float(), values(weight).float()
-        off = relative(held, known) if held.shape == known.shape else math.inf
-        if not off <= allowed:
-            problems.append(f"its {what}: {off:.2g} off the original's: is it another model's?")
-    return problems
 
 
 def _uncancelled(

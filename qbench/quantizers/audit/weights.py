@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from qbench.errors import first_line, some
 from qbench.files import PART, digest_of_parts
 from qbench.quantizers.calibration import watch_inputs
 from qbench.quantizers.config import PackedWeight, QuantizationConfig, WeightSettings, matching
-from qbench.quantizers.linear import Matrix, matrices, numbers, values
+from qbench.quantizers.linear import Matrix, matrices, numbers, others, values
 from qbench.quantizers.quantize import evidence_of
 from qbench.records import ModuleAudit
 from qbench.streaming import bring
@@ -27,6 +27,8 @@ from qbench.streaming import bring
 SPARE = 0.01  # of all weights: routers, convolutions and the like may stay as they are
 ROWS = 4096  # of the identity at once: a layer dequantizes in every forward
 SILENT = 0.01  # share of a layer's squared products that may be lost with columns that are zeros
+ENDS = {"its embeddings": "get_input_embeddings", "its LM head": "get_output_embeddings"}
+ROUNDED = 0.01  # relative, of what is no weight matrix, in another dtype
 LEAN = 0.5  # |mean| / root mean square of the errors; a zero point off by one gives near 1
 MOST_FITTED = 0.7  # relative error after fitted factors; unrelated matrices keep nearly 1
 
@@ -44,7 +46,8 @@ def measure_weights(
         dtype = getattr(torch, config.compute_dtype)
         fields = {"bits": None, "coverage": 0.0, "weight_error": 0.0, "levels": 0}
         fields["bits_per_weight"] = 8.0 * dtype.itemsize
-        return fields, _changed(original, wanted.values(), quantized, dtype)
+        problems = _changed(original, wanted.values(), quantized, dtype)
+        return fields, problems + _others(original, quantized, config, ())
     stored = evidence_of(quantized, config, "weights")
     ignored, weights = matching(wanted, config.ignore), _size(wanted.values())
     remaining = [matrix for name, matrix in wanted.items() if name not in stored]
@@ -59,7 +62,7 @@ def measure_weights(
     problems += [
         f"{name}: quantized, though the settings leave it out"
         for name in stored
-        if name not in wanted or name in ignored
+        if name in ignored or (name not in wanted and not config.weights.prequantized)
     ]
     problems += _changed(original, remaining, quantized, None)
     modules: list[ModuleAudit] = []
@@ -87,6 +90,7 @@ def measure_weights(
             problems.append(f"{name}: cannot be measured: {first_line(error)}")
     if zeroed:
         problems += _missed(original, zeroed, probe)
+    problems += _others(original, quantized, config, stored, rescaled=rescaled > 0)
     covered = sum(one.parameters for one in modules)
     bits = sum(one.bits_per_weight * one.parameters for one in modules)
     return {
@@ -140,6 +144,64 @@ def _changed(
             what = "not the original weights" if dtype else "neither quantized nor the original"
             lines.append(f"{matrix.name}: {what}")
     return lines
+
+
+def _others(
+    original: nn.Module,
+    quantized: nn.Module,
+    config: QuantizationConfig,
+    stored: Collection[str],
+    *,
+    rescaled: bool = False,
+) -> list[str]:
+    """What is no weight matrix (embeddings, LM head, norms, biases) and not the original's, a line
+    each. A copy of somebody's may hold it in another dtype, and embeddings and LM head rounded as
+    its layers, which are ``stored``. What norms and biases of ``rescaled`` layers do to its logits,
+    ``audit.cell`` looks at."""
+    weights, known = config.weights, others(original)
+    copied = weights is not None and weights.prequantized
+    theirs = "what the transform makes of the original" if config.transform else "the original's"
+    names = {id(module): name for name, module in quantized.named_modules()}
+    pairs: dict[str, tuple[Tensor, Tensor | None, bool]] = {}
+    for what, getter in ENDS.items():
+        wanted, holder = (getattr(model, getter)() for model in (original, quantized))
+        if wanted is None:
+            continue
+        found, rounded = getattr(holder, "weight", None), names[id(holder)] in stored
+        if rounded and (found is None or not found.is_floating_point()):
+            found = forward_weight(holder, wanted.weight.shape[1], wanted.weight.dtype)
+        pairs[what] = wanted.weight, found, rounded or (copied and weights.ends_quantized)
+    ends = {id(wanted) for wanted, *_ in pairs.values()}
+    pairs |= {
+        name: (wanted, _held(quantized, name), False)
+        for name, wanted in known.items()
+        if id(wanted) not in ends and not rescaled
+    }
+    problems = []
+    for what, (wanted, found, rounded) in pairs.items():
+        if not copied:
+            if found is None or not _same(found, wanted.to(found.device)):
+                problems.append(f"{what}: not {theirs}")
+            continue
+        allowed, off = weights.error_bound() if rounded else ROUNDED, math.inf
+        if found is not None and found.shape == wanted.shape:
+            off = relative(values(found), wanted.to(found.device))
+        if not off <= allowed:
+            problems.append(f"{what}: {off:.2g} off the original's: is it another model's?")
+    for name in stored:
+        bias = _held(quantized, f"{name}.bias")
+        if bias is not None and f"{name}.bias" not in known and bool(bias.any()):
+            problems.append(f"{name}.bias: the original has none")
+    return problems
+
+
+def _held(model: nn.Module, name: str) -> Tensor | None:
+    """The parameter or buffer ``name`` of ``model``, if it has it."""
+    path, _, part = name.rpartition(".")
+    try:
+        return getattr(model.get_submodule(path), part, None)
+    except AttributeError:
+        return None
 
 
 def _same(found: Tensor, wanted: Tensor) -> bool:
@@ -261,7 +323,9 @@ def forward_weight(module: nn.Module, in_features: int, dtype: torch.dtype) -> T
     """
     held = (value for value in vars(module).values() if isinstance(value, Tensor))
     device = next(t.device for t in (*module.parameters(), *module.buffers(), *held))
-    bias, module.bias = module.bias, None  # added and taken off again, it would round
+    bias = None if module.bias is None else module.bias.detach().clone()
+    if bias is not None:  # added and taken off again, it would round; a library may keep its place
+        module.bias.data.zero_()
     try:
         rows = []
         for start in range(0, in_features, ROWS):
@@ -270,7 +334,8 @@ def forward_weight(module: nn.Module, in_features: int, dtype: torch.dtype) -> T
             identity[:, start:].fill_diagonal_(1)
             rows.append(module(identity))
     finally:
-        module.bias = bias
+        if bias is not None:
+            module.bias.data.copy_(bias)
     return torch.cat(rows).T
 
 
