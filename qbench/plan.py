@@ -181,8 +181,9 @@ def plan(
     groups = find_groups(recipe, skipped)
     calibration = find_calibration(recipe)
     if calibration is not None:
-        for folder in {checkpoint.folder: None for checkpoint in checkpoints.values()}:
-            require_windows(calibration, folder)
+        paths = (checkpoint.folder / "tokenizer.json" for checkpoint in checkpoints.values())
+        for path in {file_digest(path): path for path in paths if path.is_file()}.values():
+            require_windows(calibration, path)
     if device == "cuda" and gpu is None:
         gpu = hardware(device)
     planned = Plan(

@@ -30,11 +30,11 @@ def planned(folder, **changes):
     return plan(Recipe.load(path), device="cpu")
 
 
-def calibrated(folder, content):
+def calibrated(folder, content, **changes):
     name = "text.jsonl.gz" if content[:2] == b"\x1f\x8b" else "text.jsonl"
     (folder / name).write_bytes(content)
     source = {"path": str(folder / name), "samples": 2, "length": 32}
-    return planned(folder, quantizers=["fp32", "gptq-4bit"], calibration=source)
+    return planned(folder, quantizers=["fp32", "gptq-4bit"], calibration=source, **changes)
 
 
 GOOD = b'{"text": "a b c"}\n'
@@ -59,6 +59,16 @@ def test_too_little_calibration_text_is_refused_before_anything_is_loaded(tmp_pa
     words = "text.jsonl: gives 1 windows of 32 tokens, 2 were asked for; lower calibration samples"
     with pytest.raises(DataError, match=words):
         calibrated(tmp_path, LONG + GOOD)
+
+
+def test_checkpoints_of_one_tokenizer_have_their_calibration_text_counted_once(
+    tmp_path, monkeypatch
+):
+    counted = []
+    monkeypatch.setattr("qbench.plan.require_windows", lambda text, path: counted.append(path))
+    pair = {name: str(DEMO / name) for name in ("softmax", "softpick")}
+    calibrated(tmp_path, LONG, checkpoints=pair)
+    assert len(counted) == 1
 
 
 def test_a_bos_that_no_tokenizer_adds_is_refused_and_names_the_checkpoint(tmp_path):

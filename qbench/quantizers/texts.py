@@ -97,13 +97,10 @@ def draw_windows(
     return windows
 
 
-def require_windows(text: CalibrationText, folder: Path) -> None:
+def require_windows(text: CalibrationText, path: Path) -> None:
     """Raises DataError where a file has less text than is asked for, in tokens of the
-    ``tokenizer.json`` in ``folder``; of a tokenizer without one, and of a file that has plenty,
-    nothing is read."""
-    path = folder / "tokenizer.json"
-    plenty = text.path.stat().st_size > BYTES_A_TOKEN * text.samples * text.length
-    if plenty or not path.is_file():
+    ``tokenizer.json`` at ``path``; a file that has plenty is not read."""
+    if text.path.stat().st_size > BYTES_A_TOKEN * text.samples * text.length:
         return
     try:
         tokenizer = Tokenizer.from_file(str(path))
