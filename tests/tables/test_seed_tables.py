@@ -79,6 +79,9 @@ def test_seeds_that_outweigh_documents_are_said_to(tmp_path):
     effects = [one.deltas["softpick"] for one in apart.seeds]
     assert all(effect.of_seeds > 0.5 for effect in effects)
     assert "§: most of the uncertainty comes from the seeds" in render(apart)
+    tex = render(apart, format="tex")
+    assert r"\S{}: most of the uncertainty" in tex
+    assert "?" not in tex  # a sign that LaTeX is not told of
 
 
 def test_trainings_that_are_no_pairs_have_no_difference_each(tmp_path):

@@ -45,6 +45,13 @@ def test_latex_has_no_command_comment_or_line_of_its_own(text):
     assert not re.search(r"(?<!\\)[%$#&_]", safe)
 
 
+def test_latex_knows_the_signs_of_our_notes():
+    assert (
+        for_latex("§ with the instruction “Be brief.”")
+        == r"\S{} with the instruction ``Be brief.''"
+    )
+
+
 @ALL
 def test_markdown_has_one_cell_no_tag_and_no_link(text):
     whole = table(["name", "n"], [[text, "1"], ["other", "2"]], align="lr")
