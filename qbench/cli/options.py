@@ -59,7 +59,8 @@ RecipeOrOptions = Annotated[
 Only = Annotated[
     str | None,
     typer.Option(
-        metavar="PATTERNS", help="Only cells that match a glob of these: 'softpick/gptq-*,*/bf16'."
+        metavar="PATTERNS",
+        help="Only cells that match a glob of these: `'softpick/gptq-*,*/bf16'`.",
     ),
 ]
 Out = Annotated[Path | None, folder_option("Results folder. Default: results/NAME of the recipe.")]
