@@ -15,11 +15,11 @@ import typer
 from qbench.cli.messages import show_written
 from qbench.cli.options import Folder, Run, folder_option, open_store
 from qbench.cli.show import asked_texts
-from qbench.errors import DataError, OutputError
+from qbench.errors import DataError, OutputError, RecipeError
 from qbench.files import require_folder
 from qbench.recipe import Overrides, Recipe
 from qbench.store import Store
-from qbench.viewer.data import Results, WholeStore
+from qbench.viewer.data import NO_TEXTS, Results, WholeStore
 from qbench.viewer.export import write_report, write_site
 from qbench.viewer.server import Server
 
@@ -93,11 +93,17 @@ def view(
 def _texts(
     recipe: Path | None, data: Path | None, record: Record, task: str
 ) -> dict[int, Question]:
-    """What the record's cell was asked of a task, by document; nothing comes from the network."""
+    """What the record's cell was asked of a task, by document; nothing comes from the network.
+    Raises DataError, with ``recipe`` also RecipeError, where it is not to be had."""
     os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
     documents = max(score.documents for score in record.scores if score.task == task)
     with _MAKING:  # lm-eval draws from the process's generators
-        return asked_texts(record, recipe, data, documents, task).get(task, {})
+        try:
+            return asked_texts(record, recipe, data, documents, task).get(task, {})
+        except RecipeError:
+            if recipe is not None:
+                raise
+            raise DataError(NO_TEXTS) from None  # a task that lm-eval has not
 
 
 def report(

@@ -226,10 +226,11 @@ def _cell(comparison: Comparison, store: Store, cell: GridCell) -> Json:
     if record is None:
         return found
     tasks = record.damage.tasks if isinstance(record.damage, Damage) else {}
+    weights = record.precision.weights is not None
     return found | {
         "bits": bits_per_weight(record),
         "gib": gib(record),
-        "weight_error": record.audit.weight_error if record.audit and record.quantized else None,
+        "weight_error": record.audit.weight_error if record.audit and weights else None,
         "seconds": (record.finished - record.started).total_seconds(),
         "memory_gib": max((stage.peak_memory_gib for stage in record.stages), default=None),
         "kl": {

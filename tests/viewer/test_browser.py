@@ -12,7 +12,7 @@ from small_recipe import qbench, small_recipe
 
 from qbench.cli.view import _texts
 from qbench.store import Store
-from qbench.viewer.data import Results
+from qbench.viewer.data import Results, analysis
 from qbench.viewer.export import write_report, write_site
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -301,6 +301,22 @@ def test_axes_can_be_read(serve, page):
     for title in ("Sink rate", "Sensitivity", "Loss along texts"):
         figure = page.locator(f"figure:has(h3:has-text('{title}'))")
         assert (title, figure.evaluate(UNREADABLE)) == (title, [])
+
+
+def test_layers_of_a_small_model_are_whole_numbers(serve, page, monkeypatch):
+    def first_layers(store):
+        found = analysis(store)
+        for one in found["cells"]:
+            one["measured"]["layers"] = one["measured"]["layers"][:4]
+        return found
+
+    monkeypatch.setattr("qbench.viewer.data.analysis", first_layers)
+    running = serve(RESULTS / "pair-27m", texts=None)
+    page.goto(f"{running.address}#view=why")
+    figure = page.locator("figure:has(h3:has-text('Kurtosis of hidden'))")
+    figure.locator("svg circle").first.wait_for()
+    ticks = figure.locator("[aria-label='x-axis tick label'] text").all_text_contents()
+    assert ticks == ["0", "1", "2", "3"]
 
 
 def test_a_demo_run_has_its_texts_and_right_answers(serve, tmp_path, page, own_cache):

@@ -15,7 +15,8 @@ from synthetic import make_store
 
 from qbench.cli import view
 from qbench.comparison.compare import compare
-from qbench.errors import OutputError, QbenchError, ResultsError
+from qbench.errors import DataError, OutputError, QbenchError, ResultsError
+from qbench.records import Part, Precision
 from qbench.store import Store
 from qbench.viewer import server as server_module
 from qbench.viewer.data import Results, WholeStore
@@ -110,6 +111,26 @@ def test_documents_and_tokens_are_the_record_s(folder):
     own = rows[rows["document"] == 3]
     assert tokens["texts"] == own["text"].tolist()
     assert pages["kl"]["kl"][3] == pytest.approx(own["kl"].mean(), abs=1e-6)
+
+
+def test_texts_of_a_task_of_one_s_own_need_its_recipe(folder):
+    """Which `qbench view` asks for by an option that it has."""
+    record = next(one for one in Store(folder).records() if one.status == "ok")
+    with pytest.raises(DataError, match="--recipe") as error:
+        view._texts(None, None, record, HOSTILE)
+    assert "definitions" not in str(error.value)
+
+
+def test_weights_that_are_not_quantized_have_no_error(tmp_path):
+    store = make_store(tmp_path, quantizers=("bf16", "hqq-4bit"), sizes={"arc_easy": 30})
+    cell = next(cell for cell in store.grid().cells if cell.cell == "softpick/hqq-4bit")
+    record = store.get(cell)
+    cache = Precision(kv_cache=Part(bits=4, scheme="int4 per head and token"))
+    store.put(record.model_copy(update={"precision": cache}), store.outcomes(record), None)
+    cells = Results(store).payload("overview", wait=True)["cells"]
+    errors = {one["cell"]: one.get("weight_error") for one in cells}
+    assert errors["softmax/hqq-4bit"] is not None
+    assert errors["softpick/hqq-4bit"] is None
 
 
 @pytest.mark.parametrize("name", ["nothing", "cell/99", "cell/-1", "documents/0/9", "cell/../0"])

@@ -31,7 +31,7 @@ export function CellPage({ found, state, folder, round }: Props) {
           ["Machine", `${page.environment.hardware}, ${page.environment.device}`],
           ["Why", <a href={link({ view: "why", folder: found.folder, cells: [cell.cell] })}>what its model does</a>],
         ]} />
-        <Audit audit={page.audit} />
+        <Audit audit={page.audit} weights={page.precision.weights !== null} />
         <Scoring of={page.scoring} training={page.training} />
       </div>
       <Tasks found={found} page={page} />
@@ -51,13 +51,13 @@ const STAGES: GridColumn[] = [
 
 const leak = (of: any) => `${number(of.moved)}${of.declared ? ", declared" : ""} (rounding: ${number(of.tolerance)})`;
 
-function Audit({ audit }: { audit: any }) {
+function Audit({ audit, weights }: { audit: any; weights: boolean }) {
   if (!audit) return null;
   const percent = (share: number) => `${(100 * share).toFixed(1)} %`;
   return <Facts title="Audit" values={[
     ["Verdict", audit.passed ? "passed" : `not passed: ${audit.problems.join("; ")}`],
-    ["Weights quantized", percent(audit.coverage)], ["Weight error", number(audit.weight_error)],
-    ["Levels", number(audit.levels)], ["Logits moved by", number(audit.logits_moved)],
+    ["Weights quantized", weights ? percent(audit.coverage) : "none"], ["Weight error", weights ? number(audit.weight_error) : null],
+    ["Levels", weights ? number(audit.levels) : null], ["Logits moved by", number(audit.logits_moved)],
     ["Left out", audit.left_out.join(", ")],
     ["Activations", audit.activations && `${number(audit.activations.bits)} bits, error ${number(audit.activations.error)}, ${percent(audit.activations.clipped)} clipped`],
     ["KV cache", audit.kv_cache && `keys ${number(audit.kv_cache.key_error)}, values ${number(audit.kv_cache.value_error)} error, ${number(audit.kv_cache.bytes_per_token)} bytes a token`],

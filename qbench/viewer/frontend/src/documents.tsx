@@ -134,7 +134,7 @@ export function DocumentsPage(props: Props) {
       </form>
       {waiting ? <p role="status">Reading…</p> : (
         <Grid title={`${number(listed.length)} of ${number(rows.length)} documents`} name={`${state.task}-documents`} method="flips" rows={listed} columns={columns} height={680} sort={state.sort} onSort={(sort) => change({ sort })}
-          note={<>Before is the unquantized cell of the same checkpoint. Change: of the log-likelihood of what it found likeliest. {texts ? texts.missing ?? texts.error : "Reading the texts…"}</>} />
+          note={<>Before is the unquantized cell of the same checkpoint. {cells.length > 1 && "A document counts wherever one of the cells has it so. "}Change: of the log-likelihood of what it found likeliest. {texts ? texts.missing ?? texts.error : "Reading the texts…"}</>} />
       )}
     </>
   );
@@ -178,7 +178,7 @@ export function DocumentPage(props: Props) {
 const Fates = ({ cell, of }: { cell: string; of: Pair }) => (
   <Facts title={cell} values={[
     ["Answer", of.fate && <span class={of.fate}>{FATES[of.fate]}</span>],
-    ...Object.keys(of.after?.values ?? {}).filter((name) => !name.startsWith("byte") && !name.startsWith("bits")).map((name): [string, string] => [name.includes("perplexity") ? `${name}: log-likelihood` : name, of.before ? `${number(of.before.values[name])} → ${number(of.after!.values[name])}` : number(of.after!.values[name])]),
+    ...Object.keys(of.after?.values ?? {}).filter((name) => !name.startsWith("byte") && !name.startsWith("bits")).map((name): [string, string] => [name.includes("perplexity") ? `${name}: log-likelihood` : name, of.before ? `${number(of.before.values[name], 6)} → ${number(of.after!.values[name], 6)}` : number(of.after!.values[name], 6)]),
     ["KL", of.after?.kl == null ? null : `${number(of.after.kl)} nats a token`],
   ]} />
 );

@@ -107,7 +107,7 @@ function ForestFigure({ marks, kind, words, title, method }: { marks: Mark[]; ki
     const ends = marks.flatMap(({ low, high }) => [low, high]).filter((end) => end > 0 && Number.isFinite(end));
     const ratios = kind === "ratio" && ratioTicks(Math.min(1, ...ends), Math.max(1, ...ends), (width - left) / 56);
     return plot({
-      width, height: 64 + (narrow ? 34 : 20) * marks.length, marginLeft: left, marginBottom: 40, marginRight: 16,
+      width, height: 64 + (narrow ? 34 : 20) * marks.length, marginLeft: left, marginBottom: 40, marginRight: 24,
       x: { type: kind === "ratio" ? "log" : "linear", grid: true, label: `← ${words[0]} · ${words[1]} →`, labelAnchor: "center", labelOffset: 36, tickFormat: kind === "ratio" ? (value: number) => `× ${number(value, 3)}` : undefined, ticks: ratios || Math.max(3, width / 180) },
       y: { domain: order, label: null, axis: narrow ? null : "left", tickSize: 0 },
       marks: [

@@ -53,7 +53,7 @@ function Measures({ found, cells }: { found: Overview; cells: any[] }) {
       value("Massive", (one) => one.hidden.massive, "values beyond 100 and 1,000 times the median"),
     ];
   }, [found, cells]);
-  return <Grid title="Models and their damage" name="analysis" method="sinks" rows={rows} columns={columns} note={cells[0]?.text && `Read: ${cells[0].text.samples} texts of ${cells[0].text.length} tokens from ${cells[0].text.source}.`} />;
+  return <Grid title="Models" name="analysis" method="sinks" rows={rows} columns={columns} note={cells[0]?.text && `Read: ${cells[0].text.samples} texts of ${cells[0].text.length} tokens from ${cells[0].text.source}.`} />;
 }
 
 /** KL of every quantized cell of the checkpoints that were analyzed. */
@@ -78,7 +78,7 @@ function ByLayer({ cells, name, title, method }: { cells: any[]; name: string; t
     cell: one.cell, layer: index, [name]: name === "largest" ? Math.max(Math.abs(layer.hidden.minimum), layer.hidden.maximum) : layer.hidden[name],
   }))), [cells, name]);
   const draw = useMemo(() => (width: number) => plot({
-    width, height: 280, marginLeft: 55, marginBottom: 44, x: { label: "layer →", labelOffset: 40, ticks: [...new Set(rows.map((row) => row.layer))] }, y: { type: "log", label: `↑ ${name}`, grid: true, tickFormat: (value: number) => number(value, 2) },
+    width, height: 280, marginLeft: 55, marginBottom: 44, x: { label: "layer →", labelOffset: 40, ticks: [...new Set(rows.map((row) => row.layer))], tickFormat: String }, y: { type: "log", label: `↑ ${name}`, grid: true, tickFormat: (value: number) => number(value, 2) },
     color: { legend: true, scheme: "observable10" },
     marks: [Plot.line(rows, { x: "layer", y: name, stroke: "cell" }), Plot.dot(rows, { x: "layer", y: name, stroke: "cell", fill: "var(--paper)", title: (row: any) => `${row.cell}, layer ${row.layer}: ${number(row[name])}`, tip: { fill: "var(--paper)" } })],
   }), [rows]);
