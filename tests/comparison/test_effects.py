@@ -204,6 +204,22 @@ def test_p_of_unequal_documents_is_below_5_percent_where_the_interval_excludes_0
         assert (found.p < 0.05) == (found.interval.low > 0 or found.interval.high < 0)
 
 
+@pytest.mark.parametrize("rest", [0.0, 1e-5])
+def test_no_end_lies_beyond_the_page_that_changed_most(rest):
+    """Two of 16 pages changed: rounds without either have no spread, and the interval's end was
+    113,421 nats."""
+    rng = np.random.default_rng(2)
+    words = rng.integers(110, 200, 16).astype(float)
+    damage = words * rest * rng.random(16)
+    damage[[3, 9]] = 31.3, 28.3
+    found = effect(panel(-damage, 0 * words, weights=words), TWO, "weighted_perplexity")
+    assert found.test == "bootstrap-t on log-likelihoods"
+    most = (damage / words).max()
+    assert found.interval.high == pytest.approx(most, rel=1e-9)
+    assert found.interval.low < 0 < found.estimate
+    assert found.p > 0.05
+
+
 def test_difference_in_differences_intervals_cover_the_truth():
     rng = np.random.default_rng(8)
     covered = 0
