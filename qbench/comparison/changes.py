@@ -14,7 +14,7 @@ from qbench.metrics import REDUNDANT
 from qbench.records import Record, Score
 from qbench.statistics import Column, Panel, SeedEffect, adjust, effect, over_seeds, value
 from qbench.store import Store
-from qbench.text import MINUS
+from qbench.text import MINUS, together
 
 Name = tuple[str, str]  # task, metric
 
@@ -160,6 +160,12 @@ def compare_results(a: Store, b: Store) -> Changes:
     for one, other, folder in ((old, new, b), (new, old, a)):
         known = other.cells.keys() | other.broken.keys()
         problems += [f"{cell}: not in {folder.name}" for cell in one.cells if cell not in known]
+        problems += together(
+            (cell, line)
+            for cell, scored in one.cells.items()
+            if cell in other.cells
+            for line in _lacking(scored, other.cells[cell], folder.name)
+        )
     problems += _other_precisions(old, new)
     return Changes(
         old=a.name,
@@ -187,7 +193,17 @@ def compare_cells(a: Store, cell: str, b: Store, other: str) -> Changes:
     lines = compare_pairs({f"{other} {MINUS} {cell}": sides})
     if not lines:
         raise ResultsError(f"{cell} and {other} have no score in common")
-    return Changes(old=names[0], new=names[1], lines=tuple(lines), problems=())
+    problems = (*_lacking(*sides, names[1]), *_lacking(*sides[::-1], names[0]))
+    return Changes(old=names[0], new=names[1], lines=tuple(lines), problems=problems)
+
+
+def _lacking(one: CellResults, other: CellResults, name: str) -> list[str]:
+    """What ``one`` scored and ``other``, called ``name``, did not, and why where that is known."""
+    tasks, found = {task for task, _ in other.scores}, {}
+    for task, metric in one.scores.keys() - other.scores.keys():
+        what, why = f"{task} {metric}" if task in tasks else task, other.record.failed_tasks
+        found[f"{what}: not in {name}" + (f": {why[task]}" if task in why else "")] = None
+    return sorted(found)
 
 
 MOST_PAIRED = 4  # quantized precisions whose pairs are all shown unasked

@@ -3,7 +3,7 @@
 import pytest
 from synthetic import make_store, scores
 
-from qbench.comparison.changes import compare_results
+from qbench.comparison.changes import compare_cells, compare_results
 from qbench.comparison.explain import differences, find_cell, text
 from qbench.errors import ResultsError
 from qbench.store import Store
@@ -41,6 +41,23 @@ def test_cells_of_one_side_only_and_failed_ones_are_named(tmp_path):
             for one in more[1:]
         ),
     )  # in the grid's order
+
+
+def test_scores_of_one_side_only_are_named_with_why_they_failed(tmp_path):
+    old, new = grid(tmp_path / "a"), grid(tmp_path / "b")
+    for index, task in ((0, "wikitext"), (1, "wikitext"), (2, "arc_easy")):
+        record = new.get(new.grid().cells[index])
+        kept = tuple(one for one in record.scores if one.task != task)
+        failed = {task: "it gives NaN"} if index < 2 else {}
+        record = record.model_copy(update={"scores": kept, "failed_tasks": failed})
+        new.put(record, new.outcomes(record), None)
+    assert compare_results(old, new).problems == (
+        f"softmax/bf16, softmax/hqq-4bit: wikitext: not in {new.directory}: it gives NaN",
+        f"softpick/bf16: arc_easy: not in {new.directory}",
+    )
+    assert compare_results(new, old).problems == compare_results(old, new).problems
+    cells = compare_cells(new, "softmax/bf16", old, "softpick/bf16")
+    assert cells.problems == (f"wikitext: not in {new.directory}: softmax/bf16: it gives NaN",)
 
 
 def test_explain_names_exactly_the_parts_that_differ(tmp_path):
