@@ -62,6 +62,21 @@ def test_a_harmless_change_of_answers_passes_at_the_default_margin(documents):
     assert passed >= 297  # of 50 lines, all pass 95 times of 100: 999 of 1,000 each
 
 
+@pytest.mark.parametrize("documents", [60, 1000])
+def test_a_harmless_change_of_answers_that_are_partly_right_passes_at_the_default_margin(documents):
+    """The f1 of an answer's words: a margin for perplexities passed 82 to 90 of 100."""
+    draw = np.random.default_rng(documents)
+    answers = np.clip(draw.normal(0.5, 0.6, documents), 0, 1)
+    margin = margins.margin_of(score("f1", "mean", documents), column(answers), {}, lines=LINES)
+    passed = 0
+    for _ in range(300):
+        other = np.where(draw.random(documents) < margins.FLIPS, draw.permutation(answers), answers)
+        panel = Panel.of({"new": column(other), "old": column(answers)})
+        found = effect(panel, {"new": 1, "old": -1}, "mean")
+        passed += worsening(found, higher_is_better=True).high <= margin.value / 100
+    assert passed >= 297
+
+
 @pytest.mark.parametrize("documents", [16, 200])
 def test_a_harmless_change_of_a_perplexity_passes_at_the_default_margin(documents):
     draw = np.random.default_rng(documents)
