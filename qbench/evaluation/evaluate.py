@@ -37,7 +37,7 @@ from qbench.evaluation.settings import (
     ScoringSettings,
 )
 from qbench.evaluation.tasks import TaskSpec
-from qbench.metrics import base_metric
+from qbench.metrics import LOG_SCALE, base_metric
 from qbench.records import (
     ANSWER_CHARACTERS,
     OUTCOME_COLUMNS,
@@ -236,11 +236,16 @@ def _scores(
     documents = max(map(len, items.values()), default=0)
     for (metric, filter_), values in items.items():
         aggregate = task.task.aggregation().get(metric, mean)
-        value = aggregate(values)
+        aggregation = names.get(aggregate, getattr(aggregate, "__name__", "unknown"))
+        try:
+            value = aggregate(values)
+        except OverflowError:
+            if aggregation not in LOG_SCALE:
+                raise
+            value = math.inf  # a perplexity beyond the largest double
         if not isinstance(value, int | float):
             continue
         name = _name(metric, filter_)
-        aggregation = names.get(aggregate, getattr(aggregate, "__name__", "unknown"))
         yield Score(
             task=task.name,
             label=task.label,
@@ -303,7 +308,10 @@ def _standard_error(aggregation: str, values: pd.Series) -> float | None:
     if len(values) < 2 or aggregation not in ("mean", "perplexity"):
         return None
     error = float(values.std(ddof=1)) / math.sqrt(len(values))
-    return error if aggregation == "mean" else error * math.exp(-fmean(values))
+    try:
+        return error if aggregation == "mean" else error * math.exp(-fmean(values))
+    except OverflowError:
+        return math.inf
 
 
 def _name(metric: str, filter_: str) -> str:

@@ -178,6 +178,20 @@ def test_a_task_gives_what_simple_evaluate_gives_to_the_bit(folder, name):
     assert longer.outcomes["document"].nunique() == 7
 
 
+@pytest.mark.parametrize("name", ["word", "page"])
+def test_a_perplexity_beyond_the_largest_number_is_infinite(folder, name):
+    model = llama()
+    model.lm_head.weight.data *= 1e6
+    found = evaluate(
+        scorer(model, "exact", max_length=200),
+        loaded(folder, name),
+        settings("exact", max_length=200),
+    )
+    values = {one.metric: one.value for one in found.scores}
+    assert {values[metric] for metric in values if "perplexity" in metric} == {np.inf}
+    assert np.isfinite(values["acc" if name == "word" else "bits_per_byte"])
+
+
 CHAT = (
     "{{ bos_token }}{% for turn in messages %}[{{ turn.role }}] {{ turn.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
