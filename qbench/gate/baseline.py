@@ -32,6 +32,7 @@ from qbench.text import together
 VERSION = 3
 ABOUT, DIGEST = b"qbench.baseline", b"qbench.baseline.sha256"
 DECIMALS = 3  # of an outcome: a thousandth of a nat, to which results are compared with it
+PARQUET = b"PAR1"  # how each of its files begins
 INTEGERS = ("cell", "score", "document", "value")
 
 
@@ -40,15 +41,20 @@ def make(store: Store, out: Path, *, replace: bool = False) -> Changes | None:
 
     Where ``out`` exists, ``replace`` must be set; what replacing it changes is returned, so that
     it can be shown (``tables.changes.changes_table``). Raises ResultsError for a folder with
-    missing, failed or unaudited cells, which are no standard to hold anybody to.
+    missing, failed or unaudited cells or failed tasks, which are no standard to hold anybody to,
+    and for another kind of file in its place.
     """
     results = read_results(store, decimals=DECIMALS)
     unfit = [*results.broken.items()]
-    unfit += [(cell, "not audited") for cell, one in results.cells.items() if not one.record.audit]
+    for cell, one in results.cells.items():
+        unfit += [(cell, "not audited")] * (one.record.audit is None)
+        unfit += [(cell, f"{task} failed: {why}") for task, why in one.record.failed_tasks.items()]
     if unfit:
         raise ResultsError(f"{store.name}: no baseline from this: {'; '.join(together(unfit))}")
     if out.exists() and not replace:
         raise ResultsError(f"{out}: exists already; look at the changes, then add --replace")
+    if out.exists() and out.read_bytes()[: len(PARQUET)] != PARQUET:
+        raise ResultsError(f"{out}: not a baseline; name another file")
     change = difference(store.name, results, out) if out.exists() else None
     write(results, out)
     return change

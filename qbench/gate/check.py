@@ -97,11 +97,11 @@ def check(
         if why := new.broken.get(cell) or _unusable(before.record, after and after.record):
             gates.append(whole(cell, why))
             continue
-        gates += [
-            Gate(cell=cell, task=task, metric=metric, outcome="fail", reason="score is missing")
-            for task, metric in before.scores
-            if (task, metric) not in after.scores
-        ]
+        for task, metric in before.scores:
+            if (task, metric) not in after.scores:
+                why = after.record.failed_tasks.get(task)
+                reason = "score is missing" + (f": {why}" if why else "")
+                gates.append(whole(cell, reason, task, metric))
         if before.record.quantized:
             audits = (before.record.audit, after.record.audit)
             gates += [*_audit_gates(cell, *audits, allowed), *layer_gates(cell, *audits, allowed)]
@@ -255,11 +255,14 @@ def _gate(line: Change, margin: Margin, *, same: bool) -> Gate:
         return replace(gate, worse=none, outcome="pass", reason=reason)
     effect = line.effect
     if effect is None:
-        return gate
+        if math.isfinite(line.new):
+            return gate
+        return replace(gate, outcome="fail", reason="its score is not finite")
     worse = worsening(effect, higher_is_better=line.higher_is_better)
     if effect.kind == "log ratio":
         limit = math.log1p(margin.value / 100)
-        shown = {name: 100 * math.expm1(value) for name, value in asdict(worse).items()}
+        with np.errstate(over="ignore"):  # beyond the largest double it is infinite
+            shown = {name: 100 * float(np.expm1(value)) for name, value in asdict(worse).items()}
     else:
         scale = 100 if line.percent else 1
         limit = margin.value / scale

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
+from math import isfinite
 from typing import Literal
 from xml.etree import ElementTree
 
@@ -78,9 +79,9 @@ def measured(cell: str, metric: str, rise: float, margin: float, seen: str) -> G
     )
 
 
-def whole(cell: str, reason: str) -> Gate:
-    """A cell that fails as a whole."""
-    return Gate(cell=cell, task="", metric="", outcome="fail", reason=reason)
+def whole(cell: str, reason: str, task: str = "", metric: str = "") -> Gate:
+    """A cell that fails as a whole, or a score of it."""
+    return Gate(cell=cell, task=task, metric=metric, outcome="fail", reason=reason)
 
 
 SIGNS = {"pass": "✓ pass", "fail": "✗ fail", "inconclusive": "? inconclusive"}
@@ -141,7 +142,7 @@ def as_junit(verdict: Verdict) -> str:
 
 
 def as_json(verdict: Verdict) -> str:
-    """Everything, for programs."""
+    """Everything, for programs; numbers that are not finite are text, as in records."""
     return json.dumps(
         {
             "outcome": verdict.outcome,
@@ -159,7 +160,7 @@ def as_json(verdict: Verdict) -> str:
 
 def _plain(gate: Gate) -> dict[str, object]:
     change, worse = gate.change, gate.worse
-    return {
+    values = {
         "cell": gate.cell,
         "task": gate.task or None,
         "metric": gate.metric or None,
@@ -174,6 +175,10 @@ def _plain(gate: Gate) -> dict[str, object]:
         "baseline_value": change and change.old,
         "value": change and change.new,
         "p": change.effect.p if change and change.effect else None,
+    }
+    return {
+        name: json.dumps(value) if isinstance(value, float) and not isfinite(value) else value
+        for name, value in values.items()
     }
 
 

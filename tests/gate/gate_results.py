@@ -28,11 +28,13 @@ def failed(store: Store, standard: Path, **settings) -> list[Gate]:
 
 def update(store: Store, cell: str, **fields) -> None:
     """Write the record of ``cell`` again with other ``fields``."""
-    grid_cell = next(one for one in store.grid().cells if one.cell == cell)
-    record = store.get(grid_cell)
+    record = record_of(store, cell)
     store.put(record.model_copy(update=fields), store.outcomes(record), None)
 
 
+def record_of(store: Store, cell: str):
+    return store.get(next(one for one in store.grid().cells if one.cell == cell))
+
+
 def audit_of(store: Store, cell: str):
-    grid_cell = next(one for one in store.grid().cells if one.cell == cell)
-    return store.get(grid_cell).audit
+    return record_of(store, cell).audit

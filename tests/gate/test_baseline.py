@@ -7,7 +7,7 @@ import zlib
 
 import pyarrow.parquet as parquet
 import pytest
-from gate_results import changed
+from gate_results import CELL, changed, record_of, update
 
 from qbench.errors import ResultsError
 from qbench.gate import baseline, check
@@ -52,6 +52,28 @@ def test_no_baseline_is_made_of_a_broken_grid(tmp_path, state):
     words = rf"no baseline from this: softmax/hqq-4bit, softpick/hqq-4bit: {state}"
     with pytest.raises(ResultsError, match=words):
         baseline.make(store, tmp_path / "baseline.parquet")
+
+
+def test_no_baseline_is_made_without_a_task_that_could_not_be_scored(tmp_path):
+    store = changed(tmp_path)
+    kept = tuple(one for one in record_of(store, CELL).scores if one.task != "wikitext")
+    update(store, CELL, scores=kept, failed_tasks={"wikitext": "it gives NaN"})
+    words = rf"no baseline from this: {CELL}: wikitext failed: it gives NaN"
+    with pytest.raises(ResultsError, match=words):
+        baseline.make(store, tmp_path / "baseline.parquet")
+
+
+def test_a_file_that_never_was_a_baseline_is_not_replaced(tmp_path, good, standard):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("name: mine\n")
+    with pytest.raises(ResultsError, match=r"recipe\.yaml: not a baseline; name another file"):
+        baseline.make(good, path, replace=True)
+    assert path.read_text() == "name: mine\n"
+    torn = tmp_path / "torn.parquet"
+    torn.write_bytes(standard.read_bytes()[:99])
+    told = baseline.make(good, torn, replace=True).problems
+    assert "nothing to compare with" in told[0]
+    assert baseline.read(torn).cells
 
 
 @pytest.mark.parametrize("content", [None, b"", b"PAR1 nonsense PAR1", b"PAR1"])

@@ -1,15 +1,28 @@
 """The gate: passes what is as good, fails what is worse, and says when it cannot tell."""
 
+import json
+import math
 import re
 import shutil
 
 import pytest
-from gate_results import CELL, QUANTIZERS, SIZES, audit_of, changed, failed, of, update
+from gate_results import (
+    CELL,
+    QUANTIZERS,
+    SIZES,
+    audit_of,
+    changed,
+    failed,
+    of,
+    record_of,
+    update,
+)
 from small_recipe import qbench
 from synthetic import make_store, scores
 
 from qbench.errors import OutputError
 from qbench.gate import baseline, check, margins
+from qbench.gate.verdict import as_json, as_markdown
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +152,38 @@ def test_a_cell_that_the_baseline_lacks_is_named_and_not_gated(tmp_path, standar
         "softmax/hqq-8bit: not in the baseline, so not gated",
         "softpick/hqq-8bit: not in the baseline, so not gated",
     )
+
+
+def test_a_task_that_could_not_be_scored_says_why(tmp_path, standard):
+    store = changed(tmp_path)
+    kept = tuple(one for one in record_of(store, CELL).scores if one.task != "wikitext")
+    update(store, CELL, scores=kept, failed_tasks={"wikitext": "it gives NaN"})
+    (gate,) = failed(store, standard)
+    assert (gate.task, gate.reason) == ("wikitext", "score is missing: it gives NaN")
+
+
+def test_a_perplexity_beyond_the_largest_number_never_passes(tmp_path, standard):
+    store = changed(tmp_path)
+    record = record_of(store, CELL)
+    table = store.outcomes(record)
+    table.loc[(table["document"] == 3) & table["metric"].str.endswith("perplexity"), "value"] = -1e7
+    endless = {"value": math.inf, "stderr": math.inf}
+    scores = tuple(
+        one.model_copy(update=endless) if one.metric == "perplexity" else one
+        for one in record.scores
+    )
+    store.put(record.model_copy(update={"scores": scores}), table, None)
+    result = check.check(store, standard, inconclusive="pass")
+    words, answers = (
+        next(g for g in of(result, CELL, task) if "perplexity" in g.metric)
+        for task in ("wikitext", "lambada_openai")
+    )
+    assert (answers.outcome, answers.reason) == ("fail", "its score is not finite")
+    assert (words.outcome, words.worse.high) == ("inconclusive", math.inf)
+    assert "∞" in as_markdown(result)
+    told = json.loads(as_json(result), parse_constant=lambda name: pytest.fail(f"bare {name}"))
+    assert [g["worse_at_most"] for g in told["gates"]].count("Infinity") == 1
+    assert [g["value"] for g in told["gates"]].count("Infinity") == 1
 
 
 def test_documents_that_are_missing_fail_and_are_counted(tmp_path, good, standard):
