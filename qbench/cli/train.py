@@ -23,7 +23,7 @@ from qbench.plan import plan
 from qbench.recipe import Overrides, Recipe
 from qbench.records import Training
 from qbench.text import together
-from qbench.training.data import TokenFiles, read_token_files
+from qbench.training.data import read_token_files
 from qbench.training.recipe import TrainingRecipe
 from qbench.training.tokenize import Tokenizing
 from qbench.training.tokenize import tokenize as write
@@ -211,12 +211,14 @@ def train(
         asked = require_evaluable(evaluate, trained, folder)
         if gpus is not None and (cluster or "local").partition(":")[0] != "local":
             raise RecipeError(f"--cluster {cluster}: its workers are running; leave --gpus out")
-        require_plannable(asked, loaded, files, device="cuda" if cluster else where)
     elif cluster is not None or gpus is not None:
         raise RecipeError("--cluster and --gpus: each needs --evaluate RECIPE")
     # torch, once the input is known to be right
     from qbench.training import log, runs
 
+    if evaluate is not None:
+        untrained = runs.untrained(loaded, files)
+        require_plannable(asked, untrained, device="cuda" if cluster else where)
     name = "train" if len(wanted) > 1 else f"train-{runs.run_name(*wanted[0])}"
     with (
         runs.joined(where) as processes,
@@ -303,23 +305,10 @@ def require_evaluable(recipe: Path, trained: Mapping[str, Sequence[int]], folder
 
 
 def require_plannable(
-    recipe: Recipe, training: TrainingRecipe, files: TokenFiles, *, device: str
+    recipe: Recipe, untrained: Mapping[str, tuple[Checkpoint, Shapes]], *, device: str
 ) -> None:
-    """Raises QbenchError where the ``recipe`` of ``--evaluate`` could not be planned for what
-    ``training`` will make: data are missing, or a quantizer does not fit its layers."""
-    from qbench.checkpoints.load import without_weights  # torch
-    from qbench.quantizers.linear import matrices
-    from qbench.training.model import checkpoint_config
-
-    ids = {"bos": files.about.bos, "eos": files.about.eos, "pad": files.about.pad}
-    untrained: dict[str, tuple[Checkpoint, Shapes]] = {}
-    for name in training.normalizers:
-        config = checkpoint_config(training.model, name, **ids)
-        one = Checkpoint(
-            source=name, folder=files.folder, normalizer=name, config=config, digest="", files=()
-        )
-        layers = matrices(without_weights(one)).values()
-        untrained[name] = one, {layer.name: tuple(layer.weight.shape) for layer in layers}
+    """Raises QbenchError where the ``recipe`` of ``--evaluate`` could not be planned for what is
+    ``untrained`` yet: data are missing, or a quantizer does not fit its layers."""
     planned = plan(recipe, device=device, gpu="", show=True, untrained=untrained)
     refused = ((cell.name, cell.refusal) for cell in planned.cells if cell.refusal)
     if lines := together(refused):

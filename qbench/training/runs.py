@@ -12,13 +12,17 @@ import torch
 from accelerate import PartialState
 from filelock import FileLock, Timeout
 
+from qbench.checkpoints import Checkpoint
+from qbench.checkpoints.find import Shapes
+from qbench.checkpoints.load import without_weights
 from qbench.errors import TrainingError, UnavailableError
 from qbench.files import clean_temporaries, write_atomically
+from qbench.quantizers.linear import matrices
 from qbench.records import TRAINING_FILE, TrainedOn, Training, TrainingSample
 from qbench.training.checkpoint import Run
 from qbench.training.data import TokenFiles, require_data
 from qbench.training.loop import Trainer
-from qbench.training.model import deterministic
+from qbench.training.model import checkpoint_config, deterministic
 from qbench.training.recipe import TrainingRecipe
 
 
@@ -81,6 +85,22 @@ def train_recipe(
                     record = _record(trainer)
         if record is not None:
             found.append(record)
+    return found
+
+
+def untrained(recipe: TrainingRecipe, files: TokenFiles) -> dict[str, tuple[Checkpoint, Shapes]]:
+    """By normalizer the checkpoint that will be trained, and the shapes of its linear layers: what
+    a plan needs to know."""
+    ids = {"bos": files.about.bos, "eos": files.about.eos, "pad": files.about.pad}
+    found = {}
+    for normalizer in recipe.normalizers:
+        checkpoint = Checkpoint(
+            source=normalizer, folder=files.folder, normalizer=normalizer, digest="", files=(),
+            config=checkpoint_config(recipe.model, normalizer, **ids),
+        )  # fmt: skip
+        layers = matrices(without_weights(checkpoint)).values()
+        shapes: Shapes = {one.name: (one.weight.shape[0], one.weight.shape[1]) for one in layers}
+        found[normalizer] = checkpoint, shapes
     return found
 
 
