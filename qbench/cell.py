@@ -198,6 +198,7 @@ def _audit(result: CellResult, model: PreTrainedModel) -> None:
         wrong: list[str] = []
         if cell.runtime == "llama.cpp":
             runtime, model = model, load_original(cell, plan)
+            linearize(model)  # Conv1D as llama.cpp has it
             write_gguf_into(model, str(cell.copy.folder))
             wrong = runtime.disagreement(model, probe[:, : cell.scoring.max_length])
         found = audit(original, model, cell.quantization, probe, batch_invariant)

@@ -35,6 +35,7 @@ from qbench.progress import Advance
 from qbench.records import ScoringReport
 
 BATCH = 512  # tokens of one call of llama.cpp, whose logits are in memory at once
+ERROR = 4  # GGML_LOG_LEVEL_ERROR of ggml.h
 MIXED_TOLERANCE = 0.2  # relative, of logits: llama.cpp rounds inputs of products to 8 bits
 
 
@@ -54,7 +55,8 @@ class LlamaCpp:
         model_settings.n_gpu_layers = -1 if device == "cuda" else 0
         self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), model_settings)
         if not self._model:
-            raise UnavailableError(f"{path}: llama.cpp {llama_cpp.__version__} cannot load it")
+            why = f" ({_errors[0]})" if _errors else ""
+            raise UnavailableError(f"{path}: llama.cpp {llama_cpp.__version__} cannot load it{why}")
         settings = llama_cpp.llama_context_default_params()
         settings.n_ctx, settings.n_batch, settings.n_ubatch = context, BATCH, BATCH
         if device == "cpu":  # as unquantized keys and values are elsewhere; float16 is its default
@@ -150,7 +152,8 @@ class LlamaCpp:
             return []
         return [
             f"llama.cpp's logits lie {off:.2g} of their size off those of the file's own weights: "
-            "it computes another model than the original's class"
+            "it computes another model than the original's class, or its converter reordered "
+            "weights in a way that qbench does not undo"
         ]
 
 
@@ -161,13 +164,20 @@ def _free(library: Any, batch: Any, context: Any, model: Any) -> None:
 
 
 def _silence(library: Any) -> None:
-    """llama.cpp prints hundreds of lines for each file."""
+    """llama.cpp prints hundreds of lines for each file: errors are kept, of the last file."""
     global _logger
-    _logger = library.llama_log_callback(lambda level, text, data: None)
+
+    def keep(level: int, text: bytes, data: Any) -> None:
+        if level == ERROR:
+            _errors.append(text.decode(errors="replace").strip())
+
+    _errors.clear()
+    _logger = library.llama_log_callback(keep)
     library.llama_log_set(_logger, ctypes.c_void_p())
 
 
 _logger: Any = None  # kept: the library holds its address alone
+_errors: list[str] = []
 
 
 class LlamaCppScorer(Scorer):

@@ -25,8 +25,9 @@ BLOCKS = {
 LEVELS = {"IQ3_S": 16, "IQ3_XXS": 16, "IQ2_S": 6, "IQ2_XS": 6, "IQ2_XXS": 6, "IQ1_M": 6, "IQ1_S": 3,
           "TQ1_0": 3}  # fmt: skip
 BITS = {"F32": 32, "F16": 16, "BF16": 16, "MXFP4": 4, "NVFP4": 4}
-PERMUTED = ("llama",)  # architectures whose queries and keys llama.cpp's converter reorders
-CENTRED = ("gemma", "gemma2", "gemma3")  # whose norms it stores plus one
+# Architectures whose queries and keys llama.cpp's converter reorders
+PERMUTED = ("llama", "granite", "smollm3", "arcee", "olmo")
+CENTRED = ("gemma", "gemma2", "gemma3", "nemotron")  # whose norms it stores plus one
 
 
 def bits_of(kind: str) -> float:
@@ -69,6 +70,16 @@ def describe(path: str) -> dict[str, Any]:
         "intermediate_size": "feed_forward_length",
     }
     types: Counter[str] = Counter()
+    if (parts := _field(reader, "split.count") or 1) > 1:
+        raise CheckpointError(
+            f"{path} is one of {parts} parts of a file; join them: llama-gguf-split --merge {path} "
+            "WHOLE.gguf"
+        )
+    if any("_exps." in tensor.name for tensor in reader.tensors):
+        raise CheckpointError(
+            f"{path}: experts in GGUF files are not read; those of compressed-tensors and fp8 "
+            "copies are"
+        )
     for tensor in reader.tensors:
         if tensor.name.startswith("blk.") and len(tensor.shape) > 1:
             types[tensor.tensor_type.name] += int(tensor.n_elements)

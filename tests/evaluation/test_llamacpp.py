@@ -4,20 +4,24 @@ import gc
 import json
 import shutil
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from lm_eval.api.instance import Instance
 from published_copies import DEMO, gguf, original
 from small_recipe import qbench, small_recipe
+from tiny import tiny_model
 
 from qbench.cell import load
-from qbench.errors import QbenchError
+from qbench.errors import CheckpointError, QbenchError, UnavailableError
 from qbench.evaluation.kl import BaselineHiddenStates, BaselineWriter, KLObserver
+from qbench.evaluation.llamacpp import LlamaCpp
 from qbench.evaluation.loaded import load_task
 from qbench.evaluation.scoring import language_model
 from qbench.plan import plan
 from qbench.quantizers import gguf_file, stored_bits
+from qbench.quantizers.linear import linearize
 from qbench.recipe import Recipe
 from qbench.store import Store
 
@@ -179,6 +183,86 @@ def test_what_cannot_run_is_refused_before_work_begins(files, tmp_path, checkpoi
     with pytest.raises(QbenchError) as error:
         plan(Recipe.load(recipe), device="cpu")
     assert words in str(error.value)
+
+
+def written(path, model, architecture, change=lambda name, values: values, **fields):
+    """``model`` as llama.cpp's converter writes it, each tensor through ``change``."""
+    import gguf as library
+
+    writer = library.GGUFWriter(path, architecture)
+    writer.add_block_count(model.config.num_hidden_layers)
+    for name, value in fields.items():
+        writer.add_uint16(name.replace("_", "."), value)
+    kinds = {name: kind for kind, name in library.MODEL_ARCH_NAMES.items()}
+    names = library.get_tensor_name_map(kinds[architecture], model.config.num_hidden_layers)
+    for name, tensor in model.named_parameters():
+        if "experts" not in name:
+            values = np.ascontiguousarray(change(name, tensor.float().numpy()))
+            writer.add_tensor(names.get_name(name, (".weight", ".bias")), values)
+    if any("experts" in name for name, _ in model.named_parameters()):
+        writer.add_tensor("blk.0.ffn_gate_exps.weight", np.zeros((4, 64, 64), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return str(path)
+
+
+def interleaved(name, values):
+    """Rows of queries (2 heads) and keys (1) in the order of llama.cpp's rotary embedding."""
+    heads = {"q_proj": 2, "k_proj": 1}.get(name.split(".")[-2])
+    if heads is None:
+        return values
+    return values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
+
+
+def centred(name, values):
+    return values + 1 if name.endswith("norm.weight") else values
+
+
+def turned(name, values):
+    return values.T if name.rpartition(".")[0].endswith(("c_attn", "c_proj", "c_fc")) else values
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        *((kind, interleaved) for kind in ("granite", "smollm3", "arcee", "olmo")),
+        ("nemotron", centred),
+        ("gpt2", turned),
+        ("qwen2", lambda name, values: values),
+    ],
+)
+def test_what_the_converter_changes_is_undone(kind, change, tmp_path):
+    stored, found = tiny_model(kind), tiny_model(kind)
+    path = written(tmp_path / "m.gguf", stored, kind, change)
+    for model in (stored, found):
+        linearize(model)
+    for parameter in found.parameters():
+        parameter.data.zero_()
+    stored_bits.write_gguf_into(found, path)
+    for name, parameter in found.named_parameters():
+        torch.testing.assert_close(parameter, stored.get_parameter(name), msg=name)
+
+
+@pytest.mark.parametrize(
+    ("kind", "architecture", "fields", "words"),
+    [
+        ("mixtral", "llama", {}, "experts in GGUF files are not read"),
+        ("llama", "llama", {"split_count": 3}, "one of 3 parts of a file; join them: llama-gguf-"),
+    ],
+)
+def test_files_that_are_not_read_whole_are_refused(kind, architecture, fields, words, tmp_path):
+    path = written(tmp_path / "m.gguf", tiny_model(kind), architecture, **fields)
+    with pytest.raises(CheckpointError, match=words):
+        gguf_file.describe(path)
+
+
+def test_why_llama_cpp_cannot_load_a_file_is_said(tmp_path):
+    path = tmp_path / "m.gguf"
+    written(path, tiny_model("llama"), "llama")
+    with pytest.raises(UnavailableError, match=r"cannot load it \(.*context_length"):
+        LlamaCpp(path, context=64, shell=None, device="cpu")
 
 
 def test_types_say_their_bits():
