@@ -323,7 +323,7 @@ def folder_text(store: Store) -> str:
         rows.append((mark, name, made, len(one.cells), ", ".join(one.tasks), limit))
     text = [f"{store.directory}: {grid.name}"]
     if rows:
-        text += ["", table(("", "run", "last begun", "cells", "tasks", "asked for"), rows)]
+        text += ["", table(("", "run", "begun or unpacked", "cells", "tasks", "asked for"), rows)]
     cells = []
     for cell in grid.cells:
         record = store.get(cell)

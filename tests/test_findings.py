@@ -46,7 +46,7 @@ HELD = {
     "Below 1, softpick is hurt less": "below 1 softpick is hurt less",
     "95 % intervals": None,
     "29.62 % of softmax's heads are sinks, 0.52 % of softpick's": (
-        "| softmax | 13.74 | 29.62 | 55.75 | 8828.69 | 636 | | softpick | 14.18 | 0.52 |"
+        "| softmax | 13.74 | 29.62 | 55.75 | 8828.70 | 636 | | softpick | 14.18 | 0.52 |"
     ),
     "on a page 36.8 % of": None,
     "GPTQ at 2 and 3 bits hurts softpick more": (

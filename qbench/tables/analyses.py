@@ -16,7 +16,7 @@ from qbench.tables.analysis_results import AnalysisResults
 from qbench.tables.notes import AT_CHANCE, at_chance
 from qbench.tables.table import Table, from_rows
 from qbench.tables.table import markdown as table_markdown
-from qbench.text import MINUS, NO_VALUE, for_markdown, number
+from qbench.text import MINUS, NO_VALUE, for_markdown, number, significant
 
 
 def value_text(value: float | None, form: str) -> str:
@@ -249,7 +249,7 @@ def _text(cells: Sequence[Analysis], results: AnalysisResults) -> dict[str, str]
     }
     damages = [_damage(one, results) for one in cells]
     for label in _labels(results):
-        row[f"KL {label}"] = _spread([found.get(label) for found in damages], "{:.4f}".format)
+        row[f"KL {label}"] = _spread([found.get(label) for found in damages], significant)
     return row
 
 

@@ -51,6 +51,7 @@ def test_table_4_and_the_damage_are_told_over_seeds(seeds):
     told = dict(zip(table.head, table.rows[0], strict=True))
     assert told["Kurtosis"] == f"{1.5 * kurtosis:.2f} ({kurtosis:.2f} to {2 * kurtosis:.2f})"
     assert told["KL gptq-3bit"].count("0.1") == 3
+    assert told["KL gptq-8bit"].startswith("0.0003732 (")
 
 
 def test_cells_that_failed_alike_are_named_in_one_line(tmp_path):
