@@ -70,15 +70,17 @@ def gptq(source: Path, folder: Path, texts: list[str], *, group_size: int = 128)
     return folder
 
 
-def awq(source: Path, folder: Path, *, group_size: int = 32, cancel: bool = True) -> Path:
-    """``source`` in AWQ's layout ("gemm"), factors of columns moved into the norms before; unless
-    they ``cancel``, one norm forgets them."""
+def awq(
+    source: Path, folder: Path, *, group_size: int = 32, cancel: bool = True, span: float = 1.0
+) -> Path:
+    """``source`` in AWQ's layout ("gemm"), factors of columns, exp(±``span``) at most, moved into
+    the norms before; unless they ``cancel``, one norm forgets them."""
     draw = torch.Generator().manual_seed(0)
     kept, found = load_file(source / "model.safetensors"), {}
     factors: dict[str, torch.Tensor] = {}
     for name, tensor in kept.items():
         if name.endswith("layernorm.weight"):
-            factors[name] = torch.rand(len(tensor), generator=draw) * 2 + 0.4
+            factors[name] = (span * (torch.rand(len(tensor), generator=draw) * 2 - 1)).exp()
             forgets = not cancel and name == "model.layers.1.input_layernorm.weight"
             found[name] = tensor if forgets else (tensor.float() / factors[name]).bfloat16()
     for name, tensor in kept.items():

@@ -14,9 +14,9 @@ from qbench.quantizers.audit.activations import measure_inputs
 from qbench.quantizers.audit.independence import RowByRow, independence, logits
 from qbench.quantizers.audit.kv_cache import measure_kv
 from qbench.quantizers.audit.transforms import measure_heads, measure_transform
-from qbench.quantizers.audit.weights import measure_weights
+from qbench.quantizers.audit.weights import held, measure_weights
 from qbench.quantizers.config import QuantizationConfig
-from qbench.quantizers.linear import matrices, not_finite
+from qbench.quantizers.linear import matrices, not_finite, others
 from qbench.quantizers.stored_bits import stored_size
 from qbench.records import Audit
 
@@ -90,11 +90,12 @@ def _uncancelled(
     rescaled: nn.Module, quantized: nn.Module, probe: Tensor, before: Tensor
 ) -> list[str]:
     """A line where factors that were moved between layers do not cancel: the original with the
-    ``rescaled`` weights and the quantized model's norms must give its own logits ``before``."""
-    norms = {name: p for name, p in quantized.named_parameters() if p.dim() == 1}
-    for name, parameter in rescaled.named_parameters():
-        if name in norms and norms[name].shape == parameter.shape:
-            parameter.data.copy_(norms[name].data)
+    ``rescaled`` weights and the quantized model's norms and biases must give its own logits
+    ``before``."""
+    for name, parameter in others(rescaled).items():
+        theirs = held(quantized, name)
+        if parameter.dim() == 1 and theirs is not None and theirs.shape == parameter.shape:
+            parameter.data.copy_(theirs)
     off = float(((logits(rescaled, probe) - before).norm(dim=-1) / before.norm(dim=-1)).median())
     if off <= CANCELLED:
         return []

@@ -30,6 +30,7 @@ SILENT = 0.01  # share of a layer's squared products that may be lost with colum
 ENDS = {"its embeddings": "get_input_embeddings", "its LM head": "get_output_embeddings"}
 ROUNDED = 0.01  # relative, of what is no weight matrix, in another dtype
 LEAN = 0.5  # |mean| / root mean square of the errors; a zero point off by one gives near 1
+NEARER = 0.9  # of a relative error; of rounding alone, fitted factors take off less
 MOST_FITTED = 0.7  # relative error after fitted factors; unrelated matrices keep nearly 1
 
 
@@ -47,7 +48,8 @@ def measure_weights(
         fields = {"bits": None, "coverage": 0.0, "weight_error": 0.0, "levels": 0}
         fields["bits_per_weight"] = 8.0 * dtype.itemsize
         problems = _changed(original, wanted.values(), quantized, dtype)
-        return fields, problems + _others(original, quantized, config, ())
+        ends, changed = _others(original, quantized, config, ())
+        return fields, problems + ends + changed
     stored = evidence_of(quantized, config, "weights")
     ignored, weights = matching(wanted, config.ignore), _size(wanted.values())
     remaining = [matrix for name, matrix in wanted.items() if name not in stored]
@@ -65,6 +67,8 @@ def measure_weights(
         if name in ignored or (name not in wanted and not config.weights.prequantized)
     ]
     problems += _changed(original, remaining, quantized, None)
+    ends, changed = _others(original, quantized, config, stored)
+    rescales = config.weights.rescales and bool(changed)
     modules: list[ModuleAudit] = []
     error_squared = norm_squared = 0.0
     rescaled = 0
@@ -74,7 +78,9 @@ def measure_weights(
             packed = stored[name]()
             bring(original, name)
             module = quantized.get_submodule(name)
-            one, wrong, sums, factor, dead = measure(wanted[name], module, packed, config.weights)
+            one, wrong, sums, factor, dead = measure(
+                wanted[name], module, packed, config.weights, rescales=rescales
+            )
             if factor is not None:  # the original, which is consumed, with the same factors
                 wanted[name].weight.data.mul_(factor)
                 rescaled += 1
@@ -90,7 +96,7 @@ def measure_weights(
             problems.append(f"{name}: cannot be measured: {first_line(error)}")
     if zeroed:
         problems += _missed(original, zeroed, probe)
-    problems += _others(original, quantized, config, stored, rescaled=rescaled > 0)
+    problems += ends if rescaled else ends + changed
     covered = sum(one.parameters for one in modules)
     bits = sum(one.bits_per_weight * one.parameters for one in modules)
     return {
@@ -151,13 +157,11 @@ def _others(
     quantized: nn.Module,
     config: QuantizationConfig,
     stored: Collection[str],
-    *,
-    rescaled: bool = False,
-) -> list[str]:
-    """What is no weight matrix (embeddings, LM head, norms, biases) and not the original's, a line
-    each. A copy of somebody's may hold it in another dtype, and embeddings and LM head rounded as
-    its layers, which are ``stored``. What norms and biases of ``rescaled`` layers do to its logits,
-    ``audit.cell`` looks at."""
+) -> tuple[list[str], list[str]]:
+    """What is no weight matrix and not the original's, a line each: embeddings, LM head, biases
+    that the original lacks; and norms and other biases, which differ too where factors were moved
+    into them. A copy of somebody's may hold all in another dtype, and embeddings and LM head
+    rounded as its layers, which are ``stored``."""
     weights, known = config.weights, others(original)
     copied = weights is not None and weights.prequantized
     theirs = "what the transform makes of the original" if config.transform else "the original's"
@@ -173,29 +177,31 @@ def _others(
         pairs[what] = wanted.weight, found, rounded or (copied and weights.ends_quantized)
     ends = {id(wanted) for wanted, *_ in pairs.values()}
     pairs |= {
-        name: (wanted, _held(quantized, name), False)
+        name: (wanted, held(quantized, name), False)
         for name, wanted in known.items()
-        if id(wanted) not in ends and not rescaled
+        if id(wanted) not in ends
     }
-    problems = []
+    problems: list[str] = []
+    changed: list[str] = []
     for what, (wanted, found, rounded) in pairs.items():
+        lines = problems if what in ENDS else changed
         if not copied:
             if found is None or not _same(found, wanted.to(found.device)):
-                problems.append(f"{what}: not {theirs}")
+                lines.append(f"{what}: not {theirs}")
             continue
         allowed, off = weights.error_bound() if rounded else ROUNDED, math.inf
         if found is not None and found.shape == wanted.shape:
             off = relative(values(found), wanted.to(found.device))
         if not off <= allowed:
-            problems.append(f"{what}: {off:.2g} off the original's: is it another model's?")
+            lines.append(f"{what}: {off:.2g} off the original's: is it another model's?")
     for name in stored:
-        bias = _held(quantized, f"{name}.bias")
+        bias = held(quantized, f"{name}.bias")
         if bias is not None and f"{name}.bias" not in known and bool(bias.any()):
             problems.append(f"{name}.bias: the original has none")
-    return problems
+    return problems, changed
 
 
-def _held(model: nn.Module, name: str) -> Tensor | None:
+def held(model: nn.Module, name: str) -> Tensor | None:
     """The parameter or buffer ``name`` of ``model``, if it has it."""
     path, _, part = name.rpartition(".")
     try:
@@ -214,16 +220,22 @@ def _same(found: Tensor, wanted: Tensor) -> bool:
 
 @torch.no_grad()
 def measure(
-    matrix: Matrix, module: nn.Module, stored: PackedWeight, settings: WeightSettings
+    matrix: Matrix,
+    module: nn.Module,
+    stored: PackedWeight,
+    settings: WeightSettings,
+    *,
+    rescales: bool = False,
 ) -> tuple[ModuleAudit, list[str], tuple[float, float], Tensor | None, Tensor]:
     """``module``, and what it says that it stores, against the unquantized ``matrix``: its audit,
     what is wrong with it, the squared norms of its error and of the matrix, the factors
-    [out, in] that other layers must take off again, if any, and which columns [in] became zeros."""
+    [out, in] that other layers must take off again, if it ``rescales`` and there are any, and which
+    columns [in] became zeros."""
     rows, columns = matrix.weight.shape
     weight = forward_weight(module, columns, matrix.weight.dtype)
     wanted = matrix.weight.float()
     fitted, factor = weight.float(), None
-    if settings.rescales and weight.isfinite().all():
+    if rescales and weight.isfinite().all():
         fitted, factor = fit(fitted, wanted, settings.error_bound())
     difference = fitted - wanted
     dead = (weight == 0).all(dim=0) & (wanted != 0).any(dim=0)
@@ -272,21 +284,21 @@ def measure(
 
 
 def fit(weight: Tensor, wanted: Tensor, bound: float) -> tuple[Tensor, Tensor | None]:
-    """``weight`` as it is where it lies within ``bound`` of ``wanted`` [out, in]. AWQ and
-    SmoothQuant move a factor a column into what comes before, and that layer's rows by the same:
-    where taking such factors off, fitted by least squares, brings it within ``bound``, it without
-    them, and what they were, [out, in]. That they cancel, ``audit.cell`` checks."""
-    if relative(weight, wanted) <= bound:
-        return weight, None
-    fitted, factor = weight, torch.ones_like(weight)
-    for _ in range(8):
-        for axis in (0, 1):
-            scale = (fitted * wanted).sum(axis, keepdim=True) / fitted.square().sum(
-                axis, keepdim=True
-            ).clamp(min=1e-30)
-            fitted, factor = fitted * scale, factor / scale.clamp(min=1e-6)
-    good = relative(fitted, wanted) <= min(bound, MOST_FITTED)
-    return (fitted, factor) if good else (weight, None)
+    """AWQ and SmoothQuant move a factor a column into what comes before, and that layer's rows by
+    the same: ``weight`` without the factors that it has over ``wanted`` [out, in] by least squares,
+    and these, [out, in]; as it is where that brings it little nearer, or not within ``bound``. That
+    they cancel, ``audit.cell`` checks."""
+    factor = [torch.ones_like(weight[:, :1]), torch.ones_like(weight[:1])]
+    for step in range(8):
+        other = factor[step % 2] * wanted
+        axis = 1 - step % 2
+        factor[axis] = (weight * other).sum(1 - axis, keepdim=True) / other.square().sum(
+            1 - axis, keepdim=True
+        ).clamp(min=1e-30)
+    product = factor[0] * factor[1]
+    fitted = weight / product.where(product.abs() > 1e-6, 1)
+    good = relative(fitted, wanted) <= min(bound, MOST_FITTED, NEARER * relative(weight, wanted))
+    return (fitted, product) if good else (weight, None)
 
 
 def levels(groups: Tensor) -> int:
