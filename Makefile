@@ -54,6 +54,7 @@ docs: install
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
 	$(BIN)/python -m typer qbench.cli.app utils docs --name qbench --title "Command line" --output docs/reference/cli.md
 	$(BIN)/mkdocs build --quiet --strict
+	git ls-files 'results/*.md' 'results/*.svg' recipes tests/plugins | tar -c -T - | tar -x -C site  # what pages link
 
 install: $(INSTALLED)
 
