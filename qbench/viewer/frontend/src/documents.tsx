@@ -4,7 +4,7 @@ import { useMemo } from "preact/hooks";
 import { useData, type Documents, type Overview, type Texts, type Tokens } from "./data";
 import { compare, Failure, Facts, Grid, type GridColumn } from "./parts";
 import { change, link, type State } from "./state";
-import { number } from "./units";
+import { nats, number } from "./units";
 
 interface Props { found: Overview; state: State; folder: number; round: number }
 interface Request { request: number; logLikelihood: number | null; greedy: boolean; answer: string | null; filter: string | null; cut: number }
@@ -93,13 +93,15 @@ function gridColumns(found: Overview, state: State, rows: DocumentRow[]): GridCo
       title: named(title, cell), align: "right", value: (row: DocumentRow) => row.pairs[place] && value(row.pairs[place]),
       show: (row: DocumentRow) => (row.pairs[place] ? show(row.pairs[place]) : "–"),
     }));
-  const score = (side: Side | null) => side?.values[state.metric] ?? Object.values(side?.values ?? {})[0] ?? null;
+  const metric = state.metric || Object.keys(rows[0]?.pairs[0]?.after?.values ?? {})[0] || "";
+  const [title, text] = logs(metric) ? (["Log-likelihood", nats] as const) : (["Score", number] as const);
+  const score = (one: Pair) => one.after?.values[metric] ?? null;
   return [
     { title: "Document", value: (row) => row.document, width: 96, show: (row) => ({ text: String(row.document), href: link({ ...state, view: "document", document: String(row.document) }) }) },
     ...(any((one) => one.fate !== "") ? state.cells.map((cell, place): GridColumn => ({
       title: named("Answer", cell), width: 100, value: (row) => row.pairs[place]?.fate, show: (row) => { const fate = row.pairs[place]?.fate as Fate; return fate ? { text: FATES[fate], tone: fate } : "–"; },
-    })) : each("Score", (one) => score(one.after), (one) => number(score(one.after)))),
-    ...(any((one) => one.change !== null) ? each("Change, nats", (one) => one.change, (one) => number(one.change, 3)) : []),
+    })) : each(title, score, (one) => text(score(one)))),
+    ...(any((one) => one.change !== null) ? each("Change, nats", (one) => one.change, (one) => nats(one.change)) : []),
     ...(any((one) => one.after?.kl != null) ? each("KL", (one) => one.after?.kl, (one) => number(one.after?.kl, 3)) : []),
     ...(rows.some((row) => row.text) ? [{ title: "Text", value: (row: DocumentRow) => row.text, grow: 5, width: 160, show: (row: DocumentRow) => row.text.slice(0, 160) }] : []),
   ];
@@ -175,10 +177,14 @@ export function DocumentPage(props: Props) {
   );
 }
 
+const logs = (metric: string) => metric.includes("perplexity");
+const before = (of: Pair, metric: string, text: (value: number) => string) =>
+  [...(of.before ? [of.before] : []), of.after!].map((side) => text(side.values[metric])).join(" → ");
+
 const Fates = ({ cell, of }: { cell: string; of: Pair }) => (
   <Facts title={cell} values={[
     ["Answer", of.fate && <span class={of.fate}>{FATES[of.fate]}</span>],
-    ...Object.keys(of.after?.values ?? {}).filter((name) => !name.startsWith("byte") && !name.startsWith("bits")).map((name): [string, string] => [name.includes("perplexity") ? `${name}: log-likelihood` : name, of.before ? `${number(of.before.values[name], 6)} → ${number(of.after!.values[name], 6)}` : number(of.after!.values[name], 6)]),
+    ...Object.keys(of.after?.values ?? {}).filter((name) => !name.startsWith("byte") && !name.startsWith("bits")).map((name): [string, string] => logs(name) ? [`${name}: log-likelihood`, before(of, name, nats)] : [name, before(of, name, number)]),
     ["KL", of.after?.kl == null ? null : `${number(of.after.kl)} nats a token`],
   ]} />
 );
@@ -204,7 +210,7 @@ function Asked({ row, cells, texts, target, missing }: { row: DocumentRow; cells
               {row.pairs.map((one) => {
                 const at = (side: Side | null) => side?.requests.find((asked) => asked.request === request && asked.logLikelihood !== null)?.logLikelihood ?? null;
                 const [before, after] = [at(one.before), at(one.after)];
-                return <><td class={`n${mark(one.before, request)}`}>{number(before, 6)}</td><td class={`n${mark(one.after, request)}`}>{number(after, 6)}</td><td class="n">{before === null || after === null ? "–" : number(after - before, 3)}</td></>;
+                return <><td class={`n${mark(one.before, request)}`}>{nats(before)}</td><td class={`n${mark(one.after, request)}`}>{nats(after)}</td><td class="n">{before === null || after === null ? "–" : nats(after - before)}</td></>;
               })}
             </tr>))}</tbody>
         </table></div>

@@ -18,6 +18,9 @@ export function number(value: number | string | null | undefined, digits = 4): s
 export const fixed = (value: number | string | null | undefined, digits: number): string =>
   typeof value === "number" && Math.abs(value) < 1000 ? rounded(value, digits) : number(value);
 
+/** Log-likelihoods and their changes. */
+export const nats = (value: number | null | undefined): string => (typeof value === "number" ? rounded(value, 3) : "–");
+
 export const score = (value: number | string | null | undefined, line: Pick<Line, "percent">): string =>
   line.percent && typeof value === "number" ? (100 * value).toFixed(2) : fixed(value, 3);
 
