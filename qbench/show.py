@@ -55,6 +55,7 @@ def cell_text(record: Record) -> str:
     parts: list[tuple[str, str]] = [
         ("", _head(record)),
         ("Scores", _scores(record)),
+        ("Tasks that could not be scored", pairs(record.failed_tasks.items())),
         ("Damage, against the unquantized cell", _damage(record.damage)),
         ("Stages", _stages(record)),
         ("Scoring", _part(record.scoring)),
@@ -329,6 +330,7 @@ def folder_text(store: Store) -> str:
         record = store.get(cell)
         status, reason = status_of(record)
         spent = took(record) if record else NO_VALUE
+        reason = reason or ", ".join(f"{task} failed" for task in record.failed_tasks)
         cells.append((cell.cell, status, cell.precision.name, cell.key[:KEY_DIGITS], spent, reason))
     text += ["", table(("cell", "status", "precision", "key", "took", ""), cells)]
     return "\n".join(text)
