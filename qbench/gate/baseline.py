@@ -19,10 +19,10 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as parquet
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from qbench.comparison.changes import CellResults, Changes, ResultSet, compare_sets, read_results
-from qbench.errors import ResultsError, first_line
+from qbench.errors import ResultsError, first_line, validation_line
 from qbench.files import write_atomically
 from qbench.records import Record
 from qbench.statistics import Column
@@ -130,8 +130,11 @@ def read(path: Path) -> ResultSet:
         raise ResultsError(f"{path}: damaged: its digest is not that of its content; {remedy}")
     try:
         return ResultSet(name=about["name"], cells=_cells(about["records"], table), broken={})
+    except ValidationError as error:
+        why = validation_line(error)
     except (LookupError, ValueError, TypeError, zlib.error, pa.ArrowException) as error:
-        raise ResultsError(f"{path}: incomplete ({first_line(error)}); {remedy}") from None
+        why = first_line(error)
+    raise ResultsError(f"{path}: incomplete ({why}); {remedy}")
 
 
 def _digest(about: bytes, table: pa.Table) -> bytes:

@@ -106,6 +106,13 @@ def of_records(change):
     return changed
 
 
+def test_a_record_that_another_qbench_wrote_is_named_with_what_is_wrong(tmp_path, good, standard):
+    path = tmp_path / "baseline.parquet"
+    rewrite(standard, path, of_records(lambda found: [{**found[0], "later": 1}, *found[1:]]))
+    with pytest.raises(ResultsError, match=r"incomplete \(0\.later: Extra inputs are not"):
+        check.check(good, path)
+
+
 CHANGES = {
     "a list": lambda about: [about],
     "no key": of_records(lambda found: [{**found[0], "key": None}, *found[1:]]),
