@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
+from qbench.comparison.explain import find_cell
 from qbench.comparison.lines import Change, status_of
 from qbench.comparison.trainings import differences, trained, unlike
 from qbench.errors import ResultsError
@@ -56,11 +57,14 @@ def read_results(store: Store, *, decimals: int | None = None) -> ResultSet:
         if status != "ok":
             broken[cell.cell] = f"{status}: {reason}"
             continue
-        scores = {(score.task, score.metric) for score in record.scores}
-        kept = {name for name in scores if (name[0], REDUNDANT.get(name[1])) not in scores}
-        columns = read_columns(store, record, kept, decimals)
-        cells[cell.cell] = CellResults(record=record, columns=columns)
+        cells[cell.cell] = _read_cell(store, record, decimals)
     return ResultSet(name=grid.name, cells=cells, broken=broken, replicates=grid.replicates)
+
+
+def _read_cell(store: Store, record: Record, decimals: int | None = None) -> CellResults:
+    scores = {(score.task, score.metric) for score in record.scores}
+    kept = {name for name in scores if (name[0], REDUNDANT.get(name[1])) not in scores}
+    return CellResults(record=record, columns=read_columns(store, record, kept, decimals))
 
 
 def read_columns(
@@ -183,12 +187,11 @@ def compare_cells(a: Store, cell: str, b: Store, other: str) -> Changes:
     """
     sides, names = [], []
     for store, name in ((a, cell), (b, other)):
-        results = read_results(store)
-        if name in results.broken:
-            raise ResultsError(f"{store.directory}: {name}: {results.broken[name]}")
-        if name not in results.cells:
-            raise ResultsError(f"{store.directory}: {name}: no such cell in grid.json")
-        sides.append(results.cells[name])
+        _, record = find_cell(f"{store.directory}/{name}", store.run)
+        status, reason = status_of(record)
+        if status != "ok":
+            raise ResultsError(f"{store.directory}: {name}: {status}: {reason}")
+        sides.append(_read_cell(store, record))
         names.append(name if a.directory == b.directory else f"{store.name}: {name}")
     lines = compare_pairs({f"{other} {MINUS} {cell}": sides})
     if not lines:

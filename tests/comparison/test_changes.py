@@ -60,6 +60,21 @@ def test_scores_of_one_side_only_are_named_with_why_they_failed(tmp_path):
     assert cells.problems == (f"wikitext: not in {new.directory}: softmax/bf16: it gives NaN",)
 
 
+def test_two_cells_are_compared_whatever_is_wrong_with_a_third(tmp_path):
+    store = grid(tmp_path / "a", failed=("softmax/bf16",))
+    next(store.directory.glob("records/softmax/hqq-4bit/*.outcomes.parquet")).unlink()
+    cells = compare_cells(store, "softpick/bf16", store, "softpick/hqq-4bit")
+    assert len(cells.lines) == 5
+    wrong = {
+        "softmax/hqq-4bit": "missing; run the recipe again",
+        "softmax/bf16": "failed: out of memory",
+        "softmax/x": "no cell softmax/x; .*a has softmax/bf16, ",
+    }
+    for cell, words in wrong.items():
+        with pytest.raises(ResultsError, match=words):
+            compare_cells(store, cell, store, "softpick/hqq-4bit")
+
+
 def test_explain_names_exactly_the_parts_that_differ(tmp_path):
     store = grid(tmp_path / "a")
     a, b = (store.get(store.grid().cells[index]) for index in (0, 1))
