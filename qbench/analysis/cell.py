@@ -133,7 +133,7 @@ def read_tokens(
     if not rows:
         raise DataError(
             f"{settings.source.name}: its longest text has {longest} tokens, {room} are needed; "
-            "lower --length"
+            "lower --length, or --long-context where that is asked for"
         )
     ids = torch.tensor(rows, dtype=torch.int64)
     return ids, AnalyzedText(

@@ -30,6 +30,13 @@ def test_only_the_text_that_is_read_needs_its_data(tmp_path):
     assert {one.status for one in Analyses(out).records()} == {"ok"}
 
 
+def test_a_text_of_one_s_own_needs_no_task_s_data(tmp_path):
+    text, out = DEMO / "data" / "demo_pages" / "test.jsonl", tmp_path / "out"
+    given = ("--data", tmp_path, "--text", text, "--field", "page", "--out", out)
+    assert qbench("analyze", small_recipe(tmp_path), *given, *SHORT) == 0
+    assert {one.text.source for one in Analyses(out).records()} == {"test.jsonl, field page"}
+
+
 def test_a_text_without_its_data_is_named(tmp_path):
     data = tmp_path / "data"
     shutil.copytree(DEMO / "data" / "demo_choice", data / "demo_choice")
@@ -214,6 +221,15 @@ def test_what_cannot_work_is_refused_before_a_model_is_loaded(tmp_path, options,
     with pytest.raises(error, match=words):
         qbench("analyze", small_recipe(tmp_path), "--out", tmp_path / "out", *options)
     assert not (tmp_path / "out").exists()
+
+
+def test_texts_too_short_for_a_long_context_name_its_option(own, undrawn, capfd):
+    path, out = own
+    only = ("--only", "softmax/fp32", "--long-context", 400)
+    assert qbench("analyze", path, "--out", out, *SHORT, *only) == 1
+    assert "its longest text has 320 tokens, 399 are needed; lower --length, or" in (
+        capfd.readouterr().err
+    )
 
 
 def test_a_recipe_without_whole_texts_or_unquantized_cells_says_what_to_name(tmp_path):

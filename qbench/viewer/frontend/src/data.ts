@@ -49,8 +49,6 @@ const kept = new Map<string, Promise<any>>();
 
 /** Whether payloads may change while the page is open. */
 export const live = source === "server";
-/** Whether only the first pages' payloads are here. */
-export const oneFile = source === "inline";
 
 export function load<T>(name: string): Promise<T> {
   if (!kept.has(name)) {

@@ -79,12 +79,12 @@ function useRows({ found, state, folder, round }: Props) {
       text: (texts?.texts?.[document] ?? []).flat().join(" "),
     }));
   }, [...after, ...before, texts, metric, state.cells.join()]);
-  const columns = useMemo(() => gridColumns(found, state, rows), [rows, state.show, state.search, metric]);
+  const columns = useMemo(() => gridColumns(state, rows), [rows, state.show, state.search, metric]);
   const listed = useMemo(() => listOf(rows, state), [rows, state.show, state.search]);
   return { task, lines, metric, cells, errors, waiting, rows, columns, listed, texts, after };
 }
 
-function gridColumns(found: Overview, state: State, rows: DocumentRow[]): GridColumn[] {
+function gridColumns(state: State, rows: DocumentRow[]): GridColumn[] {
   const several = state.cells.length > 1;
   const any = (has: (one: Pair) => boolean) => rows.some((row) => row.pairs.some(has));
   const named = (title: string, cell: string) => (several ? `${title} · ${cell}` : title);

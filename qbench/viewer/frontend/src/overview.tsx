@@ -8,7 +8,6 @@ import { change, link, type State } from "./state";
 import { duration, effect, fixed, harm, interval, kl, number, p, ratio, ratioTicks, score, sure, unit, UNITS, type Unit } from "./units";
 
 const named = (line: Line) => `${line.task} ${line.metric_title}`;
-export const cellOf = (found: Overview, name: string) => found.cells.find((cell) => cell.cell === name);
 const members = (found: Overview, group: string) => found.groups[group] ?? [group];
 
 /** The cells of a line and group that have documents to look at, with those of the other group. */
