@@ -81,6 +81,7 @@ SHAPES = (
     Shape(1, 32768, 16, 16, 128),
 )
 STEP = Shape(8, 1024, 16, 16, 64)  # a short step, where launches take their share of the time
+LAYERS = 12
 DECODE = Shape(64, 4096, 16, 16, 64)
 
 Run = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -246,22 +247,30 @@ def passes(shape: Shape, repeat_ms: int, only: Collection[str]) -> Iterator[Row]
 
 
 def steps(repeat_ms: int, only: Collection[str]) -> Iterator[Row]:
-    """Both passes of a short step: launched from the host each time; the same with the backward
-    pass in the calling thread, since waking autograd's own takes the host another time each
-    time; and captured as a CUDA graph and replayed, so that only the GPU's time is left."""
+    """Both passes of a short step: launched from the host each time; the same in a row of LAYERS
+    calls with one backward pass, as a model's layers are, for each backward pass takes the host the
+    time to wake autograd's thread; and captured as a CUDA graph and replayed, so that only the
+    GPU's time is left."""
 
-    def make(run: Run) -> Callable[[], Any]:
-        inputs = STEP.tensors()
-        gradient = torch.randn_like(inputs[0])
-        return lambda: torch.autograd.grad(run(*inputs), inputs, gradient)
+    def make(run: Run, calls: int = 1) -> Callable[[], Any]:
+        (query, *_), *_ = layers = [STEP.tensors() for _ in range(calls)]
+        inputs = [query, *(tensor for _, *rest in layers for tensor in rest)]
+        gradient = torch.randn_like(query)
+
+        def step() -> Any:
+            output = query
+            for _, key, value in layers:
+                output = run(output, key, value)
+            return torch.autograd.grad(output, inputs, gradient)
+
+        return step
 
     for name in contenders(STEP, "causal", only):
         row: Row = {"shape": str(STEP), "kernel": name}
         try:
             run = contender(name, STEP, "causal")
             row["ms"] = milliseconds(make(run), repeat_ms)
-            with torch.autograd.set_multithreading_enabled(False):
-                row["one_thread_ms"] = milliseconds(make(run), repeat_ms)
+            row["in_a_row_ms"] = milliseconds(make(run, LAYERS), repeat_ms) / LAYERS
             row["captured_ms"] = milliseconds(captured(partial(make, run)), repeat_ms)
         except RuntimeError as error:
             row["error"] = first_line(error)
@@ -309,7 +318,7 @@ def _ceilings(repeat_ms: int) -> dict[str, float]:
 PASSES = {f"{way} TFLOP/s": (way, ".0f") for way in ("forward", "backward")}
 STEPS = {
     "launched ms": ("ms", ".3f"),
-    "single-threaded ms": ("one_thread_ms", ".3f"),
+    f"{LAYERS} in a row, ms a call": ("in_a_row_ms", ".3f"),
     "captured ms": ("captured_ms", ".3f"),
 }
 
@@ -333,8 +342,8 @@ def table(results: dict[str, Any]) -> str:
         lines += [
             "",
             "A short step: forward and backward pass together; launched from the host each time, "
-            "launched with torch.autograd.set_multithreading_enabled(False), and captured as a "
-            "CUDA graph and replayed.",
+            f"launched in a row of {LAYERS} with one backward pass, as a model's layers are, and "
+            "captured as a CUDA graph and replayed.",
             "",
             _beside_peers(results["steps"], STEPS, min),
         ]

@@ -11,7 +11,7 @@ from qbench.checkpoints.tokenizer import load_tokenizer
 from qbench.errors import DataError, RecipeError
 from qbench.evaluation.passkey import Passkey, key, prompts, score
 from qbench.evaluation.scoring import generate as decoding
-from qbench.evaluation.scoring.generate import at_once, greedy
+from qbench.evaluation.scoring.generate import greedy
 from qbench.evaluation.tasks import plan_task
 from qbench.passkey import DOCUMENTS, depth, task_length, task_lengths
 from qbench.plan import plan
@@ -82,7 +82,6 @@ def test_greedy_decoding_gives_what_transformers_gives_one_by_one(loaded, monkey
     ]  # fmt: skip
     assert greedy(model, asked, 6) == expected
     monkeypatch.setitem(decoding.PROMPT_TOKENS, "cpu", 2 * 262)
-    assert at_once(model, 262) == 2
     steps = []
     assert greedy(model, asked, 6, progress=lambda *done: steps.append(done)) == expected
     assert steps == [(2, 5), (4, 5), (5, 5)]

@@ -43,8 +43,9 @@ from qbench.evaluation.scoring.requests import check_tokens, encode_texts
 from qbench.progress import Advance
 from qbench.streaming import is_spread, stream_of
 
-CACHE_BYTES = {"cuda": 16 << 30, "cpu": 1 << 30}  # keys and values of prompts decoded at once
-PROMPT_TOKENS = {"cuda": 131_072, "cpu": 4_096}  # read at once
+CACHE_SHARE = 0.3  # of a GPU's memory: keys and values of prompts decoded at once
+CACHE_BYTES = 1 << 30  # the same elsewhere
+PROMPT_TOKENS = {"cuda": 32_768, "cpu": 4_096}  # read at once
 CHUNK = 8_192  # tokens of each prompt that go through the model together
 LOOK_EVERY = {"cuda": 8, "cpu": 1}  # steps between two looks at what was said: each waits
 SPARE_COLUMNS = 1 / 4  # of the longest prompt with its answer: how seldom slots move to the left
@@ -145,7 +146,8 @@ def greedy(
         asked = [Prompt(ids=ids, limit=tokens) for ids in prompts]
         return decode(model, asked, progress=progress)
     found: list[list[int]] = []
-    batch = at_once(model, len(prompts[0]) + tokens)
+    length = len(prompts[0]) + tokens
+    batch = min(at_once(model, length), max(1, PROMPT_TOKENS[model.device.type] // length))
     with torch.inference_mode():
         for first in range(0, len(prompts), batch):
             found += _side_by_side(model, prompts[first : first + batch], tokens)
@@ -184,14 +186,16 @@ def no_slots(model: Any) -> str | None:
 
 
 def at_once(model: Any, length: int) -> int:
-    """How many prompts are decoded at once; from the device type and the model's shape alone, for
-    scores may move with the size of a batch."""
+    """How many prompts are decoded at once; from the device and the model's shape alone, not from
+    the memory that is free, for scores may move with the size of a batch."""
     config = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     token = 2 * config.num_hidden_layers * heads * width * model.dtype.itemsize
-    kind = model.device.type
-    return max(1, min(CACHE_BYTES[kind] // (token * length), PROMPT_TOKENS[kind] // length))
+    memory = float(CACHE_BYTES)
+    if model.device.type == "cuda":
+        memory = CACHE_SHARE * torch.cuda.get_device_properties(model.device).total_memory
+    return max(1, int(memory // (token * length)))
 
 
 def decode(
