@@ -318,7 +318,7 @@ def _ceilings(repeat_ms: int) -> dict[str, float]:
 PASSES = {f"{way} TFLOP/s": (way, ".0f") for way in ("forward", "backward")}
 STEPS = {
     "launched ms": ("ms", ".3f"),
-    f"{LAYERS} in a row, ms a call": ("in_a_row_ms", ".3f"),
+    f"{LAYERS} in a row ms": ("in_a_row_ms", ".3f"),
     "captured ms": ("captured_ms", ".3f"),
 }
 
@@ -342,8 +342,8 @@ def table(results: dict[str, Any]) -> str:
         lines += [
             "",
             "A short step: forward and backward pass together; launched from the host each time, "
-            f"launched in a row of {LAYERS} with one backward pass, as a model's layers are, and "
-            "captured as a CUDA graph and replayed.",
+            f"launched {LAYERS} in a row with one backward pass, as a model's layers are (ms of "
+            "each), and captured as a CUDA graph and replayed.",
             "",
             _beside_peers(results["steps"], STEPS, min),
         ]
@@ -385,5 +385,5 @@ def _beside_peers(rows: list[Row], ways: dict[str, tuple[str, str]], best_of: An
         lines.append(line)
     columns = {name: (name, "") for name in ("shape", "variant", "kernel") if name in rows[0]}
     for head, (way, form) in ways.items():
-        columns |= {head: (way, form), f"{head.split()[0]} × best peer": (f"× {way}", ".2f")}
+        columns |= {head: (way, form), f"{head.rsplit(' ', 1)[0]} × best peer": (f"× {way}", ".2f")}
     return bench.table(lines, columns)

@@ -1,6 +1,9 @@
 """Generated answers on CUDA: steps captured as graphs, on the kernels."""
 
+import gc
+
 import pytest
+import torch
 from lm_eval.api.instance import Instance
 from scoring_models import llama, text, tokenizer
 
@@ -44,3 +47,16 @@ def test_captured_steps_answer_as_hflm_does(normalizer, cache, monkeypatch):
     assert lm.generate_until(requests) == lm.hflm.generate_until(requests, disable_tqdm=True)
     assert captured
     assert None not in captured
+    assert kept_by(lambda: lm.generate_until(requests)) == 0
+
+
+def kept_by(call):
+    """Bytes of the GPU's memory that wait for the garbage collector after ``call``."""
+    gc.collect()
+    gc.disable()
+    try:
+        before = torch.cuda.memory_allocated()
+        call()
+        return torch.cuda.memory_allocated() - before
+    finally:
+        gc.enable()

@@ -245,11 +245,13 @@ def decode(
 
 class _Columns:
     """Where slots stand: ``end`` is the column that the next step writes, ``column`` [1] the same
-    on the device while a captured step runs."""
+    on the device while a captured step runs. While prompts are read: ``reading`` are their slots,
+    ``first`` is their first column, and ``end`` the next one to be written."""
 
     def __init__(self, slots: int, capacity: int) -> None:
-        self.slots, self.capacity, self.end = slots, capacity, 0
+        self.slots, self.capacity, self.end, self.first = slots, capacity, 0, 0
         self.column: Tensor | None = None
+        self.reading: slice | Tensor | None = None
 
 
 class SlotLayer(DynamicLayer):
@@ -259,23 +261,24 @@ class SlotLayer(DynamicLayer):
         super().__init__()
         self.at = at
 
-    def put(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Those of new prompts, which end where all slots end."""
-        at = self.at
-        if not self.is_initialized:
-            self.lazy_initialization(keys, values)
-            self.keys, self.values = (
-                new.new_zeros(at.slots, new.shape[1], at.capacity, new.shape[3])
-                for new in (keys, values)
-            )
-        first = at.end - keys.shape[2]
-        self.keys[slots, :, first : at.end] = keys
-        self.values[slots, :, first : at.end] = values
-
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         at = self.at
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self.keys, self.values = (
+                new.new_zeros(at.slots, new.shape[1], at.capacity, new.shape[3])
+                for new in (key_states, value_states)
+            )
+        if at.reading is not None:
+            last = at.end + key_states.shape[2]
+            self.keys[at.reading, :, at.end : last] = key_states
+            self.values[at.reading, :, at.end : last] = value_states
+            if at.end == at.first:
+                return key_states, value_states
+            seen = (at.reading, slice(None), slice(at.first, last))
+            return self.keys[seen], self.values[seen]
         if at.column is not None:
             self.keys.index_copy_(2, at.column, key_states)
             self.values.index_copy_(2, at.column, value_states)
@@ -285,7 +288,7 @@ class SlotLayer(DynamicLayer):
         return self.keys[:, :, : at.end + 1], self.values[:, :, : at.end + 1]
 
     def get_seq_length(self, *args: Any) -> int:
-        return self.at.end
+        return self.at.end if self.at.reading is None else self.at.end - self.at.first
 
     def shift(self, columns: int) -> None:
         for kept in (self.keys, self.values):
@@ -325,7 +328,7 @@ class _Decoding:
         self.column = torch.zeros(1, dtype=torch.long, device=self.device)
         self.graphs = takes_graphs(model)
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.captured: Callable[[], None] | None = None  # holds the tensors that the graph reads
+        self.spans: Tensor | None = None  # which the graph reads
 
     def unfinished(self) -> list[int]:
         """Prompts without an answer yet, longest first; what they have said is forgotten."""
@@ -370,22 +373,23 @@ class _Decoding:
         ids = [[0] * count + list(row) for count, row in zip(missing, prompts, strict=True)]
         columns = torch.arange(width, device=self.device)[None]
         first = torch.tensor(missing, device=self.device)[:, None]
-        cache = DynamicCache(config=self.model.config)
         seen = (columns >= first).long() if any(missing) else None
         positions, tokens = (columns - first).clamp(min=0), torch.tensor(ids, device=self.device)
+        where = torch.tensor(slots, device=self.device)
+        joined = slots[-1] - slots[0] == len(slots) - 1
+        self.at.reading = slice(slots[0], slots[-1] + 1) if joined else where
+        self.at.first = self.at.end - width
         for start in range(0, width, CHUNK):
-            end = start + CHUNK
+            self.at.end, end = self.at.first + start, start + CHUNK
             logits = self.model(
                 input_ids=tokens[:, start:end],
                 attention_mask=None if seen is None else seen[:, :end],
                 position_ids=positions[:, start:end],
-                past_key_values=cache,
+                past_key_values=self.cache,
                 use_cache=True,
                 logits_to_keep=1,
             ).logits[:, -1]
-        where = torch.tensor(slots, device=self.device)
-        for kept, read in zip(self.cache.layers, cache.layers, strict=True):
-            kept.put(where, read.keys, read.values)
+        self.at.reading, self.at.end = None, self.at.first + width
         self.finite[where] = torch.isfinite(logits).all(-1)
         self.ids[where] = logits.argmax(-1, keepdim=True)
         self.positions[where] = width - first
@@ -478,14 +482,13 @@ class _Decoding:
         finally:
             for tensor, old in zip(state, before, strict=True):
                 tensor.copy_(old)
-        self.captured = step
         return graph
 
     def _device_step(self) -> Callable[[], None]:
         """A step that takes all that changes from the device: attention sees all columns of the
         cache, and ``spans`` say which of them count."""
         config, attention = self.model.config, self.model.config._attn_implementation
-        spans = torch.zeros(self.at.slots, 6, dtype=torch.int32, device=self.device)
+        self.spans = spans = torch.zeros(self.at.slots, 6, dtype=torch.int32, device=self.device)
         spans[:, 0] = torch.arange(self.at.slots, device=self.device)
         spans[:, 2] = 1
         mask = Mask(dense=_no_mask, banded=True, spans=spans)
