@@ -198,8 +198,7 @@ def dq_step(
     s = warpgroup_mma(q, turned(k_tiles, stage), zero, use_acc=False, is_async=True)
     p = warpgroup_mma(g, turned(v_tiles, stage), zero, use_acc=False, is_async=True)
     dq = warpgroup_mma(ds, flat(k_tiles, before), dq, is_async=True)
-    s, p, dq = warpgroup_mma_wait(0, [s, p, dq])  # s, p: [ROWS, ROWS], queries × keys
-    mbarrier.arrive(empty.index(before), count=1, pred=started)
+    s, p = warpgroup_mma_wait(1, [s, p])  # [ROWS, ROWS] each, queries × keys
     lse, delta, factor = of_rows
     scale, inv_softcap, slope = shaping
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
@@ -220,6 +219,8 @@ def dq_step(
         dslopes += gl.sum(ds * ahead.to(gl.float32), 1)
     if CAPPED & FLAGS:
         ds = ds * formulas.cap_gradient(tanhs)
+    dq = warpgroup_mma_wait(0, [dq])
+    mbarrier.arrive(empty.index(before), count=1, pred=started)
     return dq, ds, dparam, dslopes
 
 
