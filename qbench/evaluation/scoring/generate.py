@@ -19,7 +19,7 @@ import inspect
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -465,7 +465,7 @@ class _Decoding:
         launched as it is. What it computes is the same."""
         step, state = self._device_step(), (self.ids, self.positions, self.finite)
         before = [tensor.clone() for tensor in state]
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        graph, stream = torch.cuda.CUDAGraph(), _capture_stream(self.device)
         try:
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
@@ -473,7 +473,7 @@ class _Decoding:
                     self.column.fill_(self.at.end)
                     step()
             torch.cuda.current_stream().wait_stream(stream)
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, stream=stream):
                 step()
         except RuntimeError as error:
             if should_reduce_batch_size(error):
@@ -505,6 +505,12 @@ class _Decoding:
             self.column.add_(1)
 
         return step
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """The same each time: cuBLAS keeps memory of its own for every stream."""
+    return torch.cuda.Stream(device)
 
 
 def takes_graphs(model: Any) -> bool:
