@@ -360,6 +360,12 @@ class Prequantized(Published):
                 f"{self.name}: {name} has {columns} inputs, and on CPUs bitsandbytes 0.50 reads "
                 "4-bit rows of whole blocks of 64 alone; run it on a GPU"
             )
+        sizes = zip((rows, columns), self.stated.get("weight_block_size") or (1, 1), strict=True)
+        if self.weights_only and any(n > size and n % size for n, size in sizes):
+            raise QuantizationError(
+                f"{self.name}: {name} [{rows}, {columns}] is not cut into whole blocks, and "
+                "transformers dequantizes others wrongly; run it on a GPU with the package kernels"
+            )
 
     @property
     def ends_quantized(self) -> bool:

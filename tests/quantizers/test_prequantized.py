@@ -129,6 +129,17 @@ def test_fp8_in_blocks_is_weights_only_on_a_cpu(whole, tmp_path):
     assert "weights only" in found.cell("base/copy").quantization.precision.weights.scheme
 
 
+def test_fp8_in_blocks_that_are_not_whole_is_refused_before_work(whole, tmp_path):
+    def narrower(tensors):
+        for name in [n for n in tensors if "mlp" in n]:
+            rows = slice(None) if "down" in name else slice(192)
+            tensors[name] = tensors[name][rows, : 192 if "down" in name else None].contiguous()
+
+    source = changed(whole, tmp_path / "source", narrower, intermediate_size=192)
+    with pytest.raises(QbenchError, match=r"down_proj \[128, 192\] is not cut into whole blocks"):
+        planned(tmp_path, fp8(source, tmp_path / "fp8"), checkpoint=source)
+
+
 def test_a_cache_that_the_copys_library_quantizes_is_part_of_its_precision(whole, tmp_path):
     made = fp8_rows(whole, tmp_path / "fp8")
     stated = json.loads((made / "config.json").read_text())["quantization_config"]
