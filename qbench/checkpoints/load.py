@@ -284,7 +284,7 @@ def _loading(stated: dict[str, Any], dequantize: bool) -> dict[str, Any]:
         chosen = transformers.AwqConfig(bits=stated["bits"], backend="torch_awq")
     elif method == "fp8" and dequantize:
         chosen = transformers.FineGrainedFP8Config(dequantize=True)
-    elif method == "compressed-tensors" and _weights_only(stated):
+    elif method == "compressed-tensors" and _one_scheme_of_weights(stated):
         chosen = transformers.CompressedTensorsConfig(dequantize=True)
     elif method == "mxfp4":  # it rounds no activations, so that products are the same
         chosen = transformers.Mxfp4Config(dequantize=True)
@@ -293,13 +293,14 @@ def _loading(stated: dict[str, Any], dequantize: bool) -> dict[str, Any]:
     return {"quantization_config": chosen}
 
 
-def _weights_only(stated: dict[str, Any]) -> bool:
-    """Whether weights are all that is quantized. compressed-tensors 0.20 dequantizes them in the
-    first forward; dequantized at once they are the same numbers, and zero points and codes in whole
-    bytes load too, which it expects in other layouts."""
-    groups = (stated.get("config_groups") or {}).values()
+def _one_scheme_of_weights(stated: dict[str, Any]) -> bool:
+    """Whether weights are all that is quantized, alike. compressed-tensors 0.20 dequantizes them in
+    the first forward; dequantized at once they are the same numbers, and zero points and codes in
+    whole bytes load too, which it expects in other layouts. But transformers takes one scheme for
+    all layers then."""
+    groups = list((stated.get("config_groups") or {}).values())
     inputs = any(group.get("input_activations") for group in groups)
-    return not inputs and not stated.get("kv_cache_scheme")
+    return len(groups) == 1 and not inputs and not stated.get("kv_cache_scheme")
 
 
 def without_weights(checkpoint: Checkpoint) -> PreTrainedModel:

@@ -20,6 +20,7 @@ from published_copies import (
     gptq,
     gptq_layout,
     int8_rows,
+    mixed,
     mxfp4,
     original,
     with_biases,
@@ -199,6 +200,13 @@ def test_a_copy_s_lm_head_may_be_quantized_as_its_layers_are(whole, tmp_path):
 
     (problem,) = audited(planned(tmp_path, changed(copy, tmp_path / "other", other)))[0].problems
     assert problem.startswith("its LM head: 1.5 off the original's")
+
+
+def test_layers_of_several_schemes_are_each_read_by_their_own(whole, tmp_path):
+    result, _ = audited(planned(tmp_path, mixed(whole, tmp_path / "copy")))
+    assert result.problems == ()
+    errors = {module.name: module.weight_error for module in result.modules}
+    assert all((error < 0.015) == ("mlp" in name) for name, error in errors.items())
 
 
 def test_tensors_that_a_copy_lacks_or_has_in_other_shapes_are_named(whole, tmp_path):
