@@ -40,8 +40,10 @@ def ranking(comparison: Comparison, store: Store, max_gib: float | None = None) 
     worse = _worse(found, results)
     rows = []
     for line, entries, best, others in found:
-        apart = [one for one in others if worse[entries[one].cell, line.task, line.metric]]
-        alike = [one for one in others if one not in apart]
+        apart, alike = (
+            [one for one in others if worse[entries[one].cell, line.task, line.metric] is answer]
+            for answer in (True, False)
+        )
         size = gib(comparison.records[entries[best].cell])
         rows.append(
             {
@@ -111,8 +113,9 @@ def _best(comparison: Comparison, allowed: Collection[str]) -> Iterator[Ranked]:
 
 def _worse(
     found: Sequence[Ranked], results: Mapping[str, CellResults]
-) -> dict[tuple[str, str, str], bool]:
-    """By cell, task and metric: whether it is significantly worse than the best."""
+) -> dict[tuple[str, str, str], bool | None]:
+    """By cell, task and metric: whether it is significantly worse than the best; None where no
+    test is known, as of bleu."""
     changes = [
         change(
             entries[other].cell,
@@ -124,6 +127,6 @@ def _worse(
         for other in others
     ]
     return {
-        (one.cell, one.task, one.metric): bool(one.effect) and one.effect.p_holm < ALPHA
+        (one.cell, one.task, one.metric): one.effect and one.effect.p_holm < ALPHA
         for one in adjusted(changes)
     }

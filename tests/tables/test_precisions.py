@@ -87,6 +87,19 @@ def test_the_best_precision_is_named_with_those_that_are_not_significantly_worse
         command.tables(store.directory, rank=True, against="bnb-8bit")
 
 
+def test_the_best_bleu_is_named_though_no_test_says_which_are_worse(tmp_path):
+    names = ("bf16", "hqq-4bit", "hqq-3bit")
+    store = make_store(tmp_path / "a", checkpoints=("mine",), quantizers=names, sizes={"t": 9})
+    for bits, cell in enumerate(store.grid().cells):
+        record = store.get(cell)
+        bleu = {"metric": "bleu", "aggregation": "bleu", "value": 30.0 - bits, "stderr": None}
+        scores = (*record.scores, record.scores[0].model_copy(update=bleu))
+        store.put(record.model_copy(update={"scores": scores}), store.outcomes(record))
+    (layout,) = ranking(compare(store), store)
+    (row,) = [row for row in layout.rows if row[1].startswith("Bleu")]
+    assert (row[3], row[5], row[7], row[8]) == ("hqq-4bit", "29.00", "—", "—")
+
+
 def test_points_a_gib_are_those_lost_for_what_is_saved():
     store = Store(Path(__file__).parents[2] / "results" / "published-27m-gguf")
     (table,) = ranking(compare(store), store, 0.018)  # Q4_0 and Q3_K_M, of 0.0161 and 0.0158 GiB
