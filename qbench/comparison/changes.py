@@ -7,6 +7,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
+import numpy as np
+
 from qbench.comparison.explain import find_cell
 from qbench.comparison.lines import Change, status_of
 from qbench.comparison.trainings import differences, trained, unlike
@@ -20,18 +22,29 @@ from qbench.text import MINUS, together
 Name = tuple[str, str]  # task, metric
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class CellResults:
-    """One cell: its record, and the outcomes that its scores rest on."""
+    """One cell: its record, and the outcomes that its scores rest on, redundant metrics left out.
+    The column of a score without outcomes, as of bleu, is empty."""
 
     record: Record
     columns: Mapping[Name, Column]
 
+    @classmethod
+    def of(cls, record: Record, columns: Mapping[Name, Column]) -> CellResults:
+        nothing = Column.of(np.arange(0), [], [])
+        return cls(record, {name: columns.get(name, nothing) for name in _kept(record)})
+
     @property
     def scores(self) -> Mapping[Name, Score]:
-        """Those that have outcomes."""
         found = {(score.task, score.metric): score for score in self.record.scores}
-        return {name: score for name, score in found.items() if name in self.columns}
+        return {name: found[name] for name in self.columns}
+
+
+def _kept(record: Record) -> list[Name]:
+    """Its scores but those that another one of the same task says."""
+    scores = [(score.task, score.metric) for score in record.scores]
+    return [name for name in scores if (name[0], REDUNDANT.get(name[1])) not in scores]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -62,9 +75,7 @@ def read_results(store: Store, *, decimals: int | None = None) -> ResultSet:
 
 
 def _read_cell(store: Store, record: Record, decimals: int | None = None) -> CellResults:
-    scores = {(score.task, score.metric) for score in record.scores}
-    kept = {name for name in scores if (name[0], REDUNDANT.get(name[1])) not in scores}
-    return CellResults(record=record, columns=read_columns(store, record, kept, decimals))
+    return CellResults.of(record, read_columns(store, record, _kept(record), decimals))
 
 
 def read_columns(
@@ -343,7 +354,7 @@ def change(cell: str, name: Name, before: CellResults, after: CellResults) -> Ch
         higher_is_better=score.higher_is_better,
         old=values["old"],
         new=values["new"],
-        documents=panel.documents,
+        documents=panel.documents if seen else after.scores[name].documents,
         left_out=seen - 2 * panel.documents,
         effect=found,
         precision=precision.words if precision.in_parts else "",

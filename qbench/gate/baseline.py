@@ -11,6 +11,7 @@ import base64
 import hashlib
 import io
 import json
+import math
 import zlib
 from collections import defaultdict
 from pathlib import Path
@@ -25,7 +26,7 @@ from qbench.comparison.changes import CellResults, Changes, ResultSet, compare_s
 from qbench.errors import ResultsError, first_line, validation_line
 from qbench.files import write_atomically
 from qbench.records import Record
-from qbench.statistics import Column
+from qbench.statistics import TESTABLE, Column
 from qbench.store import Store
 from qbench.text import together
 
@@ -41,14 +42,19 @@ def make(store: Store, out: Path, *, replace: bool = False) -> Changes | None:
 
     Where ``out`` exists, ``replace`` must be set; what replacing it changes is returned, so that
     it can be shown (``tables.changes.changes_table``). Raises ResultsError for a folder with
-    missing, failed or unaudited cells or failed tasks, which are no standard to hold anybody to,
-    and for another kind of file in its place.
+    missing, failed or unaudited cells, failed tasks or scores that are not finite, which are no
+    standard to hold anybody to, and for another kind of file in its place.
     """
     results = read_results(store, decimals=DECIMALS)
     unfit = [*results.broken.items()]
     for cell, one in results.cells.items():
         unfit += [(cell, "not audited")] * (one.record.audit is None)
         unfit += [(cell, f"{task} failed: {why}") for task, why in one.record.failed_tasks.items()]
+        unfit += [
+            (cell, f"{score.task} {score.metric} is {score.value}")
+            for score in one.scores.values()
+            if not math.isfinite(score.value)
+        ]
     if unfit:
         raise ResultsError(f"{store.name}: no baseline from this: {'; '.join(together(unfit))}")
     if out.exists() and not replace:
@@ -78,8 +84,8 @@ def write(results: ResultSet, out: Path) -> None:
     frames = [
         pd.DataFrame(
             {
-                "cell": np.int32(index),
-                "score": np.int32(number),
+                "cell": np.full(len(column.documents), index, np.int32),
+                "score": np.full(len(column.documents), number, np.int32),
                 "document": column.documents,
                 "value": np.round(column.values * 10**DECIMALS).astype(np.int64),
                 "weight": column.weights,
@@ -155,9 +161,6 @@ def _cells(packed: str, table: pa.Table) -> dict[str, CellResults]:
             rows["document"], values.round(DECIMALS), rows["weight"]
         )
     for index, one in enumerate(records):
-        if one.scores and index not in columns:
+        if index not in columns and any(score.aggregation in TESTABLE for score in one.scores):
             raise ValueError(f"{one.cell} has no outcomes")
-    return {
-        one.cell: CellResults(record=one, columns=columns[index])
-        for index, one in enumerate(records)
-    }
+    return {one.cell: CellResults.of(one, columns[index]) for index, one in enumerate(records)}

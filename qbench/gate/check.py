@@ -19,7 +19,7 @@ from qbench.gate.baseline import DECIMALS, read
 from qbench.gate.margins import AUDIT_MARGINS, Margin, margin_of, require_known
 from qbench.gate.verdict import AUDIT, ROUNDING, Gate, Inconclusive, Verdict, measured, whole
 from qbench.records import Audit, ModuleAudit, Record
-from qbench.statistics import Column, Worsening, documents_needed, worsening
+from qbench.statistics import TESTABLE, Column, Worsening, documents_needed, worsening
 from qbench.store import Store
 
 # Parts of a cell's key that must be the baseline's, unless the user says otherwise.
@@ -111,11 +111,19 @@ def check(
         if line.cell not in blocked:
             name, before = (line.task, line.metric), old.cells[line.cell]
             was, now = before.columns[name], new.cells[line.cell].columns[name]
-            margin = margin_of(before.scores[name], was, given, lines=asked)
-            gate = _gate(line, margin, same=_same(was, now))
-            if gone := int((~np.isin(was.documents, now.documents)).sum()):
-                # what they would say is not known
-                many = f"{gone} of the baseline's {len(was.documents)} documents are missing"
+            score = before.scores[name]
+            margin = margin_of(score, was, given, lines=asked)
+            if score.aggregation in TESTABLE:
+                gate = _gate(line, margin, same=_same(was, now))
+                gone = int((~np.isin(was.documents, now.documents)).sum())
+            else:  # of all documents at once, as bleu: no test is known
+                worse = (100 if line.percent else 1) * (line.new - line.old)
+                worse = -worse if line.higher_is_better else worse
+                found = measured(line.cell, line.metric, worse, margin.value, "by its value alone")
+                gate = replace(found, task=line.task, given=margin.given, change=line)
+                gone = score.documents - new.cells[line.cell].scores[name].documents
+            if gone > 0:  # what they would say is not known
+                many = f"{gone} of the baseline's {score.documents} documents are missing"
                 gate = replace(gate, outcome="fail", reason=f"{many}; {gate.reason}")
             gates.append(gate)
     extra = [cell for cell in (*new.cells, *new.broken) if cell not in old.cells]

@@ -7,6 +7,7 @@ bootstrap of the documents serves all effects of a task.
 """
 
 from qbench.statistics.effect import (
+    TESTABLE,
     Effect,
     Interval,
     Worsening,
@@ -22,6 +23,7 @@ from qbench.statistics.panel import Column, Panel, resample
 from qbench.statistics.seeds import SeedEffect, mean_score, over_seeds
 
 __all__ = [
+    "TESTABLE",
     "Column",
     "Effect",
     "Interval",

@@ -277,6 +277,9 @@ class _Sample:
         return self.aggregation == "mean" and bool(np.all(answers & (self.weights == 1)))
 
 
+TESTABLE = (*SLOPES, *PAIRED)  # aggregations whose scores ``effect`` compares
+
+
 def needs_rounds(aggregation: str) -> bool:
     """Whether intervals of such scores come from the bootstrap."""
     return aggregation in SLOPES and aggregation not in LOG_SCALE

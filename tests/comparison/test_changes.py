@@ -60,6 +60,19 @@ def test_scores_of_one_side_only_are_named_with_why_they_failed(tmp_path):
     assert cells.problems == (f"wikitext: not in {new.directory}: softmax/bf16: it gives NaN",)
 
 
+def test_a_score_without_outcomes_is_compared_by_its_value(tmp_path):
+    stores = []
+    for side, value in (("a", 0.31), ("b", 0.29)):
+        store = grid(tmp_path / side)
+        record = store.get(store.grid().cells[0])
+        bleu = {"metric": "bleu", "aggregation": "bleu", "value": value}
+        scores = (*record.scores, record.scores[0].model_copy(update=bleu))
+        store.put(record.model_copy(update={"scores": scores}), store.outcomes(record))
+        stores.append(store)
+    (line,) = (one for one in compare_results(*stores).lines if one.metric == "bleu")
+    assert (line.old, line.new, line.effect, line.documents) == (0.31, 0.29, None, 300)
+
+
 def test_two_cells_are_compared_whatever_is_wrong_with_a_third(tmp_path):
     store = grid(tmp_path / "a", failed=("softmax/bf16",))
     next(store.directory.glob("records/softmax/hqq-4bit/*.outcomes.parquet")).unlink()

@@ -63,6 +63,14 @@ def test_no_baseline_is_made_without_a_task_that_could_not_be_scored(tmp_path):
         baseline.make(store, tmp_path / "baseline.parquet")
 
 
+def test_no_baseline_is_made_of_a_score_that_is_not_finite(tmp_path):
+    store = changed(tmp_path)
+    first, *others = record_of(store, CELL).scores
+    update(store, CELL, scores=(first.model_copy(update={"value": float("inf")}), *others))
+    with pytest.raises(ResultsError, match=rf"{CELL}: arc_easy acc is inf"):
+        baseline.make(store, tmp_path / "baseline.parquet")
+
+
 def test_a_file_that_never_was_a_baseline_is_not_replaced(tmp_path, good, standard):
     path = tmp_path / "recipe.yaml"
     path.write_text("name: mine\n")

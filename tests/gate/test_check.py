@@ -5,6 +5,7 @@ import math
 import re
 import shutil
 
+import pandas as pd
 import pytest
 from gate_results import (
     CELL,
@@ -20,7 +21,7 @@ from gate_results import (
 from small_recipe import qbench
 from synthetic import make_store, scores
 
-from qbench.errors import OutputError
+from qbench.errors import OutputError, RecipeError
 from qbench.gate import baseline, check, margins
 from qbench.gate.verdict import as_json, as_markdown
 
@@ -184,6 +185,58 @@ def test_a_perplexity_beyond_the_largest_number_never_passes(tmp_path, standard)
     told = json.loads(as_json(result), parse_constant=lambda name: pytest.fail(f"bare {name}"))
     assert [g["worse_at_most"] for g in told["gates"]].count("Infinity") == 1
     assert [g["value"] for g in told["gates"]].count("Infinity") == 1
+
+
+def with_bleu(folder, value, documents=700):
+    """A score of all documents at once, of which no outcomes are kept, and a median."""
+    store = changed(folder)
+    record = record_of(store, CELL)
+    like = record.scores[0].model_copy(update={"value": value, "documents": documents})
+    more = [like.model_copy(update={"metric": one, "aggregation": one}) for one in ("bleu", "mid")]
+    table = store.outcomes(record)
+    middle = table[table["metric"] == "acc_norm"].assign(metric="mid", value=value)
+    store.put(
+        record.model_copy(update={"scores": (*record.scores, *more)}), pd.concat([table, middle])
+    )
+    return store
+
+
+@pytest.mark.parametrize(("now", "outcome"), [(30.0, "pass"), (29.2, "pass"), (28.9, "fail")])
+def test_a_score_that_no_test_knows_is_held_to_the_margin_by_its_value(tmp_path, now, outcome):
+    path = tmp_path / "baseline.parquet"
+    baseline.make(with_bleu(tmp_path / "old", 30.0), path)
+    store = with_bleu(tmp_path, now)
+    with pytest.raises(RecipeError, match=r"bleu has no margin; add --margin bleu=NUMBER"):
+        check.check(store, path)
+    result = check.check(store, path, margins={"bleu": 1.0, "mid": 1.0})
+    gates = [gate for gate in result.gates if gate.metric in ("bleu", "mid")]
+    assert [gate.outcome for gate in gates] == [outcome] * 2
+    assert all("the margin: by its value alone" in gate.reason for gate in gates)
+    assert [gate.worse.estimate for gate in gates] == pytest.approx([30 - now] * 2)
+    assert [gate.change.documents for gate in gates] == [700, 700]
+    assert result.outcome == outcome
+
+
+def test_a_cell_may_have_no_other_score_than_one_without_outcomes(tmp_path):
+    path = tmp_path / "baseline.parquet"
+    store = with_bleu(tmp_path, 30.0)
+    bleu = record_of(store, CELL).scores[-2]
+    for cell in store.grid().cells:
+        record = store.get(cell)
+        store.put(record.model_copy(update={"scores": (bleu,)}), store.outcomes(record).head(0))
+    baseline.make(store, path)
+    assert check.check(store, path, margins={"bleu": 1.0}).outcome == "pass"
+
+
+def test_a_score_without_outcomes_of_fewer_documents_never_passes(tmp_path):
+    path = tmp_path / "baseline.parquet"
+    baseline.make(with_bleu(tmp_path / "old", 30.0), path)
+    result = check.check(with_bleu(tmp_path, 30.0, 50), path, margins={"bleu": 1.0, "mid": 1.0})
+    (gate,) = (one for one in result.gates if one.metric == "bleu")
+    assert (gate.outcome, gate.reason.split(";")[0]) == (
+        "fail",
+        "650 of the baseline's 700 documents are missing",
+    )
 
 
 def test_documents_that_are_missing_fail_and_are_counted(tmp_path, good, standard):
