@@ -204,10 +204,11 @@ def plan_lines(planned: Plan, store: Store, only: str | None) -> Iterator[str]:
             yield f"{'to run  ' if record is None else 'to retry'}  {about}"
     if known:
         seconds = duration(sum(one.seconds for one in known))
+        measured = sum(one.measured for one in known)
         yield (
-            f"{len(known)} of {todo} cells to run take about {seconds} one after the other, "
-            f"{sum(one.measured for one in known)} of them by earlier records of the same weights "
-            "on this hardware, others by their shapes, within a factor of three"
+            f"{len(known)} of {todo} cells to run take about {seconds} one after the other: "
+            f"{measured} by earlier records of the same weights on this hardware, "
+            f"{len(known) - measured} by their shapes, within a factor of three"
         )
     yield from notes(planned, cells)
     yield f"results go to {store.directory}"

@@ -65,7 +65,7 @@ def test_the_plan_says_it(tmp_path, planned, capfd):
     shown = capfd.readouterr().out
     assert f"to run    softmax/fp32  key {cell.key[:16]}  about 8 s, 0.5 GiB" in shown
     assert "4 of 4 cells to run take about" in shown
-    assert "1 of them by earlier records of the same weights on this hardware, others by" in shown
+    assert ": 1 by earlier records of the same weights on this hardware, 3 by their shapes" in shown
     assert "checkpoint  softpick: LlamaForCausalLM, 1.31 million parameters, 0.00489 GiB" in shown
 
 
