@@ -255,7 +255,7 @@ function TokenView({ found, cell, folder, task, document, round }: { found: Over
       <p class="tokens">{tokens.texts.map((text, place) => {
         const [kl, moved] = [tokens.kl[place], tokens.change[place]];
         const tone = moved < 0 ? "var(--worse)" : "var(--better)";
-        return <span title={`change ${number(moved, 3)} nats, KL ${number(kl, 3)}`} style={{ background: `color-mix(in srgb, ${tone} ${Math.min(80, 40 * Math.abs(moved))}%, transparent)`, borderBottom: `3px solid color-mix(in srgb, var(--accent) ${Math.round((100 * kl) / most)}%, transparent)` }}>{text}</span>;
+        return <span title={`change ${number(moved, 3)} nats, KL ${number(kl, 3)}`} style={{ background: `color-mix(in srgb, ${tone} ${Math.min(55, 28 * Math.abs(moved))}%, transparent)`, borderBottom: `3px solid color-mix(in srgb, var(--accent) ${Math.round((100 * kl) / most)}%, transparent)` }}>{text}</span>;
       })}</p>
     </section>
   );
