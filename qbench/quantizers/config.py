@@ -145,7 +145,6 @@ class WeightSettings(Settings):
     external: ClassVar[bool] = False  # a runtime that shows nothing but answers
     ends_quantized: ClassVar[bool] = False  # embeddings and LM head too
     whole: ClassVar[bool] = False  # its weights may be the original's: another runtime's column
-    rescales: ClassVar[bool] = False  # factors of columns may have moved into what comes before
 
     compute_dtype: Annotated[
         Dtype,

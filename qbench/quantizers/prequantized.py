@@ -390,10 +390,6 @@ class Prequantized(Published):
         """What is stored is counted, and may be more than the codes need, but not fewer bits."""
         return 0.99 * min(self._scheme.bits), 1.1 * max(UNQUANTIZED_BITS, self.num_bits)
 
-    @property
-    def rescales(self) -> bool:
-        return self.format in ("awq", "compressed-tensors")  # as SmoothQuant may have before
-
     def error_bound(self) -> float:
         least = max(2, min(self._scheme.bits))
         return ROUNDING_BOUND[max(width for width in ROUNDING_BOUND if width <= least)]

@@ -68,7 +68,7 @@ def measure_weights(
     ]
     problems += _changed(original, remaining, quantized, None)
     ends, changed = _others(original, quantized, config, stored)
-    rescales = config.weights.rescales and bool(changed)
+    rescales = config.weights.prequantized and bool(changed)
     modules: list[ModuleAudit] = []
     error_squared = norm_squared = 0.0
     rescaled = 0
@@ -171,7 +171,7 @@ def _others(
         wanted, holder = (getattr(model, getter)() for model in (original, quantized))
         if wanted is None:
             continue
-        found, rounded = getattr(holder, "weight", None), names[id(holder)] in stored
+        found, rounded = getattr(holder, "weight", None), names.get(id(holder)) in stored
         if rounded and (found is None or not found.is_floating_point()):
             found = forward_weight(holder, wanted.weight.shape[1], wanted.weight.dtype)
         pairs[what] = wanted.weight, found, rounded or (copied and weights.ends_quantized)
