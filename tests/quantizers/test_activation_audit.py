@@ -57,6 +57,14 @@ def test_a_hook_that_is_gone_is_caught_by_what_the_product_takes_in(folder):
     assert "levels under one scale of its input, 4 bits have 16" in second
 
 
+def test_fewer_bits_than_the_settings_say_are_caught(folder):
+    problems = check(make(of("int6-token"), folder), of("int8-token")).problems
+    assert problems[0] == (
+        "model.layers.0.self_attn.q_proj: its input is rounded to 6 bits, the settings say 8"
+    )
+    assert len(problems) == 14
+
+
 def _to_128(x):
     scale = x.abs().amax(-1, keepdim=True) / 128
     return torch.round(x / scale).clamp(-127, 127) * scale

@@ -77,6 +77,14 @@ def _from_zero(positions, first, group):
     return _right_groups(positions, 0, group)
 
 
+def test_the_audit_finds_other_bits_than_the_settings_say():
+    model = model_of("llama", "softmax", "token, first and recent")
+    quantizer = config_of({"kv": "int8-token"}, compute_dtype="float32")
+    assert measure_kv(model, quantizer, ids(2, 40))[1] == [
+        f"model.layers.{i}.self_attn: its KV cache has 3 bits, the settings say 8" for i in (0, 1)
+    ]
+
+
 def test_the_audit_finds_an_attention_without_a_cache():
     model = model_of("llama", "softmax", "token")
     quantizer = config_of({"kv": SCHEMES["token"]}, compute_dtype="float32")

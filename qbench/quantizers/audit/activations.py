@@ -45,6 +45,11 @@ def measure_inputs(
         if name not in about and name not in ignored
     ]
     problems += [f"{n}: its input is quantized, but should not be" for n in about if n in ignored]
+    problems += [
+        f"{n}: its input is rounded to {own.format.num_bits} bits, the settings say {part.bits:g}"
+        for n, own in about.items()
+        if own.format.num_bits != part.bits
+    ]
     watched, weights = {}, evidence_of(quantized, config, "weights")
     with ExitStack() as stack:
         for name, own in about.items():

@@ -80,6 +80,10 @@ def _module(
     sources, first = read.sources, positions < cache.keep_first
     rounding = torch.finfo(sources.key.dtype).eps
     unequal, problems, measured = [], [], {}
+    if cache.format.num_bits != bits:
+        problems.append(
+            f"{name}: its KV cache has {cache.format.num_bits} bits, the settings say {bits:g}"
+        )
     values = scales = 0
     for what, x, y, count in (
         ("keys", read.key, read.quantized_key, cache.key_group),
