@@ -87,7 +87,7 @@ def check(
         raise ResultsError(
             f"{store.name} has no cell of {baseline}; check results of the same recipe"
         )
-    require_known(given, [metric for one in old.cells.values() for _, metric in one.scores])
+    require_known(given, [score for one in old.cells.values() for score in one.scores.values()])
     lines = compare_sets(old, new)
     notes = require_same(old.cells, new.cells, across)
     allowed = AUDIT_MARGINS | given

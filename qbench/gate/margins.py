@@ -76,9 +76,10 @@ def parse_margins(texts: Sequence[str]) -> dict[str, float]:
     return margins
 
 
-def require_known(given: Mapping[str, float], metrics: Collection[str]) -> None:
-    """Raise RecipeError for a margin of a metric that the baseline does not have."""
-    named = [name for metric in metrics for name in (metric, base_metric(metric))]
+def require_known(given: Mapping[str, float], scores: Collection[Score]) -> None:
+    """Raise RecipeError for a margin of a metric that is not among the baseline's ``scores``, or a
+    metric, neither an accuracy nor a perplexity, that no margin is given for."""
+    named = [name for one in scores for name in (one.metric, base_metric(one.metric))]
     known = [*dict.fromkeys([*LEAST, *named]), *AUDIT_MARGINS]
     for name in given:
         if name not in known:
@@ -87,13 +88,18 @@ def require_known(given: Mapping[str, float], metrics: Collection[str]) -> None:
                 f"{', '.join(known)}"
             )
 
+    need = dict.fromkeys(one.metric for one in scores if _family(one) is None)
+    if lacking := [one for one in need if not {one, base_metric(one)} & given.keys()]:
+        raise RecipeError(
+            f"no margin by default: {', '.join(lacking)}; add "
+            + " ".join(f'--margin "{one}=NUMBER"' for one in lacking)
+            + " (in the metric's own units)"
+        )
+
 
 def margin_of(score: Score, column: Column, given: Mapping[str, float], *, lines: int) -> Margin:
-    """The margin of one score of the baseline, one of ``lines`` that are asked together.
-
-    Raises RecipeError for a metric that is neither an accuracy nor a perplexity and has no
-    margin of the user's.
-    """
+    """The margin of one score of the baseline, one of ``lines`` that are asked together, which
+    ``require_known`` was asked of."""
     family = _family(score)
     supported = math.nan
     if family is not None:
@@ -101,11 +107,6 @@ def margin_of(score: Score, column: Column, given: Mapping[str, float], *, lines
     for name in (score.metric, base_metric(score.metric), family):
         if name in given:
             return Margin(value=given[name], given=True, supported=supported)
-    if family is None:
-        raise RecipeError(
-            f"{score.task}: {score.metric} has no margin; add --margin {score.metric}=NUMBER (in "
-            "the metric's own units)"
-        )
     return Margin(value=supported, given=False, supported=supported)
 
 

@@ -127,6 +127,11 @@ def test_a_broken_quantizer_does_not_widen_its_own_margin(tmp_path, good, standa
 
 def test_a_metric_without_a_family_needs_a_margin_of_its_own():
     bleu = score("bleu", "bleu", 60)
-    with pytest.raises(RecipeError, match="t: bleu has no margin; add --margin bleu=NUMBER"):
-        margins.margin_of(bleu, column(np.arange(60.0)), {}, lines=1)
+    ter = score("ter [first]", "ter", 60)
+    words = (
+        r"""default: bleu, ter \[first\]; add --margin "bleu=NUMBER" --margin "ter \[first\]=NUM"""
+    )
+    with pytest.raises(RecipeError, match=words):
+        margins.require_known({}, [bleu, ter])
+    margins.require_known({"bleu": 2.0, "ter": 1.0}, [bleu, ter])
     assert margins.margin_of(bleu, column(np.arange(60.0)), {"bleu": 2.0}, lines=1).given
