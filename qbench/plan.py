@@ -266,6 +266,7 @@ def _cell(
     evaluation, can = recipe.evaluation, checkpoint.support
     attention = choose_attention(name, can, checkpoint.normalizer, evaluation.attention, device)
     checkpoint = replace(checkpoint, normalizer=attention.normalizer)
+    copy = copy and replace(copy, normalizer=attention.normalizer)
     fastest, slower = _fastest(checkpoint)
     if (mode := ONE_WAY.get(runtime_of(quantization, copy))) is not None:
         fastest, evaluation = mode, evaluation.model_copy(update={"scoring": "auto"})

@@ -145,7 +145,7 @@ def stored_size(
     in their place; of a published checkpoint, of its files."""
     head = original.get_output_embeddings()
     if weights is not None and weights.prequantized:
-        return _size_of_files(weights, original, wanted, head.weight.numel())
+        return _size_of_files(weights, original, wanted)
     stored = {one.name: one.bits_per_weight * one.parameters for one in modules}
     plain = {name: _bits(matrix.weight) for name, matrix in wanted.items()}
     inner = sum(stored.get(name, bits) for name, bits in plain.items())
@@ -158,9 +158,8 @@ def stored_size(
 
 
 def _size_of_files(
-    settings: Prequantized, original: nn.Module, wanted: Mapping[str, Matrix], head: int
+    settings: Prequantized, original: nn.Module, wanted: Mapping[str, Matrix]
 ) -> StoredSize:
-    """``head``: weights of the LM head."""
     if settings.format == "gguf":
         modules = [name for name, _ in original.named_modules() if name]
         layers = original.config.get_text_config().num_hidden_layers
@@ -169,15 +168,14 @@ def _size_of_files(
         bits = _tensor_bits(settings.folder)
     experts = {p for name in wanted if ".experts." in name for p in parents(name)}
     inside = wanted.keys() | {p for p in experts if ".experts" in p}
-    inner = sum(
-        n
-        for name, n in bits.items()
-        if not name.endswith("bias") and any(p in inside for p in parents(name))
-    )
-    of_head = sum(n for name, n in bits.items() if name.startswith("lm_head."))
+    matrices = {name: n for name, n in bits.items() if not name.endswith("bias")}
+    inner = sum(n for name, n in matrices.items() if any(p in inside for p in parents(name)))
+    head = original.get_output_embeddings()
+    path = next((name for name, module in original.named_modules() if module is head), None)
+    of_head = sum(n for name, n in matrices.items() if name.startswith(f"{path}."))
     return StoredSize(
         bits_per_weight=inner / _count(wanted),
-        head_bits_per_weight=of_head / head if of_head and head else None,
+        head_bits_per_weight=of_head / head.weight.numel() if of_head else None,
         gib=sum(bits.values()) / GIB,
     )
 
