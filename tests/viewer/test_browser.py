@@ -150,9 +150,18 @@ def test_tables_sort_by_keyboard_and_are_saved(opened, page, tmp_path):
         table = read(tmp_path / title)
         assert {"Task", "Score", "Damage"} <= set(table.columns)
         assert table["Score"].notna().sum() > 20
+        for name in ("Score", "Damage", "Difference of damages"):
+            ends = table[[f"{name}, low", name, f"{name}, high"]].dropna().to_numpy()
+            assert len(ends) > 4
+            assert (ends[:, 0] <= ends[:, 1]).all()
+            assert (ends[:, 1] <= ends[:, 2]).all()
+        assert set(table["Kind"]) == {"difference", "log ratio"}
     with page.expect_download() as saved:
         page.click(".downloads button:has-text('LaTeX')")
-    assert "\\toprule" in saved.value.path().read_text()
+    tex = saved.value.path().read_text()
+    assert "\\toprule" in tex
+    assert " & $\\times$ 1." in tex  # as it stands on the page
+    assert not re.search(r"\d\.\d{7}", tex)
     page.goto(opened.address)
     with page.expect_download() as saved:
         page.locator(".downloads button:has-text('SVG')").first.click()

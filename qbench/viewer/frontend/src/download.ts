@@ -1,5 +1,6 @@
 // Tables and figures as files.
 import { parquetWriteBuffer } from "hyparquet-writer";
+import { number } from "./units";
 
 export type Row = Record<string, string | number | boolean | null | undefined>;
 
@@ -39,13 +40,15 @@ export function parquet(rows: Row[]): ArrayBuffer {
 const TEX: Record<string, string> = {
   "\\": "\\textbackslash{}", "&": "\\&", "%": "\\%", $: "\\$", "#": "\\#", _: "\\_", "{": "\\{", "}": "\\}",
   "~": "\\textasciitilde{}", "^": "\\textasciicircum{}", "−": "$-$", "×": "$\\times$", "–": "--", "‡": "$\\ddagger$",
-  "†": "$\\dagger$", "Δ": "$\\Delta$", "→": "$\\to$", "±": "$\\pm$", "∞": "$\\infty$", "↑": "$\\uparrow$", "↓": "$\\downarrow$",
+  "|": "$|$", "<": "$<$", ">": "$>$", "≈": "$\\approx$", "†": "$\\dagger$", "Δ": "$\\Delta$", "→": "$\\to$", "±": "$\\pm$", "∞": "$\\infty$", "↑": "$\\uparrow$", "↓": "$\\downarrow$",
 };
 
 export function latex(rows: Row[]): string {
   const names = Object.keys(rows[0] ?? {});
-  const cell = (value: Row[string]) => [...String(value ?? "")].map((sign) => TEX[sign] ?? sign).join("");
-  const align = names.map((name) => (typeof rows[0][name] === "number" ? "r" : "l")).join("");
+  const text = (value: Row[string]) => (typeof value === "number" ? number(value) : String(value ?? ""));
+  const cell = (value: Row[string]) => [...text(value)].map((sign) => TEX[sign] ?? sign).join("");
+  const first = (name: string) => rows.map((row) => text(row[name])).find((one) => !/^–?$/.test(one)) ?? "";
+  const align = names.map((name) => (/^[−+×[\d]/.test(first(name)) ? "r" : "l")).join("");
   const lines = [names.map(cell), ...rows.map((row) => names.map((name) => cell(row[name])))].map((cells) => `${cells.join(" & ")} \\\\`);
   return ["% needs \\usepackage{booktabs}", `\\begin{tabular}{${align}}`, "\\toprule", lines[0], "\\midrule", ...lines.slice(1), "\\bottomrule", "\\end{tabular}", ""].join("\n");
 }

@@ -261,15 +261,18 @@ function scoreOf(lines: Line[], line: Line, cell: Cell) {
   return { value: factor * own.value, low: factor * (own.low ?? own.value), high: factor * (own.high ?? own.value) };
 }
 
+const ends = (title: string, of?: { low?: number; high?: number }): Row => ({ [`${title}, low`]: of?.low, [`${title}, high`]: of?.high });
+const saved = (title: string, of?: Effect): Row => ({ [title]: of?.estimate, ...ends(title, of), [`${title}, p (Holm)`]: of?.p_holm });
+
 /** One checkpoint's quantized precisions among themselves. */
 function Pairs({ found }: { found: Overview }) {
   const columns = useMemo((): GridColumn[] => [
     { title: "Task", value: (pair: Pair) => pair.task, width: 120 },
     { title: "Metric", value: (pair: Pair) => pair.metric, width: 100 },
     { title: "Pair", value: (pair: Pair) => pair.pair, width: 180, grow: 2 },
-    { title: "Difference", value: (pair: Pair) => pair.effect?.estimate, align: "right", show: (pair: Pair) => pair.effect ? effect(pair.effect.estimate, pair.effect.kind, pair.percent) + pair.effect.mark : "–" },
-    { title: "95 % interval", value: (pair: Pair) => pair.effect?.low, align: "right", width: 150, show: (pair: Pair) => pair.effect ? interval(pair.effect, pair.percent) : "–" },
-    { title: "p (Holm)", value: (pair: Pair) => pair.effect?.p_holm, align: "right", show: (pair: Pair) => p(pair.effect?.p_holm) },
+    { title: "Difference", value: (pair: Pair) => pair.effect?.estimate, align: "right", save: (pair: Pair) => ({ Kind: pair.effect?.kind, ...saved("Difference", pair.effect) }), show: (pair: Pair) => pair.effect ? effect(pair.effect.estimate, pair.effect.kind, pair.percent) + pair.effect.mark : "–" },
+    { title: "95 % interval", value: (pair: Pair) => pair.effect?.low, align: "right", width: 150, save: () => ({}), show: (pair: Pair) => pair.effect ? interval(pair.effect, pair.percent) : "–" },
+    { title: "p (Holm)", value: (pair: Pair) => pair.effect?.p_holm, align: "right", save: () => ({}), show: (pair: Pair) => p(pair.effect?.p_holm) },
     { title: "Documents", value: (pair: Pair) => pair.documents, align: "right" },
   ], [found]);
   if (!found.pairs.length) return null;
@@ -296,18 +299,18 @@ export function ScoresPage({ found }: { found: Overview }) {
   const rows = useMemo(() => lines.flatMap((line) => Object.entries(line.scores).map(([group, own]) => ({ line, group, own }))), [found]);
   const columns = useMemo((): GridColumn[] => {
     const of = (name: "damages" | "deltas" | "differences", title: string): GridColumn[] => [
-      { title, value: ({ line, group }) => line[name][group]?.estimate, align: "right", show: ({ line, group }) => {
+      { title, value: ({ line, group }) => line[name][group]?.estimate, align: "right", save: ({ line, group }) => saved(title, line[name][group]), show: ({ line, group }) => {
         const one: Effect | undefined = line[name][group];
         return one ? { text: effect(one.estimate, one.kind, line.percent) + one.mark, title: `${interval(one, line.percent)}, p ${p(one.p)}` } : "–";
       } },
     ];
     return [
       { title: "Task", value: ({ line }) => line.label, width: 120, grow: 2, show: ({ line, group }) => ({ text: line.label, href: links(found, [group], line) }) },
-      { title: "Metric", value: ({ line }) => line.metric_title, width: 100, show: ({ line }) => `${line.metric_title} ${line.higher_is_better ? "↑" : "↓"}` },
+      { title: "Metric", value: ({ line }) => line.metric_title, width: 100, save: ({ line }) => ({ Metric: line.metric_title, Kind: line.ratio ? "log ratio" : "difference" }), show: ({ line }) => `${line.metric_title} ${line.higher_is_better ? "↑" : "↓"}` },
       { title: "Precision", value: ({ line }) => line.quantizer, width: 100 },
       { title: "Checkpoint", value: ({ group }) => group, width: 100 },
       { title: "Score", value: ({ own }) => own.value, align: "right", show: ({ own, line }) => own.status === "ok" ? score(own.value, line) : { text: own.status, tone: own.status, title: own.reason } },
-      { title: "95 % interval", value: ({ own }) => own.low, align: "right", width: 130, show: ({ own, line }) => own.low === undefined ? "–" : `[${score(own.low, line)}, ${score(own.high, line)}]` },
+      { title: "95 % interval", value: ({ own }) => own.low, align: "right", width: 130, save: ({ own }) => ends("Score", own), show: ({ own, line }) => own.low === undefined ? "–" : `[${score(own.low, line)}, ${score(own.high, line)}]` },
       ...of("deltas", "Δ"), ...of("damages", "Damage"), ...of("differences", "Difference of damages"),
       { title: "Documents", value: ({ own, line, group }) => own.documents ?? line.damages[group]?.documents, align: "right", show: ({ own, line, group }) => number(own.documents ?? line.damages[group]?.documents) },
     ];

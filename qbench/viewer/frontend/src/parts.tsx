@@ -11,13 +11,14 @@ import { Method } from "./methods";
 
 Tabulator.registerModule([FilterModule, FormatModule, InteractionModule, ResizeTableModule, SortModule]);
 
-function Downloads({ name, rows, figure }: { name: string; rows: () => Row[]; figure?: () => Element }) {
+/** `printed`: the rows as they stand on the page, for LaTeX. */
+function Downloads({ name, rows, printed = rows, figure }: { name: string; rows: () => Row[]; printed?: () => Row[]; figure?: () => Element }) {
   return (
     <span class="downloads" role="group" aria-label={`Download ${name}`}>
       {figure && <button onClick={() => save(`${name}.svg`, svg(figure()), "image/svg+xml")}>SVG</button>}
       <button onClick={() => save(`${name}.csv`, csv(rows()), "text/csv")}>CSV</button>
       <button onClick={() => save(`${name}.parquet`, parquet(rows()), "application/octet-stream")}>Parquet</button>
-      <button onClick={() => save(`${name}.tex`, latex(rows()), "text/plain")}>LaTeX</button>
+      <button onClick={() => save(`${name}.tex`, latex(printed()), "text/plain")}>LaTeX</button>
     </span>
   );
 }
@@ -65,8 +66,12 @@ export const plot = (options: Plot.PlotOptions) =>
 export type Shown = string | { text: string; href?: string; tone?: string; title?: string };
 export interface GridColumn {
   title: string; value: (row: any) => any; show?: (row: any) => Shown;
-  align?: "left" | "right"; width?: number; grow?: number; note?: string; frozen?: boolean;
+  align?: "left" | "right"; width?: number; grow?: number; note?: string;
+  /** What is saved of it, where that is more than its value. */
+  save?: (row: any) => Row;
 }
+
+const shownBy = (column: GridColumn, row: any): Shown => column.show?.(row) ?? String(column.value(row) ?? "–");
 
 function element(shown: Shown): HTMLElement {
   const { text, href, tone, title } = typeof shown === "string" ? { text: shown } as Exclude<Shown, string> : shown;
@@ -94,7 +99,7 @@ export function Grid({ title, method, note, name, rows, columns, height, sort, o
     const table = new Tabulator(box.current!, {
       data: rows.map((row) => ({
         ...Object.fromEntries(columns.map((column, index) => [`c${index}`, column.value(row)])),
-        shown: columns.map((column) => () => column.show?.(row) ?? String(column.value(row) ?? "–")),
+        shown: columns.map((column) => () => shownBy(column, row)),
       })),
       columns: definitions, layout: "fitColumns", height: rows.length > 24 ? height ?? 640 : undefined,
       initialSort: definitions.some((one) => one.field === by) ? [{ column: by, dir: way === "desc" ? "desc" : "asc" }] : [],
@@ -113,10 +118,14 @@ export function Grid({ title, method, note, name, rows, columns, height, sort, o
     });
     return () => table.destroy();
   }, [rows, columns]);
-  const plain = () => rows.map((row) => Object.fromEntries(columns.map((column) => [column.title, column.value(row) ?? null])));
+  const plain = () => rows.map((row): Row => Object.assign({}, ...columns.map((column) => column.save?.(row) ?? { [column.title]: column.value(row) ?? null })));
+  const printed = () => rows.map((row) => Object.fromEntries(columns.map((column) => {
+    const shown = shownBy(column, row);
+    return [column.title, typeof shown === "string" ? shown : shown.text];
+  })));
   return (
     <section class="card">
-      <Head title={title} method={method} downloads={<Downloads name={name} rows={plain} />} />
+      <Head title={title} method={method} downloads={<Downloads name={name} rows={plain} printed={printed} />} />
       {note && <p class="note">{note}</p>}
       <div ref={box} aria-label={title} />
     </section>
