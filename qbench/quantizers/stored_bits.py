@@ -28,6 +28,7 @@ from qbench.quantizers.prequantized import Prequantized, parents
 from qbench.records import ModuleAudit, StoredSize
 
 GIB = 8 * 2**30  # bits
+HEADS = ("lm_head.", "embed_out.")  # in files, the latter of GPT-NeoX
 PLAIN = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -171,8 +172,7 @@ def _size_of_files(
     matrices = {name: n for name, n in bits.items() if not name.endswith("bias")}
     inner = sum(n for name, n in matrices.items() if any(p in inside for p in parents(name)))
     head = original.get_output_embeddings()
-    path = next((name for name, module in original.named_modules() if module is head), None)
-    of_head = sum(n for name, n in matrices.items() if name.startswith(f"{path}."))
+    of_head = sum(n for name, n in matrices.items() if name.startswith(HEADS))
     return StoredSize(
         bits_per_weight=inner / _count(wanted),
         head_bits_per_weight=of_head / head.weight.numel() if of_head else None,
