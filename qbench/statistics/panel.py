@@ -240,6 +240,7 @@ class Studentized:
     stderr: float
     quantiles: Floats
     freedom: float
+    farthest: float  # document from the estimate, in standard errors
 
     def interval(self, confidence: float) -> tuple[float, float]:
         reach = float(special.stdtrit(self.freedom, (1 + confidence) / 2))
@@ -250,16 +251,17 @@ class Studentized:
     def p(self) -> float:
         """Two-sided; one minus the confidence of the interval that just reaches 0."""
         seen = self.estimate / self.stderr
-        if self.quantiles[0] <= seen <= self.quantiles[-1]:
+        if abs(seen) >= self.farthest:
+            normal = math.inf
+        elif self.quantiles[0] <= seen <= self.quantiles[-1]:
             normal = abs(float(np.interp(seen, self.quantiles, NORMAL)))
         else:
             normal = FARTHEST * abs(seen / self.quantiles[-1 if seen > 0 else 0])
         return float(2 * special.stdtr(self.freedom, -min(abs(seen), normal / self._stretch)))
 
     def _quantile(self, normal: float) -> float:
-        if abs(normal) <= FARTHEST:
-            return float(np.interp(normal, NORMAL, self.quantiles))
-        return float(self.quantiles[-1 if normal > 0 else 0]) * abs(normal) / FARTHEST
+        found = float(np.interp(normal, NORMAL, self.quantiles)) * max(1, abs(normal) / FARTHEST)
+        return min(max(found, -self.farthest), self.farthest)
 
     @property
     def _stretch(self) -> float:
@@ -304,10 +306,11 @@ def studentize(
         return None
     rates = values[weights > 0] / weights[weights > 0]
     farthest = np.abs(rates - estimate).max() / stderr
-    found = np.clip(found, -farthest, farthest)
     terms = _shares(values[:, None], weights[:, None], np.ones(1), 1.0)
     freedom = degrees_of_freedom(weights, float(np.mean(terms**4) / np.mean(terms**2) ** 2))
-    return Studentized(estimate=estimate, stderr=stderr, quantiles=found, freedom=freedom)
+    return Studentized(
+        estimate=estimate, stderr=stderr, quantiles=found, freedom=freedom, farthest=farthest
+    )
 
 
 def bootstrap_interval(

@@ -204,14 +204,14 @@ def test_p_of_unequal_documents_is_below_5_percent_where_the_interval_excludes_0
         assert (found.p < 0.05) == (found.interval.low > 0 or found.interval.high < 0)
 
 
-@pytest.mark.parametrize("rest", [0.0, 1e-5])
-def test_no_end_lies_beyond_the_page_that_changed_most(rest):
+@pytest.mark.parametrize(("pages", "rest"), [(16, 0.0), (16, 1e-5), (30, 0.0)])
+def test_no_end_lies_beyond_the_page_that_changed_most(pages, rest):
     """Two of 16 pages changed: rounds without either have no spread, and the interval's end was
     113,421 nats."""
     rng = np.random.default_rng(2)
-    words = rng.integers(110, 200, 16).astype(float)
-    damage = words * rest * rng.random(16)
-    damage[[3, 9]] = 31.3, 28.3
+    words = rng.integers(110, 200, pages).astype(float)
+    damage = words * rest * rng.random(pages)
+    damage[[3, 9][: 32 // pages]] = (31.3, 28.3)[: 32 // pages]
     found = effect(panel(-damage, 0 * words, weights=words), TWO, "weighted_perplexity")
     assert found.test == "bootstrap-t on log-likelihoods"
     most = (damage / words).max()
