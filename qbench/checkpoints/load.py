@@ -257,7 +257,7 @@ def load_prequantized(
                 torch.float32,
             )
             raise CheckpointError("its logits are not finite, though all that its files hold is")
-        require_causal(model, logits)
+        require_causal(model, logits, "its library rounds activations of several tokens together")
     set_attention(model, checkpoint.normalizer, attention)
     return model
 
@@ -385,8 +385,12 @@ def own_logits(model: PreTrainedModel) -> torch.Tensor:
     return model(ids.to(model.device), use_cache=False).logits.float()
 
 
-def require_causal(model: PreTrainedModel, logits: torch.Tensor) -> None:
-    """Raise CheckpointError where later tokens change the logits of earlier ones.
+def require_causal(
+    model: PreTrainedModel,
+    logits: torch.Tensor,
+    why: str = "it is not a causal language model, so it gives no probability of a text",
+) -> None:
+    """Raise CheckpointError, saying ``why``, where later tokens change the logits of earlier ones.
 
     ``logits`` are those of :func:`own_logits`, through the model's own attention, before ours,
     which is causal by its mask, is set.
@@ -395,8 +399,7 @@ def require_causal(model: PreTrainedModel, logits: torch.Tensor) -> None:
     change = float((first[0] - first[1]).abs().max())
     if change > NOISE.get(model.dtype, NOISE_OF_HALF) * float(first.abs().max()):
         raise CheckpointError(
-            f"later tokens change the logits of earlier ones (by {change:.3g}): it is not a "
-            "causal language model, so it gives no probability of a text"
+            f"later tokens change the logits of earlier ones (by {change:.3g}): {why}"
         )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from qbench.quantizers.prequantized import Prequantized, parents
 from qbench.records import ModuleAudit, StoredSize
 
 GIB = 8 * 2**30  # bits
+WORDS = {"block_sparse_moe": "mlp", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 HEADS = ("lm_head.", "embed_out.")  # in files, the latter of GPT-NeoX
 PLAIN = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -62,14 +63,24 @@ def _by_module(folder: str, modules: Mapping[str, object]) -> dict[str, dict[str
     found: dict[str, dict[str, Tensor]] = {}
     for path in sorted(Path(folder).glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118  no mapping
+            for stored in file.keys():  # noqa: SIM118  no mapping
+                name = _in_model(stored, modules)
                 module = next((m for m in parents(name) if m in modules), None)
                 part = name.removeprefix(f"{module}.")
                 if module is None or part.endswith("bias"):
                     continue
-                for owner, own, tensor in _owners(modules, module, part, file.get_tensor(name)):
+                for owner, own, tensor in _owners(modules, module, part, file.get_tensor(stored)):
                     found.setdefault(owner, {})[own] = tensor
     return found
+
+
+def _in_model(name: str, modules: Collection[str]) -> str:
+    """What the model calls a tensor that its files call ``name``: those of Mixtral and PhiMoE have
+    other words for experts than transformers 5."""
+    block, moe, _ = name.partition(".block_sparse_moe.")
+    if not moe or f"{block}.block_sparse_moe" in modules:
+        return name
+    return ".".join(WORDS.get(part, part) for part in name.split("."))
 
 
 def _owners(
@@ -166,7 +177,8 @@ def _size_of_files(
         layers = original.config.get_text_config().num_hidden_layers
         bits = gguf_file.tensor_bits(settings.folder, modules, layers)
     else:
-        bits = _tensor_bits(settings.folder)
+        names = dict(original.named_modules())
+        bits = {_in_model(n, names): size for n, size in _tensor_bits(settings.folder).items()}
     experts = {p for name in wanted if ".experts." in name for p in parents(name)}
     inside = wanted.keys() | {p for p in experts if ".experts" in p}
     matrices = {name: n for name, n in bits.items() if not name.endswith("bias")}

@@ -204,7 +204,7 @@ def fp8_rows(source: Path, folder: Path) -> Path:
 
 
 def _in_rows(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    if "proj" not in name:
+    if "proj" not in name and ".experts." not in name:
         return {name: tensor}
     scale = tensor.float().abs().amax(1, keepdim=True) / 448
     codes = (tensor.float() / scale).to(torch.float8_e4m3fn)
@@ -333,6 +333,7 @@ def experts(kind: str, folder: Path) -> Path:
     own = {
         "gpt_oss": {"num_local_experts": 4, "rope_parameters": ROPE, "sliding_window": 64},
         "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 128},
+        "mixtral": {"num_local_experts": 4},
     }[kind]
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(kind, **sizes, **own)
