@@ -207,8 +207,10 @@ def compare_cells(a: Store, cell: str, b: Store, other: str) -> Changes:
     lines = compare_pairs({f"{other} {MINUS} {cell}": sides})
     if not lines:
         raise ResultsError(f"{cell} and {other} have no score in common")
-    problems = (*_lacking(*sides, names[1]), *_lacking(*sides[::-1], names[0]))
-    return Changes(old=names[0], new=names[1], lines=tuple(lines), problems=problems)
+    problems = [*_lacking(*sides, names[1]), *_lacking(*sides[::-1], names[0])]
+    trainings = {name: one.record.training for name, one in zip(names, sides, strict=True)}
+    problems += unlike({name: one for name, one in trainings.items() if one}, names, {})
+    return Changes(old=names[0], new=names[1], lines=tuple(lines), problems=tuple(problems))
 
 
 def _lacking(one: CellResults, other: CellResults, name: str) -> list[str]:

@@ -6,6 +6,7 @@ from synthetic import make_store, scores
 from qbench.comparison.changes import compare_cells, compare_results
 from qbench.comparison.explain import differences, find_cell, text
 from qbench.errors import ResultsError
+from qbench.records import Trained
 from qbench.store import Store
 from qbench.tables.changes import changes_table
 
@@ -86,6 +87,18 @@ def test_two_cells_are_compared_whatever_is_wrong_with_a_third(tmp_path):
     for cell, words in wrong.items():
         with pytest.raises(ResultsError, match=words):
             compare_cells(store, cell, store, "softpick/hqq-4bit")
+
+
+def test_two_cells_that_were_trained_differently_are_named(tmp_path):
+    def trained(name, steps):
+        about = {"recipe": "pair", "normalizer": name, "seed": 0, "attention": f"{name}/triton"}
+        return Trained(**about, in_common={"steps": steps})
+
+    trainings = {"softmax": trained("softmax", 6103), "softpick": trained("softpick", 9000)}
+    store = grid(tmp_path / "a", trained=trainings)
+    (line,) = compare_cells(store, "softmax/bf16", store, "softpick/bf16").problems
+    assert line.startswith("softmax/bf16 and softpick/bf16 were trained differently, not in the")
+    assert not compare_cells(store, "softmax/bf16", store, "softmax/hqq-4bit").problems
 
 
 def test_explain_names_exactly_the_parts_that_differ(tmp_path):
