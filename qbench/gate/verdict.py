@@ -109,7 +109,8 @@ def as_markdown(verdict: Verdict) -> str:
         table(HEAD, [_texts(gate) for gate in gates], align="llllrrrrrrl"),
         "",
         "- Worse by: in percentage points for accuracies, in per cent for perplexities and the "
-        "audit; at most: its one-sided 95 % bound, paired by document.",
+        "audit, else in the metric's own units; at most: its one-sided 95 % bound, paired by "
+        "document.",
         "- Margin: * the smallest that the documents allow, since no margin was given.",
         *(f"- {for_markdown(note)}" for note in verdict.notes),
     ]
