@@ -15,7 +15,16 @@ from qbench.comparison.trainings import differences, trained, unlike
 from qbench.errors import ResultsError
 from qbench.metrics import REDUNDANT
 from qbench.records import Record, Score
-from qbench.statistics import Column, Panel, SeedEffect, adjust, effect, over_seeds, value
+from qbench.statistics import (
+    TESTABLE,
+    Column,
+    Panel,
+    SeedEffect,
+    adjust,
+    effect,
+    over_seeds,
+    value,
+)
 from qbench.store import Store
 from qbench.text import MINUS, together
 
@@ -25,15 +34,17 @@ Name = tuple[str, str]  # task, metric
 @dataclass(frozen=True, slots=True, eq=False)
 class CellResults:
     """One cell: its record, and the outcomes that its scores rest on, redundant metrics left out.
-    The column of a score without outcomes, as of bleu, is empty."""
+    The column of a score that no test knows, as of bleu, is empty."""
 
     record: Record
     columns: Mapping[Name, Column]
 
     @classmethod
     def of(cls, record: Record, columns: Mapping[Name, Column]) -> CellResults:
-        nothing = Column.of(np.arange(0), [], [])
-        return cls(record, {name: columns.get(name, nothing) for name in _kept(record)})
+        known = {(one.task, one.metric) for one in record.scores if one.aggregation in TESTABLE}
+        nothing, known = Column.of(np.arange(0), [], []), known & columns.keys()
+        kept = _kept(record)
+        return cls(record, {name: columns[name] if name in known else nothing for name in kept})
 
     @property
     def scores(self) -> Mapping[Name, Score]:

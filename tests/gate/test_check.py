@@ -194,7 +194,7 @@ def with_bleu(folder, value, documents=700):
     like = record.scores[0].model_copy(update={"value": value, "documents": documents})
     more = [like.model_copy(update={"metric": one, "aggregation": one}) for one in ("bleu", "mid")]
     table = store.outcomes(record)
-    middle = table[table["metric"] == "acc_norm"].assign(metric="mid", value=value)
+    middle = table[table["metric"] == "acc_norm"].assign(metric="mid", value=math.nan)
     store.put(
         record.model_copy(update={"scores": (*record.scores, *more)}), pd.concat([table, middle])
     )
