@@ -167,6 +167,7 @@ def sinks(cells: Sequence[Analysis]) -> Found:
             image = axes.imshow(values, vmin=0, vmax=1, origin="lower")
             figure.colorbar(image, ax=axes)
             axes.set(title=f"{one.cell}: {name}", xlabel="layer", ylabel="head")
+            axes.locator_params(integer=True)
     yield "sinks", figure
 
 
@@ -251,6 +252,7 @@ def sensitivity(found: Sequence[Sensitivity]) -> Found:
         figure.colorbar(axes.imshow(values, norm=norm), ax=axes, label="KL, nats a token")
         axes.set_yticks(range(len(kinds)), kinds)
         axes.set(title=one.cell, xlabel="decoder layer")
+        axes.locator_params("x", integer=True)
     yield f"sensitivity-{_plain(found[0].quantizer)}", figure
 
 

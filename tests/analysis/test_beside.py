@@ -9,7 +9,8 @@ import pytest
 from qbench.store import Analyses, Store
 from qbench.tables.analyses import over_seeds
 from qbench.tables.analysis_results import load_analyses
-from qbench.viewer.figures import write_analyses
+from qbench.text import MINUS
+from qbench.viewer.figures import sensitivity, sinks, write_analyses
 
 PAIR = Path(__file__).parents[2] / "results" / "pair-27m"
 CHECKPOINTS = ("softmax.1", "softmax.2", "softpick.1", "softpick.2")
@@ -60,6 +61,25 @@ def test_cells_that_failed_alike_are_named_in_one_line(tmp_path):
     for one in analyses.records():
         analyses.put(one.model_copy(update={"status": "failed", "error": "no", "measured": None}))
     assert load_analyses(Store(tmp_path)).problems == ("softmax/bf16, softpick/bf16: failed: no",)
+
+
+@pytest.mark.parametrize("layers", [4, 12])
+def test_layers_on_axes_are_whole_numbers(layers):
+    why = load_analyses(Store(PAIR))
+    cells = [replace_layers(one, one.measured.layers[:layers]) for one in why.cells if one.measured]
+    ones = [one.model_copy(update={"units": tuple(u for u in one.units if u.layer < layers)})
+            for one in why.sensitivities]  # fmt: skip
+    for draw, found in ((sinks, cells), (sensitivity, ones)):
+        ((_, figure),) = draw(found)
+        for axes in figure.axes[: len(found)]:
+            figure.draw_without_rendering()
+            ticks = [tick.get_text() for tick in axes.get_xticklabels()]
+            assert ticks
+            assert all(tick.replace(MINUS, "-").lstrip("-").isdecimal() for tick in ticks), ticks
+
+
+def replace_layers(one, layers):
+    return one.model_copy(update={"measured": one.measured.model_copy(update={"layers": layers})})
 
 
 @pytest.mark.slow
