@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 # The order of the paper's appendix; other metrics follow in the record's order.
@@ -11,6 +12,14 @@ METRIC_ORDER = ("acc_norm", "acc", "perplexity", "word_perplexity")
 REDUNDANT = {"byte_perplexity": "word_perplexity", "bits_per_byte": "word_perplexity"}
 # Aggregations of perplexities, which are compared by their logarithm.
 LOG_SCALE = ("perplexity", "weighted_perplexity")
+
+
+def perplexity(loss: float) -> float:
+    """Of a mean loss in nats; infinite beyond the largest double."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
 
 
 def base_metric(metric: str) -> str:

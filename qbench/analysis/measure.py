@@ -26,6 +26,7 @@ from qbench.analysis.capture import (
 )
 from qbench.analysis.hidden import MASSIVE_KEPT, Inputs, Massive, States, summary
 from qbench.errors import EvaluationError
+from qbench.metrics import perplexity
 from qbench.progress import Advance
 from qbench.records import (
     Delimiters,
@@ -155,7 +156,7 @@ def _measured(
     }
     return Measured(
         **_means(rows),
-        perplexity=math.exp(loss),
+        perplexity=perplexity(loss),
         silent_heads=(rows["silent"] == 1).double().mean().item(),
         dormant_heads=(rows["output"] < DORMANT).double().mean().item(),
         hidden=summary(seen.states),

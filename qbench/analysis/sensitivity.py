@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from qbench.analysis.capture import decoder_layers
 from qbench.errors import EvaluationError
 from qbench.evaluation.scoring.forward import decoder_and_head
+from qbench.metrics import perplexity
 from qbench.records import Ratio, UnitSensitivity
 
 ROWS = 2048  # of logits at once
@@ -64,7 +65,7 @@ class Baseline:
                 for rows, tokens in zip(self.rows, self._batches(), strict=True)
                 for row, targets in zip(rows, tokens[:, 1:], strict=True)
             ]
-        self.perplexity = math.exp(torch.cat(losses).double().mean().item())
+        self.perplexity = perplexity(torch.cat(losses).double().mean().item())
 
     @torch.inference_mode()
     def against(self, unit: Unit, quantized: nn.Module) -> UnitSensitivity:

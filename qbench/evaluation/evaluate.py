@@ -37,7 +37,7 @@ from qbench.evaluation.settings import (
     ScoringSettings,
 )
 from qbench.evaluation.tasks import TaskSpec
-from qbench.metrics import LOG_SCALE, base_metric
+from qbench.metrics import LOG_SCALE, base_metric, perplexity
 from qbench.records import (
     ANSWER_CHARACTERS,
     OUTCOME_COLUMNS,
@@ -308,10 +308,7 @@ def _standard_error(aggregation: str, values: pd.Series) -> float | None:
     if len(values) < 2 or aggregation not in ("mean", "perplexity"):
         return None
     error = float(values.std(ddof=1)) / math.sqrt(len(values))
-    try:
-        return error if aggregation == "mean" else error * math.exp(-fmean(values))
-    except OverflowError:
-        return math.inf
+    return error if aggregation == "mean" else error * perplexity(-fmean(values))
 
 
 def _name(metric: str, filter_: str) -> str:

@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 
 from qbench.analysis.capture import attention_observed, decoder_layers, states_observed
 from qbench.analysis.measure import DELIMITERS, delimiters, measure
+from qbench.analysis.sensitivity import Baseline
 from qbench.attention.transformers import attend
 from qbench.checkpoints import find
 from qbench.checkpoints.tokenizer import load_tokenizer
@@ -117,6 +118,16 @@ def test_a_model_that_gives_no_numbers_is_refused(pair):
         model.lm_head.weight[3] = float("nan")
     with pytest.raises(EvaluationError, match="nan"):
         measured(model, pair[1], torch.randint(0, 64, (2, 40)))
+
+
+def test_a_perplexity_beyond_the_largest_number_is_infinite(pair):
+    model = tiny()
+    model.config.qbench_normalizer = "softmax"
+    attend(model, normalizer="softmax")
+    model.lm_head.weight.data *= 1e6
+    ids = torch.randint(0, 64, (2, 40), generator=torch.Generator().manual_seed(0))
+    assert measured(model, pair[1], ids).perplexity == float("inf")
+    assert Baseline(model, ids, batch=2).perplexity == float("inf")
 
 
 def test_delimiters_and_stretches_of_positions_are_measured(pair):
