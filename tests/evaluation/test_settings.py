@@ -163,9 +163,10 @@ NOISE = {
 def test_a_grid_seldom_fails_by_chance_and_a_wrong_score_seldom_passes(noise):
     """20 grids of 150 samples of 32 documents whose mean scatters by 0.073 nats a token, as that
     of 4-bit activations in blocks does. Two standard errors would fail 8 to 60 of the 3,000."""
-    scatter = 0.073 * NOISE[noise](np.random.default_rng(0), (3000, 32)) * 32**0.5
+    drawn = NOISE[noise](np.random.default_rng(0), (3000, 32)) * 32**0.5
 
-    def fail(bias):
+    def fail(bias, scattered=0.073):
+        scatter = scattered * drawn
         means, errors = bias + scatter.mean(1), scatter.std(1, ddof=1) / 32**0.5
         found = [
             sample(documents=32, bias_per_token=mean, bias_stderr=error, by_bias=True)
@@ -175,6 +176,9 @@ def test_a_grid_seldom_fails_by_chance_and_a_wrong_score_seldom_passes(noise):
 
     assert fail(0.0) <= 0.001
     assert fail(0.6) > 0.95
+    assert 0.9 < fail(0.5) < 0.995  # these three as docs/kv-cache.md has them
+    assert 0.08 < fail(0.3) < 0.39
+    assert fail(0.3, scattered=0.035) > 0.94
 
 
 def test_bias_is_the_mean_over_documents_with_its_standard_error():
