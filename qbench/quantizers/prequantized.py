@@ -200,6 +200,8 @@ FORMATS: dict[str, Format] = {
     "mxfp4": Format("MXFP4", _mxfp4, ACCELERATE),
     "gguf": Format("GGUF", _gguf, {"llama-cpp-python": "llama_cpp", "gguf": "gguf"}),
 }
+# What states the layout of a format's files, and those that its kernel in torch reads
+LAYOUTS = {"gptq": ("checkpoint_format", ("gptq", "gptq_v2")), "awq": ("version", ("gemm",))}
 REFUSED = {
     "hqq": "transformers 5 loads no HQQ checkpoints; quantize here: hqq-4bit",
     "nvfp4": "transformers loads no NVFP4 checkpoints but those of compressed-tensors",
@@ -333,6 +335,13 @@ class Prequantized(Published):
     def check(self, config: Mapping[str, Any], device: str) -> None:
         if missing := FORMATS[self.format].missing:
             raise RecipeError(f"{self.format}: pip install {' '.join(missing)} loads it")
+        if self.format in LAYOUTS:
+            key, read = LAYOUTS[self.format]
+            if (layout := str(self.stated.get(key) or read[0]).lower()) not in read:
+                raise RecipeError(
+                    f"{self.format}: {key} {layout!r}, and {' and '.join(read)} alone load here; "
+                    "take another copy"
+                )
         groups = (self.stated.get("config_groups") or {}).values()
         if any((group.get("weights") or {}).get("actorder") in ("group", True) for group in groups):
             raise RecipeError(

@@ -431,6 +431,15 @@ def test_an_awq_checkpoint_passes_and_one_whose_factors_do_not_cancel_fails(span
              "config_groups": {"a": {"weights": {"num_bits": 4, "actorder": "group"}}}}},
             "in the order of activations (actorder: group), which compressed-tensors 0.20 no lon",
         ),
+        (
+            {"quantization_config": {"quant_method": "awq", "bits": 4, "version": "GEMV"}},
+            "copy: awq: version 'gemv', and gemm alone load here; take another copy",
+        ),
+        (
+            {"quantization_config": {"quant_method": "gptq", "bits": 4,
+             "checkpoint_format": "marlin"}},
+            "gptq: checkpoint_format 'marlin', and gptq and gptq_v2 alone load here",
+        ),
         ({"num_attention_heads": 2}, "num_attention_heads 2, and"),
         ({"qbench_normalizer": "softpick"}, "it was trained with softpick, and"),
     ],

@@ -27,8 +27,7 @@ def measure_transform(
     before: Tensor,
 ) -> tuple[float, list[str]]:
     """Transform ``original`` as ``quantized`` was, in place: how far its logits on ``probe`` moved
-    from those ``before``, relative to their norm, and what is wrong with that.
-    """
+    from those ``before``, relative to their norm, and what is wrong with that."""
     tensors = getattr(quantized, TRANSFORM)
     backend(config.transform).transform(original, config.transform, tensors)
     off = float((logits(original, probe) - before).norm() / before.norm())
