@@ -137,6 +137,7 @@ class Hqq(WeightSettings):
         Field(
             ge=8,
             le=WIDEST,
+            multiple_of=8,
             description="weights that share a scale and a zero along `axis`; a multiple of 8",
         ),
     ] = 64

@@ -70,6 +70,7 @@ def test_a_list_of_a_recipe_is_kept_and_written_as_one(option):
         ("gptq-4bit", {"group_size": -1, "group_aware": True}, ["set a group_size"]),
         ("bnb-4bit", {"quant_type": "nf3"}, ["quant_type must be 'nf4' or 'fp4', not 'nf3'"]),
         ("hqq-2bit", {"axis": 2}, ["axis must be 0 or 1, not 2"]),
+        ("hqq-2bit", {"group_size": 12}, ["group_size must be a multiple of 8, not 12"]),
         ("rtn-2bit", {"ignore": "experts"}, ["ignore must be a valid tuple", "'experts'"]),
         ("rtn-2bit", {"ignore": ["a b"]}, ["ignore[0] must be a part of names", "'a b'"]),
         ("rtn-2bit", {"ignore": ["a", 3]}, ["ignore[1] must be a valid string, not 3"]),
