@@ -294,16 +294,24 @@ def test_numbers_of_a_map_and_of_a_column_have_the_same_decimals(serve, page):
     assert places == {3}, ratios
 
 
-def test_axes_can_be_read(serve, page):
-    running = serve(RESULTS / "pair-27m", texts=None)
+@pytest.mark.parametrize(("folder", "labels"), [
+    ("pair-27m", {"× 0.7", "× 1", "× 2"}),
+    ("sinks-124m", {"× 0.09", "× 0.2", "× 1"}),
+])  # fmt: skip
+def test_ratios_have_all_their_labels(serve, page, folder, labels):
+    running = serve(RESULTS / folder, texts=None)
     running.server.results[0].comparison(wait=True)
     page.goto(running.address)
     ratios = page.locator("figure:has(h3:has-text('hurt')):has(h3:has-text('ratio'))")
     ratios.locator("svg a circle").first.wait_for()
     ticks = ratios.locator("[aria-label='x-axis tick label'] text").all_text_contents()
     assert "" not in ticks
-    assert {"× 0.7", "× 1", "× 2"} < set(ticks)
+    assert labels < set(ticks)
     assert ratios.evaluate(UNREADABLE) == []
+
+
+def test_axes_can_be_read(serve, page):
+    running = serve(RESULTS / "pair-27m", texts=None)
     page.goto(f"{running.address}#view=why")
     page.wait_for_selector("h3:has-text('Loss along texts')")
     page.wait_for_selector("figure [class*=ramp]")

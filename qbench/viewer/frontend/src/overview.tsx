@@ -107,9 +107,11 @@ function ForestFigure({ marks, kind, words, title, method }: { marks: Mark[]; ki
     const ratios = kind === "ratio" && ratioTicks(Math.min(1, ...ends), Math.max(1, ...ends), (width - left) / 56);
     return plot({
       width, height: 64 + (narrow ? 34 : 20) * marks.length, marginLeft: left, marginBottom: 40, marginRight: 24,
-      x: { type: kind === "ratio" ? "log" : "linear", grid: true, label: `← ${words[0]} · ${words[1]} →`, labelAnchor: "center", labelOffset: 36, tickFormat: kind === "ratio" ? (value: number) => `× ${number(value, 3)}` : undefined, ticks: ratios || Math.max(3, width / 180) },
+      x: { type: kind === "ratio" ? "log" : "linear", grid: true, ticks: ratios || Math.max(3, width / 180) },
       y: { domain: order, label: null, axis: narrow ? null : "left", tickSize: 0 },
       marks: [
+        // by itself a log axis leaves out labels that begin with a large digit
+        Plot.axisX(ratios || undefined, { label: `← ${words[0]} · ${words[1]} →`, labelAnchor: "center", labelOffset: 36, ...(ratios ? { text: (value: number) => `× ${number(value, 3)}` } : { ticks: Math.max(3, width / 180) }) } as Plot.AxisXOptions),
         Plot.ruleX([zero], { stroke: "currentColor" }),
         Plot.ruleY(marks, { ...shared, x1: "low", x2: "high", strokeWidth: 2 }),
         Plot.dot(marks, { ...shared, x: "x", r: 4.5, fill: tone, ariaLabel: "told", title: "told", tip: { href: undefined, fill: "var(--paper)" } }),
