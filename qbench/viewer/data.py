@@ -15,6 +15,7 @@ in the order in which ``overview`` lists them.
 from __future__ import annotations
 
 import math
+import os
 import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -146,8 +147,12 @@ class Results:
 
 
 def index(results: Sequence[Results]) -> Json:
-    """The folders."""
-    return {"folders": [{"name": one.store.directory.resolve().name} for one in results]}
+    """The folders; those of one name by their paths below what they share."""
+    paths = [one.store.directory.resolve() for one in results]
+    names = [path.name for path in paths]
+    if len({*names}) < len(names):
+        names = [os.path.relpath(path, os.path.commonpath(paths)) for path in paths]
+    return {"folders": [{"name": name} for name in names]}
 
 
 def plain(value: Any) -> Any:
@@ -171,7 +176,6 @@ def overview(results: Results, comparison: Comparison) -> Json:
     return {
         "ready": comparison.tested or not comparison.records,
         "name": grid.name,
-        "folder": store.directory.resolve().name,
         "program": __version__,
         "checkpoints": grid.checkpoints,
         "groups": {name: list(members) for name, members in comparison.groups.items()},

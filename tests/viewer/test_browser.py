@@ -195,6 +195,17 @@ def test_no_view_scrolls_sideways_on_a_phone(opened, page, view):
     assert wide <= seen
 
 
+def test_folders_of_one_name_are_told_apart(serve, tmp_path, page):
+    folders = [tmp_path / when / "grid" for when in ("before", "after")]
+    for folder, checkpoints in zip(folders, (("softmax", "softpick"), ("old", "new")), strict=True):
+        fill(folder, checkpoints=checkpoints)
+    page.goto(serve(*folders).address)
+    page.select_option("header select", "after/grid")
+    page.wait_for_selector(".tabulator-row a:has-text('new/bf16')")
+    page.click(".tabulator-row a:has-text('new/bf16')")
+    page.wait_for_selector("h3:has-text('What ran')")
+
+
 def test_light_and_dark(opened, page):
     colour = "getComputedStyle(document.body).backgroundColor"
     before = page.evaluate(colour)

@@ -1,5 +1,5 @@
 import { render } from "preact";
-import { useEffect, useState } from "preact/hooks";
+import { useEffect, useMemo, useState } from "preact/hooks";
 import { CellPage } from "./cell";
 import { live, useData, watch, type Index, type Overview } from "./data";
 import { DocumentPage, DocumentsPage } from "./documents";
@@ -20,7 +20,8 @@ function App() {
   useEffect(() => keys(), []);
   const index = useData<Index>("index", round);
   const folder = Math.max(0, index?.folders.findIndex((one) => one.name === state.folder) ?? 0);
-  const found = useData<Overview>(index ? `${folder}/overview` : null, round);
+  const got = useData<Overview>(index ? `${folder}/overview` : null, round);
+  const found = useMemo(() => got && { ...got, folder: index!.folders[folder].name }, [got]);
   useEffect(() => scrollTo(0, 0), [state.view, state.cells.join(), state.document]);
   useEffect(() => {
     document.title = [state.document && `document ${state.document}`, state.task, state.cells.join(" and "), found?.name, "qbench"].filter(Boolean).join(" · ");
