@@ -426,12 +426,13 @@ class PackedWeight:
     """One weight matrix as it is stored.
 
     ``tensors``: all that is kept for it, by name; biases and constant tables left out.
-    ``dequantize`` gives the matrix [out, in] that they stand for. ``groups`` rearranges a matrix
-    [out, in] into [groups, weights in a group]; weights in a group share their levels.
+    ``dequantize`` gives the matrix [out, in] that they stand for; None where nothing but the
+    module's forward shows it. ``groups`` rearranges a matrix [out, in] into [groups, weights in a
+    group]; weights in a group share their levels.
     """
 
     tensors: Mapping[str, Tensor]
-    dequantize: Callable[[], Tensor]
+    dequantize: Callable[[], Tensor] | None
     groups: Callable[[Tensor], Tensor]
 
 

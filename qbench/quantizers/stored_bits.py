@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from qbench.errors import CheckpointError
 from qbench.quantizers import gguf_file
-from qbench.quantizers.audit.weights import forward_weight
 from qbench.quantizers.config import PackedWeight, WeightSettings
 from qbench.quantizers.linear import Experts, Matrix, linears
 from qbench.quantizers.packed import in_groups
@@ -41,20 +40,17 @@ def evidence(model: nn.Module, settings: Prequantized) -> dict[str, Callable[[],
     for name, tensors in _by_module(settings.folder, modules).items():
         plain = all(n.endswith("weight") and t.dtype in PLAIN for n, t in tensors.items())
         if not plain and name not in settings.ignore and hasattr(modules[name], "in_features"):
-            found[name] = partial(_packed, modules[name], tensors, settings, model.dtype)
+            found[name] = partial(_packed, modules[name], tensors, settings)
     return found
 
 
-def _packed(
-    module: nn.Module, tensors: dict[str, Tensor], settings: Prequantized, dtype: torch.dtype
-) -> PackedWeight:
-    columns = int(module.in_features)
+def _packed(module: nn.Module, tensors: dict[str, Tensor], settings: Prequantized) -> PackedWeight:
     index = tensors.get("g_idx")  # of GPTQ: the group of each column
     order = None if index is None else torch.argsort(index.long(), stable=True)
     return PackedWeight(
         tensors=tensors,
-        dequantize=lambda: forward_weight(module, columns, dtype),
-        groups=in_groups(settings.group_length(columns), order),
+        dequantize=None,
+        groups=in_groups(settings.group_length(int(module.in_features)), order),
     )
 
 

@@ -242,6 +242,7 @@ def measure(
     kept = ~dead if settings.needs_calibration else torch.ones_like(dead)  # see _missed
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(16, columns, generator=draw).to(weight.device, matrix.weight.dtype)
+    known = weight if stored.dequantize is None else stored.dequantize()
     expected = x.float() @ weight.float().T
     if module.bias is not None:
         expected = expected + module.bias.float()
@@ -256,7 +257,7 @@ def measure(
             "kept_error": (difference * kept).square().sum(),
             "kept_norm": (wanted * kept).square().sum(),
             "kept_sum": (difference * kept).sum(),
-            **_norms("stored", weight, stored.dequantize().to(weight.device)),
+            **_norms("stored", weight, known.to(weight.device)),
             **_norms("random", module(x), expected),
         }
     )
