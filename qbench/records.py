@@ -599,6 +599,27 @@ class Record(CellRecord):
         default_factory=dict
     )
 
+    @property
+    def group_means(self) -> tuple[Score, ...]:
+        """Scores of groups such as mmlu that are the mean over all documents of their tasks."""
+        return tuple(
+            Score(
+                task=one.group,
+                aggregation="mean",
+                **{k: getattr(one, k) for k in _Value.model_fields},
+            )
+            for one in self.groups
+            if self._is_mean(one)
+        )
+
+    @property
+    def other_groups(self) -> tuple[GroupScore, ...]:
+        return tuple(one for one in self.groups if not self._is_mean(one))
+
+    def _is_mean(self, group: GroupScore) -> bool:
+        means = {(one.task, one.metric) for one in self.scores if one.aggregation == "mean"}
+        return group.weight_by_size and all((task, group.metric) in means for task in group.tasks)
+
 
 class GridCell(_QuantizedCell):
     """One cell of the last run: its place in the grid and the record that it asks for."""

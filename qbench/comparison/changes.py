@@ -22,6 +22,7 @@ from qbench.statistics import (
     SeedEffect,
     adjust,
     effect,
+    joined,
     over_seeds,
     value,
 )
@@ -43,12 +44,13 @@ class CellResults:
     def of(cls, record: Record, columns: Mapping[Name, Column]) -> CellResults:
         known = {(one.task, one.metric) for one in record.scores if one.aggregation in TESTABLE}
         nothing, known = Column.of(np.arange(0), [], []), known & columns.keys()
-        kept = _kept(record)
-        return cls(record, {name: columns[name] if name in known else nothing for name in kept})
+        found = {name: columns[name] if name in known else nothing for name in _kept(record)}
+        return cls(record, found | of_groups(record, found))
 
     @property
     def scores(self) -> Mapping[Name, Score]:
-        found = {(score.task, score.metric): score for score in self.record.scores}
+        every = (*self.record.scores, *self.record.group_means)
+        found = {(score.task, score.metric): score for score in every}
         return {name: found[name] for name in self.columns}
 
 
@@ -56,6 +58,18 @@ def _kept(record: Record) -> list[Name]:
     """Its scores but those that another one of the same task says."""
     scores = [(score.task, score.metric) for score in record.scores]
     return [name for name in scores if (name[0], REDUNDANT.get(name[1])) not in scores]
+
+
+def of_groups(record: Record, columns: Mapping[Name, Column]) -> dict[Name, Column]:
+    """Outcomes of groups such as mmlu: of all documents of their tasks, whose ``columns`` are
+    here."""
+    asked = {(one.task, one.metric) for one in record.group_means}
+    return {
+        (one.group, one.metric): joined({task: columns[task, one.metric] for task in one.tasks})
+        for one in record.groups
+        if (one.group, one.metric) in asked
+        and all((task, one.metric) in columns for task in one.tasks)
+    }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

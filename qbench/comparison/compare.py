@@ -66,7 +66,8 @@ def _lines(grid: Grid, records: Mapping[str, Record]) -> Iterable[Line]:
     cells = {(cell.checkpoint, cell.quantizer): cell for cell in grid.cells}
     quantized = {cell.quantizer: cell.quantized for cell in grid.cells}
     quantizers = sorted((q for q in grid.quantizers if q in quantized), key=lambda q: quantized[q])
-    for task in grid.tasks:
+    groups = (one.task for record in records.values() for one in record.group_means)
+    for task in dict.fromkeys((*grid.tasks, *groups)):
         known = _metrics(task, records.values())
         for quantizer in quantizers:
             row = [cells.get((checkpoint, quantizer)) for checkpoint in grid.checkpoints]
@@ -93,7 +94,7 @@ def _metrics(task: str, records: Iterable[Record]) -> dict[str, Score | None]:
     """Metrics that any record has of ``task``, in the paper's order, with a score to go by."""
     found: dict[str, Score | None] = {}
     for record in records:
-        for score in record.scores:
+        for score in (*record.scores, *record.group_means):
             if score.task == task:
                 found.setdefault(score.metric, score)
     if not found:
@@ -113,8 +114,8 @@ def _entry(
     status, reason = status_of(record) if cell else ("missing", "not in the grid")
     score = None
     if record is not None and status == "ok":
-        found = (one for one in record.scores if (one.task, one.metric) == (task, metric))
-        score = next(found, None)
+        every = (*record.scores, *record.group_means)
+        score = next((one for one in every if (one.task, one.metric) == (task, metric)), None)
         if score is None and task in record.failed_tasks:
             status, reason = "failed", record.failed_tasks[task]
         elif score is None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from qbench.comparison.changes import read_columns
+from qbench.comparison.changes import of_groups, read_columns
 from qbench.comparison.lines import TESTED, Comparison, Line, redundant
 from qbench.statistics import (
     Column,
@@ -45,7 +45,7 @@ def with_effects(comparison: Comparison, store: Store) -> Comparison:
     alone = {checkpoint: (checkpoint,) for checkpoint in comparison.checkpoints}
     found: dict[Asked, Effect] = {}
     intervals: dict[int, dict[str, Interval]] = defaultdict(dict)
-    for task in comparison.grid.tasks:
+    for task in dict.fromkeys(line.task for line in comparison.lines):
         panels = _Panels(columns.get(task, {}))
         for index, line in enumerate(comparison.lines):
             if line.task == task:
@@ -127,7 +127,8 @@ def columns_by_task(comparison: Comparison, store: Store) -> dict[str, dict[Name
     columns: dict[str, dict[Name, Column]] = defaultdict(dict)
     for cell, record in comparison.records.items():
         if cell in shown:
-            for (task, metric), column in read_columns(store, record, shown[cell]).items():
+            found = read_columns(store, record, shown[cell])
+            for (task, metric), column in (found | of_groups(record, found)).items():
                 columns[task][cell, metric] = column
     return columns
 

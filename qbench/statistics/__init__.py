@@ -19,7 +19,7 @@ from qbench.statistics.effect import (
     value,
     worsening,
 )
-from qbench.statistics.panel import Column, Panel, resample
+from qbench.statistics.panel import Column, Panel, joined, resample
 from qbench.statistics.seeds import SeedEffect, mean_score, over_seeds
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "adjust",
     "documents_needed",
     "effect",
+    "joined",
     "mean_score",
     "needs_rounds",
     "over_seeds",

@@ -12,7 +12,7 @@ a grid asks some two hundred questions of the same documents. Here a round is a 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -50,6 +50,18 @@ class Column:
         """The same on ``documents``, all of which must be there."""
         index = np.searchsorted(self.documents, documents)
         return Column(documents=documents, values=self.values[index], weights=self.weights[index])
+
+
+def joined(columns: Mapping[str, Column]) -> Column:
+    """The documents of several tasks, by name, below each other."""
+    parts = [
+        [f"{task} {document}" for document in column.documents] for task, column in columns.items()
+    ]
+    return Column.of(
+        np.concatenate(parts),
+        np.concatenate([column.values for column in columns.values()]),
+        np.concatenate([column.weights for column in columns.values()]),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -74,9 +74,9 @@ def _predictions(comparison: Comparison, line: Line, entry: Entry) -> dict[str, 
 
 
 def _groups(comparison: Comparison) -> Iterator[dict[str, object]]:
-    """Scores of groups of tasks such as mmlu; ``task`` is the group."""
+    """Scores of groups of tasks that are no lines; ``task`` is the group."""
     for record in comparison.records.values():
-        for group in record.groups:
+        for group in record.other_groups:
             yield {
                 "task": group.group,
                 "label": group.label,

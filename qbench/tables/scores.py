@@ -503,11 +503,13 @@ def pair_tables(comparison: Comparison) -> list[Table]:
 
 
 def group_tables(comparison: Comparison) -> list[Table]:
-    """Scores of groups of tasks such as mmlu, as lm-eval aggregates them."""
+    """Scores of groups of tasks that are no lines, since their tasks count alike."""
     rows = []
     for quantizer in _quantizers(comparison.lines):
         records = [comparison.records.get(f"{name}/{quantizer}") for name in comparison.checkpoints]
-        scores = [{(g.group, g.metric): g for g in one.groups} if one else {} for one in records]
+        scores = [
+            {(g.group, g.metric): g for g in one.other_groups} if one else {} for one in records
+        ]
         for known in dict.fromkeys(name for of_one in scores for name in of_one):
             like = next(of_one[known] for of_one in scores if known in of_one)
             percent = is_percentage(like.metric)
