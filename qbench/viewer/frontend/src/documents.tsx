@@ -51,6 +51,11 @@ function pair(before: Side | null, after: Side | null): Pair {
   return { before, after, fate, change: old === null || now === null ? null : now - old };
 }
 
+function NoTask({ found, task }: { found: Props["found"]; task: string }) {
+  const group = found.lines.some((line) => line.task === task);
+  return <Failure text={group ? `${task} is a group: its documents are those of its tasks.` : `There is no task ${task} in ${found.folder}.`} />;
+}
+
 /** The rows of a task for the state's cells, and what they were made of. */
 function useRows({ found, state, folder, round }: Props) {
   const task = found.tasks.findIndex((one) => one.name === state.task);
@@ -117,7 +122,7 @@ function listOf(rows: DocumentRow[], state: State): DocumentRow[] {
 export function DocumentsPage(props: Props) {
   const { found, state } = props;
   const { task, lines, metric, cells, errors, waiting, rows, columns, listed, texts } = useRows(props);
-  if (task < 0) return <Failure text={`There is no task ${state.task} in ${found.folder}.`} />;
+  if (task < 0) return <NoTask found={found} task={state.task} />;
   const count = (fate: string) => rows.filter((row) => row.pairs.some((one) => one.fate === fate)).length;
   return (
     <>
@@ -154,7 +159,7 @@ export function DocumentPage(props: Props) {
     const sign = way === "desc" ? -1 : 1;
     return [...listed].sort((a, b) => sign * compare(by.value(a), by.value(b), way));
   }, [listed, columns, state.sort]);
-  if (task < 0) return <Failure text={`There is no task ${state.task} in ${found.folder}.`} />;
+  if (task < 0) return <NoTask found={found} task={state.task} />;
   if (waiting) return <p role="status">Reading…</p>;
   const place = order.findIndex((one) => one.document === document);
   const to = (other?: DocumentRow) => other && link({ ...state, document: String(other.document) });
