@@ -30,7 +30,7 @@ from qbench.comparison.wording import (
     values_text,
 )
 from qbench.metrics import is_percentage
-from qbench.records import Damage, GridCell, GroupScore, Record, TaskDamage
+from qbench.records import Damage, Flips, GridCell, GroupScore, Record, TaskDamage
 from qbench.store import KEY_DIGITS
 from qbench.tables.notes import cache_notes, chance_notes, judged_notes, prompt_notes, single_notes
 from qbench.tables.published import printed_cells, printed_notes
@@ -421,9 +421,20 @@ def _flip_metrics(comparison: Comparison) -> dict[str, str]:
 
 
 def task_damage(record: Record | None, task: str) -> TaskDamage | None:
-    """What was measured of one task; None where nothing was."""
-    measured = record.damage if record else None
-    return measured.tasks.get(task) if isinstance(measured, Damage) else None
+    """What was measured of one task, of a group the flips in all its tasks; None where nothing
+    was."""
+    if record is None or not isinstance(record.damage, Damage):
+        return None
+    known = record.damage.tasks
+    if task in known:
+        return known[task]
+    flips: dict[str, Flips] = {}
+    for group in record.groups:
+        every = [known[one].flips.get(group.metric) for one in group.tasks if one in known]
+        if group.group == task and len(every) == len(group.tasks) and None not in every:
+            sums = {name: sum(getattr(one, name) for one in every) for name in Flips.model_fields}
+            flips[group.metric] = Flips(**sums)
+    return TaskDamage(flips=flips) if flips else None
 
 
 def _cost_texts(records: Sequence[Record | None], task: str, metric: str) -> dict[str, str]:

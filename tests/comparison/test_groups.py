@@ -7,7 +7,7 @@ from synthetic import make_store
 from qbench.comparison.changes import compare_results
 from qbench.comparison.compare import compare
 from qbench.gate import baseline, check
-from qbench.records import GroupScore
+from qbench.records import Damage, Flips, GroupScore, TaskDamage
 from qbench.statistics import Column, Panel, effect
 from qbench.tables import render
 
@@ -71,6 +71,21 @@ def test_tables_have_it_once(good):
         assert "Groups of tasks" not in text
     rows = [row for row in render(compare(good), format="csv").splitlines() if "all_parts" in row]
     assert len(rows) == 4
+
+
+def test_its_flips_are_those_of_all_tasks(tmp_path):
+    store = grouped(tmp_path / "flips", checkpoints=("softmax",))
+    for cell in store.grid().cells:
+        record = store.get(cell)
+        tasks = {
+            task: TaskDamage(flips={"acc": Flips(documents=9, right_to_wrong=i, wrong_to_right=1)})
+            for i, task in enumerate(PARTS)
+        }
+        changed = record.model_copy(update={"damage": Damage(tasks=tasks)})
+        store.put(changed, store.outcomes(record), None)
+    rows = [row for row in render(compare(store)).splitlines() if "66 / 12" in row]
+    assert len(rows) == 1
+    assert "hqq-4bit" in rows[0]
 
 
 def test_one_whose_tasks_count_alike_has_a_table_of_its_own(tmp_path):
