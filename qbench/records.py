@@ -600,25 +600,31 @@ class Record(CellRecord):
     )
 
     @property
-    def group_means(self) -> tuple[Score, ...]:
-        """Scores of groups such as mmlu that are the mean over all documents of their tasks."""
+    def pooled_groups(self) -> tuple[GroupScore, ...]:
+        """Groups such as mmlu whose score is the mean over all documents of their tasks."""
+        means = {(one.task, one.metric) for one in self.scores if one.aggregation == "mean"}
         return tuple(
-            Score(
-                task=one.group,
-                aggregation="mean",
-                **{k: getattr(one, k) for k in _Value.model_fields},
-            )
+            one
             for one in self.groups
-            if self._is_mean(one)
+            if one.weight_by_size and all((task, one.metric) in means for task in one.tasks)
         )
 
     @property
     def other_groups(self) -> tuple[GroupScore, ...]:
-        return tuple(one for one in self.groups if not self._is_mean(one))
+        pooled = self.pooled_groups
+        return tuple(one for one in self.groups if one not in pooled)
 
-    def _is_mean(self, group: GroupScore) -> bool:
-        means = {(one.task, one.metric) for one in self.scores if one.aggregation == "mean"}
-        return group.weight_by_size and all((task, group.metric) in means for task in group.tasks)
+    def by_name(self) -> dict[tuple[str, str], Score]:
+        """Scores by task and metric, those of ``pooled_groups`` too, whose task is the group."""
+        of_groups = (
+            Score(
+                task=one.group,
+                aggregation="mean",
+                **{name: getattr(one, name) for name in _Value.model_fields},
+            )
+            for one in self.pooled_groups
+        )
+        return {(one.task, one.metric): one for one in (*self.scores, *of_groups)}
 
 
 class GridCell(_QuantizedCell):

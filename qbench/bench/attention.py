@@ -253,7 +253,8 @@ def steps(repeat_ms: int, only: Collection[str]) -> Iterator[Row]:
     GPU's time is left."""
 
     def make(run: Run, calls: int = 1) -> Callable[[], Any]:
-        (query, *_), *_ = layers = [STEP.tensors() for _ in range(calls)]
+        layers = [STEP.tensors() for _ in range(calls)]
+        query = layers[0][0]
         inputs = [query, *(tensor for _, *rest in layers for tensor in rest)]
         gradient = torch.randn_like(query)
 

@@ -39,19 +39,16 @@ class CellResults:
 
     record: Record
     columns: Mapping[Name, Column]
+    scores: Mapping[Name, Score]
 
     @classmethod
     def of(cls, record: Record, columns: Mapping[Name, Column]) -> CellResults:
-        known = {(one.task, one.metric) for one in record.scores if one.aggregation in TESTABLE}
-        nothing, known = Column.of(np.arange(0), [], []), known & columns.keys()
+        scores, nothing = record.by_name(), Column.of(np.arange(0), [], [])
+        known = {name for name, one in scores.items() if one.aggregation in TESTABLE}
+        known &= columns.keys()
         found = {name: columns[name] if name in known else nothing for name in _kept(record)}
-        return cls(record, found | of_groups(record, found))
-
-    @property
-    def scores(self) -> Mapping[Name, Score]:
-        every = (*self.record.scores, *self.record.group_means)
-        found = {(score.task, score.metric): score for score in every}
-        return {name: found[name] for name in self.columns}
+        found |= of_groups(record, found)
+        return cls(record, found, {name: scores[name] for name in found})
 
 
 def _kept(record: Record) -> list[Name]:
@@ -63,12 +60,10 @@ def _kept(record: Record) -> list[Name]:
 def of_groups(record: Record, columns: Mapping[Name, Column]) -> dict[Name, Column]:
     """Outcomes of groups such as mmlu: of all documents of their tasks, whose ``columns`` are
     here."""
-    asked = {(one.task, one.metric) for one in record.group_means}
     return {
         (one.group, one.metric): joined({task: columns[task, one.metric] for task in one.tasks})
-        for one in record.groups
-        if (one.group, one.metric) in asked
-        and all((task, one.metric) in columns for task in one.tasks)
+        for one in record.pooled_groups
+        if all((task, one.metric) in columns for task in one.tasks)
     }
 
 

@@ -14,6 +14,8 @@ from qbench.metrics import rank
 from qbench.records import Grid, GridCell, Record, Score
 from qbench.store import Store, read, runs
 
+Scores = Mapping[tuple[str, str], Score]  # of a record, by task and metric
+
 
 def compare(store: Store, *, statistics: bool = True, against: str | None = None) -> Comparison:
     """Compare the checkpoints of a results folder at every precision; of one checkpoint also its
@@ -66,9 +68,10 @@ def _lines(grid: Grid, records: Mapping[str, Record]) -> Iterable[Line]:
     cells = {(cell.checkpoint, cell.quantizer): cell for cell in grid.cells}
     quantized = {cell.quantizer: cell.quantized for cell in grid.cells}
     quantizers = sorted((q for q in grid.quantizers if q in quantized), key=lambda q: quantized[q])
-    groups = (one.task for record in records.values() for one in record.group_means)
+    scores = {name: record.by_name() for name, record in records.items()}
+    groups = (one.group for record in records.values() for one in record.pooled_groups)
     for task in dict.fromkeys((*grid.tasks, *groups)):
-        known = _metrics(task, records.values())
+        known = _metrics(task, scores.values())
         for quantizer in quantizers:
             row = [cells.get((checkpoint, quantizer)) for checkpoint in grid.checkpoints]
             first = next(cell for cell in row if cell is not None)
@@ -84,17 +87,17 @@ def _lines(grid: Grid, records: Mapping[str, Record]) -> Iterable[Line]:
                     title=first.title,
                     precision=first.precision,
                     entries=tuple(
-                        _entry(checkpoint, quantizer, cell, records, task, metric)
+                        _entry(checkpoint, quantizer, cell, records, scores, (task, metric))
                         for checkpoint, cell in zip(grid.checkpoints, row, strict=True)
                     ),
                 )
 
 
-def _metrics(task: str, records: Iterable[Record]) -> dict[str, Score | None]:
+def _metrics(task: str, scores: Iterable[Scores]) -> dict[str, Score | None]:
     """Metrics that any record has of ``task``, in the paper's order, with a score to go by."""
     found: dict[str, Score | None] = {}
-    for record in records:
-        for score in (*record.scores, *record.group_means):
+    for of_one in scores:
+        for score in of_one.values():
             if score.task == task:
                 found.setdefault(score.metric, score)
     if not found:
@@ -107,15 +110,15 @@ def _entry(
     quantizer: str,
     cell: GridCell | None,
     records: Mapping[str, Record],
-    task: str,
-    metric: str,
+    scores: Mapping[str, Scores],
+    name: tuple[str, str],
 ) -> Entry:
+    task, metric = name
     record = records.get(cell.cell) if cell else None
     status, reason = status_of(record) if cell else ("missing", "not in the grid")
     score = None
     if record is not None and status == "ok":
-        every = (*record.scores, *record.group_means)
-        score = next((one for one in every if (one.task, one.metric) == (task, metric)), None)
+        score = scores[cell.cell].get(name)
         if score is None and task in record.failed_tasks:
             status, reason = "failed", record.failed_tasks[task]
         elif score is None:
