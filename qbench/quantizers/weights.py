@@ -157,9 +157,8 @@ class Hqq(WeightSettings):
     def shared_bits(self, rows: int, columns: int) -> float:
         wide = 32 if self.compute_dtype == "float32" else 16  # of a scale, and of a zero
         padding = 0.0
-        if (
-            self.num_bits == 3
-        ):  # ten codes in 32 bits, those of one place in all groups or of one group
+        if self.num_bits == 3:
+            # ten codes in 32 bits, those of one place in all groups or of one group
             together = rows * columns // self.group_size if self.axis else self.group_size
             padding = 32 * math.ceil(together / 10) / together - 3
         return 2 * wide / self.group_size + padding
