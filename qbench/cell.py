@@ -32,7 +32,7 @@ from qbench.evaluation.loaded import LoadedTask, load_task
 from qbench.evaluation.noise import measure_noise
 from qbench.evaluation.scoring import language_model
 from qbench.machine import free, hardware
-from qbench.plan import Cell, Plan, resident, streamable
+from qbench.plan import Cell, Plan, streams
 from qbench.quantizers.audit.cell import audit, probe_of
 from qbench.quantizers.calibration import read_calibration
 from qbench.quantizers.linear import linearize
@@ -146,17 +146,13 @@ def _elsewhere(
     if asked.device_map is not None:
         count = torch.cuda.device_count() if plan.device == "cuda" else 1
         return partial(spread, devices=[f"{plan.device}:{index}" for index in range(count)])
-    streamed = asked.stream
-    if streamed == "auto":
-        streamed = plan.device == "cuda" and streamable(
-            cell.quantization, cell.copy, cell.checkpoint.config
-        )
-        if streamed:
-            weights = elements(read_headers(cell.checkpoint.folder)) * itemsize
-            cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-            room = min(room, torch.cuda.mem_get_info()[0] + cached)
-            streamed = resident(weights) > room
-    return partial(stream, device=plan.device) if streamed else None
+
+    def least() -> float:
+        cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        return min(room, torch.cuda.mem_get_info()[0] + cached)
+
+    weights = elements(read_headers(cell.checkpoint.folder)) * itemsize
+    return partial(stream, device=plan.device) if streams(cell, plan, weights, least) else None
 
 
 def quantized(

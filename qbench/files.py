@@ -182,9 +182,7 @@ def require_folder(path: Path, option: str = "") -> None:
 
 def write_page(out: Path, results: Any, table: str) -> list[Path]:
     """``results`` to ``out`` as JSON, the table beside it in Markdown; gives what was written."""
-    files = {out: json.dumps(results, indent=1)}
-    if out.suffix:  # /dev/stdout has nothing beside it
-        files[out.with_suffix(".md")] = table
+    files = {out: json.dumps(results, indent=1), out.with_suffix(".md"): table}
     for path, content in files.items():
         write_atomically(path, f"{content.rstrip()}\n".encode())
     return list(files)

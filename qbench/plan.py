@@ -10,7 +10,7 @@ import fnmatch
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -39,7 +39,6 @@ from qbench.evaluation.settings import (
     Mode,
     ScoringSettings,
     batch_tokens,
-    check_bos,
 )
 from qbench.evaluation.tasks import TaskSpec, plan_task
 from qbench.files import content_key, file_digest
@@ -346,10 +345,16 @@ def _key_parts(plan: Plan, cell: Cell) -> dict[str, Any]:
 WORKSPACE = 4 * 2**30  # bytes
 
 
-def resident(weights: float) -> float:
-    """Bytes that a model of so many bytes of weights should find free, or it comes block by
-    block."""
-    return weights + min(weights, WORKSPACE)
+def streams(cell: Cell, plan: Plan, weights: float, room: Callable[[], float]) -> bool:
+    """Whether the ``weights`` of ``cell``, so many bytes, come block by block: as the recipe says,
+    or to a GPU with less ``room``, in bytes, than they and their work take."""
+    asked = plan.recipe.evaluation
+    if asked.stream != "auto":
+        return asked.stream
+    if asked.device_map is not None or plan.device != "cuda":
+        return False
+    able = streamable(cell.quantization, cell.copy, cell.checkpoint.config)
+    return able and weights + min(weights, WORKSPACE) > room()
 
 
 def _unlike_a_stream(
@@ -607,10 +612,13 @@ def require_bos(name: str, checkpoint: Checkpoint) -> None:
     """Raises RecipeError where the tokenizer would add none."""
     from qbench.checkpoints.tokenizer import load_tokenizer
 
-    try:
-        check_bos(load_tokenizer(checkpoint), add_bos=True)
-    except RecipeError as error:
-        raise RecipeError(f"checkpoints.{name}: {error}") from None
+    tokenizer = load_tokenizer(checkpoint)
+    ids = tokenizer.encode("a", add_special_tokens=True)
+    if tokenizer.bos_token_id is None or ids[:1] != [tokenizer.bos_token_id]:
+        raise RecipeError(
+            f"checkpoints.{name}: evaluation.add_bos: true, but this tokenizer puts no BOS before "
+            "a text; set add_bos: false or give it a post-processor that does"
+        )
 
 
 def require_chat_template(name: str, checkpoint: Checkpoint) -> None:

@@ -630,11 +630,6 @@ class Record(CellRecord):
 class GridCell(_QuantizedCell):
     """One cell of the last run: its place in the grid and the record that it asks for."""
 
-    @property
-    def bits(self) -> float | None:
-        """Of a stored weight, nominal; None where weights are not quantized."""
-        return self.precision.weights.bits if self.precision.weights else None
-
 
 class Grid(RecordModel):
     """What a results folder is of: ``grid.json``, written at the start of each run.

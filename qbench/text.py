@@ -24,10 +24,7 @@ def number(value: float | None, *, percent: bool, signed: bool = False) -> str:
     value = value * 100 if percent else value
     if abs(value) >= 1e9:  # a model that fell apart
         return ("+" if signed and value > 0 else "") + short(value)
-    text = f"{value:{'+' if signed else ''}.2f}"
-    if text in ("-0.00", "+0.00"):
-        text = "+0.00" if signed else "0.00"
-    return text.replace("-", MINUS)
+    return f"{value:{'+' if signed else ''}z.2f}".replace("-", MINUS)
 
 
 def ratio(logarithm: float, *, decimals: int = 3) -> str:
@@ -60,8 +57,6 @@ def duration(seconds: float) -> str:
 
 def metric_title(metric: str) -> str:
     """``acc_norm`` as the paper writes it: Acc Norm; a filter in brackets stays as it is."""
-    if metric == NO_VALUE:
-        return metric
     name, bracket, rest = metric.partition(" [")
     return name.replace("_", " ").title() + bracket + rest
 

@@ -115,7 +115,8 @@ def outcomes(
     cell: GridCell, index: int, sizes: dict[str, int], worse: float, seed: int
 ) -> pd.DataFrame:
     """Per-document outcomes of one cell, columns as ``OUTCOME_COLUMNS``."""
-    damage = 0.0 if cell.bits is None else 4.0 * 2.0**-cell.bits / (1 + index) + 0.02
+    bits = bits_of(cell)
+    damage = 0.0 if bits is None else 4.0 * 2.0**-bits / (1 + index) + 0.02
     damage += worse - 0.05 * index
     own = np.random.default_rng([seed, int(cell.key[:8], 16)])
     frames = []
@@ -179,15 +180,20 @@ def scores(table: pd.DataFrame) -> tuple[Score, ...]:
     return tuple(made)
 
 
+def bits_of(cell: GridCell) -> float | None:
+    return cell.precision.weights.bits if cell.precision.weights else None
+
+
 def layer(cell: GridCell, name: str) -> ModuleAudit:
+    bits = bits_of(cell)
     return ModuleAudit(
         name=name,
         kind="PackedLinear",
         parameters=4096,
-        bits_per_weight=cell.bits + 0.5,
-        weight_error=0.6 * 2.0**-cell.bits,
+        bits_per_weight=bits + 0.5,
+        weight_error=0.6 * 2.0**-bits,
         gain=0.998,
-        levels=int(2**cell.bits),
+        levels=int(2**bits),
         digest=hashlib.sha256(f"{cell.cell}/{name}".encode()).hexdigest(),
     )
 
@@ -195,23 +201,24 @@ def layer(cell: GridCell, name: str) -> ModuleAudit:
 def make_record(
     cell: GridCell, scores: tuple[Score, ...], error: str | None = None, audited: bool = True
 ) -> Record:
-    bits = cell.bits or 16.0
+    known = bits_of(cell)
+    bits = known or 16.0
     audit = Audit(
         passed=True,
-        bits=cell.bits,
-        coverage=1.0 if cell.bits else 0.0,
-        bits_per_weight=bits + (0.5 if cell.bits else 0.0),
-        weight_error=0.6 * 2.0**-bits if cell.bits else 0.0,
+        bits=known,
+        coverage=1.0 if known else 0.0,
+        bits_per_weight=bits + (0.5 if known else 0.0),
+        weight_error=0.6 * 2.0**-bits if known else 0.0,
         levels=int(2**bits),
-        logits_moved=2.0**-bits if cell.bits else 0.0,
-        modules=tuple(layer(cell, name) for name in LAYERS) if cell.bits else (),
+        logits_moved=2.0**-bits if known else 0.0,
+        modules=tuple(layer(cell, name) for name in LAYERS) if known else (),
     )
     stages = [("load", 1.5, 2.0), ("quantize", 28.0, 3.1), ("audit", 0.9, 3.1), ("evaluate", 60.0, 8.6)]  # fmt: skip  # noqa: E501
     return Record(
         key=cell.key,
         key_parts={
             "weights": {"digest": hashlib.sha256(cell.checkpoint.encode()).hexdigest()},
-            "quantizer": {"name": cell.quantizer, "bits": cell.bits},
+            "quantizer": {"name": cell.quantizer, "bits": known},
             "numerics": {"dtype": "bfloat16", "softmax_dtype": "float32"},
             "versions": {"torch": "2.11.0", "transformers": "5.17.0"},
         },

@@ -43,6 +43,7 @@ ODD: list[tuple[tuple[str, ...], str]] = [
         (("compare", "grid"), ()),
     )),
     (("explain", "grid/softmax/bf16", "file"), "not a record"),
+    (("noise", *RUN[1:], "--scoring", "lm-eval"), "lm-eval cannot change the order of batches"),
     *((("run", path, "--device", "cpu"), words) for path, words in NOT_A_RECIPE.items()),
     *((("check", "grid", "--baseline", path), ".") for path in
       ("folder", "file", "nowhere", "cut.parquet", "grid/grid.json")),

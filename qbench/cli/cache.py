@@ -11,7 +11,7 @@ from tabulate import tabulate
 
 from qbench import cache as kept
 from qbench.cache import cache_folder, entries, in_words
-from qbench.errors import ResultsError
+from qbench.errors import ResultsError, some
 from qbench.machine import GIB
 from qbench.text import duration
 
@@ -53,7 +53,7 @@ def list_entries(
             one.about,
             in_words(one.bytes),
             duration(time.time() - one.used),
-            _users(one.used_by),
+            some(one.used_by, 3),
         )
         for one in found
     ]
@@ -93,8 +93,3 @@ def prune(
         typer.echo(f"{word} files that a dead process left: {path}")
     freed = in_words(sum(one.bytes for one in removed))
     typer.echo(f"{cache_folder()}: {word} {len(removed)} entries, {freed}")
-
-
-def _users(names: tuple[str, ...]) -> str:
-    shown = ", ".join(names[:3])
-    return shown + (f" and {len(names) - 3} more" if len(names) > 3 else "")

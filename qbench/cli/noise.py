@@ -10,7 +10,7 @@ from qbench.cli.messages import show_written
 from qbench.cli.options import ClusterOption, DeviceOption, Out, RecipeFile, recipe_options
 from qbench.cli.place import here, placed
 from qbench.comparison.lines import FILE
-from qbench.errors import EvaluationError, RecipeError
+from qbench.errors import EvaluationError, RecipeError, some
 from qbench.files import require_folder
 from qbench.plan import Cell
 from qbench.recipe import Overrides
@@ -46,6 +46,11 @@ def noise(
         chosen = [cell for cell in planned.cells if not cell.quantization.precision.quantized]
         if not chosen:
             raise RecipeError(f"{recipe}: quantizers: noise needs an unquantized one, bf16 or fp32")
+        if by_hflm := [cell.name for cell in chosen if cell.scoring.mode == "lm-eval"]:
+            raise RecipeError(
+                f"evaluation.scoring: lm-eval cannot change the order of batches, and it scores "
+                f"{some(by_hflm)}; use exact or fast, or leave out models that it alone can score"
+            )
         kept = {}
         with place.display(len(chosen)) as display:
             made = run_each(

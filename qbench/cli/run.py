@@ -40,7 +40,7 @@ from qbench.records import Record
 from qbench.runner.estimates import BYTES, Estimate, TimeLeft, earlier, expected
 from qbench.runner.grid import known_elsewhere, passes, run_cells
 from qbench.store import Store
-from qbench.text import duration
+from qbench.text import duration, together
 
 
 @recipe_options()
@@ -224,11 +224,7 @@ def how(planned: Plan, cells: Sequence[Cell]) -> str:
 def notes(planned: Plan, cells: Sequence[Cell]) -> list[str]:
     """What was chosen for models that others would not get, each once, with their names; where a
     dtype is slow here; and where no cell is unquantized."""
-    names: dict[str, dict[str, None]] = {}
-    for cell in cells:
-        for note in cell.notes:
-            names.setdefault(note, {})[cell.checkpoint_name] = None
-    lines = [f"{', '.join(of)}: {note}" for note, of in names.items()]
+    lines = together(dict.fromkeys((c.checkpoint_name, note) for c in cells for note in c.notes))
     dtypes = {cell.quantization.compute_dtype for cell in cells}
     if planned.device == "cpu" and "bfloat16" in dtypes and not fast_bf16():
         lines.append(

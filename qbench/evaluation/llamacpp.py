@@ -199,7 +199,7 @@ class LlamaCppScorer(Scorer):
         self.head = torch.nn.Linear(1, 1)  # says where logits are: on the CPU
         self._progress, self._observer = progress, observer
         self._embedded, self._counts = model.vocabulary, Counts()
-        self._refused, self.fast, self.exact = "", None, None
+        self.fast = self.exact = None
 
     def report(self) -> ScoringReport:
         batching = "llama.cpp, one after another"

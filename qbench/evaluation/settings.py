@@ -10,11 +10,8 @@ import pydantic.dataclasses
 from pydantic import ConfigDict, Field
 
 from qbench.checkpoints.supported import Mode
-from qbench.errors import RecipeError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from qbench.records import SampleDifference, ScoringReport
 
 
@@ -195,15 +192,3 @@ def hidden_size(config: Mapping[str, Any]) -> int:
     levels = (config, inner) if isinstance(inner, Mapping) else (config,)
     found = (level.get(n) for level in levels for n in ("hidden_size", "n_embd", "d_model"))
     return next((n for n in found if isinstance(n, int) and n > 0), UNKNOWN_HIDDEN_SIZE)
-
-
-def check_bos(tokenizer: PreTrainedTokenizerBase, add_bos: bool) -> None:
-    """Raises RecipeError where ``add_bos`` is asked for and this tokenizer would add none."""
-    if not add_bos:
-        return
-    ids = tokenizer.encode("a", add_special_tokens=True)
-    if tokenizer.bos_token_id is None or ids[:1] != [tokenizer.bos_token_id]:
-        raise RecipeError(
-            "evaluation.add_bos: true, but this tokenizer puts no BOS before a text; "
-            "set add_bos: false or give it a post-processor that does"
-        )

@@ -17,7 +17,7 @@ from qbench.evaluation.settings import hidden_size
 from qbench.files import read_regular
 from qbench.machine import GIB, fast_bf16, hardware, memory_gib, visible_gpus
 from qbench.passkey import task_length
-from qbench.plan import Cell, Plan, resident, streamable
+from qbench.plan import Cell, Plan, streams
 from qbench.store import ARCHIVE, packed_records
 from qbench.text import duration
 
@@ -166,7 +166,7 @@ def expected(cell: Cell, plan: Plan, records: Sequence[Written]) -> Estimate | N
         calibration = read * token
     if plan.recipe.evaluation.device_map and plan.device == "cuda":
         memory /= len(visible_gpus())
-    if not _streamed(cell, plan, weights):
+    if not streams(cell, plan, weights * GIB, lambda: memory_gib("cuda") * GIB):
         return Estimate(seconds=seconds, memory_gib=memory + calibration, measured=False)
     config = cell.checkpoint.config
     ends = 2 * config.get("vocab_size", 0) * token  # embeddings and LM head
@@ -182,17 +182,6 @@ def expected(cell: Cell, plan: Plan, records: Sequence[Written]) -> Estimate | N
         host_gib=min(tokens * token, WAITING_GIB) + packed + calibration,
         disk_gib=packed,
     )
-
-
-def _streamed(cell: Cell, plan: Plan, weights: float) -> bool:
-    """Whether its weights, so many GiB, will come block by block."""
-    asked = plan.recipe.evaluation.stream
-    if asked != "auto":
-        return asked
-    elsewhere = plan.recipe.evaluation.device_map or plan.device != "cuda"
-    if elsewhere or not streamable(cell.quantization, cell.copy, cell.checkpoint.config):
-        return False
-    return resident(weights * GIB) > memory_gib("cuda") * GIB
 
 
 def _tokens(cell: Cell, plan: Plan) -> float | None:

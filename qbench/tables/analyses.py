@@ -16,7 +16,7 @@ from qbench.tables.analysis_results import AnalysisResults
 from qbench.tables.notes import AT_CHANCE, at_chance
 from qbench.tables.table import Table, from_rows
 from qbench.tables.table import markdown as table_markdown
-from qbench.text import MINUS, NO_VALUE, for_markdown, number, significant
+from qbench.text import MINUS, NO_VALUE, for_markdown, number, significant, together
 
 
 def value_text(value: float | None, form: str) -> str:
@@ -151,15 +151,15 @@ SECTIONS = (
 
 def texts(whole: Cells) -> list[str]:
     """What was read, once where all cells read the same."""
-    lines: dict[str, list[str]] = {}
+    lines = []
     for one in whole:
         text = one.text
         bos = "BOS counted" if text.bos else "without BOS"
         line = f"{text.samples} texts of {text.length} tokens ({bos}) of {text.source}"
         if text.left_out:
             line += f"; {text.left_out} shorter one{'s' * (text.left_out > 1)} left out"
-        lines.setdefault(f"{line}; {one.environment.device}, {one.attention}", []).append(one.cell)
-    return [f"{', '.join(cells)}: {line}" for line, cells in lines.items()]
+        lines.append((one.cell, f"{line}; {one.environment.device}, {one.attention}"))
+    return together(lines)
 
 
 def _massive(whole: Cells) -> list[Table]:

@@ -9,13 +9,10 @@ from scoring_models import (
     llama,
     pages,
     scorer,
-    settings,
     text,
-    tokenizer,
 )  # fmt: skip
 
-from qbench.errors import EvaluationError, RecipeError, UnavailableError
-from qbench.evaluation.scoring import language_model
+from qbench.errors import EvaluationError, UnavailableError
 from qbench.evaluation.scoring.logits import Product, try_out
 
 
@@ -69,11 +66,6 @@ def test_what_hflm_stops_at_with_a_bare_error_is_named(request_, words):
         theirs.loglikelihood([request_], disable_tqdm=True)
     with pytest.raises(EvaluationError, match=words):
         ours.loglikelihood([request_], disable_tqdm=True)
-
-
-def test_a_bos_that_the_tokenizer_does_not_add_is_an_error():
-    with pytest.raises(RecipeError, match="add_bos"):
-        language_model(llama(), tokenizer(), settings("exact", add_bos=True))
 
 
 def test_a_model_that_changes_its_logits_after_the_lm_head_is_refused():

@@ -228,13 +228,6 @@ class Kept:
         pass
 
 
-def test_by_auto_a_model_that_cannot_be_packed_is_scored_exactly():
-    auto = scorer(llama(attention="eager"), "fast", fallback=True)
-    exact = scorer(llama(attention="eager"), "exact")
-    assert answer(auto, choices(3)) == answer(exact, choices(3))
-    assert "'eager'" in auto.report().exact_tasks["choices"]
-
-
 def test_an_attention_that_cannot_be_packed_is_refused():
     with pytest.raises(UnavailableError, match="'eager'"):
         scorer(llama(attention="eager"), "fast")

@@ -31,7 +31,9 @@ def measured(path, checkpoints=("mine",), stderr=0.002, sizes=SIZES, **settings)
         record = store.get(cell)
         more = {}
         if cell.quantized:
-            size = StoredSize(bits_per_weight=4.5, head_bits_per_weight=None, gib=cell.bits / 4)
+            size = StoredSize(
+                bits_per_weight=4.5, head_bits_per_weight=None, gib=cell.precision.weights.bits / 4
+            )
             kl = Divergence(
                 mean=KL[cell.quantizer], mean_stderr=stderr, median=0, p90=0, p99=0.5, p99_9=1,
                 largest=2,

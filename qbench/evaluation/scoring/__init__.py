@@ -7,7 +7,6 @@ from typing import Any
 
 from lm_eval.api.model import LM
 
-from qbench.errors import RecipeError
 from qbench.evaluation.lm_eval_model import ExternalScorer
 from qbench.evaluation.scoring.hflm import HFLMScorer
 from qbench.evaluation.scoring.logits import Observer
@@ -33,8 +32,8 @@ def language_model(
     ``progress(done, total)`` counts requests; ``observer`` sees hidden states, logits and
     log-probabilities of every scored token. ``report()`` of what is returned says how it ran.
 
-    Raises RecipeError for settings that cannot be, UnavailableError where exact and fast
-    scoring do not fit the model; scoring itself raises EvaluationError.
+    Raises UnavailableError where exact and fast scoring do not fit the model; scoring itself
+    raises EvaluationError.
     """
     if isinstance(model, LM):  # lm-eval's, of another runtime
         return ExternalScorer(model, settings)
@@ -44,8 +43,5 @@ def language_model(
         return LlamaCppScorer(model, tokenizer, settings, progress=progress, observer=observer)
     if settings.mode != "lm-eval":
         return Scorer(model, tokenizer, settings, progress=progress, observer=observer)
-    if observer is not None:
-        raise RecipeError(
-            "scoring: lm-eval does not give its log-probabilities; use exact or fast for damage"
-        )
+    assert observer is None, "HFLM gives no log-probabilities"
     return HFLMScorer(model, tokenizer, settings)

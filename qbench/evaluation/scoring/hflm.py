@@ -11,16 +11,13 @@ import torch
 from lm_eval.api.model import LM
 from lm_eval.models.huggingface import HFLM
 
-from qbench.errors import RecipeError
 from qbench.evaluation.scoring.generate import generate_by_hflm, greedy
-from qbench.evaluation.settings import ScoringSettings, check_bos
+from qbench.evaluation.settings import ScoringSettings
 from qbench.machine import peak_memory_gib, reset_peak_memory
 from qbench.records import ScoringReport
 
 
 def pinned_hflm(model: torch.nn.Module, tokenizer: Any, settings: ScoringSettings) -> HFLM:
-    """Raises RecipeError where the tokenizer cannot add the BOS that is asked for."""
-    check_bos(tokenizer, settings.add_bos)
     logger = logging.getLogger("lm_eval.models.huggingface")
     level = logger.level
     logger.setLevel(logging.ERROR)  # it warns of every model that is given as an object
@@ -43,10 +40,7 @@ class HFLMScorer(LM):
 
     def __init__(self, model: Any, tokenizer: Any, settings: ScoringSettings) -> None:
         super().__init__()
-        if settings.shuffle is not None:
-            raise RecipeError(
-                "scoring: lm-eval cannot change the order of batches; use exact or fast"
-            )
+        assert settings.shuffle is None, "HFLM has an order of its own"
         self.settings = settings
         self.hflm = pinned_hflm(model, tokenizer, settings)
         reset_peak_memory(self.hflm.device.type)

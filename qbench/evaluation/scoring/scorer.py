@@ -26,7 +26,7 @@ from lm_eval.api.model import LM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 
-from qbench.errors import EvaluationError, UnavailableError
+from qbench.errors import EvaluationError
 from qbench.evaluation.scoring.batching import BatchPlan, Packing, Padding
 from qbench.evaluation.scoring.forward import PackedForward, PaddedForward, decoder_and_head
 from qbench.evaluation.scoring.generate import (
@@ -156,7 +156,6 @@ class Scorer(LM):
         self._differences: list[tuple[SampleDifference, np.ndarray]] = []  # of tasks scored fast
         self._exact_tasks: dict[str, str] = {}
         self._generated: dict[str, str] = {}  # why a task's answers came from transformers
-        self._refused = ""  # why no task can be scored fast
         if settings.mode == "fast":
             # The right scores, even where HFLM misreads.
             right = replace(padding, misread=False, window_batch_size=1, shuffle=None)
@@ -166,13 +165,8 @@ class Scorer(LM):
                 batch_tokens=settings.batch_tokens,
                 shuffle=settings.shuffle,
             )
-            try:
-                forward = PackedForward(model, decoder)
-                self.fast = Backend(batching=packing, forward=forward, exact=False)
-            except UnavailableError as error:
-                if not settings.fallback:
-                    raise
-                self._refused = str(error)
+            packed = PackedForward(model, decoder)
+            self.fast = Backend(batching=packing, forward=packed, exact=False)
         reset_peak_memory(self._device.type)
 
     def report(self) -> ScoringReport:
@@ -244,8 +238,6 @@ class Scorer(LM):
         limit = self.settings.max_length + 1
         self._counts.requests += len(asked.requests)
         self._counts.truncated += sum(len(r.tokens) > limit for r in asked.requests)
-        if self._refused:
-            self._exact_tasks[asked.task] = self._refused
         if self.fast is not None and asked.requests:
             answers = self._observed(self.fast, asked)
             try:
