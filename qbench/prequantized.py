@@ -53,6 +53,7 @@ def find_copy(
     if source is not None:
         copy = replace(copy, normalizer=_normalizer(copy, original))
         _require_sizes(copy, original)
+        _require_tokens(copy, original)
     found = Prequantized(
         path=weights.path,
         compute_dtype=weights.compute_dtype,
@@ -140,3 +141,21 @@ def _require_sizes(copy: Checkpoint, original: Checkpoint) -> None:
                 f"checkpoint {copy.source}: {size} {found[size]}, and {original.source} has "
                 f"{wanted[size]}: it is no quantized copy of it"
             )
+
+
+def _require_tokens(copy: Checkpoint, original: Checkpoint) -> None:
+    """Raise RecipeError where the copy has a tokenizer of its own that cuts texts otherwise: it is
+    scored with the original's."""
+    own, theirs = (one.folder / "tokenizer.json" for one in (copy, original))
+    if not own.is_file() or (theirs.is_file() and own.read_bytes() == theirs.read_bytes()):
+        return
+    from qbench.checkpoints.tokenizer import other_tokens  # imports transformers
+
+    other = other_tokens(copy, original, special=(False,))
+    if other is not None:
+        text, found, wanted = other
+        raise RecipeError(
+            f"checkpoint {copy.source}: its tokenizer makes {found} of {text}, and "
+            f"{original.source}'s {wanted}: who uses the copy gets other tokens than those that "
+            "would be scored; take its tokenizer files out of its folder to score its weights alone"
+        )

@@ -28,21 +28,12 @@ from qbench.checkpoints.find import (
 )
 from qbench.checkpoints.load import read_model, read_tensor
 from qbench.checkpoints.supported import class_names
-from qbench.checkpoints.tokenizer import load_tokenizer
+from qbench.checkpoints.tokenizer import other_tokens
 from qbench.errors import CheckpointError, OutputError
 from qbench.files import clean_temporaries, new_folder, require_folder, save_tensors
 
 Format = Literal["llama", "fla"]
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
-# What tokenizers of one vocabulary differ in: spaces, lines, digits, composed and other characters.
-TEXTS = (
-    "The quick brown fox, aged 1234 years, isn't over 3.5 dogs.", " leading", "trailing  ",
-    "two\n\nlines\n", "\n", "tab\tand\r\nend", "a  b   c    d", " = Title = \n",
-    "caf\u00e9 cafe\u0301 \ufb01 \u212b \u2460 \u2019\u2014\u00a0x", "MiXeD CASE ab12CD 000",
-    "\u4e2d\u6587 \u65e5\u672c\u8a9e \ud55c\uad6d\uc5b4 \u0627\u0644\u0639\u0631\u0628\u064a\u0629",
-    "\u0939\u093f\u0928\u094d\u0926\u0940 \U0001f600\u200d\U0001f525",
-    "def f(x):\n    return x ** 2  # y", "<s> </s> <|endoftext|> [INST]",
-)  # fmt: skip
 Tensors = dict[str, torch.Tensor]
 
 
@@ -90,16 +81,14 @@ def _require_same_tokens(before: Checkpoint, after: Checkpoint) -> None:
     the files alone."""
     if not any((before.folder / name).exists() for name in TOKENIZER_FILES):
         return
-    old, new = load_tokenizer(before), load_tokenizer(after)
-    for text in TEXTS:
-        for special in (True, False):
-            ids, others = (one(text, add_special_tokens=special)["input_ids"] for one in (old, new))
-            if ids != others:
-                raise CheckpointError(
-                    f"checkpoint {before.source}: its {type(old).__name__} makes {ids[:8]} of "
-                    f"{text!r:.40}, and the {type(new).__name__} that the other format reads from "
-                    f"the same files {others[:8]}; its scores would change, so nothing is written"
-                )
+    other = other_tokens(before, after, special=(True, False))
+    if other is not None:
+        text, old, new = other
+        raise CheckpointError(
+            f"checkpoint {before.source}: its tokenizer makes {old} of {text}, and the one that "
+            f"the other format reads from the same files {new}; its scores would change, so "
+            "nothing is written"
+        )
 
 
 def _tensors(checkpoint: Checkpoint) -> Tensors:

@@ -246,12 +246,13 @@ def load_prequantized(
                 f"transformers cannot load this {stated.get('quant_method')} checkpoint here: "
                 f"{first_line(error)}"
             ) from error
+        headers = read_headers(checkpoint.folder, quantized=True)
+        require_own_head(model, checkpoint.folder, headers)
         if not logits.isfinite().all():
-            headers = read_headers(checkpoint.folder, quantized=True).values()
             _refuse_not_finite(
                 (
                     (one.name, ~read_tensor(checkpoint.folder, one).float().isfinite())
-                    for one in headers
+                    for one in headers.values()
                     if one.dtype.startswith(("BF16", "F16", "F32", "F64", "F8"))
                 ),
                 torch.float32,
@@ -359,7 +360,7 @@ def read_tensor(folder: Path, header: Header) -> torch.Tensor:
 def require_own_head(model: PreTrainedModel, folder: Path, headers: dict[str, Header]) -> None:
     """Raise CheckpointError where a tied model's files hold another output matrix.
 
-    transformers drops it or unties it with a warning only, by version.
+    transformers drops it or unties it with a warning only, by version, and lm-eval ties it anew.
     """
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None or embeddings is None or not model.config.tie_word_embeddings:

@@ -11,9 +11,21 @@ from qbench.checkpoints import fla
 from qbench.errors import CheckpointError, first_line
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from transformers import PreTrainedTokenizerBase
 
     from qbench.checkpoints.find import Checkpoint
+
+# What tokenizers of one vocabulary differ in: spaces, lines, digits, composed and other characters.
+TEXTS = (
+    "The quick brown fox, aged 1234 years, isn't over 3.5 dogs.", " leading", "trailing  ",
+    "two\n\nlines\n", "\n", "tab\tand\r\nend", "a  b   c    d", " = Title = \n",
+    "caf\u00e9 cafe\u0301 \ufb01 \u212b \u2460 \u2019\u2014\u00a0x", "MiXeD CASE ab12CD 000",
+    "\u4e2d\u6587 \u65e5\u672c\u8a9e \ud55c\uad6d\uc5b4 \u0627\u0644\u0639\u0631\u0628\u064a\u0629",
+    "\u0939\u093f\u0928\u094d\u0926\u0940 \U0001f600\u200d\U0001f525",
+    "def f(x):\n    return x ** 2  # y", "<s> </s> <|endoftext|> [INST]",
+)  # fmt: skip
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
@@ -27,3 +39,19 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
         raise CheckpointError(
             f"checkpoint {checkpoint.source}: no usable tokenizer ({first_line(error)})"
         ) from error
+
+
+def other_tokens(
+    one: Checkpoint, other: Checkpoint, *, special: Sequence[bool]
+) -> tuple[str, list[int], list[int]] | None:
+    """A text that the tokenizers of two checkpoints cut into other tokens, with the first ids of
+    each; None where they do not. ``special``: with special tokens added, without, or both."""
+    first, second = load_tokenizer(one), load_tokenizer(other)
+    for text in TEXTS:
+        for added in special:
+            ids, others = (
+                each(text, add_special_tokens=added)["input_ids"] for each in (first, second)
+            )
+            if ids != others:
+                return f"{text!r:.40}", ids[:8], others[:8]
+    return None

@@ -363,6 +363,29 @@ def original_of_softpick(tmp_path):
     return tmp_path / "other"
 
 
+def test_a_copy_that_is_tied_and_holds_another_lm_head_is_refused(nf4, tmp_path):
+    """lm-eval ties weights anew after the audit, which would score with the embeddings as head."""
+    copy = changed(nf4, tmp_path / "tied", lambda tensors: None, tie_word_embeddings=True)
+    found = planned(tmp_path, copy)
+    with pytest.raises(CheckpointError, match=r"tied: .* but lm_head\.weight differs from the emb"):
+        load(found.cell("base/copy"), found)
+
+
+def test_a_copy_whose_tokenizer_cuts_texts_otherwise_is_refused_before_work(nf4, tmp_path):
+    copy = changed(nf4, tmp_path / "copy", lambda tensors: None)
+    file = copy / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    file.write_text(json.dumps(tokenizer))  # the same in other bytes
+    assert planned(tmp_path, copy).cells
+    words = tokenizer["model"]["vocab"]
+    words["a"], words["e"] = words["e"], words["a"]
+    file.write_text(json.dumps(tokenizer))
+    with pytest.raises(RecipeError, match=r"copy: its tokenizer makes \[.* take its tokenizer fil"):
+        planned(tmp_path, copy)
+    file.unlink()
+    assert planned(tmp_path, copy).cells
+
+
 def test_a_damaged_layer_fails_its_audit(nf4, tmp_path):
     def harm(tensors):
         tensors["model.layers.1.mlp.up_proj.weight.absmax"] *= 3
