@@ -141,11 +141,24 @@ def dq_loader(sources, own, buffers, own_full, lse_source, sizes, FLAGS: gl.cons
 
 
 @gluon.jit
+def tile_products(q, g, buffers, tile, layout: gl.constexpr):
+    """Asks for a tile's scores and dP [ROWS, ROWS] each, queries × keys."""
+    k_tiles, v_tiles, full, _ = buffers
+    stages: gl.constexpr = k_tiles.shape[0]
+    stage = tile % stages
+    zero = gl.zeros([ROWS, ROWS], gl.float32, layout)
+    mbarrier.wait(full.index(stage), tile // stages & 1)
+    s = warpgroup_mma(q, turned(k_tiles, stage), zero, use_acc=False, is_async=True)
+    p = warpgroup_mma(g, turned(v_tiles, stage), zero, use_acc=False, is_async=True)
+    return s, p
+
+
+@gluon.jit
 def precise_delta(
     q, g, first, count, buffers, factor, shaping, FLAGS: gl.constexpr, layout: gl.constexpr
 ):
     """See :func:`qbench.attention.kernels.backward.precise_delta`."""
-    k_tiles, v_tiles, full, empty = buffers
+    k_tiles, _, _, empty = buffers
     stages: gl.constexpr = k_tiles.shape[0]
     scale, inv_softcap, slope = shaping
     shaping = (
@@ -157,13 +170,9 @@ def precise_delta(
     total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
     highest = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
     for tile in range(count):
-        stage = tile % stages
-        zero = gl.zeros([ROWS, ROWS], gl.float32, layout)
-        mbarrier.wait(full.index(stage), tile // stages & 1)
-        s = warpgroup_mma(q, turned(k_tiles, stage), zero, use_acc=False, is_async=True)
-        p = warpgroup_mma(g, turned(v_tiles, stage), zero, use_acc=False, is_async=True)
-        s, p = warpgroup_mma_wait(0, [s, p])  # [ROWS, ROWS] each: queries × keys
-        mbarrier.arrive(empty.index(stage), count=1)
+        s, p = tile_products(q, g, buffers, tile, layout)
+        s, p = warpgroup_mma_wait(0, [s, p])
+        mbarrier.arrive(empty.index(tile % stages), count=1)
         keys = tile * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))
         y, unused = formulas.scores_of(  # noqa: RUF059 (an underscore would be carried on)
             s, keys[None, :] - first, rows[:, None] - first, shaping, FLAGS, True
@@ -178,27 +187,34 @@ def precise_delta(
 
 @gluon.jit
 def dq_step(
-    dq, ds, dparam, dslopes, q, g, of_rows, tile, started, buffers, behind, shaping,
+    dq, ds, next_s, next_p, dparam, dslopes, q, g, of_rows, tile, started, buffers, behind, shaping,
     NORM: gl.constexpr, FLAGS: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Adds the tile before to dq [ROWS, HEAD_DIM], and computes this tile's gradients of products
     ds [ROWS, ROWS]; ``dparam`` and ``dslopes`` [ROWS]: plus what a bias's gradient is the sum of,
-    and those of scores times how far the key is ahead, for the slopes'. ``of_rows``: their lse, D,
+    and those of scores times how far the key is ahead, for the slopes'. ``next_s``, ``next_p``
+    [ROWS, ROWS]: where there are registers for it, this tile's scores and dP, which were asked for
+    with the tile before; then the next one's, unless this is the last. ``of_rows``: their lse, D,
     s · log n [ROWS] each; ``behind``: by how much the tile's first key is behind the group's first
     query; ``shaping``: what products are multiplied by, and before a soft cap's tanh, and the
-    slope."""
-    k_tiles, v_tiles, full, empty = buffers
+    slope. Nothing is in flight when it ends."""
+    k_tiles, _, _, empty = buffers
     stages: gl.constexpr = k_tiles.shape[0]
-    layout: gl.constexpr = ds.type.layout
-    stage = tile % stages
+    AHEAD: gl.constexpr = k_tiles.shape[4] == 64
+    layout: gl.constexpr = next_s.type.layout
     before = gl.where(started, tile - 1, tile) % stages
     ds = gl.convert_layout(ds.to(gl.bfloat16), gl.DotOperandLayout(0, dq.type.layout, 2))
-    zero = gl.zeros([ROWS, ROWS], gl.float32, layout)
-    mbarrier.wait(full.index(stage), tile // stages & 1)
-    s = warpgroup_mma(q, turned(k_tiles, stage), zero, use_acc=False, is_async=True)
-    p = warpgroup_mma(g, turned(v_tiles, stage), zero, use_acc=False, is_async=True)
+    if AHEAD:
+        s = next_s
+        p = next_p
+    else:
+        s, p = tile_products(q, g, buffers, tile, layout)
     dq = warpgroup_mma(ds, flat(k_tiles, before), dq, is_async=True)
-    s, p = warpgroup_mma_wait(1, [s, p])  # [ROWS, ROWS] each, queries × keys
+    if AHEAD and not MASKED:
+        more_s, more_p = tile_products(q, g, buffers, tile + 1, layout)
+        s, p = warpgroup_mma_wait(3, [s, p])  # they are there: keeps the order
+    elif not AHEAD:
+        s, p = warpgroup_mma_wait(1, [s, p])
     lse, delta, factor = of_rows
     scale, inv_softcap, slope = shaping
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
@@ -219,9 +235,12 @@ def dq_step(
         dslopes += gl.sum(ds * ahead.to(gl.float32), 1)
     if CAPPED & FLAGS:
         ds = ds * formulas.cap_gradient(tanhs)
-    dq = warpgroup_mma_wait(0, [dq])
+    if AHEAD and not MASKED:
+        next_s, next_p, dq = warpgroup_mma_wait(0, [more_s, more_p, dq])
+    else:
+        dq = warpgroup_mma_wait(0, [dq])
     mbarrier.arrive(empty.index(before), count=1, pred=started)
-    return dq, ds, dparam, dslopes
+    return dq, ds, next_s, next_p, dparam, dslopes
 
 
 @gluon.jit
@@ -285,13 +304,28 @@ def dq_rows(
     dslopes = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
     of_rows = (lse, delta, factor)
     ds = gl.zeros([ROWS, ROWS], gl.float32, layout)
-    for tile in range(last):
-        dq, ds, dparam, dslopes = dq_step(
-            dq, ds, dparam, dslopes, q, g, of_rows, skipped + tile, tile > 0, buffers,
-            first - tile * ROWS, shaping, NORM, FLAGS, False,
-        )  # fmt: skip
-    dq, ds, dparam, dslopes = dq_step(
-        dq, ds, dparam, dslopes, q, g, of_rows, skipped + last, last > 0, buffers, 0, shaping,
+    s = ds
+    p = ds
+    begin = 0
+    TURN: gl.constexpr = 2 if HEAD_DIM == 64 else 1  # tiles
+    if TURN == 2:
+        s, p = tile_products(q, g, buffers, skipped, layout)
+        s, p = warpgroup_mma_wait(0, [s, p])
+        begin = index
+        if index == 1:  # an odd number of whole tiles
+            dq, ds, s, p, dparam, dslopes = dq_step(
+                dq, ds, s, p, dparam, dslopes, q, g, of_rows, skipped, False, buffers, first,
+                shaping, NORM, FLAGS, False,
+            )  # fmt: skip
+    for turn in range(begin, last, TURN):
+        for i in gl.static_range(TURN):
+            tile = turn + i
+            dq, ds, s, p, dparam, dslopes = dq_step(
+                dq, ds, s, p, dparam, dslopes, q, g, of_rows, skipped + tile, tile > 0, buffers,
+                first - tile * ROWS, shaping, NORM, FLAGS, False,
+            )  # fmt: skip
+    dq, ds, s, p, dparam, dslopes = dq_step(
+        dq, ds, s, p, dparam, dslopes, q, g, of_rows, skipped + last, last > 0, buffers, 0, shaping,
         NORM, FLAGS, True,
     )  # fmt: skip
     ds = gl.convert_layout(ds.to(gl.bfloat16), gl.DotOperandLayout(0, sum_layout, 2))
