@@ -22,7 +22,6 @@ from qbench.quantizers import scaled_mm
 from qbench.quantizers.activation_inputs import multiply_codes
 from qbench.quantizers.fake_quant import decode, encode, encode_definition, scale_of_tensor
 from qbench.quantizers.formats import QuantFormat
-from qbench.quantizers.linear import plain
 
 WIDTHS = {"340M": (1024, 2816), "1.8B": (2048, 5632)}  # hidden and intermediate size
 TOKENS = (2048, 16384, 65536)
@@ -106,7 +105,7 @@ def _real(block: Block, form: QuantFormat) -> Block:
     model = nn.ModuleDict()
     for name, layer in block.items():
         codes, scale = encode(layer.weight, form)
-        model[name] = scaled_mm.ScaledLinear(plain(layer), {"codes": codes, "scale": scale})
+        model[name] = scaled_mm.ScaledLinear(layer, {"codes": codes, "scale": scale})
     multiply_codes(model, dict(model.named_children()), form, {})
     return dict(model.named_children())
 

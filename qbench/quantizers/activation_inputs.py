@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
@@ -97,14 +98,12 @@ def evidence(model: nn.Module, settings: FakeQuantized) -> dict[str, ActivationE
 @contextmanager
 def weights_alone(model: nn.Module) -> Iterator[None]:
     """Within it the inputs of ``model`` stay as they are."""
-    inputs = getattr(model, ATTRIBUTE, None)
-    if inputs is not None:
-        inputs.paused = True
+    inputs = getattr(model, ATTRIBUTE, None) or SimpleNamespace()
+    inputs.paused = True
     try:
         yield
     finally:
-        if inputs is not None:
-            inputs.paused = False
+        inputs.paused = False
 
 
 # Ranges on calibration text

@@ -26,7 +26,6 @@ from qbench.machine import version_of
 from qbench.quantizers.calibration import Calibration
 from qbench.quantizers.config import QuantizationConfig
 
-FORMAT = 5
 WEIGHTS, MANIFEST = "weights.safetensors", "manifest.json"
 DIGITS = 16
 
@@ -65,7 +64,6 @@ class Artifact:
             "versions": {name: version_of(name) for name in libraries},
             "code": code_digest(QUANTIZING),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-            "format": FORMAT,
         }
         self.key = content_key(self.parts)
         self.folder = Path(root) / original[:DIGITS] / f"{config.name}-{self.key[:DIGITS]}"

@@ -26,7 +26,7 @@ from bitsandbytes import functional
 from torch import Tensor, nn
 
 from qbench.quantizers.config import PackedWeight
-from qbench.quantizers.linear import Plain, Tensors
+from qbench.quantizers.linear import ROUTED, Tensors, bias_of
 from qbench.quantizers.weights import BNB_BLOCK as BLOCK
 from qbench.quantizers.weights import Bnb4, Bnb8
 
@@ -128,8 +128,8 @@ def quantize(name: str, layer: nn.Linear, settings: Bnb4 | Bnb8) -> Tensors:
     return {"weight": data, **state.as_dict(packed=True)}
 
 
-def from_packed(shape: Plain, tensors: Tensors, settings: Bnb4 | Bnb8) -> nn.Module:
-    size = shape.in_features, shape.out_features
+def from_packed(layer: nn.Linear, tensors: Tensors, settings: Bnb4 | Bnb8) -> nn.Module:
+    size, bias = (layer.in_features, layer.out_features), bias_of(layer)
     if isinstance(settings, Bnb8):
         with torch.device("meta"):
             module = Linear8(
@@ -149,15 +149,15 @@ def from_packed(shape: Plain, tensors: Tensors, settings: Bnb4 | Bnb8) -> nn.Mod
                 quant_type=settings.quant_type,
             )
         module.support_avx512bf16_for_cpu = False
-        module.routed = shape.routed
+        module.routed = getattr(layer, ROUTED, False)
         module.weight = bitsandbytes.nn.Params4bit.from_prequantized(
             tensors["weight"],
             {name: tensor for name, tensor in tensors.items() if name != "weight"},
-            device=shape.device,
+            device=tensors["weight"].device,
             module=module,
         )
-    if shape.bias is not None:
-        module.bias = nn.Parameter(shape.bias, requires_grad=False)
+    if bias is not None:
+        module.bias = nn.Parameter(bias, requires_grad=False)
     return module.eval()
 
 

@@ -8,7 +8,8 @@ when a model is there; of settings that are none of qbench's own, the module tha
     weights      quantize(name, layer, settings) → tensors by name, for one ``nn.Linear``; or, for a
                  method that goes through a whole model, quantize_model(model, settings,
                  calibration, progress) → (tensors by layer's name, a note)
-                 from_packed(shape, tensors, settings) → the module that runs
+                 from_packed(layer, tensors, settings) → the module that runs in its place, where
+                 the ``tensors`` lie; the layer's own weight may be gone, but for shape and dtype
                  unpack(module, settings) → PackedWeight, or None for a module of another kind
     activations  install(model, settings, tensors);
                  evidence(model, settings) → ActivationEvidence by module's name
@@ -84,8 +85,8 @@ def strategy(group_size: int) -> str:
 class Settings(ABC):
     """Settings of one method: a frozen pydantic dataclass, whose fields are a recipe's options.
 
-    ``batch_invariant``: a score does not depend on what it is batched with. ``causal``: a token's
-    logits do not depend on later tokens. What is not declared here fails the audit.
+    ``batch_invariant``: a score does not depend on what it is batched with, nor a token's logits on
+    later tokens; what sees the one sees the other. What is not declared here fails the audit.
     ``requirements``: distributions whose versions can change what it gives, torch and transformers
     left out (they are part of every cell). ``method``: what tables group cells by, and ``title``
     what they write of it.
@@ -98,11 +99,6 @@ class Settings(ABC):
     batch_invariant: bool = True
     requirements: tuple[str, ...] = ()
     ignore: tuple[str, ...] = ()  # layers that it leaves as they are
-
-    @property
-    def causal(self) -> bool:
-        """As ``batch_invariant``: what sees the rest of a batch sees later tokens too."""
-        return self.batch_invariant
 
     @property
     @abstractmethod
@@ -375,10 +371,6 @@ class QuantizationConfig:
     @property
     def batch_invariant(self) -> bool:
         return all(part.batch_invariant for part in self.parts.values())
-
-    @property
-    def causal(self) -> bool:
-        return all(part.causal for part in self.parts.values())
 
     @property
     def requirements(self) -> tuple[str, ...]:

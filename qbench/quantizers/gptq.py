@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from qbench.errors import QuantizationError
@@ -23,7 +23,7 @@ from qbench.progress import Advance
 from qbench.quantizers import packed
 from qbench.quantizers.calibration import BlockInputs, Calibration
 from qbench.quantizers.config import WHOLE_ROW
-from qbench.quantizers.linear import Plain, Tensors, linears
+from qbench.quantizers.linear import Tensors, linears
 from qbench.quantizers.packed import unpack  # noqa: F401  (the same for this method)
 from qbench.quantizers.weights import Gptq
 from qbench.streaming import storage
@@ -79,9 +79,9 @@ def quantize_model(
     return result, f"our own GPTQ{note}"
 
 
-def from_packed(shape: Plain, tensors: Tensors, settings: Gptq) -> packed.PackedLinear:
+def from_packed(layer: nn.Linear, tensors: Tensors, settings: Gptq) -> packed.PackedLinear:
     """Multiplied out in float16, as the format's kernels do."""
-    module = packed.from_packed(shape, tensors, settings)
+    module = packed.from_packed(layer, tensors, settings)
     module.through = torch.float16
     return module
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from qbench.errors import QuantizationError
 from qbench.progress import Advance
 from qbench.quantizers.calibration import Calibration, watch_inputs
-from qbench.quantizers.kv_fake_quant import OURS, attention_modules
+from qbench.quantizers.kv_fake_quant import attention_modules
 from qbench.quantizers.transforms import Dormant, Weakest
 
 KEPT = "qbench_kept_heads"  # attribute of attention modules: 1 for heads that stay, 0 for others
@@ -28,7 +28,6 @@ def calibrate(
     progress: Advance,
 ) -> dict[str, Tensor]:
     """By attention module: which heads stay, uint8 [heads]."""
-    require_own_attention(model)
     found = output_ratios(model, calibration.ids, progress)
     kept = choose(settings, torch.stack(list(found.values())))
     return {name: own.to(torch.uint8).cpu() for name, own in zip(found, kept, strict=True)}
@@ -47,19 +46,8 @@ def choose(settings: Dormant | Weakest, ratios: Tensor) -> Tensor:
 def install(
     model: PreTrainedModel, settings: Dormant | Weakest, tensors: Mapping[str, Tensor]
 ) -> None:
-    """Raises QuantizationError where the model's attention is not qbench's."""
-    require_own_attention(model)
     for name, kept in tensors.items():
         setattr(model.get_submodule(name), KEPT, kept.to(device=model.device, dtype=model.dtype))
-
-
-def require_own_attention(model: PreTrainedModel) -> None:
-    attention = str(model.config._attn_implementation)
-    if not attention.startswith(OURS):
-        raise QuantizationError(
-            f"prune_heads: its attention is {attention}, which cannot prune heads; use a model "
-            "that attends with one of qbench's normalizers"
-        )
 
 
 def output_projections(model: nn.Module) -> dict[str, nn.Module]:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from qbench.errors import QuantizationError
 from qbench.quantizers.config import PackedWeight
-from qbench.quantizers.linear import Plain, Tensors
+from qbench.quantizers.linear import Tensors, bias_of
 from qbench.quantizers.weights import Hqq
 
 
@@ -23,17 +23,15 @@ def quantize(name: str, layer: nn.Linear, settings: Hqq) -> Tensors:
     return {"codes": quantized.W_q.data, "scale": scale, "zero": zero}
 
 
-def from_packed(shape: Plain, tensors: Tensors, settings: Hqq) -> nn.Module:
-    config = _config(settings)
-    module = HQQLinear(
-        None, config, compute_dtype=shape.dtype, device=str(shape.device), initialize=False
-    )
+def from_packed(layer: nn.Linear, tensors: Tensors, settings: Hqq) -> nn.Module:
+    config, dtype, device = _config(settings), layer.weight.dtype, str(tensors["codes"].device)
+    module = HQQLinear(None, config, compute_dtype=dtype, device=device, initialize=False)
     packing = Quantizer.bit_to_packing[settings.num_bits]
     module.W_q = nn.Parameter(tensors["codes"], requires_grad=False)
     module.meta = {
         "nbits": settings.num_bits,
         "group_size": settings.group_size,
-        "shape": torch.Size((shape.out_features, shape.in_features)),
+        "shape": layer.weight.shape,
         "scale": tensors["scale"],
         "zero": tensors["zero"],
         "axis": settings.axis,
@@ -42,10 +40,10 @@ def from_packed(shape: Plain, tensors: Tensors, settings: Hqq) -> nn.Module:
         "view_as_float": False,
         "quant_scale": False,
         "quant_zero": False,
-        "compute_dtype": shape.dtype,
+        "compute_dtype": dtype,
     }
-    module.in_features, module.out_features = shape.in_features, shape.out_features
-    module.bias = shape.bias
+    module.in_features, module.out_features = layer.in_features, layer.out_features
+    module.bias = bias_of(layer)
     module.ready = True
     return module.eval()
 

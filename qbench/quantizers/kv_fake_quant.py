@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from qbench.quantizers.kv_cache import KVCache
 
 ATTRIBUTE = "qbench_kv_cache"  # where qbench.attention looks for it
-OURS = "qbench-"  # attention functions that look
 CLOSE = 0.02  # of the rotated keys: what rounding to bfloat16 may change, and other angles do not
 CHECKED = "qbench_unrotated_checked"
 
@@ -97,15 +96,8 @@ def whole_groups(positions: Tensor, first: int, size: int) -> tuple[Tensor, Tens
 def install(model: PreTrainedModel, settings: KVCache, tensors: Mapping[str, Tensor]) -> None:
     """Let every attention module of ``model`` carry the cache that ``settings`` describe.
 
-    Raises QuantizationError where the model's attention is not ours, which would not look, or has
-    no keys and values of the usual kind for ``before_rope``.
+    Raises QuantizationError where it has no keys and values of the usual kind for ``before_rope``.
     """
-    attention = model.config._attn_implementation
-    if not str(attention).startswith(OURS):
-        raise QuantizationError(
-            f"kv: {settings.name}: the model attends by {attention!r}, but only qbench's attention "
-            "reads a quantized cache; use one of its normalizers, such as softmax"
-        )
     cache = KVFakeQuant(settings)
     for name, module in attention_modules(model).items():
         setattr(module, ATTRIBUTE, cache)

@@ -30,19 +30,6 @@ Tensors = dict[str, Tensor]
 PRODUCTS = {"FalconLinear"}  # forwards of their own in transformers that compute no more
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Plain:
-    """What is kept of an unquantized linear layer: its shape, its bias, where it lies. ``routed``:
-    it is an expert's, so that the number of its inputs depends on where tokens are sent."""
-
-    in_features: int
-    out_features: int
-    bias: Tensor | None
-    dtype: torch.dtype
-    device: torch.device
-    routed: bool = False
-
-
 def linears(model: nn.Module, ignore: tuple[str, ...] = ()) -> dict[str, nn.Linear]:
     """Every ``nn.Linear`` of ``model`` but the LM head and what ``ignore`` names, by name, in the
     model's order."""
@@ -75,28 +62,22 @@ def linearize(model: nn.Module) -> None:
         model.set_submodule(name, new)
 
 
-def plain(module: nn.Linear) -> Plain:
-    return Plain(
-        in_features=module.in_features,
-        out_features=module.out_features,
-        bias=None if module.bias is None else module.bias.detach(),
-        dtype=module.weight.dtype,
-        device=module.weight.device,
-        routed=getattr(module, ROUTED, False),
-    )
+def bias_of(layer: nn.Linear) -> Tensor | None:
+    return None if layer.bias is None else layer.bias.detach()
 
 
 class DequantizedLinear(nn.Module):
     """A linear layer whose forward dequantizes what is stored of its weight, then multiplies.
 
-    The ``tensors`` that are stored are its buffers, by name; ``dtype`` is the unquantized layer's.
+    It takes the place of ``layer``, and has its dtype. The ``tensors`` that are stored are its
+    buffers, by name.
     """
 
-    def __init__(self, shape: Plain, tensors: Mapping[str, Tensor | None]) -> None:
+    def __init__(self, layer: nn.Linear, tensors: Mapping[str, Tensor | None]) -> None:
         super().__init__()
-        self.in_features, self.out_features = shape.in_features, shape.out_features
-        self.dtype = shape.dtype
-        for name, tensor in {**tensors, "bias": shape.bias}.items():
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.dtype = layer.weight.dtype
+        for name, tensor in {**tensors, "bias": bias_of(layer)}.items():
             self.register_buffer(name, tensor)
 
     def dequantize(self) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from qbench.quantizers.config import PackedWeight, WeightSettings
-from qbench.quantizers.linear import DequantizedLinear, Plain, Tensors
+from qbench.quantizers.linear import DequantizedLinear, Tensors
 from qbench.quantizers.weights import Rtn
 
 # A byte holds 8 / w codes of w bits; 3 bits are a plane of 2 and a plane of 1.
@@ -57,9 +57,9 @@ class PackedLinear(DequantizedLinear):
 
     through = torch.float32
 
-    def __init__(self, shape: Plain, tensors: Tensors, settings: WeightSettings) -> None:
-        super().__init__(shape, {"order": None, **tensors})
-        self.bits, self.group_size = settings.num_bits, settings.group_length(shape.in_features)
+    def __init__(self, layer: nn.Linear, tensors: Tensors, settings: WeightSettings) -> None:
+        super().__init__(layer, {"order": None, **tensors})
+        self.bits, self.group_size = settings.num_bits, settings.group_length(layer.in_features)
 
     def dequantize(self) -> Tensor:
         codes = unpack_codes(self.codes, self.bits, self.in_features)
@@ -115,9 +115,9 @@ def quantize(name: str, layer: nn.Linear, settings: Rtn) -> Tensors:
     return pack(codes, scale[..., 0], zero[..., 0], settings.num_bits)
 
 
-def from_packed(shape: Plain, tensors: Tensors, settings: WeightSettings) -> PackedLinear:
+def from_packed(layer: nn.Linear, tensors: Tensors, settings: WeightSettings) -> PackedLinear:
     """The module over what ``pack`` stored, for settings with ``num_bits`` and ``group_size``."""
-    return PackedLinear(shape, tensors, settings).eval()
+    return PackedLinear(layer, tensors, settings).eval()
 
 
 def unpack(module: nn.Module, settings: WeightSettings) -> PackedWeight | None:

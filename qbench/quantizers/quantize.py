@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,6 @@ from qbench.quantizers.linear import (
     linears,
     matrices,
     not_finite,
-    plain,
     require_matches,
 )
 from qbench.streaming import bring, storage, stream_of
@@ -199,16 +197,15 @@ def _replace_layers(model: PreTrainedModel, settings: WeightSettings, tensors: T
     layers = linears(model, settings.ignore)
     if different := sorted(modules.keys() ^ layers.keys()):  # of a quantizer of somebody's own
         raise QuantizationError(f"{settings.name}: does not fit the model: {some(different)}")
-    from_packed: Callable[..., nn.Module] = backend(settings).from_packed
-    streamed, device = stream_of(model), model.device
+    streamed, from_packed = stream_of(model), backend(settings).from_packed
 
     def build(layer: nn.Linear, tensors: Tensors) -> nn.Module:
-        return from_packed(replace(plain(layer), device=device), tensors, settings)
+        return from_packed(layer, tensors, settings)
 
     for name, layer in layers.items():
         if streamed is None:
             own = {part: t.to(layer.weight.device) for part, t in modules.pop(name).items()}
-            model.set_submodule(name, from_packed(plain(layer), own, settings))
+            model.set_submodule(name, build(layer, own))
         else:
             streamed.replace(name, modules.pop(name), build)
 

@@ -15,25 +15,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from qbench.progress import Advance
-from qbench.quantizers.calibration import Calibration
 from qbench.quantizers.hadamard import factors, matrix
 from qbench.quantizers.linear import set_parameter
 from qbench.quantizers.transforms import Rotation
 
 ROTATION = "qbench_rotation"  # what qbench.attention looks for, which knows no quantizers
-
-
-def calibrate(
-    model: PreTrainedModel,
-    settings: Rotation,
-    calibration: Calibration | None,
-    progress: Advance,
-) -> dict[str, Tensor]:
-    """The diagonal of D, int8 [hidden]."""
-    hidden = model.model.embed_tokens.weight.shape[1]
-    draw = torch.Generator().manual_seed(settings.seed)
-    return {"signs": (torch.randint(0, 2, (hidden,), generator=draw) * 2 - 1).to(torch.int8)}
 
 
 @torch.no_grad()
@@ -42,7 +28,9 @@ def transform(model: PreTrainedModel, settings: Rotation, tensors: Mapping[str, 
     only it takes the last norm's."""
     decoder, head = model.model, model.lm_head
     embeddings = decoder.embed_tokens
-    diagonal = tensors["signs"].to(model.device, torch.float64)
+    draw = torch.Generator().manual_seed(settings.seed)
+    drawn = torch.randint(0, 2, (embeddings.weight.shape[1],), generator=draw)
+    diagonal = (drawn * 2 - 1).to(model.device, torch.float64)
     if head.weight is embeddings.weight:
         head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
         model.config.tie_word_embeddings = False

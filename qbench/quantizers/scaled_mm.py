@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from qbench.quantizers.config import PackedWeight
 from qbench.quantizers.fake_quant import FakeQuant, decode, encode
 from qbench.quantizers.formats import Scale
-from qbench.quantizers.linear import DequantizedLinear, Plain, Tensors
+from qbench.quantizers.linear import DequantizedLinear, Tensors
 from qbench.quantizers.weights import ScaledWeights
 
 LEAST_ROWS = 17  # of an int8 product on CUDA
@@ -51,8 +51,8 @@ def quantize(name: str, layer: nn.Linear, settings: ScaledWeights) -> Tensors:
     return {"codes": codes, "scale": scale}
 
 
-def from_packed(shape: Plain, tensors: Tensors, settings: ScaledWeights) -> nn.Module:
-    return ScaledLinear(shape, tensors).eval()
+def from_packed(layer: nn.Linear, tensors: Tensors, settings: ScaledWeights) -> nn.Module:
+    return ScaledLinear(layer, tensors).eval()
 
 
 def unpack(module: nn.Module, settings: ScaledWeights) -> PackedWeight | None:

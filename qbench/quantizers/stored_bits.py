@@ -155,13 +155,13 @@ def stored_size(
     if weights is not None and weights.prequantized:
         return _size_of_files(weights, original, wanted)
     stored = {one.name: one.bits_per_weight * one.parameters for one in modules}
-    plain = {name: _bits(matrix.weight) for name, matrix in wanted.items()}
+    plain = {name: 8.0 * matrix.weight.nbytes for name, matrix in wanted.items()}
     inner = sum(stored.get(name, bits) for name, bits in plain.items())
-    seen = {id(p): _bits(p) for p in original.parameters()}
+    whole = sum(8.0 * p.nbytes for p in original.parameters())
     return StoredSize(
         bits_per_weight=inner / _count(wanted),
         head_bits_per_weight=8.0 * head.weight.element_size() if head is not None else None,
-        gib=(sum(seen.values()) - sum(plain.values()) + inner) / GIB,
+        gib=(whole - sum(plain.values()) + inner) / GIB,
     )
 
 
@@ -200,7 +200,3 @@ def _tensor_bits(folder: str) -> dict[str, int]:
 
 def _count(matrices: Mapping[str, Matrix]) -> int:
     return sum(matrix.weight.numel() for matrix in matrices.values())
-
-
-def _bits(weight: Tensor) -> float:
-    return 8.0 * weight.numel() * weight.element_size()

@@ -15,7 +15,6 @@ from qbench.quantizers.activation_inputs import multiply_codes
 from qbench.quantizers.audit.cell import audit
 from qbench.quantizers.fake_quant import decode, encode, encode_definition, scale_of_tensor
 from qbench.quantizers.formats import QuantFormat
-from qbench.quantizers.linear import plain
 from qbench.quantizers.rotation import hadamard_transform, online
 
 CONFIG = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96}
@@ -77,7 +76,7 @@ def test_the_int8_product_is_exact(shape, dtype, bias):
 def realized(layer, form, weights=None):
     """``layer`` over codes of ``weights``, or of ``form``, that multiplies codes of ``form``."""
     codes, scale = encode(layer.weight, weights or form)
-    scaled = scaled_mm.ScaledLinear(plain(layer), {"codes": codes, "scale": scale})
+    scaled = scaled_mm.ScaledLinear(layer, {"codes": codes, "scale": scale})
     multiply_codes(nn.ModuleDict({"layer": scaled}), {"layer": scaled}, form, {})
     return scaled
 

@@ -16,7 +16,6 @@ from quantizer_models import (
 
 from qbench.quantizers import bnb
 from qbench.quantizers.audit.cell import audit
-from qbench.quantizers.linear import plain
 
 # bitsandbytes has a faster kernel for widths that the tiny model does not have.
 pytestmark = pytest.mark.filterwarnings("ignore:inner dimension:UserWarning")
@@ -85,9 +84,9 @@ def test_decoding_4_bit_codes_ourselves_gives_what_the_librarys_gpu_kernel_gives
     layer = torch.nn.Linear(width, 40, bias=False, dtype=getattr(torch, dtype))
     chosen = settings("bnb-4bit", quant_type=table, double_quant=double, compute_dtype=dtype)
     stored = bnb.quantize("layer", layer, chosen.weights)
-    here = bnb.from_packed(plain(layer), stored, chosen.weights)
+    here = bnb.from_packed(layer, stored, chosen.weights)
     moved = {name: tensor.cuda() for name, tensor in stored.items()}
-    there = bnb.from_packed(plain(layer.cuda()), moved, chosen.weights)
+    there = bnb.from_packed(layer, moved, chosen.weights)
     state = there.weight.quant_state
     theirs = functional.dequantize_4bit(there.weight.data, state).float().cpu()
     close = {"rtol": 1e-5, "atol": 1e-7} if dtype == "float32" else {"rtol": 5e-3, "atol": 1e-6}

@@ -15,7 +15,6 @@ from qbench.quantizers import QuantizationConfig, parse
 from qbench.quantizers.audit.cell import audit
 from qbench.quantizers.calibration import Calibration
 from qbench.quantizers.config import PackedWeight
-from qbench.quantizers.linear import plain
 from qbench.quantizers.quantize import backend, quantize
 from qbench.records import Audit
 
@@ -122,7 +121,7 @@ def packed_layer(chosen: QuantizationConfig, layer: nn.Linear) -> nn.Module:
     """The module that takes the place of ``layer``."""
     functions = backend(chosen.weights)
     tensors = functions.quantize("layer", layer, chosen.weights)
-    return functions.from_packed(plain(layer), tensors, chosen.weights)
+    return functions.from_packed(layer, tensors, chosen.weights)
 
 
 def unpacked(module: nn.Module, chosen: QuantizationConfig) -> PackedWeight:

@@ -92,7 +92,7 @@ def test_rounding_that_is_a_little_wrong_is_caught(wrong, folder, monkeypatch):
 class Undeclared(Scaled):
     """Says nothing of what its scale sees."""
 
-    batch_invariant = causal = True
+    batch_invariant = True
 
 
 def test_a_scale_that_sees_more_than_it_declares_fails_the_cell(folder, monkeypatch):

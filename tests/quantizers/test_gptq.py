@@ -130,10 +130,7 @@ def test_what_is_stored_stands_for_the_solution(stated):
     chosen = settings("gptq-3bit", **stated)
     found = solve(weight, hessian(x), chosen)
     first, last = found.packed([8, 4], chosen.weights)
-    shape = gptq.Plain(
-        in_features=64, out_features=4, bias=None, dtype=torch.float32, device=torch.device("cpu")
-    )
-    module = gptq.from_packed(shape, last, chosen.weights)
+    module = gptq.from_packed(torch.nn.Linear(64, 4, bias=False), last, chosen.weights)
     torch.testing.assert_close(module.dequantize(), found.weight[8:], rtol=1e-3, atol=0)
     assert len(first["codes"]) == 8
     assert bool((found.weight[:, 3] == 0).all())  # its input is never on

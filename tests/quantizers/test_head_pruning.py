@@ -9,7 +9,6 @@ from qbench.analysis.attention import output_ratios as of_a_text
 from qbench.analysis.capture import attention_observed
 from qbench.attention import transformers as interface
 from qbench.checkpoints import find
-from qbench.errors import QuantizationError
 from qbench.quantizers.audit.cell import audit
 from qbench.quantizers.head_pruning import KEPT, choose, install, output_ratios
 from qbench.quantizers.names import config_of
@@ -101,10 +100,3 @@ def test_heads_that_gave_nothing_may_go_without_a_trace(texts):
         compute_dtype="float32",
     )
     assert "the logits are those" in "".join(audit(softpick(), softpick(), both, texts).problems)
-
-
-def test_attention_that_is_not_ours_is_refused():
-    model = softpick()
-    model.set_attn_implementation("eager")
-    with pytest.raises(QuantizationError, match="its attention is eager"):
-        install(model, Dormant(), {})

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from qbench.quantizers import packed
-from qbench.quantizers.linear import Plain
 from qbench.quantizers.weights import Rtn
 
 
@@ -57,14 +56,10 @@ def test_a_packed_layer_multiplies_by_what_it_dequantizes(dtype, inputs, size):
     groups = weight.view(10, -1, size)
     scale, zero = packed.grid(groups, 3, symmetric=False)
     codes = packed.nearest(groups, scale, zero, 3)
+    plain = torch.nn.Linear(inputs, 10, device="meta", dtype=dtype)
+    plain.bias = torch.nn.Parameter(bias.to(dtype))
     layer = packed.from_packed(
-        Plain(
-            in_features=inputs,
-            out_features=10,
-            bias=bias.to(dtype),
-            dtype=dtype,
-            device=bias.device,
-        ),
+        plain,
         packed.pack(codes.view_as(weight), scale[..., 0], zero[..., 0], 3),
         Rtn(num_bits=3, group_size=-1 if size == inputs else size),
     )

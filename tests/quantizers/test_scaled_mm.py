@@ -15,7 +15,6 @@ from qbench.quantizers import config_of, scaled_mm
 from qbench.quantizers.activation_inputs import multiply_codes
 from qbench.quantizers.fake_quant import fake_quantize
 from qbench.quantizers.formats import QuantFormat
-from qbench.quantizers.linear import plain
 from qbench.quantizers.names import QUANTIZERS
 from qbench.quantizers.scaled_mm import ScaledLinear
 
@@ -34,9 +33,7 @@ def linear(weights="int8-row", bias=True, columns=48, rows=80):
     torch.manual_seed(1)
     layer = nn.Linear(columns, rows, bias=bias).requires_grad_(False)
     settings = QUANTIZERS.parse(weights)
-    return scaled_mm.from_packed(
-        plain(layer), scaled_mm.quantize("layer", layer, settings), settings
-    )
+    return scaled_mm.from_packed(layer, scaled_mm.quantize("layer", layer, settings), settings)
 
 
 def install(layer, form=INT8, name="layer"):

@@ -29,6 +29,8 @@ def say_nothing(what: str, done: float) -> None:
 
 
 def calibrated(settings, model):
+    if not settings.needs_calibration:
+        return {}
     return backend(settings).calibrate(model, settings, calibration(), say_nothing)
 
 

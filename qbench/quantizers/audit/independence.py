@@ -45,13 +45,13 @@ def independence(
     """
     futures, mates = (_changed(probe, part) for part in (LAST_TOKEN, OTHER_ROWS))
 
-    def leak(texts: list[Tensor], logits: list[Tensor], watched: Any, declared: bool) -> Leak:
+    def leak(texts: list[Tensor], logits: list[Tensor], watched: Any) -> Leak:
         moved, allowed = _most(base, logits, watched), 0.0
         if moved > rounding:  # the unquantized model only where it can decide
             unchanged, *others = _logits(original, [probe, *texts])
             allowed = _most(unchanged, others, watched)
         tolerance = LEEWAY * (allowed + repeated) + rounding
-        return Leak(moved=moved, tolerance=tolerance, declared=declared)
+        return Leak(moved=moved, tolerance=tolerance, declared=not config.batch_invariant)
 
     with ExitStack() as stack:
         for model in (original, quantized):
@@ -59,8 +59,8 @@ def independence(
         base, again, *changed = _logits(quantized, [probe, probe, *futures, *mates])
         repeated, rounding = _moved(base, again), ROUNDING * float(base.abs().max())
         of_futures, of_mates = changed[: len(futures)], changed[len(futures) :]
-        causality = leak(futures, of_futures, EARLIER, not config.causal)
-        batch_mates = leak(mates, of_mates, FIRST_ROW, not config.batch_invariant)
+        causality = leak(futures, of_futures, EARLIER)
+        batch_mates = leak(mates, of_mates, FIRST_ROW)
     problems = [
         f"changing {what} by {one.moved:.2g} (rounding: {one.tolerance:.2g}): the settings do not "
         f"declare that {declaration}"

@@ -263,7 +263,7 @@ def measure(
     )
     error_squared, norm_squared = found["error"], found["norm"]
     finite = math.isfinite(error_squared)
-    bits = 8 * sum(t.numel() * t.element_size() for t in stored.tensors.values())
+    bits = 8 * sum(t.nbytes for t in stored.tensors.values())
     result = ModuleAudit(
         name=matrix.name,
         kind=type(module).__name__,
