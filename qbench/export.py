@@ -182,7 +182,8 @@ def card(record: Record) -> str:
             huggingface_hub.EvalResult(
                 task_type="text-generation",
                 task_name="Text Generation",
-                dataset_type=data_set(score.task),
+                # the Hub's id, where lm-eval knows the task
+                dataset_type=str(_definition(score.task).get("dataset_path") or score.task),
                 dataset_name=score.label,
                 metric_type=score.metric.partition(" [")[0],
                 metric_name=score.metric,
@@ -200,11 +201,6 @@ def card(record: Record) -> str:
     made = f"Quantized with {record.title}, {record.precision.name}" if record.quantized else name
     about = for_markdown(f"{made}; normalizer {record.normalizer}.")
     return f"---\n{head.strip()}\n---\n\n{about}\n\n{shown}\n"
-
-
-def data_set(task: str) -> str:
-    """The Hub's id of a task's data set, where lm-eval knows the task; else the task's name."""
-    return str(_definition(task).get("dataset_path") or task)
 
 
 def _definition(task: str) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from typing import Any
 import yaml
 
 from qbench.errors import DataError, RecipeError
-from qbench.files import read_regular
+from qbench.files import file_digest, read_regular
 
 NAMES = re.compile(
     r"^[\"']?(task|group)[\"']?[ \t]*:[ \t]*[\"']?([^\s\"'#\[]+)[\"']?[ \t]*(?:#.*)?$", re.MULTILINE
@@ -68,7 +68,7 @@ class Definition:
         canonical = json.dumps(self.config, sort_keys=True, default=_written)
         total = hashlib.sha256(canonical.encode())
         for path in self.sources:
-            total.update(f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+            total.update(f"{path.name} {file_digest(path)}\n".encode())
         return total.hexdigest()
 
 

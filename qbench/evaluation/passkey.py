@@ -9,7 +9,6 @@ decoded side by side without padding, and the key has always five digits.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import random
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from qbench.errors import DataError, RecipeError, shown
+from qbench.files import digest
 from qbench.passkey import DIGITS, DOCUMENTS, KEYS, SHORTEST, depth, task_length
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def key(length: int, document: int) -> str:
 def definition_digest(length: int) -> str:
     """Of all that decides what is asked, but for the tokenizer."""
     parts = [KIND, DESCRIPTION, FILLER, KEY_LINE, QUESTION, Passkey(length).eval_docs]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+    return digest(json.dumps(parts).encode())
 
 
 def require_length(name: str) -> int:

@@ -5,7 +5,6 @@ A plan holds these; ``qbench.evaluation.loaded`` makes lm-eval's object of one, 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,7 +23,7 @@ from qbench.evaluation.definitions import (
     read_definition,
     require_modules,
 )
-from qbench.files import read_regular
+from qbench.files import digest, read_regular
 from qbench.passkey import DOCUMENTS, task_length
 
 RENDERED = ("doc_to_text", "doc_to_target", "doc_to_choice")  # templates over a row's fields
@@ -72,7 +71,7 @@ def read_rows(path: Path) -> tuple[list[Row], str]:
     rows = list(parse_rows(path, payload.split(b"\n")))
     if not rows:
         raise DataError(f"{path}: no documents in it")
-    return rows, hashlib.sha256(payload).hexdigest()
+    return rows, digest(payload)
 
 
 def parse_rows(path: str | Path, lines: Iterable[bytes | str]) -> Iterator[Row]:
@@ -212,7 +211,7 @@ class TaskSpec:
             "files": data,
             "hub": asdict(self.hub_data) if self.hub_data else None,
         }
-        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+        return digest(json.dumps(parts, sort_keys=True).encode())
 
 
 def plan_task(

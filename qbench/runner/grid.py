@@ -156,9 +156,6 @@ class _Grid:
         self.died: set[str] = set()
         self.again: set[str] = set()
 
-    def forced(self, cell: Cell) -> bool:
-        return self.force or cell.name in self.again
-
     def take_what_is_there(self, cells: Sequence[Cell]) -> list[Cell]:
         """The cells that are left to run. Nobody starts a process to find a record.
 
@@ -246,7 +243,8 @@ class _Grid:
                     left.append(cell)
                     continue
                 # what another run has made meanwhile is not made anew
-                force = self.forced(cell) and (not busy_waits or cell.name in self.died)
+                force = self.force or cell.name in self.again
+                force &= not busy_waits or cell.name in self.died
                 future = submit(cell.name, force=force, wait=busy_waits)
                 at_work[future] = cell
                 if future.done():  # in this process: cells come in their order

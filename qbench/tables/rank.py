@@ -3,6 +3,7 @@ significantly worse."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from qbench.comparison.changes import CellResults, adjusted, change, read_results
@@ -31,7 +32,9 @@ def ranking(comparison: Comparison, store: Store, max_gib: float | None = None) 
     allowed = {
         cell.cell
         for cell in comparison.grid.cells
-        if cell.quantized and cell.cell in results and _fits(comparison, cell.cell, max_gib)
+        if cell.quantized
+        and cell.cell in results
+        and (max_gib is None or (gib(comparison.records[cell.cell]) or math.inf) <= max_gib)
     }
     found = list(_best(comparison, allowed))
     if not found:
@@ -80,11 +83,6 @@ def _points_a_gib(
     if None in (*sizes, *scores) or sizes[0] <= sizes[1]:
         return NO_VALUE
     return f"{100 * (scores[1] - scores[0]) / (sizes[0] - sizes[1]):+.3g}".replace("-", MINUS)
-
-
-def _fits(comparison: Comparison, cell: str, max_gib: float | None) -> bool:
-    size = gib(comparison.records[cell])
-    return max_gib is None or (size is not None and size <= max_gib)
 
 
 # A line of a score, its entries of one checkpoint by quantizer, the best quantizer, the others.

@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from qbench.comparison.changes import MOST_PAIRED
-from qbench.comparison.lines import Comparison, Entry, Line, redundant
+from qbench.comparison.lines import Comparison, Entry, Line, dtype_of, redundant
 from qbench.comparison.trainings import training_notes
 from qbench.comparison.wording import (
     RATIO_NOTE,
@@ -34,15 +34,15 @@ from qbench.records import Damage, Flips, GridCell, GroupScore, Record, TaskDama
 from qbench.store import KEY_DIGITS
 from qbench.tables.notes import cache_notes, chance_notes, judged_notes, prompt_notes, single_notes
 from qbench.tables.published import printed_cells, printed_notes
-from qbench.tables.table import Table, from_rows
+from qbench.tables.table import Cells, Table, from_rows
 from qbench.text import MINUS, NO_VALUE, metric_title, number, significant, together
 
 if TYPE_CHECKING:
     from qbench.statistics import Effect, SeedEffect
 
-Cells = list[tuple[str, str]]  # of a row, each with the head of its column
 INTERVAL = "95 % interval"
 NAMES = ("Task", "Metric", "Quantization")
+BY_TASK = {"words": len(NAMES), "grouped": True}  # of tables whose rows begin with as many words
 BELOW_NOISE = "≈"
 MANY_PAIRS = "Precisions among themselves: qbench tables FOLDER --against QUANTIZER."
 NOISE_NOTE = f"{BELOW_NOISE}: no larger than what batches alone moved the unquantized scores by."
@@ -139,7 +139,7 @@ def tables_of(method: MethodLines, published: str | None) -> list[Table]:
     trained once follow."""
     if method.seeds:
         quantized = [line for line in method.seeds if line.quantized and line.damages]
-        found = [_deltas_over_seeds(method), *([_damages(method, quantized)] if quantized else [])]
+        found = [*_deltas_over_seeds(method), *_damages(method, quantized)]
         single = replace(method.comparison, seeds=())
         for pair in _with_the_first(replace(method, comparison=single, problems=(), notes=())):
             if not {*single.trained_once}.isdisjoint(pair.checkpoints):
@@ -150,7 +150,7 @@ def tables_of(method: MethodLines, published: str | None) -> list[Table]:
     damaged = any(line.damages for line in method.lines)
     if len(method.checkpoints) == 1 and (damaged or costs(method)) and not published:
         return _one_model(method)
-    return [_deltas(method, published), *([_damages(method, method.quantized)] if damaged else [])]
+    return [*_deltas(method, published), *_damages(method, method.quantized if damaged else [])]
 
 
 def _with_the_first(method: MethodLines) -> list[MethodLines]:
@@ -175,21 +175,6 @@ def _with_the_first(method: MethodLines) -> list[MethodLines]:
     return made
 
 
-def _table_of(
-    rows: Sequence[Cells], *, title: str, notes: Iterable[str], records: tuple[str, ...] = ()
-) -> Table:
-    """Of rows that begin with as many words as ``NAMES``."""
-    return Table(
-        title=title,
-        head=tuple(head for head, _ in rows[0]),
-        rows=tuple(tuple(text for _, text in row) for row in rows),
-        notes=tuple(notes),
-        words=len(NAMES),
-        grouped=True,
-        records=records,
-    )
-
-
 def _effect_cells(line: Line, head: str, question: str, group: str, each: str = "") -> Cells:
     """An effect and its interval; with a head for ``each``, over seeds, that of every training and
     the seeds' share."""
@@ -203,7 +188,7 @@ def _effect_cells(line: Line, head: str, question: str, group: str, each: str = 
     return cells
 
 
-def _deltas(method: MethodLines, published: str | None) -> Table:
+def _deltas(method: MethodLines, published: str | None) -> list[Table]:
     """Scores of each checkpoint, and Δ."""
     comparison, others = method.comparison, method.others
     tested = any(line.deltas for line in method.lines)
@@ -222,7 +207,7 @@ def _deltas(method: MethodLines, published: str | None) -> Table:
     if tested:
         notes += [MARKS.format(kind="Δ of the grid"), BRACKETS]
     against = ", ".join(f"{other} {MINUS} {method.checkpoints[0]}" for other in others)
-    return _table_of(
+    return from_rows(
         rows,
         title=f"{method.name}: Δ = {against}" if against else method.name,
         notes=[
@@ -231,10 +216,11 @@ def _deltas(method: MethodLines, published: str | None) -> Table:
             *_score_notes(method),
         ],
         records=_records(method.lines),
+        **BY_TASK,
     )
 
 
-def _deltas_over_seeds(method: MethodLines) -> Table:
+def _deltas_over_seeds(method: MethodLines) -> list[Table]:
     """Means of each group, every training's score, and Δ."""
     comparison, groups = method.comparison, method.comparison.grid.replicates
     base, *others = groups
@@ -251,7 +237,7 @@ def _deltas_over_seeds(method: MethodLines) -> Table:
         rows.append([*row, ("Documents", documents)])
     against = ", ".join(f"{group} {MINUS} {base}" for group in others)
     counts = ", ".join(f"{len(members)} of {group}" for group, members in groups.items())
-    return _table_of(
+    return from_rows(
         rows,
         title=f"{method.name} over seeds ({counts}){': Δ = ' + against if against else ''}",
         notes=[
@@ -259,10 +245,11 @@ def _deltas_over_seeds(method: MethodLines) -> Table:
             *training_notes(comparison),
             *method.footnotes,
         ],
+        **BY_TASK,
     )
 
 
-def _damages(method: MethodLines, lines: Sequence[Line]) -> Table:
+def _damages(method: MethodLines, lines: Sequence[Line]) -> list[Table]:
     """What quantization costs each checkpoint or group of trainings, and how much more than the
     first: the claim."""
     base, *others = groups = (
@@ -289,10 +276,11 @@ def _damages(method: MethodLines, lines: Sequence[Line]) -> Table:
             *precision_notes(method.lines),
         ]
     name = f"{method.name} over seeds" if method.seeds else method.name
-    return _table_of(
+    return from_rows(
         rows,
         title=f"{name}: damage{', and ' if claims else ''}{', '.join(claims.values())}",
         notes=notes,
+        **BY_TASK,
     )
 
 
@@ -365,8 +353,7 @@ def _one_model(method: MethodLines) -> list[Table]:
             *([MANY_PAIRS] if len(_quantizers(method.quantized)) > MOST_PAIRED else []),
             *_score_notes(method),
         ),
-        words=len(NAMES),
-        grouped=True,
+        **BY_TASK,
         records=_records(method.lines),
     )
 
@@ -404,8 +391,7 @@ def costs(method: MethodLines) -> list[Table]:
         rows,
         title=f"{method.name}: what quantization changed",
         notes=(COST_NOTE, f"{FLIPS_NOTE[:-1]}, by {names}.{several}"),
-        words=3,
-        grouped=True,
+        **BY_TASK,
     )
 
 
@@ -463,8 +449,7 @@ def _size_texts(records: Sequence[Record | None]) -> dict[str, str]:
     }
 
 
-BITS = {"bfloat16": 16.0, "float16": 16.0, "float32": 32.0, "bf16": 16.0, "fp16": 16.0,
-        "fp32": 32.0}  # fmt: skip
+BITS = {"bfloat16": 16.0, "float16": 16.0, "float32": 32.0}
 
 
 def bits_per_weight(record: Record) -> float | None:
@@ -474,9 +459,7 @@ def bits_per_weight(record: Record) -> float | None:
         return record.audit.size.bits_per_weight
     if record.quantized:
         return record.audit.bits_per_weight if record.audit else None
-    settings = record.key_parts.get("quantizer", {})
-    dtype = settings.get("dtype") if isinstance(settings, dict) else None
-    return BITS.get(str(dtype), BITS.get(record.quantizer))
+    return BITS.get(dtype_of(record) or "")
 
 
 def gib(record: Record | None) -> float | None:
@@ -508,8 +491,7 @@ def pair_tables(comparison: Comparison) -> list[Table]:
             "‡ and p: after Holm's correction over all pairs, † after Benjamini–Hochberg's.",
             *ratio_notes(one.effect for one in comparison.pairs if one.effect),
         ),
-        words=3,
-        grouped=True,
+        **BY_TASK,
     )
 
 
@@ -535,7 +517,7 @@ def group_tables(comparison: Comparison) -> list[Table]:
             )
     rows = sorted(rows, key=lambda row: row[:2])
     notes = ("Means over a group's tasks, as lm-eval weights them.",)
-    return [_table_of(rows, title="Groups of tasks", notes=notes)] if rows else []
+    return from_rows(rows, title="Groups of tasks", notes=notes, **BY_TASK)
 
 
 def _score_text(score: Entry | GroupScore | None, *, percent: bool) -> str:

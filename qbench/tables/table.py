@@ -17,6 +17,7 @@ ROWS_A_PAGE = 50  # of LaTeX's
 PORTRAIT_COLUMNS = 8  # a table with more turns the page
 LONG_WORD = 24  # characters after which LaTeX may break a word
 MOST_RECORDS = 4  # that are named below a table
+Cells = list[tuple[str, str]]  # of a row whose heads repeat, each with its head
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,13 +73,15 @@ class Table:
 
 
 def from_rows(
-    rows: Sequence[Mapping[str, str]], *, title: str, notes: Iterable[str], **layout: Any
+    rows: Sequence[Mapping[str, str] | Cells], *, title: str, notes: Iterable[str], **layout: Any
 ) -> list[Table]:
     """A table of rows by their heads; none without a row. ``layout``: other fields of a table."""
     if not rows:
         return []
-    cells = tuple(tuple(row.values()) for row in rows)
-    return [Table(title=title, head=tuple(rows[0]), rows=cells, notes=tuple(notes), **layout)]
+    pairs = [row.items() if isinstance(row, Mapping) else row for row in rows]
+    head = tuple(name for name, _ in pairs[0])
+    cells = tuple(tuple(text for _, text in row) for row in pairs)
+    return [Table(title=title, head=head, rows=cells, notes=tuple(notes), **layout)]
 
 
 def render(tables: Sequence[Table], format: str, *, title: str = "") -> str:
