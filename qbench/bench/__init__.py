@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
-from qbench import text
+from qbench import machine, text
+
+Row = dict[str, Any]  # of a table and of the JSON beside it
+T = TypeVar("T")
+
+
+def timed(device: str, run: Callable[[], T]) -> tuple[T, dict[str, float]]:
+    """What ``run`` gives, and a row's ``seconds`` and ``peak_gib``."""
+    machine.free(device)  # graphs and caches of the model before lie in circles of references
+    machine.synchronize(device)
+    machine.reset_peak_memory(device)
+    begun = time.perf_counter()
+    result = run()
+    machine.synchronize(device)
+    seconds = time.perf_counter() - begun
+    return result, {"seconds": seconds, "peak_gib": machine.peak_memory_gib(device)}
 
 
 def table(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, tuple[str, str]]) -> str:

@@ -3,11 +3,10 @@ beside transformers' ``generate``. Of random weights: none of it depends on what
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -24,15 +23,15 @@ from qbench.analysis.hidden import Inputs, States
 from qbench.analysis.measure import measure
 from qbench.analysis.text import BATCH_TOKENS
 from qbench.attention.transformers import attend
+from qbench.bench import Row, timed
 from qbench.errors import EvaluationError
 from qbench.evaluation.scoring.generate import at_once, greedy
-from qbench.machine import environment, free
+from qbench.machine import environment
 from qbench.quantizers.linear import linears
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-T = TypeVar("T")
 # hidden size, layers, heads, key heads, intermediate size, vocabulary; 7b: Llama 3 8B's but for the
 # vocabulary
 SHAPES = {
@@ -42,9 +41,6 @@ SHAPES = {
 }
 DECODED = 6  # tokens of an answer: the five digits and a space
 CHECKED = 16_384  # tokens of a prompt, at most, that is decoded in float32 too
-
-
-Row = dict[str, Any]  # seconds of what, the GPU's peak_gib (0 on a CPU), and what is worth a word
 
 
 class Signs:
@@ -124,32 +120,31 @@ def _pass(model: PreTrainedModel, samples: int, length: int) -> Iterator[Row]:
     _, spent = timed(kind, lambda: whole(ids))
     yield {"what": "analysis", **spent, "detail": f"{samples} × {length} tokens"}
     some = ids[: max(batch, samples // 8)].to(model.device)
-    states = [States() for _ in decoder_layers(model)]
+    times = samples / len(some)
+    layers = decoder_layers(model)
+    states = [States() for _ in layers]
     modules = {name: model.get_submodule(name) for name in names}
-    parts: dict[str, Callable[[], Any]] = {
-        "of it: the model": nullcontext,
-        "of it: attention": lambda: attention_observed(
-            model, lambda layer, call: measure_weights(call)
+    parts: dict[str, AbstractContextManager[None]] = {
+        "of it: the model": nullcontext(),
+        "of it: attention": attention_observed(model, lambda layer, call: measure_weights(call)),
+        "of it: hidden states": states_observed(
+            layers, lambda layer, seen: states[layer].add(seen, layer=layer, first=0)
         ),
-        "of it: hidden states": lambda: states_observed(
-            decoder_layers(model), lambda layer, seen: states[layer].add(seen, layer=layer, first=0)
-        ),
-        "of it: inputs (shared ones each time)": lambda: inputs_observed(
+        "of it: inputs (shared ones each time)": inputs_observed(
             modules, lambda name, given: Inputs.of(given)
         ),
     }
-    detail = "with the model; of an eighth of the texts, times 8"
 
     @torch.inference_mode()
-    def run(within: Callable[[], Any]) -> None:
-        with within():
+    def run(within: AbstractContextManager[None]) -> None:
+        with within:
             for first in range(0, len(some), batch):
                 model(input_ids=some[first : first + batch], use_cache=False)
 
     for what, within in parts.items():
         _, spent = timed(kind, partial(run, within))
-        spent["seconds"] *= samples / len(some)
-        yield {"what": what, **spent, "detail": detail}
+        spent["seconds"] *= times
+        yield {"what": what, **spent, "detail": f"with the model; {len(some)} texts, × {times:g}"}
 
 
 def _decoding(model: PreTrainedModel, prompts: int, length: int) -> Iterator[Row]:
@@ -168,8 +163,8 @@ def _decoding(model: PreTrainedModel, prompts: int, length: int) -> Iterator[Row
 
     greedy(model, ids, DECODED)
     ours, spent = timed(kind, lambda: greedy(model, ids, DECODED))
-    batch = at_once(model, length + DECODED)
-    detail = f"{prompts} × {length} tokens, {DECODED} decoded, at most {batch} side by side"
+    slots = min(prompts, at_once(model, length + DECODED))
+    detail = f"{prompts} × {length} tokens, {DECODED} decoded, at most {slots} side by side"
     yield {"what": "passkey, ours", **spent, "detail": detail}
     one_by_one(ids[:2])
     theirs, spent = timed(kind, lambda: one_by_one(ids))
@@ -180,19 +175,3 @@ def _decoding(model: PreTrainedModel, prompts: int, length: int) -> Iterator[Row
     wide = model.float()
     if greedy(wide, few, DECODED) != one_by_one(few):
         raise EvaluationError("greedy decoding in float32 is not what transformers' generate gives")
-
-
-def timed(kind: str, run: Callable[[], T]) -> tuple[T, dict[str, float]]:
-    """What ``run`` gives, and a row's ``seconds`` and ``peak_gib``."""
-    on_gpu = kind == "cuda"
-    free(kind)  # graphs and caches of the model before lie in circles of references
-    if on_gpu:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-    begun = time.perf_counter()
-    result = run()
-    if on_gpu:
-        torch.cuda.synchronize()
-    seconds = time.perf_counter() - begun
-    peak = torch.cuda.max_memory_allocated() / 1024**3 if on_gpu else 0.0
-    return result, {"seconds": seconds, "peak_gib": peak}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,59 +24,34 @@ from torch._functorch import config as functorch
 from torch._inductor import config
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from triton.testing import do_bench_cudagraph
 
 from qbench import bench
 from qbench.attention import kernels
 from qbench.attention.kernels import require, supported
-from qbench.attention.normalizers import NORMALIZERS
+from qbench.attention.normalizers import NORMALIZERS, SLOPES
+from qbench.bench import Row
 from qbench.bench.checks import check_kernels
-from qbench.bench.timing import captured, given, milliseconds, random_tensor, sparse_keys
+from qbench.bench.timing import (
+    CAP,
+    VARIANTS,
+    WINDOW,
+    Shape,
+    given,
+    milliseconds,
+    random_tensor,
+    sparse_keys,
+)
 from qbench.errors import UnavailableError, first_line
 from qbench.files import write_page
 from qbench.runner.workers import Workers
 
 PEERS = CUDNN, FLASH, FLEX = "cuDNN", "FlashAttention 2", "FlexAttention"  # torch's
-CAP = 50.0  # Gemma 2's
-WINDOW = 1024
-MOST_JOBS = 16  # by default: each takes half a GiB of the GPU's memory before it does anything
-VARIANTS = ("causal", "ALiBi", "soft cap", "window")
+MOST_JOBS = 16  # each takes half a GiB of the GPU's memory before it does anything
 OF_VARIANTS = ("softmax", "softpick", "sigmoid")
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """Of queries, keys and values; ``variants`` are those that are measured of it."""
-
-    batch: int
-    length: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    variants: tuple[str, ...] = ("causal",)
-
-    def __str__(self) -> str:
-        heads = f"{self.heads}"
-        if self.kv_heads != self.heads:
-            heads += f"/{self.kv_heads}"
-        return f"B{self.batch} T{self.length} H{heads} D{self.head_dim}"
-
-    def tensors(self) -> list[Tensor]:
-        counts = (self.heads, self.kv_heads, self.kv_heads)
-        return [
-            random_tensor(self.batch, self.length, heads, self.head_dim).requires_grad_()
-            for heads in counts
-        ]
-
-    def flop(self, variant: str) -> float:
-        """Of a forward pass."""
-        seen = min(WINDOW, self.length) if variant == "window" else self.length
-        pairs = seen * (seen + 1) / 2 + (self.length - seen) * seen
-        return 4 * self.batch * self.heads * self.head_dim * pairs
-
-
 SHAPES = (
-    Shape(4, 4096, 16, 16, 64, VARIANTS),
-    Shape(4, 4096, 16, 16, 128, VARIANTS),
+    Shape(4, 4096, 16, 16, 64, tuple(VARIANTS)),
+    Shape(4, 4096, 16, 16, 128, tuple(VARIANTS)),
     Shape(2, 8192, 32, 8, 128),  # Llama 3's heads
     Shape(1, 32768, 16, 16, 128),
 )
@@ -85,19 +60,18 @@ LAYERS = 12
 DECODE = Shape(64, 4096, 16, 16, 64)
 
 Run = Callable[[Tensor, Tensor, Tensor], Tensor]
-Row = dict[str, Any]
 
 
 def bench_attention(
-    out: Path | None, quick: bool, only: Collection[str] = (), jobs: int | None = None
+    out: Path | None, quick: bool, only: Collection[str], *, say: Callable[[str], None]
 ) -> dict[str, Any]:
     """Checks the kernels, then times them; returns what was measured and writes it to ``out`` as
     JSON, with the table beside it, after every row, so that whoever is stopped has the rest.
 
     ``quick`` leaves out most shapes and repeats. ``only``: these normalizers, beside the peers.
-    ``jobs``: processes that compile and check; all have ended before anything is timed, in this
-    one. Raises RecipeError for an unknown normalizer, UnavailableError for one without kernels and
-    without a CUDA device, EvaluationError where a check is red: then nothing is timed.
+    ``say`` gets a line as each part begins, and of each row. Raises RecipeError for an unknown
+    normalizer, UnavailableError for one without kernels and without a CUDA device, EvaluationError
+    where a check is red: then nothing is timed.
     """
     if not torch.cuda.is_available():
         raise UnavailableError("bench attention: the kernels run on a CUDA GPU, and none is here")
@@ -106,11 +80,15 @@ def bench_attention(
     repeat_ms = 20 if quick else 100
     # torch.compile would name another for the rest of this process, without what checks compiled
     os.environ.setdefault("TRITON_CACHE_DIR", triton.knobs.cache.dir)
-    pool = Workers([0] * (jobs or min(MOST_JOBS, os.cpu_count() or 1)), device="cuda")
-    shapes = [Shape(4, 4096, 16, 16, 64)] if quick else SHAPES
+    jobs = min(MOST_JOBS, os.cpu_count() or 1)
+    timed = contenders((Shape(4, 4096, 16, 16, 64),) if quick else SHAPES, only)
+    of_step = contenders((STEP,), only)
+    pool = Workers([0] * jobs, device="cuda")  # all have ended before anything is timed
     try:
+        say(f"checking the kernels against float64, {jobs} processes at once")
         checks = check_kernels(pool, quick, only)
-        list(pool.map(_compile, *zip(*_timed(shapes, only), strict=True)))
+        say(f"{len(checks)} checks passed; compiling what will be timed")
+        list(pool.map(_compile, *zip(*timed, *of_step, strict=True)))
     finally:
         pool.shutdown(cancel_futures=True)
     ceilings = _ceilings(repeat_ms)
@@ -125,27 +103,23 @@ def bench_attention(
         "decode": [],
     }
     parts: dict[str, Iterator[Row]] = {
-        "passes": (row for shape in shapes for row in passes(shape, repeat_ms, only)),
-        "steps": steps(repeat_ms, only),
-        "decode": decode(repeat_ms, only, ceilings["copy_tb_per_s"], 8 if quick else DECODE.batch),
+        "passes": (passes(*one, repeat_ms) for one in timed),
+        "steps": (step(name, repeat_ms) for _, _, name in of_step),
+        "decode": decode(
+            replace(DECODE, batch=8) if quick else DECODE,
+            repeat_ms,
+            only,
+            ceilings["copy_tb_per_s"],
+        ),
     }
     for part, rows in parts.items():
         for row in rows:
+            which = " ".join(row[key] for key in ("shape", "variant", "kernel") if key in row)
+            say(f"{part}: {which}: {row.get('error', 'timed')}")
             results[part].append(row)
             if out is not None:
                 write_page(out, results, table(results))
     return results
-
-
-def _timed(shapes: Collection[Shape], only: Collection[str]) -> list[tuple[Shape, str, str]]:
-    """What is compiled before anything is timed."""
-    rows = [
-        (shape, variant, name)
-        for shape in shapes
-        for variant in shape.variants
-        for name in contenders(shape, variant, only)
-    ]
-    return rows + [(STEP, "causal", name) for name in contenders(STEP, "causal", only)]
 
 
 def _compile(shape: Shape, variant: str, name: str) -> None:
@@ -159,17 +133,18 @@ def _compile(shape: Shape, variant: str, name: str) -> None:
 # Who runs.
 
 
-def contenders(shape: Shape, variant: str, only: Collection[str]) -> list[str]:
-    """Names of what is measured: our kernels, all normalizers or the usual ones, then the peers."""
-    names = [name for name in supported() if not only or name in only]
-    if shape.length > 4096 or variant != "causal":
-        names = [name for name in names if name in OF_VARIANTS or name in only]
-    return [*names, *peers(variant)]
-
-
-def peers(variant: str) -> tuple[str, ...]:
-    """What a user would take instead. cuDNN's and FlashAttention 2 know none but causal."""
-    return PEERS if variant == "causal" else (FLEX,)
+def contenders(shapes: Collection[Shape], only: Collection[str]) -> list[tuple[Shape, str, str]]:
+    """Each shape and variant with who is measured of it: our kernels, of all normalizers or the
+    usual ones, and what a user would take instead."""
+    return [
+        (shape, variant, name)
+        for shape in shapes
+        for variant in shape.variants
+        for name in (
+            *(only or (OF_VARIANTS if variant != "causal" or shape.length > 4096 else supported())),
+            *(PEERS if variant == "causal" else (FLEX,)),  # the others know no variant
+        )
+    ]
 
 
 def contender(name: str, shape: Shape, variant: str) -> Run:
@@ -180,14 +155,7 @@ def contender(name: str, shape: Shape, variant: str) -> Run:
         return _torchs(SDPBackend.CUDNN_ATTENTION, shape)
     if name == FLEX:
         return _flex(shape, variant)
-    parameters = given(name, shape.heads, sloped=variant == "ALiBi", trained=True)
-    if "slopes" in parameters:
-        parameters["slopes"].requires_grad_(False)
-    return partial(
-        kernels.attention, normalizer=name, parameters=parameters, causal=True,
-        softcap=CAP if variant == "soft cap" else None,
-        window=WINDOW if variant == "window" else None,
-    )  # fmt: skip
+    return partial(kernels.attention, **shape.settings(name, variant))
 
 
 def _torchs(backend: Any, shape: Shape) -> Run:
@@ -201,7 +169,7 @@ def _torchs(backend: Any, shape: Shape) -> Run:
 
 
 def _flex(shape: Shape, variant: str) -> Run:
-    slopes = 2.0 ** (-8.0 * torch.arange(1, shape.heads + 1, device="cuda") / shape.heads)
+    slopes = torch.tensor(SLOPES.start(shape.heads), device="cuda")
 
     def alibi(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return score + slopes[h] * (k - q)
@@ -226,62 +194,59 @@ def _flex(shape: Shape, variant: str) -> Run:
 # What is measured.
 
 
-def passes(shape: Shape, repeat_ms: int, only: Collection[str]) -> Iterator[Row]:
-    """Forward and backward pass of each contender, in TFLOP/s."""
-    inputs = shape.tensors()
+def passes(shape: Shape, variant: str, name: str, repeat_ms: int) -> Row:
+    """Forward and backward pass of a contender, in TFLOP/s."""
+    row: Row = {"shape": str(shape), "variant": variant, "kernel": name}
+    inputs, flop = shape.tensors(), shape.flop(variant)
     gradient = torch.randn_like(inputs[0])
-    for variant in shape.variants:
-        for name in contenders(shape, variant, only):
-            row: Row = {"shape": str(shape), "variant": variant, "kernel": name}
-            flop = shape.flop(variant)
-            try:
-                run = contender(name, shape, variant)
-                output = run(*inputs)
-                with torch.no_grad():
-                    row["forward"] = flop / milliseconds(partial(run, *inputs), repeat_ms) / 1e9
-                backward = partial(torch.autograd.grad, output, inputs, gradient, retain_graph=True)
-                row["backward"] = 2.5 * flop / milliseconds(backward, repeat_ms) / 1e9
-            except RuntimeError as error:  # a library's kernel that does not run here is said so
-                row["error"] = first_line(error)
-            yield row
+    try:
+        run = contender(name, shape, variant)
+        output = run(*inputs)
+        with torch.no_grad():
+            row["forward"] = flop / milliseconds(partial(run, *inputs), repeat_ms) / 1e9
+        backward = partial(torch.autograd.grad, output, inputs, gradient, retain_graph=True)
+        row["backward"] = 2.5 * flop / milliseconds(backward, repeat_ms) / 1e9
+    except RuntimeError as error:  # a library's kernel that does not run here is said so
+        row["error"] = first_line(error)
+    return row
 
 
-def steps(repeat_ms: int, only: Collection[str]) -> Iterator[Row]:
+def step(name: str, repeat_ms: int) -> Row:
     """Both passes of a short step: launched from the host each time; the same in a row of LAYERS
     calls with one backward pass, as a model's layers are, for each backward pass takes the host the
-    time to wake autograd's thread; and captured as a CUDA graph and replayed, so that only the
-    GPU's time is left."""
-
-    def make(run: Run, calls: int = 1) -> Callable[[], Any]:
-        layers = [STEP.tensors() for _ in range(calls)]
-        query = layers[0][0]
-        inputs = [query, *(tensor for _, *rest in layers for tensor in rest)]
-        gradient = torch.randn_like(query)
-
-        def step() -> Any:
-            output = query
-            for _, key, value in layers:
-                output = run(output, key, value)
-            return torch.autograd.grad(output, inputs, gradient)
-
-        return step
-
-    for name in contenders(STEP, "causal", only):
-        row: Row = {"shape": str(STEP), "kernel": name}
-        try:
-            run = contender(name, STEP, "causal")
-            row["ms"] = milliseconds(make(run), repeat_ms)
-            row["in_a_row_ms"] = milliseconds(make(run, LAYERS), repeat_ms) / LAYERS
-            row["captured_ms"] = milliseconds(captured(partial(make, run)), repeat_ms)
-        except RuntimeError as error:
-            row["error"] = first_line(error)
-        yield row
+    time to wake autograd's thread; and captured in a CUDA graph, so that only the GPU's time is
+    left."""
+    row: Row = {"shape": str(STEP), "kernel": name}
+    try:
+        run = contender(name, STEP, "causal")
+        row["ms"] = milliseconds(_both(run, 1), repeat_ms)
+        row["in_a_row_ms"] = milliseconds(_both(run, LAYERS), repeat_ms) / LAYERS
+        row["captured_ms"] = do_bench_cudagraph(_both(run, 1), repeat_ms, return_mode="median")
+    except RuntimeError as error:
+        row["error"] = first_line(error)
+    return row
 
 
-def decode(repeat_ms: int, only: Collection[str], copied: float, batch: int) -> Iterator[Row]:
+def _both(run: Run, calls: int) -> Callable[[], Any]:
+    """Both passes through ``calls`` layers with tensors of their own."""
+    layers = [STEP.tensors() for _ in range(calls)]
+    query = layers[0][0]
+    inputs = [query, *(tensor for _, *rest in layers for tensor in rest)]
+    gradient = torch.randn_like(query)
+
+    def passes() -> Any:
+        output = query
+        for _, key, value in layers:
+            output = run(output, key, value)
+        return torch.autograd.grad(output, inputs, gradient)
+
+    return passes
+
+
+def decode(shape: Shape, repeat_ms: int, only: Collection[str], copied: float) -> Iterator[Row]:
     """Milliseconds of one query a sequence, and TB/s of keys and values beside ``copied``, those of
     a copy."""
-    length, heads, head_dim = DECODE.length, DECODE.heads, DECODE.head_dim
+    batch, length, heads, head_dim = shape.batch, shape.length, shape.heads, shape.head_dim
     key, value = (random_tensor(batch, length, heads, head_dim).contiguous() for _ in range(2))
     query = random_tensor(batch, 1, heads, head_dim)
     sparse = sparse_keys(query, key)
@@ -298,8 +263,8 @@ def decode(repeat_ms: int, only: Collection[str], copied: float, batch: int) -> 
         for name, run in runs.items():
             ms = milliseconds(run, repeat_ms)
             rate = (key.nbytes + value.nbytes) / ms / 1e9
-            yield {"shape": f"B{batch} T{length} H{heads} D{head_dim}", "kernel": name, "ms": ms,
-                   "tb_per_s": rate, "share_of_copy": rate / copied}  # fmt: skip
+            yield {"shape": str(shape), "kernel": name, "ms": ms, "tb_per_s": rate,
+                   "share_of_copy": rate / copied}  # fmt: skip
 
 
 def _ceilings(repeat_ms: int) -> dict[str, float]:
@@ -328,24 +293,20 @@ def table(results: dict[str, Any]) -> str:
     """What :func:`bench_attention` measured, in Markdown."""
     ceilings = results["ceilings"]
     worst = max(check["error"] / check["limit"] for check in results["checks"])
-    best = "the best peer is the fastest of torch's cuDNN, FlashAttention 2 and compiled "
-    best += "FlexAttention that computes the same shape and variant with softmax."
-    lines = [
+    page = [
         f"# Attention on one {results['hardware']}",
-        "",
         f"torch {results['versions']['torch']}, triton {results['versions']['triton']}, bf16, "
         f"causal. bf16 matrix product {ceilings['matmul_tflops']:.0f} TFLOP/s, device-to-device "
-        f"copy {ceilings['copy_tb_per_s']:.2f} TB/s, in the same run. Of a row {best}",
-        "",
+        f"copy {ceilings['copy_tb_per_s']:.2f} TB/s, in the same run. Of a row the best peer is "
+        "the fastest of torch's cuDNN, FlashAttention 2 and compiled FlexAttention that computes "
+        "the same shape and variant with softmax.",
         _beside_peers(results["passes"], PASSES, max),
     ]
     if results["steps"]:
-        lines += [
-            "",
+        page += [
             "A short step: forward and backward pass together; launched from the host each time, "
             f"launched {LAYERS} in a row with one backward pass, as a model's layers are (ms of "
             "each), and captured as a CUDA graph and replayed.",
-            "",
             _beside_peers(results["steps"], STEPS, min),
         ]
     if results["decode"]:
@@ -353,18 +314,15 @@ def table(results: dict[str, Any]) -> str:
             "shape": ("shape", ""), "kernel": ("kernel", ""), "ms": ("ms", ".3f"),
             "TB/s": ("tb_per_s", ".2f"), "of the copy": ("share_of_copy", ".0%"),
         }  # fmt: skip
-        lines += [
-            "",
+        page += [
             "Decode, one query a sequence. Bytes count all keys and values, read or skipped.",
-            "",
             bench.table(results["decode"], columns),
         ]
-    lines += [
-        "",
+    page.append(
         f"{len(results['checks'])} checks against the float64 reference passed before timing; "
-        f"the worst used {worst:.0%} of its tolerance.",
-    ]
-    return "\n".join(lines) + "\n"
+        f"the worst used {worst:.0%} of its tolerance."
+    )
+    return "\n\n".join(page) + "\n"
 
 
 def _beside_peers(rows: list[Row], ways: dict[str, tuple[str, str]], best_of: Any) -> str:
@@ -372,14 +330,12 @@ def _beside_peers(rows: list[Row], ways: dict[str, tuple[str, str]], best_of: An
     takes; ``best_of``: of times the minimum, of rates the maximum."""
     lines = []
     for row in rows:
+        place = row["shape"], row.get("variant")
+        peers = [one for one in rows if (one["shape"], one.get("variant")) == place]
+        peers = [one for one in peers if one["kernel"] in PEERS]
         line = dict(row)
         for way, _ in ways.values():
-            of_peers = [
-                other[way]
-                for other in rows
-                if other["kernel"] in PEERS and way in other
-                and (other["shape"], other.get("variant")) == (row["shape"], row.get("variant"))
-            ]  # fmt: skip
+            of_peers = [one[way] for one in peers if way in one]
             if of_peers and way in row:
                 best = best_of(of_peers)
                 line[f"× {way}"] = best / row[way] if best_of is min else row[way] / best

@@ -7,63 +7,36 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from concurrent.futures import BrokenExecutor, Executor
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from qbench.attention import kernels, reference
 from qbench.attention.kernels import supported
-from qbench.bench.timing import given
+from qbench.bench import Row
+from qbench.bench.timing import VARIANTS, Shape
 from qbench.errors import EvaluationError
 
 LIMIT = 1e-2  # ‖error‖ / ‖truth‖ in bfloat16
 BASES = ("softmax", "softpick", "rectified", "sigmoid")  # the others derive from these
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Case:
-    """Causal attention in bfloat16. ``every``: for every normalizer, not only for ``BASES``."""
-
-    shape: tuple[int, int, int, int, int, int]  # batch, heads, key heads, queries, keys, width
-    window: int | None = None
-    sloped: bool = False
-    softcap: float | None = None
-    every: bool = False
-
-    def __str__(self) -> str:
-        words = ["x".join(map(str, self.shape))]
-        words += [f"window {self.window}"] if self.window else []
-        words += ["ALiBi"] if self.sloped else []
-        words += [f"soft cap {self.softcap:g}"] if self.softcap else []
-        return ", ".join(words)
-
-
 # Long enough for the backward kernels of Hopper, see hopper.MIN_WORK.
-LONG = ((1, 16, 16, 3200, 3200, 64), (1, 16, 16, 2304, 2304, 128))
-CASES = (
-    *(Case(shape=shape, every=True) for shape in LONG),
-    *(Case(shape=shape, sloped=True) for shape in LONG),
-    *(Case(shape=shape, softcap=20.0) for shape in LONG),
-    *(Case(shape=shape, window=1024) for shape in LONG),
-    Case(shape=(1, 32, 8, 1664, 1664, 128)),  # grouped heads
-    Case(shape=(2, 4, 2, 333, 333, 80)),  # lengths and heads that fill no tile
-    Case(shape=(3, 8, 8, 1, 1000, 64), every=True),  # decoding
+LONG = (
+    Shape(1, 3200, 16, 16, 64, tuple(VARIANTS)),
+    Shape(1, 2304, 16, 16, 128, tuple(VARIANTS)),
 )
-QUICK = (CASES[0], CASES[-1])
+DECODING = Shape(3, 1000, 8, 8, 64, queries=1)
+GROUPED = Shape(1, 1664, 32, 8, 128)
+ODD = Shape(2, 333, 4, 2, 80)  # fills no tile
 
 
-def check_kernels(
-    pool: Executor, quick: bool = False, only: Collection[str] = ()
-) -> list[dict[str, Any]]:
+def check_kernels(pool: Executor, quick: bool = False, only: Collection[str] = ()) -> list[Row]:
     """Relative errors of the output and the inputs' gradients, each with its limit; of the
     normalizers ``only``, or of all. Computed by ``pool``, in processes, since most of the time goes
     into compiling kernels. Raises EvaluationError that names each case over its limit, or not
     finite, or the case whose process died."""
     calls = [
-        (f"{name}, {case}", pool.submit(errors, case, name, seed))
-        for case, name, seed in checks(QUICK if quick else CASES, only)
+        (f"{normalizer}, {shape}, {variant}", pool.submit(errors, shape, variant, normalizer))
+        for shape, variant, normalizer in cases(quick, only)
     ]
     results, red = [], []
     for name, call in calls:
@@ -82,42 +55,33 @@ def check_kernels(
     return results
 
 
-def checks(cases: tuple[Case, ...], only: Collection[str]) -> list[tuple[Case, str, int]]:
-    """Arguments of :func:`errors`."""
-    return [
-        (case, normalizer, seed)
-        for seed, case in enumerate(cases)
-        for normalizer in only or supported()
-        if case.every or normalizer in BASES
-    ]
+def cases(quick: bool, only: Collection[str]) -> list[tuple[Shape, str, str]]:
+    """Arguments of :func:`errors`: plain causal attention of every normalizer, the rest of
+    ``BASES``."""
+    every = [(shape, "causal") for shape in ((LONG[0], DECODING) if quick else (*LONG, DECODING))]
+    of_bases = [(shape, variant) for shape in LONG for variant in shape.variants[1:]]
+    of_bases += [(GROUPED, "causal"), (ODD, "causal")]
+    found = [(*case, name) for case in every for name in only or supported()]
+    if not quick:
+        found += [(*case, name) for case in of_bases for name in BASES if name in (only or BASES)]
+    return found
 
 
-def errors(case: Case, normalizer: str, seed: int) -> dict[str, float]:
+def errors(shape: Shape, variant: str, normalizer: str) -> dict[str, float]:
     """‖got − truth‖ / ‖truth‖ of the output and the gradients of query, key and value, computed on
     one core, in a process that has neighbours on the GPU."""
     torch.set_num_threads(1)
     torch.cuda.empty_cache()  # of the case before
-    batch, heads, kv_heads, queries, keys, width = case.shape
-    settings = {"normalizer": normalizer, "causal": True, "window": case.window}
-    settings["softcap"] = case.softcap
-    parameters = given(normalizer, heads, sloped=case.sloped)
-    if normalizer == "sigmoid" and seed % 2:
-        parameters["bias"] = torch.linspace(-6, -4, heads, device="cuda")
-    generator = torch.Generator("cuda").manual_seed(seed)
-    inputs = [
-        torch.randn(batch, length, count, width, device="cuda", generator=generator)
-        .to(torch.bfloat16)
-        .transpose(1, 2)
-        .requires_grad_()
-        for length, count in ((queries, heads), (keys, kv_heads), (keys, kv_heads))
-    ]
-    gradient = torch.randn(batch, heads, queries, width, device="cuda", generator=generator)
-    gradient = gradient.to(torch.bfloat16)
-    output = kernels.attention(*inputs, parameters=parameters, **settings)
+    settings = shape.settings(normalizer, variant)
+    if normalizer == "sigmoid" and variant != "causal":
+        settings["parameters"]["bias"] = torch.linspace(-6, -4, shape.heads, device="cuda")
+    inputs = shape.tensors(torch.Generator("cuda").manual_seed(0))
+    output = kernels.attention(*inputs, **settings)
+    gradient = torch.randn_like(output)
     got = (output, *torch.autograd.grad(output, inputs, gradient))
     wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
-    parameters = {name: tensor.double() for name, tensor in parameters.items()}
-    truth = reference.attention(*wide, parameters=parameters, **settings)
+    settings["parameters"] = {name: one.double() for name, one in settings["parameters"].items()}
+    truth = reference.attention(*wide, **settings)
     truths = (truth, *torch.autograd.grad(truth, wide, gradient.double()))
     names = ("output", "query gradient", "key gradient", "value gradient")
     return {name: relative_error(a, b) for name, a, b in zip(names, got, truths, strict=True)}

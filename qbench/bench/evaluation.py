@@ -7,20 +7,20 @@ import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pandas as pd
-import torch
 
 from qbench import bench
+from qbench.bench import Row
 from qbench.cell import load
 from qbench.evaluation.evaluate import evaluate
 from qbench.evaluation.kl import BaselineWriter, KLObserver
 from qbench.evaluation.loaded import LoadedTask, load_task
 from qbench.evaluation.scoring import language_model
 from qbench.evaluation.settings import ScoringSettings
-from qbench.machine import environment
+from qbench.machine import environment, synchronize
 from qbench.plan import scoring_settings
 
 if TYPE_CHECKING:
@@ -28,18 +28,14 @@ if TYPE_CHECKING:
     from qbench.plan import Plan
 
 MODES = ("lm-eval", "exact", "fast")
+ASKED = ("loglikelihood", "loglikelihood_rolling", "generate_until", "greedy")  # of a model
+DOCUMENT = ["task", "document"]
 WARM_UP = 2  # full batches of each task that every mode scores before the clock starts
 
-Row = dict[str, Any]
 
-
-def bench_evaluation(
-    planned: Plan, batch_size: int | None, *, say: Callable[[str], None]
-) -> dict[str, Any]:
+def bench_evaluation(planned: Plan, *, say: Callable[[str], None]) -> dict[str, Any]:
     """:func:`compare` of the plan's first cell and its tasks, softmax in float32 everywhere."""
     cell, asked = planned.cells[0], planned.recipe.evaluation
-    if batch_size is not None:
-        asked = asked.model_copy(update={"batch_size": batch_size})
     model, tokenizer = load(cell, planned)
     settings = {
         mode: scoring_settings(
@@ -60,7 +56,7 @@ def compare(
     tasks: Sequence[LoadedTask],
     settings: Mapping[str, ScoringSettings],
     *,
-    say: Callable[[str], None] | None = None,
+    say: Callable[[str], None],
 ) -> dict[str, Any]:
     """Score ``tasks`` with ``model`` in every mode, one after the other, and in the last mode with
     damage: the model against itself.
@@ -73,7 +69,8 @@ def compare(
     A row's ``seconds`` is all of it: lm-eval's requests and metrics, tokenization, the model, and
     in fast mode the sample that is compared with exact; ``scoring_seconds`` the part inside the
     language model; ``speed`` times HFLM's ``seconds``. Differences are from HFLM's log-likelihoods
-    in nats; ``changed_answers`` counts documents whose likeliest choice (or greedy hit) is another.
+    in nats, None of generated answers; ``changed_answers`` counts documents whose text, likeliest
+    choice or greedy hit is another.
     """
     rows: list[Row] = []
     reports: dict[str, Any] = {}
@@ -94,8 +91,7 @@ def compare(
         for index, task in enumerate(tasks):
             runs[name].append(_timed(scorer, task, chosen))
             rows.append(_row(task.name, name, runs[name][-1:], runs["lm-eval"][index : index + 1]))
-            if say is not None:
-                say(f"{task.name} {name}: {rows[-1]['seconds']:.2f} s")
+            say(f"{task.name} {name}: {rows[-1]['seconds']:.2f} s")
         rows.append(_row("all", name, runs[name], runs["lm-eval"]))
         reports[name] = scorer.report().model_dump(mode="json")
         return observer
@@ -141,65 +137,59 @@ class Timed:
 
 def _row(name: str, mode: str, timed: list[Timed], hflm: list[Timed]) -> Row:
     """Of one task, or of all together; beside what HFLM took and gave for the same."""
-    responses = pd.concat([one.responses for one in timed], keys=range(len(timed)), names=["run"])
+    responses = pd.concat([one.responses for one in timed])
     seconds = sum(one.seconds for one in timed)
     row = {
         "task": name,
         "mode": mode,
-        "documents": int(responses.groupby("run")["document"].nunique().sum()),
+        "documents": responses.groupby(DOCUMENT).ngroups,
         "requests": len(responses),
         "seconds": seconds,
         "scoring_seconds": sum(one.inside for one in timed),
     }
     if mode == "lm-eval":
         return row
-    expected = pd.concat([one.responses for one in hflm], keys=range(len(hflm)), names=["run"])
-    difference = np.abs(
-        responses["log_likelihood"].to_numpy() - expected["log_likelihood"].to_numpy()
-    )
+    expected = pd.concat([one.responses for one in hflm])
+    difference = (responses["log_likelihood"] - expected["log_likelihood"].to_numpy()).abs()
     return row | {
         "speed": sum(one.seconds for one in hflm) / seconds,
-        "largest_difference": float(difference.max()),
-        "mean_difference": float(difference.mean()),
+        "largest_difference": None if difference.isna().all() else float(difference.max()),
+        "mean_difference": None if difference.isna().all() else float(difference.mean()),
         "changed_answers": int((_answers(responses) != _answers(expected)).sum()),
     }
 
 
 def _timed(scorer: Any, task: LoadedTask, settings: ScoringSettings) -> Timed:
-    inside = 0.0
-    methods = ("loglikelihood", "loglikelihood_rolling")
+    clocked = Clocked(scorer)
+    synchronize(scorer.hflm.device.type)
+    start = time.perf_counter()
+    result = evaluate(clocked, task, settings)
+    seconds = time.perf_counter() - start
+    given = result.responses[result.responses["filter"].isna()]  # not what filters took from it
+    return Timed(seconds, clocked.seconds, given)
 
-    def clocked(method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, **options: Any) -> Any:
-            nonlocal inside
-            start = time.perf_counter()
-            try:
-                return method(*arguments, **options)
-            finally:
-                inside += time.perf_counter() - start
 
-        return call
+class Clocked:
+    """A language model, and how long its answers took."""
 
-    for name in methods:
-        setattr(scorer, name, clocked(getattr(scorer, name)))
-    try:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+    def __init__(self, scorer: Any) -> None:
+        self.scorer, self.seconds = scorer, 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.scorer, name)
+        return partial(self._call, found) if name in ASKED else found
+
+    def _call(self, method: Callable[..., Any], *arguments: Any) -> Any:
         start = time.perf_counter()
-        result = evaluate(scorer, task, settings)
-        return Timed(time.perf_counter() - start, inside, result.responses)
-    finally:
-        for name in methods:
-            delattr(scorer, name)
+        answers = method(*arguments)
+        self.seconds += time.perf_counter() - start
+        return answers
 
 
 def _answers(responses: pd.DataFrame) -> pd.Series:
-    """One answer a document: its likeliest request, or for a single one whether it is greedy."""
-
-    def answer(rows: pd.DataFrame) -> int:
-        if len(rows) == 1:
-            return int(rows["greedy"].iloc[0])
-        return int(rows["request"].to_numpy()[rows["log_likelihood"].to_numpy().argmax()])
-
-    columns = ["request", "log_likelihood", "greedy"]
-    return responses.groupby(["run", "document"], sort=True)[columns].apply(answer)
+    """One answer a document: its text, its likeliest request, or of one whether it is greedy."""
+    likeliest_first = responses.sort_values("log_likelihood", ascending=False, kind="stable")
+    by_document = likeliest_first.groupby(DOCUMENT)
+    greedy = by_document["greedy"].first().astype(int)
+    chosen = by_document["request"].first().where(by_document.size() > 1, greedy)
+    return by_document["answer"].first().combine_first(chosen)

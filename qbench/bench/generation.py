@@ -11,7 +11,8 @@ from lm_eval.api.instance import Instance
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from qbench.bench.analysis import Row, measured, timed
+from qbench.bench import Row, timed
+from qbench.bench.analysis import measured
 from qbench.errors import EvaluationError
 from qbench.evaluation.scoring import Scorer
 from qbench.evaluation.scoring.generate import at_once

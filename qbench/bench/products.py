@@ -1,23 +1,23 @@
 """``qbench bench products``: real int8 and fp8 products against bf16, once they are right.
 
-Timed are the seven linear layers of a Llama block, activations encoded on the way, and
-its parts alone: the profile. Every time is the median of
-CUDA-event timings after a warm-up, in one run on one GPU.
+Timed are the seven linear layers of a Llama block, activations encoded on the way. Every time is
+the median of CUDA-event timings after a warm-up, in one run on one GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from qbench import bench
+from qbench.bench import Row
+from qbench.bench.checks import relative_error
 from qbench.bench.timing import milliseconds
 from qbench.errors import EvaluationError, UnavailableError
-from qbench.files import write_page
 from qbench.quantizers import scaled_mm
 from qbench.quantizers.activation_inputs import multiply_codes
 from qbench.quantizers.fake_quant import decode, encode, encode_definition, scale_of_tensor
@@ -38,18 +38,16 @@ LIMIT = {"int": 2.5e-3, "float": 4e-3}
 Block = dict[str, nn.Module]
 
 
-def bench_products(out: Path | None, quick: bool) -> dict[str, Any]:
-    """Checks the products, then times them; returns what was measured and writes it to ``out``
-    (JSON, and the table beside it in Markdown). ``quick``: the 340M shape and few repeats.
+def bench_products(quick: bool) -> dict[str, Any]:
+    """Checks the products, then times them. ``quick``: the 340M shape and few repeats.
 
     Raises UnavailableError without a GPU that multiplies fp8, EvaluationError where a product is
     wrong: then nothing is timed.
     """
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
         raise UnavailableError("bench products: fp8 products need a GPU of compute capability 8.9")
-    repeat_ms = 20 if quick else 100
     models = ("340M",) if quick else tuple(WIDTHS)
-    results = {
+    return {
         "hardware": torch.cuda.get_device_name(),
         "versions": {"torch": torch.__version__},
         "checks": [row for model in models for row in _check(model)],
@@ -57,12 +55,9 @@ def bench_products(out: Path | None, quick: bool) -> dict[str, Any]:
             row
             for model in models
             for tokens in TOKENS
-            for row in _blocks(model, tokens, repeat_ms)
+            for row in _blocks(model, tokens, repeat_ms=20 if quick else 100)
         ],
     }
-    if out is not None:
-        write_page(out, results, table(results))
-    return results
 
 
 def table(results: dict[str, Any]) -> str:
@@ -72,18 +67,15 @@ def table(results: dict[str, Any]) -> str:
         "model": ("model", ""), "tokens": ("tokens", "d"), "arithmetic": ("arithmetic", ""),
         "ms": ("ms", ".3f"), "times bf16's speed": ("speed", ".2f"),
     }  # fmt: skip
-    lines = [
+    page = [
         f"# Real low-precision products on one {results['hardware']}",
-        "",
         f"torch {results['versions']['torch']}. The linear layers of a block, activations encoded "
         "on the way; speed relative to bf16.",
-        "",
         bench.table(results["blocks"], columns),
-        "",
         f"{len(results['checks'])} products passed against float64 before timing; the worst used "
         f"{worst:.0%} of its tolerance.",
     ]
-    return "\n".join(lines) + "\n"
+    return "\n\n".join(page) + "\n"
 
 
 def _block(model: str) -> Block:
@@ -121,16 +113,13 @@ def _inputs(block: Block, tokens: int) -> list[Tensor]:
     return found
 
 
-def _run(block: Block, inputs: list[Tensor]) -> Callable[[], None]:
-    def run() -> None:
-        for group, x in zip(GROUPS, inputs, strict=True):
-            for name in group:
-                block[name](x)
-
-    return run
+def _run(block: Block, inputs: list[Tensor]) -> None:
+    for group, x in zip(GROUPS, inputs, strict=True):
+        for name in group:
+            block[name](x)
 
 
-def _check(model: str) -> list[dict[str, Any]]:
+def _check(model: str) -> list[Row]:
     """Every layer in every format, on odd numbers of tokens."""
     rows, block = [], _block(model)
     for tokens in (1, 19, 1000):
@@ -143,7 +132,7 @@ def _check(model: str) -> list[dict[str, Any]]:
                     fixed = scale_of_tensor(*torch.aminmax(x), form) if whole else None
                     wanted = decode(*encode_definition(x, form, fixed)).double()
                     wanted = wanted @ decode(layer.codes, layer.scale).double().T
-                    off = float((layer(x).double() - wanted).norm() / wanted.norm())
+                    off = relative_error(layer(x), wanted)
                     rows.append({"case": f"{model} {arithmetic} {name} {tokens}", "error": off,
                                  "limit": LIMIT[form.type]})  # fmt: skip
                     if not off <= LIMIT[form.type]:
@@ -154,19 +143,13 @@ def _check(model: str) -> list[dict[str, Any]]:
     return rows
 
 
-def _blocks(model: str, tokens: int, repeat_ms: int) -> list[dict[str, Any]]:
+def _blocks(model: str, tokens: int, repeat_ms: int) -> Iterator[Row]:
     block = _block(model)
     inputs = _inputs(block, tokens)
-    times = {"bf16": milliseconds(_run(block, inputs), repeat_ms)}
-    for arithmetic, form in FORMATS.items():
-        times[arithmetic] = milliseconds(_run(_real(block, form), inputs), repeat_ms)
-    return [
-        {
-            "model": model,
-            "tokens": tokens,
-            "arithmetic": name,
-            "ms": ms,
-            "speed": times["bf16"] / ms,
-        }
-        for name, ms in times.items()
-    ]
+    usual = None
+    for arithmetic, form in {"bf16": None, **FORMATS}.items():
+        layers = _real(block, form) if form else block
+        ms = milliseconds(partial(_run, layers, inputs), repeat_ms)
+        usual = usual or ms
+        yield {"model": model, "tokens": tokens, "arithmetic": arithmetic, "ms": ms,
+               "speed": usual / ms}  # fmt: skip

@@ -1,67 +1,88 @@
-"""What the benches share: inputs as models have them, and the clock."""
+"""What the benches of kernels share: shapes and inputs as models have them, and the clock."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 from triton.testing import do_bench
 
 from qbench.attention.normalizers import NORMALIZERS, SLOPES
 
+CAP, WINDOW = 20.0, 1024
+VARIANTS = {"causal": {}, "ALiBi": {}, "soft cap": {"softcap": CAP}, "window": {"window": WINDOW}}
 
-def random_tensor(batch: int, length: int, heads: int, head_dim: int) -> Tensor:
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of causal attention; ``variants`` are those that are measured of it, or checked.
+    ``queries``: None for as many as keys."""
+
+    batch: int
+    length: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    variants: tuple[str, ...] = ("causal",)
+    queries: int | None = None
+
+    def __str__(self) -> str:
+        heads = f"{self.heads}"
+        if self.kv_heads != self.heads:
+            heads += f"/{self.kv_heads}"
+        length = f"{self.length}" if self.queries is None else f"{self.queries}/{self.length}"
+        return f"B{self.batch} T{length} H{heads} D{self.head_dim}"
+
+    def tensors(self, generator: Generator | None = None) -> list[Tensor]:
+        """Queries, keys, values."""
+        counts = (self.heads, self.kv_heads, self.kv_heads)
+        lengths = (self.queries or self.length, self.length, self.length)
+        return [
+            random_tensor(self.batch, length, heads, self.head_dim, generator).requires_grad_()
+            for length, heads in zip(lengths, counts, strict=True)
+        ]
+
+    def settings(self, normalizer: str, variant: str) -> dict[str, Any]:
+        """What an attention function is given beside the tensors."""
+        parameters = given(normalizer, self.heads, sloped=variant == "ALiBi")
+        settings = {"normalizer": normalizer, "parameters": parameters, "causal": True}
+        return settings | VARIANTS[variant]
+
+    def flop(self, variant: str) -> float:
+        """Of a forward pass."""
+        seen = min(WINDOW, self.length) if variant == "window" else self.length
+        pairs = seen * (seen + 1) / 2 + (self.length - seen) * seen
+        return 4 * self.batch * self.heads * self.head_dim * pairs
+
+
+def random_tensor(
+    batch: int, length: int, heads: int, head_dim: int, generator: Generator | None = None
+) -> Tensor:
     """[B, H, T, D] in bf16 with the memory of [B, T, H, D], as models have it."""
     shape = (batch, length, heads, head_dim)
-    return torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+    drawn = torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator)
+    return drawn.transpose(1, 2)
 
 
-def given(
-    normalizer: str, heads: int, *, sloped: bool = False, trained: bool = False
-) -> dict[str, Tensor]:
+def given(normalizer: str, heads: int, *, sloped: bool = False) -> dict[str, Tensor]:
     """A normalizer's parameters [heads] on the GPU, each head another; slopes as ALiBi's paper has
     them. Where there is a default without a tensor, that."""
     found = {}
     for parameter in NORMALIZERS.get(normalizer).parameters:
-        if parameter is SLOPES:
-            if sloped:
-                slopes = torch.tensor(parameter.start(heads), device="cuda")
-                found[parameter.name] = slopes.requires_grad_(trained)
+        if parameter is SLOPES and sloped:
+            found[parameter.name] = torch.tensor(parameter.start(heads), device="cuda")
         elif parameter.required:
-            spread = torch.linspace(0.8, 1.2, heads, device="cuda")
-            found[parameter.name] = (spread * (parameter.initial or 1)).requires_grad_(trained)
+            spread = torch.linspace(0.8, 1.2, heads, device="cuda") * (parameter.initial or 1)
+            found[parameter.name] = spread.requires_grad_(parameter.trainable)
     return found
 
 
 def milliseconds(run: Callable[[], Any], repeat_ms: int) -> float:
     """Median of CUDA-event timings over ``repeat_ms``, after a warm-up of half as long."""
     return do_bench(run, warmup=repeat_ms // 2, rep=repeat_ms, return_mode="median")
-
-
-def captured(make: Callable[[], Callable[[], Any]]) -> Callable[[], None]:
-    """The replay of a CUDA graph of what ``make()`` gives, which is called once before. It is made
-    on the stream that is captured: tensors that need gradients must not have seen another. What it
-    holds lives as long as the replay: a graph knows the addresses of what it reads, no tensors, and
-    the next capture gives memory that nobody holds back to the driver."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run = make()
-        for _ in range(3):
-            run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        run()
-    return partial(_replay, graph, run)
-
-
-def _replay(graph: torch.cuda.CUDAGraph, run: Callable[[], Any]) -> None:
-    """``run``: is only held."""
-    graph.replay()
 
 
 def sparse_keys(query: Tensor, key: Tensor) -> Tensor:

@@ -21,8 +21,16 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from qbench import bench
+from qbench.bench import Row
 from qbench.errors import RecipeError
-from qbench.machine import environment
+from qbench.machine import (
+    environment,
+    free,
+    hardware,
+    peak_memory_gib,
+    reset_peak_memory,
+    synchronize,
+)
 from qbench.training.data import Sequences, dataloader
 from qbench.training.loop import Step
 from qbench.training.model import (
@@ -40,10 +48,10 @@ SHAPES = {  # hidden, layers, heads, vocabulary, context, sequences of a GPU
     "340m": (1024, 24, 16, 32_000, 4096, 8),
 }
 TORCHS, CUDNN = "softmax, torch", "softmax, cuDNN"
-BY_TORCH = ("softmax/torch", "softmax/cuDNN")  # what their rows say
-CONTENDERS = (TORCHS, CUDNN, "softmax", "softpick")  # normalizers are those on our kernels
-POSITIONS = {"ALiBi": {"rope_theta": None, "parameters": {"alibi_slopes": {}}}}
-KNOWN = (*CONTENDERS, "sigmoid", *(f"{name}, ALiBi" for name in ("softmax", "softpick", "sigmoid")))
+BY_TORCH = {TORCHS: "softmax/torch", CUDNN: "softmax/cuDNN"}  # what their rows say
+CONTENDERS = (*BY_TORCH, "softmax", "softpick")  # normalizers are those on our kernels
+ALIBI = ", ALiBi"
+KNOWN = (*CONTENDERS, "sigmoid", *(f"{name}{ALIBI}" for name in ("softmax", "softpick", "sigmoid")))
 WARM_UP = 4  # steps; the first ones compile
 RUNS, STEPS = 3, 8  # timed: runs of steps that nobody waits for one by one, as in a training
 # As transformers has it, but plainly causal: the dense mask that it makes under torch.compile is
@@ -51,9 +59,6 @@ RUNS, STEPS = 3, 8  # timed: runs of steps that nobody waits for one by one, as 
 TORCHS_NAME = "qbench-bench-torch"
 AttentionInterface.register(TORCHS_NAME, sdpa_attention_forward)
 AttentionMaskInterface.register(TORCHS_NAME, lambda *_, **__: None)
-
-
-Row = dict[str, Any]
 
 
 def bench_training(
@@ -81,25 +86,25 @@ def bench_training(
         for name in named:
             if name not in known:
                 raise RecipeError(f"{what} {name}: unknown; possible: {', '.join(known)}")
-    rows = []
+    kind, rows = processes.device.type, []
     for shape in shapes:
         for contender in contenders:
-            # cuDNN's attention has no deterministic gradient
-            same = compute.deterministic and contender != CUDNN
-            only = sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if contender == CUDNN else nullcontext()
+            by_cudnn = contender == CUDNN  # which has no deterministic gradient
+            only = sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if by_cudnn else nullcontext()
             recipe = _recipe(shape, contender, sequences, compute, processes)
-            with deterministic(same), only:
-                row = {"shape": shape, "deterministic": same}
+            with deterministic(not by_cudnn), only:
+                row = {"shape": shape, "deterministic": not by_cudnn}
                 row |= _measured(shape, contender, recipe, processes, forward, say)
             rows.append(row)
             share = "" if row["share"] is None else f", {row['share']:.1%} of peak"
             speed = f"{row['tokens_per_s']:,.0f} tokens/s{share}, {row['ms']:.1f} ms"
             say(f"{shape} {contender}: {speed}")
-            if processes.device.type == "cuda":
-                torch.cuda.empty_cache()
+            free(kind)
     return {
-        "environment": environment(processes.device.type, ("triton",)).model_dump(mode="json"),
+        "environment": environment(kind, ()).model_dump(mode="json"),
         "processes": processes.num_processes,
+        "compute": compute.model_dump(mode="json"),
+        "forward": forward,
         "shapes": {shape: SHAPES[shape] for shape in shapes},
         "rows": rows,
     }
@@ -113,20 +118,19 @@ def _measured(
     forward: bool,
     say: Callable[[str], None],
 ) -> Row:
-    compute = recipe.compute
+    compute, kind = recipe.compute, processes.device.type
     which = f"{name} {contender}"
     begins = "compiling the step" if compute.compile else "a first step"
     say(f"{which}: {begins}, {recipe.batch.tokens:,} tokens")
-    normalizer = contender.partition(",")[0]
     model, attention = initial_model(
-        recipe.model, normalizer=normalizer, seed=0, device=processes.device,
+        recipe.model, normalizer=contender.partition(",")[0], seed=0, device=processes.device,
         attention=compute.attention,
     )  # fmt: skip
-    if contender in (TORCHS, CUDNN):
+    if contender in BY_TORCH:
         model.set_attn_implementation(TORCHS_NAME)
-        attention = BY_TORCH[contender == CUDNN]
-    elif contender != normalizer:
-        attention = f"{attention}, {contender.partition(', ')[2]}"
+        attention = BY_TORCH[contender]
+    elif contender.endswith(ALIBI):
+        attention += ALIBI
     step = Step(model, recipe, processes)
     draw = np.random.default_rng(0)
     ids = draw.integers(0, recipe.model.vocabulary, 4 * recipe.batch.tokens, np.uint16)
@@ -140,41 +144,38 @@ def _measured(
         with torch.no_grad():
             return step.loss(next(batches))
 
-    cuda = processes.device.type == "cuda"
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
-    started = time.perf_counter()
-    take(0).item()
-    compiled = time.perf_counter() - started
+    def seconds(first: int, count: int) -> float:
+        """Of ``count`` steps in a row, each."""
+        synchronize(kind)
+        began = time.perf_counter()
+        for number in range(first, first + count):
+            take(number)
+        synchronize(kind)
+        return (time.perf_counter() - began) / count
+
+    reset_peak_memory(kind)
+    compiled = seconds(0, 1)
     say(f"{which}: first step {compiled:.1f} s; {WARM_UP} more before any is timed")
-    began = _now(cuda)
-    for number in range(1, WARM_UP):
-        take(number)
-    warm = (_now(cuda) - began) / (WARM_UP - 1)
+    warm = seconds(1, WARM_UP - 1)
     kernels = attention_kernels(lambda: take(WARM_UP), processes.device)
     say(f"{which}: timing {RUNS} runs of {STEPS} steps, about {STEPS * warm:.1f} s each")
     times = []
-    for number in range(WARM_UP + 1, WARM_UP + 1 + RUNS * STEPS, STEPS):
-        began = _now(cuda)
-        for one in range(number, number + STEPS):
-            found = take(one)
-        times.append((_now(cuda) - began) / STEPS)
-        say(f"{which}: run {len(times)} of {RUNS}: {1000 * times[-1]:.1f} ms a step")
-    loss = float(found)
-    seconds = statistics.median(times)
-    speed = recipe.batch.tokens / seconds
-    hardware = environment(processes.device.type, ()).hardware
-    thirds = 1 if forward else 3  # of the work of a step
-    own = speed / processes.num_processes * thirds / 3
+    for run in range(RUNS):
+        times.append(seconds(WARM_UP + 1 + run * STEPS, STEPS))
+        say(f"{which}: run {run + 1} of {RUNS}: {1000 * times[-1]:.1f} ms a step")
+    loss = take(recipe.steps - 1)
+    median = statistics.median(times)
+    speed = recipe.batch.tokens / median
+    own = speed / processes.num_processes / (3 if forward else 1)  # forward: a third of the work
     return {
         "attention": attention,
         "tokens_per_s": speed,
-        "ms": 1000 * seconds,
-        "share": utilization(model, recipe.model.context, own, hardware),
-        "memory_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0,
+        "ms": 1000 * median,
+        "share": utilization(model, recipe.model.context, own, hardware(kind)),
+        "memory_gib": peak_memory_gib(kind),
         "compile_s": compiled,
         "kernels": kernels,
-        "loss": loss,
+        "loss": loss.item(),
     }
 
 
@@ -183,12 +184,13 @@ def _recipe(
 ) -> TrainingRecipe:
     hidden, layers, heads, vocabulary, context, usual = SHAPES[name]
     sequences = sequences or usual
+    alibi = {"rope_theta": None, "parameters": {"alibi_slopes": {}}}
     batch = sequences * context * processes.num_processes
     return TrainingRecipe(
         name="bench",
         model={
             "hidden": hidden, "layers": layers, "heads": heads, "vocabulary": vocabulary,
-            "context": context, **POSITIONS.get(contender.partition(", ")[2], {}),
+            "context": context, **(alibi if contender.endswith(ALIBI) else {}),
         },
         normalizers=("softmax",),
         data={"tokens": "none"},
@@ -200,25 +202,19 @@ def _recipe(
     )  # fmt: skip
 
 
-def _now(cuda: bool) -> float:
-    if cuda:
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
-def table(found: dict[str, Any], compute: Compute, forward: bool) -> str:
+def table(found: dict[str, Any]) -> str:
     """What was measured, in Markdown."""
-    rows, about = found["rows"], found["environment"]
-    took, what = ("the forward pass", "data and forward pass, without gradients")
-    if not forward:
-        took, what = "a step", "data, forward, backward, clipping, AdamW"
+    rows, about, compute = found["rows"], found["environment"], found["compute"]
+    took, what = "a step", "data, forward, backward, clipping, AdamW"
+    if found["forward"]:
+        took, what = "the forward pass", "data and forward pass, without gradients"
     lines = []
     for row in rows:
         hidden, layers, heads, vocabulary, context, _ = SHAPES[row["shape"]]
         torchs = [
             other["tokens_per_s"]
             for other in rows
-            if other["shape"] == row["shape"] and other["attention"] in BY_TORCH
+            if other["shape"] == row["shape"] and other["attention"] in BY_TORCH.values()
         ]
         shape = f"{row['shape']}: {hidden} × {layers}, {heads} heads, {vocabulary:,} ids, context "
         same = "yes" if row["deterministic"] else "no"
@@ -234,21 +230,17 @@ def table(found: dict[str, Any], compute: Compute, forward: bool) -> str:
     ran = [f"- {row['shape']}, {row['attention']}: {', '.join(row['kernels'])}" for row in rows]
     page = [
         f"# Training on {found['processes']} {about['hardware']}",
-        "",
         f"torch {about['versions']['torch']}, triton {about['versions']['triton']}, transformers "
-        f"{about['versions']['transformers']}; {compute.precision} passes over float32 "
-        f"weights, torch.compile: {compute.compile or 'no'}. "
+        f"{about['versions']['transformers']}; {compute['precision']} passes over float32 "
+        f"weights, torch.compile: {compute['compile'] or 'no'}. "
         "Deterministic: the same bits every time. Share of peak: 6 FLOP a parameter in "
         "matrix products and token, and 6 · layers · hidden · context for attention "
         "(a third of it for the forward pass), of a "
         f"measured bf16 matrix product ({peaks} TFLOP/s). "
         f"Medians of {RUNS} runs of {STEPS} steps in a row, as a training takes them: "
         f"{what}.",
-        "",
         bench.table(lines, columns),
-        "",
         "Kernels of attention, as a profile of one step named them:",
-        "",
-        *ran,
+        "\n".join(ran),
     ]
-    return "\n".join(page) + "\n"
+    return "\n\n".join(page) + "\n"

@@ -44,14 +44,6 @@ def attention(
         list[str],
         typer.Option(help="A normalizer to check and time, beside the peers; repeat it."),
     ] = [],  # noqa: B006
-    jobs: Annotated[
-        int | None,
-        typer.Option(
-            help="Processes that compile and check before anything is timed. Default: one for each "
-            "core but one, at most 16.",
-            min=1,
-        ),
-    ] = None,
 ) -> None:
     """The kernels against float64, then cuDNN, FlashAttention 2 and FlexAttention. Needs a GPU.
 
@@ -63,7 +55,8 @@ def attention(
     ```
     """
     bench = load("bench.attention")
-    typer.echo(bench.table(bench.bench_attention(out, quick, only, jobs)))
+    found = bench.bench_attention(out, quick, only, say=lambda line: typer.echo(line, err=True))
+    show(bench.table(found), found, out)
 
 
 @bench.command("products")
@@ -79,7 +72,8 @@ def products(
     ```
     """
     bench = load("bench.products")
-    typer.echo(bench.table(bench.bench_products(out, quick)))
+    found = bench.bench_products(quick)
+    show(bench.table(found), found, out)
 
 
 @bench.command("analysis")
@@ -146,9 +140,6 @@ def evaluation(
     recipe: RecipeFile,
     overrides: Overrides,
     device: DeviceOption = "auto",
-    batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Requests of a batch. Default: the recipe's.")
-    ] = None,
     out: Json = None,
 ) -> None:
     """One unquantized checkpoint through lm-eval's HFLM, exact and fast scoring.
@@ -163,9 +154,7 @@ def evaluation(
     require_folder(place.out)
     planned = place.plan()
     with terminal() as screen, redirected(place.out / "bench.log"):
-        found = bench.bench_evaluation(
-            planned, batch_size, say=lambda line: print(line, file=screen)
-        )
+        found = bench.bench_evaluation(planned, say=lambda line: print(line, file=screen))
     show(bench.table(found), found, out)
 
 
@@ -203,22 +192,6 @@ def training(
         Literal["default", "max-autotune-no-cudagraphs", "no"],
         typer.Option(metavar="MODE", help="torch.compile's mode, as in recipes; or no."),
     ] = "default",
-    deterministic: Annotated[bool, typer.Option(help="As `qbench train` does.")] = True,
-    graphs: Annotated[
-        Literal["auto", "whole", "layers"],
-        typer.Option(
-            metavar="PARTS",
-            help="What is compiled at once: the whole model (auto), or its layers; then gradients "
-            "are averaged over the GPUs layer by layer.",
-        ),
-    ] = "auto",
-    travel: Annotated[
-        Literal["float32", "bfloat16"],
-        typer.Option(
-            metavar="DTYPE",
-            help="The dtype in which gradients are averaged over the GPUs: float32 or bfloat16.",
-        ),
-    ] = "float32",
     device: DeviceOption = "auto",
     out: Json = None,
 ) -> None:
@@ -232,13 +205,7 @@ def training(
     qbench bench training --shape 27m
     ```
     """
-    compute = Compute(
-        precision=precision,
-        compile=False if compile == "no" else compile,
-        graphs=graphs,
-        travel=travel,
-        deterministic=deterministic,
-    )
+    compute = Compute(precision=precision, compile=False if compile == "no" else compile)
     where = choose_device(device)
     bench = load("bench.training")
     with load("training.runs").joined(where) as processes:
@@ -254,7 +221,7 @@ def training(
                 say=lambda line: print(line, file=screen) if first else None,
             )
         if first:
-            show(bench.table(found, compute, forward), found, out)
+            show(bench.table(found), found, out)
 
 
 @bench.command("sample-efficiency")

@@ -1,5 +1,6 @@
 import re
 import time
+from collections import Counter
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
@@ -11,16 +12,13 @@ from qbench.bench.attention import (
     CUDNN,
     FLASH,
     FLEX,
-    Shape,
+    SHAPES,
     bench_attention,
+    contenders,
     table,
 )
-from qbench.bench.checks import (
-    LIMIT,
-    QUICK,
-    check_kernels,
-    checks,
-)
+from qbench.bench.checks import DECODING, LIMIT, cases, check_kernels
+from qbench.bench.timing import Shape
 from qbench.errors import EvaluationError, UnavailableError
 
 SHAPE, STEP = "B4 T4096 H16 D64", "B8 T1024 H16 D64"
@@ -60,7 +58,7 @@ RESULTS = {
 
 def test_without_a_gpu_nothing_is_measured(tmp_path):
     with pytest.raises(UnavailableError, match=r"CUDA GPU, and none is here$"):
-        bench_attention(tmp_path / "attention.json", True)
+        bench_attention(tmp_path / "attention.json", True, (), say=print)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -81,6 +79,27 @@ def test_the_table_compares_with_the_best_peer_of_each_row(line):
     assert line in [re.sub(" +", " ", told) for told in table(RESULTS).splitlines()]
 
 
+def test_peers_stand_beside_every_shape_and_variant_that_they_know():
+    """What is timed, and in which order."""
+    rows = [(str(shape), variant) for shape, variant, _ in contenders(SHAPES, ())]
+    causal = [("B4 T4096 H16 D64", 13), ("B4 T4096 H16 D128", 13)]
+    causal += [("B2 T8192 H32/8 D128", 6), ("B1 T32768 H16 D128", 6)]
+    expected = {(shape, "causal"): count for shape, count in causal}
+    varied = ("ALiBi", "soft cap", "window")
+    expected |= {(shape, variant): 4 for shape, _ in causal[:2] for variant in varied}
+    assert Counter(rows) == expected
+    names = [name for _, _, name in contenders([Shape(4, 4096, 16, 16, 64)], ["softmax1"])]
+    assert names == ["softmax1", CUDNN, FLASH, FLEX]
+
+
+def test_all_normalizers_are_checked_and_what_is_timed_of_them():
+    found = cases(False, ())
+    assert 4 * len(found) == 248  # as docs/speed.md has it
+    assert len(cases(True, ())) == 20
+    assert len(cases(False, ["softmax1"])) == 3
+    assert str(DECODING) == "B3 T1/1000 H8 D64"
+
+
 def test_flop_count_the_pairs_that_are_seen():
     shape = Shape(2, 2000, 4, 4, 64)
     seen = torch.ones(2000, 2000, dtype=torch.bool).tril()
@@ -98,26 +117,28 @@ class Dying(Executor):
 
 
 def test_checks_are_told_in_their_order_whichever_ends_first(monkeypatch):
-    wanted = checks(QUICK, ())
+    wanted = cases(True, ())
 
-    def found(case, normalizer, seed):
-        time.sleep(0.01 * (3 - seed))
+    def found(shape, variant, normalizer):
+        time.sleep(0.03 if shape.queries is None else 0.01)
         return {"output": 0.1 * LIMIT, "key gradient": 0.0}
 
     monkeypatch.setattr(bench_checks, "errors", found)
     with ThreadPoolExecutor(8) as pool:
         told = check_kernels(pool, quick=True)
-    assert [each["case"] for each in told[::2]] == [f"{name}, {case}" for case, name, _ in wanted]
+    assert [each["case"] for each in told[::2]] == [
+        f"{name}, {shape}, {variant}" for shape, variant, name in wanted
+    ]
     assert {each["what"] for each in told[1::2]} == {"key gradient"}
 
 
 def test_a_red_check_is_named_with_its_limit(monkeypatch):
-    def found(case, normalizer, seed):
-        wrong = normalizer == "softpick" and seed == 1
+    def found(shape, variant, normalizer):
+        wrong = normalizer == "softpick" and shape is DECODING
         return {"output": float("nan") if wrong else 0.0}
 
     monkeypatch.setattr(bench_checks, "errors", found)
-    words = rf"nothing timed: softpick, {QUICK[1]}: output nan > 1e-02$"
+    words = rf"nothing timed: softpick, {DECODING}, causal: output nan > 1e-02$"
     with ThreadPoolExecutor(1) as pool, pytest.raises(EvaluationError, match=words):
         check_kernels(pool, quick=True)
 

@@ -14,6 +14,7 @@ from qbench.bench.evaluation import MODES, compare, table
 from qbench.checkpoints import find
 from qbench.checkpoints.tokenizer import load_tokenizer
 from qbench.evaluation.loaded import load_task
+from qbench.evaluation.scoring import Scorer
 from qbench.evaluation.tasks import plan_task
 
 DEMO = Path(__file__).parents[2] / "recipes" / "demo"
@@ -48,6 +49,7 @@ def comparison(model, tokenizer):
             tokenizer,
             tasks("demo_choice", "demo_pages"),
             {mode: settings(mode, max_length=128, limit=5) for mode in MODES},
+            say=print,
         )
 
 
@@ -83,6 +85,28 @@ def test_it_is_plain_json_and_a_table(comparison):
     assert len({line.count("|") for line in lines}) == 1
 
 
+def test_generated_answers_are_compared_as_they_are(model, tokenizer, tmp_path, monkeypatch):
+    """They have no log-likelihood, and each of the task's filters has its row."""
+    rows = [{"text": f"Fog covered the valley {n}"} for n in range(3)]
+    data = tmp_path / "lambada_word" / "test.jsonl"
+    data.parent.mkdir()
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = load_task(
+        plan_task("lambada_word", data=tmp_path, definitions=DEMO.parent / "generation")
+    )
+    real = Scorer.generate_until
+    monkeypatch.setattr(
+        Scorer, "generate_until", lambda self, asked: [*real(self, asked)[:-1], "another"]
+    )
+    chosen = {mode: settings(mode, max_length=128) for mode in ("lm-eval", "exact")}
+    found = compare(model, tokenizer, [task], chosen, say=print)
+    row = next(row for row in found["rows"] if row["mode"] == "exact")
+    assert (row["documents"], row["requests"], row["changed_answers"]) == (3, 3, 1)
+    assert row["scoring_seconds"] > 0
+    assert (row["largest_difference"], row["mean_difference"]) == (None, None)
+    assert "nan" not in table(found)
+
+
 def test_the_first_call_of_a_scorer_is_none_of_its_speed(model, tokenizer, monkeypatch):
     """As where HFLM is slow once, in its first call: by it all others would be 31 times as fast."""
     from lm_eval.models.huggingface import HFLM
@@ -97,7 +121,7 @@ def test_the_first_call_of_a_scorer_is_none_of_its_speed(model, tokenizer, monke
 
     monkeypatch.setattr(HFLM, "loglikelihood", slow_once)
     found = compare(
-        model, tokenizer, tasks("demo_choice"), {"lm-eval": settings("lm-eval", limit=3)}
+        model, tokenizer, tasks("demo_choice"), {"lm-eval": settings("lm-eval", limit=3)}, say=print
     )
     assert len(called) == 1
     assert found["rows"][0]["seconds"] < 2
