@@ -13,18 +13,21 @@ import io
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import product
 from typing import Any, Literal
 
 import numpy as np
+import pandas as pd
 import torch
 from matplotlib import pyplot
 from torch import Tensor
 
 from qbench import bench
+from qbench.bench import Row
 
 FLOAT = torch.float64
 SIZES = tuple(500 * 2**power for power in range(7))  # samples
-DIMENSION, SPREAD, NOISE = 2, 2.0, 0.1  # X uniform on [−2, 2]²; standard deviation of ε
+SPREAD, NOISE = 2.0, 0.1  # X uniform on [−2, 2]²; standard deviation of ε
 POINTS = 2048  # of a Sobol sequence, which stand for the distribution of X
 BOX = 20.0  # parameters lie in [−20, 20]: the compact Θ of the theory
 STARTS = 2
@@ -43,7 +46,7 @@ PRINTED = {
 }
 Gating = Literal["softmax", "sigmoid"]
 Expert = Literal["ReLU", "linear"]
-Row = dict[str, Any]
+MODEL = ["expert", "gating", "fitted"]  # what is fitted, of a row
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,25 +191,19 @@ def _distances(gates: Tensor, experts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return gates[..., :3].norm(dim=-1), gates[..., 3:5].norm(dim=-1), experts.norm(dim=-1)
 
 
-def bench_sample_efficiency(
-    *, repetitions: int, largest: int, say: Callable[[str], None]
-) -> dict[str, Any]:
+def bench_sample_efficiency(repetitions: int, *, say: Callable[[str], None]) -> dict[str, Any]:
     """Fit both models with both kinds of experts, with as many experts as the truth and with one
-    more, for each of ``SIZES`` up to ``largest``. ``say`` gets a line as each is done.
+    more, for each of ``SIZES``. ``say`` gets a line as each is done.
 
     Rows have lists of a number a repetition: ``loss`` is L_3 of sigmoid gates and L_{2,1} of
     softmax gates, ``loss_1`` L_1 of softmax gates, ``error`` the distance ‖f_Ĝ − f_G*‖ in L²(μ)."""
     rows = []
-    for expert in ("ReLU", "linear"):
-        for gating in ("softmax", "sigmoid"):
-            for fitted in FITTED:
-                mixture = Mixture(gating=gating, expert=expert, fitted=fitted)
-                for size in (one for one in SIZES if one <= largest):
-                    rows.append(_measured(mixture, size, repetitions))
-                    say(
-                        f"{gating}, {fitted} {expert} experts, n = {size:,}: loss "
-                        f"{np.mean(rows[-1]['loss']):.3g}"
-                    )
+    models = product(("ReLU", "linear"), ("softmax", "sigmoid"), FITTED)
+    for (expert, gating, fitted), size in product(models, SIZES):
+        mixture = Mixture(gating=gating, expert=expert, fitted=fitted)
+        rows.append(_measured(mixture, size, repetitions))
+        loss = np.mean(rows[-1]["loss"])
+        say(f"{gating}, {fitted} {expert} experts, n = {size:,}: loss {loss:.3g}")
     return {"printed": [[*key, value] for key, value in PRINTED.items()], "rows": rows}
 
 
@@ -264,23 +261,16 @@ def rate(sizes: list[int], values: list[list[float]]) -> tuple[float, float, flo
     return value, np.quantile(slopes, 0.025), np.quantile(slopes, 0.975)
 
 
-def _groups(rows: list[Row]) -> dict[tuple[Expert, Gating, int], list[Row]]:
-    groups: dict[tuple[Expert, Gating, int], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row["expert"], row["gating"], row["fitted"]), []).append(row)
-    return groups
-
-
 def table(found: dict[str, Any]) -> str:
     """Rates beside those that the paper prints, in Markdown."""
-    rows, lines = found["rows"], []
-    for (expert, gating, fitted), group in _groups(rows).items():
+    rows, lines = pd.DataFrame(found["rows"]), []
+    for (expert, gating, fitted), group in rows.groupby(MODEL, sort=False):
         line = {"expert": expert, "gating": gating, "fitted": fitted}
         for of in ("loss", "loss_1", "error") if gating == "softmax" else ("loss", "error"):
-            value, low, high = rate([row["size"] for row in group], [row[of] for row in group])
+            value, low, high = rate([*group["size"]], [*group[of]])
             line[of] = f"{value:.2f} [{low:.2f}, {high:.2f}]"
         line["printed"] = PRINTED[gating, expert]
-        line["ends"] = " → ".join(f"{np.mean(group[i]['loss']):.3g}" for i in (0, -1))
+        line["ends"] = " → ".join(f"{np.mean(group['loss'].iloc[i]):.3g}" for i in (0, -1))
         lines.append(line)
     columns = {
         "experts": ("expert", ""), "gates": ("gating", ""), "fitted": ("fitted", "d"),
@@ -288,9 +278,9 @@ def table(found: dict[str, Any]) -> str:
         "mean loss": ("ends", "s"), "rate of L_1": ("loss_1", "s"),
         "rate of ‖f_Ĝ − f_G*‖": ("error", "s"),
     }  # fmt: skip
-    sizes = sorted({row["size"] for row in rows})
+    sizes = sorted(rows["size"].unique())
     return (
-        f"{len(rows[0]['loss'])} repetitions at each of {len(sizes)} sample sizes from "
+        f"{len(rows['loss'][0])} repetitions at each of {len(sizes)} sample sizes from "
         f"{sizes[0]:,} to {sizes[-1]:,}; the truth has 2 experts.\n\n"
         + bench.table(lines, columns)
         + "\n\nLoss: L_3 for sigmoid gates, L_{2,1} for softmax gates. Rates: exponents of n, in "
@@ -302,15 +292,13 @@ def figure(found: dict[str, Any]) -> bytes:
     """The paper's figure 1 as SVG: mean loss over n on logarithmic axes, bars from the smallest to
     the largest repetition, and the fitted lines."""
     pyplot.switch_backend("Agg")
+    by_expert = pd.DataFrame(found["rows"]).groupby("expert", sort=False)
     colours = {"softmax": "#0072B2", "sigmoid": "#D55E00"}
     with pyplot.rc_context({"svg.hashsalt": "qbench", "font.size": 9}):
         drawn, axes = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained", sharey=True)
-        for axis, expert in zip(axes, ("ReLU", "linear"), strict=True):
-            for (of, gating, fitted), group in _groups(found["rows"]).items():
-                if of != expert:
-                    continue
-                sizes = [row["size"] for row in group]
-                losses = np.array([row["loss"] for row in group])
+        for axis, (expert, rows) in zip(axes, by_expert, strict=True):
+            for (gating, fitted), group in rows.groupby(MODEL[1:], sort=False):
+                sizes, losses = group["size"].to_numpy(), np.stack(group["loss"])
                 mean = losses.mean(1)
                 slope, offset = np.polyfit(np.log(sizes), np.log(mean), 1)
                 axis.errorbar(
@@ -319,7 +307,7 @@ def figure(found: dict[str, Any]) -> bytes:
                     linestyle="none", capsize=2, linewidth=0.8,
                 )  # fmt: skip
                 axis.plot(
-                    sizes, np.exp(offset) * np.array(sizes, float) ** slope, color=colours[gating],
+                    sizes, np.exp(offset) * sizes**slope, color=colours[gating],
                     linestyle="-" if fitted == 3 else ":",
                     label=f"{gating}, {fitted} experts: n^{slope:.2f}",
                 )  # fmt: skip

@@ -227,7 +227,6 @@ def training(
 @bench.command("sample-efficiency")
 def sample_efficiency(
     repetitions: Annotated[int, typer.Option(min=2, help="Data sets of each size.")] = 12,
-    largest: Annotated[int, typer.Option(min=1000, help="Largest sample size.")] = 32_000,
     out: Json = None,
 ) -> None:
     """Figure 1 of the sigmoid paper: how fast sigmoid and softmax gates find their parameters.
@@ -240,9 +239,7 @@ def sample_efficiency(
     ```
     """
     bench = load("bench.sample_efficiency")
-    found = bench.bench_sample_efficiency(
-        repetitions=repetitions, largest=largest, say=lambda line: typer.echo(line, err=True)
-    )
+    found = bench.bench_sample_efficiency(repetitions, say=lambda line: typer.echo(line, err=True))
     show(bench.table(found), found, out)
     if out is not None:
         write_atomically(out.with_suffix(".svg"), bench.figure(found))
