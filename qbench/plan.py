@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from qbench import __version__, passkey
 from qbench.attention.implementation import NATIVE
@@ -43,8 +43,9 @@ from qbench.evaluation.settings import (
 from qbench.evaluation.tasks import TaskSpec, plan_task
 from qbench.files import content_key, file_digest
 from qbench.machine import hardware, versions
-from qbench.prequantized import GGUF, find_copy
+from qbench.prequantized import find_copy
 from qbench.quantizers import QuantizationConfig
+from qbench.quantizers.config import Runtime
 from qbench.quantizers.texts import (
     CalibrationText,
     find_text,
@@ -55,7 +56,6 @@ from qbench.recipe import Column, Evaluation, Recipe, Task
 from qbench.records import Grid, GridCell
 from qbench.text import together
 
-Runtime = Literal["transformers", "llama.cpp", "lm-eval"]  # what runs a cell's model
 ONE_WAY: dict[Runtime, Mode] = {  # to score, whatever the recipe says
     "llama.cpp": "exact",
     "lm-eval": "lm-eval",
@@ -92,7 +92,7 @@ class Cell:
     @property
     def runtime(self) -> Runtime:
         """What runs its model."""
-        return runtime_of(self.quantization, self.copy)
+        return self.quantization.runtime
 
     @property
     def grid_cell(self) -> GridCell:
@@ -267,7 +267,7 @@ def _cell(
     checkpoint = replace(checkpoint, normalizer=attention.normalizer)
     copy = copy and replace(copy, normalizer=attention.normalizer)
     fastest, slower = _fastest(checkpoint)
-    if (mode := ONE_WAY.get(runtime_of(quantization, copy))) is not None:
+    if (mode := ONE_WAY.get(quantization.runtime)) is not None:
         fastest, evaluation = mode, evaluation.model_copy(update={"scoring": "auto"})
     scoring = scoring_settings(
         evaluation,
@@ -500,14 +500,6 @@ def find_calibration(recipe: Recipe) -> CalibrationText | None:
 
 
 # --- what is chosen for a model, and what can never run
-
-
-def runtime_of(quantization: QuantizationConfig, copy: Checkpoint | None) -> Runtime:
-    """``copy``: the quantized files, of a checkpoint that is published so."""
-    if copy is not None and copy.config["quantization_config"].get("quant_method") == GGUF:
-        return "llama.cpp"
-    weights = quantization.weights
-    return "lm-eval" if weights is not None and weights.external else "transformers"
 
 
 def _fastest(checkpoint: Checkpoint) -> tuple[Mode, str]:

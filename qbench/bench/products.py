@@ -20,7 +20,13 @@ from qbench.bench.timing import milliseconds
 from qbench.errors import EvaluationError, UnavailableError
 from qbench.quantizers import scaled_mm
 from qbench.quantizers.activation_inputs import multiply_codes
-from qbench.quantizers.fake_quant import decode, encode, encode_definition, scale_of_tensor
+from qbench.quantizers.fake_quant import (
+    FakeQuant,
+    decode,
+    encode,
+    encode_definition,
+    scale_of_tensor,
+)
 from qbench.quantizers.formats import QuantFormat
 
 WIDTHS = {"340M": (1024, 2816), "1.8B": (2048, 5632)}  # hidden and intermediate size
@@ -94,12 +100,12 @@ def _block(model: str) -> Block:
 
 def _real(block: Block, form: QuantFormat) -> Block:
     """Weights in the format of activations."""
-    model = nn.ModuleDict()
+    found, inputs = {}, FakeQuant(form, dict.fromkeys(block))
     for name, layer in block.items():
         codes, scale = encode(layer.weight, form)
-        model[name] = scaled_mm.ScaledLinear(layer, {"codes": codes, "scale": scale})
-    multiply_codes(model, dict(model.named_children()), form, {})
-    return dict(model.named_children())
+        found[name] = scaled_mm.ScaledLinear(layer, {"codes": codes, "scale": scale})
+        multiply_codes(name, found[name], inputs)
+    return found
 
 
 def _inputs(block: Block, tokens: int) -> list[Tensor]:

@@ -19,7 +19,6 @@ from qbench.quantizers.activations import FakeQuantized
 from qbench.quantizers.calibration import Calibration, watch_inputs
 from qbench.quantizers.config import ActivationEvidence, matching
 from qbench.quantizers.fake_quant import CODES, FakeQuant, scale_of_tensor
-from qbench.quantizers.formats import QuantFormat, Scale
 from qbench.quantizers.linear import matrices, require_matches
 
 ATTRIBUTE = "qbench_inputs"  # of a model whose activations are quantized
@@ -51,37 +50,26 @@ def install(model: nn.Module, settings: FakeQuantized, tensors: Mapping[str, Ten
         settings.check_layer(name, module.out_features, module.in_features)
     assert getattr(settings, "arithmetic", "") != "auto"  # a plan has decided
     fixed = {name: scale_of_tensor(*ends, form) for name, ends in tensors.items()}
-    if settings.real:
-        multiply_codes(model, modules, form, fixed)
-        return
     inputs = FakeQuant(form, {name: fixed.get(name) for name in modules})
     for name, module in modules.items():
-        module.register_forward_pre_hook(inputs.hook(name))
+        if settings.real:
+            multiply_codes(name, module, inputs)
+        else:
+            module.register_forward_pre_hook(inputs.hook(name))
     setattr(model, ATTRIBUTE, inputs)
 
 
-def multiply_codes(
-    model: nn.Module,
-    modules: Mapping[str, nn.Module],
-    form: QuantFormat,
-    fixed: Mapping[str, Scale],
-) -> None:
-    """Let ``modules`` of ``model`` multiply codes of ``form`` by codes; ``fixed``: scales of
-    their inputs by the module's name, where these are.
-
-    Raises QuantizationError, naming the layer, for one that cannot: libraries skip those.
-    """
-    inputs = FakeQuant(form, {name: fixed.get(name) for name in modules})
-    for name, module in modules.items():
-        known = isinstance(module, scaled_mm.ScaledLinear)
-        if not known or module.codes.dtype != CODES[form.type]:
-            raise QuantizationError(
-                f"{name}: {type(module).__name__} holds no {form.element} codes for real products; "
-                "set arithmetic: simulated"
-            )
-        module.__class__ = scaled_mm.ScaledMM
-        module.inputs, module.fixed = inputs, fixed.get(name)
-    setattr(model, ATTRIBUTE, inputs)
+def multiply_codes(name: str, module: nn.Module, inputs: FakeQuant) -> None:
+    """Let ``module`` multiply codes of ``inputs`` by codes. Raises QuantizationError, in its
+    ``name``, where it cannot: libraries skip those."""
+    form, known = inputs.form, isinstance(module, scaled_mm.ScaledLinear)
+    if not known or module.codes.dtype != CODES[form.type]:
+        raise QuantizationError(
+            f"{name}: {type(module).__name__} holds no {form.element} codes for real products; "
+            "set arithmetic: simulated"
+        )
+    module.__class__ = scaled_mm.ScaledMM
+    module.inputs, module.fixed = inputs, inputs.scales[name]
 
 
 def evidence(model: nn.Module, settings: FakeQuantized) -> dict[str, ActivationEvidence]:

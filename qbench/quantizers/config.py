@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 SETTINGS = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 Dtype = Literal["bfloat16", "float16", "float32"]
+Runtime = Literal["transformers", "llama.cpp", "lm-eval"]  # what runs a cell's model
 UNQUANTIZED: dict[str, str] = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}
 
 WIDEST = 65536  # group; a longer row is one group as WHOLE_ROW
@@ -138,7 +139,7 @@ class WeightSettings(Settings):
     """
 
     prequantized: ClassVar[bool] = False  # the model is loaded as it is, and not quantized here
-    external: ClassVar[bool] = False  # a runtime that shows nothing but answers
+    runtime: ClassVar[Runtime] = "transformers"
     ends_quantized: ClassVar[bool] = False  # embeddings and LM head too
     whole: ClassVar[bool] = False  # its weights may be the original's: another runtime's column
 
@@ -310,6 +311,10 @@ class QuantizationConfig:
     @property
     def compute_dtype(self) -> str:
         return self.weights.compute_dtype if self.weights else self.dtype
+
+    @property
+    def runtime(self) -> Runtime:
+        return self.weights.runtime if self.weights else "transformers"
 
     @property
     def ignore(self) -> tuple[str, ...]:

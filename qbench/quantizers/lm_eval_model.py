@@ -11,7 +11,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from qbench.errors import RecipeError
-from qbench.quantizers.config import SETTINGS, WeightSettings
+from qbench.quantizers.config import SETTINGS, Runtime, WeightSettings
 from qbench.quantizers.names import register
 from qbench.records import UNQUANTIZED_BITS
 
@@ -27,7 +27,7 @@ class LmEvalModel(WeightSettings):
     name: ClassVar[str] = "lm-eval"
     title: ClassVar[str] = "lm-eval model"
     prequantized: ClassVar[bool] = True
-    external: ClassVar[bool] = True
+    runtime: ClassVar[Runtime] = "lm-eval"
 
     model: Annotated[str, Field(description="lm-eval's name of the class, as lm_eval --model")] = ""
     args: Annotated[dict[str, Any], Field(description="its arguments, as lm_eval --model_args")] = (

@@ -21,6 +21,7 @@ from qbench.quantizers.config import (
     ROUNDING_BOUND,
     SETTINGS,
     WHOLE_ROW,
+    Runtime,
     WeightSettings,
     strategy,
 )
@@ -375,6 +376,10 @@ class Prequantized(Published):
                 f"{self.name}: {name} [{rows}, {columns}] is not cut into whole blocks, and "
                 "transformers dequantizes others wrongly; run it on a GPU with the package kernels"
             )
+
+    @property
+    def runtime(self) -> Runtime:
+        return "llama.cpp" if self.format == "gguf" else "transformers"
 
     @property
     def ends_quantized(self) -> bool:

@@ -33,7 +33,6 @@ from qbench.quantizers.linear import (
     linearize,
     linears,
     matrices,
-    not_finite,
     require_matches,
 )
 from qbench.streaming import bring, storage, stream_of
@@ -60,10 +59,10 @@ def quantize(
 ) -> tuple[PreTrainedModel, str]:
     """``model`` as ``config`` has it, and a line on how it came about.
 
-    ``model`` lies on its device in ``config.compute_dtype`` and is consumed. ``digest`` is of
-    the original weights; ``artifacts`` the root folder of quantized weights; ``normalizer_source``
-    of the plug-in that the model's normalizer stands in, if it does. ``progress`` is told how
-    much is done, and of how much. The model's attention stays what it was.
+    ``model``, whose weights are finite, lies on its device in ``config.compute_dtype`` and is
+    consumed. ``digest`` is of the original weights; ``artifacts`` the root folder of quantized
+    weights; ``normalizer_source`` of the plug-in that the model's normalizer stands in, if it does.
+    ``progress`` is told how much is done, and of how much. The model's attention stays what it was.
 
     Raises QuantizationError where a method refuses the model, UnavailableError where its
     library is not there.
@@ -73,7 +72,10 @@ def quantize(
     if config.weights is not None and config.weights.prequantized:
         return model, config.weights.note
     linearize(model)
-    _require_sound(model, config)
+    if config.weights is not None:
+        if not linears(model):
+            raise QuantizationError(f"{config.name}: {type(model).__name__} has no linear layers")
+        require_matches(matrices(model), config.weights.ignore, config.name)
     attention = model.config._attn_implementation
     tensors: Tensors = {}
     details = []
@@ -208,16 +210,6 @@ def _replace_layers(model: PreTrainedModel, settings: WeightSettings, tensors: T
             model.set_submodule(name, build(layer, own))
         else:
             streamed.replace(name, modules.pop(name), build)
-
-
-def _require_sound(model: PreTrainedModel, config: QuantizationConfig) -> None:
-    if config.weights is not None:
-        if not linears(model):
-            raise QuantizationError(f"{config.name}: {type(model).__name__} has no linear layers")
-        require_matches(matrices(model), config.weights.ignore, config.name)
-    if broken := not_finite(model):
-        more = f"; and {len(broken) - 1} more" if len(broken) > 1 else ""
-        raise QuantizationError(f"{config.name}: the unquantized model: {broken[0]}{more}")
 
 
 def _obtain(

@@ -13,7 +13,13 @@ from qbench.quantizers import config_of, scaled_mm
 from qbench.quantizers import fake_quant_kernels as kernels
 from qbench.quantizers.activation_inputs import multiply_codes
 from qbench.quantizers.audit.cell import audit
-from qbench.quantizers.fake_quant import decode, encode, encode_definition, scale_of_tensor
+from qbench.quantizers.fake_quant import (
+    FakeQuant,
+    decode,
+    encode,
+    encode_definition,
+    scale_of_tensor,
+)
 from qbench.quantizers.formats import QuantFormat
 from qbench.quantizers.rotation import hadamard_transform, online
 
@@ -77,7 +83,7 @@ def realized(layer, form, weights=None):
     """``layer`` over codes of ``weights``, or of ``form``, that multiplies codes of ``form``."""
     codes, scale = encode(layer.weight, weights or form)
     scaled = scaled_mm.ScaledLinear(layer, {"codes": codes, "scale": scale})
-    multiply_codes(nn.ModuleDict({"layer": scaled}), {"layer": scaled}, form, {})
+    multiply_codes("layer", scaled, FakeQuant(form, {"layer": None}))
     return scaled
 
 

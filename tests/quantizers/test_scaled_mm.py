@@ -13,7 +13,7 @@ from treated_models import decoder
 from qbench.errors import QuantizationError, RecipeError
 from qbench.quantizers import config_of, scaled_mm
 from qbench.quantizers.activation_inputs import multiply_codes
-from qbench.quantizers.fake_quant import fake_quantize
+from qbench.quantizers.fake_quant import FakeQuant, fake_quantize
 from qbench.quantizers.formats import QuantFormat
 from qbench.quantizers.names import QUANTIZERS
 from qbench.quantizers.scaled_mm import ScaledLinear
@@ -37,7 +37,7 @@ def linear(weights="int8-row", bias=True, columns=48, rows=80):
 
 
 def install(layer, form=INT8, name="layer"):
-    multiply_codes(nn.ModuleDict({name: layer}), {name: layer}, form, {})
+    multiply_codes(name, layer, FakeQuant(form, {name: None}))
     return layer
 
 
