@@ -8,7 +8,7 @@ import math
 import random
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ from lm_eval.api.metrics import (
 from lm_eval.api.registry import AGGREGATION_REGISTRY
 from lm_eval.tasks import TaskManager
 
-from qbench.errors import DataError, EvaluationError
+from qbench.errors import DataError, EvaluationError, QbenchError, first_line
 from qbench.evaluation import passkey
 from qbench.evaluation.degradation import Outcomes, right_choice
 from qbench.evaluation.loaded import LoadedTask, check_documents, load_task
@@ -84,12 +84,25 @@ def evaluate(model: Scorer | HFLMScorer, task: LoadedTask, settings: ScoringSett
         check_documents(task, settings.limit)
         build_requests(task.task, settings, model)
         _answer(model, task.task.instances)
-        samples = list(_samples(task.task, settings.limit))
+        with _named(task.name, "its answers cannot be judged"):
+            samples = list(_samples(task.task, settings.limit))
     outcomes = _outcomes(task.name, samples)
     scores = tuple(_scores(task, samples, outcomes))
     responses = _responses(task.name, samples)
     _refuse_not_a_number(task.name, scores, responses)
     return Outcomes(scores=scores, outcomes=outcomes, responses=responses)
+
+
+@contextmanager
+def _named(task: str, what: str) -> Iterator[None]:
+    """Errors of lm-eval's code and of the task's own, which name no task."""
+    try:
+        yield
+    except QbenchError:
+        raise
+    except Exception as error:
+        why = f"{type(error).__name__}: {first_line(error)}"
+        raise EvaluationError(f"{task}: {what} ({why})") from error
 
 
 def _require_text(task: LoadedTask) -> None:
@@ -237,15 +250,16 @@ def _scores(
     for (metric, filter_), values in items.items():
         aggregate = task.task.aggregation().get(metric, mean)
         aggregation = names.get(aggregate, getattr(aggregate, "__name__", "unknown"))
-        try:
-            value = aggregate(values)
-        except OverflowError:
-            if aggregation not in LOG_SCALE:
-                raise
-            value = math.inf  # a perplexity beyond the largest double
-        if not isinstance(value, int | float):
-            continue
         name = _name(metric, filter_)
+        with _named(task.name, f"{name} cannot be computed; leave it out of the metric_list"):
+            try:
+                value = aggregate(values)
+            except OverflowError:
+                if aggregation not in LOG_SCALE:
+                    raise
+                value = math.inf  # a perplexity beyond the largest double
+        if not isinstance(value, int | float | np.number):
+            continue
         yield Score(
             task=task.name,
             label=task.label,

@@ -1,6 +1,7 @@
 """What cannot be scored is named, with its line where there is one, and costs nothing else."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -79,6 +80,42 @@ def test_one_request_that_cannot_be_scored_costs_its_task_alone(tmp_path, data, 
     store.put(record.model_copy(update={"scoring": said}), *tables)
     found = [(cell.cell, problem) for cell, problem in compare(store).problems()]
     assert (record.cell, "demo_pages: scored exactly: fast is 0.06 off") in found
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("  - metric: f1\n", r"demo_choice: f1 cannot be computed; leave it .*\(ValueError: T"),
+        ("process_results: !function judge.fails\n", r"demo_choice: its answers .*'nothing'"),
+    ],
+)
+def test_a_metric_that_cannot_be_computed_costs_its_task_alone(tmp_path, change, words):
+    """f1 is of two classes in lm-eval; demo_choice has four answers."""
+    shutil.copytree(DEMO / "tasks", tmp_path / "tasks")
+    (tmp_path / "tasks" / "judge.py").write_text("def fails(doc, results):\n    doc['nothing']\n")
+    path = tmp_path / "tasks" / "demo_choice.yaml"
+    path.write_text(path.read_text().replace("metadata:", f"{change}metadata:"))
+    recipe = small_recipe(
+        tmp_path, tasks=["demo_choice", "demo_lastword"], quantizers=["fp32"],
+        definitions=str(tmp_path / "tasks"), checkpoints={"a": str(DEMO / "softpick")},
+        evaluation={"limit": 12},
+    )  # fmt: skip
+    (record,) = run_cells(plan(Recipe.load(recipe), device="cpu"), out=tmp_path / "out")
+    assert {score.task for score in record.scores} == {"demo_lastword"}
+    assert re.match(words, record.failed_tasks["demo_choice"])
+
+
+def test_a_score_is_a_number_of_numpy_too(tmp_path):
+    shutil.copytree(DEMO / "tasks", tmp_path / "tasks")
+    (tmp_path / "tasks" / "of.py").write_text(
+        "import numpy\ndef middle(values):\n    return numpy.float32(numpy.median(values))\n"
+    )
+    path = tmp_path / "tasks" / "demo_lastword.yaml"
+    text = path.read_text().replace("aggregation: mean", "aggregation: !function of.middle")
+    path.write_text(text)
+    task = load_task(plan_task("demo_lastword", data=DEMO / "data", definitions=tmp_path / "tasks"))
+    scores = evaluate(scorer(opt(64), "exact"), task, scorer(opt(64), "exact").settings).scores
+    assert {score.metric for score in scores} == {"perplexity", "acc"}
 
 
 def test_a_cell_of_which_no_task_can_be_scored_fails(tmp_path, data):
