@@ -271,11 +271,9 @@ def _cell(
         fastest, evaluation = mode, evaluation.model_copy(update={"scoring": "auto"})
     scoring = scoring_settings(
         evaluation,
+        checkpoint,
+        quantization,
         device=device,
-        config=checkpoint.config,
-        max_length=checkpoint.max_length,
-        mixes_batches=not quantization.batch_invariant,
-        amplifies_rounding=quantization.amplifies_rounding,
         fastest=fastest,
         slower=f"checkpoints.{name}: {slower}",
     )
@@ -537,30 +535,26 @@ def _notes(
 
 def scoring_settings(
     evaluation: Evaluation,
+    checkpoint: Checkpoint,
+    quantization: QuantizationConfig,
     *,
     device: str,
-    config: Mapping[str, Any],
-    max_length: int | None,
-    mixes_batches: bool,
-    amplifies_rounding: bool = False,
     fastest: Mode = "fast",
     slower: str = "",
 ) -> ScoringSettings:
     """What a recipe's ``evaluation`` means for one checkpoint and quantizer.
 
-    ``device`` is "cpu" or "cuda", ``config`` the checkpoint's configuration. ``max_length`` is the
-    longest context in tokens that it states. Positions beyond it were never trained, so it is a
-    bound. ``mixes_batches``: scores depend on what else is in a batch, which fast scoring regroups.
-    ``amplifies_rounding``: see ``ScoringSettings``. ``fastest``: the fastest mode that works for
-    the model, ``slower`` why that is not fast. Raises RecipeError for what cannot be.
+    Positions beyond the context that the checkpoint states were never trained, so it is a bound.
+    ``fastest``: the fastest mode that works for the model, ``slower`` why that is not fast. Raises
+    RecipeError for what cannot be.
     """
-    lengths = [n for n in (evaluation.max_length, max_length) if n is not None]
+    lengths = [n for n in (evaluation.max_length, checkpoint.max_length) if n is not None]
     if not lengths:
         raise RecipeError(
             "evaluation.max_length: the checkpoint states no context length; set max_length"
         )
     mode = evaluation.scoring
-    if mode == "fast" and mixes_batches:
+    if mode == "fast" and not quantization.batch_invariant:
         raise RecipeError(
             "evaluation.scoring: fast: this quantizer's scores depend on the other rows of a "
             "batch, which fast scoring regroups; set scoring: auto or exact"
@@ -571,7 +565,7 @@ def scoring_settings(
             f"auto or {fastest}"
         )
     if mode == "auto":
-        wanted: Mode = "fast" if device == "cuda" and not mixes_batches else "exact"
+        wanted: Mode = "fast" if device == "cuda" and quantization.batch_invariant else "exact"
         mode = max(wanted, fastest, key=MODES.index)
     automatic = evaluation.batch_size == "auto"
     chat = None
@@ -586,7 +580,7 @@ def scoring_settings(
         max_length=min(lengths),
         batch_size=BATCH_SIZE[device] if automatic else evaluation.batch_size,
         window_batch_size=WINDOW_BATCH_SIZE[device] if automatic else evaluation.batch_size,
-        batch_tokens=batch_tokens(device, config) if mode == "fast" else None,
+        batch_tokens=batch_tokens(device, checkpoint.config) if mode == "fast" else None,
         add_bos=evaluation.add_bos,
         softmax_dtype=evaluation.softmax_dtype,
         sample=SAMPLE[device] if mode == "fast" else 0,
@@ -594,7 +588,7 @@ def scoring_settings(
         limit=evaluation.limit,
         seed=evaluation.seed,
         fewshot_seed=evaluation.fewshot_seed,
-        amplifies_rounding=amplifies_rounding,
+        amplifies_rounding=quantization.amplifies_rounding,
         fallback=evaluation.scoring == "auto",
         chat=chat,
     )

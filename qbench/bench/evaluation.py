@@ -40,10 +40,9 @@ def bench_evaluation(planned: Plan, *, say: Callable[[str], None]) -> dict[str, 
     settings = {
         mode: scoring_settings(
             asked.model_copy(update={"scoring": mode, "softmax_dtype": "float32"}),
+            cell.checkpoint,
+            cell.quantization,
             device=planned.device,
-            config=cell.checkpoint.config,
-            max_length=cell.checkpoint.max_length,
-            mixes_batches=False,
         )
         for mode in MODES
     }

@@ -3,6 +3,7 @@ held against a tolerance that may be tighter than when it was made."""
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -26,10 +27,9 @@ SMALL = {"hidden_size": 1024}
 def resolved(device="cuda", config=SMALL, own_length=4096, mixes_batches=False, **asked):
     return scoring_settings(
         Evaluation(**asked),
+        SimpleNamespace(config=config, max_length=own_length),
+        SimpleNamespace(batch_invariant=not mixes_batches, amplifies_rounding=False),
         device=device,
-        config=config,
-        max_length=own_length,
-        mixes_batches=mixes_batches,
     )
 
 

@@ -142,7 +142,7 @@ def greedy(
     Raises EvaluationError where logits are not numbers, or for one prompt that does not fit the
     device.
     """
-    if not prompts or no_slots(model) is None:
+    if no_slots(model) is None:
         asked = [Prompt(ids=ids, limit=tokens) for ids in prompts]
         return decode(model, asked, progress=progress)
     found: list[list[int]] = []
@@ -214,8 +214,6 @@ def decode(
     Raises EvaluationError where logits are not numbers, or for one prompt that does not fit the
     device.
     """
-    if not prompts:
-        return []
     check_tokens((prompt.ids for prompt in prompts), len(model.get_input_embeddings().weight))
     answers: list[list[int]] = [[] for _ in prompts]
     waiting = sorted(range(len(prompts)), key=lambda i: -len(prompts[i].ids))
