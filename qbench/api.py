@@ -78,7 +78,8 @@ def tables(comparison: Comparison, format: str = "md", published: str | None = N
 
 
 def load_records(folder: str | Path) -> pd.DataFrame:
-    """One row for each score of each finished record of a results folder's last run.
+    """One row for each score of each finished record of a results folder's last run; ``task`` of a
+    group's score, such as mmlu's, is the group.
 
     Columns: checkpoint, quantizer, method, precision, normalizer, task, metric, value, stderr,
     documents, higher_is_better, bits_per_weight and key. Raises ResultsError for a folder without
@@ -101,7 +102,7 @@ def load_records(folder: str | Path) -> pd.DataFrame:
             "key": record.key,
         }
         for record in Store(Path(folder)).records()
-        for score in record.scores
+        for score in (*record.scores, *record.groups)
     ]
     return pd.DataFrame(rows)
 

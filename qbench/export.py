@@ -9,7 +9,7 @@ import json
 import lzma
 import math
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,15 @@ from qbench.errors import QbenchError, UnavailableError
 from qbench.evaluation.definitions import definition_file, read_definition
 from qbench.files import replacing, write_atomically
 from qbench.metrics import is_percentage
-from qbench.records import Damage, Record, Score
+from qbench.records import Damage, GroupScore, Record, Score
 from qbench.store import ARCHIVE, KEY_DIGITS, PACKED, Store
 from qbench.text import for_markdown, table
 
 
 def scalars(record: Record) -> dict[str, float]:
     """Finite values by name, ``task/metric`` and ``audit/…``; accuracies are fractions."""
-    found = {f"{score.task}/{score.metric}": score.value for score in record.scores}
+    scores = (*record.scores, *record.groups)
+    found = {f"{score.task}/{score.metric}": score.value for score in scores}
     if record.audit is not None and record.quantized:
         found["audit/bits_per_weight"] = record.audit.bits_per_weight
         found["audit/weight_error"] = record.audit.weight_error
@@ -60,12 +61,13 @@ def results(record: Record) -> dict[str, Any]:
     """What lm-eval's ``--output_path`` writes, of what a record knows."""
     parts = record.key_parts
     scoring = dict(parts.get("scoring") or {})
-    tasks: dict[str, list[Score]] = {}
-    for score in record.scores:
-        tasks.setdefault(score.task, []).append(score)
+    tasks, groups = _by_task(record.scores), _by_task(record.groups)
+    values = {name: _values(scores) for name, scores in (tasks | groups).items()}
     return {
-        "results": {task: _values(scores) for task, scores in tasks.items()},
-        "group_subtasks": {task: [] for task in tasks},
+        "results": values,
+        "groups": {group: values[group] for group in groups},
+        "group_subtasks": {task: [] for task in tasks}
+        | {group: list(of[0].tasks) for group, of in groups.items()},
         "configs": {task: {"task": task, "task_alias": of[0].label} for task, of in tasks.items()},
         "versions": {
             task: (_definition(task).get("metadata") or {}).get("version", NOT_KNOWN)
@@ -73,8 +75,8 @@ def results(record: Record) -> dict[str, Any]:
         },
         "n-shot": {task: (parts.get("few-shot") or {}).get(task) or 0 for task in tasks},
         "higher_is_better": {
-            task: {_metric(score)[0]: score.higher_is_better for score in scores}
-            for task, scores in tasks.items()
+            name: {_metric(score)[0]: score.higher_is_better for score in scores}
+            for name, scores in (tasks | groups).items()
         },
         "n-samples": {
             task: {"original": of[0].documents, "effective": of[0].documents}
@@ -147,7 +149,14 @@ def _texts(answers: list[Any], filter_: str) -> dict[str, Any]:
     }
 
 
-def _values(scores: list[Score]) -> dict[str, Any]:
+def _by_task(scores: Sequence[Score | GroupScore]) -> dict[str, list[Score | GroupScore]]:
+    found: dict[str, list[Score | GroupScore]] = {}
+    for score in scores:
+        found.setdefault(score.task, []).append(score)
+    return found
+
+
+def _values(scores: list[Score | GroupScore]) -> dict[str, Any]:
     found: dict[str, Any] = {"alias": scores[0].label}
     for score in scores:
         name, chosen = _metric(score)
@@ -156,7 +165,7 @@ def _values(scores: list[Score]) -> dict[str, Any]:
     return found
 
 
-def _metric(score: Score) -> tuple[str, str]:
+def _metric(score: Score | GroupScore) -> tuple[str, str]:
     """lm-eval's name of a metric and of its filter."""
     return score.metric.partition(" [")[0], _filter(score.metric)
 
@@ -175,8 +184,8 @@ def write_model_card(store: Store, record: Record, folder: Path) -> list[Path]:
 
 def card(record: Record) -> str:
     """YAML between lines of dashes, and a table of the same scores for people."""
-    results = []
-    for score in record.scores:
+    results, scores = [], (*record.scores, *record.groups)
+    for score in scores:
         percent = is_percentage(score.metric)
         results.append(
             huggingface_hub.EvalResult(
@@ -195,7 +204,7 @@ def card(record: Record) -> str:
     head = huggingface_hub.ModelCardData(model_name=name, eval_results=results).to_yaml()
     rows = [
         (score.label, score.metric, f"{result.metric_value:.2f}", score.documents)
-        for score, result in zip(record.scores, results, strict=True)
+        for score, result in zip(scores, results, strict=True)
     ]
     shown = table(("Task", "Metric", "Value", "Documents"), rows, align="llrr")
     made = f"Quantized with {record.title}, {record.precision.name}" if record.quantized else name
@@ -211,7 +220,7 @@ def _definition(task: str) -> dict[str, Any]:
         return {}
 
 
-def _about(score: Score, percent: bool) -> dict[str, object]:
+def _about(score: Score | GroupScore, percent: bool) -> dict[str, object]:
     about: dict[str, object] = {"documents": score.documents}
     if score.stderr is not None:
         about["stderr"] = score.stderr * 100 if percent else score.stderr

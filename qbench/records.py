@@ -527,6 +527,11 @@ class GroupScore(_Value):
     weight_by_size: bool  # by their documents; else each task counts alike
     tasks: tuple[TaskName, ...]
 
+    @property
+    def task(self) -> str:
+        """The group, where it stands beside tasks."""
+        return self.group
+
 
 class Stage(RecordModel):
     """One step of a cell: what it cost."""

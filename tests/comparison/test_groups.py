@@ -2,8 +2,11 @@
 
 import numpy as np
 import pytest
+from lm_eval.utils import make_table
 from synthetic import make_store
 
+from qbench import export
+from qbench.api import load_records
 from qbench.comparison.changes import compare_results
 from qbench.comparison.compare import compare
 from qbench.gate import baseline, check
@@ -111,3 +114,16 @@ def test_the_gate_sees_in_the_group_what_is_too_small_for_its_tasks(good, tmp_pa
     assert "pass" in set(outcomes.values())
     lines = compare_results(good, worse).lines
     assert (CELL, "all_parts") in {(line.cell, line.task) for line in lines}
+
+
+def test_exports_have_it(good, tmp_path):
+    record = good.records()[0]
+    found = export.results(record)
+    assert found["results"]["all_parts"]["acc,none"] == record.groups[0].value
+    assert found["groups"] == {"all_parts": found["results"]["all_parts"]}
+    assert found["group_subtasks"]["all_parts"] == list(PARTS)
+    assert "all parts" in make_table(found)
+    assert "all parts" in make_table(found, "groups")
+    assert "| all parts | acc | " in " ".join(export.card(record).split())
+    assert export.scalars(record)["all_parts/acc"] == record.groups[0].value
+    assert "all_parts" in set(load_records(good.directory)["task"])
