@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 # Weights that share a scale, by type (ggml-common.h)
 BLOCKS = {
     "Q4_0": 32, "Q4_1": 32, "Q5_0": 32, "Q5_1": 32, "Q8_0": 32, "Q2_K": 16, "Q3_K": 16, "Q4_K": 32,
-    "Q5_K": 32, "Q6_K": 16, "IQ4_NL": 32, "IQ4_XS": 32, "MXFP4": 32, "IQ3_S": 32, "IQ3_XXS": 32,
-    "IQ2_S": 16, "IQ2_XS": 16, "IQ2_XXS": 32, "IQ1_M": 16, "IQ1_S": 32, "TQ1_0": 256, "TQ2_0": 256,
+    "Q5_K": 32, "Q6_K": 16, "IQ4_NL": 32, "IQ4_XS": 32, "MXFP4": 32, "NVFP4": 16, "IQ3_S": 32,
+    "IQ3_XXS": 32, "IQ2_S": 16, "IQ2_XS": 16, "IQ2_XXS": 32, "IQ1_M": 16, "IQ1_S": 32, "TQ1_0": 256,
+    "TQ2_0": 256,
 }  # fmt: skip
 # Codebook types choose whole vectors: a weight has more values under a scale than its bits say
 LEVELS = {"IQ3_S": 16, "IQ3_XXS": 16, "IQ2_S": 6, "IQ2_XS": 6, "IQ2_XXS": 6, "IQ1_M": 6, "IQ1_S": 3,

@@ -35,7 +35,7 @@ from transformers import TorchAoConfig
 from qbench.cell import load
 from qbench.errors import CheckpointError, QbenchError, RecipeError, UnavailableError
 from qbench.plan import plan
-from qbench.quantizers import prequantized
+from qbench.quantizers import gguf_file, prequantized
 from qbench.quantizers.audit.cell import audit, probe_of
 from qbench.quantizers.audit.weights import fit
 from qbench.quantizers.prequantized import FORMATS as KNOWN
@@ -583,3 +583,8 @@ def test_options_alone_score_a_copy_beside_its_original_and_without_it(nf4, tmp_
 def test_two_checkpoints_need_to_know_whose_copy_it_is(tmp_path):
     with pytest.raises(RecipeError, match="there are several checkpoints"):
         Recipe.load(small_recipe(tmp_path), Overrides(quantized={"awq": "a/b"}))
+
+
+def test_a_gguf_type_of_few_bits_says_which_weights_share_a_scale():
+    """Else the levels of whole rows are counted, and a right file fails its audit."""
+    assert {kind for kind, bits in gguf_file.BITS.items() if bits < 16} <= gguf_file.BLOCKS.keys()
