@@ -187,33 +187,32 @@ def precise_delta(
 
 @gluon.jit
 def dq_step(
-    dq, ds, next_s, next_p, dparam, dslopes, q, g, of_rows, tile, started, buffers, behind, shaping,
+    dq, ds, s, p, dparam, dslopes, q, g, of_rows, tile, started, buffers, behind, shaping,
     NORM: gl.constexpr, FLAGS: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Adds the tile before to dq [ROWS, HEAD_DIM], and computes this tile's gradients of products
     ds [ROWS, ROWS]; ``dparam`` and ``dslopes`` [ROWS]: plus what a bias's gradient is the sum of,
-    and those of scores times how far the key is ahead, for the slopes'. ``next_s``, ``next_p``
-    [ROWS, ROWS]: where there are registers for it, this tile's scores and dP, which were asked for
-    with the tile before; then the next one's, unless this is the last. ``of_rows``: their lse, D,
-    s · log n [ROWS] each; ``behind``: by how much the tile's first key is behind the group's first
-    query; ``shaping``: what products are multiplied by, and before a soft cap's tanh, and the
-    slope. Nothing is in flight when it ends."""
+    and those of scores times how far the key is ahead, for the slopes'. PIPELINED, where there are
+    registers for it: ``s`` and ``p`` are this tile's scores and dP [ROWS, ROWS], and what returns
+    in their place the next one's, unless this is the last. ``of_rows``: their lse, D, s · log n
+    [ROWS] each; ``behind``: by how much the tile's first key is behind the group's first query;
+    ``shaping``: what products are multiplied by, and before a soft cap's tanh, and the slope.
+    Nothing is in flight when it ends."""
     k_tiles, _, _, empty = buffers
     stages: gl.constexpr = k_tiles.shape[0]
-    AHEAD: gl.constexpr = k_tiles.shape[4] == 64
-    layout: gl.constexpr = next_s.type.layout
+    PIPELINED: gl.constexpr = k_tiles.shape[4] == 64
+    layout: gl.constexpr = s.type.layout
     before = gl.where(started, tile - 1, tile) % stages
     ds = gl.convert_layout(ds.to(gl.bfloat16), gl.DotOperandLayout(0, dq.type.layout, 2))
-    if AHEAD:
-        s = next_s
-        p = next_p
-    else:
+    next_s = s
+    next_p = p
+    if not PIPELINED:
         s, p = tile_products(q, g, buffers, tile, layout)
     dq = warpgroup_mma(ds, flat(k_tiles, before), dq, is_async=True)
-    if AHEAD and not MASKED:
-        more_s, more_p = tile_products(q, g, buffers, tile + 1, layout)
+    if PIPELINED and not MASKED:
+        next_s, next_p = tile_products(q, g, buffers, tile + 1, layout)
         s, p = warpgroup_mma_wait(3, [s, p])  # they are there: keeps the order
-    elif not AHEAD:
+    elif not PIPELINED:
         s, p = warpgroup_mma_wait(1, [s, p])
     lse, delta, factor = of_rows
     scale, inv_softcap, slope = shaping
@@ -235,8 +234,8 @@ def dq_step(
         dslopes += gl.sum(ds * ahead.to(gl.float32), 1)
     if CAPPED & FLAGS:
         ds = ds * formulas.cap_gradient(tanhs)
-    if AHEAD and not MASKED:
-        next_s, next_p, dq = warpgroup_mma_wait(0, [more_s, more_p, dq])
+    if PIPELINED and not MASKED:
+        next_s, next_p, dq = warpgroup_mma_wait(0, [next_s, next_p, dq])
     else:
         dq = warpgroup_mma_wait(0, [dq])
     mbarrier.arrive(empty.index(before), count=1, pred=started)
@@ -307,8 +306,8 @@ def dq_rows(
     s = ds
     p = ds
     begin = 0
-    TURN: gl.constexpr = 2 if HEAD_DIM == 64 else 1  # tiles
-    if TURN == 2:
+    UNROLL: gl.constexpr = 2 if HEAD_DIM == 64 else 1  # tiles
+    if UNROLL == 2:
         s, p = tile_products(q, g, buffers, skipped, layout)
         s, p = warpgroup_mma_wait(0, [s, p])
         begin = index
@@ -317,9 +316,9 @@ def dq_rows(
                 dq, ds, s, p, dparam, dslopes, q, g, of_rows, skipped, False, buffers, first,
                 shaping, NORM, FLAGS, False,
             )  # fmt: skip
-    for turn in range(begin, last, TURN):
-        for i in gl.static_range(TURN):
-            tile = turn + i
+    for start in range(begin, last, UNROLL):
+        for i in gl.static_range(UNROLL):
+            tile = start + i
             dq, ds, s, p, dparam, dslopes = dq_step(
                 dq, ds, s, p, dparam, dslopes, q, g, of_rows, skipped + tile, tile > 0, buffers,
                 first - tile * ROWS, shaping, NORM, FLAGS, False,
