@@ -115,7 +115,8 @@ def tokenize(
     left_out = f"; {about.left_out_paragraphs:,} paragraphs left out" if without else ""
     typer.echo(
         f"{about.train.tokens:,} tokens of {about.train.documents:,} documents to train on, "
-        f"{about.held_out.tokens:,} of {about.held_out.documents:,} held out{left_out}"
+        f"{about.held_out.tokens:,} tokens of {about.held_out.documents:,} documents held out"
+        f"{left_out}"
     )
     show_written([out])
 

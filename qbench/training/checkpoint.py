@@ -62,12 +62,6 @@ class Run:
         return content_key(parts)
 
     @property
-    def tokens(self) -> dict[str, int | None]:
-        """The ids of bos, eos and pad."""
-        about = self.files.about
-        return {"bos": about.bos, "eos": about.eos, "pad": about.pad}
-
-    @property
     def state(self) -> Path:
         return self.folder / STATE / "last.safetensors"
 
@@ -137,7 +131,7 @@ class Run:
         Each file is written whole or not at all, ``config.json`` last: without it a folder is no
         checkpoint.
         """
-        config = checkpoint_config(self.recipe.model, self.normalizer, **self.tokens)
+        config = checkpoint_config(self.recipe.model, self.normalizer, **self.files.about.special)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").unlink(missing_ok=True)
         with replacing(folder / SINGLE) as making:

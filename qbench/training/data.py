@@ -73,6 +73,11 @@ class AboutTokens(RecordModel):
     held_out: TokenArray
 
     @property
+    def special(self) -> dict[str, int | None]:
+        """The ids of bos, eos and pad."""
+        return {"bos": self.bos, "eos": self.eos, "pad": self.pad}
+
+    @property
     def digest(self) -> str:
         """SHA-256 over the ids of both parts and the tokenizer's files."""
         text = f"{self.dtype} {self.train.sha256} {self.held_out.sha256} {self.tokenizer_digest}"

@@ -92,13 +92,15 @@ class Trainer:
         self.run, self.processes, self.say = run, processes, say
         self.model, self.attention = initial_model(
             recipe.model, normalizer=run.normalizer, seed=run.seed, device=processes.device,
-            attention=recipe.compute.attention, **run.tokens,
+            attention=recipe.compute.attention, **run.files.about.special,
         )  # fmt: skip
         say(f"{self.model.num_parameters():,} parameters, {self.attention}")
         self.held_out = torch.tensor(watched_rows(recipe, run.files))
         self.tokenizer = PreTrainedTokenizerFast.from_pretrained(run.files.folder)
         self.step = Step(self.model, recipe, processes)
         self.progress = run.load_state(self.step.parameters, self.step.optimizer)
+        if self.progress.step:
+            say(f"goes on from step {self.progress.step:,}")
         self._log: Log | None = None  # of the main process
         self._values: list[Tensor] = []  # [loss, gradient norm] of each step since the last log
         self._began = 0.0
@@ -231,8 +233,8 @@ class Trainer:
             )
             self._log.write("watch", **sample.model_dump())
             self.say(
-                f"step {step:,}: held-out loss {sample.loss:.3f}, sinks {sample.sink_rate:.1%}, "
-                f"kurtosis {sample.kurtosis:.1f}, largest {sample.largest:.1f}"
+                f"step {step:,}: held-out loss {sample.loss:.3f}, sinks in {sample.sink_rate:.1%} "
+                f"of heads, kurtosis {sample.kurtosis:.1f}, largest activation {sample.largest:.1f}"
             )
             if step and sample.loss < (progress.best_loss or math.inf):
                 progress.best_loss, progress.best_step = sample.loss, step

@@ -91,12 +91,11 @@ def train_recipe(
 def untrained(recipe: TrainingRecipe, files: TokenFiles) -> dict[str, tuple[Checkpoint, Shapes]]:
     """By normalizer the checkpoint that will be trained, and the shapes of its linear layers: what
     a plan needs to know."""
-    ids = {"bos": files.about.bos, "eos": files.about.eos, "pad": files.about.pad}
     found = {}
     for normalizer in recipe.normalizers:
         checkpoint = Checkpoint(
             source=normalizer, folder=files.folder, normalizer=normalizer, digest="", files=(),
-            config=checkpoint_config(recipe.model, normalizer, **ids),
+            config=checkpoint_config(recipe.model, normalizer, **files.about.special),
         )  # fmt: skip
         layers = matrices(without_weights(checkpoint)).values()
         shapes: Shapes = {one.name: (one.weight.shape[0], one.weight.shape[1]) for one in layers}

@@ -285,30 +285,26 @@ def _write(
     end = [special["eos"]] if settings.eos else []
     most = settings.most_tokens or math.inf
     read: list[TextSource] = []
-    number = 0  # of the document
-    tokens, count = Counter[str](), Counter[str]()
+    tokens, count = Counter[str](), Counter[str]()  # of each part
     with ExitStack() as stack:
         files = {part: stack.enter_context((folder / f"{part}.bin").open("wb")) for part in PARTS}
         for source in sources:
-            first = number
-            texts = documents(source, field=settings.field, split=settings.split)
-            for batch in _batches(overlap.without(texts) if overlap else texts):
-                for encoded in encode.encode_batch_fast(batch, add_special_tokens=False):
-                    if tokens["train"] >= most:
-                        break
-                    hold = number % STRIDE == 0 and tokens["held_out"] < settings.held_out
-                    part = "held_out" if hold else "train"
-                    ids = np.asarray([*begin, *encoded.ids, *end], dtype)
-                    files[part].write(ids.tobytes())
-                    tokens[part] += len(ids)
-                    count[part] += 1
-                    number += 1
-                progress(number, tokens["train"])
-                if tokens["train"] >= most:
-                    break
-            read.append(_source(source, number - first))
             if tokens["train"] >= most:
                 break
+            first = count.total()
+            texts = documents(source, field=settings.field, split=settings.split)
+            for encoded in _encoded(encode, overlap.without(texts) if overlap else texts):
+                if tokens["train"] >= most:
+                    break
+                number = count.total()
+                hold = number % STRIDE == 0 and tokens["held_out"] < settings.held_out
+                part = "held_out" if hold else "train"
+                ids = np.asarray([*begin, *encoded, *end], dtype)
+                files[part].write(ids.tobytes())
+                tokens[part] += len(ids)
+                count[part] += 1
+                progress(number + 1, tokens["train"])
+            read.append(_source(source, count.total() - first))
     if not tokens["train"]:
         raise DataError(f"{', '.join(sources)}: no documents in it beside those held out")
     digests = {part: file_digest(folder / f"{part}.bin") for part in PARTS}
@@ -329,6 +325,13 @@ def _write(
         left_out_paragraphs=overlap.left_out if overlap else 0,
         **arrays,
     )
+
+
+def _encoded(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[list[int]]:
+    """The ids of each text; a batch is encoded at once."""
+    for batch in _batches(texts):
+        for one in tokenizer.encode_batch_fast(batch, add_special_tokens=False):
+            yield one.ids
 
 
 def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
