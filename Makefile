@@ -12,7 +12,7 @@ demo: install
 
 # the page of `qbench view`, from its source
 viewer:
-	cd qbench/viewer/frontend && npm install && npm run build
+	cd qbench/viewer/frontend && npm ci && npm run build
 
 # those of the viewer in README and docs, by Chromium
 pictures: install
