@@ -74,13 +74,12 @@ def evaluate(model: Scorer | HFLMScorer, task: LoadedTask, settings: ScoringSett
     """Score one task with ``model``; requests of one task alone, so batches depend on no other.
     Passkey retrieval is decoded by our own loop, see :mod:`qbench.evaluation.passkey`.
 
-    Raises DataError where a document asks nothing or has no right answer, or where qbench cannot
-    run the task. Raises EvaluationError where a log-likelihood or a score is not a number.
+    Raises DataError where a document asks nothing or has no right answer, EvaluationError where a
+    log-likelihood or a score is not a number.
     """
     if task.kind == passkey.KIND:
         samples = list(_passkey(model, task, settings))
     else:
-        _require_text(task)
         check_documents(task, settings.limit)
         build_requests(task.task, settings, model)
         _answer(model, task.task.instances)
@@ -103,13 +102,6 @@ def _named(task: str, what: str) -> Iterator[None]:
     except Exception as error:
         why = f"{type(error).__name__}: {first_line(error)}"
         raise EvaluationError(f"{task}: {what} ({why})") from error
-
-
-def _require_text(task: LoadedTask) -> None:
-    for attribute, what in (("UNSAFE_CODE", "runs code that the model writes"),
-                            ("MULTIMODAL", "asks about images or sound")):  # fmt: skip
-        if getattr(task.task, attribute, False):
-            raise DataError(f"{task.name}: it {what}, which qbench cannot do; leave the task out")
 
 
 def build_requests(task: Any, settings: ScoringSettings, model: Any = None) -> None:

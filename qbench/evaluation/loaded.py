@@ -163,6 +163,8 @@ def load_task(spec: TaskSpec) -> LoadedTask:
     if spec.hub_data is not None:
         _require_commit(spec, task)
     _require_metrics(spec, task)
+    if getattr(task, "MULTIMODAL", False):  # which a class may say without its definition
+        raise DataError(f"{spec.name}: it asks about images or sound; leave the task out")
     if len(lines) != len(task.eval_docs):
         lines = ()
     return LoadedTask(

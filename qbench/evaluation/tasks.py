@@ -27,6 +27,11 @@ from qbench.files import digest, read_regular
 from qbench.passkey import DOCUMENTS, task_length
 
 RENDERED = ("doc_to_text", "doc_to_target", "doc_to_choice")  # templates over a row's fields
+IMPOSSIBLE = {
+    "unsafe_code": "runs code that the model writes",
+    "doc_to_image": "asks about images",
+    "doc_to_audio": "asks about sound",
+}
 BARE = re.compile(r"\{\{\s*(\w+)\s*\}\}")
 
 
@@ -244,6 +249,9 @@ def plan_task(
         )
     path = definition_file(name, definitions)
     definition = read_definition(path)
+    for key, what in IMPOSSIBLE.items():
+        if definition.config.get(key):
+            raise DataError(f"{name}: it {what}, which qbench cannot do; leave the task out")
     require_modules(name, definition)
     config = {**definition.config, "num_fewshot": definition.config.get("num_fewshot")}
     label = name

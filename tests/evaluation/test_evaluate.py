@@ -293,15 +293,14 @@ def test_a_pair_is_a_right_answer_and_a_prediction_and_so_are_its_flips(folder):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [({"unsafe_code": "true"}, "runs code that the model writes"),
-     ({"doc_to_image": "text"}, "asks about images or sound")],
+     ({"doc_to_image": "text"}, "asks about images")],
 )  # fmt: skip
 def test_what_is_not_run_here_is_refused(folder, tmp_path, changes, words):
     ((key, value),) = changes.items()
     (tmp_path / "odd.yaml").write_text(f"task: odd\n{DATA}{key}: {value}\n{TASKS['zero_shot']}")
     (tmp_path / "odd").symlink_to(folder / "data" / "zero_shot")
-    task = load_task(plan_task("odd", data=tmp_path, definitions=tmp_path))
     with pytest.raises(DataError, match=f"odd: it {words}"):
-        evaluate(scorer(llama(), "exact"), task, settings("exact"))
+        plan_task("odd", data=tmp_path, definitions=tmp_path)
 
 
 class Listener(LM):
