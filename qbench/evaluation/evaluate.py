@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-import random
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -15,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
-import torch
 from lm_eval.api.metrics import (
     aggregate_subtask_metrics,
     mean,
@@ -28,14 +26,8 @@ from lm_eval.tasks import TaskManager
 from qbench.errors import DataError, EvaluationError, QbenchError, first_line
 from qbench.evaluation import passkey
 from qbench.evaluation.degradation import Outcomes, right_choice
-from qbench.evaluation.loaded import LoadedTask, check_documents, load_task
-from qbench.evaluation.settings import (
-    FEWSHOT_SEED,
-    NUMPY_SEED,
-    RANDOM_SEED,
-    TORCH_SEED,
-    ScoringSettings,
-)
+from qbench.evaluation.loaded import LoadedTask, check_documents, load_task, seed_generators
+from qbench.evaluation.settings import FEWSHOT_SEED, ScoringSettings
 from qbench.evaluation.tasks import TaskSpec
 from qbench.metrics import LOG_SCALE, base_metric, perplexity
 from qbench.records import (
@@ -108,9 +100,7 @@ def build_requests(task: Any, settings: ScoringSettings, model: Any = None) -> N
     """The ``instances`` of an lm-eval task, as its ``simple_evaluate`` builds them: counted from
     lm-eval's seeds, so that seed 0 draws what lm-eval draws. ``model`` has the chat template that
     ``settings.chat`` may ask for. Raises EvaluationError where that has no system role."""
-    random.seed(RANDOM_SEED + settings.seed)
-    np.random.seed((NUMPY_SEED + settings.seed) % 2**32)
-    torch.manual_seed(TORCH_SEED + settings.seed)
+    seed_generators(settings.seed)
     TaskManager(include_defaults=False).load([task])  # asks for its name, which draws each time
     if task.get_config("num_fewshot") is None:
         task.set_config(key="num_fewshot", value=0)

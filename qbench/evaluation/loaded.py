@@ -31,7 +31,6 @@ from qbench import hub
 from qbench.errors import DataError, first_line
 from qbench.evaluation import passkey
 from qbench.evaluation.definitions import missing_module, read_definition
-from qbench.evaluation.settings import NUMPY_SEED, RANDOM_SEED, TORCH_SEED
 from qbench.evaluation.tasks import (
     TaskSpec,
     evaluation_split,
@@ -202,6 +201,13 @@ def _overrides(
     return overrides, lines
 
 
+def seed_generators(seed: int = 0) -> None:
+    """Python's, NumPy's and torch's, counted from lm-eval's own seeds."""
+    random.seed(seed)
+    np.random.seed((1234 + seed) % 2**32)
+    torch.manual_seed(1234 + seed)
+
+
 def _build(spec: TaskSpec, overrides: dict[str, Any]) -> ConfigurableTask:
     """lm-eval's own object, or ours of it, by its task manager. Its index of all definitions,
     which takes twenty seconds, is not made: the definition is handed over as it stands."""
@@ -211,9 +217,7 @@ def _build(spec: TaskSpec, overrides: dict[str, Any]) -> ConfigurableTask:
         # draws would make other ones each time, so that answers met other choices than were asked.
         overrides = {**overrides, "process_docs": functools.cache(process)}
     # As lm-eval does before it builds tasks: some shuffle their choices meanwhile (gpqa).
-    random.seed(RANDOM_SEED)
-    np.random.seed(NUMPY_SEED)
-    torch.manual_seed(TORCH_SEED)
+    seed_generators()
     whole = {"class": TemplateTask, **config, **overrides}
     (task,) = TaskManager(include_defaults=False).load([whole])["tasks"].values()
     return task

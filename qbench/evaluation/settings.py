@@ -108,9 +108,7 @@ def exceeded(tolerance: Tolerance, report: ScoringReport | None) -> str | None:
 MODES: tuple[Mode, ...] = ("fast", "exact", "lm-eval")  # the fastest first
 SoftmaxDtype = Literal["float32", "model"]
 
-# lm-eval's own seeds: of few-shot examples, and of Python's, NumPy's and torch's generators.
-FEWSHOT_SEED = 1234
-RANDOM_SEED, NUMPY_SEED, TORCH_SEED = 0, 1234, 1234
+FEWSHOT_SEED = 1234  # lm-eval's own
 
 # Scores move with the size of a batch, so "auto" is a constant and not a measurement.
 BATCH_SIZE = {"cuda": 64, "cpu": 8}
