@@ -103,6 +103,7 @@ def _attention(normalizer: str, implementation: str) -> Callable[..., tuple[Tens
         scaling: float | None = None,
         is_causal: bool | None = None,
         softcap: float | None = None,
+        sliding_window: int | None = None,
         cu_seq_lens_q: Tensor | None = None,
         cu_seq_lens_k: Tensor | None = None,
         max_length_q: int | None = None,
@@ -140,6 +141,7 @@ def _attention(normalizer: str, implementation: str) -> Callable[..., tuple[Tens
         if cu_seq_lens_q is not None:
             assert cu_seq_lens_k is not None, "transformers hands over both"
             settings["spans"] = packed_spans(cu_seq_lens_q, cu_seq_lens_k)
+            settings["window"] = sliding_window  # elsewhere the mask has it
             if triton:
                 settings |= {"max_seqlen_q": max_length_q, "max_seqlen_k": max_length_k}
         elif isinstance(attention_mask, Mask) and attention_mask.banded:
