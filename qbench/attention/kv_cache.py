@@ -285,14 +285,14 @@ def kernel_attention(
     output, _ = ops.empty_output(query, value, covered=spans is None)
     if output.numel() == 0:
         return output
-    counts = None if mask is None else ops.allowed_counts(mask, query, key, given, of)
+    counts = ops.allowed_counts(mask, query, key, given, of)
     few = of.max_seqlen_q <= 16
     block_q, block_k = (64, 64)
     if few or query.dtype == torch.float32:
         block_q, block_k = (16 if few else 32, 32)
     sequences = query.shape[0] if spans is None else spans.shape[0]
     kernels = require(of.normalizer)
-    flags = ops.flags_of(kernels, given.slopes is not None, of.softcap)
+    flags = ops.flags_of(kernels, given, of.softcap)
     tensors = (query, key, value, *quantized, output)
     with ops.on_device(query.device):
         kv_cache.quantized_kv_fwd[(-(-of.max_seqlen_q // block_q), heads * sequences)](

@@ -239,14 +239,18 @@ def test_wrong_parameters_are_refused_by_name(normalizer, parameters, error, mes
     [
         ({"score_function": "claimed"}, "no score function 'claimed'; they have softmax, softpick"),
         (
-            {"score_function": "softpick", "sink": "one"},
+            {"score_function": "softpick", "sink": True},
             "no sink but with the score function 'softmax'",
         ),
         (
-            {"score_function": "sigmoid", "elementwise": True, "scaled": True},
-            "both scaled and elementwise",
+            {"score_function": "sigmoid", "scaled": True},
+            "no scale with the score function 'sigmoid'",
         ),
         ({"score_function": "softmax"}, "kernels of 'sunk' do not take its parameter 'sinks'"),
+        (
+            {"score_function": "softmax", "sink": True},  # which may be left out
+            "kernels of 'sunk' do not take its parameter 'factors'",
+        ),
     ],
 )
 def test_what_the_kernels_lack_is_named_when_a_normalizer_claims_it(kernels, message):

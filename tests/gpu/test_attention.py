@@ -185,7 +185,7 @@ def test_kernels_that_one_thread_loaded_run_in_another(normalizer):
 
     def backward():
         return ops.backward(
-            gradient, query, key, value, *kept, None, None, ops.Parameters(), settings, ops.NOTHING
+            gradient, query, key, value, *kept, None, None, ops.NONE, settings, ops.NONE
         )[:3]
 
     for run, results in ((forward, kept), (backward, backward())):

@@ -8,7 +8,6 @@ nor Triton.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from qbench.attention.normalizers import NORMALIZERS, Kernels
@@ -23,20 +22,14 @@ def supported() -> list[str]:
     return [name for name in NORMALIZERS if NORMALIZERS.get(name).kernels]
 
 
-def require(normalizer: str, parameters: Iterable[str] = ()) -> Kernels:
-    """The kernels of this normalizer. Raises UnavailableError where there are none, or they do not
-    take one of the ``parameters`` that are given; RecipeError for an unknown normalizer."""
+def require(normalizer: str) -> Kernels:
+    """The kernels of this normalizer. Raises UnavailableError where there are none, RecipeError for
+    an unknown normalizer."""
     kernels = NORMALIZERS.get(normalizer).kernels
     if kernels is None:
         raise UnavailableError(
             f"attention: there are no kernels for the normalizer {normalizer!r}; use 'reference'"
         )
-    for name in parameters:
-        if name not in kernels.parameters:
-            raise UnavailableError(
-                f"attention: the kernels of {normalizer!r} do not take its parameter {name!r}; "
-                "use 'reference'"
-            )
     return kernels
 
 

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from qbench.attention.kernels import common, configs, require
+from qbench.attention.kernels import common, configs, hopper, require
 from qbench.attention.kernels.backward import attn_bwd_dkdv, attn_bwd_dq
 from qbench.attention.kernels.common import (
     INTERPRETED,
@@ -35,11 +35,6 @@ from qbench.attention.kernels.formulas import CHUNK, LOG2_E
 from qbench.attention.kernels.forward import attn_fwd
 from qbench.attention.normalizers import NORMALIZERS, Kernels
 from qbench.attention.reference import check
-
-try:  # Gluon is Triton's, but still experimental
-    from qbench.attention.kernels import hopper
-except ImportError:
-    hopper = None
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PLAIN = (Tensor, torch.nn.Parameter)
@@ -62,23 +57,16 @@ class Settings(NamedTuple):
 
 
 class Parameters(NamedTuple):
-    """Float32 [heads] each, or None where the normalizer has none."""
+    """Float32 [heads] each, or None where the normalizer has none; or what there is of each: its
+    layout, its gradient, whether that is asked for."""
 
-    sinks: Tensor | None = None
-    bias: Tensor | None = None
-    slopes: Tensor | None = None
-    s: Tensor | None = None
-
-
-class Wanted(NamedTuple):
-    """Which gradients of parameters the backward pass gives: of bias or s, of sinks, of slopes."""
-
-    param: bool = False
-    sinks: bool = False
-    slopes: bool = False
+    sinks: Any = None
+    bias: Any = None
+    slopes: Any = None
+    s: Any = None
 
 
-NOTHING = Wanted()
+NONE = Parameters()
 
 
 def prepare(
@@ -98,11 +86,10 @@ def prepare(
 ) -> tuple[Parameters, Settings]:
     """What the kernels take beside tensors, checked. ``max_seqlen_q`` and ``max_seqlen_k`` are the
     most query and key rows of one sequence, if known. Raises what ``reference.attention`` does,
-    ValueError for float64, UnavailableError for a normalizer or a parameter that the kernels do not
-    have."""
+    ValueError for float64, UnavailableError for a normalizer that the kernels do not have."""
     check(query, key, value, mask)
     given = NORMALIZERS.get(normalizer).checked(parameters, query.shape[1])
-    require(normalizer, given)
+    require(normalizer)
     if query.dtype not in DTYPES or not query.dtype == key.dtype == value.dtype:
         raise ValueError(
             "the kernels take bfloat16, float16 or float32, one for all, not "
@@ -126,7 +113,7 @@ def scales(scale: float, softcap: float) -> tuple[float, float]:
     return (softcap * log2_e, scale / softcap) if softcap else (scale * log2_e, 0.0)
 
 
-def flags_of(kernels: Kernels, sloped: bool, softcap: float, wanted: Wanted = NOTHING) -> int:
+def flags_of(kernels: Kernels, given: Parameters, softcap: float, wanted: Parameters = NONE) -> int:
     """Bits of :mod:`qbench.attention.kernels.common`."""
     asked = (
         (kernels.elementwise, common.ELEMENTWISE.value),
@@ -134,10 +121,10 @@ def flags_of(kernels: Kernels, sloped: bool, softcap: float, wanted: Wanted = NO
         (kernels.scaled, common.SCALED.value),
         (kernels.scaled and kernels.one_more, common.LOG_N1.value),
         (softcap > 0, common.CAPPED.value),
-        (sloped, common.SLOPED.value),
-        (kernels.sink == "one", common.SINK_ONE.value),
-        (kernels.sink == "learned", common.SINK_LEARNED.value),
-        (wanted.param, common.DPARAM.value),
+        (given.slopes is not None, common.SLOPED.value),
+        (kernels.sink and given.sinks is None, common.SINK_ONE.value),
+        (given.sinks is not None, common.SINK_LEARNED.value),
+        (wanted.bias or wanted.s, common.DPARAM.value),
         (wanted.sinks, common.DSINKS.value),
         (wanted.slopes, common.DSLOPES.value),
     )
@@ -167,8 +154,8 @@ def forward(
     needs_expm1 = empty_flags(query, key, require(settings.normalizer))
     if output.numel() == 0:
         return output, lse, needs_expm1
-    query, key, value = dense_rows(query), dense_rows(key), dense_rows(value)
-    counts = None if mask is None else allowed_counts(mask, query, key, parameters, settings)
+    query, key, value = map(dense_rows, (query, key, value))
+    counts = allowed_counts(mask, query, key, parameters, settings)
     tensors = (query, key, value, mask, spans, *parameters)
     launches = forward_launches(query.device, settings, *map(layout_of, tensors))
     with on_device(query.device):
@@ -190,7 +177,7 @@ def forward_launches(
     v_width = value.shape[3]
     group = heads // kv_heads
     sequences = batch if spans is None else spans.shape[0]
-    flags = flags_of(kernels, Parameters(*parameters).slopes is not None, softcap)
+    flags = flags_of(kernels, Parameters(*parameters), softcap)
     strides = strides_of(query, key, value)
     o_strides = strides_by_token((batch, heads, queries, v_width))
     if group * max_seqlen_q <= DECODE_ROWS:
@@ -271,32 +258,33 @@ def empty_flags(query: Tensor, key: Tensor, kernels: Kernels) -> Tensor:
 def backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor,
     needs_expm1: Tensor, mask: Tensor | None, spans: Tensor | None,
-    parameters: Parameters, settings: Settings, wanted: Wanted,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Gradients of query, key and value, laid out as the output is; and those of parameters [heads]
-    that are ``wanted``, else None."""
+    parameters: Parameters, settings: Settings, wanted: Parameters,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Gradients of query, key and value, laid out as the output is; and of each of the parameters
+    [heads], None for one that is not ``wanted``."""
     covered = spans is None
     dq, dk, dv = (by_token(t, t.shape, covered=covered) for t in (query, key, value))
     if query.numel() == 0 or key.numel() == 0:
         none = (lse.new_zeros(query.shape[1]) if asked else None for asked in wanted)
         return dq.zero_(), dk.zero_(), dv.zero_(), *none
-    gradient, query, key, value = (dense_rows(t) for t in (gradient, query, key, value))
-    counts = None if mask is None else allowed_counts(mask, query, key, parameters, settings)
+    gradient, query, key, value = map(dense_rows, (gradient, query, key, value))
+    counts = allowed_counts(mask, query, key, parameters, settings)
     # Rows outside the sequences give nothing to the gradients of parameters.
     make = torch.empty_like if covered else torch.zeros_like
-    rows = [make(lse) if asked else None for asked in wanted]
+    rows = Parameters(*(make(lse) if asked else None for asked in wanted))
+    param = rows.bias if rows.s is None else rows.s  # no normalizer has both
     others = (mask, spans, *parameters)
     tensors = (gradient, query, key, value, output, *others)
     launches = backward_launches(query.device, settings, wanted, *map(layout_of, tensors))
     given = (gradient, query, key, value, output, lse, needs_expm1, dq, dk, dv)
     with on_device(query.device):
-        launches(*given, *rows, *others, counts)
+        launches(*given, param, rows.sinks, rows.slopes, *others, counts)
     return dq, dk, dv, *(None if row is None else row.sum((0, 2)) for row in rows)
 
 
 @lru_cache(MAX_LAYOUTS)
 def backward_launches(
-    device: torch.device, settings: Settings, wanted: Wanted, gradient: Layout, query: Layout,
+    device: torch.device, settings: Settings, wanted: Parameters, gradient: Layout, query: Layout,
     key: Layout, value: Layout, output: Layout, mask: Layout | None, spans: Layout | None,
     *parameters: Layout | None,
 ) -> Callable[..., None]:  # fmt: skip
@@ -307,12 +295,11 @@ def backward_launches(
     batch, heads, queries, width = query.shape
     kv_heads, keys = key.shape[1:3]
     group = heads // kv_heads
-    flags = flags_of(kernels, Parameters(*parameters).slopes is not None, softcap, wanted)
+    flags = flags_of(kernels, Parameters(*parameters), softcap, wanted)
     all_scales = (scale, *scales(scale, softcap))
     dq, dk, dv = (strides_by_token(layout.shape) for layout in (query, key, value))
     if (
-        hopper is not None
-        and not INTERPRETED
+        not INTERPRETED
         and mask is None
         and spans is None
         and hopper.fits(device, query, key, value, causal, window, flags)
@@ -366,11 +353,13 @@ def _ceil(length: int, size: int) -> int:
 
 
 def allowed_counts(
-    mask: Tensor, query: Tensor, key: Tensor, parameters: Parameters, settings: Settings
+    mask: Tensor | None, query: Tensor, key: Tensor, parameters: Parameters, settings: Settings
 ) -> Tensor | None:
-    """How many keys each row may see [B, H, Tq] in float32, where the normalizer goes by it."""
+    """How many keys each row may see [B, H, Tq] in float32, where a mask says it and the normalizer
+    goes by it."""
     kernels = require(settings.normalizer)
-    if not (kernels.scaled or (kernels.elementwise and parameters.bias is None)):
+    by_count = kernels.scaled or (kernels.elementwise and parameters.bias is None)
+    if mask is None or not by_count:
         return None
     queries, keys = query.shape[2], key.shape[2]
     own = torch.arange(keys - queries, keys, device=mask.device)[:, None]
@@ -478,23 +467,24 @@ def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Te
 @torch.library.custom_op(
     "qbench::attention_backward", mutates_args=(),
     schema="(Tensor gradient, Tensor query, Tensor key, Tensor value, Tensor output, Tensor lse, "
-    f"Tensor needs_expm1, {_TENSORS}{_SETTINGS}, bool param, bool sinks_too, bool slopes_too)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"Tensor needs_expm1, {_TENSORS}{_SETTINGS}, bool[4] wanted)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )  # fmt: skip
-def attention_backward(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    settings, wanted = Settings(*given[14:21]), Wanted(*given[21:])
+def attention_backward(*given: Any) -> tuple[Tensor, ...]:
+    *given, wanted = given
     mask, spans = counted(*given[7:10])
-    dq, dk, dv, *learned = backward(
-        *given[:7], mask, spans, Parameters(*given[10:14]), settings, wanted
-    )
+    found = backward(
+        *given[:7], mask, spans, Parameters(*given[10:14]), Settings(*given[14:]),
+        Parameters(*wanted),
+    )  # fmt: skip
     # An operator returns tensors: empty ones stand for what was not asked for.
-    return dq, dk, dv, *(given[5].new_empty(0) if one is None else one for one in learned)
+    return tuple(given[5].new_empty(0) if one is None else one for one in found)
 
 
 @attention_backward.register_fake
 def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:
     inputs = (by_token(t, t.shape, covered=True) for t in (query, key, value))
-    learned = (query.new_empty(query.shape[1] * asked, dtype=torch.float32) for asked in rest[-3:])
+    learned = (query.new_empty(query.shape[1] * asked, dtype=torch.float32) for asked in rest[-1])
     return *inputs, *learned
 
 
@@ -505,22 +495,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 def _backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Any, ...]:
-    wanted = _wanted(ctx)
-    dq, dk, dv, *learned = attention_backward(gradient, *ctx.saved_tensors, *ctx.settings, *wanted)
-    return dq, dk, dv, None, None, None, *_of_parameters(ctx, *learned), *[None] * len(ctx.settings)
-
-
-def _wanted(ctx: Any) -> Wanted:
-    sinks, bias, slopes, s = ctx.needs_input_grad[6:10]
-    return Wanted(param=bias or s, sinks=sinks, slopes=slopes)
-
-
-def _of_parameters(
-    ctx: Any, param: Tensor | None, sinks: Tensor | None, slopes: Tensor | None
-) -> list[Tensor | None]:
-    gradients = Parameters(sinks=sinks, bias=param, slopes=slopes, s=param)
-    asked = zip(gradients, ctx.needs_input_grad[6:10], strict=True)
-    return [gradient if needed else None for gradient, needed in asked]
+    wanted = ctx.needs_input_grad[6:10]
+    dq, dk, dv, *learned = attention_backward(gradient, *ctx.saved_tensors, *ctx.settings, wanted)
+    learned = (one if asked else None for one, asked in zip(learned, wanted, strict=True))
+    return dq, dk, dv, None, None, None, *learned, *[None] * len(ctx.settings)
 
 
 attention.register_autograd(_backward, setup_context=_setup_context)
@@ -541,11 +519,11 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        *tensors, sinks, bias, slopes, s = ctx.saved_tensors
+        tensors, wanted = ctx.saved_tensors, Parameters(*ctx.needs_input_grad[6:10])
         dq, dk, dv, *learned = backward(
-            gradient, *tensors, Parameters(sinks, bias, slopes, s), ctx.settings, _wanted(ctx)
+            gradient, *tensors[:8], Parameters(*tensors[8:]), ctx.settings, wanted
         )
-        return dq, dk, dv, None, None, None, *_of_parameters(ctx, *learned), None
+        return dq, dk, dv, None, None, None, *learned, None
 
 
 def apply(

@@ -7,12 +7,7 @@ stands here for one that comes with qbench, in the file itself for one from outs
 from __future__ import annotations
 
 from qbench.attention.normalizers.normalizer import SLOPES, Kernels, Normalizer, Parameter
-from qbench.attention.normalizers.scalable import (
-    ScalableSoftmax,
-    ScalableSoftmaxNext,
-    ScalableSoftpick,
-    ScalableSoftpickNext,
-)
+from qbench.attention.normalizers.scalable import Scalable
 from qbench.attention.normalizers.sigmoid import Sigmoid
 from qbench.attention.normalizers.softmax import Rectified, Softmax, Softmax1, SoftmaxSink
 from qbench.attention.normalizers.softpick import Softpick
@@ -25,9 +20,9 @@ NORMALIZERS: Registry[Normalizer] = Registry("normalizer")
 
 def register(normalizer: Normalizer) -> Normalizer:
     """Makes it known under its name to recipes, checkpoints and attention. Raises ValueError for
-    a name that is taken, and for kernels that lack a parameter."""
+    a name that is taken, and for kernels that do not take each of its parameters."""
     for parameter in normalizer.parameters if normalizer.kernels else ():
-        if parameter.required and parameter.name not in normalizer.kernels.parameters:
+        if parameter.name not in normalizer.kernels.parameters:
             raise ValueError(
                 f"the kernels of {normalizer.name!r} do not take its parameter {parameter.name!r}"
             )
@@ -41,9 +36,9 @@ for _normalizer in (
     Sigmoid(),
     Softmax1(),
     SoftmaxSink(),
-    ScalableSoftmax(),
-    ScalableSoftpick(),
-    ScalableSoftmaxNext(),
-    ScalableSoftpickNext(),
+    Scalable(Softmax()),
+    Scalable(Softpick()),
+    Scalable(Softmax(), one_more=True),
+    Scalable(Softpick(), one_more=True),
 ):
     register(_normalizer)

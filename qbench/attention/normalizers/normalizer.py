@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 from qbench.errors import UnavailableError
 from qbench.plugins import source_digest
@@ -57,18 +57,13 @@ SCORE_FUNCTIONS = ("softmax", "softpick", "rectified", "sigmoid")  # that kernel
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kernels:
     """Which Triton kernels compute a normalizer. ``score_function``: its formulas, one of
-    :data:`SCORE_FUNCTIONS`. ``needs_expm1``: scores near 0 lose bits in the fast formulas, so the
-    forward pass says where, and the backward pass has a second, precise form. ``elementwise``:
-    weights need no sum of their row, and scores take the parameter ``bias``, −log n without one.
-    ``sink``: what the denominator has beside the keys: nothing (""), ``one``, or ``learned``, e to
-    the parameter ``sinks``. ``scaled``: scores are multiplied by the parameter ``s`` times log n,
-    of the n keys that a query may see; or with ``one_more`` times log (n + 1). Raises ValueError
-    for what they do not have together."""
+    :data:`SCORE_FUNCTIONS`. ``sink``: the denominator has e to the parameter ``sinks`` beside the
+    keys, 1 without one. ``scaled``: scores are multiplied by the parameter ``s`` times log n, of
+    the n keys that a query may see; or with ``one_more`` times log (n + 1). Raises ValueError for
+    what they do not have together."""
 
     score_function: str
-    needs_expm1: bool = False
-    elementwise: bool = False
-    sink: Literal["", "one", "learned"] = ""
+    sink: bool = False
     scaled: bool = False
     one_more: bool = False
 
@@ -82,13 +77,24 @@ class Kernels:
                 f"kernels have no sink but with the score function 'softmax', not {name!r}"
             )
         if self.scaled and self.elementwise:
-            raise ValueError("kernels cannot be both scaled and elementwise")
+            raise ValueError(f"kernels have no scale with the score function {name!r}")
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether weights need no sum of their row, and scores take the parameter ``bias``, −log n
+        without one."""
+        return self.score_function == "sigmoid"
+
+    @property
+    def needs_expm1(self) -> bool:
+        """Whether scores near 0 lose bits in the fast formulas, so that the forward pass says
+        where, and the backward pass has a second, precise form."""
+        return self.score_function == "softpick"
 
     @property
     def parameters(self) -> tuple[str, ...]:
         """The names of those that they take."""
-        taken = {SLOPES.name: True, "bias": self.elementwise, "s": self.scaled}
-        taken["sinks"] = self.sink == "learned"
+        taken = {SLOPES.name: True, "bias": self.elementwise, "s": self.scaled, "sinks": self.sink}
         return tuple(name for name, does in taken.items() if does)
 
 

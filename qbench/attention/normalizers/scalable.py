@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from qbench.attention.normalizers.normalizer import SLOPES, Normalizer, Parameter, log_lengths
 from qbench.attention.normalizers.softmax import Softmax
@@ -22,12 +22,18 @@ if TYPE_CHECKING:
 S = Parameter(name="s", trainable=True, attribute="s", initial=0.168)
 
 
-class Scaled(Normalizer):
+class Scalable(Normalizer):
     """``plain`` of the scores times s · log n, or with ``one_more`` s · log (n + 1)."""
 
-    plain: ClassVar[Normalizer]
-    one_more: ClassVar[bool] = False
     parameters = (S, SLOPES)
+
+    def __init__(self, plain: Softmax | Softpick, *, one_more: bool = False) -> None:
+        self.plain, self.one_more = plain, one_more
+        self.name = f"scalable-{plain.name}" + ("-next" if one_more else "")
+        scale = "s log (n + 1), as flash-linear-attention has it" if one_more else "s log n"
+        self.description = f"{plain.name} of the scores times {scale}"
+        self.rows_sum_to_one, self.sparse = plain.rows_sum_to_one, plain.sparse
+        self.kernels = replace(plain.kernels, scaled=True, one_more=one_more)
 
     def weights(
         self, scores: Tensor, *, allowed: Tensor | None = None, parameters: Mapping[str, Tensor]
@@ -35,35 +41,3 @@ class Scaled(Normalizer):
         s = parameters["s"].to(scores.dtype)[:, None, None]
         scale = s * log_lengths(scores, allowed, one_more=self.one_more)
         return self.plain.weights(scores * scale, allowed=allowed, parameters={})
-
-
-class ScalableSoftmax(Scaled):
-    name = "scalable-softmax"
-    description = "softmax of the scores times s log n"
-    plain = Softmax()
-    rows_sum_to_one = True
-    sparse = False
-    kernels = replace(Softmax.kernels, scaled=True)
-
-
-class ScalableSoftpick(Scaled):
-    name = "scalable-softpick"
-    description = "softpick of the scores times s log n (the paper's equation 8)"
-    plain = Softpick()
-    rows_sum_to_one = False
-    sparse = True
-    kernels = replace(Softpick.kernels, scaled=True)
-
-
-class ScalableSoftmaxNext(ScalableSoftmax):
-    name = "scalable-softmax-next"
-    description = "softmax of the scores times s log (n + 1), as flash-linear-attention has it"
-    one_more = True
-    kernels = replace(ScalableSoftmax.kernels, one_more=True)
-
-
-class ScalableSoftpickNext(ScalableSoftpick):
-    name = "scalable-softpick-next"
-    description = "softpick of the scores times s log (n + 1), as flash-linear-attention has it"
-    one_more = True
-    kernels = replace(ScalableSoftpick.kernels, one_more=True)

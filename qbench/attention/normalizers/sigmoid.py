@@ -37,7 +37,7 @@ class Sigmoid(Normalizer):
         ),
         SLOPES,
     )
-    kernels = Kernels(score_function="sigmoid", elementwise=True)
+    kernels = Kernels(score_function="sigmoid")
 
     def weights(
         self, scores: Tensor, *, allowed: Tensor | None = None, parameters: Mapping[str, Tensor]

@@ -4,7 +4,6 @@ more term in the denominator."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from qbench.attention.normalizers.normalizer import SLOPES, Kernels, Normalizer, Parameter
@@ -107,7 +106,7 @@ class Softmax1(Normalizer):
     rows_sum_to_one = False
     sparse = False
     parameters = (SLOPES,)
-    kernels = replace(Softmax.kernels, sink="one")
+    kernels = Kernels(score_function="softmax", sink=True)
 
     def weights(
         self, scores: Tensor, *, allowed: Tensor | None = None, parameters: Mapping[str, Tensor]
@@ -127,4 +126,3 @@ class SoftmaxSink(Softmax1):
         Parameter(name="sinks", trainable=True, attribute="sinks", keyword="s_aux"),
         SLOPES,
     )
-    kernels = replace(Softmax.kernels, sink="learned")

@@ -26,7 +26,7 @@ class Softpick(Normalizer):
     rows_sum_to_one = False
     sparse = True
     parameters = (SLOPES,)
-    kernels = Kernels(score_function="softpick", needs_expm1=True)
+    kernels = Kernels(score_function="softpick")
 
     def weights(
         self, scores: Tensor, *, allowed: Tensor | None = None, parameters: Mapping[str, Tensor]

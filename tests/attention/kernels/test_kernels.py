@@ -55,7 +55,7 @@ def test_output_and_gradients_equal_float64(case):
 
 def test_a_learned_sink_and_a_scale_have_gradients_of_their_own(claims):
     taken = (*SoftmaxSink.parameters, S)
-    claims("sunk-scaled", taken, score_function="softmax", sink="learned", scaled=True)
+    claims("sunk-scaled", taken, score_function="softmax", sink=True, scaled=True)
     assert wrong(errors(Case(normalizer="sunk-scaled", slopes=True), by_kernels)) == {}
 
 
