@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qbench.analysis.capture import Call, attention_observed
+from qbench.attention import reference
 from qbench.attention.normalizers import NORMALIZERS
-from qbench.attention.normalizers.normalizer import SLOPES
 from qbench.errors import RecipeError
 from qbench.records import AttentionMap, Measured
 
@@ -66,31 +66,13 @@ def delimiter_means(columns: Tensor, delimiters: Tensor) -> tuple[Tensor, Tensor
 def chunks(call: Call) -> Iterator[tuple[Tensor, Tensor]]:
     """Every weight [B, H, R, N] of ``call`` by the normalizer's definition in float32, R queries
     at a time over the N keys that causality lets any of them see; and which pairs attention
-    allows, bool [B or 1, 1, R, N]."""
+    allows, bool, broadcast to them."""
     normalizer = NORMALIZERS.get(call.normalizer)
-    batch, heads, length, width = call.query.shape
-    kv_heads = call.key.shape[1]
-    given = normalizer.checked(call.parameters, heads)
-    slopes = given.get(SLOPES.name) if SLOPES in normalizer.parameters else None
-    query = call.query.float() * (width**-0.5 if call.scale is None else call.scale)
-    key = call.key.float().transpose(2, 3)
-    room = CHUNK_WEIGHTS["cuda" if query.is_cuda else "cpu"]
-    step = max(1, min(length, room // (batch * heads * length)))
-    positions = torch.arange(length, device=query.device)
-    for start in range(0, length, step):
-        stop = min(start + step, length)
-        if call.mask is None:
-            allowed = (positions[:stop] <= positions[start:stop, None])[None, None]
-        else:
-            allowed = call.mask[:, :, start:stop, :stop]
-        # Heads that share keys are rows of one product.
-        rows = query[:, :, start:stop].reshape(batch, kv_heads, -1, width)
-        scores = (rows @ key[..., :stop]).view(batch, heads, stop - start, stop)
-        if call.softcap:
-            scores = call.softcap * (scores / call.softcap).tanh()
-        if slopes is not None:
-            distances = positions[start:stop, None] - positions[:stop]
-            scores = scores - slopes.float()[:, None, None] * distances
+    given = normalizer.checked(call.parameters, call.query.shape[1])
+    for scores, allowed, _ in reference.chunks(
+        call.query, call.key, normalizer, given, scale=call.scale, softcap=call.softcap,
+        mask=call.mask, causal=True, size=CHUNK_WEIGHTS["cuda" if call.query.is_cuda else "cpu"],
+    ):  # fmt: skip
         settings = {"allowed": allowed, "parameters": given}
         fraction = normalizer.fraction(scores, **settings)
         if fraction is None:
@@ -124,7 +106,7 @@ def measure_weights(call: Call) -> dict[str, Tensor]:
         early = weights[:, :, : max(0, GU_LENGTH - first), :POSITIONS]
         columns_gu[..., : early.shape[-1]] += early.sum(2, dtype=torch.float64)
         nonzero += torch.count_nonzero(weights, dim=(2, 3))
-        pairs += allowed.sum((2, 3))
+        pairs += allowed.sum((-2, -1))
         mass[:, :, rows] = total = weights.sum(-1)
         largest[:, :, rows] = weights.amax(-1)
         # −Σ (a/S) ln (a/S) = (Σ −a ln a) / S + ln S

@@ -149,8 +149,10 @@ def chunks(
     mask: Tensor | None = None,
     causal: bool = False,
     window: int | None = None,
+    size: int = CHUNK_SCORES,
 ) -> Iterator[Chunk]:
-    """The scores in chunks of queries, capped and sloped; settings as in :func:`attention`."""
+    """The scores in chunks of queries, of about ``size`` scores, capped and sloped; settings as in
+    :func:`attention`."""
     slopes = given.get(SLOPES.name) if SLOPES in chosen.parameters else None
     batch, heads, queries, _ = query.shape
     key_count = key.shape[2]
@@ -158,7 +160,7 @@ def chunks(
     query = (wide(query) * _scale(query, scale)).contiguous()
     key = wide(key).contiguous().transpose(2, 3)
     shift = key_count - queries
-    step = max(1, min(queries, CHUNK_SCORES // max(1, batch * heads * key_count)))
+    step = max(1, min(queries, size // max(1, batch * heads * key_count)))
     if causal or window:
         # Narrow chunks leave out most of the keys that nobody in them may see.
         step = max(step, 16)
