@@ -78,8 +78,8 @@ def chunks(call: Call) -> Iterator[tuple[Tensor, Tensor]]:
         if fraction is None:
             yield normalizer.weights(scores, **settings), allowed
         else:
-            above, below = fraction
-            yield above.div_(below), allowed
+            numerator, denominator = fraction
+            yield numerator.div_(denominator), allowed
 
 
 @torch.no_grad()

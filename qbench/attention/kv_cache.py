@@ -234,7 +234,7 @@ def attention(
         return output
     given = chosen.checked(parameters, query.shape[1])
     own = positions[:, key.shape[2] - query.shape[2] :]
-    values, quantized_values = (reference.wide(v).contiguous() for v in (value, quantized_value))
+    values, quantized_values = (reference.upcast(v).contiguous() for v in (value, quantized_value))
     outputs, start = [], 0
     both = (
         reference.chunks(query, each, chosen, given, **settings) for each in (key, quantized_key)
@@ -249,9 +249,12 @@ def attention(
             torch.where(of_key, quantized.scores, plain.scores),
             allowed=plain.allowed, parameters=given,
         )  # fmt: skip
+        plain_weights, quantized_weights = (
+            weights.masked_fill(elsewhere, 0) for elsewhere in (of_value, ~of_value)
+        )
         outputs.append(
-            reference.mix(weights.masked_fill(of_value, 0), values[:, :, plain.keys])
-            + reference.mix(weights.masked_fill(~of_value, 0), quantized_values[:, :, plain.keys])
+            reference.grouped_matmul(plain_weights, values[:, :, plain.keys])
+            + reference.grouped_matmul(quantized_weights, quantized_values[:, :, plain.keys])
         )
         start = stop
     return torch.cat(outputs, dim=2).to(query.dtype)

@@ -17,7 +17,7 @@ from qbench.attention.normalizers import NORMALIZERS, SLOPES, Normalizer
 
 CHUNK_SCORES = 1 << 19  # scores held at once: 2 MiB in float32, what a core's cache holds
 # Of sequences side by side: all, and those that only fill up the shorter ones.
-PART_SCORES, FILLED_SCORES = 1 << 21, 1 << 16
+BUCKET_SCORES, PADDING_SCORES = 1 << 21, 1 << 16
 
 
 class Chunk(NamedTuple):
@@ -58,7 +58,7 @@ def attention(
     """
     query, key, value = autocast(query, key, value)
     chosen = NORMALIZERS.get(normalizer)
-    check(query, key, value, mask)
+    check(query, key, value, mask, spans)
     given = chosen.checked(parameters, query.shape[1])
     settings = {"scale": scale, "softcap": softcap, "mask": mask, "causal": causal}
     if spans is not None:
@@ -66,12 +66,12 @@ def attention(
         flat = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
         rows = query.new_zeros(len(flat[0]), query.shape[1], value.shape[3])
         output = rows.unflatten(0, (len(query), -1)).transpose(1, 2)
-        for part in alike(spans, query.shape[1]):
-            if len(part) == 1:
-                own, seen = next(sequences(part))
+        for bucket in length_buckets(spans, query.shape[1]):
+            if len(bucket) == 1:
+                own, seen = next(sequences(bucket))
                 output[own] = attention(query[own], key[seen], value[seen], **settings)
                 continue
-            queries, keys, real, mask = side_by_side(part, query, key, causal=causal)
+            queries, keys, real, mask = padded_indices(bucket, query, key, causal=causal)
             inputs = (
                 tensor.index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2)
                 for tensor, index in zip(flat, (queries, keys, keys), strict=True)
@@ -86,7 +86,7 @@ def attention(
             )
             if output is not None:
                 return output
-        values = wide(value).contiguous()  # products round by layout, see chunks
+        values = upcast(value).contiguous()  # products round by layout, see chunks
         learning = torch.is_grad_enabled() and any(p.requires_grad for p in given.values())
         outputs = []
         for scores, allowed, keys in chunks(query, key, chosen, given, window=window, **settings):
@@ -95,10 +95,10 @@ def attention(
             inference = not (scores.requires_grad or learning or torch.compiler.is_compiling())
             fraction = chosen.fraction(scores, **seen) if inference else None
             if fraction is not None:
-                above, below = fraction
-                outputs.append(mix(above, values[:, :, keys]).div_(below))
+                numerator, denominator = fraction
+                outputs.append(grouped_matmul(numerator, values[:, :, keys]).div_(denominator))
             else:
-                outputs.append(mix(chosen.weights(scores, **seen), values[:, :, keys]))
+                outputs.append(grouped_matmul(chosen.weights(scores, **seen), values[:, :, keys]))
         return torch.cat(outputs, dim=2).to(query.dtype)
 
 
@@ -112,7 +112,9 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)
 
 
-def check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
+def check(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, spans: Tensor | None = None
+) -> None:
     """Raises ValueError where the shapes or the mask's dtype do not fit together."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.ndim != 4:
@@ -128,6 +130,8 @@ def check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Non
         raise ValueError(f"{heads} query heads cannot share {kv_heads} key heads evenly")
     if mask is None:
         return
+    if spans is not None:
+        raise ValueError("spans take no mask beside them: they say who sees whom")
     if mask.dtype != torch.bool:
         raise ValueError(f"mask must be bool, True = attend; it is {mask.dtype}")
     fits = mask.ndim == 4 and mask.shape[2:] == (queries, keys)
@@ -157,8 +161,8 @@ def chunks(
     batch, heads, queries, _ = query.shape
     key_count = key.shape[2]
     # BLAS rounds by layout: keys from a cache are contiguous, others are views.
-    query = (wide(query) * _scale(query, scale)).contiguous()
-    key = wide(key).contiguous().transpose(2, 3)
+    query = (upcast(query) * _scale(query, scale)).contiguous()
+    key = upcast(key).contiguous().transpose(2, 3)
     shift = key_count - queries
     step = max(1, min(queries, size // max(1, batch * heads * key_count)))
     if causal or window:
@@ -178,7 +182,7 @@ def chunks(
             if window:
                 band = band & (other > own - window)
             allowed = band if allowed is None else allowed & band
-        scores = mix(query[:, :, start:stop], key[..., keys])
+        scores = grouped_matmul(query[:, :, start:stop], key[..., keys])
         if softcap:
             scores = softcap * (scores / softcap).tanh()
         if slopes is not None:
@@ -186,7 +190,7 @@ def chunks(
         yield Chunk(scores, allowed, keys)
 
 
-def mix(left: Tensor, right: Tensor) -> Tensor:
+def grouped_matmul(left: Tensor, right: Tensor) -> Tensor:
     """[B, Hq, T, N] @ [B, Hkv, N, D] without repeating the shared heads of ``right``."""
     batch, heads, rows, _ = left.shape
     kv_heads = right.shape[1]
@@ -196,7 +200,7 @@ def mix(left: Tensor, right: Tensor) -> Tensor:
     return (grouped @ right).view(batch, heads, rows, right.shape[3])
 
 
-def wide(tensor: Tensor) -> Tensor:
+def upcast(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
@@ -212,28 +216,28 @@ def sequences(spans: Tensor) -> Iterator[tuple[tuple[slice, ...], tuple[slice, .
             yield (*heads, slice(first_query, last_query)), (*heads, slice(first_key, last_key))
 
 
-def alike(spans: Tensor, heads: int) -> Iterator[Tensor]:
-    """``spans`` [S, 6] of sequences with queries and keys in parts of similar sizes: many small
+def length_buckets(spans: Tensor, heads: int) -> Iterator[Tensor]:
+    """``spans`` [S, 6] of sequences with queries and keys in buckets of similar sizes: many small
     products take longer than a few large ones. Those with as many queries as keys are apart."""
     sizes = [(b - a == d - c, d - c, b - a) for _, a, b, c, d, _ in spans.tolist()]
-    part: list[int] = []
+    bucket: list[int] = []
     longest = own = 0  # queries; scores of a head
     for i in sorted(range(len(sizes)), key=sizes.__getitem__):
         square, keys, queries = sizes[i]
         if keys <= 0 or queries <= 0:
             continue
         longest, own = max(longest, queries), own + queries * keys
-        scores = heads * (len(part) + 1) * longest * keys
-        fits = scores <= PART_SCORES and scores - heads * own <= FILLED_SCORES
-        if part and not (fits and square == sizes[part[0]][0]):
-            yield spans[part]
-            part, longest, own = [], queries, queries * keys
-        part.append(i)
-    if part:
-        yield spans[part]
+        scores = heads * (len(bucket) + 1) * longest * keys
+        fits = scores <= BUCKET_SCORES and scores - heads * own <= PADDING_SCORES
+        if bucket and not (fits and square == sizes[bucket[0]][0]):
+            yield spans[bucket]
+            bucket, longest, own = [], queries, queries * keys
+        bucket.append(i)
+    if bucket:
+        yield spans[bucket]
 
 
-def side_by_side(
+def padded_indices(
     spans: Tensor, query: Tensor, key: Tensor, *, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Which of the B · T tokens are the queries [G, Tq] and keys [G, Tk] of G sequences filled up

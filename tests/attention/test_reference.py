@@ -4,7 +4,7 @@ from attention_cases import NORMALIZERS, QUICK, WHOLE, Case, definition, errors,
 from attention_cases import parameters as parameters_of
 from normalizer_parameters import parameters
 
-from qbench.attention import reference
+from qbench.attention import kernels, reference
 from qbench.attention.kernels.varlen import packed_spans
 from qbench.errors import RecipeError
 
@@ -87,6 +87,17 @@ def test_a_mask_that_does_not_fit_is_refused(mask, message):
         reference.attention(query, key, value, normalizer="softpick", mask=mask)
 
 
+def test_a_mask_beside_spans_is_refused():
+    """It was left out without a word."""
+    pytest.importorskip("triton")
+    query, key, value, _ = inputs(QUICK[0])
+    spans = torch.tensor([[0, 0, 9, 0, 9, 0], [1, 0, 9, 0, 9, 0]], dtype=torch.int32)
+    mask = torch.ones(1, 1, 21, 37, dtype=torch.bool)
+    for by in (kernels, reference):
+        with pytest.raises(ValueError, match="spans take no mask beside them"):
+            by.attention(query, key, value, normalizer="softpick", mask=mask, spans=spans)
+
+
 @pytest.mark.parametrize("normalizer", ["softmax", "softpick", "rectified"])
 @pytest.mark.parametrize("length", [427, 100])
 def test_the_layout_of_the_inputs_changes_no_bit(normalizer, length):
@@ -115,7 +126,7 @@ def test_sequences_side_by_side_are_as_one_by_one(
     normalizer, settings, filled, slopes, dtype, monkeypatch
 ):
     """Output and gradients, of grouped heads; queries without keys give 0."""
-    monkeypatch.setattr(reference, "FILLED_SCORES", filled)
+    monkeypatch.setattr(reference, "PADDING_SCORES", filled)
     edges = torch.tensor([(0, 0), *SIZES]).cumsum(0)
     shape = (1, 4, 2, *edges[-1].tolist(), 8)
     case = Case(normalizer=normalizer, shape=shape, slopes=slopes)

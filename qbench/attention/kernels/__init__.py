@@ -54,5 +54,6 @@ def attention(
     from qbench.attention.reference import autocast
 
     query, key, value = autocast(query, key, value)
-    prepared = ops.prepare(query, key, value, mask, **settings)
+    apart = spans if span_count is None else None  # from the mask
+    prepared = ops.prepare(query, key, value, mask, apart, **settings)
     return ops.apply(query, key, value, mask, spans, span_count, *prepared)

@@ -21,6 +21,7 @@ from qbench.attention.kernels.common import (
     RESHAPED,
     SCALED,
     SLOPED,
+    VARYING,
 )
 from qbench.attention.kernels.formulas import CHUNK, EPSILON, LN_2, SMALL_LSE
 
@@ -54,9 +55,9 @@ def precise_delta(
         keys = start + tl.arange(0, BLOCK_K)  # [BLOCK_K]
         if RESHAPED & FLAGS:
             own = rows[:, None] + (limits[2] - start)
-            scores, unused = formulas.scores_of(  # noqa: RUF059 (an underscore would be carried on)
+            scores = formulas.scores_of(
                 scores, tl.arange(0, BLOCK_K)[None, :], own, shaping, FLAGS, FAST
-            )
+            )[0]
         allowed = common.attn_mask(  # [BLOCK_Q, BLOCK_K]
             rows[:, None], keys[None, :], limits, mask, mask_strides, batch, head, CAUSAL, WINDOW
         )
@@ -129,11 +130,11 @@ def attn_bwd_dq_inner(
     return dq, dparam, dslopes
 
 
-@triton.jit(do_not_specialize=["queries", "keys", "window", "mask_b", "mask_h", "mask_t"])
+@triton.jit(do_not_specialize=VARYING)
 def attn_bwd_dq(
     q_source, k_source, v_source, g_source, output, lse_source, deltas, dq_out, dparam_rows,
     dsinks_rows, dslopes_rows, mask, spans, sinks, slopes, s, counts,
-    head_counts, queries, keys, window, scale, log2_scale, inv_softcap, strides,
+    head_counts, seqlen_q, seqlen_k, window, scale, log2_scale, inv_softcap, strides,
     mask_b, mask_h, mask_t, mask_k,
     NORM: tl.constexpr, FLAGS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     TMA: tl.constexpr, FAST: tl.constexpr, BLOCK_Q: tl.constexpr,
@@ -141,28 +142,23 @@ def attn_bwd_dq(
 ):  # fmt: skip
     """Gradients of a block of BLOCK_Q queries, and their D. ``head_counts``: query heads, and how
     many share a key head. ``strides``: of q, k, v, dO, output and dq; see
-    ``forward.attn_fwd``. ``dparam_rows`` [B, heads, queries]: what each row gives to the gradient
+    ``forward.attn_fwd``. ``dparam_rows`` [B, heads, seqlen_q]: what each row gives to the gradient
     of the head's bias or s, where that is asked for; so ``dsinks_rows`` to that of its sink and
     ``dslopes_rows`` to that of its slope."""
-    heads, group = head_counts
     q_strides, k_strides, v_strides, g_strides, o_strides, dq_strides = strides
     mask_strides = (mask_b, mask_h, mask_t, mask_k)
-    program = tl.num_programs(0) - 1 - tl.program_id(0)
-    head = tl.program_id(1) % heads
-    batch, start_q, stop_q, start_k, stop_k, shift = common.load_sequence(
-        spans, tl.program_id(1) // heads, queries, keys
+    index, first, rows, start_k, limits = common.load_query_block(
+        spans, head_counts, seqlen_q, seqlen_k, window, BLOCK_Q
     )
-    first = start_q + program * BLOCK_Q
+    batch, head, _ = index
+    stop_q = limits[0]
     if first >= stop_q:
         return
-    index = (batch, head, head // group)
-    limits = (stop_q, stop_k, shift, window)
-    rows = first + tl.arange(0, BLOCK_Q)  # [BLOCK_Q]
     q = common.load_tile(q_source, batch, head, first, stop_q, q_strides, BLOCK_Q, HEAD_DIM)
     g = common.load_tile(g_source, batch, head, first, stop_q, g_strides, BLOCK_Q, V_HEAD_DIM)
     if ELEMENTWISE & FLAGS == 0:
         o = common.load_tile(output, batch, head, first, stop_q, o_strides, BLOCK_Q, V_HEAD_DIM)
-    offset = (common.to_int64(batch) * heads + head) * queries
+    offset = (common.to_int64(batch) * head_counts[0] + head) * seqlen_q
     lse = tl.load(lse_source + offset + rows, mask=rows < stop_q, other=float("inf"))  # [BLOCK_Q]
     if ELEMENTWISE & FLAGS:
         delta = tl.zeros([BLOCK_Q], tl.float32)
@@ -292,11 +288,11 @@ def attn_bwd_dkdv_inner(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["queries", "keys_total", "window", "mask_b", "mask_h", "mask_t"])
+@triton.jit(do_not_specialize=VARYING)
 def attn_bwd_dkdv(
     q_source, k_source, v_source, g_source, lse_source, deltas, needs_expm1, dk_out, dv_out,
     mask, spans, slopes, s, counts,
-    head_counts, queries, keys_total, window, scale, log2_scale, inv_softcap, strides,
+    head_counts, seqlen_q, seqlen_k, window, scale, log2_scale, inv_softcap, strides,
     mask_b, mask_h, mask_t, mask_k,
     NORM: tl.constexpr, FLAGS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     PRECISE: tl.constexpr, FAST: tl.constexpr, TMA: tl.constexpr,
@@ -311,7 +307,7 @@ def attn_bwd_dkdv(
     mask_strides = (mask_b, mask_h, mask_t, mask_k)
     kv_head = tl.program_id(1) % kv_heads
     batch, start_q, stop_q, start_k, stop_k, shift = common.load_sequence(
-        spans, tl.program_id(1) // kv_heads, queries, keys_total
+        spans, tl.program_id(1) // kv_heads, seqlen_q, seqlen_k
     )
     first = start_k + tl.program_id(0) * BLOCK_K
     if first >= stop_k:
@@ -345,7 +341,7 @@ def attn_bwd_dkdv(
         chunk = first // CHUNK + tl.arange(0, MAX_CHUNKS)
         here = chunk <= (tl.minimum(first + BLOCK_K, stop_k) - 1) // CHUNK
         flags = needs_expm1 + (common.to_int64(batch) * kv_heads + kv_head) * tl.cdiv(
-            keys_total, CHUNK
+            seqlen_k, CHUNK
         )
         tl.static_assert(BLOCK_K <= (MAX_CHUNKS - 1) * CHUNK)
         precise = tl.max(tl.load(flags + chunk, mask=here, other=0)) != 0
@@ -355,7 +351,7 @@ def attn_bwd_dkdv(
     dv = tl.zeros([BLOCK_K, common.block(V_HEAD_DIM)], tl.float32)
     for member in range(group):
         head = kv_head * group + member
-        offset = (common.to_int64(batch) * kv_heads * group + head) * queries
+        offset = (common.to_int64(batch) * kv_heads * group + head) * seqlen_q
         slope = formulas.load_slope(head, slopes, FLAGS)
         shaping = (start_k, inv_softcap, slope, formulas.load_s(head, s, FLAGS), offset)
         if precise:

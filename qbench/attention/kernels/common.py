@@ -32,6 +32,9 @@ LOG_N1 = tl.constexpr(256)  # SCALED by s · log (n + 1)
 DSLOPES = tl.constexpr(512)  # the backward pass gives the gradient of the slopes too
 DSINKS = tl.constexpr(1024)  # the backward pass gives the gradient of the sinks too
 
+# Arguments of kernels whose values a compiled kernel does not depend on.
+VARYING = ["seqlen_q", "seqlen_k", "window", "mask_b", "mask_h", "mask_t"]
+
 RESHAPED = tl.constexpr(7)  # SCALED, CAPPED or SLOPED: the score is not the product times a number
 SHAPED = tl.constexpr(15)  # or ELEMENTWISE
 SINK = tl.constexpr(96)
@@ -56,7 +59,7 @@ def head_of(source, batch, head, strides):
 
 
 @triton.jit
-def load_sequence(spans, index, queries, keys):
+def load_sequence(spans, index, seqlen_q, seqlen_k):
     """Batch row, first and last + 1 query row, first and last + 1 key row, and the shift: query
     row i stands at key row i + shift. ``spans``: see :mod:`qbench.attention.kernels.varlen`."""
     if spans is not None:
@@ -70,7 +73,24 @@ def load_sequence(spans, index, queries, keys):
             tl.load(entry + 5),
         )
     else:
-        return index, 0, queries, 0, keys, keys - queries
+        return index, 0, seqlen_q, 0, seqlen_k, seqlen_k - seqlen_q
+
+
+@triton.jit
+def load_query_block(spans, head_counts, seqlen_q, seqlen_k, window, BLOCK_Q: tl.constexpr):
+    """Of a program that has BLOCK_Q queries of a head: batch row, query head and key head; its
+    first query row, and all of them [BLOCK_Q]; the sequence's first key row, and the limits of
+    :func:`attn_mask`. ``head_counts``: query heads, and how many share a key head."""
+    heads, group = head_counts
+    # Causal blocks at the end have the most keys: they start first, so that none starts late.
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    head = tl.program_id(1) % heads
+    batch, start_q, stop_q, start_k, stop_k, shift = load_sequence(
+        spans, tl.program_id(1) // heads, seqlen_q, seqlen_k
+    )
+    first = start_q + program * BLOCK_Q
+    rows = first + tl.arange(0, BLOCK_Q)
+    return (batch, head, head // group), first, rows, start_k, (stop_q, stop_k, shift, window)
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from qbench.attention.kernels import common, formulas
-from qbench.attention.kernels.common import ELEMENTWISE, SHAPED
+from qbench.attention.kernels.common import ELEMENTWISE, SHAPED, VARYING
 
 
 @triton.jit
@@ -24,10 +24,10 @@ def group_rows(start_q, stop_q, kv_head, group, BLOCK_R: tl.constexpr):
     return real, start_q + index % count, kv_head * group + tl.where(real, index // count, 0)
 
 
-@triton.jit(do_not_specialize=["queries", "keys", "window", "splits", "mask_b", "mask_h", "mask_t"])
+@triton.jit(do_not_specialize=[*VARYING, "splits"])
 def attn_decode(
     q_source, k_source, v_source, partial, mask, spans, bias, slopes, s, counts,
-    head_counts, queries, keys, window, scale, inv_softcap, splits, strides,
+    head_counts, seqlen_q, seqlen_k, window, scale, inv_softcap, splits, strides,
     mask_b, mask_h, mask_t, mask_k,
     NORM: tl.constexpr, FLAGS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     SKIP: tl.constexpr, FAST: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -43,7 +43,7 @@ def attn_decode(
     split = tl.program_id(0)
     kv_head = tl.program_id(1) % kv_heads
     batch, start_q, stop_q, start_k, stop_k, shift = common.load_sequence(
-        spans, tl.program_id(1) // kv_heads, queries, keys
+        spans, tl.program_id(1) // kv_heads, seqlen_q, seqlen_k
     )
     real, rows, heads = group_rows(start_q, stop_q, kv_head, group, BLOCK_R)  # [BLOCK_R] each
     columns = tl.arange(0, common.block(HEAD_DIM))  # [HEAD_DIM]
@@ -63,38 +63,38 @@ def attn_decode(
     end = tl.minimum(end, begin + share)
     limits = (stop_q, end, shift, window)
 
-    value_row = (common.to_int64(batch) * kv_heads * group + heads) * queries  # [BLOCK_R]
-    qk_scale, slope, level, unit = formulas.row_shaping(
+    value_row = (common.to_int64(batch) * kv_heads * group + heads) * seqlen_q  # [BLOCK_R]
+    qk_scale, slope, minus_bias, unit = formulas.row_shaping(
         heads, rows, value_row, row_limits, start_k, counts, scale, bias, slopes, s, FLAGS, CAUSAL,
         WINDOW,
     )  # fmt: skip
-    shaping = (qk_scale, inv_softcap, slope, level[:, None] if ELEMENTWISE & FLAGS else None)
+    shaping = (qk_scale, inv_softcap, slope, minus_bias[:, None] if ELEMENTWISE & FLAGS else None)
 
     acc = tl.zeros([BLOCK_R, common.block(V_HEAD_DIM)], tl.float32)
     l_i = tl.zeros([BLOCK_R], tl.float32)
     m_i = tl.full([BLOCK_R], formulas.initial_max(NORM), tl.float32)
     if ELEMENTWISE & FLAGS:
-        m_i = level
+        m_i = minus_bias
     BLOCK_DV: tl.constexpr = common.block(V_HEAD_DIM)
     v_columns = tl.arange(0, BLOCK_DV)  # [V_HEAD_DIM]
     for start in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
         k = common.load_tile(k_source, batch, kv_head, start, end, k_strides, BLOCK_K, HEAD_DIM)
         scores = tl.dot(q, k.T, input_precision="ieee")  # [BLOCK_R, BLOCK_K]
-        tile = start + tl.arange(0, BLOCK_K)  # [BLOCK_K]
+        keys = start + tl.arange(0, BLOCK_K)  # [BLOCK_K]
         allowed = real[:, None] & common.attn_mask(  # [BLOCK_R, BLOCK_K]
-            rows[:, None], tile[None, :], limits, mask, mask_strides, batch, heads[:, None], CAUSAL,
+            rows[:, None], keys[None, :], limits, mask, mask_strides, batch, heads[:, None], CAUSAL,
             WINDOW,
         )  # fmt: skip
         if SHAPED & FLAGS:
             last = stop_q - 1 + shift  # positions count from it
-            scores, unused = formulas.scores_of(  # noqa: RUF059 (an underscore would be carried on)
-                scores, tile[None, :] - last, rows[:, None] + shift - last, shaping, FLAGS, FAST
-            )
+            scores = formulas.scores_of(
+                scores, keys[None, :] - last, rows[:, None] + shift - last, shaping, FLAGS, FAST
+            )[0]
         scores = tl.where(allowed, scores, formulas.masked_score(NORM))
         p, acc, l_i, m_i = formulas.online_softmax(
             acc, l_i, m_i, scores, unit, NORM, True, FAST, False
         )
-        wanted = tile < end  # [BLOCK_K]
+        wanted = keys < end  # [BLOCK_K]
         if SKIP:
             wanted = wanted & (tl.max(p, 0) > 0)
         v_pointers = common.head_of(v_source, batch, kv_head, v_strides)
@@ -113,16 +113,16 @@ def attn_decode(
     tl.store(pointers + BLOCK_DV + 1, m_i)
 
 
-@triton.jit(do_not_specialize=["queries", "keys", "splits"])
+@triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "splits"])
 def combine(
-    output, lse_out, partial, spans, sinks, head_counts, queries, keys, splits, o_strides,
+    output, lse_out, partial, spans, sinks, head_counts, seqlen_q, seqlen_k, splits, o_strides,
     NORM: tl.constexpr, FLAGS: tl.constexpr, BLOCK_R: tl.constexpr, V_HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
     """Joins the splits of one sequence and key head, always in the same order."""
     kv_heads, group = head_counts
     kv_head = tl.program_id(0) % kv_heads
     batch, start_q, stop_q, _, _, _ = common.load_sequence(
-        spans, tl.program_id(0) // kv_heads, queries, keys
+        spans, tl.program_id(0) // kv_heads, seqlen_q, seqlen_k
     )
     real, rows, heads = group_rows(start_q, stop_q, kv_head, group, BLOCK_R)  # [BLOCK_R] each
     BLOCK_DV: tl.constexpr = common.block(V_HEAD_DIM)
@@ -148,5 +148,5 @@ def combine(
     pointers = common.head_of(output, batch, heads, o_strides) + rows * o_strides[2]
     inside = real[:, None] & (columns[None, :] < V_HEAD_DIM)
     tl.store(pointers[:, None] + columns[None, :], out.to(output.dtype.element_ty), mask=inside)
-    lse_row = lse_out + (common.to_int64(batch) * kv_heads * group + heads) * queries
+    lse_row = lse_out + (common.to_int64(batch) * kv_heads * group + heads) * seqlen_q
     tl.store(lse_row + rows, lse, mask=real)

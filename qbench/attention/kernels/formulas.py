@@ -364,17 +364,17 @@ def row_shaping(
     head, rows, value_row, limits, start_k, counts, scale, bias, slopes, s,
     FLAGS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Of a forward pass qk_scale, slope, each row's bias [R], and what scores are still to be
+    """Of a forward pass qk_scale, slope, minus each row's bias [R], and what scores are still to be
     multiplied by. ``head``: of all rows, or [R]."""
     length = log2_length(rows, value_row, limits, start_k, counts, FLAGS, CAUSAL, WINDOW)  # [R]
     s_log_n = load_s(head, s, FLAGS) * length
     qk_scale = times_s_log_n(scale, s_log_n, FLAGS)
     slope = times_s_log_n(load_slope(head, slopes, FLAGS), s_log_n, FLAGS)
-    level = load_bias(length, head, bias, FLAGS)
+    minus_bias = load_bias(length, head, bias, FLAGS)
     unit = scale
     if SHAPED & FLAGS:
         unit = 1.0
-    return column(qk_scale), column(slope), level, unit
+    return column(qk_scale), column(slope), minus_bias, unit
 
 
 @triton.jit
@@ -427,6 +427,13 @@ def cap_gradient(tanhs):
 # The same with what a row's scores have in common added up first, for the Hopper backward pass.
 
 
+@triton.constexpr_function
+def slope_in_lse(norm, flags):
+    """Whether what ALiBi takes from all scores of a row is added to its lse instead."""
+    sloped_alone = flags & (SLOPED.value | SCALED.value) == SLOPED.value
+    return sloped_alone and norm in ("softmax", "sigmoid")
+
+
 @triton.jit
 def scores_minus_lse(
     products, keys, own, s_log_n, qk_scale, inv_softcap, slope, lse,
@@ -434,12 +441,12 @@ def scores_minus_lse(
 ):  # fmt: skip
     """Scores less the lse of their row, what has the scores' sign, and what :func:`cap_gradient`
     takes where they are capped. LSE_SLOPED: ``lse`` has had what :func:`sloped_lse` adds."""
-    if SLOPED & FLAGS and SCALED & FLAGS == 0 and (NORM == "softmax" or NORM == "sigmoid"):
+    if slope_in_lse(NORM, FLAGS):
         tanhs = products
         if CAPPED & FLAGS:
             tanhs = ptx.tanh(products * inv_softcap)
         if not LSE_SLOPED:
-            lse = own.to(tl.float32) * slope + lse
+            lse = sloped_lse(lse, own, slope, NORM, FLAGS)
         return tanhs * qk_scale + (keys.to(tl.float32) * slope - lse), tanhs, tanhs
     elif RESHAPED & FLAGS:
         qk_scale = times_s_log_n(qk_scale, s_log_n, FLAGS)
@@ -454,7 +461,7 @@ def scores_minus_lse(
 def sloped_lse(lse, own, slope, NORM: tl.constexpr, FLAGS: tl.constexpr):
     """The lse of rows with what ALiBi takes from all scores of a row; ``own`` counts from the first
     of a tile of queries."""
-    if SLOPED & FLAGS and SCALED & FLAGS == 0 and (NORM == "softmax" or NORM == "sigmoid"):
+    if slope_in_lse(NORM, FLAGS):
         return own.to(tl.float32) * slope + lse
     else:
         return lse

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from qbench.attention.kernels import common, formulas
-from qbench.attention.kernels.common import ELEMENTWISE, NEEDS_EXPM1, SHAPED
+from qbench.attention.kernels.common import ELEMENTWISE, NEEDS_EXPM1, SHAPED, VARYING
 from qbench.attention.kernels.formulas import CHUNK, SMALL_MAX
 
 
@@ -50,9 +50,9 @@ def attn_fwd_inner(
         if SHAPED & FLAGS:
             # From the tile's first key: what slopes take from keys is the same in all tiles.
             own = rows[:, None] + (limits[2] - start)
-            scores, unused = formulas.scores_of(  # noqa: RUF059 (an underscore would be carried on)
+            scores = formulas.scores_of(
                 scores, tl.arange(0, BLOCK_K)[None, :], own, shaping, FLAGS, FAST
-            )
+            )[0]
         if MASKED:
             allowed = common.attn_mask(  # [BLOCK_Q, BLOCK_K]
                 rows[:, None], keys[None, :], limits, mask, mask_strides, batch, head, CAUSAL,
@@ -83,11 +83,12 @@ def attn_fwd_inner(
     return acc, l_i, m_i
 
 
-@triton.jit(do_not_specialize=["queries", "keys", "window", "mask_b", "mask_h", "mask_t"])
+@triton.jit(do_not_specialize=VARYING)
 def attn_fwd(
     q_source, k_source, v_source, output, lse_out, needs_expm1, mask, spans,
     sinks, bias, slopes, s, counts,
-    head_counts, queries, keys, window, scale, inv_softcap, strides, mask_b, mask_h, mask_t, mask_k,
+    head_counts, seqlen_q, seqlen_k, window, scale, inv_softcap, strides,
+    mask_b, mask_h, mask_t, mask_k,
     NORM: tl.constexpr, FLAGS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     NO_MAX: tl.constexpr, PRECISE: tl.constexpr, TMA: tl.constexpr,
     FAST: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, HEAD_DIM: tl.constexpr,
@@ -97,32 +98,26 @@ def attn_fwd(
     many share a key head. ``strides``: of batch row, head and row, of q, k, v and output each.
     The mask's stay by themselves: inside a tuple Triton would compile for their values.
     ``needs_expm1`` [B, key heads, chunks of keys]: the flags of :func:`attn_fwd_inner`, zeros
-    before. ``sinks``, ``bias``, ``slopes``, ``s`` [heads] and ``counts`` [B, heads, queries]: see
+    before. ``sinks``, ``bias``, ``slopes``, ``s`` [heads] and ``counts`` [B, heads, seqlen_q]: see
     :mod:`qbench.attention.kernels.formulas`; ``scale`` and ``inv_softcap``: see ``ops.scales``."""
-    heads, group = head_counts
     q_strides, k_strides, v_strides, o_strides = strides
     mask_strides = (mask_b, mask_h, mask_t, mask_k)
-    # Causal blocks at the end have the most keys: they start first, so that none starts late.
-    program = tl.num_programs(0) - 1 - tl.program_id(0)
-    head = tl.program_id(1) % heads
-    batch, start_q, stop_q, start_k, stop_k, shift = common.load_sequence(
-        spans, tl.program_id(1) // heads, queries, keys
+    index, first, rows, start_k, limits = common.load_query_block(
+        spans, head_counts, seqlen_q, seqlen_k, window, BLOCK_Q
     )
-    first = start_q + program * BLOCK_Q
+    batch, head, kv_head = index
+    stop_q = limits[0]
     if first >= stop_q:
         return
-    index = (batch, head, head // group)
-    limits = (stop_q, stop_k, shift, window)
-    rows = first + tl.arange(0, BLOCK_Q)  # [BLOCK_Q]
     q = common.load_tile(q_source, batch, head, first, stop_q, q_strides, BLOCK_Q, HEAD_DIM)
     ranges = common.key_ranges(first, start_k, limits, mask, CAUSAL, WINDOW, BLOCK_Q, BLOCK_K)
 
-    value_row = (common.to_int64(batch) * heads + head) * queries
-    qk_scale, slope, level, unit = formulas.row_shaping(
+    value_row = (common.to_int64(batch) * head_counts[0] + head) * seqlen_q
+    qk_scale, slope, minus_bias, unit = formulas.row_shaping(
         head, rows, value_row, limits, start_k, counts, scale, bias, slopes, s, FLAGS, CAUSAL,
         WINDOW,
     )  # fmt: skip
-    shaping = (qk_scale, inv_softcap, slope, level[:, None] if ELEMENTWISE & FLAGS else None)
+    shaping = (qk_scale, inv_softcap, slope, minus_bias[:, None] if ELEMENTWISE & FLAGS else None)
 
     acc = tl.zeros([BLOCK_Q, common.block(V_HEAD_DIM)], tl.float32)
     if NO_MAX:
@@ -144,7 +139,7 @@ def attn_fwd(
         l_i = tl.sum(l_i, 1)  # [BLOCK_Q]
         m_i = tl.max(m_i, 1) * unit  # [BLOCK_Q]
     if ELEMENTWISE & FLAGS:
-        m_i = level
+        m_i = minus_bias
     elif NO_MAX or (NEEDS_EXPM1 & FLAGS and not PRECISE):
         again = tl.zeros([BLOCK_Q], tl.int1)
         tiny = None
@@ -152,9 +147,9 @@ def attn_fwd(
         if NEEDS_EXPM1 & FLAGS:
             again = (m_i > 0) & (m_i < SMALL_MAX)
             tiny = again & (rows < stop_q)
-            chunks = tl.cdiv(keys, CHUNK)
-            flags = (
-                needs_expm1 + (common.to_int64(batch) * (heads // group) + head // group) * chunks
+            kv_heads = head_counts[0] // head_counts[1]
+            flags = needs_expm1 + (common.to_int64(batch) * kv_heads + kv_head) * tl.cdiv(
+                seqlen_k, CHUNK
             )
         if NO_MAX:
             again = again | formulas.sum_lost_bits(l_i, NORM)

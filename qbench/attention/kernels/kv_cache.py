@@ -12,37 +12,25 @@ import triton
 import triton.language as tl
 
 from qbench.attention.kernels import common, formulas
-from qbench.attention.kernels.common import ELEMENTWISE, SHAPED
+from qbench.attention.kernels.common import ELEMENTWISE, SHAPED, VARYING
 
 FAR = tl.constexpr(2**30)
 
 
 @triton.jit
-def bounds(position, first, recent, group):
+def bound(position, first, recent, group):
     """The first position that a query at ``position`` reads unquantized."""
     return first + tl.maximum(position + 1 - recent - first, 0) // group * group
 
 
 @triton.jit(
-    do_not_specialize=[
-        "queries",
-        "keys",
-        "window",
-        "keep_first",
-        "keep_recent",
-        "key_group",
-        "position_stride",
-        "mask_b",
-        "mask_h",
-        "mask_t",
-    ]
+    do_not_specialize=[*VARYING, "keep_first", "keep_recent", "key_group", "position_stride"]
 )
 def quantized_kv_fwd(
     q_source, k_source, v_source, qk_source, qv_source, output, positions, mask, spans,
     sinks, bias, slopes, s, counts,
-    head_counts, queries, keys, window, keep_first, keep_recent, key_group, scale, inv_softcap,
-    strides, position_stride, mask_b, mask_h, mask_t, mask_k,
-
+    head_counts, seqlen_q, seqlen_k, window, keep_first, keep_recent, key_group,
+    scale, inv_softcap, strides, position_stride, mask_b, mask_h, mask_t, mask_k,
     NORM: tl.constexpr, FLAGS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     SKIP: tl.constexpr, FAST: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
@@ -50,46 +38,41 @@ def quantized_kv_fwd(
     """One program a block of BLOCK_Q queries and a head. ``positions`` [B or 1, Tk] int32;
     ``strides``: of batch row, head and row, of q, k, v, quantized k, quantized v and output each;
     others as in ``forward.attn_fwd``."""
-    heads, group = head_counts
     q_strides, k_strides, v_strides, qk_strides, qv_strides, o_strides = strides
     mask_strides = (mask_b, mask_h, mask_t, mask_k)
-    program = tl.num_programs(0) - 1 - tl.program_id(0)
-    head = tl.program_id(1) % heads
-    kv_head = head // group
-    batch, start_q, stop_q, start_k, stop_k, shift = common.load_sequence(
-        spans, tl.program_id(1) // heads, queries, keys
+    index, first, rows, start_k, limits = common.load_query_block(
+        spans, head_counts, seqlen_q, seqlen_k, window, BLOCK_Q
     )
-    first = start_q + program * BLOCK_Q
+    batch, head, kv_head = index
+    stop_q, stop_k, shift, _ = limits
     if first >= stop_q:
         return
-    limits = (stop_q, stop_k, shift, window)
-    rows = first + tl.arange(0, BLOCK_Q)  # [BLOCK_Q]
     q = common.load_tile(q_source, batch, head, first, stop_q, q_strides, BLOCK_Q, HEAD_DIM)
     place = positions + common.to_int64(batch) * position_stride
     real = rows < stop_q
     own = tl.load(place + rows + shift, mask=real, other=0)  # [BLOCK_Q]
-    key_bound = bounds(own, keep_first, keep_recent, key_group)
-    value_bound = bounds(own, keep_first, keep_recent, 1)
+    key_bound = bound(own, keep_first, keep_recent, key_group)
+    value_bound = bound(own, keep_first, keep_recent, 1)
     most_keys = tl.max(tl.where(real, key_bound, -FAR))
     most_values = tl.max(tl.where(real, value_bound, -FAR))
     least_keys = tl.min(tl.where(real, key_bound, FAR))
     least_values = tl.min(tl.where(real, value_bound, FAR))
 
     ranges = common.key_ranges(first, start_k, limits, mask, CAUSAL, WINDOW, BLOCK_Q, BLOCK_K)
-    value_row = (common.to_int64(batch) * heads + head) * queries
-    qk_scale, slope, level, unit = formulas.row_shaping(
+    value_row = (common.to_int64(batch) * head_counts[0] + head) * seqlen_q
+    qk_scale, slope, minus_bias, unit = formulas.row_shaping(
         head, rows, value_row, limits, start_k, counts, scale, bias, slopes, s, FLAGS, CAUSAL,
         WINDOW,
     )  # fmt: skip
-    shaping = (qk_scale, inv_softcap, slope, level[:, None] if ELEMENTWISE & FLAGS else None)
+    shaping = (qk_scale, inv_softcap, slope, minus_bias[:, None] if ELEMENTWISE & FLAGS else None)
     acc = tl.zeros([BLOCK_Q, common.block(V_HEAD_DIM)], tl.float32)
     l_i = tl.zeros([BLOCK_Q], tl.float32)
     m_i = tl.full([BLOCK_Q], formulas.initial_max(NORM), tl.float32)
     for start in range(ranges[0], ranges[3], BLOCK_K):
-        tile = start + tl.arange(0, BLOCK_K)  # [BLOCK_K]
-        at = tl.load(place + tile, mask=tile < stop_k, other=FAR)  # [BLOCK_K]
+        keys = start + tl.arange(0, BLOCK_K)  # [BLOCK_K]
+        at = tl.load(place + keys, mask=keys < stop_k, other=FAR)  # [BLOCK_K]
         nearest = tl.min(at)
-        farthest = tl.max(tl.where(tile < stop_k, at, -FAR))
+        farthest = tl.max(tl.where(keys < stop_k, at, -FAR))
         written = at >= keep_first
         # where nothing of a tile is read from a source, that source is not read at all
         from_plain_k = (nearest < keep_first) | (farthest >= least_keys)
@@ -113,14 +96,13 @@ def quantized_kv_fwd(
             )
         if SHAPED & FLAGS:
             origin = first + shift
-            scores, unused = formulas.scores_of(  # noqa: RUF059 (an underscore would be carried on)
-                scores, tile[None, :] - origin, rows[:, None] + shift - origin, shaping, FLAGS,
+            scores = formulas.scores_of(
+                scores, keys[None, :] - origin, rows[:, None] + shift - origin, shaping, FLAGS,
                 FAST,
-            )  # fmt: skip
+            )[0]  # fmt: skip
         allowed = common.attn_mask(  # [BLOCK_Q, BLOCK_K]
-            rows[:, None], tile[None, :], limits, mask, mask_strides, batch, head, CAUSAL, WINDOW
+            rows[:, None], keys[None, :], limits, mask, mask_strides, batch, head, CAUSAL, WINDOW
         )
-        allowed = allowed & (tile[None, :] < stop_k)
         scores = tl.where(allowed, scores, formulas.masked_score(NORM))
         p, acc, l_i, m_i = formulas.online_softmax(
             acc, l_i, m_i, scores, unit, NORM, True, FAST, False

@@ -74,6 +74,7 @@ def prepare(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
+    spans: Tensor | None = None,
     *,
     normalizer: str,
     parameters: Mapping[str, Tensor] | None = None,
@@ -87,7 +88,7 @@ def prepare(
     """What the kernels take beside tensors, checked. ``max_seqlen_q`` and ``max_seqlen_k`` are the
     most query and key rows of one sequence, if known. Raises what ``reference.attention`` does,
     ValueError for float64, UnavailableError for a normalizer that the kernels do not have."""
-    check(query, key, value, mask)
+    check(query, key, value, mask, spans)
     given = NORMALIZERS.get(normalizer).checked(parameters, query.shape[1])
     require(normalizer)
     if query.dtype not in DTYPES or not query.dtype == key.dtype == value.dtype:

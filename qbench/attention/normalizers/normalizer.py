@@ -118,16 +118,16 @@ class Normalizer(ABC):
     ) -> Tensor:
         """The definition: weights of ``scores`` [..., N] over the last axis, in their dtype.
 
-        Where ``allowed`` (bool, broadcast to the scores) is False a key counts neither above nor
-        below the fraction line; a row with nothing allowed gives zeros. ``parameters``: by name,
-        of a number a head each; with any, scores are [..., H, R, N].
+        Where ``allowed`` (bool, broadcast to the scores) is False a key counts neither in the
+        numerator nor in the denominator; a row with nothing allowed gives zeros. ``parameters``:
+        by name, of a number a head each; with any, scores are [..., H, R, N].
         """
 
     def fraction(
         self, scores: Tensor, *, allowed: Tensor | None = None, parameters: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor] | None:
-        """What stands above the fraction line [..., N] and below it [..., 1], where that is
-        faster than :meth:`weights`; for inference only, and it may overwrite ``scores``."""
+        """Numerator [..., N] and denominator [..., 1] of the weights, where that is faster than
+        :meth:`weights`; for inference only, and it may overwrite ``scores``."""
         return None
 
     def attention(

@@ -31,7 +31,7 @@ class Softpick(Normalizer):
     def weights(
         self, scores: Tensor, *, allowed: Tensor | None = None, parameters: Mapping[str, Tensor]
     ) -> Tensor:
-        if allowed is not None:  # e^0 − 1 = 0: a score of 0 adds nothing above or below the line
+        if allowed is not None:  # e^0 − 1 = 0: a score of 0 adds nothing to either sum
             scores = scores.masked_fill(~allowed, 0.0)
         # The maximum only shifts the exponents: function and gradient do not depend on it.
         maximum = scores.detach().amax(-1, keepdim=True).clamp(min=0)
@@ -45,15 +45,15 @@ class Softpick(Normalizer):
         """Overwrites ``scores``: without new memory and with one exponential a score it takes a
         third of the time of :meth:`weights`."""
         if allowed is not None:
-            scores.mul_(allowed)  # e^0 − 1 = 0: a score of 0 adds nothing above or below the line
+            scores.mul_(allowed)  # e^0 − 1 = 0: a score of 0 adds nothing to either sum
         maximum = scores.amax(-1, keepdim=True).clamp_(min=0)
-        if maximum.max() <= SAFE_MAXIMUM:  # the shift by m is not needed: both lines times e^m
-            above = scores.expm1_()
-            both = above.sum(-1, keepdim=True)
-            above.relu_()
+        if maximum.max() <= SAFE_MAXIMUM:  # the shift by m is not needed: both times e^m
+            numerator = scores.expm1_()
+            both = numerator.sum(-1, keepdim=True)
+            numerator.relu_()
             # Σ|a| = 2 Σ max(a, 0) − Σ a: two sums are thrice as fast as a norm, and nothing cancels
-            total = above.sum(-1, keepdim=True).mul_(2).sub_(both)
-            return above, total.add_(maximum.exp_().mul_(EPSILON))
+            total = numerator.sum(-1, keepdim=True).mul_(2).sub_(both)
+            return numerator, total.add_(maximum.exp_().mul_(EPSILON))
         signs = scores.sign()
         distance = (scores.clamp(min=0) - maximum).exp_().mul_(scores.abs_().neg_().expm1_().neg_())
         total = distance.sum(-1, keepdim=True).add_(EPSILON)
