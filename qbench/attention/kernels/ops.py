@@ -35,7 +35,9 @@ from qbench.attention.kernels.formulas import CHUNK, LOG2_E
 from qbench.attention.kernels.forward import attn_fwd
 from qbench.attention.normalizers import NORMALIZERS, Kernels
 from qbench.attention.reference import check
+from qbench.errors import UnavailableError
 
+MAX_HEAD_DIM = 256  # the tiles of wider ones do not fit into shared memory
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PLAIN = (Tensor, torch.nn.Parameter)
 DECODE_ROWS = 64  # at most so many heads × queries that share keys are decoded together
@@ -87,10 +89,16 @@ def prepare(
 ) -> tuple[Parameters, Settings]:
     """What the kernels take beside tensors, checked. ``max_seqlen_q`` and ``max_seqlen_k`` are the
     most query and key rows of one sequence, if known. Raises what ``reference.attention`` does,
-    ValueError for float64, UnavailableError for a normalizer that the kernels do not have."""
+    ValueError for float64, UnavailableError for a normalizer that the kernels do not have, and for
+    heads that are too wide."""
     check(query, key, value, mask, spans)
     given = NORMALIZERS.get(normalizer).checked(parameters, query.shape[1])
     require(normalizer)
+    if (width := max(query.shape[3], value.shape[3])) > MAX_HEAD_DIM:
+        raise UnavailableError(
+            f"attention: the kernels take heads up to {MAX_HEAD_DIM} wide, not {width}; use "
+            "'reference'"
+        )
     if query.dtype not in DTYPES or not query.dtype == key.dtype == value.dtype:
         raise ValueError(
             "the kernels take bfloat16, float16 or float32, one for all, not "

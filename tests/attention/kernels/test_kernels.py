@@ -15,6 +15,7 @@ from qbench.attention.normalizers import NORMALIZERS, Kernels, normalizer
 from qbench.attention.normalizers.scalable import S
 from qbench.attention.normalizers.softmax import SoftmaxSink
 from qbench.attention.transformers import attend
+from qbench.errors import UnavailableError
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of infinities
 LIMIT = 1e-5  # relative
@@ -148,6 +149,13 @@ def test_values_have_right_gradients_where_all_scores_are_tiny(rows):
         )
         found += torch.autograd.grad(output, leaf, gradient.to(dtype))
     assert error(*found) <= 2e-3
+
+
+@pytest.mark.parametrize("widths", [(264, 16), (16, 264)])
+def test_heads_that_are_wider_than_shared_memory_are_refused(widths):
+    query, value = (torch.randn(1, 1, 3, width) for width in widths)
+    with pytest.raises(UnavailableError, match="up to 256 wide, not 264; use 'reference'"):
+        kernels.attention(query, query, value, normalizer="softmax")
 
 
 @pytest.mark.parametrize("sinks", [[300.0, 0.0], [-math.inf, -300.0]], ids=["huge", "none"])
