@@ -55,7 +55,7 @@ def output_projections(model: nn.Module) -> dict[str, nn.Module]:
     return {
         name: getattr(module, next(p for p in PROJECTIONS if hasattr(module, p)))
         for name, module in attention_modules(model).items()
-        if hasattr(module, "head_dim") and any(hasattr(module, p) for p in PROJECTIONS)
+        if any(hasattr(module, p) for p in PROJECTIONS)
     }
 
 
@@ -70,10 +70,11 @@ def output_ratios(model: PreTrainedModel, ids: Tensor, progress: Advance) -> dic
             f"prune_heads: the attention heads of {type(model).__name__} cannot be found; use a "
             f"model whose attention ends in one of {', '.join(PROJECTIONS)}"
         )
+    heads = model.config.get_text_config().num_attention_heads
     sums: dict[str, Tensor] = {}
 
     def look(name: str, output: Tensor) -> None:
-        output = output.unflatten(-1, (-1, model.get_submodule(name).head_dim)).float()
+        output = output.unflatten(-1, (heads, -1)).float()
         norms = output.norm(dim=-1).double().flatten(0, -2).mean(0)
         sums[name] = sums[name] + norms if name in sums else norms
 

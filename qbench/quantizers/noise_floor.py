@@ -49,8 +49,10 @@ register_combination(
 
 def install(model: PreTrainedModel, settings: RoundingNoise, tensors: Any) -> None:
     """Raises QuantizationError where the decoder's layers cannot be told."""
-    layers = getattr(model.get_decoder(), "layers", None)
-    if layers is None:
+    from qbench.streaming import decoder_blocks
+
+    found = decoder_blocks(model)
+    if found is None:
         raise QuantizationError(
             f"noise-floor: the layers of {type(model).__name__} cannot be found"
         )
@@ -63,7 +65,7 @@ def install(model: PreTrainedModel, settings: RoundingNoise, tensors: Any) -> No
 
         return hook
 
-    for number, layer in enumerate(layers):
+    for number, layer in enumerate(found[1]):
         layer.register_forward_hook(noisy(number))
 
 

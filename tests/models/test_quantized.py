@@ -105,8 +105,8 @@ def test_inputs_of_what_is_no_linear_layer_stay_as_they_are_where_that_is_said(
     assert all(name.endswith(ignored) for name in found.activations.left_out)
 
 
-@pytest.mark.parametrize("kind", ["bamba", "falcon_h1"])
-def test_heads_of_a_state_space_are_none_that_can_be_pruned(kind, tmp_path):
+@pytest.mark.parametrize("kind", ["bamba", "falcon_h1", "gpt_neox", "deepseek_v3"])
+def test_heads_of_attention_are_pruned_and_those_of_a_state_space_are_not(kind, tmp_path):
     entry = {"prune_heads": {"name": "weakest", "share": 0.3}}
     quantizer = config_of(entry, compute_dtype="float32")
     original, model = tiny_model(kind), tiny_model(kind)
@@ -116,6 +116,16 @@ def test_heads_of_a_state_space_are_none_that_can_be_pruned(kind, tmp_path):
     found = audit(original, made, quantizer, PROBE)
     assert found.problems == ()
     assert found.heads.share == pytest.approx(0.3, abs=0.2)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "bloom", "falcon", "mamba2"])
+def test_noise_comes_after_each_layer_whatever_its_list_is_called(kind, tmp_path):
+    quantizer = config_of({"name": "noise-floor"}, compute_dtype="float32")
+    found = audit(
+        tiny_model(kind), make(quantizer, tmp_path, model=tiny_model(kind)), quantizer, PROBE
+    )
+    assert found.problems == ()
+    assert 0 < found.logits_moved < 1e-3
 
 
 def test_bitsandbytes_does_not_choose_an_experts_kernel_by_its_number_of_rows(
