@@ -13,6 +13,7 @@ from qbench.cli.messages import show_written
 from qbench.cli.options import Against, Folder, Published, Run, open_store, to_file
 from qbench.comparison.changes import compare_cells, compare_results
 from qbench.comparison.compare import compare as compare_store
+from qbench.comparison.explain import find_cell
 from qbench.comparison.lines import Comparison
 from qbench.errors import OutputError, ResultsError
 from qbench.files import require_folder, write_atomically
@@ -119,9 +120,7 @@ def compare(
     ```
     """
     if b is not None and _names_cell(a) and _names_cell(b):
-        stores = Store(a.parent.parent, run=run), Store(b.parent.parent, run=run_b)
-        cells = ["/".join(path.parts[-2:]) for path in (a, b)]
-        found = compare_cells(stores[0], cells[0], stores[1], cells[1])
+        found = compare_cells(find_cell(str(a), run), find_cell(str(b), run_b))
         typer.echo(changes_table(found), nl=False)
         return
     if b is None and run is None:

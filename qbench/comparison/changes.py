@@ -9,7 +9,6 @@ from itertools import combinations
 
 import numpy as np
 
-from qbench.comparison.explain import find_cell
 from qbench.comparison.lines import Change, status_of
 from qbench.comparison.trainings import differences, trained, unlike
 from qbench.errors import ResultsError
@@ -211,19 +210,20 @@ def compare_results(a: Store, b: Store) -> Changes:
     )
 
 
-def compare_cells(a: Store, cell: str, b: Store, other: str) -> Changes:
-    """What the cell ``other`` of folder ``b`` scores against ``cell`` of folder ``a``, paired.
+def compare_cells(a: tuple[Store, Record], b: tuple[Store, Record]) -> Changes:
+    """What the cell ``b`` scores against ``a``, paired; each as ``find_cell`` gives it.
 
     Raises ResultsError where one has no sound score, or they score different data.
     """
     sides, names = [], []
-    for store, name in ((a, cell), (b, other)):
-        _, record = find_cell(f"{store.directory}/{name}", store.run)
+    alone = a[0].directory == b[0].directory
+    for store, record in (a, b):
         status, reason = status_of(record)
         if status != "ok":
-            raise ResultsError(f"{store.directory}: {name}: {status}: {reason}")
+            raise ResultsError(f"{store.directory}: {record.cell}: {status}: {reason}")
         sides.append(_read_cell(store, record))
-        names.append(name if a.directory == b.directory else f"{store.name}: {name}")
+        names.append(record.cell if alone else f"{store.name}: {record.cell}")
+    cell, other = a[1].cell, b[1].cell
     lines = compare_pairs({f"{other} {MINUS} {cell}": sides})
     if not lines:
         raise ResultsError(f"{cell} and {other} have no score in common")

@@ -18,6 +18,10 @@ def grid(path, **settings):
     return make_store(path, sizes=SIZES, quantizers=QUANTIZERS, **settings)
 
 
+def cell(store, name):
+    return find_cell(f"{store.directory}/{name}")
+
+
 def test_results_of_two_runs_are_paired_and_only_the_changed_cell_is_marked(tmp_path):
     old = grid(tmp_path / "a")
     new = grid(tmp_path / "b", shift={"softmax/hqq-4bit": 0.5})
@@ -57,7 +61,7 @@ def test_scores_of_one_side_only_are_named_with_why_they_failed(tmp_path):
         f"softpick/bf16: arc_easy: not in {new.directory}",
     )
     assert compare_results(new, old).problems == compare_results(old, new).problems
-    cells = compare_cells(new, "softmax/bf16", old, "softpick/bf16")
+    cells = compare_cells(cell(new, "softmax/bf16"), cell(old, "softpick/bf16"))
     assert cells.problems == (f"wikitext: not in {new.directory}: softmax/bf16: it gives NaN",)
 
 
@@ -77,16 +81,16 @@ def test_a_score_without_outcomes_is_compared_by_its_value(tmp_path):
 def test_two_cells_are_compared_whatever_is_wrong_with_a_third(tmp_path):
     store = grid(tmp_path / "a", failed=("softmax/bf16",))
     next(store.directory.glob("records/softmax/hqq-4bit/*.outcomes.parquet")).unlink()
-    cells = compare_cells(store, "softpick/bf16", store, "softpick/hqq-4bit")
+    cells = compare_cells(cell(store, "softpick/bf16"), cell(store, "softpick/hqq-4bit"))
     assert len(cells.lines) == 5
     wrong = {
         "softmax/hqq-4bit": "missing; run the recipe again",
         "softmax/bf16": "failed: out of memory",
         "softmax/x": "no cell softmax/x; .*a has softmax/bf16, ",
     }
-    for cell, words in wrong.items():
+    for name, words in wrong.items():
         with pytest.raises(ResultsError, match=words):
-            compare_cells(store, cell, store, "softpick/hqq-4bit")
+            compare_cells(cell(store, name), cell(store, "softpick/hqq-4bit"))
 
 
 def test_two_cells_that_were_trained_differently_are_named(tmp_path):
@@ -96,9 +100,9 @@ def test_two_cells_that_were_trained_differently_are_named(tmp_path):
 
     trainings = {"softmax": trained("softmax", 6103), "softpick": trained("softpick", 9000)}
     store = grid(tmp_path / "a", trained=trainings)
-    (line,) = compare_cells(store, "softmax/bf16", store, "softpick/bf16").problems
+    (line,) = compare_cells(cell(store, "softmax/bf16"), cell(store, "softpick/bf16")).problems
     assert line.startswith("softmax/bf16 and softpick/bf16 were trained differently, not in the")
-    assert not compare_cells(store, "softmax/bf16", store, "softmax/hqq-4bit").problems
+    assert not compare_cells(cell(store, "softmax/bf16"), cell(store, "softmax/hqq-4bit")).problems
 
 
 def test_explain_names_exactly_the_parts_that_differ(tmp_path):

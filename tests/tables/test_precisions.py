@@ -9,6 +9,7 @@ from synthetic import make_store
 from qbench.cli import results as command
 from qbench.comparison.changes import compare_cells
 from qbench.comparison.compare import compare
+from qbench.comparison.explain import find_cell
 from qbench.errors import ResultsError
 from qbench.store import Store
 from qbench.tables import render
@@ -45,7 +46,9 @@ def test_a_pair_is_what_two_cells_give(store):
         for one in compare(store).pairs
         if one.cell == "hqq-2bit − gptq-4bit" and one.metric == "acc"
     )
-    alone = compare_cells(store, "mine/gptq-4bit", store, "mine/hqq-2bit")
+    alone = compare_cells(
+        *(find_cell(f"{store.directory}/mine/{name}") for name in ("gptq-4bit", "hqq-2bit"))
+    )
     same = next(one for one in alone.lines if one.metric == "acc")
     assert (same.old, same.new, same.effect.p) == (pair.old, pair.new, pair.effect.p)
     values = {e.quantizer: e.value for one in compare(store).lines if one.metric == "acc"
