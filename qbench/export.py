@@ -186,7 +186,10 @@ def card(record: Record) -> str:
     """YAML between lines of dashes, and a table of the same scores for people."""
     results, scores = [], (*record.scores, *record.groups)
     for score in scores:
-        percent = is_percentage(score.metric)
+        unit = 100 if is_percentage(score.metric) else 1
+        stated = {"documents": score.documents}
+        if score.stderr is not None:
+            stated["stderr"] = score.stderr * unit
         results.append(
             huggingface_hub.EvalResult(
                 task_type="text-generation",
@@ -196,8 +199,8 @@ def card(record: Record) -> str:
                 dataset_name=score.label,
                 metric_type=score.metric.partition(" [")[0],
                 metric_name=score.metric,
-                metric_value=score.value * 100 if percent else score.value,
-                metric_args=_about(score, percent),
+                metric_value=score.value * unit,
+                metric_args=stated,
             )
         )
     name = f"{record.checkpoint}/{record.quantizer}"
@@ -218,13 +221,6 @@ def _definition(task: str) -> dict[str, Any]:
         return read_definition(definition_file(task, None)).config
     except QbenchError:
         return {}
-
-
-def _about(score: Score | GroupScore, percent: bool) -> dict[str, object]:
-    about: dict[str, object] = {"documents": score.documents}
-    if score.stderr is not None:
-        about["stderr"] = score.stderr * 100 if percent else score.stderr
-    return about
 
 
 def write_tensorboard(store: Store, record: Record, folder: Path) -> list[Path]:

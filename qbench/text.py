@@ -101,8 +101,10 @@ def one_line(text: str) -> str:
     """Without line breaks, control characters and marks that turn the direction of writing."""
     if text.isprintable():  # none of them, and a table has a hundred thousand texts
         return text
-    kept = (" " if _breaks(character) else character for character in text)
-    return "".join(kept)
+    # Cc: controls, Cf: invisible formatting such as bidirectional overrides, Cs: lone surrogates,
+    # Zl and Zp: line and paragraph separators.
+    breaks = ("Cc", "Cf", "Cs", "Zl", "Zp")
+    return "".join(" " if unicodedata.category(c) in breaks else c for c in text)
 
 
 def for_markdown(text: str) -> str:
@@ -124,12 +126,6 @@ def for_csv(value: object) -> object:
         return value
     text = one_line(value)
     return f"'{text}" if text.lstrip().startswith(FORMULA) else text
-
-
-def _breaks(character: str) -> bool:
-    # Cc: controls, Cf: invisible formatting such as bidirectional overrides, Cs: lone surrogates,
-    # Zl and Zp: line and paragraph separators.
-    return unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]], *, align: str) -> str:

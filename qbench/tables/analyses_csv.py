@@ -210,6 +210,8 @@ def pruned_rows(records: Sequence[Record]) -> list[dict[str, object]]:
         if heads is None or only != (None, None, None) or not isinstance(record.damage, Damage):
             continue
         if (divergence := kl(record)) is not None:
+            tasks = record.damage.tasks.values()
+            ratios = (ratio.value for task in tasks for ratio in task.ln_perplexity_ratio.values())
             rows.append(
                 {
                     "checkpoint": record.checkpoint,
@@ -217,19 +219,12 @@ def pruned_rows(records: Sequence[Record]) -> list[dict[str, object]]:
                     "heads": len(heads.pruned),
                     "share": heads.share,
                     "kl": divergence,
-                    "ln_perplexity_ratio": _perplexity_change(record),
+                    "ln_perplexity_ratio": next(ratios, None),
                     "key": record.key,
                 }
             )
     names = [row["checkpoint"] for row in rows]
     return sorted(rows, key=lambda row: (names.index(row["checkpoint"]), row["share"]))
-
-
-def _perplexity_change(record: Record) -> float | None:
-    for task in record.damage.tasks.values():
-        for ratio in task.ln_perplexity_ratio.values():
-            return ratio.value
-    return None
 
 
 def kl(record: Record) -> float | None:

@@ -34,12 +34,15 @@ class AnalysisResults:
 
 def load_analyses(store: Store) -> AnalysisResults:
     """Raises ResultsError where a file of an analysis is damaged."""
-    parts = [Analyses(store.directory).records(), long_contexts(store.directory).records()]
+    analyses: Analyses[Analysis] = Analyses(store.directory)
+    parts = [analyses.records(), long_contexts(store.directory).records()]
     units = sensitivities(store.directory).records()
     failed = [one for part in [*parts, units] for one in part if one.status == "failed"]
     problems = together((one.cell, f"failed: {one.error}") for one in failed)
     records: list[Record] = []
+    replicates = analyses.grid().replicates if analyses.has_grid() else {}
     if store.has_grid():
+        replicates = replicates or store.grid().replicates
         try:
             records = [one for one in store.records() if one.status == "ok"]
         except ResultsError as error:
@@ -51,11 +54,5 @@ def load_analyses(store: Store) -> AnalysisResults:
         sensitivities=tuple(one for one in units if one.status == "ok"),
         records=tuple(records),
         problems=tuple(problems),
-        replicates=_replicates(store),
+        replicates=replicates,
     )
-
-
-def _replicates(store: Store) -> Mapping[str, tuple[str, ...]]:
-    analyses: Analyses[Analysis] = Analyses(store.directory)
-    stated = analyses.grid().replicates if analyses.has_grid() else {}
-    return stated or (store.grid().replicates if store.has_grid() else {})
