@@ -190,7 +190,7 @@ class Stream:
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="qbench-stream")
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._step: _Step | None = None
-        self._gives_tuples = False
+        self._gives = 0  # how many things in a tuple; 0: hidden states alone, in none
 
     def bring(self, name: str) -> None:
         """See :func:`bring`."""
@@ -230,7 +230,7 @@ class Stream:
             for number, call in enumerate(calls):
                 step = _Step(index, states[number])
                 self._run(call, step)
-                output = step.output[0] if self._gives_tuples else step.output
+                output = step.output[0] if self._gives else step.output
                 states[number] = self.hold(output, states[number])
             progress((index + 1) / len(self.blocks))
         for number, call in enumerate(calls):
@@ -259,18 +259,18 @@ class Stream:
         if step is None:
             self._turn(index)
             output = own(*args, **kwargs)
-            self._gives_tuples = isinstance(output, tuple)
+            self._gives = len(output) if isinstance(output, tuple) else 0
             return output
         hidden, *rest = args
         if index < step.index:
             if index == len(self.blocks) - 1 and step.state is not None:
                 hidden = step.state.to(self.device, non_blocking=True)
-            return (hidden,) if self._gives_tuples else hidden
+            return (hidden, *[None] * (self._gives - 1)) if self._gives else hidden
         if step.state is not None:
             hidden = step.state.to(self.device, non_blocking=True)
         self._turn(index)
         step.output = own(hidden, *rest, **kwargs)
-        self._gives_tuples = isinstance(step.output, tuple)
+        self._gives = len(step.output) if isinstance(step.output, tuple) else 0
         raise Stop
 
     @torch.inference_mode(False)

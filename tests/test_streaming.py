@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from small_recipe import DEMO, qbench, small_recipe
+from tiny import tiny_model
 
 from qbench.cell import _elsewhere
 from qbench.checkpoints.find import elements, read_headers
@@ -13,7 +14,7 @@ from qbench.errors import RecipeError, UnavailableError
 from qbench.plan import plan
 from qbench.recipe import Recipe
 from qbench.store import Store
-from qbench.streaming import bring, stream, stream_of
+from qbench.streaming import bring, stream, stream_of, together
 
 CALIBRATION = {"path": str(DEMO / "calibration.jsonl"), "samples": 8, "length": 128}
 QUICK = ["fp32", {"name": "gptq-4bit", "group_size": 64}]
@@ -92,6 +93,18 @@ def test_many_forwards_read_each_block_once():
     assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
     assert sorted(reads) == [0, 1, 2, 3]
     assert told == [0.25, 0.5, 0.75, 1.0]
+
+
+@torch.no_grad()
+def test_blocks_may_give_more_than_hidden_states():
+    """As those of Bamba, which give attention weights, or None, beside them."""
+    ids = torch.arange(2, 26).reshape(2, 12)
+    model, streamed = tiny_model("bamba"), stream(tiny_model("bamba"), "cpu")
+    calls = [
+        lambda row=row: streamed(input_ids=row, use_cache=False).logits for row in ids[:, None]
+    ]
+    for found, row in zip(together(streamed, calls), ids[:, None], strict=True):
+        assert torch.equal(found, model(input_ids=row, use_cache=False).logits)
 
 
 def test_changes_to_a_block_are_forgotten_when_its_turn_is_over():

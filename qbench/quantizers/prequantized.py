@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from importlib.util import find_spec
 from typing import Annotated, Any, ClassVar, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from qbench import machine
@@ -38,7 +39,8 @@ ACTIVATION_AGREEMENT = 0.3  # relative, of products whose inputs are rounded to 
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
     """What a ``quantization_config`` says of its weights. ``bits``: what its layers have, what a
-    table shows first; ``groups``: weights of a row that share a scale."""
+    table shows first; ``groups``: weights of a row that share a scale; ``block``: rows and columns
+    that are dequantized together; ``refusal``: why its library does not load it, and what to do."""
 
     bits: tuple[Annotated[int | float, Field(gt=0, le=32)], ...]
     words: str
@@ -48,6 +50,8 @@ class Scheme:
     kv_cache: Part | None = None
     independent: bool = True  # a score of batch-mates, and logits of later tokens
     int8_products: bool = False  # int8 codes are multiplied by int8 codes
+    block: tuple[PositiveInt, PositiveInt] = (1, 1)
+    refusal: str = ""
 
     def __post_init__(self) -> None:
         if self.groups < 1 and self.groups != WHOLE_ROW:
@@ -67,9 +71,13 @@ class Format(NamedTuple):
         return [name for name, module in self.modules.items() if find_spec(module) is None]
 
 
-def _bits(config: Mapping[str, Any]) -> Scheme:
-    bits, group = config["bits"], config.get("group_size", 128)
-    return Scheme(bits=(bits,), groups=group, words=f"int{bits} {strategy(group)}")
+def _bits(config: Mapping[str, Any], key: str, read: tuple[str, ...]) -> Scheme:
+    """``key`` states the layout of the files; ``read``: those that the kernel in torch reads."""
+    bits, group, refusal = config["bits"], config.get("group_size", 128), ""
+    if (layout := str(config.get(key) or read[0]).lower()) not in read:
+        refusal = f"{key} {layout!r}, and {' and '.join(read)} alone load here; take another copy"
+    words = f"int{bits} {strategy(group)}"
+    return Scheme(bits=(bits,), groups=group, words=words, refusal=refusal)
 
 
 def _bitsandbytes(config: Mapping[str, Any]) -> Scheme:
@@ -92,6 +100,18 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Scheme:
     sizes = [args.get("group_size") or _block(args)[1] for args in weights]
     rounded = (*inputs, cache) if cache else inputs
     mixes = any(args.get("strategy") == "tensor" and args.get("dynamic") for args in rounded)
+    refusal = ""
+    if any(args.get("actorder") in ("group", True) for args in weights):
+        refusal = (
+            "its weights are in the order of activations (actorder: group), which "
+            "compressed-tensors 0.20 no longer loads; take another copy"
+        )
+    elif cache and cache.get("strategy") == "token" and cache.get("dynamic"):
+        refusal = (
+            "its config.json has a dynamic kv_cache_scheme of strategy token: compressed-tensors "
+            "takes one scale for all tokens of a sequence, so later tokens would change the scores "
+            "of earlier ones; take a copy whose scheme is static, or of strategy group"
+        )
     return Scheme(
         bits=tuple(args["num_bits"] for args in reversed(weights)),
         groups=min((size for size in sizes if size != WHOLE_ROW), default=WHOLE_ROW),
@@ -99,6 +119,7 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Scheme:
         activations=_part(inputs[0]) if inputs else None,
         kv_cache=_part(cache) if cache else None,
         independent=not mixes,
+        refusal=refusal,
     )
 
 
@@ -169,6 +190,7 @@ def _fp8(config: Mapping[str, Any]) -> Scheme:
         groups=columns,
         words=f"fp8 in blocks of {rows} × {columns}" if blocks else "fp8 per tensor",
         activations=Part(bits=8, scheme=f"fp8 {share}", simulated=False),
+        block=(rows, columns) if blocks else (1, 1),
     )
 
 
@@ -190,8 +212,10 @@ def _mxfp4(config: Mapping[str, Any]) -> Scheme:
 GPTQMODEL = {"gptqmodel": "gptqmodel", "optimum": "optimum"}
 ACCELERATE = {"accelerate": "accelerate"}
 FORMATS: dict[str, Format] = {
-    "gptq": Format("GPTQ", _bits, GPTQMODEL),
-    "awq": Format("AWQ", _bits, GPTQMODEL | ACCELERATE),
+    "gptq": Format(
+        "GPTQ", partial(_bits, key="checkpoint_format", read=("gptq", "gptq_v2")), GPTQMODEL
+    ),
+    "awq": Format("AWQ", partial(_bits, key="version", read=("gemm",)), GPTQMODEL | ACCELERATE),
     "compressed-tensors": Format(
         "compressed-tensors", _compressed_tensors, {"compressed-tensors": "compressed_tensors"}
     ),
@@ -201,8 +225,6 @@ FORMATS: dict[str, Format] = {
     "mxfp4": Format("MXFP4", _mxfp4, ACCELERATE),
     "gguf": Format("GGUF", _gguf, {"llama-cpp-python": "llama_cpp", "gguf": "gguf"}),
 }
-# What states the layout of a format's files, and those that its kernel in torch reads
-LAYOUTS = {"gptq": ("checkpoint_format", ("gptq", "gptq_v2")), "awq": ("version", ("gemm",))}
 REFUSED = {
     "hqq": "transformers 5 loads no HQQ checkpoints; quantize here: hqq-4bit",
     "nvfp4": "transformers loads no NVFP4 checkpoints but those of compressed-tensors",
@@ -336,27 +358,8 @@ class Prequantized(Published):
     def check(self, config: Mapping[str, Any], device: str) -> None:
         if missing := FORMATS[self.format].missing:
             raise RecipeError(f"{self.format}: pip install {' '.join(missing)} loads it")
-        if self.format in LAYOUTS:
-            key, read = LAYOUTS[self.format]
-            if (layout := str(self.stated.get(key) or read[0]).lower()) not in read:
-                raise RecipeError(
-                    f"{self.format}: {key} {layout!r}, and {' and '.join(read)} alone load here; "
-                    "take another copy"
-                )
-        groups = (self.stated.get("config_groups") or {}).values()
-        if any((group.get("weights") or {}).get("actorder") in ("group", True) for group in groups):
-            raise RecipeError(
-                f"{self.format}: its weights are in the order of activations (actorder: group), "
-                "which compressed-tensors 0.20 no longer loads; take another copy"
-            )
-        cache = self.stated.get("kv_cache_scheme") or {}
-        if cache.get("strategy") == "token" and cache.get("dynamic"):
-            raise RecipeError(
-                f"{self.format}: its config.json has a dynamic kv_cache_scheme of strategy token: "
-                "compressed-tensors takes one scale for all tokens of a sequence, so later tokens "
-                "would change the scores of earlier ones; take a copy whose scheme is static, or "
-                "of strategy group"
-            )
+        if self._scheme.refusal:
+            raise RecipeError(f"{self.format}: {self._scheme.refusal}")
         if self._scheme.int8_products and device == "cpu" and (why := machine.int8_problem()):
             raise RecipeError(
                 f"{self.format}: {why}, so its products would be wrong; run it on a GPU or on a "
@@ -370,7 +373,7 @@ class Prequantized(Published):
                 f"{self.name}: {name} has {columns} inputs, and on CPUs bitsandbytes 0.50 reads "
                 "4-bit rows of whole blocks of 64 alone; run it on a GPU"
             )
-        sizes = zip((rows, columns), self.stated.get("weight_block_size") or (1, 1), strict=True)
+        sizes = zip((rows, columns), self._scheme.block, strict=True)
         if self.weights_only and any(n > size and n % size for n, size in sizes):
             raise QuantizationError(
                 f"{self.name}: {name} [{rows}, {columns}] is not cut into whole blocks, and "

@@ -445,6 +445,10 @@ def test_an_awq_checkpoint_passes_and_one_whose_factors_do_not_cancel_fails(span
         ),
         ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}}, "none that"),
         (
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [0, 128]}},
+            "none that fp8 writes",
+        ),
+        (
             {"quantization_config": {"quant_method": "compressed-tensors",
              "config_groups": {"a": {"weights": {"type": "int"}}}}},
             "none that compressed-tensors writes (KeyError: 'num_bits')",
