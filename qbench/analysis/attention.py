@@ -240,5 +240,5 @@ def _weights(model: PreTrainedModel, ids: Tensor, heads: Sequence[Head]) -> list
         model(input_ids=ids, use_cache=False)
     for layer, head in heads:
         if layer not in seen or head >= len(seen[layer]):
-            raise RecipeError(f"--heads {layer}.{head}: the model has no such head")
+            raise RecipeError(f"--heads {layer}.{head}: that layer has no such head")
     return [seen[layer][head] for layer, head in heads]

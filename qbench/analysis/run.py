@@ -30,6 +30,9 @@ MODEL_PARTS = (
     *("versions", "code", "calibration"),
 )
 
+# As configurations of transformers and flash-linear-attention state them
+LAYERS, HEADS = ("num_hidden_layers", "n_layer"), ("num_attention_heads", "n_head", "num_heads")
+
 
 def plan_analyses(plan: Plan, settings: AnalysisSettings) -> tuple[Cell, ...]:
     """All cells of ``plan``, in its order, each under its analysis' key."""
@@ -90,6 +93,22 @@ def chosen(plan: Plan, only: str | None) -> tuple[Cell, ...]:
             f"--only; the cells are {names}"
         )
     return cells
+
+
+def require_heads(cells: Sequence[Cell], heads: Sequence[tuple[int, int]]) -> None:
+    """Raises RecipeError for one that a checkpoint, by its configuration, has not."""
+    for cell in cells:
+        config = cell.checkpoint.config.get("text_config") or cell.checkpoint.config
+        layers, count = (
+            next((config[name] for name in names if name in config), 2**16)
+            for names in (LAYERS, HEADS)
+        )
+        for layer, head in heads:
+            if layer >= layers or head >= count:
+                raise RecipeError(
+                    f"--heads {layer}.{head}: {cell.checkpoint_name} has {layers} layers of "
+                    f"{count} heads, counted from 0"
+                )
 
 
 def analysis_grid(plan: Plan, cells: Sequence[Cell]) -> AnalysisGrid:

@@ -19,6 +19,7 @@ from qbench.analysis.run import (
     plan_analyses,
     plan_sensitivities,
     put_sensitivity_grid,
+    require_heads,
 )
 from qbench.analysis.text import (
     FIELD,
@@ -178,6 +179,8 @@ def work_of(
     other texts or settings were meant there, that is said."""
     cells = chosen(plan, only)
     require_runnable(cells)
+    require_heads(cells, settings.heads or ())
+    units = plan_sensitivities(plan, sensitivity, settings) if sensitivity is not None else ()
     wanted = {cell.name for cell in cells}
     texts = {"": settings}
     if long_context is not None:
@@ -196,8 +199,7 @@ def work_of(
         work.append((analyses, own, [cell for cell in planned if cell.name in wanted]))
     if sensitivity is not None:
         checkpoints = {cell.checkpoint_name for cell in cells}
-        planned = plan_sensitivities(plan, sensitivity, settings)
-        units = [cell for cell in planned if cell.checkpoint_name in checkpoints]
+        units = [cell for cell in units if cell.checkpoint_name in checkpoints]
         put_sensitivity_grid(sensitivities(out), units, plan.recipe.name)
         work.append((sensitivities(out), settings, units))
     return work

@@ -12,7 +12,7 @@ import typer
 from qbench.cli.messages import show_written
 from qbench.cli.options import DeviceOption, Json, RecipeFile, recipe_options
 from qbench.cli.place import here
-from qbench.files import require_folder, write_atomically, write_page
+from qbench.files import write_atomically, write_page
 from qbench.machine import choose_device, redirected, terminal
 from qbench.recipe import Overrides
 from qbench.training.recipe import Compute
@@ -150,10 +150,8 @@ def evaluation(
     ```
     """
     bench = load("bench.evaluation")
-    place = here(recipe, overrides, out=None, device=device)
-    require_folder(place.out)
-    planned = place.plan()
-    with terminal() as screen, redirected(place.out / "bench.log"):
+    planned = here(recipe, overrides, out=None, device=device).plan()
+    with terminal() as screen, redirected(NOWHERE):
         found = bench.bench_evaluation(planned, say=lambda line: print(line, file=screen))
     show(bench.table(found), found, out)
 

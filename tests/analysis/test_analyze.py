@@ -45,6 +45,19 @@ def test_a_text_without_its_data_is_named(tmp_path):
         qbench("analyze", recipe, "--data", data, "--out", tmp_path / "out")
 
 
+def test_what_is_refused_leaves_what_was_meant_before(analyzed):
+    recipe, out = analyzed
+    before = Analyses(out).grid_before()
+    for options, said in (
+        (("--sensitivity", "none"), "--sensitivity 'none': the recipe has no such quantizer"),
+        (("--heads", "3.3,3.4"), r"--heads 3\.4: softmax has 4 layers of 4 heads, counted from 0"),
+        (("--heads", "4.0"), r"--heads 4\.0: softmax has 4 layers of 4 heads"),
+    ):
+        with pytest.raises(RecipeError, match=said):
+            qbench("analyze", recipe, "--out", out, "--device", "cpu", "--length", 16, *options)
+    assert Analyses(out).grid_before() == before
+
+
 def finished(out):
     return {one.cell: one.finished for one in Analyses(out).records()}
 

@@ -37,5 +37,5 @@ def test_maps_are_lower_triangles_of_weights_on_three_kinds_of_text(loaded):
 
 def test_a_head_that_is_not_there_is_refused(loaded):
     model, tokenizer = loaded
-    with pytest.raises(RecipeError, match=r"--heads 9\.0: the model has no such head"):
+    with pytest.raises(RecipeError, match=r"--heads 9\.0: that layer has no such head"):
         attention_maps(model, tokenizer, torch.ones(10, dtype=torch.long), [(9, 0)])
