@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -14,9 +15,10 @@ from transformers import PreTrainedModel
 
 from qbench.analysis.capture import decoder_layers
 from qbench.errors import EvaluationError
+from qbench.evaluation.degradation import ratio
 from qbench.evaluation.scoring.forward import decoder_and_head
 from qbench.metrics import perplexity
-from qbench.records import Ratio, UnitSensitivity
+from qbench.records import UnitSensitivity
 
 ROWS = 2048  # of logits at once
 
@@ -78,7 +80,9 @@ class Baseline:
                     parts = zip(*(values.split(ROWS) for values in one), strict=True)
                     found = torch.cat([self._compare(*part) for part in parts], 1)
                     texts.append(found.double().mean(1))
-        kl, change = (_ratio(values) for values in torch.stack(texts, 1))
+        kl, change = (
+            ratio(values, np.ones(len(values))) for values in torch.stack(texts, 1).cpu().numpy()
+        )
         if kl.value is None or not math.isfinite(kl.value):
             raise EvaluationError(f"{unit.name}: quantized, the model's logits are not numbers")
         return UnitSensitivity(name=unit.name, layer=unit.layer, kl=kl, ln_perplexity_ratio=change)
@@ -111,10 +115,3 @@ def exchanged(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[No
     finally:
         for name, module in own.items():
             model.set_submodule(name, module)
-
-
-def _ratio(values: Tensor) -> Ratio:
-    """Mean over texts, with its standard error."""
-    count = len(values)
-    error = (values.std() / count**0.5).item() if count > 1 else None
-    return Ratio(value=values.mean().item(), stderr=error, documents=count)

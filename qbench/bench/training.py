@@ -159,12 +159,8 @@ def _measured(
     warm = seconds(1, WARM_UP - 1)
     kernels = attention_kernels(lambda: take(WARM_UP), processes.device)
     say(f"{which}: timing {RUNS} runs of {STEPS} steps, about {STEPS * warm:.1f} s each")
-    times = []
-    for run in range(RUNS):
-        times.append(seconds(WARM_UP + 1 + run * STEPS, STEPS))
-        say(f"{which}: run {run + 1} of {RUNS}: {1000 * times[-1]:.1f} ms a step")
+    median = statistics.median(seconds(WARM_UP + 1 + run * STEPS, STEPS) for run in range(RUNS))
     loss = take(recipe.steps - 1)
-    median = statistics.median(times)
     speed = recipe.batch.tokens / median
     own = speed / processes.num_processes / (3 if forward else 1)  # forward: a third of the work
     return {

@@ -197,7 +197,7 @@ def answer_change(base: pd.DataFrame, quantized: pd.DataFrame, correct: Mapping[
     pairs = _paired(base, quantized, ["document", "request"], "log_likelihood")
     right = pairs[pairs["document"].map(correct) == pairs["request"]]
     change = (right["log_likelihood"] - right["log_likelihood_base"]).to_numpy()
-    return _ratio(change, np.ones(len(change)))
+    return ratio(change, np.ones(len(change)))
 
 
 def answer_agreement(base: pd.DataFrame, quantized: pd.DataFrame) -> AnswerAgreement | None:
@@ -216,7 +216,7 @@ def answer_agreement(base: pd.DataFrame, quantized: pd.DataFrame) -> AnswerAgree
         shares.append(len(common) / max(len(one), len(other)) if one != other else 1.0)
     agreed = pd.Series(shares).groupby(pairs["document"].to_numpy()).mean().to_numpy()
     identical = int((pairs["answer"] == pairs["answer_base"]).sum())
-    return AnswerAgreement(identical=identical, agreed=_ratio(agreed, np.ones(len(agreed))))
+    return AnswerAgreement(identical=identical, agreed=ratio(agreed, np.ones(len(agreed))))
 
 
 def perplexity_ratio(base: pd.DataFrame, quantized: pd.DataFrame) -> Ratio:
@@ -227,7 +227,7 @@ def perplexity_ratio(base: pd.DataFrame, quantized: pd.DataFrame) -> Ratio:
     """
     pairs = _paired(base, quantized, ["document"], "value", keep="weight")
     change = (pairs["value_base"] - pairs["value"]).to_numpy()
-    return _ratio(change, pairs["weight"].to_numpy())
+    return ratio(change, pairs["weight"].to_numpy())
 
 
 def correct_requests(task: LoadedTask, limit: int | None) -> dict[int, int]:
@@ -273,10 +273,10 @@ def _paired(
 def _mean(document: np.ndarray, values: np.ndarray) -> Ratio:
     """Over tokens; its standard error is over the documents that they belong to."""
     _, indexes = np.unique(document, return_inverse=True)
-    return _ratio(np.bincount(indexes, values.astype(np.float64)), np.bincount(indexes))
+    return ratio(np.bincount(indexes, values.astype(np.float64)), np.bincount(indexes))
 
 
-def _ratio(values: np.ndarray, weights: np.ndarray) -> Ratio:
+def ratio(values: np.ndarray, weights: np.ndarray) -> Ratio:
     """Σ values / Σ weights over n documents with the standard error of a ratio estimator."""
     count = len(values)
     if count == 0:
