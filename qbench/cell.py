@@ -251,9 +251,8 @@ def _evaluate(result: CellResult, scorer: Any, tasks: Sequence[LoadedTask]) -> N
         tables.append((scored.outcomes, scored.responses))
     if failure is not None and not result.scores:
         raise failure
-    result.outcomes, result.responses = (
-        pd.concat(each, ignore_index=True) for each in zip(*tables, strict=True)
-    )
+    for name, each in zip(("outcomes", "responses"), zip(*tables, strict=True), strict=True):
+        result.tables[name] = pd.concat(each, ignore_index=True)
     result.groups = group_scores(result.plan.groups, result.scores)
     result.scoring = scorer.report()
 
@@ -279,9 +278,7 @@ def _measure_damage(
     before = Outcomes(
         outcomes=store.outcomes(base), responses=store.responses(base), scores=base.scores
     )
-    after = Outcomes(
-        outcomes=result.outcomes, responses=result.responses, scores=tuple(result.scores)
-    )
+    after = Outcomes(**result.tables, scores=tuple(result.scores))
     limit = result.cell.scoring.limit
     result.damage = damage(
         before,
@@ -291,7 +288,7 @@ def _measure_damage(
     )
     if observer.divergences:
         whole = {task.name for task in tasks if task.kind == "loglikelihood_rolling"}
-        result.divergences = divergence_table(
+        result.tables["divergences"] = divergence_table(
             observer.divergences, whole, partial(token_texts, tokenizer)
         )
 

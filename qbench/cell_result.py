@@ -27,6 +27,8 @@ from qbench.records import (
 if TYPE_CHECKING:
     import pandas as pd
 
+    from qbench.store import Table
+
 
 @dataclass(kw_only=True, slots=True)
 class CellResult:
@@ -42,9 +44,7 @@ class CellResult:
     scores: list[Score] = field(default_factory=list)
     groups: tuple[GroupScore, ...] = ()
     failed_tasks: dict[str, str] = field(default_factory=dict)
-    outcomes: pd.DataFrame | None = None
-    responses: pd.DataFrame | None = None
-    divergences: pd.DataFrame | None = None
+    tables: dict[Table, pd.DataFrame] = field(default_factory=dict)
     scoring: ScoringReport | None = None
     damage: Damage | Unavailable | None = None
 

@@ -35,8 +35,8 @@ def quickly(fn, name, marks, deaths, **settings):
         if len(list(marks.iterdir())) < deaths:
             (marks / str(time.monotonic_ns())).touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        result.outcomes = pd.DataFrame(columns=list(OUTCOME_COLUMNS))
-        result.responses = pd.DataFrame(columns=list(RESPONSE_COLUMNS))
+        result.tables["outcomes"] = pd.DataFrame(columns=list(OUTCOME_COLUMNS))
+        result.tables["responses"] = pd.DataFrame(columns=list(RESPONSE_COLUMNS))
 
     qbench.cell.compute = step
     return fn(name, **settings)

@@ -168,7 +168,7 @@ class ScoringSettings:
 
     def key_parts(self) -> dict[str, Any]:
         """What belongs into a cell's key. ``tolerance`` changes no score: a record is held
-        against it when it is read (``tolerance.exceeded``)."""
+        against it when it is read (``exceeded``)."""
         judged = ("tolerance", "shuffle", "amplifies_rounding", "fallback")
         left_out = judged if self.chat else (*judged, "chat")
         return {k: v for k, v in asdict(self).items() if k not in left_out}

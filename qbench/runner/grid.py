@@ -197,9 +197,8 @@ class _Grid:
             other, record = found
             names = {"checkpoint": cell.checkpoint_name, "quantizer": cell.label}
             with FileLock(self.store.lock_file(cell.grid_cell)):
-                damage = other.divergences(record) if "divergences" in record.files else None
-                tables = other.outcomes(record), other.responses(record), damage
-                known = self.store.put(record.model_copy(update=names), *tables)
+                tables = {name: getattr(other, name)(record) for name in record.files}
+                known = self.store.put(record.model_copy(update=names), **tables)
             self.progress.log(
                 f"{cell.name}: known under the same key, copied from {other.directory}"
             )
@@ -338,7 +337,7 @@ def run(cell: Cell, plan: Plan, store: Store, progress: Progress, cache: Path) -
     error = attempt(work, store.log(cell.grid_cell), plan.device)
     if error is not None:
         return _put_failed(result, store, error)
-    return store.put(result.record(None), result.outcomes, result.responses, result.divergences)
+    return store.put(result.record(None), **result.tables)
 
 
 def _put_failed(result: CellResult, store: Store, error: str) -> Record:
