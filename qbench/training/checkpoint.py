@@ -21,7 +21,7 @@ from qbench.errors import TrainingError, first_line, validation_line
 from qbench.files import content_key, file_digest, replacing, save_tensors, write_atomically
 from qbench.records import TRAINING_FILE, Training, TrainingSession
 from qbench.training.data import TokenFiles, copy_tokenizer, first_token
-from qbench.training.log import LOG, STATE
+from qbench.training.log import LOG, STATE, read_log
 from qbench.training.model import checkpoint_config
 from qbench.training.recipe import TrainingRecipe
 from qbench.training.tokenize import begin_with
@@ -120,6 +120,8 @@ class Run:
                 f"{self.state}: damaged (not the state that was written: {first_line(error)}); "
                 "remove it to train from the start"
             ) from None
+        if not progress.log and self.log.is_file():  # the state of an older qbench
+            progress.log = [one for one in read_log(self.log) if one["step"] <= progress.step]
         return progress
 
     def save(self, model: LlamaForCausalLM, folder: Path) -> dict[str, str]:
