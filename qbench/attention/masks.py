@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedConfig
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from qbench.attention.kernels.varlen import padded_spans, sequence_spans
 
@@ -83,7 +83,7 @@ class Mask:
         )  # fmt: skip
 
 
-def mask_function(implementation: str) -> Callable[..., Tensor | Mask | None]:
+def mask_interface(implementation: str) -> Callable[..., Tensor | Mask | None]:
     """For AttentionMaskInterface; ``implementation``: ``reference`` or ``triton``."""
 
     def mask(
@@ -92,7 +92,7 @@ def mask_function(implementation: str) -> Callable[..., Tensor | Mask | None]:
         kv_length: int,
         q_offset: int | Tensor = 0,
         kv_offset: int = 0,
-        mask_function: Callable | None = None,
+        mask_function: Callable = causal_mask_function,
         attention_mask: Tensor | None = None,
         local_size: int | None = None,
         allow_is_causal_skip: bool = True,
@@ -101,16 +101,14 @@ def mask_function(implementation: str) -> Callable[..., Tensor | Mask | None]:
         **options: Any,
     ) -> Tensor | Mask | None:
         """None where the mask is plain causality, aligned at the last key; else who sees whom."""
-        options |= {"use_vmap": use_vmap, "config": config}
-        if mask_function is not None:
-            options["mask_function"] = mask_function
+        options |= {"mask_function": mask_function, "use_vmap": use_vmap, "config": config}
+        options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         compiling, written, room = torch.compiler.is_compiling(), None, 0
         if not compiling:
             q_offset = int(q_offset)  # a static cache's moves on before a layer asks for its mask
             if (held := q_offset + q_length - int(kv_offset)) < kv_length:
                 room = kv_length - held
                 kv_length = written = held
-        options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         dense = partial(
             sdpa_mask, batch_size=batch_size, q_length=q_length, kv_length=kv_length,
             q_offset=q_offset, kv_offset=kv_offset, attention_mask=attention_mask,
@@ -152,10 +150,10 @@ def mask_function(implementation: str) -> Callable[..., Tensor | Mask | None]:
     return mask
 
 
-def _is_packed(mask_function: Callable | None) -> bool:
+def _is_packed(mask_function: Callable) -> bool:
     """Whether transformers may have cut a causal mask by positions, and not joined it with blocks
     that see each other both ways, which it does by another function."""
-    return mask_function is not None and mask_function.__name__ == "and_mask"
+    return mask_function.__name__ == "and_mask"
 
 
 def _joined(mask_function: Callable, batch: int, length: int, device: torch.device) -> Tensor:

@@ -32,7 +32,7 @@ from qbench.attention import kernels, kv_cache, reference
 from qbench.attention.implementation import choose
 from qbench.attention.kernels.varlen import packed_spans
 from qbench.attention.kv_cache import KV_CACHE, READ, by_query, read, rotate
-from qbench.attention.masks import Mask, mask_function
+from qbench.attention.masks import Mask, mask_interface
 from qbench.attention.normalizers import NORMALIZERS, SLOPES, Normalizer
 from qbench.errors import UnavailableError
 
@@ -119,22 +119,18 @@ def _attention(normalizer: str, implementation: str) -> Callable[..., tuple[Tens
         elif isinstance(attention_mask, Tensor):  # a user's, or one made under torch.compile
             _require_aligned(chosen, parameters, query, key)
         query, key = rotate(module, query, key, options)
-        cached = None if READ in options else getattr(module, KV_CACHE, None)
-        two_sources: dict[str, Any] = {}
-        if cached is not None:
+        triton = implementation == "triton"
+        function, inputs = (kernels if triton else reference).attention, {}
+        if READ not in options and (cached := getattr(module, KV_CACHE, None)) is not None:
             sources, positions = read(
                 cached, module, key, value, queries=query.shape[2], mask=attention_mask,
                 position_ids=options.get("position_ids"), cu_seqlens_k=cu_seq_lens_k,
             )  # fmt: skip
             key, value = sources.quantized_key, sources.quantized_value
             if by_query(cached):
-                two_sources = {"sources": sources, "cache": cached, "positions": positions}
-        triton = implementation == "triton"
-        if two_sources:
-            function = kv_cache.kernel_attention if triton else kv_cache.attention
-        else:
-            function = kernels.attention if triton else reference.attention
-        tensors = two_sources or {"key": key, "value": value}
+                function = kv_cache.kernel_attention if triton else kv_cache.attention
+                inputs = {"sources": sources, "cache": cached, "positions": positions}
+        inputs = inputs or {"key": key, "value": value}
         shared = {"normalizer": normalizer, "parameters": parameters, "scale": scaling}
         shared["softcap"] = softcap
         settings: dict[str, Any] = {"causal": causal}
@@ -154,7 +150,7 @@ def _attention(normalizer: str, implementation: str) -> Callable[..., tuple[Tens
                     f"{mask.dtype}; pass mask > -1 of an additive one"
                 )
             settings = {"mask": mask, "causal": False}
-        output = _of_kept_heads(module, function(query, **tensors, **shared, **settings))
+        output = _of_kept_heads(module, function(query, **inputs, **shared, **settings))
         return output.transpose(1, 2).contiguous(), None  # as torch's; some classes view it
 
     return forward
@@ -201,7 +197,7 @@ def parameters_of(
 def _registered(normalizer: str, implementation: str) -> str:
     name = f"qbench-{normalizer}-{implementation}"
     AttentionInterface.register(name, _attention(normalizer, implementation))
-    AttentionMaskInterface.register(name, mask_function(implementation))
+    AttentionMaskInterface.register(name, mask_interface(implementation))
     return name
 
 

@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from qbench.attention import transformers as interface
-from qbench.attention.masks import mask_function, positions_counted
+from qbench.attention.masks import mask_interface, positions_counted
 from qbench.attention.transformers import attend
 from qbench.errors import UnavailableError
 
@@ -200,7 +200,7 @@ def test_a_window_is_told_from_chunks_by_the_configuration():
     class Chunked:
         sliding_window, attention_chunk_size = 4, 4
 
-    mask = mask_function("triton")
+    mask = mask_interface("triton")
     made = mask(1, 9, 9, local_size=4, config=Chunked())
     assert not made.banded
     Chunked.attention_chunk_size = None

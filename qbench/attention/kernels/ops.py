@@ -208,8 +208,9 @@ def forward_launches(
              "V_HEAD_DIM": v_width},
         )  # fmt: skip
 
+        shape = (pairs, splits, rows, block(v_width) + 2)
+
         def launch_decode(q, k, v, output, lse, _, mask, spans, sinks, *rest):
-            shape = (pairs, splits, rows, block(v_width) + 2)
             partial = torch.empty(shape, dtype=torch.float32, device=device)
             decode(q, k, v, partial, mask, spans, *rest)
             join(output, lse, partial, spans, sinks)

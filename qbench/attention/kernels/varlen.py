@@ -19,9 +19,7 @@ def packed_spans(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Tensor:
     end_q, end_k = cu_seqlens_q[1:], cu_seqlens_k[1:]
     shift = end_k - end_q
     row = torch.zeros_like(shift)
-    return torch.stack(
-        [row, cu_seqlens_q[:-1], end_q, cu_seqlens_k[:-1], end_k, shift], 1
-    ).contiguous()
+    return torch.stack([row, cu_seqlens_q[:-1], end_q, cu_seqlens_k[:-1], end_k, shift], 1)
 
 
 def token_bounds(padding: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -45,7 +43,7 @@ def padded_spans(padding: Tensor, queries: int, shift: int) -> Tensor | None:
     first_q = (first - shift).clamp(0, queries)
     last_q = (last - shift).clamp(0, queries)
     shifts = torch.full_like(rows, shift)
-    return torch.stack([rows, first_q, last_q, first, last, shifts], 1).contiguous()
+    return torch.stack([rows, first_q, last_q, first, last, shifts], 1)
 
 
 @torch.library.custom_op("qbench::sequence_spans", mutates_args=())
