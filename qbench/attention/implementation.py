@@ -12,7 +12,6 @@ from qbench.errors import RecipeError, UnavailableError
 IMPLEMENTATIONS = ("auto", "reference", "triton")
 # In a normalizer's place: a model's class attends as it does in transformers, by its own code.
 NATIVE = "native"
-OWN = ("sdpa", "eager")  # what implements that
 
 
 def choose(normalizer: str, wanted: str, device: str) -> str:
@@ -30,15 +29,11 @@ def choose(normalizer: str, wanted: str, device: str) -> str:
         wanted = "triton" if kind == "cuda" and chosen.kernels is not None else "reference"
     if wanted == "triton":
         require(normalizer)
-        if problem := triton_problem(kind):
+        problem = ""
+        if importlib.util.find_spec("triton") is None:
+            problem = "the package triton is not installed"
+        elif kind != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+            problem = f"the kernels need a CUDA device, not {kind!r}"
+        if problem:
             raise UnavailableError(f"attention: triton cannot run here: {problem}; use 'reference'")
     return wanted
-
-
-def triton_problem(kind: str) -> str | None:
-    """Why no kernel can run on this kind of device (``cuda``, ``cpu``), or None."""
-    if importlib.util.find_spec("triton") is None:
-        return "the package triton is not installed"
-    if kind == "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
-        return None
-    return f"the kernels need a CUDA device, not {kind!r}"

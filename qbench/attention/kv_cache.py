@@ -269,42 +269,41 @@ def kernel_attention(
     mask: Tensor | None = None,
     spans: Tensor | None = None,
     span_count: Tensor | None = None,
-    **settings: Any,
+    **options: Any,
 ) -> Tensor:
     """:func:`attention` by a kernel, for inference; ``spans`` and what follows as
     ``kernels.attention``, and its errors; UnavailableError too for inputs that need gradients."""
-    from qbench.attention.kernels import kv_cache, ops, require
+    from qbench.attention.kernels import kv_cache, ops
 
-    given, of = ops.prepare(query, sources.key, sources.value, mask, **settings)
+    given, settings = ops.prepare(query, sources.key, sources.value, mask, **options)
     needed = (t.requires_grad for t in (query, *sources, *given) if t is not None)
     if torch.is_grad_enabled() and any(needed):
         raise UnavailableError(
             "attention: the kernel of a KV cache with keep_recent or groups of tokens has "
             "no backward pass; use 'reference', or torch.no_grad()"
         )
-    mask, spans = ops.counted(mask, spans, span_count)
+    mask, spans = ops.mask_or_spans(mask, spans, span_count)
     query, key, value, *quantized = map(ops.dense_rows, (query, *sources))
     heads, queries, kv_heads, keys = *query.shape[1:3], *key.shape[1:3]
     output, _ = ops.empty_output(query, value, covered=spans is None)
     if output.numel() == 0:
         return output
-    counts = ops.allowed_counts(mask, query, key, given, of)
-    few = of.max_seqlen_q <= 16
+    counts = ops.allowed_counts(mask, query, key, given, settings)
+    few = settings.max_seqlen_q <= 16
     block_q, block_k = (64, 64)
     if few or query.dtype == torch.float32:
         block_q, block_k = (16 if few else 32, 32)
     sequences = query.shape[0] if spans is None else spans.shape[0]
-    kernels = require(of.normalizer)
-    flags = ops.flags_of(kernels, given, of.softcap)
+    flags, normalizer = ops.flags_of(settings, given), NORMALIZERS.get(settings.normalizer)
     tensors = (query, key, value, *quantized, output)
+    layouts = tuple(map(ops.layout_of, tensors))
     with ops.on_device(query.device):
-        kv_cache.quantized_kv_fwd[(-(-of.max_seqlen_q // block_q), heads * sequences)](
+        kv_cache.quantized_kv_fwd[(-(-settings.max_seqlen_q // block_q), heads * sequences)](
             *tensors, positions, mask, spans, *given, counts, (heads, heads // kv_heads), queries,
-            keys, of.window, cache.keep_first, cache.keep_recent, cache.key_group,
-            *ops.scales(of.scale, of.softcap), ops.strides_of(*map(ops.layout_of, tensors)),
+            keys, settings.window, cache.keep_first, cache.keep_recent, cache.key_group,
+            *ops.scales(settings), ops.strides_of(*layouts),
             positions.stride(0) if positions.shape[0] > 1 else 0,
-            *ops.mask_strides(ops.layout_of(mask)), SKIP=NORMALIZERS.get(of.normalizer).sparse,
-            BLOCK_Q=block_q, BLOCK_K=block_k, num_warps=4,
-            **ops.constants(kernels, flags, of, ops.layout_of(query), ops.layout_of(value)),
+            *ops.mask_strides(ops.layout_of(mask)), SKIP=normalizer.sparse, BLOCK_Q=block_q,
+            BLOCK_K=block_k, num_warps=4, **ops.constants(settings, flags, *layouts[:3:2]),
         )  # fmt: skip
     return output

@@ -134,14 +134,14 @@ def combine(
         at = (common.to_int64(tl.program_id(0)) * splits + split) * BLOCK_R + tl.arange(0, BLOCK_R)
         pointers = partial + at * (BLOCK_DV + 2)  # [BLOCK_R]
         their_m = tl.load(pointers + BLOCK_DV + 1)  # [BLOCK_R]
-        raised = tl.maximum(m_i, their_m)  # of sigmoid the same in all splits
-        shift_m = formulas.finite_max(raised, NORM)
+        m_ij = tl.maximum(m_i, their_m)  # of sigmoid the same in all splits
+        shift_m = formulas.finite_max(m_ij, NORM)
         ours = tl.math.exp2(m_i - shift_m)
         theirs = tl.math.exp2(their_m - shift_m)
         acc = acc * ours[:, None]
         acc += tl.load(pointers[:, None] + columns[None, :]) * theirs[:, None]
         l_i = l_i * ours + tl.load(pointers + BLOCK_DV) * theirs
-        m_i = raised
+        m_i = m_ij
     out, lse = formulas.finalize(
         acc, l_i, m_i, formulas.load_sink(heads, sinks, FLAGS), NORM, FLAGS
     )

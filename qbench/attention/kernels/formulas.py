@@ -144,12 +144,12 @@ def finalize(acc, l_i, m_i, sink, NORM: tl.constexpr, FLAGS: tl.constexpr):
         return acc, m_i
     elif NORM == "softmax" or NORM == "rectified":
         if SINK & FLAGS:
-            raised = tl.maximum(m_i, sink)
-            raised = tl.where(raised == float("-inf"), 0.0, raised)
-            lower = tl.math.exp2(m_i - raised)
-            acc = acc * lower[:, None]
-            l_i = l_i * lower + tl.math.exp2(sink - raised)
-            m_i = raised
+            m_ij = tl.maximum(m_i, sink)
+            m_ij = tl.where(m_ij == float("-inf"), 0.0, m_ij)
+            alpha = tl.math.exp2(m_i - m_ij)
+            acc = acc * alpha[:, None]
+            l_i = l_i * alpha + tl.math.exp2(sink - m_ij)
+            m_i = m_ij
         empty = l_i == 0
         safe = tl.where(empty, 1.0, l_i)
         lse = tl.where(empty, float("inf"), m_i + tl.math.log2(safe))
@@ -169,12 +169,12 @@ def online_softmax(
     if NORM == "sigmoid":
         return sigmoid(scores, FAST, MOSTLY_SMALL), acc, l_i, m_i
     else:
-        raised = tl.maximum(m_i, tl.max(scores, 1) * scale)  # [R]
-        shift = finite_max(raised, NORM)  # [R]
+        m_ij = tl.maximum(m_i, tl.max(scores, 1) * scale)  # [R]
+        shift = finite_max(m_ij, NORM)  # [R]
         p, below = forward_terms(scores * scale, shift[:, None], NORM, PRECISE)
-        lower = tl.math.exp2(m_i - shift)  # [R]
-        l_i = l_i * lower + tl.sum(below, 1)  # [R]
-        return p, acc * lower[:, None], l_i, raised
+        alpha = tl.math.exp2(m_i - shift)  # [R]
+        l_i = l_i * alpha + tl.sum(below, 1)  # [R]
+        return p, acc * alpha[:, None], l_i, m_ij
 
 
 # The score functions: backward pass.

@@ -115,21 +115,22 @@ def prepare(
     return Parameters(**given), settings
 
 
-def scales(scale: float, softcap: float) -> tuple[float, float]:
+def scales(settings: Settings) -> tuple[float, float]:
     """What makes scores in log2 units of products, or of their tanh where they are capped; and what
     products are multiplied by before the tanh."""
-    log2_e = LOG2_E.value
+    scale, softcap, log2_e = settings.scale, settings.softcap, LOG2_E.value
     return (softcap * log2_e, scale / softcap) if softcap else (scale * log2_e, 0.0)
 
 
-def flags_of(kernels: Kernels, given: Parameters, softcap: float, wanted: Parameters = NONE) -> int:
+def flags_of(settings: Settings, given: Parameters, wanted: Parameters = NONE) -> int:
     """Bits of :mod:`qbench.attention.kernels.common`."""
+    kernels = require(settings.normalizer)
     asked = (
         (kernels.elementwise, common.ELEMENTWISE.value),
         (kernels.needs_expm1, common.NEEDS_EXPM1.value),
         (kernels.scaled, common.SCALED.value),
         (kernels.scaled and kernels.one_more, common.LOG_N1.value),
-        (softcap > 0, common.CAPPED.value),
+        (settings.softcap > 0, common.CAPPED.value),
         (given.slopes is not None, common.SLOPED.value),
         (kernels.sink and given.sinks is None, common.SINK_ONE.value),
         (given.sinks is not None, common.SINK_LEARNED.value),
@@ -140,13 +141,12 @@ def flags_of(kernels: Kernels, given: Parameters, softcap: float, wanted: Parame
     return sum(bits for condition, bits in asked if condition)
 
 
-def constants(
-    kernels: Kernels, flags: int, settings: Settings, query: Layout, value: Layout
-) -> dict[str, Any]:
+def constants(settings: Settings, flags: int, query: Layout, value: Layout) -> dict[str, Any]:
     """What every kernel over tiles is compiled for."""
     return {
-        "NORM": kernels.score_function, "FLAGS": flags, "CAUSAL": settings.causal,
-        "WINDOW": settings.window > 0, "FAST": query.dtype == torch.bfloat16 and not INTERPRETED,
+        "NORM": require(settings.normalizer).score_function, "FLAGS": flags,
+        "CAUSAL": settings.causal, "WINDOW": settings.window > 0,
+        "FAST": query.dtype == torch.bfloat16 and not INTERPRETED,
         "HEAD_DIM": query.shape[3], "V_HEAD_DIM": value.shape[3],
     }  # fmt: skip
 
@@ -179,14 +179,14 @@ def forward_launches(
 ) -> Callable[..., None]:  # fmt: skip
     """What takes the tensors of these layouts and those to fill, in the order of :func:`forward`,
     and launches the kernels of the forward pass."""
-    normalizer, scale, softcap, _, window, max_seqlen_q, max_seqlen_k = settings
+    normalizer, *_, window, max_seqlen_q, max_seqlen_k = settings
     kernels = require(normalizer)
     batch, heads, queries, width = query.shape
     kv_heads, keys = key.shape[1:3]
     v_width = value.shape[3]
     group = heads // kv_heads
     sequences = batch if spans is None else spans.shape[0]
-    flags = flags_of(kernels, Parameters(*parameters), softcap)
+    flags = flags_of(settings, Parameters(*parameters))
     strides = strides_of(query, key, value)
     o_strides = strides_by_token((batch, heads, queries, v_width))
     if group * max_seqlen_q <= DECODE_ROWS:
@@ -197,12 +197,12 @@ def forward_launches(
         splits = max(1, splits)
         decode = Launch(
             attn_decode, (splits, pairs),
-            ((kv_heads, group), queries, keys, window, *scales(scale, softcap), splits, strides,
+            ((kv_heads, group), queries, keys, window, *scales(settings), splits, strides,
              *mask_strides(mask)),
             {"SKIP": NORMALIZERS.get(normalizer).sparse, "BLOCK_R": rows, **config.options,
-             **constants(kernels, flags, settings, query, value)},
+             **constants(settings, flags, query, value)},
         )  # fmt: skip
-        join = Launch(
+        combining = Launch(
             combine, (pairs, 1), ((kv_heads, group), queries, keys, splits, o_strides),
             {"NORM": kernels.score_function, "FLAGS": flags, "BLOCK_R": rows,
              "V_HEAD_DIM": v_width},
@@ -213,7 +213,7 @@ def forward_launches(
         def launch_decode(q, k, v, output, lse, _, mask, spans, sinks, *rest):
             partial = torch.empty(shape, dtype=torch.float32, device=device)
             decode(q, k, v, partial, mask, spans, *rest)
-            join(output, lse, partial, spans, sinks)
+            combining(output, lse, partial, spans, sinks)
 
         return launch_decode
 
@@ -221,12 +221,12 @@ def forward_launches(
     tiles = describe_tiles((key, value), config.block_k, config)
     attend = Launch(
         attn_fwd, (_ceil(max_seqlen_q, config.block_q), heads * sequences),
-        ((heads, group), queries, keys, window, *scales(scale, softcap), (*strides, o_strides),
+        ((heads, group), queries, keys, window, *scales(settings), (*strides, o_strides),
          *mask_strides(mask)),
         {"PRECISE": query.dtype == torch.float32,
          "NO_MAX": query.dtype == torch.bfloat16 and not kernels.elementwise,
          "TMA": tiles is not None, "BLOCK_Q": config.block_q, **config.options,
-         **constants(kernels, flags, settings, query, value)},
+         **constants(settings, flags, query, value)},
     )  # fmt: skip
 
     def launch(q, k, v, *rest):
@@ -300,13 +300,13 @@ def backward_launches(
 ) -> Callable[..., None]:  # fmt: skip
     """What takes the tensors of these layouts and those to fill, in the order of :func:`backward`,
     and launches the kernels of the backward pass."""
-    normalizer, scale, softcap, causal, window, max_seqlen_q, max_seqlen_k = settings
+    normalizer, *_, causal, window, max_seqlen_q, max_seqlen_k = settings
     kernels = require(normalizer)
     batch, heads, queries, width = query.shape
     kv_heads, keys = key.shape[1:3]
     group = heads // kv_heads
-    flags = flags_of(kernels, Parameters(*parameters), softcap, wanted)
-    all_scales = (scale, *scales(scale, softcap))
+    flags = flags_of(settings, Parameters(*parameters), wanted)
+    all_scales = (settings.scale, *scales(settings))
     dq, dk, dv = (strides_by_token(layout.shape) for layout in (query, key, value))
     if (
         not INTERPRETED
@@ -318,7 +318,7 @@ def backward_launches(
         strides = (output.strides[:3], dq, dk, dv)
         return hopper.backward_launches(query, key, kernels, flags, all_scales, strides)
     sequences = batch if spans is None else spans.shape[0]
-    shared = constants(kernels, flags, settings, query, value)
+    shared = constants(settings, flags, query, value)
     read = strides_of(query, key, value, gradient)
     config = configs.dq_config(block(width), query.dtype)
     kv_tiles = describe_tiles((key, value), config.block_k, config)
@@ -435,7 +435,7 @@ def has_tma_layout(layout: Layout) -> bool:
 # What torch.compile and autograd see.
 
 
-def counted(
+def mask_or_spans(
     mask: Tensor | None, spans: Tensor | None, span_count: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """The mask and the spans to go by, see ``varlen.sequence_spans``: one or the other."""
@@ -464,7 +464,7 @@ def attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, spans: Tensor | None,
     span_count: Tensor | None, *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    mask, spans = counted(mask, spans, span_count)
+    mask, spans = mask_or_spans(mask, spans, span_count)
     return forward(query, key, value, mask, spans, Parameters(*rest[:4]), Settings(*rest[4:]))
 
 
@@ -482,7 +482,7 @@ def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Te
 )  # fmt: skip
 def attention_backward(*given: Any) -> tuple[Tensor, ...]:
     *given, wanted = given
-    mask, spans = counted(*given[7:10])
+    mask, spans = mask_or_spans(*given[7:10])
     found = backward(
         *given[:7], mask, spans, Parameters(*given[10:14]), Settings(*given[14:]),
         Parameters(*wanted),
@@ -520,7 +520,7 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         query, key, value, mask, spans, span_count, *parameters, settings = inputs
-        mask, spans = counted(mask, spans, span_count)
+        mask, spans = mask_or_spans(mask, spans, span_count)
         found = forward(query, key, value, mask, spans, Parameters(*parameters), settings)
         ctx.settings = settings
         ctx.save_for_backward(query, key, value, *found, mask, spans, *parameters)
