@@ -18,7 +18,7 @@ from qbench.quantizers.config import (
     QuantizationConfig,
     WeightSettings,
 )
-from qbench.quantizers.names import QUANTIZERS, config_of, parse, register, unquantized_dtype
+from qbench.quantizers.names import QUANTIZERS, config_of, register, unquantized_dtype
 from qbench.quantizers.weights import Rtn
 
 __all__ = [
@@ -29,7 +29,6 @@ __all__ = [
     "Rtn",
     "WeightSettings",
     "config_of",
-    "parse",
     "register",
     "unquantized_dtype",
 ]

@@ -18,7 +18,6 @@ share one, gate and up another. ``Linear8`` does this once an input.
 from __future__ import annotations
 
 import logging
-import weakref
 
 import bitsandbytes
 import torch
@@ -29,6 +28,8 @@ from qbench.quantizers.config import PackedWeight
 from qbench.quantizers.linear import ROUTED, Tensors, bias_of
 from qbench.quantizers.weights import BNB_BLOCK as BLOCK
 from qbench.quantizers.weights import Bnb4, Bnb8
+
+CODES = "qbench_codes"  # attribute of a tensor: its version, a threshold, and its codes
 
 # LLM.int8 computes in float16 whatever the model's dtype, and says so at every call.
 logging.getLogger("bitsandbytes.autograd._functions").addFilter(
@@ -76,25 +77,17 @@ class Linear8(bitsandbytes.nn.Linear8bitLt):
         return y.reshape(*x.shape[:-1], self.out_features)
 
 
-Codes = tuple[Tensor, Tensor, Tensor | None]
-
-# The input that was quantized last, weakly, its version, the threshold, and what it became.
-_last: tuple[weakref.ref[Tensor], int, float, list[Codes]] | None = None
-
-
-def _codes_of(x: Tensor, rows: Tensor, threshold: float) -> Codes:
+def _codes_of(x: Tensor, rows: Tensor, threshold: float) -> tuple[Tensor, Tensor, Tensor | None]:
     """Codes and scales of ``rows``, which are ``x``, and the columns with outliers (None for a
-    threshold of 0). What was made last is given again if it was made of the same tensor, and
-    nobody has written to it since; it is dropped with the tensor."""
-    global _last
-    last = _last
-    if last and last[0]() is x and last[1:3] == (x._version, threshold):
-        return last[3][0]
-    last = _last = None  # its memory, before more is taken
+    threshold of 0). ``x`` carries them, for layers that are given it after this one, unless
+    somebody has written to it in between."""
+    known = getattr(x, CODES, None)
+    if known and known[:2] == (x._version, threshold):
+        return known[2]
     made = functional.int8_vectorwise_quant(rows.to(torch.float16), threshold=threshold)
     if not x.is_inference():  # which counts no versions
-        kept = [made]  # the version now: on a CPU the library writes to float16, and back
-        _last = weakref.ref(x, lambda _: kept.clear()), x._version, threshold, kept
+        # the version now: on a CPU the library writes to float16, and back
+        setattr(x, CODES, (x._version, threshold, made))
     return made
 
 

@@ -111,11 +111,6 @@ for _dtype, _line in (("bfloat16", ""), ("float16", ""), ("float32", " (for CPUs
     register(UNQUANTIZED[_dtype], Unquantized, f"unquantized, {_dtype}{_line}", dtype=_dtype)
 
 
-def parse(name: str, stated: Mapping[str, Any] | None = None) -> QuantizationConfig:
-    """The config of weights alone that ``name`` and ``stated`` options give, defaults filled in."""
-    return config_of({"name": name, **(stated or {})})
-
-
 def unquantized_dtype(entries: Sequence[Any]) -> str:
     """Of the one unquantized entry of a recipe's list, so that damage against it is that of
     quantization alone; bfloat16 where there is none, or more than one."""

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from loading import load_model
-from quantizer_models import DIGEST
+from quantizer_models import DIGEST, parse
 from scoring_models import choices, scorer
 from tiny import write_tiny
 from transformers import AutoModelForCausalLM
@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM
 from qbench.checkpoints import find
 from qbench.checkpoints.supported import CLASSES
 from qbench.evaluation.settings import MODES, Tolerance
-from qbench.quantizers import parse
 from qbench.quantizers.audit.cell import audit
 from qbench.quantizers.calibration import Calibration
 from qbench.quantizers.quantize import quantize

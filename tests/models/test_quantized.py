@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from quantizer_models import make
+from quantizer_models import make, parse
 from tiny import KINDS, tiny_model
 
 from qbench.attention.transformers import attend
 from qbench.checkpoints.supported import CLASSES
 from qbench.errors import QuantizationError
-from qbench.quantizers import config_of, parse
+from qbench.quantizers import config_of
 from qbench.quantizers.audit.cell import audit
 from qbench.quantizers.calibration import Calibration
 from qbench.quantizers.linear import Experts, is_fused, linearize, linears, matrices

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from qbench.attention.transformers import attend
 from qbench.machine import int8_problem
-from qbench.quantizers import QuantizationConfig, parse
+from qbench.quantizers import QuantizationConfig, config_of
 from qbench.quantizers.audit.cell import audit
 from qbench.quantizers.calibration import Calibration
 from qbench.quantizers.config import PackedWeight
@@ -73,6 +73,11 @@ def calibration(seed: int = 1) -> Calibration:
 
 
 PROBE = ids(2, 2, 23)
+
+
+def parse(name: str, stated: dict[str, Any] | None = None) -> QuantizationConfig:
+    """Of weights alone, by their name and ``stated`` options."""
+    return config_of({"name": name, **(stated or {})})
 
 
 def settings(name: str, **stated: object) -> QuantizationConfig:

@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 import torch
-from quantizer_models import calibration, check, llama, make
+from quantizer_models import calibration, check, llama, make, parse
 
 from qbench.errors import QuantizationError
-from qbench.quantizers import activation_inputs, config_of, fake_quant, parse
+from qbench.quantizers import activation_inputs, config_of, fake_quant
 from qbench.quantizers.activations import Scaled
 from qbench.quantizers.config import QuantizationConfig
 from qbench.quantizers.formats import QuantFormat

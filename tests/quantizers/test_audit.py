@@ -6,10 +6,10 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from quantizer_models import PROBE, check, llama, make, packed_layer, settings
+from quantizer_models import PROBE, check, llama, make, packed_layer, parse, settings
 from torch import nn
 
-from qbench.quantizers import packed, parse
+from qbench.quantizers import packed
 from qbench.quantizers.audit.cell import audit
 from qbench.quantizers.audit.weights import forward_weight, levels
 from qbench.quantizers.linear import linears

@@ -112,7 +112,7 @@ def test_codes_are_made_once_for_a_tensor_as_it_is(dtype, quantized):
 def test_codes_go_with_their_input(quantized):
     layer, x = layer_of(), inputs(2, 5)
     layer(x)
-    codes = weakref.ref(bnb._last[3][0][0])
+    codes = weakref.ref(getattr(x, bnb.CODES)[2][0])
     assert codes() is not None
     del x
     gc.collect()

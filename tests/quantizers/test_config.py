@@ -5,10 +5,10 @@ import json
 import pickle
 
 import pytest
-from quantizer_models import make_with_detail
+from quantizer_models import make_with_detail, parse
 
 from qbench.errors import RecipeError
-from qbench.quantizers import QUANTIZERS, config_of, parse
+from qbench.quantizers import QUANTIZERS, config_of
 from qbench.quantizers.names import ACTIVATIONS, KV_CACHES, PRUNINGS, TRANSFORMS
 from qbench.recipe import Overrides, Recipe
 from qbench.recipe_schema import explain

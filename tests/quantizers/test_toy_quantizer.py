@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from plugins import toy_quantizer  # it registers sign-1bit
-from quantizer_models import check, llama, make
+from quantizer_models import check, llama, make, parse
 from torch import nn
 from torchao.quantization import (
     Float8WeightOnlyConfig,
@@ -15,7 +15,7 @@ from torchao.quantization import (
 )
 
 from qbench.errors import RecipeError
-from qbench.quantizers import QUANTIZERS, parse
+from qbench.quantizers import QUANTIZERS
 from qbench.recipe_schema import explain
 
 
