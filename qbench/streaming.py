@@ -34,11 +34,15 @@ class Stop(Exception):
     """Ends a forward once what it was for is known."""
 
 
-def decoder_blocks(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
-    """The decoder's list of blocks and its name: the heaviest ModuleList of the model."""
+def decoder_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    """The decoder's list of blocks and its name: the heaviest ModuleList of the model. Raises
+    UnavailableError where it has none."""
     lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList)}
     if not lists:
-        return None
+        raise UnavailableError(
+            f"{type(model).__name__} has no list of blocks; it cannot be computed block by block: "
+            "set evaluation.stream: false, and leave device_map, GPTQ and noise-floor out"
+        )
     name = max(lists, key=lambda n: sum(p.numel() for p in lists[n].parameters()))
     return name, lists[name]
 
@@ -54,7 +58,7 @@ def spread(model: nn.Module, devices: Sequence[str | torch.device]) -> nn.Module
     """``model``, which lies on the host, with its blocks in order on ``devices``, about alike many
     bytes on each; what is in no block is on the first, where hidden states go back to after the
     last one. Raises UnavailableError where it has no list of blocks."""
-    _, blocks = _blocks_of(model)
+    _, blocks = decoder_blocks(model)
     places = [torch.device(device) for device in devices]
     _move_rest(model, blocks, places[0])
     total = sum(p.nbytes for p in model.parameters())
@@ -81,16 +85,6 @@ def _forward_at(
 def is_spread(model: Any) -> bool:
     """Whether its blocks lie on several devices."""
     return hasattr(model, SPREAD)
-
-
-def _blocks_of(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    found = decoder_blocks(model)
-    if found is None:
-        raise UnavailableError(
-            f"{type(model).__name__} has no list of blocks; it cannot be computed block by block: "
-            "set evaluation.stream: false and leave device_map out"
-        )
-    return found
 
 
 def _move_rest(model: nn.Module, blocks: nn.ModuleList, device: torch.device) -> None:
@@ -176,7 +170,7 @@ class Stream:
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.device = device
-        self.root, self.blocks = _blocks_of(model)
+        self.root, self.blocks = decoder_blocks(model)
         self._blocks = []
         _move_rest(model, self.blocks, device)
         for index, block in enumerate(self.blocks):

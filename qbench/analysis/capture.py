@@ -152,10 +152,10 @@ def inputs_observed(
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """The decoder's layers, in order. Raises UnavailableError where they cannot be told."""
     count = model.config.get_text_config().num_hidden_layers
-    found = decoder_blocks(model)
-    if found is None or len(found[1]) != count:
+    _, blocks = decoder_blocks(model)
+    if len(blocks) != count:
         raise UnavailableError(
             f"{type(model).__name__}: its {count} decoder layers cannot be found; analyze a model "
             "that holds them in one list, such as LlamaForCausalLM"
         )
-    return found[1]
+    return blocks

@@ -233,10 +233,7 @@ def _product(x: Tensor) -> Tensor:
 
 def _blocks(model: nn.Module, layers: dict[str, nn.Linear]) -> tuple[str, nn.ModuleList]:
     """The decoder's blocks, which must hold all ``layers``, and the name of their list."""
-    found = decoder_blocks(model)
-    if found is None:
-        raise QuantizationError(f"{type(model).__name__} has no list of blocks to calibrate")
-    name, blocks = found
+    name, blocks = decoder_blocks(model)
     outside = [n for n in layers if not n.startswith(f"{name}.")]
     if outside:
         raise QuantizationError(

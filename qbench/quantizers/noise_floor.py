@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic.dataclasses import dataclass
 
-from qbench.errors import QuantizationError
 from qbench.quantizers.config import SETTINGS, ActivationEvidence, ActivationSettings
 from qbench.quantizers.names import ACTIVATIONS, register_combination
 from qbench.records import UNQUANTIZED_BITS, Part
@@ -48,14 +47,7 @@ register_combination(
 
 
 def install(model: PreTrainedModel, settings: RoundingNoise, tensors: Any) -> None:
-    """Raises QuantizationError where the decoder's layers cannot be told."""
     from qbench.streaming import decoder_blocks
-
-    found = decoder_blocks(model)
-    if found is None:
-        raise QuantizationError(
-            f"noise-floor: the layers of {type(model).__name__} cannot be found"
-        )
 
     def noisy(number: int) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Any) -> Any:
@@ -65,7 +57,7 @@ def install(model: PreTrainedModel, settings: RoundingNoise, tensors: Any) -> No
 
         return hook
 
-    for number, layer in enumerate(found[1]):
+    for number, layer in enumerate(decoder_blocks(model)[1]):
         layer.register_forward_hook(noisy(number))
 
 
