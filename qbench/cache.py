@@ -21,7 +21,7 @@ from qbench.errors import OutputError, ResultsError
 from qbench.files import clean_temporaries, read_regular, write_atomically
 from qbench.machine import GIB
 from qbench.records import GridCell, Record
-from qbench.store import ARCHIVE, KEY_DIGITS, Store, packed_records
+from qbench.store import KEY_DIGITS, Store
 
 MANIFEST = "manifest.json"
 MIB = 2**20
@@ -158,30 +158,19 @@ def _cells(results: Sequence[Path]) -> dict[str, list[str]]:
     """Cells by what they use: the key of the unquantized cell, and weights with the settings of
     a quantizer, or of a part of one."""
     found: dict[str, list[str]] = {}
-    for place, text in _records(results):
+    for path in (path for one in results for path in sorted(one.rglob("records/*/*/*.json"))):
         try:
-            record = json.loads(text)
+            record = json.loads(read_regular(path))
             parts, name = record["key_parts"], f"{record['checkpoint']}/{record['quantizer']}"
             weights, quantizer = str(parts["weights"])[:KEY_DIGITS], parts["quantizer"]
             settings = [quantizer, *(v for v in quantizer.values() if isinstance(v, dict))]
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             continue  # damaged, or no record of ours: it uses nothing
         keys = [*(_use(weights, one) for one in settings), str(record.get("key"))[:KEY_DIGITS]]
         keys.append(str(parts.get("damage against"))[:KEY_DIGITS])
         for key in keys:
-            found.setdefault(key, []).append(f"{place}: {name}")
+            found.setdefault(key, []).append(f"{path.parents[3].name}: {name}")
     return found
-
-
-def _records(results: Sequence[Path]) -> Iterator[tuple[str, bytes]]:
-    """Name of the results folder, and JSON, of every record below ``results``."""
-    for folder in results:
-        for path in sorted(Path(folder).rglob("records/*/*/*.json")):
-            with suppress(OSError):
-                yield path.parents[3].name, read_regular(path)
-        for archive in sorted(Path(folder).rglob(ARCHIVE)):
-            for text in packed_records(archive.parent):
-                yield archive.parent.name, text
 
 
 def _use(weights: str, settings: object) -> str:

@@ -78,7 +78,6 @@ GRIDS = "grids"
 CHECKSUM = "checksum"
 ARCHIVE = "records.tar.xz"
 PACKED = re.compile(rf"grid\.json|(grids|records|analysis)(/{NAME})+\.(json|parquet)")  # in it
-RECORD = re.compile(rf"records/{NAME}/{NAME}/{NAME}\.json")
 UNPACKED = ".unpacked"  # holds the SHA-256 of the archive that was laid out
 AGAIN, ANALYZE = "run the recipe again", "run `qbench analyze` again"
 
@@ -360,7 +359,7 @@ def unpack(directory: Path) -> None:
 
     if known():
         return
-    found = sorted(_archived(archive, PACKED), key=lambda one: one[0] == grid.name)
+    found = sorted(_archived(archive), key=lambda one: one[0] == grid.name)
     if not missing():
         with suppress(OutputError):  # of a folder that is read-only
             write_atomically(mark, stated)
@@ -381,14 +380,14 @@ def unpack(directory: Path) -> None:
         )
 
 
-def _archived(archive: Path, wanted: re.Pattern[str]) -> list[tuple[str, bytes]]:
-    """Names and contents of the ``wanted`` files in ``archive``. Raises DamagedError."""
+def _archived(archive: Path) -> list[tuple[str, bytes]]:
+    """Names and contents of the files in ``archive`` that are ours. Raises DamagedError."""
     try:
         with lzma.open(archive) as file, tarfile.open(fileobj=file, mode="r:") as packed:
             found = [
                 (one.name, packed.extractfile(one).read())
                 for one in packed
-                if one.isfile() and wanted.fullmatch(one.name)
+                if one.isfile() and PACKED.fullmatch(one.name)
             ]
             file.read()  # to its end, where its checksum is
             return found
@@ -411,25 +410,6 @@ def _stays(path: Path, archived: bytes) -> bool:
         )
         return mine > theirs
     return False  # a grid, a table, or damaged
-
-
-def packed_records(folder: Path) -> list[bytes]:
-    """The JSON of the records below ``folder``'s archive, which stand side by side before what is
-    large, unverified; none where it was unpacked."""
-    found: list[bytes] = []
-    if (folder / "grid.json").exists():
-        return found
-    with (
-        suppress(OSError, tarfile.TarError, lzma.LZMAError, EOFError),
-        lzma.open(folder / ARCHIVE) as file,
-        tarfile.open(fileobj=file, mode="r:") as packed,
-    ):
-        for one in packed:
-            if one.isfile() and RECORD.fullmatch(one.name):
-                found.append(packed.extractfile(one).read())
-            elif found:
-                break
-    return found
 
 
 def _parquet(table: pd.DataFrame, columns: tuple[str, ...]) -> bytes:

@@ -1,6 +1,5 @@
 """A results folder that comes as one file, records.tar.xz."""
 
-import lzma
 import shutil
 import sys
 import tarfile
@@ -13,11 +12,9 @@ import pytest
 from small_recipe import DEMO, qbench, small_recipe
 from synthetic import make_store
 
-from qbench.cache import entries
 from qbench.cli import app as cli
 from qbench.errors import DamagedError, OutputError, ResultsError
-from qbench.runner.estimates import earlier
-from qbench.store import ARCHIVE, Analyses, Store, packed_records, run_id, runs, write
+from qbench.store import ARCHIVE, Analyses, Store, run_id, runs, write
 
 SETTINGS = {"sizes": {"arc_easy": 60, "wikitext": 6}, "failed": ("softpick/gptq-4bit",)}
 PAIR = Path(__file__).parents[1] / "results" / "pair-27m"
@@ -68,30 +65,6 @@ def test_every_command_reads_it(whole, packed, monkeypatch, command):
     monkeypatch.chdir(packed.parent)
     assert qbench(*(part.format(packed) for part in command)) == 0
     assert files(packed).items() >= files(whole).items()
-
-
-def test_estimates_and_the_cache_s_list_see_it_and_leave_it_as_it_is(whole, packed, tmp_path):
-    good = [one.key for one in records(whole) if one.status == "ok"]
-    assert sorted(one["key"] for one in earlier(tmp_path / "new")) == sorted(good)
-    rows = tmp_path / "cache" / "distributions" / f"{good[0][:16]}.safetensors"
-    rows.parent.mkdir(parents=True)
-    rows.touch()
-    (entry,) = entries(tmp_path / "cache", [tmp_path])
-    assert entry.used_by == ("grid: softmax/bf16",)
-    assert list(files(packed)) == [ARCHIVE]
-    records(packed)
-    assert len(earlier(tmp_path / "new")) == len(good), "unpacked, each is there once"
-
-
-def test_records_are_read_without_what_is_large_after_them(packed):
-    """Most of an archive is outcomes, which come after the records."""
-    found = packed_records(packed)
-    with tarfile.open(packed / ARCHIVE) as archive:
-        end = next(one.offset_data for one in archive if one.name.endswith(".parquet"))
-    begins = lzma.decompress((packed / ARCHIVE).read_bytes())[:end]
-    (packed / ARCHIVE).write_bytes(lzma.compress(begins))
-    assert len(found) > 1
-    assert packed_records(packed) == found
 
 
 def test_no_archive_is_made_of_a_damaged_folder(packed, tmp_path):

@@ -18,7 +18,6 @@ from qbench.files import read_regular
 from qbench.machine import GIB, fast_bf16, hardware, memory_gib, visible_gpus
 from qbench.passkey import task_length
 from qbench.plan import Cell, Plan, streams
-from qbench.store import ARCHIVE, packed_records
 from qbench.text import duration
 
 MOST = 2_000  # records that are looked at, the youngest first
@@ -87,23 +86,17 @@ class Estimate:
 
 
 def earlier(folder: Path) -> list[Written]:
-    """Good records below a results folder and those beside it, under whatever key, those last that
-    nobody unpacked yet; unverified, for an estimate alone."""
+    """Good records below a results folder and those beside it, under whatever key; unverified, for
+    an estimate alone."""
     parent = folder.resolve().parent
     dated = []
     for path in parent.glob("*/records/*/*/*.json"):
         with suppress(OSError):
             dated.append((path.stat().st_mtime, path))
-    texts = []
-    for _, path in sorted(dated, reverse=True)[:MOST]:
-        with suppress(OSError):
-            texts.append(read_regular(path))
-    for archive in sorted(parent.glob(f"*/{ARCHIVE}")):
-        texts += packed_records(archive.parent)
     found = []
-    for text in texts:
-        with suppress(ValueError):
-            record = json.loads(text)
+    for _, path in sorted(dated, reverse=True)[:MOST]:
+        with suppress(OSError, ValueError):
+            record = json.loads(read_regular(path))
             if isinstance(record, dict) and record.get("status") == "ok":
                 found.append(record)
     return found
