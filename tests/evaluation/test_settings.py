@@ -183,7 +183,7 @@ def test_a_grid_seldom_fails_by_chance_and_a_wrong_score_seldom_passes(noise):
 
 def test_bias_is_the_mean_over_documents_with_its_standard_error():
     found, _ = compare(
-        "a", tolerance=Tolerance(), by_bias=True, documents=[0, 0, 1, 2], tokens=[1, 1, 2, 1],
+        "a", by_bias=True, documents=[0, 0, 1, 2], tokens=[1, 1, 2, 1],
         fast=[(-1.0, True), (-2.0, True), (-3.0, True), (-1.5, True)],
         exact=[(-1.2, True), (-1.8, True), (-2.4, True), (-1.2, False)],
     )  # fmt: skip

@@ -55,7 +55,7 @@ from qbench.evaluation.scoring.requests import (
     encode_pairs,
     encode_texts,
 )
-from qbench.evaluation.settings import ScoringSettings, Tolerance, beyond
+from qbench.evaluation.settings import ScoringSettings, beyond
 from qbench.machine import reset_peak_memory
 from qbench.progress import Advance
 from qbench.records import DifferenceFromExact, SampleDifference, ScoringReport
@@ -240,13 +240,12 @@ class Scorer(LM):
         self._counts.truncated += sum(len(r.tokens) > limit for r in asked.requests)
         if self.fast is not None and asked.requests:
             answers = self._observed(self.fast, asked)
-            try:
-                self._compare(asked, answers)
+            reason = self._compare(asked, answers)
+            if reason is None:
                 return answers
-            except BeyondTolerance as error:
-                if not self.settings.fallback:
-                    raise
-                self._exact_tasks[asked.task] = str(error)
+            if not self.settings.fallback:
+                raise EvaluationError(reason)
+            self._exact_tasks[asked.task] = reason
         return self._observed(self.exact, asked)
 
     def _observed(self, backend: Backend, asked: _Asked) -> list[Answer]:
@@ -261,16 +260,16 @@ class Scorer(LM):
             observer.end()
         return answers
 
-    def _compare(self, asked: _Asked, fast: Sequence[Answer]) -> None:
-        """Holds the ``fast`` scores of some documents, of few windows one, against exact ones.
-        Raises BeyondTolerance where they are too far off."""
+    def _compare(self, asked: _Asked, fast: Sequence[Answer]) -> str | None:
+        """Holds the ``fast`` scores of some documents, of few windows one, against exact ones: why
+        they are too far off, None where they are not."""
         count = self.settings.sample
         if asked.windows:
             count = min(SAMPLED_WINDOWS, count, max(1, len(asked.requests) // 20))
         documents = asked.documents
         indexes = draw(documents, count, self.settings.seed)
         if not indexes:
-            return
+            return None
         requests = [asked.requests[i] for i in indexes]
         difference = compare(
             asked.task,
@@ -278,10 +277,12 @@ class Scorer(LM):
             tokens=[request.scored for request in requests],
             fast=[fast[i] for i in indexes],
             exact=self._score(self._reference, requests, asked.windows, Counts()),
-            tolerance=self.settings.tolerance,
             by_bias=self.settings.amplifies_rounding,
         )
+        if reason := beyond(self.settings.tolerance, difference[0]):
+            return f"{reason}; use scoring: exact or raise it"
         self._differences.append(difference)
+        return None
 
     def _score(
         self,
@@ -386,10 +387,6 @@ def _parts(plans: Sequence[BatchPlan], token_bytes: int) -> Iterator[list[BatchP
         yield part
 
 
-class BeyondTolerance(EvaluationError):
-    """Fast scores of a sample lie farther from exact ones than the tolerance allows."""
-
-
 def compare(
     task: str,
     *,
@@ -397,12 +394,11 @@ def compare(
     tokens: Sequence[int],
     fast: Sequence[Answer],
     exact: Sequence[Answer],
-    tolerance: Tolerance,
     by_bias: bool = False,
 ) -> tuple[SampleDifference, np.ndarray]:
     """Of a sample, one entry a request; and how far off each is in nats, whole and per scored
-    token [2, N]. ``by_bias``: judged by their mean with its sign. Raises BeyondTolerance where
-    they leave ``tolerance``, EvaluationError where they are not numbers."""
+    token [2, N]. ``by_bias``: judged by their mean with its sign. Raises EvaluationError where they
+    are not numbers."""
     if not all(math.isfinite(score) for score, _ in (*fast, *exact)):
         raise EvaluationError(
             f"{task}: log-likelihoods of the sample are not numbers; the model gives NaN or "
@@ -426,8 +422,6 @@ def compare(
         bias_stderr=bias.sem() if len(bias) > 1 else None,
         by_bias=by_bias,
     )
-    if reason := beyond(tolerance, found):
-        raise BeyondTolerance(f"{reason}; use scoring: exact or raise it")
     return found, sample[["off", "per_token"]].abs().to_numpy().T
 
 
