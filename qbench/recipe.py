@@ -468,13 +468,13 @@ def _source(path: Path | None, changed: Overrides) -> Source:
         (changed.calibration_samples, "calibration", "samples"),
         (changed.calibration_length, "calibration", "length"),
         (changed.limit, "evaluation", "limit"),
-        (changed.scoring and str(changed.scoring), "evaluation", "scoring"),
+        (changed.scoring, "evaluation", "scoring"),
         (changed.stream, "evaluation", "stream"),
     ):
         if value is not None:
             source.replace(value, *location)
     if changed.dtype is not None:
-        _replace_dtype(source, str(changed.dtype))
+        _replace_dtype(source, changed.dtype)
     return source
 
 

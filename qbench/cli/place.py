@@ -67,7 +67,7 @@ def here(
     return Place(
         recipe=loaded,
         out=out or Path("results") / loaded.name,
-        device=str(device) if cluster else choose_device(device),
+        device=device if cluster else choose_device(device),
     )
 
 

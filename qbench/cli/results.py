@@ -194,7 +194,7 @@ def check(
         baseline,
         margins=parse_margins(margin),
         inconclusive=inconclusive,
-        across=[one.value for one in across],
+        across=across,
     )
     for path, text in ((summary, as_markdown), (junit, as_junit), (json, as_json)):
         if path is not None:
