@@ -221,7 +221,7 @@ class Trainer:
                         copied, self.held_out, tokenizer=self.tokenizer, linears=(), batch=batch
                     )
             except EvaluationError as error:
-                raise TrainingError(f"step {step}: on held-out text {error}") from None
+                raise TrainingError(f"step {step}, held-out text: {error}") from None
             sink, hidden = found.sinks[0], found.hidden
             sample = TrainingSample(
                 step=step,

@@ -34,7 +34,7 @@ class Compute(Strict):
 
 
 MOST_STEPS = 10**8
-Share = Annotated[float, Field(ge=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]  # of a running mean; with 1 it never begins
 Positive = Annotated[float, Field(gt=0)]
 
 
@@ -67,16 +67,18 @@ class Shape(Strict):
     parameters: dict[str, OwnParameter] = Field({})
     norm_eps: Positive = 1e-6
     tied: Flag = False
-    init: Positive = 0.02  # standard deviation of every initial weight matrix
+    init: Annotated[float, Field(gt=0, le=1)] = 0.02  # standard deviation of every weight matrix
 
     @model_validator(mode="after")
-    def _divides(self) -> Shape:
+    def _agrees(self) -> Shape:
         shared = self.kv_heads or self.heads
         if self.hidden % self.heads or self.hidden // self.heads % 2 or self.heads % shared:
             raise ValueError(
                 f"hidden {self.hidden}, heads {self.heads}, kv_heads {shared}: heads must divide "
                 "hidden into even parts, and kv_heads must divide heads"
             )
+        if self.positions is not None and self.positions < self.context:
+            raise ValueError(f"positions {self.positions} are fewer than context {self.context}")
         return self
 
 
@@ -99,7 +101,7 @@ class Batch(Strict):
 class Optimizer(Strict):
     name: Literal["adamw"] = "adamw"
     learning_rate: Positive
-    betas: tuple[Share, Share] = (0.9, 0.95)
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
     eps: Positive = 1e-8
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     decay_vectors: Flag = False  # whether norms decay too
@@ -111,7 +113,7 @@ class Schedule(Strict):
 
     warmup_steps: Annotated[Whole, Field(ge=0, le=MOST_STEPS)]
     decay: Literal["cosine", "none"] = "cosine"
-    floor: Share = 0.1
+    floor: Annotated[float, Field(ge=0, le=1)] = 0.1
 
 
 class Watch(Strict):

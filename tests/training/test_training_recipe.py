@@ -29,10 +29,13 @@ SHIPPED = sorted((Path(__file__).parents[2] / "recipes" / "train").glob("*.yaml"
         ({"watch": {"length": 17}}, "watch.length 17 is more than model.context 16"),
         ({"optimizer": {"learning_rate": float("inf")}}, "finite"),
         ({"optimizer": {"learning_rate": 0}}, "greater than 0"),
+        ({"optimizer": {"betas": [0.9, 1.0]}}, "optimizer.betas[1]: Input should be less than 1"),
         ({"compute": {"compile": True}}, "compute.compile"),
         ({"compute": {"compile": "reduce-overhead"}}, "'max-autotune-no-cudagraphs'"),
         ({"compute": {"precision": "float16"}}, "'bfloat16' or 'float32'"),
         ({"log_every": 2.5}, "log_every"),
+        ({"model": {"init": 2.0}}, "model.init: Input should be less than or equal to 1"),
+        ({"model": {"positions": 8}}, "model: positions 8 are fewer than context 16"),
     ],
 )
 def test_what_cannot_work_is_refused_with_its_line(recipe_file, changed, said):
