@@ -7,13 +7,13 @@ another type, so a file mixes types, and each of its matrices is judged by its o
 from __future__ import annotations
 
 import functools
+import re
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from qbench.errors import CheckpointError, UnavailableError
-
-if TYPE_CHECKING:
-    import numpy as np
 
 # Weights that share a scale, by type (ggml-common.h)
 BLOCKS = {
@@ -28,6 +28,8 @@ LEVELS = {"IQ3_S": 16, "IQ3_XXS": 16, "IQ2_S": 6, "IQ2_XS": 6, "IQ2_XXS": 6, "IQ
 BITS = {"F32": 32, "F16": 16, "BF16": 16, "MXFP4": 4, "NVFP4": 4}
 # Architectures whose queries and keys llama.cpp's converter reorders
 PERMUTED = ("llama", "granite", "smollm3", "arcee", "olmo")
+INTERLEAVED = ("gpt-oss",)  # whose gate_up_proj has a row of gate and one of up in turn
+EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)")
 CENTRED = ("gemma", "gemma2", "gemma3", "nemotron")  # whose norms it stores plus one
 
 
@@ -76,10 +78,9 @@ def describe(path: str) -> dict[str, Any]:
             f"{path} is one of {parts} parts of a file; join them: llama-gguf-split --merge {path} "
             "WHOLE.gguf"
         )
-    if any("_exps." in tensor.name for tensor in reader.tensors):
+    if architecture in INTERLEAVED and any("_exps." in one.name for one in reader.tensors):
         raise CheckpointError(
-            f"{path}: experts in GGUF files are not read; those of compressed-tensors and fp8 "
-            "copies are"
+            f"{path}: experts of {architecture} in GGUF files are not read; its safetensors are"
         )
     for tensor in reader.tensors:
         if tensor.name.startswith("blk.") and len(tensor.shape) > 1:
@@ -97,23 +98,53 @@ def _field(reader: Any, name: str) -> Any:
 
 
 def tensors(path: str, modules: list[str], layers: int) -> dict[str, Any]:
-    """The file's tensors by ``<module>.<weight or bias>`` of transformers' names."""
-    reader = _reader(path)
-    architecture = _field(reader, "general.architecture")
+    """The file's tensors by ``<module>.<weight or bias>`` of transformers' names. Of an expert, its
+    part of what the file holds of all experts as one. Raises CheckpointError for an architecture
+    that the gguf package does not know, and where gate and up of experts differ in their types."""
+    held = {tensor.name: tensor for tensor in _reader(path).tensors}
+    found = {}
+    for module, names in _names(path, modules, layers).items():
+        expert = EXPERT.fullmatch(module)
+        for part in ("weight", "bias"):
+            parts = [held[f"{name}.{part}"] for name in names if f"{name}.{part}" in held]
+            if parts and expert:
+                parts = [_of_expert(path, parts, int(expert[2]))]
+            if parts:
+                found[f"{module}.{part}"] = parts[0]
+    return found
+
+
+def _names(path: str, modules: list[str], layers: int) -> dict[str, list[str]]:
+    """What the file calls each of ``modules``: nothing, or one tensor, or two where it is an
+    expert's gate_up_proj."""
+    architecture = _field(_reader(path), "general.architecture")
     kinds = {name: kind for kind, name in library().MODEL_ARCH_NAMES.items()}
     if architecture not in kinds:
         raise CheckpointError(
             f"{path}: the gguf package does not know architecture {architecture!r}"
         )
     known = library().get_tensor_name_map(kinds[architecture], layers)
-    held = {tensor.name: tensor for tensor in reader.tensors}
     found = {}
     for module in modules:
-        name = known.get_name(module)
-        for part in ("weight", "bias"):
-            if name is not None and f"{name}.{part}" in held:
-                found[f"{module}.{part}"] = held[f"{name}.{part}"]
+        theirs = [module]
+        if expert := EXPERT.fullmatch(module):
+            matrices = ("gate_proj", "up_proj") if expert[3] == "gate_up_proj" else (expert[3],)
+            theirs = [f"{expert[1]}.{matrix}" for matrix in matrices]
+        found[module] = [name for name in map(known.get_name, theirs) if name is not None]
     return found
+
+
+def _of_expert(path: str, parts: list[Any], expert: int) -> Any:
+    """The rows of one expert in tensors of all, one below the other."""
+    kinds = {part.tensor_type.name for part in parts}
+    if len(kinds) > 1:
+        raise CheckpointError(
+            f"{path}: {' and '.join(part.name for part in parts)} are of types "
+            f"{' and '.join(sorted(kinds))}, and transformers' class has one matrix for both"
+        )
+    columns, rows = (int(n) for n in parts[0].shape[:2])
+    data = np.concatenate([part.data[expert] for part in parts])
+    return parts[0]._replace(data=data, shape=[columns, rows * len(parts)], n_bytes=data.nbytes)
 
 
 def dequantized(path: str, name: str, tensor: Any, heads: tuple[int, int]) -> np.ndarray:
@@ -136,7 +167,14 @@ def dequantized(path: str, name: str, tensor: Any, heads: tuple[int, int]) -> np
 
 
 def tensor_bits(path: str, modules: list[str], layers: int) -> dict[str, int]:
-    """Bits of every tensor, by transformers' name where it has one."""
-    reader = _reader(path)
-    named = {tensor.name: name for name, tensor in tensors(path, modules, layers).items()}
-    return {named.get(t.name, t.name): 8 * int(t.n_bytes) for t in reader.tensors}
+    """Bits of every tensor, by transformers' name where it has one; of all experts by one's."""
+    named = {
+        f"{name}.{part}": f"{module}.{part}"
+        for module, names in _names(path, modules, layers).items()
+        for name in names
+        for part in ("weight", "bias")
+    }
+    found: Counter[str] = Counter()
+    for tensor in _reader(path).tensors:
+        found[named.get(tensor.name, tensor.name)] += 8 * int(tensor.n_bytes)
+    return found

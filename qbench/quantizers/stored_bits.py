@@ -169,7 +169,7 @@ def _size_of_files(
     settings: Prequantized, original: nn.Module, wanted: Mapping[str, Matrix]
 ) -> StoredSize:
     if settings.format == "gguf":
-        modules = [name for name, _ in original.named_modules() if name]
+        modules = [*wanted, *(name for name, _ in original.named_modules() if name)]
         layers = original.config.get_text_config().num_hidden_layers
         bits = gguf_file.tensor_bits(settings.folder, modules, layers)
     else:

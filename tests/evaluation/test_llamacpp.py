@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from lm_eval.api.instance import Instance
-from published_copies import DEMO, gguf, original
+from published_copies import DEMO, experts, experts_apart, gguf, original
 from small_recipe import qbench, small_recipe
 from tiny import tiny_model
 
@@ -146,6 +146,28 @@ def test_a_file_is_a_column_like_any_other(files, tmp_path):
     assert records["Q8_0"].scoring.batching == "llama.cpp, one after another"
 
 
+def test_experts_are_scored_and_audited_one_by_one(tmp_path):
+    whole = experts("mixtral", tmp_path / "mixtral")
+    columns = [
+        {"name": "checkpoint", "path": str(gguf(whole, tmp_path / "m.gguf", kind)), "label": kind}
+        for kind in ("F32", "Q8_0", "Q4_0")
+    ]
+    recipe = small_recipe(tmp_path, checkpoints={"base": str(whole)},
+                          quantizers=["fp32", *columns])  # fmt: skip
+    assert qbench("run", recipe, "--out", tmp_path / "out", "--device", "cpu") == 0
+    records = {record.quantizer: record for record in Store(tmp_path / "out").records()}
+    kinds = ("F32", "Q8_0", "Q4_0")
+    losses = [records[kind].damage.tasks["demo_pages"].distributions.kl.mean for kind in kinds]
+    assert losses[0] < 1e-6 < losses[1] < losses[2]
+    routers = 1024 / 492_544  # of all weights; they stay as they are
+    bits = [records[kind].audit.size.bits_per_weight for kind in kinds]
+    assert bits == pytest.approx([n + (32 - n) * routers for n in (32, 8.5, 4.5)])
+    names = {one.name for one in records["Q4_0"].audit.modules}
+    assert {"model.layers.1.mlp.experts.3.gate_up_proj",
+            "model.layers.1.mlp.experts.3.down_proj"} <= names  # fmt: skip
+    assert all(record.audit.passed for record in records.values())
+
+
 def test_another_models_file_and_one_in_another_order_fail_their_audit(files, tmp_path):
     from qbench.quantizers.audit.cell import audit, probe_of
 
@@ -195,12 +217,9 @@ def written(path, model, architecture, change=lambda name, values: values, **fie
         writer.add_uint16(name.replace("_", "."), value)
     kinds = {name: kind for kind, name in library.MODEL_ARCH_NAMES.items()}
     names = library.get_tensor_name_map(kinds[architecture], model.config.num_hidden_layers)
-    for name, tensor in model.named_parameters():
-        if "experts" not in name:
-            values = np.ascontiguousarray(change(name, tensor.float().numpy()))
-            writer.add_tensor(names.get_name(name, (".weight", ".bias")), values)
-    if any("experts" in name for name, _ in model.named_parameters()):
-        writer.add_tensor("blk.0.ffn_gate_exps.weight", np.zeros((4, 64, 64), np.float32))
+    for name, tensor in experts_apart(model):
+        values = np.ascontiguousarray(change(name, tensor.float().numpy()))
+        writer.add_tensor(names.get_name(name, (".weight", ".bias")), values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -231,11 +250,14 @@ def turned(name, values):
         ("nemotron", centred),
         ("gpt2", turned),
         ("qwen2", lambda name, values: values),
+        ("mixtral", interleaved),
+        *((kind, lambda name, values: values) for kind in ("qwen2_moe", "qwen3_moe", "olmoe")),
     ],
 )
 def test_what_the_converter_changes_is_undone(kind, change, tmp_path):
     stored, found = tiny_model(kind), tiny_model(kind)
-    path = written(tmp_path / "m.gguf", stored, kind, change)
+    architecture = "llama" if kind == "mixtral" else kind.replace("_", "")
+    path = written(tmp_path / "m.gguf", stored, architecture, change)
     for model in (stored, found):
         linearize(model)
     for parameter in found.parameters():
@@ -248,7 +270,7 @@ def test_what_the_converter_changes_is_undone(kind, change, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "architecture", "fields", "words"),
     [
-        ("mixtral", "llama", {}, "experts in GGUF files are not read"),
+        ("mixtral", "gpt-oss", {}, "experts of gpt-oss in GGUF files are not read"),
         ("llama", "llama", {"split_count": 3}, "one of 3 parts of a file; join them: llama-gguf-"),
     ],
 )

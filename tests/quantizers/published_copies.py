@@ -7,6 +7,7 @@ recipes/published-27m.yaml names.
 import json
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -356,30 +357,36 @@ def changed(copy: Path, folder: Path, change, **config) -> Path:
 
 
 def gguf(source: Path, path: Path, kind: str = "F32") -> Path:
-    """``source``, a Llama of transformers, as llama.cpp's converter writes it, and quantized by
-    llama.cpp to ``kind``; skips where the libraries are not there."""
+    """``source``, a Llama or a Mixtral of transformers, as llama.cpp's converter writes it, and
+    quantized by llama.cpp to ``kind``; skips where the libraries are not there."""
     writer_of = pytest.importorskip("gguf")
     library = pytest.importorskip("llama_cpp")
     config = json.loads((source / "config.json").read_text())
     heads = config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads") or heads
     writer = writer_of.GGUFWriter(path, "llama")
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
-    writer.add_head_count_kv(config.get("num_key_value_heads") or heads)
+    writer.add_head_count_kv(kv_heads)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(10000.0)
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    if "num_local_experts" in config:
+        writer.add_expert_count(config["num_local_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
     writer.add_rope_dimension_count(config["hidden_size"] // heads)
     writer.add_vocab_size(config["vocab_size"])
     _add_tokenizer(writer, json.loads((source / "tokenizer.json").read_text()))
     names = writer_of.get_tensor_name_map(writer_of.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
-    for name, tensor in load_file(source / "model.safetensors").items():
-        values = tensor.float().numpy()
-        if name.endswith(("q_proj.weight", "k_proj.weight")):
-            rows = values.reshape(heads, 2, -1, values.shape[1]).swapaxes(1, 2)
-            values = rows.reshape(values.shape)
+    model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype="float32")
+    for name, tensor in experts_apart(model):
+        values = tensor.numpy()
+        for part, count in (("q_proj", heads), ("k_proj", kv_heads)):
+            if part in name:
+                rows = values.reshape(count, 2, -1, values.shape[1]).swapaxes(1, 2)
+                values = rows.reshape(values.shape)
         writer.add_tensor(names.get_name(name, (".weight",)), values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -393,6 +400,20 @@ def gguf(source: Path, path: Path, kind: str = "F32") -> Path:
     quantized = path.with_name(f"{path.stem}-{kind}.gguf")
     assert library.llama_model_quantize(str(path).encode(), str(quantized).encode(), settings) == 0
     return quantized
+
+
+def experts_apart(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters by name, gate_up_proj of experts as the gate_proj and up_proj that it is made of,
+    and all of experts as weights."""
+    for name, tensor in model.named_parameters():
+        module, _, part = name.rpartition(".")
+        if not module.endswith(".experts"):
+            yield name, tensor.detach()
+        elif part == "gate_up_proj":
+            for half, values in zip(("gate_proj", "up_proj"), tensor.chunk(2, dim=1), strict=True):
+                yield f"{module}.{half}.weight", values.detach().contiguous()
+        else:
+            yield f"{name}.weight", tensor.detach()
 
 
 def _add_tokenizer(writer: Any, file: dict[str, Any]) -> None:
