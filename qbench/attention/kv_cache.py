@@ -131,10 +131,10 @@ def read(
     key: Tensor,
     value: Tensor,
     *,
-    queries: int,
-    mask: Mask | Tensor | None,
-    position_ids: Tensor | None,
-    cu_seqlens_k: Tensor | None,
+    queries: int = 0,
+    mask: Mask | Tensor | None = None,
+    position_ids: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
 ) -> tuple[Sources, Tensor | None]:
     """What attention reads of what a module hands over as ``key`` and ``value`` [B, Hkv, Tk, D],
     and each key's position where those are needed.
@@ -160,9 +160,7 @@ def read_apart(module: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, T
     cache = getattr(module, KV_CACHE, None)
     if cache is None or _needs_positions(cache) or cache.watch is not None:
         return None
-    sources, _ = read(
-        cache, module, key, value, queries=0, mask=None, position_ids=None, cu_seqlens_k=None
-    )
+    sources, _ = read(cache, module, key, value)
     return sources.quantized_key, sources.quantized_value
 
 
@@ -285,7 +283,7 @@ def kernel_attention(
     mask, spans = ops.mask_or_spans(mask, spans, span_count)
     query, key, value, *quantized = map(ops.dense_rows, (query, *sources))
     heads, queries, kv_heads, keys = *query.shape[1:3], *key.shape[1:3]
-    output, _ = ops.empty_output(query, value, covered=spans is None)
+    output = ops.by_token(query, (*query.shape[:3], value.shape[3]), covered=spans is None)
     if output.numel() == 0:
         return output
     counts = ops.allowed_counts(mask, query, key, given, settings)

@@ -13,6 +13,7 @@ import triton.language as tl
 from qbench.attention.kernels import common, formulas
 from qbench.attention.kernels.common import (
     CAPPED,
+    CAUSAL,
     DPARAM,
     DSINKS,
     DSLOPES,
@@ -22,6 +23,7 @@ from qbench.attention.kernels.common import (
     SCALED,
     SLOPED,
     VARYING,
+    WINDOWED,
 )
 from qbench.attention.kernels.formulas import CHUNK, EPSILON, LN_2, SMALL_LSE
 
@@ -32,9 +34,8 @@ MAX_CHUNKS = tl.constexpr(4)  # that a block of keys has a part of
 def precise_delta(
     q, g, rows, begin, end, k_source, v_source, mask, scale, shaping,
     k_strides, v_strides, mask_strides, index, limits,
-    NORM: tl.constexpr, FLAGS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    TMA: tl.constexpr, FAST: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
+    NORM: tl.constexpr, FLAGS: tl.constexpr, FAST: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
     """D = Σ p · dP of each row, in float32: for rows where dO · o, of a rounded o, is too coarse,
     see SMALL_LSE. Nothing overflows there without a maximum; of other rows the result is void."""
@@ -44,12 +45,10 @@ def precise_delta(
     total = tl.zeros([BLOCK_Q], tl.float32)
     highest = tl.zeros([BLOCK_Q], tl.float32)
     for start in tl.range(begin, end, BLOCK_K, num_stages=1):
-        k = common.load_tile(
-            k_source, batch, kv_head, start, stop_k, k_strides, BLOCK_K, HEAD_DIM, True, TMA
-        )
+        k = common.load_tile(k_source, batch, kv_head, start, stop_k, k_strides, BLOCK_K, HEAD_DIM)
         scores = tl.dot(q, k.T, input_precision="ieee")  # [BLOCK_Q, BLOCK_K]
         v = common.load_tile(
-            v_source, batch, kv_head, start, stop_k, v_strides, BLOCK_K, V_HEAD_DIM, True, TMA
+            v_source, batch, kv_head, start, stop_k, v_strides, BLOCK_K, V_HEAD_DIM
         )
         dp = tl.dot(g, v.T, input_precision="ieee")  # [BLOCK_Q, BLOCK_K]
         keys = start + tl.arange(0, BLOCK_K)  # [BLOCK_K]
@@ -59,7 +58,7 @@ def precise_delta(
                 scores, tl.arange(0, BLOCK_K)[None, :], own, shaping, FLAGS, FAST
             )[0]
         allowed = common.attn_mask(  # [BLOCK_Q, BLOCK_K]
-            rows[:, None], keys[None, :], limits, mask, mask_strides, batch, head, CAUSAL, WINDOW
+            rows[:, None], keys[None, :], limits, mask, mask_strides, batch, head, FLAGS
         )
         # Their lse, from a fast logarithm, would be wrong by more than float32 is.
         above, below = formulas.forward_terms(
@@ -75,9 +74,8 @@ def precise_delta(
 def attn_bwd_dq_inner(
     dq, dparam, dslopes, q, g, lse, delta, rows, begin, end, k_source, v_source, mask, scale,
     shaping, plain, k_strides, v_strides, mask_strides, index, limits,
-    NORM: tl.constexpr, FLAGS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    MASKED: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr, BLOCK_K: tl.constexpr,
-    HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, STAGES: tl.constexpr,
+    NORM: tl.constexpr, FLAGS: tl.constexpr, MASKED: tl.constexpr, FAST: tl.constexpr,
+    BLOCK_K: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Adds what the keys from ``begin`` to ``end`` give to the gradients of a block of queries,
     dq [BLOCK_Q, HEAD_DIM]; and to ``dparam`` [BLOCK_Q], where the gradient of sigmoid's bias or of
@@ -90,11 +88,11 @@ def attn_bwd_dq_inner(
     plain_scale, plain_slope = plain
     for start in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
         k = common.load_tile(
-            k_source, batch, kv_head, start, stop_k, k_strides, BLOCK_K, HEAD_DIM, MASKED, TMA
+            k_source, batch, kv_head, start, stop_k, k_strides, BLOCK_K, HEAD_DIM, MASKED
         )
         scores = tl.dot(q, k.T, input_precision="ieee")  # [BLOCK_Q, BLOCK_K]
         v = common.load_tile(
-            v_source, batch, kv_head, start, stop_k, v_strides, BLOCK_K, V_HEAD_DIM, MASKED, TMA
+            v_source, batch, kv_head, start, stop_k, v_strides, BLOCK_K, V_HEAD_DIM, MASKED
         )
         dp = tl.dot(g, v.T, input_precision="ieee")  # [BLOCK_Q, BLOCK_K]
         keys = start + tl.arange(0, BLOCK_K)  # [BLOCK_K]
@@ -110,9 +108,8 @@ def attn_bwd_dq_inner(
         )  # [BLOCK_Q, BLOCK_K]
         if MASKED:
             allowed = common.attn_mask(  # [BLOCK_Q, BLOCK_K]
-                rows[:, None], keys[None, :], limits, mask, mask_strides, batch, head, CAUSAL,
-                WINDOW,
-            )  # fmt: skip
+                rows[:, None], keys[None, :], limits, mask, mask_strides, batch, head, FLAGS
+            )
             ds = tl.where(allowed, ds, 0.0)
         if DPARAM & FLAGS:
             if SCALED & FLAGS:
@@ -136,8 +133,7 @@ def attn_bwd_dq(
     dsinks_rows, dslopes_rows, mask, spans, sinks, slopes, s, counts,
     head_counts, seqlen_q, seqlen_k, window, scale, log2_scale, inv_softcap, strides,
     mask_b, mask_h, mask_t, mask_k,
-    NORM: tl.constexpr, FLAGS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    TMA: tl.constexpr, FAST: tl.constexpr, BLOCK_Q: tl.constexpr,
+    NORM: tl.constexpr, FLAGS: tl.constexpr, FAST: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a block of BLOCK_Q queries, and their D. ``head_counts``: query heads, and how
@@ -164,9 +160,7 @@ def attn_bwd_dq(
         delta = tl.zeros([BLOCK_Q], tl.float32)
     else:
         delta = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)  # [BLOCK_Q]
-    length = formulas.log2_length(
-        rows, offset, limits, start_k, counts, FLAGS, CAUSAL, WINDOW
-    )  # [BLOCK_Q]
+    length = formulas.log2_length(rows, offset, limits, start_k, counts, FLAGS)  # [BLOCK_Q]
     s = formulas.load_s(head, s, FLAGS)
     plain_slope = formulas.load_slope(head, slopes, FLAGS)
     qk_scale = formulas.times_s_log_n(log2_scale, s * length, FLAGS)
@@ -176,14 +170,14 @@ def attn_bwd_dq(
     if RESHAPED & FLAGS:
         unit = 1.0
 
-    ranges = common.key_ranges(first, start_k, limits, mask, CAUSAL, WINDOW, BLOCK_Q, BLOCK_K)
+    ranges = common.key_ranges(first, start_k, limits, mask, FLAGS, BLOCK_Q, BLOCK_K)
     if NEEDS_EXPM1 & FLAGS and g.dtype != tl.float32:
         small = lse < SMALL_LSE
         if tl.max(small.to(tl.int32)) > 0:
             exact = precise_delta(
                 q, g, rows, ranges[0], ranges[3], k_source, v_source, mask, unit, shaping,
-                k_strides, v_strides, mask_strides, index, limits, NORM, FLAGS, CAUSAL, WINDOW, TMA,
-                FAST, BLOCK_Q, BLOCK_K, HEAD_DIM, V_HEAD_DIM,
+                k_strides, v_strides, mask_strides, index, limits, NORM, FLAGS, FAST, BLOCK_Q,
+                BLOCK_K, HEAD_DIM, V_HEAD_DIM,
             )  # fmt: skip
             delta = tl.where(small, exact, delta)
     if ELEMENTWISE & FLAGS == 0:
@@ -193,12 +187,12 @@ def attn_bwd_dq(
     dparam = tl.zeros([BLOCK_Q], tl.float32)
     dslopes = tl.zeros([BLOCK_Q], tl.float32)
     for part in tl.static_range(3):
-        if (part == 0 and WINDOW) or (part == 1 and mask is None) or part == 2:
+        if (part == 0 and WINDOWED & FLAGS) or (part == 1 and mask is None) or part == 2:
             dq, dparam, dslopes = attn_bwd_dq_inner(
                 dq, dparam, dslopes, q, g, lse, delta, rows, ranges[part], ranges[part + 1],
                 k_source, v_source, mask, unit, shaping, (log2_scale, plain_slope), k_strides,
-                v_strides, mask_strides, index, limits, NORM, FLAGS, CAUSAL, WINDOW, part != 1, TMA,
-                FAST, BLOCK_K, HEAD_DIM, V_HEAD_DIM, STAGES,
+                v_strides, mask_strides, index, limits, NORM, FLAGS, part != 1, FAST, BLOCK_K,
+                HEAD_DIM, V_HEAD_DIM, STAGES,
             )  # fmt: skip
     if DPARAM & FLAGS:
         if SCALED & FLAGS:
@@ -222,9 +216,9 @@ def attn_bwd_dq(
 def attn_bwd_dkdv_inner(
     dk, dv, k, v, keys, begin, end, q_source, g_source, lse_row, delta_row, mask, counts,
     scale, shaping, q_strides, g_strides, mask_strides, batch, head, limits,
-    NORM: tl.constexpr, FLAGS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    MASKED: tl.constexpr, PRECISE: tl.constexpr, FAST: tl.constexpr, TMA: tl.constexpr,
-    BLOCK_Q: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, STAGES: tl.constexpr,
+    NORM: tl.constexpr, FLAGS: tl.constexpr, MASKED: tl.constexpr, PRECISE: tl.constexpr,
+    FAST: tl.constexpr, BLOCK_Q: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Adds what the queries from ``begin`` to ``end`` give to the gradients of a block of keys:
     dk [BLOCK_K, HEAD_DIM] and dv [BLOCK_K, V_HEAD_DIM]. ``shaping``: where the sequence's keys
@@ -234,7 +228,7 @@ def attn_bwd_dkdv_inner(
     for start in tl.range(begin, end, BLOCK_Q, num_stages=STAGES):
         rows = start + tl.arange(0, BLOCK_Q)  # [BLOCK_Q]
         q = common.load_tile(
-            q_source, batch, head, start, stop_q, q_strides, BLOCK_Q, HEAD_DIM, MASKED, TMA
+            q_source, batch, head, start, stop_q, q_strides, BLOCK_Q, HEAD_DIM, MASKED
         )
         if MASKED:  # a row beyond the last has lse +∞, so all its weights are 0
             lse = tl.load(lse_row + rows, mask=rows < stop_q, other=float("inf"))  # [BLOCK_Q]
@@ -244,7 +238,7 @@ def attn_bwd_dkdv_inner(
             delta = tl.load(delta_row + rows)
         scores = tl.dot(k, q.T, input_precision="ieee")  # [BLOCK_K, BLOCK_Q]
         g = common.load_tile(
-            g_source, batch, head, start, stop_q, g_strides, BLOCK_Q, V_HEAD_DIM, MASKED, TMA
+            g_source, batch, head, start, stop_q, g_strides, BLOCK_Q, V_HEAD_DIM, MASKED
         )
         dp = tl.dot(v, g.T, input_precision="ieee")  # [BLOCK_K, BLOCK_Q]
         unit = scale
@@ -254,9 +248,7 @@ def attn_bwd_dkdv_inner(
         if RESHAPED & FLAGS:
             unit = 1.0
             if SCALED & FLAGS:
-                length = formulas.log2_length(
-                    rows, value_row, limits, start_k, counts, FLAGS, CAUSAL, WINDOW
-                )
+                length = formulas.log2_length(rows, value_row, limits, start_k, counts, FLAGS)
                 s_log_n = (s * length)[None, :]  # [1, BLOCK_Q]
                 qk_scale = formulas.times_s_log_n(scale, s_log_n, FLAGS)
                 row_slope = formulas.times_s_log_n(slope, s_log_n, FLAGS)
@@ -270,9 +262,8 @@ def attn_bwd_dkdv_inner(
         p = formulas.recompute_p(e, y, tl.math.exp2(-lse[None, :]), NORM, PRECISE)
         if MASKED:
             allowed = common.attn_mask(  # [BLOCK_K, BLOCK_Q]
-                rows[None, :], keys[:, None], limits, mask, mask_strides, batch, head, CAUSAL,
-                WINDOW,
-            )  # fmt: skip
+                rows[None, :], keys[:, None], limits, mask, mask_strides, batch, head, FLAGS
+            )
             e = tl.where(allowed, e, 0.0)
             p = tl.where(allowed, p, 0.0)
         # The tensor cores add to dv while the scores' gradients are computed.
@@ -294,8 +285,7 @@ def attn_bwd_dkdv(
     mask, spans, slopes, s, counts,
     head_counts, seqlen_q, seqlen_k, window, scale, log2_scale, inv_softcap, strides,
     mask_b, mask_h, mask_t, mask_k,
-    NORM: tl.constexpr, FLAGS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    PRECISE: tl.constexpr, FAST: tl.constexpr, TMA: tl.constexpr,
+    NORM: tl.constexpr, FLAGS: tl.constexpr, PRECISE: tl.constexpr, FAST: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -318,14 +308,14 @@ def attn_bwd_dkdv(
     v = common.load_tile(v_source, batch, kv_head, first, stop_k, v_strides, BLOCK_K, V_HEAD_DIM)
     begin = start_q
     end = stop_q
-    if CAUSAL:
+    if CAUSAL & FLAGS:
         begin = tl.maximum(begin, first - shift)
     whole_begin = begin
-    if CAUSAL:
+    if CAUSAL & FLAGS:
         partly = tl.maximum(0, first + BLOCK_K - 1 - shift - begin)
         whole_begin += tl.cdiv(partly, BLOCK_Q) * BLOCK_Q
     whole_end = end
-    if WINDOW:
+    if WINDOWED & FLAGS:
         end = tl.minimum(end, first + BLOCK_K - 1 - shift + window)
         whole_end = tl.minimum(end, first - shift + window)
     whole_end = whole_begin + tl.maximum(0, whole_end - whole_begin) // BLOCK_Q * BLOCK_Q
@@ -358,18 +348,17 @@ def attn_bwd_dkdv(
             dk, dv = attn_bwd_dkdv_inner(
                 dk, dv, k, v, keys, begin, end, q_source, g_source, lse_source + offset,
                 deltas + offset, mask, counts, log2_scale, shaping, q_strides, g_strides,
-                mask_strides, batch, head, limits, NORM, FLAGS, CAUSAL, WINDOW, True, True, FAST,
-                TMA, BLOCK_Q, HEAD_DIM, V_HEAD_DIM, 1,
+                mask_strides, batch, head, limits, NORM, FLAGS, True, True, FAST, BLOCK_Q, HEAD_DIM,
+                V_HEAD_DIM, 1,
             )  # fmt: skip
         else:
             for part in tl.static_range(3):
-                if part == 2 or (mask is None and (part == 1 or CAUSAL)):
+                if part == 2 or (mask is None and (part == 1 or CAUSAL & FLAGS)):
                     dk, dv = attn_bwd_dkdv_inner(
                         dk, dv, k, v, keys, starts[part], stops[part], q_source, g_source,
                         lse_source + offset, deltas + offset, mask, counts, log2_scale, shaping,
                         q_strides, g_strides, mask_strides, batch, head, limits, NORM, FLAGS,
-                        CAUSAL, WINDOW, part != 1, False, FAST, TMA, BLOCK_Q, HEAD_DIM, V_HEAD_DIM,
-                        STAGES,
+                        part != 1, False, FAST, BLOCK_Q, HEAD_DIM, V_HEAD_DIM, STAGES,
                     )  # fmt: skip
 
     common.store_tile(

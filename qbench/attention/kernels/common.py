@@ -31,6 +31,8 @@ DPARAM = tl.constexpr(128)  # the backward pass gives the gradient of bias or s 
 LOG_N1 = tl.constexpr(256)  # SCALED by s · log (n + 1)
 DSLOPES = tl.constexpr(512)  # the backward pass gives the gradient of the slopes too
 DSINKS = tl.constexpr(1024)  # the backward pass gives the gradient of the sinks too
+CAUSAL = tl.constexpr(2048)  # a query sees no later key
+WINDOWED = tl.constexpr(4096)  # a query sees so many keys up to its own
 
 # Arguments of kernels whose values a compiled kernel does not depend on.
 VARYING = ["seqlen_q", "seqlen_k", "window", "mask_b", "mask_h", "mask_t"]
@@ -97,11 +99,10 @@ def load_query_block(spans, head_counts, seqlen_q, seqlen_k, window, BLOCK_Q: tl
 def load_tile(
     source, batch, head, row, stop, strides,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, BOUNDED: tl.constexpr = True,
-    TMA: tl.constexpr = False,
 ):  # fmt: skip
     """[ROWS, block(WIDTH)] from ``row`` on; zeros beyond the width, and beyond ``stop`` where
-    BOUNDED. With TMA ``source`` is a tensor descriptor of [B, H, T, D], else a pointer."""
-    if TMA:
+    BOUNDED. ``source``: a pointer, or a tensor descriptor of [B, H, T, D]."""
+    if isinstance(source, tl.tensor_descriptor):
         return source.load([batch, head, row, 0]).reshape(ROWS, block(WIDTH))
     else:
         base = head_of(source, batch, head, strides) + to_int64(row) * strides[2]
@@ -128,17 +129,15 @@ def store_tile(target, tile, batch, head, row, stop, strides, WIDTH: tl.constexp
 
 
 @triton.jit
-def attn_mask(
-    rows, keys, limits, mask, mask_strides, batch, head, CAUSAL: tl.constexpr, WINDOW: tl.constexpr
-):
+def attn_mask(rows, keys, limits, mask, mask_strides, batch, head, FLAGS: tl.constexpr):
     """Which of ``keys`` each of ``rows`` attends to; the two broadcast against each other, and so
     does the result. ``limits``: last query and key row + 1, the shift of :func:`load_sequence`, and
     the window. ``mask_strides``: of batch row, head, row and key."""
     stop_q, stop_k, shift, window = limits
     own = rows + shift
     # No row of a sequence stands beyond its last key, so causality is enough.
-    allowed = keys <= own if CAUSAL else keys < stop_k
-    if WINDOW:
+    allowed = keys <= own if CAUSAL & FLAGS else keys < stop_k
+    if WINDOWED & FLAGS:
         allowed = allowed & (keys > own - window)
     if mask is not None:
         pointers = head_of(mask, batch, head, mask_strides)
@@ -151,7 +150,7 @@ def attn_mask(
 @triton.jit
 def key_ranges(
     first, start_k, limits, mask,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    FLAGS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """The keys of a block of queries from ``first`` on, in three ranges: from begin to whole_begin
     (left of a sliding window for some row), to whole_end (every row sees every key), to end (cut by
@@ -161,13 +160,13 @@ def key_ranges(
     begin = start_k
     end = stop_k
     whole_end = stop_k
-    if CAUSAL:
+    if CAUSAL & FLAGS:
         end = tl.minimum(stop_k, tl.minimum(first + BLOCK_Q, stop_q) + shift)
         whole_end = tl.minimum(stop_k, first + shift + 1)
-    if WINDOW:
+    if WINDOWED & FLAGS:
         begin = tl.maximum(begin, first + shift - window + 1)
     whole_begin = begin
-    if WINDOW:
+    if WINDOWED & FLAGS:
         partly = tl.maximum(0, first + BLOCK_Q + shift - window - begin)
         whole_begin += tl.cdiv(partly, BLOCK_K) * BLOCK_K
     whole_end = whole_begin + tl.maximum(0, whole_end - whole_begin) // BLOCK_K * BLOCK_K

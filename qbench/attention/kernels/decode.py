@@ -29,9 +29,9 @@ def attn_decode(
     q_source, k_source, v_source, partial, mask, spans, bias, slopes, s, counts,
     head_counts, seqlen_q, seqlen_k, window, scale, inv_softcap, splits, strides,
     mask_b, mask_h, mask_t, mask_k,
-    NORM: tl.constexpr, FLAGS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    SKIP: tl.constexpr, FAST: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
-    HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, STAGES: tl.constexpr,
+    NORM: tl.constexpr, FLAGS: tl.constexpr, SKIP: tl.constexpr, FAST: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program a sequence, key head and split; its BLOCK_R rows are the group's heads × queries.
     ``partial`` [sequences · kv_heads, splits, BLOCK_R, BLOCK_DV + 2] takes what each gives.
@@ -55,7 +55,7 @@ def attn_decode(
     )
 
     row_limits = (stop_q, stop_k, shift, window)
-    ranges = common.key_ranges(start_q, start_k, row_limits, None, CAUSAL, WINDOW, BLOCK_R, BLOCK_K)
+    ranges = common.key_ranges(start_q, start_k, row_limits, None, FLAGS, BLOCK_R, BLOCK_K)
     begin = ranges[0]
     end = ranges[3]
     share = tl.cdiv(tl.cdiv(tl.maximum(end - begin, 0), BLOCK_K), splits) * BLOCK_K
@@ -65,9 +65,8 @@ def attn_decode(
 
     value_row = (common.to_int64(batch) * kv_heads * group + heads) * seqlen_q  # [BLOCK_R]
     qk_scale, slope, minus_bias, unit = formulas.row_shaping(
-        heads, rows, value_row, row_limits, start_k, counts, scale, bias, slopes, s, FLAGS, CAUSAL,
-        WINDOW,
-    )  # fmt: skip
+        heads, rows, value_row, row_limits, start_k, counts, scale, bias, slopes, s, FLAGS
+    )
     shaping = (qk_scale, inv_softcap, slope, minus_bias[:, None] if ELEMENTWISE & FLAGS else None)
 
     acc = tl.zeros([BLOCK_R, common.block(V_HEAD_DIM)], tl.float32)
@@ -82,9 +81,8 @@ def attn_decode(
         scores = tl.dot(q, k.T, input_precision="ieee")  # [BLOCK_R, BLOCK_K]
         keys = start + tl.arange(0, BLOCK_K)  # [BLOCK_K]
         allowed = real[:, None] & common.attn_mask(  # [BLOCK_R, BLOCK_K]
-            rows[:, None], keys[None, :], limits, mask, mask_strides, batch, heads[:, None], CAUSAL,
-            WINDOW,
-        )  # fmt: skip
+            rows[:, None], keys[None, :], limits, mask, mask_strides, batch, heads[:, None], FLAGS
+        )
         if SHAPED & FLAGS:
             last = stop_q - 1 + shift  # positions count from it
             scores = formulas.scores_of(

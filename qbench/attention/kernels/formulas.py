@@ -21,6 +21,7 @@ import triton.language as tl
 from qbench.attention.kernels import ptx
 from qbench.attention.kernels.common import (
     CAPPED,
+    CAUSAL,
     ELEMENTWISE,
     LOG_N1,
     RESHAPED,
@@ -29,6 +30,7 @@ from qbench.attention.kernels.common import (
     SINK,
     SINK_LEARNED,
     SLOPED,
+    WINDOWED,
 )
 from qbench.attention.normalizers import softpick
 
@@ -291,10 +293,7 @@ def cast_saturate(gradient, dtype: tl.constexpr):
 
 
 @triton.jit
-def log2_length(
-    rows, value_row, limits, start_k, counts,
-    FLAGS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-):  # fmt: skip
+def log2_length(rows, value_row, limits, start_k, counts, FLAGS: tl.constexpr):
     """log2 of how many keys each row may see, 0 where that is none; with LOG_N1 of one more.
     ``counts``: these numbers, where a mask says who sees whom; ``value_row``: where a head's values
     by row begin."""
@@ -303,8 +302,8 @@ def log2_length(
         n = tl.load(counts + value_row + rows, mask=rows < stop_q, other=1.0)
     else:
         own = rows + shift
-        last = tl.minimum(own + 1, stop_k) if CAUSAL else own * 0 + stop_k
-        first = tl.maximum(own - window + 1, start_k) if WINDOW else start_k
+        last = tl.minimum(own + 1, stop_k) if CAUSAL & FLAGS else own * 0 + stop_k
+        first = tl.maximum(own - window + 1, start_k) if WINDOWED & FLAGS else start_k
         n = (last - first).to(tl.float32)
     if LOG_N1 & FLAGS:
         n += 1
@@ -361,12 +360,11 @@ def column(number):
 
 @triton.jit
 def row_shaping(
-    head, rows, value_row, limits, start_k, counts, scale, bias, slopes, s,
-    FLAGS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-):  # fmt: skip
+    head, rows, value_row, limits, start_k, counts, scale, bias, slopes, s, FLAGS: tl.constexpr
+):
     """Of a forward pass qk_scale, slope, minus each row's bias [R], and what scores are still to be
     multiplied by. ``head``: of all rows, or [R]."""
-    length = log2_length(rows, value_row, limits, start_k, counts, FLAGS, CAUSAL, WINDOW)  # [R]
+    length = log2_length(rows, value_row, limits, start_k, counts, FLAGS)  # [R]
     s_log_n = load_s(head, s, FLAGS) * length
     qk_scale = times_s_log_n(scale, s_log_n, FLAGS)
     slope = times_s_log_n(load_slope(head, slopes, FLAGS), s_log_n, FLAGS)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from qbench.attention.kernels import common, formulas
-from qbench.attention.kernels.common import ELEMENTWISE, NEEDS_EXPM1, SHAPED, VARYING
+from qbench.attention.kernels.common import ELEMENTWISE, NEEDS_EXPM1, SHAPED, VARYING, WINDOWED
 from qbench.attention.kernels.formulas import CHUNK, SMALL_MAX
 
 
@@ -29,9 +29,8 @@ def set_flags(flags, start, stop_k, BLOCK_K: tl.constexpr):
 def attn_fwd_inner(
     acc, l_i, m_i, tiny, flags, q, rows, begin, end, k_source, v_source, mask, scale, shaping,
     k_strides, v_strides, mask_strides, index, limits,
-    NORM: tl.constexpr, FLAGS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    MASKED: tl.constexpr, NO_MAX: tl.constexpr, PRECISE: tl.constexpr,
-    TMA: tl.constexpr, FAST: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    NORM: tl.constexpr, FLAGS: tl.constexpr, MASKED: tl.constexpr, NO_MAX: tl.constexpr,
+    PRECISE: tl.constexpr, FAST: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Takes the keys from ``begin`` to ``end`` into the running output acc [BLOCK_Q, V_HEAD_DIM],
@@ -43,7 +42,7 @@ def attn_fwd_inner(
     stop_k = limits[1]
     for start in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
         k = common.load_tile(
-            k_source, batch, kv_head, start, stop_k, k_strides, BLOCK_K, HEAD_DIM, MASKED, TMA
+            k_source, batch, kv_head, start, stop_k, k_strides, BLOCK_K, HEAD_DIM, MASKED
         )
         scores = tl.dot(q, k.T, input_precision="ieee")  # [BLOCK_Q, BLOCK_K]
         keys = start + tl.arange(0, BLOCK_K)  # [BLOCK_K]
@@ -55,9 +54,8 @@ def attn_fwd_inner(
             )[0]
         if MASKED:
             allowed = common.attn_mask(  # [BLOCK_Q, BLOCK_K]
-                rows[:, None], keys[None, :], limits, mask, mask_strides, batch, head, CAUSAL,
-                WINDOW,
-            )  # fmt: skip
+                rows[:, None], keys[None, :], limits, mask, mask_strides, batch, head, FLAGS
+            )
             scores = tl.where(allowed, scores, formulas.masked_score(NORM))
         if tiny is not None:  # noqa: SIM102 (one is known at compile time)
             if tl.max((tiny[:, None] & (scores > 0)).to(tl.int32)) > 0:
@@ -76,7 +74,7 @@ def attn_fwd_inner(
                 acc, l_i, m_i, scores, scale, NORM, PRECISE, FAST, FAST and not MASKED
             )
         v = common.load_tile(
-            v_source, batch, kv_head, start, stop_k, v_strides, BLOCK_K, V_HEAD_DIM, MASKED, TMA
+            v_source, batch, kv_head, start, stop_k, v_strides, BLOCK_K, V_HEAD_DIM, MASKED
         )
         p = formulas.cast_p(p, v.dtype, NORM, FAST)  # [BLOCK_Q, BLOCK_K]
         acc = tl.dot(p, v, acc, input_precision="ieee")
@@ -89,8 +87,7 @@ def attn_fwd(
     sinks, bias, slopes, s, counts,
     head_counts, seqlen_q, seqlen_k, window, scale, inv_softcap, strides,
     mask_b, mask_h, mask_t, mask_k,
-    NORM: tl.constexpr, FLAGS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    NO_MAX: tl.constexpr, PRECISE: tl.constexpr, TMA: tl.constexpr,
+    NORM: tl.constexpr, FLAGS: tl.constexpr, NO_MAX: tl.constexpr, PRECISE: tl.constexpr,
     FAST: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, HEAD_DIM: tl.constexpr,
     V_HEAD_DIM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -110,13 +107,12 @@ def attn_fwd(
     if first >= stop_q:
         return
     q = common.load_tile(q_source, batch, head, first, stop_q, q_strides, BLOCK_Q, HEAD_DIM)
-    ranges = common.key_ranges(first, start_k, limits, mask, CAUSAL, WINDOW, BLOCK_Q, BLOCK_K)
+    ranges = common.key_ranges(first, start_k, limits, mask, FLAGS, BLOCK_Q, BLOCK_K)
 
     value_row = (common.to_int64(batch) * head_counts[0] + head) * seqlen_q
     qk_scale, slope, minus_bias, unit = formulas.row_shaping(
-        head, rows, value_row, limits, start_k, counts, scale, bias, slopes, s, FLAGS, CAUSAL,
-        WINDOW,
-    )  # fmt: skip
+        head, rows, value_row, limits, start_k, counts, scale, bias, slopes, s, FLAGS
+    )
     shaping = (qk_scale, inv_softcap, slope, minus_bias[:, None] if ELEMENTWISE & FLAGS else None)
 
     acc = tl.zeros([BLOCK_Q, common.block(V_HEAD_DIM)], tl.float32)
@@ -127,12 +123,12 @@ def attn_fwd(
         l_i = tl.zeros([BLOCK_Q], tl.float32)
         m_i = tl.full([BLOCK_Q], formulas.initial_max(NORM), tl.float32)
     for part in tl.static_range(3):
-        if (part == 0 and WINDOW) or (part == 1 and mask is None) or part == 2:
+        if (part == 0 and WINDOWED & FLAGS) or (part == 1 and mask is None) or part == 2:
             acc, l_i, m_i = attn_fwd_inner(
                 acc, l_i, m_i, None, None, q, rows, ranges[part], ranges[part + 1], k_source,
                 v_source, mask, unit, shaping, k_strides, v_strides, mask_strides, index, limits,
-                NORM, FLAGS, CAUSAL, WINDOW, part != 1, NO_MAX, PRECISE, TMA, FAST,
-                BLOCK_Q, BLOCK_K, HEAD_DIM, V_HEAD_DIM, STAGES,
+                NORM, FLAGS, part != 1, NO_MAX, PRECISE, FAST, BLOCK_Q, BLOCK_K, HEAD_DIM,
+                V_HEAD_DIM, STAGES,
             )  # fmt: skip
 
     if NO_MAX:
@@ -159,8 +155,8 @@ def attn_fwd(
                 tl.zeros([BLOCK_Q], tl.float32),
                 tl.full([BLOCK_Q], formulas.initial_max(NORM), tl.float32), tiny, flags, q, rows,
                 ranges[0], ranges[3], k_source, v_source, mask, unit, shaping, k_strides, v_strides,
-                mask_strides, index, limits, NORM, FLAGS, CAUSAL, WINDOW, True, False,
-                True, TMA, FAST, BLOCK_Q, BLOCK_K, HEAD_DIM, V_HEAD_DIM, 1,
+                mask_strides, index, limits, NORM, FLAGS, True, False, True, FAST, BLOCK_Q, BLOCK_K,
+                HEAD_DIM, V_HEAD_DIM, 1,
             )  # fmt: skip
         elif NO_MAX:
             m_i = tl.zeros([BLOCK_Q], tl.float32)

@@ -11,9 +11,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from qbench.attention.kernels.common import (
     CAPPED,
+    CAUSAL,
     DPARAM,
     SCALED,
     SLOPED,
+    WINDOWED,
     Describe,
     Launch,
     Layout,
@@ -33,17 +35,13 @@ TILES = {
 STATS = gl.NVMMASharedLayout(0, 32, 1)
 
 
-def fits(
-    device: torch.device, query: Layout, key: Layout, value: Layout, causal: bool, window: int,
-    flags: int,
-) -> bool:  # fmt: skip
+def fits(device: torch.device, query: Layout, key: Layout, value: Layout, flags: int) -> bool:
     """Whether the kernels are for such tensors, where there is no mask and no spans."""
     batch, heads, length, width = query.shape
     return (
-        causal
+        flags & (CAUSAL.value | WINDOWED.value) == CAUSAL.value
         # The gradient of s is taken from that of the queries, where scores are products.
         and not (flags & DS == DS and flags & (CAPPED.value | SLOPED.value))
-        and window == 0
         and query.dtype == torch.bfloat16
         and width in TILES
         and width == value.shape[3]

@@ -31,9 +31,8 @@ def quantized_kv_fwd(
     sinks, bias, slopes, s, counts,
     head_counts, seqlen_q, seqlen_k, window, keep_first, keep_recent, key_group,
     scale, inv_softcap, strides, position_stride, mask_b, mask_h, mask_t, mask_k,
-    NORM: tl.constexpr, FLAGS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    SKIP: tl.constexpr, FAST: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
+    NORM: tl.constexpr, FLAGS: tl.constexpr, SKIP: tl.constexpr, FAST: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
     """One program a block of BLOCK_Q queries and a head. ``positions`` [B or 1, Tk] int32;
     ``strides``: of batch row, head and row, of q, k, v, quantized k, quantized v and output each;
@@ -58,12 +57,11 @@ def quantized_kv_fwd(
     least_keys = tl.min(tl.where(real, key_bound, FAR))
     least_values = tl.min(tl.where(real, value_bound, FAR))
 
-    ranges = common.key_ranges(first, start_k, limits, mask, CAUSAL, WINDOW, BLOCK_Q, BLOCK_K)
+    ranges = common.key_ranges(first, start_k, limits, mask, FLAGS, BLOCK_Q, BLOCK_K)
     value_row = (common.to_int64(batch) * head_counts[0] + head) * seqlen_q
     qk_scale, slope, minus_bias, unit = formulas.row_shaping(
-        head, rows, value_row, limits, start_k, counts, scale, bias, slopes, s, FLAGS, CAUSAL,
-        WINDOW,
-    )  # fmt: skip
+        head, rows, value_row, limits, start_k, counts, scale, bias, slopes, s, FLAGS
+    )
     shaping = (qk_scale, inv_softcap, slope, minus_bias[:, None] if ELEMENTWISE & FLAGS else None)
     acc = tl.zeros([BLOCK_Q, common.block(V_HEAD_DIM)], tl.float32)
     l_i = tl.zeros([BLOCK_Q], tl.float32)
@@ -101,7 +99,7 @@ def quantized_kv_fwd(
                 FAST,
             )[0]  # fmt: skip
         allowed = common.attn_mask(  # [BLOCK_Q, BLOCK_K]
-            rows[:, None], keys[None, :], limits, mask, mask_strides, batch, head, CAUSAL, WINDOW
+            rows[:, None], keys[None, :], limits, mask, mask_strides, batch, head, FLAGS
         )
         scores = tl.where(allowed, scores, formulas.masked_score(NORM))
         p, acc, l_i, m_i = formulas.online_softmax(

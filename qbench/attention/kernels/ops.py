@@ -131,6 +131,8 @@ def flags_of(settings: Settings, given: Parameters, wanted: Parameters = NONE) -
         (kernels.scaled, common.SCALED.value),
         (kernels.scaled and kernels.one_more, common.LOG_N1.value),
         (settings.softcap > 0, common.CAPPED.value),
+        (settings.causal, common.CAUSAL.value),
+        (settings.window > 0, common.WINDOWED.value),
         (given.slopes is not None, common.SLOPED.value),
         (kernels.sink and given.sinks is None, common.SINK_ONE.value),
         (given.sinks is not None, common.SINK_LEARNED.value),
@@ -145,7 +147,6 @@ def constants(settings: Settings, flags: int, query: Layout, value: Layout) -> d
     """What every kernel over tiles is compiled for."""
     return {
         "NORM": require(settings.normalizer).score_function, "FLAGS": flags,
-        "CAUSAL": settings.causal, "WINDOW": settings.window > 0,
         "FAST": query.dtype == torch.bfloat16 and not INTERPRETED,
         "HEAD_DIM": query.shape[3], "V_HEAD_DIM": value.shape[3],
     }  # fmt: skip
@@ -204,7 +205,7 @@ def forward_launches(
         )  # fmt: skip
         combining = Launch(
             combine, (pairs, 1), ((kv_heads, group), queries, keys, splits, o_strides),
-            {"NORM": kernels.score_function, "FLAGS": flags, "BLOCK_R": rows,
+            {"NORM": kernels.score_function, "FLAGS": flags & common.SINK.value, "BLOCK_R": rows,
              "V_HEAD_DIM": v_width},
         )  # fmt: skip
 
@@ -225,7 +226,7 @@ def forward_launches(
          *mask_strides(mask)),
         {"PRECISE": query.dtype == torch.float32,
          "NO_MAX": query.dtype == torch.bfloat16 and not kernels.elementwise,
-         "TMA": tiles is not None, "BLOCK_Q": config.block_q, **config.options,
+         "BLOCK_Q": config.block_q, **config.options,
          **constants(settings, flags, query, value)},
     )  # fmt: skip
 
@@ -300,7 +301,7 @@ def backward_launches(
 ) -> Callable[..., None]:  # fmt: skip
     """What takes the tensors of these layouts and those to fill, in the order of :func:`backward`,
     and launches the kernels of the backward pass."""
-    normalizer, *_, causal, window, max_seqlen_q, max_seqlen_k = settings
+    normalizer, *_, window, max_seqlen_q, max_seqlen_k = settings
     kernels = require(normalizer)
     batch, heads, queries, width = query.shape
     kv_heads, keys = key.shape[1:3]
@@ -312,7 +313,7 @@ def backward_launches(
         not INTERPRETED
         and mask is None
         and spans is None
-        and hopper.fits(device, query, key, value, causal, window, flags)
+        and hopper.fits(device, query, key, value, flags)
         and all(map(has_tma_layout, (query, key, value, gradient)))
     ):
         strides = (output.strides[:3], dq, dk, dv)
@@ -326,7 +327,7 @@ def backward_launches(
         attn_bwd_dq, (_ceil(max_seqlen_q, config.block_q), heads * sequences),
         ((heads, group), queries, keys, window, *all_scales, (*read, output.strides[:3], dq),
          *mask_strides(mask)),
-        {"TMA": kv_tiles is not None, "BLOCK_Q": config.block_q, **config.options, **shared},
+        {"BLOCK_Q": config.block_q, **config.options, **shared},
     )  # fmt: skip
     # Decoding is precise and sets no flags.
     unflagged = kernels.needs_expm1 and group * max_seqlen_q <= DECODE_ROWS
@@ -336,7 +337,7 @@ def backward_launches(
         attn_bwd_dkdv, (_ceil(max_seqlen_k, config.block_k), kv_heads * sequences),
         ((kv_heads, group), queries, keys, window, *all_scales, (*read, dk, dv),
          *mask_strides(mask)),
-        {"PRECISE": query.dtype == torch.float32 or unflagged, "TMA": qg_tiles is not None,
+        {"PRECISE": query.dtype == torch.float32 or unflagged,
          "BLOCK_Q": config.block_q, **config.options, **shared},
     )  # fmt: skip
 
