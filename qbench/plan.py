@@ -20,7 +20,7 @@ from qbench.attention.normalizers import NORMALIZERS
 from qbench.checkpoints import Checkpoint, find
 from qbench.checkpoints.find import Shapes, linear_shapes, require_tokenizer
 from qbench.checkpoints.fla import in_transformers_words
-from qbench.checkpoints.supported import Chosen, choose_attention, moving_rope
+from qbench.checkpoints.supported import EXPERTS, Chosen, choose_attention, moving_rope
 from qbench.code import code_digest
 from qbench.errors import (
     CheckpointError,
@@ -45,7 +45,7 @@ from qbench.files import content_key, file_digest
 from qbench.machine import hardware, versions
 from qbench.prequantized import find_copy
 from qbench.quantizers import QuantizationConfig
-from qbench.quantizers.config import Runtime
+from qbench.quantizers.config import Runtime, require_matches
 from qbench.quantizers.texts import (
     CalibrationText,
     find_text,
@@ -625,10 +625,14 @@ def require_chat_template(name: str, checkpoint: Checkpoint) -> None:
 def refusal(checkpoint: Checkpoint, shapes: Shapes, quantization: QuantizationConfig) -> str | None:
     """Why a quantizer can never run with this checkpoint, whose linear layers have these
     ``shapes``; None where nothing speaks against it."""
-    weights = quantization.weights
+    weights, can = quantization.weights, checkpoint.support
+    all_linear = shapes and not can.left_out and can.weights != EXPERTS
     try:
         for part in quantization.parts.values():
             part.check_layers(shapes)
+            if all_linear:  # ``shapes`` are all matrices; their names' ends are the model's
+                words = (p.rpartition(".")[2] for p in part.ignore if not set(p) & set("*?["))
+                require_matches(shapes, tuple(words), part.name)
     except QuantizationError as error:
         return str(error)
     if checkpoint.normalizer == NATIVE:
@@ -638,15 +642,10 @@ def refusal(checkpoint: Checkpoint, shapes: Shapes, quantization: QuantizationCo
         ):
             if part is not None:
                 return (
-                    f"{checkpoint.support.name} runs on its own attention, but {what} in "
-                    f"qbench's; leave {key} out"
+                    f"{can.name} runs on its own attention, but {what} in qbench's; leave {key} out"
                 )
-    spared = checkpoint.support.spared
-    if spared and weights is not None and spared not in weights.ignore:
-        return (
-            f"{checkpoint.support.name} reads the weight of {spared} directly; set ignore: "
-            f"[{spared}]"
-        )
+    if can.spared and weights is not None and can.spared not in weights.ignore:
+        return f"{can.name} reads the weight of {can.spared} directly; set ignore: [{can.spared}]"
     return None
 
 

@@ -150,6 +150,11 @@ REFUSED = [
     ("bloom", {"kv": "int8-token", "label": "kv8"}, "runs on its own attention, but the KV cache"),
     ("bloom", {"prune_heads": "dormant"}, "own attention, but heads are pruned in qbench"),
     ("llama", {"kv": {"name": "int4-token", "group_size": 7}}, "group_size 7 does not divide"),
+    ("llama", {"name": "bnb-4bit", "ignore": ["down_pro"]}, "ignore: 'down_pro' matches no weight"),
+    (
+        "gpt2", {"activations": {"name": "int8-token", "ignore": ["c_fc", "attn.proj"]}},
+        r"int8-token: ignore: 'proj' matches no weight matrix; parts of their names are .*c_attn",
+    ),
 ]  # fmt: skip
 
 

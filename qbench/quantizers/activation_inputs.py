@@ -17,9 +17,9 @@ from qbench.progress import Advance
 from qbench.quantizers import scaled_mm
 from qbench.quantizers.activations import FakeQuantized
 from qbench.quantizers.calibration import Calibration, watch_inputs
-from qbench.quantizers.config import ActivationEvidence, matching
+from qbench.quantizers.config import ActivationEvidence, matching, require_matches
 from qbench.quantizers.fake_quant import CODES, FakeQuant, scale_of_tensor
-from qbench.quantizers.linear import matrices, require_matches
+from qbench.quantizers.linear import matrices
 
 ATTRIBUTE = "qbench_inputs"  # of a model whose activations are quantized
 

@@ -75,6 +75,18 @@ def matching(names: Iterable[str], patterns: tuple[str, ...]) -> set[str]:
     }
 
 
+def require_matches(names: Iterable[str], patterns: tuple[str, ...], what: str) -> None:
+    """Raise QuantizationError, in the name of ``what``, for a pattern that none of ``names`` is."""
+    names = list(names)
+    for pattern in patterns:
+        if not matching(names, (pattern,)):
+            parts = dict.fromkeys(p for name in names for p in name.split(".") if not p.isdigit())
+            raise QuantizationError(
+                f"{what}: ignore: {pattern!r} matches no weight matrix; parts of their names are "
+                f"{', '.join(parts)}"
+            )
+
+
 Patterns = tuple[Annotated[str, AfterValidator(pattern)], ...]
 
 

@@ -15,7 +15,7 @@ module that computes the same with ``<expert>.gate_up_proj`` and ``<expert>.down
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -189,18 +189,6 @@ def numbers(scalars: Mapping[str, Tensor]) -> dict[str, float]:
     device = next(iter(scalars.values())).device
     stacked = torch.stack([one.to(device, torch.float64) for one in scalars.values()])
     return dict(zip(scalars, stacked.tolist(), strict=True))
-
-
-def require_matches(names: Iterable[str], patterns: tuple[str, ...], what: str) -> None:
-    """Raise QuantizationError, in the name of ``what``, for a pattern that none of ``names`` is."""
-    names = list(names)
-    for pattern in patterns:
-        if not matching(names, (pattern,)):
-            parts = dict.fromkeys(p for name in names for p in name.split(".") if not p.isdigit())
-            raise QuantizationError(
-                f"{what}: ignore: {pattern!r} matches no weight matrix; parts of their names are "
-                f"{', '.join(parts)}"
-            )
 
 
 def _is_matrix(part: str, weight: Tensor) -> bool:

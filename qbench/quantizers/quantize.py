@@ -27,13 +27,13 @@ from qbench.quantizers.config import (
     QuantizationConfig,
     Settings,
     WeightSettings,
+    require_matches,
 )
 from qbench.quantizers.linear import (
     Tensors,
     linearize,
     linears,
     matrices,
-    require_matches,
 )
 from qbench.streaming import bring, storage, stream_of
 

@@ -6,7 +6,8 @@ from tiny import KINDS, tiny_model, write_tiny
 
 from qbench.checkpoints import find
 from qbench.checkpoints.find import linear_shapes
-from qbench.quantizers.linear import linearize, linears
+from qbench.checkpoints.supported import CLASSES, EXPERTS
+from qbench.quantizers.linear import linearize, linears, matrices
 
 
 def met(model):
@@ -28,6 +29,15 @@ def test_headers_give_the_shapes_of_the_models_linear_layers(kind, tmp_path):
     if kind == "afmoe":  # whose routers are linear layers
         expected = [shape for shape in expected if shape[0] != 4]
     assert dense == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_names_of_matrices_end_in_words_of_the_files(kind, tmp_path):
+    """So that a plan refuses no ``ignore`` that the model knows."""
+    if not CLASSES[kind].left_out and CLASSES[kind].weights != EXPERTS:
+        found = linear_shapes(find(str(write_tiny(tmp_path, kind))))
+        words = {word for name in found for word in name.split(".")}
+        assert {name.rpartition(".")[2] for name in matrices(tiny_model(kind))} <= words
 
 
 def test_fused_experts_are_read_as_they_multiply(tmp_path):
