@@ -71,7 +71,8 @@ def bench_training(
     forward: bool,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Measure every shape with every contender, one after the other; returns it as JSON.
+    """Measure every shape with every contender, one after the other; returns it as JSON. Without
+    ``shapes`` all, without ``contenders`` the first four, as far as they run here.
     ``sequences`` None: as many as the shape says. ``forward``: the forward pass alone, without
     gradients. ``say`` gets a line as each part of it begins, and one with what each row gave.
     Raises RecipeError for an unknown one.
@@ -79,14 +80,18 @@ def bench_training(
     Of a row ``tokens_per_s`` is of all GPUs together, ``ms`` a step's, the median of the timed
     runs, ``share`` of the GPUs' peak, None where that is not known, ``compile_s`` the first step's,
     and ``loss`` the last step's, on random tokens: about ln of the vocabulary."""
+    kind, rows = processes.device.type, []
+    possible = [name for name in KNOWN if kind == "cuda" or name != CUDNN]
+    shapes = shapes or list(SHAPES)
+    contenders = contenders or [name for name in CONTENDERS if name in possible]
     for what, known, named in (
         ("--shape", SHAPES, shapes),
-        ("--attention", KNOWN, contenders),
+        ("--attention", possible, contenders),
     ):
         for name in named:
             if name not in known:
-                raise RecipeError(f"{what} {name}: unknown; possible: {', '.join(known)}")
-    kind, rows = processes.device.type, []
+                told = ", ".join(f"'{one}'" for one in known)
+                raise RecipeError(f"{what} {name}: unknown, or not on {kind}; possible: {told}")
     for shape in shapes:
         for contender in contenders:
             by_cudnn = contender == CUDNN  # which has no deterministic gradient

@@ -210,8 +210,8 @@ def training(
         first = processes.is_main_process
         with terminal() as screen, redirected(NOWHERE):
             found = bench.bench_training(
-                shape or list(bench.SHAPES),
-                attention or [c for c in bench.CONTENDERS if where == "cuda" or c != bench.CUDNN],
+                shape,
+                attention,
                 compute,
                 processes,
                 sequences=sequences,

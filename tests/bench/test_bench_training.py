@@ -43,8 +43,9 @@ def test_the_forward_pass_alone(tiny, capfd):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--shape", "huge"], "--shape huge: unknown; possible: 27m, 124m, 340m"),
-        (["--attention", "softplus"], "--attention softplus: unknown"),
+        (["--shape", "huge"], "--shape huge: unknown, or not on cpu; possible: '27m', '124m'"),
+        (["--attention", "softplus"], "--attention softplus: unknown, or not on cpu; possible: "),
+        (["--attention", "softmax, cuDNN"], "--attention softmax, cuDNN: unknown, or not on cpu;"),
     ],
 )
 def test_what_is_unknown_is_refused(options, said):
