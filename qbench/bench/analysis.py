@@ -67,7 +67,14 @@ def random_model(shape: str, normalizer: str, device: str) -> PreTrainedModel:
 
 
 def bench_analysis(
-    *, shape: str, device: str, samples: int, length: int, prompts: int, prompt: int
+    *,
+    shape: str,
+    device: str,
+    samples: int,
+    length: int,
+    prompts: int,
+    prompt: int,
+    say: Callable[[str], None],
 ) -> dict[str, Any]:
     """One pass over ``samples`` random texts of ``length`` tokens for softmax and softpick, and
     ``prompts`` prompts of ``prompt`` tokens decoded both ways. Raises EvaluationError where the
@@ -78,7 +85,7 @@ def bench_analysis(
         yield from _decoding(model, prompts, prompt)
 
     sizes = {"samples": samples, "length": length, "prompts": prompts, "prompt": prompt}
-    return measured(shape, device, ("softmax", "softpick"), rows, sizes)
+    return measured(shape, device, ("softmax", "softpick"), rows, sizes, say)
 
 
 def measured(
@@ -87,13 +94,15 @@ def measured(
     normalizers: Sequence[str],
     rows: Callable[[PreTrainedModel], Iterable[Row]],
     sizes: dict[str, int],
+    say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """What ``rows`` gives of a random model of each normalizer, one after the other, as JSON."""
-    found = [
-        {"normalizer": normalizer, **row}
-        for normalizer in normalizers
-        for row in rows(random_model(shape, normalizer, device))
-    ]
+    """What ``rows`` gives of a random model of each normalizer, one after the other, as JSON.
+    ``say`` gets a line of each."""
+    found = []
+    for normalizer in normalizers:
+        for row in rows(random_model(shape, normalizer, device)):
+            found.append({"normalizer": normalizer, **row})
+            say(f"{normalizer}, {row['what']}: {row['seconds']:.2f} s")
     about = environment(device, ()).model_dump(mode="json")
     return {"shape": shape, **sizes, "environment": about, "rows": found}
 

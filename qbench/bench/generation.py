@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -34,42 +34,44 @@ def bench_generation(
     tokens: int,
     batch_size: int,
     normalizers: Sequence[str],
+    say: Callable[[str], None],
 ) -> dict[str, Any]:
     """``prompts`` prompts of ``length`` tokens with ``tokens`` new ones each, in bfloat16. Raises
     EvaluationError where the two ways do not say the same in float32."""
 
-    def rows(model: PreTrainedModel) -> list[Row]:
+    def rows(model: PreTrainedModel) -> Iterator[Row]:
         vocabulary, kind = model.config.vocab_size, model.device.type
         model.generation_config.eos_token_id = None
         scorer = _scorer(model, _tokenizer(vocabulary), length + tokens, batch_size)
         asked = _requests(prompts, length, tokens, vocabulary)
 
+        def row(what: str, spent: Row, detail: str) -> Row:
+            rate = prompts * tokens / spent["seconds"]
+            return {"what": what, **spent, "detail": detail, "tokens_per_second": rate}
+
         scorer.generate_until(asked[:2])
         ours, spent = timed(kind, lambda: scorer.generate_until(asked))
         slots = min(prompts, at_once(model, length + tokens))
-        found = [{"what": "qbench", **spent, "detail": f"at most {slots} side by side"}]
+        yield row("qbench", spent, f"at most {slots} side by side")
 
         by_hflm = partial(scorer.hflm.generate_until, disable_tqdm=True)
         by_hflm(_requests(2, length, 2, vocabulary))
         some = asked[: HFLM_BATCHES * batch_size]
+        own = spent["seconds"]
         theirs, spent = timed(kind, lambda: by_hflm(some))
         spent["seconds"] *= prompts / len(some)
-        times = spent["seconds"] / found[0]["seconds"]
         same = sum(a == b for a, b in zip(ours, theirs, strict=False))
-        detail = f"{times:.1f} × the time; {len(some)} prompts timed; {same} of {len(some)} "
-        detail += "answers the same in bfloat16"
-        found.append({"what": f"lm-eval's HFLM, batch {batch_size}", **spent, "detail": detail})
-        for row in found:
-            row["tokens_per_second"] = prompts * tokens / row["seconds"]
+        detail = f"{spent['seconds'] / own:.1f} × the time; {len(some)} prompts timed; "
+        detail += f"{same} of {len(some)} answers the same in bfloat16"
+        yield row(f"lm-eval's HFLM, batch {batch_size}", spent, detail)
 
         few = _requests(min(CHECKED, prompts), min(length, 100), min(tokens, 16), vocabulary)
         wide = _scorer(model.float(), scorer.hflm.tokenizer, length + tokens, batch_size)
         if wide.generate_until(few) != wide.hflm.generate_until(few, disable_tqdm=True):
             raise EvaluationError("generated answers in float32 are not what lm-eval's HFLM gives")
-        return found
 
     sizes = {"prompts": prompts, "length": length, "tokens": tokens}
-    return measured(shape, device, normalizers, rows, sizes)
+    return measured(shape, device, normalizers, rows, sizes, say)
 
 
 def _scorer(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -34,6 +36,13 @@ def load(name: str) -> Any:
     """The module ``name`` of qbench, and torch with it."""
     with redirected(NOWHERE):
         return importlib.import_module(f"qbench.{name}")
+
+
+@contextmanager
+def alone() -> Iterator[Callable[[str], None]]:
+    """Libraries print nothing in the body; what it is given says a line on the terminal."""
+    with terminal() as screen, redirected(NOWHERE):
+        yield lambda line: print(line, file=screen)
 
 
 @bench.command("attention")
@@ -94,11 +103,10 @@ def analysis(
     ```
     """
     bench = load("bench.analysis")
-    where = choose_device(device)
-    with redirected(NOWHERE):
+    with alone() as say:
         found = bench.bench_analysis(
-            shape=shape, device=where, samples=samples, length=length, prompts=prompts,
-            prompt=prompt,
+            shape=shape, device=choose_device(device), samples=samples, length=length,
+            prompts=prompts, prompt=prompt, say=say,
         )  # fmt: skip
     show(bench.table(found), found, out)
 
@@ -124,11 +132,11 @@ def generation(
     ```
     """
     bench, rows = load("bench.generation"), load("bench.analysis")
-    with redirected(NOWHERE):
+    with alone() as say:
         found = bench.bench_generation(
             shape=shape, device=choose_device(device), prompts=prompts, length=prompt,
             tokens=tokens, batch_size=batch_size,
-            normalizers=normalizer or ("softmax", "softpick"),
+            normalizers=normalizer or ("softmax", "softpick"), say=say,
         )  # fmt: skip
     show(rows.table(found), found, out)
 
@@ -151,8 +159,8 @@ def evaluation(
     """
     bench = load("bench.evaluation")
     planned = here(recipe, overrides, out=None, device=device).plan()
-    with terminal() as screen, redirected(NOWHERE):
-        found = bench.bench_evaluation(planned, say=lambda line: print(line, file=screen))
+    with alone() as say:
+        found = bench.bench_evaluation(planned, say=say)
     show(bench.table(found), found, out)
 
 
@@ -208,16 +216,11 @@ def training(
     bench = load("bench.training")
     with load("training.runs").joined(where) as processes:
         first = processes.is_main_process
-        with terminal() as screen, redirected(NOWHERE):
+        with alone() as say:
             found = bench.bench_training(
-                shape,
-                attention,
-                compute,
-                processes,
-                sequences=sequences,
-                forward=forward,
-                say=lambda line: print(line, file=screen) if first else None,
-            )
+                shape, attention, compute, processes, sequences=sequences, forward=forward,
+                say=say if first else lambda line: None,
+            )  # fmt: skip
         if first:
             show(bench.table(found), found, out)
 

@@ -22,4 +22,8 @@ def test_it_times_what_it_checked_and_prints_no_more(command, sizes, rows, tmp_p
     assert all(row["seconds"] > 0 for row in found)
     printed = capfd.readouterr()
     assert printed.out == out.with_suffix(".md").read_text()
-    assert printed.err == f"written: {out}, {out.with_suffix('.md')}\n"  # no library's notes
+    *told, last = printed.err.splitlines()  # no library's notes
+    assert [line.partition(":")[0] for line in told] == [
+        f"{row['normalizer']}, {row['what']}".partition(":")[0] for row in found
+    ]
+    assert last == f"written: {out}, {out.with_suffix('.md')}"
