@@ -88,6 +88,8 @@ def _gpu(name: str) -> Gpu:
 
 def choose_device(wanted: str) -> str:
     """``cpu`` or ``cuda`` for ``auto``, ``cpu`` or ``cuda``; raises UnavailableError."""
+    if wanted not in ("auto", "cpu", "cuda"):
+        raise UnavailableError(f"device {wanted!r}: it is auto, cpu or cuda")
     if wanted == "cpu":
         return "cpu"
     problem = cuda_problem()

@@ -90,6 +90,8 @@ def test_without_a_driver_cuda_is_refused_in_one_line(nvml, monkeypatch):
     assert machine.choose_device("auto") == "cpu"
     with pytest.raises(UnavailableError, match=r"--device cuda: no .*GPU.*; use --device cpu"):
         machine.choose_device("cuda")
+    with pytest.raises(UnavailableError, match=r"device 'gpu': it is auto, cpu or cuda"):
+        machine.choose_device("gpu")
 
 
 @pytest.mark.parametrize(

@@ -101,12 +101,14 @@ def mask_interface(implementation: str) -> Callable[..., Tensor | Mask | None]:
         **options: Any,
     ) -> Tensor | Mask | None:
         """None where the mask is plain causality, aligned at the last key; else who sees whom."""
+        across = "allow_is_bidirectional_skip" in options  # both ways, or of what was encoded
         options |= {"mask_function": mask_function, "use_vmap": use_vmap, "config": config}
         options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         compiling, written, room = torch.compiler.is_compiling(), None, 0
         if not compiling:
             q_offset = int(q_offset)  # a static cache's moves on before a layer asks for its mask
-            if (held := q_offset + q_length - int(kv_offset)) < kv_length:
+            held = q_offset + q_length - int(kv_offset)
+            if held < kv_length and not across:
                 room = kv_length - held
                 kv_length = written = held
         dense = partial(

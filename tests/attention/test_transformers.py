@@ -2,6 +2,8 @@ import pytest
 import torch
 from normalizer_parameters import attach
 from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
     DynamicCache,
     LlamaConfig,
     LlamaForCausalLM,
@@ -188,6 +190,25 @@ def test_sequences_that_cu_seq_lens_tell_apart_keep_their_sliding_window(ids):
     inputs |= {"max_length_q": 11, "max_length_k": 11, "use_cache": False}
     alone = [logits(model, part) for part in ids[:1].split([6, 11], 1)]
     torch.testing.assert_close(logits(model, ids[:1], **inputs), torch.cat(alone, 1), **TOLERANCE)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("queries", [1, 7, 17, 20])
+def test_cross_attention_sees_all_that_was_encoded(ids, queries):
+    """It has another length than the queries, as a static cache that is not full has."""
+    torch.manual_seed(0)
+    config = BartConfig(
+        d_model=64, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=96, decoder_ffn_dim=96, vocab_size=97,
+        init_std=0.2,
+    )  # fmt: skip
+    model = BartForConditionalGeneration(config).eval()
+    padding = torch.ones_like(ids)
+    padding[1, 12:] = 0
+    given = {"attention_mask": padding, "decoder_input_ids": ids.repeat(1, 2)[:, :queries]}
+    expected = logits(model, ids, **given)
+    attend(model, normalizer="softmax")
+    torch.testing.assert_close(logits(model, ids, **given), expected, **TOLERANCE)
 
 
 def test_additive_masks_are_refused(model, ids):
