@@ -466,7 +466,7 @@ def markdown(results: AnalysisResults) -> str:
     if not results.there:
         found = []
     parts = ["# Analysis"]
-    read = [*texts(results.cells), *texts(results.long)]
+    read = [*texts(results.cells), *(f"Along the text: {line}" for line in texts(results.long))]
     parts += ["\n".join(f"- {for_markdown(line)}" for line in read)] if read else []
     parts += [table_markdown(found).rstrip()] if found else []
     parts += [for_markdown(problem) for problem in results.problems]

@@ -183,6 +183,7 @@ def test_longer_texts_have_records_of_their_own_and_are_shown_along_the_text(own
     assert float(rows[2]["loss"]) == longer.measured.stretches[2].loss
     text = (out / "analysis" / "tables.md").read_text()
     assert "| softpick/fp32 | 256–299" in text
+    assert "- Along the text: softpick/fp32: 2 texts of 300 tokens" in text
     (short,) = Analyses(out).records()  # other heads are another key
     assert short.finished > before["softpick/fp32"]
     assert {(m.layer, m.head) for m in short.measured.maps} == {(1, 0), (2, 3)}
