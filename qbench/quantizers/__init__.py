@@ -8,7 +8,6 @@ from qbench.quantizers import (  # noqa: F401  (they register)
     activations,
     kv_cache,
     lm_eval_model,
-    noise_floor,
     prequantized,
     transforms,
 )

@@ -32,7 +32,7 @@ from qbench.quantizers.config import (
 from qbench.quantizers.formats import QuantFormat
 from qbench.quantizers.names import ACTIVATIONS, register_combination
 from qbench.quantizers.weights import ScaledWeights
-from qbench.records import Part
+from qbench.records import UNQUANTIZED_BITS, Part
 
 MX_BLOCK, NVFP4_BLOCK = 32, 16
 WEIGHTS = {"int": "int8-row", "float": "fp8-row or fp8-tensor"}  # what real products take
@@ -267,6 +267,19 @@ class Nvfp4(FakeQuantized):
         return f"nvfp4 in blocks of {NVFP4_BLOCK}, tensor scale {self.tensor_scale}"
 
 
+@dataclass(frozen=True, kw_only=True, config=SETTINGS)
+class RoundingNoise(ActivationSettings):
+    """Noise of the size of rounding on what each decoder layer gives."""
+
+    backend: ClassVar[str] = "noise_floor"
+    name: ClassVar[str] = "rounding-noise"
+    ignore: ClassVar[tuple[str, ...]] = ("*",)  # what linear layers take in stays as it is
+
+    @property
+    def precision(self) -> Part:
+        return Part(bits=UNQUANTIZED_BITS, scheme="rounding noise of the dtype after each layer")
+
+
 _ELEMENTS: list[tuple[str, dict[str, Any]]] = [
     ("int{}{}".format(_bits, "" if _symmetric else " with a zero point"),
      {"num_bits": _bits, "type": "int", "symmetric": _symmetric})
@@ -287,6 +300,9 @@ for _bits, _element in ((8, "e4m3"), (4, "e2m1")):
     _line = f"MXFP{_bits}: {_element} in blocks of 32, a power of two as scale"
     ACTIVATIONS.register(f"mxfp{_bits}", Mx, _line, num_bits=_bits)
 ACTIVATIONS.register("nvfp4", Nvfp4, "NVFP4: e2m1 in blocks of 16, e4m3 scales")
+ACTIVATIONS.register(
+    "rounding-noise", RoundingNoise, "noise of rounding after each layer: KL's noise floor"
+)
 
 for _name, _weights, _activations, _line in (
     ("w8a8-int8", "int8-row", "int8-token", "int8: weights a row, activations a token"),
@@ -300,3 +316,8 @@ for _name, _weights, _activations, _line in (
         weights=_weights,
         activations={"name": _activations, "arithmetic": "auto"},
     )
+register_combination(
+    "noise-floor",
+    "the unquantized model with rounding noise of its dtype after each layer",
+    activations="rounding-noise",
+)

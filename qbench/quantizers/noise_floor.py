@@ -8,47 +8,20 @@ its channel and its layer says which ones. So a score depends on no other token 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
-from pydantic.dataclasses import dataclass
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from qbench.quantizers.config import SETTINGS, ActivationEvidence, ActivationSettings
-from qbench.quantizers.names import ACTIVATIONS, register_combination
-from qbench.records import UNQUANTIZED_BITS, Part
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-    from transformers import PreTrainedModel
+from qbench.quantizers.activations import RoundingNoise
+from qbench.quantizers.config import ActivationEvidence
+from qbench.streaming import decoder_blocks
 
 ONE_IN = 12
 
 
-@dataclass(frozen=True, kw_only=True, config=SETTINGS)
-class RoundingNoise(ActivationSettings):
-    """Noise of the size of rounding on what each decoder layer gives."""
-
-    backend: ClassVar[str] = "noise_floor"
-    name: ClassVar[str] = "rounding-noise"
-    ignore: ClassVar[tuple[str, ...]] = ("*",)  # what linear layers take in stays as it is
-
-    @property
-    def precision(self) -> Part:
-        return Part(bits=UNQUANTIZED_BITS, scheme="rounding noise of the dtype after each layer")
-
-
-ACTIVATIONS.register(
-    "rounding-noise", RoundingNoise, "noise of rounding after each layer: KL's noise floor"
-)
-register_combination(
-    "noise-floor",
-    "the unquantized model with rounding noise of its dtype after each layer",
-    activations="rounding-noise",
-)
-
-
 def install(model: PreTrainedModel, settings: RoundingNoise, tensors: Any) -> None:
-    from qbench.streaming import decoder_blocks
-
     def noisy(number: int) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Any) -> Any:
             if isinstance(output, tuple):
@@ -68,8 +41,6 @@ def evidence(model: nn.Module, settings: RoundingNoise) -> dict[str, ActivationE
 
 def moved(x: Tensor, layer: int) -> Tensor:
     """``x`` [..., channels] with one value in ``ONE_IN`` moved by a unit in its last place."""
-    import torch
-
     bits = x.contiguous().view(torch.int16 if x.element_size() == 2 else torch.int32)
     channel = torch.arange(x.shape[-1], device=x.device)
     mixed = (bits.long() * 0x9E3779B1 + channel * 0x85EBCA6B + layer * 0xC2B2AE35) & 0xFFFFFFFF
