@@ -95,13 +95,6 @@ class Precision(RecordModel):
         return self.name + {None: "", True: ", simulated", False: ", real"}[simulated]
 
     @property
-    def order(self) -> tuple[float, float, float]:
-        """By which precisions are sorted: weights first."""
-        parts = (self.weights, self.activations, self.kv_cache)
-        weights, activations, kv_cache = (p.bits if p else UNQUANTIZED_BITS for p in parts)
-        return weights, activations, kv_cache
-
-    @property
     def name(self) -> str:
         """As the field writes it: ``W4A16``, ``W8A8``, ``W4A8KV4``; ``W16A16`` for none."""
         weights, activations = (
