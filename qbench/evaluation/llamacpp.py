@@ -78,6 +78,10 @@ class LlamaCpp:
         weakref.finalize(self, _free, llama_cpp, self._batch, self._context, self._model)
         self._kept: list[int] = []  # tokens whose keys and values are in the cache
 
+    def scorer(self, tokenizer: Any, settings: ScoringSettings, **observed: Any) -> LlamaCppScorer:
+        """An lm-eval language model over it."""
+        return LlamaCppScorer(self, tokenizer, settings, **observed)
+
     def logits(self, tokens: Sequence[int], first: int) -> Iterator[Tensor]:
         """After each of ``tokens`` from the index ``first`` on, in parts float32 [n, vocabulary]
         that live until the next one is asked for."""

@@ -54,10 +54,9 @@ class LmEvalModel(WeightSettings):
         return 0.0
 
     def check(self, config: Mapping[str, Any], device: str) -> None:
-        import lm_eval.models  # noqa: F401  (registers its names; imports no torch)
-        from lm_eval.api.registry import model_registry
+        import lm_eval.models  # registers its names; imports no torch
 
-        known = sorted(set(model_registry.keys()) - set(NOT_HERE))
+        known = sorted(set(lm_eval.api.registry.model_registry.keys()) - set(NOT_HERE))
         if self.model not in known:
             raise RecipeError(f"lm-eval: model {self.model!r} is none of {', '.join(known)}")
 

@@ -37,10 +37,8 @@ def language_model(
     """
     if isinstance(model, LM):  # lm-eval's, of another runtime
         return ExternalScorer(model, settings)
-    if hasattr(model, "shell"):  # llama.cpp's
-        from qbench.evaluation.llamacpp import LlamaCppScorer
-
-        return LlamaCppScorer(model, tokenizer, settings, progress=progress, observer=observer)
+    if hasattr(model, "scorer"):  # llama.cpp's
+        return model.scorer(tokenizer, settings, progress=progress, observer=observer)
     if settings.mode != "lm-eval":
         return Scorer(model, tokenizer, settings, progress=progress, observer=observer)
     assert observer is None, "HFLM gives no log-probabilities"
