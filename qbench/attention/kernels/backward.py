@@ -152,13 +152,11 @@ def attn_bwd_dq(
         return
     q = common.load_tile(q_source, batch, head, first, stop_q, q_strides, BLOCK_Q, HEAD_DIM)
     g = common.load_tile(g_source, batch, head, first, stop_q, g_strides, BLOCK_Q, V_HEAD_DIM)
-    if ELEMENTWISE & FLAGS == 0:
-        o = common.load_tile(output, batch, head, first, stop_q, o_strides, BLOCK_Q, V_HEAD_DIM)
     offset = (common.to_int64(batch) * head_counts[0] + head) * seqlen_q
     lse = tl.load(lse_source + offset + rows, mask=rows < stop_q, other=float("inf"))  # [BLOCK_Q]
-    if ELEMENTWISE & FLAGS:
-        delta = tl.zeros([BLOCK_Q], tl.float32)
-    else:
+    delta = tl.zeros([BLOCK_Q], tl.float32)
+    if ELEMENTWISE & FLAGS == 0:
+        o = common.load_tile(output, batch, head, first, stop_q, o_strides, BLOCK_Q, V_HEAD_DIM)
         delta = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)  # [BLOCK_Q]
     length = formulas.log2_length(rows, offset, limits, start_k, counts, FLAGS)  # [BLOCK_Q]
     s = formulas.load_s(head, s, FLAGS)

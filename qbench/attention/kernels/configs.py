@@ -50,24 +50,22 @@ def forward_config(width: int, dtype: torch.dtype, kernels: Kernels, flags: int)
     return Config(block_q=128, block_k=64, num_warps=8, num_stages=2, tma=True)
 
 
-def dkdv_config(width: int, dtype: torch.dtype) -> Config:
-    if dtype == torch.float32:
-        return _exact(width)
-    if width <= 64:
-        return Config(block_q=32, block_k=128, num_warps=4, num_stages=3)
-    if width == 128:
-        return Config(block_q=64, block_k=64, num_warps=4, num_stages=2, tma=True)
-    return Config(block_q=32, block_k=64, num_warps=8, num_stages=1, tma=True)
+# Of the backward pass' two kernels, by a head's width; for narrower ones those of the first.
+DQ = {
+    64: Config(block_q=64, block_k=64, num_warps=4, num_stages=3),
+    128: Config(block_q=128, block_k=64, num_warps=8, num_stages=3, tma=True),
+    256: Config(block_q=64, block_k=32, num_warps=8, num_stages=1, tma=True),
+}
+DKDV = {
+    64: Config(block_q=32, block_k=128, num_warps=4, num_stages=3),
+    128: Config(block_q=64, block_k=64, num_warps=4, num_stages=2, tma=True),
+    256: Config(block_q=32, block_k=64, num_warps=8, num_stages=1, tma=True),
+}
 
 
-def dq_config(width: int, dtype: torch.dtype) -> Config:
-    if dtype == torch.float32:
-        return _exact(width)
-    if width <= 64:
-        return Config(block_q=64, block_k=64, num_warps=4, num_stages=3)
-    if width == 128:
-        return Config(block_q=128, block_k=64, num_warps=8, num_stages=3, tma=True)
-    return Config(block_q=64, block_k=32, num_warps=8, num_stages=1, tma=True)
+def backward_config(kernel: dict[int, Config], width: int, dtype: torch.dtype) -> Config:
+    """``kernel``: :data:`DQ` or :data:`DKDV`."""
+    return _exact(width) if dtype == torch.float32 else kernel[max(width, 64)]
 
 
 def decode_config(width: int, dtype: torch.dtype, rows: int) -> Config:

@@ -329,18 +329,6 @@ def times_s_log_n(number, s_log_n, FLAGS: tl.constexpr):
 
 
 @triton.jit
-def load_bias(length, head, bias, FLAGS: tl.constexpr):
-    """Minus sigmoid's bias of each row, in log2 units; what its backward pass is given as lse."""
-    if ELEMENTWISE & FLAGS:
-        if bias is not None:
-            return length * 0 - tl.load(bias + head) * LOG2_E
-        else:
-            return length
-    else:
-        return length * 0
-
-
-@triton.jit
 def load_slope(head, slopes, FLAGS: tl.constexpr):
     """In log2 units a key."""
     if SLOPED & FLAGS:
@@ -368,7 +356,11 @@ def row_shaping(
     s_log_n = load_s(head, s, FLAGS) * length
     qk_scale = times_s_log_n(scale, s_log_n, FLAGS)
     slope = times_s_log_n(load_slope(head, slopes, FLAGS), s_log_n, FLAGS)
-    minus_bias = load_bias(length, head, bias, FLAGS)
+    minus_bias = length * 0
+    if bias is not None:  # sigmoid's, in log2 units; what its backward pass is given as lse
+        minus_bias = minus_bias - tl.load(bias + head) * LOG2_E
+    elif ELEMENTWISE & FLAGS:
+        minus_bias = length
     unit = scale
     if SHAPED & FLAGS:
         unit = 1.0

@@ -18,14 +18,6 @@ from qbench.attention.kernels.formulas import CHUNK, SMALL_MAX
 
 
 @triton.jit
-def set_flags(flags, start, stop_k, BLOCK_K: tl.constexpr):
-    """Of each CHUNK of keys that the tile from ``start`` on has a part of."""
-    last = tl.minimum(start + BLOCK_K, stop_k) - 1
-    for i in tl.static_range((BLOCK_K - 1) // CHUNK + 2):
-        tl.store(flags + tl.minimum(start + i * CHUNK, last) // CHUNK, 1)
-
-
-@triton.jit
 def attn_fwd_inner(
     acc, l_i, m_i, tiny, flags, q, rows, begin, end, k_source, v_source, mask, scale, shaping,
     k_strides, v_strides, mask_strides, index, limits,
@@ -59,7 +51,9 @@ def attn_fwd_inner(
             scores = tl.where(allowed, scores, formulas.masked_score(NORM))
         if tiny is not None:  # noqa: SIM102 (one is known at compile time)
             if tl.max((tiny[:, None] & (scores > 0)).to(tl.int32)) > 0:
-                set_flags(flags, start, stop_k, BLOCK_K)
+                last = tl.minimum(start + BLOCK_K, stop_k) - 1
+                for i in tl.static_range((BLOCK_K - 1) // CHUNK + 2):  # a tile may begin inside
+                    tl.store(flags + tl.minimum(start + i * CHUNK, last) // CHUNK, 1)
         if NO_MAX:
             # Eight sums a row, so that no thread needs another's until the end.
             p, below = formulas.forward_terms(

@@ -208,7 +208,6 @@ def forward_launches(
             {"NORM": kernels.score_function, "FLAGS": flags & common.SINK.value, "BLOCK_R": rows,
              "V_HEAD_DIM": v_width},
         )  # fmt: skip
-
         shape = (pairs, splits, rows, block(v_width) + 2)
 
         def launch_decode(q, k, v, output, lse, _, mask, spans, sinks, *rest):
@@ -321,7 +320,7 @@ def backward_launches(
     sequences = batch if spans is None else spans.shape[0]
     shared = constants(settings, flags, query, value)
     read = strides_of(query, key, value, gradient)
-    config = configs.dq_config(block(width), query.dtype)
+    config = configs.backward_config(configs.DQ, block(width), query.dtype)
     kv_tiles = describe_tiles((key, value), config.block_k, config)
     launch_dq = Launch(
         attn_bwd_dq, (_ceil(max_seqlen_q, config.block_q), heads * sequences),
@@ -331,7 +330,7 @@ def backward_launches(
     )  # fmt: skip
     # Decoding is precise and sets no flags.
     unflagged = kernels.needs_expm1 and group * max_seqlen_q <= DECODE_ROWS
-    config = configs.dkdv_config(block(width), query.dtype)
+    config = configs.backward_config(configs.DKDV, block(width), query.dtype)
     qg_tiles = describe_tiles((query, gradient), config.block_q, config)
     launch_dkdv = Launch(
         attn_bwd_dkdv, (_ceil(max_seqlen_k, config.block_k), kv_heads * sequences),
