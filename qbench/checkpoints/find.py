@@ -71,7 +71,8 @@ def read_config(folder: Path, *, quantized: bool = False) -> dict[str, Any]:
     """``config.json`` of an unquantized causal language model, or of a ``quantized`` one, refused
     by name for all else."""
     if not (folder / "config.json").exists():
-        raise CheckpointError(f"no config.json in {folder}")
+        gguf = "; of GGUF files name one itself, as DIR/FILE.gguf" if quantized else ""
+        raise CheckpointError(f"no config.json in {folder}{gguf}")
     config = read_json(folder / "config.json")
     stated = config.get("quantization_config")
     if quantized and not isinstance(stated, dict):
@@ -471,6 +472,11 @@ def _folder(source: str, revision: str | None) -> Path:
         return path
     if HUB_ID.fullmatch(source):
         return hub.snapshot(source, revision, FROM_HUB)
+    if source.endswith(".gguf"):
+        raise CheckpointError(
+            f"checkpoint {shown(source)}: a GGUF file is scored beside its original, whose "
+            "tokenizer it takes; name the original with --checkpoint and the file with --quantized"
+        )
     where = "" if why == source else f" ({shown(why)})"
     raise CheckpointError(
         f"checkpoint {shown(source)}: no such folder{where}, and not a hub id (owner/name)"

@@ -56,6 +56,17 @@ def test_without_attn_impl_softmax_must_be_stated(tmp_path):
     assert find(folder).normalizer == "softpick"
 
 
+def test_a_gguf_file_needs_its_name_and_its_original(tmp_path):
+    file = tmp_path / "q4.gguf"
+    file.touch()
+    with pytest.raises(CheckpointError, match=r"q4\.gguf: a GGUF file is scored beside its origin"):
+        find(str(file), quantized=True)
+    with pytest.raises(
+        CheckpointError, match=r"no config\.json in .*; of GGUF files name one itse"
+    ):
+        find(str(tmp_path), quantized=True)
+
+
 def test_a_folder_has_no_revision(tmp_path):
     with pytest.raises(CheckpointError, match=r"a folder has no revisions.*revision: v1"):
         find(str(write(tmp_path / "c")), revision="v1")
