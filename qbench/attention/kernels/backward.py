@@ -32,8 +32,7 @@ MAX_CHUNKS = tl.constexpr(4)  # that a block of keys has a part of
 
 @triton.jit
 def precise_delta(
-    q, g, rows, begin, end, k_source, v_source, mask, scale, shaping,
-    k_strides, v_strides, mask_strides, index, limits,
+    q, g, rows, begin, end, k_tensor, v_tensor, mask, scale, shaping, mask_strides, index, limits,
     NORM: tl.constexpr, FLAGS: tl.constexpr, FAST: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
@@ -45,11 +44,9 @@ def precise_delta(
     total = tl.zeros([BLOCK_Q], tl.float32)
     highest = tl.zeros([BLOCK_Q], tl.float32)
     for start in tl.range(begin, end, BLOCK_K, num_stages=1):
-        k = common.load_tile(k_source, batch, kv_head, start, stop_k, k_strides, BLOCK_K, HEAD_DIM)
+        k = common.load_tile(k_tensor, batch, kv_head, start, stop_k, BLOCK_K, HEAD_DIM)
         scores = tl.dot(q, k.T, input_precision="ieee")  # [BLOCK_Q, BLOCK_K]
-        v = common.load_tile(
-            v_source, batch, kv_head, start, stop_k, v_strides, BLOCK_K, V_HEAD_DIM
-        )
+        v = common.load_tile(v_tensor, batch, kv_head, start, stop_k, BLOCK_K, V_HEAD_DIM)
         dp = tl.dot(g, v.T, input_precision="ieee")  # [BLOCK_Q, BLOCK_K]
         keys = start + tl.arange(0, BLOCK_K)  # [BLOCK_K]
         if RESHAPED & FLAGS:
@@ -72,8 +69,8 @@ def precise_delta(
 
 @triton.jit
 def attn_bwd_dq_inner(
-    dq, dparam, dslopes, q, g, lse, delta, rows, begin, end, k_source, v_source, mask, scale,
-    shaping, plain, k_strides, v_strides, mask_strides, index, limits,
+    dq, dparam, dslopes, q, g, lse, delta, rows, begin, end, k_tensor, v_tensor, mask, scale,
+    shaping, plain, mask_strides, index, limits,
     NORM: tl.constexpr, FLAGS: tl.constexpr, MASKED: tl.constexpr, FAST: tl.constexpr,
     BLOCK_K: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -87,13 +84,9 @@ def attn_bwd_dq_inner(
     stop_k = limits[1]
     plain_scale, plain_slope = plain
     for start in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
-        k = common.load_tile(
-            k_source, batch, kv_head, start, stop_k, k_strides, BLOCK_K, HEAD_DIM, MASKED
-        )
+        k = common.load_tile(k_tensor, batch, kv_head, start, stop_k, BLOCK_K, HEAD_DIM, MASKED)
         scores = tl.dot(q, k.T, input_precision="ieee")  # [BLOCK_Q, BLOCK_K]
-        v = common.load_tile(
-            v_source, batch, kv_head, start, stop_k, v_strides, BLOCK_K, V_HEAD_DIM, MASKED
-        )
+        v = common.load_tile(v_tensor, batch, kv_head, start, stop_k, BLOCK_K, V_HEAD_DIM, MASKED)
         dp = tl.dot(g, v.T, input_precision="ieee")  # [BLOCK_Q, BLOCK_K]
         keys = start + tl.arange(0, BLOCK_K)  # [BLOCK_K]
         tanhs = scores
@@ -142,6 +135,7 @@ def attn_bwd_dq(
     of the head's bias or s, where that is asked for; so ``dsinks_rows`` to that of its sink and
     ``dslopes_rows`` to that of its slope."""
     q_strides, k_strides, v_strides, g_strides, o_strides, dq_strides = strides
+    k_tensor, v_tensor = (k_source, k_strides), (v_source, v_strides)
     mask_strides = (mask_b, mask_h, mask_t, mask_k)
     index, first, rows, start_k, limits = common.load_query_block(
         spans, head_counts, seqlen_q, seqlen_k, window, BLOCK_Q
@@ -150,13 +144,13 @@ def attn_bwd_dq(
     stop_q = limits[0]
     if first >= stop_q:
         return
-    q = common.load_tile(q_source, batch, head, first, stop_q, q_strides, BLOCK_Q, HEAD_DIM)
-    g = common.load_tile(g_source, batch, head, first, stop_q, g_strides, BLOCK_Q, V_HEAD_DIM)
+    q = common.load_tile((q_source, q_strides), batch, head, first, stop_q, BLOCK_Q, HEAD_DIM)
+    g = common.load_tile((g_source, g_strides), batch, head, first, stop_q, BLOCK_Q, V_HEAD_DIM)
     offset = (common.to_int64(batch) * head_counts[0] + head) * seqlen_q
     lse = tl.load(lse_source + offset + rows, mask=rows < stop_q, other=float("inf"))  # [BLOCK_Q]
     delta = tl.zeros([BLOCK_Q], tl.float32)
     if ELEMENTWISE & FLAGS == 0:
-        o = common.load_tile(output, batch, head, first, stop_q, o_strides, BLOCK_Q, V_HEAD_DIM)
+        o = common.load_tile((output, o_strides), batch, head, first, stop_q, BLOCK_Q, V_HEAD_DIM)
         delta = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)  # [BLOCK_Q]
     length = formulas.log2_length(rows, offset, limits, start_k, counts, FLAGS)  # [BLOCK_Q]
     s = formulas.load_s(head, s, FLAGS)
@@ -173,9 +167,9 @@ def attn_bwd_dq(
         small = lse < SMALL_LSE
         if tl.max(small.to(tl.int32)) > 0:
             exact = precise_delta(
-                q, g, rows, ranges[0], ranges[3], k_source, v_source, mask, unit, shaping,
-                k_strides, v_strides, mask_strides, index, limits, NORM, FLAGS, FAST, BLOCK_Q,
-                BLOCK_K, HEAD_DIM, V_HEAD_DIM,
+                q, g, rows, ranges[0], ranges[3], k_tensor, v_tensor, mask, unit, shaping,
+                mask_strides, index, limits, NORM, FLAGS, FAST, BLOCK_Q, BLOCK_K, HEAD_DIM,
+                V_HEAD_DIM,
             )  # fmt: skip
             delta = tl.where(small, exact, delta)
     if ELEMENTWISE & FLAGS == 0:
@@ -188,9 +182,8 @@ def attn_bwd_dq(
         if (part == 0 and WINDOWED & FLAGS) or (part == 1 and mask is None) or part == 2:
             dq, dparam, dslopes = attn_bwd_dq_inner(
                 dq, dparam, dslopes, q, g, lse, delta, rows, ranges[part], ranges[part + 1],
-                k_source, v_source, mask, unit, shaping, (log2_scale, plain_slope), k_strides,
-                v_strides, mask_strides, index, limits, NORM, FLAGS, part != 1, FAST, BLOCK_K,
-                HEAD_DIM, V_HEAD_DIM, STAGES,
+                k_tensor, v_tensor, mask, unit, shaping, (log2_scale, plain_slope), mask_strides,
+                index, limits, NORM, FLAGS, part != 1, FAST, BLOCK_K, HEAD_DIM, V_HEAD_DIM, STAGES,
             )  # fmt: skip
     if DPARAM & FLAGS:
         if SCALED & FLAGS:
@@ -212,8 +205,8 @@ def attn_bwd_dq(
 
 @triton.jit
 def attn_bwd_dkdv_inner(
-    dk, dv, k, v, keys, begin, end, q_source, g_source, lse_row, delta_row, mask, counts,
-    scale, shaping, q_strides, g_strides, mask_strides, batch, head, limits,
+    dk, dv, k, v, keys, begin, end, q_tensor, g_tensor, lse_row, delta_row, mask, counts,
+    scale, shaping, mask_strides, batch, head, limits,
     NORM: tl.constexpr, FLAGS: tl.constexpr, MASKED: tl.constexpr, PRECISE: tl.constexpr,
     FAST: tl.constexpr, BLOCK_Q: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     STAGES: tl.constexpr,
@@ -225,9 +218,7 @@ def attn_bwd_dkdv_inner(
     start_k, inv_softcap, slope, s, value_row = shaping
     for start in tl.range(begin, end, BLOCK_Q, num_stages=STAGES):
         rows = start + tl.arange(0, BLOCK_Q)  # [BLOCK_Q]
-        q = common.load_tile(
-            q_source, batch, head, start, stop_q, q_strides, BLOCK_Q, HEAD_DIM, MASKED
-        )
+        q = common.load_tile(q_tensor, batch, head, start, stop_q, BLOCK_Q, HEAD_DIM, MASKED)
         if MASKED:  # a row beyond the last has lse +∞, so all its weights are 0
             lse = tl.load(lse_row + rows, mask=rows < stop_q, other=float("inf"))  # [BLOCK_Q]
             delta = tl.load(delta_row + rows, mask=rows < stop_q, other=0.0)  # [BLOCK_Q]
@@ -235,9 +226,7 @@ def attn_bwd_dkdv_inner(
             lse = tl.load(lse_row + rows)
             delta = tl.load(delta_row + rows)
         scores = tl.dot(k, q.T, input_precision="ieee")  # [BLOCK_K, BLOCK_Q]
-        g = common.load_tile(
-            g_source, batch, head, start, stop_q, g_strides, BLOCK_Q, V_HEAD_DIM, MASKED
-        )
+        g = common.load_tile(g_tensor, batch, head, start, stop_q, BLOCK_Q, V_HEAD_DIM, MASKED)
         dp = tl.dot(v, g.T, input_precision="ieee")  # [BLOCK_K, BLOCK_Q]
         unit = scale
         tanhs = scores
@@ -292,6 +281,7 @@ def attn_bwd_dkdv(
     and dv; see :func:`qbench.attention.kernels.forward.attn_fwd`."""
     kv_heads, group = head_counts
     q_strides, k_strides, v_strides, g_strides, dk_strides, dv_strides = strides
+    q_tensor, g_tensor = (q_source, q_strides), (g_source, g_strides)
     mask_strides = (mask_b, mask_h, mask_t, mask_k)
     kv_head = tl.program_id(1) % kv_heads
     batch, start_q, stop_q, start_k, stop_k, shift = common.load_sequence(
@@ -302,8 +292,8 @@ def attn_bwd_dkdv(
         return
     limits = (stop_q, stop_k, shift, window)
     keys = first + tl.arange(0, BLOCK_K)  # [BLOCK_K]
-    k = common.load_tile(k_source, batch, kv_head, first, stop_k, k_strides, BLOCK_K, HEAD_DIM)
-    v = common.load_tile(v_source, batch, kv_head, first, stop_k, v_strides, BLOCK_K, V_HEAD_DIM)
+    k = common.load_tile((k_source, k_strides), batch, kv_head, first, stop_k, BLOCK_K, HEAD_DIM)
+    v = common.load_tile((v_source, v_strides), batch, kv_head, first, stop_k, BLOCK_K, V_HEAD_DIM)
     begin = start_q
     end = stop_q
     if CAUSAL & FLAGS:
@@ -344,19 +334,18 @@ def attn_bwd_dkdv(
         shaping = (start_k, inv_softcap, slope, formulas.load_s(head, s, FLAGS), offset)
         if precise:
             dk, dv = attn_bwd_dkdv_inner(
-                dk, dv, k, v, keys, begin, end, q_source, g_source, lse_source + offset,
-                deltas + offset, mask, counts, log2_scale, shaping, q_strides, g_strides,
-                mask_strides, batch, head, limits, NORM, FLAGS, True, True, FAST, BLOCK_Q, HEAD_DIM,
-                V_HEAD_DIM, 1,
+                dk, dv, k, v, keys, begin, end, q_tensor, g_tensor, lse_source + offset,
+                deltas + offset, mask, counts, log2_scale, shaping, mask_strides, batch, head,
+                limits, NORM, FLAGS, True, True, FAST, BLOCK_Q, HEAD_DIM, V_HEAD_DIM, 1,
             )  # fmt: skip
         else:
             for part in tl.static_range(3):
                 if part == 2 or (mask is None and (part == 1 or CAUSAL & FLAGS)):
                     dk, dv = attn_bwd_dkdv_inner(
-                        dk, dv, k, v, keys, starts[part], stops[part], q_source, g_source,
+                        dk, dv, k, v, keys, starts[part], stops[part], q_tensor, g_tensor,
                         lse_source + offset, deltas + offset, mask, counts, log2_scale, shaping,
-                        q_strides, g_strides, mask_strides, batch, head, limits, NORM, FLAGS,
-                        part != 1, False, FAST, BLOCK_Q, HEAD_DIM, V_HEAD_DIM, STAGES,
+                        mask_strides, batch, head, limits, NORM, FLAGS, part != 1, False, FAST,
+                        BLOCK_Q, HEAD_DIM, V_HEAD_DIM, STAGES,
                     )  # fmt: skip
 
     common.store_tile(

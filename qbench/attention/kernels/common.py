@@ -97,11 +97,13 @@ def load_query_block(spans, head_counts, seqlen_q, seqlen_k, window, BLOCK_Q: tl
 
 @triton.jit
 def load_tile(
-    source, batch, head, row, stop, strides,
+    tensor, batch, head, row, stop,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, BOUNDED: tl.constexpr = True,
 ):  # fmt: skip
     """[ROWS, block(WIDTH)] from ``row`` on; zeros beyond the width, and beyond ``stop`` where
-    BOUNDED. ``source``: a pointer, or a tensor descriptor of [B, H, T, D]."""
+    BOUNDED. ``tensor``: a pointer or a tensor descriptor of [B, H, T, D], and the strides of batch
+    row, head and row."""
+    source, strides = tensor
     if isinstance(source, tl.tensor_descriptor):
         return source.load([batch, head, row, 0]).reshape(ROWS, block(WIDTH))
     else:

@@ -39,6 +39,7 @@ def attn_decode(
     and row, of q, k and v each; others as in :func:`qbench.attention.kernels.forward.attn_fwd`."""
     kv_heads, group = head_counts
     q_strides, k_strides, v_strides = strides
+    k_tensor = (k_source, k_strides)
     mask_strides = (mask_b, mask_h, mask_t, mask_k)
     split = tl.program_id(0)
     kv_head = tl.program_id(1) % kv_heads
@@ -77,7 +78,7 @@ def attn_decode(
     BLOCK_DV: tl.constexpr = common.block(V_HEAD_DIM)
     v_columns = tl.arange(0, BLOCK_DV)  # [V_HEAD_DIM]
     for start in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
-        k = common.load_tile(k_source, batch, kv_head, start, end, k_strides, BLOCK_K, HEAD_DIM)
+        k = common.load_tile(k_tensor, batch, kv_head, start, end, BLOCK_K, HEAD_DIM)
         scores = tl.dot(q, k.T, input_precision="ieee")  # [BLOCK_R, BLOCK_K]
         keys = start + tl.arange(0, BLOCK_K)  # [BLOCK_K]
         allowed = real[:, None] & common.attn_mask(  # [BLOCK_R, BLOCK_K]

@@ -19,8 +19,8 @@ from qbench.attention.kernels.formulas import CHUNK, SMALL_MAX
 
 @triton.jit
 def attn_fwd_inner(
-    acc, l_i, m_i, tiny, flags, q, rows, begin, end, k_source, v_source, mask, scale, shaping,
-    k_strides, v_strides, mask_strides, index, limits,
+    acc, l_i, m_i, tiny, flags, q, rows, begin, end, k_tensor, v_tensor, mask, scale, shaping,
+    mask_strides, index, limits,
     NORM: tl.constexpr, FLAGS: tl.constexpr, MASKED: tl.constexpr, NO_MAX: tl.constexpr,
     PRECISE: tl.constexpr, FAST: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, STAGES: tl.constexpr,
@@ -33,9 +33,7 @@ def attn_fwd_inner(
     batch, head, kv_head = index
     stop_k = limits[1]
     for start in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
-        k = common.load_tile(
-            k_source, batch, kv_head, start, stop_k, k_strides, BLOCK_K, HEAD_DIM, MASKED
-        )
+        k = common.load_tile(k_tensor, batch, kv_head, start, stop_k, BLOCK_K, HEAD_DIM, MASKED)
         scores = tl.dot(q, k.T, input_precision="ieee")  # [BLOCK_Q, BLOCK_K]
         keys = start + tl.arange(0, BLOCK_K)  # [BLOCK_K]
         if SHAPED & FLAGS:
@@ -67,9 +65,7 @@ def attn_fwd_inner(
             p, acc, l_i, m_i = formulas.online_softmax(
                 acc, l_i, m_i, scores, scale, NORM, PRECISE, FAST, FAST and not MASKED
             )
-        v = common.load_tile(
-            v_source, batch, kv_head, start, stop_k, v_strides, BLOCK_K, V_HEAD_DIM, MASKED
-        )
+        v = common.load_tile(v_tensor, batch, kv_head, start, stop_k, BLOCK_K, V_HEAD_DIM, MASKED)
         p = formulas.cast_p(p, v.dtype, NORM, FAST)  # [BLOCK_Q, BLOCK_K]
         acc = tl.dot(p, v, acc, input_precision="ieee")
     return acc, l_i, m_i
@@ -92,6 +88,7 @@ def attn_fwd(
     before. ``sinks``, ``bias``, ``slopes``, ``s`` [heads] and ``counts`` [B, heads, seqlen_q]: see
     :mod:`qbench.attention.kernels.formulas`; ``scale`` and ``inv_softcap``: see ``ops.scales``."""
     q_strides, k_strides, v_strides, o_strides = strides
+    k_tensor, v_tensor = (k_source, k_strides), (v_source, v_strides)
     mask_strides = (mask_b, mask_h, mask_t, mask_k)
     index, first, rows, start_k, limits = common.load_query_block(
         spans, head_counts, seqlen_q, seqlen_k, window, BLOCK_Q
@@ -100,7 +97,7 @@ def attn_fwd(
     stop_q = limits[0]
     if first >= stop_q:
         return
-    q = common.load_tile(q_source, batch, head, first, stop_q, q_strides, BLOCK_Q, HEAD_DIM)
+    q = common.load_tile((q_source, q_strides), batch, head, first, stop_q, BLOCK_Q, HEAD_DIM)
     ranges = common.key_ranges(first, start_k, limits, mask, FLAGS, BLOCK_Q, BLOCK_K)
 
     value_row = (common.to_int64(batch) * head_counts[0] + head) * seqlen_q
@@ -119,10 +116,9 @@ def attn_fwd(
     for part in tl.static_range(3):
         if (part == 0 and WINDOWED & FLAGS) or (part == 1 and mask is None) or part == 2:
             acc, l_i, m_i = attn_fwd_inner(
-                acc, l_i, m_i, None, None, q, rows, ranges[part], ranges[part + 1], k_source,
-                v_source, mask, unit, shaping, k_strides, v_strides, mask_strides, index, limits,
-                NORM, FLAGS, part != 1, NO_MAX, PRECISE, FAST, BLOCK_Q, BLOCK_K, HEAD_DIM,
-                V_HEAD_DIM, STAGES,
+                acc, l_i, m_i, None, None, q, rows, ranges[part], ranges[part + 1], k_tensor,
+                v_tensor, mask, unit, shaping, mask_strides, index, limits, NORM, FLAGS, part != 1,
+                NO_MAX, PRECISE, FAST, BLOCK_Q, BLOCK_K, HEAD_DIM, V_HEAD_DIM, STAGES,
             )  # fmt: skip
 
     if NO_MAX:
@@ -148,9 +144,9 @@ def attn_fwd(
                 tl.zeros([BLOCK_Q, common.block(V_HEAD_DIM)], tl.float32),
                 tl.zeros([BLOCK_Q], tl.float32),
                 tl.full([BLOCK_Q], formulas.initial_max(NORM), tl.float32), tiny, flags, q, rows,
-                ranges[0], ranges[3], k_source, v_source, mask, unit, shaping, k_strides, v_strides,
-                mask_strides, index, limits, NORM, FLAGS, True, False, True, FAST, BLOCK_Q, BLOCK_K,
-                HEAD_DIM, V_HEAD_DIM, 1,
+                ranges[0], ranges[3], k_tensor, v_tensor, mask, unit, shaping, mask_strides, index,
+                limits, NORM, FLAGS, True, False, True, FAST, BLOCK_Q, BLOCK_K, HEAD_DIM,
+                V_HEAD_DIM, 1,
             )  # fmt: skip
         elif NO_MAX:
             m_i = tl.zeros([BLOCK_Q], tl.float32)

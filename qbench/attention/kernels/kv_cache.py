@@ -38,6 +38,8 @@ def quantized_kv_fwd(
     ``strides``: of batch row, head and row, of q, k, v, quantized k, quantized v and output each;
     others as in ``forward.attn_fwd``."""
     q_strides, k_strides, v_strides, qk_strides, qv_strides, o_strides = strides
+    k_tensor, v_tensor = (k_source, k_strides), (v_source, v_strides)
+    qk_tensor, qv_tensor = (qk_source, qk_strides), (qv_source, qv_strides)
     mask_strides = (mask_b, mask_h, mask_t, mask_k)
     index, first, rows, start_k, limits = common.load_query_block(
         spans, head_counts, seqlen_q, seqlen_k, window, BLOCK_Q
@@ -46,7 +48,7 @@ def quantized_kv_fwd(
     stop_q, stop_k, shift, _ = limits
     if first >= stop_q:
         return
-    q = common.load_tile(q_source, batch, head, first, stop_q, q_strides, BLOCK_Q, HEAD_DIM)
+    q = common.load_tile((q_source, q_strides), batch, head, first, stop_q, BLOCK_Q, HEAD_DIM)
     place = positions + common.to_int64(batch) * position_stride
     real = rows < stop_q
     own = tl.load(place + rows + shift, mask=real, other=0)  # [BLOCK_Q]
@@ -80,14 +82,10 @@ def quantized_kv_fwd(
 
         scores = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
         if from_plain_k:
-            k = common.load_tile(
-                k_source, batch, kv_head, start, stop_k, k_strides, BLOCK_K, HEAD_DIM
-            )
+            k = common.load_tile(k_tensor, batch, kv_head, start, stop_k, BLOCK_K, HEAD_DIM)
             scores = tl.dot(q, k.T, input_precision="ieee")
         if from_quantized_k:
-            k = common.load_tile(
-                qk_source, batch, kv_head, start, stop_k, qk_strides, BLOCK_K, HEAD_DIM
-            )
+            k = common.load_tile(qk_tensor, batch, kv_head, start, stop_k, BLOCK_K, HEAD_DIM)
             quantized = tl.dot(q, k.T, input_precision="ieee")
             scores = tl.where(
                 written[None, :] & (at[None, :] < key_bound[:, None]), quantized, scores
@@ -113,14 +111,10 @@ def quantized_kv_fwd(
         none = tl.zeros([BLOCK_Q, BLOCK_K], weights.dtype)
         of_value = written[None, :] & (at[None, :] < value_bound[:, None])
         if from_plain_v:
-            v = common.load_tile(
-                v_source, batch, kv_head, start, stop_k, v_strides, BLOCK_K, V_HEAD_DIM
-            )
+            v = common.load_tile(v_tensor, batch, kv_head, start, stop_k, BLOCK_K, V_HEAD_DIM)
             acc = tl.dot(tl.where(of_value, none, weights), v, acc, input_precision="ieee")
         if from_quantized_v:
-            v = common.load_tile(
-                qv_source, batch, kv_head, start, stop_k, qv_strides, BLOCK_K, V_HEAD_DIM
-            )
+            v = common.load_tile(qv_tensor, batch, kv_head, start, stop_k, BLOCK_K, V_HEAD_DIM)
             acc = tl.dot(tl.where(of_value, weights, none), v, acc, input_precision="ieee")
 
     sink = formulas.load_sink(head, sinks, FLAGS)
