@@ -17,8 +17,9 @@ def qbench(tmp_path, monkeypatch, capfd):
     alone = {"checkpoints": {"softpick": str(DEMO / "softpick")}, "tasks": ["demo_lastword"]}
     path = small_recipe(tmp_path, **alone, evaluation={"limit": 3, "damage": False})
 
-    def call(command: str) -> tuple[int | str | None, str]:
+    def call(command: str, *more: str) -> tuple[int | str | None, str]:
         arguments = ["qbench", command, str(path), "--out", f"{tmp_path}/out", "--device", "cpu"]
+        arguments += more
         monkeypatch.setattr(sys, "argv", arguments)
         code = 0
         try:
@@ -71,6 +72,18 @@ def test_a_damaged_base_is_told_of_and_made_again(qbench, tmp_path):
     assert code == 0
     assert f"fp32: made again, since softpick/rtn-4bit needs it: {rows}: its digest" in said
     assert json.loads(record.read_bytes())["damage"] == whole["damage"]
+
+
+def test_a_plan_says_that_a_cell_without_damage_is_run_after_the_one_it_needs(qbench, tmp_path):
+    recipe = tmp_path / "small.yaml"
+    recipe.write_text(recipe.read_text().replace("damage: false", "damage: true"))
+    assert qbench("run", "--only", "*/rtn-4bit")[0] == 0
+    planned = qbench("plan")[1]
+    assert "to run    softpick/fp32" in planned
+    assert "to retry  softpick/rtn-4bit" in planned
+    assert "there     softpick/rtn-4bit" in qbench("plan", "--only", "*/rtn-4bit")[1]
+    assert "2 of 2 cells were run" in qbench("run")[1]
+    assert qbench("plan")[1].count("there     softpick/") == 2
 
 
 def test_a_noise_floor_that_cannot_be_read_is_refused_before_work_begins(qbench, tmp_path):

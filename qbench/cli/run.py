@@ -38,7 +38,7 @@ from qbench.plan import Cell, Plan, cell_names, require_runnable, select
 from qbench.recipe import Overrides, save
 from qbench.records import Record
 from qbench.runner.estimates import BYTES, Estimate, TimeLeft, earlier, expected
-from qbench.runner.grid import known_elsewhere, passes, run_cells
+from qbench.runner.grid import complete, known_elsewhere, run_cells
 from qbench.store import Store
 from qbench.text import duration, together
 
@@ -184,18 +184,18 @@ def plan_lines(planned: Plan, store: Store, only: str | None) -> Iterator[str]:
     yield f"on {how(planned, cells)}"
     yield from _sizes(cells)
     records = earlier(store.directory)
-    todo, known = 0, list[Estimate]()
+    todo, known = list[str](), list[Estimate]()
     for cell in cells:
         record = store.whole(cell.grid_cell)
         about = f"{cell.name}  key {cell.key[:16]}"
         if cell.refusal is not None:
             yield f"refused   {about}"
-        elif record is not None and passes(record, cell):
+        elif complete(record, cell, store, cache_folder(), made=todo):
             yield f"there     {about}"
         elif record is None and (found := known_elsewhere(cell, store, cache_folder())):
             yield f"known     {about}  in {found[0].directory}"
         else:
-            todo += 1
+            todo.append(cell.key)
             if (one := expected(cell, planned, records)) is not None:
                 known.append(one)
                 about += f"  {one}"
@@ -206,7 +206,7 @@ def plan_lines(planned: Plan, store: Store, only: str | None) -> Iterator[str]:
         seconds = duration(sum(one.seconds for one in known))
         measured = sum(one.measured for one in known)
         yield (
-            f"{len(known)} of {todo} cells to run take about {seconds} one after the other: "
+            f"{len(known)} of {len(todo)} cells to run take about {seconds} one after the other: "
             f"{measured} by earlier records of the same weights on this hardware, "
             f"{len(known) - measured} by their shapes, within a factor of three"
         )

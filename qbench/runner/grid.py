@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, CancelledError, Executor, Future
 from concurrent.futures import wait as wait_for
 from contextlib import AbstractContextManager
@@ -175,9 +175,8 @@ class _Grid:
             if other is not None and (why := rows_problem(self.cache, cell.key)):
                 self.again.add(cell.name)
                 self.progress.log(f"{cell.name}: made again, since {other} needs it: {why}")
-            depends = cell.base is not None and cell.base.key in keys
-            whole = settled if depends else partial(complete, store=self.store, cache=self.cache)
-            if cell.name in self.again or not whole(known, cell):
+            there = complete(known, cell, self.store, self.cache, made=keys)
+            if cell.name in self.again or not there:
                 missing.append(cell)
                 keys.add(cell.key)
                 continue
@@ -396,11 +395,16 @@ def settled(known: Record | None, cell: Cell) -> bool:
     return not (isinstance(known.damage, Unavailable) and known.damage.retry)
 
 
-def complete(known: Record | None, cell: Cell, store: Store, cache: Path) -> bool:
-    """Whether a record is good, and has the damage that can be had by now."""
+def complete(
+    known: Record | None, cell: Cell, store: Store, cache: Path, *, made: Collection[str] = ()
+) -> bool:
+    """Whether a record is good, and has the damage that can be had by now, or when the cells with
+    the keys ``made`` are made."""
     if not passes(known, cell) or settled(known, cell):
         return settled(known, cell)
     assert cell.base is not None
+    if cell.base.key in made:
+        return False
     base = store.whole(cell.base)
     return base is None or base.status != "ok" or rows_problem(cache, cell.base.key) is not None
 
