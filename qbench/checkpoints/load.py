@@ -242,9 +242,11 @@ def load_prequantized(
         except QbenchError:
             raise
         except Exception as error:  # whatever a library makes of files, devices and versions
+            why = first_line(error)
+            if "above report" in why:  # which nobody sees
+                why = "its tensors do not fit its quantization_config; take another copy"
             raise UnavailableError(
-                f"transformers cannot load this {stated.get('quant_method')} checkpoint here: "
-                f"{first_line(error)}"
+                f"transformers cannot load this {stated.get('quant_method')} checkpoint here: {why}"
             ) from error
         headers = read_headers(checkpoint.folder, quantized=True)
         require_own_head(model, checkpoint.folder, headers)

@@ -363,6 +363,21 @@ def original_of_softpick(tmp_path):
     return tmp_path / "other"
 
 
+def test_scales_that_do_not_fit_the_configuration_are_said_to(whole, tmp_path):
+    copy = fp8_rows(whole, tmp_path / "rows")
+    stated = json.loads((copy / "config.json").read_text())["quantization_config"]
+    stated["config_groups"]["all"]["weights"] |= {"strategy": "group", "group_size": 32}
+
+    def three(tensors):  # groups of 32 are four or more
+        for name in [n for n in tensors if n.endswith("_scale")]:
+            tensors[name] = tensors[name].repeat(1, 3)
+
+    groups = changed(copy, tmp_path / "groups", three, quantization_config=stated)
+    found = planned(tmp_path, groups)
+    with pytest.raises(UnavailableError, match="its tensors do not fit its quantization_conf"):
+        load(found.cell("base/copy"), found)
+
+
 def test_a_copy_that_is_tied_and_holds_another_lm_head_is_refused(nf4, tmp_path):
     """lm-eval ties weights anew after the audit, which would score with the embeddings as head."""
     copy = changed(nf4, tmp_path / "tied", lambda tensors: None, tie_word_embeddings=True)
