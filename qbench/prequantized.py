@@ -22,6 +22,7 @@ from qbench.quantizers.config import QuantizationConfig
 from qbench.quantizers.prequantized import FORMATS, REFUSED, Prequantized, Published, parents
 
 FLOATS = ("F64", "F32", "F16", "BF16")
+EXPERTS = re.compile(r"\.(experts|block_sparse_moe\.(in|out)put_linear)\.")  # and GraniteMoE's
 GGUF = "gguf"  # a file that llama.cpp runs, not transformers
 
 
@@ -111,7 +112,7 @@ def _unquantized(copy: Checkpoint, shapes: Shapes) -> tuple[str, ...]:
         if owner is not None and part != "bias":
             kept[owner].append(part if part == "weight" and header.dtype in FLOATS else "")
     experts = [
-        h.dtype in FLOATS for n, h in headers.items() if ".experts." in n and "bias" not in n
+        h.dtype in FLOATS for n, h in headers.items() if EXPERTS.search(n) and "bias" not in n
     ]
     plain = tuple(name for name, parts in kept.items() if parts == ["weight"])
     if shapes and len(plain) == len(shapes):

@@ -27,7 +27,10 @@ from qbench.quantizers.prequantized import Prequantized, parents
 from qbench.records import ModuleAudit, StoredSize
 
 GIB = 8 * 2**30  # bits
-WORDS = {"block_sparse_moe": "mlp", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+WORDS = {
+    "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj",
+    "input_linear": "experts.gate_up_proj", "output_linear": "experts.down_proj",
+}  # fmt: skip
 HEADS = ("lm_head.", "embed_out.")  # in files, the latter of GPT-NeoX
 PLAIN = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -71,12 +74,13 @@ def _by_module(folder: str, modules: Mapping[str, object]) -> dict[str, dict[str
 
 
 def _in_model(name: str, modules: Collection[str]) -> str:
-    """What the model calls a tensor that its files call ``name``: those of Mixtral and PhiMoE have
-    other words for experts than transformers 5."""
-    block, moe, _ = name.partition(".block_sparse_moe.")
-    if not moe or f"{block}.block_sparse_moe" in modules:
+    """What the model calls a tensor that its files call ``name``: those of Mixtral, PhiMoE and
+    GraniteMoE have other words for experts than transformers 5."""
+    block, moe, rest = name.partition(".block_sparse_moe.")
+    if not moe:
         return name
-    return ".".join(WORDS.get(part, part) for part in name.split("."))
+    inner = "block_sparse_moe" if f"{block}.block_sparse_moe" in modules else "mlp"
+    return ".".join([block, inner, *(WORDS.get(part, part) for part in rest.split("."))])
 
 
 def _owners(

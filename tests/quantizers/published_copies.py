@@ -335,6 +335,7 @@ def experts(kind: str, folder: Path) -> Path:
         "gpt_oss": {"num_local_experts": 4, "rope_parameters": ROPE, "sliding_window": 64},
         "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 128},
         "mixtral": {"num_local_experts": 4},
+        "granitemoe": {"num_local_experts": 4},
     }[kind]
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(kind, **sizes, **own)

@@ -292,8 +292,9 @@ def test_experts_that_transformers_loads_not_are_refused_in_a_line(tmp_path):
         load(found.cell("base/copy"), found)
 
 
-def test_experts_that_a_library_left_alone_are_counted_as_they_are(tmp_path):
-    source = experts("qwen3_moe", tmp_path / "original")
+@pytest.mark.parametrize("kind", ["qwen3_moe", "granitemoe"])
+def test_experts_that_a_library_left_alone_are_counted_as_they_are(kind, tmp_path):
+    source = experts(kind, tmp_path / "original")
     copy = copy_of(source, "bnb-nf4", tmp_path / "copy")
     result, _ = audited(planned(tmp_path, copy, checkpoint=source))
     assert result.problems == ()
