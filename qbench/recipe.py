@@ -122,7 +122,7 @@ class Overrides:
     calibration_length: int | None = None  # tokens of each
     skip_missing: bool = False  # leave tasks out that the data folder lacks
     limit: int | None = None  # documents of each task
-    dtype: str | None = None  # bfloat16 or float32: of all cells, unquantized ones too
+    dtype: str | None = None  # bfloat16, float16 or float32: of all cells, unquantized ones too
     scoring: str | None = None  # auto, exact, fast or lm-eval
     stream: bool | None = None  # weights come to the device block by block
 
@@ -624,7 +624,7 @@ def _replace_dtype(source: Source, dtype: str) -> None:
     """Compute in ``dtype`` everywhere. Unquantized columns become those of that dtype, each
     with its label."""
     source.values["compute_dtype"] = dtype
-    unquantized = {"bfloat16": "bf16", "float32": "fp32"}[dtype]
+    unquantized = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(dtype, dtype)
     changed: list[Any] = []
     for entry in source.values["quantizers"]:
         entry = _in_dtype(entry, unquantized)
