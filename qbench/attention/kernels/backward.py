@@ -198,8 +198,8 @@ def attn_bwd_dq(
     if SCALED & FLAGS:
         dq = dq * (formulas.column(qk_scale) / log2_scale)
     common.store_tile(
-        dq_out, formulas.cast_saturate(dq * scale, dq_out.dtype.element_ty), batch, head, first,
-        stop_q, dq_strides, HEAD_DIM,
+        (dq_out, dq_strides), formulas.cast_saturate(dq * scale, dq_out.dtype.element_ty), batch,
+        head, first, stop_q, HEAD_DIM,
     )  # fmt: skip
 
 
@@ -349,10 +349,10 @@ def attn_bwd_dkdv(
                     )  # fmt: skip
 
     common.store_tile(
-        dk_out, formulas.cast_saturate(dk * scale, dk_out.dtype.element_ty), batch, kv_head, first,
-        stop_k, dk_strides, HEAD_DIM,
+        (dk_out, dk_strides), formulas.cast_saturate(dk * scale, dk_out.dtype.element_ty), batch,
+        kv_head, first, stop_k, HEAD_DIM,
     )  # fmt: skip
     common.store_tile(
-        dv_out, formulas.cast_saturate(dv, dv_out.dtype.element_ty), batch, kv_head, first, stop_k,
-        dv_strides, V_HEAD_DIM,
+        (dv_out, dv_strides), formulas.cast_saturate(dv, dv_out.dtype.element_ty), batch, kv_head,
+        first, stop_k, V_HEAD_DIM,
     )  # fmt: skip

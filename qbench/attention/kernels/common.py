@@ -121,8 +121,9 @@ def load_tile(
 
 
 @triton.jit
-def store_tile(target, tile, batch, head, row, stop, strides, WIDTH: tl.constexpr):
-    """[ROWS, block(WIDTH)] from ``row`` on, up to ``stop``, to a pointer."""
+def store_tile(tensor, tile, batch, head, row, stop, WIDTH: tl.constexpr):
+    """[ROWS, block(WIDTH)] from ``row`` on, up to ``stop``, to ``tensor``: pointer and strides."""
+    target, strides = tensor
     rows = tl.arange(0, tile.shape[0])  # [ROWS]
     columns = tl.arange(0, tile.shape[1])  # [block(WIDTH)]
     pointers = head_of(target, batch, head, strides) + to_int64(row) * strides[2]

@@ -154,7 +154,5 @@ def attn_fwd(
     out, lse = formulas.finalize(
         acc, l_i, m_i, sink, NORM, FLAGS
     )  # [BLOCK_Q, V_HEAD_DIM], [BLOCK_Q]
-    common.store_tile(
-        output, out.to(output.dtype.element_ty), batch, head, first, stop_q, o_strides, V_HEAD_DIM
-    )
+    common.store_tile((output, o_strides), out, batch, head, first, stop_q, V_HEAD_DIM)
     tl.store(lse_out + value_row + rows, lse, mask=rows < stop_q)

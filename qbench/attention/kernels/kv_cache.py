@@ -119,6 +119,4 @@ def quantized_kv_fwd(
 
     sink = formulas.load_sink(head, sinks, FLAGS)
     out, _ = formulas.finalize(acc, l_i, m_i, sink, NORM, FLAGS)  # [BLOCK_Q, V_HEAD_DIM]
-    common.store_tile(
-        output, out.to(output.dtype.element_ty), batch, head, first, stop_q, o_strides, V_HEAD_DIM
-    )
+    common.store_tile((output, o_strides), out, batch, head, first, stop_q, V_HEAD_DIM)
