@@ -99,7 +99,7 @@ def analysis(
 
     Examples:
     ```
-    qbench bench analysis --shape tiny
+    qbench bench analysis --shape tiny --samples 16 --prompts 8
     ```
     """
     bench = load("bench.analysis")
