@@ -241,6 +241,12 @@ def decode(
     return answers
 
 
+def _last_logits(model: Any, ids: Tensor, cache: DynamicCache, **options: Any) -> Tensor:
+    """[N, V] after the last of ``ids`` [N, T], whose keys and values ``cache`` takes."""
+    options |= {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
+    return model(input_ids=ids, **options).logits[:, -1]
+
+
 class _Columns:
     """Where slots stand: ``end`` is the column that the next step writes, ``column`` [1] the same
     on the device while a captured step runs. While prompts are read: ``reading`` are their slots,
@@ -379,14 +385,10 @@ class _Decoding:
         self.at.first = self.at.end - width
         for start in range(0, width, CHUNK):
             self.at.end, end = self.at.first + start, start + CHUNK
-            logits = self.model(
-                input_ids=tokens[:, start:end],
+            logits = _last_logits(
+                self.model, tokens[:, start:end], self.cache, position_ids=positions[:, start:end],
                 attention_mask=None if seen is None else seen[:, :end],
-                position_ids=positions[:, start:end],
-                past_key_values=self.cache,
-                use_cache=True,
-                logits_to_keep=1,
-            ).logits[:, -1]
+            )  # fmt: skip
         self.at.reading, self.at.end = None, self.at.first + width
         self.finite[where] = torch.isfinite(logits).all(-1)
         self.ids[where] = logits.argmax(-1, keepdim=True)
@@ -432,15 +434,8 @@ class _Decoding:
         return said
 
     def _step(self, mask: Tensor | None, **options: Any) -> None:
-        logits = self.model(
-            input_ids=self.ids,
-            attention_mask=mask,
-            position_ids=self.positions,
-            past_key_values=self.cache,
-            use_cache=True,
-            logits_to_keep=1,
-            **options,
-        ).logits[:, -1]
+        options |= {"attention_mask": mask, "position_ids": self.positions}
+        logits = _last_logits(self.model, self.ids, self.cache, **options)
         self.finite &= torch.isfinite(logits).all(-1)
         self.ids.copy_(logits.argmax(-1, keepdim=True))
         self.positions.add_(1).clamp_(max=self.last_position)
@@ -549,9 +544,7 @@ def _side_by_side(model: Any, prompts: Sequence[Sequence[int]], tokens: int) -> 
     chosen: list[Tensor] = []
     finite = torch.ones((), dtype=torch.bool, device=model.device)
     for _ in range(tokens):
-        logits = model(
-            input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1
-        ).logits[:, -1]
+        logits = _last_logits(model, ids, cache)
         finite &= torch.isfinite(logits).all()
         ids = logits.argmax(-1, keepdim=True)
         chosen.append(ids)
