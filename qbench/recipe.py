@@ -110,9 +110,9 @@ class Overrides:
     """What the command line, or a caller, puts in place of parts of a recipe. None, or no entry:
     what the recipe says. Paths are relative to the working folder."""
 
-    checkpoints: Mapping[str, str] = field(default_factory=dict)  # name → folder or hub id
+    checkpoints: Mapping[str, str | Path] = field(default_factory=dict)  # name → folder or hub id
     # label → folder or hub id of a checkpoint that is quantized already: further columns
-    quantized: Mapping[str, str] = field(default_factory=dict)
+    quantized: Mapping[str, str | Path] = field(default_factory=dict)
     quantizers: tuple[str, ...] | None = None  # names, or labels of the recipe's
     tasks: tuple[str, ...] | None = None  # lm-eval's names
     definitions: Path | None = None  # folder of further tasks' definitions
@@ -450,7 +450,7 @@ def _source(path: Path | None, changed: Overrides) -> Source:
     """The recipe ``path`` with parts of it replaced; None: what ``changed`` says alone."""
     source = _one_off(changed) if path is None else _read(path)
     here = Path.cwd()
-    found = {name: absolute(here, one, hub=True) for name, one in changed.checkpoints.items()}
+    found = {name: absolute(here, str(one), hub=True) for name, one in changed.checkpoints.items()}
     _replace_checkpoints(source, found)
     for what, key, names in (
         ("quantizers", "label", changed.quantizers),
@@ -550,7 +550,7 @@ def _add_quantized(source: Source, path: Path | None, changed: Overrides) -> Non
     """Columns of checkpoints that are quantized already; where no original is named, they are the
     checkpoints themselves, and are scored alone."""
     here = Path.cwd()
-    found = {label: absolute(here, one, hub=True) for label, one in changed.quantized.items()}
+    found = {label: absolute(here, str(one), hub=True) for label, one in changed.quantized.items()}
     if path is None and not changed.checkpoints:
         source.values.update(checkpoints=found, quantizers=["checkpoint"])
         return

@@ -57,6 +57,9 @@ def test_overrides_are_those_of_the_command_line(tmp_path):
     recipe = api.Recipe.load(small_recipe(tmp_path), api.Overrides(limit=2, scoring="fast"))
     (limit,) = {cell.scoring.limit for cell in api.plan(recipe, "cpu").cells}
     assert limit == 2
+    folder = ROOT / "recipes" / "demo" / "softpick"
+    other = api.Recipe.load(small_recipe(tmp_path), api.Overrides(checkpoints={"softmax": folder}))
+    assert other.checkpoints["softmax"].path == str(folder)
     half = api.Recipe.load(small_recipe(tmp_path), api.Overrides(dtype="float16"))
     assert {one.quantization.compute_dtype for one in half.quantizers} == {"float16"}
     with pytest.raises(RecipeError, match="has no other"):
