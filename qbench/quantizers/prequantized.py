@@ -76,6 +76,11 @@ def _bits(config: Mapping[str, Any], key: str, read: tuple[str, ...]) -> Scheme:
     bits, group, refusal = config["bits"], config.get("group_size", 128), ""
     if (layout := str(config.get(key) or read[0]).lower()) not in read:
         refusal = f"{key} {layout!r}, and {' and '.join(read)} alone load here; take another copy"
+    if unread := [name for name in ("dynamic", "lm_head") if config.get(name)]:
+        refusal = (
+            f"its config.json has {' and '.join(unread)}: layers of other bits, or a quantized LM "
+            "head, which transformers does not read from such files; take another copy"
+        )
     words = f"int{bits} {strategy(group)}"
     return Scheme(bits=(bits,), groups=group, words=words, refusal=refusal)
 

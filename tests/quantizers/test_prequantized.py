@@ -483,6 +483,11 @@ def test_an_awq_checkpoint_passes_and_one_whose_factors_do_not_cancel_fails(span
              "checkpoint_format": "marlin"}},
             "gptq: checkpoint_format 'marlin', and gptq and gptq_v2 alone load here",
         ),
+        (
+            {"quantization_config": {"quant_method": "gptq", "bits": 4, "lm_head": True,
+             "dynamic": {"+:.*down_proj.*": {"bits": 8}}}},
+            "gptq: its config.json has dynamic and lm_head: layers of other bits, or a quantized",
+        ),
         ({"num_attention_heads": 2}, "num_attention_heads 2, and"),
         ({"qbench_normalizer": "softpick"}, "it was trained with softpick, and"),
     ],
