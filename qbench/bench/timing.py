@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 from triton.testing import do_bench
 
 from qbench.attention.normalizers import NORMALIZERS, SLOPES
@@ -36,12 +36,12 @@ class Shape:
         length = f"{self.length}" if self.queries is None else f"{self.queries}/{self.length}"
         return f"B{self.batch} T{length} H{heads} D{self.head_dim}"
 
-    def tensors(self, generator: Generator | None = None) -> list[Tensor]:
+    def tensors(self) -> list[Tensor]:
         """Queries, keys, values."""
         counts = (self.heads, self.kv_heads, self.kv_heads)
         lengths = (self.queries or self.length, self.length, self.length)
         return [
-            random_tensor(self.batch, length, heads, self.head_dim, generator).requires_grad_()
+            random_tensor(self.batch, length, heads, self.head_dim).requires_grad_()
             for length, heads in zip(lengths, counts, strict=True)
         ]
 
@@ -58,13 +58,10 @@ class Shape:
         return 4 * self.batch * self.heads * self.head_dim * pairs
 
 
-def random_tensor(
-    batch: int, length: int, heads: int, head_dim: int, generator: Generator | None = None
-) -> Tensor:
+def random_tensor(batch: int, length: int, heads: int, head_dim: int) -> Tensor:
     """[B, H, T, D] in bf16 with the memory of [B, T, H, D], as models have it."""
     shape = (batch, length, heads, head_dim)
-    drawn = torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator)
-    return drawn.transpose(1, 2)
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
 
 
 def given(normalizer: str, heads: int, *, sloped: bool = False) -> dict[str, Tensor]:
