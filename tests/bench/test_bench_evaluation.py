@@ -80,7 +80,7 @@ def test_it_is_plain_json_and_a_table(comparison):
     assert back["reports"]["fast"]["difference_from_exact"]["documents"] > 0
     assert back["model"]["attention"] == "qbench-softpick-reference"
     assert back["environment"]["hardware"]
-    lines = table(comparison).splitlines()
+    lines = [line for line in table(comparison).splitlines() if line.startswith("|")]
     assert len(lines) == 2 + len(comparison["rows"])
     assert len({line.count("|") for line in lines}) == 1
 
