@@ -15,6 +15,7 @@ from qbench.attention.transformers import batch_invariant
 from qbench.cell_result import CellResult
 from qbench.checkpoints.find import elements, read_headers
 from qbench.checkpoints.load import (
+    generation_settings,
     load_model,
     load_prequantized,
     without_weights,
@@ -119,6 +120,7 @@ def load(cell: Cell, plan: Plan) -> tuple[PreTrainedModel, PreTrainedTokenizerBa
             dequantize=weights.weights_only,
         )
         linearize(model)  # so that each expert can be held against its original
+        model.generation_config = generation_settings(cell.checkpoint)  # as its original answers
     return model, load_tokenizer(cell.checkpoint)
 
 

@@ -161,6 +161,12 @@ def _config(checkpoint: Checkpoint) -> PreTrainedConfig:
     return AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False)
 
 
+def generation_settings(checkpoint: Checkpoint) -> GenerationConfig:
+    """With which its answers are generated: what it states, or what its config.json makes of it."""
+    stated = _generation_config(checkpoint.folder)
+    return stated or GenerationConfig.from_model_config(_config(checkpoint))
+
+
 def _generation_config(folder: Path) -> GenerationConfig | None:
     if not (folder / "generation_config.json").is_file():
         return None
@@ -311,7 +317,7 @@ def without_weights(checkpoint: Checkpoint) -> PreTrainedModel:
     runtime's model is to be asked."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(_config(checkpoint))
-    model.generation_config = _generation_config(checkpoint.folder) or model.generation_config
+    model.generation_config = generation_settings(checkpoint)
     return model.eval()
 
 

@@ -402,6 +402,18 @@ def test_a_copy_whose_tokenizer_cuts_texts_otherwise_is_refused_before_work(nf4,
     assert planned(tmp_path, copy).cells
 
 
+def test_answers_are_generated_as_the_original_s(nf4, tmp_path):
+    copy = changed(nf4, tmp_path / "copy", lambda tensors: None)
+    other = {"repetition_penalty": 2.0, "eos_token_id": 5}
+    (copy / "generation_config.json").write_text(json.dumps(other))
+    found = planned(tmp_path, copy)
+    original, copied = (
+        load(found.cell(f"base/{name}"), found)[0].generation_config for name in ("bf16", "copy")
+    )
+    assert copied.eos_token_id == original.eos_token_id == 2
+    assert copied.repetition_penalty == original.repetition_penalty
+
+
 def test_a_damaged_layer_fails_its_audit(nf4, tmp_path):
     def harm(tensors):
         tensors["model.layers.1.mlp.up_proj.weight.absmax"] *= 3
