@@ -414,6 +414,16 @@ def test_answers_are_generated_as_the_original_s(nf4, tmp_path):
     assert copied.repetition_penalty == original.repetition_penalty
 
 
+def test_a_copy_that_computes_otherwise_with_the_same_weights_fails_its_audit(nf4, tmp_path):
+    rope = {"rope_theta": 500000.0, "rope_type": "default"}
+    other = changed(nf4, tmp_path / "x", lambda t: None, rope_parameters=rope, rms_norm_eps=1e-5)
+    problems = audited(planned(tmp_path, other))[0].problems
+    assert [line.split("{")[0] for line in problems] == [
+        "its config.json has rope_parameters ",
+        "its config.json has rms_norm_eps 1e-05, and the original's 1e-06",
+    ]
+
+
 def test_a_damaged_layer_fails_its_audit(nf4, tmp_path):
     def harm(tensors):
         tensors["model.layers.1.mlp.up_proj.weight.absmax"] *= 3

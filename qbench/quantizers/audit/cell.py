@@ -21,6 +21,11 @@ from qbench.quantizers.stored_bits import stored_size
 from qbench.records import Audit
 
 CANCELLED = 0.15  # relative, of logits: factors are fitted to rounded weights
+COMPUTED = (  # what config.json says beside the weights' shapes of what is computed with them
+    "rope_parameters", "hidden_act", "hidden_activation", "activation_function", "rms_norm_eps",
+    "layer_norm_eps", "layer_norm_epsilon", "sliding_window", "layer_types", "logits_scaling",
+    "attn_logit_softcapping", "final_logit_softcapping", "attention_multiplier",
+)  # fmt: skip
 PROBE_SHAPE = (2, 128)  # sequences, tokens: what logits are compared on
 
 
@@ -47,6 +52,7 @@ def audit(
     """
     problems = [f"the unquantized model: {line}" for line in not_finite(original)]
     problems = problems or not_finite(quantized)
+    problems += _other_settings(original, quantized)
     moved, before, wrong = _logits(original, quantized, probe)
     problems += wrong
     whole = set(config.parts) == {"pruning"} or (config.weights and config.weights.whole)
@@ -84,6 +90,17 @@ def audit(
     return Audit(
         passed=not problems, logits_moved=moved, problems=tuple(problems), **weights, **more
     )
+
+
+def _other_settings(original: nn.Module, quantized: nn.Module) -> list[str]:
+    """A line for each setting in which a copy's config.json is not the original's."""
+    stated = [model.config.get_text_config().to_dict() for model in (original, quantized)]
+    return [
+        f"its config.json has {name} {theirs}, and the original's {wanted}"
+        for name in COMPUTED
+        for wanted, theirs in [[one.get(name) for one in stated]]
+        if wanted != theirs
+    ]
 
 
 def _uncancelled(
