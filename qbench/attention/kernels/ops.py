@@ -94,22 +94,24 @@ def prepare(
     check(query, key, value, mask, spans)
     given = NORMALIZERS.get(normalizer).checked(parameters, query.shape[1])
     require(normalizer)
-    if (width := max(query.shape[3], value.shape[3])) > MAX_HEAD_DIM:
+    *_, queries, width = query.shape
+    *_, keys, v_width = value.shape
+    if width > MAX_HEAD_DIM or v_width > MAX_HEAD_DIM:
         raise UnavailableError(
-            f"attention: the kernels take heads up to {MAX_HEAD_DIM} wide, not {width}; use "
-            "'reference'"
+            f"attention: the kernels take heads up to {MAX_HEAD_DIM} wide, not "
+            f"{max(width, v_width)}; use 'reference'"
         )
     if query.dtype not in DTYPES or not query.dtype == key.dtype == value.dtype:
         raise ValueError(
             "the kernels take bfloat16, float16 or float32, one for all, not "
             f"{query.dtype}, {key.dtype}, {value.dtype}; reference.attention takes float64"
         )
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scale = width**-0.5 if scale is None else scale
     if scale <= 0 or (softcap is not None and softcap <= 0):
         raise ValueError(f"scale and softcap must be positive; they are {scale} and {softcap}")
     settings = Settings(
         normalizer, scale, softcap or 0.0, causal, window or 0,
-        max_seqlen_q or query.shape[2], max_seqlen_k or key.shape[2],
+        max_seqlen_q or queries, max_seqlen_k or keys,
     )  # fmt: skip
     given = {name: tensor.float().contiguous() for name, tensor in given.items()}
     return Parameters(**given), settings
@@ -367,9 +369,10 @@ def allowed_counts(
 ) -> Tensor | None:
     """How many keys each row may see [B, H, Tq] in float32, where a mask says it and the normalizer
     goes by it."""
+    if mask is None:
+        return None
     kernels = require(settings.normalizer)
-    by_count = kernels.scaled or (kernels.elementwise and parameters.bias is None)
-    if mask is None or not by_count:
+    if not (kernels.scaled or (kernels.elementwise and parameters.bias is None)):
         return None
     queries, keys = query.shape[2], key.shape[2]
     own = torch.arange(keys - queries, keys, device=mask.device)[:, None]
