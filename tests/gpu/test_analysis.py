@@ -59,7 +59,13 @@ def test_greedy_decoding_by_the_kernels_is_what_transformers_generates(normalize
 
 def test_a_pass_over_many_texts_at_340m_takes_less_than_20_gib():
     found = bench_analysis(
-        shape="340m", device="cuda", samples=1000, length=1024, prompts=64, prompt=2048
+        shape="340m",
+        device="cuda",
+        samples=1000,
+        length=1024,
+        prompts=64,
+        prompt=2048,
+        say=print,
     )
     whole = [row for row in found["rows"] if row["what"] == "analysis"]
     assert len(whole) == 2
