@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from qbench.api import load_records
 from qbench.comparison.compare import compare
 from qbench.store import Store
 from qbench.tables import table_files
@@ -87,6 +88,12 @@ def differences(folder: str) -> pd.DataFrame:
     return found.assign(significant=found.did_p_holm < 0.05)
 
 
+@lru_cache
+def scores(folder: str) -> pd.DataFrame:
+    return load_records(RESULTS / folder)
+
+
+@lru_cache
 def divergences(folder: str) -> dict[tuple[str, str], float]:
     """Of checkpoint and quantizer: KL divergence from the unquantized model, mean over all scored
     tokens, in nats."""

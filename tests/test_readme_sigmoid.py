@@ -5,7 +5,7 @@ import re
 from statistics import mean
 
 import pytest
-from readme_results import RESULTS, divergences, part, rows, table
+from readme_results import RESULTS, divergences, part, rows, scores, table
 
 from qbench.records import Training
 from qbench.store import Analyses
@@ -54,12 +54,11 @@ def held_out(folder: str, normalizer: str) -> float:
 
 
 def score(folder: str, normalizer: str, task: str, metric: str) -> str:
-    every = table(folder, "seeds.csv")
-    chosen = every[(every.task == task) & (every.metric == metric) & (every.group == normalizer)]
-    one = chosen[(chosen.question == "score") & (chosen.quantizer == "bf16")]
-    if task == "wikitext":  # on logarithms; means of perplexities are arithmetic
-        return f"{mean(math.exp(float(each)) for each in one.each.item().split()):.2f}"
-    return f"{100 * one.estimate.item():.2f}"
+    every = scores(folder)
+    chosen = every[(every.task == task) & (every.metric == metric) & (every.quantizer == "bf16")]
+    found = chosen[chosen.checkpoint.isin([f"{normalizer}.{seed}" for seed in SEEDS])].value
+    assert len(found) == len(SEEDS)
+    return f"{found.mean() * (1 if task == 'wikitext' else 100):.2f}"
 
 
 def measured(folder: str, normalizer: str) -> dict[str, str]:
