@@ -29,8 +29,8 @@ BITS = {"F32": 32, "F16": 16, "BF16": 16, "MXFP4": 4, "NVFP4": 4}
 # Architectures whose queries and keys llama.cpp's converter reorders
 PERMUTED = ("llama", "granite", "smollm3", "arcee", "olmo")
 INTERLEAVED = ("gpt-oss",)  # whose gate_up_proj has a row of gate and one of up in turn
-EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)")
 CENTRED = ("gemma", "gemma2", "gemma3", "nemotron")  # whose norms it stores plus one
+EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)")  # a matrix of one, in transformers' names
 
 
 def bits_of(kind: str) -> float:
