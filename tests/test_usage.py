@@ -17,6 +17,7 @@ from qbench.errors import ResultsError
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["tables", "x", "--rank"], "qbench tables: --rank was removed: the verdict above"),
         (["run", "--nosuch"], "qbench run: No such option: --nosuch"),
         (["rnu"], "qbench: No such command 'rnu'"),
         (["tables"], "qbench tables: Missing argument "),

@@ -14,7 +14,7 @@ from typing import Annotated, Any, NamedTuple, get_args
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from qbench import __version__
+from qbench import __version__, removed
 from qbench.cli.messages import complain, refuse
 from qbench.errors import INTERRUPTED, STOPPED, QbenchError
 from qbench.machine import settle
@@ -87,6 +87,8 @@ class Commands(TyperGroup):
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name in removed.COMMANDS:
+            raise QbenchError(f"`qbench {cmd_name}` was removed: {removed.COMMANDS[cmd_name]}")
         return load(cmd_name) if cmd_name in COMMANDS else None
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
@@ -118,6 +120,8 @@ def _usage(error: Any) -> str:
     else:  # an option without its value: click says of no command
         command = " ".join(["qbench", *(name for name in sys.argv[1:2] if name in COMMANDS)])
     said = " ".join(error.format_message().split()).rstrip(".").replace("Value error, ", "")
+    if replacement := removed.OPTIONS.get(getattr(error, "option_name", None)):
+        said = f"{error.option_name} was removed: {replacement}"
     if type(error).__name__ == "NoArgsIsHelpError":
         typer.echo(context.get_help(), err=True)
         said = "no command was given"

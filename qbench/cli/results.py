@@ -24,8 +24,6 @@ from qbench.gate.verdict import Inconclusive, as_json, as_junit, as_markdown
 from qbench.store import Store
 from qbench.tables import table_files
 from qbench.tables.changes import changes_table
-from qbench.tables.rank import ranking
-from qbench.tables.table import render as render_tables
 
 
 def tables(
@@ -35,15 +33,6 @@ def tables(
     ] = "md",
     published: Published = None,
     against: Against = None,
-    rank: Annotated[
-        bool, typer.Option("--rank", help="Print which precision is best instead.")
-    ] = False,
-    max_gib: Annotated[
-        float | None,
-        typer.Option(
-            metavar="N", min=0, help="With --rank: of those with at most N GiB of weights."
-        ),
-    ] = None,
     run: Run = None,
 ) -> None:
     """Write and show the delta tables of a results folder, in the paper's layout.
@@ -52,18 +41,9 @@ def tables(
     ```
     qbench tables results/demo
     qbench tables results/demo --format tex
-    qbench tables results/demo --rank --max-gib 4
     ```
     """
     store = open_store(folder, run)
-    if rank:
-        if published is not None or against is not None:
-            raise ResultsError("--rank: leave --published and --against out")
-        found = ranking(compare_store(store), store, max_gib)
-        typer.echo(render_tables(found, format, title=found[0].title), nl=False)
-        return
-    if max_gib is not None:
-        raise ResultsError("--max-gib needs --rank")
     show_tables(store, format=format, published=published, against=against)
 
 

@@ -1,7 +1,4 @@
-"""One checkpoint's precisions among themselves: each pair, against one, and which is best."""
-
-import re
-from pathlib import Path
+"""One checkpoint's precisions among themselves: each pair, and against one."""
 
 import pytest
 from synthetic import make_store
@@ -11,10 +8,7 @@ from qbench.comparison.changes import compare_cells
 from qbench.comparison.compare import compare
 from qbench.comparison.explain import find_cell
 from qbench.errors import ResultsError
-from qbench.store import Store
 from qbench.tables import render
-from qbench.tables.rank import ranking
-from qbench.tables.scores import gib
 
 SIZES = {"arc_easy": 60}
 QUANTIZERS = ("bf16", "bnb-8bit", "bnb-4bit", "gptq-4bit", "hqq-2bit")
@@ -78,42 +72,3 @@ def test_two_cells_of_a_folder_are_compared(store, capsys):
     assert "### mine/hqq-2bit against mine/bnb-4bit" in text
     with pytest.raises(ResultsError, match=r"no cell mine/gptq-2bit; .*mine has mine/bf16"):
         command.compare(folder / "bnb-4bit", folder / "gptq-2bit")
-
-
-def test_the_best_precision_is_named_with_those_that_are_not_significantly_worse(store):
-    (layout,) = ranking(compare(store), store)
-    (row,) = [row for row in layout.rows if row[1].startswith("Acc ↑")]
-    best, alike, worse = row[3], row[7], row[8]
-    assert worse == "hqq-2bit"
-    assert {best, *re.split(", ", alike)} == {"bnb-8bit", "bnb-4bit", "gptq-4bit"}
-    with pytest.raises(ResultsError, match="--rank: leave --published and --against out"):
-        command.tables(store.directory, rank=True, against="bnb-8bit")
-
-
-def test_the_best_bleu_is_named_though_no_test_says_which_are_worse(tmp_path):
-    names = ("bf16", "hqq-4bit", "hqq-3bit")
-    store = make_store(tmp_path / "a", checkpoints=("mine",), quantizers=names, sizes={"t": 9})
-    for bits, cell in enumerate(store.grid().cells):
-        record = store.get(cell)
-        bleu = {"metric": "bleu", "aggregation": "bleu", "value": 30.0 - bits, "stderr": None}
-        scores = (*record.scores, record.scores[0].model_copy(update=bleu))
-        store.put(record.model_copy(update={"scores": scores}), store.outcomes(record))
-    (layout,) = ranking(compare(store), store)
-    (row,) = [row for row in layout.rows if row[1].startswith("Bleu")]
-    assert (row[3], row[5], row[7], row[8]) == ("hqq-4bit", "29.00", "—", "—")
-
-
-def test_points_a_gib_are_those_lost_for_what_is_saved():
-    store = Store(Path(__file__).parents[2] / "results" / "published-27m-gguf")
-    (table,) = ranking(compare(store), store, 0.018)  # Q4_0 and Q3_K_M, of 0.0161 and 0.0158 GiB
-    row = next(row for row in table.rows if row[:2] == ("arc_easy", "Acc Norm ↑"))
-    comparison = compare(store)
-    sizes = {name: gib(comparison.records[f"softmax/{name}"]) for name in ("bf16", row[3])}
-    scores = {
-        one.quantizer: one.entry("softmax").value
-        for one in comparison.lines
-        if (one.label, one.metric) == ("arc_easy", "acc_norm")
-    }
-    lost = 100 * (scores[row[3]] - scores["bf16"])
-    expected = lost / (sizes["bf16"] - sizes[row[3]])
-    assert float(row[6].replace("−", "-")) == pytest.approx(expected, rel=1e-2)

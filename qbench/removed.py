@@ -1,0 +1,14 @@
+"""Names that earlier versions knew, and what took their place: one line per name."""
+
+from __future__ import annotations
+
+# Options of the command line.
+OPTIONS = {
+    "--max-gib": "a limit for `qbench tables` went with --rank; the table lists the GiB of each "
+    "precision",
+    "--rank": "the verdict above the tables orders the precisions",
+}
+# Keys of a recipe, dotted from its top.
+KEYS: dict[str, str] = {}
+# Commands.
+COMMANDS: dict[str, str] = {}
