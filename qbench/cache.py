@@ -101,7 +101,7 @@ def find_record(cache: Path, cell: GridCell, *, beside: Path) -> tuple[Store, Re
         store = Store(Path(note["folder"]))
         checkpoint, quantizer = note["cell"]
         there = cell.model_copy(update={"checkpoint": checkpoint, "quantizer": quantizer})
-        if store.directory != beside.resolve() and (record := store.whole(there)) is not None:
+        if store.directory != beside.resolve() and (record := store.get_valid(there)) is not None:
             return store, record
     return None
 

@@ -254,7 +254,7 @@ def write_wandb(store: Store, record: Record, folder: Path) -> list[Path]:
     run = wandb.init(
         mode="offline",
         project="qbench",
-        group=store.grid().name,
+        group=store.manifest().name,
         name=record.cell,
         id=record.key[:KEY_DIGITS],
         dir=folder,

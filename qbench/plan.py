@@ -53,8 +53,8 @@ from qbench.quantizers.texts import (
     require_windows,
 )
 from qbench.recipe import Column, Evaluation, Recipe, Task
-from qbench.records import Grid, GridCell
-from qbench.text import together
+from qbench.records import GridCell, RunManifest
+from qbench.text import group_by_reason
 
 ONE_WAY: dict[Runtime, Mode] = {  # to score, whatever the recipe says
     "llama.cpp": "exact",
@@ -120,8 +120,8 @@ class Plan:
     skipped: tuple[str, ...] = ()  # tasks whose data are missing, where that is allowed
 
     @property
-    def grid(self) -> Grid:
-        return Grid(
+    def grid(self) -> RunManifest:
+        return RunManifest(
             name=self.recipe.name,
             checkpoints=self.recipe.compared,
             limit=self.recipe.evaluation.limit,
@@ -651,7 +651,7 @@ def refusal(checkpoint: Checkpoint, shapes: Shapes, quantization: QuantizationCo
 
 def require_runnable(cells: Iterable[Cell]) -> None:
     """Raises RecipeError for cells that can never run: a line a reason."""
-    if lines := together((cell.name, cell.refusal) for cell in cells if cell.refusal):
+    if lines := group_by_reason((cell.name, cell.refusal) for cell in cells if cell.refusal):
         raise RecipeError(*lines, "these cells can never run; choose others with --only PATTERN")
 
 

@@ -629,7 +629,7 @@ class GridCell(_QuantizedCell):
     """One cell of the last run: its place in the grid and the record that it asks for."""
 
 
-class Grid(RecordModel):
+class RunManifest(RecordModel):
     """What a results folder is of: ``grid.json``, written at the start of each run.
 
     ``checkpoints`` and ``quantizers`` are in the recipe's order; the first checkpoint is the
@@ -890,7 +890,7 @@ class Sensitivity(CellRecord):
     units: tuple[UnitSensitivity, ...] = ()
 
 
-class AnalysisGrid(RecordModel):
+class AnalysisManifest(RecordModel):
     """The analyses that a results folder's last ``qbench analyze`` asks for, of all cells of the
     recipe, in its order; those that were never made have no record."""
 

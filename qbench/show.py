@@ -18,9 +18,9 @@ from qbench.metrics import LOG_SCALE, is_percentage
 from qbench.records import (
     Audit,
     Damage,
-    Grid,
     Record,
     RecordModel,
+    RunManifest,
     Unavailable,
 )
 from qbench.store import KEY_DIGITS, Store, read, run_id, runs
@@ -252,10 +252,10 @@ def unquantized(store: Store, record: Record) -> Record | None:
         return None
     key = record.key_parts.get("damage against")
     with suppress(ResultsError):  # a record's file alone, without its folder
-        for cell in store.grid().cells:
+        for cell in store.manifest().cells:
             theirs = cell.checkpoint == record.checkpoint and not cell.quantized
             if theirs and key in (None, cell.key):
-                found = store.whole(cell)
+                found = store.get_valid(cell)
                 if found and found.status == "ok" and found.documents == record.documents:
                     return found
     return None
@@ -313,11 +313,11 @@ def _indented(text: str) -> str:
 
 def folder_text(store: Store) -> str:
     """Which runs a results folder holds, and the cells of the one that is shown."""
-    grid = store.grid()
+    grid = store.manifest()
     shown = run_id(grid)
     rows = []
     for name, path in runs(store.directory):
-        one = read(path, Grid)
+        one = read(path, RunManifest)
         limit = "all documents" if one.limit is None else f"{one.limit} documents a task"
         made = datetime.fromtimestamp(path.stat().st_mtime).strftime("%Y-%m-%d %H:%M")
         mark = "*" if name == shown else ""

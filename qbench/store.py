@@ -62,11 +62,11 @@ from qbench.records import (
     RESPONSE_DEFAULTS,
     SCHEMA_VERSION,
     Analysis,
-    AnalysisGrid,
+    AnalysisManifest,
     CellKey,
-    Grid,
     Record,
     RecordModel,
+    RunManifest,
     Sensitivity,
     StoredTable,
 )
@@ -90,7 +90,7 @@ COLUMNS = {
 Table = Literal["outcomes", "responses", "divergences"]
 T = TypeVar("T", bound=RecordModel)
 Made = TypeVar("Made", Record, Analysis, Sensitivity)
-Asked = TypeVar("Asked", Grid, AnalysisGrid)
+Asked = TypeVar("Asked", RunManifest, AnalysisManifest)
 
 
 class CellFiles(Generic[Made, Asked]):
@@ -103,22 +103,22 @@ class CellFiles(Generic[Made, Asked]):
     def __init__(self, directory: Path, folder: Path) -> None:
         self.directory, self._cells = Path(directory), folder
 
-    def has_grid(self) -> bool:
+    def has_manifest(self) -> bool:
         return (self.directory / "grid.json").is_file()
 
-    def grid(self) -> Asked:
+    def manifest(self) -> Asked:
         """What was asked for last. Raises ResultsError where nothing was, or it is damaged."""
-        if not self.has_grid():
+        if not self.has_manifest():
             raise ResultsError(
                 f"{self.directory}: no grid.json here; name a folder that `{self.written_by}` wrote"
             )
         return read(self.directory / "grid.json", self.asked, self.again)
 
-    def grid_before(self, say: Callable[[str], None] | None = None) -> Asked | None:
+    def manifest_before(self, say: Callable[[str], None] | None = None) -> Asked | None:
         """The grid that is there, to be replaced; None where it cannot be read, which ``say`` is
         told. Raises NewerSchemaError for a newer qbench's, which must not be."""
         try:
-            return self.grid() if self.has_grid() else None
+            return self.manifest() if self.has_manifest() else None
         except NewerSchemaError:
             raise
         except ResultsError as error:
@@ -126,9 +126,9 @@ class CellFiles(Generic[Made, Asked]):
                 say(str(error))
             return None
 
-    def put_grid(self, grid: Asked, say: Callable[[str], None] | None = None) -> Asked | None:
-        """Say which cells are meant; gives which were until now, as ``grid_before``."""
-        before = self.grid_before(say)
+    def put_manifest(self, grid: Asked, say: Callable[[str], None] | None = None) -> Asked | None:
+        """Say which cells are meant; gives which were until now, as ``manifest_before``."""
+        before = self.manifest_before(say)
         write(self.directory / "grid.json", grid)
         return before
 
@@ -146,7 +146,7 @@ class CellFiles(Generic[Made, Asked]):
             raise DamagedError(f"{path}: is of another cell or key; {self.again}")
         return found
 
-    def whole(self, cell: CellKey, say: Callable[[str], None] | None = None) -> Made | None:
+    def get_valid(self, cell: CellKey, say: Callable[[str], None] | None = None) -> Made | None:
         """As :meth:`get`, for who can make it again: None where it is damaged or old, and ``say``
         is told why. Raises NewerSchemaError for one that must not be replaced."""
         try:
@@ -163,7 +163,7 @@ class CellFiles(Generic[Made, Asked]):
 
     def records(self) -> list[Made]:
         """Those of the grid's cells, in the grid's order, missing ones left out."""
-        found = (self.get(cell) for cell in self.grid().cells)
+        found = (self.get(cell) for cell in self.manifest().cells)
         return [one for one in found if one is not None]
 
     def path(self, cell: CellKey) -> Path:
@@ -181,10 +181,10 @@ class CellFiles(Generic[Made, Asked]):
         return path
 
 
-class Analyses(CellFiles[Made, AnalysisGrid]):
+class Analyses(CellFiles[Made, AnalysisManifest]):
     """The analyses of one ``kind`` of the results folder ``directory``, in its folder ``part``."""
 
-    asked = AnalysisGrid
+    asked = AnalysisManifest
     again, written_by = ANALYZE, "qbench analyze"
 
     def __init__(self, directory: Path, kind: type[Made] = Analysis, part: str = "") -> None:
@@ -195,7 +195,7 @@ class Analyses(CellFiles[Made, AnalysisGrid]):
 
     def records(self) -> list[Made]:
         """As those of a run; none where nothing was analyzed."""
-        return super().records() if self.has_grid() else []
+        return super().records() if self.has_manifest() else []
 
     def put(self, analysis: Made) -> None:
         write(self.path(analysis), analysis)
@@ -212,12 +212,12 @@ def sensitivities(directory: Path) -> Analyses[Sensitivity]:
     return Analyses(directory, Sensitivity, SENSITIVITY)
 
 
-class Store(CellFiles[Record, Grid]):
+class Store(CellFiles[Record, RunManifest]):
     """The records of one results folder."""
 
-    kind, asked = Record, Grid
+    kind, asked = Record, RunManifest
 
-    def __init__(self, directory: Path, *, grid: Grid | None = None, run: str | None = None):
+    def __init__(self, directory: Path, *, grid: RunManifest | None = None, run: str | None = None):
         """``grid``: what to show of the folder, instead of what its last run was of; ``run``: how
         the id of an earlier run begins that is shown instead. Raises ResultsError for another."""
         unpack(Path(directory))
@@ -233,17 +233,19 @@ class Store(CellFiles[Record, Grid]):
         """Where what is made of it goes: the folder, or one in it for an earlier run."""
         return self.directory / "runs" / self.run if self.run else self.directory
 
-    def grid(self) -> Grid:
+    def manifest(self) -> RunManifest:
         """The grid of the last run, or of the one that was asked for. Raises ResultsError where
         there is none, or it is damaged."""
         if self.run is not None:
-            return read(self.directory / GRIDS / f"{self.run}.json", Grid)
-        return self._grid or super().grid()
+            return read(self.directory / GRIDS / f"{self.run}.json", RunManifest)
+        return self._grid or super().manifest()
 
-    def put_grid(self, grid: Grid, say: Callable[[str], None] | None = None) -> Grid | None:
+    def put_manifest(
+        self, grid: RunManifest, say: Callable[[str], None] | None = None
+    ) -> RunManifest | None:
         """What killed processes left behind is removed, too."""
         with self._lock():
-            before = super().put_grid(grid, say)
+            before = super().put_manifest(grid, say)
             clean_temporaries(self.directory)
             write(self.directory / GRIDS / f"{run_id(grid)}.json", grid)
         return before
@@ -476,7 +478,7 @@ def with_checksum(values: dict[str, Any]) -> bytes:
     return ("{" + ",\n".join(lines) + "}\n").encode(errors="surrogatepass")
 
 
-def run_id(grid: Grid) -> str:
+def run_id(grid: RunManifest) -> str:
     """Of what a run was of: 8 hexadecimal digits, the same for the same cells and tasks."""
     content = [grid.tasks, grid.checkpoints, [cell.key for cell in grid.cells]]
     return digest(json.dumps(content).encode())[:8]

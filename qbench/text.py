@@ -143,7 +143,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]], *, align: str) 
     )
 
 
-def together(found: Iterable[tuple[str, str]]) -> list[str]:
+def group_by_reason(found: Iterable[tuple[str, str]]) -> list[str]:
     """``names: reason``, a line for the names of each reason, in the order in which they began."""
     names: dict[str, list[str]] = {}
     for name, reason in found:

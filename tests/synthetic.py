@@ -16,12 +16,12 @@ import pandas as pd
 from qbench.records import (
     Audit,
     Environment,
-    Grid,
     GridCell,
     ModuleAudit,
     Part,
     Precision,
     Record,
+    RunManifest,
     Score,
     Stage,
     Trained,
@@ -86,8 +86,8 @@ def make_store(
         for c in checkpoints
         for q in quantizers
     ]
-    store.put_grid(
-        Grid(
+    store.put_manifest(
+        RunManifest(
             name=Path(directory).name,
             checkpoints=tuple(checkpoints),
             quantizers=tuple(quantizers),

@@ -113,7 +113,7 @@ def newer(folder, tmp_path, **settings):
 
 def test_a_newer_archive_counts_and_what_was_run_since_stays(packed, tmp_path, capsys):
     make_store(packed, quantizers=("bf16", "hqq-2bit"), **SETTINGS)
-    mine, run = files(packed), run_id(Store(packed).grid())
+    mine, run = files(packed), run_id(Store(packed).manifest())
     theirs = newer(packed, tmp_path, quantizers=("bf16", "gptq-3bit"), seed=1)
     assert ": newer than" not in capsys.readouterr().err
     assert records(packed) == records(theirs)

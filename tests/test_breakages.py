@@ -7,7 +7,7 @@ from small_recipe import DEMO, qbench, small_recipe
 
 from qbench.gate import baseline
 from qbench.gate.check import check
-from qbench.gate.verdict import Gate
+from qbench.gate.verdict import GateResult
 from qbench.quantizers import bnb
 from qbench.store import Store
 
@@ -49,7 +49,7 @@ def standard(recipe, tmp_path_factory):
 def gates_of(recipe, tmp_path, monkeypatch, standard):
     """Runs one cell again; its gates by what they ask."""
 
-    def ask(cell: str) -> dict[tuple[str, str], Gate]:
+    def ask(cell: str) -> dict[tuple[str, str], GateResult]:
         result = check(run_recipe(recipe, tmp_path, monkeypatch, cell), standard)
         return {(gate.task, gate.metric): gate for gate in result.gates if gate.cell == cell}
 

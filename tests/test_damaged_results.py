@@ -43,7 +43,7 @@ def whole(tmp_path_factory):
         store.put(record, store.outcomes(record), RESPONSES)
     floors = {
         cell.cell: {"key": cell.key, "floors": {"arc_easy": {"acc": 0.001}}}
-        for cell in store.grid().cells
+        for cell in store.manifest().cells
         if not cell.quantized
     }
     write(store.directory / FILE, NoiseRecord(cells=floors))
@@ -64,7 +64,7 @@ def the_file(results: Path, kind: str) -> Path:
 def content(results: Path) -> list[object]:
     """All that a results folder and a baseline say, read as every command reads them."""
     store = Store(results / "grid")
-    grid = store.grid()
+    grid = store.manifest()
     records = store.records()
     tables = [
         read(record).to_csv() for record in records for read in (store.outcomes, store.responses)
@@ -143,7 +143,7 @@ def test_a_run_takes_a_damaged_cell_as_one_to_make_and_the_others_as_they_are(re
     path, store = the_file(results, kind), Store(results / "grid")
     path.write_bytes(path.read_bytes()[:-20])
     said: list[str] = []
-    found = {cell.cell: store.whole(cell, said.append) for cell in store.grid().cells}
+    found = {cell.cell: store.get_valid(cell, said.append) for cell in store.manifest().cells}
     assert [cell for cell, record in found.items() if record is None] == ["softpick/gptq-4bit"]
     (line,) = said
     assert line.startswith("softpick/gptq-4bit: made again: ")
@@ -160,7 +160,7 @@ def rewrite(path: Path, **changes: object) -> None:
 def test_a_record_of_a_newer_qbench_is_neither_read_nor_replaced(results):
     path, store = the_file(results, "record"), Store(results / "grid")
     rewrite(path, schema_version=3)
-    for act in (store.records, lambda: [store.whole(cell) for cell in store.grid().cells]):
+    for act in (store.records, lambda: [store.get_valid(cell) for cell in store.manifest().cells]):
         with pytest.raises(NewerSchemaError, match=r"schema 3, this one reads 2\): update qbench"):
             act()
 
@@ -170,20 +170,20 @@ def test_a_record_of_an_older_qbench_is_made_again(results):
     rewrite(path, schema_version=1)
     with pytest.raises(SchemaError, match=r"schema 1, this one reads 2\): run the recipe again"):
         store.records()
-    assert store.whole(store.grid().cells[-1]) is None
+    assert store.get_valid(store.manifest().cells[-1]) is None
 
 
 def test_a_grid_of_a_newer_qbench_is_not_replaced_and_a_damaged_one_is(results):
     path, store = the_file(results, "grid"), Store(results / "grid")
-    grid = store.grid()
+    grid = store.manifest()
     rewrite(path, schema_version=9)
     with pytest.raises(NewerSchemaError):
-        store.put_grid(grid)
+        store.put_manifest(grid)
     path.write_bytes(b"{")
     with pytest.raises(DamagedError):
-        store.grid()
-    store.put_grid(grid)
-    assert store.grid() == grid
+        store.manifest()
+    store.put_manifest(grid)
+    assert store.manifest() == grid
 
 
 OUTSIDE = [
@@ -200,7 +200,7 @@ def test_names_of_a_foreign_grid_lead_nowhere_else(results, field, value):
     cells[0][field] = value
     rewrite(path, cells=cells)
     with pytest.raises(DamagedError, match=rf"grid\.json: damaged: cells\.0\.{field}"):
-        Store(results / "grid").grid()
+        Store(results / "grid").manifest()
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_names_of_a_foreign_grid_lead_nowhere_else(results, field, value):
 def test_a_foreign_grid_that_is_of_nothing_is_refused(results, changes, words):
     rewrite(the_file(results, "grid"), **changes)
     with pytest.raises(DamagedError, match=rf"grid\.json: damaged: .*{words}"):
-        Store(results / "grid").grid()
+        Store(results / "grid").manifest()
 
 
 # Puts a record again with other outcomes, and ends like a killed process at the n-th write.
@@ -248,16 +248,16 @@ store.put(record, changed.assign(value=changed["value"] + 1.0), responses)
 @pytest.mark.parametrize("number", range(4))
 def test_a_run_killed_at_any_write_of_a_forced_cell_leaves_the_old_or_the_new_one(results, number):
     store = Store(results / "grid")
-    cell = store.grid().cells[-1]
+    cell = store.manifest().cells[-1]
     old = store.outcomes(store.get(cell))
     ended = subprocess.run([sys.executable, "-c", DIE_AT, str(number), store.directory])
     assert ended.returncode == (9 if number < 3 else 0)  # two tables, then the record
-    found = store.outcomes(store.whole(cell))
+    found = store.outcomes(store.get_valid(cell))
     shift = 1.0 if number == 3 else 0.0
     pd.testing.assert_frame_equal(found, old.assign(value=old["value"] + shift))
     store.put(store.get(cell), old, RESPONSES)
     folder = the_file(results, "record").parent
     files = sorted(path.suffixes[-2] for path in folder.glob("*.parquet"))
     assert files == [".outcomes", ".responses"], "tables of the killed write were left"
-    store.put_grid(store.grid())
+    store.put_manifest(store.manifest())
     assert not list(store.directory.rglob(".*.tmp")), "its temporary file was left"

@@ -89,7 +89,7 @@ def test_a_cell_whose_key_another_folder_has_is_copied_and_not_computed(tmp_path
     out = tmp_path / "second"
     assert qbench("plan", again, "--out", out, "--device", "cpu") == 0
     assert (
-        f"known     mine/other  key {Store(tmp_path / 'first').grid().cells[3].key[:16]}  in"
+        f"known     mine/other  key {Store(tmp_path / 'first').manifest().cells[3].key[:16]}  in"
         in (capfd.readouterr().out)
     )
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "first").rglob("*")}
@@ -105,7 +105,7 @@ def test_a_cell_whose_key_another_folder_has_is_copied_and_not_computed(tmp_path
     assert Store(out).outcomes(copied).equals(Store(tmp_path / "first").outcomes(made))
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "first").rglob("*")} == before
 
-    cell = Store(out).grid().cells[1]
+    cell = Store(out).manifest().cells[1]
     assert find_record(tmp_path / "cache", cell, beside=out)[1].cell == made.cell
     shutil.rmtree(tmp_path / "first")
     assert find_record(tmp_path / "cache", cell, beside=out) is None

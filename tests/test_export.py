@@ -27,7 +27,7 @@ def exported(tmp_path_factory):
 
 def some(*cells):
     """The committed pair with a few of its cells."""
-    grid = Store(REAL).grid()
+    grid = Store(REAL).manifest()
     kept = tuple(cell for cell in grid.cells if cell.cell in cells)
     return Store(REAL, grid=grid.model_copy(update={"cells": kept}))
 

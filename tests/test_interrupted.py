@@ -64,7 +64,7 @@ def test_a_cell_that_another_run_holds_is_waited_for_not_run_twice(tmp_path, cap
     qbench(*options)
     store = Store(out)
     (first,) = store.records()
-    (cell,) = [one for one in store.grid().cells if one.cell == "softmax/fp32"]
+    (cell,) = [one for one in store.manifest().cells if one.cell == "softmax/fp32"]
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLDER, store.lock_file(cell)], stdout=subprocess.PIPE, text=True
     )

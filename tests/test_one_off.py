@@ -119,13 +119,13 @@ def test_runs_into_one_folder_are_kept_apart(tmp_path, capfd):
     path, out = small_recipe(tmp_path, tasks=["demo_lastword"]), tmp_path / "out"
     options = ("run", path, "--out", out, "--device", "cpu")
     assert qbench(*options) == 0
-    first = run_id(Store(out).grid())
+    first = run_id(Store(out).manifest())
     tables = capfd.readouterr().out
     assert qbench(*options, "--limit", "2", "--only", "softmax/*") == 0
     said = capfd.readouterr()
     assert f"`qbench tables {out} --run {first}` shows them" in said.err
     assert f": missing: not run with these settings; --run {first} has it with other" in said.out
-    last = run_id(Store(out).grid())
+    last = run_id(Store(out).manifest())
     assert [name for name, _ in runs(out)] == [last, first]
     assert qbench("tables", out, "--run", first[:5]) == 0
     assert capfd.readouterr().out == tables

@@ -129,7 +129,7 @@ def test_a_folder_shows_its_runs_and_cells_with_what_is_missing_or_failed(tmp_pa
 
 def test_a_task_that_could_not_be_scored_is_shown_with_why(tmp_path, capsys):
     store = make_store(tmp_path / "grid", sizes={"arc_easy": 9}, quantizers=("bf16",))
-    record = store.get(store.grid().cells[0])
+    record = store.get(store.manifest().cells[0])
     failed = record.model_copy(update={"failed_tasks": {"wikitext": "it gives NaN"}})
     store.put(failed, store.outcomes(record))
     assert re.search(r"softmax/bf16 +ok .* wikitext failed$", show(capsys, store.directory), re.M)

@@ -9,11 +9,11 @@ from qbench.records import (
     OUTCOME_COLUMNS,
     RESPONSE_COLUMNS,
     Environment,
-    Grid,
     GridCell,
     Part,
     Precision,
     Record,
+    RunManifest,
 )
 from qbench.store import Store
 
@@ -26,7 +26,7 @@ OUTCOMES = pd.DataFrame([("t", 0, "acc", 1.0, 1.0)], columns=list(OUTCOME_COLUMN
 RESPONSES = pd.DataFrame([("t", 0, 0, -1.5, True, None, None, 0)], columns=list(RESPONSE_COLUMNS))
 
 
-GRID = Grid(
+GRID = RunManifest(
     name="g", checkpoints=("a",), quantizers=("rtn-4bit",), tasks=("t",), cells=(CELL,)
 )  # fmt: skip
 
@@ -50,7 +50,7 @@ def test_a_record_comes_back_as_it_went_in(tmp_path):
     written = store.put(record, OUTCOMES, RESPONSES)
     assert written.model_copy(update={"files": {}}) == record
     assert store.get(CELL) == written
-    assert store.whole(CELL) == written
+    assert store.get_valid(CELL) == written
     pd.testing.assert_frame_equal(store.outcomes(written), OUTCOMES)
     pd.testing.assert_frame_equal(store.responses(written), RESPONSES)
 
@@ -66,7 +66,7 @@ def _put_many(folder: str, worker: int) -> None:
     for number in range(20):
         outcomes = OUTCOMES.assign(value=float(worker))
         store.put(make_record(key=f"{number:016d}" + "0" * 48), outcomes, RESPONSES)
-        store.put_grid(GRID.model_copy(update={"name": str(worker)}))
+        store.put_manifest(GRID.model_copy(update={"name": str(worker)}))
 
 
 def test_two_processes_on_one_folder_do_not_damage_each_other(tmp_path):
@@ -78,9 +78,9 @@ def test_two_processes_on_one_folder_do_not_damage_each_other(tmp_path):
         worker.join()
     assert [worker.exitcode for worker in workers] == [0, 0]
     store = Store(tmp_path)
-    assert store.grid().name in "01"
+    assert store.manifest().name in "01"
     for number in range(20):
-        record = store.whole(CELL.model_copy(update={"key": f"{number:016d}" + "0" * 48}))
+        record = store.get_valid(CELL.model_copy(update={"key": f"{number:016d}" + "0" * 48}))
         assert record is not None
         assert len(store.outcomes(record)) == 1
     assert not list(tmp_path.rglob(".*.tmp")), "temporary files were left"

@@ -30,7 +30,7 @@ class AnalysisResult(CellResult):
             del stated["attention"]
             stated["unit"] = "block" if self.settings.blocks else "linear"
         record = kind(**stated)
-        known = self.analyses.whole(record)
+        known = self.analyses.get_valid(record)
         if status == "ok" or known is None or known.status != "ok":
             self.analyses.put(record)
         return record

@@ -21,7 +21,7 @@ from qbench.files import content_key
 from qbench.machine import attempt
 from qbench.plan import Cell, Plan
 from qbench.progress import Progress
-from qbench.records import Analysis, AnalysisGrid, CellKey, Sensitivity
+from qbench.records import Analysis, AnalysisManifest, CellKey, Sensitivity
 from qbench.store import Analyses
 
 # Of a cell's key: what decides the model. Tasks, scoring and damage do not.
@@ -111,8 +111,8 @@ def require_heads(cells: Sequence[Cell], heads: Sequence[tuple[int, int]]) -> No
                 )
 
 
-def analysis_grid(plan: Plan, cells: Sequence[Cell]) -> AnalysisGrid:
-    return AnalysisGrid(
+def analysis_grid(plan: Plan, cells: Sequence[Cell]) -> AnalysisManifest:
+    return AnalysisManifest(
         name=plan.recipe.name, cells=tuple(map(_place, cells)), replicates=plan.recipe.groups
     )
 
@@ -120,10 +120,10 @@ def analysis_grid(plan: Plan, cells: Sequence[Cell]) -> AnalysisGrid:
 def put_sensitivity_grid(out: Analyses[Sensitivity], cells: Sequence[Cell], name: str) -> None:
     """Say which are meant: ``cells``, and those of other cells that were asked for before."""
     fresh = [_place(cell) for cell in cells]
-    before = out.grid_before()
+    before = out.manifest_before()
     known = before.cells if before else ()
     kept = [one for one in known if one.cell not in {new.cell for new in fresh}]
-    out.put_grid(AnalysisGrid(name=name, cells=(*kept, *fresh)))
+    out.put_manifest(AnalysisManifest(name=name, cells=(*kept, *fresh)))
 
 
 def _place(cell: Cell) -> CellKey:
@@ -145,7 +145,7 @@ def analyze_if_needed(
     with FileLock(analyses.lock_file(cell.grid_cell)):
         progress.begin(cell.name)
         try:
-            known = analyses.whole(cell.grid_cell, progress.log)
+            known = analyses.get_valid(cell.grid_cell, progress.log)
             made_meanwhile = known is not None and known.started >= asked
             if known is not None and known.status == "ok" and (made_meanwhile or not force):
                 what = "sensitivity already" if isinstance(known, Sensitivity) else "already"

@@ -39,7 +39,7 @@ from qbench.recipe import Overrides
 from qbench.records import Analysis, Sensitivity
 from qbench.runner.grid import run_each
 from qbench.store import LONG_CONTEXT, Analyses, Store, sensitivities
-from qbench.text import together
+from qbench.text import group_by_reason
 
 
 @recipe_options("checkpoint", "data", "calibration", "dtype")
@@ -161,7 +161,7 @@ def analyze(
     paths = write_analyses(Store(place.out))
     typer.echo(paths[0].read_text())
     show_written(paths)
-    for line in together((one.cell, f"failed: {one.error}") for one in broken):
+    for line in group_by_reason((one.cell, f"failed: {one.error}") for one in broken):
         complain(line)
     if broken:
         raise typer.Exit(1)
@@ -189,7 +189,7 @@ def work_of(
     for part, own in texts.items():
         planned, analyses = plan_analyses(plan, own), Analyses(out, part=part)
         grid = analysis_grid(plan, planned)
-        before = analyses.put_grid(grid)
+        before = analyses.put_manifest(grid)
         if before is not None and before.cells != grid.cells:
             typer.echo(
                 f"{analyses.directory} held analyses of other texts, settings or versions; their "

@@ -127,7 +127,7 @@ def open_store(folder: Path, run: str | None, option: str = "--run") -> Store:
     store = Store(folder, run=run)
     known = [name for name, _ in runs(folder)]
     if store.run is None and len(known) > 1:
-        last = run_id(store.grid())
+        last = run_id(store.manifest())
         others = ", ".join(name for name in known if name != last)
         typer.echo(
             f"{folder} holds {len(known)} runs; this is the last one, {last}; {option} shows "

@@ -111,7 +111,7 @@ def compare(
 
 
 def _names_cell(path: Path) -> bool:
-    return not path.is_dir() and Store(path.parent.parent).has_grid()
+    return not path.is_dir() and Store(path.parent.parent).has_manifest()
 
 
 class Across(StrEnum):

@@ -38,9 +38,9 @@ from qbench.plan import Cell, Plan, cell_names, require_runnable, select
 from qbench.recipe import Overrides, save
 from qbench.records import Record
 from qbench.runner.estimates import BYTES, Estimate, TimeLeft, earlier, expected
-from qbench.runner.grid import complete, known_elsewhere, run_cells
+from qbench.runner.grid import is_up_to_date, known_elsewhere, run_cells
 from qbench.store import Store
-from qbench.text import duration, together
+from qbench.text import duration, group_by_reason
 
 
 @recipe_options()
@@ -186,11 +186,11 @@ def plan_lines(planned: Plan, store: Store, only: str | None) -> Iterator[str]:
     records = earlier(store.directory)
     todo, known = list[str](), list[Estimate]()
     for cell in cells:
-        record = store.whole(cell.grid_cell)
+        record = store.get_valid(cell.grid_cell)
         about = f"{cell.name}  key {cell.key[:16]}"
         if cell.refusal is not None:
             yield f"refused   {about}"
-        elif complete(record, cell, store, cache_folder(), made=todo):
+        elif is_up_to_date(record, cell, store, cache_folder(), made=todo):
             yield f"there     {about}"
         elif record is None and (found := known_elsewhere(cell, store, cache_folder())):
             yield f"known     {about}  in {found[0].directory}"
@@ -224,7 +224,9 @@ def how(planned: Plan, cells: Sequence[Cell]) -> str:
 def notes(planned: Plan, cells: Sequence[Cell]) -> list[str]:
     """What was chosen for models that others would not get, each once, with their names; where a
     dtype is slow here; and where no cell is unquantized."""
-    lines = together(dict.fromkeys((c.checkpoint_name, note) for c in cells for note in c.notes))
+    lines = group_by_reason(
+        dict.fromkeys((c.checkpoint_name, note) for c in cells for note in c.notes)
+    )
     dtypes = {cell.quantization.compute_dtype for cell in cells}
     if planned.device == "cpu" and "bfloat16" in dtypes and not fast_bf16():
         lines.append(

@@ -75,12 +75,12 @@ def show(
         raise ResultsError("--data needs --recipe RECIPE")
     if document is None and (recipe is not None or task is not None):
         raise ResultsError("--recipe and --task need --document N, whose text they show")
-    if Store(Path(what)).has_grid():
+    if Store(Path(what)).has_manifest():
         if document is not None:
             raise ResultsError(f"--document: name a cell, {what}/CHECKPOINT/QUANTIZER")
         typer.echo(folder_text(Store(Path(what), run=run)))
         return
-    if not Path(what).is_file() and not Store(Path(what).parent.parent).has_grid():
+    if not Path(what).is_file() and not Store(Path(what).parent.parent).has_manifest():
         raise ResultsError(
             f"{what}: no grid.json here; name a folder that `qbench run` wrote, "
             "DIR/CHECKPOINT/QUANTIZER, or a record's JSON file"
@@ -144,7 +144,7 @@ def export(
     store = open_store(folder, run)
     place = out or (folder if to == "archive" else store.place() / "export" / to)
     require_folder(place, "--out")
-    for cell in store.grid().cells:
+    for cell in store.manifest().cells:
         status, reason = status_of(store.get(cell))
         if status != "ok" and to != "archive":
             typer.echo(f"{cell.cell}: {status}: {reason}; left out", err=True)

@@ -22,7 +22,7 @@ from qbench.machine import choose_device, redirected, terminal
 from qbench.plan import plan
 from qbench.recipe import Overrides, Recipe
 from qbench.records import Training
-from qbench.text import together
+from qbench.text import group_by_reason
 from qbench.training.data import read_token_files
 from qbench.training.recipe import TrainingRecipe
 from qbench.training.tokenize import Tokenizing
@@ -312,5 +312,5 @@ def require_plannable(
     ``untrained`` yet: data are missing, or a quantizer does not fit its layers."""
     planned = plan(recipe, device=device, gpu="", show=True, untrained=untrained)
     refused = ((cell.name, cell.refusal) for cell in planned.cells if cell.refusal)
-    if lines := together(refused):
+    if lines := group_by_reason(refused):
         raise RecipeError(*(f"--evaluate: {line}" for line in lines))

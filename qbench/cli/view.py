@@ -68,7 +68,7 @@ def view(
     ```
     """
     for folder in folders:
-        Store(folder, run=run).grid()  # without results it is refused before anything is served
+        Store(folder, run=run).manifest()  # without results it is refused before anything is served
     if recipe is not None:
         Recipe.load(recipe, Overrides(data=data))
     elif data is not None and not data.is_dir():

@@ -26,7 +26,7 @@ from qbench.statistics import (
     value,
 )
 from qbench.store import Store
-from qbench.text import MINUS, together
+from qbench.text import MINUS, group_by_reason
 
 Name = tuple[str, str]  # task, metric
 
@@ -81,7 +81,7 @@ def read_results(store: Store, *, decimals: int | None = None) -> ResultSet:
 
     ``decimals``: outcomes are rounded to so many, to be compared with what was kept so.
     """
-    grid = store.grid()
+    grid = store.manifest()
     cells, broken = {}, {}
     for cell in grid.cells:
         record = store.get(cell)
@@ -194,7 +194,7 @@ def compare_results(a: Store, b: Store) -> Changes:
     for one, other, folder in ((old, new, b), (new, old, a)):
         known = other.cells.keys() | other.broken.keys()
         problems += [f"{cell}: not in {folder.name}" for cell in one.cells if cell not in known]
-        problems += together(
+        problems += group_by_reason(
             (cell, line)
             for cell, scored in one.cells.items()
             if cell in other.cells
@@ -255,7 +255,7 @@ def compare_precisions(store: Store, checkpoint: str, against: str | None) -> tu
     cells = read_results(store).cells
     quantized = [
         cell.quantizer
-        for cell in store.grid().cells
+        for cell in store.manifest().cells
         if cell.quantized and cell.checkpoint == checkpoint and cell.cell in cells
     ]
     if against is not None and against not in quantized:

@@ -11,7 +11,7 @@ from qbench.comparison.effects import with_effects
 from qbench.comparison.lines import Comparison, Entry, Line, read_noise_floors, status_of
 from qbench.errors import ResultsError
 from qbench.metrics import rank
-from qbench.records import Grid, GridCell, Record, Score
+from qbench.records import GridCell, Record, RunManifest, Score
 from qbench.store import Store, read, runs
 
 Scores = Mapping[tuple[str, str], Score]  # of a record, by task and metric
@@ -25,7 +25,7 @@ def compare(store: Store, *, statistics: bool = True, against: str | None = None
     Raises ResultsError where the folder has no grid or a record cannot be read, or ``against``
     cannot be answered.
     """
-    grid = store.grid()
+    grid = store.manifest()
     found = {cell.cell: store.get(cell) for cell in grid.cells}
     records = {name: record for name, record in found.items() if record is not None}
     floors, stale = read_noise_floors(store, grid)
@@ -58,13 +58,13 @@ def elsewhere(store: Store, cell: GridCell) -> str | None:
     """The id of an earlier run that has a record of this cell, with other settings."""
     for name, path in runs(store.directory):
         with suppress(ResultsError):
-            for one in read(path, Grid).cells:
+            for one in read(path, RunManifest).cells:
                 if one.cell == cell.cell and store.path(one).is_file():
                     return name
     return None
 
 
-def _lines(grid: Grid, records: Mapping[str, Record]) -> Iterable[Line]:
+def _lines(grid: RunManifest, records: Mapping[str, Record]) -> Iterable[Line]:
     cells = {(cell.checkpoint, cell.quantizer): cell for cell in grid.cells}
     quantized = {cell.quantizer: cell.quantized for cell in grid.cells}
     quantizers = sorted((q for q in grid.quantizers if q in quantized), key=lambda q: quantized[q])

@@ -44,11 +44,11 @@ def find_cell(name: str, run: str | None = None) -> tuple[Store, Record]:
             raise ResultsError(f"{name}: not a record; name a records/…/KEY.json file")
         above = path.absolute().parents
         return Store(above[min(3, len(above) - 1)], run=run), read(path, Record)
-    if len(path.parts) < 3 and not Store(path.parent.parent).has_grid():
+    if len(path.parts) < 3 and not Store(path.parent.parent).has_manifest():
         raise ResultsError(f"{name}: write DIR/CHECKPOINT/QUANTIZER, or a record's JSON file")
     store = Store(path.parent.parent, run=run)
     cell = "/".join(path.parts[-2:])
-    cells = {one.cell: one for one in store.grid().cells}
+    cells = {one.cell: one for one in store.manifest().cells}
     if cell not in cells:
         raise ResultsError(f"{name}: no cell {cell}; {store.directory} has {', '.join(cells)}")
     record = store.get(cells[cell])

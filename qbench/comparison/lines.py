@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from qbench.metrics import LOG_SCALE, REDUNDANT, is_percentage
-from qbench.records import Grid, GridCell, NoiseRecord, Precision, Record
+from qbench.records import GridCell, NoiseRecord, Precision, Record, RunManifest
 from qbench.store import Store, read
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def read_noise(store: Store) -> NoiseRecord:
     return read(path, NoiseRecord, AGAIN) if path.is_file() else NoiseRecord(cells={})
 
 
-def read_noise_floors(store: Store, grid: Grid) -> tuple[dict[str, Floors], tuple[str, ...]]:
+def read_noise_floors(store: Store, grid: RunManifest) -> tuple[dict[str, Floors], tuple[str, ...]]:
     """The floors of ``noise.json`` by checkpoint, and those whose noise was measured under
     another key than the grid's. Raises as ``read_noise``."""
     keys = {cell.cell: cell.key for cell in grid.cells}
@@ -151,7 +151,7 @@ class Change:
 class Comparison:
     """All lines of one results folder, and the records that they come from."""
 
-    grid: Grid
+    grid: RunManifest
     records: Mapping[str, Record]  # cell → record, failed ones too
     lines: tuple[Line, ...]
     floors: Mapping[str, Floors] = field(default_factory=dict)  # checkpoint → of its scores

@@ -26,7 +26,7 @@ REMEDY = "run the unquantized cell again"
 def read_baseline(cell: GridCell, store: Store, cache: Path) -> Record:
     """The good record of the unquantized ``cell``, whose hidden states in ``cache`` are verified.
     Raises ResultsError where it cannot be used."""
-    record = store.whole(cell)
+    record = store.get_valid(cell)
     if record is None or record.status != "ok":
         raise ResultsError(
             f"{cell.cell} has no finished record; run that cell first, then this one again"

@@ -28,7 +28,7 @@ from qbench.files import write_atomically
 from qbench.records import Record
 from qbench.statistics import TESTABLE, Column
 from qbench.store import Store
-from qbench.text import together
+from qbench.text import group_by_reason
 
 VERSION = 3
 ABOUT, DIGEST = b"qbench.baseline", b"qbench.baseline.sha256"
@@ -56,7 +56,9 @@ def make(store: Store, out: Path, *, replace: bool = False) -> Changes | None:
             if not math.isfinite(score.value)
         ]
     if unfit:
-        raise ResultsError(f"{store.name}: no baseline from this: {'; '.join(together(unfit))}")
+        raise ResultsError(
+            f"{store.name}: no baseline from this: {'; '.join(group_by_reason(unfit))}"
+        )
     if out.exists() and not replace:
         raise ResultsError(f"{out}: exists already; look at the changes, then add --replace")
     if out.exists() and out.read_bytes()[: len(PARQUET)] != PARQUET:

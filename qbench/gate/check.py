@@ -17,9 +17,17 @@ from qbench.comparison.explain import differences
 from qbench.errors import ResultsError, some
 from qbench.gate.baseline import DECIMALS, read
 from qbench.gate.margins import AUDIT_MARGINS, Margin, margin_of, require_known
-from qbench.gate.verdict import AUDIT, ROUNDING, Gate, Inconclusive, Verdict, measured, whole
+from qbench.gate.verdict import (
+    AUDIT,
+    ROUNDING,
+    GateResult,
+    Inconclusive,
+    Verdict,
+    failure,
+    measured,
+)
 from qbench.records import Audit, ModuleAudit, Record
-from qbench.statistics import TESTABLE, Column, Worsening, documents_needed, worsening
+from qbench.statistics import TESTABLE, Column, Regression, documents_needed, worsening
 from qbench.store import Store
 
 # Parts of a cell's key that must be the baseline's, unless the user says otherwise.
@@ -91,17 +99,17 @@ def check(
     lines = compare_sets(old, new)
     notes = require_same(old.cells, new.cells, across)
     allowed = AUDIT_MARGINS | given
-    gates: list[Gate] = []
+    gates: list[GateResult] = []
     for cell, before in old.cells.items():
         after = new.cells.get(cell)
         if why := new.broken.get(cell) or _unusable(before.record, after and after.record):
-            gates.append(whole(cell, why))
+            gates.append(failure(cell, why))
             continue
         for task, metric in before.scores:
             if (task, metric) not in after.scores:
                 why = after.record.failed_tasks.get(task)
                 reason = "score is missing" + (f": {why}" if why else "")
-                gates.append(whole(cell, reason, task, metric))
+                gates.append(failure(cell, reason, task, metric))
         if before.record.quantized:
             audits = (before.record.audit, after.record.audit)
             gates += [*_audit_gates(cell, *audits, allowed), *layer_gates(cell, *audits, allowed)]
@@ -145,13 +153,15 @@ def _unusable(old: Record, new: Record | None) -> str:
     return "" if new.audit else "not audited: nothing shows that it was quantized"
 
 
-def _audit_gates(cell: str, old: Audit, new: Audit, margins: Mapping[str, float]) -> list[Gate]:
+def _audit_gates(
+    cell: str, old: Audit, new: Audit, margins: Mapping[str, float]
+) -> list[GateResult]:
     """Weights no further from the original's, no more bits, no less of the model quantized."""
     gates, now = [], _measures(new)
     for name, before in _measures(old).items():
         after = now.get(name)
         if after is None:
-            gates.append(whole(cell, f"the audit has no {name.replace('_', ' ')} any more"))
+            gates.append(failure(cell, f"the audit has no {name.replace('_', ' ')} any more"))
             continue
         rise = 100 * (after / before - 1) if before else 100 * float(after > 0)
         worse, margin = -rise if name == "coverage" else rise, margins[name]
@@ -176,7 +186,9 @@ SAME = 1e-4  # relative: measures of the same bits agree to rounding
 NAMED = 3
 
 
-def layer_gates(cell: str, before: Audit, after: Audit, margins: Mapping[str, float]) -> list[Gate]:
+def layer_gates(
+    cell: str, before: Audit, after: Audit, margins: Mapping[str, float]
+) -> list[GateResult]:
     """No layer measures worse than the baseline's by more than its margin, in per cent.
 
     Nothing more is asked of layers with the same stored bits that measure the same: a forward
@@ -188,11 +200,11 @@ def layer_gates(cell: str, before: Audit, after: Audit, margins: Mapping[str, fl
         return []
     lost = [name for name in old if name not in new]
     if lost:
-        return [whole(cell, f"no longer quantized, or not audited: {some(lost, NAMED)}")]
+        return [failure(cell, f"no longer quantized, or not audited: {some(lost, NAMED)}")]
     same = [name for name, layer in old.items() if _same_bits(layer, new[name])]
     if len(same) == len(old):
         return [
-            Gate(
+            GateResult(
                 cell=cell,
                 task=AUDIT,
                 metric="layers",
@@ -245,8 +257,8 @@ def _same(old: Column, new: Column) -> bool:
     return np.array_equal(old.values, now.values) and np.array_equal(old.weights, now.weights)
 
 
-def _gate(line: Change, margin: Margin, *, same: bool) -> Gate:
-    gate = Gate(
+def _gate(line: Change, margin: Margin, *, same: bool) -> GateResult:
+    gate = GateResult(
         cell=line.cell,
         task=line.task,
         metric=line.metric,
@@ -259,7 +271,7 @@ def _gate(line: Change, margin: Margin, *, same: bool) -> Gate:
     if same:
         which = "the only document" if line.documents == 1 else f"all {line.documents} documents"
         reason = f"same outcomes on {which}"
-        none = Worsening(estimate=0.0, low=0.0, high=0.0)
+        none = Regression(estimate=0.0, low=0.0, high=0.0)
         return replace(gate, worse=none, outcome="pass", reason=reason)
     effect = line.effect
     if effect is None:
@@ -275,7 +287,7 @@ def _gate(line: Change, margin: Margin, *, same: bool) -> Gate:
         scale = 100 if line.percent else 1
         limit = margin.value / scale
         shown = {name: scale * value for name, value in asdict(worse).items()}
-    gate = replace(gate, worse=Worsening(**shown))
+    gate = replace(gate, worse=Regression(**shown))
     if worse.high <= limit:
         return replace(gate, outcome="pass", reason="within the margin")
     if worse.low > limit:

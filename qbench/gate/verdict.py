@@ -10,7 +10,7 @@ from typing import Literal
 from xml.etree import ElementTree
 
 from qbench.comparison.changes import Change
-from qbench.statistics import Worsening
+from qbench.statistics import Regression
 from qbench.text import NO_VALUE, for_markdown, metric_title, number, table
 
 ROUNDING = 1e-9  # per cent
@@ -20,7 +20,7 @@ AUDIT = "audit"  # stands for the task in questions about the audit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Gate:
+class GateResult:
     """One question of the gate. Without ``task`` the cell as a whole could not be asked."""
 
     cell: str
@@ -30,7 +30,7 @@ class Gate:
     reason: str
     margin: float | None = None  # percentage points for accuracies, else per cent
     given: bool = False  # whether the user stated the margin
-    worse: Worsening | None = None  # in the margin's units
+    worse: Regression | None = None  # in the margin's units
     change: Change | None = None
 
     @property
@@ -44,7 +44,7 @@ class Verdict:
 
     results: str
     baseline: str
-    gates: tuple[Gate, ...]
+    gates: tuple[GateResult, ...]
     notes: tuple[str, ...]
     inconclusive: Inconclusive  # what an inconclusive question counts as
 
@@ -64,24 +64,24 @@ class Verdict:
         return sum(gate.outcome == outcome for gate in self.gates)
 
 
-def measured(cell: str, metric: str, rise: float, margin: float, seen: str) -> Gate:
+def measured(cell: str, metric: str, rise: float, margin: float, seen: str) -> GateResult:
     """A question about what the audit measured, which is known and no estimate: worse by ``rise``
     per cent, as ``seen``."""
     within = rise <= margin + ROUNDING
-    return Gate(
+    return GateResult(
         cell=cell,
         task=AUDIT,
         metric=metric,
         outcome="pass" if within else "fail",
         reason=f"{'within' if within else 'beyond'} the margin: {seen}",
         margin=margin,
-        worse=Worsening(estimate=rise, low=rise, high=rise),
+        worse=Regression(estimate=rise, low=rise, high=rise),
     )
 
 
-def whole(cell: str, reason: str, task: str = "", metric: str = "") -> Gate:
+def failure(cell: str, reason: str, task: str = "", metric: str = "") -> GateResult:
     """A cell that fails as a whole, or a score of it."""
-    return Gate(cell=cell, task=task, metric=metric, outcome="fail", reason=reason)
+    return GateResult(cell=cell, task=task, metric=metric, outcome="fail", reason=reason)
 
 
 SIGNS = {"pass": "✓ pass", "fail": "✗ fail", "inconclusive": "? inconclusive"}
@@ -159,7 +159,7 @@ def as_json(verdict: Verdict) -> str:
     )
 
 
-def _plain(gate: Gate) -> dict[str, object]:
+def _plain(gate: GateResult) -> dict[str, object]:
     change, worse = gate.change, gate.worse
     values = {
         "cell": gate.cell,
@@ -183,7 +183,7 @@ def _plain(gate: Gate) -> dict[str, object]:
     }
 
 
-def _texts(gate: Gate) -> list[str]:
+def _texts(gate: GateResult) -> list[str]:
     change, worse = gate.change, gate.worse
     return [
         SIGNS[gate.outcome],
@@ -200,7 +200,7 @@ def _texts(gate: Gate) -> list[str]:
     ]
 
 
-def _margin(gate: Gate) -> str:
+def _margin(gate: GateResult) -> str:
     if gate.margin is None:
         return NO_VALUE
     return f"{gate.margin:g}" + ("" if gate.given or not gate.change else "*")
@@ -210,7 +210,7 @@ def _xml(text: str) -> str:
     return NOT_XML.sub("", text)
 
 
-def _explain(gate: Gate) -> str:
+def _explain(gate: GateResult) -> str:
     if gate.worse is None:
         return gate.name
     return (

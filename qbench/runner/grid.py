@@ -69,7 +69,7 @@ def run_cells(
     """
     wanted = plan.cells if cells is None else cells
     grid = _Grid(plan, Store(out), progress or SilentProgress(), cache or cache_folder(), force)
-    put_grid(plan, grid.store, grid.progress)
+    put_manifest(plan, grid.store, grid.progress)
     missing = grid.take_what_is_there(wanted)
     if executor is not None:
         missing = in_order(missing)
@@ -165,17 +165,17 @@ class _Grid:
         needed = {
             cell.base.key: cell.name
             for cell in cells
-            if cell.base is not None and not settled(found[cell.name], cell)
+            if cell.base is not None and not is_final(found[cell.name], cell)
         }
         missing: list[Cell] = []
         keys: set[str] = set()
         for cell in cells:  # unquantized ones first: what is measured against them comes after
             known = found[cell.name]
-            other = needed.get(cell.key) if settled(known, cell) else None
-            if other is not None and (why := rows_problem(self.cache, cell.key)):
+            other = needed.get(cell.key) if is_final(known, cell) else None
+            if other is not None and (why := baseline_error(self.cache, cell.key)):
                 self.again.add(cell.name)
                 self.progress.log(f"{cell.name}: made again, since {other} needs it: {why}")
-            there = complete(known, cell, self.store, self.cache, made=keys)
+            there = is_up_to_date(known, cell, self.store, self.cache, made=keys)
             if cell.name in self.again or not there:
                 missing.append(cell)
                 keys.add(cell.key)
@@ -189,8 +189,8 @@ class _Grid:
     def _known(self, cell: Cell) -> Record | None:
         """The record that is there; where it is not good, a copy, with its tables, of one that
         another results folder has under the same key."""
-        known = self.store.whole(cell.grid_cell)
-        if settled(known, cell):
+        known = self.store.get_valid(cell.grid_cell)
+        if is_final(known, cell):
             remember_record(self.cache, known, self.store.directory)
         elif found := known_elsewhere(cell, self.store, self.cache):
             other, record = found
@@ -278,7 +278,7 @@ class _Grid:
         store is looked at again under the cell's lock.
         """
         with FileLock(self.store.lock_file(cell.grid_cell)):
-            known = self.store.whole(cell.grid_cell)
+            known = self.store.get_valid(cell.grid_cell)
             good = known is not None and known.status == "ok"
             if known is not None and good and (not self.force or known.started >= self.begun):
                 return known
@@ -306,14 +306,14 @@ def run_cell(
     cell, store = plan.cell(name), Store(out)
     try:
         with FileLock(store.lock_file(cell.grid_cell), timeout=-1 if wait else 0):
-            known = store.whole(cell.grid_cell, progress.log)
+            known = store.get_valid(cell.grid_cell, progress.log)
             progress.begin(cell.name)
-            if not force and complete(known, cell, store, cache):
+            if not force and is_up_to_date(known, cell, store, cache):
                 progress.log(f"{cell.name}: already there")
                 record = known
             else:
                 record = run(cell, plan, store, progress, cache)
-                if settled(record, cell):
+                if is_final(record, cell):
                     remember_record(cache, record, store.directory)
                 progress.log(summary(record), "bold red" if record.status == "failed" else "")
             progress.end(cell.name)
@@ -341,7 +341,7 @@ def run(cell: Cell, plan: Plan, store: Store, progress: Progress, cache: Path) -
 
 def _put_failed(result: CellResult, store: Store, error: str) -> Record:
     record = result.record(error)
-    known = store.whole(record)
+    known = store.get_valid(record)
     if known is None or known.status != "ok":
         store.put(record)
     return record
@@ -365,9 +365,9 @@ def in_order(cells: Sequence[Cell]) -> list[Cell]:
     )
 
 
-def put_grid(plan: Plan, store: Store, progress: Progress) -> None:
+def put_manifest(plan: Plan, store: Store, progress: Progress) -> None:
     """Say what the folder is of from now on; records under other keys stay where they are."""
-    before = store.put_grid(plan.grid, progress.log)
+    before = store.put_manifest(plan.grid, progress.log)
     if before is not None and before.cells != plan.grid.cells:
         progress.log(
             f"{store.directory} held results of other settings or versions; they stay: `qbench "
@@ -378,38 +378,38 @@ def put_grid(plan: Plan, store: Store, progress: Progress) -> None:
 def known_elsewhere(cell: Cell, store: Store, cache: Path) -> tuple[Store, Record] | None:
     """A record of ``cell`` in another results folder to which no run could add anything."""
     found = find_record(cache, cell.grid_cell, beside=store.directory)
-    return found if found is not None and settled(found[1], cell) else None
+    return found if found is not None and is_final(found[1], cell) else None
 
 
-def passes(known: Record | None, cell: Cell) -> bool:
+def is_valid(known: Record | None, cell: Cell) -> bool:
     """Whether a record is there that passed, all its tasks, under the tolerance asked for now."""
     if known is None or known.status != "ok" or known.failed_tasks:
         return False
     return exceeded(cell.scoring.tolerance, known.scoring) is None
 
 
-def settled(known: Record | None, cell: Cell) -> bool:
+def is_final(known: Record | None, cell: Cell) -> bool:
     """Whether a record is good and no later run could add to it."""
-    if known is None or not passes(known, cell):
+    if known is None or not is_valid(known, cell):
         return False
     return not (isinstance(known.damage, Unavailable) and known.damage.retry)
 
 
-def complete(
+def is_up_to_date(
     known: Record | None, cell: Cell, store: Store, cache: Path, *, made: Collection[str] = ()
 ) -> bool:
     """Whether a record is good, and has the damage that can be had by now, or when the cells with
     the keys ``made`` are made."""
-    if not passes(known, cell) or settled(known, cell):
-        return settled(known, cell)
+    if not is_valid(known, cell) or is_final(known, cell):
+        return is_final(known, cell)
     assert cell.base is not None
     if cell.base.key in made:
         return False
-    base = store.whole(cell.base)
-    return base is None or base.status != "ok" or rows_problem(cache, cell.base.key) is not None
+    base = store.get_valid(cell.base)
+    return base is None or base.status != "ok" or baseline_error(cache, cell.base.key) is not None
 
 
-def rows_problem(cache: Path, key: str) -> str | None:
+def baseline_error(cache: Path, key: str) -> str | None:
     """Why the rows of the unquantized cell of ``key`` in this host's ``cache`` cannot be used; None
     where they can."""
     try:

@@ -523,7 +523,7 @@ LEVEL_NONINFERIORITY = 0.05  # one-sided
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Worsening:
+class Regression:
     """How much worse the new score is, with one-sided 95 % bounds; negative is better."""
 
     estimate: float
@@ -531,7 +531,7 @@ class Worsening:
     high: float
 
 
-def worsening(effect: Effect, *, higher_is_better: bool) -> Worsening:
+def worsening(effect: Effect, *, higher_is_better: bool) -> Regression:
     """From an effect (new − old), on the scale of its test: for perplexities, of logarithms.
 
     Student's t on the documents' contributions; score bounds where few answers changed; for
@@ -541,8 +541,8 @@ def worsening(effect: Effect, *, higher_is_better: bool) -> Worsening:
     """
     low, high = effect.bounds
     if higher_is_better:
-        return Worsening(estimate=-effect.estimate, low=-high, high=-low)
-    return Worsening(estimate=effect.estimate, low=low, high=high)
+        return Regression(estimate=-effect.estimate, low=-high, high=-low)
+    return Regression(estimate=effect.estimate, low=low, high=high)
 
 
 def documents_needed(gap: float, stderr: float, documents: int) -> int | None:

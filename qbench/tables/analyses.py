@@ -16,7 +16,7 @@ from qbench.tables.analysis_results import AnalysisResults
 from qbench.tables.notes import AT_CHANCE, at_chance
 from qbench.tables.table import Table, from_rows
 from qbench.tables.table import markdown as table_markdown
-from qbench.text import MINUS, NO_VALUE, for_markdown, number, significant, together
+from qbench.text import MINUS, NO_VALUE, for_markdown, group_by_reason, number, significant
 
 
 def value_text(value: float | None, form: str) -> str:
@@ -159,7 +159,7 @@ def texts(whole: Cells) -> list[str]:
         if text.left_out:
             line += f"; {text.left_out} shorter one{'s' * (text.left_out > 1)} left out"
         lines.append((one.cell, f"{line}; {one.environment.device}, {one.attention}"))
-    return together(lines)
+    return group_by_reason(lines)
 
 
 def _massive(whole: Cells) -> list[Table]:

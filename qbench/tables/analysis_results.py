@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from qbench.errors import ResultsError
 from qbench.records import Analysis, Record, Sensitivity
 from qbench.store import Analyses, Store, long_contexts, sensitivities
-from qbench.text import together
+from qbench.text import group_by_reason
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,11 +38,11 @@ def load_analyses(store: Store) -> AnalysisResults:
     parts = [analyses.records(), long_contexts(store.directory).records()]
     units = sensitivities(store.directory).records()
     failed = [one for part in [*parts, units] for one in part if one.status == "failed"]
-    problems = together((one.cell, f"failed: {one.error}") for one in failed)
+    problems = group_by_reason((one.cell, f"failed: {one.error}") for one in failed)
     records: list[Record] = []
-    replicates = analyses.grid().replicates if analyses.has_grid() else {}
-    if store.has_grid():
-        replicates = replicates or store.grid().replicates
+    replicates = analyses.manifest().replicates if analyses.has_manifest() else {}
+    if store.has_manifest():
+        replicates = replicates or store.manifest().replicates
         try:
             records = [one for one in store.records() if one.status == "ok"]
         except ResultsError as error:

@@ -35,7 +35,7 @@ from qbench.store import KEY_DIGITS
 from qbench.tables.notes import cache_notes, chance_notes, judged_notes, prompt_notes, single_notes
 from qbench.tables.published import printed_cells, printed_notes
 from qbench.tables.table import Cells, Table, from_rows
-from qbench.text import MINUS, NO_VALUE, metric_title, number, significant, together
+from qbench.text import MINUS, NO_VALUE, group_by_reason, metric_title, number, significant
 
 if TYPE_CHECKING:
     from qbench.statistics import Effect, SeedEffect
@@ -78,7 +78,7 @@ class MethodLines:
 
     @property
     def footnotes(self) -> list[str]:
-        return [*together((cell.cell, text) for cell, text in self.problems), *self.notes]
+        return [*group_by_reason((cell.cell, text) for cell, text in self.problems), *self.notes]
 
     @property
     def others(self) -> tuple[str, ...]:

@@ -302,7 +302,7 @@ def _found(store: Store, cell: int) -> Record:
     """Raises IndexError where the grid has no such cell, ResultsError without its record."""
     if cell < 0:
         raise IndexError(cell)
-    asked = store.grid().cells[cell]
+    asked = store.manifest().cells[cell]
     record = store.get(asked)
     if record is None:
         raise ResultsError(
@@ -367,7 +367,7 @@ def tokens(store: Store, cell: int, task: int, document: int) -> Json:
 def _task(store: Store, task: int) -> str:
     if task < 0:
         raise IndexError(task)
-    return store.grid().tasks[task]
+    return store.manifest().tasks[task]
 
 
 def _columns(table: pd.DataFrame, task: str) -> dict[str, list]:

@@ -47,7 +47,7 @@ def test_a_text_without_its_data_is_named(tmp_path):
 
 def test_what_is_refused_leaves_what_was_meant_before(analyzed):
     recipe, out = analyzed
-    before = Analyses(out).grid_before()
+    before = Analyses(out).manifest_before()
     for options, said in (
         (("--sensitivity", "none"), "--sensitivity 'none': the recipe has no such quantizer"),
         (("--heads", "3.3,3.4"), r"--heads 3\.4: softmax has 4 layers of 4 heads, counted from 0"),
@@ -55,7 +55,7 @@ def test_what_is_refused_leaves_what_was_meant_before(analyzed):
     ):
         with pytest.raises(RecipeError, match=said):
             qbench("analyze", recipe, "--out", out, "--device", "cpu", "--length", 16, *options)
-    assert Analyses(out).grid_before() == before
+    assert Analyses(out).manifest_before() == before
 
 
 def finished(out):

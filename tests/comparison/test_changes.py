@@ -31,7 +31,7 @@ def test_results_of_two_runs_are_paired_and_only_the_changed_cell_is_marked(tmp_
     assert marked == {"softmax/hqq-4bit"}
     assert "‡" in changes_table(changes)
     same = next(line for line in changes.lines if line.cell == "softpick/bf16")
-    assert same.old == same.new == old.get(old.grid().cells[2]).scores[0].value
+    assert same.old == same.new == old.get(old.manifest().cells[2]).scores[0].value
 
 
 def test_cells_of_one_side_only_and_failed_ones_are_named(tmp_path):
@@ -51,7 +51,7 @@ def test_cells_of_one_side_only_and_failed_ones_are_named(tmp_path):
 def test_scores_of_one_side_only_are_named_with_why_they_failed(tmp_path):
     old, new = grid(tmp_path / "a"), grid(tmp_path / "b")
     for index, task in ((0, "wikitext"), (1, "wikitext"), (2, "arc_easy")):
-        record = new.get(new.grid().cells[index])
+        record = new.get(new.manifest().cells[index])
         kept = tuple(one for one in record.scores if one.task != task)
         failed = {task: "it gives NaN"} if index < 2 else {}
         record = record.model_copy(update={"scores": kept, "failed_tasks": failed})
@@ -69,7 +69,7 @@ def test_a_score_without_outcomes_is_compared_by_its_value(tmp_path):
     stores = []
     for side, value in (("a", 0.31), ("b", 0.29)):
         store = grid(tmp_path / side)
-        record = store.get(store.grid().cells[0])
+        record = store.get(store.manifest().cells[0])
         bleu = {"metric": "bleu", "aggregation": "bleu", "value": value}
         scores = (*record.scores, record.scores[0].model_copy(update=bleu))
         store.put(record.model_copy(update={"scores": scores}), store.outcomes(record))
@@ -107,7 +107,7 @@ def test_two_cells_that_were_trained_differently_are_named(tmp_path):
 
 def test_explain_names_exactly_the_parts_that_differ(tmp_path):
     store = grid(tmp_path / "a")
-    a, b = (store.get(store.grid().cells[index]) for index in (0, 1))
+    a, b = (store.get(store.manifest().cells[index]) for index in (0, 1))
     assert [part for part, _, _ in differences(a.key_parts, b.key_parts)] == [
         "quantizer.name",
         "quantizer.bits",
@@ -154,7 +154,7 @@ def test_documents_that_only_one_side_saw_are_counted_on_both_sides(tmp_path):
     stores = []
     for side, first in (("a", 0), ("b", 5)):
         store = make_store(tmp_path / side, sizes={"arc_easy": 15}, quantizers=("bf16",))
-        for cell in store.grid().cells:
+        for cell in store.manifest().cells:
             record = store.get(cell)
             seen = store.outcomes(record)
             seen = seen[seen["document"].between(first, first + 9)].reset_index(drop=True)

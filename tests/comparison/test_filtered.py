@@ -23,7 +23,7 @@ DOCUMENTS = 200
 def filled(path, right):
     """A grid of one cell that answers so many of its documents rightly under both filters."""
     store = make_store(path, sizes={"arc_easy": 2}, quantizers=("bf16",), checkpoints=("softmax",))
-    (cell,) = store.grid().cells
+    (cell,) = store.manifest().cells
     values = np.random.default_rng(right).permutation(np.arange(DOCUMENTS) < right) * 1.0
     table = pd.concat(
         [

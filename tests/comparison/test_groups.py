@@ -21,7 +21,7 @@ CELL, WHOLE = "softmax/hqq-4bit", "softmax/bf16"
 def grouped(path, *, weight_by_size=True, **settings):
     """Records with the group of all parts, as a run leaves them."""
     store = make_store(path, sizes=PARTS, quantizers=("bf16", "hqq-4bit"), **settings)
-    for cell in store.grid().cells:
+    for cell in store.manifest().cells:
         record = store.get(cell)
         parts = [score for score in record.scores if score.metric == "acc"]
         sizes = [score.documents for score in parts]
@@ -44,7 +44,7 @@ def good(tmp_path_factory):
 
 def pooled(store, cell):
     """Of all documents of all parts, read afresh."""
-    found = next(one for one in store.grid().cells if one.cell == cell)
+    found = next(one for one in store.manifest().cells if one.cell == cell)
     table = store.outcomes(store.get(found)).query("metric == 'acc'")
     table = table.sort_values(["task", "document"])
     return Column.of(np.arange(len(table)), table["value"], table["weight"])
@@ -78,7 +78,7 @@ def test_tables_have_it_once(good):
 
 def test_its_flips_are_those_of_all_tasks(tmp_path):
     store = grouped(tmp_path / "flips", checkpoints=("softmax",))
-    for cell in store.grid().cells:
+    for cell in store.manifest().cells:
         record = store.get(cell)
         tasks = {
             task: TaskDamage(flips={"acc": Flips(documents=9, right_to_wrong=i, wrong_to_right=1)})

@@ -40,7 +40,7 @@ def test_replacing_a_baseline_must_be_asked_for_and_shows_old_and_new(tmp_path, 
     assert path.read_bytes() == before
     change = baseline.make(worse, path, replace=True)
     assert path.read_bytes() != before
-    old = next(s for s in good.get(good.grid().cells[3]).scores if s.metric == "acc")
+    old = next(s for s in good.get(good.manifest().cells[3]).scores if s.metric == "acc")
     line = next(row for row in changes_table(change).splitlines() if "softpick/hqq-4bit" in row)
     assert f"| {old.value * 100:.2f} |" in line
     assert "‡" in line

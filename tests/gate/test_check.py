@@ -221,7 +221,7 @@ def test_a_cell_may_have_no_other_score_than_one_without_outcomes(tmp_path):
     path = tmp_path / "baseline.parquet"
     store = with_bleu(tmp_path, 30.0)
     bleu = record_of(store, CELL).scores[-2]
-    for cell in store.grid().cells:
+    for cell in store.manifest().cells:
         record = store.get(cell)
         store.put(record.model_copy(update={"scores": (bleu,)}), store.outcomes(record).head(0))
     baseline.make(store, path)
@@ -241,7 +241,7 @@ def test_a_score_without_outcomes_of_fewer_documents_never_passes(tmp_path):
 
 def test_documents_that_are_missing_fail_and_are_counted(tmp_path, good, standard):
     store = make_store(tmp_path / "new", sizes=SIZES, quantizers=QUANTIZERS)
-    for cell in store.grid().cells:
+    for cell in store.manifest().cells:
         record = store.get(cell)
         table = store.outcomes(record)
         table = table[table["document"] < 30].reset_index(drop=True)

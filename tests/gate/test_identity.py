@@ -10,7 +10,7 @@ from qbench.gate import check
 
 def with_part(folder, cells, part, value):
     store = changed(folder)
-    for cell in store.grid().cells:
+    for cell in store.manifest().cells:
         if cell.cell in cells:
             parts = {**store.get(cell).key_parts, part: value}
             update(store, cell.cell, key_parts=parts)
@@ -36,7 +36,7 @@ def test_results_of_another_checkpoint_are_unusable_unless_asked_for(tmp_path, s
     ],
 )
 def test_every_other_difference_is_named_and_does_not_fail(tmp_path, good, standard, part, value):
-    everywhere = [cell.cell for cell in good.grid().cells]
+    everywhere = [cell.cell for cell in good.manifest().cells]
     result = check.check(with_part(tmp_path, everywhere, part, value), standard)
     assert result.outcome == "pass"
     assert any(note.startswith(part) and note.endswith("in all 4 cells") for note in result.notes)
@@ -53,7 +53,7 @@ def test_the_same_documents_from_other_files_are_the_same_data(tmp_path, standar
 
     def store_of(name, documents, files):
         store = changed(tmp_path / name)
-        for cell in store.grid().cells:
+        for cell in store.manifest().cells:
             parts = store.get(cell).key_parts | {"tasks": {"arc_easy": files}}
             update(store, cell.cell, key_parts=parts, documents={"arc_easy": documents})
         return store

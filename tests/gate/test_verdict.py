@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 from gate_results import changed
 
 from qbench.gate import check, verdict
-from qbench.gate.verdict import Gate, Verdict
+from qbench.gate.verdict import GateResult, Verdict
 
 
 def columns(text: str) -> int:
@@ -51,7 +51,7 @@ def test_junit_has_inconclusive_lines_as_skipped_where_they_count_as_passed(tmp_
 
 def test_no_name_or_reason_breaks_the_table_the_page_or_the_xml():
     evil = "a|b\nc <img src=x onerror=alert(1)> [x](javascript:y) `d` \x00\x1b[31m\ud800 end"
-    gate = Gate(cell=evil, task="", metric="", outcome="fail", reason=evil)
+    gate = GateResult(cell=evil, task="", metric="", outcome="fail", reason=evil)
     result = Verdict(results=evil, baseline=evil, gates=(gate,), notes=(evil,), inconclusive="fail")
     text = verdict.as_markdown(result)
     assert columns(text) == 11

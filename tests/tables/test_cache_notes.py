@@ -34,7 +34,7 @@ def comparison(tmp_path):
         tmp_path / "kv", quantizers=("bf16", "hqq-2bit", "hqq-3bit"), sizes={"arc_easy": 60}
     )
     precision = Precision(kv_cache=Part(bits=4, scheme="int4 per head and token", simulated=True))
-    for cell in store.grid().cells:
+    for cell in store.manifest().cells:
         record = store.get(cell)
         if cell.quantizer == "hqq-3bit" or (cell.cell == "softpick/hqq-2bit"):
             size = 4896.0 if cell.quantizer == "hqq-2bit" else 9504.0
@@ -55,7 +55,7 @@ def test_a_note_says_how_fast_scores_were_judged(tmp_path):
     store = make_store(tmp_path / "kv", quantizers=("bf16", "hqq-2bit"), sizes={"arc_easy": 60})
     assert "judged by" not in render(compare(store))
     about = {"documents": 32, "requests": 128, "largest_per_token": 1.5, "changed_answers": 3}
-    for bias, cell in zip((0.01, -0.031), store.grid().cells[1::2], strict=True):
+    for bias, cell in zip((0.01, -0.031), store.manifest().cells[1::2], strict=True):
         sample = SampleDifference(
             task="arc_easy", mean_per_token=0.36, bias_per_token=bias, bias_stderr=0.02,
             by_bias=True, **about,

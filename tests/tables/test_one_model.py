@@ -27,7 +27,7 @@ KL = {"gptq-4bit": 0.02, "hqq-4bit": 0.021, "hqq-2bit": 0.9}
 def measured(path, checkpoints=("mine",), stderr=0.002, sizes=SIZES, **settings):
     """Records with divergences, flips, sizes and a group, as a run leaves them."""
     store = make_store(path, checkpoints=checkpoints, sizes=sizes, quantizers=COLUMNS, **settings)
-    for cell in store.grid().cells:
+    for cell in store.manifest().cells:
         record = store.get(cell)
         more = {}
         if cell.quantized:
@@ -114,7 +114,7 @@ def test_damage_is_against_the_unquantized_column_of_the_same_dtype(tmp_path):
         tmp_path, checkpoints=("mine",), quantizers=("fp32", "bf16", "hqq-4bit"), sizes=SIZES
     )
     dtypes = {"fp32": "float32", "bf16": "bfloat16", "hqq-4bit": "bfloat16"}
-    for cell in store.grid().cells:
+    for cell in store.manifest().cells:
         record = store.get(cell)
         name = "compute_dtype" if cell.quantized else "dtype"
         parts = {**record.key_parts, "quantizer": {name: dtypes[cell.quantizer]}}

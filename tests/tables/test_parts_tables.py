@@ -52,7 +52,7 @@ def store(tmp_path_factory):
         quantizers=("bf16", *CELLS),
         sizes={"arc_easy": 60, "wikitext": 12},
     )
-    cells = store.grid().cells
+    cells = store.manifest().cells
     changed = [
         cell.model_copy(update={"precision": CELLS[cell.quantizer][1]})
         if cell.quantizer in CELLS
@@ -74,7 +74,7 @@ def store(tmp_path_factory):
             "audit": record.audit.model_copy(update=more),
         }
         store.put(record.model_copy(update=update), store.outcomes(record), None)
-    store.put_grid(store.grid().model_copy(update={"cells": tuple(changed)}))
+    store.put_manifest(store.manifest().model_copy(update={"cells": tuple(changed)}))
     return store
 
 
@@ -122,7 +122,7 @@ def test_compare_and_the_gate_write_the_precision_and_hold_what_was_measured(sto
     assert "softpick/hqq-2bit (W16A8, simulated)" in as_markdown(same)
     shutil.copytree(store.directory, tmp_path / "new")
     new = Store(tmp_path / "new")
-    (cell,) = (cell for cell in new.grid().cells if cell.cell == "softpick/hqq-2bit")
+    (cell,) = (cell for cell in new.manifest().cells if cell.cell == "softpick/hqq-2bit")
     record = new.get(cell)
     worse = record.audit.activations.model_copy(update={"error": 0.0123 * 1.06})
     real = record.precision.model_copy(update={"activations": REAL_INPUTS})
@@ -139,7 +139,7 @@ def test_compare_and_the_gate_write_the_precision_and_hold_what_was_measured(sto
 
 
 def test_a_finished_cell_says_what_was_measured_of_each_part(store):
-    told = {cell.cell: summary(store.get(cell)) for cell in store.grid().cells}
+    told = {cell.cell: summary(store.get(cell)) for cell in store.manifest().cells}
     assert "bits a weight" in told["softmax/gptq-4bit"]
     assert "activation" not in told["softmax/gptq-4bit"]
     assert "bits a weight" not in told["softmax/hqq-2bit"]

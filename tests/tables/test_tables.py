@@ -110,7 +110,7 @@ def test_a_clear_difference_is_marked_and_a_small_one_is_not(tested):
 
 def test_damage_is_never_taken_against_other_weights(tmp_path):
     store = make_store(tmp_path, sizes=SMALL, quantizers=("bf16", "hqq-2bit"))
-    cell = store.grid().cells[3]
+    cell = store.manifest().cells[3]
     record = store.get(cell)
     parts = {**record.key_parts, "weights": "another"}
     store.put(record.model_copy(update={"key_parts": parts}), store.outcomes(record), None)

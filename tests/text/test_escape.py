@@ -98,7 +98,7 @@ def hostile(request, tmp_path_factory):
     store = make_store(
         folder, sizes={"arc_easy": 20, "wikitext": 5}, quantizers=("bf16", "hqq-2bit")
     )
-    grid = store.grid()
+    grid = store.manifest()
     cells = {}
     for cell in grid.cells:
         record = store.get(cell)
@@ -108,7 +108,7 @@ def hostile(request, tmp_path_factory):
             update |= {"status": "failed", "error": f"{name}\n\\input{{y}}"}
         store.put(record.model_copy(update=update), store.outcomes(record), None)
         cells[cell.cell] = cell.model_copy(update={"title": name})
-    store.put_grid(grid.model_copy(update={"cells": tuple(cells.values()), "name": name}))
+    store.put_manifest(grid.model_copy(update={"cells": tuple(cells.values()), "name": name}))
     return compare(store), name
 
 

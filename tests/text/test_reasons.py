@@ -3,16 +3,16 @@
 import io
 
 from qbench.runner.progress import Display
-from qbench.text import together
+from qbench.text import group_by_reason
 
 
 def test_lines_of_one_reason_become_one():
     found = [("a/x", "failed: no room"), ("b/x", "missing"), ("c/x", "failed: no room")]
-    assert together(found) == ["a/x, c/x: failed: no room", "b/x: missing"]
+    assert group_by_reason(found) == ["a/x, c/x: failed: no room", "b/x: missing"]
 
 
 def test_many_names_are_counted():
-    (line,) = together((f"c{number}", "no") for number in range(32))
+    (line,) = group_by_reason((f"c{number}", "no") for number in range(32))
     assert line == "c0, c1, c2, c3, c4, c5, c6, c7 and 24 more: no"
 
 

@@ -19,7 +19,7 @@ QUANTIZERS = ("bf16", "gptq-2bit", "hqq-2bit", "gptq-4bit")
 def fill(folder, **changes):
     """Like a run of two checkpoints; multiple choice, log-likelihoods, answers, tokens."""
     store = make_store(folder, sizes=SIZES, quantizers=QUANTIZERS, **changes)
-    for cell in store.grid().cells:
+    for cell in store.manifest().cells:
         record = store.get(cell)
         if record is None or record.status != "ok":
             continue

@@ -83,7 +83,7 @@ def test_lost_documents_are_those_of_the_outcomes_and_the_choice_is_in_the_addre
     store = Store(folder)
     before, after = (
         store.outcomes(store.get(cell)).query("metric == 'acc' and task == @HOSTILE")
-        for cell in store.grid().cells
+        for cell in store.manifest().cells
         if cell.cell in ("softmax/bf16", "softmax/gptq-2bit")
     )
     lost = int(((before["value"].to_numpy() == 1) & (after["value"].to_numpy() == 0)).sum())
@@ -262,7 +262,7 @@ def test_real_results_from_the_answer_to_a_document_and_why(serve, page, name):
     page.wait_for_selector(".drawing svg a", state="attached")
     assert "significant" in page.inner_text(".headline")
     assert page.locator("figure:has(h3:has-text('against bits')) svg").count()
-    cell = Store(real).grid().cells[-1].cell
+    cell = Store(real).manifest().cells[-1].cell
     page.goto(f"{running.address}#view=documents&task=lambada_openai&cell={cell}")
     page.locator(".tabulator-row a").first.click()
     page.wait_for_selector("text=What was asked")

@@ -97,9 +97,9 @@ def test_intervals_that_nothing_can_have_are_not_waited_for(tmp_path):
 def test_documents_and_tokens_are_the_record_s(folder):
     store = Store(folder)
     results = Results(WholeStore(folder))
-    cells = [cell.cell for cell in store.grid().cells]
+    cells = [cell.cell for cell in store.manifest().cells]
     place = cells.index("softmax/gptq-2bit")
-    record = store.get(store.grid().cells[place])
+    record = store.get(store.manifest().cells[place])
     found = results.payload(f"documents/{place}/0")
     outcomes = store.outcomes(record)
     assert found["outcomes"]["value"] == outcomes[outcomes["task"] == HOSTILE]["value"].tolist()
@@ -123,7 +123,7 @@ def test_texts_of_a_task_of_one_s_own_need_its_recipe(folder):
 
 def test_weights_that_are_not_quantized_have_no_error(tmp_path):
     store = make_store(tmp_path, quantizers=("bf16", "hqq-4bit"), sizes={"arc_easy": 30})
-    cell = next(cell for cell in store.grid().cells if cell.cell == "softpick/hqq-4bit")
+    cell = next(cell for cell in store.manifest().cells if cell.cell == "softpick/hqq-4bit")
     record = store.get(cell)
     cache = Precision(kv_cache=Part(bits=4, scheme="int4 per head and token"))
     store.put(record.model_copy(update={"precision": cache}), store.outcomes(record), None)
@@ -141,7 +141,7 @@ def test_a_name_that_there_is_none_of_is_refused(folder, name):
 
 def test_a_damaged_record_is_named_and_takes_nothing_from_the_others(tmp_path):
     store = fill(tmp_path / "grid")
-    cell = next(c for c in store.grid().cells if c.cell == "softpick/gptq-4bit")
+    cell = next(c for c in store.manifest().cells if c.cell == "softpick/gptq-4bit")
     path = store.path(cell)
     path.write_text(path.read_text().replace('"seconds"', '"secunds"', 1))
     shown = Results(WholeStore(store.directory)).payload("overview", wait=True)
