@@ -4,11 +4,10 @@ import importlib
 import json
 
 import pytest
+from loading import save_as_transformers
 from small_recipe import DEMO, qbench, small_recipe
 
 from qbench.attention.normalizers import NORMALIZERS
-from qbench.checkpoints import find
-from qbench.checkpoints.convert import convert
 from qbench.plugins import source_digest
 from qbench.store import Store
 
@@ -20,7 +19,7 @@ def results(tmp_path_factory):
         importlib.import_module(f"plugins.{name}")
     folder = tmp_path_factory.mktemp("plugins")
     toy = folder / "toy"
-    convert(find(str(DEMO / "softpick")), "llama", toy)
+    save_as_transformers(DEMO / "softpick", toy)
     config = json.loads((toy / "config.json").read_text())
     (toy / "config.json").write_text(json.dumps(config | {"qbench_normalizer": "toy"}))
     recipe = small_recipe(

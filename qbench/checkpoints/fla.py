@@ -248,14 +248,3 @@ def llama_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         for name, tensor in named.items()
         if not name.endswith(TABLE)
     }
-
-
-def output_biases(
-    settings: dict[str, Any], tensors: dict[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """The zeros of ``OUTPUT_BIAS``, by Llama name."""
-    if settings["model_type"] != "qwen3" or not settings["attention_bias"]:
-        return {}
-    zeros = tensors[EMBEDDINGS].new_zeros(settings["hidden_size"])
-    layers = range(settings["num_hidden_layers"])
-    return {f"model.layers.{layer}{OUTPUT_BIAS}": zeros.clone() for layer in layers}

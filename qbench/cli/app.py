@@ -50,7 +50,6 @@ COMMANDS = {
     "published": Entry("show", READ, "List or print the papers' tables, or check them."),
     "tokenize": Entry("train", TRAIN, "Turn text into token files for `qbench train`."),
     "train": Entry("train", TRAIN, "Train models alike in all but the normalizer."),
-    "convert": Entry("lookup", LOOK_UP, "Write a checkpoint in the other format, bit for bit."),
     "list": Entry("lookup", LOOK_UP, "List quantizers, normalizers, models or tasks."),
     "schema": Entry("lookup", LOOK_UP, "Print the JSON Schema of recipes, for editors."),
     "cache": Entry("cache", LOOK_UP, "List and bound what runs keep for later ones."),

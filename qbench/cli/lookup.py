@@ -1,10 +1,9 @@
-"""``qbench list`` and ``qbench convert``: what there is, and checkpoints in another format."""
+"""List what there is (``qbench list``) and print the JSON Schema of recipes."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -15,9 +14,7 @@ from rich.text import Text
 
 from qbench import recipe_schema
 from qbench.attention.normalizers import NORMALIZERS
-from qbench.checkpoints import find
 from qbench.checkpoints.supported import CLASSES, ModelClass
-from qbench.cli.messages import show_written
 from qbench.cli.options import PluginOption
 from qbench.errors import RecipeError
 from qbench.evaluation.definitions import task_names
@@ -120,29 +117,3 @@ def schema(
     load_packages()
     shown = recipe_schema.markdown() if markdown else json.dumps(recipe_schema.json_schema())
     typer.echo(shown.rstrip("\n"))
-
-
-def convert(
-    checkpoint: Annotated[str, typer.Argument(help="A folder or hub id.")],
-    out: Annotated[Path, typer.Argument(help="A new folder.", metavar="OUT")],
-    to: Annotated[
-        Literal["llama", "fla"],
-        typer.Option(
-            help="llama: a stock class of transformers (Llama, or Mistral, Qwen 2, Qwen 3 where "
-            "attention has windows, biases, norms); fla: flash-linear-attention's transformer."
-        ),
-    ],
-    revision: Annotated[str | None, typer.Option(help="Of a hub id.")] = None,
-) -> None:
-    """Write a checkpoint in the other format, weights bit for bit, tokenizer along.
-
-    What the other format cannot say is refused by name (exit code 2), and nothing is written.
-
-    Examples:
-    ```
-    qbench convert DIR OUT --to llama
-    ```
-    """
-    from qbench.checkpoints.convert import convert as write
-
-    show_written(write(find(checkpoint, revision=revision), to, out))

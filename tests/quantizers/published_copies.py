@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from loading import load_model
+from loading import load_model, save_as_transformers
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
 from qbench.checkpoints import find
-from qbench.checkpoints.convert import convert
 
 DEMO = Path(__file__).parents[2] / "recipes" / "demo"
 BF16 = {"dtype": torch.bfloat16, "device_map": {"": "cpu"}}
@@ -35,7 +34,7 @@ FORMATS = ("bnb-nf4", "bnb-int8", "torchao-int8", "torchao-w8a8", "ct-w4a16", "c
 def original(folder: Path) -> Path:
     """The bundled model as transformers' Llama."""
     if not folder.exists():
-        convert(find(str(DEMO / "softmax")), "llama", folder)
+        save_as_transformers(DEMO / "softmax", folder)
     return folder
 
 
@@ -434,7 +433,7 @@ def _add_tokenizer(writer: Any, file: dict[str, Any]) -> None:
 
 def main(checkpoint: str, folder: str, calibration: str) -> None:
     whole, made = Path(folder) / "llama", Path(folder)
-    convert(find(checkpoint), "llama", whole)
+    save_as_transformers(Path(checkpoint), whole)
     for name in FORMATS:
         copy_of(whole, name, made / name)
     lines = Path(calibration).read_text().splitlines()

@@ -5,11 +5,10 @@ import json
 
 import pytest
 import torch
-from loading import load_model
+from loading import load_model, save_as_transformers
 
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.checkpoints import find
-from qbench.checkpoints.convert import convert
 from qbench.errors import RecipeError
 from qbench.training.checkpoint import Run
 from qbench.training.model import initial_model
@@ -53,7 +52,7 @@ def test_they_are_trained_or_fixed_and_read_as_they_were(
     read = load_model(checkpoint, dtype=torch.float32, device="cpu")
     trained = kept[-1].to(torch.bfloat16).float().eval()
     ids = torch.arange(12)[None] % 16
-    convert(checkpoint, "llama", tmp_path / "llama")
+    save_as_transformers(checkpoint.folder, tmp_path / "llama")
     stock = load_model(find(str(tmp_path / "llama")), dtype=torch.float32, device="cpu")
     with torch.no_grad():
         torch.testing.assert_close(read(ids).logits, trained(ids).logits)
