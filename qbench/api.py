@@ -72,7 +72,7 @@ def compare(folder: str | Path) -> Comparison:
 
 
 def tables(comparison: Comparison, format: str = "md", published: str | None = None) -> str:
-    """The delta tables as text. ``format``: "md", "tex", "csv" or "html". ``published``: a set of a
+    """The delta tables as text. ``format``: "md", "tex" or "csv". ``published``: a set of a
     paper's numbers to print beside, such as "softpick-340m"."""
     return render(comparison, format=format, published=published)
 

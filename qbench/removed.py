@@ -8,6 +8,8 @@ OPTIONS = {
     "precision",
     "--rank": "the verdict above the tables orders the precisions",
 }
+# Values of options of the command line.
+VALUES = {("--format", "html"): "`qbench report` writes a page"}
 # Keys of a recipe, dotted from its top.
 KEYS: dict[str, str] = {}
 # Commands.

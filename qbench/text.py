@@ -1,4 +1,4 @@
-"""Numbers and foreign text as text: in a terminal, Markdown, HTML and LaTeX."""
+"""Numbers and foreign text as text: in a terminal, Markdown, CSV and LaTeX."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from qbench.errors import ResultsError
     ("arguments", "words"),
     [
         (["tables", "x", "--rank"], "qbench tables: --rank was removed: the verdict above"),
+        (["tables", "x", "--format", "html"], "--format html was removed: `qbench report` writes"),
         (["run", "--nosuch"], "qbench run: No such option: --nosuch"),
         (["rnu"], "qbench: No such command 'rnu'"),
         (["tables"], "qbench tables: Missing argument "),

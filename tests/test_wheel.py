@@ -46,4 +46,4 @@ def test_the_wheel_runs_away_from_the_repository(tmp_path):
     )  # fmt: skip
     assert Path(found.stdout.strip()).is_relative_to(site)
     assert "| demo_lastword |" in qbench(*ONE_MODEL.format(demo=ROOT / "recipes/demo").split())
-    assert qbench("tables", "results/mine", "--format", "html").strip()
+    assert qbench("tables", "results/mine", "--format", "tex").strip()

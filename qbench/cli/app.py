@@ -121,6 +121,9 @@ def _usage(error: Any) -> str:
     said = " ".join(error.format_message().split()).rstrip(".").replace("Value error, ", "")
     if replacement := removed.OPTIONS.get(getattr(error, "option_name", None)):
         said = f"{error.option_name} was removed: {replacement}"
+    for (option, value), replacement in removed.VALUES.items():
+        if f"'{option}'" in said and f"'{value}' is not" in said:
+            said = f"{option} {value} was removed: {replacement}"
     if type(error).__name__ == "NoArgsIsHelpError":
         typer.echo(context.get_help(), err=True)
         said = "no command was given"

@@ -29,7 +29,8 @@ from qbench.tables.changes import changes_table
 def tables(
     folder: Folder,
     format: Annotated[
-        Literal["md", "tex", "csv", "html"], typer.Option(help="What to print and write.")
+        Literal["md", "tex", "csv"],
+        typer.Option(help="What to print and write. tex: a fragment for \\input."),
     ] = "md",
     published: Published = None,
     against: Against = None,

@@ -1,4 +1,4 @@
-"""Comparison → the paper's delta tables, in Markdown, CSV, LaTeX and HTML, and their files."""
+"""Comparison → the paper's delta tables, in Markdown, LaTeX and CSV, and their files."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from qbench.tables.analyses import beside_paper
 from qbench.tables.analysis_results import load_analyses
 from qbench.tables.comparison_csv import comparison_csv, seeds_csv
 from qbench.tables.scores import by_method, costs, group_tables, pair_tables, tables_of
-from qbench.tables.table import Table, markdown
-from qbench.tables.table import render as render_tables
+from qbench.tables.table import Table, latex, markdown
 
-FORMATS = ("md", "tex", "csv", "html")
+FORMATS = ("md", "tex", "csv")
 
 
 def render(comparison: Comparison, *, format: str = "md", published: str | None = None) -> str:
@@ -28,7 +27,7 @@ def render(comparison: Comparison, *, format: str = "md", published: str | None 
     if format == "csv":
         return comparison_csv(comparison, published=published)
     found = score_tables(comparison, published=published)
-    return render_tables(found, format, title=comparison.grid.name)
+    return latex(found) if format == "tex" else markdown(found)
 
 
 def score_tables(comparison: Comparison, *, published: str | None = None) -> list[Table]:

