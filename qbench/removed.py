@@ -12,5 +12,8 @@ OPTIONS = {
 VALUES = {("--format", "html"): "`qbench report` writes a page"}
 # Keys of a recipe, dotted from its top.
 KEYS: dict[str, str] = {}
-# Commands.
-COMMANDS: dict[str, str] = {}
+# Commands, and those of a group: "bench training".
+COMMANDS = {
+    "bench analysis": "`qbench analyze` prints how long each part of a cell took",
+    "bench training": "`qbench train` prints tokens/s and the share of the GPU's peak",
+}

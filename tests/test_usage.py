@@ -19,6 +19,7 @@ from qbench.errors import ResultsError
     [
         (["tables", "x", "--rank"], "qbench tables: --rank was removed: the verdict above"),
         (["tables", "x", "--format", "html"], "--format html was removed: `qbench report` writes"),
+        (["bench", "training"], "qbench bench: `qbench bench training` was removed: `qbench"),
         (["run", "--nosuch"], "qbench run: No such option: --nosuch"),
         (["rnu"], "qbench: No such command 'rnu'"),
         (["tables"], "qbench tables: Missing argument "),

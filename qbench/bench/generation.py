@@ -5,24 +5,47 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from lm_eval.api.instance import Instance
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+from qbench import bench
+from qbench.attention.transformers import attend
 from qbench.bench import Row, timed
-from qbench.bench.analysis import measured
 from qbench.errors import EvaluationError
 from qbench.evaluation.scoring import Scorer
 from qbench.evaluation.scoring.generate import at_once
 from qbench.evaluation.settings import ScoringSettings
+from qbench.machine import environment
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
+# hidden size, layers, heads, key heads, intermediate size, vocabulary; 7b: Llama 3 8B's but for the
+# vocabulary
+SHAPES = {
+    "340m": (1024, 24, 16, 16, 2816, 32_000),
+    "7b": (4096, 32, 32, 8, 14_336, 32_000),
+    "tiny": (64, 2, 2, 2, 128, 512),
+}
 CHECKED = 4  # prompts whose float32 answers are compared
 HFLM_BATCHES = 2  # that are timed; HFLM takes as long for each
+
+
+def random_model(shape: str, normalizer: str, device: str) -> PreTrainedModel:
+    """Return a Llama with random bfloat16 weights that attends with ``normalizer``."""
+    width, layers, heads, kv_heads, inner, vocabulary = SHAPES[shape]
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=kv_heads, intermediate_size=inner, vocab_size=vocabulary,
+        max_position_embeddings=4096, tie_word_embeddings=False, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    with torch.device(device):
+        model = LlamaForCausalLM(config)
+    model = model.to(torch.bfloat16).eval().requires_grad_(False)
+    attend(model, normalizer=normalizer)
+    return model
 
 
 def bench_generation(
@@ -36,8 +59,12 @@ def bench_generation(
     normalizers: Sequence[str],
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """``prompts`` prompts of ``length`` tokens with ``tokens`` new ones each, in bfloat16. Raises
-    EvaluationError where the two ways do not say the same in float32."""
+    """Time ``prompts`` prompts of ``length`` tokens, each continued by ``tokens`` new ones, with
+    qbench's greedy decoding and with lm-eval's HFLM, for a random bfloat16 model per normalizer.
+
+    ``say`` is called with one line per row. Returns the sizes, the environment and the rows.
+    Raises EvaluationError if the two decoders' answers differ in float32.
+    """
 
     def rows(model: PreTrainedModel) -> Iterator[Row]:
         vocabulary, kind = model.config.vocab_size, model.device.type
@@ -70,8 +97,24 @@ def bench_generation(
         if wide.generate_until(few) != wide.hflm.generate_until(few, disable_tqdm=True):
             raise EvaluationError("generated answers in float32 are not what lm-eval's HFLM gives")
 
+    measured = []
+    for normalizer in normalizers:
+        for row in rows(random_model(shape, normalizer, device)):
+            measured.append({"normalizer": normalizer, **row})
+            say(f"{normalizer}, {row['what']}: {row['seconds']:.2f} s")
+    about = environment(device, ()).model_dump(mode="json")
     sizes = {"prompts": prompts, "length": length, "tokens": tokens}
-    return measured(shape, device, normalizers, rows, sizes, say)
+    return {"shape": shape, **sizes, "environment": about, "rows": measured}
+
+
+def table(result: dict[str, Any]) -> str:
+    """Return the rows of :func:`bench_generation` as a Markdown table."""
+    columns = {
+        "What": ("what", ""), "Normalizer": ("normalizer", ""), "Seconds": ("seconds", ".2f"),
+        "Tokens/s": ("tokens_per_second", ",.0f"), "Peak GiB": ("peak_gib", ".1f"),
+        "": ("detail", ""),
+    }  # fmt: skip
+    return bench.table(result["rows"], columns)
 
 
 def _scorer(

@@ -86,8 +86,6 @@ class Commands(TyperGroup):
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name in removed.COMMANDS:
-            raise QbenchError(f"`qbench {cmd_name}` was removed: {removed.COMMANDS[cmd_name]}")
         return load(cmd_name) if cmd_name in COMMANDS else None
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
@@ -124,6 +122,10 @@ def _usage(error: Any) -> str:
     for (option, value), replacement in removed.VALUES.items():
         if f"'{option}'" in said and f"'{value}' is not" in said:
             said = f"{option} {value} was removed: {replacement}"
+    unknown = said.removeprefix("No such command '").partition("'")[0]
+    name = f"{command.removeprefix('qbench')} {unknown}".strip()  # "bench training"
+    if replacement := removed.COMMANDS.get(name):
+        said = f"`qbench {name}` was removed: {replacement}"
     if type(error).__name__ == "NoArgsIsHelpError":
         typer.echo(context.get_help(), err=True)
         said = "no command was given"

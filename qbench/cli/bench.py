@@ -17,7 +17,6 @@ from qbench.cli.place import here
 from qbench.files import write_atomically, write_page
 from qbench.machine import choose_device, redirected, terminal
 from qbench.recipe import Overrides
-from qbench.training.recipe import Compute
 
 Shape = Annotated[
     Literal["340m", "7b", "tiny"], typer.Option(help="Of the model, with random weights.")
@@ -85,32 +84,6 @@ def products(
     show(bench.table(found), found, out)
 
 
-@bench.command("analysis")
-def analysis(
-    shape: Shape = "340m",
-    samples: Annotated[int, typer.Option(min=8, help="Random texts.")] = 1000,
-    length: Annotated[int, typer.Option(min=8, help="Tokens of each.")] = 1024,
-    prompts: Annotated[int, typer.Option(min=2, help="Prompts to decode.")] = 200,
-    prompt: Annotated[int, typer.Option(min=8, help="Tokens of each.")] = 2048,
-    device: DeviceOption = "auto",
-    out: Json = None,
-) -> None:
-    """One pass of `qbench analyze` by its parts, and passkey decoding beside transformers'.
-
-    Examples:
-    ```
-    qbench bench analysis --shape tiny --samples 16 --prompts 8
-    ```
-    """
-    bench = load("bench.analysis")
-    with alone() as say:
-        found = bench.bench_analysis(
-            shape=shape, device=choose_device(device), samples=samples, length=length,
-            prompts=prompts, prompt=prompt, say=say,
-        )  # fmt: skip
-    show(bench.table(found), found, out)
-
-
 @bench.command("generation")
 def generation(
     shape: Shape = "340m",
@@ -131,14 +104,14 @@ def generation(
     qbench bench generation
     ```
     """
-    bench, rows = load("bench.generation"), load("bench.analysis")
+    bench = load("bench.generation")
     with alone() as say:
         found = bench.bench_generation(
             shape=shape, device=choose_device(device), prompts=prompts, length=prompt,
             tokens=tokens, batch_size=batch_size,
             normalizers=normalizer or ("softmax", "softpick"), say=say,
         )  # fmt: skip
-    show(rows.table(found), found, out)
+    show(bench.table(found), found, out)
 
 
 @bench.command("evaluation")
@@ -169,60 +142,6 @@ def show(table: str, found: object, out: Path | None) -> None:
     typer.echo(table)
     if out is not None:
         show_written(write_page(out, found, table))
-
-
-@bench.command("training")
-def training(
-    shape: Annotated[
-        list[str], typer.Option(help="27m, 124m or 340m. Repeatable. Default: all.")
-    ] = [],  # noqa: B006
-    attention: Annotated[
-        list[str],
-        typer.Option(
-            help="'softmax, torch' (torch's own function), 'softmax, cuDNN' (the same by "
-            "cuDNN), or our kernels: softmax, softpick, sigmoid, each also as 'softmax, ALiBi'. "
-            "Repeatable. Default: the first four, as far as they run here."
-        ),
-    ] = [],  # noqa: B006
-    sequences: Annotated[
-        int | None, typer.Option(min=1, help="Sequences that a GPU takes at once.")
-    ] = None,
-    forward: Annotated[
-        bool, typer.Option("--forward", help="The forward pass alone, without gradients.")
-    ] = False,
-    precision: Annotated[
-        Literal["bfloat16", "float32"],
-        typer.Option(metavar="DTYPE", help="bfloat16 or float32."),
-    ] = "bfloat16",
-    compile: Annotated[
-        Literal["default", "max-autotune-no-cudagraphs", "no"],
-        typer.Option(metavar="MODE", help="torch.compile's mode, as in recipes; or no."),
-    ] = "default",
-    device: DeviceOption = "auto",
-    out: Json = None,
-) -> None:
-    """The step of `qbench train`: tokens/s and the share of the GPU's peak.
-
-    On several GPUs: `torchrun --nproc-per-node 2 -m qbench bench training`, as many sequences on
-    each.
-
-    Examples:
-    ```
-    qbench bench training --shape 27m
-    ```
-    """
-    compute = Compute(precision=precision, compile=False if compile == "no" else compile)
-    where = choose_device(device)
-    bench = load("bench.training")
-    with load("training.runs").joined(where) as processes:
-        first = processes.is_main_process
-        with alone() as say:
-            found = bench.bench_training(
-                shape, attention, compute, processes, sequences=sequences, forward=forward,
-                say=say if first else lambda line: None,
-            )  # fmt: skip
-        if first:
-            show(bench.table(found), found, out)
 
 
 @bench.command("sample-efficiency")

@@ -1,4 +1,4 @@
-"""Analyses on a GPU: figures as on the CPU, decoding as transformers has it, the cost of a pass."""
+"""Analyses on a GPU: figures as on the CPU, decoding as transformers has it, memory of a pass."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import torch
 from loading import load_model
 
 from qbench.analysis.measure import measure
-from qbench.bench.analysis import bench_analysis, random_model
+from qbench.bench.generation import random_model
 from qbench.checkpoints import find
 from qbench.checkpoints.tokenizer import load_tokenizer
 from qbench.evaluation.scoring.generate import greedy
@@ -58,16 +58,9 @@ def test_greedy_decoding_by_the_kernels_is_what_transformers_generates(normalize
 
 
 def test_a_pass_over_many_texts_at_340m_takes_less_than_20_gib():
-    found = bench_analysis(
-        shape="340m",
-        device="cuda",
-        samples=1000,
-        length=1024,
-        prompts=64,
-        prompt=2048,
-        say=print,
-    )
-    whole = [row for row in found["rows"] if row["what"] == "analysis"]
-    assert len(whole) == 2
-    for row in whole:
-        assert row["peak_gib"] < 20
+    model = random_model("340m", "softpick", "cuda")
+    ids = torch.randint(3, model.config.vocab_size, (64, 1024))
+    tokenizer = load_tokenizer(find(str(DEMO / "softpick")))
+    torch.cuda.reset_peak_memory_stats()
+    measure(model, ids % 400, tokenizer=tokenizer, linears=list(linears(model)), batch=16)
+    assert torch.cuda.max_memory_allocated() < 20 * 2**30
