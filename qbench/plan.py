@@ -635,15 +635,11 @@ def refusal(checkpoint: Checkpoint, shapes: Shapes, quantization: QuantizationCo
                 require_matches(shapes, tuple(words), part.name)
     except QuantizationError as error:
         return str(error)
-    if checkpoint.normalizer == NATIVE:
-        for part, what, key in (
-            (quantization.kv_cache, "the KV cache is quantized", "kv"),
-            (quantization.pruning, "heads are pruned", "prune_heads"),
-        ):
-            if part is not None:
-                return (
-                    f"{can.name} runs on its own attention, but {what} in qbench's; leave {key} out"
-                )
+    if checkpoint.normalizer == NATIVE and quantization.kv_cache is not None:
+        return (
+            f"{can.name} runs on its own attention, but the KV cache is quantized in "
+            "qbench's; leave kv out"
+        )
     if can.spared and weights is not None and can.spared not in weights.ignore:
         return f"{can.name} reads the weight of {can.spared} directly; set ignore: [{can.spared}]"
     return None

@@ -588,9 +588,8 @@ def _parts_of(label: str) -> Any:
         if name in COMBINATIONS:
             parts |= COMBINATIONS.get(name).fixed
             continue
-        short = {"kv-": "kv", "heads-": "prune_heads"}
-        kinds = [kind for prefix, kind in short.items() if name.startswith(prefix)] or PARTS
-        name = re.sub("^(kv|heads)-", "", name)
+        kinds = ["kv"] if name.startswith("kv-") else PARTS
+        name = name.removeprefix("kv-")
         kind = next((kind for kind in kinds if kind not in parts and name in PARTS[kind]), None)
         if kind is None:
             return label  # unknown: said with all names that are known

@@ -19,7 +19,6 @@ ABOUT = {
     "activations": "inputs of linear layers, without the LM head",
     "kv": "keys and values that attention reads",
     "outliers": "changes the model to an equivalent one that is easier to quantize",
-    "prune_heads": "attention heads that are cut out",
 }
 EXAMPLE = "{weights: gptq-4bit, activations: int8-token, kv: int4-token, label: w4a8kv4}"
 HEAD = """# Keys of a recipe

@@ -12,6 +12,10 @@ OPTIONS = {
 VALUES = {("--format", "html"): "`qbench report` writes a page"}
 # Keys of a recipe, dotted from its top.
 KEYS: dict[str, str] = {}
+# Options and parts of a quantizer.
+QUANTIZER_OPTIONS = {
+    "prune_heads": "heads are no longer cut out; `qbench analyze` measures dormant heads",
+}
 # Commands, and those of a group: "bench training".
 COMMANDS = {
     "bench analysis": "`qbench analyze` prints how long each part of a cell took",

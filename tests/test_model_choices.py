@@ -148,7 +148,6 @@ REFUSED = [
     ),
     ("mamba", {"name": "bnb-4bit"}, r"reads the weight of dt_proj directly; set ignore:"),
     ("bloom", {"kv": "int8-token", "label": "kv8"}, "runs on its own attention, but the KV cache"),
-    ("bloom", {"prune_heads": "dormant"}, "own attention, but heads are pruned in qbench"),
     ("llama", {"kv": {"name": "int4-token", "group_size": 7}}, "group_size 7 does not divide"),
     ("llama", {"name": "bnb-4bit", "ignore": ["down_pro"]}, "ignore: 'down_pro' matches no weight"),
     (

@@ -97,7 +97,6 @@ def test_a_kept_recipe_has_absolute_paths(tmp_path, monkeypatch):
         ("bf16+kv-fp8-token", "kv-fp8-token"),
         ("fp8-row+fp8-row", "fp8-row+fp8-row"),
         ("rtn-4bit+rotation", "rtn-4bit+rotation"),
-        ("heads-weakest", "heads-weakest"),
     ],
 )
 def test_a_label_that_tables_print_may_be_asked_for(label, name):

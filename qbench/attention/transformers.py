@@ -150,7 +150,7 @@ def _attention(normalizer: str, implementation: str) -> Callable[..., tuple[Tens
                     f"{mask.dtype}; pass mask > -1 of an additive one"
                 )
             settings = {"mask": mask, "causal": False}
-        output = _of_kept_heads(module, function(query, **inputs, **shared, **settings))
+        output = function(query, **inputs, **shared, **settings)
         return output.transpose(1, 2).contiguous(), None  # as torch's; some classes view it
 
     return forward
@@ -167,12 +167,6 @@ def _require_aligned(
             "keys, and cannot be compiled with a static cache, or with padding and a cache; pass "
             "attention_mask [B, T], and generate without torch.compile"
         )
-
-
-def _of_kept_heads(module: torch.nn.Module, output: Tensor) -> Tensor:
-    """``output`` [B, H, T, D] without that of pruned heads, where some are (see quantizers)."""
-    kept = getattr(module, "qbench_kept_heads", None)
-    return output if kept is None else output * kept[:, None, None].to(output.dtype)
 
 
 def parameters_of(

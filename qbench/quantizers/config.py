@@ -1,6 +1,6 @@
 """What a cell's precision is: one :class:`QuantizationConfig`, plain frozen data. Imports no torch.
 
-A config has five fields (weights, activations, kv_cache, transform, pruning), each the settings of
+A config has four fields (weights, activations, kv_cache, transform), each the settings of
 one method or None. Settings say what a plan, a key and the audit must know; the functions that do
 the work stand in the method's ``backend``, a module that ``qbench.quantizers.quantize`` imports
 when a model is there; of settings that are none of qbench's own, the module that they are in:
@@ -15,9 +15,6 @@ when a model is there; of settings that are none of qbench's own, the module tha
                  evidence(model, settings) → ActivationEvidence by module's name
     kv_cache     install(model, settings, tensors);
                  evidence(model, settings) → the cache that it carries, by attention's name
-    pruning      install(model, settings, tensors);
-                 evidence(model, settings) → 1 for heads that stay, 0 for others, [heads], by
-                 attention's name
     transform    transform(model, settings, tensors): in place
 
 All but weights may have calibrate(model, settings, calibration, progress) → what ``tensors`` are:
@@ -281,27 +278,12 @@ class TransformSettings(Settings):
         """Raise RecipeError where it cannot stand beside ``kv_cache``."""
 
 
-class PruningSettings(Settings):
-    """Attention heads are cut out. What a head gives is measured on the calibration text, on the
-    model as it is before its weights are quantized."""
-
-    method: ClassVar[str] = "heads"
-    title: ClassVar[str] = "heads pruned"
-    needs_calibration = True
-
-    @property
-    @abstractmethod
-    def scheme(self) -> str:
-        """Which, in words."""
-
-
 # Field of a config → key of a recipe and of a record, in the order in which names have them.
 RECIPE_KEYS = {
     "weights": "weights",
     "transform": "outliers",
     "activations": "activations",
     "kv_cache": "kv",
-    "pruning": "prune_heads",
 }
 
 
@@ -309,15 +291,14 @@ RECIPE_KEYS = {
 class QuantizationConfig:
     """The precision of a cell. ``weights`` None: unquantized, in ``dtype``.
 
-    A transform comes first. Then activations, KV cache and pruning are calibrated on the
-    transformed model with unquantized weights. The weights are quantized last.
+    A transform comes first. Then activations and KV cache are calibrated on the transformed
+    model with unquantized weights. The weights are quantized last.
     """
 
     weights: WeightSettings | None = None
     activations: ActivationSettings | None = None
     kv_cache: KVCacheSettings | None = None
     transform: TransformSettings | None = None
-    pruning: PruningSettings | None = None
     dtype: Dtype = "bfloat16"
 
     @property
@@ -346,8 +327,9 @@ class QuantizationConfig:
     @property
     def name(self) -> str:
         """``gptq-4bit+int8-token+kv-int4-token``: weights that are not quantized have no place."""
-        prefixes = {"kv_cache": "kv-", "pruning": "heads-"}
-        named = [f"{prefixes.get(kind, '')}{part.name}" for kind, part in self.parts.items()]
+        named = [
+            f"{'kv-' if kind == 'kv_cache' else ''}{part.name}" for kind, part in self.parts.items()
+        ]
         return "+".join(named) or UNQUANTIZED[self.dtype]
 
     @property
@@ -369,7 +351,6 @@ class QuantizationConfig:
             weights=inner.weights,
             activations=self.activations.precision if self.activations else inner.activations,
             kv_cache=self.kv_cache.precision if self.kv_cache else inner.kv_cache,
-            heads=self.pruning.scheme if self.pruning else None,
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
+from qbench import removed
 from qbench.errors import RecipeError, shown
 from qbench.plugins import Registry
 from qbench.quantizers.config import (
@@ -65,6 +66,8 @@ class Presets(Registry[Preset]):
         if "leave_out" in stated and "ignore" not in stated:  # as older recipes have it
             stated["ignore"] = stated.pop("leave_out")
         for key in stated:
+            if key in removed.QUANTIZER_OPTIONS:
+                raise RecipeError(f"{name}: {key}: {removed.QUANTIZER_OPTIONS[key]}")
             if key not in known:
                 offer = f"it has {', '.join(known)}" if known else "it has no options"
                 raise RecipeError(f"{name}: unknown option {key!r}; {offer}")
@@ -78,14 +81,12 @@ QUANTIZERS = Presets("quantizer")
 ACTIVATIONS = Presets("activation quantizer")
 KV_CACHES = Presets("KV cache quantizer")
 TRANSFORMS = Presets("outlier treatment")
-PRUNINGS = Presets("pruning of heads")
 # by the keys of a recipe
 PARTS: dict[str, Presets] = {
     "weights": QUANTIZERS,
     "activations": ACTIVATIONS,
     "kv": KV_CACHES,
     "outliers": TRANSFORMS,
-    "prune_heads": PRUNINGS,
 }
 
 
@@ -94,8 +95,7 @@ COMBINATIONS: Registry[Preset] = Registry("combination")
 
 
 def register_combination(name: str, description: str, **parts: Any) -> None:
-    """Give ``parts`` (``weights``, ``activations``, ``kv``, ``outliers``, ``prune_heads``) one
-    name."""
+    """Give ``parts`` (``weights``, ``activations``, ``kv``, ``outliers``) one name."""
     preset = Preset(name=name, kind=QuantizationConfig, fixed=parts, description=description)
     COMBINATIONS.add(name, preset)
 
@@ -123,7 +123,7 @@ def config_of(entry: Mapping[str, Any], *, compute_dtype: str = "bfloat16") -> Q
     """The config that an entry of a recipe gives, its label taken off.
 
     ``entry``: ``{name: …, option: …}``, or parts (``{weights: …, activations: …, kv: …,
-    outliers: …, prune_heads: …}``), or the name of a combination with parts that replace its own.
+    outliers: …}``), or the name of a combination with parts that replace its own.
     Each part is a name or ``{name: …, option: …}``. Weights that are left out are not quantized.
     Computed in ``compute_dtype`` unless an entry says otherwise. Raises RecipeError, one line.
     """
@@ -140,6 +140,8 @@ def config_of(entry: Mapping[str, Any], *, compute_dtype: str = "bfloat16") -> Q
     elif not any(kind in PARTS for kind in stated):
         raise RecipeError("a quantizer is a name, or {name: …, option: value}")
     for kind in stated:
+        if kind in removed.QUANTIZER_OPTIONS:
+            raise RecipeError(f"{kind}: {removed.QUANTIZER_OPTIONS[kind]}")
         if kind not in PARTS:
             raise RecipeError(
                 f"unknown part {shown(kind)}; known: {', '.join(PARTS)}, label; a part's options "

@@ -1,9 +1,5 @@
-"""What changes a model before it is quantized: settings. Imports no torch.
-
-Transforms give an equal model whose activations are easier to round: SmoothQuant and Hadamard
-rotation. Pruning cuts out attention heads with nearly no output on a text. The softpick paper's
-section 7.4 expects that heads which softpick shuts off can go without loss.
-"""
+"""Settings of SmoothQuant and Hadamard rotation, which give an equal model that is easier to
+round. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,12 +13,11 @@ from qbench.errors import RecipeError
 from qbench.quantizers.config import (
     SETTINGS,
     KVCacheSettings,
-    PruningSettings,
     TransformSettings,
 )
 from qbench.quantizers.hadamard import factors
 from qbench.quantizers.kv_cache import head_dim
-from qbench.quantizers.names import PRUNINGS, TRANSFORMS
+from qbench.quantizers.names import TRANSFORMS
 
 # Their forwards were read: a block is x + o_proj(attention(norm(x))), then
 # x + down_proj(act(gate_proj(norm(x))) · up_proj(norm(x))), with RMS norms whose weight is a plain
@@ -138,43 +133,9 @@ class Rotation(TransformSettings):
             )
 
 
-@dataclass(frozen=True, kw_only=True, config=SETTINGS)
-class Dormant(PruningSettings):
-    """Heads below a share of their layer's mean."""
-
-    backend: ClassVar[str] = "head_pruning"
-    name: ClassVar[str] = "dormant"
-
-    threshold: Annotated[
-        float, Field(gt=0, lt=1, description="of the mean output norm of the layer's heads")
-    ] = 0.01
-
-    @property
-    def scheme(self) -> str:
-        return f"heads that give below {self.threshold:g} of their layer's mean pruned"
-
-
-@dataclass(frozen=True, kw_only=True, config=SETTINGS)
-class Weakest(PruningSettings):
-    """A share of all heads, those that give least."""
-
-    backend: ClassVar[str] = "head_pruning"
-    name: ClassVar[str] = "weakest"
-
-    share: Annotated[float, Field(gt=0, lt=1, description="of all heads of the model")] = 0.1
-
-    @property
-    def scheme(self) -> str:
-        return f"the weakest {self.share:.0%} of all heads pruned"
-
-
 TRANSFORMS.register(
     "smoothquant", SmoothQuant, "activation outliers moved into weights by a scale a channel"
 )
 TRANSFORMS.register(
     "rotation", Rotation, "the residual stream in a Hadamard basis, QuaRot's: outliers spread out"
-)
-PRUNINGS.register("dormant", Dormant, "heads with nearly no output on the calibration text")
-PRUNINGS.register(
-    "weakest", Weakest, "a share of all heads, those with the least output on that text"
 )

@@ -11,7 +11,7 @@ from scipy import stats
 from qbench import published as papers
 from qbench.passkey import task_length
 from qbench.records import Analysis, Damage, Measured, Record, Score, Sensitivity
-from qbench.tables.analyses_csv import kl, mean, pruned_rows
+from qbench.tables.analyses_csv import kl, mean
 from qbench.tables.analysis_results import AnalysisResults
 from qbench.tables.notes import AT_CHANCE, at_chance
 from qbench.tables.table import Table, from_rows
@@ -178,25 +178,6 @@ def _massive(whole: Cells) -> list[Table]:
     ]
     notes = (f"The {MASSIVE_SHOWN} largest of each cell; layers, positions, channels from 0.",)
     return from_rows(rows, title="Massive activations", notes=notes, also_words=("Token",))
-
-
-def pruned(records: Sequence[Record]) -> list[Table]:
-    """How much of a model can go."""
-    rows = [
-        {
-            "Cell": f"{row['checkpoint']}/{row['quantizer']}",
-            "Heads": str(row["heads"]),
-            "% of all": _percent(row["share"]),
-            "KL": value_text(row["kl"], "{:.4g}"),
-            "Perplexity": per_cent_text(row["ln_perplexity_ratio"]),
-        }
-        for row in pruned_rows(records)
-    ]
-    notes = (
-        "Heads whose output is set to zero, chosen on the calibration text.",
-        "KL divergence from the whole model, nats a token; change of the first perplexity.",
-    )
-    return from_rows(rows, title="Heads cut out", notes=notes)
 
 
 KL = (
@@ -455,7 +436,6 @@ def all_sections(results: AnalysisResults) -> list[Table]:
         *stretches(results),
         *sensitivity(results),
         *correlations(results),
-        *pruned(results.records),
         *passkeys(results.records),
     ]
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from qbench.passkey import depth, task_length
-from qbench.records import Analysis, Damage, Delimiters, Hidden, Record, Sensitivity, Sinks
+from qbench.records import Analysis, Delimiters, Hidden, Record, Sensitivity, Sinks
 from qbench.store import Store
 from qbench.tables.analysis_results import AnalysisResults
 from qbench.tables.table import as_csv
@@ -34,7 +34,6 @@ def csv_files(store: Store, results: AnalysisResults) -> dict[str, str]:
         files[name] = as_csv(rows)
     files["sensitivity.csv"] = as_csv(list(_sensitivity(results.sensitivities)))
     files["passkey.csv"] = as_csv(passkey_rows(store, results.records))
-    files["pruned.csv"] = as_csv(pruned_rows(results.records))
     return files
 
 
@@ -198,33 +197,6 @@ def passkey_rows(store: Store, records: Sequence[Record]) -> list[Row]:
                 }
             )
     return rows
-
-
-def pruned_rows(records: Sequence[Record]) -> list[dict[str, object]]:
-    """Cells of which nothing but heads was cut out, by checkpoint in the order of ``records``, then
-    by share; KL divergence in nats a token, mean over all scored tokens of all tasks."""
-    rows = []
-    for record in records:
-        only = (record.precision.weights, record.precision.activations, record.precision.kv_cache)
-        heads = record.audit.heads if record.audit else None
-        if heads is None or only != (None, None, None) or not isinstance(record.damage, Damage):
-            continue
-        if (divergence := kl(record)) is not None:
-            tasks = record.damage.tasks.values()
-            ratios = (ratio.value for task in tasks for ratio in task.ln_perplexity_ratio.values())
-            rows.append(
-                {
-                    "checkpoint": record.checkpoint,
-                    "quantizer": record.quantizer,
-                    "heads": len(heads.pruned),
-                    "share": heads.share,
-                    "kl": divergence,
-                    "ln_perplexity_ratio": next(ratios, None),
-                    "key": record.key,
-                }
-            )
-    names = [row["checkpoint"] for row in rows]
-    return sorted(rows, key=lambda row: (names.index(row["checkpoint"]), row["share"]))
 
 
 def kl(record: Record) -> float | None:

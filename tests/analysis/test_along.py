@@ -1,4 +1,4 @@
-"""Tables beside table 4: stretches, sensitivity and its correlation, pruned heads, passkeys."""
+"""Tables beside table 4: stretches, sensitivity and its correlation, passkeys."""
 
 import math
 

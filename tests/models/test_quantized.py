@@ -5,7 +5,6 @@ import torch
 from quantizer_models import make, parse
 from tiny import KINDS, tiny_model
 
-from qbench.attention.transformers import attend
 from qbench.checkpoints.supported import CLASSES
 from qbench.errors import QuantizationError
 from qbench.quantizers import config_of
@@ -103,19 +102,6 @@ def test_inputs_of_what_is_no_linear_layer_stay_as_they_are_where_that_is_said(
     found = audit(tiny_model(kind), made, quantizer, PROBE)
     assert found.problems == ()
     assert all(name.endswith(ignored) for name in found.activations.left_out)
-
-
-@pytest.mark.parametrize("kind", ["bamba", "falcon_h1", "gpt_neox", "deepseek_v3"])
-def test_heads_of_attention_are_pruned_and_those_of_a_state_space_are_not(kind, tmp_path):
-    entry = {"prune_heads": {"name": "weakest", "share": 0.3}}
-    quantizer = config_of(entry, compute_dtype="float32")
-    original, model = tiny_model(kind), tiny_model(kind)
-    for each in (original, model):
-        attend(each, normalizer="softmax", implementation="reference")
-    made = make(quantizer, tmp_path, model=model, calibrated=CALIBRATION)
-    found = audit(original, made, quantizer, PROBE)
-    assert found.problems == ()
-    assert found.heads.share == pytest.approx(0.3, abs=0.2)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "bloom", "falcon", "mamba2"])

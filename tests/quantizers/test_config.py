@@ -9,7 +9,7 @@ from quantizer_models import make_with_detail, parse
 
 from qbench.errors import RecipeError
 from qbench.quantizers import QUANTIZERS, config_of
-from qbench.quantizers.names import ACTIVATIONS, KV_CACHES, PRUNINGS, TRANSFORMS
+from qbench.quantizers.names import ACTIVATIONS, KV_CACHES, TRANSFORMS
 from qbench.recipe import Overrides, Recipe
 from qbench.recipe_schema import explain
 
@@ -30,7 +30,7 @@ def test_a_name_gives_plain_data_with_every_default_that_can_be_sent_elsewhere(n
         assert values
 
 
-@pytest.mark.parametrize("registry", [ACTIVATIONS, KV_CACHES, TRANSFORMS, PRUNINGS])
+@pytest.mark.parametrize("registry", [ACTIVATIONS, KV_CACHES, TRANSFORMS])
 def test_every_other_method_says_what_it_is(registry):
     for name in registry:
         preset, part = registry.get(name), registry.parse(name)
@@ -117,10 +117,11 @@ REFUSED = {
     "{name: gptq-4bit, activations: int8-token}": "gptq-4bit: write weights: gptq-4bit if "
     "activations is there too",
     "{weights: gptq-4bit, group_size: 64}": "unknown part 'group_size'; known: weights, "
-    "activations, kv, outliers, prune_heads, label",
+    "activations, kv, outliers, label",
     "{weights: bnb-8bit, activations: int8-token}": "weights: bnb-8bit quantizes activations "
     "itself; leave activations out",
     "{outliers: rotation}": "outliers: rotation alone quantizes nothing",
+    "{weights: rtn-4bit, prune_heads: dormant}": "prune_heads: heads are no longer cut out; ",
     "{label: x}": "a quantizer is a name, or {name: …, option: value}",
     "{activations: int8-static}": "int8-static needs calibration text; add calibration:",
     "{weights: gptq-9bit, activations: int8-token}": "gptq has no 9-bit; it has 2, 3, 4, 8",

@@ -13,7 +13,7 @@ from qbench.quantizers.activation_inputs import weights_alone
 from qbench.quantizers.audit.activations import measure_inputs
 from qbench.quantizers.audit.independence import RowByRow, independence, logits
 from qbench.quantizers.audit.kv_cache import measure_kv
-from qbench.quantizers.audit.transforms import measure_heads, measure_transform
+from qbench.quantizers.audit.transforms import measure_transform
 from qbench.quantizers.audit.weights import held, measure_weights
 from qbench.quantizers.config import QuantizationConfig
 from qbench.quantizers.linear import matrices, not_finite, others
@@ -55,7 +55,7 @@ def audit(
     problems += _other_settings(original, quantized)
     moved, before, wrong = _logits(original, quantized, probe)
     problems += wrong
-    whole = set(config.parts) == {"pruning"} or (config.weights and config.weights.whole)
+    whole = config.weights and config.weights.whole
     if config.precision.quantized and moved == 0 and not whole:
         problems.append("the logits are those of the unquantized model")
     sound = not wrong
@@ -77,13 +77,10 @@ def audit(
     if sound and config.kv_cache is not None:
         more["kv_cache"], wrong = measure_kv(quantized, config, probe)
         problems += wrong
-    if sound and config.pruning is not None:
-        more["heads"], wrong = measure_heads(quantized, config, probe)
-        problems += wrong
     with weights_alone(quantized):
         weights, wrong = measure_weights(original, wanted, quantized, config, probe)
     problems += wrong
-    if wanted and config.pruning is None:
+    if wanted:
         more["size"] = stored_size(original, wanted, config.weights, weights.get("modules", ()))
     if weights.get("rescaled"):
         problems += _uncancelled(original, quantized, probe, before)
