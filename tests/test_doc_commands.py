@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 ELSEWHERE = "plugins.md"  # its file is not there: tests/test_transcripts.py
 DOCS = sorted(path.name for path in (ROOT / "docs").glob("*.md") if path.name != ELSEWHERE)
 PAGES = ("README.md", *(f"docs/{name}" for name in DOCS))
-# run elsewhere: tests/gate/test_ci.py, tests/hub, tests/test_transcripts.py; or need a GPU machine
+# run elsewhere: tests/gate/test_ci.py, tests/test_transcripts.py; or need a GPU machine
 RUN_HERE = re.compile(
     r"(tables|report|view [^ ]* --export|show|explain|export) results/pair-27m|plan recipes/demo"
 )

@@ -224,7 +224,7 @@ def _build(spec: TaskSpec, overrides: dict[str, Any]) -> ConfigurableTask:
 
 
 def _reason(spec: TaskSpec, config: dict[str, Any], error: Exception) -> str:
-    if hub.failed(error):
+    if hub.is_hub_error(error):
         return (
             f"{spec.name}: the hub did not give its data: {hub.reason(error)}; or put the data "
             f"into DIR/{spec.name}/{evaluation_split(config)}.jsonl and add --data DIR"
