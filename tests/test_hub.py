@@ -81,9 +81,7 @@ def test_a_checkpoint_of_the_hub_is_read_from_the_folder_that_it_is_downloaded_t
 def test_calibration_text_that_the_hub_lacks_is_one_line(monkeypatch):
     error = answer(errors.RemoteEntryNotFoundError, 404)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail_with(error))
-    with pytest.raises(
-        DataError, match=r"^calibration\.path: hf:.*EntryNotFound"
-    ):
+    with pytest.raises(DataError, match=r"^calibration\.path: hf:.*EntryNotFound"):
         find_text("hf://datasets/a/b/c", data=None)
 
 
