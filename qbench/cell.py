@@ -107,7 +107,6 @@ def load(cell: Cell, plan: Plan) -> tuple[PreTrainedModel, PreTrainedTokenizerBa
             cell.copy.folder,
             context=cell.scoring.max_length,
             shell=without_weights(cell.checkpoint),
-            device=plan.device,
         )
     elif cell.copy is None:
         model = load_original(cell, plan)

@@ -7,7 +7,6 @@ what a request has in common with the one before is kept in llama.cpp's KV cache
 
 from __future__ import annotations
 
-import ctypes
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -20,6 +19,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from qbench.errors import CheckpointError, EvaluationError, UnavailableError
+from qbench.evaluation.llama_library import (
+    FLASH_ATTN_DISABLED,
+    GGML_TYPE_F32,
+    LOG_LEVEL_ERROR,
+    VERSION,
+    LogCallback,
+    load_library,
+)
 from qbench.evaluation.scoring.generate import Prompt, generate
 from qbench.evaluation.scoring.hflm import pinned_hflm, report
 from qbench.evaluation.scoring.logits import (
@@ -35,47 +42,45 @@ from qbench.progress import Advance
 from qbench.records import ScoringReport
 
 BATCH = 512  # tokens of one call of llama.cpp, whose logits are in memory at once
-ERROR = 4  # GGML_LOG_LEVEL_ERROR of ggml.h
 MIXED_TOLERANCE = 0.2  # relative, of logits: llama.cpp rounds inputs of products to 8 bits
 
 
 class LlamaCpp:
-    """One GGUF file in memory. ``shell``: the original's transformers model without weights, which
-    lm-eval asks for settings."""
+    """A GGUF file loaded by llama.cpp, which computes on the CPU.
 
-    def __init__(self, path: Path, *, context: int, shell: Any, device: str) -> None:
-        try:
-            import llama_cpp
-        except ImportError:
-            raise UnavailableError("llama.cpp: pip install 'qbench[llamacpp]'") from None
-        self._library, self.shell = llama_cpp, shell
-        _silence(llama_cpp)
-        llama_cpp.llama_backend_init()
-        model_settings = llama_cpp.llama_model_default_params()
-        model_settings.n_gpu_layers = -1 if device == "cuda" else 0
-        self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), model_settings)
+    ``context``: the most tokens of a request. ``shell``: the original's transformers model without
+    weights, from which lm-eval takes settings.
+    """
+
+    def __init__(self, path: Path, *, context: int, shell: Any) -> None:
+        self._library = library = load_library()
+        self.shell = shell
+        _silence(library)
+        library.llama_backend_init()
+        model_settings = library.llama_model_default_params()
+        self._model = library.llama_model_load_from_file(str(path).encode(), model_settings)
         if not self._model:
             why = f" ({_errors[0]})" if _errors else ""
-            raise UnavailableError(f"{path}: llama.cpp {llama_cpp.__version__} cannot load it{why}")
-        settings = llama_cpp.llama_context_default_params()
+            raise UnavailableError(f"{path}: llama.cpp of xllamacpp {VERSION} cannot load it{why}")
+        settings = library.llama_context_default_params()
         settings.n_ctx, settings.n_batch, settings.n_ubatch = context, BATCH, BATCH
-        if device == "cpu":  # as unquantized keys and values are elsewhere; float16 is its default
-            settings.type_k = settings.type_v = llama_cpp.GGML_TYPE_F32
-            settings.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        # as unquantized keys and values are elsewhere; float16 is its default
+        settings.type_k = settings.type_v = GGML_TYPE_F32
+        settings.flash_attn_type = FLASH_ATTN_DISABLED
         settings.n_threads = settings.n_threads_batch = torch.get_num_threads()
-        self._context = llama_cpp.llama_init_from_model(self._model, settings)
+        self._context = library.llama_init_from_model(self._model, settings)
         if not self._context:
             raise UnavailableError(f"{path}: llama.cpp cannot take a context of {context} tokens")
-        vocabulary = llama_cpp.llama_model_get_vocab(self._model)
-        self.vocabulary = int(llama_cpp.llama_vocab_n_tokens(vocabulary))
+        vocabulary = library.llama_model_get_vocab(self._model)
+        self.vocabulary = int(library.llama_vocab_n_tokens(vocabulary))
         expected = shell.config.get_text_config().vocab_size
         if self.vocabulary != expected:
             raise CheckpointError(
                 f"{path}: {self.vocabulary} tokens, and the original has {expected}: it is not a "
                 "copy of it"
             )
-        self._batch = llama_cpp.llama_batch_init(BATCH, 0, 1)
-        weakref.finalize(self, _free, llama_cpp, self._batch, self._context, self._model)
+        self._batch = library.llama_batch_init(BATCH, 0, 1)
+        weakref.finalize(self, _free, library, self._batch, self._context, self._model)
         self._kept: list[int] = []  # tokens whose keys and values are in the cache
 
     def scorer(self, tokenizer: Any, settings: ScoringSettings, **observed: Any) -> LlamaCppScorer:
@@ -114,10 +119,8 @@ class LlamaCpp:
             raise EvaluationError(f"llama.cpp failed on {start + len(part)} tokens (code {code})")
 
     def _rows(self, count: int) -> Tensor:
-        found = self._library.llama_get_logits(self._context)
-        address = ctypes.cast(found, ctypes.POINTER(ctypes.c_float))
-        array = np.ctypeslib.as_array(address, shape=(count, self.vocabulary))
-        return torch.from_numpy(array)
+        logits = self._library.llama_get_logits(self._context)
+        return torch.from_numpy(np.ctypeslib.as_array(logits, shape=(count, self.vocabulary)))
 
     def decode(
         self,
@@ -172,12 +175,12 @@ def _silence(library: Any) -> None:
     global _logger
 
     def keep(level: int, text: bytes, data: Any) -> None:
-        if level == ERROR:
+        if level == LOG_LEVEL_ERROR:
             _errors.append(text.decode(errors="replace").strip())
 
     _errors.clear()
-    _logger = library.llama_log_callback(keep)
-    library.llama_log_set(_logger, ctypes.c_void_p())
+    _logger = LogCallback(keep)
+    library.llama_log_set(_logger, None)
 
 
 _logger: Any = None  # kept: the library holds its address alone

@@ -49,7 +49,7 @@ def library() -> Any:
     try:
         import gguf
     except ImportError:
-        raise UnavailableError("gguf: pip install 'qbench[llamacpp]' reads it") from None
+        raise UnavailableError("gguf: pip install -e '.[llamacpp]' reads it") from None
     return gguf
 
 

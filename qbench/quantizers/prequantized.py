@@ -228,7 +228,7 @@ FORMATS: dict[str, Format] = {
     "torchao": Format("torchao", _torchao, {"torchao": "torchao"}),
     "fp8": Format("FP8", _fp8, ACCELERATE),
     "mxfp4": Format("MXFP4", _mxfp4, ACCELERATE),
-    "gguf": Format("GGUF", _gguf, {"llama-cpp-python": "llama_cpp", "gguf": "gguf"}),
+    "gguf": Format("GGUF", _gguf, {"xllamacpp": "xllamacpp", "gguf": "gguf"}),
 }
 REFUSED = {
     "hqq": "transformers 5 loads no HQQ checkpoints; quantize here: hqq-4bit",

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -360,7 +361,7 @@ def gguf(source: Path, path: Path, kind: str = "F32") -> Path:
     """``source``, a Llama or a Mixtral of transformers, as llama.cpp's converter writes it, and
     quantized by llama.cpp to ``kind``; skips where the libraries are not there."""
     writer_of = pytest.importorskip("gguf")
-    library = pytest.importorskip("llama_cpp")
+    pytest.importorskip("xllamacpp")
     config = json.loads((source / "config.json").read_text())
     heads = config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads") or heads
@@ -394,12 +395,37 @@ def gguf(source: Path, path: Path, kind: str = "F32") -> Path:
     writer.close()
     if kind == "F32":
         return path
-    settings = library.llama_model_quantize_default_params()
-    settings.ftype = getattr(library, f"LLAMA_FTYPE_MOSTLY_{kind}")
-    settings.nthread = 1
-    quantized = path.with_name(f"{path.stem}-{kind}.gguf")
-    assert library.llama_model_quantize(str(path).encode(), str(quantized).encode(), settings) == 0
-    return quantized
+    return requantize(path, path.with_name(f"{path.stem}-{kind}.gguf"), kind)
+
+
+def requantize(path: Path, out: Path, kind: str) -> Path:
+    """Write the F32 file ``path`` with every matrix of its layers in the type ``kind``."""
+    import gguf as writer_of
+
+    from qbench.evaluation.llama_library import load_library
+
+    reader, number = writer_of.GGUFReader(path), writer_of.GGMLQuantizationType[kind]
+    block, size = writer_of.GGML_QUANT_SIZES[number]
+    writer = writer_of.GGUFWriter(out, reader.fields["general.architecture"].contents())
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF.") and name != "general.architecture":
+            sub = field.types[1] if field.types[0] == writer_of.GGUFValueType.ARRAY else None
+            writer.add_key_value(name, field.contents(), field.types[0], sub_type=sub)
+    for tensor in reader.tensors:
+        values, raw = np.ascontiguousarray(tensor.data), None
+        if tensor.name.startswith("blk.") and values.ndim > 1 and "gate_inp" not in tensor.name:
+            rows, columns = values.size // values.shape[-1], values.shape[-1]
+            codes = np.empty((*values.shape[:-1], columns // block * size), np.uint8)
+            load_library().ggml_quantize_chunk(
+                number, values.ctypes.data, codes.ctypes.data, 0, rows, columns, None
+            )
+            values, raw = codes, number
+        writer.add_tensor(tensor.name, values, raw_dtype=raw)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return out
 
 
 def experts_apart(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
