@@ -30,7 +30,6 @@ from qbench.evaluation.kl import BaselineHiddenStates, BaselineWriter, KLObserve
 from qbench.evaluation.llamacpp import LlamaCpp
 from qbench.evaluation.lm_eval_model import external_model
 from qbench.evaluation.loaded import LoadedTask, load_task
-from qbench.evaluation.noise import measure_noise
 from qbench.evaluation.scoring import language_model
 from qbench.machine import free, hardware
 from qbench.plan import Cell, Plan, streams
@@ -39,7 +38,7 @@ from qbench.quantizers.calibration import read_calibration
 from qbench.quantizers.linear import linearize
 from qbench.quantizers.quantize import quantize
 from qbench.quantizers.stored_bits import write_gguf_into
-from qbench.records import CellNoise, Record, Unavailable
+from qbench.records import Record, Unavailable
 from qbench.store import Store
 from qbench.streaming import is_spread, spread, stream, stream_of
 
@@ -75,13 +74,6 @@ def compute(result: CellResult, store: Store, cache: Path) -> None:
         elif base is not None:
             assert observer is not None
             _measure_damage(result, base, observer, store, tasks, tokenizer)
-
-
-def noise(cell: Cell, plan: Plan, say: Callable[[str], None]) -> CellNoise:
-    """How far other batches alone move the scores of an unquantized cell."""
-    tasks = _prepare(cell, plan)
-    model, tokenizer = load(cell, plan)
-    return measure_noise(model, tokenizer, cell.scoring, tasks, key=cell.key, say=say)
 
 
 def _prepare(cell: Cell, plan: Plan) -> list[LoadedTask]:

@@ -268,7 +268,7 @@ class ScoringReport(RecordModel):
     batch_size: int | None = None
     window_batch_size: int | None = None
     batch_tokens: int | None = None
-    shuffle: int | None = None  # seed of an order other than longest first
+    shuffle: int | None = None  # always None; records of earlier versions have it
     requests: int | None = None  # None where lm-eval counted nothing
     batches: int | None = None
     tokens: int | None = None  # computed, padding included
@@ -662,43 +662,6 @@ class RunManifest(RecordModel):
 
 
 KEY_DIGITS = 16  # of keys and checksums in names
-
-
-class Moved(RecordModel):
-    """One metric of one task under one variation of batches (``qbench.evaluation.noise``).
-
-    ``score`` is what the metric gave, ``base_score`` what it gives as usual;
-    ``changed_documents`` have another outcome of a 0/1 metric (None for other metrics).
-    Log-likelihoods are those of single requests, in nats.
-    """
-
-    task: TaskName
-    metric: Line
-    variation: Line
-    base_score: float
-    score: float
-    documents: int
-    changed_documents: int | None
-    largest_log_likelihood: float
-    mean_log_likelihood: float
-
-
-class CellNoise(RecordModel):
-    """How far batching alone moves one cell's scores. ``floors``: the largest |score − base score|
-    by task and metric, below which a difference of two scores says nothing; ``settings``: those of
-    each variation."""
-
-    key: Digest
-    floors: dict[str, dict[str, float]]
-    moved: tuple[Moved, ...] = ()
-    settings: dict[str, Any] = {}
-
-
-class NoiseRecord(RecordModel):
-    """``noise.json``: what ``qbench noise`` measured, by cell."""
-
-    schema_version: int = SCHEMA_VERSION
-    cells: dict[str, CellNoise]
 
 
 # --- analysis: what a cell's model does on a text. Formulas and their sources stand with the code

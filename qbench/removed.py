@@ -18,6 +18,7 @@ QUANTIZER_OPTIONS = {
 }
 # Commands, and those of a group: "bench training".
 COMMANDS = {
+    "noise": "the quantizer noise-floor shows how far rounding alone moves scores",
     "bench analysis": "`qbench analyze` prints how long each part of a cell took",
     "bench training": "`qbench train` prints tokens/s and the share of the GPU's peak",
 }

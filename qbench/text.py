@@ -73,7 +73,6 @@ LATEX = {
     "−": r"$-$",
     "±": r"$\pm$",
     "×": r"$\times$",
-    "≈": r"$\approx$",
     "†": r"$^{\dagger}$",
     "‡": r"$^{\ddagger}$",
     "∞": r"$\infty$",

@@ -12,11 +12,10 @@ import pytest
 from synthetic import make_store
 
 from qbench.cli import app as cli
-from qbench.comparison.lines import FILE, read_noise_floors
 from qbench.errors import DamagedError, NewerSchemaError, ResultsError, SchemaError
 from qbench.gate import baseline
-from qbench.records import RESPONSE_COLUMNS, NoiseRecord
-from qbench.store import Store, with_checksum, write
+from qbench.records import RESPONSE_COLUMNS
+from qbench.store import Store, with_checksum
 
 FLIPS = 60  # of each kind of file
 FOLDER = {
@@ -24,7 +23,6 @@ FOLDER = {
     "outcomes": "records/softpick/gptq-4bit/*.outcomes.parquet",
     "responses": "records/softpick/gptq-4bit/*.responses.parquet",
     "grid": "grid.json",
-    "noise": FILE,
 }
 KINDS = {**{kind: f"grid/{path}" for kind, path in FOLDER.items()}, "baseline": "base.parquet"}
 RESPONSES = pd.DataFrame(
@@ -35,18 +33,12 @@ RESPONSES = pd.DataFrame(
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A results folder as ``run`` and ``noise`` leave it, with a baseline of it."""
+    """A results folder as ``run`` leaves it, with a baseline of it."""
     folder = tmp_path_factory.mktemp("results")
     sizes = {"arc_easy": 40, "wikitext": 12}
     store = make_store(folder / "grid", quantizers=("bf16", "gptq-4bit"), sizes=sizes)
     for record in store.records():
         store.put(record, store.outcomes(record), RESPONSES)
-    floors = {
-        cell.cell: {"key": cell.key, "floors": {"arc_easy": {"acc": 0.001}}}
-        for cell in store.manifest().cells
-        if not cell.quantized
-    }
-    write(store.directory / FILE, NoiseRecord(cells=floors))
     baseline.make(store, folder / "base.parquet")
     return folder
 
@@ -74,7 +66,7 @@ def content(results: Path) -> list[object]:
         (name, cell.record, {k: v.values.tolist() for k, v in cell.columns.items()})
         for name, cell in standard.cells.items()
     ]
-    return [grid, records, tables, read_noise_floors(store, grid), cells]
+    return [grid, records, tables, cells]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -108,7 +100,6 @@ READ_BY = {
     "record": ["tables", "explain"],
     "outcomes": ["tables", "check", "compare"],
     "grid": ["tables", "compare"],
-    "noise": ["tables"],
 }
 
 

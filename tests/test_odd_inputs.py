@@ -36,14 +36,13 @@ ODD: list[tuple[tuple[str, ...], str]] = [
         ("bench", "evaluation", "good.yaml", "--out"), (*RUN, "--save-recipe"),
     )),
     *((("report", "grid", "--out", path), words) for path, words in NOT_A_FOLDER.items()),
-    *(((*command, "--out", "file"), "is a file") for command in (RUN, ("noise", *RUN[1:]))),
+    *(((*command, "--out", "file"), "is a file") for command in (RUN,)),
     *((("tables", path), words) for path, words in NOT_RESULTS.items()),
     *(((*command, "new-grid", *rest), "newer qbench") for command, rest in (
         (("report",), ()), (("check",), CHECK[2:]), (("baseline",), ("--out", "new.parquet")),
         (("compare", "grid"), ()),
     )),
     (("explain", "grid/softmax/bf16", "file"), "not a record"),
-    (("noise", *RUN[1:], "--scoring", "lm-eval"), "lm-eval cannot change the order of batches"),
     *((("run", path, "--device", "cpu"), words) for path, words in NOT_A_RECIPE.items()),
     *((("check", "grid", "--baseline", path), ".") for path in
       ("folder", "file", "nowhere", "cut.parquet", "grid/grid.json")),

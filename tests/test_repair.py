@@ -86,15 +86,6 @@ def test_a_plan_says_that_a_cell_without_damage_is_run_after_the_one_it_needs(qb
     assert qbench("plan")[1].count("there     softpick/") == 2
 
 
-def test_a_noise_floor_that_cannot_be_read_is_refused_before_work_begins(qbench, tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "noise.json").write_text("{}")
-    code, said = qbench("run")
-    assert code == 2
-    assert "noise.json: damaged: it has no schema_version; run `qbench noise` again" in said
-    assert not (tmp_path / "out" / "grid.json").exists()
-
-
 def test_a_cache_that_cannot_be_written_to_is_refused_before_work_begins(
     qbench, tmp_path, monkeypatch
 ):

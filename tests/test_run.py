@@ -196,19 +196,3 @@ def test_a_full_cache_loses_no_scores(tmp_path, capfd, monkeypatch):
     assert "run the unquantized cell again" in cell.damage.reason
     assert qbench(*options) == 0  # with room: both again
     assert Store(out).records()[1].damage.tasks
-
-
-def test_noise_is_measured_on_the_unquantized_cells_and_the_tables_take_it_up(tmp_path, capfd):
-    path, out = small_recipe(tmp_path, tasks=["demo_lastword"]), tmp_path / "out"
-    options = (path, "--out", out, "--device", "cpu", "--limit", 6, "--scoring", "fast")
-    assert qbench("run", *options) == 0
-    assert "≈" not in (out / "tables.md").read_text()
-    assert qbench("noise", *options) == 0
-    measured = json.loads((out / "noise.json").read_text())["cells"]
-    keys = {record.cell: record.key for record in Store(out).records()}
-    assert {cell: one["key"] for cell, one in measured.items()} == {
-        cell: key for cell, key in keys.items() if cell.endswith("fp32")
-    }
-    assert "another order" in capfd.readouterr().out
-    assert qbench("tables", out) == 0
-    assert "than what batches alone moved" in (out / "tables.md").read_text()

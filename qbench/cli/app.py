@@ -34,9 +34,6 @@ class Entry(NamedTuple):
 COMMANDS = {
     "run": Entry("run", RUN, "Quantize, audit and score every cell; write records and tables."),
     "plan": Entry("run", RUN, "Show what a run would do, its time and memory. Runs nothing."),
-    "noise": Entry(
-        "noise", RUN, "Score unquantized checkpoints in other batches: the noise floor."
-    ),
     "analyze": Entry("analyze", RUN, "Measure attention sinks, outliers, sparsity and inputs."),
     "tables": Entry("results", READ, "Write and show the tables of a results folder."),
     "view": Entry("view", READ, "Show results in a browser, down to one document's tokens."),

@@ -28,7 +28,6 @@ from qbench.cli.options import (
     to_file,
 )
 from qbench.cli.place import Place, here, placed
-from qbench.comparison.lines import read_noise
 from qbench.comparison.wording import headline
 from qbench.errors import RecipeError, some
 from qbench.evaluation.tasks import TaskSpec
@@ -95,7 +94,6 @@ def run(
     cells = len(select(names, only))
     require_folder(place.out, "--out")
     require_folder(cache_folder(), "$QBENCH_CACHE")
-    read_noise(Store(place.out))  # the tables at the end read it: refused before work begins
     if save_recipe is not None:
         save(recipe, overrides, save_recipe)
     with placed(

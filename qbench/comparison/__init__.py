@@ -1,1 +1,1 @@
-"""Records side by side: scores, effects with error bars, changes, noise floors. No torch."""
+"""Records side by side: scores, effects with error bars, changes. No torch."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from qbench.comparison.changes import compare_precisions
 from qbench.comparison.effects import with_effects
-from qbench.comparison.lines import Comparison, Entry, Line, read_noise_floors, status_of
+from qbench.comparison.lines import Comparison, Entry, Line, status_of
 from qbench.errors import ResultsError
 from qbench.metrics import rank
 from qbench.records import GridCell, Record, RunManifest, Score
@@ -28,13 +28,10 @@ def compare(store: Store, *, statistics: bool = True, against: str | None = None
     grid = store.manifest()
     found = {cell.cell: store.get(cell) for cell in grid.cells}
     records = {name: record for name, record in found.items() if record is not None}
-    floors, stale = read_noise_floors(store, grid)
     comparison = Comparison(
         grid=grid,
         records=records,
         lines=tuple(_lines(grid, records)),
-        floors=floors,
-        stale=stale,
         elsewhere={
             cell.cell: run
             for cell in grid.cells

@@ -1,4 +1,4 @@
-"""What a comparison holds: a line a score and precision; how far batching alone moves scores."""
+"""What a comparison holds: one line per score and precision."""
 
 from __future__ import annotations
 
@@ -8,37 +8,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from qbench.metrics import LOG_SCALE, REDUNDANT, is_percentage
-from qbench.records import GridCell, NoiseRecord, Precision, Record, RunManifest
-from qbench.store import Store, read
+from qbench.records import GridCell, Precision, Record, RunManifest
 
 if TYPE_CHECKING:
     from qbench.statistics import Effect, Interval, SeedEffect
-
-
-FILE = "noise.json"
-AGAIN = "run `qbench noise` again, or remove the file"
-Floors = Mapping[str, Mapping[str, float]]  # task → metric → the largest move, in its units
-
-
-def read_noise(store: Store) -> NoiseRecord:
-    """What ``noise.json`` holds, nothing without the file. Raises ResultsError for a file that is
-    not what ``qbench noise`` wrote."""
-    path = store.directory / FILE
-    return read(path, NoiseRecord, AGAIN) if path.is_file() else NoiseRecord(cells={})
-
-
-def read_noise_floors(store: Store, grid: RunManifest) -> tuple[dict[str, Floors], tuple[str, ...]]:
-    """The floors of ``noise.json`` by checkpoint, and those whose noise was measured under
-    another key than the grid's. Raises as ``read_noise``."""
-    keys = {cell.cell: cell.key for cell in grid.cells}
-    floors, stale = {}, []
-    for cell, measured in read_noise(store).cells.items():
-        checkpoint = cell.rpartition("/")[0]
-        if measured.key == keys.get(cell):
-            floors[checkpoint] = measured.floors
-        else:
-            stale.append(checkpoint)
-    return floors, tuple(stale)
 
 
 Status = Literal["ok", "failed", "missing"]
@@ -154,8 +127,6 @@ class Comparison:
     grid: RunManifest
     records: Mapping[str, Record]  # cell → record, failed ones too
     lines: tuple[Line, ...]
-    floors: Mapping[str, Floors] = field(default_factory=dict)  # checkpoint → of its scores
-    stale: tuple[str, ...] = ()  # checkpoints whose noise was measured with other settings
     elsewhere: Mapping[str, str] = field(default_factory=dict)  # missing cell → run that has it
     seeds: tuple[Line, ...] = ()  # over several trainings, where the grid has replicates
     pairs: tuple[Change, ...] = ()  # of one checkpoint: its quantized precisions among themselves
@@ -198,19 +169,6 @@ class Comparison:
         other."""
         found = dict.fromkeys(cell.method for cell in self.grid.cells if cell.quantized)
         return tuple(found) or tuple({cell.method: None for cell in self.grid.cells})
-
-    def noise_floor(self, line: Line, checkpoint: str) -> float | None:
-        """The most that batching alone may move Δ: the floors of both scores together. None where
-        one was not measured."""
-        pair = (self.checkpoints[0], checkpoint)
-        known = [self.floors.get(name, {}).get(line.task, {}) for name in pair]
-        ends = [floors.get(line.metric) for floors in known]
-        return None if None in ends else sum(ends)
-
-    def below_noise(self, line: Line, checkpoint: str) -> bool:
-        """Whether Δ is no larger than what batching alone may move the two scores."""
-        delta, floor = line.delta(checkpoint), self.noise_floor(line, checkpoint)
-        return bool(floor) and delta is not None and abs(delta) <= floor
 
     def same_weights(self, cell: str, other: str) -> bool:
         """Whether two cells were made from the same weights: damage is nothing else's."""

@@ -140,8 +140,7 @@ class ScoringSettings:
     tokens of a pack without padding (fast mode only, else None). ``sample`` counts the documents
     of each task on which fast scoring is compared with exact, within ``tolerance``.
     ``seed`` draws that sample and, counted from lm-eval's defaults, what a task leaves to chance;
-    ``fewshot_seed`` draws few-shot examples. ``shuffle`` seeds another order of batches than
-    longest first, to see what order alone does. ``amplifies_rounding``: the quantizer's, which
+    ``fewshot_seed`` draws few-shot examples. ``amplifies_rounding``: the quantizer's, which
     changes how fast scores are judged and no score. ``fallback``: a task whose fast scores leave
     the tolerance is scored exactly; else it fails.
     """
@@ -158,7 +157,6 @@ class ScoringSettings:
     limit: int | None = None
     seed: int = 0
     fewshot_seed: int = FEWSHOT_SEED
-    shuffle: int | None = None
     amplifies_rounding: bool = False
     fallback: bool = False
     chat: Chat | None = None  # None: prompts are the task's texts
@@ -169,7 +167,7 @@ class ScoringSettings:
     def key_parts(self) -> dict[str, Any]:
         """What belongs into a cell's key. ``tolerance`` changes no score: a record is held
         against it when it is read (``exceeded``)."""
-        judged = ("tolerance", "shuffle", "amplifies_rounding", "fallback")
+        judged = ("tolerance", "amplifies_rounding", "fallback")
         left_out = judged if self.chat else (*judged, "chat")
         return {k: v for k, v in asdict(self).items() if k not in left_out}
 

@@ -16,14 +16,14 @@ from filelock import FileLock, Timeout
 
 from qbench.cache import cache_folder, find_record, remember_record
 from qbench.cell_result import CellResult
-from qbench.errors import EvaluationError, ResultsError
+from qbench.errors import ResultsError
 from qbench.evaluation.baseline import baseline_file, verify_baseline
 from qbench.evaluation.settings import exceeded
 from qbench.machine import attempt
 from qbench.plan import Cell, Plan
 from qbench.plugins import Plugin, load, load_packages, loaded
 from qbench.progress import Progress, SilentProgress
-from qbench.records import CellNoise, Record, Unavailable
+from qbench.records import Record, Unavailable
 from qbench.runner.progress import listening
 from qbench.runner.workers import LostExecutorError, SerialExecutor
 from qbench.store import Store, run_id
@@ -115,25 +115,6 @@ def _submit(executor: Executor, call: Callable[..., T], *arguments: Any, **more:
 def why(error: BaseException) -> str:
     """What is said of a cell that ``error``, one of ``DEAD``, ended."""
     return str(error) if isinstance(error, LostExecutorError) else DIED
-
-
-def measure_noise(cell: Cell, plan: Plan, out: Path, *, progress: Progress) -> CellNoise:
-    """Score the cell's checkpoint under every variation of batches; libraries' words go to
-    noise.log in ``out``. Raises EvaluationError."""
-    found: list[CellNoise] = []
-
-    def work() -> None:
-        from qbench.cell import noise
-
-        found.append(noise(cell, plan, partial(progress.stage, cell.name)))
-
-    progress.begin(cell.name)
-    error = attempt(work, out / "noise.log", plan.device)
-    progress.end(cell.name)
-    if error is not None:
-        raise EvaluationError(f"{cell.name}: {error}")
-    progress.log(f"{cell.name}: measured")
-    return found[0]
 
 
 def remote(executor: Executor, progress: Progress) -> AbstractContextManager[Progress]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from qbench.comparison.changes import Change, Changes, SeedChange
@@ -16,10 +15,10 @@ from qbench.comparison.wording import (
 )
 from qbench.metrics import is_percentage
 from qbench.tables.table import Table, from_rows, markdown
-from qbench.text import MINUS, NO_VALUE, metric_title, number
+from qbench.text import NO_VALUE, number
 
 if TYPE_CHECKING:
-    from qbench.records import Moved
+    pass
 
 
 def changes_table(changes: Changes) -> str:
@@ -69,35 +68,3 @@ def _row(line: Change) -> dict[str, str]:
         "Documents": str(line.documents)
         + (f" ({line.left_out} unpaired)" if line.left_out else ""),
     }
-
-
-def noise_table(title: str, moved: Iterable[Moved]) -> str:
-    """Markdown: one line a metric and variation; accuracies in per cent and points."""
-    rows = []
-    for entry in moved:
-        percent = is_percentage(entry.metric)
-        changed = entry.changed_documents
-        rows.append(
-            {
-                "Task": entry.task,
-                "Metric": metric_title(entry.metric),
-                "Batches": entry.variation,
-                "Score": number(entry.score, percent=percent),
-                "Moved by": _signed((entry.score - entry.base_score) * (100 if percent else 1)),
-                "Changed documents": NO_VALUE
-                if changed is None
-                else f"{changed} of {entry.documents}",
-                "Largest change of a log-likelihood, nats": _digits(entry.largest_log_likelihood),
-                "Mean": _digits(entry.mean_log_likelihood),
-            }
-        )
-    return markdown(from_rows(rows, title=title, notes=(), words=3))
-
-
-def _digits(value: float, sign: str = "") -> str:
-    return f"{value:{sign}.2g}".replace("-", MINUS)
-
-
-def _signed(value: float) -> str:
-    """Two significant digits: a floor of 3e−8 is not 0."""
-    return "0" if value == 0 else _digits(value, "+")

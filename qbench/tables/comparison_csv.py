@@ -23,13 +23,12 @@ PARTS = ("", "_stderr", "_low", "_high")  # empty for perplexities, but for ``de
 LOG_PARTS = ("_log_ratio", "_log_ratio_stderr", "_log_ratio_low", "_log_ratio_high")
 TESTS = ("_test", "_p", "_p_holm", "_p_bh", "_detectable", "_documents")
 PRINTED = ("printed", "printed_delta", "printed_source", "standard_errors_away")
-NOISE = "noise_floor"  # of Δ: both checkpoints' together
 COLUMNS = (
     *(*LINE, "bits", *PRECISION, "quantizer", "checkpoint", *SCORE),
     *(question + part for question in QUESTIONS for part in (*PARTS, *LOG_PARTS, *TESTS)),
     *("bits_per_weight", "gib", "kl_mean", "kl_p99", "top1_agreement"),
     *("right_to_wrong", "wrong_to_right"),
-    *(*PRINTED, NOISE, "key", "reason"),
+    *(*PRINTED, "key", "reason"),
 )
 
 
@@ -42,7 +41,7 @@ def comparison_csv(comparison: Comparison, *, published: str | None = None) -> s
     ``detectable`` is a log ratio too. Printed numbers are in the paper's units. Text that a
     spreadsheet would compute begins with an apostrophe.
     """
-    left_out = [*(() if published else PRINTED), *(() if comparison.floors else (NOISE,))]
+    left_out = [] if published else [*PRINTED]
     if not any(line.precision.in_parts for line in comparison.lines):
         left_out += PRECISION
     columns = [column for column in COLUMNS if column not in left_out]
@@ -50,8 +49,6 @@ def comparison_csv(comparison: Comparison, *, published: str | None = None) -> s
     for line in comparison.lines:
         for entry in line.entries:
             row = _row(line, entry)
-            if entry is not line.entries[0]:
-                row[NOISE] = comparison.noise_floor(line, entry.checkpoint)
             if published:
                 row |= _printed(line, entry, published, models(comparison)[entry.checkpoint])
             rows.append(row | _predictions(comparison, line, entry))

@@ -43,9 +43,7 @@ if TYPE_CHECKING:
 INTERVAL = "95 % interval"
 NAMES = ("Task", "Metric", "Quantization")
 BY_TASK = {"words": len(NAMES), "grouped": True}  # of tables whose rows begin with as many words
-BELOW_NOISE = "≈"
 MANY_PAIRS = "Precisions among themselves: qbench tables FOLDER --against QUANTIZER."
-NOISE_NOTE = f"{BELOW_NOISE}: no larger than what batches alone moved the unquantized scores by."
 MARKS = (
     "Differs from 0 at 5 %: ‡ after Holm's correction over all {kind}, † after "
     "Benjamini–Hochberg's only."
@@ -303,10 +301,7 @@ def _seed_notes(
 
 def _score_notes(method: MethodLines) -> list[str]:
     comparison, lines = method.comparison, method.lines
-    stale = ", ".join(comparison.stale)
     return [
-        *([NOISE_NOTE] if comparison.floors else []),
-        *([f"noise.json has other settings for {stale}: run qbench noise again"] if stale else []),
         *cache_notes(comparison, lines),
         *judged_notes(comparison, lines),
         *method.footnotes,
@@ -554,11 +549,10 @@ def entry_text(entry: Entry, line: Line) -> str:
 
 
 def _delta_text(comparison: Comparison, line: Line, checkpoint: str) -> str:
-    """Δ as the papers print it, with its marks of significance and of the noise floor."""
+    """Δ as the papers print it, with its mark of significance."""
     text = number(line.delta(checkpoint), percent=line.percent, signed=True)
     effect = line.deltas.get(checkpoint)
-    below = comparison.below_noise(line, checkpoint)
-    return text + (effect.mark if effect else "") + (BELOW_NOISE if below else "")
+    return text + (effect.mark if effect else "")
 
 
 def ratio_notes(effects: Iterable[Effect]) -> list[str]:

@@ -12,7 +12,6 @@ from qbench.checkpoints.tokenizer import load_tokenizer
 from qbench.evaluation.degradation import correct_requests
 from qbench.evaluation.evaluate import evaluate
 from qbench.evaluation.loaded import load_task
-from qbench.evaluation.noise import measure_noise
 from qbench.evaluation.scoring import language_model
 from qbench.evaluation.tasks import plan_task
 
@@ -59,34 +58,3 @@ def test_the_right_answers_are_those_that_accuracy_counts(pair, tasks):
     assert {d: float(best[d] == gold[d]) for d in gold} == accuracy.to_dict()
     assert set(correct_requests(tasks["demo_lastword"], 7).values()) == {0}
     assert correct_requests(tasks["demo_pages"], 7) == {}
-
-
-@pytest.mark.parametrize("mode", ["exact", "fast"])
-def test_noise_in_float32_is_rounding_alone(pair, tasks, mode):
-    noise = measure_noise(*pair, settings(mode, 12), [tasks["demo_choice"]], key=KEY)
-    assert {entry.metric for entry in noise.moved} == {"acc", "acc_norm"}
-    for entry in noise.moved:
-        assert entry.documents == 12
-        assert entry.changed_documents == 0
-        assert entry.largest_log_likelihood < 1e-4
-    assert noise.floors == {"demo_choice": {"acc": 0.0, "acc_norm": 0.0}}
-    assert noise.settings["half the batch"] != noise.settings["as usual"]
-
-
-def test_batch_mates_that_matter_are_seen_as_noise(tasks):
-    """A model whose activations depend on the whole batch, as those of LLM.int8 do."""
-    checkpoint = find(str(DEMO / "softpick"))
-    model = load_model(checkpoint, dtype=torch.float32, device="cpu")
-    model.model.layers[1].mlp.register_forward_hook(
-        lambda module, inputs, output: output * (1 + 0.01 * inputs[0].abs().mean())
-    )
-    noise = measure_noise(
-        model,
-        load_tokenizer(checkpoint),
-        settings("exact", 9),
-        [tasks["demo_lastword"]],
-        key=KEY,
-    )
-    assert len(noise.moved) == 3 * 2
-    assert all(entry.largest_log_likelihood > 0 for entry in noise.moved)
-    assert noise.floors["demo_lastword"]["perplexity"] > 0

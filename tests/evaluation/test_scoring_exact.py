@@ -22,10 +22,17 @@ def both(model, **changes):
 
 @pytest.mark.parametrize("bos", [False, True], ids=["no bos", "bos"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_log_likelihoods_equal_those_of_hflm_to_the_bit(kind, bos):
+def test_log_likelihoods_equal_those_of_hflm(kind, bos):
+    """To the bit where HFLM has the same batches. Its cache of logits reads a shorter continuation
+    at the wrong place if another request splits the same input elsewhere."""
     theirs, ours = both(llama(), bos=bos)
-    expected = theirs.loglikelihood(KINDS[kind], disable_tqdm=True)
-    assert ours.loglikelihood(KINDS[kind], disable_tqdm=True) == expected
+    answers = ours.loglikelihood(KINDS[kind], disable_tqdm=True)
+    if kind != "one input split in two places":
+        assert answers == theirs.loglikelihood(KINDS[kind], disable_tqdm=True)
+    theirs.hflm.logits_cache = False
+    for one, answer in zip(KINDS[kind], answers, strict=True):
+        ((value, greedy),) = theirs.loglikelihood([one], disable_tqdm=True)
+        assert answer == (pytest.approx(value, abs=1e-5), greedy)
 
 
 @pytest.mark.parametrize("batch_size", [1, 8])

@@ -58,16 +58,6 @@ def test_the_size_of_a_pack_does_not_matter(batch_tokens, bos):
     assert_close(fast.loglikelihood(choices(11, seed=3), disable_tqdm=True), expected)
 
 
-def test_one_input_split_in_two_places_is_read_from_the_right_rows():
-    """HFLM, and exact scoring with it, reads the wrong rows here; each request alone is right."""
-    exact, fast = scorers(llama())
-    requests = KINDS["one input split in two places"]
-    alone = [exact.loglikelihood([r], disable_tqdm=True)[0] for r in requests]
-    assert_close(fast.loglikelihood(requests, disable_tqdm=True), alone)
-    together = exact.loglikelihood(requests, disable_tqdm=True)
-    assert [a for a, _ in together] != pytest.approx([a for a, _ in alone])
-
-
 def test_choices_share_their_context():
     exact, fast = scorers(llama(), sample=0, max_length=200)
     requests = [instance(text(1, 40), " " + text(k, 2), 0, k) for k in range(5)]

@@ -54,7 +54,7 @@ def test_a_key_holds_every_setting_but_the_tolerance_and_no_auto(device, scoring
     found = resolved(device, scoring=scoring)
     parts = found.key_parts()
     names = {field.name for field in dataclasses.fields(ScoringSettings)}
-    assert set(parts) == names - {"tolerance", "shuffle", "amplifies_rounding", "fallback", "chat"}
+    assert set(parts) == names - {"tolerance", "amplifies_rounding", "fallback", "chat"}
     assert "auto" not in json.dumps(parts)
     assert resolved(device, scoring=scoring, tolerance=Tolerance(mean=1.0)).key_parts() == parts
 

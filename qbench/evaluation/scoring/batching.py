@@ -21,7 +21,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from qbench.evaluation.scoring.requests import Batch, Request, Scored, shuffled
+from qbench.evaluation.scoring.requests import Batch, Request, Scored
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +53,11 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Padding:
-    """Batches of ``batch_size`` distinct inputs, or ``window_batch_size`` rolling windows.
-
-    ``misread``: where requests with one input split it differently, the shorter continuation
-    belongs to the last rows of the longer; lm-eval 0.4.13 reads its log-probability from the
-    first rows (and its greediness from the last), and so does exact scoring.
-    """
+    """Batches of ``batch_size`` distinct inputs, or ``window_batch_size`` rolling windows."""
 
     max_length: int
     batch_size: int
     window_batch_size: int
-    misread: bool
-    shuffle: int | None = None
 
     def plan(self, requests: Sequence[Request], *, windows: bool) -> list[PaddedBatch]:
         """HFLM sorts requests all together, but rolling windows a batch of input order at a
@@ -81,7 +74,7 @@ class Padding:
     def _batches(
         self, requests: Sequence[Request], chosen: Sequence[int], size: int
     ) -> Iterator[PaddedBatch]:
-        groups = shuffled(group(requests, chosen), self.shuffle)
+        groups = group(requests, chosen)
         for first in range(0, len(groups), size):
             part = groups[first : first + size]
             length = max(len(g.longest.inputs(self.max_length)) for g in part)
@@ -101,20 +94,16 @@ class PaddedBatch(BatchPlan):
 
     def collate(self, requests: Sequence[Request]) -> Batch:
         ids = np.zeros((len(self.groups), self.length), dtype=np.int64)  # HFLM pads with id 0
-        members, flat, read = [], [], []
+        members, flat = [], []
         for i, g in enumerate(self.groups):
             inputs = g.longest.inputs(self.padding.max_length)
             ids[i, : len(inputs)] = inputs
             end = i * self.length + len(inputs)
-            first = end - g.longest.scored
             for member in g.request_indices:
                 count = requests[member].scored
                 members.append(member)
                 flat.append(np.arange(end - count, end))
-                read.append(np.arange(first, first + count))
-        parts = _scored_by(requests, members, flat)
-        misread = np.searchsorted(parts["rows"], np.concatenate(read))
-        return Batch(ids=ids, read=misread if self.padding.misread else None, **parts)
+        return Batch(ids=ids, **_scored_by(requests, members, flat))
 
 
 def _scored_by(
@@ -187,18 +176,15 @@ class PackedBatch(Batch):
 class Packing:
     """Packs of at most ``batch_tokens`` tokens and ``KEY_RATIO`` times as many keys.
 
-    The longest prefix groups come first unless ``shuffle`` seeds another order; one that is
-    larger than a pack stays alone.
+    The longest prefix groups come first; one that is larger than a pack stays alone.
     """
 
     max_length: int
     batch_tokens: int
-    shuffle: int | None = None
 
     def plan(self, requests: Sequence[Request], *, windows: bool) -> list[Pack]:
         groups = prefix_groups(requests, self.max_length, self.batch_tokens)
         groups.sort(key=lambda group: (-group.tokens, group.prefix))
-        groups = shuffled(groups, self.shuffle)
         packs: list[Pack] = []
         tokens = keys = 0
         for group in groups:

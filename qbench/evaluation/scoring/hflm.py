@@ -40,7 +40,6 @@ class HFLMScorer(LM):
 
     def __init__(self, model: Any, tokenizer: Any, settings: ScoringSettings) -> None:
         super().__init__()
-        assert settings.shuffle is None, "HFLM has an order of its own"
         self.settings = settings
         self.hflm = pinned_hflm(model, tokenizer, settings)
         reset_peak_memory(self.hflm.device.type)
@@ -76,7 +75,6 @@ def report(settings: ScoringSettings, device: str, **counted: Any) -> ScoringRep
         **{"batching": "packed" if packed else "padded, longest first", **counted},
         mode=settings.mode,
         softmax_dtype=settings.softmax_dtype,
-        shuffle=settings.shuffle,
         batch_tokens=settings.batch_tokens,
         batch_size=None if packed else settings.batch_size,
         window_batch_size=None if packed else settings.window_batch_size,

@@ -150,20 +150,17 @@ def score_rows(
     scored: Scored,
     projection: Projection,
     *,
-    read: np.ndarray | None,
     softmax_dtype: torch.dtype | None,
     at_once: int,
     observer: Observer | None,
 ) -> RowScores:
     """LM head and log-softmax of ``hidden`` [R, H], ``at_once`` rows at a time.
 
-    ``read`` [M], where given, are the rows to read log-probabilities from in place of
-    ``scored.row``. ``softmax_dtype`` None means the logits' own dtype.
+    ``softmax_dtype`` None means the logits' own dtype.
     """
     watch = None if observer is None else observer.batch(scored, hidden, projection)
-    read = scored.row if read is None else read
-    order = np.argsort(read, kind="stable")
-    rows = read[order]
+    order = np.argsort(scored.row, kind="stable")
+    rows = scored.row[order]
     indices = to_device(
         np.stack((rows, scored.token[order], np.argsort(order), scored.row, scored.token)),
         hidden.device,

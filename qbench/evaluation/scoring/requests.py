@@ -4,17 +4,13 @@ batches and each string once."""
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from qbench.errors import EvaluationError
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +53,7 @@ class Batch:
     """One forward: token ``ids`` [B, L], and what its B · L hidden states score.
 
     ``rows`` [R] are the hidden states that go through the LM head, ``scored`` the M tokens that
-    they score, its rows counted within ``rows``; ``read`` [M], where given, are the rows to read
-    log-probabilities from in place of ``scored.row``. ``request_indices`` [K] say which requests,
+    they score, its rows counted within ``rows``. ``request_indices`` [K] say which requests,
     ``counts`` [K] how many entries of ``scored`` belong to each, in order.
     """
 
@@ -67,12 +62,6 @@ class Batch:
     scored: Scored
     request_indices: np.ndarray
     counts: np.ndarray
-    read: np.ndarray | None = None
-
-
-def shuffled(things: list[T], seed: int | None) -> list[T]:
-    """In another order, or as they are where ``seed`` is None."""
-    return things if seed is None else random.Random(seed).sample(things, len(things))
 
 
 def check_tokens(prompts: Iterable[Sequence[int]], rows: int) -> None:

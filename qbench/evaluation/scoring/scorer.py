@@ -147,8 +147,6 @@ class Scorer(LM):
             max_length=settings.max_length,
             batch_size=settings.batch_size,
             window_batch_size=settings.window_batch_size,
-            misread=True,
-            shuffle=settings.shuffle,
         )
         padded = PaddedForward(decoder, self._device)
         self.exact = Backend(batching=padding, forward=padded, exact=True)
@@ -157,13 +155,11 @@ class Scorer(LM):
         self._exact_tasks: dict[str, str] = {}
         self._generated: dict[str, str] = {}  # why a task's answers came from transformers
         if settings.mode == "fast":
-            # The right scores, even where HFLM misreads.
-            right = replace(padding, misread=False, window_batch_size=1, shuffle=None)
+            right = replace(padding, window_batch_size=1)
             self._reference = Backend(batching=right, forward=padded, exact=True)
             packing = Packing(
                 max_length=settings.max_length,
                 batch_tokens=settings.batch_tokens,
-                shuffle=settings.shuffle,
             )
             packed = PackedForward(model, decoder)
             self.fast = Backend(batching=packing, forward=packed, exact=False)
@@ -366,7 +362,6 @@ class Scorer(LM):
             hidden.index_select(0, rows),
             batch.scored,
             projection,
-            read=batch.read,
             softmax_dtype=self.hflm.softmax_dtype,
             at_once=self._rows_at_once,
             observer=observer,
