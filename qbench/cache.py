@@ -20,8 +20,8 @@ from filelock import FileLock, Timeout
 from qbench.errors import OutputError, ResultsError
 from qbench.files import clean_temporaries, read_regular, write_atomically
 from qbench.machine import GIB
-from qbench.records import GridCell, Record
-from qbench.store import KEY_DIGITS, Store
+from qbench.records import KEY_DIGITS, GridCell, Record
+from qbench.store import Store
 
 MANIFEST = "manifest.json"
 MIB = 2**20

@@ -1,14 +1,10 @@
-"""A results folder in others' formats: lm-eval, model cards, TensorBoard, Weights & Biases; or as
-one file."""
+"""Write results in other formats: lm-eval, model cards, Weights & Biases, one archive."""
 
 from __future__ import annotations
 
 import importlib
-import io
 import json
-import lzma
 import math
-import tarfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,12 +12,13 @@ from typing import Any
 import huggingface_hub
 import pandas as pd
 
+from qbench.archive import ARCHIVE, pack
 from qbench.errors import QbenchError, UnavailableError
 from qbench.evaluation.definitions import definition_file, read_definition
-from qbench.files import replacing, write_atomically
+from qbench.files import write_atomically
 from qbench.metrics import is_percentage
-from qbench.records import Damage, GroupScore, Record, Score
-from qbench.store import ARCHIVE, KEY_DIGITS, PACKED, Store
+from qbench.records import KEY_DIGITS, Damage, GroupScore, Record, Score
+from qbench.store import Store
 from qbench.text import for_markdown, table
 
 
@@ -223,18 +220,6 @@ def _definition(task: str) -> dict[str, Any]:
         return {}
 
 
-def write_tensorboard(store: Store, record: Record, folder: Path) -> list[Path]:
-    """Event files in ``<checkpoint>/<quantizer>`` below ``folder``."""
-    from tensorboard.summary import Writer
-
-    place = folder / record.cell
-    writer = Writer(str(place))
-    for name, value in scalars(record).items():
-        writer.add_scalar(name, value, step=0)
-    writer.close()
-    return [place]
-
-
 def write_wandb(store: Store, record: Record, folder: Path) -> list[Path]:
     """A run folder ``wandb/offline-run-<date>-<id>`` below ``folder``, which ``wandb sync`` sends.
     A run's id is its record's key, so that a cell is there once."""
@@ -270,36 +255,21 @@ def write_wandb(store: Store, record: Record, folder: Path) -> list[Path]:
     return [Path(run.dir).parent]
 
 
-# for numbers that are split into bytes: neither the byte before nor the place tells much of one
-TIGHT = {"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "lc": 0, "pb": 0}
-
-
 def write_archive(store: Store, folder: Path) -> list[Path]:
-    """``records.tar.xz`` in ``folder``: all runs, records and analyses, whatever became of them.
-    The same files give the same bytes. :func:`qbench.store.unpack` reads it. Raises DamagedError
-    where what the grid asks for is damaged."""
+    """Write all runs, records and analyses of the results folder to ``folder/records.tar.xz``.
+
+    Raises DamagedError if a record of the manifest, or a table of one, is damaged.
+    """
     for record in store.records():
         for name in record.files:
             store.payload(record, name)
-    paths = sorted(store.directory.rglob("*"), key=lambda path: (path.suffixes[-2:], path))
-    names = [path.relative_to(store.directory).as_posix() for path in paths]
-    with (
-        replacing(folder / ARCHIVE) as made,
-        lzma.open(made, "wb", filters=[TIGHT]) as file,
-        tarfile.open(fileobj=file, mode="w") as archive,
-    ):
-        for name in filter(PACKED.fullmatch, names):
-            payload = (store.directory / name).read_bytes()
-            member = tarfile.TarInfo(name)
-            member.size = len(payload)
-            archive.addfile(member, io.BytesIO(payload))
+    pack(store.directory, store.directory.rglob("*"), folder / ARCHIVE)
     return [folder / ARCHIVE]
 
 
 WRITERS = {
     "lm-eval": write_lm_eval,
     "model-card": write_model_card,
-    "tensorboard": write_tensorboard,
     "wandb": write_wandb,
 }
 
@@ -310,7 +280,7 @@ def export(store: Store, to: str, folder: Path) -> list[Path]:
 
     Raises UnavailableError where the format's library is not installed.
     """
-    if to in ("tensorboard", "wandb"):
+    if to == "wandb":
         try:
             importlib.import_module(to)
         except ImportError:

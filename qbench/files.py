@@ -1,7 +1,8 @@
-"""Files that qbench writes: whole or not at all, and refused before work begins. No torch.
+"""Write files and folders in one step, check before work whether they can be written, and hash
+them. Imports no torch.
 
-A temporary name says which process of which host writes it, so that what a killed process left
-behind can be told from what another is writing.
+A temporary name holds the process and the host that write it, so that what a killed process left
+can be told from what another process is writing.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import shutil
 import socket
 import stat
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -31,25 +32,25 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-NAME = r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,63}"  # of what a user names: it may become a folder
-PART = 1 << 20  # bytes that one thread hashes
+NAME = r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,63}"  # a name that may become a folder
+PART = 1 << 20  # bytes per hash of ``digest_of_parts``
 TEMPORARY = re.compile(r"\..+\.(?P<host>[A-Za-z0-9-]{1,63})\.(?P<process>[0-9]{1,10})\.tmp")
 
 
 def digest(payload: bytes) -> str:
-    """SHA-256 of ``payload``: 64 hexadecimal digits."""
+    """Return the SHA-256 of ``payload`` as 64 hexadecimal digits."""
     return hashlib.sha256(payload).hexdigest()
 
 
 def content_key(values: dict[str, Any]) -> str:
-    """SHA-256 of the canonical JSON of ``values`` (keys sorted, no spaces, ASCII): 64 hexadecimal
-    digits."""
+    """Return the SHA-256 of the canonical JSON of ``values`` (keys sorted, no spaces, ASCII) as 64
+    hexadecimal digits."""
     return digest(json.dumps(values, sort_keys=True, separators=(",", ":")).encode())
 
 
 def digest_of_parts(payload: bytes | np.ndarray | Path) -> str:
-    """SHA-256 over the SHA-256s of parts of ``PART`` bytes, of bytes or of a file's content. Parts
-    are hashed side by side: one thread takes a second for 1.2 GB."""
+    """Return the SHA-256 of the SHA-256s of all parts of ``PART`` bytes of ``payload``, or of the
+    file's content if it is a path. Parts are hashed in threads: one takes a second for 1.2 GB."""
     if isinstance(payload, Path):
         with payload.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -67,45 +68,63 @@ def _joined(part: Callable[[int], bytes | memoryview], size: int) -> str:
 
 @cache
 def _hashers(process: int) -> ThreadPoolExecutor:
-    """Threads of a ``process``: one that is forked has none of them."""
+    """Return the threads of the process with this id: a forked process has none of its parent's."""
     return ThreadPoolExecutor(os.cpu_count())
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of the content of the file ``path``: 64 hexadecimal digits."""
+    """Return the SHA-256 of the file's content as 64 hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_regular(path: Path, *, most: int | None = None) -> bytes:
-    """The content of the file ``path``. Raises OSError for what is no file (a folder, a device, a
-    pipe, which may never end) and for one of more than ``most`` bytes."""
-    found = os.stat(path)
-    if not stat.S_ISREG(found.st_mode):
-        raise OSError(errno.EINVAL, "not a file", str(path))
-    if most is not None and found.st_size > most:
-        raise OSError(errno.EFBIG, f"{found.st_size:,} bytes; at most {most:,} are read")
+    """Return the content of the file ``path``.
+
+    Raises OSError for a folder, a device or a pipe (which may never end), and for a file of more
+    than ``most`` bytes.
+    """
+    size = _file_size(path)
+    if most is not None and size > most:
+        raise OSError(errno.EFBIG, f"{size:,} bytes; at most {most:,} are read")
     return Path(path).read_bytes()
 
 
+def without_links(folder: Path, path: Path) -> Path:
+    """Return ``path``, a file or folder inside ``folder`` that is about to be written.
+
+    A results folder may come from another person: a symbolic link in it could lead a write to any
+    file of the user. ``folder`` itself may be a link. Raises OutputError if ``path``, a folder
+    between the two, or anything below ``path`` is a symbolic link.
+    """
+    inside = [folder / part for part in path.relative_to(folder).parents]
+    for part in (path, *inside[:-1], *path.rglob("*")):
+        if part.is_symlink():
+            raise OutputError(
+                f"{part}: is a symbolic link; nothing is written through links inside a results "
+                "folder: put a file or folder in its place"
+            )
+    return path
+
+
 def write_atomically(path: Path, payload: bytes) -> None:
-    """Write ``payload`` to ``path`` as :func:`replacing` does."""
+    """Write ``payload`` to ``path`` in one step, as :func:`replacing` does."""
     with replacing(path) as making:
         making.write_bytes(payload)
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """The file that the body writes takes the place of ``path``, which so holds either the old or
-    the new content, never half.
+    """Yield a temporary path; the file that the body writes there then replaces ``path``.
 
-    A link stays: the file that it points to is replaced. Raises OutputError where that cannot be
-    done, and for what is no file: a folder, a device, a pipe.
+    ``path`` holds the old or the new content at any time, never a part. If ``path`` is a symbolic
+    link, the file that it points to is replaced. Raises OutputError if it cannot be written, or is
+    a folder, a device or a pipe.
     """
     path = Path(path)
     try:
-        if _is_other_than_file(path):
-            raise OSError(errno.EINVAL, "not a file")
+        with suppress(FileNotFoundError):
+            _file_size(path)
         path = Path(os.path.realpath(path)) if path.is_symlink() else path
         path.parent.mkdir(parents=True, exist_ok=True)
         making = temporary(path)
@@ -123,9 +142,11 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor], about: dict[str, str]) -> None:
-    """Write the new file ``path``, not serialized in memory first, which may have no room for it.
-    Whoever reads its folder reads it, where safetensors writes for the owner alone. Raises OSError,
-    where safetensors has an error of its own."""
+    """Write ``tensors`` by name, and the texts ``about`` as metadata, to the new file ``path``.
+
+    The file is readable for those who can read its folder (safetensors makes it readable for its
+    owner only). It is not serialized in memory first. Raises OSError if it cannot be written.
+    """
     from safetensors.torch import save_file
 
     try:
@@ -137,8 +158,10 @@ def save_tensors(path: Path, tensors: dict[str, Tensor], about: dict[str, str]) 
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """The folder that the body fills becomes ``path``, whole or not at all; an empty one may be
-    there. Raises OutputError where that cannot be done."""
+    """Yield a temporary folder, which is renamed to ``path`` once the body has filled it.
+
+    ``path`` may be an empty folder. Raises OutputError if it cannot be written.
+    """
     making = temporary(path.absolute())
     try:
         shutil.rmtree(making, ignore_errors=True)
@@ -152,25 +175,26 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def require_writable(path: Path, option: str = "") -> None:
-    """Raise OutputError where ``write_atomically(path, …)`` could not work.
+    """Raise OutputError if ``write_atomically(path, …)`` would fail.
 
-    Nothing stays behind. ``option``, such as ``--summary``, begins the message.
+    ``option``, such as ``--summary``, begins the message. Leaves nothing behind.
     """
     location = f"{option} {path}".strip()
     try:
-        if _is_other_than_file(path):
-            what = "a folder" if path.is_dir() else "a device or a pipe"
-            raise OutputError(f"{location}: is {what}; name a file")
-        if path.exists() and not os.access(path, os.W_OK):
-            raise OutputError(f"{location}: is read-only; name another file")
+        with suppress(FileNotFoundError):
+            _file_size(path)
+            if not os.access(path, os.W_OK):
+                raise OSError(errno.EACCES, "is read-only")
         _try(Path(os.path.realpath(path)).parent)
     except (OSError, ValueError) as error:
         raise OutputError(f"{location}: cannot be written ({reason(error)})") from None
 
 
 def require_folder(path: Path, option: str = "") -> None:
-    """Raise OutputError where files could not be written into the folder ``path``, which need
-    not exist. Nothing stays behind."""
+    """Raise OutputError if files cannot be written into the folder ``path``, which need not exist.
+
+    ``option`` begins the message. Leaves nothing behind.
+    """
     location = f"{option} {path}".strip()
     try:
         if path.exists() and not path.is_dir():
@@ -181,7 +205,7 @@ def require_folder(path: Path, option: str = "") -> None:
 
 
 def write_page(out: Path, results: Any, table: str) -> list[Path]:
-    """``results`` to ``out`` as JSON, the table beside it in Markdown; gives what was written."""
+    """Write ``results`` to ``out`` as JSON, ``table`` beside it as Markdown; return the paths."""
     files = {out: json.dumps(results, indent=1), out.with_suffix(".md"): table}
     for path, content in files.items():
         write_atomically(path, f"{content.rstrip()}\n".encode())
@@ -189,18 +213,28 @@ def write_page(out: Path, results: Any, table: str) -> list[Path]:
 
 
 def temporary(path: Path) -> Path:
-    """Where this process makes what becomes ``path``."""
-    name = digest(os.fsencode(path.name))[:16]
-    return path.with_name(f".{name}.{_host()}.{os.getpid()}.tmp")
+    """Return where this process writes what then becomes ``path``.
+
+    Removes what killed processes of this host left there for the same ``path``.
+    """
+    stem = f".{digest(os.fsencode(path.name))[:16]}.{_host()}."
+    _remove_dead(path.parent.glob(f"{stem}*.tmp"))
+    return path.with_name(f"{stem}{os.getpid()}.tmp")
 
 
 def clean_temporaries(folder: Path) -> list[Path]:
-    """Remove temporary files and folders below ``folder`` whose process on this host is dead.
+    """Remove temporary files and folders below ``folder`` that killed processes of this host left.
 
-    Those of other hosts stay: whether they are alive cannot be known. Returns what was removed.
+    Those of other hosts stay: whether their processes are alive is not known. Returns what was
+    removed.
     """
+    return _remove_dead(Path(folder).rglob(".*.tmp"))
+
+
+def _remove_dead(paths: Iterable[Path]) -> list[Path]:
+    """Remove those of ``paths`` whose name has this host and a process that has ended."""
     removed = []
-    for path in sorted(Path(folder).rglob(".*.tmp")):
+    for path in sorted(paths):
         named = TEMPORARY.fullmatch(path.name)
         if named and named["host"] == _host() and not psutil.pid_exists(int(named["process"])):
             if path.is_dir() and not path.is_symlink():
@@ -212,30 +246,30 @@ def clean_temporaries(folder: Path) -> list[Path]:
 
 
 def mark_used(path: Path) -> None:
-    """Note that a kept file or folder was used now, where that can be noted."""
+    """Set the time of ``path`` to now, as the time of its last use; do nothing if that fails."""
     with suppress(OSError):
         os.utime(path)
 
 
 def reason(error: Exception) -> str:
-    """What went wrong with a file, without its path."""
+    """Return the message of ``error`` without the file's path."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
+def _file_size(path: Path) -> int:
+    """Return the size in bytes; raise OSError for a folder, a device or a pipe."""
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "not a file", str(path))
+    return status.st_size
+
+
 def _try(folder: Path) -> None:
-    """Make a file in ``folder``, or in the nearest one above it that exists."""
+    """Make and remove a file in ``folder``, or in the nearest folder above it that exists."""
     while not os.path.lexists(folder):
         folder = folder.parent
     with tempfile.TemporaryFile(dir=folder):
         pass
-
-
-def _is_other_than_file(path: Path) -> bool:
-    """Whether a folder, a device or a pipe is there. Raises OSError where that cannot be known."""
-    try:
-        return not stat.S_ISREG(os.stat(path).st_mode)
-    except FileNotFoundError:
-        return False
 
 
 def _host() -> str:

@@ -9,7 +9,10 @@ OPTIONS = {
     "--rank": "the verdict above the tables orders the precisions",
 }
 # Values of options of the command line.
-VALUES = {("--format", "html"): "`qbench report` writes a page"}
+VALUES = {
+    ("--format", "html"): "`qbench report` writes a page",
+    ("--to", "tensorboard"): "`--to wandb` writes the same numbers",
+}
 # Keys of a recipe, dotted from its top.
 KEYS: dict[str, str] = {}
 # Options and parts of a quantizer.

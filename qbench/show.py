@@ -15,7 +15,9 @@ from qbench.comparison.explain import flat
 from qbench.comparison.lines import status_of
 from qbench.errors import ResultsError
 from qbench.metrics import LOG_SCALE, is_percentage
+from qbench.record_file import read
 from qbench.records import (
+    KEY_DIGITS,
     Audit,
     Damage,
     Record,
@@ -23,7 +25,7 @@ from qbench.records import (
     RunManifest,
     Unavailable,
 )
-from qbench.store import KEY_DIGITS, Store, read, run_id, runs
+from qbench.store import Store, run_id, runs
 from qbench.text import NO_VALUE, metric_title, number, significant
 
 WIDTH = 100  # of a line; what is longer goes on below its column

@@ -1,71 +1,49 @@
-"""Records on disk: atomic, locked, resumable, verified by checksum. Imports no torch.
+"""The records of a results folder: atomic, locked, verified by checksum. Imports no torch.
 
-    DIR/grid.json                                             what the last run was of
-    DIR/grids/<id>.json                                       what each run was of
-    DIR/records/<checkpoint>/<quantizer>/<key16>.json         the record
-    DIR/records/…/<key16>.<digest16>.outcomes.parquet         per-document outcomes
+    DIR/grid.json                                             manifest of the last run
+    DIR/grids/<id>.json                                       manifest of each run
+    DIR/records/<checkpoint>/<quantizer>/<key16>.json         the record of a cell
+    DIR/records/…/<key16>.<digest16>.outcomes.parquet         outcomes per document
     DIR/records/…/<key16>.<digest16>.responses.parquet        every scored continuation
-    DIR/records/…/<key16>.<digest16>.divergences.parquet      KL by request, or by token
-    DIR/records/…/<key16>.log                                 what the libraries printed
-    DIR/analysis/grid.json                                    which analyses are meant
-    DIR/analysis/<checkpoint>/<quantizer>/<key16>.json        one cell's
+    DIR/records/…/<key16>.<digest16>.divergences.parquet      KL per request, or per token
+    DIR/records/…/<key16>.log                                 output of the libraries
+    DIR/analysis/grid.json                                    manifest of the last analysis
+    DIR/analysis/<checkpoint>/<quantizer>/<key16>.json        the analysis of a cell
     DIR/analysis/long-context/…                               of texts beyond the trained context
-    DIR/analysis/sensitivity/…                                of a linear layer or block at a time
-    DIR/records.tar.xz                                        all of these but logs, where a folder
-                                                              comes as one file
-    DIR/.unpacked                                             digest of what was unpacked
+    DIR/analysis/sensitivity/…                                per linear layer or block
+    DIR/records.tar.xz                                        all of these but logs in one file
+    DIR/.unpacked                                             digest of the archive unpacked last
 
 A record carries its own checksum and those of its Parquet files, whose names begin with theirs.
-It is written last, so one that can be read is whole, and one that is replaced stays whole until
-its successor is.
+It is written last: a record that can be read is complete, and one that is being replaced stays
+complete until the new one is written.
 """
 
 from __future__ import annotations
 
 import io
 import json
-import lzma
-import re
-import sys
-import tarfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from datetime import datetime
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
 from filelock import FileLock
-from pydantic import ValidationError
 
-from qbench.errors import (
-    DamagedError,
-    NewerSchemaError,
-    OutputError,
-    ResultsError,
-    SchemaError,
-    validation_line,
-)
-from qbench.files import (
-    NAME,
-    clean_temporaries,
-    content_key,
-    digest,
-    file_digest,
-    require_folder,
-    write_atomically,
-)
+from qbench.archive import unpack
+from qbench.errors import DamagedError, NewerSchemaError, ResultsError, SchemaError
+from qbench.files import clean_temporaries, digest, without_links, write_atomically
+from qbench.record_file import RUN_AGAIN, read, write
 from qbench.records import (
     DIVERGENCE_COLUMNS,
     KEY_DIGITS,
     OUTCOME_COLUMNS,
     RESPONSE_COLUMNS,
     RESPONSE_DEFAULTS,
-    SCHEMA_VERSION,
     Analysis,
     AnalysisManifest,
     CellKey,
     Record,
-    RecordModel,
     RunManifest,
     Sensitivity,
     StoredTable,
@@ -74,13 +52,7 @@ from qbench.records import (
 if TYPE_CHECKING:
     import pandas as pd
 
-GRIDS = "grids"
-CHECKSUM = "checksum"
-ARCHIVE = "records.tar.xz"
-PACKED = re.compile(rf"grid\.json|(grids|records|analysis)(/{NAME})+\.(json|parquet)")  # in it
-UNPACKED = ".unpacked"  # holds the SHA-256 of the archive that was laid out
-AGAIN, ANALYZE = "run the recipe again", "run `qbench analyze` again"
-
+MANIFEST, MANIFESTS = "grid.json", "grids"
 COLUMNS = {
     "outcomes": OUTCOME_COLUMNS,
     "responses": RESPONSE_COLUMNS,
@@ -88,35 +60,41 @@ COLUMNS = {
 }
 
 Table = Literal["outcomes", "responses", "divergences"]
-T = TypeVar("T", bound=RecordModel)
-Made = TypeVar("Made", Record, Analysis, Sensitivity)
-Asked = TypeVar("Asked", RunManifest, AnalysisManifest)
+R = TypeVar("R", Record, Analysis, Sensitivity)
+M = TypeVar("M", RunManifest, AnalysisManifest)
+Say = Callable[[str], None]
 
 
-class CellFiles(Generic[Made, Asked]):
-    """One file a cell, each under its key, and the grid that says which are meant."""
+class CellFiles(Generic[R, M]):
+    """Records of one type, a file per cell under the cell's key, and the manifest that lists the
+    cells."""
 
-    kind: type[Made]
-    asked: type[Asked]
-    again, written_by = AGAIN, "qbench run"
+    kind: type[R]
+    manifest_kind: type[M]
+    remedy, written_by = RUN_AGAIN, "qbench run"
 
-    def __init__(self, directory: Path, folder: Path) -> None:
-        self.directory, self._cells = Path(directory), folder
+    def __init__(self, root: Path, directory: Path, cells: Path) -> None:
+        """``root`` is the results folder; the manifest lies in ``directory``, records in
+        ``cells``, both inside ``root``."""
+        self.root, self.directory, self._cells = root, directory, cells
 
     def has_manifest(self) -> bool:
-        return (self.directory / "grid.json").is_file()
+        return (self.directory / MANIFEST).is_file()
 
-    def manifest(self) -> Asked:
-        """What was asked for last. Raises ResultsError where nothing was, or it is damaged."""
+    def manifest(self) -> M:
+        """Return the manifest of the last run. Raises ResultsError if there is none or it is
+        damaged."""
         if not self.has_manifest():
             raise ResultsError(
                 f"{self.directory}: no grid.json here; name a folder that `{self.written_by}` wrote"
             )
-        return read(self.directory / "grid.json", self.asked, self.again)
+        return read(self.directory / MANIFEST, self.manifest_kind, self.remedy)
 
-    def manifest_before(self, say: Callable[[str], None] | None = None) -> Asked | None:
-        """The grid that is there, to be replaced; None where it cannot be read, which ``say`` is
-        told. Raises NewerSchemaError for a newer qbench's, which must not be."""
+    def manifest_before(self, say: Say | None = None) -> M | None:
+        """Return the manifest that a new run is about to replace; None if there is none or it
+        cannot be read. ``say`` is then called with the reason. Raises NewerSchemaError for one of a
+        newer qbench, which must not be replaced.
+        """
         try:
             return self.manifest() if self.has_manifest() else None
         except NewerSchemaError:
@@ -126,79 +104,86 @@ class CellFiles(Generic[Made, Asked]):
                 say(str(error))
             return None
 
-    def put_manifest(self, grid: Asked, say: Callable[[str], None] | None = None) -> Asked | None:
-        """Say which cells are meant; gives which were until now, as ``manifest_before``."""
+    def put_manifest(self, manifest: M, say: Say | None = None) -> M | None:
+        """Write ``manifest`` and return the one that it replaces, as :meth:`manifest_before`."""
         before = self.manifest_before(say)
-        write(self.directory / "grid.json", grid)
+        self._write(self.directory / MANIFEST, manifest)
         return before
 
-    def get(self, cell: CellKey) -> Made | None:
-        """What ``cell`` asks for, failed ones too; None where there is none.
+    def get(self, cell: CellKey) -> R | None:
+        """Return the record of ``cell``, finished or failed; None if there is none.
 
-        Raises DamagedError where it is not what was written, SchemaError where another version
-        of qbench wrote it.
+        Raises DamagedError if it is not what was written, SchemaError if another version of qbench
+        wrote it.
         """
         path = self.path(cell)
         if not path.is_file():
             return None
-        found = read(path, self.kind, self.again)
-        if (found.cell, found.key) != (cell.cell, cell.key):
-            raise DamagedError(f"{path}: is of another cell or key; {self.again}")
-        return found
+        record = read(path, self.kind, self.remedy)
+        if (record.cell, record.key) != (cell.cell, cell.key):
+            raise DamagedError(f"{path}: is of another cell or key; {self.remedy}")
+        return record
 
-    def get_valid(self, cell: CellKey, say: Callable[[str], None] | None = None) -> Made | None:
-        """As :meth:`get`, for who can make it again: None where it is damaged or old, and ``say``
-        is told why. Raises NewerSchemaError for one that must not be replaced."""
+    def get_valid(self, cell: CellKey, say: Say | None = None) -> R | None:
+        """Return the record of ``cell`` if it and its tables are intact, else None.
+
+        For callers that can make the record again: ``say`` is called with what is damaged or old.
+        Raises NewerSchemaError for a record of a newer qbench, which must not be replaced.
+        """
         try:
             return self._verified(cell)
         except NewerSchemaError:
             raise
         except (DamagedError, SchemaError) as error:
             if say is not None:
-                say(f"{cell.cell}: made again: {str(error).removesuffix('; ' + self.again)}")
+                say(f"{cell.cell}: made again: {str(error).removesuffix('; ' + self.remedy)}")
             return None
 
-    def _verified(self, cell: CellKey) -> Made | None:
+    def _verified(self, cell: CellKey) -> R | None:
         return self.get(cell)
 
-    def records(self) -> list[Made]:
-        """Those of the grid's cells, in the grid's order, missing ones left out."""
-        found = (self.get(cell) for cell in self.manifest().cells)
-        return [one for one in found if one is not None]
+    def records(self) -> list[R]:
+        """Return the records of the manifest's cells in its order, missing ones left out."""
+        records = (self.get(cell) for cell in self.manifest().cells)
+        return [record for record in records if record is not None]
 
     def path(self, cell: CellKey) -> Path:
-        """Where the file of ``cell`` lies."""
+        """Return where the record of ``cell`` lies."""
         return self._cells / cell.cell / f"{cell.key[:KEY_DIGITS]}.json"
 
     def log(self, cell: CellKey) -> Path:
-        """Where libraries' output goes while ``cell`` is at work."""
-        return self.path(cell).with_suffix(".log")
+        """Return where the output of libraries goes while ``cell`` runs."""
+        return without_links(self.root, self.path(cell).with_suffix(".log"))
 
     def lock_file(self, cell: CellKey) -> Path:
-        """Held by the process that is at work on ``cell``; its folder exists."""
-        path = self.path(cell).with_suffix(".lock")
+        """Return the lock file of ``cell``, for the process that runs it; its folder exists."""
+        path = without_links(self.root, self.path(cell).with_suffix(".lock"))
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
 
+    def _write(self, path: Path, content: R | M) -> None:
+        write(without_links(self.root, path), content)
 
-class Analyses(CellFiles[Made, AnalysisManifest]):
-    """The analyses of one ``kind`` of the results folder ``directory``, in its folder ``part``."""
 
-    asked = AnalysisManifest
-    again, written_by = ANALYZE, "qbench analyze"
+class Analyses(CellFiles[R, AnalysisManifest]):
+    """The analyses of one ``kind`` in the results folder ``directory``, in its folder ``part``."""
 
-    def __init__(self, directory: Path, kind: type[Made] = Analysis, part: str = "") -> None:
-        unpack(Path(directory))
-        folder = Path(directory) / "analysis" / part
-        super().__init__(folder, folder)
+    manifest_kind = AnalysisManifest
+    remedy, written_by = "run `qbench analyze` again", "qbench analyze"
+
+    def __init__(self, directory: Path, kind: type[R] = Analysis, part: str = "") -> None:
+        root = Path(directory)
+        unpack(root)
+        folder = root / "analysis" / part
+        super().__init__(root, folder, folder)
         self.kind = kind
 
-    def records(self) -> list[Made]:
-        """As those of a run; none where nothing was analyzed."""
+    def records(self) -> list[R]:
+        """Return the analyses of the manifest's cells; none if nothing was analyzed."""
         return super().records() if self.has_manifest() else []
 
-    def put(self, analysis: Made) -> None:
-        write(self.path(analysis), analysis)
+    def put(self, analysis: R) -> None:
+        self._write(self.path(analysis), analysis)
 
 
 LONG_CONTEXT, SENSITIVITY = "long-context", "sensitivity"
@@ -213,45 +198,52 @@ def sensitivities(directory: Path) -> Analyses[Sensitivity]:
 
 
 class Store(CellFiles[Record, RunManifest]):
-    """The records of one results folder."""
+    """The records of one results folder, with their tables."""
 
-    kind, asked = Record, RunManifest
+    kind, manifest_kind = Record, RunManifest
 
-    def __init__(self, directory: Path, *, grid: RunManifest | None = None, run: str | None = None):
-        """``grid``: what to show of the folder, instead of what its last run was of; ``run``: how
-        the id of an earlier run begins that is shown instead. Raises ResultsError for another."""
-        unpack(Path(directory))
-        super().__init__(directory, Path(directory) / "records")
-        self._grid, self.run = grid, None if run is None else find_run(self.directory, run)
+    def __init__(
+        self, directory: Path, *, manifest: RunManifest | None = None, run: str | None = None
+    ) -> None:
+        """``manifest`` replaces that of the last run; ``run`` is the beginning of the id of an
+        earlier run to show instead. Raises ResultsError if there is no such run."""
+        root = Path(directory)
+        unpack(root)
+        super().__init__(root, root, root / "records")
+        self._manifest, self.run = manifest, None if run is None else find_run(root, run)
 
     @property
     def name(self) -> str:
-        """The folder, and which of its runs."""
+        """The folder, and the run if it is not the last one."""
         return f"{self.directory} (run {self.run})" if self.run else str(self.directory)
 
-    def place(self) -> Path:
-        """Where what is made of it goes: the folder, or one in it for an earlier run."""
-        return self.directory / "runs" / self.run if self.run else self.directory
+    def output(self, name: str = "") -> Path:
+        """Return where to write the file or folder ``name`` that is made from these results.
+
+        It lies in the folder, or in ``runs/ID`` for an earlier run. Raises OutputError if a
+        symbolic link is in the way.
+        """
+        folder = self.directory / "runs" / self.run if self.run else self.directory
+        return without_links(self.directory, folder / name) if name else folder
 
     def manifest(self) -> RunManifest:
-        """The grid of the last run, or of the one that was asked for. Raises ResultsError where
-        there is none, or it is damaged."""
+        """Return the manifest of the last run, or of the one that was chosen. Raises ResultsError
+        if there is none or it is damaged."""
         if self.run is not None:
-            return read(self.directory / GRIDS / f"{self.run}.json", RunManifest)
-        return self._grid or super().manifest()
+            return read(self.directory / MANIFESTS / f"{self.run}.json", RunManifest)
+        return self._manifest or super().manifest()
 
-    def put_manifest(
-        self, grid: RunManifest, say: Callable[[str], None] | None = None
-    ) -> RunManifest | None:
-        """What killed processes left behind is removed, too."""
+    def put_manifest(self, manifest: RunManifest, say: Say | None = None) -> RunManifest | None:
+        """Write ``manifest`` as that of the last run and return the one that it replaces, as
+        :meth:`CellFiles.put_manifest`. Removes what killed processes left in the folder."""
         with self._lock():
-            before = super().put_manifest(grid, say)
+            before = super().put_manifest(manifest, say)
             clean_temporaries(self.directory)
-            write(self.directory / GRIDS / f"{run_id(grid)}.json", grid)
+            self._write(self.directory / MANIFESTS / f"{run_id(manifest)}.json", manifest)
         return before
 
     def _verified(self, cell: CellKey) -> Record | None:
-        """Its Parquet files too."""
+        """Return the record after reading its tables too."""
         record = self.get(cell)
         for name in record.files if record else ():
             self.payload(record, name)
@@ -264,11 +256,11 @@ class Store(CellFiles[Record, RunManifest]):
         responses: pd.DataFrame | None = None,
         divergences: pd.DataFrame | None = None,
     ) -> Record:
-        """Write a record and its tables; the record last, each file in one step.
+        """Write a record and its tables, and return the record with the tables' checksums.
 
-        Returns the record as it was written, with its tables' checksums.
+        The record is written last. Tables of this record that are not passed are deleted.
         """
-        if outcomes is not None:  # alike beside alike: a seventh smaller
+        if outcomes is not None:  # like values side by side compress a seventh better
             outcomes = outcomes.sort_values(["task", "metric", "document"], kind="stable")
         tables = {"outcomes": outcomes, "responses": responses, "divergences": divergences}
         payloads = {
@@ -276,16 +268,22 @@ class Store(CellFiles[Record, RunManifest]):
             for name, table in tables.items()
             if table is not None
         }
-        path = self.path(record)
+        return self.put_payloads(record, payloads)
+
+    def put_payloads(self, record: Record, payloads: dict[Table, bytes]) -> Record:
+        """Write a record and its tables, given as the content of their Parquet files; else as
+        :meth:`put`."""
         files = {
             name: StoredTable(sha256=digest(payload), bytes=len(payload))
             for name, payload in payloads.items()
         }
         record = record.model_copy(update={"files": files})
+        path = self.path(record)
         with self._lock():
             for name, payload in payloads.items():
-                write_atomically(self._table_path(record, name), payload)
-            write(path, record)
+                table = without_links(self.root, self._table_path(record, name))
+                write_atomically(table, payload)
+            self._write(path, record)
             kept = {self._table_path(record, name) for name in files}
             for old in path.parent.glob(f"{path.stem}.*.*.parquet"):
                 if old not in kept:
@@ -293,11 +291,12 @@ class Store(CellFiles[Record, RunManifest]):
         return record
 
     def outcomes(self, record: Record) -> pd.DataFrame:
-        """Columns ``OUTCOME_COLUMNS``; raises DamagedError where the file is missing or changed."""
+        """Return the columns ``OUTCOME_COLUMNS``. Raises DamagedError if the file is missing or
+        changed."""
         return self._table(record, "outcomes")
 
     def responses(self, record: Record) -> pd.DataFrame:
-        """Columns ``RESPONSE_COLUMNS``; raises DamagedError as ``outcomes``."""
+        """Return the columns ``RESPONSE_COLUMNS``. Raises DamagedError as ``outcomes``."""
         table = self._table(record, "responses")
         for name, value in RESPONSE_DEFAULTS.items():
             if name not in table:
@@ -305,124 +304,54 @@ class Store(CellFiles[Record, RunManifest]):
         return table
 
     def divergences(self, record: Record) -> pd.DataFrame:
-        """Columns ``DIVERGENCE_COLUMNS``; raises DamagedError as ``outcomes``."""
+        """Return the columns ``DIVERGENCE_COLUMNS``. Raises DamagedError as ``outcomes``."""
         return self._table(record, "divergences")
 
     def _table(self, record: Record, name: Table) -> pd.DataFrame:
         from pyarrow import parquet
 
-        # without threads: where there is no memory for one, pyarrow waits for it for ever
+        # without threads: if there is no memory for one, pyarrow waits for it for ever
         file = parquet.ParquetFile(io.BytesIO(self.payload(record, name)), pre_buffer=False)
         return file.read(use_threads=False).to_pandas(use_threads=False)
 
     def payload(self, record: Record, name: Table) -> bytes:
-        """A Parquet file's content, verified before any library parses it."""
+        """Return the content of a Parquet file, verified before a library parses it. Raises
+        DamagedError if it is missing or changed."""
         if name not in record.files:
             path = self.path(record)
-            raise DamagedError(f"{path}: no {name} were written with this record; {AGAIN}")
-        path, stated = self._table_path(record, name), record.files[name]
+            raise DamagedError(f"{path}: no {name} were written with this record; {RUN_AGAIN}")
+        path, stored = self._table_path(record, name), record.files[name]
         try:
             payload = path.read_bytes()
         except FileNotFoundError:
-            raise DamagedError(f"{path}: missing; {AGAIN}") from None
-        if len(payload) != stated.bytes or digest(payload) != stated.sha256:
-            raise DamagedError(f"{path}: damaged: its content is not what was written; {AGAIN}")
+            raise DamagedError(f"{path}: missing; {RUN_AGAIN}") from None
+        if len(payload) != stored.bytes or digest(payload) != stored.sha256:
+            raise DamagedError(f"{path}: damaged: its content is not what was written; {RUN_AGAIN}")
         return payload
 
     def _table_path(self, record: Record, name: Table) -> Path:
-        """Its checksum is part of the name, so that a table never replaces one that an older record
-        still states."""
-        stated = record.files[name].sha256[:KEY_DIGITS]
-        return self.path(record).with_suffix(f".{stated}.{name}.parquet")
+        """Return the path of a table. Its checksum is part of the name, so that a new table never
+        replaces one that the old record still names."""
+        checksum = record.files[name].sha256[:KEY_DIGITS]
+        return self.path(record).with_suffix(f".{checksum}.{name}.parquet")
 
     @contextmanager
     def _lock(self) -> Iterator[None]:
         self.directory.mkdir(parents=True, exist_ok=True)
-        with FileLock(self.directory / ".lock"):
+        with FileLock(without_links(self.root, self.directory / ".lock")):
             yield
 
 
-def unpack(directory: Path) -> None:
-    """Lay what ``records.tar.xz`` holds beside it, once for each archive that comes, as by a `git
-    pull`: ``.unpacked`` says which was the last. What was run here since stays, if it is of another
-    key, or better or later than the archive's, and a line on standard error says so. grid.json
-    comes last: an unpacking that was stopped is begun again. Raises DamagedError, or OutputError
-    for a folder that cannot be written to."""
-    archive, mark, grid = (directory / name for name in (ARCHIVE, UNPACKED, "grid.json"))
-    if not archive.is_file():
-        return
-    stated = file_digest(archive).encode()
-
-    def known() -> bool:
-        return grid.exists() and mark.is_file() and mark.read_bytes() == stated
-
-    def missing() -> list[tuple[str, bytes]]:
-        return [(name, content) for name, content in found if not _stays(directory / name, content)]
-
-    if known():
-        return
-    found = sorted(_archived(archive), key=lambda one: one[0] == grid.name)
-    if not missing():
-        with suppress(OutputError):  # of a folder that is read-only
-            write_atomically(mark, stated)
-        return
-    require_folder(directory)
-    with FileLock(directory / ".lock"):
-        if known():  # another process was here meanwhile
-            return
-        newer = grid.exists()
-        for name, content in missing():
-            write_atomically(directory / name, content)
-        write_atomically(mark, stated)
-    if newer:
-        print(
-            f"{archive}: newer than what lay beside it; its results are shown now, and what was "
-            f"made here stays: `qbench show {directory}` lists the runs",
-            file=sys.stderr,
-        )
-
-
-def _archived(archive: Path) -> list[tuple[str, bytes]]:
-    """Names and contents of the files in ``archive`` that are ours. Raises DamagedError."""
-    try:
-        with lzma.open(archive) as file, tarfile.open(fileobj=file, mode="r:") as packed:
-            found = [
-                (one.name, packed.extractfile(one).read())
-                for one in packed
-                if one.isfile() and PACKED.fullmatch(one.name)
-            ]
-            file.read()  # to its end, where its checksum is
-            return found
-    except (tarfile.TarError, lzma.LZMAError, EOFError) as error:
-        raise DamagedError(f"{archive}: damaged: {error}; fetch it again") from None
-
-
-def _stays(path: Path, archived: bytes) -> bool:
-    """Whether ``path`` holds what is ``archived``, or a record of the same key that is good where
-    that is not, or as good and later."""
-    if not path.is_file():
-        return False
-    here = path.read_bytes()
-    if here == archived:
-        return True
-    with suppress(ValueError, KeyError, TypeError):
-        mine, theirs = (
-            (one["status"] == "ok", datetime.fromisoformat(one["finished"]))
-            for one in map(json.loads, (here, archived))
-        )
-        return mine > theirs
-    return False  # a grid, a table, or damaged
-
-
 def _parquet(table: pd.DataFrame, columns: tuple[str, ...]) -> bytes:
-    """Numbers as differences or split into bytes: half of what zstd alone takes."""
+    """Return ``table`` as a Parquet file. Numbers are stored as differences or split into bytes,
+    which takes half of what zstd alone does."""
     assert tuple(table.columns) == columns, tuple(table.columns)
     kinds = {name: kind.kind for name, kind in table.dtypes.items()}
     encoding = {"i": "DELTA_BINARY_PACKED", "f": "BYTE_STREAM_SPLIT"}
     return table.to_parquet(
         index=False,
         compression="zstd",
-        compression_level=19,  # an eighth smaller than by default, 50 ms a cell
+        compression_level=19,  # an eighth smaller than by default, 50 ms per cell
         use_dictionary=[name for name, kind in kinds.items() if kind not in encoding],
         column_encoding={name: encoding[kind] for name, kind in kinds.items() if kind in encoding},
         write_statistics=False,  # as long as a small table
@@ -430,72 +359,25 @@ def _parquet(table: pd.DataFrame, columns: tuple[str, ...]) -> bytes:
     )
 
 
-def read(path: Path, kind: type[T], again: str = AGAIN) -> T:
-    """What ``write`` wrote. Raises SchemaError for another ``schema_version`` than ours,
-    DamagedError for any change of content; ``again`` is the remedy that both name."""
-
-    def damaged(what: str) -> DamagedError:
-        return DamagedError(f"{path}: damaged: {what}; {again}")
-
-    try:
-        values = json.loads(path.read_bytes())
-    except (ValueError, RecursionError):
-        raise damaged("not whole JSON") from None
-    if not isinstance(values, dict):
-        raise damaged("not a JSON object")
-    version = values.get("schema_version")
-    if type(version) is not int:
-        raise damaged("it has no schema_version")
-    told = f"qbench (schema {version}, this one reads {SCHEMA_VERSION})"
-    if version > SCHEMA_VERSION:
-        raise NewerSchemaError(f"{path}: written by a newer {told}: update qbench")
-    if version < SCHEMA_VERSION:
-        raise SchemaError(f"{path}: written by an older {told}: {again}")
-    stated = values.pop(CHECKSUM, None)
-    if stated is None:
-        raise damaged("it has no checksum")
-    if stated != content_key(values):
-        raise damaged("its content is not what was written")
-    try:
-        return kind.model_validate(values)
-    except ValidationError as error:
-        raise damaged(validation_line(error)) from None
-
-
-def write(path: Path, thing: RecordModel) -> None:
-    """Write a record or grid with its checksum, in one step."""
-    write_atomically(path, with_checksum(json.loads(thing.model_dump_json())))
-
-
-def with_checksum(values: dict[str, Any]) -> bytes:
-    """JSON text of ``values``, a line a key, and at its end their checksum: SHA-256 of the
-    canonical JSON, so that a changed byte is noticed."""
-    values = {**values, CHECKSUM: content_key(values)}
-    lines = [
-        f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}"
-        for key, value in values.items()
-    ]
-    return ("{" + ",\n".join(lines) + "}\n").encode(errors="surrogatepass")
-
-
-def run_id(grid: RunManifest) -> str:
-    """Of what a run was of: 8 hexadecimal digits, the same for the same cells and tasks."""
-    content = [grid.tasks, grid.checkpoints, [cell.key for cell in grid.cells]]
+def run_id(manifest: RunManifest) -> str:
+    """Return 8 hexadecimal digits that are the same for the same cells and tasks."""
+    content = [manifest.tasks, manifest.checkpoints, [cell.key for cell in manifest.cells]]
     return digest(json.dumps(content).encode())[:8]
 
 
 def runs(directory: Path) -> list[tuple[str, Path]]:
-    """Id and file of what each run into a folder was of, the newest first."""
-    files = (Path(directory) / GRIDS).glob("*.json")
+    """Return (id, path of the manifest) for each run into a folder, the newest first."""
+    files = (Path(directory) / MANIFESTS).glob("*.json")
     newest = sorted(files, key=lambda path: path.stat().st_mtime, reverse=True)
     return [(path.stem, path) for path in newest]
 
 
-def find_run(directory: Path, wanted: str) -> str:
-    """The id that begins with ``wanted``. Raises ResultsError where not exactly one does."""
-    known = [name for name, _ in runs(directory)]
-    found = [name for name in known if wanted and name.startswith(wanted)]
-    if len(found) != 1:
-        why = f"{len(found)} runs begin with" if found else "it has no run"
-        raise ResultsError(f"{directory}: {why} {wanted!r}; it has {', '.join(known) or 'none'}")
-    return found[0]
+def find_run(directory: Path, start: str) -> str:
+    """Return the run's id that begins with ``start``. Raises ResultsError unless exactly one
+    does."""
+    ids = [name for name, _ in runs(directory)]
+    matches = [name for name in ids if start and name.startswith(start)]
+    if len(matches) != 1:
+        why = f"{len(matches)} runs begin with" if matches else "it has no run"
+        raise ResultsError(f"{directory}: {why} {start!r}; it has {', '.join(ids) or 'none'}")
+    return matches[0]

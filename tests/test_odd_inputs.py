@@ -17,8 +17,8 @@ CHECK = ("check", "grid", "--baseline", "base.parquet")
 RUN = ("run", "good.yaml", "--device", "cpu")
 # what no output can be written to, and what the line says of it
 NOT_A_FILE = {
-    "folder": "is a folder", "": "an empty path", "/proc/qbench.json": "cannot be written",
-    "fifo": "is a device or a pipe",
+    "folder": "not a file", "": "an empty path", "/proc/qbench.json": "cannot be written",
+    "fifo": "not a file",
 }  # fmt: skip
 NOT_A_FOLDER = {"file": "is a file", "": "an empty path", "file/x": "cannot be written to"}
 NOT_RESULTS = {
@@ -31,7 +31,7 @@ NOT_RESULTS = {
 NOT_A_RECIPE = {"fifo": "not a file", "a\nb": "no such recipe", "file": "a recipe is a mapping"}
 ODD: list[tuple[tuple[str, ...], str]] = [
     *(((*CHECK, "--json", path), words) for path, words in NOT_A_FILE.items()),
-    *(((*command, "folder"), "is a folder") for command in (
+    *(((*command, "folder"), "not a file") for command in (
         (*CHECK, "--summary"), (*CHECK, "--junit"), ("baseline", "grid", "--out"),
         ("bench", "evaluation", "good.yaml", "--out"), (*RUN, "--save-recipe"),
     )),

@@ -64,8 +64,8 @@ def show_tables(
     try:
         require_folder(store.directory)
         for name, text in files.items():
-            write_atomically(store.place() / name, text.encode())
-        show_written([store.place() / name for name in files])
+            write_atomically(store.output(name), text.encode())
+        show_written([store.output(name) for name in files])
     except OutputError as error:
         typer.echo(f"not written: {error}", err=True)
     return comparison

@@ -102,7 +102,7 @@ def run(
         planned, records = _run_cells(place, only, force)
     from qbench.cli.results import show_tables  # pandas
 
-    comparison = show_tables(Store(place.out, grid=planned.grid), against=against)
+    comparison = show_tables(Store(place.out, manifest=planned.grid), against=against)
     typer.echo(f"{headline(comparison)} All of it: qbench view {place.out}", err=True)
     broken = [record for record in records if record.status == "failed" or record.failed_tasks]
     if broken:

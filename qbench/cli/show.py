@@ -116,8 +116,8 @@ def asked_texts(
 def export(
     folder: Folder,
     to: Annotated[
-        Literal["lm-eval", "model-card", "tensorboard", "wandb", "archive"],
-        typer.Option(metavar="FORMAT", help="lm-eval, model-card, tensorboard, wandb or archive."),
+        Literal["lm-eval", "model-card", "wandb", "archive"],
+        typer.Option(metavar="FORMAT", help="lm-eval, model-card, wandb or archive."),
     ],
     out: Annotated[
         Path | None,
@@ -126,7 +126,7 @@ def export(
     run: Run = None,
 ) -> None:
     """Write results in others' formats: lm-eval's results and samples, the evaluation metadata of
-    a model card, TensorBoard's scalars, Weights & Biases' runs (offline; `wandb sync` sends them).
+    a model card, Weights & Biases' runs (offline; `wandb sync` sends them).
     Or all of a folder as one file to commit, records.tar.xz, which every command reads.
 
     Failed and missing cells are left out, and named on standard error; an archive has all.
@@ -142,7 +142,7 @@ def export(
     if to == "archive" and run is not None:
         raise ResultsError("--run: an archive has all runs; leave it out")
     store = open_store(folder, run)
-    place = out or (folder if to == "archive" else store.place() / "export" / to)
+    place = out or (folder if to == "archive" else store.output(f"export/{to}"))
     require_folder(place, "--out")
     for cell in store.manifest().cells:
         status, reason = status_of(store.get(cell))

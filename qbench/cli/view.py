@@ -132,4 +132,5 @@ def report(
             raise
         typer.echo(f"not written beside the results: {error}", err=True)
         out = Path()
-    show_written([write_report(Results(store), (out or store.place()) / "report.html")])
+    path = out / "report.html" if out else store.output("report.html")
+    show_written([write_report(Results(store), path)])

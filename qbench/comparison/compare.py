@@ -11,8 +11,9 @@ from qbench.comparison.effects import with_effects
 from qbench.comparison.lines import Comparison, Entry, Line, status_of
 from qbench.errors import ResultsError
 from qbench.metrics import rank
+from qbench.record_file import read
 from qbench.records import GridCell, Record, RunManifest, Score
-from qbench.store import Store, read, runs
+from qbench.store import Store, runs
 
 Scores = Mapping[tuple[str, str], Score]  # of a record, by task and metric
 

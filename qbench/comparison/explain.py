@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from qbench.errors import ResultsError
+from qbench.record_file import read
 from qbench.records import Record
-from qbench.store import Store, read
+from qbench.store import Store
 from qbench.text import one_line
 
 ABSENT = "(absent)"

@@ -16,8 +16,8 @@ from safetensors import SafetensorError, safe_open
 
 from qbench.errors import ResultsError
 from qbench.files import digest_of_parts, mark_used
-from qbench.records import GridCell, Record
-from qbench.store import KEY_DIGITS, Store
+from qbench.records import KEY_DIGITS, GridCell, Record
+from qbench.store import Store
 
 ABOUT = "about"  # the one entry of the file's metadata: several come in no fixed order
 REMEDY = "run the unquantized cell again"

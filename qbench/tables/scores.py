@@ -30,8 +30,15 @@ from qbench.comparison.wording import (
     values_text,
 )
 from qbench.metrics import is_percentage
-from qbench.records import Damage, Flips, GridCell, GroupScore, Record, TaskDamage
-from qbench.store import KEY_DIGITS
+from qbench.records import (
+    KEY_DIGITS,
+    Damage,
+    Flips,
+    GridCell,
+    GroupScore,
+    Record,
+    TaskDamage,
+)
 from qbench.tables.notes import cache_notes, chance_notes, judged_notes, prompt_notes, single_notes
 from qbench.tables.published import printed_cells, printed_notes
 from qbench.tables.table import Cells, Table, from_rows
