@@ -27,6 +27,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from qbench import recipe_yaml
@@ -279,10 +280,9 @@ class Recipe(Strict):
     kind."""
     baseline: Name | None = None
     """The checkpoint that Δ is taken against. Default: the first."""
-    replicates: dict[Name, Annotated[tuple[Name, ...], Field(min_length=2)]] = Field(
-        default_factory=dict
-    )
-    """Several trainings of one kind: a group's name, and its checkpoints."""
+    replicates: SkipJsonSchema[dict[Name, tuple[Name, ...]]] = Field(default_factory=dict)
+    """Several trainings of one kind, by the name of their entry in the file's ``checkpoints``. No
+    key of a file."""
     compute_dtype: Literal["bfloat16", "float16", "float32"] | None = None
     """Of quantized cells. Default: that of the unquantized quantizer."""
     quantizers: tuple[Column, ...]
@@ -312,6 +312,7 @@ class Recipe(Strict):
         source = _source(path, overrides or Overrides())
         if {"model", "normalizers"} <= source.values.keys():
             raise RecipeError(f"{path}: it is a training recipe; use qbench train {path}")
+        recipe_yaml.require_no_removed(source)
         _group_checkpoints(source)
         try:
             return cls.model_validate(source.values, context=source)
@@ -345,24 +346,6 @@ class Recipe(Strict):
             raise ValueError("must be a list, such as [bf16, gptq-4bit]")
         dtype = known.data.get("compute_dtype") or unquantized_dtype(value)
         return tuple(_column(index, entry, dtype) for index, entry in enumerate(value))
-
-    @field_validator("replicates")
-    @classmethod
-    def _groups(
-        cls, value: dict[str, tuple[str, ...]], known: ValidationInfo
-    ) -> dict[str, tuple[str, ...]]:
-        checkpoints = known.data.get("checkpoints", {})
-        seen: set[str] = set()
-        for group, members in value.items():
-            if group in checkpoints:
-                raise problem((group,), "is the name of a checkpoint too; rename the group")
-            for member in members:
-                if checkpoints and member not in checkpoints:
-                    raise problem((group,), f"{member} is none of the checkpoints")
-                if member in seen:
-                    raise problem((group,), f"{member} is listed twice")
-                seen.add(member)
-        return value
 
     @model_validator(mode="after")
     def _unique(self) -> Recipe:
@@ -648,7 +631,7 @@ def _in_dtype(entry: Any, unquantized: str) -> Any:
 
 def _group_checkpoints(source: Source) -> None:
     """Take apart checkpoints that stand for several trainings of one kind, a list or a path
-    with ``*``: ``softmax`` becomes ``softmax.1``, ``softmax.2``, …, and a group of ``replicates``.
+    with ``*``: ``softmax`` becomes ``softmax.1``, ``softmax.2``, …, and a group in ``replicates``.
     Raises RecipeError where fewer than two are found, or where one of these names is that of
     another checkpoint."""
     declared = source.values.get("checkpoints", {})
@@ -675,9 +658,7 @@ def _group_checkpoints(source: Source) -> None:
             made[member] = one
             source.lines["checkpoints", member] = source.lines.get(("checkpoints", name), 0)
     if groups:
-        source.values["checkpoints"] = made
-        stated = source.values.get("replicates") or {}
-        source.values["replicates"] = {**stated, **groups} if isinstance(stated, dict) else stated
+        source.values.update(checkpoints=made, replicates=groups)
 
 
 def _members(entry: Any) -> list[Any] | None:

@@ -1,8 +1,7 @@
-"""The schema of recipes: as JSON Schema for editors, and as the page docs/reference/recipe.md."""
+"""Describe recipes: their keys as JSON Schema for editors, quantizers with options for a list."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
@@ -21,13 +20,6 @@ ABOUT = {
     "outliers": "changes the model to an equivalent one that is easier to quantize",
 }
 EXAMPLE = "{weights: gptq-4bit, activations: int8-token, kv: int4-token, label: w4a8kv4}"
-HEAD = """# Keys of a recipe
-
-Made by `qbench schema --markdown`. `qbench schema > recipe.schema.json` writes the same as JSON
-Schema, with which editors check and complete a recipe that begins with
-`# yaml-language-server: $schema=recipe.schema.json`. Paths are relative to the recipe's file.
-[Recipes](../recipes.md) explains them with examples.
-"""
 
 
 def json_schema() -> Schema:
@@ -62,63 +54,23 @@ def _quantizer() -> Schema:
     return {"anyOf": [{"enum": names}, {"type": "string"}, mapping]}
 
 
-def markdown() -> str:
-    """The page: a table of keys a mapping, and the quantizers with their options."""
-    schema = json_schema()
-    parts = [HEAD, _table("Recipe", schema)]
-    for name, kind in schema["$defs"].items():
-        if name != "Quantizer":
-            parts.append(_table(name, kind))
-    parts += ["## Quantizers\n\nAs `qbench list quantizers` has them.\n"]
-    parts += ["| | |\n| --- | --- |", *(_row(name, about) for name, about in quantizer_rows())]
-    return "\n".join(parts) + "\n"
-
-
 def explain(preset: Preset, option: str) -> str:
     """What an option of a quantizer means and what it may be."""
     value = TypeAdapter(preset.kind).json_schema()["properties"][option]
-    return f"{value.get('description', option)} ({_what(value).replace('`', '')})"
-
-
-def _row(name: str, about: str) -> str:
-    text = about.replace("|", "\\|").replace("<", "&lt;")
-    return f"| {f'`{name}`' if name else ''} | {text} |"
-
-
-def _table(name: str, kind: Schema) -> str:
-    about = kind.get("description", "").split("\n\n")[0]
-    lines = [f"## {name}", "", " ".join(about.replace("``", "`").split()), ""]
-    lines += ["| key | what it may be | default | |", "| --- | --- | --- | --- |"]
-    for key, value in kind.get("properties", {}).items():
-        default = "required" if key in kind.get("required", ()) else _default(value)
-        text = " ".join(value.get("description", "").split()).replace("|", "\\|")
-        lines.append(f"| `{key}` | {_what(value)} | {default} | {text} |")
-    return "\n".join(lines) + "\n"
-
-
-def _default(value: Schema) -> str:
-    default = value.get("default")
-    return "" if default in (None, [], {}) or isinstance(default, dict) else f"`{_said(default)}`"
+    return f"{value.get('description', option)} ({_what(value)})"
 
 
 def _what(value: Schema) -> str:
-    if "$ref" in value:
-        name = value["$ref"].rpartition("/")[2]
-        return "a [quantizer](#quantizers)" if name == "Quantizer" else f"[{name}](#{name.lower()})"
+    """Return the values that a JSON Schema allows, in words."""
     if "enum" in value:
-        return ", ".join(f"`{_said(one)}`" for one in value["enum"])
+        return ", ".join(map(str, value["enum"]))
     if "const" in value:
-        return f"`{_said(value['const'])}`"
-    for several in ("anyOf", "oneOf"):
-        if several in value:
-            kinds = [_what(one) for one in value[several] if one.get("type") != "null"]
-            return " or ".join(dict.fromkeys(kinds))
+        return str(value["const"])
+    if "anyOf" in value:
+        kinds = [_what(one) for one in value["anyOf"] if one.get("type") != "null"]
+        return " or ".join(dict.fromkeys(kinds))
     if value.get("type") == "array":
         return f"a list of: {_what(value.get('items', {}))}"
-    if value.get("type") == "object":
-        named = value.get("patternProperties", {}).values()
-        inner = next(iter(named), value.get("additionalProperties"))
-        return f"names with: {_what(inner)}" if isinstance(inner, dict) else "a mapping"
     words = {"integer": "a whole number", "number": "a number", "boolean": "true or false"}
     text = words.get(value.get("type", ""), "text")
     if {"exclusiveMinimum", "exclusiveMaximum"} <= value.keys():
@@ -164,9 +116,3 @@ def _shown(part: object) -> str:
     if not isinstance(part, dict):
         return str(part)
     return "{" + ", ".join(f"{key}: {value}" for key, value in part.items()) + "}"
-
-
-def _said(value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    return json.dumps(list(value) if isinstance(value, tuple) else value, default=str)

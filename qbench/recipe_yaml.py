@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import ValidationError
+from pydantic.json_schema import SkipJsonSchema
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from ruamel.yaml.reader import ReaderError
 
+from qbench import removed
 from qbench.errors import RecipeError, shown
 from qbench.files import read_regular, reason, write_atomically
 from qbench.records import DIGEST, LINE, NAME, TASK
@@ -95,6 +97,20 @@ def write(path: Path, values: dict[str, Any], comment: str) -> None:
     write_atomically(path, f"# {comment}\n{text.getvalue()}".encode())
 
 
+def require_no_removed(source: Source) -> None:
+    """Raises RecipeError for keys that earlier versions knew, with what took their place."""
+    keys = {
+        location: ".".join(part for part in location if isinstance(part, str))
+        for location in source.lines
+    }
+    gone = [
+        f"{source.at(location)}: {key} was removed: {removed.KEYS[key]}"
+        for location, key in keys.items() if key in removed.KEYS
+    ]  # fmt: skip
+    if gone:
+        raise RecipeError(*gone)
+
+
 def problem_lines(source: Source, error: ValidationError, kind: type) -> list[str]:
     """One line a problem, with its place in the file of a recipe of this ``kind``."""
     lines = []
@@ -126,7 +142,12 @@ def _known_keys(kind: Any, location: Location) -> str:
     for part in location:
         if part in kind.__pydantic_fields__:
             kind = _mapping(kind.__pydantic_fields__[part].annotation) or kind
-    return "known: " + ", ".join(kind.__pydantic_fields__)
+    keys = [
+        key
+        for key, field in kind.__pydantic_fields__.items()
+        if not any(isinstance(one, SkipJsonSchema) for one in field.metadata)
+    ]
+    return "known: " + ", ".join(keys)
 
 
 def _mapping(annotation: Any) -> Any:

@@ -13,8 +13,10 @@ VALUES = {
     ("--format", "html"): "`qbench report` writes a page",
     ("--to", "tensorboard"): "`--to wandb` writes the same numbers",
 }
-# Keys of a recipe, dotted from its top.
-KEYS: dict[str, str] = {}
+# Keys of a recipe, dotted from its top, without the numbers of list items: "quantizers.threads".
+KEYS = {
+    "replicates": "list the paths of a checkpoint, or write its path with *; they are one group",
+}
 # Options and parts of a quantizer.
 QUANTIZER_OPTIONS = {
     "prune_heads": "heads are no longer cut out; `qbench analyze` measures dormant heads",
@@ -22,6 +24,7 @@ QUANTIZER_OPTIONS = {
 # Commands, and those of a group: "bench training".
 COMMANDS = {
     "noise": "the quantizer noise-floor shows how far rounding alone moves scores",
+    "convert": "checkpoints are read in either format; `save_pretrained` writes one",
     "bench analysis": "`qbench analyze` prints how long each part of a cell took",
     "bench training": "`qbench train` prints tokens/s and the share of the GPU's peak",
 }

@@ -71,7 +71,7 @@ def every_command():
 
 
 @pytest.mark.parametrize("names", [(), *every_command()], ids=" ".join)
-def test_help_fits_80_columns_and_reads_as_words(names, monkeypatch, capsys):
+def test_help_fits_80_columns_and_cuts_no_help(names, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["qbench", *names, "--help"])
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 80)
@@ -82,9 +82,6 @@ def test_help_fits_80_columns_and_reads_as_words(names, monkeypatch, capsys):
     assert max(map(len, lines)) <= 80
     for line in lines:
         assert not re.search(r"\w… │", line), line  # cut by rich
-        plain = re.sub(r"\[[\d<=]*x[\d<=>]*\]|^ +qbench .*", "", line)
-        assert plain.count("<") == plain.count(">"), line  # choices that go on in the next line
-        assert not re.search(r"<(bool|str|path|int|float|list)\b", line), line
 
 
 @pytest.mark.parametrize("names", [*every_command()], ids=" ".join)

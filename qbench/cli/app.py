@@ -7,9 +7,7 @@ import copy
 import functools
 import importlib
 import sys
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Annotated, Any, NamedTuple, get_args
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -67,17 +65,12 @@ def load(name: str) -> Any:
         group.command(name)(found)
     command = typer.main.get_command(group)
     command.name = name
-    for one in _with_commands(command):
-        _in_words(one.get_params(typer.Context(one)))
     return command
 
 
 class Commands(TyperGroup):
     """All commands. Ctrl-C is one line with an exit code of its own, whatever typer's version
     makes of it."""
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        return _in_words(super().get_params(ctx))
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
@@ -127,27 +120,6 @@ def _usage(error: Any) -> str:
         typer.echo(context.get_help(), err=True)
         said = "no command was given"
     return f"{command}: {said}; `{command} --help` lists what is possible"
-
-
-WORDS = {int: "N", float: "NUMBER", str: "TEXT", Path: "PATH"}
-
-
-def _with_commands(command: Any) -> Iterator[Any]:
-    yield command
-    for one in getattr(command, "commands", {}).values():
-        yield from _with_commands(one)
-
-
-def _in_words(params: list[Any]) -> list[Any]:
-    """Help names no types of Python, which newer versions of typer show."""
-    for param in params:
-        if param.param_type_name != "option":
-            param.display_type_rich = lambda ctx: None  # an argument's name says what it is
-        elif param.metavar is None:  # None leaves it to typer: choices
-            kind = getattr(getattr(param, "type_descriptor", None), "annotation", None)
-            kind = next(iter(get_args(kind)), kind)
-            param.metavar = "" if getattr(param, "is_flag", False) else WORDS.get(kind)
-    return params
 
 
 app = typer.Typer(

@@ -103,9 +103,6 @@ def _weights(row: ModelClass) -> str:
 
 def schema(
     plugin: PluginOption = [],  # noqa: B006  typer copies it
-    markdown: Annotated[
-        bool, typer.Option("--markdown", help="The page docs/reference/recipe.md.")
-    ] = False,
 ) -> None:
     """Print the JSON Schema of recipes, by which editors check and complete them.
 
@@ -115,5 +112,4 @@ def schema(
     ```
     """
     load_packages()
-    shown = recipe_schema.markdown() if markdown else json.dumps(recipe_schema.json_schema())
-    typer.echo(shown.rstrip("\n"))
+    typer.echo(json.dumps(recipe_schema.json_schema()))

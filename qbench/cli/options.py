@@ -148,7 +148,7 @@ OPTIONS: dict[str, Any] = {
     "checkpoint": Annotated[
         list[str],
         typer.Option(
-            metavar="NAME=PATH_OR_HUB_ID",
+            metavar="NAME=SOURCE",
             help="Use this folder or hub id for the recipe's checkpoint NAME. Repeatable. Without "
             "a recipe: the checkpoints, of which the first is the baseline of Δ.",
         ),
@@ -156,7 +156,7 @@ OPTIONS: dict[str, Any] = {
     "quantized": Annotated[
         list[str],
         typer.Option(
-            metavar="LABEL=PATH_OR_HUB_ID",
+            metavar="LABEL=SOURCE",
             help="A checkpoint that is quantized already, scored beside its original; without "
             "--checkpoint it is scored alone. Repeatable.",
         ),
@@ -201,16 +201,21 @@ OPTIONS: dict[str, Any] = {
     ],
     "calibration_samples": Annotated[
         int | None,
-        typer.Option(min=1, help="Number of calibration texts. Default: the recipe's, or 128."),
+        typer.Option(
+            min=1, metavar="N", help="Number of calibration texts. Default: the recipe's, or 128."
+        ),
     ],
     "calibration_length": Annotated[
         int | None,
         typer.Option(
-            min=8, help="Tokens of each calibration text. Default: the recipe's, or 2048."
+            min=8,
+            metavar="N",
+            help="Tokens of each calibration text. Default: the recipe's, or 2048.",
         ),
     ],
     "limit": Annotated[
-        int | None, typer.Option(min=1, help="Score the first N documents of each task only.")
+        int | None,
+        typer.Option(min=1, metavar="N", help="Score the first N documents of each task only."),
     ],
     "dtype": Annotated[
         Literal["bfloat16", "float32"] | None,

@@ -60,6 +60,7 @@ def run(
         int | None,
         typer.Option(
             min=1,
+            metavar="N",
             help="Cells side by side on each GPU, one process each: one is quantized while others "
             "are scored. Default: 3 on a GPU, 1 on a CPU.",
         ),
