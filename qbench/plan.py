@@ -263,7 +263,15 @@ def _cell(
     except RecipeError as error:
         reason = str(error)
     evaluation, can = recipe.evaluation, checkpoint.support
-    attention = choose_attention(name, can, checkpoint.normalizer, evaluation.attention, device)
+    wanted = evaluation.attention
+    if quantization.kv_cache and quantization.kv_cache.two_sources and not can.native:
+        if wanted == "triton":
+            reason = reason or (
+                f"{quantization.kv_cache.name}: no kernel attends over a KV cache with "
+                "residual_length or groups of tokens; set evaluation.attention: auto"
+            )
+        wanted = "reference" if wanted == "auto" else wanted
+    attention = choose_attention(name, can, checkpoint.normalizer, wanted, device)
     checkpoint = replace(checkpoint, normalizer=attention.normalizer)
     copy = copy and replace(copy, normalizer=attention.normalizer)
     fastest, slower = _fastest(checkpoint)

@@ -19,7 +19,16 @@ KEYS = {
 }
 # Options and parts of a quantizer.
 QUANTIZER_OPTIONS = {
+    "before_rope": "keys are quantized as attention reads them, after RoPE",
+    "percentile": "static ranges hold all values of the calibration text",
+    "threads": "a CPU quantizes with one thread, since the order of sums decides last bits",
     "prune_heads": "heads are no longer cut out; `qbench analyze` measures dormant heads",
+}
+# Options of a quantizer that have another name now; the earlier one still works.
+RENAMED_OPTIONS = {
+    "leave_out": "ignore",
+    "keep_first": "sink_tokens",
+    "keep_recent": "residual_length",
 }
 # Commands, and those of a group: "bench training".
 COMMANDS = {

@@ -84,7 +84,6 @@ def test_an_edited_file_changes_the_keys_of_what_reads_it(tmp_path, copies, edit
         ({"evaluation": {"limit": 3, "max_length": 64}}, BOTH),
         ({"evaluation": {"limit": 3, "softmax_dtype": "model"}}, BOTH),
         ({"tasks": [{"name": "demo_choice", "num_fewshot": 1}]}, BOTH),
-        ({"quantizers": ["fp32", {**CALIBRATED[1], "threads": 2}]}, QUANTIZED),
         ({"evaluation": {"limit": 3, "scoring": "exact"}}, NONE),
         ({"evaluation": {"limit": 3, "tolerance": {"mean": 0.001}}}, NONE),
         ({"name": "another"}, NONE),

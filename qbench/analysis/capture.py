@@ -18,9 +18,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from qbench.attention.kv_cache import KV_CACHE, read_apart, rotate
 from qbench.attention.masks import Mask
 from qbench.attention.normalizers import NORMALIZERS
+from qbench.attention.quantized_kv import KV_CACHE, read_apart, rotate
 from qbench.attention.transformers import parameters_of
 from qbench.errors import UnavailableError
 from qbench.streaming import decoder_blocks

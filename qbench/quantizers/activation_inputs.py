@@ -96,53 +96,6 @@ def weights_alone(model: nn.Module) -> Iterator[None]:
 
 # Ranges on calibration text
 
-PATTERNS = 2**16  # of the upper half of a float32: sign, exponent, 7 bits of mantissa
-SIGN = 2**15
-
-
-class Observer:
-    """What one layer took in, or, ``symmetric``, its magnitudes: the two ends in full and, for a
-    ``percentile`` below 100, how often each bfloat16 value came."""
-
-    def __init__(self, device: torch.device, *, symmetric: bool, percentile: float) -> None:
-        self.symmetric, self.percentile = symmetric, percentile
-        kinds = PATTERNS if percentile < 100 else 0
-        self.counts = torch.zeros(kinds, dtype=torch.int64, device=device)
-        self.low = torch.tensor(torch.inf, device=device)
-        self.high = torch.tensor(-torch.inf, device=device)
-
-    def add(self, x: Tensor) -> None:
-        flat = x.float().reshape(-1)
-        if not flat.numel():
-            return
-        if self.symmetric:
-            flat = flat.abs()
-        if self.percentile < 100:
-            upper = (flat.view(torch.int32) >> 16) & (PATTERNS - 1)
-            # not bincount, which waits for the device twice
-            self.counts.scatter_add_(0, upper.long(), torch.ones_like(upper, dtype=torch.int64))
-        low, high = torch.aminmax(flat)
-        self.low, self.high = torch.minimum(self.low, low), torch.maximum(self.high, high)
-
-    def range(self) -> Tensor:
-        """[low, high], float32: what ``percentile`` per cent of the values lie within.
-
-        100 gives the smallest and the largest value. Below it, ends are rounded towards 0 to
-        bfloat16's next value, at most 0.8 % away.
-        """
-        low, high = self.low, self.high
-        if self.percentile < 100:
-            inside = self.percentile / 100
-            tail = (1 - inside) / 2
-            shares = (0.0, inside) if self.symmetric else (tail, 1 - tail)
-            magnitudes = torch.arange(SIGN, dtype=torch.int32, device=low.device) << 16
-            positive = magnitudes.view(torch.float32)  # of bfloat16 patterns, in order
-            values = torch.cat([-positive.flip(0), positive])  # −∞ … −0, 0 … ∞
-            total = torch.cat([self.counts[SIGN:].flip(0), self.counts[:SIGN]]).double().cumsum(0)
-            wanted = torch.tensor(shares, dtype=total.dtype, device=low.device) * total[-1]
-            low, high = values[torch.searchsorted(total, wanted).clamp(max=PATTERNS - 1)]
-        return torch.stack([-high if self.symmetric else low, high])
-
 
 @torch.no_grad()
 def calibrate(
@@ -156,18 +109,26 @@ def calibrate(
     if not settings.needs_calibration:
         return {}
     modules, device = layers_with_inputs(model, settings.ignore), next(model.parameters()).device
-    how = {"symmetric": settings.format.symmetric, "percentile": settings.percentile}
-    seen = {name: Observer(device, **how) for name in modules}
-    batches = calibration.ids.split(1)
-    watch_inputs(model, modules, lambda name, x: seen[name].add(x), batches, progress)
-    for name, one in seen.items():
-        if one.high < one.low:
+    start = torch.tensor([torch.inf, -torch.inf], device=device)
+    ranges = {name: start.clone() for name in modules}
+    symmetric = settings.format.symmetric
+
+    def observe(name: str, x: Tensor) -> None:
+        if x.numel():
+            low, high = torch.aminmax(x.float())
+            ends = ranges[name]
+            ranges[name] = torch.stack([torch.minimum(ends[0], low), torch.maximum(ends[1], high)])
+
+    watch_inputs(model, modules, observe, calibration.ids.split(1), progress)
+    for name, (low, high) in ranges.items():
+        if high < low:
             raise QuantizationError(
                 f"{name}: calibration text never reaches it; add text, or leave it out: ignore: "
                 f"[{name.rpartition('.')[2]}]"
             )
-    found = {name: one.range() for name, one in seen.items()}
-    for name, ends in found.items():
-        if not ends.isfinite().all():
+        if not (low.isfinite() and high.isfinite()):
             raise QuantizationError(f"{name}: its inputs on calibration text are not finite")
-    return found
+        if symmetric:
+            largest = torch.maximum(-low, high)
+            ranges[name] = torch.stack([-largest, largest])
+    return ranges

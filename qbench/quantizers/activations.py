@@ -54,7 +54,6 @@ class FakeQuantized(ActivationSettings):
     ] = ()
 
     backend: ClassVar[str] = "activation_inputs"
-    percentile: ClassVar[float] = 100.0
     real: ClassVar[bool] = False  # whether codes are multiplied by codes
 
     @property
@@ -112,15 +111,6 @@ class Scaled(FakeQuantized):
     group_size: Annotated[
         GroupSize, Field(description="values along a token that share a scale; -1 is all of them")
     ] = WHOLE_ROW
-    percentile: Annotated[
-        float,
-        Field(
-            ge=50,
-            le=100,
-            description="per cent of the values on calibration text that the range holds, others "
-            "are clipped; 100: from the smallest to the largest",
-        ),
-    ] = 100.0
 
     @property
     def format(self) -> QuantFormat:
@@ -147,11 +137,10 @@ class Scaled(FakeQuantized):
     @property
     def scheme(self) -> str:
         token = "per token" if self.type == "int" else "per row"
-        share = "" if self.percentile == 100 else f" ({self.percentile:g} %)"
         per = {
             "token": token if self.group_size == WHOLE_ROW else strategy(self.group_size),
             "tensor": "per tensor, dynamic",
-            "static": f"per tensor, static{share}",
+            "static": "per tensor, static",
         }[self.per]
         element = "fp8 e4m3" if self.type == "float" else f"int{self.num_bits}"
         return f"{element} {per}{'' if self.symmetric else ', asymmetric'}"
@@ -288,9 +277,9 @@ _ELEMENTS: list[tuple[str, dict[str, Any]]] = [
 ]  # fmt: skip
 _FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "group_size": WHOLE_ROW}
 for _per, _line, _more in (
-    ("token", "one scale a token, from its own values", {"percentile": 100.0}),
+    ("token", "one scale a token, from its own values", {}),
     ("tensor", "one scale a batch; scores depend on the batch",
-     {"percentile": 100.0, "group_size": WHOLE_ROW}),
+     {"group_size": WHOLE_ROW}),
     ("static", "one scale a layer, fixed on calibration text", {"group_size": WHOLE_ROW}),
 ):  # fmt: skip
     for _element, _stated in (*_ELEMENTS, ("fp8 e4m3", _FP8)):

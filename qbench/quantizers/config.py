@@ -164,14 +164,6 @@ class WeightSettings(Settings):
             "experts, or patterns over whole names, such as '*.o_proj'",
         ),
     ] = ()
-    threads: Annotated[
-        int,
-        Field(
-            ge=1,
-            le=1024,
-            description="processor threads while quantizing on a CPU: sums depend on their number",
-        ),
-    ] = 1
 
     @property
     def name(self) -> str:
@@ -265,6 +257,7 @@ class KVCacheSettings(Settings):
 
     method: ClassVar[str] = "kv"
     title: ClassVar[str] = "KV cache"
+    two_sources: bool = False
 
     @property
     @abstractmethod

@@ -40,13 +40,10 @@ class KVCache(KVCacheSettings):
     num_bits: Literal[8, 4, 3, 2]
     type: Literal["int", "float"] = "int"
     symmetric: Symmetric = True
-    before_rope: Annotated[
-        bool, Field(description="quantize keys before their rotation, as KVQuant does")
-    ] = False
-    keep_first: Annotated[
+    sink_tokens: Annotated[
         Tokens, Field(description="tokens at the beginning of a sequence that stay unquantized")
     ] = 0
-    keep_recent: Annotated[
+    residual_length: Annotated[
         Tokens,
         Field(description="latest tokens, with the query's own, that are not quantized yet"),
     ] = 0
@@ -92,6 +89,11 @@ class KVCache(KVCacheSettings):
         return self.format.group_size if self.scales == "channel" else 1
 
     @property
+    def two_sources(self) -> bool:
+        """Whether some queries read a token unquantized that later queries read quantized."""
+        return self.residual_length > 0 or self.key_group > 1
+
+    @property
     def precision(self) -> Part:
         size = self.group_size
         shared = {
@@ -105,12 +107,10 @@ class KVCache(KVCacheSettings):
         words = [f"{self.element} {shared}"]
         if not self.symmetric:
             words.append("asymmetric")
-        if self.before_rope:
-            words.append("keys before RoPE")
-        if self.keep_first:
-            words.append(f"first {self.keep_first} tokens unquantized")
-        if self.keep_recent:
-            words.append(f"last {self.keep_recent} tokens unquantized")
+        if self.sink_tokens:
+            words.append(f"first {self.sink_tokens} tokens unquantized")
+        if self.residual_length:
+            words.append(f"last {self.residual_length} tokens unquantized")
         return Part(bits=self.num_bits, scheme=", ".join(words), simulated=True)
 
     def check(self, config: Mapping[str, Any], device: str) -> None:
@@ -127,12 +127,12 @@ class KVCache(KVCacheSettings):
                 f"{width}; take one that does"
             )
         context = context_length(config)
-        needed = self.keep_first + self.keep_recent + self.key_group
+        needed = self.sink_tokens + self.residual_length + self.key_group
         if context is not None and needed > context:
             raise RecipeError(
-                f"kv: {self.name}: keep_first {self.keep_first}, keep_recent {self.keep_recent} "
-                f"and groups of {self.key_group} leave no token of this checkpoint's context of "
-                f"{context} to quantize; make them smaller"
+                f"kv: {self.name}: sink_tokens {self.sink_tokens}, residual_length "
+                f"{self.residual_length} and groups of {self.key_group} leave no token of this "
+                f"checkpoint's context of {context} to quantize; make them smaller"
             )
         if self.key_group > 1 and config.get("sliding_window") and _windows(config):
             raise RecipeError(

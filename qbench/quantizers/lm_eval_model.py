@@ -66,6 +66,5 @@ register(
     LmEvalModel,
     "any other runtime by its class in lm-eval: vllm, sglang, local-completions, …; not audited",
     ignore=(),
-    threads=1,
     compute_dtype="bfloat16",
 )

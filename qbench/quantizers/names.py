@@ -63,8 +63,9 @@ class Presets(Registry[Preset]):
         preset = self.get(name)
         known = preset.options
         stated = dict(stated or {})
-        if "leave_out" in stated and "ignore" not in stated:  # as older recipes have it
-            stated["ignore"] = stated.pop("leave_out")
+        for older, option in removed.RENAMED_OPTIONS.items():
+            if older in stated and option not in stated:
+                stated[option] = stated.pop(older)
         for key in stated:
             if key in removed.QUANTIZER_OPTIONS:
                 raise RecipeError(f"{name}: {key}: {removed.QUANTIZER_OPTIONS[key]}")

@@ -428,5 +428,4 @@ register(
     Published,
     "a checkpoint that is quantized already: GPTQ, AWQ, compressed-tensors, … (list formats)",
     ignore=(),
-    threads=1,
 )

@@ -227,9 +227,8 @@ def _obtain(
             return found[0], f"artifact reused: {found[1]}"
     except Damaged as damage:
         again = f"artifact was damaged ({damage}) and made again: "
-    threads = config.weights.threads if config.weights else 1
     try:
-        with torch.no_grad(), _threads(threads, model.device):
+        with torch.no_grad(), _one_thread(model.device):
             made, note = make(model, config, calibration, progress)
     except QbenchError:
         raise
@@ -244,12 +243,12 @@ def _obtain(
 
 
 @contextmanager
-def _threads(count: int, device: torch.device) -> Iterator[None]:
-    """Compute with ``count`` threads on a CPU: the order of a sum, and with it the last bits that
-    decide a rounding, depends on their number."""
+def _one_thread(device: torch.device) -> Iterator[None]:
+    """Compute with one thread on a CPU: the order of a sum, and with it the last bits that decide
+    a rounding, depends on the number of threads."""
     before = torch.get_num_threads()
     if device.type == "cpu":
-        torch.set_num_threads(count)
+        torch.set_num_threads(1)
     try:
         yield
     finally:

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from qbench.attention.quantized_kv import ROTATION
 from qbench.quantizers.hadamard import factors, matrix
 from qbench.quantizers.linear import set_parameter
 from qbench.quantizers.transforms import Rotation
-
-ROTATION = "qbench_rotation"  # what qbench.attention looks for, which knows no quantizers
 
 
 @torch.no_grad()

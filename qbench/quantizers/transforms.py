@@ -120,12 +120,6 @@ class Rotation(TransformSettings):
                 )
 
     def require_fit(self, kv: KVCacheSettings | None) -> None:
-        if self.queries_keys and getattr(kv, "before_rope", False):
-            raise RecipeError(
-                "outliers: rotation: queries_keys rotates keys after RoPE, and kv: "
-                f"{kv.name} quantizes them before it; set one of queries_keys and before_rope to "
-                "false"
-            )
         if self.queries_keys and kv is None:
             raise RecipeError(
                 "outliers: rotation: queries_keys changes nothing without a quantized KV cache; "

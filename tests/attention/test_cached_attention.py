@@ -1,15 +1,12 @@
 """Attention over a quantized KV cache against a cache that is written token by token."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from written_cache import decode
 
-from qbench.attention import kv_cache
-from qbench.attention.kv_cache import KV_CACHE
 from qbench.attention.masks import Mask
+from qbench.attention.quantized_kv import KV_CACHE
 from qbench.attention.transformers import attention_name
 from qbench.errors import UnavailableError
 from qbench.quantizers.kv_fake_quant import KVFakeQuant
@@ -24,10 +21,10 @@ SCHEMES = {
     "int4 asymmetric": ("int4-token", {"symmetric": False}, {"bits": 4, "symmetric": False}),
     "int3 in groups of channels": ("int3-token", {"group_size": 4}, {"bits": 3, "channels": 4}),
     "fp8": ("fp8-token", {}, {"bits": 0}),
-    "recent tokens": ("int4-token", {"keep_recent": 5}, {"bits": 4, "keep_recent": 5}),
+    "recent tokens": ("int4-token", {"residual_length": 5}, {"bits": 4, "residual_length": 5}),
     "first and recent": (
-        "int3-token", {"keep_first": 2, "keep_recent": 4},
-        {"bits": 3, "keep_first": 2, "keep_recent": 4},
+        "int3-token", {"sink_tokens": 2, "residual_length": 4},
+        {"bits": 3, "sink_tokens": 2, "residual_length": 4},
     ),
     "kivi": (
         "int4-channel", {"group_size": 4},
@@ -35,8 +32,8 @@ SCHEMES = {
     ),
     "kivi, symmetric, first and recent": (
         "int2-channel",
-        {"group_size": 8, "symmetric": True, "keep_first": 1, "keep_recent": 6},
-        {"bits": 2, "key_group": 8, "channels": 8, "keep_first": 1, "keep_recent": 6},
+        {"group_size": 8, "symmetric": True, "sink_tokens": 1, "residual_length": 6},
+        {"bits": 2, "key_group": 8, "channels": 8, "sink_tokens": 1, "residual_length": 6},
     ),
 }  # fmt: skip
 
@@ -171,18 +168,3 @@ def test_masks_that_do_not_say_where_sequences_begin_are_refused():
     holes[0, 4] = 0
     with pytest.raises(UnavailableError, match="has holes"):
         attend("recent tokens", *parts, Mask(lambda: dense, padding=holes))
-
-
-@pytest.mark.parametrize("trained", range(3), ids=["query", "key", "value"])
-def test_the_kernel_that_reads_two_sources_refuses_inputs_that_need_gradients(trained):
-    """It has no backward pass, and a result without one would train nothing."""
-    pytest.importorskip("triton")
-    query, key, value = (
-        tensor.requires_grad_(i == trained) for i, tensor in enumerate(draw(tokens=5))
-    )
-    with pytest.raises(UnavailableError, match="has no backward pass; use 'reference'"):
-        kv_cache.kernel_attention(
-            query, kv_cache.Sources(key, value, key.detach(), value.detach()),
-            cache=SimpleNamespace(keep_first=0, keep_recent=2, key_group=1), normalizer="softpick",
-            positions=torch.arange(5, dtype=torch.int32)[None], causal=True,
-        )  # fmt: skip

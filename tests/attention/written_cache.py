@@ -16,8 +16,8 @@ class WrittenCache:
     symmetric: bool = True
     key_group: int = 1
     channels: int | None = None
-    keep_first: int = 0
-    keep_recent: int = 0
+    sink_tokens: int = 0
+    residual_length: int = 0
     scale_dtype: type = np.float16
     keys: list = field(default_factory=list)  # arrays, or stored groups of tokens
     values: list = field(default_factory=list)
@@ -28,11 +28,11 @@ class WrittenCache:
         """One token's; then whatever is old enough is quantized, and its original is gone."""
         self.keys.append(key.astype(np.float32))
         self.values.append(value.astype(np.float32))
-        old = len(self.keys) - self.keep_first - self.keep_recent
+        old = len(self.keys) - self.sink_tokens - self.residual_length
         while self.stored_keys + self.key_group <= old:
             tokens = range(
-                self.keep_first + self.stored_keys,
-                self.keep_first + self.stored_keys + self.key_group,
+                self.sink_tokens + self.stored_keys,
+                self.sink_tokens + self.stored_keys + self.key_group,
             )
             block = np.stack([self.keys[t] for t in tokens])
             if self.key_group > 1:  # columns of the block share a scale
@@ -43,7 +43,7 @@ class WrittenCache:
                 self.keys[tokens[0]] = self.store_token(block[0])
             self.stored_keys += self.key_group
         while self.stored_values + 1 <= old:
-            t = self.keep_first + self.stored_values
+            t = self.sink_tokens + self.stored_values
             self.values[t] = self.store_token(self.values[t])
             self.stored_values += 1
 

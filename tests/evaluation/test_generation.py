@@ -70,8 +70,8 @@ def answers_of(lm, requests):
 
 CACHES = (
     {"name": "int4-token"},
-    {"name": "int4-channel", "group_size": 8, "keep_recent": 5, "keep_first": 2},
-    {"name": "int3-channel", "group_size": 16, "before_rope": True},
+    {"name": "int4-channel", "group_size": 8, "residual_length": 5, "sink_tokens": 2},
+    {"name": "int3-channel", "group_size": 16},
 )
 
 

@@ -1,17 +1,11 @@
 """A KV cache of few bits on CUDA: kernels against their definitions, scoring against decoding, and
 what it costs."""
 
-from functools import partial
-from types import SimpleNamespace
-
 import pytest
 import torch
 from pair import loss, pair_model, texts
 from scoring_models import choices, llama, pages, tokenizer
 
-from qbench.attention import kv_cache
-from qbench.attention.kernels.varlen import packed_spans
-from qbench.attention.kv_cache import Sources
 from qbench.attention.transformers import attend
 from qbench.evaluation import settings
 from qbench.evaluation.scoring import language_model
@@ -25,12 +19,10 @@ SCHEMES = {
     "token": "int4-token",
     "fp8": "fp8-token",
     "int2 in groups": {"name": "int2-token", "group_size": 16, "symmetric": False},
-    "first tokens": {"name": "int4-token", "keep_first": 3},
-    "first and recent tokens": {"name": "int3-token", "keep_first": 2, "keep_recent": 6},
+    "first tokens": {"name": "int4-token", "sink_tokens": 3},
+    "first and recent tokens": {"name": "int3-token", "sink_tokens": 2, "residual_length": 6},
     "kivi": {"name": "int4-channel", "group_size": 16},
-    "kivi, recent, before RoPE": {
-        "name": "int3-channel", "group_size": 16, "keep_recent": 8, "before_rope": True,
-    },
+    "kivi, recent": {"name": "int3-channel", "group_size": 16, "residual_length": 8},
 }  # fmt: skip
 LOOSE = Tolerance(mean=10.0, largest=10.0, changed=1.0)
 
@@ -41,10 +33,10 @@ def draw(batch, heads, tokens, width, dtype=torch.float32):
 
 
 ROUNDED = {
-    "int4-token": {"keep_first": 3},
+    "int4-token": {"sink_tokens": 3},
     "int2-token": {"symmetric": False, "group_size": 32},
-    "int3-channel": {"group_size": 32, "keep_first": 3, "scale_dtype": "float32"},
-    "int4-tensor": {"symmetric": False, "keep_first": 3},
+    "int3-channel": {"group_size": 32, "sink_tokens": 3, "scale_dtype": "float32"},
+    "int4-tensor": {"symmetric": False, "sink_tokens": 3},
     "fp8-token": {},
 }
 
@@ -63,61 +55,13 @@ def test_a_gpu_rounds_as_a_cpu_to_the_bit(name, dtype):
     assert all(torch.equal(a.cpu(), b) for a, b in zip(found, wanted, strict=True))
 
 
-Kept = partial(SimpleNamespace, keep_first=0, keep_recent=0, key_group=1)
-RESIDUALS = [
-    Kept(keep_recent=70),
-    Kept(keep_first=3, keep_recent=18),
-    Kept(key_group=32),
-    Kept(keep_first=4, keep_recent=40, key_group=64),
-    Kept(keep_recent=4000),
-]
-
-
-@pytest.mark.parametrize(("normalizer", "dtype", "width", "limit"), [
-    ("softmax", torch.bfloat16, 64, 1e-2),
-    ("softpick", torch.bfloat16, 64, 1e-2),
-    ("softpick", torch.bfloat16, 128, 1e-2),
-    ("rectified", torch.bfloat16, 64, 1e-2),
-    ("softpick", torch.float32, 64, 2e-5),
-])  # fmt: skip
-def test_two_sources_are_read_as_the_definition_reads_them(normalizer, dtype, width, limit):
-    torch.manual_seed(0)
-    tokens = 517
-    for residual in RESIDUALS:
-        options = {"cache": residual, "normalizer": normalizer, "causal": True}
-        query = draw(2, 4, tokens, width, dtype) * 2
-        sources = Sources(*(draw(2, 2, tokens, width, dtype) for _ in range(4)))
-        places = torch.arange(tokens, device="cuda", dtype=torch.int32)[None]
-        whole, last = slice(0, tokens), slice(tokens - 3, tokens)
-        for changes, rows in (({}, whole), ({}, last), ({"window": 100}, whole)):
-            found, wanted = (
-                function(query[:, :, rows], sources, positions=places, **options, **changes)
-                for function in (kv_cache.kernel_attention, kv_cache.attention)
-            )
-            assert_near(found, wanted, limit)
-        edges = torch.tensor([0, 9, 10, 30]).cuda(), torch.tensor([0, 9, 10, tokens]).cuda()
-        places = torch.cat([torch.arange(n) for n in (9, 1, tokens - 10)])[None].int().cuda()
-        row = Sources(*(tensor[:1] for tensor in sources))
-        spans = packed_spans(*edges)
-        found, wanted = (
-            function(query[:1, :, :30], row, positions=places, spans=spans, **options)
-            for function in (kv_cache.kernel_attention, kv_cache.attention)
-        )
-        assert_near(found, wanted, limit)
-
-
-def assert_near(found, wanted, limit):
-    assert float((found.float() - wanted.float()).norm() / wanted.float().norm()) < limit
-
-
 def model_with(scheme, normalizer="softpick", dtype=torch.float32):
     model = llama(dtype=dtype, heads=4).cuda()
-    assert attend(model, normalizer=normalizer) == f"{normalizer}/triton"
-    if scheme is None:
-        return model
-    return apply(
-        model, config_of({"kv": SCHEMES[scheme]}, compute_dtype=str(dtype).split(".")[1]), {}
-    )
+    quantizer = config_of({"kv": SCHEMES[scheme]}, compute_dtype=str(dtype).split(".")[1])
+    kernel = "reference" if quantizer.kv_cache.two_sources else "triton"
+    attended = attend(model, normalizer=normalizer, implementation=kernel)
+    assert attended == f"{normalizer}/{kernel}"
+    return apply(model, quantizer, {})
 
 
 def scorer(model, mode):

@@ -2,8 +2,6 @@
 
 import torch
 from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -33,18 +31,15 @@ SHAPE = {
 MODELS = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE)),  # norms its keys before RoPE
-    "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**SHAPE)),  # norms keys after values
     "mistral": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=9)),
 }
 SCHEMES = {
     "token": {"name": "int4-token"},
-    "token, first and recent": {"name": "int3-token", "keep_first": 2, "keep_recent": 5},
-    "fp8": {"name": "fp8-token", "keep_first": 1},
-    "kivi": {"name": "int4-channel", "group_size": 4, "keep_recent": 3},
-    "kivi before RoPE": {
-        "name": "int2-channel", "group_size": 8, "before_rope": True, "keep_first": 1,
-    },
-    "token before RoPE": {"name": "int4-token", "before_rope": True, "group_size": 8},
+    "token, first and recent": {"name": "int3-token", "sink_tokens": 2, "residual_length": 5},
+    "fp8": {"name": "fp8-token", "sink_tokens": 1},
+    "kivi": {"name": "int4-channel", "group_size": 4, "residual_length": 3},
+    "kivi, first": {"name": "int2-channel", "group_size": 8, "sink_tokens": 1},
+    "token in groups": {"name": "int4-token", "group_size": 8},
 }  # fmt: skip
 
 

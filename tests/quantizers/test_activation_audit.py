@@ -116,14 +116,12 @@ def test_an_attention_that_sees_the_future_fails_the_cell():
 
 
 def test_clipping_is_measured(folder):
-    whole, cut = (
-        of({"name": "int8-static", "percentile": percentile}) for percentile in (100, 90.0)
-    )
-    reports = [check(make(one, folder), one) for one in (whole, cut)]
-    assert all(report.passed for report in reports)
-    assert reports[0].activations.clipped < 0.01
-    assert reports[1].activations.clipped == pytest.approx(0.1, abs=0.03)
-    assert reports[1].activations.error > 3 * reports[0].activations.error
+    chosen = of("int8-static")
+    model = make(chosen, folder)
+    assert check(model, chosen).activations.clipped < 0.01
+    for name, scale in model.qbench_inputs.scales.items():
+        model.qbench_inputs.scales[name] = type(scale)(scale.scale / 4)
+    assert check(model, chosen).activations.clipped > 0.05
 
 
 def test_what_is_left_out_stays_as_it_is(folder):
@@ -154,23 +152,6 @@ def test_static_ranges_are_those_of_the_calibration_text(folder):
     original(calibration().ids, use_cache=False)
     largest = float(torch.cat(seen).abs().max())
     assert float(model.qbench_inputs.scales[LAYER].scale) == pytest.approx(largest / 127, rel=1e-4)
-
-
-@pytest.mark.parametrize("symmetric", [False, True])
-def test_a_percentile_is_that_of_the_values(symmetric):
-    x = torch.randn(20000, generator=torch.Generator().manual_seed(0)) + 0.5
-    seen, whole = (
-        activation_inputs.Observer(x.device, symmetric=symmetric, percentile=percentile)
-        for percentile in (99, 100)
-    )
-    for part in x.split(3000):
-        seen.add(part)
-        whole.add(part)
-    assert int(seen.counts.sum()) == len(x)
-    high = x.abs().quantile(0.99).item()
-    ends = [-high, high] if symmetric else x.quantile(torch.tensor([0.005, 0.995])).tolist()
-    assert seen.range().tolist() == pytest.approx(ends, rel=0.01)
-    assert float(whole.range()[1]) == float(x.abs().max() if symmetric else x.max())
 
 
 def test_inputs_that_overflow_on_calibration_text_are_named():

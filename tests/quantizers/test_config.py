@@ -74,7 +74,7 @@ def test_a_list_of_a_recipe_is_kept_and_written_as_one(option):
         ("rtn-2bit", {"ignore": "experts"}, ["ignore must be a valid tuple", "'experts'"]),
         ("rtn-2bit", {"ignore": ["a b"]}, ["ignore[0] must be a part of names", "'a b'"]),
         ("rtn-2bit", {"ignore": ["a", 3]}, ["ignore[1] must be a valid string, not 3"]),
-        ("rtn-2bit", {"threads": 0}, ["threads must be greater than or equal to 1, not 0"]),
+        ("rtn-2bit", {"threads": 2}, ["threads: a CPU quantizes with one thread"]),
         ("rtn-2bit", {"compute_dtype": "bf16"}, ["compute_dtype", "bfloat16", "'bf16'"]),
     ],
 )
@@ -111,8 +111,8 @@ STATED = {
 }  # fmt: skip
 REFUSED = {
     "{activations: int5-token}": "unknown activation quantizer 'int5-token'; known: ",
-    "{activations: {name: int8-static, percentile: 20}}": "percentile must be greater than or "
-    "equal to 50, not 20",
+    "{activations: {name: int8-static, percentile: 99}}": "percentile: static ranges hold all",
+    "{kv: {name: int4-token, before_rope: true}}": "before_rope: keys are quantized as attention",
     "{activations: 8}": "activations: a name, or {name: …, option: value}, not 8",
     "{name: gptq-4bit, activations: int8-token}": "gptq-4bit: write weights: gptq-4bit if "
     "activations is there too",

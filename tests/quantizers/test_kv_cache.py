@@ -6,7 +6,7 @@ from kv_cache_models import SCHEMES, SHAPE, ids, model_of
 from pair import loss, pair_model, texts
 from transformers import LlamaConfig, MistralConfig
 
-from qbench.errors import RecipeError, UnavailableError
+from qbench.errors import RecipeError
 from qbench.quantizers.names import KV_CACHES, config_of
 from qbench.quantizers.quantize import apply
 
@@ -18,7 +18,7 @@ def assert_equal(found, expected):
 
 CASES = [
     *((scheme, "llama", "softpick") for scheme in SCHEMES),
-    ("kivi before RoPE", "qwen3", "softmax"),
+    ("kivi, first", "qwen3", "softmax"),
     ("token, first and recent", "mistral", "softmax"),
 ]
 
@@ -69,11 +69,11 @@ REFUSED = {
     "latent": ("int4-token", {}),
     "group_size 5 does not divide": ("int4-token", {"group_size": 5}),
     "group_size 32 does not divide this checkpoint's head width 16": ("int4-channel", {}),
-    "keep_recent 128 and groups of 1 leave no token of this checkpoint's context of 128": (
-        "int4-token", {"keep_recent": 128},
+    "residual_length 128 and groups of 1 leave no token of this checkpoint's context of 128": (
+        "int4-token", {"residual_length": 128},
     ),
-    "keep_first 100, keep_recent 20 and groups of 16": (
-        "int2-channel", {"group_size": 16, "keep_first": 100, "keep_recent": 20},
+    "sink_tokens 100, residual_length 20 and groups of 16": (
+        "int2-channel", {"group_size": 16, "sink_tokens": 100, "residual_length": 20},
     ),
 }  # fmt: skip
 
@@ -85,20 +85,6 @@ def test_what_a_checkpoint_cannot_have_is_refused_before_it_is_loaded(message):
     with pytest.raises(RecipeError, match=message) as refused:
         KV_CACHES.parse(name, options).check(LlamaConfig(**SHAPE).to_dict() | latent, "cpu")
     assert "\n" not in str(refused.value)
-
-
-def test_a_rotation_that_is_another_one_is_found():
-    model = model_of("llama", "softmax", "kivi before RoPE")
-    for layer in model.model.layers:
-        layer.self_attn.qbench_rotation = lambda x: x.flip(-1)
-    with pytest.raises(UnavailableError, match="are not its key projection rotated"):
-        model(ids(1, 9), use_cache=False)
-
-
-def test_keys_that_are_not_known_when_values_are_kept_are_refused():
-    model = model_of("gemma3", "softmax", "token before RoPE")
-    with pytest.raises(UnavailableError, match="Gemma3Attention has them after its values"):
-        model(ids(1, 9), use_cache=False)
 
 
 @pytest.mark.slow

@@ -3,19 +3,19 @@
 import pytest
 from kv_cache_models import SCHEMES, ids, model_of
 
+from qbench.attention.quantized_kv import KV_CACHE
 from qbench.quantizers import kv_fake_quant as rounding
 from qbench.quantizers.audit import kv_cache as kv_audit
 from qbench.quantizers.audit.cell import audit
 from qbench.quantizers.audit.kv_cache import measure_kv
 from qbench.quantizers.formats import QuantFormat
-from qbench.quantizers.kv_fake_quant import ATTRIBUTE
 from qbench.quantizers.names import config_of
 
 BITS = {  # of a stored value: the code, and its share of scales and lowest values in float16
     "token": 4 + 16 / 16,
     "kivi": 4 + 32 / 4,
-    "kivi before RoPE": 2 + 32 / 8,
-    "token before RoPE": 4 + 16 / 8,
+    "kivi, first": 2 + 32 / 8,
+    "token in groups": 4 + 16 / 8,
     "fp8": 8 + 16 / 16,
 }
 
@@ -32,7 +32,7 @@ def test_the_audit_counts_levels_and_bits(scheme):
     assert 0 < audit.key_error < 0.6
     assert audit.unquantized_bytes_per_token == 2 * 2 * 2 * 16 * 2  # layers, K and V, heads
     part = SCHEMES[scheme]
-    spared = part.get("keep_first", 0) + part.get("keep_recent", 0)
+    spared = part.get("sink_tokens", 0) + part.get("residual_length", 0)
     group = part.get("group_size", 1) if "kivi" in scheme else 1
     older = [(128 - spared) // group * group, 128 - spared]  # keys, values
     stored = sum(n * BITS[scheme] + (128 - n) * 16 for n in older) / 256
@@ -66,7 +66,7 @@ def test_the_audit_finds_clipping(monkeypatch):
 
 
 def test_the_audit_finds_first_tokens_that_were_quantized(monkeypatch):
-    problems = broken_audit(monkeypatch, "whole_groups", _from_zero, "kivi before RoPE")
+    problems = broken_audit(monkeypatch, "whole_groups", _from_zero, "kivi, first")
     assert any("keys of the first 1 tokens are changed" in line for line in problems)
 
 
@@ -88,7 +88,7 @@ def test_the_audit_finds_other_bits_than_the_settings_say():
 def test_the_audit_finds_an_attention_without_a_cache():
     model = model_of("llama", "softmax", "token")
     quantizer = config_of({"kv": SCHEMES["token"]}, compute_dtype="float32")
-    delattr(model.model.layers[1].self_attn, ATTRIBUTE)
+    delattr(model.model.layers[1].self_attn, KV_CACHE)
     problems = measure_kv(model, quantizer, ids(2, 40))[1]
     assert problems == ["model.layers.1.self_attn: its KV cache is not quantized"]
 

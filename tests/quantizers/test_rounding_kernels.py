@@ -58,7 +58,7 @@ def test_codes_are_alike(kind, scales):
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("int4-token", {"keep_first": 2}),
+        ("int4-token", {"sink_tokens": 2}),
         ("int3-channel", {"group_size": 4}),
         ("int2-token", {"symmetric": False, "group_size": 8}),
         ("fp8-token", {"scale_dtype": "float32"}),

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from qbench.attention.kv_cache import READ, read_apart, rotate
+from qbench.attention.quantized_kv import READ, read_apart, rotate
 from qbench.checkpoints.supported import model_support
 from qbench.errors import EvaluationError, UnavailableError
 from qbench.evaluation.scoring.batching import PackedBatch

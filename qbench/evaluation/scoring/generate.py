@@ -35,8 +35,8 @@ from transformers import AttentionInterface, DynamicCache
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from qbench.attention.kv_cache import needs_sequences, one_scale
 from qbench.attention.masks import Mask
+from qbench.attention.quantized_kv import needs_sequences, one_scale
 from qbench.checkpoints.supported import moving_rope
 from qbench.errors import EvaluationError
 from qbench.evaluation.scoring.requests import check_tokens, encode_texts

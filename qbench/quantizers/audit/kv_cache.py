@@ -64,7 +64,7 @@ def measure_kv(
 
 def _long_enough(probe: Tensor, found: Mapping[str, KVFakeQuant], model: nn.Module) -> Tensor:
     """``probe``, repeated where it ends before anything is quantized."""
-    needed = max((e.keep_first + 2 * e.key_group for e in found.values()), default=0)
+    needed = max((e.sink_tokens + 2 * e.key_group for e in found.values()), default=0)
     context = context_length(model.config.to_dict())
     if context is not None:
         needed, probe = min(needed, context), probe[:, :context]
@@ -77,8 +77,8 @@ def _module(
     name: str, read: Any, cache: KVFakeQuant, bits: float
 ) -> tuple[KVModuleAudit, list[str]]:
     positions = read.positions[0].long()  # the probe has no padding: all rows are alike
-    sources, first = read.sources, positions < cache.keep_first
-    rounding = torch.finfo(sources.key.dtype).eps
+    pair, first = read.pair, positions < cache.sink_tokens
+    rounding = torch.finfo(pair.key.dtype).eps
     unequal, problems, measured = [], [], {}
     if cache.format.num_bits != bits:
         problems.append(
@@ -86,11 +86,11 @@ def _module(
         )
     values = scales = 0
     for what, x, y, count in (
-        ("keys", read.key, read.quantized_key, cache.key_group),
-        ("values", sources.value, sources.quantized_value, 1),
+        ("keys", pair.key, pair.quantized_key, cache.key_group),
+        ("values", pair.value, pair.quantized_value, 1),
     ):
         if not torch.equal(x[:, :, first], y[:, :, first]):
-            unequal.append(f"{name}: {what} of the first {cache.keep_first} tokens are changed")
+            unequal.append(f"{name}: {what} of the first {cache.sink_tokens} tokens are changed")
         before, after = (_groups(t, len(positions), cache, count) for t in (x, y))
         one = measured[what] = _measure(before, after, cache.format, rounding)
         values, scales = values + before.numel(), scales + len(before)
@@ -121,8 +121,8 @@ def _module(
 def _groups(x: Tensor, length: int, cache: KVFakeQuant, count: int) -> Tensor:
     """Of ``x`` [B, H, T, D] the tokens that some query reads quantized, ``count`` of them at once,
     as [groups, values that share a scale]."""
-    whole = max(0, length - cache.keep_first) // count * count
-    tokens = x[:, :, cache.keep_first : cache.keep_first + whole].double()
+    whole = max(0, length - cache.sink_tokens) // count * count
+    tokens = x[:, :, cache.sink_tokens : cache.sink_tokens + whole].double()
     if cache.format.strategy == "tensor":
         return tokens.reshape(1, -1)
     if count > 1:
@@ -161,17 +161,19 @@ def _summary(
 ) -> KVAudit:
     """Over all modules; the memory is that of a sequence as long as the context."""
     any_read = next(iter(consumed.values()))
-    tokens = context_length(model.config.to_dict()) or any_read.key.shape[2]
+    tokens = context_length(model.config.to_dict()) or any_read.pair.key.shape[2]
     stored = values = 0.0
     error, size = [0.0, 0.0], [0.0, 0.0]
     for module in modules:
         read, evidence = consumed[module.name], found[module.name]
         for i, (x, group, whole) in enumerate(
-            ((read.key, evidence.key_group, module.key_error),
-             (read.sources.value, 1, module.value_error))
+            ((read.pair.key, evidence.key_group, module.key_error),
+             (read.pair.value, 1, module.value_error))
         ):  # fmt: skip
             width = x.shape[1] * x.shape[3]
-            older = max(0, tokens - evidence.keep_first - evidence.keep_recent) // group * group
+            older = (
+                max(0, tokens - evidence.sink_tokens - evidence.residual_length) // group * group
+            )
             stored += width * (older * module.bits_per_value + (tokens - older) * FULL_BITS)
             values += width * tokens
             norm = float(x.float().square().sum())

@@ -1,24 +1,25 @@
 """Attention over keys and values that a quantized KV cache would hold at each query's step.
 
-An attention module whose model has a quantized cache carries it under :data:`KV_CACHE`, as a
-:class:`KVCache`. Keys and values of whole sequences come in unquantized, also where text is
-generated: transformers' cache keeps them so, and each query reads the quantized view. A token is
+An attention module whose model has a quantized cache carries a :class:`QuantizedKVCache` as its
+attribute :data:`KV_CACHE`. Keys and values of whole sequences come in unquantized, also while text
+is generated: transformers' cache keeps them so, and each query reads the quantized view. A token is
 quantized when it is written, except
 
-- the first ``keep_first`` tokens of a sequence, never;
-- the last ``keep_recent`` tokens up to and with the query's own: once they are older;
+- the first ``sink_tokens`` tokens of a sequence, never;
+- the last ``residual_length`` tokens up to and with the query's own: once they are older;
 - keys whose scale is shared by ``key_group`` tokens: once the group is full and older.
 
-So the query at position i of its sequence reads token j quantized where
-keep_first ≤ j < keep_first + ⌊max(0, i + 1 − keep_recent − keep_first) / group⌋ · group. Where this
-depends on i, attention takes keys and values from two sources (:func:`attention`). Where it does
-not, quantized keys and values replace the others and any attention runs.
+So the query at position i of its sequence reads token j quantized if
+sink_tokens ≤ j < sink_tokens + ⌊max(0, i + 1 − residual_length − sink_tokens) / group⌋ · group.
+If this depends on i, attention takes keys and values from two sources (:func:`attention`).
+Otherwise quantized keys and values replace the others, and any attention runs.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,8 +38,8 @@ READ = "qbench_kv_cache_read"  # option of attention functions: keys and values 
 ROTATION, ROTATED = "qbench_rotation", "qbench_rotated"
 
 
-class Sources(NamedTuple):
-    """Keys and values [B, Hkv, Tk, D] as they are, and as they are read back from the cache."""
+class KVPair(NamedTuple):
+    """Keys and values [B, Hkv, Tk, D] before and after the cache rounds them."""
 
     key: Tensor
     value: Tensor
@@ -46,38 +47,36 @@ class Sources(NamedTuple):
     quantized_value: Tensor
 
 
-class Consumed(NamedTuple):
-    """What attention reads in one call: ``sources``, the keys before their rotation where those
-    are what is quantized (else those of ``sources``), and each key's position [B or 1, Tk]."""
+class KVTrace(NamedTuple):
+    """Keys and values of one attention call, and each key's position [B or 1, Tk]."""
 
-    sources: Sources
-    key: Tensor
-    quantized_key: Tensor
+    pair: KVPair
     positions: Tensor
 
 
-class KVCache(Protocol):
-    """What an attention module carries. ``keep_first``, ``keep_recent`` and ``key_group``: see the
-    module's docstring; values are quantized token by token. ``one_scale``: for all that is rounded
-    in a call. ``watch``, if it is set, is told what attention reads."""
+class QuantizedKVCache(ABC):
+    """Base class of a KV cache of few bits, carried by an attention module.
 
-    keep_first: int
-    keep_recent: int
-    key_group: int
-    one_scale: bool
-    watch: Callable[[nn.Module, Consumed], None] | None
+    ``sink_tokens``, ``residual_length`` and ``key_group`` say which tokens are read unquantized,
+    see the module's docstring; values are quantized token by token. ``one_scale``: all keys of a
+    call share a scale, and all values. ``watch``, if set, is called with each call's trace.
+    """
 
+    sink_tokens: int = 0
+    residual_length: int = 0
+    key_group: int = 1
+    one_scale: bool = False
+    watch: Callable[[nn.Module, KVTrace], None] | None = None
+
+    @abstractmethod
     def rounded(
         self, key: Tensor, value: Tensor, positions: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, H, T, D] as they are read back once they are quantized.
-        ``positions`` int32 [B or 1, T]: each token's index in its own sequence, negative for
-        padding. Tokens that are never quantized come out as they are."""
+        """Return keys and values [B, H, T, D] as they are read back once they are quantized.
 
-    def as_kept(self, module: nn.Module, key: Tensor, value: Tensor) -> Any:
-        """From what a module hands over, ``key`` and ``value`` as the cache keeps them, before they
-        are rounded; its ``ready`` makes such keys what queries are multiplied with: it rotates
-        them, where the cache keeps them before RoPE."""
+        ``positions`` int32 [B or 1, T]: each token's index in its own sequence, negative for
+        padding. Tokens that are never quantized are returned unchanged.
+        """
 
 
 def rotate(
@@ -104,29 +103,29 @@ def one_scale(model: nn.Module) -> bool:
     return any(cache.one_scale for cache in _caches(model))
 
 
-def _caches(model: nn.Module) -> Iterator[KVCache]:
+def _caches(model: nn.Module) -> Iterator[QuantizedKVCache]:
     found = (getattr(module, KV_CACHE, None) for module in model.modules())
     return (cache for cache in found if cache is not None)
 
 
-def _needs_positions(cache: KVCache) -> bool:
-    return cache.keep_first > 0 or by_query(cache)
+def _needs_positions(cache: QuantizedKVCache) -> bool:
+    return cache.sink_tokens > 0 or by_query(cache)
 
 
-def by_query(cache: KVCache) -> bool:
+def by_query(cache: QuantizedKVCache) -> bool:
     """Whether a token is read unquantized by some queries and quantized by later ones."""
-    return cache.keep_recent > 0 or cache.key_group > 1
+    return cache.residual_length > 0 or cache.key_group > 1
 
 
-def bound(cache: KVCache, position: Tensor, group: int) -> Tensor:
-    """The first position after ``keep_first`` that queries at ``position`` read unquantized, where
+def bound(cache: QuantizedKVCache, position: Tensor, group: int) -> Tensor:
+    """The first position after ``sink_tokens`` that queries at ``position`` read unquantized, where
     ``group`` tokens are quantized together."""
-    older = (position + 1 - cache.keep_recent - cache.keep_first).clamp(min=0)
-    return cache.keep_first + older // group * group
+    older = (position + 1 - cache.residual_length - cache.sink_tokens).clamp(min=0)
+    return cache.sink_tokens + older // group * group
 
 
 def read(
-    cache: KVCache,
+    cache: QuantizedKVCache,
     module: nn.Module,
     key: Tensor,
     value: Tensor,
@@ -135,7 +134,7 @@ def read(
     mask: Mask | Tensor | None = None,
     position_ids: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
-) -> tuple[Sources, Tensor | None]:
+) -> tuple[KVPair, Tensor | None]:
     """What attention reads of what a module hands over as ``key`` and ``value`` [B, Hkv, Tk, D],
     and each key's position where those are needed.
 
@@ -144,13 +143,11 @@ def read(
     positions = None
     if _needs_positions(cache) or cache.watch is not None:
         positions = find_positions(key, queries, mask, position_ids, cu_seqlens_k)
-    kept = cache.as_kept(module, key, value)
-    quantized, quantized_value = cache.rounded(kept.key, kept.value, positions)
-    sources = Sources(key, kept.value, kept.ready(quantized), quantized_value)
+    pair = KVPair(key, value, *cache.rounded(key, value, positions))
     if cache.watch is not None:
         assert positions is not None
-        cache.watch(module, Consumed(sources, kept.key, quantized, positions))
-    return sources, positions
+        cache.watch(module, KVTrace(pair, positions))
+    return pair, positions
 
 
 def read_apart(module: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -160,8 +157,8 @@ def read_apart(module: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, T
     cache = getattr(module, KV_CACHE, None)
     if cache is None or _needs_positions(cache) or cache.watch is not None:
         return None
-    sources, _ = read(cache, module, key, value)
-    return sources.quantized_key, sources.quantized_value
+    pair, _ = read(cache, module, key, value)
+    return pair.quantized_key, pair.quantized_value
 
 
 def find_positions(
@@ -184,15 +181,15 @@ def find_positions(
         return index
     if isinstance(mask, Tensor):
         raise UnavailableError(
-            "a KV cache with groups of tokens, keep_first or keep_recent needs to know where each "
-            "sequence begins, which a 4-D mask does not show; pass attention_mask [B, T]"
+            "a KV cache with groups of tokens, sink_tokens or residual_length needs to know where "
+            "each sequence begins, which a 4-D mask does not show; pass attention_mask [B, T]"
         )
     if mask.padding is not None:
         bounds = token_bounds(mask.padding.bool())
         if bounds is None:
             raise UnavailableError(
-                "a KV cache with groups of tokens, keep_first or keep_recent needs the tokens of a "
-                "row side by side; this attention_mask has holes"
+                "a KV cache with groups of tokens, sink_tokens or residual_length needs the tokens "
+                "of a row side by side; this attention_mask has holes"
             )
         return index + mask.kv_offset - bounds[0][:, None]
     if position_ids is not None and queries == key.shape[2]:  # packed without cu_seqlens
@@ -204,9 +201,9 @@ def find_positions(
 
 def attention(
     query: Tensor,
-    sources: Sources,
+    pair: KVPair,
     *,
-    cache: KVCache,
+    cache: QuantizedKVCache,
     positions: Tensor,
     normalizer: str,
     parameters: Mapping[str, Tensor] | None = None,
@@ -219,13 +216,13 @@ def attention(
     stands at the last key's. Other arguments, result and errors as there.
     """
     chosen = NORMALIZERS.get(normalizer)
-    key, value, quantized_key, quantized_value = sources
+    key, value, quantized_key, quantized_value = pair
     reference.check(query, key, value, settings.get("mask"))
     if spans is not None:
         settings |= {"cache": cache, "normalizer": normalizer, "parameters": parameters}
         output = query.new_zeros(*query.shape[:3], value.shape[3])
         for rows, keys in reference.sequences(spans):
-            parts = Sources(*(tensor[keys] for tensor in sources))
+            parts = KVPair(*(tensor[keys] for tensor in pair))
             output[rows] = attention(
                 query[rows], parts, positions=positions[:, keys[2]], **settings
             )
@@ -240,7 +237,7 @@ def attention(
     for plain, quantized in zip(*both, strict=True):
         stop = start + plain.scores.shape[2]
         at, keys = own[:, None, start:stop, None], positions[:, None, None, plain.keys]
-        written = keys >= cache.keep_first
+        written = keys >= cache.sink_tokens
         of_key = written & (keys < bound(cache, at, cache.key_group))
         of_value = written & (keys < bound(cache, at, 1))
         weights = chosen.weights(
@@ -256,52 +253,3 @@ def attention(
         )
         start = stop
     return torch.cat(outputs, dim=2).to(query.dtype)
-
-
-def kernel_attention(
-    query: Tensor,
-    sources: Sources,
-    *,
-    cache: KVCache,
-    positions: Tensor,
-    mask: Tensor | None = None,
-    spans: Tensor | None = None,
-    span_count: Tensor | None = None,
-    **options: Any,
-) -> Tensor:
-    """:func:`attention` by a kernel, for inference; ``spans`` and what follows as
-    ``kernels.attention``, and its errors; UnavailableError too for inputs that need gradients."""
-    from qbench.attention.kernels import kv_cache, ops
-
-    given, settings = ops.prepare(query, sources.key, sources.value, mask, **options)
-    needed = (t.requires_grad for t in (query, *sources, *given) if t is not None)
-    if torch.is_grad_enabled() and any(needed):
-        raise UnavailableError(
-            "attention: the kernel of a KV cache with keep_recent or groups of tokens has "
-            "no backward pass; use 'reference', or torch.no_grad()"
-        )
-    mask, spans = ops.mask_or_spans(mask, spans, span_count)
-    query, key, value, *quantized = map(ops.dense_rows, (query, *sources))
-    heads, queries, kv_heads, keys = *query.shape[1:3], *key.shape[1:3]
-    output = ops.by_token(query, (*query.shape[:3], value.shape[3]), covered=spans is None)
-    if output.numel() == 0:
-        return output
-    counts = ops.allowed_counts(mask, query, key, given, settings)
-    few = settings.max_seqlen_q <= 16
-    block_q, block_k = (64, 64)
-    if few or query.dtype == torch.float32:
-        block_q, block_k = (16 if few else 32, 32)
-    sequences = query.shape[0] if spans is None else spans.shape[0]
-    flags, normalizer = ops.flags_of(settings, given), NORMALIZERS.get(settings.normalizer)
-    tensors = (query, key, value, *quantized, output)
-    layouts = tuple(map(ops.layout_of, tensors))
-    with ops.on_device(query.device):
-        kv_cache.quantized_kv_fwd[(-(-settings.max_seqlen_q // block_q), heads * sequences)](
-            *tensors, positions, mask, spans, *given, counts, (heads, heads // kv_heads), queries,
-            keys, settings.window, cache.keep_first, cache.keep_recent, cache.key_group,
-            *ops.scales(settings), ops.strides_of(*layouts),
-            positions.stride(0) if positions.shape[0] > 1 else 0,
-            *ops.mask_strides(ops.layout_of(mask)), SKIP=normalizer.sparse, BLOCK_Q=block_q,
-            BLOCK_K=block_k, num_warps=4, **ops.constants(settings, flags, *layouts[:3:2]),
-        )  # fmt: skip
-    return output
