@@ -85,7 +85,8 @@ def _prepare(cell: Cell, plan: Plan) -> list[LoadedTask]:
         )
     if code_digest() != cell.key_parts["code"]:
         raise UnavailableError("qbench's own code changed after this run began; run again")
-    return [load_task(task) for task in plan.tasks]
+    folder = cell.checkpoint.folder
+    return [load_task(task, folder if task.needs_tokenizer else None) for task in plan.tasks]
 
 
 def load(cell: Cell, plan: Plan) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

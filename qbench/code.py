@@ -21,7 +21,6 @@ SCORING = (
     "cell_result.py",
     "evaluation",
     "metrics.py",
-    "passkey.py",
 )  # and scores it
 # Of a syntax tree: places in the file, and what only some versions of Python say.
 SILENT = {"ctx", "kind", "type_comment", "type_ignores", "type_params"}

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from qbench import __version__, passkey
+from qbench import __version__
 from qbench.attention.implementation import NATIVE
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.checkpoints import Checkpoint, find
@@ -176,7 +176,7 @@ def plan(
     """
     untrained = untrained or {}
     checkpoints = {name: one for name, (one, _) in untrained.items()} or _checkpoints(recipe)
-    tasks, skipped = find_tasks(recipe, checkpoints.values())
+    tasks, skipped = find_tasks(recipe)
     groups = find_groups(recipe, skipped)
     calibration = find_calibration(recipe)
     if calibration is not None:
@@ -404,15 +404,13 @@ def streamable(
 # --- tasks and calibration text
 
 
-def find_tasks(
-    recipe: Recipe, checkpoints: Iterable[Checkpoint]
-) -> tuple[tuple[TaskSpec, ...], tuple[str, ...]]:
+def find_tasks(recipe: Recipe) -> tuple[tuple[TaskSpec, ...], tuple[str, ...]]:
     """The tasks, and with ``skip_missing`` the names of those whose data are missing.
 
     Raises DataError with all that is wrong with their data, not the first of it alone.
     """
     found, skipped, missing, problems = [], [], [], []
-    for task in _leaf_tasks(recipe, checkpoints):
+    for task in _leaf_tasks(recipe):
         try:
             found.append(
                 plan_task(
@@ -442,19 +440,10 @@ def find_groups(recipe: Recipe, skipped: Sequence[str]) -> tuple[TaskGroup, ...]
     found = {
         group.name: group
         for task in recipe.tasks
-        if task.name != passkey.GROUP
         for group in task_groups(task.name, recipe.definitions)
         if not set(skipped) & set(group.tasks)
     }
     return tuple(found.values())
-
-
-def _trained(recipe: Recipe, checkpoints: Iterable[Checkpoint]) -> int:
-    """The longest context that a checkpoint was trained with, as far as recipe and files say."""
-    stated = [one.max_length for one in checkpoints if one.max_length is not None]
-    limit = recipe.evaluation.max_length
-    known = stated if limit is None else [min(limit, length) for length in stated] or [limit]
-    return max(known, default=passkey.SHORTEST)
 
 
 def _positions(checkpoint: Checkpoint) -> float:
@@ -464,23 +453,12 @@ def _positions(checkpoint: Checkpoint) -> float:
     return math.inf
 
 
-def _leaf_tasks(recipe: Recipe, checkpoints: Iterable[Checkpoint]) -> list[Task]:
+def _leaf_tasks(recipe: Recipe) -> list[Task]:
     """Tasks with groups and tags opened into their members."""
-
-    def members(name: str) -> list[str]:
-        if name == passkey.GROUP:
-            first, *others = passkey.task_lengths(_trained(recipe, checkpoints))
-            most = min(map(_positions, checkpoints), default=math.inf) - passkey.DIGITS
-            fitting = [first, *(length for length in others if length <= most)]
-            return [passkey.task_name(length) for length in fitting]
-        if passkey.task_length(name) is not None:
-            return [name]
-        return expand(name, recipe.definitions)
-
     leaves = [
         task.model_copy(update={"name": leaf})
         for task in recipe.tasks
-        for leaf in members(task.name)
+        for leaf in expand(task.name, recipe.definitions)
     ]
     names = [leaf.name for leaf in leaves]
     if twice := sorted({name for name in names if names.count(name) > 1}):
@@ -663,15 +641,14 @@ def require_room(
     name: str, checkpoint: Checkpoint, tasks: Sequence[TaskSpec], max_length: int
 ) -> None:
     """Raises RecipeError for a task that generates as many tokens as ``max_length``, or more:
-    no room would be left for its prompt. So it does for a passkey prompt that is longer than the
-    positions of checkpoint ``name``."""
-    room = _positions(checkpoint) - passkey.DIGITS
+    no room would be left for its prompt. So it does if a task's definition states more tokens
+    than checkpoint ``name`` has positions."""
     for task in tasks:
-        if (passkey.task_length(task.name) or 0) > room:
+        if (task.max_length or 0) > _positions(checkpoint):
             raise RecipeError(
-                f"tasks: {task.name}: {checkpoint.support.name} of checkpoints.{name} has "
-                f"{checkpoint.max_length} positions, for prompts of up to {room} tokens with their "
-                "answer; take a shorter one"
+                f"tasks: {task.name}: its prompts and answers take {task.max_length} tokens, and "
+                f"{checkpoint.support.name} of checkpoints.{name} has {checkpoint.max_length} "
+                "positions; take a shorter one"
             )
         if task.output_type == "generate_until" and task.max_gen_toks >= max_length:
             raise RecipeError(

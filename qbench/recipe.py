@@ -239,7 +239,7 @@ class Task(Strict):
     """A task by its lm-eval name."""
 
     name: TaskName
-    """A task, group or tag of lm-eval, or `passkey`."""
+    """A task, group or tag of lm-eval, or of `passkey`."""
     files: Annotated[Files, _short("evaluation", Files, list)] = Files()
     """File names without .jsonl that may stand for its splits in the data folder."""
     num_fewshot: Whole | None = Field(None, ge=0, le=10_000)

@@ -10,7 +10,6 @@ from typing import Annotated
 
 import typer
 
-from qbench import passkey
 from qbench.analysis.run import (
     analysis_grid,
     analyze_if_needed,
@@ -133,8 +132,8 @@ def analyze(
         raise RecipeError(f"--text {text}: no such file; name a JSON Lines file")
     if blocks and sensitivity is None:
         raise RecipeError("--blocks: needs --sensitivity QUANTIZER")
-    if text is not None:  # no task is read; passkey retrieval has no data
-        overrides = replace(overrides, tasks=(passkey.task_name(passkey.SHORTEST),))
+    if text is not None:  # no task is read, and this one needs no data
+        overrides = replace(overrides, tasks=("passkey_256",))
     # one task's text is read, so that others may lack their data
     overrides = replace(overrides, skip_missing=True)
     place = here(recipe, overrides, out=out, device=device, cluster=cluster)

@@ -49,7 +49,6 @@ def list_command(
         typer.echo(model_table(), nl=False)
         return
     if what == "tasks":
-        typer.echo("passkey\npasskey_TOKENS (qbench's own, without data)")
         typer.echo("\n".join(task_names()))
         return
     table = Table.grid(Column(no_wrap=True), Column(), padding=(0, 1))

@@ -106,7 +106,7 @@ def asked_texts(
     overrides = Overrides(data=data, tasks=None if task is None else (task,))
     if recipe is None:  # whose checkpoints and quantizers nobody asks for
         overrides = replace(overrides, checkpoints={"any": "any"}, quantizers=("bf16",))
-    planned, _ = find_tasks(Recipe.load(recipe, overrides), ())
+    planned, _ = find_tasks(Recipe.load(recipe, overrides))
     with redirected(Path(os.devnull)):  # what lm-eval says while it makes requests
         from qbench.evaluation.evaluate import rebuild_requests
 

@@ -200,9 +200,12 @@ def _written(value: Any) -> str:
     return f"!function {value.name}" if isinstance(value, Function) else str(value)
 
 
+OURS = Path(__file__).parents[1] / "tasks"
+
+
 def _folders(definitions: Path | None) -> list[Path]:
-    """The user's own, which come first, and lm-eval's."""
-    return [lm_eval_tasks()] if definitions is None else [definitions, lm_eval_tasks()]
+    """Return the folders of definitions in the order of search: the user's, ours, lm-eval's."""
+    return [*([] if definitions is None else [definitions]), OURS, lm_eval_tasks()]
 
 
 def _found(kind: str, name: str, definitions: Path | None) -> Path | None:

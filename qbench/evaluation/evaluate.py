@@ -24,7 +24,6 @@ from lm_eval.api.registry import AGGREGATION_REGISTRY
 from lm_eval.tasks import TaskManager
 
 from qbench.errors import DataError, EvaluationError, QbenchError, first_line
-from qbench.evaluation import passkey
 from qbench.evaluation.degradation import Outcomes, right_choice
 from qbench.evaluation.loaded import LoadedTask, check_documents, load_task, seed_generators
 from qbench.evaluation.settings import FEWSHOT_SEED, ScoringSettings
@@ -64,24 +63,35 @@ class _Sample:
 
 def evaluate(model: Scorer | HFLMScorer, task: LoadedTask, settings: ScoringSettings) -> Outcomes:
     """Score one task with ``model``; requests of one task alone, so batches depend on no other.
-    Passkey retrieval is decoded by our own loop, see :mod:`qbench.evaluation.passkey`.
 
     Raises DataError where a document asks nothing or has no right answer, EvaluationError where a
     log-likelihood or a score is not a number.
     """
-    if task.kind == passkey.KIND:
-        samples = list(_passkey(model, task, settings))
-    else:
-        check_documents(task, settings.limit)
-        build_requests(task.task, settings, model)
+    check_documents(task, settings.limit)
+    build_requests(task.task, settings, model)
+    with _context(model, task.max_length):
         _answer(model, task.task.instances)
-        with _named(task.name, "its answers cannot be judged"):
-            samples = list(_samples(task.task, settings.limit))
+    with _named(task.name, "its answers cannot be judged"):
+        samples = list(_samples(task.task, settings.limit))
     outcomes = _outcomes(task.name, samples)
     scores = tuple(_scores(task, samples, outcomes))
     responses = _responses(task.name, samples)
     _refuse_not_a_number(task.name, scores, responses)
     return Outcomes(scores=scores, outcomes=outcomes, responses=responses)
+
+
+@contextmanager
+def _context(model: Any, max_length: int | None) -> Iterator[None]:
+    """Let ``model`` generate with ``max_length`` tokens of prompt and answer, if it is given."""
+    hflm = getattr(model, "hflm", None)
+    if hflm is None or max_length is None:
+        yield
+        return
+    usual, hflm._max_length = hflm._max_length, max_length
+    try:
+        yield
+    finally:
+        hflm._max_length = usual
 
 
 @contextmanager
@@ -130,7 +140,7 @@ def rebuild_requests(
 ) -> dict[str, dict[int, Question]]:
     """By task and document, of the first ``documents``, what was asked. Records do not keep it; it
     is made again from the recipe and its data. Left out are prompts that are made for a tokenizer:
-    passkey retrieval, and conversations.
+    those that are sized by it, and conversations.
 
     Raises DataError where recipe and data ask something else than the record's cell was asked.
     """
@@ -148,7 +158,7 @@ def rebuild_requests(
     for spec in specs:
         if spec.name not in record.documents or task not in (None, spec.name):
             continue
-        if spec.output_type == passkey.KIND or scoring.get("chat"):
+        if spec.needs_tokenizer or scoring.get("chat"):
             continue
         loaded = load_task(spec)
         if loaded.digest != record.documents[spec.name]:
@@ -347,23 +357,6 @@ def _taken(task: str, sample: _Sample) -> Iterator[Response]:
 def _text(task: str, document: int, request: int, filter_: str | None, text: str) -> Response:
     kept = text[:ANSWER_CHARACTERS].encode(errors="replace").decode()  # Parquet is UTF-8
     return (task, document, request, math.nan, False, kept, filter_, len(text) - len(kept))
-
-
-def _passkey(
-    model: Scorer | HFLMScorer, task: LoadedTask, settings: ScoringSettings
-) -> Iterator[_Sample]:
-    """The key greedily decoded: is it exact, and how many of its digits stand in their places?"""
-    if not hasattr(model, "hflm"):
-        raise EvaluationError(
-            "passkey retrieval needs a tokenizer, which this runtime does not give; leave the task "
-            "out"
-        )
-    tokenizer = model.hflm.tokenizer
-    asked = passkey.prompts(task.task, tokenizer, limit=settings.limit, add_bos=settings.add_bos)
-    tokens = model.greedy(asked.ids, max(asked.answers))
-    for number, wanted in enumerate(asked.keys):
-        answer = tokenizer.decode(tokens[number][: asked.answers[number]])
-        yield _Sample(number, "none", [[answer]], [answer], passkey.score(answer, wanted))
 
 
 def _refuse_not_a_number(task: str, scores: tuple[Score, ...], responses: pd.DataFrame) -> None:

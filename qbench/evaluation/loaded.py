@@ -29,7 +29,6 @@ from lm_eval.tasks._yaml_loader import load_yaml
 
 from qbench import hub
 from qbench.errors import DataError, first_line
-from qbench.evaluation import passkey
 from qbench.evaluation.definitions import missing_module, read_definition
 from qbench.evaluation.tasks import (
     TaskSpec,
@@ -112,8 +111,9 @@ class LoadedTask:
 
     name: str
     label: str
-    task: ConfigurableTask | passkey.Passkey
+    task: ConfigurableTask
     digest: str  # of what is asked and of its documents, wherever they came from
+    max_length: int | None = None  # in place of the cell's, for prompts of a length of their own
     lines: tuple[tuple[Path, int], ...] = ()  # file and line of each document, where it has one
 
     def location(self, document: int) -> str:
@@ -125,24 +125,26 @@ class LoadedTask:
 
     @property
     def kind(self) -> str:
-        """lm-eval's word for how a task is asked, or ``passkey``."""
+        """lm-eval's word for how a task is asked."""
         return self.task.OUTPUT_TYPE
 
 
 @functools.lru_cache(maxsize=KEPT)
-def load_task(spec: TaskSpec) -> LoadedTask:
-    """lm-eval's object of ``spec``; the same one each time that a process asks.
+def load_task(spec: TaskSpec, tokenizer: Path | None = None) -> LoadedTask:
+    """Return lm-eval's object of ``spec``; the same one each time that a process asks.
+
+    ``tokenizer`` is the folder of the checkpoint's, for a definition that sizes its prompts by it
+    (``spec.needs_tokenizer``).
 
     Raises DataError where definition or data are no longer those that were planned, or where
     lm-eval cannot use them.
     """
-    if spec.output_type == passkey.KIND:
-        task = passkey.Passkey(passkey.require_length(spec.name))
-        digest = spec.definition_digest
-        return LoadedTask(name=spec.name, label=spec.label, task=task, digest=digest)
     config = read_definition(spec.definition).config
     config["num_fewshot"] = spec.num_fewshot
     overrides, lines = _overrides(spec, config)
+    if tokenizer is not None:
+        stated = config.get("metadata") or {}
+        overrides["metadata"] = {**stated, "tokenizer": str(tokenizer)}
     try:
         _require_aggregations(spec, config)
         task = _build(spec, overrides)
@@ -167,7 +169,12 @@ def load_task(spec: TaskSpec) -> LoadedTask:
     if len(lines) != len(task.eval_docs):
         lines = ()
     return LoadedTask(
-        name=spec.name, label=spec.label, task=task, digest=_digest(task), lines=lines
+        name=spec.name,
+        label=spec.label,
+        task=task,
+        digest=_digest(task),
+        max_length=spec.max_length,
+        lines=lines,
     )
 
 

@@ -16,15 +16,14 @@ from jinja2 import Environment, TemplateSyntaxError, meta
 
 from qbench import hub
 from qbench.errors import DataError, MissingDataError, RecipeError
-from qbench.evaluation import passkey
 from qbench.evaluation.definitions import (
     Definition,
+    Function,
     definition_file,
     read_definition,
     require_modules,
 )
 from qbench.files import digest, read_regular
-from qbench.passkey import DOCUMENTS, task_length
 
 RENDERED = ("doc_to_text", "doc_to_target", "doc_to_choice")  # templates over a row's fields
 IMPOSSIBLE = {
@@ -205,6 +204,8 @@ class TaskSpec:
     max_gen_toks: int  # tokens that a generated answer may have
     stated_fewshot: int | None = None  # as the recipe says; None: as the definition says
     num_fewshot: int = 0
+    needs_tokenizer: bool = False  # its data are made by a function that is given a tokenizer
+    max_length: int | None = None  # tokens of a prompt with its answer, if the definition says so
     files: tuple[DataFile, ...] = ()  # the evaluation split's first; none where the hub gives them
     hub_data: HubData | None = None
 
@@ -237,16 +238,6 @@ def plan_task(
 
     Raises RecipeError for an unknown task, DataError where its data cannot be had.
     """
-    if task_length(name) is not None:  # a task of our own, which needs no data
-        return TaskSpec(
-            name=name,
-            label=name,
-            definition=Path(passkey.__file__),
-            definition_digest=passkey.definition_digest(passkey.require_length(name)),
-            documents=DOCUMENTS,
-            output_type=passkey.KIND,
-            max_gen_toks=passkey.DIGITS,
-        )
     path = definition_file(name, definitions)
     definition = read_definition(path)
     for key, what in IMPOSSIBLE.items():
@@ -275,6 +266,8 @@ def plan_task(
         definition_digest=definition.digest,
         stated_fewshot=num_fewshot,
         num_fewshot=config["num_fewshot"] or 0,
+        needs_tokenizer=isinstance(config.get("custom_dataset"), Function) and not found,
+        max_length=(config.get("metadata") or {}).get("max_length"),
         files=found,
         hub_data=None if found else _hub_data(name, config),
         documents=documents,
@@ -313,7 +306,8 @@ def _local_files(
     fewshot_files: Sequence[str] | None,
 ) -> tuple[tuple[DataFile, ...], int | None]:
     """The files and the number of documents; nothing of them without a data folder."""
-    if data is None:
+    makes_data = isinstance(config.get("custom_dataset"), Function)
+    if data is None or (makes_data and not (data / name).is_dir()):
         return (), None
     split, examples = evaluation_split(config), fewshot_split(config)
     if split is None or "class" in config:

@@ -16,7 +16,6 @@ from qbench.checkpoints.find import elements, read_headers
 from qbench.evaluation.settings import hidden_size
 from qbench.files import read_regular
 from qbench.machine import GIB, fast_bf16, hardware, memory_gib, visible_gpus
-from qbench.passkey import task_length
 from qbench.plan import Cell, Plan, streams
 from qbench.text import duration
 
@@ -181,12 +180,10 @@ def _tokens(cell: Cell, plan: Plan) -> float | None:
     """About how many tokens are computed, paddings and repeated questions included."""
     total, limit = 0.0, plan.recipe.evaluation.limit
     for task in plan.tasks:
-        if task.documents is None or not (task.files or task_length(task.name)):
+        if task.documents is None or not task.files:
             return None
-        size = task.files[0].path.stat().st_size / BYTES_A_TOKEN if task.files else (
-            task.documents * (task_length(task.name) or 0)
-        )  # fmt: skip
-        repeated = 1.0 if cell.scoring.mode == "fast" or not task.files else REPEATED
+        size = task.files[0].path.stat().st_size / BYTES_A_TOKEN
+        repeated = 1.0 if cell.scoring.mode == "fast" else REPEATED
         total += size * repeated * min(1.0, (limit or task.documents) / task.documents)
     return total
 

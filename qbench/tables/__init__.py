@@ -49,7 +49,7 @@ def table_files(
     published: str | None = None,
 ) -> dict[str, str]:
     """The files of a results folder's tables by their names, ``tables.<format>``. Those in Markdown
-    end with what a paper prints of analyses and of passkey retrieval, with ours."""
+    end with what a paper prints of analyses, with ours."""
     files = {}
     for format in formats:
         text = render(comparison, format=format, published=published)

@@ -9,11 +9,9 @@ from functools import partial
 from scipy import stats
 
 from qbench import published as papers
-from qbench.passkey import task_length
-from qbench.records import Analysis, Damage, Measured, Record, Score, Sensitivity
+from qbench.records import Analysis, Damage, Measured, Record, Sensitivity
 from qbench.tables.analyses_csv import kl, mean
 from qbench.tables.analysis_results import AnalysisResults
-from qbench.tables.notes import AT_CHANCE, at_chance
 from qbench.tables.table import Table, from_rows
 from qbench.tables.table import markdown as table_markdown
 from qbench.text import MINUS, NO_VALUE, for_markdown, group_by_reason, number, significant
@@ -372,52 +370,6 @@ def correlations(results: AnalysisResults) -> list[Table]:
     return from_rows(rows, title="Outliers of inputs and damage", notes=notes)
 
 
-PASSKEYS = {
-    "exact_match": (
-        "Passkey retrieval",
-        "Per cent of prompts whose five digits the model gives back by greedy decoding, by tokens "
-        "of the prompt.",
-    ),
-    "acc_digits": ("Passkey retrieval, digit by digit", "Per cent of digits in their places."),
-}
-
-
-def passkeys(records: Sequence[Record]) -> list[Table]:
-    """The softpick paper's tables 5 and 7: accuracy by length."""
-    found = []
-    for metric, (title, note) in PASSKEYS.items():
-        scored = by_length(records, metric)
-        lengths = sorted({length for scores in scored.values() for length in scores})
-        rows = [
-            {"Cell": cell, **{str(n): passkey_text(scores.get(n)) for n in lengths}}
-            for cell, scores in scored.items()
-        ]
-        runs = round(1 / AT_CHANCE)
-        chance = f"Chance: a score that guessed digits reach at least once in {runs} runs."
-        found += from_rows(rows, title=title, notes=(note, chance))
-    return found
-
-
-def by_length(records: Sequence[Record], metric: str) -> dict[str, dict[int, Score]]:
-    """Passkey scores: cell → tokens of the prompt → score; of cells that have any."""
-    found = {
-        record.cell: {
-            length: score
-            for score in record.scores
-            if score.metric == metric and (length := task_length(score.task)) is not None
-        }
-        for record in records
-    }
-    return {cell: scores for cell, scores in found.items() if scores}
-
-
-def passkey_text(score: Score | None) -> str:
-    if score is None:
-        return NO_VALUE
-    chance = at_chance(score.metric, score.value, score.documents)
-    return f"{score.value * 100:.1f}{' (chance)' if chance else ''}"
-
-
 MEASURES = {
     "sink_rate_0.2": "Sink rate %, ε 0.2",
     "sink_rate_0.3": "Sink rate %, ε 0.3",
@@ -436,7 +388,6 @@ def all_sections(results: AnalysisResults) -> list[Table]:
         *stretches(results),
         *sensitivity(results),
         *correlations(results),
-        *passkeys(results.records),
     ]
 
 
@@ -456,7 +407,7 @@ def markdown(results: AnalysisResults) -> str:
 
 
 def beside_paper(results: AnalysisResults, name: str) -> list[Table]:
-    """Tables 4, 5 and 7 as ``--published NAME``'s paper prints them, with ours of the same
+    """Table 4 as ``--published NAME``'s paper prints them, with ours of the same
     normalizers below. Raises RecipeError for an unknown set."""
     scale = papers.scale(name)
     four = papers.table("softpick-table-04")
@@ -469,7 +420,7 @@ def beside_paper(results: AnalysisResults, name: str) -> list[Table]:
         ours = _paper(one.measured)
         rows.append((one.cell, *(ours[title] for title in MEASURES.values())))
     read = "; ".join(texts(results.cells)) or "none; run `qbench analyze`"
-    found = [
+    return [
         Table(
             title="Beside the paper: sinks, hidden states, sparsity",
             notes=(
@@ -481,29 +432,7 @@ def beside_paper(results: AnalysisResults, name: str) -> list[Table]:
             rows=tuple(rows),
         )
     ]
-    return [*found, *_passkey(results.records, scale)]
 
 
 def _printed(text: str) -> str:
     return text.replace("-", MINUS)
-
-
-def _passkey(records: Sequence[Record], scale: str) -> list[Table]:
-    """Table 7, whose first two rows are table 5, where it is of that scale."""
-    seven = papers.table("softpick-table-07")
-    if seven.scale != scale:
-        return []
-    printed = [int(column) for column in seven.columns if column != "model"]
-    ours = by_length(records, "exact_match")
-    lengths = sorted({*printed, *(length for found in ours.values() for length in found)})
-    rows = [
-        (f"{scale} {row['model']} (paper)", *(row.get(str(n), NO_VALUE) for n in lengths))
-        for row in seven.rows
-    ]
-    rows += [(cell, *(passkey_text(found.get(n)) for n in lengths)) for cell, found in ours.items()]
-    told = f"{seven.paper}, tables 5 and 7: per cent of keys retrieved, by tokens of the prompt."
-    if not ours:
-        told += " Ours: none; put passkey, or passkey_890 and the like, into the recipe's tasks."
-    head = ("Model", *map(str, lengths))
-    title = "Beside the paper: passkey retrieval"
-    return [Table(title=title, notes=(told,), head=head, rows=tuple(rows))]

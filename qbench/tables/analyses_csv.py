@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from qbench.passkey import depth, task_length
 from qbench.records import Analysis, Delimiters, Hidden, Record, Sensitivity, Sinks
-from qbench.store import Store
 from qbench.tables.analysis_results import AnalysisResults
 from qbench.tables.table import as_csv
 
@@ -15,12 +13,9 @@ Row = dict[str, object]
 WITHOUT_KEY = ("maps.csv",)  # a row a weight: keys would be most of the file
 
 
-def csv_files(store: Store, results: AnalysisResults) -> dict[str, str]:
+def csv_files(results: AnalysisResults) -> dict[str, str]:
     """Every file by its name; empty text where there is no row. A row begins with its cell and, but
-    for ``WITHOUT_KEY``, ends with the key of the record that it comes from.
-
-    Raises ResultsError where a table of outcomes is damaged.
-    """
+    for ``WITHOUT_KEY``, ends with the key of the record that it comes from."""
     files = {}
     for name, rows_of in OF_CELLS.items():
         along_texts = name == "stretches.csv" and results.long
@@ -33,7 +28,6 @@ def csv_files(store: Store, results: AnalysisResults) -> dict[str, str]:
             rows = [{k: value for k, value in row.items() if k != "key"} for row in rows]
         files[name] = as_csv(rows)
     files["sensitivity.csv"] = as_csv(list(_sensitivity(results.sensitivities)))
-    files["passkey.csv"] = as_csv(passkey_rows(store, results.records))
     return files
 
 
@@ -166,37 +160,6 @@ OF_CELLS: dict[str, Callable[[Analysis], Iterator[Row]]] = {
     "stretches.csv": lambda one: (part.model_dump() for part in one.measured.stretches),
     "maps.csv": _maps,
 }
-
-
-DEPTHS = 10  # equal parts of a passkey prompt
-
-
-def passkey_rows(store: Store, records: Sequence[Record]) -> list[Row]:
-    """Accuracy of each cell by length and depth, of ``DEPTHS`` equal parts of a prompt. Raises
-    ResultsError where a table is damaged."""
-    rows: list[Row] = []
-    for record in records:
-        if not any(task_length(score.task) for score in record.scores):
-            continue
-        outcomes = store.outcomes(record)
-        own = outcomes[outcomes["task"].map(task_length).notna()]
-        parts = own["document"].map(lambda document: int(depth(document) * DEPTHS))
-        for (task, metric, part), values in own.groupby(["task", "metric", parts], sort=False)[
-            "value"
-        ]:
-            rows.append(
-                {
-                    "checkpoint": record.checkpoint,
-                    "quantizer": record.quantizer,
-                    "length": task_length(task),
-                    "depth": part / DEPTHS,
-                    "metric": metric,
-                    "value": float(values.mean()),
-                    "documents": len(values),
-                    "key": record.key,
-                }
-            )
-    return rows
 
 
 def kl(record: Record) -> float | None:

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from textwrap import shorten
 
-from scipy import stats
-
 from qbench.comparison.lines import Comparison, Line
-from qbench.passkey import CHANCE, DIGITS, task_length
 from qbench.records import SampleDifference
-from qbench.text import MINUS, metric_title
+from qbench.text import MINUS
 
 
 def prompt_notes(comparison: Comparison) -> list[str]:
@@ -58,36 +55,6 @@ def cache_notes(comparison: Comparison, lines: Sequence[Line]) -> list[str]:
         + "."
         for (tokens, whole), alike in found.items()
     ]
-
-
-AT_CHANCE = 0.05  # a score that guessing reaches in so large a share of runs, or larger
-
-
-def at_chance(metric: str, value: float, documents: int) -> bool:
-    """Whether guessing the digits of passkeys gives ``value``, or more, in 5 % of runs or oftener:
-    P(X ≥ k) of a binomial distribution. ``metric`` is one of passkey retrieval's."""
-    tried = documents * (DIGITS if metric == "acc_digits" else 1)
-    return float(stats.binom.sf(round(value * tried) - 1, tried, CHANCE[metric])) > AT_CHANCE
-
-
-def chance_notes(lines: Sequence[Line]) -> list[str]:
-    """A line on the scores of ``lines`` that are at chance, if there are any."""
-    cells: dict[tuple[str, str], dict[str, bool]] = {}
-    for line in lines:
-        if task_length(line.task) is None or line.metric not in CHANCE:
-            continue
-        own = cells.setdefault((line.label, metric_title(line.metric)), {})
-        for entry in line.entries:
-            if entry.value is not None:
-                own[entry.cell] = at_chance(line.metric, entry.value, entry.documents or 1)
-    found = [
-        f"{label} {metric} of {'all' if all(own.values()) else ', '.join(guessed)}"
-        for (label, metric), own in cells.items()
-        if (guessed := [cell for cell, yes in own.items() if yes])
-    ]
-    if not found:
-        return []
-    return [f"At chance, which guessing reaches in one of twenty runs or more: {'; '.join(found)}."]
 
 
 def judged_notes(comparison: Comparison, lines: Sequence[Line]) -> list[str]:

@@ -39,7 +39,7 @@ from qbench.records import (
     Record,
     TaskDamage,
 )
-from qbench.tables.notes import cache_notes, chance_notes, judged_notes, prompt_notes, single_notes
+from qbench.tables.notes import cache_notes, judged_notes, prompt_notes, single_notes
 from qbench.tables.published import printed_cells, printed_notes
 from qbench.tables.table import Cells, Table, from_rows
 from qbench.text import MINUS, NO_VALUE, group_by_reason, metric_title, number, significant
@@ -313,7 +313,6 @@ def _score_notes(method: MethodLines) -> list[str]:
         *judged_notes(comparison, lines),
         *method.footnotes,
         *precision_notes(lines),
-        *chance_notes(lines),
         *single_notes(lines),
         *training_notes(comparison),
     ]

@@ -52,7 +52,7 @@ def write_analyses(store: Store) -> list[Path]:
     the paths, Markdown first. Raises ResultsError where a file is damaged."""
     results = load_analyses(store)
     folder = Analyses(store.directory).directory
-    contents = {"tables.md": markdown(results), **csv_files(store, results)}
+    contents = {"tables.md": markdown(results), **csv_files(results)}
     paths = []
     for name, text in contents.items():
         if text:

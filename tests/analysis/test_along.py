@@ -1,4 +1,4 @@
-"""Tables beside table 4: stretches, sensitivity and its correlation, passkeys."""
+"""Tables beside table 4: stretches, sensitivity and its correlation."""
 
 import math
 
@@ -9,18 +9,15 @@ from small_recipe import qbench
 from synthetic import make_store
 
 from qbench.errors import RecipeError
-from qbench.passkey import CHANCE
-from qbench.records import Ratio, Score, Sensitivity, UnitSensitivity
+from qbench.records import Ratio, Sensitivity, UnitSensitivity
 from qbench.store import Analyses
 from qbench.tables.analyses import (
     all_sections,
     beside_paper,
     correlation,
     outliers_and_damage,
-    passkey_text,
 )
 from qbench.tables.analysis_results import AnalysisResults, load_analyses
-from qbench.tables.notes import at_chance
 
 
 def some(count, noise, seed=0):
@@ -53,51 +50,21 @@ def test_the_interval_covers_the_truth_about_95_times_of_100():
     assert 0.91 < hits / tries < 0.985
 
 
-def score(value, metric="exact_match", documents=200, task="passkey_256"):
-    return Score(
-        task=task, label=task, metric=metric, value=value, stderr=None, higher_is_better=True,
-        aggregation="mean", documents=documents,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("value", "metric", "chance"),
-    [
-        (0.0, "exact_match", True),
-        (1 / 200, "exact_match", False),  # 1 of 90,000 by guessing
-        (0.10, "acc_digits", True),
-        (0.11, "acc_digits", True),
-        (0.13, "acc_digits", False),
-        (0.05, "acc_digits", True),
-    ],
-)
-def test_scores_that_guessing_reaches_are_shown_as_such(value, metric, chance):
-    assert at_chance(metric, value, 200) is chance
-    assert passkey_text(score(value, metric)).endswith("(chance)") is chance
-    tried = 200 * (5 if metric == "acc_digits" else 1)
-    reached = stats.binomtest(round(value * tried), tried, CHANCE[metric], "greater").pvalue
-    assert bool(reached > 0.05) is chance
-
-
 def test_a_papers_tables_stand_above_ours_and_ask_for_what_is_missing(tmp_path):
     store = make_store(tmp_path, quantizers=["bf16"], sizes={"wikitext": 12})
-    four, seven = beside_paper(load_analyses(store), "softpick-340m")
+    (four,) = beside_paper(load_analyses(store), "softpick-340m")
     assert four.rows[0] == (
         "340M Softmax (paper)", "68.28", "63.41", "33510.81", "−207.55", "240.27", "4.53*",
     )  # fmt: skip
     assert [row[0] for row in four.rows] == ["340M Softmax (paper)", "340M Softpick (paper)"]
     assert "none; run `qbench analyze`" in four.notes[1]
     assert "*: zeros of softmax by underflow" in four.notes[0]
-    assert [row[0] for row in seven.rows][-1] == "340M Scalable-Softmax (paper)"
-    assert dict(zip(seven.head, seven.rows[1], strict=True))["3075"] == "75.0"
-    assert "Ours: none" in seven.notes[0]
     (large,) = beside_paper(load_analyses(store), "softpick-1.8b")
     assert large.rows[1][3] == "2193.27"
     with pytest.raises(RecipeError, match="--published nothing: unknown"):
         beside_paper(load_analyses(store), "nothing")
     assert qbench("tables", tmp_path, "--published", "softpick-340m") == 0
     text = (tmp_path / "tables.md").read_text()
-    assert "Beside the paper: passkey retrieval" in text
     assert "340M Softpick (paper)" in text
 
 

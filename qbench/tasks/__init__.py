@@ -1,0 +1,1 @@
+"""Tasks that come with qbench, as definitions of lm-eval."""
