@@ -35,5 +35,7 @@ COMMANDS = {
     "noise": "the quantizer noise-floor shows how far rounding alone moves scores",
     "convert": "checkpoints are read in either format; `save_pretrained` writes one",
     "bench analysis": "`qbench analyze` prints how long each part of a cell took",
+    "published": "`qbench tables --published SET` puts a paper's numbers beside ours; they are in "
+    "qbench/tables/published.csv",
     "bench training": "`qbench train` prints tokens/s and the share of the GPU's peak",
 }

@@ -42,7 +42,6 @@ COMMANDS = {
     "baseline": Entry("results", READ, "Make the baseline that `qbench check` compares with."),
     "compare": Entry("results", READ, "Show what changed between two results of one recipe."),
     "explain": Entry("show", READ, "Say which part of their keys makes two cells different."),
-    "published": Entry("show", READ, "List or print the papers' tables, or check them."),
     "tokenize": Entry("train", TRAIN, "Turn text into token files for `qbench train`."),
     "train": Entry("train", TRAIN, "Train models alike in all but the normalizer."),
     "list": Entry("lookup", LOOK_UP, "List quantizers, normalizers, models or tasks."),

@@ -10,7 +10,6 @@ from typing import Annotated, Literal
 import typer
 
 from qbench import export as formats
-from qbench import published as papers
 from qbench.cli.options import Folder, Run, folder_option, open_store
 from qbench.comparison.explain import find_cell, text
 from qbench.comparison.lines import status_of
@@ -150,31 +149,3 @@ def export(
             typer.echo(f"{cell.cell}: {status}: {reason}; left out", err=True)
     paths = formats.export(store, to, place)
     typer.echo(f"written: {len(paths)} files or folders below {place}", err=True)
-
-
-def published(
-    name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="One table; default: a list of all.")
-    ] = None,
-    check: Annotated[
-        bool, typer.Option("--check", help="Show their known errors, and recompute every Δ.")
-    ] = False,
-) -> None:
-    """List or print the papers' tables, or check that they add up.
-
-    Examples:
-    ```
-    qbench published
-    qbench published --check
-    ```
-    """
-    if check:
-        printed, off = papers.deltas()
-        typer.echo("\n".join([*(f"GRAVE  {one}" for one in papers.doubts()), *off]))
-        typer.echo(f"{printed} Δ recomputed: {len(off)} are off in the last digit, by rounding.")
-    elif name:
-        typer.echo(papers.show(papers.table(name)))
-    else:
-        for one in papers.tables():
-            typer.echo(f"{one.name:22} {one.source}: {one.caption}")
-        typer.echo(f"sets for --published: {', '.join(papers.sets())}")

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from qbench.comparison.lines import Comparison
 from qbench.errors import RecipeError
 from qbench.store import Store
-from qbench.tables.analyses import beside_paper
-from qbench.tables.analysis_results import load_analyses
+from qbench.tables.analyses import load_analyses, table_4
 from qbench.tables.comparison_csv import comparison_csv, seeds_csv
 from qbench.tables.scores import by_method, costs, group_tables, pair_tables, tables_of
 from qbench.tables.table import Table, latex, markdown
@@ -19,8 +18,8 @@ FORMATS = ("md", "tex", "csv")
 def render(comparison: Comparison, *, format: str = "md", published: str | None = None) -> str:
     """The delta tables of a comparison as text.
 
-    ``published`` names a set of ``qbench.published`` to print beside. Raises RecipeError for an
-    unknown format or set.
+    ``published`` names a set of a paper's numbers (``tables.published.SETS``) to print beside.
+    Raises RecipeError for an unknown format or set.
     """
     if format not in FORMATS:
         raise RecipeError(f"--format {format}: unknown; possible: {', '.join(FORMATS)}")
@@ -48,13 +47,13 @@ def table_files(
     *,
     published: str | None = None,
 ) -> dict[str, str]:
-    """The files of a results folder's tables by their names, ``tables.<format>``. Those in Markdown
-    end with what a paper prints of analyses, with ours."""
+    """The files of a results folder's tables by their names, ``tables.<format>``. With
+    ``published`` those in Markdown end with the paper's table 4 and ours."""
     files = {}
     for format in formats:
         text = render(comparison, format=format, published=published)
         if format == "md" and published:
-            text += "\n" + markdown(beside_paper(load_analyses(store), published))
+            text += "\n" + markdown(table_4(load_analyses(store), published))
         files[f"tables.{format}"] = text
     if comparison.seeds:
         files["seeds.csv"] = seeds_csv(comparison)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from qbench.comparison.lines import Comparison, Entry, Line
 from qbench.records import GroupScore
-from qbench.tables.published import find_printed, models, standard_errors_away
+from qbench.tables.published import find_printed, standard_errors_away
 from qbench.tables.scores import bits_per_weight, gib, task_damage
 from qbench.tables.table import as_csv
 
@@ -22,7 +22,7 @@ QUESTIONS = {"delta": "deltas", "damage": "damages", "did": "differences"}
 PARTS = ("", "_stderr", "_low", "_high")  # empty for perplexities, but for ``delta``
 LOG_PARTS = ("_log_ratio", "_log_ratio_stderr", "_log_ratio_low", "_log_ratio_high")
 TESTS = ("_test", "_p", "_p_holm", "_p_bh", "_detectable", "_documents")
-PRINTED = ("printed", "printed_delta", "printed_source", "standard_errors_away")
+PRINTED = ("printed", "printed_source", "standard_errors_away")
 COLUMNS = (
     *(*LINE, "bits", *PRECISION, "quantizer", "checkpoint", *SCORE),
     *(question + part for question in QUESTIONS for part in (*PARTS, *LOG_PARTS, *TESTS)),
@@ -50,7 +50,7 @@ def comparison_csv(comparison: Comparison, *, published: str | None = None) -> s
         for entry in line.entries:
             row = _row(line, entry)
             if published:
-                row |= _printed(line, entry, published, models(comparison)[entry.checkpoint])
+                row |= _printed(comparison, line, entry, published)
             rows.append(row | _predictions(comparison, line, entry))
     return as_csv([*rows, *_groups(comparison)], columns)
 
@@ -128,16 +128,15 @@ def _row(line: Line, entry: Entry) -> dict[str, object]:
     return row
 
 
-def _printed(line: Line, entry: Entry, published: str, model: str) -> dict[str, object]:
-    found = find_printed(line, published)
-    if found is None or model not in found.values:
+def _printed(comparison: Comparison, line: Line, entry: Entry, name: str) -> dict[str, object]:
+    row = find_printed(comparison, line, entry.checkpoint, name)
+    if row is None:
         return {}
-    value = found.values[model]
+    away = standard_errors_away(line, entry.checkpoint, float(row["value"]))
     return {
-        "printed": value,
-        "printed_delta": found.delta if model == "softpick" else None,
-        "printed_source": found.source,
-        "standard_errors_away": standard_errors_away(line, entry.checkpoint, float(value)),
+        "printed": row["value"],
+        "printed_source": row["table"],
+        "standard_errors_away": away,
     }
 
 

@@ -208,7 +208,7 @@ def _deltas(method: MethodLines, published: str | None) -> list[Table]:
         if published:
             row += printed_cells(comparison, line, method.checkpoints, published)
         rows.append([*row, ("Documents", documents_text(line))])
-    notes = printed_notes(method.lines, published) if published else []
+    notes = printed_notes(comparison, method.lines, published) if published else []
     if tested:
         notes += [MARKS.format(kind="Δ of the grid"), BRACKETS]
     against = ", ".join(f"{other} {MINUS} {method.checkpoints[0]}" for other in others)

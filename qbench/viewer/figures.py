@@ -1,4 +1,5 @@
-"""Tables and figures of `qbench analyze` as files, for what cannot run the viewer.
+"""Write the tables and the softpick paper's figures of `qbench analyze` as files; the viewer shows
+the rest.
 
 A function each gives a name and a figure; ``write_figures`` writes those that there is something
 for. matplotlib lays them out; text stays text, and the same analyses give the same bytes.
@@ -14,22 +15,18 @@ from pathlib import Path
 import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
-from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from qbench.files import write_atomically
-from qbench.records import Analysis, Head, Sensitivity
+from qbench.records import Analysis, Head
 from qbench.store import Analyses, Store
-from qbench.tables.analyses import markdown
-from qbench.tables.analyses_csv import csv_files
-from qbench.tables.analysis_results import AnalysisResults, load_analyses
+from qbench.tables.analyses import AnalysisResults, analyses_csv, load_analyses, markdown
 
 Found = Iterator[tuple[str, Figure]]  # a file's name without its ending
 WIDTH = 6.4  # inches
 EPSILON = "0.3"  # of sink rates
-LEAST_KL = 1e-9  # nats: what stands for none on a logarithmic scale
 # Okabe and Ito's palette, told apart with any colour vision; markers tell as well.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8a6d00", "#56b4e9")
 MARKERS = ("o", "s", "^", "D", "v", "P")
@@ -48,11 +45,11 @@ STYLE = {
 
 
 def write_analyses(store: Store) -> list[Path]:
-    """Write ``tables.md``, the CSV files and the figures into the folder of the analyses; returns
+    """Write ``tables.md``, ``analyses.csv`` and the figures into the folder of the analyses; return
     the paths, Markdown first. Raises ResultsError where a file is damaged."""
     results = load_analyses(store)
     folder = Analyses(store.directory).directory
-    contents = {"tables.md": markdown(results), **csv_files(results)}
+    contents = {"tables.md": markdown(results), "analyses.csv": analyses_csv(results)}
     paths = []
     for name, text in contents.items():
         if text:
@@ -82,12 +79,8 @@ def _figures(results: AnalysisResults) -> Found:
         yield from boxes([one for one in results.cells if one.measured.layers[0].hidden.quantiles])
         headed = [one for one in results.cells if any(layer.heads for layer in one.measured.layers)]
         yield from sinks(headed)
-        yield from sparsity(headed)
         for one in results.cells:
             yield from maps(one)
-    yield from along([one for one in results.long or results.cells if one.measured.stretches])
-    for label in dict.fromkeys(one.quantizer for one in results.sensitivities):
-        yield from sensitivity([one for one in results.sensitivities if one.quantizer == label])
 
 
 def _panels(rows: int, columns: int = 1, *, height: float) -> tuple[Figure, NDArray]:
@@ -171,24 +164,6 @@ def sinks(cells: Sequence[Analysis]) -> Found:
     yield "sinks", figure
 
 
-def sparsity(cells: Sequence[Analysis]) -> Found:
-    """Attention weights of exactly 0 among the pairs that causality allows, by layer: mean over
-    heads, and their range."""
-    if not cells:
-        return
-    figure, ((axes,),) = _panels(1, height=2.6)
-    for place, one in enumerate(cells):
-        zeros = 100 * _of_heads(one, lambda head: head.zeros)
-        layers, look = np.arange(zeros.shape[1]), _look(place)
-        low, high = np.nanmin(zeros, 0), np.nanmax(zeros, 0)
-        axes.fill_between(layers, low, high, color=look["color"], alpha=0.2, linewidth=0)
-        axes.plot(layers, np.nanmean(zeros, 0), label=one.cell, **look)
-    axes.set_ylim(-3, 103)
-    _of_layers(axes, "zeros (%)")
-    axes.legend()
-    yield "sparsity", figure
-
-
 def maps(one: Analysis) -> Found:
     """Attention weights, a row a text and a column a head, each map with its own scale (as in the
     softpick paper's figures 6 and 8 to 19)."""
@@ -208,63 +183,6 @@ def maps(one: Analysis) -> Found:
             title = f"{text}, layer {layer} head {head}".replace("$", r"\$")
             axes.set(title=title, xlabel="key", ylabel="query")
     yield f"maps-{_plain(one.cell)}", figure
-
-
-def along(cells: Sequence[Analysis]) -> Found:
-    """Along the text, in stretches of 128 positions (the softpick paper's section 7.7): loss, the
-    sum of a query's weights and its largest weight, means over heads."""
-    if not cells:
-        return
-    figure, grid = _panels(3, height=1.9)
-    names = {
-        "loss": "loss (nats a token)",
-        "mass": "Σ weights of a query",
-        "largest": "largest weight",
-    }
-    for (name, title), (axes,) in zip(names.items(), grid, strict=True):
-        for place, one in enumerate(cells):
-            parts = [p for p in one.measured.stretches if getattr(p, name) is not None]
-            centres = [(part.first + part.last) / 2 for part in parts]
-            colour = COLOURS[place % len(COLOURS)]
-            axes.plot(centres, [getattr(p, name) for p in parts], label=one.cell, color=colour)
-        axes.set_title(title)
-        axes.grid(visible=True)
-    grid[-1][0].set_xlabel("position in the text (tokens)")
-    grid[0][0].legend()
-    yield "along-the-text", figure
-
-
-def sensitivity(found: Sequence[Sensitivity]) -> Found:
-    """KL divergence when one part of the model is quantized and the rest is not, by layer and kind;
-    logarithmic, one scale for all."""
-    tables = [_by_layer(one) for one in found]
-    kinds = list(dict.fromkeys(kind for table in tables for kind, _ in table))
-    layers = 1 + max((layer for table in tables for _, layer in table), default=0)
-    known = [kl for table in tables for kl in table.values()]
-    if not known:
-        return
-    norm = LogNorm(min(known), max(max(known), 1.01 * min(known)))
-    figure, grid = _panels(len(found), height=0.7 + 0.2 * len(kinds))
-    for one, table, (axes,) in zip(found, tables, grid, strict=True):
-        values = np.full((len(kinds), layers), np.nan)
-        for (kind, layer), kl in table.items():
-            values[kinds.index(kind), layer] = kl
-        figure.colorbar(axes.imshow(values, norm=norm), ax=axes, label="KL, nats a token")
-        axes.set_yticks(range(len(kinds)), kinds)
-        axes.set(title=one.cell, xlabel="decoder layer")
-        axes.locator_params("x", integer=True)
-    yield f"sensitivity-{_plain(found[0].quantizer)}", figure
-
-
-def _by_layer(one: Sensitivity) -> dict[tuple[str, int], float]:
-    """(kind, layer) → KL; a whole decoder layer's kind is ``layer``."""
-    found: dict[tuple[str, int], float] = {}
-    for unit in one.units:
-        if unit.layer is not None and unit.kl.value is not None:
-            kind = "layer" if one.unit == "block" else unit.name.rpartition(".")[2]
-            kl = found.get((kind, unit.layer), LEAST_KL)  # experts of one kind: the most of them
-            found[kind, unit.layer] = max(kl, unit.kl.value)
-    return found
 
 
 def _of_heads(one: Analysis, value: Callable[[Head], float]) -> NDArray[np.float64]:

@@ -1,0 +1,122 @@
+"""What analyses say as tables and files: table 4, over seeds, one CSV, the paper's rows."""
+
+import csv
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from small_recipe import qbench
+from synthetic import make_store
+
+from qbench.errors import RecipeError
+from qbench.store import Analyses, Store
+from qbench.tables.analyses import analyses_csv, load_analyses, table_4
+from qbench.text import MINUS
+from qbench.viewer.figures import sinks, write_analyses
+
+PAIR = Path(__file__).parents[2] / "results" / "pair-27m"
+CHECKPOINTS = ("softmax.1", "softmax.2", "softpick.1", "softpick.2")
+GROUPS = {"softmax": CHECKPOINTS[:2], "softpick": CHECKPOINTS[2:]}
+
+
+@pytest.fixture(scope="module")
+def results():
+    return load_analyses(Store(PAIR))
+
+
+@pytest.fixture(scope="module")
+def seeds(results):
+    """The pair twice, as two trainings of each kind; the second with twice the kurtosis."""
+
+    def twice(analyses, second=lambda one: one):
+        return tuple(
+            made.model_copy(update={"checkpoint": f"{one.checkpoint}.{number}"})
+            for one in analyses
+            for number, made in ((1, one), (2, second(one)))
+        )
+
+    def doubled(one):
+        hidden = one.measured.hidden
+        hidden = hidden.model_copy(update={"kurtosis": 2 * hidden.kurtosis})
+        return one.model_copy(update={"measured": one.measured.model_copy(
+            update={"hidden": hidden})})  # fmt: skip
+
+    return replace(
+        results, cells=twice(results.cells, doubled), records=twice(results.records),
+        replicates=GROUPS,
+    )  # fmt: skip
+
+
+def test_table_4_and_the_damage_are_means_over_seeds(seeds):
+    (table,) = table_4(seeds)
+    names = [row[0] for row in table.rows]
+    assert names[:2] == [f"{group}/bf16, 2 trainings" for group in GROUPS]
+    assert {*names[2:]} == {f"{checkpoint}/bf16" for checkpoint in CHECKPOINTS}
+    kurtosis = seeds.cells[0].measured.hidden.kurtosis
+    row = dict(zip(table.head, table.rows[0], strict=True))
+    assert row["Kurtosis"] == f"{1.5 * kurtosis:.2f} ({kurtosis:.2f} to {2 * kurtosis:.2f})"
+    assert row["KL gptq-3bit"].count("0.1") == 3
+    assert row["KL gptq-8bit"].startswith("0.0003732 (")
+
+
+def test_the_csv_has_every_number_in_full_precision(results):
+    rows = list(csv.DictReader(analyses_csv(results).splitlines()))
+    values = {(row["key"], row["measure"]): row["value"] for row in rows}
+    one = results.cells[0]
+    mass = one.measured.layers[3].heads[2].mass
+    assert float(values[one.key, "layers.3.heads.2.mass"]) == mass
+    alone = results.sensitivities[0]
+    unit = alone.units[0]
+    assert float(values[alone.key, f"{unit.name}.kl.value"]) == unit.kl.value
+    assert {row["analysis"] for row in rows} == {"text", "long-context", "sensitivity"}
+
+
+def test_cells_that_failed_alike_are_named_in_one_line(tmp_path):
+    shutil.copytree(PAIR / "analysis", tmp_path / "analysis")
+    analyses = Analyses(tmp_path)
+    for one in analyses.records():
+        analyses.put(one.model_copy(update={"status": "failed", "error": "no", "measured": None}))
+    assert load_analyses(Store(tmp_path)).problems == ("softmax/bf16, softpick/bf16: failed: no",)
+
+
+@pytest.mark.parametrize("layers", [4, 12])
+def test_layers_on_axes_are_whole_numbers(results, layers):
+    cells = [
+        one.model_copy(update={"measured": one.measured.model_copy(
+            update={"layers": one.measured.layers[:layers]})})
+        for one in results.cells
+    ]  # fmt: skip
+    ((_, figure),) = sinks(cells)
+    for axes in figure.axes[: len(cells)]:
+        figure.draw_without_rendering()
+        ticks = [tick.get_text() for tick in axes.get_xticklabels()]
+        assert ticks
+        assert all(tick.replace(MINUS, "-").lstrip("-").isdecimal() for tick in ticks), ticks
+
+
+def test_the_papers_rows_stand_above_ours_and_ask_for_what_is_missing(tmp_path):
+    store = make_store(tmp_path, quantizers=["bf16"], sizes={"wikitext": 12})
+    (table,) = table_4(load_analyses(store), "softpick-340m")
+    assert table.rows == (
+        ("340M softmax (paper)", "68.28", "63.41", "33510.81", "−207.55", "240.27", "4.53*"),
+        ("340M softpick (paper)", "00.00", "00.00", "340.96", "−45.03", "36.21", "99.34"),
+    )
+    assert "Ours: none; run `qbench analyze`." in table.notes
+    (large,) = table_4(load_analyses(store), "softpick-1.8b")
+    assert large.rows[1][3] == "2193.27"
+    with pytest.raises(RecipeError, match="--published nothing: unknown"):
+        table_4(load_analyses(store), "nothing")
+    assert qbench("tables", tmp_path, "--published", "softpick-340m") == 0
+    assert "340M softpick (paper)" in (tmp_path / "tables.md").read_text()
+
+
+@pytest.mark.slow
+def test_figures_and_numbers_of_analyses_are_files_that_come_out_alike(tmp_path):
+    shutil.copytree(PAIR / "analysis", tmp_path / "analysis")
+    written = [{path.name: path.read_bytes() for path in write_analyses(Store(tmp_path))}
+               for _ in range(2)]  # fmt: skip
+    assert written[0] == written[1]
+    names = {"tables.md", "analyses.csv", "boxes.svg", "maps-softmax-bf16.svg", "sinks.svg"}
+    assert names <= written[0].keys()
+    assert b"softpick/bf16" in written[0]["boxes.svg"]  # text stays text
