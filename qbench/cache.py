@@ -1,177 +1,196 @@
-"""What runs keep for later ones: quantized weights, rows that damage is measured against, and by
-key which results folder has a cell's record.
+"""What runs keep for later ones, each under its content key. Imports no torch.
 
-Weights are used under a lock of their own, and reading an entry notes the time, so that what nobody
-has used for longest is known. Imports no torch.
+    CACHE/artifacts/<weights16>/<config>-<key16>/        quantized weights
+    CACHE/distributions/<key16>.safetensors              hidden states that damage is measured with
+    CACHE/cells/<key16>.json, <key16>.….parquet          finished records with their tables
+    CACHE/tasks/<key16>.json, <key16>.….parquet          finished tasks of a cell with their tables
+
+A run that finds a key here does not compute it again. Reading an entry sets its time, so that
+pruning removes what was not used for longest.
 """
 
 from __future__ import annotations
 
-import json
+import fcntl
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-
-from filelock import FileLock, Timeout
+from typing import Any
 
 from qbench.errors import OutputError, ResultsError
-from qbench.files import clean_temporaries, read_regular, write_atomically
+from qbench.files import clean_temporaries, content_key, mark_used
 from qbench.machine import GIB
-from qbench.records import KEY_DIGITS, GridCell, Record
-from qbench.store import Store
+from qbench.records import CellKey, Record, TaskRecord
+from qbench.store import KeyedStore, Store, Table
 
 MANIFEST = "manifest.json"
 MIB = 2**20
 
 
 def cache_folder() -> Path:
-    """Where quantized weights are kept: $QBENCH_CACHE, else ~/.cache/qbench."""
+    """Return the cache's folder: $QBENCH_CACHE, else ~/.cache/qbench."""
     return Path(os.environ.get("QBENCH_CACHE") or Path.home() / ".cache" / "qbench")
 
 
-def in_words(bytes: int) -> str:
-    """A size: 0.5 MiB, 12.3 GiB."""
-    return f"{bytes / GIB:,.1f} GiB" if bytes >= GIB else f"{bytes / MIB:,.1f} MiB"
+def in_words(size: int) -> str:
+    """Return a number of bytes as text: 0.5 MiB, 12.3 GiB."""
+    return f"{size / GIB:,.1f} GiB" if size >= GIB else f"{size / MIB:,.1f} MiB"
+
+
+def kept_cells(cache: Path) -> KeyedStore:
+    """Return the finished records of the cache."""
+    return KeyedStore(cache / "cells")
+
+
+def kept_tasks(cache: Path) -> KeyedStore:
+    """Return the finished tasks of the cache: ``get_valid``, ``put``, ``outcomes``, … as of cells,
+    with TaskRecords that have :func:`task_key` as their key."""
+    return KeyedStore(cache / "tasks", TaskRecord)
+
+
+def task_key(
+    parts: Mapping[str, Any], task: str, base_parts: Mapping[str, Any] | None = None
+) -> str:
+    """Return the key of one ``task`` of the cell with the key parts ``parts``.
+
+    It does not depend on the cell's other tasks. ``base_parts`` are those of the unquantized cell
+    that damage is measured against; None if it is not measured.
+    """
+    own = {name: part for name, part in parts.items() if name not in ("groups", "damage against")}
+    for name in ("tasks", "few-shot"):
+        own[name] = {task: parts[name][task]}
+    if base_parts is not None:
+        own["damage against"] = task_key(base_parts, task)
+    return content_key(own)
+
+
+def keep_cell(cache: Path, record: Record, store: Store) -> None:
+    """Copy a finished ``record`` of ``store`` and its tables into the cache, unless it is there.
+
+    Does nothing if the disk is full: the record itself is written.
+    """
+    cells = kept_cells(cache)
+    if not cells.path(record).is_file():
+        with suppress(OutputError):
+            cells.put_payloads(record, {name: store.payload(record, name) for name in record.files})
+
+
+def find_cell(cache: Path, cell: CellKey) -> tuple[Record, dict[Table, bytes]] | None:
+    """Return the intact record under the key of ``cell``, under the names of ``cell``, and the
+    content of its tables; None if there is none."""
+    cells = kept_cells(cache)
+    with suppress(ResultsError, OSError):
+        record = cells.get_valid(cell)
+        if record is not None:
+            mark_used(cells.path(cell))
+            names = {"checkpoint": cell.checkpoint, "quantizer": cell.quantizer}
+            tables = {name: cells.payload(record, name) for name in record.files}
+            return record.model_copy(update=names), tables
+    return None
+
+
+@contextmanager
+def hold(paths: Iterable[Path]) -> Iterator[None]:
+    """Keep the entries ``paths`` of the cache, which need not exist yet, from being pruned while
+    the body runs. Several processes may hold the same entry."""
+    with ExitStack() as stack:
+        for path in paths:
+            lock = _lock_path(path)
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(lock.open("a"))
+            fcntl.flock(file, fcntl.LOCK_SH)
+        yield
+
+
+def _lock_path(path: Path) -> Path:
+    """Return the lock file of an entry, the same as ``quantizers.artifacts`` takes."""
+    return path.with_name(f".{path.name}.lock")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """One artifact or one cell's rows. ``used_by``: cells of the results that were looked at."""
+    """One entry of the cache: its files, their size in bytes and the time of its last use in
+    seconds since 1970."""
 
-    kind: str  # "weights" or "rows"
+    kind: str  # "weights", "hidden states", "cell" or "task"
     path: Path
     files: tuple[Path, ...]
     bytes: int
-    used: float  # when it was last read or written, seconds since 1970
-    about: str
-    used_by: tuple[str, ...] = ()
+    used: float
 
     @property
-    def lock(self) -> FileLock:
-        """As those take it who read and write quantized weights."""
-        return FileLock(self.path.with_name(f".{self.path.name}.lock"))
+    def name(self) -> str:
+        folder = f"{self.path.parent.name}/" if self.kind == "weights" else ""
+        return f"{self.kind} {folder}{self.path.stem if self.path.suffix else self.path.name}"
 
 
-def entries(cache: Path, results: Sequence[Path] = ()) -> list[Entry]:
-    """What the folder ``cache`` holds, the least recently used first. Cells of the records below
-    the folders ``results`` are named where they use an entry."""
-    cells = _cells(results)
-    found = [*_weights(cache / "artifacts", cells), *_rows(cache / "distributions", cells)]
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pruned:
+    """What :func:`prune` removed, what it left because a run uses it, and the files of killed
+    processes that it removed."""
+
+    removed: list[Entry]
+    in_use: list[Entry]
+    leftovers: list[Path]
+
+
+def entries(cache: Path) -> list[Entry]:
+    """Return the entries of the folder ``cache``, the least recently used first."""
+    files = {
+        "weights": [
+            (path.parent, [path.parent]) for path in cache.glob(f"artifacts/*/*/{MANIFEST}")
+        ],
+        "hidden states": [
+            (path, [path, path.with_name(f"{path.name}.digest")])
+            for path in cache.glob("distributions/*.safetensors")
+        ],
+    }
+    for kind in ("cell", "task"):
+        files[kind] = [
+            (path, [path, *path.parent.glob(f"{path.stem}.*.parquet")])
+            for path in cache.glob(f"{kind}s/*.json")
+        ]
+    found = [_entry(kind, *one) for kind, each in files.items() for one in each]
     return sorted(found, key=lambda entry: entry.used)
 
 
-def prune(
-    cache: Path, *, max_bytes: float, dry_run: bool = False
-) -> tuple[list[Entry], list[Path]]:
-    """Remove the least recently used entries until the rest is at most ``max_bytes``, and what
-    processes that died have left. What a run is at work on stays.
-
-    Returns the entries and the leftovers that were removed.
-    """
-    leftovers = [] if dry_run else clean_temporaries(cache)
-    known = entries(cache)
-    total, removed = sum(entry.bytes for entry in known), []
-    for entry in known:
+def prune(cache: Path, *, max_bytes: float, dry_run: bool = False) -> Pruned:
+    """Remove the least recently used entries until the rest is at most ``max_bytes``, and the
+    files that killed processes left. Entries that a run uses stay."""
+    pruned = Pruned(removed=[], in_use=[], leftovers=[] if dry_run else clean_temporaries(cache))
+    kept = entries(cache)
+    total = sum(entry.bytes for entry in kept)
+    for entry in kept:
         if total <= max_bytes:
             break
-        if dry_run or _remove(entry):
+        if _remove(entry, dry_run):
             total -= entry.bytes
-            removed.append(entry)
-    return removed, leftovers
+            pruned.removed.append(entry)
+        else:
+            pruned.in_use.append(entry)
+    return pruned
 
 
-def remember_record(cache: Path, record: Record, folder: Path) -> None:
-    """Note that the results ``folder`` has a good ``record``, for other folders' runs."""
-    place = {"folder": str(folder.resolve()), "cell": [record.checkpoint, record.quantizer]}
-    path = _note(cache, record.key)
-    with suppress(OutputError):  # a disk that is full: the record itself is written
-        payload = json.dumps(place).encode()
-        if not path.is_file() or path.read_bytes() != payload:
-            write_atomically(path, payload)
-
-
-def find_record(cache: Path, cell: GridCell, *, beside: Path) -> tuple[Store, Record] | None:
-    """A whole record under the key of ``cell``, whatever it is called there, in another folder
-    than ``beside``; None where nobody noted one, or it is gone or damaged."""
-    with suppress(OSError, ValueError, KeyError, TypeError, ResultsError, OutputError):
-        note = json.loads(_note(cache, cell.key).read_bytes())
-        store = Store(Path(note["folder"]))
-        checkpoint, quantizer = note["cell"]
-        there = cell.model_copy(update={"checkpoint": checkpoint, "quantizer": quantizer})
-        if store.directory != beside.resolve() and (record := store.get_valid(there)) is not None:
-            return store, record
-    return None
-
-
-def _note(cache: Path, key: str) -> Path:
-    return cache / "records" / f"{key[:KEY_DIGITS]}.json"
-
-
-def _remove(entry: Entry) -> bool:
-    with suppress(Timeout), entry.lock.acquire(timeout=0):
-        for path in entry.files:
-            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(True)
-        return True
-    return False
-
-
-def _weights(folder: Path, cells: Mapping[str, list[str]]) -> Iterator[Entry]:
-    for manifest in folder.glob(f"*/*/{MANIFEST}"):
-        path = manifest.parent
-        quantizer = path.name.rpartition("-")[0]
-        settings = None
-        with suppress(OSError, ValueError, KeyError, TypeError):  # damaged: nobody uses it
-            settings = json.loads(manifest.read_bytes())["parts"]["quantizer"]
-        yield _entry(
-            "weights", path, (path,), f"{quantizer} of {path.parent.name}",
-            cells.get(_use(path.parent.name, settings), ()),
-        )  # fmt: skip
-
-
-def _rows(folder: Path, cells: Mapping[str, list[str]]) -> Iterator[Entry]:
-    for path in sorted(folder.glob("*.safetensors")):
-        files = path, path.with_name(f"{path.name}.digest")
-        yield _entry("rows", path, files, f"unquantized cell {path.stem}", cells.get(path.stem, ()))
-
-
-def _entry(
-    kind: str, path: Path, files: tuple[Path, ...], about: str, used_by: Sequence[str]
-) -> Entry:
-    inside = [one for file in files for one in ([*file.iterdir()] if file.is_dir() else [file])]
-    stats = [one.stat() for one in inside if one.exists()]
-    times = [one.stat().st_mtime for one in (path, *inside) if one.exists()]
-    return Entry(
-        kind=kind,
-        path=path,
-        files=files,
-        bytes=sum(one.st_size for one in stats),
-        used=max(times, default=0.0),
-        about=about,
-        used_by=tuple(dict.fromkeys(used_by)),
-    )
-
-
-def _cells(results: Sequence[Path]) -> dict[str, list[str]]:
-    """Cells by what they use: the key of the unquantized cell, and weights with the settings of
-    a quantizer, or of a part of one."""
-    found: dict[str, list[str]] = {}
-    for path in (path for one in results for path in sorted(one.rglob("records/*/*/*.json"))):
+def _remove(entry: Entry, dry_run: bool) -> bool:
+    """Remove the files of ``entry`` (not with ``dry_run``); return False if a run uses it."""
+    with _lock_path(entry.path).open("a") as file:
         try:
-            record = json.loads(read_regular(path))
-            parts, name = record["key_parts"], f"{record['checkpoint']}/{record['quantizer']}"
-            weights, quantizer = str(parts["weights"])[:KEY_DIGITS], parts["quantizer"]
-            settings = [quantizer, *(v for v in quantizer.values() if isinstance(v, dict))]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            continue  # damaged, or no record of ours: it uses nothing
-        keys = [*(_use(weights, one) for one in settings), str(record.get("key"))[:KEY_DIGITS]]
-        keys.append(str(parts.get("damage against"))[:KEY_DIGITS])
-        for key in keys:
-            found.setdefault(key, []).append(f"{path.parents[3].name}: {name}")
-    return found
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        for path in () if dry_run else entry.files:
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(True)
+    return True
 
 
-def _use(weights: str, settings: object) -> str:
-    return f"{weights}/{json.dumps(settings, sort_keys=True)}"
+def _entry(kind: str, path: Path, files: list[Path]) -> Entry:
+    size, used = 0, 0.0
+    for part in {path, *files, *(path.iterdir() if path.is_dir() else ())}:
+        with suppress(OSError):  # removed meanwhile
+            status = part.stat()
+            size += 0 if part.is_dir() else status.st_size
+            used = max(used, status.st_mtime)
+    return Entry(kind=kind, path=path, files=tuple(files), bytes=size, used=used)

@@ -625,6 +625,26 @@ class Record(CellRecord):
         return {(one.task, one.metric): one for one in (*self.scores, *of_groups)}
 
 
+class TaskRecord(CellKey):
+    """What one task of a cell gave, kept in the cache so that no later run scores it again.
+
+    ``key`` is that of the cell with this task alone (``cache.task_key``); ``digest`` is the task's
+    in ``Record.documents``.
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    kind: Literal["task"] = "task"
+    task: TaskName
+    digest: str
+    scores: tuple[Score, ...]
+    scoring: ScoringReport
+    damage: TaskDamage | None = None  # None if it was not measured
+    seconds: float
+    files: dict[Literal["outcomes", "responses", "divergences"], StoredTable] = Field(
+        default_factory=dict
+    )
+
+
 class GridCell(_QuantizedCell):
     """One cell of the last run: its place in the grid and the record that it asks for."""
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 OPTIONS = {
     "--max-gib": "a limit for `qbench tables` went with --rank; the table lists the GiB of each "
     "precision",
+    "--results": "`qbench cache list` names what is kept by its key, and looks at no results folder",
     "--rank": "the verdict above the tables orders the precisions",
 }
 # Values of options of the command line.

@@ -47,6 +47,7 @@ from qbench.records import (
     RunManifest,
     Sensitivity,
     StoredTable,
+    TaskRecord,
 )
 
 if TYPE_CHECKING:
@@ -120,9 +121,12 @@ class CellFiles(Generic[R, M]):
         if not path.is_file():
             return None
         record = read(path, self.kind, self.remedy)
-        if (record.cell, record.key) != (cell.cell, cell.key):
+        if not self._is_of(record, cell):
             raise DamagedError(f"{path}: is of another cell or key; {self.remedy}")
         return record
+
+    def _is_of(self, record: R, cell: CellKey) -> bool:
+        return (record.cell, record.key) == (cell.cell, cell.key)
 
     def get_valid(self, cell: CellKey, say: Say | None = None) -> R | None:
         """Return the record of ``cell`` if it and its tables are intact, else None.
@@ -340,6 +344,21 @@ class Store(CellFiles[Record, RunManifest]):
         self.directory.mkdir(parents=True, exist_ok=True)
         with FileLock(without_links(self.root, self.directory / ".lock")):
             yield
+
+
+class KeyedStore(Store):
+    """Records of one ``kind`` by their key alone, whatever their cells are called: a folder of the
+    cache."""
+
+    def __init__(self, directory: Path, kind: type[Record | TaskRecord] = Record) -> None:
+        super().__init__(directory)
+        self.kind = kind
+
+    def path(self, cell: CellKey) -> Path:
+        return self.directory / f"{cell.key[:KEY_DIGITS]}.json"
+
+    def _is_of(self, record: Record, cell: CellKey) -> bool:
+        return record.key == cell.key
 
 
 def _parquet(table: pd.DataFrame, columns: tuple[str, ...]) -> bytes:

@@ -1,16 +1,17 @@
-"""`qbench cache`: what is kept is listed with who uses it, and bounded."""
+"""The cache: listed by last use, bounded, and not pruned under a run."""
 
-import json
 import os
+import subprocess
+import sys
 
 import pytest
-from filelock import FileLock
-from synthetic import make_store
+from small_recipe import DEMO, qbench, small_recipe
+from test_store import CELL, OUTCOMES, make_record
 
-from qbench.cache import entries, prune
-from qbench.cli.app import app
-from qbench.errors import ResultsError
+from qbench.cache import entries, find_cell, hold, keep_cell, kept_tasks, prune, task_key
 from qbench.files import mark_used
+from qbench.records import ScoringReport, TaskRecord
+from qbench.store import Store
 
 DAY = 86_400
 NOW = 1_700_000_000
@@ -18,87 +19,116 @@ NOW = 1_700_000_000
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """Two artifacts and one file of rows, last used 3, 2 and 1 days ago, of 1, 2 and 3 kB."""
+    """Two artifacts and one file of hidden states, last used 3, 2 and 1 days ago, of 1 to 3 kB."""
     folder = tmp_path / "cache"
     for age, name in ((3, "aaaa/gptq-4bit-0011"), (2, "bbbb/hqq-2bit-0022")):
         made = folder / "artifacts" / name
         made.mkdir(parents=True)
-        settings = {"name": name.split("/")[1].rpartition("-")[0], "group_size": 64}
-        (made / "manifest.json").write_text(json.dumps({"parts": {"quantizer": settings}}))
+        (made / "manifest.json").write_text("{}")
         (made / "weights.safetensors").write_bytes(b"x" * (4 - age) * 1000)
         for path in (*made.iterdir(), made):
             os.utime(path, (NOW - age * DAY,) * 2)
-    rows = folder / "distributions" / "0123456789abcdef.safetensors"
-    rows.parent.mkdir()
-    for path in (rows, rows.with_name(f"{rows.name}.digest")):
+    states = folder / "distributions" / "0123456789abcdef.safetensors"
+    states.parent.mkdir()
+    for path in (states, states.with_name(f"{states.name}.digest")):
         path.write_bytes(b"x" * 1500)
         os.utime(path, (NOW - DAY,) * 2)
     monkeypatch.setenv("QBENCH_CACHE", str(folder))
     return folder
 
 
-def test_no_bound_removes_nothing_and_a_missing_folder_of_results_is_named(cache, tmp_path):
-    assert not app(["cache", "prune", "--max-gib", "inf"], standalone_mode=False)
-    assert len(entries(cache)) == 3
-    with pytest.raises(ResultsError, match=r"--results .*nowhere: no such folder"):
-        app(["cache", "list", "--results", str(tmp_path / "nowhere")], standalone_mode=False)
-
-
-def test_what_is_kept_is_listed_by_last_use(cache):
-    assert [(one.kind, one.about, one.bytes, NOW - one.used) for one in entries(cache)] == [
-        ("weights", "gptq-4bit of aaaa", 1065, 3 * DAY),
-        ("weights", "hqq-2bit of bbbb", 2064, 2 * DAY),
-        ("rows", "unquantized cell 0123456789abcdef", 3000, DAY),
+def test_entries_come_by_last_use_and_reading_one_is_a_use(cache):
+    found = entries(cache)
+    assert [(one.name, one.bytes, NOW - one.used) for one in found] == [
+        ("weights aaaa/gptq-4bit-0011", 1002, 3 * DAY),
+        ("weights bbbb/hqq-2bit-0022", 2002, 2 * DAY),
+        ("hidden states 0123456789abcdef", 3000, DAY),
     ]
-
-
-def test_reading_an_entry_is_a_use_of_it(cache):
-    oldest = entries(cache)[0]
-    mark_used(oldest.path)
-    assert entries(cache)[-1].path == oldest.path
+    mark_used(found[0].path)
+    assert entries(cache)[-1].path == found[0].path
 
 
 def test_the_least_recently_used_goes_first_and_only_as_much_as_must(cache):
-    removed, _ = prune(cache, max_bytes=5500, dry_run=True)
-    assert [one.about for one in removed] == ["gptq-4bit of aaaa"]
+    assert prune(cache, max_bytes=float("inf")).removed == []
+    dry = prune(cache, max_bytes=5500, dry_run=True)
+    assert [one.path.name for one in dry.removed] == ["gptq-4bit-0011"]
     assert len(entries(cache)) == 3
-    removed, _ = prune(cache, max_bytes=3500)
-    assert [one.kind for one in removed] == ["weights", "weights"]
+    assert [one.kind for one in prune(cache, max_bytes=3500).removed] == ["weights", "weights"]
     (left,) = entries(cache)
-    assert left.kind == "rows"
-    assert prune(cache, max_bytes=0)[0] == [left]
+    assert left.kind == "hidden states"
+    assert prune(cache, max_bytes=0).removed == [left]
     assert not list(cache.rglob("*.safetensors*"))[1:]
 
 
-def test_what_a_run_holds_stays(cache):
-    oldest = entries(cache)[0]
-    with FileLock(oldest.path.with_name(f".{oldest.path.name}.lock")):
-        removed, _ = prune(cache, max_bytes=4500)
-    assert [one.about for one in removed] == ["hqq-2bit of bbbb"]
-    assert oldest.path.is_dir()
+@pytest.mark.parametrize("index", [0, 2])
+def test_what_a_run_uses_stays(cache, capsys, index):
+    used = entries(cache)[index]
+    with hold([used.path]), hold([used.path]):
+        pruned = prune(cache, max_bytes=0)
+        assert pruned.in_use == [used]
+        assert len(pruned.removed) == 2
+        assert qbench("cache", "prune", "--max-gib", "0") == 0
+        assert f"kept {used.name}, 0.0 MiB: a run uses it" in capsys.readouterr().out
+    assert entries(cache) == [used]
+    assert prune(cache, max_bytes=0).removed == [used]
 
 
-def test_the_commands_say_who_uses_what_and_what_dead_processes_left(cache, tmp_path, capsys):
-    store = make_store(tmp_path / "results" / "grid", sizes={"arc_easy": 5}, quantizers=("bf16",))
-    record = store.records()[0]
-    path = next((tmp_path / "results").rglob("softmax/bf16/*.json"))
-    said = json.loads(path.read_text())
-    said["key"] = "0123456789abcdef" + record.key[16:]
-    mine = {"name": "hqq-2bit", "group_size": 64}
-    said["key_parts"] = {"weights": "bbbb", "quantizer": {"name": "w2a8", "weights": mine}}
-    path.write_text(json.dumps(said))
-    other = {"weights": "aaaa", "quantizer": {"name": "gptq-4bit", "group_size": 128}}
-    path.with_name("0.json").write_text(json.dumps(said | {"key_parts": other, "key": "0"}))
-    host = os.uname().nodename.replace(".", "-") or "localhost"
-    left = cache / "artifacts" / "aaaa" / f".gptq.{host}.4194305.tmp"
-    left.mkdir()
-    arguments = ["cache", "list", "--results", str(tmp_path / "results")]
-    assert not app(arguments, standalone_mode=False)
-    lines = capsys.readouterr().out.splitlines()
-    assert sum("grid: softmax/bf16" in line for line in lines) == 2
-    assert lines[-1].endswith("3 entries, 0.0 MiB")
-    assert not app(["cache", "prune", "--max-gib", "0"], standalone_mode=False)
-    shown = capsys.readouterr().out
-    assert f"removed files that a dead process left: {left}" in shown
-    assert shown.count("removed") == 5
-    assert entries(cache) == []
+PRUNE_AFTER_THE_FIRST_CELL = """
+import sys
+from qbench import cache
+from qbench.cli.app import app
+from qbench.runner import grid
+
+real = grid.run_cell
+def then_prune(plan, name, **more):
+    record = real(plan, name, **more)
+    if name.endswith("fp32"):
+        cache.prune(cache.cache_folder(), max_bytes=0)
+    return record
+grid.run_cell = then_prune
+app(sys.argv[1:])
+"""
+
+
+def test_pruning_during_a_run_takes_no_damage_from_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("QBENCH_CACHE", str(tmp_path / "cache"))
+    recipe = small_recipe(
+        tmp_path, tasks=["demo_lastword"], checkpoints={"softpick": str(DEMO / "softpick")},
+        quantizers=["fp32", "rtn-4bit"],
+    )  # fmt: skip
+    command = ["run", str(recipe), "--out", str(tmp_path / "out"), "--device", "cpu"]
+    subprocess.run([sys.executable, "-c", PRUNE_AFTER_THE_FIRST_CELL, *command], check=True)
+    _, quantized = Store(tmp_path / "out").records()
+    assert quantized.damage.status == "measured"
+
+
+def test_a_finished_cell_is_found_by_its_key_under_any_name(tmp_path):
+    store = Store(tmp_path / "results")
+    record = store.put(make_record(), OUTCOMES)
+    keep_cell(tmp_path / "cache", record, store)
+    asked = CELL.model_copy(update={"checkpoint": "b", "quantizer": "mine"})
+    found, tables = find_cell(tmp_path / "cache", asked)
+    assert found.cell == "b/mine"
+    assert found.scores == record.scores
+    assert tables == {"outcomes": store.payload(record, "outcomes")}
+    (table,) = (tmp_path / "cache" / "cells").glob("*.parquet")
+    table.write_bytes(b"damaged")
+    assert find_cell(tmp_path / "cache", asked) is None
+
+
+def test_a_finished_task_is_found_whatever_the_other_tasks_of_its_cell_are(tmp_path):
+    parts = {"weights": "w", "tasks": {"t": "1", "u": "2"}, "few-shot": {"t": 0, "u": 0}}
+    fewer = {"weights": "w", "tasks": {"t": "1"}, "few-shot": {"t": 0}, "damage against": "x"}
+    key = task_key(parts, "t")
+    assert task_key(fewer, "t") == key
+    assert len({key, task_key(parts, "u"), task_key(parts, "t", parts)}) == 3
+    tasks = kept_tasks(tmp_path)
+    scoring = ScoringReport(mode="exact", softmax_dtype="float32", batching="", peak_memory_gib=0)
+    record = TaskRecord(
+        checkpoint="a", quantizer="q", key=key, task="t", digest="1", scores=(), scoring=scoring,
+        seconds=1.0,
+    )  # fmt: skip
+    written = tasks.put(record, OUTCOMES)
+    assert tasks.get_valid(CELL.model_copy(update={"key": key})) == written
+    assert tasks.outcomes(written).equals(OUTCOMES)
+    assert [one.kind for one in entries(tmp_path)] == ["task"]

@@ -7,7 +7,7 @@ import pytest
 from small_recipe import DEMO, qbench, small_recipe
 from synthetic import make_store
 
-from qbench.cache import find_record
+from qbench.cache import find_cell
 from qbench.errors import ResultsError
 from qbench.store import Store, runs
 
@@ -88,15 +88,12 @@ def test_a_cell_whose_key_another_folder_has_is_copied_and_not_computed(tmp_path
     again = small_recipe(tmp_path, tasks=tasks, checkpoints=named, quantizers=quantizers)
     out = tmp_path / "second"
     assert qbench("plan", again, "--out", out, "--device", "cpu") == 0
-    assert (
-        f"known     mine/other  key {Store(tmp_path / 'first').manifest().cells[3].key[:16]}  in"
-        in (capfd.readouterr().out)
-    )
+    key = Store(tmp_path / "first").manifest().cells[3].key
+    assert f"cached    mine/other  key {key[:16]}" in capfd.readouterr().out
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "first").rglob("*")}
     assert qbench("run", again, "--out", out, "--device", "cpu") == 0
     said = capfd.readouterr()
-    folder = (tmp_path / "first").resolve()
-    assert f"mine/other: known under the same key, copied from {folder}" in said.err
+    assert "mine/other: taken from the cache" in said.err
     assert ": done (" not in said.err
     copied, made = Store(out).records()[1], Store(tmp_path / "first").records()[3]
     assert copied.scores == made.scores
@@ -106,6 +103,7 @@ def test_a_cell_whose_key_another_folder_has_is_copied_and_not_computed(tmp_path
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "first").rglob("*")} == before
 
     cell = Store(out).manifest().cells[1]
-    assert find_record(tmp_path / "cache", cell, beside=out)[1].cell == made.cell
     shutil.rmtree(tmp_path / "first")
-    assert find_record(tmp_path / "cache", cell, beside=out) is None
+    assert find_cell(tmp_path / "cache", cell)[0].cell == "mine/other"
+    assert qbench("cache", "prune", "--max-gib", "0") == 0
+    assert find_cell(tmp_path / "cache", cell) is None

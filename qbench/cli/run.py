@@ -37,7 +37,7 @@ from qbench.plan import Cell, Plan, cell_names, require_runnable, select
 from qbench.recipe import Overrides, save
 from qbench.records import Record
 from qbench.runner.estimates import BYTES, Estimate, TimeLeft, earlier, expected
-from qbench.runner.grid import is_up_to_date, known_elsewhere, run_cells
+from qbench.runner.grid import find_kept, is_up_to_date, run_cells
 from qbench.store import Store
 from qbench.text import duration, group_by_reason
 
@@ -191,8 +191,8 @@ def plan_lines(planned: Plan, store: Store, only: str | None) -> Iterator[str]:
             yield f"refused   {about}"
         elif is_up_to_date(record, cell, store, cache_folder(), made=todo):
             yield f"there     {about}"
-        elif record is None and (found := known_elsewhere(cell, store, cache_folder())):
-            yield f"known     {about}  in {found[0].directory}"
+        elif record is None and find_kept(cell, cache_folder()):
+            yield f"cached    {about}"
         else:
             todo.append(cell.key)
             if (one := expected(cell, planned, records)) is not None:

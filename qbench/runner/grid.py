@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from filelock import FileLock, Timeout
 
-from qbench.cache import cache_folder, find_record, remember_record
+from qbench.cache import cache_folder, find_cell, hold, keep_cell
 from qbench.cell_result import CellResult
 from qbench.errors import ResultsError
 from qbench.evaluation.baseline import baseline_file, verify_baseline
@@ -26,7 +26,7 @@ from qbench.progress import Progress, SilentProgress
 from qbench.records import Record, Unavailable
 from qbench.runner.progress import listening
 from qbench.runner.workers import LostExecutorError, SerialExecutor
-from qbench.store import Store, run_id
+from qbench.store import Store, Table, run_id
 
 DIED = "its process was killed (out of memory?), or that of another cell before it; see its log"
 DEAD = (BrokenExecutor, CancelledError)
@@ -70,11 +70,13 @@ def run_cells(
     wanted = plan.cells if cells is None else cells
     grid = _Grid(plan, Store(out), progress or SilentProgress(), cache or cache_folder(), force)
     put_manifest(plan, grid.store, grid.progress)
-    missing = grid.take_what_is_there(wanted)
-    if executor is not None:
-        missing = in_order(missing)
-    if missing:
-        grid.run(missing, executor or SerialExecutor())
+    measured = {baseline_file(grid.cache, cell.base.key) for cell in wanted if cell.base}
+    with hold(measured):
+        missing = grid.take_what_is_there(wanted)
+        if executor is not None:
+            missing = in_order(missing)
+        if missing:
+            grid.run(missing, executor or SerialExecutor())
     return [grid.done[cell.name] for cell in wanted]
 
 
@@ -168,20 +170,15 @@ class _Grid:
         return missing
 
     def _known(self, cell: Cell) -> Record | None:
-        """The record that is there; where it is not good, a copy, with its tables, of one that
-        another results folder has under the same key."""
+        """Return the record of the results folder; if it is not good, that of the same key in the
+        cache, after copying it with its tables."""
         known = self.store.get_valid(cell.grid_cell)
         if is_final(known, cell):
-            remember_record(self.cache, known, self.store.directory)
-        elif found := known_elsewhere(cell, self.store, self.cache):
-            other, record = found
-            names = {"checkpoint": cell.checkpoint_name, "quantizer": cell.label}
+            keep_cell(self.cache, known, self.store)
+        elif kept := find_kept(cell, self.cache):
             with FileLock(self.store.lock_file(cell.grid_cell)):
-                tables = {name: getattr(other, name)(record) for name in record.files}
-                known = self.store.put(record.model_copy(update=names), **tables)
-            self.progress.log(
-                f"{cell.name}: known under the same key, copied from {other.directory}"
-            )
+                known = self.store.put_payloads(*kept)
+            self.progress.log(f"{cell.name}: taken from the cache")
         return known
 
     def run(self, cells: Sequence[Cell], executor: Executor) -> None:
@@ -295,7 +292,7 @@ def run_cell(
             else:
                 record = run(cell, plan, store, progress, cache)
                 if is_final(record, cell):
-                    remember_record(cache, record, store.directory)
+                    keep_cell(cache, record, store)
                 progress.log(summary(record), "bold red" if record.status == "failed" else "")
             progress.end(cell.name)
             return record
@@ -356,10 +353,10 @@ def put_manifest(plan: Plan, store: Store, progress: Progress) -> None:
         )
 
 
-def known_elsewhere(cell: Cell, store: Store, cache: Path) -> tuple[Store, Record] | None:
-    """A record of ``cell`` in another results folder to which no run could add anything."""
-    found = find_record(cache, cell.grid_cell, beside=store.directory)
-    return found if found is not None and is_final(found[1], cell) else None
+def find_kept(cell: Cell, cache: Path) -> tuple[Record, dict[Table, bytes]] | None:
+    """Return the record of ``cell`` and its tables from the cache if no run could add to it."""
+    kept = find_cell(cache, cell.grid_cell)
+    return kept if kept is not None and is_final(kept[0], cell) else None
 
 
 def is_valid(known: Record | None, cell: Cell) -> bool:
