@@ -6,7 +6,7 @@ from __future__ import annotations
 OPTIONS = {
     "--max-gib": "a limit for `qbench tables` went with --rank; the table lists the GiB of each "
     "precision",
-    "--results": "`qbench cache list` names what is kept by its key, and looks at no results folder",
+    "--results": "`qbench cache list` names entries by their key and reads no results",
     "--rank": "the verdict above the tables orders the precisions",
 }
 # Values of options of the command line.
