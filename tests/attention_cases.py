@@ -120,7 +120,8 @@ def definition(
         x = x * given["s"][:, None, None] * (n + one_more).clamp(min=1).log()
     if "softpick" in case.normalizer:
         term = torch.where(seen, x.exp() - 1, 0.0)
-        largest = torch.where(seen, x, 0.0).amax(-1, keepdim=True).clamp(min=0).detach()
+        largest = torch.where(seen, x, 0.0).amax(-1, keepdim=True)
+        largest = largest.where(largest > 0, 0.0)
         weights = term.relu() / (term.abs().sum(-1, keepdim=True) + EPSILON * largest.exp())
     elif case.normalizer == "sigmoid":
         bias = given["bias"][:, None, None] if "bias" in given else -n.clamp(min=1).log()

@@ -81,14 +81,16 @@ def row_weights(name, scores):
     return weights(name, scores[None])[0]
 
 
-def test_the_jacobian_of_softpick_is_equation_7():
+def test_the_jacobian_of_softpick_is_equation_7_and_what_the_maximum_does_to_epsilon():
     x = torch.randn(9, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * 2
     s = row_weights("softpick", x)
     m = max(0.0, x.max().item())
     e = torch.exp(x - m)
     total = (e - math.exp(-m)).abs().sum() + EPSILON
     sign = torch.where(x < 0, -1.0, 1.0).double()
-    expected = torch.diag((x > 0) * e / total) - torch.outer(s, sign * e / total)
+    of_sum = sign * e / total
+    of_sum[x.argmax()] += EPSILON / total  # ε stands beside the sum times e^m
+    expected = torch.diag((x > 0) * e / total) - torch.outer(s, of_sum)
     got = torch.autograd.functional.jacobian(lambda y: row_weights("softpick", y), x)
     torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
 

@@ -144,7 +144,7 @@ def attn_mask(rows, keys, limits, mask, mask_strides, batch, head, FLAGS: tl.con
         allowed = allowed & (keys > own - window)
     if mask is not None:
         pointers = head_of(mask, batch, head, mask_strides)
-        pointers = pointers + to_int64(rows) * mask_strides[2] + keys * mask_strides[3]
+        pointers = pointers + to_int64(rows) * mask_strides[2] + to_int64(keys) * mask_strides[3]
         inside = (rows < stop_q) & (keys < stop_k)
         allowed = allowed & (tl.load(pointers, mask=inside, other=0) != 0)
     return allowed

@@ -48,7 +48,8 @@ def attn_decode(
     )
     real, rows, heads = group_rows(start_q, stop_q, kv_head, group, BLOCK_R)  # [BLOCK_R] each
     columns = tl.arange(0, common.block(HEAD_DIM))  # [HEAD_DIM]
-    q_pointers = common.head_of(q_source, batch, heads, q_strides) + rows * q_strides[2]
+    q_pointers = common.head_of(q_source, batch, heads, q_strides)
+    q_pointers += common.to_int64(rows) * q_strides[2]
     q = tl.load(  # [BLOCK_R, HEAD_DIM]
         q_pointers[:, None] + columns[None, :],
         mask=real[:, None] & (columns[None, :] < HEAD_DIM),
@@ -144,7 +145,8 @@ def combine(
     out, lse = formulas.finalize(
         acc, l_i, m_i, formulas.load_sink(heads, sinks, FLAGS), NORM, FLAGS
     )
-    pointers = common.head_of(output, batch, heads, o_strides) + rows * o_strides[2]
+    pointers = common.head_of(output, batch, heads, o_strides)
+    pointers += common.to_int64(rows) * o_strides[2]
     inside = real[:, None] & (columns[None, :] < V_HEAD_DIM)
     tl.store(pointers[:, None] + columns[None, :], out.to(output.dtype.element_ty), mask=inside)
     lse_row = lse_out + (common.to_int64(batch) * kv_heads * group + heads) * seqlen_q

@@ -26,8 +26,9 @@ def softmax(scores: Tensor, allowed: Tensor | None, sink: Tensor | None = None) 
     total = exponentials.sum(-1, keepdim=True)
     if sink is not None:
         total = total + (sink - maximum).exp()
-    # The largest exponential of a row with any is 1, so this clamp only makes 0 / 0 zero.
-    return exponentials / total.clamp(min=1)
+    # A row without keys gives 0 / 1. No clamp: at its bound, which a row with all of its weight on
+    # one key sits at, torch's versions disagree about the gradient.
+    return exponentials / total.where(total > 0, 1.0)
 
 
 class Softmax(Normalizer):

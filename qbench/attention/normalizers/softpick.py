@@ -33,10 +33,12 @@ class Softpick(Normalizer):
     ) -> Tensor:
         if allowed is not None:  # e^0 − 1 = 0: a score of 0 adds nothing to either sum
             scores = scores.masked_fill(~allowed, 0.0)
-        # The maximum only shifts the exponents: function and gradient do not depend on it.
-        maximum = scores.detach().amax(-1, keepdim=True).clamp(min=0)
-        distance = (-scores.abs()).expm1() * (scores.clamp(min=0) - maximum).exp()
-        total = EPSILON - distance.sum(-1, keepdim=True)
+        # The maximum as one of the scores: its gradient costs less than amax's.
+        maximum = scores.gather(-1, scores.detach().argmax(-1, keepdim=True))
+        maximum = maximum.where(maximum > 0, 0.0)
+        shift = maximum.detach()  # it cancels in all terms but ε · e^m
+        distance = (-scores.abs()).expm1() * (scores.clamp(min=0) - shift).exp()
+        total = EPSILON * (maximum - shift).exp() - distance.sum(-1, keepdim=True)
         return (-distance).where(scores > 0, 0.0) / total
 
     def fraction(

@@ -9,7 +9,7 @@ from attention_cases import parameters as parameters_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from qbench.attention import kernels, reference
-from qbench.attention.kernels import forward, ops
+from qbench.attention.kernels import decode, forward, ops
 from qbench.attention.kernels.common import Launch
 from qbench.attention.normalizers import NORMALIZERS, Kernels, normalizer
 from qbench.attention.normalizers.scalable import S
@@ -134,6 +134,58 @@ def test_rows_of_tiny_scores_flag_their_keys(tiny, edges, flags):
     settings = ops.Settings("softpick", width**-0.5, 0.0, True, 0, length, length)
     steep = ops.Parameters(slopes=torch.full((2,), 4.0))
     assert ops.forward(*tensors, None, spans, steep, settings)[2].tolist() == [[flags]]
+
+
+STEP = 2**30  # elements between two rows: the third row's place has more than 32 bits
+
+
+@pytest.fixture(scope="module")
+def memory():
+    """2^32 elements, of which few are touched; a place that wrapped around would still be in it."""
+    try:
+        return torch.empty(2**32 + 64, dtype=torch.float16)
+    except RuntimeError:
+        pytest.skip("the machine does not give 9 GB of address space")
+
+
+def far_rows(memory):
+    """Three rows [1, 1, 3, 16] in ``memory``, ``STEP`` elements apart."""
+    return memory.as_strided((1, 1, 3, 16), (3 * STEP, 3 * STEP, STEP, 1), 2**31)
+
+
+def test_decoding_reads_queries_whose_place_has_more_than_32_bits(memory):
+    query, key = torch.randn(2, 1, 1, 3, 16).half()
+    far = far_rows(memory)
+    far.copy_(query)
+    memory[:16] = 0
+    got, expected = (
+        kernels.attention(q, key, key, normalizer="softmax", causal=True) for q in (far, query)
+    )
+    assert torch.equal(got, expected)
+
+
+def test_decoding_writes_rows_whose_place_has_more_than_32_bits(memory):
+    far, lse = far_rows(memory), torch.zeros(1, 1, 3)
+    far.zero_()
+    partial = torch.ones(1, 1, 16, 18)
+    decode.combine[(1, 1)](
+        far, lse, partial, None, None, (1, 1), 3, 3, 1, far.stride()[:3],
+        NORM="softmax", FLAGS=0, BLOCK_R=16, V_HEAD_DIM=16,
+    )  # fmt: skip
+    assert (far == 1).all()
+
+
+def test_a_mask_may_lie_where_a_key_has_more_than_32_bits(memory):
+    mask = (
+        memory.view(torch.uint8).as_strided((1, 1, 3, 3), (1, 1, 1, STEP), 2**31).view(torch.bool)
+    )
+    mask.fill_(True)
+    memory[:8] = 0
+    query = torch.randn(1, 1, 3, 16)
+    got, expected = (
+        kernels.attention(query, query, query, normalizer="softmax", mask=m) for m in (mask, None)
+    )
+    assert torch.equal(got, expected)
 
 
 @pytest.mark.parametrize("rows", [40, 80], ids=["as in decoding", "more"])
