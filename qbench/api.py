@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from qbench.comparison.compare import compare as compare_store
-from qbench.machine import choose_device, settle, terminal
+from qbench.machine import choose_device, set_library_env, terminal
 from qbench.plan import Plan
 from qbench.plan import plan as plan_on
 from qbench.recipe import Overrides, Recipe
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Overrides", "Recipe", "attend", "compare", "load_records", "plan", "run", "tables"]
 
-settle()
+set_library_env()
 
 
 def plan(recipe: Recipe, device: str = "auto", only: str | None = None) -> Plan:

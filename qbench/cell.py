@@ -126,12 +126,12 @@ def load_original(
         dtype=dtype,
         device=plan.device,
         attention=cell.attention,
-        place=_elsewhere(cell, plan, dtype.itemsize, room),
+        place=offload_policy(cell, plan, dtype.itemsize, room),
         verify=verify,
     )
 
 
-def _elsewhere(
+def offload_policy(
     cell: Cell, plan: Plan, itemsize: int, room: float
 ) -> Callable[[PreTrainedModel], PreTrainedModel] | None:
     """What puts a model over several GPUs, or lets it come block by block, as the recipe says or

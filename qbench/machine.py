@@ -160,7 +160,7 @@ def gpu_slots(
     gpus: str | None,
     workers: int | None,
     device: str,
-    cells_a_gpu: int,
+    cells_per_gpu: int,
     *,
     at_most: int | None = None,
 ) -> list[int]:
@@ -177,7 +177,7 @@ def gpu_slots(
     if gpus not in (None, "all") and not (gpus.isdecimal() and 1 <= int(gpus) <= present):
         raise RecipeError(f"--gpus {gpus}: all, or a number from 1 to {present}")
     wanted = present if gpus == "all" else int(gpus or 1)
-    return [gpu for _ in range(workers or cells_a_gpu) for gpu in range(wanted)][:at_most]
+    return [gpu for _ in range(workers or cells_per_gpu) for gpu in range(wanted)][:at_most]
 
 
 def gpu_of_environment(index: int) -> str:
@@ -305,7 +305,7 @@ ENVIRONMENT = {
 TALKATIVE = ("torchao", "torch.utils._pytree")  # loggers that warn of their own imports
 
 
-def settle() -> None:
+def set_library_env() -> None:
     """Set what libraries read when they are imported. What the user set stays."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)

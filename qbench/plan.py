@@ -52,7 +52,7 @@ from qbench.quantizers.texts import (
     read_texts,
     require_windows,
 )
-from qbench.recipe import Column, Evaluation, Recipe, Task
+from qbench.recipe import Evaluation, QuantizerEntry, Recipe, Task
 from qbench.records import GridCell, RunManifest
 from qbench.text import group_by_reason
 
@@ -241,7 +241,7 @@ def _checkpoints(recipe: Recipe) -> dict[str, Checkpoint]:
     return found
 
 
-def _quantized(column: Column) -> bool:
+def _quantized(column: QuantizerEntry) -> bool:
     return column.quantization.precision.quantized
 
 
@@ -250,7 +250,7 @@ def _cell(
     name: str,
     checkpoint: Checkpoint,
     shapes: Shapes,
-    column: Column,
+    column: QuantizerEntry,
     base: GridCell | None,
 ) -> Cell:
     """The cell of one ``column``, by what ``plan``, whose cells are not there yet, says of all."""

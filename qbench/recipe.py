@@ -259,7 +259,7 @@ PluginFiles = tuple[Annotated[PluginFile, _short("path", PluginFile)], ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Column:
+class QuantizerEntry:
     """One column of the grid: a quantizer under a label that is unique in its recipe."""
 
     label: str
@@ -285,7 +285,7 @@ class Recipe(Strict):
     key of a file."""
     compute_dtype: Literal["bfloat16", "float16", "float32"] | None = None
     """Of quantized cells. Default: that of the unquantized quantizer."""
-    quantizers: tuple[Column, ...]
+    quantizers: tuple[QuantizerEntry, ...]
     """Names, or mappings: a name with its options and a label, or parts."""
     tasks: tuple[Annotated[Task, _short("name", Task)], ...] = Field(min_length=1)
     """Names of lm-eval, or mappings."""
@@ -395,12 +395,12 @@ class Recipe(Strict):
         return dict(sorted(self.replicates.items(), key=lambda group: order[group[1][0]]))
 
 
-def _as_it_is(column: Column) -> bool:
+def _as_it_is(column: QuantizerEntry) -> bool:
     weights = column.quantization.weights
     return isinstance(weights, Published) and weights.path is None
 
 
-def _column(index: int, entry: Any, compute_dtype: str) -> Column:
+def _column(index: int, entry: Any, compute_dtype: str) -> QuantizerEntry:
     if not isinstance(entry, str | dict):
         raise problem((index,), f"a quantizer is a name, or {{name: …}}, not {shown(entry)}")
     options = {"name": entry} if isinstance(entry, str) else dict(entry)
@@ -414,7 +414,7 @@ def _column(index: int, entry: Any, compute_dtype: str) -> Column:
     label = label or options.get("name") or quantization.name
     if not LABEL.fullmatch(label):
         raise problem((index,), f"{label} is too long a name; give it a label")
-    return Column(label=label, quantization=quantization)
+    return QuantizerEntry(label=label, quantization=quantization)
 
 
 # --- what options say in place of the file, or without one

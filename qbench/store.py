@@ -63,7 +63,7 @@ COLUMNS = {
 Table = Literal["outcomes", "responses", "divergences"]
 R = TypeVar("R", Record, Analysis, Sensitivity)
 M = TypeVar("M", RunManifest, AnalysisManifest)
-Say = Callable[[str], None]
+LogLine = Callable[[str], None]
 
 
 class CellFiles(Generic[R, M]):
@@ -91,9 +91,9 @@ class CellFiles(Generic[R, M]):
             )
         return read(self.directory / MANIFEST, self.manifest_kind, self.remedy)
 
-    def manifest_before(self, say: Say | None = None) -> M | None:
+    def manifest_before(self, log: LogLine | None = None) -> M | None:
         """Return the manifest that a new run is about to replace; None if there is none or it
-        cannot be read. ``say`` is then called with the reason. Raises NewerSchemaError for one of a
+        cannot be read. ``log`` is then called with the reason. Raises NewerSchemaError for one of a
         newer qbench, which must not be replaced.
         """
         try:
@@ -101,13 +101,13 @@ class CellFiles(Generic[R, M]):
         except NewerSchemaError:
             raise
         except ResultsError as error:
-            if say is not None:
-                say(str(error))
+            if log is not None:
+                log(str(error))
             return None
 
-    def put_manifest(self, manifest: M, say: Say | None = None) -> M | None:
+    def put_manifest(self, manifest: M, log: LogLine | None = None) -> M | None:
         """Write ``manifest`` and return the one that it replaces, as :meth:`manifest_before`."""
-        before = self.manifest_before(say)
+        before = self.manifest_before(log)
         self._write(self.directory / MANIFEST, manifest)
         return before
 
@@ -128,10 +128,10 @@ class CellFiles(Generic[R, M]):
     def _is_of(self, record: R, cell: CellKey) -> bool:
         return (record.cell, record.key) == (cell.cell, cell.key)
 
-    def get_valid(self, cell: CellKey, say: Say | None = None) -> R | None:
+    def get_valid(self, cell: CellKey, log: LogLine | None = None) -> R | None:
         """Return the record of ``cell`` if it and its tables are intact, else None.
 
-        For callers that can make the record again: ``say`` is called with what is damaged or old.
+        For callers that can make the record again: ``log`` is called with what is damaged or old.
         Raises NewerSchemaError for a record of a newer qbench, which must not be replaced.
         """
         try:
@@ -139,8 +139,8 @@ class CellFiles(Generic[R, M]):
         except NewerSchemaError:
             raise
         except (DamagedError, SchemaError) as error:
-            if say is not None:
-                say(f"{cell.cell}: made again: {str(error).removesuffix('; ' + self.remedy)}")
+            if log is not None:
+                log(f"{cell.cell}: made again: {str(error).removesuffix('; ' + self.remedy)}")
             return None
 
     def _verified(self, cell: CellKey) -> R | None:
@@ -237,11 +237,11 @@ class Store(CellFiles[Record, RunManifest]):
             return read(self.directory / MANIFESTS / f"{self.run}.json", RunManifest)
         return self._manifest or super().manifest()
 
-    def put_manifest(self, manifest: RunManifest, say: Say | None = None) -> RunManifest | None:
+    def put_manifest(self, manifest: RunManifest, log: LogLine | None = None) -> RunManifest | None:
         """Write ``manifest`` as that of the last run and return the one that it replaces, as
         :meth:`CellFiles.put_manifest`. Removes what killed processes left in the folder."""
         with self._lock():
-            before = super().put_manifest(manifest, say)
+            before = super().put_manifest(manifest, log)
             clean_temporaries(self.directory)
             self._write(self.directory / MANIFESTS / f"{run_id(manifest)}.json", manifest)
         return before

@@ -15,9 +15,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("GPTQMODEL_DISABLE_PACK_EXT", "1")  # saves a 23 s compilation
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
-from qbench.machine import settle, visible_gpus
+from qbench.machine import set_library_env, visible_gpus
 
-settle()
+set_library_env()
 # Triton reads when it is imported whether kernels are for a GPU, or run on a CPU by its interpreter
 os.environ.setdefault("TRITON_INTERPRET", "0" if visible_gpus() else "1")
 CACHE = Path(tempfile.mkdtemp(prefix="qbench-cache-"))  # of this process's tests

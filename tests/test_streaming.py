@@ -8,7 +8,7 @@ import torch
 from small_recipe import DEMO, qbench, small_recipe
 from tiny import tiny_model
 
-from qbench.cell import _elsewhere
+from qbench.cell import offload_policy
 from qbench.checkpoints.find import elements, read_headers
 from qbench.errors import RecipeError, UnavailableError
 from qbench.plan import plan
@@ -177,8 +177,8 @@ def test_by_itself_a_model_comes_block_by_block_where_it_has_no_room(
     for name in ("memory_reserved", "memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, lambda: 0)
     on_gpu = replace(planned, device="cuda")
-    assert (_elsewhere(cell, on_gpu, 4, room * weights) is not None) == comes
-    assert _elsewhere(cell, planned, 4, room * weights) is None  # on a CPU it lies there anyway
+    assert (offload_policy(cell, on_gpu, 4, room * weights) is not None) == comes
+    assert offload_policy(cell, planned, 4, room * weights) is None  # on a CPU it lies there anyway
 
 
 def test_blocks_lie_on_gpus_or_come_in_turn_not_both(tmp_path):

@@ -63,13 +63,13 @@ Run = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def bench_attention(
-    out: Path | None, quick: bool, only: Collection[str], *, say: Callable[[str], None]
+    out: Path | None, quick: bool, only: Collection[str], *, log: Callable[[str], None]
 ) -> dict[str, Any]:
     """Checks the kernels, then times them; returns what was measured and writes it to ``out`` as
     JSON, with the table beside it, after every row, so that whoever is stopped has the rest.
 
     ``quick`` leaves out most shapes and repeats. ``only``: these normalizers, beside the peers.
-    ``say`` gets a line as each part begins, and of each row. Raises RecipeError for an unknown
+    ``log`` gets a line as each part begins, and of each row. Raises RecipeError for an unknown
     normalizer, UnavailableError for one without kernels and without a CUDA device, EvaluationError
     where a check is red: then nothing is timed.
     """
@@ -85,9 +85,9 @@ def bench_attention(
     of_step = contenders((STEP,), only)
     pool = Workers([0] * jobs, device="cuda")  # all have ended before anything is timed
     try:
-        say(f"checking the kernels against float64, {jobs} processes at once")
+        log(f"checking the kernels against float64, {jobs} processes at once")
         checks = check_kernels(pool, quick, only)
-        say(f"{len(checks)} checks passed; compiling what will be timed")
+        log(f"{len(checks)} checks passed; compiling what will be timed")
         list(pool.map(_compile, *zip(*timed, *of_step, strict=True)))
     finally:
         pool.shutdown(cancel_futures=True)
@@ -115,7 +115,7 @@ def bench_attention(
     for part, rows in parts.items():
         for row in rows:
             which = " ".join(row[key] for key in ("shape", "variant", "kernel") if key in row)
-            say(f"{part}: {which}: {row.get('error', 'timed')}")
+            log(f"{part}: {which}: {row.get('error', 'timed')}")
             results[part].append(row)
             if out is not None:
                 write_page(out, results, table(results))

@@ -33,7 +33,7 @@ DOCUMENT = ["task", "document"]
 WARM_UP = 2  # full batches of each task that every mode scores before the clock starts
 
 
-def bench_evaluation(planned: Plan, *, say: Callable[[str], None]) -> dict[str, Any]:
+def bench_evaluation(planned: Plan, *, log: Callable[[str], None]) -> dict[str, Any]:
     """:func:`compare` of the plan's first cell and its tasks, softmax in float32 everywhere."""
     cell, asked = planned.cells[0], planned.recipe.evaluation
     model, tokenizer = load(cell, planned)
@@ -46,7 +46,7 @@ def bench_evaluation(planned: Plan, *, say: Callable[[str], None]) -> dict[str, 
         )
         for mode in MODES
     }
-    return compare(model, tokenizer, [load_task(task) for task in planned.tasks], settings, say=say)
+    return compare(model, tokenizer, [load_task(task) for task in planned.tasks], settings, log=log)
 
 
 def compare(
@@ -55,13 +55,13 @@ def compare(
     tasks: Sequence[LoadedTask],
     settings: Mapping[str, ScoringSettings],
     *,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> dict[str, Any]:
     """Score ``tasks`` with ``model`` in every mode, one after the other, and in the last mode with
     damage: the model against itself.
 
     ``settings`` holds those of each mode, lm-eval's first, which the others are compared with.
-    ``say`` gets a line for each task and mode. Raises what scoring raises. Returns, as JSON, of
+    ``log`` gets a line for each task and mode. Raises what scoring raises. Returns, as JSON, of
     which model, settings by mode, each run's report with peak memory, and rows: one mode on one
     task, or on all of them together (``task`` is "all").
 
@@ -90,7 +90,7 @@ def compare(
         for index, task in enumerate(tasks):
             runs[name].append(_timed(scorer, task, chosen))
             rows.append(_row(task.name, name, runs[name][-1:], runs["lm-eval"][index : index + 1]))
-            say(f"{task.name} {name}: {rows[-1]['seconds']:.2f} s")
+            log(f"{task.name} {name}: {rows[-1]['seconds']:.2f} s")
         rows.append(_row("all", name, runs[name], runs["lm-eval"]))
         reports[name] = scorer.report().model_dump(mode="json")
         return observer

@@ -57,12 +57,12 @@ def bench_generation(
     tokens: int,
     batch_size: int,
     normalizers: Sequence[str],
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> dict[str, Any]:
     """Time ``prompts`` prompts of ``length`` tokens, each continued by ``tokens`` new ones, with
     qbench's greedy decoding and with lm-eval's HFLM, for a random bfloat16 model per normalizer.
 
-    ``say`` is called with one line per row. Returns the sizes, the environment and the rows.
+    ``log`` is called with one line per row. Returns the sizes, the environment and the rows.
     Raises EvaluationError if the two decoders' answers differ in float32.
     """
 
@@ -101,7 +101,7 @@ def bench_generation(
     for normalizer in normalizers:
         for row in rows(random_model(shape, normalizer, device)):
             measured.append({"normalizer": normalizer, **row})
-            say(f"{normalizer}, {row['what']}: {row['seconds']:.2f} s")
+            log(f"{normalizer}, {row['what']}: {row['seconds']:.2f} s")
     about = environment(device, ()).model_dump(mode="json")
     sizes = {"prompts": prompts, "length": length, "tokens": tokens}
     return {"shape": shape, **sizes, "environment": about, "rows": measured}

@@ -191,9 +191,9 @@ def _distances(gates: Tensor, experts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return gates[..., :3].norm(dim=-1), gates[..., 3:5].norm(dim=-1), experts.norm(dim=-1)
 
 
-def bench_sample_efficiency(repetitions: int, *, say: Callable[[str], None]) -> dict[str, Any]:
+def bench_sample_efficiency(repetitions: int, *, log: Callable[[str], None]) -> dict[str, Any]:
     """Fit both models with both kinds of experts, with as many experts as the truth and with one
-    more, for each of ``SIZES``. ``say`` gets a line as each is done.
+    more, for each of ``SIZES``. ``log`` gets a line as each is done.
 
     Rows have lists of a number a repetition: ``loss`` is L_3 of sigmoid gates and L_{2,1} of
     softmax gates, ``loss_1`` L_1 of softmax gates, ``error`` the distance ‖f_Ĝ − f_G*‖ in L²(μ)."""
@@ -203,7 +203,7 @@ def bench_sample_efficiency(repetitions: int, *, say: Callable[[str], None]) -> 
         mixture = Mixture(gating=gating, expert=expert, fitted=fitted)
         rows.append(_measured(mixture, size, repetitions))
         loss = np.mean(rows[-1]["loss"])
-        say(f"{gating}, {fitted} {expert} experts, n = {size:,}: loss {loss:.3g}")
+        log(f"{gating}, {fitted} {expert} experts, n = {size:,}: loss {loss:.3g}")
     return {"printed": [[*key, value] for key, value in PRINTED.items()], "rows": rows}
 
 

@@ -28,9 +28,9 @@ from qbench.analysis.text import (
     task_text,
     text_file,
 )
+from qbench.cli.launcher import Launcher, launch, load_launcher
 from qbench.cli.messages import complain, show_written
 from qbench.cli.options import ClusterOption, DeviceOption, Out, RecipeFile, recipe_options
-from qbench.cli.place import Place, here, placed
 from qbench.errors import RecipeError
 from qbench.files import require_folder
 from qbench.plan import Cell, Plan, require_runnable
@@ -136,10 +136,10 @@ def analyze(
         overrides = replace(overrides, tasks=("passkey_256",))
     # one task's text is read, so that others may lack their data
     overrides = replace(overrides, skip_missing=True)
-    place = here(recipe, overrides, out=out, device=device, cluster=cluster)
-    require_folder(place.out, "--out")
-    with placed(place, cluster) as place:
-        planned = place.plan(show=True)
+    launcher = load_launcher(recipe, overrides, out=out, device=device, cluster=cluster)
+    require_folder(launcher.out, "--out")
+    with launch(launcher, cluster) as launcher:
+        planned = launcher.plan(show=True)
         contexts = {cell.checkpoint_name: cell.checkpoint.max_length for cell in planned.cells}
         settings = AnalysisSettings(
             source=(
@@ -154,10 +154,10 @@ def analyze(
             heads=None if heads is None else parse_heads(heads),
             blocks=blocks,
         )
-        folder = place.out.resolve() if cluster else place.out
+        folder = launcher.out.resolve() if cluster else launcher.out
         work = work_of(planned, settings, folder, only, long_context, sensitivity)
-        broken = [one for part in work for one in run_part(*part, planned, place, force=force)]
-    paths = write_analyses(Store(place.out))
+        broken = [one for part in work for one in run_part(*part, planned, launcher, force=force)]
+    paths = write_analyses(Store(launcher.out))
     typer.echo(paths[0].read_text())
     show_written(paths)
     for line in group_by_reason((one.cell, f"failed: {one.error}") for one in broken):
@@ -174,7 +174,7 @@ def work_of(
     long_context: int | None,
     sensitivity: str | None,
 ) -> list[tuple[Analyses, AnalysisSettings, Sequence[Cell]]]:
-    """What is to be made: of each kind its place, its settings and the cells. Where analyses of
+    """What is to be made: of each kind its folder, its settings and the cells. Where analyses of
     other texts or settings were meant there, that is said."""
     cells = chosen(plan, only)
     require_runnable(cells)
@@ -209,7 +209,7 @@ def run_part(
     settings: AnalysisSettings,
     cells: Sequence[Cell],
     plan: Plan,
-    place: Place,
+    launcher: Launcher,
     *,
     force: bool,
 ) -> list[Analysis | Sensitivity]:
@@ -219,13 +219,13 @@ def run_part(
         apart = f", one {'decoder' if settings.blocks else 'linear'} layer at a time"
     given = {"plan": plan, "analyses": analyses, "settings": settings}
     make = partial(analyze_if_needed, **given, force=force)
-    with place.display(len(cells)) as display:
+    with launcher.display(len(cells)) as display:
         display.log(
             f"{len(cells)} cell{'s' * (len(cells) != 1)} on {settings.device}: at most "
             f"{settings.samples} texts of {settings.length} tokens of {settings.source.name}{apart}"
         )
         found = run_each(
-            make, cells, executor=place.executor, progress=display,
+            make, cells, executor=launcher.executor, progress=display,
             died=partial(failed, **given),
         )  # fmt: skip
         return [one for one in found if one.status != "ok"]

@@ -15,7 +15,7 @@ from typer.core import TyperCommand, TyperGroup
 from qbench import __version__, removed
 from qbench.cli.messages import complain, refuse
 from qbench.errors import INTERRUPTED, STOPPED, QbenchError
-from qbench.machine import settle
+from qbench.machine import set_library_env
 
 RUN, READ = "Run recipes", "Read results"
 TRAIN, LOOK_UP = "Train pairs", "Measure and look up"
@@ -50,7 +50,7 @@ COMMANDS = {
     "bench": Entry("bench", LOOK_UP, "Measure speeds, after checking results."),
 }
 
-settle()
+set_library_env()
 
 
 @functools.cache

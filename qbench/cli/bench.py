@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from qbench.cli.launcher import load_launcher
 from qbench.cli.messages import show_written
 from qbench.cli.options import DeviceOption, Json, RecipeFile, recipe_options
-from qbench.cli.place import here
 from qbench.files import write_atomically, write_page
 from qbench.machine import choose_device, redirected, terminal
 from qbench.recipe import Overrides
@@ -63,7 +63,7 @@ def attention(
     ```
     """
     bench = load("bench.attention")
-    found = bench.bench_attention(out, quick, only, say=lambda line: typer.echo(line, err=True))
+    found = bench.bench_attention(out, quick, only, log=lambda line: typer.echo(line, err=True))
     show(bench.table(found), found, out)
 
 
@@ -105,11 +105,11 @@ def generation(
     ```
     """
     bench = load("bench.generation")
-    with alone() as say:
+    with alone() as log:
         found = bench.bench_generation(
             shape=shape, device=choose_device(device), prompts=prompts, length=prompt,
             tokens=tokens, batch_size=batch_size,
-            normalizers=normalizer or ("softmax", "softpick"), say=say,
+            normalizers=normalizer or ("softmax", "softpick"), log=log,
         )  # fmt: skip
     show(bench.table(found), found, out)
 
@@ -131,9 +131,9 @@ def evaluation(
     ```
     """
     bench = load("bench.evaluation")
-    planned = here(recipe, overrides, out=None, device=device).plan()
-    with alone() as say:
-        found = bench.bench_evaluation(planned, say=say)
+    planned = load_launcher(recipe, overrides, out=None, device=device).plan()
+    with alone() as log:
+        found = bench.bench_evaluation(planned, log=log)
     show(bench.table(found), found, out)
 
 
@@ -159,7 +159,7 @@ def sample_efficiency(
     ```
     """
     bench = load("bench.sample_efficiency")
-    found = bench.bench_sample_efficiency(repetitions, say=lambda line: typer.echo(line, err=True))
+    found = bench.bench_sample_efficiency(repetitions, log=lambda line: typer.echo(line, err=True))
     show(bench.table(found), found, out)
     if out is not None:
         write_atomically(out.with_suffix(".svg"), bench.figure(found))

@@ -15,6 +15,7 @@ import typer
 
 from qbench.cache import cache_folder
 from qbench.checkpoints.find import elements, read_headers
+from qbench.cli.launcher import Launcher, launch, load_launcher
 from qbench.cli.messages import complain
 from qbench.cli.options import (
     Against,
@@ -27,7 +28,6 @@ from qbench.cli.options import (
     recipe_options,
     to_file,
 )
-from qbench.cli.place import Place, here, placed
 from qbench.comparison.wording import headline
 from qbench.errors import RecipeError, some
 from qbench.evaluation.tasks import TaskSpec
@@ -36,7 +36,7 @@ from qbench.machine import GIB, fast_bf16, memory_gib
 from qbench.plan import Cell, Plan, cell_names, require_runnable, select
 from qbench.recipe import Overrides, save
 from qbench.records import Record
-from qbench.runner.estimates import BYTES, Estimate, TimeLeft, earlier, expected
+from qbench.runner.estimates import BYTES, Estimate, estimate
 from qbench.runner.grid import find_kept, is_up_to_date, run_cells
 from qbench.store import Store
 from qbench.text import duration, group_by_reason
@@ -85,31 +85,31 @@ def run(
     qbench run --checkpoint mine=DIR --quantizers bf16,hqq-4bit --tasks piqa,arc_easy
     ```
     """
-    place = here(recipe, overrides, out=out, device=device, cluster=cluster)
-    names, checkpoints = cell_names(place.recipe), list(place.recipe.checkpoints)
+    launcher = load_launcher(recipe, overrides, out=out, device=device, cluster=cluster)
+    names, checkpoints = cell_names(launcher.recipe), list(launcher.recipe.checkpoints)
     if against is not None and (len(checkpoints) > 1 or f"{checkpoints[0]}/{against}" not in names):
         raise RecipeError(
             f"--against {against}: names a precision of a run with one checkpoint; there are "
             f"{', '.join(names)}"
         )
     cells = len(select(names, only))
-    require_folder(place.out, "--out")
+    require_folder(launcher.out, "--out")
     require_folder(cache_folder(), "$QBENCH_CACHE")
     if save_recipe is not None:
         save(recipe, overrides, save_recipe)
-    with placed(
-        place, cluster, gpus=gpus, workers=workers, own=executor, cells=cells
-    ) as place:  # whose processes import what they need while the run is planned
-        planned, records = _run_cells(place, only, force)
+    with launch(
+        launcher, cluster, gpus=gpus, workers=workers, executor=executor, cells=cells
+    ) as launcher:  # whose processes import what they need while the run is planned
+        planned, records = _run_cells(launcher, only, force)
     from qbench.cli.results import show_tables  # pandas
 
-    comparison = show_tables(Store(place.out, manifest=planned.grid), against=against)
-    typer.echo(f"{headline(comparison)} All of it: qbench view {place.out}", err=True)
+    comparison = show_tables(Store(launcher.out, manifest=planned.grid), against=against)
+    typer.echo(f"{headline(comparison)} All of it: qbench view {launcher.out}", err=True)
     broken = [record for record in records if record.status == "failed" or record.failed_tasks]
     if broken:
         cells_failed = some([record.cell for record in broken])
         what = "failed" if any(record.status == "failed" for record in broken) else "lack a task"
-        log = Store(place.out).log(broken[0])
+        log = Store(launcher.out).log(broken[0])
         said = f"; what libraries said of the first: {log}" if log.is_file() else ""
         complain(
             f"{len(broken)} of {len(records)} cells {what}, as said above: {cells_failed}{said}"
@@ -117,24 +117,21 @@ def run(
         raise typer.Exit(1)
 
 
-def _run_cells(place: Place, only: str | None, force: bool) -> tuple[Plan, list[Record]]:
+def _run_cells(launcher: Launcher, only: str | None, force: bool) -> tuple[Plan, list[Record]]:
     """The plan, and the records of the cells like ``only``, with progress on the terminal."""
-    planned, out = place.plan(only), place.out
+    planned, out = launcher.plan(only), launcher.out
     cells = planned.select(only)
-    known = earlier(out)
-    seconds = {cell.name: one.seconds for cell in cells if (one := expected(cell, planned, known))}
-    left = TimeLeft([cell.name for cell in cells], expected=seconds, at_once=place.at_once)
-    with place.display(len(cells), left) as display:
+    with launcher.display(len(cells)) as display:
         display.log(f"{len(cells)} of {len(planned.cells)} cells on {how(planned, cells)}")
         for line in notes(planned, cells):  # nothing is chosen in silence
             display.log(line)
         if planned.calibration is not None:
             display.log(f"calibration text: {planned.calibration.path}")
         begun = datetime.now(UTC)
-        if place.executor is not None:  # while others work: pandas and scipy, for the tables
+        if launcher.executor is not None:  # while others work: pandas and scipy, for the tables
             Thread(target=import_module, args=("qbench.cli.results",), daemon=True).start()
         records = run_cells(
-            planned, out=out, cells=cells, executor=place.executor, progress=display, force=force
+            planned, out=out, cells=cells, executor=launcher.executor, progress=display, force=force
         )
         made = sum(record.started >= begun for record in records)
         took = (datetime.now(UTC) - begun).total_seconds()
@@ -161,9 +158,9 @@ def plan(
     qbench plan recipes/gptq.yaml --data DIR --device cpu
     ```
     """
-    place = here(recipe, overrides, out=out, device=device)
-    planned = place.plan(only, show=True)
-    for line in plan_lines(planned, Store(place.out), only):
+    launcher = load_launcher(recipe, overrides, out=out, device=device)
+    planned = launcher.plan(only, show=True)
+    for line in plan_lines(planned, Store(launcher.out), only):
         typer.echo(line)
     require_runnable(planned.select(only))
 
@@ -182,8 +179,7 @@ def plan_lines(planned: Plan, store: Store, only: str | None) -> Iterator[str]:
     cells = planned.select(only)
     yield f"on {how(planned, cells)}"
     yield from _sizes(cells)
-    records = earlier(store.directory)
-    todo, known = list[str](), list[Estimate]()
+    todo, estimates = list[str](), list[Estimate]()
     for cell in cells:
         record = store.get_valid(cell.grid_cell)
         about = f"{cell.name}  key {cell.key[:16]}"
@@ -195,19 +191,17 @@ def plan_lines(planned: Plan, store: Store, only: str | None) -> Iterator[str]:
             yield f"cached    {about}"
         else:
             todo.append(cell.key)
-            if (one := expected(cell, planned, records)) is not None:
-                known.append(one)
-                about += f"  {one}"
-                if one.memory_gib > (room := memory_gib(planned.device)):
+            if (cost := estimate(cell, planned)) is not None:
+                estimates.append(cost)
+                about += f"  {cost}"
+                if cost.memory_gib > (room := memory_gib(planned.device)):
                     about += f": does not fit into {room:.1f} GiB"
             yield f"{'to run  ' if record is None else 'to retry'}  {about}"
-    if known:
-        seconds = duration(sum(one.seconds for one in known))
-        measured = sum(one.measured for one in known)
+    if estimates:
+        seconds = duration(sum(cost.seconds for cost in estimates))
         yield (
-            f"{len(known)} of {len(todo)} cells to run take about {seconds} one after the other: "
-            f"{measured} by earlier records of the same weights on this hardware, "
-            f"{len(known) - measured} by their shapes, within a factor of three"
+            f"{len(estimates)} of {len(todo)} cells to run take about {seconds} one after the "
+            "other, by their shapes and usual rates: right within a factor of three"
         )
     yield from notes(planned, cells)
     yield f"results go to {store.directory}"

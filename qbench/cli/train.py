@@ -236,7 +236,7 @@ def train(
             files,
             folder,
             processes=processes,
-            say=say,
+            log=say,
             trackers=tracker,
             stop_after=stop_after,
         )

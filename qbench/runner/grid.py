@@ -68,11 +68,11 @@ def run_cells(
     finished them.
     """
     wanted = plan.cells if cells is None else cells
-    grid = _Grid(plan, Store(out), progress or SilentProgress(), cache or cache_folder(), force)
+    grid = _GridRun(plan, Store(out), progress or SilentProgress(), cache or cache_folder(), force)
     put_manifest(plan, grid.store, grid.progress)
     measured = {baseline_file(grid.cache, cell.base.key) for cell in wanted if cell.base}
     with hold(measured):
-        missing = grid.take_what_is_there(wanted)
+        missing = grid.reuse_finished(wanted)
         if executor is not None:
             missing = in_order(missing)
         if missing:
@@ -125,8 +125,8 @@ def remote(executor: Executor, progress: Progress) -> AbstractContextManager[Pro
     return getattr(executor, "listen", listening)(progress)
 
 
-class _Grid:
-    """One run's state: what is done, what died, and what is made ``again`` though it is good."""
+class _GridRun:
+    """One run's state: what is done, what died, and what is made ``rerun`` though it is good."""
 
     def __init__(
         self, plan: Plan, store: Store, progress: Progress, cache: Path, force: bool
@@ -137,9 +137,9 @@ class _Grid:
         self.parallel = False
         self.done: dict[str, Record] = {}
         self.died: set[str] = set()
-        self.again: set[str] = set()
+        self.rerun: set[str] = set()
 
-    def take_what_is_there(self, cells: Sequence[Cell]) -> list[Cell]:
+    def reuse_finished(self, cells: Sequence[Cell]) -> list[Cell]:
         """The cells that are left to run. Nobody starts a process to find a record.
 
         Unquantized ones are among them where others that are still to run measure against their
@@ -156,10 +156,10 @@ class _Grid:
             known = found[cell.name]
             other = needed.get(cell.key) if is_final(known, cell) else None
             if other is not None and (why := baseline_error(self.cache, cell.key)):
-                self.again.add(cell.name)
+                self.rerun.add(cell.name)
                 self.progress.log(f"{cell.name}: made again, since {other} needs it: {why}")
             there = is_up_to_date(known, cell, self.store, self.cache, made=keys)
-            if cell.name in self.again or not there:
+            if cell.name in self.rerun or not there:
                 missing.append(cell)
                 keys.add(cell.key)
                 continue
@@ -219,7 +219,7 @@ class _Grid:
                     left.append(cell)
                     continue
                 # what another run has made meanwhile is not made anew
-                force = self.force or cell.name in self.again
+                force = self.force or cell.name in self.rerun
                 force &= not busy_waits or cell.name in self.died
                 future = submit(cell.name, force=force, wait=busy_waits)
                 at_work[future] = cell

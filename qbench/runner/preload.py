@@ -9,11 +9,11 @@ from contextlib import suppress
 from pathlib import Path
 from unittest.mock import patch
 
-from qbench.machine import redirected, settle
+from qbench.machine import redirected, set_library_env
 
 MODULES = ("qbench.cell", "transformers.models.llama.modeling_llama")
 
-settle()
+set_library_env()
 gc.disable()  # looking for garbage takes a fifth of the time of imports
 with redirected(Path(os.devnull)), suppress(Exception):  # what is missing is said where it is used
     utils = importlib.import_module("transformers.utils")

@@ -17,7 +17,6 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.progress import (
     BarColumn,
-    Task,
     TaskID,
     TaskProgressColumn,
     TextColumn,
@@ -26,45 +25,27 @@ from rich.progress import (
 )
 from rich.progress import Progress as Bars
 from rich.table import Column
-from rich.text import Text
 
 from qbench.progress import Progress
-from qbench.runner.estimates import TimeLeft
-from qbench.text import duration
 
 FAILED = ": FAILED: "  # as qbench.runner.grid.summary says it
 SECONDS_BETWEEN_ADVANCES = 0.2
+SECONDS_OF_SILENCE = 15.0
 SECONDS_TO_SEND = 2.0  # at most, to a run that does not listen, as one whose terminal is held
 MOST_BYTES = 2**17  # of a message; Linux allows twice as many
 
-
-class Left(TimeRemainingColumn):
-    """Time that is left: of the grid, which is the first task, by the estimate where there is one;
-    else by the task's own speed."""
-
-    def __init__(self, estimate: TimeLeft) -> None:
-        super().__init__(compact=True)
-        self._estimate = estimate
-
-    def render(self, task: Task) -> Text:
-        seconds = None if task.id else self._estimate.left()
-        if seconds is None:
-            return super().render(task)
-        return Text(_left(seconds), style="progress.remaining")
-
-
-def _left(seconds: float) -> str:
-    return f"about {duration(seconds)} left"
+_now = time.monotonic
 
 
 class Display:
-    """Progress of the grid and of every cell at work. ``estimate``: of the time that is left."""
+    """Shows the progress of a run and of every cell at work: bars on a terminal, else lines, one
+    per step and one for each cell at work after ``SECONDS_OF_SILENCE`` without any."""
 
-    def __init__(self, stream: TextIO, cells: int, estimate: TimeLeft | None = None) -> None:
-        self._estimate = estimate or TimeLeft([])
+    def __init__(self, stream: TextIO, cells: int) -> None:
         self.console = Console(file=stream, highlight=False, soft_wrap=True, emoji=False)
         self._cells = cells
-        self._started = time.monotonic()
+        self._started = self._printed = _now()
+        self._stopped = threading.Event()
         self._reasons: dict[str, str] = {}  # of failures, and the first cell that had each
         self._numbers: dict[str, int] = {}
         self._ended: set[str] = set()
@@ -78,7 +59,7 @@ class Display:
             BarColumn(bar_width=8),
             TaskProgressColumn(show_speed=False),
             TimeElapsedColumn(),
-            Left(self._estimate),
+            TimeRemainingColumn(compact=True),
             console=self.console,
             transient=True,
             expand=True,
@@ -88,10 +69,31 @@ class Display:
 
     def __enter__(self) -> Display:
         self._bars.start()
+        if not self.console.is_terminal:
+            threading.Thread(target=self._break_silence, daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._stopped.set()
         self._bars.stop()
+
+    def _break_silence(self) -> None:
+        """Print how far each cell is whenever no line came for a while, until the run ends."""
+        while not self._stopped.wait(max(0.1, self._printed + SECONDS_OF_SILENCE - _now())):
+            if _now() - self._printed >= SECONDS_OF_SILENCE:
+                tasks = {task.id: task for task in self._bars.tasks}
+                for cell, row in list(self._rows.items()):
+                    if (task := tasks.get(row)) is not None:
+                        step = task.description.removeprefix(f"{cell}: ")
+                        total = (
+                            f", {task.completed:,.0f} of {task.total:,.0f}" if task.total else ""
+                        )
+                        self._print_step(cell, step + total)
+                self._printed = _now()
+
+    def _print_step(self, cell: str, step: str) -> None:
+        elapsed = _now() - self._started
+        self.log(f"{elapsed:7.1f}s [{self._numbers[cell]}/{self._cells}] {cell}: {step}")
 
     def log(self, line: str, style: str = "") -> None:
         """A line that stays. A reason for which several cells fail is said once."""
@@ -99,36 +101,30 @@ class Display:
         if failed:
             first = self._reasons.setdefault(reason, cell)
             line = line if first == cell else f"{cell}: FAILED, as {first}"
+        self._printed = _now()
         self.console.print(line, style=style, markup=False)
 
     def begin(self, cell: str) -> None:
         self.end(cell)  # one whose process died begins again
         self._ended.discard(cell)
         self._numbers.setdefault(cell, len(self._numbers) + 1)
-        self._estimate.begin(cell)
         self._rows[cell] = self._bars.add_task(cell, total=None)
         self._count()
 
     def stage(self, cell: str, name: str, total: float | None = None) -> None:
         """``cell`` begins ``name``, which is ``total`` pieces of work if that is known."""
-        self._estimate.stage(cell, name)
         if cell in self._rows:
             self._bars.reset(self._rows[cell], description=f"{cell}: {name}", total=total)
         if not self.console.is_terminal:
-            elapsed = time.monotonic() - self._started
-            counter = f"[{self._numbers[cell]}/{self._cells}]"
-            seconds = self._estimate.left()
-            left = "" if seconds is None else f" ({_left(seconds)})"
-            self.log(f"{elapsed:7.1f}s {counter} {cell}: {name}{left}")
+            self._print_step(cell, name)
 
     def advance(self, cell: str, completed: float, total: float | None = None) -> None:
-        """How far the step is; on bars alone, so that plain output stays a line a step."""
+        """Set how far the step is."""
         if cell in self._rows:
             self._bars.update(self._rows[cell], completed=completed, total=total)
 
     def end(self, cell: str) -> None:
         """``cell`` is done, or its process died; nothing where it is not at work."""
-        self._estimate.end(cell)
         if cell in self._rows:
             self._bars.remove_task(self._rows.pop(cell))
             self._ended.add(cell)
@@ -154,7 +150,7 @@ class RemoteProgress:
         self._send("stage", cell, name, total)
 
     def advance(self, cell: str, completed: float, total: float | None = None) -> None:
-        now = time.monotonic()
+        now = _now()
         if now - self._last > SECONDS_BETWEEN_ADVANCES:
             self._last = now
             self._send("advance", cell, completed, total)

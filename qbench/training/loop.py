@@ -81,26 +81,26 @@ class Step:
 class Trainer:
     """One training: from the first step, or from the state in its folder, to its last.
 
-    ``say`` is told each logged step in one line. Losses of the steps since the last logged one
+    ``log`` is told each logged step in one line. Losses of the steps since the last logged one
     stay on the device until they are logged: asking for them would keep the device waiting.
     """
 
-    def __init__(self, run: Run, *, processes: PartialState, say: Callable[[str], None]) -> None:
+    def __init__(self, run: Run, *, processes: PartialState, log: Callable[[str], None]) -> None:
         """Raises TrainingError for a state of other settings, DataError for too few held-out
         texts, UnavailableError where the attention cannot be had."""
         recipe = run.recipe
-        self.run, self.processes, self.say = run, processes, say
+        self.run, self.processes, self.print = run, processes, log
         self.model, self.attention = initial_model(
             recipe.model, normalizer=run.normalizer, seed=run.seed, device=processes.device,
             attention=recipe.compute.attention, **run.files.about.special,
         )  # fmt: skip
-        say(f"{self.model.num_parameters():,} parameters, {self.attention}")
+        log(f"{self.model.num_parameters():,} parameters, {self.attention}")
         self.held_out = torch.tensor(watched_rows(recipe, run.files))
         self.tokenizer = PreTrainedTokenizerFast.from_pretrained(run.files.folder)
         self.step = Step(self.model, recipe, processes)
         self.progress = run.load_state(self.step.parameters, self.step.optimizer)
         if self.progress.step:
-            say(f"goes on from step {self.progress.step:,}")
+            log(f"goes on from step {self.progress.step:,}")
         self._log: Log | None = None  # of the main process
         self._values: list[Tensor] = []  # [loss, gradient norm] of each step since the last log
         self._began = 0.0
@@ -182,7 +182,7 @@ class Trainer:
             )  # fmt: skip
             left = timedelta(seconds=round((recipe.steps - step) * seconds / count))
             share = "" if mfu is None else f", {mfu:.1%} of peak"
-            self.say(
+            self.print(
                 f"step {step:,} of {recipe.steps:,}: loss {loss:.3f}, gradient {norm:.2f}, "
                 f"{speed:,.0f} tokens/s{share}, {left} left",
             )
@@ -232,7 +232,7 @@ class Trainer:
                 largest=max(abs(hidden.minimum), abs(hidden.maximum)),
             )
             self._log.write("watch", **sample.model_dump())
-            self.say(
+            self.print(
                 f"step {step:,}: held-out loss {sample.loss:.3f}, sinks in {sample.sink_rate:.1%} "
                 f"of heads, kurtosis {sample.kurtosis:.1f}, largest activation {sample.largest:.1f}"
             )

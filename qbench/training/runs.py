@@ -55,7 +55,7 @@ def train_recipe(
     out: Path,
     *,
     processes: PartialState,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     trackers: Sequence[str] = (),
     stop_after: int | None = None,
 ) -> list[Training]:
@@ -73,12 +73,12 @@ def train_recipe(
         )  # fmt: skip
         record = run.finished()
         if record is not None:
-            say(f"{name}: trained already")
+            log(f"{name}: trained already")
         else:
             alone = _alone(run.folder) if processes.is_main_process else nullcontext()
             with alone, deterministic(recipe.compute.deterministic):
                 trainer = Trainer(
-                    run, processes=processes, say=lambda line, name=name: say(f"{name}: {line}")
+                    run, processes=processes, log=lambda line, name=name: log(f"{name}: {line}")
                 )
                 trainer.train(trackers=trackers, stop_after=stop_after)
                 if trainer.progress.step == recipe.steps:

@@ -58,7 +58,7 @@ RESULTS = {
 
 def test_without_a_gpu_nothing_is_measured(tmp_path):
     with pytest.raises(UnavailableError, match=r"CUDA GPU, and none is here$"):
-        bench_attention(tmp_path / "attention.json", True, (), say=print)
+        bench_attention(tmp_path / "attention.json", True, (), log=print)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -49,7 +49,7 @@ def comparison(model, tokenizer):
             tokenizer,
             tasks("demo_choice", "demo_pages"),
             {mode: settings(mode, max_length=128, limit=5) for mode in MODES},
-            say=print,
+            log=print,
         )
 
 
@@ -99,7 +99,7 @@ def test_generated_answers_are_compared_as_they_are(model, tokenizer, tmp_path, 
         Scorer, "generate_until", lambda self, asked: [*real(self, asked)[:-1], "another"]
     )
     chosen = {mode: settings(mode, max_length=128) for mode in ("lm-eval", "exact")}
-    found = compare(model, tokenizer, [task], chosen, say=print)
+    found = compare(model, tokenizer, [task], chosen, log=print)
     row = next(row for row in found["rows"] if row["mode"] == "exact")
     assert (row["documents"], row["requests"], row["changed_answers"]) == (3, 3, 1)
     assert row["scoring_seconds"] > 0
@@ -121,7 +121,7 @@ def test_the_first_call_of_a_scorer_is_none_of_its_speed(model, tokenizer, monke
 
     monkeypatch.setattr(HFLM, "loglikelihood", slow_once)
     found = compare(
-        model, tokenizer, tasks("demo_choice"), {"lm-eval": settings("lm-eval", limit=3)}, say=print
+        model, tokenizer, tasks("demo_choice"), {"lm-eval": settings("lm-eval", limit=3)}, log=print
     )
     assert len(called) == 1
     assert found["rows"][0]["seconds"] < 2

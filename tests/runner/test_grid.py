@@ -17,7 +17,7 @@ from qbench.cli.messages import complain
 from qbench.plan import plan
 from qbench.progress import SilentProgress
 from qbench.recipe import Recipe
-from qbench.runner.grid import _Grid, depends_on, run, run_cells, run_each
+from qbench.runner.grid import _GridRun, depends_on, run, run_cells, run_each
 from qbench.runner.progress import Display
 from qbench.runner.workers import LostExecutorError, SerialExecutor, Workers
 from qbench.store import Store
@@ -105,6 +105,19 @@ def test_a_cell_that_begins_again_keeps_its_number():
     ]  # fmt: skip
 
 
+def test_a_long_step_says_how_far_it_is_though_no_step_begins(monkeypatch):
+    monkeypatch.setattr("qbench.runner.progress.SECONDS_OF_SILENCE", 0.05)
+    shown = io.StringIO()
+    with Display(shown, 1) as display:
+        display.begin("a/fp32")
+        display.stage("a/fp32", "evaluate wikitext", 2000)
+        display.advance("a/fp32", 340)
+        time.sleep(0.4)
+    lines = shown.getvalue().splitlines()
+    assert 3 <= len(lines) <= 10
+    assert lines[-1].endswith("s [1/1] a/fp32: evaluate wikitext, 340 of 2,000")
+
+
 def test_what_is_said_is_shown_as_it_is(capsys):
     """Not as rich's markup, nor as its emoji."""
     shown, line = io.StringIO(), "[bold]a:-1:b:smile:"
@@ -173,7 +186,7 @@ def test_what_another_run_makes_while_this_ones_process_dies_is_taken(tmp_path):
     """The process dies; before that is recorded, another run makes the cell."""
     plan_, store = planned(tmp_path), Store(tmp_path / "out")
     cell, cache = plan_.cell("softmax/rtn-4bit"), tmp_path / "cache"
-    grid = _Grid(plan_, store, SilentProgress(), cache, force=False)
+    grid = _GridRun(plan_, store, SilentProgress(), cache, force=False)
     with ThreadPoolExecutor(1) as late, FileLock(store.lock_file(cell.grid_cell)):
         giving_up = late.submit(grid.give_up, cell, "died")
         time.sleep(0.2)
@@ -233,7 +246,9 @@ def test_a_cell_begins_when_the_one_that_it_is_measured_against_is_done(tmp_path
 def test_side_by_side_the_longest_begin_first_when_all_unquantized_cells_are_done(tmp_path):
     """Else the first one's cells would take every process before the longest of the others."""
     plan_ = planned(tmp_path)
-    grid = _Grid(plan_, Store(tmp_path / "out"), SilentProgress(), tmp_path / "cache", force=False)
+    grid = _GridRun(
+        plan_, Store(tmp_path / "out"), SilentProgress(), tmp_path / "cache", force=False
+    )
     grid.parallel = True
     futures, begun = {name: Future() for name in ("softmax/fp32", "softpick/fp32")}, []
 

@@ -75,7 +75,7 @@ def write_recipe(path, tokens, /, **changed):
     return path
 
 
-def run_recipe(path, out, *, stop_after=None, say=[].append):
+def run_recipe(path, out, *, stop_after=None, log=[].append):
     """Trains in this process; returns the records of the finished runs."""
     from qbench.training.data import read_token_files
     from qbench.training.recipe import TrainingRecipe
@@ -85,7 +85,7 @@ def run_recipe(path, out, *, stop_after=None, say=[].append):
     files = read_token_files(Path(recipe.data.tokens))
     with joined("cpu") as processes:
         return train_recipe(
-            recipe, files, out, processes=processes, say=say, stop_after=stop_after
+            recipe, files, out, processes=processes, log=log, stop_after=stop_after
         )  # fmt: skip
 
 
@@ -103,7 +103,7 @@ def recipe_file(tmp_path, tokens):
 
 @pytest.fixture
 def train(recipe_file):
-    def run(out, *, stop_after=None, say=[].append, **changed):
-        return run_recipe(recipe_file(**changed), out, stop_after=stop_after, say=say)
+    def run(out, *, stop_after=None, log=[].append, **changed):
+        return run_recipe(recipe_file(**changed), out, stop_after=stop_after, log=log)
 
     return run

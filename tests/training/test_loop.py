@@ -128,7 +128,7 @@ def test_a_loss_far_above_the_lowest_ends_it(tmp_path, train):
 def test_data_that_do_not_fit_are_refused_before_training(tmp_path, train, changed, error, said):
     lines = []
     with pytest.raises(error, match=said):
-        train(tmp_path, say=lines.append, **changed)
+        train(tmp_path, log=lines.append, **changed)
     assert not lines
     assert not list(tmp_path.rglob("*.safetensors"))
 

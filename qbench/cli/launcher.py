@@ -1,5 +1,5 @@
-"""Where the cells of a recipe run: in this process, in processes of this host, on an executor of a
-plug-in, or on a cluster."""
+"""Decide where the cells of a recipe run: in this process, in processes of this host, on an
+executor of a plug-in, or on a cluster."""
 
 from __future__ import annotations
 
@@ -16,55 +16,57 @@ from qbench.errors import RecipeError, UnavailableError
 from qbench.machine import choose_device, gpu_slots, terminal
 from qbench.plan import Plan, cell_names, plan
 from qbench.recipe import Overrides, Recipe
-from qbench.runner.estimates import TimeLeft
 from qbench.runner.progress import Display
 from qbench.runner.workers import EXECUTORS, Workers
 
 if TYPE_CHECKING:
     from qbench.runner.dask import DaskExecutor
 
-CELLS_A_GPU = 3  # quantization of one cell overlaps with the scoring of others
+CELLS_PER_GPU = 3  # quantization of one cell overlaps with the scoring of others
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
-    """A recipe, the folder of its results, and what its cells run on. ``executor`` None: one after
-    the other in this process; ``description``: a line about it."""
+class Launcher:
+    """Holds a recipe, its results folder and what its cells run on: an ``executor``, or None for
+    this process, one cell after the other. ``description`` is a line about the executor."""
 
     recipe: Recipe
     out: Path
     device: str
-    gpu: str | None = None  # of other hosts; None: this one's
+    gpu: str | None = None  # name of the GPUs of other hosts; None: those of this host
     executor: Executor | None = None
     description: str = ""
-    at_once: int = 1  # cells side by side
 
     def plan(self, only: str | None = None, *, show: bool = False) -> Plan:
-        """Raises RecipeError where a cell like ``only`` can never run, unless it is to ``show``
-        that."""
+        """Plan the recipe on this device.
+
+        Raises RecipeError if a cell that matches ``only`` can never run, unless ``show`` is true.
+        """
         return plan(self.recipe, device=self.device, gpu=self.gpu, only=only, show=show)
 
     @contextlib.contextmanager
-    def display(self, cells: int, estimate: TimeLeft | None = None) -> Iterator[Display]:
-        """Progress on the terminal, the line about the place first."""
-        with terminal() as screen, Display(screen, cells, estimate) as display:
+    def display(self, cells: int) -> Iterator[Display]:
+        """Show the progress of so many ``cells`` on the terminal, the description first."""
+        with terminal() as screen, Display(screen, cells) as display:
             if self.description:
                 display.log(self.description)
             yield display
 
 
-def here(
+def load_launcher(
     recipe: Path | None,
     overrides: Overrides,
     *,
     out: Path | None,
     device: str,
     cluster: str | None = None,
-) -> Place:
-    """This process, with the recipe read and checked. With a ``cluster`` the device is the one that
-    is asked for, ``auto`` too: ``placed`` asks the workers."""
+) -> Launcher:
+    """Read and check a recipe; return a launcher that runs its cells in this process.
+
+    With a ``cluster`` the device stays as given, ``auto`` too: ``launch`` asks the workers.
+    """
     loaded = Recipe.load(recipe, overrides)
-    return Place(
+    return Launcher(
         recipe=loaded,
         out=out or Path("results") / loaded.name,
         device=device if cluster else choose_device(device),
@@ -72,66 +74,74 @@ def here(
 
 
 @contextlib.contextmanager
-def placed(
-    place: Place,
+def launch(
+    launcher: Launcher,
     cluster: str | None,
     *,
     gpus: str | None = None,
     workers: int | None = None,
-    own: str | None = None,
+    executor: str | None = None,
     cells: int | None = None,
-) -> Iterator[Place]:
-    """A cluster, or the executor ``own`` of a plug-in, or processes of this host for so many
-    ``cells``, which import what these need from now on; ``place`` itself where cells run one after
-    the other. Raises QbenchError for what is not there, or for several of them."""
-    stated = {"--cluster": cluster, "--gpus": gpus, "--workers": workers}
-    also = next((option for option, value in stated.items() if value is not None), None)
-    alone = "evaluation.device_map" if place.recipe.evaluation.device_map else None
-    alone = alone if own is None else f"--executor {own}"
-    if alone is not None and also is not None:
-        raise RecipeError(f"{alone}: leave {also} out; only one of the two can say where cells run")
-    if own is not None:
-        with EXECUTORS.get(own)(place.device) as executor:
-            yield dataclasses.replace(place, executor=executor, description=f"executor {own}")
-    elif cluster is not None:
-        with _connected(place, cluster, gpus, workers, cells) as found:
+) -> Iterator[Launcher]:
+    """Start what runs the cells; yield a launcher with its executor.
+
+    ``cluster``, ``gpus``, ``workers`` and ``executor`` (a plug-in's name) are the options of
+    ``qbench run``. ``cells`` is their number; None starts no processes of this host. Without an
+    executor ``launcher`` itself is yielded. Raises QbenchError for what is not there, and for
+    options that exclude each other.
+    """
+    options = {"--cluster": cluster, "--gpus": gpus, "--workers": workers}
+    option = next((option for option, value in options.items() if value is not None), None)
+    one_process = "evaluation.device_map" if launcher.recipe.evaluation.device_map else None
+    exclusive = one_process if executor is None else f"--executor {executor}"
+    if exclusive is not None and option is not None:
+        raise RecipeError(
+            f"{exclusive}: leave {option} out; only one of the two can say where cells run"
+        )
+    if executor is not None:
+        with EXECUTORS.get(executor)(launcher.device) as running:
             yield dataclasses.replace(
-                place, device=found.device, gpu=found.wanted.gpu, executor=found,
-                description=found.description, at_once=found.workers,
+                launcher, executor=running, description=f"executor {executor}"
+            )
+    elif cluster is not None:
+        with _connected(launcher, cluster, gpus, workers, cells) as dask:
+            yield dataclasses.replace(
+                launcher, device=dask.device, gpu=dask.wanted.gpu, executor=dask,
+                description=dask.description,
             )  # fmt: skip
     elif (
         cells is not None
-        and alone is None  # one process has all GPUs
-        and (slots := gpu_slots(gpus, workers, place.device, CELLS_A_GPU, at_most=cells))
+        and one_process is None
+        and (slots := gpu_slots(gpus, workers, launcher.device, CELLS_PER_GPU, at_most=cells))
     ):
-        processes = Workers(slots, device=place.device)
+        processes = Workers(slots, device=launcher.device)
         processes.preload()
         try:
-            yield dataclasses.replace(place, executor=processes, at_once=len(slots))
+            yield dataclasses.replace(launcher, executor=processes)
         finally:
             processes.shutdown(cancel_futures=True)
     else:
-        yield place
+        yield launcher
 
 
 def _connected(
-    place: Place, cluster: str, gpus: str | None, workers: int | None, cells: int | None
+    launcher: Launcher, cluster: str, gpus: str | None, workers: int | None, cells: int | None
 ) -> contextlib.AbstractContextManager[DaskExecutor]:
     """The workers of ``--cluster``, on the device that is asked for or the one that they have."""
     if importlib.util.find_spec("distributed") is None:
         raise UnavailableError("--cluster: Dask is not installed; pip install 'qbench[cluster]'")
     from qbench.runner.dask import connected  # an extra, and a second to import
 
-    wanted, slots = None if place.device == "auto" else place.device, []
+    wanted, slots = None if launcher.device == "auto" else launcher.device, []
     if cluster.partition(":")[0] == "local":
-        wanted = choose_device(place.device)
-        cells = cells or len(cell_names(place.recipe))
+        wanted = choose_device(launcher.device)
+        cells = cells or len(cell_names(launcher.recipe))
         slots = local_slots(cluster, gpus, workers, wanted, cells)
     elif gpus is not None or workers is not None:
         raise RecipeError(
             f"--cluster {cluster}: its workers are running already; leave --gpus and --workers out"
         )
-    return connected(cluster, wanted, slots=slots, folders=(place.out, cache_folder()))
+    return connected(cluster, wanted, slots=slots, folders=(launcher.out, cache_folder()))
 
 
 def local_slots(
@@ -146,4 +156,4 @@ def local_slots(
         raise RecipeError(f"--cluster {cluster}: says how many workers; leave --workers out")
     count = int(number) if colon else None
     over = "all" if device == "cuda" and gpus is None else gpus
-    return gpu_slots(over, workers or count, device, CELLS_A_GPU, at_most=count or cells)
+    return gpu_slots(over, workers or count, device, CELLS_PER_GPU, at_most=count or cells)
