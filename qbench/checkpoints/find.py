@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from qbench import hub
 from qbench.attention.implementation import NATIVE
 from qbench.attention.normalizers import NORMALIZERS, Parameter
+from qbench.cache import cache_folder
 from qbench.checkpoints import fla
 from qbench.checkpoints.supported import (
     CLASSES,
@@ -28,6 +29,7 @@ from qbench.checkpoints.supported import (
     class_names,
     model_support,
 )
+from qbench.checkpoints.from_gguf import dequantized_folder
 from qbench.errors import CheckpointError, UnavailableError, shown, some
 from qbench.files import digest_of_parts, file_digest, read_regular, reason
 from qbench.records import TRAINING_FILE, Trained, Training
@@ -461,8 +463,9 @@ def _folder(source: str, revision: str | None) -> Path:
     try:
         path = Path(source).expanduser().resolve()
         is_folder, why = path.is_dir(), str(path)
+        is_gguf = path.suffix == ".gguf" and path.is_file()
     except (OSError, ValueError, RuntimeError) as error:
-        is_folder, why = False, str(error)
+        is_folder, is_gguf, why = False, False, str(error)
     if is_folder and revision is not None:
         raise CheckpointError(
             f"checkpoint {source}: a folder has no revisions, and the recipe says revision: "
@@ -470,13 +473,10 @@ def _folder(source: str, revision: str | None) -> Path:
         )
     if is_folder:
         return path
+    if is_gguf:
+        return dequantized_folder(path, cache_folder())
     if HUB_ID.fullmatch(source):
         return hub.snapshot(source, revision, FROM_HUB)
-    if source.endswith(".gguf"):
-        raise CheckpointError(
-            f"checkpoint {shown(source)}: a GGUF file is scored beside its original, whose "
-            "tokenizer it takes; name the original with --checkpoint and the file with --quantized"
-        )
     where = "" if why == source else f" ({shown(why)})"
     raise CheckpointError(
         f"checkpoint {shown(source)}: no such folder{where}, and not a hub id (owner/name)"
