@@ -22,6 +22,7 @@ from qbench.attention.implementation import NATIVE
 from qbench.attention.normalizers import NORMALIZERS, Parameter
 from qbench.cache import cache_folder
 from qbench.checkpoints import fla
+from qbench.checkpoints.from_gguf import dequantized_folder
 from qbench.checkpoints.supported import (
     CLASSES,
     CONV1D,
@@ -29,7 +30,6 @@ from qbench.checkpoints.supported import (
     class_names,
     model_support,
 )
-from qbench.checkpoints.from_gguf import dequantized_folder
 from qbench.errors import CheckpointError, UnavailableError, shown, some
 from qbench.files import digest_of_parts, file_digest, read_regular, reason
 from qbench.records import TRAINING_FILE, Trained, Training

@@ -9,11 +9,13 @@ import pytest
 import torch
 import transformers
 from lm_eval.api.instance import Instance
+from loading import load_model
 from published_copies import DEMO, experts, experts_apart, gguf, original
 from small_recipe import qbench, small_recipe
 from tiny import tiny_model
 
 from qbench.cell import load
+from qbench.checkpoints import find
 from qbench.errors import CheckpointError, QbenchError, UnavailableError
 from qbench.evaluation.kl import BaselineHiddenStates, BaselineWriter, KLObserver
 from qbench.evaluation.llama_library import load_library
@@ -285,6 +287,27 @@ def test_why_llama_cpp_cannot_load_a_file_is_said(tmp_path):
     written(path, tiny_model("llama"), "llama")
     with pytest.raises(UnavailableError, match=r"cannot load it \(.*context_length"):
         LlamaCpp(path, context=64, shell=None)
+
+
+def test_a_file_is_a_checkpoint_too_dequantized_once(files):
+    """Named with --checkpoint, without an original."""
+    checkpoint = find(str(files["F32"]))
+    assert checkpoint.config["model_type"] == "llama"
+    again = find(str(files["F32"]))
+    assert (again.folder, again.digest) == (checkpoint.folder, checkpoint.digest)
+    ours = load_model(checkpoint, dtype=torch.float32, device="cpu")
+    original = load_model(find(str(DEMO / "softmax")), dtype=torch.bfloat16, device="cpu")
+    for name, parameter in original.named_parameters():
+        torch.testing.assert_close(
+            ours.get_parameter(name), parameter.float(), rtol=0, atol=0, msg=name
+        )
+
+
+def test_a_checkpoint_that_is_no_gguf_file_is_refused_in_a_line(tmp_path):
+    path = tmp_path / "text.gguf"
+    path.write_text("no")
+    with pytest.raises(CheckpointError, match=r"transformers cannot read this GGUF file: \w"):
+        find(str(path))
 
 
 def test_types_say_their_bits():
