@@ -256,10 +256,10 @@ def _cell(
     """The cell of one ``column``, by what ``plan``, whose cells are not there yet, says of all."""
     recipe, device = plan.recipe, plan.device
     quantization, copy = find_copy(column.quantization, name, checkpoint, shapes, device)
-    chosen, reason = "", None
+    reason = None
     try:
         config = in_transformers_words(checkpoint.config)
-        quantization, chosen = quantization.resolved(config, device)
+        quantization.check(config, device)
     except RecipeError as error:
         reason = str(error)
     evaluation, can = recipe.evaluation, checkpoint.support
@@ -302,10 +302,7 @@ def _cell(
         or refusal(checkpoint, shapes, quantization)
         or _unlike_a_stream(recipe, quantization, copy, checkpoint.config)
         or _beyond_positions(recipe, quantization, checkpoint),
-        notes=(
-            *_notes(checkpoint, attention, scoring, slower, evaluation.max_length),
-            *([f"{column.label}: {chosen}"] if chosen else []),
-        ),
+        notes=tuple(_notes(checkpoint, attention, scoring, slower, evaluation.max_length)),
     )
     parts = _key_parts(plan, cell)
     return replace(cell, key=content_key(parts), key_parts=parts)

@@ -20,6 +20,7 @@ KEYS = {
 }
 # Options and parts of a quantizer.
 QUANTIZER_OPTIONS = {
+    "arithmetic": "products are simulated: values are rounded and multiplied in the model's dtype",
     "before_rope": "keys are quantized as attention reads them, after RoPE",
     "percentile": "static ranges hold all values of the calibration text",
     "threads": "a CPU quantizes with one thread, since the order of sums decides last bits",
@@ -38,5 +39,6 @@ COMMANDS = {
     "bench analysis": "`qbench analyze` prints how long each part of a cell took",
     "published": "`qbench tables --published SET` puts a paper's numbers beside ours; they are in "
     "qbench/tables/published.csv",
+    "bench products": "products are simulated; a serving engine measures its own",
     "bench training": "`qbench train` prints tokens/s and the share of the GPU's peak",
 }

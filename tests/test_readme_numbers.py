@@ -90,8 +90,6 @@ SPEEDS = [
     ("0.99 × and 0.98", "training-124m-h200", ["softpick/triton", "0.978"]),
     ("1.11", "training-27m-h200", ["softpick/triton", "1.110"]),
     ("1.12", "training-340m-h200", ["softpick/triton", "1.119"]),
-    ("0.90 × and 1.21", "products-h200", ["340M", "65536", "fp8 a token", "0.90"]),
-    ("0.90 × and 1.21", "products-h200", ["1.8B", "65536", "fp8 a token", "1.21"]),
 ]
 
 

@@ -1,13 +1,10 @@
-"""Treated outliers and real products through a whole run: planned, audited, scored,
-recorded."""
+"""Treated outliers and W8A8 cells through a whole run: planned, audited, scored, recorded."""
 
 import pytest
-from quantizer_models import needs_vnni
 from small_recipe import DEMO, qbench, small_recipe
 
 from qbench.store import Store
 
-pytestmark = needs_vnni
 COLUMNS = {
     "int8": {"name": "w8a8-int8"},
     "static": {"name": "w8a8-int8-static", "outliers": "smoothquant"},
@@ -39,29 +36,6 @@ def records(recipe):
         patch.setenv("QBENCH_CACHE", str(recipe.parent / "cache"))
         assert qbench("run", recipe, "--out", recipe.parent / "out", "--device", "cpu") == 0
     return {record.cell: record for record in Store(recipe.parent / "out").records()}
-
-
-def test_a_plan_says_what_auto_became(recipe, capsys):
-    qbench("plan", recipe, "--device", "cpu", "--out", recipe.parent / "planned")
-    told = capsys.readouterr().out
-    assert "softpick: int8: int8-token: arithmetic auto: real\n" in told
-    assert "softpick: static: int8-static: arithmetic auto: real\n" in told
-    assert (
-        "softpick: fp8: fp8-row: arithmetic auto: simulated, since fp8 products give bfloat16, "
-        "not float32\n"
-    ) in told
-
-
-@pytest.mark.parametrize(
-    ("label", "arithmetic", "kind"),
-    [("int8", "real", "ScaledMM"), ("static", "real", "ScaledMM"),
-     ("fp8", "simulated", "ScaledLinear")],
-)  # fmt: skip
-def test_the_record_holds_which_arithmetic_ran(records, label, arithmetic, kind):
-    record = records[f"softpick/{label}"]
-    assert record.key_parts["quantizer"]["activations"]["arithmetic"] == arithmetic
-    assert record.precision.activations.simulated == (arithmetic == "simulated")
-    assert {module.kind for module in record.audit.modules} == {kind}
 
 
 @pytest.mark.parametrize("label", COLUMNS)

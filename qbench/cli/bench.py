@@ -67,23 +67,6 @@ def attention(
     show(bench.table(found), found, out)
 
 
-@bench.command("products")
-def products(
-    out: Json = None,
-    quick: Annotated[bool, typer.Option("--quick", help="One shape, few repeats.")] = False,
-) -> None:
-    """Real int8 and fp8 products against float64, then against bf16. Needs a GPU.
-
-    Examples:
-    ```
-    qbench bench products --quick
-    ```
-    """
-    bench = load("bench.products")
-    found = bench.bench_products(quick)
-    show(bench.table(found), found, out)
-
-
 @bench.command("generation")
 def generation(
     shape: Shape = "340m",

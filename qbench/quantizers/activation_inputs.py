@@ -1,4 +1,4 @@
-"""Inputs of linear layers in few bits: rounded by a pre-hook on each, or multiplied as codes.
+"""Round the inputs of linear layers to few bits, by a forward pre-hook on each layer.
 
 Where scales are fixed before, they come from what layers take in on calibration text.
 """
@@ -14,11 +14,10 @@ from torch import Tensor, nn
 
 from qbench.errors import QuantizationError
 from qbench.progress import Advance
-from qbench.quantizers import scaled_mm
 from qbench.quantizers.activations import FakeQuantized
 from qbench.quantizers.calibration import Calibration, watch_inputs
 from qbench.quantizers.config import ActivationEvidence, matching, require_matches
-from qbench.quantizers.fake_quant import CODES, FakeQuant, scale_of_tensor
+from qbench.quantizers.fake_quant import FakeQuant, scale_of_tensor
 from qbench.quantizers.linear import matrices
 
 ATTRIBUTE = "qbench_inputs"  # of a model whose activations are quantized
@@ -43,33 +42,15 @@ def layers_with_inputs(model: nn.Module, ignore: tuple[str, ...] = ()) -> dict[s
 
 def install(model: nn.Module, settings: FakeQuantized, tensors: Mapping[str, Tensor]) -> None:
     """Let layers of ``model`` take in what ``settings`` make of their inputs; ``tensors`` are those
-    of ``calibrate``. Raises QuantizationError for a layer whose width groups do not divide, or
-    that cannot multiply codes."""
+    of ``calibrate``. Raises QuantizationError for a layer whose width groups do not divide."""
     modules, form = layers_with_inputs(model, settings.ignore), settings.format
     for name, module in modules.items():
         settings.check_layer(name, module.out_features, module.in_features)
-    assert getattr(settings, "arithmetic", "") != "auto"  # a plan has decided
     fixed = {name: scale_of_tensor(*ends, form) for name, ends in tensors.items()}
     inputs = FakeQuant(form, {name: fixed.get(name) for name in modules})
     for name, module in modules.items():
-        if settings.real:
-            multiply_codes(name, module, inputs)
-        else:
-            module.register_forward_pre_hook(inputs.hook(name))
+        module.register_forward_pre_hook(inputs.hook(name))
     setattr(model, ATTRIBUTE, inputs)
-
-
-def multiply_codes(name: str, module: nn.Module, inputs: FakeQuant) -> None:
-    """Let ``module`` multiply codes of ``inputs`` by codes. Raises QuantizationError, in its
-    ``name``, where it cannot: libraries skip those."""
-    form, known = inputs.form, isinstance(module, scaled_mm.ScaledLinear)
-    if not known or module.codes.dtype != CODES[form.type]:
-        raise QuantizationError(
-            f"{name}: {type(module).__name__} holds no {form.element} codes for real products; "
-            "set arithmetic: simulated"
-        )
-    module.__class__ = scaled_mm.ScaledMM
-    module.inputs, module.fixed = inputs, inputs.scales[name]
 
 
 def evidence(model: nn.Module, settings: FakeQuantized) -> dict[str, ActivationEvidence]:
@@ -78,7 +59,7 @@ def evidence(model: nn.Module, settings: FakeQuantized) -> dict[str, ActivationE
     if inputs is None:
         return {}
     return {
-        name: ActivationEvidence(format=inputs.form, fixed=fixed, inside=settings.real)
+        name: ActivationEvidence(format=inputs.form, fixed=fixed)
         for name, fixed in inputs.scales.items()
     }
 

@@ -1,7 +1,6 @@
-"""Formats of activations: the settings, and when hardware multiplies them. Imports no torch.
+"""Formats of activations: settings. Imports no torch.
 
-A linear layer's input is rounded to a format. It is multiplied in the model's dtype
-(``activation_inputs``), or as codes by weights of the same format (``scaled_mm``).
+A linear layer's input is rounded to a format and multiplied in the model's dtype.
 
 FP8 is E4M3 with a float32 scale. MX formats have blocks of 32 with a power of two as scale (OCP
 Microscaling Formats v1.0, 2023). NVFP4 has blocks of 16 with an E4M3 scale under a float32 one of
@@ -10,34 +9,26 @@ the tensor (NVIDIA, "Pretraining Large Language Models with NVFP4", 2025).
 
 from __future__ import annotations
 
-import dataclasses
 from abc import abstractmethod
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from qbench import machine
-from qbench.errors import QuantizationError, RecipeError
+from qbench.errors import QuantizationError
 from qbench.quantizers.config import (
     SETTINGS,
     WHOLE_ROW,
     ActivationSettings,
     GroupSize,
     Patterns,
-    WeightSettings,
     strategy,
 )
 from qbench.quantizers.formats import QuantFormat
 from qbench.quantizers.names import ACTIVATIONS, register_combination
-from qbench.quantizers.weights import ScaledWeights
 from qbench.records import UNQUANTIZED_BITS, Part
 
 MX_BLOCK, NVFP4_BLOCK = 32, 16
-WEIGHTS = {"int": "int8-row", "float": "fp8-row or fp8-tensor"}  # what real products take
-MULTIPLE = {"int": 8, "float": 16}  # of inputs and outputs, in cuBLAS
-CAPABILITY = {"int": (8, 0), "float": (8, 9)}  # Ampere; Ada and Hopper
 
 
 @dataclass(frozen=True, kw_only=True, config=SETTINGS)
@@ -54,7 +45,6 @@ class FakeQuantized(ActivationSettings):
     ] = ()
 
     backend: ClassVar[str] = "activation_inputs"
-    real: ClassVar[bool] = False  # whether codes are multiplied by codes
 
     @property
     @abstractmethod
@@ -89,7 +79,7 @@ class FakeQuantized(ActivationSettings):
 
 @dataclass(frozen=True, kw_only=True, config=SETTINGS)
 class Scaled(FakeQuantized):
-    """Integers or FP8 times a float32 scale, and whether hardware multiplies them as such.
+    """Integers or FP8 times a float32 scale.
 
     ``per`` token: a scale each, or one for each group along it, from its own values: nothing is
     clipped. tensor: one for a layer's whole input, so that every token of a batch depends on all
@@ -97,13 +87,6 @@ class Scaled(FakeQuantized):
     of the literature on outliers (Bondarenko et al. 2021, 2023).
     """
 
-    arithmetic: Annotated[
-        Literal["simulated", "real", "auto"],
-        Field(
-            description="real: codes times codes, with weights of the same format; simulated: "
-            "rounded values in the model's dtype; auto: real where it can be, decided when planned"
-        ),
-    ] = "simulated"
     num_bits: Annotated[int, Field(ge=2, le=8)] = 8
     type: Literal["int", "float"] = "int"
     symmetric: bool = True
@@ -125,10 +108,6 @@ class Scaled(FakeQuantized):
         )
 
     @property
-    def real(self) -> bool:
-        return self.arithmetic == "real"
-
-    @property
     def name(self) -> str:
         if self.type == "float":
             return f"fp8-{'row' if self.per == 'token' else self.per}"
@@ -144,60 +123,6 @@ class Scaled(FakeQuantized):
         }[self.per]
         element = "fp8 e4m3" if self.type == "float" else f"int{self.num_bits}"
         return f"{element} {per}{'' if self.symmetric else ', asymmetric'}"
-
-    @property
-    def precision(self) -> Part:
-        simulated = {"simulated": True, "real": False, "auto": None}[self.arithmetic]
-        return Part(bits=self.num_bits, scheme=self.scheme, simulated=simulated)
-
-    def resolved(
-        self, weights: WeightSettings | None, config: Mapping[str, Any], device: str
-    ) -> tuple[Scaled, str]:
-        if self.arithmetic == "simulated":
-            return self, ""
-        obstacle = self._obstacle(weights, config, device)
-        if self.arithmetic == "auto":
-            chosen = "simulated" if obstacle else "real"
-            reason = f", since {obstacle}" if obstacle else ""
-            line = f"{self.name}: arithmetic auto: {chosen}{reason}"
-            return dataclasses.replace(self, arithmetic=chosen), line
-        if obstacle:
-            raise RecipeError(f"{self.name}: arithmetic: real: {obstacle}; set simulated or auto")
-        return self, ""
-
-    def _obstacle(
-        self, weights: WeightSettings | None, config: Mapping[str, Any], device: str
-    ) -> str | None:
-        """Why codes cannot be multiplied by codes; None where they can."""
-        kind, group = self.type, self.format.group_size
-        if group != WHOLE_ROW or self.num_bits != 8 or not self.symmetric:
-            return f"products of hardware take no {self.scheme}"
-        if not isinstance(weights, ScaledWeights) or weights.type != kind:
-            found = weights.name if weights else "unquantized ones"
-            return f"it takes weights: {WEIGHTS[kind]}, not {found}"
-        if ignored := [name for name in weights.ignore if name not in self.ignore]:
-            return f"weights leave {ignored[0]} out and activations do not"
-        if kind == "float" and weights.compute_dtype != "bfloat16":
-            return f"fp8 products give bfloat16, not {weights.compute_dtype}"
-        for width in ("hidden_size", "intermediate_size"):
-            size = config.get(width)
-            if isinstance(size, int) and size % MULTIPLE[kind]:
-                return f"{width} {size} is no multiple of {MULTIPLE[kind]}"
-        return _device_obstacle(kind, device)
-
-
-def _device_obstacle(kind: str, device: str) -> str | None:
-    if device == "cpu":
-        if kind == "float":
-            return "fp8 products need a GPU"
-        return machine.int8_problem()
-    here, least = machine.visible_gpus()[0].capability, CAPABILITY[kind]
-    if here >= least:
-        return None
-    name = "fp8" if kind == "float" else "int8"
-    return "{} products need a GPU of compute capability {}.{}, and this one has {}.{}".format(
-        name, *least, *here
-    )
 
 
 @dataclass(frozen=True, kw_only=True, config=SETTINGS)
@@ -301,9 +226,9 @@ for _name, _weights, _activations, _line in (
 ):
     register_combination(
         _name,
-        f"{_line}; multiplied as such where the device can",
+        _line,
         weights=_weights,
-        activations={"name": _activations, "arithmetic": "auto"},
+        activations=_activations,
     )
 register_combination(
     "noise-floor",

@@ -243,14 +243,6 @@ class ActivationSettings(Settings):
     @abstractmethod
     def precision(self) -> Part: ...
 
-    def resolved(
-        self, weights: WeightSettings | None, config: Mapping[str, Any], device: str
-    ) -> tuple[ActivationSettings, str]:
-        """Itself with every choice made that depends on ``weights``, on a model of this
-        ``config.json`` or on ``device``, and a line on what was chosen, or none. Raises
-        RecipeError for what cannot be."""
-        return self, ""
-
 
 class KVCacheSettings(Settings):
     """Keys and values that attention reads."""
@@ -388,17 +380,11 @@ class QuantizationConfig:
         calibrated = (beside,) if beside.needs_calibration else ()
         return (*calibrated, QuantizationConfig(weights=self.weights))
 
-    def resolved(self, config: Mapping[str, Any], device: str) -> tuple[QuantizationConfig, str]:
-        """Itself with every choice made that depends on a model of this ``config.json`` or on
-        ``device`` ("cpu" or "cuda"), and a line on what was chosen, or none. Raises RecipeError
-        for what cannot be. Asked once, when a run is planned."""
-        found, chosen = self, ""
-        if self.activations is not None:
-            activations, chosen = self.activations.resolved(self.weights, config, device)
-            found = replace(self, activations=activations)
-        for part in found.parts.values():
+    def check(self, config: Mapping[str, Any], device: str) -> None:
+        """Raise RecipeError for what a model of this ``config.json``, or ``device`` ("cpu" or
+        "cuda"), cannot do; called when a run is planned."""
+        for part in self.parts.values():
             part.check(config, device)
-        return found, chosen
 
 
 # What backends show the audit
@@ -423,10 +409,8 @@ class PackedWeight:
 class ActivationEvidence:
     """How the input of one module is quantized, as far as the audit must be told.
 
-    ``fixed``: the scale, where ``format`` is not dynamic. ``inside``: the module
-    itself quantizes, so that no hook sees its quantized input.
+    ``fixed``: the scale, if ``format`` is not dynamic.
     """
 
     format: QuantFormat
     fixed: Scale | None = None
-    inside: bool = False

@@ -73,37 +73,15 @@ def fake_quantize_definition(x: Tensor, form: QuantFormat, fixed: Scale | None =
     return dequantize(codes, form, scale).to(x.dtype)
 
 
-def encode(x: Tensor, form: QuantFormat, fixed: Scale | None = None) -> tuple[Tensor, Tensor]:
-    """Rows ``x`` [rows, columns] as codes of a symmetric format of 8 bits (int8 or float8_e4m3fn),
-    and float32 scales [rows, 1], or [1, 1] of a whole tensor.
-
-    What is not finite makes the scale NaN, and so all that is multiplied by it.
-    """
+def encode(x: Tensor, form: QuantFormat) -> tuple[Tensor, Tensor]:
+    """Return codes of ``x`` [rows, columns] in a symmetric format of 8 bits (int8 or
+    float8_e4m3fn), and float32 scales [rows, 1], or [1, 1] of a whole tensor."""
     assert form.symmetric
     assert form.num_bits == 8
-    if form.one_of_tensor and x.numel():
-        fixed = scale_of_tensor(*torch.aminmax(x), form)
-    if x.is_cuda and x.numel():
-        with torch.cuda.device(x.device):  # as above
-            return kernels().encode(x, form, fixed)
-    return encode_definition(x, form, fixed)
-
-
-def encode_definition(
-    x: Tensor, form: QuantFormat, fixed: Scale | None = None
-) -> tuple[Tensor, Tensor]:
-    """``encode`` in plain PyTorch; ``fixed`` is given for a whole tensor."""
     wide = x.float()
+    fixed = scale_of_tensor(*torch.aminmax(wide), form) if form.one_of_tensor else None
     scale = scale_of_rows(wide, form, fixed).scale.view(-1, 1)
-    if not form.dynamic:  # a broken row must not break the others
-        scale = scale + not_finite(wide).sum(1, keepdim=True)
-    codes = quantize(wide, form, Scale(scale)).nan_to_num(0.0)
-    return codes.to(CODES[form.type]), scale
-
-
-def decode(codes: Tensor, scale: Tensor) -> Tensor:
-    """What codes stand for, float32."""
-    return codes.float() * scale
+    return quantize(wide, form, Scale(scale)).to(CODES[form.type]), scale
 
 
 # Scales

@@ -62,8 +62,8 @@ def _stored(scale, SCALE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["total"])
 def _rows_kernel(
-    source, target, scales, fixed_at, zero_at, total, length,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, ENCODE: tl.constexpr, FIXED: tl.constexpr,
+    source, target, fixed_at, zero_at, total, length,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, FIXED: tl.constexpr,
     FLOAT: tl.constexpr, SYMMETRIC: tl.constexpr, LOW_IS_ZERO: tl.constexpr, SCALE: tl.constexpr,
     LARGEST: tl.constexpr, MANTISSA: tl.constexpr, LOWEST: tl.constexpr, HIGHEST: tl.constexpr,
 ):  # fmt: skip
@@ -117,11 +117,7 @@ def _rows_kernel(
     else:
         codes = tl.minimum(tl.maximum(_whole(_divided(x, scale)) + zero, 0.0), LARGEST)
     codes += x * 0.0
-    if ENCODE:
-        scale += tl.sum(x * 0.0, 1, keep_dims=True)
-        tl.store(scales + row[:, None], scale, mask=(row < total)[:, None])
-        y = tl.where((codes == codes) & (scale == scale), codes, 0.0)
-    elif SYMMETRIC:
+    if SYMMETRIC:
         y = codes * scale
     elif LOW_IS_ZERO:
         y = codes * scale + zero
@@ -134,24 +130,8 @@ def fake_quantize_rows(x: Tensor, form: QuantFormat, fixed: Scale | None = None)
     """As ``fake_quant.fake_quantize_rows``."""
     x = x.contiguous()
     out = torch.empty_like(x)
-    if x.numel():
-        _rows(x, out, None, form, fixed)
-    return out
-
-
-def encode(x: Tensor, form: QuantFormat, fixed: Scale | None = None) -> tuple[Tensor, Tensor]:
-    """As ``fake_quant.encode``, for rows that there are."""
-    x = x.contiguous()
-    dtype = torch.int8 if form.type == "int" else torch.float8_e4m3fn
-    codes = torch.empty(x.shape, dtype=dtype, device=x.device)
-    scale = torch.empty(len(x), 1, dtype=torch.float32, device=x.device)
-    _rows(x, codes, scale, form, fixed)
-    return codes, fixed.scale.view(1, 1) if fixed is not None and form.dynamic else scale
-
-
-def _rows(
-    x: Tensor, out: Tensor, scales: Tensor | None, form: QuantFormat, fixed: Scale | None
-) -> None:
+    if not x.numel():
+        return out
     length = x.shape[-1]
     total = x.numel() // length
     block = triton.next_power_of_2(length)
@@ -159,11 +139,11 @@ def _rows(
     scale = None if fixed is None else fixed.scale
     zero = None if fixed is None else fixed.zero
     _rows_kernel[(triton.cdiv(total, rows),)](
-        x, out, scales, scale, zero, total, length, ROWS=rows, BLOCK=block,
-        ENCODE=scales is not None, FIXED=fixed is not None,
+        x, out, scale, zero, total, length, ROWS=rows, BLOCK=block, FIXED=fixed is not None,
         num_warps=min(16, max(4, rows * block // 1024)), enable_fp_fusion=False,
         **_constants(form),
     )  # fmt: skip
+    return out
 
 
 @functools.cache

@@ -225,10 +225,9 @@ class Gptq(Grouped):
 class ScaledWeights(WeightSettings):
     """Codes of 8 bits times a float32 scale, so that the largest magnitude is the largest code:
     nothing is clipped. FP8 is E4M3 without infinities, largest 448 (Micikevicius et al., FP8
-    formats, 2022). The formats that int8 and fp8 products of hardware take in; with activations
-    of the same format products can be real, without weights are dequantized first."""
+    formats, 2022)."""
 
-    backend: ClassVar[str] = "scaled_mm"
+    backend: ClassVar[str] = "scaled_linear"
     note: ClassVar[str] = "round to nearest"
     num_bits: Literal[8]
     type: Literal["int", "float"]
@@ -269,8 +268,8 @@ for _kind, _line in (
     for _bits in (2, 3, 4, 8):
         register(f"{_kind.method}-{_bits}bit", _kind, _line.format(_bits), num_bits=_bits)
 for _name, _type, _per, _line in (
-    ("int8-row", "int", "row", "int8, a scale a row, for int8 products"),
-    ("fp8-row", "float", "row", "fp8 e4m3, a scale a row, for fp8 products"),
-    ("fp8-tensor", "float", "tensor", "fp8 e4m3, one scale a matrix, for fp8 products"),
+    ("int8-row", "int", "row", "int8, a scale per row"),
+    ("fp8-row", "float", "row", "fp8 e4m3, a scale per row"),
+    ("fp8-tensor", "float", "tensor", "fp8 e4m3, one scale per matrix"),
 ):
     register(_name, ScaledWeights, _line, num_bits=8, type=_type, per=_per)

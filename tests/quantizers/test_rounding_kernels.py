@@ -10,7 +10,6 @@ from test_fake_quant import FORMATS, INF, KV_FORMATS, NAN, draw, equal, of_tenso
 from test_gptq import BLOCKS, block_of
 
 from qbench.quantizers import fake_quant, gptq
-from qbench.quantizers.formats import QuantFormat
 from qbench.quantizers.kv_fake_quant import KVFakeQuant
 from qbench.quantizers.names import KV_CACHES
 
@@ -40,19 +39,6 @@ def test_values_are_rounded_alike(form, scales):
         if chosen is not None:
             wanted = fake_quant.fake_quantize_definition(x, chosen, fixed)
             assert equal(kernels.fake_quantize_rows(x, chosen, fixed), wanted)
-
-
-@pytest.mark.parametrize("kind", ["int", "float"])
-@pytest.mark.parametrize("scales", ["token", "tensor", "fixed"])
-def test_codes_are_alike(kind, scales):
-    strategy, dynamic = scales.replace("fixed", "tensor"), scales != "fixed"
-    form = QuantFormat(num_bits=8, type=kind, strategy=strategy, dynamic=dynamic)
-    for x in (draw(5, 48), draw(33, 20), draw(1, 16), odd(100)):
-        ends = torch.aminmax(x) if dynamic else torch.tensor([-2.0, 3])
-        fixed = None if scales == "token" else fake_quant.scale_of_tensor(*ends, form)
-        wanted, found = fake_quant.encode_definition(x, form, fixed), kernels.encode(x, form, fixed)
-        assert equal(found[0].float(), wanted[0].float())
-        assert equal(found[1], wanted[1])
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ def test_rotated_keys_need_a_quantized_cache():
 def test_what_can_be_seen_in_a_config_is_refused_before_work(outliers, config, says):
     entry = {"activations": "int8-token", "outliers": outliers}
     with pytest.raises(RecipeError) as raised:
-        config_of(entry, compute_dtype="float32").resolved(config, "cpu")
+        config_of(entry, compute_dtype="float32").check(config, "cpu")
     assert str(raised.value) == says
 
 

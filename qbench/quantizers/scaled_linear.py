@@ -1,0 +1,42 @@
+"""Quantize weights to int8 or FP8 codes times a float32 scale per row or per matrix."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from qbench.quantizers.config import PackedWeight
+from qbench.quantizers.fake_quant import encode
+from qbench.quantizers.linear import DequantizedLinear, Tensors
+from qbench.quantizers.weights import ScaledWeights
+
+
+class ScaledLinear(DequantizedLinear):
+    """``codes`` int8 or float8_e4m3fn [out, in], ``scale`` float32 [out, 1] or [1, 1]."""
+
+    def dequantize(self) -> Tensor:
+        return (self.codes.float() * self.scale).to(self.dtype)
+
+
+def quantize(name: str, layer: nn.Linear, settings: ScaledWeights) -> Tensors:
+    codes, scale = encode(layer.weight.detach(), settings.format)
+    return {"codes": codes, "scale": scale}
+
+
+def from_packed(layer: nn.Linear, tensors: Tensors, settings: ScaledWeights) -> nn.Module:
+    return ScaledLinear(layer, tensors).eval()
+
+
+def unpack(module: nn.Module, settings: ScaledWeights) -> PackedWeight | None:
+    if not isinstance(module, ScaledLinear):
+        return None
+    per_row = module.scale.numel() > 1
+
+    def groups(weight: Tensor) -> Tensor:
+        return weight if per_row else weight.reshape(1, -1)
+
+    return PackedWeight(
+        tensors={"codes": module.codes, "scale": module.scale},
+        dequantize=lambda: module.codes.to(torch.float32) * module.scale,
+        groups=groups,
+    )
