@@ -19,7 +19,7 @@ import os
 import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,8 +74,11 @@ def unreadable(store: Store) -> Mapping[str, str]:
 
 
 class Results:
-    """One results folder. Intervals and tests take seconds: they are computed once a ``version``,
-    in the background, and ``overview`` says whether they are in it."""
+    """One results folder and its comparison.
+
+    Intervals and tests take seconds: a thread computes them for the newest ``version`` of the
+    folder, one version after another, and ``overview`` says whether it has them.
+    """
 
     def __init__(self, store: Store, *, texts: Texts | None = None) -> None:
         self.store = store
@@ -83,6 +86,7 @@ class Results:
         self._lock = threading.Lock()
         self._version: int | None = None
         self._tested: Future[Comparison] = Future()
+        self._thread: threading.Thread | None = None
 
     @property
     def version(self) -> int:
@@ -105,24 +109,41 @@ class Results:
         """With intervals and tests where they are there, or are to be waited for.
 
         Raises ResultsError where the folder has no grid that can be read."""
-        tested = self._begin()
-        if wait or tested.done():
-            return tested.result()
-        return compare(self.store, statistics=False)
+        while True:
+            tested = self._begin()
+            try:
+                if wait or tested.done():
+                    return tested.result()
+                return compare(self.store, statistics=False)
+            except CancelledError:  # a file changed meanwhile
+                continue
 
     def _begin(self) -> Future[Comparison]:
+        """Return the comparison of the newest version, which the thread computes next."""
         with self._lock:
             version = self.version
             if version != self._version:
+                self._tested.cancel()  # if it has not begun
                 self._version, self._tested = version, Future()
-                threading.Thread(target=self._test, args=(self._tested,), daemon=True).start()
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._test, daemon=True)
+                    self._thread.start()
             return self._tested
 
-    def _test(self, tested: Future[Comparison]) -> None:
-        try:
-            tested.set_result(compare(self.store))
-        except BaseException as error:  # told where the result is asked for
-            tested.set_exception(error)
+    def _test(self) -> None:
+        """Compute comparisons until that of the newest version is there."""
+        while True:
+            with self._lock:
+                tested = self._tested
+                tested.set_running_or_notify_cancel()
+            try:
+                tested.set_result(compare(self.store))
+            except BaseException as error:  # raised again when the result is read
+                tested.set_exception(error)
+            with self._lock:
+                if self._tested is tested:
+                    self._thread = None
+                    return
 
     def payload(self, name: str, *, wait: bool = False) -> Json:
         """One payload, without the folder's index before its ``name``.

@@ -7,18 +7,22 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from qbench.errors import QbenchError
+from qbench.errors import ResultsError
 from qbench.files import write_atomically
-from qbench.viewer.data import Json, Results, index
+from qbench.store import Store
+from qbench.viewer.data import Json, Results, analysis, index
 from qbench.viewer.server import ASSETS, asset, encode
 
 
 def write_site(results: Sequence[Results], folder: Path) -> list[Path]:
-    """Write ``index.html``, its assets and all data into ``folder``; returns the paths, the page
+    """Write ``index.html``, its assets and all data into ``folder``; return the paths, the page
     first. Data are scripts: a page from a disk may load no other files.
 
-    Raises OutputError where it cannot be written to, ResultsError for a folder without a grid.
+    Raises OutputError if the folder cannot be written to, ResultsError if results have no manifest
+    or are damaged; nothing is written then.
     """
+    for one in results:
+        require_intact(one.store)
     page = asset("index.html").replace("<html ", '<html data-source="files" ', 1)
     paths = [folder / "index.html", *(folder / name for name in ASSETS)]
     write_atomically(paths[0], page.encode())
@@ -31,34 +35,44 @@ def write_site(results: Sequence[Results], folder: Path) -> list[Path]:
     return paths
 
 
+def require_intact(store: Store) -> None:
+    """Raise ResultsError, with a line for each damaged file, unless all records, their tables and
+    the analyses are what was written."""
+    damaged = list(analysis(store)["problems"])
+    for cell in store.manifest().cells:
+        try:
+            record = store.get(cell)
+            for name in record.files if record else ():
+                store.payload(record, name)
+        except ResultsError as error:
+            damaged.append(str(error))
+    if damaged:
+        raise ResultsError(*damaged)
+
+
 def _payloads(results: Sequence[Results], *, documents: bool) -> Iterator[tuple[str, Json]]:
-    """All that there is, or without what is said of single ``documents``."""
+    """Yield (name, payload) for all payloads, or without those of single ``documents``."""
     yield "index", index(results)
     for folder, one in enumerate(results):
         overview = one.payload("overview", wait=True)
         yield f"{folder}/overview", overview
         tasks = range(len(overview["tasks"])) if documents else ()
         names = ["analysis", *(f"texts/{task}" for task in tasks)]
-        for cell, found in enumerate(overview["cells"]):
-            if "documents" in found:
-                names += [f"cell/{cell}", *(f"documents/{cell}/{task}" for task in tasks)]
+        for cell, shown in enumerate(overview["cells"]):
+            if "documents" in shown:
+                names.append(f"cell/{cell}")
+                names += [f"documents/{cell}/{task}" for task in tasks if shown["documents"]]
         for name in names:
-            payload = _payload(one, name)
+            payload = one.payload(name, wait=True)
             yield f"{folder}/{name}", payload
             for document in payload.get("by_token", ()):
-                of = name.replace("documents", "tokens")
-                yield f"{folder}/{of}/{document}", _payload(one, f"{of}/{document}")
-
-
-def _payload(results: Results, name: str) -> Json:
-    try:
-        return results.payload(name, wait=True)
-    except QbenchError as error:  # a damaged record takes nothing from the others
-        return {"error": str(error)}
+                tokens = f"{name.replace('documents', 'tokens')}/{document}"
+                yield f"{folder}/{tokens}", one.payload(tokens, wait=True)
 
 
 def write_report(results: Results, path: Path) -> Path:
     """Write the first page, with the cells behind it, as one file. Raises as ``write_site``."""
+    require_intact(results.store)
     data = dict(_payloads([results], documents=False))
     script = asset("viewer.js").replace("</script", "<\\/script")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
+import socket
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
+from typing import Any
 
 from qbench.errors import QbenchError, ResultsError
 from qbench.viewer.data import Results, index
 
 HOST = "127.0.0.1"
+SECONDS = 10  # that a client may take for the next part of its request
+CONNECTIONS = 32  # that may wait for the end of a request at once
+PAYLOAD = re.compile(r"(\d{1,6})/([a-z]+(/\d{1,9})*)")  # folder and payload
 ASSETS = {"viewer.js": "text/javascript", "viewer.css": "text/css"}
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; connect-src 'self'; "
@@ -28,23 +35,30 @@ HEADERS = {
 
 
 def asset(name: str) -> str:
+    """Return the text of a file of the page."""
     return (files("qbench.viewer") / "static" / name).read_text()
 
 
 def encode(payload: object) -> str:
-    """Strict JSON; ``<`` is escaped, so that it can stand in a page."""
+    """Return strict JSON in which ``<`` is escaped, so that it can stand in a page."""
     return json.dumps(payload, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 class Server(ThreadingHTTPServer):
-    """Serves ``results`` at ``address``; the page asks for ``state`` and reloads what changed."""
+    """Serves ``results`` at ``address``; the page asks for ``state`` and loads what changed.
+
+    A connection is one request. If more than ``CONNECTIONS`` have not sent theirs, the one that has
+    waited longest is closed.
+    """
 
     daemon_threads = True
 
     def __init__(self, results: Sequence[Results], *, port: int = 0) -> None:
-        """``port`` 0: any that is free. Raises ResultsError where it is taken."""
+        """``port`` 0: any that is free. Raises ResultsError if the port is taken."""
         self.results = results
         self.token = secrets.token_urlsafe(16)
+        self._waiting: dict[socket.socket, None] = {}  # in the order in which they came
+        self._lock = threading.Lock()
         try:
             super().__init__((HOST, port), _Handler)
         except OSError as error:
@@ -56,16 +70,17 @@ class Server(ThreadingHTTPServer):
         return f"http://{HOST}:{self.server_port}/{self.token}/"
 
     def payload(self, name: str) -> str:
-        """JSON text of a payload. Raises KeyError for an unknown name."""
+        """Return the JSON text of a payload. Raises KeyError for an unknown name."""
         if name == "index":
             return encode(index(self.results))
         if name == "state":
             return encode([[one.version, one.ready] for one in self.results])
-        folder, _, rest = name.partition("/")
-        if not folder.isdecimal() or int(folder) >= len(self.results):
+        parts = PAYLOAD.fullmatch(name)
+        if parts is None or int(parts[1]) >= len(self.results):
             raise KeyError(name)
-        one = self.results[int(folder)]
-        return self.encoded(int(folder), rest, one.version, one.ready)
+        folder = int(parts[1])
+        one = self.results[folder]
+        return self.encoded(folder, parts[2], one.version, one.ready)
 
     def _encoded(self, folder: int, name: str, version: int, ready: bool) -> str:
         try:
@@ -73,10 +88,28 @@ class Server(ThreadingHTTPServer):
         except QbenchError as error:
             return encode({"error": str(error)})
 
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            self._waiting[request] = None
+            if len(self._waiting) > CONNECTIONS:
+                with suppress(OSError):
+                    next(iter(self._waiting)).shutdown(socket.SHUT_RDWR)
+                del self._waiting[next(iter(self._waiting))]
+        super().process_request(request, client_address)
+
+    def received(self, request: Any) -> None:
+        """Note that the client of this connection waits for nothing more, or has gone."""
+        with self._lock:
+            self._waiting.pop(request, None)
+
+    def shutdown_request(self, request: Any) -> None:
+        self.received(request)
+        super().shutdown_request(request)
+
 
 class _Handler(BaseHTTPRequestHandler):
     server: Server
-    protocol_version = "HTTP/1.1"
+    timeout = SECONDS
 
     def do_GET(self) -> None:
         # Another site's page may reach this port by a name of its own: the host must be ours.
@@ -85,7 +118,9 @@ class _Handler(BaseHTTPRequestHandler):
         known = secrets.compare_digest(token.encode(), self.server.token.encode())
         if self.headers.get("Host") not in hosts or not known:
             self._send(HTTPStatus.FORBIDDEN, "text/plain", "not this address")
-        elif name == "":
+            return
+        self.server.received(self.request)
+        if name == "":
             self._send(HTTPStatus.OK, "text/html", asset("index.html"))
         elif name in ASSETS:
             self._send(HTTPStatus.OK, ASSETS[name], asset(name))
@@ -106,9 +141,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(content)))
         for header, value in HEADERS.items():
             self.send_header(header, value)
-        with suppress(ConnectionError):  # the browser has gone
+        with suppress(OSError):  # the browser has gone
             self.end_headers()
             self.wfile.write(content)
 
     def log_message(self, *args: object) -> None:
-        """Requests are nobody's news."""
+        """Print nothing per request."""

@@ -4,9 +4,12 @@ import contextlib
 import http.client
 import json
 import re
+import shutil
+import socket
 import threading
 import time
 from http import HTTPStatus
+from pathlib import Path
 
 import pytest
 from hostile_results import HOSTILE, SIZES, fill
@@ -20,7 +23,9 @@ from qbench.records import Part, Precision
 from qbench.store import Store
 from qbench.viewer import server as server_module
 from qbench.viewer.data import Results, WholeStore
-from qbench.viewer.export import write_report, write_site
+from qbench.viewer.export import write_site
+
+PAIR = Path(__file__).parents[2] / "results" / "pair-27m"
 
 
 def test_the_overview_has_the_effects_of_the_comparison(folder):
@@ -87,6 +92,24 @@ def test_scores_are_there_before_intervals(folder, monkeypatch):
     assert results.ready
 
 
+def test_a_folder_that_changes_often_is_compared_one_version_after_another(folder, monkeypatch):
+    begun, go_on, versions = [], threading.Event(), iter(range(99))
+
+    def slow(store, *, statistics=True):
+        begun.append(statistics)
+        if statistics:
+            go_on.wait(20)
+        return compare(store, statistics=False)
+
+    monkeypatch.setattr("qbench.viewer.data.compare", slow)
+    monkeypatch.setattr(Results, "version", property(lambda self: next(versions, 99)))
+    results = Results(WholeStore(folder))
+    assert not any(results.ready for _ in range(99))
+    go_on.set()
+    results.comparison(wait=True)
+    assert sum(begun) in (1, 2)
+
+
 def test_intervals_that_nothing_can_have_are_not_waited_for(tmp_path):
     store = make_store(tmp_path, quantizers=("bf16", "hqq-4bit"), sizes={"arc_easy": 1})
     shown = Results(store).payload("overview", wait=True)
@@ -149,8 +172,29 @@ def test_a_damaged_record_is_named_and_takes_nothing_from_the_others(tmp_path):
     assert states.pop("softpick/gptq-4bit") == "missing"
     assert set(states.values()) == {"ok"}
     assert any("damaged" in problem and path.name in problem for problem in shown["problems"])
-    with pytest.raises(ResultsError, match="damaged"):  # what is published is whole or not made
-        write_report(Results(store), tmp_path / "report.html")
+
+
+@pytest.mark.parametrize("command", [("report", "{}"), ("view", "{}", "--export", "{}/site")])
+@pytest.mark.parametrize(
+    "pattern",
+    ["records/softpick/hqq-2bit/*.json", "records/softmax/hqq-2bit/*.outcomes.parquet",
+     "records/softmax/hqq-2bit/*.responses.parquet",
+     "records/softmax/hqq-2bit/*.divergences.parquet",
+     "analysis/softmax/bf16/*.json"],
+)  # fmt: skip
+def test_what_is_published_is_intact_or_not_made(folder, tmp_path, command, pattern):
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    shutil.unpack_archive(PAIR / "records.tar.xz", tmp_path / "pair")
+    shutil.copytree(tmp_path / "pair" / "analysis", copy / "analysis")
+    (path,) = copy.glob(pattern)
+    path.write_bytes(path.read_bytes()[:-9] + b"damaged }")
+    before = sorted(copy.rglob("*"))
+    with pytest.raises(ResultsError) as error:
+        qbench(*(part.format(copy) for part in command))
+    (line,) = error.value.lines
+    assert line.startswith(f"{path}: damaged")
+    assert sorted(copy.rglob("*")) == before
 
 
 def ask(running, path, **headers):
@@ -171,10 +215,36 @@ def test_the_server_answers_at_its_own_address_alone(serve, folder):
     for path in ("/", "/wrong/", "/wrong/data/index.json", f"/{token[:-1]}/"):
         assert ask(running, path)[0] == HTTPStatus.FORBIDDEN
     assert ask(running, f"/{token}/", Host="evil.example:80")[0] == HTTPStatus.FORBIDDEN
-    for path in ("../server.py", "static/../../data.py", "data/../../x", "data/7/overview.json"):
+    nines = "9" * 5000
+    for path in (
+        f"data/{nines}/overview.json",
+        f"data/0/cell/{nines}.json",
+        "../server.py",
+        "static/../../data.py",
+        "data/../../x",
+        "data/7/overview.json",
+    ):
         assert ask(running, f"/{token}/{path}")[0] == HTTPStatus.NOT_FOUND
     status, text, _ = ask(running, f"/{token}/data/index.json")
     assert json.loads(text) == {"folders": [{"name": "<b>&grid"}]}
+
+
+def test_slow_clients_keep_nobody_out_and_are_closed(serve, folder, monkeypatch):
+    monkeypatch.setattr(server_module._Handler, "timeout", 1)
+    running = serve(folder)
+    port, before = running.server.server_port, threading.active_count()
+    with contextlib.ExitStack() as stack:
+        clients = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(128)
+        ]
+        for client in clients:
+            client.sendall(b"GET / HTTP/1.1\r\nX-Slow: ")
+        assert ask(running, f"/{running.server.token}/")[0] == HTTPStatus.OK
+        assert threading.active_count() - before <= server_module.CONNECTIONS + 2
+        for client in clients:
+            client.settimeout(10)
+            with contextlib.suppress(ConnectionError):
+                assert client.recv(100) == b""
 
 
 def test_what_changes_in_a_folder_changes_its_state(serve, tmp_path):
