@@ -1,0 +1,137 @@
+"""Write docs/numbers.csv, the numbers of results/ that pages state: `make numbers`, a minute.
+
+One row per score, damage or measurement. Perplexities are compared by the logarithm of their ratio,
+accuracies as fractions. `damage` is what quantization costs a checkpoint and `difference` is
+softpick's (or sigmoid's) damage minus softmax's; above 0 is worse in every metric. `low` and `high`
+are the ends of 95 % intervals, `p` is not corrected. Rows over several seeds have a value of each.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import pandas as pd
+
+from qbench.comparison.compare import compare
+from qbench.store import Analyses, Store
+from qbench.tables import table_files
+
+RESULTS = Path(__file__).parent.parent / "results"
+NUMBERS = Path(__file__).parent / "numbers.csv"
+KEYS = ["folder", "task", "metric", "quantizer", "checkpoint"]
+EFFECTS = [
+    f"{effect}{end}" for effect in ("damage", "difference") for end in ("", "_low", "_high", "_p")
+]
+COLUMNS = [*KEYS, "value", "documents", *EFFECTS, "each"]
+SCORES = ("acc", "acc_norm", "perplexity", "word_perplexity")  # what pages speak of
+# Whether accuracies' effects come as gains: then they are turned, so that positive is worse
+GAINS = True
+
+
+def folders() -> list[str]:
+    return sorted(path.parent.name for path in RESULTS.glob("*/records.tar.xz"))
+
+
+def read_scores(store: Store) -> pd.DataFrame:
+    """Return the scores of a results folder with their damage and differences of damage; of
+    trainings with several seeds the effects of all seeds, and each training's unquantized scores."""
+    files = table_files(store, compare(store), ("csv",))
+    table = pd.read_csv(io.StringIO(files["tables.csv"]))
+    table = table[table.metric.isin(SCORES) & (table.status == "ok")].copy()
+    sign = 1 - 2 * (GAINS & ~table.metric.str.contains("perplexity"))
+    for effect, ours in (("damage", "damage"), ("did", "difference")):
+        for end in ("", "_low", "_high"):
+            table[ours + end] = table[f"{effect}_log_ratio{end}"].fillna(sign * table[effect + end])
+        table[ours + "_p"] = table[effect + "_p"]
+    if "seeds.csv" not in files:
+        return _ordered(table)
+    seeds = pd.read_csv(io.StringIO(files["seeds.csv"]))
+    seeds = seeds[seeds.metric.isin(SCORES) & seeds.question.isin(("damage", "did"))]
+    groups = {}
+    for row in seeds.itertuples():
+        sign = -1 if GAINS and "perplexity" not in row.metric else 1
+        effect = "difference" if row.question == "did" else "damage"
+        numbers = (row.estimate, row.low, row.high)
+        found = groups.setdefault((row.task, row.metric, row.quantizer, row.group), {})
+        found |= {effect + e: sign * n for e, n in zip(("", "_low", "_high"), numbers, strict=True)}
+        found |= {effect + "_p": row.p, "documents": row.documents}
+        if effect == "difference":
+            found["each"] = " ".join(f"{sign * float(one):.6g}" for one in row.each.split())
+    rows = [dict(zip(KEYS[1:], key, strict=True)) | found for key, found in groups.items()]
+    each = table[table.quantizer == "bf16"][[*KEYS[1:], "value"]]
+    return pd.concat([each, _ordered(pd.DataFrame(rows))])
+
+
+def _ordered(table: pd.DataFrame) -> pd.DataFrame:
+    """Put the lower end of each interval first: turning a sign exchanges them."""
+    for effect in ("damage", "difference"):
+        ends = table[[f"{effect}_low", f"{effect}_high"]]
+        table[f"{effect}_low"], table[f"{effect}_high"] = ends.min(axis=1), ends.max(axis=1)
+    return table
+
+
+def read_cells(store: Store) -> Iterator[dict[str, object]]:
+    """Yield measurements of whole cells: KL from the unquantized model (nats per token, mean over
+    the scored tokens of all tasks, of published copies per task too), bits per weight, GiB."""
+    for record in store.records():
+        cell = {"quantizer": record.quantizer, "checkpoint": record.checkpoint}
+        tasks = record.damage.tasks if record.damage else {}
+        measured = {name: one.distributions for name, one in tasks.items() if one.distributions}
+        if measured:
+            tokens = sum(one.tokens for one in measured.values())
+            mean = sum(one.tokens * one.kl.mean for one in measured.values()) / tokens
+            yield {**cell, "task": "all", "metric": "kl", "value": mean}
+        if store.directory.name.startswith("published"):
+            for task, one in measured.items():
+                yield {**cell, "task": task, "metric": "kl", "value": one.kl.mean}
+                yield {**cell, "task": task, "metric": "same_top", "value": one.top1_agreement}
+            size = record.audit and record.audit.size
+            if size:
+                yield {**cell, "task": "all", "metric": "bits", "value": size.bits_per_weight}
+                yield {**cell, "task": "all", "metric": "gib", "value": size.gib}
+
+
+def read_analyses(folder: Path) -> Iterator[dict[str, object]]:
+    """Yield what `qbench analyze` measured of the unquantized cells and what trainings logged."""
+    for record in Analyses(folder).records():
+        found, cell = record.measured, {"checkpoint": record.checkpoint}
+        first, hidden = found.sinks[0], found.hidden
+        values = {
+            **{f"sinks {least}": rate for least, rate in first.rates.items()},
+            **{f"sinks of Gu {least}": rate for least, rate in first.rates_gu.items()},
+            **{"kurtosis": hidden.kurtosis, "minimum": hidden.minimum, "maximum": hidden.maximum},
+            **{"massive": hidden.massive, "zeros": found.zeros, "perplexity": found.perplexity},
+            "silent heads": found.silent_heads,
+        }
+        for name, value in values.items():
+            yield {**cell, "task": "analysis", "metric": name, "value": value}
+    for path in sorted(folder.glob("training/*/training.json")):
+        log = json.loads(path.read_bytes())
+        cell = {"checkpoint": path.parent.name.replace("-seed", "."), "task": "training"}
+        last = log["watched"][-1]
+        values = {"loss": last["loss"], "tokens": log["tokens"], "parameters": log["parameters"]}
+        for name, value in {**values, "unique tokens": log["data"]["tokens"]}.items():
+            yield {**cell, "metric": name, "value": value}
+
+
+def read_folder(name: str) -> pd.DataFrame:
+    store = Store(RESULTS / name)
+    others = pd.DataFrame([*read_cells(store), *read_analyses(RESULTS / name)])
+    return pd.concat([read_scores(store), others]).assign(folder=name).reindex(columns=COLUMNS)
+
+
+def read_results() -> pd.DataFrame:
+    with ProcessPoolExecutor(2) as pool:
+        return pd.concat(pool.map(read_folder, folders()))
+
+
+def as_text(table: pd.DataFrame) -> str:
+    return table.to_csv(index=False, float_format="%.6g", lineterminator="\n")
+
+
+if __name__ == "__main__":
+    NUMBERS.write_text(as_text(read_results()), encoding="utf-8")
