@@ -5,7 +5,7 @@ PYTEST = $(if $(PROCESSOR),tests/processors/as $(PROCESSOR)) $(BIN)/python -m py
   --dist loadfile --no-loadscope-reorder
 INSTALLED := .venv/.installed
 
-.PHONY: demo viewer pictures test test-all gate baseline test-gpu lint format docs install clean
+.PHONY: demo viewer pictures pages numbers test test-all gate baseline test-gpu lint format docs install clean
 demo: install
 	$(BIN)/qbench run recipes/demo.yaml --workers 2
 	@echo "see it: $(BIN)/qbench view results/demo --recipe recipes/demo.yaml"
@@ -13,6 +13,14 @@ demo: install
 # the page of `qbench view`, from its source
 viewer:
 	cd qbench/viewer/frontend && npm ci && npm run build
+
+# pages with numbers, from docs/templates; `numbers` first reads the records of results/ (a minute)
+pages: install
+	$(BIN)/python docs/generate.py
+	$(BIN)/python docs/sizes.py
+
+numbers: install
+	$(BIN)/python docs/read_results.py
 
 # those of the viewer in README and docs, by Chromium
 pictures: install

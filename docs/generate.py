@@ -101,7 +101,7 @@ def _times(number: float, decimals: int) -> str:
 def times(name, checkpoint, quantizer, task="wikitext", decimals=3) -> str:
     """Return "× 1.177": perplexity quantized over unquantized."""
     row = find(name, task, METRICS[task], checkpoint, quantizer)
-    return f"× {_times(math.exp(row.damage), decimals)}"
+    return f"× {_times(math.exp(row.damage), decimals if abs(row.damage) > 0.01 else 4)}"
 
 
 @function
@@ -139,6 +139,11 @@ def differences(name: str, kind: str = "", task: str = "") -> pd.DataFrame:
     rows = pair(name)
     rows = rows[rows.difference.notna() & rows.quantizer.fillna("").str.fullmatch(KINDS.get(kind, ".*"))]
     return rows[rows.task == task] if task else rows
+
+
+@function
+def precisions(name, kind) -> list[str]:
+    return list(dict.fromkeys(differences(name, kind).quantizer))
 
 
 @function
@@ -224,6 +229,16 @@ def cell(page, column, **where) -> str:
     if len(found) != 1:
         raise KeyError(f"{page}: {len(found)} rows have {where}")
     return found.pop()
+
+
+@function
+def rate(page, shape, kernel, base) -> str:
+    """Return how many times as fast as ``base`` a kernel's causal forward pass is."""
+    ours, theirs = (
+        float(cell(page, "forward TFLOP/s", shape=shape, variant="causal", kernel=one))
+        for one in (kernel, base)
+    )
+    return f"{ours / theirs:.2f}"
 
 
 @lru_cache

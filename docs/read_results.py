@@ -11,7 +11,6 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pandas as pd
@@ -125,8 +124,7 @@ def read_folder(name: str) -> pd.DataFrame:
 
 
 def read_results() -> pd.DataFrame:
-    with ProcessPoolExecutor(2) as pool:
-        return pd.concat(pool.map(read_folder, folders()))
+    return pd.concat([read_folder(name) for name in folders()])
 
 
 def as_text(table: pd.DataFrame) -> str:

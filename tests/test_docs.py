@@ -42,3 +42,22 @@ def test_the_makefile_and_readme_name_the_versions_of_python_that_pip_takes():
     assert f"not (3, {first}) <= sys.version_info < (3, {beyond})" in makefile
     for text in (makefile, readme):
         assert f"Python 3.{first} to 3.{beyond - 1}" in text
+
+
+def headings(page):
+    """The anchors of a page's headings, as GitHub and mkdocs make them."""
+    titles = re.findall(r"^#+ (.*)", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title).strip().lower().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize(
+    "page",
+    [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "results" / "bench").glob("*.md")],
+    ids=lambda path: path.name,
+)
+def test_links_lead_to_files_and_headings(page):
+    for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text()):
+        name, _, heading = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        assert target.exists() or name == "reference/cli.md", link
+        assert not heading or heading in headings(target), link
