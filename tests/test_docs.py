@@ -30,7 +30,9 @@ def test_every_room_is_described():
 
 def test_every_page_stands_in_the_site():
     listed = set(re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
-    written = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
+    docs = ROOT / "docs"
+    written = {str(path.relative_to(docs)) for path in docs.rglob("*.md")}
+    written = {path for path in written if not path.startswith("templates/")}
     assert listed == written | {"reference/cli.md"}  # made by `make docs`
 
 

@@ -176,7 +176,7 @@ def test_a_grid_seldom_fails_by_chance_and_a_wrong_score_seldom_passes(noise):
 
     assert fail(0.0) <= 0.001
     assert fail(0.6) > 0.95
-    assert 0.9 < fail(0.5) < 0.995  # these three as docs/kv-cache.md has them
+    assert 0.9 < fail(0.5) < 0.995  # these three as docs/methods.md has them
     assert 0.08 < fail(0.3) < 0.39
     assert fail(0.3, scattered=0.035) > 0.94
 

@@ -1,4 +1,4 @@
-"""The table of docs/outliers.md: activations of a trained pair with and without transforms."""
+"""The table of docs/low-precision.md: activations of a trained pair with and without transforms."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from qbench.quantizers.calibration import read_calibration
 from qbench.quantizers.quantize import quantize
 from qbench.quantizers.texts import CalibrationText
 
-PAGE = Path(__file__).parents[2] / "docs" / "outliers.md"
+PAGE = Path(__file__).parents[2] / "docs" / "low-precision.md"
 CALIBRATION = SHARED / "data" / "calibration" / "wikipedia_books_128.jsonl"
 SMOOTH = {"name": "smoothquant", "alpha": 0.5}
 DEVICE = "cuda"
