@@ -105,7 +105,9 @@ def times(name, checkpoint, quantizer, task="wikitext", decimals=3) -> str:
 
 
 @function
-def ratio(name, quantizer, task="wikitext", mark=False, interval=True, checkpoint="softpick") -> str:
+def ratio(
+    name, quantizer, task="wikitext", mark=False, interval=True, checkpoint="softpick"
+) -> str:
     """Return "× 1.041 [1.034, 1.048]": softpick's damage over softmax's; ``mark`` adds ‡ if it
     differs from 1 after Holm's correction over all differences of the pair."""
     row = find(name, task, METRICS[task], checkpoint, quantizer)
@@ -137,7 +139,9 @@ def each(name, quantizer, task="wikitext") -> str:
 
 def differences(name: str, kind: str = "", task: str = "") -> pd.DataFrame:
     rows = pair(name)
-    rows = rows[rows.difference.notna() & rows.quantizer.fillna("").str.fullmatch(KINDS.get(kind, ".*"))]
+    rows = rows[
+        rows.difference.notna() & rows.quantizer.fillna("").str.fullmatch(KINDS.get(kind, ".*"))
+    ]
     return rows[rows.task == task] if task else rows
 
 
@@ -171,7 +175,10 @@ def same_sign(name, seeds) -> tuple[int, int]:
     marked = differences(name)[differences(name).holm < 0.05]
     others = differences(seeds).set_index(KEYS)["each"]
     signs = [
-        all(float(one) * row.difference > 0 for one in others[tuple(row[key] for key in KEYS)].split())
+        all(
+            float(one) * row.difference > 0
+            for one in others[tuple(row[key] for key in KEYS)].split()
+        )
         for _, row in marked.iterrows()
     ]
     return sum(signs), len(signs)
@@ -196,7 +203,9 @@ def moves(name, kind, one="softpick", base="softmax") -> tuple[int, int, int]:
     """Return under how many precisions ``one`` has the smaller KL than ``base``, the larger one
     (of several seeds: in each of them), and the number of precisions."""
     rows = pair(name)
-    rows = rows[(rows.metric == "kl") & (rows.task == "all") & rows.quantizer.str.fullmatch(KINDS[kind])]
+    rows = rows[
+        (rows.metric == "kl") & (rows.task == "all") & rows.quantizer.str.fullmatch(KINDS[kind])
+    ]
     table = rows.drop_duplicates(["quantizer", "checkpoint"])
     table = table.pivot(index="quantizer", columns="checkpoint", values="value")
     seeds = [column[len(one) :] for column in table if column.split(".")[0] == one]
@@ -224,7 +233,8 @@ def cell(page, column, **where) -> str:
     found = {
         row[column]
         for row in bench_rows(page)
-        if column in row and all(text == row.get(key.replace("_", " ")) for key, text in where.items())
+        if column in row
+        and all(text == row.get(key.replace("_", " ")) for key, text in where.items())
     }
     if len(found) != 1:
         raise KeyError(f"{page}: {len(found)} rows have {where}")
@@ -244,7 +254,9 @@ def rate(page, shape, kernel, base) -> str:
 @lru_cache
 def bench_rows(page: str) -> list[dict[str, str]]:
     rows, head = [], None
-    for line in (ROOT / "results" / "bench" / f"{page}.md").read_text(encoding="utf-8").splitlines():
+    for line in (
+        (ROOT / "results" / "bench" / f"{page}.md").read_text(encoding="utf-8").splitlines()
+    ):
         cells = [part.strip() for part in line.strip("|").split("|")] if line[:1] == "|" else None
         if cells is None or head is None:
             head = cells
@@ -261,7 +273,9 @@ def pages() -> dict[Path, str]:
         trim_blocks=True, lstrip_blocks=True, autoescape=False,
     )  # fmt: skip
     environment.globals |= FUNCTIONS
-    return {ROOT / name: environment.get_template(name).render() for name in loader.list_templates()}
+    return {
+        ROOT / name: environment.get_template(name).render() for name in loader.list_templates()
+    }
 
 
 if __name__ == "__main__":

@@ -36,8 +36,11 @@ def folders() -> list[str]:
 
 
 def read_scores(store: Store) -> pd.DataFrame:
-    """Return the scores of a results folder with their damage and differences of damage; of
-    trainings with several seeds the effects of all seeds, and each training's unquantized scores."""
+    """Return the scores of a results folder with their damage and differences of damage.
+
+    Of trainings with several seeds: the effects over all seeds, and each training's unquantized
+    scores.
+    """
     files = table_files(store, compare(store), ("csv",))
     table = pd.read_csv(io.StringIO(files["tables.csv"]))
     table = table[table.metric.isin(SCORES) & (table.status == "ok")].copy()
@@ -102,8 +105,12 @@ def read_analyses(folder: Path) -> Iterator[dict[str, object]]:
         values = {
             **{f"sinks {least}": rate for least, rate in first.rates.items()},
             **{f"sinks of Gu {least}": rate for least, rate in first.rates_gu.items()},
-            **{"kurtosis": hidden.kurtosis, "minimum": hidden.minimum, "maximum": hidden.maximum},
-            **{"massive": hidden.massive, "zeros": found.zeros, "perplexity": found.perplexity},
+            "kurtosis": hidden.kurtosis,
+            "minimum": hidden.minimum,
+            "maximum": hidden.maximum,
+            "massive": hidden.massive,
+            "zeros": found.zeros,
+            "perplexity": found.perplexity,
             "silent heads": found.silent_heads,
         }
         for name, value in values.items():
