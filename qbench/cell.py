@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 import torch
 
+from qbench.attention.implementation import NATIVE
 from qbench.attention.transformers import batch_invariant
 from qbench.cell_result import CellResult
-from qbench.checkpoints.find import elements, read_headers
+from qbench.checkpoints.find import elements
 from qbench.checkpoints.load import (
     generation_settings,
     load_model,
@@ -31,6 +33,7 @@ from qbench.evaluation.llamacpp import LlamaCpp
 from qbench.evaluation.lm_eval_model import external_model
 from qbench.evaluation.loaded import LoadedTask, load_task
 from qbench.evaluation.scoring import language_model
+from qbench.evaluation.scoring.forward import fastest_mode
 from qbench.machine import free, hardware
 from qbench.plan import Cell, Plan, streams
 from qbench.quantizers.audit.cell import audit, probe_of
@@ -58,6 +61,7 @@ def compute(result: CellResult, store: Store, cache: Path) -> None:
     result.documents = {task.name: task.digest for task in tasks}
     with result.stage("load") as detail:
         model, tokenizer = load(cell, plan)
+        cell = result.cell = as_measured(cell, plan, model, detail)
         if stream_of(model) is not None:
             detail.append("block by block")
         elif is_spread(model):
@@ -109,11 +113,37 @@ def load(cell: Cell, plan: Plan) -> tuple[PreTrainedModel, PreTrainedTokenizerBa
             dtype=getattr(torch, cell.quantization.compute_dtype),
             device=plan.device,
             attention=cell.attention,
+            fallback=plan.recipe.evaluation.attention == "auto",
             dequantize=weights.weights_only,
         )
         linearize(model)  # so that each expert can be held against its original
         model.generation_config = generation_settings(cell.checkpoint)  # as its original answers
     return model, load_tokenizer(cell.checkpoint)
+
+
+def as_measured(cell: Cell, plan: Plan, model: Any, detail: list[str]) -> Cell:
+    """Return ``cell`` with the attention and the scoring mode in which ``model``, loaded and not
+    yet quantized, computes what its class does; append to ``detail`` why they are not the planned
+    ones. Raises UnavailableError if the recipe rules them out."""
+    if cell.runtime != "transformers":
+        return cell
+    attention = model.chosen_attention
+    if attention.normalizer == NATIVE and cell.quantization.kv_cache is not None:
+        raise UnavailableError(
+            f"the KV cache is quantized in qbench's attention, and {cell.checkpoint.class_name} "
+            f"runs on its own: {attention.why}"
+        )
+    mode, slower = fastest_mode(model, cell.scoring)
+    detail += filter(None, [attention.why, slower])
+    if slower and not cell.scoring.fallback:
+        raise UnavailableError(
+            f"evaluation.scoring: {cell.scoring.mode}: {slower}; set scoring: auto or {mode}"
+        )
+    checkpoint = replace(cell.checkpoint, normalizer=attention.normalizer)
+    scoring = cell.scoring
+    if slower:
+        scoring = replace(scoring, mode=mode, batch_tokens=None, sample=0)
+    return replace(cell, checkpoint=checkpoint, attention=attention.implementation, scoring=scoring)
 
 
 def load_original(
@@ -126,6 +156,7 @@ def load_original(
         dtype=dtype,
         device=plan.device,
         attention=cell.attention,
+        fallback=plan.recipe.evaluation.attention == "auto",
         place=offload_policy(cell, plan, dtype.itemsize, room),
         verify=verify,
     )
@@ -145,7 +176,7 @@ def offload_policy(
         cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         return min(room, torch.cuda.mem_get_info()[0] + cached)
 
-    weights = elements(read_headers(cell.checkpoint.folder)) * itemsize
+    weights = elements(cell.checkpoint.headers) * itemsize
     return partial(stream, device=plan.device) if streams(cell, plan, weights, least) else None
 
 

@@ -18,9 +18,14 @@ from qbench import __version__
 from qbench.attention.implementation import NATIVE
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.checkpoints import Checkpoint, find
-from qbench.checkpoints.find import Shapes, linear_shapes, require_tokenizer
+from qbench.checkpoints.classes import (
+    ChosenAttention,
+    choose_attention,
+    moving_rope,
+    packing_problem,
+)
+from qbench.checkpoints.find import Shapes, has_other_matrices, linear_shapes, require_tokenizer
 from qbench.checkpoints.fla import in_transformers_words
-from qbench.checkpoints.supported import EXPERTS, Chosen, choose_attention, moving_rope
 from qbench.code import code_digest
 from qbench.errors import (
     CheckpointError,
@@ -262,16 +267,16 @@ def _cell(
         quantization.check(config, device)
     except RecipeError as error:
         reason = str(error)
-    evaluation, can = recipe.evaluation, checkpoint.support
+    evaluation = recipe.evaluation
     wanted = evaluation.attention
-    if quantization.kv_cache and quantization.kv_cache.two_sources and not can.native:
+    if quantization.kv_cache and quantization.kv_cache.two_sources:
         if wanted == "triton":
             reason = reason or (
                 f"{quantization.kv_cache.name}: no kernel attends over a KV cache with "
                 "residual_length or groups of tokens; set evaluation.attention: auto"
             )
         wanted = "reference" if wanted == "auto" else wanted
-    attention = choose_attention(name, can, checkpoint.normalizer, wanted, device)
+    attention = choose_attention(name, checkpoint.class_name, checkpoint.normalizer, wanted, device)
     checkpoint = replace(checkpoint, normalizer=attention.normalizer)
     copy = copy and replace(copy, normalizer=attention.normalizer)
     fastest, slower = _fastest(checkpoint)
@@ -384,7 +389,7 @@ def _beyond_positions(
     if not quantization.needs_calibration or text is None or text.length <= most:
         return None
     return (
-        f"calibration.length {text.length}: {checkpoint.support.name} has {most} positions; set "
+        f"calibration.length {text.length}: {checkpoint.class_name} has {most} positions; set "
         f"length: {most}, or --calibration-length {most}"
     )
 
@@ -445,9 +450,7 @@ def find_groups(recipe: Recipe, skipped: Sequence[str]) -> tuple[TaskGroup, ...]
 
 def _positions(checkpoint: Checkpoint) -> float:
     """The most tokens that a forward pass of the checkpoint takes."""
-    if checkpoint.support.bounded and checkpoint.max_length is not None:
-        return checkpoint.max_length
-    return math.inf
+    return checkpoint.positions or math.inf
 
 
 def _leaf_tasks(recipe: Recipe) -> list[Task]:
@@ -484,27 +487,23 @@ def find_calibration(recipe: Recipe) -> CalibrationText | None:
 
 
 def _fastest(checkpoint: Checkpoint) -> tuple[Mode, str]:
-    """The fastest mode that a model of this class can be scored in, and why not fast."""
-    can = checkpoint.support
-    if checkpoint.normalizer == NATIVE and can.scoring == "fast":
-        return "exact", "packs need our attention"
-    return can.scoring, can.slower
+    """Return the fastest scoring mode that config.json allows, and why it is not ``fast``. The
+    model itself is measured when it is loaded."""
+    if checkpoint.normalizer == NATIVE:
+        return "exact", "packs need qbench's attention"
+    problem = packing_problem(in_transformers_words(checkpoint.config))
+    return ("exact", problem) if problem else ("fast", "")
 
 
 def _notes(
     checkpoint: Checkpoint,
-    attention: Chosen,
+    attention: ChosenAttention,
     scoring: ScoringSettings,
     slower: str,
     asked: int | None,
 ) -> Iterator[str]:
     """What is chosen for a model that another one would not get, a line each. ``asked``: the
     recipe's ``max_length``."""
-    if not checkpoint.support.models:
-        yield (
-            f"{checkpoint.support.name} was not tried yet (qbench list models); its attention is "
-            "compared with transformers' own when it is loaded"
-        )
     if attention.why:
         yield f"attention native/{attention.implementation}: {attention.why}"
     if slower:
@@ -608,8 +607,7 @@ def require_chat_template(name: str, checkpoint: Checkpoint) -> None:
 def refusal(checkpoint: Checkpoint, shapes: Shapes, quantization: QuantizationConfig) -> str | None:
     """Why a quantizer can never run with this checkpoint, whose linear layers have these
     ``shapes``; None where nothing speaks against it."""
-    weights, can = quantization.weights, checkpoint.support
-    all_linear = shapes and not can.left_out and can.weights != EXPERTS
+    all_linear = shapes and not has_other_matrices(checkpoint)
     try:
         for part in quantization.parts.values():
             part.check_layers(shapes)
@@ -620,11 +618,9 @@ def refusal(checkpoint: Checkpoint, shapes: Shapes, quantization: QuantizationCo
         return str(error)
     if checkpoint.normalizer == NATIVE and quantization.kv_cache is not None:
         return (
-            f"{can.name} runs on its own attention, but the KV cache is quantized in "
+            f"{checkpoint.class_name} runs on its own attention, but the KV cache is quantized in "
             "qbench's; leave kv out"
         )
-    if can.spared and weights is not None and can.spared not in weights.ignore:
-        return f"{can.name} reads the weight of {can.spared} directly; set ignore: [{can.spared}]"
     return None
 
 
@@ -644,7 +640,7 @@ def require_room(
         if (task.max_length or 0) > _positions(checkpoint):
             raise RecipeError(
                 f"tasks: {task.name}: its prompts and answers take {task.max_length} tokens, and "
-                f"{checkpoint.support.name} of checkpoints.{name} has {checkpoint.max_length} "
+                f"{checkpoint.class_name} of checkpoints.{name} has {checkpoint.max_length} "
                 "positions; take a shorter one"
             )
         if task.output_type == "generate_until" and task.max_gen_toks >= max_length:

@@ -7,17 +7,16 @@ from pathlib import Path
 import torch
 
 from qbench.checkpoints import find, load
-from qbench.checkpoints.supported import choose_attention
+from qbench.checkpoints.classes import choose_attention
 
 
 def load_model(checkpoint, *, device, attention="auto", **settings):
-    if attention == "auto":
-        chosen = choose_attention(
-            checkpoint.source, checkpoint.support, checkpoint.normalizer, attention, device
-        )
-        checkpoint = replace(checkpoint, normalizer=chosen.normalizer)
-        attention = chosen.implementation
-    return load.load_model(checkpoint, device=device, attention=attention, **settings)
+    chosen = choose_attention(
+        checkpoint.source, checkpoint.class_name, checkpoint.normalizer, attention, device
+    )
+    checkpoint = replace(checkpoint, normalizer=chosen.normalizer)
+    settings.setdefault("fallback", attention == "auto")
+    return load.load_model(checkpoint, device=device, attention=chosen.implementation, **settings)
 
 
 def save_as_transformers(source: Path, folder: Path) -> Path:

@@ -9,13 +9,13 @@ import pytest
 from small_recipe import DEMO, qbench, small_recipe
 from tiny import write_tiny
 
-from qbench.checkpoints.supported import CLASSES
+from qbench.checkpoints.classes import tried_classes
 from qbench.errors import CheckpointError, RecipeError
 from qbench.plan import plan
 from qbench.recipe import Recipe
 from qbench.store import Store
 
-KINDS = ("bloom", "gpt2", "gpt_oss", "granite", "llama", "mamba", "mistral", "mpt")
+KINDS = ("bloom", "gpt2", "gpt_oss", "granite", "llama", "mamba", "ministral", "mistral")
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +46,8 @@ def cell(path, device="cpu"):
     [
         ("llama", "auto", "softmax", "reference"),
         ("llama", "native", "native", "sdpa"),
-        ("bloom", "auto", "native", "eager"),
-        ("bloom", "native", "native", "eager"),
         ("gpt_oss", "auto", "softmax-sink", "reference"),
-        ("gpt_oss", "native", "native", "eager"),
+        ("gpt_oss", "native", "native", "sdpa"),
     ],
 )
 def test_the_attention_is_chosen_for_the_class(
@@ -65,8 +63,6 @@ def test_the_attention_is_chosen_for_the_class(
 @pytest.mark.parametrize(
     ("source", "attention", "words"),
     [
-        ("bloom", "reference", "BloomForCausalLM, which runs on its own attention alone"),
-        ("mpt", "reference", r"\(its class computes .*\); set attention: auto or native"),
         ("softpick", "native", "trained with softpick, which LlamaForCausalLM of transformers"),
         ({"normalizer": "native"}, "auto", "trained with softpick, the recipe says normalizer"),
     ],
@@ -86,10 +82,8 @@ def test_an_attention_that_cannot_be_had_is_refused(tmp_path, models, source, at
     [
         ("llama", "auto", "cuda", "fast"),
         ("mistral", "auto", "cuda", "fast"),
-        ("bloom", "auto", "cuda", "exact"),
-        ("bloom", "auto", "cpu", "exact"),
-        ("granite", "auto", "cuda", "lm-eval"),
-        ("granite", "auto", "cpu", "lm-eval"),
+        ("ministral", "auto", "cuda", "exact"),
+        ("ministral", "auto", "cpu", "exact"),
         ("granite", "lm-eval", "cuda", "lm-eval"),
         ("bloom", "exact", "cuda", "exact"),
     ],
@@ -98,11 +92,11 @@ def test_auto_is_the_fastest_scoring_that_works_for_the_model(
     tmp_path, models, monkeypatch, kind, asked, device, mode
 ):
     monkeypatch.setattr("qbench.plan.hardware", lambda _: "a GPU")  # the driver is not asked
-    monkeypatch.setattr("qbench.checkpoints.supported.choose", lambda *_: "reference")
+    monkeypatch.setattr("qbench.checkpoints.classes.choose", lambda *_: "reference")
     found = cell(recipe(tmp_path, {"a": models[kind]}, scoring=asked), device)
     assert found.scoring.mode == mode
-    shown = any(note.startswith(f"scoring {mode}") for note in found.notes)
-    assert shown == (mode != "fast" and (device == "cuda" or mode == "lm-eval"))
+    shown = any(note.startswith(f"scoring {mode}: windows") for note in found.notes)
+    assert shown == (kind == "ministral" and device == "cuda")
 
 
 @pytest.mark.parametrize(("asked", "said"), [(4096, True), (200, False)])
@@ -115,18 +109,44 @@ def test_a_max_length_beyond_the_context_is_not_shortened_without_a_word(
     assert (words in found.notes) == said
 
 
-def test_plan_says_what_was_chosen_and_the_record_holds_it(tmp_path, models, monkeypatch, capfd):
+def test_what_was_measured_at_loading_runs_and_stands_in_the_record(tmp_path, models, monkeypatch):
+    """Of BLOOM its own attention, of Granite lm-eval's scoring, whatever a plan expected."""
     monkeypatch.setenv("QBENCH_CACHE", str(tmp_path / "cache"))
-    path = recipe(tmp_path, {"a": models["bloom"], "b": models["mamba"]})
-    assert qbench("plan", path, "--out", tmp_path / "out") == 0
-    shown = capfd.readouterr().out
-    assert "a: attention native/eager: its class computes attention itself" in shown
-    assert "b: attention native/eager: it has no attention" in shown
-    assert re.search(r"^on \w+, attention eager, scoring exact$", shown, re.MULTILINE)
+    path = recipe(tmp_path, {kind: models[kind] for kind in ("bloom", "granite", "llama")})
     assert qbench("run", path, "--out", tmp_path / "out", "--device", "cpu") == 0
-    assert "b: attention native/eager: it has no attention" in capfd.readouterr().err
-    for record in Store(tmp_path / "out").records():
-        assert (record.normalizer, record.attention) == ("native", "native/eager")
+    records = {record.checkpoint: record for record in Store(tmp_path / "out").records()}
+    assert {name: (one.attention, one.scoring.mode) for name, one in records.items()} == {
+        "bloom": ("native/eager", "exact"),
+        "granite": ("softmax/reference", "lm-eval"),
+        "llama": ("softmax/reference", "exact"),
+    }
+    details = {name: one.stages[0].detail for name, one in records.items()}
+    assert "does not take its attention from AttentionInterface" in details["bloom"]
+    assert "the logits of GraniteForCausalLM are not its LM head's" in details["granite"]
+    assert not details["llama"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "asked", "quantizers", "words"),
+    [
+        ("bloom", {"attention": "reference"}, ["fp32"], "set attention: native to run its own"),
+        (
+            "granite",
+            {"scoring": "exact"},
+            ["fp32"],
+            "LM head.*set scoring: auto or lm-eval",
+        ),
+        ("bloom", {}, [{"kv": "int8-token", "label": "kv8"}], "KV cache is quantized in qbench's"),
+    ],
+)
+def test_a_cell_that_asks_for_what_its_model_does_not_have_fails_with_the_measurement(
+    tmp_path, models, monkeypatch, kind, asked, quantizers, words
+):
+    monkeypatch.setenv("QBENCH_CACHE", str(tmp_path / "cache"))
+    path = recipe(tmp_path, {"a": models[kind]}, quantizers, **asked)
+    assert qbench("run", path, "--out", tmp_path / "out", "--device", "cpu") == 1
+    [record] = Store(tmp_path / "out").records()
+    assert re.search(words, record.error)
 
 
 def test_the_documents_hold_that_table():
@@ -134,7 +154,7 @@ def test_the_documents_hold_that_table():
 
     root = Path(__file__).parent.parent
     assert (root / "docs" / "models.md").read_text().endswith(model_table())
-    assert f"[{len(CLASSES)} classes](docs/models.md)" in (root / "README.md").read_text()
+    assert f"[{len(tried_classes())} classes](docs/models.md)" in (root / "README.md").read_text()
 
 
 REFUSED = [
@@ -146,8 +166,6 @@ REFUSED = [
         "llama", {"activations": {"name": "int8-token", "group_size": 48}},
         r"has 64 inputs, no multiple of the 48 .* ignore: ",
     ),
-    ("mamba", {"name": "bnb-4bit"}, r"reads the weight of dt_proj directly; set ignore:"),
-    ("bloom", {"kv": "int8-token", "label": "kv8"}, "runs on its own attention, but the KV cache"),
     ("llama", {"kv": {"name": "int4-token", "group_size": 7}}, "group_size 7 does not divide"),
     ("llama", {"name": "bnb-4bit", "ignore": ["down_pro"]}, "ignore: 'down_pro' matches no weight"),
     (

@@ -9,7 +9,7 @@ from small_recipe import DEMO, qbench, small_recipe
 from tiny import tiny_model
 
 from qbench.cell import offload_policy
-from qbench.checkpoints.find import elements, read_headers
+from qbench.checkpoints.find import elements
 from qbench.errors import RecipeError, UnavailableError
 from qbench.plan import plan
 from qbench.recipe import Recipe
@@ -172,7 +172,7 @@ def test_by_itself_a_model_comes_block_by_block_where_it_has_no_room(
     """Of twice its weights, which are few; ``room`` is what it may take of a GPU that has more."""
     planned = plan(Recipe.load(small_recipe(tmp_path, quantizers=["fp32"])), device="cpu")
     cell = planned.cells[0]
-    weights = 4 * elements(read_headers(cell.checkpoint.folder))
+    weights = 4 * elements(cell.checkpoint.headers)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free * weights, 80 * 2**30))
     for name in ("memory_reserved", "memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, lambda: 0)

@@ -14,7 +14,7 @@ from qbench.analysis.result import AnalysisResult
 from qbench.analysis.sensitivity import Baseline, Unit, units
 from qbench.analysis.text import AnalysisSettings
 from qbench.cache import cache_folder
-from qbench.cell import free, load, load_original, quantized
+from qbench.cell import as_measured, free, load, load_original, quantized
 from qbench.errors import DataError, UnavailableError
 from qbench.files import digest
 from qbench.quantizers.linear import linearize, linears
@@ -34,8 +34,8 @@ def compute(work: AnalysisResult) -> None:
 
 def _measure(work: AnalysisResult) -> None:
     """One pass over the text."""
-    of, plan, settings = work.cell, work.plan, work.settings
     model, tokenizer, ids = _load(work)
+    of, plan, settings = work.cell, work.plan, work.settings
     if of.copy is not None and not of.alone:  # whose library may have layers of its own
         model = load_original(of, plan)
     linearize(model)  # GPT-2's Conv1D too; other models stay as they are
@@ -61,8 +61,8 @@ def _measure(work: AnalysisResult) -> None:
 
 def _sensitivity(work: AnalysisResult) -> None:
     """One linear layer, or decoder layer, quantized at a time, and then all."""
-    of, plan, settings = work.cell, work.plan, work.settings
     changed, tokenizer, ids = _load(work)
+    of, plan, settings = work.cell, work.plan, work.settings
     changed = quantized(work, changed, tokenizer, cache_folder())
     rescaled = work.audit is not None and work.audit.rescaled > 0
     if rescaled and not settings.blocks:
@@ -96,6 +96,7 @@ def _load(work: AnalysisResult) -> tuple[PreTrainedModel, PreTrainedTokenizerBas
     """The unquantized model, its tokenizer, and the ids [N, T] of the texts."""
     with work.stage("load"):
         model, tokenizer = load(work.cell, work.plan)
+        work.cell = as_measured(work.cell, work.plan, model, [])
         if not hasattr(model, "forward"):
             raise UnavailableError(
                 f"{work.cell.label} runs outside transformers, where a model's inside "

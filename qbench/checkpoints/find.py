@@ -1,5 +1,7 @@
-"""From what the user named to a Checkpoint that can be loaded. It holds its configuration, the
-headers of its weight files, and a digest of all that loading reads. Imports no torch.
+"""Find a checkpoint by folder or hub id and check its files without loading tensors.
+
+The result holds config.json, the headers of the weight files and a digest of all that loading
+reads. Imports no torch.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -22,14 +24,8 @@ from qbench.attention.implementation import NATIVE
 from qbench.attention.normalizers import NORMALIZERS, Parameter
 from qbench.cache import cache_folder
 from qbench.checkpoints import fla
+from qbench.checkpoints.classes import class_names
 from qbench.checkpoints.from_gguf import dequantized_folder
-from qbench.checkpoints.supported import (
-    CLASSES,
-    CONV1D,
-    ModelClass,
-    class_names,
-    model_support,
-)
 from qbench.errors import CheckpointError, UnavailableError, shown, some
 from qbench.files import digest_of_parts, file_digest, read_regular, reason
 from qbench.records import TRAINING_FILE, Trained, Training
@@ -341,6 +337,10 @@ def digest(folder: Path) -> str:
     return total.hexdigest()
 
 
+CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len")  # the latter two bound it
+POSITIONS = re.compile(r"(^|\.)(wpe|embed_positions|position_embeddings)\.weight$")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
     """A checkpoint on disk whose configuration and tensor headers were read and agree.
@@ -355,11 +355,13 @@ class Checkpoint:
     config: dict[str, Any]
     digest: str
     files: tuple[tuple[str, int, int], ...]  # name, bytes, time of change of what was digested
+    headers: dict[str, Header] = field(default_factory=dict)  # tensors by their names in the files
 
     @property
-    def support(self) -> ModelClass:
-        """Whose attention it can run on, and how fast it can be scored."""
-        return model_support(fla.in_transformers_words(self.config))
+    def class_name(self) -> str:
+        """The class of transformers that it is loaded as."""
+        kind = fla.in_transformers_words(self.config)["model_type"]
+        return class_names().get(kind, kind)
 
     @property
     def training(self) -> Trained | None:
@@ -372,8 +374,15 @@ class Checkpoint:
 
     @property
     def max_length(self) -> int | None:
-        """Longest context in tokens that the configuration states."""
-        return self.config.get("max_position_embeddings") or self.config.get("n_positions")
+        """The longest context in tokens that the configuration states."""
+        return next((self.config[key] for key in CONTEXT if self.config.get(key)), None)
+
+    @property
+    def positions(self) -> int | None:
+        """The most tokens that a forward pass takes: of models with a table of positions; None
+        for all others."""
+        table = any(POSITIONS.search(name) for name in self.headers)
+        return self.max_length if table or self.config.keys() & set(CONTEXT[1:]) else None
 
 
 def require_present(normalizer: str, names: Iterable[str]) -> None:
@@ -389,11 +398,10 @@ def require_present(normalizer: str, names: Iterable[str]) -> None:
 
 
 def model_headers(checkpoint: Checkpoint) -> dict[str, Header]:
-    """:func:`read_headers` by the names that the model has for its tensors."""
-    headers = read_headers(checkpoint.folder)
+    """Return the checkpoint's headers by the names that the model has for its tensors."""
     if not fla.recognizes(checkpoint.config):
-        return headers
-    return {fla.llama_name(name): header for name, header in headers.items()}
+        return checkpoint.headers
+    return {fla.llama_name(name): header for name, header in checkpoint.headers.items()}
 
 
 def is_parameter(normalizer: str, name: str) -> bool:
@@ -433,7 +441,7 @@ def _found(source: str, folder: Path, normalizer: str | None, quantized: bool) -
     config = read_config(folder, quantized=quantized)
     headers = read_headers(folder, quantized=quantized)
     require_sizes(config, len(headers))
-    stated = _normalizer(config, normalizer)
+    stated = _normalizer(config, normalizer, headers)
     kind = fla.in_transformers_words(config)["model_type"]  # refuses what no class there computes
     if kind not in class_names():
         raise CheckpointError(
@@ -456,6 +464,7 @@ def _found(source: str, folder: Path, normalizer: str | None, quantized: bool) -
         config=config,
         digest=digest(folder),
         files=stamps(folder),
+        headers=headers,
     )
 
 
@@ -483,15 +492,15 @@ def _folder(source: str, revision: str | None) -> Path:
     )
 
 
-def _normalizer(config: dict[str, Any], stated: str | None) -> str:
+def _normalizer(config: dict[str, Any], stated: str | None, headers: Iterable[str]) -> str:
     own = config.get("qbench_normalizer")
     if own is not None and not (isinstance(own, str) and own in NORMALIZERS):
         known = ", ".join(NORMALIZERS)
         raise CheckpointError(f"qbench_normalizer {own!r} is not known; known: {known}")
     if fla.recognizes(config):
         own = _of_attention(config, own, stated)
-    row = CLASSES.get(config["model_type"])
-    by_class = row.normalizer if row else "softmax"
+    sinks = any(name.endswith(".self_attn.sinks") for name in headers)  # gpt-oss's, Granite SWA's
+    by_class = "softmax-sink" if sinks else "softmax"
     own = own or by_class
     if stated == NATIVE and own == by_class:
         return NATIVE
@@ -529,29 +538,37 @@ Shapes = dict[str, tuple[int, int]]  # outputs, inputs
 NONE_OF_THESE = re.compile(
     r"\w*embed\w*|wte|wpe|lm_head|\w*conv\w*|A_log|gate|router|\w*norm\w*|ln_\w+"
 )
+ENDS = re.compile(r"\w*embed\w*|wte|wpe|lm_head")
 EXPERTS = re.compile(r"(^|\.)experts\.")
 FUSED = re.compile(r"(^|\.)experts\.(gate_up_proj|up_proj|down_proj)$")
 
 
 def linear_shapes(checkpoint: Checkpoint) -> Shapes:
-    """Outputs and inputs of linear layers by the names of their weights, without ``.weight``;
-    empty for a class of transformers that nobody tried."""
-    row = CLASSES.get(fla.in_transformers_words(checkpoint.config)["model_type"])
-    if row is None:
-        return {}
-    shapes: Shapes = {}
-    for full, header in model_headers(checkpoint).items():
-        name, shape = full.removesuffix(".weight"), header.shape
-        if FUSED.search(name) and len(shape) == 3:
-            rows, columns = reversed(shape[1:]) if row.kind == "gpt_oss" else shape[1:]
-            shapes[name] = rows, columns
-        elif full.endswith(".weight") and len(shape) == 2 and not _other(name):
-            rows, columns = reversed(shape) if row.weights == CONV1D else shape
-            shapes[name] = rows, columns
+    """Return (outputs, inputs) of each linear layer and of fused experts, by the names of their
+    weights without ``.weight``. A matrix that is stored turned has a bias as long as its columns.
+    """
+    headers, shapes = model_headers(checkpoint), {}
+    for full, header in headers.items():
+        name = full.removesuffix(".weight")
+        if FUSED.search(name) and len(header.shape) == 3:
+            (rows, columns), bias = header.shape[1:], headers.get(f"{name}_bias")
+        elif full.endswith(".weight") and len(header.shape) == 2 and not _no_linear_layer(name):
+            (rows, columns), bias = header.shape, headers.get(f"{name}.bias")
+        else:
+            continue
+        turned = bias is not None and bias.shape[-1] != rows and bias.shape[-1] == columns
+        shapes[name] = (columns, rows) if turned else (rows, columns)
     return shapes
 
 
-def _other(name: str) -> bool:
+def has_other_matrices(checkpoint: Checkpoint) -> bool:
+    """Return whether the files hold weight matrices beside linear layers, embeddings and LM head:
+    experts, routers, convolutions, states."""
+    names = (n.removesuffix(".weight") for n, h in checkpoint.headers.items() if len(h.shape) > 1)
+    return any(_no_linear_layer(n) and not ENDS.fullmatch(n.rpartition(".")[2]) for n in names)
+
+
+def _no_linear_layer(name: str) -> bool:
     last = name.rpartition(".")[2]
     router = "router" in name.split(".")
     return router or bool(NONE_OF_THESE.fullmatch(last) or EXPERTS.search(name))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,13 +24,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from qbench.attention.implementation import NATIVE
 from qbench.attention.transformers import attend
 from qbench.checkpoints import fla
+from qbench.checkpoints.classes import CLASS_NORMALIZERS, ChosenAttention
 from qbench.checkpoints.find import (
     Checkpoint,
     Header,
     is_parameter,
     model_headers,
     named,
-    read_headers,
     require_fit,
     require_unchanged,
 )
@@ -56,39 +56,78 @@ def load_model(
     dtype: torch.dtype,
     device: str,
     attention: str,
+    fallback: bool = True,
     place: Callable[[PreTrainedModel], PreTrainedModel] | None = None,
     verify: bool = True,
 ) -> PreTrainedModel:
-    """The model in ``dtype`` on ``device``, in evaluation mode. It attends with the checkpoint's
-    normalizer through ``attention``, as ``choose_attention`` chose both: reference or triton, or
-    for the normalizer ``native`` sdpa or eager, which are the class's own. ``place`` puts the
-    model, which lies on the host, elsewhere (see :mod:`qbench.streaming`). Without ``verify`` the
-    weights, which have been loaded before, are not looked at.
+    """Return the model in ``dtype`` on ``device``, in evaluation mode.
 
-    Raises CheckpointError where tensors are left over or missing, where weights are not finite,
-    where the model is not causal or the files are no longer those that were found;
-    UnavailableError where the attention cannot be had.
+    It attends with the checkpoint's normalizer through ``attention``: reference or triton, or for
+    the normalizer ``native``, which is the class's own attention, sdpa or eager. If the class's own
+    logits differ from those through qbench's attention, it runs on its own with ``fallback``, and
+    is refused without; ``chosen_attention`` of the model says which. ``place`` moves the model from
+    the host to its devices (see :mod:`qbench.streaming`). ``verify=False`` skips what an earlier
+    load has measured.
+
+    Raises CheckpointError if tensors are left over, missing or not finite, if later tokens change
+    earlier logits, or if the files changed; UnavailableError if the attention cannot be had.
     """
-    native = checkpoint.normalizer == NATIVE
     with named(checkpoint.source):
         require_unchanged(checkpoint)
         model = read_model(checkpoint, dtype).eval().requires_grad_(False)
         model = place(model) if place else model.to(device)
         if verify:
             require_finite(model)
-        if native:
-            set_attention(model, NATIVE, attention)
-        elif checkpoint.support.own == "eager":  # Gemma 2's sdpa in transformers 5.17 drops its cap
-            model.set_attn_implementation("eager")
-        ours = fla.recognizes(checkpoint.config)
-        logits = own_logits(model) if verify and not ours else None
-        if logits is not None:
-            require_causal(model, logits)
-        if not native:
+        if verify and not fla.recognizes(checkpoint.config):
+            chosen = measured_attention(model, checkpoint, attention, fallback)
+        else:
             set_attention(model, checkpoint.normalizer, attention)
-            if logits is not None and "qbench_normalizer" not in checkpoint.config:
-                require_ours(model, logits)
+            chosen = ChosenAttention(normalizer=checkpoint.normalizer, implementation=attention)
+        model.chosen_attention = chosen
     return model
+
+
+def measured_attention(
+    model: PreTrainedModel,
+    checkpoint: Checkpoint,
+    attention: str,
+    fallback: bool,
+    why: str = "it is not a causal language model, so it gives no probability of a text",
+) -> ChosenAttention:
+    """Set the checkpoint's attention, or with ``fallback`` the class's own if the logits differ;
+    return what runs. ``why`` later tokens may change earlier logits. Errors as ``load_model``."""
+    try_eager(model)
+    logits = own_logits(model)
+    require_causal(model, logits, why)
+    normalizer, reason = checkpoint.normalizer, "the recipe says so"
+    if normalizer != NATIVE:
+        try:
+            set_attention(model, normalizer, attention)
+            if "qbench_normalizer" not in checkpoint.config:
+                require_ours(model, logits)
+            return ChosenAttention(normalizer=normalizer, implementation=attention)
+        except UnavailableError as error:
+            if not fallback or normalizer not in CLASS_NORMALIZERS:
+                raise UnavailableError(f"{error}; set attention: native to run its own") from error
+            reason = str(error)
+    for implementation in ("sdpa", "eager"):
+        try:
+            set_attention(model, NATIVE, implementation)
+        except UnavailableError:
+            if implementation == "eager":
+                raise
+            continue
+        if implementation == "eager" or difference(own_logits(model), logits) <= rounding_tolerance(
+            model
+        ):
+            break  # sdpa of some classes drops what eager has, as Gemma 2's soft cap
+    return ChosenAttention(normalizer=NATIVE, implementation=implementation, why=reason)
+
+
+def try_eager(model: PreTrainedModel) -> None:
+    """Let ``model`` attend by its class's plain definition if the class has one."""
+    with suppress(ValueError, ImportError):
+        model.set_attn_implementation("eager")
 
 
 def set_attention(model: PreTrainedModel, normalizer: str, implementation: str) -> None:
@@ -216,6 +255,7 @@ def load_prequantized(
     device: str,
     attention: str,
     dequantize: bool,
+    fallback: bool = True,
 ) -> PreTrainedModel:
     """The quantized model on ``device``, what is not quantized in ``dtype``, attending with the
     checkpoint's normalizer through ``attention`` (see :func:`load_model`). ``dequantize``: FP8
@@ -244,6 +284,7 @@ def load_prequantized(
                 for module in model.modules():  # bitsandbytes repacks for AVX512-BF16, wrongly
                     if hasattr(module, "support_avx512bf16_for_cpu"):
                         module.support_avx512bf16_for_cpu = False
+                try_eager(model)
                 logits = own_logits(model)  # compressed-tensors decompresses in the first forward
         except QbenchError:
             raise
@@ -254,7 +295,7 @@ def load_prequantized(
             raise UnavailableError(
                 f"transformers cannot load this {stated.get('quant_method')} checkpoint here: {why}"
             ) from error
-        headers = read_headers(checkpoint.folder, quantized=True)
+        headers = checkpoint.headers
         require_own_head(model, checkpoint.folder, headers)
         if not logits.isfinite().all():
             _refuse_not_finite(
@@ -266,8 +307,8 @@ def load_prequantized(
                 torch.float32,
             )
             raise CheckpointError("its logits are not finite, though all that its files hold is")
-        require_causal(model, logits, "its library rounds activations of several tokens together")
-    set_attention(model, checkpoint.normalizer, attention)
+        rounds = "its library rounds activations of several tokens together"
+        model.chosen_attention = measured_attention(model, checkpoint, attention, fallback, rounds)
     return model
 
 
@@ -386,58 +427,65 @@ def require_own_head(model: PreTrainedModel, folder: Path, headers: dict[str, He
 
 
 @torch.inference_mode()
-def own_logits(model: PreTrainedModel) -> torch.Tensor:
-    """Logits [2, PROBE, vocabulary] of two rows of token ids that share their first half."""
+def own_logits(model: PreTrainedModel, length: int = PROBE) -> torch.Tensor:
+    """Return logits [2, length, vocabulary] of two rows of token ids that share their first half;
+    those of a shorter ``length`` are the beginnings of those of ``PROBE`` tokens."""
     size = model.get_input_embeddings().weight.shape[0]
     ids = torch.arange(2 * PROBE).reshape(2, PROBE) * 7 % size
     ids[1, : PROBE // 2] = ids[0, : PROBE // 2]
-    return model(ids.to(model.device), use_cache=False).logits.float()
+    return model(ids[:, :length].to(model.device), use_cache=False).logits.float()
 
 
-def require_causal(
-    model: PreTrainedModel,
-    logits: torch.Tensor,
-    why: str = "it is not a causal language model, so it gives no probability of a text",
-) -> None:
-    """Raise CheckpointError, saying ``why``, where later tokens change the logits of earlier ones.
-
-    ``logits`` are those of :func:`own_logits`, through the model's own attention, before ours,
-    which is causal by its mask, is set.
-    """
+def require_causal(model: PreTrainedModel, logits: torch.Tensor, why: str) -> None:
+    """Raise CheckpointError, saying ``why``, if other later tokens, or more of them, change the
+    logits of earlier ones. ``logits`` are those of :func:`own_logits`."""
     first = logits[:, : PROBE // 2]
     change = float((first[0] - first[1]).abs().max())
     if change > NOISE.get(model.dtype, NOISE_OF_HALF) * float(first.abs().max()):
         raise CheckpointError(
             f"later tokens change the logits of earlier ones (by {change:.3g}): {why}"
         )
+    off = difference(own_logits(model, PROBE // 2), first)
+    if off > rounding_tolerance(model):
+        raise CheckpointError(
+            f"{PROBE // 2} tokens more change the logits of the {PROBE // 2} before them (by "
+            f"{off:.2g} of their size): {why}"
+        )
 
 
 def require_ours(model: PreTrainedModel, logits: torch.Tensor) -> None:
-    """Raise UnavailableError where our attention, set by now, is not what the model runs on, or
-    does not compute what its own does, which gave ``logits``."""
+    """Raise UnavailableError if the model does not call qbench's attention, which is set by now,
+    or gives other logits [2, T, V] through it than ``logits``, those of its class's own."""
     name = type(model).__name__
-    remedy = "set attention: native to run it on its own"
     try:
         with counted(model.config._attn_implementation) as calls:
             ours = own_logits(model)
     except QbenchError:
         raise
-    except Exception as error:  # whatever a class does with a mask or an output that is not its own
+    except Exception as error:  # a class may need a mask or an output that is not qbench's
         raise UnavailableError(
-            f"{name} fails on qbench's attention ({first_line(error)}); {remedy}"
+            f"{name} fails on qbench's attention ({first_line(error)})"
         ) from error
     if not calls:
-        raise UnavailableError(f"{name} does not call the attention that it is given; {remedy}")
-    # Of the middle token: rounding that sends one of them to another expert moves it far.
-    off = float(((ours - logits).norm(dim=-1) / logits.norm(dim=-1)).median())
-    allowed = NOISE.get(model.dtype, OURS_OF_HALF)
-    if model.device.type != "cpu":
-        allowed = max(allowed, OURS_ON_GPU)
-    if off > allowed:
+        raise UnavailableError(f"{name} does not call the attention that it is given")
+    off = difference(ours, logits)
+    if off > rounding_tolerance(model):
         raise UnavailableError(
             f"qbench's attention changes the logits of {name} by {off:.2g} of their size: its own "
-            f"attention has something that qbench's lacks; {remedy}"
+            f"attention has something that qbench's lacks"
         )
+
+
+def difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return ‖logits − expected‖ / ‖expected‖ of the middle token of [B, T, V]: rounding that
+    sends single tokens to another expert moves those far."""
+    return float(((logits - expected).norm(dim=-1) / expected.norm(dim=-1)).median())
+
+
+def rounding_tolerance(model: PreTrainedModel) -> float:
+    """Return the ``difference`` that rounding makes between two ways to compute ``model``."""
+    most = NOISE.get(model.dtype, OURS_OF_HALF)
+    return most if model.device.type == "cpu" else max(most, OURS_ON_GPU)
 
 
 @contextmanager

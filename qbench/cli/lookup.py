@@ -14,7 +14,7 @@ from rich.text import Text
 
 from qbench import recipe_schema
 from qbench.attention.normalizers import NORMALIZERS
-from qbench.checkpoints.supported import CLASSES, ModelClass
+from qbench.checkpoints.classes import class_names, tried_classes
 from qbench.cli.options import PluginOption
 from qbench.errors import RecipeError
 from qbench.evaluation.definitions import task_names
@@ -64,11 +64,12 @@ def normalizer_rows() -> Iterator[Row]:
 
 
 def model_rows() -> Iterator[Row]:
-    """Three rows a class: its name, whose attention and which scoring, what is quantized."""
-    for row in CLASSES.values():
-        yield row.kind, f"{row.name}: {row.models}"
-        yield "", f"attention {row.attention}; scoring {_scoring(row)}"
-        yield "", f"quantized: {_weights(row)}"
+    """Yield three rows per class: its name, attention and scoring, what is quantized."""
+    yield "", "any other class runs too if it passes what is measured when it is loaded"
+    for row in tried_classes():
+        yield row.model_type, f"{class_names().get(row.model_type, row.model_type)}: {row.models}"
+        yield "", f"attention {row.attention}; scoring {row.scoring}"
+        yield "", f"quantized: {row.quantized}"
 
 
 ROWS = {
@@ -80,24 +81,11 @@ ROWS = {
 
 
 def model_table() -> str:
-    """The table of docs/models.md."""
+    """Return the table of docs/models.md."""
     head = "| `model_type` | such as | attention | fastest scoring | quantized |\n"
     rule = "| --- | --- | --- | --- | --- |\n"
-    rows = (
-        f"| `{row.kind}` | {row.models} | {row.attention} | {_scoring(row)} | {_weights(row)} |\n"
-        for row in CLASSES.values()
-    )
+    rows = (f"| `{row.model_type}` | {' | '.join(row[1:])} |\n" for row in tried_classes())
     return head + rule + "".join(rows)
-
-
-def _scoring(row: ModelClass) -> str:
-    return f"{row.scoring} ({row.slower})" if row.slower else row.scoring
-
-
-def _weights(row: ModelClass) -> str:
-    spared = f"{row.spared} (set ignore: [{row.spared}])" if row.spared else ""
-    not_quantized = ", ".join(filter(None, [row.left_out, spared]))
-    return f"{row.weights}; not {not_quantized}" if not_quantized else row.weights
 
 
 def schema(

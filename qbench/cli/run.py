@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from qbench.cache import cache_folder
-from qbench.checkpoints.find import elements, read_headers
+from qbench.checkpoints.find import elements
 from qbench.cli.launcher import Launcher, launch, load_launcher
 from qbench.cli.messages import complain
 from qbench.cli.options import (
@@ -239,10 +239,10 @@ def _sizes(cells: Sequence[Cell]) -> Iterator[str]:
         if cell.checkpoint_name in seen:
             continue
         seen.add(cell.checkpoint_name)
-        count = elements(read_headers(cell.checkpoint.folder, quantized=True))
+        count = elements(cell.checkpoint.headers)
         size = count * BYTES[cell.quantization.compute_dtype] / GIB
         yield (
-            f"checkpoint  {cell.checkpoint_name}: {cell.checkpoint.support.name}, "
+            f"checkpoint  {cell.checkpoint_name}: {cell.checkpoint.class_name}, "
             f"{_shown(count)} parameters, {size:.3g} GiB in {cell.quantization.compute_dtype}"
         )
 

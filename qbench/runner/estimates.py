@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from qbench.checkpoints.find import elements, read_headers
+from qbench.checkpoints.find import elements
 from qbench.evaluation.settings import hidden_size
 from qbench.machine import GIB, fast_bf16, memory_gib, visible_gpus
 from qbench.plan import Cell, Plan, streams
@@ -81,7 +81,7 @@ def estimate(cell: Cell, plan: Plan) -> Estimate | None:
     cores = 1 if plan.device == "cuda" else os.cpu_count() or 1
     dtype = cell.quantization.compute_dtype
     slow = SLOW_BF16 if plan.device == "cpu" and dtype != "float32" and not fast_bf16() else 1.0
-    parameters = elements(read_headers(cell.checkpoint.folder, quantized=True))
+    parameters = elements(cell.checkpoint.headers)
     weights = parameters * BYTES[dtype] / GIB
     operations = 2 * parameters * slow / cores
     seconds = rates.fixed + 3 * weights / rates.disk  # read for loading and for the audit

@@ -25,7 +25,7 @@ from qbench.attention.masks import positions_counted
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.attention.transformers import attend
 from qbench.checkpoints import fla
-from qbench.checkpoints.supported import class_names
+from qbench.checkpoints.classes import class_names
 from qbench.training.recipe import Compute, Optimizer, OwnParameter, Schedule, Shape
 
 

@@ -4,12 +4,12 @@ import pytest
 import torch
 from loading import load_model
 from quantizer_models import DIGEST, parse
-from scoring_models import choices, scorer
-from tiny import write_tiny
+from scoring_models import choices, scorer, settings
+from tiny import CONFIGS, write_tiny
 from transformers import AutoModelForCausalLM
 
 from qbench.checkpoints import find
-from qbench.checkpoints.supported import CLASSES
+from qbench.evaluation.scoring.forward import fastest_mode
 from qbench.evaluation.settings import MODES, Tolerance
 from qbench.quantizers.audit.cell import audit
 from qbench.quantizers.calibration import Calibration
@@ -24,23 +24,25 @@ def answers(model, mode):
     return torch.tensor([value for value, _ in found])
 
 
-@pytest.mark.parametrize("kind", CLASSES)
+@pytest.mark.parametrize("kind", CONFIGS)
 def test_it_is_scored_as_on_its_own_attention(kind, tmp_path):
     found = find(str(write_tiny(tmp_path, kind)))
-    can = found.support
-    own = {"attn_implementation": can.own} if can.own == "eager" else {}
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, **own)
-    expected = answers(theirs.cuda().eval(), "lm-eval")
     ours = load_model(found, dtype=torch.float32, device="cuda")
-    if not can.native:
-        assert ours.config._attn_implementation == f"qbench-{can.normalizer}-triton"
-    for mode in MODES:
-        if MODES.index(mode) >= MODES.index(can.scoring):
-            assert (answers(ours, mode) - expected).abs().max() < CLOSE, mode
+    chosen = ours.chosen_attention
+    own = "eager" if kind == "gemma2" or chosen.implementation == "eager" else None
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, attn_implementation=own
+    )
+    expected = answers(theirs.cuda().eval(), "lm-eval")
+    if not chosen.why:
+        assert ours.config._attn_implementation == f"qbench-{chosen.normalizer}-triton"
+    fastest, _ = fastest_mode(ours, settings("fast"))
+    for mode in MODES[MODES.index(fastest) :]:
+        assert (answers(ours, mode) - expected).abs().max() < CLOSE, mode
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16])
-@pytest.mark.parametrize("kind", CLASSES)
+@pytest.mark.parametrize("kind", CONFIGS)
 def test_it_is_loaded_in_half_precision(kind, dtype, tmp_path):
     """What our attention gives is held against the class's own there."""
     assert load_model(find(str(write_tiny(tmp_path, kind))), dtype=dtype, device="cuda")

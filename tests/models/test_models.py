@@ -1,20 +1,30 @@
-"""Every class that ``qbench list models`` names: scored as lm-eval scores it, and quantized."""
+"""Every class that docs/models.md lists: measured when it is loaded, scored as lm-eval scores it.
+
+What a class's own attention has and ours lacks is measured, and so is what a pack of texts changes:
+no table of classes decides it.
+"""
+
+from dataclasses import replace
 
 import pytest
 import torch
 from loading import load_model
-from scoring_models import choices, scorer
+from scoring_models import choices, scorer, settings
 from tiny import CONFIGS, KINDS, tiny_model, write_tiny
 from transformers import AutoModelForCausalLM
 
+from qbench.attention.transformers import attend
 from qbench.checkpoints import find
-from qbench.checkpoints.supported import CLASSES, class_names
-from qbench.errors import UnavailableError
+from qbench.checkpoints.classes import class_names, packing_problem, tried_classes
+from qbench.checkpoints.load import own_logits, require_causal, require_ours
+from qbench.errors import CheckpointError, UnavailableError
+from qbench.evaluation.scoring.forward import fastest_mode
 from qbench.evaluation.settings import MODES, Tolerance
 
 # Of GPT-BigCode in transformers 5.17.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 LOOSE = Tolerance(mean=1e-3, largest=1e-3, changed=0.0)
+ROWS = {row.model_type: row for row in tried_classes()}
 
 
 @pytest.fixture(scope="module")
@@ -31,55 +41,137 @@ def folders(tmp_path_factory):
 
 
 def answers(model, mode):
-    found = scorer(model, mode, tolerance=LOOSE).loglikelihood(choices(3), disable_tqdm=True)
-    return [value for value, _ in found]
+    scored = scorer(model, mode, tolerance=LOOSE).loglikelihood(choices(3), disable_tqdm=True)
+    return [value for value, _ in scored]
 
 
 def test_every_class_of_the_table_is_tried():
-    assert set(CONFIGS) == set(CLASSES)
-    assert CLASSES.keys() <= class_names().keys()
+    assert set(CONFIGS) == set(ROWS)
+    assert ROWS.keys() <= class_names().keys()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
-def test_the_table_says_which_have_no_positions_beyond_their_context(kind):
+def test_files_say_which_models_take_no_more_tokens_than_their_context(kind, folders):
     model, ids = tiny_model(kind), torch.ones(1, 257, dtype=torch.long)
     try:
         model(ids, use_cache=False)
-        bounded = False
+        most = None
     except (IndexError, RuntimeError):
-        bounded = True
-    assert bounded == CLASSES[kind].bounded
+        most = 256
+    assert find(str(folders(kind))).positions == most
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_is_scored_as_lm_eval_scores_it_in_the_modes_that_the_table_says(kind, folders):
-    found = find(str(folders(kind)))
-    can = found.support
+def test_it_is_scored_as_lm_eval_scores_it_in_the_modes_that_are_measured(kind, folders):
+    checkpoint = find(str(folders(kind)))
+    ours = load_model(checkpoint, dtype=torch.float32, device="cpu")
+    chosen = ours.chosen_attention
+    listed = ROWS[kind].attention  # ours; ours: NORMALIZER; native (IMPLEMENTATION): REASON
+    name = f"native ({chosen.implementation})" if chosen.why else "ours"
+    assert listed.partition(":")[0] == name
+    assert chosen.normalizer in ("native", "softmax", listed.partition(": ")[2])
     # On its default of transformers 5.17, sdpa, Gemma 2 forgets its cap in silence.
-    attention = {"attn_implementation": can.own} if can.own == "eager" else {}
-    theirs = AutoModelForCausalLM.from_pretrained(found.folder, dtype=torch.float32, **attention)
+    own = "eager" if kind == "gemma2" or chosen.implementation == "eager" else None
+    theirs = AutoModelForCausalLM.from_pretrained(
+        checkpoint.folder, dtype=torch.float32, attn_implementation=own
+    )
     expected = answers(theirs.eval(), "lm-eval")
-    ours = load_model(found, dtype=torch.float32, device="cpu")
-    runs_on = ours.config._attn_implementation
-    assert runs_on == (can.own if can.native else f"qbench-{can.normalizer}-reference")
-    assert ours.config.qbench_normalizer == ("native" if can.native else can.normalizer)
-    for mode in MODES:
-        if MODES.index(mode) >= MODES.index(can.scoring):
-            assert answers(ours, mode) == pytest.approx(expected, abs=2e-4), mode
-        else:
-            with pytest.raises(UnavailableError):
-                answers(ours, mode)
+    fastest, why = fastest_mode(ours, settings("fast"))
+    assert fastest == ROWS[kind].scoring.partition(" ")[0]
+    assert (fastest == "fast") == (not why)
+    for mode in MODES[MODES.index(fastest) :]:
+        assert answers(ours, mode) == pytest.approx(expected, abs=2e-4), mode
 
 
 @pytest.mark.parametrize(
     ("kind", "stated"),
     [("opt", {"word_embed_proj_dim": 32}), ("falcon_h1", {"lm_head_multiplier": 0.5})],
 )
-def test_heads_of_another_width_or_scale_are_scored_as_the_plan_says(kind, stated, tmp_path):
+def test_heads_of_another_width_or_scale_are_scored_as_measured(kind, stated, tmp_path):
     """As OPT-350M's, and Falcon-H1's."""
-    found = find(str(write_tiny(tmp_path, kind, **stated)))
-    theirs = AutoModelForCausalLM.from_pretrained(found.folder, dtype=torch.float32).eval()
-    ours = load_model(found, dtype=torch.float32, device="cpu")
-    for mode in MODES[MODES.index(found.support.scoring) :]:
+    checkpoint = find(str(write_tiny(tmp_path, kind, **stated)))
+    theirs = AutoModelForCausalLM.from_pretrained(checkpoint.folder, dtype=torch.float32).eval()
+    ours = load_model(checkpoint, dtype=torch.float32, device="cpu")
+    fastest, _ = fastest_mode(ours, settings("fast"))
+    for mode in MODES[MODES.index(fastest) :]:
         assert answers(ours, mode) == pytest.approx(answers(theirs, "lm-eval"), abs=2e-4), mode
+
+
+# What a model does that no configuration says
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("mamba", "does not call the attention that it is given"),
+        ("bloom", "does not take its attention from AttentionInterface"),
+        ("mimo_v2_flash", "attention has no s_aux"),
+    ],
+)
+def test_an_attention_that_lacks_something_is_native_or_refused(folders, kind, words):
+    checkpoint = find(str(folders(kind)))
+    chosen = load_model(checkpoint, dtype=torch.float32, device="cpu").chosen_attention
+    assert (chosen.normalizer, chosen.implementation) == ("native", "eager")
+    assert words in chosen.why
+    with pytest.raises(UnavailableError, match=rf"{words}.*attention: native"):
+        load_model(checkpoint, dtype=torch.float32, device="cpu", attention="reference")
+
+
+def test_a_model_that_fails_on_our_attention_is_refused(monkeypatch):
+    model = tiny_model("llama")
+    logits = own_logits(model)
+    attend(model, normalizer="softmax", implementation="reference")
+
+    def reads_the_mask(*_, **__):
+        raise AttributeError("'Mask' object has no attribute 'dtype'")
+
+    monkeypatch.setattr(model.model.layers[0].self_attn, "forward", reads_the_mask)
+    with pytest.raises(UnavailableError, match=r"fails on qbench's attention \('Mask' object"):
+        require_ours(model, logits)
+
+
+def test_other_logits_than_its_own_are_refused():
+    model = tiny_model("llama")
+    logits = own_logits(model)
+    require_ours(model, logits)
+    with pytest.raises(UnavailableError, match="changes the logits of LlamaForCausalLM by 0"):
+        require_ours(model, logits + 0.1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "stated", "problem"),
+    [
+        ("mistral", {"sliding_window": 4096}, "windows"),
+        ("mistral", {"sliding_window": None}, None),
+        ("qwen2", {"sliding_window": 4096, "use_sliding_window": False}, None),
+        ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic rotary"),
+        ("phi3", {"rope_parameters": {"rope_type": "longrope"}}, "longrope rotary"),
+    ],
+)
+def test_what_a_short_probe_cannot_see_is_read_from_the_configuration(kind, stated, problem):
+    answer = packing_problem({"model_type": kind, **stated})
+    assert (answer is None) if problem is None else answer.startswith(problem)
+
+
+def test_an_own_attention_that_a_class_lacks_is_refused(folders):
+    checkpoint = replace(find(str(folders("bloom"))), normalizer="native")
+    model = load_model(checkpoint, dtype=torch.float32, device="cpu")
+    assert model.chosen_attention.implementation == "eager"  # it has no sdpa
+
+
+def test_logits_that_depend_on_how_many_tokens_follow_are_refused(monkeypatch):
+    """As of sparse attention whose choice of keys changes as a text grows."""
+    model = tiny_model("llama")
+    logits = own_logits(model)
+    require_causal(model, logits, "why")
+    forward = model.forward
+
+    def by_length(input_ids, **options):
+        output = forward(input_ids, **options)
+        output.logits = output.logits * (1 + 0.01 * input_ids.shape[1])
+        return output
+
+    monkeypatch.setattr(model, "forward", by_length)
+    with pytest.raises(CheckpointError, match="8 tokens more change the logits of the 8 before"):
+        require_causal(model, own_logits(model), "why")

@@ -5,8 +5,7 @@ from checkpoints.folders import CONFIG, random_tensors, write
 from tiny import KINDS, tiny_model, write_tiny
 
 from qbench.checkpoints import find
-from qbench.checkpoints.find import linear_shapes
-from qbench.checkpoints.supported import CLASSES, EXPERTS
+from qbench.checkpoints.find import has_other_matrices, linear_shapes
 from qbench.quantizers.linear import linearize, linears, matrices
 
 
@@ -34,8 +33,9 @@ def test_headers_give_the_shapes_of_the_models_linear_layers(kind, tmp_path):
 @pytest.mark.parametrize("kind", KINDS)
 def test_names_of_matrices_end_in_words_of_the_files(kind, tmp_path):
     """So that a plan refuses no ``ignore`` that the model knows."""
-    if not CLASSES[kind].left_out and CLASSES[kind].weights != EXPERTS:
-        found = linear_shapes(find(str(write_tiny(tmp_path, kind))))
+    checkpoint = find(str(write_tiny(tmp_path, kind)))
+    if not has_other_matrices(checkpoint):
+        found = linear_shapes(checkpoint)
         words = {word for name in found for word in name.split(".")}
         assert {name.rpartition(".")[2] for name in matrices(tiny_model(kind))} <= words
 

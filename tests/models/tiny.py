@@ -7,11 +7,8 @@ import pytest
 import torch
 from scoring_models import tokenizer
 
-from qbench.checkpoints.supported import CLASSES
-
 # One of each way; the others at night.
 QUICK = ("llama", "gpt2", "opt", "gemma2", "mixtral", "stablelm", "gpt_oss", "falcon")
-KINDS = [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in CLASSES]
 
 SMALL = {
     "vocab_size": 400, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1,
@@ -112,7 +109,27 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mimo_v2_flash": {**MOE, **WINDOW},
     "mamba": {"state_size": 8, "num_attention_heads": None, "time_step_rank": 16},
     "mamba2": {"num_heads": 4, "state_size": 8, "n_groups": 1},
+    "gemma3n_text": {
+        **WINDOW,
+        "vocab_size_per_layer_input": 400,
+        "hidden_size_per_layer_input": 16,
+        "num_kv_shared_layers": 0,
+        "laurel_rank": 16,
+        "activation_sparsity_pattern": [0.0, 0.0],
+    },
+    "nemotron_h": {
+        **STATES,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 32,
+        "ssm_state_size": 8,
+        "n_groups": 1,
+        "num_hidden_layers": 4,
+        "hybrid_override_pattern": "M-*-",
+    },
+    "minimax": {**MOE, "num_hidden_layers": 2, "layer_types": LINEAR["layer_types"]},
+    "ernie4_5_moe": {**MOE, "moe_layer_start_index": 0, "moe_layer_end_index": -1},
 }
+KINDS = [k if k in QUICK else pytest.param(k, marks=pytest.mark.slow) for k in CONFIGS]
 
 
 def tiny_model(kind: str, **changes: Any) -> Any:

@@ -16,11 +16,13 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from qbench.attention.quantized_kv import READ, read_apart, rotate
-from qbench.checkpoints.supported import model_support
-from qbench.errors import EvaluationError, UnavailableError
-from qbench.evaluation.scoring.batching import PackedBatch
+from qbench.checkpoints.classes import Mode, packing_problem
+from qbench.checkpoints.load import rounding_tolerance
+from qbench.errors import EvaluationError, UnavailableError, first_line
+from qbench.evaluation.scoring.batching import PackedBatch, Packing
 from qbench.evaluation.scoring.logits import to_device
-from qbench.evaluation.scoring.requests import Batch
+from qbench.evaluation.scoring.requests import Batch, Request
+from qbench.evaluation.settings import ScoringSettings
 from qbench.streaming import together
 
 NAME = "qbench-packed"
@@ -87,11 +89,10 @@ class PackedForward:
                 f"fast scoring needs an attention that takes cu_seqlens, not {self._attention!r}; "
                 "use scoring: exact or another attention"
             )
-        can = model_support(model.config.to_dict())
-        if can.scoring != "fast":
+        if problem := packing_problem(model.config.to_dict()):
             raise UnavailableError(
                 f"fast scoring computes in packs, and {type(model).__name__} does not: "
-                f"{can.slower}; use scoring: exact"
+                f"{problem}; use scoring: exact"
             )
 
     def __call__(self, batch: PackedBatch) -> Tensor:
@@ -147,3 +148,47 @@ def decoder_and_head(model: Any) -> tuple[torch.nn.Module, torch.nn.Module]:
             "lm-eval"
         )
     return decoder, head
+
+
+def fastest_mode(model: Any, settings: ScoringSettings) -> tuple[Mode, str]:
+    """Return ``settings.mode``, or the next slower one in which ``model`` can be scored, and the
+    measurement that rules the faster ones out (empty if none)."""
+    if settings.mode == "lm-eval":
+        return "lm-eval", ""
+    try:
+        decoder, _ = decoder_and_head(model)
+    except UnavailableError as error:
+        return "lm-eval", str(error)
+    problem = packing_problem(model.config.to_dict())
+    if settings.mode == "fast" and problem:
+        return "exact", problem
+    if settings.mode == "fast":
+        try:
+            off = packing_difference(model, decoder)
+        except Exception as error:  # a class may not take a pack's positions or options
+            return "exact", f"{type(model).__name__} takes no packs ({first_line(error)})"
+        if not off <= rounding_tolerance(model):
+            return "exact", f"packing texts changes their hidden states by {off:.2g} of their size"
+    return settings.mode, ""
+
+
+@torch.no_grad()
+def packing_difference(model: Any, decoder: torch.nn.Module) -> float:
+    """Return ‖packed − alone‖ / ‖alone‖ of the hidden states of eight short texts, of which two
+    share each beginning: the 80th percentile over tokens, since rounding may send single tokens to
+    other experts."""
+    ids = (np.arange(1, 65) * 7 % len(model.get_input_embeddings().weight)).tolist()
+    texts = [(ids[i : i + 6], ids[i + j : i + j + 3]) for i in range(0, 64, 16) for j in (6, 10)]
+    requests = [Request(a + b, len(a), owner) for owner, (a, b) in enumerate(texts)]
+    [pack] = Packing(max_length=len(ids), batch_tokens=1024).plan(requests, windows=False)
+    batch = pack.collate(requests)
+    packed = PackedForward(model, decoder)(batch)
+    packed = packed[to_device(batch.rows[batch.scored.row], model.device)].float()
+    alone = []
+    for index in batch.request_indices:
+        row = np.asarray([requests[index].tokens[:-1]])
+        states = decoder(to_device(row, model.device), use_cache=False)[0][0]
+        alone.append(states[-requests[index].scored :].float())
+    expected = torch.cat(alone)
+    off = (packed - expected).norm(dim=-1) / expected.norm(dim=-1)
+    return float(off.quantile(0.8))
