@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, masking_utils
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from qbench.attention.kernels.varlen import padded_spans, sequence_spans
@@ -120,7 +120,7 @@ def mask_interface(implementation: str) -> Callable[..., Tensor | Mask | None]:
             dense = cache(dense)  # all layers ask
         plain = attention_mask is None or (not compiling and bool(attention_mask.all()))
         if compiling and _positions.counted and plain and not use_vmap:
-            allow_is_causal_skip |= _is_packed(mask_function)
+            allow_is_causal_skip |= mask_function.__name__ == "and_mask"  # none is packed
         fixed = isinstance(q_offset, int)
         aligned = fixed and q_offset + q_length == kv_offset + kv_length
         wide = local_size is None or kv_length < local_size
@@ -152,10 +152,21 @@ def mask_interface(implementation: str) -> Callable[..., Tensor | Mask | None]:
     return mask
 
 
+# Before transformers 5.24, blocks of tokens that see each other both ways were joined last, by
+# or_masks; since then they are inside of what and_masks cuts into packed sequences.
+BLOCKS_JOINED_LAST = hasattr(masking_utils, "packed_sequence_compatibility_function")
+
+
 def _is_packed(mask_function: Callable) -> bool:
-    """Whether transformers may have cut a causal mask by positions, and not joined it with blocks
-    that see each other both ways, which it does by another function."""
-    return mask_function.__name__ == "and_mask"
+    """Return whether transformers' ``mask_function`` is causal within packed sequences, without
+    blocks of tokens that see each other both ways. torch.compile before torch 2.14 cannot look into
+    the function: then the answer is False, and a dense mask is made."""
+    if BLOCKS_JOINED_LAST or mask_function.__name__ != "and_mask":
+        return mask_function.__name__ == "and_mask"
+    cells = getattr(mask_function, "__closure__", None)
+    if cells is None:
+        return False
+    return all(part.__name__ != "or_mask" for cell in cells for part in cell.cell_contents)
 
 
 def _joined(mask_function: Callable, batch: int, length: int, device: torch.device) -> Tensor:

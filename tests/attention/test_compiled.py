@@ -16,6 +16,7 @@ from qbench.attention import transformers as interface
 from qbench.attention.masks import mask_interface, positions_counted
 from qbench.attention.transformers import attend
 from qbench.errors import UnavailableError
+from qbench.evaluation.scoring.generate import cache_argument
 
 pytestmark = pytest.mark.usefixtures("dynamo")
 NONE = torch.fx.Graph()
@@ -143,10 +144,10 @@ def test_a_static_cache_in_a_compiled_model_is_right_or_refused(slopes):
             with pytest.raises(
                 UnavailableError, match=r"slopes .*cannot be compiled with a static cache"
             ):
-                compiled(ids, past_key_values=cache)
+                compiled(ids, **{cache_argument(type(model)): cache})
             return
         for piece in ids.split([5, 3, 1], 1):
-            pieces.append(compiled(piece, past_key_values=cache).logits)
+            pieces.append(compiled(piece, **{cache_argument(type(model)): cache}).logits)
         expected = model(ids, use_cache=False).logits
     torch.testing.assert_close(torch.cat(pieces, 1), expected)
 

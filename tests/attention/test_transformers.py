@@ -23,6 +23,7 @@ from qbench.attention.transformers import (
     batch_invariant,
 )
 from qbench.errors import RecipeError, UnavailableError
+from qbench.evaluation.scoring.generate import cache_argument
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
 FEW = ("softpick", "sigmoid", "scalable-softmax")
@@ -120,7 +121,7 @@ def test_decoding_with_a_cache_equals_one_full_pass(ids, normalizer, padded, sta
     for piece in ids.split([5, 3, 7, 1, 1], 1):
         stop = done + piece.shape[1]
         out = model(
-            piece, past_key_values=cache, position_ids=positions[:, done:stop],
+            piece, **{cache_argument(type(model)): cache}, position_ids=positions[:, done:stop],
             attention_mask=padding[:, :stop] if padded else None,
         )  # fmt: skip
         done = stop

@@ -12,6 +12,7 @@ from normalizer_parameters import attach
 
 from qbench.attention import kernels
 from qbench.attention.transformers import attend, attention_name
+from qbench.evaluation.scoring.generate import cache_argument
 
 ROOT = Path(__file__).parents[2]
 SHARED = ROOT.parent / "shared"
@@ -50,9 +51,10 @@ def test_a_padded_model_with_a_cache_gives_what_the_reference_gives(normalizer, 
         with torch.no_grad():
             out = model(ids, attention_mask=padding, position_ids=positions, use_cache=True)
             step = model(
-                ids[:, :1], past_key_values=out.past_key_values,
+                ids[:, :1],
                 attention_mask=torch.cat([padding, padding.new_ones(3, 1)], 1),
                 position_ids=positions[:, -1:] + 1,
+                **{cache_argument(type(model)): out.past_key_values},
             )  # fmt: skip
         logits[implementation] = torch.cat([out.logits[padding.bool()], step.logits[:, 0]])
     assert relative_error(logits["triton"], logits["reference"]) <= 1e-4

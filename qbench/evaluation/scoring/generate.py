@@ -241,9 +241,17 @@ def decode(
     return answers
 
 
+@cache
+def cache_argument(model_class: type) -> str:
+    """Return what the forward of ``model_class`` calls its KV cache: ``cache`` since transformers
+    5.24, ``past_key_values`` before."""
+    named = inspect.signature(model_class.forward).parameters
+    return "cache" if "cache" in named else "past_key_values"
+
+
 def _last_logits(model: Any, ids: Tensor, cache: DynamicCache, **options: Any) -> Tensor:
     """[N, V] after the last of ``ids`` [N, T], whose keys and values ``cache`` takes."""
-    options |= {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
+    options |= {cache_argument(type(model)): cache, "use_cache": True, "logits_to_keep": 1}
     return model(input_ids=ids, **options).logits[:, -1]
 
 

@@ -16,6 +16,7 @@ from qbench.attention.normalizers.scalable import S
 from qbench.attention.normalizers.softmax import SoftmaxSink
 from qbench.attention.transformers import attend
 from qbench.errors import UnavailableError
+from qbench.evaluation.scoring.generate import cache_argument
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of infinities
 LIMIT = 1e-5  # relative
@@ -273,8 +274,9 @@ def test_a_padded_model_and_a_decode_step_equal_the_reference(model):
         assert ran == f"softpick/{implementation}"
         out = model(ids, attention_mask=padding, position_ids=positions, use_cache=True)
         step = model(
-            ids[:, :1], past_key_values=out.past_key_values, position_ids=positions[:, -1:] + 1,
+            ids[:, :1], position_ids=positions[:, -1:] + 1,
             attention_mask=torch.cat([padding, padding[:, :1] | 1], 1),
+            **{cache_argument(type(model)): out.past_key_values},
         )  # fmt: skip
         found.append(torch.cat([out.logits[padding.bool()], step.logits[:, 0]]))
     assert error(*found) <= LIMIT
