@@ -1,8 +1,7 @@
 # make demo: install into .venv and run the bundled demo.  make test: install and test.
 PYTHON ?= python3
 BIN := .venv/bin
-PYTEST = $(if $(PROCESSOR),tests/processors/as $(PROCESSOR)) $(BIN)/python -m pytest -n 2 \
-  --dist loadfile --no-loadscope-reorder
+PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 INSTALLED := .venv/.installed
 
 .PHONY: demo viewer pictures pages numbers test test-all gate baseline test-gpu lint format docs install clean
@@ -27,7 +26,6 @@ pictures: install
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[view-test]'
 	$(BIN)/python docs/pictures.py
 
-# PROCESSOR=avx512 or PROCESSOR=avx2: as a processor without AVX512-BF16 and AMX, or without AVX-512
 test: install
 	$(PYTEST) -m "not gpu and not slow"
 
