@@ -2,9 +2,13 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+PIP := -m pip --quiet --disable-pip-version-check
 INSTALLED := .venv/.installed
+# torch without CUDA, gigabytes smaller: what is installed where there is no NVIDIA GPU
+CPU_TORCH := https://download.pytorch.org/whl/cpu
+NEWEST := .newest/bin/python
 
-.PHONY: demo viewer pictures pages numbers test test-all gate baseline test-gpu lint format docs install clean
+.PHONY: demo viewer pictures pages numbers test test-all test-newest gate baseline test-gpu lint format docs install clean
 demo: install
 	$(BIN)/qbench run recipes/demo.yaml --workers 2
 	@echo "see it: $(BIN)/qbench view results/demo --recipe recipes/demo.yaml"
@@ -23,7 +27,7 @@ numbers: install
 
 # those of the viewer in README and docs, by Chromium
 pictures: install
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[view-test]'
+	$(BIN)/python $(PIP) install -e '.[view-test]'
 	$(BIN)/python docs/pictures.py
 
 test: install
@@ -43,6 +47,16 @@ baseline: install
 	$(BIN)/qbench run recipes/gate.yaml --workers 2
 	$(BIN)/qbench baseline results/gate --out results/baselines/gate.parquet --replace
 
+# with the newest release of every library, whatever pyproject.toml allows, in .newest
+test-newest:
+	test -x $(NEWEST) || $(PYTHON) -m venv .newest
+	$(NEWEST) $(PIP) install --upgrade --upgrade-strategy eager \
+	  $$($(PYTHON) -c 'import re, tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+	  o = p["optional-dependencies"]; names = p["dependencies"] + o["cluster"] + o["published"] + o["dev"]; \
+	  print(*{n for line in names if (n := re.match(r"[\w.-]+", line)[0]) != "qbench-eval"})')
+	$(NEWEST) $(PIP) install --no-deps -e .
+	$(NEWEST) -m pytest -n 2 --dist loadfile -m "not gpu and not slow"
+
 test-gpu: install
 	$(BIN)/python -m pytest -m gpu
 
@@ -57,7 +71,7 @@ format: install
 
 # the pages as a site, in site/
 docs: install
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
+	$(BIN)/python $(PIP) install -e '.[docs]'
 	$(BIN)/python -m typer qbench.cli.app utils docs --name qbench --title "Command line" --output docs/reference/cli.md
 	$(BIN)/mkdocs build --quiet --strict
 	git ls-files 'results/*.md' 'results/*.svg' recipes tests/plugins | tar -c -T - | tar -x -C site  # what pages link
@@ -69,8 +83,13 @@ $(INSTALLED): pyproject.toml
 	  || { echo "qbench needs Python 3.11 to 3.13; say make PYTHON=python3.13"; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "installing into .venv (minutes the first time, once)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@test -e /proc/driver/nvidia/version \
+	  || PIP_CONFIG_FILE=/dev/null $(BIN)/python $(PIP) install --retries 1 --no-deps \
+	    --index-url $(CPU_TORCH) "$$(sed -n 's/^ *"\(torch>=[^"]*\)".*/\1/p' pyproject.toml)" \
+	  || echo "no CPU build of torch could be fetched; pip takes the usual one"
+	@$(BIN)/python $(PIP) freeze | grep '^torch==' > .venv/torch.txt || true
+	@$(BIN)/python $(PIP) install -c .venv/torch.txt -e '.[dev]'
 	@touch $@
 
 clean:
-	rm -rf .venv build *.egg-info
+	rm -rf .venv .newest build *.egg-info

@@ -465,7 +465,7 @@ def _read(path: Path) -> Source:
     """The recipe ``path``, its paths absolute. Raises RecipeError where what options replace parts
     of has none."""
     source = recipe_yaml.read(path)
-    values, folder = source.values, Path(os.path.realpath(path)).parent
+    values, folder = source.values, Path(os.path.realpath(source.path)).parent
     for what in [what for what, value in values.items() if value is None]:
         del values[what]
     for what, kind in SHAPES.items():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -60,8 +62,27 @@ class Source:
         self.lines[location] = 0
 
 
+def bundled_recipes() -> Path:
+    """Return the folder of the recipes that come with qbench: in the package, else beside it."""
+    in_wheel = Path(__file__).parent / "bundled"
+    return in_wheel if in_wheel.is_dir() else Path(__file__).parents[1] / "recipes"
+
+
+def find_recipe(path: Path) -> Path:
+    """Return ``path``; if nothing is there and qbench comes with a recipe of that path, such as
+    recipes/demo.yaml, return that one and say so on standard error."""
+    if os.path.lexists(path) or path.parts[:1] != ("recipes",):
+        return path
+    bundled = bundled_recipes().joinpath(*path.parts[1:])
+    if not bundled.is_file():
+        return path
+    print(f"{path}: not in this folder; the one that comes with qbench: {bundled}", file=sys.stderr)
+    return bundled
+
+
 def read(path: Path) -> Source:
-    """Raises RecipeError, with the line, for what is no recipe-like YAML."""
+    """Read a recipe's YAML. Raises RecipeError, with the line, for what is no mapping."""
+    path = find_recipe(path)
     text = _text(path)
     yaml = YAML(typ="safe", pure=True)
     try:
@@ -161,7 +182,9 @@ def _text(path: Path) -> str:
     try:
         return read_regular(path, most=LARGEST).decode("utf-8-sig")
     except FileNotFoundError:
-        raise RecipeError(f"{path}: no such recipe") from None
+        raise RecipeError(
+            f"{path}: no such recipe; `qbench list recipes` names those that come with qbench"
+        ) from None
     except UnicodeDecodeError as error:
         raise RecipeError(f"{path}: not UTF-8 text ({error.reason})") from None
     except (OSError, ValueError) as error:

@@ -129,7 +129,7 @@ def _connected(
 ) -> contextlib.AbstractContextManager[DaskExecutor]:
     """The workers of ``--cluster``, on the device that is asked for or the one that they have."""
     if importlib.util.find_spec("distributed") is None:
-        raise UnavailableError("--cluster: Dask is not installed; pip install 'qbench[cluster]'")
+        raise UnavailableError("--cluster: Dask is not installed; pip install -e '.[cluster]'")
     from qbench.runner.dask import connected  # an extra, and a second to import
 
     wanted, slots = None if launcher.device == "auto" else launcher.device, []

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
+from itertools import takewhile
 from typing import Annotated, Literal
 
 import typer
@@ -21,12 +23,15 @@ from qbench.evaluation.definitions import task_names
 from qbench.plugins import load_packages
 from qbench.quantizers.prequantized import format_rows
 from qbench.recipe_schema import Row
+from qbench.recipe_yaml import bundled_recipes
 
 
 def list_command(
     what: Annotated[
-        Literal["quantizers", "formats", "normalizers", "models", "tasks"],
-        typer.Argument(metavar="WHAT", help="quantizers, formats, normalizers, models or tasks."),
+        Literal["quantizers", "formats", "normalizers", "models", "tasks", "recipes"],
+        typer.Argument(
+            metavar="WHAT", help="quantizers, formats, normalizers, models, tasks or recipes."
+        ),
     ],
     plugin: PluginOption = [],  # noqa: B006  typer copies it
     markdown: Annotated[
@@ -34,7 +39,8 @@ def list_command(
     ] = False,
 ) -> None:
     """List the quantizers with their options, the formats of checkpoints that are quantized
-    already, the normalizers, the classes of models that were tried, or lm-eval's tasks.
+    already, the normalizers, the classes of models that were tried, lm-eval's tasks, or the recipes
+    that come with qbench.
 
     Examples:
     ```
@@ -57,6 +63,15 @@ def list_command(
     Console(highlight=False).print(table)
 
 
+def recipe_rows() -> Iterator[Row]:
+    """Yield the recipes that come with qbench, with the first sentence of their comments."""
+    folder = bundled_recipes()
+    for path in sorted((*folder.glob("*.yaml"), *folder.glob("train/*.yaml"))):
+        comment = takewhile(lambda line: line.startswith("# "), path.read_text().splitlines())
+        text = " ".join(line[2:] for line in comment)
+        yield f"recipes/{path.relative_to(folder)}", re.split(r"(?<=[.?])(?<! al\.)\s|:$", text)[0]
+
+
 def normalizer_rows() -> Iterator[Row]:
     for one in map(NORMALIZERS.get, NORMALIZERS):
         yield from [(one.name, one.description), ("", f"{one.traits}")]
@@ -77,6 +92,7 @@ ROWS = {
     "normalizers": normalizer_rows,
     "models": model_rows,
     "formats": format_rows,
+    "recipes": recipe_rows,
 }
 
 

@@ -167,7 +167,7 @@ class TrainingRecipe(Strict):
                 "of `qbench train` has model, normalizers and data, as those in recipes/train"
             )
         if isinstance(text := source.values.get("data"), dict) and "tokens" in text:
-            text["tokens"] = absolute(Path(os.path.realpath(path)).parent, text["tokens"])
+            text["tokens"] = absolute(Path(os.path.realpath(source.path)).parent, text["tokens"])
         for value, *place in (
             (list(normalizers), "normalizers"),
             (list(seeds), "seeds"),
