@@ -4,6 +4,7 @@
     CACHE/distributions/<key16>.safetensors              hidden states that damage is measured with
     CACHE/cells/<key16>.json, <key16>.….parquet          finished records with their tables
     CACHE/tasks/<key16>.json, <key16>.….parquet          finished tasks of a cell with their tables
+    CACHE/sources/<run>.json                             where a run of this machine read its tasks
 
 A run that finds a key here does not compute it again. Reading an entry sets its time, so that
 pruning removes what was not used for longest.
@@ -12,16 +13,17 @@ pruning removes what was not used for longest.
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from qbench.errors import OutputError, ResultsError
-from qbench.files import clean_temporaries, content_key, mark_used
+from qbench.files import clean_temporaries, content_key, mark_used, write_atomically
 from qbench.machine import GIB
 from qbench.records import CellKey, Record, TaskRecord
 from qbench.store import KeyedStore, Store, Table
@@ -90,6 +92,32 @@ def find_cell(cache: Path, cell: CellKey) -> tuple[Record, dict[Table, bytes]] |
             tables = {name: cells.payload(record, name) for name in record.files}
             return record.model_copy(update=names), tables
     return None
+
+
+class Sources(NamedTuple):
+    """Folders that a run read its tasks from; None: the hub's data, lm-eval's definitions."""
+
+    data: Path | None = None
+    definitions: Path | None = None
+
+
+def keep_sources(cache: Path, run: str, sources: Sources) -> None:
+    """Keep where the run with the id ``run`` read its tasks, for ``qbench view``.
+
+    They are kept here, not in the results: those may come from another person, and definitions may
+    hold code.
+    """
+    values = {name: str(path.resolve()) for name, path in sources._asdict().items() if path}
+    with suppress(OutputError):
+        write_atomically(cache / "sources" / f"{run}.json", json.dumps(values).encode())
+
+
+def find_sources(cache: Path, run: str) -> Sources:
+    """Return what :func:`keep_sources` kept of the run; nothing if it ran on another machine."""
+    with suppress(OSError, ValueError, TypeError):
+        values = json.loads((cache / "sources" / f"{run}.json").read_bytes())
+        return Sources(**{name: Path(path) for name, path in values.items()})
+    return Sources()
 
 
 @contextmanager

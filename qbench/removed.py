@@ -4,6 +4,7 @@ from __future__ import annotations
 
 # Options of the command line.
 OPTIONS = {
+    "--document": "`qbench view` shows documents, with the texts that were asked",
     "--max-gib": "a limit for `qbench tables` went with --rank; the table lists the GiB of each "
     "precision",
     "--results": "`qbench cache list` names entries by their key and reads no results",

@@ -5,10 +5,12 @@ import json
 import pytest
 from small_recipe import DEMO, qbench, small_recipe
 
-from qbench.errors import DataError, ResultsError
+from qbench.cache import Sources, find_sources
+from qbench.cli.view import document_texts
+from qbench.errors import DataError
 from qbench.evaluation import evaluate
 from qbench.records import ANSWER_CHARACTERS
-from qbench.store import Store
+from qbench.store import Store, run_id
 
 # as gsm8k: two filters over one answer
 SUMS = """
@@ -59,20 +61,6 @@ def texts(store, record, task, filter_=None):
     return rows[kept]["answer"].tolist()
 
 
-def test_show_has_both_cells_answers(ran, capsys):
-    cell = f"{ran}/softpick/rtn-4bit"
-    assert qbench("show", cell, "--document", 1, "--task", "sums") == 0
-    shown = capsys.readouterr().out
-    store = Store(ran)
-    for record in store.records():
-        answer = texts(store, record, "sums")[1]
-        lines = "\n".join(f"  | {line}" for line in answer.split("\n"))
-        assert f"{record.cell} wrote\n{lines}" in shown
-    assert "last-word took\n  | " in shown
-    assert qbench("show", cell, "--document", 0) == 0
-    assert "passkey_256, document 0" in capsys.readouterr().out
-
-
 def test_the_export_holds_them(ran):
     assert qbench("export", ran, "--to", "lm-eval") == 0
     store = Store(ran)
@@ -98,25 +86,22 @@ def test_a_long_answer_is_cut_and_says_so():
     assert table["request"].tolist() == [0, 1]
 
 
-def test_show_makes_the_text_that_was_asked_from_the_recipe(ran, capsys):
-    recipe = ran.parent / "small.yaml"
-    cell = f"{ran}/softpick/rtn-4bit"
-    assert qbench("show", cell, "--document", 1, "--recipe", recipe) == 0
-    shown = capsys.readouterr().out
-    assert f"sums, document 1\n\nrequest 0\n  | {QUESTIONS[1].splitlines()[0]}" in shown
+def test_the_texts_that_were_asked_are_those_of_the_data_that_the_run_read(ran):
+    """`qbench view` finds them by itself after a run on this machine."""
+    record = Store(ran).records()[1]
+    sources = find_sources(ran.parent / "cache", run_id(Store(ran).manifest()))
+    assert document_texts(sources, record, "sums")[1].texts == ((QUESTIONS[1],),)
     row = json.loads((DEMO / "data/demo_lastword/test.jsonl").read_text().splitlines()[1])
     context, _, last = row["text"].rpartition(" ")
-    assert "\n  | ".join([f"request 0\n  | {context}", f" {last}"]) in shown
+    assert document_texts(sources, record, "demo_lastword")[1].texts == ((context, f" {last}"),)
+    assert find_sources(ran.parent / "cache", "01234567") == Sources()
 
 
-def test_a_recipe_that_asks_something_else_is_refused(ran, tmp_path):
+def test_data_that_ask_something_else_are_refused(ran, tmp_path):
     other = tmp_path / "data" / "demo_lastword"
     other.mkdir(parents=True)
     lines = (DEMO / "data/demo_lastword/test.jsonl").read_text().splitlines()
     (other / "test.jsonl").write_text("\n".join(reversed(lines)) + "\n")
-    options = ["--recipe", ran.parent / "small.yaml", "--task", "demo_lastword"]
-    command = ["show", f"{ran}/softpick/rtn-4bit", "--document", 1, *options]
+    sources = Sources(tmp_path / "data", ran.parent / "tasks")
     with pytest.raises(DataError, match="differ from those of softpick/rtn-4bit"):
-        qbench(*command, "--data", tmp_path / "data")
-    with pytest.raises(ResultsError, match="--data needs --recipe"):
-        qbench("show", f"{ran}/softpick/rtn-4bit", "--data", tmp_path)
+        document_texts(sources, Store(ran).records()[1], "demo_lastword")

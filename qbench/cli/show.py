@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -15,11 +13,7 @@ from qbench.comparison.explain import find_cell, text
 from qbench.comparison.lines import status_of
 from qbench.errors import ResultsError
 from qbench.files import require_folder
-from qbench.machine import redirected
-from qbench.plan import find_tasks
-from qbench.recipe import Overrides, Recipe
-from qbench.records import Question, Record
-from qbench.show import cell_text, document_text, folder_text
+from qbench.show import cell_text, folder_text
 from qbench.store import Store
 
 
@@ -47,36 +41,19 @@ def show(
             help="A results folder, DIR/CHECKPOINT/QUANTIZER, or a record's JSON file.",
         ),
     ],
-    document: Annotated[
-        int | None,
-        typer.Option(min=0, help="Question and answers of the document with this number."),
-    ] = None,
-    task: Annotated[str | None, typer.Option(help="With --document: of this task only.")] = None,
-    recipe: Annotated[
-        Path | None,
-        typer.Option(help="With --document: also the prompt, made from this recipe."),
-    ] = None,
-    data: Annotated[
-        Path | None, typer.Option(help="The recipe's --data, where the run had one.")
-    ] = None,
     run: Run = None,
 ) -> None:
-    """Everything about one cell, or which runs and cells a results folder holds.
+    """Show one cell, or which runs and cells a results folder holds.
+
+    Documents, layers and tokens are in `qbench view`.
 
     Examples:
     ```
     qbench show results/demo
     qbench show results/demo/softpick/gptq-4bit
-    qbench show results/demo/softpick/gptq-4bit --document 3 --task demo_choice
     ```
     """
-    if recipe is None and data is not None:
-        raise ResultsError("--data needs --recipe RECIPE")
-    if document is None and (recipe is not None or task is not None):
-        raise ResultsError("--recipe and --task need --document N, whose text they show")
     if Store(Path(what)).has_manifest():
-        if document is not None:
-            raise ResultsError(f"--document: name a cell, {what}/CHECKPOINT/QUANTIZER")
         typer.echo(folder_text(Store(Path(what), run=run)))
         return
     if not Path(what).is_file() and not Store(Path(what).parent.parent).has_manifest():
@@ -84,32 +61,7 @@ def show(
             f"{what}: no grid.json here; name a folder that `qbench run` wrote, "
             "DIR/CHECKPOINT/QUANTIZER, or a record's JSON file"
         )
-    store, record = find_cell(what, run)
-    if document is not None:
-        texts = None
-        if recipe is not None:
-            asked = asked_texts(record, recipe, data, document + 1, task)
-            texts = {name: of[document].texts for name, of in asked.items() if document in of}
-        typer.echo(document_text(store, record, document, task, texts))
-        return
-    typer.echo(cell_text(record))
-
-
-def asked_texts(
-    record: Record, recipe: Path | None, data: Path | None, documents: int, task: str | None
-) -> dict[str, dict[int, Question]]:
-    """What a record's cell was asked, as ``rebuild_requests`` gives it. Without a ``recipe``:
-    lm-eval's own ``task``, of ``data`` or the hub.
-
-    Raises RecipeError and DataError for what is not there, or is not what was asked."""
-    overrides = Overrides(data=data, tasks=None if task is None else (task,))
-    if recipe is None:  # whose checkpoints and quantizers nobody asks for
-        overrides = replace(overrides, checkpoints={"any": "any"}, quantizers=("bf16",))
-    planned, _ = find_tasks(Recipe.load(recipe, overrides))
-    with redirected(Path(os.devnull)):  # what lm-eval says while it makes requests
-        from qbench.evaluation.evaluate import rebuild_requests
-
-        return rebuild_requests(record, planned, documents, task)
+    typer.echo(cell_text(find_cell(what, run)[1]))
 
 
 def export(

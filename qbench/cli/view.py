@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import webbrowser
 from contextlib import suppress
@@ -12,13 +13,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from qbench.cache import Sources, cache_folder, find_sources
 from qbench.cli.messages import show_written
 from qbench.cli.options import Folder, Run, folder_option, open_store
-from qbench.cli.show import asked_texts
 from qbench.errors import DataError, OutputError, RecipeError
+from qbench.evaluation.tasks import plan_task
 from qbench.files import require_folder
+from qbench.machine import redirected
 from qbench.recipe import Overrides, Recipe
-from qbench.store import Store
+from qbench.store import Store, run_id
 from qbench.viewer.data import NO_TEXTS, Results, WholeStore
 from qbench.viewer.export import write_report, write_site
 from qbench.viewer.server import Server
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
     from qbench.records import Question, Record
 
 _MAKING = threading.Lock()
+# of a task, as ``plan_task`` makes it: "arc_easy (5-shot) [validation, examples: train]"
+LABEL = re.compile(r".*?( \((?P<shots>\d+)-shot\))?( \[(?P<files>[^\[\]]*)\])?")
 
 
 def view(
@@ -48,11 +53,19 @@ def view(
     ] = True,
     recipe: Annotated[
         Path | None,
-        typer.Option(help="The recipe of the run: shows the documents' texts."),
+        typer.Option(help="The run's recipe, which names its data and definitions."),
     ] = None,
     data: Annotated[
         Path | None,
-        typer.Option(help="The run's --data. Without it and --recipe: the hub's cache."),
+        typer.Option(
+            help="The run's --data. Default: that of a run of this machine, or the hub's."
+        ),
+    ] = None,
+    definitions: Annotated[
+        Path | None,
+        typer.Option(
+            help="The run's --definitions. Default: those of this machine's run, or lm-eval's."
+        ),
     ] = None,
     run: Run = None,
 ) -> None:
@@ -69,20 +82,25 @@ def view(
     """
     for folder in folders:
         Store(folder, run=run).manifest()  # without results it is refused before anything is served
+    for option, path in (("--data", data), ("--definitions", definitions)):
+        if path is not None and not path.is_dir():
+            raise DataError(f"{option} {path}: no such folder")
     if recipe is not None:
-        Recipe.load(recipe, Overrides(data=data))
-    elif data is not None and not data.is_dir():
-        raise DataError(f"--data {data}: no such folder")
-    texts = partial(_texts, recipe, data)
+        source = Recipe.load(recipe, Overrides(data=data, definitions=definitions))
+        data, definitions = source.data, source.definitions
+
+    def results(store: Store) -> Results:
+        known = find_sources(cache_folder(), run_id(store.manifest()))
+        sources = Sources(data or known.data, definitions or known.definitions)
+        return Results(store, texts=partial(document_texts, sources))
+
     if export is not None:
         require_folder(export, "--export")
-        paths = write_site(
-            [Results(Store(folder, run=run), texts=texts) for folder in folders], export
-        )
+        paths = write_site([results(Store(folder, run=run)) for folder in folders], export)
         show_written(paths[:1])
         return
-    results = [Results(WholeStore(folder, run=run), texts=texts) for folder in folders]
-    with Server(results, port=port) as server:
+    shown = [results(WholeStore(folder, run=run)) for folder in folders]
+    with Server(shown, port=port) as server:
         typer.echo(server.address)
         if browser:
             webbrowser.open(server.address)
@@ -90,20 +108,33 @@ def view(
             server.serve_forever()
 
 
-def _texts(
-    recipe: Path | None, data: Path | None, record: Record, task: str
-) -> dict[int, Question]:
-    """What the record's cell was asked of a task, by document; nothing comes from the network.
-    Raises DataError, with ``recipe`` also RecipeError, where it is not to be had."""
+def document_texts(sources: Sources, record: Record, task: str) -> dict[int, Question]:
+    """Return what the record's cell was asked of a task, by document.
+
+    The record names the files that stood for the task's splits. Nothing comes from the network.
+    Raises DataError if the data are not there, or are not those of the run.
+    """
     os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
-    documents = max(score.documents for score in record.scores if score.task == task)
-    with _MAKING:  # lm-eval draws from the process's generators
+    scores = [score for score in record.scores if score.task == task]
+    label = LABEL.fullmatch(scores[0].label)
+    stems = label["files"].split(", ") if label and label["files"] else []
+    examples = [stem.removeprefix("examples: ") for stem in stems if stem.startswith("examples: ")]
+    with _MAKING, redirected(Path(os.devnull)):  # lm-eval prints, and draws from global generators
+        from qbench.evaluation.evaluate import rebuild_requests
+
         try:
-            return asked_texts(record, recipe, data, documents, task).get(task, {})
-        except RecipeError:
-            if recipe is not None:
-                raise
-            raise DataError(NO_TEXTS) from None  # a task that lm-eval has not
+            planned = plan_task(
+                task,
+                data=sources.data,
+                definitions=sources.definitions,
+                files=[stem for stem in stems if not stem.startswith("examples: ")] or None,
+                fewshot_files=examples or None,
+                num_fewshot=int(label["shots"]) if label and label["shots"] else None,
+            )
+        except RecipeError:  # a task that lm-eval does not have
+            raise DataError(NO_TEXTS) from None
+        documents = max(score.documents for score in scores)
+        return rebuild_requests(record, [planned], documents, task).get(task, {})
 
 
 def report(

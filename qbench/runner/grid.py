@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from filelock import FileLock, Timeout
 
-from qbench.cache import cache_folder, find_cell, hold, keep_cell
+from qbench.cache import Sources, cache_folder, find_cell, hold, keep_cell, keep_sources
 from qbench.cell_result import CellResult
 from qbench.errors import ResultsError
 from qbench.evaluation.baseline import baseline_file, verify_baseline
@@ -70,6 +70,8 @@ def run_cells(
     wanted = plan.cells if cells is None else cells
     grid = _GridRun(plan, Store(out), progress or SilentProgress(), cache or cache_folder(), force)
     put_manifest(plan, grid.store, grid.progress)
+    sources = Sources(plan.recipe.data, plan.recipe.definitions)
+    keep_sources(grid.cache, run_id(plan.grid), sources)
     measured = {baseline_file(grid.cache, cell.base.key) for cell in wanted if cell.base}
     with hold(measured):
         missing = grid.reuse_finished(wanted)

@@ -45,8 +45,8 @@ Json = dict[str, Any]
 # Of a record and one of its tasks: by document, the texts of each request and the right answer.
 Texts = Callable[[Record, str], Mapping[int, Question]]
 NO_TEXTS = (
-    "The texts of these documents are not available: give the run's recipe with --recipe, and its "
-    "--data if it had one."
+    "The texts of these documents are not available: name the run's --data and --definitions, or "
+    "its --recipe."
 )
 
 

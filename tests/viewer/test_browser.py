@@ -8,9 +8,10 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from hostile_results import HOSTILE, fill, texts
-from small_recipe import qbench, small_recipe
+from small_recipe import DEMO, qbench, small_recipe
 
-from qbench.cli.view import _texts
+from qbench.cache import Sources
+from qbench.cli.view import document_texts
 from qbench.store import Store
 from qbench.viewer.data import Results, analysis
 from qbench.viewer.export import write_report, write_site
@@ -350,7 +351,8 @@ def test_layers_of_a_small_model_are_whole_numbers(serve, page, monkeypatch):
 def test_a_demo_run_has_its_texts_and_right_answers(serve, tmp_path, page, own_cache):
     recipe = small_recipe(tmp_path, tasks=["demo_choice"])
     assert qbench("run", recipe, "--out", tmp_path / "out", "--device", "cpu") == 0
-    running = serve(tmp_path / "out", texts=partial(_texts, recipe, None))
+    sources = Sources(DEMO / "data", DEMO / "tasks")
+    running = serve(tmp_path / "out", texts=partial(document_texts, sources))
     cells = "cell=softmax/rtn-4bit&cell=softpick/rtn-4bit"
     page.goto(f"{running.address}#view=document&task=demo_choice&document=1&{cells}")
     page.wait_for_selector("tr.right >> text=right answer")

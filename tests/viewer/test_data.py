@@ -16,9 +16,10 @@ from hostile_results import HOSTILE, SIZES, fill
 from small_recipe import qbench
 from synthetic import make_store
 
+from qbench.cache import Sources
 from qbench.cli import view
 from qbench.comparison.compare import compare
-from qbench.errors import DataError, OutputError, QbenchError, ResultsError
+from qbench.errors import DataError, OutputError, QbenchError, RecipeError, ResultsError
 from qbench.records import Part, Precision
 from qbench.store import Store
 from qbench.viewer import server as server_module
@@ -136,12 +137,28 @@ def test_documents_and_tokens_are_the_record_s(folder):
     assert pages["kl"]["kl"][3] == pytest.approx(own["kl"].mean(), abs=1e-6)
 
 
-def test_texts_of_a_task_of_one_s_own_need_its_recipe(folder):
-    """Which `qbench view` asks for by an option that it has."""
+def test_texts_of_a_task_of_one_s_own_need_its_definitions(folder):
+    """Which `qbench view` asks for by options that it has."""
     record = next(one for one in Store(folder).records() if one.status == "ok")
-    with pytest.raises(DataError, match="--recipe") as error:
-        view._texts(None, None, record, HOSTILE)
-    assert "definitions" not in str(error.value)
+    with pytest.raises(DataError, match="--data and --definitions, or its --recipe"):
+        view.document_texts(Sources(), record, HOSTILE)
+
+
+def test_the_record_names_the_file_that_stood_for_a_split(tmp_path, monkeypatch):
+    """As WikiText's `test_document_level` in the 27M pair."""
+    asked = []
+
+    def plan_task(name, **settings):
+        asked.append(settings)
+        raise RecipeError("enough")
+
+    monkeypatch.setattr(view, "plan_task", plan_task)
+    records = Store(PAIR).records()
+    for task in ("wikitext", "arc_easy"):
+        with pytest.raises(DataError):
+            view.document_texts(Sources(tmp_path), records[0], task)
+    assert [one["files"] for one in asked] == [["test_document_level"], None]
+    assert asked[0]["data"] == tmp_path
 
 
 def test_weights_that_are_not_quantized_have_no_error(tmp_path):
