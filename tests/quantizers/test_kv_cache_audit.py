@@ -3,6 +3,7 @@
 import pytest
 from kv_cache_models import SCHEMES, ids, model_of
 
+from qbench.attention import transformers as transformers_attention
 from qbench.attention.quantized_kv import KV_CACHE
 from qbench.quantizers import kv_fake_quant as rounding
 from qbench.quantizers.audit import kv_cache as kv_audit
@@ -10,6 +11,7 @@ from qbench.quantizers.audit.cell import audit
 from qbench.quantizers.audit.kv_cache import measure_kv
 from qbench.quantizers.formats import QuantFormat
 from qbench.quantizers.names import config_of
+from qbench.quantizers.quantize import apply
 
 BITS = {  # of a stored value: the code, and its share of scales and lowest values in float16
     "token": 4 + 16 / 16,
@@ -112,3 +114,34 @@ def test_a_model_that_states_no_context_is_measured_on_the_whole_probe(monkeypat
     measured, problems = measure_kv(model, quantizer, ids(2, 40))
     assert problems == []
     assert measured.tokens == 40
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"name": "int2-channel", "group_size": 16, "residual_length": 32},
+        {"name": "int2-token", "residual_length": 1},
+        {"name": "int4-token", "residual_length": 64},
+        {"name": "int8-token", "sink_tokens": 4},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("normalizer", ["softmax", "softpick"])
+def test_an_attention_that_reads_unquantized_keys_and_values_fails(
+    monkeypatch, settings, normalizer
+):
+    """The rounded ones are made, and right, but no query reads them."""
+    quantizer = config_of({"kv": settings}, compute_dtype="float32")
+    model = apply(model_of(normalizer=normalizer), quantizer, {})
+    assert measure_kv(model, quantizer, ids(2, 40))[1] == []
+    monkeypatch.setattr(transformers_attention, "read", _unquantized)
+    problems = measure_kv(model, quantizer, ids(2, 40))[1]
+    assert any("what attention returns is" in line for line in problems)
+
+
+_read = transformers_attention.read
+
+
+def _unquantized(cache, module, key, value, **options):
+    pair, positions = _read(cache, module, key, value, **options)
+    return pair._replace(quantized_key=pair.key, quantized_value=pair.value), positions

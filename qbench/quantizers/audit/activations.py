@@ -22,6 +22,7 @@ from qbench.quantizers.config import (
     QuantizationConfig,
     matching,
 )
+from qbench.quantizers.formats import QuantFormat
 from qbench.quantizers.linear import Matrix
 from qbench.quantizers.quantize import evidence_of
 from qbench.records import ActivationAudit, InputAudit
@@ -150,9 +151,15 @@ def groups_of(x: Tensor, about: ActivationEvidence) -> Tensor:
 
 
 def expected(groups: Tensor, about: ActivationEvidence) -> tuple[Tensor, Tensor, Tensor]:
-    """Of ``groups`` float64 [groups, n]: the values [groups, n] that they should become, the
-    lowest and the highest that their scales, stored in float32, allow [groups or 1, 1]."""
+    """Return the values [groups, n] that float64 ``groups`` [groups, n] should become, and the
+    lowest and the highest value that their scales, as they are stored, allow [groups or 1, 1]."""
     form, bits = about.format, about.format.num_bits
+    if form.type == "int" and not form.symmetric and form.zero_point == "float":
+        low = _stored(groups.amin(1, keepdim=True), form)
+        span = (groups.amax(1, keepdim=True) - low).clamp(min=0)
+        scale = _usable(_stored(_ratio(span, 2**bits - 1), form))
+        codes = _ratio(groups - low, scale).round().clamp(0, 2**bits - 1)
+        return codes * scale + low, low, low + (2**bits - 1) * scale
     largest = groups.abs().amax(1, keepdim=True)
     given = None if about.fixed is None else about.fixed.scale.double().reshape(1, 1)
     if form.type == "int" and not form.symmetric:
@@ -166,7 +173,7 @@ def expected(groups: Tensor, about: ActivationEvidence) -> tuple[Tensor, Tensor,
         return (codes - zero) * scale, -zero * scale, (2**bits - 1 - zero) * scale
     if form.type == "int":
         most = 2 ** (bits - 1) - 1
-        scale = _usable(_ratio(largest, most) if given is None else given)
+        scale = _usable(_stored(_ratio(largest, most), form) if given is None else given)
         return _ratio(groups, scale).round().clamp(-most, most) * scale, -most * scale, most * scale
     table = _table(form.element).to(groups.device)
     if form.scale_dtype == "float8_e8m0fnu":
@@ -183,8 +190,13 @@ def expected(groups: Tensor, about: ActivationEvidence) -> tuple[Tensor, Tensor,
         scale = _nearest(ratio, e4m3).clamp(min=2.0**-9) * above
     else:
         scale = _ratio(largest, table[-1]) if given is None else given
-    scale = _usable(scale.float().double())  # as it is stored
+    scale = _usable(_stored(scale, form))
     return _nearest(_ratio(groups, scale), table) * scale, table[0] * scale, table[-1] * scale
+
+
+def _stored(scale: Tensor, form: QuantFormat) -> Tensor:
+    """Return float64 ``scale`` as rounded by the dtype that it is stored in."""
+    return scale.to(torch.float16 if form.scale_dtype == "float16" else torch.float32).double()
 
 
 def _ratio(x: Tensor, by: Tensor | float) -> Tensor:

@@ -1,21 +1,30 @@
-"""The KV cache, measured on what attention reads while a probe runs.
+"""Measure a quantized KV cache by what attention reads and returns while a probe text runs.
 
-What is quantized is told from the positions that attention works with, and compared with what the
-settings say; levels, errors and clipping are computed here from the keys and values themselves, in
-float64, not by the code that rounded them.
+Levels, errors and clipping are computed here from keys and values in float64, not by the code that
+rounded them. What attention returns is compared with a slow reference: query by query, over a cache
+that holds what the settings say it holds at that query's step.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from qbench.attention import reference
+from qbench.attention.masks import Mask
+from qbench.attention.normalizers import NORMALIZERS
+from qbench.attention.quantized_kv import KVTrace, rotate
+from qbench.attention.transformers import parameters_of
+from qbench.quantizers.audit.activations import expected
 from qbench.quantizers.audit.weights import levels
-from qbench.quantizers.config import QuantizationConfig
+from qbench.quantizers.config import ActivationEvidence, QuantizationConfig
 from qbench.quantizers.formats import WHOLE_ROW, QuantFormat
 from qbench.quantizers.kv_cache import context_length
 from qbench.quantizers.kv_fake_quant import KVFakeQuant, attention_modules
@@ -25,6 +34,8 @@ from qbench.records import KVAudit, KVModuleAudit
 CLIPPED = 1e-3  # share of values outside their group's levels, which come from the values
 E4M3 = {"relative": 2.0**-4, "least": 2.0**-10}  # half a step: of a number, and below 2^-6
 FULL_BITS = 16
+QUERIES = 8  # compared with the slow reference
+ROUNDED = {torch.bfloat16: 2e-2, torch.float16: 2e-3}  # relative, of an attention's output
 
 
 @torch.no_grad()
@@ -41,12 +52,23 @@ def measure_kv(
     ]
     names = {quantized.get_submodule(name): name for name in found}
     consumed: dict[str, Any] = {}
+    returned: dict[str, str] = {}
     caches = set(found.values())
     for cache in caches:
         cache.watch = lambda module, read: consumed.update({names[module]: read})
-    quantized(input_ids=_long_enough(probe, found, quantized), use_cache=False)
-    for cache in caches:
-        cache.watch = None
+
+    def compare(module: nn.Module, query: Tensor, output: Tensor, options: dict[str, Any]) -> None:
+        if (name := names.get(module)) in consumed:
+            problem = wrong_output(consumed[name], found[name], query, output, options)
+            if problem:
+                returned[name] = f"{name}: {problem}"
+
+    try:
+        with watched_attention(quantized, compare):
+            quantized(input_ids=_long_enough(probe, found, quantized), use_cache=False)
+    finally:
+        for cache in caches:
+            cache.watch = None
     problems += [
         f"{name}: its attention does not read the quantized cache"
         for name in found
@@ -57,20 +79,125 @@ def measure_kv(
         module, wrong = _module(name, read, found[name], bits)
         modules.append(module)
         problems += wrong
+    problems += returned.values()
     if not modules:
         return None, problems or ["the KV cache should be quantized, but no attention has one"]
     return _summary(modules, consumed, found, quantized), problems
 
 
 def _long_enough(probe: Tensor, found: Mapping[str, KVFakeQuant], model: nn.Module) -> Tensor:
-    """``probe``, repeated where it ends before anything is quantized."""
-    needed = max((e.sink_tokens + 2 * e.key_group for e in found.values()), default=0)
+    """Return ``probe`` [B, T], repeated until some queries read several quantized tokens."""
+    needed = max(
+        (e.sink_tokens + e.residual_length + max(16, 2 * e.key_group) for e in found.values()),
+        default=0,
+    )
     context = context_length(model.config.to_dict())
     if context is not None:
         needed, probe = min(needed, context), probe[:, :context]
     times = max(1, math.ceil(needed / probe.shape[1]))
     device = next(model.parameters()).device
     return probe.repeat(1, times)[:, :context].to(device)
+
+
+@contextmanager
+def watched_attention(
+    model: nn.Module, watch: Callable[[nn.Module, Tensor, Tensor, dict[str, Any]], None]
+) -> Iterator[None]:
+    """Call ``watch`` after each call of qbench's attention in ``model``: with the attention module,
+    its query [B, Hq, T, D] as it is multiplied, the output [B, Hq, T, Dv] and the options, among
+    them ``normalizer``, its ``parameters`` and ``mask`` (bool, or None for a causal one)."""
+    name = model.config._attn_implementation
+    function = ALL_ATTENTION_FUNCTIONS[name]
+    normalizer = NORMALIZERS.get(model.config.qbench_normalizer)
+
+    def call(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
+    ) -> Any:
+        query, key = rotate(module, query, key, options)
+        result = function(module, query, key, value, mask, **options)
+        dense = mask.dense() if isinstance(mask, Mask) else mask
+        about = {
+            "normalizer": normalizer.name,
+            "parameters": parameters_of(normalizer, module, options),
+            "mask": dense,
+            "scale": options.get("scaling"),
+            "softcap": options.get("softcap"),
+        }
+        watch(module, query, result[0].transpose(1, 2), about)
+        return result
+
+    AttentionInterface.register(name, call)
+    try:
+        yield
+    finally:
+        AttentionInterface.register(name, function)
+
+
+def wrong_output(
+    read: KVTrace, cache: KVFakeQuant, query: Tensor, output: Tensor, options: dict[str, Any]
+) -> str | None:
+    """Return what is wrong with ``output`` [B, Hq, T, Dv] of attention over ``cache``; None if it
+    is nearer to that over the cache of the settings than halfway to that without quantization.
+
+    Compared in float32 for a few queries of the first sequence, the last of them with the most
+    quantized tokens. In 16 bits, rounding hides the difference that 8 bits make.
+    """
+    tokens, heads = query.shape[2], slice(None)
+    key, value = (x[:1].double() for x in (read.pair.key, read.pair.value))
+    stated, plain, actual = [], [], []
+    for step in sorted({tokens - 1 - i * tokens // (2 * QUERIES) for i in range(QUERIES)}):
+        seen = slice(0, step + 1)
+        keys, values = stated_cache(key[:, :, seen], value[:, :, seen], cache)
+        settings = dict(options)
+        mask = settings.pop("mask")
+        if mask is not None:
+            settings["mask"] = mask[:1, heads, step : step + 1, seen]
+        one = query[:1, :, step : step + 1].float()
+        for outputs, k, v in ((stated, keys, values), (plain, key[:, :, seen], value[:, :, seen])):
+            outputs.append(reference.attention(one, k.float(), v.float(), **settings))
+        actual.append(output[:1, :, step : step + 1].float())
+    expected = torch.cat(stated, 2)
+    size = float(expected.norm())
+    if not size:
+        return None
+    distance, effect = (float((torch.cat(x, 2) - expected).norm()) / size for x in (actual, plain))
+    if distance <= max(effect / 2, ROUNDED.get(query.dtype, 1e-4)):
+        return None
+    return (
+        f"what attention returns is {distance:.2g} off attention over the cache that the settings "
+        f"state; without any quantization it would be {effect:.2g} off"
+    )
+
+
+def stated_cache(key: Tensor, value: Tensor, cache: KVFakeQuant) -> tuple[Tensor, Tensor]:
+    """Return float64 ``key`` and ``value`` [1, H, T, D] as ``cache`` should hold them when its
+    newest token is the query's own."""
+    form, first = cache.format, cache.sink_tokens
+    older = max(0, key.shape[2] - cache.residual_length - first)
+    results = []
+    for x, count in ((key, cache.key_group), (value, 1)):
+        whole = slice(first, first + older // count * count)
+        part, result = x[:, :, whole], x.clone()
+        groups = groups_of_tokens(part, form, count)
+        if groups.numel():
+            rounded, _, _ = expected(groups, ActivationEvidence(format=form))
+            if count > 1:  # [1, H, groups, D, count] as they were grouped
+                shape = (*part.shape[:2], part.shape[2] // count, part.shape[3], count)
+                rounded = rounded.reshape(shape).transpose(3, 4)
+            result[:, :, whole] = rounded.reshape(part.shape)
+        results.append(result)
+    return results[0], results[1]
+
+
+def groups_of_tokens(x: Tensor, form: QuantFormat, count: int) -> Tensor:
+    """Return [groups, values that share a scale] of ``x`` [B, H, T, D], of which ``count`` tokens
+    share the scales of their channels."""
+    if form.strategy == "tensor":
+        return x.reshape(1, -1)
+    if count > 1:
+        return x.unflatten(2, (-1, count)).transpose(3, 4).reshape(-1, count)
+    size = form.group_size
+    return x.reshape(-1, x.shape[3] if size == WHOLE_ROW else size)
 
 
 def _module(
@@ -119,16 +246,11 @@ def _module(
 
 
 def _groups(x: Tensor, length: int, cache: KVFakeQuant, count: int) -> Tensor:
-    """Of ``x`` [B, H, T, D] the tokens that some query reads quantized, ``count`` of them at once,
-    as [groups, values that share a scale]."""
+    """Return the tokens of ``x`` [B, H, T, D] that some query reads quantized, ``count`` of them
+    at once, as float64 [groups, values that share a scale]."""
     whole = max(0, length - cache.sink_tokens) // count * count
     tokens = x[:, :, cache.sink_tokens : cache.sink_tokens + whole].double()
-    if cache.format.strategy == "tensor":
-        return tokens.reshape(1, -1)
-    if count > 1:
-        return tokens.unflatten(2, (whole // count, count)).transpose(3, 4).reshape(-1, count)
-    group = cache.format.group_size
-    return tokens.reshape(-1, x.shape[3] if group == WHOLE_ROW else group)
+    return groups_of_tokens(tokens, cache.format, count)
 
 
 def _measure(x: Tensor, y: Tensor, form: QuantFormat, rounding: float) -> dict[str, Any]:
