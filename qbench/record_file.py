@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from qbench.errors import DamagedError, NewerSchemaError, SchemaError, validation_line
 from qbench.files import content_key, write_atomically
-from qbench.records import SCHEMA_VERSION, RecordModel
+from qbench.records import SCHEMA_VERSION, RecordModel, Training
 
 CHECKSUM = "checksum"
 RUN_AGAIN = "run the recipe again"  # the remedy that messages name
@@ -57,6 +57,19 @@ def parse(payload: bytes, kind: type[T], path: Path | str, remedy: str = RUN_AGA
         return kind.model_validate(values)
     except ValidationError as error:
         raise damaged(validation_line(error)) from None
+
+
+def read_training(path: Path) -> Training:
+    """Return the record of a training in the file ``path``.
+
+    The checksum may be missing, as earlier versions wrote none. Raises ValueError if the file is
+    no such record, DamagedError if it is one whose content is not what was written.
+    """
+    values = json.loads(path.read_bytes())
+    checksum = values.pop(CHECKSUM, None) if isinstance(values, dict) else None
+    if checksum is not None and checksum != content_key(values):
+        raise DamagedError(f"{path}: not what training wrote")
+    return Training.model_validate(values)
 
 
 def write(path: Path, record: RecordModel) -> None:

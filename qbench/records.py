@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 
 from qbench.files import NAME
 
@@ -427,7 +427,7 @@ class TrainedOn(RecordModel):
     licences: Line = ""
 
 
-class Training(RecordModel):
+class Training(RecordModel, populate_by_name=True):
     """One run. Of a pair ``in_common`` is the same: they differ in their normalizers alone."""
 
     schema_version: Literal[1] = 1
@@ -449,7 +449,9 @@ class Training(RecordModel):
     best_loss: float | None  # on the held-out texts
     watched: tuple[TrainingSample, ...] = ()
     sessions: tuple[TrainingSession, ...] = ()
-    weights: dict[str, Digest] = Field(default_factory=dict)  # SHA-256 of the files of weights
+    # SHA-256 of the checkpoint's files and of state/log.jsonl, by path below the run's folder;
+    # earlier versions kept those of the weights alone
+    files: dict[str, Digest] = Field({}, validation_alias=AliasChoices("files", "weights"))
     finished: datetime
 
     @property

@@ -26,8 +26,9 @@ from qbench.cache import cache_folder
 from qbench.checkpoints import fla
 from qbench.checkpoints.classes import class_names
 from qbench.checkpoints.from_gguf import dequantized_folder
-from qbench.errors import CheckpointError, UnavailableError, shown, some
+from qbench.errors import CheckpointError, DamagedError, UnavailableError, shown, some
 from qbench.files import digest_of_parts, file_digest, read_regular, reason
+from qbench.record_file import read_training
 from qbench.records import TRAINING_FILE, Trained, Training
 
 MAX_BYTES = 16 * 2**20  # an index of a large checkpoint has 10 MB, a config.json a few thousand
@@ -68,10 +69,10 @@ def read_json(path: Path, *, most: int | None = MAX_BYTES) -> dict[str, Any]:
 def read_config(folder: Path, *, quantized: bool = False) -> dict[str, Any]:
     """``config.json`` of an unquantized causal language model, or of a ``quantized`` one, refused
     by name for all else."""
-    if not (folder / "config.json").exists():
+    if not (folder / CONFIG).exists():
         gguf = "; of GGUF files name one itself, as DIR/FILE.gguf" if quantized else ""
         raise CheckpointError(f"no config.json in {folder}{gguf}")
-    config = read_json(folder / "config.json")
+    config = read_json(folder / CONFIG)
     stated = config.get("quantization_config")
     if quantized and not isinstance(stated, dict):
         raise CheckpointError("it is not quantized: its config.json has no quantization_config")
@@ -131,6 +132,7 @@ def require_sizes(config: dict[str, Any], tensors: int) -> None:
                 )
 
 
+CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"  # transformers would add the adapter to the weights
@@ -270,7 +272,7 @@ TOKENIZER = (
 SETTINGS_ALONE = (  # of a tokenizer whose words stand in another file, but for one of bytes
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "*chat_template*",
 )  # fmt: skip
-READ = ("config.json", "generation_config.json", INDEX, *TOKENIZER)
+READ = (CONFIG, "generation_config.json", INDEX, *TOKENIZER)
 
 
 def file_names(folder: Path) -> list[str]:
@@ -283,7 +285,7 @@ def file_names(folder: Path) -> list[str]:
         for path in folder.glob(pattern)
         if path.is_file()
     }
-    return [*weights, "config.json", *sorted(read - {*weights, "config.json"})]
+    return [*weights, CONFIG, *sorted(read - {*weights, CONFIG})]
 
 
 def stamps(folder: Path) -> tuple[tuple[str, int, int], ...]:
@@ -365,12 +367,9 @@ class Checkpoint:
 
     @property
     def training(self) -> Trained | None:
-        """How it was trained, where qbench trained it; other programs' files are no matter."""
-        try:
-            payload = (self.folder / TRAINING_FILE).read_bytes()
-            return Training.model_validate_json(payload).summary
-        except (OSError, ValueError):
-            return None
+        """How qbench trained it; None if another program did."""
+        training = _training(self.folder)
+        return None if training is None else training.summary
 
     @property
     def max_length(self) -> int | None:
@@ -383,6 +382,26 @@ class Checkpoint:
         for all others."""
         table = any(POSITIONS.search(name) for name in self.headers)
         return self.max_length if table or self.config.keys() & set(CONTEXT[1:]) else None
+
+
+def _training(folder: Path) -> Training | None:
+    """Return the record of the training that wrote ``folder``; None if qbench did not train it.
+
+    Raises CheckpointError if the record or config.json was changed afterwards.
+    """
+    try:
+        training = read_training(folder / TRAINING_FILE)
+    except (OSError, ValueError):  # another program's file may have this name
+        return None
+    except DamagedError as error:
+        raise CheckpointError(f"{error}; restore it, or remove it") from None
+    written = training.files.get(CONFIG)
+    if written is not None and file_digest(folder / CONFIG) != written:
+        raise CheckpointError(
+            f"{folder / CONFIG}: not what training wrote, by {TRAINING_FILE}; restore it, or "
+            f"remove {TRAINING_FILE} if the change is meant"
+        )
+    return training
 
 
 def require_present(normalizer: str, names: Iterable[str]) -> None:
@@ -439,6 +458,7 @@ def find(
 
 def _found(source: str, folder: Path, normalizer: str | None, quantized: bool) -> Checkpoint:
     config = read_config(folder, quantized=quantized)
+    _training(folder)  # refuses a config.json that was changed after training
     headers = read_headers(folder, quantized=quantized)
     require_sizes(config, len(headers))
     stated = _normalizer(config, normalizer, headers)

@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 from qbench.checkpoints import fla
-from qbench.checkpoints.find import SINGLE
-from qbench.errors import TrainingError, first_line, validation_line
+from qbench.checkpoints.find import CONFIG, SINGLE
+from qbench.errors import DamagedError, TrainingError, first_line, validation_line
 from qbench.files import content_key, file_digest, replacing, save_tensors, write_atomically
+from qbench.record_file import read_training
 from qbench.records import TRAINING_FILE, Training, TrainingSession
-from qbench.training.data import TokenFiles, copy_tokenizer, first_token
+from qbench.training.data import TokenFiles, copy_tokenizer, first_token, tokenizer_files
 from qbench.training.log import LOG, STATE, read_log
 from qbench.training.model import checkpoint_config
 from qbench.training.recipe import TrainingRecipe
@@ -124,11 +125,10 @@ class Run:
             progress.log = [one for one in read_log(self.log) if one["step"] <= progress.step]
         return progress
 
-    def save(self, model: LlamaForCausalLM, folder: Path) -> dict[str, str]:
-        """Write ``model`` as a checkpoint with bfloat16 weights, and the token files' tokenizer;
-        returns the SHA-256 of its file of weights by name.
+    def save(self, model: LlamaForCausalLM, folder: Path) -> None:
+        """Write ``model`` as a checkpoint with bfloat16 weights and the token files' tokenizer.
 
-        Each file is written whole or not at all, ``config.json`` last: without it a folder is no
+        Each file is replaced in one step, ``config.json`` last: a folder without it is no
         checkpoint.
         """
         config = checkpoint_config(self.recipe.model, self.normalizer, **self.files.about.special)
@@ -141,29 +141,45 @@ class Run:
         if first is not None:
             begin_with(first, folder)
         write_atomically(folder / "config.json", (json.dumps(config, indent=2) + "\n").encode())
-        return {SINGLE: file_digest(folder / SINGLE)}
+
+    def file_digests(self) -> dict[str, str]:
+        """Return the SHA-256 of each file that a finished training leaves, but its record and its
+        state, by path below its folder."""
+        paths = [
+            self.folder / CONFIG,
+            self.folder / SINGLE,
+            *tokenizer_files(self.folder),
+            self.log,
+        ]
+        return {path.relative_to(self.folder).as_posix(): file_digest(path) for path in paths}
 
     def finished(self) -> Training | None:
-        """The record of what is trained already. Raises TrainingError for other settings, and for
-        a record or weights that are not what training wrote."""
+        """Return the record of a finished training, None if it is not finished.
+
+        Raises TrainingError if its settings are others, or if a file is not what training wrote.
+        """
         path = self.folder / TRAINING_FILE
         if not path.is_file():
             return None
-        again = f"remove {path}, and the same command writes it again from the last state"
+        remedy = f"remove {path}, and the same command writes it again from the last state"
         try:
-            known = Training.model_validate_json(path.read_bytes())
-        except ValidationError as error:
-            raise TrainingError(f"{path}: damaged: {validation_line(error)}; {again}") from None
-        self._require_same(known.settings_digest)
-        for name, written in known.weights.items():
-            weights = self.folder / name
-            if not weights.is_file() or file_digest(weights) != written:
-                raise TrainingError(f"{weights}: not the weights that were written; {again}")
-        return known
+            record = read_training(path)
+        except (ValueError, DamagedError) as error:
+            line = (
+                validation_line(error) if isinstance(error, ValidationError) else first_line(error)
+            )
+            raise TrainingError(f"{path}: damaged: {line}; {remedy}") from None
+        self._require_same(record.settings_digest)
+        for name, written in record.files.items():
+            file = self.folder / name
+            if not file.is_file() or file_digest(file) != written:
+                raise TrainingError(f"{file}: not what training wrote; {remedy}")
+        return record
 
-    def _require_same(self, known: str) -> None:
-        """``known``: the digest of the settings of what is there."""
-        if known != self.settings_digest:
+    def _require_same(self, settings_digest: str) -> None:
+        """Raise TrainingError if ``settings_digest``, of a state or a record in the folder, is not
+        this run's."""
+        if settings_digest != self.settings_digest:
             raise TrainingError(
                 f"{self.folder}: holds a training of other settings, data or seed; name another "
                 "--out, or remove it"

@@ -16,8 +16,9 @@ from qbench.checkpoints import Checkpoint
 from qbench.checkpoints.find import Shapes
 from qbench.checkpoints.load import without_weights
 from qbench.errors import TrainingError, UnavailableError
-from qbench.files import clean_temporaries, write_atomically
+from qbench.files import clean_temporaries
 from qbench.quantizers.linear import matrices
+from qbench.record_file import write
 from qbench.records import TRAINING_FILE, TrainedOn, Training, TrainingSample
 from qbench.training.checkpoint import Run
 from qbench.training.data import TokenFiles, require_data
@@ -144,9 +145,9 @@ def _record(trainer: Trainer) -> Training:
         finished=datetime.now(UTC),
     )
     if trainer.processes.is_main_process:
-        record = record.model_copy(update={"weights": run.save(model, run.folder)})
-        text = record.model_dump_json(indent=1) + "\n"
-        write_atomically(run.folder / TRAINING_FILE, text.encode())
+        run.save(model, run.folder)
+        record = record.model_copy(update={"files": run.file_digests()})
+        write(run.folder / TRAINING_FILE, record)
     trainer.processes.wait_for_everyone()
     return record
 

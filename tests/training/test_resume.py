@@ -14,7 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from qbench.errors import OutputError, TrainingError
+from qbench.checkpoints import find
+from qbench.errors import CheckpointError, OutputError, TrainingError
 from qbench.training.checkpoint import Progress, Run
 
 ROOT = Path(__file__).parents[2]
@@ -127,21 +128,52 @@ def test_a_damaged_state_is_not_gone_on_with(tmp_path, train):
             train(tmp_path, normalizers=["softmax"])
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "training.json"])
+DAMAGE = {  # of files of a finished training: what was, and what stands there instead
+    "model.safetensors": None,
+    "config.json": (b'"rope_theta": 10000.0', b'"rope_theta": 90000.0'),
+    "tokenizer.json": (b'"cat"', b'"cow"'),
+    "state/log.jsonl": (b'"loss": ', b'"loss": 1'),
+    "training.json": (b'"final_loss": ', b'"final_loss": 1'),
+}
+
+
+@pytest.mark.parametrize("file", DAMAGE)
 def test_a_finished_runs_damaged_files_are_named_and_made_again(tmp_path, train, file):
     settings = {"normalizers": ["softmax"], "tokens": 640}
     [before] = train(tmp_path, **settings)
-    folder, whole = tmp_path / "softmax-seed3", weights(tmp_path, "softmax-seed3")
-    if file == "training.json":
-        (folder / file).write_text((folder / file).read_text()[:300])
-    else:
-        (folder / file).write_bytes(flipped(whole, 0.8))
-    with pytest.raises(TrainingError, match=rf"{file}: .*remove .*training\.json, and the same"):
-        train(tmp_path, **settings)
+    folder = tmp_path / "softmax-seed3"
+    path, intact = folder / file, (folder / file).read_bytes()
+    changed = intact.replace(*DAMAGE[file], 1) if DAMAGE[file] else flipped(intact, 0.8)
+    assert changed != intact
+    for damaged in (changed, intact[:300]):
+        path.write_bytes(damaged)
+        with pytest.raises(
+            TrainingError, match=rf"{file}: .*remove .*training\.json, and the same"
+        ):
+            train(tmp_path, **settings)
     (folder / "training.json").unlink()
     [after] = train(tmp_path, **settings)
-    assert weights(tmp_path, "softmax-seed3") == whole
-    assert (after.final_loss, after.weights) == (before.final_loss, before.weights)
+    assert (after.final_loss, after.files) == (before.final_loss, before.files)
+    if file != "training.json":  # it says when it was written
+        assert path.read_bytes() == intact
+    assert find(str(folder)).training.seed == 3
+    path.write_bytes(changed)
+    if file in ("config.json", "training.json"):
+        with pytest.raises(CheckpointError, match=rf"{file}: not what "):
+            find(str(folder))
+
+
+def test_the_record_of_an_earlier_version_has_no_checksum(tmp_path, train):
+    settings = {"normalizers": ["softmax"], "tokens": 640}
+    train(tmp_path, **settings)
+    path = tmp_path / "softmax-seed3" / "training.json"
+    values = json.loads(path.read_text())
+    del values["checksum"]
+    files = values.pop("files")
+    values["weights"] = {"model.safetensors": files["model.safetensors"]}
+    path.write_text(json.dumps(values))
+    [record] = train(tmp_path, **settings)
+    assert record.files == values["weights"]
 
 
 def test_a_state_is_not_serialized_in_memory(tmp_path):
