@@ -325,7 +325,7 @@ def _key_parts(plan: Plan, cell: Cell) -> dict[str, Any]:
             "length": calibration.length,
             "seed": calibration.seed,
             "text": calibration.digest,
-            **({"bos": True} if calibration.bos else {}),
+            **({} if calibration.bos is False else {"bos": calibration.bos}),
         }
     parts = {
         "weights": cell.checkpoint.digest,
@@ -578,11 +578,9 @@ def scoring_settings(
 
 def require_bos(name: str, checkpoint: Checkpoint) -> None:
     """Raises RecipeError where the tokenizer would add none."""
-    from qbench.checkpoints.tokenizer import load_tokenizer
+    from qbench.checkpoints.tokenizer import load_tokenizer, puts_bos
 
-    tokenizer = load_tokenizer(checkpoint)
-    ids = tokenizer.encode("a", add_special_tokens=True)
-    if tokenizer.bos_token_id is None or ids[:1] != [tokenizer.bos_token_id]:
+    if not puts_bos(load_tokenizer(checkpoint)):
         raise RecipeError(
             f"checkpoints.{name}: evaluation.add_bos: true, but this tokenizer puts no BOS before "
             "a text; set add_bos: false or give it a post-processor that does"

@@ -125,6 +125,7 @@ class Overrides:
     limit: int | None = None  # documents of each task
     dtype: str | None = None  # bfloat16, float16 or float32: of all cells, unquantized ones too
     scoring: str | None = None  # auto, exact, fast or lm-eval
+    add_bos: bool | None = None  # begin every text that is scored with BOS
     stream: bool | None = None  # weights come to the device block by block
 
 
@@ -172,8 +173,8 @@ class Evaluation(Strict):
 
     softmax_dtype: Literal["float32", "model"] = "float32"
     """In what log-probabilities are computed: float32, or the model's dtype."""
-    add_bos: Flag = False
-    """Begin every text that is scored with BOS."""
+    add_bos: Flag | None = None
+    """Begin every text that is scored with BOS. Default: as the tokenizer does, as in lm-eval."""
     max_length: Whole | None = Field(None, ge=2, le=MOST_TOKENS)
     """Tokens of a request, at most the checkpoint's context. Default: that context."""
     batch_size: int | Literal["auto"] = "auto"
@@ -452,6 +453,7 @@ def _source(path: Path | None, changed: Overrides) -> Source:
         (changed.calibration_length, "calibration", "length"),
         (changed.limit, "evaluation", "limit"),
         (changed.scoring, "evaluation", "scoring"),
+        (changed.add_bos, "evaluation", "add_bos"),
         (changed.stream, "evaluation", "stream"),
     ):
         if value is not None:

@@ -273,6 +273,8 @@ class ScoringReport(RecordModel):
     batches: int | None = None
     tokens: int | None = None  # computed, padding included
     truncated: int | None = None  # requests longer than the context
+    bos: bool | None = None  # whether texts began with BOS; None in earlier records
+    doubled_bos: tuple[str, ...] = ()  # rolling tasks whose texts began with two, as in lm-eval
     halvings: int | None = None  # batches that did not fit and were halved
     fused_steps: bool | None = None  # of records of earlier versions
     peak_memory_gib: float

@@ -34,7 +34,7 @@ def test_a_good_recipe_keeps_order_labels_and_defaults(tmp_path):
     assert [q.label for q in recipe.quantizers] == ["bf16", "rtn-4bit-g64"]
     assert recipe.quantizers[1].quantization.weights.group_size == 64
     assert recipe.evaluation.softmax_dtype == "float32"
-    assert recipe.evaluation.add_bos is False
+    assert recipe.evaluation.add_bos is None
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,11 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
         ) from error
 
 
+def puts_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether the tokenizer begins a text with BOS unless it is told not to."""
+    return tokenizer.encode("a")[:1] == [tokenizer.bos_token_id]
+
+
 def other_tokens(
     one: Checkpoint, other: Checkpoint, *, special: Sequence[bool]
 ) -> tuple[str, list[int], list[int]] | None:

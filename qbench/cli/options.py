@@ -233,6 +233,14 @@ OPTIONS: dict[str, Any] = {
             "GPU, exact on a CPU.",
         ),
     ],
+    "add_bos": Annotated[
+        bool | None,
+        typer.Option(
+            "--add-bos/--no-add-bos",
+            help="Begin every text that is scored with BOS, or none. Default: the recipe's, or as "
+            "the tokenizer does, which is what lm-eval does.",
+        ),
+    ],
     "stream": Annotated[
         bool | None,
         typer.Option(

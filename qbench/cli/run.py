@@ -174,7 +174,7 @@ def plan_lines(planned: Plan, store: Store, only: str | None) -> Iterator[str]:
         yield f"task  {task.label}: {_documents(task, planned.recipe.evaluation.limit)}"
     if planned.calibration is not None:
         text = planned.calibration
-        first = ", BOS first" if text.bos else ""
+        first = {True: ", BOS first", None: ", BOS as the tokenizer does"}.get(text.bos, "")
         yield f"calibration  {text.samples} × {text.length} tokens of {text.path}{first}"
     cells = planned.select(only)
     yield f"on {how(planned, cells)}"

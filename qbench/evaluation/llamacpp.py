@@ -207,10 +207,17 @@ class LlamaCppScorer(Scorer):
         self._progress, self._observer = progress, observer
         self._embedded, self._counts = model.vocabulary, Counts()
         self.fast = self.exact = None
+        self._rolling = {}
 
     def report(self) -> ScoringReport:
         batching = "llama.cpp, one after another"
-        return report(self.settings, "cpu", batching=batching, **asdict(self._counts))
+        return report(
+            self.settings,
+            self.hflm,
+            rolling=self._rolling,
+            batching=batching,
+            **asdict(self._counts),
+        )
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         return generate(self.hflm, requests, progress=self._progress, runtime=self.model.decode)

@@ -150,7 +150,7 @@ class ScoringSettings:
     batch_size: int
     window_batch_size: int
     batch_tokens: int | None = None
-    add_bos: bool = False
+    add_bos: bool | None = False  # None: as the tokenizer does
     softmax_dtype: SoftmaxDtype = "float32"
     sample: int = 0
     tolerance: Tolerance = field(default_factory=Tolerance)

@@ -24,14 +24,15 @@ HUB_FILE = "hf://"  # prefix of a file in a hub dataset: hf://datasets/<owner>/<
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CalibrationText:
     """``samples`` documents of ``length`` tokens, drawn by ``seed`` from a file with ``digest``;
-    ``bos``: BOS is the first token of each, as of every text that is scored."""
+    ``bos``: BOS is the first token of each, as of every text that is scored; None if
+    the tokenizer decides."""
 
     path: Path
     digest: str  # SHA-256 of the file's bytes
     samples: int
     length: int
     seed: int
-    bos: bool = False
+    bos: bool | None = False
 
 
 def find_text(address: str, *, data: Path | None) -> Path:
@@ -74,7 +75,7 @@ def draw_windows(
     an index drawn by the seed; shorter ones are joined to their successors, the end-of-text token
     ``end`` between them, until they do. Raises DataError for too little text.
     """
-    draw, length = random.Random(text.seed), text.length - text.bos
+    draw, length = random.Random(text.seed), text.length - bool(text.bos)
     texts = read_texts(text.path, digest=text.digest)
     draw.shuffle(texts)
     windows: list[list[int]] = []

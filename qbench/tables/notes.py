@@ -28,6 +28,24 @@ def prompt_notes(comparison: Comparison) -> list[str]:
     return [f"Prompts: {', '.join(said)}."]
 
 
+def bos_notes(comparison: Comparison) -> list[str]:
+    """Return a line on BOS before the texts that were scored; none for earlier records."""
+    reports = {
+        record.checkpoint: record.scoring
+        for record in comparison.records.values()
+        if record.scoring is not None and record.scoring.bos is not None
+    }
+    with_bos = [name for name, report in reports.items() if report.bos]
+    if not reports:
+        return []
+    if not with_bos:
+        return ["Texts begin without BOS."]
+    names = "" if len(with_bos) == len(reports) else f" of {', '.join(with_bos)}"
+    doubled = dict.fromkeys(task for report in reports.values() for task in report.doubled_bos)
+    twice = f"; those of {', '.join(doubled)} with two, as in lm-eval" if doubled else ""
+    return [f"Texts{names} begin with BOS{twice}."]
+
+
 def single_notes(lines: Sequence[Line]) -> list[str]:
     """A line on the tasks of ``lines`` that were scored on one document, if there are any."""
     alone = {line.label: None for line in lines for one in line.entries if one.documents == 1}

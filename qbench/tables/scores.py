@@ -39,7 +39,7 @@ from qbench.records import (
     Record,
     TaskDamage,
 )
-from qbench.tables.notes import cache_notes, judged_notes, prompt_notes, single_notes
+from qbench.tables.notes import bos_notes, cache_notes, judged_notes, prompt_notes, single_notes
 from qbench.tables.published import printed_cells, printed_notes
 from qbench.tables.table import Cells, Table, from_rows
 from qbench.text import MINUS, NO_VALUE, group_by_reason, metric_title, number, significant
@@ -119,7 +119,7 @@ def by_method(comparison: Comparison) -> list[MethodLines]:
         notes = []
         if comparison.grid.skipped:
             notes.append(f"Left out, without data: {', '.join(comparison.grid.skipped)}.")
-        notes += prompt_notes(comparison)
+        notes += [*prompt_notes(comparison), *bos_notes(comparison)]
         if hidden:
             notes.append(
                 f"Only in the CSV, since word_perplexity determines them: {', '.join(hidden)}."

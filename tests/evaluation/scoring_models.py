@@ -103,12 +103,13 @@ def pages(words: tuple[int, ...], seed: int = 0) -> list[Instance]:
 
 
 def scorer(model, mode, *, bos=False, progress=None, observer=None, **changes):
-    """A language model in ``mode``; ``changes`` are settings other than these small ones. Fast
-    scoring needs our attention, so a model that attends by torch's is given it."""
+    """A language model in ``mode``; ``changes`` are settings other than these small ones. ``bos``
+    None: as the tokenizer does, which adds it. Fast scoring needs our attention, so a model that
+    attends by torch's is given it."""
     if mode == "fast" and model.config._attn_implementation == "sdpa":
         attend(model, normalizer="softmax", implementation="reference")
     return language_model(
-        model, tokenizer(bos), settings(mode, add_bos=bos, **changes),
+        model, tokenizer(bos is not False), settings(mode, add_bos=bos, **changes),
         progress=progress, observer=observer,
     )  # fmt: skip
 

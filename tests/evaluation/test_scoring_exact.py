@@ -20,7 +20,7 @@ def both(model, **changes):
     return [scorer(model, mode, **changes) for mode in ("lm-eval", "exact")]
 
 
-@pytest.mark.parametrize("bos", [False, True], ids=["no bos", "bos"])
+@pytest.mark.parametrize("bos", [False, True, None], ids=["no bos", "bos", "as the tokenizer"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_log_likelihoods_equal_those_of_hflm(kind, bos):
     """To the bit where HFLM has the same batches. Its cache of logits reads a shorter continuation
@@ -43,13 +43,21 @@ def test_batch_size_is_hflms_too(batch_size, attention):
     assert ours.loglikelihood(choices(11, seed=5), disable_tqdm=True) == expected
 
 
-@pytest.mark.parametrize("bos", [False, True], ids=["no bos", "bos"])
+@pytest.mark.parametrize("bos", [False, True, None], ids=["no bos", "bos", "as the tokenizer"])
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_rolling_log_likelihoods_equal_those_of_hflm_to_the_bit(batch_size, bos, capfd):
     theirs, ours = both(llama(), bos=bos, batch_size=batch_size)
     requests = pages((3, 0, 75, 40, 1, 120))
     expected = theirs.loglikelihood_rolling(requests, disable_tqdm=True)
     assert ours.loglikelihood_rolling(requests, disable_tqdm=True) == expected
+
+
+@pytest.mark.parametrize(("bos", "doubled"), [(False, ()), (True, ("pages",)), (None, ("pages",))])
+def test_the_report_says_whether_texts_began_with_bos_and_where_with_two(bos, doubled):
+    for lm in both(llama(), bos=bos):
+        lm.loglikelihood_rolling(pages((3, 75)), disable_tqdm=True)
+        report = lm.report()
+        assert (report.bos, report.doubled_bos) == (bos is not False, doubled)
 
 
 def test_softmax_in_the_models_dtype_is_hflms_default():

@@ -1,5 +1,7 @@
 """The KV cache's memory, below the tables."""
 
+from dataclasses import replace
+
 import pytest
 from synthetic import make_store
 
@@ -13,6 +15,7 @@ from qbench.records import (
     ScoringReport,
 )
 from qbench.tables import render
+from qbench.tables.notes import bos_notes
 
 
 def cache(bytes_per_token: float) -> KVAudit:
@@ -73,3 +76,34 @@ def test_a_note_says_how_fast_scores_were_judged(tmp_path):
     text = render(compare(store))
     assert "by up to 0.36 nats a token" in text
     assert "judged by their signed mean, at most −0.031 ± 0.02." in text
+
+
+@pytest.mark.parametrize(
+    ("bos", "line"),
+    [
+        ((None, None), None),  # earlier records do not say
+        ((False, False), "Texts begin without BOS."),
+        ((True, True), "Texts begin with BOS; those of wikitext with two, as in lm-eval."),
+        (
+            (False, True),
+            "Texts of softpick begin with BOS; those of wikitext with two, as in lm-eval.",
+        ),
+    ],
+)
+def test_the_tables_say_whether_texts_began_with_bos(comparison, bos, line):
+    records = {
+        name: record.model_copy(
+            update={
+                "scoring": ScoringReport(
+                    mode="exact",
+                    softmax_dtype="float32",
+                    batching="padded",
+                    peak_memory_gib=0.0,
+                    bos=(flag := bos[record.checkpoint == "softpick"]),
+                    doubled_bos=("wikitext",) if flag else (),
+                )
+            }
+        )
+        for name, record in comparison.records.items()
+    }
+    assert bos_notes(replace(comparison, records=records)) == ([line] if line else [])

@@ -96,7 +96,7 @@ def generate(
     encoded = encode_texts(
         hflm.tokenizer,
         texts,
-        add_bos=bool(hflm.add_bos_token),
+        add_bos=hflm.add_bos_token,
         prefix_id=hflm.prefix_token_id,
     )
     prompts = []

@@ -4,13 +4,14 @@ compared with, and what generates for them."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from lm_eval.api.model import LM
 from lm_eval.models.huggingface import HFLM
 
+from qbench.checkpoints.tokenizer import puts_bos
 from qbench.evaluation.scoring.generate import generate_by_hflm, greedy
 from qbench.evaluation.settings import ScoringSettings
 from qbench.machine import peak_memory_gib, reset_peak_memory
@@ -42,6 +43,7 @@ class HFLMScorer(LM):
         super().__init__()
         self.settings = settings
         self.hflm = pinned_hflm(model, tokenizer, settings)
+        self._rolling: dict[str, None] = {}  # tasks that score whole texts
         reset_peak_memory(self.hflm.device.type)
 
     def loglikelihood(
@@ -50,6 +52,7 @@ class HFLMScorer(LM):
         return self.hflm.loglikelihood(requests, disable_tqdm=disable_tqdm)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        self._rolling |= {request.task_name: None for request in requests}
         self.hflm.batch_size_per_gpu = self.settings.window_batch_size
         try:
             return self.hflm.loglikelihood_rolling(requests, disable_tqdm=disable_tqdm)
@@ -65,13 +68,23 @@ class HFLMScorer(LM):
 
     def report(self) -> ScoringReport:
         """How the scores were made."""
-        return report(self.settings, self.hflm.device.type)
+        return report(self.settings, self.hflm, rolling=self._rolling)
 
 
-def report(settings: ScoringSettings, device: str, **counted: Any) -> ScoringReport:
-    """What settings say of how scores are made, and what was ``counted`` meanwhile."""
-    packed = settings.mode == "fast"
+def report(
+    settings: ScoringSettings, hflm: HFLM, *, rolling: Iterable[str], **counted: Any
+) -> ScoringReport:
+    """Return what the record says of how scores were made: the settings, and what was ``counted``.
+
+    ``rolling`` are the tasks that score whole texts. lm-eval puts the prefix token before them,
+    which is a second BOS if the tokenizer adds one.
+    """
+    packed, device = settings.mode == "fast", hflm.device.type
+    bos = settings.add_bos is not False and puts_bos(hflm.tokenizer)
+    doubled = bos and hflm.prefix_token_id == hflm.tokenizer.bos_token_id
     return ScoringReport(
+        bos=bos,
+        doubled_bos=tuple(rolling) if doubled else (),
         **{"batching": "packed" if packed else "padded, longest first", **counted},
         mode=settings.mode,
         softmax_dtype=settings.softmax_dtype,

@@ -121,12 +121,17 @@ def _encode_fast(
 
 
 def encode_texts(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, add_bos: bool, prefix_id: int
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[str],
+    *,
+    add_bos: bool | None,
+    prefix_id: int,
 ) -> list[list[int]]:
-    """Like HFLM: a BOS where asked for, unless the text begins with the prefix token's text."""
+    """Return token ids as HFLM makes them: with the special tokens that the tokenizer adds, unless
+    ``add_bos`` is False or the text begins with the prefix token's text."""
     prefix = tokenizer.decode(prefix_id)
-    if not add_bos or not prefix:
-        return encode(tokenizer, texts, special_tokens=add_bos and bool(prefix))
+    if add_bos is False or not prefix:
+        return encode(tokenizer, texts, special_tokens=False)
     bare = {text for text in texts if text.startswith(prefix)}
     with_bos = iter(encode(tokenizer, [t for t in texts if t not in bare], special_tokens=True))
     without = iter(encode(tokenizer, [t for t in texts if t in bare], special_tokens=False))
@@ -137,7 +142,7 @@ def encode_pairs(
     tokenizer: PreTrainedTokenizerBase,
     pairs: Sequence[tuple[str, str]],
     *,
-    add_bos: bool,
+    add_bos: bool | None,
     prefix_id: int,
 ) -> list[tuple[list[int], list[int]]]:
     """(context, continuation) texts as ids of both, split where lm-eval splits them.

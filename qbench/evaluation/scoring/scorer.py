@@ -153,6 +153,7 @@ class Scorer(LM):
         self.fast: Backend | None = None
         self._differences: list[tuple[SampleDifference, np.ndarray]] = []  # of tasks scored fast
         self._exact_tasks: dict[str, str] = {}
+        self._rolling: dict[str, None] = {}  # tasks that score whole texts
         self._generated: dict[str, str] = {}  # why a task's answers came from transformers
         if settings.mode == "fast":
             right = replace(padding, window_batch_size=1)
@@ -170,7 +171,8 @@ class Scorer(LM):
         fast = self.settings.mode == "fast"
         return report(
             self.settings,
-            self._device.type,
+            self.hflm,
+            rolling=self._rolling,
             difference_from_exact=difference_from_exact(self._differences) if fast else None,
             exact_tasks=dict(self._exact_tasks),
             transformers_generation=dict(self._generated),
@@ -181,6 +183,7 @@ class Scorer(LM):
         return self._answers(self._pairs(requests))
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        self._rolling |= {request.task_name: None for request in requests}
         asked = self._windows(requests)
         sums: list[float] = [0] * len(requests)
         for window, (log_likelihood, _) in zip(asked.requests, self._answers(asked), strict=True):
