@@ -22,7 +22,7 @@ from qbench.checkpoints.load import (
     load_prequantized,
     without_weights,
 )
-from qbench.checkpoints.tokenizer import load_tokenizer
+from qbench.checkpoints.tokenizer import load_tokenizer, puts_bos
 from qbench.code import code_digest
 from qbench.errors import AuditError, QbenchError, ResultsError, UnavailableError
 from qbench.evaluation.baseline import baseline_file, read_baseline
@@ -192,7 +192,10 @@ def quantized(
         calibration = None
         if settings.needs_calibration:
             assert plan.calibration is not None
-            calibration = read_calibration(plan.calibration, tokenizer)
+            text = plan.calibration
+            if text.bos is None:
+                text = replace(text, bos=puts_bos(tokenizer))
+            calibration = read_calibration(text, tokenizer)
         model, how = quantize(
             model,
             settings,

@@ -273,6 +273,8 @@ class ScoringReport(RecordModel):
     batches: int | None = None
     tokens: int | None = None  # computed, padding included
     truncated: int | None = None  # requests longer than the context
+    truncated_shares: dict[str, float] = Field(default_factory=dict)  # of a task's requests, if any
+    graph_error: str | None = None  # why a step of decoding was not captured as a CUDA graph
     bos: bool | None = None  # whether texts began with BOS; None in earlier records
     doubled_bos: tuple[str, ...] = ()  # rolling tasks whose texts began with two, as in lm-eval
     halvings: int | None = None  # batches that did not fit and were halved

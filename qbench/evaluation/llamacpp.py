@@ -220,11 +220,10 @@ class LlamaCppScorer(Scorer):
         )
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        return generate(self.hflm, requests, progress=self._progress, runtime=self.model.decode)
-
-    def greedy(self, prompts: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
-        asked = [Prompt(ids=ids, limit=tokens) for ids in prompts]
-        return self.model.decode(None, asked, progress=self._progress)
+        return generate(
+            self.hflm, requests,
+            progress=self._progress, counts=self._counts, runtime=self.model.decode,
+        )  # fmt: skip
 
     def _score(
         self,

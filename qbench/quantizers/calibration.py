@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedTokenizerBase
 
-from qbench.checkpoints.tokenizer import puts_bos
 from qbench.errors import DataError, QuantizationError, some
 from qbench.progress import Advance
 from qbench.quantizers.texts import CalibrationText, draw_windows
@@ -43,8 +42,6 @@ def read_calibration(text: CalibrationText, tokenizer: PreTrainedTokenizerBase) 
     Raises DataError for a malformed or changed file, one with too little text, or a tokenizer
     without the BOS that is asked for.
     """
-    if text.bos is None:
-        text = replace(text, bos=puts_bos(tokenizer))
     if text.bos and tokenizer.bos_token_id is None:
         raise DataError(
             "calibration text begins with BOS, but this tokenizer has none; set add_bos: false"

@@ -159,6 +159,7 @@ KINDS: dict[str, list[Instance]] = {
         instance("the cat sat on", " a mat while", 0, 2),
         instance("the cat sat on a mat", " in", 0, 3),
     ],
-    "context longer than max_length": [instance(text(i, 90), " the cat", i) for i in range(3)],
+    "context longer than max_length": [instance(text(i, 90), " the cat", i) for i in range(3)]
+    + [instance("a", " the", 3)],
     "a single request": [instance("a", " the", 0)],
 }

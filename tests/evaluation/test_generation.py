@@ -9,7 +9,7 @@ import pytest
 import torch
 from lm_eval.api.instance import Instance
 from loading import load_model
-from scoring_models import llama, scorer, text, tokenizer
+from scoring_models import instance, llama, scorer, text, tokenizer
 from small_recipe import DEMO
 
 from qbench.attention.transformers import attend
@@ -20,6 +20,7 @@ from qbench.evaluation.evaluate import build_requests
 from qbench.evaluation.loaded import load_task
 from qbench.evaluation.scoring import generate as generation
 from qbench.evaluation.scoring import language_model
+from qbench.evaluation.scoring.requests import Counts
 from qbench.evaluation.settings import ScoringSettings
 from qbench.evaluation.tasks import plan_task
 from qbench.quantizers.names import config_of
@@ -154,7 +155,8 @@ def test_a_token_that_generation_config_names_ends_answers(looks, monkeypatch):
     lm = scorer(model, "exact")
     prompts = [request(text(i, 5), i, until=[], max_gen_toks=12) for i in range(4)]
     whole = lm.generate_until(prompts)
-    (said,) = lm.greedy([tokenizer().encode(text(0, 5), add_special_tokens=False)], 12)
+    ids = tokenizer().encode(text(0, 5), add_special_tokens=False)
+    (said,) = generation.decode(model, [generation.Prompt(ids=ids, limit=12)])
     model.generation_config.eos_token_id = [1, said[3]]
     lm.hflm.batch_size_per_gpu = 1
     ended = answers_of(lm, prompts)
@@ -190,10 +192,61 @@ def test_what_is_not_greedy_is_left_to_lm_eval_and_the_record_says_so(kwargs, re
     assert lm.report().transformers_generation == {"generation": reason}
 
 
-def test_penalties_of_generation_config_are_left_to_lm_eval():
+@pytest.mark.parametrize(
+    ("key", "value", "by_transformers"),
+    [
+        ("max_new_tokens", 3, False),
+        (
+            "max_new_tokens",
+            11,
+            False,
+        ),  # more than the task allows
+        ("max_length", 7, False),
+        ("min_new_tokens", 6, True),
+        ("repetition_penalty", 1.5, True),
+        ("do_sample", True, False),
+        ("cache_implementation", "static", False),
+        ("stop_strings", ["a"], True),
+    ],
+)
+def test_keys_of_generation_config_are_obeyed_as_by_hflm(key, value, by_transformers, monkeypatch):
+    """Whether answers are decoded in slots or by transformers."""
     model = llama()
-    model.generation_config.repetition_penalty = 1.5
-    assert generation.unlike_greedy(model, []) == "it sets repetition_penalty"
+    requests = [request(text(i, 5), i, until=[], max_gen_toks=8) for i in range(3)]
+    plain = scorer(llama(), "exact").generate_until(requests)
+    setattr(model.generation_config, key, value)
+    lm = scorer(model, "exact")
+    lm.hflm.batch_size_per_gpu = 1
+    if key == "stop_strings":  # which HFLM does not hand a tokenizer for
+        with pytest.raises(EvaluationError, match="transformers cannot generate with what gen"):
+            lm.generate_until(requests)
+        return
+    slots = lm.generate_until(requests)
+    assert bool(lm.report().transformers_generation) is by_transformers
+    assert slots == lm.hflm.generate_until(requests, disable_tqdm=True)
+    assert (slots != plain) is (key in ("max_new_tokens", "repetition_penalty"))
+
+
+@pytest.mark.parametrize("key", sorted(generation.TASK_KEYS - {"until", "max_gen_toks"}))
+def test_the_keys_of_a_task_that_slots_obey_are_those_that_change_no_greedy_answer(key):
+    value = 5 if key.startswith("max") else False if key == "do_sample" else 0
+    lm = scorer(llama(), "exact")
+    limit = None if key.startswith("max") else 6
+    asked = request(text(1, 5), until=[], **{"max_gen_toks": limit, "do_sample": False, key: value})
+    answers_of(lm, [asked])
+    assert lm.report().transformers_generation == {}
+
+
+def test_a_task_in_which_every_prompt_is_cut_fails_and_shares_are_counted():
+    lm = scorer(llama(), "exact", max_length=20)
+    prompts = [request("the cat", 0), request(text(0, 30), 1)]
+    lm.generate_until(prompts)
+    assert lm.report().truncated_shares == {"generation": 0.5}
+    with pytest.raises(EvaluationError, match=r"all 1 requests are longer than eval"):
+        lm.generate_until(prompts[1:])
+    long = [instance(text(i, 40), " cat", i) for i in range(2)]
+    with pytest.raises(EvaluationError, match="all 2 requests are"):
+        lm.loglikelihood(long)
 
 
 def test_samples_are_drawn_with_the_seed_of_the_key(tmp_path):
@@ -245,12 +298,13 @@ def test_tokens_that_the_model_does_not_embed_are_the_tokenizers_fault():
     with pytest.raises(EvaluationError, match=r"gives token \d+, and the model embeds 40"):
         lm.loglikelihood([pair], disable_tqdm=True)
     with pytest.raises(EvaluationError, match="embeds 40"):
-        lm.greedy([[1, 2, 41]], 1)
+        generation.decode(model, [generation.Prompt(ids=[1, 2, 41], limit=1)])
 
 
 def test_a_batch_that_does_not_fit_is_decoded_in_halves(monkeypatch):
-    model, prompts = llama(), [[3 + i, 5, 7] for i in range(6)]
-    expected = generation.greedy(model, prompts, 4)
+    model = llama()
+    prompts = [generation.Prompt(ids=[3 + i, 5, 7], limit=4) for i in range(6)]
+    expected = generation.decode(model, prompts)
     fill = generation._Decoding._fill
 
     def small(self, free):
@@ -259,7 +313,9 @@ def test_a_batch_that_does_not_fit_is_decoded_in_halves(monkeypatch):
         fill(self, free)
 
     monkeypatch.setattr(generation._Decoding, "_fill", small)
-    assert generation.greedy(model, prompts, 4) == expected
+    counts = Counts()
+    assert generation.decode(model, prompts, counts=counts) == expected
+    assert counts.halvings == 2
 
 
 @pytest.mark.slow

@@ -70,7 +70,7 @@ def test_float32_scores_are_those_of_transformers(both, task):
         assert greedy == also
 
 
-def test_float32_answers_and_decoded_tokens_are_those_of_transformers(both):
+def test_float32_answers_are_those_of_transformers(both):
     _, (theirs, ours) = both
     texts = ["the cat sat on", "one two three", "once upon a time there was"]
     kwargs = {"until": ["\n", "."], "max_gen_toks": 12, "do_sample": False}
@@ -80,8 +80,6 @@ def test_float32_answers_and_decoded_tokens_are_those_of_transformers(both):
         for i, text in enumerate(texts)
     ]  # fmt: skip
     assert ours.generate_until(asked) == theirs.generate_until(asked)
-    prompts = [[5, 6, 7, 8], [5, 6, 9, 10]]
-    assert ours.greedy(prompts, 6) == theirs.greedy(prompts, 6)
 
 
 def test_divergence_is_over_full_logits(both):

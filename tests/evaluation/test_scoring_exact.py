@@ -78,9 +78,44 @@ def test_softmax_in_the_models_dtype_is_hflms_default():
 def test_what_hflm_stops_at_with_a_bare_error_is_named(request_, words):
     theirs, ours = both(llama())
     with pytest.raises((AssertionError, IndexError)):
-        theirs.loglikelihood([request_], disable_tqdm=True)
+        theirs.hflm.loglikelihood([request_], disable_tqdm=True)
     with pytest.raises(EvaluationError, match=words):
         ours.loglikelihood([request_], disable_tqdm=True)
+
+
+@pytest.mark.parametrize(
+    ("rope", "positions"),
+    [
+        ({"rope_type": "longrope", "original_max_position_embeddings": 16, "factor": 4.0,
+          "short_factor": [1.0] * 16, "long_factor": [4.0 + i for i in range(16)]}, 128),
+        ({"rope_type": "dynamic", "factor": 4.0}, 16),
+    ],
+    ids=["longrope", "dynamic"],
+)  # fmt: skip
+def test_rotary_angles_are_those_of_each_request_alone(rope, positions):
+    model = llama()
+    model.config.rope_parameters = {"rope_theta": 10000.0, **rope}
+    model.config.max_position_embeddings = positions
+    weights = model.state_dict()
+    requests = [instance(text(i, 2 + 3 * i), " the cat", i) for i in range(8)]
+
+    def answer(mode, asked):
+        fresh = type(model)(model.config).eval()
+        fresh.load_state_dict(weights)
+        return scorer(fresh, mode, max_length=128, batch_size=8).loglikelihood(
+            asked, disable_tqdm=True
+        )
+
+    alone = [answer("lm-eval", [one])[0][0] for one in requests]
+    assert [value for value, _ in answer("exact", requests)] == pytest.approx(alone, abs=1e-4)
+    together = [value for value, _ in answer("lm-eval", requests)]
+    assert together != pytest.approx(alone, abs=1e-2)
+
+
+@pytest.mark.parametrize("pair", [("", ""), ("the unbeliev", "able")])
+def test_hflms_bare_errors_are_named_in_its_own_mode_too(pair):
+    with pytest.raises(EvaluationError, match="HFLM stopped at the log-likelihoods"):
+        scorer(llama(), "lm-eval").loglikelihood([instance(*pair)], disable_tqdm=True)
 
 
 def test_a_model_that_changes_its_logits_after_the_lm_head_is_refused():

@@ -10,7 +10,7 @@ from qbench.analysis.measure import measure
 from qbench.bench.generation import random_model
 from qbench.checkpoints import find
 from qbench.checkpoints.tokenizer import load_tokenizer
-from qbench.evaluation.scoring.generate import greedy
+from qbench.evaluation.scoring.generate import Prompt, decode
 from qbench.quantizers.linear import linears
 
 DEMO = Path(__file__).parents[2] / "recipes" / "demo"
@@ -54,7 +54,7 @@ def test_greedy_decoding_by_the_kernels_is_what_transformers_generates(normalize
         )[0, 300:].tolist()
         for one in ids
     ]  # fmt: skip
-    assert greedy(model, ids, 6) == expected
+    assert decode(model, [Prompt(ids=one, limit=6) for one in ids]) == expected
 
 
 def test_a_pass_over_many_texts_at_340m_takes_less_than_20_gib():

@@ -14,6 +14,7 @@ A *pack* is prefix groups laid one after another in one row of tokens.
 
 from __future__ import annotations
 
+import itertools
 import os.path
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -53,11 +54,18 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Padding:
-    """Batches of ``batch_size`` distinct inputs, or ``window_batch_size`` rolling windows."""
+    """Batches of ``batch_size`` distinct inputs, or ``window_batch_size`` rolling windows.
+
+    Rotary angles of longrope and dynamic scaling depend on the longest text of a batch.
+    ``rope_limit`` is the number of tokens beyond which they change: no batch mixes lengths on both
+    sides of it, and with ``one_length`` (dynamic) no batch beyond it mixes lengths at all.
+    """
 
     max_length: int
     batch_size: int
     window_batch_size: int
+    rope_limit: int | None = None
+    one_length: bool = False
 
     def plan(self, requests: Sequence[Request], *, windows: bool) -> list[PaddedBatch]:
         """HFLM sorts requests all together, but rolling windows a batch of input order at a
@@ -74,11 +82,19 @@ class Padding:
     def _batches(
         self, requests: Sequence[Request], chosen: Sequence[int], size: int
     ) -> Iterator[PaddedBatch]:
-        groups = group(requests, chosen)
-        for first in range(0, len(groups), size):
-            part = groups[first : first + size]
-            length = max(len(g.longest.inputs(self.max_length)) for g in part)
-            yield PaddedBatch(part, length, self)
+        for _, alike in itertools.groupby(group(requests, chosen), self._angles):
+            groups = list(alike)
+            for first in range(0, len(groups), size):
+                part = groups[first : first + size]
+                length = max(len(g.longest.inputs(self.max_length)) for g in part)
+                yield PaddedBatch(part, length, self)
+
+    def _angles(self, one: Group) -> int:
+        """The same number for inputs that have the same rotary angles alone."""
+        length = len(one.longest.inputs(self.max_length))
+        if self.rope_limit is None or length <= self.rope_limit:
+            return 0
+        return length if self.one_length else 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from qbench.attention.quantized_kv import READ, read_apart, rotate
-from qbench.checkpoints.classes import Mode, packing_problem
+from qbench.checkpoints.classes import Mode, moving_rope, packing_problem
 from qbench.checkpoints.load import rounding_tolerance
 from qbench.errors import EvaluationError, UnavailableError, first_line
 from qbench.evaluation.scoring.batching import PackedBatch, Packing
@@ -60,6 +60,20 @@ def _attend_segments(
 AttentionInterface.register(NAME, _attend_segments)
 
 
+def rope_limit(config: Any) -> tuple[str | None, int | None]:
+    """Return the kind of rotary embedding whose angles depend on the longest text of a batch, and
+    the number of tokens up to which they do not; (None, None) for other models."""
+    kind = None if config is None else moving_rope(config.to_dict())
+    if kind is None:
+        return None, None
+    if kind.startswith("dynamic"):
+        return kind, config.max_position_embeddings
+    rope = config.rope_parameters
+    parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+    name = "original_max_position_embeddings"
+    return kind, min(part[name] for part in parts if name in part)
+
+
 class PaddedForward:
     """Sequences padded on the right, under the model's own causal mask."""
 
@@ -69,9 +83,13 @@ class PaddedForward:
         # attention round (AVX2, odd lengths). HFLM has one; other attention rounds alike without.
         config = getattr(decoder, "config", None)
         self._cached = getattr(config, "_attn_implementation", None) == "eager"
+        kind, self._rope_limit = rope_limit(config)
+        self._keeps_angles = kind is not None and kind.startswith("dynamic")
 
     def __call__(self, batch: Batch) -> Tensor:
         ids = to_device(batch.ids, self.device)
+        if self._keeps_angles and ids.shape[1] > (self._rope_limit or 0):
+            self.decoder(ids[:1, :1], use_cache=False)  # forgets the angles of a longer batch
         return self.decoder(ids, use_cache=self._cached)[0].flatten(0, 1)
 
 

@@ -38,8 +38,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from qbench.attention.masks import Mask
 from qbench.attention.quantized_kv import needs_sequences, one_scale
 from qbench.checkpoints.classes import moving_rope
-from qbench.errors import EvaluationError
-from qbench.evaluation.scoring.requests import check_tokens, encode_texts
+from qbench.errors import EvaluationError, first_line
+from qbench.evaluation.scoring.requests import Counts, check_tokens, encode_texts
 from qbench.progress import Advance
 from qbench.streaming import is_spread, stream_of
 
@@ -51,15 +51,19 @@ LOOK_EVERY = {"cuda": 8, "cpu": 1}  # steps between two looks at what was said: 
 SPARE_COLUMNS = 1 / 4  # of the longest prompt with its answer: how seldom slots move to the left
 REFILL = 1 / 8  # of the slots: prompts are read side by side, not one after another
 ON_DEVICE = "qbench-slots"  # the attention of a captured step
-# What generation_config.json and a task's generation_kwargs may say without any effect on greedy
-# decoding: where it ends, which this module sees to, and how one would sample.
+# Keys of generation_config.json that change nothing in greedy decoding: lm-eval overrides them,
+# this module obeys them (``eos_token_id``, ``max_new_tokens``), or they say how one would sample.
 NO_EFFECT = frozenset({
     "eos_token_id", "bos_token_id", "pad_token_id", "max_length", "max_new_tokens", "use_cache",
     "do_sample", "temperature", "top_k", "top_p", "top_h", "min_p", "typical_p", "epsilon_cutoff",
     "eta_cutoff", "transformers_version", "_from_model_config", "output_attentions",
-    "output_hidden_states", "cache_implementation", "until",
+    "output_hidden_states",
 })  # fmt: skip
-LIMITS = frozenset({"max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"})
+# The same of a task's generation_kwargs. Its other keys override generation_config.json in lm-eval.
+TASK_KEYS = frozenset({
+    "until", "max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens", "do_sample",
+    "temperature", "top_k", "top_p", "top_h", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff",
+})  # fmt: skip
 
 NOT_FINITE = (
     "logits of generated tokens are NaN or infinite, which no scoring mode can fix; look at the "
@@ -82,33 +86,19 @@ def generate(
     requests: Sequence[Any],
     *,
     progress: Advance | None = None,
+    counts: Counts | None = None,
     runtime: Callable[..., list[list[int]]] | None = None,
 ) -> list[str]:
-    """The greedy answers to lm-eval's requests, of a model and ``generation_kwargs`` for which
-    :func:`unlike_greedy` has no objection. Stop strings, limits and the cut of long prompts are
-    HFLM's; in float32 on a CPU so are the answers. ``runtime`` decodes in place of :func:`decode`.
-    Raises EvaluationError where logits are not numbers, or an answer has no room.
+    """Return the greedy answers to lm-eval's requests, of a model and ``generation_kwargs`` that
+    :func:`unsupported_by_slots` gives no reason against.
+
+    Stop strings, limits and the cut of long prompts are HFLM's; in float32 on a CPU so are the
+    answers. ``counts`` is added to. ``runtime`` decodes in place of :func:`decode`. Raises
+    EvaluationError if logits are not numbers, or an answer has no room.
     """
-    texts = [request.args[0] for request in requests]
-    kwargs = [normalize_gen_kwargs(request.args[1], hflm.max_gen_toks) for request in requests]
-    eos = hflm.tok_decode(hflm.eot_token_id, skip_special_tokens=False)
-    stops = [handle_stop_sequences(one.get("until"), eos=eos) for one in kwargs]
-    encoded = encode_texts(
-        hflm.tokenizer,
-        texts,
-        add_bos=hflm.add_bos_token,
-        prefix_id=hflm.prefix_token_id,
-    )
-    prompts = []
-    for ids, one in zip(encoded, kwargs, strict=True):
-        limit = one["max_gen_toks"]
-        if limit >= hflm.max_length:
-            raise EvaluationError(
-                f"answers of up to {limit} tokens do not fit into evaluation.max_length "
-                f"{hflm.max_length}; raise it, or lower max_gen_toks in the task's definition"
-            )
-        ids = ids[limit - hflm.max_length :] or [hflm.prefix_token_id]
-        prompts.append(Prompt(ids=ids, limit=limit))
+    counts = counts or Counts()
+
+    prompts, stops = _prompts(hflm, requests, counts)
     ends = _end_tokens(hflm)
     windows = [_window(hflm.tokenizer, stop) for stop in stops]
 
@@ -120,7 +110,7 @@ def generate(
             return False
         return _settled(hflm.tok_decode(tokens), stops[index])
 
-    answers = (runtime or partial(decode, ends=ends))(
+    answers = (runtime or partial(decode, ends=ends, counts=counts))(
         hflm.model, prompts, finished=finished, longest=hflm.max_length, progress=progress
     )
     return [
@@ -129,50 +119,53 @@ def generate(
     ]
 
 
-def greedy(
-    model: Any,
-    prompts: Sequence[Sequence[int]],
-    tokens: int,
-    *,
-    progress: Advance | None = None,
-) -> list[list[int]]:
-    """The ``tokens`` likeliest tokens after each of ``prompts``, all of one length, each the
-    likeliest after those before it; no token ends an answer early.
+def _prompts(
+    hflm: HFLM, requests: Sequence[Any], counts: Counts
+) -> tuple[list[Prompt], list[list[str]]]:
+    """Return prompts in tokens, cut as HFLM cuts them, and the stop strings of each."""
+    kwargs = [normalize_gen_kwargs(request.args[1], hflm.max_gen_toks) for request in requests]
+    eos = hflm.tok_decode(hflm.eot_token_id, skip_special_tokens=False)
+    encoded = encode_texts(
+        hflm.tokenizer,
+        [request.args[0] for request in requests],
+        add_bos=hflm.add_bos_token,
+        prefix_id=hflm.prefix_token_id,
+    )
+    stated = hflm.model.generation_config.max_new_tokens  # which transformers obeys first
+    prompts, truncated = [], 0
+    for ids, one in zip(encoded, kwargs, strict=True):
+        limit = one["max_gen_toks"]
+        if limit >= hflm.max_length:
+            raise EvaluationError(
+                f"answers of up to {limit} tokens do not fit into evaluation.max_length "
+                f"{hflm.max_length}; raise it, or lower max_gen_toks in the task's definition"
+            )
+        truncated += len(ids) > hflm.max_length - limit
+        ids = ids[limit - hflm.max_length :] or [hflm.prefix_token_id]
+        prompts.append(Prompt(ids=ids, limit=stated or limit))
+    if requests:
+        counts.add_requests(requests[0].task_name, len(requests), truncated, hflm.max_length)
+    return prompts, [handle_stop_sequences(one.get("until"), eos=eos) for one in kwargs]
 
-    Raises EvaluationError where logits are not numbers, or for one prompt that does not fit the
-    device.
+
+def unsupported_by_slots(model: Any, kwargs: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return why answers come from transformers' ``generate``, through HFLM; None if they are
+    decoded here.
+
+    ``kwargs`` are the ``generation_kwargs`` of the requests. A model does not fit if a layer keeps
+    more than keys and values of all tokens, or rounds them by what else is in the slots, or if
+    rotary angles depend on the batch.
     """
-    if no_slots(model) is None:
-        asked = [Prompt(ids=ids, limit=tokens) for ids in prompts]
-        return decode(model, asked, progress=progress)
-    found: list[list[int]] = []
-    length = len(prompts[0]) + tokens
-    batch = min(at_once(model, length), max(1, PROMPT_TOKENS[model.device.type] // length))
-    with torch.inference_mode():
-        for first in range(0, len(prompts), batch):
-            found += _side_by_side(model, prompts[first : first + batch], tokens)
-            if progress is not None:
-                progress(len(found), len(prompts))
-    return found
-
-
-def unlike_greedy(model: Any, asked: Sequence[Mapping[str, Any]]) -> str | None:
-    """Why answers to requests with these ``generation_kwargs`` come from transformers'
-    ``generate``; None where they are decoded here."""
-    if any(normalize_gen_kwargs(dict(kwargs))["do_sample"] for kwargs in asked):
+    if any(normalize_gen_kwargs(dict(one))["do_sample"] for one in kwargs):
         return "the task samples"
-    stated = {name for kwargs in asked for name, value in kwargs.items() if value is not None}
-    strange = stated - (NO_EFFECT - {"max_length"} | LIMITS)
-    strange |= set(model.generation_config.to_diff_dict()) - NO_EFFECT
-    if strange:
-        return f"it sets {', '.join(sorted(strange))}"
-    return no_slots(model)
-
-
-def no_slots(model: Any) -> str | None:
-    """Why answers of ``model`` cannot be decoded in slots: a layer keeps more than keys and values
-    of all tokens, or rounds them by what else is in the slots, or where a token stands cannot be
-    told. None where they can."""
+    unlike = {name for one in kwargs for name, value in one.items() if value is not None}
+    unlike -= TASK_KEYS
+    config = model.generation_config.to_diff_dict()
+    if config.get("cache_implementation") != "quantized":
+        config.pop("cache_implementation", None)
+    unlike |= config.keys() - NO_EFFECT
+    if unlike:
+        return f"it sets {', '.join(sorted(unlike))}"
     if is_spread(model):
         return "its blocks lie on several GPUs"
     if moving := moving_rope(model.config.to_dict()):
@@ -206,14 +199,17 @@ def decode(
     finished: Finished | None = None,
     longest: int | None = None,
     progress: Advance | None = None,
+    counts: Counts | None = None,
 ) -> list[list[int]]:
-    """Of each prompt the likeliest tokens, until its limit, one of ``ends``, or until ``finished``
-    of its index and its tokens so far, which is asked every few tokens. ``longest``: tokens of a
-    prompt with its answer that the model has positions for, where that is less than what is asked.
+    """Return the likeliest tokens after each prompt.
 
-    Raises EvaluationError where logits are not numbers, or for one prompt that does not fit the
-    device.
+    An answer ends at its limit, with one of ``ends``, or when ``finished`` of the prompt's index
+    and its tokens so far is true, which is asked every few tokens. ``longest`` is the number of
+    tokens of a prompt with its answer that the model has positions for. ``counts`` is added to.
+
+    Raises EvaluationError if logits are not numbers, or one prompt does not fit the device.
     """
+    counts = counts or Counts()
     check_tokens((prompt.ids for prompt in prompts), len(model.get_input_embeddings().weight))
     answers: list[list[int]] = [[] for _ in prompts]
     waiting = sorted(range(len(prompts)), key=lambda i: -len(prompts[i].ids))
@@ -234,7 +230,9 @@ def decode(
                 ) from error
         # Outside the handler, whose traceback keeps tensors.
         waiting = run.unfinished()
+        counts.graph_error = counts.graph_error or run.graph_error
         if waiting:
+            counts.halvings += 1
             del run
             clear_device_cache(garbage_collection=True)
             batch = max(1, batch // 2)
@@ -327,7 +325,7 @@ class _Decoding:
         self.waiting = deque(waiting)
         self.active: dict[int, int] = {}  # index of the prompt by slot
         most = max(len(prompts[i].ids) + prompts[i].limit for i in waiting)
-        self.last_position = (longest or most) - 1
+        self.last_position = max(longest or 0, most) - 1
         room = most + LOOK_EVERY[self.device.type] + round(SPARE_COLUMNS * most)
         self.at = _Columns(min(batch, len(self.waiting)), room)
         self.cache = DynamicCache(config=model.config)
@@ -340,6 +338,7 @@ class _Decoding:
         self.column = torch.zeros(1, dtype=torch.long, device=self.device)
         self.graphs = takes_graphs(model)
         self.graph: torch.cuda.CUDAGraph | None = None
+        self.graph_error: str | None = None
         self.spans: Tensor | None = None  # which the graph reads
 
     def unfinished(self) -> list[int]:
@@ -479,6 +478,7 @@ class _Decoding:
         except RuntimeError as error:
             if should_reduce_batch_size(error):
                 raise
+            self.graph_error = first_line(error)
             return None
         finally:
             for tensor, old in zip(state, before, strict=True):
@@ -545,22 +545,6 @@ def _attend_slots(
 AttentionInterface.register(ON_DEVICE, _attend_slots)
 
 
-def _side_by_side(model: Any, prompts: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
-    """Greedy answers to prompts of one length, in the cache that transformers has for ``model``."""
-    ids = torch.tensor(prompts, device=model.device)
-    cache = DynamicCache(config=model.config)
-    chosen: list[Tensor] = []
-    finite = torch.ones((), dtype=torch.bool, device=model.device)
-    for _ in range(tokens):
-        logits = _last_logits(model, ids, cache)
-        finite &= torch.isfinite(logits).all()
-        ids = logits.argmax(-1, keepdim=True)
-        chosen.append(ids)
-    if not bool(finite):
-        raise EvaluationError(NOT_FINITE)
-    return torch.cat(chosen, dim=1).tolist()
-
-
 def _end_tokens(hflm: HFLM) -> set[int]:
     """Tokens that end an answer: the tokenizer's EOS, and those of generation_config.json."""
     stated = hflm.model.generation_config.eos_token_id
@@ -588,9 +572,12 @@ def _settled(text: str, stops: Sequence[str]) -> bool:
     )
 
 
-def generate_by_hflm(hflm: HFLM, requests: Sequence[Any]) -> list[str]:
-    """HFLM's texts, with the logits of each step's last token checked; the verdict stays on the
-    device until the end, so that no step waits for it."""
+def generate_by_hflm(hflm: HFLM, requests: Sequence[Any], counts: Counts) -> list[str]:
+    """Return HFLM's texts, with the logits of each step's last token checked.
+
+    Whether they are numbers stays on the device until the end, so that no step waits for it.
+    """
+    _prompts(hflm, requests, counts)  # counts those that HFLM cuts
     broken: list[Tensor] = []
 
     def look(module: torch.nn.Module, inputs: Any, output: Any) -> None:
@@ -600,6 +587,11 @@ def generate_by_hflm(hflm: HFLM, requests: Sequence[Any]) -> list[str]:
     hook = hflm.model.register_forward_hook(look)
     try:
         texts = hflm.generate_until(list(requests), disable_tqdm=True)
+    except (AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise EvaluationError(
+            "transformers cannot generate with what generation_config.json and the task's "
+            f"generation_kwargs set: {type(error).__name__}: {first_line(error)}"
+        ) from error
     finally:
         hook.remove()
     if broken and bool(broken[0]):

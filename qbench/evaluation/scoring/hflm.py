@@ -4,7 +4,8 @@ compared with, and what generates for them."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,7 +13,9 @@ from lm_eval.api.model import LM
 from lm_eval.models.huggingface import HFLM
 
 from qbench.checkpoints.tokenizer import puts_bos
-from qbench.evaluation.scoring.generate import generate_by_hflm, greedy
+from qbench.errors import EvaluationError, first_line
+from qbench.evaluation.scoring.generate import generate_by_hflm
+from qbench.evaluation.scoring.requests import Counts
 from qbench.evaluation.settings import ScoringSettings
 from qbench.machine import peak_memory_gib, reset_peak_memory
 from qbench.records import ScoringReport
@@ -36,6 +39,19 @@ def pinned_hflm(model: torch.nn.Module, tokenizer: Any, settings: ScoringSetting
         logger.setLevel(level)
 
 
+@contextmanager
+def _errors_named(what: str) -> Iterator[None]:
+    """Give a reason to errors of HFLM that have none, such as an IndexError for an empty choice."""
+    try:
+        yield
+    except (AssertionError, LookupError, TypeError, ValueError) as error:
+        raise EvaluationError(
+            f"lm-eval's HFLM stopped at the {what} ({type(error).__name__}: {first_line(error)}); "
+            "a request may have an empty context or continuation, or more tokens than "
+            "evaluation.max_length: scoring: exact says which"
+        ) from error
+
+
 class HFLMScorer(LM):
     """lm-eval's own scoring, as it is."""
 
@@ -49,22 +65,20 @@ class HFLMScorer(LM):
     def loglikelihood(
         self, requests: list[Any], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
-        return self.hflm.loglikelihood(requests, disable_tqdm=disable_tqdm)
+        with _errors_named("log-likelihoods"):
+            return self.hflm.loglikelihood(requests, disable_tqdm=disable_tqdm)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         self._rolling |= {request.task_name: None for request in requests}
         self.hflm.batch_size_per_gpu = self.settings.window_batch_size
         try:
-            return self.hflm.loglikelihood_rolling(requests, disable_tqdm=disable_tqdm)
+            with _errors_named("rolling log-likelihoods"):
+                return self.hflm.loglikelihood_rolling(requests, disable_tqdm=disable_tqdm)
         finally:
             self.hflm.batch_size_per_gpu = self.settings.batch_size
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        return generate_by_hflm(self.hflm, requests)
-
-    def greedy(self, prompts: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
-        """See :func:`qbench.evaluation.scoring.generate.greedy`."""
-        return greedy(self.hflm.model, prompts, tokens)
+        return generate_by_hflm(self.hflm, requests, Counts())
 
     def report(self) -> ScoringReport:
         """How the scores were made."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -62,6 +62,33 @@ class Batch:
     scored: Scored
     request_indices: np.ndarray
     counts: np.ndarray
+
+
+@dataclass(slots=True)
+class Counts:
+    """What was scored or generated so far. ``tokens`` are computed ones of log-likelihoods, padding
+    included; ``truncated`` requests by task were longer than the context and lost their oldest
+    tokens; ``graph_error`` says why a step of decoding could not be captured as a CUDA graph."""
+
+    requests: int = 0
+    batches: int = 0
+    tokens: int = 0
+    truncated: int = 0
+    truncated_shares: dict[str, float] = field(default_factory=dict)
+    halvings: int = 0
+    graph_error: str | None = None
+
+    def add_requests(self, task: str, count: int, truncated: int, max_length: int) -> None:
+        """Raises EvaluationError if all of ``count`` requests are truncated."""
+        self.requests += count
+        self.truncated += truncated
+        if truncated == count > 0:
+            raise EvaluationError(
+                f"{task}: all {count} requests are longer than evaluation.max_length {max_length} "
+                "and would lose their beginnings; raise it, or leave the task out"
+            )
+        if truncated:
+            self.truncated_shares[task] = truncated / count
 
 
 def check_tokens(prompts: Iterable[Sequence[int]], rows: int) -> None:

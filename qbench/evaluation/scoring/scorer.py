@@ -28,12 +28,16 @@ from torch import Tensor
 
 from qbench.errors import EvaluationError
 from qbench.evaluation.scoring.batching import BatchPlan, Packing, Padding
-from qbench.evaluation.scoring.forward import PackedForward, PaddedForward, decoder_and_head
+from qbench.evaluation.scoring.forward import (
+    PackedForward,
+    PaddedForward,
+    decoder_and_head,
+    rope_limit,
+)
 from qbench.evaluation.scoring.generate import (
     generate,
     generate_by_hflm,
-    greedy,
-    unlike_greedy,
+    unsupported_by_slots,
 )
 from qbench.evaluation.scoring.hflm import pinned_hflm, report
 from qbench.evaluation.scoring.logits import (
@@ -49,6 +53,7 @@ from qbench.evaluation.scoring.logits import (
 )
 from qbench.evaluation.scoring.requests import (
     Batch,
+    Counts,
     Request,
     check_lengths,
     check_tokens,
@@ -78,17 +83,6 @@ class Backend:
     batching: Padding | Packing
     forward: PaddedForward | PackedForward
     exact: bool
-
-
-@dataclass(slots=True)
-class Counts:
-    """What was scored so far; ``tokens`` are computed ones, padding included."""
-
-    requests: int = 0
-    batches: int = 0
-    tokens: int = 0
-    truncated: int = 0
-    halvings: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,10 +137,13 @@ class Scorer(LM):
         self._stream = stream_of(model)
         self._state_bytes = model.get_input_embeddings().weight.shape[1] * model.dtype.itemsize
         self._counts = Counts()
+        kind, limit = rope_limit(model.config.get_text_config())
         padding = Padding(
             max_length=settings.max_length,
             batch_size=settings.batch_size,
             window_batch_size=settings.window_batch_size,
+            rope_limit=limit,
+            one_length=kind is not None and kind.startswith("dynamic"),
         )
         padded = PaddedForward(decoder, self._device)
         self.exact = Backend(batching=padding, forward=padded, exact=True)
@@ -191,14 +188,11 @@ class Scorer(LM):
         return sums
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        if reason := unlike_greedy(self.hflm.model, [request.args[1] for request in requests]):
+        kwargs = [request.args[1] for request in requests]
+        if reason := unsupported_by_slots(self.hflm.model, kwargs):
             self._generated |= {request.task_name: reason for request in requests}
-            return generate_by_hflm(self.hflm, requests)
-        return generate(self.hflm, requests, progress=self._progress)
-
-    def greedy(self, prompts: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
-        """See :func:`qbench.evaluation.scoring.generate.greedy`."""
-        return greedy(self.hflm.model, prompts, tokens, progress=self._progress)
+            return generate_by_hflm(self.hflm, requests, self._counts)
+        return generate(self.hflm, requests, progress=self._progress, counts=self._counts)
 
     def _pairs(self, instances: list[Any]) -> _Asked:
         encoded = encode_pairs(
@@ -235,8 +229,11 @@ class Scorer(LM):
         check_lengths(asked.requests, self.settings.max_length)
         check_tokens((request.tokens for request in asked.requests), self._embedded)
         limit = self.settings.max_length + 1
-        self._counts.requests += len(asked.requests)
-        self._counts.truncated += sum(len(r.tokens) > limit for r in asked.requests)
+        if asked.requests:
+            truncated = sum(len(request.tokens) > limit for request in asked.requests)
+            self._counts.add_requests(
+                asked.task, len(asked.requests), truncated, self.settings.max_length
+            )
         if self.fast is not None and asked.requests:
             answers = self._observed(self.fast, asked)
             reason = self._compare(asked, answers)
