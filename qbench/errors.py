@@ -5,7 +5,10 @@ Quantization, audit and evaluation errors fail their cell; the others end a comm
 
 from __future__ import annotations
 
+import re
+import reprlib
 from collections.abc import Sequence
+from itertools import islice
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,10 +18,16 @@ STOPPED = "stopped; finished cells are kept; run the same command to continue"
 INTERRUPTED = 130  # exit code, as of a process that SIGINT ended
 
 
+LONG_WORD = re.compile(r"\S{501,}")  # longer than any path
+SHOWN = 80  # characters of a value in a message
+
+
 class QbenchError(Exception):
-    """Base of all errors that a user can put right: ``lines``, one clear line a problem."""
+    """Base of all errors that a user can put right: ``lines``, one clear line per problem. Of a
+    ``LONG_WORD`` the beginning is kept."""
 
     def __init__(self, *lines: str) -> None:
+        lines = tuple(LONG_WORD.sub(lambda word: word[0][:SHOWN] + "…", line) for line in lines)
         super().__init__("\n".join(lines))
         self.lines = lines
 
@@ -79,14 +88,31 @@ class TrainingError(QbenchError):
     """A training broke off, or cannot go on from what is there."""
 
 
-SHOWN = 80  # characters of a value in a message
+class _Bounded(reprlib.Repr):
+    """Makes the ``repr`` of the first items of each container alone: aliases of a YAML file may
+    stand for billions."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.maxlevel = 4
+        self.maxlist = self.maxtuple = self.maxset = self.maxdict = 16
+        self.maxstring = self.maxother = self.maxlong = 4 * most
+
+    def repr_dict(self, value: dict, level: int) -> str:  # the library's sorts the keys
+        if level <= 0:
+            return "{...}"
+        items = [
+            f"{self.repr1(key, level - 1)}: {self.repr1(item, level - 1)}"
+            for key, item in islice(value.items(), self.maxdict)
+        ]
+        return "{" + ", ".join(items + ["..."] * (len(value) > self.maxdict)) + "}"
 
 
 def shown(value: object, *, most: int = SHOWN) -> str:
-    """``value`` for a message: its ``repr`` in one line, cut to ``most`` characters."""
+    """Return ``value`` for a message: its ``repr`` in one line, cut to ``most`` characters."""
     try:
-        text = repr(value)
-    except (ValueError, RecursionError):  # an integer of more digits than Python writes
+        text = _Bounded(most).repr(value)
+    except Exception:  # an integer of more digits than Python writes; a plug-in's __repr__
         text = f"{type(value).__name__}: too large to show"
     text = text.encode("utf-8", "backslashreplace").decode()
     return text if len(text) <= most else text[: most - 1] + "…"
@@ -98,10 +124,18 @@ def some(names: Sequence[str], most: int = 8) -> str:
     return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
+def message(error: BaseException) -> str:
+    """Return the text of ``error``; "" if it cannot make one, as some of plug-ins."""
+    try:
+        return str(error)
+    except Exception:
+        return ""
+
+
 def first_line(error: BaseException) -> str:
-    """What a library's error says in its first line, and in the next where the first announces
-    it; its class where it says nothing."""
-    first, *more = str(error).strip().splitlines() or [type(error).__name__]
+    """Return the first line of an error's message, with the second if the first ends in a colon;
+    the name of its class if it has no message."""
+    first, *more = message(error).strip().splitlines() or [type(error).__name__]
     return f"{first} {more[0].strip()}" if first.endswith(":") and more else first
 
 
@@ -112,9 +146,9 @@ def validation_line(error: ValidationError) -> str:
     return f"{location}: {first['msg'].removeprefix('Value error, ')}"
 
 
-def failure_line(problem: Exception) -> str:
-    """What went wrong with a cell, for its record; its log has the traceback."""
-    lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
+def failure_line(problem: BaseException) -> str:
+    """Return what went wrong with a cell in one line, for its record; its log has the traceback."""
+    lines = [line.strip() for line in message(problem).splitlines() if line.strip()]
     if isinstance(problem, QbenchError):
         return " ".join(lines)
     first = lines[0] if lines else ""

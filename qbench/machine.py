@@ -359,17 +359,36 @@ def redirected(log: Path) -> Iterator[None]:
 
 
 def attempt(work: Callable[[], None], log: Path, device: str) -> str | None:
-    """Do ``work``, what it and the libraries that it imports print in ``log``. Why it failed, None
-    where it did not."""
+    """Do ``work`` with all that it and its libraries print in ``log``.
+
+    Returns None, or in one line why it failed. A call of ``sys.exit`` in it is a failure too. If
+    the GPU then refuses all further work, ``broken_device`` says so from now on.
+    """
+    global _broken_device
+    error = None
     with redirected(log):
         try:
             work()
-        except Exception as problem:
+        except (Exception, SystemExit) as problem:
             traceback.print_exc()
-            return failure_line(problem)
-        finally:
+            error = failure_line(problem)
+        try:
             free(device)
-    return None
+            if error is not None:
+                synchronize(device)
+        except Exception as problem:  # CUDA's errors stay: every later call of this process fails
+            traceback.print_exc()
+            _broken_device = failure_line(problem)
+            error = error or _broken_device
+    return error
+
+
+_broken_device: str | None = None
+
+
+def broken_device() -> str | None:
+    """Return why this process can use its GPU no more; None if it can."""
+    return _broken_device
 
 
 @contextmanager

@@ -246,6 +246,13 @@ class Task(Strict):
     num_fewshot: Whole | None = Field(None, ge=0, le=10_000)
     """Examples in each prompt. Default: as the task says."""
 
+    @field_validator("name")
+    @classmethod
+    def _without_blanks(cls, value: str) -> str:
+        if value != value.strip():
+            raise ValueError(f"a task's name has no blank at its ends (it is {shown(value)})")
+        return value
+
 
 class PluginFile(Strict):
     """A Python file, and where stated the SHA-256 that it must have."""
@@ -458,6 +465,10 @@ def _source(path: Path | None, changed: Overrides) -> Source:
     ):
         if value is not None:
             source.replace(value, *location)
+    data, calibration = source.values.get("data"), source.values.get("calibration") or {}
+    if isinstance(data, str) and isinstance(calibration, dict) and "path" not in calibration:
+        with suppress(DataError, OSError):  # if a quantizer needs one, that is said with its remedy
+            source.replace(str(find_text(HUB_FILE, data=Path(data))), "calibration", "path")
     if changed.dtype is not None:
         _replace_dtype(source, changed.dtype)
     return source
@@ -524,10 +535,6 @@ def _one_off(changed: Overrides) -> Source:
         "name": "-".join(changed.checkpoints or changed.quantized)[:NAME_CHARACTERS],
         "checkpoints": dict.fromkeys(changed.checkpoints),
     }
-    if changed.data is not None and changed.calibration is None:
-        with suppress(DataError):  # where one is needed, that is said with its remedy
-            text = find_text(HUB_FILE, data=Path(os.path.realpath(changed.data)))
-            values["calibration"] = {"path": str(text)}
     return Source(FROM_OPTIONS, values, {})
 
 
@@ -614,7 +621,8 @@ def _replace_dtype(source: Source, dtype: str) -> None:
         entry = _in_dtype(entry, unquantized)
         if isinstance(entry, dict) and "weights" in entry:
             entry["weights"] = _in_dtype(entry["weights"], unquantized)
-        changed.append(entry)
+        if entry not in changed or entry not in (unquantized, {"name": unquantized}):
+            changed.append(entry)  # [bf16, fp32] become one column
     source.values["quantizers"] = changed
 
 
@@ -622,9 +630,10 @@ def _in_dtype(entry: Any, unquantized: str) -> Any:
     """A quantizer of a recipe without a dtype of its own, or ``unquantized``."""
     if isinstance(entry, dict):
         entry = {k: v for k, v in entry.items() if k not in ("compute_dtype", "dtype")}
-        if entry.get("name") in UNQUANTIZED:
-            entry["name"] = unquantized
-        return entry
+        for key in {"name", "label"} & entry.keys():
+            if entry[key] in UNQUANTIZED:
+                entry[key] = unquantized
+        return unquantized if entry.get("name") == entry.get("label") == unquantized else entry
     return unquantized if entry in UNQUANTIZED else entry
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -22,6 +23,7 @@ from qbench.files import read_regular, reason, write_atomically
 from qbench.records import DIGEST, LINE, NAME, TASK
 
 LARGEST = 256 * 1024  # bytes; the largest of ours has 2,000
+MOST_VALUES = 100_000  # with those of aliases, each time that one is used
 TAG = "tag:yaml.org,2002:"
 PATTERNS = {
     f"^{NAME}$": "letters, digits and . _ + - only, at most 64",
@@ -145,7 +147,7 @@ def problem_lines(source: Source, error: ValidationError, kind: type) -> list[st
         message = one["msg"].removeprefix("Value error, ")
         if one["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
             message = "unknown key; " + _known_keys(kind, one["loc"][:-1])
-        elif one["type"] == "dataclass_type":
+        elif one["type"] in ("dataclass_type", "model_type", "dict_type"):
             message = f"must be a mapping; {_known_keys(kind, one['loc'])} (it is "
             message += f"{shown(one['input'])})"
         elif one["type"] == "string_pattern_mismatch":
@@ -192,25 +194,38 @@ def _text(path: Path) -> str:
 
 
 def _lines(path: Path, root: MappingNode) -> dict[Location, int]:
-    """The line of every value; of what stands behind an alias, where it first is. Raises
-    RecipeError for a key that no recipe has."""
-    lines: dict[Location, int] = {}
-    seen: set[int] = set()
+    """Return the line of every value; of an alias, that of its anchor.
 
-    def look(node: Node, location: Location) -> None:
-        if id(node) in seen or isinstance(node, ScalarNode):
-            return
-        seen.add(id(node))
+    Raises RecipeError for a key that no recipe has, for an alias within its own anchor, and for
+    aliases that stand for more than ``MOST_VALUES`` values.
+    """
+    lines: dict[Location, int] = {}
+    counts: dict[int, int] = {}  # values that a node stands for; 0 while they are counted
+
+    def look(node: Node, location: Location) -> int:
+        if isinstance(node, ScalarNode):
+            return 1
+        if id(node) not in counts:
+            counts[id(node)] = 0
+            counts[id(node)] = 1 + sum(parts(node, location))
+        count, line = counts[id(node)], node.start_mark.line + 1
+        if count == 0:
+            raise RecipeError(f"{path}:{line}: an alias refers to what it is part of")
+        if count > MOST_VALUES:
+            raise RecipeError(f"{path}:{line}: aliases stand for more than {MOST_VALUES:,} values")
+        return count
+
+    def parts(node: Node, location: Location) -> Iterator[int]:
         if isinstance(node, SequenceNode):
             for number, part in enumerate(node.value):
                 lines[*location, number] = part.start_mark.line + 1
-                look(part, (*location, number))
+                yield look(part, (*location, number))
         for key, value in node.value if isinstance(node, MappingNode) else ():
             line = key.start_mark.line + 1
             if key.tag not in (f"{TAG}str", f"{TAG}merge"):
                 raise RecipeError(f"{path}:{line}: a key must be a word; put others into quotes")
             lines[*location, key.value] = line
-            look(value, (*location, key.value))
+            yield look(value, (*location, key.value))
 
     look(root, ())
     return lines

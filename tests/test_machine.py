@@ -8,6 +8,7 @@ import torch
 
 from qbench import machine
 from qbench.errors import RecipeError, UnavailableError
+from qbench.runner.workers import LostExecutorError, SerialExecutor
 
 NAMES = ["NVIDIA H200", "NVIDIA H200", "NVIDIA H200"]
 
@@ -105,6 +106,42 @@ def test_without_a_driver_cuda_is_refused_in_one_line(nvml, monkeypatch):
 def test_worker_processes_are_spread_over_gpus(nvml, gpus, workers, device, cells, slots):
     nvml()
     assert machine.gpu_slots(gpus, workers, device, 3, at_most=cells) == slots
+
+
+class Odd(Exception):
+    def __str__(self):
+        raise ValueError
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ValueError("bad"), "ValueError: bad (the traceback is in its log)"),
+        (Odd(), "Odd:  (the traceback is in its log)"),
+        (SystemExit(3), "SystemExit: 3 (the traceback is in its log)"),
+    ],
+)
+def test_whatever_ends_a_cells_work_is_one_line(tmp_path, error, line):
+    def work():
+        raise error
+
+    assert machine.attempt(work, tmp_path / "log", "cpu") == line
+
+
+def test_a_gpu_that_refuses_all_further_work_is_told_of_and_ends_no_run(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(machine, "_broken_device", None)
+    monkeypatch.setattr(machine, "free", refuse)
+    error = machine.attempt(lambda: refuse(), tmp_path / "log", "cuda")
+    assert error == "RuntimeError: " + BROKEN + " (the traceback is in its log)"
+    assert BROKEN in machine.broken_device()
+    with pytest.raises(LostExecutorError, match="after an error of the GPU"):
+        SerialExecutor().submit(print).result()
+
+
+BROKEN = "CUDA error: an illegal memory access was encountered"
 
 
 @pytest.mark.parametrize("gpus", ["0", "4", "x", "-1"])

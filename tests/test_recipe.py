@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from qbench import recipe_schema
+from qbench.cli import app as cli
 from qbench.errors import RecipeError
 from qbench.recipe import Overrides, Recipe
 
@@ -85,6 +86,14 @@ def test_quantized_cells_compute_as_the_unquantized_one_that_their_damage_is_aga
         ({"evaluation": {"seed": -1}}, ["evaluation.seed", "-1"]),
         ({"data": "~no-such-user/x"}, ["data"]),
         ({"data": "x" * 300}, ["data", "no such folder"]),
+        ({"evaluation": []}, ["evaluation: must be a mapping; known: softmax_dtype", "(it is [])"]),
+        ({"tasks": [" "]}, ["tasks[0]", "no blank at its ends (it is ' ')"]),
+        ({"quantizers": ["y" * 5000]}, ["quantizers[0]", "yyy…"]),
+        ({"k" * 5000: 1}, ["kkk…", "unknown key"]),
+        (
+            {"evaluation": {"tolerance": {"mean": True}}},
+            ["tolerance.mean", "valid number"],
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_with_place_value_and_remedy(tmp_path, changes, words):
@@ -93,6 +102,7 @@ def test_what_cannot_be_is_refused_with_place_value_and_remedy(tmp_path, changes
         Recipe.load(path)
     for word in [str(path), *words]:
         assert word in str(error.value)
+    assert len(str(error.value)) < 1500
 
 
 def test_relative_paths_are_relative_to_the_recipe_and_ids_of_the_hub_stay(tmp_path):
@@ -127,6 +137,20 @@ def test_a_folder_of_the_command_line_is_meant_from_where_it_is_given(tmp_path, 
     assert recipe.checkpoints["softmax"].path == os.path.abspath(named)
 
 
+def test_a_recipes_data_folder_gives_the_calibration_text_as_the_option_does(tmp_path):
+    (tmp_path / "data" / "calibration").mkdir(parents=True)
+    text = tmp_path / "data" / "calibration" / "text.jsonl"
+    text.write_text('{"text": "a"}\n')
+    path = write(tmp_path, quantizers=["fp32", "gptq-4bit"], data="data")
+    assert Recipe.load(path).calibration.path == str(text)
+
+
+def test_the_calibration_option_keeps_an_address_of_the_hub():
+    address = "hf://datasets/a/b/c.jsonl"
+    context = cli.load("plan").make_context("plan", ["x.yaml", "--calibration", address])
+    assert context.params["calibration"] == address
+
+
 def test_calibration_text_of_the_hub_may_take_the_place_of_a_recipes(tmp_path):
     address = "hf://datasets/owner/name/text.jsonl"
     recipe = Recipe.load(write(tmp_path), Overrides(calibration=address))
@@ -148,10 +172,17 @@ def test_every_shipped_recipe_is_valid_and_named_like_its_file(path):
     assert recipe.name == path.stem
 
 
-def test_another_dtype_does_not_drop_one_of_two_unquantized_columns(tmp_path):
-    path = write(tmp_path, quantizers=["bf16", "fp32", "rtn-4bit"])
-    with pytest.raises(RecipeError, match=r"fp32 is listed twice; give one a label"):
-        Recipe.load(path, Overrides(dtype="float32"))
+@pytest.mark.parametrize(
+    ("quantizers", "labels"),
+    [
+        (["bf16", "fp32", "rtn-4bit"], ["fp32", "rtn-4bit"]),
+        ([{"name": "bf16", "label": "bf16"}], ["fp32"]),
+        ([{"name": "bf16", "label": "a"}, "fp32"], ["a", "fp32"]),
+    ],
+)
+def test_another_dtype_makes_one_column_of_two_that_become_alike(tmp_path, quantizers, labels):
+    recipe = Recipe.load(write(tmp_path, quantizers=quantizers), Overrides(dtype="float32"))
+    assert [column.label for column in recipe.quantizers] == labels
 
 
 def test_another_dtype_replaces_the_unquantized_cell_and_what_quantized_ones_compute_in(tmp_path):

@@ -11,8 +11,15 @@ from test_recipe import write
 from qbench.errors import RecipeError
 from qbench.recipe import Overrides, Recipe
 
+BOMB = "\n".join(
+    ["name: a", "x0: &x0 [a, b]"]
+    + [f"x{n}: &x{n} [{', '.join([f'*x{n - 1}'] * 9)}]" for n in range(1, 10)]
+    + ["{use}\n"]
+)
 ODD = {
-    "holds itself": ("name: &a [*a]", ":1: name: Input should be a valid string"),
+    "holds itself": ("name: &a [*a]", ":1: an alias refers to what it is part of"),
+    "aliases of aliases": (BOMB.format(use="tasks: *x9"), "stand for more than 100,000 values"),
+    "merges of merges": (BOMB.format(use="m: {<<: *x9}"), "stand for more than 100,000 values"),
     "deep": ("".join(" " * n + "a:\n" for n in range(600)), "nested too deeply"),
     "int foo": ("name: a\ncompute_dtype: !!int foo", "a value cannot be read: .*'foo'"),
     "python": ("name: !!python/object/apply:os.system [ls]", ":1: could not determine"),

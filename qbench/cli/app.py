@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+import os
 import sys
 from typing import Annotated, Any, NamedTuple
 
@@ -14,7 +15,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from qbench import __version__, removed
 from qbench.cli.messages import complain, refuse
-from qbench.errors import INTERRUPTED, STOPPED, QbenchError
+from qbench.errors import INTERRUPTED, STOPPED, QbenchError, shown
 from qbench.machine import set_library_env
 
 RUN, READ = "Run recipes", "Read results"
@@ -151,6 +152,11 @@ def main() -> None:
     what the machine refuses: a full disk, no permission, no memory."""
     try:
         code = app(prog_name="qbench", standalone_mode=False)
+    except SystemExit as end:  # a plug-in's or a library's: typer's own end only completions so
+        if "_QBENCH_COMPLETE" in os.environ:
+            raise
+        complain(f"something that was loaded ended the command by sys.exit({shown(end.code)})")
+        sys.exit(1)
     except (QbenchError, OSError, UnicodeError, MemoryError) as error:
         refuse(error)
     except Exception as error:

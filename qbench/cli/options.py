@@ -194,9 +194,11 @@ OPTIONS: dict[str, Any] = {
         ),
     ],
     "calibration": Annotated[
-        Path | None,
+        str | None,  # a Path would make hf:/ of hf://
         typer.Option(
-            metavar="FILE", help="JSON Lines with a text field, read by quantizers that calibrate."
+            metavar="FILE",
+            help="JSON Lines with a text field, read by quantizers that calibrate. Also an "
+            "address hf://datasets/….",
         ),
     ],
     "calibration_samples": Annotated[

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 FALSE_ALARMS = 1e-4
 # Of the t quantile. Two documents have one degree of freedom, whose quantile (6,366) is beyond all.
 LEAST_DEGREES = 9
-Bound = Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)]  # nats
+Bound = Annotated[float, Field(strict=True, gt=0, le=100, allow_inf_nan=False)]  # nats
 
 
 @pydantic.dataclasses.dataclass(
@@ -42,7 +42,7 @@ class Tolerance:
 
     mean: Bound = 0.05
     largest: Bound = 0.5
-    changed: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.1
+    changed: Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)] = 0.1
 
 
 def beyond(tolerance: Tolerance, sample: SampleDifference) -> str | None:

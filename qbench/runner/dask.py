@@ -41,6 +41,7 @@ from qbench.errors import RecipeError, UnavailableError, first_line
 from qbench.files import clean_temporaries, temporary
 from qbench.machine import (
     VISIBLE,
+    broken_device,
     cuda_problem,
     gpu_of_environment,
     hardware,
@@ -173,11 +174,16 @@ def _local(slots: Sequence[int], device: str | None, stack: ExitStack) -> Client
     here = {"dashboard_address": "127.0.0.1:0", "host": "127.0.0.1", "protocol": "tcp"}
     start_tracker()
     with interrupts_blocked():  # in workers, those that nannies start again too
-        cluster = SpecCluster(
-            workers=workers,
-            scheduler={"cls": Scheduler, "options": here},
-            silence_logs="CRITICAL",
-        )
+        try:
+            cluster = SpecCluster(
+                workers=workers,
+                scheduler={"cls": Scheduler, "options": here},
+                silence_logs="CRITICAL",
+            )
+        except Exception as error:  # RuntimeError, TimeoutError, EOFError of a nanny that died
+            raise UnavailableError(
+                f"--cluster local: no worker could be started ({first_line(error)}); run again"
+            ) from None
     stack.enter_context(cluster)
     client = stack.enter_context(Client(cluster, set_as_default=False))
     stack.push(functools.partial(_interrupted, cluster))
@@ -306,6 +312,8 @@ def _settle(future: Future, task: DaskFuture) -> None:
 
 def run_here(payload: bytes, worker: Worker) -> Any:
     """On a worker, which may have come after the run began: what the pickled call returns."""
+    if broken_device() is not None:
+        os._exit(1)  # its nanny starts another process, where Dask runs the call again
     wanted, tokens, call = pickle.loads(payload)
     device = "cuda" if wanted.gpu else "cpu"
     require_fit(worker.address, describe(tokens, device, worker), wanted)

@@ -27,6 +27,7 @@ from rich.progress import Progress as Bars
 from rich.table import Column
 
 from qbench.progress import Progress
+from qbench.runner.workers import socket_folder
 
 FAILED = ": FAILED: "  # as qbench.runner.grid.summary says it
 SECONDS_BETWEEN_ADVANCES = 0.2
@@ -170,7 +171,10 @@ class RemoteProgress:
 def listening(progress: Progress) -> Iterator[RemoteProgress]:
     """What cells in processes of this host say to the one that is yielded, ``progress`` is told.
     Each message is a datagram, whole or not there: a process may be killed at any moment."""
-    with TemporaryDirectory(prefix="qbench-") as folder, _datagrams() as server:
+    with (
+        TemporaryDirectory(prefix="qbench-", dir=socket_folder()) as folder,
+        _datagrams() as server,
+    ):
         send = partial(send_datagram, f"{folder}/progress")
         server.bind(f"{folder}/progress")
         thread = threading.Thread(target=_listen, args=(server, progress), daemon=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor
@@ -22,12 +23,14 @@ from multiprocessing import (
     get_context,
     parent_process,
     resource_tracker,
+    util,
 )
 from multiprocessing.process import BaseProcess
 from queue import SimpleQueue
 from typing import Any
 
-from qbench.machine import VISIBLE, gpu_of_environment, interrupts_blocked
+from qbench.errors import first_line
+from qbench.machine import VISIBLE, broken_device, gpu_of_environment, interrupts_blocked
 from qbench.plugins import Registry
 from qbench.progress import Progress
 
@@ -48,8 +51,27 @@ def start_forkserver(processes: int) -> None:
     """Have the fork server import what workers need from now on, beside what this process does.
     ``processes`` will share the cores."""
     with interrupts_blocked(), _share_of_cores(processes):  # in its children too
+        prepare_sockets()
         get_context("forkserver").set_forkserver_preload([PRELOAD])
         forkserver.ensure_running()
+
+
+LONGEST_FOLDER = 70  # bytes; the path of a socket has at most 107
+
+
+def socket_folder() -> str:
+    """Return a folder for sockets: that of temporary files, or /tmp if its path is too long."""
+    folder = tempfile.gettempdir()
+    return folder if len(os.fsencode(folder)) <= LONGEST_FOLDER else "/tmp"
+
+
+def prepare_sockets() -> None:
+    """Have multiprocessing, which chooses its folder once, put its sockets into such a folder."""
+    before, tempfile.tempdir = tempfile.gettempdir(), socket_folder()
+    try:
+        util.get_temp_dir()
+    finally:
+        tempfile.tempdir = before
 
 
 def start_tracker() -> None:
@@ -86,6 +108,8 @@ class SerialExecutor(Executor):
     def submit(self, fn: Callable, /, *args: Any, **kwargs: Any) -> Future:
         future: Future = Future()
         try:
+            if (problem := broken_device()) is not None:
+                raise LostExecutorError(f"after an error of the GPU ({problem}); run again")
             future.set_result(fn(*args, **kwargs))
         except Exception as error:
             future.set_exception(error)
@@ -161,16 +185,22 @@ class _Slot:
         try:
             if self._pool is None:
                 self._pool = self._start()
-            return self._pool.submit(fn, *args, **kwargs).result()
+            result, broken = self._pool.submit(_with_state, fn, args, kwargs).result()
+            if broken:  # the next call gets a process whose GPU works
+                self._pool.shutdown(wait=False)
+                self._pool = None
+            return result
         except BrokenExecutor:
             if self._pool is not None:
                 self._pool.shutdown(wait=False)
             self._pool = None
             raise
-        except OSError as error:
+        except (OSError, EOFError) as error:  # EOFError: the fork server died
             if self._pool is not None:
                 raise  # the call's own
-            raise BrokenExecutor(f"a worker process cannot be started: {error}") from error
+            raise BrokenExecutor(f"a worker process cannot be started: {first_line(error)}") from (
+                error
+            )
 
     def _start(self) -> ProcessPoolExecutor:
         if self._ended.is_set():
@@ -191,6 +221,11 @@ class _Slot:
     def kill(self) -> None:
         for process in self._processes:
             process.kill()
+
+
+def _with_state(fn: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, bool]:
+    """Call ``fn`` in a worker process; return its result, and whether the GPU is broken now."""
+    return fn(*args, **kwargs), broken_device() is not None
 
 
 def begin(gpu: int | None) -> None:

@@ -34,15 +34,17 @@ class Compute(Strict):
 
 
 MOST_STEPS = 10**8
-Decay = Annotated[float, Field(ge=0, lt=1)]  # of a running mean; with 1 it never begins
-Positive = Annotated[float, Field(gt=0)]
+Decay = Annotated[
+    float, Field(strict=True, ge=0, lt=1)
+]  # of a running mean; with 1 it never begins
+Positive = Annotated[float, Field(strict=True, gt=0)]
 
 
 class OwnParameter(Strict):
     """A parameter of the normalizers that have it. ``start``: what each head begins with; None:
     what its definition says. ``trained`` None: as its definition says."""
 
-    start: Annotated[float, Field(ge=-1e4, le=1e4)] | None = None
+    start: Annotated[float, Field(strict=True, ge=-1e4, le=1e4)] | None = None
     trained: Flag | None = None
 
 
@@ -67,7 +69,9 @@ class Shape(Strict):
     parameters: dict[str, OwnParameter] = Field({})
     norm_eps: Positive = 1e-6
     tied: Flag = False
-    init: Annotated[float, Field(gt=0, le=1)] = 0.02  # standard deviation of every weight matrix
+    init: Annotated[float, Field(strict=True, gt=0, le=1)] = (
+        0.02  # standard deviation of every weight matrix
+    )
 
     @model_validator(mode="after")
     def _agrees(self) -> Shape:
@@ -103,7 +107,7 @@ class Optimizer(Strict):
     learning_rate: Positive
     betas: tuple[Decay, Decay] = (0.9, 0.95)
     eps: Positive = 1e-8
-    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    weight_decay: Annotated[float, Field(strict=True, ge=0)] = 0.1
     decay_vectors: Flag = False  # whether norms decay too
     clip: Positive = 1.0  # largest gradient norm
 
@@ -113,7 +117,7 @@ class Schedule(Strict):
 
     warmup_steps: Annotated[Whole, Field(ge=0, le=MOST_STEPS)]
     decay: Literal["cosine", "none"] = "cosine"
-    floor: Annotated[float, Field(ge=0, le=1)] = 0.1
+    floor: Annotated[float, Field(strict=True, ge=0, le=1)] = 0.1
 
 
 class Watch(Strict):

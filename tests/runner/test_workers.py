@@ -13,7 +13,7 @@ import pytest
 
 from qbench.progress import SilentProgress
 from qbench.runner.progress import listening
-from qbench.runner.workers import Workers
+from qbench.runner.workers import Workers, _Slot
 
 ROOT = Path(__file__).parent.parent.parent
 PATIENCE = 120  # seconds that make a hang: processes wait for what is imported for all of them
@@ -65,6 +65,49 @@ def test_a_process_killed_at_any_moment_breaks_its_own_call_and_hangs_nobody(kil
         assert executor.submit(os.getpid).result(timeout=PATIENCE) not in killed
     finally:
         executor.shutdown(cancel_futures=True)
+
+
+def break_device():
+    from qbench import machine
+
+    machine._broken_device = "CUDA error"
+    return os.getpid()
+
+
+def test_a_process_whose_gpu_is_broken_gets_no_further_call():
+    with Workers([0], device="cpu") as executor:
+        first = executor.submit(break_device).result(timeout=PATIENCE)
+        assert executor.submit(os.getpid).result(timeout=PATIENCE) != first
+
+
+def test_a_fork_server_that_dies_while_a_process_starts_breaks_that_call_alone(monkeypatch):
+    with Workers([0], device="cpu") as executor:
+        with monkeypatch.context() as patch:
+            patch.setattr(_Slot, "_start", lambda slot: (_ for _ in ()).throw(EOFError()))
+            with pytest.raises(BrokenExecutor, match="a worker process cannot be started: EOFErr"):
+                executor.submit(os.getpid).result(timeout=PATIENCE)
+        assert executor.submit(os.getpid).result(timeout=PATIENCE)
+
+
+LONG_PATHS = """
+from qbench.runner.progress import listening
+from qbench.runner.workers import Workers, _Slot
+from qbench.progress import SilentProgress
+if __name__ == "__main__":
+    with listening(SilentProgress()), Workers([0], device="cpu") as workers:
+        print(workers.submit(abs, -3).result())
+"""
+
+
+def test_a_long_path_of_temporary_files_is_no_obstacle_to_sockets(tmp_path):
+    long = tmp_path / ("x" * 120)
+    long.mkdir()
+    (tmp_path / "run.py").write_text(LONG_PATHS)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(long)}
+    done = subprocess.run(
+        [sys.executable, "run.py"], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert (done.stdout, done.stderr) == ("3\n", "")
 
 
 def test_processes_that_are_told_to_end_do_so_in_whatever_they_do():
@@ -125,7 +168,7 @@ def test_workers_have_all_that_cells_need_from_their_start(device):
 
 ENDED = """
 import os
-from qbench.runner.workers import Workers
+from qbench.runner.workers import Workers, _Slot
 if __name__ == "__main__":
     workers = Workers([0], device="cuda")
     assert workers.submit(os.getpid).result() != os.getpid()
