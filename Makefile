@@ -40,12 +40,12 @@ test-all: install
 # the gate that README describes, on the bundled pair
 gate: install
 	$(BIN)/qbench run recipes/gate.yaml --workers 2
-	$(BIN)/qbench check results/gate --baseline results/baselines/gate.parquet
+	$(BIN)/qbench check results/gate --baseline results/baselines/gate.tar.xz
 
 # where a change of scores or layers is meant: replaces the baseline, shows old and new
 baseline: install
 	$(BIN)/qbench run recipes/gate.yaml --workers 2
-	$(BIN)/qbench baseline results/gate --out results/baselines/gate.parquet --replace
+	$(BIN)/qbench baseline results/gate --out results/baselines/gate.tar.xz --replace
 
 # with the newest release of every library, whatever pyproject.toml allows, in .newest
 test-newest:

@@ -45,6 +45,7 @@ ARCHIVE = "records.tar.xz"
 UNPACKED = ".unpacked"  # holds the SHA-256 of the archive that was unpacked last
 PACKED = re.compile(rf"grid\.json|(grids|records|analysis)(/{NAME})+\.(json|parquet)")
 FETCH_AGAIN = "fetch it again"
+XZ_MAGIC = b"\xfd7zXZ\0"  # how an archive begins
 # Bounds of what an archive may unpack to. The archives of the repository have up to 300 files and
 # up to 16 bytes per byte of the archive.
 MOST_FILES = 100_000
@@ -113,13 +114,13 @@ def unpack(folder: Path) -> None:
         )
 
 
-def extract(archive: Path, folder: Path) -> None:
+def extract(archive: Path, folder: Path, remedy: str = FETCH_AGAIN) -> None:
     """Write what the archive holds into ``folder``, ``grid.json`` last; better or later records of
     ``folder`` stay. Raises DamagedError or OutputError before the first file is written."""
-    for name, _ in members(archive):
+    for name, _ in members(archive, remedy):
         without_links(folder, folder / name)
     last: bytes | None = None
-    for name, content in members(archive):
+    for name, content in members(archive, remedy):
         if name == "grid.json":
             last = content
         elif not _stays(folder / name, content):
@@ -128,11 +129,12 @@ def extract(archive: Path, folder: Path) -> None:
         write_atomically(folder / "grid.json", last)
 
 
-def members(archive: Path) -> Iterator[tuple[str, bytes]]:
+def members(archive: Path, remedy: str = FETCH_AGAIN) -> Iterator[tuple[str, bytes]]:
     """Yield name and content of each results file of the archive, in its order.
 
     Other names, links and what is no regular file are left out. Raises DamagedError for a damaged
-    archive, for one that exceeds the bounds above, and for a file that is not what qbench writes.
+    archive, for one that exceeds the bounds above, and for a file that is not what qbench writes;
+    ``remedy`` ends the message.
     """
     seen: set[str] = set()
     try:
@@ -148,12 +150,12 @@ def members(archive: Path) -> Iterator[tuple[str, bytes]]:
                         raise ValueError(f"{member.name} is sparse or there twice")
                     seen.add(member.name)
                     content = packed.extractfile(member).read()  # type: ignore[union-attr]  # regular
-                    _check(archive, member.name, content)
+                    _check(archive, member.name, content, remedy)
                     yield member.name, content
             while bounded.read(tarfile.RECORDSIZE):  # to the end, where the checksum is
                 pass
     except (tarfile.TarError, lzma.LZMAError, EOFError, ValueError, OverflowError) as error:
-        raise DamagedError(f"{archive}: damaged: {error}; {FETCH_AGAIN}") from None
+        raise DamagedError(f"{archive}: damaged: {error}; {remedy}") from None
 
 
 class _Bounded:
@@ -170,10 +172,10 @@ class _Bounded:
         return content
 
 
-def _check(archive: Path, name: str, content: bytes) -> None:
+def _check(archive: Path, name: str, content: bytes, remedy: str) -> None:
     """Raise DamagedError or SchemaError if ``content`` is not what qbench writes under ``name``."""
     if name.endswith(".json"):
-        parse(content, _kind(name), f"{archive}: {name}", FETCH_AGAIN)
+        parse(content, _kind(name), f"{archive}: {name}", remedy)
     elif f".{digest(content)[:KEY_DIGITS]}." not in name:
         raise ValueError(f"{name} is not what was written")
 

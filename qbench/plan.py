@@ -329,6 +329,7 @@ def _key_parts(plan: Plan, cell: Cell) -> dict[str, Any]:
         }
     parts = {
         "weights": cell.checkpoint.digest,
+        "checkpoint": cell.checkpoint.digests or None,
         "normalizer": normalizer,
         "normalizer source": None if normalizer == NATIVE else NORMALIZERS.get(normalizer).source,
         "quantizer": cell.quantization.to_dict(),

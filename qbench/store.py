@@ -296,8 +296,12 @@ class Store(CellFiles[Record, RunManifest]):
 
     def outcomes(self, record: Record) -> pd.DataFrame:
         """Return the columns ``OUTCOME_COLUMNS``. Raises DamagedError if the file is missing or
-        changed."""
-        return self._table(record, "outcomes")
+        changed, or lists a document of a metric twice."""
+        table = self._table(record, "outcomes")
+        if table.duplicated(["task", "metric", "document"]).any():
+            path = self._table_path(record, "outcomes")
+            raise DamagedError(f"{path}: damaged: it lists a document twice; {RUN_AGAIN}")
+        return table
 
     def responses(self, record: Record) -> pd.DataFrame:
         """Return the columns ``RESPONSE_COLUMNS``. Raises DamagedError as ``outcomes``."""

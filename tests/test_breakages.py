@@ -40,7 +40,7 @@ def standard(recipe, tmp_path_factory):
     folder = tmp_path_factory.mktemp("good")
     with pytest.MonkeyPatch.context() as monkeypatch:
         store = run_recipe(recipe, folder / "grid", monkeypatch)
-    path = folder / "baseline.parquet"
+    path = folder / "baseline.tar.xz"
     baseline.make(store, path)
     return path
 
@@ -131,8 +131,8 @@ def bitsandbytes(tmp_path_factory):
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as monkeypatch:
         store = run_recipe(path, folder / "good", monkeypatch)
-    baseline.make(store, folder / "baseline.parquet")
-    return path, folder / "baseline.parquet"
+    baseline.make(store, folder / "baseline.tar.xz")
+    return path, folder / "baseline.tar.xz"
 
 
 @pytest.mark.parametrize("kind", ["bnb-4bit", "bnb-8bit"])

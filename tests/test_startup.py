@@ -45,7 +45,7 @@ def test_reading_results_tables_with_all_statistics_and_the_gate_load_no_torch(t
         "from qbench.store import Store\n"
         "from qbench.comparison.compare import compare\n"
         "from qbench.tables import table_files\n"
-        f"store = Store({str(store.directory)!r}); out = store.directory / 'baseline.parquet'\n"
+        f"store = Store({str(store.directory)!r}); out = store.directory / 'baseline.tar.xz'\n"
         "table_files(store, compare(store), ('md', 'tex', 'csv'))\n"
         "baseline.make(store, out); check.check(store, out); print(*sys.modules)"
     ).split()

@@ -324,10 +324,11 @@ def require_unchanged(checkpoint: Checkpoint) -> None:
         raise CheckpointError("its files changed after this run began; run again")
 
 
-def digest(folder: Path) -> str:
-    """SHA-256 over the names and contents of the files, ``LARGE`` ones in parts: 64 hexadecimal
-    digits."""
-    total = hashlib.sha256()
+def digests(folder: Path) -> tuple[str, dict[str, str]]:
+    """Return the SHA-256 over the names and contents of all files, ``LARGE`` ones in parts, and
+    those of the weights, the configuration and the tokenizer alone: 64 hexadecimal digits each."""
+    total, weights = hashlib.sha256(), weight_files(folder)
+    parts = {name: hashlib.sha256() for name in ("weights", "config", "tokenizer")}
     for name in file_names(folder):
         try:
             path = folder / name
@@ -335,8 +336,10 @@ def digest(folder: Path) -> str:
             content = digest_of_parts(path) if large else file_digest(path)
         except OSError as error:
             raise CheckpointError(f"{name} cannot be read ({error.strerror})") from None
-        total.update(f"{name} {content}\n".encode())
-    return total.hexdigest()
+        part = "config" if name in (CONFIG, "generation_config.json", INDEX) else "tokenizer"
+        for hashed in (total, parts["weights" if name in weights else part]):
+            hashed.update(f"{name} {content}\n".encode())
+    return total.hexdigest(), {name: one.hexdigest() for name, one in parts.items()}
 
 
 CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len")  # the latter two bound it
@@ -357,6 +360,7 @@ class Checkpoint:
     config: dict[str, Any]
     digest: str
     files: tuple[tuple[str, int, int], ...]  # name, bytes, time of change of what was digested
+    digests: dict[str, str] = field(default_factory=dict)  # of weights, config and tokenizer alone
     headers: dict[str, Header] = field(default_factory=dict)  # tensors by their names in the files
 
     @property
@@ -477,12 +481,14 @@ def _found(source: str, folder: Path, normalizer: str | None, quantized: bool) -
         )
     if (folder / "generation_config.json").exists():
         read_json(folder / "generation_config.json")
+    total, parts = digests(folder)
     return Checkpoint(
         source=source,
         folder=folder,
         normalizer=stated,
         config=config,
-        digest=digest(folder),
+        digest=total,
+        digests=parts,
         files=stamps(folder),
         headers=headers,
     )

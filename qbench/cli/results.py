@@ -122,7 +122,10 @@ class Across(StrEnum):
 
 def check(
     folder: Folder,
-    baseline: Annotated[Path, typer.Option(metavar="FILE", help="What `qbench baseline` wrote.")],
+    baseline: Annotated[
+        Path,
+        typer.Option(metavar="FILE", help="What `qbench baseline` wrote, or a results folder."),
+    ],
     margin: Annotated[
         list[str],
         typer.Option(
@@ -163,8 +166,8 @@ def check(
 
     Examples:
     ```
-    qbench check results/gate --baseline baseline.parquet
-    qbench check results/gate --baseline baseline.parquet --margin acc=1 --junit gate.xml
+    qbench check results/gate --baseline baseline.tar.xz
+    qbench check results/gate --baseline baseline.tar.xz --margin acc=1 --junit gate.xml
     ```
     """
     _require_other_files(
@@ -204,7 +207,7 @@ def baseline(
 
     Examples:
     ```
-    qbench baseline results/gate --out baseline.parquet
+    qbench baseline results/gate --out baseline.tar.xz
     ```
     """
     changes = make(open_store(folder, run), out, replace=replace)

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -31,12 +32,16 @@ from qbench.statistics import TESTABLE, Column, Regression, documents_needed, wo
 from qbench.store import Store
 
 # Parts of a cell's key that must be the baseline's, unless the user says otherwise.
-ACROSS = {
-    "weights": "are of other weights than the baseline",
-    "normalizer": "are of another attention normalizer than the baseline",
+ACROSS = {"weights": "other weights", "normalizer": "another attention normalizer"}
+# Of the files that the part "weights" is the digest of.
+FILES = {
+    "weights": "other weights",
+    "config": "another config.json",
+    "tokenizer": "another tokenizer",
 }
 AUDIT_MEASURES = ("weight_error", "bits_per_weight", "coverage")
-LEFT_OUT = ("damage against",)  # a key, which differs wherever anything does
+# A key, which differs wherever anything does, and digests that "weights" has in one.
+LEFT_OUT = ("damage against", "checkpoint")
 SHORT = 12  # digits of a digest that are shown
 
 
@@ -45,28 +50,40 @@ def require_same(
     new: Mapping[str, CellResults],
     across: Collection[str],
 ) -> list[str]:
-    """Notes on every other part of the keys that differs, one a part.
+    """Return a note on each other part of the keys that differs, with its cells.
 
-    Raises ResultsError for other weights or another normalizer, unless ``across`` names it.
+    Raises ResultsError for another checkpoint or normalizer, unless ``across`` names it.
     """
-    found: dict[tuple[str, str, str], list[str]] = {}
+    changes: dict[tuple[str, str, str], list[str]] = {}
     cells = [cell for cell in old if cell in new]
     for cell in cells:
-        for name, then, now in differences(old[cell].record.key_parts, new[cell].record.key_parts):
+        parts = old[cell].record.key_parts, new[cell].record.key_parts
+        for name, then, now in differences(*parts):
             part = name.split(".")[0]
             if part in LEFT_OUT:
                 continue
             if part in ACROSS and part not in across:
+                what = _changed_files(*parts) if part == "weights" else ACROSS[part]
                 raise ResultsError(
-                    f"{cell}: these results {ACROSS[part]} ({_short(then)} → {_short(now)}); "
-                    f"check results of the same checkpoint, or add --across {part} if this is meant"
+                    f"{cell}: these results are of {what} than the baseline ({_short(then)} → "
+                    f"{_short(now)}); check results of the same checkpoint, or add --across {part} "
+                    "if this is meant"
                 )
-            found.setdefault((name, then, now), []).append(cell)
+            changes.setdefault((name, then, now), []).append(cell)
     return [
         f"{part}: {_short(a)} → {_short(b)} in "
         + (f"all {len(cells)} cells" if len(where) == len(cells) > 1 else some(where, 3))
-        for (part, a, b), where in found.items()
+        for (part, a, b), where in changes.items()
     ]
+
+
+def _changed_files(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    """Return which files of the checkpoint differ; those of older records are not told apart."""
+    before, after = old.get("checkpoint"), new.get("checkpoint")
+    if not before or not after:
+        return "other weights, configuration or tokenizer"
+    changed = [words for part, words in FILES.items() if before.get(part) != after.get(part)]
+    return " and ".join(changed) or "other files of the checkpoint"
 
 
 def _short(text: str) -> str:

@@ -75,7 +75,7 @@ def test_filtered_metrics_are_shown_in_per_cent_everywhere(tmp_path):
 def test_a_fall_from_90_to_7_per_cent_fails_the_gate_at_any_spelling_of_the_margin(
     tmp_path, margins
 ):
-    path = tmp_path / "baseline.parquet"
+    path = tmp_path / "baseline.tar.xz"
     baseline.make(filled(tmp_path / "a", 180), path)
     result = check.check(
         filled(tmp_path / "b", 14), path, margins=parse_margins(margins)

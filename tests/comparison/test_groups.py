@@ -102,7 +102,7 @@ def test_one_whose_tasks_count_alike_has_a_table_of_its_own(tmp_path):
 
 
 def test_the_gate_sees_in_the_group_what_is_too_small_for_its_tasks(good, tmp_path):
-    standard = tmp_path / "baseline.parquet"
+    standard = tmp_path / "baseline.tar.xz"
     baseline.make(good, standard)
     same = check.check(good, standard)
     assert same.outcome == "pass"

@@ -14,6 +14,6 @@ def good(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def standard(good, tmp_path_factory):
-    path = tmp_path_factory.mktemp("baseline") / "baseline.parquet"
+    path = tmp_path_factory.mktemp("baseline") / "baseline.tar.xz"
     assert baseline.make(good, path) is None
     return path

@@ -203,7 +203,7 @@ def with_bleu(folder, value, documents=700):
 
 @pytest.mark.parametrize(("now", "outcome"), [(30.0, "pass"), (29.2, "pass"), (28.9, "fail")])
 def test_a_score_that_no_test_knows_is_held_to_the_margin_by_its_value(tmp_path, now, outcome):
-    path = tmp_path / "baseline.parquet"
+    path = tmp_path / "baseline.tar.xz"
     baseline.make(with_bleu(tmp_path / "old", 30.0), path)
     store = with_bleu(tmp_path, now)
     with pytest.raises(RecipeError, match="no margin by default: bleu, mid; add --margin"):
@@ -218,7 +218,7 @@ def test_a_score_that_no_test_knows_is_held_to_the_margin_by_its_value(tmp_path,
 
 
 def test_a_cell_may_have_no_other_score_than_one_without_outcomes(tmp_path):
-    path = tmp_path / "baseline.parquet"
+    path = tmp_path / "baseline.tar.xz"
     store = with_bleu(tmp_path, 30.0)
     bleu = record_of(store, CELL).scores[-2]
     for cell in store.manifest().cells:
@@ -229,7 +229,7 @@ def test_a_cell_may_have_no_other_score_than_one_without_outcomes(tmp_path):
 
 
 def test_a_score_without_outcomes_of_fewer_documents_never_passes(tmp_path):
-    path = tmp_path / "baseline.parquet"
+    path = tmp_path / "baseline.tar.xz"
     baseline.make(with_bleu(tmp_path / "old", 30.0), path)
     result = check.check(with_bleu(tmp_path, 30.0, 50), path, margins={"bleu": 1.0, "mid": 1.0})
     (gate,) = (one for one in result.gates if one.metric == "bleu")

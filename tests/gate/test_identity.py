@@ -1,5 +1,7 @@
 """Results of other weights, normalizers, data or settings are refused or named."""
 
+from types import SimpleNamespace
+
 import pytest
 from gate_results import CELL, changed, update
 from synthetic import make_store
@@ -25,6 +27,26 @@ def test_results_of_another_checkpoint_are_unusable_unless_asked_for(tmp_path, s
     result = check.check(store, standard, across=[part])
     assert result.outcome == "pass"
     assert any(note.startswith(part) and CELL in note for note in result.notes)
+
+
+@pytest.mark.parametrize(
+    ("changed_parts", "words"),
+    [(["tokenizer"], "of another tokenizer than"), (["weights"], "of other weights than"),
+     (["config", "tokenizer"], "of another config.json and another tokenizer than"),
+     (None, "of other weights, configuration or tokenizer than")],
+)  # fmt: skip
+def test_which_files_of_a_checkpoint_differ_is_said(changed_parts, words):
+    digests = dict.fromkeys(("weights", "config", "tokenizer"), "a")
+
+    def cells(weights, **changes):
+        files = {} if changed_parts is None else {"checkpoint": digests | changes}
+        parts = SimpleNamespace(key_parts={"weights": weights, **files})
+        return {CELL: SimpleNamespace(record=parts)}
+
+    old, new = cells("1"), cells("2", **dict.fromkeys(changed_parts or (), "b"))
+    with pytest.raises(ResultsError, match=words):
+        check.require_same(old, new, ())
+    assert check.require_same(old, new, ["weights"]) == [f"weights: 1 → 2 in {CELL}"]
 
 
 @pytest.mark.parametrize(
@@ -58,7 +80,7 @@ def test_the_same_documents_from_other_files_are_the_same_data(tmp_path, standar
             update(store, cell.cell, key_parts=parts, documents={"arc_easy": documents})
         return store
 
-    path = tmp_path / "baseline.parquet"
+    path = tmp_path / "baseline.tar.xz"
     baseline.make(store_of("old", "a" * 64, "b" * 64), path)
     result = check.check(store_of("moved", "a" * 64, "c" * 64), path)
     assert result.outcome == "pass"

@@ -116,8 +116,8 @@ def test_tables_of_weights_alone_stay_as_they_were(tmp_path):
 
 
 def test_compare_and_the_gate_write_the_precision_and_hold_what_was_measured(store, tmp_path):
-    baseline.make(store, tmp_path / "baseline.parquet")
-    same = check.check(store, tmp_path / "baseline.parquet")
+    baseline.make(store, tmp_path / "baseline.tar.xz")
+    same = check.check(store, tmp_path / "baseline.tar.xz")
     assert same.outcome == "pass"
     assert "softpick/hqq-2bit (W16A8, simulated)" in as_markdown(same)
     shutil.copytree(store.directory, tmp_path / "new")
@@ -129,7 +129,7 @@ def test_compare_and_the_gate_write_the_precision_and_hold_what_was_measured(sto
     audit = record.audit.model_copy(update={"activations": worse})
     changed = record.model_copy(update={"audit": audit, "precision": real})
     new.put(changed, new.outcomes(record), None)
-    result = check.check(new, tmp_path / "baseline.parquet")
+    result = check.check(new, tmp_path / "baseline.tar.xz")
     assert [(g.cell, g.metric) for g in result.gates if g.outcome == "fail"] == [
         ("softpick/hqq-2bit", "activation_error")
     ]
