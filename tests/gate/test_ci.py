@@ -19,7 +19,7 @@ CELL = "softpick/hqq-3bit"
 
 def section() -> str:
     text = (ROOT / "docs" / "ci.md").read_text()
-    return re.search(r"^# In CI\n(.*?)^## ", text, re.DOTALL | re.MULTILINE)[1]
+    return re.search(r"^# In CI\n(.*?)(^## |\Z)", text, re.DOTALL | re.MULTILINE)[1]
 
 
 def commands() -> str:

@@ -38,9 +38,9 @@ def test_results_of_another_checkpoint_are_unusable_unless_asked_for(tmp_path, s
 def test_which_files_of_a_checkpoint_differ_is_said(changed_parts, words):
     digests = dict.fromkeys(("weights", "config", "tokenizer"), "a")
 
-    def cells(weights, **changes):
+    def cells(total, /, **changes):
         files = {} if changed_parts is None else {"checkpoint": digests | changes}
-        parts = SimpleNamespace(key_parts={"weights": weights, **files})
+        parts = SimpleNamespace(key_parts={"weights": total, **files})
         return {CELL: SimpleNamespace(record=parts)}
 
     old, new = cells("1"), cells("2", **dict.fromkeys(changed_parts or (), "b"))
