@@ -43,7 +43,7 @@ def tokenize(
         typer.Argument(
             metavar="TEXT...",
             help="Text to train on: *.jsonl, *.txt (documents separated by a zero byte), both also "
-            ".gz or .xz, *.parquet, or hf://datasets/OWNER/NAME[@REV][:CONFIG].",
+            ".gz or .xz, *.parquet, or hf://datasets/OWNER/NAME@REV:CONFIG (both optional).",
         ),
     ],
     out: Annotated[Path, folder_option("The folder to write; it must not exist.")],
