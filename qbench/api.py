@@ -10,11 +10,15 @@ from __future__ import annotations
 
 from concurrent.futures import Executor
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING
 
 import pandas as pd
 
 from qbench.comparison.compare import compare as compare_store
+from qbench.comparison.lines import Comparison
+from qbench.errors import RecipeError, shown
+from qbench.files import require_folder
 from qbench.machine import choose_device, set_library_env, terminal
 from qbench.plan import Plan
 from qbench.plan import plan as plan_on
@@ -22,12 +26,11 @@ from qbench.recipe import Overrides, Recipe
 from qbench.runner.grid import run_cells
 from qbench.runner.progress import Display
 from qbench.store import Store
-from qbench.tables import render
+from qbench.tables import FORMATS, render
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from qbench.comparison.lines import Comparison
     from qbench.records import Record
 
 __all__ = ["Overrides", "Recipe", "attend", "compare", "load_records", "plan", "run", "tables"]
@@ -35,12 +38,40 @@ __all__ = ["Overrides", "Recipe", "attend", "compare", "load_records", "plan", "
 set_library_env()
 
 
-def plan(recipe: Recipe, device: str = "auto", only: str | None = None) -> Plan:
-    """What ``recipe`` asks for: its cells, each with the key of all that can change its scores.
+Folder = (str, Path)
+COLUMNS = (
+    "checkpoint", "quantizer", "method", "precision", "normalizer", "task", "metric", "value",
+    "stderr", "documents", "higher_is_better", "bits_per_weight", "key",
+)  # fmt: skip
 
-    ``device`` is "auto", "cpu" or "cuda". ``only`` is a glob: the cells that should run. Nothing is
-    loaded or run. Raises QbenchError for what cannot work.
+
+def _require(function: str, **arguments: tuple[object, type | tuple[type, ...], str]) -> None:
+    """Raise RecipeError for the first argument, a value with the types and the words of what it
+    must be, that has another type."""
+    for name, (value, types, words) in arguments.items():
+        if not isinstance(value, types):
+            raise RecipeError(f"{function}: {name} must be {words}, not {shown(value)}")
+
+
+def _require_choice(function: str, name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise RecipeError(f"{function}: {name} must be {' or '.join(choices)}, not {shown(value)}")
+
+
+def plan(recipe: Recipe, device: str = "auto", only: str | None = None) -> Plan:
+    """Return the plan of ``recipe``: its cells, each with the key of all that can change its
+    scores.
+
+    ``device`` is "auto", "cpu" or "cuda". ``only`` is a glob over names of cells: the plan has all
+    cells, and these must be able to run. Nothing is loaded or run. Raises QbenchError for what
+    cannot work.
     """
+    _require(
+        "plan",
+        recipe=(recipe, Recipe, "what Recipe.load returns"),
+        only=(only, (str, NoneType), 'a text such as "softpick/gptq-*"'),
+    )
+    _require_choice("plan", "device", device, ("auto", "cpu", "cuda"))
     return plan_on(recipe, device=choose_device(device), only=only)
 
 
@@ -52,13 +83,23 @@ def run(
     force: bool = False,
     executor: Executor | None = None,
 ) -> list[Record]:
-    """Run the cells of a plan that have no finished record in the results folder ``out``.
+    """Run the cells of a plan that have no finished record in the results folder ``out``; return
+    the records of all cells, in order.
 
     ``only`` is a glob over cells' names such as "softpick/gptq-*"; ``force`` runs cells again that
-    have one. ``executor`` is any of ``concurrent.futures``; None runs one cell after the other in
-    this process. Progress goes to standard error. A cell that fails has a record with ``status``
-    "failed".
+    have a record. ``executor`` is any of ``concurrent.futures``; None runs one cell after the other
+    in this process. Progress goes to standard error. A cell that fails has a record with ``status``
+    "failed". Raises OutputError if ``out`` cannot be written.
     """
+    _require(
+        "run",
+        planned=(planned, Plan, "what plan returns"),
+        out=(out, Folder, "the path of a folder"),
+        only=(only, (str, NoneType), 'a text such as "softpick/gptq-*"'),
+        force=(force, bool, "True or False"),
+        executor=(executor, (Executor, NoneType), "an executor of concurrent.futures"),
+    )
+    require_folder(Path(out), "run: out")
     cells = planned.select(only)
     with terminal() as screen, Display(screen, len(cells)) as display:
         return run_cells(
@@ -67,54 +108,73 @@ def run(
 
 
 def compare(folder: str | Path) -> Comparison:
-    """Every score of a results folder's grid, with intervals and tests of the differences."""
+    """Compare all scores of the last run of a results folder: differences with intervals and tests.
+
+    Raises ResultsError for a folder without results or with a damaged file.
+    """
+    _require("compare", folder=(folder, Folder, "the path of a results folder"))
     return compare_store(Store(Path(folder)))
 
 
 def tables(comparison: Comparison, format: str = "md", published: str | None = None) -> str:
-    """The delta tables as text. ``format``: "md", "tex" or "csv". ``published``: a set of a
-    paper's numbers to print beside, such as "softpick-340m"."""
+    """Return the tables of a comparison as text.
+
+    ``format`` is "md", "tex" or "csv". ``published`` names a paper's numbers to print beside, such
+    as "softpick-340m". Raises RecipeError for an unknown format or name.
+    """
+    _require(
+        "tables",
+        comparison=(comparison, Comparison, "what compare returns"),
+        published=(published, (str, NoneType), "a text such as softpick-340m"),
+    )
+    _require_choice("tables", "format", format, FORMATS)
     return render(comparison, format=format, published=published)
 
 
 def load_records(folder: str | Path) -> pd.DataFrame:
-    """One row for each score of each finished record of a results folder's last run; ``task`` of a
-    group's score, such as mmlu's, is the group.
+    """Return one row per score of each finished record of a results folder's last run; a group's
+    score, such as mmlu's, has the group as its ``task``.
 
-    Columns: checkpoint, quantizer, method, precision, normalizer, task, metric, value, stderr,
-    documents, higher_is_better, bits_per_weight and key. Raises ResultsError for a folder without
-    results or with a damaged file.
+    Columns, also of a table without rows: checkpoint, quantizer, method, precision, normalizer,
+    task, metric, value, stderr, documents, higher_is_better, bits_per_weight and key. Raises
+    ResultsError for a folder without results or with a damaged file.
     """
+    _require("load_records", folder=(folder, Folder, "the path of a results folder"))
     rows = [
-        {
-            "checkpoint": record.checkpoint,
-            "quantizer": record.quantizer,
-            "method": record.method,
-            "precision": record.precision.name,
-            "normalizer": record.normalizer,
-            "task": score.task,
-            "metric": score.metric,
-            "value": score.value,
-            "stderr": score.stderr,
-            "documents": score.documents,
-            "higher_is_better": score.higher_is_better,
-            "bits_per_weight": record.audit.bits_per_weight if record.audit else None,
-            "key": record.key,
-        }
+        (
+            record.checkpoint,
+            record.quantizer,
+            record.method,
+            record.precision.name,
+            record.normalizer,
+            score.task,
+            score.metric,
+            score.value,
+            score.stderr,
+            score.documents,
+            score.higher_is_better,
+            record.audit.bits_per_weight if record.audit else None,
+            record.key,
+        )
         for record in Store(Path(folder)).records()
         for score in (*record.scores, *record.groups)
     ]
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows, columns=list(COLUMNS))
 
 
 def attend(model: PreTrainedModel, *, normalizer: str, implementation: str = "auto") -> str:
-    """Let a model of transformers attend with ``normalizer``, one of ``qbench list normalizers``.
-    Returns what runs, e.g. "softpick/triton".
+    """Set the attention function of a model of transformers; return what runs, such as
+    "softpick/triton".
 
-    ``implementation``: "triton" (kernels, on a CUDA GPU), "reference" (PyTorch), or "auto" (triton
-    on CUDA, else reference). Raises RecipeError for an unknown name, UnavailableError where triton
-    cannot run or the model's class does not take its attention from outside.
+    ``normalizer`` is one of ``qbench list normalizers``. ``implementation`` is "triton" (kernels,
+    on a CUDA GPU), "reference" (PyTorch), or "auto" (triton on CUDA, else reference). Raises
+    RecipeError for an unknown name, UnavailableError if triton cannot run or the model's class does
+    not take its attention from outside.
     """
     from qbench.attention.transformers import attend as set_attention
 
+    if not hasattr(model, "set_attn_implementation"):
+        raise RecipeError(f"attend: model must be a model of transformers, not {shown(model)}")
+    _require("attend", normalizer=(normalizer, str, "a name of `qbench list normalizers`"))
+    _require_choice("attend", "implementation", implementation, ("auto", "triton", "reference"))
     return set_attention(model, normalizer=normalizer, implementation=implementation)

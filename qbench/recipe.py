@@ -128,6 +128,47 @@ class Overrides:
     add_bos: bool | None = None  # begin every text that is scored with BOS
     stream: bool | None = None  # weights come to the device block by block
 
+    def __post_init__(self) -> None:
+        """Make one name a list of it, and texts paths. Raises RecipeError for other types."""
+        for name in ("quantizers", "tasks"):
+            value = getattr(self, name)
+            names = (value,) if isinstance(value, str) else value
+            if names is not None:
+                if not isinstance(names, list | tuple) or not all(
+                    isinstance(n, str) for n in names
+                ):
+                    raise _not_given(name, "a name or a list of names", value)
+                object.__setattr__(self, name, tuple(names))
+        for name in ("checkpoints", "quantized"):
+            value = getattr(self, name)
+            if not isinstance(value, Mapping) or not all(
+                isinstance(key, str) and isinstance(path, str | Path) for key, path in value.items()
+            ):
+                raise _not_given(name, "a mapping of names to folders or hub ids", value)
+        for name, types, words in (
+            ("definitions", (str, Path), "the path of a folder"),
+            ("data", (str, Path), "the path of a folder"),
+            ("calibration", (str, Path), "the path of a file"),
+            ("skip_missing", (bool,), "True or False"),
+            ("dtype", (str,), "a text such as float32"),
+            ("scoring", (str,), "a text such as exact"),
+            ("stream", (bool,), "True or False"),
+            *((name, (int,), "a whole number above 0") for name in COUNTS),
+        ):
+            value = getattr(self, name)
+            if value is not None and (
+                not isinstance(value, types)
+                or (name in COUNTS and (isinstance(value, bool) or value < 1))
+            ):
+                raise _not_given(name, words, value)
+
+
+COUNTS = ("calibration_samples", "calibration_length", "limit")
+
+
+def _not_given(name: str, words: str, value: object) -> RecipeError:
+    return RecipeError(f"Overrides: {name} must be {words}, not {shown(value)}")
+
 
 # --- the recipe
 
@@ -313,8 +354,14 @@ class Recipe(Strict):
         """Read and check a recipe, parts of it replaced by ``overrides``. Without a ``path`` these
         say all of it: checkpoints, quantizers and tasks.
 
-        Raises RecipeError, one line a problem.
+        Raises RecipeError, one line per problem.
         """
+        for value, types, words in (
+            (path, str | Path | None, "the path of a recipe"),
+            (overrides, Overrides | None, "Overrides(…)"),
+        ):
+            if not isinstance(value, types):
+                raise RecipeError(f"Recipe.load: takes {words}, not {shown(value)}")
         load_packages()
         path = Path(path) if path is not None else None
         source = _source(path, overrides or Overrides())

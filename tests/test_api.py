@@ -7,10 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from small_recipe import small_recipe
+from small_recipe import DEMO, small_recipe
 
 from qbench import api
-from qbench.errors import RecipeError
+from qbench.errors import QbenchError, RecipeError
+from qbench.store import Store
 
 ROOT = Path(__file__).parent.parent
 SNIPPET = re.compile(r"```python\n(from qbench\.api import .*?)```", re.DOTALL)
@@ -66,3 +67,56 @@ def test_overrides_are_those_of_the_command_line(tmp_path):
         api.Recipe.load(small_recipe(tmp_path), api.Overrides(checkpoints={"other": "x"}))
     with pytest.raises(RecipeError, match=r"compute_dtype: .*'float32' \(it is 'bf16'\)$"):
         api.Recipe.load(small_recipe(tmp_path), api.Overrides(dtype="bf16"))
+
+
+def test_one_name_of_overrides_is_a_list_of_it(tmp_path):
+    changed = api.Overrides(quantizers="fp32", tasks="demo_choice", data=str(DEMO / "data"))
+    recipe = api.Recipe.load(small_recipe(tmp_path), changed)
+    assert [column.label for column in recipe.quantizers] == ["fp32"]
+    assert [task.name for task in recipe.tasks] == ["demo_choice"]
+
+
+def test_a_folder_without_finished_records_has_all_columns(tmp_path):
+    planned = api.plan(api.Recipe.load(small_recipe(tmp_path)), device="cpu")
+    Store(tmp_path / "out").put_manifest(planned.grid)
+    scores = api.load_records(tmp_path / "out")
+    assert len(scores) == 0
+    assert scores.pivot_table(index="task", columns="quantizer", values="value").empty
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory):
+    recipe = api.Recipe.load(small_recipe(tmp_path_factory.mktemp("recipe")))
+    return api.plan(recipe, device="cpu")
+
+
+WRONG = {
+    "Recipe.load: takes the path": lambda planned, _: api.Recipe.load({"name": "a"}),
+    "Recipe.load: takes Overrides": lambda planned, _: api.Recipe.load("x.yaml", {"limit": 3}),
+    "Overrides: tasks must be a name": lambda planned, _: api.Overrides(tasks=3),
+    "Overrides: quantizers must be a name": lambda planned, _: api.Overrides(quantizers=[3]),
+    "Overrides: limit must be a whole number": lambda planned, _: api.Overrides(limit="3"),
+    "Overrides: limit must be a whole number above": lambda planned, _: api.Overrides(limit=True),
+    "Overrides: checkpoints must be a mapping": lambda planned, _: api.Overrides(checkpoints="a"),
+    "Overrides: stream must be True or False": lambda planned, _: api.Overrides(stream="yes"),
+    "Overrides: data must be the path": lambda planned, _: api.Overrides(data=3),
+    "plan: recipe must be what Recipe.load": lambda planned, _: api.plan("recipe.yaml"),
+    "plan: device must be auto or cpu": lambda planned, _: api.plan(planned.recipe, "gpu"),
+    "plan: only must be a text": lambda planned, _: api.plan(planned.recipe, "cpu", ["a"]),
+    "run: planned must be what plan": lambda planned, out: api.run(planned.recipe, out),
+    "run: out must be the path": lambda planned, _: api.run(planned, None),
+    "is a file; name a folder": lambda planned, _: api.run(planned, __file__),
+    "run: executor must be an executor": lambda planned, out: api.run(planned, out, executor=4),
+    "compare: folder must be the path": lambda planned, _: api.compare(planned),
+    "tables: comparison must be what": lambda planned, out: api.tables(out),
+    "load_records: folder must be": lambda planned, _: api.load_records(None),
+    "attend: model must be a model": lambda planned, _: api.attend("a", normalizer="softmax"),
+    "no grid.json here": lambda planned, out: api.load_records(out / "nowhere"),
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_a_wrong_call_is_one_clear_error(words, planned, tmp_path):
+    with pytest.raises(QbenchError, match=words) as error:
+        WRONG[words](planned, tmp_path)
+    assert len(str(error.value)) < 400
