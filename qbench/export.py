@@ -104,8 +104,9 @@ def results(record: Record) -> dict[str, Any]:
 
 
 def samples(outcomes: pd.DataFrame, responses: pd.DataFrame) -> Iterator[dict[str, Any]]:
-    """One task's documents as lm-eval logs them: responses, and metrics by name; a line for each
-    document and filter."""
+    """Yield one task's documents as lm-eval logs them, one per document and filter: responses, and
+    metrics by name. Metrics over all documents at once, such as BLEU, have no value per document.
+    """
     given: dict[int, list[Any]] = {}
     for answer in responses.sort_values("request", kind="stable").itertuples(index=False):
         given.setdefault(answer.document, []).append(answer)
@@ -114,6 +115,11 @@ def samples(outcomes: pd.DataFrame, responses: pd.DataFrame) -> Iterator[dict[st
     for document, metric, value, weight in zip(*columns, strict=True):
         of = found.setdefault((_filter(metric), document), {})
         of[metric.partition(" [")[0]] = value if weight == 1 else [value, weight]
+    scored = {document for _, document in found}
+    for document, answers in given.items():
+        if document not in scored:
+            filters = [one.filter for one in answers if isinstance(one.filter, str)] or ["none"]
+            found |= {(filter_, document): {} for filter_ in filters}
     for (filter_, document), metrics in found.items():
         answers = given.get(document, [])
         generated = any(isinstance(one.answer, str) for one in answers)
