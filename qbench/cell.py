@@ -24,14 +24,14 @@ from qbench.checkpoints.load import (
 )
 from qbench.checkpoints.tokenizer import load_tokenizer, puts_bos
 from qbench.code import code_digest
-from qbench.errors import AuditError, QbenchError, ResultsError, UnavailableError
+from qbench.errors import AuditError, DataError, QbenchError, ResultsError, UnavailableError
 from qbench.evaluation.baseline import baseline_file, read_baseline
 from qbench.evaluation.degradation import Outcomes, correct_requests, damage, divergence_table
 from qbench.evaluation.evaluate import evaluate, group_scores
 from qbench.evaluation.kl import BaselineHiddenStates, BaselineWriter, KLObserver
 from qbench.evaluation.llamacpp import LlamaCpp
 from qbench.evaluation.lm_eval_model import external_model
-from qbench.evaluation.loaded import LoadedTask, load_task
+from qbench.evaluation.loaded import LoadedTask, check_documents, load_task
 from qbench.evaluation.scoring import language_model
 from qbench.evaluation.scoring.forward import fastest_mode
 from qbench.machine import free, hardware
@@ -57,7 +57,7 @@ def compute(result: CellResult, store: Store, cache: Path) -> None:
     unquantized distributions."""
     cell, plan = result.cell, result.plan
     result.progress.stage(cell.name, "prepare")
-    tasks = _prepare(cell, plan)
+    tasks = _prepare(result)
     result.documents = {task.name: task.digest for task in tasks}
     with result.stage("load") as detail:
         model, tokenizer = load(cell, plan)
@@ -80,9 +80,13 @@ def compute(result: CellResult, store: Store, cache: Path) -> None:
             _measure_damage(result, base, observer, store, tasks, tokenizer)
 
 
-def _prepare(cell: Cell, plan: Plan) -> list[LoadedTask]:
-    """What can fail without a model, first: is this the device that the cell's key speaks of, and
-    are its data here?"""
+def _prepare(result: CellResult) -> list[LoadedTask]:
+    """Return the tasks whose documents can be scored; the others are named in ``result``.
+
+    Raises UnavailableError if the device or the code is not the one that the cell's key states,
+    DataError if no task can be scored. Nothing is quantized by then.
+    """
+    cell, plan = result.cell, result.plan
     if plan.hardware is not None and (here := hardware(plan.device)) != plan.hardware:
         raise UnavailableError(
             f"planned for {plan.hardware}, but this worker has {here}; run on GPUs of one kind"
@@ -90,7 +94,25 @@ def _prepare(cell: Cell, plan: Plan) -> list[LoadedTask]:
     if code_digest() != cell.key_parts["code"]:
         raise UnavailableError("qbench's own code changed after this run began; run again")
     folder = cell.checkpoint.folder
-    return [load_task(task, folder if task.needs_tokenizer else None) for task in plan.tasks]
+    tasks, failure = [], None
+    for spec in plan.tasks:
+        task = load_task(spec, folder if spec.needs_tokenizer else None)
+        try:
+            check_documents(task, cell.scoring.limit)
+        except DataError as error:
+            failure = failure or error
+            _note_failure(result, task.name, error)
+            continue
+        tasks.append(task)
+    if failure is not None and not tasks:
+        raise failure
+    return tasks
+
+
+def _note_failure(result: CellResult, task: str, error: QbenchError) -> None:
+    result.failed_tasks[task] = " ".join(str(error).split())
+    line = f"{result.cell.name}: {task} could not be scored: {error}"
+    result.progress.log(line, "bold red")
 
 
 def load(cell: Cell, plan: Plan) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -272,8 +294,7 @@ def _evaluate(result: CellResult, scorer: Any, tasks: Sequence[LoadedTask]) -> N
             scored = evaluate(scorer, task, cell.scoring)
         except QbenchError as error:
             failure = failure or error
-            result.failed_tasks[task.name] = " ".join(str(error).split())
-            progress.log(f"{cell.name}: {task.name} could not be scored: {error}", "bold red")
+            _note_failure(result, task.name, error)
             continue
         result.scores += scored.scores
         tables.append((scored.outcomes, scored.responses))

@@ -289,6 +289,7 @@ def _cell(
         device=device,
         fastest=fastest,
         slower=f"checkpoints.{name}: {slower}",
+        label=column.label,
     )
     if device == "cpu" and scoring.mode != "lm-eval":
         slower = ""  # as for any other model
@@ -524,6 +525,7 @@ def scoring_settings(
     device: str,
     fastest: Mode = "fast",
     slower: str = "",
+    label: str = "this quantizer",
 ) -> ScoringSettings:
     """What a recipe's ``evaluation`` means for one checkpoint and quantizer.
 
@@ -539,8 +541,8 @@ def scoring_settings(
     mode = evaluation.scoring
     if mode == "fast" and not quantization.batch_invariant:
         raise RecipeError(
-            "evaluation.scoring: fast: this quantizer's scores depend on the other rows of a "
-            "batch, which fast scoring regroups; set scoring: auto or exact"
+            f"evaluation.scoring: fast: scores of {label} depend on the other rows of a batch, "
+            "which fast scoring regroups; set scoring: auto or exact"
         )
     if mode != "auto" and MODES.index(mode) < MODES.index(fastest):
         raise RecipeError(

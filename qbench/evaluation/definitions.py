@@ -214,14 +214,28 @@ def _found(kind: str, name: str, definitions: Path | None) -> Path | None:
     return next((path for path in found if path), None)
 
 
-@functools.cache
 def _index(folder: Path) -> dict[tuple[str, str], Path]:
-    """The first file, in the order of their paths, for each kind and name."""
-    found: dict[tuple[str, str], Path] = {}
+    """Return the first file, in the order of their paths, for each kind and name."""
+    return _read_index(folder, _state(folder))
+
+
+@functools.lru_cache(maxsize=16)
+def _read_index(folder: Path, state: int) -> dict[tuple[str, str], Path]:
+    paths: dict[tuple[str, str], Path] = {}
     for path in _definition_files(folder):
         for kind, name in NAMES.findall(_text(path)):
-            found.setdefault((kind, name), path)
-    return found
+            paths.setdefault((kind, name), path)
+    return paths
+
+
+def _state(folder: Path) -> int:
+    """Return a number that changes with the files of ``folder``: a notebook may add a definition
+    while it runs. Those of installed packages do not change."""
+    if folder in (OURS, lm_eval_tasks()):
+        return 0
+    stats = [(str(path), (s := path.stat()).st_mtime_ns, s.st_size)
+             for path in _definition_files(folder, templates=True)]  # fmt: skip
+    return hash(tuple(stats))
 
 
 def _children(name: str, config: dict[str, Any]) -> Iterator[str]:
@@ -277,14 +291,12 @@ def _unknown(name: str, definitions: Path | None) -> RecipeError:
     return RecipeError(f"tasks: lm-eval has no task {name!r}; {more}{own}")
 
 
-@functools.cache
 def _definition_files(folder: Path, templates: bool = False) -> list[Path]:
     suffixes = ("yaml", "yml") if templates else (".yaml",)
     names = (glob.iglob(f"**/*{suffix}", root_dir=folder, recursive=True) for suffix in suffixes)
     return sorted(folder / name for name in itertools.chain(*names))
 
 
-@functools.cache
 def _text(path: Path) -> str:
     return read_regular(path).decode(errors="replace")
 

@@ -204,19 +204,26 @@ def answer_agreement(base: pd.DataFrame, quantized: pd.DataFrame) -> AnswerAgree
     """Generated answers as the two models gave them, whatever a filter took; None without any."""
     on = ["document", "request"]
     before, after = (
-        table[table["answer"].notna() & table["filter"].isna()][[*on, "answer"]]
+        table[table["answer"].notna() & table["filter"].isna()][[*on, "answer", "cut"]]
         for table in (base, quantized)
     )
     pairs = after.merge(before, on=on, suffixes=("", "_base"), validate="one_to_one")
-    if pairs.empty:
+    # Equal as far as both are kept, and unknown beyond.
+    unknown = (pairs["answer"] == pairs["answer_base"]) & (pairs["cut"] + pairs["cut_base"] > 0)
+    left_out, pairs = int(unknown.sum()), pairs[~unknown]
+    if pairs.empty and not left_out:
         return None
     shares = []
-    for one, other in zip(pairs["answer"], pairs["answer_base"], strict=True):
+    names = ("answer", "cut", "answer_base", "cut_base")
+    for one, cut, other, other_cut in zip(*(pairs[name] for name in names), strict=True):
         common = os.path.commonprefix([one, other])  # noqa: RUF071  of texts, not of paths
-        shares.append(len(common) / max(len(one), len(other)) if one != other else 1.0)
+        longest = max(len(one) + cut, len(other) + other_cut)
+        shares.append(len(common) / longest if one != other else 1.0)
     agreed = pd.Series(shares).groupby(pairs["document"].to_numpy()).mean().to_numpy()
     identical = int((pairs["answer"] == pairs["answer_base"]).sum())
-    return AnswerAgreement(identical=identical, agreed=ratio(agreed, np.ones(len(agreed))))
+    return AnswerAgreement(
+        identical=identical, agreed=ratio(agreed, np.ones(len(agreed))), left_out=left_out
+    )
 
 
 def perplexity_ratio(base: pd.DataFrame, quantized: pd.DataFrame) -> Ratio:
