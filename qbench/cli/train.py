@@ -272,9 +272,9 @@ def _tokenized() -> Callable[[int, int], None]:
 def show_trained(found: Sequence[Training], wanted: int) -> None:
     """A line on each run that is ``found`` finished, and how many of the ``wanted`` are."""
     for record in found:
+        loss = "not logged" if record.final_loss is None else f"{record.final_loss:.4f}"
         line = (
-            f"{record.normalizer}, seed {record.seed}: loss {record.final_loss or 0:.4f} after "
-            f"{record.tokens:,} tokens"
+            f"{record.normalizer}, seed {record.seed}: loss {loss} after {record.tokens:,} tokens"
         )
         if record.watched and record.best_loss is not None:
             line += (

@@ -34,6 +34,7 @@ class Progress(BaseModel):
     settings: str  # digest of all that shapes the run
     step: int = 0  # steps done
     lowest_loss: float | None = None  # of the means that were logged
+    held_out: str | None = None  # digest of the held-out texts; None: an older qbench's state
     best_loss: float | None = None  # on the held-out texts
     best_step: int | None = None
     kernels: list[str] = []

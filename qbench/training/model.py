@@ -103,8 +103,8 @@ ATTENTION = re.compile(
 
 
 def attention_kernels(step: Callable[[], None], device: torch.device) -> list[str]:
-    """Names of the attention kernels that ``step`` launches on a GPU, sorted; on a CPU, where
-    none is launched, ``["none"]``. The step is done once."""
+    """Call ``step`` once and return the names of the attention kernels that it launches, sorted;
+    ``["none"]`` if it launches none, as on a CPU or with the reference."""
     if device.type != "cuda":
         step()
         return ["none"]
@@ -113,7 +113,7 @@ def attention_kernels(step: Callable[[], None], device: torch.device) -> list[st
         step()
         torch.cuda.synchronize()
     names = {event.key for event in seen.key_averages() if event.self_device_time_total > 0}
-    return sorted(name[:120] for name in names if ATTENTION.search(name))
+    return sorted(name[:120] for name in names if ATTENTION.search(name)) or ["none"]
 
 
 NO_LEAF = r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed"
@@ -137,6 +137,7 @@ def initial_model(
     torch.manual_seed(seed)
     settings = fla.llama_settings(checkpoint_config(shape, normalizer, **tokens))
     settings["initializer_range"] = shape.init
+    settings["pad_token_id"] = None  # rows are never padded; torch would not train its embedding
     model_class = getattr(transformers, class_names()[settings["model_type"]])
     model = model_class(AutoConfig.for_model(**settings))
     for layer in model.model.layers:
