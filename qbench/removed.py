@@ -4,6 +4,11 @@ from __future__ import annotations
 
 # Options of the command line.
 OPTIONS = {
+    "--field": "the text to train on is the field `text`: rename the one that holds it",
+    "--held-out": "one document in fifty is held out, up to 200,000 tokens",
+    "--licences": "state the licence of a text beside its token files",
+    "--split": "the split `train` of a data set is read",
+    "--without": "write --decontaminate",
     "--document": "`qbench view` shows documents, with the texts that were asked",
     "--max-gib": "a limit for `qbench tables` went with --rank; the table lists the GiB of each "
     "precision",

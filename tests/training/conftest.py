@@ -60,7 +60,7 @@ def tokens(tmp_path_factory, tokenizer_folder, texts):
         [str(folder / "text.txt")],
         folder / "tokens",
         tokenizer=str(tokenizer_folder),
-        settings=Tokenizing(held_out=200),
+        settings=Tokenizing(),
     )
     return folder / "tokens"
 
