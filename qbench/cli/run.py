@@ -103,7 +103,11 @@ def run(
         planned, records = _run_cells(launcher, only, force)
     from qbench.cli.results import show_tables  # pandas
 
-    comparison = show_tables(Store(launcher.out, manifest=planned.grid), against=against)
+    store = Store(launcher.out, manifest=planned.grid)
+    if only is not None:  # others that are there stand beside; the rest was not asked for
+        chosen = {record.cell for record in (*records, *store.records())}
+        store = Store(launcher.out, manifest=planned.manifest_of(chosen))
+    comparison = show_tables(store, against=against)
     typer.echo(f"{headline(comparison)} All of it: qbench view {launcher.out}", err=True)
     broken = [record for record in records if record.status == "failed" or record.failed_tasks]
     if broken:

@@ -135,7 +135,10 @@ def headline(comparison: Comparison) -> str:
                 f"{len(effects) - len(sure)} differences are not significant (5 %, Holm’s "
                 "correction)."
             )
-    return f"{len(comparison.records)} of {len(comparison.grid.cells)} cells have a record."
+    finished = sum(record.status == "ok" for record in comparison.records.values())
+    failed = len(comparison.records) - finished
+    line = f"{finished} of {len(comparison.grid.cells)} cells are finished"
+    return f"{line}, {failed} failed." if failed else f"{line}."
 
 
 def _answers(

@@ -9,11 +9,10 @@ from __future__ import annotations
 import ast
 import difflib
 import functools
-import glob
 import hashlib
 import importlib.util
-import itertools
 import json
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -200,6 +199,7 @@ def _written(value: Any) -> str:
     return f"!function {value.name}" if isinstance(value, Function) else str(value)
 
 
+MOST_FILES = 50_000  # below a folder of definitions; lm-eval's has 17,600
 OURS = Path(__file__).parents[1] / "tasks"
 
 
@@ -293,8 +293,21 @@ def _unknown(name: str, definitions: Path | None) -> RecipeError:
 
 def _definition_files(folder: Path, templates: bool = False) -> list[Path]:
     suffixes = ("yaml", "yml") if templates else (".yaml",)
-    names = (glob.iglob(f"**/*{suffix}", root_dir=folder, recursive=True) for suffix in suffixes)
-    return sorted(folder / name for name in itertools.chain(*names))
+    files, seen = list[Path](), 0
+    for parent, folders, names in os.walk(folder, followlinks=True):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        seen += len(names) + len(folders)
+        if seen > MOST_FILES:
+            raise RecipeError(
+                f"definitions: {folder} holds more than {MOST_FILES:,} files; name the folder of "
+                "the YAML files alone"
+            )
+        files += [
+            Path(parent, name)
+            for name in names
+            if name.endswith(suffixes) and not name.startswith(".")
+        ]
+    return sorted(files)
 
 
 def _text(path: Path) -> str:

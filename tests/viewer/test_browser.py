@@ -229,7 +229,7 @@ def test_an_empty_and_a_damaged_folder(serve, tmp_path, page):
     empty = fill(tmp_path / "empty", missing=cells).directory
     running = serve(empty)
     page.goto(running.address)
-    page.wait_for_selector("text=0 of 8 cells have a record")
+    page.wait_for_selector("text=0 of 8 cells are finished")
     page.goto(f"{running.address}#view=cell&cell=softmax/bf16")
     page.wait_for_selector("[role=alert]")
     (empty / "grid.json").write_text("{")
