@@ -44,7 +44,7 @@ def test_they_are_trained_or_fixed_and_read_as_they_were(
 
     monkeypatch.setattr(Run, "save", keep)
     [record] = train(
-        tmp_path, normalizers=[normalizer], tokens=320, watch={"every": 100}, log_every=5,
+        tmp_path, normalizers=[normalizer], tokens=640, watch={"every": 100}, log_every=5,
         model={"parameters": own, "rope_theta": rope_theta},
     )  # fmt: skip
     checkpoint = find(str(tmp_path / f"{normalizer}-seed3"))
