@@ -19,7 +19,7 @@ demo: install
 viewer:
 	cd qbench/viewer/frontend && npm ci && npm run build
 
-# pages with numbers, from docs/templates; `numbers` first reads the records of results/ (a minute)
+# pages with numbers, from docs/templates; `make numbers pages` reads the records of results/ first (a minute)
 pages: install
 	$(BIN)/python docs/generate.py
 	$(BIN)/python docs/sizes.py
