@@ -285,6 +285,7 @@ def _cell(
     reason = None
     try:
         config = in_transformers_words(checkpoint.config)
+        quantization = quantization.fitted(shapes)
         quantization.check(config, device)
     except RecipeError as error:
         reason = str(error)

@@ -38,6 +38,13 @@ RENAMED_OPTIONS = {
     "keep_first": "sink_tokens",
     "keep_recent": "residual_length",
 }
+# Parts of a quantizer that have another key now; the earlier one still works.
+RENAMED_PARTS = {"kv": "kv_cache", "outliers": "transform"}
+# Methods under a part's key that have another name now; the earlier one still works there.
+RENAMED_METHODS = {
+    ("activations", "fp8-row"): "fp8-token",
+    ("weights", "fp8-tensor"): "fp8-matrix",
+}
 # Commands, and those of a group: "bench training".
 COMMANDS = {
     "noise": "the quantizer noise-floor shows how far rounding alone moves scores",

@@ -95,7 +95,7 @@ def test_a_kept_recipe_has_absolute_paths(tmp_path, monkeypatch):
         ("w8a8-int8+kv8", "int8-row+int8-token+kv-int8-token"),
         ("kv4", "kv-int4-token"),
         ("bf16+kv-fp8-token", "kv-fp8-token"),
-        ("fp8-row+fp8-row", "fp8-row+fp8-row"),
+        ("fp8-row+fp8-token", "fp8-row+fp8-token"),
         ("rtn-4bit+rotation", "rtn-4bit+rotation"),
     ],
 )
@@ -109,7 +109,7 @@ def test_a_label_that_tables_print_may_be_asked_for(label, name):
 
 def test_an_unknown_part_of_a_label_is_said():
     changed = Overrides(checkpoints={"a": "b/c"}, tasks=("sciq",), quantizers=("bf16+int9",))
-    with pytest.raises(RecipeError, match=r"unknown quantizer 'bf16\+int9'"):
+    with pytest.raises(RecipeError, match=r"unknown quantizer 'int9'"):
         Recipe.load(None, changed)
 
 

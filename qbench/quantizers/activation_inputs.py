@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from qbench.errors import QuantizationError
 from qbench.progress import Advance
-from qbench.quantizers.activations import FakeQuantized
 from qbench.quantizers.calibration import Calibration, watch_inputs
 from qbench.quantizers.config import ActivationEvidence, matching, require_matches
 from qbench.quantizers.fake_quant import FakeQuant, scale_of_tensor
 from qbench.quantizers.linear import matrices
+from qbench.quantizers.methods.input_formats import FakeQuantized
 
 ATTRIBUTE = "qbench_inputs"  # of a model whose activations are quantized
 
@@ -44,8 +44,7 @@ def install(model: nn.Module, settings: FakeQuantized, tensors: Mapping[str, Ten
     """Let layers of ``model`` take in what ``settings`` make of their inputs; ``tensors`` are those
     of ``calibrate``. Raises QuantizationError for a layer whose width groups do not divide."""
     modules, form = layers_with_inputs(model, settings.ignore), settings.format
-    for name, module in modules.items():
-        settings.check_layer(name, module.out_features, module.in_features)
+    settings.check_layers({n: (m.out_features, m.in_features) for n, m in modules.items()})
     fixed = {name: scale_of_tensor(*ends, form) for name, ends in tensors.items()}
     inputs = FakeQuant(form, {name: fixed.get(name) for name in modules})
     for name, module in modules.items():

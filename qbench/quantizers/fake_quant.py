@@ -25,7 +25,7 @@ from qbench.quantizers.formats import (
     LEAST_E4M3,
     LEAST_EXPONENT,
     WHOLE_ROW,
-    Element,
+    FloatFormat,
     QuantFormat,
     Scale,
 )
@@ -159,7 +159,7 @@ def dequantize(codes: Tensor, form: QuantFormat, by: Scale) -> Tensor:
     )
 
 
-def nearest(x: Tensor, element: Element) -> Tensor:
+def nearest(x: Tensor, element: FloatFormat) -> Tensor:
     """The value of ``element`` nearest to ``x``, float32; saturates, NaN stays NaN."""
     step = two_to(exponent_of(x).clamp(min=element.lowest) - element.mantissa)
     return (torch.round(x / step) * step).clamp(-element.largest, element.largest)

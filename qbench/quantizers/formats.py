@@ -11,8 +11,13 @@ if TYPE_CHECKING:
 WHOLE_ROW = -1
 
 
+def shared_by(group_size: int) -> str:
+    """Return in words which weights of a row share a scale."""
+    return "per row" if group_size == WHOLE_ROW else f"in groups of {group_size}"
+
+
 @dataclass(frozen=True, slots=True)
-class Element:
+class FloatFormat:
     """A floating-point format: ``mantissa`` bits, smallest normal 2^``lowest``, largest value
     in [2^``highest``, 2^(``highest`` + 1)); subnormals, no infinities."""
 
@@ -24,8 +29,8 @@ class Element:
 
 # OCP Microscaling Formats (MX) v1.0 (2023), section 5.3: E4M3 and E2M1.
 ELEMENTS = {
-    "e4m3": Element(mantissa=3, lowest=-6, highest=8, largest=448.0),
-    "e2m1": Element(mantissa=1, lowest=0, highest=2, largest=6.0),
+    "e4m3": FloatFormat(mantissa=3, lowest=-6, highest=8, largest=448.0),
+    "e2m1": FloatFormat(mantissa=1, lowest=0, highest=2, largest=6.0),
 }
 LEAST_EXPONENT = -126  # of E8M0 here: 2^−127 is a subnormal of float32, which GPUs may flush
 LEAST_E4M3 = 2.0**-9  # as a scale: its smallest value above 0
@@ -64,6 +69,11 @@ class QuantFormat:
         if self.type == "int":
             return f"int{self.num_bits}"
         return {8: "e4m3", 4: "e2m1"}.get(self.num_bits, "float")
+
+    @property
+    def words(self) -> str:
+        """``int4``, ``fp8 e4m3``, ``fp4 e2m1``."""
+        return self.element if self.type == "int" else f"fp{self.num_bits} {self.element}"
 
     @property
     def largest(self) -> float:

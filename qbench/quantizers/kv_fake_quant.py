@@ -13,7 +13,7 @@ from qbench.attention.quantized_kv import KV_CACHE, QuantizedKVCache
 from qbench.quantizers.fake_quant import fake_quantize, scale_of_tensor
 
 if TYPE_CHECKING:
-    from qbench.quantizers.kv_cache import KVCache
+    from qbench.quantizers.methods.kv_formats import KVCache
 
 
 class KVFakeQuant(QuantizedKVCache):

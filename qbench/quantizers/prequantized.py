@@ -18,17 +18,12 @@ from pydantic.dataclasses import dataclass
 
 from qbench import machine
 from qbench.errors import QuantizationError, RecipeError
-from qbench.quantizers.config import (
-    ROUNDING_BOUND,
-    SETTINGS,
-    WHOLE_ROW,
-    Runtime,
-    WeightSettings,
-    strategy,
-)
+from qbench.quantizers.config import ROUNDING_BOUND, SETTINGS, Runtime, WeightSettings
+from qbench.quantizers.formats import WHOLE_ROW
+from qbench.quantizers.formats import shared_by as strategy
 from qbench.quantizers.gguf_file import bits_of as type_bits
 from qbench.quantizers.gguf_file import levels_of
-from qbench.quantizers.names import register
+from qbench.quantizers.registry import register
 from qbench.records import UNQUANTIZED_BITS, Part, Precision
 
 WEIGHTS_ONLY = "weights only: they are multiplied dequantized"
@@ -425,7 +420,6 @@ class Prequantized(Published):
 
 register(
     "checkpoint",
-    Published,
     "a checkpoint that is quantized already: GPTQ, AWQ, compressed-tensors, … (list formats)",
-    ignore=(),
-)
+    ignore=((),),
+)(Published)

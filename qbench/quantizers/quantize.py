@@ -72,6 +72,7 @@ def quantize(
     if config.weights is not None and config.weights.prequantized:
         return model, config.weights.note
     linearize(model)
+    config = config.fitted(shapes_of(model))
     if config.weights is not None:
         if not linears(model):
             raise QuantizationError(f"{config.name}: {type(model).__name__} has no linear layers")
@@ -170,15 +171,18 @@ def _unpacked(model: nn.Module, settings: WeightSettings, name: str) -> PackedWe
     return backend(settings).unpack(model.get_submodule(name), settings)
 
 
+def shapes_of(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Return the shape [out, in] of each linear layer of ``model`` but the LM head, by name."""
+    return {name: (one.out_features, one.in_features) for name, one in linears(model).items()}
+
+
 def _quantize_weights(
     settings: WeightSettings,
     model: PreTrainedModel,
     calibration: Calibration | None,
     progress: Advance,
 ) -> tuple[dict[str, Tensors], str]:
-    settings.check_layers(
-        {name: (one.out_features, one.in_features) for name, one in linears(model).items()}
-    )
+    settings.check_layers(shapes_of(model))
     functions = backend(settings)
     if hasattr(functions, "quantize_model"):
         return functions.quantize_model(model, settings, calibration, progress)

@@ -23,8 +23,8 @@ from qbench.evaluation.scoring import language_model
 from qbench.evaluation.scoring.requests import Counts
 from qbench.evaluation.settings import ScoringSettings
 from qbench.evaluation.tasks import plan_task
-from qbench.quantizers.names import config_of
 from qbench.quantizers.quantize import apply
+from qbench.quantizers.registry import config_of
 
 TASKS = {  # in the manner of gsm8k, of triviaqa, and one that only its limit ends
     "sums": 'generation_kwargs: {until: ["\\n\\n", "Q:"], do_sample: false, max_gen_toks: 24}\n'

@@ -10,8 +10,8 @@ from scoring_models import llama, text, tokenizer
 from qbench.attention.transformers import attend
 from qbench.evaluation.scoring import generate, language_model
 from qbench.evaluation.settings import ScoringSettings
-from qbench.quantizers.names import config_of
 from qbench.quantizers.quantize import apply
+from qbench.quantizers.registry import config_of
 
 
 @pytest.mark.parametrize("cache", [None, "int4-token"])

@@ -12,8 +12,8 @@ from qbench.evaluation.scoring import language_model
 from qbench.evaluation.settings import Tolerance
 from qbench.quantizers.audit.kv_cache import measure_kv
 from qbench.quantizers.kv_fake_quant import KVFakeQuant
-from qbench.quantizers.names import KV_CACHES, config_of
 from qbench.quantizers.quantize import apply
+from qbench.quantizers.registry import config_of, settings_of
 
 SCHEMES = {
     "token": "int4-token",
@@ -49,7 +49,7 @@ def test_a_gpu_rounds_as_a_cpu_to_the_bit(name, dtype):
     x[0, 0, 2] = 0
     positions = torch.arange(333, device="cuda", dtype=torch.int32)[None] - 5
     positions = torch.where(positions > 40, positions - 41, positions)  # two sequences
-    cache = KVFakeQuant(KV_CACHES.parse(name, ROUNDED[name]))
+    cache = KVFakeQuant(settings_of(f"kv-{name}", ROUNDED[name]))
     found = cache.rounded(x, x, positions)
     wanted = cache.rounded(x.cpu(), x.cpu(), positions.cpu())
     assert all(torch.equal(a.cpu(), b) for a, b in zip(found, wanted, strict=True))

@@ -11,8 +11,8 @@ from transformers import (
 )
 
 from qbench.attention.transformers import attend
-from qbench.quantizers.names import config_of
 from qbench.quantizers.quantize import apply
+from qbench.quantizers.registry import config_of
 
 SHAPE = {
     "vocab_size": 50,

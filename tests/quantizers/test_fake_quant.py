@@ -19,7 +19,7 @@ from qbench.quantizers.fake_quant import (
 )
 from qbench.quantizers.formats import ELEMENTS, QuantFormat
 from qbench.quantizers.kv_fake_quant import KVFakeQuant, whole_groups
-from qbench.quantizers.names import KV_CACHES
+from qbench.quantizers.registry import settings_of
 
 INF, NAN = torch.inf, torch.nan
 FP8 = {"num_bits": 8, "type": "float"}
@@ -137,12 +137,12 @@ def test_an_asymmetric_cache_is_kivis(bits):
     keys = x.view(1, 1, 32, 48)
     positions = torch.arange(32)[None].int()
     options = {"symmetric": False, "group_size": 8}
-    cache = KVFakeQuant(KV_CACHES.parse(f"int{bits}-channel", options))
+    cache = KVFakeQuant(settings_of(f"kv-int{bits}-channel", options))
     turned = fake_quantize(keys.transpose(2, 3), in_groups(form, 8)).transpose(2, 3)
     found, values = cache.rounded(keys, keys, positions)
     assert torch.equal(found, turned)  # groups of 8 tokens
     assert torch.equal(values, fake_quantize(keys, in_groups(form, 8)))  # of 8 channels
-    cache = KVFakeQuant(KV_CACHES.parse(f"int{bits}-tensor", {"symmetric": False}))
+    cache = KVFakeQuant(settings_of(f"kv-int{bits}-tensor", {"symmetric": False}))
     assert torch.equal(
         cache.rounded(keys, keys, None)[0].flatten(), fake_quantize(x.view(-1), form)
     )

@@ -7,7 +7,7 @@ from quantizer_models import check, llama, logits, make, settings
 
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.attention.transformers import attend
-from qbench.quantizers.names import config_of
+from qbench.quantizers.registry import config_of
 
 QUANTIZERS = {
     "gptq": settings("gptq-4bit"),
