@@ -166,8 +166,9 @@ OPTIONS: dict[str, Any] = {
         typer.Option(
             metavar="NAMES",
             autocompletion=complete_quantizers,
-            help="These quantizers, separated by commas: bf16,gptq-4bit:group_size=64. With +, "
-            "weights and more: gptq-4bit+kv4. With a recipe, its labels keep their settings.",
+            help="These quantizers, separated by commas: bf16,gptq-4bit. Options follow a colon: "
+            "hqq-4bit:axis=0. With +, weights and more: gptq-4bit+kv4. With a recipe, its labels "
+            "keep their settings.",
         ),
     ],
     "tasks": Annotated[
