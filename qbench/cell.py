@@ -43,7 +43,7 @@ from qbench.quantizers.quantize import quantize
 from qbench.quantizers.stored_bits import write_gguf_into
 from qbench.records import Record, Unavailable
 from qbench.store import Store
-from qbench.streaming import is_spread, spread, stream, stream_of
+from qbench.streaming import is_sharded, shard, stream, stream_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -64,7 +64,7 @@ def compute(result: CellResult, store: Store, cache: Path) -> None:
         cell = result.cell = as_measured(cell, plan, model, detail)
         if stream_of(model) is not None:
             detail.append("block by block")
-        elif is_spread(model):
+        elif is_sharded(model):
             detail.append("over several GPUs")
     model = quantized(result, model, tokenizer, cache)
     with result.measured("evaluate"):
@@ -192,7 +192,7 @@ def offload_policy(
     asked = plan.recipe.evaluation
     if asked.device_map is not None:
         count = torch.cuda.device_count() if plan.device == "cuda" else 1
-        return partial(spread, devices=[f"{plan.device}:{index}" for index in range(count)])
+        return partial(shard, devices=[f"{plan.device}:{index}" for index in range(count)])
 
     def least() -> float:
         cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()

@@ -55,7 +55,7 @@ def attention_name(normalizer: str, implementation: str, device: str | torch.dev
     return _registered(normalizer, choose(normalizer, implementation, str(device)))
 
 
-def attend(model: PreTrainedModel, *, normalizer: str, implementation: str = "auto") -> str:
+def set_attention(model: PreTrainedModel, *, normalizer: str, implementation: str = "auto") -> str:
     """Sets the attention of ``model``; returns what runs, e.g. ``softpick/triton``. Its
     configuration, which is saved with it, names the normalizer from then on.
 

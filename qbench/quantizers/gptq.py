@@ -26,7 +26,7 @@ from qbench.quantizers.formats import WHOLE_ROW
 from qbench.quantizers.linear import Tensors, linears
 from qbench.quantizers.methods.weight_only import Gptq
 from qbench.quantizers.packed import unpack  # noqa: F401  (the same for this method)
-from qbench.streaming import storage
+from qbench.streaming import offload_device
 
 WIDTH = 128  # columns updated at once; the others lag behind until it is done
 TRITON = find_spec("triton") is not None  # of Linux alone; without it columns take long
@@ -44,7 +44,7 @@ def quantize_model(
     walk = BlockInputs(model, linears(model, settings.ignore), calibration, settings.batch_size)
     result: dict[str, Tensors] = {}
     raised: list[float] = []
-    home = storage(model)
+    home = offload_device(model)
     for index, block in enumerate(walk.blocks):
         path, groups = f"{walk.root}.{index}", walk.groups[index]
         leaders = [group[0] for group in groups]

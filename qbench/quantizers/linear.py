@@ -24,7 +24,7 @@ from transformers.pytorch_utils import Conv1D
 
 from qbench.errors import QuantizationError
 from qbench.quantizers.config import matching
-from qbench.streaming import bring, stream_of
+from qbench.streaming import load_block, stream_of
 
 Tensors = dict[str, Tensor]
 PRODUCTS = {"FalconLinear"}  # forwards of their own in transformers that compute no more
@@ -172,7 +172,7 @@ def not_finite(model: nn.Module) -> list[str]:
     for name, weight in list(model.named_parameters()):
         if not weight.is_floating_point() or weight.is_meta:  # a streamed model's quantized layer
             continue
-        bring(model, name)
+        load_block(model, name)
         sizes[name] = weight.numel()
         counts[name] = (~torch.isfinite(values(weight))).sum()
     return [

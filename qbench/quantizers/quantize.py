@@ -35,7 +35,7 @@ from qbench.quantizers.linear import (
     linears,
     matrices,
 )
-from qbench.streaming import bring, storage, stream_of
+from qbench.streaming import load_block, offload_device, stream_of
 
 TRANSFORM = "qbench_transform"  # attribute of a quantized model: tensors of its transform
 
@@ -167,7 +167,7 @@ def evidence_of(model: nn.Module, config: QuantizationConfig, kind: str) -> dict
 
 
 def _unpacked(model: nn.Module, settings: WeightSettings, name: str) -> PackedWeight:
-    bring(model, name)
+    load_block(model, name)
     return backend(settings).unpack(model.get_submodule(name), settings)
 
 
@@ -189,9 +189,9 @@ def _quantize_weights(
     layers, result = linears(model, settings.ignore), {}
     for done, (name, layer) in enumerate(layers.items()):
         progress(done, len(layers))
-        bring(model, name)
+        load_block(model, name)
         made = functions.quantize(name, layer, settings)
-        result[name] = {part: tensor.to(storage(model)) for part, tensor in made.items()}
+        result[name] = {part: tensor.to(offload_device(model)) for part, tensor in made.items()}
     return result, settings.note or settings.method
 
 
@@ -226,7 +226,7 @@ def _obtain(
     """Tensors by name, from disk where they are there and whole."""
     again = ""
     try:
-        found = store.read(storage(model))
+        found = store.read(offload_device(model))
         if found is not None:
             return found[0], f"artifact reused: {found[1]}"
     except Damaged as damage:
@@ -241,7 +241,7 @@ def _obtain(
             f"{config.name}: {type(error).__name__}: {first_line(error)}"
         ) from error
     # The bits that are written: modules are made of these, not of what made them.
-    tensors = {name: t.detach().to(storage(model)).contiguous() for name, t in made.items()}
+    tensors = {name: t.detach().to(offload_device(model)).contiguous() for name, t in made.items()}
     store.write(tensors, note)
     return tensors, f"{again}{note}"
 

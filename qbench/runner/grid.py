@@ -18,7 +18,7 @@ from qbench.cache import Sources, cache_folder, find_cell, hold, keep_cell, keep
 from qbench.cell_result import CellResult
 from qbench.errors import ResultsError
 from qbench.evaluation.baseline import baseline_file, verify_baseline
-from qbench.evaluation.settings import exceeded
+from qbench.evaluation.settings import tolerance_violation
 from qbench.machine import attempt
 from qbench.plan import Cell, Plan
 from qbench.plugins import Plugin, load, load_packages, loaded
@@ -365,7 +365,7 @@ def is_valid(known: Record | None, cell: Cell) -> bool:
     """Whether a record is there that passed, all its tasks, under the tolerance asked for now."""
     if known is None or known.status != "ok" or known.failed_tasks:
         return False
-    return exceeded(cell.scoring.tolerance, known.scoring) is None
+    return tolerance_violation(cell.scoring.tolerance, known.scoring) is None
 
 
 def is_final(known: Record | None, cell: Cell) -> bool:

@@ -23,7 +23,7 @@ from transformers import AutoConfig, LlamaForCausalLM
 
 from qbench.attention.masks import positions_counted
 from qbench.attention.normalizers import NORMALIZERS
-from qbench.attention.transformers import attend
+from qbench.attention.transformers import set_attention
 from qbench.checkpoints import fla
 from qbench.checkpoints.classes import class_names
 from qbench.training.recipe import Compute, Optimizer, OwnParameter, Schedule, Shape
@@ -152,7 +152,7 @@ def initial_model(
             value = nn.Parameter(torch.tensor(start), requires_grad=trained)
             layer.self_attn.register_parameter(parameter.attribute, value)
     model.to(device)
-    return model, attend(model, normalizer=normalizer, implementation=attention)
+    return model, set_attention(model, normalizer=normalizer, implementation=attention)
 
 
 class Loss(nn.Module):

@@ -14,7 +14,7 @@ from transformers import (
 
 from qbench.attention import transformers as interface
 from qbench.attention.masks import mask_interface, positions_counted
-from qbench.attention.transformers import attend
+from qbench.attention.transformers import set_attention
 from qbench.errors import UnavailableError
 from qbench.evaluation.scoring.generate import cache_argument
 
@@ -124,7 +124,7 @@ def test_which_sequences_there_are(joined, padding, count, spans):
 @pytest.mark.parametrize("make", [llama, pytest.param(mistral, marks=SLOW)])
 def test_a_compiled_model_gives_what_the_model_gives(make, positions):
     model = make()
-    attend(model, normalizer="softpick")
+    set_attention(model, normalizer="softpick")
     ids = torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(1))
     inputs = {"use_cache": False, "position_ids": positions}
     got = torch.compile(model, fullgraph=True, backend="eager")(ids, **inputs).logits
@@ -135,7 +135,7 @@ def test_a_compiled_model_gives_what_the_model_gives(make, positions):
 def test_a_static_cache_in_a_compiled_model_is_right_or_refused(slopes):
     """Whether the last key is the last query's cannot be told there, which slopes go by."""
     model = attach(llama(), "softpick", slopes=slopes)
-    attend(model, normalizer="softpick")
+    set_attention(model, normalizer="softpick")
     ids = torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(1))
     compiled = torch.compile(model, backend="eager")
     cache, pieces = StaticCache(config=model.config, max_cache_len=16), []
@@ -157,7 +157,7 @@ def test_blocks_that_see_each_other_are_no_plain_causality(monkeypatch):
 
     received(monkeypatch)
     model = llama()
-    attend(model, normalizer="softmax")
+    set_attention(model, normalizer="softmax")
     states, blocks = torch.zeros(1, 6, 32), torch.tensor([[-1, 0, 0, 0, -1, -1]])
 
     def make(states, positions):
@@ -188,7 +188,7 @@ def test_mixed_dtypes_under_autocast_are_cast_as_torchs_own_attention_casts_them
 
 def test_a_compiled_model_trains_under_autocast():
     model = llama()
-    attend(model, normalizer="softpick")
+    set_attention(model, normalizer="softpick")
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     ids = torch.arange(9)[None]
     with torch.autocast("cpu", dtype=torch.bfloat16):

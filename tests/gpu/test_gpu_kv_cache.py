@@ -6,7 +6,7 @@ import torch
 from pair import loss, pair_model, texts
 from scoring_models import choices, llama, pages, tokenizer
 
-from qbench.attention.transformers import attend
+from qbench.attention.transformers import set_attention
 from qbench.evaluation import settings
 from qbench.evaluation.scoring import language_model
 from qbench.evaluation.settings import Tolerance
@@ -59,7 +59,7 @@ def model_with(scheme, normalizer="softpick", dtype=torch.float32):
     model = llama(dtype=dtype, heads=4).cuda()
     quantizer = config_of({"kv": SCHEMES[scheme]}, compute_dtype=str(dtype).split(".")[1])
     kernel = "reference" if quantizer.kv_cache.two_sources else "triton"
-    attended = attend(model, normalizer=normalizer, implementation=kernel)
+    attended = set_attention(model, normalizer=normalizer, implementation=kernel)
     assert attended == f"{normalizer}/{kernel}"
     return apply(model, quantizer, {})
 
@@ -90,7 +90,7 @@ def test_fast_scores_are_the_exact_ones_and_those_of_the_reference(scheme, norma
         found[mode] = [a for a, _ in one.loglikelihood(requests, disable_tqdm=True)]
         found[mode] += one.loglikelihood_rolling(texts, disable_tqdm=True)
     assert_close(found["fast"], found["exact"])
-    attend(model, normalizer=normalizer, implementation="reference")
+    set_attention(model, normalizer=normalizer, implementation="reference")
     one = scorer(model, "exact")
     reference = [a for a, _ in one.loglikelihood(requests, disable_tqdm=True)]
     reference += one.loglikelihood_rolling(texts, disable_tqdm=True)

@@ -221,7 +221,7 @@ def forward_launches(
 
     config = configs.forward_config(block(width), query.dtype, kernels, flags)
     tiles = describe_tiles((key, value), config.block_k, config)
-    attend = Launch(
+    launch_forward = Launch(
         attn_fwd, (_ceil(max_seqlen_q, config.block_q), heads * sequences),
         ((heads, group), queries, keys, window, *scales(settings), (*strides, o_strides),
          *mask_strides(mask)),
@@ -232,7 +232,7 @@ def forward_launches(
     )  # fmt: skip
 
     def launch(q, k, v, *rest):
-        attend(q, *described(tiles, k, v), *rest)
+        launch_forward(q, *described(tiles, k, v), *rest)
 
     return launch
 

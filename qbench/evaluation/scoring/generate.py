@@ -41,7 +41,7 @@ from qbench.checkpoints.classes import moving_rope
 from qbench.errors import EvaluationError, first_line
 from qbench.evaluation.scoring.requests import Counts, check_tokens, encode_texts
 from qbench.progress import Advance
-from qbench.streaming import is_spread, stream_of
+from qbench.streaming import is_sharded, stream_of
 
 CACHE_SHARE = 0.3  # of a GPU's memory: keys and values of prompts decoded at once
 CACHE_BYTES = 1 << 30  # the same elsewhere
@@ -166,7 +166,7 @@ def unsupported_by_slots(model: Any, kwargs: Sequence[Mapping[str, Any]]) -> str
     unlike |= config.keys() - NO_EFFECT
     if unlike:
         return f"it sets {', '.join(sorted(unlike))}"
-    if is_spread(model):
+    if is_sharded(model):
         return "its blocks lie on several GPUs"
     if moving := moving_rope(model.config.to_dict()):
         return f"{moving} rotary angles depend on the batch"

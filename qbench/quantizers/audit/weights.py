@@ -22,14 +22,14 @@ from qbench.quantizers.config import PackedWeight, QuantizationConfig, WeightSet
 from qbench.quantizers.linear import Matrix, matrices, numbers, others, values
 from qbench.quantizers.quantize import evidence_of
 from qbench.records import ModuleAudit
-from qbench.streaming import bring
+from qbench.streaming import load_block
 
-SPARE = 0.01  # of all weights: routers, convolutions and the like may stay as they are
+MOST_UNQUANTIZED = 0.01  # of all weights: routers, convolutions and the like may stay as they are
 ROWS = 4096  # of the identity at once: a layer dequantizes in every forward
-SILENT = 0.01  # share of a layer's squared products that may be lost with columns that are zeros
+MOST_ZEROED = 0.01  # share of a layer's squared products that columns of zeros may lose
 ENDS = {"its embeddings": "get_input_embeddings", "its LM head": "get_output_embeddings"}
 ROUNDED = 0.01  # relative, of what is no weight matrix, in another dtype
-LEAN = 0.5  # |mean| / root mean square of the errors; a zero point off by one gives near 1
+MOST_MEAN_ERROR = 0.5  # |mean| / RMS of the errors; a zero point off by one gives near 1
 NEARER = 0.9  # of a relative error; of rounding alone, fitted factors take off less
 MOST_FITTED = 0.7  # relative error after fitted factors; unrelated matrices keep nearly 1
 
@@ -76,7 +76,7 @@ def measure_weights(
     for name in (name for name in wanted if name in stored):
         try:
             packed = stored[name]()
-            bring(original, name)
+            load_block(original, name)
             module = quantized.get_submodule(name)
             one, wrong, sums, factor, dead = measure(
                 wanted[name], module, packed, config.weights, rescales=rescales
@@ -88,7 +88,7 @@ def measure_weights(
                 norms = wanted[name].weight.float().square().sum(dim=0)
                 lost = float(norms[dead].sum())
                 rounding = max(0.0, sums[0] - lost) / max(sums[1] - lost, 1e-30)
-                zeroed[name] = dead, norms, max(SILENT, rounding)
+                zeroed[name] = dead, norms, max(MOST_ZEROED, rounding)
             modules.append(one)
             error_squared, norm_squared = error_squared + sums[0], norm_squared + sums[1]
             problems += wrong
@@ -115,12 +115,12 @@ def measure_weights(
 
 def _uncovered(missing: list[Matrix], weights: int, method: str) -> list[str]:
     """What is not quantized though the settings ask for it: any linear layer, and other matrices
-    that are more than ``SPARE`` of all ``weights`` together."""
+    that are more than ``MOST_UNQUANTIZED`` of all ``weights`` together."""
     missing.sort(key=lambda matrix: -matrix.weight.numel())
     layers = [matrix for matrix in missing if matrix.linear]
     problems = [f"not quantized: {_some(layers)}"] if layers else []
     others = [matrix for matrix in missing if not matrix.linear]
-    if _size(others) > SPARE * weights:
+    if _size(others) > MOST_UNQUANTIZED * weights:
         problems.append(
             f"not quantized: {_some(others)}, {_size(others) / weights:.1%} of all weights; "
             f"{method} takes linear layers only: set ignore: "
@@ -139,8 +139,8 @@ def _changed(
     plain weights in, where none is quantized."""
     after, lines = matrices(quantized), []
     for matrix in remaining:
-        bring(original, matrix.name)
-        bring(quantized, matrix.name)
+        load_block(original, matrix.name)
+        load_block(quantized, matrix.name)
         found = after[matrix.name].weight if matrix.name in after else None
         if dtype and (found is None or type(found.data) is not Tensor or found.dtype != dtype):
             lines.append(
@@ -384,7 +384,7 @@ def _wrong_weight(
         )
     squared = found["kept_error"] * found["kept"]
     lean = abs(found["kept_sum"]) / math.sqrt(squared) if squared else 0.0
-    if lean > LEAN:
+    if lean > MOST_MEAN_ERROR:
         problems.append(
             f"{result.name}: the errors lean to one side by {lean:.2f} of their size, as where a "
             "zero point is off"

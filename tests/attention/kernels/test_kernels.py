@@ -14,7 +14,7 @@ from qbench.attention.kernels.common import Launch
 from qbench.attention.normalizers import NORMALIZERS, Kernels, normalizer
 from qbench.attention.normalizers.scalable import S
 from qbench.attention.normalizers.softmax import SoftmaxSink
-from qbench.attention.transformers import attend
+from qbench.attention.transformers import set_attention
 from qbench.errors import UnavailableError
 from qbench.evaluation.scoring.generate import cache_argument
 
@@ -270,7 +270,7 @@ def test_a_padded_model_and_a_decode_step_equal_the_reference(model):
     positions = (padding.cumsum(-1) - 1).clamp(min=0)
     found = []
     for implementation in ("reference", "triton"):
-        ran = attend(model, normalizer="softpick", implementation=implementation)
+        ran = set_attention(model, normalizer="softpick", implementation=implementation)
         assert ran == f"softpick/{implementation}"
         out = model(ids, attention_mask=padding, position_ids=positions, use_cache=True)
         step = model(
