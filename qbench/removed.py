@@ -22,6 +22,7 @@ VALUES = {
 }
 # Keys of a recipe, dotted from its top, without the numbers of list items: "quantizers.threads".
 KEYS = {
+    "compute.travel": "write compute.grad_comm_dtype",
     "replicates": "list the paths of a checkpoint, or write its path with *; they are one group",
 }
 # Options and parts of a quantizer.

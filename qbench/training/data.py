@@ -275,8 +275,10 @@ def require_data(recipe: TrainingRecipe, files: TokenFiles, *, processes: int, d
             "--sequences"
         )
     on_cpus = processes > 1 and device == "cpu"
-    if on_cpus and recipe.compute.travel == "bfloat16":
-        raise RecipeError("compute.travel: processes on a CPU average gradients in float32 alone")
+    if on_cpus and recipe.compute.grad_comm_dtype == "bfloat16":
+        raise RecipeError(
+            "compute.grad_comm_dtype: processes on a CPU average gradients in float32 alone"
+        )
     if len(sequences(recipe, files)) < recipe.global_batch_size:
         raise RecipeError(
             f"{files.folder}: {len(files.train):,} tokens are fewer than one step takes "

@@ -245,7 +245,7 @@ def parallel_loss(
         loss, device_ids=[place.index] if place.type == "cuda" else None,
         gradient_as_bucket_view=True, broadcast_buffers=False,  # the same everywhere
     )  # fmt: skip
-    if compute.travel == "bfloat16":
+    if compute.grad_comm_dtype == "bfloat16":
         parallel.register_comm_hook(None, bf16_compress_hook)
     return parallel
 

@@ -95,9 +95,9 @@ def test_training_under_autocast_runs_the_causal_kernels(normalizer, compiled, m
         real = getattr(ops, name)
 
         def spy(*inputs, real=real, name=name):
-            mask, spans = inputs[3:5] if name == "forward" else inputs[7:9]
+            mask, seq_bounds = inputs[3:5] if name == "forward" else inputs[7:9]
             dtypes = {tensor.dtype for tensor in inputs[:3]}
-            asked.append((name, mask is None and spans is None, dtypes == {torch.bfloat16}))
+            asked.append((name, mask is None and seq_bounds is None, dtypes == {torch.bfloat16}))
             return real(*inputs)
 
         monkeypatch.setattr(ops, name, spy)

@@ -170,6 +170,6 @@ def test_more_models_than_the_compiler_counts_are_trained_one_after_the_other(dy
 def test_processes_on_cpus_cannot_average_in_bfloat16():
     """torch's hook asks for NCCL."""
     files = SimpleNamespace(about=SimpleNamespace(vocabulary=64, bos=1))
-    travels = recipe(compute={"travel": "bfloat16"}, batch={"tokens": 128, "sequences": 4})
-    with pytest.raises(RecipeError, match=r"compute\.travel"):
+    travels = recipe(compute={"grad_comm_dtype": "bfloat16"}, batch={"tokens": 128, "sequences": 4})
+    with pytest.raises(RecipeError, match=r"compute\.grad_comm_dtype"):
         require_data(travels, files, processes=2, device="cpu")

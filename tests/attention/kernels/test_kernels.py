@@ -129,12 +129,12 @@ def test_rows_of_tiny_scores_flag_their_keys(tiny, edges, flags):
     query = key / key.square().sum(-1, keepdim=True) * (scores * width**0.5)[:, None]
     tensors = (query.expand(1, 2, length, width), key, torch.randn(1, 1, length, width))
     tensors = [tensor.half().transpose(1, 2).contiguous().transpose(1, 2) for tensor in tensors]
-    spans = None
+    seq_bounds = None
     if edges:
-        spans = torch.tensor([[0, a, b, a, b, 0] for a, b in edges], dtype=torch.int32)
+        seq_bounds = torch.tensor([[0, a, b, a, b, 0] for a, b in edges], dtype=torch.int32)
     settings = ops.Settings("softpick", width**-0.5, 0.0, True, 0, length, length)
     steep = ops.Parameters(slopes=torch.full((2,), 4.0))
-    assert ops.forward(*tensors, None, spans, steep, settings)[2].tolist() == [[flags]]
+    assert ops.forward(*tensors, None, seq_bounds, steep, settings)[2].tolist() == [[flags]]
 
 
 STEP = 2**30  # elements between two rows: the third row's place has more than 32 bits
