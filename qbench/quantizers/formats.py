@@ -41,9 +41,10 @@ class QuantFormat:
     """What rounded values can be and what shares a scale, in the words of compressed-tensors'
     ``QuantizationArgs``: said so that who did not round them can find them again.
 
-    ``type`` int: codes −(2^(num_bits−1)−1) … 2^(num_bits−1)−1 times a scale; or, where not
-    ``symmetric``, codes 0 … 2^num_bits−1 with a zero point. ``type`` float: E4M3 of 8 bits, E2M1
-    of 4, times a scale.
+    ``type`` int, ``symmetric``: codes −2^(num_bits−1) … 2^(num_bits−1)−1 times a scale, which is
+    the largest magnitude over (2^num_bits − 1) / 2, as in compressed-tensors. Not ``symmetric``:
+    codes 0 … 2^num_bits−1 with a zero point. ``type`` float: E4M3 of 8 bits, E2M1 of 4, times a
+    scale.
 
     ``strategy``: what shares a scale: a ``token``'s values, a ``group`` of ``group_size`` of them,
     a ``channel`` over ``group_size`` tokens, the whole ``tensor``; ``tensor_group``: groups, under
@@ -76,11 +77,33 @@ class QuantFormat:
         return self.element if self.type == "int" else f"fp{self.num_bits} {self.element}"
 
     @property
+    def sides(self) -> str:
+        """``, symmetric`` or ``, asymmetric`` for integers, to follow other words."""
+        if self.type == "float":
+            return ""
+        return ", symmetric" if self.symmetric else ", asymmetric"
+
+    @property
     def largest(self) -> float:
-        """Of the codes; the smallest is its negative, or 0 where not symmetric."""
+        """The largest code."""
         if self.type == "float":
             return ELEMENTS[self.element].largest
         return 2.0 ** (self.num_bits - 1) - 1 if self.symmetric else 2.0**self.num_bits - 1
+
+    @property
+    def smallest(self) -> float:
+        """The smallest code."""
+        if self.type == "float":
+            return -self.largest
+        return -(2.0 ** (self.num_bits - 1)) if self.symmetric else 0.0
+
+    @property
+    def span(self) -> float:
+        """What the largest magnitude is divided by to give the scale of a symmetric format, and
+        the range of values for that of an asymmetric one."""
+        if self.type == "float" or not self.symmetric:
+            return self.largest
+        return (2.0**self.num_bits - 1) / 2
 
     @property
     def one_of_tensor(self) -> bool:

@@ -172,9 +172,11 @@ def expected(groups: Tensor, about: ActivationEvidence) -> tuple[Tensor, Tensor,
         codes = (_ratio(groups, scale).round() + zero).clamp(0, 2**bits - 1)
         return (codes - zero) * scale, -zero * scale, (2**bits - 1 - zero) * scale
     if form.type == "int":
-        most = 2 ** (bits - 1) - 1
-        scale = _usable(_stored(_ratio(largest, most), form) if given is None else given)
-        return _ratio(groups, scale).round().clamp(-most, most) * scale, -most * scale, most * scale
+        most = 2 ** (bits - 1)
+        span = (2**bits - 1) / 2  # scales that round half a step beyond the largest code
+        scale = _usable(_stored(_ratio(largest, span), form) if given is None else given)
+        codes = _ratio(groups, scale).round().clamp(-most, most - 1)
+        return codes * scale, -span * scale, span * scale
     table = _table(form.element).to(groups.device)
     if form.scale_dtype == "float8_e8m0fnu":
         power = torch.floor(torch.log2(_usable(largest)))

@@ -95,7 +95,7 @@ class Scaled(FakeQuantized):
             "tensor": "per tensor, dynamic",
             "static": "per tensor, static",
         }[self.per]
-        return f"{self.format.words} {per}{'' if self.format.symmetric else ', asymmetric'}"
+        return f"{self.format.words} {per}{self.format.sides}"
 
 
 @register("int{num_bits}-{per}", "int{num_bits} inputs, per {per}", num_bits=(8, 6, 4), per=PER)

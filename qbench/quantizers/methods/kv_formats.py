@@ -66,9 +66,7 @@ class KVCache(KVCacheSettings):
     @property
     def precision(self) -> Part:
         element = "fp8" if self.format.type == "float" else self.format.element
-        words = [f"{element} {self.shared}"]
-        if not self.format.symmetric:
-            words.append("asymmetric")
+        words = [f"{element} {self.shared}{self.format.sides}"]
         if self.sink_tokens:
             words.append(f"first {self.sink_tokens} tokens unquantized")
         if self.residual_length:
