@@ -113,7 +113,8 @@ class _Watch:
         if not found.isfinite().all():
             self.problems.append("its quantized input is not finite")
         elif off > DIFFERENT:
-            form, worst = self.about.format, float((found - wanted).norm() / wanted.norm())
+            form = self.about.format
+            worst = relative_error(*((x.square().sum().item()) for x in (found - wanted, wanted)))
             named = form.element if form.symmetric else f"asymmetric {form.element}"
             self.problems.append(
                 f"{off:.1%} of its input's values are not what {named} makes of them "

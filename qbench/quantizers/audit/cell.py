@@ -14,9 +14,15 @@ from qbench.quantizers.audit.activations import measure_inputs
 from qbench.quantizers.audit.independence import RowByRow, independence, logits
 from qbench.quantizers.audit.kv_cache import measure_kv
 from qbench.quantizers.audit.transforms import measure_transform
-from qbench.quantizers.audit.weights import held, measure_weights
+from qbench.quantizers.audit.weights import (
+    failing_layer,
+    held,
+    measure_weights,
+    recorded_inputs,
+)
 from qbench.quantizers.config import QuantizationConfig
 from qbench.quantizers.linear import matrices, not_finite, others
+from qbench.quantizers.quantize import evidence_of
 from qbench.quantizers.stored_bits import stored_size
 from qbench.records import Audit
 
@@ -53,7 +59,8 @@ def audit(
     problems = [f"the unquantized model: {line}" for line in not_finite(original)]
     problems = problems or not_finite(quantized)
     problems += _other_settings(original, quantized)
-    moved, before, wrong = _logits(original, quantized, probe)
+    with recorded_inputs(quantized, evidence_of(quantized, config, "weights")) as inputs:
+        moved, before, wrong = _logits(original, quantized, probe)
     problems += wrong
     whole = config.weights and config.weights.whole
     if config.precision.quantized and moved == 0 and not whole:
@@ -78,7 +85,7 @@ def audit(
         more["kv_cache"], wrong = measure_kv(quantized, config, probe)
         problems += wrong
     with weights_alone(quantized):
-        weights, wrong = measure_weights(original, wanted, quantized, config, probe)
+        weights, wrong = measure_weights(original, wanted, quantized, config, probe, inputs)
     problems += wrong
     if wanted:
         more["size"] = stored_size(original, wanted, config.weights, weights.get("modules", ()))
@@ -128,7 +135,8 @@ def _logits(
     try:
         after = logits(quantized, probe)
     except Exception as error:
-        return 0.0, before, [f"the quantized model's forward fails: {first_line(error)}"]
+        place = failing_layer(error, quantized)
+        return 0.0, before, [f"{place}the quantized model's forward fails: {first_line(error)}"]
     problems = []
     if not torch.isfinite(before).all():
         problems.append("the unquantized model's logits are not finite")

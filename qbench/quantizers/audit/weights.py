@@ -1,15 +1,17 @@
-"""Weights: is every matrix quantized that should be, to what it says, and nothing else?
+"""Measure whether every weight matrix that should be quantized is, to what its settings say.
 
-Every number is taken from what scoring will run: a layer's weight is read off its own forward, by
-giving it the identity. What its method says that it stored must agree with it. Whether a layer
-is quantized is told by that evidence, not by its class.
+Each number is taken from what scoring will run: a layer's weight is read off its own forward pass,
+which is given the identity, and the layer's inputs in the model's own forward pass are looked at.
+What its method says that it stored must agree. A layer is quantized if its method has evidence
+that it is, whatever its class.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -30,6 +32,11 @@ MOST_ZEROED = 0.01  # share of a layer's squared products that columns of zeros 
 ENDS = {"its embeddings": "get_input_embeddings", "its LM head": "get_output_embeddings"}
 ROUNDED = 0.01  # relative, of what is no weight matrix, in another dtype
 MOST_MEAN_ERROR = 0.5  # |mean| / RMS of the errors; a zero point off by one gives near 1
+MEAN_SIGMAS = 5.0  # of that quotient over few numbers, whose standard error is 1/√n
+OTHER_ROWS = 0.05  # share of rows whose gain may be far from 1
+LEAST_COLUMNS = 32  # of a matrix whose rows are judged one by one
+INPUTS = 4  # rows of a layer's real inputs that are kept
+REAL = 0.3  # relative, of products with them: int8 rounds large ones coarsely
 NEARER = 0.9  # of a relative error; of rounding alone, fitted factors take off less
 MOST_FITTED = 0.7  # relative error after fitted factors; unrelated matrices keep nearly 1
 
@@ -40,9 +47,11 @@ def measure_weights(
     quantized: nn.Module,
     config: QuantizationConfig,
     probe: Tensor,
+    inputs: Mapping[str, Tensor],
 ) -> tuple[dict[str, Any], list[str]]:
-    """The weights of ``quantized`` against ``wanted``, the matrices of ``original``: fields of an
-    ``Audit``, and what is wrong. ``probe``: token ids [B, T]."""
+    """Compare the weights of ``quantized`` with ``wanted``, the matrices of ``original``; return
+    fields of an ``Audit``, and what is wrong. ``probe``: token ids [B, T]; ``inputs``: by layer the
+    first rows that it was given, see ``recorded_inputs``."""
     if config.weights is None:
         dtype = getattr(torch, config.compute_dtype)
         fields = {"bits": None, "coverage": 0.0, "weight_error": 0.0, "levels": 0}
@@ -64,7 +73,8 @@ def measure_weights(
     problems += [
         f"{name}: quantized, though the settings leave it out"
         for name in stored
-        if name in ignored or (name not in wanted and not config.weights.prequantized)
+        if name in ignored
+        or (not config.weights.prequantized and not _is_matrix_of(original, name, wanted))
     ]
     problems += _changed(original, remaining, quantized, None)
     ends, changed = _others(original, quantized, config, stored)
@@ -79,7 +89,12 @@ def measure_weights(
             load_block(original, name)
             module = quantized.get_submodule(name)
             one, wrong, sums, factor, dead = measure(
-                wanted[name], module, packed, config.weights, rescales=rescales
+                wanted[name],
+                module,
+                packed,
+                config.weights,
+                rescales=rescales,
+                inputs=inputs.get(name),
             )
             if factor is not None:  # the original, which is consumed, with the same factors
                 wanted[name].weight.data.mul_(factor)
@@ -111,6 +126,12 @@ def measure_weights(
         "modules": tuple(modules),
         "digest": _digest({module.name: module.digest for module in modules}),
     }, problems
+
+
+def _is_matrix_of(original: nn.Module, name: str, wanted: Mapping[str, Matrix]) -> bool:
+    """Return whether ``name`` is a matrix of ``wanted``, or another name of one that is shared."""
+    weight = held(original, f"{name}.weight")
+    return name in wanted or any(one.weight is weight for one in wanted.values())
 
 
 def _uncovered(missing: list[Matrix], weights: int, method: str) -> list[str]:
@@ -176,8 +197,9 @@ def _others(
             found = forward_weight(holder, wanted.weight.shape[1], wanted.weight.dtype)
         pairs[what] = wanted.weight, found, rounded or (copied and weights.ends_quantized)
     ends = {id(wanted) for wanted, *_ in pairs.values()}
+    after = others(quantized)
     pairs |= {
-        name: (wanted, held(quantized, name), False)
+        name: (wanted, after.get(name, held(quantized, name)), False)
         for name, wanted in known.items()
         if id(wanted) not in ends
     }
@@ -226,6 +248,7 @@ def measure(
     settings: WeightSettings,
     *,
     rescales: bool = False,
+    inputs: Tensor | None = None,
 ) -> tuple[ModuleAudit, list[str], tuple[float, float], Tensor | None, Tensor]:
     """``module``, and what it says that it stores, against the unquantized ``matrix``: its audit,
     what is wrong with it, the squared norms of its error and of the matrix, the factors
@@ -246,9 +269,21 @@ def measure(
     expected = x.float() @ weight.float().T
     if module.bias is not None:
         expected = expected + module.bias.float()
+    products, squares = ((fitted * wanted) * kept).sum(1), (wanted.square() * kept).sum(1)
+    bits = getattr(settings, "least_bits", settings.num_bits)
+    far = (products - squares).abs() > min(0.75, 0.1 + 2.0 ** (1 - bits)) * squares
+    real = {}
+    if inputs is not None and inputs.is_floating_point():
+        x_real = inputs.to(weight.device)
+        right = x_real.float() @ weight.float().T
+        if module.bias is not None:
+            right = right + module.bias.float()
+        real = _norms("real", module(x_real), right)
     found = numbers(
         {
             "error": difference.square().sum(),
+            "rows": (squares > 0).sum(),
+            "other_rows": (far & (squares > 0)).sum(),
             "norm": wanted.square().sum(),
             "product": (fitted * wanted).sum(),
             "dead": dead.sum(),
@@ -259,6 +294,7 @@ def measure(
             "kept_sum": (difference * kept).sum(),
             **_norms("stored", weight, known.to(weight.device)),
             **_norms("random", module(x), expected),
+            **real,
         }
     )
     error_squared, norm_squared = found["error"], found["norm"]
@@ -279,8 +315,14 @@ def measure(
     if not finite:
         problems.append(f"{matrix.name}: weights that are not finite")
     else:
-        problems += _wrong_weight(result, found, settings)
+        few = levels(stored.groups(matrix.weight)) <= settings.levels  # no rounding needed
+        problems += _wrong_weight(result, found, settings, columns, few)
         problems += _disagreement(result, found, str(matrix.weight.dtype), settings)
+    if inputs is not None and not inputs.is_floating_point():
+        problems.append(
+            f"{matrix.name}: its model gives it inputs of {inputs.dtype}, as if it cast them to "
+            f"the weight's dtype: add {_word(matrix.name)} to ignore"
+        )
     return result, problems, (error_squared, norm_squared), factor, dead
 
 
@@ -371,9 +413,14 @@ def _wrong_storage(
 
 
 def _wrong_weight(
-    result: ModuleAudit, found: Mapping[str, float], settings: WeightSettings
+    result: ModuleAudit,
+    found: Mapping[str, float],
+    settings: WeightSettings,
+    columns: int,
+    few_levels: bool,
 ) -> list[str]:
-    if result.weight_error == 0 and found["norm"] and not settings.whole:
+    """``few_levels``: the original has no more values under a scale than the format."""
+    if result.weight_error == 0 and not few_levels and not settings.whole:
         return [f"{result.name}: the weights are the original's: nothing was quantized"]
     problems = []
     error = relative_error(found["kept_error"], found["kept_norm"])
@@ -384,10 +431,16 @@ def _wrong_weight(
         )
     squared = found["kept_error"] * found["kept"]
     lean = abs(found["kept_sum"]) / math.sqrt(squared) if squared else 0.0
-    if lean > MOST_MEAN_ERROR:
+    if lean > max(MOST_MEAN_ERROR, MEAN_SIGMAS / math.sqrt(found["kept"])) and not few_levels:
         problems.append(
             f"{result.name}: the errors lean to one side by {lean:.2f} of their size, as where a "
             "zero point is off"
+        )
+    share = found["other_rows"] / found["rows"] if found["rows"] else 0.0
+    if share > OTHER_ROWS and columns >= LEAST_COLUMNS:
+        problems.append(
+            f"{result.name}: {share:.0%} of its rows are not the original's rounded: their gain, "
+            "⟨row, original⟩ / ‖original‖², is far from 1, as if rows or scales were exchanged"
         )
     return problems
 
@@ -430,7 +483,43 @@ def _disagreement(
         problems.append(
             f"{result.name}: on random inputs the forward is {off:.2g} off its own weights"
         )
+    off = _ratio(found["real_off"], found["real_norm"]) if "real_off" in found else 0.0
+    if not off <= max(REAL, 3 * on_random):
+        problems.append(
+            f"{result.name}: on its inputs in the model the forward is {off:.2g} off its weights"
+        )
     return problems
+
+
+@contextmanager
+def recorded_inputs(model: nn.Module, names: Iterable[str]) -> Iterator[dict[str, Tensor]]:
+    """Record by name the first ``INPUTS`` rows [INPUTS, in] that each of the modules ``names`` of
+    ``model`` is given while it runs, in the dtype in which it is given them."""
+    rows: dict[str, Tensor] = {}
+
+    def hook(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        def record(module: nn.Module, arguments: tuple[Any, ...]) -> None:
+            if arguments and name not in rows and arguments[0].numel():
+                rows[name] = arguments[0].detach().flatten(0, -2)[:INPUTS].clone()
+
+        return record
+
+    with ExitStack() as stack:
+        for name in names:
+            module = model.get_submodule(name)
+            handle = module.register_forward_pre_hook(hook(name), prepend=True)
+            stack.callback(handle.remove)
+        yield rows
+
+
+def failing_layer(error: BaseException, model: nn.Module) -> str:
+    """Return ``name: `` of the module of ``model`` whose missing attribute ``error`` is about, with
+    what to do; empty for other errors."""
+    module = getattr(error, "obj", None)
+    name = next((name for name, one in model.named_modules() if one is module), None)
+    if not isinstance(error, AttributeError) or not name:
+        return ""
+    return f"{name}: its model reads its {error.name} directly, add {_word(name)} to ignore: "
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
@@ -453,10 +542,13 @@ def _digest(modules: Mapping[str, str]) -> str:
 
 
 def relative_error(error_squared: float, norm_squared: float) -> float:
-    """‖y − x‖ / ‖x‖ of sums of squares; infinite where one is not finite."""
+    """Return ‖y − x‖ / ‖x‖ of sums of squares; infinite if one is not finite, or if x is 0 and y
+    is not."""
     if not math.isfinite(error_squared) or not math.isfinite(norm_squared):
         return math.inf
-    return math.sqrt(error_squared / norm_squared) if norm_squared else 0.0
+    if not norm_squared:
+        return math.inf if error_squared else 0.0
+    return math.sqrt(error_squared / norm_squared)
 
 
 def _size(matrices: Iterable[Matrix]) -> int:
