@@ -48,8 +48,8 @@ from qbench.evaluation.settings import (
 )
 from qbench.evaluation.tasks import TaskSpec, plan_task
 from qbench.files import content_key, file_digest
+from qbench.find_copy import find_copy
 from qbench.machine import hardware, versions
-from qbench.prequantized import find_copy
 from qbench.quantizers import QuantizationConfig
 from qbench.quantizers.config import Runtime, require_matches
 from qbench.quantizers.texts import (

@@ -38,7 +38,7 @@ from qbench.errors import DataError, QbenchError, RecipeError, shown
 from qbench.evaluation.settings import FEWSHOT_SEED, Tolerance
 from qbench.plugins import load_file, load_packages, loaded
 from qbench.quantizers import QuantizationConfig, config_of, unquantized_dtype
-from qbench.quantizers.prequantized import Published
+from qbench.quantizers.published import Published
 from qbench.quantizers.texts import HUB_FILE, find_text
 from qbench.recipe_yaml import Location, Source, problem_lines
 from qbench.records import NAME, Digest, Line, Name, TaskName

@@ -7,7 +7,7 @@ in ``quantize.quantize``, ``calibration.read_calibration`` and ``audit.cell.audi
 import importlib
 import pkgutil
 
-from qbench.quantizers import methods, prequantized  # noqa: F401  (prequantized registers)
+from qbench.quantizers import methods, published  # noqa: F401  (published registers)
 from qbench.quantizers.config import (
     PackedWeight,
     QuantizationConfig,

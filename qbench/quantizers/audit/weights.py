@@ -315,7 +315,7 @@ def measure(
     if not finite:
         problems.append(f"{matrix.name}: weights that are not finite")
     else:
-        few = levels(stored.groups(matrix.weight)) <= settings.levels  # no rounding needed
+        few = levels(stored.groups(matrix.weight)) <= 2**settings.num_bits  # needs no rounding
         problems += _wrong_weight(result, found, settings, columns, few)
         problems += _disagreement(result, found, str(matrix.weight.dtype), settings)
     if inputs is not None and not inputs.is_floating_point():
