@@ -122,7 +122,7 @@ class PublishedCopy(Published):
     def num_bits(self) -> float:
         """Bits of a code: scales and zero points, which are less than one bit, taken off."""
         counted = self.stored_bits or stated_bits(self.format, self.config)
-        return math.floor(min(counted, UNQUANTIZED_BITS)) or 1
+        return math.floor(counted) or 1
 
     @property
     def least_bits(self) -> float:
@@ -211,7 +211,7 @@ class PublishedCopy(Published):
         return columns
 
     def bits_bounds(self, rows: int, columns: int) -> tuple[float, float]:
-        """What is stored is counted; a layer that takes more than 16 bits is not quantized."""
+        """What is stored is counted, and need not be more than the codes."""
         return 0.0, 1.1 * max(UNQUANTIZED_BITS, self.num_bits)
 
     def error_bound(self) -> float:
