@@ -69,6 +69,12 @@ def task_key(
     return content_key(own)
 
 
+def head_key(parts: Mapping[str, Any]) -> str:
+    """Return the key of what a cell keeps of its model for every task: its LM head."""
+    left_out = ("groups", "damage against", "tasks", "few-shot", "scoring")
+    return content_key({name: part for name, part in parts.items() if name not in left_out})
+
+
 def keep_cell(cache: Path, record: Record, store: Store) -> None:
     """Copy a finished ``record`` of ``store`` and its tables into the cache, unless it is there.
 

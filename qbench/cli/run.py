@@ -189,7 +189,7 @@ def plan_lines(planned: Plan, store: Store, only: str | None) -> Iterator[str]:
         about = f"{cell.name}  key {cell.key[:16]}"
         if cell.refusal is not None:
             yield f"refused   {about}"
-        elif is_up_to_date(record, cell, store, cache_folder(), made=todo):
+        elif is_up_to_date(record, cell, planned, store, cache_folder(), made=todo):
             yield f"there     {about}"
         elif record is None and find_kept(cell, cache_folder()):
             yield f"cached    {about}"

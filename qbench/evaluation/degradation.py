@@ -22,7 +22,6 @@ from qbench.records import (
     TOKENS_KEPT,
     AnswerAgreement,
     ConfidenceBin,
-    Damage,
     Distributions,
     Divergence,
     Flips,
@@ -49,41 +48,34 @@ class Outcomes:
     scores: tuple[Score, ...]
 
 
-def damage(
+def task_damage(
     base: Outcomes,
     quantized: Outcomes,
     *,
-    measured: Mapping[str, pd.DataFrame],
-    correct: Mapping[str, Mapping[int, int]],
-) -> Damage:
-    """By task.
+    divergences: pd.DataFrame | None,
+    correct: Mapping[int, int],
+) -> TaskDamage:
+    """Return what quantization changed in one task.
 
-    ``measured`` are the ``divergences`` of a ``KLObserver`` that observed the quantized cell;
-    ``correct`` maps each task's documents to the request that scores the right answer (see
-    ``correct_requests``).
+    ``divergences`` are those of a ``KLObserver`` that observed the quantized cell; None if no token
+    was scored. ``correct`` maps documents to the request that scores the right answer (see
+    ``correct_requests``). Both outcomes are of this task alone.
     """
-    result: dict[str, TaskDamage] = {}
-    for task in dict.fromkeys(score.task for score in quantized.scores):
-        answer = None
-        if correct.get(task):
-            answer = answer_change(
-                _of(base.responses, task), _of(quantized.responses, task), correct[task]
+    return TaskDamage(
+        distributions=None if divergences is None else distributions(divergences),
+        flips=flips(base.outcomes, quantized.outcomes),
+        correct_answer=answer_change(base.responses, quantized.responses, correct)
+        if correct
+        else None,
+        answers=answer_agreement(base.responses, quantized.responses),
+        ln_perplexity_ratio={
+            score.metric: perplexity_ratio(
+                _of(base.outcomes, score.metric), _of(quantized.outcomes, score.metric)
             )
-        result[task] = TaskDamage(
-            distributions=distributions(measured[task]) if task in measured else None,
-            flips=flips(_of(base.outcomes, task), _of(quantized.outcomes, task)),
-            correct_answer=answer,
-            answers=answer_agreement(_of(base.responses, task), _of(quantized.responses, task)),
-            ln_perplexity_ratio={
-                score.metric: perplexity_ratio(
-                    _of(base.outcomes, task, score.metric),
-                    _of(quantized.outcomes, task, score.metric),
-                )
-                for score in quantized.scores
-                if score.task == task and score.aggregation in LOG_SCALE
-            },
-        )
-    return Damage(tasks=result)
+            for score in quantized.scores
+            if score.aggregation in LOG_SCALE
+        },
+    )
 
 
 def distributions(measured: pd.DataFrame) -> Distributions:
@@ -263,9 +255,8 @@ def right_choice(task: Any, document: Mapping[str, Any]) -> int | None:
     return gold if isinstance(gold, int) and gold >= 0 else None
 
 
-def _of(table: pd.DataFrame, task: str, metric: str | None = None) -> pd.DataFrame:
-    rows = table[table["task"] == task]
-    return rows if metric is None else rows[rows["metric"] == metric]
+def _of(table: pd.DataFrame, metric: str) -> pd.DataFrame:
+    return table[table["metric"] == metric]
 
 
 def _paired(

@@ -10,10 +10,10 @@ from qbench.evaluation.degradation import (
     Outcomes,
     answer_agreement,
     answer_change,
-    damage,
     divergence_table,
     flips,
     perplexity_ratio,
+    task_damage,
 )
 from qbench.records import DIVERGENCE_COLUMNS, Flips, Score
 
@@ -103,7 +103,7 @@ def test_generated_answers_agree_up_to_their_first_difference():
     assert found.agreed.value == pytest.approx((2 / 8 + 1) / 2)
 
 
-def test_damage_has_a_part_for_each_task():
+def test_damage_of_a_task_has_all_its_parts():
     scores = (
         Score(task="t", label="t", metric="acc", value=0.5, stderr=0.1, higher_is_better=True,
               aggregation="mean", documents=2),
@@ -116,22 +116,20 @@ def test_damage_has_a_part_for_each_task():
         [("t", 0, 0, -1.0, False, None, None, 0), ("t", 1, 0, -2.0, False, None, None, 0)],
         columns=[*KEYS, "log_likelihood", "greedy", "answer", "filter", "cut"],
     )
-    found = damage(
+    found = task_damage(
         Outcomes(outcomes=table, responses=responses, scores=scores),
         Outcomes(outcomes=later, responses=responses, scores=scores),
-        measured={
-            "t": table_of(
-                kl=np.array([1.0, 2, 0]),
-                agrees=np.array([True, False, True]),
-                change=np.zeros(3),
-                confidence=np.array([0.2, 0.5, 1]),
-                document=np.arange(3),
-                request=np.zeros(3, int),
-                token=np.arange(3),
-            )
-        },
-        correct={"t": {0: 0, 1: 0}},
-    ).tasks["t"]
+        divergences=table_of(
+            kl=np.array([1.0, 2, 0]),
+            agrees=np.array([True, False, True]),
+            change=np.zeros(3),
+            confidence=np.array([0.2, 0.5, 1]),
+            document=np.arange(3),
+            request=np.zeros(3, int),
+            token=np.arange(3),
+        ),
+        correct={0: 0, 1: 0},
+    )
     assert found.flips["acc"].right_to_wrong == 1
     assert found.ln_perplexity_ratio["ppl"].value == pytest.approx(0.5)
     assert found.correct_answer.value == 0

@@ -166,7 +166,8 @@ metric_list: [{metric: acc}]
          "label, is 1.5"),
         ("sciq", "test", [SCIQ, SCIQ | {"question": ["What", "falls?"]}],
          r"test\.jsonl:2: sciq: field 'question' is a list, and a text in line 1; write the same"),
-        ("piqa", "validation", [{"goal": "g"}, {"goal": 5}],
+        ("piqa", "validation", [{"goal": one, "sol1": "a", "sol2": "b", "label": 0}
+                                for one in ("g", 5)],
          r"validation\.jsonl:2: piqa: field 'goal' is a number, and a text in line 1"),
         ("hellaswag", "validation", [{"endings": ["a", 1]}],
          r"validation\.jsonl:1: hellaswag: the list in field 'endings' mixes a number and a text"),

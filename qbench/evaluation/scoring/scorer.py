@@ -163,8 +163,15 @@ class Scorer(LM):
             self.fast = Backend(batching=packing, forward=packed, exact=False)
         reset_peak_memory(self._device.type)
 
+    def take_report(self) -> ScoringReport:
+        """Return how the scores since the last report were made."""
+        made = self.report()
+        self._counts, self._rolling = Counts(), {}
+        self._differences, self._exact_tasks, self._generated = [], {}, {}
+        return made
+
     def report(self) -> ScoringReport:
-        """How the scores were made."""
+        """Return how the scores were made."""
         fast = self.settings.mode == "fast"
         return report(
             self.settings,
