@@ -24,9 +24,9 @@ from qbench.recipe import Overrides, Recipe
 from qbench.records import Training
 from qbench.text import group_by_reason
 from qbench.training.data import read_token_files
-from qbench.training.recipe import TrainingRecipe
 from qbench.training.tokenize import Tokenizing
 from qbench.training.tokenize import tokenize as write
+from qbench.training.training_recipe import TrainingRecipe
 
 
 class Tracker(StrEnum):

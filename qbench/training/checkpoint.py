@@ -24,8 +24,8 @@ from qbench.records import TRAINING_FILE, Training, TrainingSession
 from qbench.training.data import TokenFiles, copy_tokenizer, first_token, tokenizer_files
 from qbench.training.log import LOG, STATE, read_log
 from qbench.training.model import checkpoint_config
-from qbench.training.recipe import TrainingRecipe
 from qbench.training.tokenize import begin_with
+from qbench.training.training_recipe import TrainingRecipe
 
 
 class Progress(BaseModel):

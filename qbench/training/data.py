@@ -23,7 +23,7 @@ from qbench.checkpoints.find import READ
 from qbench.errors import DataError, RecipeError, validation_line
 from qbench.files import file_digest
 from qbench.records import Digest, Line, RecordModel
-from qbench.training.recipe import TrainingRecipe
+from qbench.training.training_recipe import TrainingRecipe
 
 if TYPE_CHECKING:
     from accelerate import PartialState

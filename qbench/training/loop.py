@@ -36,7 +36,7 @@ from qbench.training.model import (
     parallel_loss,
     utilization,
 )
-from qbench.training.recipe import TrainingRecipe
+from qbench.training.training_recipe import TrainingRecipe
 
 BEST = "best"
 SETTLED = 3  # steps before one is profiled: the first ones compile

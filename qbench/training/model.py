@@ -26,7 +26,7 @@ from qbench.attention.normalizers import NORMALIZERS
 from qbench.attention.transformers import set_attention
 from qbench.checkpoints import fla
 from qbench.checkpoints.classes import class_names
-from qbench.training.recipe import Compute, Optimizer, OwnParameter, Schedule, Shape
+from qbench.training.training_recipe import Compute, Optimizer, OwnParameter, Schedule, Shape
 
 
 def checkpoint_config(

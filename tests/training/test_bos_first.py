@@ -9,8 +9,8 @@ from tokenizers import Tokenizer, processors
 from transformers import AutoTokenizer
 
 from qbench.training.data import read_token_files, sequences, tokenizer_digest, watched_rows
-from qbench.training.recipe import TrainingRecipe
 from qbench.training.tokenize import Tokenizing, begin_with, tokenize
+from qbench.training.training_recipe import TrainingRecipe
 
 BOS = 1  # of the small tokenizer
 

@@ -74,7 +74,7 @@ def test_the_held_out_loss_is_that_of_the_saved_checkpoint(tmp_path, train, toke
     """Its weights are rounded to bfloat16; the rotary frequencies are not."""
     from qbench.analysis.measure import measure
     from qbench.training.data import read_token_files, watched_rows
-    from qbench.training.recipe import TrainingRecipe
+    from qbench.training.training_recipe import TrainingRecipe
 
     settings = {"normalizers": ["softmax"], "tokens": 640, "compute": {"precision": precision}}
     [record] = train(tmp_path, **settings)

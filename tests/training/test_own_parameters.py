@@ -12,7 +12,7 @@ from qbench.checkpoints import find
 from qbench.errors import RecipeError
 from qbench.training.checkpoint import Run
 from qbench.training.model import initial_model
-from qbench.training.recipe import Shape, TrainingRecipe
+from qbench.training.training_recipe import Shape, TrainingRecipe
 
 SLOPES = [2.0**-4, 2.0**-8]  # of two heads
 CASES = {  # what model.parameters says; what each head has at the end, None: something else

@@ -13,7 +13,7 @@ from qbench.training import model as training
 from qbench.training.data import Sequences, dataloader, require_data
 from qbench.training.loop import Step
 from qbench.training.model import Loss, initial_model
-from qbench.training.recipe import Shape, TrainingRecipe
+from qbench.training.training_recipe import Shape, TrainingRecipe
 
 SHAPE = Shape(hidden=16, layers=2, heads=2, vocabulary=64, context=16)
 

@@ -8,7 +8,7 @@ import torch
 
 from qbench.errors import RecipeError
 from qbench.training.model import flops_per_token, initial_model, utilization
-from qbench.training.recipe import TrainingRecipe
+from qbench.training.training_recipe import TrainingRecipe
 
 SHIPPED = sorted((Path(__file__).parents[2] / "recipes" / "train").glob("*.yaml"))
 
