@@ -6,12 +6,18 @@ from pathlib import Path
 import pytest
 
 DOCS = Path(__file__).parent.parent / "docs"
-PAGES = runpy.run_path(str(DOCS / "generate.py"))["pages"]()
+TEMPLATES = [path for path in (DOCS / "templates").rglob("*") if path.is_file()]
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
-def test_a_page_with_numbers_is_what_make_pages_writes(path):
-    assert path.read_text() == PAGES[path], "run `make pages`"
+@pytest.fixture(scope="module")
+def pages():
+    return runpy.run_path(str(DOCS / "generate.py"))["pages"]()
+
+
+@pytest.mark.parametrize("template", TEMPLATES, ids=lambda path: path.name)
+def test_a_page_with_numbers_is_what_make_pages_writes(pages, template):
+    page = DOCS.parent / template.relative_to(DOCS / "templates")
+    assert page.read_text() == pages[page], "change its template, then run `make pages`"
 
 
 @pytest.mark.slow
