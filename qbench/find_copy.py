@@ -15,6 +15,7 @@ from qbench.attention.implementation import NATIVE
 from qbench.checkpoints import Checkpoint, find
 from qbench.checkpoints.find import FLOATS, HUB_ID, SIZES, Shapes
 from qbench.checkpoints.fla import in_transformers_words
+from qbench.digests import kept_digest
 from qbench.errors import CheckpointError, RecipeError, some
 from qbench.files import file_digest
 from qbench.quantizers import gguf_file
@@ -106,7 +107,7 @@ def _gguf(source: str, original: Checkpoint) -> Checkpoint:
         folder=path,
         normalizer=original.normalizer,
         config={**about["sizes"], "quantization_config": {"quant_method": GGUF, **about}},
-        digest=file_digest(path),
+        digest=kept_digest(path, file_digest),
         files=((path.name, stat.st_size, stat.st_mtime_ns),),
     )
 

@@ -13,7 +13,6 @@ from typing import Annotated
 
 import typer
 
-from qbench.cache import cache_folder
 from qbench.checkpoints.find import elements
 from qbench.cli.launcher import Launcher, launch, load_launcher
 from qbench.cli.messages import complain
@@ -31,7 +30,7 @@ from qbench.cli.options import (
 from qbench.comparison.wording import headline
 from qbench.errors import RecipeError, some
 from qbench.evaluation.tasks import TaskSpec
-from qbench.files import require_folder
+from qbench.files import cache_folder, require_folder
 from qbench.machine import GIB, fast_bf16, memory_gib
 from qbench.plan import Cell, Plan, cell_names, require_runnable, select
 from qbench.recipe import Overrides, save

@@ -9,23 +9,25 @@ from concurrent.futures import wait as wait_for
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
 from filelock import FileLock, Timeout
 
-from qbench.cache import Sources, cache_folder, find_cell, hold, keep_cell, keep_sources
+from qbench.cache import Sources, find_cell, hold, keep_cell, keep_sources
 from qbench.cell_result import CellResult
 from qbench.errors import ResultsError
 from qbench.evaluation.baseline import baseline_files, verify_baseline
 from qbench.evaluation.settings import tolerance_violation
+from qbench.files import cache_folder
 from qbench.machine import attempt
 from qbench.plan import Cell, Plan
 from qbench.plugins import Plugin, load, load_packages, loaded
 from qbench.progress import Progress, SilentProgress
 from qbench.records import Record, Unavailable
 from qbench.runner.progress import listening
-from qbench.runner.workers import LostExecutorError, SerialExecutor
+from qbench.runner.workers import PRELOAD, LostExecutorError, SerialExecutor
 from qbench.store import Store, Table, run_id
 
 DIED = "its process was killed (out of memory?), or that of another cell before it; see its log"
@@ -317,6 +319,7 @@ def run(
     result = CellResult(cell=cell, plan=plan, progress=progress)
 
     def work() -> None:
+        import_module(PRELOAD)
         from qbench.cell import compute
 
         compute(result, store, cache, reuse=reuse)
