@@ -17,7 +17,7 @@ from qbench.progress import Advance
 from qbench.quantizers.calibration import Calibration, watch_inputs
 from qbench.quantizers.config import ActivationEvidence, matching, require_matches
 from qbench.quantizers.fake_quant import FakeQuant, scale_of_tensor
-from qbench.quantizers.linear import matrices
+from qbench.quantizers.linear import kept_in_float32, matrices
 from qbench.quantizers.methods.input_formats import FakeQuantized
 
 ATTRIBUTE = "qbench_inputs"  # of a model whose activations are quantized
@@ -25,7 +25,8 @@ ATTRIBUTE = "qbench_inputs"  # of a model whose activations are quantized
 
 def layers_with_inputs(model: nn.Module, ignore: tuple[str, ...] = ()) -> dict[str, nn.Module]:
     """The modules of ``model`` that multiply by a weight matrix, by name: linear layers, however
-    their weights are stored. Without the LM head and what ``ignore`` names.
+    their weights are stored. The LM head, what ``ignore`` names and what the model's class keeps in
+    float32 are left out.
 
     Raises QuantizationError for a pattern that names none of them, and no other weight matrix.
     """
@@ -36,8 +37,8 @@ def layers_with_inputs(model: nn.Module, ignore: tuple[str, ...] = ()) -> dict[s
         if module is not head and hasattr(module, "in_features") and hasattr(module, "out_features")
     }
     require_matches({**found, **matrices(model)}, ignore, "activations")
-    ignored = matching(found, ignore)
-    return {name: module for name, module in found.items() if name not in ignored}
+    left_out = matching(found, ignore) | kept_in_float32(model, found)
+    return {name: module for name, module in found.items() if name not in left_out}
 
 
 def install(model: nn.Module, settings: FakeQuantized, tensors: Mapping[str, Tensor]) -> None:

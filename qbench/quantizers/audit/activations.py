@@ -23,7 +23,7 @@ from qbench.quantizers.config import (
     matching,
 )
 from qbench.quantizers.formats import QuantFormat
-from qbench.quantizers.linear import Matrix
+from qbench.quantizers.linear import KEPT, Matrix
 from qbench.quantizers.quantize import evidence_of
 from qbench.records import ActivationAudit, InputAudit
 
@@ -38,6 +38,7 @@ def measure_inputs(
     and what is wrong with them."""
     part, about = config.activations.precision, evidence_of(quantized, config, "activations")
     ignored = matching(wanted, config.activations.ignore)
+    ignored |= {name for name, matrix in wanted.items() if matrix.holder == KEPT}
     problems = [
         f"{name}: its input is not quantized; add ignore to the activations to allow it"
         for name in wanted

@@ -21,7 +21,7 @@ from qbench.errors import first_line, some
 from qbench.files import PART, digest_of_parts
 from qbench.quantizers.calibration import watch_inputs
 from qbench.quantizers.config import PackedWeight, QuantizationConfig, WeightSettings, matching
-from qbench.quantizers.linear import Matrix, matrices, numbers, others, values
+from qbench.quantizers.linear import KEPT, Matrix, matrices, numbers, others, values
 from qbench.quantizers.quantize import evidence_of
 from qbench.records import ModuleAudit
 from qbench.streaming import load_block
@@ -66,6 +66,8 @@ def measure_weights(
     because = {
         matrix.name: "ignore of the settings"
         if matrix.name in ignored
+        else matrix.holder
+        if matrix.holder == KEPT
         else f"{'not quantized' if matrix.linear else 'no linear layer'} ({matrix.holder})"
         for matrix in remaining
     }
@@ -140,7 +142,7 @@ def _uncovered(missing: list[Matrix], weights: int, method: str) -> list[str]:
     missing.sort(key=lambda matrix: -matrix.weight.numel())
     layers = [matrix for matrix in missing if matrix.linear]
     problems = [f"not quantized: {_some(layers)}"] if layers else []
-    others = [matrix for matrix in missing if not matrix.linear]
+    others = [matrix for matrix in missing if not matrix.linear and matrix.holder != KEPT]
     if _size(others) > MOST_UNQUANTIZED * weights:
         problems.append(
             f"not quantized: {_some(others)}, {_size(others) / weights:.1%} of all weights; "
