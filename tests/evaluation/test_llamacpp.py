@@ -141,7 +141,7 @@ def test_a_file_is_a_column_like_any_other(files, tmp_path):
     bits = {kind: records[kind].audit.size.bits_per_weight for kind in files}
     assert bits == {"F32": 32.0, "Q8_0": 8.5, "Q4_0": 4.5}
     assert records["Q4_0"].precision.weights.bits == 4
-    assert records["Q4_0"].audit.levels <= 16
+    assert records["Q4_0"].audit.bits_per_weight == 4.5
     assert all(record.audit.passed for record in records.values())
     assert records["Q8_0"].scoring.batching == "llama.cpp, one after another"
 
