@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from qbench.comparison.compare import compare as compare_store
-from qbench.comparison.lines import Comparison
+from qbench.comparison.rows import Comparison
 from qbench.errors import RecipeError, shown
 from qbench.files import require_folder
 from qbench.machine import choose_device, set_library_env, terminal
@@ -171,7 +171,7 @@ def attend(model: PreTrainedModel, *, normalizer: str, implementation: str = "au
     RecipeError for an unknown name, UnavailableError if triton cannot run or the model's class does
     not take its attention from outside.
     """
-    from qbench.attention.transformers import set_attention
+    from qbench.attention.transformers import attend as set_attention
 
     if not hasattr(model, "set_attn_implementation"):
         raise RecipeError(f"attend: model must be a model of transformers, not {shown(model)}")

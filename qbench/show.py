@@ -10,7 +10,7 @@ from typing import Any
 from tabulate import tabulate
 
 from qbench.comparison.explain import flat
-from qbench.comparison.lines import status_of
+from qbench.comparison.rows import status_of
 from qbench.metrics import is_percentage
 from qbench.record_file import read
 from qbench.records import KEY_DIGITS, Audit, Damage, Record, RunManifest, Unavailable

@@ -14,7 +14,7 @@ from qbench.cli.options import Against, Folder, Published, Run, open_store, to_f
 from qbench.comparison.changes import compare_cells, compare_results
 from qbench.comparison.compare import compare as compare_store
 from qbench.comparison.explain import find_cell
-from qbench.comparison.lines import Comparison
+from qbench.comparison.rows import Comparison
 from qbench.errors import OutputError, ResultsError
 from qbench.files import require_folder, write_atomically
 from qbench.gate.baseline import make
@@ -162,7 +162,7 @@ def check(
     Without --margin, a score may be 1 point worse, a perplexity 2 per cent. Where the documents are
     too few for that, the margin is wider: a harmless change must pass on all lines 95 times of
     100. Harmless is one that flips 3 per cent of the answers. With 50 lines the margin is 7.2
-    points on 200 documents and 1.7 on 2,400.
+    points on 200 documents and 1.8 on 2,400.
 
     Examples:
     ```

@@ -10,7 +10,7 @@ import typer
 from qbench import export as formats
 from qbench.cli.options import Folder, Run, folder_option, open_store
 from qbench.comparison.explain import find_cell, text
-from qbench.comparison.lines import status_of
+from qbench.comparison.rows import status_of
 from qbench.errors import ResultsError
 from qbench.files import require_folder
 from qbench.show import cell_text, folder_text

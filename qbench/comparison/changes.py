@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
 import numpy as np
 
-from qbench.comparison.lines import Change, status_of
-from qbench.comparison.trainings import differences, trained, unlike
+from qbench.comparison.rows import Change, status_of
+from qbench.comparison.trainings import training_differences, unlike
 from qbench.errors import ResultsError
 from qbench.metrics import REDUNDANT
 from qbench.records import Record, Score
 from qbench.statistics import (
     TESTABLE,
     Column,
+    Effect,
     Panel,
-    SeedEffect,
     adjust,
     effect,
     joined,
-    over_seeds,
     value,
 )
 from qbench.store import Store
@@ -114,54 +113,6 @@ def read_columns(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SeedChange:
-    """One metric of one task of one group at one precision: the mean change over its trainings."""
-
-    group: str
-    quantizer: str
-    score: Score  # of the first training, for its names
-    effect: SeedEffect  # new − old
-
-
-def seed_changes(old: ResultSet, new: ResultSet) -> tuple[SeedChange, ...]:
-    """Of groups that both have alike; p-values adjusted over all. Empty without replicates."""
-    found = [
-        SeedChange(group=group, quantizer=quantizer, score=score, effect=effect)
-        for group, members in old.replicates.items()
-        if new.replicates.get(group) == members
-        for quantizer in _quantizers(old, members)
-        for score, effect in _group(old, new, [f"{member}/{quantizer}" for member in members])
-    ]
-    adjusted = adjust([one.effect for one in found])
-    return tuple(
-        dataclasses.replace(one, effect=effect) for one, effect in zip(found, adjusted, strict=True)
-    )
-
-
-def _quantizers(results: ResultSet, members: tuple[str, ...]) -> list[str]:
-    named = (cell.split("/", 1) for cell in results.cells)
-    return [quantizer for checkpoint, quantizer in named if checkpoint == members[0]]
-
-
-def _group(old: ResultSet, new: ResultSet, cells: list[str]) -> Iterator[tuple[Score, SeedEffect]]:
-    sides: dict[str, Mapping[str, CellResults]] = {"old": old.cells, "new": new.cells}
-    if not all(cell in side for side in sides.values() for cell in cells):
-        return
-    for name, score in old.cells[cells[0]].scores.items():
-        columns = {
-            (side, cell): results[cell].columns.get(name)
-            for side, results in sides.items()
-            for cell in cells
-        }
-        if any(column is None for column in columns.values()):
-            continue
-        signs = [[{("new", cell): 1, ("old", cell): -1} for cell in cells]]
-        effect = over_seeds(Panel.of(columns), signs, score.aggregation)
-        if effect is not None:
-            yield score, effect
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Changes:
     """Two results side by side. ``problems``: cells that cannot be compared, and why."""
 
@@ -169,20 +120,14 @@ class Changes:
     new: str
     lines: tuple[Change, ...]
     problems: tuple[str, ...]
-    seeds: tuple[SeedChange, ...] = ()  # over several trainings of one kind
 
 
 def compare_results(a: Store, b: Store) -> Changes:
     """What the results of folder ``b`` change against those of folder ``a``, paired.
 
-    Raises ResultsError where the folders have no cell in common or score different data. So it does
-    where models were trained differently in more than the normalizer and the seed, within a folder
-    or between the two.
+    Raises ResultsError if the folders have no cell in common or score different data.
     """
     old, new = read_results(a), read_results(b)
-    for folder, results in ((a, old), (b, new)):
-        _trained_alike(folder, results)
-    _same_trainings(old, new)
     lines = compare_sets(old, new)
     if not lines:
         raise ResultsError(
@@ -200,14 +145,8 @@ def compare_results(a: Store, b: Store) -> Changes:
             if cell in other.cells
             for line in _lacking(scored, other.cells[cell], folder.name)
         )
-    problems += _other_precisions(old, new)
-    return Changes(
-        old=a.name,
-        new=b.name,
-        lines=tuple(lines),
-        problems=tuple(problems),
-        seeds=seed_changes(old, new),
-    )
+    problems += [*_other_precisions(old, new), *_other_trainings(old, new)]
+    return Changes(old=a.name, new=b.name, lines=tuple(lines), problems=tuple(problems))
 
 
 def compare_cells(a: tuple[Store, Record], b: tuple[Store, Record]) -> Changes:
@@ -296,9 +235,11 @@ def compare_pairs(pairs: Mapping[str, Sequence[CellResults]]) -> list[Change]:
 
 def adjusted(lines: Sequence[Change]) -> list[Change]:
     """The same lines with p-values adjusted over all that have one."""
-    effects = iter(adjust([line.effect for line in lines if line.effect]))
+    tested = [line.effect for line in lines if isinstance(line.effect, Effect)]
+    effects = iter(adjust(tested))
     return [
-        dataclasses.replace(line, effect=next(effects)) if line.effect else line for line in lines
+        dataclasses.replace(line, effect=next(effects)) if isinstance(line.effect, Effect) else line
+        for line in lines
     ]
 
 
@@ -332,40 +273,31 @@ def _same_tasks(cell: str, before: Record, after: Record) -> None:
             )
 
 
-def _same_trainings(old: ResultSet, new: ResultSet) -> None:
+def _other_trainings(old: ResultSet, new: ResultSet) -> list[str]:
+    """Say which cells are of models that were trained differently in more than normalizer and
+    seed."""
+    found = []
     for cell, before in old.cells.items():
         after = new.cells.get(cell)
         pair = before.record.training, after.record.training if after else None
-        if None not in pair and (differing := differences(*pair, seeds=True)):
-            raise ResultsError(
-                f"{cell}: trained differently from the other results, in more than the normalizer "
-                f"and the seed: {'; '.join(differing)}; compare results of models that were "
-                "trained alike"
-            )
-
-
-def _trained_alike(folder: Store, results: ResultSet) -> None:
-    """Of the checkpoints that one folder compares."""
-    records = [one.record for one in results.cells.values()]
-    checkpoints = list(dict.fromkeys(record.checkpoint for record in records))
-    if found := unlike(trained(records), checkpoints, results.replicates):
-        raise ResultsError(f"{folder.directory}: {found[0]} Compare models that were trained alike")
+        if None not in pair and (differing := training_differences(*pair, seeds=True)):
+            found.append((cell, f"trained differently: {'; '.join(differing)}"))
+    return group_by_reason(found)
 
 
 def change(cell: str, name: Name, before: CellResults, after: CellResults) -> Change:
-    """Of one score on the documents that both saw; its p-value is not adjusted."""
+    """Compare one score on the documents that both saw; its p-value is not adjusted."""
     score = before.scores[name]
     columns = {"new": after.columns[name], "old": before.columns[name]}
     panel = Panel.of(columns)
-    found = None
-    if panel.documents > 1:
-        signs = {"new": 1, "old": -1}
-        found = effect(panel, signs, score.aggregation)
+    worse = -1 if score.higher_is_better else 1
+    found = effect(panel, {"new": worse, "old": -worse}, score.aggregation)
     seen = sum(len(column.documents) for column in columns.values())
     precision = after.record.precision
-    # On the shared documents; as recorded where we do not know how the score is made.
+    # On the shared documents; as recorded if nothing else is known of the score.
+    known = score.aggregation in TESTABLE and panel.documents
     values = {
-        side: value(panel, side, score.aggregation) if found else source.scores[name].value
+        side: value(panel, side, score.aggregation) if known else source.scores[name].value
         for side, source in (("old", before), ("new", after))
     }
     return Change(

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from qbench.comparison.changes import compare_precisions
 from qbench.comparison.effects import with_effects
-from qbench.comparison.lines import Comparison, Entry, Line, status_of
+from qbench.comparison.kl import kl_of
+from qbench.comparison.rows import Comparison, Row, RowValue, status_of
 from qbench.errors import ResultsError
 from qbench.metrics import rank
 from qbench.record_file import read
@@ -42,6 +43,7 @@ def compare(store: Store, *, statistics: bool = True, against: str | None = None
     if not statistics:
         return comparison
     comparison = with_effects(comparison, store)
+    comparison = replace(comparison, kl=kl_of(comparison, store))
     if len(grid.checkpoints) > 1:
         if against is not None:
             raise ResultsError("--against compares the precisions of one checkpoint")
@@ -62,10 +64,12 @@ def elsewhere(store: Store, cell: GridCell) -> str | None:
     return None
 
 
-def _lines(grid: RunManifest, records: Mapping[str, Record]) -> Iterable[Line]:
+def _lines(grid: RunManifest, records: Mapping[str, Record]) -> Iterable[Row]:
     cells = {(cell.checkpoint, cell.quantizer): cell for cell in grid.cells}
     quantized = {cell.quantizer: cell.quantized for cell in grid.cells}
-    quantizers = sorted((q for q in grid.quantizers if q in quantized), key=lambda q: quantized[q])
+    # A precision of which no cell has a record was not asked for yet: ``problems`` names its cells.
+    ran = {cell.quantizer for cell in grid.cells if cell.cell in records} or {*quantized}
+    quantizers = sorted((q for q in grid.quantizers if q in ran), key=lambda q: quantized[q])
     scores = {name: record.by_name() for name, record in records.items()}
     groups = (one.group for record in records.values() for one in record.pooled_groups)
     for task in dict.fromkeys((*grid.tasks, *groups)):
@@ -74,7 +78,7 @@ def _lines(grid: RunManifest, records: Mapping[str, Record]) -> Iterable[Line]:
             row = [cells.get((checkpoint, quantizer)) for checkpoint in grid.checkpoints]
             first = next(cell for cell in row if cell is not None)
             for metric, like in known.items():
-                yield Line(
+                yield Row(
                     task=task,
                     label=like.label if like else task,
                     metric=metric,
@@ -110,7 +114,7 @@ def _entry(
     records: Mapping[str, Record],
     scores: Mapping[str, Scores],
     name: tuple[str, str],
-) -> Entry:
+) -> RowValue:
     task, metric = name
     record = records.get(cell.cell) if cell else None
     status, reason = status_of(record) if cell else ("missing", "not in the grid")
@@ -121,7 +125,7 @@ def _entry(
             status, reason = "failed", record.failed_tasks[task]
         elif score is None:
             status, reason = "missing", f"the record has no {metric} of {task}"
-    return Entry(
+    return RowValue(
         checkpoint=checkpoint,
         quantizer=quantizer,
         status=status,

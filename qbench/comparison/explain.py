@@ -15,9 +15,9 @@ from qbench.text import one_line
 ABSENT = "(absent)"
 
 
-def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Every part of two keys that differs, in the order of the key: its dotted name, and what the
-    two have there. None: the same key."""
+def key_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Return (name, value in a, value in b) for each part of two keys that differs, in the order
+    of the key; an empty list if the keys are equal."""
     left, right = (dict(flat(parts)) for parts in (a, b))
     parts = dict.fromkeys([*left, *right])
     found = [(part, left.get(part, ABSENT), right.get(part, ABSENT)) for part in parts]
@@ -26,7 +26,7 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, s
 
 def text(a: Record, b: Record) -> str:
     """The differences, one a line, aligned."""
-    found = differences(a.key_parts, b.key_parts)
+    found = key_differences(a.key_parts, b.key_parts)
     if not found:
         return f"{a.cell} and {b.cell} have the same key, {a.key[:16]}."
     width = max(len(part) for part, _, _ in found)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from qbench.comparison import explain
-from qbench.comparison.lines import Comparison
+from qbench.comparison.rows import Comparison
 from qbench.records import Record, Trained
 
 
@@ -39,7 +39,7 @@ def unlike(
         pair = known.get(one), known.get(other)
         if None in pair:
             continue
-        differing = differences(*pair, seeds=seeds)
+        differing = training_differences(*pair, seeds=seeds)
         if differing:
             lines.append(
                 f"{one} and {other} were trained differently, not in the normalizer alone: "
@@ -66,12 +66,12 @@ def _pairs(
         yield from ((one, other, False) for one, other in zip(base, members, strict=False))
 
 
-def differences(one: Trained, other: Trained, *, seeds: bool) -> list[str]:
+def training_differences(one: Trained, other: Trained, *, seeds: bool) -> list[str]:
     """What two trainings do not have in common beside their normalizers, and their ``seeds`` where
     that is so: a few words a part."""
     return [
         f"{part} {_short(of_one)} and {_short(of_other)}"
-        for part, of_one, of_other in explain.differences(one.in_common, other.in_common)
+        for part, of_one, of_other in explain.key_differences(one.in_common, other.in_common)
         if not (seeds and part == "seed")
     ]
 

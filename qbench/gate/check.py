@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from qbench.comparison.changes import CellResults, Change, compare_sets, read_results
-from qbench.comparison.explain import differences
+from qbench.comparison.explain import key_differences
 from qbench.errors import ResultsError, some
 from qbench.gate.baseline import DECIMALS, read
 from qbench.gate.margins import AUDIT_MARGINS, Margin, margin_of, require_known
@@ -28,7 +28,7 @@ from qbench.gate.verdict import (
     measured,
 )
 from qbench.records import Audit, ModuleAudit, Record
-from qbench.statistics import TESTABLE, Column, Regression, documents_needed, worsening
+from qbench.statistics import TESTABLE, Column, Missing, Regression, documents_needed
 from qbench.store import Store
 
 # Parts of a cell's key that must be the baseline's, unless the user says otherwise.
@@ -58,7 +58,7 @@ def require_same(
     cells = [cell for cell in old if cell in new]
     for cell in cells:
         parts = old[cell].record.key_parts, new[cell].record.key_parts
-        for name, then, now in differences(*parts):
+        for name, then, now in key_differences(*parts):
             part = name.split(".")[0]
             if part in LEFT_OUT:
                 continue
@@ -280,7 +280,7 @@ def _gate(line: Change, margin: Margin, *, same: bool) -> GateResult:
         task=line.task,
         metric=line.metric,
         outcome="inconclusive",
-        reason=f"cannot be paired on {line.documents} documents",
+        reason="",
         margin=margin.value,
         given=margin.given,
         change=line,
@@ -291,11 +291,11 @@ def _gate(line: Change, margin: Margin, *, same: bool) -> GateResult:
         none = Regression(estimate=0.0, low=0.0, high=0.0)
         return replace(gate, worse=none, outcome="pass", reason=reason)
     effect = line.effect
-    if effect is None:
+    if isinstance(effect, Missing):
         if math.isfinite(line.new):
-            return gate
+            return replace(gate, reason=f"cannot be judged: {effect.reason}")
         return replace(gate, outcome="fail", reason="its score is not finite")
-    worse = worsening(effect, higher_is_better=line.higher_is_better)
+    worse = Regression.of(effect)
     if effect.kind == "log ratio":
         limit = math.log1p(margin.value / 100)
         with np.errstate(over="ignore"):  # beyond the largest double it is infinite

@@ -12,8 +12,8 @@ from scipy import special, stats
 from qbench.errors import RecipeError
 from qbench.metrics import LOG_SCALE, base_metric, is_percentage
 from qbench.records import Score
-from qbench.statistics import Column, Panel, effect, worsening
-from qbench.statistics.panel import degrees_of_freedom
+from qbench.statistics import Column, Missing, Panel, Regression, effect
+from qbench.statistics.bootstrap import MOST_DOCUMENTS, degrees_of_freedom
 
 # Percentage points for accuracies, per cent of the perplexity for perplexities.
 LEAST = {"acc": 1.0, "perplexity": 2.0}
@@ -125,14 +125,15 @@ def _supported(score: Score, column: Column, lines: int) -> float:
     """
     panel = Panel.of({"score": column})
     found = effect(panel, {"score": 1}, score.aggregation)
-    if found is None:  # one document, or a score that is not finite
+    if isinstance(found, Missing):  # such as one document, or a score that is not finite
         return 0.0
     missed = MISSED / lines
     if _family(score) == "acc":  # an answer that is partly right moves less than one that flips
         margin = _bound_of_flips(panel.documents, missed)
     else:
         weights, level, freedom = panel.weights[:, 0], LEVEL, panel.documents - 1
-        if np.ptp(weights):  # the bound is the end of the two-sided interval: ``worsening``
+        # The bound of the bootstrap-t is the end of the two-sided interval.
+        if np.ptp(weights) or panel.documents <= MOST_DOCUMENTS:
             kurtosis = 3 * float(np.mean(weights**4) / np.mean(weights**2) ** 2)
             level, freedom = LEVEL / 2, degrees_of_freedom(weights, kurtosis)
         reach = special.stdtrit(freedom, (1 - level, 1 - missed)).sum()
@@ -153,5 +154,4 @@ def _bound_of_flips(documents: int, missed: float) -> float:
     values[: min(loss + won, documents), 0] = 1
     values[max(0, documents - won) :, 1] = 1
     panel = Panel(values=values, weights=np.ones_like(values), index={"old": 0, "new": 1})
-    found = effect(panel, {"new": 1, "old": -1}, "mean")
-    return worsening(found, higher_is_better=True).high
+    return Regression.of(effect(panel, {"old": 1, "new": -1}, "mean")).high

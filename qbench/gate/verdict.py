@@ -175,7 +175,7 @@ def _plain(gate: GateResult) -> dict[str, object]:
         "documents": change and change.documents,
         "baseline_value": change and change.old,
         "value": change and change.new,
-        "p": change.effect.p if change and change.effect else None,
+        "p": getattr(change.effect, "p", None) if change else None,
     }
     return {
         name: json.dumps(value) if isinstance(value, float) and not isfinite(value) else value

@@ -14,60 +14,58 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import optimize, special
 
-from qbench.metrics import LOG_SCALE
-from qbench.statistics.effect import CONFIDENCE, FEW_CHANGES, Interval, Tested, score_interval
+from qbench.statistics.effect import (
+    CONFIDENCE,
+    FEW_CHANGES,
+    TESTABLE,
+    Interval,
+    Missing,
+    Tested,
+    detectable_by_t,
+)
+from qbench.statistics.pairs import PAIRED
 from qbench.statistics.panel import (
-    SLOPES,
     Floats,
     Panel,
     as_scored,
-    contrast,
     effective_documents,
+    estimate_contrast,
+    is_logarithm,
     shares,
 )
+from qbench.statistics.score_test import Counts, score_interval
 
 Signs = Mapping[object, int]
-
-
 Ends = Callable[[float], tuple[float, float]]  # confidence → ends of the interval
 
 
 def few_changes(panel: Panel, groups: Sequence[Sequence[Signs]], aggregation: str) -> Ends | None:
-    """Lang's score interval of the mean contribution: a document of which nothing was seen may
-    contribute as much in all trainings.
+    """Return the score interval of the mean contribution of documents of which few changed: one of
+    which nothing was seen may contribute as much in all trainings.
 
-    None where answers are not right or wrong, or ``FEW_CHANGES`` documents and more are not as
-    most are.
+    None if scores are not between 0 and 1, or ``FEW_CHANGES`` documents and more are not as most
+    are.
     """
     columns = [panel.index[name] for group in groups for signs in group for name in signs]
-    values = panel.values[:, columns]
-    binary = np.all((values == 0) | (values == 1)) and np.all(panel.weights[:, columns] == 1)
-    if aggregation != "mean" or not binary:
+    values, weights = panel.values[:, columns], panel.weights[:, columns]
+    if aggregation != "mean" or np.any(weights != 1) or values.min() < 0 or values.max() > 1:
         return None
-    steps = [np.stack([_step(panel, one) for one in group], axis=1) for group in groups]
+    steps = [np.stack([_step(panel, signs) for signs in group], axis=1) for group in groups]
     every = np.concatenate(steps, axis=1)  # [documents, trainings]
     most = np.sort(every, axis=0)[len(every) // 2]
     if min((every != like).any(axis=1).sum() for like in (0, most)) >= FEW_CHANGES:
         return None
-    signs = [sign for group in groups for one in group for sign in one.values()]
-    same = len(set(signs)) == 1
-    unit = math.lcm(*(len(group) for group in groups))
-    means = sum(one.sum(axis=1) * (unit // one.shape[1]) for one in steps)
-    steps_seen, often = np.unique(means.round(), return_counts=True)
-    most = unit * max(1, int(np.abs(every).max())) * len(groups)
-    counts = {int(step): int(many) for step, many in zip(steps_seen, often, strict=True)}
-    lowest = 0 if same and signs[0] > 0 else -most
-    highest = 0 if same and signs[0] < 0 else most
-
-    def ends(confidence: float) -> tuple[float, float]:
-        low, high = score_interval(counts, lowest=lowest, highest=highest, confidence=confidence)
-        return low / unit, high / unit
-
-    return ends
+    signs = {sign for group in groups for one in group for sign in one.values()}
+    means = np.round(sum(step.mean(axis=1) for step in steps), 12)
+    reach = max(1.0, float(np.abs(every).max())) * len(groups)
+    found = Counts.of(
+        means, lowest=0.0 if signs == {1} else -reach, highest=0.0 if signs == {-1} else reach
+    )
+    return lambda confidence: score_interval(found, confidence)
 
 
-def _step(panel: Panel, signs: Signs) -> np.ndarray:
-    """What each document contributes to a training's contrast: −2 … 2."""
+def _step(panel: Panel, signs: Signs) -> Floats:
+    """Return what each document contributes to a training's contrast: −2 … 2."""
     columns = [panel.index[name] for name in signs]
     return panel.values[:, columns] @ np.array(list(signs.values()), dtype=float)
 
@@ -92,8 +90,8 @@ class SeedEffect(Tested):
 
 def over_seeds(
     panel: Panel, groups: Sequence[Sequence[Signs]], aggregation: str
-) -> SeedEffect | None:
-    """The effect Σ over ``groups`` of the mean of a group's contrasts.
+) -> SeedEffect | Missing:
+    """Return the effect Σ over ``groups`` of the mean of a group's contrasts.
 
     Contrasts of trainings that are pairs (same seed, data and order) stand in one group; of two
     normalizers with unequal numbers of trainings each is a group of its own.
@@ -104,7 +102,7 @@ def over_seeds(
     the sizes of the parts are, as Satterthwaite's does not with two or three seeds (87 and 92 %).
     What document and seed share counts to the seeds, so that the interval is wide with two.
 
-    That holds where the parts are near normal. Where seeds' effects are skewed (one training in
+    That holds where the parts are near normal. If seeds' effects are skewed (one training in
     some goes much worse) it covers 87 to 90 % with three seeds, which no interval from three values
     can correct; nor is it corrected, as ``effect``'s is, for damage of perplexities that depends on
     a document's weight.
@@ -112,14 +110,18 @@ def over_seeds(
     It is never narrower than that of the documents alone, which two or three trainings that happen
     to agree would make it; of right-or-wrong answers of which few changed, the score interval.
 
-    ``None`` where the aggregation is unknown, a group has fewer than two trainings, fewer than two
-    documents are shared, or a score is not finite.
+    The detectable size counts the fewest trainings: with three, a mark among 72 comparisons needs a
+    mean of almost 38 standard errors.
     """
-    if aggregation not in SLOPES or panel.documents < 2 or any(len(g) < 2 for g in groups):
-        return None
+    if aggregation not in TESTABLE or aggregation in PAIRED:
+        return Missing(reason=f"no test over seeds is known for {aggregation}")
+    if panel.documents < 2:
+        return Missing(reason="fewer than two documents are shared")
+    if any(len(group) < 2 for group in groups):
+        return Missing(reason="a group has one training")
     found = [_contrasts(panel, group, aggregation) for group in groups]
     if any(one is None for one in found):
-        return None
+        return Missing(reason="a score is not finite")
     estimates = [one[0] for one in found]  # [seeds] of each group
     terms = [one[1] for one in found]  # [seeds, documents] of each group
     columns = [panel.index[name] for group in groups for signs in group for name in signs]
@@ -144,9 +146,12 @@ def over_seeds(
     low, high = ends(CONFIDENCE)
     seeds_alone = max(0.0, sum(by_seeds) - rest)
     return SeedEffect(
-        kind="log ratio" if aggregation in LOG_SCALE else "difference",
+        kind="log ratio" if is_logarithm(aggregation) else "difference",
         interval=Interval(estimate=estimate, low=low, high=high, stderr=math.sqrt(variance)),
         p=_p(estimate, ends),
+        size_at=lambda level: math.sqrt(
+            sum(detectable_by_t(math.sqrt(part), free, level) ** 2 for part, free in parts)
+        ),
         paired=len(groups) == 1,
         each=tuple(float(value) for one in estimates for value in one),
         of_seeds=seeds_alone / variance if variance > 0 else 0.0,
@@ -173,7 +178,7 @@ def _contrasts(
         sign = np.array(list(signs.values()), dtype=float)
         if not (np.isfinite(values).all() and np.all(weights < weights.sum(axis=0))):
             return None
-        estimates.append(contrast(values, weights, sign, aggregation)[0])
+        estimates.append(estimate_contrast(values, weights, sign, aggregation)[0])
         terms.append(shares(values, weights, sign, aggregation))
     if not np.isfinite(estimates).all():
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from qbench.comparison.lines import Comparison
+from qbench.comparison.rows import Comparison
 from qbench.errors import RecipeError
 from qbench.store import Store
 from qbench.tables.analyses import load_analyses, table_4

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
-from qbench.comparison.lines import Comparison, Entry, Line
+from qbench.comparison.rows import Comparison, Row, RowValue
 from qbench.records import GroupScore
+from qbench.statistics import Missing
 from qbench.tables.published import find_printed, standard_errors_away
-from qbench.tables.scores import bits_per_weight, gib, task_damage
+from qbench.tables.scores import bits_per_weight, gib, of_row, task_damage
 from qbench.tables.table import as_csv
-
-if TYPE_CHECKING:
-    from qbench.statistics import Effect
 
 LINE = ("task", "label", "metric", "direction", "method")
 PRECISION = ("precision", "activations", "arithmetic", "kv_cache")  # where these are parts
@@ -21,7 +18,7 @@ SCORE = ("status", "value", "stderr", "low", "high", "documents")
 QUESTIONS = {"delta": "deltas", "damage": "damages", "did": "differences"}
 PARTS = ("", "_stderr", "_low", "_high")  # empty for perplexities, but for ``delta``
 LOG_PARTS = ("_log_ratio", "_log_ratio_stderr", "_log_ratio_low", "_log_ratio_high")
-TESTS = ("_test", "_p", "_p_holm", "_p_bh", "_detectable", "_documents")
+TESTS = ("_test", "_p", "_p_holm", "_family", "_detectable", "_documents")
 PRINTED = ("printed", "printed_source", "standard_errors_away")
 COLUMNS = (
     *(*LINE, "bits", *PRECISION, "quantizer", "checkpoint", *SCORE),
@@ -55,7 +52,7 @@ def comparison_csv(comparison: Comparison, *, published: str | None = None) -> s
     return as_csv([*rows, *_groups(comparison)], columns)
 
 
-def _predictions(comparison: Comparison, line: Line, entry: Entry) -> dict[str, object]:
+def _predictions(comparison: Comparison, line: Row, entry: RowValue) -> dict[str, object]:
     """Of the cell: its size, and how far its predictions are from the unquantized model's."""
     record = comparison.records.get(entry.cell)
     if record is None:
@@ -90,16 +87,16 @@ def _groups(comparison: Comparison) -> Iterator[dict[str, object]]:
             }
 
 
-def _direction(one: Line | GroupScore) -> str:
+def _direction(one: Row | GroupScore) -> str:
     return "up" if one.higher_is_better else "down"
 
 
-def _about(line: Line) -> dict[str, object]:
+def _about(line: Row) -> dict[str, object]:
     names = ("task", "label", "metric", "method", "quantizer")
     return {name: getattr(line, name) for name in names} | {"direction": _direction(line)}
 
 
-def _row(line: Line, entry: Entry) -> dict[str, object]:
+def _row(line: Row, entry: RowValue) -> dict[str, object]:
     interval = line.intervals.get(entry.checkpoint)
     activations, kv_cache = line.precision.activations, line.precision.kv_cache
     row: dict[str, object] = {
@@ -117,9 +114,12 @@ def _row(line: Line, entry: Entry) -> dict[str, object]:
             row["stderr"] = interval.stderr
     if entry is not line.entries[0]:
         row["delta"] = line.delta(entry.checkpoint)
-    for question, effects_of in QUESTIONS.items():
-        effects: Mapping[str, Effect] = getattr(line, effects_of)
-        if (effect := effects.get(entry.checkpoint)) is not None:
+    for question, contrast in QUESTIONS.items():
+        effect = of_row(line, contrast, entry.checkpoint)
+        if isinstance(effect, Missing):
+            parts = LOG_PARTS if effect.kind == "log ratio" else PARTS
+            row |= {question + parts[0]: effect.estimate, f"{question}_test": effect.reason}
+        elif effect is not None:
             parts = LOG_PARTS if effect.kind == "log ratio" else PARTS
             ends = effect.interval
             found = (ends.estimate, ends.stderr, ends.low, ends.high)
@@ -128,7 +128,7 @@ def _row(line: Line, entry: Entry) -> dict[str, object]:
     return row
 
 
-def _printed(comparison: Comparison, line: Line, entry: Entry, name: str) -> dict[str, object]:
+def _printed(comparison: Comparison, line: Row, entry: RowValue, name: str) -> dict[str, object]:
     row = find_printed(comparison, line, entry.checkpoint, name)
     if row is None:
         return {}
@@ -140,7 +140,7 @@ def _printed(comparison: Comparison, line: Line, entry: Entry, name: str) -> dic
     }
 
 
-EFFECT = ("p", "p_holm", "p_bh", "of_seeds", "seeds", "documents")
+EFFECT = ("p", "p_holm", "family", "detectable", "of_seeds", "seeds", "documents")
 SEED_COLUMNS = (
     *("task", "label", "metric", "direction", "quantizer", "method", "group", "question", "kind"),
     *("estimate", "stderr", "low", "high", *EFFECT, "each"),

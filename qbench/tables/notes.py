@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from textwrap import shorten
 
-from qbench.comparison.lines import Comparison, Line
+from qbench.comparison.rows import Comparison, Row
 from qbench.records import SampleDifference
 from qbench.text import MINUS
 
@@ -46,7 +46,7 @@ def bos_notes(comparison: Comparison) -> list[str]:
     return [f"Texts{names} begin with BOS{twice}."]
 
 
-def single_notes(lines: Sequence[Line]) -> list[str]:
+def single_notes(lines: Sequence[Row]) -> list[str]:
     """A line on the tasks of ``lines`` that were scored on one document, if there are any."""
     alone = {line.label: None for line in lines for one in line.entries if one.documents == 1}
     if not alone:
@@ -57,7 +57,7 @@ def single_notes(lines: Sequence[Line]) -> list[str]:
     ]
 
 
-def cache_notes(comparison: Comparison, lines: Sequence[Line]) -> list[str]:
+def cache_notes(comparison: Comparison, lines: Sequence[Row]) -> list[str]:
     """One line, where any quantizer of ``lines`` has a KV cache of few bits: the bytes of a token,
     of each checkpoint where they differ. A line for each length and size of an unquantized one."""
     found: dict[tuple[int, float], dict[str, dict[str, None]]] = {}
@@ -75,7 +75,7 @@ def cache_notes(comparison: Comparison, lines: Sequence[Line]) -> list[str]:
     ]
 
 
-def judged_notes(comparison: Comparison, lines: Sequence[Line]) -> list[str]:
+def judged_notes(comparison: Comparison, lines: Sequence[Row]) -> list[str]:
     """One line, where fast scores of ``lines`` were judged by their mean difference."""
     entries = {entry.cell: entry for line in lines for entry in line.entries}
     samples = [sample for cell in entries for sample in _by_bias(comparison, cell)]

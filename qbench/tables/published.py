@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib import resources
 
-from qbench.comparison.lines import Comparison, Line
+from qbench.comparison.rows import Comparison, Row
 from qbench.errors import RecipeError
 from qbench.metrics import base_metric
 from qbench.text import MINUS, NO_VALUE
@@ -55,7 +55,7 @@ def _scores(name: str) -> Mapping[tuple[str, ...], dict[str, str]]:
 
 
 def find_printed(
-    comparison: Comparison, line: Line, checkpoint: str, published: str
+    comparison: Comparison, line: Row, checkpoint: str, published: str
 ) -> dict[str, str] | None:
     """Return the row of ``published.csv`` of the same normalizer, task, metric, method and bits.
 
@@ -68,7 +68,7 @@ def find_printed(
     return _scores(published).get(name)
 
 
-def standard_errors_away(line: Line, checkpoint: str, printed: float) -> float | None:
+def standard_errors_away(line: Row, checkpoint: str, printed: float) -> float | None:
     """Return (ours − printed) / our standard error, of perplexities on their logarithms; None
     without a score or an error."""
     entry, interval = line.entry(checkpoint), line.intervals.get(checkpoint)
@@ -81,7 +81,7 @@ def standard_errors_away(line: Line, checkpoint: str, printed: float) -> float |
 
 
 def printed_cells(
-    comparison: Comparison, line: Line, checkpoints: Sequence[str], published: str
+    comparison: Comparison, line: Row, checkpoints: Sequence[str], published: str
 ) -> list[tuple[str, str]]:
     """Return (head, text) of the paper's number for each checkpoint of a row."""
     cells = []
@@ -95,7 +95,7 @@ def printed_cells(
     return cells
 
 
-def printed_notes(comparison: Comparison, lines: Iterable[Line], published: str) -> list[str]:
+def printed_notes(comparison: Comparison, lines: Iterable[Row], published: str) -> list[str]:
     """Return notes: in which tables the numbers stand, and what is doubtful about them."""
     found = (
         find_printed(comparison, line, one.checkpoint, published)

@@ -11,9 +11,10 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from qbench.comparison.changes import MOST_PAIRED
-from qbench.comparison.lines import Comparison, Entry, Line, dtype_of, redundant
+from qbench.comparison.rows import Comparison, Row, RowValue, dtype_of, redundant
 from qbench.comparison.trainings import training_notes
 from qbench.comparison.wording import (
+    NO_INTERVAL,
     RATIO_NOTE,
     RATIOS_NOTE,
     SEED_NOTES,
@@ -45,26 +46,26 @@ from qbench.tables.table import Cells, Table, from_rows
 from qbench.text import MINUS, NO_VALUE, group_by_reason, metric_title, number, significant
 
 if TYPE_CHECKING:
-    from qbench.statistics import Effect, SeedEffect
+    from qbench.statistics import Effect, Missing, SeedEffect
 
 INTERVAL = "95 % interval"
 NAMES = ("Task", "Metric", "Quantization")
 BY_TASK = {"words": len(NAMES), "grouped": True}  # of tables whose rows begin with as many words
 MANY_PAIRS = "Precisions among themselves: qbench tables FOLDER --against QUANTIZER."
-MARKS = (
-    "Differs from 0 at 5 %: ‡ after Holm's correction over all {kind}, † after "
-    "Benjamini–Hochberg's only."
-)
-DIFFERENCES = " (of differences of damage: over all of them)"
+MARKS = "‡ differs from 0 at 5 % after Holm's correction over all {kind} of this folder."
+DAMAGES = "damages (differences: over all differences of damage)"
 BRACKETS = "Brackets: 95 % intervals, paired by document."
-DAMAGE_NOTE = "Damage: quantized minus unquantized, of the same checkpoint."
+DAMAGE_NOTE = (
+    "Damage: what quantization loses against the same checkpoint unquantized; above 0, or above "
+    "× 1, is worse."
+)
 PRECISION_NOTE = (
     "W, A, KV: bits of weights, activations, KV cache. Simulated: rounded to the format; real: "
     "multiplied in it."
 )
 COST_NOTE = (
-    "KL: divergence from the unquantized model's next-token distributions, nats a token: mean and "
-    "99th percentile."
+    "KL: divergence from the unquantized model's next-token distributions, nats per token: mean "
+    "and 99th percentile."
 )
 FLIPS_NOTE = "Flips: answers from right to wrong / from wrong to right."
 
@@ -77,7 +78,7 @@ class MethodLines:
     comparison: Comparison
     name: str  # of the method
     checkpoints: tuple[str, ...]
-    lines: tuple[Line, ...]
+    lines: tuple[Row, ...]
     problems: tuple[tuple[GridCell, str], ...]
     notes: tuple[str, ...]
 
@@ -90,11 +91,11 @@ class MethodLines:
         return self.checkpoints[1:]
 
     @property
-    def quantized(self) -> list[Line]:
+    def quantized(self) -> list[Row]:
         return [line for line in self.lines if line.quantized]
 
     @property
-    def seeds(self) -> list[Line]:
+    def seeds(self) -> list[Row]:
         """The same over several trainings of each kind, where the grid has them."""
         quantizers = {line.quantizer for line in self.lines}
         return [
@@ -109,11 +110,16 @@ def by_method(comparison: Comparison) -> list[MethodLines]:
     stands in the first set of tables that has it."""
     alone = len(comparison.checkpoints) == 1
     made, problems = [], comparison.problems()
-    for method in [None] if alone else comparison.methods:
+    ran = {line.method for line in comparison.lines}
+    methods = [method for method in comparison.methods if method in ran]
+    methods = [None] if alone or not methods else methods
+    for method in methods:
         every = [
             line for line in comparison.lines if method in (None, line.method) or not line.quantized
         ]
         own = {line.quantizer for line in every}
+        if method == methods[-1]:  # precisions that have no rows too
+            own |= {cell.quantizer for cell in comparison.grid.cells}
         lines = [line for line in every if not redundant(line, every)]
         hidden = dict.fromkeys(f"{one.task} {one.metric}" for one in every if one not in lines)
         notes = []
@@ -180,10 +186,26 @@ def _with_the_first(method: MethodLines) -> list[MethodLines]:
     return made
 
 
-def _effect_cells(line: Line, head: str, question: str, group: str, each: str = "") -> Cells:
-    """An effect and its interval; with a head for ``each``, over seeds, that of every training and
-    the seeds' share."""
-    effect, percent = getattr(line, question).get(group), line.percent
+def of_row(row: Row, contrast: str, group: str) -> Effect | SeedEffect | Missing | None:
+    """Return a row's effect, or why it has none; None if it is not asked."""
+    return getattr(row, contrast).get(group) or row.missing.get((contrast, group))
+
+
+def missing_notes(rows: Iterable[Row], contrasts: Sequence[str]) -> list[str]:
+    """Say why effects have no interval: a line per reason."""
+    found = [
+        (f"{row.label} {metric_title(row.metric)} {row.quantizer} of {group}", one.reason)
+        for row in rows
+        for (contrast, group), one in row.missing.items()
+        if contrast in contrasts
+    ]
+    return [f"{NO_INTERVAL} {line}." for line in group_by_reason(found)]
+
+
+def _effect_cells(line: Row, head: str, question: str, group: str, each: str = "") -> Cells:
+    """Return an effect and its interval; with a head for ``each``, over seeds, that of every
+    training and the seeds' share."""
+    effect, percent = of_row(line, question, group), line.percent
     cells = [
         (head, effect_text(effect, percent=percent)),
         (INTERVAL, interval_text(effect, percent=percent)),
@@ -202,7 +224,7 @@ def _deltas(method: MethodLines, published: str | None) -> list[Table]:
         row = _names(line)
         row += [(name, entry_text(line.entry(name), line)) for name in method.checkpoints]
         for other in others:
-            row.append(("Δ", _delta_text(comparison, line, other)))
+            row.append(("Δ", _delta_text(line, other)))
             if tested:
                 row += _effect_cells(line, "Δ", "deltas", other)[1:]
         if published:
@@ -210,7 +232,7 @@ def _deltas(method: MethodLines, published: str | None) -> list[Table]:
         rows.append([*row, ("Documents", documents_text(line))])
     notes = printed_notes(comparison, method.lines, published) if published else []
     if tested:
-        notes += [MARKS.format(kind="Δ of the grid"), BRACKETS]
+        notes += [MARKS.format(kind="Δ"), BRACKETS]
     against = ", ".join(f"{other} {MINUS} {method.checkpoints[0]}" for other in others)
     return from_rows(
         rows,
@@ -218,6 +240,7 @@ def _deltas(method: MethodLines, published: str | None) -> list[Table]:
         notes=[
             *notes,
             *ratio_notes(effect for line in method.lines for effect in line.deltas.values()),
+            *missing_notes(method.lines, ("deltas",)),
             *_score_notes(method),
         ],
         records=_records(method.lines),
@@ -254,7 +277,7 @@ def _deltas_over_seeds(method: MethodLines) -> list[Table]:
     )
 
 
-def _damages(method: MethodLines, lines: Sequence[Line]) -> list[Table]:
+def _damages(method: MethodLines, lines: Sequence[Row]) -> list[Table]:
     """What quantization costs each checkpoint or group of trainings, and how much more than the
     first: the claim."""
     base, *others = groups = (
@@ -276,8 +299,9 @@ def _damages(method: MethodLines, lines: Sequence[Line]) -> list[Table]:
         notes = _seed_notes(method.comparison, lines, ("damages", "differences"))
     else:
         notes = [
-            *(DAMAGE_NOTE, MARKS.format(kind=f"damages{DIFFERENCES if others else ''}"), BRACKETS),
+            *(DAMAGE_NOTE, MARKS.format(kind=DAMAGES if others else "damages"), BRACKETS),
             *ratio_notes(effect for line in method.lines for effect in line.damages.values()),
+            *missing_notes(lines, ("damages", "differences")),
             *precision_notes(method.lines),
         ]
     name = f"{method.name} over seeds" if method.seeds else method.name
@@ -295,7 +319,7 @@ def _counts(effects: Iterable[Effect | SeedEffect | None]) -> str:
 
 
 def _seed_notes(
-    comparison: Comparison, lines: Sequence[Line], questions: tuple[str, ...]
+    comparison: Comparison, lines: Sequence[Row], questions: tuple[str, ...]
 ) -> list[str]:
     effects = [e for line in lines for name in questions for e in getattr(line, name).values()]
     notes = [*SEED_NOTES, SHARE_NOTE]
@@ -318,7 +342,7 @@ def _score_notes(method: MethodLines) -> list[str]:
     ]
 
 
-def _records(lines: Iterable[Line]) -> tuple[str, ...]:
+def _records(lines: Iterable[Row]) -> tuple[str, ...]:
     entries = {entry.cell: entry for line in lines for entry in line.entries}.values()
     return tuple(f"{one.cell} {one.key[:KEY_DIGITS]}" for one in entries if one.status == "ok")
 
@@ -332,7 +356,7 @@ def _one_model(method: MethodLines) -> list[Table]:
     order = list(dict.fromkeys((line.task, line.metric) for line in method.lines))
     rows = []
     for line in sorted(method.lines, key=lambda one: order.index((one.task, one.metric))):
-        record, effect = records[line.quantizer], line.damages.get(checkpoint)
+        record, effect = records[line.quantizer], of_row(line, "damages", checkpoint)
         costs = _cost_texts([record], line.task, line.metric)
         rows.append(
             {
@@ -351,6 +375,7 @@ def _one_model(method: MethodLines) -> list[Table]:
         notes=(
             *(DAMAGE_NOTE, MARKS.format(kind="damages"), BRACKETS, COST_NOTE, FLIPS_NOTE),
             *ratio_notes(effect for line in method.lines for effect in line.damages.values()),
+            *missing_notes(method.lines, ("damages",)),
             *([MANY_PAIRS] if len(_quantizers(method.quantized)) > MOST_PAIRED else []),
             *_score_notes(method),
         ),
@@ -363,7 +388,7 @@ def costs(method: MethodLines) -> list[Table]:
     """What quantization changed, a row a checkpoint; of several trainings of one kind the means,
     and their flips together."""
     comparison = method.comparison
-    told: list[tuple[Line, str, list[Record | None]]] = []
+    told: list[tuple[Row, str, list[Record | None]]] = []
     flipped = _flip_metrics(comparison)
     for line in method.quantized:
         first = next(one for one in method.quantized if one.task == line.task)
@@ -441,11 +466,11 @@ def _cost_texts(records: Sequence[Record | None], task: str, metric: str) -> dic
 
 
 def _size_texts(records: Sequence[Record | None]) -> dict[str, str]:
-    """Bits a weight and GiB, means."""
+    """Return bits per weight and GiB, means."""
     bits = [bits_per_weight(record) if record else None for record in records]
     size = [gib(record) for record in records]
     return {
-        "Bits a weight": NO_VALUE if None in bits else f"{fmean(bits):.2f}",
+        "Bits per weight": NO_VALUE if None in bits else f"{fmean(bits):.2f}",
         "GiB": NO_VALUE if None in size else significant(fmean(size)),
     }
 
@@ -469,28 +494,34 @@ def gib(record: Record | None) -> float | None:
 
 
 def pair_tables(comparison: Comparison) -> list[Table]:
-    """One checkpoint's quantized precisions among themselves; nothing where there are no pairs."""
+    """Return one checkpoint's quantized precisions among themselves, if any pair differs or was
+    asked for; nothing if there are no pairs."""
+    if not any(getattr(one.effect, "significant", False) for one in comparison.pairs):
+        return []
     rows = []
     for one in comparison.pairs:
         effect = one.effect
+        p_holm = getattr(effect, "p_holm", None)
         rows.append(
             {
                 "Task": one.label,
                 "Metric": metric_text(one),
                 "Pair": one.told,
-                "Difference": effect_text(effect, percent=one.percent),
+                "Loss": effect_text(effect, percent=one.percent),
                 INTERVAL: interval_text(effect, percent=one.percent),
-                "p (Holm)": f"{effect.p_holm:.2g}" if effect else NO_VALUE,
+                "p (Holm)": NO_VALUE if p_holm is None else f"{p_holm:.2g}",
                 "Documents": str(one.documents),
             }
         )
+    tested = [one.effect for one in comparison.pairs if hasattr(one.effect, "interval")]
     return from_rows(
         rows,
         title="Quantization: precisions among themselves",
         notes=(
-            "Difference: the first minus the second precision, paired by document.",
-            "‡ and p: after Holm's correction over all pairs, † after Benjamini–Hochberg's.",
-            *ratio_notes(one.effect for one in comparison.pairs if one.effect),
+            "Loss: what the first precision loses against the second, paired by document; above "
+            "0, or above × 1, the first is worse.",
+            f"‡ and p: after Holm's correction over all {len(tested)} pairs.",
+            *ratio_notes(tested),
         ),
         **BY_TASK,
     )
@@ -521,7 +552,7 @@ def group_tables(comparison: Comparison) -> list[Table]:
     return from_rows(rows, title="Groups of tasks", notes=notes, **BY_TASK)
 
 
-def _score_text(score: Entry | GroupScore | None, *, percent: bool) -> str:
+def _score_text(score: RowValue | GroupScore | None, *, percent: bool) -> str:
     """A score with its standard error."""
     if score is None:
         return NO_VALUE
@@ -529,11 +560,11 @@ def _score_text(score: Entry | GroupScore | None, *, percent: bool) -> str:
     return number(score.value, percent=percent) + error
 
 
-def _quantizers(lines: Iterable[Line]) -> list[str]:
+def _quantizers(lines: Iterable[Row]) -> list[str]:
     return list(dict.fromkeys(line.quantizer for line in lines))
 
 
-def line_names(line: Line) -> tuple[str, str, str]:
+def line_names(line: Row) -> tuple[str, str, str]:
     """Task, metric with the arrow of what is better, and quantization."""
     quantizer = line.quantizer
     if line.precision.in_parts:
@@ -541,11 +572,11 @@ def line_names(line: Line) -> tuple[str, str, str]:
     return line.label, metric_text(line), quantizer
 
 
-def _names(line: Line) -> Cells:
+def _names(line: Row) -> Cells:
     return list(zip(NAMES, line_names(line), strict=True))
 
 
-def entry_text(entry: Entry, line: Line) -> str:
+def entry_text(entry: RowValue, line: Row) -> str:
     """The score with its standard error; ``failed`` or ``— missing`` where there is none."""
     if entry.status == "missing":
         return f"{NO_VALUE} missing"
@@ -554,7 +585,7 @@ def entry_text(entry: Entry, line: Line) -> str:
     return _score_text(entry, percent=line.percent)
 
 
-def _delta_text(comparison: Comparison, line: Line, checkpoint: str) -> str:
+def _delta_text(line: Row, checkpoint: str) -> str:
     """Δ as the papers print it, with its mark of significance."""
     text = number(line.delta(checkpoint), percent=line.percent, signed=True)
     effect = line.deltas.get(checkpoint)
@@ -565,11 +596,11 @@ def ratio_notes(effects: Iterable[Effect]) -> list[str]:
     return [RATIO_NOTE] if any(effect.kind == "log ratio" for effect in effects) else []
 
 
-def precision_notes(lines: Iterable[Line]) -> list[str]:
+def precision_notes(lines: Iterable[Row]) -> list[str]:
     return [PRECISION_NOTE] if any(line.precision.in_parts for line in lines) else []
 
 
-def documents_text(line: Line) -> str:
+def documents_text(line: Row) -> str:
     """One number where all checkpoints saw as many documents, else one for each."""
     counts = [entry.documents for entry in line.entries]
     known = {count for count in counts if count is not None}

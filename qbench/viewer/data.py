@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Any
 from qbench import __version__
 from qbench.comparison.compare import compare
 from qbench.comparison.explain import flat
-from qbench.comparison.lines import TESTED, Comparison, Line, redundant, status_of
+from qbench.comparison.rows import TESTED, Comparison, Row, redundant, status_of
 from qbench.comparison.trainings import training_notes
-from qbench.comparison.wording import headline
+from qbench.comparison.verdict import headline
 from qbench.errors import QbenchError, ResultsError
 from qbench.records import UNQUANTIZED_BITS, Damage, GridCell, Question, Record
 from qbench.store import Analyses, Store, long_contexts, sensitivities
@@ -214,7 +214,7 @@ def overview(results: Results, comparison: Comparison) -> Json:
                 "percent": one.percent,
                 "pair": one.told,
                 "documents": one.documents,
-                **({} if one.effect is None else {"effect": _effect(one.effect)}),
+                **({"effect": _effect(one.effect)} if hasattr(one.effect, "interval") else {}),
             }
             for one in comparison.pairs
         ],
@@ -271,7 +271,7 @@ def _cell(comparison: Comparison, store: Store, cell: GridCell) -> Json:
     }
 
 
-def _line(line: Line) -> Json:
+def _line(line: Row) -> Json:
     scores = {
         entry.checkpoint: {
             "status": entry.status,
@@ -285,7 +285,7 @@ def _line(line: Line) -> Json:
     return _measures(line) | {"scores": scores}
 
 
-def _seed_line(line: Line) -> Json:
+def _seed_line(line: Row) -> Json:
     plain = {of: e.interval for of, e in line.scores.items() if e.kind == "difference"}
     scores = {
         group: {"status": "ok", "value": mean, **_ends(plain.get(group))}
@@ -298,7 +298,7 @@ LINE = ("task", "label", "metric", "higher_is_better", "percent", "ratio", "aggr
         "quantizer", "quantized")  # fmt: skip
 
 
-def _measures(line: Line) -> Json:
+def _measures(line: Row) -> Json:
     return {
         **{name: getattr(line, name) for name in LINE},
         "metric_title": metric_title(line.metric),

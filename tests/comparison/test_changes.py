@@ -4,7 +4,7 @@ import pytest
 from synthetic import make_store, scores
 
 from qbench.comparison.changes import compare_cells, compare_results
-from qbench.comparison.explain import differences, find_cell, text
+from qbench.comparison.explain import find_cell, key_differences, text
 from qbench.errors import ResultsError
 from qbench.records import Trained
 from qbench.store import Store
@@ -75,7 +75,8 @@ def test_a_score_without_outcomes_is_compared_by_its_value(tmp_path):
         store.put(record.model_copy(update={"scores": scores}), store.outcomes(record))
         stores.append(store)
     (line,) = (one for one in compare_results(*stores).lines if one.metric == "bleu")
-    assert (line.old, line.new, line.effect, line.documents) == (0.31, 0.29, None, 300)
+    assert (line.old, line.new, line.documents) == (0.31, 0.29, 300)
+    assert line.effect.reason == "no test is known for scores that are aggregated as bleu"
 
 
 def test_two_cells_are_compared_whatever_is_wrong_with_a_third(tmp_path):
@@ -108,7 +109,7 @@ def test_two_cells_that_were_trained_differently_are_named(tmp_path):
 def test_explain_names_exactly_the_parts_that_differ(tmp_path):
     store = grid(tmp_path / "a")
     a, b = (store.get(store.manifest().cells[index]) for index in (0, 1))
-    assert [part for part, _, _ in differences(a.key_parts, b.key_parts)] == [
+    assert [part for part, _, _ in key_differences(a.key_parts, b.key_parts)] == [
         "quantizer.name",
         "quantizer.bits",
     ]
@@ -117,8 +118,8 @@ def test_explain_names_exactly_the_parts_that_differ(tmp_path):
 
 def test_a_part_that_only_one_key_has_is_named():
     less, more = {"device": "cpu"}, {"device": "cpu", "calibration": {"bos": True}}
-    assert differences(less, more) == [("calibration.bos", "(absent)", "True")]
-    assert differences(more, less) == [("calibration.bos", "True", "(absent)")]
+    assert key_differences(less, more) == [("calibration.bos", "(absent)", "True")]
+    assert key_differences(more, less) == [("calibration.bos", "True", "(absent)")]
 
 
 def test_a_record_is_found_by_cell_or_by_file(tmp_path, monkeypatch):

@@ -58,7 +58,7 @@ def test_filtered_metrics_are_shown_in_per_cent_everywhere(tmp_path):
     assert " 90.00 ± 2.13 |" in render(compare(old))
     assert r"90.00 $\pm$ 2.13" in render(compare(old), format="tex")
     changes = " ".join(changes_table(compare_results(old, new)).split())
-    assert "| 90.00 | 7.00 | −83.00‡ | [−" in changes
+    assert "| 90.00 | 7.00 | +83.00‡ | [+" in changes
     row = next(csv.DictReader(io.StringIO(render(compare(old), format="csv"))))
     assert float(row["value"]) == 0.9
 

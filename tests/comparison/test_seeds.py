@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from qbench.statistics import Panel, effect, over_seeds
+from qbench.statistics import Missing, Panel, effect, over_seeds
 
 DOCUMENTS = 50
 
@@ -115,7 +115,7 @@ def test_two_trainings_that_happen_to_agree_are_no_surer_than_their_documents():
 
 
 def test_without_documents_part_it_is_students_t_over_seeds():
-    levels = [0.1, 0.4, 0.25, 0.3]
+    levels = [10.0, 40.0, 25.0, 30.0]
     values = {("old", s): np.zeros(DOCUMENTS) for s in range(4)}
     values |= {("new", s): np.full(DOCUMENTS, level) for s, level in enumerate(levels)}
     found = over_seeds(panel(values), pairs(4), "mean")
@@ -172,4 +172,5 @@ def test_unequal_numbers_of_seeds_are_groups_of_their_own():
 )
 def test_one_training_says_nothing_about_seeds(groups):
     rng = np.random.default_rng(0)
-    assert over_seeds(drawn(rng, 2, 1, 1, 1), groups, "mean") is None
+    found = over_seeds(drawn(rng, 2, 1, 1, 1), groups, "mean")
+    assert found == Missing(reason="a group has one training")

@@ -7,6 +7,7 @@ import pytest
 from synthetic import make_store
 
 from qbench.comparison.compare import compare
+from qbench.comparison.verdict import verdict
 from qbench.records import (
     Damage,
     Distributions,
@@ -14,6 +15,7 @@ from qbench.records import (
     Flips,
     GroupScore,
     Ratio,
+    ScoringReport,
     StoredSize,
     TaskDamage,
 )
@@ -75,7 +77,7 @@ def test_a_row_a_precision_says_bits_size_score_damage_and_divergence(mine):
     assert named["KL"] == "0.9"
     assert named["KL p99"] == "0.5"
     assert named["Same top token"] == "93.0 %"
-    assert named["Damage"].startswith("−")
+    assert named["Damage"].startswith("+")  # positive is worse
 
 
 @pytest.mark.parametrize("checkpoints", [("mine",), ("softmax", "softpick")])
@@ -91,7 +93,7 @@ def test_two_checkpoints_have_divergence_flips_and_bits_in_every_format(tmp_path
     comparison = compare(measured(tmp_path / "two", checkpoints=("softmax", "softpick")))
     for format in ("md", "tex"):
         text = render(comparison, format=format)
-        assert "Bits a weight" in text
+        assert "Bits per weight" in text
         assert "7 / 5" in text
         assert "Same top token" in text
     rows = list(csv.DictReader(io.StringIO(render(comparison, format="csv"))))
@@ -109,7 +111,8 @@ def test_a_groups_own_score_stands_in_tables_and_csv(mine):
 
 
 def test_damage_is_against_the_unquantized_column_of_the_same_dtype(tmp_path):
-    """As KL divergence is; the first unquantized one was taken for all."""
+    """As KL divergence is; the first unquantized one was taken for all. Without one of the same
+    dtype there is none, and the table says so."""
     store = make_store(
         tmp_path, checkpoints=("mine",), quantizers=("fp32", "bf16", "hqq-4bit"), sizes=SIZES
     )
@@ -125,4 +128,41 @@ def test_damage_is_against_the_unquantized_column_of_the_same_dtype(tmp_path):
     values = {line.quantizer: line for line in comparison.lines if line.metric == "acc_norm"}
     whole, quantized = (values[q].entries[0].value for q in ("bf16", "hqq-4bit"))
     damage = values["hqq-4bit"].damages["mine"].estimate
-    assert damage == pytest.approx(quantized - whole, abs=1e-12)
+    assert damage == pytest.approx(whole - quantized, abs=1e-12)
+    cells = [cell for cell in store.manifest().cells if cell.quantizer != "bf16"]
+    store.put_manifest(store.manifest().model_copy(update={"cells": tuple(cells)}))
+    comparison = compare(store)
+    assert not any(line.damages for line in comparison.lines)
+    said = "mine/hqq-4bit: no damage: no unquantized column computes in bfloat16, as hqq-4bit does"
+    assert said in render(comparison)
+
+
+def test_a_run_without_an_unquantized_column_says_why_it_has_no_damage(tmp_path):
+    store = make_store(tmp_path, checkpoints=("mine",), quantizers=("hqq-4bit",), sizes=SIZES)
+    comparison = compare(store)
+    assert "mine/hqq-4bit: no damage: the run has no unquantized column" in render(comparison)
+    assert verdict(comparison)[0].startswith("There is no damage: the run has no unquantized col")
+
+
+def test_a_share_of_requests_that_were_cut_is_a_footnote(tmp_path):
+    store = make_store(tmp_path, checkpoints=("mine",), quantizers=("bf16",), sizes=SIZES)
+    (cell,) = store.manifest().cells
+    record = store.get(cell)
+    scoring = ScoringReport(
+        mode="exact", softmax_dtype="float32", batching="exact", requests=200, truncated=12,
+        peak_memory_gib=1.0,
+    )  # fmt: skip
+    store.put(record.model_copy(update={"scoring": scoring}), store.outcomes(record), None)
+    said = "mine/bf16: 12 of 200 requests are longer than the context and were cut"
+    assert said in render(compare(store))
+
+
+def test_precisions_of_which_no_cell_ran_have_no_rows(tmp_path):
+    """`--only` of one precision printed rows "missing" for all others."""
+    store = make_store(
+        tmp_path, checkpoints=("mine",), quantizers=("bf16", "hqq-4bit", "hqq-2bit"), sizes=SIZES,
+        missing=("mine/hqq-2bit",),
+    )  # fmt: skip
+    comparison = compare(store)
+    assert {line.quantizer for line in comparison.lines} == {"bf16", "hqq-4bit"}
+    assert "mine/hqq-2bit: missing: no record" in render(comparison)

@@ -47,7 +47,7 @@ def test_a_pair_is_what_two_cells_give(store):
     assert (same.old, same.new, same.effect.p) == (pair.old, pair.new, pair.effect.p)
     values = {e.quantizer: e.value for one in compare(store).lines if one.metric == "acc"
               for e in one.entries}  # fmt: skip
-    assert pair.effect.estimate == pytest.approx(values["hqq-2bit"] - values["gptq-4bit"])
+    assert pair.effect.estimate == pytest.approx(values["gptq-4bit"] - values["hqq-2bit"])
 
 
 def test_against_names_the_precision_that_others_are_compared_with(store):

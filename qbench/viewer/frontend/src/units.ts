@@ -38,11 +38,10 @@ export function effect(value: number, kind: Effect["kind"], percent: boolean): s
 export const interval = (of: Effect, percent: boolean) =>
   `[${effect(of.low, of.kind, percent)}, ${effect(of.high, of.kind, percent)}]`;
 
-/** On an axis where more is worse: points, units, or the ratio itself. */
-export function harm(value: number, line: Line, kind: Effect["kind"]): number {
-  const worse = line.higher_is_better ? -value : value;
-  if (kind === "log ratio") return Math.exp(worse);
-  return line.percent ? 100 * worse : worse;
+/** A loss on an axis where more is worse: points, units, or the ratio itself. */
+export function harm(loss: number, line: Line, kind: Effect["kind"]): number {
+  if (kind === "log ratio") return Math.exp(loss);
+  return line.percent ? 100 * loss : loss;
 }
 
 export const UNITS = {

@@ -1,4 +1,4 @@
-"""What a comparison holds: one line per score and precision."""
+"""Hold a comparison: one row per score and precision, and what is missing of the cells."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from qbench.metrics import LOG_SCALE, REDUNDANT, is_percentage
 from qbench.records import GridCell, Precision, Record, RunManifest
 
 if TYPE_CHECKING:
-    from qbench.statistics import Effect, Interval, SeedEffect
+    from qbench.comparison.kl import KL
+    from qbench.statistics import Effect, Interval, Missing, SeedEffect
 
 
 Status = Literal["ok", "failed", "missing"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
+class RowValue:
     """One score of one cell, or why there is none."""
 
     checkpoint: str
@@ -36,15 +37,15 @@ class Entry:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Line:
-    """One metric of one task at one precision, over all checkpoints (grid's order).
+class Row:
+    """One metric of one task at one precision, over all checkpoints (the manifest's order).
 
-    ``intervals`` maps a checkpoint to its own score with an interval (``statistics.Interval``).
-    ``deltas``, ``damages`` and ``differences`` map a checkpoint to its Δ against the baseline
-    checkpoint, its damage, and its difference-in-differences; values of type
-    ``statistics.Effect``. A question that cannot be answered has no entry.
+    ``intervals`` maps a checkpoint to its own score with an interval. ``deltas`` maps it to its Δ,
+    itself minus the baseline checkpoint. ``damages`` maps it to its damage, and ``differences`` to
+    its damage minus the baseline checkpoint's: both are losses, positive is worse in every metric.
+    ``missing`` says why a contrast (one of ``TESTED``) of a checkpoint has no interval.
 
-    A line over seeds has a group of trainings in place of a checkpoint, and effects of type
+    A row over seeds has a group of trainings in place of a checkpoint, and effects of type
     ``statistics.SeedEffect``. ``means`` are those of the trainings' scores; ``scores`` has the
     interval of a group's mean, on the scale that is compared.
     """
@@ -58,11 +59,12 @@ class Line:
     method: str
     title: str  # the method as tables write it
     precision: Precision
-    entries: tuple[Entry, ...]
+    entries: tuple[RowValue, ...]
     intervals: Mapping[str, Interval] = field(default_factory=dict)
     deltas: Mapping[str, Effect | SeedEffect] = field(default_factory=dict)
     damages: Mapping[str, Effect | SeedEffect] = field(default_factory=dict)
     differences: Mapping[str, Effect | SeedEffect] = field(default_factory=dict)
+    missing: Mapping[tuple[str, str], Missing] = field(default_factory=dict)
     means: Mapping[str, float] = field(default_factory=dict)
     scores: Mapping[str, SeedEffect] = field(default_factory=dict)
 
@@ -85,7 +87,7 @@ class Line:
         """Whether scores are compared by their ratio: perplexities."""
         return self.aggregation in LOG_SCALE
 
-    def entry(self, checkpoint: str) -> Entry:
+    def entry(self, checkpoint: str) -> RowValue:
         return next(entry for entry in self.entries if entry.checkpoint == checkpoint)
 
     def delta(self, checkpoint: str) -> float | None:
@@ -107,7 +109,7 @@ class Change:
     new: float
     documents: int
     left_out: int  # documents that only one side saw, counted on both
-    effect: Effect | None  # new − old; None where too few documents or an unknown aggregation
+    effect: Effect | Missing  # what the new result loses: positive is worse
     precision: str = ""  # of a cell whose activations or KV cache are quantized: ``W4A8KV4``
 
     @property
@@ -126,10 +128,11 @@ class Comparison:
 
     grid: RunManifest
     records: Mapping[str, Record]  # cell → record, failed ones too
-    lines: tuple[Line, ...]
+    lines: tuple[Row, ...]
     elsewhere: Mapping[str, str] = field(default_factory=dict)  # missing cell → run that has it
-    seeds: tuple[Line, ...] = ()  # over several trainings, where the grid has replicates
+    seeds: tuple[Row, ...] = ()  # over several trainings, where the grid has replicates
     pairs: tuple[Change, ...] = ()  # of one checkpoint: its quantized precisions among themselves
+    kl: KL | None = None  # None without statistics
     tested: bool = False  # whether intervals and tests were asked for
 
     @property
@@ -138,15 +141,32 @@ class Comparison:
         return next((cell.quantizer for cell in self.grid.cells if not cell.quantized), None)
 
     def unquantized_of(self, quantizer: str) -> str | None:
-        """The quantizer that damage of another is taken against: the first unquantized one that
-        computes in the same dtype, as KL divergence is; else the first of all."""
+        """Return the quantizer that damage of another is taken against: the first unquantized one
+        that computes in the same dtype, as KL divergence is. None if there is none."""
         dtypes = {one.quantizer: dtype_of(one) for one in self.records.values()}
-        same = (
-            cell.quantizer
-            for cell in self.grid.cells
-            if not cell.quantized and dtypes.get(cell.quantizer) == dtypes.get(quantizer)
-        )
-        return next(same, self.unquantized)
+        names = [cell.quantizer for cell in self.grid.cells if not cell.quantized]
+        dtype = dtypes.get(quantizer)
+        if dtype is None:
+            return next(iter(names), None)
+        same = (name for name in names if dtypes.get(name) == dtype)
+        unknown = (name for name in names if dtypes.get(name) is None)
+        return next(same, next(unknown, None))
+
+    def no_damage(self, cell: str) -> str:
+        """Return why a quantized cell has no damage, "" if it may have."""
+        record = self.records.get(cell)
+        quantizer = cell.rpartition("/")[2]
+        if status_of(record)[0] != "ok":
+            return "the cell has no scores"
+        base = self.unquantized_of(quantizer)
+        if self.unquantized is None:
+            return "the run has no unquantized column"
+        if base is None:
+            return f"no unquantized column computes in {dtype_of(record)}, as {quantizer} does"
+        other = f"{cell.rpartition('/')[0]}/{base}"
+        if status_of(self.records.get(other))[0] != "ok":
+            return f"{other} has no scores"
+        return "" if self.same_weights(cell, other) else f"not made from the weights of {other}"
 
     @property
     def checkpoints(self) -> tuple[str, ...]:
@@ -164,6 +184,11 @@ class Comparison:
         return tuple(name for name in self.checkpoints if grouped and name not in grouped)
 
     @property
+    def quantizers(self) -> tuple[str, ...]:
+        """Return the labels of the quantized columns, in the manifest's order."""
+        return tuple(dict.fromkeys(cell.quantizer for cell in self.grid.cells if cell.quantized))
+
+    @property
     def methods(self) -> tuple[str, ...]:
         """Quantization methods in the grid's order; that of unquantized cells where there is no
         other."""
@@ -178,7 +203,7 @@ class Comparison:
         return pair[0].key_parts.get("weights") == pair[1].key_parts.get("weights")
 
     def problems(self) -> list[tuple[GridCell, str]]:
-        """What is missing, failed, unaudited or mismatched of a cell, a line each."""
+        """Return what is missing, failed, unaudited, cut or mismatched of a cell, a line each."""
         found = []
         for cell in self.grid.cells:
             record = self.records.get(cell.cell)
@@ -192,17 +217,20 @@ class Comparison:
                 found.append((cell, "not audited"))
             if status == "ok":
                 found += [(cell, line) for line in _of_tasks(record)]
-            whole = f"{cell.checkpoint}/{self.unquantized_of(cell.quantizer)}"
-            both = status == status_of(self.records.get(whole))[0] == "ok"
-            if both and not self.same_weights(cell.cell, whole):
-                found.append((cell, f"not made from the weights of {whole}: no damage"))
+            if status == "ok" and cell.quantized and (why := self.no_damage(cell.cell)):
+                found.append((cell, f"no damage: {why}"))
         return found
 
 
 def _of_tasks(record: Record) -> list[str]:
-    """One line a task that could not be scored, or not as the others were."""
-    exact = record.scoring.exact_tasks if record.scoring else {}
+    """Return a line for each task that could not be scored or not as the others were, and for
+    requests that were cut."""
+    scoring = record.scoring
+    exact = scoring.exact_tasks if scoring else {}
+    cut = scoring.truncated or 0 if scoring else 0
+    share = f" of {scoring.requests:,}" if cut and scoring.requests else ""
     return [
+        *([f"{cut:,}{share} requests are longer than the context and were cut"] if cut else []),
         *(f"{task}: failed: {_short(why)}" for task, why in record.failed_tasks.items()),
         *(f"{task}: scored exactly: {_short(why)}" for task, why in exact.items()),
     ]
@@ -233,7 +261,7 @@ def _short(reason: str) -> str:
     return textwrap.shorten(reason, 240, placeholder=" … (the record has the whole text)")
 
 
-def redundant(line: Line, lines: Iterable[Line]) -> bool:
+def redundant(line: Row, lines: Iterable[Row]) -> bool:
     """Whether another metric of the same task says the same."""
     told_by = REDUNDANT.get(line.metric)
     return told_by is not None and any(
@@ -241,4 +269,4 @@ def redundant(line: Line, lines: Iterable[Line]) -> bool:
     )
 
 
-TESTED = ("deltas", "damages", "differences")  # what is asked of a line
+TESTED = ("deltas", "damages", "differences")  # contrasts of a row, a family of tests each

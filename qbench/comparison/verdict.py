@@ -1,0 +1,264 @@
+"""Say the answer in a few sentences, the same in terminal, tables, report, viewer and Python.
+
+The primary measure is KL divergence from the unquantized model over all tasks, documents weighted
+alike; losses in scores are secondary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from qbench.comparison.kl import nats
+from qbench.comparison.rows import Comparison, Row, redundant
+from qbench.records import Record
+from qbench.text import number, ratio
+
+if TYPE_CHECKING:
+    from qbench.statistics import Effect, SeedEffect
+
+MARGIN = 0.05  # nats per token: a KL divergence that most uses do not notice
+
+
+def verdict(comparison: Comparison, *, margin: float = MARGIN) -> list[str]:
+    """Return the answer, a sentence or two per item; ``margin`` is a KL divergence.
+
+    With one checkpoint: its precisions in order, those to avoid, the smallest within the margin.
+    With several: how much farther quantization moves each from itself than the baseline. Then what
+    the scores show.
+    """
+    if not comparison.records:
+        return ["No cell has a record yet."]
+    if not comparison.quantizers:
+        return [*_unquantized(comparison)]
+    if comparison.unquantized is None:
+        return ["There is no damage: the run has no unquantized column; add one, such as bf16."]
+    if len(comparison.groups) == 1:
+        (checkpoints,) = comparison.groups.values()
+        found = [_order(comparison, checkpoints[0], margin)]
+    else:
+        found = [_models(comparison, group) for group in list(comparison.groups)[1:]]
+    return [*filter(None, found), *_scores(comparison)]
+
+
+def headline(comparison: Comparison) -> str:
+    """Return the verdict as one paragraph."""
+    return " ".join(verdict(comparison))
+
+
+# --- one model
+
+
+def ordered(comparison: Comparison, checkpoint: str) -> list[str]:
+    """Return a checkpoint's quantizers that have a KL divergence, the nearest first."""
+    means = comparison.kl.means if comparison.kl else {}
+    names = [name for name in comparison.quantizers if f"{checkpoint}/{name}" in means]
+    return sorted(names, key=lambda name: means[f"{checkpoint}/{name}"])
+
+
+def nearer(comparison: Comparison, checkpoint: str, one: str, other: str) -> bool:
+    """Return whether ``one``'s KL divergence is significantly below ``other``'s."""
+    pairs = comparison.kl.pairs if comparison.kl else {}
+    if found := pairs.get((checkpoint, one, other)):
+        return found.significant and found.estimate < 0
+    found = pairs.get((checkpoint, other, one))
+    return bool(found) and found.significant and found.estimate > 0
+
+
+def ties(comparison: Comparison, checkpoint: str) -> list[list[str]]:
+    """Return the quantizers in order, those that no test tells from the first of a group
+    together."""
+    groups: list[list[str]] = []
+    for name in ordered(comparison, checkpoint):
+        if groups and not nearer(comparison, checkpoint, groups[-1][0], name):
+            groups[-1].append(name)
+        else:
+            groups.append([name])
+    return groups
+
+
+def kl_text(comparison: Comparison, cell: str) -> str:
+    """Return ``0.29 [0.27, 0.31]``; the mean alone if its record holds no KL by document."""
+    if comparison.kl is None or cell not in comparison.kl.means:
+        return ""
+    mean, found = comparison.kl.means[cell], comparison.kl.cells[cell]
+    text = nats(math.log(mean)) if mean > 0 else "0"
+    if not hasattr(found, "interval"):
+        return text
+    return f"{text} [{nats(found.interval.low)}, {nats(found.interval.high)}]"
+
+
+def _order(comparison: Comparison, checkpoint: str, margin: float) -> str:
+    names = ordered(comparison, checkpoint)
+    if not names:
+        return "KL divergence was not measured."
+    texts = {name: f"{name} (KL {kl_text(comparison, f'{checkpoint}/{name}')})" for name in names}
+    if not comparison.kl.pairs and len(names) > 1:
+        said = ", ".join(texts.values())
+        return (
+            f"By KL divergence, the nearest first: {said}. No test tells them apart: the records "
+            "hold no KL by document."
+        )
+    groups = [" = ".join(texts[name] for name in group) for group in ties(comparison, checkpoint)]
+    unquantized = comparison.unquantized_of(names[0]) or comparison.unquantized
+    said = f"Nearest to {unquantized}: {', then '.join(groups)}."
+    if any(len(group) > 1 for group in ties(comparison, checkpoint)):
+        said += " (=: not told apart, 5 %, Holm’s correction over all pairs.)"
+    return " ".join(filter(None, (said, *_avoid(comparison, checkpoint, names),
+                                  _smallest(comparison, checkpoint, names, margin))))  # fmt: skip
+
+
+def _avoid(comparison: Comparison, checkpoint: str, names: Sequence[str]) -> Iterator[str]:
+    """Yield the precisions that another beats: no larger, and significantly nearer."""
+    better = {}
+    sizes = {name: _size(comparison.records[f"{checkpoint}/{name}"]) for name in names}
+    for name in names:
+        for other in names:
+            if None in (sizes[name], sizes[other]) or sizes[other] > sizes[name]:
+                continue
+            if nearer(comparison, checkpoint, other, name):
+                better.setdefault(other, []).append(name)
+                break
+    for other, beaten in better.items():
+        yield f"Avoid {', '.join(beaten)}: {other} is no larger and nearer."
+
+
+def _smallest(comparison: Comparison, checkpoint: str, names: Sequence[str], margin: float) -> str:
+    cells = {name: comparison.kl.cells[f"{checkpoint}/{name}"] for name in names}
+    within = {
+        name: size
+        for name, found in cells.items()
+        if hasattr(found, "interval")
+        and found.interval.high <= math.log(margin)
+        and (size := _size(comparison.records[f"{checkpoint}/{name}"])) is not None
+    }
+    if not within:
+        return f"None is shown to stay within KL {margin:g}."
+    best = min(within, key=lambda name: within[name])
+    return f"Smallest within KL {margin:g}: {best}."
+
+
+def _size(record: Record) -> float | None:
+    """Return the GiB of all weights; bits per weight in records of earlier versions."""
+    if record.audit and record.audit.size:
+        return record.audit.size.gib
+    return record.audit.bits_per_weight if record.audit else None
+
+
+# --- several models
+
+
+def _models(comparison: Comparison, group: str) -> str:
+    base = next(iter(comparison.groups))
+    overall = comparison.kl.overall.get(group) if comparison.kl else None
+    if overall is None:
+        if comparison.kl is None or not comparison.kl.means:
+            return f"{group} against {base}: KL divergence was not measured."
+        return _by_means(comparison, base, group)
+    contrasts = [one for (of, _), one in comparison.kl.contrasts.items() if of == group]
+    ends = f"[{ratio(overall.interval.low)}, {ratio(overall.interval.high)}]"
+    sure = overall.p < 0.05
+    more = "farther" if overall.estimate > 0 else "less far"
+    said = (
+        f"Quantization moves {group} {more} from itself than {base}"
+        if sure
+        else f"Quantization is not shown to move {group} farther or less far than {base}"
+    )
+    apart = [one.estimate > 0 for one in contrasts if one.significant]
+    seen = overall.detectable
+    return (
+        f"{said}: KL × {ratio(overall.estimate)} {ends}, geometric mean over {len(contrasts)} "
+        f"precisions; larger for {sum(apart)} of them and smaller for {len(apart) - sum(apart)} "
+        f"(5 %, Holm’s correction). A ratio of × {ratio(seen)} would have been seen."
+    )
+
+
+def _by_means(comparison: Comparison, base: str, group: str) -> str:
+    """Compare two groups by their records' mean KL alone, which has no interval."""
+    means, logs = comparison.kl.means, []
+    for name in comparison.quantizers:
+        sides = []
+        for members in (comparison.groups[group], comparison.groups[base]):
+            values = [means.get(f"{member}/{name}") for member in members]
+            if None in values or not all(value > 0 for value in values):
+                break
+            sides.append(sum(map(math.log, values)) / len(values))
+        if len(sides) == 2:
+            logs.append(sides[0] - sides[1])
+    if not logs:
+        return ""
+    return (
+        f"KL of {group} against {base}: × {ratio(sum(logs) / len(logs))}, geometric mean over "
+        f"{len(logs)} precisions, without an interval: the records hold no KL by document."
+    )
+
+
+# --- scores
+
+
+def _scores(comparison: Comparison) -> Iterator[str]:
+    """Yield what the scores show: of each other model against the baseline, or of one model."""
+    groups = list(comparison.groups)
+    contrast = "differences" if len(groups) > 1 else "damages"
+    for group in groups[1:] or groups:
+        found = list(_effects(comparison, contrast, group))
+        if not found:
+            continue
+        marked = [one for _, one in found if one.significant]
+        worse, many = sum(one.estimate > 0 for one in marked), len(found)
+        if contrast == "differences":
+            said = (
+                f"In scores {group} loses more than {groups[0]} in {worse} of {many} comparisons "
+                f"and less in {len(marked) - worse}"
+            )
+        else:
+            said = (
+                f"In scores {worse} of {many} losses are significant"
+                f"{f' and {len(marked) - worse} gains' if len(marked) > worse else ''}"
+            )
+        yield f"{said} (5 %, Holm’s correction). {_power(found)}".rstrip()
+
+
+def _power(found: Sequence[tuple[Row, Effect | SeedEffect]]) -> str:
+    """Say which loss of accuracy would have been seen, and which is excluded."""
+    accuracies = [
+        (row, one) for row, one in found if row.percent and one.detectable not in (None, math.inf)
+    ]
+    if not accuracies:
+        return ""
+    _, one = min(accuracies, key=lambda found: found[1].detectable)
+    size = number(one.detectable, percent=True)
+    rest = [one for _, one in accuracies if not one.significant and hasattr(one, "bounds")]
+    excluded = ""
+    if rest:
+        most = max(effect.bounds[1] for effect in rest)
+        excluded = (
+            f"; of those that are not significant none is worse by more than "
+            f"{number(most, percent=True)} points (95 % each)"
+        )
+    return f"{one.documents:,} documents can show {size} points or more{excluded}."
+
+
+def _effects(
+    comparison: Comparison, contrast: str, group: str
+) -> Iterator[tuple[Row, Effect | SeedEffect]]:
+    for row in comparison.seeds or comparison.lines:
+        found = getattr(row, contrast).get(group)
+        if found is not None and not redundant(row, comparison.lines):
+            yield row, found
+
+
+def _unquantized(comparison: Comparison) -> Iterator[str]:
+    """Yield how each other checkpoint scores against the baseline, if nothing is quantized."""
+    base, *others = comparison.groups
+    if not others:
+        yield "Nothing is quantized, so there is no damage."
+    for group in others:
+        found = list(_effects(comparison, "deltas", group))
+        marked = [(row.higher_is_better, one) for row, one in found if one.significant]
+        better = sum((one.estimate > 0) == higher for higher, one in marked)
+        yield (
+            f"{group} is better than {base} in {better} of {len(found)} scores and worse in "
+            f"{len(marked) - better} (5 %, Holm’s correction)."
+        )

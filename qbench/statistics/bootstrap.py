@@ -1,0 +1,227 @@
+"""The bootstrap-t: intervals and tests of perplexities and KL divergences.
+
+``scipy.stats.bootstrap`` draws anew for each statistic and holds rounds × documents × columns; a
+grid has hundreds of contrasts over the same documents. Here a round is a vector of counts (how
+often each document was drawn), and one matrix product gives the sums of every column.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from scipy import special
+
+from qbench.statistics.panel import (
+    LOG_MEAN,
+    Floats,
+    effective_documents,
+    estimate_contrast,
+    shares,
+)
+
+ROUNDS = 10_000
+LEAST_ROUNDS = 2_000  # of many documents
+DRAWS = 2_000_000  # documents drawn in all rounds together, but for LEAST_ROUNDS
+MOST_DOCUMENTS = 1_000  # of more of equal weight Student's t is as good
+CHUNK = 1_000_000  # drawn documents of one matrix product; those of fewer rounds are slow
+COUNTED = 50_000  # drawn documents counted at once: their counts stay in a processor's cache
+
+
+def drawn_sums(rows: Floats) -> Floats:
+    """Return sums over documents drawn with replacement, [rounds, columns], of ``rows``
+    [documents, columns]. The rounds are the same in every call."""
+    documents = len(rows)
+    rounds = int(min(ROUNDS, max(LEAST_ROUNDS, DRAWS / documents)))
+    if documents * rounds <= 2 * DRAWS:
+        return _all_counts(documents, rounds) @ rows
+    sums, rng = np.empty((rounds, rows.shape[1])), np.random.default_rng(0)
+    step = max(1, CHUNK // documents)
+    for start in range(0, rounds, step):
+        size = min(step, rounds - start)
+        sums[start : start + size] = _counts(documents, size, rng) @ rows
+    return sums
+
+
+@lru_cache(maxsize=2)
+def _all_counts(documents: int, rounds: int) -> Floats:
+    """Keep the counts: hundreds of effects over the same documents are drawn alike."""
+    return _counts(documents, rounds, np.random.default_rng(0))
+
+
+def _counts(documents: int, rounds: int, rng: np.random.Generator) -> Floats:
+    """Return how often each document is drawn, [rounds, documents]."""
+    counts = np.empty((rounds, documents))
+    step = max(1, COUNTED // documents)
+    for start in range(0, rounds, step):
+        size = min(step, rounds - start)
+        drawn = rng.integers(0, documents, size=(size, documents), dtype=np.int32)
+        drawn += (np.arange(size, dtype=np.int32) * documents)[:, None]
+        found = np.bincount(drawn.ravel(), minlength=size * documents)
+        counts[start : start + size] = found.reshape(size, documents)
+    return counts
+
+
+ENOUGH_TO_DRAW = 10  # documents; of fewer, many rounds draw one document alone
+# As far as the farthest document, an end misses what no page drawn was long enough to show: with
+# 16 pages, a spread of 1.0 and damage in proportion to length it covers 79 %, at twice that 89 %.
+TWICE = 2
+FARTHEST = 3.0  # normal quantile up to which rounds are counted; beyond, in proportion
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Studentized:
+    """How (estimate − truth) / standard error is spread, by the bootstrap-t (Efron and Tibshirani
+    1993, section 12.5; Hall 1992, section 3.2), for a ratio of sums over documents.
+
+    Where the summed value depends on a document's weight (damage on a page's length), estimate and
+    standard error miss what the longest documents contribute. Student's t is then too short: too
+    often the truth lies beyond one end. ``quantiles`` are those of the rounds at ``NORMAL``. The
+    percentiles are moved outwards, since the bootstrap's variance falls short and Student's t is
+    wider than the normal (Hesterberg 2015, section 3.3), with degrees of ``freedom`` from the
+    documents' own spread. Neither end is nearer than Student's t has it: skewness from
+    some dozens of documents is noise. Nor is it more than twice as far as any document: where few
+    of them changed, rounds that draw none of these have no spread, and t no end.
+
+    Coverage in percent of 95 % intervals, of 2,000 simulations each; lengths are lognormal:
+
+    ================================== ======== ======== ========
+    Damage of a token                  16 pages 62 pages 200 pages
+    ================================== ======== ======== ========
+    not by length, lengths' spread 0.5    99.0     96.6     96.7
+    not by length, spread 1.0             99.5     97.4     97.2
+    not by length, t(3), spread 1.0       99.5     98.3     97.0
+    by log of length, spread 0.5          97.7     97.0     96.3
+    by log of length, spread 0.74         96.7     96.8     96.0
+    by log of length, spread 1.0          95.0     94.8     95.6
+    the same with t(3), spread 1.0        97.0     95.3     96.1
+    falls by log of length, spread 1.0    95.0     94.5     95.4
+    in proportion to length, spread 0.5   95.5     95.9     95.9
+    HQQ-2bit on WikiText, pages drawn     98.3     94.2     95.4
+    ================================== ======== ======== ========
+
+    Where a token's damage grows in proportion to length and lengths differ more, no interval from
+    so few pages holds: 91.5, 93.2 and 93.6 % at a spread of 0.74, 86 to 90 % at 1.0.
+    """
+
+    estimate: float
+    stderr: float
+    quantiles: Floats
+    freedom: float
+    farthest: float  # that an end of the bootstrap's may be, in standard errors
+
+    def interval(self, confidence: float) -> tuple[float, float]:
+        reach = float(special.stdtrit(self.freedom, (1 + confidence) / 2))
+        low = min(-reach, self._quantile(-reach * self._stretch))
+        high = max(reach, self._quantile(reach * self._stretch))
+        return self.estimate - high * self.stderr, self.estimate - low * self.stderr
+
+    def p(self) -> float:
+        """Two-sided; one minus the confidence of the interval that just reaches 0."""
+        seen = self.estimate / self.stderr
+        if abs(seen) >= self.farthest:
+            normal = math.inf
+        elif self.quantiles[0] <= seen <= self.quantiles[-1]:
+            normal = abs(float(np.interp(seen, self.quantiles, NORMAL)))
+        else:
+            normal = FARTHEST * abs(seen / self.quantiles[-1 if seen > 0 else 0])
+        return float(2 * special.stdtr(self.freedom, -min(abs(seen), normal / self._stretch)))
+
+    def _quantile(self, normal: float) -> float:
+        found = float(np.interp(normal, NORMAL, self.quantiles)) * max(1, abs(normal) / FARTHEST)
+        return min(max(found, -self.farthest), self.farthest)
+
+    @property
+    def _stretch(self) -> float:
+        return math.sqrt((self.freedom + 1) / self.freedom)
+
+
+def degrees_of_freedom(weights: Floats, kurtosis: float) -> float:
+    """Of the standard error of a ratio of sums over documents of ``weights`` [documents]; at
+    least 1.
+
+    1/ν = 1/(m − 1) + (k − 1)/2n: m as many equally long documents, and k the kurtosis of the n
+    documents' shares, since the variance of a variance is (k − 1)/n of its square (Satterthwaite
+    1946, Biometrics Bulletin 2: 110–114; Box 1953, Biometrika 40: 318–335).
+    """
+    of_lengths = 1 / (effective_documents(weights[:, None]) - 1)
+    return max(1.0, 1 / (of_lengths + (kurtosis - 1) / (2 * len(weights))))
+
+
+NORMAL = np.linspace(-FARTHEST, FARTHEST, 121)
+
+
+def studentize(
+    values: Floats, weights: Floats, *, estimate: float, stderr: float
+) -> Studentized | None:
+    """Studentize ``estimate`` = Σ ``values`` / Σ ``weights``, both [documents], with its
+    ``stderr``.
+
+    None if Student's t is as good or better: a standard error of 0, fewer than ``ENOUGH_TO_DRAW``
+    documents, more than ``MOST_DOCUMENTS`` of one weight.
+    """
+    documents = len(values)
+    alike = bool(np.all(weights == weights[0]))
+    if documents < ENOUGH_TO_DRAW or stderr == 0 or (alike and documents > MOST_DOCUMENTS):
+        return None
+    rest, length = values - values.sum() / weights.sum() * weights, weights / weights.mean()
+    rest = rest / math.sqrt(float(np.mean(rest**2)))
+    rows = np.stack([rest, length, rest**2, rest * length, length**2], axis=1)
+    sums = drawn_sums(rows).T
+    ratio = sums[0] / sums[1]
+    # A round's own spread: 0 if it drew one document alone, which is as far as any round goes.
+    spread = np.sqrt(np.maximum(sums[2] - 2 * ratio * sums[3] + ratio**2 * sums[4], 1e-12))
+    rates = values[weights > 0] / weights[weights > 0]
+    farthest = float(TWICE * np.abs(rates - estimate).max() / stderr)
+    terms = shares(values[:, None], weights[:, None], np.ones(1), "mean")
+    return _studentized(estimate, stderr, sums[0] / spread, weights, terms, farthest)
+
+
+def studentize_log_mean(values: Floats, sign: Floats) -> Studentized | None:
+    """Studentize Σ sign · ln(mean of a column) of ``values`` [documents, columns], such as the
+    logarithm of a KL divergence or of a ratio of two.
+
+    The standard error counts the farthest document on either side twice: of KL divergences, a few
+    documents have much, and a sample may have missed one. In simulations from a run's own
+    documents (20 to 600 drawn of them) the 95 % interval covers 93.5 % to 99 %; without, 92 % to
+    97.5 %; Student's t 90 % to 96 %. None if the error is 0 or there are too few documents.
+    """
+    documents = len(values)
+    weights = np.ones_like(values)
+    estimate, stderr = estimate_contrast(values, weights, sign, LOG_MEAN)
+    if documents < ENOUGH_TO_DRAW or stderr == 0:
+        return None
+    terms = shares(values, weights, sign, LOG_MEAN)
+    stderr = math.sqrt(stderr**2 + float(terms.max()) ** 2 + float(terms.min()) ** 2)
+    if documents > MOST_DOCUMENTS:
+        rounds = np.array([-np.inf, np.inf])  # no wider than Student's t
+        return _studentized(estimate, stderr, rounds, weights[:, 0], terms, 0.0)
+    scaled = values / values.mean(axis=0)
+    pairs = [(a, b) for a in range(len(sign)) for b in range(a, len(sign))]
+    squares = np.stack([scaled[:, a] * scaled[:, b] for a, b in pairs], axis=1)
+    sums = drawn_sums(np.hstack([scaled, squares])) / documents
+    means, squares = sums[:, : len(sign)], sums[:, len(sign) :]
+    slope = sign / means
+    variance = sum(
+        (1 if a == b else 2) * slope[:, a] * slope[:, b] * squares[:, index]
+        for index, (a, b) in enumerate(pairs)
+    ) - float(sign.sum()) ** 2  # fmt: skip
+    spread = np.sqrt(np.maximum(variance, 1e-12) / documents)
+    rounds = (np.log(means) @ sign) / spread
+    return _studentized(estimate, stderr, rounds, weights[:, 0], terms, math.inf)
+
+
+def _studentized(
+    estimate: float, stderr: float, rounds: Floats, weights: Floats, terms: Floats, farthest: float
+) -> Studentized | None:
+    found = np.zeros(len(NORMAL))
+    if farthest:
+        found = np.quantile(rounds, special.ndtr(NORMAL), method="median_unbiased")
+        if not found[0] < 0 < found[-1]:
+            return None
+    freedom = degrees_of_freedom(weights, float(np.mean(terms**4) / np.mean(terms**2) ** 2))
+    return Studentized(
+        estimate=estimate, stderr=stderr, quantiles=found, freedom=freedom, farthest=farthest
+    )

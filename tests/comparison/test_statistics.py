@@ -1,0 +1,307 @@
+"""Effects of all other kinds, correction for many tests, and non-inferiority."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from panels import FOUR, SIMULATIONS, TWO, answers, panel
+from scipy import stats
+from sklearn.metrics import f1_score, matthews_corrcoef
+
+from qbench.statistics import (
+    LOG_MEAN,
+    Column,
+    Missing,
+    Panel,
+    Regression,
+    adjust,
+    documents_for_margin,
+    documents_needed,
+    effect,
+    score,
+)
+from qbench.statistics.effect import detectable_by_t
+
+# Perplexities
+
+
+def test_a_perplexitys_own_interval_is_that_of_its_logarithm():
+    nats = -np.random.default_rng(3).lognormal(size=1_200)
+    one = Panel(values=nats[:, None], weights=np.ones((1_200, 1)), index={"a": 0})
+    found = score(one, "a", "perplexity")
+    reference = stats.ttest_1samp(-nats, 0).confidence_interval()
+    assert (found.low, found.high) == pytest.approx(tuple(np.exp(reference)), rel=1e-9)
+
+
+def test_an_end_beyond_the_largest_number_is_infinite():
+    found = score(panel(np.linspace(-800, -610, 20), np.zeros(20)), "new", "perplexity")
+    assert np.isfinite(found.estimate)
+    assert found.high == np.inf
+
+
+def test_the_interval_of_a_log_ratio_is_that_of_llama_cpps_covariance_formula():
+    rng = np.random.default_rng(4)
+    old = -rng.lognormal(size=1_500)
+    new = old - 0.1 * rng.lognormal(size=1_500)
+    found = effect(panel(new, old), TWO, "perplexity")
+    covariance = np.cov(new, old)
+    variance = covariance[0, 0] + covariance[1, 1] - 2 * covariance[0, 1]
+    assert found.interval.stderr == pytest.approx(np.sqrt(variance / 1_500))
+    assert found.estimate == pytest.approx(old.mean() - new.mean())
+    assert found.p == pytest.approx(stats.ttest_rel(new, old).pvalue, rel=1e-6)
+
+
+LENGTHS = {  # the spread of lengths' logarithm; a token's damage by that logarithm; its noise
+    "at random": (1.0, 0.0, "normal"),
+    "at random, heavy tails": (1.0, 0.0, "t(3)"),
+    "as WikiText's": (0.74, 0.1, "normal"),
+    "less on long pages": (1.0, -0.1, "normal"),
+    "heavy tails": (1.0, 0.1, "t(3)"),
+    "one length": (0.0, 0.0, "t(3)"),
+}
+
+
+def coverage(case, pages, simulations):
+    """Return how often the truth is in the interval, and within either bound."""
+    rng, (spread, slope, noise) = np.random.default_rng(12), LENGTHS[case]
+    truth = 0.1 + slope * spread**2
+    covered, below, above = 0, 0, 0
+    for _ in range(simulations):
+        length = rng.lognormal(0, spread, pages)
+        rest = rng.normal(size=pages) if noise == "normal" else rng.standard_t(3, pages) / 3**0.5
+        damage = length * (0.1 + slope * np.log(length) + 0.05 * rest)
+        both = panel(-damage, np.zeros(pages), weights=length)
+        found = effect(both, TWO, "weighted_perplexity")
+        covered += found.interval.low <= truth <= found.interval.high
+        below, above = below + (found.bounds[0] <= truth), above + (truth <= found.bounds[1])
+        assert (found.p < 0.05) == (found.interval.low > 0 or found.interval.high < 0)
+    return covered / simulations, min(below, above) / simulations
+
+
+@pytest.mark.parametrize(
+    ("case", "pages"),
+    [
+        ("less on long pages", 62),
+        ("one length", 20),
+        *(
+            pytest.param(case, pages, marks=pytest.mark.slow)
+            for case in LENGTHS
+            for pages in (16, 62, 200)
+        ),
+    ],
+)
+def test_perplexity_intervals_cover_935_of_1000(case, pages, monkeypatch):
+    monkeypatch.setattr("qbench.statistics.bootstrap.ROUNDS", 300)
+    covered, bound = coverage(case, pages, 400)
+    assert covered >= 0.935 - 0.012
+    assert bound >= 0.935 - 0.012
+
+
+@pytest.mark.parametrize(("pages", "rest"), [(16, 0.0), (16, 1e-5), (30, 0.0)])
+def test_an_end_is_at_most_twice_as_far_as_the_page_that_changed_most(pages, rest):
+    """Two of 16 pages changed: rounds without either have no spread, and the interval's end was
+    113,421 nats."""
+    rng = np.random.default_rng(2)
+    words = rng.integers(110, 200, pages).astype(float)
+    damage = words * rest * rng.random(pages)
+    damage[[3, 9][: 32 // pages]] = (31.3, 28.3)[: 32 // pages]
+    found = effect(panel(-damage, 0 * words, weights=words), TWO, "weighted_perplexity")
+    most = (damage / words).max()
+    assert found.interval.high == pytest.approx(2 * most - found.estimate, rel=1e-9)
+    assert found.interval.low < 0 < found.estimate
+    assert found.p > 0.05
+
+
+# KL divergence
+
+
+def divergences(rng, documents):
+    """KL of two precisions on the same documents: heavy tails, alike on each document."""
+    common = rng.normal(size=documents)
+    one, other = (np.exp(common + 0.8 * rng.normal(size=documents)) for _ in range(2))
+    return 0.02 * one, 0.03 * other
+
+
+@pytest.mark.parametrize("signs", [{"new": 1}, TWO], ids=["one", "ratio"])
+@pytest.mark.parametrize("documents", [20, pytest.param(200, marks=pytest.mark.slow),
+                                       pytest.param(1_100, marks=pytest.mark.slow)])  # fmt: skip
+def test_intervals_of_kl_cover_935_of_1000(signs, documents):
+    rng = np.random.default_rng(5)
+    mean = np.log(0.02) + (1 + 0.8**2) / 2
+    truth = mean if len(signs) == 1 else np.log(0.02 / 0.03)
+    covered = 0
+    for _ in range(200):
+        found = effect(panel(*divergences(rng, documents)), signs, LOG_MEAN)
+        covered += found.interval.low <= truth <= found.interval.high
+        assert (found.p < 0.05) == (found.interval.low > 0 or found.interval.high < 0)
+    assert covered / 200 >= 0.935 - 0.017
+
+
+def test_a_kl_of_0_has_no_logarithm():
+    assert effect(panel(np.zeros(20), np.ones(20)), TWO, LOG_MEAN).reason == "a KL divergence is 0"
+
+
+# Metrics over all documents at once, and values without known ends
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "reference", "classes"),
+    [("f1", f1_score, 2), ("matthews_corrcoef", matthews_corrcoef, 2),
+     ("matthews_corrcoef", matthews_corrcoef, 5)],
+)  # fmt: skip
+def test_f1_and_mcc_are_scikit_learns_and_their_error_the_jackknifes(
+    aggregation, reference, classes
+):
+    rng = np.random.default_rng(6)
+    gold = rng.integers(0, classes, 300)
+    new, old = (
+        np.where(rng.random(300) < 0.7, gold, (gold + rng.integers(1, classes, 300)) % classes)
+        for _ in range(2)
+    )
+    both = Panel(
+        values=np.stack([gold, gold], axis=1).astype(float),
+        weights=np.stack([new, old], axis=1).astype(float),
+        index={"new": 0, "old": 1},
+    )
+    found = effect(both, TWO, aggregation)
+    assert found.estimate == pytest.approx(reference(gold, new) - reference(gold, old))
+    rest = [
+        reference(np.delete(gold, i), np.delete(new, i))
+        - reference(np.delete(gold, i), np.delete(old, i))
+        for i in range(300)
+    ]
+    assert found.interval.stderr == pytest.approx(np.sqrt(299 / 300 * np.var(rest) * 300))
+    assert found.test == "jackknife t"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("aggregation", ["f1", "matthews_corrcoef"])
+@pytest.mark.parametrize(("documents", "share"), [(200, 0.2), (1_000, 0.05)])
+def test_intervals_of_f1_and_mcc_cover_935_of_1000_if_there_are_any(aggregation, documents, share):
+    rng = np.random.default_rng(7)
+
+    def drawn(many):
+        gold = (rng.random(many) < 0.6).astype(float)
+        old = np.where(rng.random(many) < 0.75, gold, 1 - gold)
+        new = np.where(rng.random(many) < share, 1 - old, old)
+        return Panel(
+            values=np.stack([gold, gold], axis=1),
+            weights=np.stack([new, old], axis=1),
+            index={"new": 0, "old": 1},
+        )
+
+    truth = effect(drawn(400_000), TWO, aggregation).estimate
+    found = [effect(drawn(documents), TWO, aggregation) for _ in range(400)]
+    known = [one.interval for one in found if not isinstance(one, Missing)]
+    assert len(known) > 350
+    assert np.mean([one.low <= truth <= one.high for one in known]) >= 0.935 - 0.012
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "new", "old", "reason"),
+    [
+        ("f1", np.arange(50) < 30, np.arange(50) < 29, "1 of 50 documents changed: too few"),
+        ("bits_per_byte", np.where(np.arange(50) == 3, -9.0, -1), np.full(50, -1.0), "1 of 50 doc"),
+        ("bleu", np.ones(5), np.ones(5), "no test is known for scores that are aggregated as bleu"),
+        ("perplexity", np.full(20, -np.inf), np.zeros(20), "a score is not finite"),
+        ("perplexity", np.full(20, np.nan), np.zeros(20), "a score is not finite"),
+        ("mean", np.ones(1), np.ones(1), "fewer than two documents"),
+    ],
+)
+def test_what_has_no_interval_says_why(aggregation, new, old, reason):
+    both = panel(new, old)
+    if aggregation == "f1":
+        both = dataclasses.replace(both, values=np.ones_like(both.values), weights=both.values)
+    found = effect(both, TWO, aggregation)
+    assert isinstance(found, Missing)
+    assert found.reason.startswith(reason)
+    assert (found.estimate is not None) == ("changed" in reason or reason.startswith("1 of"))
+
+
+# Clusters, edges, identical outcomes
+
+
+def test_rows_of_one_document_are_one_cluster():
+    document = np.repeat(np.arange(50), 3)
+    per_document = np.random.default_rng(9).normal(size=50)
+    thrice = Column.of(document, np.repeat(per_document, 3), np.ones(150))
+    once = Column.of(np.arange(50), per_document, np.ones(50))
+    found = []
+    for column in (thrice, once):
+        zero = Column.of(column.documents, np.zeros(50), column.weights)
+        found.append(effect(Panel.of({"new": column, "old": zero}), TWO, "mean").interval)
+    assert dataclasses.astuple(found[0]) == pytest.approx(dataclasses.astuple(found[1]))
+
+
+def test_cells_that_saw_different_documents_are_paired_on_the_common_ones():
+    new = Column.of([3, 1, 7, 9], [1, 0, 1, 1], [1, 1, 1, 1])
+    old = Column.of([1, 3, 8, 9, 2], [1, 0, 1, 1, 0], [1] * 5)
+    both = Panel.of({"new": new, "old": old})
+    assert both.documents == 3
+    assert both.values.tolist() == [[0, 1], [1, 0], [1, 1]]
+
+
+@pytest.mark.parametrize("documents", [7, 200, 2376])
+def test_equal_damages_are_a_tie_whatever_the_scores(documents):
+    rng = np.random.default_rng(documents)
+    for _ in range(15):
+        a, c = (int(count) for count in rng.integers(3, documents - 3, size=2))
+        step = int(rng.integers(-3, 4))
+        counts = (a + step, a, c + step, c)
+        four = panel(*[rng.permutation(np.arange(documents) < count) for count in counts])
+        assert effect(four, FOUR, "mean").estimate == 0.0
+
+
+@pytest.mark.parametrize("signs", [TWO, FOUR])
+@pytest.mark.parametrize(
+    ("aggregation", "least", "most"), [("mean", 4 / 200, 10 / 200), ("perplexity", 1e-4, 1e-3)]
+)
+def test_identical_outcomes_have_a_bound_on_what_could_be_seen(signs, aggregation, least, most):
+    same = np.random.default_rng(22).random(200) < 0.3
+    column = same if aggregation == "mean" else -np.exp(np.random.default_rng(23).normal(size=200))
+    (found,) = adjust([effect(panel(*[column] * len(signs)), signs, aggregation)])
+    assert (found.estimate, found.p) == (0.0, 1.0)
+    assert least < found.detectable < most
+    if aggregation == "mean":  # as few documents claim no certainty
+        assert found.interval.low < -0.01 < 0.01 < found.interval.high
+
+
+# Many tests, power, non-inferiority
+
+
+def test_holm_gives_the_textbook_values_and_the_size_that_the_mark_would_show():
+    one = effect(panel(*answers(np.random.default_rng(12), 99, 0.1, 0.1)), TWO, "mean")
+    found = adjust([dataclasses.replace(one, p=p) for p in (0.01, 0.04, 0.03, 0.005)])
+    assert [e.p_holm for e in found] == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert [e.mark for e in found] == ["‡", "", "", "‡"]
+    assert [e.family for e in found] == [4] * 4
+    assert found[1].detectable == one.size_at(0.05 / 2)  # two of four are marked
+    assert found[0].detectable == one.size_at(0.05 / 3)
+
+
+@pytest.mark.parametrize("seeds", [False, True])
+def test_at_the_detectable_size_the_mark_appears_in_80_of_100_tables_of_72(seeds):
+    """An unadjusted level showed it in 18 to 28 of 100."""
+    freedom = 2 if seeds else 199
+    size = detectable_by_t(1.0, freedom, 0.05 / 72)
+    rng = np.random.default_rng(20)
+    t = stats.nct.rvs(freedom, size, size=20_000, random_state=rng)
+    marked = 2 * stats.t.sf(np.abs(t), freedom) < 0.05 / 72
+    assert marked.mean() == pytest.approx(0.80, abs=0.02)
+
+
+def test_a_score_at_the_margin_passes_non_inferiority_in_5_of_100_simulations():
+    rng, passed = np.random.default_rng(14), 0
+    for _ in range(SIMULATIONS):
+        new, old = answers(rng, 301, 0.05, 0.08)
+        passed += Regression.of(effect(panel(old, new), TWO, "mean")).high < 0.03
+    assert passed / SIMULATIONS == pytest.approx(0.05, abs=0.02)
+
+
+def test_with_as_many_documents_as_needed_an_equal_quantizer_passes_in_80_of_100():
+    needed = documents_needed(0.03, 0.02, 400)
+    se = 0.02 * np.sqrt(400 / needed)
+    estimates = np.random.default_rng(15).normal(scale=se, size=20_000)
+    assert np.mean(estimates + 1.645 * se < 0.03) == pytest.approx(0.80, abs=0.01)
+    loss = effect(panel(*answers(np.random.default_rng(1), 400, 0.08, 0.08)), TWO, "mean")
+    assert documents_for_margin(loss, 0.03) == pytest.approx(needed, rel=0.2)
