@@ -1,4 +1,5 @@
-"""Write docs/numbers.csv, the numbers of results/ that pages state: `make numbers`, a minute.
+"""Write results/*/tables.md and docs/numbers.csv, which pages take their numbers from, from the
+records of results/: `make numbers`, a minute.
 
 One row per score, damage or measurement. Perplexities are compared by the logarithm of their ratio,
 accuracies as fractions. `damage` is what quantization costs a checkpoint and `difference` is
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pandas as pd
@@ -20,7 +21,6 @@ from qbench.store import Analyses, Store
 from qbench.tables import table_files
 
 RESULTS = Path(__file__).parent.parent / "results"
-NUMBERS = Path(__file__).parent / "numbers.csv"
 KEYS = ["folder", "task", "metric", "quantizer", "checkpoint"]
 EFFECTS = [
     f"{effect}{end}" for effect in ("damage", "difference") for end in ("", "_low", "_high", "_p")
@@ -31,17 +31,13 @@ SCORES = ("acc", "acc_norm", "perplexity", "word_perplexity")  # what pages spea
 GAINS = False
 
 
-def folders() -> list[str]:
-    return sorted(path.parent.name for path in RESULTS.glob("*/records.tar.xz"))
-
-
-def read_scores(store: Store) -> pd.DataFrame:
-    """Return the scores of a results folder with their damage and differences of damage.
+def read_scores(files: Mapping[str, str]) -> pd.DataFrame:
+    """Return the scores in the CSV tables of a results folder with their damage and differences
+    of damage.
 
     Of trainings with several seeds: the effects over all seeds, and each training's unquantized
     scores.
     """
-    files = table_files(store, compare(store), ("csv",))
     table = pd.read_csv(io.StringIO(files["tables.csv"]))
     table = table[table.metric.isin(SCORES) & (table.status == "ok")].copy()
     sign = 1 - 2 * (GAINS & ~table.metric.str.contains("perplexity"))
@@ -124,19 +120,20 @@ def read_analyses(folder: Path) -> Iterator[dict[str, object]]:
             yield {**cell, "metric": name, "value": value}
 
 
-def read_folder(name: str) -> pd.DataFrame:
-    store = Store(RESULTS / name)
-    others = pd.DataFrame([*read_cells(store), *read_analyses(RESULTS / name)])
-    return pd.concat([read_scores(store), others]).assign(folder=name).reindex(columns=COLUMNS)
-
-
-def read_results() -> pd.DataFrame:
-    return pd.concat([read_folder(name) for name in folders()])
-
-
-def as_text(table: pd.DataFrame) -> str:
-    return table.to_csv(index=False, float_format="%.6g", lineterminator="\n")
+def made() -> dict[Path, str]:
+    """Return the text of docs/numbers.csv and of results/*/tables.md."""
+    texts, numbers = {}, []
+    for folder in sorted(path.parent for path in RESULTS.glob("*/records.tar.xz")):
+        store = Store(folder)
+        files = table_files(store, compare(store), ("csv", "md"))
+        others = pd.DataFrame([*read_cells(store), *read_analyses(folder)])
+        numbers.append(pd.concat([read_scores(files), others]).assign(folder=folder.name))
+        texts[folder / "tables.md"] = files["tables.md"]
+    table = pd.concat(numbers).reindex(columns=COLUMNS)
+    text = table.to_csv(index=False, float_format="%.6g", lineterminator="\n")
+    return {Path(__file__).parent / "numbers.csv": text, **texts}
 
 
 if __name__ == "__main__":
-    NUMBERS.write_text(as_text(read_results()), encoding="utf-8")
+    for path, text in made().items():
+        path.write_text(text, encoding="utf-8")

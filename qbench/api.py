@@ -171,7 +171,7 @@ def attend(model: PreTrainedModel, *, normalizer: str, implementation: str = "au
     RecipeError for an unknown name, UnavailableError if triton cannot run or the model's class does
     not take its attention from outside.
     """
-    from qbench.attention.transformers import attend as set_attention
+    from qbench.attention.transformers import set_attention
 
     if not hasattr(model, "set_attn_implementation"):
         raise RecipeError(f"attend: model must be a model of transformers, not {shown(model)}")

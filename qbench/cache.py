@@ -4,6 +4,7 @@
     CACHE/distributions/<key16>.safetensors              hidden states that damage is measured with
     CACHE/cells/<key16>.json, <key16>.….parquet          finished records with their tables
     CACHE/tasks/<key16>.json, <key16>.….parquet          finished tasks of a cell with their tables
+    CACHE/digests/<key16>.json                           of large files, with their identity
     CACHE/sources/<run>.json                             where a run of this machine read its tasks
 
 A run that finds a key here does not compute it again. Reading an entry sets its time, so that
@@ -14,7 +15,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -23,18 +23,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from qbench.errors import OutputError, ResultsError
-from qbench.files import clean_temporaries, content_key, mark_used, write_atomically
+from qbench.files import (
+    clean_temporaries,
+    content_key,
+    mark_used,
+    write_atomically,
+)
 from qbench.machine import GIB
 from qbench.records import CellKey, Record, TaskRecord
 from qbench.store import KeyedStore, Store, Table
 
 MANIFEST = "manifest.json"
 MIB = 2**20
-
-
-def cache_folder() -> Path:
-    """Return the cache's folder: $QBENCH_CACHE, else ~/.cache/qbench."""
-    return Path(os.environ.get("QBENCH_CACHE") or Path.home() / ".cache" / "qbench")
 
 
 def in_words(size: int) -> str:
@@ -67,6 +67,12 @@ def task_key(
     if base_parts is not None:
         own["damage against"] = task_key(base_parts, task)
     return content_key(own)
+
+
+def head_key(parts: Mapping[str, Any]) -> str:
+    """Return the key of what a cell keeps of its model for every task: its LM head."""
+    left_out = ("groups", "damage against", "tasks", "few-shot", "scoring")
+    return content_key({name: part for name, part in parts.items() if name not in left_out})
 
 
 def keep_cell(cache: Path, record: Record, store: Store) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,8 @@ import torch
 
 from qbench.attention.implementation import NATIVE
 from qbench.attention.transformers import batch_invariant
-from qbench.cell_result import CellResult
+from qbench.cache import kept_tasks, task_key
+from qbench.cell_result import CellResult, TaskResult
 from qbench.checkpoints.find import elements
 from qbench.checkpoints.load import (
     generation_settings,
@@ -24,16 +26,18 @@ from qbench.checkpoints.load import (
 )
 from qbench.checkpoints.tokenizer import load_tokenizer, puts_bos
 from qbench.code import code_digest
-from qbench.errors import AuditError, QbenchError, ResultsError, UnavailableError
-from qbench.evaluation.baseline import baseline_file, read_baseline
-from qbench.evaluation.degradation import Outcomes, correct_requests, damage, divergence_table
+from qbench.errors import AuditError, DataError, QbenchError, ResultsError, UnavailableError
+from qbench.evaluation.baseline import baseline_files, read_baseline, verify_baseline
+from qbench.evaluation.degradation import Outcomes, correct_requests, divergence_table, task_damage
 from qbench.evaluation.evaluate import evaluate, group_scores
 from qbench.evaluation.kl import BaselineHiddenStates, BaselineWriter, KLObserver
 from qbench.evaluation.llamacpp import LlamaCpp
 from qbench.evaluation.lm_eval_model import external_model
-from qbench.evaluation.loaded import LoadedTask, load_task
+from qbench.evaluation.loaded import LoadedTask, check_documents, load_task
 from qbench.evaluation.scoring import language_model
 from qbench.evaluation.scoring.forward import fastest_mode
+from qbench.evaluation.settings import tolerance_violation
+from qbench.files import mark_used
 from qbench.machine import free, hardware
 from qbench.plan import Cell, Plan, streams
 from qbench.quantizers.audit.cell import audit, probe_of
@@ -41,9 +45,9 @@ from qbench.quantizers.calibration import read_calibration
 from qbench.quantizers.linear import linearize
 from qbench.quantizers.quantize import quantize
 from qbench.quantizers.stored_bits import write_gguf_into
-from qbench.records import Record, Unavailable
-from qbench.store import Store
-from qbench.streaming import is_spread, spread, stream, stream_of
+from qbench.records import CellKey, Record, TaskRecord, Unavailable
+from qbench.store import KeyedStore, Store, Table
+from qbench.streaming import is_sharded, shard, stream, stream_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -52,37 +56,35 @@ if TYPE_CHECKING:
 SECOND_MODEL = 12 << 30  # bytes that an original may take beside the same model, unquantized
 
 
-def compute(result: CellResult, store: Store, cache: Path) -> None:
-    """Scores and all else of one cell into its ``result``. ``cache`` keeps quantized weights and
-    unquantized distributions."""
+def compute(result: CellResult, store: Store, cache: Path, *, reuse: bool = True) -> None:
+    """Load, quantize, audit and score one cell into ``result``.
+
+    ``cache`` keeps quantized weights, the unquantized model's hidden states and finished tasks,
+    which are not scored again unless ``reuse`` is false.
+    """
     cell, plan = result.cell, result.plan
     result.progress.stage(cell.name, "prepare")
-    tasks = _prepare(cell, plan)
+    tasks = _prepare(result)
     result.documents = {task.name: task.digest for task in tasks}
     with result.stage("load") as detail:
         model, tokenizer = load(cell, plan)
         cell = result.cell = as_measured(cell, plan, model, detail)
         if stream_of(model) is not None:
             detail.append("block by block")
-        elif is_spread(model):
+        elif is_sharded(model):
             detail.append("over several GPUs")
     model = quantized(result, model, tokenizer, cache)
     with result.measured("evaluate"):
-        base, observer = _observer(result, store, cache)
-        scorer = language_model(
-            model, tokenizer, cell.scoring, progress=result.advance, observer=observer
-        )
-        _evaluate(result, scorer, tasks)
-        if isinstance(observer, BaselineWriter):
-            _keep(result, observer, cache)
-        elif base is not None:
-            assert observer is not None
-            _measure_damage(result, base, observer, store, tasks, tokenizer)
+        _evaluate(result, model, tokenizer, tasks, store, cache, reuse)
 
 
-def _prepare(cell: Cell, plan: Plan) -> list[LoadedTask]:
-    """What can fail without a model, first: is this the device that the cell's key speaks of, and
-    are its data here?"""
+def _prepare(result: CellResult) -> list[LoadedTask]:
+    """Return the tasks whose documents can be scored; the others are named in ``result``.
+
+    Raises UnavailableError if the device or the code is not the one that the cell's key states,
+    DataError if no task can be scored. Nothing is quantized by then.
+    """
+    cell, plan = result.cell, result.plan
     if plan.hardware is not None and (here := hardware(plan.device)) != plan.hardware:
         raise UnavailableError(
             f"planned for {plan.hardware}, but this worker has {here}; run on GPUs of one kind"
@@ -90,7 +92,25 @@ def _prepare(cell: Cell, plan: Plan) -> list[LoadedTask]:
     if code_digest() != cell.key_parts["code"]:
         raise UnavailableError("qbench's own code changed after this run began; run again")
     folder = cell.checkpoint.folder
-    return [load_task(task, folder if task.needs_tokenizer else None) for task in plan.tasks]
+    tasks, failure = [], None
+    for spec in plan.tasks:
+        task = load_task(spec, folder if spec.needs_tokenizer else None)
+        try:
+            check_documents(task, cell.scoring.limit)
+        except DataError as error:
+            failure = failure or error
+            _note_failure(result, task.name, error)
+            continue
+        tasks.append(task)
+    if failure is not None and not tasks:
+        raise failure
+    return tasks
+
+
+def _note_failure(result: CellResult, task: str, error: QbenchError) -> None:
+    result.failed_tasks[task] = " ".join(str(error).split())
+    line = f"{result.cell.name}: {task} could not be scored: {error}"
+    result.progress.log(line, "bold red")
 
 
 def load(cell: Cell, plan: Plan) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -170,7 +190,7 @@ def offload_policy(
     asked = plan.recipe.evaluation
     if asked.device_map is not None:
         count = torch.cuda.device_count() if plan.device == "cuda" else 1
-        return partial(spread, devices=[f"{plan.device}:{index}" for index in range(count)])
+        return partial(shard, devices=[f"{plan.device}:{index}" for index in range(count)])
 
     def least() -> float:
         cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
@@ -236,96 +256,202 @@ def _audit(result: CellResult, model: PreTrainedModel) -> None:
         raise AuditError("audit: " + "; ".join(first) + more)
 
 
-def _observer(
-    result: CellResult, store: Store, cache: Path
-) -> tuple[Record | None, BaselineWriter | KLObserver | None]:
-    """The record that a quantized cell is measured against, with what measures it; of an
-    unquantized cell, what keeps its hidden states for the others. Neither where damage is not
-    measured, and ``result`` says why."""
-    cell = result.cell
-    if not result.plan.recipe.evaluation.damage:
-        return None, None
-    if cell.scoring.mode == "lm-eval" and cell.runtime != "lm-eval":
-        reason = "scoring: lm-eval does not give its log-probabilities"
-        result.damage = Unavailable(reason=reason)
-    elif not cell.quantization.precision.quantized:
-        return None, BaselineWriter()
-    elif cell.base is None:
-        reason = "the recipe has no unquantized cell to compare with"
-        result.damage = Unavailable(reason=reason)
-    else:
-        try:
-            base = read_baseline(cell.base, store, cache)
-            return base, KLObserver(BaselineHiddenStates.load(baseline_file(cache, base.key)))
-        except ResultsError as error:
-            result.damage = Unavailable(reason=str(error), retry=True)
-    return None, None
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Baseline:
+    """The unquantized cell that damage is measured against, with its record's tables."""
 
+    cell: Cell
+    record: Record
+    outcomes: pd.DataFrame
+    responses: pd.DataFrame
 
-def _evaluate(result: CellResult, scorer: Any, tasks: Sequence[LoadedTask]) -> None:
-    """Scores of every task; a task that cannot be scored is named, and the others are kept."""
-    cell, progress = result.cell, result.progress
-    failure, tables = None, []
-    for task in tasks:
-        progress.stage(cell.name, f"evaluate {task.name}")
-        try:
-            scored = evaluate(scorer, task, cell.scoring)
-        except QbenchError as error:
-            failure = failure or error
-            result.failed_tasks[task.name] = " ".join(str(error).split())
-            progress.log(f"{cell.name}: {task.name} could not be scored: {error}", "bold red")
-            continue
-        result.scores += scored.scores
-        tables.append((scored.outcomes, scored.responses))
-    if failure is not None and not result.scores:
-        raise failure
-    for name, each in zip(("outcomes", "responses"), zip(*tables, strict=True), strict=True):
-        result.tables[name] = pd.concat(each, ignore_index=True)
-    result.groups = group_scores(result.plan.groups, result.scores)
-    result.scoring = scorer.report()
-
-
-def _keep(result: CellResult, observer: BaselineWriter, cache: Path) -> None:
-    """What the quantized cells of this one's checkpoint are measured against."""
-    cell = result.cell
-    try:
-        observer.hidden_states().save(baseline_file(cache, cell.key), cell.key)
-    except ResultsError as error:
-        line = f"{cell.name}: scored, but its damage could not be measured: {error}"
-        result.progress.log(line, "bold red")
-
-
-def _measure_damage(
-    result: CellResult,
-    base: Record,
-    observer: KLObserver,
-    store: Store,
-    tasks: Sequence[LoadedTask],
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
-    before = Outcomes(
-        outcomes=store.outcomes(base), responses=store.responses(base), scores=base.scores
-    )
-    after = Outcomes(**result.tables, scores=tuple(result.scores))
-    limit = result.cell.scoring.limit
-    result.damage = damage(
-        before,
-        after,
-        measured=observer.divergences,
-        correct={task.name: correct_requests(task, limit) for task in tasks},
-    )
-    if observer.divergences:
-        whole = {task.name for task in tasks if task.kind == "loglikelihood_rolling"}
-        result.tables["divergences"] = divergence_table(
-            observer.divergences, whole, partial(token_texts, tokenizer)
+    def of(self, task: str) -> Outcomes:
+        """Return its outcomes of one task."""
+        return Outcomes(
+            outcomes=self.outcomes[self.outcomes["task"] == task],
+            responses=self.responses[self.responses["task"] == task],
+            scores=tuple(score for score in self.record.scores if score.task == task),
         )
 
 
+def _baseline(result: CellResult, store: Store) -> _Baseline | None:
+    """Return what damage is measured against; None if it is not, and ``result`` says why."""
+    cell = result.cell
+    if not result.plan.recipe.evaluation.damage or not cell.quantization.precision.quantized:
+        return None
+    if cell.scoring.mode == "lm-eval" and cell.runtime != "lm-eval":
+        reason = "scoring: lm-eval does not give its log-probabilities"
+        result.no_damage = Unavailable(reason=reason)
+    elif cell.base is None:
+        reason = "the recipe has no unquantized cell to compare with"
+        result.no_damage = Unavailable(reason=reason)
+    else:
+        base = result.plan.cell(cell.base.cell)
+        try:
+            record = read_baseline(base, store)
+            tables = {"outcomes": store.outcomes(record), "responses": store.responses(record)}
+            return _Baseline(cell=base, record=record, **tables)
+        except ResultsError as error:
+            result.no_damage = Unavailable(reason=str(error), retry=True)
+    return None
+
+
+def _evaluate(
+    result: CellResult,
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    tasks: Sequence[LoadedTask],
+    store: Store,
+    cache: Path,
+    reuse: bool,
+) -> None:
+    """Score every task, or take it from the cache; a task that cannot be scored is named, and the
+    others are kept."""
+    cell, kept = result.cell, kept_tasks(cache)
+    base = _baseline(result, store)
+    base_parts = base.cell.key_parts if base is not None else None
+    keys = {task.name: task_key(cell.key_parts, task.name, base_parts) for task in tasks}
+    finished: dict[str, TaskResult] = {}
+    for task in tasks if reuse else ():
+        if (one := _kept(result, task, keys[task.name], kept, cache)) is not None:
+            finished[task.name] = one
+    observer: BaselineWriter | KLObserver | None = None
+    left = {task.name for task in tasks} - finished.keys()
+    if base is not None and left:
+        scored = {score.task for score in base.record.scores} & left
+        try:
+            observer = KLObserver(BaselineHiddenStates.load(cache, base_parts, scored))
+        except ResultsError as error:
+            base, result.no_damage = None, Unavailable(reason=str(error), retry=True)
+    elif _keeps_hidden_states(result):
+        observer = BaselineWriter()
+    scorer, failure = None, None
+    if left:
+        scorer = language_model(
+            model, tokenizer, cell.scoring, progress=result.advance, observer=observer
+        )
+    for task in tasks:
+        done = finished.get(task.name)
+        if done is None:
+            result.progress.stage(cell.name, f"evaluate {task.name}")
+            try:
+                done = _score(result, scorer, task, keys[task.name], base, observer, tokenizer)
+            except QbenchError as error:
+                failure = failure or error
+                _note_failure(result, task.name, error)
+                continue
+            _keep(result, done, kept, observer, cache)
+        result.tasks.append(done)
+    if failure is not None and not result.tasks:
+        raise failure
+    result.groups = group_scores(result.plan.groups, result.scores)
+
+
+def _keeps_hidden_states(result: CellResult) -> bool:
+    """Whether quantized cells may be measured against this one."""
+    cell, evaluation = result.cell, result.plan.recipe.evaluation
+    own = cell.scoring.mode != "lm-eval" or cell.runtime == "lm-eval"
+    return evaluation.damage and not cell.quantization.precision.quantized and own
+
+
+def _kept(
+    result: CellResult, task: LoadedTask, key: str, kept: KeyedStore, cache: Path
+) -> TaskResult | None:
+    """Return the finished ``task`` of the cache; None if it must be scored."""
+    cell = result.cell
+    asked = CellKey(checkpoint=cell.checkpoint_name, quantizer=cell.label, key=key)
+    try:
+        record = kept.get_valid(asked)
+        if record is None or record.digest != task.digest:
+            return None
+        if tolerance_violation(cell.scoring.tolerance, record.scoring):
+            return None
+        if _keeps_hidden_states(result):
+            for path, states_key in baseline_files(cache, cell.key_parts, [task.name]).items():
+                verify_baseline(path, states_key)
+        readers = {"outcomes": kept.outcomes, "responses": kept.responses,
+                   "divergences": kept.divergences}  # fmt: skip
+        tables = {name: readers[name](record) for name in record.files}
+    except (ResultsError, OSError):
+        return None
+    mark_used(kept.path(asked))
+    result.progress.log(f"{cell.name}: {task.name} is taken from the cache")
+    return TaskResult(record, tables)
+
+
+def _score(
+    result: CellResult,
+    scorer: Any,
+    task: LoadedTask,
+    key: str,
+    base: _Baseline | None,
+    observer: BaselineWriter | KLObserver | None,
+    tokenizer: PreTrainedTokenizerBase,
+) -> TaskResult:
+    """Score one task and measure its damage."""
+    cell, start = result.cell, time.perf_counter()
+    scored = evaluate(scorer, task, cell.scoring)
+    tables: dict[Table, pd.DataFrame] = {
+        "outcomes": scored.outcomes, "responses": scored.responses,
+    }  # fmt: skip
+    damage = None
+    if base is not None:
+        assert isinstance(observer, KLObserver)
+        divergences = observer.divergences.get(task.name)
+        damage = task_damage(
+            base.of(task.name),
+            scored,
+            divergences=divergences,
+            correct=correct_requests(task, cell.scoring.limit),
+        )
+        if divergences is not None:
+            whole = {task.name} if task.kind == "loglikelihood_rolling" else set()
+            tables["divergences"] = divergence_table(
+                {task.name: divergences}, whole, partial(token_texts, tokenizer)
+            )
+    record = TaskRecord(
+        checkpoint=cell.checkpoint_name,
+        quantizer=cell.label,
+        key=key,
+        task=task.name,
+        digest=task.digest,
+        scores=scored.scores,
+        scoring=scorer.take_report(),
+        damage=damage,
+        seconds=round(time.perf_counter() - start, 3),
+    )
+    return TaskResult(record, tables)
+
+
+def _keep(
+    result: CellResult,
+    done: TaskResult,
+    kept: KeyedStore,
+    observer: BaselineWriter | KLObserver | None,
+    cache: Path,
+) -> None:
+    """Put a finished task into the cache, and the hidden states that quantized cells need.
+
+    A task whose damage should have been measured, and could not be, is not kept.
+    """
+    cell, record = result.cell, done.record
+    try:
+        if isinstance(observer, BaselineWriter):
+            observer.hidden_states().save(cache, cell.key_parts, record.task)
+            observer.forget()
+        if result.no_damage is None or not result.no_damage.retry:
+            kept.put(record, **done.tables)
+    except ResultsError as error:
+        line = f"{cell.name}: {record.task} is scored, but nothing of it is kept: {error}"
+        result.progress.log(line, "bold red")
+
+
 def token_texts(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray) -> list[str]:
-    """The text of each token by itself, with the space that SentencePiece marks at its start."""
-    known = {}
+    """Return the text of each token by itself, with the space that SentencePiece marks at its
+    start."""
+    texts = {}
     for token in set(ids.tolist()):
         text = tokenizer.decode([token])
         marked = str(tokenizer.convert_ids_to_tokens(token)).startswith("▁")
-        known[token] = f" {text}" if marked and not text.startswith(" ") else text
-    return [known[token] for token in ids.tolist()]
+        texts[token] = f" {text}" if marked and not text.startswith(" ") else text
+    return [texts[token] for token in ids.tolist()]

@@ -1,10 +1,10 @@
-"""What is known of a cell, and its record. Imports no torch: a run itself writes the record of a
-cell whose process died."""
+"""What a cell has given so far, and its record. Imports no torch: a run itself writes the record of
+a cell whose process died."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -16,11 +16,13 @@ from qbench.progress import Progress, SilentProgress
 from qbench.records import (
     Audit,
     Damage,
+    DifferenceFromExact,
     GroupScore,
     Record,
     Score,
     ScoringReport,
     Stage,
+    TaskRecord,
     Unavailable,
 )
 
@@ -30,9 +32,55 @@ if TYPE_CHECKING:
     from qbench.store import Table
 
 
+@dataclass(frozen=True, slots=True)
+class TaskResult:
+    """The record of one task of a cell, and its tables by name."""
+
+    record: TaskRecord
+    tables: dict[Table, pd.DataFrame]
+
+
+def merge_reports(reports: Sequence[ScoringReport]) -> ScoringReport | None:
+    """Return one report on all tasks of a cell; None if there is none."""
+    if not reports:
+        return None
+    merged: dict[str, Any] = {}
+    for name in ("requests", "batches", "tokens", "truncated", "halvings"):
+        counts = [count for one in reports if (count := getattr(one, name)) is not None]
+        merged[name] = sum(counts) if counts else None
+    for name in ("truncated_shares", "exact_tasks", "transformers_generation"):
+        merged[name] = {key: value for one in reports for key, value in getattr(one, name).items()}
+    merged["doubled_bos"] = tuple(task for one in reports for task in one.doubled_bos)
+    merged["graph_error"] = next((one.graph_error for one in reports if one.graph_error), None)
+    merged["peak_memory_gib"] = max(one.peak_memory_gib for one in reports)
+    if compared := [one.difference_from_exact for one in reports if one.difference_from_exact]:
+        merged["difference_from_exact"] = merge_differences(compared)
+    return reports[0].model_copy(update=merged)
+
+
+def merge_differences(differences: Sequence[DifferenceFromExact]) -> DifferenceFromExact:
+    """Return the differences between fast and exact scores over the samples of several tasks."""
+    requests = sum(one.requests for one in differences)
+
+    def mean(name: str) -> float:
+        total = sum(getattr(one, name) * one.requests for one in differences)
+        return total / max(1, requests)
+
+    return DifferenceFromExact(
+        documents=sum(one.documents for one in differences),
+        requests=requests,
+        largest=max(one.largest for one in differences),
+        mean=mean("mean"),
+        largest_per_token=max(one.largest_per_token for one in differences),
+        mean_per_token=mean("mean_per_token"),
+        changed_answers=sum(one.changed_answers for one in differences),
+        samples=tuple(sample for one in differences for sample in one.samples),
+    )
+
+
 @dataclass(kw_only=True, slots=True)
 class CellResult:
-    """What is known so far of a cell of ``plan``; a failure leaves the rest as it is."""
+    """What a cell of ``plan`` has given so far; a failure leaves the rest as it is."""
 
     cell: Cell
     plan: Plan
@@ -41,12 +89,38 @@ class CellResult:
     stages: list[Stage] = field(default_factory=list)
     documents: dict[str, str] = field(default_factory=dict)
     audit: Audit | None = None
-    scores: list[Score] = field(default_factory=list)
     groups: tuple[GroupScore, ...] = ()
     failed_tasks: dict[str, str] = field(default_factory=dict)
-    tables: dict[Table, pd.DataFrame] = field(default_factory=dict)
-    scoring: ScoringReport | None = None
-    damage: Damage | Unavailable | None = None
+    tasks: list[TaskResult] = field(default_factory=list)
+    no_damage: Unavailable | None = None  # why damage was not measured
+
+    @property
+    def scores(self) -> list[Score]:
+        return [score for task in self.tasks for score in task.record.scores]
+
+    @property
+    def tables(self) -> dict[Table, pd.DataFrame]:
+        """The tables of all tasks, one after another."""
+        import pandas as pd
+
+        parts: dict[Table, list[pd.DataFrame]] = {}
+        for task in self.tasks:
+            for name, table in task.tables.items():
+                parts.setdefault(name, []).append(table)
+        return {name: pd.concat(tables, ignore_index=True) for name, tables in parts.items()}
+
+    @property
+    def scoring(self) -> ScoringReport | None:
+        return merge_reports([task.record.scoring for task in self.tasks])
+
+    @property
+    def damage(self) -> Damage | Unavailable | None:
+        measured = {
+            task.record.task: task.record.damage
+            for task in self.tasks
+            if task.record.damage is not None
+        }
+        return self.no_damage or (Damage(tasks=measured) if measured else None)
 
     @contextmanager
     def stage(self, name: str, total: float | None = None) -> Iterator[list[str]]:

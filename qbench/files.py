@@ -37,6 +37,11 @@ PART = 1 << 20  # bytes per hash of ``digest_of_parts``
 TEMPORARY = re.compile(r"\..+\.(?P<host>[A-Za-z0-9-]{1,63})\.(?P<process>[0-9]{1,10})\.tmp")
 
 
+def cache_folder() -> Path:
+    """Return the cache's folder: $QBENCH_CACHE, else ~/.cache/qbench."""
+    return Path(os.environ.get("QBENCH_CACHE") or Path.home() / ".cache" / "qbench")
+
+
 def digest(payload: bytes) -> str:
     """Return the SHA-256 of ``payload`` as 64 hexadecimal digits."""
     return hashlib.sha256(payload).hexdigest()

@@ -7,10 +7,9 @@ can be pickled: whoever runs a cell, in this process or on another host, gets it
 from __future__ import annotations
 
 import fnmatch
-import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -18,6 +17,7 @@ from qbench import __version__
 from qbench.attention.implementation import NATIVE
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.checkpoints import Checkpoint, find
+from qbench.checkpoints.chat_template import read_template, template_problem
 from qbench.checkpoints.classes import (
     ChosenAttention,
     choose_attention,
@@ -33,6 +33,7 @@ from qbench.errors import (
     MissingDataError,
     QuantizationError,
     RecipeError,
+    some,
 )
 from qbench.evaluation.definitions import TaskGroup, expand, task_groups
 from qbench.evaluation.settings import (
@@ -47,8 +48,8 @@ from qbench.evaluation.settings import (
 )
 from qbench.evaluation.tasks import TaskSpec, plan_task
 from qbench.files import content_key, file_digest
+from qbench.find_copy import find_copy
 from qbench.machine import hardware, versions
-from qbench.prequantized import find_copy
 from qbench.quantizers import QuantizationConfig
 from qbench.quantizers.config import Runtime, require_matches
 from qbench.quantizers.texts import (
@@ -135,6 +136,26 @@ class Plan:
             skipped=self.skipped,
             cells=tuple(cell.grid_cell for cell in self.cells),
             replicates=self.recipe.groups,
+        )
+
+    def manifest_of(self, names: Collection[str]) -> RunManifest:
+        """Return the manifest with the cells ``names`` alone, and their checkpoints and
+        quantizers."""
+        manifest = self.grid
+        cells = tuple(cell for cell in manifest.cells if cell.cell in names)
+        checkpoints = {cell.checkpoint for cell in cells}
+        quantizers = {cell.quantizer for cell in cells}
+        groups = {
+            group: tuple(name for name in members if name in checkpoints)
+            for group, members in manifest.replicates.items()
+        }
+        return manifest.model_copy(
+            update={
+                "cells": cells,
+                "checkpoints": tuple(n for n in manifest.checkpoints if n in checkpoints),
+                "quantizers": tuple(n for n in manifest.quantizers if n in quantizers),
+                "replicates": {group: members for group, members in groups.items() if members},
+            }
         )
 
     def cell(self, name: str) -> Cell:
@@ -264,6 +285,7 @@ def _cell(
     reason = None
     try:
         config = in_transformers_words(checkpoint.config)
+        quantization = quantization.fitted(shapes)
         quantization.check(config, device)
     except RecipeError as error:
         reason = str(error)
@@ -289,6 +311,7 @@ def _cell(
         device=device,
         fastest=fastest,
         slower=f"checkpoints.{name}: {slower}",
+        label=column.label,
     )
     if device == "cpu" and scoring.mode != "lm-eval":
         slower = ""  # as for any other model
@@ -434,8 +457,20 @@ def find_tasks(recipe: Recipe) -> tuple[tuple[TaskSpec, ...], tuple[str, ...]]:
                 if recipe.data is None:  # the hub: what ails one task ails the next, after minutes
                     break
     if problems or not found:  # without a task there is nothing to run
-        raise DataError(*map(str, problems or missing))
+        raise DataError(*_first(problems or missing))
     return tuple(found), tuple(skipped)
+
+
+MOST_LINES = 3
+
+
+def _first(problems: Sequence[DataError]) -> Iterator[str]:
+    """Yield the first problems, and in one line which tasks have others, as of mmlu's 57."""
+    few = len(problems) <= MOST_LINES + 1
+    yield from map(str, problems if few else problems[:MOST_LINES])
+    if not few:
+        names = [str(problem).partition(":")[0] for problem in problems[MOST_LINES:]]
+        yield f"{len(names)} more tasks have such problems: {some(names)}"
 
 
 def find_groups(recipe: Recipe, skipped: Sequence[str]) -> tuple[TaskGroup, ...]:
@@ -524,6 +559,7 @@ def scoring_settings(
     device: str,
     fastest: Mode = "fast",
     slower: str = "",
+    label: str = "this quantizer",
 ) -> ScoringSettings:
     """What a recipe's ``evaluation`` means for one checkpoint and quantizer.
 
@@ -539,8 +575,8 @@ def scoring_settings(
     mode = evaluation.scoring
     if mode == "fast" and not quantization.batch_invariant:
         raise RecipeError(
-            "evaluation.scoring: fast: this quantizer's scores depend on the other rows of a "
-            "batch, which fast scoring regroups; set scoring: auto or exact"
+            f"evaluation.scoring: fast: scores of {label} depend on the other rows of a batch, "
+            "which fast scoring regroups; set scoring: auto or exact"
         )
     if mode != "auto" and MODES.index(mode) < MODES.index(fastest):
         raise RecipeError(
@@ -589,14 +625,14 @@ def require_bos(name: str, checkpoint: Checkpoint) -> None:
 
 
 def require_chat_template(name: str, checkpoint: Checkpoint) -> None:
-    """Raises RecipeError where the checkpoint has none."""
-    if any(checkpoint.folder.glob("*chat_template*")):
-        return
-    try:
-        about = json.loads((checkpoint.folder / "tokenizer_config.json").read_bytes())
-    except (OSError, ValueError):
-        about = {}
-    if not isinstance(about, dict) or not about.get("chat_template"):
+    """Raise RecipeError if the checkpoint has no chat template, or one that does not run."""
+    if (template := read_template(checkpoint.folder)) is not None:
+        if (problem := template_problem(template)) is not None:
+            raise RecipeError(
+                f"checkpoints.{name}: its chat template cannot be used: {problem}; mend it, or set "
+                "evaluation.apply_chat_template: false"
+            )
+    elif not any(checkpoint.folder.glob("*chat_template*")):
         raise RecipeError(
             f"evaluation.apply_chat_template: checkpoints.{name} has no chat template: it was not "
             "trained on conversations, or its files lack chat_template.jinja"

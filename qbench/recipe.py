@@ -38,8 +38,7 @@ from qbench.errors import DataError, QbenchError, RecipeError, shown
 from qbench.evaluation.settings import FEWSHOT_SEED, Tolerance
 from qbench.plugins import load_file, load_packages, loaded
 from qbench.quantizers import QuantizationConfig, config_of, unquantized_dtype
-from qbench.quantizers.names import COMBINATIONS, PARTS
-from qbench.quantizers.prequantized import Published
+from qbench.quantizers.published import Published
 from qbench.quantizers.texts import HUB_FILE, find_text
 from qbench.recipe_yaml import Location, Source, problem_lines
 from qbench.records import NAME, Digest, Line, Name, TaskName
@@ -466,10 +465,16 @@ def _column(index: int, entry: Any, compute_dtype: str) -> QuantizerEntry:
         quantization = config_of(options, compute_dtype=compute_dtype)
     except QbenchError as error:
         raise problem((index,), str(error)) from None
-    label = label or options.get("name") or quantization.name
+    label = label or label_of(options.get("name") or quantization.name)
     if not LABEL.fullmatch(label):
         raise problem((index,), f"{label} is too long a name; give it a label")
     return QuantizerEntry(label=label, quantization=quantization)
+
+
+def label_of(quantizer: str) -> str:
+    """Return the label of a quantizer without one: its text, with ``-`` for characters that a label
+    cannot have, as in ``gptq-4bit-group_size-64``."""
+    return re.sub(r"[^\w.+-]+", "-", quantizer, flags=re.ASCII).strip("-")
 
 
 # --- what options say in place of the file, or without one
@@ -612,28 +617,9 @@ def _named(stated: list[Any], names: tuple[str, ...], key: str) -> list[Any]:
     for entry in stated:
         if isinstance(entry, dict):
             known.setdefault(str(entry.get(key) or entry.get("name")), entry)
-    other = _parts_of if key == "label" else str
-    return [known[name] if name in known else other(name) for name in names]
-
-
-def _parts_of(label: str) -> Any:
-    """A quantizer by its name, or its parts by the label that tables print, such as
-    ``gptq-4bit+int8-token+kv-int4-token``; ``kv4`` is short for ``kv-int4-token``."""
-    if label in PARTS["weights"] or label in COMBINATIONS:
-        return label
-    parts: dict[str, Any] = {}
-    for name in label.split("+"):
-        name = re.sub(r"^kv([2-8])$", r"kv-int\1-token", name)
-        if name in COMBINATIONS:
-            parts |= COMBINATIONS.get(name).fixed
-            continue
-        kinds = ["kv"] if name.startswith("kv-") else PARTS
-        name = name.removeprefix("kv-")
-        kind = next((kind for kind in kinds if kind not in parts and name in PARTS[kind]), None)
-        if kind is None:
-            return label  # unknown: said with all names that are known
-        parts[kind] = name
-    return {**parts, "label": label}
+        elif key == "label" and isinstance(entry, str):
+            known.setdefault(label_of(entry), entry)
+    return [known.get(name, name) for name in names]
 
 
 def _replace_checkpoints(source: Source, sources: Mapping[str, str]) -> None:

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import fields
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pydantic import TypeAdapter
 
-from qbench.quantizers.names import COMBINATIONS, PARTS, Preset, Presets
+from qbench.quantizers.config import KINDS, UNQUANTIZED
+from qbench.quantizers.registry import COMBINATIONS, Method, methods, names
 from qbench.recipe import Recipe
 
 Schema = dict[str, Any]
 Row = tuple[str, str]
 ABOUT = {
-    "weights": "by its name alone, or as weights: of an entry in parts",
+    "weights": "of linear layers",
+    "transform": "changes the model to an equal one that is easier to quantize",
     "activations": "inputs of linear layers, without the LM head",
-    "kv": "keys and values that attention reads",
-    "outliers": "changes the model to an equivalent one that is easier to quantize",
+    "kv_cache": "keys and values that attention reads; under the key kv_cache without kv-",
 }
-EXAMPLE = "{weights: gptq-4bit, activations: int8-token, kv: int4-token, label: w4a8kv4}"
 
 
 def json_schema() -> Schema:
@@ -33,30 +32,30 @@ def json_schema() -> Schema:
 
 
 def _quantizer() -> Schema:
-    """A name, or a mapping: of a name with its options, or of parts."""
-    names = [*PARTS["weights"], *COMBINATIONS]
+    """Return the schema of a quantizer: a text, or a mapping of a name with options, or parts."""
     options = {
-        field.name: {} for preset in map(PARTS["weights"].get, PARTS["weights"])
-        for field in fields(preset.kind)
+        option: {} for kind in KINDS for method in methods(kind) for option in method.options
     }  # fmt: skip
     parts = {
-        kind: {"anyOf": [{"enum": [*PARTS[kind]]}, {"type": "object"}]} for kind in PARTS
+        kind: {"anyOf": [{"enum": [m.name for m in methods(kind)]}, {"type": "string"},
+                         {"type": "object"}]}
+        for kind in KINDS
     }  # fmt: skip
     mapping = {
         "type": "object",
         "properties": {
-            "name": {"enum": names},
+            "name": {"anyOf": [{"enum": names()}, {"type": "string"}]},
             "label": {"type": "string", "description": "Unique in its recipe."},
-            **parts,
             **options,
+            **parts,
         },
     }
-    return {"anyOf": [{"enum": names}, {"type": "string"}, mapping]}
+    return {"anyOf": [{"enum": names()}, {"type": "string"}, mapping]}
 
 
-def explain(preset: Preset, option: str) -> str:
+def explain(method: Method, option: str) -> str:
     """What an option of a quantizer means and what it may be."""
-    value = TypeAdapter(preset.kind).json_schema()["properties"][option]
+    value = TypeAdapter(method.settings).json_schema()["properties"][option]
     return f"{value.get('description', option)} ({_what(value)})"
 
 
@@ -82,27 +81,28 @@ def _what(value: Schema) -> str:
 
 
 def quantizer_rows() -> Iterator[Row]:
-    """Parts and ready combinations, a row a name and one an option."""
-    yield "in a recipe:", f"a name, or a mapping of parts: {EXAMPLE}"
-    yield "--quantizers:", "names, and parts joined by +: kv4, gptq-4bit+int8-token+kv4"
+    """Yield a row per method and one per option, for a list of quantizers."""
+    yield "grammar:", "parts joined by +, each a name with options after a colon:"
+    yield "", "gptq-4bit:group_size=64,desc_act=true+int8-token+kv4 (kv4: kv-int4-token)"
+    yield "in a recipe:", "the same, or a mapping: {name: gptq-4bit, group_size: 64, label: mine},"
+    yield "", "{weights: gptq-4bit, activations: int8-token, kv_cache: int4-token}"
+    yield from [("", ""), ("unquantized:", "weights in a dtype")]
+    yield from ((name, dtype) for dtype, name in UNQUANTIZED.items())
     for kind, about in ABOUT.items():
-        yield from [("", ""), (f"{kind}:", about), *_of(PARTS[kind])]
-    yield from [("", ""), ("combinations:", "several parts under one name; each can be replaced")]
-    for name in COMBINATIONS:
-        one = COMBINATIONS.get(name)
-        parts = ", ".join(f"{kind}: {_shown(part)}" for kind, part in one.fixed.items())
-        yield from [(name, one.description), ("", f"{{{parts}}}")]
+        yield from [("", ""), (f"{kind}:", about), *_of(methods(kind))]
+    yield from [("", ""), ("combinations:", "names of several parts")]
+    yield from ((name, f"{about}: {parts}") for name, (parts, about) in COMBINATIONS.items())
 
 
-def _of(registry: Presets) -> Iterator[Row]:
-    """Options are explained where they first stand."""
+def _of(every: Sequence[Method]) -> Iterator[Row]:
+    """Yield the rows of methods; an option is explained at the first method that has it."""
     explained: set[str] = set()
-    for preset in map(registry.get, registry):
-        yield preset.name, preset.description
+    for method in every:
+        yield method.name, method.description
         as_above = []
-        for option, default in preset.options.items():
-            told = list(default) if isinstance(default, tuple) else default
-            line = f"{option}={told}: {explain(preset, option)}"
+        for option, default in method.options.items():
+            value = list(default) if isinstance(default, tuple) else default
+            line = f"{option}={value}: {explain(method, option)}"
             if line in explained:
                 as_above.append(option)
             else:
@@ -110,9 +110,3 @@ def _of(registry: Presets) -> Iterator[Row]:
                 yield "", line
         if as_above:
             yield "", f"as above: {', '.join(as_above)}"
-
-
-def _shown(part: object) -> str:
-    if not isinstance(part, dict):
-        return str(part)
-    return "{" + ", ".join(f"{key}: {value}" for key, value in part.items()) + "}"

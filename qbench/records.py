@@ -351,10 +351,12 @@ class Flips(RecordModel):
 
 class AnswerAgreement(RecordModel):
     """Generated answers beside those of the unquantized cell: how many are ``identical``, and how
-    much of an answer, in characters, is the same up to the first difference (0 to 1)."""
+    much of an answer, in characters, is the same up to the first difference (0 to 1). ``left_out``
+    answers are kept up to a length, and equal as far as they are kept."""
 
     identical: int
     agreed: Ratio
+    left_out: int = 0
 
 
 class TaskDamage(RecordModel):

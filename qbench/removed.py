@@ -4,6 +4,11 @@ from __future__ import annotations
 
 # Options of the command line.
 OPTIONS = {
+    "--field": "the text to train on is the field `text`: rename the one that holds it",
+    "--held-out": "one document in fifty is held out, up to 200,000 tokens",
+    "--licences": "state the licence of a text beside its token files",
+    "--split": "the split `train` of a data set is read",
+    "--without": "write --decontaminate",
     "--document": "`qbench view` shows documents, with the texts that were asked",
     "--max-gib": "a limit for `qbench tables` went with --rank; the table lists the GiB of each "
     "precision",
@@ -17,6 +22,7 @@ VALUES = {
 }
 # Keys of a recipe, dotted from its top, without the numbers of list items: "quantizers.threads".
 KEYS = {
+    "compute.travel": "write compute.grad_comm_dtype",
     "replicates": "list the paths of a checkpoint, or write its path with *; they are one group",
 }
 # Options and parts of a quantizer.
@@ -32,6 +38,13 @@ RENAMED_OPTIONS = {
     "leave_out": "ignore",
     "keep_first": "sink_tokens",
     "keep_recent": "residual_length",
+}
+# Parts of a quantizer that have another key now; the earlier one still works.
+RENAMED_PARTS = {"kv": "kv_cache", "outliers": "transform"}
+# Methods under a part's key that have another name now; the earlier one still works there.
+RENAMED_METHODS = {
+    ("activations", "fp8-row"): "fp8-token",
+    ("weights", "fp8-tensor"): "fp8-matrix",
 }
 # Commands, and those of a group: "bench training".
 COMMANDS = {

@@ -4,7 +4,7 @@ where they come to it in turn.
 What is not in a block (embeddings, last norm, LM head) stays on the device. A block's weights stay
 where transformers put them, which for safetensors is the mapped file. They are read when their turn
 comes, and the host may drop them afterwards. Every forward of a streamed model works, at the price
-of reading all weights once; :meth:`Stream.in_step` takes many forwards through one block after the
+of reading all weights once; :meth:`Stream.lockstep` takes many forwards through one block after the
 other, and so reads them once for all.
 """
 
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from qbench.errors import UnavailableError
 
 ATTRIBUTE = "qbench_stream"  # of a streamed model
-SPREAD = "qbench_spread"  # of one whose blocks lie on several devices
+SHARDED = "qbench_sharded"  # of one whose blocks lie on several devices
 READERS = 4  # threads that copy weights: one alone is slower than the bus
 Tensors = dict[str, Tensor]
 Build = Callable[[nn.Linear, Tensors], nn.Module]
@@ -54,7 +54,7 @@ def stream(model: nn.Module, device: str | torch.device) -> nn.Module:
     return model
 
 
-def spread(model: nn.Module, devices: Sequence[str | torch.device]) -> nn.Module:
+def shard(model: nn.Module, devices: Sequence[str | torch.device]) -> nn.Module:
     """``model``, which lies on the host, with its blocks in order on ``devices``, about alike many
     bytes on each; what is in no block is on the first, where hidden states go back to after the
     last one. Raises UnavailableError where it has no list of blocks."""
@@ -70,7 +70,7 @@ def spread(model: nn.Module, devices: Sequence[str | torch.device]) -> nn.Module
         after = places[0] if index == len(blocks) - 1 else place
         block.to(place)
         block.forward = partial(_forward_at, block.forward, place, after)
-    setattr(model, SPREAD, True)
+    setattr(model, SHARDED, True)
     return model
 
 
@@ -82,9 +82,9 @@ def _forward_at(
     return send_to_device(output, after)
 
 
-def is_spread(model: Any) -> bool:
+def is_sharded(model: Any) -> bool:
     """Whether its blocks lie on several devices."""
-    return hasattr(model, SPREAD)
+    return hasattr(model, SHARDED)
 
 
 def _move_rest(model: nn.Module, blocks: nn.ModuleList, device: torch.device) -> None:
@@ -103,34 +103,34 @@ def stream_of(model: Any) -> Stream | None:
     return getattr(model, ATTRIBUTE, None)
 
 
-def bring(model: nn.Module, name: str) -> None:
+def load_block(model: nn.Module, name: str) -> None:
     """Have the weights of module or parameter ``name`` on the device, until those of another block
     are asked for; what was changed of them is forgotten then."""
     found = stream_of(model)
     if found is not None:
-        found.bring(name)
+        found.load_block(name)
 
 
-def together(model: Any, calls: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
+def lockstep(model: Any, calls: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
     """What each of ``calls`` gives, which run the decoder of ``model`` once each; a streamed one
     reads its weights once for all of them."""
     found = stream_of(model)
     if found is None:
         return [call() for call in calls]
-    return list(found.in_step(calls, lambda share: None))
+    return list(found.lockstep(calls, lambda share: None))
 
 
-def storage(model: Any) -> torch.device:
+def offload_device(model: Any) -> torch.device:
     """Where tensors wait that are as many as the model's weights."""
-    whole = stream_of(model) is None and not is_spread(model)
+    whole = stream_of(model) is None and not is_sharded(model)
     return model.device if whole else torch.device("cpu")
 
 
-def hold(model: Any, hidden: Tensor, buffer: Tensor | None = None) -> Tensor:
+def offload(model: Any, hidden: Tensor, buffer: Tensor | None = None) -> Tensor:
     """``hidden`` where it can wait, in the ``buffer`` that an earlier call gave where that is of
     use. What comes back to the device from there comes in the order of its work."""
     found = stream_of(model)
-    return hidden.to(storage(model)) if found is None else found.hold(hidden, buffer)
+    return hidden.to(offload_device(model)) if found is None else found.offload(hidden, buffer)
 
 
 @dataclass(slots=True)
@@ -186,8 +186,8 @@ class Stream:
         self._step: _Step | None = None
         self._gives = 0  # how many things in a tuple; 0: hidden states alone, in none
 
-    def bring(self, name: str) -> None:
-        """See :func:`bring`."""
+    def load_block(self, name: str) -> None:
+        """See :func:`load_block`."""
         if name.startswith(f"{self.root}."):
             self._turn(int(name.removeprefix(f"{self.root}.").partition(".")[0]))
 
@@ -213,7 +213,7 @@ class Stream:
             for one in block.replaced
         ]
 
-    def in_step(
+    def lockstep(
         self, calls: Sequence[Callable[[], Tensor]], progress: Callable[[float], None]
     ) -> Iterator[Tensor]:
         """What each of ``calls`` gives, which run the decoder once each: all of them go through
@@ -225,7 +225,7 @@ class Stream:
                 step = _Step(index, states[number])
                 self._run(call, step)
                 output = step.output[0] if self._gives else step.output
-                states[number] = self.hold(output, states[number])
+                states[number] = self.offload(output, states[number])
             progress((index + 1) / len(self.blocks))
         for number, call in enumerate(calls):
             yield self._run(call, _Step(len(self.blocks), states[number]))
@@ -240,8 +240,8 @@ class Stream:
         finally:
             self._step = None
 
-    def hold(self, hidden: Tensor, buffer: Tensor | None) -> Tensor:
-        """See :func:`hold`. Copies wait for nothing, since one CUDA stream makes them in order."""
+    def offload(self, hidden: Tensor, buffer: Tensor | None) -> Tensor:
+        """See :func:`offload`. Copies do not wait: one CUDA stream makes them in order."""
         if hidden.device.type != "cuda":
             return hidden
         if buffer is None:

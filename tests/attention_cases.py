@@ -164,14 +164,16 @@ def errors(case: Case, attend, dtype=torch.float32, device="cpu") -> dict[str, f
 def by_kernels(case, query, key, value, given):
     """``attend`` of :func:`errors`."""
     from qbench.attention import kernels
-    from qbench.attention.kernels.varlen import packed_spans
+    from qbench.attention.kernels.varlen import packed_bounds
 
     settings = {"normalizer": case.normalizer, "parameters": given, "softcap": case.softcap}
     settings |= {"window": case.window, "causal": case.causal}
     if case.packed:
         edges = torch.tensor([0, *itertools.accumulate(case.packed)], dtype=torch.int32)
         edges = edges.to(query.device)
-        return kernels.attention(query, key, value, spans=packed_spans(edges, edges), **settings)
+        return kernels.attention(
+            query, key, value, seq_bounds=packed_bounds(edges, edges), **settings
+        )
     mask = mask_of(case)
     mask = None if mask is None else mask.to(query.device)
     return kernels.attention(query, key, value, mask=mask, **settings)

@@ -75,7 +75,7 @@ def test_what_a_run_uses_stays(cache, capsys, index):
 
 PRUNE_AFTER_THE_FIRST_CELL = """
 import sys
-from qbench import cache
+from qbench import cache, files
 from qbench.cli.app import app
 from qbench.runner import grid
 
@@ -83,7 +83,7 @@ real = grid.run_cell
 def then_prune(plan, name, **more):
     record = real(plan, name, **more)
     if name.endswith("fp32"):
-        cache.prune(cache.cache_folder(), max_bytes=0)
+        cache.prune(files.cache_folder(), max_bytes=0)
     return record
 grid.run_cell = then_prune
 app(sys.argv[1:])

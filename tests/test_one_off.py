@@ -95,7 +95,7 @@ def test_a_kept_recipe_has_absolute_paths(tmp_path, monkeypatch):
         ("w8a8-int8+kv8", "int8-row+int8-token+kv-int8-token"),
         ("kv4", "kv-int4-token"),
         ("bf16+kv-fp8-token", "kv-fp8-token"),
-        ("fp8-row+fp8-row", "fp8-row+fp8-row"),
+        ("fp8-row+fp8-token", "fp8-row+fp8-token"),
         ("rtn-4bit+rotation", "rtn-4bit+rotation"),
     ],
 )
@@ -109,7 +109,7 @@ def test_a_label_that_tables_print_may_be_asked_for(label, name):
 
 def test_an_unknown_part_of_a_label_is_said():
     changed = Overrides(checkpoints={"a": "b/c"}, tasks=("sciq",), quantizers=("bf16+int9",))
-    with pytest.raises(RecipeError, match=r"unknown quantizer 'bf16\+int9'"):
+    with pytest.raises(RecipeError, match=r"unknown quantizer 'int9'"):
         Recipe.load(None, changed)
 
 
@@ -123,15 +123,15 @@ def test_runs_into_one_folder_are_kept_apart(tmp_path, capfd):
     assert qbench(*options, "--limit", "2", "--only", "softmax/*") == 0
     said = capfd.readouterr()
     assert f"`qbench tables {out} --run {first}` shows them" in said.err
-    assert f": missing: not run with these settings; --run {first} has it with other" in said.out
+    assert "missing" not in said.out
     last = run_id(Store(out).manifest())
     assert [name for name, _ in runs(out)] == [last, first]
     assert qbench("tables", out, "--run", first[:5]) == 0
     assert capfd.readouterr().out == tables
     assert qbench("tables", out) == 0
-    assert f"holds 2 runs; this is the last one, {last}; --run shows another: {first}" in (
-        capfd.readouterr().err
-    )
+    said = capfd.readouterr()
+    assert f"holds 2 runs; this is the last one, {last}; --run shows another: {first}" in said.err
+    assert f": missing: not run with these settings; --run {first} has it with other" in said.out
     assert [entry.status for line in compare(Store(out, run=first)).lines
             for entry in line.entries] == ["ok"] * 8  # fmt: skip
     with pytest.raises(ResultsError, match=f"it has no run 'nosuch'; it has {last}, {first}"):

@@ -37,7 +37,8 @@ def run_in_a_process(*arguments: object) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250)
 
 
-NAMED = "from qbench.quantizers.names import Unquantized, register\nregister("
+NAMED = "from qbench.quantizers import METHODS, register\nregister("
+OF = "(METHODS.get('bnb-8bit').settings)"
 
 
 @pytest.mark.timeout(20)
@@ -59,11 +60,11 @@ def test_what_is_no_file_is_refused_at_once(tmp_path):
         ("def\n", r"line 1: SyntaxError"),
         ("raise BaseException('no')\n", "line 1: BaseException: no"),
         ("import sys\nsys.exit(3)\n", "line 2: SystemExit: 3"),
-        (f"{NAMED}'../x', Unquantized, 'a line')\n", r"'\.\./x': a name is letters"),
-        (f"{NAMED}'a\\nb', Unquantized, 'a line')\n", "a name is letters"),
-        (f"{NAMED}5, Unquantized, 'a line')\n", "quantizer 5: a name is letters"),
-        (f"{NAMED}None, Unquantized, 'a line')\n", "quantizer None: a name is letters"),
-        (f"{NAMED}'x-1bit', Unquantized, None)\n", "description must be one line"),
+        (f"{NAMED}'../x', 'a line'){OF}\n", r"'\.\./x': a name is letters"),
+        (f"{NAMED}'a\\nb', 'a line'){OF}\n", "a name is letters"),
+        (f"{NAMED}5, 'a line'){OF}\n", "quantizer 5: a name is letters"),
+        (f"{NAMED}None, 'a line'){OF}\n", "quantizer None: a name is letters"),
+        (f"{NAMED}'x-1bit', None){OF}\n", "description must be one line"),
         (None, "cannot be read"),
     ],
 )

@@ -88,7 +88,7 @@ def test_an_edited_file_changes_the_keys_of_what_reads_it(tmp_path, copies, edit
         ({"evaluation": {"limit": 3, "tolerance": {"mean": 0.001}}}, NONE),
         ({"name": "another"}, NONE),
         ({"quantizers": ["fp32", {"name": "gptq-4bit", "group_size": 32}]}, QUANTIZED),
-        ({"quantizers": ["fp32", {"name": "gptq-4bit", "group_size": 64, "damp": 0.01}]}, NONE),
+        ({"quantizers": ["fp32", {"name": "gptq-4bit", "group_size": 64, "damp": 0.05}]}, NONE),
     ],
 )
 def test_a_setting_changes_keys_when_it_can_change_a_score(tmp_path, copies, changes, changed):

@@ -7,6 +7,7 @@ import shutil
 import pytest
 from small_recipe import DEMO, small_recipe
 
+from qbench.checkpoints.chat_template import template_problem
 from qbench.cli.run import notes
 from qbench.errors import CheckpointError, DataError, RecipeError
 from qbench.plan import plan
@@ -124,3 +125,66 @@ def test_a_task_that_generates_more_than_fits_is_refused(tmp_path, room):
         return
     with pytest.raises(RecipeError, match=f"say generates up to {longest} tokens, .* no room"):
         planned(tmp_path, **changes)
+
+
+BOMB = "{{ 'a' * 10**10 }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (BOMB, "it needs more than 2 GiB for one short question; mend it"),
+        ("{{ 'a' * 10**7 }}", "it makes 10,000,000 characters"),
+        ("{% if %}", "line 1: Expected an expression"),
+        ("{% for i in range(9**5) %}{% for j in range(9**5) %}{% endfor %}{% endfor %}", "1 s"),
+    ],
+)
+def test_a_chat_template_that_cannot_be_rendered_is_refused(tmp_path, monkeypatch, template, words):
+    monkeypatch.setattr("qbench.checkpoints.chat_template.SECONDS", 1)
+    copy = shutil.copytree(DEMO / "softpick", tmp_path / "copy")
+    (copy / "chat_template.jinja").write_text(template)
+    evaluation = {"apply_chat_template": True}
+    with pytest.raises(RecipeError, match=f"checkpoints.copy: its chat template .*{words}"):
+        planned(tmp_path, checkpoints={"copy": str(copy)}, evaluation=evaluation)
+
+
+@pytest.mark.parametrize(
+    "template", ["{% generation %}{{ messages | tojson }}{% endgeneration %}", "{{ nothing.of }}"]
+)
+def test_a_chat_template_that_may_be_good_is_taken(template):
+    assert template_problem(template) is None
+
+
+def test_a_folder_of_definitions_that_holds_a_disk_is_refused_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr("qbench.evaluation.definitions.MOST_FILES", 50)
+    (tmp_path / "many").mkdir()
+    for number in range(60):
+        (tmp_path / "many" / f"{number}.txt").touch()
+    with pytest.raises(RecipeError, match="many holds more than 50 files; name the folder of"):
+        planned(tmp_path, definitions=str(tmp_path / "many"))
+
+
+def test_long_texts_that_are_too_few_are_counted_before_anything_is_loaded(tmp_path):
+    long = b'{"text": "' + b"a b c " * 2000 + b'"}\n'
+    with pytest.raises(DataError, match="gives 1 windows of 32 tokens, 2 were asked for"):
+        calibrated(tmp_path, long)
+
+
+def test_many_tasks_without_data_are_a_few_lines(tmp_path):
+    tasks = [f"demo_{name}" for name in ("choice", "lastword", "pages")]
+    names = [*tasks, "arc_easy", "arc_challenge", "piqa", "sciq"]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError) as error:
+        planned(tmp_path, tasks=names, data=str(tmp_path / "empty"))
+    assert len(error.value.lines) == 4
+    assert error.value.lines[-1] == (
+        "4 more tasks have such problems: arc_easy, arc_challenge, piqa, sciq"
+    )
+
+
+def test_a_run_of_some_cells_shows_these_and_those_that_are_there(tmp_path):
+    pair = {name: str(DEMO / name) for name in ("softmax", "softpick")}
+    plan_ = planned(tmp_path, checkpoints=pair, quantizers=["fp32", "rtn-4bit"])
+    shown = plan_.manifest_of({"softpick/rtn-4bit", "softpick/fp32"})
+    assert (shown.checkpoints, shown.quantizers) == (("softpick",), ("fp32", "rtn-4bit"))
+    assert [cell.cell for cell in shown.cells] == ["softpick/fp32", "softpick/rtn-4bit"]

@@ -188,7 +188,7 @@ def test_a_full_cache_loses_no_scores(tmp_path, capfd, monkeypatch):
     with monkeypatch.context() as disk:
         disk.setattr("qbench.evaluation.kl.save_tensors", full)
         assert qbench(*options) == 0
-    assert "scored, but its damage could not be measured: " in (said := capfd.readouterr().err)
+    assert "demo_choice is scored, but nothing of it is kept: " in (said := capfd.readouterr().err)
     assert "cannot be written (No space left on device); make room there" in said
     base, cell = Store(out).records()
     assert (base.status, cell.status) == ("ok", "ok")

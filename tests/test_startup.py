@@ -106,7 +106,7 @@ def test_no_files_import_each_other_in_a_circle():
 
 @pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize(
-    ("command", "module"), [("run", "qbench.cell"), ("analyze", "qbench.analysis.cell")]
+    ("command", "module"), [("run", "qbench.cell"), ("analyze", "qbench.analysis.analyze_cell")]
 )
 def test_a_library_that_cannot_be_imported_fails_its_cell(
     tmp_path, command, module, monkeypatch, capfd

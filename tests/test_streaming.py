@@ -14,7 +14,7 @@ from qbench.errors import RecipeError, UnavailableError
 from qbench.plan import plan
 from qbench.recipe import Recipe
 from qbench.store import Store
-from qbench.streaming import bring, stream, stream_of, together
+from qbench.streaming import load_block, lockstep, stream, stream_of
 
 CALIBRATION = {"path": str(DEMO / "calibration.jsonl"), "samples": 8, "length": 128}
 QUICK = ["fp32", {"name": "gptq-4bit", "group_size": 64}]
@@ -89,7 +89,7 @@ def test_many_forwards_read_each_block_once():
     reads.clear()
     calls = [lambda text=text: model.model(text)[0] for text in texts]
     told = []
-    found = list(streamed.in_step(calls, told.append))
+    found = list(streamed.lockstep(calls, told.append))
     assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
     assert sorted(reads) == [0, 1, 2, 3]
     assert told == [0.25, 0.5, 0.75, 1.0]
@@ -103,7 +103,7 @@ def test_blocks_may_give_more_than_hidden_states():
     calls = [
         lambda row=row: streamed(input_ids=row, use_cache=False).logits for row in ids[:, None]
     ]
-    for found, row in zip(together(streamed, calls), ids[:, None], strict=True):
+    for found, row in zip(lockstep(streamed, calls), ids[:, None], strict=True):
         assert torch.equal(found, model(input_ids=row, use_cache=False).logits)
 
 
@@ -111,9 +111,9 @@ def test_changes_to_a_block_are_forgotten_when_its_turn_is_over():
     model = stream(tiny(), "cpu")
     layer = model.model.layers[1].mlp.up_proj
     before = layer.weight.data.clone()
-    bring(model, "model.layers.1.mlp.up_proj")
+    load_block(model, "model.layers.1.mlp.up_proj")
     layer.weight.data.zero_()
-    bring(model, "model.layers.2.mlp.up_proj.weight")
+    load_block(model, "model.layers.2.mlp.up_proj.weight")
     assert torch.equal(layer.weight.data, before)
 
 
@@ -127,9 +127,9 @@ def test_blocks_on_several_devices_give_the_bits_of_one(tmp_path, monkeypatch):
     from qbench import streaming
 
     places = []
-    spread, at = streaming.spread, streaming._forward_at
+    shard, at = streaming.shard, streaming._forward_at
     monkeypatch.setattr(
-        "qbench.cell.spread", lambda model, devices: spread(model, ["cpu", torch.device("cpu", 0)])
+        "qbench.cell.shard", lambda model, devices: shard(model, ["cpu", torch.device("cpu", 0)])
     )
     monkeypatch.setattr(
         streaming, "_forward_at",

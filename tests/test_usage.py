@@ -122,7 +122,7 @@ QBENCH = Path(sys.executable).parent / "qbench"  # as pip installs it
     ("line", "expected"),
     [
         ("list qu", "quantizers"),
-        ("run --quantizers gptq-4bit+int8-token-as", "gptq-4bit+int8-token-asymmetric"),
+        ("run --quantizers gptq-4bit+smooth", "gptq-4bit+smoothquant"),
     ],
 )
 def test_bash_completes_commands_and_names(line, expected):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from qbench.analysis.attention import (
+from qbench.analysis.attention_weights import (
     DORMANT,
     THRESHOLDS,
     Call,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from qbench.analysis.text import AnalysisSettings
+from qbench.analysis.analyzed_text import AnalysisSettings
 from qbench.cell_result import CellResult
 from qbench.records import Analysis, Sensitivity
 from qbench.store import Analyses

@@ -1,9 +1,9 @@
-"""The function that transformers asks once a forward pass who may attend to whom.
+"""The mask function that transformers calls once per forward pass.
 
-Where it is plain causality no mask is made, so that the causal kernels run. Under torch.compile the
-values of padding masks and positions are not known when that is decided. transformers cannot tell
-the positions that a model counts by itself from packed ones. So where kernels attend, which
-sequences there are is found when the compiled graph runs, by ``varlen.sequence_spans``.
+Plain causality makes no mask, so that the causal kernels run. Under torch.compile the values of
+padding masks and positions are not known when this is decided, and transformers cannot tell the
+positions that a model counts by itself from packed ones. So for our kernels the sequences are found
+when the compiled graph runs, by ``varlen.sequence_bounds``.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from torch.nn.functional import pad
 from transformers import PreTrainedConfig, masking_utils
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from qbench.attention.kernels.varlen import padded_spans, sequence_spans
+from qbench.attention.kernels.varlen import padded_bounds, sequence_bounds
 
 _positions = SimpleNamespace(counted=False)
 
 
 @contextmanager
 def positions_counted() -> Iterator[None]:
-    """Models that are given no positions hold whole sequences, none packed. Then torch.compile's
-    graph has nothing to find when it runs, which would wait for the GPU."""
+    """Promise, within the body, that a model without position ids reads whole sequences, none
+    packed. Then the graph of torch.compile does not look for packed ones, which waits for the GPU.
+    """
     before, _positions.counted = _positions.counted, True
     try:
         yield
@@ -39,52 +40,55 @@ def positions_counted() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """Who attends to whom. ``dense`` gives the mask, which is quadratic: it is asked only where a
-    layer needs it, never for packed sequences with ``cu_seq_lens``, nor where the kernels are given
-    ``spans`` or ``window``. ``spans`` says which rows are sequences (see
-    :mod:`qbench.attention.kernels.varlen`), of which ``span_count`` count; ``window`` how many keys
-    up to its own a query sees. Where ``banded``, these say all there is to say beside causality.
-    ``padding`` [B, T]: the model's ``attention_mask``, of which the keys are the part from
-    ``kv_offset`` on: a cache of a sliding window has dropped those before. ``written``: how many
-    keys a static cache holds; what comes after is room for later ones."""
+    """Which keys each query attends to.
+
+    ``dense()`` makes the mask, bool [B, 1, Tq, Tk], which is quadratic in length: only layers that
+    need it call it. ``no_dense_mask``: causality, ``seq_bounds`` (of which ``seq_count`` count, see
+    :mod:`qbench.attention.kernels.varlen`) and ``window`` (keys up to its own that a query sees)
+    say the same, so that kernels need no mask. ``padding`` [B, T]: the model's ``attention_mask``;
+    keys begin at ``kv_offset`` of it, since the cache of a sliding window drops earlier ones.
+    ``cache_length``: keys that a static cache holds so far; ``cache_slack`` more have memory.
+    """
 
     dense: Callable[[], Tensor]
-    banded: bool = False
-    spans: Tensor | None = None
-    span_count: Tensor | None = None
+    no_dense_mask: bool = False
+    seq_bounds: Tensor | None = None
+    seq_count: Tensor | None = None
     window: int | None = None
     padding: Tensor | None = None
     kv_offset: int = 0
-    written: int | None = None
-    room: int = 0
+    cache_length: int | None = None
+    cache_slack: int = 0
 
     def settings(self, queries: int) -> dict[str, Any]:
-        """What attention functions take instead of a mask, where ``banded``."""
+        """Return what attention functions take instead of a mask if ``no_dense_mask``."""
         found: dict[str, Any] = {"window": self.window}
-        if self.spans is not None:
-            found["spans"] = self.spans
-        if self.span_count is not None:
-            found["span_count"] = self.span_count
-            if self.padding is not None:  # with causality, where spans cannot say it
+        if self.seq_bounds is not None:
+            found["seq_bounds"] = self.seq_bounds
+        if self.seq_count is not None:
+            found["seq_count"] = self.seq_count
+            if self.padding is not None:  # with causality, where seq_bounds cannot say it
                 found["mask"] = self.padding[:, None, None].expand(-1, 1, queries, -1)
         return found
 
     def contiguous(self) -> Tensor:
-        """Of all keys of a static cache: what transformers' ``generate`` makes ahead for one."""
-        return pad(self.dense(), (0, self.room))
+        """Return the dense mask over all keys that a static cache has memory for, as transformers'
+        ``generate`` makes it ahead."""
+        return pad(self.dense(), (0, self.cache_slack))
 
     def to(self, device: torch.device, **options: Any) -> Mask:
-        """For a block that lies on another device."""
-        tensors = (self.spans, self.span_count, self.padding)
-        spans, count, padding = (t if t is None else t.to(device, **options) for t in tensors)
+        """Return the mask on ``device``, for a block that lies there."""
+        tensors = (self.seq_bounds, self.seq_count, self.padding)
+        seq_bounds, count, padding = (t if t is None else t.to(device, **options) for t in tensors)
         return replace(
             self, dense=cache(lambda: self.dense().to(device, **options)),
-            spans=spans, span_count=count, padding=padding,
+            seq_bounds=seq_bounds, seq_count=count, padding=padding,
         )  # fmt: skip
 
 
 def mask_interface(implementation: str) -> Callable[..., Tensor | Mask | None]:
-    """For AttentionMaskInterface; ``implementation``: ``reference`` or ``triton``."""
+    """Return the mask function to register with transformers' AttentionMaskInterface for
+    ``implementation``, ``reference`` or ``triton``."""
 
     def mask(
         batch_size: int,
@@ -100,17 +104,17 @@ def mask_interface(implementation: str) -> Callable[..., Tensor | Mask | None]:
         config: PreTrainedConfig | None = None,
         **options: Any,
     ) -> Tensor | Mask | None:
-        """None where the mask is plain causality, aligned at the last key; else who sees whom."""
+        """Return None for plain causality, aligned at the last key; else the mask."""
         across = "allow_is_bidirectional_skip" in options  # both ways, or of what was encoded
         options |= {"mask_function": mask_function, "use_vmap": use_vmap, "config": config}
         options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-        compiling, written, room = torch.compiler.is_compiling(), None, 0
+        compiling, cache_length, cache_slack = torch.compiler.is_compiling(), None, 0
         if not compiling:
             q_offset = int(q_offset)  # a static cache's moves on before a layer asks for its mask
             held = q_offset + q_length - int(kv_offset)
             if held < kv_length and not across:
-                room = kv_length - held
-                kv_length = written = held
+                cache_slack = kv_length - held
+                kv_length = cache_length = held
         dense = partial(
             sdpa_mask, batch_size=batch_size, q_length=q_length, kv_length=kv_length,
             q_offset=q_offset, kv_offset=kv_offset, attention_mask=attention_mask,
@@ -124,30 +128,32 @@ def mask_interface(implementation: str) -> Callable[..., Tensor | Mask | None]:
         fixed = isinstance(q_offset, int)
         aligned = fixed and q_offset + q_length == kv_offset + kv_length
         wide = local_size is None or kv_length < local_size
-        if allow_is_causal_skip and wide and plain and aligned and written is None:
+        if allow_is_causal_skip and wide and plain and aligned and cache_length is None:
             return None
         window = None if wide else _window(local_size, config)
         by_kernels = (wide or window is not None) and implementation == "triton"
-        banded = allow_is_causal_skip and by_kernels
-        rows = {"padding": attention_mask, "kv_offset": kv_offset, "written": written, "room": room}
-        if banded and plain and aligned:
-            return Mask(dense, banded=True, window=window, **rows)
+        no_dense_mask = allow_is_causal_skip and by_kernels
+        rows = {"padding": attention_mask, "kv_offset": kv_offset, "window": window}
+        rows |= {"cache_length": cache_length, "cache_slack": cache_slack}
+        if no_dense_mask and plain and aligned:
+            return Mask(dense, no_dense_mask=True, **rows)
         whole = aligned and q_length == kv_length
         packed = attention_mask is None and not allow_is_causal_skip and not use_vmap
         joined = None
         if packed and whole and by_kernels and _is_packed(mask_function):
             joined = _joined(mask_function, batch_size, q_length, options["device"])
-        if joined is not None or (compiling and banded and whole):
-            spans, count = sequence_spans(joined, attention_mask)
-            return Mask(dense, banded=True, spans=spans, span_count=count, window=window, **rows)
+        if joined is not None or (compiling and no_dense_mask and whole):
+            seq_bounds, count = sequence_bounds(joined, attention_mask)
+            return Mask(dense, no_dense_mask=True, seq_bounds=seq_bounds, seq_count=count, **rows)
         if compiling:
             return dense()
-        spans = None
-        if banded and attention_mask is not None:
+        seq_bounds = None
+        if no_dense_mask and attention_mask is not None:
             padding = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
             if padding.shape[1] == kv_length:
-                spans = padded_spans(padding, q_length, q_offset - kv_offset)
-        return Mask(dense, banded=spans is not None, spans=spans, window=window, **rows)
+                seq_bounds = padded_bounds(padding, q_length, q_offset - kv_offset)
+        described = seq_bounds is not None
+        return Mask(dense, no_dense_mask=described, seq_bounds=seq_bounds, **rows)
 
     return mask
 
@@ -170,15 +176,15 @@ def _is_packed(mask_function: Callable) -> bool:
 
 
 def _joined(mask_function: Callable, batch: int, length: int, device: torch.device) -> Tensor:
-    """Whether each token sees the token before it [B, T], which the first of a sequence does not;
-    of a mask that is causal within sequences."""
+    """Return whether each token sees the token before it, bool [B, T], which the first token of a
+    sequence does not. ``mask_function`` is causal within sequences."""
     row = torch.arange(batch, device=device)[:, None]
     query = torch.arange(length, device=device)[None]
     return mask_function(row, 0, query, (query - 1).clamp(min=0)).expand(batch, length)
 
 
 def _window(local_size: int | None, config: PreTrainedConfig | None) -> int | None:
-    """The sliding window, where ``local_size`` is that and not the size of chunks."""
+    """Return ``local_size`` if it is a sliding window, None if it is the size of chunks."""
     if getattr(config, "attention_chunk_size", None) is not None:
         return None
     return local_size if getattr(config, "sliding_window", None) == local_size else None

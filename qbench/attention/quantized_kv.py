@@ -207,7 +207,7 @@ def attention(
     positions: Tensor,
     normalizer: str,
     parameters: Mapping[str, Tensor] | None = None,
-    spans: Tensor | None = None,
+    seq_bounds: Tensor | None = None,
     **settings: Any,
 ) -> Tensor:
     """``reference.attention`` where each query reads each key and value from its source.
@@ -218,10 +218,10 @@ def attention(
     chosen = NORMALIZERS.get(normalizer)
     key, value, quantized_key, quantized_value = pair
     reference.check(query, key, value, settings.get("mask"))
-    if spans is not None:
+    if seq_bounds is not None:
         settings |= {"cache": cache, "normalizer": normalizer, "parameters": parameters}
         output = query.new_zeros(*query.shape[:3], value.shape[3])
-        for rows, keys in reference.sequences(spans):
+        for rows, keys in reference.sequences(seq_bounds):
             parts = KVPair(*(tensor[keys] for tensor in pair))
             output[rows] = attention(
                 query[rows], parts, positions=positions[:, keys[2]], **settings

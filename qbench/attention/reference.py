@@ -41,32 +41,33 @@ def attention(
     mask: Tensor | None = None,
     causal: bool = False,
     window: int | None = None,
-    spans: Tensor | None = None,
+    seq_bounds: Tensor | None = None,
 ) -> Tensor:
     """Attention of query [B, Hq, Tq, D] over key [B, Hkv, Tk, D] and value [B, Hkv, Tk, Dv].
 
     ``parameters``: the normalizer's, by name. ``scale``: factor of the scores, 1/√D by default.
     ``softcap`` c: scores x become c · tanh(x / c) (Gemma 2), before ALiBi's slopes and the rest.
     ``mask``: bool, [B or 1, Hq or 1, Tq, Tk], True = attend. ``causal`` aligns the last query
-    with the last key; ``window`` lets a query see that many keys up to and with its own. ``spans``
-    (see :mod:`qbench.attention.kernels.varlen`): sequences inside the batch rows, without a mask,
-    the last query of each aligned with its last key; none sees another. A query with nothing to
-    attend to, or outside every sequence, gives 0. Returns [B, Hq, Tq, Dv], in the dtype of
-    torch.autocast where that is on. Raises RecipeError for an unknown normalizer, UnavailableError
-    for a parameter that it does not have or that is missing, ValueError for shapes that do not
-    fit.
+    with the last key; ``window`` lets a query see that many keys up to and with its own.
+    ``seq_bounds`` (see :mod:`qbench.attention.kernels.varlen`): sequences inside the batch rows,
+    without a mask, the last query of each aligned with its last key; none sees another. A query
+    with nothing to attend to, or outside every sequence, gives 0. Returns [B, Hq, Tq, Dv], in the
+    dtype of torch.autocast if that is on.
+
+    Raises RecipeError for an unknown normalizer, UnavailableError for a parameter that it does not
+    have or that is missing, ValueError for shapes that do not fit.
     """
     query, key, value = autocast(query, key, value)
     chosen = NORMALIZERS.get(normalizer)
-    check(query, key, value, mask, spans)
+    check(query, key, value, mask, seq_bounds)
     given = chosen.checked(parameters, query.shape[1])
     settings = {"scale": scale, "softcap": softcap, "mask": mask, "causal": causal}
-    if spans is not None:
+    if seq_bounds is not None:
         settings |= {"normalizer": normalizer, "parameters": parameters, "window": window}
         flat = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
         rows = query.new_zeros(len(flat[0]), query.shape[1], value.shape[3])
         output = rows.unflatten(0, (len(query), -1)).transpose(1, 2)
-        for bucket in length_buckets(spans, query.shape[1]):
+        for bucket in length_buckets(seq_bounds, query.shape[1]):
             if len(bucket) == 1:
                 own, seen = next(sequences(bucket))
                 output[own] = attention(query[own], key[seen], value[seen], **settings)
@@ -113,7 +114,7 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def check(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, spans: Tensor | None = None
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, seq_bounds: Tensor | None = None
 ) -> None:
     """Raises ValueError where the shapes or the mask's dtype do not fit together."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
@@ -130,8 +131,8 @@ def check(
         raise ValueError(f"{heads} query heads cannot share {kv_heads} key heads evenly")
     if mask is None:
         return
-    if spans is not None:
-        raise ValueError("spans take no mask beside them: they say who sees whom")
+    if seq_bounds is not None:
+        raise ValueError("seq_bounds take no mask beside them: they say who sees whom")
     if mask.dtype != torch.bool:
         raise ValueError(f"mask must be bool, True = attend; it is {mask.dtype}")
     fits = mask.ndim == 4 and mask.shape[2:] == (queries, keys)
@@ -208,18 +209,19 @@ def _scale(query: Tensor, scale: float | None) -> float:
     return query.shape[-1] ** -0.5 if scale is None else scale
 
 
-def sequences(spans: Tensor) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+def sequences(seq_bounds: Tensor) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
     """Where in [B, H, T, D] the queries and the keys of each sequence are that has both."""
-    for row, first_query, last_query, first_key, last_key, _ in spans.tolist():
+    for row, first_query, last_query, first_key, last_key, _ in seq_bounds.tolist():
         if first_query < last_query and first_key < last_key:
             heads = (slice(row, row + 1), slice(None))
             yield (*heads, slice(first_query, last_query)), (*heads, slice(first_key, last_key))
 
 
-def length_buckets(spans: Tensor, heads: int) -> Iterator[Tensor]:
-    """``spans`` [S, 6] of sequences with queries and keys in buckets of similar sizes: many small
-    products take longer than a few large ones. Those with as many queries as keys are apart."""
-    sizes = [(b - a == d - c, d - c, b - a) for _, a, b, c, d, _ in spans.tolist()]
+def length_buckets(seq_bounds: Tensor, heads: int) -> Iterator[Tensor]:
+    """Yield the rows of ``seq_bounds`` [S, 6] that have queries and keys, in buckets of similar
+    sizes: many small products take longer than a few large ones. Sequences with as many queries as
+    keys are in buckets of their own."""
+    sizes = [(b - a == d - c, d - c, b - a) for _, a, b, c, d, _ in seq_bounds.tolist()]
     bucket: list[int] = []
     longest = own = 0  # queries; scores of a head
     for i in sorted(range(len(sizes)), key=sizes.__getitem__):
@@ -230,20 +232,20 @@ def length_buckets(spans: Tensor, heads: int) -> Iterator[Tensor]:
         scores = heads * (len(bucket) + 1) * longest * keys
         fits = scores <= BUCKET_SCORES and scores - heads * own <= PADDING_SCORES
         if bucket and not (fits and square == sizes[bucket[0]][0]):
-            yield spans[bucket]
+            yield seq_bounds[bucket]
             bucket, longest, own = [], queries, queries * keys
         bucket.append(i)
     if bucket:
-        yield spans[bucket]
+        yield seq_bounds[bucket]
 
 
 def padded_indices(
-    spans: Tensor, query: Tensor, key: Tensor, *, causal: bool
+    seq_bounds: Tensor, query: Tensor, key: Tensor, *, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Which of the B · T tokens are the queries [G, Tq] and keys [G, Tk] of G sequences filled up
     to one size, which queries are real [G, Tq], and a mask [G, 1, Tq, Tk], where one is needed."""
-    spans = spans.to(query.device, torch.long)
-    row, first_query, last_query, first_key, last_key, _ = spans.T[..., None]
+    seq_bounds = seq_bounds.to(query.device, torch.long)
+    row, first_query, last_query, first_key, last_key, _ = seq_bounds.T[..., None]
     # On the right causality hides what fills up, on the left last queries stay at their last keys.
     right = causal and torch.equal(last_query - first_query, last_key - first_key)
 

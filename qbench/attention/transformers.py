@@ -30,7 +30,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from qbench.attention import kernels, quantized_kv, reference
 from qbench.attention.implementation import choose
-from qbench.attention.kernels.varlen import packed_spans
+from qbench.attention.kernels.varlen import packed_bounds
 from qbench.attention.masks import Mask, mask_interface
 from qbench.attention.normalizers import NORMALIZERS, SLOPES, Normalizer
 from qbench.attention.quantized_kv import KV_CACHE, READ, by_query, read, rotate
@@ -55,7 +55,7 @@ def attention_name(normalizer: str, implementation: str, device: str | torch.dev
     return _registered(normalizer, choose(normalizer, implementation, str(device)))
 
 
-def attend(model: PreTrainedModel, *, normalizer: str, implementation: str = "auto") -> str:
+def set_attention(model: PreTrainedModel, *, normalizer: str, implementation: str = "auto") -> str:
     """Sets the attention of ``model``; returns what runs, e.g. ``softpick/triton``. Its
     configuration, which is saved with it, names the normalizer from then on.
 
@@ -118,8 +118,8 @@ def _attention(normalizer: str, implementation: str) -> Callable[..., tuple[Tens
         if dropout:
             raise UnavailableError(f"{normalizer} attention has no dropout; set it to 0")
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        if isinstance(attention_mask, Mask) and attention_mask.written is not None:
-            key, value = (each[:, :, : attention_mask.written] for each in (key, value))
+        if isinstance(attention_mask, Mask) and attention_mask.cache_length is not None:
+            key, value = (each[:, :, : attention_mask.cache_length] for each in (key, value))
         elif isinstance(attention_mask, Tensor):  # a user's, or one made under torch.compile
             _require_aligned(chosen, parameters, query, key)
         query, key = rotate(module, query, key, options)
@@ -142,11 +142,11 @@ def _attention(normalizer: str, implementation: str) -> Callable[..., tuple[Tens
         settings: dict[str, Any] = {"causal": causal}
         if cu_seq_lens_q is not None:
             assert cu_seq_lens_k is not None, "transformers hands over both"
-            settings["spans"] = packed_spans(cu_seq_lens_q, cu_seq_lens_k)
+            settings["seq_bounds"] = packed_bounds(cu_seq_lens_q, cu_seq_lens_k)
             settings["window"] = sliding_window  # elsewhere the mask has it
             if triton:
                 settings |= {"max_seqlen_q": max_length_q, "max_seqlen_k": max_length_k}
-        elif isinstance(attention_mask, Mask) and attention_mask.banded:
+        elif isinstance(attention_mask, Mask) and attention_mask.no_dense_mask:
             settings |= attention_mask.settings(query.shape[2])
         elif attention_mask is not None:
             mask = attention_mask.dense() if isinstance(attention_mask, Mask) else attention_mask

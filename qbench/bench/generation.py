@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from qbench import bench
-from qbench.attention.transformers import attend
+from qbench.attention.transformers import set_attention
 from qbench.bench import Row, timed
 from qbench.errors import EvaluationError
 from qbench.evaluation.scoring import Scorer
@@ -44,7 +44,7 @@ def random_model(shape: str, normalizer: str, device: str) -> PreTrainedModel:
     with torch.device(device):
         model = LlamaForCausalLM(config)
     model = model.to(torch.bfloat16).eval().requires_grad_(False)
-    attend(model, normalizer=normalizer)
+    set_attention(model, normalizer=normalizer)
     return model
 
 

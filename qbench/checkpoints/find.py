@@ -22,12 +22,12 @@ from safetensors import SafetensorError, safe_open
 from qbench import hub
 from qbench.attention.implementation import NATIVE
 from qbench.attention.normalizers import NORMALIZERS, Parameter
-from qbench.cache import cache_folder
 from qbench.checkpoints import fla
 from qbench.checkpoints.classes import class_names
 from qbench.checkpoints.from_gguf import dequantized_folder
+from qbench.digests import kept_digest
 from qbench.errors import CheckpointError, DamagedError, UnavailableError, shown, some
-from qbench.files import digest_of_parts, file_digest, read_regular, reason
+from qbench.files import cache_folder, digest_of_parts, file_digest, read_regular, reason
 from qbench.record_file import read_training
 from qbench.records import TRAINING_FILE, Trained, Training
 
@@ -333,7 +333,7 @@ def digests(folder: Path) -> tuple[str, dict[str, str]]:
         try:
             path = folder / name
             large = path.stat().st_size > LARGE
-            content = digest_of_parts(path) if large else file_digest(path)
+            content = kept_digest(path, digest_of_parts if large else file_digest)
         except OSError as error:
             raise CheckpointError(f"{name} cannot be read ({error.strerror})") from None
         part = "config" if name in (CONFIG, "generation_config.json", INDEX) else "tokenizer"

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from qbench.digests import kept_digest
 from qbench.errors import CheckpointError
 from qbench.files import file_digest
 
@@ -20,7 +21,7 @@ from qbench.files import file_digest
 def dequantized_folder(file: Path, cache: Path) -> Path:
     """Return the folder in ``cache`` with ``file`` as a transformers checkpoint, made at the first
     call. The weights lie on the file's grid. Raises CheckpointError with transformers' reason."""
-    folder = cache / "from-gguf" / file_digest(file)[:16] / file.stem
+    folder = cache / "from-gguf" / kept_digest(file, file_digest)[:16] / file.stem
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.with_suffix(".lock")):
         if not folder.exists():

@@ -22,7 +22,7 @@ from transformers import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from qbench.attention.implementation import NATIVE
-from qbench.attention.transformers import attend
+from qbench.attention.transformers import set_attention
 from qbench.checkpoints import fla
 from qbench.checkpoints.classes import CLASS_NORMALIZERS, ChosenAttention
 from qbench.checkpoints.find import (
@@ -35,7 +35,7 @@ from qbench.checkpoints.find import (
     require_unchanged,
 )
 from qbench.errors import CheckpointError, QbenchError, UnavailableError, first_line, some
-from qbench.streaming import bring
+from qbench.streaming import load_block
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -81,7 +81,7 @@ def load_model(
         if verify and not fla.recognizes(checkpoint.config):
             chosen = measured_attention(model, checkpoint, attention, fallback)
         else:
-            set_attention(model, checkpoint.normalizer, attention)
+            set_ours_or_native(model, checkpoint.normalizer, attention)
             chosen = ChosenAttention(normalizer=checkpoint.normalizer, implementation=attention)
         model.chosen_attention = chosen
     return model
@@ -102,7 +102,7 @@ def measured_attention(
     normalizer, reason = checkpoint.normalizer, "the recipe says so"
     if normalizer != NATIVE:
         try:
-            set_attention(model, normalizer, attention)
+            set_ours_or_native(model, normalizer, attention)
             if "qbench_normalizer" not in checkpoint.config:
                 require_ours(model, logits)
             return ChosenAttention(normalizer=normalizer, implementation=attention)
@@ -112,7 +112,7 @@ def measured_attention(
             reason = str(error)
     for implementation in ("sdpa", "eager"):
         try:
-            set_attention(model, NATIVE, implementation)
+            set_ours_or_native(model, NATIVE, implementation)
         except UnavailableError:
             if implementation == "eager":
                 raise
@@ -130,11 +130,12 @@ def try_eager(model: PreTrainedModel) -> None:
         model.set_attn_implementation("eager")
 
 
-def set_attention(model: PreTrainedModel, normalizer: str, implementation: str) -> None:
-    """Let ``model`` attend with ``normalizer``, or as its own class does. Raises UnavailableError
-    where that has not the ``implementation``: transformers may only log it."""
+def set_ours_or_native(model: PreTrainedModel, normalizer: str, implementation: str) -> None:
+    """Set the attention of ``model``: ours with ``normalizer``, or its class's own for ``native``.
+    Raises UnavailableError if the class lacks the ``implementation``: transformers may only log
+    it."""
     if normalizer != NATIVE:
-        attend(model, normalizer=normalizer, implementation=implementation)
+        set_attention(model, normalizer=normalizer, implementation=implementation)
         return
     model.config.qbench_normalizer = NATIVE
     reason = "transformers keeps another"
@@ -378,7 +379,7 @@ def require_finite(model: PreTrainedModel) -> None:
         for name, tensor in (*model.named_parameters(), *buffers.items()):
             if not tensor.is_floating_point():
                 continue
-            bring(model, name)
+            load_block(model, name)
             if not tensor.sum().isfinite():
                 yield name, tensor.isnan() if name in buffers else ~tensor.isfinite()
 

@@ -1,8 +1,10 @@
-"""A checkpoint's tokenizer. Apart from its model: a plan may ask for it, and what loads models
-imports libraries that take seconds and print lines of their own."""
+"""Load a checkpoint's tokenizer, and compare two. Apart from models: a plan needs it, and loading
+models imports libraries that take seconds and print lines of their own."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -11,8 +13,6 @@ from qbench.checkpoints import fla
 from qbench.errors import CheckpointError, first_line
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from transformers import PreTrainedTokenizerBase
 
     from qbench.checkpoints.find import Checkpoint
@@ -46,17 +46,30 @@ def puts_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
     return tokenizer.encode("a")[:1] == [tokenizer.bos_token_id]
 
 
-def other_tokens(
-    one: Checkpoint, other: Checkpoint, *, special: Sequence[bool]
-) -> tuple[str, list[int], list[int]] | None:
-    """A text that the tokenizers of two checkpoints cut into other tokens, with the first ids of
-    each; None where they do not. ``special``: with special tokens added, without, or both."""
+def other_tokens(one: Checkpoint, other: Checkpoint) -> tuple[str, list[int], list[int]] | None:
+    """Return one of TEXTS that the tokenizers of two checkpoints cut into other tokens, special
+    ones aside, with the first ids of each from where they differ; None if there is none."""
     first, second = load_tokenizer(one), load_tokenizer(other)
     for text in TEXTS:
-        for added in special:
-            ids, others = (
-                each(text, add_special_tokens=added)["input_ids"] for each in (first, second)
-            )
-            if ids != others:
-                return f"{text!r:.40}", ids[:8], others[:8]
+        ids, others = (
+            each(text, add_special_tokens=False)["input_ids"] for each in (first, second)
+        )
+        if ids != others:
+            pairs = enumerate(zip(ids, others, strict=False))
+            start = next((i for i, (a, b) in pairs if a != b), min(len(ids), len(others)))
+            return f"{text!r:.40}", ids[start:][:8], others[start:][:8]
     return None
+
+
+def other_rules(one: Path, other: Path) -> list[str]:
+    """Return the parts of two tokenizer.json files that cut words and differ: the vocabulary, the
+    merges, what normalizes and splits texts. How a part is written does not count."""
+    first, second = (json.loads(path.read_text(encoding="utf-8")) for path in (one, other))
+    parts = {
+        "vocabulary": lambda t: (t.get("model") or {}).get("vocab"),
+        "merges": lambda t: [
+            m if isinstance(m, str) else " ".join(m)
+            for m in (t.get("model") or {}).get("merges", ())
+        ],
+    }
+    return [name for name, part in parts.items() if part(first) != part(second)]

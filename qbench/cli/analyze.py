@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from qbench.analysis.run import (
+from qbench.analysis.analyze_run import (
     analysis_grid,
     analyze_if_needed,
     chosen,
@@ -20,7 +20,7 @@ from qbench.analysis.run import (
     put_sensitivity_grid,
     require_heads,
 )
-from qbench.analysis.text import (
+from qbench.analysis.analyzed_text import (
     FIELD,
     AnalysisSettings,
     parse_heads,

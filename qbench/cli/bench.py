@@ -62,7 +62,7 @@ def attention(
     qbench bench attention --quick
     ```
     """
-    bench = load("bench.attention")
+    bench = load("bench.attention_speed")
     found = bench.bench_attention(out, quick, only, log=lambda line: typer.echo(line, err=True))
     show(bench.table(found), found, out)
 
@@ -113,7 +113,7 @@ def evaluation(
     qbench bench evaluation recipes/demo.yaml --limit 50
     ```
     """
-    bench = load("bench.evaluation")
+    bench = load("bench.evaluation_speed")
     planned = load_launcher(recipe, overrides, out=None, device=device).plan()
     with alone() as log:
         found = bench.bench_evaluation(planned, log=log)

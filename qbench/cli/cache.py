@@ -9,7 +9,8 @@ import typer
 from tabulate import tabulate
 
 from qbench import cache as kept
-from qbench.cache import cache_folder, entries, in_words
+from qbench.cache import entries, in_words
+from qbench.files import cache_folder
 from qbench.machine import GIB
 from qbench.text import duration
 

@@ -11,8 +11,8 @@ from concurrent.futures import Executor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qbench.cache import cache_folder
 from qbench.errors import RecipeError, UnavailableError
+from qbench.files import cache_folder
 from qbench.machine import choose_device, gpu_slots, terminal
 from qbench.plan import Plan, cell_names, plan
 from qbench.recipe import Overrides, Recipe

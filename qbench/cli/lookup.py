@@ -21,7 +21,7 @@ from qbench.cli.options import PluginOption
 from qbench.errors import RecipeError
 from qbench.evaluation.definitions import task_names
 from qbench.plugins import load_packages
-from qbench.quantizers.prequantized import format_rows
+from qbench.quantizers.published import format_rows
 from qbench.recipe_schema import Row
 from qbench.recipe_yaml import bundled_recipes
 

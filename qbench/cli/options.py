@@ -15,7 +15,8 @@ import typer
 from qbench.errors import OutputError, RecipeError
 from qbench.files import require_writable
 from qbench.plugins import load_file
-from qbench.quantizers.names import COMBINATIONS, PARTS
+from qbench.quantizers.registry import names as quantizer_names
+from qbench.quantizers.registry import split_commas
 from qbench.recipe import Overrides
 from qbench.store import Store, run_id, runs
 
@@ -140,8 +141,7 @@ def open_store(folder: Path, run: str | None, option: str = "--run") -> Store:
 def complete_quantizers(incomplete: str) -> list[str]:
     """The shell asks: the last name of a list by commas, or the last part of one with +."""
     given, last = re.fullmatch(r"(.*[,+])?([^,+]*)", incomplete).groups("")  # type: ignore[union-attr]  # fits any text
-    names = [name for registry in (*PARTS.values(), COMBINATIONS) for name in registry]
-    return [given + name for name in dict.fromkeys(names) if name.startswith(last)]
+    return [given + name for name in quantizer_names() if name.startswith(last)]
 
 
 OPTIONS: dict[str, Any] = {
@@ -166,8 +166,9 @@ OPTIONS: dict[str, Any] = {
         typer.Option(
             metavar="NAMES",
             autocompletion=complete_quantizers,
-            help="These quantizers, separated by commas: bf16,gptq-4bit. With +, weights and more: "
-            "gptq-4bit+kv4. With a recipe, its labels keep their settings.",
+            help="These quantizers, separated by commas: bf16,gptq-4bit. Options follow a colon: "
+            "hqq-4bit:axis=0. With +, weights and more: gptq-4bit+kv4. With a recipe, its labels "
+            "keep their settings.",
         ),
     ],
     "tasks": Annotated[
@@ -292,7 +293,8 @@ def listed(option: str, names: str | None) -> tuple[str, ...] | None:
     """Names by commas; RecipeError for an empty one."""
     if names is None:
         return None
-    found = tuple(name.strip() for name in names.split(","))
+    found = tuple(split_commas(names) if option == "--quantizers" else names.split(","))
+    found = tuple(name.strip() for name in found)
     if not all(found):
         raise RecipeError(f"{option} {names!r}: write names with commas between them")
     return found

@@ -13,7 +13,6 @@ from typing import Annotated
 
 import typer
 
-from qbench.cache import cache_folder
 from qbench.checkpoints.find import elements
 from qbench.cli.launcher import Launcher, launch, load_launcher
 from qbench.cli.messages import complain
@@ -31,7 +30,7 @@ from qbench.cli.options import (
 from qbench.comparison.verdict import headline
 from qbench.errors import RecipeError, some
 from qbench.evaluation.tasks import TaskSpec
-from qbench.files import require_folder
+from qbench.files import cache_folder, require_folder
 from qbench.machine import GIB, fast_bf16, memory_gib
 from qbench.plan import Cell, Plan, cell_names, require_runnable, select
 from qbench.recipe import Overrides, save
@@ -103,7 +102,11 @@ def run(
         planned, records = _run_cells(launcher, only, force)
     from qbench.cli.results import show_tables  # pandas
 
-    comparison = show_tables(Store(launcher.out, manifest=planned.grid), against=against)
+    store = Store(launcher.out, manifest=planned.grid)
+    if only is not None:  # others that are there stand beside; the rest was not asked for
+        chosen = {record.cell for record in (*records, *store.records())}
+        store = Store(launcher.out, manifest=planned.manifest_of(chosen))
+    comparison = show_tables(store, against=against)
     typer.echo(f"{headline(comparison)} All of it: qbench view {launcher.out}", err=True)
     broken = [record for record in records if record.status == "failed" or record.failed_tasks]
     if broken:
@@ -185,7 +188,7 @@ def plan_lines(planned: Plan, store: Store, only: str | None) -> Iterator[str]:
         about = f"{cell.name}  key {cell.key[:16]}"
         if cell.refusal is not None:
             yield f"refused   {about}"
-        elif is_up_to_date(record, cell, store, cache_folder(), made=todo):
+        elif is_up_to_date(record, cell, planned, store, cache_folder(), made=todo):
             yield f"there     {about}"
         elif record is None and find_kept(cell, cache_folder()):
             yield f"cached    {about}"

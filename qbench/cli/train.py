@@ -24,9 +24,9 @@ from qbench.recipe import Overrides, Recipe
 from qbench.records import Training
 from qbench.text import group_by_reason
 from qbench.training.data import read_token_files
-from qbench.training.recipe import TrainingRecipe
 from qbench.training.tokenize import Tokenizing
 from qbench.training.tokenize import tokenize as write
+from qbench.training.training_recipe import TrainingRecipe
 
 
 class Tracker(StrEnum):
@@ -42,8 +42,9 @@ def tokenize(
         list[str],
         typer.Argument(
             metavar="TEXT...",
-            help="Text to train on: *.jsonl, *.txt (documents separated by a zero byte), both also "
-            ".gz or .xz, *.parquet, or hf://datasets/OWNER/NAME@REV:CONFIG (both optional).",
+            help="Text to train on: *.txt (documents separated by a zero byte), *.jsonl or "
+            "*.parquet with the text in the field or column 'text', or "
+            "hf://datasets/OWNER/NAME@REV:CONFIG (both optional).",
         ),
     ],
     out: Annotated[Path, folder_option("The folder to write; it must not exist.")],
@@ -59,33 +60,23 @@ def tokenize(
             "(byte-level BPE, digits apart).",
         ),
     ] = None,
-    field: Annotated[str, typer.Option(help="Field or column that holds the text.")] = "text",
-    split: Annotated[str, typer.Option(help="Split of a hub dataset.")] = "train",
     bos: Annotated[bool, typer.Option(help="Begin each document with BOS.")] = True,
     eos: Annotated[bool, typer.Option(help="End each document with EOS.")] = True,
-    held_out: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            metavar="TOKENS",
-            help="Tokens to hold out for measuring: one document in fifty, until there are so "
-            "many.",
-        ),
-    ] = 200_000,
     most_tokens: Annotated[
         int | None, typer.Option(min=1, help="Stop after about this many tokens to train on.")
     ] = None,
-    without: Annotated[
+    decontaminate: Annotated[
         Path | None,
         typer.Option(
             metavar="FOLDER",
-            help="Leave out paragraphs that share thirteen words in a row with a text of the JSON "
+            help="Leave out lines that share thirteen words in a row with a text of the JSON "
             "Lines files in this folder, such as those of --data.",
         ),
     ] = None,
-    licences: Annotated[str, typer.Option(help="Licence of the text, for the record.")] = "",
 ) -> None:
     """Turn text into token files for `qbench train`.
+
+    One document in fifty is held out for measuring, up to 200,000 tokens.
 
     Examples:
     ```
@@ -100,19 +91,10 @@ def tokenize(
         sources,
         out,
         tokenizer=tokenizer or vocabulary or 0,
-        settings=Tokenizing(
-            field=field,
-            split=split,
-            bos=bos,
-            eos=eos,
-            held_out=held_out,
-            most_tokens=most_tokens,
-            evaluation=without,
-            licences=licences,
-        ),
+        settings=Tokenizing(bos=bos, eos=eos, most_tokens=most_tokens, evaluation=decontaminate),
         progress=_tokenized(),
     )
-    left_out = f"; {about.left_out_paragraphs:,} paragraphs left out" if without else ""
+    left_out = f"; {about.left_out_lines:,} lines left out" if decontaminate else ""
     typer.echo(
         f"{about.train.tokens:,} tokens of {about.train.documents:,} documents to train on, "
         f"{about.held_out.tokens:,} tokens of {about.held_out.documents:,} documents held out"
@@ -272,9 +254,9 @@ def _tokenized() -> Callable[[int, int], None]:
 def show_trained(found: Sequence[Training], wanted: int) -> None:
     """A line on each run that is ``found`` finished, and how many of the ``wanted`` are."""
     for record in found:
+        loss = "not logged" if record.final_loss is None else f"{record.final_loss:.4f}"
         line = (
-            f"{record.normalizer}, seed {record.seed}: loss {record.final_loss or 0:.4f} after "
-            f"{record.tokens:,} tokens"
+            f"{record.normalizer}, seed {record.seed}: loss {loss} after {record.tokens:,} tokens"
         )
         if record.watched and record.best_loss is not None:
             line += (

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from qbench.cache import Sources, cache_folder, find_sources
+from qbench.cache import Sources, find_sources
 from qbench.cli.messages import show_written
 from qbench.cli.options import Folder, Run, folder_option, open_store
 from qbench.errors import DataError, OutputError, RecipeError
 from qbench.evaluation.tasks import plan_task
-from qbench.files import require_folder
+from qbench.files import cache_folder, require_folder
 from qbench.machine import redirected
 from qbench.recipe import Overrides, Recipe
 from qbench.store import Store, run_id

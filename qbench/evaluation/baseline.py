@@ -1,53 +1,68 @@
-"""The unquantized cell as its quantized ones find it: its record, and where the hidden states lie
-that it kept. Imports no torch; ``evaluation.kl`` says what is in them.
+"""Where the unquantized cell keeps what damage is measured against. Imports no torch;
+``evaluation.kl`` says what is in the files.
 
-    CACHE/distributions/<key16>.safetensors           hidden states of every scored token, LM head
+    CACHE/distributions/<key16>.safetensors           hidden states of a task's scored tokens
+    CACHE/distributions/<key16>.safetensors           the LM head, under a key without tasks
     CACHE/distributions/<key16>.safetensors.digest    of its parts, as those of artifacts
 
-They take scored tokens × hidden size × bytes of the dtype.
+The key of a task's file is :func:`qbench.cache.task_key`. Files take scored tokens × hidden size ×
+bytes of the dtype, the head vocabulary × hidden size.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
+from qbench.cache import head_key, task_key
 from qbench.errors import ResultsError
 from qbench.files import digest_of_parts, mark_used
-from qbench.records import KEY_DIGITS, GridCell, Record
-from qbench.store import Store
+from qbench.records import KEY_DIGITS, Record
+
+if TYPE_CHECKING:
+    from qbench.plan import Cell
+    from qbench.store import Store
 
 ABOUT = "about"  # the one entry of the file's metadata: several come in no fixed order
 REMEDY = "run the unquantized cell again"
 
 
-def read_baseline(cell: GridCell, store: Store, cache: Path) -> Record:
-    """The good record of the unquantized ``cell``, whose hidden states in ``cache`` are verified.
-    Raises ResultsError where it cannot be used."""
-    record = store.get_valid(cell)
+def read_baseline(cell: Cell, store: Store) -> Record:
+    """Return the good record of the unquantized ``cell``. Raises ResultsError if there is none."""
+    record = store.get_valid(cell.grid_cell)
     if record is None or record.status != "ok":
         raise ResultsError(
-            f"{cell.cell} has no finished record; run that cell first, then this one again"
+            f"{cell.name} has no finished record; run that cell first, then this one again"
         )
-    verify_baseline(baseline_file(cache, cell.key), cell.key)
     return record
 
 
 def baseline_file(cache: Path, key: str) -> Path:
-    """Where the hidden states of the unquantized cell ``key`` are kept."""
+    """Return the file of a task's hidden states, or of the LM head, under ``key``."""
     return cache / "distributions" / f"{key[:KEY_DIGITS]}.safetensors"
 
 
+def baseline_files(
+    cache: Path, parts: Mapping[str, Any], tasks: Iterable[str] | None = None
+) -> dict[Path, str]:
+    """Return the files of ``tasks`` (None: all) and of the LM head, each with its key, of the
+    unquantized cell with the key parts ``parts``."""
+    keys = [head_key(parts), *(task_key(parts, task) for task in tasks or parts["tasks"])]
+    return {baseline_file(cache, key): key for key in keys}
+
+
 def checksum_file(path: Path) -> Path:
-    """Where the digest of the file stands, that of ``files.digest_of_parts``."""
+    """Return where the digest of a file stands, that of ``files.digest_of_parts``."""
     return path.with_name(f"{path.name}.digest")
 
 
 def verify_baseline(path: Path, key: str) -> None:
-    """Reads the file whole. Raises ResultsError where it is not there, not what was written, or
-    another cell's."""
+    """Read the whole file. Raises ResultsError if it is missing, not what was written, or under
+    another key."""
     try:
         matches = checksum_file(path).read_text().strip() == digest_of_parts(path)
         about = {}

@@ -9,11 +9,10 @@ from __future__ import annotations
 import ast
 import difflib
 import functools
-import glob
 import hashlib
 import importlib.util
-import itertools
 import json
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -200,6 +199,7 @@ def _written(value: Any) -> str:
     return f"!function {value.name}" if isinstance(value, Function) else str(value)
 
 
+MOST_FILES = 50_000  # below a folder of definitions; lm-eval's has 17,600
 OURS = Path(__file__).parents[1] / "tasks"
 
 
@@ -214,14 +214,28 @@ def _found(kind: str, name: str, definitions: Path | None) -> Path | None:
     return next((path for path in found if path), None)
 
 
-@functools.cache
 def _index(folder: Path) -> dict[tuple[str, str], Path]:
-    """The first file, in the order of their paths, for each kind and name."""
-    found: dict[tuple[str, str], Path] = {}
+    """Return the first file, in the order of their paths, for each kind and name."""
+    return _read_index(folder, _state(folder))
+
+
+@functools.lru_cache(maxsize=16)
+def _read_index(folder: Path, state: int) -> dict[tuple[str, str], Path]:
+    paths: dict[tuple[str, str], Path] = {}
     for path in _definition_files(folder):
         for kind, name in NAMES.findall(_text(path)):
-            found.setdefault((kind, name), path)
-    return found
+            paths.setdefault((kind, name), path)
+    return paths
+
+
+def _state(folder: Path) -> int:
+    """Return a number that changes with the files of ``folder``: a notebook may add a definition
+    while it runs. Those of installed packages do not change."""
+    if folder in (OURS, lm_eval_tasks()):
+        return 0
+    stats = [(str(path), (s := path.stat()).st_mtime_ns, s.st_size)
+             for path in _definition_files(folder, templates=True)]  # fmt: skip
+    return hash(tuple(stats))
 
 
 def _children(name: str, config: dict[str, Any]) -> Iterator[str]:
@@ -277,14 +291,25 @@ def _unknown(name: str, definitions: Path | None) -> RecipeError:
     return RecipeError(f"tasks: lm-eval has no task {name!r}; {more}{own}")
 
 
-@functools.cache
 def _definition_files(folder: Path, templates: bool = False) -> list[Path]:
     suffixes = ("yaml", "yml") if templates else (".yaml",)
-    names = (glob.iglob(f"**/*{suffix}", root_dir=folder, recursive=True) for suffix in suffixes)
-    return sorted(folder / name for name in itertools.chain(*names))
+    files, seen = list[Path](), 0
+    for parent, folders, names in os.walk(folder, followlinks=True):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        seen += len(names) + len(folders)
+        if seen > MOST_FILES:
+            raise RecipeError(
+                f"definitions: {folder} holds more than {MOST_FILES:,} files; name the folder of "
+                "the YAML files alone"
+            )
+        files += [
+            Path(parent, name)
+            for name in names
+            if name.endswith(suffixes) and not name.startswith(".")
+        ]
+    return sorted(files)
 
 
-@functools.cache
 def _text(path: Path) -> str:
     return read_regular(path).decode(errors="replace")
 

@@ -22,7 +22,6 @@ from qbench.records import (
     TOKENS_KEPT,
     AnswerAgreement,
     ConfidenceBin,
-    Damage,
     Distributions,
     Divergence,
     Flips,
@@ -49,41 +48,34 @@ class Outcomes:
     scores: tuple[Score, ...]
 
 
-def damage(
+def task_damage(
     base: Outcomes,
     quantized: Outcomes,
     *,
-    measured: Mapping[str, pd.DataFrame],
-    correct: Mapping[str, Mapping[int, int]],
-) -> Damage:
-    """By task.
+    divergences: pd.DataFrame | None,
+    correct: Mapping[int, int],
+) -> TaskDamage:
+    """Return what quantization changed in one task.
 
-    ``measured`` are the ``divergences`` of a ``KLObserver`` that observed the quantized cell;
-    ``correct`` maps each task's documents to the request that scores the right answer (see
-    ``correct_requests``).
+    ``divergences`` are those of a ``KLObserver`` that observed the quantized cell; None if no token
+    was scored. ``correct`` maps documents to the request that scores the right answer (see
+    ``correct_requests``). Both outcomes are of this task alone.
     """
-    result: dict[str, TaskDamage] = {}
-    for task in dict.fromkeys(score.task for score in quantized.scores):
-        answer = None
-        if correct.get(task):
-            answer = answer_change(
-                _of(base.responses, task), _of(quantized.responses, task), correct[task]
+    return TaskDamage(
+        distributions=None if divergences is None else distributions(divergences),
+        flips=flips(base.outcomes, quantized.outcomes),
+        correct_answer=answer_change(base.responses, quantized.responses, correct)
+        if correct
+        else None,
+        answers=answer_agreement(base.responses, quantized.responses),
+        ln_perplexity_ratio={
+            score.metric: perplexity_ratio(
+                _of(base.outcomes, score.metric), _of(quantized.outcomes, score.metric)
             )
-        result[task] = TaskDamage(
-            distributions=distributions(measured[task]) if task in measured else None,
-            flips=flips(_of(base.outcomes, task), _of(quantized.outcomes, task)),
-            correct_answer=answer,
-            answers=answer_agreement(_of(base.responses, task), _of(quantized.responses, task)),
-            ln_perplexity_ratio={
-                score.metric: perplexity_ratio(
-                    _of(base.outcomes, task, score.metric),
-                    _of(quantized.outcomes, task, score.metric),
-                )
-                for score in quantized.scores
-                if score.task == task and score.aggregation in LOG_SCALE
-            },
-        )
-    return Damage(tasks=result)
+            for score in quantized.scores
+            if score.aggregation in LOG_SCALE
+        },
+    )
 
 
 def distributions(measured: pd.DataFrame) -> Distributions:
@@ -204,19 +196,26 @@ def answer_agreement(base: pd.DataFrame, quantized: pd.DataFrame) -> AnswerAgree
     """Generated answers as the two models gave them, whatever a filter took; None without any."""
     on = ["document", "request"]
     before, after = (
-        table[table["answer"].notna() & table["filter"].isna()][[*on, "answer"]]
+        table[table["answer"].notna() & table["filter"].isna()][[*on, "answer", "cut"]]
         for table in (base, quantized)
     )
     pairs = after.merge(before, on=on, suffixes=("", "_base"), validate="one_to_one")
-    if pairs.empty:
+    # Equal as far as both are kept, and unknown beyond.
+    unknown = (pairs["answer"] == pairs["answer_base"]) & (pairs["cut"] + pairs["cut_base"] > 0)
+    left_out, pairs = int(unknown.sum()), pairs[~unknown]
+    if pairs.empty and not left_out:
         return None
     shares = []
-    for one, other in zip(pairs["answer"], pairs["answer_base"], strict=True):
+    names = ("answer", "cut", "answer_base", "cut_base")
+    for one, cut, other, other_cut in zip(*(pairs[name] for name in names), strict=True):
         common = os.path.commonprefix([one, other])  # noqa: RUF071  of texts, not of paths
-        shares.append(len(common) / max(len(one), len(other)) if one != other else 1.0)
+        longest = max(len(one) + cut, len(other) + other_cut)
+        shares.append(len(common) / longest if one != other else 1.0)
     agreed = pd.Series(shares).groupby(pairs["document"].to_numpy()).mean().to_numpy()
     identical = int((pairs["answer"] == pairs["answer_base"]).sum())
-    return AnswerAgreement(identical=identical, agreed=ratio(agreed, np.ones(len(agreed))))
+    return AnswerAgreement(
+        identical=identical, agreed=ratio(agreed, np.ones(len(agreed))), left_out=left_out
+    )
 
 
 def perplexity_ratio(base: pd.DataFrame, quantized: pd.DataFrame) -> Ratio:
@@ -256,9 +255,8 @@ def right_choice(task: Any, document: Mapping[str, Any]) -> int | None:
     return gold if isinstance(gold, int) and gold >= 0 else None
 
 
-def _of(table: pd.DataFrame, task: str, metric: str | None = None) -> pd.DataFrame:
-    rows = table[table["task"] == task]
-    return rows if metric is None else rows[rows["metric"] == metric]
+def _of(table: pd.DataFrame, metric: str) -> pd.DataFrame:
+    return table[table["metric"] == metric]
 
 
 def _paired(

@@ -118,21 +118,25 @@ def build_requests(task: Any, settings: ScoringSettings, model: Any = None) -> N
     chat: dict[str, Any] = asdict(settings.chat) if settings.chat else {}
     if settings.chat and settings.chat.apply_chat_template:
         renderer = model.hflm if hasattr(model, "hflm") else model.model
-        _require_system_role(renderer, settings.chat.system_instruction)
+        _require_system_role(renderer, task, settings.chat.system_instruction)
         chat["chat_template"] = renderer.apply_chat_template
     task.build_all_requests(limit=settings.limit, rank=0, world_size=1, **chat)
 
 
-def _require_system_role(renderer: Any, instruction: str | None) -> None:
-    """lm-eval would leave the instruction out with a warning."""
-    if instruction is None:
-        return
-    turns = [{"role": "system", "content": instruction}, {"role": "user", "content": "?"}]
-    if instruction not in renderer.apply_chat_template(turns):
-        raise EvaluationError(
-            "evaluation.system_instruction: the model's chat template has no system role; leave it "
-            "out, or put it into the task's description"
-        )
+def _require_system_role(renderer: Any, task: Any, instruction: str | None) -> None:
+    """Raises EvaluationError if the template has no place for a system instruction or the task's
+    description, which lm-eval would leave out with a warning."""
+    name, text, remedy = "evaluation.system_instruction", instruction, "leave it out"
+    if text is None:
+        document = next(iter(task.eval_docs), {})
+        name, text = f"{task.config.task}: description", task.resolve_field(
+            document, task.config.description
+        )  # fmt: skip
+        remedy = "put it into the task's doc_to_text"
+    text = str(text or "").strip()
+    turns = [{"role": "system", "content": text}, {"role": "user", "content": "?"}]
+    if text and text not in renderer.apply_chat_template(turns):
+        raise EvaluationError(f"{name}: the model's chat template has no system role; {remedy}")
 
 
 def rebuild_requests(

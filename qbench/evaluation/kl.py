@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,8 +24,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn import functional
 
+from qbench.cache import head_key, task_key
 from qbench.errors import EvaluationError, OutputError, ResultsError
-from qbench.evaluation.baseline import ABOUT, REMEDY, checksum_file
+from qbench.evaluation.baseline import (
+    ABOUT,
+    REMEDY,
+    baseline_file,
+    checksum_file,
+    verify_baseline,
+)
 from qbench.evaluation.scoring.logits import LogitsPart, Projection, to_device
 from qbench.evaluation.scoring.requests import Scored
 from qbench.files import (
@@ -47,47 +54,62 @@ class TaskHiddenStates(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BaselineHiddenStates:
-    """Those of the unquantized cell by task, with its LM head: ``weight`` [V, H], ``bias`` [V].
-    Without tasks, and an empty head, where every task generates and no token was scored."""
+    """Hidden states of the unquantized cell by task, and its LM head: ``weight`` [V, H], ``bias``
+    [V]. A task that generates has none, and an empty head stands where no token was scored."""
 
     tasks: dict[str, TaskHiddenStates]
     weight: Tensor
     bias: Tensor | None
 
-    def save(self, path: Path, key: str) -> None:
-        """As the file ``path`` of the cell ``key``, and its digest beside it; it appears whole or
-        not at all. Raises ResultsError where it cannot be written."""
-        tensors = {"head.weight": self.weight}
-        if self.bias is not None:
-            tensors["head.bias"] = self.bias
-        for number, one in enumerate(self.tasks.values()):
-            tensors |= {f"{number}.{name}": tensor for name, tensor in one._asdict().items()}
-        about = json.dumps({"key": key, "tasks": list(self.tasks)})
-        clean_temporaries(path.parent)
+    def save(self, cache: Path, parts: Mapping[str, Any], task: str) -> None:
+        """Write what is kept of ``task`` and the LM head, under the keys of the cell with the key
+        parts ``parts``, each file with its digest beside it. Raises ResultsError if that fails."""
+        states = self.tasks.get(task)
+        _write(cache, task_key(parts, task), {} if states is None else states._asdict())
         try:
-            with replacing(path) as making:
-                save_tensors(making, tensors, {ABOUT: about})
-                digest = digest_of_parts(making)
-            write_atomically(checksum_file(path), f"{digest}\n".encode())
-        except OutputError as error:
-            raise ResultsError(
-                f"{error}; make room there, or leave damage out with evaluation.damage: false"
-            ) from error
+            head = _read(cache, head_key(parts))
+        except ResultsError:
+            head = {}
+        if "weight" not in head or len(head["weight"]) < len(self.weight):
+            bias = {} if self.bias is None else {"bias": self.bias}
+            _write(cache, head_key(parts), {"weight": self.weight, **bias})
 
     @classmethod
-    def load(cls, path: Path) -> BaselineHiddenStates:
-        """Of a verified file (``baseline.verify_baseline``), memory-mapped."""
-        try:
-            with safe_open(path, framework="pt") as file:
-                found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-                names = json.loads(file.metadata()[ABOUT])["tasks"]
-        except (OSError, SafetensorError) as error:
-            raise ResultsError(f"{path}: {error}; {REMEDY}") from error
-        tasks = {
-            name: TaskHiddenStates(found[f"{number}.token"], found[f"{number}.states"])
-            for number, name in enumerate(names)
-        }
-        return cls(tasks, found["head.weight"], found.get("head.bias"))
+    def load(
+        cls, cache: Path, parts: Mapping[str, Any], tasks: Iterable[str]
+    ) -> BaselineHiddenStates:
+        """Read the hidden states of ``tasks``, memory-mapped. Raises ResultsError if a file is
+        missing, damaged or another cell's."""
+        states = {}
+        for task in tasks:
+            if tensors := _read(cache, task_key(parts, task)):
+                states[task] = TaskHiddenStates(**tensors)
+        head = _read(cache, head_key(parts)) if states else {"weight": torch.empty(0)}
+        return cls(states, head["weight"], head.get("bias"))
+
+
+def _write(cache: Path, key: str, tensors: dict[str, Tensor]) -> None:
+    path = baseline_file(cache, key)
+    clean_temporaries(path.parent)
+    try:
+        with replacing(path) as making:
+            save_tensors(making, tensors, {ABOUT: json.dumps({"key": key})})
+            digest = digest_of_parts(making)
+        write_atomically(checksum_file(path), f"{digest}\n".encode())
+    except OutputError as error:
+        raise ResultsError(
+            f"{error}; make room there, or leave damage out with evaluation.damage: false"
+        ) from error
+
+
+def _read(cache: Path, key: str) -> dict[str, Tensor]:
+    path = baseline_file(cache, key)
+    verify_baseline(path, key)
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise ResultsError(f"{path}: {error}; {REMEDY}") from error
 
 
 def _task_of(instances: Sequence[Any]) -> str:
@@ -113,6 +135,10 @@ class BaselineWriter:
             weight.detach().cpu().contiguous(),
             None if bias is None else bias.detach().cpu(),
         )
+
+    def forget(self) -> None:
+        """Let go of the hidden states, which are on disk by now."""
+        self._tasks.clear()
 
     def begin(
         self, instances: Sequence[Any], lengths: Sequence[int], head: torch.nn.Module

@@ -208,6 +208,7 @@ class LlamaCppScorer(Scorer):
         self._embedded, self._counts = model.vocabulary, Counts()
         self.fast = self.exact = None
         self._rolling = {}
+        self._differences, self._exact_tasks, self._generated = [], {}, {}
 
     def report(self) -> ScoringReport:
         batching = "llama.cpp, one after another"

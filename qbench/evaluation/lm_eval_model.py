@@ -71,6 +71,9 @@ class ExternalScorer(LM):
             what = f"{type(self.model).__name__}.{kind}"
             raise EvaluationError(f"{what}: {type(error).__name__}: {first_line(error)}") from error
 
+    def take_report(self) -> ScoringReport:
+        return self.report()
+
     def report(self) -> ScoringReport:
         return ScoringReport(
             mode="lm-eval",

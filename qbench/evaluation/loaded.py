@@ -164,6 +164,7 @@ def load_task(spec: TaskSpec, tokenizer: Path | None = None) -> LoadedTask:
     if spec.hub_data is not None:
         _require_commit(spec, task)
     _require_metrics(spec, task)
+    _require_examples(spec, task)
     if getattr(task, "MULTIMODAL", False):  # which a class may say without its definition
         raise DataError(f"{spec.name}: it asks about images or sound; leave the task out")
     if len(lines) != len(task.eval_docs):
@@ -240,6 +241,18 @@ def _reason(spec: TaskSpec, config: dict[str, Any], error: Exception) -> str:
     if spec.files and isinstance(error, (KeyError, UndefinedError)):
         return f"{line}; are the fields of its data those that it needs?"
     return line
+
+
+def _require_examples(spec: TaskSpec, task: ConfigurableTask) -> None:
+    """Raises DataError if fewer documents are there than examples are drawn. lm-eval draws one more
+    where it leaves out the document that is asked about."""
+    count = task.config.num_fewshot or 0
+    needed = count + (task.fewshot_cfg.split == task.config.test_split)
+    if count and (there := len(task.sampler.df)) < needed:
+        raise DataError(
+            f"{spec.name}: num_fewshot {count}: there are {there} documents to draw examples from, "
+            f"{needed} are needed; lower num_fewshot"
+        )
 
 
 def _require_metrics(spec: TaskSpec, task: ConfigurableTask) -> None:

@@ -45,7 +45,7 @@ class Tolerance:
     changed: Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)] = 0.1
 
 
-def beyond(tolerance: Tolerance, sample: SampleDifference) -> str | None:
+def sample_violation(tolerance: Tolerance, sample: SampleDifference) -> str | None:
     """Why a sample's differences are more than ``tolerance`` allows; None where they are not."""
     if sample.by_bias:
         return _biased(tolerance, sample)
@@ -96,12 +96,13 @@ def _biased(tolerance: Tolerance, sample: SampleDifference) -> str | None:
     )
 
 
-def exceeded(tolerance: Tolerance, report: ScoringReport | None) -> str | None:
+def tolerance_violation(tolerance: Tolerance, report: ScoringReport | None) -> str | None:
     """Why a record does not pass ``tolerance``, which may be tighter than when it was made; None
     where it does, and where nothing was scored fast."""
     if report is None or report.difference_from_exact is None:
         return None
-    reasons = (beyond(tolerance, sample) for sample in report.difference_from_exact.samples)
+    samples = report.difference_from_exact.samples
+    reasons = (sample_violation(tolerance, sample) for sample in samples)
     return next((reason for reason in reasons if reason), None)
 
 
@@ -166,7 +167,7 @@ class ScoringSettings:
 
     def key_parts(self) -> dict[str, Any]:
         """What belongs into a cell's key. ``tolerance`` changes no score: a record is held
-        against it when it is read (``exceeded``)."""
+        against it when it is read (``tolerance_violation``)."""
         judged = ("tolerance", "amplifies_rounding", "fallback")
         left_out = judged if self.chat else (*judged, "chat")
         return {k: v for k, v in asdict(self).items() if k not in left_out}

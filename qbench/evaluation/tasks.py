@@ -116,6 +116,34 @@ def require_fields(name: str, definition: Definition, path: Path, rows: Sequence
         _require_labels(name, target, path, rows)
 
 
+KINDS: dict[type, str] = {
+    bool: "true or false", int: "a number", float: "a number", str: "a text", list: "a list",
+    dict: "an object",
+}  # fmt: skip
+
+
+def _require_types(name: str, path: Path, rows: Sequence[Row]) -> None:
+    """Raises DataError if a field holds values of two kinds, of which datasets makes no column."""
+    first: dict[str, tuple[str, int]] = {}
+    for row in rows:
+        for field, value in row.fields.items():
+            if value is None:
+                continue
+            kind, line = first.setdefault(field, (KINDS[type(value)], row.line))
+            if KINDS[type(value)] != kind:
+                raise DataError(
+                    f"{path}:{row.line}: {name}: field {field!r} is {KINDS[type(value)]}, and "
+                    f"{kind} in line {line}; write the same kind in every line"
+                )
+            if isinstance(value, list):
+                kinds = {KINDS[type(one)] for one in value if one is not None}
+                if len(kinds) > 1:
+                    raise DataError(
+                        f"{path}:{row.line}: {name}: the list in field {field!r} mixes "
+                        f"{' and '.join(sorted(kinds))}; write one kind"
+                    )
+
+
 def no_text(template: str, fields: dict[str, Any], *, text: bool) -> str | None:
     """Why a field that ``template`` prints as it is has nothing to print: null, ``[]`` or ``{}``,
     which Jinja writes out as Python does; with ``text`` whatever is not a text with something in
@@ -174,7 +202,8 @@ def is_hidden(label: Any) -> bool:
     return label in (None, "", "-1")
 
 
-MAX_GEN_TOKS = 256  # lm-eval's, where a task states none
+MAX_GEN_TOKS = 256  # lm-eval's, if a task states none
+LIMIT_KEYS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 LOCAL_FORMATS = ("arrow", "csv", "json", "pandas", "parquet", "text")  # of datasets.load_dataset
 
 
@@ -258,7 +287,8 @@ def plan_task(
     ]
     if others:
         label += f" [{', '.join(others)}]"
-    generation = config.get("generation_kwargs") or {}
+    if shows_itself(config):
+        label += " (examples may be the document itself)"
     return TaskSpec(
         name=name,
         label=label,
@@ -272,7 +302,7 @@ def plan_task(
         hub_data=None if found else _hub_data(name, config),
         documents=documents,
         output_type=config.get("output_type", "generate_until"),
-        max_gen_toks=int(generation.get("max_gen_toks", MAX_GEN_TOKS)),
+        max_gen_toks=_answer_tokens(name, config.get("generation_kwargs") or {}),
     )
 
 
@@ -295,6 +325,33 @@ def fewshot_split(config: dict[str, Any]) -> str | None:
         or config.get("validation_split")
         or config.get("test_split")
     )
+
+
+def shows_itself(config: dict[str, Any]) -> bool:
+    """Return whether lm-eval may show a document with its answer before asking about it: examples
+    are drawn from the split that is scored, and it leaves the document out of the draw only if the
+    stated split of examples is the test split."""
+    pool = fewshot_split(config)
+    return pool is not None and pool == evaluation_split(config) and not _leaves_out(config)
+
+
+def _leaves_out(config: dict[str, Any]) -> bool:
+    """Whether lm-eval draws one example more, and drops the document that is asked about."""
+    stated = (config.get("fewshot_config") or {}).get("split") or config.get("fewshot_split")
+    return stated == config.get("test_split")
+
+
+def _answer_tokens(name: str, generation: dict[str, Any]) -> int:
+    """The most tokens of an answer, under the names that lm-eval takes in this order."""
+    for key in LIMIT_KEYS:
+        if (value := generation.get(key)) is not None:
+            try:
+                return int(value)
+            except (TypeError, ValueError):
+                raise DataError(
+                    f"{name}: generation_kwargs: {key}: {value!r:.40} is no number of tokens"
+                ) from None
+    return MAX_GEN_TOKS
 
 
 def _local_files(
@@ -329,10 +386,24 @@ def _local_files(
     for of, path in paths.items():
         rows, digest = read_rows(path)
         require_fields(name, definition, path, rows)
+        _require_types(name, path, rows)
+        if of == examples:
+            _require_examples(name, config, path, len(rows))
         found.append(DataFile(split=of, path=path, digest=digest))
         if of == split and not config.get("process_docs"):
             documents = len(rows)
     return tuple(found), documents
+
+
+def _require_examples(name: str, config: dict[str, Any], path: Path, rows: int) -> None:
+    """Raises DataError if fewer documents are in the file than examples are drawn from it."""
+    needed = config["num_fewshot"] + _leaves_out(config)
+    processed = (config.get("fewshot_config") or {}).get("process_docs")
+    if rows < needed and not processed and not config.get("process_docs"):
+        raise DataError(
+            f"{name}: num_fewshot {config['num_fewshot']}: {path} has {rows} documents to draw "
+            f"examples from, {needed} are needed; lower num_fewshot or add documents"
+        )
 
 
 def _paths(

@@ -1,33 +1,33 @@
 """Quantizers: settings by name, quantized models, and the audit that proves them.
 
-What is named here imports no torch: ``qbench plan`` and ``qbench list`` start at once. The work
-is in ``quantize.quantize``, ``calibration.read_calibration`` and ``audit.cell.audit``.
+What is imported here needs no torch: ``qbench plan`` and ``qbench list`` start at once. The work is
+in ``quantize.quantize``, ``calibration.read_calibration`` and ``audit.cell.audit``.
 """
 
-from qbench.quantizers import (  # noqa: F401  (they register)
-    activations,
-    kv_cache,
-    lm_eval_model,
-    prequantized,
-    transforms,
-)
+import importlib
+import pkgutil
+
+from qbench.quantizers import methods, published  # noqa: F401  (published registers)
 from qbench.quantizers.config import (
-    SETTINGS,
     PackedWeight,
     QuantizationConfig,
     WeightSettings,
+    settings,
 )
-from qbench.quantizers.names import QUANTIZERS, config_of, register, unquantized_dtype
-from qbench.quantizers.weights import Rtn
+from qbench.quantizers.methods.weight_only import Rtn
+from qbench.quantizers.registry import METHODS, config_of, register, unquantized_dtype
+
+for _module in pkgutil.iter_modules(methods.__path__):  # each registers its settings
+    importlib.import_module(f"{methods.__name__}.{_module.name}")
 
 __all__ = [
-    "QUANTIZERS",
-    "SETTINGS",
+    "METHODS",
     "PackedWeight",
     "QuantizationConfig",
     "Rtn",
     "WeightSettings",
     "config_of",
     "register",
+    "settings",
     "unquantized_dtype",
 ]

@@ -14,18 +14,19 @@ from torch import Tensor, nn
 
 from qbench.errors import QuantizationError
 from qbench.progress import Advance
-from qbench.quantizers.activations import FakeQuantized
 from qbench.quantizers.calibration import Calibration, watch_inputs
 from qbench.quantizers.config import ActivationEvidence, matching, require_matches
 from qbench.quantizers.fake_quant import FakeQuant, scale_of_tensor
-from qbench.quantizers.linear import matrices
+from qbench.quantizers.linear import kept_in_float32, matrices
+from qbench.quantizers.methods.input_formats import FakeQuantized
 
 ATTRIBUTE = "qbench_inputs"  # of a model whose activations are quantized
 
 
 def layers_with_inputs(model: nn.Module, ignore: tuple[str, ...] = ()) -> dict[str, nn.Module]:
     """The modules of ``model`` that multiply by a weight matrix, by name: linear layers, however
-    their weights are stored. Without the LM head and what ``ignore`` names.
+    their weights are stored. The LM head, what ``ignore`` names and what the model's class keeps in
+    float32 are left out.
 
     Raises QuantizationError for a pattern that names none of them, and no other weight matrix.
     """
@@ -36,16 +37,15 @@ def layers_with_inputs(model: nn.Module, ignore: tuple[str, ...] = ()) -> dict[s
         if module is not head and hasattr(module, "in_features") and hasattr(module, "out_features")
     }
     require_matches({**found, **matrices(model)}, ignore, "activations")
-    ignored = matching(found, ignore)
-    return {name: module for name, module in found.items() if name not in ignored}
+    left_out = matching(found, ignore) | kept_in_float32(model, found)
+    return {name: module for name, module in found.items() if name not in left_out}
 
 
 def install(model: nn.Module, settings: FakeQuantized, tensors: Mapping[str, Tensor]) -> None:
     """Let layers of ``model`` take in what ``settings`` make of their inputs; ``tensors`` are those
     of ``calibrate``. Raises QuantizationError for a layer whose width groups do not divide."""
     modules, form = layers_with_inputs(model, settings.ignore), settings.format
-    for name, module in modules.items():
-        settings.check_layer(name, module.out_features, module.in_features)
+    settings.check_layers({n: (m.out_features, m.in_features) for n, m in modules.items()})
     fixed = {name: scale_of_tensor(*ends, form) for name, ends in tensors.items()}
     inputs = FakeQuant(form, {name: fixed.get(name) for name in modules})
     for name, module in modules.items():

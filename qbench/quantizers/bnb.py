@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from qbench.quantizers.config import PackedWeight
 from qbench.quantizers.linear import ROUTED, Tensors, bias_of
-from qbench.quantizers.weights import BNB_BLOCK as BLOCK
-from qbench.quantizers.weights import Bnb4, Bnb8
+from qbench.quantizers.methods.weight_only import BNB_BLOCK as BLOCK
+from qbench.quantizers.methods.weight_only import Bnb4, Bnb8
 
 CODES = "qbench_codes"  # attribute of a tensor: its version, a threshold, and its codes
 

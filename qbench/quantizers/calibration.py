@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from qbench.errors import DataError, QuantizationError, some
 from qbench.progress import Advance
 from qbench.quantizers.texts import CalibrationText, draw_windows
-from qbench.streaming import Stop, decoder_blocks, hold
+from qbench.streaming import Stop, decoder_blocks, offload
 
 Call = Callable[[Tensor], Any]  # of a block on hidden states
 
@@ -130,7 +130,7 @@ class BlockInputs:
             options = dict(kwargs)
             hidden, *rest = args or (options.pop("hidden_states"),)
             if output is None:
-                self._states.append(hold(self._model, hidden))
+                self._states.append(offload(self._model, hidden))
                 beside = [x for x in tree_leaves((rest, options)) if isinstance(x, Tensor)]
                 if known is not None:
                     if not all(map(torch.equal, known, beside)):
@@ -219,7 +219,7 @@ class BlockInputs:
     def advance(self, index: int) -> None:
         """Take the step from block ``index`` to the next: its outputs are what that receives."""
         for batch, before in enumerate(self._states):
-            self._states[batch] = hold(self._model, _states(self.run(index, batch)), before)
+            self._states[batch] = offload(self._model, _states(self.run(index, batch)), before)
 
 
 def _product(x: Tensor) -> Tensor:

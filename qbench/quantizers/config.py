@@ -1,36 +1,37 @@
 """What a cell's precision is: one :class:`QuantizationConfig`, plain frozen data. Imports no torch.
 
-A config has four fields (weights, activations, kv_cache, transform), each the settings of
-one method or None. Settings say what a plan, a key and the audit must know; the functions that do
-the work stand in the method's ``backend``, a module that ``qbench.quantizers.quantize`` imports
-when a model is there; of settings that are none of qbench's own, the module that they are in:
+A config has one field per kind of method: weights, transform, activations, kv_cache. Each holds the
+settings of one method, or None. Settings say what a plan, a key and the audit must know. The type
+of the settings chooses the functions that do the work: those of the module that its ``backend``
+names, or of the module that it is defined in. ``qbench.quantizers.quantize`` calls them:
 
     weights      quantize(name, layer, settings) → tensors by name, for one ``nn.Linear``; or, for a
-                 method that goes through a whole model, quantize_model(model, settings,
-                 calibration, progress) → (tensors by layer's name, a note)
-                 from_packed(layer, tensors, settings) → the module that runs in its place, where
-                 the ``tensors`` lie; the layer's own weight may be gone, but for shape and dtype
+                 method that needs the whole model, quantize_model(model, settings, calibration,
+                 progress) → (tensors by layer's name, a note)
+                 from_packed(layer, tensors, settings) → the module that runs in the layer's place,
+                 on the device of ``tensors``; of ``layer`` only shape and dtype may be left
                  unpack(module, settings) → PackedWeight, or None for a module of another kind
     activations  install(model, settings, tensors);
                  evidence(model, settings) → ActivationEvidence by module's name
     kv_cache     install(model, settings, tensors);
-                 evidence(model, settings) → the cache that it carries, by attention's name
+                 evidence(model, settings) → the cache, by attention's name
     transform    transform(model, settings, tensors): in place
 
-All but weights may have calibrate(model, settings, calibration, progress) → what ``tensors`` are:
-it sees the model before its weights are quantized, and leaves it as it was.
+All but weights may have calibrate(model, settings, calibration, progress) → ``tensors``. It sees
+the model before its weights are quantized, and must not change it.
 """
 
 from __future__ import annotations
 
 import fnmatch
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 from pydantic_core import to_jsonable_python
 
@@ -42,29 +43,27 @@ from qbench.records import Part, Precision
 if TYPE_CHECKING:
     from torch import Tensor
 
+Kind = Literal["weights", "transform", "activations", "kv_cache"]
+KINDS: tuple[Kind, ...] = ("weights", "transform", "activations", "kv_cache")
+Shapes = Mapping[str, tuple[int, int]]  # [out, in] of linear layers by name
 SETTINGS = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+settings = pydantic_dataclass(frozen=True, kw_only=True, config=SETTINGS)  # decorates a class
 Dtype = Literal["bfloat16", "float16", "float32"]
 Runtime = Literal["transformers", "llama.cpp", "lm-eval"]  # what runs a cell's model
 UNQUANTIZED: dict[str, str] = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}
-
-WIDEST = 65536  # group; a longer row is one group as WHOLE_ROW
-GroupSize = Annotated[
-    Annotated[int, Field(ge=8, le=WIDEST)] | Literal[-1],
-    Field(description="weights that share a scale, along a row; -1 is the whole row"),
-]
 ROUNDING_BOUND = {2: 1.0, 3: 0.7, 4: 0.4, 8: 0.05}
 
 
 def pattern(text: str) -> str:
-    """A part of names or a shell pattern over whole ones, as ``ignore`` takes it."""
+    """Check a pattern of ``ignore``: a part of names, or a shell pattern over full names."""
     if not re.fullmatch(r"[\w.*?\[\]!-]+", text):
         raise ValueError("a part of names, such as experts, or a pattern, such as '*.o_proj'")
     return text
 
 
 def matching(names: Iterable[str], patterns: tuple[str, ...]) -> set[str]:
-    """Those of ``names`` that ``patterns`` say: a name, consecutive parts of one between dots
-    (``experts``, ``mlp.gate``), or a shell pattern of all of one (``*.o_proj``)."""
+    """Return the ``names`` that a pattern matches: a full name, consecutive parts of it between
+    dots (``experts``, ``mlp.gate``), or a shell pattern over all of it (``*.o_proj``)."""
     return {
         name
         for name in names
@@ -73,7 +72,7 @@ def matching(names: Iterable[str], patterns: tuple[str, ...]) -> set[str]:
 
 
 def require_matches(names: Iterable[str], patterns: tuple[str, ...], what: str) -> None:
-    """Raise QuantizationError, in the name of ``what``, for a pattern that none of ``names`` is."""
+    """Raise QuantizationError, which begins with ``what``, for a pattern that matches no name."""
     names = list(names)
     for pattern in patterns:
         if not matching(names, (pattern,)):
@@ -84,73 +83,121 @@ def require_matches(names: Iterable[str], patterns: tuple[str, ...], what: str) 
             )
 
 
-Patterns = tuple[Annotated[str, AfterValidator(pattern)], ...]
+def alike(names: Iterable[str]) -> dict[str, list[str]]:
+    """Return ``names`` by the pattern over full names that they share, numbers replaced by ``*``:
+    ``model.layers.*.mlp.down_proj``."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        shared = ".".join("*" if part.isdigit() else part for part in name.split("."))
+        groups.setdefault(shared, []).append(name)
+    return groups
 
 
-def strategy(group_size: int) -> str:
-    """What shares a scale, in the words of a scheme."""
-    return "per row" if group_size == WHOLE_ROW else f"in groups of {group_size}"
+def ignore_advice(names: Iterable[str]) -> str:
+    """Return the ``ignore`` setting that leaves ``names`` out, as patterns over full names."""
+    return "ignore: [" + ", ".join(f"'{shared}'" for shared in alike(names)) + "]"
+
+
+def require_groups(what: str, features: Mapping[str, int], size: int, noun: str) -> None:
+    """Raise QuantizationError, which begins with ``what``, if groups of ``size`` do not divide the
+    ``features`` (inputs or outputs, ``noun``) of every layer. It names all such layers and the
+    largest size that fits every layer."""
+    misfits = {name: count for name, count in features.items() if count % size}
+    if not misfits:
+        return
+    fits = math.gcd(*features.values())
+    fit = max((n for n in range(1, size + 1) if fits % n == 0 and n % 8 == 0), default=None)
+    advice = f"group_size {fit} fits every layer" if fit else "no group_size fits every layer"
+    named = [f"{shared} ({misfits[one[0]]:,})" for shared, one in alike(misfits).items()]
+    others = (
+        f", or leave them out: {ignore_advice(misfits)}" if len(misfits) < len(features) else ""
+    )
+    raise QuantizationError(
+        f"{what}: group_size {size} does not divide the {noun} of {', '.join(named)}; {advice}"
+        f"{others}"
+    )
+
+
+def _as_tuple(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else tuple(value) if type(value) is list else value
+
+
+Patterns = Annotated[
+    tuple[Annotated[str, AfterValidator(pattern)], ...], BeforeValidator(_as_tuple)
+]
+GroupSize = Annotated[int, Field(ge=8, le=65536)] | Literal[-1]
 
 
 class Settings(ABC):
     """Settings of one method: a frozen pydantic dataclass, whose fields are a recipe's options.
 
-    ``batch_invariant``: a score does not depend on what it is batched with, nor a token's logits on
-    later tokens; what sees the one sees the other. What is not declared here fails the audit.
-    ``requirements``: distributions whose versions can change what it gives, torch and transformers
-    left out (they are part of every cell). ``method``: what tables group cells by, and ``title``
-    what they write of it.
+    ``batch_invariant``: no score depends on batch-mates, and no token's logits on later tokens.
+    The audit fails a method that says so wrongly. ``requirements``: distributions whose versions
+    can change the result, torch and transformers left out (they are part of every cell).
+    ``method``: what tables group cells by; ``title``: what they call it.
     """
 
+    kind: ClassVar[Kind]
+    template: ClassVar[str] = ""  # of the name, such as "gptq-{num_bits}bit"; ``register`` sets it
     method: ClassVar[str] = ""
     title: ClassVar[str] = ""
-    backend: ClassVar[str] = ""  # of qbench.quantizers: where its functions are
+    backend: ClassVar[str] = ""  # module of qbench.quantizers with the functions; "": its own
     needs_calibration: bool = False
     batch_invariant: bool = True
     requirements: tuple[str, ...] = ()
-    ignore: tuple[str, ...] = ()  # layers that it leaves as they are
+    ignore: tuple[str, ...] = ()  # layers to leave unquantized
 
     @property
-    @abstractmethod
     def name(self) -> str:
-        """As its registry has it."""
+        """The name under which it is registered."""
+        return self.template.format(**{f.name: getattr(self, f.name) for f in fields(self)})
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as plain JSON, for keys and records; with a digest of the file that it is
-        written in, where that is none of qbench's own, whose digest every key holds."""
+        """Return all settings as plain JSON, for keys and records. A plug-in's include a digest of
+        its file; the package's own files are part of every key."""
         plain = to_jsonable_python(self)
         if not type(self).__module__.startswith("qbench."):
             plain["source"] = source_digest(type(self))
         return {"name": self.name, **plain}
 
+    def fitted(self, shapes: Shapes) -> Self:
+        """Return the settings with every choice made that depends on the ``shapes`` of a model's
+        linear layers."""
+        return self
+
     def check(self, config: Mapping[str, Any], device: str) -> None:  # noqa: B027
-        """Raise RecipeError for what a model of this ``config.json``, or this ``device`` ("cpu" or
-        "cuda"), cannot do; asked before any work starts."""
+        """Raise RecipeError if a model of this ``config.json``, or ``device`` ("cpu" or "cuda"),
+        cannot run it; called when a run is planned."""
 
     def check_layer(self, name: str, rows: int, columns: int) -> None:  # noqa: B027
-        """Raise QuantizationError, naming the layer, for a shape [out, in] of its weight that the
-        method does not take."""
+        """Raise QuantizationError, naming the layer, for a weight [rows, columns] = [out, in] that
+        the method does not take."""
 
-    def check_layers(self, shapes: Mapping[str, tuple[int, int]]) -> None:
-        """``check_layer`` of all linear layers, by name, that ``ignore`` does not name."""
+    def check_layers(self, shapes: Shapes) -> None:
+        """Check the linear layers that are quantized, by ``check_layer`` unless overridden."""
+        for name, (rows, columns) in self.quantized(shapes).items():
+            self.check_layer(name, rows, columns)
+
+    def quantized(self, shapes: Shapes) -> Shapes:
+        """Return the ``shapes`` of the layers that ``ignore`` does not match."""
         ignored = matching(shapes, self.ignore)
-        for name, (rows, columns) in shapes.items():
-            if name not in ignored:
-                self.check_layer(name, rows, columns)
+        return {name: shape for name, shape in shapes.items() if name not in ignored}
 
 
-@pydantic_dataclass(frozen=True, kw_only=True, config=SETTINGS)
+@settings
 class WeightSettings(Settings):
-    """Every linear layer but the LM head, each replaced by a module that holds fewer bits.
+    """A method that replaces every linear layer but the LM head by a module that holds fewer bits.
 
-    Embeddings and the LM head stay as they are, as is usual in the field. A subclass gives
+    Embeddings and the LM head stay unquantized, as is usual in the field. A subclass gives
     ``method``, ``title``, ``num_bits``, ``scheme`` and ``shared_bits``.
     """
 
-    prequantized: ClassVar[bool] = False  # the model is loaded as it is, and not quantized here
+    kind: ClassVar[Kind] = "weights"
+    prequantized: ClassVar[bool] = False  # the model is loaded quantized, not quantized here
     runtime: ClassVar[Runtime] = "transformers"
     ends_quantized: ClassVar[bool] = False  # embeddings and LM head too
     whole: ClassVar[bool] = False  # its weights may be the original's: another runtime's column
+    note: ClassVar[str] = ""  # what did it, in a few words
 
     compute_dtype: Annotated[
         Dtype,
@@ -159,15 +206,10 @@ class WeightSettings(Settings):
     ignore: Annotated[
         Patterns,
         Field(
-            strict=False,
             description="weight matrices to leave unquantized: parts of their names, such as "
-            "experts, or patterns over whole names, such as '*.o_proj'",
+            "experts, or patterns over full names, such as '*.o_proj'",
         ),
     ] = ()
-
-    @property
-    def name(self) -> str:
-        return f"{self.method}-{self.num_bits}bit"
 
     @property
     @abstractmethod
@@ -178,46 +220,34 @@ class WeightSettings(Settings):
     def precision(self) -> Precision:
         return Precision(weights=Part(bits=self.num_bits, scheme=self.scheme))
 
-    note: ClassVar[str] = ""  # what did it, in a few words
-
     def to_dict(self) -> dict[str, Any]:
         return {"method": self.method, **super().to_dict()}
 
     def group_length(self, columns: int) -> int:
-        """Weights in a group along a row of ``columns``."""
+        """Return how many weights share a scale along a row of ``columns``."""
         size: int = self.group_size
         return columns if size == WHOLE_ROW else size
 
-    # What it takes, and what the audit may expect
+    # What the audit may expect
 
     @property
     def levels(self) -> int:
         """The most distinct values of the weights in a group."""
         return int(2**self.num_bits)
 
-    def require_whole_groups(self, layer: str, features: int, what: str, size: int) -> None:
-        """Raise QuantizationError where ``features`` are no whole number of groups of ``size``."""
-        if features % size:
-            raise QuantizationError(
-                f"{self.name}: {layer} has {features} {what}, which group_size {size} does not "
-                "divide; choose one that does, or leave it out: "
-                f"ignore: [{layer.rpartition('.')[2]}]"
-            )
-
     @abstractmethod
     def shared_bits(self, rows: int, columns: int) -> float:
-        """Bits that a weight takes beside its code: its share of scales, zeros and indices."""
+        """Return the bits per weight beside its code: its share of scales, zeros and indices."""
 
     def bits_bounds(self, rows: int, columns: int) -> tuple[float, float]:
-        """Fewest and most bits that a weight of a matrix [rows, columns] may take: the code; its
-        share of scales, zeros and an index of the columns; one in a hundred, and padding that
-        small layers feel."""
+        """Return the fewest and most bits per weight of a matrix [rows, columns]: the code; its
+        share of scales, zeros and an index of the columns; 1 %, and padding of small layers."""
         shared = self.shared_bits(rows, columns) + 32 / rows
         most = 1.01 * (self.num_bits + shared) + 512 / (rows * columns)
         return 0.99 * self.num_bits, most
 
     def error_bound(self) -> float:
-        """The largest relative error ‖W' − W‖ / ‖W‖ of one matrix that can be right.
+        """Return the largest relative error ‖W' − W‖ / ‖W‖ that one matrix can have.
 
         Rounding to evenly spaced levels gives √(step² / 12) (Bennett 1948). Take Gaussian weights
         in groups of 128, whose largest is about 2.7 standard deviations: the error is 0.52, 0.22,
@@ -226,16 +256,17 @@ class WeightSettings(Settings):
         return ROUNDING_BOUND[self.num_bits]
 
     def agreement(self, dtype: str) -> tuple[float, float]:
-        """How far, relative, a forward in ``dtype`` may lie from the product with the stored
-        weights: on rows of the identity, and on random inputs."""
+        """Return how far, relative, a forward in ``dtype`` may lie from the product with the
+        stored weights: on rows of the identity, and on random inputs."""
         identity = {"bfloat16": 5e-3, "float16": 1e-3, "float32": 1e-5}
         random = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 1e-4}
         return identity[dtype], random[dtype]
 
 
 class ActivationSettings(Settings):
-    """What products with weight matrices take in, the LM head's left out."""
+    """A format of the inputs of linear layers, the LM head's left out."""
 
+    kind: ClassVar[Kind] = "activations"
     method: ClassVar[str] = "activations"
     title: ClassVar[str] = "activations"
 
@@ -245,8 +276,10 @@ class ActivationSettings(Settings):
 
 
 class KVCacheSettings(Settings):
-    """Keys and values that attention reads."""
+    """A format of the keys and values that attention reads. ``two_sources``: some queries read a
+    token unquantized that later queries read quantized."""
 
+    kind: ClassVar[Kind] = "kv_cache"
     method: ClassVar[str] = "kv"
     title: ClassVar[str] = "KV cache"
     two_sources: bool = False
@@ -257,27 +290,20 @@ class KVCacheSettings(Settings):
 
 
 class TransformSettings(Settings):
-    """A model is changed to an equal one that is easier to quantize, before all else."""
+    """A change of the model to an equal one that is easier to quantize, before all else."""
+
+    kind: ClassVar[Kind] = "transform"
 
     def require_fit(self, kv_cache: KVCacheSettings | None) -> None:
-        """Raise RecipeError where it cannot stand beside ``kv_cache``."""
-
-
-# Field of a config → key of a recipe and of a record, in the order in which names have them.
-RECIPE_KEYS = {
-    "weights": "weights",
-    "transform": "outliers",
-    "activations": "activations",
-    "kv_cache": "kv",
-}
+        """Raise RecipeError if it cannot be combined with ``kv_cache``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizationConfig:
     """The precision of a cell. ``weights`` None: unquantized, in ``dtype``.
 
-    A transform comes first. Then activations and KV cache are calibrated on the transformed
-    model with unquantized weights. The weights are quantized last.
+    A transform comes first. Then activations and KV cache are calibrated on the transformed model
+    with unquantized weights. The weights are quantized last.
     """
 
     weights: WeightSettings | None = None
@@ -301,21 +327,18 @@ class QuantizationConfig:
 
     @property
     def parts(self) -> dict[str, Settings]:
-        """Settings by field, of those that there are, in the order of names."""
-        found = ((kind, getattr(self, kind)) for kind in RECIPE_KEYS)
-        return {kind: settings for kind, settings in found if settings is not None}
+        """The settings that are not None, by kind, in the order of names."""
+        present = ((kind, getattr(self, kind)) for kind in KINDS)
+        return {kind: part for kind, part in present if part is not None}
 
     @property
     def beside_weights(self) -> dict[str, Settings]:
-        return {kind: settings for kind, settings in self.parts.items() if kind != "weights"}
+        return {kind: part for kind, part in self.parts.items() if kind != "weights"}
 
     @property
     def name(self) -> str:
-        """``gptq-4bit+int8-token+kv-int4-token``: weights that are not quantized have no place."""
-        named = [
-            f"{'kv-' if kind == 'kv_cache' else ''}{part.name}" for kind, part in self.parts.items()
-        ]
-        return "+".join(named) or UNQUANTIZED[self.dtype]
+        """The parts' names joined: ``gptq-4bit+int8-token+kv-int4-token``; ``bf16`` without."""
+        return "+".join(part.name for part in self.parts.values()) or UNQUANTIZED[self.dtype]
 
     @property
     def method(self) -> str:
@@ -339,10 +362,10 @@ class QuantizationConfig:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as plain JSON, for keys and records, by the keys of a recipe."""
+        """Return all settings as plain JSON, for keys and records, by the keys of a recipe."""
         none = {"name": UNQUANTIZED[self.dtype], "method": "none", "dtype": self.dtype}
         weights = self.weights.to_dict() if self.weights else none
-        parts = {RECIPE_KEYS[kind]: part.to_dict() for kind, part in self.beside_weights.items()}
+        parts = {kind: part.to_dict() for kind, part in self.beside_weights.items()}
         if not parts:
             return weights
         return {"name": self.name, "method": self.method, "weights": weights, **parts}
@@ -362,7 +385,7 @@ class QuantizationConfig:
 
     @property
     def amplifies_rounding(self) -> bool:
-        """Whether what a model computes is rounded in coarse steps while it runs. Then two correct
+        """Whether values are rounded in coarse steps while the model runs. Then two correct
         computations that round differently may differ by as much as quantization costs: a value
         near the border of two codes moves by a whole step."""
         precision = self.precision
@@ -370,19 +393,25 @@ class QuantizationConfig:
 
     @property
     def stages(self) -> tuple[QuantizationConfig, ...]:
-        """What is made and kept on disk by itself, in order: cells that share a stage make it once.
+        """Parts that are computed and stored by themselves, in order: cells that share a stage
+        compute it once.
 
         Weights that are not transformed are those of any other cell. What is calibrated beside them
-        comes first, for quantizing the weights consumes the model."""
+        comes first, since quantizing the weights consumes the model."""
         if self.transform or not self.weights:
             return (self,)
         beside = replace(self, weights=None, dtype=self.compute_dtype)
         calibrated = (beside,) if beside.needs_calibration else ()
         return (*calibrated, QuantizationConfig(weights=self.weights))
 
+    def fitted(self, shapes: Shapes) -> QuantizationConfig:
+        """Return the config with every choice made that depends on the ``shapes`` of a model's
+        linear layers, as a group size that divides them all. ``shapes`` may be empty: unknown."""
+        return replace(self, **{k: p.fitted(shapes) for k, p in self.parts.items() if shapes})
+
     def check(self, config: Mapping[str, Any], device: str) -> None:
-        """Raise RecipeError for what a model of this ``config.json``, or ``device`` ("cpu" or
-        "cuda"), cannot do; called when a run is planned."""
+        """Raise RecipeError if a model of this ``config.json``, or ``device`` ("cpu" or "cuda"),
+        cannot run a part; called when a run is planned."""
         for part in self.parts.values():
             part.check(config, device)
 
@@ -394,10 +423,10 @@ class QuantizationConfig:
 class PackedWeight:
     """One weight matrix as it is stored.
 
-    ``tensors``: all that is kept for it, by name; biases and constant tables left out.
-    ``dequantize`` gives the matrix [out, in] that they stand for; None where nothing but the
-    module's forward shows it. ``groups`` rearranges a matrix [out, in] into [groups, weights in a
-    group]; weights in a group share their levels.
+    ``tensors``: all that is stored for it, by name; biases and constant tables left out.
+    ``dequantize`` returns the matrix [out, in] that they encode; None if only the module's forward
+    shows it. ``groups`` rearranges a matrix [out, in] into [groups, weights per group]; weights of
+    a group share their levels.
     """
 
     tensors: Mapping[str, Tensor]
@@ -407,10 +436,7 @@ class PackedWeight:
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationEvidence:
-    """How the input of one module is quantized, as far as the audit must be told.
-
-    ``fixed``: the scale, if ``format`` is not dynamic.
-    """
+    """How the input of one module is quantized. ``fixed``: its scale, if ``format`` is static."""
 
     format: QuantFormat
     fixed: Scale | None = None

@@ -5,7 +5,8 @@ a scale. Ties go to even. A value that is not finite becomes NaN, and so do all 
 scale taken from it. So a broken activation cannot pass for a number. On a GPU a kernel computes the
 same, bit for bit.
 
-Formulas: integers, scale = max|x| / (2^(b−1) − 1) or (max − min) / (2^b − 1); FP8 and MX, OCP
+Formulas: integers, compressed-tensors' ``calculate_qparams``: scale = 2 max|x| / (2^b − 1) or
+(max − min) / (2^b − 1); FP8 and MX, OCP
 Microscaling Formats v1.0 (2023); NVFP4, NVIDIA, "Pretraining Large Language Models with NVFP4"
 (2025), appendix C; a zero point that is the lowest value, KIVI (Liu et al. 2024), section 3.
 """
@@ -25,7 +26,7 @@ from qbench.quantizers.formats import (
     LEAST_E4M3,
     LEAST_EXPONENT,
     WHOLE_ROW,
-    Element,
+    FloatFormat,
     QuantFormat,
     Scale,
 )
@@ -112,7 +113,7 @@ def scale_of_ends(low: Tensor | None, high: Tensor, form: QuantFormat) -> Scale:
     ``high``, where ``low`` is None."""
     if form.symmetric:
         largest = high if low is None else torch.maximum(high, -low)
-        return Scale(stored(divided(largest, form.largest), form))
+        return Scale(stored(divided(largest, form.span), form))
     if form.zero_point == "float":
         zero = stored(low, form)
         return Scale(stored(divided((high - zero).clamp(min=0), form.largest), form), zero)
@@ -144,7 +145,7 @@ def quantize(x: Tensor, form: QuantFormat, by: Scale) -> Tensor:
     if form.type == "float":
         return nearest(x / divisor(by.scale), ELEMENTS[form.element])
     if by.zero is None:
-        return (x / divisor(by.scale)).round_().clamp_(-form.largest, form.largest)
+        return (x / divisor(by.scale)).round_().clamp_(form.smallest, form.largest)
     if form.zero_point == "float":
         return ((x - by.zero) / divisor(by.scale)).round_().clamp_(0, form.largest)
     return ((x / divisor(by.scale)).round_() + by.zero).clamp_(0, form.largest)
@@ -159,7 +160,7 @@ def dequantize(codes: Tensor, form: QuantFormat, by: Scale) -> Tensor:
     )
 
 
-def nearest(x: Tensor, element: Element) -> Tensor:
+def nearest(x: Tensor, element: FloatFormat) -> Tensor:
     """The value of ``element`` nearest to ``x``, float32; saturates, NaN stays NaN."""
     step = two_to(exponent_of(x).clamp(min=element.lowest) - element.mantissa)
     return (torch.round(x / step) * step).clamp(-element.largest, element.largest)

@@ -65,7 +65,8 @@ def _rows_kernel(
     source, target, fixed_at, zero_at, total, length,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, FIXED: tl.constexpr,
     FLOAT: tl.constexpr, SYMMETRIC: tl.constexpr, LOW_IS_ZERO: tl.constexpr, SCALE: tl.constexpr,
-    LARGEST: tl.constexpr, MANTISSA: tl.constexpr, LOWEST: tl.constexpr, HIGHEST: tl.constexpr,
+    LARGEST: tl.constexpr, LEAST: tl.constexpr, SPAN: tl.constexpr,
+    MANTISSA: tl.constexpr, LOWEST: tl.constexpr, HIGHEST: tl.constexpr,
 ):  # fmt: skip
     """ROWS of ``total`` groups of ``length`` values each, one after the other."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
@@ -95,7 +96,7 @@ def _rows_kernel(
             low = tl.minimum(tl.min(tl.where(inside, x, 0.0), 1, keep_dims=True), 0.0) + wrong
             high = tl.maximum(tl.max(tl.where(inside, x, 0.0), 1, keep_dims=True), 0.0) + wrong
             span = high - low
-        scale = _stored(tl.div_rn(span, tl.full(span.shape, LARGEST, tl.float32)), SCALE)
+        scale = _stored(tl.div_rn(span, tl.full(span.shape, SPAN, tl.float32)), SCALE)
         if not SYMMETRIC and not LOW_IS_ZERO:
             zero = _whole(_divided(-low, scale))
         if SCALE == E8M0:
@@ -111,7 +112,7 @@ def _rows_kernel(
     if FLOAT:
         codes = _nearest(_divided(x, scale), MANTISSA, LOWEST, LARGEST)
     elif SYMMETRIC:
-        codes = tl.minimum(tl.maximum(_whole(_divided(x, scale)), -LARGEST), LARGEST)
+        codes = tl.minimum(tl.maximum(_whole(_divided(x, scale)), LEAST), LARGEST)
     elif LOW_IS_ZERO:
         codes = tl.minimum(tl.maximum(_whole(_divided(x - zero, scale)), 0.0), LARGEST)
     else:
@@ -156,6 +157,8 @@ def _constants(form: QuantFormat) -> dict[str, Any]:
         "LOW_IS_ZERO": form.zero_point == "float",
         "SCALE": SCALES[form.scale_dtype],
         "LARGEST": form.largest,
+        "LEAST": form.smallest,
+        "SPAN": form.span,
         "MANTISSA": element.mantissa if element else 0,
         "LOWEST": element.lowest if element else 0,
         "HIGHEST": element.highest if element else 0,

@@ -11,8 +11,13 @@ if TYPE_CHECKING:
 WHOLE_ROW = -1
 
 
+def shared_by(group_size: int) -> str:
+    """Return in words which weights of a row share a scale."""
+    return "per row" if group_size == WHOLE_ROW else f"in groups of {group_size}"
+
+
 @dataclass(frozen=True, slots=True)
-class Element:
+class FloatFormat:
     """A floating-point format: ``mantissa`` bits, smallest normal 2^``lowest``, largest value
     in [2^``highest``, 2^(``highest`` + 1)); subnormals, no infinities."""
 
@@ -24,8 +29,8 @@ class Element:
 
 # OCP Microscaling Formats (MX) v1.0 (2023), section 5.3: E4M3 and E2M1.
 ELEMENTS = {
-    "e4m3": Element(mantissa=3, lowest=-6, highest=8, largest=448.0),
-    "e2m1": Element(mantissa=1, lowest=0, highest=2, largest=6.0),
+    "e4m3": FloatFormat(mantissa=3, lowest=-6, highest=8, largest=448.0),
+    "e2m1": FloatFormat(mantissa=1, lowest=0, highest=2, largest=6.0),
 }
 LEAST_EXPONENT = -126  # of E8M0 here: 2^−127 is a subnormal of float32, which GPUs may flush
 LEAST_E4M3 = 2.0**-9  # as a scale: its smallest value above 0
@@ -36,9 +41,10 @@ class QuantFormat:
     """What rounded values can be and what shares a scale, in the words of compressed-tensors'
     ``QuantizationArgs``: said so that who did not round them can find them again.
 
-    ``type`` int: codes −(2^(num_bits−1)−1) … 2^(num_bits−1)−1 times a scale; or, where not
-    ``symmetric``, codes 0 … 2^num_bits−1 with a zero point. ``type`` float: E4M3 of 8 bits, E2M1
-    of 4, times a scale.
+    ``type`` int, ``symmetric``: codes −2^(num_bits−1) … 2^(num_bits−1)−1 times a scale, which is
+    the largest magnitude over (2^num_bits − 1) / 2, as in compressed-tensors. Not ``symmetric``:
+    codes 0 … 2^num_bits−1 with a zero point. ``type`` float: E4M3 of 8 bits, E2M1 of 4, times a
+    scale.
 
     ``strategy``: what shares a scale: a ``token``'s values, a ``group`` of ``group_size`` of them,
     a ``channel`` over ``group_size`` tokens, the whole ``tensor``; ``tensor_group``: groups, under
@@ -66,11 +72,38 @@ class QuantFormat:
         return {8: "e4m3", 4: "e2m1"}.get(self.num_bits, "float")
 
     @property
+    def words(self) -> str:
+        """``int4``, ``fp8 e4m3``, ``fp4 e2m1``."""
+        return self.element if self.type == "int" else f"fp{self.num_bits} {self.element}"
+
+    @property
+    def sides(self) -> str:
+        """``, symmetric`` or ``, asymmetric`` for integers, to follow other words."""
+        if self.type == "float":
+            return ""
+        return ", symmetric" if self.symmetric else ", asymmetric"
+
+    @property
     def largest(self) -> float:
-        """Of the codes; the smallest is its negative, or 0 where not symmetric."""
+        """The largest code."""
         if self.type == "float":
             return ELEMENTS[self.element].largest
         return 2.0 ** (self.num_bits - 1) - 1 if self.symmetric else 2.0**self.num_bits - 1
+
+    @property
+    def smallest(self) -> float:
+        """The smallest code."""
+        if self.type == "float":
+            return -self.largest
+        return -(2.0 ** (self.num_bits - 1)) if self.symmetric else 0.0
+
+    @property
+    def span(self) -> float:
+        """What the largest magnitude is divided by to give the scale of a symmetric format, and
+        the range of values for that of an asymmetric one."""
+        if self.type == "float" or not self.symmetric:
+            return self.largest
+        return (2.0**self.num_bits - 1) / 2
 
     @property
     def one_of_tensor(self) -> bool:

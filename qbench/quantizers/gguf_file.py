@@ -1,7 +1,7 @@
-"""A GGUF file: what it says of itself without torch, and its tensors under transformers' names.
+"""Read a GGUF file: its description without torch, and its tensors by transformers' names.
 
 llama.cpp's blocks hold 32 or 256 weights of a row; a matrix of rows that are no whole blocks gets
-another type, so a file mixes types, and each of its matrices is judged by its own.
+another type, so a file mixes types.
 """
 
 from __future__ import annotations
@@ -15,33 +15,11 @@ import numpy as np
 
 from qbench.errors import CheckpointError, UnavailableError
 
-# Weights that share a scale, by type (ggml-common.h)
-BLOCKS = {
-    "Q4_0": 32, "Q4_1": 32, "Q5_0": 32, "Q5_1": 32, "Q8_0": 32, "Q2_K": 16, "Q3_K": 16, "Q4_K": 32,
-    "Q5_K": 32, "Q6_K": 16, "IQ4_NL": 32, "IQ4_XS": 32, "MXFP4": 32, "NVFP4": 16, "IQ3_S": 32,
-    "IQ3_XXS": 32, "IQ2_S": 16, "IQ2_XS": 16, "IQ2_XXS": 32, "IQ1_M": 16, "IQ1_S": 32, "TQ1_0": 256,
-    "TQ2_0": 256,
-}  # fmt: skip
-# Codebook types choose whole vectors: a weight has more values under a scale than its bits say
-LEVELS = {"IQ3_S": 16, "IQ3_XXS": 16, "IQ2_S": 6, "IQ2_XS": 6, "IQ2_XXS": 6, "IQ1_M": 6, "IQ1_S": 3,
-          "TQ1_0": 3}  # fmt: skip
-BITS = {"F32": 32, "F16": 16, "BF16": 16, "MXFP4": 4, "NVFP4": 4}
 # Architectures whose queries and keys llama.cpp's converter reorders
 PERMUTED = ("llama", "granite", "smollm3", "arcee", "olmo")
 INTERLEAVED = ("gpt-oss",)  # whose gate_up_proj has a row of gate and one of up in turn
 CENTRED = ("gemma", "gemma2", "gemma3", "nemotron")  # whose norms it stores plus one
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)")  # a matrix of one, in transformers' names
-
-
-def bits_of(kind: str) -> float:
-    """Of a code of the type ``kind``: 4 of Q4_K, 2 of IQ2_XXS."""
-    digits = kind.removeprefix("I").removeprefix("T")[1:2]
-    return BITS.get(kind) or float(digits)
-
-
-def levels_of(kind: str) -> int:
-    """The most values that a weight of the type ``kind`` has under one scale."""
-    return LEVELS.get(kind) or int(2 ** bits_of(kind))
 
 
 def library() -> Any:
@@ -62,8 +40,9 @@ def _reader(path: str) -> Any:
 
 
 def describe(path: str) -> dict[str, Any]:
-    """``architecture``, ``sizes`` as config.json calls them, and ``types``: the weights of each
-    type, of the matrices of all layers. Raises CheckpointError for what is no GGUF file."""
+    """Return ``architecture``; ``sizes`` as config.json calls them; ``types``, the number of
+    weights of each type in the matrices of all layers; and ``bits`` per weight over all of these
+    and of the matrix with the fewest. Raises CheckpointError if it is no GGUF file."""
     reader = _reader(path)
     architecture = _field(reader, "general.architecture")
     names = {
@@ -73,6 +52,7 @@ def describe(path: str) -> dict[str, Any]:
         "intermediate_size": "feed_forward_length",
     }
     types: Counter[str] = Counter()
+    bits: list[tuple[int, int]] = []  # of each matrix, and its number of weights
     if (parts := _field(reader, "split.count") or 1) > 1:
         raise CheckpointError(
             f"{path} is one of {parts} parts of a file; join them: llama-gguf-split --merge {path} "
@@ -85,10 +65,13 @@ def describe(path: str) -> dict[str, Any]:
     for tensor in reader.tensors:
         if tensor.name.startswith("blk.") and len(tensor.shape) > 1:
             types[tensor.tensor_type.name] += int(tensor.n_elements)
+            bits.append((8 * int(tensor.n_bytes), int(tensor.n_elements)))
+    stored, weights = (sum(column) for column in zip(*bits, strict=True)) if bits else (32, 1)
     return {
         "architecture": architecture,
         "sizes": {ours: _field(reader, f"{architecture}.{name}") for ours, name in names.items()},
         "types": dict(types),
+        "bits": (stored / weights, min((b / n for b, n in bits), default=32.0)),
     }
 
 

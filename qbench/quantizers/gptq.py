@@ -1,5 +1,5 @@
 """GPTQ (Frantar, Ashkboos, Hoefler, Alistarh 2022, algorithm 1). Settings:
-``qbench.quantizers.weights.Gptq``.
+``qbench.quantizers.methods.weight_only.Gptq``.
 
 With the Hessian H of a layer's inputs, columns are rounded one by one; each column's error, divided
 by its diagonal entry of the Cholesky factor of H⁻¹, is taken from the columns still to come. What
@@ -22,11 +22,11 @@ from qbench.errors import QuantizationError
 from qbench.progress import Advance
 from qbench.quantizers import packed
 from qbench.quantizers.calibration import BlockInputs, Calibration
-from qbench.quantizers.config import WHOLE_ROW
+from qbench.quantizers.formats import WHOLE_ROW
 from qbench.quantizers.linear import Tensors, linears
+from qbench.quantizers.methods.weight_only import Gptq
 from qbench.quantizers.packed import unpack  # noqa: F401  (the same for this method)
-from qbench.quantizers.weights import Gptq
-from qbench.streaming import storage
+from qbench.streaming import offload_device
 
 WIDTH = 128  # columns updated at once; the others lag behind until it is done
 TRITON = find_spec("triton") is not None  # of Linux alone; without it columns take long
@@ -44,7 +44,7 @@ def quantize_model(
     walk = BlockInputs(model, linears(model, settings.ignore), calibration, settings.batch_size)
     result: dict[str, Tensors] = {}
     raised: list[float] = []
-    home = storage(model)
+    home = offload_device(model)
     for index, block in enumerate(walk.blocks):
         path, groups = f"{walk.root}.{index}", walk.groups[index]
         leaders = [group[0] for group in groups]
@@ -145,7 +145,7 @@ def solve(weight: Tensor, moments: Tensor, settings: Gptq, name: str) -> Solved:
     dead = diagonal == 0
     diagonal[dead] = 1  # any value does
     weight[:, dead] = 0
-    order, rest = _order(diagonal, settings), weight
+    order, rest = _order(diagonal, settings, size), weight
     if order is not None:
         moments, rest = moments[order][:, order], weight[:, order]
     upper, damp = _inverse_factor(moments, settings, name)
@@ -175,23 +175,24 @@ def solve(weight: Tensor, moments: Tensor, settings: Gptq, name: str) -> Solved:
     inverse = None if order is None else torch.argsort(order)
     if inverse is not None:
         quantized = quantized[:, inverse]
-    if settings.group_aware:  # groups are stored where they were
+    if settings.order == "group-aware":  # groups are stored where they were
         groups = torch.argsort(order[::size] // size)
         codes, scale, zero, inverse = codes[:, inverse], scale[:, groups], zero[:, groups], None
     return Solved(weight=quantized, codes=codes, scale=scale, zero=zero, order=inverse, damp=damp)
 
 
-def _order(diagonal: Tensor, settings: Gptq) -> Tensor | None:
-    """In which columns are rounded, where that is not their own, from the Hessian's diagonal."""
-    if settings.desc_act:
+def _order(diagonal: Tensor, settings: Gptq, size: int) -> Tensor | None:
+    """Return the order in which columns are quantized, from the Hessian's diagonal; None if it is
+    their own. ``size``: weights per group."""
+    if settings.order == "activation":
         return torch.argsort(diagonal, descending=True)
-    if not settings.group_aware:
+    if settings.order == "column":
         return None
     # Gafni, Karnieli, Hanani 2025, arXiv 2505.14638: within groups, and groups by their largest
-    groups = diagonal.view(-1, settings.group_size)
+    groups = diagonal.view(-1, size)
     values, local = torch.sort(groups, dim=1, descending=True)
     group_order = torch.argsort(values[:, 0], descending=True, stable=True)
-    starts = torch.arange(len(groups), device=local.device) * settings.group_size
+    starts = torch.arange(len(groups), device=local.device) * size
     return (local + starts[:, None])[group_order].reshape(-1)
 
 

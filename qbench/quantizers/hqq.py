@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from qbench.errors import QuantizationError
 from qbench.quantizers.config import PackedWeight
 from qbench.quantizers.linear import Tensors, bias_of
-from qbench.quantizers.weights import Hqq
+from qbench.quantizers.methods.weight_only import Hqq
 
 
 def quantize(name: str, layer: nn.Linear, settings: Hqq) -> Tensors:
@@ -30,7 +30,7 @@ def from_packed(layer: nn.Linear, tensors: Tensors, settings: Hqq) -> nn.Module:
     module.W_q = nn.Parameter(tensors["codes"], requires_grad=False)
     module.meta = {
         "nbits": settings.num_bits,
-        "group_size": settings.group_size,
+        "group_size": settings.group_length(layer.in_features),
         "shape": layer.weight.shape,
         "scale": tensors["scale"],
         "zero": tensors["zero"],
@@ -53,7 +53,7 @@ def unpack(module: nn.Module, settings: Hqq) -> PackedWeight | None:
         return None
 
     def groups(weight: Tensor) -> Tensor:
-        size = settings.group_size
+        size = settings.group_length(0)
         return weight.reshape(-1, size) if settings.axis == 1 else weight.reshape(size, -1).T
 
     return PackedWeight(
@@ -76,7 +76,8 @@ def decode(module: HQQLinear, settings: Hqq) -> Tensor:
     words, bits, shape = module.W_q.data, settings.num_bits, module.meta["shape"]
     fit = 10 if bits == 3 else 8 // bits
     parts = [(words >> bits * (fit - 1 - index)) & (2**bits - 1) for index in range(fit)]
-    rows = settings.group_size if settings.axis == 0 else shape.numel() // settings.group_size
+    size = settings.group_length(0)
+    rows = size if settings.axis == 0 else shape.numel() // size
     codes = torch.cat(parts)[:rows].float()
     weight = (codes - module.meta["zero"].float()) * module.meta["scale"].float()
     return weight.reshape(shape)
@@ -84,7 +85,7 @@ def decode(module: HQQLinear, settings: Hqq) -> Tensor:
 
 def _config(settings: Hqq) -> dict:
     config = BaseQuantizeConfig(
-        nbits=settings.num_bits, group_size=settings.group_size, axis=settings.axis
+        nbits=settings.num_bits, group_size=settings.group_length(0), axis=settings.axis
     )
     config["weight_quant_params"]["optimize"] = settings.optimize
     return config

@@ -13,7 +13,7 @@ from qbench.attention.quantized_kv import KV_CACHE, QuantizedKVCache
 from qbench.quantizers.fake_quant import fake_quantize, scale_of_tensor
 
 if TYPE_CHECKING:
-    from qbench.quantizers.kv_cache import KVCache
+    from qbench.quantizers.methods.kv_formats import KVCache
 
 
 class KVFakeQuant(QuantizedKVCache):
@@ -39,8 +39,7 @@ class KVFakeQuant(QuantizedKVCache):
         if self.sink_tokens:
             first = (positions < self.sink_tokens)[:, :, None, None]
         if self.format.one_of_tensor:
-            counted = x if first is None else x.masked_fill(first, 0.0)
-            fixed = scale_of_tensor(*torch.aminmax(counted), self.format)
+            fixed = scale_of_tensor(*_range(x, first), self.format)
         rounded = fake_quantize(x, self.format, fixed)
         return (rounded if first is None else torch.where(first, x, rounded)).transpose(1, 2)
 
@@ -53,6 +52,17 @@ class KVFakeQuant(QuantizedKVCache):
         result = x.clone()
         result[rows, tokens] = fake_quantize(groups, self.format).movedim(-1, 1)
         return result.transpose(1, 2)
+
+
+def _range(x: Tensor, left_out: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the smallest and the largest value of ``x`` where ``left_out`` is False; 0 if it is
+    True everywhere."""
+    if left_out is None:
+        return torch.aminmax(x)
+    low = x.masked_fill(left_out, torch.inf).amin()
+    high = x.masked_fill(left_out, -torch.inf).amax()
+    nothing = left_out.all()
+    return low.masked_fill(nothing, 0.0), high.masked_fill(nothing, 0.0)
 
 
 def whole_groups(positions: Tensor, first: int, size: int) -> tuple[Tensor, Tensor]:

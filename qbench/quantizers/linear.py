@@ -15,7 +15,8 @@ module that computes the same with ``<expert>.gate_up_proj`` and ``<expert>.down
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -24,23 +25,38 @@ from transformers.pytorch_utils import Conv1D
 
 from qbench.errors import QuantizationError
 from qbench.quantizers.config import matching
-from qbench.streaming import bring, stream_of
+from qbench.streaming import load_block, stream_of
 
 Tensors = dict[str, Tensor]
+KEPT = "kept in float32 by its class"  # in place of a matrix's holder
 PRODUCTS = {"FalconLinear"}  # forwards of their own in transformers that compute no more
 
 
 def linears(model: nn.Module, ignore: tuple[str, ...] = ()) -> dict[str, nn.Linear]:
-    """Every ``nn.Linear`` of ``model`` but the LM head and what ``ignore`` names, by name, in the
-    model's order."""
+    """Return every ``nn.Linear`` of ``model`` by name, in the model's order, but the LM head, what
+    ``ignore`` names and what its class keeps in float32."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     layers = {
         name: module
         for name, module in model.named_modules()
         if is_linear(module) and module is not head
     }
-    ignored = matching(layers, ignore)
-    return {name: layer for name, layer in layers.items() if name not in ignored}
+    left_out = matching(layers, ignore) | kept_in_float32(model, layers)
+    return {name: layer for name, layer in layers.items() if name not in left_out}
+
+
+def kept_in_float32(model: nn.Module, names: Iterable[str]) -> set[str]:
+    """Return those modules of ``names`` that the model's class keeps in float32, as a DeepSeek
+    indexer's ``weights_proj``, whose forward reads the dtype of its weight."""
+    patterns = [
+        pattern
+        for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+        for pattern in getattr(model, attribute, None) or ()
+    ]
+    if not patterns:
+        return set()
+    kept = re.compile("|".join(rf"(?:^|\.){pattern}(?:$|\.)" for pattern in patterns))
+    return {name for name in names if kept.search(f"{name}.weight")}
 
 
 def linearize(model: nn.Module) -> None:
@@ -98,12 +114,13 @@ class Matrix:
     name: str  # the parameter's, without ".weight"
     weight: Tensor
     linear: bool
-    holder: str = "Linear"  # class of the module that holds it
+    holder: str = "Linear"  # class of the module that holds it; or ``KEPT``
 
 
 def matrices(model: nn.Module) -> dict[str, Matrix]:
     """Every weight matrix of ``model``, by name, in the model's order; shared ones once."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    kept = kept_in_float32(model, (name for name, _ in model.named_modules()))
     result: dict[str, Matrix] = {}
     seen: set[int] = set() if head is None else {id(p) for p in head.parameters()}
     for path, module in model.named_modules():
@@ -122,8 +139,8 @@ def matrices(model: nn.Module) -> dict[str, Matrix]:
             result[name] = Matrix(
                 name=name,
                 weight=weight.T if turned else weight,
-                linear=turned or linear,
-                holder=type(module).__name__,
+                linear=(turned or linear) and path not in kept,
+                holder=KEPT if linear and path in kept else type(module).__name__,
             )
     return result
 
@@ -172,7 +189,7 @@ def not_finite(model: nn.Module) -> list[str]:
     for name, weight in list(model.named_parameters()):
         if not weight.is_floating_point() or weight.is_meta:  # a streamed model's quantized layer
             continue
-        bring(model, name)
+        load_block(model, name)
         sizes[name] = weight.numel()
         counts[name] = (~torch.isfinite(values(weight))).sum()
     return [

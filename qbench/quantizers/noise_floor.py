@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from qbench.quantizers.activations import RoundingNoise
 from qbench.quantizers.config import ActivationEvidence
+from qbench.quantizers.methods.input_formats import RoundingNoise
 from qbench.streaming import decoder_blocks
 
 ONE_IN = 12

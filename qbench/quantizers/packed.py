@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from qbench.quantizers.config import PackedWeight, WeightSettings
 from qbench.quantizers.linear import DequantizedLinear, Tensors
-from qbench.quantizers.weights import Rtn
+from qbench.quantizers.methods.weight_only import Rtn
 
 # A byte holds 8 / w codes of w bits; 3 bits are a plane of 2 and a plane of 1.
 _PLANES = {2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}

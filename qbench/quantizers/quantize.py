@@ -35,7 +35,7 @@ from qbench.quantizers.linear import (
     linears,
     matrices,
 )
-from qbench.streaming import bring, storage, stream_of
+from qbench.streaming import load_block, offload_device, stream_of
 
 TRANSFORM = "qbench_transform"  # attribute of a quantized model: tensors of its transform
 
@@ -72,6 +72,7 @@ def quantize(
     if config.weights is not None and config.weights.prequantized:
         return model, config.weights.note
     linearize(model)
+    config = config.fitted(shapes_of(model))
     if config.weights is not None:
         if not linears(model):
             raise QuantizationError(f"{config.name}: {type(model).__name__} has no linear layers")
@@ -166,8 +167,13 @@ def evidence_of(model: nn.Module, config: QuantizationConfig, kind: str) -> dict
 
 
 def _unpacked(model: nn.Module, settings: WeightSettings, name: str) -> PackedWeight:
-    bring(model, name)
+    load_block(model, name)
     return backend(settings).unpack(model.get_submodule(name), settings)
+
+
+def shapes_of(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Return the shape [out, in] of each linear layer of ``model`` but the LM head, by name."""
+    return {name: (one.out_features, one.in_features) for name, one in linears(model).items()}
 
 
 def _quantize_weights(
@@ -176,18 +182,16 @@ def _quantize_weights(
     calibration: Calibration | None,
     progress: Advance,
 ) -> tuple[dict[str, Tensors], str]:
-    settings.check_layers(
-        {name: (one.out_features, one.in_features) for name, one in linears(model).items()}
-    )
+    settings.check_layers(shapes_of(model))
     functions = backend(settings)
     if hasattr(functions, "quantize_model"):
         return functions.quantize_model(model, settings, calibration, progress)
     layers, result = linears(model, settings.ignore), {}
     for done, (name, layer) in enumerate(layers.items()):
         progress(done, len(layers))
-        bring(model, name)
+        load_block(model, name)
         made = functions.quantize(name, layer, settings)
-        result[name] = {part: tensor.to(storage(model)) for part, tensor in made.items()}
+        result[name] = {part: tensor.to(offload_device(model)) for part, tensor in made.items()}
     return result, settings.note or settings.method
 
 
@@ -222,7 +226,7 @@ def _obtain(
     """Tensors by name, from disk where they are there and whole."""
     again = ""
     try:
-        found = store.read(storage(model))
+        found = store.read(offload_device(model))
         if found is not None:
             return found[0], f"artifact reused: {found[1]}"
     except Damaged as damage:
@@ -237,7 +241,7 @@ def _obtain(
             f"{config.name}: {type(error).__name__}: {first_line(error)}"
         ) from error
     # The bits that are written: modules are made of these, not of what made them.
-    tensors = {name: t.detach().to(storage(model)).contiguous() for name, t in made.items()}
+    tensors = {name: t.detach().to(offload_device(model)).contiguous() for name, t in made.items()}
     store.write(tensors, note)
     return tensors, f"{again}{note}"
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from qbench.attention.quantized_kv import ROTATION
 from qbench.quantizers.hadamard import factors, matrix
 from qbench.quantizers.linear import set_parameter
-from qbench.quantizers.transforms import Rotation
+from qbench.quantizers.methods.equal_models import Rotation
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from qbench.quantizers.config import PackedWeight
 from qbench.quantizers.fake_quant import encode
 from qbench.quantizers.linear import DequantizedLinear, Tensors
-from qbench.quantizers.weights import ScaledWeights
+from qbench.quantizers.methods.weight_only import Scaled8
 
 
 class ScaledLinear(DequantizedLinear):
@@ -18,16 +18,16 @@ class ScaledLinear(DequantizedLinear):
         return (self.codes.float() * self.scale).to(self.dtype)
 
 
-def quantize(name: str, layer: nn.Linear, settings: ScaledWeights) -> Tensors:
+def quantize(name: str, layer: nn.Linear, settings: Scaled8) -> Tensors:
     codes, scale = encode(layer.weight.detach(), settings.format)
     return {"codes": codes, "scale": scale}
 
 
-def from_packed(layer: nn.Linear, tensors: Tensors, settings: ScaledWeights) -> nn.Module:
+def from_packed(layer: nn.Linear, tensors: Tensors, settings: Scaled8) -> nn.Module:
     return ScaledLinear(layer, tensors).eval()
 
 
-def unpack(module: nn.Module, settings: ScaledWeights) -> PackedWeight | None:
+def unpack(module: nn.Module, settings: Scaled8) -> PackedWeight | None:
     if not isinstance(module, ScaledLinear):
         return None
     per_row = module.scale.numel() > 1

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from qbench.progress import Advance
 from qbench.quantizers.calibration import Calibration, watch_inputs
 from qbench.quantizers.linear import set_parameter
-from qbench.quantizers.transforms import SmoothQuant
+from qbench.quantizers.methods.equal_models import SmoothQuant
 
 TINIEST = 1e-5  # largest weight of a column, as the authors' code has it
 

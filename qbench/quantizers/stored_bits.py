@@ -9,7 +9,6 @@ that were left unquantized counted with what they take. Biases and norms count i
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,7 @@ from qbench.quantizers import gguf_file
 from qbench.quantizers.config import PackedWeight, WeightSettings
 from qbench.quantizers.linear import Experts, Matrix, linears
 from qbench.quantizers.packed import in_groups
-from qbench.quantizers.prequantized import Prequantized, parents
+from qbench.quantizers.published import GGUF, PublishedCopy, number_bits, parents
 from qbench.records import ModuleAudit, StoredSize
 
 GIB = 8 * 2**30  # bits
@@ -35,26 +34,21 @@ HEADS = ("lm_head.", "embed_out.")  # in files, the latter of GPT-NeoX
 PLAIN = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def evidence(model: nn.Module, settings: Prequantized) -> dict[str, Callable[[], PackedWeight]]:
+def evidence(model: nn.Module, settings: PublishedCopy) -> dict[str, Callable[[], PackedWeight]]:
     """What the files hold for each layer that they quantize, by its module's name in ``model``."""
-    if settings.format == "gguf":
+    if settings.format == GGUF:
         return _gguf_evidence(model, settings.folder)
     modules, found = dict(model.named_modules()), {}
     for name, tensors in _by_module(settings.folder, modules).items():
         plain = all(n.endswith("weight") and t.dtype in PLAIN for n, t in tensors.items())
         if not plain and name not in settings.ignore and hasattr(modules[name], "in_features"):
-            found[name] = partial(_packed, modules[name], tensors, settings)
+            found[name] = partial(_stored, tensors, int(modules[name].in_features))
     return found
 
 
-def _packed(module: nn.Module, tensors: dict[str, Tensor], settings: Prequantized) -> PackedWeight:
-    index = tensors.get("g_idx")  # of GPTQ: the group of each column
-    order = None if index is None else torch.argsort(index.long(), stable=True)
-    return PackedWeight(
-        tensors=tensors,
-        dequantize=None,
-        groups=in_groups(settings.group_length(int(module.in_features)), order),
-    )
+def _stored(tensors: dict[str, Tensor], columns: int) -> PackedWeight:
+    """Return what is stored of a matrix, whose rows have ``columns`` weights."""
+    return PackedWeight(tensors=tensors, dequantize=None, groups=in_groups(columns, None))
 
 
 def _by_module(folder: str, modules: Mapping[str, object]) -> dict[str, dict[str, Tensor]]:
@@ -108,13 +102,11 @@ def _gguf_evidence(model: nn.Module, path: str) -> dict[str, Callable[[], Packed
         module, _, part = name.rpartition(".")
         if part == "weight":
             layer = layers[module]
-            size = gguf_file.BLOCKS.get(tensor.tensor_type.name, layer.in_features)
-            size = size if layer.in_features % size == 0 else layer.in_features
             found[module] = partial(
                 PackedWeight,
                 tensors={"data": torch.from_numpy(tensor.data.copy().view("uint8"))},
                 dequantize=partial(getattr, layer.weight, "data"),
-                groups=in_groups(size, None),
+                groups=in_groups(layer.in_features, None),
             )
     return found
 
@@ -141,12 +133,6 @@ def write_gguf_into(model: nn.Module, path: str) -> None:
 # --- size
 
 
-def bits_of(dtype: str) -> int:
-    """Of one number of a safetensors dtype: 16 of BF16, 8 of F8_E4M3 and BOOL."""
-    digits = re.search(r"\d+", dtype)
-    return int(digits[0]) if digits else 8
-
-
 def stored_size(
     original: nn.Module,
     wanted: Mapping[str, Matrix],
@@ -170,9 +156,9 @@ def stored_size(
 
 
 def _size_of_files(
-    settings: Prequantized, original: nn.Module, wanted: Mapping[str, Matrix]
+    settings: PublishedCopy, original: nn.Module, wanted: Mapping[str, Matrix]
 ) -> StoredSize:
-    if settings.format == "gguf":
+    if settings.format == GGUF:
         modules = [*wanted, *(name for name, _ in original.named_modules() if name)]
         layers = original.config.get_text_config().num_hidden_layers
         bits = gguf_file.tensor_bits(settings.folder, modules, layers)
@@ -198,7 +184,7 @@ def _tensor_bits(folder: str) -> dict[str, int]:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118  no mapping
                 part = file.get_slice(name)
-                found[name] = math.prod(part.get_shape()) * bits_of(part.get_dtype())
+                found[name] = math.prod(part.get_shape()) * number_bits(part.get_dtype())
     return found
 
 

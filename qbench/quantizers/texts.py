@@ -99,15 +99,24 @@ def draw_windows(
 
 
 def require_windows(text: CalibrationText, path: Path) -> None:
-    """Raises DataError where a file has less text than is asked for, in tokens of the
-    ``tokenizer.json`` at ``path``; a file that has plenty is not read."""
-    if text.path.stat().st_size > BYTES_A_TOKEN * text.samples * text.length:
+    """Raise DataError if a file has less text than ``text`` asks for, in tokens of the
+    ``tokenizer.json`` at ``path``. Of a file with enough long texts only these are read: a text
+    gives one window."""
+    if _has_long_texts(text):
         return
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception:  # said where the checkpoint is loaded
         return
     draw_windows(text, lambda one: tokenizer.encode(one, add_special_tokens=False).ids, end=0)
+
+
+def _has_long_texts(text: CalibrationText) -> bool:
+    """Return whether ``samples`` texts are long enough by their bytes alone."""
+    long = BYTES_A_TOKEN * text.length
+    with gzip.open(text.path) if text.path.suffix == ".gz" else text.path.open("rb") as lines:
+        enough = (line for line in lines if len(line) >= long)
+        return sum(1 for _ in islice(enough, text.samples)) == text.samples
 
 
 def _text(line: bytes, path: Path, number: int) -> str:

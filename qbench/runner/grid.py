@@ -9,23 +9,25 @@ from concurrent.futures import wait as wait_for
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
 from filelock import FileLock, Timeout
 
-from qbench.cache import Sources, cache_folder, find_cell, hold, keep_cell, keep_sources
+from qbench.cache import Sources, find_cell, hold, keep_cell, keep_sources
 from qbench.cell_result import CellResult
 from qbench.errors import ResultsError
-from qbench.evaluation.baseline import baseline_file, verify_baseline
-from qbench.evaluation.settings import exceeded
+from qbench.evaluation.baseline import baseline_files, verify_baseline
+from qbench.evaluation.settings import tolerance_violation
+from qbench.files import cache_folder
 from qbench.machine import attempt
 from qbench.plan import Cell, Plan
 from qbench.plugins import Plugin, load, load_packages, loaded
 from qbench.progress import Progress, SilentProgress
 from qbench.records import Record, Unavailable
 from qbench.runner.progress import listening
-from qbench.runner.workers import LostExecutorError, SerialExecutor
+from qbench.runner.workers import PRELOAD, LostExecutorError, SerialExecutor
 from qbench.store import Store, Table, run_id
 
 DIED = "its process was killed (out of memory?), or that of another cell before it; see its log"
@@ -72,7 +74,10 @@ def run_cells(
     put_manifest(plan, grid.store, grid.progress)
     sources = Sources(plan.recipe.data, plan.recipe.definitions)
     keep_sources(grid.cache, run_id(plan.grid), sources)
-    measured = {baseline_file(grid.cache, cell.base.key) for cell in wanted if cell.base}
+    bases = {cell.base.cell for cell in wanted if cell.base}
+    measured = [
+        path for base in bases for path in baseline_files(grid.cache, plan.cell(base).key_parts)
+    ]
     with hold(measured):
         missing = grid.reuse_finished(wanted)
         if executor is not None:
@@ -157,10 +162,10 @@ class _GridRun:
         for cell in cells:  # unquantized ones first: what is measured against them comes after
             known = found[cell.name]
             other = needed.get(cell.key) if is_final(known, cell) else None
-            if other is not None and (why := baseline_error(self.cache, cell.key)):
+            if other is not None and (why := baseline_error(self.cache, cell, known)):
                 self.rerun.add(cell.name)
                 self.progress.log(f"{cell.name}: made again, since {other} needs it: {why}")
-            there = is_up_to_date(known, cell, self.store, self.cache, made=keys)
+            there = is_up_to_date(known, cell, self.plan, self.store, self.cache, made=keys)
             if cell.name in self.rerun or not there:
                 missing.append(cell)
                 keys.add(cell.key)
@@ -223,7 +228,8 @@ class _GridRun:
                 # what another run has made meanwhile is not made anew
                 force = self.force or cell.name in self.rerun
                 force &= not busy_waits or cell.name in self.died
-                future = submit(cell.name, force=force, wait=busy_waits)
+                reuse = not self.force
+                future = submit(cell.name, force=force, reuse=reuse, wait=busy_waits)
                 at_work[future] = cell
                 if future.done():  # in this process: cells come in their order
                     break
@@ -275,12 +281,14 @@ def run_cell(
     cache: Path,
     progress: Progress,
     force: bool = False,
+    reuse: bool = True,
     wait: bool = True,
 ) -> Record | None:
     """The good record of the cell ``name``, made now if need be.
 
     ``out`` is the results folder, ``cache`` where quantized weights and unquantized distributions
-    are kept. ``force`` makes the record again. Whoever holds a cell's lock is at work on it, so
+    are kept. ``force`` makes the record again, of tasks that the cache has
+    unless ``reuse`` is false. Whoever holds a cell's lock is at work on it, so
     that several runs may share a results folder: None where that is another and ``wait`` is false.
     """
     cell, store = plan.cell(name), Store(out)
@@ -288,11 +296,11 @@ def run_cell(
         with FileLock(store.lock_file(cell.grid_cell), timeout=-1 if wait else 0):
             known = store.get_valid(cell.grid_cell, progress.log)
             progress.begin(cell.name)
-            if not force and is_up_to_date(known, cell, store, cache):
+            if not force and is_up_to_date(known, cell, plan, store, cache):
                 progress.log(f"{cell.name}: already there")
                 record = known
             else:
-                record = run(cell, plan, store, progress, cache)
+                record = run(cell, plan, store, progress, cache, reuse=reuse)
                 if is_final(record, cell):
                     keep_cell(cache, record, store)
                 progress.log(summary(record), "bold red" if record.status == "failed" else "")
@@ -303,15 +311,18 @@ def run_cell(
         return None
 
 
-def run(cell: Cell, plan: Plan, store: Store, progress: Progress, cache: Path) -> Record:
+def run(
+    cell: Cell, plan: Plan, store: Store, progress: Progress, cache: Path, *, reuse: bool = True
+) -> Record:
     """Run one cell and put its record into the store, whether it worked or not. A good record is
     never replaced by a failed one."""
     result = CellResult(cell=cell, plan=plan, progress=progress)
 
     def work() -> None:
+        import_module(PRELOAD)
         from qbench.cell import compute
 
-        compute(result, store, cache)
+        compute(result, store, cache, reuse=reuse)
 
     error = attempt(work, store.log(cell.grid_cell), plan.device)
     if error is not None:
@@ -365,7 +376,7 @@ def is_valid(known: Record | None, cell: Cell) -> bool:
     """Whether a record is there that passed, all its tasks, under the tolerance asked for now."""
     if known is None or known.status != "ok" or known.failed_tasks:
         return False
-    return exceeded(cell.scoring.tolerance, known.scoring) is None
+    return tolerance_violation(cell.scoring.tolerance, known.scoring) is None
 
 
 def is_final(known: Record | None, cell: Cell) -> bool:
@@ -376,7 +387,13 @@ def is_final(known: Record | None, cell: Cell) -> bool:
 
 
 def is_up_to_date(
-    known: Record | None, cell: Cell, store: Store, cache: Path, *, made: Collection[str] = ()
+    known: Record | None,
+    cell: Cell,
+    plan: Plan,
+    store: Store,
+    cache: Path,
+    *,
+    made: Collection[str] = (),
 ) -> bool:
     """Whether a record is good, and has the damage that can be had by now, or when the cells with
     the keys ``made`` are made."""
@@ -386,14 +403,18 @@ def is_up_to_date(
     if cell.base.key in made:
         return False
     base = store.get_valid(cell.base)
-    return base is None or base.status != "ok" or baseline_error(cache, cell.base.key) is not None
+    if base is None or base.status != "ok":
+        return True
+    return baseline_error(cache, plan.cell(cell.base.cell), base) is not None
 
 
-def baseline_error(cache: Path, key: str) -> str | None:
-    """Why the rows of the unquantized cell of ``key`` in this host's ``cache`` cannot be used; None
-    where they can."""
+def baseline_error(cache: Path, cell: Cell, record: Record) -> str | None:
+    """Return why the hidden states of the unquantized ``cell`` in this host's ``cache`` cannot be
+    used; None if they can. ``record`` is the cell's."""
+    tasks = {score.task for score in record.scores}
     try:
-        verify_baseline(baseline_file(cache, key), key)
+        for path, key in baseline_files(cache, cell.key_parts, tasks).items():
+            verify_baseline(path, key)
     except ResultsError as error:
         return str(error)
     return None

@@ -1,13 +1,13 @@
-"""Imported by the fork server of worker processes: what every cell needs, once for all of them."""
+"""Import what every cell needs: in the fork server once for all workers, else before the first."""
 
 from __future__ import annotations
 
 import gc
 import importlib
 import os
+import sys
 from contextlib import suppress
 from pathlib import Path
-from unittest.mock import patch
 
 from qbench.machine import redirected, set_library_env
 
@@ -16,10 +16,17 @@ MODULES = ("qbench.cell", "transformers.models.llama.modeling_llama")
 set_library_env()
 gc.disable()  # looking for garbage takes a fifth of the time of imports
 with redirected(Path(os.devnull)), suppress(Exception):  # what is missing is said where it is used
-    utils = importlib.import_module("transformers.utils")
-    # for a cache that no cell has: hqq brings torch's code generator, a sixth of the time
-    with patch.object(utils, "is_hqq_available", return_value=False):
+    # transformers imports hqq for a cache that no cell has, and with it torch's code generator: a
+    # quarter of the time. None is Python's own way to say that a module cannot be imported.
+    hide = "hqq" not in sys.modules
+    if hide:
+        sys.modules["hqq"] = None  # type: ignore[assignment]  # so documented
+    try:
         importlib.import_module("transformers.cache_utils")
+    finally:
+        if hide:
+            del sys.modules["hqq"]
+            importlib.import_module("transformers.utils").is_hqq_available.cache_clear()
     for module in MODULES:
         importlib.import_module(module)
 gc.enable()

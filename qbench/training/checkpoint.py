@@ -24,8 +24,8 @@ from qbench.records import TRAINING_FILE, Training, TrainingSession
 from qbench.training.data import TokenFiles, copy_tokenizer, first_token, tokenizer_files
 from qbench.training.log import LOG, STATE, read_log
 from qbench.training.model import checkpoint_config
-from qbench.training.recipe import TrainingRecipe
 from qbench.training.tokenize import begin_with
+from qbench.training.training_recipe import TrainingRecipe
 
 
 class Progress(BaseModel):
@@ -34,6 +34,7 @@ class Progress(BaseModel):
     settings: str  # digest of all that shapes the run
     step: int = 0  # steps done
     lowest_loss: float | None = None  # of the means that were logged
+    held_out: str | None = None  # digest of the held-out texts; None: an older qbench's state
     best_loss: float | None = None  # on the held-out texts
     best_step: int | None = None
     kernels: list[str] = []

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
-from pydantic import Field, ValidationError
+from pydantic import AliasChoices, Field, ValidationError
 
 from qbench.checkpoints.find import READ
 from qbench.errors import DataError, RecipeError, validation_line
 from qbench.files import file_digest
 from qbench.records import Digest, Line, RecordModel
-from qbench.training.recipe import TrainingRecipe
+from qbench.training.training_recipe import TrainingRecipe
 
 if TYPE_CHECKING:
     from accelerate import PartialState
@@ -52,7 +52,7 @@ class TextSource(RecordModel):
     sha256: Digest | None
 
 
-class AboutTokens(RecordModel):
+class AboutTokens(RecordModel, populate_by_name=True):
     """``tokens.json``. ``vocabulary``: how many ids the tokenizer has."""
 
     schema_version: Literal[1] = 1
@@ -67,8 +67,11 @@ class AboutTokens(RecordModel):
     tokenizer: Line
     tokenizer_digest: Digest
     sources: tuple[TextSource, ...]
-    licences: Line = ""
-    left_out_paragraphs: int = 0  # that shared a 13-gram with an evaluation text
+    licences: Line = ""  # earlier versions asked for them
+    # that shared a 13-gram with an evaluation text
+    left_out_lines: int = Field(
+        0, validation_alias=AliasChoices("left_out_lines", "left_out_paragraphs")
+    )
     train: TokenArray
     held_out: TokenArray
 
@@ -107,6 +110,8 @@ def read_token_files(folder: Path) -> TokenFiles:
         about = AboutTokens.model_validate_json(path.read_bytes())
     except ValidationError as error:
         raise DataError(f"{path}: {validation_line(error)}; tokenize again") from None
+    if not (folder / TOKENIZER).is_file():
+        raise DataError(f"{folder}: it has no {TOKENIZER}; tokenize again")
     arrays = {part: _mapped(folder, about, part) for part in PARTS}
     if tokenizer_digest(folder) != about.tokenizer_digest:
         raise DataError(f"{folder}: its tokenizer is not the one it was made with; tokenize again")
@@ -223,8 +228,7 @@ def watched_rows(recipe: TrainingRecipe, files: TokenFiles) -> list[list[int]]:
     if len(texts) < wanted:
         raise DataError(
             f"{files.folder}: {len(texts)} held-out documents have {room} tokens or more, and "
-            f"watch.samples asks for {wanted}: lower it or watch.length, or tokenize with more "
-            "--held-out"
+            f"watch.samples asks for {wanted}: lower it or watch.length, or tokenize more text"
         )
     return [[*begin, *text.tolist()] for text in texts]
 
@@ -263,10 +267,6 @@ def require_data(recipe: TrainingRecipe, files: TokenFiles, *, processes: int, d
         )
     if recipe.data.bos_first and about.bos is None:
         raise RecipeError(f"data.bos_first: the tokenizer of {files.folder} has no BOS token")
-    if recipe.data.bos_first and not (files.folder / TOKENIZER).is_file():
-        raise RecipeError(
-            f"data.bos_first: {files.folder} has no {TOKENIZER}, which must state that BOS is first"
-        )
     at_once = recipe.batch.sequences * processes
     if recipe.global_batch_size % at_once:
         raise RecipeError(
@@ -275,8 +275,10 @@ def require_data(recipe: TrainingRecipe, files: TokenFiles, *, processes: int, d
             "--sequences"
         )
     on_cpus = processes > 1 and device == "cpu"
-    if on_cpus and recipe.compute.travel == "bfloat16":
-        raise RecipeError("compute.travel: processes on a CPU average gradients in float32 alone")
+    if on_cpus and recipe.compute.grad_comm_dtype == "bfloat16":
+        raise RecipeError(
+            "compute.grad_comm_dtype: processes on a CPU average gradients in float32 alone"
+        )
     if len(sequences(recipe, files)) < recipe.global_batch_size:
         raise RecipeError(
             f"{files.folder}: {len(files.train):,} tokens are fewer than one step takes "

@@ -36,7 +36,7 @@ from qbench.training.model import (
     parallel_loss,
     utilization,
 )
-from qbench.training.recipe import TrainingRecipe
+from qbench.training.training_recipe import TrainingRecipe
 
 BEST = "best"
 SETTLED = 3  # steps before one is profiled: the first ones compile
@@ -99,6 +99,14 @@ class Trainer:
         self.tokenizer = PreTrainedTokenizerFast.from_pretrained(run.files.folder)
         self.step = Step(self.model, recipe, processes)
         self.progress = run.load_state(self.step.parameters, self.step.optimizer)
+        texts = hashlib.sha256(self.held_out.numpy()).hexdigest()
+        if self.progress.held_out not in (None, texts):
+            raise TrainingError(
+                "watch.samples, watch.length: the state was evaluated on other held-out texts, "
+                f"whose losses do not compare; set them back, or remove {run.state} to train from "
+                "the start"
+            )
+        self.progress.held_out = texts
         if self.progress.step:
             log(f"goes on from step {self.progress.step:,}")
         self._log: Log | None = None  # of the main process
@@ -168,7 +176,7 @@ class Trainer:
         seconds = time.monotonic() - self._began
         self._values = []
         self._require_sane(loss, norm)
-        progress.lowest_loss = min(loss, progress.lowest_loss or math.inf)
+        progress.lowest_loss = min(loss, _or_inf(progress.lowest_loss))
         if self._log is not None:
             step, speed = progress.step, count * recipe.batch.tokens / seconds
             mfu = utilization(
@@ -213,7 +221,9 @@ class Trainer:
         progress, step = self.progress, self.progress.step
         if self._log is not None:
             dtype = getattr(torch, self.run.recipe.compute.precision)
-            copied = copy.deepcopy(self.model).to(dtype).eval().requires_grad_(False)
+            copied = copy.deepcopy(self.model).eval().requires_grad_(False)
+            for parameter in copied.parameters():  # not the buffers: no checkpoint rounds these
+                parameter.data = parameter.data.bfloat16().to(dtype)  # as the checkpoint has it
             batch = max(1, BATCH_TOKENS // self.held_out.shape[1])
             try:
                 with deterministic(False):  # medians have no deterministic kernel
@@ -236,8 +246,12 @@ class Trainer:
                 f"step {step:,}: held-out loss {sample.loss:.3f}, sinks in {sample.sink_rate:.1%} "
                 f"of heads, kurtosis {sample.kurtosis:.1f}, largest activation {sample.largest:.1f}"
             )
-            if step and sample.loss < (progress.best_loss or math.inf):
+            if step and sample.loss < _or_inf(progress.best_loss):
                 progress.best_loss, progress.best_step = sample.loss, step
                 self.run.save(self.model, self.run.folder / BEST)
         self.processes.wait_for_everyone()
         self._began = time.monotonic()
+
+
+def _or_inf(loss: float | None) -> float:
+    return math.inf if loss is None else loss

@@ -23,10 +23,10 @@ from transformers import AutoConfig, LlamaForCausalLM
 
 from qbench.attention.masks import positions_counted
 from qbench.attention.normalizers import NORMALIZERS
-from qbench.attention.transformers import attend
+from qbench.attention.transformers import set_attention
 from qbench.checkpoints import fla
 from qbench.checkpoints.classes import class_names
-from qbench.training.recipe import Compute, Optimizer, OwnParameter, Schedule, Shape
+from qbench.training.training_recipe import Compute, Optimizer, OwnParameter, Schedule, Shape
 
 
 def checkpoint_config(
@@ -103,8 +103,8 @@ ATTENTION = re.compile(
 
 
 def attention_kernels(step: Callable[[], None], device: torch.device) -> list[str]:
-    """Names of the attention kernels that ``step`` launches on a GPU, sorted; on a CPU, where
-    none is launched, ``["none"]``. The step is done once."""
+    """Call ``step`` once and return the names of the attention kernels that it launches, sorted;
+    ``["none"]`` if it launches none, as on a CPU or with the reference."""
     if device.type != "cuda":
         step()
         return ["none"]
@@ -113,7 +113,7 @@ def attention_kernels(step: Callable[[], None], device: torch.device) -> list[st
         step()
         torch.cuda.synchronize()
     names = {event.key for event in seen.key_averages() if event.self_device_time_total > 0}
-    return sorted(name[:120] for name in names if ATTENTION.search(name))
+    return sorted(name[:120] for name in names if ATTENTION.search(name)) or ["none"]
 
 
 NO_LEAF = r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed"
@@ -137,6 +137,7 @@ def initial_model(
     torch.manual_seed(seed)
     settings = fla.llama_settings(checkpoint_config(shape, normalizer, **tokens))
     settings["initializer_range"] = shape.init
+    settings["pad_token_id"] = None  # rows are never padded; torch would not train its embedding
     model_class = getattr(transformers, class_names()[settings["model_type"]])
     model = model_class(AutoConfig.for_model(**settings))
     for layer in model.model.layers:
@@ -151,7 +152,7 @@ def initial_model(
             value = nn.Parameter(torch.tensor(start), requires_grad=trained)
             layer.self_attn.register_parameter(parameter.attribute, value)
     model.to(device)
-    return model, attend(model, normalizer=normalizer, implementation=attention)
+    return model, set_attention(model, normalizer=normalizer, implementation=attention)
 
 
 class Loss(nn.Module):
@@ -244,7 +245,7 @@ def parallel_loss(
         loss, device_ids=[place.index] if place.type == "cuda" else None,
         gradient_as_bucket_view=True, broadcast_buffers=False,  # the same everywhere
     )  # fmt: skip
-    if compute.travel == "bfloat16":
+    if compute.grad_comm_dtype == "bfloat16":
         parallel.register_comm_hook(None, bf16_compress_hook)
     return parallel
 

@@ -24,7 +24,7 @@ from qbench.training.checkpoint import Run
 from qbench.training.data import TokenFiles, require_data
 from qbench.training.loop import Trainer
 from qbench.training.model import checkpoint_config, deterministic
-from qbench.training.recipe import TrainingRecipe
+from qbench.training.training_recipe import TrainingRecipe
 
 
 @contextmanager

@@ -1,20 +1,18 @@
-"""Text → token files. Imports no torch."""
+"""Make token files from text. Imports no torch."""
 
 from __future__ import annotations
 
-import gzip
 import json
-import lzma
 import math
 import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -22,7 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from qbench import hub
 from qbench.checkpoints.find import HUB_ID, READ
 from qbench.errors import DataError, RecipeError, first_line
-from qbench.evaluation.tasks import Row, parse_rows, read_rows
+from qbench.evaluation.tasks import parse_rows, read_rows
 from qbench.files import clean_temporaries, file_digest, new_folder
 from qbench.training.data import (
     ABOUT,
@@ -35,48 +33,68 @@ from qbench.training.data import (
     tokenizer_digest,
 )
 
-WORDS = 13
+NGRAM = 13  # words
 WORD = re.compile(r"[^\W_]+")
+FIELD = "text"  # of JSON objects and columns
+HUB = "hf://datasets/"  # hf://datasets/OWNER/NAME[@REVISION][:CONFIGURATION]
+HUB_SOURCE = re.compile(HUB + r"([\w.-]+/[\w.-]+?)(?:@([\w.-]+))?(?::([\w.-]+))?")
+KINDS = (".txt", ".jsonl", ".parquet")
+CHUNK = 1 << 20  # characters of a text file that are read at once
+SPECIAL = ("<unk>", "<s>", "</s>", "<pad>")  # ids 0 to 3 of a learned tokenizer
+LEARNED_FROM = 20_000  # documents at most
+BATCH = 1024  # documents
+STRIDE, HELD_OUT = 50, 200_000  # one document in 50 is held out, up to so many tokens
 
 
 @dataclass(kw_only=True, slots=True)
-class Overlap:
-    """Hashes of every run of ``WORDS`` words of the evaluation texts."""
+class Decontaminator:
+    """The hashes of all 13-grams of words in evaluation texts, and how many lines of other texts
+    were left out for sharing one."""
 
-    runs: set[int] = field(default_factory=set)
-    left_out: int = 0  # paragraphs so far
+    ngrams: set[int]
+    left_out: int = 0
 
     @classmethod
-    def of(cls, folder: Path) -> Overlap:
-        """All texts of the JSON Lines files below ``folder``. Raises DataError for none."""
+    def of(cls, folder: Path) -> Decontaminator:
+        """Read every text in the JSON Lines files below ``folder``. Raises DataError if there are
+        none."""
         files = sorted(folder.rglob("*.jsonl"))
         if not files:
             raise DataError(f"{folder}: no *.jsonl files of evaluation texts in it")
-        found = cls()
-        for path in files:
-            for row in read_rows(path)[0]:
-                for text in _texts(row.fields):
-                    found.runs.update(_runs(text))
-        return found
+        rows = (row for path in files for row in read_rows(path)[0])
+        texts = (text for row in rows for text in _texts(row.fields))
+        return cls(ngrams={ngram for text in texts for _, ngram in _ngrams(_words(text))})
 
     def without(self, texts: Iterable[str]) -> Iterator[str]:
-        """``texts`` without the paragraphs (lines) that share a run; empty ones fall away."""
+        """Yield ``texts`` without the lines that hold a word of a shared 13-gram, which may run
+        over line breaks; a text that becomes empty is left out."""
         for text in texts:
             lines = text.split("\n")
-            kept = [line for line in lines if self.runs.isdisjoint(_runs(line))]
-            self.left_out += len(lines) - len(kept)
-            if len(kept) == len(lines):
-                yield text
-            elif any(line.strip() for line in kept):
-                yield "\n".join(kept)
+            words = [(word, line) for line, part in enumerate(lines) for word in _words(part)]
+            shared = {
+                line
+                for start, ngram in _ngrams([word for word, _ in words])
+                if ngram in self.ngrams
+                for _, line in words[start : start + NGRAM]
+            }
+            self.left_out += len(shared)
+            kept = "\n".join(line for number, line in enumerate(lines) if number not in shared)
+            if kept.strip():
+                yield kept
 
 
-def _runs(text: str) -> Iterator[int]:
-    words = [word.lower() for word in WORD.findall(text)]
-    return (hash(tuple(words[i : i + WORDS])) for i in range(len(words) - WORDS + 1))
+def _words(text: str) -> list[str]:
+    return [word.lower() for word in WORD.findall(text)]
+
+
+def _ngrams(words: list[str]) -> Iterator[tuple[int, int]]:
+    """Yield the index of its first word and the hash of each 13-gram."""
+    for start in range(len(words) - NGRAM + 1):
+        yield start, hash(tuple(words[start : start + NGRAM]))
 
 
 def _texts(value: Any) -> Iterator[str]:
+    """Yield every string in a JSON value."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):
@@ -84,96 +102,70 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(part)
 
 
-HUB = "hf://datasets/"  # hf://datasets/OWNER/NAME[@REVISION][:CONFIGURATION]
-HUB_SOURCE = re.compile(HUB + r"([\w.-]+/[\w.-]+?)(?:@([\w.-]+))?(?::([\w.-]+))?")
-CHUNK = 1 << 20  # characters of a text read at once
-LONGEST = 1 << 28  # characters of one document
-OPENERS = {".gz": gzip.open, ".xz": lzma.open}
-KINDS = (".jsonl", ".txt", ".parquet")
+def require_source(source: str) -> None:
+    """Raise DataError or RecipeError if ``source`` cannot be read, before work begins."""
+    if source.startswith(HUB):
+        if not HUB_SOURCE.fullmatch(source):
+            raise RecipeError(f"{source}: write {HUB}OWNER/NAME[@REVISION][:CONFIGURATION]")
+    elif not Path(source).is_file():
+        raise DataError(f"{source}: no such file; name text files, or {HUB}OWNER/NAME")
+    elif Path(source).suffix not in KINDS:
+        raise DataError(f"{source}: text must be {', '.join(KINDS)}; unpack .gz and .xz first")
 
 
-def documents(source: str, *, field: str = "text", split: str = "train") -> Iterator[str]:
-    """The documents of ``source``, in its order; empty ones are left out.
+def documents(source: str) -> Iterator[str]:
+    """Yield the documents of ``source`` in order, without empty ones.
 
-    ``*.jsonl``: the ``field`` of each line; ``*.txt``: separated by a zero byte, or one document;
-    both may end in ``.gz`` or ``.xz``. ``*.parquet``: the column ``field``.
-    ``hf://datasets/OWNER/NAME``, with ``@REVISION`` and ``:CONFIGURATION`` where wanted: that
-    ``split`` of a dataset on the hub, streamed. Raises DataError with the place of what is wrong.
+    ``*.txt``: separated by a zero byte, or one document. ``*.jsonl``, ``*.parquet``: the field
+    "text" of each line or row. ``hf://datasets/OWNER/NAME``, with ``@REVISION`` and
+    ``:CONFIGURATION`` if there are several: that column of the split "train" on the hub, streamed.
+    Raises DataError with the place of an error.
     """
     try:
-        if _kind(source) == ".txt":
-            found = _separated(source)
-        else:
-            found = (row.text(field, source) for row in _rows(source, split))
-        yield from (text for text in found if text.strip())
+        texts = _separated(source) if source.endswith(".txt") else _fields(source)
+        yield from (text for text in texts if text.strip())
     except DataError:
         raise
     except Exception as error:  # whatever files, network and libraries make of each other
         raise DataError(f"{source}: cannot be read ({first_line(error)})") from error
 
 
-def require_source(source: str) -> None:
-    """Raises DataError or RecipeError for a source that cannot be read, before work begins."""
-    if source.startswith(HUB):
-        if not HUB_SOURCE.fullmatch(source):
-            raise RecipeError(f"{source}: write {HUB}OWNER/NAME[@REVISION][:CONFIGURATION]")
-        return
-    if not Path(source).is_file():
-        raise DataError(f"{source}: no such file; name text files, or {HUB}OWNER/NAME")
-    if _kind(source) not in KINDS:
-        raise DataError(
-            f"{source}: text must be {', '.join(KINDS)} (the first two also .gz or .xz)"
-        )
-
-
-def _kind(source: str) -> str:
-    """The ending that says what a file holds: ``.txt`` of ``books.txt.xz``; none of the hub's."""
-    if source.startswith(HUB):
-        return ""
-    return Path(source.removesuffix(".gz").removesuffix(".xz")).suffix
-
-
-def _open(source: str) -> IO[str]:
-    opener = OPENERS.get(Path(source).suffix, open)
-    return opener(source, "rt", encoding="utf-8", newline="")
-
-
 def _separated(source: str) -> Iterator[str]:
-    held = ""
-    with _open(source) as file:
+    rest = ""
+    with open(source, encoding="utf-8", newline="") as file:
         while chunk := file.read(CHUNK):
-            *ended, held = (held + chunk).split("\0")
+            *ended, rest = (rest + chunk).split("\0")
             yield from ended
-            if len(held) > LONGEST:
-                raise DataError(
-                    f"{source}: a document of more than {LONGEST:,} characters; separate documents "
-                    "by a zero byte"
-                )
-    yield held
+    yield rest
 
 
-def _rows(source: str, split: str) -> Iterator[Row]:
-    if _kind(source) == ".jsonl":
-        with _open(source) as file:
-            yield from parse_rows(source, file)
-        return
+def _fields(source: str) -> Iterator[str]:
+    """Yield the text of each row; "" for a null."""
     from datasets import load_dataset
 
-    if found := HUB_SOURCE.fullmatch(source):
-        name, revision, configuration = found.groups()
-        rows = load_dataset(name, configuration, split=split, revision=revision, streaming=True)
-    else:
-        rows = load_dataset("parquet", data_files=source, split="train", streaming=True)
-    yield from (Row(line=number, fields=row) for number, row in enumerate(rows, start=1))
-
-
-SPECIAL = ("<unk>", "<s>", "</s>", "<pad>")  # ids 0 to 3
-DOCUMENTS = 20_000  # of which it is learnt, the first ones
+    match, options = HUB_SOURCE.fullmatch(source), {"split": "train", "streaming": True}
+    with ExitStack() as stack:
+        if match:
+            name, revision, configuration = match.groups()
+            rows = load_dataset(name, configuration, revision=revision, **options)
+        elif source.endswith(".jsonl"):
+            file = stack.enter_context(open(source, encoding="utf-8"))
+            rows = (row.fields for row in parse_rows(source, file))
+        else:
+            rows = load_dataset("parquet", data_files=source, **options)
+        for number, fields in enumerate(rows, start=1):
+            text = fields.get(FIELD, 0)
+            if not isinstance(text, str | None):
+                raise DataError(
+                    f"{source}:{number}: no text in the field {FIELD!r}, but there are "
+                    f"{', '.join(fields)}; rename the field that holds the text"
+                )
+            yield text or ""
 
 
 def learn_tokenizer(documents: Iterable[str], vocabulary: int, folder: Path) -> None:
-    """Write ``tokenizer.json`` and ``tokenizer_config.json`` of at most ``vocabulary`` entries, the
-    256 bytes and the special tokens counted in."""
+    """Write ``tokenizer.json`` and ``tokenizer_config.json`` of a byte-level BPE, digits apart, of
+    at most ``vocabulary`` entries, the 256 bytes and the special tokens counted in."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -188,7 +180,7 @@ def learn_tokenizer(documents: Iterable[str], vocabulary: int, folder: Path) -> 
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(islice(documents, DOCUMENTS), trainer)
+    tokenizer.train_from_iterator(islice(documents, LEARNED_FROM), trainer)
     tokenizer.save(str(folder / TOKENIZER))
     unk, bos, eos, pad = SPECIAL
     config = {
@@ -204,37 +196,33 @@ def learn_tokenizer(documents: Iterable[str], vocabulary: int, folder: Path) -> 
 
 
 def begin_with(token: int, folder: Path) -> None:
-    """Let the ``tokenizer.json`` of ``folder`` put ``token`` (its id) before a text where special
-    tokens are asked for; unchanged where it does already."""
+    """Change the ``tokenizer.json`` of ``folder`` so that special tokens are the id ``token``
+    before each text, and nothing else; unchanged if they are that already."""
     path = str(folder / TOKENIZER)
     tokenizer = Tokenizer.from_file(path)
-    if tokenizer.encode("a").ids[:1] == [token]:
+    plain, special = (
+        tokenizer.encode("a", add_special_tokens=add).ids for add in (False, True)
+    )  # fmt: skip
+    if special == [token, *plain]:
         return
     name = tokenizer.id_to_token(token)
     first = processors.TemplateProcessing(
         single=f"{name} $A", pair=f"{name} $A {name} $B:1", special_tokens=[(name, token)]
     )
-    before = tokenizer.post_processor
-    tokenizer.post_processor = first if before is None else processors.Sequence([before, first])
+    others = [tokenizer.post_processor] if tokenizer.post_processor and special == plain else []
+    tokenizer.post_processor = processors.Sequence([*others, first])
     tokenizer.save(path)
-
-
-BATCH = 1 << 22  # characters that are encoded at once, on all cores
-STRIDE = 50  # one document of so many is held out, until there are enough
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tokenizing:
-    """How documents become ids; each is BOS, its text, EOS. ``most_tokens``: stop there."""
+    """How documents become ids: each is BOS, its text, EOS. Writing stops after ``most_tokens``
+    ids to train on. ``evaluation``: a folder of evaluation texts to decontaminate against."""
 
-    field: str = "text"
-    split: str = "train"
     bos: bool = True
     eos: bool = True
-    held_out: int = 200_000
     most_tokens: int | None = None
-    evaluation: Path | None = None  # folder of evaluation texts, whose paragraphs are left out
-    licences: str = ""
+    evaluation: Path | None = None
 
 
 def tokenize(
@@ -247,40 +235,39 @@ def tokenize(
 ) -> AboutTokens:
     """Write the folder ``out`` of token files; it must not exist.
 
-    ``tokenizer``: a folder or hub id that has one, or how many entries a new one gets, learnt from
-    the text. ``progress`` is told documents and tokens. Raises DataError, RecipeError and
-    OutputError.
+    ``tokenizer``: a folder or hub id that has one, or the number of entries of a new one, learned
+    from the text. ``progress`` is called with the documents and tokens so far. Raises DataError,
+    RecipeError and OutputError.
     """
     for source in sources:
         require_source(source)
     if out.exists():
         raise RecipeError(f"--out {out}: exists already; name a new folder, or remove it")
     clean_temporaries(out.parent)
-    with new_folder(out) as making:
+    with new_folder(out) as folder:
         if isinstance(tokenizer, int):
-            named = f"learnt from the text, {tokenizer} entries"
-            texts = (documents(one, field=settings.field, split=settings.split) for one in sources)
-            learn_tokenizer(chain.from_iterable(texts), tokenizer, making)
+            name = f"learnt from the text, {tokenizer} entries"
+            learn_tokenizer(chain.from_iterable(map(documents, sources)), tokenizer, folder)
         else:
-            folder, named = _find_tokenizer(tokenizer)
-            copy_tokenizer(folder, making)
-        about = _write(sources, making, named, settings, progress)
+            source_folder, name = _find_tokenizer(tokenizer)
+            copy_tokenizer(source_folder, folder)
+        about = _write(sources, folder, name, settings, progress)
         text = about.model_dump_json(indent=2) + "\n"
-        (making / ABOUT).write_text(text, encoding="utf-8")
+        (folder / ABOUT).write_text(text, encoding="utf-8")
     return about
 
 
 def _write(
     sources: Sequence[str],
     folder: Path,
-    named: str,
+    tokenizer_name: str,
     settings: Tokenizing,
     progress: Callable[[int, int], None],
 ) -> AboutTokens:
-    encode, special = _load(folder, named, settings)
-    size = encode.get_vocab_size()
+    tokenizer, special = _load(folder, tokenizer_name, settings)
+    size = 1 + max(tokenizer.get_vocab().values())  # ids may have gaps
     dtype = np.dtype("<u2" if size <= 2**16 else "<u4")
-    overlap = Overlap.of(settings.evaluation) if settings.evaluation else None
+    decontaminator = Decontaminator.of(settings.evaluation) if settings.evaluation else None
     begin = [special["bos"]] if settings.bos else []
     end = [special["eos"]] if settings.eos else []
     most = settings.most_tokens or math.inf
@@ -292,13 +279,15 @@ def _write(
             if tokens["train"] >= most:
                 break
             first = count.total()
-            texts = documents(source, field=settings.field, split=settings.split)
-            for encoded in _encoded(encode, overlap.without(texts) if overlap else texts):
+            texts = documents(source)
+            if decontaminator is not None:
+                texts = decontaminator.without(texts)
+            for encoded in _encoded(tokenizer, texts):
                 if tokens["train"] >= most:
                     break
                 number = count.total()
-                hold = number % STRIDE == 0 and tokens["held_out"] < settings.held_out
-                part = "held_out" if hold else "train"
+                hold_out = number % STRIDE == 0 and tokens["held_out"] < HELD_OUT
+                part = "held_out" if hold_out else "train"
                 ids = np.asarray([*begin, *encoded, *end], dtype)
                 files[part].write(ids.tobytes())
                 tokens[part] += len(ids)
@@ -307,10 +296,11 @@ def _write(
             read.append(_source(source, count.total() - first))
     if not tokens["train"]:
         raise DataError(f"{', '.join(sources)}: no documents in it beside those held out")
-    digests = {part: file_digest(folder / f"{part}.bin") for part in PARTS}
     arrays = {
-        part: TokenArray(tokens=tokens[part], documents=count[part], sha256=digest)
-        for part, digest in digests.items()
+        part: TokenArray(
+            tokens=tokens[part], documents=count[part], sha256=file_digest(folder / f"{part}.bin")
+        )
+        for part in PARTS
     }
     return AboutTokens(
         dtype="uint16" if dtype.itemsize == 2 else "uint32",
@@ -318,33 +308,20 @@ def _write(
         **special,
         bos_of_documents=settings.bos,
         eos_of_documents=settings.eos,
-        tokenizer=named,
+        tokenizer=tokenizer_name,
         tokenizer_digest=tokenizer_digest(folder),
         sources=tuple(read),
-        licences=settings.licences,
-        left_out_paragraphs=overlap.left_out if overlap else 0,
+        left_out_lines=decontaminator.left_out if decontaminator else 0,
         **arrays,
     )
 
 
 def _encoded(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[list[int]]:
-    """The ids of each text; a batch is encoded at once."""
-    for batch in _batches(texts):
-        for one in tokenizer.encode_batch_fast(batch, add_special_tokens=False):
-            yield one.ids
-
-
-def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    held: list[str] = []
-    size = 0
-    for text in texts:
-        held.append(text)
-        size += len(text)
-        if size >= BATCH:
-            yield held
-            held, size = [], 0
-    if held:
-        yield held
+    """Yield the ids of each text; BATCH texts are encoded at once, on all cores."""
+    texts = iter(texts)
+    while batch := list(islice(texts, BATCH)):
+        for encoding in tokenizer.encode_batch_fast(batch, add_special_tokens=False):
+            yield encoding.ids
 
 
 def _source(source: str, count: int) -> TextSource:
@@ -354,33 +331,39 @@ def _source(source: str, count: int) -> TextSource:
     return TextSource(name=path.name, documents=count, sha256=file_digest(path))
 
 
-def _find_tokenizer(named: str) -> tuple[Path, str]:
-    """Its folder, and what to call it."""
-    folder = Path(named).expanduser()
+def _find_tokenizer(name: str) -> tuple[Path, str]:
+    """Return the folder of a tokenizer, and its name for records."""
+    folder = Path(name).expanduser()
     if folder.is_dir():
         return folder, folder.resolve().name
-    if not HUB_ID.fullmatch(named):
-        raise RecipeError(f"--tokenizer {named}: no such folder, and not a hub id (owner/name)")
-    return hub.snapshot(named, None, READ), named
+    if not HUB_ID.fullmatch(name):
+        raise RecipeError(f"--tokenizer {name}: no such folder, and not a hub id (owner/name)")
+    return hub.snapshot(name, None, READ), name
 
 
-def _load(folder: Path, named: str, settings: Tokenizing) -> tuple[Tokenizer, dict]:
-    """The tokenizer's fast half, and the ids of its bos, eos and pad."""
+def _load(folder: Path, name: str, settings: Tokenizing) -> tuple[Tokenizer, dict[str, int | None]]:
+    """Return the tokenizer in ``folder``, and the ids of its bos, eos and pad. What special tokens
+    are called is text like any other if it stands in a document."""
     os.environ["TOKENIZERS_PARALLELISM"] = "true"  # nothing else runs in this process
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
-    try:
-        kind = PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else AutoTokenizer
-        whole = kind.from_pretrained(folder)
-        encode = whole.backend_tokenizer
-    except Exception as error:  # whatever a broken file makes of the libraries
+    if not (folder / TOKENIZER).is_file():
         raise DataError(
-            f"--tokenizer {named}: no usable tokenizer ({first_line(error)})"
-        ) from error
-    ids = {"bos": whole.bos_token_id, "eos": whole.eos_token_id, "pad": whole.pad_token_id}
-    for what in ("bos", "eos"):
-        if getattr(settings, what) and ids[what] is None:
-            raise DataError(f"--tokenizer {named}: it has no {what.upper()} token; add --no-{what}")
-    encode.no_truncation()
-    encode.no_padding()
-    return encode, ids
+            f"--tokenizer {name}: it has no {TOKENIZER}; write one with transformers: "
+            "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
+        )
+    try:
+        fast = PreTrainedTokenizerFast.from_pretrained(folder)
+        tokenizer = fast.backend_tokenizer
+    except Exception as error:  # whatever a broken file makes of the libraries
+        raise DataError(f"--tokenizer {name}: no usable tokenizer ({first_line(error)})") from error
+    ids = {"bos": fast.bos_token_id, "eos": fast.eos_token_id, "pad": fast.pad_token_id}
+    for token in ("bos", "eos"):
+        if getattr(settings, token) and ids[token] is None:
+            raise DataError(
+                f"--tokenizer {name}: it has no {token.upper()} token; add --no-{token}"
+            )
+    tokenizer.encode_special_tokens = True
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer, ids

@@ -7,8 +7,8 @@ import torch
 from attention_cases import weights as weights_of
 from normalizer_parameters import parameters
 
-from qbench.analysis import attention
-from qbench.analysis.attention import (
+from qbench.analysis import attention_weights as attention
+from qbench.analysis.attention_weights import (
     GU_LENGTH,
     POSITIONS,
     Call,

@@ -5,7 +5,7 @@ import torch
 from loading import load_model
 from small_recipe import DEMO
 
-from qbench.analysis.attention import TOKENS, attention_maps
+from qbench.analysis.attention_weights import TOKENS, attention_maps
 from qbench.checkpoints import find
 from qbench.checkpoints.tokenizer import load_tokenizer
 from qbench.errors import RecipeError

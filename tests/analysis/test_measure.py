@@ -11,13 +11,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 from qbench.analysis.capture import attention_observed, decoder_layers, states_observed
 from qbench.analysis.measure import DELIMITERS, delimiters, measure
 from qbench.analysis.sensitivity import Baseline
-from qbench.attention.transformers import attend
+from qbench.attention.transformers import set_attention
 from qbench.checkpoints import find
 from qbench.checkpoints.tokenizer import load_tokenizer
 from qbench.errors import EvaluationError, UnavailableError
 from qbench.quantizers.linear import linears
-from qbench.quantizers.names import config_of
 from qbench.quantizers.quantize import apply
+from qbench.quantizers.registry import config_of
 
 DEMO = Path(__file__).parents[2] / "recipes" / "demo"
 
@@ -97,7 +97,7 @@ def tiny(**changes):
 def test_what_a_sliding_window_hides_is_no_zero_weight(pair):
     model = tiny(sliding_window=8)
     model.config.qbench_normalizer = "softmax"
-    attend(model, normalizer="softmax")
+    set_attention(model, normalizer="softmax")
     found = measured(model, pair[1], torch.randint(0, 64, (2, 40)))
     assert found.zeros == 0.0
     assert found.mass == pytest.approx(1.0)
@@ -113,7 +113,7 @@ def test_attention_that_is_not_ours_is_refused(pair):
 def test_a_model_that_gives_no_numbers_is_refused(pair):
     model = tiny()
     model.config.qbench_normalizer = "softmax"
-    attend(model, normalizer="softmax")
+    set_attention(model, normalizer="softmax")
     with torch.no_grad():
         model.lm_head.weight[3] = float("nan")
     with pytest.raises(EvaluationError, match="nan"):
@@ -123,7 +123,7 @@ def test_a_model_that_gives_no_numbers_is_refused(pair):
 def test_a_perplexity_beyond_the_largest_number_is_infinite(pair):
     model = tiny()
     model.config.qbench_normalizer = "softmax"
-    attend(model, normalizer="softmax")
+    set_attention(model, normalizer="softmax")
     model.lm_head.weight.data *= 1e6
     ids = torch.randint(0, 64, (2, 40), generator=torch.Generator().manual_seed(0))
     assert measured(model, pair[1], ids).perplexity == float("inf")

@@ -101,7 +101,7 @@ def test_a_run_keeps_every_part_goes_on_where_it_stopped_and_shows_it(tmp_path, 
             raise MemoryError("stopped")
         return against(self, unit, quantized)
 
-    monkeypatch.setattr("qbench.analysis.cell.SAVE_EVERY", -1.0)
+    monkeypatch.setattr("qbench.analysis.analyze_cell.SAVE_EVERY", -1.0)
     monkeypatch.setattr(Baseline, "against", stops)
     options = (*OPTIONS, "--only", "softpick/fp32")
     assert qbench("analyze", path, "--out", out, *options) == 1

@@ -10,7 +10,7 @@ from qbench.attention.quantized_kv import KV_CACHE
 from qbench.attention.transformers import attention_name
 from qbench.errors import UnavailableError
 from qbench.quantizers.kv_fake_quant import KVFakeQuant
-from qbench.quantizers.names import KV_CACHES
+from qbench.quantizers.registry import settings_of
 
 T, HEADS, KV_HEADS, WIDTH = 23, 4, 2, 16
 FEW = ("int8", "first and recent", "kivi, symmetric, first and recent")
@@ -42,7 +42,7 @@ def carrier(scheme: str) -> torch.nn.Module:
     name, options, _ = SCHEMES[scheme]
     module = torch.nn.Module()
     module.is_causal = True
-    setattr(module, KV_CACHE, KVFakeQuant(KV_CACHES.parse(name, options)))
+    setattr(module, KV_CACHE, KVFakeQuant(settings_of(f"kv-{name}", options)))
     return module
 
 

@@ -14,7 +14,7 @@ from transformers import (
 
 from qbench.attention import transformers as interface
 from qbench.attention.masks import mask_interface, positions_counted
-from qbench.attention.transformers import attend
+from qbench.attention.transformers import set_attention
 from qbench.errors import UnavailableError
 from qbench.evaluation.scoring.generate import cache_argument
 
@@ -43,8 +43,8 @@ def received(monkeypatch, implementation="triton"):
     seen = []
 
     def function(query, key, value, *, mask=None, causal=False, window=None, **settings):
-        count = settings.get("span_count")
-        seen.append((mask is not None, causal, window, None if count is None else "spans"))
+        count = settings.get("seq_count")
+        seen.append((mask is not None, causal, window, None if count is None else "seq_bounds"))
         return torch.nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=True
         )
@@ -84,7 +84,7 @@ def test_a_compiled_model_on_kernels_is_handed_sequences_and_no_dense_mask(
     for _ in range(2):
         compiled(ids, use_cache=False, **inputs).logits.sum().backward()
     window = 5 if make is mistral else None
-    assert seen == [(mask, True, window, "spans")] * 2  # two passes
+    assert seen == [(mask, True, window, "seq_bounds")] * 2  # two passes
 
 
 def test_a_compiled_model_that_counts_its_positions_looks_for_no_sequences(monkeypatch):
@@ -95,11 +95,11 @@ def test_a_compiled_model_that_counts_its_positions_looks_for_no_sequences(monke
     assert seen == [(False, True, None, None)]
     seen.clear()
     compiled(ids, use_cache=False)
-    assert seen == [(False, True, None, "spans")]
+    assert seen == [(False, True, None, "seq_bounds")]
 
 
 @pytest.mark.parametrize(
-    ("joined", "padding", "count", "spans"),
+    ("joined", "padding", "count", "seq_bounds"),
     [
         ([[1, 1, 1], [1, 1, 1]], None, 0, []),
         ([[1, 1, 0], [1, 1, 1]], None, 3, [[0, 0, 2, 0, 2, 0], [0, 2, 3, 2, 3, 0],
@@ -109,22 +109,22 @@ def test_a_compiled_model_that_counts_its_positions_looks_for_no_sequences(monke
         (None, [[1, 0, 1], [1, 1, 1]], -1, []),
     ],
 )  # fmt: skip
-def test_which_sequences_there_are(joined, padding, count, spans):
-    from qbench.attention.kernels.varlen import sequence_spans
+def test_which_sequences_there_are(joined, padding, count, seq_bounds):
+    from qbench.attention.kernels.varlen import sequence_bounds
 
     given = [None if rows is None else torch.tensor(rows).bool() for rows in (joined, padding)]
-    found, counted = sequence_spans(*given)
+    found, counted = sequence_bounds(*given)
     assert counted.tolist() == [count]
     assert counted.device.type == "cpu"
-    assert found[: max(count, 0)].tolist() == spans
-    torch.library.opcheck(torch.ops.qbench.sequence_spans.default, given)
+    assert found[: max(count, 0)].tolist() == seq_bounds
+    torch.library.opcheck(torch.ops.qbench.sequence_bounds.default, given)
 
 
 @pytest.mark.parametrize("positions", [PACKED, pytest.param(None, marks=SLOW)])
 @pytest.mark.parametrize("make", [llama, pytest.param(mistral, marks=SLOW)])
 def test_a_compiled_model_gives_what_the_model_gives(make, positions):
     model = make()
-    attend(model, normalizer="softpick")
+    set_attention(model, normalizer="softpick")
     ids = torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(1))
     inputs = {"use_cache": False, "position_ids": positions}
     got = torch.compile(model, fullgraph=True, backend="eager")(ids, **inputs).logits
@@ -135,7 +135,7 @@ def test_a_compiled_model_gives_what_the_model_gives(make, positions):
 def test_a_static_cache_in_a_compiled_model_is_right_or_refused(slopes):
     """Whether the last key is the last query's cannot be told there, which slopes go by."""
     model = attach(llama(), "softpick", slopes=slopes)
-    attend(model, normalizer="softpick")
+    set_attention(model, normalizer="softpick")
     ids = torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(1))
     compiled = torch.compile(model, backend="eager")
     cache, pieces = StaticCache(config=model.config, max_cache_len=16), []
@@ -157,7 +157,7 @@ def test_blocks_that_see_each_other_are_no_plain_causality(monkeypatch):
 
     received(monkeypatch)
     model = llama()
-    attend(model, normalizer="softmax")
+    set_attention(model, normalizer="softmax")
     states, blocks = torch.zeros(1, 6, 32), torch.tensor([[-1, 0, 0, 0, -1, -1]])
 
     def make(states, positions):
@@ -188,7 +188,7 @@ def test_mixed_dtypes_under_autocast_are_cast_as_torchs_own_attention_casts_them
 
 def test_a_compiled_model_trains_under_autocast():
     model = llama()
-    attend(model, normalizer="softpick")
+    set_attention(model, normalizer="softpick")
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     ids = torch.arange(9)[None]
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -203,7 +203,7 @@ def test_a_window_is_told_from_chunks_by_the_configuration():
 
     mask = mask_interface("triton")
     made = mask(1, 9, 9, local_size=4, config=Chunked())
-    assert not made.banded
+    assert not made.no_dense_mask
     Chunked.attention_chunk_size = None
     assert mask(1, 9, 9, local_size=4, config=Chunked()).window == 4
 

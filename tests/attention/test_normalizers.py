@@ -14,7 +14,7 @@ from qbench.attention import reference
 from qbench.attention.implementation import choose
 from qbench.attention.normalizers import NORMALIZERS, Kernels, Normalizer, Parameter, register
 from qbench.attention.normalizers.softpick import EPSILON
-from qbench.attention.transformers import attend, attention_name
+from qbench.attention.transformers import attention_name, set_attention
 from qbench.errors import UnavailableError
 
 NAMES = [
@@ -175,10 +175,10 @@ def test_a_models_parameters_are_taken_from_its_attention_modules_and_trained():
         intermediate_size=32, vocab_size=61, initializer_range=0.3,
     )  # fmt: skip
     model = LlamaForCausalLM(config)
-    attend(model, normalizer="softmax")
+    set_attention(model, normalizer="softmax")
     ids = torch.arange(12)[None]
     softmax = model(ids).logits
-    attend(model, normalizer="sunk")
+    set_attention(model, normalizer="sunk")
     with pytest.raises(UnavailableError, match="sunk attention needs its parameter 'sinks'"):
         model(ids)
     for layer in model.model.layers:

@@ -5,7 +5,7 @@ from attention_cases import parameters as parameters_of
 from normalizer_parameters import parameters
 
 from qbench.attention import kernels, reference
-from qbench.attention.kernels.varlen import packed_spans
+from qbench.attention.kernels.varlen import packed_bounds
 from qbench.errors import RecipeError
 
 
@@ -14,7 +14,7 @@ def by_reference(case, query, key, value, given):
     settings |= {"window": case.window, "causal": case.causal}
     if case.packed:
         edges = torch.tensor([0, *case.packed], dtype=torch.int32).cumsum(0)
-        settings["spans"] = packed_spans(edges, edges)
+        settings["seq_bounds"] = packed_bounds(edges, edges)
     return reference.attention(query, key, value, mask=mask_of(case), **settings)
 
 
@@ -124,11 +124,11 @@ def test_a_mask_beside_spans_is_refused():
     """It was left out without a word."""
     pytest.importorskip("triton")
     query, key, value, _ = inputs(QUICK[0])
-    spans = torch.tensor([[0, 0, 9, 0, 9, 0], [1, 0, 9, 0, 9, 0]], dtype=torch.int32)
+    seq_bounds = torch.tensor([[0, 0, 9, 0, 9, 0], [1, 0, 9, 0, 9, 0]], dtype=torch.int32)
     mask = torch.ones(1, 1, 21, 37, dtype=torch.bool)
     for by in (kernels, reference):
-        with pytest.raises(ValueError, match="spans take no mask beside them"):
-            by.attention(query, key, value, normalizer="softpick", mask=mask, spans=spans)
+        with pytest.raises(ValueError, match="seq_bounds take no mask beside them"):
+            by.attention(query, key, value, normalizer="softpick", mask=mask, seq_bounds=seq_bounds)
 
 
 @pytest.mark.parametrize("normalizer", ["softmax", "softpick", "rectified"])
@@ -175,7 +175,9 @@ def test_sequences_side_by_side_are_as_one_by_one(
             strict=True,
         )
     ]
-    together = reference.attention(query, key, value, spans=packed_spans(*edges.T), **settings)
+    together = reference.attention(
+        query, key, value, seq_bounds=packed_bounds(*edges.T), **settings
+    )
     found, expected = (
         (output, *torch.autograd.grad(output, (query, key, value), gradient))
         for output in (together, torch.cat(alone, 2))

@@ -18,9 +18,9 @@ from qbench.attention import reference
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.attention.transformers import (
     _registered,
-    attend,
     attention_name,
     batch_invariant,
+    set_attention,
 )
 from qbench.errors import RecipeError, UnavailableError
 from qbench.evaluation.scoring.generate import cache_argument
@@ -57,7 +57,7 @@ def logits(model, ids, **inputs):
 def test_softmax_equals_transformers_own_attention(model, ids):
     model.set_attn_implementation("sdpa")
     expected = logits(model, ids)
-    assert attend(model, normalizer="softmax", implementation="auto") == "softmax/reference"
+    assert set_attention(model, normalizer="softmax", implementation="auto") == "softmax/reference"
     torch.testing.assert_close(logits(model, ids), expected, **TOLERANCE)
 
 
@@ -70,7 +70,7 @@ def test_the_model_runs_what_was_asked_for(model, ids, normalizer, monkeypatch):
         seen.append(settings["normalizer"])
         return real(*args, **settings)
 
-    attend(attach(model, normalizer), normalizer=normalizer)
+    set_attention(attach(model, normalizer), normalizer=normalizer)
     monkeypatch.setattr(reference, "attention", spy)
     logits(model, ids)
     assert seen == [normalizer] * 2
@@ -80,7 +80,7 @@ def test_the_model_runs_what_was_asked_for(model, ids, normalizer, monkeypatch):
 @pytest.mark.parametrize("normalizer", FEW)
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_changes_nothing(model, ids, normalizer, side):
-    attend(attach(model, normalizer), normalizer=normalizer)
+    set_attention(attach(model, normalizer), normalizer=normalizer)
     padding = torch.ones(3, 17, dtype=torch.long)
     tokens = [slice(5, 17), slice(0, 17), slice(3, 17)]
     if side == "right":
@@ -110,7 +110,7 @@ def test_decoding_with_a_cache_equals_one_full_pass(ids, normalizer, padded, sta
     )  # fmt: skip
     # In float64: scalable softpick's rows near zero make much of float32's rounding.
     model = attach(LlamaForCausalLM(config).eval(), normalizer, slopes=True).double()
-    attend(model, normalizer=normalizer)
+    set_attention(model, normalizer=normalizer)
     padding = torch.ones(3, 17, dtype=torch.long)
     if padded:
         padding[0, :4] = 0
@@ -141,7 +141,7 @@ def test_answers_with_a_static_cache_are_those_with_a_dynamic_one(ids, layers, p
         layer_types=["full_attention", layers], sliding_window=6, use_sliding_window=True,
     )  # fmt: skip
     model = Qwen2ForCausalLM(config).eval()
-    attend(model, normalizer="softpick")
+    set_attention(model, normalizer="softpick")
     padding = torch.ones_like(ids)
     if padded:
         padding[0, :4] = 0
@@ -151,7 +151,7 @@ def test_answers_with_a_static_cache_are_those_with_a_dynamic_one(ids, layers, p
 
 
 def test_what_a_model_attends_with_is_saved_with_it(model, tmp_path):
-    attend(model, normalizer="softpick")
+    set_attention(model, normalizer="softpick")
     model.save_pretrained(tmp_path)
     assert LlamaConfig.from_pretrained(tmp_path).qbench_normalizer == "softpick"
 
@@ -159,7 +159,7 @@ def test_what_a_model_attends_with_is_saved_with_it(model, tmp_path):
 @pytest.mark.parametrize("normalizer", FEW)
 @pytest.mark.parametrize("how", ["position_ids", "cu_seq_lens", "mask"])
 def test_packed_sequences_equal_each_alone(model, ids, normalizer, how):
-    attend(attach(model, normalizer), normalizer=normalizer)
+    set_attention(attach(model, normalizer), normalizer=normalizer)
     packed = torch.cat([ids[0, :6], ids[1], ids[2, :1]])[None]
     positions = torch.cat([torch.arange(6), torch.arange(17), torch.arange(1)])[None]
     inputs = {"position_ids": positions, "use_cache": False}
@@ -184,7 +184,7 @@ def test_sequences_that_cu_seq_lens_tell_apart_keep_their_sliding_window(ids):
         intermediate_size=48, vocab_size=97, initializer_range=0.3, sliding_window=5,
     )  # fmt: skip
     model = MistralForCausalLM(config).eval()
-    attend(model, normalizer="softpick")
+    set_attention(model, normalizer="softpick")
     edges = torch.tensor([0, 6, 17], dtype=torch.int32)
     inputs = {"position_ids": torch.cat([torch.arange(6), torch.arange(11)])[None]}
     inputs |= {"cu_seq_lens_q": edges, "cu_seq_lens_k": edges}
@@ -208,12 +208,12 @@ def test_cross_attention_sees_all_that_was_encoded(ids, queries):
     padding[1, 12:] = 0
     given = {"attention_mask": padding, "decoder_input_ids": ids.repeat(1, 2)[:, :queries]}
     expected = logits(model, ids, **given)
-    attend(model, normalizer="softmax")
+    set_attention(model, normalizer="softmax")
     torch.testing.assert_close(logits(model, ids, **given), expected, **TOLERANCE)
 
 
 def test_additive_masks_are_refused(model, ids):
-    attend(model, normalizer="softpick")
+    set_attention(model, normalizer="softpick")
     mask = torch.zeros(3, 1, 17, 17)
     with pytest.raises(UnavailableError, match="bool masks"):
         logits(model, ids, attention_mask=mask)
@@ -222,7 +222,7 @@ def test_additive_masks_are_refused(model, ids):
 def test_triton_on_the_cpu_is_an_error_and_no_fallback(model, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(UnavailableError, match="CUDA"):
-        attend(model, normalizer="softpick", implementation="triton")
+        set_attention(model, normalizer="softpick", implementation="triton")
 
 
 def test_unknown_implementations_are_listed():
@@ -231,7 +231,7 @@ def test_unknown_implementations_are_listed():
 
 
 def test_kernels_stand_back_for_the_reference_where_batches_must_not_matter(model, ids):
-    attend(model, normalizer="softpick", implementation="reference")
+    set_attention(model, normalizer="softpick", implementation="reference")
     expected = logits(model, ids)
     model.set_attn_implementation(_registered("softpick", "triton"))  # needs no GPU to be named
     with batch_invariant(model):

@@ -58,9 +58,9 @@ class WrittenCache:
             scale = self.scale_dtype(np.abs(x).max() / np.float32(448)).astype(np.float32)
             return np.array([nearest_e4m3(v / (scale or one)) for v in x]), scale, np.float32(0)
         if self.symmetric:
-            most = 2 ** (self.bits - 1) - 1
-            scale = self.scale_dtype(np.abs(x).max() / np.float32(most)).astype(np.float32)
-            codes = np.clip(np.rint(x / (scale or one)), -most, most).astype(np.int8)
+            most, span = 2 ** (self.bits - 1), np.float32((2**self.bits - 1) / 2)
+            scale = self.scale_dtype(np.abs(x).max() / span).astype(np.float32)
+            codes = np.clip(np.rint(x / (scale or one)), -most, most - 1).astype(np.int8)
             return codes, scale, np.float32(0)
         most = 2**self.bits - 1
         low = self.scale_dtype(x.min()).astype(np.float32)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from qbench.bench import checks as bench_checks
-from qbench.bench.attention import (
+from qbench.bench.attention_speed import (
     CUDNN,
     FLASH,
     FLEX,

@@ -9,8 +9,8 @@ import torch
 from loading import load_model
 from scoring_models import settings
 
-from qbench.bench import evaluation
-from qbench.bench.evaluation import MODES, compare, table
+from qbench.bench import evaluation_speed as evaluation
+from qbench.bench.evaluation_speed import MODES, compare, table
 from qbench.checkpoints import find
 from qbench.checkpoints.tokenizer import load_tokenizer
 from qbench.evaluation.loaded import load_task

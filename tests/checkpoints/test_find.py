@@ -56,14 +56,9 @@ def test_without_attn_impl_softmax_must_be_stated(tmp_path):
     assert find(folder).normalizer == "softpick"
 
 
-def test_a_gguf_file_needs_its_name_and_its_original(tmp_path):
-    file = tmp_path / "q4.gguf"
-    file.touch()
-    with pytest.raises(CheckpointError, match=r"a GGUF file is scored beside its original"):
-        find(str(file), quantized=True)
-    with pytest.raises(
-        CheckpointError, match=r"no config\.json in .*; of GGUF files name one itse"
-    ):
+def test_a_folder_of_gguf_files_needs_the_name_of_one(tmp_path):
+    (tmp_path / "q4.gguf").touch()
+    with pytest.raises(CheckpointError, match=r"no config\.json in .*; of GGUF files name one it"):
         find(str(tmp_path), quantized=True)
 
 

@@ -8,7 +8,7 @@ from lm_eval.api.instance import Instance
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from qbench.attention.transformers import attend
+from qbench.attention.transformers import set_attention
 from qbench.evaluation.kl import BaselineHiddenStates, BaselineWriter
 from qbench.evaluation.scoring import language_model
 from qbench.evaluation.settings import ScoringSettings
@@ -107,7 +107,7 @@ def scorer(model, mode, *, bos=False, progress=None, observer=None, **changes):
     None: as the tokenizer does, which adds it. Fast scoring needs our attention, so a model that
     attends by torch's is given it."""
     if mode == "fast" and model.config._attn_implementation == "sdpa":
-        attend(model, normalizer="softmax", implementation="reference")
+        set_attention(model, normalizer="softmax", implementation="reference")
     return language_model(
         model, tokenizer(bos is not False), settings(mode, add_bos=bos, **changes),
         progress=progress, observer=observer,

@@ -65,3 +65,13 @@ def test_an_include_that_comes_back_to_itself_is_refused(tmp_path):
     (tmp_path / "b.yaml").write_text("include: a.yaml\n")
     with pytest.raises(RecipeError, match="includes itself"):
         read_definition(tmp_path / "a.yaml")
+
+
+def test_definitions_that_are_added_or_edited_while_a_process_runs_are_seen(tmp_path):
+    with pytest.raises(RecipeError, match="no task 'mine'"):
+        expand("mine", tmp_path)
+    (tmp_path / "mine.yaml").write_text("task: mine\ntag: ours\n")
+    assert expand("mine", tmp_path) == ["mine"]
+    assert expand("ours", tmp_path) == ["mine"]
+    (tmp_path / "mine.yaml").write_text("task: renamed\ntag: ours\n")
+    assert expand("ours", tmp_path) == ["renamed"]

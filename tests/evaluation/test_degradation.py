@@ -10,10 +10,10 @@ from qbench.evaluation.degradation import (
     Outcomes,
     answer_agreement,
     answer_change,
-    damage,
     divergence_table,
     flips,
     perplexity_ratio,
+    task_damage,
 )
 from qbench.records import DIVERGENCE_COLUMNS, Flips, Score
 
@@ -84,8 +84,8 @@ def test_generated_answers_agree_up_to_their_first_difference():
     """Filtered answers are no answers of their own; several of a document count once."""
 
     def answers(*said):
-        rows = [("t", d, r, text, taken) for d, r, text, taken in said]
-        return pd.DataFrame(rows, columns=[*KEYS, "answer", "filter"])
+        rows = [("t", d, r, text, taken, *(cut or [0])) for d, r, text, taken, *cut in said]
+        return pd.DataFrame(rows, columns=[*KEYS, "answer", "filter", "cut"])
 
     base = answers((0, 0, "abcd", None), (0, 0, "d", "last"), (1, 0, "", None), (2, 0, "xy", None))
     after = answers((0, 0, "abXXXXXX", None), (0, 0, "X", "last"), (1, 0, "", None),
@@ -95,9 +95,15 @@ def test_generated_answers_agree_up_to_their_first_difference():
     assert found.agreed.value == pytest.approx((2 / 8 + 1 + 1) / 3)
     assert found.agreed.documents == 3
     assert answer_agreement(base[:0], after[:0]) is None
+    # beyond what is kept nobody knows whether they agree
+    long = answers((0, 0, "abcd", None, 6), (1, 0, "abcd", None, 4), (2, 0, "ab", None))
+    other = answers((0, 0, "abcd", None, 6), (1, 0, "abXd", None, 0), (2, 0, "ab", None))
+    found = answer_agreement(long, other)
+    assert (found.identical, found.left_out, found.agreed.documents) == (1, 1, 2)
+    assert found.agreed.value == pytest.approx((2 / 8 + 1) / 2)
 
 
-def test_damage_has_a_part_for_each_task():
+def test_damage_of_a_task_has_all_its_parts():
     scores = (
         Score(task="t", label="t", metric="acc", value=0.5, stderr=0.1, higher_is_better=True,
               aggregation="mean", documents=2),
@@ -107,25 +113,23 @@ def test_damage_has_a_part_for_each_task():
     table = pd.concat([outcomes([1, 0]), outcomes([-1.0, -2.0], "ppl")])
     later = pd.concat([outcomes([0, 0]), outcomes([-1.5, -2.5], "ppl")])
     responses = pd.DataFrame(
-        [("t", 0, 0, -1.0, False, None, None), ("t", 1, 0, -2.0, False, None, None)],
-        columns=[*KEYS, "log_likelihood", "greedy", "answer", "filter"],
+        [("t", 0, 0, -1.0, False, None, None, 0), ("t", 1, 0, -2.0, False, None, None, 0)],
+        columns=[*KEYS, "log_likelihood", "greedy", "answer", "filter", "cut"],
     )
-    found = damage(
+    found = task_damage(
         Outcomes(outcomes=table, responses=responses, scores=scores),
         Outcomes(outcomes=later, responses=responses, scores=scores),
-        measured={
-            "t": table_of(
-                kl=np.array([1.0, 2, 0]),
-                agrees=np.array([True, False, True]),
-                change=np.zeros(3),
-                confidence=np.array([0.2, 0.5, 1]),
-                document=np.arange(3),
-                request=np.zeros(3, int),
-                token=np.arange(3),
-            )
-        },
-        correct={"t": {0: 0, 1: 0}},
-    ).tasks["t"]
+        divergences=table_of(
+            kl=np.array([1.0, 2, 0]),
+            agrees=np.array([True, False, True]),
+            change=np.zeros(3),
+            confidence=np.array([0.2, 0.5, 1]),
+            document=np.arange(3),
+            request=np.zeros(3, int),
+            token=np.arange(3),
+        ),
+        correct={0: 0, 1: 0},
+    )
     assert found.flips["acc"].right_to_wrong == 1
     assert found.ln_perplexity_ratio["ppl"].value == pytest.approx(0.5)
     assert found.correct_answer.value == 0

@@ -169,12 +169,12 @@ def assert_same(found, results, name):
     [pytest.param(name, marks=[pytest.mark.slow] * (name == "first_shots")) for name in TASKS],
 )
 def test_a_task_gives_what_simple_evaluate_gives_to_the_bit(folder, name):
-    chosen = settings("exact", max_length=200, limit=6)
-    model, task = scorer(llama(), "exact", max_length=200), loaded(folder, name)
+    chosen = settings("exact", max_length=900, limit=6)
+    model, task = scorer(llama(), "exact", max_length=900), loaded(folder, name)
     results = theirs(folder, name, chosen, limit=6)
     for _ in range(2):  # the second time most requests are there already
         assert_same(evaluate(model, task, chosen), results, name)
-    longer = evaluate(model, task, settings("exact", max_length=200))
+    longer = evaluate(model, task, settings("exact", max_length=900))
     assert longer.outcomes["document"].nunique() == 7
 
 
@@ -183,9 +183,9 @@ def test_a_perplexity_beyond_the_largest_number_is_infinite(folder, name):
     model = llama()
     model.lm_head.weight.data *= 1e6
     found = evaluate(
-        scorer(model, "exact", max_length=200),
+        scorer(model, "exact", max_length=900),
         loaded(folder, name),
-        settings("exact", max_length=200),
+        settings("exact", max_length=900),
     )
     values = {one.metric: one.value for one in found.scores}
     assert {values[metric] for metric in values if "perplexity" in metric} == {np.inf}
@@ -213,8 +213,8 @@ USER_ALONE = CHAT.replace(
 def test_conversations_are_those_of_simple_evaluate_to_the_bit(folder, name, multiturn, system):
     asked = {"apply_chat_template": True, "fewshot_as_multiturn": multiturn,
              "system_instruction": system}  # fmt: skip
-    chosen = settings("exact", max_length=200, limit=4, chat=Chat(**asked))
-    model, task = scorer(llama(), "exact", max_length=200), loaded(folder, name)
+    chosen = settings("exact", max_length=900, limit=4, chat=Chat(**asked))
+    model, task = scorer(llama(), "exact", max_length=900), loaded(folder, name)
     model.hflm.tokenizer.chat_template = CHAT
     assert_same(
         evaluate(model, task, chosen), theirs(folder, name, chosen, CHAT, limit=4, **asked), name
@@ -225,20 +225,26 @@ def test_conversations_are_those_of_simple_evaluate_to_the_bit(folder, name, mul
         assert whole.count("[assistant]") == (6 if multiturn else 1)
 
 
-def test_a_template_without_a_system_role_takes_no_instruction(folder):
+def test_a_template_without_a_system_role_takes_no_instruction_or_description(folder):
     chat = Chat(apply_chat_template=True, system_instruction="Be brief.")
-    model = scorer(llama(), "exact", max_length=200)
+    model = scorer(llama(), "exact", max_length=900)
     model.hflm.tokenizer.chat_template = USER_ALONE
     with pytest.raises(EvaluationError, match="the model's chat template has no system role"):
-        evaluate(model, loaded(folder, "word"), settings("exact", max_length=200, chat=chat))
+        evaluate(model, loaded(folder, "word"), settings("exact", max_length=900, chat=chat))
+    task = loaded(folder, "word")
+    task.task.set_config("description", "Complete the text.")
+    chat = Chat(apply_chat_template=True)
+    with pytest.raises(EvaluationError, match="word: description: the model's chat template has"):
+        evaluate(model, task, settings("exact", max_length=900, chat=chat))
+    load_task.cache_clear()
 
 
 def test_groups_are_scored_as_by_simple_evaluate(folder):
     """A request a batch: lm-eval puts requests of all tasks of a group into one. A group within
     one has a score of its own."""
-    chosen = settings("exact", max_length=200, batch_size=1)
+    chosen = settings("exact", max_length=900, batch_size=1)
     results = theirs(folder, "all", chosen)
-    model = scorer(llama(), "exact", max_length=200, batch_size=1)
+    model = scorer(llama(), "exact", max_length=900, batch_size=1)
     assert expand("all", folder / "own") == ["word", "zero_shot", "first_shots"]
     scores = []
     for name in ("word", "zero_shot", "first_shots"):
@@ -262,21 +268,21 @@ def test_groups_are_scored_as_by_simple_evaluate(folder):
 
 @pytest.mark.parametrize("name", ["five_shot", "coded"])
 def test_seeds_are_counted_from_lm_evals(folder, name):
-    chosen = settings("exact", max_length=200, seed=3, fewshot_seed=5)
+    chosen = settings("exact", max_length=900, seed=3, fewshot_seed=5)
     results = theirs(
         folder, name, chosen, random_seed=3, numpy_random_seed=1237, torch_random_seed=1237,
         fewshot_random_seed=5,
     )  # fmt: skip
-    found = evaluate(scorer(llama(), "exact", max_length=200), loaded(folder, name), chosen)
+    found = evaluate(scorer(llama(), "exact", max_length=900), loaded(folder, name), chosen)
     assert_same(found, results, name)
 
 
 def test_a_pair_is_a_right_answer_and_a_prediction_and_so_are_its_flips(folder):
     """lm-eval's f1, and a metric of a definition's own that gives plain numbers."""
-    chosen = settings("exact", max_length=200)
+    chosen = settings("exact", max_length=900)
     for name, metric in (("zero_shot", "f1"), ("coded", "pairs")):
         found = [
-            evaluate(scorer(llama(seed), "exact", max_length=200), loaded(folder, name), chosen)
+            evaluate(scorer(llama(seed), "exact", max_length=900), loaded(folder, name), chosen)
             for seed in (0, 1)
         ]
         one, two = (f.outcomes[f.outcomes["metric"] == metric] for f in found)

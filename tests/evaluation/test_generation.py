@@ -12,7 +12,7 @@ from loading import load_model
 from scoring_models import instance, llama, scorer, text, tokenizer
 from small_recipe import DEMO
 
-from qbench.attention.transformers import attend
+from qbench.attention.transformers import set_attention
 from qbench.checkpoints import find
 from qbench.checkpoints.tokenizer import load_tokenizer
 from qbench.errors import EvaluationError
@@ -23,8 +23,8 @@ from qbench.evaluation.scoring import language_model
 from qbench.evaluation.scoring.requests import Counts
 from qbench.evaluation.settings import ScoringSettings
 from qbench.evaluation.tasks import plan_task
-from qbench.quantizers.names import config_of
 from qbench.quantizers.quantize import apply
+from qbench.quantizers.registry import config_of
 
 TASKS = {  # in the manner of gsm8k, of triviaqa, and one that only its limit ends
     "sums": 'generation_kwargs: {until: ["\\n\\n", "Q:"], do_sample: false, max_gen_toks: 24}\n'
@@ -333,12 +333,12 @@ def test_a_step_with_columns_on_the_device_says_what_one_from_the_host_says(monk
         captured.append(run.at.slots)
         return SimpleNamespace(replay=run._device_step())
 
-    attend(model, normalizer="softpick", implementation="triton")
+    set_attention(model, normalizer="softpick", implementation="triton")
     launched = generation.decode(model, prompts)
     monkeypatch.setattr(generation._Decoding, "_capture", as_captured)
     with monkeypatch.context() as graphs:
         graphs.setattr(generation, "takes_graphs", lambda model: True)
         assert generation.decode(model, prompts) == launched
     assert captured
-    attend(model, normalizer="softpick", implementation="reference")
+    set_attention(model, normalizer="softpick", implementation="reference")
     assert generation.decode(model, prompts) == launched

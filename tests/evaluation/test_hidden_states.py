@@ -9,16 +9,20 @@ import pytest
 import torch
 from scoring_models import choices, llama, recorded, watch
 
+from qbench.cache import head_key, task_key
 from qbench.errors import ResultsError
 from qbench.evaluation.baseline import (
     baseline_file,
+    baseline_files,
     checksum_file,
     read_baseline,
     verify_baseline,
 )
 from qbench.evaluation.kl import BaselineHiddenStates, BaselineWriter
 
-KEY = "0123456789abcdef" * 4
+PARTS = {"weights": "w", "tasks": {"choices": "1", "a": "2", "b": "3"},
+         "few-shot": {"choices": 0, "a": 0, "b": 0}, "scoring": {}}  # fmt: skip
+KEY = task_key(PARTS, "choices")
 
 
 def usable(path, key=KEY):
@@ -32,28 +36,42 @@ def usable(path, key=KEY):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 def test_hidden_states_come_back_from_their_file(tmp_path, dtype):
     model, writer = llama(dtype=dtype), BaselineWriter()
-    for requests in (choices(5, task="a"), choices(3, seed=9, task="b")):
-        watch(model, writer, requests)
-    path, base = baseline_file(tmp_path / "new", KEY), writer.hidden_states()
-    assert not usable(path)
-    base.save(path, KEY)
-    assert usable(path)
-    back = BaselineHiddenStates.load(path)
+    for task, count in (("a", 5), ("b", 3)):
+        watch(model, writer, choices(count, task=task))
+        base = writer.hidden_states()
+        base.save(tmp_path, PARTS, task)
+    files = baseline_files(tmp_path, PARTS, ("a", "b"))
+    assert all(usable(path, key) for path, key in files.items())
+    back = BaselineHiddenStates.load(tmp_path, PARTS, ("a", "b"))
     assert list(back.tasks) == ["a", "b"]
     for task, states in base.tasks.items():
         assert all(map(torch.equal, back.tasks[task], states))
     assert torch.equal(back.weight, model.lm_head.weight)
     assert back.bias is None
-    tokens = sum(len(states.token) for states in base.tasks.values())
     width = model.config.hidden_size * dtype.itemsize
-    assert path.stat().st_size < tokens * (width + 12) + model.config.vocab_size * width + 5_000
+    path = baseline_file(tmp_path, task_key(PARTS, "a"))
+    assert path.stat().st_size < len(base.tasks["a"].token) * (width + 12) + 5_000
+    head = baseline_file(tmp_path, head_key(PARTS))
+    assert head.stat().st_size < model.config.vocab_size * width + 5_000
     assert path.stat().st_mode == path.with_name(f"{path.name}.digest").stat().st_mode
+
+
+def test_a_task_that_generates_has_an_empty_file_and_a_later_one_brings_the_head(tmp_path):
+    BaselineWriter().hidden_states().save(tmp_path, PARTS, "a")
+    assert all(usable(*one) for one in baseline_files(tmp_path, PARTS, ["a"]).items())
+    assert BaselineHiddenStates.load(tmp_path, PARTS, ["a"]).tasks == {}
+    model, writer = llama(), BaselineWriter()
+    watch(model, writer, choices(3, task="b"))
+    writer.hidden_states().save(tmp_path, PARTS, "b")
+    back = BaselineHiddenStates.load(tmp_path, PARTS, ("a", "b"))
+    assert list(back.tasks) == ["b"]
+    assert torch.equal(back.weight, model.lm_head.weight)
 
 
 def test_the_file_is_the_same_to_the_byte_and_its_digest_is_beside_it(tmp_path):
     base = recorded(llama(), choices(3))
     for name in ("one", "two"):
-        base.save(baseline_file(tmp_path / name, KEY), KEY)
+        base.save(tmp_path / name, PARTS, "choices")
     one, two = (baseline_file(tmp_path / name, KEY) for name in ("one", "two"))
     assert one.read_bytes() == two.read_bytes()
     parts = hashlib.sha256(one.read_bytes()).digest()  # one part: less than a MiB
@@ -62,7 +80,7 @@ def test_the_file_is_the_same_to_the_byte_and_its_digest_is_beside_it(tmp_path):
 
 def test_one_changed_byte_anywhere_makes_the_file_unusable(tmp_path):
     path = baseline_file(tmp_path, KEY)
-    recorded(llama(), choices(3)).save(path, KEY)
+    recorded(llama(), choices(3)).save(tmp_path, PARTS, "choices")
     payload = path.read_bytes()
     for index in [*np.random.default_rng(0).integers(0, len(payload), 20).tolist(), 0, 9]:
         changed = bytearray(payload)
@@ -76,7 +94,7 @@ def test_one_changed_byte_anywhere_makes_the_file_unusable(tmp_path):
 @pytest.mark.parametrize("damage", ["torn", "short", "absent", "other", "no checksum"])
 def test_a_file_that_is_not_the_cells_says_what_to_do(tmp_path, damage):
     path, key = baseline_file(tmp_path, KEY), KEY
-    recorded(llama(), choices(3)).save(path, KEY)
+    recorded(llama(), choices(3)).save(tmp_path, PARTS, "choices")
     if damage == "torn":
         path.write_bytes(b"torn")
     elif damage == "short":
@@ -91,14 +109,13 @@ def test_a_file_that_is_not_the_cells_says_what_to_do(tmp_path, damage):
 
 
 @pytest.mark.parametrize("status", ["ok", "failed", None])
-def test_a_cell_is_measured_against_a_good_record_alone(tmp_path, status):
+def test_a_cell_is_measured_against_a_good_record_alone(status):
     record = status and SimpleNamespace(status=status)
-    store = SimpleNamespace(whole=lambda cell: record)
-    cell = SimpleNamespace(cell="softmax/fp32", key=KEY)
-    recorded(llama(), choices(3)).save(baseline_file(tmp_path, KEY), KEY)
+    store = SimpleNamespace(get_valid=lambda cell: record)
+    cell = SimpleNamespace(name="softmax/fp32", grid_cell=None)
     if status == "ok":
-        assert read_baseline(cell, store, tmp_path) is record
+        assert read_baseline(cell, store) is record
         return
     words = "has no finished record; run that cell first, then this one again"
     with pytest.raises(ResultsError, match=words):
-        read_baseline(cell, store, tmp_path)
+        read_baseline(cell, store)

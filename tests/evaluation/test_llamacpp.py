@@ -308,11 +308,6 @@ def test_a_checkpoint_that_is_no_gguf_file_is_refused_in_a_line(tmp_path):
         find(str(path))
 
 
-def test_types_say_their_bits():
-    kinds = {"F32": 32, "BF16": 16, "Q4_K": 4, "Q6_K": 6, "Q8_0": 8, "IQ2_XXS": 2, "TQ1_0": 1}
-    assert {kind: gguf_file.bits_of(kind) for kind in kinds} == kinds
-
-
 ROWS_OF_WHOLE_BLOCKS = ("Q8_0", "Q6_K", "Q5_K", "Q4_K", "IQ4_XS", "Q3_K", "IQ3_S")
 
 

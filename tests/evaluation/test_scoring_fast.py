@@ -6,12 +6,12 @@ import pytest
 import torch
 from scoring_models import KINDS, choices, instance, llama, pages, scorer, text, tokenizer
 
-from qbench.attention.transformers import attend
+from qbench.attention.transformers import set_attention
 from qbench.errors import EvaluationError, UnavailableError
 from qbench.evaluation.scoring.batching import Packing
 from qbench.evaluation.scoring.requests import Request
 from qbench.evaluation.scoring.scorer import compare, difference_from_exact
-from qbench.evaluation.settings import Tolerance, beyond
+from qbench.evaluation.settings import Tolerance, sample_violation
 
 
 def scorers(model, **changes):
@@ -22,7 +22,7 @@ def scorers(model, **changes):
 
 def softpick():
     model = llama()
-    assert attend(model, normalizer="softpick") == "softpick/reference"
+    assert set_attention(model, normalizer="softpick") == "softpick/reference"
     return model
 
 
@@ -114,7 +114,7 @@ def test_one_request_far_off_fails_whatever_the_mean_is():
     assert report.mean == pytest.approx(0.1)
     assert report.largest_per_token == pytest.approx(0.05)
     found, _ = compare("t", fast=[(-3.0, False)] * 49 + [(-5.1, False)], **near)
-    assert re.search(r"one request .*tolerance\.largest 1$", beyond(bounds, found))
+    assert re.search(r"one request .*tolerance\.largest 1$", sample_violation(bounds, found))
 
 
 def test_answers_that_change_fail_however_little_the_scores_differ():
@@ -125,9 +125,11 @@ def test_answers_that_change_fail_however_little_the_scores_differ():
     near = {"documents": documents, "tokens": [1] * 40, "exact": exact}
     found, _ = compare("t", fast=other * 2 + exact[4:], **near)
     assert found.changed_answers == 2
-    assert beyond(bounds, found) is None
+    assert sample_violation(bounds, found) is None
     found, _ = compare("t", fast=other * 3 + exact[6:], **near)
-    assert re.search(r"3 of 20 answers changed.*tolerance\.changed 0\.1", beyond(bounds, found))
+    assert re.search(
+        r"3 of 20 answers changed.*tolerance\.changed 0\.1", sample_violation(bounds, found)
+    )
 
 
 def test_scores_that_are_not_numbers_fail():
@@ -183,10 +185,10 @@ def test_by_auto_they_are_exact_and_the_report_says_so(requests):
 def test_by_auto_only_the_task_that_is_beyond_is_exact(monkeypatch):
     from qbench.evaluation.scoring import scorer as module
 
-    def beyond(tolerance, sample):
+    def sample_violation(tolerance, sample):
         return "a: off" if sample.task == "a" else None
 
-    monkeypatch.setattr(module, "beyond", beyond)
+    monkeypatch.setattr(module, "sample_violation", sample_violation)
     exact, _ = scorers(llama())
     auto = scorer(llama(), "fast", fallback=True)
     kept = Kept()

@@ -10,7 +10,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 from treated_models import decoder
 
 from qbench.attention.normalizers import NORMALIZERS
-from qbench.attention.transformers import attend
+from qbench.attention.transformers import set_attention
 from qbench.evaluation.scoring.batching import Packing
 from qbench.evaluation.scoring.forward import PackedForward
 from qbench.evaluation.scoring.requests import Request
@@ -59,7 +59,7 @@ def gemma2():
 
 def model_with(normalizer="softpick", scheme=None, make=llama, slopes=True):
     model = attach(make(), normalizer, slopes=slopes) if normalizer != "softpick" else make()
-    assert attend(model, normalizer=normalizer) == f"{normalizer}/reference"
+    assert set_attention(model, normalizer=normalizer) == f"{normalizer}/reference"
     if scheme is None:
         return model
     return apply(model, config_of({"kv": SCHEMES[scheme]}, compute_dtype="float32"), {})
@@ -74,7 +74,7 @@ def test_exact_scores_equal_those_of_hflm_to_the_bit(normalizer, make):
     windows = pages((3, 0, 75))
     assert answers(model, "exact", windows) == answers(model, "lm-eval", windows)
     if normalizer != "softmax":
-        attend(model, normalizer="softmax")
+        set_attention(model, normalizer="softmax")
         softmax = answers(model, "exact")
         assert max(abs(a - b) for (a, _), (b, _) in zip(expected, softmax, strict=True)) > 0.1
 

@@ -14,8 +14,8 @@ from qbench.evaluation.settings import (
     ScoringSettings,
     Tolerance,
     batch_tokens,
-    beyond,
-    exceeded,
+    sample_violation,
+    tolerance_violation,
 )
 from qbench.plan import scoring_settings
 from qbench.recipe import Evaluation
@@ -118,9 +118,9 @@ def report(*samples, mode="fast"):
 def test_a_tightened_bound_names_task_and_bound(bounds, words):
     near = sample("a", mean_per_token=0.001, largest_per_token=0.01)
     found = report(near, sample("b", changed_answers=3))
-    assert exceeded(Tolerance(changed=0.5), found) is None
+    assert tolerance_violation(Tolerance(changed=0.5), found) is None
     ((name, most),) = bounds.items()
-    assert exceeded(Tolerance(**({"changed": 0.5} | bounds)), found) == (
+    assert tolerance_violation(Tolerance(**({"changed": 0.5} | bounds)), found) == (
         f"b: fast scoring differs from exact: {words}, more than "
         f"evaluation.tolerance.{name} {most:g}"
     )
@@ -144,12 +144,14 @@ def test_where_rounding_is_amplified_the_mean_with_its_sign_is_judged_alone(
     far = {"mean_per_token": 0.4, "largest_per_token": 3.0, "changed_answers": 15}
     far |= {"documents": documents}
     biased = sample(**far, bias_per_token=bias, bias_stderr=stderr, by_bias=True)
-    refusal = exceeded(Tolerance(), report(biased))
+    refusal = tolerance_violation(Tolerance(), report(biased))
     assert (refusal is None) == passes
     if not passes:
         assert f"its mean difference on the sample is {bias:+.4g} ± " in refusal
         assert "evaluation.tolerance.mean 0.05" in refusal
-    assert exceeded(Tolerance(), report(sample(**far, bias_per_token=bias)))  # of other cells
+    assert tolerance_violation(
+        Tolerance(), report(sample(**far, bias_per_token=bias))
+    )  # of other cells
 
 
 NOISE = {
@@ -172,7 +174,7 @@ def test_a_grid_seldom_fails_by_chance_and_a_wrong_score_seldom_passes(noise):
             sample(documents=32, bias_per_token=mean, bias_stderr=error, by_bias=True)
             for mean, error in zip(means.tolist(), errors.tolist(), strict=True)
         ]
-        return sum(beyond(Tolerance(), one) is not None for one in found) / 3000
+        return sum(sample_violation(Tolerance(), one) is not None for one in found) / 3000
 
     assert fail(0.0) <= 0.001
     assert fail(0.6) > 0.95
@@ -195,11 +197,11 @@ def test_bias_is_the_mean_over_documents_with_its_standard_error():
 
 
 def test_a_single_changed_answer_never_fails():
-    assert exceeded(Tolerance(changed=0.0), report(sample(changed_answers=1))) is None
-    assert exceeded(Tolerance(changed=0.0), report(sample(changed_answers=2)))
+    assert tolerance_violation(Tolerance(changed=0.0), report(sample(changed_answers=1))) is None
+    assert tolerance_violation(Tolerance(changed=0.0), report(sample(changed_answers=2)))
 
 
 @pytest.mark.parametrize("mode", ["exact", "lm-eval"])
 def test_what_was_not_scored_fast_has_nothing_to_exceed(mode):
-    assert exceeded(Tolerance(mean=1e-9), report(mode=mode)) is None
-    assert exceeded(Tolerance(), None) is None
+    assert tolerance_violation(Tolerance(mean=1e-9), report(mode=mode)) is None
+    assert tolerance_violation(Tolerance(), None) is None

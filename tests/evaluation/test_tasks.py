@@ -1,6 +1,7 @@
 """lm-eval's tasks from local files: none is named in qbench's code."""
 
 import json
+from functools import partial
 
 import pytest
 
@@ -163,12 +164,80 @@ metric_list: [{metric: acc}]
          r"validation\.jsonl:1: piqa: its label, label, is -1: missing or hidden"),
         ("piqa", "validation", [{"goal": "g", "sol1": "a", "sol2": "b", "label": 1.5}],
          "label, is 1.5"),
+        ("sciq", "test", [SCIQ, SCIQ | {"question": ["What", "falls?"]}],
+         r"test\.jsonl:2: sciq: field 'question' is a list, and a text in line 1; write the same"),
+        ("piqa", "validation", [{"goal": one, "sol1": "a", "sol2": "b", "label": 0}
+                                for one in ("g", 5)],
+         r"validation\.jsonl:2: piqa: field 'goal' is a number, and a text in line 1"),
+        ("hellaswag", "validation", [{"endings": ["a", 1]}],
+         r"validation\.jsonl:1: hellaswag: the list in field 'endings' mixes a number and a text"),
     ],
 )  # fmt: skip
 def test_rows_that_cannot_be_scored_are_refused_with_their_line(tmp_path, task, split, rows, words):
     write(tmp_path, task, split, rows)
     with pytest.raises(DataError, match=words):
         planned(tmp_path, task)
+
+
+EXAMPLES = """
+task: shots
+dataset_path: json
+output_type: multiple_choice
+doc_to_text: "{{text}}"
+doc_to_choice: ["yes", "no"]
+doc_to_target: right
+"""
+
+
+@pytest.mark.parametrize(
+    ("splits", "shots", "rows", "shown", "fails"),
+    [
+        ("test_split: test", 2, 3, True, False),  # lm-eval may draw the document itself
+        ("test_split: test\nfewshot_split: test", 2, 3, False, False),
+        ("test_split: test\nfewshot_split: test", 3, 3, None, True),  # one is left out
+        ("validation_split: val\nfewshot_split: val", 2, 3, True, False),
+        ("validation_split: val", 2, 3, False, False),
+        ("test_split: test", 1000, 3, None, True),
+    ],
+)
+def test_examples_are_enough_and_those_that_may_be_the_document_itself_are_named(
+    tmp_path, splits, shots, rows, shown, fails
+):
+    """What lm-eval's prompts show is what the label says."""
+    split = "test" if "test" in splits else "val"
+    (tmp_path / "shots.yaml").write_text(f"{EXAMPLES}{splits}\n")
+    write(tmp_path, "shots", split, [{"text": f"Nr {i}", "right": i % 2} for i in range(rows)])
+    ask = partial(plan_task, "shots", data=tmp_path, definitions=tmp_path, num_fewshot=shots)
+    if fails:
+        with pytest.raises(DataError, match=f"shots: num_fewshot {shots}: .* has 3 documents to"):
+            ask()
+        return
+    spec = ask()
+    assert ("examples may be the document itself" in spec.label) is shown
+    task = load_task(spec).task
+    task.set_fewshot_seed(seed=1)
+    own = 0
+    for _ in range(5):
+        for doc in task.eval_docs:
+            own += task.fewshot_context(doc, num_fewshot=shots).count(doc["text"]) > 1
+    assert (own > 0) is shown
+
+
+@pytest.mark.parametrize(
+    ("stated", "tokens"),
+    [("{max_new_tokens: 8}", 8), ("{max_gen_toks: 4, max_new_tokens: 8}", 4), ("{}", 256)],
+)
+def test_limits_of_answers_are_read_as_by_hflm(tmp_path, stated, tokens):
+    kind = EXAMPLES.replace("multiple_choice", "generate_until")
+    (tmp_path / "shots.yaml").write_text(f"{kind}test_split: test\ngeneration_kwargs: {stated}\n")
+    write(tmp_path, "shots", "test", [{"text": "a", "right": 0}])
+    ask = partial(plan_task, "shots", data=tmp_path, definitions=tmp_path)
+    assert ask().max_gen_toks == tokens
+    (tmp_path / "shots.yaml").write_text(
+        f"{kind}test_split: test\ngeneration_kwargs: {{max_new_tokens: many}}\n"
+    )
+    with pytest.raises(DataError, match="max_new_tokens: 'many' is no number of tokens"):
+        ask()
 
 
 def test_a_field_that_a_template_can_do_without_may_be_missing(tmp_path):

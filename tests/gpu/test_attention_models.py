@@ -11,7 +11,7 @@ from gpu_tensors import draw
 from normalizer_parameters import attach
 
 from qbench.attention import kernels
-from qbench.attention.transformers import attend, attention_name
+from qbench.attention.transformers import attention_name, set_attention
 from qbench.evaluation.scoring.generate import cache_argument
 
 ROOT = Path(__file__).parents[2]
@@ -46,7 +46,7 @@ def test_a_padded_model_with_a_cache_gives_what_the_reference_gives(normalizer, 
     positions = (padding.cumsum(-1) - 1).clamp(min=0)
     logits = {}
     for implementation in ("reference", "triton"):
-        ran = attend(model, normalizer=normalizer, implementation=implementation)
+        ran = set_attention(model, normalizer=normalizer, implementation=implementation)
         assert ran == f"{normalizer}/{implementation}"
         with torch.no_grad():
             out = model(ids, attention_mask=padding, position_ids=positions, use_cache=True)
@@ -62,14 +62,14 @@ def test_a_padded_model_with_a_cache_gives_what_the_reference_gives(normalizer, 
 
 def test_auto_is_triton_on_cuda():
     assert attention_name("softpick", "auto", "cuda") == "qbench-softpick-triton"
-    assert attend(small_model(), normalizer="softpick") == "softpick/triton"
+    assert set_attention(small_model(), normalizer="softpick") == "softpick/triton"
 
 
 @pytest.mark.usefixtures("dynamo")
 @pytest.mark.parametrize("train", [False, True])
 def test_a_compiled_model_has_no_graph_break(train):
     model = small_model(torch.bfloat16)
-    attend(model, normalizer="softpick", implementation="triton")
+    set_attention(model, normalizer="softpick", implementation="triton")
     ids = torch.randint(0, 101, (2, 200), device="cuda")
     compiled = torch.compile(model, fullgraph=True)
     with torch.set_grad_enabled(train):
@@ -89,15 +89,15 @@ def test_training_under_autocast_runs_the_causal_kernels(normalizer, compiled, m
     from qbench.attention.kernels import ops
 
     model = attach(small_model(), normalizer, slopes=True)
-    attend(model, normalizer=normalizer, implementation="triton")
+    set_attention(model, normalizer=normalizer, implementation="triton")
     asked = []
     for name in ("forward", "backward"):
         real = getattr(ops, name)
 
         def spy(*inputs, real=real, name=name):
-            mask, spans = inputs[3:5] if name == "forward" else inputs[7:9]
+            mask, seq_bounds = inputs[3:5] if name == "forward" else inputs[7:9]
             dtypes = {tensor.dtype for tensor in inputs[:3]}
-            asked.append((name, mask is None and spans is None, dtypes == {torch.bfloat16}))
+            asked.append((name, mask is None and seq_bounds is None, dtypes == {torch.bfloat16}))
             return real(*inputs)
 
         monkeypatch.setattr(ops, name, spy)

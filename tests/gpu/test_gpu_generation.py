@@ -7,11 +7,11 @@ import torch
 from lm_eval.api.instance import Instance
 from scoring_models import llama, text, tokenizer
 
-from qbench.attention.transformers import attend
+from qbench.attention.transformers import set_attention
 from qbench.evaluation.scoring import generate, language_model
 from qbench.evaluation.settings import ScoringSettings
-from qbench.quantizers.names import config_of
 from qbench.quantizers.quantize import apply
+from qbench.quantizers.registry import config_of
 
 
 @pytest.mark.parametrize("cache", [None, "int4-token"])
@@ -20,7 +20,7 @@ def test_captured_steps_answer_as_hflm_does(normalizer, cache, monkeypatch):
     """Five slots for 17 prompts of different lengths: slots are filled again, move to the left,
     and at last are fewer."""
     model = llama(heads=4).cuda()
-    assert attend(model, normalizer=normalizer) == f"{normalizer}/triton"
+    assert set_attention(model, normalizer=normalizer) == f"{normalizer}/triton"
     if cache is not None:
         model = apply(model, config_of({"kv": cache}, compute_dtype="float32"), {})
     captured, capture = [], generate._Decoding._capture

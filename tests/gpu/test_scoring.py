@@ -7,7 +7,7 @@ import torch
 from scoring_models import choices, instance, llama, pages, text, tokenizer
 from test_kl import Logits, quantized_like
 
-from qbench.attention.transformers import attend
+from qbench.attention.transformers import set_attention
 from qbench.evaluation import settings
 from qbench.evaluation.kl import BaselineWriter, KLObserver
 from qbench.evaluation.scoring import language_model
@@ -16,7 +16,7 @@ from qbench.evaluation.settings import Tolerance
 
 def model_with(normalizer: str, dtype: torch.dtype):
     model = llama(dtype=dtype, heads=4).cuda()
-    assert attend(model, normalizer=normalizer) == f"{normalizer}/triton"
+    assert set_attention(model, normalizer=normalizer) == f"{normalizer}/triton"
     return model
 
 
@@ -136,7 +136,7 @@ def shape_340m():
     )
     with torch.device("cuda"):
         model = LlamaForCausalLM(config).to(torch.bfloat16).eval().requires_grad_(False)
-    attend(model, normalizer="softpick")
+    set_attention(model, normalizer="softpick")
     return model
 
 

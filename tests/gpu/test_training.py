@@ -25,7 +25,7 @@ def made(normalizer, attention="triton", **compute):
     from qbench.training.data import Sequences, dataloader
     from qbench.training.loop import Step
     from qbench.training.model import initial_model
-    from qbench.training.recipe import TrainingRecipe
+    from qbench.training.training_recipe import TrainingRecipe
 
     recipe = TrainingRecipe.model_validate({**SETTINGS, "compute": compute})
     model, ran = initial_model(

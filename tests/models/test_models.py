@@ -13,7 +13,7 @@ from scoring_models import choices, scorer, settings
 from tiny import CONFIGS, KINDS, tiny_model, write_tiny
 from transformers import AutoModelForCausalLM
 
-from qbench.attention.transformers import attend
+from qbench.attention.transformers import set_attention
 from qbench.checkpoints import find
 from qbench.checkpoints.classes import class_names, packing_problem, tried_classes
 from qbench.checkpoints.load import own_logits, require_causal, require_ours
@@ -121,7 +121,7 @@ def test_an_attention_that_lacks_something_is_native_or_refused(folders, kind, w
 def test_a_model_that_fails_on_our_attention_is_refused(monkeypatch):
     model = tiny_model("llama")
     logits = own_logits(model)
-    attend(model, normalizer="softmax", implementation="reference")
+    set_attention(model, normalizer="softmax", implementation="reference")
 
     def reads_the_mask(*_, **__):
         raise AttributeError("'Mask' object has no attribute 'dtype'")

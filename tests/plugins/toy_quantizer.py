@@ -10,16 +10,16 @@ from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field
-from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
-from qbench.quantizers import SETTINGS, PackedWeight, WeightSettings, register
+from qbench.quantizers import PackedWeight, WeightSettings, register, settings
 from qbench.quantizers.linear import DequantizedLinear
 
 PLACES = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8)
 
 
-@dataclass(frozen=True, kw_only=True, config=SETTINGS)
+@register("sign-1bit", "signs of the weights, a scale per row", num_bits=1)
+@settings
 class Sign(WeightSettings):
     """One bit a weight."""
 
@@ -72,6 +72,3 @@ class SignLinear(DequantizedLinear):
         bits = (self.codes[..., None] & PLACES.to(self.codes.device)).ne(0)
         signs = bits.reshape(len(self.codes), -1)[:, : self.in_features].float() * 2 - 1
         return (signs * self.scale[:, None].float()).to(self.dtype)
-
-
-register("sign-1bit", Sign, "signs of the weights, a scale a row", num_bits=1)

@@ -10,9 +10,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from qbench.attention.transformers import attend
-from qbench.quantizers.names import config_of
+from qbench.attention.transformers import set_attention
 from qbench.quantizers.quantize import apply
+from qbench.quantizers.registry import config_of
 
 SHAPE = {
     "vocab_size": 50,
@@ -46,7 +46,7 @@ SCHEMES = {
 def model_of(kind="llama", normalizer="softmax", scheme=None):
     torch.manual_seed(0)
     model = MODELS[kind]().eval().requires_grad_(False)
-    attend(model, normalizer=normalizer, implementation="reference")
+    set_attention(model, normalizer=normalizer, implementation="reference")
     if scheme is None:
         return model
     quantizer = config_of({"kv": SCHEMES[scheme]}, compute_dtype="float32")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from qbench.attention.transformers import attend
+from qbench.attention.transformers import set_attention
 from qbench.machine import int8_problem
 from qbench.quantizers import QuantizationConfig, config_of
 from qbench.quantizers.audit.cell import audit
@@ -58,7 +58,7 @@ def llama(
     for parameter in model.parameters():  # not the rotary frequencies, which stay float32
         parameter.data = parameter.data.to(dtype)
     model = model.to(device).eval().requires_grad_(False)
-    attend(model, normalizer=normalizer, implementation="reference")
+    set_attention(model, normalizer=normalizer, implementation="reference")
     return model
 
 

@@ -12,7 +12,7 @@ from quantizer_models import PROBE, check, llama, make, packed_layer, settings
 from torch import nn
 
 from qbench.quantizers import bnb
-from qbench.quantizers.weights import BNB_BLOCK as BLOCK
+from qbench.quantizers.methods.weight_only import BNB_BLOCK as BLOCK
 
 WIDTHS = (16, 64, 96, 192)
 LAYER = "model.layers.1.mlp.up_proj"

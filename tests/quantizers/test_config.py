@@ -8,35 +8,34 @@ import pytest
 from quantizer_models import make_with_detail, parse
 
 from qbench.errors import RecipeError
-from qbench.quantizers import QUANTIZERS, config_of
-from qbench.quantizers.names import ACTIVATIONS, KV_CACHES, TRANSFORMS
+from qbench.quantizers import METHODS, config_of
+from qbench.quantizers.registry import COMBINATIONS, names, settings_of, split_commas
 from qbench.recipe import Overrides, Recipe
 from qbench.recipe_schema import explain
 
 
-@pytest.mark.parametrize("name", list(QUANTIZERS))
+@pytest.mark.parametrize("name", list(METHODS))
 def test_a_name_gives_plain_data_with_every_default_that_can_be_sent_elsewhere(name):
-    config, preset = parse(name), QUANTIZERS.get(name)
-    plain = config.to_dict()
-    assert config.name == name
+    method, part = METHODS.get(name), settings_of(name)
+    plain = part.to_dict()
+    assert part.name == plain["name"] == name
     assert json.loads(json.dumps(plain)) == plain
-    assert (plain["name"], plain["method"]) == (name, config.method)
-    assert set(preset.options) <= set(plain)
-    assert pickle.loads(pickle.dumps(config)) == config
-    assert (config.weights is None) == (name in ("bf16", "fp16", "fp32"))
-    for option in preset.options:
-        meaning, _, values = explain(preset, option).rpartition(" (")
-        assert meaning != option
+    assert set(method.options) <= set(plain)
+    assert pickle.loads(pickle.dumps(part)) == part
+    assert part.precision if part.kind != "transform" else method.description
+    for option in method.options:
+        meaning, _, values = explain(method, option).rpartition(" (")
         assert values
+        assert meaning != option or option in ("num_bits", "per")
 
 
-@pytest.mark.parametrize("registry", [ACTIVATIONS, KV_CACHES, TRANSFORMS])
-def test_every_other_method_says_what_it_is(registry):
-    for name in registry:
-        preset, part = registry.get(name), registry.parse(name)
-        assert part.name == part.to_dict()["name"] == name
-        assert preset.description
-        assert all(explain(preset, option) for option in preset.options)
+@pytest.mark.parametrize("name", [n for n in names() if n not in ("checkpoint", "lm-eval")])
+def test_a_config_is_written_as_its_name(name):
+    if name in METHODS and METHODS.get(name).settings.kind == "transform":
+        name = f"rtn-4bit+{name}"
+    config = config_of(name)
+    assert config_of(config.name) == config
+    assert config.name == COMBINATIONS.get(name, (name,))[0]
 
 
 def test_one_spelling_of_a_number_makes_one_key():
@@ -56,7 +55,11 @@ def test_a_list_of_a_recipe_is_kept_and_written_as_one(option):
     ("name", "stated", "parts"),
     [
         ("gptq-5bit", {}, ["gptq has no 5-bit; it has 2, 3, 4, 8"]),
-        ("awq-4bit", {}, ["unknown quantizer 'awq-4bit'", "gptq-4bit", "w8a8-int8", "kv4"]),
+        ("hqq4bit", {}, ["unknown quantizer 'hqq4bit'; did you mean hqq-4bit"]),
+        ("gptq-4bit+kv4", {"group_size": 8}, ["write gptq-4bit:group_size=…+kv-int4-token"]),
+        ("gptq-4bit:group_size", {}, ["write gptq-4bit:option=value, not 'group_size'"]),
+        ("w8a8-int8:per=token", {}, ["w8a8-int8 is int8-row+int8-token; write its parts"]),
+        ("gptq-4bit+rtn-4bit", {}, ["two parts quantize weights"]),
         ("gptq-4bit", {"groupsize": 64}, ["gptq-4bit", "'groupsize'", "group_size"]),
         ("gptq-4bit", {"num_bits": 3}, ["unknown option 'num_bits'"]),
         ("bf16", {"group_size": 64}, ["bf16: unknown option 'group_size'; it has no options"]),
@@ -71,7 +74,6 @@ def test_a_list_of_a_recipe_is_kept_and_written_as_one(option):
         ("bnb-4bit", {"quant_type": "nf3"}, ["quant_type must be 'nf4' or 'fp4', not 'nf3'"]),
         ("hqq-2bit", {"axis": 2}, ["axis must be 0 or 1, not 2"]),
         ("hqq-2bit", {"group_size": 12}, ["group_size must be a multiple of 8, not 12"]),
-        ("rtn-2bit", {"ignore": "experts"}, ["ignore must be a valid tuple", "'experts'"]),
         ("rtn-2bit", {"ignore": ["a b"]}, ["ignore[0] must be a part of names", "'a b'"]),
         ("rtn-2bit", {"ignore": ["a", 3]}, ["ignore[1] must be a valid string, not 3"]),
         ("rtn-2bit", {"threads": 2}, ["threads: a CPU quantizes with one thread"]),
@@ -108,19 +110,22 @@ STATED = {
     "{activations: int8-token, kv: int4-token, outliers: rotation}": (
         "rotation+int8-token+kv-int4-token", "W16A8KV4", "activations+kv"),
     "{activations: nvfp4, label: mine}": ("mine", "W16A4", "activations"),
+    "{name: gptq-4bit, group_size: 64, kv_cache: int4-token:group_size=16}": (
+        "gptq-4bit", "W4A16KV4", "gptq+kv"),
+    "gptq-4bit:group_size=64,ignore=[o_proj]+kv4": (
+        "gptq-4bit-group_size-64-ignore-o_proj-+kv4", "W4A16KV4", "gptq+kv"),
 }  # fmt: skip
 REFUSED = {
-    "{activations: int5-token}": "unknown activation quantizer 'int5-token'; known: ",
+    "{activations: int5-token}": "activations: unknown quantizer 'int5-token'; did you mean int",
+    "{activations: gptq-4bit}": "activations: 'gptq-4bit' is no method for activations; known: int",
     "{activations: {name: int8-static, percentile: 99}}": "percentile: static ranges hold all",
     "{kv: {name: int4-token, before_rope: true}}": "before_rope: keys are quantized as attention",
     "{activations: 8}": "activations: a name, or {name: …, option: value}, not 8",
-    "{name: gptq-4bit, activations: int8-token}": "gptq-4bit: write weights: gptq-4bit if "
-    "activations is there too",
     "{weights: gptq-4bit, group_size: 64}": "unknown part 'group_size'; known: weights, "
-    "activations, kv, outliers, label",
+    "transform, activations, kv_cache, label",
     "{weights: bnb-8bit, activations: int8-token}": "weights: bnb-8bit quantizes activations "
     "itself; leave activations out",
-    "{outliers: rotation}": "outliers: rotation alone quantizes nothing",
+    "{transform: rotation}": "transform: rotation alone quantizes nothing",
     "{weights: rtn-4bit, prune_heads: dormant}": "prune_heads: heads are no longer cut out; ",
     "{label: x}": "a quantizer is a name, or {name: …, option: value}",
     "{activations: int8-static}": "int8-static needs calibration text; add calibration:",
@@ -168,9 +173,9 @@ def test_a_dtype_reaches_weights_that_are_left_out_and_those_of_parts(tmp_path):
 def test_all_settings_are_in_the_key_by_the_recipes_words():
     stated = {"weights": "rtn-4bit", "kv": "int4-token", "outliers": "rotation"}
     plain = config_of(stated, compute_dtype="float32").to_dict()
-    assert list(plain) == ["name", "method", "weights", "outliers", "kv"]
+    assert list(plain) == ["name", "method", "weights", "transform", "kv_cache"]
     assert plain["weights"] == parse("rtn-4bit", {"compute_dtype": "float32"}).to_dict()
-    assert plain["kv"]["name"] == "int4-token"
+    assert plain["kv_cache"]["name"] == "kv-int4-token"
 
 
 def test_cells_that_share_weights_quantize_them_once(tmp_path):
@@ -188,3 +193,29 @@ def test_cells_that_share_weights_quantize_them_once(tmp_path):
     assert details[0] == "unquantized, float32, int8-static; our own GPTQ"
     assert details[1] == details[2] == "artifact reused: our own GPTQ"
     assert details[3].startswith("artifact reused: unquantized, float32, int8-static; ")
+
+
+GRAMMAR = {  # a text, and the mapping that says the same
+    "gptq-4bit:group_size=64,desc_act=true": {
+        "name": "gptq-4bit", "group_size": 64, "desc_act": True},
+    "gptq-4bit:damp=0.01+kv4": {
+        "weights": {"name": "gptq-4bit", "damp": 0.01}, "kv_cache": "int4-token"},
+    "rtn-4bit:ignore=[o_proj,*.up_proj]": {"name": "rtn-4bit", "ignore": ["o_proj", "*.up_proj"]},
+    "rtn-4bit:ignore=o_proj": {"name": "rtn-4bit", "ignore": ["o_proj"]},
+    "int4-token-asymmetric": {"activations": {"name": "int4-token", "symmetric": False}},
+    "w8a8-fp8-tensor+rotation": {
+        "weights": "fp8-tensor", "activations": "fp8-tensor", "outliers": "rotation"},
+    "kv-int3-token:keep_first=4": {"kv": {"name": "int3-token", "sink_tokens": 4}},
+    "bf16+fp8-token": {"weights": "bf16", "activations": "fp8-row"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", GRAMMAR)
+def test_a_text_and_a_mapping_say_the_same(text):
+    assert config_of(text) == config_of(GRAMMAR[text])
+
+
+def test_quantizers_are_split_at_commas_between_names():
+    assert split_commas("bf16,gptq-4bit:group_size=64,desc_act=true+kv4,a:ignore=[b,c],d") == [
+        "bf16", "gptq-4bit:group_size=64,desc_act=true+kv4", "a:ignore=[b,c]", "d",
+    ]  # fmt: skip

@@ -90,7 +90,7 @@ def gptqmodels(weight, x, chosen):
             group_size=stated.group_size,
             damp_percent=stated.damp,
             desc_act=stated.desc_act,
-            act_group_aware=stated.group_aware,
+            act_group_aware=stated.order == "group-aware",
             sym=stated.symmetric,
             offload_to_disk=False,
         ),
@@ -106,7 +106,7 @@ def gptqmodels(weight, x, chosen):
     "stated",
     [
         {},
-        {"symmetric": False, "group_size": 64},
+        {"symmetric": False, "group_size": 64, "group_aware": False},
         {"group_size": 16, "desc_act": True, "damp": 0.1},
         {"group_size": -1, "desc_act": True, "symmetric": False},
         {"group_size": 32, "group_aware": True},

@@ -7,8 +7,8 @@ from pair import loss, pair_model, texts
 from transformers import LlamaConfig, MistralConfig
 
 from qbench.errors import RecipeError
-from qbench.quantizers.names import KV_CACHES, config_of
 from qbench.quantizers.quantize import apply
+from qbench.quantizers.registry import config_of, settings_of
 
 
 def assert_equal(found, expected):
@@ -54,7 +54,7 @@ def test_packed_texts_score_as_they_do_alone(scheme):
 
 def test_a_sliding_window_refuses_groups_of_tokens():
     with pytest.raises(RecipeError, match="drops tokens from the middle of a group"):
-        KV_CACHES.parse("int4-channel", {"group_size": 8}).check(
+        settings_of("kv-int4-channel", {"group_size": 8}).check(
             MistralConfig(**SHAPE).to_dict(), "cpu"
         )
 
@@ -83,7 +83,7 @@ def test_what_a_checkpoint_cannot_have_is_refused_before_it_is_loaded(message):
     name, options = REFUSED[message]
     latent = {"kv_lora_rank": 512} if message == "latent" else {}
     with pytest.raises(RecipeError, match=message) as refused:
-        KV_CACHES.parse(name, options).check(LlamaConfig(**SHAPE).to_dict() | latent, "cpu")
+        settings_of(f"kv-{name}", options).check(LlamaConfig(**SHAPE).to_dict() | latent, "cpu")
     assert "\n" not in str(refused.value)
 
 

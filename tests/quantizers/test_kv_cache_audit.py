@@ -10,8 +10,8 @@ from qbench.quantizers.audit import kv_cache as kv_audit
 from qbench.quantizers.audit.cell import audit
 from qbench.quantizers.audit.kv_cache import measure_kv
 from qbench.quantizers.formats import QuantFormat
-from qbench.quantizers.names import config_of
 from qbench.quantizers.quantize import apply
+from qbench.quantizers.registry import config_of
 
 BITS = {  # of a stored value: the code, and its share of scales and lowest values in float16
     "token": 4 + 16 / 16,

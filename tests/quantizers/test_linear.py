@@ -1,11 +1,15 @@
 """What a quantizer of weights must cover, however a model stores it, and what happens if not."""
 
+import copy
+
 import pytest
 import torch
-from quantizer_models import check, llama, make, settings
+from quantizer_models import VOCABULARY, check, llama, make, settings
 from tiny import tiny_model
+from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
 
 from qbench.errors import QuantizationError
+from qbench.quantizers import config_of
 from qbench.quantizers.config import matching
 from qbench.quantizers.linear import linears, matrices
 
@@ -72,3 +76,24 @@ def test_a_pattern_that_names_nothing_is_refused_with_what_there_is(tmp_path):
 )
 def test_patterns_are_parts_of_names_or_whole_names_with_wildcards(pattern, expected):
     assert matching(["a.0.mlp.experts.up", "a.0.o", "a.1.o"], (pattern,)) == expected
+
+
+@pytest.mark.parametrize("name", ["rtn-8bit:group_size=16", "bnb-8bit", "w8a8-int8"])
+def test_what_a_class_keeps_in_float32_stays_so(name, tmp_path):
+    """The indexer of DeepSeek V3.2 casts its input to the dtype of ``weights_proj``: codes of a
+    quantized weight would make whole numbers of it."""
+    config = DeepseekV32Config(
+        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=4, first_k_dense_replace=2, q_lora_rank=32,
+        kv_lora_rank=32, qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=16,
+        max_position_embeddings=64, index_n_heads=2, index_head_dim=32, index_topk=16,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    original = DeepseekV32ForCausalLM(config).eval().requires_grad_(False)
+    chosen = config_of(name, compute_dtype="float32")
+    report = check(make(chosen, tmp_path, model=copy.deepcopy(original)), chosen, original)
+    kept = [f"model.layers.{layer}.self_attn.indexer.weights_proj" for layer in (0, 1)]
+    assert [n for n in report.left_out if n in kept] == kept
+    assert report.left_out_because[kept[0]] == "kept in float32 by its class"
+    assert not [one for one in report.modules if one.name in kept]
+    assert not [line for line in report.problems if "weights_proj" in line], report.problems

@@ -6,8 +6,8 @@ from normalizer_parameters import attach
 from quantizer_models import check, llama, logits, make, settings
 
 from qbench.attention.normalizers import NORMALIZERS
-from qbench.attention.transformers import attend
-from qbench.quantizers.names import config_of
+from qbench.attention.transformers import set_attention
+from qbench.quantizers.registry import config_of
 
 QUANTIZERS = {
     "gptq": settings("gptq-4bit"),
@@ -25,7 +25,7 @@ QUANTIZERS = {
 
 def model_with(normalizer):
     model = attach(llama(), normalizer)
-    attend(model, normalizer=normalizer)
+    set_attention(model, normalizer=normalizer)
     return model
 
 

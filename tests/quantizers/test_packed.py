@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from qbench.quantizers import packed
-from qbench.quantizers.weights import Rtn
+from qbench.quantizers.methods.weight_only import Rtn
 
 
 def draw(seed: int = 0) -> torch.Generator:

@@ -1,5 +1,7 @@
 """Every quantizer on softmax and on softpick: audited, unchanged attention, more bits less harm."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from quantizer_models import (
@@ -18,9 +20,9 @@ from transformers import (
 )
 
 from qbench.errors import QuantizationError
-from qbench.quantizers import hqq, packed
+from qbench.quantizers import config_of, hqq, packed
 from qbench.quantizers.linear import linears
-from qbench.quantizers.quantize import quantize
+from qbench.quantizers.quantize import quantize, shapes_of
 
 CASES = [
     ("bnb-4bit", {}),
@@ -82,10 +84,32 @@ def test_a_group_size_that_does_not_divide_a_layer_is_named_with_the_way_out(nam
     with pytest.raises(QuantizationError) as raised:
         make(settings(name, group_size=64), tmp_path)
     assert str(raised.value) == (
-        f"{name}: model.layers.0.mlp.down_proj has 160 inputs, which group_size 64 does not "
-        "divide; choose one that does, or leave it out: ignore: [down_proj]"
+        f"{name}: group_size 64 does not divide the inputs of model.layers.*.mlp.down_proj (160); "
+        "group_size 32 fits every layer, or leave them out: "
+        "ignore: ['model.layers.*.mlp.down_proj']"
     )
-    make(settings(name, group_size=64, ignore=("down_proj",)), tmp_path)
+    make(settings(name, group_size=64, ignore=("model.layers.*.mlp.down_proj",)), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["rtn-4bit", "hqq-4bit", "gptq-4bit"])
+def test_a_default_group_size_divides_every_layer_and_is_named(name, tmp_path):
+    """Widths of 64 and 160: groups of 32; without the layers of 160, of 64."""
+    chosen = config_of(name, compute_dtype="float32")
+    shapes = shapes_of(llama())
+    for ignore, size in (((), 32), (("down_proj",), 64)):
+        fitted = replace(chosen, weights=replace(chosen.weights, ignore=ignore)).fitted(shapes)
+        assert fitted.weights.group_size == size
+        assert f"in groups of {size}" in fitted.precision.weights.scheme
+    model = make(chosen, tmp_path)
+    fitted = chosen.fitted(shapes)
+    assert check(model, fitted).problems == ()
+    assert fitted == config_of({"name": name, "group_size": 32}, compute_dtype="float32").fitted(
+        shapes
+    )
+    wide = {"a": (8, 1024), "b": (128, 2816)}
+    assert chosen.fitted(wide).weights.group_size == (64 if name == "hqq-4bit" else 128)
+    odd = {"a": (8, 100)}
+    assert chosen.fitted(odd).weights.group_size == (64 if name == "hqq-4bit" else -1)
 
 
 def test_what_a_library_raises_becomes_one_line_with_the_quantizer(tmp_path, monkeypatch):

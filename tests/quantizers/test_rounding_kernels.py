@@ -11,7 +11,7 @@ from test_gptq import BLOCKS, block_of
 
 from qbench.quantizers import fake_quant, gptq
 from qbench.quantizers.kv_fake_quant import KVFakeQuant
-from qbench.quantizers.names import KV_CACHES
+from qbench.quantizers.registry import settings_of
 
 if os.environ["TRITON_INTERPRET"] != "1" or importlib.util.find_spec("triton") is None:
     pytest.skip("kernels run on a GPU here, or there is no Triton", allow_module_level=True)
@@ -57,7 +57,7 @@ def test_caches_are_rounded_alike(name, options, monkeypatch):
     keys = keys * torch.logspace(-3, 2, 24)
     keys[0, 1, 2], keys[1, 0, 4, 3] = 0, NAN
     positions = torch.stack([torch.arange(11), torch.arange(-3, 8)]).int()
-    cache = KVFakeQuant(KV_CACHES.parse(name, options))
+    cache = KVFakeQuant(settings_of(f"kv-{name}", options))
     wanted = cache.rounded(keys, keys * 2, positions)
     monkeypatch.setattr(fake_quant, "fake_quantize_rows", kernels.fake_quantize_rows)
     found = cache.rounded(keys, keys * 2, positions)

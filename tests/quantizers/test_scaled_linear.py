@@ -11,7 +11,7 @@ from qbench.quantizers import config_of
 
 @pytest.mark.parametrize(
     ("weights", "dtype"),
-    [("int8-row", "float32"), ("fp8-row", "bfloat16"), ("fp8-tensor", "float32")],
+    [("int8-row", "float32"), ("fp8-row", "bfloat16"), ("fp8-matrix", "float32")],
 )
 def test_codes_times_scales_are_weight_quantizers_on_their_own(weights, dtype, tmp_path):
     chosen = config_of({"name": weights}, compute_dtype=dtype)

@@ -8,9 +8,9 @@ from treated_models import decoder
 from qbench.errors import RecipeError
 from qbench.quantizers import config_of
 from qbench.quantizers.hadamard import factors
+from qbench.quantizers.methods.equal_models import Rotation, SmoothQuant
 from qbench.quantizers.quantize import backend
 from qbench.quantizers.rotation import hadamard_transform
-from qbench.quantizers.transforms import Rotation, SmoothQuant
 
 TEXT = ids(3, 2, 40)
 TRANSFORMS = {
@@ -87,22 +87,22 @@ def test_rotated_keys_need_a_quantized_cache():
     [
         (
             "smoothquant", {"model_type": "gemma2"},
-            "outliers: smoothquant: the blocks of gemma2 models are not supported; supported: "
+            "transform: smoothquant: the blocks of gemma2 models are not supported; supported: "
             "llama, mistral, qwen2, qwen3, smollm3",
         ),
         (
             "rotation", {"model_type": "llama", "hidden_size": 50},
-            "outliers: rotation: hidden_size 50: no Hadamard matrix of that order by Sylvester's "
+            "transform: rotation: hidden_size 50: no Hadamard matrix of that order by Sylvester's "
             "and Paley's constructions",
         ),
         (
             "rotation", {"model_type": "qwen2", "hidden_size": 48, "num_attention_heads": 8},
-            "outliers: rotation: head_dim 6: no Hadamard matrix of that order by Sylvester's "
+            "transform: rotation: head_dim 6: no Hadamard matrix of that order by Sylvester's "
             "and Paley's constructions",
         ),
         (
             "rotation", {"model_type": "llama", "intermediate_size": 92},
-            "outliers: rotation: intermediate_size 92: no Hadamard matrix of that order by "
+            "transform: rotation: intermediate_size 92: no Hadamard matrix of that order by "
             "Sylvester's and Paley's constructions; set online: false",
         ),
     ],

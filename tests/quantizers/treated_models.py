@@ -11,7 +11,7 @@ from transformers import (
     SmolLM3Config,
 )
 
-from qbench.attention.transformers import attend
+from qbench.attention.transformers import set_attention
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
@@ -56,5 +56,5 @@ def decoder(
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     model = model.eval().requires_grad_(False)
-    attend(model, normalizer=normalizer, implementation="reference")
+    set_attention(model, normalizer=normalizer, implementation="reference")
     return model

@@ -60,7 +60,7 @@ def tokens(tmp_path_factory, tokenizer_folder, texts):
         [str(folder / "text.txt")],
         folder / "tokens",
         tokenizer=str(tokenizer_folder),
-        settings=Tokenizing(held_out=200),
+        settings=Tokenizing(),
     )
     return folder / "tokens"
 
@@ -78,8 +78,8 @@ def write_recipe(path, tokens, /, **changed):
 def run_recipe(path, out, *, stop_after=None, log=[].append):
     """Trains in this process; returns the records of the finished runs."""
     from qbench.training.data import read_token_files
-    from qbench.training.recipe import TrainingRecipe
     from qbench.training.runs import joined, train_recipe
+    from qbench.training.training_recipe import TrainingRecipe
 
     recipe = TrainingRecipe.load(path)
     files = read_token_files(Path(recipe.data.tokens))

@@ -8,7 +8,7 @@ import torch
 
 from qbench.training.data import Sequences, dataloader, sample_indices
 from qbench.training.model import learning_rate
-from qbench.training.recipe import Schedule, TrainingRecipe
+from qbench.training.training_recipe import Schedule, TrainingRecipe
 
 TOKENS = np.arange(1000, dtype=np.uint16)
 

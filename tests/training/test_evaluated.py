@@ -68,7 +68,7 @@ def test_all_that_was_trained_is_evaluated_and_seeds_are_told_of_as_replicates(
         ),
         (
             ("--evaluate", "RECIPE"),
-            r"--evaluate: softmax/rtn-4bit, softpick/rtn-4bit: .*q_proj has 16 inputs",
+            r"--evaluate: softmax/rtn-4bit, softpick/rtn-4bit: .*q_proj .16.",
         ),
     ],
 )

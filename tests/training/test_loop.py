@@ -1,6 +1,7 @@
 """Trainings as a whole: what they leave behind, and how they end where they go wrong."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from safetensors.torch import load_file
 from qbench.checkpoints import find
 from qbench.checkpoints.tokenizer import load_tokenizer
 from qbench.errors import DataError, RecipeError, TrainingError, UnavailableError
-from qbench.records import Training
+from qbench.record_file import read_training
 from qbench.training.log import draw, read_log
 
 ROOT = Path(__file__).parents[2]
@@ -40,7 +41,7 @@ def test_a_trained_pair_is_two_checkpoints_alike_in_all_but_the_normalizer(train
 def test_the_record_says_how_it_came_about(trained, tokens):
     out, (_, record) = trained
     path = out / "softpick-seed3" / "training.json"
-    assert Training.model_validate_json(path.read_bytes()) == record
+    assert read_training(path) == record
     modes = {file.stat().st_mode for file in path.parent.rglob("*.[jst]*") if file.is_file()}
     assert len(modes) == 1  # whoever reads the record reads the weights
     assert (record.steps, record.tokens) == (40, 2560)
@@ -68,23 +69,49 @@ def test_the_log_has_a_line_for_each_look_and_each_logged_step(trained):
     assert draw(trained[0]).read_text().count("<path") > 10
 
 
-def test_a_look_measures_what_analyze_measures(trained, tokens):
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_the_held_out_loss_is_that_of_the_saved_checkpoint(tmp_path, train, tokens, precision):
+    """Its weights are rounded to bfloat16; the rotary frequencies are not."""
     from qbench.analysis.measure import measure
     from qbench.training.data import read_token_files, watched_rows
-    from qbench.training.recipe import TrainingRecipe
+    from qbench.training.training_recipe import TrainingRecipe
 
-    out, (record, _) = trained
-    recipe = TrainingRecipe.load(out / "recipe.yaml")
+    settings = {"normalizers": ["softmax"], "tokens": 640, "compute": {"precision": precision}}
+    [record] = train(tmp_path, **settings)
+    recipe = TrainingRecipe.load(tmp_path / "recipe.yaml")
     ids = torch.tensor(watched_rows(recipe, read_token_files(tokens)))
     assert ids.shape == (4, 16)
     assert (ids[:, 0] == 1).all()
     assert not (ids[:, 1:] == 1).any()  # no BOS of a document after ours
-    checkpoint = find(str(out / "softmax-seed3"))
-    model = load_model(checkpoint, dtype=torch.float32, device="cpu")
-    found = measure(model, ids, tokenizer=load_tokenizer(checkpoint), linears=(), batch=4)
-    last = record.watched[-1]  # the checkpoint is in bfloat16, what was looked at in float32
-    assert last.kurtosis == pytest.approx(found.hidden.kurtosis, rel=0.05)
-    assert last.loss == pytest.approx(torch.tensor(found.perplexity).log().item(), abs=0.02)
+    checkpoint = find(str(tmp_path / "softmax-seed3"))
+    model = load_model(checkpoint, dtype=getattr(torch, precision), device="cpu")
+    measured = measure(model, ids, tokenizer=load_tokenizer(checkpoint), linears=(), batch=4)
+    last = record.watched[-1]
+    assert last.loss == pytest.approx(math.log(measured.perplexity), rel=1e-7)
+    assert last.kurtosis == pytest.approx(measured.hidden.kurtosis, rel=1e-7)
+
+
+def test_the_best_checkpoint_of_other_held_out_texts_is_not_compared(tmp_path, train):
+    train(tmp_path, stop_after=10, normalizers=["softmax"])
+    with pytest.raises(
+        TrainingError, match=r"watch\.samples, watch\.length: .*other held-out texts"
+    ):
+        train(tmp_path, normalizers=["softmax"], watch={"samples": 3})
+    train(tmp_path, normalizers=["softmax"], watch={"every": 7})
+
+
+def test_a_loss_of_zero_is_a_loss(tmp_path, train, monkeypatch):
+    from qbench.training import loop
+
+    measure, losses = loop.measure, iter([0.0, 0.0, 0.7, 0.7])
+
+    def measured(*arguments, **options):
+        found = measure(*arguments, **options)
+        return found.model_copy(update={"perplexity": math.exp(next(losses))})
+
+    monkeypatch.setattr(loop, "measure", measured)
+    [record] = train(tmp_path, normalizers=["softmax"], tokens=640, watch={"every": 4})
+    assert (record.best_step, record.best_loss) == (4, 0.0)
 
 
 def test_a_loss_that_is_not_finite_ends_it_and_the_last_good_state_is_kept(
@@ -170,7 +197,7 @@ def test_two_processes_train_as_one_does(tmp_path, train, recipe_file, graphs, n
     assert found.returncode == 0, found.stderr
     for one in train(tmp_path / "one", **settings):
         name = f"{one.normalizer}-seed3"
-        two = Training.model_validate_json((tmp_path / "two" / name / "training.json").read_bytes())
+        two = read_training(tmp_path / "two" / name / "training.json")
         assert two.sessions[0].processes == 2
         assert two.final_loss == pytest.approx(one.final_loss, abs=1e-4)
         ours, theirs = (
@@ -180,20 +207,6 @@ def test_two_processes_train_as_one_does(tmp_path, train, recipe_file, graphs, n
         assert len(learned) == (2 if one.normalizer == "softpick" else 4)
         for key in learned:
             torch.testing.assert_close(theirs[key], ours[key], rtol=1e-2, atol=1e-3)
-
-
-def test_tensorboard_gets_the_same_numbers(tmp_path):
-    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
-    from qbench.training.log import Log, open_trackers
-
-    log = Log(tmp_path / "log.jsonl", [], open_trackers(["tensorboard"], tmp_path, {}))
-    log.write("step", 5, loss=2.5, mfu=None)
-    log.close()
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert events.Tags()["scalars"] == ["step/loss"]
-    assert [(one.step, one.value) for one in events.Scalars("step/loss")] == [(5, 2.5)]
 
 
 def test_a_tracker_that_does_not_start_is_named(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """One step: the same start for every normalizer, one graph under torch.compile, no host numbers."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,10 +9,11 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from qbench.errors import RecipeError
+from qbench.training import model as training
 from qbench.training.data import Sequences, dataloader, require_data
 from qbench.training.loop import Step
 from qbench.training.model import Loss, initial_model
-from qbench.training.recipe import Shape, TrainingRecipe
+from qbench.training.training_recipe import Shape, TrainingRecipe
 
 SHAPE = Shape(hidden=16, layers=2, heads=2, vocabulary=64, context=16)
 
@@ -39,6 +41,24 @@ def test_models_of_every_normalizer_start_alike_and_other_seeds_elsewhere():
     pairs = zip(first.named_parameters(), second.named_parameters(), strict=True)
     assert all(name == same and torch.equal(a, b) for (name, a), (same, b) in pairs)
     assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
+
+
+@pytest.mark.parametrize("pad", [1, 2, 3])
+def test_the_padding_token_is_trained_too(pad):
+    """Rows are never padded, and BOS or EOS may be what pads elsewhere."""
+    one = model(bos=1, eos=2, pad=pad)
+    Loss(one, "float32")(torch.tensor([[1, 2, 3, 4]])).backward()
+    embeddings = one.get_input_embeddings()
+    assert (embeddings.weight.grad[1:4].norm(dim=1) > 0).all()
+    assert (embeddings.weight.norm(dim=1) > 0).all()
+
+
+def test_a_step_whose_attention_is_no_kernel_is_profiled_once(monkeypatch):
+    """The reference's, on a GPU."""
+    seen = SimpleNamespace(key_averages=list)
+    monkeypatch.setattr(training, "profile", lambda **_: nullcontext(seen))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    assert training.attention_kernels(lambda: None, torch.device("cuda")) == ["none"]
 
 
 @pytest.mark.parametrize("normalizer", ["softmax", "softpick", "rectified"])
@@ -150,6 +170,6 @@ def test_more_models_than_the_compiler_counts_are_trained_one_after_the_other(dy
 def test_processes_on_cpus_cannot_average_in_bfloat16():
     """torch's hook asks for NCCL."""
     files = SimpleNamespace(about=SimpleNamespace(vocabulary=64, bos=1))
-    travels = recipe(compute={"travel": "bfloat16"}, batch={"tokens": 128, "sequences": 4})
-    with pytest.raises(RecipeError, match=r"compute\.travel"):
+    travels = recipe(compute={"grad_comm_dtype": "bfloat16"}, batch={"tokens": 128, "sequences": 4})
+    with pytest.raises(RecipeError, match=r"compute\.grad_comm_dtype"):
         require_data(travels, files, processes=2, device="cpu")

@@ -1,8 +1,6 @@
 """Token files: what is read, written, held out, left out and noticed when it changes."""
 
-import gzip
 import json
-import lzma
 import shutil
 
 import numpy as np
@@ -10,7 +8,7 @@ import pytest
 
 from qbench.errors import DataError, OutputError, RecipeError
 from qbench.training.data import read_token_files
-from qbench.training.tokenize import Overlap, Tokenizing, documents, require_source, tokenize
+from qbench.training.tokenize import Decontaminator, Tokenizing, documents, require_source, tokenize
 
 TEXTS = ["the cat sat", "a mat\nand dogs", "never come back"]
 
@@ -27,17 +25,6 @@ def lines(folder):
     return path
 
 
-def packed(make, opener, ending):
-    def write(folder):
-        plain = make(folder)
-        path = plain.with_name(plain.name + ending)
-        with opener(path, "wb") as file:
-            file.write(plain.read_bytes())
-        return path
-
-    return write
-
-
 def parquet(folder):
     import pyarrow
     from pyarrow import parquet as files
@@ -47,17 +34,7 @@ def parquet(folder):
     return path
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        separated,
-        lines,
-        parquet,
-        packed(separated, lzma.open, ".xz"),
-        packed(separated, gzip.open, ".gz"),
-        packed(lines, gzip.open, ".gz"),
-    ],
-)
+@pytest.mark.parametrize("make", [separated, lines, parquet])
 def test_every_kind_of_file_gives_its_documents(tmp_path, make):
     assert list(documents(str(make(tmp_path)))) == TEXTS
 
@@ -69,21 +46,12 @@ def test_documents_longer_than_a_chunk_stay_whole(tmp_path):
     assert list(documents(str(path))) == ["short", long, "end"]
 
 
-def test_a_text_without_zero_bytes_says_that_it_lacks_them(tmp_path, monkeypatch):
-    monkeypatch.setattr("qbench.training.tokenize.CHUNK", 10)
-    monkeypatch.setattr("qbench.training.tokenize.LONGEST", 30)
-    (tmp_path / "a.txt").write_text("word " * 10)
-    with pytest.raises(DataError, match="separate documents by a zero byte"):
-        list(documents(str(tmp_path / "a.txt")))
-
-
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("a.jsonl", b'{"text": "x"}\n{"body": "y"}', "a.jsonl:2: no text in field 'text'; give"),
+        ("a.jsonl", b'{"text": "x"}\n{"body": "y"}', "a.jsonl:2: no text in the field 'text', but"),
         ("a.jsonl", b'{"text": "x"}\n[1]\n', "a.jsonl:2: a JSON object is needed"),
         ("a.txt", b"\xff\xfe", "cannot be read ("),
-        ("a.txt.xz", b"no xz", "cannot be read ("),
         ("a.parquet", b"no parquet", "cannot be read ("),
     ],
 )  # fmt: skip
@@ -94,9 +62,10 @@ def test_what_is_malformed_is_named_with_its_place(tmp_path, name, content, said
     assert said in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["a.csv", "nowhere.txt", "hf://datasets/only"])
+@pytest.mark.parametrize("name", ["a.csv", "a.txt.gz", "nowhere.txt", "hf://datasets/only"])
 def test_a_source_that_is_none_is_refused_before_work_begins(tmp_path, name):
-    (tmp_path / "a.csv").write_text("x")
+    for file in ("a.csv", "a.txt.gz"):
+        (tmp_path / file).write_text("x")
     source = name if name.startswith("hf:") else str(tmp_path / name)
     with pytest.raises((DataError, RecipeError)):
         require_source(source)
@@ -154,15 +123,61 @@ def test_a_full_disk_is_told_in_a_line(tmp_path, tokenizer_folder, monkeypatch):
     assert sorted(tmp_path.iterdir()) == [source]
 
 
-def test_paragraphs_that_share_thirteen_words_with_an_evaluation_text_are_left_out(tmp_path):
-    asked = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen"
+WORDS = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen"
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        (f"fine\nOne, two {WORDS[8:]} and more\nfine too", "fine\nfine too"),
+        (WORDS.upper(), None),
+        (WORDS.replace(" ", "\n"), None),  # hard-wrapped
+        (f"before\n{WORDS[:40]}\n{WORDS[40:]}\nafter", "before\nafter"),
+        (WORDS.rsplit(" ", 2)[0], WORDS.rsplit(" ", 2)[0]),  # twelve words
+    ],
+)
+def test_lines_that_share_thirteen_words_with_an_evaluation_text_are_left_out(tmp_path, text, kept):
     (tmp_path / "task").mkdir()
-    (tmp_path / "task" / "test.jsonl").write_text(json.dumps({"q": {"parts": [f"So: {asked}."]}}))
-    overlap = Overlap.of(tmp_path)
-    kept = "one two three four five six seven eight nine ten eleven twelve"
-    texts = [f"fine\nOne, two {asked[8:]} and more\nfine too", asked.upper(), kept]
-    assert list(overlap.without(texts)) == ["fine\nfine too", kept]
-    assert overlap.left_out == 2
+    (tmp_path / "task" / "test.jsonl").write_text(json.dumps({"q": {"parts": [f"So: {WORDS}."]}}))
+    decontaminator = Decontaminator.of(tmp_path)
+    assert list(decontaminator.without([text])) == ([] if kept is None else [kept])
+    assert decontaminator.left_out == text.count("\n") - (kept or "").count("\n") + (kept is None)
+
+
+def test_special_tokens_written_in_a_text_are_text(tmp_path, tokenizer_folder):
+    (tmp_path / "a.txt").write_text("\0".join(["the cat </s> sat <s> on"] * 60))
+    about = tokenize(
+        [str(tmp_path / "a.txt")], tmp_path / "out", tokenizer=str(tokenizer_folder),
+        settings=Tokenizing(),
+    )  # fmt: skip
+    for ids in (
+        read_token_files(tmp_path / "out").train,
+        read_token_files(tmp_path / "out").held_out,
+    ):
+        documents = len(ids) * 1.0 / (about.train.tokens / about.train.documents)
+        assert (ids == about.bos).sum() == (ids == about.eos).sum() == documents
+
+
+def test_ids_may_have_gaps(tmp_path, tokenizer_folder):
+    folder = shutil.copytree(tokenizer_folder, tmp_path / "tokenizer")
+    values = json.loads((folder / "tokenizer.json").read_text())
+    values["model"]["vocab"]["cat"] = 70_000
+    (folder / "tokenizer.json").write_text(json.dumps(values))
+    source = separated(tmp_path)
+    about = tokenize([str(source)], tmp_path / "out", tokenizer=str(folder), settings=Tokenizing())
+    assert (about.vocabulary, about.dtype) == (70_001, "uint32")
+    files = read_token_files(tmp_path / "out")
+    assert 70_000 in [*files.train, *files.held_out]
+
+
+def test_a_tokenizer_without_tokenizer_json_is_refused(tmp_path):
+    (tmp_path / "slow").mkdir()
+    (tmp_path / "slow" / "vocab.txt").write_text("[UNK]\nthe\ncat")
+    with pytest.raises(DataError, match=r"slow: it has no tokenizer\.json; write one with"):
+        tokenize(
+            [str(separated(tmp_path))], tmp_path / "out", tokenizer=str(tmp_path / "slow"),
+            settings=Tokenizing(),
+        )  # fmt: skip
 
 
 def test_a_tokenizer_may_be_learnt_from_the_text(tmp_path):

@@ -8,7 +8,7 @@ import torch
 
 from qbench.errors import RecipeError
 from qbench.training.model import flops_per_token, initial_model, utilization
-from qbench.training.recipe import TrainingRecipe
+from qbench.training.training_recipe import TrainingRecipe
 
 SHIPPED = sorted((Path(__file__).parents[2] / "recipes" / "train").glob("*.yaml"))
 
@@ -33,6 +33,7 @@ SHIPPED = sorted((Path(__file__).parents[2] / "recipes" / "train").glob("*.yaml"
         ({"compute": {"compile": True}}, "compute.compile"),
         ({"compute": {"compile": "reduce-overhead"}}, "'max-autotune-no-cudagraphs'"),
         ({"compute": {"precision": "float16"}}, "'bfloat16' or 'float32'"),
+        ({"compute": {"travel": "bfloat16"}}, "compute.travel was removed: write compute.grad_c"),
         ({"log_every": 2.5}, "log_every"),
         ({"model": {"init": 2.0}}, "model.init: Input should be less than or equal to 1"),
         ({"model": {"positions": 8}}, "model: positions 8 are fewer than context 16"),

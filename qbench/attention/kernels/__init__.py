@@ -39,21 +39,21 @@ def attention(
     value: Tensor,
     *,
     mask: Tensor | None = None,
-    spans: Tensor | None = None,
-    span_count: Tensor | None = None,
+    seq_bounds: Tensor | None = None,
+    seq_count: Tensor | None = None,
     **settings: Any,
 ) -> Tensor:
     """Attention by the kernels; arguments, result and errors as ``reference.attention``.
 
-    ``spans`` (int32 [S, 6], see :mod:`qbench.attention.kernels.varlen`) limits it to sequences
-    inside the batch rows; rows outside them give 0. With ``span_count``, as ``sequence_spans``
-    gives it, so many of them; ``mask`` is then for where spans cannot say it. Other ``settings``
-    and errors: see :func:`qbench.attention.kernels.ops.prepare`.
+    ``seq_bounds`` (int32 [S, 6], see :mod:`qbench.attention.kernels.varlen`) limits it to sequences
+    inside the batch rows; rows outside them give 0. ``seq_count``: how many of them count, as
+    ``sequence_bounds`` returns it; ``mask`` is used if bounds cannot describe the sequences. Other
+    ``settings`` and errors: see :func:`qbench.attention.kernels.ops.prepare`.
     """
     from qbench.attention.kernels import ops
     from qbench.attention.reference import autocast
 
     query, key, value = autocast(query, key, value)
-    apart = spans if span_count is None else None  # from the mask
+    apart = seq_bounds if seq_count is None else None  # from the mask
     prepared = ops.prepare(query, key, value, mask, apart, **settings)
-    return ops.apply(query, key, value, mask, spans, span_count, *prepared)
+    return ops.apply(query, key, value, mask, seq_bounds, seq_count, *prepared)

@@ -19,8 +19,8 @@ from qbench.attention.kernels.common import (
     DSLOPES,
     ELEMENTWISE,
     NEEDS_EXPM1,
-    RESHAPED,
     SCALED,
+    SCORE_MOD,
     SLOPED,
     VARYING,
     WINDOWED,
@@ -32,7 +32,7 @@ MAX_CHUNKS = tl.constexpr(4)  # that a block of keys has a part of
 
 @triton.jit
 def precise_delta(
-    q, g, rows, begin, end, k_tensor, v_tensor, mask, scale, shaping, mask_strides, index, limits,
+    q, g, rows, begin, end, k_tensor, v_tensor, mask, scale, score_mod, mask_strides, index, limits,
     NORM: tl.constexpr, FLAGS: tl.constexpr, FAST: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
@@ -49,10 +49,10 @@ def precise_delta(
         v = common.load_tile(v_tensor, batch, kv_head, start, stop_k, BLOCK_K, V_HEAD_DIM)
         dp = tl.dot(g, v.T, input_precision="ieee")  # [BLOCK_Q, BLOCK_K]
         keys = start + tl.arange(0, BLOCK_K)  # [BLOCK_K]
-        if RESHAPED & FLAGS:
+        if SCORE_MOD & FLAGS:
             own = rows[:, None] + (limits[2] - start)
             scores = formulas.scores_of(
-                scores, tl.arange(0, BLOCK_K)[None, :], own, shaping, FLAGS, FAST
+                scores, tl.arange(0, BLOCK_K)[None, :], own, score_mod, FLAGS, FAST
             )[0]
         allowed = common.attn_mask(  # [BLOCK_Q, BLOCK_K]
             rows[:, None], keys[None, :], limits, mask, mask_strides, batch, head, FLAGS
@@ -70,7 +70,7 @@ def precise_delta(
 @triton.jit
 def attn_bwd_dq_inner(
     dq, dparam, dslopes, q, g, lse, delta, rows, begin, end, k_tensor, v_tensor, mask, scale,
-    shaping, plain, mask_strides, index, limits,
+    score_mod, plain, mask_strides, index, limits,
     NORM: tl.constexpr, FLAGS: tl.constexpr, MASKED: tl.constexpr, FAST: tl.constexpr,
     BLOCK_K: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -78,7 +78,7 @@ def attn_bwd_dq_inner(
     dq [BLOCK_Q, HEAD_DIM]; and to ``dparam`` [BLOCK_Q], where the gradient of sigmoid's bias or of
     s is asked for, those of the scores, for s times the scores without s · log n; to ``dslopes``
     [BLOCK_Q], where that of slopes is, those of the scores times how far the key is ahead.
-    ``index``: batch row, query head and key head; ``shaping``: what formulas.scores_of takes;
+    ``index``: batch row, query head and key head; ``score_mod``: what formulas.scores_of takes;
     ``plain``: its qk_scale and slope without s · log n."""
     batch, head, kv_head = index
     stop_k = limits[1]
@@ -92,8 +92,8 @@ def attn_bwd_dq_inner(
         tanhs = scores
         ahead = tl.arange(0, BLOCK_K)[None, :]
         own = rows[:, None] + (limits[2] - start)
-        if RESHAPED & FLAGS:
-            scores, tanhs = formulas.scores_of(scores, ahead, own, shaping, FLAGS, FAST)
+        if SCORE_MOD & FLAGS:
+            scores, tanhs = formulas.scores_of(scores, ahead, own, score_mod, FLAGS, FAST)
         # [BLOCK_Q, BLOCK_K]
         e = formulas.recompute_e(scores * scale - lse[:, None], scores, NORM, FAST, False)
         ds = formulas.score_gradient(
@@ -123,7 +123,7 @@ def attn_bwd_dq_inner(
 @triton.jit(do_not_specialize=VARYING)
 def attn_bwd_dq(
     q_source, k_source, v_source, g_source, output, lse_source, deltas, dq_out, dparam_rows,
-    dsinks_rows, dslopes_rows, mask, spans, sinks, slopes, s, counts,
+    dsinks_rows, dslopes_rows, mask, seq_bounds, sinks, slopes, s, counts,
     head_counts, seqlen_q, seqlen_k, window, scale, log2_scale, inv_softcap, strides,
     mask_b, mask_h, mask_t, mask_k,
     NORM: tl.constexpr, FLAGS: tl.constexpr, FAST: tl.constexpr, BLOCK_Q: tl.constexpr,
@@ -138,7 +138,7 @@ def attn_bwd_dq(
     k_tensor, v_tensor = (k_source, k_strides), (v_source, v_strides)
     mask_strides = (mask_b, mask_h, mask_t, mask_k)
     index, first, rows, start_k, limits = common.load_query_block(
-        spans, head_counts, seqlen_q, seqlen_k, window, BLOCK_Q
+        seq_bounds, head_counts, seqlen_q, seqlen_k, window, BLOCK_Q
     )
     batch, head, _ = index
     stop_q = limits[0]
@@ -157,9 +157,9 @@ def attn_bwd_dq(
     plain_slope = formulas.load_slope(head, slopes, FLAGS)
     qk_scale = formulas.times_s_log_n(log2_scale, s * length, FLAGS)
     slope = formulas.times_s_log_n(plain_slope, s * length, FLAGS)
-    shaping = (formulas.column(qk_scale), inv_softcap, formulas.column(slope), None)
+    score_mod = (formulas.column(qk_scale), inv_softcap, formulas.column(slope), None)
     unit = log2_scale
-    if RESHAPED & FLAGS:
+    if SCORE_MOD & FLAGS:
         unit = 1.0
 
     ranges = common.key_ranges(first, start_k, limits, mask, FLAGS, BLOCK_Q, BLOCK_K)
@@ -167,7 +167,7 @@ def attn_bwd_dq(
         small = lse < SMALL_LSE
         if tl.max(small.to(tl.int32)) > 0:
             exact = precise_delta(
-                q, g, rows, ranges[0], ranges[3], k_tensor, v_tensor, mask, unit, shaping,
+                q, g, rows, ranges[0], ranges[3], k_tensor, v_tensor, mask, unit, score_mod,
                 mask_strides, index, limits, NORM, FLAGS, FAST, BLOCK_Q, BLOCK_K, HEAD_DIM,
                 V_HEAD_DIM,
             )  # fmt: skip
@@ -182,7 +182,7 @@ def attn_bwd_dq(
         if (part == 0 and WINDOWED & FLAGS) or (part == 1 and mask is None) or part == 2:
             dq, dparam, dslopes = attn_bwd_dq_inner(
                 dq, dparam, dslopes, q, g, lse, delta, rows, ranges[part], ranges[part + 1],
-                k_tensor, v_tensor, mask, unit, shaping, (log2_scale, plain_slope), mask_strides,
+                k_tensor, v_tensor, mask, unit, score_mod, (log2_scale, plain_slope), mask_strides,
                 index, limits, NORM, FLAGS, part != 1, FAST, BLOCK_K, HEAD_DIM, V_HEAD_DIM, STAGES,
             )  # fmt: skip
     if DPARAM & FLAGS:
@@ -206,16 +206,16 @@ def attn_bwd_dq(
 @triton.jit
 def attn_bwd_dkdv_inner(
     dk, dv, k, v, keys, begin, end, q_tensor, g_tensor, lse_row, delta_row, mask, counts,
-    scale, shaping, mask_strides, batch, head, limits,
+    scale, score_mod, mask_strides, batch, head, limits,
     NORM: tl.constexpr, FLAGS: tl.constexpr, MASKED: tl.constexpr, PRECISE: tl.constexpr,
     FAST: tl.constexpr, BLOCK_Q: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """Adds what the queries from ``begin`` to ``end`` give to the gradients of a block of keys:
-    dk [BLOCK_K, HEAD_DIM] and dv [BLOCK_K, V_HEAD_DIM]. ``shaping``: where the sequence's keys
+    dk [BLOCK_K, HEAD_DIM] and dv [BLOCK_K, V_HEAD_DIM]. ``score_mod``: where the sequence's keys
     begin, and what the scores of the head are made with."""
     stop_q = limits[0]
-    start_k, inv_softcap, slope, s, value_row = shaping
+    start_k, inv_softcap, slope, s, value_row = score_mod
     for start in tl.range(begin, end, BLOCK_Q, num_stages=STAGES):
         rows = start + tl.arange(0, BLOCK_Q)  # [BLOCK_Q]
         q = common.load_tile(q_tensor, batch, head, start, stop_q, BLOCK_Q, HEAD_DIM, MASKED)
@@ -232,7 +232,7 @@ def attn_bwd_dkdv_inner(
         tanhs = scores
         qk_scale = scale
         row_slope = slope
-        if RESHAPED & FLAGS:
+        if SCORE_MOD & FLAGS:
             unit = 1.0
             if SCALED & FLAGS:
                 length = formulas.log2_length(rows, value_row, limits, start_k, counts, FLAGS)
@@ -269,7 +269,7 @@ def attn_bwd_dkdv_inner(
 @triton.jit(do_not_specialize=VARYING)
 def attn_bwd_dkdv(
     q_source, k_source, v_source, g_source, lse_source, deltas, needs_expm1, dk_out, dv_out,
-    mask, spans, slopes, s, counts,
+    mask, seq_bounds, slopes, s, counts,
     head_counts, seqlen_q, seqlen_k, window, scale, log2_scale, inv_softcap, strides,
     mask_b, mask_h, mask_t, mask_k,
     NORM: tl.constexpr, FLAGS: tl.constexpr, PRECISE: tl.constexpr, FAST: tl.constexpr,
@@ -285,7 +285,7 @@ def attn_bwd_dkdv(
     mask_strides = (mask_b, mask_h, mask_t, mask_k)
     kv_head = tl.program_id(1) % kv_heads
     batch, start_q, stop_q, start_k, stop_k, shift = common.load_sequence(
-        spans, tl.program_id(1) // kv_heads, seqlen_q, seqlen_k
+        seq_bounds, tl.program_id(1) // kv_heads, seqlen_q, seqlen_k
     )
     first = start_k + tl.program_id(0) * BLOCK_K
     if first >= stop_k:
@@ -331,11 +331,11 @@ def attn_bwd_dkdv(
         head = kv_head * group + member
         offset = (common.to_int64(batch) * kv_heads * group + head) * seqlen_q
         slope = formulas.load_slope(head, slopes, FLAGS)
-        shaping = (start_k, inv_softcap, slope, formulas.load_s(head, s, FLAGS), offset)
+        score_mod = (start_k, inv_softcap, slope, formulas.load_s(head, s, FLAGS), offset)
         if precise:
             dk, dv = attn_bwd_dkdv_inner(
                 dk, dv, k, v, keys, begin, end, q_tensor, g_tensor, lse_source + offset,
-                deltas + offset, mask, counts, log2_scale, shaping, mask_strides, batch, head,
+                deltas + offset, mask, counts, log2_scale, score_mod, mask_strides, batch, head,
                 limits, NORM, FLAGS, True, True, FAST, BLOCK_Q, HEAD_DIM, V_HEAD_DIM, 1,
             )  # fmt: skip
         else:
@@ -343,7 +343,7 @@ def attn_bwd_dkdv(
                 if part == 2 or (mask is None and (part == 1 or CAUSAL & FLAGS)):
                     dk, dv = attn_bwd_dkdv_inner(
                         dk, dv, k, v, keys, starts[part], stops[part], q_tensor, g_tensor,
-                        lse_source + offset, deltas + offset, mask, counts, log2_scale, shaping,
+                        lse_source + offset, deltas + offset, mask, counts, log2_scale, score_mod,
                         mask_strides, batch, head, limits, NORM, FLAGS, part != 1, False, FAST,
                         BLOCK_Q, HEAD_DIM, V_HEAD_DIM, STAGES,
                     )  # fmt: skip

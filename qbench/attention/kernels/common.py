@@ -37,8 +37,8 @@ WINDOWED = tl.constexpr(4096)  # a query sees so many keys up to its own
 # Arguments of kernels whose values a compiled kernel does not depend on.
 VARYING = ["seqlen_q", "seqlen_k", "window", "mask_b", "mask_h", "mask_t"]
 
-RESHAPED = tl.constexpr(7)  # SCALED, CAPPED or SLOPED: the score is not the product times a number
-SHAPED = tl.constexpr(15)  # or ELEMENTWISE
+SCORE_MOD = tl.constexpr(7)  # SCALED, CAPPED or SLOPED: the score is not the product times a number
+SCORE_MOD_OR_BIAS = tl.constexpr(15)  # or ELEMENTWISE
 SINK = tl.constexpr(96)
 
 
@@ -61,11 +61,12 @@ def head_of(source, batch, head, strides):
 
 
 @triton.jit
-def load_sequence(spans, index, seqlen_q, seqlen_k):
-    """Batch row, first and last + 1 query row, first and last + 1 key row, and the shift: query
-    row i stands at key row i + shift. ``spans``: see :mod:`qbench.attention.kernels.varlen`."""
-    if spans is not None:
-        entry = spans + index * 6
+def load_sequence(seq_bounds, index, seqlen_q, seqlen_k):
+    """Return sequence ``index``: batch row, first and last + 1 query row, first and last + 1 key
+    row, and the shift (query row i stands at key row i + shift). ``seq_bounds``: see
+    :mod:`qbench.attention.kernels.varlen`."""
+    if seq_bounds is not None:
+        entry = seq_bounds + index * 6
         return (
             tl.load(entry),
             tl.load(entry + 1),
@@ -79,7 +80,7 @@ def load_sequence(spans, index, seqlen_q, seqlen_k):
 
 
 @triton.jit
-def load_query_block(spans, head_counts, seqlen_q, seqlen_k, window, BLOCK_Q: tl.constexpr):
+def load_query_block(seq_bounds, head_counts, seqlen_q, seqlen_k, window, BLOCK_Q: tl.constexpr):
     """Of a program that has BLOCK_Q queries of a head: batch row, query head and key head; its
     first query row, and all of them [BLOCK_Q]; the sequence's first key row, and the limits of
     :func:`attn_mask`. ``head_counts``: query heads, and how many share a key head."""
@@ -88,7 +89,7 @@ def load_query_block(spans, head_counts, seqlen_q, seqlen_k, window, BLOCK_Q: tl
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1) % heads
     batch, start_q, stop_q, start_k, stop_k, shift = load_sequence(
-        spans, tl.program_id(1) // heads, seqlen_q, seqlen_k
+        seq_bounds, tl.program_id(1) // heads, seqlen_q, seqlen_k
     )
     first = start_q + program * BLOCK_Q
     rows = first + tl.arange(0, BLOCK_Q)

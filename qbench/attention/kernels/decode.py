@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from qbench.attention.kernels import common, formulas
-from qbench.attention.kernels.common import ELEMENTWISE, SHAPED, VARYING
+from qbench.attention.kernels.common import ELEMENTWISE, SCORE_MOD_OR_BIAS, VARYING
 
 
 @triton.jit
@@ -26,7 +26,7 @@ def group_rows(start_q, stop_q, kv_head, group, BLOCK_R: tl.constexpr):
 
 @triton.jit(do_not_specialize=[*VARYING, "splits"])
 def attn_decode(
-    q_source, k_source, v_source, partial, mask, spans, bias, slopes, s, counts,
+    q_source, k_source, v_source, partial, mask, seq_bounds, bias, slopes, s, counts,
     head_counts, seqlen_q, seqlen_k, window, scale, inv_softcap, splits, strides,
     mask_b, mask_h, mask_t, mask_k,
     NORM: tl.constexpr, FLAGS: tl.constexpr, SKIP: tl.constexpr, FAST: tl.constexpr,
@@ -44,7 +44,7 @@ def attn_decode(
     split = tl.program_id(0)
     kv_head = tl.program_id(1) % kv_heads
     batch, start_q, stop_q, start_k, stop_k, shift = common.load_sequence(
-        spans, tl.program_id(1) // kv_heads, seqlen_q, seqlen_k
+        seq_bounds, tl.program_id(1) // kv_heads, seqlen_q, seqlen_k
     )
     real, rows, heads = group_rows(start_q, stop_q, kv_head, group, BLOCK_R)  # [BLOCK_R] each
     columns = tl.arange(0, common.block(HEAD_DIM))  # [HEAD_DIM]
@@ -66,10 +66,10 @@ def attn_decode(
     limits = (stop_q, end, shift, window)
 
     value_row = (common.to_int64(batch) * kv_heads * group + heads) * seqlen_q  # [BLOCK_R]
-    qk_scale, slope, minus_bias, unit = formulas.row_shaping(
+    qk_scale, slope, minus_bias, unit = formulas.row_score_mod(
         heads, rows, value_row, row_limits, start_k, counts, scale, bias, slopes, s, FLAGS
     )
-    shaping = (qk_scale, inv_softcap, slope, minus_bias[:, None] if ELEMENTWISE & FLAGS else None)
+    score_mod = (qk_scale, inv_softcap, slope, minus_bias[:, None] if ELEMENTWISE & FLAGS else None)
 
     acc = tl.zeros([BLOCK_R, common.block(V_HEAD_DIM)], tl.float32)
     l_i = tl.zeros([BLOCK_R], tl.float32)
@@ -85,10 +85,10 @@ def attn_decode(
         allowed = real[:, None] & common.attn_mask(  # [BLOCK_R, BLOCK_K]
             rows[:, None], keys[None, :], limits, mask, mask_strides, batch, heads[:, None], FLAGS
         )
-        if SHAPED & FLAGS:
+        if SCORE_MOD_OR_BIAS & FLAGS:
             last = stop_q - 1 + shift  # positions count from it
             scores = formulas.scores_of(
-                scores, keys[None, :] - last, rows[:, None] + shift - last, shaping, FLAGS, FAST
+                scores, keys[None, :] - last, rows[:, None] + shift - last, score_mod, FLAGS, FAST
             )[0]
         scores = tl.where(allowed, scores, formulas.masked_score(NORM))
         p, acc, l_i, m_i = formulas.online_softmax(
@@ -115,14 +115,14 @@ def attn_decode(
 
 @triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "splits"])
 def combine(
-    output, lse_out, partial, spans, sinks, head_counts, seqlen_q, seqlen_k, splits, o_strides,
+    output, lse_out, partial, seq_bounds, sinks, head_counts, seqlen_q, seqlen_k, splits, o_strides,
     NORM: tl.constexpr, FLAGS: tl.constexpr, BLOCK_R: tl.constexpr, V_HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
     """Joins the splits of one sequence and key head, always in the same order."""
     kv_heads, group = head_counts
     kv_head = tl.program_id(0) % kv_heads
     batch, start_q, stop_q, _, _, _ = common.load_sequence(
-        spans, tl.program_id(0) // kv_heads, seqlen_q, seqlen_k
+        seq_bounds, tl.program_id(0) // kv_heads, seqlen_q, seqlen_k
     )
     real, rows, heads = group_rows(start_q, stop_q, kv_head, group, BLOCK_R)  # [BLOCK_R] each
     BLOCK_DV: tl.constexpr = common.block(V_HEAD_DIM)

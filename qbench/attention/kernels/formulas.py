@@ -24,9 +24,9 @@ from qbench.attention.kernels.common import (
     CAUSAL,
     ELEMENTWISE,
     LOG_N1,
-    RESHAPED,
     SCALED,
-    SHAPED,
+    SCORE_MOD,
+    SCORE_MOD_OR_BIAS,
     SINK,
     SINK_LEARNED,
     SLOPED,
@@ -349,7 +349,7 @@ def column(number):
 
 
 @triton.jit
-def row_shaping(
+def row_score_mod(
     head, rows, value_row, limits, start_k, counts, scale, bias, slopes, s, FLAGS: tl.constexpr
 ):
     """Of a forward pass qk_scale, slope, minus each row's bias [R], and what scores are still to be
@@ -364,7 +364,7 @@ def row_shaping(
     elif ELEMENTWISE & FLAGS:
         minus_bias = length
     unit = scale
-    if SHAPED & FLAGS:
+    if SCORE_MOD_OR_BIAS & FLAGS:
         unit = 1.0
     return column(qk_scale), column(slope), minus_bias, unit
 
@@ -392,13 +392,13 @@ def alibi(y, keys, own, slope, bias):
 
 @triton.jit
 def scores_of(
-    products, keys, own, shaping, FLAGS: tl.constexpr, FAST: tl.constexpr
+    products, keys, own, score_mod, FLAGS: tl.constexpr, FAST: tl.constexpr
 ):  # fmt: skip
     """Scores in log2 units, and what :func:`cap_gradient` takes where they are capped, else the
     products. Products, ``keys`` and ``own`` (the queries' positions), both from the same origin,
-    broadcast against each other. ``shaping``: what makes log2 units, what products are multiplied
+    broadcast against each other. ``score_mod``: what makes log2 units, what products are multiplied
     by before the tanh, the slope, and the bias of sigmoid's forward pass, else None."""
-    qk_scale, inv_softcap, slope, bias = shaping
+    qk_scale, inv_softcap, slope, bias = score_mod
     tanhs = products
     if CAPPED & FLAGS:
         tanhs = tanh(products * inv_softcap, FAST)
@@ -440,7 +440,7 @@ def scores_minus_lse(
         if not LSE_SLOPED:
             lse = sloped_lse(lse, own, slope, NORM, FLAGS)
         return tanhs * qk_scale + (keys.to(tl.float32) * slope - lse), tanhs, tanhs
-    elif RESHAPED & FLAGS:
+    elif SCORE_MOD & FLAGS:
         qk_scale = times_s_log_n(qk_scale, s_log_n, FLAGS)
         slope = times_s_log_n(slope, s_log_n, FLAGS)
         y, tanhs = scores_of(products, keys, own, (qk_scale, inv_softcap, slope, None), FLAGS, True)

@@ -13,13 +13,19 @@ import triton
 import triton.language as tl
 
 from qbench.attention.kernels import common, formulas
-from qbench.attention.kernels.common import ELEMENTWISE, NEEDS_EXPM1, SHAPED, VARYING, WINDOWED
+from qbench.attention.kernels.common import (
+    ELEMENTWISE,
+    NEEDS_EXPM1,
+    SCORE_MOD_OR_BIAS,
+    VARYING,
+    WINDOWED,
+)
 from qbench.attention.kernels.formulas import CHUNK, SMALL_MAX
 
 
 @triton.jit
 def attn_fwd_inner(
-    acc, l_i, m_i, tiny, flags, q, rows, begin, end, k_tensor, v_tensor, mask, scale, shaping,
+    acc, l_i, m_i, tiny, flags, q, rows, begin, end, k_tensor, v_tensor, mask, scale, score_mod,
     mask_strides, index, limits,
     NORM: tl.constexpr, FLAGS: tl.constexpr, MASKED: tl.constexpr, NO_MAX: tl.constexpr,
     PRECISE: tl.constexpr, FAST: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -27,7 +33,7 @@ def attn_fwd_inner(
 ):  # fmt: skip
     """Takes the keys from ``begin`` to ``end`` into the running output acc [BLOCK_Q, V_HEAD_DIM],
     sum and maximum [BLOCK_Q], which are [BLOCK_Q, 8] with NO_MAX. ``index``: batch row, query head
-    and key head. ``limits``: see ``common.attn_mask``. ``shaping``: what formulas.scores_of takes
+    and key head. ``limits``: see ``common.attn_mask``. ``score_mod``: what formulas.scores_of takes
     after the positions; ``scale`` is 1 where it has been applied. ``flags``: of each CHUNK of keys,
     set where one of the rows that are ``tiny`` has a positive score there; both may be None."""
     batch, head, kv_head = index
@@ -36,11 +42,11 @@ def attn_fwd_inner(
         k = common.load_tile(k_tensor, batch, kv_head, start, stop_k, BLOCK_K, HEAD_DIM, MASKED)
         scores = tl.dot(q, k.T, input_precision="ieee")  # [BLOCK_Q, BLOCK_K]
         keys = start + tl.arange(0, BLOCK_K)  # [BLOCK_K]
-        if SHAPED & FLAGS:
+        if SCORE_MOD_OR_BIAS & FLAGS:
             # From the tile's first key: what slopes take from keys is the same in all tiles.
             own = rows[:, None] + (limits[2] - start)
             scores = formulas.scores_of(
-                scores, tl.arange(0, BLOCK_K)[None, :], own, shaping, FLAGS, FAST
+                scores, tl.arange(0, BLOCK_K)[None, :], own, score_mod, FLAGS, FAST
             )[0]
         if MASKED:
             allowed = common.attn_mask(  # [BLOCK_Q, BLOCK_K]
@@ -73,7 +79,7 @@ def attn_fwd_inner(
 
 @triton.jit(do_not_specialize=VARYING)
 def attn_fwd(
-    q_source, k_source, v_source, output, lse_out, needs_expm1, mask, spans,
+    q_source, k_source, v_source, output, lse_out, needs_expm1, mask, seq_bounds,
     sinks, bias, slopes, s, counts,
     head_counts, seqlen_q, seqlen_k, window, scale, inv_softcap, strides,
     mask_b, mask_h, mask_t, mask_k,
@@ -91,7 +97,7 @@ def attn_fwd(
     k_tensor, v_tensor = (k_source, k_strides), (v_source, v_strides)
     mask_strides = (mask_b, mask_h, mask_t, mask_k)
     index, first, rows, start_k, limits = common.load_query_block(
-        spans, head_counts, seqlen_q, seqlen_k, window, BLOCK_Q
+        seq_bounds, head_counts, seqlen_q, seqlen_k, window, BLOCK_Q
     )
     batch, head, kv_head = index
     stop_q = limits[0]
@@ -101,10 +107,10 @@ def attn_fwd(
     ranges = common.key_ranges(first, start_k, limits, mask, FLAGS, BLOCK_Q, BLOCK_K)
 
     value_row = (common.to_int64(batch) * head_counts[0] + head) * seqlen_q
-    qk_scale, slope, minus_bias, unit = formulas.row_shaping(
+    qk_scale, slope, minus_bias, unit = formulas.row_score_mod(
         head, rows, value_row, limits, start_k, counts, scale, bias, slopes, s, FLAGS
     )
-    shaping = (qk_scale, inv_softcap, slope, minus_bias[:, None] if ELEMENTWISE & FLAGS else None)
+    score_mod = (qk_scale, inv_softcap, slope, minus_bias[:, None] if ELEMENTWISE & FLAGS else None)
 
     acc = tl.zeros([BLOCK_Q, common.block(V_HEAD_DIM)], tl.float32)
     if NO_MAX:
@@ -117,8 +123,8 @@ def attn_fwd(
         if (part == 0 and WINDOWED & FLAGS) or (part == 1 and mask is None) or part == 2:
             acc, l_i, m_i = attn_fwd_inner(
                 acc, l_i, m_i, None, None, q, rows, ranges[part], ranges[part + 1], k_tensor,
-                v_tensor, mask, unit, shaping, mask_strides, index, limits, NORM, FLAGS, part != 1,
-                NO_MAX, PRECISE, FAST, BLOCK_Q, BLOCK_K, HEAD_DIM, V_HEAD_DIM, STAGES,
+                v_tensor, mask, unit, score_mod, mask_strides, index, limits, NORM, FLAGS,
+                part != 1, NO_MAX, PRECISE, FAST, BLOCK_Q, BLOCK_K, HEAD_DIM, V_HEAD_DIM, STAGES,
             )  # fmt: skip
 
     if NO_MAX:
@@ -144,8 +150,8 @@ def attn_fwd(
                 tl.zeros([BLOCK_Q, common.block(V_HEAD_DIM)], tl.float32),
                 tl.zeros([BLOCK_Q], tl.float32),
                 tl.full([BLOCK_Q], formulas.initial_max(NORM), tl.float32), tiny, flags, q, rows,
-                ranges[0], ranges[3], k_tensor, v_tensor, mask, unit, shaping, mask_strides, index,
-                limits, NORM, FLAGS, True, False, True, FAST, BLOCK_Q, BLOCK_K, HEAD_DIM,
+                ranges[0], ranges[3], k_tensor, v_tensor, mask, unit, score_mod, mask_strides,
+                index, limits, NORM, FLAGS, True, False, True, FAST, BLOCK_Q, BLOCK_K, HEAD_DIM,
                 V_HEAD_DIM, 1,
             )  # fmt: skip
         elif NO_MAX:

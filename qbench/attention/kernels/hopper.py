@@ -36,7 +36,7 @@ STATS = gl.NVMMASharedLayout(0, 32, 1)
 
 
 def fits(device: torch.device, query: Layout, key: Layout, value: Layout, flags: int) -> bool:
-    """Whether the kernels are for such tensors, where there is no mask and no spans."""
+    """Whether the kernels are for such tensors, where there is no mask and no seq_bounds."""
     batch, heads, length, width = query.shape
     return (
         flags & (CAUSAL.value | WINDOWED.value) == CAUSAL.value
@@ -87,7 +87,7 @@ def backward_launches(
     stats_tile = Describe(TensorDescriptor, (4 * 64,), STATS)
 
     def launch(
-        g, q, k, v, output, lse, needs_expm1, dq, dk, dv, dparam, dsinks, dslopes, mask, spans,
+        g, q, k, v, output, lse, needs_expm1, dq, dk, dv, dparam, dsinks, dslopes, mask, seq_bounds,
         sinks, bias, slopes, s, counts,
     ):  # fmt: skip
         # For dkdv: each row's lse, 2^−lse, D, and s · log n.

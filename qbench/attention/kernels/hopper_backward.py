@@ -29,8 +29,8 @@ from qbench.attention.kernels.common import (
     ELEMENTWISE,
     LOG_N1,
     NEEDS_EXPM1,
-    RESHAPED,
     SCALED,
+    SCORE_MOD,
     SLOPED,
 )
 from qbench.attention.kernels.formulas import CHUNK, EPSILON, LN_2, SMALL_LSE
@@ -38,7 +38,7 @@ from qbench.attention.kernels.ptx import exp2_ftz
 
 ROWS = gl.constexpr(64)  # that a group of warps holds, and that a stage loads
 BLOCK = gl.constexpr(128)  # of both groups
-BENT = gl.constexpr(CAPPED.value | SLOPED.value)
+CAPPED_OR_SLOPED = gl.constexpr(CAPPED.value | SLOPED.value)
 
 
 @gluon.jit
@@ -155,13 +155,13 @@ def tile_products(q, g, buffers, tile, layout: gl.constexpr):
 
 @gluon.jit
 def precise_delta(
-    q, g, first, count, buffers, factor, shaping, FLAGS: gl.constexpr, layout: gl.constexpr
+    q, g, first, count, buffers, factor, score_mod, FLAGS: gl.constexpr, layout: gl.constexpr
 ):
     """See :func:`qbench.attention.kernels.backward.precise_delta`."""
     k_tiles, _, _, empty = buffers
     stages: gl.constexpr = k_tiles.shape[0]
-    scale, inv_softcap, slope = shaping
-    shaping = (
+    scale, inv_softcap, slope = score_mod
+    score_mod = (
         formulas.times_s_log_n(scale, factor, FLAGS), inv_softcap,
         formulas.times_s_log_n(slope, factor, FLAGS), None,
     )  # fmt: skip
@@ -175,7 +175,7 @@ def precise_delta(
         mbarrier.arrive(empty.index(tile % stages), count=1)
         keys = tile * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))
         y, unused = formulas.scores_of(  # noqa: RUF059 (an underscore would be carried on)
-            s, keys[None, :] - first, rows[:, None] - first, shaping, FLAGS, True
+            s, keys[None, :] - first, rows[:, None] - first, score_mod, FLAGS, True
         )  # fmt: skip
         y = gl.where(keys[None, :] <= rows[:, None], y, 0.0)
         above = gl.where(gl.abs(y) < 0.25, formulas.expm1_near_zero(y), exp2_ftz(y) - 1)
@@ -187,7 +187,7 @@ def precise_delta(
 
 @gluon.jit
 def dq_step(
-    dq, ds, s, p, dparam, dslopes, q, g, of_rows, tile, started, buffers, behind, shaping,
+    dq, ds, s, p, dparam, dslopes, q, g, of_rows, tile, started, buffers, behind, score_mod,
     NORM: gl.constexpr, FLAGS: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Adds the tile before to dq [ROWS, HEAD_DIM], and computes this tile's gradients of products
@@ -196,7 +196,7 @@ def dq_step(
     registers for it: ``s`` and ``p`` are this tile's scores and dP [ROWS, ROWS], and what returns
     in their place the next one's, unless this is the last. ``of_rows``: their lse, D, s · log n
     [ROWS] each; ``behind``: by how much the tile's first key is behind the group's first query;
-    ``shaping``: what products are multiplied by, and before a soft cap's tanh, and the slope.
+    ``score_mod``: what products are multiplied by, and before a soft cap's tanh, and the slope.
     Nothing is in flight when it ends."""
     k_tiles, _, _, empty = buffers
     stages: gl.constexpr = k_tiles.shape[0]
@@ -215,7 +215,7 @@ def dq_step(
     elif not PIPELINED:
         s, p = warpgroup_mma_wait(1, [s, p])
     lse, delta, factor = of_rows
-    scale, inv_softcap, slope = shaping
+    scale, inv_softcap, slope = score_mod
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     keys = gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))
     z, s, tanhs = formulas.scores_minus_lse(
@@ -251,7 +251,7 @@ def dq_rows(
     heads, _, length = sizes
     scale, log2_scale, inv_softcap = scales
     slope, s_of_head, sink = of_head
-    shaping = (log2_scale, inv_softcap, slope)
+    score_mod = (log2_scale, inv_softcap, slope)
     o_strides, dq_strides = strides
     o_source, lse_source, stats, dq_out, dparam_rows, dsinks_rows, dslopes_rows = rows_of
     HEAD_DIM: gl.constexpr = k_tiles.shape[4]
@@ -279,7 +279,7 @@ def dq_rows(
     delta = gl.sum(o.to(gl.float32) * g.load(wide).to(gl.float32), 1)
     delta = gl.convert_layout(delta, gl.SliceLayout(1, layout))
     q = flat(own, index * 2)
-    if FLAGS & BENT == 0 or HEAD_DIM == 128:  # else the registers are needed
+    if FLAGS & CAPPED_OR_SLOPED == 0 or HEAD_DIM == 128:  # else the registers are needed
         q = q.load(left)
     last = first // ROWS
     skipped = 0
@@ -287,7 +287,7 @@ def dq_rows(
         if any_small(lse_source + row_offset - index * ROWS, 4):
             skipped = last - index + 2
             exact = precise_delta(
-                q, g, first, skipped, buffers, factor[:, None], shaping, FLAGS, layout
+                q, g, first, skipped, buffers, factor[:, None], score_mod, FLAGS, layout
             )
             delta = gl.where(lse < SMALL_LSE, exact, delta)
     stat = stats + row_offset * 4 + rows // BLOCK_Q * (4 * BLOCK_Q) + rows % BLOCK_Q
@@ -314,18 +314,18 @@ def dq_rows(
         if index == 1:  # an odd number of whole tiles
             dq, ds, s, p, dparam, dslopes = dq_step(
                 dq, ds, s, p, dparam, dslopes, q, g, of_rows, skipped, False, buffers, first,
-                shaping, NORM, FLAGS, False,
+                score_mod, NORM, FLAGS, False,
             )  # fmt: skip
     for start in range(begin, last, UNROLL):
         for i in gl.static_range(UNROLL):
             tile = start + i
             dq, ds, s, p, dparam, dslopes = dq_step(
                 dq, ds, s, p, dparam, dslopes, q, g, of_rows, skipped + tile, tile > 0, buffers,
-                first - tile * ROWS, shaping, NORM, FLAGS, False,
+                first - tile * ROWS, score_mod, NORM, FLAGS, False,
             )  # fmt: skip
     dq, ds, s, p, dparam, dslopes = dq_step(
-        dq, ds, s, p, dparam, dslopes, q, g, of_rows, skipped + last, last > 0, buffers, 0, shaping,
-        NORM, FLAGS, True,
+        dq, ds, s, p, dparam, dslopes, q, g, of_rows, skipped + last, last > 0, buffers, 0,
+        score_mod, NORM, FLAGS, True,
     )  # fmt: skip
     ds = gl.convert_layout(ds.to(gl.bfloat16), gl.DotOperandLayout(0, sum_layout, 2))
     dq = warpgroup_mma(ds, flat(k_tiles, (skipped + last) % stages), dq, is_async=True)
@@ -458,15 +458,15 @@ def tile_scores(k, buffers, loaded, half, BLOCK_Q: gl.constexpr):
 
 @gluon.jit
 def dkdv_step(
-    dk, dv, ds, s, k, v, loaded, started, buffers, behind, shaping,
+    dk, dv, ds, s, k, v, loaded, started, buffers, behind, score_mod,
     NORM: gl.constexpr, FLAGS: gl.constexpr, PRECISE: gl.constexpr, MASKED: gl.constexpr,
     HALF: gl.constexpr, BLOCK_Q: gl.constexpr,
 ):  # fmt: skip
     """Adds the tile before to dk [ROWS, HEAD_DIM] and this one to dv, computes this one's ds
     [ROWS, BLOCK_Q], and asks for the scores of the next, unless this is the last. ``loaded``: its
     number among what the buffers hold; HALF: of two tiles a stage which, else 0; ``behind``: by how
-    much the group's first key is behind the tile's first query; ``shaping``: as :func:`dq_step`'s.
-    Nothing is in flight when it ends."""
+    much the group's first key is behind the tile's first query; ``score_mod``: as of
+    :func:`dq_step`. Nothing is in flight when it ends."""
     q_tiles, g_tiles, stat_tiles, _, empty = buffers
     stages: gl.constexpr = q_tiles.shape[0]
     PAIRS: gl.constexpr = BLOCK_Q < ROWS
@@ -493,7 +493,7 @@ def dkdv_step(
     stat = stat_tiles.index(stage)
     if PAIRS:
         stat = stat.slice(HALF * 4 * BLOCK_Q, 4 * BLOCK_Q)
-    scale, inv_softcap, slope = shaping
+    scale, inv_softcap, slope = score_mod
     column_layout: gl.constexpr = gl.SliceLayout(0, layout)
     keys = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     columns = gl.arange(0, BLOCK_Q, layout=column_layout)
@@ -508,7 +508,7 @@ def dkdv_step(
     e = formulas.recompute_e(z, s, NORM, True, True)
     floor = stat.slice(BLOCK_Q, BLOCK_Q).load(column_layout)[None, :]
     y = s
-    if RESHAPED & FLAGS == 0:
+    if SCORE_MOD & FLAGS == 0:
         y = s * scale
     above = formulas.recompute_p(e, y, floor, NORM, PRECISE)
     if MASKED:
@@ -539,7 +539,7 @@ def dkdv_step(
 
 @gluon.jit
 def dkdv_head(
-    dk, dv, k, v, loaded, whole, first, length, buffers, shaping, index,
+    dk, dv, k, v, loaded, whole, first, length, buffers, score_mod, index,
     NORM: gl.constexpr, FLAGS: gl.constexpr, PRECISE: gl.constexpr, BLOCK_Q: gl.constexpr,
 ):  # fmt: skip
     """Adds a head's tiles to dk and dv [ROWS, HEAD_DIM]: those of ``whole`` stages and of the one
@@ -557,7 +557,7 @@ def dkdv_head(
         begin = 1 - index
         if index == 0:  # an odd number of whole tiles
             dk, dv, ds, s = dkdv_step(
-                dk, dv, ds, s, k, v, loaded, False, buffers, length - BLOCK_Q - first, shaping,
+                dk, dv, ds, s, k, v, loaded, False, buffers, length - BLOCK_Q - first, score_mod,
                 NORM, FLAGS, PRECISE, False, 0, BLOCK_Q,
             )  # fmt: skip
     for turn in range(begin, whole, 2 // TILES):
@@ -566,13 +566,13 @@ def dkdv_head(
             tile = turn * TILES + i
             dk, dv, ds, s = dkdv_step(
                 dk, dv, ds, s, k, v, loaded + n, n > 0, buffers,
-                length - (tile + 1) * BLOCK_Q - first, shaping,
+                length - (tile + 1) * BLOCK_Q - first, score_mod,
                 NORM, FLAGS, PRECISE, False, (TILES - 1) * (1 - i), BLOCK_Q,
             )  # fmt: skip
     for i in gl.static_range(TILES):
         dk, dv, ds, s = dkdv_step(
             dk, dv, ds, s, k, v, loaded + whole, whole > 0, buffers, (TILES - 1 - i) * BLOCK_Q,
-            shaping, NORM, FLAGS, PRECISE, True, TILES - 1 - i, BLOCK_Q,
+            score_mod, NORM, FLAGS, PRECISE, True, TILES - 1 - i, BLOCK_Q,
         )  # fmt: skip
     stage = (loaded + whole) % stages
     dk = warpgroup_mma(ds, tile_of(q_tiles, stage, 0, BLOCK_Q), dk, is_async=True)
@@ -611,11 +611,11 @@ def dkdv_rows(
         head = pair % kv_heads * group + member
         slope = formulas.load_slope(head, slopes, FLAGS)
         if SCALED & FLAGS:  # s · log n is in units of the scores
-            shaping = (1.0, inv_softcap, slope / log2_scale)
+            score_mod = (1.0, inv_softcap, slope / log2_scale)
         else:
-            shaping = (log2_scale, inv_softcap, slope)
+            score_mod = (log2_scale, inv_softcap, slope)
         dk, dv = dkdv_head(
-            dk, dv, k, v, tile, whole, first, length, buffers, shaping, index,
+            dk, dv, k, v, tile, whole, first, length, buffers, score_mod, index,
             NORM, FLAGS, PRECISE, BLOCK_Q,
         )  # fmt: skip
         tile += whole + 1

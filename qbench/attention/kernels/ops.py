@@ -76,7 +76,7 @@ def prepare(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    spans: Tensor | None = None,
+    seq_bounds: Tensor | None = None,
     *,
     normalizer: str,
     parameters: Mapping[str, Tensor] | None = None,
@@ -91,7 +91,7 @@ def prepare(
     most query and key rows of one sequence, if known. Raises what ``reference.attention`` does,
     ValueError for float64, UnavailableError for a normalizer that the kernels do not have, and for
     heads that are too wide."""
-    check(query, key, value, mask, spans)
+    check(query, key, value, mask, seq_bounds)
     given = NORMALIZERS.get(normalizer).checked(parameters, query.shape[1])
     require(normalizer)
     *_, queries, width = query.shape
@@ -158,27 +158,27 @@ def constants(settings: Settings, flags: int, query: Layout, value: Layout) -> d
 
 
 def forward(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, spans: Tensor | None,
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, seq_bounds: Tensor | None,
     parameters: Parameters, settings: Settings,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Output, lse, and :func:`empty_flags`, filled."""
-    output, lse = empty_output(query, value, covered=spans is None)
+    output, lse = empty_output(query, value, covered=seq_bounds is None)
     needs_expm1 = empty_flags(query, key, require(settings.normalizer))
     if output.numel() == 0:
         return output, lse, needs_expm1
     query, key, value = map(dense_rows, (query, key, value))
     counts = allowed_counts(mask, query, key, parameters, settings)
-    tensors = (query, key, value, mask, spans, *parameters)
+    tensors = (query, key, value, mask, seq_bounds, *parameters)
     launches = forward_launches(query.device, settings, *map(layout_of, tensors))
     with on_device(query.device):
-        launches(query, key, value, output, lse, needs_expm1, mask, spans, *parameters, counts)
+        launches(query, key, value, output, lse, needs_expm1, mask, seq_bounds, *parameters, counts)
     return output, lse, needs_expm1
 
 
 @lru_cache(MAX_LAYOUTS)
 def forward_launches(
     device: torch.device, settings: Settings, query: Layout, key: Layout, value: Layout,
-    mask: Layout | None, spans: Layout | None, *parameters: Layout | None,
+    mask: Layout | None, seq_bounds: Layout | None, *parameters: Layout | None,
 ) -> Callable[..., None]:  # fmt: skip
     """What takes the tensors of these layouts and those to fill, in the order of :func:`forward`,
     and launches the kernels of the forward pass."""
@@ -188,7 +188,7 @@ def forward_launches(
     kv_heads, keys = key.shape[1:3]
     v_width = value.shape[3]
     group = heads // kv_heads
-    sequences = batch if spans is None else spans.shape[0]
+    sequences = batch if seq_bounds is None else seq_bounds.shape[0]
     flags = flags_of(settings, Parameters(*parameters))
     strides = strides_of(query, key, value)
     o_strides = strides_by_token((batch, heads, queries, v_width))
@@ -212,16 +212,16 @@ def forward_launches(
         )  # fmt: skip
         shape = (pairs, splits, rows, block(v_width) + 2)
 
-        def launch_decode(q, k, v, output, lse, _, mask, spans, sinks, *rest):
+        def launch_decode(q, k, v, output, lse, _, mask, seq_bounds, sinks, *rest):
             partial = torch.empty(shape, dtype=torch.float32, device=device)
-            decode(q, k, v, partial, mask, spans, *rest)
-            combining(output, lse, partial, spans, sinks)
+            decode(q, k, v, partial, mask, seq_bounds, *rest)
+            combining(output, lse, partial, seq_bounds, sinks)
 
         return launch_decode
 
     config = configs.forward_config(block(width), query.dtype, kernels, flags)
     tiles = describe_tiles((key, value), config.block_k, config)
-    attend = Launch(
+    launch_forward = Launch(
         attn_fwd, (_ceil(max_seqlen_q, config.block_q), heads * sequences),
         ((heads, group), queries, keys, window, *scales(settings), (*strides, o_strides),
          *mask_strides(mask)),
@@ -232,7 +232,7 @@ def forward_launches(
     )  # fmt: skip
 
     def launch(q, k, v, *rest):
-        attend(q, *described(tiles, k, v), *rest)
+        launch_forward(q, *described(tiles, k, v), *rest)
 
     return launch
 
@@ -269,12 +269,12 @@ def empty_flags(query: Tensor, key: Tensor, kernels: Kernels) -> Tensor:
 
 def backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor,
-    needs_expm1: Tensor, mask: Tensor | None, spans: Tensor | None,
+    needs_expm1: Tensor, mask: Tensor | None, seq_bounds: Tensor | None,
     parameters: Parameters, settings: Settings, wanted: Parameters,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Gradients of query, key and value, laid out as the output is; and of each of the parameters
     [heads], None for one that is not ``wanted``."""
-    covered = spans is None
+    covered = seq_bounds is None
     dq, dk, dv = (by_token(t, t.shape, covered=covered) for t in (query, key, value))
     if query.numel() == 0 or key.numel() == 0:
         none = (lse.new_zeros(query.shape[1]) if asked else None for asked in wanted)
@@ -285,7 +285,7 @@ def backward(
     make = torch.empty_like if covered else torch.zeros_like
     rows = Parameters(*(make(lse) if asked else None for asked in wanted))
     param = rows.bias if rows.s is None else rows.s  # no normalizer has both
-    others = (mask, spans, *parameters)
+    others = (mask, seq_bounds, *parameters)
     tensors = (gradient, query, key, value, output, *others)
     launches = backward_launches(query.device, settings, wanted, *map(layout_of, tensors))
     given = (gradient, query, key, value, output, lse, needs_expm1, dq, dk, dv)
@@ -297,7 +297,7 @@ def backward(
 @lru_cache(MAX_LAYOUTS)
 def backward_launches(
     device: torch.device, settings: Settings, wanted: Parameters, gradient: Layout, query: Layout,
-    key: Layout, value: Layout, output: Layout, mask: Layout | None, spans: Layout | None,
+    key: Layout, value: Layout, output: Layout, mask: Layout | None, seq_bounds: Layout | None,
     *parameters: Layout | None,
 ) -> Callable[..., None]:  # fmt: skip
     """What takes the tensors of these layouts and those to fill, in the order of :func:`backward`,
@@ -313,13 +313,13 @@ def backward_launches(
     if (
         not INTERPRETED
         and mask is None
-        and spans is None
+        and seq_bounds is None
         and hopper.fits(device, query, key, value, flags)
         and all(map(has_tma_layout, (query, key, value, gradient)))
     ):
         strides = (output.strides[:3], dq, dk, dv)
         return hopper.backward_launches(query, key, kernels, flags, all_scales, strides)
-    sequences = batch if spans is None else spans.shape[0]
+    sequences = batch if seq_bounds is None else seq_bounds.shape[0]
     shared = constants(settings, flags, query, value)
     read = strides_of(query, key, value, gradient)
     config = configs.backward_config(configs.DQ, block(width), query.dtype)
@@ -343,16 +343,18 @@ def backward_launches(
     )  # fmt: skip
 
     def launch(
-        g, q, k, v, output, lse, needs_expm1, dq, dk, dv, dparam, dsinks, dslopes, mask, spans,
+        g, q, k, v, output, lse, needs_expm1, dq, dk, dv, dparam, dsinks, dslopes, mask, seq_bounds,
         sinks, bias, slopes, s, counts,
     ):  # fmt: skip
         deltas = torch.empty_like(lse)
         launch_dq(
             q, *described(kv_tiles, k, v), g, output, lse, deltas, dq, dparam, dsinks, dslopes,
-            mask, spans, sinks, slopes, s, counts,
+            mask, seq_bounds, sinks, slopes, s, counts,
         )  # fmt: skip
         q, g = described(qg_tiles, q, g)
-        launch_dkdv(q, k, v, g, lse, deltas, needs_expm1, dk, dv, mask, spans, slopes, s, counts)
+        launch_dkdv(
+            q, k, v, g, lse, deltas, needs_expm1, dk, dv, mask, seq_bounds, slopes, s, counts
+        )
 
     return launch
 
@@ -439,17 +441,17 @@ def has_tma_layout(layout: Layout) -> bool:
 
 
 def mask_or_spans(
-    mask: Tensor | None, spans: Tensor | None, span_count: Tensor | None
+    mask: Tensor | None, seq_bounds: Tensor | None, seq_count: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The mask and the spans to go by, see ``varlen.sequence_spans``: one or the other."""
-    if spans is None or span_count is None:
-        return mask, spans
-    count = int(span_count)
-    return (mask, None) if count < 0 else (None, spans[:count] if count else None)
+    """The mask and the seq_bounds to go by, see ``varlen.sequence_bounds``: one or the other."""
+    if seq_bounds is None or seq_count is None:
+        return mask, seq_bounds
+    count = int(seq_count)
+    return (mask, None) if count < 0 else (None, seq_bounds[:count] if count else None)
 
 
 _TENSORS = (
-    "Tensor? mask, Tensor? spans, Tensor? span_count, "
+    "Tensor? mask, Tensor? seq_bounds, Tensor? seq_count, "
     "Tensor? sinks, Tensor? bias, Tensor? slopes, Tensor? s, "
 )
 _SETTINGS = (
@@ -464,11 +466,11 @@ _SETTINGS = (
     " -> (Tensor, Tensor, Tensor)",
 )  # fmt: skip
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, spans: Tensor | None,
-    span_count: Tensor | None, *rest: Any,
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, seq_bounds: Tensor | None,
+    seq_count: Tensor | None, *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    mask, spans = mask_or_spans(mask, spans, span_count)
-    return forward(query, key, value, mask, spans, Parameters(*rest[:4]), Settings(*rest[4:]))
+    mask, seq_bounds = mask_or_spans(mask, seq_bounds, seq_count)
+    return forward(query, key, value, mask, seq_bounds, Parameters(*rest[:4]), Settings(*rest[4:]))
 
 
 @attention.register_fake
@@ -485,9 +487,9 @@ def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Te
 )  # fmt: skip
 def attention_backward(*given: Any) -> tuple[Tensor, ...]:
     *given, wanted = given
-    mask, spans = mask_or_spans(*given[7:10])
+    mask, seq_bounds = mask_or_spans(*given[7:10])
     found = backward(
-        *given[:7], mask, spans, Parameters(*given[10:14]), Settings(*given[14:]),
+        *given[:7], mask, seq_bounds, Parameters(*given[10:14]), Settings(*given[14:]),
         Parameters(*wanted),
     )  # fmt: skip
     # An operator returns tensors: empty ones stand for what was not asked for.
@@ -522,11 +524,11 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        query, key, value, mask, spans, span_count, *parameters, settings = inputs
-        mask, spans = mask_or_spans(mask, spans, span_count)
-        found = forward(query, key, value, mask, spans, Parameters(*parameters), settings)
+        query, key, value, mask, seq_bounds, seq_count, *parameters, settings = inputs
+        mask, seq_bounds = mask_or_spans(mask, seq_bounds, seq_count)
+        found = forward(query, key, value, mask, seq_bounds, Parameters(*parameters), settings)
         ctx.settings = settings
-        ctx.save_for_backward(query, key, value, *found, mask, spans, *parameters)
+        ctx.save_for_backward(query, key, value, *found, mask, seq_bounds, *parameters)
         return found[0]
 
     @staticmethod
@@ -540,12 +542,12 @@ class _Eager(torch.autograd.Function):
 
 
 def apply(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, spans: Tensor | None,
-    span_count: Tensor | None, parameters: Parameters, settings: Settings,
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, seq_bounds: Tensor | None,
+    seq_count: Tensor | None, parameters: Parameters, settings: Settings,
 ) -> Tensor:  # fmt: skip
     """Attention by the operator where something looks into it, such as torch.compile, a mode of
     dispatch or a tensor of another class; directly elsewhere."""
     plain = type(query) in PLAIN and type(key) in PLAIN and type(value) in PLAIN
     if plain and not torch.compiler.is_compiling() and _get_current_dispatch_mode() is None:
-        return _Eager.apply(query, key, value, mask, spans, span_count, *parameters, settings)
-    return attention(query, key, value, mask, spans, span_count, *parameters, *settings)[0]
+        return _Eager.apply(query, key, value, mask, seq_bounds, seq_count, *parameters, settings)
+    return attention(query, key, value, mask, seq_bounds, seq_count, *parameters, *settings)[0]

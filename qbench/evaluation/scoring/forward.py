@@ -23,7 +23,7 @@ from qbench.evaluation.scoring.batching import PackedBatch, Packing
 from qbench.evaluation.scoring.logits import to_device
 from qbench.evaluation.scoring.requests import Batch, Request
 from qbench.evaluation.settings import ScoringSettings
-from qbench.streaming import together
+from qbench.streaming import lockstep
 
 NAME = "qbench-packed"
 
@@ -149,7 +149,7 @@ def decoder_and_head(model: Any) -> tuple[torch.nn.Module, torch.nn.Module]:
         lambda: decoder(probe, use_cache=False)[0],
     ]
     with torch.no_grad():
-        whole, hidden = together(model, calls)
+        whole, hidden = lockstep(model, calls)
         try:
             same = torch.equal(whole, head(hidden))
         except RuntimeError:  # of another width than the head takes

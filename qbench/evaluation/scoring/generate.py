@@ -41,7 +41,7 @@ from qbench.checkpoints.classes import moving_rope
 from qbench.errors import EvaluationError, first_line
 from qbench.evaluation.scoring.requests import Counts, check_tokens, encode_texts
 from qbench.progress import Advance
-from qbench.streaming import is_spread, stream_of
+from qbench.streaming import is_sharded, stream_of
 
 CACHE_SHARE = 0.3  # of a GPU's memory: keys and values of prompts decoded at once
 CACHE_BYTES = 1 << 30  # the same elsewhere
@@ -166,7 +166,7 @@ def unsupported_by_slots(model: Any, kwargs: Sequence[Mapping[str, Any]]) -> str
     unlike |= config.keys() - NO_EFFECT
     if unlike:
         return f"it sets {', '.join(sorted(unlike))}"
-    if is_spread(model):
+    if is_sharded(model):
         return "its blocks lie on several GPUs"
     if moving := moving_rope(model.config.to_dict()):
         return f"{moving} rotary angles depend on the batch"
@@ -339,7 +339,7 @@ class _Decoding:
         self.graphs = takes_graphs(model)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.graph_error: str | None = None
-        self.spans: Tensor | None = None  # which the graph reads
+        self.seq_bounds: Tensor | None = None  # which the graph reads
 
     def unfinished(self) -> list[int]:
         """Prompts without an answer yet, longest first; what they have said is forgotten."""
@@ -487,17 +487,19 @@ class _Decoding:
 
     def _device_step(self) -> Callable[[], None]:
         """A step that takes all that changes from the device: attention sees all columns of the
-        cache, and ``spans`` say which of them count."""
+        cache, and ``seq_bounds`` say which of them count."""
         config, attention = self.model.config, self.model.config._attn_implementation
-        self.spans = spans = torch.zeros(self.at.slots, 6, dtype=torch.int32, device=self.device)
-        spans[:, 0] = torch.arange(self.at.slots, device=self.device)
-        spans[:, 2] = 1
-        mask = Mask(dense=_no_mask, banded=True, spans=spans)
+        self.seq_bounds = seq_bounds = torch.zeros(
+            self.at.slots, 6, dtype=torch.int32, device=self.device
+        )
+        seq_bounds[:, 0] = torch.arange(self.at.slots, device=self.device)
+        seq_bounds[:, 2] = 1
+        mask = Mask(dense=_no_mask, no_dense_mask=True, seq_bounds=seq_bounds)
 
         def step() -> None:
-            spans[:, 3] = self.first
-            spans[:, 4] = self.column + 1
-            spans[:, 5] = self.column
+            seq_bounds[:, 3] = self.first
+            seq_bounds[:, 4] = self.column + 1
+            seq_bounds[:, 5] = self.column
             config._attn_implementation, self.at.column = ON_DEVICE, self.column
             try:
                 self._step(None, qbench_mask=mask, qbench_attention=attention)
@@ -515,7 +517,7 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def takes_graphs(model: Any) -> bool:
-    """Whether a step may be captured: our kernels take spans from the device, and a quantized
+    """Whether a step may be captured: our kernels take seq_bounds from the device, and a quantized
     cache may ask on the host where sequences begin."""
     attention = model.config._attn_implementation or ""
     ours = attention.startswith("qbench-") and attention.endswith("-triton")
@@ -524,7 +526,7 @@ def takes_graphs(model: Any) -> bool:
 
 
 def _no_mask() -> Tensor:
-    raise AssertionError("spans say all there is to say")
+    raise AssertionError("seq_bounds say all there is to say")
 
 
 def _attend_slots(

@@ -80,6 +80,12 @@ class HFLMScorer(LM):
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         return generate_by_hflm(self.hflm, requests, Counts())
 
+    def take_report(self) -> ScoringReport:
+        """Return how the scores since the last report were made."""
+        made = self.report()
+        self._rolling = {}
+        return made
+
     def report(self) -> ScoringReport:
         """How the scores were made."""
         return report(self.settings, self.hflm, rolling=self._rolling)

@@ -60,7 +60,7 @@ from qbench.evaluation.scoring.requests import (
     encode_pairs,
     encode_texts,
 )
-from qbench.evaluation.settings import ScoringSettings, beyond
+from qbench.evaluation.settings import ScoringSettings, sample_violation
 from qbench.machine import reset_peak_memory
 from qbench.progress import Advance
 from qbench.records import DifferenceFromExact, SampleDifference, ScoringReport
@@ -163,8 +163,15 @@ class Scorer(LM):
             self.fast = Backend(batching=packing, forward=packed, exact=False)
         reset_peak_memory(self._device.type)
 
+    def take_report(self) -> ScoringReport:
+        """Return how the scores since the last report were made."""
+        made = self.report()
+        self._counts, self._rolling = Counts(), {}
+        self._differences, self._exact_tasks, self._generated = [], {}, {}
+        return made
+
     def report(self) -> ScoringReport:
-        """How the scores were made."""
+        """Return how the scores were made."""
         fast = self.settings.mode == "fast"
         return report(
             self.settings,
@@ -275,7 +282,7 @@ class Scorer(LM):
             exact=self._score(self._reference, requests, asked.windows, Counts()),
             by_bias=self.settings.amplifies_rounding,
         )
-        if reason := beyond(self.settings.tolerance, difference[0]):
+        if reason := sample_violation(self.settings.tolerance, difference[0]):
             return f"{reason}; use scoring: exact or raise it"
         self._differences.append(difference)
         return None
@@ -321,7 +328,9 @@ class Scorer(LM):
         calls = [partial(backend.forward, batch) for batch in batches]
         try:
             with torch.no_grad():
-                states = self._stream.in_step(calls, tell) if self._stream else (f() for f in calls)
+                states = (
+                    self._stream.lockstep(calls, tell) if self._stream else (f() for f in calls)
+                )
                 results = [
                     (batch, self._scores(backend, batch, hidden, observer))
                     for batch, hidden in zip(batches, states, strict=True)

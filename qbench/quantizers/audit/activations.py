@@ -23,7 +23,7 @@ from qbench.quantizers.config import (
     matching,
 )
 from qbench.quantizers.formats import QuantFormat
-from qbench.quantizers.linear import Matrix
+from qbench.quantizers.linear import KEPT, Matrix
 from qbench.quantizers.quantize import evidence_of
 from qbench.records import ActivationAudit, InputAudit
 
@@ -38,6 +38,7 @@ def measure_inputs(
     and what is wrong with them."""
     part, about = config.activations.precision, evidence_of(quantized, config, "activations")
     ignored = matching(wanted, config.activations.ignore)
+    ignored |= {name for name, matrix in wanted.items() if matrix.holder == KEPT}
     problems = [
         f"{name}: its input is not quantized; add ignore to the activations to allow it"
         for name in wanted
@@ -173,9 +174,11 @@ def expected(groups: Tensor, about: ActivationEvidence) -> tuple[Tensor, Tensor,
         codes = (_ratio(groups, scale).round() + zero).clamp(0, 2**bits - 1)
         return (codes - zero) * scale, -zero * scale, (2**bits - 1 - zero) * scale
     if form.type == "int":
-        most = 2 ** (bits - 1) - 1
-        scale = _usable(_stored(_ratio(largest, most), form) if given is None else given)
-        return _ratio(groups, scale).round().clamp(-most, most) * scale, -most * scale, most * scale
+        most = 2 ** (bits - 1)
+        span = (2**bits - 1) / 2  # scales that round half a step beyond the largest code
+        scale = _usable(_stored(_ratio(largest, span), form) if given is None else given)
+        codes = _ratio(groups, scale).round().clamp(-most, most - 1)
+        return codes * scale, -span * scale, span * scale
     table = _table(form.element).to(groups.device)
     if form.scale_dtype == "float8_e8m0fnu":
         power = torch.floor(torch.log2(_usable(largest)))

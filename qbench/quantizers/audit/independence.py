@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from qbench.quantizers.config import QuantizationConfig
 from qbench.records import Leak
-from qbench.streaming import together
+from qbench.streaming import lockstep
 
 RowByRow = Callable[[Any], AbstractContextManager[None]]
 SHIFTS = (1, 7)  # other tokens: ids moved on by so many
@@ -120,7 +120,7 @@ def logits(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 def _logits(model: nn.Module, texts: list[Tensor]) -> list[Tensor]:
-    return together(model, [partial(logits, model, ids) for ids in texts])
+    return lockstep(model, [partial(logits, model, ids) for ids in texts])
 
 
 def _moved(before: Tensor, after: Tensor) -> float:

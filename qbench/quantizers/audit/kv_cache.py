@@ -26,8 +26,8 @@ from qbench.quantizers.audit.activations import expected
 from qbench.quantizers.audit.weights import levels
 from qbench.quantizers.config import ActivationEvidence, QuantizationConfig
 from qbench.quantizers.formats import WHOLE_ROW, QuantFormat
-from qbench.quantizers.kv_cache import context_length
 from qbench.quantizers.kv_fake_quant import KVFakeQuant, attention_modules
+from qbench.quantizers.methods.kv_formats import context_length
 from qbench.quantizers.quantize import evidence_of
 from qbench.records import KVAudit, KVModuleAudit
 
@@ -263,7 +263,7 @@ def _measure(x: Tensor, y: Tensor, form: QuantFormat, rounding: float) -> dict[s
         step = largest / 448
         half = torch.maximum(x.abs() * E4M3["relative"], step * E4M3["least"])
     elif form.symmetric:
-        half = largest / (2.0 ** (form.num_bits - 1) - 1) / 2
+        half = largest / (2.0**form.num_bits - 1)
     else:
         half = (x.amax(1, keepdim=True) - x.amin(1, keepdim=True)) / (2.0**form.num_bits - 1) / 2
     # scales may be rounded to float16, whose least number is 2^-24; results to the model's dtype

@@ -14,7 +14,7 @@ from qbench.attention.kernels.common import Launch
 from qbench.attention.normalizers import NORMALIZERS, Kernels, normalizer
 from qbench.attention.normalizers.scalable import S
 from qbench.attention.normalizers.softmax import SoftmaxSink
-from qbench.attention.transformers import attend
+from qbench.attention.transformers import set_attention
 from qbench.errors import UnavailableError
 from qbench.evaluation.scoring.generate import cache_argument
 
@@ -129,12 +129,12 @@ def test_rows_of_tiny_scores_flag_their_keys(tiny, edges, flags):
     query = key / key.square().sum(-1, keepdim=True) * (scores * width**0.5)[:, None]
     tensors = (query.expand(1, 2, length, width), key, torch.randn(1, 1, length, width))
     tensors = [tensor.half().transpose(1, 2).contiguous().transpose(1, 2) for tensor in tensors]
-    spans = None
+    seq_bounds = None
     if edges:
-        spans = torch.tensor([[0, a, b, a, b, 0] for a, b in edges], dtype=torch.int32)
+        seq_bounds = torch.tensor([[0, a, b, a, b, 0] for a, b in edges], dtype=torch.int32)
     settings = ops.Settings("softpick", width**-0.5, 0.0, True, 0, length, length)
     steep = ops.Parameters(slopes=torch.full((2,), 4.0))
-    assert ops.forward(*tensors, None, spans, steep, settings)[2].tolist() == [[flags]]
+    assert ops.forward(*tensors, None, seq_bounds, steep, settings)[2].tolist() == [[flags]]
 
 
 STEP = 2**30  # elements between two rows: the third row's place has more than 32 bits
@@ -270,7 +270,7 @@ def test_a_padded_model_and_a_decode_step_equal_the_reference(model):
     positions = (padding.cumsum(-1) - 1).clamp(min=0)
     found = []
     for implementation in ("reference", "triton"):
-        ran = attend(model, normalizer="softpick", implementation=implementation)
+        ran = set_attention(model, normalizer="softpick", implementation=implementation)
         assert ran == f"softpick/{implementation}"
         out = model(ids, attention_mask=padding, position_ids=positions, use_cache=True)
         step = model(

@@ -3,7 +3,7 @@
 import * as Plot from "@observablehq/plot";
 import { useMemo } from "preact/hooks";
 import { useData, type Overview } from "./data";
-import { Failure, Facts, Figure, Grid, plot, type GridColumn } from "./parts";
+import { Failure, Facts, Figure, Grid, plot, say, type GridColumn } from "./parts";
 import { change, link, type State } from "./state";
 import { duration, number, score } from "./units";
 
@@ -27,7 +27,7 @@ export function CellPage({ found, state, folder, round }: Props) {
       <div class="columns">
         <Facts title="What ran" values={[
           ["Method", `${page.title}, ${page.precision_name}`], ["Attention", page.attention], ["Normalizer", page.normalizer],
-          ["Bits a weight", number(cell.bits)], ["Begun", page.started.replace("T", " ").slice(0, 19)], ["Took", duration(page.seconds)],
+          ["Bits per weight", number(cell.bits)], ["Begun", page.started.replace("T", " ").slice(0, 19)], ["Took", duration(page.seconds)],
           ["Machine", `${page.environment.hardware}, ${page.environment.device}`],
           ["Why", <a href={link({ view: "why", folder: found.folder, cells: [cell.cell] })}>what its model does</a>],
         ]} />
@@ -60,7 +60,7 @@ function Audit({ audit, weights }: { audit: any; weights: boolean }) {
     ["Levels", weights ? number(audit.levels) : null], ["Logits moved by", number(audit.logits_moved)],
     ["Left out", audit.left_out.join(", ")],
     ["Activations", audit.activations && `${number(audit.activations.bits)} bits, error ${number(audit.activations.error)}, ${percent(audit.activations.clipped)} clipped`],
-    ["KV cache", audit.kv_cache && `keys ${number(audit.kv_cache.key_error)}, values ${number(audit.kv_cache.value_error)} error, ${number(audit.kv_cache.bytes_per_token)} bytes a token`],
+    ["KV cache", audit.kv_cache && `keys ${number(audit.kv_cache.key_error)}, values ${number(audit.kv_cache.value_error)} error, ${number(audit.kv_cache.bytes_per_token)} bytes per token`],
     ["Moved by batch-mates", audit.batch_mates && leak(audit.batch_mates)],
     ["Moved by the last token", audit.causality && leak(audit.causality)],
     ["Heads pruned", audit.heads && `${audit.heads.pruned.length} of ${audit.heads.total}`],
@@ -73,7 +73,7 @@ function Scoring({ of, training }: { of: any; training: any }) {
   return <Facts title="Scoring" values={[
     ["Mode", `${of.mode}, softmax in ${of.softmax_dtype}`], ["Batching", of.batching],
     ["Requests", number(of.requests)], ["Tokens", number(of.tokens)], ["Truncated", of.truncated ? number(of.truncated) : null],
-    ["From exact", exact && `${number(exact.mean_per_token)} nats a token on ${number(exact.documents)} documents, ${exact.changed_answers} answers changed`],
+    ["From exact", exact && `${number(exact.mean_per_token)} nats per token on ${number(exact.documents)} documents, ${exact.changed_answers} answers changed`],
     ["Scored exactly", Object.entries(of.exact_tasks ?? {}).map(([task, why]) => `${task}: ${why}`).join("; ")],
     ["Trained", training && `${training.recipe}, seed ${training.seed}`],
   ]} />;
@@ -106,12 +106,12 @@ function Modules({ page }: { page: any }) {
     const draw = (width: number) => plot({
       width, height: 46 + 13 * modules.length, marginLeft: Math.min(250, width / 2), marginTop: 26,
       x: { label: null, axis: "top", grid: true, ticks: 4 }, y: { domain: modules.map((one) => one.name), label: null, tickSize: 0, tickFormat: (text: string) => text.replace(/^model\.layers\./, "") },
-      marks: [Plot.barX(modules, { x: name, y: "name", fill: "var(--accent)", insetTop: 1, insetBottom: 1, title: (one) => `${one.name}: ${number(one[name])}`, tip: { fill: "var(--paper)" } }), Plot.ruleX([0])],
+      marks: [Plot.barX(modules, { x: name, y: "name", fill: "var(--accent)", insetTop: 1, insetBottom: 1, ...say((one) => `${one.name}: ${number(one[name])}`), tip: { fill: "var(--paper)" } }), Plot.ruleX([0])],
     });
     return <Figure title={title} name={`${page.cell}-${name}`} method="audit" draw={draw} rows={modules.map((one) => ({ layer: one.name, [name]: one[name] }))} />;
   };
   const inputs: any[] = page.audit?.activations?.modules ?? [];
-  const figures = useMemo(() => [bars("Weight error by layer", "weight_error"), bars("Bits a weight by layer", "bits_per_weight"), bars("Levels by layer", "levels")], [page]);
+  const figures = useMemo(() => [bars("Weight error by layer", "weight_error"), bars("Bits per weight by layer", "bits_per_weight"), bars("Levels by layer", "levels")], [page]);
   if (!modules.length) return null;
   return (
     <details class="fold"><summary>Layer by layer ({modules.length} layers)</summary>

@@ -190,7 +190,7 @@ const Fates = ({ cell, of }: { cell: string; of: Pair }) => (
   <Facts title={cell} values={[
     ["Answer", of.fate && <span class={of.fate}>{FATES[of.fate]}</span>],
     ...Object.keys(of.after?.values ?? {}).filter((name) => !name.startsWith("byte") && !name.startsWith("bits")).map((name): [string, string] => logs(name) ? [`${name}: log-likelihood`, before(of, name, nats)] : [name, before(of, name, number)]),
-    ["KL", of.after?.kl == null ? null : `${number(of.after.kl)} nats a token`],
+    ["KL", of.after?.kl == null ? null : `${number(of.after.kl)} nats per token`],
   ]} />
 );
 
@@ -202,7 +202,7 @@ function Asked({ row, cells, texts, target, missing }: { row: DocumentRow; cells
   const mark = (side: Side | null, request: number) => (side && side.requests.length > 1 && likeliest(side) === request ? " likeliest" : "");
   return (
     <section class="card">
-      <h3>What was asked</h3>
+      <h2>What was asked</h2>
       {shared !== null && <pre class="text">{shared}</pre>}
       {missing && <p class="note">{missing}</p>}
       {typeof target === "string" && <><p class="note">right answer</p><pre class="text kept">{target}</pre></>}
@@ -230,7 +230,7 @@ function Answers({ cell, of }: { cell: string; of: Pair }) {
   if (!written.length) return null;
   return (
     <section class="card">
-      <h3>{cell} wrote</h3>
+      <h2>{cell} wrote</h2>
       {written.map((one) => {
         const before = of.before?.requests.find((other) => other.request === one.request && other.filter === one.filter && other.answer !== null)?.answer;
         const parts = before === undefined || before === null ? [{ value: one.answer!, added: false, removed: false }] : diffWordsWithSpace(before, one.answer!);
@@ -255,7 +255,7 @@ function TokenView({ found, cell, folder, task, document, round }: { found: Over
   const most = tokens.kl.reduce((a, b) => Math.max(a, b), 1e-9);
   return (
     <section class="card">
-      <h3>{cell}: token by token</h3>
+      <h2>{cell}: token by token</h2>
       <p class="note">Redder: less likely than before; bluer: likelier. Underlined: the more, the larger the KL. Hold the pointer over a token for its numbers.</p>
       <p class="tokens">{tokens.texts.map((text, place) => {
         const [kl, moved] = [tokens.kl[place], tokens.change[place]];

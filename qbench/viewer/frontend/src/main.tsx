@@ -29,7 +29,7 @@ function App() {
   return (
     <>
       <header class="top">
-        <strong>{found?.folder ?? "qbench"}</strong>
+        <h1>{found?.folder ?? "qbench"}</h1>
         {(index?.folders.length ?? 0) > 1 && (
           <select aria-label="Results folder" value={index!.folders[folder].name}
             onChange={(event) => { location.hash = link({ folder: event.currentTarget.value }); }}>

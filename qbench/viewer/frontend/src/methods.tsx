@@ -25,10 +25,10 @@ export function Method({ name }: { name: string }) {
 
 export const Methods = () => (
   <>
-    <h2>Methods</h2>
+    <h2 class="page">Methods</h2>
     {ALL.map((one) => (
       <section class="card" id={one.name} key={one.name}>
-        <h3>{one.title}</h3>
+        <h2>{one.title}</h2>
         <p>{one.says}</p>
         <Formula of={one} />
         <p><Reference of={one} /></p>

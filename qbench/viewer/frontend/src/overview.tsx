@@ -184,7 +184,7 @@ function Quality({ found, lines, state }: { found: Overview; lines: Line[]; stat
       if (!size || !value || !(value.value > 0 || line) || (!line && !cell.quantized)) return [];
       return [{
         cell: cell.cell, checkpoint: cell.checkpoint, method: cell.title, precision: cell.quantizer, size, ...value, best: false,
-        told: `${cell.cell}: ${line ? `${named(line)} ${score(value.value / (line.percent ? 100 : 1), line)}` : `KL ${number(value.value)} nats a token`} [${number(value.low)}, ${number(value.high)}] at ${number(size)} ${gib ? "GiB" : "bits a weight"}`,
+        told: `${cell.cell}: ${line ? `${named(line)} ${score(value.value / (line.percent ? 100 : 1), line)}` : `KL ${number(value.value)} nats per token`} [${number(value.low)}, ${number(value.high)}] at ${number(size)} ${gib ? "GiB" : "bits per weight"}`,
         href: link({ view: "cell", folder: found.folder, cells: [cell.cell] }),
       }];
     });
@@ -206,7 +206,7 @@ function Quality({ found, lines, state }: { found: Overview; lines: Line[]; stat
       x: alike
         ? { type: "point", domain: order, label: null, tickRotate: width < 900 ? -35 : 0, grid: true }
         : { label: gib ? "GiB of all weights →" : "bits stored for a weight, scales and zeros counted →", labelOffset: 40, nice: true, grid: true },
-      y: line ? { label: `↑ ${named(line)}`, grid: true } : { type: "log", label: "↑ KL, nats a token", ticks: 5, tickFormat: (value: number) => number(value, 2) },
+      y: line ? { label: `↑ ${named(line)}`, grid: true } : { type: "log", label: "↑ KL, nats per token", ticks: 5, tickFormat: (value: number) => number(value, 2) },
       color: { legend: true, domain: found.checkpoints, scheme: "observable10" }, symbol: { legend: true, range: ["circle", "square", "triangle", "diamond", "star", "wye", "cross"] },
       marks: [
         ...(floor ? [Plot.ruleY([floor], { stroke: "currentColor", strokeDasharray: "2,4" }), Plot.text([floor], { y: (value) => value, text: () => "noise floor", frameAnchor: "right", dy: -6 })] : []),
@@ -243,7 +243,7 @@ function Quality({ found, lines, state }: { found: Overview; lines: Line[]; stat
             {diverges && found.tasks.map((one) => <option value={`kl ${one.name}`}>KL on {one.label}</option>)}
             {scored.map((one) => <option value={`${one.task} ${one.metric}`}>{named(one)}</option>)}
           </select></label>{" "}
-        {sized && <label>against <select value={gib ? "gib" : ""} onChange={(event) => change({ size: event.currentTarget.value })}><option value="">bits a weight</option><option value="gib">GiB</option></select></label>}
+        {sized && <label>against <select value={gib ? "gib" : ""} onChange={(event) => change({ size: event.currentTarget.value })}><option value="">bits per weight</option><option value="gib">GiB</option></select></label>}
       </p>
       <Figure title={`${line ? named(line) : "KL divergence"} against ${gib ? "GiB" : "bits"}`} name="quality-size" method={line ? "interval" : "kl"} draw={draw} rows={dots.map(({ told, href, ...rest }) => rest)}
         note={`A line is a method; bars are 95 % intervals. Filled: no precision of that checkpoint is as small and as good. ${line ? "" : "Lower is closer to the unquantized model. "}A click shows the cell.`} />
@@ -287,7 +287,7 @@ function Cells({ found }: { found: Overview }) {
     { title: "Status", value: (cell: Cell) => cell.status, show: (cell: Cell) => ({ text: cell.status, tone: cell.status, title: cell.reason }) },
     { title: "Method", value: (cell: Cell) => cell.title, width: 110 },
     { title: "Precision", value: (cell: Cell) => cell.precision, width: 100 },
-    { title: "Bits a weight", value: (cell: Cell) => cell.bits, align: "right", show: (cell: Cell) => fixed(cell.bits, 2) },
+    { title: "Bits per weight", value: (cell: Cell) => cell.bits, align: "right", show: (cell: Cell) => fixed(cell.bits, 2) },
     { title: "Weight error", value: (cell: Cell) => cell.weight_error, align: "right", show: (cell: Cell) => fixed(cell.weight_error, 4) },
     { title: "Took", value: (cell: Cell) => cell.seconds, align: "right", show: (cell: Cell) => duration(cell.seconds) },
     { title: "Memory, GiB", value: (cell: Cell) => cell.memory_gib, align: "right", show: (cell: Cell) => fixed(cell.memory_gib, 2) },

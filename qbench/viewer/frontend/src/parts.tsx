@@ -6,19 +6,16 @@ import {
   FilterModule, FormatModule, InteractionModule, ResizeTableModule, SortModule, Tabulator,
   type ColumnDefinition,
 } from "tabulator-tables";
-import { csv, latex, parquet, save, svg, type Row } from "./download";
+import { csv, save, svg, type Row } from "./download";
 import { Method } from "./methods";
 
 Tabulator.registerModule([FilterModule, FormatModule, InteractionModule, ResizeTableModule, SortModule]);
 
-/** `printed`: the rows as they stand on the page, for LaTeX. */
-function Downloads({ name, rows, printed = rows, figure }: { name: string; rows: () => Row[]; printed?: () => Row[]; figure?: () => Element }) {
+function Downloads({ name, rows, figure }: { name: string; rows: () => Row[]; figure?: () => Element }) {
   return (
     <span class="downloads" role="group" aria-label={`Download ${name}`}>
       {figure && <button onClick={() => save(`${name}.svg`, svg(figure()), "image/svg+xml")}>SVG</button>}
       <button onClick={() => save(`${name}.csv`, csv(rows()), "text/csv")}>CSV</button>
-      <button onClick={() => save(`${name}.parquet`, parquet(rows()), "application/octet-stream")}>Parquet</button>
-      <button onClick={() => save(`${name}.tex`, latex(printed()), "text/plain")}>LaTeX</button>
     </span>
   );
 }
@@ -28,16 +25,52 @@ interface Titled { title: string; method?: string; note?: ComponentChildren; nam
 function Head({ title, method, downloads }: { title: string; method?: string; downloads: ComponentChildren }) {
   return (
     <header class="part">
-      <h3>{title}{method && <Method name={method} />}</h3>
+      <h2>{title}{method && <Method name={method} />}</h2>
       {downloads}
     </header>
   );
 }
 
+interface Marked { node: Element; says: string }
+
+/** What each mark of a figure says, to the pointer and to a screen reader. */
+export const say = (text: (row: any) => string) => ({ title: text, ariaLabel: text });
+
+/** Turn the links of a drawing into marks with `data-href`, so that the keyboard passes it in one stop; return the marks that say something. */
+function unlink(box: Element, title: string): Marked[] {
+  for (const anchor of box.querySelectorAll("svg a")) {
+    const href = anchor.getAttribute("href") ?? anchor.getAttributeNS("http://www.w3.org/1999/xlink", "href");
+    for (const child of anchor.children) child.setAttribute("data-href", href ?? "");
+    anchor.replaceWith(...anchor.childNodes);
+  }
+  const marks: Marked[] = [];
+  for (const node of box.querySelectorAll("svg [aria-label]")) { // of a picture the parts have no names of their own
+    const says = node.getAttribute("aria-label")!;
+    if (node.tagName !== "g") marks.push({ node, says });
+    node.removeAttribute("aria-label");
+    node.setAttribute("data-label", says);
+  }
+  const drawings = [...box.querySelectorAll("svg")];
+  drawings.forEach((one) => one.setAttribute("aria-hidden", "true"));
+  const drawing = drawings.at(-1);
+  drawing?.removeAttribute("aria-hidden");
+  drawing?.setAttribute("role", "img");
+  drawing?.setAttribute("aria-label", title);
+  return marks;
+}
+
+/** Go where the mark at `node` leads, if anywhere. */
+function open(node: Element): void {
+  const href = node.closest("[data-href]")?.getAttribute("data-href");
+  if (href) location.hash = href;
+}
+
 /** `draw` makes a figure for a width in pixels; `rows` are the numbers in it. */
 export function Figure({ title, method, note, name, rows, draw }: Titled & { rows: Row[]; draw: (width: number) => Element }) {
   const box = useRef<HTMLDivElement>(null);
+  const marks = useRef<Marked[]>([]);
   const [width, setWidth] = useState(0);
+  const [current, setCurrent] = useState(-1);
   useEffect(() => {
     const watcher = new ResizeObserver(([entry]) => setWidth(Math.floor(entry.contentRect.width)));
     watcher.observe(box.current!);
@@ -46,14 +79,27 @@ export function Figure({ title, method, note, name, rows, draw }: Titled & { row
   useLayoutEffect(() => {
     if (!width) return;
     const drawn = draw(width);
-    const drawings = drawn.tagName === "svg" ? [drawn] : [...drawn.querySelectorAll("svg")];
-    drawings.at(-1)?.setAttribute("aria-label", title);
     box.current!.replaceChildren(drawn);
+    marks.current = unlink(box.current!, title);
+    setCurrent(-1);
   }, [width, draw]);
+  useLayoutEffect(() => {
+    marks.current.forEach((mark, index) => mark.node.toggleAttribute("data-current", index === current));
+    marks.current[current]?.node.scrollIntoView?.({ block: "nearest", inline: "nearest" });
+  }, [current]);
+  const pressed = (event: KeyboardEvent) => {
+    const last = marks.current.length - 1;
+    const next = { ArrowRight: current + 1, ArrowDown: current + 1, ArrowLeft: current - 1, ArrowUp: current - 1, Home: 0, End: last }[event.key];
+    if (next !== undefined) { event.preventDefault(); setCurrent(Math.max(0, Math.min(last, next))); }
+    if (event.key === "Enter" && marks.current[current]) open(marks.current[current].node);
+  };
+  const says = marks.current[current]?.says;
   return (
     <figure class="card">
       <Head title={title} method={method} downloads={<Downloads name={name} rows={() => rows} figure={() => box.current!} />} />
-      <div ref={box} class="drawing" />
+      <div ref={box} class="drawing" role="application" tabIndex={0} onKeyDown={pressed} onClick={(event) => open(event.target as Element)}
+        aria-label={`${title}. Arrow keys go from point to point, Enter opens what is behind one.`} />
+      <output class="says">{says}</output>
       {note && <figcaption>{note}</figcaption>}
     </figure>
   );
@@ -111,7 +157,15 @@ export function Grid({ title, method, note, name, rows, columns, height, sort, o
         head.tabIndex = 0;
         head.onkeydown = (event) => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); head.click(); } };
       });
+      // the rows belong to the part that scrolls, which the keyboard reaches
+      box.current?.removeAttribute("aria-owns");
+      box.current?.querySelector(".tabulator-tableholder")?.setAttribute("role", "rowgroup");
+      box.current?.querySelector(".tabulator-table")?.setAttribute("role", "none");
       ready = true;
+    });
+    table.on("rowClick", (event, row) => {
+      const link = row.getElement().querySelector<HTMLAnchorElement>("a[href]");
+      if (link && !(event.target as Element).closest("a") && !getSelection()?.toString()) link.click();
     });
     table.on("dataSorted", (sorters) => {
       if (ready && onSort && sorters[0]) onSort(`${sorters[0].field} ${sorters[0].dir}`);
@@ -119,13 +173,9 @@ export function Grid({ title, method, note, name, rows, columns, height, sort, o
     return () => table.destroy();
   }, [rows, columns]);
   const plain = () => rows.map((row): Row => Object.assign({}, ...columns.map((column) => column.save?.(row) ?? { [column.title]: column.value(row) ?? null })));
-  const printed = () => rows.map((row) => Object.fromEntries(columns.map((column) => {
-    const shown = shownBy(column, row);
-    return [column.title, typeof shown === "string" ? shown : shown.text];
-  })));
   return (
     <section class="card">
-      <Head title={title} method={method} downloads={<Downloads name={name} rows={plain} printed={printed} />} />
+      <Head title={title} method={method} downloads={<Downloads name={name} rows={plain} />} />
       {note && <p class="note">{note}</p>}
       <div ref={box} aria-label={title} />
     </section>
@@ -146,7 +196,7 @@ export function Facts({ title, values }: { title: string; values: [string, Compo
   if (!known.length) return null;
   return (
     <section class="card">
-      <h3>{title}</h3>
+      <h2>{title}</h2>
       <dl>{known.map(([name, value]) => <><dt>{name}</dt><dd>{value}</dd></>)}</dl>
     </section>
   );

@@ -2,7 +2,7 @@
 import * as Plot from "@observablehq/plot";
 import { useMemo } from "preact/hooks";
 import { useData, type Analyses, type Cell, type Overview } from "./data";
-import { Failure, Figure, Grid, plot, type GridColumn } from "./parts";
+import { Failure, Figure, Grid, plot, say, type GridColumn } from "./parts";
 import { change, link, type State } from "./state";
 import { kl, number } from "./units";
 
@@ -17,7 +17,7 @@ export function WhyPage({ found, state, folder, round }: Props) {
   const failed = [...got.cells, ...got.sensitivities].filter((one) => one.error).map((one) => `${one.cell}: ${one.error}`);
   return (
     <>
-      <h2>Why: what the models do</h2>
+      <h2 class="page">Why: what the models do</h2>
       {[...got.problems, ...failed].map((one) => <Failure text={one} />)}
       {!measured.length && !got.sensitivities.length ? <p class="note">Nothing was analyzed yet: <code>qbench analyze</code> measures sinks, outliers and sensitivity of the same cells.</p> : (
         <>
@@ -70,7 +70,7 @@ function Damages({ found, cells }: { found: Overview; cells: any[] }) {
     }),
   ], [rows]);
   if (!rows.some((row) => row.cells.length)) return null;
-  return <Grid title="Their damage: KL, nats a token" name="analysis-damage" method="kl" rows={rows} columns={columns} />;
+  return <Grid title="Their damage: KL, nats per token" name="analysis-damage" method="kl" rows={rows} columns={columns} />;
 }
 
 function ByLayer({ cells, name, title, method }: { cells: any[]; name: string; title: string; method: string }) {
@@ -80,7 +80,7 @@ function ByLayer({ cells, name, title, method }: { cells: any[]; name: string; t
   const draw = useMemo(() => (width: number) => plot({
     width, height: 280, marginLeft: 55, marginBottom: 44, x: { label: "layer →", labelOffset: 40, ticks: [...new Set(rows.map((row) => row.layer))], tickFormat: String }, y: { type: "log", label: `↑ ${name}`, grid: true, tickFormat: (value: number) => number(value, 2) },
     color: { legend: true, scheme: "observable10" },
-    marks: [Plot.line(rows, { x: "layer", y: name, stroke: "cell" }), Plot.dot(rows, { x: "layer", y: name, stroke: "cell", fill: "var(--paper)", title: (row: any) => `${row.cell}, layer ${row.layer}: ${number(row[name])}`, tip: { fill: "var(--paper)" } })],
+    marks: [Plot.line(rows, { x: "layer", y: name, stroke: "cell" }), Plot.dot(rows, { x: "layer", y: name, stroke: "cell", fill: "var(--paper)", ...say((row) => `${row.cell}, layer ${row.layer}: ${number(row[name])}`), tip: { fill: "var(--paper)" } })],
   }), [rows]);
   return <Figure title={title} name={name} method={method} rows={rows} draw={draw} />;
 }
@@ -149,9 +149,9 @@ function Sensitivities({ found, ones }: { found: Overview; ones: any[] }) {
     const units = [...new Set(rows.map((row) => row.unit))];
     return plot({
       width, height: 96 + 13 * units.length, marginLeft: Math.min(190, width / 2.5), marginTop: 56,
-      x: { type: "log", label: "KL when it alone is quantized, nats a token →", labelOffset: 44, grid: true, axis: "top", ticks: 4, tickFormat: (value: number) => number(value, 1) }, y: { domain: units, label: null, tickSize: 0 },
+      x: { type: "log", label: "KL when it alone is quantized, nats per token →", labelOffset: 44, grid: true, axis: "top", ticks: 4, tickFormat: (value: number) => number(value, 1) }, y: { domain: units, label: null, tickSize: 0 },
       color: { legend: true, domain: cells, scheme: "observable10" },
-      marks: [Plot.dot(rows.filter((row) => row.kl > 0), { x: "kl", y: "unit", stroke: "cell", r: 4, strokeWidth: 2, href: "href", title: (row: any) => `${row.cell}, ${row.unit}: ${number(row.kl)} ± ${number(row.stderr)}`, tip: { href: undefined, fill: "var(--paper)" } as any })],
+      marks: [Plot.dot(rows.filter((row) => row.kl > 0), { x: "kl", y: "unit", stroke: "cell", r: 4, strokeWidth: 2, href: "href", ...say((row) => `${row.cell}, ${row.unit}: ${number(row.kl)} ± ${number(row.stderr)}`), tip: { href: undefined, fill: "var(--paper)" } as any })],
     });
   }, [rows]);
   if (!rows.length) return null;
@@ -161,8 +161,8 @@ function Sensitivities({ found, ones }: { found: Overview; ones: any[] }) {
 function Along({ cells }: { cells: any[] }) {
   const rows = useMemo(() => cells.flatMap((one) => one.measured.stretches.map((part: any) => ({ cell: one.cell, position: (part.first + part.last) / 2, loss: part.loss, mass: part.mass, largest: part.largest }))).filter((row) => row.loss !== null), [cells]);
   const draw = useMemo(() => (width: number) => plot({
-    width, height: 310, marginLeft: 50, marginBottom: 44, x: { label: "position in the text →", labelOffset: 40 }, y: { label: "↑ loss, nats a token", grid: true }, color: { legend: true, scheme: "observable10" },
-    marks: [Plot.line(rows, { x: "position", y: "loss", stroke: "cell" }), Plot.dot(rows, { x: "position", y: "loss", stroke: "cell", title: (row: any) => `${row.cell} at ${number(row.position)}: ${number(row.loss)}`, tip: { fill: "var(--paper)" } })],
+    width, height: 310, marginLeft: 50, marginBottom: 44, x: { label: "position in the text →", labelOffset: 40 }, y: { label: "↑ loss, nats per token", grid: true }, color: { legend: true, scheme: "observable10" },
+    marks: [Plot.line(rows, { x: "position", y: "loss", stroke: "cell" }), Plot.dot(rows, { x: "position", y: "loss", stroke: "cell", ...say((row) => `${row.cell} at ${number(row.position)}: ${number(row.loss)}`), tip: { fill: "var(--paper)" } })],
   }), [rows]);
   if (!rows.length) return null;
   return <Figure title="Loss along texts longer than those of training" name="along" rows={rows} draw={draw} />;

@@ -1,5 +1,5 @@
-"""A column that another runtime scores: any model class of lm-eval, with its arguments. Settings
-alone, no torch; ``qbench.evaluation.lm_eval_model`` asks it."""
+"""Settings of a column that another runtime scores: any model class of lm-eval, with its arguments.
+``qbench.evaluation.lm_eval_model`` reads them."""
 
 from __future__ import annotations
 
@@ -8,23 +8,27 @@ from dataclasses import field
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
-from pydantic.dataclasses import dataclass
 
 from qbench.errors import RecipeError
-from qbench.quantizers.config import SETTINGS, Runtime, WeightSettings
-from qbench.quantizers.names import register
+from qbench.quantizers.config import Runtime, WeightSettings, settings
+from qbench.quantizers.registry import register
 from qbench.records import UNQUANTIZED_BITS
 
 NOT_HERE = ("hf", "hf-auto", "huggingface", "gguf", "ggml")  # columns of their own do it better
 
 
-@dataclass(frozen=True, kw_only=True, config=SETTINGS)
+@register(
+    "lm-eval",
+    "any other runtime by its class in lm-eval: vllm, sglang, local-completions, …; not audited",
+    ignore=((),),
+    compute_dtype="bfloat16",
+)
+@settings
 class LmEvalModel(WeightSettings):
     """What runs behind it is not seen: its scores are paired with the unquantized model's by
     document, nothing is audited, and there is no KL."""
 
     method: ClassVar[str] = "lm-eval"
-    name: ClassVar[str] = "lm-eval"
     title: ClassVar[str] = "lm-eval model"
     prequantized: ClassVar[bool] = True
     runtime: ClassVar[Runtime] = "lm-eval"
@@ -59,12 +63,3 @@ class LmEvalModel(WeightSettings):
         known = sorted(set(lm_eval.api.registry.model_registry.keys()) - set(NOT_HERE))
         if self.model not in known:
             raise RecipeError(f"lm-eval: model {self.model!r} is none of {', '.join(known)}")
-
-
-register(
-    "lm-eval",
-    LmEvalModel,
-    "any other runtime by its class in lm-eval: vllm, sglang, local-completions, …; not audited",
-    ignore=(),
-    compute_dtype="bfloat16",
-)

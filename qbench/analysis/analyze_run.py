@@ -13,8 +13,8 @@ from typing import Any
 
 from filelock import FileLock
 
+from qbench.analysis.analyzed_text import AnalysisSettings
 from qbench.analysis.result import AnalysisResult
-from qbench.analysis.text import AnalysisSettings
 from qbench.code import digest_of
 from qbench.errors import RecipeError, shown
 from qbench.files import content_key
@@ -158,7 +158,7 @@ def analyze_if_needed(
                 result.found["units"] = known.units
 
             def work() -> None:
-                from qbench.analysis.cell import compute
+                from qbench.analysis.analyze_cell import compute
 
                 compute(result)
 

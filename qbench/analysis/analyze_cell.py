@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from qbench.analysis.attention import attention_maps, choose
+from qbench.analysis.analyzed_text import AnalysisSettings
+from qbench.analysis.attention_weights import attention_maps, choose
 from qbench.analysis.measure import measure
 from qbench.analysis.result import AnalysisResult
 from qbench.analysis.sensitivity import Baseline, Unit, units
-from qbench.analysis.text import AnalysisSettings
-from qbench.cache import cache_folder
 from qbench.cell import as_measured, free, load, load_original, quantized
 from qbench.errors import DataError, UnavailableError
-from qbench.files import digest
+from qbench.files import cache_folder, digest
 from qbench.quantizers.linear import linearize, linears
 from qbench.records import AnalyzedText, Sensitivity
 

@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.errors import RecipeError, shown
 from qbench.recipe import MOST_TOKENS, Flag, Seed, Strict, Text, Whole, absolute
-from qbench.recipe_yaml import problem_lines, read
+from qbench.recipe_yaml import problem_lines, read, require_no_removed
 from qbench.records import Name
 
 
@@ -23,13 +23,13 @@ class Compute(Strict):
     second pass overwrites the gradients of its first. ``graphs``: the model compiled whole
     (``auto``), or layer by layer, so that gradients are averaged over the GPUs while earlier
     layers' are still computed: for slow links, as it keeps the host busier than the GPUs.
-    ``travel``: what gradients are averaged in."""
+    ``grad_comm_dtype``: what gradients are averaged in."""
 
     precision: Literal["bfloat16", "float32"] = "bfloat16"
     attention: Literal["auto", "reference", "triton"] = "auto"
     compile: Literal["default", "max-autotune-no-cudagraphs"] | Literal[False] = "default"
     graphs: Literal["auto", "whole", "layers"] = "auto"
-    travel: Literal["float32", "bfloat16"] = "float32"
+    grad_comm_dtype: Literal["float32", "bfloat16"] = "float32"
     deterministic: Flag = True
 
 
@@ -120,7 +120,7 @@ class Schedule(Strict):
     floor: Annotated[float, Field(strict=True, ge=0, le=1)] = 0.1
 
 
-class Watch(Strict):
+class Evaluation(Strict):
     """Every ``every`` steps the model reads ``samples`` held-out texts of ``length`` tokens, BOS
     counted, as ``qbench analyze`` reads them. ``length`` None: 512, or the context."""
 
@@ -143,7 +143,7 @@ class TrainingRecipe(Strict):
     optimizer: Optimizer
     schedule: Schedule
     compute: Compute = Compute()
-    watch: Watch = Watch()
+    watch: Evaluation = Evaluation()
     log_every: Annotated[Whole, Field(ge=1, le=MOST_STEPS)] = 10
     save_every: Annotated[Whole, Field(ge=1, le=MOST_STEPS)] = 500  # steps between checkpoints
 
@@ -170,6 +170,7 @@ class TrainingRecipe(Strict):
                 f"{source.at(('checkpoints',))}: checkpoints: it is a recipe of `qbench run`; one "
                 "of `qbench train` has model, normalizers and data, as those in recipes/train"
             )
+        require_no_removed(source)
         if isinstance(text := source.values.get("data"), dict) and "tokens" in text:
             text["tokens"] = absolute(Path(os.path.realpath(source.path)).parent, text["tokens"])
         for value, *place in (
@@ -261,5 +262,7 @@ class TrainingRecipe(Strict):
             include={"model", "tokens", "batch", "optimizer", "schedule", "compute", "data"},
             exclude={"data": {"tokens"}, "model": set(unsaid)},
         )
-        found["optimizer"]["muon_learning_rate"] = None  # as when there was Muon
+        # As records and states of earlier versions have it, which are compared with it.
+        found["optimizer"]["muon_learning_rate"] = None
+        found["compute"]["travel"] = found["compute"].pop("grad_comm_dtype")
         return found

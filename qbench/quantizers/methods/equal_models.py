@@ -1,5 +1,5 @@
 """Settings of SmoothQuant and Hadamard rotation, which give an equal model that is easier to
-round. Imports no torch."""
+quantize."""
 
 from __future__ import annotations
 
@@ -7,17 +7,12 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
-from pydantic.dataclasses import dataclass
 
 from qbench.errors import RecipeError
-from qbench.quantizers.config import (
-    SETTINGS,
-    KVCacheSettings,
-    TransformSettings,
-)
+from qbench.quantizers.config import KVCacheSettings, TransformSettings, settings
 from qbench.quantizers.hadamard import factors
-from qbench.quantizers.kv_cache import head_dim
-from qbench.quantizers.names import TRANSFORMS
+from qbench.quantizers.methods.kv_formats import head_dim
+from qbench.quantizers.registry import register
 
 # Their forwards were read: a block is x + o_proj(attention(norm(x))), then
 # x + down_proj(act(gate_proj(norm(x))) · up_proj(norm(x))), with RMS norms whose weight is a plain
@@ -30,7 +25,7 @@ def require_known(config: Mapping[str, Any], transform: str) -> None:
     kind = config.get("model_type")
     if kind not in KNOWN:
         raise RecipeError(
-            f"outliers: {transform}: the blocks of {kind} models are not supported; supported: "
+            f"transform: {transform}: the blocks of {kind} models are not supported; supported: "
             f"{', '.join(KNOWN)}"
         )
 
@@ -38,7 +33,8 @@ def require_known(config: Mapping[str, Any], transform: str) -> None:
 Smoothed = Literal["attention", "mlp", "o_proj", "down_proj"]
 
 
-@dataclass(frozen=True, kw_only=True, config=SETTINGS)
+@register("smoothquant", "activation outliers moved into weights by a scale per channel")
+@settings
 class SmoothQuant(TransformSettings):
     """Inputs of linear layers divided by a scale a channel, their weights multiplied by it.
 
@@ -48,7 +44,6 @@ class SmoothQuant(TransformSettings):
     """
 
     backend: ClassVar[str] = "smoothquant"
-    name: ClassVar[str] = "smoothquant"
     needs_calibration = True
 
     alpha: Annotated[
@@ -75,7 +70,8 @@ class SmoothQuant(TransformSettings):
         require_known(config, self.name)
 
 
-@dataclass(frozen=True, kw_only=True, config=SETTINGS)
+@register("rotation", "the residual stream in a Hadamard basis, as QuaRot: outliers spread out")
+@settings
 class Rotation(TransformSettings):
     """The residual stream in another basis, by a Hadamard matrix with random signs.
 
@@ -85,7 +81,6 @@ class Rotation(TransformSettings):
     """
 
     backend: ClassVar[str] = "rotation"
-    name: ClassVar[str] = "rotation"
 
     seed: Annotated[
         int, Field(ge=0, lt=2**63, description="of the signs in front of the Hadamard matrix")
@@ -115,21 +110,13 @@ class Rotation(TransformSettings):
             if isinstance(size, int) and size > 0 and factors(size) is None:
                 remedy = "; set online: false" if width == "intermediate_size" else ""
                 raise RecipeError(
-                    f"outliers: {self.name}: {width} {size:,}: no Hadamard matrix of that order by "
-                    f"Sylvester's and Paley's constructions{remedy}"
+                    f"transform: {self.name}: {width} {size:,}: no Hadamard matrix of that order "
+                    f"by Sylvester's and Paley's constructions{remedy}"
                 )
 
     def require_fit(self, kv: KVCacheSettings | None) -> None:
         if self.queries_keys and kv is None:
             raise RecipeError(
-                "outliers: rotation: queries_keys changes nothing without a quantized KV cache; "
-                "add kv, or leave it out"
+                "transform: rotation: queries_keys changes nothing without a quantized KV cache; "
+                "add kv_cache, or leave it out"
             )
-
-
-TRANSFORMS.register(
-    "smoothquant", SmoothQuant, "activation outliers moved into weights by a scale a channel"
-)
-TRANSFORMS.register(
-    "rotation", Rotation, "the residual stream in a Hadamard basis, QuaRot's: outliers spread out"
-)

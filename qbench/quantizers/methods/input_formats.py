@@ -1,0 +1,196 @@
+"""Settings of activation formats: what the inputs of linear layers are rounded to.
+
+FP8 is E4M3 with a float32 scale. MX formats have blocks of 32 with a power of two as scale (OCP
+Microscaling Formats v1.0, 2023). NVFP4 has blocks of 16 with an E4M3 scale under a float32 scale
+of the tensor (NVIDIA, "Pretraining Large Language Models with NVFP4", 2025).
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from qbench.quantizers.config import (
+    ActivationSettings,
+    GroupSize,
+    Patterns,
+    Shapes,
+    require_groups,
+    settings,
+)
+from qbench.quantizers.formats import WHOLE_ROW, QuantFormat, shared_by
+from qbench.quantizers.registry import register
+from qbench.records import UNQUANTIZED_BITS, Part
+
+MX_BLOCK, NVFP4_BLOCK = 32, 16
+PER = ("token", "tensor", "static")
+
+
+@settings
+class FakeQuantized(ActivationSettings):
+    """Inputs of linear layers are rounded to ``format``. A subclass gives it, and ``scheme``."""
+
+    backend: ClassVar[str] = "activation_inputs"
+
+    ignore: Annotated[
+        Patterns,
+        Field(
+            description="layers whose inputs stay unquantized: parts of their names, such as "
+            "down_proj, or patterns over full names, such as '*.o_proj'",
+        ),
+    ] = ()
+
+    @property
+    @abstractmethod
+    def format(self) -> QuantFormat: ...
+
+    @property
+    @abstractmethod
+    def scheme(self) -> str:
+        """The format in the field's words: ``int8 per token``."""
+
+    @property
+    def precision(self) -> Part:
+        return Part(bits=self.format.num_bits, scheme=self.scheme, simulated=True)
+
+    @property
+    def needs_calibration(self) -> bool:
+        return not self.format.dynamic
+
+    @property
+    def batch_invariant(self) -> bool:
+        return not self.format.one_of_tensor
+
+    def check_layers(self, shapes: Shapes) -> None:
+        if (size := self.format.group_size) != WHOLE_ROW:
+            counts = {name: columns for name, (_, columns) in self.quantized(shapes).items()}
+            require_groups(self.name, counts, size, "inputs")
+
+
+class Scaled(FakeQuantized):
+    """Codes times a float32 scale.
+
+    ``per`` token: a scale for each token, or for each group along it, from its own values: nothing
+    is clipped. tensor: one scale for a layer's whole input, so that every token of a batch depends
+    on all others. static: one scale per layer, fixed on calibration text: the cheapest in hardware,
+    and the case of the literature on outliers (Bondarenko et al. 2021, 2023).
+    """
+
+    def _format(self, size: int = WHOLE_ROW, **more: object) -> QuantFormat:
+        shared: Literal["token", "tensor"] = "token" if self.per == "token" else "tensor"
+        return QuantFormat(
+            strategy=shared if size == WHOLE_ROW else "group",
+            group_size=size,
+            dynamic=self.per != "static",
+            **more,
+        )
+
+    @property
+    def scheme(self) -> str:
+        size = self.format.group_size
+        per = {
+            "token": "per token" if size == WHOLE_ROW else shared_by(size),
+            "tensor": "per tensor, dynamic",
+            "static": "per tensor, static",
+        }[self.per]
+        return f"{self.format.words} {per}{self.format.sides}"
+
+
+@register("int{num_bits}-{per}", "int{num_bits} inputs, per {per}", num_bits=(8, 6, 4), per=PER)
+@settings
+class IntInputs(Scaled):
+    """Integers times a scale, as compressed-tensors rounds them."""
+
+    num_bits: Literal[8, 6, 4]
+    per: Literal["token", "tensor", "static"]
+    symmetric: Annotated[
+        bool, Field(description="false: levels from the smallest to the largest value, and 0")
+    ] = True
+    group_size: Annotated[
+        GroupSize,
+        Field(description="values along a token that share a scale, if per token; -1 is all"),
+    ] = WHOLE_ROW
+
+    @property
+    def format(self) -> QuantFormat:
+        size = self.group_size if self.per == "token" else WHOLE_ROW
+        return self._format(size, num_bits=self.num_bits, symmetric=self.symmetric)
+
+
+@register("fp8-{per}", "fp8 e4m3 inputs, per {per}", per=PER)
+@settings
+class Fp8Inputs(Scaled):
+    """E4M3 times a scale."""
+
+    per: Literal["token", "tensor", "static"]
+
+    @property
+    def format(self) -> QuantFormat:
+        return self._format(num_bits=8, type="float")
+
+
+@register("mxfp{num_bits}", "MXFP{num_bits} inputs, blocks of 32", num_bits=(8, 4))
+@settings
+class Mx(FakeQuantized):
+    """E4M3 or E2M1 in blocks of 32 along a token, a power of two as scale: values beyond the
+    largest element are clipped to it, as the specification has it."""
+
+    num_bits: Literal[4, 8]
+
+    @property
+    def format(self) -> QuantFormat:
+        return QuantFormat(
+            num_bits=self.num_bits,
+            type="float",
+            strategy="group",
+            group_size=MX_BLOCK,
+            scale_dtype="float8_e8m0fnu",
+        )
+
+    @property
+    def scheme(self) -> str:
+        return f"mxfp{self.num_bits} in blocks of {MX_BLOCK}"
+
+
+@register("nvfp4", "NVFP4 inputs: e2m1 in blocks of 16, e4m3 scales")
+@settings
+class Nvfp4(FakeQuantized):
+    """E2M1 in blocks of 16 along a token; each block's scale is E4M3 times the layer's."""
+
+    tensor_scale: Annotated[
+        Literal["static", "dynamic", "none"],
+        Field(
+            description="the layer's scale: static, from calibration text; dynamic, from its "
+            "whole input at once, so scores depend on the batch; none: 1"
+        ),
+    ] = "static"
+
+    @property
+    def format(self) -> QuantFormat:
+        return QuantFormat(
+            num_bits=4,
+            type="float",
+            strategy="group" if self.tensor_scale == "none" else "tensor_group",
+            group_size=NVFP4_BLOCK,
+            dynamic=self.tensor_scale != "static",
+            scale_dtype="float8_e4m3fn",
+        )
+
+    @property
+    def scheme(self) -> str:
+        return f"nvfp4 in blocks of {NVFP4_BLOCK}, tensor scale {self.tensor_scale}"
+
+
+@register("rounding-noise", "noise of rounding after each layer: KL's noise floor")
+@settings
+class RoundingNoise(ActivationSettings):
+    """Noise of the size of rounding is added to the output of each decoder layer."""
+
+    backend: ClassVar[str] = "noise_floor"
+    ignore: ClassVar[tuple[str, ...]] = ("*",)  # the inputs of linear layers stay unquantized
+
+    @property
+    def precision(self) -> Part:
+        return Part(bits=UNQUANTIZED_BITS, scheme="rounding noise of the dtype after each layer")

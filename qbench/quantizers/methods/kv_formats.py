@@ -1,0 +1,264 @@
+"""Settings of KV caches of few bits.
+
+A scale is shared by a head's channels of one token (or a part of them), by a channel over some
+tokens (KIVI, Liu et al. 2024), or by all keys, and all values, of a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from qbench.errors import RecipeError
+from qbench.quantizers.config import KVCacheSettings, settings
+from qbench.quantizers.formats import WHOLE_ROW, QuantFormat
+from qbench.quantizers.registry import register
+from qbench.records import Part
+
+LONGEST = 2**20  # tokens
+Tokens = Annotated[int, Field(ge=0, le=LONGEST)]
+INT_BITS = (8, 4, 3, 2)
+PER_TOKEN = "keys and values per head and token"
+PER_TENSOR = "one scale per layer; scores depend on the batch"
+KIVI = "keys per channel in groups of tokens, values per token (KIVI)"
+
+
+@settings
+class KVCache(KVCacheSettings):
+    """Keys and values in few bits. Scales are dynamic: taken from the keys and values themselves.
+    A subclass gives ``format``, and ``shared``, which says what shares a scale."""
+
+    backend: ClassVar[str] = "kv_fake_quant"
+    per_channel: ClassVar[bool] = False  # keys; values are per token then
+    shared: ClassVar[str] = ""
+
+    sink_tokens: Annotated[
+        Tokens, Field(description="tokens at the beginning of a sequence that stay unquantized")
+    ] = 0
+    residual_length: Annotated[
+        Tokens,
+        Field(description="latest tokens, with the query's own, that are not quantized yet"),
+    ] = 0
+    scale_dtype: Annotated[
+        Literal["float16", "float32"],
+        Field(description="dtype of the stored scales and lowest values"),
+    ] = "float16"
+
+    @property
+    def format(self) -> QuantFormat:
+        raise NotImplementedError
+
+    @property
+    def batch_invariant(self) -> bool:
+        return not self.format.one_of_tensor
+
+    @property
+    def key_group(self) -> int:
+        """Tokens whose keys share a scale in each channel, and so are quantized together."""
+        return self.format.group_size if self.per_channel else 1
+
+    @property
+    def two_sources(self) -> bool:
+        return self.residual_length > 0 or self.key_group > 1
+
+    @property
+    def precision(self) -> Part:
+        element = "fp8" if self.format.type == "float" else self.format.element
+        words = [f"{element} {self.shared}{self.format.sides}"]
+        if self.sink_tokens:
+            words.append(f"first {self.sink_tokens} tokens unquantized")
+        if self.residual_length:
+            words.append(f"last {self.residual_length} tokens unquantized")
+        return Part(bits=self.format.num_bits, scheme=", ".join(words), simulated=True)
+
+    def check(self, config: Mapping[str, Any], device: str) -> None:
+        if config.get("kv_lora_rank"):
+            raise RecipeError(
+                f"kv_cache: {self.name}: this model's cache holds latent vectors instead of keys "
+                "and values (multi-head latent attention), which no KV quantizer here takes; leave "
+                "kv_cache out"
+            )
+        width, group = head_dim(config), self.format.group_size
+        if width is not None and group != WHOLE_ROW and width % group:
+            raise RecipeError(
+                f"kv_cache: {self.name}: group_size {group} does not divide this checkpoint's head "
+                f"width {width}; take one that does"
+            )
+        context = context_length(config)
+        needed = self.sink_tokens + self.residual_length + self.key_group
+        if context is not None and needed > context:
+            raise RecipeError(
+                f"kv_cache: {self.name}: sink_tokens {self.sink_tokens}, residual_length "
+                f"{self.residual_length} and groups of {self.key_group} leave no token of this "
+                f"checkpoint's context of {context} to quantize; make them smaller"
+            )
+        if self.key_group > 1 and config.get("sliding_window") and _windows(config):
+            raise RecipeError(
+                f"kv_cache: {self.name}: a sliding window drops tokens from the middle of a group, "
+                f"whose scale is then unknown; use kv-{self.format.element}-token for this "
+                "checkpoint"
+            )
+
+
+class PerToken(KVCache):
+    """One scale per head and token, or one per ``group_size`` channels."""
+
+    def _format(self, **more: Any) -> QuantFormat:
+        return QuantFormat(
+            strategy="token" if self.group_size == WHOLE_ROW else "group",
+            group_size=self.group_size,
+            scale_dtype=self.scale_dtype,
+            zero_point="float",
+            **more,
+        )
+
+    @property
+    def shared(self) -> str:
+        if self.group_size == WHOLE_ROW:
+            return "per head and token"
+        return f"per token in groups of {self.group_size} channels"
+
+
+Channels = Annotated[
+    Annotated[int, Field(ge=2, le=65536)] | Literal[-1],
+    Field(description="channels of a head that share a scale; -1 is the whole head"),
+]
+Symmetric = Annotated[
+    bool,
+    Field(
+        description="levels evenly around zero; false: 2^bits levels from the lowest to the "
+        "highest value, which is stored too"
+    ),
+]
+
+
+@register("kv-int{num_bits}-token", f"int{{num_bits}} cache, {PER_TOKEN}", num_bits=INT_BITS)
+@settings
+class IntPerToken(PerToken):
+    """Integers, one scale per head and token."""
+
+    num_bits: Literal[8, 4, 3, 2]
+    symmetric: Symmetric = True
+    group_size: Channels = WHOLE_ROW
+
+    @property
+    def format(self) -> QuantFormat:
+        return self._format(num_bits=self.num_bits, symmetric=self.symmetric)
+
+
+@register("kv-fp8-token", f"fp8 cache, {PER_TOKEN}")
+@settings
+class Fp8PerToken(PerToken):
+    """E4M3, one scale per head and token."""
+
+    group_size: Channels = WHOLE_ROW
+
+    @property
+    def format(self) -> QuantFormat:
+        return self._format(num_bits=8, type="float")
+
+
+@register("kv-int{num_bits}-tensor", f"int{{num_bits}} cache, {PER_TENSOR}", num_bits=INT_BITS)
+@settings
+class IntPerTensor(KVCache):
+    """One scale for all keys of a layer in a forward pass, and one for all values: later tokens and
+    the rest of the batch change it."""
+
+    shared: ClassVar[str] = "per tensor"
+    num_bits: Literal[8, 4, 3, 2]
+    symmetric: Symmetric = True
+
+    @property
+    def format(self) -> QuantFormat:
+        return QuantFormat(
+            num_bits=self.num_bits,
+            symmetric=self.symmetric,
+            strategy="tensor",
+            scale_dtype=self.scale_dtype,
+            zero_point="float",
+        )
+
+
+@register("kv-fp8-tensor", f"fp8 cache, {PER_TENSOR}")
+@settings
+class Fp8PerTensor(KVCache):
+    """E4M3, one scale for all keys of a layer in a forward pass, and one for all values."""
+
+    shared: ClassVar[str] = "per tensor"
+
+    @property
+    def format(self) -> QuantFormat:
+        return QuantFormat(
+            num_bits=8, type="float", strategy="tensor", scale_dtype=self.scale_dtype
+        )
+
+
+@register("kv-int{num_bits}-channel", f"int{{num_bits}} cache, {KIVI}", num_bits=INT_BITS)
+@settings
+class PerChannel(KVCache):
+    """KIVI: keys have a scale for each channel and group of tokens, values for each token and group
+    of channels. The reason: channels of keys differ much in size."""
+
+    per_channel: ClassVar[bool] = True
+
+    num_bits: Literal[8, 4, 3, 2]
+    symmetric: Symmetric = False
+    group_size: Annotated[
+        int,
+        Field(
+            ge=2,
+            le=65536,
+            description="tokens whose keys share a scale in a channel, which are quantized once "
+            "the group is full, and channels whose values share one in a token",
+        ),
+    ] = 32
+
+    @property
+    def format(self) -> QuantFormat:
+        return QuantFormat(
+            num_bits=self.num_bits,
+            symmetric=self.symmetric,
+            strategy="channel",
+            group_size=self.group_size,
+            scale_dtype=self.scale_dtype,
+            zero_point="float",
+        )
+
+    @property
+    def shared(self) -> str:
+        size = self.group_size
+        return f"keys per channel in groups of {size} tokens, values per token of {size} channels"
+
+
+def head_dim(config: Mapping[str, Any]) -> int | None:
+    """A head's width, from a checkpoint's configuration; None where it does not say."""
+    config = _text(config)
+    if isinstance(config.get("head_dim"), int):
+        return config["head_dim"]
+    width = _first(config, "hidden_size", "n_embd", "d_model")
+    heads = _first(config, "num_attention_heads", "num_heads", "n_head")
+    return width // heads if width and heads else None
+
+
+def context_length(config: Mapping[str, Any]) -> int | None:
+    """The longest context in tokens that a configuration states."""
+    return _first(_text(config), "max_position_embeddings", "n_positions")
+
+
+def _windows(config: Mapping[str, Any]) -> bool:
+    kinds = config.get("layer_types")
+    if kinds:
+        return any(kind == "sliding_attention" for kind in kinds)
+    return bool(config.get("use_sliding_window", True))
+
+
+def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    inner = config.get("text_config")
+    return inner if isinstance(inner, Mapping) else config
+
+
+def _first(config: Mapping[str, Any], *names: str) -> int | None:
+    found = (config.get(name) for name in names)
+    return next((n for n in found if isinstance(n, int) and n > 0), None)

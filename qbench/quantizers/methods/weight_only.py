@@ -1,0 +1,327 @@
+"""Settings of round to nearest, bitsandbytes, HQQ, GPTQ, and 8-bit weights with plain scales."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from dataclasses import replace
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from qbench.quantizers.config import (
+    GroupSize,
+    Shapes,
+    WeightSettings,
+    require_groups,
+    settings,
+)
+from qbench.quantizers.formats import WHOLE_ROW, QuantFormat, shared_by
+from qbench.quantizers.registry import register
+from qbench.records import Part, Precision
+
+BNB_BLOCK = 64  # the library's, for 4 bits: consecutive weights of the flattened matrix
+BITS = (2, 3, 4, 8)
+
+
+@settings
+class Grouped(WeightSettings):
+    """Weights in groups that share a scale. A subclass has ``group_size``; None is the largest of
+    ``sizes`` that divides every layer of a model."""
+
+    sizes: ClassVar[tuple[int, ...]] = (128, 64, 32, 16, 8, WHOLE_ROW)
+    group_size: GroupSize | None = None
+
+    def features(self, rows: int, columns: int) -> tuple[int, str]:
+        """Return how many weights lie along a group's axis, and what they are called."""
+        return columns, "inputs"
+
+    def fitted(self, shapes: Shapes) -> Self:
+        if self.group_size is not None:
+            return self
+        counts = [self.features(*shape)[0] for shape in self.quantized(shapes).values()]
+        fits = (n for n in self.sizes if n == WHOLE_ROW or not any(c % n for c in counts))
+        return replace(self, group_size=next(fits, self.sizes[0]))
+
+    def group_length(self, columns: int) -> int:
+        size = self.sizes[0] if self.group_size is None else self.group_size
+        return columns if size == WHOLE_ROW else size
+
+    def check_layers(self, shapes: Shapes) -> None:
+        if self.group_size in (None, WHOLE_ROW):
+            return
+        counts = {n: self.features(*s) for n, s in self.quantized(shapes).items()}
+        noun = next(iter(counts.values()))[1] if counts else ""
+        require_groups(self.name, {n: c for n, (c, _) in counts.items()}, self.group_size, noun)
+
+    @property
+    @abstractmethod
+    def scheme(self) -> str: ...
+
+
+@settings
+class EvenlySpaced(Grouped):
+    """Evenly spaced levels, a float16 scale and a zero point in a byte for each group."""
+
+    num_bits: Literal[2, 3, 4, 8]
+    group_size: Annotated[
+        GroupSize | None,
+        Field(
+            description="weights that share a scale, along a row; -1 is the whole row; default: "
+            "128, or the largest of 64, 32, 16, 8 that divides every layer's inputs"
+        ),
+    ] = None
+    symmetric: Annotated[
+        bool, Field(description="zero point fixed in the middle; false: one for each group")
+    ] = True
+
+    @property
+    def scheme(self) -> str:
+        words = "symmetric" if self.symmetric else "asymmetric"
+        size = self.sizes[0] if self.group_size is None else self.group_size
+        return f"int{self.num_bits} {words} {shared_by(size)}"
+
+    def shared_bits(self, rows: int, columns: int) -> float:
+        return (16 + 8) / self.group_length(columns)
+
+
+@register("rtn-{num_bits}bit", "round to nearest, {num_bits} bits: the baseline", num_bits=BITS)
+@settings
+class Rtn(EvenlySpaced):
+    """Round to nearest: the simplest method, which others must beat."""
+
+    method: ClassVar[str] = "rtn"
+    backend: ClassVar[str] = "packed"
+    title: ClassVar[str] = "Round to nearest"
+    note: ClassVar[str] = "round to nearest"
+
+
+@register("gptq-{num_bits}bit", "GPTQ, {num_bits} bits, calibrated", num_bits=BITS)
+@settings
+class Gptq(EvenlySpaced):
+    """GPTQ (Frantar et al. 2022): column by column, each error passed on to the columns left.
+
+    The defaults are GPTQModel 7.6's: symmetric, groups of 128, group-aware column order, damping
+    of 5 % of the Hessian's mean diagonal.
+    """
+
+    method: ClassVar[str] = "gptq"
+    backend: ClassVar[str] = "gptq"
+    title: ClassVar[str] = "GPTQ"
+    needs_calibration = True
+
+    desc_act: Annotated[
+        bool, Field(description="columns in the order of falling activation size")
+    ] = False
+    group_aware: Annotated[
+        bool | None,
+        Field(
+            description="that order, but only within groups and among groups; default: true, "
+            "unless desc_act is true or a group is the whole row"
+        ),
+    ] = None
+    damp: Annotated[
+        float,
+        Field(gt=0, lt=1, description="added to the Hessian's diagonal, in units of its mean"),
+    ] = 0.05
+    true_sequential: Annotated[
+        bool,
+        Field(
+            description="inside a block, each layer sees inputs changed by the quantization of "
+            "earlier layers"
+        ),
+    ] = True
+    batch_size: Annotated[
+        int, Field(ge=1, le=65536, description="calibration samples in one forward")
+    ] = 8
+
+    @model_validator(mode="after")
+    def _one_order(self) -> Gptq:
+        if self.desc_act and self.group_aware:
+            raise ValueError(
+                "desc_act and group_aware are two orders of the same columns; set one of them"
+            )
+        if self.group_aware and self.group_size == WHOLE_ROW:
+            raise ValueError("group_aware is an order of groups; set a group_size")
+        return self
+
+    @property
+    def order(self) -> Literal["activation", "group-aware", "column"]:
+        """The order in which columns are quantized."""
+        if self.desc_act:
+            return "activation"
+        whole_row = self.group_size == WHOLE_ROW
+        return "column" if self.group_aware is False or whole_row else "group-aware"
+
+    def fitted(self, shapes: Shapes) -> Gptq:
+        sized = super().fitted(shapes)
+        return replace(sized, group_aware=sized.order == "group-aware")
+
+    @property
+    def scheme(self) -> str:
+        return f"{super().scheme}, {self.order} order"
+
+    def error_bound(self) -> float:
+        """Return twice the bound of rounding: GPTQ trades weight error for output error; relative
+        errors up to 1.2 were seen at 2 bits, where rounding gives 0.5."""
+        return 2 * super().error_bound()
+
+
+class Bnb(WeightSettings):
+    """Quantized by the library bitsandbytes."""
+
+    method: ClassVar[str] = "bnb"
+    backend: ClassVar[str] = "bnb"
+    title: ClassVar[str] = "BNB"
+    note: ClassVar[str] = "bitsandbytes"
+    requirements = ("bitsandbytes",)
+
+
+@register("bnb-4bit", "bitsandbytes nf4 or fp4, blocks of 64", num_bits=4)
+@settings
+class Bnb4(Bnb):
+    """Blocks of 64 weights: 16 levels of a fixed table times the largest of the block."""
+
+    num_bits: Literal[4]
+    quant_type: Annotated[
+        Literal["nf4", "fp4"],
+        Field(description="table of levels: normal-float or floating point"),
+    ] = "nf4"
+    double_quant: Annotated[
+        bool, Field(description="also quantize the blocks' scales, to 8 bits")
+    ] = False
+
+    @property
+    def scheme(self) -> str:
+        return f"{self.quant_type} in blocks of {BNB_BLOCK}"
+
+    def shared_bits(self, rows: int, columns: int) -> float:
+        return 32 / BNB_BLOCK
+
+
+@register("bnb-8bit", "bitsandbytes LLM.int8, activations quantized too", num_bits=8)
+@settings
+class Bnb8(Bnb):
+    """LLM.int8: rows of int8 weights, int8 activations, outlier columns apart.
+
+    Outlier columns are chosen over the whole batch, so a score depends on its batch-mates, and a
+    token's logits on later tokens.
+    """
+
+    batch_invariant = False
+    scheme: ClassVar[str] = "int8 per row"
+
+    num_bits: Literal[8]
+    threshold: Annotated[
+        float,
+        Field(
+            ge=0,
+            le=65536,  # the largest activation of float16
+            description="activations above this are outliers, computed unquantized; 0: no outliers",
+        ),
+    ] = 6.0
+
+    @property
+    def precision(self) -> Precision:
+        return Precision(
+            weights=Part(bits=8, scheme=self.scheme),
+            activations=Part(bits=8, scheme="int8 per token, outlier columns apart"),
+        )
+
+    def shared_bits(self, rows: int, columns: int) -> float:
+        return 32 / columns
+
+    def agreement(self, dtype: str) -> tuple[float, float]:
+        """Products are float16 whatever the dtype, and activations are rounded to 127 steps."""
+        return (5e-3 if dtype == "bfloat16" else 2e-3), 5e-2
+
+
+@register("hqq-{num_bits}bit", "half-quadratic quantization, {num_bits} bits", num_bits=BITS)
+@settings
+class Hqq(Grouped):
+    """Half-quadratic quantization (Badri & Shaji 2023), by the hqq library: zero points fitted, no
+    calibration. Zeros are whole numbers at 4 bits alone, as the library has it."""
+
+    method: ClassVar[str] = "hqq"
+    backend: ClassVar[str] = "hqq"
+    title: ClassVar[str] = "HQQ"
+    requirements = ("hqq",)
+    sizes: ClassVar[tuple[int, ...]] = (64, 32, 16, 8)
+
+    num_bits: Literal[2, 3, 4, 8]
+    group_size: Annotated[
+        Annotated[int, Field(ge=8, le=65536, multiple_of=8)] | None,
+        Field(
+            description="weights that share a scale and a zero along `axis`, a multiple of 8; "
+            "default: 64, or the largest of 32, 16, 8 that divides every layer",
+        ),
+    ] = None
+    axis: Annotated[
+        Literal[0, 1], Field(description="1: groups along a row; 0: groups across rows")
+    ] = 1
+    optimize: Annotated[
+        bool, Field(description="fit the zero points; without it, plain rounding")
+    ] = True
+
+    def features(self, rows: int, columns: int) -> tuple[int, str]:
+        return (columns, "inputs") if self.axis else (rows, "outputs")
+
+    @property
+    def scheme(self) -> str:
+        across = "" if self.axis == 1 else " across rows"
+        return f"int{self.num_bits} in groups of {self.group_length(0)}{across}"
+
+    def shared_bits(self, rows: int, columns: int) -> float:
+        wide = 32 if self.compute_dtype == "float32" else 16  # of a scale, and of a zero
+        size, padding = self.group_length(columns), 0.0
+        if self.num_bits == 3:
+            # ten codes in 32 bits, those of one place in all groups or of one group
+            together = rows * columns // size if self.axis else size
+            padding = 32 * math.ceil(together / 10) / together - 3
+        return 2 * wide / size + padding
+
+
+class Scaled8(WeightSettings):
+    """Codes of 8 bits times a float32 scale, so that the largest magnitude is the largest code:
+    nothing is clipped."""
+
+    backend: ClassVar[str] = "scaled_linear"
+    note: ClassVar[str] = "round to nearest"
+
+    @property
+    def scheme(self) -> str:
+        return f"{self.format.words} per {self.per}"
+
+    def shared_bits(self, rows: int, columns: int) -> float:
+        return 32 / columns if self.per == "row" else 32 / (rows * columns)
+
+
+@register("int8-{per}", "int8, a scale per {per}", per="row")
+@settings
+class Int8Weights(Scaled8):
+    """Int8 codes times a scale per row."""
+
+    method: ClassVar[str] = "int8"
+    title: ClassVar[str] = "Int8 weights"
+    num_bits: ClassVar[int] = 8
+    format: ClassVar[QuantFormat] = QuantFormat(num_bits=8)
+
+    per: Literal["row"] = "row"
+
+
+@register("fp8-{per}", "fp8 e4m3, a scale per {per}", per=("row", "matrix"))
+@settings
+class Fp8Weights(Scaled8):
+    """E4M3 codes without infinities, largest 448 (Micikevicius et al., FP8 formats, 2022), times a
+    scale per row or per matrix."""
+
+    method: ClassVar[str] = "fp8"
+    title: ClassVar[str] = "FP8 weights"
+    num_bits: ClassVar[int] = 8
+
+    per: Literal["row", "matrix"] = "row"
+
+    @property
+    def format(self) -> QuantFormat:
+        strategy: Literal["token", "tensor"] = "token" if self.per == "row" else "tensor"
+        return QuantFormat(num_bits=8, type="float", strategy=strategy)

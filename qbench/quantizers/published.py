@@ -1,0 +1,300 @@
+"""Settings of checkpoints that somebody quantized already. Imports no torch.
+
+What a copy is follows from its files: transformers' own mapping says whether it loads, the headers
+how many bits its layers take, its forward pass what its weights are. Its ``quantization_config`` is
+handed to transformers, and only searched here for whether activations and KV cache are rounded.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+import re
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from qbench import machine
+from qbench.errors import QuantizationError, RecipeError
+from qbench.quantizers.config import ROUNDING_BOUND, SETTINGS, Runtime, WeightSettings
+from qbench.quantizers.registry import register
+from qbench.records import UNQUANTIZED_BITS, Part, Precision
+
+GGUF = "gguf"  # a file that llama.cpp runs, not transformers
+WEIGHTS_ONLY = "weights only: they are multiplied dequantized"
+KERNELS = "kernels"  # the package with which transformers multiplies FP8 on a GPU
+# Packages that load copies: their versions are in the key of a copy's cell.
+LIBRARIES = (
+    "accelerate", "auto-round", "bitsandbytes", "compressed-tensors", "gguf", "gptqmodel",
+    "kernels", "optimum", "torchao", "xllamacpp",
+)  # fmt: skip
+ACTIVATION_AGREEMENT = 0.3  # relative, of products whose inputs are rounded to as few as 4 bits
+MOST_LEVELS = 2**UNQUANTIZED_BITS  # of a weight: which ones share a scale is not read
+
+
+@functools.cache
+def loadable_methods() -> tuple[str, ...]:
+    """Return each ``quant_method`` that the installed transformers loads, read from its source:
+    importing it would import torch."""
+    spec = importlib.util.find_spec("transformers")
+    assert spec is not None, "transformers is a dependency"
+    text = (Path(str(spec.origin)).parent / "quantizers" / "auto.py").read_text(encoding="utf-8")
+    table = text.partition("AUTO_QUANTIZER_MAPPING = {")[2].partition("\n}")[0]
+    names = (name.removesuffix("_4bit") for name in re.findall(r'^    "([\w-]+)"', table, re.M))
+    return tuple(sorted({*names} - {"bitsandbytes_8bit"}))
+
+
+def format_rows() -> Iterator[tuple[str, str]]:
+    """Yield each format and what loads it, for ``qbench list formats``."""
+    for name in loadable_methods():
+        loader = "transformers, as a GGUF file llama.cpp" if name == GGUF else "transformers"
+        cpu = f"; on a CPU {WEIGHTS_ONLY}, as on a GPU without {KERNELS}" if name == "fp8" else ""
+        yield name, f"{loader}{cpu}"
+
+
+@dataclass(frozen=True, kw_only=True, config=SETTINGS)
+class Published(WeightSettings):
+    """A checkpoint that is quantized already, as a recipe names it: a plan puts ``PublishedCopy``
+    with what its files say in its place."""
+
+    method: ClassVar[str] = "checkpoint"
+    backend: ClassVar[str] = "stored_bits"
+    name: ClassVar[str] = "checkpoint"
+    scheme: ClassVar[str] = "as its files say"
+    title: ClassVar[str] = "As published"
+    prequantized: ClassVar[bool] = True
+    num_bits: ClassVar[float] = UNQUANTIZED_BITS
+
+    path: Annotated[
+        str | dict[str, str] | None,
+        Field(
+            description="its folder or hub id; of several checkpoints {name: folder or hub id}; "
+            "None: the recipe's checkpoint is the quantized one"
+        ),
+    ] = None
+
+    def shared_bits(self, rows: int, columns: int) -> float:
+        return UNQUANTIZED_BITS
+
+    def source(self, checkpoint: str) -> str | None:
+        """Return the folder or hub id of the copy of ``checkpoint``. Raises RecipeError if the
+        recipe names none."""
+        if not isinstance(self.path, dict):
+            return self.path
+        if checkpoint not in self.path:
+            known = ", ".join(self.path)
+            raise RecipeError(f"checkpoint: path has no entry for {checkpoint}; it has {known}")
+        return self.path[checkpoint]
+
+
+@dataclass(frozen=True, kw_only=True, config=SETTINGS)
+class PublishedCopy(Published):
+    """A copy whose files were found in ``folder``, with their ``digest``.
+
+    ``format``: its quant_method; ``config``: its quantization_config. ``stored_bits``: bits per
+    quantized weight in its files, ``least_bits`` those of the layer with the fewest; None for a
+    copy without its original, whose weights cannot be counted. ``ignore``: layers that are stored
+    unquantized; ``ends_quantized``: embeddings or LM head are not."""
+
+    format: str
+    config: dict[str, Any]
+    digest: str
+    folder: str
+    device: str
+    stored_bits: float | None = None
+    fewest_bits: float | None = None
+    ends_quantized: bool = False
+
+    @property
+    def method(self) -> str:
+        return f"published {self.format}"
+
+    @property
+    def title(self) -> str:
+        return f"{self.format}, as published"
+
+    @property
+    def num_bits(self) -> float:
+        """Bits of a code: scales and zero points, which are less than one bit, taken off."""
+        counted = self.stored_bits or stated_bits(self.format, self.config)
+        return math.floor(counted) or 1
+
+    @property
+    def least_bits(self) -> float:
+        return max(1, math.floor(self.fewest_bits or self.num_bits))
+
+    @property
+    def scheme(self) -> str:
+        stored = "" if self.stored_bits is None else f", {self.stored_bits:.3g} bits per weight"
+        return f"{self.format}{stored}"
+
+    @property
+    def weights_only(self) -> bool:
+        """Whether weights are dequantized when they are loaded and activations are left as they
+        are: FP8 on a CPU, or without the kernels of its products."""
+        return self.format == "fp8" and (self.device == "cpu" or find_spec(KERNELS) is None)
+
+    @property
+    def activations(self) -> Part | None:
+        """How inputs of its layers are rounded, as far as its configuration says that they are."""
+        return None if self.weights_only else rounded_part(self.config, "activation")
+
+    @property
+    def precision(self) -> Precision:
+        words = f"{self.scheme}, weights only" if self.weights_only else self.scheme
+        return Precision(
+            weights=Part(bits=self.num_bits, scheme=words),
+            activations=self.activations,
+            kv_cache=rounded_part(self.config, "kv_cache"),
+        )
+
+    @property
+    def requirements(self) -> tuple[str, ...]:
+        return LIBRARIES
+
+    @property
+    def batch_invariant(self) -> bool:
+        return not shares_scales(self.config)
+
+    @property
+    def note(self) -> str:
+        return f"{self.format}, as published{f'; {WEIGHTS_ONLY}' if self.weights_only else ''}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """For keys: the files by their digest, not by where they lie."""
+        return {
+            "method": self.method,
+            "name": self.name,
+            "format": self.format,
+            "digest": self.digest,
+            "compute_dtype": self.compute_dtype,
+            **({"weights_only": True} if self.weights_only and self.device != "cpu" else {}),
+        }
+
+    def check(self, config: Mapping[str, Any], device: str) -> None:
+        sums = self.format == "torchao" and self.activations is not None and device == "cpu"
+        if sums and (why := machine.int8_problem()):
+            raise RecipeError(
+                f"{self.format}: {why}, so its products would be wrong; run it on a GPU or on a "
+                "CPU with VNNI"
+            )
+
+    def check_layer(self, name: str, rows: int, columns: int) -> None:
+        blocks = self.format == "bitsandbytes" and self.num_bits == 4
+        if blocks and self.device == "cpu" and columns % 64:
+            raise QuantizationError(
+                f"{self.name}: {name} has {columns} inputs, and on CPUs bitsandbytes 0.50 reads "
+                "4-bit rows of whole blocks of 64 alone; run it on a GPU"
+            )
+
+    @property
+    def runtime(self) -> Runtime:
+        return "llama.cpp" if self.format == GGUF else "transformers"
+
+    @property
+    def whole(self) -> bool:
+        """Whether nothing is rounded to fewer bits, as in a GGUF file of F32."""
+        return self.least_bits >= UNQUANTIZED_BITS
+
+    # What the audit may expect
+
+    @property
+    def levels(self) -> int:
+        return MOST_LEVELS
+
+    def group_length(self, columns: int) -> int:
+        return columns
+
+    def bits_bounds(self, rows: int, columns: int) -> tuple[float, float]:
+        """What is stored is counted, and need not be more than the codes."""
+        return 0.0, 1.1 * max(UNQUANTIZED_BITS, self.num_bits)
+
+    def error_bound(self) -> float:
+        least = max(2, self.least_bits)
+        return ROUNDING_BOUND[max(width for width in ROUNDING_BOUND if width <= least)]
+
+    def agreement(self, dtype: str) -> tuple[float, float]:
+        identity, random = super().agreement(dtype)
+        if self.activations is not None:
+            return max(identity, 2e-2), ACTIVATION_AGREEMENT
+        return max(identity, 5e-3), max(random, 1e-2)  # libraries multiply in float16 or bfloat16
+
+
+# What a quantization_config says, whoever wrote it
+
+
+def entries(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield every key and value of ``config``, at any depth."""
+    for key, value in config.items():
+        yield str(key), value
+        inner = value if isinstance(value, list) else [value]
+        for one in inner:
+            if isinstance(one, Mapping):
+                yield from entries(one)
+
+
+def rounded_part(config: Mapping[str, Any], what: str) -> Part | None:
+    """Return the part of a model whose key or type has ``what`` in its name ("activation",
+    "kv_cache") if the configuration says that it is rounded; else None."""
+    if what == "activation" and config.get("load_in_8bit"):
+        return Part(bits=8, scheme="int8, outlier columns apart")  # LLM.int8
+    for key, value in entries(config):
+        if what in key.lower() and isinstance(value, Mapping) and value.get("num_bits"):
+            when = "dynamic" if value.get("dynamic") else "static"
+            words = f"{value.get('type', 'int')}{value['num_bits']}, {when}"
+            return Part(bits=value["num_bits"], scheme=words, simulated=True)
+        named = what in key.lower() and isinstance(value, str) and value.lower() != "none"
+        typed = key in ("_type", "quant_type") and what in str(value).lower()
+        if named or (typed and "dynamic" in str(value).lower()):
+            return Part(bits=8, scheme=str(value)[:40], simulated=False)
+    return None
+
+
+def shares_scales(config: Mapping[str, Any]) -> bool:
+    """Return whether activations share a scale over tokens, so that scores depend on the batch."""
+    inner = [config, *(value for _, value in entries(config) if isinstance(value, Mapping))]
+    by_tensor = any(one.get("strategy") == "tensor" and one.get("dynamic") for one in inner)
+    dynamic = any("dynamicactivation" in str(v).lower() for k, v in entries(config) if k == "_type")
+    return bool(
+        config.get("load_in_8bit")
+        or by_tensor
+        or (dynamic and any(v == "PerTensor" for _, v in entries(config)))
+    )
+
+
+def stated_bits(method: str, config: Mapping[str, Any]) -> float:
+    """Return the bits that the configuration, else the name of its format, states for weights."""
+    if config.get("load_in_8bit") or config.get("load_in_4bit"):
+        return 8 if config.get("load_in_8bit") else 4
+    stated = (v for k, v in entries(config) if k in ("bits", "num_bits", "w_bit", "nbits"))
+    numbers = [v for v in stated if isinstance(v, int | float) and 0 < v <= UNQUANTIZED_BITS]
+    if numbers:
+        return min(numbers)
+    names = " ".join([str(config.get("quant_type") or ""), method])
+    digits = re.search(r"(?:int|fp|float)(\d)", names, re.I)
+    return float(digits[1]) if digits else UNQUANTIZED_BITS
+
+
+def number_bits(dtype: str) -> int:
+    """Return the bits of one number of a safetensors dtype: 16 of BF16, 8 of F8_E4M3 and BOOL."""
+    digits = re.search(r"\d+", dtype)
+    return int(digits[0]) if digits else 8
+
+
+def parents(name: str) -> Iterator[str]:
+    """Yield the modules that a tensor of this name may belong to, the innermost first."""
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+register(
+    "checkpoint",
+    "a checkpoint that is quantized already: GPTQ, AWQ, compressed-tensors, … (list formats)",
+    ignore=((),),
+)(Published)

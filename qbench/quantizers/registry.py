@@ -1,0 +1,321 @@
+"""Register quantization methods by name, and read a quantizer as a recipe or an option writes it.
+
+A quantizer is written as parts joined by ``+``, each a name with options after a colon::
+
+    gptq-4bit        gptq-4bit:group_size=64,desc_act=true        gptq-4bit+int8-token+kv4
+
+A recipe may write a mapping instead, with the same names and options::
+
+    {name: gptq-4bit, group_size: 64}        {weights: gptq-4bit, kv_cache: {name: int4-token}}
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, replace
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from qbench import removed
+from qbench.errors import RecipeError, shown
+from qbench.plugins import Registry
+from qbench.quantizers.config import KINDS, UNQUANTIZED, QuantizationConfig, Settings
+
+S = TypeVar("S", bound=type[Settings])
+CLOSEST = 0.6  # similarity of an unknown name to a known one, from which on it is suggested
+HOW = "a quantizer is a name, or {name: …, option: value}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Method:
+    """A registered name: the class of its settings, the options that the name fixes, and a line
+    that describes it."""
+
+    name: str
+    settings: type[Settings]
+    fixed: dict[str, Any]
+    description: str
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options that may be set beside the name, with their defaults."""
+        return {
+            f.name: f.default if f.default_factory is MISSING else f.default_factory()
+            for f in fields(self.settings)
+            if f.name not in self.fixed
+        }
+
+
+METHODS: Registry[Method] = Registry("quantizer")
+# Names of several parts, in the same grammar: {name: (parts, description)}.
+COMBINATIONS: dict[str, tuple[str, str]] = {
+    "w8a8-int8": ("int8-row+int8-token", "int8: weights per row, activations per token"),
+    "w8a8-int8-static": ("int8-row+int8-static", "int8: weights per row, activations fixed"),
+    "w8a8-fp8": ("fp8-row+fp8-token", "fp8 e4m3: weights per row, activations per token"),
+    "w8a8-fp8-tensor": ("fp8-matrix+fp8-tensor", "fp8 e4m3: one scale per matrix and per batch"),
+    "noise-floor": (
+        "rounding-noise",
+        "the unquantized model with rounding noise of its dtype after each layer",
+    ),
+}
+# Other spellings of a part: a pattern of all of it, and what it stands for.
+SPELLINGS = (
+    (r"kv([2-8])", r"kv-int\1-token"),
+    (r"(int\d-\w+)-asymmetric", r"\1:symmetric=false"),
+)
+
+
+def register(template: str, description: str, **choices: Any) -> Callable[[S], S]:
+    """Return a decorator that registers a class of settings.
+
+    ``choices`` are options that a name fixes: a value, or a tuple of values. Each combination gets
+    a name by ``template``, formatted with it, as does ``description``::
+
+        @register("hqq-{num_bits}bit", "HQQ, {num_bits} bits", num_bits=(2, 3, 4, 8))
+        @settings
+        class Hqq(WeightSettings): ...
+    """
+    values = [v if isinstance(v, tuple) else (v,) for v in choices.values()]
+
+    def add(kind: S) -> S:
+        for combination in itertools.product(*values):
+            fixed = dict(zip(choices, combination, strict=True))
+            name, about = (
+                text.format(**fixed) if isinstance(text, str) else text
+                for text in (template, description)
+            )
+            METHODS.add(name, Method(name=name, settings=kind, fixed=fixed, description=about))
+        kind.template = template
+        return kind
+
+    return add
+
+
+def methods(kind: str) -> list[Method]:
+    """Return the registered methods of a ``kind``, such as ``weights``."""
+    every = map(METHODS.get, METHODS)
+    return [method for method in every if method.settings.kind == kind]
+
+
+def names() -> list[str]:
+    """Return every name that a quantizer can have."""
+    return [*UNQUANTIZED.values(), *METHODS, *COMBINATIONS]
+
+
+def settings_of(name: str, options: Mapping[str, Any] | None = None) -> Any:
+    """Return the settings of a registered ``name`` with ``options``, defaults filled in.
+
+    Raises RecipeError for an unknown name or option, a wrong type or an impossible value; it says
+    what is possible.
+    """
+    if name not in METHODS:
+        raise RecipeError(_unknown(name))
+    method, options = METHODS.get(name), dict(options or {})
+    for earlier, option in removed.RENAMED_OPTIONS.items():
+        if earlier in options and option not in options:
+            options[option] = options.pop(earlier)
+    known = method.options
+    for key in options:
+        if key in removed.QUANTIZER_OPTIONS:
+            raise RecipeError(f"{name}: {key}: {removed.QUANTIZER_OPTIONS[key]}")
+        if key not in known:
+            offer = f"it has {', '.join(known)}" if known else "it has no options"
+            raise RecipeError(f"{name}: unknown option {shown(key)}; {offer}")
+    try:
+        return method.settings(**method.fixed, **options)
+    except ValidationError as error:
+        raise RecipeError(f"{name}: {_first_problem(error)}") from None
+
+
+def config_of(
+    entry: str | Mapping[str, Any], *, compute_dtype: str = "bfloat16"
+) -> QuantizationConfig:
+    """Return the config of a quantizer: a text of this module's grammar, or a recipe's mapping
+    without its label. Weights that are not named stay unquantized, in ``compute_dtype``.
+
+    Raises RecipeError, one line.
+    """
+    stated = {"name": entry} if isinstance(entry, str) else dict(entry)
+    for earlier, key in removed.RENAMED_PARTS.items():
+        if earlier in stated and key not in stated:
+            stated[key] = stated.pop(earlier)
+    by_name = stated.pop("name", None)
+    by_kind = {kind: stated.pop(kind, None) for kind in KINDS}
+    parts = [] if by_name is None else _split(by_name)
+    if parts and stated:
+        if len(parts) > 1:
+            raise RecipeError(
+                f"{by_name}: {next(iter(stated))} belongs to one of its parts: write "
+                f"{parts[0][0]}:{next(iter(stated))}=…+{parts[1][0]}"
+            )
+        parts = [(parts[0][0], {**parts[0][1], **stated})]
+    elif stated:
+        _refuse_unknown_part(next(iter(stated)))
+    found: dict[str, Any] = {}
+    dtype = compute_dtype
+    for name, options in parts:
+        if name in UNQUANTIZED.values():
+            kind, part = "weights", name
+            if options:
+                raise RecipeError(f"{name}: unknown option {shown(next(iter(options)))}; "
+                                  "it has no options")  # fmt: skip
+        else:
+            part = _settings(name, options, compute_dtype)
+            kind = part.kind
+        if kind in found:
+            raise RecipeError(f"{by_name}: two parts quantize {kind}; leave one out")
+        found[kind] = part
+    for kind, value in by_kind.items():
+        if value is not None:
+            found[kind] = _part(kind, value, compute_dtype)
+    if not found:
+        raise RecipeError(HOW)
+    weights = found.pop("weights", None)
+    if isinstance(weights, str):
+        dtype = next(d for d, name in UNQUANTIZED.items() if name == weights)
+        weights = None
+    return _checked(QuantizationConfig(weights=weights, dtype=dtype, **found))
+
+
+def unquantized_dtype(entries: Sequence[Any]) -> str:
+    """Return the dtype of the only unquantized entry of a recipe's list, so that damage against it
+    is that of quantization alone; bfloat16 if there is none, or more than one."""
+    named = [entry.get("name") if isinstance(entry, Mapping) else entry for entry in entries]
+    dtypes = [dtype for dtype, name in UNQUANTIZED.items() if name in named]
+    return dtypes[0] if len(dtypes) == 1 else "bfloat16"
+
+
+def split_commas(text: str) -> list[str]:
+    """Split at commas outside brackets; an item ``option=value`` belongs to the name before it."""
+    items: list[str] = []
+    for item in re.findall(r"(?:\[[^\]]*\]|[^,\[])*", text):
+        if items and re.match(r"\s*\w+=", item):
+            items[-1] += "," + item.strip()
+        elif item:
+            items.append(item.strip())
+    return items
+
+
+def _split(text: Any) -> list[tuple[str, dict[str, Any]]]:
+    """Return name and options of each part of ``text``, other spellings and combinations
+    replaced."""
+    if not isinstance(text, str):
+        raise RecipeError(HOW)
+    parts: list[tuple[str, dict[str, Any]]] = []
+    for part in text.split("+"):
+        for spelling, standing in SPELLINGS:
+            part = re.sub(f"^{spelling}(?=:|$)", standing, part)
+        name, _, rest = part.partition(":")
+        if name in COMBINATIONS:
+            if rest:
+                raise RecipeError(f"{part}: {name} is {COMBINATIONS[name][0]}; "
+                                  "write its parts to give them options")  # fmt: skip
+            parts += _split(COMBINATIONS[name][0])
+            continue
+        options: dict[str, Any] = {}
+        for item in re.split(r"[:,](?![^\[]*\])", rest) if rest else []:
+            option, equals, value = item.partition("=")
+            if not equals:
+                raise RecipeError(f"{part}: write {name}:option=value, not {shown(item)}")
+            options[option.strip()] = _value(value.strip())
+        parts.append((name, options))
+    return parts
+
+
+def _value(text: str) -> Any:
+    """Return the value of an option: a list in brackets, true or false, a number, or text."""
+    if text.startswith("[") and text.endswith("]"):
+        return [_value(item.strip()) for item in text[1:-1].split(",") if item.strip()]
+    if text in ("true", "false"):
+        return text == "true"
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _part(kind: str, value: Any, compute_dtype: str) -> Any:
+    """Return the settings of ``kind`` that a recipe's key of that name gives."""
+    options = dict(value) if isinstance(value, Mapping) else {}
+    name = options.pop("name", None) if isinstance(value, Mapping) else value
+    if not isinstance(name, str):
+        raise RecipeError(f"{kind}: a name, or {{name: …, option: value}}, not {shown(value)}")
+    if kind == "weights" and name in UNQUANTIZED.values():
+        return name
+    name = removed.RENAMED_METHODS.get((kind, name), name)
+    if kind == "kv_cache" and f"kv-{name.partition(':')[0]}" in METHODS:
+        name = f"kv-{name}"
+    (name, given), *more = _split(name)
+    if more or (name in METHODS and METHODS.get(name).settings.kind != kind):
+        known = ", ".join(method.name for method in methods(kind))
+        raise RecipeError(f"{kind}: {shown(value)} is no method for {kind}; known: {known}")
+    try:
+        return _settings(name, {**given, **options}, compute_dtype)
+    except RecipeError as error:
+        raise RecipeError(f"{kind}: {error}") from None
+
+
+def _settings(name: str, options: dict[str, Any], compute_dtype: str) -> Any:
+    if name in METHODS and "compute_dtype" in METHODS.get(name).options:
+        options = {"compute_dtype": compute_dtype, **options}
+    return settings_of(name, options)
+
+
+def _checked(config: QuantizationConfig) -> QuantizationConfig:
+    """Return ``config``; RecipeError for parts that cannot stand together."""
+    weights, transform = config.weights, config.transform
+    if weights and weights.precision.activations is not None and config.activations:
+        raise RecipeError(
+            f"weights: {weights.name} quantizes activations itself; leave activations out"
+        )
+    if weights and weights.prequantized and (beside := config.beside_weights):
+        raise RecipeError(f"{weights.name}: it is scored as published; leave {next(iter(beside))} "
+                          "out")  # fmt: skip
+    if transform is not None:
+        transform.require_fit(config.kv_cache)
+        if not replace(config, transform=None).precision.quantized:
+            raise RecipeError(
+                f"transform: {transform.name} alone quantizes nothing; add weights, activations or "
+                "kv_cache"
+            )
+    return config
+
+
+def _refuse_unknown_part(key: str) -> None:
+    if key in removed.QUANTIZER_OPTIONS:
+        raise RecipeError(f"{key}: {removed.QUANTIZER_OPTIONS[key]}")
+    raise RecipeError(
+        f"unknown part {shown(key)}; known: {', '.join(KINDS)}, label; a part's options go into "
+        f"its own braces, as in weights: {{name: …, {key}: …}}"
+    )
+
+
+def _unknown(name: str) -> str:
+    """Return what to say of a name that no method has: a method may lack that width."""
+    if attempt := re.fullmatch(r"([a-z]+)-(\w+)bit", name):
+        method, bits = attempt.groups()
+        alike = [known for known in METHODS if known.startswith(f"{method}-")]
+        if widths := [known.split("-")[1].removesuffix("bit") for known in alike]:
+            return f"{method} has no {bits}-bit; it has {', '.join(widths)}"
+    close = difflib.get_close_matches(name, names(), n=3, cutoff=CLOSEST)
+    near = f"did you mean {' or '.join(close)}? " if close else ""
+    return f"unknown quantizer {shown(name)}; {near}`qbench list quantizers` lists all"
+
+
+def _first_problem(error: ValidationError) -> str:
+    """Return the first problem in one line: the option, what it may be, and what it is."""
+    first = error.errors()[0]
+    possible = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    if not first["loc"]:  # of several options together
+        return possible
+    option, *parts = first["loc"]
+    item = "".join(f"[{part}]" for part in parts if isinstance(part, int))  # a union's have names
+    return f"{option}{item} must be {possible}, not {shown(first['input'])}"

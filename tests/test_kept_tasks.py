@@ -1,0 +1,81 @@
+"""The unit of work that is kept is one task of one cell."""
+
+import pandas as pd
+import pytest
+from small_recipe import DEMO, small_recipe
+
+import qbench.cell
+from qbench.plan import plan
+from qbench.recipe import Recipe
+from qbench.runner.grid import run_cells
+from qbench.store import Store
+
+TASKS = ("demo_choice", "demo_lastword", "demo_pages")
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Run tasks in a cache; return the records and the (cell, task) pairs that were scored."""
+    scored = []
+    evaluate = qbench.cell.evaluate
+
+    def counting(model, task, settings):
+        scored.append(task.name)
+        if task.name == run_tasks.killed:
+            raise KeyboardInterrupt
+        return evaluate(model, task, settings)
+
+    monkeypatch.setattr(qbench.cell, "evaluate", counting)
+
+    def run_tasks(*tasks, out="out", cache="cache", killed=None, **settings):
+        run_tasks.killed = killed
+        scored.clear()
+        recipe = small_recipe(
+            tmp_path, tasks=list(tasks), checkpoints={"a": str(DEMO / "softpick")},
+            evaluation={"limit": 4}, quantizers=["fp32", "rtn-4bit"],
+        )  # fmt: skip
+        planned = plan(Recipe.load(recipe), device="cpu")
+        records = run_cells(planned, out=tmp_path / out, cache=tmp_path / cache, **settings)
+        return records, list(scored)
+
+    return run_tasks
+
+
+def assert_same(records, store, others, other_store):
+    for one, other in zip(records, others, strict=True):
+        for name in ("scores", "damage", "documents", "audit", "groups"):
+            assert getattr(one, name) == getattr(other, name), name
+        assert one.scoring.requests == other.scoring.requests
+        for table in one.files:
+            pd.testing.assert_frame_equal(
+                getattr(store, table)(one), getattr(other_store, table)(other)
+            )
+
+
+def test_a_task_that_is_added_is_scored_alone_and_gives_what_a_fresh_run_gives(run, tmp_path):
+    assert run(TASKS[0])[1] == [TASKS[0]] * 2
+    records, scored = run(*TASKS, out="more")
+    assert scored == [*TASKS[1:]] * 2
+    fresh, scored = run(*TASKS, out="fresh", cache="other")
+    assert scored == [*TASKS] * 2
+    assert records[1].damage.tasks[TASKS[2]].distributions.kl.mean > 0
+    assert_same(records, Store(tmp_path / "more"), fresh, Store(tmp_path / "fresh"))
+    assert run(*TASKS, out="more", force=True)[1] == [*TASKS] * 2
+
+
+def test_a_run_that_is_killed_keeps_the_tasks_that_are_done(run, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        run(*TASKS, killed=TASKS[2])
+    records, scored = run(*TASKS)
+    assert scored == [TASKS[2], *TASKS]
+    assert [len(record.damage.tasks) for record in records if record.damage] == [3]
+
+
+def test_a_damaged_task_is_scored_again(run, tmp_path):
+    run(*TASKS[:2])
+    for path in (tmp_path / "cache" / "tasks").glob("*.outcomes.parquet"):
+        path.write_bytes(b"damaged")
+    assert run(*TASKS[:2], out="again", force=False)[1] == []  # whole cells are in the cache
+    for path in (tmp_path / "cache" / "cells").iterdir():
+        path.unlink()
+    assert run(*TASKS[:2], out="third")[1] == [*TASKS[:2]] * 2
