@@ -231,10 +231,12 @@ class Audit(RecordModel):
 class SampleDifference(RecordModel):
     """Fast scores against exact ones on one task's sample, in nats per scored token: what a
     tolerance bounds. ``bias_per_token`` is the mean over documents with its sign, and
-    ``bias_stderr`` its standard error (None of a single document)."""
+    ``bias_stderr`` its standard error (None of a single document). ``population`` is the number of
+    documents that the sample was drawn from (None in earlier records)."""
 
     task: str
     documents: int
+    population: int | None = None
     requests: int
     mean_per_token: float
     largest_per_token: float

@@ -30,8 +30,8 @@ from qbench.evaluation.llama_library import (
 from qbench.evaluation.scoring.generate import Prompt, generate
 from qbench.evaluation.scoring.hflm import pinned_hflm, report
 from qbench.evaluation.scoring.logits import (
-    Answer,
     LogitsPart,
+    LogLikelihood,
     Observer,
     Projection,
 )
@@ -233,7 +233,7 @@ class LlamaCppScorer(Scorer):
         windows: bool,
         counts: Counts,
         observer: Observer | None = None,
-    ) -> list[Answer]:
+    ) -> list[LogLikelihood]:
         answers = []
         for number, request in enumerate(requests):
             answers.append(self._answer(request, observer))
@@ -243,7 +243,7 @@ class LlamaCppScorer(Scorer):
                 self._progress(number + 1, len(requests))
         return answers
 
-    def _answer(self, request: Request, observer: Observer | None) -> Answer:
+    def _answer(self, request: Request, observer: Observer | None) -> LogLikelihood:
         inputs = request.inputs(self.settings.max_length)
         targets = torch.tensor(request.tokens[-request.scored :])
         total, greedy, done = 0.0, True, 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -15,11 +16,10 @@ if TYPE_CHECKING:
     from qbench.records import SampleDifference, ScoringReport
 
 
-# A bias fails that lies farther beyond the bound than chance takes 1 sample in 10,000: a grid makes
-# hundreds of these comparisons (30 cells of 5 tasks: 150), and at 5 % each some would always fail.
-FALSE_ALARMS = 1e-4
-# Of the t quantile. Two documents have one degree of freedom, whose quantile (6,366) is beyond all.
-LEAST_DEGREES = 9
+# Fast scores pass if their bias lies within the bound with this certainty. A sample is doubled
+# until it tells, up to all documents, whose bias has no error: no task fails by chance. With six
+# looks a bias beyond the bound passes in at most 3 of 100 tasks.
+CERTAINTY = 0.995
 Bound = Annotated[float, Field(strict=True, gt=0, le=100, allow_inf_nan=False)]  # nats
 
 
@@ -32,39 +32,44 @@ class Tolerance:
     ``mean`` and ``largest`` bound the absolute difference of log-likelihoods in nats per scored
     token, over the sample and for a single request. bfloat16 logits of ±16 step by 0.125, so single
     tokens differ by that much through rounding alone. ``changed`` bounds the share of sampled
-    documents with another answer; a single one never fails.
+    documents with another answer; a single one never fails. ``bias`` bounds the mean difference
+    with its sign: half of the smallest difference that the README's headline rests on, 0.041.
 
-    Where activations or the KV cache are quantized, rounding moves values by whole steps. Two
-    correct computations then differ by about as much as quantization costs. Such cells are judged
-    by the mean difference with its sign alone. It fails where it is more standard errors beyond
-    ``mean`` than chance gives 1 sample in 10,000, by Student's t (``standard_errors``).
+    If activations or the KV cache are quantized, rounding moves values by whole steps, and two
+    correct computations differ by about as much as quantization costs. Such cells are judged by the
+    mean difference with its sign alone, which ``mean`` then bounds.
     """
 
     mean: Bound = 0.05
     largest: Bound = 0.5
+    bias: Bound = 0.02
     changed: Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)] = 0.1
 
 
 def sample_violation(tolerance: Tolerance, sample: SampleDifference) -> str | None:
-    """Why a sample's differences are more than ``tolerance`` allows; None where they are not."""
-    if sample.by_bias:
-        return _biased(tolerance, sample)
-    changed, count = sample.changed_answers, sample.documents
-    values = {
+    """Return why fast scores are farther from exact ones than ``tolerance`` allows, or may be as
+    far as this sample can tell; None if they are not."""
+    reasons = {} if sample.by_bias else {
         "mean": (
             sample.mean_per_token,
-            f"the mean of the sample is {sample.mean_per_token:.4g} nats a token off",
+            f"the mean of the sample is {sample.mean_per_token:.4g} nats per token off",
         ),
         "largest": (
             sample.largest_per_token,
-            f"one request of the sample is {sample.largest_per_token:.4g} nats a token off",
+            f"one request of the sample is {sample.largest_per_token:.4g} nats per token off",
         ),
         "changed": (
-            changed / count if changed > 1 else 0.0,
-            f"{changed} of {count} answers changed",
+            sample.changed_answers / sample.documents if sample.changed_answers > 1 else 0.0,
+            f"{sample.changed_answers} of {sample.documents} answers changed",
         ),
-    }
-    for bound, (value, what) in values.items():
+    }  # fmt: skip
+    bias, margin = sample.bias_per_token, bias_margin(sample)
+    if bias is not None:
+        reasons["mean" if sample.by_bias else "bias"] = (
+            abs(bias) + margin,
+            f"its bias on the sample is {bias:+.4g} ± {margin:.2g} nats per token",
+        )
+    for bound, (value, what) in reasons.items():
         most = getattr(tolerance, bound)
         if not value <= most:  # NaN is not within it
             return (
@@ -74,26 +79,24 @@ def sample_violation(tolerance: Tolerance, sample: SampleDifference) -> str | No
     return None
 
 
-def standard_errors(documents: int) -> float:
-    """How many standard errors a sample's mean may lie beyond the bound: the two-sided t quantile
-    at FALSE_ALARMS. Degrees of freedom are ``documents`` − 1, at least LEAST_DEGREES. It is 4.5 for
-    32 documents, 6.6 for ten and fewer."""
-    from scipy import special  # slow to import, and most cells are judged without
+def bias_margin(sample: SampleDifference) -> float:
+    """Return how far the bias over all documents may lie from the sample's, in nats per token: the
+    quantile of Student's t at ``CERTAINTY`` times the standard error, 0 for all documents."""
+    if sample.population is not None and sample.documents >= sample.population:
+        return 0.0
+    if sample.bias_stderr is None:
+        return math.inf
+    from scipy import special  # slow to import
 
-    return float(special.stdtrit(max(documents - 1, LEAST_DEGREES), 1 - FALSE_ALARMS / 2))
+    return float(special.stdtrit(sample.documents - 1, CERTAINTY)) * sample.bias_stderr
 
 
-def _biased(tolerance: Tolerance, sample: SampleDifference) -> str | None:
-    bias, error = sample.bias_per_token, sample.bias_stderr or 0.0
-    assert bias is not None, "measured wherever it is judged"
-    most = standard_errors(sample.documents)
-    if abs(bias) - most * error <= tolerance.mean:
-        return None
-    return (
-        f"{sample.task}: fast scoring differs from exact: its mean difference on the sample is "
-        f"{bias:+.4g} ± {error:.2g} nats a token, more than {most:.2g} standard errors beyond "
-        f"evaluation.tolerance.mean {tolerance.mean:g}"
-    )
+def undecided(tolerance: Tolerance, sample: SampleDifference) -> bool:
+    """Return whether more documents may tell that the bias lies within its bound: it does not by
+    this sample, and is not so far beyond that no chance explains it."""
+    bound = tolerance.mean if sample.by_bias else tolerance.bias
+    bias, margin = abs(sample.bias_per_token or 0.0), bias_margin(sample)
+    return margin > 0 and bias - 3 * margin <= bound < bias + margin
 
 
 def tolerance_violation(tolerance: Tolerance, report: ScoringReport | None) -> str | None:

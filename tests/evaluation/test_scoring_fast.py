@@ -102,9 +102,39 @@ def test_the_difference_from_exact_is_measured_and_reported():
     fast.loglikelihood(requests, disable_tqdm=True)
     fast.loglikelihood_rolling(pages((30, 50, 20)), disable_tqdm=True)
     difference = fast.report().difference_from_exact
-    assert difference.documents == 6 + 1
+    assert difference.documents == 6 + 2
     assert 0 < difference.mean <= difference.largest < 10
     assert difference.largest_per_token <= difference.largest
+
+
+@pytest.mark.parametrize("requests", [choices(40), pages((60,) * 12)], ids=["choices", "windows"])
+@pytest.mark.parametrize(
+    ("amplifies", "shift", "fails"),
+    [(False, 0.045, True), (False, 0.005, False), (True, 0.8, True), (True, 0.03, False)],
+)
+def test_a_bias_that_could_move_a_headline_fails(requests, amplifies, shift, fails):
+    """Of whole texts too, of which two windows are looked at first."""
+    _, fast = scorers(llama(), sample=8, amplifies_rounding=amplifies, max_length=64)
+    right = fast._score
+
+    def biased(backend, asked, *rest):
+        scores = right(backend, asked, *rest)
+        if backend is not fast.fast:
+            return scores
+        return [(value + shift * one.scored, greedy)
+                for (value, greedy), one in zip(scores, asked, strict=True)]  # fmt: skip
+
+    fast._score = biased
+    score = (
+        fast.loglikelihood
+        if requests[0].request_type == "loglikelihood"
+        else fast.loglikelihood_rolling
+    )
+    if fails:
+        with pytest.raises(EvaluationError, match=r"its bias on the sample is \+0\.(8|045)"):
+            score(requests, disable_tqdm=True)
+    else:
+        score(requests, disable_tqdm=True)
 
 
 def test_one_request_far_off_fails_whatever_the_mean_is():

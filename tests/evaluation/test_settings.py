@@ -16,6 +16,7 @@ from qbench.evaluation.settings import (
     batch_tokens,
     sample_violation,
     tolerance_violation,
+    undecided,
 )
 from qbench.plan import scoring_settings
 from qbench.recipe import Evaluation
@@ -110,8 +111,8 @@ def report(*samples, mode="fast"):
 @pytest.mark.parametrize(
     ("bounds", "words"),
     [
-        ({"mean": 0.005}, "the mean of the sample is 0.01 nats a token off"),
-        ({"largest": 0.1}, "one request of the sample is 0.2 nats a token off"),
+        ({"mean": 0.005}, "the mean of the sample is 0.01 nats per token off"),
+        ({"largest": 0.1}, "one request of the sample is 0.2 nats per token off"),
         ({"changed": 0.05}, "3 of 20 answers changed"),
     ],
 )
@@ -127,31 +128,33 @@ def test_a_tightened_bound_names_task_and_bound(bounds, words):
 
 
 @pytest.mark.parametrize(
-    ("bias", "stderr", "documents", "passes"),
+    ("by_bias", "bias", "stderr", "documents", "population", "passes"),
     [
-        (0.04, None, 1, True),
-        (-0.06, None, 1, False),
-        (0.2062, 0.073, 32, True),  # 1 of 120 samples has that by chance, and a grid has 150
-        (0.18, 0.03, 32, True),  # within 4.46 standard errors of the bound
-        (-0.19, 0.03, 32, False),
-        (0.24, 0.03, 2, True),  # within 6.6
-        (0.26, 0.03, 2, False),
+        (False, 0.045, 0.001, 32, 500, False),  # more than the README's effect
+        (False, -0.045, 0.001, 500, 500, False),
+        (False, 0.010, 0.003, 32, 500, True),
+        (False, 0.010, 0.010, 32, 500, False),  # may be as far off
+        (False, 0.010, 0.010, 500, 500, True),  # of all documents
+        (True, 0.8, 0.3, 2, 400, False),
+        (True, 0.2062, 0.073, 32, 400, False),
+        (True, 0.030, 0.006, 200, 400, True),
+        (True, -0.060, 0.030, 40, 40, False),
+        (True, 0.049, None, 1, 1, True),
+        (True, 0.001, None, 1, 2, False),
     ],
 )
-def test_where_rounding_is_amplified_the_mean_with_its_sign_is_judged_alone(
-    bias, stderr, documents, passes
+def test_a_bias_passes_if_it_lies_within_its_bound_with_certainty(
+    by_bias, bias, stderr, documents, population, passes
 ):
+    """Single requests of cells that amplify rounding differ as much as quantization costs."""
     far = {"mean_per_token": 0.4, "largest_per_token": 3.0, "changed_answers": 15}
-    far |= {"documents": documents}
-    biased = sample(**far, bias_per_token=bias, bias_stderr=stderr, by_bias=True)
-    refusal = tolerance_violation(Tolerance(), report(biased))
+    about = {"documents": documents, "population": population, "bias_stderr": stderr}
+    one = sample(**(far if by_bias else {}), **about, bias_per_token=bias, by_bias=by_bias)
+    refusal = tolerance_violation(Tolerance(), report(one))
     assert (refusal is None) == passes
     if not passes:
-        assert f"its mean difference on the sample is {bias:+.4g} ± " in refusal
-        assert "evaluation.tolerance.mean 0.05" in refusal
-    assert tolerance_violation(
-        Tolerance(), report(sample(**far, bias_per_token=bias))
-    )  # of other cells
+        assert f"its bias on the sample is {bias:+.4g} ± " in refusal
+        assert f"evaluation.tolerance.{'mean 0.05' if by_bias else 'bias 0.02'}" in refusal
 
 
 NOISE = {
@@ -162,25 +165,35 @@ NOISE = {
 
 
 @pytest.mark.parametrize("noise", NOISE)
-def test_a_grid_seldom_fails_by_chance_and_a_wrong_score_seldom_passes(noise):
-    """20 grids of 150 samples of 32 documents whose mean scatters by 0.073 nats a token, as that
-    of 4-bit activations in blocks does. Two standard errors would fail 8 to 60 of the 3,000."""
-    drawn = NOISE[noise](np.random.default_rng(0), (3000, 32)) * 32**0.5
-
-    def fail(bias, scattered=0.073):
-        scatter = scattered * drawn
-        means, errors = bias + scatter.mean(1), scatter.std(1, ddof=1) / 32**0.5
-        found = [
-            sample(documents=32, bias_per_token=mean, bias_stderr=error, by_bias=True)
-            for mean, error in zip(means.tolist(), errors.tolist(), strict=True)
-        ]
-        return sum(sample_violation(Tolerance(), one) is not None for one in found) / 3000
-
-    assert fail(0.0) <= 0.001
-    assert fail(0.6) > 0.95
-    assert 0.9 < fail(0.5) < 0.995  # these three as docs/methods.md has them
-    assert 0.08 < fail(0.3) < 0.39
-    assert fail(0.3, scattered=0.035) > 0.94
+@pytest.mark.parametrize(
+    ("by_bias", "scatter", "bias", "passing"),
+    [
+        (False, 0.03, 0.0, (1, 1)),
+        (False, 0.03, 0.025, (0, 0.03)),
+        (False, 0.03, 0.045, (0, 0.001)),
+        (True, 0.4, 0.0, (1, 1)),  # as 4-bit activations in blocks scatter
+        (True, 0.4, 0.06, (0, 0.03)),
+        (True, 0.4, 0.8, (0, 0)),
+    ],
+)
+def test_samples_grow_until_a_bias_is_found_and_no_task_fails_by_chance(
+    noise, by_bias, scatter, bias, passing
+):
+    """300 tasks of 1,000 documents, sampled from 32 on."""
+    rng, passed = np.random.default_rng(0), 0
+    for _ in range(300):
+        off = NOISE[noise](rng, 1000)
+        off = bias + scatter * (off - off.mean()) / off.std()
+        for count in (32, 64, 128, 256, 512, 1000):
+            error = off[:count].std(ddof=1) / count**0.5
+            one = sample(
+                documents=count, population=1000, bias_per_token=float(off[:count].mean()),
+                bias_stderr=float(error), by_bias=by_bias,
+            )  # fmt: skip
+            if not undecided(Tolerance(), one):
+                break
+        passed += sample_violation(Tolerance(), one) is None
+    assert passing[0] <= passed / 300 <= passing[1]
 
 
 def test_bias_is_the_mean_over_documents_with_its_standard_error():

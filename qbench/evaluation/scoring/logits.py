@@ -186,12 +186,12 @@ def to_device(array: np.ndarray | Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-Answer = tuple[float, bool]  # log-likelihood in nats, and whether every token was the likeliest
+LogLikelihood = tuple[float, bool]  # in nats, and whether every token was the likeliest
 
 
 def in_order(
     results: Sequence[tuple[Batch, RowScores]], count: int, *, exact: bool
-) -> list[Answer]:
+) -> list[LogLikelihood]:
     """To host memory in one copy, added up by request, and back into input order. ``exact``: by
     torch's own sum, in the dtype of the log-probabilities, which is HFLM's rounding."""
     values = torch.cat([scores.log_probability for _, scores in results]).cpu()
@@ -205,7 +205,7 @@ def in_order(
         sums = [float(values[a:b].sum()) for a, b in zip(firsts.tolist(), ends, strict=True)]
     else:
         sums = np.add.reduceat(values.double().numpy(), firsts).tolist()
-    answers: list[Answer | None] = [None] * count
+    answers: list[LogLikelihood | None] = [None] * count
     for i, log_likelihood, all_likeliest in zip(
         requests.tolist(), sums, greedy.tolist(), strict=True
     ):

@@ -42,7 +42,7 @@ from qbench.evaluation.scoring.generate import (
 from qbench.evaluation.scoring.hflm import pinned_hflm, report
 from qbench.evaluation.scoring.logits import (
     LOG_PROBABILITY_BYTES,
-    Answer,
+    LogLikelihood,
     Observer,
     Projection,
     RowScores,
@@ -60,7 +60,7 @@ from qbench.evaluation.scoring.requests import (
     encode_pairs,
     encode_texts,
 )
-from qbench.evaluation.settings import ScoringSettings, sample_violation
+from qbench.evaluation.settings import ScoringSettings, sample_violation, undecided
 from qbench.machine import reset_peak_memory
 from qbench.progress import Advance
 from qbench.records import DifferenceFromExact, SampleDifference, ScoringReport
@@ -183,7 +183,7 @@ class Scorer(LM):
             **asdict(self._counts),
         )
 
-    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[Answer]:
+    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[LogLikelihood]:
         return self._answers(self._pairs(requests))
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
@@ -232,7 +232,7 @@ class Scorer(LM):
                 first += len(continuation)
         return _Asked(instances, windows, windows=True)
 
-    def _answers(self, asked: _Asked) -> list[Answer]:
+    def _answers(self, asked: _Asked) -> list[LogLikelihood]:
         check_lengths(asked.requests, self.settings.max_length)
         check_tokens((request.tokens for request in asked.requests), self._embedded)
         limit = self.settings.max_length + 1
@@ -251,7 +251,7 @@ class Scorer(LM):
             self._exact_tasks[asked.task] = reason
         return self._observed(self.exact, asked)
 
-    def _observed(self, backend: Backend, asked: _Asked) -> list[Answer]:
+    def _observed(self, backend: Backend, asked: _Asked) -> list[LogLikelihood]:
         observer = self._observer
         if observer is not None:
             lengths = np.zeros(len(asked.instances), dtype=np.int64)
@@ -263,28 +263,40 @@ class Scorer(LM):
             observer.end()
         return answers
 
-    def _compare(self, asked: _Asked, fast: Sequence[Answer]) -> str | None:
-        """Holds the ``fast`` scores of some documents, of few windows one, against exact ones: why
-        they are too far off, None where they are not."""
-        count = self.settings.sample
-        if asked.windows:
-            count = min(SAMPLED_WINDOWS, count, max(1, len(asked.requests) // 20))
-        documents = asked.documents
-        indexes = draw(documents, count, self.settings.seed)
-        if not indexes:
+    def _compare(self, asked: _Asked, fast: Sequence[LogLikelihood]) -> str | None:
+        """Return why the ``fast`` scores are too far from exact ones; None if they are not.
+
+        Some documents, of few windows one, are scored exactly, and twice as many as long as they do
+        not tell whether the bias is within its bound.
+        """
+        documents, exact = asked.documents, dict[int, LogLikelihood]()
+        order = draw(documents, self.settings.seed)
+        count = min(SAMPLED_WINDOWS, self.settings.sample) if asked.windows else (
+            self.settings.sample)  # fmt: skip
+        if not count or not order:
             return None
-        requests = [asked.requests[i] for i in indexes]
-        difference = compare(
-            asked.task,
-            documents=[documents[i] for i in indexes],
-            tokens=[request.scored for request in requests],
-            fast=[fast[i] for i in indexes],
-            exact=self._score(self._reference, requests, asked.windows, Counts()),
-            by_bias=self.settings.amplifies_rounding,
-        )
-        if reason := sample_violation(self.settings.tolerance, difference[0]):
+        while True:
+            chosen = set(order[:count])
+            indexes = [i for i, document in enumerate(documents) if document in chosen]
+            new = [i for i in indexes if i not in exact]
+            requests = [asked.requests[i] for i in new]
+            scores = self._score(self._reference, requests, asked.windows, Counts())
+            exact |= dict(zip(new, scores, strict=True))
+            sample, off = compare(
+                asked.task,
+                documents=[documents[i] for i in indexes],
+                tokens=[asked.requests[i].scored for i in indexes],
+                fast=[fast[i] for i in indexes],
+                exact=[exact[i] for i in indexes],
+                by_bias=self.settings.amplifies_rounding,
+                population=len(order),
+            )
+            if count >= len(order) or not undecided(self.settings.tolerance, sample):
+                break
+            count *= 2
+        if reason := sample_violation(self.settings.tolerance, sample):
             return f"{reason}; use scoring: exact or raise it"
-        self._differences.append(difference)
+        self._differences.append((sample, off))
         return None
 
     def _score(
@@ -294,7 +306,7 @@ class Scorer(LM):
         windows: bool,
         counts: Counts,
         observer: Observer | None = None,
-    ) -> list[Answer]:
+    ) -> list[LogLikelihood]:
         """Answers in the order of ``requests``."""
         if not requests:
             return []
@@ -396,9 +408,10 @@ def compare(
     *,
     documents: Sequence[Hashable],
     tokens: Sequence[int],
-    fast: Sequence[Answer],
-    exact: Sequence[Answer],
+    fast: Sequence[LogLikelihood],
+    exact: Sequence[LogLikelihood],
     by_bias: bool = False,
+    population: int | None = None,
 ) -> tuple[SampleDifference, np.ndarray]:
     """Of a sample, one entry a request; and how far off each is in nats, whole and per scored
     token [2, N]. ``by_bias``: judged by their mean with its sign. Raises EvaluationError where they
@@ -418,6 +431,7 @@ def compare(
     found = SampleDifference(
         task=task,
         documents=len(bias),
+        population=population,
         requests=len(sample),
         mean_per_token=far.mean(),
         largest_per_token=far.max(),
@@ -448,14 +462,14 @@ def difference_from_exact(
     )
 
 
-def draw(documents: Sequence[Hashable], count: int, seed: int) -> list[int]:
-    """Indexes of all requests of ``count`` documents, drawn with ``seed``, in order."""
+def draw(documents: Sequence[Hashable], seed: int) -> list[Hashable]:
+    """Return the distinct documents in an order drawn with ``seed``: a larger sample holds a
+    smaller one."""
     distinct = list(dict.fromkeys(documents))
-    chosen = set(random.Random(seed).sample(distinct, min(count, len(distinct))))
-    return [i for i, document in enumerate(documents) if document in chosen]
+    return random.Random(seed).sample(distinct, len(distinct))
 
 
-def _answer(scores: Sequence[Answer], indexes: Sequence[int]) -> int | bool:
+def _answer(scores: Sequence[LogLikelihood], indexes: Sequence[int]) -> int | bool:
     """The likeliest choice, or for a single request whether it is the greedy continuation."""
     if len(indexes) == 1:
         return scores[indexes[0]][1]
