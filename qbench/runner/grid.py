@@ -1,4 +1,4 @@
-"""The loop over a grid: which cells are there already, who runs the others, and in what order."""
+"""Run the cells of a plan: reuse finished ones, order the others, retry those whose process died."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ T = TypeVar("T")
 
 
 def portable(function: Callable[..., T]) -> Callable[..., T]:
-    """``function``, for another process: it is unpickled there when what is registered from outside
-    the package is loaded."""
+    """Return ``function`` for another process, which loads this process's plug-ins before it
+    unpickles the function."""
     return partial(_call, loaded(), pickle.dumps(function))
 
 
@@ -57,17 +57,16 @@ def run_cells(
     force: bool = False,
     cache: Path | None = None,
 ) -> list[Record]:
-    """Run the cells that have no good record in the folder ``out``; the records, in order.
+    """Run the cells that have no good record in the folder ``out``; return all records in order.
 
     ``cells`` are some of the plan's (None: all). ``executor`` is any of ``concurrent.futures``
-    (None: one cell after the other, here); the caller shuts it down. ``progress`` shows progress.
-    ``force`` makes good records again. ``cache`` is where quantized weights and unquantized
-    distributions are kept (None: ``$QBENCH_CACHE``).
+    (None: one cell after the other in this process); the caller shuts it down. ``progress`` shows
+    progress. ``force`` runs cells with good records too. ``cache`` holds quantized weights and
+    unquantized distributions (None: ``$QBENCH_CACHE``).
 
-    A cell begins when the unquantized one that it is measured against is done, on an ``executor``
-    when all unquantized ones are. A cell whose process dies is tried once more, alone, so that only
-    a cell that kills its process fails. Cells that another run is at work on come last, when it has
-    finished them.
+    A cell begins after the unquantized cell that its damage is measured against; on an ``executor``
+    after all unquantized cells. A cell whose process dies is tried once more, alone, so that only a
+    cell that kills its process fails. Cells that another run computes now come last.
     """
     wanted = plan.cells if cells is None else cells
     grid = _GridRun(plan, Store(out), progress or SilentProgress(), cache or cache_folder(), force)
@@ -95,8 +94,9 @@ def run_each(
     progress: Progress,
     died: Callable[[Any, str], T],
 ) -> Iterator[T]:
-    """``function(cell, progress=…)`` of each of ``cells``, side by side on ``executor`` (None: one
-    after the other, here), in order; ``died(cell, why)`` of one whose process was killed."""
+    """Yield ``function(cell, progress=…)`` for each of ``cells``, in order, or ``died(cell, why)``
+    if its process was killed. They run side by side on ``executor`` (None: one after the other in
+    this process)."""
     if executor is None:
         yield from (function(cell, progress=progress) for cell in cells)
         return
@@ -112,7 +112,7 @@ def run_each(
 
 
 def _submit(executor: Executor, call: Callable[..., T], *arguments: Any, **more: Any) -> Future[T]:
-    """Fails where the executor is broken already."""
+    """Submit a call; a broken executor gives a failed future."""
     try:
         return executor.submit(call, *arguments, **more)
     except BrokenExecutor as error:
@@ -122,18 +122,19 @@ def _submit(executor: Executor, call: Callable[..., T], *arguments: Any, **more:
 
 
 def why(error: BaseException) -> str:
-    """What is said of a cell that ``error``, one of ``DEAD``, ended."""
+    """Return the error line of a cell that ``error``, one of ``DEAD``, ended."""
     return str(error) if isinstance(error, LostExecutorError) else DIED
 
 
 def remote(executor: Executor, progress: Progress) -> AbstractContextManager[Progress]:
-    """What cells on ``executor`` are given, so that ``progress`` hears of them; executors in this
-    process and over other hosts have a ``listen`` of their own."""
+    """Return the context whose value cells on ``executor`` report to; it passes all on to
+    ``progress``. Executors in this process and over other hosts have their own ``listen``."""
     return getattr(executor, "listen", listening)(progress)
 
 
 class _GridRun:
-    """One run's state: what is done, what died, and what is made ``rerun`` though it is good."""
+    """Holds the state of one run: the records that are ``done``, the cells whose process ``died``
+    once, and the finished cells to ``rerun``."""
 
     def __init__(
         self, plan: Plan, store: Store, progress: Progress, cache: Path, force: bool
@@ -147,10 +148,11 @@ class _GridRun:
         self.rerun: set[str] = set()
 
     def reuse_finished(self, cells: Sequence[Cell]) -> list[Cell]:
-        """The cells that are left to run. Nobody starts a process to find a record.
+        """Take the finished records of ``cells`` into ``done``; return the cells left to run.
 
-        Unquantized ones are among them where others that are still to run measure against their
-        distributions, and those are gone or damaged; that is said."""
+        A finished unquantized cell runs again, and a line says so, if its distributions are gone or
+        damaged and a cell that is left to run is measured against them.
+        """
         found = {cell.name: None if self.force else self._known(cell) for cell in cells}
         needed = {
             cell.base.key: cell.name
@@ -207,9 +209,10 @@ class _GridRun:
     def _side_by_side(
         self, cells: Sequence[Cell], submit: Callable[..., Future], *, busy_waits: bool
     ) -> list[Cell]:
-        """Runs ``cells``, each when what it depends on is done, in parallel when all that any of
-        them depends on is: the longest begin first then. Gives those that are left: their process
-        died for the first time, or another run holds them, or what they depend on is left."""
+        """Run ``cells``, each after the cell that it depends on, in parallel after all cells that
+        any of them depends on, so that the longest begin first. Return the cells that are left:
+        their process died for the first time, another run holds them, or the cell that they depend
+        on is left."""
         waiting, at_work, left = list(cells), dict[Future, Cell](), []
         while True:
             unfinished = {cell.key for cell in (*waiting, *at_work.values())}
@@ -249,7 +252,8 @@ class _GridRun:
                 self.done[cell.name] = record
 
     def _dead(self, cell: Cell, error: BaseException) -> list[Cell]:
-        """The cell, to be tried again; nothing where it was, or nobody can: it has failed."""
+        """Return the cell for a second try; if it had one or the executor is lost, record that it
+        failed and return nothing."""
         self.progress.end(cell.name)
         if cell.name not in self.died and not isinstance(error, LostExecutorError):
             self.died.add(cell.name)
@@ -258,10 +262,9 @@ class _GridRun:
         return []
 
     def give_up(self, cell: Cell, line: str) -> Record:
-        """The record of a cell whose process died.
+        """Write and return the failed record of a cell whose process died.
 
-        Another run, or this one in its last moment, may have made a good record meanwhile: the
-        store is looked at again under the cell's lock.
+        A good record that another run, or the dying process, made meanwhile is returned instead.
         """
         with FileLock(self.store.lock_file(cell.grid_cell)):
             known = self.store.get_valid(cell.grid_cell)
@@ -314,8 +317,8 @@ def run_cell(
 def run(
     cell: Cell, plan: Plan, store: Store, progress: Progress, cache: Path, *, reuse: bool = True
 ) -> Record:
-    """Run one cell and put its record into the store, whether it worked or not. A good record is
-    never replaced by a failed one."""
+    """Compute one cell; write and return its record, also if it failed. A failed record never
+    replaces a good one."""
     result = CellResult(cell=cell, plan=plan, progress=progress)
 
     def work() -> None:
@@ -339,13 +342,14 @@ def _put_failed(result: CellResult, store: Store, error: str) -> Record:
 
 
 def depends_on(cell: Cell) -> str | None:
-    """The key of the unquantized cell that ``cell`` is measured against; None where it is not."""
+    """Return the key of the unquantized cell that the damage of ``cell`` is measured against, or
+    None."""
     return cell.base.key if cell.base is not None else None
 
 
 def in_order(cells: Sequence[Cell]) -> list[Cell]:
-    """For cells side by side: what others depend on first, then what takes longest, which is exact
-    scoring where others are scored fast, then calibration."""
+    """Sort cells that run side by side: unquantized ones first, then those that take longest, by
+    exact scoring and by calibration."""
     return sorted(
         cells,
         key=lambda cell: (
@@ -357,7 +361,7 @@ def in_order(cells: Sequence[Cell]) -> list[Cell]:
 
 
 def put_manifest(plan: Plan, store: Store, progress: Progress) -> None:
-    """Say what the folder is of from now on; records under other keys stay where they are."""
+    """Write the plan's manifest into the results folder; records of other keys stay there."""
     before = store.put_manifest(plan.grid, progress.log)
     if before is not None and before.cells != plan.grid.cells:
         progress.log(
@@ -373,14 +377,14 @@ def find_kept(cell: Cell, cache: Path) -> tuple[Record, dict[Table, bytes]] | No
 
 
 def is_valid(known: Record | None, cell: Cell) -> bool:
-    """Whether a record is there that passed, all its tasks, under the tolerance asked for now."""
+    """Return whether the record finished all tasks within the tolerance of ``cell``."""
     if known is None or known.status != "ok" or known.failed_tasks:
         return False
     return tolerance_violation(cell.scoring.tolerance, known.scoring) is None
 
 
 def is_final(known: Record | None, cell: Cell) -> bool:
-    """Whether a record is good and no later run could add to it."""
+    """Return whether the record is good and no later run could add damage to it."""
     if known is None or not is_valid(known, cell):
         return False
     return not (isinstance(known.damage, Unavailable) and known.damage.retry)
@@ -395,8 +399,8 @@ def is_up_to_date(
     *,
     made: Collection[str] = (),
 ) -> bool:
-    """Whether a record is good, and has the damage that can be had by now, or when the cells with
-    the keys ``made`` are made."""
+    """Return whether the record is good and has all damage that can be measured now, or once the
+    cells with the keys ``made`` have run."""
     if not is_valid(known, cell) or is_final(known, cell):
         return is_final(known, cell)
     assert cell.base is not None
@@ -421,7 +425,7 @@ def baseline_error(cache: Path, cell: Cell, record: Record) -> str | None:
 
 
 def summary(record: Record) -> str:
-    """One line on what a cell gave and what it cost."""
+    """Return one line on a finished cell: its stages with seconds and what the audit measured."""
     if record.status == "failed":
         return f"{record.cell}: FAILED: {record.error}"
     cost = ", ".join(f"{stage.name} {stage.seconds:.1f} s" for stage in record.stages)
@@ -431,16 +435,16 @@ def summary(record: Record) -> str:
 
 
 def _measured(record: Record) -> Iterator[str]:
-    """Of each part that is quantized, what the audit measured."""
+    """Yield what the audit measured of each quantized part."""
     audit, precision = record.audit, record.precision
     if audit is None:
         return
     if precision.weights is not None:
-        yield f"{audit.bits_per_weight:.2f} bits a weight, weight error {audit.weight_error:.3f}"
+        yield f"{audit.bits_per_weight:.2f} bits per weight, weight error {audit.weight_error:.3f}"
     if audit.activations is not None:
-        yield f"{audit.activations.bits:g} bits an activation, error {audit.activations.error:.3f}"
+        yield f"{audit.activations.bits:g} bits per activation, error {audit.activations.error:.3f}"
     if (cache := audit.kv_cache) is not None:
         yield (
-            f"{cache.bits_per_value:.2f} bits a cached value, errors {cache.key_error:.3f} of keys "
+            f"{cache.bits_per_value:.2f} bits per cached value, errors {cache.key_error:.3f} of keys "
             f"and {cache.value_error:.3f} of values"
         )

@@ -1,5 +1,5 @@
-"""What a run shows while it works: bars on a terminal, a line a step elsewhere; and the way there
-from cells in other processes."""
+"""Show the progress of a run, as bars on a terminal and else as lines, also of cells in other
+processes."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Display:
         self.log(f"{elapsed:7.1f}s [{self._numbers[cell]}/{self._cells}] {cell}: {step}")
 
     def log(self, line: str, style: str = "") -> None:
-        """A line that stays. A reason for which several cells fail is said once."""
+        """Print a line that stays. A reason for which several cells fail is printed once."""
         cell, failed, reason = line.partition(FAILED)
         if failed:
             first = self._reasons.setdefault(reason, cell)
@@ -113,7 +113,7 @@ class Display:
         self._count()
 
     def stage(self, cell: str, name: str, total: float | None = None) -> None:
-        """``cell`` begins ``name``, which is ``total`` pieces of work if that is known."""
+        """Show that ``cell`` begins the stage ``name``, of ``total`` pieces of work if given."""
         if cell in self._rows:
             self._bars.reset(self._rows[cell], description=f"{cell}: {name}", total=total)
         if not self.console.is_terminal:
@@ -125,7 +125,7 @@ class Display:
             self._bars.update(self._rows[cell], completed=completed, total=total)
 
     def end(self, cell: str) -> None:
-        """``cell`` is done, or its process died; nothing where it is not at work."""
+        """Show that ``cell`` ended or that its process died."""
         if cell in self._rows:
             self._bars.remove_task(self._rows.pop(cell))
             self._ended.add(cell)
@@ -138,8 +138,8 @@ class Display:
 
 @dataclass(slots=True)
 class RemoteProgress:
-    """A Progress in another process, whose words ``send`` takes to the run. It can be pickled
-    where that can. Where nobody listens any more it says nothing: no reason for a cell to fail."""
+    """A Progress in a worker process: ``send`` takes each call to the run, as a tuple of the
+    method's name and its arguments. A run that is gone is no error."""
 
     send: Callable[[tuple[Any, ...]], None]
     _last: float = field(default=0.0, repr=False)
@@ -169,8 +169,11 @@ class RemoteProgress:
 
 @contextmanager
 def listening(progress: Progress) -> Iterator[RemoteProgress]:
-    """What cells in processes of this host say to the one that is yielded, ``progress`` is told.
-    Each message is a datagram, whole or not there: a process may be killed at any moment."""
+    """Yield a RemoteProgress for processes of this host; what it is told goes to ``progress``.
+
+    Each message is a datagram, which arrives complete or not at all: a process may be killed at any
+    moment.
+    """
     with (
         TemporaryDirectory(prefix="qbench-", dir=socket_folder()) as folder,
         _datagrams() as server,
@@ -205,6 +208,6 @@ def _listen(server: socket.socket, progress: Progress) -> None:
 
 
 def pass_on(progress: Progress, method: str, *arguments: Any) -> None:
-    """Tell ``progress`` what a RemoteProgress said."""
+    """Call a method of ``progress`` by its name, as a RemoteProgress sent it."""
     with suppress(OSError):  # of a terminal that is gone
         getattr(progress, method)(*arguments)

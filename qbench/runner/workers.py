@@ -1,8 +1,8 @@
-"""Worker processes of this host: one ``ProcessPoolExecutor`` of one process a slot.
+"""Run cells in worker processes of this host: one ``ProcessPoolExecutor`` with one process per slot.
 
-On a CPU they are forked from Python's fork server, which imports what every cell needs once; on
-GPUs, and where there is no fork server, each imports by itself, while the run still plans.
-Executors of plug-ins take their place by ``--executor``.
+On a CPU processes are forked from Python's fork server, which imports what every cell needs once.
+On GPUs, and without a fork server, each process imports by itself while the run plans.
+``--executor`` takes an executor of a plug-in instead.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ _starting = threading.Lock()
 
 
 def register(name: str, make: Callable[[str], Executor]) -> None:
-    """Give an executor a name that ``--executor`` can say."""
+    """Register an executor under a name for ``--executor``. ``make`` gets "cpu" or "cuda"."""
     EXECUTORS.add(name, make)
 
 
 def start_forkserver(processes: int) -> None:
-    """Have the fork server import what workers need from now on, beside what this process does.
-    ``processes`` will share the cores."""
+    """Start the fork server, which imports what workers need in the background. ``processes`` is
+    the number of workers that share the cores."""
     with interrupts_blocked(), _share_of_cores(processes):  # in its children too
         prepare_sockets()
         get_context("forkserver").set_forkserver_preload([PRELOAD])
@@ -75,20 +75,20 @@ def prepare_sockets() -> None:
 
 
 def start_tracker() -> None:
-    """Python's process that frees the locks of ended ones. It says so where they were killed, as
-    workers are at the end of a run, unless it is started like this."""
+    """Start Python's process that frees the locks of ended processes, with its warnings off: it
+    would warn of each killed worker."""
     with _environment("PYTHONWARNINGS", "ignore:resource_tracker"):
         resource_tracker.ensure_running()
 
 
 def _share_of_cores(processes: int) -> AbstractContextManager[None]:
-    """Threads that wait for a core slow all of them down."""
+    """Bound the threads of a process that starts in the body: too many slow each other down."""
     return _environment("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
 
 
 @contextmanager
 def _environment(name: str, value: str) -> Iterator[None]:
-    """For processes that are started in the body, unless the user has set it."""
+    """Set an environment variable for processes started in the body, unless the user set it."""
     given = name in os.environ
     os.environ.setdefault(name, value)
     try:
@@ -99,11 +99,11 @@ def _environment(name: str, value: str) -> Iterator[None]:
 
 
 class LostExecutorError(BrokenExecutor):
-    """All of an executor is gone, not one process of it; the message says what can be done."""
+    """A whole executor is gone, not only one of its processes; the message gives the remedy."""
 
 
 class SerialExecutor(Executor):
-    """Runs each call when it is submitted, in this process."""
+    """An executor that runs each call in this process when it is submitted."""
 
     def submit(self, fn: Callable, /, *args: Any, **kwargs: Any) -> Future:
         future: Future = Future()
@@ -120,11 +120,11 @@ class SerialExecutor(Executor):
 
 
 class Workers(Executor):
-    """One process a slot. A process that dies breaks the future of its own call and no other, and
-    another takes its place: one pool of all of them would break what its neighbours do.
+    """An executor with one process per slot. A process that dies breaks the future of its own call
+    alone, and a new process takes its slot; one common pool would break the other calls too.
 
-    ``slots`` holds the GPU of each process, the only one that it sees; on the CPU its numbers play
-    no part.
+    ``slots`` holds the index of the one GPU that each process sees; on the CPU only its length
+    counts.
     """
 
     def __init__(self, slots: Sequence[int], *, device: str) -> None:
@@ -147,8 +147,8 @@ class Workers(Executor):
         return self._threads.submit(self._call, fn, args, kwargs)
 
     def preload(self) -> None:
-        """Start every process now, and have it import what cells need: about ten seconds, in which
-        the run reads and plans. Processes of the fork server need none of it."""
+        """Start every process now and have it import what cells need, for about ten seconds, while
+        the run plans. Processes of the fork server need not."""
         if not self._forked:
             for _ in self._slots:  # a call each: free slots come in turn
                 self.submit(preload)
@@ -161,7 +161,7 @@ class Workers(Executor):
             self._free.put(slot)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """With ``cancel_futures`` running calls are ended too, with their processes."""
+        """Shut down; with ``cancel_futures`` processes with running calls are killed too."""
         self._threads.shutdown(wait=wait and not cancel_futures, cancel_futures=cancel_futures)
         self._ended.set()
         for slot in self._slots:
@@ -169,8 +169,7 @@ class Workers(Executor):
 
 
 class _Slot:
-    """A pool of one process, and another in its place when that has died; one of ``processes``
-    that share the cores."""
+    """A pool of one process, replaced when the process dies; ``processes`` share the cores."""
 
     def __init__(
         self, gpu: int | None, method: str, ended: threading.Event, processes: int
@@ -181,7 +180,7 @@ class _Slot:
         self._processes: set[BaseProcess] = set()
 
     def call(self, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Raises BrokenExecutor where the process dies."""
+        """Return ``fn(*args, **kwargs)`` of the process. Raises BrokenExecutor if it dies."""
         try:
             if self._pool is None:
                 self._pool = self._start()
@@ -229,7 +228,7 @@ def _with_state(fn: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Any,
 
 
 def begin(gpu: int | None) -> None:
-    """In a worker process, before its first call. ``gpu``: the only one that it sees."""
+    """Prepare a worker process before its first call. ``gpu`` is the one that it sees."""
     threading.Thread(target=end_with_parent, daemon=True).start()
     if gpu is not None:
         os.environ[VISIBLE] = gpu_of_environment(gpu)
@@ -238,7 +237,7 @@ def begin(gpu: int | None) -> None:
 
 
 def preload() -> None:
-    """In a worker process: import what cells need, and start the GPU where it has one."""
+    """Import what cells need, in a worker process, and start its GPU if it has one."""
     importlib.import_module(PRELOAD)
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
@@ -246,7 +245,7 @@ def preload() -> None:
 
 
 def end_with_parent() -> None:
-    """In a thread of a child: one whose parent was killed must not go on, with a GPU's memory."""
+    """End this worker process when its parent ends, so that no orphan holds a GPU's memory."""
     parent = parent_process()
     assert parent is not None
     with suppress(OSError):

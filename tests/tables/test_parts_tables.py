@@ -140,9 +140,9 @@ def test_compare_and_the_gate_write_the_precision_and_hold_what_was_measured(sto
 
 def test_a_finished_cell_says_what_was_measured_of_each_part(store):
     told = {cell.cell: summary(store.get(cell)) for cell in store.manifest().cells}
-    assert "bits a weight" in told["softmax/gptq-4bit"]
+    assert "bits per weight" in told["softmax/gptq-4bit"]
     assert "activation" not in told["softmax/gptq-4bit"]
-    assert "bits a weight" not in told["softmax/hqq-2bit"]
-    assert told["softmax/hqq-2bit"].endswith("; 8 bits an activation, error 0.012)")
-    assert "bits a weight, weight error" in told["softmax/hqq-3bit"]
-    assert "8 bits an activation, error 0.012" in told["softmax/hqq-3bit"]
+    assert "bits per weight" not in told["softmax/hqq-2bit"]
+    assert told["softmax/hqq-2bit"].endswith("; 8 bits per activation, error 0.012)")
+    assert "bits per weight, weight error" in told["softmax/hqq-3bit"]
+    assert "8 bits per activation, error 0.012" in told["softmax/hqq-3bit"]
