@@ -1,4 +1,4 @@
-"""Run the cells of a plan: reuse finished ones, order the others, retry those whose process died."""
+"""Run the cells of a plan: reuse finished ones, order the rest, retry if a process dies."""
 
 from __future__ import annotations
 
@@ -287,12 +287,12 @@ def run_cell(
     reuse: bool = True,
     wait: bool = True,
 ) -> Record | None:
-    """The good record of the cell ``name``, made now if need be.
+    """Return the good record of the cell ``name`` in the results folder ``out``; compute the cell
+    if there is none, or with ``force``.
 
-    ``out`` is the results folder, ``cache`` where quantized weights and unquantized distributions
-    are kept. ``force`` makes the record again, of tasks that the cache has
-    unless ``reuse`` is false. Whoever holds a cell's lock is at work on it, so
-    that several runs may share a results folder: None where that is another and ``wait`` is false.
+    ``cache`` holds quantized weights, unquantized distributions and, unless ``reuse`` is false,
+    finished tasks to take. The cell is locked meanwhile, so that several runs may share a results
+    folder. Returns None if another run has the lock and ``wait`` is false.
     """
     cell, store = plan.cell(name), Store(out)
     try:
@@ -445,6 +445,6 @@ def _measured(record: Record) -> Iterator[str]:
         yield f"{audit.activations.bits:g} bits per activation, error {audit.activations.error:.3f}"
     if (cache := audit.kv_cache) is not None:
         yield (
-            f"{cache.bits_per_value:.2f} bits per cached value, errors {cache.key_error:.3f} of keys "
-            f"and {cache.value_error:.3f} of values"
+            f"{cache.bits_per_value:.2f} bits per cached value, errors {cache.key_error:.3f} of "
+            f"keys and {cache.value_error:.3f} of values"
         )

@@ -1,4 +1,4 @@
-"""Run cells in worker processes of this host: one ``ProcessPoolExecutor`` with one process per slot.
+"""Run cells in worker processes of this host, each a ``ProcessPoolExecutor`` of one process.
 
 On a CPU processes are forked from Python's fork server, which imports what every cell needs once.
 On GPUs, and without a fork server, each process imports by itself while the run plans.
