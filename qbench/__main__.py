@@ -1,4 +1,4 @@
-"""The command, ``qbench`` or ``python -m qbench``: Ctrl-C while it starts is one line too."""
+"""Run the command line, ``qbench`` or ``python -m qbench``; Ctrl-C is one line from the start."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def main() -> None:
 
 
 def _end(code: int) -> None:
-    """End this process at once: what its libraries' threads still do, and the search for garbage
-    in all that was imported, keep it for a second, or abort it."""
+    """End this process at once with this exit code. Python's own end waits a second for libraries'
+    threads and garbage, or aborts."""
     if code == INTERRUPTED:
         _kill_children()
     atexit._run_exitfuncs()
@@ -40,8 +40,7 @@ def _end(code: int) -> None:
 
 
 def _kill_children() -> None:
-    """The fork server first, for a worker that it starts now would only complain that its parent is
-    gone. Python's resource tracker ends by itself, when it has tidied up."""
+    """Kill all child processes but Python's resource tracker, which ends when it has tidied up."""
     with suppress(psutil.Error):
         for child in psutil.Process().children(recursive=True):
             with suppress(psutil.NoSuchProcess):

@@ -232,7 +232,7 @@ def quantized(
 
 def _audit(result: CellResult, model: PreTrainedModel) -> None:
     cell, plan = result.cell, result.plan
-    if cell.alone or cell.runtime == "lm-eval":
+    if cell.without_baseline or cell.runtime == "lm-eval":
         return  # there is nothing to hold against anything: the record is not audited
     with result.stage("audit"):
         # Read from disk again, for unquantized cells too.

@@ -1,4 +1,4 @@
-"""The errors that a user can meet. Each message gives location, value and remedy.
+"""Define the errors that a user can meet. Each message gives place, value and remedy.
 
 Quantization, audit and evaluation errors fail their cell; the others end a command with code 2.
 """
@@ -53,15 +53,15 @@ class ResultsError(QbenchError):
 
 
 class DamagedError(ResultsError):
-    """A file of a results folder is not what was written there; the next run makes it again."""
+    """A file of a results folder changed since it was written; the next run makes it again."""
 
 
 class SchemaError(ResultsError):
-    """A file was written by a qbench whose records this one does not read."""
+    """A file was written by another version of qbench, which this one cannot read."""
 
 
 class NewerSchemaError(SchemaError):
-    """That of a newer qbench: it is neither read nor replaced."""
+    """A file was written by a newer qbench; it is neither read nor replaced."""
 
 
 class OutputError(QbenchError):
@@ -69,7 +69,7 @@ class OutputError(QbenchError):
 
 
 class UnavailableError(QbenchError):
-    """A library, backend or device that was asked for is not there."""
+    """A requested library, backend or device is not there."""
 
 
 class QuantizationError(QbenchError):
@@ -81,11 +81,11 @@ class AuditError(QbenchError):
 
 
 class EvaluationError(QbenchError):
-    """Scoring broke, or its difference from exact scoring left the stated tolerance."""
+    """Scoring failed, or differs from exact scoring by more than the tolerance."""
 
 
 class TrainingError(QbenchError):
-    """A training broke off, or cannot go on from what is there."""
+    """A training failed, or cannot continue from its files."""
 
 
 class _Bounded(reprlib.Repr):
@@ -119,7 +119,7 @@ def shown(value: object, *, most: int = SHOWN) -> str:
 
 
 def some(names: Sequence[str], most: int = 8) -> str:
-    """The first few names, and how many there are beside."""
+    """Return the first few names as text, and how many more there are."""
     rest = len(names) - most
     return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
 
@@ -140,7 +140,7 @@ def first_line(error: BaseException) -> str:
 
 
 def validation_line(error: ValidationError) -> str:
-    """The first problem of what pydantic refused, and its place."""
+    """Return the first problem of a pydantic error, and its place."""
     first = error.errors()[0]
     location = ".".join(map(str, first["loc"])) or "all"
     return f"{location}: {first['msg'].removeprefix('Value error, ')}"

@@ -1,7 +1,7 @@
-"""The machine that runs: its devices, what stages cost on it, and its quiet terminal.
+"""Describe this machine: devices, library versions, memory; send libraries' output to a log.
 
-GPUs are asked of NVML, and records' classes are imported where they are made:
-importing torch to ask whether there is a GPU takes seconds, and the command line starts with this.
+GPUs are found through NVML: importing torch for that takes seconds, and every command starts with
+this module.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
-    """A GPU that this process may use."""
+    """Describes a GPU that this process may use."""
 
     name: str  # such as NVIDIA H200
     capability: tuple[int, int]
@@ -50,8 +50,8 @@ class Gpu:
 
 @functools.cache
 def visible_gpus() -> tuple[Gpu, ...]:
-    """As CUDA_VISIBLE_DEVICES says, asked of NVML; of PyTorch where that cannot tell which they
-    are, as its order differs from CUDA's on a host with GPUs of several kinds."""
+    """Return the GPUs that CUDA_VISIBLE_DEVICES allows, from NVML; from PyTorch on a host with GPUs
+    of several kinds, whose order in NVML and CUDA differs."""
     try:
         pynvml.nvmlInit()
         visible = os.environ.get(VISIBLE)
@@ -87,7 +87,7 @@ def _gpu(name: str) -> Gpu:
 
 
 def choose_device(wanted: str) -> str:
-    """``cpu`` or ``cuda`` for ``auto``, ``cpu`` or ``cuda``; raises UnavailableError."""
+    """Return "cpu" or "cuda" for "auto", "cpu" or "cuda". Raises UnavailableError without a GPU."""
     if wanted not in ("auto", "cpu", "cuda"):
         raise UnavailableError(f"device {wanted!r}: it is auto, cpu or cuda")
     if wanted == "cpu":
@@ -102,7 +102,7 @@ def choose_device(wanted: str) -> str:
 
 @functools.cache
 def cuda_problem() -> str | None:
-    """Why the installed PyTorch can use no GPU here, in words; None where it can."""
+    """Return why the installed PyTorch can use no GPU; None if it can."""
     build = torch_cuda()
     if build is None:
         return "the installed PyTorch is built without CUDA"
@@ -118,14 +118,14 @@ def cuda_problem() -> str | None:
 
 @functools.cache
 def cpu_flags() -> frozenset[str]:
-    """What this host's processor can do, in Linux's words (avx512_vnni); none where it does not
-    say, as on ARM."""
+    """Return the processor's features by Linux's names, such as avx512_vnni; none if they are not
+    listed, as on ARM."""
     return frozenset(_proc("cpuinfo", "flags").split())
 
 
 def int8_problem() -> str | None:
-    """Why PyTorch's int8 products are wrong on this host's processor; None where they are right, or
-    nobody knows."""
+    """Return why PyTorch's int8 products are wrong on this processor; None if they are right, or if
+    that is not known."""
     flags = cpu_flags()
     if not flags or flags & {"avx512_vnni", "avx_vnni", "amx_int8"}:
         return None
@@ -133,13 +133,13 @@ def int8_problem() -> str | None:
 
 
 def fast_bf16() -> bool:
-    """Whether this host's processor has instructions for bfloat16, or nobody knows."""
+    """Return whether this processor has instructions for bfloat16; True if that is not known."""
     flags = cpu_flags()
     return not flags or bool(flags & {"avx512_bf16", "amx_bf16"})
 
 
 def memory_gib(device: str) -> float:
-    """Of the first GPU, all of it; on a CPU, what is free now."""
+    """Return the memory in GiB: all of the first GPU's, on a CPU what is free now."""
     if device == "cuda":
         return visible_gpus()[0].memory_gib
     return psutil.virtual_memory().available / GIB
@@ -147,7 +147,7 @@ def memory_gib(device: str) -> float:
 
 @functools.cache
 def torch_cuda() -> str | None:
-    """The CUDA version that the installed PyTorch is built for; None for a build without."""
+    """Return the CUDA version of the installed PyTorch; None for a build without CUDA."""
     found = importlib.util.find_spec("torch")
     if found is None or found.origin is None:
         return None
@@ -164,10 +164,11 @@ def gpu_slots(
     *,
     at_most: int | None = None,
 ) -> list[int]:
-    """The GPU of each worker process, of ``at_most`` so many; an empty list means one cell at a
-    time in this process.
+    """Return the GPU index of each worker process, at most ``at_most`` of them; an empty list means
+    one cell at a time in this process.
 
-    ``gpus`` is None (one GPU), ``all`` or a number. Raises RecipeError for what is not there.
+    ``gpus`` is None (one GPU), "all" or a number; ``workers`` the processes per GPU, by default
+    ``cells_per_gpu``, and 1 on a CPU. Raises RecipeError for GPUs that are not there.
     """
     if device == "cpu":
         if gpus is not None:
@@ -181,23 +182,22 @@ def gpu_slots(
 
 
 def gpu_of_environment(index: int) -> str:
-    """What ``CUDA_VISIBLE_DEVICES`` must say for a process that is to see this process's GPU
-    ``index`` alone."""
+    """Return the CUDA_VISIBLE_DEVICES of a process that sees only this process's GPU ``index``."""
     visible = os.environ.get(VISIBLE)
     return visible.split(",")[index] if visible else str(index)
 
 
-version = functools.cache(metadata.version)  # of who is missing, nothing is remembered
+version = functools.cache(metadata.version)  # a distribution that is missing is looked for again
 ALWAYS = ("torch", "transformers", "lm-eval", "tokenizers", "datasets", "numpy")
 
 
 def versions(names: tuple[str, ...]) -> dict[str, str]:
-    """Installed versions of distributions; ``absent`` for one that is not installed."""
+    """Return the installed versions of distributions and those of ``ALWAYS``, by name."""
     return {name: version_of(name) for name in sorted({*ALWAYS, *names})}
 
 
 def version_of(name: str) -> str:
-    """The installed version of a distribution, or ``absent``."""
+    """Return the installed version of a distribution, or "absent"."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -205,7 +205,8 @@ def version_of(name: str) -> str:
 
 
 def environment(device: str, names: tuple[str, ...], gpu: str | None = None) -> Environment:
-    """``gpu``: the one that was planned for, which need not be of this host."""
+    """Return what a record says of the machine, with the versions of ``names``. ``gpu`` is the name
+    of the planned GPU, None for this host's."""
     return Environment(
         python=platform.python_version(),
         platform=f"{platform.system()} {platform.machine()}",
@@ -220,7 +221,7 @@ def environment(device: str, names: tuple[str, ...], gpu: str | None = None) -> 
 
 @functools.cache
 def hardware(device: str) -> str:
-    """Name of the processor or GPU that computes."""
+    """Return the name of the processor or GPU."""
     if device == "cuda":
         return visible_gpus()[0].name
     return _proc("cpuinfo", "model name") or platform.processor() or platform.machine()
@@ -228,7 +229,7 @@ def hardware(device: str) -> str:
 
 @functools.cache
 def git_revision() -> str | None:
-    """Commit of the qbench that runs, ``+`` where its tree was changed; None outside git."""
+    """Return the commit of this qbench, with ``+`` if its files were changed; None outside git."""
     if not (Path(__file__).parents[1] / ".git").exists():
         return None
     git = ["git", "-C", str(Path(__file__).parent)]
@@ -244,8 +245,8 @@ def git_revision() -> str | None:
 
 
 def peak_memory_gib(device: str) -> float:
-    """CUDA: peak of PyTorch's allocator, of the fullest GPU; CPU: peak resident set of this
-    process. In GiB."""
+    """Return the peak memory in GiB: of PyTorch's allocator on the fullest GPU; on a CPU, of the
+    resident set of this process."""
     if device == "cuda":
         cuda = _cuda()
         each = map(cuda.max_memory_allocated, range(cuda.device_count()))
@@ -257,13 +258,13 @@ def peak_memory_gib(device: str) -> float:
 
 
 def synchronize(device: str) -> None:
-    """Wait for what a GPU was given to do."""
+    """Wait until a GPU has finished its work."""
     if device == "cuda":
         _cuda().synchronize()
 
 
 def reset_peak_memory(device: str) -> None:
-    """The peak that ``peak_memory_gib`` gives is counted from here on."""
+    """Begin to count the peak of ``peak_memory_gib`` anew."""
     if device == "cuda":
         cuda = _cuda()
         for index in range(cuda.device_count()):
@@ -276,14 +277,14 @@ def reset_peak_memory(device: str) -> None:
 
 
 def free(device: str) -> None:
-    """Give back what nobody holds any more."""
+    """Collect garbage, and return the GPU's unused memory."""
     gc.collect()
     if device == "cuda":
         _cuda().empty_cache()
 
 
 def _proc(file: str, name: str) -> str:
-    """What Linux says of ``name`` in a file of /proc; "" where there is none."""
+    """Return the value of ``name`` in a file of /proc; "" if there is none."""
     path = Path("/proc") / file
     text = path.read_text() if path.is_file() else ""
     found = re.search(rf"^{name}\s*:(.*)$", text, re.MULTILINE)
@@ -306,7 +307,7 @@ TALKATIVE = ("torchao", "torch.utils._pytree")  # loggers that warn of their own
 
 
 def set_library_env() -> None:
-    """Set what libraries read when they are imported. What the user set stays."""
+    """Set the environment variables that libraries read on import, unless the user set them."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     for name in TALKATIVE:
@@ -316,8 +317,8 @@ def set_library_env() -> None:
 
 
 def terminal() -> AbstractContextManager[TextIO]:
-    """Standard error as it is now, out of reach of later redirections; in a notebook it has no file
-    descriptor, and is out of reach anyway."""
+    """Return a copy of standard error that later redirections leave alone; in a notebook, which has
+    no file descriptor, standard error itself."""
     try:
         return os.fdopen(os.dup(sys.stderr.fileno()), "w", buffering=1, encoding="utf-8")
     except (OSError, AttributeError):
@@ -326,10 +327,11 @@ def terminal() -> AbstractContextManager[TextIO]:
 
 @contextmanager
 def redirected(log: Path) -> Iterator[None]:
-    """Send everything that is printed, logged or warned in the body to ``log``, appending.
+    """Append all that is printed, logged or warned in the body to the file ``log``.
 
-    Some libraries print straight to the file descriptors, some set the root logger's level when
-    they are imported, so the descriptors themselves are redirected."""
+    The file descriptors themselves are redirected, since some libraries print to them, and the
+    root logger is restored, since some set its level on import.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -393,7 +395,7 @@ def broken_device() -> str | None:
 
 @contextmanager
 def interrupts_blocked() -> Iterator[None]:
-    """A process that is started in the body never sees Ctrl-C: its parent ends it."""
+    """Start processes in the body that never see Ctrl-C: their parent ends them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

@@ -1,7 +1,7 @@
-"""Recipe → Plan: every cell with its content key. Imports no torch, loads no model and no task.
+"""Plan a recipe: find its files, choose settings for each model, give every cell its content key.
 
-What would fail in a cell, or has to be chosen for a model, is found here. A plan is made once and
-can be pickled: whoever runs a cell, in this process or on another host, gets it as it is.
+Input that would fail in a cell is refused here. Imports no torch, loads no model and no task. The
+same plan goes, pickled, to cells in other processes and on other hosts.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ CALIBRATION_LINES = 1_000  # read of a calibration text; a hub shard has hundred
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cell:
-    """One checkpoint × one quantizer, all its tasks."""
+    """Holds what one cell computes: one checkpoint with one quantizer, on all tasks."""
 
     checkpoint_name: str
     checkpoint: Checkpoint
@@ -83,7 +83,7 @@ class Cell:
     key_parts: dict[str, Any]
     base: GridCell | None  # the unquantized cell that damage is taken against
     copy: Checkpoint | None = None  # the quantized files of a checkpoint that is published so
-    refusal: str | None = None  # why it can never run
+    unsupported_reason: str | None = None  # why it can never run
     notes: tuple[str, ...] = ()  # what was chosen for this model that a user would not expect
 
     @property
@@ -91,13 +91,13 @@ class Cell:
         return f"{self.checkpoint_name}/{self.label}"
 
     @property
-    def alone(self) -> bool:
-        """Whether the checkpoint itself is a quantized one, whose original is not there."""
+    def without_baseline(self) -> bool:
+        """Return whether the checkpoint is quantized already and its original is not known."""
         return self.copy is not None and self.copy.folder == self.checkpoint.folder
 
     @property
     def runtime(self) -> Runtime:
-        """What runs its model."""
+        """Return which library runs the model."""
         return self.quantization.runtime
 
     @property
@@ -114,7 +114,8 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What a run is of: cells in order, unquantized ones first within a checkpoint."""
+    """Holds all cells of a run in order, unquantized ones first within a checkpoint, and what they
+    share."""
 
     recipe: Recipe
     device: str
@@ -126,7 +127,7 @@ class Plan:
     skipped: tuple[str, ...] = ()  # tasks whose data are missing, where that is allowed
 
     @property
-    def grid(self) -> RunManifest:
+    def manifest(self) -> RunManifest:
         return RunManifest(
             name=self.recipe.name,
             checkpoints=self.recipe.compared,
@@ -141,7 +142,7 @@ class Plan:
     def manifest_of(self, names: Collection[str]) -> RunManifest:
         """Return the manifest with the cells ``names`` alone, and their checkpoints and
         quantizers."""
-        manifest = self.grid
+        manifest = self.manifest
         cells = tuple(cell for cell in manifest.cells if cell.cell in names)
         checkpoints = {cell.checkpoint for cell in cells}
         quantizers = {cell.quantizer for cell in cells}
@@ -159,23 +160,23 @@ class Plan:
         )
 
     def cell(self, name: str) -> Cell:
-        """The cell ``<checkpoint>/<quantizer label>``; KeyError where there is none."""
+        """Return the cell called ``<checkpoint>/<quantizer label>``. Raises KeyError."""
         return {cell.name: cell for cell in self.cells}[name]
 
     def select(self, pattern: str | None) -> tuple[Cell, ...]:
-        """Cells whose name matches the glob ``pattern``; RecipeError where none does."""
+        """Return the cells whose names match a glob. Raises RecipeError if none does."""
         chosen = set(select((cell.name for cell in self.cells), pattern))
         return tuple(cell for cell in self.cells if cell.name in chosen)
 
 
 def cell_names(recipe: Recipe) -> list[str]:
-    """What the cells of ``recipe`` will be called, before anything is planned."""
+    """Return the names that the cells of ``recipe`` will have."""
     return [f"{name}/{column.label}" for name in recipe.checkpoints for column in recipe.quantizers]
 
 
 def select(names: Iterable[str], pattern: str | None) -> list[str]:
-    """The ``names`` that match a glob of ``pattern``, commas between them; RecipeError where none
-    matches one."""
+    """Return the ``names`` that match one of the globs in ``pattern``, which commas separate; None
+    matches all. Raises RecipeError for a glob without a match."""
     known = list(names)
     globs = ["*"] if pattern is None else pattern.split(",")
     for glob in globs:
@@ -195,10 +196,10 @@ def plan(
 ) -> Plan:
     """Find the checkpoints, the tasks and their data, and give every cell its key.
 
-    ``device`` is "cpu" or "cuda"; ``gpu`` the name of what other hosts compute on, None that of
-    this host's; ``only`` a glob over the names of cells that are to run. Raises a QbenchError for
-    what cannot work; for those of the cells that can never run, too, unless it is to ``show`` them.
-    ``untrained``: the checkpoints that are not there yet, with their linear layers' shapes.
+    ``device`` is "cpu" or "cuda". ``gpu`` is the name of the GPU of other hosts, None for this
+    host's. ``untrained`` holds checkpoints that do not exist yet, with the shapes of their linear
+    layers. Raises a QbenchError for what cannot work, also if a cell that matches the glob ``only``
+    can never run, unless ``show`` is true.
     """
     untrained = untrained or {}
     checkpoints = {name: one for name, (one, _) in untrained.items()} or _checkpoints(recipe)
@@ -227,7 +228,10 @@ def plan(
             require_bos(name, checkpoint)
         if recipe.evaluation.apply_chat_template:
             require_chat_template(name, checkpoint)
-        _, shapes = untrained.get(name) or (None, {} if recipe.alone else linear_shapes(checkpoint))
+        _, shapes = untrained.get(name) or (
+            None,
+            {} if recipe.without_baseline else linear_shapes(checkpoint),
+        )
         bases: dict[str, GridCell] = {}  # unquantized cells by the dtype that they compute in
         for column in sorted(recipe.quantizers, key=_quantized):
             base = None
@@ -246,7 +250,7 @@ def plan(
 
 
 def _checkpoints(recipe: Recipe) -> dict[str, Checkpoint]:
-    """Raises CheckpointError with all that cannot be read, not the first of them alone."""
+    """Return the recipe's checkpoints by name. Raises CheckpointError with all problems."""
     found: dict[str, Checkpoint] = {}
     problems: list[CheckpointError] = []
     for name, source in recipe.checkpoints.items():
@@ -255,7 +259,7 @@ def _checkpoints(recipe: Recipe) -> dict[str, Checkpoint]:
                 source.path,
                 revision=source.revision,
                 normalizer=source.normalizer,
-                quantized=recipe.alone,
+                quantized=recipe.without_baseline,
             )
             require_tokenizer(found[name])
         except CheckpointError as error:
@@ -279,7 +283,8 @@ def _cell(
     column: QuantizerEntry,
     base: GridCell | None,
 ) -> Cell:
-    """The cell of one ``column``, by what ``plan``, whose cells are not there yet, says of all."""
+    """Return the cell of one checkpoint and one ``column``; ``plan`` has no cells yet. ``base`` is
+    the unquantized cell that damage is measured against."""
     recipe, device = plan.recipe, plan.device
     quantization, copy = find_copy(column.quantization, name, checkpoint, shapes, device)
     reason = None
@@ -326,8 +331,8 @@ def _cell(
         scoring=scoring,
         key="",
         key_parts={},
-        refusal=reason
-        or refusal(checkpoint, shapes, quantization)
+        unsupported_reason=reason
+        or unsupported_reason(checkpoint, shapes, quantization)
         or _unlike_a_stream(recipe, quantization, copy, checkpoint.config)
         or _beyond_positions(recipe, quantization, checkpoint),
         notes=tuple(_notes(checkpoint, attention, scoring, slower, evaluation.max_length)),
@@ -337,7 +342,8 @@ def _cell(
 
 
 def _key_parts(plan: Plan, cell: Cell) -> dict[str, Any]:
-    """All that can change the scores of ``cell``; what plays no part in it is left out."""
+    """Return all that can change the scores of ``cell``, by name; parts that it does not have are
+    left out."""
     compiled = ("triton",) if cell.attention == "triton" or plan.device == "cuda" else ()
     normalizer, calibration = cell.checkpoint.normalizer, plan.calibration
     text = None
@@ -378,8 +384,8 @@ WORKSPACE = 4 * 2**30  # bytes
 
 
 def streams(cell: Cell, plan: Plan, weights: float, room: Callable[[], float]) -> bool:
-    """Whether the ``weights`` of ``cell``, so many bytes, come block by block: as the recipe says,
-    or to a GPU with less ``room``, in bytes, than they and their work take."""
+    """Return whether the weights of ``cell``, ``weights`` bytes, come to the device block by block:
+    as the recipe says, else if the GPU's ``room()`` in bytes is too small."""
     asked = plan.recipe.evaluation
     if asked.stream != "auto":
         return asked.stream
@@ -421,7 +427,7 @@ def _beyond_positions(
 def streamable(
     quantization: QuantizationConfig, copy: Checkpoint | None, config: Mapping[str, Any]
 ) -> bool:
-    """Whether such a cell can be computed with its weights coming block by block."""
+    """Return whether such a cell can be computed with its weights coming block by block."""
     weights = quantization.weights
     own = copy is None and (weights is None or not weights.prequantized)
     return own and not quantization.beside_weights and not moving_rope(config)
@@ -431,9 +437,9 @@ def streamable(
 
 
 def find_tasks(recipe: Recipe) -> tuple[tuple[TaskSpec, ...], tuple[str, ...]]:
-    """The tasks, and with ``skip_missing`` the names of those whose data are missing.
+    """Return the recipe's tasks, and with ``skip_missing`` the names of tasks without data.
 
-    Raises DataError with all that is wrong with their data, not the first of it alone.
+    Raises DataError with all problems of their data.
     """
     found, skipped, missing, problems = [], [], [], []
     for task in _leaf_tasks(recipe):
@@ -474,7 +480,7 @@ def _first(problems: Sequence[DataError]) -> Iterator[str]:
 
 
 def find_groups(recipe: Recipe, skipped: Sequence[str]) -> tuple[TaskGroup, ...]:
-    """Groups with scores of their own, but for those that lack a task whose data are missing."""
+    """Return the groups that have scores of their own and all of whose tasks have data."""
     found = {
         group.name: group
         for task in recipe.tasks
@@ -485,12 +491,12 @@ def find_groups(recipe: Recipe, skipped: Sequence[str]) -> tuple[TaskGroup, ...]
 
 
 def _positions(checkpoint: Checkpoint) -> float:
-    """The most tokens that a forward pass of the checkpoint takes."""
+    """Return the most tokens that a forward pass of the checkpoint takes."""
     return checkpoint.positions or math.inf
 
 
 def _leaf_tasks(recipe: Recipe) -> list[Task]:
-    """Tasks with groups and tags opened into their members."""
+    """Return the recipe's tasks, with the members of groups and tags in their place."""
     leaves = [
         task.model_copy(update={"name": leaf})
         for task in recipe.tasks
@@ -503,7 +509,7 @@ def _leaf_tasks(recipe: Recipe) -> list[Task]:
 
 
 def find_calibration(recipe: Recipe) -> CalibrationText | None:
-    """The text that calibrated quantizers see; None where the recipe has none of them."""
+    """Return the calibration text; None if no quantizer of the recipe needs one."""
     source = recipe.calibration
     if source is None or not any(c.quantization.needs_calibration for c in recipe.quantizers):
         return None
@@ -538,8 +544,8 @@ def _notes(
     slower: str,
     asked: int | None,
 ) -> Iterator[str]:
-    """What is chosen for a model that another one would not get, a line each. ``asked``: the
-    recipe's ``max_length``."""
+    """Yield a line for each setting that is chosen for this model and not for most. ``asked`` is
+    the recipe's ``max_length``."""
     if attention.why:
         yield f"attention native/{attention.implementation}: {attention.why}"
     if slower:
@@ -561,11 +567,11 @@ def scoring_settings(
     slower: str = "",
     label: str = "this quantizer",
 ) -> ScoringSettings:
-    """What a recipe's ``evaluation`` means for one checkpoint and quantizer.
+    """Return the settings that ``evaluation`` of a recipe gives one checkpoint and quantizer.
 
-    Positions beyond the context that the checkpoint states were never trained, so it is a bound.
-    ``fastest``: the fastest mode that works for the model, ``slower`` why that is not fast. Raises
-    RecipeError for what cannot be.
+    The checkpoint's context bounds ``max_length``: later positions were never trained. ``fastest``
+    is the fastest mode that works for the model, ``slower`` the reason if that is not "fast".
+    Raises RecipeError for a mode that does not work.
     """
     lengths = [n for n in (evaluation.max_length, checkpoint.max_length) if n is not None]
     if not lengths:
@@ -614,7 +620,7 @@ def scoring_settings(
 
 
 def require_bos(name: str, checkpoint: Checkpoint) -> None:
-    """Raises RecipeError where the tokenizer would add none."""
+    """Raise RecipeError if the tokenizer of checkpoint ``name`` adds no BOS."""
     from qbench.checkpoints.tokenizer import load_tokenizer, puts_bos
 
     if not puts_bos(load_tokenizer(checkpoint)):
@@ -639,9 +645,11 @@ def require_chat_template(name: str, checkpoint: Checkpoint) -> None:
         )
 
 
-def refusal(checkpoint: Checkpoint, shapes: Shapes, quantization: QuantizationConfig) -> str | None:
-    """Why a quantizer can never run with this checkpoint, whose linear layers have these
-    ``shapes``; None where nothing speaks against it."""
+def unsupported_reason(
+    checkpoint: Checkpoint, shapes: Shapes, quantization: QuantizationConfig
+) -> str | None:
+    """Return why a quantizer can never run with this checkpoint, whose linear layers have these
+    ``shapes``; None if nothing speaks against it."""
     all_linear = shapes and not has_other_matrices(checkpoint)
     try:
         for part in quantization.parts.values():
@@ -660,17 +668,18 @@ def refusal(checkpoint: Checkpoint, shapes: Shapes, quantization: QuantizationCo
 
 
 def require_runnable(cells: Iterable[Cell]) -> None:
-    """Raises RecipeError for cells that can never run: a line a reason."""
-    if lines := group_by_reason((cell.name, cell.refusal) for cell in cells if cell.refusal):
+    """Raise RecipeError for cells that can never run, one line per reason."""
+    if lines := group_by_reason(
+        (cell.name, cell.unsupported_reason) for cell in cells if cell.unsupported_reason
+    ):
         raise RecipeError(*lines, "these cells can never run; choose others with --only PATTERN")
 
 
 def require_room(
     name: str, checkpoint: Checkpoint, tasks: Sequence[TaskSpec], max_length: int
 ) -> None:
-    """Raises RecipeError for a task that generates as many tokens as ``max_length``, or more:
-    no room would be left for its prompt. So it does if a task's definition states more tokens
-    than checkpoint ``name`` has positions."""
+    """Raise RecipeError for a task that leaves no room for its prompt, as it generates
+    ``max_length`` tokens or more, or whose prompts exceed the positions of checkpoint ``name``."""
     for task in tasks:
         if (task.max_length or 0) > _positions(checkpoint):
             raise RecipeError(

@@ -1,6 +1,6 @@
-"""Names of quantizers, normalizers and executors, and those from outside the package. No torch.
+"""Register quantizers, normalizers and executors by name, and load plug-ins. Imports no torch.
 
-A plug-in is a Python file or an installed package's module: importing it registers what it has
+A plug-in is a Python file or an installed package's module, which registers objects on import
 (``qbench.quantizers.register``, ``qbench.attention.normalizers.register``,
 ``qbench.runner.workers.register``). Files come by ``--plugin``, packages by entry points of the
 groups ``qbench.quantizers``, ``qbench.normalizers`` and ``qbench.executors``.
@@ -31,10 +31,12 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Names to things of one kind. A duplicate raises; an unknown name lists the known ones.
+    """Maps names to objects of one ``kind``.
 
-    Names stand in recipes, tables and paths, so they are of the characters that these have. A
-    thing's ``description``, where it has one, is one line."""
+    Names stand in recipes, tables and paths: letters, digits and . _ + - only. An object's
+    ``description``, if it has one, is one line. Raises RecipeError for an unknown name, ValueError
+    for a name that is registered twice.
+    """
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -70,7 +72,7 @@ class Registry(Generic[T]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plugin:
-    """A file that was loaded. It can be pickled: ``load`` makes it known in another process."""
+    """Holds a plug-in file that was loaded. It can be pickled, for ``load`` in another process."""
 
     name: str  # of the file
     source: bytes
@@ -78,7 +80,7 @@ class Plugin:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the file's bytes."""
+        """Return the SHA-256 of the file's bytes."""
         return digest(self.source)
 
     @property
@@ -91,8 +93,8 @@ _packages: dict[str, str] = {}
 
 
 def load_file(path: Path, *, location: str = "--plugin") -> Plugin:
-    """Import the file ``path``; ``location`` is where it is named. Raises RecipeError where that
-    fails, or where another file of the same name is loaded."""
+    """Import the plug-in file ``path`` and return it; ``location`` begins error messages. Raises
+    RecipeError if that fails or another file of this name is loaded."""
     try:
         source = read_regular(path)
     except (OSError, ValueError) as error:
@@ -105,7 +107,7 @@ def load_file(path: Path, *, location: str = "--plugin") -> Plugin:
 
 
 def load(plugins: Iterable[Plugin], *, location: str = "--plugin") -> None:
-    """Import what is not imported yet, in this process."""
+    """Import the plug-ins that this process has not imported yet."""
     for plugin in plugins:
         known = _loaded.get(plugin.module)
         if known is not None and known.source == plugin.source:
@@ -120,18 +122,18 @@ def load(plugins: Iterable[Plugin], *, location: str = "--plugin") -> None:
 
 
 def loaded() -> tuple[Plugin, ...]:
-    """The files that were loaded in this process."""
+    """Return the plug-in files that this process has loaded."""
     return tuple(_loaded.values())
 
 
 def stated() -> dict[str, str]:
-    """What a record says of them: file names with digests, packages with versions."""
+    """Return the plug-ins for a record: file names with digests, packages with versions."""
     return {plugin.name: plugin.digest for plugin in _loaded.values()} | _packages
 
 
 @functools.cache
 def load_packages() -> None:
-    """Import what installed packages register. Raises RecipeError, naming the package."""
+    """Import the plug-ins of installed packages. Raises RecipeError, which names the package."""
     for group in GROUPS:
         for entry in entry_points(group=group):
             try:
@@ -148,8 +150,8 @@ def load_packages() -> None:
 
 
 def _execute(plugin: Plugin, path: str, location: str) -> None:
-    """Run the file as a module that classes can be pickled from, and whose source ``inspect``
-    finds where the file lies on another host."""
+    """Run the file as a module, so that its classes can be pickled and ``inspect`` finds its source
+    on another host too."""
     module = sys.modules[plugin.module] = types.ModuleType(plugin.module)
     module.__file__ = path
     try:
@@ -172,7 +174,7 @@ def _line(error: BaseException, location: str) -> int | str:
 
 
 def source_digest(kind: type) -> str:
-    """SHA-256 of the source that the class ``kind`` is written in."""
+    """Return the SHA-256 of the source file of the class ``kind``."""
     plugin = _loaded.get(kind.__module__)
     if plugin is not None:
         return plugin.digest

@@ -1,4 +1,4 @@
-"""Where a cell at work says what it does. Imports nothing of ours."""
+"""Define what a running cell reports its progress to. Imports nothing of qbench."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Advance = Callable[[float, float], None]  # pieces of work that are done, and ho
 
 
 class Progress(Protocol):
-    """Where a cell at work says what it does; a display, or a line to the one that draws."""
+    """Receives the progress of cells: a display, or a connection to the process that has one."""
 
     def begin(self, cell: str) -> None: ...
     def stage(self, cell: str, name: str, total: float | None = None) -> None: ...

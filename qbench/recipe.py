@@ -432,7 +432,7 @@ class Recipe(Strict):
         return self
 
     @property
-    def alone(self) -> bool:
+    def without_baseline(self) -> bool:
         """Whether the checkpoints are quantized already, and scored without their originals."""
         return any(_as_it_is(column) for column in self.quantizers)
 

@@ -198,7 +198,7 @@ def test_a_cell_that_can_never_run_is_refused_before_work(
         plan(Recipe.load(path), device="cpu")
     assert str(refusal.value).startswith(f"a/{label}: ")
     others = plan(Recipe.load(path), device="cpu", only="*/fp32")
-    assert [bool(cell.refusal) for cell in others.cells] == [False, True]
+    assert [bool(cell.unsupported_reason) for cell in others.cells] == [False, True]
     with pytest.raises(RecipeError, match=words):
         qbench("plan", path, "--out", tmp_path / "out")
     assert f"refused   a/{label}" in capfd.readouterr().out
@@ -214,8 +214,8 @@ def test_calibration_text_beyond_the_positions_of_a_model_is_refused(tmp_path, m
         ).cells
         for kind in ("gpt2", "llama")
     }
-    assert [cell.refusal for cell in cells["llama"]] == [None, None]
-    assert [cell.refusal for cell in cells["gpt2"]] == [
+    assert [cell.unsupported_reason for cell in cells["llama"]] == [None, None]
+    assert [cell.unsupported_reason for cell in cells["gpt2"]] == [
         None,
         "calibration.length 257: GPT2LMHeadModel has 256 positions; set length: 256, or "
         "--calibration-length 256",

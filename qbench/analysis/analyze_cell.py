@@ -35,7 +35,7 @@ def _measure(work: AnalysisResult) -> None:
     """One pass over the text."""
     model, tokenizer, ids = _load(work)
     of, plan, settings = work.cell, work.plan, work.settings
-    if of.copy is not None and not of.alone:  # whose library may have layers of its own
+    if of.copy is not None and not of.without_baseline:  # whose library may have layers of its own
         model = load_original(of, plan)
     linearize(model)  # GPT-2's Conv1D too; other models stay as they are
     names = list(linears(model))

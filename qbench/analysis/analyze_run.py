@@ -51,7 +51,7 @@ def plan_sensitivities(plan: Plan, label: str, settings: AnalysisSettings) -> tu
             f"--sensitivity {shown(label)}: the recipe has no such quantizer; it has {labels}"
         )
     precision = cells[0].quantization.precision
-    if any(cell.alone for cell in cells):
+    if any(cell.without_baseline for cell in cells):
         raise RecipeError(
             f"--sensitivity {label}: the original of a published copy is not there; name it under "
             "checkpoints, and the copy as the path of this quantizer"

@@ -102,7 +102,7 @@ def run(
         planned, records = _run_cells(launcher, only, force)
     from qbench.cli.results import show_tables  # pandas
 
-    store = Store(launcher.out, manifest=planned.grid)
+    store = Store(launcher.out, manifest=planned.manifest)
     if only is not None:  # others that are there stand beside; the rest was not asked for
         chosen = {record.cell for record in (*records, *store.records())}
         store = Store(launcher.out, manifest=planned.manifest_of(chosen))
@@ -186,7 +186,7 @@ def plan_lines(planned: Plan, store: Store, only: str | None) -> Iterator[str]:
     for cell in cells:
         record = store.get_valid(cell.grid_cell)
         about = f"{cell.name}  key {cell.key[:16]}"
-        if cell.refusal is not None:
+        if cell.unsupported_reason is not None:
             yield f"refused   {about}"
         elif is_up_to_date(record, cell, planned, store, cache_folder(), made=todo):
             yield f"there     {about}"
@@ -230,7 +230,7 @@ def notes(planned: Plan, cells: Sequence[Cell]) -> list[str]:
             "than float32 here; --dtype float32 avoids that"
         )
     quantized = all(cell.quantization.precision.quantized for cell in planned.cells)
-    if quantized and not planned.recipe.alone:
+    if quantized and not planned.recipe.without_baseline:
         lines.append("no damage is measured: add an unquantized precision to quantizers, as bf16")
     return lines
 

@@ -293,6 +293,8 @@ def require_plannable(
     """Raises QbenchError where the ``recipe`` of ``--evaluate`` could not be planned for what is
     ``untrained`` yet: data are missing, or a quantizer does not fit its layers."""
     planned = plan(recipe, device=device, gpu="", show=True, untrained=untrained)
-    refused = ((cell.name, cell.refusal) for cell in planned.cells if cell.refusal)
+    refused = (
+        (cell.name, cell.unsupported_reason) for cell in planned.cells if cell.unsupported_reason
+    )
     if lines := group_by_reason(refused):
         raise RecipeError(*(f"--evaluate: {line}" for line in lines))

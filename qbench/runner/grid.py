@@ -72,7 +72,7 @@ def run_cells(
     grid = _GridRun(plan, Store(out), progress or SilentProgress(), cache or cache_folder(), force)
     put_manifest(plan, grid.store, grid.progress)
     sources = Sources(plan.recipe.data, plan.recipe.definitions)
-    keep_sources(grid.cache, run_id(plan.grid), sources)
+    keep_sources(grid.cache, run_id(plan.manifest), sources)
     bases = {cell.base.cell for cell in wanted if cell.base}
     measured = [
         path for base in bases for path in baseline_files(grid.cache, plan.cell(base).key_parts)
@@ -362,8 +362,8 @@ def in_order(cells: Sequence[Cell]) -> list[Cell]:
 
 def put_manifest(plan: Plan, store: Store, progress: Progress) -> None:
     """Write the plan's manifest into the results folder; records of other keys stay there."""
-    before = store.put_manifest(plan.grid, progress.log)
-    if before is not None and before.cells != plan.grid.cells:
+    before = store.put_manifest(plan.manifest, progress.log)
+    if before is not None and before.cells != plan.manifest.cells:
         progress.log(
             f"{store.directory} held results of other settings or versions; they stay: `qbench "
             f"tables {store.directory} --run {run_id(before)}` shows them"
