@@ -15,7 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qbench.quantizers.audit.weights import levels, relative_error
+from qbench.quantizers.audit.weights import (
+    MOST_UNQUANTIZED,
+    levels,
+    matrices_size,
+    relative_error,
+)
 from qbench.quantizers.config import (
     WHOLE_ROW,
     ActivationEvidence,
@@ -39,6 +44,9 @@ def measure_inputs(
     part, about = config.activations.precision, evidence_of(quantized, config, "activations")
     ignored = matching(wanted, config.activations.ignore)
     ignored |= {name for name, matrix in wanted.items() if matrix.holder == KEPT}
+    others = {n: m for n, m in wanted.items() if not m.linear and n not in about}
+    if matrices_size(others.values()) <= MOST_UNQUANTIZED * matrices_size(wanted.values()):
+        ignored |= others.keys()  # routers, convolutions and the like, as for weights
     problems = [
         f"{name}: its input is not quantized; add ignore to the activations to allow it"
         for name in wanted

@@ -60,7 +60,7 @@ def measure_weights(
         ends, changed = _others(original, quantized, config, ())
         return fields, problems + ends + changed
     stored = evidence_of(quantized, config, "weights")
-    ignored, weights = matching(wanted, config.ignore), _size(wanted.values())
+    ignored, weights = matching(wanted, config.ignore), matrices_size(wanted.values())
     remaining = [matrix for name, matrix in wanted.items() if name not in stored]
     missing = [matrix for matrix in remaining if matrix.name not in ignored]
     because = {
@@ -143,10 +143,10 @@ def _uncovered(missing: list[Matrix], weights: int, method: str) -> list[str]:
     layers = [matrix for matrix in missing if matrix.linear]
     problems = [f"not quantized: {_some(layers)}"] if layers else []
     others = [matrix for matrix in missing if not matrix.linear and matrix.holder != KEPT]
-    if _size(others) > MOST_UNQUANTIZED * weights:
+    if matrices_size(others) > MOST_UNQUANTIZED * weights:
         problems.append(
-            f"not quantized: {_some(others)}, {_size(others) / weights:.1%} of all weights; "
-            f"{method} takes linear layers only: set ignore: "
+            f"not quantized: {_some(others)}, {matrices_size(others) / weights:.1%} of all "
+            f"weights; {method} takes linear layers only: set ignore: "
             f"[{', '.join(dict.fromkeys(_word(matrix.name) for matrix in others))}] to allow it"
         )
     return problems
@@ -553,7 +553,7 @@ def relative_error(error_squared: float, norm_squared: float) -> float:
     return math.sqrt(error_squared / norm_squared)
 
 
-def _size(matrices: Iterable[Matrix]) -> int:
+def matrices_size(matrices: Iterable[Matrix]) -> int:
     return sum(matrix.weight.numel() for matrix in matrices)
 
 
