@@ -135,6 +135,7 @@ def load(cell: Cell, plan: Plan) -> tuple[PreTrainedModel, PreTrainedTokenizerBa
             attention=cell.attention,
             fallback=plan.recipe.evaluation.attention == "auto",
             dequantize=weights.weights_only,
+            rounds_activations=cell.quantization.amplifies_rounding,
         )
         linearize(model)  # so that each expert can be held against its original
         model.generation_config = generation_settings(cell.checkpoint)  # as its original answers

@@ -24,7 +24,13 @@ from qbench.checkpoints.classes import (
     moving_rope,
     packing_problem,
 )
-from qbench.checkpoints.find import Shapes, has_other_matrices, linear_shapes, require_tokenizer
+from qbench.checkpoints.find import (
+    Shapes,
+    has_other_matrices,
+    linear_shapes,
+    require_tokenizer,
+    tokenizer_note,
+)
 from qbench.checkpoints.fla import in_transformers_words
 from qbench.code import code_digest
 from qbench.errors import (
@@ -546,6 +552,8 @@ def _notes(
 ) -> Iterator[str]:
     """Yield a line for each setting that is chosen for this model and not for most. ``asked`` is
     the recipe's ``max_length``."""
+    if checkpoint.files and (note := tokenizer_note(checkpoint)):
+        yield note
     if attention.why:
         yield f"attention native/{attention.implementation}: {attention.why}"
     if slower:

@@ -6,11 +6,12 @@ reads. Imports no torch.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
+from tokenizers import Tokenizer
 
 from qbench import hub
 from qbench.attention.implementation import NATIVE
@@ -26,11 +28,13 @@ from qbench.checkpoints import fla
 from qbench.checkpoints.classes import class_names
 from qbench.checkpoints.from_gguf import dequantized_folder
 from qbench.digests import kept_digest
-from qbench.errors import CheckpointError, DamagedError, UnavailableError, shown, some
+from qbench.errors import CheckpointError, DamagedError, UnavailableError, first_line, shown, some
 from qbench.files import cache_folder, digest_of_parts, file_digest, read_regular, reason
 from qbench.record_file import read_training
 from qbench.records import TRAINING_FILE, Trained, Training
 
+LFS_POINTER = b"version https://git-lfs"
+LFS_REMEDY = "is a git-lfs pointer, not the file itself: run `git lfs pull` in its folder"
 MAX_BYTES = 16 * 2**20  # an index of a large checkpoint has 10 MB, a config.json a few thousand
 NO_LANGUAGE_MODEL = re.compile(
     r"For(Sequence|Token|Image|Audio)Classification$|For(QuestionAnswering|MultipleChoice)$|"
@@ -53,14 +57,17 @@ def named(source: str) -> Iterator[None]:
 
 
 def read_json(path: Path, *, most: int | None = MAX_BYTES) -> dict[str, Any]:
-    """The JSON object in ``path``, of ``most`` bytes. Raises CheckpointError where it is none, or
-    not a file."""
+    """Return the JSON object in ``path``, of up to ``most`` bytes. Raises CheckpointError if it is
+    none, or not a file."""
+    content = b""
     try:
-        value = json.loads(read_regular(path, most=most))
+        content = read_regular(path, most=most)
+        value = json.loads(content)
     except OSError as error:
         raise CheckpointError(f"{path.name} cannot be read ({reason(error)})") from None
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path.name} is not JSON ({error})") from None
+        why = LFS_REMEDY if content.startswith(LFS_POINTER) else f"is not JSON ({error})"
+        raise CheckpointError(f"{path.name} {why}") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path.name} is not a JSON object")
     return value
@@ -133,6 +140,39 @@ def require_sizes(config: dict[str, Any], tensors: int) -> None:
 
 
 CONFIG = "config.json"
+EMBEDDINGS = re.compile(
+    r"(^|\.)(embed_tokens|wte|embed_in|word_embeddings|embeddings|tok_embeddings)\.weight$"
+)
+OTHER_MODALITIES = re.compile(r"(^|\.)(vision|visual|audio|image|speech|encoder)")
+IN_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\.")
+
+
+def require_shapes(config: dict[str, Any], headers: Mapping[str, Header]) -> None:
+    """Raise CheckpointError if embeddings or the number of layers contradict config.json."""
+    inner = config.get("text_config")
+    sizes = {**config, **(inner if isinstance(inner, dict) else {})}
+    texts = {name: one for name, one in headers.items() if not OTHER_MODALITIES.search(name)}
+    for name, header in texts.items():
+        if not EMBEDDINGS.search(name) or len(header.shape) != 2:
+            continue
+        rows, width = header.shape
+        if sizes.get("vocab_size") not in (None, rows):
+            raise CheckpointError(
+                f"config.json: vocab_size {sizes['vocab_size']}, and {name} has {rows} rows"
+            )
+        widths = [sizes[key] for key in ("hidden_size", "n_embd", "d_model") if key in sizes]
+        if widths and width not in sizes.values():  # of some models it has another width
+            raise CheckpointError(
+                f"config.json: hidden_size {widths[0]}, and {name} has {width} columns"
+            )
+    layers = {int(match[1]) for name in texts if (match := IN_LAYER.search(name))}
+    stated = next((sizes[k] for k in ("num_hidden_layers", "n_layer") if k in sizes), None)
+    if layers and isinstance(stated, int) and max(layers) + 1 < stated:
+        raise CheckpointError(
+            f"config.json: num_hidden_layers {stated}, and the tensors are of {max(layers) + 1}"
+        )
+
+
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"  # transformers would add the adapter to the weights
@@ -156,7 +196,7 @@ class Header:
 def weight_files(folder: Path) -> list[str]:
     """Names of the files that hold the weights: those that the index lists, else all
     ``*.safetensors``. Raises CheckpointError for pickles, left-over and missing files."""
-    present = sorted(path.name for path in folder.glob("*.safetensors"))
+    present = sorted(path.name for path in folder.glob("*.safetensors") if path.is_file())
     if (folder / ADAPTER).exists():
         raise CheckpointError(f"{ADAPTER}: it is an adapter; merge it into its model first")
     if not (folder / INDEX).exists():
@@ -186,7 +226,8 @@ def read_headers(folder: Path, *, quantized: bool = False) -> dict[str, Header]:
                     "not belong to the checkpoint out of its folder"
                 )
             found[name] = header
-    strange = [n for n, h in found.items() if h.dtype not in FLOATS and not BUFFERS.search(n)]
+    known = FLOATS | {"I64"}  # the latter of tables, as DeepSeek V4's of experts
+    strange = [n for n, h in found.items() if h.dtype not in known and not BUFFERS.search(n)]
     if strange and not quantized:
         first = found[strange[0]]
         raise CheckpointError(
@@ -212,8 +253,6 @@ def require_fit(
 
 
 def _read(path: Path) -> dict[str, Header]:
-    if not path.is_file():  # a pipe would block its reader for ever
-        raise CheckpointError(f"{path.name} is not a regular file")
     found = {}
     try:
         with safe_open(path, framework="numpy") as file:  # reads no tensor
@@ -226,9 +265,10 @@ def _read(path: Path) -> dict[str, Header]:
                     dtype=part.get_dtype(),
                 )
     except (SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{path.name} is not a safetensors file, or a broken one ({error})"
-        ) from None
+        with path.open("rb") as file:
+            pointer = file.read(len(LFS_POINTER)) == LFS_POINTER
+        why = f"is not a safetensors file, or a broken one ({error})"
+        raise CheckpointError(f"{path.name} {LFS_REMEDY if pointer else why}") from None
     return found
 
 
@@ -298,8 +338,7 @@ def stamps(folder: Path) -> tuple[tuple[str, int, int], ...]:
 
 
 def require_tokenizer(checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError where none of its files is one that a tokenizer is read from, or one is
-    damaged."""
+    """Raise CheckpointError if it has no file that a tokenizer is read from, or a damaged one."""
     names = [name for name, *_ in checkpoint.files if _is_one_of(name, TOKENIZER)]
     with named(checkpoint.source):
         found: dict[str, dict[str, Any]] = {}
@@ -312,6 +351,32 @@ def require_tokenizer(checkpoint: Checkpoint) -> None:
         of_bytes = found.get("tokenizer_config.json", {}).get("tokenizer_class") == "ByT5Tokenizer"
         if not of_bytes and all(_is_one_of(name, SETTINGS_ALONE) for name in names):
             raise CheckpointError("no tokenizer; put its tokenizer.json into the folder")
+        if "tokenizer.json" in names:
+            try:
+                Tokenizer.from_file(str(checkpoint.folder / "tokenizer.json"))
+            except Exception as error:  # what the library raises has no class of its own
+                raise CheckpointError(
+                    f"tokenizer.json: {first_line(error)}; fetch it again"
+                ) from None
+
+
+def tokenizer_note(checkpoint: Checkpoint) -> str | None:
+    """Return a line if the tokenizer has less than half as many tokens as the model; else None."""
+    path = checkpoint.folder / "tokenizer.json"
+    size = fla.in_transformers_words(checkpoint.config).get("vocab_size")
+    if not path.is_file() or not isinstance(size, int):
+        return None
+    tokens = _tokens(path, path.stat().st_mtime_ns)
+    if 2 * tokens >= size:
+        return None
+    return (
+        f"its tokenizer.json has {tokens:,} tokens and the model {size:,}: is it the model's own?"
+    )
+
+
+@functools.lru_cache(maxsize=16)
+def _tokens(path: Path, changed: int) -> int:
+    return Tokenizer.from_file(str(path)).get_vocab_size()
 
 
 def _is_one_of(name: str, patterns: Iterable[str]) -> bool:
@@ -472,6 +537,7 @@ def _found(source: str, folder: Path, normalizer: str | None, quantized: bool) -
             f"config.json: model_type {kind!r} is no causal language model of the installed "
             "transformers; code of the checkpoint's own (auto_map) is never run"
         )
+    require_shapes(config, headers)
     require_present(stated, headers)
     files = sorted({header.file for header in headers.values()} - {SINGLE})
     if files and not (folder / INDEX).exists():

@@ -31,7 +31,8 @@ def test_models_that_are_not_causal_are_refused_from_the_config(tmp_path, config
 
 
 def test_a_decoder_of_an_encoders_kind_is_accepted(tmp_path):
-    config = {**SIZES, "hidden_size": 64, "model_type": "bert", "is_decoder": True}
+    config = {**SIZES, "hidden_size": 64, "vocab_size": 32, "num_hidden_layers": 1}
+    config |= {"model_type": "bert", "is_decoder": True}
     assert find(str(write(tmp_path / "c", config))).normalizer == "softmax"
 
 

@@ -1,7 +1,6 @@
 """Weight files that would be read wrongly are refused by name."""
 
 import json
-import os
 import pickle
 import struct
 
@@ -139,11 +138,34 @@ def test_a_file_that_is_no_safetensors_is_named(tmp_path, content):
         find(str(tmp_path / "c"))
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "generation_config.json"])
-@pytest.mark.timeout(20)
-def test_what_is_no_regular_file_is_not_opened(tmp_path, name):
-    path = write(tmp_path / "c") / name
-    path.unlink(missing_ok=True)
-    os.mkfifo(path)
-    with pytest.raises(CheckpointError, match=rf"{name} (is not a reg|cannot be)|no config\.json"):
-        find(str(tmp_path / "c"))
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_git_lfs_pointer_is_said_to_be_one(tmp_path, name):
+    folder = write(tmp_path / "c")
+    (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+    with pytest.raises(CheckpointError, match=rf"{name} is a git-lfs pointer.*git lfs pull"):
+        find(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"vocab_size": 48}, r"vocab_size 48, and model\.\w+\.weight has 32 rows"),
+        ({"hidden_size": 80, "head_dim": 40}, "hidden_size 80, and .* has 64 columns"),
+        ({"num_hidden_layers": 3}, "num_hidden_layers 3, and the tensors are of 1"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["fla", "stock"])
+def test_sizes_that_the_tensors_contradict_are_refused_before_anything_is_loaded(
+    tmp_path, kind, changes, words
+):
+    config = {**CONFIG, **STOCK} if kind == "stock" else {**CONFIG}
+    changes = {k: v for k, v in changes.items() if k in config}
+    folder = write(tmp_path / "c", {**config, **changes})
+    with pytest.raises(CheckpointError, match=words):
+        find(str(folder))
+
+
+def test_a_table_of_whole_numbers_is_no_weight(tmp_path):
+    """As DeepSeek V4's of experts."""
+    tensors = random_tensors() | {"model.layers.0.mlp.gate.tid2eid": torch.zeros(4, 2).long()}
+    assert find(str(write(tmp_path / "c", CONFIG, tensors)))
