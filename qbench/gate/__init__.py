@@ -1,1 +1,1 @@
-"""The CI gate: baselines, the check against them, the verdict as files. No torch."""
+"""The CI gate: make a baseline, compare results with it, write the verdict. Imports no torch."""

@@ -1,6 +1,7 @@
-"""Results held to a baseline: are they of what it is of, quantized as well, and as good?
+"""Compare results with a baseline: same checkpoint? same layers quantized as well? scores within
+the margins?
 
-Other weights are refused, other parts of the keys are named.
+Results of another checkpoint are refused; other parts of the keys that differ are named.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ FILES = {
 AUDIT_MEASURES = ("weight_error", "bits_per_weight", "coverage")
 # A key, which differs wherever anything does, and digests that "weights" has in one.
 LEFT_OUT = ("damage against", "checkpoint")
-SHORT = 12  # digits of a digest that are shown
+SHORT = 12  # digits shown of a digest
 
 
 def require_same(
@@ -99,12 +100,12 @@ def check(
     inconclusive: Inconclusive = "fail",
     across: Collection[str] = (),
 ) -> Verdict:
-    """Hold a results folder to a baseline.
+    """Compare a results folder with a baseline and return the verdict.
 
     ``margins`` are the user's (``parse_margins``), ``across`` names parts of the keys that may
-    differ (``ACROSS``). Raises ResultsError where either cannot be read, or where data,
-    weights or normalizers differ. Raises RecipeError for a margin without a metric, or a metric
-    without a margin.
+    differ (``ACROSS``), ``inconclusive`` is the verdict if there are too few documents to tell.
+    Raises ResultsError if results or baseline cannot be read, or their data, checkpoints or
+    normalizers differ; RecipeError for a margin without a metric, or a metric without a margin.
     """
     old, new = read(baseline), read_results(store, decimals=DECIMALS)
     given = dict(margins or {})
@@ -131,23 +132,23 @@ def check(
             audits = (before.record.audit, after.record.audit)
             gates += [*_audit_gates(cell, *audits, allowed), *layer_gates(cell, *audits, allowed)]
     blocked = {gate.cell for gate in gates if not gate.task}
-    asked = sum(len(one.scores) for one in old.cells.values())
+    questions = sum(len(one.scores) for one in old.cells.values())
     for line in lines:
         if line.cell not in blocked:
             name, before = (line.task, line.metric), old.cells[line.cell]
             was, now = before.columns[name], new.cells[line.cell].columns[name]
             score = before.scores[name]
-            margin = margin_of(score, was, given, lines=asked)
+            margin = margin_of(score, was, given, lines=questions)
             if score.aggregation in TESTABLE:
                 gate = _gate(line, margin, same=_same(was, now))
                 gone = int((~np.isin(was.documents, now.documents)).sum())
-            else:  # of all documents at once, as bleu: no test is known
+            else:  # computed from all documents at once, such as BLEU: there is no paired test
                 worse = (100 if line.percent else 1) * (line.new - line.old)
                 worse = -worse if line.higher_is_better else worse
                 found = measured(line.cell, line.metric, worse, margin.value, "by its value alone")
                 gate = replace(found, task=line.task, given=margin.given, change=line)
                 gone = score.documents - new.cells[line.cell].scores[name].documents
-            if gone > 0:  # what they would say is not known
+            if gone > 0:
                 many = f"{gone} of the baseline's {score.documents} documents are missing"
                 gate = replace(gate, outcome="fail", reason=f"{many}; {gate.reason}")
             gates.append(gate)
@@ -162,7 +163,7 @@ def check(
 
 
 def _unusable(old: Record, new: Record | None) -> str:
-    """Why a cell of the baseline cannot be asked, if so."""
+    """Return why the cell ``new`` cannot be compared with the baseline's ``old``; "" if it can."""
     if new is None:
         return "missing: not in the grid of these results"
     if old.quantized and not new.quantized:
@@ -173,7 +174,7 @@ def _unusable(old: Record, new: Record | None) -> str:
 def _audit_gates(
     cell: str, old: Audit, new: Audit, margins: Mapping[str, float]
 ) -> list[GateResult]:
-    """Weights no further from the original's, no more bits, no less of the model quantized."""
+    """Compare what the audit measured of the whole cell: error, bits and coverage."""
     gates, now = [], _measures(new)
     for name, before in _measures(old).items():
         after = now.get(name)
@@ -188,7 +189,7 @@ def _audit_gates(
 
 
 def _measures(audit: Audit) -> dict[str, float]:
-    """Of the cell as a whole."""
+    """Return what the audit measured of the whole cell, by name."""
     measures = {name: getattr(audit, name) for name in AUDIT_MEASURES}
     if audit.activations is not None:
         measures["activation_error"] = audit.activations.error
@@ -198,18 +199,18 @@ def _measures(audit: Audit) -> dict[str, float]:
     return measures
 
 
-SMALLEST = 1e-4  # an error below this is rounding: a rise is not counted from less
-SAME = 1e-4  # relative: measures of the same bits agree to rounding
-NAMED = 3
+SMALLEST = 1e-4  # an error below this is rounding; a rise is counted from this error
+SAME = 1e-4  # relative difference up to which measures of the same codes agree
+NAMED = 3  # layers named in a reason
 
 
 def layer_gates(
     cell: str, before: Audit, after: Audit, margins: Mapping[str, float]
 ) -> list[GateResult]:
-    """No layer measures worse than the baseline's by more than its margin, in per cent.
+    """Compare each quantized layer with the baseline's: error, gain, levels and bits.
 
-    Nothing more is asked of layers with the same stored bits that measure the same: a forward
-    that reads them wrongly does not. Other bits alone are no failure: processors and library
+    One result per measure, with the worst layer; ``margins`` are in per cent. A layer whose stored
+    codes and measures are the same passes. Other codes alone are no failure: processors and library
     versions round differently.
     """
     old, new = ({one.name: one for one in audit.modules} for audit in (before, after))
@@ -246,7 +247,7 @@ def layer_gates(
     return gates
 
 
-# What is measured of a layer, and by how many per cent another value is worse.
+# By metric: the measure of a layer, and by how many per cent the new value is worse than the old.
 RISES: dict[str, tuple[str, Callable[[float, float], float]]] = {
     "layer_error": ("weight_error", lambda old, new: 100 * (new - old) / max(old, SMALLEST)),
     "layer_gain": ("gain", lambda old, new: 100 * abs(new - old)),
@@ -256,6 +257,7 @@ RISES: dict[str, tuple[str, Callable[[float, float], float]]] = {
 
 
 def _same_bits(old: ModuleAudit, new: ModuleAudit) -> bool:
+    """Return whether the stored codes are the same and what was measured of them agrees."""
     return (
         bool(old.digest)
         and old.digest == new.digest
@@ -267,7 +269,7 @@ def _same_bits(old: ModuleAudit, new: ModuleAudit) -> bool:
 
 
 def _same(old: Column, new: Column) -> bool:
-    """Whether every document of the baseline came out as it did then."""
+    """Return whether every document of the baseline has the same outcome now."""
     if not np.isin(old.documents, new.documents).all():
         return False
     now = new.only(old.documents)
@@ -275,6 +277,9 @@ def _same(old: Column, new: Column) -> bool:
 
 
 def _gate(line: Change, margin: Margin, *, same: bool) -> GateResult:
+    """Test one score for non-inferiority: pass if the one-sided bound of its regression is within
+    the margin, fail if the other bound is beyond it, else inconclusive. ``same``: every document
+    has the same outcome."""
     gate = GateResult(
         cell=line.cell,
         task=line.task,

@@ -1,4 +1,4 @@
-"""Margins: what the user states, the defaults, and what so many documents can support."""
+"""Margins of the gate: those that the user gives, defaults, and what the documents support."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ MISSED = 0.05  # share of harmless changes that do not pass on every line
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Margin:
-    """``value`` in points or per cent; ``supported`` is what the documents support."""
+    """How much worse a score may be, in percentage points or per cent. ``supported`` is the
+    smallest margin that the number of documents supports; ``given``: by the user."""
 
     value: float
     given: bool
@@ -52,11 +53,10 @@ class Margin:
 
 
 def parse_margins(texts: Sequence[str]) -> dict[str, float]:
-    """``["acc=0.5", "word_perplexity=1"]`` → what the user states.
+    """Return the margins by metric of texts such as ``["acc=0.5", "word_perplexity=1"]``.
 
     ``acc`` and ``perplexity`` stand for all accuracies and all perplexities that are not named, a
-    metric's name for it with any of lm-eval's filters. Raises RecipeError for a text that is no
-    margin.
+    metric's name for it with any of lm-eval's filters. Raises RecipeError for any other text.
     """
     margins = {}
     for text in texts:
@@ -77,8 +77,8 @@ def parse_margins(texts: Sequence[str]) -> dict[str, float]:
 
 
 def require_known(given: Mapping[str, float], scores: Collection[Score]) -> None:
-    """Raise RecipeError for a margin of a metric that is not among the baseline's ``scores``, or a
-    metric, neither an accuracy nor a perplexity, that no margin is given for."""
+    """Raise RecipeError if a margin is ``given`` for a metric that the baseline's ``scores`` do not
+    have, or if a metric that is neither an accuracy nor a perplexity has no margin."""
     named = [name for one in scores for name in (one.metric, base_metric(one.metric))]
     known = [*dict.fromkeys([*LEAST, *named]), *AUDIT_MARGINS]
     for name in given:
@@ -98,8 +98,8 @@ def require_known(given: Mapping[str, float], scores: Collection[Score]) -> None
 
 
 def margin_of(score: Score, column: Column, given: Mapping[str, float], *, lines: int) -> Margin:
-    """The margin of one score of the baseline, one of ``lines`` that are asked together, which
-    ``require_known`` was asked of."""
+    """Return the margin of one ``score`` of the baseline. ``column`` has its outcomes, ``lines`` is
+    the number of scores that are compared together. Call ``require_known`` before."""
     family = _family(score)
     supported = math.nan
     if family is not None:
@@ -117,11 +117,11 @@ def _family(score: Score) -> str | None:
 
 
 def _supported(score: Score, column: Column, lines: int) -> float:
-    """The smallest margin at which a harmless change passes on all ``lines`` with probability
-    1 − MISSED (Bonferroni), rounded up to a tenth; it depends on the baseline alone.
+    """Return the smallest margin at which a harmless change passes on all ``lines`` with
+    probability 1 − MISSED (Bonferroni), rounded up to a tenth.
 
-    The test passes where its upper bound is within the margin, so this is a quantile of that
-    bound's distribution under a change with mean 0.
+    The test passes if its upper bound is within the margin, so this is a quantile of that bound's
+    distribution under a change with mean 0. It depends on the baseline alone.
     """
     panel = Panel.of({"score": column})
     found = effect(panel, {"score": 1}, score.aggregation)
@@ -144,8 +144,8 @@ def _supported(score: Score, column: Column, lines: int) -> float:
 
 
 def _bound_of_flips(documents: int, missed: float) -> float:
-    """The one-sided bound on the loss, a fraction, that harmless flips exceed with probability
-    ``missed``: right answers are lost and won at the same rate, and happen to be lost more."""
+    """Return the one-sided bound on the loss, as a fraction, that harmless flips exceed with
+    probability ``missed``: answers are lost and won at the same rate, and by chance lost more."""
     rate = FLIPS * documents / 2  # of either, Poisson
     loss = int(stats.skellam.ppf(1 - missed, rate, rate))  # of lost − won
     # The likeliest counts with that difference: lost · won = rate².

@@ -1,4 +1,4 @@
-"""What the gate asks and answers: as data, and as Markdown, JUnit XML and JSON."""
+"""The gate's results and verdict as data, Markdown, JUnit XML and JSON."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from qbench.text import NO_VALUE, for_markdown, metric_title, number, table
 ROUNDING = 1e-9  # per cent
 Outcome = Literal["pass", "fail", "inconclusive"]
 Inconclusive = Literal["pass", "fail"]
-AUDIT = "audit"  # stands for the task in questions about the audit
+AUDIT = "audit"  # stands for the task in results about the audit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GateResult:
-    """One question of the gate. Without ``task`` the cell as a whole could not be asked."""
+    """One comparison with the baseline. Without ``task`` the whole cell could not be compared."""
 
     cell: str
     task: str
@@ -40,13 +40,13 @@ class GateResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """All questions and the answer. ``exit_code``: 0 pass, 1 fail; unusable input raises (2)."""
+    """All comparisons and the answer. ``exit_code``: 0 pass, 1 fail; unusable input raises (2)."""
 
     results: str
     baseline: str
     gates: tuple[GateResult, ...]
     notes: tuple[str, ...]
-    inconclusive: Inconclusive  # what an inconclusive question counts as
+    inconclusive: Inconclusive  # what an inconclusive comparison counts as
 
     @property
     def outcome(self) -> Outcome:
@@ -65,8 +65,8 @@ class Verdict:
 
 
 def measured(cell: str, metric: str, rise: float, margin: float, seen: str) -> GateResult:
-    """A question about what the audit measured, which is known and no estimate: worse by ``rise``
-    per cent, as ``seen``."""
+    """Return the result for a value that was measured, not sampled: it is worse by ``rise`` per
+    cent; ``seen`` says both values in words."""
     within = rise <= margin + ROUNDING
     return GateResult(
         cell=cell,
@@ -80,7 +80,7 @@ def measured(cell: str, metric: str, rise: float, margin: float, seen: str) -> G
 
 
 def failure(cell: str, reason: str, task: str = "", metric: str = "") -> GateResult:
-    """A cell that fails as a whole, or a score of it."""
+    """Return a failure of a whole cell, or of one of its scores."""
     return GateResult(cell=cell, task=task, metric=metric, outcome="fail", reason=reason)
 
 
@@ -94,7 +94,7 @@ HEAD = ("Verdict", "Cell", "Task", "Metric", "Baseline", "Now", "Worse by", "at 
 
 
 def as_markdown(verdict: Verdict) -> str:
-    """A summary for people: the answer, then every line that did not pass, then the others."""
+    """Return a summary for people: the verdict, then what did not pass, then the rest."""
     counts = ", ".join(
         f"{verdict.count(outcome)} {outcome}" for outcome in ("pass", "fail", "inconclusive")
     )
@@ -118,7 +118,8 @@ def as_markdown(verdict: Verdict) -> str:
 
 
 def as_junit(verdict: Verdict) -> str:
-    """One test case a line; an inconclusive one is an error or skipped, as it counts."""
+    """Return JUnit XML with one test case per result; an inconclusive one is an error if it counts
+    as failed, else skipped."""
     inconclusive = "error" if verdict.inconclusive == "fail" else "skipped"
     tags = {"fail": "failure", "inconclusive": inconclusive}
     suites = ElementTree.Element("testsuites")
@@ -143,7 +144,7 @@ def as_junit(verdict: Verdict) -> str:
 
 
 def as_json(verdict: Verdict) -> str:
-    """Everything, for programs; numbers that are not finite are text, as in records."""
+    """Return all results as JSON; numbers that are not finite are text, as in records."""
     return json.dumps(
         {
             "outcome": verdict.outcome,
