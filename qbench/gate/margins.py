@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,8 +13,9 @@ from scipy import special, stats
 from qbench.errors import RecipeError
 from qbench.metrics import LOG_SCALE, base_metric, is_percentage
 from qbench.records import Score
-from qbench.statistics import Column, Missing, Panel, Regression, effect
+from qbench.statistics import Column, Panel, Regression, effect
 from qbench.statistics.bootstrap import MOST_DOCUMENTS, degrees_of_freedom
+from qbench.statistics.panel import estimate_contrast
 
 # Percentage points for accuracies, per cent of the perplexity for perplexities.
 LEAST = {"acc": 1.0, "perplexity": 2.0}
@@ -123,26 +125,27 @@ def _supported(score: Score, column: Column, lines: int) -> float:
     The test passes if its upper bound is within the margin, so this is a quantile of that bound's
     distribution under a change with mean 0. It depends on the baseline alone.
     """
-    panel = Panel.of({"score": column})
-    found = effect(panel, {"score": 1}, score.aggregation)
-    if isinstance(found, Missing):  # such as one document, or a score that is not finite
+    documents, missed = len(column.documents), MISSED / lines
+    if documents < 2 or not math.isfinite(score.value):
         return 0.0
-    missed = MISSED / lines
     if _family(score) == "acc":  # an answer that is partly right moves less than one that flips
-        margin = _bound_of_flips(panel.documents, missed)
+        margin = _bound_of_flips(documents, missed)
     else:
-        weights, level, freedom = panel.weights[:, 0], LEVEL, panel.documents - 1
+        weights, level, freedom = column.weights, LEVEL, documents - 1
+        values, one = column.values[:, None], np.ones(1)
+        _, stderr = estimate_contrast(values, weights[:, None], one, score.aggregation)
         # The bound of the bootstrap-t is the end of the two-sided interval.
-        if np.ptp(weights) or panel.documents <= MOST_DOCUMENTS:
+        if np.ptp(weights) or documents <= MOST_DOCUMENTS:
             kurtosis = 3 * float(np.mean(weights**4) / np.mean(weights**2) ** 2)
             level, freedom = LEVEL / 2, degrees_of_freedom(weights, kurtosis)
         reach = special.stdtrit(freedom, (1 - level, 1 - missed)).sum()
-        margin = float(reach) * MOVES * found.interval.stderr
+        margin = float(reach) * MOVES * stderr
     if _family(score) == "perplexity":
         margin = math.expm1(margin)
     return math.ceil(1000 * margin - 1e-9) / 10
 
 
+@functools.cache
 def _bound_of_flips(documents: int, missed: float) -> float:
     """Return the one-sided bound on the loss, as a fraction, that harmless flips exceed with
     probability ``missed``: answers are lost and won at the same rate, and by chance lost more."""
