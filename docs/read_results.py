@@ -27,8 +27,6 @@ EFFECTS = [
 ]
 COLUMNS = [*KEYS, "value", "documents", *EFFECTS, "each"]
 SCORES = ("acc", "acc_norm", "perplexity", "word_perplexity")  # what pages speak of
-# Whether accuracies' effects come as gains: then they are turned, so that positive is worse
-GAINS = False
 
 
 def read_scores(files: Mapping[str, str]) -> pd.DataFrame:
@@ -40,36 +38,26 @@ def read_scores(files: Mapping[str, str]) -> pd.DataFrame:
     """
     table = pd.read_csv(io.StringIO(files["tables.csv"]))
     table = table[table.metric.isin(SCORES) & (table.status == "ok")].copy()
-    sign = 1 - 2 * (GAINS & ~table.metric.str.contains("perplexity"))
     for effect, ours in (("damage", "damage"), ("did", "difference")):
         for end in ("", "_low", "_high"):
-            table[ours + end] = table[f"{effect}_log_ratio{end}"].fillna(sign * table[effect + end])
+            table[ours + end] = table[f"{effect}_log_ratio{end}"].fillna(table[effect + end])
         table[ours + "_p"] = table[effect + "_p"]
     if "seeds.csv" not in files:
-        return _ordered(table)
+        return table
     seeds = pd.read_csv(io.StringIO(files["seeds.csv"]))
     seeds = seeds[seeds.metric.isin(SCORES) & seeds.question.isin(("damage", "did"))]
     groups = {}
     for row in seeds.itertuples():
-        sign = -1 if GAINS and "perplexity" not in row.metric else 1
         effect = "difference" if row.question == "did" else "damage"
         numbers = (row.estimate, row.low, row.high)
         found = groups.setdefault((row.task, row.metric, row.quantizer, row.group), {})
-        found |= {effect + e: sign * n for e, n in zip(("", "_low", "_high"), numbers, strict=True)}
+        found |= {effect + e: n for e, n in zip(("", "_low", "_high"), numbers, strict=True)}
         found |= {effect + "_p": row.p, "documents": row.documents}
         if effect == "difference":
-            found["each"] = " ".join(f"{sign * float(one):.6g}" for one in row.each.split())
+            found["each"] = " ".join(f"{float(one):.6g}" for one in row.each.split())
     rows = [dict(zip(KEYS[1:], key, strict=True)) | found for key, found in groups.items()]
     each = table[table.quantizer == "bf16"][[*KEYS[1:], "value"]]
-    return pd.concat([each, _ordered(pd.DataFrame(rows))])
-
-
-def _ordered(table: pd.DataFrame) -> pd.DataFrame:
-    """Put the lower end of each interval first: turning a sign exchanges them."""
-    for effect in ("damage", "difference"):
-        ends = table[[f"{effect}_low", f"{effect}_high"]]
-        table[f"{effect}_low"], table[f"{effect}_high"] = ends.min(axis=1), ends.max(axis=1)
-    return table
+    return pd.concat([each, pd.DataFrame(rows)])
 
 
 def read_cells(store: Store) -> Iterator[dict[str, object]]:
