@@ -83,7 +83,7 @@ def watch_inputs(
 # The walk over blocks
 
 
-class BlockInputs:
+class SequentialCalibrator:
     """The inputs of a model's blocks, one block after the other.
 
     ``root`` is the name of the list of ``blocks``. ``groups``: of each block, the linear layers to
@@ -110,9 +110,9 @@ class BlockInputs:
         self._calls: dict[int, list[Call]] = {}
         self._beside: dict[int, list[Tensor]] = {}  # the tensors that the first block receives so
         for ids in calibration.ids.split(batch_size):
-            self._follow(layers, ids)
+            self._trace(layers, ids)
 
-    def _follow(self, layers: dict[str, nn.Linear], ids: Tensor) -> None:
+    def _trace(self, layers: dict[str, nn.Linear], ids: Tensor) -> None:
         """One forward through the blocks, which ends after the last; of a batch as large as one
         before, which ends at the first."""
         known, calls = self._beside.get(len(ids)), list[Call]()

@@ -1,12 +1,12 @@
-"""GPTQ (Frantar, Ashkboos, Hoefler, Alistarh 2022, algorithm 1). Settings:
+"""Quantize a model by GPTQ (Frantar, Ashkboos, Hoefler, Alistarh 2022, algorithm 1). Settings:
 ``qbench.quantizers.methods.weight_only.Gptq``.
 
-With the Hessian H of a layer's inputs, columns are rounded one by one; each column's error, divided
-by its diagonal entry of the Cholesky factor of H⁻¹, is taken from the columns still to come. What
-the paper leaves open is as in gptqmodel; a test compares the results. A group's scale is that of
-the weights at the beginning of its block of 128 columns. Scales are float32 until they are stored.
-Where H is singular, damping is raised. gptqmodel's own class is not used: on a GPU it waits at
-every group, and it builds a CUDA kernel where it finds a compiler, silently not elsewhere.
+With the Hessian H of a layer's inputs, columns are rounded one by one. Each column's error, divided
+by its diagonal entry of the Cholesky factor of H⁻¹, is subtracted from the columns that are not
+rounded yet. What the paper leaves open is done as in gptqmodel; a test compares the results. The
+scale of a group is that of its weights at the beginning of its block of 128 columns. Scales are
+float32 until they are stored. If H is singular, damping is raised. gptqmodel's own class is not
+used: on a GPU it waits at every group, and it builds a CUDA kernel if it finds a compiler.
 """
 
 from __future__ import annotations
@@ -21,56 +21,58 @@ from transformers import PreTrainedModel
 from qbench.errors import QuantizationError
 from qbench.progress import Advance
 from qbench.quantizers import packed
-from qbench.quantizers.calibration import BlockInputs, Calibration
+from qbench.quantizers.calibration import Calibration, SequentialCalibrator
 from qbench.quantizers.formats import WHOLE_ROW
 from qbench.quantizers.linear import Tensors, linears
 from qbench.quantizers.methods.weight_only import Gptq
 from qbench.quantizers.packed import unpack  # noqa: F401  (the same for this method)
 from qbench.streaming import offload_device
 
-WIDTH = 128  # columns updated at once; the others lag behind until it is done
-TRITON = find_spec("triton") is not None  # of Linux alone; without it columns take long
-DAMP_STEP = 0.01  # by which damping is raised where H is singular
+WIDTH = 128  # columns of a block; later columns are updated once the block is done
+TRITON = find_spec("triton") is not None  # on Linux only; without it columns take long
+DAMP_STEP = 0.01  # by which damping is raised if H is singular
 
 
 def quantize_model(
     model: PreTrainedModel, settings: Gptq, calibration: Calibration, progress: Advance
 ) -> tuple[dict[str, Tensors], str]:
-    """What is to be stored for each linear layer, and what did it; ``model`` is overwritten.
+    """Quantize every linear layer; return the tensors to store by layer's name, and a note for the
+    record. The weights of ``model`` are overwritten.
 
-    Raises QuantizationError for models that cannot be computed block by block, for layers that no
-    calibration text reaches, and for a Hessian that stays singular.
+    Raises QuantizationError for a model that cannot be computed block by block, a layer that no
+    calibration token reaches, and a Hessian that stays singular.
     """
-    walk = BlockInputs(model, linears(model, settings.ignore), calibration, settings.batch_size)
+    layers = linears(model, settings.ignore)
+    walk = SequentialCalibrator(model, layers, calibration, settings.batch_size)
     result: dict[str, Tensors] = {}
     raised: list[float] = []
     home = offload_device(model)
     for index, block in enumerate(walk.blocks):
         path, groups = f"{walk.root}.{index}", walk.groups[index]
         leaders = [group[0] for group in groups]
-        # without true_sequential all see the inputs of the unquantized block
+        # Without true_sequential all layers see the inputs of the unquantized block.
         together = [] if settings.true_sequential else walk.hessians(index, leaders)
         for number, group in enumerate(groups):
             progress(index + number / len(groups), len(walk.blocks))
-            moments = together[number] if together else walk.hessians(index, group[:1])[0]
+            hessian = together[number] if together else walk.hessians(index, group[:1])[0]
             name = f"{path}.{group[0]}"
-            if not moments.any():
+            if not hessian.any():
                 raise QuantizationError(
                     f"{settings.name}: {name}: no calibration text reaches it (an expert that is "
                     f"never chosen?); calibrate on more samples, or leave it out: ignore: [{name}]"
                 )
-            layers = [block.get_submodule(name) for name in group]
-            # Rows are independent: layers with one Hessian are solved as one.
-            weight = torch.cat([layer.weight.detach() for layer in layers]).float()
-            solved = solve(weight, moments, settings, name)
+            members = [block.get_submodule(name) for name in group]
+            # Rows are independent: layers with the same Hessian are solved together.
+            weight = torch.cat([layer.weight.detach() for layer in members]).float()
+            solved = solve(weight, hessian, settings, name)
             if solved.damp > settings.damp:
                 raised += [solved.damp] * len(group)
             if not solved.weight.isfinite().all():
                 raise QuantizationError(
                     f"{settings.name}: {name}: not a number; raise damp, or calibrate on more text"
                 )
-            heights = [layer.out_features for layer in layers]
-            for layer, part in zip(layers, solved.weight.split(heights), strict=True):
+            heights = [layer.out_features for layer in members]
+            for layer, part in zip(members, solved.weight.split(heights), strict=True):
                 layer.weight.data = part.to(layer.weight.dtype)
             for name, tensors in zip(group, solved.packed(heights, settings), strict=True):
                 result[f"{path}.{name}"] = {n: t.to(home) for n, t in tensors.items()}
@@ -80,20 +82,21 @@ def quantize_model(
 
 
 def from_packed(layer: nn.Linear, tensors: Tensors, settings: Gptq) -> packed.PackedLinear:
-    """Multiplied out in float16, as the format's kernels do."""
+    """Return the layer over ``tensors``; it dequantizes to float16, as the format's kernels do."""
     module = packed.from_packed(layer, tensors, settings)
-    module.through = torch.float16
+    module.compute_dtype = torch.float16
     return module
 
 
-def _inverse_factor(moments: Tensor, settings: Gptq, name: str) -> tuple[Tensor, float]:
-    """Upper Cholesky factor of (H + damp · mean diagonal)⁻¹, and the damp that it took."""
-    diagonal = moments.diagonal()
+def _inverse_factor(hessian: Tensor, settings: Gptq, name: str) -> tuple[Tensor, float]:
+    """Return the upper Cholesky factor of (H + damp · mean diagonal)⁻¹ [in, in], and the damp that
+    was needed; ``name`` is the layer's, for messages."""
+    diagonal = hessian.diagonal()
     plain, damp = diagonal.clone(), settings.damp
     mean = plain.mean()
     while damp < 1:
         diagonal.copy_(plain).add_(damp * mean)
-        lower, info = torch.linalg.cholesky_ex(moments)
+        lower, info = torch.linalg.cholesky_ex(hessian)
         if not int(info):
             inverse = torch.cholesky_inverse(lower)
             del lower
@@ -108,11 +111,14 @@ def _inverse_factor(moments: Tensor, settings: Gptq, name: str) -> tuple[Tensor,
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Solved:
-    """Layers with one Hessian, their rows together: ``weight`` float32 [out, in] as quantized,
-    ``codes`` float32 [out, in] in the order of the stored groups, ``scale`` and ``zero`` float32
-    [out, groups], ``order`` [in]: column i of the weight is column order[i] of the codes; ``damp``:
-    what was added to the Hessian's diagonal, in units of its mean."""
+class GPTQResult:
+    """The quantized rows of all layers with the same Hessian.
+
+    ``weight``: dequantized, float32 [out, in]. ``codes``: float32 [out, in] in the order of the
+    stored groups. ``scale``, ``zero``: float32 [out, groups]. ``order`` [in]: column i of the
+    weight is column order[i] of the codes; None: the same order. ``damp``: what was added to the
+    Hessian's diagonal, in units of its mean.
+    """
 
     weight: Tensor
     codes: Tensor
@@ -122,44 +128,44 @@ class Solved:
     damp: float
 
     def packed(self, heights: list[int], settings: Gptq) -> list[Tensors]:
-        """What is stored, for layers of ``heights`` rows each."""
+        """Return the tensors to store for each of the layers, which have ``heights`` rows."""
         parts = zip(*(t.split(heights) for t in (self.codes, self.scale, self.zero)), strict=True)
-        found = [packed.pack(*part, settings.num_bits) for part in parts]
+        stored = [packed.pack(*part, settings.num_bits) for part in parts]
         if self.order is not None:
-            for tensors in found:
+            for tensors in stored:
                 tensors["order"] = self.order.to(torch.int32)
-        return found
+        return stored
 
 
 @torch.no_grad()
-def solve(weight: Tensor, moments: Tensor, settings: Gptq, name: str) -> Solved:
-    """Round ``weight`` float32 [out, in] under the Hessian ``moments`` [in, in]; both are
-    overwritten."""
+def solve(weight: Tensor, hessian: Tensor, settings: Gptq, name: str) -> GPTQResult:
+    """Quantize ``weight`` float32 [out, in] under ``hessian`` float32 [in, in]; both are
+    overwritten. ``name`` is the layer's, for messages."""
     rows, columns = weight.shape
     size = settings.group_length(columns)
     scales, zeros = [], []
-    if settings.group_size == WHOLE_ROW:  # of the weights as they are
-        scale, zero = _grid(weight[:, None], settings)
+    if settings.group_size == WHOLE_ROW:  # scales of the weights before any is rounded
+        scale, zero = find_params(weight[:, None], settings)
         scales, zeros = [scale], [zero]
-    diagonal = moments.diagonal()
+    diagonal = hessian.diagonal()
     dead = diagonal == 0
-    diagonal[dead] = 1  # any value does
+    diagonal[dead] = 1  # any value will do: the column is 0
     weight[:, dead] = 0
     order, rest = _order(diagonal, settings, size), weight
     if order is not None:
-        moments, rest = moments[order][:, order], weight[:, order]
-    upper, damp = _inverse_factor(moments, settings, name)
+        hessian, rest = hessian[order][:, order], weight[:, order]
+    upper, damp = _inverse_factor(hessian, settings, name)
     codes = torch.empty_like(rest)
     for start in range(0, columns, WIDTH):
         end = min(start + WIDTH, columns)
-        begin = -(-start // size) * size  # of the first group that begins here
+        begin = -(-start // size) * size  # first column of the first group of this block
         if settings.group_size != WHOLE_ROW and begin < end:
             count = len(range(begin, end, size))
             groups = rest[:, begin : begin + count * size].reshape(rows, count, size)
-            for parts, own in zip((scales, zeros), _grid(groups, settings), strict=True):
-                parts += own.split(1, dim=1)
+            for parts, new in zip((scales, zeros), find_params(groups, settings), strict=True):
+                parts += new.split(1, dim=1)
         first = start // size
-        found, errors = _block(
+        block_codes, errors = _block(
             rest[:, start:end],
             upper[start:end, start:end],
             torch.cat(scales[first:], 1),
@@ -167,7 +173,7 @@ def solve(weight: Tensor, moments: Tensor, settings: Gptq, name: str) -> Solved:
             torch.arange(start, end, device=rest.device) // size - first,
             settings.num_bits,
         )
-        codes[:, start:end] = found
+        codes[:, start:end] = block_codes
         rest[:, end:] -= errors.matmul(upper[start:end, end:])
     scale, zero = torch.cat(scales, 1), torch.cat(zeros, 1)
     grouped = codes.view(rows, -1, size)
@@ -175,10 +181,12 @@ def solve(weight: Tensor, moments: Tensor, settings: Gptq, name: str) -> Solved:
     inverse = None if order is None else torch.argsort(order)
     if inverse is not None:
         quantized = quantized[:, inverse]
-    if settings.order == "group-aware":  # groups are stored where they were
+    if settings.order == "group-aware":  # groups are stored in the order of their columns
         groups = torch.argsort(order[::size] // size)
         codes, scale, zero, inverse = codes[:, inverse], scale[:, groups], zero[:, groups], None
-    return Solved(weight=quantized, codes=codes, scale=scale, zero=zero, order=inverse, damp=damp)
+    return GPTQResult(
+        weight=quantized, codes=codes, scale=scale, zero=zero, order=inverse, damp=damp
+    )
 
 
 def _order(diagonal: Tensor, settings: Gptq, size: int) -> Tensor | None:
@@ -196,9 +204,9 @@ def _order(diagonal: Tensor, settings: Gptq, size: int) -> Tensor | None:
     return (local + starts[:, None])[group_order].reshape(-1)
 
 
-def _grid(groups: Tensor, settings: Gptq) -> tuple[Tensor, Tensor]:
-    """Scale and zero, float32 [out, n], of ``groups`` [out, n, weights in a group], as gptqmodel
-    has them: a symmetric group without negative values has its lowest at 0."""
+def find_params(groups: Tensor, settings: Gptq) -> tuple[Tensor, Tensor]:
+    """Return scale and zero, float32 [out, n], of ``groups`` [out, n, weights per group], as
+    gptqmodel does: the range of a symmetric group without negative weights begins at 0."""
     largest = torch.full((), 2.0**settings.num_bits - 1, device=groups.device)
     low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
     if settings.symmetric:
@@ -206,7 +214,7 @@ def _grid(groups: Tensor, settings: Gptq) -> tuple[Tensor, Tensor]:
         low = torch.where(low < 0, -high, low)
     empty = (low == 0) & (high == 0)
     low, high = low.masked_fill(empty, -1.0), high.masked_fill(empty, 1.0)
-    scale = (high - low) / largest  # by a tensor: by a plain number, CUDA multiplies by 1 / it
+    scale = (high - low) / largest  # a tensor: CUDA multiplies by the reciprocal of a number
     if settings.symmetric:
         return scale, torch.full_like(scale, 2.0 ** (settings.num_bits - 1))
     return scale, torch.round(-low / scale)
@@ -215,10 +223,11 @@ def _grid(groups: Tensor, settings: Gptq) -> tuple[Tensor, Tensor]:
 def _block(
     work: Tensor, upper: Tensor, scale: Tensor, zero: Tensor, group: Tensor, bits: int
 ) -> tuple[Tensor, Tensor]:
-    """Round up to 128 columns ``work`` [rows, n], each error passed on to the columns left.
+    """Quantize a block of up to 128 columns, ``work`` [rows, n], one column after the other.
 
-    ``upper`` [n, n]; ``scale`` and ``zero`` [rows, groups], of which column i takes number
-    ``group[i]``. Codes and errors over the diagonal, [rows, n] each.
+    ``upper`` [n, n]: the block of the Cholesky factor. ``scale``, ``zero`` [rows, groups]: column i
+    uses number ``group[i]``. Returns codes, and errors over the diagonal of ``upper``, both
+    [rows, n].
     """
     if work.is_cuda and TRITON:
         from qbench.quantizers import gptq_columns  # imports Triton
@@ -228,8 +237,8 @@ def _block(
     work = work.clone()
     codes, errors = torch.empty_like(work), torch.empty_like(work)
     for i, number in enumerate(group.tolist()):
-        column, own, middle = work[:, i], scale[:, number], zero[:, number]
-        codes[:, i] = code = packed.nearest(column, own, middle, bits)
-        errors[:, i] = error = (column - own * (code - middle)) / upper[i, i]
+        column, step, middle = work[:, i], scale[:, number], zero[:, number]
+        codes[:, i] = code = packed.nearest(column, step, middle, bits)
+        errors[:, i] = error = (column - step * (code - middle)) / upper[i, i]
         work[:, i:] -= error[:, None] * upper[i, i:]
     return codes, errors

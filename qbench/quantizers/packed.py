@@ -1,7 +1,7 @@
-"""Our own quantized linear layer: codes packed to their real bits, a scale and a zero a group.
+"""Round to nearest, and a linear layer of packed codes with a scale and a zero per group.
 
-The whole method of round-to-nearest, and what GPTQ stores. The weight of row o, column i in group g
-is ``scale[o, g] · (code[o, i] − zero[o, g])``.
+GPTQ stores its result in the same layer. The weight of row o and column i, in group g, is
+``scale[o, g] · (code[o, i] − zero[o, g])``.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from qbench.quantizers.methods.weight_only import Rtn
 
 # A byte holds 8 / w codes of w bits; 3 bits are a plane of 2 and a plane of 1.
 _PLANES = {2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}
-_CODES_A_BYTE = 8  # of the thinnest plane: rows are padded to a multiple of it
+_CODES_PER_BYTE = 8  # of the thinnest plane: rows are padded to a multiple of it
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
-    """Codes uint8 [out, in] in 0 … 2^bits − 1 → bytes uint8 [out, ⌈in / 8⌉ · bits]."""
-    codes = nn.functional.pad(codes, (0, -codes.shape[1] % _CODES_A_BYTE))
+    """Pack codes uint8 [out, in] in 0 … 2^bits − 1 into bytes uint8 [out, ⌈in / 8⌉ · bits]."""
+    codes = nn.functional.pad(codes, (0, -codes.shape[1] % _CODES_PER_BYTE))
     planes, taken = [], 0
     for width in _PLANES[bits]:
         plane = (codes >> taken) & ((1 << width) - 1)
@@ -36,8 +36,8 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack_codes(packed: Tensor, bits: int, in_features: int) -> Tensor:
-    """The inverse of ``pack_codes``: uint8 [out, in_features]."""
-    padded = -(-in_features // _CODES_A_BYTE) * _CODES_A_BYTE
+    """Undo ``pack_codes``: return the codes uint8 [out, in_features]."""
+    padded = -(-in_features // _CODES_PER_BYTE) * _CODES_PER_BYTE
     codes, start, taken = None, 0, 0
     for width in _PLANES[bits]:
         byte = packed[:, start : start + padded * width // 8]
@@ -50,12 +50,15 @@ def unpack_codes(packed: Tensor, bits: int, in_features: int) -> Tensor:
 
 
 class PackedLinear(DequantizedLinear):
-    """``codes`` uint8 [out, in · bits / 8], ``scale`` float16 [out, groups], ``zero`` uint8
+    """A linear layer that dequantizes packed codes in every forward.
+
+    ``codes`` uint8 [out, in · bits / 8], ``scale`` float16 [out, groups], ``zero`` uint8
     [out, groups], ``order`` int32 [in] or None: column i of the weight is column order[i] of the
-    grouped codes (GPTQ's desc_act). ``through``: what a weight is rounded to before ``dtype``.
+    grouped codes (GPTQ's desc_act). ``compute_dtype``: dtype that a dequantized weight is rounded
+    to before it is cast to ``dtype``.
     """
 
-    through = torch.float32
+    compute_dtype = torch.float32
 
     def __init__(self, layer: nn.Linear, tensors: Tensors, settings: WeightSettings) -> None:
         super().__init__(layer, {"order": None, **tensors})
@@ -68,15 +71,15 @@ class PackedLinear(DequantizedLinear):
         weight = weight.reshape(self.out_features, self.in_features)
         if self.order is not None:
             weight = weight[:, self.order]
-        return weight.to(self.through).to(self.dtype)
+        return weight.to(self.compute_dtype).to(self.dtype)
 
 
 def grid(weight: Tensor, bits: int, *, symmetric: bool) -> tuple[Tensor, Tensor]:
-    """Scale and zero for groups of weights, float32 [..., group] → two of [..., 1].
+    """Return scale and zero, float32 [..., 1], for groups of weights float32 [..., group].
 
-    Rounding to nearest over [min(w, 0), max(w, 0)], or over ±max|w| with the zero in the middle:
-    the grid of the GPTQ paper's code. Scales are rounded to float16, as they are stored, so that
-    whoever rounds to this grid rounds to the values that will be used.
+    The levels cover [min(w, 0), max(w, 0)], or ±max|w| with the zero in the middle, as in the code
+    of the GPTQ paper. Scales are rounded to float16, as they are stored, so that weights are
+    rounded to the values that will be used.
     """
     low, high = (
         weight.amin(-1, keepdim=True).clamp(max=0),
@@ -93,12 +96,12 @@ def grid(weight: Tensor, bits: int, *, symmetric: bool) -> tuple[Tensor, Tensor]
 
 
 def nearest(weight: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
-    """The codes, float32, of the grid's values nearest to ``weight``."""
+    """Return the codes, float32, of the levels nearest to ``weight``."""
     return (torch.round(weight / scale) + zero).clamp_(0, 2**bits - 1)
 
 
 def pack(codes: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensors:
-    """What is stored: codes [out, in], scale and zero [out, groups]."""
+    """Return the tensors to store, from codes [out, in], scale and zero [out, groups]."""
     return {
         "codes": pack_codes(codes.to(torch.uint8), bits),
         "scale": scale.half().contiguous(),
@@ -107,7 +110,7 @@ def pack(codes: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensors:
 
 
 def quantize(name: str, layer: nn.Linear, settings: Rtn) -> Tensors:
-    """The tensors of ``pack``, of ``layer`` rounded to nearest."""
+    """Round the weight of ``layer`` to nearest; return the tensors of ``pack``."""
     weight = layer.weight.detach().float()
     groups = weight.view(layer.out_features, -1, settings.group_length(layer.in_features))
     scale, zero = grid(groups, settings.num_bits, symmetric=settings.symmetric)
@@ -116,12 +119,12 @@ def quantize(name: str, layer: nn.Linear, settings: Rtn) -> Tensors:
 
 
 def from_packed(layer: nn.Linear, tensors: Tensors, settings: WeightSettings) -> PackedLinear:
-    """The module over what ``pack`` stored, for settings with ``num_bits`` and ``group_size``."""
+    """Return the module that runs on the tensors of ``pack``, in the place of ``layer``."""
     return PackedLinear(layer, tensors, settings).eval()
 
 
 def unpack(module: nn.Module, settings: WeightSettings) -> PackedWeight | None:
-    """What ``module`` stores, its groups of the size that they should have."""
+    """Return what ``module`` stores; None if it is no ``PackedLinear``."""
     if not isinstance(module, PackedLinear):
         return None
     kept = {"codes": module.codes, "scale": module.scale, "zero": module.zero}
@@ -136,7 +139,8 @@ def unpack(module: nn.Module, settings: WeightSettings) -> PackedWeight | None:
 
 
 def in_groups(size: int, order: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """``PackedWeight.groups``: ``size`` weights along a row, its columns taken in ``order``."""
+    """Return a function that rearranges a matrix [out, in] into [groups, size]: ``size`` weights
+    along a row, columns taken in ``order``."""
 
     def groups(weight: Tensor) -> Tensor:
         ordered = weight if order is None else weight[:, order.to(weight.device)]

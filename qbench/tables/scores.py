@@ -597,7 +597,16 @@ def ratio_notes(effects: Iterable[Effect]) -> list[str]:
 
 
 def precision_notes(lines: Iterable[Row]) -> list[str]:
-    return [PRECISION_NOTE] if any(line.precision.in_parts for line in lines) else []
+    """Return a note on precisions such as W4A8, and one with the scheme of weights that are
+    rounded to a grid: symmetric or not, group size, column order."""
+    lines = list(lines)
+    notes = [PRECISION_NOTE] if any(line.precision.in_parts for line in lines) else []
+    schemes = {
+        line.quantizer: line.precision.weights.scheme for line in lines if line.precision.weights
+    }
+    named = [f"{quantizer} is {scheme}" for quantizer, scheme in schemes.items()
+             if "symmetric" in scheme]  # fmt: skip
+    return [*notes, *([f"Weights: {'; '.join(named)}."] if named else [])]
 
 
 def documents_text(line: Row) -> str:

@@ -16,8 +16,8 @@ from quantizer_models import (
 from torch import nn
 
 from qbench.errors import QuantizationError
-from qbench.quantizers import gptq
-from qbench.quantizers.calibration import BlockInputs
+from qbench.quantizers import config_of, gptq
+from qbench.quantizers.calibration import SequentialCalibrator
 from qbench.quantizers.linear import linears
 from qbench.quantizers.quantize import quantize
 
@@ -124,6 +124,25 @@ def test_weights_scales_and_zeros_are_gptqmodels_to_the_bit(bits, stated):
     assert torch.equal(found.zero, zero)
 
 
+def test_the_defaults_are_gptqmodels():
+    """What a model's layers are quantized with if nothing but the bits is stated."""
+    quantization = pytest.importorskip("gptqmodel.quantization")
+    theirs = quantization.QuantizeConfig(bits=4, offload_to_disk=False)
+    fitted = config_of("gptq-4bit").fitted({"layer": (256, 1024)})
+    ours = fitted.weights
+    assert (ours.group_size, ours.symmetric, ours.desc_act, ours.group_aware, ours.damp) == (
+        theirs.group_size, theirs.sym, bool(theirs.desc_act), theirs.act_group_aware,
+        theirs.damp_percent,
+    )  # fmt: skip
+    assert theirs.damp_auto_increment == gptq.DAMP_STEP
+    assert ours.true_sequential == theirs.true_sequential
+    scheme = fitted.precision.weights.scheme
+    assert scheme == "int4 symmetric in groups of 128, group-aware order"
+    other = config_of("gptq-4bit:desc_act=true").weights
+    assert other.order == "activation"
+    assert config_of("gptq-4bit:group_size=-1").weights.order == "column"
+
+
 @pytest.mark.parametrize("stated", [{}, {"desc_act": True}, {"group_aware": True}], ids=str)
 def test_what_is_stored_stands_for_the_solution(stated):
     weight, x = problem(12, 64)
@@ -165,7 +184,7 @@ def test_hessians_are_those_of_every_calibration_token(batch_size):
         model(input_ids=calibration().ids, use_cache=False)
     for hook in hooks:
         hook.remove()
-    walk = BlockInputs(model, linears(model), calibration(), batch_size)
+    walk = SequentialCalibrator(model, linears(model), calibration(), batch_size)
     for name, found in zip(names, walk.hessians(0, names), strict=True):
         x = seen[name].reshape(-1, seen[name].shape[-1]).double()
         torch.testing.assert_close(found.double(), hessian(x), rtol=1e-4, atol=1e-5)
@@ -175,7 +194,7 @@ def test_batches_alike_go_through_the_whole_model_once():
     """A model read from disk would be read once a batch."""
     model, ran = llama(), []
     model.model.layers[1].register_forward_pre_hook(lambda _, x: ran.append(len(x[0])))
-    BlockInputs(model, linears(model), calibration(), 3)
+    SequentialCalibrator(model, linears(model), calibration(), 3)
     assert len(calibration().ids) % 3
     assert ran == [3, len(calibration().ids) % 3]
 
@@ -303,4 +322,4 @@ def test_a_model_that_cannot_be_walked_is_refused_with_the_reason(change, says):
     model = llama()
     change(model)
     with pytest.raises(QuantizationError, match=says):
-        BlockInputs(model, linears(model), calibration(), 1)
+        SequentialCalibrator(model, linears(model), calibration(), 1)
