@@ -321,6 +321,17 @@ def test_the_report_of_a_read_only_folder_is_written_here(folder, tmp_path, caps
         qbench("report", folder, "--out", tmp_path)
 
 
+def test_the_help_is_the_page_of_methods():
+    """A section is in the built page: after a change of docs/methods.md it is built again."""
+    page = (PAIR.parents[1] / "docs" / "methods.md").read_text()
+    script = server_module.asset("viewer.js")
+    sections = re.findall(r"^## (.+)\n\n(.+)", page, re.MULTILINE)
+    assert len(sections) > 10
+    for title, line in sections:
+        assert f'title:"{title}"' in script or f'"title":"{title}"' in script, title
+        assert line.replace("`", "\\`") in script or line in script, line
+
+
 def test_view_refuses_what_is_no_results_folder(tmp_path, folder):
     with pytest.raises(ResultsError, match=r"no grid\.json here"):
         qbench("view", folder, tmp_path, "--no-browser")

@@ -3,17 +3,25 @@ import { readdirSync, readFileSync } from "node:fs";
 import temml from "temml";
 import { defineConfig } from "vite";
 
-// Formulas become MathML here, so that the page ships no renderer.
-const formulas = {
-  name: "formulas",
-  enforce: "pre" as const,
-  transform(code: string, id: string) {
-    if (!id.endsWith("methods.json")) return undefined;
-    const methods = JSON.parse(code).map((method: { tex: string }) => ({
-      ...method,
-      mathml: temml.renderToString(method.tex, { displayMode: true, xml: true }),
-    }));
-    return JSON.stringify(methods);
+// The page of the statistics, docs/methods.md, is the viewer's help: of each section the first
+// paragraph, the formula and the source. Formulas become MathML here, so that the page ships no renderer.
+const PAGE = "../../../docs/methods.md";
+const methods = {
+  name: "methods",
+  resolveId: (id: string) => (id === "virtual:methods" ? "\0methods" : undefined),
+  load(id: string) {
+    if (id !== "\0methods") return undefined;
+    const sections = readFileSync(PAGE, "utf8").split(/^## /m).slice(1).map((section) => {
+      const [title, ...rest] = section.split("\n");
+      const body = rest.join("\n").trim();
+      const tex = body.match(/```math\n([^]*?)```/)?.[1];
+      const [, reference, url, plain] = body.match(/^Source: (?:\[(.*?)\]\((.*?)\)|(.*))/m) ?? [];
+      return {
+        name: title.toLowerCase().replaceAll(" ", "-"), title, says: body.split("\n\n")[0].replaceAll("\n", " "),
+        mathml: tex ? temml.renderToString(tex, { displayMode: true, xml: true }) : "", reference: reference ?? plain ?? "", url: url ?? "",
+      };
+    });
+    return `export default ${JSON.stringify(sections)}`;
   },
 };
 
@@ -33,7 +41,7 @@ const licences = {
 };
 
 export default defineConfig({
-  plugins: [formulas, licences],
+  plugins: [methods, licences],
   define: { "process.env.NODE_ENV": '"production"' },
   build: {
     outDir: "../static",

@@ -1,17 +1,16 @@
-// Each statistic in two sentences where it stands, with its formula and source.
-import methods from "./methods.json";
+// What a number is, where it stands, with its formula and source: from docs/methods.md.
+import methods from "virtual:methods";
 import { link } from "./state";
 
-interface Described { name: string; title: string; says: string; tex: string; mathml: string; reference: string; url: string }
-const ALL = methods as Described[];
+type Described = (typeof methods)[number];
 
 // MathML of our own formulas, made when the page was built: the one text that is set as markup.
-const Formula = ({ of }: { of: Described }) => <div class="formula" dangerouslySetInnerHTML={{ __html: of.mathml }} />;
+const Formula = ({ of }: { of: Described }) => (of.mathml ? <div class="formula" dangerouslySetInnerHTML={{ __html: of.mathml }} /> : null);
 
 const Reference = ({ of }: { of: Described }) => of.url ? <a href={of.url} rel="noreferrer" target="_blank">{of.reference}</a> : <>{of.reference}</>;
 
 export function Method({ name }: { name: string }) {
-  const found = ALL.find((one) => one.name === name)!;
+  const found = methods.find((one) => one.name === name)!;
   return (
     <details class="method">
       <summary aria-label={`What is this: ${found.title}`}>?</summary>
@@ -26,7 +25,7 @@ export function Method({ name }: { name: string }) {
 export const Methods = () => (
   <>
     <h2 class="page">Methods</h2>
-    {ALL.map((one) => (
+    {methods.map((one) => (
       <section class="card" id={one.name} key={one.name}>
         <h2>{one.title}</h2>
         <p>{one.says}</p>

@@ -77,7 +77,7 @@ function Forest({ found, lines, base, other, all }: { found: Overview; lines: Li
           return own.length > 0 && (
             <ForestFigure key={kind} marks={own} kind={kind} words={words}
               title={other ? `How much more ${other} is hurt than ${base}, ${UNITS[kind]}` : `Damage to ${base}, ${UNITS[kind]}`}
-              method={other ? "difference" : "damage"} />
+              method={other ? "difference-of-damages" : "damage"} />
           );
         })}
       </div>
@@ -245,7 +245,7 @@ function Quality({ found, lines, state }: { found: Overview; lines: Line[]; stat
           </select></label>{" "}
         {sized && <label>against <select value={gib ? "gib" : ""} onChange={(event) => change({ size: event.currentTarget.value })}><option value="">bits per weight</option><option value="gib">GiB</option></select></label>}
       </p>
-      <Figure title={`${line ? named(line) : "KL divergence"} against ${gib ? "GiB" : "bits"}`} name="quality-size" method={line ? "interval" : "kl"} draw={draw} rows={dots.map(({ told, href, ...rest }) => rest)}
+      <Figure title={`${line ? named(line) : "KL divergence"} against ${gib ? "GiB" : "bits"}`} name="quality-size" method={line ? "intervals" : "kl-divergence"} draw={draw} rows={dots.map(({ told, href, ...rest }) => rest)}
         note={`A line is a method; bars are 95 % intervals. Filled: no precision of that checkpoint is as small and as good. ${line ? "" : "Lower is closer to the unquantized model. "}A click shows the cell.`} />
     </>
   );
@@ -278,7 +278,7 @@ function Pairs({ found }: { found: Overview }) {
     { title: "Documents", value: (pair: Pair) => pair.documents, align: "right" },
   ], [found]);
   if (!found.pairs.length) return null;
-  return <Grid title="Precisions among themselves" name="pairs" method="holm" rows={found.pairs} columns={columns} note="The first minus the second precision, paired by document." />;
+  return <Grid title="Precisions among themselves" name="pairs" method="significance" rows={found.pairs} columns={columns} note="The first minus the second precision, paired by document." />;
 }
 
 function Cells({ found }: { found: Overview }) {
@@ -318,6 +318,6 @@ export function ScoresPage({ found }: { found: Overview }) {
     ];
   }, [found]);
   if (!rows.length) return <Failure text="No cell has scores yet." />;
-  return <Grid title="Scores" name="scores" method="holm" rows={rows} columns={columns} height={720}
+  return <Grid title="Scores" name="scores" method="significance" rows={rows} columns={columns} height={720}
     note="Accuracies in per cent, their differences in points; × are ratios of perplexities. Damage is a loss: above 0, or above × 1, is worse. ‡ significant after Holm’s correction; the interval stands in a mark’s tooltip." />;
 }

@@ -53,7 +53,7 @@ function Measures({ found, cells }: { found: Overview; cells: any[] }) {
       value("Massive", (one) => one.hidden.massive, "values beyond 100 and 1,000 times the median"),
     ];
   }, [found, cells]);
-  return <Grid title="Models" name="analysis" method="sinks" rows={rows} columns={columns} note={cells[0]?.text && `Read: ${cells[0].text.samples} texts of ${cells[0].text.length} tokens from ${cells[0].text.source}.`} />;
+  return <Grid title="Models" name="analysis" method="attention-sinks" rows={rows} columns={columns} note={cells[0]?.text && `Read: ${cells[0].text.samples} texts of ${cells[0].text.length} tokens from ${cells[0].text.source}.`} />;
 }
 
 /** KL of every quantized cell of the checkpoints that were analyzed. */
@@ -70,7 +70,7 @@ function Damages({ found, cells }: { found: Overview; cells: any[] }) {
     }),
   ], [rows]);
   if (!rows.some((row) => row.cells.length)) return null;
-  return <Grid title="Their damage: KL, nats per token" name="analysis-damage" method="kl" rows={rows} columns={columns} />;
+  return <Grid title="Their damage: KL, nats per token" name="analysis-damage" method="kl-divergence" rows={rows} columns={columns} />;
 }
 
 function ByLayer({ cells, name, title, method }: { cells: any[]; name: string; title: string; method: string }) {
@@ -112,7 +112,7 @@ function Heads({ found, cells, state }: { found: Overview; cells: any[]; state: 
       <label class="choice">Heads of <select value={chosen.cell} onChange={(event) => change({ cells: [event.currentTarget.value] })}>{cells.map((one) => <option>{one.cell}</option>)}</select>{" "}
         <a href={link({ view: "cell", folder: found.folder, cells: [chosen.cell] })}>its cell</a></label>
       <div class="columns">
-        <Figure title="Sink rate by layer and head" name="sinks" method="sinks" rows={rows.map(({ href, ...row }) => row)} draw={draw} note={maps.length ? "A click shows the attention map of a head that was kept." : undefined} />
+        <Figure title="Sink rate by layer and head" name="sinks" method="attention-sinks" rows={rows.map(({ href, ...row }) => row)} draw={draw} note={maps.length ? "A click shows the attention map of a head that was kept." : undefined} />
         {map && <AttentionMap key={`${chosen.cell}${map.layer}${map.head}${map.text}`} cell={chosen.cell} map={map} maps={maps} />}
       </div>
     </>
@@ -134,7 +134,7 @@ function AttentionMap({ cell, map, maps }: { cell: string; map: any; maps: any[]
     <div>
       <label class="choice">Map <select value={`${map.layer}.${map.head} ${map.text}`} onChange={(event) => { const [sort, ...show] = event.currentTarget.value.split(" "); change({ cells: [cell], sort, show: show.join(" ") }); }}>
         {maps.map((one) => <option value={`${one.layer}.${one.head} ${one.text}`}>layer {one.layer}, head {one.head}, {one.text}</option>)}</select></label>
-      <Figure title={`Attention of layer ${map.layer}, head ${map.head} on ${map.text}`} name="attention-map" method="sinks" rows={rows} draw={draw} />
+      <Figure title={`Attention of layer ${map.layer}, head ${map.head} on ${map.text}`} name="attention-map" method="attention-sinks" rows={rows} draw={draw} />
     </div>
   );
 }
