@@ -158,16 +158,26 @@ def same_sign(name, seeds) -> tuple[int, int]:
     return sum(all(float(s) * one > 0 for s in each.split()) for one, each in signs), len(both)
 
 
-def moves(name, kind, one="softpick", base="softmax", quantizer="") -> tuple[int, int, int]:
-    """Return under how many precisions the KL of ``one`` is below that of ``base``, under how many
-    above it (of several seeds: in each of them), and the number of precisions."""
+def kl_gaps(name, kind, one="softpick", base="softmax", quantizer="") -> pd.DataFrame:
+    """Return the logarithms of the KL of ``one`` over that of ``base``, [precisions, seeds]."""
     rows = pair(name)
     rows = rows[(rows.metric == "kl") & (rows.task == "all")]
     rows = rows[rows.quantizer == quantizer if quantizer else rows.kind == kind]
-    table = rows.pivot(index="quantizer", columns="checkpoint", values="value")
+    table = rows.pivot(index="quantizer", columns="checkpoint", values="value").map(math.log)
     seeds = [column[len(one) :] for column in table if column.split(".")[0] == one]
-    gaps = pd.concat([table[one + seed] - table[base + seed] for seed in seeds], axis=1)
+    return pd.concat([table[one + seed] - table[base + seed] for seed in seeds], axis=1)
+
+
+def moves(*cells, **chosen) -> tuple[int, int, int]:
+    """Return under how many precisions the KL of ``one`` is below that of ``base``, under how many
+    above it (of several seeds: in each of them), and the number of precisions."""
+    gaps = kl_gaps(*cells, **chosen)
     return int((gaps < 0).all(axis=1).sum()), int((gaps > 0).all(axis=1).sum()), len(gaps)
+
+
+def kl_ratio(name, kind) -> str:
+    """Return "× 1.12": softpick's KL over softmax's, geometric mean over precisions and seeds."""
+    return f"× {math.exp(kl_gaps(name, kind).to_numpy().mean()):.2f}"
 
 
 def direction(name, one, quantizer) -> str:
@@ -212,7 +222,7 @@ def rate(page, shape, *kernels) -> str:
 
 FUNCTIONS = (
     value, mean, percent, kl, times, ratio, each, least, compared, precisions, significant,
-    same_sign, moves, direction, require, cell, rate,
+    same_sign, moves, kl_ratio, direction, require, cell, rate,
 )  # fmt: skip
 
 
