@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ from qbench.checkpoints.load import (
     generation_settings,
     load_model,
     load_prequantized,
+    unlike_files,
     without_weights,
 )
 from qbench.checkpoints.tokenizer import load_tokenizer, puts_bos
@@ -52,8 +52,6 @@ from qbench.streaming import is_sharded, shard, stream, stream_of
 if TYPE_CHECKING:
     import numpy as np
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-SECOND_MODEL = 12 << 30  # bytes that an original may take beside the same model, unquantized
 
 
 def compute(result: CellResult, store: Store, cache: Path, *, reuse: bool = True) -> None:
@@ -167,10 +165,9 @@ def as_measured(cell: Cell, plan: Plan, model: Any, detail: list[str]) -> Cell:
     return replace(cell, checkpoint=checkpoint, attention=attention.implementation, scoring=scoring)
 
 
-def load_original(
-    cell: Cell, plan: Plan, *, verify: bool = True, room: float = math.inf
-) -> PreTrainedModel:
-    """The unquantized model, whole on a GPU where it takes ``room`` bytes or less."""
+def load_original(cell: Cell, plan: Plan, *, verify: bool = True) -> PreTrainedModel:
+    """Return the unquantized model; without ``verify``, what an earlier load has measured is not
+    measured again."""
     dtype = getattr(torch, cell.quantization.compute_dtype)
     return load_model(
         cell.checkpoint,
@@ -178,16 +175,16 @@ def load_original(
         device=plan.device,
         attention=cell.attention,
         fallback=plan.recipe.evaluation.attention == "auto",
-        place=offload_policy(cell, plan, dtype.itemsize, room),
+        place=offload_policy(cell, plan, dtype.itemsize),
         verify=verify,
     )
 
 
 def offload_policy(
-    cell: Cell, plan: Plan, itemsize: int, room: float
+    cell: Cell, plan: Plan, itemsize: int
 ) -> Callable[[PreTrainedModel], PreTrainedModel] | None:
-    """What puts a model over several GPUs, or lets it come block by block, as the recipe says or
-    where it would take more than ``room`` bytes; None where it lies on its device."""
+    """Return what shards a model over several GPUs, or streams its blocks, as the recipe says or
+    if the GPU has too little memory left; None if it stays whole on its device."""
     asked = plan.recipe.evaluation
     if asked.device_map is not None:
         count = torch.cuda.device_count() if plan.device == "cuda" else 1
@@ -195,7 +192,7 @@ def offload_policy(
 
     def least() -> float:
         cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        return min(room, torch.cuda.mem_get_info()[0] + cached)
+        return torch.cuda.mem_get_info()[0] + cached
 
     weights = elements(cell.checkpoint.headers) * itemsize
     return partial(stream, device=plan.device) if streams(cell, plan, weights, least) else None
@@ -236,11 +233,12 @@ def _audit(result: CellResult, model: PreTrainedModel) -> None:
     if cell.without_baseline or cell.runtime == "lm-eval":
         return  # there is nothing to hold against anything: the record is not audited
     with result.stage("audit"):
-        # Read from disk again, for unquantized cells too.
-        room = math.inf if cell.quantization.precision.quantized else SECOND_MODEL
-        original = load_original(cell, plan, verify=cell.copy is not None, room=room)
-        probe = probe_of(original.config.vocab_size).to(plan.device)
         wrong: list[str] = []
+        if cell.copy is None and not cell.quantization.parts:
+            original, wrong = model, unlike_files(model, cell.checkpoint)
+        else:  # read again: quantizing has changed the first
+            original = load_original(cell, plan, verify=cell.copy is not None)
+        probe = probe_of(original.config.vocab_size).to(plan.device)
         if cell.runtime == "llama.cpp":
             runtime, model = model, load_original(cell, plan)
             linearize(model)  # Conv1D as llama.cpp has it

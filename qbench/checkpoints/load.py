@@ -410,6 +410,24 @@ def read_tensor(folder: Path, header: Header) -> torch.Tensor:
         return file.get_tensor(header.name)
 
 
+@torch.inference_mode()
+def unlike_files(model: PreTrainedModel, checkpoint: Checkpoint) -> list[str]:
+    """Return a line per parameter of ``model`` that is not the tensor of its name in the files,
+    cast to its dtype. Tensors that transformers joins under other names, as of experts, are passed
+    over."""
+    headers, lines = model_headers(checkpoint), []
+    for name, parameter in list(model.named_parameters()):
+        header = headers.get(name)
+        if header is None or list(parameter.shape) != header.shape:
+            continue
+        load_block(model, name)
+        parameter = model.get_parameter(name)
+        stored = read_tensor(checkpoint.folder, header).to(parameter.device, parameter.dtype)
+        if not torch.equal(parameter, stored):
+            lines.append(f"{name}: not the tensor of its name in {header.file}")
+    return lines
+
+
 def require_own_head(model: PreTrainedModel, folder: Path, headers: dict[str, Header]) -> None:
     """Raise CheckpointError where a tied model's files hold another output matrix.
 

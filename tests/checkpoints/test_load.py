@@ -5,12 +5,12 @@ import json
 import pytest
 import torch
 from checkpoints.folders import CONFIG, random_tensors, write
-from loading import load_model
+from loading import load_model, save_as_transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from qbench.checkpoints import find
-from qbench.checkpoints.load import require_finite
+from qbench.checkpoints.load import require_finite, unlike_files
 from qbench.errors import CheckpointError
 
 SMALL = {
@@ -129,3 +129,17 @@ def test_what_transformers_cannot_make_is_one_line(stock, change):
     with pytest.raises(CheckpointError) as refusal:
         load_model(find(str(stock)), dtype=torch.float32, device="cpu")
     assert len(str(refusal.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("kind", ["fla", "stock"])
+def test_a_parameter_that_is_not_its_files_tensor_is_named(tmp_path, kind):
+    folder = write(tmp_path / "c")
+    if kind == "stock":
+        folder = save_as_transformers(folder, tmp_path / "stock")
+    checkpoint = find(str(folder))
+    model = load_model(checkpoint, dtype=torch.bfloat16, device="cpu")
+    assert unlike_files(model, checkpoint) == []
+    model.model.layers[0].mlp.up_proj.weight.data[3, 5] += 1
+    assert unlike_files(model, checkpoint) == [
+        "model.layers.0.mlp.up_proj.weight: not the tensor of its name in model.safetensors"
+    ]
