@@ -117,10 +117,8 @@ def test_an_unquantized_cell_is_held_to_the_checkpoint_read_again(tmp_path, monk
     options = ("--out", out, "--device", "cpu", "--only", "softmax/fp32")
     assert qbench("run", small_recipe(tmp_path, tasks=["demo_choice"]), *options) == 1
     (record,) = Store(out).records()
-    assert (
-        record.error
-        == "audit: model.layers.1.mlp.up_proj.weight: not the tensor of its name in model.safetensors"
-    )
+    words = "audit: model.layers.1.mlp.up_proj.weight: not the tensor of its name in model.safe"
+    assert record.error.startswith(words)
 
 
 @pytest.mark.slow
