@@ -1,7 +1,7 @@
-"""A recipe: YAML, and what the command line puts in its place → Recipe. No torch.
+"""Read a recipe from YAML, with options in place of its parts, and check all that needs no model.
 
-Every check of user input that needs no model. Relative paths, of the recipe's file to its folder,
-of options to the working folder, are made absolute when they are read.
+Paths become absolute here: those of the file are relative to its folder, those of options to the
+working folder. Imports no torch.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ Folder = Annotated[Path, AfterValidator(_is_folder)]
 
 
 def _short(key: str, whole: Any, short: type = str) -> BeforeValidator:
-    """A value of the type ``short`` stands for a mapping with ``key`` alone; the schema of recipes
-    has it and the ``whole``."""
+    """Return a validator that turns a value of the type ``short`` into a mapping with ``key``
+    alone. JSON Schema shows ``short`` and ``whole``, the type of the mapping."""
     return BeforeValidator(
         lambda value: {key: value} if isinstance(value, short) else value,
         json_schema_input_type=short | whole,
@@ -91,7 +91,7 @@ def _short(key: str, whole: Any, short: type = str) -> BeforeValidator:
 
 
 class Strict(BaseModel):
-    """Unknown keys are refused, values are not changed."""
+    """A base for mappings of recipes: unknown keys are refused, values cannot be changed."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -99,7 +99,7 @@ class Strict(BaseModel):
 
 
 def problem(location: Location, message: str) -> ValidationError:
-    """A problem at ``location`` within what is validated."""
+    """Return the error for a problem at ``location`` within the value that is validated."""
     kind = PydanticCustomError("recipe", "{message}", {"message": message})
     details = InitErrorDetails(type=kind, loc=location, input=None)
     return ValidationError.from_exception_data("Recipe", [details])
@@ -107,8 +107,8 @@ def problem(location: Location, message: str) -> ValidationError:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Overrides:
-    """What the command line, or a caller, puts in place of parts of a recipe. None, or no entry:
-    what the recipe says. Paths are relative to the working folder."""
+    """Holds values that replace parts of a recipe, from the command line or a caller; None, or no
+    entry, keeps the recipe's. Paths are relative to the working folder."""
 
     checkpoints: Mapping[str, str | Path] = field(default_factory=dict)  # name → folder or hub id
     # label → folder or hub id of a checkpoint that is quantized already: further columns
@@ -173,14 +173,14 @@ def _not_given(name: str, words: str, value: object) -> RecipeError:
 
 
 class CheckpointSource(Strict):
-    """Where a checkpoint lies, and what it must be."""
+    """The source of a checkpoint."""
 
     path: Text
     """A folder, or a hub id."""
     revision: Text | None = None
     """Of a hub id: a branch, tag or commit. Default: main."""
     normalizer: str | None = None
-    """What turns its scores into weights. Default: as its config says."""
+    """The attention function that it was trained with. Default: as its config says."""
 
     @field_validator("normalizer")
     @classmethod
@@ -196,7 +196,7 @@ Stated = CheckpointSource | Annotated[list[str | CheckpointSource], Field(min_le
 
 
 class CalibrationSource(Strict):
-    """Text that calibrated quantizers see: ``samples`` documents of ``length`` tokens each."""
+    """Calibration text: ``samples`` documents of ``length`` tokens each."""
 
     path: Annotated[Text, AfterValidator(_is_text)]
     """JSON Lines with a `text` field, or hf://datasets/OWNER/NAME/FILE."""
@@ -209,10 +209,10 @@ class CalibrationSource(Strict):
 
 
 class Evaluation(Strict):
-    """Numerics of scoring; part of every cell's key, where nothing else is said."""
+    """Settings of scoring; each is part of every cell's key, unless its text says otherwise."""
 
     softmax_dtype: Literal["float32", "model"] = "float32"
-    """In what log-probabilities are computed: float32, or the model's dtype."""
+    """The dtype of log-probabilities: float32, or the model's dtype."""
     add_bos: Flag | None = None
     """Begin every text that is scored with BOS. Default: as the tokenizer does, as in lm-eval."""
     max_length: Whole | None = Field(None, ge=2, le=MOST_TOKENS)
@@ -226,23 +226,25 @@ class Evaluation(Strict):
     fewshot_seed: Seed = FEWSHOT_SEED
     """Draws few-shot examples."""
     apply_chat_template: Flag = False
-    """Ask as lm-eval asks models that were trained on conversations: by their template."""
+    """Put prompts into the checkpoint's chat template, as lm-eval does."""
     fewshot_as_multiturn: Flag = True
-    """Examples as turns of their own, with a chat template."""
+    """With a chat template: few-shot examples are turns of the conversation."""
     system_instruction: Annotated[str, Field(min_length=1, max_length=10_000)] | None = None
-    """With a chat template: what the system says first."""
+    """With a chat template: the text of the system's turn."""
     scoring: Literal["auto", "exact", "fast", "lm-eval"] = "auto"
     """exact gives HFLM's scores, fast packs requests, lm-eval is HFLM itself; auto is the fastest
     that fits the model on a GPU, exact on a CPU."""
     tolerance: Tolerance = Tolerance()
-    """How far fast scoring may be from exact: nats a token, and the share of changed answers."""
+    """The largest difference of fast from exact scoring: nats per token, share of changed answers.
+    """
     attention: Literal["auto", "reference", "triton", "native"] = "auto"
-    """What computes attention: our kernels on a GPU, PyTorch, or the model's own."""
+    """The implementation of attention: triton (our kernels, on a GPU), reference (PyTorch), or
+    native (the model's own)."""
     stream: Literal[True, False, "auto"] = "auto"
-    """Weights come to the device block by block, for models that it has no room for; auto: for
-    those alone. Changes no score, so it is no part of the key."""
+    """Bring weights to the device block by block, for models larger than its memory; auto: for
+    those alone. Changes no score and is no part of the key."""
     device_map: Literal["auto"] | None = None
-    """auto: blocks lie on all GPUs of this host that can be seen, and cells run one after the
+    """auto: spread the blocks over all visible GPUs of this host, and run cells one after the
     other. Changes no score."""
     damage: Flag = True
     """Measure quantized cells against the unquantized one: KL divergence, flips."""
@@ -267,8 +269,8 @@ Stems = Annotated[tuple[TaskName, ...], Field(min_length=1)]
 
 
 class Files(Strict):
-    """File stems that may stand for a task's splits in a data folder; the first that exists is
-    used. None: the split's own name alone."""
+    """File names without .jsonl for a task's splits in a data folder; the first that exists is
+    used. Default: the split's name."""
 
     evaluation: Stems | None = None
     """For the split that is scored."""
@@ -277,12 +279,12 @@ class Files(Strict):
 
 
 class Task(Strict):
-    """A task by its lm-eval name."""
+    """A task of lm-eval."""
 
     name: TaskName
     """A task, group or tag of lm-eval, or of `passkey`."""
     files: Annotated[Files, _short("evaluation", Files, list)] = Files()
-    """File names without .jsonl that may stand for its splits in the data folder."""
+    """File names without .jsonl for its splits in the data folder."""
     num_fewshot: Whole | None = Field(None, ge=0, le=10_000)
     """Examples in each prompt. Default: as the task says."""
 
@@ -295,12 +297,12 @@ class Task(Strict):
 
 
 class PluginFile(Strict):
-    """A Python file, and where stated the SHA-256 that it must have."""
+    """A plug-in: a Python file."""
 
     path: Text
-    """Registers quantizers, normalizers or executors of one's own."""
+    """A file that registers quantizers, normalizers or executors."""
     sha256: Digest | None = None
-    """Of the file, which must have it."""
+    """The SHA-256 that the file must have. Default: any."""
 
 
 PluginFiles = tuple[Annotated[PluginFile, _short("path", PluginFile)], ...]
@@ -308,14 +310,14 @@ PluginFiles = tuple[Annotated[PluginFile, _short("path", PluginFile)], ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizerEntry:
-    """One column of the grid: a quantizer under a label that is unique in its recipe."""
+    """A quantizer of a recipe under its label, which is unique there."""
 
     label: str
     quantization: InstanceOf[QuantizationConfig]
 
 
 class Recipe(Strict):
-    """What to run. ``Recipe.load`` reads one; relative paths are relative to its file."""
+    """What to run: checkpoints, quantizers, tasks and settings. ``Recipe.load`` reads one."""
 
     name: Name
     """Results go to results/NAME."""
@@ -324,21 +326,21 @@ class Recipe(Strict):
     checkpoints: dict[Name, Annotated[CheckpointSource, _short("path", Stated)]] = Field(
         min_length=1
     )
-    """By name: a folder or hub id, or a mapping. A list, or a path with `*`: trainings of one
-    kind."""
+    """By name: a folder or hub id, or a mapping. A list, or a path with `*`, gives several
+    trainings of one kind."""
     baseline: Name | None = None
     """The checkpoint that Δ is taken against. Default: the first."""
     replicates: SkipJsonSchema[dict[Name, tuple[Name, ...]]] = Field(default_factory=dict)
-    """Several trainings of one kind, by the name of their entry in the file's ``checkpoints``. No
+    """Groups of trainings of one kind, by the name of their entry in the file's ``checkpoints``. No
     key of a file."""
     compute_dtype: Literal["bfloat16", "float16", "float32"] | None = None
-    """Of quantized cells. Default: that of the unquantized quantizer."""
+    """The dtype in which quantized cells compute. Default: that of the unquantized quantizer."""
     quantizers: tuple[QuantizerEntry, ...]
     """Names, or mappings: a name with its options and a label, or parts."""
     tasks: tuple[Annotated[Task, _short("name", Task)], ...] = Field(min_length=1)
     """Names of lm-eval, or mappings."""
     calibration: CalibrationSource | None = None
-    """Text that calibrated quantizers see."""
+    """The text that calibrated quantizers read."""
     data: Folder | None = None
     """A folder of TASK/SPLIT.jsonl files. Default: the hub."""
     skip_missing: Flag = False
@@ -346,12 +348,12 @@ class Recipe(Strict):
     definitions: Folder | None = None
     """A folder of further lm-eval tasks: YAML files."""
     evaluation: Evaluation = Evaluation()
-    """Numerics of scoring; all of it is part of every cell's key."""
+    """Settings of scoring."""
 
     @classmethod
     def load(cls, path: str | Path | None, overrides: Overrides | None = None) -> Recipe:
-        """Read and check a recipe, parts of it replaced by ``overrides``. Without a ``path`` these
-        say all of it: checkpoints, quantizers and tasks.
+        """Read and check the recipe ``path``, with parts of it replaced by ``overrides``. Without a
+        ``path`` these give all of it: checkpoints, quantizers and tasks.
 
         Raises RecipeError, one line per problem.
         """
@@ -376,7 +378,8 @@ class Recipe(Strict):
     @field_validator("plugins")
     @classmethod
     def _load(cls, value: tuple[PluginFile, ...], known: ValidationInfo) -> tuple[PluginFile, ...]:
-        """First, so that the rest can name what they register. Raises RecipeError, at once."""
+        """Load the plug-ins before the other keys, which may name what they register. Raises
+        RecipeError."""
         source = known.context or Source(FROM_OPTIONS, {}, {})
         for number, one in enumerate(value):
             location = f"{source.at(('plugins', number))}: plugins[{number}]"
@@ -433,18 +436,18 @@ class Recipe(Strict):
 
     @property
     def without_baseline(self) -> bool:
-        """Whether the checkpoints are quantized already, and scored without their originals."""
+        """Return whether the checkpoints are quantized already and scored without their originals."""
         return any(_as_it_is(column) for column in self.quantizers)
 
     @property
     def compared(self) -> tuple[str, ...]:
-        """The checkpoints' names, the one that Δ is taken against, or its group, first."""
+        """Return the checkpoints' names, the baseline of Δ or its group first."""
         first = self.replicates.get(self.baseline or "", (self.baseline,))
         return tuple(sorted(self.checkpoints, key=lambda name: name not in first))
 
     @property
     def groups(self) -> dict[str, tuple[str, ...]]:
-        """``replicates``, the group that Δ is taken against first."""
+        """Return ``replicates``, the group of the baseline first."""
         order = {name: index for index, name in enumerate(self.compared)}
         return dict(sorted(self.replicates.items(), key=lambda group: order[group[1][0]]))
 
@@ -481,8 +484,8 @@ def label_of(quantizer: str) -> str:
 
 
 def save(path: Path | None, changed: Overrides, to: Path) -> None:
-    """Write the recipe ``path`` as it runs with ``changed``, with the plug-in files of this
-    process, to the file ``to``. Raises OutputError where that cannot be written."""
+    """Write the recipe ``path`` with the changes ``changed`` and this process's plug-in files to
+    the file ``to``. Raises OutputError if that cannot be written."""
     values = _source(path, changed).values
     if files := [{"path": plugin.path, "sha256": plugin.digest} for plugin in loaded()]:
         values["plugins"] = files
@@ -490,7 +493,8 @@ def save(path: Path | None, changed: Overrides, to: Path) -> None:
 
 
 def _source(path: Path | None, changed: Overrides) -> Source:
-    """The recipe ``path`` with parts of it replaced; None: what ``changed`` says alone."""
+    """Return the values of the recipe ``path`` with the changes ``changed``; without a path, of the
+    changes alone."""
     source = _one_off(changed) if path is None else _read(path)
     here = Path.cwd()
     found = {name: absolute(here, str(one), hub=True) for name, one in changed.checkpoints.items()}
@@ -527,8 +531,8 @@ def _source(path: Path | None, changed: Overrides) -> Source:
 
 
 def _read(path: Path) -> Source:
-    """The recipe ``path``, its paths absolute. Raises RecipeError where what options replace parts
-    of has none."""
+    """Return the values of the recipe ``path``, with absolute paths. Raises RecipeError for keys of
+    another type, as options replace parts of them."""
     source = recipe_yaml.read(path)
     values, folder = source.values, Path(os.path.realpath(source.path)).parent
     for what in [what for what, value in values.items() if value is None]:
@@ -551,8 +555,8 @@ def _read(path: Path) -> Source:
 
 
 def _located(folder: Path, entry: Any, *, hub: bool = False) -> Any:
-    """A path, or a mapping that has one, or one for each checkpoint, as ``path``; or all of a
-    list."""
+    """Return ``entry`` with absolute paths: a path, a mapping with the key ``path`` (a path, or one
+    per checkpoint), or a list of these."""
     if isinstance(entry, list):
         return [_located(folder, one, hub=hub) for one in entry]
     if not isinstance(entry, dict):
@@ -564,7 +568,7 @@ def _located(folder: Path, entry: Any, *, hub: bool = False) -> Any:
 
 
 def absolute(folder: Path, path: Any, *, hub: bool = False) -> Any:
-    """``path``, relative to ``folder``; what is no folder, but an id of the ``hub``, as it is."""
+    """Return ``path`` made absolute from ``folder``; an id of the hub stays as it is with ``hub``."""
     if not isinstance(path, str) or path.startswith(HUB_FILE):
         return path
     whole = os.path.abspath(folder / os.path.expanduser(path))
@@ -573,7 +577,7 @@ def absolute(folder: Path, path: Any, *, hub: bool = False) -> Any:
 
 
 def _one_off(changed: Overrides) -> Source:
-    """A recipe of options alone. Raises RecipeError, which names what is missing."""
+    """Return the values of a recipe of options alone. Raises RecipeError for missing options."""
     given = {
         "--checkpoint NAME=FOLDER_OR_HUB_ID": changed.checkpoints or changed.quantized,
         "--quantizers bf16,gptq-4bit": changed.quantizers or changed.quantized,
@@ -591,8 +595,8 @@ def _one_off(changed: Overrides) -> Source:
 
 
 def _add_quantized(source: Source, path: Path | None, changed: Overrides) -> None:
-    """Columns of checkpoints that are quantized already; where no original is named, they are the
-    checkpoints themselves, and are scored alone."""
+    """Add a quantizer for each quantized copy of ``--quantized``. If no original is named, the
+    copies are the checkpoints and are scored without one."""
     here = Path.cwd()
     found = {label: absolute(here, str(one), hub=True) for label, one in changed.quantized.items()}
     if path is None and not changed.checkpoints:
@@ -611,8 +615,8 @@ def _add_quantized(source: Source, path: Path | None, changed: Overrides) -> Non
 
 
 def _named(stated: list[Any], names: tuple[str, ...], key: str) -> list[Any]:
-    """The entries of a recipe's list that ``names`` pick, by ``key`` or name, with what the recipe
-    says of them; others as they are named."""
+    """Return an entry per name: that of the recipe's list ``stated`` whose ``key`` or name it is,
+    else the name itself."""
     known: dict[str, Any] = {}
     for entry in stated:
         if isinstance(entry, dict):
@@ -623,8 +627,8 @@ def _named(stated: list[Any], names: tuple[str, ...], key: str) -> list[Any]:
 
 
 def _replace_checkpoints(source: Source, sources: Mapping[str, str]) -> None:
-    """Other paths for checkpoints of the recipe; what else it says of them stays, but the
-    revision. Raises RecipeError for one that it does not have, or has no path for."""
+    """Replace the paths of checkpoints, and drop their revisions. Raises RecipeError for a name
+    that the recipe does not have, and for a checkpoint that has no path then."""
     declared = source.values.get("checkpoints", {})
     for name, path in sources.items():
         if name not in declared:
@@ -645,8 +649,7 @@ def _replace_checkpoints(source: Source, sources: Mapping[str, str]) -> None:
 
 
 def _replace_dtype(source: Source, dtype: str) -> None:
-    """Compute in ``dtype`` everywhere. Unquantized columns become those of that dtype, each
-    with its label."""
+    """Set the dtype of all quantizers. Unquantized ones become that of this dtype; labels stay."""
     source.values["compute_dtype"] = dtype
     unquantized = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(dtype, dtype)
     changed: list[Any] = []
@@ -660,7 +663,7 @@ def _replace_dtype(source: Source, dtype: str) -> None:
 
 
 def _in_dtype(entry: Any, unquantized: str) -> Any:
-    """A quantizer of a recipe without a dtype of its own, or ``unquantized``."""
+    """Return a quantizer's entry without its own dtype; of an unquantized one, ``unquantized``."""
     if isinstance(entry, dict):
         entry = {k: v for k, v in entry.items() if k not in ("compute_dtype", "dtype")}
         for key in {"name", "label"} & entry.keys():
@@ -674,10 +677,12 @@ def _in_dtype(entry: Any, unquantized: str) -> Any:
 
 
 def _group_checkpoints(source: Source) -> None:
-    """Take apart checkpoints that stand for several trainings of one kind, a list or a path
-    with ``*``: ``softmax`` becomes ``softmax.1``, ``softmax.2``, …, and a group in ``replicates``.
-    Raises RecipeError where fewer than two are found, or where one of these names is that of
-    another checkpoint."""
+    """Replace each checkpoint that is a list, or a path with ``*``, by its trainings: ``softmax``
+    becomes ``softmax.1``, ``softmax.2``, … and a group in ``replicates``.
+
+    Raises RecipeError for fewer than two trainings, and for one with the name of another
+    checkpoint.
+    """
     declared = source.values.get("checkpoints", {})
     made: dict[str, Any] = {}
     groups: dict[str, list[str]] = {}
@@ -706,7 +711,7 @@ def _group_checkpoints(source: Source) -> None:
 
 
 def _members(entry: Any) -> list[Any] | None:
-    """The checkpoints that one entry stands for; None for an entry of a single one."""
+    """Return the trainings that an entry of checkpoints gives; None for a single checkpoint."""
     if isinstance(entry, list):
         return entry
     path = entry.get("path") if isinstance(entry, dict) else entry

@@ -22,7 +22,7 @@ ABOUT = {
 
 
 def json_schema() -> Schema:
-    """JSON Schema (2020-12) of what ``Recipe.load`` reads, short forms included."""
+    """Return the JSON Schema (2020-12) of recipes, short forms included."""
     schema = Recipe.model_json_schema()
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["description"] = "A recipe of qbench."
@@ -54,7 +54,7 @@ def _quantizer() -> Schema:
 
 
 def explain(method: Method, option: str) -> str:
-    """What an option of a quantizer means and what it may be."""
+    """Return what an option of a quantizer means and which values it takes."""
     value = TypeAdapter(method.settings).json_schema()["properties"][option]
     return f"{value.get('description', option)} ({_what(value)})"
 

@@ -1,4 +1,4 @@
-"""A recipe before it is checked: YAML 1.2 with the lines of its file, read and written."""
+"""Read and write recipes as YAML 1.2, and give each value its line for error messages."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ Location = tuple[int | str, ...]  # as pydantic's ``loc``: ("checkpoints", "soft
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A recipe's ``values``, and the ``lines`` of its file that they stand in, from 1."""
+    """Holds the ``values`` of a recipe and their lines in its file, counted from 1."""
 
     path: Path
     values: dict[str, Any]
     lines: dict[Location, int]
 
     def at(self, location: Location) -> str:
-        """``path:line`` of the innermost part of ``location`` that the file has."""
+        """Return ``path:line`` of the innermost part of ``location`` that the file has."""
         for end in range(len(location), 0, -1):
             if location[:end] in self.lines:
                 line = self.lines[location[:end]]
@@ -52,7 +52,7 @@ class Source:
         return str(self.path)
 
     def replace(self, value: Any, *location: str) -> None:
-        """Put ``value`` in the place of ``part`` or ``part.key``; no line is named for it."""
+        """Set the value of ``part`` or ``part.key``; messages then name no line for it."""
         part, *key = location
         if key:
             stated = self.values.get(part) or {}
@@ -111,7 +111,7 @@ def read(path: Path) -> Source:
 
 
 def write(path: Path, values: dict[str, Any], comment: str) -> None:
-    """Raises OutputError where ``path`` cannot be written. ``read`` gives ``values`` again."""
+    """Write ``values`` as YAML to ``path``, so that ``read`` gives them again. Raises OutputError."""
     yaml = YAML(typ="safe", pure=True)
     yaml.default_flow_style, yaml.allow_unicode, yaml.width = False, True, 100
     yaml.sort_base_mapping_type_on_output = False
@@ -121,7 +121,7 @@ def write(path: Path, values: dict[str, Any], comment: str) -> None:
 
 
 def require_no_removed(source: Source) -> None:
-    """Raises RecipeError for keys that earlier versions knew, with what took their place."""
+    """Raise RecipeError for keys of earlier versions, with what took their place."""
     keys = {
         location: ".".join(part for part in location if isinstance(part, str))
         for location in source.lines
@@ -135,7 +135,8 @@ def require_no_removed(source: Source) -> None:
 
 
 def problem_lines(source: Source, error: ValidationError, kind: type) -> list[str]:
-    """One line a problem, with its place in the file of a recipe of this ``kind``."""
+    """Return one line per problem of ``error``, with its place in the recipe's file. ``kind`` is
+    the recipe's class."""
     lines = []
     within = {p["loc"][:end] for p in error.errors() for end in range(len(p["loc"]))}
     for one in error.errors():
@@ -161,7 +162,7 @@ def problem_lines(source: Source, error: ValidationError, kind: type) -> list[st
 
 
 def _known_keys(kind: Any, location: Location) -> str:
-    """Those of the mapping at ``location`` of a recipe of this ``kind``."""
+    """Return the keys that the mapping at ``location`` of a recipe of this ``kind`` may have."""
     for part in location:
         if part in kind.__pydantic_fields__:
             kind = _mapping(kind.__pydantic_fields__[part].annotation) or kind
@@ -174,7 +175,7 @@ def _known_keys(kind: Any, location: Location) -> str:
 
 
 def _mapping(annotation: Any) -> Any:
-    """The class that has keys of its own in a type hint; None where there is none."""
+    """Return the first class with keys in a type hint; None if it has none."""
     if hasattr(annotation, "__pydantic_fields__"):
         return annotation
     return next(filter(None, map(_mapping, get_args(annotation))), None)

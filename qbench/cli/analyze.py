@@ -1,4 +1,4 @@
-"""``qbench analyze``: why a model suffers from quantization."""
+"""Measure why a model suffers from quantization (``qbench analyze``)."""
 
 from __future__ import annotations
 
@@ -174,8 +174,8 @@ def work_of(
     long_context: int | None,
     sensitivity: str | None,
 ) -> list[tuple[Analyses, AnalysisSettings, Sequence[Cell]]]:
-    """What is to be made: of each kind its folder, its settings and the cells. Where analyses of
-    other texts or settings were meant there, that is said."""
+    """Return what to compute: folder, settings and cells of each kind of analysis. Says so if a
+    folder held analyses of other texts or settings."""
     cells = chosen(plan, only)
     require_runnable(cells)
     require_heads(cells, settings.heads or ())
@@ -213,7 +213,7 @@ def run_part(
     *,
     force: bool,
 ) -> list[Analysis | Sensitivity]:
-    """Make what is not there yet; returns those that failed."""
+    """Compute the analyses that are missing; return those that failed."""
     apart = ""
     if analyses.kind is Sensitivity:
         apart = f", one {'decoder' if settings.blocks else 'linear'} layer at a time"

@@ -1,5 +1,4 @@
-"""The command line: which commands there are. The module of a command is imported when the command
-is called, and what it needs with it."""
+"""List the commands of the command line. A command's module is imported when it is called."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ TRAIN, LOOK_UP = "Train pairs", "Measure and look up"
 
 
 class Entry(NamedTuple):
-    """Where a command is: the module of qbench.cli, the panel of ``qbench --help`` and its line."""
+    """Holds the module of a command in qbench.cli, its panel in ``qbench --help`` and its line."""
 
     module: str
     panel: str
@@ -56,7 +55,7 @@ set_library_env()
 
 @functools.cache
 def load(name: str) -> Any:
-    """The command or group ``name``, with its options."""
+    """Import and return the command or group ``name``."""
     module = importlib.import_module(f"qbench.cli.{COMMANDS[name].module}")
     found = getattr(module, name if hasattr(module, name) else f"{name}_command")
     group = found
@@ -69,8 +68,7 @@ def load(name: str) -> Any:
 
 
 class Commands(TyperGroup):
-    """All commands. Ctrl-C is one line with an exit code of its own, whatever typer's version
-    makes of it."""
+    """The group of all commands. Ctrl-C ends it in one line with exit code 130."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
@@ -85,7 +83,7 @@ class Commands(TyperGroup):
         return TyperGroup.shell_complete(self._listing(), ctx, incomplete)
 
     def _listing(self) -> Commands:
-        """Itself with names and lines alone: nothing is imported to list them."""
+        """Return a copy whose commands have names and lines alone, so that listing imports nothing."""
         listing = copy.copy(self)
         listing.get_command = lambda ctx, name: TyperCommand(
             name, help=COMMANDS[name].about, rich_help_panel=COMMANDS[name].panel
@@ -101,7 +99,7 @@ class Commands(TyperGroup):
 
 
 def _usage(error: Any) -> str:
-    """One line on a wrong use of the command line."""
+    """Return one line on a wrong use of the command line."""
     if (context := getattr(error, "ctx", None)) is not None:
         command = context.command_path
     else:  # an option without its value: click says of no command
@@ -148,8 +146,8 @@ def _options(
 
 
 def main() -> None:
-    """Entry point: one line and exit code 2 for what a user can put right, wrong use too, and for
-    what the machine refuses: a full disk, no permission, no memory."""
+    """Run the command line. Input errors, wrong use and refusals of the machine (a full disk, no
+    permission, no memory) are one line and exit code 2."""
     try:
         code = app(prog_name="qbench", standalone_mode=False)
     except SystemExit as end:  # a plug-in's or a library's: typer's own end only completions so

@@ -1,4 +1,4 @@
-"""``qbench bench``: speeds, measured only where results are right."""
+"""Measure speeds (``qbench bench``), after checking that results are right."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ bench = typer.Typer(
 
 
 def load(name: str) -> Any:
-    """The module ``name`` of qbench, and torch with it."""
+    """Import and return a module of qbench that imports torch, without its output."""
     with redirected(NOWHERE):
         return importlib.import_module(f"qbench.{name}")
 
 
 @contextmanager
 def alone() -> Iterator[Callable[[str], None]]:
-    """Libraries print nothing in the body; what it is given says a line on the terminal."""
+    """Keep libraries from printing in the body; yield a function that prints a line."""
     with terminal() as screen, redirected(NOWHERE):
         yield lambda line: print(line, file=screen)
 
@@ -121,7 +121,7 @@ def evaluation(
 
 
 def show(table: str, found: object, out: Path | None) -> None:
-    """Print the table, and write what was found beside it where that is asked for."""
+    """Print the table; write it and the results to ``out`` if that is given."""
     typer.echo(table)
     if out is not None:
         show_written(write_page(out, found, table))

@@ -1,5 +1,5 @@
-"""Options that commands share, in words; those that replace parts of a recipe, or say all of it, at
-the end."""
+"""Define the options that several commands have. Those that replace parts of a recipe are at the
+end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from qbench.store import Store, run_id, runs
 
 
 def to_file(help: str) -> Any:
-    """An option that names a file to write: refused before work begins where that cannot be."""
+    """Return an option for a file to write; the command is refused at once if that cannot be
+    written."""
 
     def check(param: typer.CallbackParam, value: Path | None) -> Path | None:
         if value is not None:
@@ -33,7 +34,7 @@ def to_file(help: str) -> Any:
 
 
 def folder_option(help: str) -> Any:
-    """An option that names a folder; who writes into it sees first whether that can be."""
+    """Return an option for a folder. A command that writes there checks first that it can."""
     return typer.Option(help=help, parser=_path, metavar="FOLDER")
 
 
@@ -68,7 +69,7 @@ Out = Annotated[Path | None, folder_option("Results folder. Default: results/NAM
 
 
 def _load_plugins(paths: list[Path]) -> list[Path]:
-    """While options are read, so that a recipe can name what the files register."""
+    """Load plug-ins while options are read, so that other options can name what they register."""
     for path in paths:
         load_file(path)
     return paths
@@ -123,8 +124,8 @@ Json = Annotated[Path | None, to_file("Also write JSON here, and the table besid
 
 
 def open_store(folder: Path, run: str | None, option: str = "--run") -> Store:
-    """The results of a ``run``, or of the last one; where a folder holds several, standard error
-    is told which that is."""
+    """Return the results of the run with the id ``run``; of the last run if None, and say which
+    that is if the folder holds several."""
     store = Store(folder, run=run)
     known = [name for name, _ in runs(folder)]
     if store.run is None and len(known) > 1:
@@ -139,7 +140,7 @@ def open_store(folder: Path, run: str | None, option: str = "--run") -> Store:
 
 
 def complete_quantizers(incomplete: str) -> list[str]:
-    """The shell asks: the last name of a list by commas, or the last part of one with +."""
+    """Return the completions of the last name in a list with commas or +, for the shell."""
     given, last = re.fullmatch(r"(.*[,+])?([^,+]*)", incomplete).groups("")  # type: ignore[union-attr]  # fits any text
     return [given + name for name in quantizer_names() if name.startswith(last)]
 
@@ -258,8 +259,8 @@ DEFAULTS = {"checkpoint": [], "quantized": [], "skip_missing": False, "plugin": 
 
 
 def recipe_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Gives a command the options ``names`` (none: all) and --plugin in place of its parameter
-    ``overrides``, the second one."""
+    """Return a decorator that gives a command the options ``names`` (none: all) and --plugin in
+    place of its second parameter, ``overrides``."""
     chosen = [*(names or [name for name in OPTIONS if name != "plugin"]), "plugin"]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -290,7 +291,7 @@ def recipe_options(*names: str) -> Callable[[Callable[..., None]], Callable[...,
 
 
 def listed(option: str, names: str | None) -> tuple[str, ...] | None:
-    """Names by commas; RecipeError for an empty one."""
+    """Return the names of a list with commas; None for None. Raises RecipeError for an empty name."""
     if names is None:
         return None
     found = tuple(split_commas(names) if option == "--quantizers" else names.split(","))
@@ -301,7 +302,8 @@ def listed(option: str, names: str | None) -> tuple[str, ...] | None:
 
 
 def named(option: str, pairs: Sequence[str]) -> dict[str, str]:
-    """``NAME=SOURCE`` pairs as a dictionary; RecipeError for a malformed or repeated one."""
+    """Return ``NAME=SOURCE`` texts as a dictionary. Raises RecipeError for a malformed or repeated
+    one."""
     found: dict[str, str] = {}
     for pair in pairs:
         name, separator, source = pair.partition("=")

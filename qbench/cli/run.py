@@ -1,5 +1,4 @@
-"""``qbench run`` and ``qbench plan``: the cells of a recipe scored, or shown with what they will
-take."""
+"""Run the cells of a recipe (``qbench run``), or show them with their cost (``qbench plan``)."""
 
 from __future__ import annotations
 
@@ -121,7 +120,8 @@ def run(
 
 
 def _run_cells(launcher: Launcher, only: str | None, force: bool) -> tuple[Plan, list[Record]]:
-    """The plan, and the records of the cells like ``only``, with progress on the terminal."""
+    """Plan and run the cells that match ``only``, with progress on the terminal; return the plan
+    and the records."""
     planned, out = launcher.plan(only), launcher.out
     cells = planned.select(only)
     with launcher.display(len(cells)) as display:
@@ -169,8 +169,8 @@ def plan(
 
 
 def plan_lines(planned: Plan, store: Store, only: str | None) -> Iterator[str]:
-    """Tasks, checkpoints with their sizes, cells with their state and what they will take, and
-    what was chosen for models."""
+    """Yield the lines of ``qbench plan``: tasks, checkpoints with sizes, cells with state and cost,
+    and settings that were chosen for models."""
     for name in planned.skipped:
         yield f"left out  {name}: no data"
     for task in planned.tasks:
@@ -211,15 +211,15 @@ def plan_lines(planned: Plan, store: Store, only: str | None) -> Iterator[str]:
 
 
 def how(planned: Plan, cells: Sequence[Cell]) -> str:
-    """The device, and which attention and scoring were chosen; ``notes`` say for which models."""
+    """Return the device, and the attention and scoring modes that the cells use."""
     attention = dict.fromkeys(cell.attention for cell in cells)
     scoring = dict.fromkeys(cell.scoring.mode for cell in cells)
     return f"{planned.device}, attention {' and '.join(attention)}, scoring {' and '.join(scoring)}"
 
 
 def notes(planned: Plan, cells: Sequence[Cell]) -> list[str]:
-    """What was chosen for models that others would not get, each once, with their names; where a
-    dtype is slow here; and where no cell is unquantized."""
+    """Return a line for each setting that is chosen for some models only, for a dtype that is slow
+    here, and for a run without an unquantized cell."""
     lines = group_by_reason(
         dict.fromkeys((c.checkpoint_name, note) for c in cells for note in c.notes)
     )
@@ -236,7 +236,7 @@ def notes(planned: Plan, cells: Sequence[Cell]) -> list[str]:
 
 
 def _sizes(cells: Sequence[Cell]) -> Iterator[str]:
-    """Weights of each checkpoint: their number, and their size unquantized."""
+    """Yield a line per checkpoint: the number of its weights, and their size unquantized."""
     seen: set[str] = set()
     for cell in cells:
         if cell.checkpoint_name in seen:

@@ -1,4 +1,4 @@
-"""``qbench tokenize`` and ``qbench train``: checkpoints alike in all but the normalizer."""
+"""Train checkpoints that differ in the normalizer alone (``qbench tokenize``, ``qbench train``)."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ def train(
 
 
 def _tokenized() -> Callable[[int, int], None]:
-    """Says how far tokenizing is, every few seconds."""
+    """Return a function that prints how far tokenizing is, every few seconds."""
     last = time.monotonic()
 
     def progress(documents: int, tokens: int) -> None:
@@ -252,7 +252,7 @@ def _tokenized() -> Callable[[int, int], None]:
 
 
 def show_trained(found: Sequence[Training], wanted: int) -> None:
-    """A line on each run that is ``found`` finished, and how many of the ``wanted`` are."""
+    """Print a line per finished run, and how many of the ``wanted`` runs are finished."""
     for record in found:
         loss = "not logged" if record.final_loss is None else f"{record.final_loss:.4f}"
         line = (
@@ -269,8 +269,8 @@ def show_trained(found: Sequence[Training], wanted: int) -> None:
 
 
 def require_evaluable(recipe: Path, trained: Mapping[str, Sequence[int]], folder: Path) -> Recipe:
-    """The recipe of ``--evaluate``. Raises RecipeError where it asks for other checkpoints than
-    will be ``trained``: seeds, by normalizer, in ``folder``."""
+    """Return the recipe of ``--evaluate``. Raises RecipeError if it has other checkpoints than
+    those ``trained`` into ``folder``: seeds, by normalizer."""
     places = dict.fromkeys(trained, str(recipe.parent))  # of checkpoints that are not there yet
     asked = Recipe.load(recipe, Overrides(checkpoints=places))
     if others := [name for name in asked.checkpoints if name not in trained]:
@@ -290,8 +290,8 @@ def require_evaluable(recipe: Path, trained: Mapping[str, Sequence[int]], folder
 def require_plannable(
     recipe: Recipe, untrained: Mapping[str, tuple[Checkpoint, Shapes]], *, device: str
 ) -> None:
-    """Raises QbenchError where the ``recipe`` of ``--evaluate`` could not be planned for what is
-    ``untrained`` yet: data are missing, or a quantizer does not fit its layers."""
+    """Raise QbenchError if the ``recipe`` of ``--evaluate`` cannot be planned for the ``untrained``
+    checkpoints: data are missing, or a quantizer does not fit the layers."""
     planned = plan(recipe, device=device, gpu="", show=True, untrained=untrained)
     refused = (
         (cell.name, cell.unsupported_reason) for cell in planned.cells if cell.unsupported_reason

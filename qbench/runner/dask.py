@@ -1,5 +1,5 @@
-"""Cells on many machines through Dask, as its documentation shows it: a client, workers of one
-thread each, their resources. The results folder and the cache lie where all workers see them."""
+"""Run cells on many machines through Dask: a client, and workers of one thread each. All workers
+must see the results folder and the cache."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ for name in ("distributed", "distributed.client", "distributed.gc"):  # each has
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Host:
-    """What a worker is like; where nothing else is said, as this host, and as it must be."""
+    """Describes a worker; the defaults describe this host, which workers must equal."""
 
     gpu: str | None
     threads: int = 1
@@ -85,12 +85,12 @@ class Host:
 def connected(
     address: str, device: str | None, *, slots: Sequence[int] = (), folders: Sequence[Path]
 ) -> Iterator[DaskExecutor]:
-    """An executor over the workers of ``address``, which is ``tcp://HOST:PORT``, a scheduler file,
+    """Yield an executor over the workers of ``address``: ``tcp://HOST:PORT``, a scheduler file,
     ``local`` or ``local:N``.
 
-    ``device`` None: what the workers have. ``slots``: the GPU of each local worker. ``folders`` are
-    those that every worker must see. Raises UnavailableError where there is no worker, or one that
-    does not fit, and RecipeError for another address.
+    ``device`` None takes what the workers have. ``slots`` holds the GPU of each local worker. Every
+    worker must see the ``folders``. Raises UnavailableError if there is no worker, or one that does
+    not fit, and RecipeError for another address.
     """
     with ExitStack() as stack:
         if address.partition(":")[0] == LOCAL:
@@ -159,7 +159,7 @@ def _connect(address: str, stack: ExitStack) -> Client:
 
 
 def _local(slots: Sequence[int], device: str | None, stack: ExitStack) -> Client:
-    """Processes of this host, one thread each; on GPUs each sees one, from its start."""
+    """Start worker processes of this host, one thread each; each sees one GPU."""
     chosen = list(slots) or [0]
     threads = str(max(1, (os.cpu_count() or 1) // len(chosen)))
     workers = {}
@@ -191,7 +191,7 @@ def _local(slots: Sequence[int], device: str | None, stack: ExitStack) -> Client
 
 
 def _interrupted(cluster: SpecCluster, error: type[BaseException] | None, *_: Any) -> None:
-    """At Ctrl-C workers are killed: to close them would wait for the cells that they are at."""
+    """Kill local workers at Ctrl-C: closing them would wait for their cells."""
     if error is KeyboardInterrupt:
         for nanny in cluster.workers.values():
             nanny.auto_restart = False
@@ -202,8 +202,8 @@ def _interrupted(cluster: SpecCluster, error: type[BaseException] | None, *_: An
 
 @contextmanager
 def _token(folder: Path) -> Iterator[str]:
-    """A file in ``folder`` that only those find who see the same folder. That of a killed run is
-    removed."""
+    """Yield the path of a new file in ``folder``, by which workers show that they see the folder.
+    Files of killed runs are removed."""
     folder.mkdir(parents=True, exist_ok=True)
     clean_temporaries(folder)
     token = temporary(folder.resolve() / secrets.token_hex(8))
@@ -215,7 +215,8 @@ def _token(folder: Path) -> Iterator[str]:
 
 
 def _hosts(client: Client, tokens: tuple[str, ...], device: str | None) -> dict[str, Host]:
-    """Each worker, by its address. Raises UnavailableError for one that cannot say what it is."""
+    """Return the description of each worker by its address. Raises UnavailableError for a worker
+    that cannot run qbench."""
     found = client.run(_by_value(describe), tokens, device, on_error="return")
     for worker, host in found.items():
         if isinstance(host, BaseException):
@@ -227,7 +228,7 @@ def _hosts(client: Client, tokens: tuple[str, ...], device: str | None) -> dict[
 
 
 def describe(tokens: tuple[str, ...], device: str | None, worker: Worker) -> Host:
-    """The worker that runs this; ``device`` None: its GPU, where it has one."""
+    """Describe the worker that runs this; ``device`` None: with its GPU if it has one."""
     load_packages()
     unseen = (str(Path(token).parent) for token in tokens if not Path(token).is_file())
     return Host(
@@ -238,8 +239,8 @@ def describe(tokens: tuple[str, ...], device: str | None, worker: Worker) -> Hos
 
 
 def require_fit(worker: str, host: Host, wanted: Host) -> None:
-    """Raises UnavailableError for a worker whose scores would not stand under this run's keys, or
-    which cannot write them."""
+    """Raise UnavailableError for a worker whose scores would have other keys, or which cannot write
+    them."""
     other = [name for name, one in wanted.versions.items() if host.versions.get(name) != one]
     problem = None
     if host.unseen is not None:
@@ -260,8 +261,8 @@ def require_fit(worker: str, host: Host, wanted: Host) -> None:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DaskExecutor(Executor):
-    """Runs calls on the workers of ``client``, which the caller closes. Dask runs a call again
-    whose worker died, and breaks its future when that has happened too often."""
+    """An executor over the workers of ``client``, which the caller closes. If a worker dies, Dask
+    runs its call again, and fails the call's future after several deaths."""
 
     client: Client
     wanted: Host
@@ -273,7 +274,8 @@ class DaskExecutor(Executor):
 
     @contextmanager
     def listen(self, progress: Progress) -> Iterator[RemoteProgress]:
-        """By Dask's events, which come before the results of the calls that sent them."""
+        """Yield what cells report to; Dask's events bring it to ``progress`` before a call's
+        result."""
         topic = f"qbench-{secrets.token_hex(4)}"
         self.client.subscribe_topic(topic, lambda event: pass_on(progress, *event[1]))
         try:
@@ -297,7 +299,8 @@ class DaskExecutor(Executor):
 
 
 def _settle(future: Future, task: DaskFuture) -> None:
-    """``task`` has ended. It is let go: else it would run again where its worker dies later."""
+    """Pass the end of ``task`` on to ``future``, and release it: Dask would run it again if its
+    worker died later."""
     try:
         future.set_result(task.result())
     except KilledWorker as error:
@@ -311,7 +314,7 @@ def _settle(future: Future, task: DaskFuture) -> None:
 
 
 def run_here(payload: bytes, worker: Worker) -> Any:
-    """On a worker, which may have come after the run began: what the pickled call returns."""
+    """Run the pickled call on a worker, which may have joined after the run began."""
     if broken_device() is not None:
         os._exit(1)  # its nanny starts another process, where Dask runs the call again
     wanted, tokens, call = pickle.loads(payload)
@@ -322,8 +325,8 @@ def run_here(payload: bytes, worker: Worker) -> Any:
 
 
 def _by_value(function: Callable) -> Callable:
-    """``function`` of this module, pickled by value up to its name: the scheduler, which unpickles
-    it, then loads nothing of qbench's, and need not have it. Its last argument is the worker."""
+    """Return a function that imports and calls ``function`` with the worker as last argument. It
+    pickles without qbench, which the scheduler need not have."""
     module, name = function.__module__, function.__name__
 
     def call(*arguments: Any, dask_worker: Worker | None = None) -> Any:
@@ -335,7 +338,7 @@ def _by_value(function: Callable) -> Callable:
 
 @dataclass
 class LogEvent:
-    """Sends words to the run through the scheduler: workers need not reach its host."""
+    """Sends messages to the run through the scheduler: workers need not reach the run's host."""
 
     topic: str
     worker: Any = None  # where it was first used: other threads there do not know it
