@@ -32,7 +32,7 @@ import pynvml
 
 from qbench import __version__
 from qbench.errors import RecipeError, UnavailableError, failure_line
-from qbench.plugins import stated
+from qbench.plugins import plugin_versions
 from qbench.records import Environment
 
 VISIBLE, ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
@@ -56,17 +56,17 @@ def visible_gpus() -> tuple[Gpu, ...]:
         pynvml.nvmlInit()
         visible = os.environ.get(VISIBLE)
         names = range(pynvml.nvmlDeviceGetCount()) if visible is None else visible.split(",")
-        found = tuple(_gpu(str(name).strip()) for name in names)
-        if len({gpu.name for gpu in found}) < 2 or os.environ.get(ORDER) == "PCI_BUS_ID":
-            return found
+        gpus = tuple(_gpu(str(name).strip()) for name in names)
+        if len({gpu.name for gpu in gpus}) < 2 or os.environ.get(ORDER) == "PCI_BUS_ID":
+            return gpus
     except pynvml.NVMLError:
         if not Path("/proc/driver/nvidia").is_dir():
             return ()
     cuda = _cuda()
-    known = map(cuda.get_device_properties, range(cuda.device_count()))
+    properties = map(cuda.get_device_properties, range(cuda.device_count()))
     return tuple(
         Gpu(name=one.name, capability=(one.major, one.minor), memory_gib=one.total_memory / GIB)
-        for one in known
+        for one in properties
     )
 
 
@@ -86,18 +86,18 @@ def _gpu(name: str) -> Gpu:
     )
 
 
-def choose_device(wanted: str) -> str:
+def choose_device(device: str) -> str:
     """Return "cpu" or "cuda" for "auto", "cpu" or "cuda". Raises UnavailableError without a GPU."""
-    if wanted not in ("auto", "cpu", "cuda"):
-        raise UnavailableError(f"device {wanted!r}: it is auto, cpu or cuda")
-    if wanted == "cpu":
+    if device not in ("auto", "cpu", "cuda"):
+        raise UnavailableError(f"device {device!r}: it is auto, cpu or cuda")
+    if device == "cpu":
         return "cpu"
     problem = cuda_problem()
-    if wanted == "auto":
+    if device == "auto":
         return "cpu" if problem else "cuda"
     if problem:
         raise UnavailableError(f"--device cuda: {problem}; use --device cpu")
-    return wanted
+    return device
 
 
 @functools.cache
@@ -148,12 +148,12 @@ def memory_gib(device: str) -> float:
 @functools.cache
 def torch_cuda() -> str | None:
     """Return the CUDA version of the installed PyTorch; None for a build without CUDA."""
-    found = importlib.util.find_spec("torch")
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
         return None
-    text = (Path(found.origin).parent / "version.py").read_text()
-    found = re.search(r"^cuda\b[^=\n]*=\s*'([\d.]+)'", text, re.MULTILINE)
-    return found[1] if found else None
+    text = (Path(spec.origin).parent / "version.py").read_text()
+    match = re.search(r"^cuda\b[^=\n]*=\s*'([\d.]+)'", text, re.MULTILINE)
+    return match[1] if match else None
 
 
 def gpu_slots(
@@ -177,8 +177,8 @@ def gpu_slots(
     present = len(visible_gpus())
     if gpus not in (None, "all") and not (gpus.isdecimal() and 1 <= int(gpus) <= present):
         raise RecipeError(f"--gpus {gpus}: all, or a number from 1 to {present}")
-    wanted = present if gpus == "all" else int(gpus or 1)
-    return [gpu for _ in range(workers or cells_per_gpu) for gpu in range(wanted)][:at_most]
+    count = present if gpus == "all" else int(gpus or 1)
+    return [gpu for _ in range(workers or cells_per_gpu) for gpu in range(count)][:at_most]
 
 
 def gpu_of_environment(index: int) -> str:
@@ -215,7 +215,7 @@ def environment(device: str, names: tuple[str, ...], gpu: str | None = None) -> 
         versions=versions((*names, "triton")),
         git_revision=git_revision(),
         qbench=__version__,
-        plugins=stated(),
+        plugins=plugin_versions(),
     )
 
 
@@ -236,8 +236,8 @@ def git_revision() -> str | None:
     changes = ["status", "--porcelain", "--untracked-files=no", "--", "."]
     try:
         commit, changed = (
-            subprocess.run([*git, *asked], capture_output=True, text=True, check=True).stdout
-            for asked in (["rev-parse", "HEAD"], changes)
+            subprocess.run([*git, *arguments], capture_output=True, text=True, check=True).stdout
+            for arguments in (["rev-parse", "HEAD"], changes)
         )
     except (OSError, subprocess.CalledProcessError):
         return None
@@ -287,8 +287,8 @@ def _proc(file: str, name: str) -> str:
     """Return the value of ``name`` in a file of /proc; "" if there is none."""
     path = Path("/proc") / file
     text = path.read_text() if path.is_file() else ""
-    found = re.search(rf"^{name}\s*:(.*)$", text, re.MULTILINE)
-    return found[1].strip() if found else ""
+    match = re.search(rf"^{name}\s*:(.*)$", text, re.MULTILINE)
+    return match[1].strip() if match else ""
 
 
 ENVIRONMENT = {

@@ -183,12 +183,12 @@ def cell_names(recipe: Recipe) -> list[str]:
 def select(names: Iterable[str], pattern: str | None) -> list[str]:
     """Return the ``names`` that match one of the globs in ``pattern``, which commas separate; None
     matches all. Raises RecipeError for a glob without a match."""
-    known = list(names)
+    cells = list(names)
     globs = ["*"] if pattern is None else pattern.split(",")
     for glob in globs:
-        if not fnmatch.filter(known, glob):
-            raise RecipeError(f"--only {glob!r} matches no cell; the cells are {', '.join(known)}")
-    return [name for name in known if any(fnmatch.fnmatch(name, glob) for glob in globs)]
+        if not fnmatch.filter(cells, glob):
+            raise RecipeError(f"--only {glob!r} matches no cell; the cells are {', '.join(cells)}")
+    return [name for name in cells if any(fnmatch.fnmatch(name, glob) for glob in globs)]
 
 
 def plan(
@@ -257,24 +257,24 @@ def plan(
 
 def _checkpoints(recipe: Recipe) -> dict[str, Checkpoint]:
     """Return the recipe's checkpoints by name. Raises CheckpointError with all problems."""
-    found: dict[str, Checkpoint] = {}
+    checkpoints: dict[str, Checkpoint] = {}
     problems: list[CheckpointError] = []
     for name, source in recipe.checkpoints.items():
         try:
-            found[name] = find(
+            checkpoints[name] = find(
                 source.path,
                 revision=source.revision,
                 normalizer=source.normalizer,
                 quantized=recipe.without_baseline,
             )
-            require_tokenizer(found[name])
+            require_tokenizer(checkpoints[name])
         except CheckpointError as error:
             problems.append(error)
             if not os.path.isdir(source.path):
                 break  # the hub: what ails one ails the next, after minutes
     if problems:
         raise CheckpointError(*dict.fromkeys(map(str, problems)))
-    return found
+    return checkpoints
 
 
 def _quantized(column: QuantizerEntry) -> bool:
@@ -301,15 +301,17 @@ def _cell(
     except RecipeError as error:
         reason = str(error)
     evaluation = recipe.evaluation
-    wanted = evaluation.attention
+    requested = evaluation.attention
     if quantization.kv_cache and quantization.kv_cache.two_sources:
-        if wanted == "triton":
+        if requested == "triton":
             reason = reason or (
                 f"{quantization.kv_cache.name}: no kernel attends over a KV cache with "
                 "residual_length or groups of tokens; set evaluation.attention: auto"
             )
-        wanted = "reference" if wanted == "auto" else wanted
-    attention = choose_attention(name, checkpoint.class_name, checkpoint.normalizer, wanted, device)
+        requested = "reference" if requested == "auto" else requested
+    attention = choose_attention(
+        name, checkpoint.class_name, checkpoint.normalizer, requested, device
+    )
     checkpoint = replace(checkpoint, normalizer=attention.normalizer)
     copy = copy and replace(copy, normalizer=attention.normalizer)
     fastest, slower = _fastest(checkpoint)
@@ -392,10 +394,10 @@ WORKSPACE = 4 * 2**30  # bytes
 def streams(cell: Cell, plan: Plan, weights: float, room: Callable[[], float]) -> bool:
     """Return whether the weights of ``cell``, ``weights`` bytes, come to the device block by block:
     as the recipe says, else if the GPU's ``room()`` in bytes is too small."""
-    asked = plan.recipe.evaluation
-    if asked.stream != "auto":
-        return asked.stream
-    if asked.device_map is not None or plan.device != "cuda":
+    evaluation = plan.recipe.evaluation
+    if evaluation.stream != "auto":
+        return evaluation.stream
+    if evaluation.device_map is not None or plan.device != "cuda":
         return False
     able = streamable(cell.quantization, cell.copy, cell.checkpoint.config)
     return able and weights + min(weights, WORKSPACE) > room()
@@ -407,8 +409,10 @@ def _unlike_a_stream(
     copy: Checkpoint | None,
     config: Mapping[str, Any],
 ) -> str | None:
-    asked = recipe.evaluation
-    what = "device_map" if asked.device_map else "stream" if asked.stream is True else None
+    evaluation = recipe.evaluation
+    what = (
+        "device_map" if evaluation.device_map else "stream" if evaluation.stream is True else None
+    )
     if what is None or streamable(quantization, copy, config):
         return None
     return (
@@ -435,8 +439,8 @@ def streamable(
 ) -> bool:
     """Return whether such a cell can be computed with its weights coming block by block."""
     weights = quantization.weights
-    own = copy is None and (weights is None or not weights.prequantized)
-    return own and not quantization.beside_weights and not moving_rope(config)
+    unquantized_files = copy is None and (weights is None or not weights.prequantized)
+    return unquantized_files and not quantization.beside_weights and not moving_rope(config)
 
 
 # --- tasks and calibration text
@@ -447,10 +451,10 @@ def find_tasks(recipe: Recipe) -> tuple[tuple[TaskSpec, ...], tuple[str, ...]]:
 
     Raises DataError with all problems of their data.
     """
-    found, skipped, missing, problems = [], [], [], []
+    tasks, skipped, missing, problems = [], [], [], []
     for task in _leaf_tasks(recipe):
         try:
-            found.append(
+            tasks.append(
                 plan_task(
                     task.name,
                     data=recipe.data,
@@ -468,9 +472,9 @@ def find_tasks(recipe: Recipe) -> tuple[tuple[TaskSpec, ...], tuple[str, ...]]:
                 problems.append(error)
                 if recipe.data is None:  # the hub: what ails one task ails the next, after minutes
                     break
-    if problems or not found:  # without a task there is nothing to run
+    if problems or not tasks:  # without a task there is nothing to run
         raise DataError(*_first(problems or missing))
-    return tuple(found), tuple(skipped)
+    return tuple(tasks), tuple(skipped)
 
 
 MOST_LINES = 3
@@ -487,13 +491,13 @@ def _first(problems: Sequence[DataError]) -> Iterator[str]:
 
 def find_groups(recipe: Recipe, skipped: Sequence[str]) -> tuple[TaskGroup, ...]:
     """Return the groups that have scores of their own and all of whose tasks have data."""
-    found = {
+    groups = {
         group.name: group
         for task in recipe.tasks
         for group in task_groups(task.name, recipe.definitions)
         if not set(skipped) & set(group.tasks)
     }
-    return tuple(found.values())
+    return tuple(groups.values())
 
 
 def _positions(checkpoint: Checkpoint) -> float:
@@ -548,20 +552,20 @@ def _notes(
     attention: ChosenAttention,
     scoring: ScoringSettings,
     slower: str,
-    asked: int | None,
+    max_length: int | None,
 ) -> Iterator[str]:
-    """Yield a line for each setting that is chosen for this model and not for most. ``asked`` is
-    the recipe's ``max_length``."""
+    """Yield a line for each setting that is chosen for this model and not for most. ``max_length``
+    is the recipe's."""
     if checkpoint.files and (note := tokenizer_note(checkpoint)):
         yield note
     if attention.why:
         yield f"attention native/{attention.implementation}: {attention.why}"
     if slower:
         yield f"scoring {scoring.mode}: {slower}"
-    if asked is not None and asked > scoring.max_length:
+    if max_length is not None and max_length > scoring.max_length:
         yield (
             f"scored in windows of {scoring.max_length:,} tokens, its context, and not of "
-            f"evaluation.max_length {asked:,}"
+            f"evaluation.max_length {max_length:,}"
         )
 
 
@@ -598,8 +602,8 @@ def scoring_settings(
             f"auto or {fastest}"
         )
     if mode == "auto":
-        wanted: Mode = "fast" if device == "cuda" and quantization.batch_invariant else "exact"
-        mode = max(wanted, fastest, key=MODES.index)
+        usual: Mode = "fast" if device == "cuda" and quantization.batch_invariant else "exact"
+        mode = max(usual, fastest, key=MODES.index)
     automatic = evaluation.batch_size == "auto"
     chat = None
     if evaluation.apply_chat_template or evaluation.system_instruction is not None:

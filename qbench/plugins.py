@@ -59,8 +59,8 @@ class Registry(Generic[T]):
 
     def get(self, name: str) -> T:
         if name not in self._things:
-            known = ", ".join(self._things) or "none; --plugin FILE registers one"
-            raise RecipeError(f"unknown {self.kind} {name!r}; known: {known}")
+            names = ", ".join(self._things) or "none; --plugin FILE registers one"
+            raise RecipeError(f"unknown {self.kind} {name!r}; known: {names}")
         return self._things[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -109,12 +109,12 @@ def load_file(path: Path, *, location: str = "--plugin") -> Plugin:
 def load(plugins: Iterable[Plugin], *, location: str = "--plugin") -> None:
     """Import the plug-ins that this process has not imported yet."""
     for plugin in plugins:
-        known = _loaded.get(plugin.module)
-        if known is not None and known.source == plugin.source:
+        before = _loaded.get(plugin.module)
+        if before is not None and before.source == plugin.source:
             continue
-        if known is not None:
+        if before is not None:
             raise RecipeError(
-                f"{location} {plugin.path or plugin.name}: another file {known.name} is loaded "
+                f"{location} {plugin.path or plugin.name}: another file {before.name} is loaded "
                 "already; give it another name"
             )
         _execute(plugin, plugin.path or plugin.name, location)
@@ -126,7 +126,7 @@ def loaded() -> tuple[Plugin, ...]:
     return tuple(_loaded.values())
 
 
-def stated() -> dict[str, str]:
+def plugin_versions() -> dict[str, str]:
     """Return the plug-ins for a record: file names with digests, packages with versions."""
     return {plugin.name: plugin.digest for plugin in _loaded.values()} | _packages
 

@@ -81,12 +81,12 @@ def _is_text(path: str) -> str:
 Folder = Annotated[Path, AfterValidator(_is_folder)]
 
 
-def _short(key: str, whole: Any, short: type = str) -> BeforeValidator:
+def _short(key: str, full: Any, short: type = str) -> BeforeValidator:
     """Return a validator that turns a value of the type ``short`` into a mapping with ``key``
-    alone. JSON Schema shows ``short`` and ``whole``, the type of the mapping."""
+    alone. JSON Schema shows ``short`` and ``full``, the type of the mapping."""
     return BeforeValidator(
         lambda value: {key: value} if isinstance(value, short) else value,
-        json_schema_input_type=short | whole,
+        json_schema_input_type=short | full,
     )
 
 
@@ -185,9 +185,9 @@ class CheckpointSource(Strict):
     @field_validator("normalizer")
     @classmethod
     def _known(cls, value: str | None) -> str | None:
-        known = (*NORMALIZERS, NATIVE)
-        if value is not None and value not in known:
-            raise ValueError(f"unknown normalizer {shown(value)}; known: {', '.join(known)}")
+        names = (*NORMALIZERS, NATIVE)
+        if value is not None and value not in names:
+            raise ValueError(f"unknown normalizer {shown(value)}; known: {', '.join(names)}")
         return value
 
 
@@ -377,10 +377,10 @@ class Recipe(Strict):
 
     @field_validator("plugins")
     @classmethod
-    def _load(cls, value: tuple[PluginFile, ...], known: ValidationInfo) -> tuple[PluginFile, ...]:
+    def _load(cls, value: tuple[PluginFile, ...], info: ValidationInfo) -> tuple[PluginFile, ...]:
         """Load the plug-ins before the other keys, which may name what they register. Raises
         RecipeError."""
-        source = known.context or Source(FROM_OPTIONS, {}, {})
+        source = info.context or Source(FROM_OPTIONS, {}, {})
         for number, one in enumerate(value):
             location = f"{source.at(('plugins', number))}: plugins[{number}]"
             plugin = load_file(Path(one.path), location=location)
@@ -398,10 +398,10 @@ class Recipe(Strict):
         json_schema_input_type=Annotated[list[Any], Field(min_length=1)],
     )
     @classmethod
-    def _parse_quantizers(cls, value: Any, _: Any, known: ValidationInfo) -> Any:
+    def _parse_quantizers(cls, value: Any, _: Any, info: ValidationInfo) -> Any:
         if not value:
             raise ValueError("must be a list, such as [bf16, gptq-4bit]")
-        dtype = known.data.get("compute_dtype") or unquantized_dtype(value)
+        dtype = info.data.get("compute_dtype") or unquantized_dtype(value)
         return tuple(_column(index, entry, dtype) for index, entry in enumerate(value))
 
     @model_validator(mode="after")
@@ -436,7 +436,7 @@ class Recipe(Strict):
 
     @property
     def without_baseline(self) -> bool:
-        """Return whether the checkpoints are quantized already and scored without their originals."""
+        """Return whether the checkpoints are quantized already, and scored without originals."""
         return any(_as_it_is(column) for column in self.quantizers)
 
     @property
@@ -497,8 +497,8 @@ def _source(path: Path | None, changed: Overrides) -> Source:
     changes alone."""
     source = _one_off(changed) if path is None else _read(path)
     here = Path.cwd()
-    found = {name: absolute(here, str(one), hub=True) for name, one in changed.checkpoints.items()}
-    _replace_checkpoints(source, found)
+    paths = {name: absolute(here, str(one), hub=True) for name, one in changed.checkpoints.items()}
+    _replace_checkpoints(source, paths)
     for what, key, names in (
         ("quantizers", "label", changed.quantizers),
         ("tasks", "name", changed.tasks),
@@ -568,12 +568,12 @@ def _located(folder: Path, entry: Any, *, hub: bool = False) -> Any:
 
 
 def absolute(folder: Path, path: Any, *, hub: bool = False) -> Any:
-    """Return ``path`` made absolute from ``folder``; an id of the hub stays as it is with ``hub``."""
+    """Return ``path`` made absolute from ``folder``; with ``hub`` an id of the hub is kept."""
     if not isinstance(path, str) or path.startswith(HUB_FILE):
         return path
-    whole = os.path.abspath(folder / os.path.expanduser(path))
-    on_hub = hub and not os.path.exists(whole) and ON_HUB.fullmatch(path)
-    return path if on_hub else whole
+    full = os.path.abspath(folder / os.path.expanduser(path))
+    on_hub = hub and not os.path.exists(full) and ON_HUB.fullmatch(path)
+    return path if on_hub else full
 
 
 def _one_off(changed: Overrides) -> Source:
@@ -598,32 +598,32 @@ def _add_quantized(source: Source, path: Path | None, changed: Overrides) -> Non
     """Add a quantizer for each quantized copy of ``--quantized``. If no original is named, the
     copies are the checkpoints and are scored without one."""
     here = Path.cwd()
-    found = {label: absolute(here, str(one), hub=True) for label, one in changed.quantized.items()}
+    copies = {label: absolute(here, str(one), hub=True) for label, one in changed.quantized.items()}
     if path is None and not changed.checkpoints:
-        source.values.update(checkpoints=found, quantizers=["checkpoint"])
+        source.values.update(checkpoints=copies, quantizers=["checkpoint"])
         return
-    known = source.values.get("checkpoints", {})
-    if len(known) > 1:
+    declared = source.values.get("checkpoints", {})
+    if len(declared) > 1:
         raise RecipeError(
-            f"--quantized {next(iter(found))}=…: there are several checkpoints "
-            f"({', '.join(map(str, known))}); use a recipe with "
+            f"--quantized {next(iter(copies))}=…: there are several checkpoints "
+            f"({', '.join(map(str, declared))}); use a recipe with "
             "{name: checkpoint, path: {NAME: FOLDER_OR_HUB_ID}}"
         )
     columns = source.values.get("quantizers") or ["bf16"]
-    columns += [{"name": "checkpoint", "path": p, "label": n} for n, p in found.items()]
+    columns += [{"name": "checkpoint", "path": p, "label": n} for n, p in copies.items()]
     source.values["quantizers"] = columns
 
 
-def _named(stated: list[Any], names: tuple[str, ...], key: str) -> list[Any]:
-    """Return an entry per name: that of the recipe's list ``stated`` whose ``key`` or name it is,
+def _named(entries: list[Any], names: tuple[str, ...], key: str) -> list[Any]:
+    """Return an entry per name: that of the recipe's list ``entries`` whose ``key`` or name it is,
     else the name itself."""
-    known: dict[str, Any] = {}
-    for entry in stated:
+    by_name: dict[str, Any] = {}
+    for entry in entries:
         if isinstance(entry, dict):
-            known.setdefault(str(entry.get(key) or entry.get("name")), entry)
+            by_name.setdefault(str(entry.get(key) or entry.get("name")), entry)
         elif key == "label" and isinstance(entry, str):
-            known.setdefault(label_of(entry), entry)
-    return [known.get(name, name) for name in names]
+            by_name.setdefault(label_of(entry), entry)
+    return [by_name.get(name, name) for name in names]
 
 
 def _replace_checkpoints(source: Source, sources: Mapping[str, str]) -> None:
@@ -632,16 +632,16 @@ def _replace_checkpoints(source: Source, sources: Mapping[str, str]) -> None:
     declared = source.values.get("checkpoints", {})
     for name, path in sources.items():
         if name not in declared:
-            known = ", ".join(map(str, declared)) or "none"
+            names = ", ".join(map(str, declared)) or "none"
             raise RecipeError(
-                f"--checkpoint {name}={path}: {source.path} has no {name}; it has {known}"
+                f"--checkpoint {name}={path}: {source.path} has no {name}; it has {names}"
             )
-        stated = declared[name] if isinstance(declared[name], dict) else {}
-        kept = {k: v for k, v in stated.items() if k not in ("path", "revision")}
+        entry = declared[name] if isinstance(declared[name], dict) else {}
+        kept = {k: v for k, v in entry.items() if k not in ("path", "revision")}
         declared[name] = {**kept, "path": path}
         source.lines["checkpoints", name, "path"] = 0
-    for name, stated in declared.items():
-        if stated is None:
+    for name, entry in declared.items():
+        if entry is None:
             raise RecipeError(
                 f"{source.at(('checkpoints', name))}: checkpoints.{name}: it has no default; add "
                 f"--checkpoint {name}=FOLDER_OR_HUB_ID"
@@ -717,5 +717,5 @@ def _members(entry: Any) -> list[Any] | None:
     path = entry.get("path") if isinstance(entry, dict) else entry
     if not isinstance(path, str) or "*" not in path:
         return None
-    found = [one for one in sorted(glob.glob(path)) if os.path.isdir(one)]
-    return [{**entry, "path": one} if isinstance(entry, dict) else one for one in found]
+    folders = [one for one in sorted(glob.glob(path)) if os.path.isdir(one)]
+    return [{**entry, "path": one} if isinstance(entry, dict) else one for one in folders]

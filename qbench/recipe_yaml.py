@@ -55,11 +55,11 @@ class Source:
         """Set the value of ``part`` or ``part.key``; messages then name no line for it."""
         part, *key = location
         if key:
-            stated = self.values.get(part) or {}
-            if not isinstance(stated, dict):
+            before = self.values.get(part) or {}
+            if not isinstance(before, dict):
                 place = self.at((part,))
-                raise RecipeError(f"{place}: {part}: must be a mapping (it is {shown(stated)})")
-            value = {**stated, key[0]: value}
+                raise RecipeError(f"{place}: {part}: must be a mapping (it is {shown(before)})")
+            value = {**before, key[0]: value}
         self.values[part] = value
         self.lines[location] = 0
 
@@ -111,7 +111,7 @@ def read(path: Path) -> Source:
 
 
 def write(path: Path, values: dict[str, Any], comment: str) -> None:
-    """Write ``values`` as YAML to ``path``, so that ``read`` gives them again. Raises OutputError."""
+    """Write ``values`` as YAML to ``path``; ``read`` gives them again. Raises OutputError."""
     yaml = YAML(typ="safe", pure=True)
     yaml.default_flow_style, yaml.allow_unicode, yaml.width = False, True, 100
     yaml.sort_base_mapping_type_on_output = False

@@ -180,13 +180,13 @@ def work_of(
     require_runnable(cells)
     require_heads(cells, settings.heads or ())
     units = plan_sensitivities(plan, sensitivity, settings) if sensitivity is not None else ()
-    wanted = {cell.name for cell in cells}
+    chosen_names = {cell.name for cell in cells}
     texts = {"": settings}
     if long_context is not None:
         texts[LONG_CONTEXT] = replace(settings, length=long_context)
     work: list[tuple[Analyses, AnalysisSettings, Sequence[Cell]]] = []
-    for part, own in texts.items():
-        planned, analyses = plan_analyses(plan, own), Analyses(out, part=part)
+    for part, part_settings in texts.items():
+        planned, analyses = plan_analyses(plan, part_settings), Analyses(out, part=part)
         grid = analysis_grid(plan, planned)
         before = analyses.put_manifest(grid)
         if before is not None and before.cells != grid.cells:
@@ -195,7 +195,9 @@ def work_of(
                 "records stay, but its tables now show this one (--out keeps both)",
                 err=True,
             )
-        work.append((analyses, own, [cell for cell in planned if cell.name in wanted]))
+        work.append(
+            (analyses, part_settings, [cell for cell in planned if cell.name in chosen_names])
+        )
     if sensitivity is not None:
         checkpoints = {cell.checkpoint_name for cell in cells}
         units = [cell for cell in units if cell.checkpoint_name in checkpoints]
@@ -224,8 +226,8 @@ def run_part(
             f"{len(cells)} cell{'s' * (len(cells) != 1)} on {settings.device}: at most "
             f"{settings.samples} texts of {settings.length} tokens of {settings.source.name}{apart}"
         )
-        found = run_each(
+        results = run_each(
             make, cells, executor=launcher.executor, progress=display,
             died=partial(failed, **given),
         )  # fmt: skip
-        return [one for one in found if one.status != "ok"]
+        return [one for one in results if one.status != "ok"]

@@ -57,11 +57,11 @@ set_library_env()
 def load(name: str) -> Any:
     """Import and return the command or group ``name``."""
     module = importlib.import_module(f"qbench.cli.{COMMANDS[name].module}")
-    found = getattr(module, name if hasattr(module, name) else f"{name}_command")
-    group = found
-    if not isinstance(found, typer.Typer):
+    function = getattr(module, name if hasattr(module, name) else f"{name}_command")
+    group = function
+    if not isinstance(function, typer.Typer):
         group = typer.Typer(add_completion=False, rich_markup_mode="markdown")
-        group.command(name)(found)
+        group.command(name)(function)
     command = typer.main.get_command(group)
     command.name = name
     return command
@@ -83,7 +83,7 @@ class Commands(TyperGroup):
         return TyperGroup.shell_complete(self._listing(), ctx, incomplete)
 
     def _listing(self) -> Commands:
-        """Return a copy whose commands have names and lines alone, so that listing imports nothing."""
+        """Return a copy whose commands have names and lines alone: listing imports nothing."""
         listing = copy.copy(self)
         listing.get_command = lambda ctx, name: TyperCommand(
             name, help=COMMANDS[name].about, rich_help_panel=COMMANDS[name].panel
@@ -131,8 +131,8 @@ app = typer.Typer(
 )
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(given: bool) -> None:
+    if given:
         typer.echo(f"qbench {__version__}")
         raise typer.Exit
 

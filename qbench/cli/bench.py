@@ -63,8 +63,8 @@ def attention(
     ```
     """
     bench = load("bench.attention_speed")
-    found = bench.bench_attention(out, quick, only, log=lambda line: typer.echo(line, err=True))
-    show(bench.table(found), found, out)
+    results = bench.bench_attention(out, quick, only, log=lambda line: typer.echo(line, err=True))
+    show(bench.table(results), results, out)
 
 
 @bench.command("generation")
@@ -89,12 +89,12 @@ def generation(
     """
     bench = load("bench.generation")
     with alone() as log:
-        found = bench.bench_generation(
+        results = bench.bench_generation(
             shape=shape, device=choose_device(device), prompts=prompts, length=prompt,
             tokens=tokens, batch_size=batch_size,
             normalizers=normalizer or ("softmax", "softpick"), log=log,
         )  # fmt: skip
-    show(bench.table(found), found, out)
+    show(bench.table(results), results, out)
 
 
 @bench.command("evaluation")
@@ -116,15 +116,15 @@ def evaluation(
     bench = load("bench.evaluation_speed")
     planned = load_launcher(recipe, overrides, out=None, device=device).plan()
     with alone() as log:
-        found = bench.bench_evaluation(planned, log=log)
-    show(bench.table(found), found, out)
+        results = bench.bench_evaluation(planned, log=log)
+    show(bench.table(results), results, out)
 
 
-def show(table: str, found: object, out: Path | None) -> None:
+def show(table: str, results: object, out: Path | None) -> None:
     """Print the table; write it and the results to ``out`` if that is given."""
     typer.echo(table)
     if out is not None:
-        show_written(write_page(out, found, table))
+        show_written(write_page(out, results, table))
 
 
 @bench.command("sample-efficiency")
@@ -142,7 +142,9 @@ def sample_efficiency(
     ```
     """
     bench = load("bench.sample_efficiency")
-    found = bench.bench_sample_efficiency(repetitions, log=lambda line: typer.echo(line, err=True))
-    show(bench.table(found), found, out)
+    results = bench.bench_sample_efficiency(
+        repetitions, log=lambda line: typer.echo(line, err=True)
+    )
+    show(bench.table(results), results, out)
     if out is not None:
-        write_atomically(out.with_suffix(".svg"), bench.figure(found))
+        write_atomically(out.with_suffix(".svg"), bench.figure(results))

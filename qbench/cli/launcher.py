@@ -106,7 +106,7 @@ def launch(
     elif cluster is not None:
         with _connected(launcher, cluster, gpus, workers, cells) as dask:
             yield dataclasses.replace(
-                launcher, device=dask.device, gpu=dask.wanted.gpu, executor=dask,
+                launcher, device=dask.device, gpu=dask.expected.gpu, executor=dask,
                 description=dask.description,
             )  # fmt: skip
     elif (
@@ -132,16 +132,16 @@ def _connected(
         raise UnavailableError("--cluster: Dask is not installed; pip install -e '.[cluster]'")
     from qbench.runner.dask import connected  # an extra, and a second to import
 
-    wanted, slots = None if launcher.device == "auto" else launcher.device, []
+    chosen, slots = None if launcher.device == "auto" else launcher.device, []
     if cluster.partition(":")[0] == "local":
-        wanted = choose_device(launcher.device)
+        chosen = choose_device(launcher.device)
         cells = cells or len(cell_names(launcher.recipe))
-        slots = local_slots(cluster, gpus, workers, wanted, cells)
+        slots = local_slots(cluster, gpus, workers, chosen, cells)
     elif gpus is not None or workers is not None:
         raise RecipeError(
             f"--cluster {cluster}: its workers are running already; leave --gpus and --workers out"
         )
-    return connected(cluster, wanted, slots=slots, folders=(launcher.out, cache_folder()))
+    return connected(cluster, chosen, slots=slots, folders=(launcher.out, cache_folder()))
 
 
 def local_slots(

@@ -127,12 +127,12 @@ def open_store(folder: Path, run: str | None, option: str = "--run") -> Store:
     """Return the results of the run with the id ``run``; of the last run if None, and say which
     that is if the folder holds several."""
     store = Store(folder, run=run)
-    known = [name for name, _ in runs(folder)]
-    if store.run is None and len(known) > 1:
+    names = [name for name, _ in runs(folder)]
+    if store.run is None and len(names) > 1:
         last = run_id(store.manifest())
-        others = ", ".join(name for name in known if name != last)
+        others = ", ".join(name for name in names if name != last)
         typer.echo(
-            f"{folder} holds {len(known)} runs; this is the last one, {last}; {option} shows "
+            f"{folder} holds {len(names)} runs; this is the last one, {last}; {option} shows "
             f"another: {others}",
             err=True,
         )
@@ -291,25 +291,25 @@ def recipe_options(*names: str) -> Callable[[Callable[..., None]], Callable[...,
 
 
 def listed(option: str, names: str | None) -> tuple[str, ...] | None:
-    """Return the names of a list with commas; None for None. Raises RecipeError for an empty name."""
+    """Return the names of a list with commas, None for None. Raises RecipeError if one is empty."""
     if names is None:
         return None
-    found = tuple(split_commas(names) if option == "--quantizers" else names.split(","))
-    found = tuple(name.strip() for name in found)
-    if not all(found):
+    listed_names = tuple(split_commas(names) if option == "--quantizers" else names.split(","))
+    listed_names = tuple(name.strip() for name in listed_names)
+    if not all(listed_names):
         raise RecipeError(f"{option} {names!r}: write names with commas between them")
-    return found
+    return listed_names
 
 
 def named(option: str, pairs: Sequence[str]) -> dict[str, str]:
     """Return ``NAME=SOURCE`` texts as a dictionary. Raises RecipeError for a malformed or repeated
     one."""
-    found: dict[str, str] = {}
+    sources: dict[str, str] = {}
     for pair in pairs:
         name, separator, source = pair.partition("=")
         if not (name and separator and source):
             raise RecipeError(f"{option} {pair}: write NAME=PATH_OR_HUB_ID")
-        if name in found:
+        if name in sources:
             raise RecipeError(f"{option} {pair}: {name} is given twice")
-        found[name] = source
-    return found
+        sources[name] = source
+    return sources

@@ -186,12 +186,12 @@ def train(
     require_folder(folder, "--out")
     where = choose_device(device)
     files = read_token_files(Path(loaded.data.tokens))
-    wanted = loaded.runs()
+    planned_runs = loaded.runs()
     trained: dict[str, list[int]] = {}
-    for of, one in wanted:
+    for of, one in planned_runs:
         trained.setdefault(of, []).append(one)
     if evaluate is not None:
-        asked = require_evaluable(evaluate, trained, folder)
+        evaluated = require_evaluable(evaluate, trained, folder)
         if gpus is not None and (cluster or "local").partition(":")[0] != "local":
             raise RecipeError(f"--cluster {cluster}: its workers are running; leave --gpus out")
     elif cluster is not None or gpus is not None:
@@ -201,8 +201,8 @@ def train(
 
     if evaluate is not None:
         untrained = runs.untrained(loaded, files)
-        require_plannable(asked, untrained, device="cuda" if cluster else where)
-    name = "train" if len(wanted) > 1 else f"train-{runs.run_name(*wanted[0])}"
+        require_plannable(evaluated, untrained, device="cuda" if cluster else where)
+    name = "train" if len(planned_runs) > 1 else f"train-{runs.run_name(*planned_runs[0])}"
     with (
         runs.joined(where) as processes,
         terminal() as screen,
@@ -213,7 +213,7 @@ def train(
             if processes.is_main_process:
                 print(line, file=screen)
 
-        found = runs.train_recipe(
+        trainings = runs.train_recipe(
             loaded,
             files,
             folder,
@@ -224,10 +224,10 @@ def train(
         )
     if not processes.is_main_process:
         return
-    show_trained(found, len(wanted))
+    show_trained(trainings, len(planned_runs))
     curves = log.draw(folder)
     show_written([folder, *([curves] if curves else [])])
-    if evaluate is not None and len(found) == len(wanted):
+    if evaluate is not None and len(trainings) == len(planned_runs):
         checkpoints = [
             f"{of}={folder}/{of}-seed{'*' if len(seeds) > 1 else seeds[0]}"
             for of, seeds in trained.items()
@@ -251,9 +251,9 @@ def _tokenized() -> Callable[[int, int], None]:
     return progress
 
 
-def show_trained(found: Sequence[Training], wanted: int) -> None:
-    """Print a line per finished run, and how many of the ``wanted`` runs are finished."""
-    for record in found:
+def show_trained(trainings: Sequence[Training], planned_runs: int) -> None:
+    """Print a line per finished run, and how many of the ``planned_runs`` runs are finished."""
+    for record in trainings:
         loss = "not logged" if record.final_loss is None else f"{record.final_loss:.4f}"
         line = (
             f"{record.normalizer}, seed {record.seed}: loss {loss} after {record.tokens:,} tokens"
@@ -264,16 +264,16 @@ def show_trained(found: Sequence[Training], wanted: int) -> None:
                 f"(best {record.best_loss:.4f} at step {record.best_step:,})"
             )
         typer.echo(line)
-    if len(found) < wanted:
-        typer.echo(f"{len(found)} of {wanted} runs are done; the same command continues")
+    if len(trainings) < planned_runs:
+        typer.echo(f"{len(trainings)} of {planned_runs} runs are done; the same command continues")
 
 
 def require_evaluable(recipe: Path, trained: Mapping[str, Sequence[int]], folder: Path) -> Recipe:
     """Return the recipe of ``--evaluate``. Raises RecipeError if it has other checkpoints than
     those ``trained`` into ``folder``: seeds, by normalizer."""
     places = dict.fromkeys(trained, str(recipe.parent))  # of checkpoints that are not there yet
-    asked = Recipe.load(recipe, Overrides(checkpoints=places))
-    if others := [name for name in asked.checkpoints if name not in trained]:
+    evaluated = Recipe.load(recipe, Overrides(checkpoints=places))
+    if others := [name for name in evaluated.checkpoints if name not in trained]:
         raise RecipeError(
             f"--evaluate {recipe}: checkpoints.{others[0]}: is not trained here "
             f"({', '.join(trained)}); leave it out of the recipe"
@@ -284,7 +284,7 @@ def require_evaluable(recipe: Path, trained: Mapping[str, Sequence[int]], folder
             f"--evaluate {recipe}: {folder} holds {more[0]} too, a seed that this command does not "
             "train; add it, or name another --out"
         )
-    return asked
+    return evaluated
 
 
 def require_plannable(

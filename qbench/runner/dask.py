@@ -115,27 +115,27 @@ def connected(
             )
         if device == "cuda" and not kinds:
             raise UnavailableError("--cluster: no worker has a GPU; use --device cpu")
-        wanted = Host(gpu=next(iter(kinds)) if device == "cuda" else None)
+        expected = Host(gpu=next(iter(kinds)) if device == "cuda" else None)
         for worker, host in hosts.items():
-            require_fit(worker, host, wanted)
+            require_fit(worker, host, expected)
         info = client.scheduler_info(n_workers=-1)
         declared = any(GPU in (one.get("resources") or {}) for one in info["workers"].values())
         names = {host.name for host in hosts.values()}
         many = f"{len(hosts)} worker{'s'[: len(hosts) > 1]} on {len(names)} host"
         yield DaskExecutor(
             client=client,
-            wanted=wanted,
+            expected=expected,
             tokens=tokens,
             resources={GPU: 1} if device == "cuda" and declared else None,
             device=device,
             workers=len(hosts),
             description=f"cluster {info['address']}: {many}{'s'[: len(names) > 1]}"
-            f"{f', {wanted.gpu}' if wanted.gpu else ''}; dashboard {client.dashboard_link}",
+            f"{f', {expected.gpu}' if expected.gpu else ''}; dashboard {client.dashboard_link}",
         )
 
 
 def _connect(address: str, stack: ExitStack) -> Client:
-    found = address
+    scheduler = address
     if "://" not in address:
         if not Path(address).is_file():
             raise RecipeError(
@@ -143,13 +143,13 @@ def _connect(address: str, stack: ExitStack) -> Client:
                 "a scheduler file, or local:N"
             )
         try:
-            found = json.loads(Path(address).read_bytes())["address"]
+            scheduler = json.loads(Path(address).read_bytes())["address"]
         except (ValueError, TypeError, KeyError):
             raise UnavailableError(
                 f"--cluster {address}: not what `dask scheduler --scheduler-file` writes"
             ) from None
     try:
-        client = Client(found, timeout=SECONDS_TO_CONNECT, set_as_default=False)
+        client = Client(scheduler, timeout=SECONDS_TO_CONNECT, set_as_default=False)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UnavailableError(
             f"--cluster {address}: no scheduler answers there ({first_line(error)}); start one "
@@ -217,14 +217,14 @@ def _token(folder: Path) -> Iterator[str]:
 def _hosts(client: Client, tokens: tuple[str, ...], device: str | None) -> dict[str, Host]:
     """Return the description of each worker by its address. Raises UnavailableError for a worker
     that cannot run qbench."""
-    found = client.run(_by_value(describe), tokens, device, on_error="return")
-    for worker, host in found.items():
+    hosts = client.run(_by_value(describe), tokens, device, on_error="return")
+    for worker, host in hosts.items():
         if isinstance(host, BaseException):
             raise UnavailableError(
                 f"--cluster: worker {worker} cannot run qbench ({type(host).__name__}: {host}); "
                 "install the same on all workers"
             )
-    return found
+    return hosts
 
 
 def describe(tokens: tuple[str, ...], device: str | None, worker: Worker) -> Host:
@@ -238,23 +238,23 @@ def describe(tokens: tuple[str, ...], device: str | None, worker: Worker) -> Hos
     )
 
 
-def require_fit(worker: str, host: Host, wanted: Host) -> None:
+def require_fit(worker: str, host: Host, expected: Host) -> None:
     """Raise UnavailableError for a worker whose scores would have other keys, or which cannot write
     them."""
-    other = [name for name, one in wanted.versions.items() if host.versions.get(name) != one]
+    other = [name for name, one in expected.versions.items() if host.versions.get(name) != one]
     problem = None
     if host.unseen is not None:
         problem = f"does not see {host.unseen}; name one on storage that all workers share"
         problem += " (--out for results, $QBENCH_CACHE for the cache)"
     elif host.threads != 1:
         problem = f"has {host.threads} threads; start it with --nthreads 1"
-    elif host.code != wanted.code:
+    elif host.code != expected.code:
         problem = "has a different qbench from this host; install the same on both"
     elif other:
         problem = f"has {other[0]} {host.versions.get(other[0])}, this host "
-        problem += f"{wanted.versions[other[0]]}; install the same on both"
-    elif host.gpu != wanted.gpu:
-        problem = f"has {host.gpu or 'no GPU'}, the run is on {wanted.gpu}"
+        problem += f"{expected.versions[other[0]]}; install the same on both"
+    elif host.gpu != expected.gpu:
+        problem = f"has {host.gpu or 'no GPU'}, the run is on {expected.gpu}"
     if problem is not None:
         raise UnavailableError(f"--cluster: worker {worker} on {host.name} {problem}")
 
@@ -265,7 +265,7 @@ class DaskExecutor(Executor):
     runs its call again, and fails the call's future after several deaths."""
 
     client: Client
-    wanted: Host
+    expected: Host
     tokens: tuple[str, ...]
     resources: dict[str, int] | None
     device: str
@@ -288,7 +288,7 @@ class DaskExecutor(Executor):
     def submit(self, fn: Callable, /, *args: Any, **kwargs: Any) -> Future:
         if self.client.status != "running":
             raise LostExecutorError(LOST)
-        payload = pickle.dumps((self.wanted, self.tokens, pickle.dumps((fn, args, kwargs))))
+        payload = pickle.dumps((self.expected, self.tokens, pickle.dumps((fn, args, kwargs))))
         task = self.client.submit(
             _by_value(run_here), payload,
             key=f"cell-{secrets.token_hex(8)}", pure=False, resources=self.resources,
@@ -317,9 +317,9 @@ def run_here(payload: bytes, worker: Worker) -> Any:
     """Run the pickled call on a worker, which may have joined after the run began."""
     if broken_device() is not None:
         os._exit(1)  # its nanny starts another process, where Dask runs the call again
-    wanted, tokens, call = pickle.loads(payload)
-    device = "cuda" if wanted.gpu else "cpu"
-    require_fit(worker.address, describe(tokens, device, worker), wanted)
+    expected, tokens, call = pickle.loads(payload)
+    device = "cuda" if expected.gpu else "cpu"
+    require_fit(worker.address, describe(tokens, device, worker), expected)
     function, args, kwargs = pickle.loads(call)
     return function(*args, **kwargs)
 

@@ -68,22 +68,22 @@ def run_cells(
     after all unquantized cells. A cell whose process dies is tried once more, alone, so that only a
     cell that kills its process fails. Cells that another run computes now come last.
     """
-    wanted = plan.cells if cells is None else cells
+    chosen = plan.cells if cells is None else cells
     grid = _GridRun(plan, Store(out), progress or SilentProgress(), cache or cache_folder(), force)
     put_manifest(plan, grid.store, grid.progress)
     sources = Sources(plan.recipe.data, plan.recipe.definitions)
     keep_sources(grid.cache, run_id(plan.manifest), sources)
-    bases = {cell.base.cell for cell in wanted if cell.base}
+    bases = {cell.base.cell for cell in chosen if cell.base}
     measured = [
         path for base in bases for path in baseline_files(grid.cache, plan.cell(base).key_parts)
     ]
     with hold(measured):
-        missing = grid.reuse_finished(wanted)
+        missing = grid.reuse_finished(chosen)
         if executor is not None:
             missing = in_order(missing)
         if missing:
             grid.run(missing, executor or SerialExecutor())
-    return [grid.done[cell.name] for cell in wanted]
+    return [grid.done[cell.name] for cell in chosen]
 
 
 def run_each(
@@ -153,42 +153,42 @@ class _GridRun:
         A finished unquantized cell runs again, and a line says so, if its distributions are gone or
         damaged and a cell that is left to run is measured against them.
         """
-        found = {cell.name: None if self.force else self._known(cell) for cell in cells}
+        records = {cell.name: None if self.force else self._find_record(cell) for cell in cells}
         needed = {
             cell.base.key: cell.name
             for cell in cells
-            if cell.base is not None and not is_final(found[cell.name], cell)
+            if cell.base is not None and not is_final(records[cell.name], cell)
         }
         missing: list[Cell] = []
         keys: set[str] = set()
         for cell in cells:  # unquantized ones first: what is measured against them comes after
-            known = found[cell.name]
-            other = needed.get(cell.key) if is_final(known, cell) else None
-            if other is not None and (why := baseline_error(self.cache, cell, known)):
+            record = records[cell.name]
+            other = needed.get(cell.key) if is_final(record, cell) else None
+            if other is not None and (why := baseline_error(self.cache, cell, record)):
                 self.rerun.add(cell.name)
                 self.progress.log(f"{cell.name}: made again, since {other} needs it: {why}")
-            there = is_up_to_date(known, cell, self.plan, self.store, self.cache, made=keys)
-            if cell.name in self.rerun or not there:
+            finished = is_up_to_date(record, cell, self.plan, self.store, self.cache, made=keys)
+            if cell.name in self.rerun or not finished:
                 missing.append(cell)
                 keys.add(cell.key)
                 continue
             self.progress.begin(cell.name)
             self.progress.log(f"{cell.name}: already there")
             self.progress.end(cell.name)
-            self.done[cell.name] = known
+            self.done[cell.name] = record
         return missing
 
-    def _known(self, cell: Cell) -> Record | None:
+    def _find_record(self, cell: Cell) -> Record | None:
         """Return the record of the results folder; if it is not good, that of the same key in the
         cache, after copying it with its tables."""
-        known = self.store.get_valid(cell.grid_cell)
-        if is_final(known, cell):
-            keep_cell(self.cache, known, self.store)
+        record = self.store.get_valid(cell.grid_cell)
+        if is_final(record, cell):
+            keep_cell(self.cache, record, self.store)
         elif kept := find_kept(cell, self.cache):
             with FileLock(self.store.lock_file(cell.grid_cell)):
-                known = self.store.put_payloads(*kept)
+                record = self.store.put_payloads(*kept)
             self.progress.log(f"{cell.name}: taken from the cache")
-        return known
+        return record
 
     def run(self, cells: Sequence[Cell], executor: Executor) -> None:
         self.parallel = not isinstance(executor, SerialExecutor)
@@ -267,10 +267,10 @@ class _GridRun:
         A good record that another run, or the dying process, made meanwhile is returned instead.
         """
         with FileLock(self.store.lock_file(cell.grid_cell)):
-            known = self.store.get_valid(cell.grid_cell)
-            good = known is not None and known.status == "ok"
-            if known is not None and good and (not self.force or known.started >= self.begun):
-                return known
+            record = self.store.get_valid(cell.grid_cell)
+            good = record is not None and record.status == "ok"
+            if record is not None and good and (not self.force or record.started >= self.begun):
+                return record
             record = _put_failed(CellResult(cell=cell, plan=self.plan), self.store, line)
         self.progress.log(summary(record), "bold red")
         return record
@@ -297,11 +297,10 @@ def run_cell(
     cell, store = plan.cell(name), Store(out)
     try:
         with FileLock(store.lock_file(cell.grid_cell), timeout=-1 if wait else 0):
-            known = store.get_valid(cell.grid_cell, progress.log)
+            record = store.get_valid(cell.grid_cell, progress.log)
             progress.begin(cell.name)
-            if not force and is_up_to_date(known, cell, plan, store, cache):
+            if not force and is_up_to_date(record, cell, plan, store, cache):
                 progress.log(f"{cell.name}: already there")
-                record = known
             else:
                 record = run(cell, plan, store, progress, cache, reuse=reuse)
                 if is_final(record, cell):
@@ -335,8 +334,8 @@ def run(
 
 def _put_failed(result: CellResult, store: Store, error: str) -> Record:
     record = result.record(error)
-    known = store.get_valid(record)
-    if known is None or known.status != "ok":
+    before = store.get_valid(record)
+    if before is None or before.status != "ok":
         store.put(record)
     return record
 
@@ -376,22 +375,22 @@ def find_kept(cell: Cell, cache: Path) -> tuple[Record, dict[Table, bytes]] | No
     return kept if kept is not None and is_final(kept[0], cell) else None
 
 
-def is_valid(known: Record | None, cell: Cell) -> bool:
+def is_valid(record: Record | None, cell: Cell) -> bool:
     """Return whether the record finished all tasks within the tolerance of ``cell``."""
-    if known is None or known.status != "ok" or known.failed_tasks:
+    if record is None or record.status != "ok" or record.failed_tasks:
         return False
-    return tolerance_violation(cell.scoring.tolerance, known.scoring) is None
+    return tolerance_violation(cell.scoring.tolerance, record.scoring) is None
 
 
-def is_final(known: Record | None, cell: Cell) -> bool:
+def is_final(record: Record | None, cell: Cell) -> bool:
     """Return whether the record is good and no later run could add damage to it."""
-    if known is None or not is_valid(known, cell):
+    if record is None or not is_valid(record, cell):
         return False
-    return not (isinstance(known.damage, Unavailable) and known.damage.retry)
+    return not (isinstance(record.damage, Unavailable) and record.damage.retry)
 
 
 def is_up_to_date(
-    known: Record | None,
+    record: Record | None,
     cell: Cell,
     plan: Plan,
     store: Store,
@@ -401,8 +400,8 @@ def is_up_to_date(
 ) -> bool:
     """Return whether the record is good and has all damage that can be measured now, or once the
     cells with the keys ``made`` have run."""
-    if not is_valid(known, cell) or is_final(known, cell):
-        return is_final(known, cell)
+    if not is_valid(record, cell) or is_final(record, cell):
+        return is_final(record, cell)
     assert cell.base is not None
     if cell.base.key in made:
         return False
