@@ -40,7 +40,7 @@ from qbench.evaluation.settings import tolerance_violation
 from qbench.files import mark_used
 from qbench.machine import free, hardware
 from qbench.plan import Cell, Plan, streams
-from qbench.quantizers.audit.cell import audit, probe_of
+from qbench.quantizers.audit.compare import audit, probe_of
 from qbench.quantizers.calibration import read_calibration
 from qbench.quantizers.linear import linearize
 from qbench.quantizers.quantize import quantize

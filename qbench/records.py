@@ -143,7 +143,7 @@ class ActivationAudit(_InputsAudit):
     modules: tuple[InputAudit, ...] = ()
 
 
-class Leak(RecordModel):
+class BatchDependence(RecordModel):
     """How far what must not matter moved a logit. ``declared``: the settings say that it does."""
 
     moved: float  # largest |difference| of a logit
@@ -213,8 +213,8 @@ class Audit(RecordModel):
     problems: tuple[str, ...] = ()  # one line each
     modules: tuple[ModuleAudit, ...] = ()
     activations: ActivationAudit | None = None  # None where they are not quantized
-    causality: Leak | None = None  # the last token was changed, earlier logits watched
-    batch_mates: Leak | None = None  # the rest of a batch was changed
+    causality: BatchDependence | None = None  # the last token was changed, earlier logits watched
+    batch_mates: BatchDependence | None = None  # the rest of a batch was changed
     digest: str = ""  # SHA-256 over the names and digests of all modules; "" if unquantized
     # How far treating outliers alone moved the unquantized model's logits, of their norm: rounding
     treatment_error: float | None = None
@@ -799,7 +799,7 @@ class LinearInput(RecordModel):
         return self.largest / self.rms if self.rms else None
 
 
-class Stretch(RecordModel):
+class PositionBin(RecordModel):
     """A stretch of a text's positions, BOS being 0; means over texts, heads and queries there.
 
     ``loss`` is that of predicting the tokens at these positions, in nats, with its standard error
@@ -842,7 +842,7 @@ class Measured(RecordModel):
     inputs_left_out: tuple[str, ...] = ()  # linear layers that did not see every token once
     delimiters: Delimiters | None = None  # means over all heads of the model
     delimiter_tokens: float | None = None  # share of the tokens after the first that are such
-    stretches: tuple[Stretch, ...] = ()
+    stretches: tuple[PositionBin, ...] = ()
     maps: tuple[AttentionMap, ...] = ()
 
 

@@ -34,8 +34,8 @@ from qbench.records import (
     Layer,
     MassiveActivation,
     Measured,
+    PositionBin,
     Sinks,
-    Stretch,
 )
 
 STRETCH = 128  # positions over which losses and weights are averaged
@@ -175,7 +175,7 @@ def _measured(
     )
 
 
-def _stretches(losses: Tensor, rows: dict[str, Tensor]) -> tuple[Stretch, ...]:
+def _stretches(losses: Tensor, rows: dict[str, Tensor]) -> tuple[PositionBin, ...]:
     """Of ``losses`` [N, T − 1], whose first is of position 1, and what attention had there."""
     texts, length = losses.shape[0], losses.shape[1] + 1
     found = []
@@ -184,7 +184,7 @@ def _stretches(losses: Tensor, rows: dict[str, Tensor]) -> tuple[Stretch, ...]:
         own = losses[:, max(0, first - 1) : last].mean(1)
         there = last > 0
         found.append(
-            Stretch(
+            PositionBin(
                 first=first,
                 last=last,
                 loss=own.mean().item() if there else None,

@@ -1,7 +1,7 @@
 """Quantizers: settings by name, quantized models, and the audit that proves them.
 
 What is imported here needs no torch: ``qbench plan`` and ``qbench list`` start at once. The work is
-in ``quantize.quantize``, ``calibration.read_calibration`` and ``audit.cell.audit``.
+in ``quantize.quantize``, ``calibration.read_calibration`` and ``audit.compare.audit``.
 """
 
 import importlib

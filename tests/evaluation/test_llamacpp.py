@@ -169,7 +169,7 @@ def test_experts_are_scored_and_audited_one_by_one(tmp_path):
 
 
 def test_another_models_file_and_one_in_another_order_fail_their_audit(files, tmp_path):
-    from qbench.quantizers.audit.cell import audit, probe_of
+    from qbench.quantizers.audit.compare import audit, probe_of
 
     found = planned(tmp_path, files["Q8_0"])
     cell = found.cell("base/copy")

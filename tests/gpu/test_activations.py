@@ -8,7 +8,7 @@ from test_fake_quant import FORMATS, INF, NAN, draw, equal, in_groups, of_tensor
 from qbench.quantizers import config_of, fake_quant
 from qbench.quantizers import fake_quant_kernels as kernels
 from qbench.quantizers.audit.activations import expected, groups_of
-from qbench.quantizers.audit.cell import audit
+from qbench.quantizers.audit.compare import audit
 from qbench.quantizers.config import ActivationEvidence
 from qbench.quantizers.formats import Scale
 

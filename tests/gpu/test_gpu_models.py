@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from qbench.checkpoints import find
 from qbench.evaluation.scoring.forward import fastest_mode
 from qbench.evaluation.settings import MODES, Tolerance
-from qbench.quantizers.audit.cell import audit
+from qbench.quantizers.audit.compare import audit
 from qbench.quantizers.calibration import Calibration
 from qbench.quantizers.quantize import quantize
 

@@ -15,7 +15,7 @@ from quantizer_models import (
 )
 
 from qbench.quantizers import bnb
-from qbench.quantizers.audit.cell import audit
+from qbench.quantizers.audit.compare import audit
 
 # bitsandbytes has a faster kernel for widths that the tiny model does not have.
 pytestmark = pytest.mark.filterwarnings("ignore:inner dimension:UserWarning")

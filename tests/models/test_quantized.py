@@ -8,7 +8,7 @@ from tiny import KINDS, tiny_model
 from qbench.checkpoints.classes import tried_classes
 from qbench.errors import QuantizationError
 from qbench.quantizers import config_of
-from qbench.quantizers.audit.cell import audit
+from qbench.quantizers.audit.compare import audit
 from qbench.quantizers.calibration import Calibration
 from qbench.quantizers.linear import Experts, is_fused, linearize, linears, matrices
 

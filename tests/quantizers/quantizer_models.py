@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from qbench.attention.transformers import set_attention
 from qbench.machine import int8_problem
 from qbench.quantizers import QuantizationConfig, config_of
-from qbench.quantizers.audit.cell import audit
+from qbench.quantizers.audit.compare import audit
 from qbench.quantizers.calibration import Calibration
 from qbench.quantizers.config import PackedWeight
 from qbench.quantizers.quantize import backend, quantize

@@ -10,7 +10,7 @@ from quantizer_models import PROBE, check, llama, make, packed_layer, parse, set
 from torch import nn
 
 from qbench.quantizers import packed
-from qbench.quantizers.audit.cell import audit
+from qbench.quantizers.audit.compare import audit
 from qbench.quantizers.audit.weights import forward_weight, levels
 from qbench.quantizers.linear import linears
 from qbench.quantizers.packed import PackedLinear

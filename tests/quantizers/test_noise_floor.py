@@ -5,7 +5,7 @@ import torch
 from quantizer_models import damage, llama, logits, make
 
 from qbench.quantizers import config_of
-from qbench.quantizers.audit.cell import audit
+from qbench.quantizers.audit.compare import audit
 from qbench.quantizers.noise_floor import ONE_IN, moved
 
 

@@ -36,7 +36,7 @@ from qbench.cell import load
 from qbench.errors import CheckpointError, QbenchError, RecipeError, UnavailableError
 from qbench.plan import plan
 from qbench.quantizers import published
-from qbench.quantizers.audit.cell import audit, probe_of
+from qbench.quantizers.audit.compare import audit, probe_of
 from qbench.quantizers.audit.weights import fit
 from qbench.quantizers.published import PublishedCopy, loadable_methods
 from qbench.recipe import Overrides, Recipe

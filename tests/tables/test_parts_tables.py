@@ -11,7 +11,7 @@ from qbench.comparison.changes import compare_results
 from qbench.comparison.compare import compare
 from qbench.gate import baseline, check
 from qbench.gate.verdict import as_markdown
-from qbench.records import ActivationAudit, Leak, Part, Precision
+from qbench.records import ActivationAudit, BatchDependence, Part, Precision
 from qbench.runner.grid import summary
 from qbench.store import Store
 from qbench.tables import render
@@ -64,7 +64,9 @@ def store(tmp_path_factory):
             continue
         record = store.get(cell)
         settings, precision = CELLS[cell.quantizer]
-        leak = Leak(moved=0.5 if "activations" in settings else 0.0, tolerance=1e-4, declared=True)
+        leak = BatchDependence(
+            moved=0.5 if "activations" in settings else 0.0, tolerance=1e-4, declared=True
+        )
         more = {"causality": leak, "batch_mates": leak.model_copy(update={"declared": False})}
         if precision.activations:
             more["activations"] = INPUTS

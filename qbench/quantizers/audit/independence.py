@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from qbench.quantizers.config import QuantizationConfig
-from qbench.records import Leak
+from qbench.records import BatchDependence
 from qbench.streaming import lockstep
 
 RowByRow = Callable[[Any], AbstractContextManager[None]]
@@ -40,7 +40,7 @@ def independence(
     config: QuantizationConfig,
     probe: Tensor,
     row_by_row: RowByRow = nullcontext,
-) -> tuple[Leak, Leak, list[str]]:
+) -> tuple[BatchDependence, BatchDependence, list[str]]:
     """Causality and independence of batch-mates, and what of it is undeclared.
 
     ``probe``: token ids [batch of 2 or more, time]. Rows of a kernel's tile may owe each other
@@ -49,13 +49,15 @@ def independence(
     """
     futures, mates = (_changed(probe, part) for part in (LAST_TOKEN, OTHER_ROWS))
 
-    def leak(texts: list[Tensor], logits: list[Tensor], watched: Any) -> Leak:
+    def leak(texts: list[Tensor], logits: list[Tensor], watched: Any) -> BatchDependence:
         moved, allowed = _most(base, logits, watched), 0.0
         if moved > rounding:  # the unquantized model only where it can decide
             unchanged, *others = _logits(original, [probe, *texts])
             allowed = _most(unchanged, others, watched)
         tolerance = LEEWAY * (allowed + repeated) + rounding
-        return Leak(moved=moved, tolerance=tolerance, declared=not config.batch_invariant)
+        return BatchDependence(
+            moved=moved, tolerance=tolerance, declared=not config.batch_invariant
+        )
 
     with ExitStack() as stack:
         for model in (original, quantized):

@@ -332,7 +332,7 @@ def fit(weight: Tensor, wanted: Tensor, bound: float) -> tuple[Tensor, Tensor | 
     """AWQ and SmoothQuant move a factor a column into what comes before, and that layer's rows by
     the same: ``weight`` without the factors that it has over ``wanted`` [out, in] by least squares,
     and these, [out, in]; as it is where that brings it little nearer, or not within ``bound``. That
-    they cancel, ``audit.cell`` checks."""
+    they cancel, ``audit.compare`` checks."""
     factor = [torch.ones_like(weight[:, :1]), torch.ones_like(weight[:1])]
     for step in range(8):
         other = factor[step % 2] * wanted
