@@ -362,7 +362,8 @@ class AnswerAgreement(RecordModel):
 
 
 class TaskDamage(RecordModel):
-    """One task. ``correct_answer``: change of the right answer's log-likelihood, in nats."""
+    """One task. ``correct_answer``: change of the right answer's log-likelihood, in nats. ``flips``
+    are in earlier records only: they are counted where outcomes are read."""
 
     distributions: Distributions | None = None
     flips: dict[str, Flips] = Field(default_factory=dict)

@@ -13,7 +13,16 @@ from qbench.comparison.explain import flat
 from qbench.comparison.rows import status_of
 from qbench.metrics import is_percentage
 from qbench.record_file import read
-from qbench.records import KEY_DIGITS, Audit, Damage, Record, RunManifest, Unavailable
+from qbench.records import (
+    KEY_DIGITS,
+    Audit,
+    Damage,
+    Flips,
+    Record,
+    RunManifest,
+    TaskDamage,
+    Unavailable,
+)
 from qbench.store import Store, run_id, runs
 from qbench.text import NO_VALUE, metric_title, number, significant
 
@@ -41,13 +50,13 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return "\n".join(f"  {line}".rstrip() for line in text.splitlines())
 
 
-def cell_text(record: Record) -> str:
+def cell_text(record: Record, flips: Mapping[str, Mapping[str, Flips]]) -> str:
     """Return what a record says of its cell as a whole: scores, damage, costs, audit, key."""
     parts: list[tuple[str, str]] = [
         ("", _head(record)),
         ("Scores", _scores(record)),
         ("Tasks that could not be scored", pairs(record.failed_tasks.items())),
-        ("Damage, against the unquantized cell", _damage(record.damage)),
+        ("Damage, against the unquantized cell", _damage(record.damage, flips)),
         ("Stages", _stages(record)),
         ("Audit", _audit(record.audit)),
         ("Environment", _values(record.environment.model_dump(exclude_none=True, mode="json"))),
@@ -84,24 +93,28 @@ def _scores(record: Record) -> str:
     return table(("task", "metric", "value", "± SE", "documents"), rows)
 
 
-def _damage(damage: Damage | Unavailable | None) -> str:
+def _damage(damage: Damage | Unavailable | None, flips: Mapping[str, Mapping[str, Flips]]) -> str:
     if damage is None:
         return ""
+    reason = ""
     if isinstance(damage, Unavailable):
-        return f"  not available: {damage.reason}"
+        reason = f"  KL divergence is not available: {damage.reason}\n"
+        damage = Damage(tasks={task: TaskDamage() for task in flips})
+        if not flips:
+            return reason.rstrip()
     rows = []
     for task, measured in damage.tasks.items():
         kl = [NO_VALUE] * 3
         if (spread := measured.distributions) is not None:
             kl = [significant(spread.kl.mean), significant(spread.kl.p99)]
             kl.append(f"{spread.top1_agreement:.2%}")
-        flips = ", ".join(
+        changed = ", ".join(
             f"{metric}: {one.right_to_wrong} / {one.wrong_to_right}"
-            for metric, one in measured.flips.items()
+            for metric, one in (flips.get(task) or measured.flips).items()
         )
-        rows.append((task, *kl, flips))
+        rows.append((task, *kl, changed))
     head = ("task", "mean KL", "KL p99", "same top token", "right to wrong / wrong to right")
-    return table(head, rows) + _by_confidence(damage)
+    return reason + table(head, rows) + _by_confidence(damage)
 
 
 def _by_confidence(damage: Damage) -> str:

@@ -22,7 +22,7 @@ def show(capsys, *arguments):
 
 def test_a_cell_is_shown_with_its_key_and_environment():
     _, record = find_cell(CELL)
-    text = cell_text(record)
+    text = cell_text(record, {})
     titles = ["Scores", "Damage", "Stages", "Audit", "Environment", "Key"]
     assert re.findall(r"^(\w+)", text, re.MULTILINE) == titles
     for name, value in flat(record.key_parts):
@@ -88,4 +88,4 @@ def test_a_task_that_could_not_be_scored_is_shown_with_why(tmp_path, capsys):
     failed = record.model_copy(update={"failed_tasks": {"wikitext": "it gives NaN"}})
     store.put(failed, store.outcomes(record))
     assert re.search(r"softmax/bf16 +ok .* wikitext failed$", show(capsys, store.directory), re.M)
-    assert re.search(r"^  wikitext  it gives NaN$", cell_text(store.get(record)), re.M)
+    assert re.search(r"^  wikitext  it gives NaN$", cell_text(store.get(record), {}), re.M)

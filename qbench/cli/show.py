@@ -10,6 +10,7 @@ import typer
 from qbench import export as formats
 from qbench.cli.options import Folder, Run, folder_option, open_store
 from qbench.comparison.explain import find_cell, text
+from qbench.comparison.flips import cell_flips
 from qbench.comparison.rows import status_of
 from qbench.errors import ResultsError
 from qbench.files import require_folder
@@ -61,7 +62,8 @@ def show(
             f"{what}: no grid.json here; name a folder that `qbench run` wrote, "
             "DIR/CHECKPOINT/QUANTIZER, or a record's JSON file"
         )
-    typer.echo(cell_text(find_cell(what, run)[1]))
+    store, record = find_cell(what, run)
+    typer.echo(cell_text(record, cell_flips(store, record)))
 
 
 def export(

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from qbench.comparison.changes import compare_precisions
 from qbench.comparison.effects import with_effects
+from qbench.comparison.flips import flips_of
 from qbench.comparison.kl import kl_of
 from qbench.comparison.rows import Comparison, Row, RowValue, status_of
 from qbench.errors import ResultsError
@@ -43,7 +44,7 @@ def compare(store: Store, *, statistics: bool = True, against: str | None = None
     if not statistics:
         return comparison
     comparison = with_effects(comparison, store)
-    comparison = replace(comparison, kl=kl_of(comparison, store))
+    comparison = replace(comparison, kl=kl_of(comparison, store), flips=flips_of(comparison, store))
     if len(grid.checkpoints) > 1:
         if against is not None:
             raise ResultsError("--against compares the precisions of one checkpoint")

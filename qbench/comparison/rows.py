@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from qbench.metrics import LOG_SCALE, REDUNDANT, is_percentage
-from qbench.records import GridCell, Precision, Record, RunManifest
+from qbench.records import Flips, GridCell, Precision, Record, RunManifest
 
 if TYPE_CHECKING:
     from qbench.comparison.kl import KL
@@ -133,6 +133,8 @@ class Comparison:
     seeds: tuple[Row, ...] = ()  # over several trainings, where the grid has replicates
     pairs: tuple[Change, ...] = ()  # of one checkpoint: its quantized precisions among themselves
     kl: KL | None = None  # None without statistics
+    # cell → task → metric → answers that quantization changed; nothing without statistics
+    flips: Mapping[str, Mapping[str, Mapping[str, Flips]]] = field(default_factory=dict)
     tested: bool = False  # whether intervals and tests were asked for
 
     @property

@@ -24,7 +24,6 @@ from qbench.records import (
     ConfidenceBin,
     Distributions,
     Divergence,
-    Flips,
     Ratio,
     TaskDamage,
 )
@@ -63,7 +62,6 @@ def task_damage(
     """
     return TaskDamage(
         distributions=None if divergences is None else distributions(divergences),
-        flips=flips(base.outcomes, quantized.outcomes),
         correct_answer=answer_change(base.responses, quantized.responses, correct)
         if correct
         else None,
@@ -148,40 +146,6 @@ def divergence_table(
     return together.astype({"kl": "float16", "change": "float16"}).astype(
         {"kl": "float32", "change": "float32"}
     )
-
-
-def flips(base: pd.DataFrame, quantized: pd.DataFrame) -> dict[str, Flips]:
-    """For each metric whose documents are right or wrong, those that quantization made wrong, and
-    those that it made right."""
-    result = {}
-    pairs = quantized.merge(
-        base, on=["metric", "document"], suffixes=("", "_base"), validate="one_to_one"
-    )
-    for metric, rows in pairs.groupby("metric", sort=False):
-        before = rows[["value_base", "weight_base"]].set_axis(["value", "weight"], axis=1)
-        found = answers(before, rows[["value", "weight"]])
-        if found is None:
-            continue
-        right_before, right_after = found
-        result[str(metric)] = Flips(
-            documents=len(rows),
-            right_to_wrong=int((right_before & ~right_after).sum()),
-            wrong_to_right=int((~right_before & right_after).sum()),
-        )
-    return result
-
-
-def answers(before: pd.DataFrame, after: pd.DataFrame) -> tuple[pd.Series, pd.Series] | None:
-    """Which documents of one metric are right, in two cells; None where they are neither right nor
-    wrong. ``value`` is 0 or 1 (``weight`` 1). For f1 and mcc ``value`` is the right answer, the
-    same in both cells, and ``weight`` the prediction."""
-    if (before["weight"] == 1).all() and (after["weight"] == 1).all():
-        binary = before["value"].isin((0, 1)).all() and after["value"].isin((0, 1)).all()
-        return (before["value"] == 1, after["value"] == 1) if binary else None
-    whole = all((one % 1 == 0).all() for table in (before, after) for _, one in table.items())
-    if not whole or (before["value"] != after["value"]).any():
-        return None
-    return before["value"] == before["weight"], after["value"] == after["weight"]
 
 
 def answer_change(base: pd.DataFrame, quantized: pd.DataFrame, correct: Mapping[int, int]) -> Ratio:

@@ -223,7 +223,7 @@ def _samples(task: Any, limit: int | None) -> Iterator[_Sample]:
 
 def _outcomes(task: str, samples: Sequence[_Sample]) -> pd.DataFrame:
     """``value`` and ``weight`` of a metric that gives two numbers, whatever they are: the value
-    and its weight, or right answer and prediction (see ``degradation.answers``)."""
+    and its weight, or right answer and prediction (see ``comparison.flips``)."""
     rows = []
     for sample in samples:
         for metric, value in sample.metrics.items():

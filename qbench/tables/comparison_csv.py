@@ -58,7 +58,7 @@ def _predictions(comparison: Comparison, line: Row, entry: RowValue) -> dict[str
     if record is None:
         return {}
     row: dict[str, object] = {"bits_per_weight": bits_per_weight(record), "gib": gib(record)}
-    found = task_damage(record, line.task)
+    found = task_damage(comparison, entry.cell, line.task)
     if found and (told := found.distributions):
         row |= {"kl_mean": told.kl.mean, "kl_p99": told.kl.p99}
         row["top1_agreement"] = told.top1_agreement

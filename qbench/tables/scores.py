@@ -34,7 +34,6 @@ from qbench.metrics import is_percentage
 from qbench.records import (
     KEY_DIGITS,
     Damage,
-    Flips,
     GridCell,
     GroupScore,
     Record,
@@ -357,7 +356,8 @@ def _one_model(method: MethodLines) -> list[Table]:
     rows = []
     for line in sorted(method.lines, key=lambda one: order.index((one.task, one.metric))):
         record, effect = records[line.quantizer], of_row(line, "damages", checkpoint)
-        costs = _cost_texts([record], line.task, line.metric)
+        cell = f"{checkpoint}/{line.quantizer}"
+        costs = _cost_texts([task_damage(method.comparison, cell, line.task)], line.metric)
         rows.append(
             {
                 **dict(_names(line)),
@@ -388,7 +388,7 @@ def costs(method: MethodLines) -> list[Table]:
     """What quantization changed, a row a checkpoint; of several trainings of one kind the means,
     and their flips together."""
     comparison = method.comparison
-    told: list[tuple[Row, str, list[Record | None]]] = []
+    told: list[tuple[Row, str, list[Record], list[TaskDamage]]] = []
     flipped = _flip_metrics(comparison)
     for line in method.quantized:
         first = next(one for one in method.quantized if one.task == line.task)
@@ -396,18 +396,20 @@ def costs(method: MethodLines) -> list[Table]:
             continue
         alone = {name: (name,) for name in comparison.trained_once}
         for group, members in {**comparison.groups, **alone}.items():
-            records = [comparison.records.get(f"{member}/{line.quantizer}") for member in members]
-            if all(task_damage(record, line.task) for record in records):
-                told.append((line, group, records))
+            cells = [f"{member}/{line.quantizer}" for member in members]
+            damages = [task_damage(comparison, cell, line.task) for cell in cells]
+            if all(damages):
+                records = [comparison.records[cell] for cell in cells]
+                told.append((line, group, records, damages))
     rows = [
         {
             "Task": line.label,
             "Quantization": line_names(line)[2],
             "Checkpoint": group,
             **_size_texts(records),
-            **_cost_texts(records, line.task, line.metric),
+            **_cost_texts(damages, line.metric),
         }
-        for line, group, records in told
+        for line, group, records, damages in told
     ]
     if all(row["GiB"] == NO_VALUE for row in rows):
         rows = [{name: text for name, text in row.items() if name != "GiB"} for row in rows]
@@ -426,41 +428,33 @@ def _flip_metrics(comparison: Comparison) -> dict[str, str]:
     found: dict[str, str] = {}
     for line in comparison.lines:
         for entry in line.entries:
-            damage = task_damage(comparison.records.get(entry.cell), line.task)
+            damage = task_damage(comparison, entry.cell, line.task)
             if damage and line.metric in damage.flips:
                 found.setdefault(line.task, line.metric)
     return found
 
 
-def task_damage(record: Record | None, task: str) -> TaskDamage | None:
-    """What was measured of one task, of a group the flips in all its tasks; None where nothing
-    was."""
-    if record is None or not isinstance(record.damage, Damage):
-        return None
-    known = record.damage.tasks
+def task_damage(comparison: Comparison, cell: str, task: str) -> TaskDamage | None:
+    """Return what was measured of one task or group of a cell; None if nothing was."""
+    record = comparison.records.get(cell)
+    known = record.damage.tasks if record and isinstance(record.damage, Damage) else {}
+    flips = dict(comparison.flips.get(cell, {}).get(task, {}))
     if task in known:
-        return known[task]
-    flips: dict[str, Flips] = {}
-    for group in record.groups:
-        every = [known[one].flips.get(group.metric) for one in group.tasks if one in known]
-        if group.group == task and len(every) == len(group.tasks) and None not in every:
-            sums = {name: sum(getattr(one, name) for one in every) for name in Flips.model_fields}
-            flips[group.metric] = Flips(**sums)
+        return known[task].model_copy(update={"flips": flips or known[task].flips})
     return TaskDamage(flips=flips) if flips else None
 
 
-def _cost_texts(records: Sequence[Record | None], task: str, metric: str) -> dict[str, str]:
-    """KL (mean, 99th percentile), flips, top-1 agreement: means, of flips the sum."""
-    damages = [task_damage(record, task) for record in records]
+def _cost_texts(damages: Sequence[TaskDamage | None], metric: str) -> dict[str, str]:
+    """Return KL (mean, 99th percentile) and top-1 agreement as means, flips as the sum."""
     told = [one.distributions for one in damages if one and one.distributions]
     flips = [one.flips[metric] for one in damages if one and metric in one.flips]
-    whole = len(told) == len(records)
+    whole = len(told) == len(damages)
     lost, gained = (sum(getattr(f, n) for f in flips) for n in ("right_to_wrong", "wrong_to_right"))
     same = fmean(one.top1_agreement for one in told) if whole else None
     return {
         "KL": significant(fmean(one.kl.mean for one in told)) if whole else NO_VALUE,
         "KL p99": significant(fmean(one.kl.p99 for one in told)) if whole else NO_VALUE,
-        "Flips": f"{lost} / {gained}" if len(flips) == len(records) else NO_VALUE,
+        "Flips": f"{lost} / {gained}" if len(flips) == len(damages) else NO_VALUE,
         "Same top token": NO_VALUE if same is None else f"{100 * same:.1f} %",
     }
 

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from qbench import __version__
 from qbench.comparison.compare import compare
 from qbench.comparison.explain import flat
+from qbench.comparison.flips import cell_flips
 from qbench.comparison.rows import TESTED, Comparison, Row, redundant, status_of
 from qbench.comparison.trainings import training_notes
 from qbench.comparison.verdict import headline
@@ -338,6 +339,11 @@ def cell_page(store: Store, cell: int) -> Json:
     record = _found(store, cell)
     _, reason = status_of(record)
     whole = record.model_dump(mode="python", exclude={"key_parts", "started", "finished"})
+    if isinstance(record.damage, Damage):
+        for task, flips in cell_flips(store, record).items():
+            if task in record.damage.tasks:
+                changed = {metric: one.model_dump() for metric, one in flips.items()}
+                whole["damage"]["tasks"][task]["flips"] = changed
     return {
         **whole,
         "cell": record.cell,

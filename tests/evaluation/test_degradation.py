@@ -11,11 +11,10 @@ from qbench.evaluation.degradation import (
     answer_agreement,
     answer_change,
     divergence_table,
-    flips,
     perplexity_ratio,
     task_damage,
 )
-from qbench.records import DIVERGENCE_COLUMNS, Flips, Score
+from qbench.records import DIVERGENCE_COLUMNS, Score
 
 KEYS = ["task", "document", "request"]
 
@@ -35,11 +34,6 @@ def outcomes(values, metric="acc", weights=None):
             "weight": np.asarray(weights, dtype=float),
         }
     )
-
-
-def test_flips_are_counted_in_both_directions():
-    found = flips(outcomes([1, 1, 0, 0, 1]), outcomes([0, 0, 1, 0, 1]))
-    assert found == {"acc": Flips(documents=5, right_to_wrong=2, wrong_to_right=1)}
 
 
 def test_the_perplexity_ratio_and_its_error_by_hand():
@@ -130,7 +124,6 @@ def test_damage_of_a_task_has_all_its_parts():
         ),
         correct={0: 0, 1: 0},
     )
-    assert found.flips["acc"].right_to_wrong == 1
     assert found.ln_perplexity_ratio["ppl"].value == pytest.approx(0.5)
     assert found.correct_answer.value == 0
     assert found.distributions.kl.mean == 1

@@ -11,9 +11,9 @@ from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
 from scoring_models import llama, scorer, settings, text, tokenizer
 
+from qbench.comparison.flips import count_flips
 from qbench.errors import DataError, EvaluationError
 from qbench.evaluation.definitions import expand, task_groups
-from qbench.evaluation.degradation import flips
 from qbench.evaluation.evaluate import evaluate, group_scores, rebuild_requests
 from qbench.evaluation.loaded import load_task
 from qbench.evaluation.scoring.hflm import pinned_hflm
@@ -289,7 +289,7 @@ def test_a_pair_is_a_right_answer_and_a_prediction_and_so_are_its_flips(folder):
         assert one["value"].tolist() == [0, 1, 0, 1, 0, 1, 0]
         assert set(one["weight"]) <= {0.0, 1.0}
         right = [(rows["value"] == rows["weight"]).to_numpy() for rows in (one, two)]
-        counted = flips(one, two)[metric]
+        counted = count_flips(one, two)[name][metric]
         assert counted.documents == 7
         assert counted.right_to_wrong == (right[0] & ~right[1]).sum()
         assert counted.wrong_to_right == (~right[0] & right[1]).sum()

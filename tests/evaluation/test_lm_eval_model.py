@@ -9,6 +9,7 @@ from small_recipe import DEMO, qbench, small_recipe
 
 from qbench.checkpoints import find
 from qbench.checkpoints.tokenizer import load_tokenizer
+from qbench.comparison.compare import compare
 from qbench.errors import EvaluationError, RecipeError
 from qbench.evaluation.lm_eval_model import ExternalScorer
 from qbench.plan import plan
@@ -56,7 +57,9 @@ def test_a_runtimes_scores_are_paired_with_the_models_and_not_audited(tmp_path, 
         assert theirs.value == pytest.approx(ours.value, rel=1e-4)
     damage = served.damage.tasks
     assert all(one.distributions is None for one in damage.values())
-    assert damage["demo_choice"].flips["acc"].documents == 4
+    comparison = compare(Store(tmp_path / "out"))
+    flips = comparison.flips[served.cell]
+    assert flips["demo_choice"]["acc"].documents == 4
     assert damage["demo_pages"].ln_perplexity_ratio["word_perplexity"].value == pytest.approx(
         0, abs=1e-4
     )
