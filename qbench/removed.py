@@ -18,6 +18,7 @@ OPTIONS = {
 # Values of options of the command line.
 VALUES = {
     ("--format", "html"): "`qbench report` writes a page",
+    ("--tracker", "tensorboard"): "state/log.jsonl has the numbers; `--tracker wandb` logs them",
     ("--to", "tensorboard"): "`--to wandb` writes the same numbers",
 }
 # Keys of a recipe, dotted from its top, without the numbers of list items: "quantizers.threads".

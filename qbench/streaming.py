@@ -1,11 +1,11 @@
-"""A model that does not fit its device: decoder blocks lie on several GPUs, or on the host, from
-where they come to it in turn.
+"""Run a model that does not fit its device: its decoder blocks lie on several GPUs, or on the host,
+from where each is copied to the GPU for its turn.
 
-What is not in a block (embeddings, last norm, LM head) stays on the device. A block's weights stay
-where transformers put them, which for safetensors is the mapped file. They are read when their turn
-comes, and the host may drop them afterwards. Every forward of a streamed model works, at the price
-of reading all weights once; :meth:`Stream.lockstep` takes many forwards through one block after the
-other, and so reads them once for all.
+What is in no block (embeddings, last norm, LM head) stays on the device. A block's weights stay
+where transformers put them, which for safetensors is the mapped file. They are read when the
+block's turn comes, and the host may drop them afterwards. Every forward of a streamed model works,
+at the price of reading all weights once; :meth:`Stream.lockstep` runs many forwards through one
+block after the other, and so reads the weights once for all.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ Build = Callable[[nn.Linear, Tensors], nn.Module]
 
 
 class Stop(Exception):
-    """Ends a forward once what it was for is known."""
+    """Raised to end a forward early, once its result is known."""
 
 
 def decoder_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """The decoder's list of blocks and its name: the heaviest ModuleList of the model. Raises
-    UnavailableError where it has none."""
+    """Return the name of the decoder's list of blocks and the list: the ModuleList with the most
+    parameters. Raises UnavailableError if there is none."""
     lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList)}
     if not lists:
         raise UnavailableError(
@@ -48,16 +48,19 @@ def decoder_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
 
 
 def stream(model: nn.Module, device: str | torch.device) -> nn.Module:
-    """``model``, which lies on the host, as one that is computed on ``device`` block by block.
-    Raises UnavailableError where it has no list of blocks."""
+    """Return ``model``, which lies on the host, set up to run on ``device`` block by block. Raises
+    UnavailableError if it has no list of blocks."""
     setattr(model, ATTRIBUTE, Stream(model, torch.device(device)))
     return model
 
 
 def shard(model: nn.Module, devices: Sequence[str | torch.device]) -> nn.Module:
-    """``model``, which lies on the host, with its blocks in order on ``devices``, about alike many
-    bytes on each; what is in no block is on the first, where hidden states go back to after the
-    last one. Raises UnavailableError where it has no list of blocks."""
+    """Return ``model``, which lies on the host, with its blocks placed in order on ``devices``,
+    about equal bytes on each.
+
+    What is in no block is on the first device, where hidden states return to after the last block.
+    Raises UnavailableError if the model has no list of blocks.
+    """
     _, blocks = decoder_blocks(model)
     places = [torch.device(device) for device in devices]
     _move_rest(model, blocks, places[0])
@@ -83,12 +86,12 @@ def _forward_at(
 
 
 def is_sharded(model: Any) -> bool:
-    """Whether its blocks lie on several devices."""
+    """Return whether the blocks of ``model`` lie on several devices."""
     return hasattr(model, SHARDED)
 
 
 def _move_rest(model: nn.Module, blocks: nn.ModuleList, device: torch.device) -> None:
-    """What is in no block, and all buffers, to ``device``."""
+    """Move what is in no block, and all buffers, to ``device``."""
     inside = {id(p) for p in blocks.parameters()}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -99,21 +102,21 @@ def _move_rest(model: nn.Module, blocks: nn.ModuleList, device: torch.device) ->
 
 
 def stream_of(model: Any) -> Stream | None:
-    """None for a model that lies on its device as a whole."""
+    """Return the :class:`Stream` of ``model``; None if all of it lies on its device."""
     return getattr(model, ATTRIBUTE, None)
 
 
 def load_block(model: nn.Module, name: str) -> None:
-    """Have the weights of module or parameter ``name`` on the device, until those of another block
-    are asked for; what was changed of them is forgotten then."""
+    """Copy the block that holds the module or parameter ``name`` to the device, until another block
+    is asked for. Changes to its weights are lost then."""
     found = stream_of(model)
     if found is not None:
         found.load_block(name)
 
 
 def lockstep(model: Any, calls: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
-    """What each of ``calls`` gives, which run the decoder of ``model`` once each; a streamed one
-    reads its weights once for all of them."""
+    """Return the results of ``calls``, each of which runs the decoder of ``model`` once. A streamed
+    model reads its weights once for all of them."""
     found = stream_of(model)
     if found is None:
         return [call() for call in calls]
@@ -121,22 +124,23 @@ def lockstep(model: Any, calls: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
 
 
 def offload_device(model: Any) -> torch.device:
-    """Where tensors wait that are as many as the model's weights."""
+    """Return the device for tensors that are as large as the model's weights: the host if the model
+    is streamed or sharded."""
     whole = stream_of(model) is None and not is_sharded(model)
     return model.device if whole else torch.device("cpu")
 
 
 def offload(model: Any, hidden: Tensor, buffer: Tensor | None = None) -> Tensor:
-    """``hidden`` where it can wait, in the ``buffer`` that an earlier call gave where that is of
-    use. What comes back to the device from there comes in the order of its work."""
+    """Return ``hidden`` on :func:`offload_device`, in the ``buffer`` of an earlier call if that
+    fits. What is copied back to the device later comes in the order of its work."""
     found = stream_of(model)
     return hidden.to(offload_device(model)) if found is None else found.offload(hidden, buffer)
 
 
 @dataclass(slots=True)
 class _Step:
-    """The forward at work goes through block ``index`` alone, which is given ``state``; None: the
-    first block's input. Of the number of blocks: through what follows the last one."""
+    """What the running forward does: it runs block ``index`` alone, with ``state`` as input (None:
+    the first block's input). If ``index`` is the number of blocks: what follows the last one."""
 
     index: int
     state: Tensor | None
@@ -145,7 +149,8 @@ class _Step:
 
 @dataclass(slots=True)
 class _Replacement:
-    """What takes the place of the linear layer ``name`` of a block in its turn."""
+    """The module that replaces the linear layer ``name`` of a block during its turn: ``build(layer,
+    tensors)``."""
 
     name: str
     layer: nn.Linear
@@ -155,7 +160,7 @@ class _Replacement:
 
 @dataclass(slots=True)
 class _Block:
-    """A block's parameters, where they lie on the host, and its quantized layers."""
+    """A block's parameters, their tensors on the host, and its quantized layers."""
 
     parameters: list[nn.Parameter]
     host: list[Tensor]
@@ -166,7 +171,7 @@ class _Block:
 
 
 class Stream:
-    """Blocks in turn: one is on the device, the next on its way there."""
+    """Runs decoder blocks in turn: one is on the device while the next is copied to it."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.device = device
@@ -192,8 +197,9 @@ class Stream:
             self._turn(int(name.removeprefix(f"{self.root}.").partition(".")[0]))
 
     def replace(self, name: str, tensors: Tensors, build: Build) -> None:
-        """From now on ``build(layer, tensors)`` stands for the linear layer ``name`` in its turn;
-        ``tensors`` lie on the host, and come to the device before. The layer's own weight goes."""
+        """Put ``build(layer, tensors)`` in the place of the linear layer ``name`` whenever its
+        block runs. ``tensors`` lie on the host and are copied to the device before. The layer's own
+        weight is dropped."""
         self._leave()
         self._coming = None
         index, _, local = name.removeprefix(f"{self.root}.").partition(".")
@@ -206,7 +212,7 @@ class Stream:
 
     @property
     def replaced(self) -> list[str]:
-        """Names of the layers that are quantized, in the model's order."""
+        """The names of the quantized layers, in the model's order."""
         return [
             f"{self.root}.{index}.{one.name}"
             for index, block in enumerate(self._blocks)
@@ -216,9 +222,9 @@ class Stream:
     def lockstep(
         self, calls: Sequence[Callable[[], Tensor]], progress: Callable[[float], None]
     ) -> Iterator[Tensor]:
-        """What each of ``calls`` gives, which run the decoder once each: all of them go through
-        one block after the other, hidden states waiting on the host. ``progress`` is told how far
-        they are, 0 to 1."""
+        """Yield the results of ``calls``, each of which runs the decoder once: all of them go
+        through one block after the other, their hidden states waiting on the host. ``progress`` is
+        called with the share that is done, 0 to 1."""
         states: list[Tensor | None] = [None] * len(calls)
         for index in range(len(self.blocks)):
             for number, call in enumerate(calls):
@@ -301,8 +307,8 @@ class Stream:
             self._done = torch.cuda.current_stream(self.device).record_event()
 
     def _read(self, index: int) -> list[Future[Tensor]]:
-        """The block's tensors on their way to the device, beside its work: not before that of the
-        block whose turn is over is done, or many blocks would wait there for slow work."""
+        """Start copying a block's tensors to the device, beside its work. Copies wait until the
+        previous block's work is done, or many blocks could wait on the device."""
         tensors = self._blocks[index].tensors()
         return [self._readers.submit(self._copy, tensor, self._done) for tensor in tensors]
 

@@ -1,4 +1,4 @@
-"""Speeds, measured only where results are right."""
+"""Measure speeds, after checking that results are right."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ T = TypeVar("T")
 
 
 def timed(device: str, run: Callable[[], T]) -> tuple[T, dict[str, float]]:
-    """What ``run`` gives, and a row's ``seconds`` and ``peak_gib``."""
+    """Call ``run``; return its result, and its ``seconds`` and ``peak_gib`` of memory as parts of a
+    row."""
     machine.free(device)  # graphs and caches of the model before lie in circles of references
     machine.synchronize(device)
     machine.reset_peak_memory(device)
@@ -25,8 +26,8 @@ def timed(device: str, run: Callable[[], T]) -> tuple[T, dict[str, float]]:
 
 
 def table(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, tuple[str, str]]) -> str:
-    """``rows`` in Markdown. ``columns``: each head's key of a row, and how its number is written
-    ("" for words); a dash stands for what a row has not."""
+    """Return ``rows`` as a Markdown table. ``columns``: by heading, the key in a row and the format
+    of its number ("" for words). A missing value is a dash."""
     cells = [
         ["–" if row.get(key) is None else format(row[key], form) for key, form in columns.values()]
         for row in rows

@@ -1,8 +1,8 @@
-"""``qbench bench attention``: the kernels against what a user would take instead on this GPU, once
-they are right.
+"""Time the attention kernels beside the libraries that a user would take instead (``qbench bench
+attention``), after checking their results.
 
 TFLOP/s count 4 · B · H · D for each pair of a query and a key that it sees in a forward pass, and
-2.5 times that in a backward pass, whatever a kernel really multiplies. Every time is the median of
+2.5 times that in a backward pass, whatever a kernel computes. Every time is the median of
 CUDA-event timings after a warm-up.
 """
 
@@ -65,13 +65,13 @@ Run = Callable[[Tensor, Tensor, Tensor], Tensor]
 def bench_attention(
     out: Path | None, quick: bool, only: Collection[str], *, log: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Checks the kernels, then times them; returns what was measured and writes it to ``out`` as
-    JSON, with the table beside it, after every row, so that whoever is stopped has the rest.
+    """Check the kernels, time them, and return what was measured.
 
-    ``quick`` leaves out most shapes and repeats. ``only``: these normalizers, beside the peers.
-    ``log`` gets a line as each part begins, and of each row. Raises RecipeError for an unknown
-    normalizer, UnavailableError for one without kernels and without a CUDA device, EvaluationError
-    where a check is red: then nothing is timed.
+    It is written to ``out`` as JSON, with the table beside it, after every row, so that a stopped
+    run leaves its rows. ``quick`` leaves out most shapes and repeats. ``only``: time these
+    attention functions of ours, and the peers. ``log`` is called with a line per part and row.
+    Raises RecipeError for an unknown attention function, UnavailableError for one without kernels
+    or if there is no CUDA device, EvaluationError if a check fails: then nothing is timed.
     """
     if not torch.cuda.is_available():
         raise UnavailableError("bench attention: the kernels run on a CUDA GPU, and none is here")
@@ -123,7 +123,8 @@ def bench_attention(
 
 
 def _compile(shape: Shape, variant: str, name: str) -> None:
-    """Fills the compilers' caches on disk, in a process of its own."""
+    """Compile what will be timed, in a process of its own, so that the compilers' caches on disk
+    have it."""
     inputs = shape.tensors()
     with suppress(RuntimeError):  # the row says so when it is timed
         output = contender(name, shape, variant)(*inputs)
@@ -134,8 +135,8 @@ def _compile(shape: Shape, variant: str, name: str) -> None:
 
 
 def contenders(shapes: Collection[Shape], only: Collection[str]) -> list[tuple[Shape, str, str]]:
-    """Each shape and variant with who is measured of it: our kernels, of all normalizers or the
-    usual ones, and what a user would take instead."""
+    """Return the (shape, variant, implementation) triples to measure. ``only`` replaces our default
+    kernels; peers are always added."""
     return [
         (shape, variant, name)
         for shape in shapes
@@ -148,7 +149,7 @@ def contenders(shapes: Collection[Shape], only: Collection[str]) -> list[tuple[S
 
 
 def contender(name: str, shape: Shape, variant: str) -> Run:
-    """What the row ``name`` calls."""
+    """Return the function that the implementation ``name`` runs on query, key and value."""
     if name == FLASH:
         return _torchs(SDPBackend.FLASH_ATTENTION, shape)
     if name == CUDNN:
@@ -195,7 +196,7 @@ def _flex(shape: Shape, variant: str) -> Run:
 
 
 def passes(shape: Shape, variant: str, name: str, repeat_ms: int) -> Row:
-    """Forward and backward pass of a contender, in TFLOP/s."""
+    """Return a row with the TFLOP/s of the forward and the backward pass of ``name``."""
     row: Row = {"shape": str(shape), "variant": variant, "kernel": name}
     inputs, flop = shape.tensors(), shape.flop(variant)
     gradient = torch.randn_like(inputs[0])
@@ -212,10 +213,10 @@ def passes(shape: Shape, variant: str, name: str, repeat_ms: int) -> Row:
 
 
 def step(name: str, repeat_ms: int) -> Row:
-    """Both passes of a short step: launched from the host each time; the same in a row of LAYERS
-    calls with one backward pass, as a model's layers are, for each backward pass takes the host the
-    time to wake autograd's thread; and captured in a CUDA graph, so that only the GPU's time is
-    left."""
+    """Return a row with the milliseconds of a short forward and backward pass of ``name``: launched
+    from the host each time; per layer of LAYERS layers with one backward pass, as in a model, since
+    each backward pass costs the host the time to wake autograd's thread; and captured in a CUDA
+    graph, which leaves the GPU's time alone."""
     row: Row = {"shape": str(STEP), "kernel": name}
     try:
         run = contender(name, STEP, "causal")
@@ -228,7 +229,8 @@ def step(name: str, repeat_ms: int) -> Row:
 
 
 def _both(run: Run, calls: int) -> Callable[[], Any]:
-    """Both passes through ``calls`` layers with tensors of their own."""
+    """Return a function that runs both passes through ``calls`` layers, each with its own
+    tensors."""
     layers = [STEP.tensors() for _ in range(calls)]
     query = layers[0][0]
     inputs = [query, *(tensor for _, *rest in layers for tensor in rest)]
@@ -244,8 +246,8 @@ def _both(run: Run, calls: int) -> Callable[[], Any]:
 
 
 def decode(shape: Shape, repeat_ms: int, only: Collection[str], copied: float) -> Iterator[Row]:
-    """Milliseconds of one query a sequence, and TB/s of keys and values beside ``copied``, those of
-    a copy."""
+    """Yield rows with the milliseconds of one query per sequence, and the TB/s of reading keys and
+    values, also as a share of ``copied``, the TB/s of a copy."""
     batch, length, heads, head_dim = shape.batch, shape.length, shape.heads, shape.head_dim
     key, value = (random_tensor(batch, length, heads, head_dim).contiguous() for _ in range(2))
     query = random_tensor(batch, 1, heads, head_dim)
@@ -268,6 +270,7 @@ def decode(shape: Shape, repeat_ms: int, only: Collection[str], copied: float) -
 
 
 def _ceilings(repeat_ms: int) -> dict[str, float]:
+    """Return the TFLOP/s of a large matrix product and the TB/s of a copy on this GPU."""
     left, right = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     product = milliseconds(lambda: left @ right, repeat_ms)
     source = torch.randn(1 << 30, device="cuda", dtype=torch.float32)
@@ -290,7 +293,7 @@ STEPS = {
 
 
 def table(results: dict[str, Any]) -> str:
-    """What :func:`bench_attention` measured, in Markdown."""
+    """Return the result of :func:`bench_attention` as a Markdown page."""
     ceilings = results["ceilings"]
     worst = max(check["error"] / check["limit"] for check in results["checks"])
     page = [
@@ -326,8 +329,9 @@ def table(results: dict[str, Any]) -> str:
 
 
 def _beside_peers(rows: list[Row], ways: dict[str, tuple[str, str]], best_of: Any) -> str:
-    """Each row beside the best peer of its shape and variant, in the ``ways`` that ``bench.table``
-    takes; ``best_of``: of times the minimum, of rates the maximum."""
+    """Return ``rows`` as a table in which each stands beside the best peer of its shape and
+    variant. ``ways``: columns as :func:`bench.table` takes them. ``best_of``: ``min`` for times,
+    ``max`` for rates."""
     lines = []
     for row in rows:
         place = row["shape"], row.get("variant")

@@ -1,6 +1,6 @@
-"""The kernels against the float64 reference, on this GPU: what must hold before they are timed.
+"""Check the attention kernels against the float64 reference on this GPU, before they are timed.
 
-The cases are those of the table, shorter. ``pytest -m gpu`` has many more, in other dtypes too.
+The cases are those that are timed, shorter. ``pytest -m gpu`` has many more, in other dtypes too.
 """
 
 from __future__ import annotations
@@ -30,10 +30,13 @@ ODD = Shape(2, 333, 4, 2, 80)  # fills no tile
 
 
 def check_kernels(pool: Executor, quick: bool = False, only: Collection[str] = ()) -> list[Row]:
-    """Relative errors of the output and the inputs' gradients, each with its limit; of the
-    normalizers ``only``, or of all. Computed by ``pool``, in processes, since most of the time goes
-    into compiling kernels. Raises EvaluationError that names each case over its limit, or not
-    finite, or the case whose process died."""
+    """Return rows with the relative error of the output and of the inputs' gradients in every case,
+    each with its limit.
+
+    ``only``: check these attention functions instead of all. ``pool`` runs the cases in processes,
+    since compiling kernels takes most of the time. Raises EvaluationError that names each case
+    above its limit or not finite, or the case whose process died.
+    """
     calls = [
         (f"{normalizer}, {shape}, {variant}", pool.submit(errors, shape, variant, normalizer))
         for shape, variant, normalizer in cases(quick, only)
@@ -56,8 +59,8 @@ def check_kernels(pool: Executor, quick: bool = False, only: Collection[str] = (
 
 
 def cases(quick: bool, only: Collection[str]) -> list[tuple[Shape, str, str]]:
-    """Arguments of :func:`errors`: plain causal attention of every normalizer, the rest of
-    ``BASES``."""
+    """Return arguments of :func:`errors`: plain causal attention of every attention function, and
+    the other shapes and variants of ``BASES``."""
     every = [(shape, "causal") for shape in ((LONG[0], DECODING) if quick else (*LONG, DECODING))]
     of_bases = [(shape, variant) for shape in LONG for variant in shape.variants[1:]]
     of_bases += [(GROUPED, "causal"), (ODD, "causal")]
@@ -68,8 +71,8 @@ def cases(quick: bool, only: Collection[str]) -> list[tuple[Shape, str, str]]:
 
 
 def errors(shape: Shape, variant: str, normalizer: str) -> dict[str, float]:
-    """‖got − truth‖ / ‖truth‖ of the output and the gradients of query, key and value, computed on
-    one core, in a process that has neighbours on the GPU."""
+    """Return ‖result − truth‖ / ‖truth‖ of the output and of the gradients of query, key and value.
+    Runs on one core, since other cases run beside it."""
     torch.set_num_threads(1)
     torch.cuda.empty_cache()  # of the case before
     torch.manual_seed(0)
@@ -89,7 +92,7 @@ def errors(shape: Shape, variant: str, normalizer: str) -> dict[str, float]:
 
 
 def relative_error(got: Tensor, truth: Tensor) -> float:
-    """‖got − truth‖ / ‖truth‖; infinite where anything is not finite."""
+    """Return ‖got − truth‖ / ‖truth‖; infinity if anything is not finite."""
     if not got.isfinite().all():
         return float("inf")
     norm = truth.double().norm().clamp(min=1e-30)

@@ -1,5 +1,5 @@
-"""The same model, tasks and documents through lm-eval's HFLM, exact and fast scoring, and what
-measuring damage adds to the last."""
+"""Time the same model, tasks and documents through lm-eval's HFLM, exact and fast scoring, and what
+measuring damage adds to fast scoring (``qbench bench evaluation``)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ WARM_UP = 2  # full batches of each task that every mode scores before the clock
 
 
 def bench_evaluation(planned: Plan, *, log: Callable[[str], None]) -> dict[str, Any]:
-    """:func:`compare` of the plan's first cell and its tasks, softmax in float32 everywhere."""
+    """Return :func:`compare` of the plan's first cell and its tasks, with the softmax in float32 in
+    every mode."""
     cell, asked = planned.cells[0], planned.recipe.evaluation
     model, tokenizer = load(cell, planned)
     settings = {
@@ -57,19 +58,19 @@ def compare(
     *,
     log: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Score ``tasks`` with ``model`` in every mode, one after the other, and in the last mode with
-    damage: the model against itself.
+    """Score ``tasks`` with ``model`` in every mode, one after the other, and in the last mode again
+    while damage is measured, of the model against itself.
 
-    ``settings`` holds those of each mode, lm-eval's first, which the others are compared with.
-    ``log`` gets a line for each task and mode. Raises what scoring raises. Returns, as JSON, of
-    which model, settings by mode, each run's report with peak memory, and rows: one mode on one
-    task, or on all of them together (``task`` is "all").
+    ``settings``: the settings of each mode, lm-eval's first, with which the others are compared.
+    ``log`` is called with a line per task and mode. Returns the model's name, the settings by mode,
+    each run's report with its peak memory, and rows: one mode on one task, or on all of them
+    (``task`` is "all").
 
-    A row's ``seconds`` is all of it: lm-eval's requests and metrics, tokenization, the model, and
-    in fast mode the sample that is compared with exact; ``scoring_seconds`` the part inside the
-    language model; ``speed`` times HFLM's ``seconds``. Differences are from HFLM's log-likelihoods
-    in nats, None of generated answers; ``changed_answers`` counts documents whose text, likeliest
-    choice or greedy hit is another.
+    ``seconds`` of a row is everything: lm-eval's requests and metrics, tokenization, the model, and
+    in fast mode the sample that is scored exactly; ``scoring_seconds`` is the part inside the
+    language model; ``speed`` is HFLM's ``seconds`` over it. Differences are those of
+    log-likelihoods from HFLM's, in nats; None for generated answers. ``changed_answers`` counts
+    documents with another text, likeliest choice or greedy hit.
     """
     rows: list[Row] = []
     reports: dict[str, Any] = {}
@@ -115,7 +116,7 @@ def compare(
 
 
 def table(comparison: dict[str, Any]) -> str:
-    """The comparison as a Markdown table."""
+    """Return the result of :func:`compare` as a Markdown table."""
     columns = {
         "task": ("task", ""), "mode": ("mode", ""), "requests": ("requests", ","),
         "seconds": ("seconds", ".2f"), "in the model": ("scoring_seconds", ".2f"),
@@ -130,7 +131,7 @@ def table(comparison: dict[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A mode's run over a task: seconds in all, seconds in the language model, its responses."""
+    """One mode's run over a task: seconds in all, seconds in the language model, its responses."""
 
     seconds: float
     inside: float
@@ -138,7 +139,7 @@ class Timed:
 
 
 def _row(name: str, mode: str, timed: list[Timed], hflm: list[Timed]) -> Row:
-    """Of one task, or of all together; beside what HFLM took and gave for the same."""
+    """Return the row of a mode on one task or on all, beside what HFLM took and answered."""
     responses = pd.concat([one.responses for one in timed])
     seconds = sum(one.seconds for one in timed)
     row = {
@@ -162,6 +163,7 @@ def _row(name: str, mode: str, timed: list[Timed], hflm: list[Timed]) -> Row:
 
 
 def _timed(scorer: Any, task: LoadedTask, settings: ScoringSettings) -> Timed:
+    """Score ``task`` once with ``scorer`` on the clock."""
     clocked = Clocked(scorer)
     synchronize(scorer.hflm.device.type)
     start = time.perf_counter()
@@ -172,7 +174,7 @@ def _timed(scorer: Any, task: LoadedTask, settings: ScoringSettings) -> Timed:
 
 
 class Clocked:
-    """A language model, and how long its answers took."""
+    """A language model that adds up the seconds of its answers."""
 
     def __init__(self, scorer: Any) -> None:
         self.scorer, self.seconds = scorer, 0.0
@@ -189,7 +191,8 @@ class Clocked:
 
 
 def _answers(responses: pd.DataFrame) -> pd.Series:
-    """One answer a document: its text, its likeliest request, or of one whether it is greedy."""
+    """Return one answer per document: its text, else its likeliest request, else whether its only
+    request is greedy."""
     likeliest_first = responses.sort_values("log_likelihood", ascending=False, kind="stable")
     by_document = likeliest_first.groupby(DOCUMENT)
     greedy = by_document["greedy"].first().astype(int)

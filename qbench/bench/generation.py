@@ -1,4 +1,4 @@
-"""Generated answers: batched greedy decoding beside lm-eval's HFLM, of random weights."""
+"""Time generated answers by batched greedy decoding and by lm-eval's HFLM, with random weights."""
 
 from __future__ import annotations
 
@@ -127,7 +127,8 @@ def _scorer(
 
 
 def _tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
-    """A word for each id. What ends a text is one more, so that no answer says it."""
+    """Return a tokenizer with one word per id. The end of a text is an additional id, which no
+    answer contains."""
     words = {f"w{i}": i for i in range(vocabulary)} | {"</s>": vocabulary}
     inner = Tokenizer(models.WordLevel(words, unk_token="w0"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -135,7 +136,8 @@ def _tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
 
 
 def _requests(count: int, length: int, tokens: int, vocabulary: int) -> list[Any]:
-    """``count`` prompts of ``length`` words, and ``tokens`` as their limit."""
+    """Return ``count`` requests with prompts of ``length`` words and a limit of ``tokens`` new
+    tokens."""
     draw = random.Random(0)
     return [
         Instance(

@@ -105,8 +105,8 @@ def _affine(x: Tensor) -> Tensor:
 
 
 def true_gates(gating: Gating) -> Tensor:
-    """[2, 6]. Two softmax gates are sigmoid gates too: softmax(s, 0) = (σ(s), σ(−s)), so that both
-    models hold the truth."""
+    """Return the true gates, [2, 6]. Two softmax gates are sigmoid gates too, softmax(s, 0) =
+    (σ(s), σ(−s)), so that both models contain the truth."""
     scaled = GATES * torch.tensor([1, math.sqrt(2), 1, 1, 1, 1], dtype=FLOAT)
     return scaled if gating == "softmax" else torch.stack([scaled[0], -scaled[0]])
 
@@ -114,10 +114,11 @@ def true_gates(gating: Gating) -> Tensor:
 def least_squares(
     mixture: Mixture, x: Tensor, y: Tensor, start: Tensor, *, steps: int, tolerance: float
 ) -> tuple[Tensor, Tensor]:
-    """Levenberg–Marquardt of all problems at once, within the box, the estimator of section 3.
+    """Fit all problems at once by Levenberg–Marquardt within the box, the estimator of section 3.
 
     ``x`` [R, n, 2], ``y`` [R, n], ``start`` [R, P]; returns parameters [R, P] and mean squared
-    residuals [R]. A problem ends where a step gains less than ``tolerance`` of its residual.
+    residuals [R]. A problem ends when a step reduces its residual by less than the share
+    ``tolerance``.
     """
     found, damping = start.clone(), torch.full(start.shape[:1], 1e-2, dtype=FLOAT)
     loss = (y - mixture.values(x, found)).square().mean(-1)
@@ -187,16 +188,18 @@ def sigmoid_loss(mixture: Mixture, parameters: Tensor, best: Tensor) -> Tensor:
 
 
 def _distances(gates: Tensor, experts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """‖ΔA‖, ‖Δb‖, ‖Δη‖ [..., N]."""
+    """Return ‖ΔA‖, ‖Δb‖, ‖Δη‖, [..., N] each."""
     return gates[..., :3].norm(dim=-1), gates[..., 3:5].norm(dim=-1), experts.norm(dim=-1)
 
 
 def bench_sample_efficiency(repetitions: int, *, log: Callable[[str], None]) -> dict[str, Any]:
     """Fit both models with both kinds of experts, with as many experts as the truth and with one
-    more, for each of ``SIZES``. ``log`` gets a line as each is done.
+    more, for each of ``SIZES``; return the rows.
 
-    Rows have lists of a number a repetition: ``loss`` is L_3 of sigmoid gates and L_{2,1} of
-    softmax gates, ``loss_1`` L_1 of softmax gates, ``error`` the distance ‖f_Ĝ − f_G*‖ in L²(μ)."""
+    ``log`` is called with a line per size. Rows have lists with one number per repetition: ``loss``
+    is L_3 for sigmoid gates and L_{2,1} for softmax gates, ``loss_1`` L_1 for softmax gates,
+    ``error`` the distance ‖f_Ĝ − f_G*‖ in L²(μ).
+    """
     rows = []
     models = product(("ReLU", "linear"), ("softmax", "sigmoid"), FITTED)
     for (expert, gating, fitted), size in product(models, SIZES):
@@ -235,8 +238,8 @@ def _measured(mixture: Mixture, size: int, repetitions: int) -> Row:
 
 
 def _starts(mixture: Mixture, count: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """[count, P] near the truth; a third expert shares the weight (sigmoid gates: the expert) of
-    one of the two."""
+    """Return starting points [count, P] near the truth; a third expert shares the weight of one of
+    the two (with sigmoid gates: the expert)."""
     for shared in range(STARTS):
         chosen = [0, 1, shared % 2][: mixture.fitted]
         gates, experts = true_gates(mixture.gating)[chosen].clone(), EXPERTS[chosen].clone()
@@ -251,8 +254,9 @@ def _starts(mixture: Mixture, count: int, generator: torch.Generator) -> Iterato
 
 
 def rate(sizes: list[int], values: list[list[float]]) -> tuple[float, float, float]:
-    """Exponent of n from ``values`` [sizes, repetitions]: the slope of log mean loss over log n, by
-    least squares, and the 2.5th and 97.5th percentile of it over 1,000 draws of the repetitions."""
+    """Return the exponent of n in ``values`` [sizes, repetitions]: the slope of log mean loss over
+    log n by least squares, and its 2.5th and 97.5th percentiles over 1,000 draws of the
+    repetitions."""
     found, draws = np.array(values), np.random.default_rng(0)
     drawn = draws.integers(0, found.shape[1], (1000, *found.shape))
     means = np.take_along_axis(found[None], drawn, axis=2).mean(2)  # [draws, sizes]
@@ -262,7 +266,7 @@ def rate(sizes: list[int], values: list[list[float]]) -> tuple[float, float, flo
 
 
 def table(found: dict[str, Any]) -> str:
-    """Rates beside those that the paper prints, in Markdown."""
+    """Return the rates beside those that the paper prints, in Markdown."""
     rows, lines = pd.DataFrame(found["rows"]), []
     for (expert, gating, fitted), group in rows.groupby(MODEL, sort=False):
         line = {"expert": expert, "gating": gating, "fitted": fitted}
@@ -289,8 +293,8 @@ def table(found: dict[str, Any]) -> str:
 
 
 def figure(found: dict[str, Any]) -> bytes:
-    """The paper's figure 1 as SVG: mean loss over n on logarithmic axes, bars from the smallest to
-    the largest repetition, and the fitted lines."""
+    """Return the paper's figure 1 as SVG: mean loss over n on logarithmic axes, bars from the
+    smallest to the largest repetition, and the fitted lines."""
     pyplot.switch_backend("Agg")
     by_expert = pd.DataFrame(found["rows"]).groupby("expert", sort=False)
     colours = {"softmax": "#0072B2", "sigmoid": "#D55E00"}

@@ -1,4 +1,4 @@
-"""What the benches of kernels share: shapes and inputs as models have them, and the clock."""
+"""Shapes, inputs and the clock that the benches of kernels share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VARIANTS = {"causal": {}, "ALiBi": {}, "soft cap": {"softcap": CAP}, "window": {
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of causal attention; ``variants`` are those that are measured of it, or checked.
+    """The shape of causal attention. ``variants``: those that are timed or checked with it.
     ``queries``: None for as many as keys."""
 
     batch: int
@@ -37,7 +37,7 @@ class Shape:
         return f"B{self.batch} T{length} H{heads} D{self.head_dim}"
 
     def tensors(self) -> list[Tensor]:
-        """Queries, keys, values."""
+        """Return random query, key and value."""
         counts = (self.heads, self.kv_heads, self.kv_heads)
         lengths = (self.queries or self.length, self.length, self.length)
         return [
@@ -46,27 +46,27 @@ class Shape:
         ]
 
     def settings(self, normalizer: str, variant: str) -> dict[str, Any]:
-        """What an attention function is given beside the tensors."""
+        """Return the keyword arguments of an attention function."""
         parameters = given(normalizer, self.heads, sloped=variant == "ALiBi")
         settings = {"normalizer": normalizer, "parameters": parameters, "causal": True}
         return settings | VARIANTS[variant]
 
     def flop(self, variant: str) -> float:
-        """Of a forward pass."""
+        """Return the FLOP of a forward pass."""
         seen = min(WINDOW, self.length) if variant == "window" else self.length
         pairs = seen * (seen + 1) / 2 + (self.length - seen) * seen
         return 4 * self.batch * self.heads * self.head_dim * pairs
 
 
 def random_tensor(batch: int, length: int, heads: int, head_dim: int) -> Tensor:
-    """[B, H, T, D] in bf16 with the memory of [B, T, H, D], as models have it."""
+    """Return a random bf16 tensor [B, H, T, D] with the memory layout [B, T, H, D] of models."""
     shape = (batch, length, heads, head_dim)
     return torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
 
 
 def given(normalizer: str, heads: int, *, sloped: bool = False) -> dict[str, Tensor]:
-    """A normalizer's parameters [heads] on the GPU, each head another; slopes as ALiBi's paper has
-    them. Where there is a default without a tensor, that."""
+    """Return the parameters [heads] of ``normalizer`` on the GPU, another value per head; ALiBi's
+    slopes as in its paper if ``sloped``. Optional parameters are left out."""
     found = {}
     for parameter in NORMALIZERS.get(normalizer).parameters:
         if parameter is SLOPES and sloped:
@@ -78,12 +78,13 @@ def given(normalizer: str, heads: int, *, sloped: bool = False) -> dict[str, Ten
 
 
 def milliseconds(run: Callable[[], Any], repeat_ms: int) -> float:
-    """Median of CUDA-event timings over ``repeat_ms``, after a warm-up of half as long."""
+    """Return the median time of ``run`` by CUDA events over ``repeat_ms``, after a warm-up of half
+    as long."""
     return do_bench(run, warmup=repeat_ms // 2, rep=repeat_ms, return_mode="median")
 
 
 def sparse_keys(query: Tensor, key: Tensor) -> Tensor:
-    """Keys turned so that one in a hundred has a positive score."""
+    """Return ``key`` with signs changed so that one score in a hundred is positive."""
     scores = (query.float() * key.float()).sum(-1, keepdim=True)
     positive = torch.rand_like(scores) < 0.01
     return torch.where((scores > 0) == positive, key, -key)

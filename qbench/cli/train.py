@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -27,12 +26,6 @@ from qbench.training.data import read_token_files
 from qbench.training.tokenize import Tokenizing
 from qbench.training.tokenize import tokenize as write
 from qbench.training.training_recipe import TrainingRecipe
-
-
-class Tracker(StrEnum):
-    tensorboard = "tensorboard"
-    wandb = "wandb"
-
 
 LINE_SECONDS = 10.0  # between two lines of a training, where the output is no terminal
 
@@ -143,12 +136,9 @@ def train(
         ),
     ] = None,
     tracker: Annotated[
-        list[Tracker],
-        typer.Option(
-            metavar="tensorboard|wandb",
-            help="Also log to tensorboard or wandb, where it is installed. Repeatable.",
-        ),
-    ] = [],  # noqa: B006
+        Literal["wandb"] | None,
+        typer.Option(metavar="wandb", help="Also log to Weights & Biases, if it is installed."),
+    ] = None,
     evaluate: Annotated[
         Path | None,
         typer.Option(
@@ -179,9 +169,8 @@ def train(
         data=data,
         sequences=sequences,
     )
-    for name in tracker:
-        if find_spec(name) is None:
-            raise UnavailableError(f"--tracker {name}: {name} is not installed")
+    if tracker and find_spec(tracker) is None:
+        raise UnavailableError(f"--tracker {tracker}: {tracker} is not installed")
     folder = out or Path("training") / loaded.name
     require_folder(folder, "--out")
     where = choose_device(device)
@@ -219,7 +208,7 @@ def train(
             folder,
             processes=processes,
             log=say,
-            trackers=tracker,
+            wandb=bool(tracker),
             stop_after=stop_after,
         )
     if not processes.is_main_process:

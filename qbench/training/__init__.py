@@ -1,1 +1,1 @@
-"""Pairs of models trained alike in all but the attention normalizer."""
+"""Train pairs of models that differ in their attention function alone."""

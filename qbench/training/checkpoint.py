@@ -1,4 +1,4 @@
-"""One training and its folder: a state that it goes on from, checkpoints, the record of its end."""
+"""The folder of one training: the state that it resumes from, its checkpoints and its record."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from qbench.training.training_recipe import TrainingRecipe
 
 
 class Progress(BaseModel):
-    """How far a run is, beside its tensors."""
+    """How far a training is: what a state holds besides tensors."""
 
     settings: str  # digest of all that shapes the run
     step: int = 0  # steps done
@@ -44,7 +44,7 @@ class Progress(BaseModel):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """One training of a recipe, and the folder that all of it goes to."""
+    """One training of a recipe, and the folder that it writes."""
 
     recipe: TrainingRecipe
     files: TokenFiles
@@ -54,7 +54,8 @@ class Run:
 
     @property
     def settings_digest(self) -> str:
-        """Of all that shapes it: a state goes on only under the same."""
+        """The digest of everything that determines the weights. A state is resumed only under the
+        same."""
         parts = {
             "settings": self.recipe.settings(),
             "data": self.files.about.digest,
@@ -77,8 +78,8 @@ class Run:
         parameters: dict[str, nn.Parameter],
         optimizer: torch.optim.Optimizer,
     ) -> None:
-        """Replace the state, with a checksum of all that is in it; a process that is killed
-        meanwhile leaves the old file whole."""
+        """Replace the state by ``progress``, the parameters and the optimizer's tensors, with a
+        checksum of all. A process that is killed meanwhile leaves the previous file."""
         found = {f"model/{name}": parameter.detach() for name, parameter in parameters.items()}
         for name, parameter in parameters.items():
             for key, value in optimizer.state.get(parameter, {}).items():
@@ -92,10 +93,10 @@ class Run:
     def load_state(
         self, parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer
     ) -> Progress:
-        """Put back what ``save_state`` kept, bit for bit; where nothing is, what a run begins with.
+        """Restore what ``save_state`` wrote, bit for bit, and return its progress; that of a new
+        training if there is no state.
 
-        Raises TrainingError for a state of other settings, and where a bit of it is not what was
-        written.
+        Raises TrainingError if the state has other settings or is damaged.
         """
         if not self.state.exists():
             return Progress(settings=self.settings_digest)
@@ -188,7 +189,8 @@ class Run:
 
 
 def _checksum(progress: str, tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """SHA-256 over the progress, and names, dtypes, shapes and bytes of tensors on the CPU."""
+    """Return the SHA-256 over the progress and the names, dtypes, shapes and bytes of tensors on
+    the CPU."""
     total = hashlib.sha256(progress.encode())
     for name, tensor in tensors:
         total.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
@@ -197,7 +199,7 @@ def _checksum(progress: str, tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def _stored(model: LlamaForCausalLM, config: dict[str, Any]) -> dict[str, Tensor]:
-    """The weights in bfloat16 by flash-linear-attention's names, sorted."""
+    """Return the weights in bfloat16 under flash-linear-attention's names, sorted."""
     scaled = "scaled" in config.get("attn_impl", "")  # its scale is [H, 1], beside a fixed table
     tensors = {}
     for name, parameter in model.named_parameters():

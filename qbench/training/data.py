@@ -1,4 +1,4 @@
-"""A folder of token files, the sequences that are cut from it, and which of them a step takes.
+"""Read token files, cut sequences from them, and choose the sequences of each step.
 
 Imports no torch before a batch is made.
 """
@@ -37,7 +37,7 @@ NOT_TOKENIZER = ("config.json", "generation_config.json", "*.index.json")
 
 
 class TokenArray(RecordModel):
-    """One of the two arrays."""
+    """The size and the checksum of one array of token ids."""
 
     tokens: Annotated[int, Field(ge=0)]
     documents: Annotated[int, Field(ge=0)]
@@ -45,7 +45,7 @@ class TokenArray(RecordModel):
 
 
 class TextSource(RecordModel):
-    """Where documents came from. ``sha256`` None: streamed from the hub."""
+    """A source of documents. ``sha256`` is None if it was streamed from the hub."""
 
     name: Line
     documents: int
@@ -53,7 +53,8 @@ class TextSource(RecordModel):
 
 
 class AboutTokens(RecordModel, populate_by_name=True):
-    """``tokens.json``. ``vocabulary``: how many ids the tokenizer has."""
+    """The content of ``tokens.json``. ``vocabulary``: one more than the largest id of the
+    tokenizer."""
 
     schema_version: Literal[1] = 1
     dtype: Literal["uint16", "uint32"]
@@ -77,19 +78,19 @@ class AboutTokens(RecordModel, populate_by_name=True):
 
     @property
     def special(self) -> dict[str, int | None]:
-        """The ids of bos, eos and pad."""
+        """The ids of bos, eos and pad, by name."""
         return {"bos": self.bos, "eos": self.eos, "pad": self.pad}
 
     @property
     def digest(self) -> str:
-        """SHA-256 over the ids of both parts and the tokenizer's files."""
+        """The SHA-256 over the ids of both parts and the tokenizer's files."""
         text = f"{self.dtype} {self.train.sha256} {self.held_out.sha256} {self.tokenizer_digest}"
         return hashlib.sha256(text.encode()).hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TokenFiles:
-    """A folder of token files, mapped into memory: nothing of them is copied until it is read."""
+    """A folder of token files, mapped into memory: they are read only where they are used."""
 
     folder: Path
     about: AboutTokens
@@ -98,8 +99,10 @@ class TokenFiles:
 
 
 def read_token_files(folder: Path) -> TokenFiles:
-    """Raises DataError where the folder is none of token files or its bytes are not those that
-    were written: all of them are read, a gigabyte a second."""
+    """Return the token files in ``folder``. All bytes are hashed, about a gigabyte per second.
+
+    Raises DataError if the folder holds none, or if a file is not what was written.
+    """
     path = folder / ABOUT
     if not path.is_file():
         raise DataError(
@@ -126,7 +129,8 @@ def _mapped(folder: Path, about: AboutTokens, part: Part) -> NDArray:
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
-    """The files of ``folder`` that a tokenizer is read from."""
+    """Return the files of ``folder`` that a tokenizer is read from. Raises DataError if there are
+    none."""
     found = [
         path
         for path in sorted(folder.iterdir())
@@ -141,7 +145,7 @@ def tokenizer_files(folder: Path) -> list[Path]:
 
 
 def tokenizer_digest(folder: Path) -> str:
-    """SHA-256 over names and contents of the tokenizer's files."""
+    """Return the SHA-256 over the names and contents of the tokenizer's files."""
     total = hashlib.sha256()
     for path in tokenizer_files(folder):
         total.update(f"{path.name} {file_digest(path)}\n".encode())
@@ -149,16 +153,17 @@ def tokenizer_digest(folder: Path) -> str:
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
+    """Copy the tokenizer's files from the folder ``source`` to the folder ``target``."""
     for path in tokenizer_files(source):
         shutil.copyfile(path, target / path.name)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Sequences:
-    """Token ids cut into rows of ``context`` + 1: every token but the first is predicted.
+    """Token ids cut into rows of ``context`` + 1 ids: every token but the first is predicted.
 
-    Rows follow one another without a gap; without ``bos`` the last token of one is the first of
-    the next. With it each row begins with that id instead.
+    Rows follow one another without a gap. Without ``bos`` the last token of a row is the first of
+    the next; with it each row begins with that id instead.
     """
 
     tokens: NDArray[np.unsignedinteger]
@@ -170,7 +175,7 @@ class Sequences:
         return max(0, usable // self.context)
 
     def rows(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """[len(indices), context + 1]."""
+        """Return the rows ``indices``, int64 [len(indices), context + 1]."""
         length = self.context + (self.bos is None)
         starts = np.asarray(indices) * self.context
         found = sliding_window_view(self.tokens, length)[starts].astype(np.int64)
@@ -178,10 +183,11 @@ class Sequences:
 
 
 def sample_indices(step: int, *, rows: int, of: int, seed: int) -> NDArray[np.int64]:
-    """Indices [rows] of the sequences of ``step``, counted from 0, out of ``of``.
+    """Return the indices [rows] of the sequences of ``step``, counted from 0, out of ``of``
+    sequences.
 
-    Epoch after epoch, each in an order of its own: a permutation by NumPy's PCG64 seeded with
-    (seed, epoch). Any step's can be had without those before it.
+    Each epoch has an order of its own, a permutation by NumPy's PCG64 seeded with (seed, epoch), so
+    that any step can be computed without the steps before it.
     """
     positions = np.arange(step * rows, (step + 1) * rows)
     epochs = positions // of
@@ -200,9 +206,9 @@ def permutation(of: int, seed: int, epoch: int) -> NDArray[np.int64]:
 def dataloader(
     source: Sequences, recipe: TrainingRecipe, processes: PartialState, *, first: int, seed: int
 ) -> Iterator[Tensor]:
-    """[micro-batch, context + 1] int64 on this process's device: those of each of its passes, step
-    by step from ``first``. The rows of one step are the same, whatever the number of processes and
-    passes."""
+    """Yield the batches of this process, int64 [sequences, context + 1] on its device: one per
+    forward pass, step by step from ``first``. The sequences of a step are the same for any number
+    of processes and passes."""
     import torch
 
     size = recipe.batch.sequences
@@ -217,9 +223,11 @@ def dataloader(
 
 
 def watched_rows(recipe: TrainingRecipe, files: TokenFiles) -> list[list[int]]:
-    """``watch.samples`` rows of ``watch.length`` ids: the first held-out documents that are long
-    enough, each BOS, where the tokenizer has one, and its first tokens. Raises DataError where
-    there are too few."""
+    """Return ``watch.samples`` rows of ``watch.length`` ids: the first held-out documents that are
+    long enough, each as BOS, if the tokenizer has one, and its first tokens.
+
+    Raises DataError if there are too few.
+    """
     bos = files.about.bos
     begin = [] if bos is None else [bos]
     room = recipe.watched_length - len(begin)
@@ -234,7 +242,7 @@ def watched_rows(recipe: TrainingRecipe, files: TokenFiles) -> list[list[int]]:
 
 
 def _documents(files: TokenFiles) -> list[np.ndarray]:
-    """The held-out documents, without their BOS; as one where nothing parts them."""
+    """Return the held-out documents without their BOS; all as one if no token separates them."""
     about, ids = files.about, np.asarray(files.held_out).astype(np.int64)
     if about.bos_of_documents:
         return [part[1:] for part in np.split(ids, np.flatnonzero(ids == about.bos)) if len(part)]
@@ -244,6 +252,7 @@ def _documents(files: TokenFiles) -> list[np.ndarray]:
 
 
 def sequences(recipe: TrainingRecipe, files: TokenFiles) -> Sequences:
+    """Return the sequences that the training of ``recipe`` reads."""
     return Sequences(
         tokens=files.train,
         context=recipe.model.context,
@@ -252,13 +261,13 @@ def sequences(recipe: TrainingRecipe, files: TokenFiles) -> Sequences:
 
 
 def first_token(recipe: TrainingRecipe, files: TokenFiles) -> int | None:
-    """The token that begins every sequence, where the recipe asks for one."""
+    """Return the id that begins every sequence, None unless the recipe asks for one."""
     return files.about.bos if recipe.data.bos_first else None
 
 
 def require_data(recipe: TrainingRecipe, files: TokenFiles, *, processes: int, device: str) -> None:
-    """Raises RecipeError where the recipe, the data and the processes do not go together,
-    DataError where there are too few held-out texts to watch."""
+    """Raise RecipeError if the recipe, the data and the processes do not fit together, DataError if
+    there are too few held-out texts to evaluate."""
     about = files.about
     if about.vocabulary > recipe.model.vocabulary:
         raise RecipeError(

@@ -1,10 +1,9 @@
-"""What is written while a training runs: JSON Lines, TensorBoard or W&B where asked for; curves."""
+"""Log a training: JSON Lines, Weights & Biases if it is asked for, and the curves of all runs."""
 
 from __future__ import annotations
 
 import io
 import json
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,32 +20,35 @@ STATE, LOG, CURVES = "state", "log.jsonl", "curves.svg"
 
 
 class Log:
-    """One JSON object a line: ``kind`` (step or watch), ``step``, and its numbers."""
+    """The log of a run, one JSON object per line: ``kind`` (step or watch), ``step``, and
+    numbers."""
 
     def __init__(
-        self, path: Path, lines: list[dict[str, Any]], trackers: list[GeneralTracker]
+        self, path: Path, lines: list[dict[str, Any]], tracker: GeneralTracker | None = None
     ) -> None:
-        """``lines`` are those so far, which the file begins with; new ones are added to both."""
+        """Write ``lines``, those so far, to ``path``; new ones are added to both."""
         self.lines = lines
         write_atomically(path, "".join(json.dumps(line) + "\n" for line in lines).encode())
         self._file = path.open("a", encoding="utf-8")
-        self._trackers = trackers
+        self._tracker = tracker
 
     def write(self, kind: str, step: int, **values: float | int | None) -> None:
         self.lines.append({"kind": kind, "step": step, **values})
         self._file.write(json.dumps(self.lines[-1]) + "\n")
         self._file.flush()
-        for tracker in self._trackers:
-            tracker.log({f"{kind}/{name}": value for name, value in values.items()}, step=step)
+        if self._tracker is not None:
+            named = {f"{kind}/{name}": value for name, value in values.items()}
+            self._tracker.log(named, step=step)
 
     def close(self) -> None:
         self._file.close()
-        for tracker in self._trackers:
-            tracker.finish()
+        if self._tracker is not None:
+            self._tracker.finish()
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """The lines of a log but those that are not whole, as a killed process leaves its last."""
+    """Return the lines of a log, without incomplete ones, as a killed process can leave
+    its last."""
     found = []
     for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         with suppress(ValueError):
@@ -54,27 +56,19 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     return [line for line in found if isinstance(line, dict) and "step" in line]
 
 
-def open_trackers(
-    names: Sequence[str], folder: Path, settings: dict[str, Any]
-) -> list[GeneralTracker]:
-    """``tensorboard`` writes into ``folder``, ``wandb`` to the project qbench.
+def open_wandb(folder: Path, settings: dict[str, Any]) -> GeneralTracker:
+    """Start a run of Weights & Biases in the project qbench, named after ``folder``.
 
-    Raises UnavailableError for one that does not start, as W&B without a login.
+    Raises UnavailableError if it does not start, as without a login.
     """
-    from accelerate.tracking import TensorBoardTracker, WandBTracker
+    from accelerate.tracking import WandBTracker
 
-    made = {
-        "tensorboard": lambda: TensorBoardTracker("tensorboard", folder),
-        "wandb": lambda: WandBTracker("qbench", name=folder.name, config=settings, resume="allow"),
-    }
-    trackers = []
-    for name in names:
-        try:
-            trackers.append(made[name]())
-            trackers[-1].start()
-        except Exception as error:  # whatever a library of its own says
-            raise UnavailableError(f"--tracker {name}: {first_line(error)}") from error
-    return trackers
+    try:
+        tracker = WandBTracker("qbench", name=folder.name, config=settings, resume="allow")
+        tracker.start()
+    except Exception as error:  # whatever the library raises
+        raise UnavailableError(f"--tracker wandb: {first_line(error)}") from error
+    return tracker
 
 
 PANELS = (
@@ -90,9 +84,8 @@ STYLE = ("tableau-colorblind10", {"svg.hashsalt": "qbench", "font.size": 9})
 
 
 def draw(out: Path) -> Path | None:
-    """Write the curves of all runs that have begun in ``out``, as SVG: one colour and stroke a
-    normalizer, the same in every figure, a line a seed. Their numbers stand in the runs' logs.
-    Returns the file; None where no run has begun."""
+    """Draw the curves of all runs in ``out`` as SVG: one colour and stroke per attention function,
+    the same in every figure, one line per seed. Return the file; None if no run has begun."""
     from matplotlib import pyplot
 
     logs: dict[tuple[str, str], list[dict[str, Any]]] = {}

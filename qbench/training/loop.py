@@ -1,4 +1,4 @@
-"""The training loop: one run, from the first step or from where it stopped, to its last."""
+"""Train one run, from its first step or its saved state to its last step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
@@ -26,7 +26,7 @@ from qbench.machine import environment
 from qbench.records import TrainingSample, TrainingSession
 from qbench.training.checkpoint import Run
 from qbench.training.data import dataloader, sequences, watched_rows
-from qbench.training.log import Log, open_trackers
+from qbench.training.log import Log, open_wandb
 from qbench.training.model import (
     adamw,
     attention_kernels,
@@ -46,8 +46,8 @@ SINK = "0.3"  # ε of the sink rates
 
 
 class Step:
-    """One optimizer step: the passes over its sequences, the clipped gradient, the optimizer.
-    Nothing in it asks the device for a number, so that the device never waits."""
+    """One optimizer step: forward and backward passes, the clipped gradient, the optimizer. It
+    reads no number from the device, so that the device never waits."""
 
     def __init__(
         self, model: LlamaForCausalLM, recipe: TrainingRecipe, processes: PartialState
@@ -58,8 +58,8 @@ class Step:
         self.loss = parallel_loss(model, recipe.compute, processes)
 
     def __call__(self, number: int, batches: Iterator[Tensor]) -> tuple[Tensor, Tensor]:
-        """Step ``number``, from 0: the mean loss of this process's sequences in nats a token, and
-        the gradient's norm before clipping. Both are scalars on the device."""
+        """Take step ``number``, from 0. Return the mean loss of this process's sequences in nats
+        per token, and the gradient's norm before clipping, as scalars on the device."""
         recipe, processes = self.recipe, self.processes.num_processes
         passes = recipe.global_batch_size // (recipe.batch.sequences * processes)
         rate = recipe.optimizer.learning_rate
@@ -79,15 +79,17 @@ class Step:
 
 
 class Trainer:
-    """One training: from the first step, or from the state in its folder, to its last.
+    """Trains one run. ``log`` is called with one line per logged step.
 
-    ``log`` is told each logged step in one line. Losses of the steps since the last logged one
-    stay on the device until they are logged: asking for them would keep the device waiting.
+    Losses stay on the device until they are logged, since reading them would make the device wait.
     """
 
     def __init__(self, run: Run, *, processes: PartialState, log: Callable[[str], None]) -> None:
-        """Raises TrainingError for a state of other settings, DataError for too few held-out
-        texts, UnavailableError where the attention cannot be had."""
+        """Build the model and restore the saved state, if there is one.
+
+        Raises TrainingError if the state has other settings or held-out texts, DataError for too
+        few held-out texts, UnavailableError if the attention implementation cannot run.
+        """
         recipe = run.recipe
         self.run, self.processes, self.print = run, processes, log
         self.model, self.attention = initial_model(
@@ -113,11 +115,11 @@ class Trainer:
         self._values: list[Tensor] = []  # [loss, gradient norm] of each step since the last log
         self._began = 0.0
 
-    def train(self, *, trackers: Sequence[str], stop_after: int | None) -> None:
+    def train(self, *, wandb: bool, stop_after: int | None) -> None:
         """Take the steps that are left, or ``stop_after`` of them.
 
-        Raises TrainingError where the loss is not finite or far above the lowest so far: the
-        state of the last good step is kept.
+        Raises TrainingError if the loss is not finite or far above the lowest so far; the last good
+        state is kept.
         """
         run, recipe, progress = self.run, self.run.recipe, self.progress
         first = progress.step
@@ -133,8 +135,8 @@ class Trainer:
         )  # fmt: skip
         progress.sessions.append(session)
         if self.processes.is_main_process:
-            opened = open_trackers(trackers, run.folder, recipe.settings())
-            self._log = Log(run.log, progress.log, opened)
+            tracker = open_wandb(run.folder, recipe.settings()) if wandb else None
+            self._log = Log(run.log, progress.log, tracker)
         started = self._began = time.monotonic()
         try:
             if first == 0:
@@ -168,7 +170,8 @@ class Trainer:
         self._values.append(torch.stack(self.step(number, batches)))
 
     def _write_log(self) -> None:
-        """The mean loss and the largest gradient; TrainingError where training has gone wrong."""
+        """Log the mean loss and the largest gradient since the last line. Raises TrainingError if
+        training went wrong."""
         recipe, progress, count = self.run.recipe, self.progress, len(self._values)
         losses, norms = torch.stack(self._values, 1)
         values = torch.stack([losses.mean(), norms.max()])
@@ -197,7 +200,7 @@ class Trainer:
         self._began = time.monotonic()
 
     def _require_sane(self, loss: float, norm: float) -> None:
-        """Raises TrainingError for a loss that is not finite, or too far above the lowest."""
+        """Raise TrainingError if the loss is not finite, or too far above the lowest."""
         step, lowest = self.progress.step, self.progress.lowest_loss
         if not (math.isfinite(loss) and math.isfinite(norm)):
             wrong = f"the loss is {loss}, the gradient's norm {norm}: training broke"
@@ -213,10 +216,10 @@ class Trainer:
         )
 
     def _evaluate(self) -> None:
-        """Measure the model on the held-out texts, and keep it where it is the best so far.
+        """Measure the model on the held-out texts, and save it if it is the best so far.
 
-        What is seen is what ``qbench analyze`` would see: a copy in the dtype that the checkpoint
-        will be read in. A model that gives no numbers raises TrainingError.
+        It is measured as ``qbench analyze`` would measure the checkpoint: a copy with weights
+        rounded to bfloat16. Raises TrainingError if the model gives no numbers.
         """
         progress, step = self.progress, self.progress.step
         if self._log is not None:

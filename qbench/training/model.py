@@ -1,4 +1,4 @@
-"""A stock transformers model to be trained: its start, its loss, its optimizer, its work."""
+"""Build a stock transformers model for training: initial weights, loss, optimizer, FLOP."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def checkpoint_config(
     eos: int | None = 2,
     pad: int | None = None,
 ) -> dict[str, Any]:
-    """``config.json`` of such a model in flash-linear-attention's format."""
+    """Return the ``config.json`` of a model of ``shape`` in flash-linear-attention's format."""
     named = fla.IMPLEMENTATION_OF.get(normalizer)
     return {
         "architectures": ["TransformerForCausalLM"],
@@ -72,11 +72,14 @@ def checkpoint_config(
 
 
 def flops_per_token(model: LlamaForCausalLM, context: int) -> float:
-    """Of forward and backward pass: 6 a parameter in matrix products (all matrices but the
-    embeddings, which are looked up; the output matrix counts, tied or not), and 6 · layers ·
-    hidden · context for attention's two products, half of whose pairs are causal. Recomputation
-    and norms are not counted (Narayanan et al. 2021, arXiv 2104.04473, equation 3, halved for
-    causality)."""
+    """Return the FLOP per token of a forward and a backward pass: 6 per parameter in matrix
+    products (all matrices but the embeddings, which are looked up; the output matrix counts, tied
+    or not), and 6 · layers · hidden · context for attention's two products, half of whose pairs are
+    causal.
+
+    Recomputation and norms are not counted (Narayanan et al. 2021, arXiv 2104.04473, equation 3,
+    halved for causality).
+    """
     config = model.config
     products = sum(one.numel() for one in model.parameters() if one.ndim == 2)
     if not config.tie_word_embeddings:  # of two, one is looked up
@@ -89,8 +92,8 @@ PEAK = {"H200": 790e12, "H100": 757e12}
 
 
 def utilization(model: LlamaForCausalLM, context: int, speed: float, hardware: str) -> float | None:
-    """Share of its peak that one GPU of the name ``hardware`` reaches at ``speed`` tokens a second;
-    None for one that was not measured."""
+    """Return the share of its peak that one GPU reaches at ``speed`` tokens per second; None if the
+    peak of ``hardware``, a name, was not measured."""
     peak = next((rate for name, rate in PEAK.items() if name in hardware), None)
     return None if peak is None else speed * flops_per_token(model, context) / peak
 
@@ -128,11 +131,12 @@ def initial_model(
     attention: str = "auto",
     **tokens: int | None,
 ) -> tuple[LlamaForCausalLM, str]:
-    """A model in float32 with its initial weights, and what attends, e.g. ``softpick/triton``.
+    """Return a float32 model with its initial weights, and its attention, such as
+    ``softpick/triton``.
 
     The weights are drawn on the CPU and depend on ``shape`` and ``seed`` alone: they are the same
-    for every normalizer, whose own parameters come after. ``tokens``: ids of bos, eos and pad.
-    Raises UnavailableError where the attention cannot be had.
+    for every attention function, whose own parameters come after. ``tokens``: the ids of bos, eos
+    and pad. Raises UnavailableError if the attention implementation cannot run.
     """
     torch.manual_seed(seed)
     settings = fla.llama_settings(checkpoint_config(shape, normalizer, **tokens))
@@ -156,7 +160,7 @@ def initial_model(
 
 
 class Loss(nn.Module):
-    """Mean negative log-likelihood of a batch, in nats a token."""
+    """The mean negative log-likelihood of a batch, in nats per token."""
 
     def __init__(self, model: LlamaForCausalLM, precision: str) -> None:
         super().__init__()
@@ -165,7 +169,7 @@ class Loss(nn.Module):
         self.matrix = model.get_output_embeddings()
 
     def forward(self, rows: Tensor) -> Tensor:
-        """``rows`` [B, T + 1] int64: every token but the first is predicted."""
+        """Return the loss of ``rows`` [B, T + 1] int64: every token but the first is predicted."""
         # Looked up outside of what is compiled: the gradient by torch's own kernel is the same
         # every time, and quick for tokens that come often; the compiler's is one or the other.
         # Handed over in the passes' dtype, so that the residual stream and the rotary embedding
@@ -177,19 +181,20 @@ class Loss(nn.Module):
             return self.of_embedded(embedded, rows[:, 1:])
 
     def of_embedded(self, embedded: Tensor, targets: Tensor) -> Tensor:
-        """The same of ``embedded`` tokens [B, T, D] and ``targets`` [B, T] int64."""
+        """Return the loss of embedded tokens [B, T, D] and ``targets`` [B, T] int64."""
         half = embedded.dtype != torch.float32
         with torch.autocast(embedded.device.type, embedded.dtype, enabled=half):
             states = self.decoder(inputs_embeds=embedded, use_cache=False).last_hidden_state
             return self.of_states(states, targets)
 
     def of_states(self, states: Tensor, targets: Tensor) -> Tensor:
-        """The same of the last hidden states [B, T, D]."""
+        """Return the loss of the last hidden states [B, T, D]."""
         logits = self.matrix(states)
         return cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
     def compile(self, *, layer_by_layer: bool, **options: Any) -> None:
-        """Whole, or each decoder layer and the head, by torch.compile with ``options``."""
+        """Compile the model by torch.compile with ``options``: as one graph, or each decoder layer
+        and the head."""
         if layer_by_layer:
             for layer in self.decoder.layers:
                 layer.compile(**options)
@@ -199,7 +204,8 @@ class Loss(nn.Module):
 
 
 def learning_rate(step: int, steps: int, schedule: Schedule) -> float:
-    """Of ``step`` (from 0) over the peak: linear up to 1, then cosine to the floor at ``steps``."""
+    """Return the learning rate of ``step`` (from 0) as a share of its peak: linear up to 1, then
+    cosine to the floor at ``steps``."""
     if step < schedule.warmup_steps:
         return (step + 1) / schedule.warmup_steps
     if schedule.decay == "none":
@@ -209,7 +215,7 @@ def learning_rate(step: int, steps: int, schedule: Schedule) -> float:
 
 
 def adamw(parameters: Iterable[nn.Parameter], settings: Optimizer) -> AdamW:
-    """Over the trained ones."""
+    """Return AdamW over the parameters that are trained; vectors decay only if ``settings`` say so."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     decay = settings.weight_decay
     groups = [
@@ -226,9 +232,12 @@ def adamw(parameters: Iterable[nn.Parameter], settings: Optimizer) -> AdamW:
 def parallel_loss(
     model: LlamaForCausalLM, compute: Compute, processes: PartialState
 ) -> Loss | DistributedDataParallel:
-    """The loss of ``model``, compiled where that is asked for, and its gradients averaged over
-    ``processes``: during the backward pass, those of the last layers first where the model is
-    compiled layer by layer, all of them at its end where it is one graph."""
+    """Return the loss of ``model``, compiled if ``compute`` says so, with gradients averaged over
+    ``processes``.
+
+    They are averaged during the backward pass if the model is compiled layer by layer, at its end
+    if it is one graph.
+    """
     loss = Loss(model.train(), compute.precision)
     if compute.compile:
         # A recipe's models follow one another: the compiler would take each for the same one
@@ -251,15 +260,15 @@ def parallel_loss(
 
 
 @contextmanager
-def deterministic(wanted: bool) -> Iterator[None]:
-    """Within the body torch's operators, and the kernels that its compiler chooses, give the same
-    bits every time, or raise where they cannot; not so where that is not ``wanted``."""
+def deterministic(enabled: bool) -> Iterator[None]:
+    """Make torch's operators and compiled kernels give the same bits every time within the body, or
+    raise if they cannot; do nothing of it if ``enabled`` is False."""
     before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(wanted)
+    torch.use_deterministic_algorithms(enabled)
     torch.utils.deterministic.fill_uninitialized_memory = False  # none is read
     try:
         # The compiler measures kernels against each other; the fastest may sum in another order.
-        with config.patch(deterministic=wanted):
+        with config.patch(deterministic=enabled):
             yield
     finally:
         torch.use_deterministic_algorithms(before)

@@ -1,9 +1,9 @@
-"""All runs of a recipe, every seed with every normalizer, one after the other; their records."""
+"""Train all runs of a recipe, every seed with every attention function, and write their records."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,11 +29,12 @@ from qbench.training.training_recipe import TrainingRecipe
 
 @contextmanager
 def joined(device: str) -> Iterator[PartialState]:
-    """What torchrun's or accelerate's environment variables say; alone without them. Comes before
-    anything is computed on a GPU: without cuBLAS's workspace, where the user set none, it may sum
-    in another order from one process to the next.
+    """Join the processes that torchrun or accelerate started, by their environment variables; one
+    process without them.
 
-    Raises UnavailableError for a GPU that is not there.
+    Call it before anything is computed on a GPU: without a fixed workspace cuBLAS may sum in
+    another order from one process to the next. Raises UnavailableError for a GPU that does not
+    exist.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -57,13 +58,13 @@ def train_recipe(
     *,
     processes: PartialState,
     log: Callable[[str], None],
-    trackers: Sequence[str] = (),
+    wandb: bool = False,
     stop_after: int | None = None,
 ) -> list[Training]:
-    """Train what is not trained yet, or ``stop_after`` steps of each run; each run's checkpoint
+    """Train the runs that are not finished, or ``stop_after`` steps of each. Each run's checkpoint
     goes to ``out/<normalizer>-seed<n>``.
 
-    Returns the records of finished runs. Raises TrainingError where one breaks.
+    Returns the records of the finished runs. Raises TrainingError if one breaks.
     """
     require_data(recipe, files, processes=processes.num_processes, device=processes.device.type)
     found = []
@@ -81,7 +82,7 @@ def train_recipe(
                 trainer = Trainer(
                     run, processes=processes, log=lambda line, name=name: log(f"{name}: {line}")
                 )
-                trainer.train(trackers=trackers, stop_after=stop_after)
+                trainer.train(wandb=wandb, stop_after=stop_after)
                 if trainer.progress.step == recipe.steps:
                     record = _record(trainer)
         if record is not None:
@@ -90,8 +91,8 @@ def train_recipe(
 
 
 def untrained(recipe: TrainingRecipe, files: TokenFiles) -> dict[str, tuple[Checkpoint, Shapes]]:
-    """By normalizer the checkpoint that will be trained, and the shapes of its linear layers: what
-    a plan needs to know."""
+    """Return, by attention function, the checkpoint that will be trained and the shapes of its
+    linear layers, as a plan needs them."""
     found = {}
     for normalizer in recipe.normalizers:
         checkpoint = Checkpoint(
@@ -109,7 +110,7 @@ def run_name(normalizer: str, seed: int | str) -> str:
 
 
 def _record(trainer: Trainer) -> Training:
-    """Of a training that took its last step; the main process writes it, and the checkpoint."""
+    """Return the record of a finished training; the main process writes it and the checkpoint."""
     run, progress, model = trainer.run, trainer.progress, trainer.model
     recipe, about = run.recipe, run.files.about
     losses = [line["loss"] for line in progress.log if line["kind"] == "step"]
@@ -154,7 +155,7 @@ def _record(trainer: Trainer) -> Training:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """No other training works in ``folder`` meanwhile."""
+    """Hold the lock of ``folder``. Raises TrainingError if another process trains there."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(folder / ".lock", timeout=0):

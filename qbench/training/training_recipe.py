@@ -1,4 +1,4 @@
-"""A training recipe: YAML → TrainingRecipe. Every check that needs no data. No torch."""
+"""Read and check a training recipe: everything that needs no data. Imports no torch."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ Positive = Annotated[float, Field(strict=True, gt=0)]
 
 
 class OwnParameter(Strict):
-    """A parameter of the normalizers that have it. ``start``: what each head begins with; None:
-    what its definition says. ``trained`` None: as its definition says."""
+    """A parameter of an attention function. ``start``: the initial value of each head; ``trained``:
+    whether it is trained. None: as the attention function defines it."""
 
     start: Annotated[float, Field(strict=True, ge=-1e4, le=1e4)] | None = None
     trained: Flag | None = None
@@ -87,16 +87,16 @@ class Shape(Strict):
 
 
 class Data(Strict):
-    """``tokens``: the folder that ``qbench tokenize`` wrote. Sequences are cut from the documents
-    in a row, without masks between them; ``bos_first`` puts a BOS before each."""
+    """``tokens``: the folder that ``qbench tokenize`` wrote. Sequences are cut from its documents
+    in a row, without masks between them; ``bos_first`` puts a BOS before each sequence."""
 
     tokens: Text
     bos_first: Flag = False
 
 
 class Batch(Strict):
-    """``tokens`` of one step over all devices; ``sequences`` that a device takes at once. Gradients
-    of as many passes as that makes are added up."""
+    """``tokens`` of one step over all devices; ``sequences`` that a device reads at once. Gradients
+    of several passes are added up to a step."""
 
     tokens: Whole = Field(ge=8)
     sequences: Whole = Field(ge=1, le=2**16)
@@ -113,7 +113,7 @@ class Optimizer(Strict):
 
 
 class Schedule(Strict):
-    """Linear warm-up, then cosine (or no) decay to ``floor`` times the peak."""
+    """Linear warm-up, then cosine decay (or none) to ``floor`` times the peak."""
 
     warmup_steps: Annotated[Whole, Field(ge=0, le=MOST_STEPS)]
     decay: Literal["cosine", "none"] = "cosine"
@@ -121,8 +121,9 @@ class Schedule(Strict):
 
 
 class Evaluation(Strict):
-    """Every ``every`` steps the model reads ``samples`` held-out texts of ``length`` tokens, BOS
-    counted, as ``qbench analyze`` reads them. ``length`` None: 512, or the context."""
+    """Every ``every`` steps ``samples`` held-out texts of ``length`` tokens, BOS counted, are read
+    as ``qbench analyze`` reads them. ``length`` None: 512, or the context. Training stops if the
+    loss is ``diverged`` nats above its lowest."""
 
     every: Annotated[Whole, Field(ge=1, le=MOST_STEPS)] = 250
     samples: Annotated[Whole, Field(ge=1, le=10_000)] = 16
@@ -158,10 +159,10 @@ class TrainingRecipe(Strict):
         data: Path | None = None,
         sequences: int | None = None,
     ) -> TrainingRecipe:
-        """Read and check a recipe; what is given takes the place of its own: ``tokens`` of one run,
-        ``data`` the folder of token files, ``sequences`` that a device takes at once.
+        """Read and check the recipe in ``path``; the other arguments replace its values: ``tokens``
+        of one run, ``data`` the folder of token files, ``sequences`` that a device reads at once.
 
-        Raises RecipeError, one line a problem.
+        Raises RecipeError, with one line per problem.
         """
         path = Path(path)
         source = read(path)
@@ -242,7 +243,7 @@ class TrainingRecipe(Strict):
 
     @property
     def global_batch_size(self) -> int:
-        """Sequences of one step, over all devices."""
+        """The sequences of one step, over all devices."""
         return self.batch.tokens // self.model.context
 
     @property
@@ -250,12 +251,14 @@ class TrainingRecipe(Strict):
         return self.watch.length or min(512, self.model.context)
 
     def runs(self) -> list[tuple[str, int]]:
-        """(normalizer, seed) of every run: seed by seed, so that pairs are whole early."""
+        """Return (normalizer, seed) of every run, seed by seed, so that pairs are
+        complete early."""
         return [(normalizer, seed) for seed in self.seeds for normalizer in self.normalizers]
 
     def settings(self) -> dict[str, Any]:
-        """All that shapes a run but its normalizer and seed, for its record: runs of one pair
-        have it in common. How often it is logged, saved and watched changes no weight."""
+        """Return everything that determines the weights of a run but its attention function and
+        seed, for its record: the runs of a pair have it in common. How often a run is logged, saved
+        and evaluated changes no weight."""
         unsaid = () if self.model.parameters else ("parameters",)  # as before there were any
         found = self.model_dump(
             mode="json",

@@ -212,7 +212,7 @@ def test_two_processes_train_as_one_does(tmp_path, train, recipe_file, graphs, n
 def test_a_tracker_that_does_not_start_is_named(tmp_path, monkeypatch):
     from accelerate import tracking
 
-    from qbench.training.log import open_trackers
+    from qbench.training.log import open_wandb
 
     class NotLoggedIn:
         def __init__(self, *arguments, **settings):
@@ -223,4 +223,4 @@ def test_a_tracker_that_does_not_start_is_named(tmp_path, monkeypatch):
 
     monkeypatch.setattr(tracking, "WandBTracker", NotLoggedIn)
     with pytest.raises(UnavailableError, match=r"--tracker wandb: No API key .* `wandb login`"):
-        open_trackers(["wandb"], tmp_path, {})
+        open_wandb(tmp_path, {})
