@@ -1,1 +1,2 @@
-"""Why a model suffers from quantization: sinks, outliers, sparsity, on one pass over a text."""
+"""Measure why a model suffers from quantization: sinks, outliers, sparsity, in one pass over a
+text."""

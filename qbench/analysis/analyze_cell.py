@@ -1,5 +1,5 @@
-"""One cell's analysis → its record: load, quantize, audit, then one pass over the text, or over it
-with one linear layer quantized at a time."""
+"""Analyze one cell: load, quantize, audit, then one pass over the text, or one pass per linear
+layer that is quantized alone."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ SAVE_EVERY = 20.0  # seconds between two records of an unfinished sensitivity
 
 
 def compute(work: AnalysisResult) -> None:
-    """What ``work`` asks for, into it."""
+    """Do the analysis that ``work`` names, and put what was measured into ``work``."""
     (_sensitivity if work.analyses.kind is Sensitivity else _measure)(work)
 
 
 def _measure(work: AnalysisResult) -> None:
-    """One pass over the text."""
+    """Measure everything in one pass over the text."""
     model, tokenizer, ids = _load(work)
     of, plan, settings = work.cell, work.plan, work.settings
     if of.copy is not None and not of.without_baseline:  # whose library may have layers of its own
@@ -59,7 +59,7 @@ def _measure(work: AnalysisResult) -> None:
 
 
 def _sensitivity(work: AnalysisResult) -> None:
-    """One linear layer, or decoder layer, quantized at a time, and then all."""
+    """Quantize one linear layer, or one decoder layer, at a time, and then all."""
     changed, tokenizer, ids = _load(work)
     of, plan, settings = work.cell, work.plan, work.settings
     changed = quantized(work, changed, tokenizer, cache_folder())
@@ -92,7 +92,7 @@ def _sensitivity(work: AnalysisResult) -> None:
 
 
 def _load(work: AnalysisResult) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Tensor]:
-    """The unquantized model, its tokenizer, and the ids [N, T] of the texts."""
+    """Return the unquantized model, its tokenizer, and the ids [N, T] of the texts."""
     with work.stage("load"):
         model, tokenizer = load(work.cell, work.plan)
         work.cell = as_measured(work.cell, work.plan, model, [])
@@ -108,11 +108,11 @@ def _load(work: AnalysisResult) -> tuple[PreTrainedModel, PreTrainedTokenizerBas
 def read_tokens(
     settings: AnalysisSettings, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Tensor, AnalyzedText]:
-    """Ids [N, T] int64 of the first texts that are long enough, at most ``settings.samples``, and
-    what they are. Each is BOS, where that is asked for, and its first tokens. No text is joined
-    with another.
+    """Return ids [N, T] int64 of the first texts that are long enough, at most
+    ``settings.samples``, and their description.
 
-    Raises DataError where no text is long enough, or for a BOS that the tokenizer has not.
+    Each row is BOS, if ``settings.bos``, and the text's first tokens. No text is joined with
+    another. Raises DataError if no text is long enough, or if the tokenizer lacks the BOS.
     """
     if settings.bos and tokenizer.bos_token_id is None:
         raise DataError("its tokenizer has no BOS token to begin a text with; add --no-bos")

@@ -1,4 +1,4 @@
-"""Plan of a run → its cells under the keys of their analyses → their records.
+"""Choose the cells to analyze, give them keys, and analyze those without a record.
 
 Imports no torch before a cell is analyzed.
 """
@@ -35,15 +35,19 @@ LAYERS, HEADS = ("num_hidden_layers", "n_layer"), ("num_attention_heads", "n_hea
 
 
 def plan_analyses(plan: Plan, settings: AnalysisSettings) -> tuple[Cell, ...]:
-    """All cells of ``plan``, in its order, each under its analysis' key."""
+    """Return all cells of ``plan`` in order, each with the key of its analysis."""
     stated = {"kind": "analysis", "analysis": settings.key_parts() | {"heads": settings.heads}}
     return _cells(plan.cells, stated)
 
 
 def plan_sensitivities(plan: Plan, label: str, settings: AnalysisSettings) -> tuple[Cell, ...]:
-    """Those of all checkpoints under the recipe's quantizer ``label``. Raises RecipeError where it
-    has none of that name, or where that quantizes no weights or activations of linear layers,
-    treats outliers of the whole model, or is a copy without its original."""
+    """Return the cells of the recipe's quantizer ``label``, one per checkpoint, each with the key
+    of its sensitivity.
+
+    Raises RecipeError if the recipe has no such quantizer, or if it quantizes no weights or
+    activations of linear layers, treats outliers of the whole model, or is a copy without its
+    original.
+    """
     cells = tuple(cell for cell in plan.cells if cell.label == label)
     if not cells:
         labels = ", ".join(dict.fromkeys(cell.label for cell in plan.cells))
@@ -82,7 +86,8 @@ def _cells(wanted: tuple[Cell, ...], stated: dict[str, Any]) -> tuple[Cell, ...]
 
 
 def chosen(plan: Plan, only: str | None) -> tuple[Cell, ...]:
-    """The cells that a glob names; without one the unquantized ones. RecipeError for none."""
+    """Return the cells that the glob ``only`` names, or the unquantized ones. Raises RecipeError if
+    there are none."""
     if only is not None:
         return plan.select(only)
     cells = tuple(cell for cell in plan.cells if not cell.quantization.precision.quantized)
@@ -96,7 +101,7 @@ def chosen(plan: Plan, only: str | None) -> tuple[Cell, ...]:
 
 
 def require_heads(cells: Sequence[Cell], heads: Sequence[tuple[int, int]]) -> None:
-    """Raises RecipeError for one that a checkpoint, by its configuration, has not."""
+    """Raise RecipeError for a head that a checkpoint's configuration does not have."""
     for cell in cells:
         config = cell.checkpoint.config.get("text_config") or cell.checkpoint.config
         layers, count = (
@@ -118,7 +123,7 @@ def analysis_grid(plan: Plan, cells: Sequence[Cell]) -> AnalysisManifest:
 
 
 def put_sensitivity_grid(out: Analyses[Sensitivity], cells: Sequence[Cell], name: str) -> None:
-    """Say which are meant: ``cells``, and those of other cells that were asked for before."""
+    """Write the list of ``cells``, together with the other cells of earlier commands."""
     fresh = [_place(cell) for cell in cells]
     before = out.manifest_before()
     known = before.cells if before else ()
@@ -139,8 +144,11 @@ def analyze_if_needed(
     progress: Progress,
     force: bool,
 ) -> Analysis | Sensitivity:
-    """The cell's good record, made or finished now if need be; where another process is at work
-    on it, that one's. A sensitivity goes on from the units that are there, unless ``force``."""
+    """Return the valid record of ``cell``; analyze it first if there is none, or if ``force``.
+
+    If another process is analyzing the cell, wait for its record. An unfinished sensitivity is
+    continued, unless ``force``.
+    """
     asked = datetime.now(UTC)
     with FileLock(analyses.lock_file(cell.grid_cell)):
         progress.begin(cell.name)
@@ -173,13 +181,13 @@ def analyze_if_needed(
 def failed(
     cell: Cell, error: str, *, plan: Plan, analyses: Analyses, settings: AnalysisSettings
 ) -> Analysis | Sensitivity:
-    """The record, put into its place, of a cell that left none itself."""
+    """Write and return the record of a cell that ended without writing one."""
     result = AnalysisResult(cell=cell, plan=plan, analyses=analyses, settings=settings)
     return result.put("failed", error)
 
 
 def _summary(found: Analysis | Sensitivity) -> str:
-    """One line on what an analysis gave and what it cost."""
+    """Return one line with what an analysis measured and the seconds of its stages."""
     if found.status != "ok" or found.text is None:
         return f"{found.cell}: FAILED: {found.error}"
     cost = ", ".join(f"{stage.name} {stage.seconds:.1f} s" for stage in found.stages)

@@ -1,4 +1,4 @@
-"""What is analyzed and how: texts and settings. Imports no torch."""
+"""The texts that are analyzed, and the settings of an analysis. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROLLING = "loglikelihood_rolling"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextFile:
-    """The ``field`` of each line of a JSON Lines file, as it stands."""
+    """The texts in the ``field`` of each line of a JSON Lines file."""
 
     path: Path
     field: str
@@ -30,7 +30,7 @@ class TextFile:
         return f"{self.path.name}, field {self.field}"
 
     def texts(self) -> list[str]:
-        """Raises DataError where the file is no longer the one that was planned."""
+        """Return the texts. Raises DataError if the file was changed after planning."""
         rows, digest = read_rows(self.path)
         if digest != self.digest:
             raise DataError(f"{self.path}: changed after this run began; run again")
@@ -60,11 +60,11 @@ class TaskText:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnalysisSettings:
-    """At most ``samples`` texts, each its first ``length`` tokens, BOS counted if ``bos``.
+    """At most ``samples`` texts, each cut to its first ``length`` tokens, BOS counted if ``bos``.
 
-    ``heads``: layer and head of those whose attention maps are kept; None: the head that weighs
-    the first key most, and the one with the sharpest weights of the others. ``blocks``: the unit
-    of sensitivity is a decoder layer and not a linear layer.
+    ``heads``: (layer, head) pairs whose attention maps are kept; None: the head with the most
+    weight on the first key, and of the others the one with the largest weights. ``blocks``: a
+    sensitivity quantizes decoder layers one at a time, not linear layers.
     """
 
     source: TextFile | TaskText
@@ -77,7 +77,7 @@ class AnalysisSettings:
 
     @property
     def batch(self) -> int:
-        """Texts read at once."""
+        """The number of texts that are read at once."""
         return max(1, BATCH_TOKENS[self.device] // self.length)
 
     def key_parts(self) -> dict[str, Any]:
@@ -93,7 +93,8 @@ class AnalysisSettings:
 
 
 def text_file(path: Path, field: str) -> TextFile:
-    """Raises DataError where a line is malformed or lacks ``field``."""
+    """Return the texts of a JSON Lines file. Raises DataError if a line is malformed or lacks
+    ``field``."""
     rows, digest = read_rows(path)
     for row in rows:
         row.text(field, path)
@@ -101,8 +102,8 @@ def text_file(path: Path, field: str) -> TextFile:
 
 
 def task_text(tasks: tuple[TaskSpec, ...], skipped: tuple[str, ...]) -> TaskText:
-    """The recipe's first task that scores whole texts, of those whose data are there; RecipeError
-    where there is none. ``skipped``: the others."""
+    """Return the texts of the first of ``tasks`` that scores whole texts. ``skipped``: names of
+    tasks without data. Raises RecipeError if there is none."""
     for task in tasks:
         if task.output_type == ROLLING:
             return TaskText(task=task)
@@ -114,8 +115,12 @@ def task_text(tasks: tuple[TaskSpec, ...], skipped: tuple[str, ...]) -> TaskText
 
 
 def settle_length(wanted: int | None, contexts: Mapping[str, int | None]) -> int:
-    """Tokens of a text: ``wanted``, or LENGTH where every checkpoint's context (by name, None: not
-    stated) has room, else the shortest context. Raises RecipeError for more than a context."""
+    """Return the tokens per text: ``wanted``, or LENGTH, or the shortest context if that is
+    shorter.
+
+    ``contexts``: by checkpoint, None if it states none. Raises RecipeError if ``wanted`` exceeds a
+    context.
+    """
     known = {name: context for name, context in contexts.items() if context is not None}
     if wanted is None:
         return min([LENGTH, *known.values()])
@@ -129,7 +134,8 @@ def settle_length(wanted: int | None, contexts: Mapping[str, int | None]) -> int
 
 
 def parse_heads(text: str) -> tuple[tuple[int, int], ...]:
-    """``10.4,21.9``: head 4 of layer 10 and head 9 of layer 21, from 0. Raises RecipeError."""
+    """Return (layer, head) pairs, counted from 0, from a text such as ``10.4,21.9``. Raises
+    RecipeError."""
     if not re.fullmatch(r"\d{1,4}\.\d{1,4}(,\d{1,4}\.\d{1,4})*", text):
         raise RecipeError(
             f"--heads {shown(text)}: write layer.head, counted from 0, such as --heads 10.4,21.9"

@@ -1,6 +1,5 @@
-"""Attention weights measured as they are made, a chunk of queries at a time, then forgotten; and
-the maps of chosen heads on three kinds of short texts.
-"""
+"""Measure attention weights, a chunk of queries at a time, without keeping them; and keep the maps
+of chosen heads on three short texts."""
 
 from __future__ import annotations
 
@@ -25,33 +24,38 @@ CHUNK_WEIGHTS = {"cpu": 1 << 20, "cuda": 1 << 26}  # held at once: 4 MiB and 256
 
 
 def column_means(columns: Tensor, queries: int) -> Tensor:
-    """The softpick paper's measure of a sink (section 6.2): α_k, "the average value of the first
-    column in A", here of each key k: Σ_q A(q, k) / T over all T queries, those that cannot see
-    the key too. ``columns`` [B, H, N] are the sums over queries. A head of a text has a sink at k
-    where α_k > ε; the sink rate is the share of such heads, averaged over texts."""
+    """Return the softpick paper's measure of a sink (section 6.2) for each key k: α_k = Σ_q A(q, k)
+    / T over all T queries, also those that cannot see the key ("the average value of the first
+    column in A").
+
+    ``columns`` [B, H, N]: sums over queries. A head has a sink at k on a text if α_k > ε; the sink
+    rate is the share of such heads, averaged over texts.
+    """
     return columns / queries
 
 
 def column_means_gu(columns: Tensor, queries: int) -> Tensor:
-    """Gu et al. 2024 (arXiv 2410.10781, section 3.2): α_k = Σ_{q ≥ k} A(q, k) / (T − k) with k
-    from 0: over the queries that see the key, of the first T = 64 tokens of a text. ``columns``
-    [B, H, POSITIONS] are the sums over the first T queries. A key sees no later token, so that
-    the first 64 rows of a longer text are those of the text cut there."""
+    """Return the measure of Gu et al. 2024 (arXiv 2410.10781, section 3.2): α_k = Σ_{q ≥ k} A(q, k)
+    / (T − k), k from 0, over the queries that see the key, for the first T = 64 tokens of a text.
+
+    ``columns`` [B, H, POSITIONS]: sums over the first T queries. No key sees a later token, so the
+    first 64 rows of a longer text are those of the text cut there.
+    """
     length = min(queries, GU_LENGTH)
     seen = torch.arange(length, length - POSITIONS, -1, device=columns.device)
     return columns / seen.clamp(min=1)
 
 
 def delimiter_means(columns: Tensor, delimiters: Tensor) -> tuple[Tensor, Tensor]:
-    """How much delimiters are weighed: full stops and other signs that part sentences or lines.
+    """Return how much weight delimiters have (full stops and other signs between sentences or
+    lines), two tensors [B, H]: the mean over queries of the weight on all delimiters but the first
+    key; and the largest weight on one of them.
 
-    Sun et al. 2024 (arXiv 2402.17762, section 2) find massive activations, and with them sinks,
-    on the starting token and on "the first delimiter token", so that a rate of the first key
-    alone can miss sinks. ``columns`` [B, H, T] are sums over queries, ``delimiters`` bool [B, T].
-    Returns, each [B, H]: the mean over queries of the weight on all delimiters but the first key;
-    and the most that one of them has, as the mean over the queries that see it (Gu et al.'s α_k,
-    over the whole text), of those that GU_LENGTH queries or half of the text see, whichever are
-    fewer. 0 where there is none.
+    Sun et al. 2024 (arXiv 2402.17762, section 2) find massive activations, and with them sinks, on
+    the starting token and on "the first delimiter token", so a rate of the first key alone can miss
+    sinks. ``columns`` [B, H, T]: sums over queries; ``delimiters``: bool [B, T]. The largest weight
+    is a mean over the queries that see the delimiter (Gu et al.'s α_k over the whole text), among
+    delimiters that at least GU_LENGTH queries or half of the text see. 0 if there is none.
     """
     length = columns.shape[-1]
     there = delimiters.clone()
@@ -64,9 +68,9 @@ def delimiter_means(columns: Tensor, delimiters: Tensor) -> tuple[Tensor, Tensor
 
 
 def chunks(call: Call) -> Iterator[tuple[Tensor, Tensor]]:
-    """Every weight [B, H, R, N] of ``call`` by the normalizer's definition in float32, R queries
-    at a time over the N keys that causality lets any of them see; and which pairs attention
-    allows, bool, broadcast to them."""
+    """Yield every weight [B, H, R, N] of ``call`` by the definition of its attention function in
+    float32, R queries at a time over the N keys that causality lets any of them see; and which
+    pairs attention allows, bool, broadcastable to the weights."""
     normalizer = NORMALIZERS.get(call.normalizer)
     given = normalizer.checked(call.parameters, call.query.shape[1])
     for scores, allowed, _ in reference.chunks(
@@ -124,13 +128,13 @@ def measure_weights(call: Call) -> dict[str, Tensor]:
 
 
 def output_ratios(output: Tensor) -> Tensor:
-    """Mean norm of each head's output over a text, divided by the mean of its layer's heads.
+    """Return the mean norm of each head's output over a text, divided by the mean of its layer's
+    heads: [B, H] float64; 0 if the whole layer gives 0.
 
-    ``output`` [B, T, H, D] is what attention gives before its output projection. This is the
-    average head output norm, normalized by layer (AHON LN), of Sandoval-Segura et al. 2025
-    (arXiv 2504.03889, first as HONOR). A head is called dormant on a text here where it is below
-    ``DORMANT``: it gives about nothing. They choose thresholds by what removing heads costs.
-    Returns [B, H], float64; 0 where the whole layer gives nothing.
+    ``output`` [B, T, H, D] is attention's output before the output projection. This is the average
+    head output norm, normalized by layer (AHON LN), of Sandoval-Segura et al. 2025 (arXiv
+    2504.03889, first as HONOR). We call a head dormant on a text if it is below ``DORMANT``; they
+    choose thresholds by what removing heads costs.
     """
     norms = output.float().norm(dim=-1).double().mean(1)
     layer = norms.mean(1, keepdim=True)
@@ -140,9 +144,9 @@ def output_ratios(output: Tensor) -> Tensor:
 def measures(
     weights: dict[str, Tensor], output: Tensor, delimiters: Tensor, *, stretch: int
 ) -> dict[str, Tensor]:
-    """What a layer's ``weights`` (:func:`measure_weights`) come to, a row a text, float64: [B, H];
-    [B, H, POSITIONS] of attention on positions; [B, H, S] of means over each ``stretch`` of
-    queries. ``output`` as in :func:`output_ratios`, ``delimiters`` bool [B, T]."""
+    """Return what the ``weights`` of a layer (:func:`measure_weights`) amount to, float64, one row
+    per text: [B, H]; [B, H, POSITIONS] for attention on positions; [B, H, S] for means over each
+    ``stretch`` of queries. ``output``: see :func:`output_ratios`; ``delimiters``: bool [B, T]."""
     queries = weights["columns"].shape[-1]
     on_delimiters, most = delimiter_means(weights["columns"], delimiters)
     found = {
@@ -164,7 +168,7 @@ def measures(
 
 
 def _first(columns: Tensor) -> Tensor:
-    """The first POSITIONS keys; 0 for those that are not there."""
+    """Return the first POSITIONS keys of ``columns``, filled up with 0."""
     missing = max(0, POSITIONS - columns.shape[-1])
     return torch.nn.functional.pad(columns[..., :POSITIONS], (0, missing))
 
@@ -186,8 +190,8 @@ Head = tuple[int, int]  # layer and head, from 0
 
 
 def choose(found: Measured) -> tuple[Head, ...]:
-    """The head that weighs the first key most, and of the others the one whose queries have the
-    largest weights: the first shows a sink if there is one, the second what is attended to."""
+    """Return two heads: the one with the most weight on the first key, which shows a sink if there
+    is one, and of the others the one whose queries have the largest weights."""
     heads = {
         (layer, head): one
         for layer, part in enumerate(found.layers)
@@ -205,8 +209,8 @@ def attention_maps(
     prose: Tensor,
     heads: Sequence[Head],
 ) -> tuple[AttentionMap, ...]:
-    """Weights of ``heads`` on the beginning of ``prose`` [T] and on ``TEXTS``, by kind of text.
-    Raises RecipeError for a head that the model has not."""
+    """Return the weights of ``heads`` on the beginning of ``prose`` [T] and on each of ``TEXTS``.
+    Raises RecipeError for a head that the model does not have."""
     begin = [tokenizer.bos_token_id] if tokenizer.bos_token_id is not None else []
     texts = {"prose": prose.tolist()} | {
         kind: [*begin, *tokenizer.encode(text, add_special_tokens=False)]
@@ -227,7 +231,7 @@ def attention_maps(
 
 
 def _weights(model: PreTrainedModel, ids: Tensor, heads: Sequence[Head]) -> list[Tensor]:
-    """[T, T] of each of ``heads``."""
+    """Return the weights of each of ``heads`` on the text ``ids`` [1, T], [T, T] each."""
     seen: dict[int, Tensor] = {}
     wanted = {layer for layer, _ in heads}
 

@@ -1,7 +1,7 @@
-"""Looking into a model while it reads: attention, hidden states, inputs of linear layers.
+"""Observe attention, hidden states and inputs of linear layers while a model reads.
 
-The model computes what it computes when it is scored: its own attention function runs, and who
-looks on computes the weights beside it by their definition.
+The model computes what it computes when it is scored: its own attention function runs, and
+observers compute the weights again by their definition.
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ NAME = "qbench-measured"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Call:
-    """One call of a layer's attention: query [B, Hq, T, D], key [B, Hkv, T, D], and what turns
-    them into weights. ``mask``: bool [B or 1, 1, T, T], True = attend, used as it is; None:
-    causal. ``scale``: factor of the scores, None: 1/√D; ``softcap`` c: they become c · tanh(x / c)
-    (see ``reference.attention``). ``output``: [B, T, Hq, Dv], before the
-    output projection."""
+    """One call of a layer's attention: query [B, Hq, T, D], key [B, Hkv, T, D], and what turns them
+    into weights.
+
+    ``mask``: bool [B or 1, 1, T, T], True = attend, used as it is; None: causal. ``scale``: factor
+    of the scores, None: 1/√D. ``softcap`` c: scores x become c · tanh(x / c), see
+    ``reference.attention``. ``output``: [B, T, Hq, Dv], before the output projection.
+    """
 
     query: Tensor
     key: Tensor
@@ -51,10 +53,11 @@ Observe = Callable[[int, Call], None]  # layer, and its call
 
 @contextmanager
 def attention_observed(model: PreTrainedModel, observe: Observe) -> Iterator[None]:
-    """Call ``observe`` in every attention layer of each forward pass in the body.
+    """Call ``observe(layer, call)`` in every attention layer during forward passes within the body,
+    which have neither padding nor a cache.
 
-    For passes without padding and cache. Raises UnavailableError for a model whose attention is
-    not qbench's, since its weights could then be others than are measured.
+    Raises UnavailableError for a model whose attention is not qbench's, since its weights could
+    differ from those that are measured.
     """
     running = model.config._attn_implementation
     normalizer = getattr(model.config, "qbench_normalizer", None)
@@ -100,10 +103,9 @@ def attention_observed(model: PreTrainedModel, observe: Observe) -> Iterator[Non
 
 
 def _as_read(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries, and keys as a quantized KV cache gives them back, where ``module`` has one.
+    """Return queries, and keys as the quantized KV cache of ``module`` returns them, if it has one.
 
-    A rotation of both alone changes no score. Raises UnavailableError where what is read depends
-    on the query.
+    Raises UnavailableError if what is read depends on the query.
     """
     if getattr(module, KV_CACHE, None) is None:
         return query, key
@@ -121,7 +123,7 @@ def _as_read(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> tu
 def states_observed(
     layers: Sequence[nn.Module], observe: Callable[[int, Tensor], None]
 ) -> Iterator[None]:
-    """Call ``observe(layer, states)`` with what each decoder layer gives: [B, T, D]."""
+    """Call ``observe(layer, states)`` with the output [B, T, D] of each decoder layer."""
 
     def after(index: int, module: nn.Module, inputs: Any, output: Any) -> None:
         observe(index, output[0] if isinstance(output, tuple) else output)
@@ -136,7 +138,7 @@ def states_observed(
 def inputs_observed(
     modules: Mapping[str, nn.Module], observe: Callable[[str, Tensor], None]
 ) -> Iterator[None]:
-    """Call ``observe(name, input)`` with what each of ``modules`` receives."""
+    """Call ``observe(name, input)`` with the input of each of ``modules``."""
 
     def before(name: str, module: nn.Module, inputs: tuple, options: dict[str, Any]) -> None:
         given = (*inputs, *options.values())
@@ -150,7 +152,7 @@ def inputs_observed(
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The decoder's layers, in order. Raises UnavailableError where they cannot be told."""
+    """Return the decoder's layers in order. Raises UnavailableError if they cannot be found."""
     count = model.config.get_text_config().num_hidden_layers
     _, blocks = decoder_blocks(model)
     if len(blocks) != count:

@@ -1,6 +1,5 @@
-"""Hidden states measured: kurtosis by three definitions, extremes, massive activations, quantiles
-of more values than can be kept; and inputs of linear layers: what a grid of few bits makes of them.
-"""
+"""Measure hidden states: kurtosis by three definitions, extremes, massive activations, quantiles;
+and the error of linear layers' inputs on grids of few bits."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ BONDARENKO_EPSILON = 1e-6
 
 
 class Massive(NamedTuple):
-    """A massive activation; ``to_median``: its magnitude over the median one."""
+    """A massive activation. ``to_median``: its magnitude over the median magnitude."""
 
     value: float
     to_median: float
@@ -31,11 +30,11 @@ class Massive(NamedTuple):
 
 @dataclass(kw_only=True, eq=False)
 class States:
-    """What is kept of one layer's hidden states.
+    """Statistics of one layer's hidden states.
 
-    ``rows`` [N, 8], of each text's T · D values: Σ x, Σ x², Σ x³, Σ x⁴, :func:`excess` kurtosis
+    ``rows`` [N, 8], one per text of T · D values: Σ x, Σ x², Σ x³, Σ x⁴, :func:`excess` kurtosis
     averaged over tokens, lowest, highest, median magnitude; float64, on the model's device.
-    ``counts``: as :func:`counts` has them.
+    ``counts``: see :func:`counts`.
     """
 
     values: int = 0  # of one text
@@ -46,13 +45,13 @@ class States:
 
     @torch.no_grad()
     def add(self, states: Tensor, *, layer: int, first: int) -> list[Massive]:
-        """Take in hidden states [B, T, D] of texts ``first``, ``first`` + 1, …; returns the
-        massive activations among them, at most ``MASSIVE_KEPT``, the largest ones.
+        """Add the hidden states [B, T, D] of texts ``first``, ``first`` + 1, …; return the massive
+        activations among them, the largest ``MASSIVE_KEPT`` at most.
 
-        Sun et al. 2024 (arXiv 2402.17762, section 2): a value is massive where its magnitude
-        "surpasses 100 and is at least or around 1,000 times larger than the median magnitude of
-        its hidden state". That is taken as exactly 1,000 times or more, the hidden state as that
-        of one layer and text [T, D].
+        Sun et al. 2024 (arXiv 2402.17762, section 2): a value is massive if its magnitude
+        "surpasses 100 and is at least or around 1,000 times larger than the median magnitude of its
+        hidden state". Here: 1,000 times or more, and the hidden state of one layer and text, [T,
+        D].
         """
         wide = states.double()
         squares = wide.square()
@@ -86,24 +85,25 @@ class States:
 
 
 def pooled_kurtosis(powers: Tensor, values: int) -> float:
-    """μ4 / σ⁴ of all values at once, not excess: 3 for a normal distribution.
+    """Return μ4 / σ⁴ of all values at once, not excess: 3 for a normal distribution; NaN if all are
+    equal.
 
-    ``powers`` [N, 4] as in :class:`States`, each row over ``values`` values. The softpick paper
+    ``powers`` [N, 4]: see :class:`States`, each row over ``values`` values. The softpick paper
     (section 6.3, table 4) collects "all hidden state vectors to evaluate them all at once": the
-    outputs of every decoder layer, before the final norm. It does not say whether 3 is taken
-    off; at its size of thousands that does not matter. NaN where all values are equal.
+    outputs of every decoder layer, before the final norm. It does not say whether 3 is subtracted;
+    its values are thousands.
     """
     fourth, variance = (moment.item() for moment in _central(powers.sum(0), values * len(powers)))
     return fourth / variance**2 if variance > 0 else float("nan")
 
 
 def sequence_kurtosis(powers: Tensor, values: int) -> Tensor:
-    """Bondarenko et al. 2023 (arXiv 2306.12929, section 5 and their code): μ4 / (s⁴ + 1e-6) of
-    each flattened text, s with n − 1 below the line; to be averaged over texts and modules.
+    """Return the kurtosis [N] of Bondarenko et al. 2023 (arXiv 2306.12929, section 5 and their
+    code): μ4 / (s⁴ + 1e-6) of each flattened text, s² divided by n − 1; to be averaged over texts
+    and modules.
 
     They measure the outputs of attention and feed-forward layers; here the modules are decoder
-    layers, so that the three definitions speak of the same tensors. ``powers`` as in
-    :class:`States`. Returns [N].
+    layers, so that all definitions are of the same tensors. ``powers``: see :class:`States`.
     """
     fourth, variance = _central(powers, values)
     unbiased = variance * values / max(1, values - 1)
@@ -111,26 +111,26 @@ def sequence_kurtosis(powers: Tensor, values: int) -> Tensor:
 
 
 def excess(squares: Tensor, fourth: Tensor, width: int) -> Tensor:
-    """OSP, Park et al. 2025 (arXiv 2506.19697): excess kurtosis of each token's vector, without
-    taking off its mean: max(0, E[x⁴] / E[x²]² − 3); to be averaged over tokens and layers.
-    ``squares``, ``fourth`` [...]: Σ x², Σ x⁴ over the vector's ``width`` values, float64."""
+    """Return the kurtosis of OSP, Park et al. 2025 (arXiv 2506.19697): max(0, E[x⁴] / E[x²]² − 3)
+    of each token's vector, not centred; to be averaged over tokens and layers.
+
+    ``squares``, ``fourth`` [...]: Σ x², Σ x⁴ over the vector's ``width`` values, float64.
+    """
     spread = squares.square()
     ratio = fourth * width / spread.where(spread > 0, 1.0)
     return torch.where(spread > 0, (ratio - 3).clamp(min=0), 0.0)
 
 
 def _central(powers: Tensor, values: int) -> tuple[Tensor, Tensor]:
-    """Fourth central moment and variance (n below the line) from power sums [..., 4].
-
-    In float64 nothing is lost: means of hidden states are small beside their spread.
-    """
+    """Return the fourth central moment and the variance (divided by n) from power sums [..., 4].
+    Float64 is precise enough, since means of hidden states are small."""
     one, two, three, four = (powers / values).unbind(-1)
     fourth = four - 4 * one * three + 6 * one**2 * two - 3 * one**4
     return fourth, two - one**2
 
 
 def summary(layers: list[States]) -> Hidden:
-    """Of one layer's hidden states, or of those of several taken together."""
+    """Return the statistics of one layer's hidden states, or of several layers' together."""
     rows = torch.cat([row for one in layers for row in one.rows]).cpu()
     powers, (tokens, lowest, highest, medians) = rows[:, :4], rows[:, 4:].unbind(1)
     values = layers[0].values
@@ -154,18 +154,18 @@ BINS = 1 << 16
 
 
 def counts(values: Tensor) -> Tensor:
-    """How many of ``values`` begin with each of the 65,536 patterns of 16 bits that a float32
-    can begin with, which are the values of bfloat16: int64 [BINS], the pattern of sign 0 and the
-    lowest magnitude first, negative ones from the middle on."""
+    """Return how many of ``values`` begin with each pattern of 16 bits of a float32, int64 [BINS].
+    These are the values of bfloat16: first those with sign 0 from the lowest magnitude on, then the
+    negative ones."""
     patterns = values.detach().float().contiguous().view(torch.int32) >> 16
     return torch.bincount((patterns & (BINS - 1)).flatten(), minlength=BINS)
 
 
 def quantiles(found: Tensor, *, exact: bool) -> dict[str, float]:
-    """Quantiles at LEVELS from :func:`counts`: the value that so large a share is no larger than.
+    """Return the quantiles at LEVELS from ``found``, the result of :func:`counts`.
 
-    ``exact``: the values were bfloat16, so that a pattern is a value. Otherwise it stands for
-    values of a range, and its middle, at most 0.4 % off, is what is given.
+    ``exact``: the values were bfloat16, so that each pattern is one value. Otherwise it is a range
+    of values, and its middle is returned, at most 0.4 % off.
     """
     patterns = torch.arange(BINS, dtype=torch.int32) << 16
     values = (patterns + (0 if exact else 1 << 15)).view(torch.float32)
@@ -183,9 +183,13 @@ BITS = (8, 4)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Inputs:
-    """What a linear layer receives: number of values, max |x|, and float64 sums [1 + 2 · len(BITS)]
-    of x² and of (Q(x) − x)², with a scale a token and a scale a text, by bits. On the input's
-    device; a sum of two is that of both together."""
+    """Statistics of a linear layer's inputs: number of values, max
+
+    x
+
+    , and float64 sums [1 + 2 · len(BITS)] of x² and of (Q(x) − x)², by bits, with one scale per
+    token and one per text. They are on the input's device; adding two gives those of both.
+    """
 
     elements: int
     largest: Tensor
@@ -194,7 +198,7 @@ class Inputs:
     @classmethod
     @torch.no_grad()
     def of(cls, batch: Tensor) -> Inputs:
-        """Of some texts, [B, T, D]."""
+        """Return the statistics of some texts, [B, T, D]."""
         wide = batch.float()
         tokens = wide.abs().amax(-1, keepdim=True)
         texts = tokens.amax(1, keepdim=True)
@@ -210,6 +214,7 @@ class Inputs:
         )
 
     def summary(self, name: str) -> LinearInput:
+        """Return the statistics as a part of the record, for the layer ``name``."""
         total, *wrong = self.sums.tolist()
         errors = [(one / total) ** 0.5 if total else 0.0 for one in wrong]
         bits = [str(one) for one in BITS]
@@ -223,9 +228,15 @@ class Inputs:
 
 
 def error(values: Tensor, peaks: Tensor, bits: int) -> Tensor:
-    """Σ (Q(x) − x)² over ``values`` [B, T, D] on the symmetric grid of ``bits`` bits whose end is
-    ``peaks`` = max |x| [B, T or 1, 1]: Δ = max |x| / (2^(bits − 1) − 1), Q(x) = Δ · round(x / Δ).
-    SmoothQuant, Xiao et al. 2023 (arXiv 2211.10438), equation 1. A scalar, float64."""
+    """Return Σ (Q(x) − x)² over ``values`` [B, T, D], a float64 scalar, on the symmetric grid of
+    ``bits`` bits with the ends ± ``peaks`` [B, T or 1, 1].
+
+    Q(x) = Δ · round(x / Δ) with Δ = max
+
+    x
+
+    / (2^(bits − 1) − 1): SmoothQuant, Xiao et al. 2023 (arXiv 2211.10438), equation 1.
+    """
     step = peaks / (2 ** (bits - 1) - 1)
     steps = values / step.where(step > 0, 1.0)
     wrong = (steps.round().sub_(steps)).square_().sum(-1, keepdim=True)  # [B, T, 1], in Δ²

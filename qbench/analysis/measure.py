@@ -1,4 +1,4 @@
-"""One pass over a text, and all that is measured in it."""
+"""Measure a model in one pass over a text."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ DELIMITERS = frozenset(".,;:!?\n\r")  # what a delimiter token consists of, spac
 
 @dataclass(kw_only=True, eq=False)
 class Pass:
-    """What has been seen so far."""
+    """What a pass has measured so far."""
 
     states: list[States]
     inputs: dict[str, Inputs] = field(default_factory=dict)
@@ -67,7 +67,8 @@ class Pass:
         self.massive += self.states[layer].add(states, layer=layer, first=self.first)
 
     def see_input(self, name: str, given: Tensor) -> None:
-        """Layers with one input (q, k, v; gate, up) share what is measured of it."""
+        """Add the input of the linear layer ``name``. Layers with the same input (q, k, v; gate,
+        up) share its statistics."""
         batch, length = self.shape
         if given.numel() != batch * length * given.shape[-1]:
             self.left_out.add(name)  # experts, which see some of the tokens
@@ -88,11 +89,12 @@ def measure(
     batch: int,
     progress: Advance | None = None,
 ) -> Measured:
-    """Let ``model`` read texts ``ids`` [N, T] int64, ``batch`` at a time, and measure.
+    """Run ``model`` over texts ``ids`` [N, T] int64, ``batch`` at a time, and return what was
+    measured.
 
-    ``linears``: names of the linear layers whose inputs are measured; those of the unquantized
-    model, whatever stands in their places. Raises UnavailableError for a model that cannot be
-    looked into, EvaluationError where its loss is not finite.
+    ``linears``: names of the linear layers whose inputs are measured, those of the unquantized
+    model. Raises UnavailableError for a model that cannot be observed, EvaluationError if its loss
+    is not finite.
     """
     layers = decoder_layers(model)
     modules = {name: model.get_submodule(name) for name in linears}
@@ -116,8 +118,8 @@ def measure(
 
 
 def delimiters(ids: Tensor, tokenizer: PreTrainedTokenizerBase) -> Tensor:
-    """Which of ``ids`` stand for nothing but signs that part sentences, parts of them, or lines:
-    bool of their shape."""
+    """Return which of ``ids`` stand for signs between sentences, parts of them, or lines, and
+    nothing else: bool of the same shape."""
     known, places = ids.unique(return_inverse=True)
     texts = [tokenizer.decode([token]).strip(" \t") for token in known.tolist()]
     marks = torch.tensor([bool(text) and set(text) <= DELIMITERS for text in texts])
@@ -125,7 +127,8 @@ def delimiters(ids: Tensor, tokenizer: PreTrainedTokenizerBase) -> Tensor:
 
 
 def _losses(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Negative log-likelihood of each text's tokens but the first, in nats: [B, T − 1]."""
+    """Return the negative log-likelihood of each text's tokens but the first, [B, T − 1],
+    in nats."""
     return torch.stack(
         [
             torch.nn.functional.cross_entropy(rows[:-1].float(), one[1:], reduction="none")
@@ -176,7 +179,8 @@ def _measured(
 
 
 def _stretches(losses: Tensor, rows: dict[str, Tensor]) -> tuple[PositionBin, ...]:
-    """Of ``losses`` [N, T − 1], whose first is of position 1, and what attention had there."""
+    """Return the means over each stretch of positions, of ``losses`` [N, T − 1], whose first
+    belongs to position 1, and of the attention measures ``rows``."""
     texts, length = losses.shape[0], losses.shape[1] + 1
     found = []
     for index, first in enumerate(range(0, length, STRETCH)):
@@ -198,8 +202,8 @@ def _stretches(losses: Tensor, rows: dict[str, Tensor]) -> tuple[PositionBin, ..
 
 
 def _means(rows: dict[str, Tensor]) -> dict[str, Any]:
-    """Over texts and heads, of rows [N, H, …] as :func:`measures` gives them: what is said of
-    one head as of all."""
+    """Return the means over texts and heads of ``rows`` [N, H, …], the tensors of
+    :func:`measures`."""
     columns = zip(rows["attention"].unbind(-1), rows["attention_gu"].unbind(-1), strict=True)
     return {
         "sinks": tuple(
@@ -242,7 +246,7 @@ def _heads(rows: dict[str, Tensor]) -> tuple[Head, ...]:
 
 
 def _mean(values: Tensor) -> float | None:
-    """Over those that are there; None where there is none."""
+    """Return the mean of the values that are not NaN; None if there are none."""
     there = values[~values.isnan()]
     return there.mean().item() if len(there) else None
 

@@ -1,4 +1,4 @@
-"""What is known of a cell that is analyzed, whether it works or not. Imports no torch."""
+"""The result of a cell's analysis, whether it succeeds or not. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qbench.store import Analyses
 
 @dataclass(kw_only=True, slots=True)
 class AnalysisResult(CellResult):
-    """What is known so far of a cell that is analyzed; a failure leaves the rest as it is."""
+    """What an analysis has measured so far; it is kept if the analysis fails."""
 
     analyses: Analyses
     settings: AnalysisSettings
@@ -22,8 +22,7 @@ class AnalysisResult(CellResult):
     def put(
         self, status: Literal["ok", "unfinished", "failed"], error: str | None
     ) -> Analysis | Sensitivity:
-        """Write the record of what is known; a good one that is there is replaced by none that is
-        not."""
+        """Save the record unless it would replace a good one by a failed one; return the record."""
         kind = self.analyses.kind
         stated = self.stated(error) | self.found | {"status": status}
         if kind is Sensitivity:

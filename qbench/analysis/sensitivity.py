@@ -1,4 +1,4 @@
-"""How much a model loses where one linear layer, or one decoder layer, is quantized alone."""
+"""Measure how much a model loses if one linear layer, or one decoder layer, is quantized alone."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROWS = 2048  # of logits at once
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unit:
-    """Modules that are quantized together; ``layer``: the decoder layer that they are in."""
+    """Modules that are quantized together. ``layer``: the decoder layer that holds them."""
 
     name: str
     layer: int | None
@@ -35,8 +35,9 @@ class Unit:
 def units(
     model: PreTrainedModel, linears: Sequence[str], *, blocks: bool, whole: bool = False
 ) -> list[Unit]:
-    """Each of ``linears``, or all of each decoder layer, in the model's order. ``whole``: decoder
-    layers as they are, for their norms belong to their linear layers."""
+    """Return a unit for each of ``linears``, or with ``blocks`` for each decoder layer, in the
+    model's order. ``whole``: exchange decoder layers with their norms, which the quantized linear
+    layers depend on."""
     names = {module: name for name, module in model.named_modules()}
     prefixes = [f"{names[layer]}." for layer in decoder_layers(model)]
 
@@ -54,8 +55,8 @@ def units(
 
 
 class Baseline:
-    """The unquantized model's next-token distributions on texts ``ids`` [N, T] int64, kept as
-    the rows that its LM head makes them of: exact over the whole vocabulary, and small."""
+    """The unquantized model's next-token distributions on texts ``ids`` [N, T] int64, kept as the
+    inputs of its LM head: exact over the whole vocabulary, and small."""
 
     def __init__(self, model: PreTrainedModel, ids: Tensor, *, batch: int) -> None:
         self.model, self.ids, self.batch = model, ids, batch
@@ -71,8 +72,8 @@ class Baseline:
 
     @torch.inference_mode()
     def against(self, unit: Unit, quantized: nn.Module) -> UnitSensitivity:
-        """What the model loses with ``unit``'s modules taken from ``quantized``; it is left as it
-        was. Raises EvaluationError where the changed model gives no numbers."""
+        """Return what the model loses if the modules of ``unit`` are taken from ``quantized``; the
+        model is restored. Raises EvaluationError if the changed model's logits are not numbers."""
         texts = []
         with exchanged(self.model, {name: quantized.get_submodule(name) for name in unit.modules}):
             for rows, tokens in zip(self.rows, self._batches(), strict=True):
@@ -92,11 +93,11 @@ class Baseline:
             yield self.ids[first : first + self.batch].to(self.model.device)
 
     def _hidden(self, tokens: Tensor) -> Tensor:
-        """The LM head's input [B, T − 1, H] at positions whose next token is known."""
+        """Return the LM head's input [B, T − 1, H] at positions whose next token is known."""
         return self.decoder(input_ids=tokens, use_cache=False)[0][:, :-1]
 
     def _compare(self, old: Tensor, new: Tensor, targets: Tensor) -> Tensor:
-        """Σ p ln(p/q) of R positions and how much their losses rise, [2, R]."""
+        """Return Σ p ln(p/q) of R positions and the rise of their losses, [2, R]."""
         log_p, log_q = (functional.log_softmax(self.head(rows).float(), -1) for rows in (old, new))
         difference = log_p - log_q
         # Rounding alone can bring it below 0.
@@ -106,7 +107,8 @@ class Baseline:
 
 @contextmanager
 def exchanged(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[None]:
-    """``model`` with ``modules`` in the places of its own, which come back afterwards."""
+    """Put ``modules`` in the places of the modules of ``model`` with these names, within
+    the body."""
     own = {name: model.get_submodule(name) for name in modules}
     try:
         for name, module in modules.items():

@@ -1,4 +1,4 @@
-"""Which implementation of a normalizer runs on a device. Imports no torch: a plan asks it."""
+"""Choose the implementation of an attention function. Imports no torch, since plans use it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ NATIVE = "native"
 
 
 def choose(normalizer: str, wanted: str, device: str) -> str:
-    """``reference`` or ``triton``, from what is ``wanted`` on ``device`` (``cuda``, ``cuda:1``,
-    ``cpu``). ``auto`` is triton on CUDA for a normalizer that has kernels, else the reference.
+    """Return ``reference`` or ``triton`` for ``wanted`` on ``device`` (``cuda``, ``cuda:1``,
+    ``cpu``). ``auto`` is triton on CUDA if the attention function has kernels, else the reference.
 
-    Raises RecipeError for an unknown name, UnavailableError where triton cannot run or has not
-    this normalizer.
+    Raises RecipeError for an unknown name, UnavailableError if triton cannot run or lacks the
+    kernels.
     """
     chosen = NORMALIZERS.get(normalizer)
     kind = device.partition(":")[0]

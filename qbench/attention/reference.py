@@ -1,8 +1,8 @@
 """Attention in plain PyTorch: the definition that every kernel is compared with.
 
-Scores, masks and products are here; what turns scores into weights is in the normalizer's own
-file. Works in float64 for float64 inputs, else in float32 (the result is rounded once, to the
-inputs' dtype). Queries are taken in chunks, so memory grows linearly with their number.
+Scores, masks and products are here; what turns scores into weights is in a file per normalizer.
+Computes in float64 for float64 inputs, else in float32; the result is rounded once, to the inputs'
+dtype. Queries are taken in chunks, so that memory grows linearly with their number.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ BUCKET_SCORES, PADDING_SCORES = 1 << 21, 1 << 16
 
 
 class Chunk(NamedTuple):
-    """Scores [B, Hq, R, N] of R queries over N keys that any of them may see, and what each of them
-    may see; and which keys these are."""
+    """Scores [B, Hq, R, N] of R queries over N keys, which of these each query may see, and which
+    keys these are."""
 
     scores: Tensor
     allowed: Tensor | None
@@ -104,7 +104,7 @@ def attention(
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """``tensors`` in the dtype of torch.autocast, where it is on: as torch's own attention does.
+    """Return ``tensors`` in the dtype of torch.autocast if it is on, as torch's own attention does.
     float64 stays, as everywhere under autocast."""
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
@@ -116,7 +116,7 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 def check(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, seq_bounds: Tensor | None = None
 ) -> None:
-    """Raises ValueError where the shapes or the mask's dtype do not fit together."""
+    """Raise ValueError if the shapes or the mask's dtype do not fit together."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.ndim != 4:
             raise ValueError(f"{name} must be [B, H, T, D]; it is {tuple(tensor.shape)}")
@@ -156,8 +156,8 @@ def chunks(
     window: int | None = None,
     size: int = CHUNK_SCORES,
 ) -> Iterator[Chunk]:
-    """The scores in chunks of queries, of about ``size`` scores, capped and sloped; settings as in
-    :func:`attention`."""
+    """Yield the scores in chunks of queries, of about ``size`` scores, capped and sloped; settings
+    as in :func:`attention`."""
     slopes = given.get(SLOPES.name) if SLOPES in chosen.parameters else None
     batch, heads, queries, _ = query.shape
     key_count = key.shape[2]
@@ -192,7 +192,7 @@ def chunks(
 
 
 def grouped_matmul(left: Tensor, right: Tensor) -> Tensor:
-    """[B, Hq, T, N] @ [B, Hkv, N, D] without repeating the shared heads of ``right``."""
+    """Return [B, Hq, T, N] @ [B, Hkv, N, D] without repeating the shared heads of ``right``."""
     batch, heads, rows, _ = left.shape
     kv_heads = right.shape[1]
     if heads == kv_heads:
@@ -210,7 +210,8 @@ def _scale(query: Tensor, scale: float | None) -> float:
 
 
 def sequences(seq_bounds: Tensor) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-    """Where in [B, H, T, D] the queries and the keys of each sequence are that has both."""
+    """Yield the index in [B, H, T, D] of the queries and of the keys of each sequence that has
+    both."""
     for row, first_query, last_query, first_key, last_key, _ in seq_bounds.tolist():
         if first_query < last_query and first_key < last_key:
             heads = (slice(row, row + 1), slice(None))
@@ -242,8 +243,9 @@ def length_buckets(seq_bounds: Tensor, heads: int) -> Iterator[Tensor]:
 def padded_indices(
     seq_bounds: Tensor, query: Tensor, key: Tensor, *, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Which of the B · T tokens are the queries [G, Tq] and keys [G, Tk] of G sequences filled up
-    to one size, which queries are real [G, Tq], and a mask [G, 1, Tq, Tk], where one is needed."""
+    """Return which of the B · T tokens are the queries [G, Tq] and keys [G, Tk] of G sequences
+    padded to one size, which queries are real [G, Tq], and a mask [G, 1, Tq, Tk] if one is needed.
+    """
     seq_bounds = seq_bounds.to(query.device, torch.long)
     row, first_query, last_query, first_key, last_key, _ = seq_bounds.T[..., None]
     # On the right causality hides what fills up, on the left last queries stay at their last keys.

@@ -46,21 +46,21 @@ TWO_SOURCES = (
 
 
 def attention_name(normalizer: str, implementation: str, device: str | torch.device) -> str:
-    """The name to pass as ``attn_implementation=``, known to transformers from now on.
+    """Return the name to pass as ``attn_implementation=``, and register it with transformers.
 
-    ``implementation``: ``reference``, ``triton``, or ``auto``, which is triton on CUDA for a
-    normalizer that has kernels, and the reference elsewhere. Raises RecipeError for an unknown
-    name, UnavailableError where triton cannot run or has not this normalizer.
+    ``implementation``: ``reference``, ``triton``, or ``auto``, which is triton on CUDA for an
+    attention function with kernels, and the reference elsewhere. Raises RecipeError for an unknown
+    name, UnavailableError if triton cannot run or lacks the kernels.
     """
     return _registered(normalizer, choose(normalizer, implementation, str(device)))
 
 
 def set_attention(model: PreTrainedModel, *, normalizer: str, implementation: str = "auto") -> str:
-    """Sets the attention of ``model``; returns what runs, e.g. ``softpick/triton``. Its
+    """Set the attention of ``model`` and return what runs, such as ``softpick/triton``. Its
     configuration, which is saved with it, names the normalizer from then on.
 
-    Errors as :func:`attention_name`, and UnavailableError where the model's class does not take
-    attention from outside.
+    Raises as :func:`attention_name`, and UnavailableError if the model's class does not use
+    transformers' attention interface.
     """
     device = next(model.parameters()).device
     name = attention_name(normalizer, implementation, device)
@@ -76,10 +76,11 @@ def set_attention(model: PreTrainedModel, *, normalizer: str, implementation: st
 
 @contextmanager
 def batch_invariant(model: PreTrainedModel) -> Iterator[None]:
-    """Within it every row of ``model``'s attention is the same bits whatever stands in other rows.
+    """Make every row of ``model``'s attention the same bits within the body, whatever the other
+    rows hold.
 
     A kernel's tile computes several rows, and what it skips or rescales depends on all of them. So
-    a model that attends by our kernels attends by the reference, which multiplies row by row.
+    a model on our kernels runs the reference here, which multiplies row by row.
     """
     name = model.config._attn_implementation or ""
     if not (name.startswith("qbench-") and name.endswith("-triton")):
@@ -94,7 +95,7 @@ def batch_invariant(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _attention(normalizer: str, implementation: str) -> Callable[..., tuple[Tensor, None]]:
-    """The function that transformers calls in each layer."""
+    """Return the function that transformers calls in each layer."""
     chosen = NORMALIZERS.get(normalizer)
 
     def forward(
@@ -165,8 +166,8 @@ def _attention(normalizer: str, implementation: str) -> Callable[..., tuple[Tens
 def _require_aligned(
     chosen: Normalizer, parameters: dict[str, Tensor], query: Tensor, key: Tensor
 ) -> None:
-    """Raises UnavailableError where slopes measure distances from the last key, and it cannot be
-    told whether that is the last query's: a static cache has room behind it."""
+    """Raise UnavailableError if slopes measure distances from the last key and it is unknown
+    whether that is the last query's, since a static cache has memory for more keys."""
     if SLOPES.name in parameters and query.shape[2] != key.shape[2]:
         raise UnavailableError(
             f"{chosen.name} attention with ALiBi's slopes takes no 4-D mask of fewer queries than "
@@ -178,8 +179,8 @@ def _require_aligned(
 def parameters_of(
     chosen: Normalizer, module: torch.nn.Module, options: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """The normalizer's parameters by name, of ``module`` or handed over. Raises UnavailableError
-    where something is handed over that changes the weights and is none of them."""
+    """Return the parameters of ``normalizer`` by name, from ``module`` or from ``options``. Raises
+    UnavailableError for an option that changes the weights and is none of them."""
     found = {}
     for parameter in chosen.parameters:
         tensor = options.get(parameter.keyword) if parameter.keyword else None

@@ -204,8 +204,8 @@ class Loss(nn.Module):
 
 
 def learning_rate(step: int, steps: int, schedule: Schedule) -> float:
-    """Return the learning rate of ``step`` (from 0) as a share of its peak: linear up to 1, then
-    cosine to the floor at ``steps``."""
+    """Return the learning rate of ``step``, from 0, as a share of its peak: linear up to 1, then
+    cosine down to the floor at ``steps``."""
     if step < schedule.warmup_steps:
         return (step + 1) / schedule.warmup_steps
     if schedule.decay == "none":
@@ -215,7 +215,7 @@ def learning_rate(step: int, steps: int, schedule: Schedule) -> float:
 
 
 def adamw(parameters: Iterable[nn.Parameter], settings: Optimizer) -> AdamW:
-    """Return AdamW over the parameters that are trained; vectors decay only if ``settings`` say so."""
+    """Return AdamW over the trained parameters; vectors decay only if ``settings`` say so."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     decay = settings.weight_decay
     groups = [

@@ -1,7 +1,8 @@
-"""Normalizers: what turns scores into attention weights, one object a file. Imports no torch.
+"""Normalizers, the functions that turn scores into attention weights, one per file. Imports no
+torch.
 
-A new one is a file with a subclass of :class:`Normalizer` and a call of :func:`register`. The call
-stands here for one that comes with qbench, in the file itself for one from outside.
+A new one is a file with a subclass of :class:`Normalizer` and a call of :func:`register`: in this
+module for one that comes with qbench, in its own file for a plug-in.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ NORMALIZERS: Registry[Normalizer] = Registry("normalizer")
 
 
 def register(normalizer: Normalizer) -> Normalizer:
-    """Makes it known under its name to recipes, checkpoints and attention. Raises ValueError for
-    a name that is taken, and for kernels that do not take each of its parameters."""
+    """Register ``normalizer`` under its name for recipes, checkpoints and attention. Raises
+    ValueError if the name is taken, or if its kernels do not take each of its parameters."""
     for parameter in normalizer.parameters if normalizer.kernels else ():
         if parameter.name not in normalizer.kernels.parameters:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""What a normalizer is: everything that the rest of qbench asks of one. Imports no torch."""
+"""The base class of normalizers. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parameter:
-    """A tensor that a definition needs beside the scores: a number a query head.
+    """A tensor with one number per query head that a definition needs beside the scores.
 
-    ``attribute``: under which the model's attention module keeps it, and a checkpoint after that
-    module's name. ``keyword``: under which transformers hands it to attention functions, if it
-    does. Without a tensor that is not ``required`` the definition has a default of its own.
-    ``initial``: what training starts from; ``geometric``: from ALiBi's slopes instead.
+    ``attribute``: its name in the model's attention module, and in checkpoints. ``keyword``: its
+    name as an argument of transformers' attention functions, if it has one. A definition has a
+    default of its own for a tensor that is not ``required``. ``initial``: the initial value in
+    training; ``geometric``: ALiBi's slopes instead.
     """
 
     name: str
@@ -33,8 +33,8 @@ class Parameter:
     geometric: bool = False
 
     def start(self, heads: int) -> list[float]:
-        """What training starts from, a number a head: of slopes 2^(−8 h / H), h = 1 … H (Press et
-        al. 2022, section 3)."""
+        """Return the initial values of training, one per head; for slopes 2^(−8 h / H), h = 1 … H
+        (Press et al. 2022, section 3)."""
         if self.geometric:
             return [2 ** (-8 * head / heads) for head in range(1, heads + 1)]
         return [self.initial] * heads
@@ -56,11 +56,13 @@ SCORE_FUNCTIONS = ("softmax", "softpick", "rectified", "sigmoid")  # that kernel
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kernels:
-    """Which Triton kernels compute a normalizer. ``score_function``: its formulas, one of
-    :data:`SCORE_FUNCTIONS`. ``sink``: the denominator has e to the parameter ``sinks`` beside the
-    keys, 1 without one. ``scaled``: scores are multiplied by the parameter ``s`` times log n, of
-    the n keys that a query may see; or with ``one_more`` times log (n + 1). Raises ValueError for
-    what they do not have together."""
+    """Which Triton kernels compute a normalizer.
+
+    ``score_function``: its formulas, one of :data:`SCORE_FUNCTIONS`. ``sink``: the denominator has
+    e to the parameter ``sinks`` added, or 1 without that parameter. ``scaled``: scores are
+    multiplied by the parameter ``s`` times log n for the n keys that a query may see, with
+    ``one_more`` log (n + 1). Raises ValueError for a combination that the kernels lack.
+    """
 
     score_function: str
     sink: bool = False
@@ -82,18 +84,18 @@ class Kernels:
     @property
     def elementwise(self) -> bool:
         """Whether weights need no sum of their row, and scores take the parameter ``bias``, −log n
-        without one."""
+        by default."""
         return self.score_function == "sigmoid"
 
     @property
     def needs_expm1(self) -> bool:
-        """Whether scores near 0 lose bits in the fast formulas, so that the forward pass says
-        where, and the backward pass has a second, precise form."""
+        """Whether scores near 0 lose bits in the fast formulas, so that the forward pass flags them
+        and the backward pass has a second, precise form."""
         return self.score_function == "softpick"
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """The names of those that they take."""
+        """The names of the parameters that the kernels take."""
         taken = {SLOPES.name: True, "bias": self.elementwise, "s": self.scaled, "sinks": self.sink}
         return tuple(name for name, does in taken.items() if does)
 
@@ -101,8 +103,8 @@ class Kernels:
 class Normalizer(ABC):
     """Turns the scores of each query into its attention weights. One object, one file.
 
-    ``rows_sum_to_one``: so do the weights of every query with anything to attend to.
-    ``sparse``: weights can be exactly zero, so that key tiles may be skipped.
+    ``rows_sum_to_one``: the weights of every query that sees a key sum to one. ``sparse``: weights
+    can be exactly zero, so that key tiles may be skipped.
     """
 
     name: ClassVar[str]
@@ -116,18 +118,19 @@ class Normalizer(ABC):
     def weights(
         self, scores: Tensor, *, allowed: Tensor | None = None, parameters: Mapping[str, Tensor]
     ) -> Tensor:
-        """The definition: weights of ``scores`` [..., N] over the last axis, in their dtype.
+        """Return the weights of ``scores`` [..., N] over the last axis, in their dtype: the
+        definition.
 
-        Where ``allowed`` (bool, broadcast to the scores) is False a key counts neither in the
-        numerator nor in the denominator; a row with nothing allowed gives zeros. ``parameters``:
-        by name, of a number a head each; with any, scores are [..., H, R, N].
+        A key counts neither in the numerator nor in the denominator if ``allowed`` (bool, broadcast
+        to the scores) is False; a row with nothing allowed gives zeros. ``parameters``: by name,
+        one number per head each; with any, scores are [..., H, R, N].
         """
 
     def fraction(
         self, scores: Tensor, *, allowed: Tensor | None = None, parameters: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor] | None:
-        """Numerator [..., N] and denominator [..., 1] of the weights, where that is faster than
-        :meth:`weights`; for inference only, and it may overwrite ``scores``."""
+        """Return numerator [..., N] and denominator [..., 1] of the weights if that is faster than
+        :meth:`weights`, else None. For inference only; it may overwrite ``scores``."""
         return None
 
     def attention(
@@ -140,13 +143,13 @@ class Normalizer(ABC):
         mask: Tensor | None,
         causal: bool,
     ) -> Tensor | None:
-        """The whole of ``reference.attention`` without a window by a function of torch, where
-        there is one for such inputs."""
+        """Return the result of ``reference.attention`` without a window by a function of torch,
+        None if torch has none for such inputs."""
         return None
 
     @property
     def traits(self) -> str:
-        """What sets it apart, for ``qbench list normalizers``."""
+        """A line on its properties, for ``qbench list normalizers``."""
         rows = "rows sum to one" if self.rows_sum_to_one else "rows need not sum to one"
         zeros = "weights can be 0" if self.sparse else "no weight is 0"
         ways = "reference, triton" if self.kernels else "reference"
@@ -158,15 +161,15 @@ class Normalizer(ABC):
 
     @property
     def source(self) -> str | None:
-        """For keys: SHA-256 of the file that it is written in, where that is none of qbench's own,
-        whose digest every key holds."""
+        """The SHA-256 of the file that defines it, for keys; None for qbench's own, whose digest
+        every key holds."""
         if type(self).__module__.startswith("qbench."):
             return None
         return source_digest(type(self))
 
     def checked(self, parameters: Mapping[str, Tensor] | None, heads: int) -> dict[str, Tensor]:
-        """``parameters`` by name. Raises UnavailableError for one that this normalizer does not
-        have or that is missing, ValueError for a wrong shape."""
+        """Return ``parameters`` by name. Raises UnavailableError for an unknown or missing one,
+        ValueError for a wrong shape."""
         given = dict(parameters or {})
         for parameter in self.parameters:
             tensor = given.get(parameter.name)
@@ -190,8 +193,8 @@ class Normalizer(ABC):
 
 
 def log_lengths(scores: Tensor, allowed: Tensor | None, *, one_more: bool = False) -> Tensor:
-    """log n of the n keys that each query may see, or log (n + 1), in the dtype of ``scores``
-    [..., N], that broadcasts against them; 0 for n = 0."""
+    """Return log n for the n keys that each query may see, or log (n + 1), in the dtype of
+    ``scores`` [..., N], broadcastable to them; 0 for n = 0."""
     if allowed is None:
         lengths = scores.new_tensor(float(scores.shape[-1]))
     else:

@@ -1,5 +1,5 @@
-"""Scalable variants: scores are multiplied by s · log n first, with n the keys that the query may
-see, each row its own, and s trained a head (Nakanishi 2025; the softpick paper's equation 8).
+"""Scalable variants: scores are first multiplied by s · log n, with n the keys that the query may
+see and s trained per head (Nakanishi 2025; the softpick paper's equation 8).
 
 The variants ``-next`` have s · log (n + 1), as flash-linear-attention computes them: its table of
 logarithms begins at log 2 for the first token.
@@ -23,7 +23,8 @@ S = Parameter(name="s", trainable=True, attribute="s", initial=0.168)
 
 
 class Scalable(Normalizer):
-    """``plain`` of the scores times s · log n, or with ``one_more`` s · log (n + 1)."""
+    """The normalizer ``plain`` of the scores times s · log n, or with ``one_more`` s ·
+    log (n + 1)."""
 
     parameters = (S, SLOPES)
 

@@ -1,8 +1,8 @@
 """Sigmoid attention, equation (2) of its paper: w_i = σ(x_i + b) = 1 / (1 + e^(−x_i − b)).
 
-Each weight by itself, so that nothing in a row competes. The bias b is −log n by default, with n
-the keys that the query may see (Ramapuram et al. 2024: the weights of a row of small scores then
-sum to about 1); the parameter ``bias`` replaces it, a number a head, trained or not.
+Each weight depends on its own score alone. The bias b is −log n by default, with n the keys that
+the query may see (Ramapuram et al. 2024: the weights of a row of small scores then sum to about 1).
+The parameter ``bias`` replaces it, one number per head, trained or not.
 """
 
 from __future__ import annotations

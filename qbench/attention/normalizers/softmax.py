@@ -1,5 +1,5 @@
-"""Softmax, w_i = e^(x_i − m) / Σ_k e^(x_k − m) with m = max x; over some keys alone, and with one
-more term in the denominator."""
+"""Softmax, w_i = e^(x_i − m) / Σ_k e^(x_k − m) with m = max x, and its variants: over some keys
+alone, and with one more term in the denominator."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 
 def softmax(scores: Tensor, allowed: Tensor | None, sink: Tensor | None = None) -> Tensor:
-    """Weights of ``scores`` [..., N]; ``sink``: a score in the sum that has no key."""
+    """Return the weights of ``scores`` [..., N] over the ``allowed`` keys. ``sink``: one more score
+    in the sum, which has no key."""
     import torch
 
     visible = scores if allowed is None else scores.masked_fill(~allowed, float("-inf"))
@@ -54,9 +55,11 @@ class Softmax(Normalizer):
         mask: Tensor | None,
         causal: bool,
     ) -> Tensor | None:
-        """Torch's own softmax attention in float32: the same function, without storing the
-        scores. It aligns the first query with the first key where it is causal, and is causal or
-        takes a mask."""
+        """Return torch's own softmax attention in float32, which stores no scores.
+
+        Torch aligns the first query with the first key if it is causal, and is either causal or
+        takes a mask; None for other inputs.
+        """
         import torch
 
         queries, keys = query.shape[2], key.shape[2]
@@ -119,7 +122,7 @@ class Softmax1(Normalizer):
 
 
 class SoftmaxSink(Softmax1):
-    """With a learned s a head (gpt-oss)."""
+    """Softmax with a learned sink s per head (gpt-oss)."""
 
     name = "softmax-sink"
     description = "softmax with e to a learned sink a head added to the denominator"
