@@ -27,15 +27,15 @@ from qbench.checkpoints.load import (
 from qbench.checkpoints.tokenizer import load_tokenizer, puts_bos
 from qbench.code import code_digest
 from qbench.errors import AuditError, DataError, QbenchError, ResultsError, UnavailableError
-from qbench.evaluation.baseline import baseline_files, read_baseline, verify_baseline
 from qbench.evaluation.degradation import Outcomes, correct_requests, divergence_table, task_damage
 from qbench.evaluation.evaluate import evaluate, group_scores
-from qbench.evaluation.kl import BaselineHiddenStates, BaselineWriter, KLObserver
+from qbench.evaluation.kl_baseline import baseline_files, read_baseline, verify_baseline
+from qbench.evaluation.kl_observer import BaselineHiddenStates, BaselineWriter, KLObserver
 from qbench.evaluation.llamacpp import LlamaCpp
 from qbench.evaluation.lm_eval_model import external_model
 from qbench.evaluation.loaded import LoadedTask, check_documents, load_task
 from qbench.evaluation.scoring import language_model
-from qbench.evaluation.scoring.forward import fastest_mode
+from qbench.evaluation.scoring.hidden_states import fastest_mode
 from qbench.evaluation.settings import tolerance_violation
 from qbench.files import mark_used
 from qbench.machine import free, hardware

@@ -187,7 +187,7 @@ def test_a_full_cache_loses_no_scores(tmp_path, capfd, monkeypatch):
     path, out = small_recipe(tmp_path, tasks=["demo_choice"]), tmp_path / "out"
     options = ("run", path, "--out", out, "--device", "cpu", "--only", "softmax/*")
     with monkeypatch.context() as disk:
-        disk.setattr("qbench.evaluation.kl.save_tensors", full)
+        disk.setattr("qbench.evaluation.kl_observer.save_tensors", full)
         assert qbench(*options) == 0
     assert "demo_choice is scored, but nothing of it is kept: " in (said := capfd.readouterr().err)
     assert "cannot be written (No space left on device); make room there" in said

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from qbench.analysis.capture import decoder_layers
 from qbench.errors import EvaluationError
 from qbench.evaluation.degradation import ratio
-from qbench.evaluation.scoring.forward import decoder_and_head
+from qbench.evaluation.scoring.hidden_states import decoder_and_head
 from qbench.metrics import perplexity
 from qbench.records import UnitSensitivity
 

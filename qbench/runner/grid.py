@@ -18,7 +18,7 @@ from filelock import FileLock, Timeout
 from qbench.cache import Sources, find_cell, hold, keep_cell, keep_sources
 from qbench.cell_result import CellResult
 from qbench.errors import ResultsError
-from qbench.evaluation.baseline import baseline_files, verify_baseline
+from qbench.evaluation.kl_baseline import baseline_files, verify_baseline
 from qbench.evaluation.settings import tolerance_violation
 from qbench.files import cache_folder
 from qbench.machine import attempt

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from qbench.attention.transformers import set_attention
-from qbench.evaluation.kl import BaselineHiddenStates, BaselineWriter
+from qbench.evaluation.kl_observer import BaselineHiddenStates, BaselineWriter
 from qbench.evaluation.scoring import language_model
 from qbench.evaluation.settings import ScoringSettings
 

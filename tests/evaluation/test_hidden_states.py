@@ -11,14 +11,14 @@ from scoring_models import choices, llama, recorded, watch
 
 from qbench.cache import head_key, task_key
 from qbench.errors import ResultsError
-from qbench.evaluation.baseline import (
+from qbench.evaluation.kl_baseline import (
     baseline_file,
     baseline_files,
     checksum_file,
     read_baseline,
     verify_baseline,
 )
-from qbench.evaluation.kl import BaselineHiddenStates, BaselineWriter
+from qbench.evaluation.kl_observer import BaselineHiddenStates, BaselineWriter
 
 PARTS = {"weights": "w", "tasks": {"choices": "1", "a": "2", "b": "3"},
          "few-shot": {"choices": 0, "a": 0, "b": 0}, "scoring": {}}  # fmt: skip

@@ -9,7 +9,7 @@ from scoring_models import choices, instance, llama, pages, recorded, scorer, te
 
 from qbench.errors import EvaluationError
 from qbench.evaluation.degradation import distributions
-from qbench.evaluation.kl import BaselineWriter, KLObserver
+from qbench.evaluation.kl_observer import BaselineWriter, KLObserver
 from qbench.evaluation.settings import Tolerance
 
 

@@ -17,7 +17,7 @@ from tiny import tiny_model
 from qbench.cell import load
 from qbench.checkpoints import find
 from qbench.errors import CheckpointError, QbenchError, UnavailableError
-from qbench.evaluation.kl import BaselineHiddenStates, BaselineWriter, KLObserver
+from qbench.evaluation.kl_observer import BaselineHiddenStates, BaselineWriter, KLObserver
 from qbench.evaluation.llama_library import load_library
 from qbench.evaluation.llamacpp import LlamaCpp
 from qbench.evaluation.loaded import load_task

@@ -12,7 +12,7 @@ from treated_models import decoder
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.attention.transformers import set_attention
 from qbench.evaluation.scoring.batching import Packing
-from qbench.evaluation.scoring.forward import PackedForward
+from qbench.evaluation.scoring.hidden_states import PackedForward
 from qbench.evaluation.scoring.requests import Request
 from qbench.evaluation.settings import Tolerance
 from qbench.quantizers import config_of

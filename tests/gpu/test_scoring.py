@@ -9,7 +9,7 @@ from test_kl import Logits, quantized_like
 
 from qbench.attention.transformers import set_attention
 from qbench.evaluation import settings
-from qbench.evaluation.kl import BaselineWriter, KLObserver
+from qbench.evaluation.kl_observer import BaselineWriter, KLObserver
 from qbench.evaluation.scoring import language_model
 from qbench.evaluation.settings import Tolerance
 

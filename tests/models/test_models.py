@@ -18,7 +18,7 @@ from qbench.checkpoints import find
 from qbench.checkpoints.classes import class_names, packing_problem, tried_classes
 from qbench.checkpoints.load import own_logits, require_causal, require_ours
 from qbench.errors import CheckpointError, UnavailableError
-from qbench.evaluation.scoring.forward import fastest_mode
+from qbench.evaluation.scoring.hidden_states import fastest_mode
 from qbench.evaluation.settings import MODES, Tolerance
 
 # Of GPT-BigCode in transformers 5.17.

@@ -28,18 +28,18 @@ from torch import Tensor
 
 from qbench.errors import EvaluationError
 from qbench.evaluation.scoring.batching import BatchPlan, Packing, Padding
-from qbench.evaluation.scoring.forward import (
-    PackedForward,
-    PaddedForward,
-    decoder_and_head,
-    rope_limit,
-)
 from qbench.evaluation.scoring.generate import (
     generate,
     generate_by_hflm,
     unsupported_by_slots,
 )
 from qbench.evaluation.scoring.hflm import pinned_hflm, report
+from qbench.evaluation.scoring.hidden_states import (
+    PackedForward,
+    PaddedForward,
+    decoder_and_head,
+    rope_limit,
+)
 from qbench.evaluation.scoring.logits import (
     LOG_PROBABILITY_BYTES,
     LogLikelihood,

@@ -26,7 +26,7 @@ from torch.nn import functional
 
 from qbench.cache import head_key, task_key
 from qbench.errors import EvaluationError, OutputError, ResultsError
-from qbench.evaluation.baseline import (
+from qbench.evaluation.kl_baseline import (
     ABOUT,
     REMEDY,
     baseline_file,

@@ -1,5 +1,5 @@
 """Where the unquantized cell keeps what damage is measured against. Imports no torch;
-``evaluation.kl`` says what is in the files.
+``evaluation.kl_observer`` says what is in the files.
 
     CACHE/distributions/<key16>.safetensors           hidden states of a task's scored tokens
     CACHE/distributions/<key16>.safetensors           the LM head, under a key without tasks
