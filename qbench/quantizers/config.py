@@ -28,7 +28,7 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
@@ -138,7 +138,7 @@ class Settings(ABC):
     """
 
     kind: ClassVar[Kind]
-    template: ClassVar[str] = ""  # of the name, such as "gptq-{num_bits}bit"; ``register`` sets it
+    names: ClassVar[dict[str, dict[str, Any]]] = {}  # with the options that each fixes
     method: ClassVar[str] = ""
     title: ClassVar[str] = ""
     backend: ClassVar[str] = ""  # module of qbench.quantizers with the functions; "": its own
@@ -150,7 +150,11 @@ class Settings(ABC):
     @property
     def name(self) -> str:
         """The name under which it is registered."""
-        return self.template.format(**{f.name: getattr(self, f.name) for f in fields(self)})
+        return next(
+            name
+            for name, fixed in self.names.items()
+            if all(getattr(self, option) == value for option, value in fixed.items())
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return all settings as plain JSON, for keys and records. A plug-in's include a digest of

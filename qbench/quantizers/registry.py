@@ -72,7 +72,7 @@ SPELLINGS = (
 
 
 def register(template: str, description: str, **choices: Any) -> Callable[[S], S]:
-    """Return a decorator that registers a class of settings.
+    """Return a decorator that registers a class of settings; a class may have several.
 
     ``choices`` are options that a name fixes: a value, or a tuple of values. Each combination gets
     a name by ``template``, formatted with it, as does ``description``::
@@ -91,7 +91,7 @@ def register(template: str, description: str, **choices: Any) -> Callable[[S], S
                 for text in (template, description)
             )
             METHODS.add(name, Method(name=name, settings=kind, fixed=fixed, description=about))
-        kind.template = template
+            kind.names = {**kind.__dict__.get("names", {}), name: fixed}
         return kind
 
     return add

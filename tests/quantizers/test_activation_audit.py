@@ -10,7 +10,7 @@ from qbench.errors import QuantizationError
 from qbench.quantizers import activation_inputs, config_of, fake_quant
 from qbench.quantizers.config import QuantizationConfig
 from qbench.quantizers.formats import QuantFormat
-from qbench.quantizers.methods.input_formats import IntInputs
+from qbench.quantizers.methods.input_formats import Scaled
 
 LAYER = "model.layers.1.mlp.up_proj"
 DYNAMIC = ("int8-token", "int4-token-asymmetric", "fp8-row", "mxfp4")
@@ -89,15 +89,17 @@ def test_rounding_that_is_a_little_wrong_is_caught(wrong, folder, monkeypatch):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Undeclared(IntInputs):
+class Undeclared(Scaled):
     """Says nothing of what its scale sees."""
 
     batch_invariant = True
 
 
 def test_a_scale_that_sees_more_than_it_declares_fails_the_cell(folder, monkeypatch):
-    monkeypatch.setattr(Undeclared, "__module__", IntInputs.__module__)  # whose functions it has
-    chosen = QuantizationConfig(activations=Undeclared(num_bits=8, per="tensor"), dtype="float32")
+    monkeypatch.setattr(Undeclared, "__module__", Scaled.__module__)  # whose functions it has
+    chosen = QuantizationConfig(
+        activations=Undeclared(num_bits=8, type="int", per="tensor"), dtype="float32"
+    )
     report = check(make(chosen, folder), chosen)
     future, mates = report.problems
     assert future.startswith("changing later tokens changes earlier logits by 0.0")

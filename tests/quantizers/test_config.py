@@ -26,7 +26,7 @@ def test_a_name_gives_plain_data_with_every_default_that_can_be_sent_elsewhere(n
     for option in method.options:
         meaning, _, values = explain(method, option).rpartition(" (")
         assert values
-        assert meaning != option or option in ("num_bits", "per")
+        assert meaning != option or option in ("num_bits", "per", "type")
 
 
 @pytest.mark.parametrize("name", [n for n in names() if n not in ("checkpoint", "lm-eval")])

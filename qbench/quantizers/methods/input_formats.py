@@ -8,7 +8,7 @@ of the tensor (NVIDIA, "Pretraining Large Language Models with NVFP4", 2025).
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -25,7 +25,7 @@ from qbench.quantizers.registry import register
 from qbench.records import UNQUANTIZED_BITS, Part
 
 MX_BLOCK, NVFP4_BLOCK = 32, 16
-PER = ("token", "tensor", "static")
+BITS = (8, 6, 4)
 
 
 @settings
@@ -69,8 +69,21 @@ class FakeQuantized(ActivationSettings):
             require_groups(self.name, counts, size, "inputs")
 
 
+WHOLE: dict[str, Any] = {"group_size": WHOLE_ROW}  # per tensor or static there are no groups
+FP8: dict[str, Any] = {"type": "float", "num_bits": 8, "symmetric": True, **WHOLE}
+
+
+@register("fp8-{per}", "fp8 e4m3 inputs, per {per}", per=("token", "tensor", "static"), **FP8)
+@register(
+    "int{num_bits}-{per}", "int{num_bits} inputs, per {per}",
+    num_bits=BITS, type="int", per=("tensor", "static"), **WHOLE,
+)  # fmt: skip
+@register(
+    "int{num_bits}-token", "int{num_bits} inputs, per token", num_bits=BITS, type="int", per="token"
+)
+@settings
 class Scaled(FakeQuantized):
-    """Codes times a float32 scale.
+    """Integers, as compressed-tensors rounds them, or E4M3, times a float32 scale.
 
     ``per`` token: a scale for each token, or for each group along it, from its own values: nothing
     is clipped. tensor: one scale for a layer's whole input, so that every token of a batch depends
@@ -78,57 +91,36 @@ class Scaled(FakeQuantized):
     and the case of the literature on outliers (Bondarenko et al. 2021, 2023).
     """
 
-    def _format(self, size: int = WHOLE_ROW, **more: object) -> QuantFormat:
-        shared: Literal["token", "tensor"] = "token" if self.per == "token" else "tensor"
-        return QuantFormat(
-            strategy=shared if size == WHOLE_ROW else "group",
-            group_size=size,
-            dynamic=self.per != "static",
-            **more,
-        )
-
-    @property
-    def scheme(self) -> str:
-        size = self.format.group_size
-        per = {
-            "token": "per token" if size == WHOLE_ROW else shared_by(size),
-            "tensor": "per tensor, dynamic",
-            "static": "per tensor, static",
-        }[self.per]
-        return f"{self.format.words} {per}{self.format.sides}"
-
-
-@register("int{num_bits}-{per}", "int{num_bits} inputs, per {per}", num_bits=(8, 6, 4), per=PER)
-@settings
-class IntInputs(Scaled):
-    """Integers times a scale, as compressed-tensors rounds them."""
-
     num_bits: Literal[8, 6, 4]
+    type: Literal["int", "float"]
     per: Literal["token", "tensor", "static"]
     symmetric: Annotated[
         bool, Field(description="false: levels from the smallest to the largest value, and 0")
     ] = True
     group_size: Annotated[
-        GroupSize,
-        Field(description="values along a token that share a scale, if per token; -1 is all"),
+        GroupSize, Field(description="values along a token that share a scale; -1 is all of them")
     ] = WHOLE_ROW
 
     @property
     def format(self) -> QuantFormat:
-        size = self.group_size if self.per == "token" else WHOLE_ROW
-        return self._format(size, num_bits=self.num_bits, symmetric=self.symmetric)
-
-
-@register("fp8-{per}", "fp8 e4m3 inputs, per {per}", per=PER)
-@settings
-class Fp8Inputs(Scaled):
-    """E4M3 times a scale."""
-
-    per: Literal["token", "tensor", "static"]
+        whole: Literal["token", "tensor"] = "token" if self.per == "token" else "tensor"
+        return QuantFormat(
+            num_bits=self.num_bits,
+            type=self.type,
+            symmetric=self.symmetric,
+            strategy=whole if self.group_size == WHOLE_ROW else "group",
+            group_size=self.group_size,
+            dynamic=self.per != "static",
+        )
 
     @property
-    def format(self) -> QuantFormat:
-        return self._format(num_bits=8, type="float")
+    def scheme(self) -> str:
+        per = {
+            "token": "per token" if self.group_size == WHOLE_ROW else shared_by(self.group_size),
+            "tensor": "per tensor, dynamic",
+            "static": "per tensor, static",
+        }[self.per]
+        return f"{self.format.words} {per}{self.format.sides}"
 
 
 @register("mxfp{num_bits}", "MXFP{num_bits} inputs, blocks of 32", num_bits=(8, 4))

@@ -19,21 +19,49 @@ from qbench.records import Part
 
 LONGEST = 2**20  # tokens
 Tokens = Annotated[int, Field(ge=0, le=LONGEST)]
-INT_BITS = (8, 4, 3, 2)
+BITS = (8, 4, 3, 2)
 PER_TOKEN = "keys and values per head and token"
 PER_TENSOR = "one scale per layer; scores depend on the batch"
 KIVI = "keys per channel in groups of tokens, values per token (KIVI)"
+WHOLE: dict[str, Any] = {"group_size": WHOLE_ROW}
+FP8: dict[str, Any] = {"type": "float", "num_bits": 8, "symmetric": True}
 
 
+@register("kv-fp8-tensor", f"fp8 cache, {PER_TENSOR}", scales="tensor", **FP8, **WHOLE)
+@register(
+    "kv-int{num_bits}-tensor", f"int{{num_bits}} cache, {PER_TENSOR}",
+    num_bits=BITS, type="int", scales="tensor", **WHOLE,
+)  # fmt: skip
+@register("kv-fp8-token", f"fp8 cache, {PER_TOKEN}", scales="token", **FP8)
+@register(
+    "kv-int{num_bits}-token", f"int{{num_bits}} cache, {PER_TOKEN}",
+    num_bits=BITS, type="int", scales="token",
+)  # fmt: skip
 @settings
 class KVCache(KVCacheSettings):
     """Keys and values in few bits. Scales are dynamic: taken from the keys and values themselves.
-    A subclass gives ``format``, and ``shared``, which says what shares a scale."""
+
+    ``scales`` token: one per head and token, or per group of its channels. tensor: one for all keys
+    of a layer in a forward pass and one for all values, which later tokens and the rest of the
+    batch change.
+    """
 
     backend: ClassVar[str] = "kv_fake_quant"
-    per_channel: ClassVar[bool] = False  # keys; values are per token then
-    shared: ClassVar[str] = ""
 
+    num_bits: Literal[8, 4, 3, 2]
+    type: Literal["int", "float"] = "int"
+    scales: Literal["token", "channel", "tensor"]
+    symmetric: Annotated[
+        bool,
+        Field(
+            description="levels evenly around zero; false: from the lowest to the highest value, "
+            "which is stored too"
+        ),
+    ] = True
+    group_size: Annotated[
+        Annotated[int, Field(ge=2, le=65536)] | Literal[-1],
+        Field(description="channels of a head that share a scale; -1 is the whole head"),
+    ] = WHOLE_ROW
     sink_tokens: Annotated[
         Tokens, Field(description="tokens at the beginning of a sequence that stay unquantized")
     ] = 0
@@ -48,7 +76,26 @@ class KVCache(KVCacheSettings):
 
     @property
     def format(self) -> QuantFormat:
-        raise NotImplementedError
+        in_groups = self.scales == "token" and self.group_size != WHOLE_ROW
+        return QuantFormat(
+            num_bits=self.num_bits,
+            type=self.type,
+            symmetric=self.symmetric,
+            strategy="group" if in_groups else self.scales,
+            group_size=self.group_size,
+            scale_dtype=self.scale_dtype,
+            zero_point="float",
+        )
+
+    @property
+    def shared(self) -> str:
+        """What shares a scale, in words."""
+        if self.scales == "tensor":
+            return "per tensor"
+        whole = self.group_size == WHOLE_ROW
+        return (
+            "per head and token" if whole else f"per token in groups of {self.group_size} channels"
+        )
 
     @property
     def batch_invariant(self) -> bool:
@@ -57,7 +104,7 @@ class KVCache(KVCacheSettings):
     @property
     def key_group(self) -> int:
         """Tokens whose keys share a scale in each channel, and so are quantized together."""
-        return self.format.group_size if self.per_channel else 1
+        return self.group_size if self.scales == "channel" else 1
 
     @property
     def two_sources(self) -> bool:
@@ -65,13 +112,13 @@ class KVCache(KVCacheSettings):
 
     @property
     def precision(self) -> Part:
-        element = "fp8" if self.format.type == "float" else self.format.element
+        element = "fp8" if self.type == "float" else self.format.element
         words = [f"{element} {self.shared}{self.format.sides}"]
         if self.sink_tokens:
             words.append(f"first {self.sink_tokens} tokens unquantized")
         if self.residual_length:
             words.append(f"last {self.residual_length} tokens unquantized")
-        return Part(bits=self.format.num_bits, scheme=", ".join(words), simulated=True)
+        return Part(bits=self.num_bits, scheme=", ".join(words), simulated=True)
 
     def check(self, config: Mapping[str, Any], device: str) -> None:
         if config.get("kv_lora_rank"):
@@ -80,7 +127,7 @@ class KVCache(KVCacheSettings):
                 "and values (multi-head latent attention), which no KV quantizer here takes; leave "
                 "kv_cache out"
             )
-        width, group = head_dim(config), self.format.group_size
+        width, group = head_dim(config), self.group_size
         if width is not None and group != WHOLE_ROW and width % group:
             raise RecipeError(
                 f"kv_cache: {self.name}: group_size {group} does not divide this checkpoint's head "
@@ -102,109 +149,18 @@ class KVCache(KVCacheSettings):
             )
 
 
-class PerToken(KVCache):
-    """One scale per head and token, or one per ``group_size`` channels."""
-
-    def _format(self, **more: Any) -> QuantFormat:
-        return QuantFormat(
-            strategy="token" if self.group_size == WHOLE_ROW else "group",
-            group_size=self.group_size,
-            scale_dtype=self.scale_dtype,
-            zero_point="float",
-            **more,
-        )
-
-    @property
-    def shared(self) -> str:
-        if self.group_size == WHOLE_ROW:
-            return "per head and token"
-        return f"per token in groups of {self.group_size} channels"
-
-
-Channels = Annotated[
-    Annotated[int, Field(ge=2, le=65536)] | Literal[-1],
-    Field(description="channels of a head that share a scale; -1 is the whole head"),
-]
-Symmetric = Annotated[
-    bool,
-    Field(
-        description="levels evenly around zero; false: 2^bits levels from the lowest to the "
-        "highest value, which is stored too"
-    ),
-]
-
-
-@register("kv-int{num_bits}-token", f"int{{num_bits}} cache, {PER_TOKEN}", num_bits=INT_BITS)
-@settings
-class IntPerToken(PerToken):
-    """Integers, one scale per head and token."""
-
-    num_bits: Literal[8, 4, 3, 2]
-    symmetric: Symmetric = True
-    group_size: Channels = WHOLE_ROW
-
-    @property
-    def format(self) -> QuantFormat:
-        return self._format(num_bits=self.num_bits, symmetric=self.symmetric)
-
-
-@register("kv-fp8-token", f"fp8 cache, {PER_TOKEN}")
-@settings
-class Fp8PerToken(PerToken):
-    """E4M3, one scale per head and token."""
-
-    group_size: Channels = WHOLE_ROW
-
-    @property
-    def format(self) -> QuantFormat:
-        return self._format(num_bits=8, type="float")
-
-
-@register("kv-int{num_bits}-tensor", f"int{{num_bits}} cache, {PER_TENSOR}", num_bits=INT_BITS)
-@settings
-class IntPerTensor(KVCache):
-    """One scale for all keys of a layer in a forward pass, and one for all values: later tokens and
-    the rest of the batch change it."""
-
-    shared: ClassVar[str] = "per tensor"
-    num_bits: Literal[8, 4, 3, 2]
-    symmetric: Symmetric = True
-
-    @property
-    def format(self) -> QuantFormat:
-        return QuantFormat(
-            num_bits=self.num_bits,
-            symmetric=self.symmetric,
-            strategy="tensor",
-            scale_dtype=self.scale_dtype,
-            zero_point="float",
-        )
-
-
-@register("kv-fp8-tensor", f"fp8 cache, {PER_TENSOR}")
-@settings
-class Fp8PerTensor(KVCache):
-    """E4M3, one scale for all keys of a layer in a forward pass, and one for all values."""
-
-    shared: ClassVar[str] = "per tensor"
-
-    @property
-    def format(self) -> QuantFormat:
-        return QuantFormat(
-            num_bits=8, type="float", strategy="tensor", scale_dtype=self.scale_dtype
-        )
-
-
-@register("kv-int{num_bits}-channel", f"int{{num_bits}} cache, {KIVI}", num_bits=INT_BITS)
+@register(
+    "kv-int{num_bits}-channel", f"int{{num_bits}} cache, {KIVI}",
+    num_bits=BITS, type="int", scales="channel",
+)  # fmt: skip
 @settings
 class PerChannel(KVCache):
     """KIVI: keys have a scale for each channel and group of tokens, values for each token and group
     of channels. The reason: channels of keys differ much in size."""
 
-    per_channel: ClassVar[bool] = True
-
-    num_bits: Literal[8, 4, 3, 2]
-    symmetric: Symmetric = False
+    symmetric: Annotated[
+        bool, Field(description="levels evenly around zero, not from the lowest to the highest")
+    ] = False
     group_size: Annotated[
         int,
         Field(
@@ -216,20 +172,11 @@ class PerChannel(KVCache):
     ] = 32
 
     @property
-    def format(self) -> QuantFormat:
-        return QuantFormat(
-            num_bits=self.num_bits,
-            symmetric=self.symmetric,
-            strategy="channel",
-            group_size=self.group_size,
-            scale_dtype=self.scale_dtype,
-            zero_point="float",
-        )
-
-    @property
     def shared(self) -> str:
-        size = self.group_size
-        return f"keys per channel in groups of {size} tokens, values per token of {size} channels"
+        return (
+            f"keys per channel in groups of {self.group_size} tokens, values per token of "
+            f"{self.group_size} channels"
+        )
 
 
 def head_dim(config: Mapping[str, Any]) -> int | None:

@@ -281,12 +281,33 @@ class Hqq(Grouped):
         return 2 * wide / size + padding
 
 
+@register("fp8-{per}", "fp8 e4m3, a scale per {per}", type="float", per=("row", "matrix"))
+@register("int8-row", "int8, a scale per row", type="int", per="row")
+@settings
 class Scaled8(WeightSettings):
     """Codes of 8 bits times a float32 scale, so that the largest magnitude is the largest code:
-    nothing is clipped."""
+    nothing is clipped. FP8 is E4M3 without infinities, largest 448 (Micikevicius et al., FP8
+    formats, 2022)."""
 
     backend: ClassVar[str] = "scaled_linear"
     note: ClassVar[str] = "round to nearest"
+    num_bits: ClassVar[int] = 8
+
+    type: Literal["int", "float"]
+    per: Literal["row", "matrix"]
+
+    @property
+    def method(self) -> str:
+        return "int8" if self.type == "int" else "fp8"
+
+    @property
+    def title(self) -> str:
+        return f"{'Int8' if self.type == 'int' else 'FP8'} weights"
+
+    @property
+    def format(self) -> QuantFormat:
+        strategy: Literal["token", "tensor"] = "token" if self.per == "row" else "tensor"
+        return QuantFormat(num_bits=8, type=self.type, strategy=strategy)
 
     @property
     def scheme(self) -> str:
@@ -294,34 +315,3 @@ class Scaled8(WeightSettings):
 
     def shared_bits(self, rows: int, columns: int) -> float:
         return 32 / columns if self.per == "row" else 32 / (rows * columns)
-
-
-@register("int8-{per}", "int8, a scale per {per}", per="row")
-@settings
-class Int8Weights(Scaled8):
-    """Int8 codes times a scale per row."""
-
-    method: ClassVar[str] = "int8"
-    title: ClassVar[str] = "Int8 weights"
-    num_bits: ClassVar[int] = 8
-    format: ClassVar[QuantFormat] = QuantFormat(num_bits=8)
-
-    per: Literal["row"] = "row"
-
-
-@register("fp8-{per}", "fp8 e4m3, a scale per {per}", per=("row", "matrix"))
-@settings
-class Fp8Weights(Scaled8):
-    """E4M3 codes without infinities, largest 448 (Micikevicius et al., FP8 formats, 2022), times a
-    scale per row or per matrix."""
-
-    method: ClassVar[str] = "fp8"
-    title: ClassVar[str] = "FP8 weights"
-    num_bits: ClassVar[int] = 8
-
-    per: Literal["row", "matrix"] = "row"
-
-    @property
-    def format(self) -> QuantFormat:
-        strategy: Literal["token", "tensor"] = "token" if self.per == "row" else "tensor"
-        return QuantFormat(num_bits=8, type="float", strategy=strategy)
