@@ -21,8 +21,8 @@ def test_options_alone_are_a_run_and_its_recipe_can_be_kept(tmp_path, capfd, mon
     monkeypatch.chdir(tmp_path)
     assert qbench("run", *ONE, "--dtype", "float32", "--save-recipe", "kept/one.yaml") == 0
     shown = capfd.readouterr().out
-    assert shown.startswith("### Quantization: what it costs softpick\n")
-    row = r"\| Perplexity ↓ +\| rtn-4bit +\| +4\.\d+ \| +[\d.]+ \| +[\d.]+ ± [\d.]+ +\|"
+    assert shown.startswith("softpick: softpick · 3 documents per task · ")
+    row = r"\| rtn-4bit +\| +4\.\d+ \| +[\d.]+ \|"
     assert re.search(row, shown)
     records = Store(tmp_path / "results" / "softpick").records()
     assert [record.cell for record in records] == ["softpick/fp32", "softpick/rtn-4bit"]
@@ -162,4 +162,4 @@ def test_all_data_that_are_missing_are_said_at_once_and_can_be_left_out(tmp_path
     said = capfd.readouterr().out
     assert "left out  demo_choice: no data\nleft out  demo_lastword: no data\ntask  demo_p" in said
     assert qbench("run", path, *options, "--only", "softmax/fp32") == 0
-    assert "- Left out, without data: demo_choice, demo_lastword." in capfd.readouterr().out
+    assert "Left out, without data: demo_choice, demo_lastword." in capfd.readouterr().out

@@ -39,7 +39,7 @@ def test_a_run_writes_records_tables_and_the_second_run_computes_nothing(tmp_pat
     (acc,) = [s for s in quantized.scores if s.task == "demo_choice" and s.metric == "acc"]
     assert acc.value == pytest.approx(means.mean())
     shown = capfd.readouterr()
-    assert "| demo_choice" in shown.out
+    assert "demo_choice" in shown.out
     assert "Δ" in (out / "tables.md").read_text()
     before = {record.cell: record.finished for record in records}
     assert qbench("run", path, "--out", out, "--device", "cpu") == 0

@@ -24,6 +24,7 @@ from qbench.gate.verdict import Inconclusive, as_json, as_junit, as_markdown
 from qbench.store import Store
 from qbench.tables import table_files
 from qbench.tables.changes import changes_table
+from qbench.tables.summary import summary
 
 
 def tables(
@@ -36,7 +37,9 @@ def tables(
     against: Against = None,
     run: Run = None,
 ) -> None:
-    """Write and show the delta tables of a results folder, in the paper's layout.
+    """Write the tables of a results folder and show the answer: a line per precision.
+
+    tables.md has every score with its interval, in the paper's layout; tables.csv all numbers.
 
     Examples:
     ```
@@ -51,8 +54,8 @@ def tables(
 def show_tables(
     store: Store, *, format: str = "md", published: str | None = None, against: str | None = None
 ) -> Comparison:
-    """Print the tables as ``format`` and write them: tables.md with tables.csv, or
-    tables.<format> alone. Those of an earlier run go to a folder of their own; where the folder
+    """Print the tables as ``format`` and write them: the summary, tables.md with tables.csv, or
+    tables.<format> alone. Those of an earlier run go to a folder of their own; if the folder
     cannot be written to, that is said and they are printed all the same.
 
     What is printed is what was compared here: another run may write the same files meanwhile.
@@ -60,7 +63,7 @@ def show_tables(
     comparison = compare_store(store, against=against)
     formats = ("md", "csv") if format == "md" else (format,)
     files = table_files(store, comparison, formats, published=published)
-    typer.echo(files[f"tables.{format}"], nl=False)
+    typer.echo(summary(comparison) if format == "md" else files[f"tables.{format}"], nl=False)
     try:
         require_folder(store.directory)
         for name, text in files.items():

@@ -26,7 +26,6 @@ from qbench.cli.options import (
     recipe_options,
     to_file,
 )
-from qbench.comparison.verdict import headline
 from qbench.errors import RecipeError, some
 from qbench.evaluation.tasks import TaskSpec
 from qbench.files import cache_folder, require_folder
@@ -105,8 +104,8 @@ def run(
     if only is not None:  # others that are there stand beside; the rest was not asked for
         chosen = {record.cell for record in (*records, *store.records())}
         store = Store(launcher.out, manifest=planned.manifest_of(chosen))
-    comparison = show_tables(store, against=against)
-    typer.echo(f"{headline(comparison)} All of it: qbench view {launcher.out}", err=True)
+    show_tables(store, against=against)
+    typer.echo(f"All of it: qbench view {launcher.out}", err=True)
     broken = [record for record in records if record.status == "failed" or record.failed_tasks]
     if broken:
         cells_failed = some([record.cell for record in broken])

@@ -60,12 +60,17 @@ def kl_of(comparison: Comparison, store: Store) -> KL:
         for name, record in comparison.records.items()
         if status_of(record)[0] == "ok" and record.quantized
     }
-    columns = {name: kl_column(store, record) for name, record in records.items()}
+    return kl_from(comparison, {name: kl_column(store, one) for name, one in records.items()})
+
+
+def kl_from(comparison: Comparison, found: Mapping[str, Column | None]) -> KL:
+    """Return the KL divergences of cells whose documents' divergences are ``found``; of those
+    without, the mean that their records have."""
     means = {
-        name: float(column.values.mean()) if column else mean_of_tasks(records[name])
-        for name, column in columns.items()
+        name: float(column.values.mean()) if column else mean_of_tasks(comparison.records[name])
+        for name, column in found.items()
     }
-    columns = {name: column for name, column in columns.items() if column}
+    columns = {name: column for name, column in found.items() if column}
     cells = {
         name: _effect(columns, {name: 1}) if name in columns else Missing(reason=NO_DOCUMENTS)
         for name, mean in means.items()

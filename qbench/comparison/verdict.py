@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from qbench.comparison.kl import nats
 from qbench.comparison.rows import Comparison, Row, redundant
 from qbench.records import Record
+from qbench.statistics import documents_for_margin
 from qbench.text import number, ratio
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ def verdict(comparison: Comparison, *, margin: float = MARGIN) -> list[str]:
     """
     if not comparison.records:
         return ["No cell has a record yet."]
+    if not comparison.tested:
+        return []
     if not comparison.quantizers:
         return [*_unquantized(comparison)]
     if comparison.unquantized is None:
@@ -220,24 +223,30 @@ def _scores(comparison: Comparison) -> Iterator[str]:
         yield f"{said} (5 %, Holm’s correction). {_power(found)}".rstrip()
 
 
+MARGIN_POINTS = 0.01  # a loss of accuracy that most uses do not notice
+
+
 def _power(found: Sequence[tuple[Row, Effect | SeedEffect]]) -> str:
-    """Say which loss of accuracy would have been seen, and which is excluded."""
-    accuracies = [
-        (row, one) for row, one in found if row.percent and one.detectable not in (None, math.inf)
-    ]
-    if not accuracies:
+    """Say which losses of accuracy would have been seen, which are excluded, and how many
+    documents would show that a loss stays within a point."""
+    tested = [one for row, one in found if row.percent and one.detectable not in (None, math.inf)]
+    if not tested:
         return ""
-    _, one = min(accuracies, key=lambda found: found[1].detectable)
-    size = number(one.detectable, percent=True)
-    rest = [one for _, one in accuracies if not one.significant and hasattr(one, "bounds")]
-    excluded = ""
-    if rest:
-        most = max(effect.bounds[1] for effect in rest)
-        excluded = (
-            f"; of those that are not significant none is worse by more than "
-            f"{number(most, percent=True)} points (95 % each)"
-        )
-    return f"{one.documents:,} documents can show {size} points or more{excluded}."
+    sizes = sorted({number(one.detectable, percent=True) for one in tested}, key=float)
+    span = f"{sizes[0]} to {sizes[-1]}" if len(sizes) > 1 else sizes[0]
+    said = f"Differences of {span} points, by task and precision, would have been seen."
+    rest = [one for one in tested if not one.significant and hasattr(one, "bounds")]
+    if not rest:
+        return said
+    worst = max(rest, key=lambda one: one.bounds[1])
+    said += (
+        f" Of those that are not significant none is worse by more than "
+        f"{number(worst.bounds[1], percent=True)} points (95 % each)"
+    )
+    needed = documents_for_margin(worst, MARGIN_POINTS)
+    if needed and needed > worst.documents:
+        said += f"; {needed:,} documents would show that it stays within 1 point"
+    return f"{said}."
 
 
 def _effects(

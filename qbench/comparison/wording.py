@@ -50,6 +50,13 @@ def interval_text(effect: AnEffect, *, percent: bool) -> str:
     return f"{_sign(effect)}[{', '.join(_value(effect, end, percent=percent) for end in ends)}]"
 
 
+def bound_text(effect: AnEffect, *, percent: bool) -> str:
+    """Return the largest loss that is not excluded at 95 % (one-sided): ``+1.09``, ``× 1.069``."""
+    if not hasattr(effect, "bounds"):
+        return NO_VALUE
+    return _sign(effect) + _value(effect, effect.bounds[1], percent=percent)
+
+
 def each_text(effect: AnEffect, *, percent: bool) -> str:
     """Return the effect of every training, or pair of trainings: ``+0.8, +1.4, −0.2``; a dash if
     the trainings are no pairs."""

@@ -38,6 +38,7 @@ CONFIDENCE = 0.95
 ONE_SIDED = 2 * CONFIDENCE - 1  # confidence of an interval whose ends are one-sided 95 % bounds
 # If fewer documents changed than this, Student's t is too short for values without known ends.
 FEW_CHANGES = 20
+FEWEST_KL = 20  # documents: with ten the interval of a mean with heavy tails spans magnitudes
 # Log-likelihoods are told apart to a thousandth of a nat, which is what a baseline file keeps.
 RESOLUTION = 0.001
 
@@ -138,6 +139,9 @@ def effect(panel: Panel, signs: Mapping[object, int], aggregation: str) -> Effec
     about = {"kind": kind, "documents": panel.documents}
     if (found := _counts(values, weights, sign, aggregation)) is not None:
         return _by_score_test(found, estimate, stderr, about)
+    if aggregation == LOG_MEAN and panel.documents < FEWEST_KL:
+        reason = f"{panel.documents} documents: fewer than {FEWEST_KL} say too little of a KL mean"
+        return Missing(reason=reason, estimate=estimate, kind=kind)
     studentized = _studentized(values, weights, sign, aggregation, estimate, stderr)
     if studentized is not None:
         low, high = studentized.interval(CONFIDENCE)

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from qbench.comparison.rows import Comparison
+from qbench.comparison.verdict import verdict
 from qbench.errors import RecipeError
 from qbench.store import Store
 from qbench.tables.analyses import load_analyses, table_4
 from qbench.tables.comparison_csv import comparison_csv, seeds_csv
 from qbench.tables.scores import by_method, costs, group_tables, pair_tables, tables_of
+from qbench.tables.summary import about
 from qbench.tables.table import Table, latex, markdown
+from qbench.text import for_markdown
 
 FORMATS = ("md", "tex", "csv")
 
@@ -52,6 +55,9 @@ def table_files(
     files = {}
     for format in formats:
         text = render(comparison, format=format, published=published)
+        if format == "md":
+            said = "\n".join(f"- {for_markdown(line)}" for line in verdict(comparison))
+            text = f"# {for_markdown(about(comparison))}\n\n{said}\n\n{text}"
         if format == "md" and published:
             text += "\n" + markdown(table_4(load_analyses(store), published))
         files[f"tables.{format}"] = text

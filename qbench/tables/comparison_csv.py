@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict
 
 from qbench.comparison.rows import Comparison, Row, RowValue
 from qbench.records import GroupScore
-from qbench.statistics import Missing
+from qbench.statistics import Missing, documents_for_margin
 from qbench.tables.published import find_printed, standard_errors_away
 from qbench.tables.scores import bits_per_weight, gib, of_row, task_damage
 from qbench.tables.table import as_csv
@@ -19,10 +20,12 @@ QUESTIONS = {"delta": "deltas", "damage": "damages", "did": "differences"}
 PARTS = ("", "_stderr", "_low", "_high")  # empty for perplexities, but for ``delta``
 LOG_PARTS = ("_log_ratio", "_log_ratio_stderr", "_log_ratio_low", "_log_ratio_high")
 TESTS = ("_test", "_p", "_p_holm", "_family", "_detectable", "_documents")
+EQUIVALENCE = ("damage_at_most", "damage_documents_needed")
 PRINTED = ("printed", "printed_source", "standard_errors_away")
 COLUMNS = (
     *(*LINE, "bits", *PRECISION, "quantizer", "checkpoint", *SCORE),
     *(question + part for question in QUESTIONS for part in (*PARTS, *LOG_PARTS, *TESTS)),
+    *EQUIVALENCE,
     *("bits_per_weight", "gib", "kl_mean", "kl_p99", "top1_agreement"),
     *("right_to_wrong", "wrong_to_right"),
     *(*PRINTED, "key", "reason"),
@@ -125,7 +128,18 @@ def _row(line: Row, entry: RowValue) -> dict[str, object]:
             found = (ends.estimate, ends.stderr, ends.low, ends.high)
             row |= {question + part: value for part, value in zip(parts, found, strict=True)}
             row |= {question + test: getattr(effect, test[1:]) for test in TESTS}
+            if contrast == "damages":
+                row |= {
+                    "damage_at_most": effect.bounds[1],
+                    "damage_documents_needed": documents_for_margin(effect, _margin(line)),
+                }
     return row
+
+
+def _margin(line: Row) -> float:
+    """Return the margin that ``documents_needed`` is for: 1 point, 2 % of a perplexity, else 0.01
+    in the score's units."""
+    return math.log(1.02) if line.ratio else 0.01
 
 
 def _printed(comparison: Comparison, line: Row, entry: RowValue, name: str) -> dict[str, object]:

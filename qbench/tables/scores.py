@@ -21,6 +21,7 @@ from qbench.comparison.wording import (
     SEEDS_NOTE,
     SHARE,
     SHARE_NOTE,
+    bound_text,
     each_text,
     effect_text,
     interval_text,
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
     from qbench.statistics import Effect, Missing, SeedEffect
 
 INTERVAL = "95 % interval"
+AT_MOST = "At most"
+AT_MOST_NOTE = f"{AT_MOST}: a larger damage is excluded at 95 % (one-sided)."
 NAMES = ("Task", "Metric", "Quantization")
 BY_TASK = {"words": len(NAMES), "grouped": True}  # of tables whose rows begin with as many words
 MANY_PAIRS = "Precisions among themselves: qbench tables FOLDER --against QUANTIZER."
@@ -365,6 +368,7 @@ def _one_model(method: MethodLines) -> list[Table]:
                 "Score": entry_text(line.entries[0], line),
                 "Damage": effect_text(effect, percent=line.percent) if line.quantized else "",
                 INTERVAL: interval_text(effect, percent=line.percent) if line.quantized else "",
+                AT_MOST: bound_text(effect, percent=line.percent) if line.quantized else "",
                 **(costs if line.quantized else dict.fromkeys(costs, "")),
                 "Documents": documents_text(line),
             }
@@ -373,7 +377,8 @@ def _one_model(method: MethodLines) -> list[Table]:
         rows,
         title=f"{method.name}: what it costs {checkpoint}",
         notes=(
-            *(DAMAGE_NOTE, MARKS.format(kind="damages"), BRACKETS, COST_NOTE, FLIPS_NOTE),
+            *(DAMAGE_NOTE, MARKS.format(kind="damages"), BRACKETS, AT_MOST_NOTE),
+            *(COST_NOTE, FLIPS_NOTE),
             *ratio_notes(effect for line in method.lines for effect in line.damages.values()),
             *missing_notes(method.lines, ("damages",)),
             *([MANY_PAIRS] if len(_quantizers(method.quantized)) > MOST_PAIRED else []),
