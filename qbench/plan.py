@@ -245,6 +245,9 @@ def plan(
                 dtype = column.quantization.compute_dtype
                 base = bases.get(dtype) or next(iter(bases.values()))
             cell = _cell(planned, name, checkpoint, shapes, column, base)
+            if base is not None and base is not bases.get(dtype):
+                note = f"damage is against {base.quantizer}: none is unquantized in {dtype}"
+                cell = replace(cell, notes=(*cell.notes, note))
             cells.append(cell)
             require_room(name, checkpoint, tasks, cell.scoring.max_length)
             if not _quantized(column):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -128,45 +128,51 @@ class Overrides:
     stream: bool | None = None  # weights come to the device block by block
 
     def __post_init__(self) -> None:
-        """Make one name a list of it, and texts paths. Raises RecipeError for other types."""
+        """Make one name a list of it. Raises RecipeError for values of other types."""
         for name in ("quantizers", "tasks"):
+            if isinstance(value := getattr(self, name), str | list):
+                names = (value,) if isinstance(value, str) else tuple(value)
+                object.__setattr__(self, name, names)
+        for name, (is_right, words) in CHECKS.items():
             value = getattr(self, name)
-            names = (value,) if isinstance(value, str) else value
-            if names is not None:
-                if not isinstance(names, list | tuple) or not all(
-                    isinstance(n, str) for n in names
-                ):
-                    raise _not_given(name, "a name or a list of names", value)
-                object.__setattr__(self, name, tuple(names))
-        for name in ("checkpoints", "quantized"):
-            value = getattr(self, name)
-            if not isinstance(value, Mapping) or not all(
-                isinstance(key, str) and isinstance(path, str | Path) for key, path in value.items()
-            ):
-                raise _not_given(name, "a mapping of names to folders or hub ids", value)
-        for name, types, words in (
-            ("definitions", (str, Path), "the path of a folder"),
-            ("data", (str, Path), "the path of a folder"),
-            ("calibration", (str, Path), "the path of a file"),
-            ("skip_missing", (bool,), "True or False"),
-            ("dtype", (str,), "a text such as float32"),
-            ("scoring", (str,), "a text such as exact"),
-            ("stream", (bool,), "True or False"),
-            *((name, (int,), "a whole number above 0") for name in COUNTS),
-        ):
-            value = getattr(self, name)
-            if value is not None and (
-                not isinstance(value, types)
-                or (name in COUNTS and (isinstance(value, bool) or value < 1))
-            ):
-                raise _not_given(name, words, value)
+            if value is not None and not is_right(value):
+                raise RecipeError(f"Overrides: {name} must be {words}, not {shown(value)}")
 
 
-COUNTS = ("calibration_samples", "calibration_length", "limit")
+def _is_path(value: object) -> bool:
+    return isinstance(value, str | Path)
 
 
-def _not_given(name: str, words: str, value: object) -> RecipeError:
-    return RecipeError(f"Overrides: {name} must be {words}, not {shown(value)}")
+def _is_flag(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value > 0
+
+
+def _is_names(value: object) -> bool:
+    return isinstance(value, tuple) and all(isinstance(name, str) for name in value)
+
+
+def _is_sources(value: object) -> bool:
+    return isinstance(value, Mapping) and all(
+        isinstance(name, str) and _is_path(path) for name, path in value.items()
+    )
+
+
+def _checks(names: str, is_right: Callable[[object], bool], words: str) -> dict[str, Any]:
+    return dict.fromkeys(names.split(), (is_right, words))
+
+
+CHECKS = {
+    **_checks("checkpoints quantized", _is_sources, "a mapping of names to folders or hub ids"),
+    **_checks("quantizers tasks", _is_names, "a name or a list of names"),
+    **_checks("definitions data calibration", _is_path, "the path of a file or folder"),
+    **_checks("calibration_samples calibration_length limit", _is_count, "a whole number above 0"),
+    **_checks("add_bos skip_missing stream", _is_flag, "True or False"),
+    **_checks("dtype scoring", lambda value: isinstance(value, str), "a text"),
+}
 
 
 # --- the recipe

@@ -51,14 +51,6 @@ def test_a_command_can_be_given_as_it_stands(tmp_path, monkeypatch, page, argume
         context.args = []
 
 
-def test_what_commands_make_of_bundled_models_is_no_part_of_the_repository():
-    ignored = (ROOT / ".gitignore").read_text().splitlines()
-    given = [" ".join(arguments) for _, arguments in ALL if "--out" not in arguments]
-    made = {found[1] for one in given if (found := re.search(r"(\w+)=recipes/demo/", one))}
-    assert {"mine", "softpick"} <= made
-    assert {f"/results/{name}/" for name in made} <= set(ignored)
-
-
 @pytest.mark.slow
 def test_commands_that_read_results_are_run(tmp_path, monkeypatch, capsys):
     packed = shutil.ignore_patterns("grid.json", "grids", "records", "analysis", ".lock")
@@ -71,14 +63,3 @@ def test_commands_that_read_results_are_run(tmp_path, monkeypatch, capsys):
         assert qbench(*arguments) == 0, arguments
         said = capsys.readouterr()
         assert said.out or "written" in said.err, arguments
-
-
-def test_the_script_of_seeds_gives_commands_that_can_be_given(tmp_path, monkeypatch):
-    script = (ROOT / "recipes" / "train" / "seeds-27m.sh").read_text()
-    script = script.replace("\\\n", " ").replace('"${checkpoints[@]}"', "--checkpoint softmax=x")
-    lines = [line.strip() for line in script.splitlines()]
-    given = [line for line in lines if line.startswith("qbench ")]
-    assert len(given) >= 4
-    for line in given:
-        arguments = [re.sub(r"\$\{?\w+\}?", "x", word) for word in shlex.split(line)[1:]]
-        test_a_command_can_be_given_as_it_stands(tmp_path, monkeypatch, "", arguments)

@@ -162,11 +162,13 @@ def bases(tmp_path, *quantizers):
 
 
 def test_a_quantized_cell_is_measured_against_the_unquantized_one_of_its_dtype(tmp_path):
-    _, found = bases(tmp_path, "fp32", "bf16", {"name": "rtn-4bit", "compute_dtype": "bfloat16"},
-                     {"name": "rtn-8bit", "compute_dtype": "float32"},
-                     {"name": "rtn-2bit", "compute_dtype": "float16"})  # fmt: skip
+    others = [("rtn-4bit", "bfloat16"), ("rtn-8bit", "float32"), ("rtn-2bit", "float16")]
+    quantizers = [{"name": name, "compute_dtype": dtype} for name, dtype in others]
+    cells, found = bases(tmp_path, "fp32", "bf16", *quantizers)
     assert found == {"fp32": None, "bf16": None, "rtn-4bit": "bf16", "rtn-8bit": "fp32",
                      "rtn-2bit": "fp32"}  # fmt: skip
+    assert cells["rtn-2bit"].notes == ("damage is against fp32: none is unquantized in float16",)
+    assert cells["rtn-4bit"].notes == ()
 
 
 def test_an_unquantized_cell_has_the_same_key_whatever_stands_before_it(tmp_path):

@@ -53,11 +53,6 @@ def test_local_workers_are_spread_over_all_gpus(monkeypatch, cluster, gpus, work
     assert local_slots(cluster, gpus, workers, device, cells=18) == slots
 
 
-def test_the_number_of_workers_is_said_once():
-    with pytest.raises(RecipeError, match="leave --workers out"):
-        local_slots("local:2", None, 3, "cpu", cells=18)
-
-
 def _seen(dask_worker):
     return os.environ["CUDA_VISIBLE_DEVICES"], dask_worker.state.total_resources["GPU"]
 
@@ -113,27 +108,6 @@ def test_what_a_killed_run_left_to_be_seen_is_removed_by_the_next(tmp_path, monk
     assert not list(tmp_path.iterdir())
 
 
-QUIET = """
-import logging
-from contextlib import ExitStack
-from multiprocessing import resource_tracker
-from pathlib import Path
-from qbench.runner.dask import _local
-with ExitStack() as stack:
-    _local([0], "cpu", stack)
-    tracker = Path(f"/proc/{resource_tracker._resource_tracker._pid}/environ").read_bytes()
-    print(b"ignore:resource_tracker" in tracker)
-    names = ("distributed", "distributed.client", "distributed.gc")
-    print([name for name in names if logging.getLogger(name).isEnabledFor(logging.ERROR)])
-"""
-
-
-def test_what_python_and_dask_say_of_killed_processes_is_not_shown():
-    done = subprocess.run([sys.executable, "-c", QUIET], cwd=ROOT, capture_output=True, text=True,
-                          timeout=100)  # fmt: skip
-    assert done.stdout.splitlines() == ["True", "[]"], done.stderr
-
-
 @pytest.mark.slow
 def test_ctrl_c_ends_local_workers_in_one_line(tmp_path):
     """Two seconds; more are allowed for a machine that is busy."""
@@ -183,7 +157,7 @@ def test_a_cluster_that_is_not_there_is_one_line(tmp_path, monkeypatch, address,
     assert not (tmp_path / "o" / "grid.json").exists()
 
 
-@pytest.mark.parametrize("content", ["", "x", "{}", "[]", '{"address": 5}'])
+@pytest.mark.parametrize("content", ["x", '{"address": 5}'])
 def test_a_file_that_no_scheduler_wrote_is_one_line(tmp_path, content):
     file = tmp_path / "scheduler.json"
     file.write_text(content)
