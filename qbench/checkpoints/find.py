@@ -36,11 +36,6 @@ from qbench.records import TRAINING_FILE, Trained, Training
 LFS_POINTER = b"version https://git-lfs"
 LFS_REMEDY = "is a git-lfs pointer, not the file itself: run `git lfs pull` in its folder"
 MAX_BYTES = 16 * 2**20  # an index of a large checkpoint has 10 MB, a config.json a few thousand
-NO_LANGUAGE_MODEL = re.compile(
-    r"For(Sequence|Token|Image|Audio)Classification$|For(QuestionAnswering|MultipleChoice)$|"
-    r"RewardModel$"
-)
-BOTH_SIDES = (("use_bidirectional_attention", (True, "all")), ("is_causal", (False,)))
 SIZES = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size",
     "n_embd", "n_layer", "n_head", "max_position_embeddings", "n_positions",
@@ -49,7 +44,7 @@ SIZES = (
 
 @contextmanager
 def named(source: str) -> Iterator[None]:
-    """What is wrong with a checkpoint, said with the name that the user gave it."""
+    """Put the name that the user gave a checkpoint before errors raised inside."""
     try:
         yield
     except (CheckpointError, UnavailableError) as error:
@@ -74,8 +69,8 @@ def read_json(path: Path, *, most: int | None = MAX_BYTES) -> dict[str, Any]:
 
 
 def read_config(folder: Path, *, quantized: bool = False) -> dict[str, Any]:
-    """``config.json`` of an unquantized causal language model, or of a ``quantized`` one, refused
-    by name for all else."""
+    """Return ``config.json`` of an unquantized language model, or of a ``quantized`` one. Raises
+    CheckpointError, naming the field, for all else."""
     if not (folder / CONFIG).exists():
         gguf = "; of GGUF files name one itself, as DIR/FILE.gguf" if quantized else ""
         raise CheckpointError(f"no config.json in {folder}{gguf}")
@@ -101,30 +96,17 @@ def read_config(folder: Path, *, quantized: bool = False) -> dict[str, Any]:
         )
     if "transformers_weights" in config:  # would load another file than the ones that are checked
         raise CheckpointError("config.json: transformers_weights is not supported; remove it")
-    _require_causal(config)
+    if config.get("is_encoder_decoder"):
+        raise CheckpointError(
+            "it is an encoder-decoder model (is_encoder_decoder: true); only causal language "
+            "models are scored"
+        )
     return config
 
 
-def _require_causal(config: dict[str, Any]) -> None:
-    """Raise CheckpointError for models that say that they see what comes after a token, or need an
-    encoder; what a model does is looked at when it is loaded."""
-    stated, wrong = config.get("architectures"), None
-    heads = [str(name) for name in stated] if isinstance(stated, list) else []
-    if config.get("is_encoder_decoder"):
-        wrong = "is an encoder-decoder model (is_encoder_decoder: true)"
-    elif head := next((head for head in heads if NO_LANGUAGE_MODEL.search(head)), None):
-        wrong = f"is a {head}, which has no output over the vocabulary"
-    elif key := next((key for key, values in BOTH_SIDES if config.get(key) in values), None):
-        wrong = f"attends to both sides of a token ({key}: {json.dumps(config[key])})"
-    elif any(head.endswith("ForMaskedLM") for head in heads):
-        wrong = f"attends to both sides of a token (architectures: {', '.join(heads)})"
-    if wrong:
-        raise CheckpointError(f"it {wrong}; only causal language models are scored")
-
-
 def require_sizes(config: dict[str, Any], tensors: int) -> None:
-    """Raise CheckpointError for a size that is no whole number above zero, and for more layers
-    than there are ``tensors``: naming those of such a model would take for ever."""
+    """Raise CheckpointError if a size is no whole number above zero, or if there are more layers
+    than ``tensors``: naming the parameters of such a model would never end."""
     inner = config.get("text_config")
     for part in (config, inner if isinstance(inner, dict) else {}):
         for name in SIZES:
@@ -194,7 +176,7 @@ class Header:
 
 
 def weight_files(folder: Path) -> list[str]:
-    """Names of the files that hold the weights: those that the index lists, else all
+    """Return the names of the files that hold the weights: those that the index lists, else all
     ``*.safetensors``. Raises CheckpointError for pickles, left-over and missing files."""
     present = sorted(path.name for path in folder.glob("*.safetensors") if path.is_file())
     if (folder / ADAPTER).exists():
@@ -214,31 +196,33 @@ def weight_files(folder: Path) -> list[str]:
 
 
 def read_headers(folder: Path, *, quantized: bool = False) -> dict[str, Header]:
-    """All tensors of the weight files by name. Raises CheckpointError for a name in two files and
-    for a file that cannot be read. Unless it is ``quantized``, numbers that are not floating-point
-    raise it too."""
-    found: dict[str, Header] = {}
+    """Return the header of each tensor in the weight files of ``folder``, by name.
+
+    Raises CheckpointError if a name stands in two files, if a file cannot be read, and unless the
+    checkpoint is ``quantized``, if its weights are not floating-point numbers.
+    """
+    headers: dict[str, Header] = {}
     for file in weight_files(folder):
-        for name, header in _read(folder / file).items():
-            if name in found:
+        for name, header in _read_file(folder / file).items():
+            if name in headers:
                 raise CheckpointError(
-                    f"{name} stands in {found[name].file} and in {file}; move the file that does "
+                    f"{name} stands in {headers[name].file} and in {file}; move the file that does "
                     "not belong to the checkpoint out of its folder"
                 )
-            found[name] = header
-    known = FLOATS | {"I64"}  # the latter of tables, as DeepSeek V4's of experts
-    strange = [n for n, h in found.items() if h.dtype not in known and not BUFFERS.search(n)]
-    if strange and not quantized:
-        first = found[strange[0]]
+            headers[name] = header
+    allowed = FLOATS | {"I64"}  # the latter of tables, as DeepSeek V4's of experts
+    others = [n for n, h in headers.items() if h.dtype not in allowed and not BUFFERS.search(n)]
+    if others and not quantized:
+        first = headers[others[0]]
         raise CheckpointError(
-            f"{some(strange)} in {first.file}: numbers of type {first.dtype}; weights must be "
+            f"{some(others)} in {first.file}: numbers of type {first.dtype}; weights must be "
             f"unquantized floating-point numbers ({', '.join(sorted(FLOATS))})"
         )
-    return found
+    return headers
 
 
 def elements(headers: dict[str, Header]) -> int:
-    """How many numbers the tensors hold together."""
+    """Return how many numbers the tensors hold together."""
     return sum(math.prod(header.shape) for header in headers.values())
 
 
@@ -246,19 +230,19 @@ def require_fit(
     missing: Iterable[str] = (), left_over: Iterable[str] = (), misshapen: Iterable[str] = ()
 ) -> None:
     """Raise CheckpointError naming every tensor that is missing, left over or misshapen."""
-    named = {"missing": missing, "left over": left_over, "misshapen": misshapen}
-    problems = [f"{what}: {some(found)}" for what, names in named.items() if (found := [*names])]
+    kinds = {"missing": missing, "left over": left_over, "misshapen": misshapen}
+    problems = [f"{kind}: {some(listed)}" for kind, names in kinds.items() if (listed := [*names])]
     if problems:
         raise CheckpointError("the tensors do not fit the configuration; " + "; ".join(problems))
 
 
-def _read(path: Path) -> dict[str, Header]:
-    found = {}
+def _read_file(path: Path) -> dict[str, Header]:
+    headers = {}
     try:
         with safe_open(path, framework="numpy") as file:  # reads no tensor
             for name in file.keys():  # noqa: SIM118  no mapping
                 part = file.get_slice(name)
-                found[name] = Header(
+                headers[name] = Header(
                     file=path.name,
                     name=name,
                     shape=list(part.get_shape()),
@@ -269,7 +253,7 @@ def _read(path: Path) -> dict[str, Header]:
             pointer = file.read(len(LFS_POINTER)) == LFS_POINTER
         why = f"is not a safetensors file, or a broken one ({error})"
         raise CheckpointError(f"{path.name} {LFS_REMEDY if pointer else why}") from None
-    return found
+    return headers
 
 
 def _index(folder: Path) -> dict[str, str]:
@@ -300,8 +284,8 @@ def _refuse_pickles(folder: Path, present: list[str]) -> None:
     )
 
 
-# All that transformers reads to build a causal model, its generation settings and its tokenizer:
-# whatever of it changes can change a score. (A tokenizer may also come as tokenizer.4.0.json.)
+# All that transformers reads for a causal model, its generation settings and its tokenizer: a
+# change in any of them can change a score. (A tokenizer may also be in tokenizer.4.0.json.)
 TOKENIZER_JSON = ("tokenizer*.json", "special_tokens_map.json", "added_tokens.json")
 TOKENIZER = (
     *TOKENIZER_JSON, "merges.txt", "dict.txt",
@@ -316,8 +300,8 @@ READ = (CONFIG, "generation_config.json", INDEX, *TOKENIZER)
 
 
 def file_names(folder: Path) -> list[str]:
-    """Paths within ``folder`` of all files that loading the checkpoint reads: the weights, the
-    configuration, the rest by name."""
+    """Return the paths within ``folder`` of all files that loading reads: weights, config.json,
+    then the others in the order of their names."""
     weights = weight_files(folder)
     read = {
         path.relative_to(folder).as_posix()
@@ -329,26 +313,27 @@ def file_names(folder: Path) -> list[str]:
 
 
 def stamps(folder: Path) -> tuple[tuple[str, int, int], ...]:
-    """Name, bytes and time of change in nanoseconds of every file that the digest is of."""
+    """Return name, bytes and time of change in nanoseconds of every file that loading reads."""
     try:
-        found = [(name, (folder / name).stat()) for name in file_names(folder)]
+        stats = [(name, (folder / name).stat()) for name in file_names(folder)]
     except OSError as error:
         raise CheckpointError(f"{error.filename} cannot be read ({error.strerror})") from None
-    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in found)
+    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
 
 
 def require_tokenizer(checkpoint: Checkpoint) -> None:
     """Raise CheckpointError if it has no file that a tokenizer is read from, or a damaged one."""
     names = [name for name, *_ in checkpoint.files if _is_one_of(name, TOKENIZER)]
     with named(checkpoint.source):
-        found: dict[str, dict[str, Any]] = {}
+        contents: dict[str, dict[str, Any]] = {}
         for name in names:
             if _is_one_of(name, TOKENIZER_JSON):
                 try:
-                    found[name] = read_json(checkpoint.folder / name, most=None)
+                    contents[name] = read_json(checkpoint.folder / name, most=None)
                 except CheckpointError as error:
                     raise CheckpointError(f"{error}; fetch it again") from None
-        of_bytes = found.get("tokenizer_config.json", {}).get("tokenizer_class") == "ByT5Tokenizer"
+        kind = contents.get("tokenizer_config.json", {}).get("tokenizer_class")
+        of_bytes = kind == "ByT5Tokenizer"  # which has no file of words
         if not of_bytes and all(_is_one_of(name, SETTINGS_ALONE) for name in names):
             raise CheckpointError("no tokenizer; put its tokenizer.json into the folder")
         if "tokenizer.json" in names:
@@ -384,7 +369,7 @@ def _is_one_of(name: str, patterns: Iterable[str]) -> bool:
 
 
 def require_unchanged(checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError where its files are no longer those that were found."""
+    """Raise CheckpointError if its files changed since ``find``."""
     if stamps(checkpoint.folder) != checkpoint.files:
         raise CheckpointError("its files changed after this run began; run again")
 
@@ -474,11 +459,11 @@ def _training(folder: Path) -> Training | None:
 
 
 def require_present(normalizer: str, names: Iterable[str]) -> None:
-    """Raise CheckpointError where ``normalizer`` needs a parameter and no name in ``names`` of
-    tensors ends as its own. That each attention module has one is seen when they are made."""
-    there = {name.rpartition(".")[2] for name in names}
+    """Raise CheckpointError if ``normalizer`` needs a parameter that no tensor of ``names`` is.
+    Whether each attention module has one is checked when the model is loaded."""
+    attributes = {name.rpartition(".")[2] for name in names}
     for parameter in _parameters(normalizer):
-        if parameter.required and parameter.attribute not in there:
+        if parameter.required and parameter.attribute not in attributes:
             raise CheckpointError(
                 f"missing: {parameter.attribute} of every attention module, which {normalizer} "
                 "needs; is qbench_normalizer in config.json right?"
@@ -493,13 +478,13 @@ def model_headers(checkpoint: Checkpoint) -> dict[str, Header]:
 
 
 def is_parameter(normalizer: str, name: str) -> bool:
-    """Whether a tensor's name ends as those of a parameter of ``normalizer``."""
+    """Return whether the tensor ``name`` is a parameter of ``normalizer``."""
     attributes = [parameter.attribute for parameter in _parameters(normalizer)]
     return name.rpartition(".")[2] in attributes
 
 
 def _parameters(normalizer: str) -> tuple[Parameter, ...]:
-    """None where the model's class attends by itself, with tensors that it reads itself."""
+    """Return the normalizer's parameters; none for ``native``, whose class reads its own."""
     return () if normalizer == NATIVE else NORMALIZERS.get(normalizer).parameters
 
 
@@ -514,18 +499,19 @@ def find(
     normalizer: str | None = None,
     quantized: bool = False,
 ) -> Checkpoint:
-    """Resolve ``source``, a folder or a hub id, and check its headers.
+    """Find the checkpoint ``source``, a folder, a GGUF file or a hub id, and check its files.
 
-    ``normalizer`` is what the recipe states; it must agree with the checkpoint's own.
-    ``quantized``: somebody quantized it, and its tensors are not the model's.
-    Raises CheckpointError, naming left-over, missing and misshapen tensors.
+    ``normalizer``: the recipe's, which must agree with the checkpoint's. ``quantized``: whether
+    its weights are quantized already. Raises CheckpointError for files that cannot be loaded.
     """
     folder = _folder(source, revision)
     with named(source):
-        return _found(source, folder, normalizer, quantized)
+        return _read_checkpoint(source, folder, normalizer, quantized)
 
 
-def _found(source: str, folder: Path, normalizer: str | None, quantized: bool) -> Checkpoint:
+def _read_checkpoint(
+    source: str, folder: Path, normalizer: str | None, quantized: bool
+) -> Checkpoint:
     config = read_config(folder, quantized=quantized)
     _training(folder)  # refuses a config.json that was changed after training
     headers = read_headers(folder, quantized=quantized)
@@ -585,6 +571,8 @@ def _folder(source: str, revision: str | None) -> Path:
 
 
 def _normalizer(config: dict[str, Any], stated: str | None, headers: Iterable[str]) -> str:
+    """Return the normalizer that the checkpoint was trained with, by config.json, ``headers`` and
+    the recipe (``stated``). Raises CheckpointError if they contradict each other."""
     own = config.get("qbench_normalizer")
     if own is not None and not (isinstance(own, str) and own in NORMALIZERS):
         known = ", ".join(NORMALIZERS)
@@ -606,7 +594,7 @@ def _normalizer(config: dict[str, Any], stated: str | None, headers: Iterable[st
 
 
 def _of_attention(config: dict[str, Any], own: str | None, stated: str | None) -> str:
-    """The normalizer that ``attn_impl`` names; without it, what the config or recipe states."""
+    """Return the normalizer that ``attn_impl`` names; without it, what config or recipe state."""
     if config.get("attn_impl") is None:
         if own is None and stated not in ("softmax", NATIVE):
             raise CheckpointError(
