@@ -1,9 +1,9 @@
-"""The Triton kernels: forward, backward and decode of every normalizer that has a score function.
+"""The Triton kernels: forward, backward and decode for every normalizer that has a score function.
 
 ``torch.ops.qbench.attention`` is a custom operator with a fake implementation, so that
-torch.compile takes it in one graph. Running it needs a CUDA device, or ``TRITON_INTERPRET=1`` in
-the environment, which runs the kernels on the CPU. Importing this package needs neither torch
-nor Triton.
+torch.compile keeps it in one graph. Running it needs a CUDA device, or ``TRITON_INTERPRET=1`` in
+the environment, which runs the kernels on the CPU. Importing this package needs neither torch nor
+Triton.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ if TYPE_CHECKING:
 
 
 def supported() -> list[str]:
-    """The normalizers that the kernels compute, as they were registered."""
+    """Return the names of the normalizers that the kernels compute, in the order of
+    registration."""
     return [name for name in NORMALIZERS if NORMALIZERS.get(name).kernels]
 
 
 def require(normalizer: str) -> Kernels:
-    """The kernels of this normalizer. Raises UnavailableError where there are none, RecipeError for
+    """Return the kernels of ``normalizer``. Raises UnavailableError if it has none, RecipeError for
     an unknown normalizer."""
     kernels = NORMALIZERS.get(normalizer).kernels
     if kernels is None:

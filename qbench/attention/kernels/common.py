@@ -1,5 +1,4 @@
-"""What the kernels share beside the formulas: flags, whose keys are whose, tiles of rows, and how
-they are launched."""
+"""What the kernels share beside the formulas: flags, masks, tiles of rows, and launches."""
 
 from __future__ import annotations
 
@@ -44,19 +43,20 @@ SINK = tl.constexpr(96)
 
 @triton.constexpr_function
 def block(width):
-    """A head's width as tiles have it: products want powers of two from 16 on."""
+    """Return a head's width as tiles have it: a power of two from 16 on, which matrix products
+    need."""
     return max(16, triton.next_power_of_2(width))
 
 
 @triton.jit
 def to_int64(index):
-    """A long packed batch has more elements than 32 bits can count."""
+    """Return ``index`` in 64 bits: a long packed batch has more elements than 32 bits can count."""
     return tl.full([], 0, tl.int64) + index
 
 
 @triton.jit
 def head_of(source, batch, head, strides):
-    """Where a head of a batch row begins."""
+    """Return the pointer to a head of a batch row."""
     return source + to_int64(batch) * strides[0] + to_int64(head) * strides[1]
 
 
@@ -81,9 +81,9 @@ def load_sequence(seq_bounds, index, seqlen_q, seqlen_k):
 
 @triton.jit
 def load_query_block(seq_bounds, head_counts, seqlen_q, seqlen_k, window, BLOCK_Q: tl.constexpr):
-    """Of a program that has BLOCK_Q queries of a head: batch row, query head and key head; its
-    first query row, and all of them [BLOCK_Q]; the sequence's first key row, and the limits of
-    :func:`attn_mask`. ``head_counts``: query heads, and how many share a key head."""
+    """Return the place of a program that has BLOCK_Q queries of a head: (batch row, query head, key
+    head); its first query row, and all of them [BLOCK_Q]; the sequence's first key row, and the
+    limits of :func:`attn_mask`. ``head_counts``: query heads, and query heads per key head."""
     heads, group = head_counts
     # Causal blocks at the end have the most keys: they start first, so that none starts late.
     program = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -101,7 +101,7 @@ def load_tile(
     tensor, batch, head, row, stop,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, BOUNDED: tl.constexpr = True,
 ):  # fmt: skip
-    """[ROWS, block(WIDTH)] from ``row`` on; zeros beyond the width, and beyond ``stop`` where
+    """Return [ROWS, block(WIDTH)] from ``row`` on; zeros beyond the width, and beyond ``stop`` if
     BOUNDED. ``tensor``: a pointer or a tensor descriptor of [B, H, T, D], and the strides of batch
     row, head and row."""
     source, strides = tensor
@@ -123,7 +123,8 @@ def load_tile(
 
 @triton.jit
 def store_tile(tensor, tile, batch, head, row, stop, WIDTH: tl.constexpr):
-    """[ROWS, block(WIDTH)] from ``row`` on, up to ``stop``, to ``tensor``: pointer and strides."""
+    """Store ``tile`` [ROWS, block(WIDTH)] from ``row`` on, up to ``stop``, to ``tensor``: a pointer
+    and strides."""
     target, strides = tensor
     rows = tl.arange(0, tile.shape[0])  # [ROWS]
     columns = tl.arange(0, tile.shape[1])  # [block(WIDTH)]
@@ -134,9 +135,9 @@ def store_tile(tensor, tile, batch, head, row, stop, WIDTH: tl.constexpr):
 
 @triton.jit
 def attn_mask(rows, keys, limits, mask, mask_strides, batch, head, FLAGS: tl.constexpr):
-    """Which of ``keys`` each of ``rows`` attends to; the two broadcast against each other, and so
-    does the result. ``limits``: last query and key row + 1, the shift of :func:`load_sequence`, and
-    the window. ``mask_strides``: of batch row, head, row and key."""
+    """Return which of ``keys`` each of ``rows`` attends to, broadcast against each other.
+    ``limits``: last query and key row + 1, the shift of :func:`load_sequence`, and the window.
+    ``mask_strides``: of batch row, head, row and key."""
     stop_q, stop_k, shift, window = limits
     own = rows + shift
     # No row of a sequence stands beyond its last key, so causality is enough.
@@ -156,10 +157,10 @@ def key_ranges(
     first, start_k, limits, mask,
     FLAGS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The keys of a block of queries from ``first`` on, in three ranges: from begin to whole_begin
-    (left of a sliding window for some row), to whole_end (every row sees every key), to end (cut by
-    causality or the end of the sequence). Only tiles of the first and last need masks; with a
-    ``mask`` all are in the last."""
+    """Return the ends of three ranges of keys for a block of queries from ``first`` on: from begin
+    to whole_begin (left of a sliding window for some row), to whole_end (every row sees every key),
+    to end (cut by causality or the end of the sequence). Only tiles of the first and last need
+    masks; with a ``mask`` all are in the last."""
     stop_q, stop_k, shift, window = limits
     begin = start_k
     end = stop_k
@@ -181,12 +182,12 @@ def key_ranges(
 
 
 class Launch:
-    """``kernel[grid](*pointers, *numbers, **constants)``, for pointers that are laid out alike each
-    time: tensors, descriptors and None. ``numbers``: the rest of what is not known when the kernel
-    is compiled.
+    """Calls ``kernel[grid](*pointers, *numbers, **constants)`` for pointers with the same layout
+    each time: tensors, descriptors and None. ``numbers``: the other run-time arguments.
 
-    What Triton compiled is kept: finding a kernel of forty arguments again takes it 60 µs of the
-    host's time, where short sequences take the GPU 100 µs."""
+    It keeps what Triton compiled: to look up a kernel of forty arguments takes Triton 60 µs on the
+    host, and short sequences take the GPU 100 µs.
+    """
 
     def __init__(
         self,
@@ -212,9 +213,9 @@ class Launch:
 
 
 class Describe:
-    """Makes ``kind``, a tensor descriptor of tiles of ``block_shape``, of tensors that are laid out
-    alike, see ``ops.has_tma_layout``: what Triton checks of one is checked once. ``layout``:
-    Gluon's, in shared memory."""
+    """Makes tensor descriptors of class ``kind`` with tiles of ``block_shape``, for tensors of the
+    same layout (see ``ops.has_tma_layout``), which Triton checks once. ``layout``: Gluon's, in
+    shared memory."""
 
     def __init__(self, kind: type, block_shape: tuple[int, ...], *layout: Any) -> None:
         self.kind, self.block_shape, self.layout = kind, block_shape, layout
@@ -231,11 +232,12 @@ class Describe:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[None]:
-    """Where kernels are launched on ``device``.
+    """Return the context in which kernels are launched on ``device``.
 
     A thread has no CUDA context before its first use of the runtime, autograd's threads for
-    gradients among them; Triton sets one only where it loads a kernel, and a kernel that another
-    thread has loaded would fail."""
+    gradients among them. Triton sets one only where it loads a kernel, so a kernel that another
+    thread loaded would fail.
+    """
     if device.type != "cuda":
         return HERE
     used = _thread.__dict__.setdefault("devices", set())
@@ -250,7 +252,7 @@ _thread = threading.local()
 
 
 class Layout(NamedTuple):
-    """All that launches depend on of a tensor; ``aligned``: its start, to 16 bytes."""
+    """Everything about a tensor that launches depend on. ``aligned``: its start, to 16 bytes."""
 
     shape: torch.Size
     strides: tuple[int, ...]
@@ -259,6 +261,7 @@ class Layout(NamedTuple):
 
 
 def layout_of(tensor: Tensor | None) -> Layout | None:
+    """Return the layout of ``tensor``, None for None."""
     if tensor is None:
         return None
     return Layout(tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % 16 == 0)

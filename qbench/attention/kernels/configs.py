@@ -1,5 +1,5 @@
-"""Which tiles, warps and stages each kernel has, by what was measured on an H200; fixed, so that
-nothing is tuned while it runs."""
+"""The tiles, warps and pipeline stages of each kernel, as measured on an H200. They are fixed:
+nothing is tuned at run time."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from qbench.attention.normalizers import Kernels
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """``block_q`` queries by ``block_k`` keys, threads in ``num_warps`` of 32, loads in
-    ``num_stages`` of a pipeline. ``tma``: streamed tiles come through the tensor memory
-    accelerator, where layouts let them."""
+    """Tiles of ``block_q`` queries by ``block_k`` keys, ``num_warps`` warps of 32 threads,
+    ``num_stages`` of a load pipeline. ``tma``: tiles are loaded by the tensor memory accelerator if
+    layouts allow it."""
 
     block_q: int
     block_k: int
@@ -25,7 +25,7 @@ class Config:
 
     @property
     def options(self) -> dict[str, int]:
-        """Arguments of a launch that every kernel takes."""
+        """The arguments that every kernel's launch takes."""
         return {"BLOCK_K": self.block_k, "STAGES": self.num_stages, "num_warps": self.num_warps}
 
 
@@ -40,7 +40,8 @@ COSTLY = CAPPED.value | SLOPED.value | ELEMENTWISE.value
 
 
 def forward_config(width: int, dtype: torch.dtype, kernels: Kernels, flags: int) -> Config:
-    """``width``: head dimension rounded up to a power of two."""
+    """Return the configuration of the forward pass. ``width``: the head dimension rounded up to a
+    power of two."""
     if dtype == torch.float32:
         return _exact(width)
     if width <= 128:
@@ -64,12 +65,13 @@ DKDV = {
 
 
 def backward_config(kernel: dict[int, Config], width: int, dtype: torch.dtype) -> Config:
-    """``kernel``: :data:`DQ` or :data:`DKDV`."""
+    """Return the configuration of the backward kernel ``kernel``, :data:`DQ` or :data:`DKDV`."""
     return _exact(width) if dtype == torch.float32 else kernel[max(width, 64)]
 
 
 def decode_config(width: int, dtype: torch.dtype, rows: int) -> Config:
-    """``rows``: of a group's queries, which take the place of ``block_q``."""
+    """Return the configuration of decoding. ``rows``: heads × queries that share keys, instead of
+    ``block_q``."""
     if dtype == torch.float32 or width > 128:
         # Triton's pipeliner (3.6, 3.7) ends the process where warpgroups multiply with value rows
         # that may be left out.
@@ -80,5 +82,6 @@ def decode_config(width: int, dtype: torch.dtype, rows: int) -> Config:
 
 
 def _exact(width: int) -> Config:
-    """float32 without tensor cores: small tiles, as registers bound it."""
+    """Return the configuration for float32 without tensor cores: small tiles, as registers bound
+    them."""
     return Config(block_q=32, block_k=32 if width <= 128 else 16, num_warps=4, num_stages=1)

@@ -16,8 +16,8 @@ from qbench.attention.kernels.common import ELEMENTWISE, SCORE_MOD_OR_BIAS, VARY
 
 @triton.jit
 def group_rows(start_q, stop_q, kv_head, group, BLOCK_R: tl.constexpr):
-    """Of BLOCK_R rows, a group's heads × queries: which are real, their query rows, and their
-    heads, for one that is not real a head that is there."""
+    """Return, for BLOCK_R rows of a group's heads × queries: which are real, their query rows, and
+    their heads (for one that is not real, a head that exists)."""
     count = tl.maximum(stop_q - start_q, 1)
     index = tl.arange(0, BLOCK_R)  # [BLOCK_R]
     real = index < group * (stop_q - start_q)

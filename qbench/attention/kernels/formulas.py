@@ -64,22 +64,22 @@ SMALL_SUM = tl.constexpr(2.0**-60)
 
 @triton.constexpr_function
 def masked_score(norm):
-    """The score that adds nothing: e^0 − 1 = 0 in softpick, e^−∞ = 0 elsewhere."""
+    """Return the score that adds nothing: e^0 − 1 = 0 in softpick, e^−∞ = 0 elsewhere."""
     lowest = float("-inf")
     return {"softpick": 0.0, "softmax": lowest, "rectified": lowest, "sigmoid": lowest}[norm]
 
 
 @triton.constexpr_function
 def initial_max(norm):
-    """Where the running maximum starts."""
+    """Return the value that the running maximum starts from."""
     lowest = float("-inf")
     return {"softpick": 0.0, "softmax": lowest, "rectified": 0.0, "sigmoid": lowest}[norm]
 
 
 @triton.jit
 def finite_max(m, NORM: tl.constexpr):
-    """What exponents are shifted by: the running maximum, but not −∞ − (−∞) in a row that has
-    seen no key yet."""
+    """Return what exponents are shifted by: the running maximum, but 0 in a row that has seen no
+    key yet, where −∞ − (−∞) would be NaN."""
     if NORM == "softmax" or NORM == "sigmoid":
         return tl.where(m == float("-inf"), 0.0, m)
     elif NORM == "softpick" or NORM == "rectified":
@@ -90,8 +90,8 @@ def finite_max(m, NORM: tl.constexpr):
 
 @triton.jit
 def sum_lost_bits(l_i, NORM: tl.constexpr):
-    """Whether a sum without a running maximum has left the range in which it keeps its bits.
-    Rectified terms are at least 1; of softpick's small sums SMALL_MAX takes care."""
+    """Return whether a sum without a running maximum has left the range in which it keeps its bits.
+    Rectified terms are at least 1; SMALL_MAX is for softpick's small sums."""
     lost = ~(l_i < LARGE_SUM)
     if NORM == "softmax":
         return lost | (l_i < SMALL_SUM)
@@ -103,8 +103,8 @@ def sum_lost_bits(l_i, NORM: tl.constexpr):
 
 @triton.jit
 def forward_terms(y, m, NORM: tl.constexpr, PRECISE: tl.constexpr):
-    """What each score adds above and below the fraction line, times 2^−m. What it adds above is
-    still to be rectified, by :func:`cast_p`."""
+    """Return what each score adds to the numerator and to the denominator, times 2^−m. The
+    numerator is still to be rectified, by :func:`cast_p`."""
     e = tl.math.exp2(y - m)
     if NORM == "softpick":
         floor = tl.math.exp2(-m)
@@ -123,7 +123,8 @@ def forward_terms(y, m, NORM: tl.constexpr, PRECISE: tl.constexpr):
 
 @triton.jit
 def cast_p(p, dtype: tl.constexpr, NORM: tl.constexpr, FAST: tl.constexpr):
-    """Weights as an operand of a product: softpick's rectified, then rounded to ``dtype``."""
+    """Return weights as an operand of a product: rectified for softpick, then rounded to
+    ``dtype``."""
     if NORM == "softmax" or NORM == "rectified" or NORM == "sigmoid":
         return p.to(dtype)
     elif NORM == "softpick":
@@ -137,8 +138,8 @@ def cast_p(p, dtype: tl.constexpr, NORM: tl.constexpr, FAST: tl.constexpr):
 
 @triton.jit
 def finalize(acc, l_i, m_i, sink, NORM: tl.constexpr, FLAGS: tl.constexpr):
-    """The output rows, and each row's lse. A row with nothing to attend to gives 0 and +∞. Of
-    sigmoid ``m_i`` is what its backward pass subtracts from the scores."""
+    """Return the output rows, and each row's lse. A row without keys gives 0 and +∞. For sigmoid
+    ``m_i`` is what its backward pass subtracts from the scores."""
     if NORM == "softpick":
         l_i += EPSILON
         return acc / l_i[:, None], m_i + tl.math.log2(l_i)
@@ -165,8 +166,8 @@ def online_softmax(
     acc, l_i, m_i, scores, scale,
     NORM: tl.constexpr, PRECISE: tl.constexpr, FAST: tl.constexpr, MOSTLY_SMALL: tl.constexpr,
 ):  # fmt: skip
-    """What a tile of scores [R, K] adds above the fraction line, and the running output [R, D], sum
-    and maximum [R], rescaled to the new maximum; the sum has the tile's, the output has not.
+    """Return what a tile of scores [R, K] adds to the numerator, and the running output [R, D], sum
+    and maximum [R], rescaled to the new maximum. The sum includes the tile, the output does not.
     Sigmoid's weights need neither."""
     if NORM == "sigmoid":
         return sigmoid(scores, FAST, MOSTLY_SMALL), acc, l_i, m_i
@@ -184,8 +185,8 @@ def online_softmax(
 
 @triton.jit
 def recompute_e(z, s, NORM: tl.constexpr, FAST: tl.constexpr, FTZ: tl.constexpr):
-    """E, what dS is made of, of scores less their row's lse; ``s`` has the scores' sign. Of sigmoid
-    the weight, σ(z)."""
+    """Return E, the factor of dS, from scores less their row's lse; ``s`` has the scores' sign. For
+    sigmoid E is the weight, σ(z)."""
     if NORM == "softmax" or NORM == "softpick":
         return exp2(z, FTZ)
     elif NORM == "rectified":
@@ -198,7 +199,7 @@ def recompute_e(z, s, NORM: tl.constexpr, FAST: tl.constexpr, FTZ: tl.constexpr)
 
 @triton.jit
 def recompute_p(e, y, floor, NORM: tl.constexpr, PRECISE: tl.constexpr):
-    """The weights from E, for :func:`cast_p`. ``floor``: 2^−lse, which softpick's take."""
+    """Return the weights from E, for :func:`cast_p`. ``floor``: 2^−lse, which softpick's need."""
     if NORM == "softpick":
         p = e - floor
         if PRECISE:
@@ -212,11 +213,14 @@ def recompute_p(e, y, floor, NORM: tl.constexpr, PRECISE: tl.constexpr):
 
 @triton.jit
 def score_gradient(e, s, dp, delta, NORM: tl.constexpr, FAST: tl.constexpr):
-    """dS, the gradients of the scores, with dP = dO · v and D = dO · o. Softpick's is equation 7 of
-    its paper, dS = E · (step(x) dP − sign(x) D); a score of exactly 0, where the function has a
-    kink, counts as negative. Like equation 7 it takes the e^m beside ε for a constant: at a row's
-    largest score it leaves out −ε · E · D, 10⁻⁶ of its own second term. That shows where the two
-    terms cancel, in rows of one key (one score of 0.01: 1 % of dS). The reference has the term."""
+    """Return dS, the gradients of the scores, with dP = dO · v and D = dO · o.
+
+    Softpick's is equation 7 of its paper, dS = E · (step(x) dP − sign(x) D); a score of exactly 0,
+    where the function has a kink, counts as negative. Like equation 7 it takes the e^m beside ε for
+    a constant: at a row's largest score it leaves out −ε · E · D, 10⁻⁶ of its own second term. That
+    shows where the two terms cancel, in rows of one key (one score of 0.01: 1 % of dS). The
+    reference has the term.
+    """
     if NORM == "softpick":
         if FAST:
             return ptx.softpick_ds(e, s, dp, delta)
@@ -232,7 +236,7 @@ def score_gradient(e, s, dp, delta, NORM: tl.constexpr, FAST: tl.constexpr):
 
 @triton.jit
 def sink_gradient(sink, lse, delta):
-    """What a row gives to the gradient of its head's sink: −p_sink · D."""
+    """Return what a row adds to the gradient of its head's sink: −p_sink · D."""
     return -tl.math.exp2(sink - lse) * delta
 
 
@@ -241,6 +245,7 @@ def sink_gradient(sink, lse, delta):
 
 @triton.jit
 def exp2(y, FTZ: tl.constexpr):
+    """Return 2^y."""
     if FTZ:
         return ptx.exp2_ftz(y)
     else:
@@ -249,7 +254,12 @@ def exp2(y, FTZ: tl.constexpr):
 
 @triton.jit
 def expm1_near_zero(y):
-    """e^x − 1 for x = y · ln 2, |y| ≤ 1/4: seven terms of the series, right to 1e-9 of itself."""
+    """Return e^x − 1 for x = y · ln 2,
+
+    y
+
+    ≤ 1/4: seven terms of the series, right to 1e-9 of itself.
+    """
     x = y * LN_2
     return x * (
         1 + x * (1 / 2 + x * (1 / 6 + x * (1 / 24 + x * (1 / 120 + x * (1 / 720 + x / 5040)))))
@@ -258,7 +268,7 @@ def expm1_near_zero(y):
 
 @triton.jit
 def sigmoid(z, FAST: tl.constexpr, MOSTLY_SMALL: tl.constexpr):
-    """1 / (1 + 2^−z)."""
+    """Return 1 / (1 + 2^−z)."""
     if MOSTLY_SMALL:
         return ptx.sigmoid_mostly_small(z)
     elif FAST:
@@ -269,6 +279,7 @@ def sigmoid(z, FAST: tl.constexpr, MOSTLY_SMALL: tl.constexpr):
 
 @triton.jit
 def tanh(x, FAST: tl.constexpr):
+    """Return tanh(x)."""
     if FAST:
         return ptx.tanh(x)
     else:
@@ -283,7 +294,7 @@ def tanh(x, FAST: tl.constexpr):
 
 @triton.jit
 def cast_saturate(gradient, dtype: tl.constexpr):
-    """A gradient in ``dtype``. Where all scores of a row are tiny, softpick's gradient is huge
+    """Return a gradient in ``dtype``. If all scores of a row are tiny, softpick's gradient is huge
     (1 / Σ up to 1e6): fp16 holds its largest number then, not infinity."""
     if dtype == tl.float16:
         gradient = tl.minimum(tl.maximum(gradient, -65504.0), 65504.0)
@@ -296,9 +307,9 @@ def cast_saturate(gradient, dtype: tl.constexpr):
 
 @triton.jit
 def log2_length(rows, value_row, limits, start_k, counts, FLAGS: tl.constexpr):
-    """log2 of how many keys each row may see, 0 where that is none; with LOG_N1 of one more.
-    ``counts``: these numbers, where a mask says who sees whom; ``value_row``: where a head's values
-    by row begin."""
+    """Return log2 of how many keys each row may see, 0 for none; with LOG_N1 of one more.
+    ``counts``: these numbers, if there is a mask; ``value_row``: where a head's values by row
+    begin."""
     stop_q, stop_k, shift, window = limits
     if counts is not None:
         n = tl.load(counts + value_row + rows, mask=rows < stop_q, other=1.0)
@@ -314,7 +325,7 @@ def log2_length(rows, value_row, limits, start_k, counts, FLAGS: tl.constexpr):
 
 @triton.jit
 def load_s(head, s, FLAGS: tl.constexpr):
-    """What log2 n is multiplied by, in a head."""
+    """Return the factor of log2 n in a head."""
     if SCALED & FLAGS:
         return tl.load(s + head) * LN_2
     else:
@@ -323,7 +334,7 @@ def load_s(head, s, FLAGS: tl.constexpr):
 
 @triton.jit
 def times_s_log_n(number, s_log_n, FLAGS: tl.constexpr):
-    """``number`` of a head, qk_scale or slope, times s · log n of each row."""
+    """Return ``number`` of a head, qk_scale or slope, times s · log n of each row."""
     if SCALED & FLAGS:
         return number * s_log_n
     else:
@@ -332,7 +343,7 @@ def times_s_log_n(number, s_log_n, FLAGS: tl.constexpr):
 
 @triton.jit
 def load_slope(head, slopes, FLAGS: tl.constexpr):
-    """In log2 units a key."""
+    """Return the slope of a head in log2 units per key."""
     if SLOPED & FLAGS:
         return tl.load(slopes + head) * LOG2_E
     else:
@@ -341,7 +352,7 @@ def load_slope(head, slopes, FLAGS: tl.constexpr):
 
 @triton.jit
 def column(number):
-    """[R, 1] of what each row has its own of, a number as it is."""
+    """Return [R, 1] of a value per row; a number as it is."""
     if isinstance(number, tl.tensor) and len(number.shape) == 1:
         return number[:, None]
     else:
@@ -352,8 +363,8 @@ def column(number):
 def row_score_mod(
     head, rows, value_row, limits, start_k, counts, scale, bias, slopes, s, FLAGS: tl.constexpr
 ):
-    """Of a forward pass qk_scale, slope, minus each row's bias [R], and what scores are still to be
-    multiplied by. ``head``: of all rows, or [R]."""
+    """Return qk_scale, slope and minus each row's bias [R] of a forward pass, and the factor that
+    scores still need. ``head``: of all rows, or [R]."""
     length = log2_length(rows, value_row, limits, start_k, counts, FLAGS)  # [R]
     s_log_n = load_s(head, s, FLAGS) * length
     qk_scale = times_s_log_n(scale, s_log_n, FLAGS)
@@ -371,7 +382,7 @@ def row_score_mod(
 
 @triton.jit
 def load_sink(head, sinks, FLAGS: tl.constexpr):
-    """In log2 units."""
+    """Return the sink of a head in log2 units."""
     if SINK_LEARNED & FLAGS:
         return tl.load(sinks + head) * LOG2_E
     else:
@@ -380,10 +391,12 @@ def load_sink(head, sinks, FLAGS: tl.constexpr):
 
 @triton.jit
 def alibi(y, keys, own, slope, bias):
-    """Takes slope · (own − key) + bias from the scores. Both positions count from a tile's first
-    key or query: so what is far, and weighs little, has the coarser differences, and one of the two
-    is the same in every tile. Where ``bias`` is None, a row's own key has its score as it is, to
-    the last bit: some score functions ask whether that is positive."""
+    """Return the scores less (slope · (own − key) + bias).
+
+    Both positions count from a tile's first key or query, so that distant keys, which weigh little,
+    have the coarser differences, and one of the two is the same in every tile. If ``bias`` is None,
+    a row's own key keeps its score to the last bit, since some score functions depend on its sign.
+    """
     before = ptx.mul_rn(own.to(tl.float32), slope)
     if bias is not None:
         before = before + bias
@@ -394,10 +407,13 @@ def alibi(y, keys, own, slope, bias):
 def scores_of(
     products, keys, own, score_mod, FLAGS: tl.constexpr, FAST: tl.constexpr
 ):  # fmt: skip
-    """Scores in log2 units, and what :func:`cap_gradient` takes where they are capped, else the
-    products. Products, ``keys`` and ``own`` (the queries' positions), both from the same origin,
-    broadcast against each other. ``score_mod``: what makes log2 units, what products are multiplied
-    by before the tanh, the slope, and the bias of sigmoid's forward pass, else None."""
+    """Return scores in log2 units, and the argument of :func:`cap_gradient` if they are capped,
+    else the products.
+
+    Products, ``keys`` and ``own`` (the queries' positions), both from the same origin, broadcast
+    against each other. ``score_mod``: the factor to log2 units, the factor before the tanh, the
+    slope, and the bias of sigmoid's forward pass, else None.
+    """
     qk_scale, inv_softcap, slope, bias = score_mod
     tanhs = products
     if CAPPED & FLAGS:
@@ -412,7 +428,7 @@ def scores_of(
 
 @triton.jit
 def cap_gradient(tanhs):
-    """What gradients of capped scores are multiplied by to be those of products."""
+    """Return the factor from gradients of capped scores to those of products."""
     return 1 - tanhs * tanhs
 
 
@@ -421,7 +437,7 @@ def cap_gradient(tanhs):
 
 @triton.constexpr_function
 def slope_in_lse(norm, flags):
-    """Whether what ALiBi takes from all scores of a row is added to its lse instead."""
+    """Return whether what ALiBi takes from all scores of a row is added to its lse instead."""
     sloped_alone = flags & (SLOPED.value | SCALED.value) == SLOPED.value
     return sloped_alone and norm in ("softmax", "sigmoid")
 
@@ -431,8 +447,9 @@ def scores_minus_lse(
     products, keys, own, s_log_n, qk_scale, inv_softcap, slope, lse,
     NORM: tl.constexpr, FLAGS: tl.constexpr, LSE_SLOPED: tl.constexpr,
 ):  # fmt: skip
-    """Scores less the lse of their row, what has the scores' sign, and what :func:`cap_gradient`
-    takes where they are capped. LSE_SLOPED: ``lse`` has had what :func:`sloped_lse` adds."""
+    """Return scores less their row's lse, a value with the scores' sign, and the argument of
+    :func:`cap_gradient` if they are capped. LSE_SLOPED: :func:`sloped_lse` was applied to ``lse``.
+    """
     if slope_in_lse(NORM, FLAGS):
         tanhs = products
         if CAPPED & FLAGS:
@@ -451,8 +468,8 @@ def scores_minus_lse(
 
 @triton.jit
 def sloped_lse(lse, own, slope, NORM: tl.constexpr, FLAGS: tl.constexpr):
-    """The lse of rows with what ALiBi takes from all scores of a row; ``own`` counts from the first
-    of a tile of queries."""
+    """Return the lse of rows with what ALiBi takes from all scores of a row; ``own`` counts from
+    the first of a tile of queries."""
     if slope_in_lse(NORM, FLAGS):
         return own.to(tl.float32) * slope + lse
     else:

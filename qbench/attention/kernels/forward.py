@@ -1,10 +1,13 @@
-"""Forward pass: one program a block of queries, over the keys in tiles.
+"""The forward pass: one program per block of queries, over the keys in tiles.
 
-NO_MAX leaves out the running maximum: in bf16, whose exponent is float32's, e^x itself neither
-overflows nor loses bits for scores of any trained model, so the sums need no rescaling and a
-softpick score costs half the instructions. Afterwards each block checks its sums; one that did
-leave the safe range is computed again with the running maximum. ε then stands beside Σ |e^x − 1|
-instead of its e^−m-fold, which changes the denominator by at most 1e-6 of itself.
+NO_MAX leaves out the running maximum. In bf16, whose exponent is float32's, e^x neither overflows
+nor loses bits for scores of any trained model, so the sums need no rescaling and a softpick score
+costs half the instructions. Afterwards each block checks its sums; one that left the safe range is
+computed again with the running maximum. ε then stands beside Σ
+
+e^x − 1
+
+without e^−m, which changes the denominator by at most 1e-6 of itself.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The backward pass by the kernels of :mod:`qbench.attention.kernels.hopper_backward`: for which
-tensors, and how they are launched."""
+"""Launch the backward kernels of :mod:`qbench.attention.kernels.hopper_backward`, and decide for
+which tensors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ STATS = gl.NVMMASharedLayout(0, 32, 1)
 
 
 def fits(device: torch.device, query: Layout, key: Layout, value: Layout, flags: int) -> bool:
-    """Whether the kernels are for such tensors, where there is no mask and no seq_bounds."""
+    """Return whether the kernels support such tensors. There must be neither a mask nor bounds of
+    sequences."""
     batch, heads, length, width = query.shape
     return (
         flags & (CAUSAL.value | WINDOWED.value) == CAUSAL.value
@@ -57,8 +58,8 @@ def backward_launches(
     query: Layout, key: Layout, kernels: Kernels, flags: int, scales: tuple[float, float, float],
     strides: tuple[tuple[int, ...], ...],
 ) -> Callable[..., None]:  # fmt: skip
-    """As ``ops.backward_launches``. ``strides``: of batch row, head and row, of output, dq, dk and
-    dv."""
+    """Return the function that launches the kernels, as ``ops.backward_launches``. ``strides``: of
+    batch row, head and row, of output, dq, dk and dv."""
     batch, heads, length, width = query.shape
     kv_heads = key.shape[1]
     group = heads // kv_heads

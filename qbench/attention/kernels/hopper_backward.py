@@ -43,18 +43,19 @@ CAPPED_OR_SLOPED = gl.constexpr(CAPPED.value | SLOPED.value)
 
 @gluon.jit
 def flat(tiles, stage):
-    """A stage's tile, as a matrix."""
+    """Return a stage's tile as a matrix."""
     return tiles.index(stage).reshape([tiles.shape[3], tiles.shape[4]])
 
 
 @gluon.jit
 def turned(tiles, stage):
+    """Return a stage's tile as a transposed matrix."""
     return flat(tiles, stage).permute([1, 0])
 
 
 @gluon.jit
 def causal_log2_length(rows, FLAGS: gl.constexpr):
-    """log2 of how many keys each of ``rows`` sees, or with LOG_N1 of one more."""
+    """Return log2 of how many keys each of ``rows`` sees, with LOG_N1 of one more."""
     if LOG_N1 & FLAGS:
         rows += 1
     return gl.log2((rows + 1).to(gl.float32))
@@ -62,7 +63,7 @@ def causal_log2_length(rows, FLAGS: gl.constexpr):
 
 @gluon.jit
 def store_rows(out, x, first, batch, head, strides):
-    """Stores ``x`` [ROWS, HEAD_DIM]; ``strides``: of batch row, head and row."""
+    """Store ``x`` [ROWS, HEAD_DIM]. ``strides``: of batch row, head and row."""
     rows = first + gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, x.type.layout))
     columns = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, x.type.layout))
     pointers = out + batch.to(gl.int64) * strides[0] + head.to(gl.int64) * strides[1]
@@ -90,7 +91,7 @@ def allocate(source, own_source, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr):
 
 @gluon.jit
 def load_own(left, right, own, own_full, batch, head, first):
-    """Loads the block's rows from ``first`` on of two sources, which stay."""
+    """Load the block's rows, from ``first`` on, of two sources; they stay in shared memory."""
     mbarrier.expect(own_full, 4 * left.block_type.nbytes)
     for i in gl.static_range(2):
         at = [batch, head, first + i * ROWS, 0]
@@ -103,14 +104,15 @@ def load_own(left, right, own, own_full, batch, head, first):
 
 @gluon.jit
 def any_small(lse_source, WARPS: gl.constexpr):
-    """Whether a row of the block, whose lse begins here, needs a sweep for its D."""
+    """Return whether a row of the block, whose lse begins here, needs another sweep for its D."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     return gl.min(gl.load(lse_source + gl.arange(0, BLOCK, layout=layout)), 0) < SMALL_LSE
 
 
 @gluon.jit
 def load_tiles(k_source, v_source, buffers, batch, kv_head, before, count):
-    """Loads ``count`` tiles of keys and values into the ``buffers``, which have had ``before``."""
+    """Load ``count`` tiles of keys and values into the ``buffers``, after ``before``
+    earlier ones."""
     k_tiles, v_tiles, full, empty = buffers
     stages: gl.constexpr = k_tiles.shape[0]
     for i in range(count):
@@ -142,7 +144,7 @@ def dq_loader(sources, own, buffers, own_full, lse_source, sizes, FLAGS: gl.cons
 
 @gluon.jit
 def tile_products(q, g, buffers, tile, layout: gl.constexpr):
-    """Asks for a tile's scores and dP [ROWS, ROWS] each, queries × keys."""
+    """Start a tile's scores and dP, [ROWS, ROWS] each, queries × keys."""
     k_tiles, v_tiles, full, _ = buffers
     stages: gl.constexpr = k_tiles.shape[0]
     stage = tile % stages
@@ -418,8 +420,8 @@ def dkdv_loader(sources, own, buffers, own_full, sizes):
 
 @gluon.jit
 def seen_by(step, layout: gl.constexpr, BLOCK_Q: gl.constexpr):
-    """Which of a group's keys each query of a tile sees; ``step``: of the tiles on the diagonal,
-    counted from the last query."""
+    """Return which of a group's keys each query of a tile sees. ``step``: of the tiles on the
+    diagonal, counted from the last query."""
     keys = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     columns = gl.arange(0, BLOCK_Q, layout=gl.SliceLayout(0, layout))
     return keys[:, None] <= (ROWS - (step + 1) * BLOCK_Q + columns)[None, :]
@@ -427,7 +429,8 @@ def seen_by(step, layout: gl.constexpr, BLOCK_Q: gl.constexpr):
 
 @gluon.jit
 def tile_of(tiles, stage, half, BLOCK_Q: gl.constexpr):
-    """A stage's tile [BLOCK_Q, HEAD_DIM], of two the earlier queries' (0) or the later's (1)."""
+    """Return a stage's tile [BLOCK_Q, HEAD_DIM]; of two per stage, the earlier queries' (0) or the
+    later's (1)."""
     tile = flat(tiles, stage)
     if BLOCK_Q < ROWS:
         tile = tile.slice(half * BLOCK_Q, BLOCK_Q, dim=0)
@@ -436,7 +439,7 @@ def tile_of(tiles, stage, half, BLOCK_Q: gl.constexpr):
 
 @gluon.jit
 def tile_scores(k, buffers, loaded, half, BLOCK_Q: gl.constexpr):
-    """Asks for a tile's scores [ROWS, BLOCK_Q], keys × queries. Of two tiles a stage the later
+    """Start a tile's scores [ROWS, BLOCK_Q], keys × queries. Of two tiles per stage the later
     queries' comes first, and is waited for; ``k`` is in two parts then."""
     q_tiles, full = buffers[0], buffers[3]
     stages: gl.constexpr = q_tiles.shape[0]

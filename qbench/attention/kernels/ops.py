@@ -1,8 +1,8 @@
-"""``torch.ops.qbench.attention`` and its gradient, as torch.compile and autograd see them, and from
-tensors to kernel launches.
+"""From tensors to kernel launches: ``torch.ops.qbench.attention`` and its gradient, for
+torch.compile and autograd.
 
-What is launched depends on how tensors are laid out, not on their numbers: :func:`forward_launches`
-and :func:`backward_launches` decide it once for each :class:`Layout` of the arguments.
+What is launched depends on the layout of tensors, not on their values: :func:`forward_launches` and
+:func:`backward_launches` decide it once per :class:`Layout` of the arguments.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ MAX_LAYOUTS = 1024  # whose launches are kept
 
 
 class Settings(NamedTuple):
-    """``softcap`` and ``window``: 0 for none. ``max_seqlen_q`` and ``max_seqlen_k``: the most query
-    and key rows of one sequence."""
+    """Numbers that a launch depends on. ``softcap`` and ``window``: 0 for none. ``max_seqlen_q``,
+    ``max_seqlen_k``: the most query and key rows of one sequence."""
 
     normalizer: str
     scale: float
@@ -59,8 +59,8 @@ class Settings(NamedTuple):
 
 
 class Parameters(NamedTuple):
-    """Float32 [heads] each, or None where the normalizer has none; or what there is of each: its
-    layout, its gradient, whether that is asked for."""
+    """A value per parameter of normalizers, None for one that is absent: float32 tensors [heads],
+    or their layouts, gradients, or whether a gradient is needed."""
 
     sinks: Any = None
     bias: Any = None
@@ -87,10 +87,12 @@ def prepare(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
 ) -> tuple[Parameters, Settings]:
-    """What the kernels take beside tensors, checked. ``max_seqlen_q`` and ``max_seqlen_k`` are the
-    most query and key rows of one sequence, if known. Raises what ``reference.attention`` does,
-    ValueError for float64, UnavailableError for a normalizer that the kernels do not have, and for
-    heads that are too wide."""
+    """Check the arguments and return what the kernels take beside the tensors.
+
+    ``max_seqlen_q``, ``max_seqlen_k``: the most query and key rows of one sequence, if known.
+    Raises what ``reference.attention`` does, ValueError for float64, UnavailableError for a
+    normalizer without kernels and for heads that are too wide.
+    """
     check(query, key, value, mask, seq_bounds)
     given = NORMALIZERS.get(normalizer).checked(parameters, query.shape[1])
     require(normalizer)
@@ -118,14 +120,14 @@ def prepare(
 
 
 def scales(settings: Settings) -> tuple[float, float]:
-    """What makes scores in log2 units of products, or of their tanh where they are capped; and what
-    products are multiplied by before the tanh."""
+    """Return two factors: from products, or their tanh if they are capped, to scores in log2 units;
+    and from products to the argument of the tanh."""
     scale, softcap, log2_e = settings.scale, settings.softcap, LOG2_E.value
     return (softcap * log2_e, scale / softcap) if softcap else (scale * log2_e, 0.0)
 
 
 def flags_of(settings: Settings, given: Parameters, wanted: Parameters = NONE) -> int:
-    """Bits of :mod:`qbench.attention.kernels.common`."""
+    """Return the bits of :mod:`qbench.attention.kernels.common` for this call."""
     kernels = require(settings.normalizer)
     asked = (
         (kernels.elementwise, common.ELEMENTWISE.value),
@@ -146,7 +148,7 @@ def flags_of(settings: Settings, given: Parameters, wanted: Parameters = NONE) -
 
 
 def constants(settings: Settings, flags: int, query: Layout, value: Layout) -> dict[str, Any]:
-    """What every kernel over tiles is compiled for."""
+    """Return the compile-time constants of every kernel over tiles."""
     return {
         "NORM": require(settings.normalizer).score_function, "FLAGS": flags,
         "FAST": query.dtype == torch.bfloat16 and not INTERPRETED,
@@ -161,7 +163,8 @@ def forward(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, seq_bounds: Tensor | None,
     parameters: Parameters, settings: Settings,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Output, lse, and :func:`empty_flags`, filled."""
+    """Run the forward pass. Return the output, the log-sum-exp of rows, and the flags of
+    :func:`empty_flags`."""
     output, lse = empty_output(query, value, covered=seq_bounds is None)
     needs_expm1 = empty_flags(query, key, require(settings.normalizer))
     if output.numel() == 0:
@@ -180,8 +183,8 @@ def forward_launches(
     device: torch.device, settings: Settings, query: Layout, key: Layout, value: Layout,
     mask: Layout | None, seq_bounds: Layout | None, *parameters: Layout | None,
 ) -> Callable[..., None]:  # fmt: skip
-    """What takes the tensors of these layouts and those to fill, in the order of :func:`forward`,
-    and launches the kernels of the forward pass."""
+    """Return the function that launches the forward kernels for tensors of these layouts. It takes
+    the tensors in the order of :func:`forward`."""
     normalizer, *_, window, max_seqlen_q, max_seqlen_k = settings
     kernels = require(normalizer)
     batch, heads, queries, width = query.shape
@@ -238,16 +241,16 @@ def forward_launches(
 
 
 def by_token(like: Tensor, shape: tuple[int, int, int, int], *, covered: bool) -> Tensor:
-    """A tensor [B, H, T, D], laid out as [B, T, H, D]. Where sequences need not cover every row it
-    is 0."""
+    """Return a tensor of ``shape`` [B, H, T, D] with the memory layout [B, T, H, D]; zeros unless
+    every row is ``covered`` by a sequence."""
     made = like.new_empty_strided(shape, (*strides_by_token(shape), 1))
     return made if covered else made.zero_()
 
 
 def empty_output(query: Tensor, value: Tensor, *, covered: bool) -> tuple[Tensor, Tensor]:
-    """Output [B, H, Tq, Dv], laid out as [B, Tq, H, Dv], and the rows' log-sum-exp in
-    log2 units [B, H, Tq] in float32. Where sequences need not cover every row, rows outside them
-    are 0 and their lse is +∞."""
+    """Return memory for the output [B, H, Tq, Dv], laid out as [B, Tq, H, Dv], and for the rows'
+    log-sum-exp in log2 units, float32 [B, H, Tq]. Unless every row is ``covered``, they hold 0 and
+    +∞."""
     batch, heads, queries, _ = query.shape
     lse = query.new_empty((batch, heads, queries), dtype=torch.float32)
     if not covered:
@@ -256,8 +259,8 @@ def empty_output(query: Tensor, value: Tensor, *, covered: bool) -> tuple[Tensor
 
 
 def empty_flags(query: Tensor, key: Tensor, kernels: Kernels) -> Tensor:
-    """Flags, int32 zeros [B, key heads, chunks of CHUNK keys], that the forward pass sets where a
-    row of tiny scores has a positive one; [1], not filled, where the normalizer needs none."""
+    """Return int32 zeros [B, key heads, chunks of CHUNK keys]. The forward pass sets one if a row
+    of tiny scores has a positive score there. [1] and not filled if the normalizer needs none."""
     if not kernels.needs_expm1:
         return query.new_empty(1, dtype=torch.int32)
     shape = (*key.shape[:2], _ceil(key.shape[2], CHUNK.value))
@@ -272,8 +275,8 @@ def backward(
     needs_expm1: Tensor, mask: Tensor | None, seq_bounds: Tensor | None,
     parameters: Parameters, settings: Settings, wanted: Parameters,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Gradients of query, key and value, laid out as the output is; and of each of the parameters
-    [heads], None for one that is not ``wanted``."""
+    """Run the backward pass. Return the gradients of query, key and value, laid out as the output,
+    and of each of the parameters [heads], None for one that is not ``wanted``."""
     covered = seq_bounds is None
     dq, dk, dv = (by_token(t, t.shape, covered=covered) for t in (query, key, value))
     if query.numel() == 0 or key.numel() == 0:
@@ -300,8 +303,8 @@ def backward_launches(
     key: Layout, value: Layout, output: Layout, mask: Layout | None, seq_bounds: Layout | None,
     *parameters: Layout | None,
 ) -> Callable[..., None]:  # fmt: skip
-    """What takes the tensors of these layouts and those to fill, in the order of :func:`backward`,
-    and launches the kernels of the backward pass."""
+    """Return the function that launches the backward kernels for tensors of these layouts. It takes
+    the tensors in the order of :func:`backward`."""
     normalizer, *_, window, max_seqlen_q, max_seqlen_k = settings
     kernels = require(normalizer)
     batch, heads, queries, width = query.shape
@@ -369,8 +372,8 @@ def _ceil(length: int, size: int) -> int:
 def allowed_counts(
     mask: Tensor | None, query: Tensor, key: Tensor, parameters: Parameters, settings: Settings
 ) -> Tensor | None:
-    """How many keys each row may see [B, H, Tq] in float32, where a mask says it and the normalizer
-    goes by it."""
+    """Return how many keys each row may see, float32 [B, H, Tq], if there is a mask and the
+    normalizer depends on it; else None."""
     if mask is None:
         return None
     kernels = require(settings.normalizer)
@@ -388,23 +391,25 @@ def allowed_counts(
 
 
 def dense_rows(tensor: Tensor) -> Tensor:
-    """Any strides but that of a row's elements, which must lie side by side."""
+    """Return ``tensor`` with the elements of a row side by side; other strides are free."""
     return tensor if tensor.stride(3) == 1 else tensor.contiguous()
 
 
 def strides_of(*layouts: Layout) -> tuple[tuple[int, ...], ...]:
-    """Of batch row, head and row; those of a row's elements are 1."""
+    """Return the strides of batch row, head and row of each tensor; those of a row's elements are
+    1."""
     return tuple(layout.strides[:3] for layout in layouts)
 
 
 def strides_by_token(shape: tuple[int, ...]) -> tuple[int, int, int]:
-    """Those of what :func:`by_token` makes, of batch row, head and row."""
+    """Return the strides of batch row, head and row of a tensor of :func:`by_token`."""
     _, heads, length, width = shape
     return length * heads * width, width, heads * width
 
 
 def mask_strides(mask: Layout | None) -> tuple[int, int, int, int]:
-    """An axis of size one serves every batch row, or every head."""
+    """Return the strides of a mask; 0 for an axis of size one, which serves all batch rows or
+    heads."""
     if mask is None:
         return 0, 0, 0, 0
     batch, head, row, column = mask.strides
@@ -414,8 +419,8 @@ def mask_strides(mask: Layout | None) -> tuple[int, int, int, int]:
 def describe_tiles(
     layouts: tuple[Layout, ...], rows: int, config: Config
 ) -> tuple[Describe, ...] | None:
-    """What makes descriptors of tiles of ``rows`` rows of one head, where ``config`` and the
-    layouts have it so."""
+    """Return functions that make descriptors of tiles of ``rows`` rows of one head, if ``config``
+    and the layouts allow them, else None."""
     if not (config.tma and all(map(has_tma_layout, layouts))):
         return None
     shapes = ((1, 1, rows, block(layout.shape[3])) for layout in layouts)
@@ -423,14 +428,15 @@ def describe_tiles(
 
 
 def described(tiles: tuple[Describe, ...] | None, *tensors: Tensor) -> tuple[Any, ...]:
-    """Descriptors of ``tensors``, or these themselves."""
+    """Return descriptors of ``tensors``, or the tensors."""
     if tiles is None:
         return tensors
     return tuple(describe(tensor) for describe, tensor in zip(tiles, tensors, strict=True))
 
 
 def has_tma_layout(layout: Layout) -> bool:
-    """The accelerator wants 16-byte aligned starts and strides."""
+    """Return whether the tensor memory accelerator can load it: starts and strides aligned to 16
+    bytes."""
     size = layout.dtype.itemsize
     return layout.aligned and all(
         stride > 0 and stride * size % 16 == 0 for stride in layout.strides[:3]
@@ -443,7 +449,7 @@ def has_tma_layout(layout: Layout) -> bool:
 def mask_or_spans(
     mask: Tensor | None, seq_bounds: Tensor | None, seq_count: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The mask and the seq_bounds to go by, see ``varlen.sequence_bounds``: one or the other."""
+    """Return the mask or the bounds that apply, see ``varlen.sequence_bounds``."""
     if seq_bounds is None or seq_count is None:
         return mask, seq_bounds
     count = int(seq_count)
@@ -520,7 +526,7 @@ attention.register_autograd(_backward, setup_context=_setup_context)
 
 
 class _Eager(torch.autograd.Function):
-    """The operator without torch's dispatcher, which takes longer than the launches do."""
+    """The operator without torch's dispatcher, which takes longer than the launches."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
@@ -545,8 +551,8 @@ def apply(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, seq_bounds: Tensor | None,
     seq_count: Tensor | None, parameters: Parameters, settings: Settings,
 ) -> Tensor:  # fmt: skip
-    """Attention by the operator where something looks into it, such as torch.compile, a mode of
-    dispatch or a tensor of another class; directly elsewhere."""
+    """Run attention: by the operator if torch.compile, a dispatch mode or a tensor subclass looks
+    into it, else directly."""
     plain = type(query) in PLAIN and type(key) in PLAIN and type(value) in PLAIN
     if plain and not torch.compiler.is_compiling() and _get_current_dispatch_mode() is None:
         return _Eager.apply(query, key, value, mask, seq_bounds, seq_count, *parameters, settings)

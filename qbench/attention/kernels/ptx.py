@@ -1,6 +1,5 @@
-"""What the compiler does not find by itself, as inline PTX for bf16 on the GPU. Everything here has
-a plain form beside it in :mod:`qbench.attention.kernels.formulas`, which the interpreter takes.
-"""
+"""Instructions that the compiler does not choose by itself, as inline PTX for bf16 on the GPU. Each
+has a plain form in :mod:`qbench.attention.kernels.formulas`, which the interpreter runs."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ ONE = "0f3F800000"
 
 @triton.jit
 def exp2_ftz(y):
-    """Without the care for denormal numbers, which costs three more instructions."""
+    """Return 2^x. Denormal numbers become 0, which saves three instructions."""
     return tl.inline_asm_elementwise(
         "ex2.approx.ftz.f32 $0, $1;", "=f,f", [y], dtype=tl.float32, is_pure=True, pack=1
     )
@@ -23,8 +22,8 @@ def exp2_ftz(y):
 
 @triton.jit
 def mul_rn(a, b):
-    """a · b, rounded by itself: not added to something in one instruction. So the differences of
-    what is equal are 0."""
+    """Return a · b, rounded on its own and not fused with an addition, so that differences of equal
+    products are 0."""
     if COMPILED:
         return tl.inline_asm_elementwise(
             "mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
@@ -34,7 +33,7 @@ def mul_rn(a, b):
 
 @triton.jit
 def relu_to_bf16(x):
-    """max(x, 0) of two numbers in one instruction."""
+    """Return max(x, 0) of two numbers in one instruction."""
     return tl.inline_asm_elementwise(
         "cvt.rn.relu.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2
     )
@@ -53,9 +52,12 @@ SMALL = "0f3D000000"  # 1/32
 
 
 def _sigmoids() -> str:
-    """Of LANES scores z. With a bias of −log n nearly all e = 2^z are small, and there e / (1 + e)
-    is e − e², right to 1e-3 of itself, half of what bf16 rounds off, for e ≤ 1/32; only where one
-    of them is above that are their reciprocals computed."""
+    """Return PTX for the sigmoid of LANES scores z.
+
+    With a bias of −log n nearly all e = 2^z are small, and for e ≤ 1/32 e − e² is e / (1 + e) to
+    within 1e-3, half of bf16's rounding. Reciprocals are computed only if one of the scores is
+    above that.
+    """
     fast = "".join(
         f"""
         ex2.approx.ftz.f32 e{i}, ${i + LANES};
@@ -88,13 +90,13 @@ OF_SIGMOIDS = tl.constexpr(",".join(["=f"] * LANES + ["f"] * LANES))
 
 @triton.jit
 def sigmoid(z):
-    """1 / (1 + 2^−z), right to float32."""
+    """Return 1 / (1 + 2^−z), right to float32's precision."""
     return tl.inline_asm_elementwise(SIGMOID, "=f,f", [z], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
 def sigmoid_mostly_small(z):
-    """1 / (1 + 2^−z), right to 1e-3; for at least LANES scores a thread."""
+    """Return 1 / (1 + 2^−z), right to 1e-3, for at least LANES scores per thread."""
     return tl.inline_asm_elementwise(
         SIGMOIDS, OF_SIGMOIDS, [z], dtype=tl.float32, is_pure=True, pack=PACK
     )
@@ -102,7 +104,7 @@ def sigmoid_mostly_small(z):
 
 @triton.jit
 def tanh(x):
-    """One instruction, right to 2^-11 of itself, a quarter of what bf16 scores are."""
+    """Return tanh(x) by one instruction, right to 2^-11 of itself, a quarter of bf16's rounding."""
     return tl.inline_asm_elementwise(
         "tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
     )
@@ -110,7 +112,7 @@ def tanh(x):
 
 @triton.jit
 def softpick_ds(e, s, dp, delta):
-    """E · D, or where the score is positive E · dP − E · D, which one predicate does."""
+    """Return E · D, or E · dP − E · D for a positive score, by one predicate."""
     return tl.inline_asm_elementwise(
         """{
         .reg .pred positive;
