@@ -1,4 +1,4 @@
-"""A cell's work: load, attend, quantize, audit, evaluate → CellResult."""
+"""Compute one cell: load, quantize, audit and evaluate a model, into a ``CellResult``."""
 
 from __future__ import annotations
 
@@ -106,14 +106,16 @@ def _prepare(result: CellResult) -> list[LoadedTask]:
 
 
 def _note_failure(result: CellResult, task: str, error: QbenchError) -> None:
+    """Note that ``task`` cannot be scored, in the result and in the log."""
     result.failed_tasks[task] = " ".join(str(error).split())
     line = f"{result.cell.name}: {task} could not be scored: {error}"
     result.progress.log(line, "bold red")
 
 
 def load(cell: Cell, plan: Plan) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The cell's checkpoint on the plan's device, not yet quantized unless it was published so,
-    and its tokenizer."""
+    """Return the cell's model on the plan's device, not yet quantized unless it was published so,
+    and its tokenizer.
+    """
     weights = cell.quantization.weights
     if cell.runtime == "lm-eval":
         model = external_model(weights.model, weights.args)
@@ -204,7 +206,9 @@ def quantized(
     tokenizer: PreTrainedTokenizerBase,
     cache: Path,
 ) -> PreTrainedModel:
-    """``model`` quantized as the cell says; raises AuditError where it is not."""
+    """Return ``model`` quantized as the cell's settings say. Raises AuditError if the audit finds
+    that it is not.
+    """
     cell, plan, settings = result.cell, result.plan, result.cell.quantization
     with result.stage("quantize") as detail:
         calibration = None
@@ -347,7 +351,7 @@ def _evaluate(
 
 
 def _keeps_hidden_states(result: CellResult) -> bool:
-    """Whether quantized cells may be measured against this one."""
+    """Return whether quantized cells may be measured against this one."""
     cell, evaluation = result.cell, result.plan.recipe.evaluation
     own = cell.scoring.mode != "lm-eval" or cell.runtime == "lm-eval"
     return evaluation.damage and not cell.quantization.precision.quantized and own

@@ -124,15 +124,14 @@ class CellResult:
 
     @contextmanager
     def stage(self, name: str, total: float | None = None) -> Iterator[list[str]]:
-        """As ``measured``, and shown."""
+        """Run a stage as ``measured`` does, and show it."""
         self.progress.stage(self.cell.name, name, total)
         with self.measured(name) as detail:
             yield detail
 
     @contextmanager
     def measured(self, name: str) -> Iterator[list[str]]:
-        """A stage of the cell with its seconds and peak memory; what the body appends is its
-        detail."""
+        """Add a stage with its seconds and peak memory; what the body appends is its detail."""
         detail: list[str] = []
         device = self.plan.device
         reset_peak_memory(device)
@@ -150,12 +149,13 @@ class CellResult:
             self.stages.append(stage)
 
     def advance(self, completed: float, total: float | None = None) -> None:
-        """How far the stage is."""
+        """Show how much of the stage is done."""
         self.progress.advance(self.cell.name, completed, total)
 
     def stated(self, error: str | None) -> dict[str, Any]:
-        """What every record of the cell says, an analysis too, finished now: failed with ``error``,
-        where there is one."""
+        """Return the fields that every record of the cell has, an analysis too, finished now;
+        ``error`` says why it failed.
+        """
         cell, plan, settings = self.cell, self.plan, self.cell.quantization
         return {
             **dict(cell.grid_cell),
@@ -171,7 +171,7 @@ class CellResult:
         }
 
     def record(self, error: str | None) -> Record:
-        """The cell's record; a failed one keeps no scores."""
+        """Return the cell's record; a failed one keeps no scores."""
         return Record(
             **self.stated(error),
             training=self.cell.checkpoint.training,

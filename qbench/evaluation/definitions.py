@@ -1,4 +1,4 @@
-"""lm-eval's task definitions, read from their YAML files. Imports nothing of lm-eval.
+"""Read lm-eval's task definitions from their YAML files. Imports nothing of lm-eval.
 
 lm-eval's own index parses its 13,000 files with everything that they import, which takes twenty
 seconds; ours looks for names alone, in half a second.
@@ -32,14 +32,14 @@ NEVER_INHERITED = "task_list"  # it lists tasks of the included file alone
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """``!function module.name``: code beside the definition, or a module that can be imported."""
+    """A ``!function module.name`` of a definition: code beside it, or an installed module."""
 
     name: str
     folder: Path
 
     @property
     def file(self) -> Path | None:
-        """The file beside the definition that it is in; None where it is imported by name."""
+        """Return the Python file beside the definition; None if the module is installed."""
         module = self.name.rpartition(".")[0].replace(".", "/")
         path = self.folder / f"{module}.py"
         return path if path.is_file() else None
@@ -47,14 +47,14 @@ class Function:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Definition:
-    """One task's definition with its includes resolved; values may hold ``Function``."""
+    """One task's definition with its includes resolved; values may be ``Function`` objects."""
 
     path: Path
     config: dict[str, Any]
 
     @property
     def sources(self) -> list[Path]:
-        """The Python files that its functions are in or may call: all beside them."""
+        """Return the Python files that its functions are in or may call: all beside them."""
         found: set[Path] = set()
         for function in _functions(self.config):
             if function.file is not None:
@@ -63,7 +63,7 @@ class Definition:
 
     @property
     def digest(self) -> str:
-        """SHA-256 over the definition and its sources; where they lie plays no part."""
+        """Return the SHA-256 of the definition and its sources, wherever they lie."""
         canonical = json.dumps(self.config, sort_keys=True, default=_written)
         total = hashlib.sha256(canonical.encode())
         for path in self.sources:
@@ -82,15 +82,16 @@ def read_definition(path: Path) -> Definition:
 
 
 def definition_file(name: str, definitions: Path | None) -> Path:
-    """The YAML file that defines the leaf task ``name``: one of ``definitions``, a folder, before
-    lm-eval's. Raises RecipeError where none does."""
+    """Return the YAML file that defines the leaf task ``name``, in the folder ``definitions`` or,
+    if it has none, in lm-eval. Raises RecipeError if neither does.
+    """
     if (path := _found("task", name, definitions)) is not None:
         return path
     raise _unknown(name, definitions)
 
 
 def expand(name: str, definitions: Path | None) -> list[str]:
-    """The leaf tasks that ``name`` stands for: itself, or the members of a group or tag."""
+    """Return the leaf tasks of ``name``: itself, or the members of a group or tag."""
     if _found("task", name, definitions) is not None:
         return [name]
     if (path := _found("group", name, definitions)) is not None:
@@ -103,8 +104,9 @@ def expand(name: str, definitions: Path | None) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupMetric:
-    """``filters``: of lm-eval's, None for all that the tasks have; ``weight_by_size``: tasks count
-    by their documents, else alike."""
+    """How a group's score is made. ``filters`` are lm-eval's, None for all that the tasks have;
+    with ``weight_by_size`` tasks count by their documents, else alike.
+    """
 
     metric: str
     filters: tuple[str, ...] | None
@@ -113,7 +115,7 @@ class GroupMetric:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskGroup:
-    """A group that has scores of its own, over all its leaf ``tasks``."""
+    """A group with scores of its own over all its leaf ``tasks``."""
 
     name: str
     label: str
@@ -122,8 +124,9 @@ class TaskGroup:
 
 
 def task_groups(name: str, definitions: Path | None) -> list[TaskGroup]:
-    """What ``name`` stands for in groups: itself and those within it, where lm-eval gives them a
-    score of their own (``aggregate_metric_list``)."""
+    """Return the groups of ``name``, itself and those within it, that lm-eval gives a score of
+    their own (``aggregate_metric_list``).
+    """
     if _found("task", name, definitions) is not None:  # first: lm-eval's files need not be read
         return []
     path = _found("group", name, definitions)
@@ -149,14 +152,14 @@ def task_groups(name: str, definitions: Path | None) -> list[TaskGroup]:
 
 
 def task_names(definitions: Path | None = None) -> list[str]:
-    """Names of all leaf tasks that lm-eval and ``definitions`` define, sorted."""
+    """Return the names of all leaf tasks of lm-eval and ``definitions``, sorted."""
     folders = _folders(definitions)
     return sorted({n for folder in folders for kind, n in _index(folder) if kind == "task"})
 
 
 @functools.cache
 def lm_eval_tasks() -> Path:
-    """The folder of lm-eval's own definitions."""
+    """Return the folder of lm-eval's own definitions."""
     found = importlib.util.find_spec("lm_eval")
     assert found is not None, "lm-eval is installed with qbench"
     assert found.origin is not None
@@ -209,7 +212,7 @@ def _folders(definitions: Path | None) -> list[Path]:
 
 
 def _found(kind: str, name: str, definitions: Path | None) -> Path | None:
-    """The file that says ``task: name`` or ``group: name``."""
+    """Return the file that says ``task: name`` or ``group: name``; None if there is none."""
     found = (_index(folder).get((kind, name)) for folder in _folders(definitions))
     return next((path for path in found if path), None)
 
@@ -239,8 +242,9 @@ def _state(folder: Path) -> int:
 
 
 def _children(name: str, config: dict[str, Any]) -> Iterator[str]:
-    """Names of the tasks and groups of the group ``name``. Raises RecipeError where it defines one
-    inline, or changes it."""
+    """Yield the names of the tasks and groups of the group ``name``. Raises RecipeError if the
+    group defines one inline, or changes it.
+    """
     for child in _listed(config.get("task")):
         named = {"task": child} if isinstance(child, str) else child
         child_name = named.get("task", named.get("group"))
@@ -255,14 +259,14 @@ def _children(name: str, config: dict[str, Any]) -> Iterator[str]:
 
 
 def _listed(value: Any) -> list[Any]:
-    """Where a definition may state one thing or a list of them."""
+    """Return a list of what a definition may state once or as a list."""
     if value is None:
         return []
     return value if isinstance(value, list) else [value]
 
 
 def _tagged(tag: str, folders: list[Path]) -> list[str]:
-    """Names of the tasks that carry ``tag``, in a definition of theirs or one they include."""
+    """Return the names of the tasks that carry ``tag``, in their definition or one they include."""
     word = re.compile(rf"(?<![\w-]){re.escape(tag)}(?![\w-])")
     found: set[str] = set()
     for folder in folders:
@@ -326,7 +330,7 @@ def require_modules(name: str, definition: Definition) -> None:
 
 
 def missing_module(module: str) -> str:
-    """What to do where the code of a task imports ``module`` and does not find it."""
+    """Return what to do if the code of a task imports ``module``, which is not installed."""
     package = module.partition(".")[0]
     if importlib.util.find_spec(package) is not None:
         why = f"{module}, which the installed {package} does not have:"
@@ -336,7 +340,7 @@ def missing_module(module: str) -> str:
 
 
 def _imported(path: Path) -> Iterator[str]:
-    """The modules that a file imports whenever it is imported itself."""
+    """Yield the modules that a file imports at its top level."""
     try:
         tree = ast.parse(path.read_bytes())
     except SyntaxError:

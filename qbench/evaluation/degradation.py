@@ -1,7 +1,8 @@
-"""What quantization changed, from the forwards that scored: distributions, answers, perplexity.
+"""Compute what quantization changed from the forward passes that scored: KL divergence, answers and
+perplexities.
 
-Everything here is the quantized cell against the unquantized cell of the same checkpoint, paired
-by document and token. Imports no torch.
+Everything here is the quantized cell against the unquantized cell of the same checkpoint, paired by
+document and token. Imports no torch.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ CONFIDENCE_BINS = (0, 0.25, 0.5, 0.75, 0.95, 1)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcomes:
-    """What one task gave, or all of a cell: scores, and the tables that they aggregate (see
-    ``qbench.records``)."""
+    """The scores of one task, or of a whole cell, and the tables behind them (see
+    ``qbench.records``).
+    """
 
     outcomes: pd.DataFrame
     responses: pd.DataFrame
@@ -77,11 +79,12 @@ def task_damage(
 
 
 def distributions(measured: pd.DataFrame) -> Distributions:
-    """KL divergence of the unquantized from the quantized next-token distribution in nats.
+    """Summarize the KL divergence of the unquantized from the quantized next-token distribution, in
+    nats per token.
 
-    ``kl`` is Σ p ln(p/q) over the whole vocabulary. ``target_change`` is that of the scored
-    token's log-probability, with a standard error over documents (tokens of one document are
-    not independent).
+    ``kl`` is Σ p ln(p/q) over the whole vocabulary. ``target_change`` is that of the scored token's
+    log-probability, with a standard error over documents (tokens of one document are not
+    independent).
     """
     kl, document = measured["kl"].to_numpy(), measured["document"].to_numpy()
     p90, p99, p99_9 = (float(p) for p in np.percentile(kl, PERCENTILES))
@@ -103,8 +106,9 @@ def distributions(measured: pd.DataFrame) -> Distributions:
 
 
 def _by_confidence(measured: pd.DataFrame) -> tuple[ConfidenceBin, ...]:
-    """Tokens by the unquantized model's probability of its likeliest token; the last bin holds 1.
-    A model that is sure has little to lose, and one that hesitates loses most."""
+    """Return KL divergence and agreement by the unquantized model's probability of its likeliest
+    token; the last bin includes 1. A model that is sure has little to lose.
+    """
     found = []
     names = ("confidence", "kl", "agrees")
     confidence, kl, agrees = (measured[name].to_numpy() for name in names)
@@ -128,8 +132,10 @@ def divergence_table(
     whole_texts: Collection[str],
     texts_of: Callable[[np.ndarray], list[str]],
 ) -> pd.DataFrame:
-    """Columns ``DIVERGENCE_COLUMNS``: a row a request; of the tasks that score ``whole_texts``, a
-    row a token as far as ``TOKENS_KEPT`` goes. ``texts_of`` gives the texts of token ids [N]."""
+    """Return a table with the columns ``DIVERGENCE_COLUMNS``: a row per request; of the tasks in
+    ``whole_texts`` a row per token, up to ``TOKENS_KEPT``. ``texts_of`` gives the texts of token
+    ids [N].
+    """
     found = []
     for task, of in measured.items():
         tokens = of[["document", "request", "kl", "change"]]
@@ -149,7 +155,9 @@ def divergence_table(
 
 
 def answer_change(base: pd.DataFrame, quantized: pd.DataFrame, correct: Mapping[int, int]) -> Ratio:
-    """Mean change of the right answer's log-likelihood in nats, with its standard error."""
+    """Return the mean change of the right answer's log-likelihood in nats, with its
+    standard error.
+    """
     pairs = _paired(base, quantized, ["document", "request"], "log_likelihood")
     right = pairs[pairs["document"].map(correct) == pairs["request"]]
     change = (right["log_likelihood"] - right["log_likelihood_base"]).to_numpy()
@@ -157,7 +165,9 @@ def answer_change(base: pd.DataFrame, quantized: pd.DataFrame, correct: Mapping[
 
 
 def answer_agreement(base: pd.DataFrame, quantized: pd.DataFrame) -> AnswerAgreement | None:
-    """Generated answers as the two models gave them, whatever a filter took; None without any."""
+    """Compare generated answers before any filter, by document and request; None if there
+    are none.
+    """
     on = ["document", "request"]
     before, after = (
         table[table["answer"].notna() & table["filter"].isna()][[*on, "answer", "cut"]]
@@ -183,7 +193,7 @@ def answer_agreement(base: pd.DataFrame, quantized: pd.DataFrame) -> AnswerAgree
 
 
 def perplexity_ratio(base: pd.DataFrame, quantized: pd.DataFrame) -> Ratio:
-    """ln(PPL quantized / PPL unquantized) = −Σ (difference of log-likelihoods) / Σ weight.
+    """Return ln(PPL quantized / PPL unquantized) = −Σ (difference of log-likelihoods) / Σ weight.
 
     Its standard error is a ratio estimator's over paired documents (delta method, with n / (n −
     1)). The documents are the sample, not their words or bytes.
@@ -194,9 +204,10 @@ def perplexity_ratio(base: pd.DataFrame, quantized: pd.DataFrame) -> Ratio:
 
 
 def correct_requests(task: LoadedTask, limit: int | None) -> dict[int, int]:
-    """Document → the request that scores its right answer; empty for tasks without one.
+    """Return the request that scores the right answer of each document; empty for tasks without
+    one.
 
-    Where a task accepts several answers, the first counts.
+    If a task accepts several answers, the first counts.
     """
     inner, kind = task.task, task.kind
     documents = enumerate(itertools.islice(inner.eval_docs, limit))
@@ -209,8 +220,9 @@ def correct_requests(task: LoadedTask, limit: int | None) -> dict[int, int]:
 
 
 def right_choice(task: Any, document: Mapping[str, Any]) -> int | None:
-    """The index of a document's right choice, the first of several; None where there is none.
-    ``task``: lm-eval's object of a multiple-choice task."""
+    """Return the index of a document's right choice, the first of several; None if there is none.
+    ``task`` is lm-eval's object of a multiple-choice task.
+    """
     gold = (task.doc_to_text if task.multiple_input else task.doc_to_target)(document)
     gold = gold[0] if isinstance(gold, list) and gold else gold
     if isinstance(gold, str):
@@ -233,13 +245,13 @@ def _paired(
 
 
 def _mean(document: np.ndarray, values: np.ndarray) -> Ratio:
-    """Over tokens; its standard error is over the documents that they belong to."""
+    """Return the mean over tokens; its standard error is over the documents that they belong to."""
     _, indexes = np.unique(document, return_inverse=True)
     return ratio(np.bincount(indexes, values.astype(np.float64)), np.bincount(indexes))
 
 
 def ratio(values: np.ndarray, weights: np.ndarray) -> Ratio:
-    """Σ values / Σ weights over n documents with the standard error of a ratio estimator."""
+    """Return Σ values / Σ weights over n documents with the standard error of a ratio estimator."""
     count = len(values)
     if count == 0:
         return Ratio(value=None, stderr=None, documents=0)

@@ -1,5 +1,8 @@
-"""One task through lm-eval's Task API, its results parsed into our words: the border to lm-eval's
-strings. Requests, filters, metrics and aggregations are lm-eval's, drawn with its seeds."""
+"""Score one task through lm-eval's Task API and parse its results.
+
+Requests, filters, metrics and aggregations are lm-eval's, drawn with its seeds. No other module
+reads lm-eval's strings.
+"""
 
 from __future__ import annotations
 
@@ -62,9 +65,9 @@ class _Sample:
 
 
 def evaluate(model: Scorer | HFLMScorer, task: LoadedTask, settings: ScoringSettings) -> Outcomes:
-    """Score one task with ``model``; requests of one task alone, so batches depend on no other.
+    """Score one task with ``model``. Batches hold requests of this task alone.
 
-    Raises DataError where a document asks nothing or has no right answer, EvaluationError where a
+    Raises DataError if a document asks nothing or has no right answer, EvaluationError if a
     log-likelihood or a score is not a number.
     """
     check_documents(task, settings.limit)
@@ -96,7 +99,9 @@ def _context(model: Any, max_length: int | None) -> Iterator[None]:
 
 @contextmanager
 def _named(task: str, what: str) -> Iterator[None]:
-    """Errors of lm-eval's code and of the task's own, which name no task."""
+    """Raise errors of lm-eval's code and of the task's own as EvaluationError with the
+    task's name.
+    """
     try:
         yield
     except QbenchError:
@@ -107,9 +112,12 @@ def _named(task: str, what: str) -> Iterator[None]:
 
 
 def build_requests(task: Any, settings: ScoringSettings, model: Any = None) -> None:
-    """The ``instances`` of an lm-eval task, as its ``simple_evaluate`` builds them: counted from
-    lm-eval's seeds, so that seed 0 draws what lm-eval draws. ``model`` has the chat template that
-    ``settings.chat`` may ask for. Raises EvaluationError where that has no system role."""
+    """Build the ``instances`` of an lm-eval task as its ``simple_evaluate`` does.
+
+    Seeds are counted from lm-eval's, so that seed 0 draws what lm-eval draws. ``model`` has the
+    chat template that ``settings.chat`` may ask for. Raises EvaluationError if that has no system
+    role and one is needed.
+    """
     seed_generators(settings.seed)
     TaskManager(include_defaults=False).load([task])  # asks for its name, which draws each time
     if task.get_config("num_fewshot") is None:
@@ -142,11 +150,11 @@ def _require_system_role(renderer: Any, task: Any, instruction: str | None) -> N
 def rebuild_requests(
     record: Record, specs: Sequence[TaskSpec], documents: int, task: str | None = None
 ) -> dict[str, dict[int, Question]]:
-    """By task and document, of the first ``documents``, what was asked. Records do not keep it; it
-    is made again from the recipe and its data. Left out are prompts that are made for a tokenizer:
-    those that are sized by it, and conversations.
+    """Return what was asked, by task and document, for the first ``documents``.
 
-    Raises DataError where recipe and data ask something else than the record's cell was asked.
+    Records do not keep prompts; they are made again from the recipe and its data. Prompts that are
+    made for a tokenizer are left out: those that are sized by it, and conversations. Raises
+    DataError if recipe and data ask something else than the record's cell was asked.
     """
     scoring = record.key_parts.get("scoring") or {}
     settings = ScoringSettings(
@@ -185,7 +193,7 @@ def rebuild_requests(
 
 
 def _target(task: Any, document: Mapping[str, Any]) -> int | str | None:
-    """The index of the right choice, or the right text; None where there is neither."""
+    """Return the index of the right choice, or the right text; None if there is neither."""
     with suppress(Exception):  # a task's own code, for display alone
         if task.OUTPUT_TYPE == "multiple_choice":
             return right_choice(task, document)
@@ -196,7 +204,7 @@ def _target(task: Any, document: Mapping[str, Any]) -> int | str | None:
 
 
 def _answer(model: Any, instances: Sequence[Any]) -> None:
-    """Requests of one kind together, each as often as it is to be asked."""
+    """Let ``model`` answer the requests of each kind together, each as often as it repeats."""
     kinds: dict[str, list[Any]] = defaultdict(list)
     for instance in instances:
         kinds[instance.request_type] += [instance] * instance.repeats
@@ -206,7 +214,7 @@ def _answer(model: Any, instances: Sequence[Any]) -> None:
 
 
 def _samples(task: Any, limit: int | None) -> Iterator[_Sample]:
-    """Of each filter, in its order, each document with its metrics."""
+    """Yield each document with its metrics, filter by filter."""
     task.apply_filters()
     requests: dict[int, list[Any]] = defaultdict(list)
     for instance in task.instances:
@@ -222,8 +230,11 @@ def _samples(task: Any, limit: int | None) -> Iterator[_Sample]:
 
 
 def _outcomes(task: str, samples: Sequence[_Sample]) -> pd.DataFrame:
-    """``value`` and ``weight`` of a metric that gives two numbers, whatever they are: the value
-    and its weight, or right answer and prediction (see ``comparison.flips``)."""
+    """Return a table with the columns ``OUTCOME_COLUMNS``.
+
+    Of a metric with two numbers per document they are ``value`` and ``weight``: a value and its
+    weight, or right answer and prediction (see ``comparison.flips``).
+    """
     rows = []
     for sample in samples:
         for metric, value in sample.metrics.items():
@@ -269,7 +280,7 @@ def _scores(
 
 
 def group_scores(groups: Sequence[TaskGroup], scores: Sequence[Score]) -> tuple[GroupScore, ...]:
-    """The scores of groups whose tasks have all been scored, by lm-eval's own arithmetic."""
+    """Return the scores of groups all of whose tasks have been scored, by lm-eval's arithmetic."""
     found = []
     for group in groups:
         by_task = {task: {s.metric: s for s in scores if s.task == task} for task in group.tasks}
@@ -313,8 +324,10 @@ def _group_score(
 
 
 def _standard_error(aggregation: str, values: pd.Series) -> float | None:
-    """Sample standard deviation/√n for means; for perplexities exp(−mean) times that of the
-    log-likelihoods (delta method), which lm-eval's bootstrap estimates."""
+    """Return the standard error of a mean; of a perplexity exp(−mean) times that of the
+    log-likelihoods (delta method), which lm-eval's bootstrap estimates. None for other
+    aggregations.
+    """
     if len(values) < 2 or aggregation not in ("mean", "perplexity"):
         return None
     error = float(values.std(ddof=1)) / math.sqrt(len(values))
@@ -326,8 +339,9 @@ def _name(metric: str, filter_: str) -> str:
 
 
 def _responses(task: str, samples: Sequence[_Sample]) -> pd.DataFrame:
-    """Log-likelihoods and texts, in lm-eval's order of filters, documents and requests. The
-    columns are ``qbench.records.RESPONSE_COLUMNS``."""
+    """Return log-likelihoods and texts with the columns ``RESPONSE_COLUMNS``, in lm-eval's order of
+    filters, documents and requests.
+    """
     rows: list[Response] = []
     for sample in samples:
         if sample.filter == samples[0].filter:
@@ -339,7 +353,7 @@ def _responses(task: str, samples: Sequence[_Sample]) -> pd.DataFrame:
 
 
 def _given(task: str, sample: _Sample) -> Iterator[Response]:
-    """As the model gave them; an answer that was asked for several times has a row each."""
+    """Yield the model's answers; one that was asked for several times has a row each."""
     for request, answers in enumerate(sample.resps):
         for repeat, answer in enumerate(answers):
             if isinstance(answer, str):
@@ -351,7 +365,7 @@ def _given(task: str, sample: _Sample) -> Iterator[Response]:
 
 
 def _taken(task: str, sample: _Sample) -> Iterator[Response]:
-    """What a filter took from generated answers, where that is not the answer itself."""
+    """Yield what a filter made of generated answers, if that is not the answer itself."""
     for request, (taken, answers) in enumerate(zip(sample.filtered, sample.resps, strict=True)):
         if taken != answers[0]:
             text = taken if isinstance(taken, str) else json.dumps(taken, default=str)

@@ -1,5 +1,5 @@
-"""Where the unquantized cell keeps what damage is measured against. Imports no torch;
-``evaluation.kl_observer`` says what is in the files.
+"""Find and verify the files that damage is measured against. Imports no torch;
+``evaluation.kl_observer`` says what is in them.
 
     CACHE/distributions/<key16>.safetensors           hidden states of a task's scored tokens
     CACHE/distributions/<key16>.safetensors           the LM head, under a key without tasks

@@ -1,4 +1,4 @@
-"""Exact Kullback-Leibler divergence of next-token distributions, unquantized from quantized.
+"""Compute the exact KL divergence of the unquantized from the quantized next-token distribution.
 
 The unquantized cell keeps, of every scored token, the LM head's input, and the head. Such hidden
 states take hidden size × bytes of the dtype: 768 bytes at the 27M pair's 384 in bfloat16, 2 kB at
@@ -45,8 +45,9 @@ from qbench.files import (
 
 
 class TaskHiddenStates(NamedTuple):
-    """One task's LM head inputs ``states`` [N, H], of its N scored tokens with the ids ``token``
-    int32 [N]: request by request, as every cell of the checkpoint asks them."""
+    """One task's LM head inputs ``states`` [N, H] and the ids ``token`` int32 [N] of its N scored
+    tokens, request by request.
+    """
 
     token: Tensor
     states: Tensor
@@ -126,7 +127,7 @@ class BaselineWriter:
         self._rows: list[tuple[Tensor, Scored]] = []  # of the call at work, on the host
 
     def hidden_states(self) -> BaselineHiddenStates:
-        """All that is kept."""
+        """Return what is kept by now, and the LM head."""
         if self._head is None:
             return BaselineHiddenStates({}, torch.empty(0), None)
         weight, bias = self._head.weight, self._head.bias
@@ -137,7 +138,7 @@ class BaselineWriter:
         )
 
     def forget(self) -> None:
-        """Let go of the hidden states, which are on disk by now."""
+        """Drop the hidden states, which are on disk by now."""
         self._tasks.clear()
 
     def begin(
@@ -152,7 +153,7 @@ class BaselineWriter:
         self._head, self._rows = head, []
 
     def batch(self, scored: Scored, hidden: Tensor, projection: Projection) -> None:
-        """Of a GPU the states come by copies beside its work, which ``end`` waits for."""
+        """Copy the states to the host beside the GPU's work; ``end`` waits for the copies."""
         self._rows.append((hidden.to("cpu", non_blocking=True), scored))
 
     def end(self) -> None:
@@ -170,8 +171,8 @@ class BaselineWriter:
 
 
 class KLObserver:
-    """An observer that measures a quantized model's distributions against ``base``. A task that
-    the unquantized cell could not score has nothing to be measured against.
+    """An observer that compares a quantized model's distributions with those of ``base``. Tasks
+    that ``base`` lacks are not compared.
 
     ``divergences``: a table a task, a row a scored token. ``kl`` in nats; ``agrees`` on the
     likeliest token; ``confidence``, the unquantized model's probability of its likeliest token;
@@ -256,8 +257,9 @@ class KLObserver:
 
 
 def _compare(before: Tensor, part: LogitsPart, row: Tensor, token: Tensor) -> Tensor:
-    """kl, agrees, confidence and change [4, M] of the scored tokens with the ids ``token`` [M] in
-    the rows ``row`` [M] of ``part``. ``before`` [R, V]: the unquantized logits."""
+    """Return kl, agrees, confidence and change [4, M] of the scored tokens with the ids ``token``
+    [M] in the rows ``row`` [M] of ``part``. ``before`` [R, V] are the unquantized logits.
+    """
     after = part.log_probabilities
     if after.dtype != torch.float32:
         after = functional.log_softmax(part.logits, dim=-1, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""The scorer of a column that another runtime scores: lm-eval's class of it, asked as it is."""
+"""Score a column that another runtime computes, through lm-eval's class for that runtime."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from qbench.records import ScoringReport
 
 
 def external_model(model: str, args: Mapping[str, Any]) -> LM:
-    """lm-eval's ``model`` with ``args``. Raises UnavailableError where it cannot be made."""
+    """Return lm-eval's ``model`` made with ``args``. Raises UnavailableError if it cannot
+    be made.
+    """
     try:
         return get_model(model).create_from_arg_obj(dict(args))
     except Exception as error:  # whatever its library, its server or its arguments say
@@ -27,7 +29,7 @@ def external_model(model: str, args: Mapping[str, Any]) -> LM:
 
 
 class ExternalScorer(LM):
-    """Hands requests on. What asks for more than answers is refused."""
+    """An lm-eval language model that hands requests to another runtime."""
 
     def __init__(self, model: LM, settings: ScoringSettings) -> None:
         super().__init__()
@@ -41,9 +43,12 @@ class ExternalScorer(LM):
         return self._asked("loglikelihood", requests)
 
     def _require_probabilities(self) -> None:
-        """Of continuations of which one at most can follow, the probabilities sum to at most 1.
-        They do not where a server leaves out the generated token: lm-eval's classes then take the
-        prompt's last one for it, and drop it. llama-cpp-python's server does."""
+        """Raise EvaluationError if the runtime's log-likelihoods are not probabilities.
+
+        Those of continuations that exclude each other must sum to at most 1. They do not if a
+        server leaves out the generated token: lm-eval's classes then take the prompt's last one for
+        it, and drop it. llama-cpp-python's server does.
+        """
         asked = [
             Instance(request_type="loglikelihood", doc={}, arguments=("The", f" {letter}"), idx=i)
             for i, letter in enumerate(ascii_lowercase)

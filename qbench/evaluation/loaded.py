@@ -1,5 +1,6 @@
-"""lm-eval's task object of what was planned, with the same data. Its documents are checked: lm-eval
-would count those without a usable answer as wrongly answered."""
+"""Make lm-eval's task objects of planned tasks, with the same data, and check their documents:
+lm-eval would count those without a usable answer as wrong.
+"""
 
 from __future__ import annotations
 
@@ -49,12 +50,12 @@ TEXTS = ("answerKey", "answer")  # and of those that say it in words
 
 
 class TemplateTask(ConfigurableTask):
-    """lm-eval's task, without work that it does again and again; what it asks stays its own.
+    """lm-eval's task without repeated work; its prompts are the same.
 
     lm-eval compiles a Jinja template anew for every document and every question about it, 0.5 ms
     each and 16,000 times for ARC-easy; here each is compiled once. Zero-shot requests are built
-    once for all models of a process, unless the definition's own code changes them: that saves
-    0.3 s a cell of ARC-easy.
+    once for all models of a process, unless the definition's own code changes them: that saves 0.3
+    s a cell of ARC-easy.
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
@@ -84,8 +85,9 @@ class TemplateTask(ConfigurableTask):
             instance.resps, instance.filtered_resps = [], {}
 
     def _function(self, name: str, stated: Any, read: Callable[[str], Any]) -> Any:
-        """In place of a template: a function that renders it and reads what comes out as lm-eval
-        does. Else what is ``stated``."""
+        """Return a function that renders a compiled template and reads the result as lm-eval does;
+        what is ``stated`` if it is no template.
+        """
         template = getattr(self.config, name) if stated is None else stated
         if self.prompt is not None or not isinstance(template, str) or template in self.features:
             return stated
@@ -117,7 +119,7 @@ class LoadedTask:
     lines: tuple[tuple[Path, int], ...] = ()  # file and line of each document, where it has one
 
     def location(self, document: int) -> str:
-        """Where a document stands, for messages: file and line, or its number."""
+        """Return where a document stands, for messages: file and line, or its number."""
         if self.lines:
             path, line = self.lines[document]
             return f"{path}:{line}"
@@ -125,7 +127,7 @@ class LoadedTask:
 
     @property
     def kind(self) -> str:
-        """lm-eval's word for how a task is asked."""
+        """Return lm-eval's ``output_type``."""
         return self.task.OUTPUT_TYPE
 
 
@@ -182,7 +184,7 @@ def load_task(spec: TaskSpec, tokenizer: Path | None = None) -> LoadedTask:
 def _overrides(
     spec: TaskSpec, config: dict[str, Any]
 ) -> tuple[dict[str, Any], tuple[tuple[Path, int], ...]]:
-    """What is put in place of the definition's own, and where each evaluated row stands."""
+    """Return what replaces parts of the definition, and file and line of each evaluated row."""
     overrides: dict[str, Any] = {"task": spec.name}
     if spec.stated_fewshot is not None:
         overrides["num_fewshot"] = spec.stated_fewshot
@@ -210,15 +212,16 @@ def _overrides(
 
 
 def seed_generators(seed: int = 0) -> None:
-    """Python's, NumPy's and torch's, counted from lm-eval's own seeds."""
+    """Seed Python, NumPy and torch, counted from lm-eval's own seeds."""
     random.seed(seed)
     np.random.seed((1234 + seed) % 2**32)
     torch.manual_seed(1234 + seed)
 
 
 def _build(spec: TaskSpec, overrides: dict[str, Any]) -> ConfigurableTask:
-    """lm-eval's own object, or ours of it, by its task manager. Its index of all definitions,
-    which takes twenty seconds, is not made: the definition is handed over as it stands."""
+    """Return lm-eval's task object, made by its task manager from the definition itself: its index
+    of all definitions would take twenty seconds.
+    """
     config = load_yaml(spec.definition)
     if callable(process := config.get("process_docs")):
         # lm-eval asks for processed documents again and again: of data in memory, a definition that
@@ -256,7 +259,7 @@ def _require_examples(spec: TaskSpec, task: ConfigurableTask) -> None:
 
 
 def _require_metrics(spec: TaskSpec, task: ConfigurableTask) -> None:
-    """lm-eval leaves out a metric that it does not know; a task's own function may make any."""
+    """Raise DataError for a metric that lm-eval does not know and would leave out."""
     own = callable(task.config.process_results)
     for metric, aggregate in task.aggregation().items():
         if aggregate is None or not (own or task._metric_fn_list.get(metric, True)):
@@ -264,8 +267,7 @@ def _require_metrics(spec: TaskSpec, task: ConfigurableTask) -> None:
 
 
 def _require_aggregations(spec: TaskSpec, config: dict[str, Any]) -> None:
-    """lm-eval looks for that of each metric whose entry states none, and breaks on its own line
-    where it knows none."""
+    """Raise DataError for a metric without an aggregation, stated or known to lm-eval."""
     for stated in config.get("metric_list") or ():
         if isinstance(stated, dict) and "aggregation" not in stated:
             metric = stated.get("metric")
@@ -282,7 +284,7 @@ def _unknown_metric(spec: TaskSpec, metric: str) -> DataError:
 
 
 def _require_commit(spec: TaskSpec, task: ConfigurableTask) -> None:
-    """datasets takes another commit's copy where the hub is out of reach."""
+    """Raise DataError if datasets took another commit's copy, as it does without the hub."""
     assert spec.hub_data is not None
     for split in task.dataset.values():
         for file in split.cache_files:
@@ -295,8 +297,9 @@ def _require_commit(spec: TaskSpec, task: ConfigurableTask) -> None:
 
 
 def _digest(task: ConfigurableTask) -> str:
-    """SHA-256 over the definition (functions by their source), every evaluated document and,
-    where examples are shown, every document that they are drawn from."""
+    """Return the SHA-256 of the definition (functions by their source), every evaluated document
+    and, if examples are shown, every document that they are drawn from.
+    """
     left_out = ORIGIN_KEYS if task.config.num_fewshot else {*ORIGIN_KEYS, "fewshot_config"}
     config = {key: value for key, value in task.dump_config().items() if key not in left_out}
     total = hashlib.sha256(json.dumps(config, sort_keys=True, default=_written).encode())
@@ -309,7 +312,9 @@ def _digest(task: ConfigurableTask) -> str:
 
 
 def _written(value: Any) -> str:
-    """What JSON cannot hold, the same in every process: functions by source, not by address."""
+    """Return text for what JSON cannot hold, the same in every process: functions by their source,
+    not by their address.
+    """
     if callable(value):
         try:
             return inspect.getsource(value)
@@ -378,7 +383,7 @@ def _problem(task: Any, document: dict[str, Any]) -> str | None:
 
 
 def _names(gold: Any, choices: list[str]) -> bool:
-    """Whether ``gold`` is the index of a choice, or its text."""
+    """Return whether ``gold`` is the index of a choice, or its text."""
     if isinstance(gold, str):
         return gold in choices
     if isinstance(gold, float):  # a column of whole numbers with one that is missing

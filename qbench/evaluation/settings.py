@@ -1,4 +1,4 @@
-"""How a cell is scored, everything decided: what a recipe asks for, without "auto". No torch."""
+"""Settings of a cell's scoring, with nothing left "auto". Imports no torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Bound = Annotated[float, Field(strict=True, gt=0, le=100, allow_inf_nan=False)] 
     frozen=True, kw_only=True, slots=True, config=ConfigDict(extra="forbid")
 )
 class Tolerance:
-    """Bounds on the sample of each task's documents that is scored both ways.
+    """Bounds on the differences between fast and exact scores of the same sample of a task.
 
     ``mean`` and ``largest`` bound the absolute difference of log-likelihoods in nats per scored
     token, over the sample and for a single request. bfloat16 logits of ±16 step by 0.125, so single
@@ -100,8 +100,9 @@ def undecided(tolerance: Tolerance, sample: SampleDifference) -> bool:
 
 
 def tolerance_violation(tolerance: Tolerance, report: ScoringReport | None) -> str | None:
-    """Why a record does not pass ``tolerance``, which may be tighter than when it was made; None
-    where it does, and where nothing was scored fast."""
+    """Return why a record does not pass ``tolerance``, which may be tighter than when it was made;
+    None if it does, or if nothing was scored fast.
+    """
     if report is None or report.difference_from_exact is None:
         return None
     samples = report.difference_from_exact.samples
@@ -137,16 +138,16 @@ class Chat:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoringSettings:
-    """Settings of one cell's scorer; all but ``tolerance`` are part of the cell's key.
+    """Settings of one cell's scorer. All but those that ``key_parts`` leaves out are part of its
+    key.
 
-    ``batch_size`` counts padded requests (in fast mode those of the sample),
-    ``window_batch_size`` rolling windows of up to ``max_length`` tokens, ``batch_tokens`` the
-    tokens of a pack without padding (fast mode only, else None). ``sample`` counts the documents
-    of each task on which fast scoring is compared with exact, within ``tolerance``.
-    ``seed`` draws that sample and, counted from lm-eval's defaults, what a task leaves to chance;
-    ``fewshot_seed`` draws few-shot examples. ``amplifies_rounding``: the quantizer's, which
-    changes how fast scores are judged and no score. ``fallback``: a task whose fast scores leave
-    the tolerance is scored exactly; else it fails.
+    ``batch_size`` counts padded requests (in fast mode those of the sample), ``window_batch_size``
+    rolling windows of up to ``max_length`` tokens, ``batch_tokens`` the tokens of a pack without
+    padding (fast mode only, else None). ``sample`` counts the documents of each task on which fast
+    scoring is compared with exact, within ``tolerance``. ``seed`` draws that sample and, counted
+    from lm-eval's defaults, what a task leaves to chance; ``fewshot_seed`` draws few-shot examples.
+    ``amplifies_rounding``: the quantizer's, which changes how fast scores are judged and no score.
+    ``fallback``: a task whose fast scores leave the tolerance is scored exactly; else it fails.
     """
 
     mode: Mode
@@ -169,16 +170,18 @@ class ScoringSettings:
         assert (self.mode == "fast") == (self.batch_tokens is not None)
 
     def key_parts(self) -> dict[str, Any]:
-        """What belongs into a cell's key. ``tolerance`` changes no score: a record is held
-        against it when it is read (``tolerance_violation``)."""
+        """Return what belongs into a cell's key. ``tolerance`` changes no score: a record is
+        compared with it when it is read (``tolerance_violation``).
+        """
         judged = ("tolerance", "amplifies_rounding", "fallback")
         left_out = judged if self.chat else (*judged, "chat")
         return {k: v for k, v in asdict(self).items() if k not in left_out}
 
 
 def batch_tokens(device: str, config: Mapping[str, Any]) -> int:
-    """Tokens of a pack, from the device type and the model's shape alone: the same packs wherever
-    the model runs, however much memory is free there."""
+    """Return the tokens of a pack. They follow from the device type and the model's shape alone:
+    the same packs wherever the model runs, however much memory is free there.
+    """
     most = BATCH_TOKENS[device]
     if device == "cpu":
         return most
@@ -187,7 +190,7 @@ def batch_tokens(device: str, config: Mapping[str, Any]) -> int:
 
 
 def hidden_size(config: Mapping[str, Any]) -> int:
-    """A configuration's width, under the names that transformers' models have for it."""
+    """Return a configuration's width, under the names that transformers' models have for it."""
     inner = config.get("text_config")
     levels = (config, inner) if isinstance(inner, Mapping) else (config,)
     found = (level.get(n) for level in levels for n in ("hidden_size", "n_embd", "d_model"))

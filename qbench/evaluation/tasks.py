@@ -1,4 +1,5 @@
-"""What a task is before anything is loaded: its definition, its data, a digest of both. No torch.
+"""Find a task's definition and data, digest both, and check what can be checked before they are
+loaded. Imports no torch.
 
 A plan holds these; ``qbench.evaluation.loaded`` makes lm-eval's object of one, where it is scored.
 """
@@ -45,13 +46,13 @@ class DataFile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One line's JSON object."""
+    """The JSON object of one line."""
 
     line: int  # counted from 1
     fields: dict[str, Any]
 
     def text(self, field: str, source: str | Path) -> str:
-        """The text in ``field``, empty for a null. Raises DataError where there is none."""
+        """Return the text in ``field``, empty for a null. Raises DataError if it holds no text."""
         text = self.fields.get(field, 0)
         if not isinstance(text, str | None):
             known = ", ".join(name for name, one in self.fields.items() if isinstance(one, str))
@@ -63,7 +64,7 @@ class Row:
 
 
 def read_rows(path: Path) -> tuple[list[Row], str]:
-    """The rows of a JSON Lines file, and the SHA-256 of the very bytes that were parsed.
+    """Return the rows of a JSON Lines file, and the SHA-256 of the bytes that were parsed.
 
     Raises DataError with file and line.
     """
@@ -79,7 +80,7 @@ def read_rows(path: Path) -> tuple[list[Row], str]:
 
 
 def parse_rows(path: str | Path, lines: Iterable[bytes | str]) -> Iterator[Row]:
-    """The rows of the ``lines`` of a JSON Lines file. Raises DataError with file and line."""
+    """Yield the rows of the ``lines`` of a JSON Lines file. Raises DataError with file and line."""
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -93,9 +94,10 @@ def parse_rows(path: str | Path, lines: Iterable[bytes | str]) -> Iterator[Row]:
 
 
 def require_fields(name: str, definition: Definition, path: Path, rows: Sequence[Row]) -> None:
-    """Raises DataError where a row lacks a field that the task's templates name, has nothing
-    there, or has a label that nobody can meet. What the task computes with functions of its own
-    is not looked at."""
+    """Raise DataError if a row lacks a field that the task's templates name, has nothing in it, or
+    has a label that no choice meets. What the task computes with functions of its own is not
+    checked.
+    """
     config = definition.config
     if config.get("process_docs") or config.get("use_prompt"):
         return
@@ -123,7 +125,7 @@ KINDS: dict[type, str] = {
 
 
 def _require_types(name: str, path: Path, rows: Sequence[Row]) -> None:
-    """Raises DataError if a field holds values of two kinds, of which datasets makes no column."""
+    """Raise DataError if a field holds values of two kinds, of which datasets makes no column."""
     first: dict[str, tuple[str, int]] = {}
     for row in rows:
         for field, value in row.fields.items():
@@ -145,9 +147,11 @@ def _require_types(name: str, path: Path, rows: Sequence[Row]) -> None:
 
 
 def no_text(template: str, fields: dict[str, Any], *, text: bool) -> str | None:
-    """Why a field that ``template`` prints as it is has nothing to print: null, ``[]`` or ``{}``,
-    which Jinja writes out as Python does; with ``text`` whatever is not a text with something in
-    it. None where there is something."""
+    """Return why a field that ``template`` prints as it is has nothing to print; None if it has.
+
+    That is null, ``[]`` or ``{}``, which Jinja prints as Python does; with ``text`` everything that
+    is not a text with something in it.
+    """
     names = [template] if template in fields else BARE.findall(template)
     for name in names:
         if name not in fields:
@@ -171,8 +175,9 @@ def _require_template(what: str, template: str, path: Path, rows: Sequence[Row])
 
 
 def _variables(template: str) -> set[str]:
-    """What a template names, where that is what it needs: one that decides for itself, as by
-    ``is defined``, is left to lm-eval."""
+    """Return the fields that a template needs; none for a template that tests for them itself, as
+    by ``is defined``.
+    """
     if any(word in template for word in ("{%", "defined", "default", " if ")):
         return set()
     try:
@@ -182,7 +187,7 @@ def _variables(template: str) -> set[str]:
 
 
 def _require_labels(name: str, target: str, path: Path, rows: Sequence[Row]) -> None:
-    """Test sets are published with their labels hidden as −1 or null."""
+    """Raise DataError for labels that are hidden as −1 or null, as those of public test sets."""
     bare = BARE.fullmatch(target.strip())
     field = bare[1] if bare else target
     for row in rows:
@@ -196,7 +201,9 @@ def _require_labels(name: str, target: str, path: Path, rows: Sequence[Row]) -> 
 
 
 def is_hidden(label: Any) -> bool:
-    """What data sets write for the index of a choice that is missing or kept from the public."""
+    """Return whether a label is one that data sets write for a choice that is missing or kept from
+    the public.
+    """
     if isinstance(label, int | float):
         return not label >= 0 or label % 1 != 0  # NaN is not
     return label in (None, "", "-1")
@@ -218,7 +225,7 @@ class HubData:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskSpec:
-    """A task with its definition and data found and digested; none of it is loaded.
+    """A task whose definition and data are found and digested, and not loaded.
 
     ``digest`` covers all that can change what a model is asked: the definition with the code that
     it names, and its local files' bytes or its data set's commit.
@@ -258,12 +265,12 @@ def plan_task(
     fewshot_files: Sequence[str] | None = None,
     num_fewshot: int | None = None,
 ) -> TaskSpec:
-    """Find the leaf task ``name`` and its data, and check what can be checked unloaded.
+    """Find the leaf task ``name`` and its data, and check what can be checked without loading it.
 
-    ``data`` is a folder of ``<task>/<split>.jsonl`` with the task's own field names, None means
-    the hub; ``definitions`` a folder of further lm-eval task definitions, searched first.
-    ``files`` are the stems that may stand for the evaluation split, ``fewshot_files`` those for
-    the one that examples are drawn from; the first that exists is used.
+    ``data`` is a folder of ``<task>/<split>.jsonl`` with the task's own field names, None means the
+    hub; ``definitions`` a folder of further lm-eval task definitions, searched first. ``files`` are
+    the stems that may stand for the evaluation split, ``fewshot_files`` those for the one that
+    examples are drawn from; the first that exists is used.
 
     Raises RecipeError for an unknown task, DataError where its data cannot be had.
     """
@@ -307,12 +314,12 @@ def plan_task(
 
 
 def evaluation_split(config: dict[str, Any]) -> str | None:
-    """The split that lm-eval scores: test, or validation where a task has no test split."""
+    """Return the split that lm-eval scores: test, or validation if there is no test split."""
     return config.get("test_split") or config.get("validation_split")
 
 
 def fewshot_split(config: dict[str, Any]) -> str | None:
-    """The split that a task's few-shot examples come from, None where it uses none."""
+    """Return the split that few-shot examples come from; None if the task shows none."""
     if not config.get("num_fewshot"):
         return None
     own = config.get("fewshot_config") or {}
@@ -336,13 +343,13 @@ def shows_itself(config: dict[str, Any]) -> bool:
 
 
 def _leaves_out(config: dict[str, Any]) -> bool:
-    """Whether lm-eval draws one example more, and drops the document that is asked about."""
+    """Return whether lm-eval draws one example more and drops the document that is asked about."""
     stated = (config.get("fewshot_config") or {}).get("split") or config.get("fewshot_split")
     return stated == config.get("test_split")
 
 
 def _answer_tokens(name: str, generation: dict[str, Any]) -> int:
-    """The most tokens of an answer, under the names that lm-eval takes in this order."""
+    """Return the most tokens of an answer, under the names that lm-eval takes in this order."""
     for key in LIMIT_KEYS:
         if (value := generation.get(key)) is not None:
             try:
@@ -362,7 +369,7 @@ def _local_files(
     files: Sequence[str] | None,
     fewshot_files: Sequence[str] | None,
 ) -> tuple[tuple[DataFile, ...], int | None]:
-    """The files and the number of documents; nothing of them without a data folder."""
+    """Return the files and the number of documents; no files if there is no data folder."""
     makes_data = isinstance(config.get("custom_dataset"), Function)
     if data is None or (makes_data and not (data / name).is_dir()):
         return (), None
@@ -396,7 +403,7 @@ def _local_files(
 
 
 def _require_examples(name: str, config: dict[str, Any], path: Path, rows: int) -> None:
-    """Raises DataError if fewer documents are in the file than examples are drawn from it."""
+    """Raise DataError if the file has fewer documents than examples are drawn from it."""
     needed = config["num_fewshot"] + _leaves_out(config)
     processed = (config.get("fewshot_config") or {}).get("process_docs")
     if rows < needed and not processed and not config.get("process_docs"):
@@ -409,7 +416,7 @@ def _require_examples(name: str, config: dict[str, Any], path: Path, rows: int) 
 def _paths(
     name: str, folder: Path, wanted: dict[str, tuple[str, ...]], examples: str | None
 ) -> dict[str, Path]:
-    """The file of each split. Raises MissingDataError for the first that is not there."""
+    """Return the file of each split. Raises MissingDataError for the first that is missing."""
     present = sorted(path.stem for path in folder.glob("*.jsonl"))
     paths = {}
     for split, stems in wanted.items():
@@ -430,7 +437,9 @@ def _paths(
 
 
 def _hub_data(name: str, config: dict[str, Any]) -> HubData | None:
-    """None for a task that loads its data itself, or from files that its definition names."""
+    """Return the hub's data set; None for a task that loads its data itself or from files that its
+    definition names.
+    """
     repository = config.get("dataset_path")
     stated = config.get("dataset_kwargs") or {}
     if (

@@ -1,5 +1,6 @@
-"""lm-eval language models over a transformers model: HFLM itself, exact and fast scoring; and over
-another runtime."""
+"""Language models of lm-eval over a transformers model or another runtime: HFLM itself, exact
+scoring and fast scoring.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +26,15 @@ def language_model(
     progress: Advance | None = None,
     observer: Observer | None = None,
 ) -> Any:
-    """An lm-eval language model over ``model``, a causal LM of transformers in eval mode.
+    """Return an lm-eval language model over ``model``, a causal LM of transformers in eval mode.
 
     Mode ``lm-eval`` is HFLM itself with these settings stated, ``exact`` gives its scores faster,
-    ``fast`` gives scores that lie within ``settings.tolerance`` of exact ones.
-    ``progress(done, total)`` counts requests; ``observer`` sees hidden states, logits and
-    log-probabilities of every scored token. ``report()`` of what is returned says how it ran.
+    ``fast`` gives scores that lie within ``settings.tolerance`` of exact ones. ``progress(done,
+    total)`` counts requests; ``observer`` sees hidden states, logits and log-probabilities of every
+    scored token. ``report()`` of what is returned says how it ran.
 
-    Raises UnavailableError where exact and fast scoring do not fit the model; scoring itself
-    raises EvaluationError.
+    Raises UnavailableError where exact and fast scoring do not fit the model; scoring itself raises
+    EvaluationError.
     """
     if isinstance(model, LM):  # lm-eval's, of another runtime
         return ExternalScorer(model, settings)

@@ -1,9 +1,11 @@
-"""Requests into batches: padded ones, HFLM's own, since scores depend on its order, padding and
-grouping; and packs, with shared prefixes once, no padding, and a fixed number of tokens each.
+"""Group requests into batches: padded ones, which are HFLM's own, or packs without padding.
 
-Requests with one context are a *prefix group*: the prefix (the tokens that they share) followed
-by suffixes (what each adds). A suffix attends to the prefix and to itself, and its positions go
-on where the prefix ends::
+Scores depend on the order, padding and grouping of padded batches. Packs have about the same number
+of tokens each, and a prefix that requests share stands in them once.
+
+Requests with one context are a *prefix group*: the prefix (the tokens that they share) followed by
+suffixes (what each adds). A suffix attends to the prefix and to itself, and its positions go on
+where the prefix ends::
 
     prefix: Question: … Answer:      positions 0 … n−1
     suffix:   the heart              positions n …
@@ -27,7 +29,9 @@ from qbench.evaluation.scoring.requests import Batch, Request, Scored
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """Groups of requests that go through the model together, collated when their turn comes."""
+    """Groups of requests that go through the model together; they are collated when their turn
+    comes.
+    """
 
     groups: list[Any]
 
@@ -36,7 +40,7 @@ class BatchPlan:
         return sum(len(one.request_indices) for one in self.groups)
 
     def split(self) -> tuple[Self, Self] | None:
-        """Two halves; None of a single group."""
+        """Return two halves; None for a single group."""
         if len(self.groups) == 1:
             return None
         half = (len(self.groups) + 1) // 2
@@ -46,7 +50,8 @@ class BatchPlan:
 @dataclass(frozen=True, slots=True)
 class Group:
     """Requests with the same model input; ``longest`` scores the most tokens of it.
-    ``request_indices`` are indexes in the list that was grouped."""
+    ``request_indices`` are indexes in the list that was grouped.
+    """
 
     longest: Request
     request_indices: list[int]
@@ -68,8 +73,9 @@ class Padding:
     one_length: bool = False
 
     def plan(self, requests: Sequence[Request], *, windows: bool) -> list[PaddedBatch]:
-        """HFLM sorts requests all together, but rolling windows a batch of input order at a
-        time."""
+        """Return padded batches in HFLM's order: requests are sorted all together, rolling windows
+        a batch of input order at a time.
+        """
         if not windows:
             return list(self._batches(requests, range(len(requests)), self.batch_size))
         size, count = self.window_batch_size, len(requests)
@@ -90,7 +96,7 @@ class Padding:
                 yield PaddedBatch(part, length, self)
 
     def _angles(self, one: Group) -> int:
-        """The same number for inputs that have the same rotary angles alone."""
+        """Return a number that is the same for inputs that may share a batch."""
         length = len(one.longest.inputs(self.max_length))
         if self.rope_limit is None or length <= self.rope_limit:
             return 0
@@ -99,7 +105,7 @@ class Padding:
 
 @dataclass(frozen=True, slots=True)
 class PaddedBatch(BatchPlan):
-    """Sequences padded on the right to ``length``, which a half of it keeps."""
+    """Sequences padded on the right to ``length`` tokens; its halves keep that length."""
 
     length: int
     padding: Padding
@@ -125,8 +131,9 @@ class PaddedBatch(BatchPlan):
 def _scored_by(
     requests: Sequence[Request], members: list[int], flat: list[np.ndarray]
 ) -> dict[str, Any]:
-    """What a batch's hidden states score: ``flat`` are, of each of its ``members``, those of its
-    scored tokens. A state that several requests score is there once."""
+    """Return the fields of a batch that say what its hidden states score. ``flat`` are the indexes
+    of the states for each of its ``members``; a state that several requests score stands once.
+    """
     rows, inverse = np.unique(np.concatenate(flat), return_inverse=True)
     asked = [requests[i] for i in members]
     index = np.concatenate([one.first + np.arange(one.scored) for one in asked])
@@ -140,7 +147,9 @@ def _scored_by(
 
 
 def group(requests: Sequence[Request], chosen: Sequence[int]) -> list[Group]:
-    """One group for each distinct input of the ``chosen``, longest first, as HFLM orders them."""
+    """Return one group per distinct input of the ``chosen`` requests, longest first, as HFLM orders
+    them.
+    """
     by_input: dict[tuple[int, ...], list[int]] = {}
     for i in chosen:
         by_input.setdefault(tuple(requests[i].tokens[:-1]), []).append(i)
@@ -158,8 +167,9 @@ KEY_RATIO = 4  # keys that a pack's segments see, for each of its tokens
 
 @dataclass(frozen=True, slots=True)
 class PrefixGroup:
-    """``request_indices`` are (index of the request in the list, index of its suffix or −1 if the
-    prefix is all of its input)."""
+    """A prefix and its suffixes in token ids. ``request_indices`` are (index of the request in the
+    list, index of its suffix or −1 if the prefix is all of its input).
+    """
 
     prefix: list[int]
     suffixes: list[list[int]]
@@ -171,7 +181,7 @@ class PrefixGroup:
 
     @property
     def keys(self) -> int:
-        """Keys that all its segments attend to, the prefix's counted once for each of them."""
+        """Return how many keys all its segments attend to; the prefix's count once per segment."""
         return len(self.prefix) * (1 + len(self.suffixes)) + sum(map(len, self.suffixes))
 
 
@@ -256,10 +266,10 @@ class Pack(BatchPlan):
 def prefix_groups(
     requests: Sequence[Request], max_length: int, batch_tokens: int
 ) -> list[PrefixGroup]:
-    """One group for the requests of one context, several where they are more than a pack holds.
+    """Return one group per context, several if its requests are more than a pack holds.
 
-    A context that had to be cut is nobody else's, and one of a few tokens is not worth sharing:
-    every document's first rolling window has the prefix token alone for its context.
+    A context that had to be cut is not shared, nor is one of a few tokens: every document's first
+    rolling window has the prefix token alone for its context.
     """
     by_context: dict[tuple[int, ...], list[int]] = {}
     for i, request in enumerate(requests):

@@ -75,7 +75,7 @@ Finished = Callable[[int, list[int]], bool]  # of a prompt's index and its answe
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
-    """Token ids, and the most tokens that its answer may have."""
+    """Token ids, and the most tokens that the answer may have."""
 
     ids: Sequence[int]
     limit: int
@@ -179,8 +179,11 @@ def unsupported_by_slots(model: Any, kwargs: Sequence[Mapping[str, Any]]) -> str
 
 
 def at_once(model: Any, length: int) -> int:
-    """How many prompts are decoded at once; from the device and the model's shape alone, not from
-    the memory that is free, for scores may move with the size of a batch."""
+    """Return how many prompts are decoded at once.
+
+    It follows from the device and the model's shape alone, not from the memory that is free: scores
+    may move with the size of a batch.
+    """
     config = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -248,15 +251,18 @@ def cache_argument(model_class: type) -> str:
 
 
 def _last_logits(model: Any, ids: Tensor, cache: DynamicCache, **options: Any) -> Tensor:
-    """[N, V] after the last of ``ids`` [N, T], whose keys and values ``cache`` takes."""
+    """Return logits [N, V] after the last of ``ids`` [N, T]; ``cache`` takes their keys
+    and values.
+    """
     options |= {cache_argument(type(model)): cache, "use_cache": True, "logits_to_keep": 1}
     return model(input_ids=ids, **options).logits[:, -1]
 
 
 class _Columns:
-    """Where slots stand: ``end`` is the column that the next step writes, ``column`` [1] the same
-    on the device while a captured step runs. While prompts are read: ``reading`` are their slots,
-    ``first`` is their first column, and ``end`` the next one to be written."""
+    """The columns of the KV cache. ``end`` is the column that the next step writes, ``column`` [1]
+    the same on the device while a captured step runs. While prompts are read, ``reading`` are their
+    slots, ``first`` is their first column, and ``end`` the next one to be written.
+    """
 
     def __init__(self, slots: int, capacity: int) -> None:
         self.slots, self.capacity, self.end, self.first = slots, capacity, 0, 0
@@ -265,7 +271,7 @@ class _Columns:
 
 
 class SlotLayer(DynamicLayer):
-    """A layer's keys and values [slots, H, capacity, D] in memory that is taken once."""
+    """A layer's keys and values [slots, H, capacity, D] in memory that is allocated once."""
 
     def __init__(self, at: _Columns) -> None:
         super().__init__()
@@ -306,7 +312,7 @@ class SlotLayer(DynamicLayer):
 
 
 class _Decoding:
-    """Prompts on their way through the slots."""
+    """The state of prompts that are decoded in slots."""
 
     def __init__(
         self,
@@ -342,7 +348,7 @@ class _Decoding:
         self.seq_bounds: Tensor | None = None  # which the graph reads
 
     def unfinished(self) -> list[int]:
-        """Prompts without an answer yet, longest first; what they have said is forgotten."""
+        """Return prompts without an answer, longest first; tokens decoded for them are dropped."""
         started = list(self.active.values())
         for index in started:
             self.answers[index] = []
@@ -350,7 +356,7 @@ class _Decoding:
 
     @torch.inference_mode()
     def all(self, progress: Advance | None) -> None:
-        """Answers every prompt that waits."""
+        """Answer every waiting prompt."""
         before = len(self.prompts) - len(self.waiting)
         while self.waiting or self.active:
             free = [slot for slot in range(self.at.slots) if slot not in self.active]
@@ -364,7 +370,7 @@ class _Decoding:
             before = done
 
     def _fill(self, free: list[int]) -> None:
-        """Reads prompts into free slots, and gives each the first token of its answer."""
+        """Read prompts into free slots and decode the first token of each answer."""
         if not self.active:
             self.at.end = len(self.prompts[self.waiting[0]].ids)
         at_most = PROMPT_TOKENS[self.device.type]
@@ -378,7 +384,7 @@ class _Decoding:
             self._look([tokens], slots)
 
     def _read(self, prompts: list[Sequence[int]], slots: list[int]) -> Tensor:
-        """The likeliest token after each prompt [slots]; prompts are padded on the left."""
+        """Return the likeliest token after each prompt [slots]; prompts are padded on the left."""
         width = len(prompts[0])
         missing = [width - len(ids) for ids in prompts]
         ids = [[0] * count + list(row) for count, row in zip(missing, prompts, strict=True)]
@@ -404,7 +410,7 @@ class _Decoding:
         return self.ids[:, 0].clone()
 
     def _look(self, said: Sequence[Tensor], slots: Sequence[int]) -> None:
-        """Takes the tokens [slots of the cache] of each step into the answers of ``slots``."""
+        """Append the tokens of each step, [slots of the cache], to the answers of ``slots``."""
         steps = torch.stack(list(said)).tolist()
         finite = self.finite.tolist()
         for slot in slots:
@@ -421,7 +427,7 @@ class _Decoding:
                 del self.active[slot]
 
     def _steps(self) -> list[Tensor]:
-        """The tokens [slots] of some steps: until the next look, or the last one's limit."""
+        """Return the tokens [slots] of some steps: until the next look, or the last limit."""
         left = max(self.prompts[i].limit - len(self.answers[i]) for i in self.active.values())
         count = min(LOOK_EVERY[self.device.type], left)
         if self.at.end + count > self.at.capacity:
@@ -448,12 +454,12 @@ class _Decoding:
         self.positions.add_(1).clamp_(max=self.last_position)
 
     def _mask(self) -> Tensor:
-        """Which columns each slot sees [slots, end + 1]."""
+        """Return which columns each slot attends to [slots, end + 1]."""
         columns = torch.arange(self.at.end + 1, device=self.device)[None]
         return (columns >= self.first[:, None]).long()
 
     def _shift(self) -> None:
-        """To the left by the columns that nobody reads any more."""
+        """Move the slots to the left by the columns that none of them uses any more."""
         columns = int(self.first[list(self.active)].min())
         for layer in self.cache.layers:
             layer.shift(columns)
@@ -461,8 +467,9 @@ class _Decoding:
         self.at.end -= columns
 
     def _capture(self) -> torch.cuda.CUDAGraph | None:
-        """A step as a CUDA graph; None for a model whose step cannot be captured, which is then
-        launched as it is. What it computes is the same."""
+        """Return a step as a CUDA graph; None if it cannot be captured, and ``graph_error`` says
+        why. The step is then launched kernel by kernel, with the same results.
+        """
         step, state = self._device_step(), (self.ids, self.positions, self.finite)
         before = [tensor.clone() for tensor in state]
         graph, stream = torch.cuda.CUDAGraph(), _capture_stream(self.device)
@@ -486,8 +493,9 @@ class _Decoding:
         return graph
 
     def _device_step(self) -> Callable[[], None]:
-        """A step that takes all that changes from the device: attention sees all columns of the
-        cache, and ``seq_bounds`` say which of them count."""
+        """Return a step that takes all that changes from the device: attention sees all columns of
+        the cache, and ``seq_bounds`` say which of them count.
+        """
         config, attention = self.model.config, self.model.config._attn_implementation
         self.seq_bounds = seq_bounds = torch.zeros(
             self.at.slots, 6, dtype=torch.int32, device=self.device
@@ -512,13 +520,14 @@ class _Decoding:
 
 @cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """The same each time: cuBLAS keeps memory of its own for every stream."""
+    """Return one stream per device: cuBLAS keeps memory of its own for every stream."""
     return torch.cuda.Stream(device)
 
 
 def takes_graphs(model: Any) -> bool:
-    """Whether a step may be captured: our kernels take seq_bounds from the device, and a quantized
-    cache may ask on the host where sequences begin."""
+    """Return whether a step may be captured: our kernels take ``seq_bounds`` from the device, and a
+    quantized cache may ask on the host where sequences begin.
+    """
     attention = model.config._attn_implementation or ""
     ours = attention.startswith("qbench-") and attention.endswith("-triton")
     apart = needs_sequences(model) or stream_of(model) is not None
@@ -548,22 +557,26 @@ AttentionInterface.register(ON_DEVICE, _attend_slots)
 
 
 def _end_tokens(hflm: HFLM) -> set[int]:
-    """Tokens that end an answer: the tokenizer's EOS, and those of generation_config.json."""
+    """Return the tokens that end an answer: the tokenizer's EOS, and those of
+    generation_config.json.
+    """
     stated = hflm.model.generation_config.eos_token_id
     several = stated if isinstance(stated, list) else [stated]
     return {token for token in (*several, hflm.eot_token_id) if token is not None}
 
 
 def _window(tokenizer: Any, stops: Sequence[str]) -> int:
-    """The latest tokens of an answer that can hold a stop string since the last look, with HFLM's
-    two for luck: an answer may say it in other tokens."""
+    """Return how many of the latest tokens can hold a stop string since the last look. Two are
+    added, as by HFLM: an answer may spell it in other tokens.
+    """
     longest = max(len(tokenizer.encode(stop, add_special_tokens=False)) for stop in stops)
     return longest + 2 + max(LOOK_EVERY.values())
 
 
 def _settled(text: str, stops: Sequence[str]) -> bool:
-    """Whether ``text`` is cut at a stop string, and what follows cannot cut it any earlier: another
-    stop string may have begun before, and not be whole yet."""
+    """Return whether ``text`` is cut at a stop string, and nothing that follows can cut it earlier:
+    another stop string may have begun before and be incomplete.
+    """
     found = [text.find(stop) for stop in stops if stop and stop in text]
     if not found:
         return False

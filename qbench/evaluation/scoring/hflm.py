@@ -1,5 +1,6 @@
-"""lm-eval's HFLM with every setting that moves scores stated: what exact and fast scoring are
-compared with, and what generates for them."""
+"""Wrap lm-eval's HFLM with every setting that moves scores stated. Exact and fast scoring are
+compared with it, and it generates what slots cannot.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +23,7 @@ from qbench.records import ScoringReport
 
 
 def pinned_hflm(model: torch.nn.Module, tokenizer: Any, settings: ScoringSettings) -> HFLM:
+    """Return HFLM over a loaded model, with the cell's settings."""
     logger = logging.getLogger("lm_eval.models.huggingface")
     level = logger.level
     logger.setLevel(logging.ERROR)  # it warns of every model that is given as an object
@@ -53,7 +55,7 @@ def _errors_named(what: str) -> Iterator[None]:
 
 
 class HFLMScorer(LM):
-    """lm-eval's own scoring, as it is."""
+    """An lm-eval language model that scores by HFLM itself."""
 
     def __init__(self, model: Any, tokenizer: Any, settings: ScoringSettings) -> None:
         super().__init__()
@@ -87,7 +89,7 @@ class HFLMScorer(LM):
         return made
 
     def report(self) -> ScoringReport:
-        """How the scores were made."""
+        """Return how the scores were made."""
         return report(self.settings, self.hflm, rolling=self._rolling)
 
 

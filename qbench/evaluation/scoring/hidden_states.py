@@ -1,4 +1,4 @@
-"""A batch's hidden states: the decoder over padded sequences, or over packs.
+"""Compute a batch's hidden states: the decoder over padded sequences, or over packs.
 
 Both leave the LM head to ``logits``, which takes only the rows that are scored. In a pack every
 prefix and suffix is a sequence of its own with its own keys, for attention that takes
@@ -39,8 +39,10 @@ def _attend_segments(
     qbench_attention: str,
     **options: Any,
 ) -> tuple[Tensor, Any]:
-    """``qbench_keys`` [K]: the tokens whose keys are seen, one segment after another; None where
-    every segment sees just itself. ``options`` hold ``cu_seq_lens_q`` and its like."""
+    """Attend within each segment of a pack. ``qbench_keys`` [K] are the tokens whose keys are seen,
+    one segment after another; None if every segment sees just itself. ``options`` hold
+    ``cu_seq_lens_q`` and its like.
+    """
     query, key = rotate(module, query, key, options)
     once = read_apart(module, key, value)
     if once is not None:  # before keys are laid out for each segment that sees them
@@ -75,7 +77,7 @@ def rope_limit(config: Any) -> tuple[str | None, int | None]:
 
 
 class PaddedForward:
-    """Sequences padded on the right, under the model's own causal mask."""
+    """The decoder over sequences padded on the right, under the model's own causal mask."""
 
     def __init__(self, decoder: torch.nn.Module, device: torch.device) -> None:
         self.decoder, self.device = decoder, device
@@ -94,7 +96,7 @@ class PaddedForward:
 
 
 class PackedForward:
-    """Packs: prefix groups one after another, each attending to itself.
+    """The decoder over packs: prefix groups one after another, each attending to itself.
 
     Raises UnavailableError for models whose attention a pack cannot reproduce.
     """
@@ -132,10 +134,11 @@ class PackedForward:
 
 
 def decoder_and_head(model: Any) -> tuple[torch.nn.Module, torch.nn.Module]:
-    """Decoder and LM head, checked to be all there is between token ids and logits.
+    """Return decoder and LM head, after checking that they are all there is between token ids and
+    logits.
 
-    Raises EvaluationError where the model's logits are not numbers, UnavailableError where it
-    does more than these two.
+    Raises EvaluationError where the model's logits are not numbers, UnavailableError where it does
+    more than these two.
     """
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     if decoder is model:  # as of Llama 4

@@ -1,4 +1,4 @@
-"""From hidden states to log-likelihoods of requests, only for the rows that are scored.
+"""Turn hidden states into log-likelihoods of requests, only for the rows that are scored.
 
 A matrix product adds up in an order that depends on its number of rows and on a row's index in it:
 CPU libraries give a thread's last few rows to another kernel. Which sizes that concerns differs by
@@ -45,22 +45,26 @@ class Product:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Projection:
-    """How rows [R, H] go through an LM head: filled up to a ``multiple``, or where ``chosen`` [R]
-    is given at these indexes of a product of ``total`` rows."""
+    """How rows [R, H] go through an LM head: filled up to a ``multiple``, or, if ``chosen`` [R] is
+    given, at these indexes of a product of ``total`` rows.
+    """
 
     multiple: int = 1
     total: int = 0
     chosen: Tensor | None = None
 
     def parts(self, count: int, at_once: int) -> Iterator[tuple[int, int]]:
-        """First and last row of each part of ``count`` rows, ``at_once`` or a few more each."""
+        """Yield first and last row of each part of ``count`` rows, ``at_once`` or a few
+        more each.
+        """
         at_once += -at_once % self.multiple
         for first in range(0, count, at_once):
             yield first, min(first + at_once, count)
 
     def of(self, head: Callable[[Tensor], Tensor], rows: Tensor) -> Callable[[int, int], Tensor]:
-        """Gives the logits [last − first, vocabulary] of a part. The product's shape depends on
-        the part alone, so that two heads round alike."""
+        """Return a function that gives the logits [last − first, vocabulary] of a part. The
+        product's shape depends on the part alone, so that two heads round alike.
+        """
         if self.chosen is not None:
             whole = rows.new_zeros(self.total, rows.shape[1]).index_copy_(0, self.chosen, rows)
             logits = head(whole)[self.chosen]
@@ -100,8 +104,9 @@ LOG_PROBABILITY_BYTES = 256 * 1024**2  # the most that logits and log-probabilit
 
 @dataclass(frozen=True, slots=True)
 class LogitsPart:
-    """Rows ``first`` to ``last`` of a batch's: ``logits`` and ``log_probabilities``
-    [last − first, vocabulary] on the model's device, to be neither changed nor kept."""
+    """Rows ``first`` to ``last`` of a batch: ``logits`` and ``log_probabilities`` [last − first,
+    vocabulary] on the model's device, to be neither changed nor kept.
+    """
 
     first: int
     last: int
@@ -110,7 +115,7 @@ class LogitsPart:
 
 
 class Observer(Protocol):
-    """Sees every scored row in the forward that scores it.
+    """An object that sees every scored row in the forward pass that scores it.
 
     ``begin`` comes before a call's rows. It gets the requests in order (lm-eval ``Instance``
     objects: ``task_name``, ``doc_id``, ``idx``), how many tokens of each are scored, and the LM
@@ -137,8 +142,9 @@ class Observer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RowScores:
-    """Still on the device, one value a scored token: its log-probability in nats and whether
-    it was the likeliest token."""
+    """One value per scored token, on the device: its log-probability in nats and whether it was the
+    likeliest token.
+    """
 
     log_probability: Tensor
     likeliest: Tensor
@@ -154,7 +160,8 @@ def score_rows(
     at_once: int,
     observer: Observer | None,
 ) -> RowScores:
-    """LM head and log-softmax of ``hidden`` [R, H], ``at_once`` rows at a time.
+    """Apply LM head and log-softmax to ``hidden`` [R, H], ``at_once`` rows at a time, and return
+    the scored tokens' values.
 
     ``softmax_dtype`` None means the logits' own dtype.
     """
@@ -179,7 +186,7 @@ def score_rows(
 
 
 def to_device(array: np.ndarray | Tensor, device: torch.device) -> Tensor:
-    """A copy that does not wait for the work already queued on the device."""
+    """Return a copy on ``device`` without waiting for work already queued there."""
     tensor = torch.as_tensor(array)
     if device.type != "cuda":
         return tensor.to(device)
@@ -192,8 +199,9 @@ LogLikelihood = tuple[float, bool]  # in nats, and whether every token was the l
 def in_order(
     results: Sequence[tuple[Batch, RowScores]], count: int, *, exact: bool
 ) -> list[LogLikelihood]:
-    """To host memory in one copy, added up by request, and back into input order. ``exact``: by
-    torch's own sum, in the dtype of the log-probabilities, which is HFLM's rounding."""
+    """Return the log-likelihood of each request, in input order, after one copy to host memory.
+    ``exact``: summed by torch in the dtype of the log-probabilities, which is HFLM's rounding.
+    """
     values = torch.cat([scores.log_probability for _, scores in results]).cpu()
     likeliest = torch.cat([scores.likeliest for _, scores in results]).cpu().numpy()
     requests = np.concatenate([batch.request_indices for batch, _ in results])

@@ -1,5 +1,6 @@
-"""What is to be scored, in token ids: strings are encoded as lm-eval's HFLM encodes them, but in
-batches and each string once."""
+"""Encode what is to be scored as token ids, as lm-eval's HFLM does, but in batches and each string
+once.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +16,11 @@ from qbench.errors import EvaluationError
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Token ids to score. ``tokens`` is context and continuation, ``context`` how many of them
-    are context; ``owner`` the index of the lm-eval request that it belongs to, which is several
-    requests' where it is cut into rolling windows; ``first`` the index of its first scored token
-    among all of the call."""
+    """Token ids to score. ``tokens`` are context and continuation, ``context`` is how many of them
+    are context. ``owner`` is the index of the lm-eval request that it belongs to, which has several
+    of these if it is cut into rolling windows. ``first`` is the index of its first scored token
+    among all of the call.
+    """
 
     tokens: list[int]
     context: int
@@ -30,13 +32,15 @@ class Request:
         return len(self.tokens) - self.context
 
     def inputs(self, max_length: int) -> list[int]:
-        """What goes into the model: all but the last token, the oldest dropped if too many."""
+        """Return the model's input: all but the last token, the oldest dropped if there are too
+        many.
+        """
         return self.tokens[-(max_length + 1) : -1]
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """What rows of log-probabilities score: one entry a scored token, int64 arrays [M].
+    """What rows of log-probabilities score, one entry per scored token: int64 arrays [M].
 
     ``row`` is the index among the rows that come with it (a row may serve several requests).
     ``index`` is the token's among all that the call of the language model scores, request after
@@ -50,7 +54,7 @@ class Scored:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """One forward: token ``ids`` [B, L], and what its B · L hidden states score.
+    """The input of one forward pass, token ``ids`` [B, L], and what its B · L hidden states score.
 
     ``rows`` [R] are the hidden states that go through the LM head, ``scored`` the M tokens that
     they score, its rows counted within ``rows``. ``request_indices`` [K] say which requests,
@@ -66,9 +70,11 @@ class Batch:
 
 @dataclass(slots=True)
 class Counts:
-    """What was scored or generated so far. ``tokens`` are computed ones of log-likelihoods, padding
-    included; ``truncated`` requests by task were longer than the context and lost their oldest
-    tokens; ``graph_error`` says why a step of decoding could not be captured as a CUDA graph."""
+    """What was scored or generated so far. ``tokens`` are those computed for log-likelihoods,
+    padding included; ``truncated`` requests were longer than the context and lost their oldest
+    tokens, ``truncated_shares`` are their shares by task; ``graph_error`` says why a step of
+    decoding could not be captured as a CUDA graph.
+    """
 
     requests: int = 0
     batches: int = 0
@@ -79,7 +85,7 @@ class Counts:
     graph_error: str | None = None
 
     def add_requests(self, task: str, count: int, truncated: int, max_length: int) -> None:
-        """Raises EvaluationError if all of ``count`` requests are truncated."""
+        """Count requests of a task. Raises EvaluationError if all of them are truncated."""
         self.requests += count
         self.truncated += truncated
         if truncated == count > 0:
@@ -92,8 +98,9 @@ class Counts:
 
 
 def check_tokens(prompts: Iterable[Sequence[int]], rows: int) -> None:
-    """Raises EvaluationError for a token that has no row among the ``rows`` of the model's
-    embedding: on a GPU that would end the process."""
+    """Raise EvaluationError for a token that has no row among the ``rows`` of the model's
+    embedding: on a GPU that would end the process.
+    """
     most = max((max(tokens, default=0) for tokens in prompts), default=0)
     if most >= rows:
         raise EvaluationError(
@@ -103,7 +110,9 @@ def check_tokens(prompts: Iterable[Sequence[int]], rows: int) -> None:
 
 
 def check_lengths(requests: Sequence[Request], max_length: int) -> None:
-    """Raises EvaluationError where HFLM would stop at a bare assertion."""
+    """Raise EvaluationError for a continuation that is longer than the context, at which HFLM would
+    stop with a bare assertion.
+    """
     for request in requests:
         if request.scored > max_length:
             raise EvaluationError(
@@ -118,7 +127,7 @@ THREADS = "TOKENIZERS_PARALLELISM"
 def encode(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, special_tokens: bool
 ) -> list[list[int]]:
-    """Token ids of each text, in order; equal texts are encoded once."""
+    """Return the token ids of each text, in order; equal texts are encoded once."""
     if not texts:
         return []
     unique = list(dict.fromkeys(texts))
@@ -133,7 +142,7 @@ def encode(
 def _encode_fast(
     tokenizer: PreTrainedTokenizerBase, texts: list[str], special_tokens: bool
 ) -> list[list[int]]:
-    """Without the offsets and masks that transformers asks for, a third of the time."""
+    """Encode without the offsets and masks that transformers asks for, in a third of the time."""
     inner = tokenizer.backend_tokenizer
     inner.no_truncation()
     inner.no_padding()
@@ -172,14 +181,14 @@ def encode_pairs(
     add_bos: bool | None,
     prefix_id: int,
 ) -> list[tuple[list[int], list[int]]]:
-    """(context, continuation) texts as ids of both, split where lm-eval splits them.
+    """Return (context, continuation) texts as ids of both, split where lm-eval splits them.
 
-    The whole text is encoded and cut after as many ids as the context alone has, with the
-    context's trailing spaces moved to the continuation. An empty context becomes the prefix
-    token (BOS, else EOS), unless the continuation begins with it already.
+    The whole text is encoded and cut after as many ids as the context alone has, with the context's
+    trailing spaces moved to the continuation. An empty context becomes the prefix token (BOS, else
+    EOS), unless the continuation begins with it already.
 
-    Raises EvaluationError for a request without a context or continuation token, which HFLM
-    stops at with a bare assertion.
+    Raises EvaluationError for a request without a context or continuation token, which HFLM stops
+    at with a bare assertion.
     """
     filled = [(context, ending) for context, ending in pairs if context != ""]
     both = encode_texts(

@@ -1,4 +1,4 @@
-"""The scorer: an lm-eval language model with exact or fast scores. One request's way through it,
+"""Score requests exactly or fast, as an lm-eval language model. A request goes through these steps,
 top to bottom.
 
 1. ``loglikelihood`` and ``loglikelihood_rolling`` turn text into ``Request``s of token ids;
@@ -72,7 +72,7 @@ SAMPLED_WINDOWS = 2  # of fast scoring's sample; one has up to max_length scored
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Backend:
-    """A way to score: how requests become batches, and the forward that fits them.
+    """A way to score: how requests become batches, and the forward pass that fits them.
 
     ``exact`` gives HFLM's scores to the bit, without the work that does not change them. That is
     the LM head and log-softmax of rows that are not scored, the KV cache, and a [B, L, V] tensor.
@@ -99,14 +99,15 @@ class _Asked:
 
     @property
     def documents(self) -> list[Hashable]:
-        """Of each request, the document that it belongs to; a window stands for itself, since each
-        costs as much to score exactly as it does fast."""
+        """Return the document of each request; a window stands for itself, since each costs as much
+        to score exactly as it does fast.
+        """
         return [i if self.windows else self.instances[r.owner].doc_id
                 for i, r in enumerate(self.requests)]  # fmt: skip
 
 
 class Scorer(LM):
-    """An lm-eval language model with exact or fast scores; ``report()`` says how it ran.
+    """An lm-eval language model with exact or fast scores; ``report()`` says how they were made.
 
     A task whose fast scores leave the tolerance is scored exactly where ``settings.fallback`` says
     so, else refused. ``progress(done, total)`` counts requests. Raises UnavailableError where the
@@ -307,7 +308,7 @@ class Scorer(LM):
         counts: Counts,
         observer: Observer | None = None,
     ) -> list[LogLikelihood]:
-        """Answers in the order of ``requests``."""
+        """Return log-likelihoods in the order of ``requests``."""
         if not requests:
             return []
         plans = backend.batching.plan(requests, windows=windows)
@@ -334,8 +335,11 @@ class Scorer(LM):
         observer: Observer | None,
         tell: Callable[[float], None],
     ) -> list[tuple[Batch, RowScores]]:
-        """Scores on the device. A streamed model's batches go through its blocks together, and
-        ``tell`` hears how far they are, 0 to 1. Where one does not fit, all are split."""
+        """Score batches on the device and split those that do not fit.
+
+        Batches of a streamed model go through its blocks together; if one does not fit, all are
+        split. ``tell`` is called with the share that is done, 0 to 1.
+        """
         batches = [planned.collate(requests) for planned in part]
         calls = [partial(backend.forward, batch) for batch in batches]
         try:
@@ -373,7 +377,7 @@ class Scorer(LM):
     def _scores(
         self, backend: Backend, batch: Batch, hidden: Tensor, observer: Observer | None
     ) -> RowScores:
-        """Of the batch's ``hidden`` states [tokens, H]."""
+        """Return the scores of a batch from its ``hidden`` states [tokens, H]."""
         rows = to_device(batch.rows, self._device)
         projection = Projection()
         if backend.exact:
@@ -390,7 +394,9 @@ class Scorer(LM):
 
 
 def _parts(plans: Sequence[BatchPlan], token_bytes: int) -> Iterator[list[BatchPlan]]:
-    """Batches whose hidden states, of ``token_bytes`` each, fit ``STATES_BYTES`` together."""
+    """Yield batches whose hidden states, of ``token_bytes`` per token, fit ``STATES_BYTES``
+    together.
+    """
     part: list[BatchPlan] = []
     held = 0
     for planned in plans:
@@ -413,9 +419,11 @@ def compare(
     by_bias: bool = False,
     population: int | None = None,
 ) -> tuple[SampleDifference, np.ndarray]:
-    """Of a sample, one entry a request; and how far off each is in nats, whole and per scored
-    token [2, N]. ``by_bias``: judged by their mean with its sign. Raises EvaluationError where they
-    are not numbers."""
+    """Compare ``fast`` with ``exact`` scores of a sample, one entry per request. Also return the
+    absolute differences in nats, by request and per scored token [2, N]. With ``by_bias`` the
+    sample is judged by its mean difference alone. Raises EvaluationError for scores that are not
+    numbers.
+    """
     if not all(math.isfinite(score) for score, _ in (*fast, *exact)):
         raise EvaluationError(
             f"{task}: log-likelihoods of the sample are not numbers; the model gives NaN or "
@@ -446,7 +454,7 @@ def compare(
 def difference_from_exact(
     found: Sequence[tuple[SampleDifference, np.ndarray]],
 ) -> DifferenceFromExact:
-    """For the record, of what :func:`compare` gave of each task."""
+    """Return the record's summary of what :func:`compare` gave for each task."""
     samples = tuple(sample for sample, _ in found)
     whole, per_token = np.concatenate([np.zeros((2, 0)), *(off for _, off in found)], axis=1)
     count = max(1, len(whole))
@@ -470,7 +478,7 @@ def draw(documents: Sequence[Hashable], seed: int) -> list[Hashable]:
 
 
 def _answer(scores: Sequence[LogLikelihood], indexes: Sequence[int]) -> int | bool:
-    """The likeliest choice, or for a single request whether it is the greedy continuation."""
+    """Return the likeliest choice; for a single request whether it is the greedy continuation."""
     if len(indexes) == 1:
         return scores[indexes[0]][1]
     return max(indexes, key=lambda i: scores[i][0])
