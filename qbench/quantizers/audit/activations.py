@@ -1,9 +1,9 @@
-"""What products with weight matrices take in, measured where they take it, and what it should be.
+"""Measure the inputs of matrix products where they are multiplied, and compute what they should be.
 
-Nothing of the second half is shared with what quantizes. Formats are tables of all their values,
-in float64. Scales, zero points and ratios are divided in float32, as where they are computed:
-values of 16 bits lie on ties so often that what float64 makes of them is another code, and another
-scale of a block changes all of the block.
+The second half shares no code with the quantizers. Formats are tables of all their values, in
+float64. Scales, zero points and ratios are divided in float32, as the quantizers divide them:
+values of 16 bits lie on ties so often that float64 would give another code, and another scale of a
+block would change the whole block.
 """
 
 from __future__ import annotations
@@ -37,56 +37,58 @@ DIFFERENT = 0.01  # share of values that may differ by a step: ties, and scales 
 
 @torch.no_grad()
 def measure_inputs(
-    wanted: Mapping[str, Matrix], quantized: nn.Module, config: QuantizationConfig, probe: Tensor
+    originals: Mapping[str, Matrix], quantized: nn.Module, config: QuantizationConfig, probe: Tensor
 ) -> tuple[ActivationAudit, list[str]]:
-    """The inputs of every module that multiplies by a matrix of ``wanted``, on ``probe`` [B, T],
-    and what is wrong with them."""
+    """Measure the inputs of every module of ``quantized`` that multiplies by one of the
+    ``originals``, the original's matrices by name, on token ids ``probe`` [B, T]; return the
+    measurements and what is wrong with them."""
     part, about = config.activations.precision, evidence_of(quantized, config, "activations")
-    ignored = matching(wanted, config.activations.ignore)
-    ignored |= {name for name, matrix in wanted.items() if matrix.holder == KEPT}
-    others = {n: m for n, m in wanted.items() if not m.linear and n not in about}
-    if matrices_size(others.values()) <= MOST_UNQUANTIZED * matrices_size(wanted.values()):
+    ignored = matching(originals, config.activations.ignore)
+    ignored |= {name for name, matrix in originals.items() if matrix.holder == KEPT}
+    others = {n: m for n, m in originals.items() if not m.linear and n not in about}
+    if matrices_size(others.values()) <= MOST_UNQUANTIZED * matrices_size(originals.values()):
         ignored |= others.keys()  # routers, convolutions and the like, as for weights
     problems = [
         f"{name}: its input is not quantized; add ignore to the activations to allow it"
-        for name in wanted
+        for name in originals
         if name not in about and name not in ignored
     ]
     problems += [f"{n}: its input is quantized, but should not be" for n in about if n in ignored]
     problems += [
-        f"{n}: its input is rounded to {own.format.num_bits} bits, the settings say {part.bits:g}"
-        for n, own in about.items()
-        if own.format.num_bits != part.bits
+        f"{n}: its input is rounded to {e.format.num_bits} bits, the settings say {part.bits:g}"
+        for n, e in about.items()
+        if e.format.num_bits != part.bits
     ]
-    watched: dict[str, _Watch] = {}
+    watches = {name: _InputWatch(evidence) for name, evidence in about.items()}
     with ExitStack() as stack:
-        for name, own in about.items():
+        for name, watch in watches.items():
             module = quantized.get_submodule(name)
-            one = _Watch(own)
-            watched[name] = one
-            stack.enter_context(module.register_forward_pre_hook(one.before, prepend=True))
-            stack.enter_context(module.register_forward_pre_hook(one.after))
+            stack.enter_context(module.register_forward_pre_hook(watch.before, prepend=True))
+            stack.enter_context(module.register_forward_pre_hook(watch.after))
         device = next(quantized.parameters()).device
         quantized(input_ids=probe.to(device), use_cache=False)
-    measured = {name: one for name, one in watched.items() if one.count}
+    measured = {name: watch for name, watch in watches.items() if watch.count}
     if about and not measured:
         problems.append("no module whose input is quantized ran on the probe text")
-    for name, one in measured.items():
-        problems += [f"{name}: {line}" for line in dict.fromkeys(one.problems)]
-        if one.levels > 2**part.bits:
+    for name, watch in measured.items():
+        problems += [f"{name}: {line}" for line in dict.fromkeys(watch.problems)]
+        if watch.levels > 2**part.bits:
             problems.append(
-                f"{name}: {one.levels} levels under one scale of its input, {part.bits:g} bits "
+                f"{name}: {watch.levels} levels under one scale of its input, {part.bits:g} bits "
                 f"have {2**part.bits:g}"
             )
     modules = tuple(
         InputAudit(
-            name=name, levels=one.levels, clipped=one.clipped / one.count, error=_error([one])
+            name=name,
+            levels=watch.levels,
+            clipped=watch.clipped / watch.count,
+            error=_error([watch]),
         )
-        for name, one in measured.items()
+        for name, watch in measured.items()
     )
     return ActivationAudit(
         bits=part.bits,
-        levels=max((one.levels for one in measured.values()), default=0),
+        levels=max((watch.levels for watch in measured.values()), default=0),
         clipped=sum(s.clipped for s in measured.values())
         / max(1, sum(s.count for s in measured.values())),
         error=_error(measured.values()),
@@ -96,9 +98,9 @@ def measure_inputs(
     ), problems
 
 
-class _Watch:
-    """What one module takes in, over all its calls: what it is called with, and what it multiplies
-    after all other hooks."""
+class _InputWatch:
+    """Measures one module's input over all its calls: as the module is called (``before`` other
+    hooks), and as it is multiplied (``after`` them)."""
 
     def __init__(self, about: ActivationEvidence) -> None:
         self.about = about
@@ -111,49 +113,49 @@ class _Watch:
         self.input = arguments[0].detach()
 
     def after(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        """What is multiplied against what the input should have become."""
+        """Compare what is multiplied with what the input should have become."""
         after = arguments[0].detach()
-        found = groups_of(after, self.about)
-        self.levels = max(self.levels, levels(found))
-        found = found.double()
-        wanted = self._add(found)
-        rounding = 4 * torch.finfo(after.dtype).eps * wanted.abs()
-        off = float(((found - wanted).abs() > rounding).double().mean())
-        if not found.isfinite().all():
+        rounded = groups_of(after, self.about)
+        self.levels = max(self.levels, levels(rounded))
+        rounded = rounded.double()
+        right = self._add(rounded)
+        rounding = 4 * torch.finfo(after.dtype).eps * right.abs()
+        off = float(((rounded - right).abs() > rounding).double().mean())
+        if not rounded.isfinite().all():
             self.problems.append("its quantized input is not finite")
         elif off > DIFFERENT:
             form = self.about.format
-            worst = relative_error(*((x.square().sum().item()) for x in (found - wanted, wanted)))
+            worst = relative_error(*(float(x.square().sum()) for x in (rounded - right, right)))
             named = form.element if form.symmetric else f"asymmetric {form.element}"
             self.problems.append(
                 f"{off:.1%} of its input's values are not what {named} makes of them "
                 f"(relative difference {worst:.2g})"
             )
 
-    def _add(self, found: Tensor) -> Tensor:
-        """Count clipped values and the error; gives what the input should become."""
+    def _add(self, rounded: Tensor) -> Tensor:
+        """Count clipped values and the error of ``rounded`` [groups, n]; return what the input
+        should have become."""
         wide = groups_of(self.input.double(), self.about)
-        wanted, low, high = expected(wide, self.about)
+        right, low, high = expected(wide, self.about)
         beyond = (wide > high * (1 + 1e-6)) | (wide < low * (1 + 1e-6))
         self.clipped += float(beyond.sum())
         self.count += wide.numel()
-        self.error_squared += float((found - wide).square().sum())
+        self.error_squared += float((rounded - wide).square().sum())
         self.norm_squared += float(wide.square().sum())
-        return wanted
+        return right
 
 
-def _error(sums: Iterable[_Watch]) -> float:
-    found = list(sums)
-    return relative_error(
-        sum(one.error_squared for one in found), sum(one.norm_squared for one in found)
-    )
+def _error(watches: Iterable[_InputWatch]) -> float:
+    """Return the relative error over the inputs of all ``watches``."""
+    sums = [(watch.error_squared, watch.norm_squared) for watch in watches]
+    return relative_error(sum(error for error, _ in sums), sum(norm for _, norm in sums))
 
 
 # What a quantized input should be
 
 
 def groups_of(x: Tensor, about: ActivationEvidence) -> Tensor:
-    """[..., in] → [groups, values in a group]: values of one scale together."""
+    """Return ``x`` [..., in] as [groups, values that share a scale]."""
     size = about.format.group_size
     if about.format.strategy == "tensor":
         return x.reshape(1, -1)
@@ -212,14 +214,14 @@ def _stored(scale: Tensor, form: QuantFormat) -> Tensor:
 
 
 def _ratio(x: Tensor, by: Tensor | float) -> Tensor:
-    """x / ``by`` of float32 values, rounded to float32 once; a tensor also where ``by`` is a
-    number, by whose reciprocal CUDA would multiply."""
+    """Return x / ``by`` of float32 values, rounded to float32 once. A number becomes a tensor:
+    CUDA would multiply by its reciprocal."""
     divisor = torch.as_tensor(by, dtype=torch.float32, device=x.device)
     return (x.float() / divisor.expand_as(x)).double()
 
 
 def _table(element: str) -> Tensor:
-    """All values of a floating-point format in order, float64."""
+    """Return all values of a floating-point format in order, float64."""
     if element == "e4m3":
         every = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).double()
         return every[every.isfinite()].unique()
@@ -229,7 +231,7 @@ def _table(element: str) -> Tensor:
 
 
 def _nearest(x: Tensor, table: Tensor) -> Tensor:
-    """The values of ``table``, in order, nearest to ``x``; ties to the one of even index."""
+    """Return for each ``x`` the nearest value of the ordered ``table``; ties to even indices."""
     above = torch.searchsorted(table, x).clamp(1, len(table) - 1)
     low, high = table[above - 1], table[above]
     origin = int(torch.searchsorted(table, torch.zeros_like(table[:1])))
@@ -238,4 +240,5 @@ def _nearest(x: Tensor, table: Tensor) -> Tensor:
 
 
 def _usable(scale: Tensor) -> Tensor:
+    """Return ``scale`` with 1 in place of 0, to divide by."""
     return torch.where(scale > 0, scale, torch.ones_like(scale))

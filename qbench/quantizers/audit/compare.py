@@ -1,4 +1,4 @@
-"""Proof that a model was quantized as its cell says, or what speaks against it."""
+"""Compare a quantized model with its original and its settings: the audit of a cell."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from qbench.quantizers.stored_bits import stored_size
 from qbench.records import Audit
 
 CANCELLED = 0.15  # relative, of logits: factors are fitted to rounded weights
-COMPUTED = (  # what config.json says beside the weights' shapes of what is computed with them
+SAME_SETTINGS = (  # of config.json: they change what is computed with the same weights
     "rope_parameters", "hidden_act", "hidden_activation", "activation_function", "rms_norm_eps",
     "layer_norm_eps", "layer_norm_epsilon", "sliding_window", "layer_types", "logits_scaling",
     "attn_logit_softcapping", "final_logit_softcapping", "attention_multiplier",
@@ -36,7 +36,7 @@ PROBE_SHAPE = (2, 128)  # sequences, tokens: what logits are compared on
 
 
 def probe_of(vocabulary: int) -> Tensor:
-    """Seeded token ids [B, T] on which logits are compared."""
+    """Return seeded token ids [B, T] below ``vocabulary``, on which logits are compared."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(0, vocabulary, PROBE_SHAPE, generator=generator)
 
@@ -49,70 +49,71 @@ def audit(
     probe: Tensor,
     row_by_row: RowByRow = nullcontext,
 ) -> Audit:
-    """Compare ``quantized`` with the ``original`` it was made from, on one device; ``original`` is
-    consumed.
+    """Compare ``quantized`` with the ``original`` it was made from, on one device. ``original`` may
+    be changed and is of no use afterwards.
 
-    ``probe``: token ids [batch, time], a text on which the logits must have moved. Within
-    ``row_by_row`` of a model no row of its attention owes another its last bits. Never raises for a
-    bad quantization: ``passed`` is False then, and ``problems`` says why, a line each.
+    ``probe``: token ids [B, T] of a text on which quantization must move the logits.
+    ``row_by_row``: a context in which no row of a model's attention changes the last bits of
+    another. The result's ``passed`` is False if a check fails, and ``problems`` says why, one line
+    each.
     """
     problems = [f"the unquantized model: {line}" for line in not_finite(original)]
     problems = problems or not_finite(quantized)
     problems += _other_settings(original, quantized)
     with recorded_inputs(quantized, evidence_of(quantized, config, "weights")) as inputs:
-        moved, before, wrong = _logits(original, quantized, probe)
-    problems += wrong
-    whole = config.weights and config.weights.whole
-    if config.precision.quantized and moved == 0 and not whole:
+        moved, before, failures = _logits(original, quantized, probe)
+    problems += failures
+    unrounded = config.weights and config.weights.whole
+    if config.precision.quantized and moved == 0 and not unrounded:
         problems.append("the logits are those of the unquantized model")
-    sound = not wrong
-    more: dict[str, Any] = {}
-    if sound:
-        more["causality"], more["batch_mates"], wrong = independence(
+    runs = not failures
+    fields: dict[str, Any] = {}
+    if runs:
+        fields["causality"], fields["batch_mates"], failures = independence(
             original, quantized, config, probe, row_by_row
         )
-        problems += wrong
+        problems += failures
     if config.transform is not None:
-        more["treatment_error"], wrong = measure_transform(
+        fields["treatment_error"], failures = measure_transform(
             original, quantized, config, probe, before
         )
-        problems += wrong
-    wanted = matrices(original)
-    if sound and config.activations is not None:
-        more["activations"], wrong = measure_inputs(wanted, quantized, config, probe)
-        problems += wrong
-    if sound and config.kv_cache is not None:
-        more["kv_cache"], wrong = measure_kv(quantized, config, probe)
-        problems += wrong
+        problems += failures
+    originals = matrices(original)
+    if runs and config.activations is not None:
+        fields["activations"], failures = measure_inputs(originals, quantized, config, probe)
+        problems += failures
+    if runs and config.kv_cache is not None:
+        fields["kv_cache"], failures = measure_kv(quantized, config, probe)
+        problems += failures
     with weights_alone(quantized):
-        weights, wrong = measure_weights(original, wanted, quantized, config, probe, inputs)
-    problems += wrong
-    if wanted:
-        more["size"] = stored_size(original, wanted, config.weights, weights.get("modules", ()))
+        weights, failures = measure_weights(original, originals, quantized, config, probe, inputs)
+    problems += failures
+    if originals:
+        modules = weights.get("modules", ())
+        fields["size"] = stored_size(original, originals, config.weights, modules)
     if weights.get("rescaled"):
         problems += _uncancelled(original, quantized, probe, before)
     return Audit(
-        passed=not problems, logits_moved=moved, problems=tuple(problems), **weights, **more
+        passed=not problems, logits_moved=moved, problems=tuple(problems), **weights, **fields
     )
 
 
 def _other_settings(original: nn.Module, quantized: nn.Module) -> list[str]:
-    """A line for each setting in which a copy's config.json is not the original's."""
-    stated = [model.config.get_text_config().to_dict() for model in (original, quantized)]
+    """Return a line per setting in which a copy's config.json differs from the original's."""
+    ours, theirs = (model.config.get_text_config().to_dict() for model in (original, quantized))
     return [
-        f"its config.json has {name} {theirs}, and the original's {wanted}"
-        for name in COMPUTED
-        for wanted, theirs in [[one.get(name) for one in stated]]
-        if wanted != theirs
+        f"its config.json has {name} {theirs.get(name)}, and the original's {ours.get(name)}"
+        for name in SAME_SETTINGS
+        if ours.get(name) != theirs.get(name)
     ]
 
 
 def _uncancelled(
     rescaled: nn.Module, quantized: nn.Module, probe: Tensor, before: Tensor
 ) -> list[str]:
-    """A line where factors that were moved between layers do not cancel: the original with the
-    ``rescaled`` weights and the quantized model's norms and biases must give its own logits
-    ``before``."""
+    """Return a line if factors that were moved between layers do not cancel: the original with its
+    ``rescaled`` weights and the quantized model's norms and biases must give the logits [B, T, V]
+    that it gave ``before``."""
     for name, parameter in others(rescaled).items():
         theirs = held(quantized, name)
         if parameter.dim() == 1 and theirs is not None and theirs.shape == parameter.shape:
@@ -129,8 +130,8 @@ def _uncancelled(
 def _logits(
     original: nn.Module, quantized: nn.Module, probe: Tensor
 ) -> tuple[float, Tensor, list[str]]:
-    """Largest movement of a logit among those that are finite, the original's [B, T, V], and what
-    is wrong with them."""
+    """Return the largest difference of a finite logit, the original's logits [B, T, V], and what is
+    wrong with either model's."""
     before = logits(original, probe)
     try:
         after = logits(quantized, probe)
