@@ -1,15 +1,15 @@
-"""What the page shows, as JSON: one payload a view, of records alone. Imports no torch.
+"""Make the JSON that the page shows from records, one payload per view. Imports no torch.
 
-A payload has a name that is safe as a file's: folders, cells and tasks are told by their index,
-in the order in which ``overview`` lists them.
+The name of a payload is safe as a file name: folders, cells and tasks are named by their index in
+the order in which ``overview`` lists them.
 
     index                     the folders
-    0/overview                grid, scores, effects, sentences, problems
-    0/cell/3                  all that the record of cell 3 says
-    0/documents/3/1           cell 3, task 1: outcomes and responses by document
-    0/tokens/3/1/7            the same of document 7's tokens, where the record has them
-    0/texts/1                 task 1: what was asked, where its data are at hand
-    0/analysis                why: sinks, outliers, sensitivity
+    0/overview                verdict, scores, effects, problems
+    0/cell/3                  the record of cell 3
+    0/documents/3/1           cell 3, task 1: outcomes and responses per document
+    0/tokens/3/1/7            KL divergence per token of document 7, if the record has it
+    0/texts/1                 task 1: what was asked, if its data are at hand
+    0/analysis                sinks, outliers, sensitivity
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from qbench.comparison.explain import flat
 from qbench.comparison.flips import cell_flips
 from qbench.comparison.rows import TESTED, Comparison, Row, redundant, status_of
 from qbench.comparison.trainings import training_notes
-from qbench.comparison.verdict import headline
+from qbench.comparison.verdict import verdict
 from qbench.errors import QbenchError, ResultsError
 from qbench.records import UNQUANTIZED_BITS, Damage, GridCell, Question, Record
 from qbench.store import Analyses, Store, long_contexts, sensitivities
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from qbench.statistics import Effect, Interval, SeedEffect
 
 Json = dict[str, Any]
-# Of a record and one of its tasks: by document, the texts of each request and the right answer.
+# (record, task) → by document, the texts of each request and the right answer
 Texts = Callable[[Record, str], Mapping[int, Question]]
 NO_TEXTS = (
     "The texts of these documents are not available: name the run's --data and --definitions, or "
@@ -52,7 +52,7 @@ NO_TEXTS = (
 
 
 class WholeStore(Store):
-    """A store whose unreadable records are missing; ``unreadable`` says why, by cell."""
+    """A store in which unreadable records count as missing; ``unreadable`` says why, by cell."""
 
     def __init__(self, directory: Path, *, run: str | None = None) -> None:
         super().__init__(directory, run=run)
@@ -91,7 +91,7 @@ class Results:
 
     @property
     def version(self) -> int:
-        """Another one whenever a file of the folder changes."""
+        """A number that changes when a file of the folder does."""
         folder = self.store.directory
         files = [folder / "grid.json", *(folder / "records").glob("*/*/*.json")]
         files += (folder / "analysis").rglob("*.json")
@@ -103,13 +103,13 @@ class Results:
 
     @property
     def ready(self) -> bool:
-        """Whether intervals and tests are there."""
+        """Whether intervals and tests are computed."""
         return self._begin().done()
 
     def comparison(self, *, wait: bool) -> Comparison:
-        """With intervals and tests where they are there, or are to be waited for.
+        """Return the comparison, with intervals and tests if they are computed or ``wait`` is true.
 
-        Raises ResultsError where the folder has no grid that can be read."""
+        Raises ResultsError if the folder has no manifest that can be read."""
         while True:
             tested = self._begin()
             try:
@@ -147,9 +147,9 @@ class Results:
                     return
 
     def payload(self, name: str, *, wait: bool = False) -> Json:
-        """One payload, without the folder's index before its ``name``.
+        """Return the payload ``name``, without the folder's index.
 
-        Raises KeyError for a name that there is none of, ResultsError for what cannot be read.
+        Raises KeyError for an unknown name, ResultsError for records that cannot be read.
         """
         kind, *indexes = name.split("/")
         try:
@@ -169,7 +169,7 @@ class Results:
 
 
 def index(results: Sequence[Results]) -> Json:
-    """The folders; those of one name by their paths below what they share."""
+    """Return the folders' names; folders of the same name get their paths below the common one."""
     paths = [one.store.directory.resolve() for one in results]
     names = [path.name for path in paths]
     if len({*names}) < len(names):
@@ -178,7 +178,7 @@ def index(results: Sequence[Results]) -> Json:
 
 
 def plain(value: Any) -> Any:
-    """As strict JSON has it: numbers that are not finite are text."""
+    """Return ``value`` as strict JSON has it: numbers that are not finite become text or null."""
     if isinstance(value, Mapping):
         return {str(name): plain(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
@@ -192,6 +192,7 @@ def plain(value: Any) -> Any:
 
 
 def overview(results: Results, comparison: Comparison) -> Json:
+    """Return the first page: the verdict, scores and effects, cells, problems."""
     grid, store = comparison.grid, results.store
     lines = [one for one in comparison.lines if not redundant(one, comparison.lines)]
     labels = {line.task: line.label for line in lines}
@@ -219,13 +220,22 @@ def overview(results: Results, comparison: Comparison) -> Json:
             }
             for one in comparison.pairs
         ],
-        "headline": headline(comparison),
+        "verdict": verdict(comparison),
+        "about": _about(comparison),
         "summary": _in_more_words(comparison) if comparison.tested else [],
         "problems": [
             *(f"{cell.cell}: {text}" for cell, text in comparison.problems()),
             *unreadable(store).values(),
         ],
     }
+
+
+def _about(comparison: Comparison) -> list[str]:
+    """Return what was scored, when and where."""
+    limit, records = comparison.grid.limit, comparison.records.values()
+    parts = ["all documents" if limit is None else f"the first {limit} documents of each task"]
+    parts += [f"{max(one.finished for one in records):%Y-%m-%d}"] if records else []
+    return parts + sorted({one.environment.hardware for one in records})
 
 
 def _in_more_words(comparison: Comparison) -> list[str]:
@@ -312,16 +322,18 @@ def _ends(interval: Interval | None) -> Json:
 
 
 def _effect(found: Effect | SeedEffect) -> Json:
-    """``kind`` says whether numbers are in units of the score or logarithms of ratios."""
+    """Return an effect; ``kind`` says whether numbers are in units of the score or logarithms of
+    ratios."""
     names = ("kind", "estimate", "p", "p_holm", "mark", "documents")
     return {name: getattr(found, name) for name in names} | _ends(found.interval)
 
 
-# --- further down: a cell, its documents, one task's texts
+# --- a cell, its documents, the texts of a task
 
 
 def _found(store: Store, cell: int) -> Record:
-    """Raises IndexError where the grid has no such cell, ResultsError without its record."""
+    """Return the record of the cell with this index. Raises IndexError if there is no such cell,
+    ResultsError if it has no record."""
     if cell < 0:
         raise IndexError(cell)
     asked = store.manifest().cells[cell]
@@ -335,7 +347,7 @@ def _found(store: Store, cell: int) -> Record:
 
 
 def cell_page(store: Store, cell: int) -> Json:
-    """All of a record, with its key's parts as dotted names."""
+    """Return all of a record, with its key's parts as dotted names."""
     record = _found(store, cell)
     _, reason = status_of(record)
     whole = record.model_dump(mode="python", exclude={"key_parts", "started", "finished"})
@@ -356,7 +368,7 @@ def cell_page(store: Store, cell: int) -> Json:
 
 
 def documents(store: Store, cell: int, task: int) -> Json:
-    """Columns of one cell's outcomes and responses of one task."""
+    """Return the columns of outcomes and responses of one task of a cell, and KL per document."""
     record, name = _found(store, cell), _task(store, task)
     made: Json = {
         "cell": record.cell,
@@ -379,7 +391,7 @@ def documents(store: Store, cell: int, task: int) -> Json:
 
 
 def tokens(store: Store, cell: int, task: int, document: int) -> Json:
-    """Each token of one document's text with its divergence and change."""
+    """Return the tokens of one document with their KL divergence and change of log-probability."""
     record, name = _found(store, cell), _task(store, task)
     table = store.divergences(record)
     rows = table[(table["task"] == name) & (table["document"] == document) & table["text"].notna()]
@@ -398,7 +410,8 @@ def _task(store: Store, task: int) -> str:
 
 
 def _columns(table: pd.DataFrame, task: str) -> dict[str, list]:
-    """Rows of ``task``; log-likelihoods in steps of 0.0001; columns that say nothing left out."""
+    """Return the columns of the rows of ``task``, values rounded to 0.0001; empty columns are left
+    out."""
     rows = table[table["task"] == task].drop(columns="task")
     rows = rows[[name for name in rows if rows[name].notna().any()]]
     return {name: rows[name].round(4).astype(object).where(rows[name].notna(), None).tolist()
@@ -406,7 +419,8 @@ def _columns(table: pd.DataFrame, task: str) -> dict[str, list]:
 
 
 def task_texts(results: Results, task: int) -> Json:
-    """By document the texts of its requests, context and continuation, and the right answer."""
+    """Return, by document, the texts of its requests (context and continuation) and the right
+    answer; or why they are missing."""
     name = _task(results.store, task)
     empty: Json = {"task": name, "texts": {}, "targets": {}}
     if results.texts is None:
@@ -429,7 +443,7 @@ def task_texts(results: Results, task: int) -> Json:
 
 
 def analysis(store: Store) -> Json:
-    """What `qbench analyze` measured, beside the cells of the same name; broken parts are told."""
+    """Return what `qbench analyze` measured; ``problems`` lists damaged files."""
     parts: Json = {"problems": []}
     kinds = {
         "cells": Analyses(store.directory),

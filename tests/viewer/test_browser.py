@@ -59,7 +59,7 @@ def opened(serve, folder, page):
 
 
 def test_from_the_answer_to_a_document_and_back(opened, page):
-    assert "Quantization hurts softpick" in page.inner_text(".headline")
+    assert "softpick" in page.inner_text(".headline")
     page.locator("figure svg circle[data-href]").first.click()
     page.wait_for_selector("form[role=search]")
     assert "view=documents" in page.url
@@ -246,7 +246,7 @@ def test_a_run_in_progress_fills_in_by_itself(serve, tmp_path, page):
     page.wait_for_selector(".missing")
     fill(folder)
     page.wait_for_selector(".missing", state="detached")
-    page.wait_for_selector(".headline:has-text('Quantization')")
+    page.wait_for_selector(".headline:has-text('KL')")
 
 
 def test_an_empty_and_a_damaged_folder(serve, tmp_path, page):
@@ -255,7 +255,7 @@ def test_an_empty_and_a_damaged_folder(serve, tmp_path, page):
     empty = fill(tmp_path / "empty", missing=cells).directory
     running = serve(empty)
     page.goto(running.address)
-    page.wait_for_selector("text=0 of 8 cells are finished")
+    page.wait_for_selector("text=No cell has a record yet")
     page.goto(f"{running.address}#view=cell&cell=softmax/bf16")
     page.wait_for_selector("[role=alert]")
     (empty / "grid.json").write_text("{")
@@ -267,12 +267,12 @@ def test_the_site_and_the_report_open_from_a_disk(folder, tmp_path, page):
     results = Results(Store(folder), texts=texts)
     site = write_site([results], tmp_path / "site")[0].as_uri()
     page.goto(site)
-    page.wait_for_selector(".headline:has-text('Quantization')")
+    page.wait_for_selector(".headline:has-text('KL')")
     page.goto(f"{site}#view=document&task=wikitext&document=2&cell=softmax/gptq-2bit")
     page.wait_for_selector(".tokens span")
     report = write_report(results, tmp_path / "report.html").as_uri()
     page.goto(report)
-    page.wait_for_selector(".headline:has-text('Quantization')")
+    page.wait_for_selector(".headline:has-text('KL')")
     page.goto(f"{report}#view=cell&cell=softmax/gptq-2bit")
     page.wait_for_selector("text=What ran")
     page.goto(f"{report}#view=documents&task=wikitext&cell=softmax/gptq-2bit")
@@ -287,7 +287,7 @@ def test_real_results_from_the_answer_to_a_document_and_why(serve, page, name):
     running.server.results[0].comparison(wait=True)
     page.goto(running.address)
     page.wait_for_selector(".drawing svg [data-href]", state="attached")
-    assert "significant" in page.inner_text(".headline")
+    assert "KL" in page.inner_text(".headline")
     assert page.locator("figure:has(h2:has-text('against bits')) svg").count()
     cell = Store(real).manifest().cells[-1].cell
     page.goto(f"{running.address}#view=documents&task=lambada_openai&cell={cell}")

@@ -46,7 +46,9 @@ def test_the_overview_has_the_effects_of_the_comparison(folder):
     assert checked > 20
     assert shown["ready"]
     asked = sum(bool(line["differences"]) for line in shown["lines"])
-    found = re.search(r"softpick loses more than softmax in \d+ of (\d+) ", shown["headline"])
+    found = re.search(
+        r"softpick loses more than softmax in \d+ of (\d+) ", " ".join(shown["verdict"])
+    )
     assert int(found[1]) == asked > 4
 
 

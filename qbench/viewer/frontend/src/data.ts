@@ -25,7 +25,7 @@ export interface Overview {
   error?: string; ready: boolean; name: string; folder: string; program: string;
   checkpoints: string[]; groups: Record<string, string[]>; unquantized: Text;
   tasks: { name: string; label: string }[]; cells: Cell[];
-  lines: Line[]; by_group: Line[]; pairs: Pair[]; headline: string; summary: string[]; problems: string[];
+  lines: Line[]; by_group: Line[]; pairs: Pair[]; verdict: string[]; about: string[]; summary: string[]; problems: string[];
 }
 export interface Pair { task: string; metric: string; percent: boolean; pair: string; documents: number; effect?: Effect }
 export interface Index { folders: { name: string }[] }

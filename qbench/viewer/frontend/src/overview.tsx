@@ -26,7 +26,9 @@ export function OverviewPage({ found, state }: { found: Overview; state: State }
   return (
     <>
       <section class="answer">
-        <p class="headline">{found.headline}</p>
+        <p class="headline">{found.verdict[0]}</p>
+        {found.verdict.slice(1).map((one) => <p class="verdict">{one}</p>)}
+        <p class="note">{found.about.join(" · ")}</p>
         {!found.ready && <p role="status">Intervals and tests are being computed; they appear here by themselves.</p>}
         {found.summary.length > 0 && <details><summary>In more words</summary>{found.summary.map((one) => <p>{one}</p>)}</details>}
         {found.problems.length > 0 && (

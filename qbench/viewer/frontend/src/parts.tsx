@@ -25,7 +25,7 @@ interface Titled { title: string; method?: string; note?: ComponentChildren; nam
 function Head({ title, method, downloads }: { title: string; method?: string; downloads: ComponentChildren }) {
   return (
     <header class="part">
-      <h2>{title}{method && <Method name={method} />}</h2>
+      <div class="title"><h2>{title}</h2>{method && <Method name={method} />}</div>
       {downloads}
     </header>
   );
