@@ -82,8 +82,8 @@ class QuantizedKVCache(ABC):
 def rotate(
     module: nn.Module, query: Tensor, key: Tensor, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """``query`` and ``key`` as ``module`` attends with them, rotated once, whoever attends first:
-    ``options`` remember it."""
+    """Return ``query`` and ``key`` rotated, if ``module`` rotates them and ``options`` do not say
+    that it was done; then ``options`` say so."""
     rotation = getattr(module, ROTATION, None)
     if rotation is None or options.get(ROTATED):
         return query, key
@@ -92,14 +92,14 @@ def rotate(
 
 
 def needs_sequences(model: nn.Module) -> bool:
-    """Whether the attention of ``model`` must know where its sequences begin: then a mask alone
-    does not say enough."""
+    """Return whether the attention of ``model`` must know where sequences begin, which a 4-D mask
+    does not show."""
     return any(map(_needs_positions, _caches(model)))
 
 
 def one_scale(model: nn.Module) -> bool:
-    """Whether a cache of ``model`` has one scale for all sequences of a forward pass, and for what
-    lies beside them."""
+    """Return whether a cache of ``model`` has one scale for all sequences of a forward pass and
+    their padding."""
     return any(cache.one_scale for cache in _caches(model))
 
 
@@ -113,13 +113,13 @@ def _needs_positions(cache: QuantizedKVCache) -> bool:
 
 
 def by_query(cache: QuantizedKVCache) -> bool:
-    """Whether a token is read unquantized by some queries and quantized by later ones."""
+    """Return whether some queries read a token unquantized that later queries read quantized."""
     return cache.residual_length > 0 or cache.key_group > 1
 
 
 def bound(cache: QuantizedKVCache, position: Tensor, group: int) -> Tensor:
-    """The first position after ``sink_tokens`` that queries at ``position`` read unquantized, where
-    ``group`` tokens are quantized together."""
+    """Return the first position after ``sink_tokens`` that queries at ``position`` read
+    unquantized, if ``group`` tokens are quantized together."""
     older = (position + 1 - cache.residual_length - cache.sink_tokens).clamp(min=0)
     return cache.sink_tokens + older // group * group
 
@@ -135,10 +135,10 @@ def read(
     position_ids: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
 ) -> tuple[KVPair, Tensor | None]:
-    """What attention reads of what a module hands over as ``key`` and ``value`` [B, Hkv, Tk, D],
-    and each key's position where those are needed.
+    """Return ``key`` and ``value`` [B, Hkv, Tk, D] before and after rounding, and each key's
+    position [B or 1, Tk] if positions are needed.
 
-    Raises UnavailableError where it cannot be told where sequences begin.
+    Raises UnavailableError if it is unknown where sequences begin.
     """
     positions = None
     if _needs_positions(cache) or cache.watch is not None:
@@ -151,9 +151,9 @@ def read(
 
 
 def read_apart(module: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Keys and values as all queries read them, where that does not depend on where they stand in
-    a sequence; None where it does, or where ``module`` has no quantized cache. For who attends
-    with :data:`READ`, since rounding twice is not rounding once."""
+    """Return keys and values as all queries read them; None if that depends on their positions, or
+    if ``module`` has no quantized cache. The caller passes :data:`READ` to the attention function,
+    so that they are not rounded twice."""
     cache = getattr(module, KV_CACHE, None)
     if cache is None or _needs_positions(cache) or cache.watch is not None:
         return None
@@ -168,7 +168,7 @@ def find_positions(
     position_ids: Tensor | None,
     cu_seqlens_k: Tensor | None,
 ) -> Tensor:
-    """Each key's index in its own sequence, int32 [B or 1, Tk]; negative for padding on the left.
+    """Return each key's index in its own sequence, int32 [B or 1, Tk]; negative for left padding.
 
     Raises UnavailableError for masks that do not say where sequences begin.
     """

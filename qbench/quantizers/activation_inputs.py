@@ -1,6 +1,6 @@
 """Round the inputs of linear layers to few bits, by a forward pre-hook on each layer.
 
-Where scales are fixed before, they come from what layers take in on calibration text.
+Static scales come from the inputs of the layers on calibration text.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ ATTRIBUTE = "qbench_inputs"  # of a model whose activations are quantized
 
 
 def layers_with_inputs(model: nn.Module, ignore: tuple[str, ...] = ()) -> dict[str, nn.Module]:
-    """The modules of ``model`` that multiply by a weight matrix, by name: linear layers, however
-    their weights are stored. The LM head, what ``ignore`` names and what the model's class keeps in
-    float32 are left out.
+    """Return the modules of ``model`` that multiply by a weight matrix, by name: linear layers,
+    however their weights are stored. The LM head, what ``ignore`` names and what the model's class
+    keeps in float32 are left out.
 
-    Raises QuantizationError for a pattern that names none of them, and no other weight matrix.
+    Raises QuantizationError for a pattern of ``ignore`` that matches no weight matrix.
     """
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     found = {
@@ -42,8 +42,8 @@ def layers_with_inputs(model: nn.Module, ignore: tuple[str, ...] = ()) -> dict[s
 
 
 def install(model: nn.Module, settings: FakeQuantized, tensors: Mapping[str, Tensor]) -> None:
-    """Let layers of ``model`` take in what ``settings`` make of their inputs; ``tensors`` are those
-    of ``calibrate``. Raises QuantizationError for a layer whose width groups do not divide."""
+    """Quantize the inputs of the layers of ``model`` as ``settings`` say, with the ``tensors`` of
+    ``calibrate``. Raises QuantizationError for layers whose inputs groups do not divide."""
     modules, form = layers_with_inputs(model, settings.ignore), settings.format
     settings.check_layers({n: (m.out_features, m.in_features) for n, m in modules.items()})
     fixed = {name: scale_of_tensor(*ends, form) for name, ends in tensors.items()}
@@ -54,7 +54,7 @@ def install(model: nn.Module, settings: FakeQuantized, tensors: Mapping[str, Ten
 
 
 def evidence(model: nn.Module, settings: FakeQuantized) -> dict[str, ActivationEvidence]:
-    """What is installed in ``model``."""
+    """Return how the inputs of ``model`` are quantized, by module's name."""
     inputs = getattr(model, ATTRIBUTE, None)
     if inputs is None:
         return {}
@@ -66,7 +66,7 @@ def evidence(model: nn.Module, settings: FakeQuantized) -> dict[str, ActivationE
 
 @contextmanager
 def weights_alone(model: nn.Module) -> Iterator[None]:
-    """Within it the inputs of ``model`` stay as they are."""
+    """Within the context the inputs of ``model`` are not quantized."""
     inputs = getattr(model, ATTRIBUTE, None) or SimpleNamespace()
     inputs.paused = True
     try:
@@ -85,8 +85,9 @@ def calibrate(
     calibration: Calibration | None,
     progress: Advance,
 ) -> dict[str, Tensor]:
-    """By module: [low, high] of its inputs over the calibration text, one sample at a time; empty
-    where nothing is fixed. Raises QuantizationError for a module that the text never reaches."""
+    """Return [lowest, highest] input over the calibration text by module's name, one sample at a
+    time; empty for dynamic scales. Raises QuantizationError for a module that the text never
+    reaches, or whose inputs are not finite."""
     if not settings.needs_calibration:
         return {}
     modules, device = layers_with_inputs(model, settings.ignore), next(model.parameters()).device

@@ -1,10 +1,11 @@
-"""Quantized weights on disk, by content key, so that nothing is quantized twice.
+"""Store quantized weights on disk by content key, so that nothing is quantized twice.
 
     ROOT/<digest of the original, 16 digits>/<config>-<key, 16 digits>/
         weights.safetensors     tensors, named as ``quantize.make`` says
         manifest.json           key, its parts, and the file's size and digest
 
-A folder appears in one step, whole. A damaged one is noticed by digest and made again.
+A folder is written to a temporary name and renamed once it is complete. A damaged one is detected
+by its digest and written again.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Damaged(Exception):
 
 
 class Artifact:
-    """Where the weights of one checkpoint under one config lie."""
+    """The stored tensors of one checkpoint under one config."""
 
     def __init__(
         self,
@@ -48,9 +49,9 @@ class Artifact:
         normalizer_source: str | None,
         device: torch.device,
     ) -> None:
-        """``original`` is the digest of the unquantized weights, ``attention`` the name of what
-        runs while calibrating, ``normalizer_source`` a digest of the plug-in that its normalizer
-        stands in, if it does; they play no part without ``calibration``."""
+        """``original``: digest of the unquantized weights. ``attention``: name of the attention
+        function that runs while calibrating. ``normalizer_source``: digest of the plug-in that
+        defines its normalizer, if one does. The last two count only with ``calibration``."""
         libraries = ("torch", "transformers", "triton", *config.requirements)
         self.parts = {  # all that can change the tensors
             "original": original,
@@ -69,25 +70,25 @@ class Artifact:
         self.folder = Path(root) / original[:DIGITS] / f"{config.name}-{self.key[:DIGITS]}"
 
     def lock(self) -> FileLock:
-        """Held while it is read or made, by one process at a time."""
+        """Return the lock that a process holds while it reads or writes the artifact."""
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         return FileLock(self.folder.with_name(f".{self.folder.name}.lock"))
 
     def read(self, device: torch.device) -> tuple[dict[str, Tensor], str] | None:
-        """Tensors by name, and the note they were written with; None where there is nothing.
+        """Return the tensors by name and their note; None if there is no artifact.
 
-        Raises Damaged where a file is missing, unreadable or not of the digest in the manifest.
+        Raises Damaged if a file is missing, unreadable or does not have its digest.
         """
         if not self.folder.exists():
             return None
         try:
             manifest = json.loads((self.folder / MANIFEST).read_bytes())
-            wanted, note = manifest["files"][WEIGHTS]["digest"], manifest["note"]
+            expected, note = manifest["files"][WEIGHTS]["digest"], manifest["note"]
             if manifest["key"] != self.key:
                 raise Damaged(f"{MANIFEST}: another key")
             # Read once and checked: a mapped file could change, or end, under a running model.
             payload = (self.folder / WEIGHTS).read_bytes()
-            if digest_of_parts(payload) != wanted:
+            if digest_of_parts(payload) != expected:
                 raise Damaged(f"{WEIGHTS}: digest differs")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise Damaged(f"{type(error).__name__}: {error}") from None
@@ -95,10 +96,11 @@ class Artifact:
         return {name: tensor.to(device) for name, tensor in load(payload).items()}, note
 
     def write(self, tensors: dict[str, Tensor], note: str) -> None:
-        """Replace what is there, if anything, in one step.
+        """Write the tensors, replacing an earlier artifact in one step.
 
-        Not forced to the disk, which takes longer than quantizing: what a crash of the host leaves
-        is noticed by its digest. Raises OutputError where it cannot be written.
+        The files are not synced to the disk, which takes longer than quantizing; files that a crash
+        of the host damages are detected by their digest. Raises OutputError if they cannot be
+        written.
         """
         clean_temporaries(self.folder.parent.parent)  # a killed process may have left GiBs
         parts = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}

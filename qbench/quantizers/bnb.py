@@ -1,18 +1,18 @@
-"""The layers of bitsandbytes: what they store, and modules over it.
+"""Quantize layers by bitsandbytes, and build its modules from stored tensors.
 
 On processors with AVX512-BF16 the library does two things wrong, for 4 bits. It repacks weights at
-the first forward, and what undoes it is garbage; each layer asks at construction whether to do so,
-and here it never does. And its dequantization takes every row to begin a block of ``BLOCK``
-weights, so it is right only where rows are whole blocks; ``Linear4`` decodes other rows itself.
+the first forward, and unpacking them gives garbage; each layer decides at construction whether to
+repack, and here it never does. And its dequantization assumes that every row begins a block of
+``BLOCK`` weights, which holds only if rows are whole blocks; ``Linear4`` decodes other rows itself.
 
 On a GPU the library multiplies few rows of inputs by other kernels than many (up to 4, 7, 32, 320
-or more, by shape and GPU), which round the weights elsewhere. How many rows an expert gets depends
-on the rest of the batch and on later tokens, and so would its results: ``Linear4`` dequantizes the
-weights of experts and multiplies by them, as the library does for many rows.
+or more, by shape and GPU), which round the weights at another place. How many rows an expert gets
+depends on the rest of the batch and on later tokens, and so would its results: ``Linear4``
+dequantizes the weights of experts and multiplies by them, as the library does for many rows.
 
-For 8 bits the library quantizes what each layer takes in, and waits for a GPU twice to know in
-which columns the outliers are. A block has seven layers and four inputs: queries, keys and values
-share one, gate and up another. ``Linear8`` does this once an input.
+For 8 bits the library quantizes the input of each layer, and waits for a GPU twice to find the
+columns with outliers. A block has seven layers and four inputs: queries, keys and values share one,
+gate and up another. ``Linear8`` does this once per input.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ logging.getLogger("bitsandbytes.autograd._functions").addFilter(
 
 
 class Linear4(bitsandbytes.nn.Linear4bit):
-    """The library's layer, right for every width on a CPU too. ``routed``: an expert's."""
+    """The library's layer, correct for every width on a CPU too. ``routed``: of an expert."""
 
     routed = False
 
@@ -55,9 +55,9 @@ class Linear4(bitsandbytes.nn.Linear4bit):
 
 
 class Linear8(bitsandbytes.nn.Linear8bitLt):
-    """The library's layer to the bit, for inputs of more than three dimensions too (DeepSeek's
-    latents). Where no gradient can be asked for, it takes the codes of its input from the layer
-    before it, if that was given the same tensor."""
+    """The library's layer, equal to the bit, also for inputs of more than three dimensions (as
+    DeepSeek's latents). Without gradients it reuses the codes of its input from the layer before
+    it, if that had the same input."""
 
     def forward(self, x: Tensor) -> Tensor:
         rows, state = x.reshape(-1, x.shape[-1]), self.state
@@ -78,9 +78,9 @@ class Linear8(bitsandbytes.nn.Linear8bitLt):
 
 
 def _codes_of(x: Tensor, rows: Tensor, threshold: float) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Codes and scales of ``rows``, which are ``x``, and the columns with outliers (None for a
-    threshold of 0). ``x`` carries them, for layers that are given it after this one, unless
-    somebody has written to it in between."""
+    """Return codes and scales of ``rows``, which are ``x`` as a matrix, and the columns with
+    outliers (None for a threshold of 0). They are kept as an attribute of ``x`` for the next layer,
+    and are valid as long as ``x`` is not written to."""
     known = getattr(x, CODES, None)
     if known and known[:2] == (x._version, threshold):
         return known[2]
@@ -92,7 +92,7 @@ def _codes_of(x: Tensor, rows: Tensor, threshold: float) -> tuple[Tensor, Tensor
 
 
 def decode(module: bitsandbytes.nn.Linear4bit) -> Tensor:
-    """The weight, float32 [out, in], from codes and scales alone: level[code] times the block's
+    """Return the weight, float32 [out, in], from codes and scales: level[code] times the block's
     scale. A byte holds two codes, the first in its upper half."""
     state = module.weight.quant_state
     packed = module.weight.data.reshape(-1)

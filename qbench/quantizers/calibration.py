@@ -1,5 +1,5 @@
-"""Text that calibrated quantizers see, as token ids, and a model walked over it block by block:
-what each linear layer takes in."""
+"""Read calibration text as token ids, and compute the inputs of linear layers on it, block by block
+of a model."""
 
 from __future__ import annotations
 
@@ -37,23 +37,24 @@ class Calibration:
 
 
 def read_calibration(text: CalibrationText, tokenizer: PreTrainedTokenizerBase) -> Calibration:
-    """Windows of ``text``, without special tokens but a BOS at the beginning where it has one.
+    """Return the windows of ``text`` as token ids, without special tokens except a BOS at the
+    beginning if ``text.bos``.
 
-    Raises DataError for a malformed or changed file, one with too little text, or a tokenizer
-    without the BOS that is asked for.
+    Raises DataError for a malformed or changed file, too little text, or a tokenizer without the
+    BOS that is needed.
     """
     if text.bos and tokenizer.bos_token_id is None:
         raise DataError(
             "calibration text begins with BOS, but this tokenizer has none; set add_bos: false"
         )
-    begin = [tokenizer.bos_token_id] if text.bos else []
+    start = [tokenizer.bos_token_id] if text.bos else []
     windows = draw_windows(
         text,
         # verbose=False: documents longer than the model's context are no mistake here.
         lambda one: tokenizer(one, add_special_tokens=False, verbose=False)["input_ids"],
         end=tokenizer.eos_token_id,
     )
-    ids = [[*begin, *window] for window in windows]
+    ids = [[*start, *window] for window in windows]
     return Calibration(ids=torch.tensor(ids, dtype=torch.int64))
 
 
@@ -65,8 +66,8 @@ def watch_inputs(
     batches: Sequence[Tensor],
     progress: Advance = lambda done, total: None,
 ) -> None:
-    """Run ``model`` on ``batches`` of token ids [B, T], and let ``look`` see by name what each of
-    ``modules`` takes in, before anything else that hangs on them changes it."""
+    """Run ``model`` on ``batches`` of token ids [B, T]; call ``look(name, input)`` for each call of
+    each of ``modules``, before other hooks change the input."""
 
     def hook(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         return lambda _, arguments: look(name, arguments[0].detach())
@@ -84,11 +85,11 @@ def watch_inputs(
 
 
 class SequentialCalibrator:
-    """The inputs of a model's blocks, one block after the other.
+    """Compute the Hessians of a model's linear layers, one decoder block after the other.
 
-    ``root`` is the name of the list of ``blocks``. ``groups``: of each block, the linear layers to
-    quantize in the order they run, those with one input together; for Llama q, k, v; o; gate, up;
-    down. Layers with one input have one Hessian.
+    ``root``: the name of the list of ``blocks``. ``groups``: for each block, the names of the
+    linear layers to quantize, in the order they run; those with the same input, and so the same
+    Hessian, are one group. For Llama: q, k, v; o; gate, up; down.
     """
 
     @torch.no_grad()
@@ -99,28 +100,31 @@ class SequentialCalibrator:
         calibration: Calibration,
         batch_size: int,
     ) -> None:
-        """``layers``: the linear layers to quantize, by name. Raises QuantizationError where the
-        blocks, one after the other, are not what the model computes, do not hold all of
-        ``layers``, or receive something beside hidden states that depends on the text."""
+        """Run the calibration text up to the first block and trace the blocks once.
+
+        ``layers``: the linear layers to quantize, by name. Raises QuantizationError if the model
+        does not run its blocks one after the other, if they do not hold all of ``layers``, or if
+        they receive something beside hidden states that depends on the text.
+        """
         self.root, self.blocks = _blocks(model, layers)
         self._model, self._device = model, next(model.parameters()).device
         self._states: list[Tensor] = []
-        # By a batch's size, each block with what it receives beside hidden states: its own mask and
-        # rotary angles, which differ between blocks where layer types are mixed.
+        # By batch size: each block with its other arguments, mask and rotary angles, which differ
+        # between blocks if layer types are mixed.
         self._calls: dict[int, list[Call]] = {}
-        self._beside: dict[int, list[Tensor]] = {}  # the tensors that the first block receives so
+        self._beside: dict[int, list[Tensor]] = {}  # other tensors that the first block receives
         for ids in calibration.ids.split(batch_size):
             self._trace(layers, ids)
 
     def _trace(self, layers: dict[str, nn.Linear], ids: Tensor) -> None:
-        """One forward through the blocks, which ends after the last; of a batch as large as one
-        before, which ends at the first."""
+        """Run one batch through the blocks and keep what they receive; stop at the first block if a
+        batch of this size was traced before."""
         known, calls = self._beside.get(len(ids)), list[Call]()
         groups: list[list[list[str]]] = []
         reached: set[str] = set()
         output: Tensor | None = None  # of the block before
-        # Of the block that runs: tensors are kept until it is done, so that none is mistaken for
-        # another that lay in its place.
+        # Inputs of the block that runs. They are kept until it is done, so that no new tensor can
+        # have the id of an earlier one.
         order: list[tuple[str, Tensor, int]] = []
 
         def enter(block: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -184,15 +188,15 @@ class SequentialCalibrator:
         self._calls[len(ids)], self.groups = calls, groups
 
     def run(self, index: int, batch: int) -> Any:
-        """What block ``index`` gives for what it receives in a ``batch``."""
+        """Return the output of block ``index`` for a ``batch``."""
         hidden = self._states[batch].to(self._device, non_blocking=True)
         return self._calls[len(hidden)][index](hidden)
 
     @torch.no_grad()
     def hessians(self, index: int, layers: Sequence[str]) -> list[Tensor]:
-        """2/n Σ x xᵀ over all n calibration tokens that reach each of the ``layers`` of block
-        ``index``, which run in this order: float32 [in, in]; zeros where none does (an expert that
-        is never chosen). A forward ends at the last of them."""
+        """Return 2/n Σ x xᵀ, float32 [in, in], over the n calibration tokens that reach each of the
+        ``layers`` of block ``index``; zeros if none does (an expert that is never chosen). The
+        layers are given in the order they run; a forward ends at the last of them."""
         block = self.blocks[index]
         sums: dict[str, Tensor] = {}
         tokens = dict.fromkeys(layers, 0)
@@ -217,14 +221,14 @@ class SequentialCalibrator:
 
     @torch.no_grad()
     def advance(self, index: int) -> None:
-        """Take the step from block ``index`` to the next: its outputs are what that receives."""
+        """Replace the hidden states by the outputs of block ``index``, the inputs of the next."""
         for batch, before in enumerate(self._states):
             self._states[batch] = offload(self._model, _states(self.run(index, batch)), before)
 
 
 def _product(x: Tensor) -> Tensor:
-    """xᵀ x of x [tokens, in], float32 [in, in]. Products of two numbers of 16 bits are exact in
-    float32, so a GPU's tensor cores add them up as they are: a tenth of the time of float32."""
+    """Return xᵀ x of ``x`` [tokens, in], float32 [in, in]. Products of two 16-bit numbers are exact
+    in float32, so a GPU's tensor cores sum them directly, in a tenth of the time of float32."""
     if x.is_cuda and len(x) and x.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(x.T, x, out_dtype=torch.float32)
     x = x.float()
@@ -232,7 +236,8 @@ def _product(x: Tensor) -> Tensor:
 
 
 def _blocks(model: nn.Module, layers: dict[str, nn.Linear]) -> tuple[str, nn.ModuleList]:
-    """The decoder's blocks, which must hold all ``layers``, and the name of their list."""
+    """Return the name of the list of decoder blocks, and the list; QuantizationError if one of
+    ``layers`` lies outside."""
     name, blocks = decoder_blocks(model)
     outside = [n for n in layers if not n.startswith(f"{name}.")]
     if outside:

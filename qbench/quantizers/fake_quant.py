@@ -1,9 +1,9 @@
-"""Rounding values to few bits and back: the definition, in plain PyTorch and float32.
+"""Round values to few bits and back: the definition, in plain PyTorch and float32.
 
-A format (:class:`~qbench.quantizers.formats.QuantFormat`) says what codes there are and what shares
-a scale. Ties go to even. A value that is not finite becomes NaN, and so do all values that share a
-scale taken from it. So a broken activation cannot pass for a number. On a GPU a kernel computes the
-same, bit for bit.
+A format (:class:`~qbench.quantizers.formats.QuantFormat`) says which codes exist and which values
+share a scale. Ties are rounded to even. A value that is not finite becomes NaN, as do all values
+that share a scale taken from it: a broken activation cannot pass for a number. On a GPU a kernel
+computes the same, bit for bit.
 
 Formulas: integers, compressed-tensors' ``calculate_qparams``: scale = 2 max|x| / (2^b − 1) or
 (max − min) / (2^b − 1); FP8 and MX, OCP
@@ -35,18 +35,18 @@ CODES = {"int": torch.int8, "float": torch.float8_e4m3fn}  # dtypes of codes of 
 
 
 def kernels() -> ModuleType:
-    """The same formulas as Triton kernels, on a GPU."""
+    """Return the module of the same formulas as Triton kernels."""
     from qbench.quantizers import fake_quant_kernels
 
     return fake_quant_kernels
 
 
 def fake_quantize(x: Tensor, form: QuantFormat, fixed: Scale | None = None) -> Tensor:
-    """``x`` [..., n] rounded to what ``form`` can be, in the dtype of ``x``. Token and group
+    """Return ``x`` [..., n] rounded to the format ``form``, in the dtype of ``x``. Token and group
     strategies have a scale for each group of values along the last axis.
 
-    ``fixed``: the scale of the whole tensor where that is known before; where ``form`` has one and
-    it is not given, it is taken from all of ``x``.
+    ``fixed``: the static scale of the whole tensor. If ``form`` has one scale for the tensor and
+    ``fixed`` is None, it is taken from all of ``x``.
     """
     if form.one_of_tensor and fixed is None:
         if not x.numel():
@@ -57,7 +57,7 @@ def fake_quantize(x: Tensor, form: QuantFormat, fixed: Scale | None = None) -> T
 
 
 def fake_quantize_rows(x: Tensor, form: QuantFormat, fixed: Scale | None = None) -> Tensor:
-    """``fake_quantize`` where each row along the last axis is a group."""
+    """Return ``fake_quantize`` of ``x``, each row along the last axis a group."""
     if x.is_cuda:
         with torch.cuda.device(x.device):  # Triton launches on the current one
             return kernels().fake_quantize_rows(x, form, fixed)
@@ -65,11 +65,11 @@ def fake_quantize_rows(x: Tensor, form: QuantFormat, fixed: Scale | None = None)
 
 
 def fake_quantize_definition(x: Tensor, form: QuantFormat, fixed: Scale | None = None) -> Tensor:
-    """``fake_quantize_rows`` in plain PyTorch."""
+    """Return ``fake_quantize_rows`` in plain PyTorch."""
     wide = x.float()
     scale = scale_of_rows(wide, form, fixed)
     codes = quantize(wide, form, scale)
-    if fixed is not None:  # else the scale is not finite
+    if fixed is not None:  # without it the scale itself is not finite
         codes = codes + not_finite(wide)
     return dequantize(codes, form, scale).to(x.dtype)
 
@@ -89,8 +89,8 @@ def encode(x: Tensor, form: QuantFormat) -> tuple[Tensor, Tensor]:
 
 
 def scale_of_rows(x: Tensor, form: QuantFormat, fixed: Scale | None = None) -> Scale:
-    """Of each row of float32 ``x`` [..., n], shape [..., 1]; or ``fixed``, under which groups
-    with scales in E4M3 have their own."""
+    """Return the scale of each row of float32 ``x`` [..., n], shape [..., 1]; or ``fixed``, except
+    for E4M3 scales, which each group has under the fixed one."""
     if form.scale_dtype == "float8_e4m3fn":
         # (max|x| / largest) / the tensor's scale, rounded to E4M3
         inner = divided(x.abs().amax(-1, keepdim=True), form.largest)
@@ -109,8 +109,8 @@ def scale_of_rows(x: Tensor, form: QuantFormat, fixed: Scale | None = None) -> S
 
 
 def scale_of_ends(low: Tensor | None, high: Tensor, form: QuantFormat) -> Scale:
-    """Of values between ``low`` and ``high``, float32; of a symmetric format of magnitudes up to
-    ``high``, where ``low`` is None."""
+    """Return the scale for values between ``low`` and ``high``, float32; for magnitudes up to
+    ``high``, of a symmetric format, if ``low`` is None."""
     if form.symmetric:
         largest = high if low is None else torch.maximum(high, -low)
         return Scale(stored(divided(largest, form.span), form))
@@ -123,16 +123,16 @@ def scale_of_ends(low: Tensor | None, high: Tensor, form: QuantFormat) -> Scale:
 
 
 def scale_of_tensor(low: Tensor, high: Tensor, form: QuantFormat) -> Scale:
-    """The scale above all values between ``low`` and ``high`` (scalars); of
-    ``tensor_group`` so that the largest group's scale is E4M3's largest value."""
-    found = scale_of_ends(low.float(), high.float(), form)
+    """Return the scale of a tensor with values between ``low`` and ``high`` (scalars). For
+    ``tensor_group`` it gives the largest group E4M3's largest value as its scale."""
+    scale = scale_of_ends(low.float(), high.float(), form)
     if form.strategy == "tensor_group":
-        return Scale(divided(found.scale, ELEMENTS["e4m3"].largest))
-    return found
+        return Scale(divided(scale.scale, ELEMENTS["e4m3"].largest))
+    return scale
 
 
 def stored(scale: Tensor, form: QuantFormat) -> Tensor:
-    """``scale`` as it would be kept, in float32; NaN where it is infinite."""
+    """Return ``scale`` rounded to the dtype that it is stored in, as float32; NaN if infinite."""
     kept = scale.to(torch.float16).float() if form.scale_dtype == "float16" else scale
     return kept + not_finite(kept)
 
@@ -141,7 +141,7 @@ def stored(scale: Tensor, form: QuantFormat) -> Tensor:
 
 
 def quantize(x: Tensor, form: QuantFormat, by: Scale) -> Tensor:
-    """Codes of float32 ``x``, float32: whole numbers, or values of a floating-point format."""
+    """Return the codes of float32 ``x``, float32: integers, or values of a float format."""
     if form.type == "float":
         return nearest(x / divisor(by.scale), ELEMENTS[form.element])
     if by.zero is None:
@@ -152,7 +152,7 @@ def quantize(x: Tensor, form: QuantFormat, by: Scale) -> Tensor:
 
 
 def dequantize(codes: Tensor, form: QuantFormat, by: Scale) -> Tensor:
-    """What ``codes`` stand for, float32."""
+    """Return the values that ``codes`` encode, float32."""
     if by.zero is None:
         return codes * by.scale
     return (
@@ -161,7 +161,7 @@ def dequantize(codes: Tensor, form: QuantFormat, by: Scale) -> Tensor:
 
 
 def nearest(x: Tensor, element: FloatFormat) -> Tensor:
-    """The value of ``element`` nearest to ``x``, float32; saturates, NaN stays NaN."""
+    """Return the value of ``element`` nearest to ``x``, float32; saturates, NaN stays NaN."""
     step = two_to(exponent_of(x).clamp(min=element.lowest) - element.mantissa)
     return (torch.round(x / step) * step).clamp(-element.largest, element.largest)
 
@@ -170,41 +170,41 @@ def nearest(x: Tensor, element: FloatFormat) -> Tensor:
 
 
 def divided(x: Tensor, number: float) -> Tensor:
-    """``x`` / ``number``, rounded once: by a plain number CUDA multiplies with its reciprocal."""
+    """Return ``x`` / ``number``, rounded once: CUDA multiplies by the reciprocal of a number."""
     return x / torch.full_like(x, number)
 
 
 def divisor(scale: Tensor) -> Tensor:
-    """What can be divided by: values that are all 0 have scale 0 and stay 0."""
+    """Return ``scale`` with 1 for 0, to divide by: values that are all 0 have scale 0."""
     return torch.where(scale == 0, 1.0, scale)
 
 
 def not_finite(x: Tensor) -> Tensor:
-    """0; NaN where ``x`` is not finite."""
+    """Return 0, or NaN where ``x`` is not finite."""
     return x * 0
 
 
 def exponent_of(x: Tensor) -> Tensor:
-    """⌊log2|x|⌋ of normal float32 values; −127 below them, 128 where not finite."""
+    """Return ⌊log2|x|⌋ of float32 values; −127 for subnormal ones, 128 if not finite."""
     return ((x.view(torch.int32) >> 23) & 255) - 127
 
 
 def two_to(exponent: Tensor) -> Tensor:
-    """2^exponent for −126 … 127."""
+    """Return 2^exponent, float32, for exponents −126 … 127."""
     return ((exponent.clamp(LEAST_EXPONENT, 127) + 127) << 23).view(torch.float32)
 
 
 @dataclass(eq=False)
 class FakeQuant:
-    """The inputs of a model's layers, rounded to ``form``. ``scales``: by layer's name the fixed
-    one, or None where it depends on the input. ``paused``: inputs stay as they are."""
+    """Round the inputs of a model's layers to ``form``. ``scales``: the static scale by layer's
+    name, None if dynamic. ``paused``: inputs are not rounded."""
 
     form: QuantFormat
     scales: Mapping[str, Scale | None]
     paused: bool = False
 
     def hook(self, name: str) -> Callable[[nn.Module, tuple[Any, ...]], Any]:
-        """The forward pre-hook of the module ``name``."""
+        """Return the forward pre-hook of the module ``name``."""
 
         def quantize_input(module: nn.Module, arguments: tuple[Any, ...]) -> Any:
             if self.paused:

@@ -1,7 +1,7 @@
-"""The rounding of ``fake_quant`` in Triton: values are read once and written once.
+"""Round values as ``fake_quant`` does, in Triton: values are read once and written once.
 
-Equal to the definition bit for bit: divisions are rounded as IEEE 754 has it, rounding to whole
-numbers adds and takes off 1.5 · 2²³, whose last bit is worth 1, and no product is fused with a sum.
+Equal to the definition bit for bit: divisions are rounded by IEEE 754, rounding to integers adds
+and subtracts 1.5 · 2²³, whose last bit is worth 1, and no product is fused with a sum.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _rows_kernel(
     LARGEST: tl.constexpr, LEAST: tl.constexpr, SPAN: tl.constexpr,
     MANTISSA: tl.constexpr, LOWEST: tl.constexpr, HIGHEST: tl.constexpr,
 ):  # fmt: skip
-    """ROWS of ``total`` groups of ``length`` values each, one after the other."""
+    """Round ROWS of ``total`` groups of ``length`` values each, one after the other in memory."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < total)[:, None] & (column < length)  # [ROWS, BLOCK]
@@ -128,7 +128,7 @@ def _rows_kernel(
 
 
 def fake_quantize_rows(x: Tensor, form: QuantFormat, fixed: Scale | None = None) -> Tensor:
-    """As ``fake_quant.fake_quantize_rows``."""
+    """Return the result of ``fake_quant.fake_quantize_rows``."""
     x = x.contiguous()
     out = torch.empty_like(x)
     if not x.numel():
@@ -149,7 +149,7 @@ def fake_quantize_rows(x: Tensor, form: QuantFormat, fixed: Scale | None = None)
 
 @functools.cache
 def _constants(form: QuantFormat) -> dict[str, Any]:
-    """What the kernels are compiled for."""
+    """Return the compile-time constants of a format."""
     element = ELEMENTS.get(form.element)
     return {
         "FLOAT": form.type == "float",

@@ -1,8 +1,8 @@
-"""GPTQ's columns of one block, one after the other, in one launch: a Triton kernel.
+"""Quantize the columns of one GPTQ block in one launch: a Triton kernel.
 
-In PyTorch a column is fifteen launches, and a model of 340M parameters has 215,000 columns. It
-rounds after every product, quotient and sum, as PyTorch does, so that results are the same to the
-bit.
+In PyTorch a column takes fifteen launches, and a model of 340M parameters has 215,000 columns. The
+kernel rounds after every product, quotient and sum, as PyTorch does, so that results are the same
+to the bit.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def _columns_kernel(
 def block(
     work: Tensor, upper: Tensor, scale: Tensor, zero: Tensor, group: Tensor, bits: int
 ) -> tuple[Tensor, Tensor]:
-    """What ``gptq._block`` gives, all float32 but ``group``; ``work`` [rows, up to 128] is left as
-    it is."""
+    """Return the result of ``gptq._block``; all arguments are float32 but ``group``. ``work``
+    [rows, up to 128] is not changed."""
     rows, width = work.shape
     assert width <= WIDTH
     assert work.stride(1) == 1

@@ -21,8 +21,8 @@ CHUNK = 64  # largest Sylvester matrix that is multiplied by at once
 
 
 def factors(order: int) -> tuple[int, ...] | None:
-    """Orders of the matrices whose Kronecker product is the Hadamard matrix of ``order``: a
-    Paley matrix first, if any, then powers of two; None where no such matrix is known here."""
+    """Return the orders of the matrices whose Kronecker product is the Hadamard matrix of
+    ``order``: a Paley matrix first, if any, then powers of two; None if none can be built."""
     power = order & -order
     odd = order // power
     paley = 1
@@ -39,26 +39,26 @@ def factors(order: int) -> tuple[int, ...] | None:
 
 
 def _source(order: int) -> tuple[int, int, bool] | None:
-    """Of Paley's matrix: prime and degree of the field that gives ``order``, and whether by the
-    second construction; None if neither does."""
+    """Return prime and degree of the field whose Paley matrix has ``order``, and whether by the
+    second construction; None if there is none."""
     if order % 4:
         return None
     for q, remainder in ((order - 1, 3), (order // 2 - 1, 1)):
-        found = _prime_power(q) if q % 4 == remainder else None
-        if found:
-            return (*found, remainder == 1)
+        field = _prime_power(q) if q % 4 == remainder else None
+        if field:
+            return (*field, remainder == 1)
     return None
 
 
 def _prime_power(q: int) -> tuple[int, int] | None:
-    """``q`` as prime and exponent of at most 3; None for other numbers."""
+    """Return ``q`` as a prime and an exponent of at most 3; None for other numbers."""
     prime = next((n for n in range(2, math.isqrt(q) + 1) if q % n == 0), q)
     return next(((prime, degree) for degree in (1, 2, 3) if prime**degree == q), None)
 
 
 @functools.cache
 def matrix(order: int) -> Matrix:
-    """The Hadamard matrix of an ``order`` that is a power of two or Paley's: entries ±1."""
+    """Return the Hadamard matrix, entries ±1, of an ``order`` that is a power of two or Paley's."""
     from scipy.linalg import hadamard  # slow to import, and settings ask for factors alone
 
     return hadamard(order, np.int8) if order & (order - 1) == 0 else _paley(order)
@@ -81,8 +81,8 @@ def _paley(order: int) -> Matrix:
 
 
 def _characters(prime: int, degree: int) -> Matrix:
-    """χ(a − b) for all a, b of the field: 1 for squares, −1 for others, 0 for 0. Elements are
-    polynomials over the integers modulo ``prime``, of a degree below ``degree``."""
+    """Return χ(a − b) for all a, b of the field: 1 for squares, −1 for others, 0 for 0. Elements
+    are polynomials over the integers modulo ``prime``, of a degree below ``degree``."""
     elements = list(itertools.product(range(prime), repeat=degree))
     powers = _powers_of_x(prime, degree)
     character = {x: 1 - 2 * (power % 2) for power, x in enumerate(powers)} | {elements[0]: 0}
@@ -94,8 +94,8 @@ def _characters(prime: int, degree: int) -> Matrix:
 
 
 def _powers_of_x(prime: int, degree: int) -> list[tuple[int, ...]]:
-    """All elements but 0, as x⁰, x¹, x², … modulo the first polynomial x^degree − Σ cᵢ xⁱ with
-    which they are all of them: coefficients, the lowest first."""
+    """Return all elements but 0 as x⁰, x¹, x², … modulo the first polynomial x^degree − Σ cᵢ xⁱ
+    that generates them all: coefficients, the lowest first."""
     for coefficients in itertools.product(range(prime), repeat=degree):
         powers = [(1, *[0] * (degree - 1))]
         while len(powers) < prime**degree - 1:

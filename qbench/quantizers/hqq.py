@@ -1,4 +1,4 @@
-"""The layers of the hqq library: what they store, and modules over it."""
+"""Quantize layers by the hqq library, and build its modules from stored tensors."""
 
 from __future__ import annotations
 
@@ -68,10 +68,10 @@ def unpack(module: nn.Module, settings: Hqq) -> PackedWeight | None:
 
 
 def decode(module: HQQLinear, settings: Hqq) -> Tensor:
-    """The weight, float32 [out, in], from codes, zeros and scales alone.
+    """Return the weight, float32 [out, in], from codes, zeros and scales.
 
     The rows of the grouped weight are cut into as many parts as codes fit into a word; the first
-    part lies in the highest bits, but for ten codes of 3 bits in the lower 30 of 32.
+    part lies in the highest bits. Ten codes of 3 bits lie in the lower 30 bits of 32.
     """
     words, bits, shape = module.W_q.data, settings.num_bits, module.meta["shape"]
     fit = 10 if bits == 3 else 8 // bits

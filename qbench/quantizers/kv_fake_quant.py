@@ -44,7 +44,7 @@ class KVFakeQuant(QuantizedKVCache):
         return (rounded if first is None else torch.where(first, x, rounded)).transpose(1, 2)
 
     def _channels(self, x: Tensor, positions: Tensor | None) -> Tensor:
-        """Whole groups of tokens; other tokens come out as they are."""
+        """Round complete groups of tokens; return other tokens unchanged."""
         x = x.transpose(1, 2)
         own = positions.expand(len(x), -1)
         rows, tokens = whole_groups(own, self.sink_tokens, self.key_group)
@@ -66,9 +66,9 @@ def _range(x: Tensor, left_out: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def whole_groups(positions: Tensor, first: int, size: int) -> tuple[Tensor, Tensor]:
-    """Rows [n, 1] and tokens [n, size] of the groups of ``size`` tokens that stand side by side;
-    counted in each sequence from position ``first`` on. ``positions`` [B, T]: each token's index
-    in its sequence."""
+    """Return rows [n, 1] and tokens [n, size] of the complete groups of ``size`` adjacent tokens,
+    counted in each sequence from position ``first``. ``positions`` [B, T]: each token's index in
+    its sequence."""
     last = positions[:, size - 1 :]
     begin = positions[:, : last.shape[1]]
     whole = (begin >= first) & ((begin - first) % size == 0) & (last == begin + size - 1)
@@ -84,7 +84,7 @@ def install(model: PreTrainedModel, settings: KVCache, tensors: Mapping[str, Ten
 
 
 def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules that keep keys and values for later queries, by name."""
+    """Return the modules that keep keys and values for later queries, by name."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -93,7 +93,7 @@ def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def evidence(model: nn.Module, settings: KVCache) -> dict[str, KVFakeQuant]:
-    """What each attention module carries that carries one."""
+    """Return the cache of each attention module that has one, by module's name."""
     return {
         name: getattr(module, KV_CACHE)
         for name, module in model.named_modules()

@@ -1,4 +1,4 @@
-"""The weight matrices of a model, which a quantizer of weights must cover, and the linear layers
+"""Find the weight matrices of a model, which a method for weights must cover, and the linear layers
 that it replaces.
 
 A weight matrix is a floating-point parameter, not a bias, with at least two dimensions longer than
@@ -60,8 +60,8 @@ def kept_in_float32(model: nn.Module, names: Iterable[str]) -> set[str]:
 
 
 def linearize(model: nn.Module) -> None:
-    """Put linear layers in the place of every Conv1D (GPT-2's, which is one with its weight
-    turned) and of experts that are kept as one parameter, in place; the LM head aside."""
+    """Replace every Conv1D (of GPT-2: a linear layer with a transposed weight) and experts that are
+    stored as one parameter by linear layers, in place; not the LM head."""
     others = {
         name: module
         for name, module in model.named_modules()
@@ -83,10 +83,10 @@ def bias_of(layer: nn.Linear) -> Tensor | None:
 
 
 class DequantizedLinear(nn.Module):
-    """A linear layer whose forward dequantizes what is stored of its weight, then multiplies.
+    """A linear layer that dequantizes its stored weight in every forward, then multiplies.
 
-    It takes the place of ``layer``, and has its dtype. The ``tensors`` that are stored are its
-    buffers, by name.
+    It runs in the place of ``layer`` and has its dtype. The stored ``tensors`` are its buffers, by
+    name.
     """
 
     def __init__(self, layer: nn.Linear, tensors: Mapping[str, Tensor | None]) -> None:
@@ -97,7 +97,7 @@ class DequantizedLinear(nn.Module):
             self.register_buffer(name, tensor)
 
     def dequantize(self) -> Tensor:
-        """The weight, ``dtype`` [out, in]; computed in float32."""
+        """Return the weight, ``dtype`` [out, in]; computed in float32."""
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
@@ -106,9 +106,9 @@ class DequantizedLinear(nn.Module):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Matrix:
-    """``weight`` as a linear layer would hold it, [out, in], or [experts, …] and the like.
+    """A weight matrix in the layout of a linear layer, [out, in], or [experts, …] and the like.
 
-    ``linear``: a linear layer multiplies by it, once ``linearize`` has taken the model apart.
+    ``linear``: a linear layer multiplies by it, after ``linearize``.
     """
 
     name: str  # the parameter's, without ".weight"
@@ -118,7 +118,7 @@ class Matrix:
 
 
 def matrices(model: nn.Module) -> dict[str, Matrix]:
-    """Every weight matrix of ``model``, by name, in the model's order; shared ones once."""
+    """Return every weight matrix of ``model`` by name, in the model's order; shared ones once."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     kept = kept_in_float32(model, (name for name, _ in model.named_modules()))
     result: dict[str, Matrix] = {}
@@ -146,8 +146,8 @@ def matrices(model: nn.Module) -> dict[str, Matrix]:
 
 
 def others(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter of ``model`` that is none of its ``matrices``, by name, biases of experts
-    named as ``linearize`` does; shared ones once."""
+    """Return every parameter of ``model`` that is none of its ``matrices``, by name, biases of
+    experts named as ``linearize`` does; shared ones once."""
     inside, found = matrices(model), {}
     fused = {path: module for path, module in model.named_modules() if is_fused(module)}
     for name, parameter in model.named_parameters():
@@ -161,8 +161,8 @@ def others(model: nn.Module) -> dict[str, Tensor]:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether ``module`` is a linear layer: also one that a library put in its place, and of
-    transformers' classes that derive from it those that compute no more (a router does)."""
+    """Return whether ``module`` is a linear layer. Libraries' subclasses are; of transformers'
+    subclasses only those that compute nothing else (a router does)."""
     if not isinstance(module, nn.Linear):
         return False
     kind = type(module)
@@ -171,19 +171,19 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def values(weight: Tensor) -> Tensor:
-    """What ``weight`` stands for as a plain tensor: a library's subclass, as torchao's inside
-    linear layers, dequantizes itself, and knows few other operations."""
+    """Return ``weight`` as a plain tensor: a library's tensor subclass, as torchao's inside linear
+    layers, is dequantized."""
     held = weight.data
     return held if type(held) is Tensor else held.dequantize()
 
 
 def set_parameter(parameter: nn.Parameter, value: Tensor) -> None:
-    """Give ``parameter`` the ``value``, in its dtype."""
+    """Set the data of ``parameter`` to ``value``, in its dtype."""
     parameter.data = value.to(parameter.dtype).contiguous()
 
 
 def not_finite(model: nn.Module) -> list[str]:
-    """Weights of ``model`` with NaN or infinite values, a line each."""
+    """Return a line for each weight of ``model`` with NaN or infinite values."""
     sizes: dict[str, int] = {}
     counts: dict[str, Tensor] = {}
     for name, weight in list(model.named_parameters()):
@@ -200,7 +200,8 @@ def not_finite(model: nn.Module) -> list[str]:
 
 
 def numbers(scalars: Mapping[str, Tensor]) -> dict[str, float]:
-    """Of scalar tensors, in one transfer: where processes share a GPU, each waits for its turn."""
+    """Return scalar tensors as numbers, in one transfer: processes that share a GPU wait for each
+    transfer."""
     if not scalars:
         return {}
     device = next(iter(scalars.values())).device
@@ -220,8 +221,8 @@ ROUTED = "qbench_routed"  # attribute of a layer of an expert that was taken apa
 
 
 def is_fused(module: nn.Module) -> bool:
-    """Whether ``module`` holds experts as transformers' experts interface has them, and does
-    nothing that ``Experts`` does not."""
+    """Return whether ``module`` stores experts as transformers' experts interface does, and
+    computes nothing that ``Experts`` does not."""
     first = first_part(module)
     return (
         first is not None
@@ -233,15 +234,15 @@ def is_fused(module: nn.Module) -> bool:
 
 
 def first_part(module: nn.Module) -> str | None:
-    """The name of the parameter that experts multiply by first; None where it has no experts."""
+    """Return the name of the parameter that experts multiply by first; None without experts."""
     if not hasattr(module, "has_gate") or not hasattr(module, "is_transposed"):
         return None
     return "gate_up_proj" if module.has_gate else "up_proj"
 
 
 def expert_parts(module: nn.Module) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-    """``<expert>.<part>``, weight [out, in] and bias [out] of each matrix of fused experts; views
-    of what the module holds."""
+    """Yield ``<expert>.<part>``, weight [out, in] and bias [out] of each matrix of fused experts,
+    as views of the module's parameters."""
     first = first_part(module)
     for expert in range(module.down_proj.shape[0]):
         for part in (first, DOWN):
@@ -251,7 +252,7 @@ def expert_parts(module: nn.Module) -> Iterator[tuple[str, Tensor, Tensor | None
 
 
 class Experts(nn.Module):
-    """Experts as linear layers: what ``fused`` computes, expert by expert."""
+    """Compute the same as the ``fused`` experts, expert by expert, with linear layers."""
 
     def __init__(self, fused: nn.Module) -> None:
         super().__init__()
@@ -272,15 +273,15 @@ class Experts(nn.Module):
                 fused._parameters.pop(name, None)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """[tokens, hidden] of the ``top_k_index`` [tokens, k] experts, weighted by
-        ``top_k_weights`` [tokens, k]."""
+        """Return the outputs [tokens, hidden] of the ``top_k_index`` [tokens, k] experts, weighted
+        by ``top_k_weights`` [tokens, k]."""
         (fused,) = self._fused
         result = torch.zeros_like(hidden_states)
         for expert in range(self.count):
             tokens, place = torch.where(top_k_index == expert)
             module = self.get_submodule(str(expert))
             up, down = getattr(module, self.first), module.down_proj
-            # Calibration follows every layer; quantized ones need not take nothing.
+            # Calibration must see every layer; quantized layers may refuse empty inputs.
             if not len(tokens) and type(up) is not nn.Linear:
                 continue
             inner = up(hidden_states[tokens])

@@ -1,9 +1,9 @@
-"""The least divergence that can mean anything: the unquantized model with rounding noise of its
-dtype after each layer. KL below it tells a format from nothing but another order of the same sums.
+"""Add rounding noise of the dtype after each decoder layer of an unquantized model.
 
-One in twelve of a layer's output values moves by one unit in its last place, up or down. That is
-the variance of rounding to nearest: a twelfth of a unit squared. A hash of the value's own bits,
-its channel and its layer says which ones. So a score depends on no other token and no other row.
+Its KL divergence is a floor: a format with less cannot be told from another order of the same sums.
+One in twelve of a layer's output values moves by one unit in its last place, up or down, which has
+the variance of rounding to nearest, a twelfth of a unit squared. A hash of the value's bits, its
+channel and its layer decides which values move, so that no score depends on other tokens or rows.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ def install(model: PreTrainedModel, settings: RoundingNoise, tensors: Any) -> No
 
 
 def evidence(model: nn.Module, settings: RoundingNoise) -> dict[str, ActivationEvidence]:
-    """None: no input of a product is quantized."""
+    """Return nothing: no input of a linear layer is quantized."""
     return {}
 
 
 def moved(x: Tensor, layer: int) -> Tensor:
-    """``x`` [..., channels] with one value in ``ONE_IN`` moved by a unit in its last place."""
+    """Return ``x`` [..., channels], one value in ``ONE_IN`` moved by a unit in its last place."""
     bits = x.contiguous().view(torch.int16 if x.element_size() == 2 else torch.int32)
     channel = torch.arange(x.shape[-1], device=x.device)
     mixed = (bits.long() * 0x9E3779B1 + channel * 0x85EBCA6B + layer * 0xC2B2AE35) & 0xFFFFFFFF
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):  # a known integer hash
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):  # "lowbias32"
         mixed = ((mixed ^ (mixed >> shift)) * factor) & 0xFFFFFFFF
     drawn = mixed % (2 * ONE_IN)
     step = (drawn == 0).to(bits.dtype) - (drawn == 1).to(bits.dtype)

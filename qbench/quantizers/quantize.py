@@ -1,7 +1,7 @@
-"""From a config to a quantized model: made once, kept on disk, applied.
+"""Quantize a model: compute the tensors once, store them on disk, build the model from them.
 
-The scored model is built from what is stored, also on the first run. So a library whose model
-differs before and after saving cannot give two different scores.
+The model that is scored is built from the stored tensors, also on the first run. So a library whose
+model differs before and after saving cannot give two different scores.
 """
 
 from __future__ import annotations
@@ -41,10 +41,12 @@ TRANSFORM = "qbench_transform"  # attribute of a quantized model: tensors of its
 
 
 def backend(settings: Settings) -> Any:
-    """The module with the functions of a method, see ``qbench.quantizers.config``."""
-    own = type(settings).__module__
-    shipped = own.startswith("qbench.")
-    return importlib.import_module(f"qbench.quantizers.{settings.backend}" if shipped else own)
+    """Return the module with the functions of a method, see ``qbench.quantizers.config``: that of
+    its settings if they name no ``backend``, or are a plug-in's."""
+    module = type(settings).__module__
+    if settings.backend and module.startswith("qbench."):
+        module = f"qbench.quantizers.{settings.backend}"
+    return importlib.import_module(module)
 
 
 def quantize(
@@ -57,15 +59,15 @@ def quantize(
     normalizer_source: str | None = None,
     progress: Advance = lambda done, total: None,
 ) -> tuple[PreTrainedModel, str]:
-    """``model`` as ``config`` has it, and a line on how it came about.
+    """Return ``model`` quantized by ``config``, and a line that says how it was made.
 
-    ``model``, whose weights are finite, lies on its device in ``config.compute_dtype`` and is
-    consumed. ``digest`` is of the original weights; ``artifacts`` the root folder of quantized
-    weights; ``normalizer_source`` of the plug-in that the model's normalizer stands in, if it does.
-    ``progress`` is told how much is done, and of how much. The model's attention stays what it was.
+    ``model``, on its device in ``config.compute_dtype``, is consumed. ``digest``: of the original
+    weights. ``artifacts``: root folder of quantized weights. ``normalizer_source``: digest of the
+    plug-in that defines the model's normalizer, if one does. ``progress(done, total)`` is called
+    meanwhile. The model's attention function does not change.
 
-    Raises QuantizationError where a method refuses the model, UnavailableError where its
-    library is not there.
+    Raises QuantizationError if a method refuses the model, UnavailableError if its library is
+    missing.
     """
     if not config.precision.quantized:
         return model, f"unquantized, {config.compute_dtype}"
@@ -105,11 +107,10 @@ def make(
     calibration: Calibration | None,
     progress: Advance,
 ) -> tuple[Tensors, str]:
-    """Quantize ``model``: its weights are consumed, its modules stay in their places.
+    """Return the tensors to store, and a line on how they were made; ``model`` is overwritten.
 
-    Gives what is to be stored and a line on how it came about. Tensors ``weights:<module>/<part>``
-    belong to a module that takes a layer's place, those of other fields of the config are named
-    ``<field>:…`` as their backend pleases. Raises QuantizationError where a method refuses the
+    Tensors ``weights:<module>/<part>`` belong to the module that replaces a layer; those of other
+    kinds are named ``<kind>:…`` by their backend. Raises QuantizationError if a method refuses the
     model.
     """
     tensors: Tensors = {}
@@ -132,8 +133,8 @@ def make(
 
 
 def apply(model: PreTrainedModel, config: QuantizationConfig, tensors: Tensors) -> PreTrainedModel:
-    """The quantized model: ``model``, unquantized, with ``tensors`` of ``make`` put in, which are
-    taken out of the dictionary."""
+    """Return the quantized model: the unquantized ``model`` with the ``tensors`` of ``make``, which
+    are removed from the dictionary."""
     by_field: dict[str, Tensors] = {}
     for name in list(tensors):
         kind, _, rest = name.partition(":")
@@ -150,8 +151,8 @@ def apply(model: PreTrainedModel, config: QuantizationConfig, tensors: Tensors) 
 
 
 def evidence_of(model: nn.Module, config: QuantizationConfig, kind: str) -> dict[str, Any]:
-    """What of ``model`` is quantized as the field ``kind`` of ``config`` has it, by module's name;
-    the audit measures it. Weights are unpacked when they are called."""
+    """Return, by module's name, the evidence that ``model`` is quantized as the part ``kind`` of
+    ``config`` says, for the audit. Of weights these are functions that unpack them."""
     settings = getattr(config, kind)
     if settings is None:
         return {}
@@ -223,7 +224,7 @@ def _obtain(
     calibration: Calibration | None,
     progress: Advance,
 ) -> tuple[dict[str, Tensor], str]:
-    """Tensors by name, from disk where they are there and whole."""
+    """Return tensors by name and a line that says how: read from disk, or computed and written."""
     again = ""
     try:
         found = store.read(offload_device(model))

@@ -1,7 +1,7 @@
-"""Hadamard rotation of a decoder (QuaRot, Ashkboos et al. 2024): Q = D H / √n, with a Hadamard
-matrix H and a diagonal D of random signs.
+"""Rotate a decoder by a Hadamard matrix (QuaRot, Ashkboos et al. 2024): Q = D H / √n, with a
+Hadamard matrix H and a diagonal D of random signs.
 
-A linear layer whose input is rotated takes W Q, one whose output is to be rotated Qᵀ W; an RMS
+A linear layer whose input is rotated gets W Q, one whose output is to be rotated gets Qᵀ W; an RMS
 norm without a weight commutes with Q.
 """
 
@@ -23,8 +23,8 @@ from qbench.quantizers.methods.equal_models import Rotation
 
 @torch.no_grad()
 def transform(model: PreTrainedModel, settings: Rotation, tensors: Mapping[str, Tensor]) -> None:
-    """``model`` in the basis of Q. An LM head that shares the embeddings gets weights of its own:
-    only it takes the last norm's."""
+    """Change ``model`` to the basis of Q, in place. An LM head that shares the embeddings gets its
+    own weights, since the last norm's weight is multiplied into the head only."""
     decoder, head = model.model, model.lm_head
     embeddings = decoder.embed_tokens
     draw = torch.Generator().manual_seed(settings.seed)
@@ -53,14 +53,15 @@ def transform(model: PreTrainedModel, settings: Rotation, tensors: Mapping[str, 
 
 
 def hadamard_transform(x: Tensor) -> Tensor:
-    """x H / √n along the last axis of x [..., n], in x's dtype."""
+    """Return x H / √n along the last axis of ``x`` [..., n], in its dtype."""
     order = x.shape[-1]
     parts = factors(order)
     y, after = x, order
     for part in parts:
         after //= part
         rows = _matrix(part, x.dtype, x.device)
-        # No axis is moved, which would copy: the last takes a matrix on the right, others left.
+        # No axis is moved, which would copy: the last axis is multiplied from the right, others
+        # from the left.
         y = y.reshape(-1, part) @ rows if after == 1 else rows.T @ y.reshape(-1, part, after)
     return y.reshape(x.shape) / math.sqrt(order)
 
@@ -71,12 +72,12 @@ def _matrix(order: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def online(x: Tensor) -> Tensor:
-    """x H / √n along the last axis, summed in float32, in x's dtype."""
+    """Return x H / √n along the last axis, summed in float32, in the dtype of ``x``."""
     return hadamard_transform(x.float()).to(x.dtype)
 
 
 class RotatedMlp(nn.Module):
-    """An MLP whose down_proj sees rotated inputs; its layers keep their names."""
+    """An MLP that rotates the input of down_proj; its layers keep their names."""
 
     def __init__(self, mlp: nn.Module) -> None:
         super().__init__()
@@ -88,7 +89,7 @@ class RotatedMlp(nn.Module):
 
 
 def _inputs(norm: nn.Module, layers: tuple[nn.Linear, ...], diagonal: Tensor) -> None:
-    """Layers after a norm take its weight and rotated inputs."""
+    """Multiply the norm's weight into ``layers``, and rotate their inputs."""
     factor = norm.weight.double()
     for layer in layers:
         set_parameter(layer.weight, _rotated(layer.weight.double() * factor, diagonal))
@@ -102,7 +103,7 @@ def _outputs(layer: nn.Linear, diagonal: Tensor) -> None:
 
 
 def _values(attention: nn.Module) -> None:
-    """Values rotated within each head, and back within o_proj."""
+    """Rotate values within each head, and undo it in o_proj."""
     made, used, width = attention.v_proj, attention.o_proj, attention.head_dim
     columns = made.weight.double().T.unflatten(1, (-1, width))
     set_parameter(made.weight, hadamard_transform(columns).flatten(1).T)

@@ -1,4 +1,4 @@
-"""SmoothQuant (Xiao et al. 2022): largest values seen, scales, and where they are folded."""
+"""Move activation outliers into weights by SmoothQuant (Xiao et al. 2022)."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ TINIEST = 1e-5  # largest weight of a column, as the authors' code has it
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Group:
-    """Linear ``layers`` with one input of C channels, whose scales ``before`` takes the inverse of:
-    a norm, or the linear layer whose outputs they are.
+    """Linear ``layers`` with the same input of C channels, and the module ``before`` them, a norm
+    or the linear layer that computes the input, whose output is divided by the scales.
 
-    ``heads``: how the input's channels lie, [heads of ``before``, times each is used, width]:
-    values that query heads share.
+    ``heads``: the shape of the channels, [heads of ``before``, uses of each, width], since query
+    heads may share values.
     """
 
     before: nn.Module
@@ -31,13 +31,13 @@ class Group:
     heads: tuple[int, int, int] = (-1, 1, 1)
 
     def shared(self, channels: Tensor) -> Tensor:
-        """The largest of the input's channels [C] that one channel of ``before`` feeds."""
+        """Return, for each channel of ``before``, the largest of the ``channels`` [C] it feeds."""
         return channels.view(self.heads).amax(1).flatten()
 
 
 def groups(model: PreTrainedModel, settings: SmoothQuant) -> dict[str, Group]:
-    """What to smooth, block by block."""
-    found, config = {}, model.config
+    """Return the groups of layers to smooth, by name, block by block."""
+    named, config = {}, model.config
     for index, block in enumerate(model.model.layers):
         attention, mlp = block.self_attn, block.mlp
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -53,8 +53,8 @@ def groups(model: PreTrainedModel, settings: SmoothQuant) -> dict[str, Group]:
             ),
             "down_proj": Group(before=mlp.up_proj, layers=(mlp.down_proj,)),
         }
-        found |= {f"model.layers.{index}.{kind}": every[kind] for kind in settings.layers}
-    return found
+        named |= {f"model.layers.{index}.{kind}": every[kind] for kind in settings.layers}
+    return named
 
 
 @torch.no_grad()
@@ -64,21 +64,21 @@ def calibrate(
     calibration: Calibration | None,
     progress: Advance,
 ) -> dict[str, Tensor]:
-    """s = max|X|^α / max|W|^(1 − α) by channel of each group (Xiao et al. 2022, equation 4):
-    float32 by the group's name. Channels that calibration never reaches keep 1: their scale
-    would be next to nothing, and blow up what is met later."""
-    found = groups(model, settings)
+    """Return s = max|X|^α / max|W|^(1 − α) per channel (Xiao et al. 2022, equation 4), float32, by
+    the group's name. Channels that calibration never reaches get 1: their scale would be near 0,
+    and would blow up later inputs."""
+    every = groups(model, settings)
     seen: dict[str, Tensor] = {}  # max|X| [C] by group
 
     def look(name: str, x: Tensor) -> None:
         largest = x.abs().flatten(0, -2).amax(0).float()
         seen[name] = torch.maximum(seen[name], largest) if name in seen else largest
 
-    firsts = {name: group.layers[0] for name, group in found.items()}
+    firsts = {name: group.layers[0] for name, group in every.items()}
     batches = calibration.ids.split(settings.batch_size)
     watch_inputs(model.get_decoder(), firsts, look, batches, progress)
     result = {}
-    for name, group in found.items():
+    for name, group in every.items():
         inputs = group.shared(seen[name])
         weights = torch.stack([layer.weight.abs().amax(0) for layer in group.layers]).amax(0)
         weights = group.shared(weights.double()).clamp(min=TINIEST)
@@ -90,7 +90,8 @@ def calibrate(
 
 @torch.no_grad()
 def transform(model: PreTrainedModel, settings: SmoothQuant, tensors: Mapping[str, Tensor]) -> None:
-    """Divide each group's input by its scales, at its origin, and multiply its weights by them."""
+    """Divide each group's input by its scales, in the module before it, and multiply the weights
+    of its layers by them."""
     for name, group in groups(model, settings).items():
         scale = tensors[name].double()
         _divide(group.before, scale)
@@ -101,7 +102,7 @@ def transform(model: PreTrainedModel, settings: SmoothQuant, tensors: Mapping[st
 
 
 def _divide(module: nn.Module, scale: Tensor) -> None:
-    """The outputs of a norm or of a linear layer, by ``scale`` [C]."""
+    """Divide the outputs of a norm or a linear layer by ``scale`` [C], in its weights."""
     linear = isinstance(module, nn.Linear)
     set_parameter(module.weight, module.weight.double() / (scale[:, None] if linear else scale))
     if getattr(module, "bias", None) is not None:

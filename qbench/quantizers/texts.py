@@ -1,4 +1,4 @@
-"""Calibration text as files: where it lies, what is in it, a digest of its bytes. No torch."""
+"""Find and read files of calibration text. Imports no torch."""
 
 from __future__ import annotations
 
