@@ -8,7 +8,6 @@ document and token. Imports no torch.
 from __future__ import annotations
 
 import itertools
-import math
 import os.path
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from qbench.records import (
     Ratio,
     TaskDamage,
 )
+from qbench.statistics.panel import estimate_contrast
 
 if TYPE_CHECKING:
     from qbench.evaluation.loaded import LoadedTask
@@ -251,14 +251,13 @@ def _mean(document: np.ndarray, values: np.ndarray) -> Ratio:
 
 
 def ratio(values: np.ndarray, weights: np.ndarray) -> Ratio:
-    """Return Σ values / Σ weights over n documents with the standard error of a ratio estimator."""
-    count = len(values)
+    """Return Σ values / Σ weights over documents with the standard error that tables give it."""
+    count, total = len(values), float(weights.sum())
     if count == 0:
         return Ratio(value=None, stderr=None, documents=0)
-    total = float(weights.sum())
-    ratio = float(values.sum()) / total
-    residuals = values - ratio * weights
+    value = float(values.sum()) / total
     error = None
-    if count > 1:
-        error = math.sqrt(float(residuals @ residuals) * count / (count - 1)) / total
-    return Ratio(value=ratio, stderr=error, documents=count)
+    if count > 1 and weights.max() < total:
+        columns = values.astype(float)[:, None], weights.astype(float)[:, None]
+        _, error = estimate_contrast(*columns, np.ones(1), "mean")
+    return Ratio(value=value, stderr=error, documents=count)

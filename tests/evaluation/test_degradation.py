@@ -15,6 +15,7 @@ from qbench.evaluation.degradation import (
     task_damage,
 )
 from qbench.records import DIVERGENCE_COLUMNS, Score
+from qbench.statistics import Column, Panel, effect
 
 KEYS = ["task", "document", "request"]
 
@@ -43,7 +44,12 @@ def test_the_perplexity_ratio_and_its_error_by_hand():
     assert found.value == pytest.approx((1 + 0.5 + 3) / 24)
     ratio = 4.5 / 24
     residuals = np.array([1 - 5 * ratio, 0.5 - 8 * ratio, 3 - 11 * ratio])
-    assert found.stderr == pytest.approx(math.sqrt((residuals**2).sum() * 3 / 2) / 24)
+    residuals /= 1 - np.array([5, 8, 11]) / 24  # a long page pulls the ratio towards itself
+    assert found.stderr == pytest.approx(math.sqrt((residuals**2).sum() * 2 / 3) / 24)
+    columns = {name: Column.of(table["document"], table["value"], table["weight"])
+               for name, table in (("new", worse), ("old", base))}  # fmt: skip
+    table = effect(Panel.of(columns), {"new": 1, "old": -1}, "weighted_perplexity")
+    assert found.stderr == pytest.approx(table.interval.stderr)  # one error in record and tables
     assert found.documents == 3
 
 
