@@ -9,6 +9,7 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from qbench.comparison.chance import chance_of_tasks, find_at_chance
 from qbench.comparison.changes import of_groups, read_columns
 from qbench.comparison.rows import TESTED, Comparison, Row, redundant
 from qbench.statistics import (
@@ -34,9 +35,10 @@ Asked = tuple[int, str, str]  # index of the row, contrast, checkpoint or group
 def with_effects(comparison: Comparison, store: Store) -> Comparison:
     """Add Δ, damages and differences-in-differences to every row, and the rows over seeds.
 
-    p-values are adjusted over the folder within each contrast. Raises ResultsError if a record has
-    lost its outcomes.
+    p-values are adjusted over the folder within each contrast, tasks at chance left out. Raises
+    ResultsError if a record has lost its outcomes.
     """
+    comparison = dataclasses.replace(comparison, chance=chance_of_tasks(comparison, store))
     columns = columns_by_task(comparison, store)
     single = {checkpoint: (checkpoint,) for checkpoint in comparison.checkpoints}
     found: dict[Asked, Effect | Missing] = {}
@@ -53,6 +55,7 @@ def with_effects(comparison: Comparison, store: Store) -> Comparison:
                     intervals[index][checkpoint] = interval
             else:
                 found[index, contrast, checkpoint] = effect(panel, signs, row.aggregation)
+    comparison = dataclasses.replace(comparison, at_chance=find_at_chance(comparison, intervals))
     answers = _by_row(comparison, found)
     lines = tuple(
         dataclasses.replace(row, intervals=intervals[index], **answers[index])
@@ -106,11 +109,23 @@ def _by_row(
             if name[1] == contrast
             and not isinstance(answer, Missing)
             and not redundant(comparison.lines[name[0]], comparison.lines)
+            and not _guessed(comparison, *name)
         ]
         adjusted = adjust([found[name] for name in family])
         for (index, _, group), answer in zip(family, adjusted, strict=True):
             answers[index][contrast][group] = answer
     return answers
+
+
+def _guessed(comparison: Comparison, index: int, contrast: str, group: str) -> bool:
+    """Return whether an unquantized model of a contrast of damage may have guessed, so that there
+    is nothing to lose: such a row is in no family of tests."""
+    row, base = comparison.lines[index], next(iter(comparison.groups))
+    if contrast == "deltas":
+        return False
+    groups = (group, base) if contrast == "differences" else (group,)
+    members = [member for name in groups for member in comparison.groups.get(name, (name,))]
+    return any((member, row.task, row.metric) in comparison.at_chance for member in members)
 
 
 def columns_by_task(comparison: Comparison, store: Store) -> dict[str, dict[Name, Column]]:

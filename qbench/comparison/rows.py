@@ -133,6 +133,9 @@ class Comparison:
     seeds: tuple[Row, ...] = ()  # over several trainings, where the grid has replicates
     pairs: tuple[Change, ...] = ()  # of one checkpoint: its quantized precisions among themselves
     kl: KL | None = None  # None without statistics
+    chance: Mapping[str, float] = field(default_factory=dict)  # task → accuracy of guessing
+    # (checkpoint, task, metric) of accuracies that the unquantized model may have guessed
+    at_chance: frozenset[tuple[str, str, str]] = frozenset()
     # cell → task → metric → answers that quantization changed; nothing without statistics
     flips: Mapping[str, Mapping[str, Mapping[str, Flips]]] = field(default_factory=dict)
     tested: bool = False  # whether intervals and tests were asked for

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict
 
+from qbench.comparison.chance import kept
 from qbench.comparison.rows import Comparison, Row, RowValue
 from qbench.records import GroupScore
 from qbench.statistics import Missing, documents_for_margin
@@ -20,7 +21,7 @@ QUESTIONS = {"delta": "deltas", "damage": "damages", "did": "differences"}
 PARTS = ("", "_stderr", "_low", "_high")  # empty for perplexities, but for ``delta``
 LOG_PARTS = ("_log_ratio", "_log_ratio_stderr", "_log_ratio_low", "_log_ratio_high")
 TESTS = ("_test", "_p", "_p_holm", "_family", "_detectable", "_documents")
-EQUIVALENCE = ("damage_at_most", "damage_documents_needed")
+EQUIVALENCE = ("damage_at_most", "damage_documents_needed", "kept", "at_chance")
 PRINTED = ("printed", "printed_source", "standard_errors_away")
 COLUMNS = (
     *(*LINE, "bits", *PRECISION, "quantizer", "checkpoint", *SCORE),
@@ -49,6 +50,11 @@ def comparison_csv(comparison: Comparison, *, published: str | None = None) -> s
     for line in comparison.lines:
         for entry in line.entries:
             row = _row(line, entry)
+            name = (entry.checkpoint, line.task, line.metric)
+            row |= {
+                "kept": kept(comparison, line, entry.checkpoint) if line.quantized else None,
+                "at_chance": name in comparison.at_chance or None,
+            }
             if published:
                 row |= _printed(comparison, line, entry, published)
             rows.append(row | _predictions(comparison, line, entry))

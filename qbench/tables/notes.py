@@ -7,7 +7,7 @@ from textwrap import shorten
 
 from qbench.comparison.rows import Comparison, Row
 from qbench.records import SampleDifference
-from qbench.text import MINUS
+from qbench.text import MINUS, metric_title
 
 
 def prompt_notes(comparison: Comparison) -> list[str]:
@@ -44,6 +44,22 @@ def bos_notes(comparison: Comparison) -> list[str]:
     doubled = dict.fromkeys(task for report in reports.values() for task in report.doubled_bos)
     twice = f"; those of {', '.join(doubled)} with two, as in lm-eval" if doubled else ""
     return [f"Texts{names} begin with BOS{twice}."]
+
+
+def chance_notes(comparison: Comparison, rows: Sequence[Row]) -> list[str]:
+    """Return a line on the accuracies of ``rows`` that an unquantized model may have guessed."""
+    tasks = {(row.task, row.metric): row for row in rows}
+    found = [
+        f"{tasks[task, metric].label} {metric_title(metric)} of {checkpoint}"
+        for checkpoint, task, metric in sorted(comparison.at_chance)
+        if (task, metric) in tasks
+    ]
+    if not found:
+        return []
+    return [
+        f"At chance unquantized, so nothing can be lost and Holm's correction leaves them out: "
+        f"{'; '.join(found)}."
+    ]
 
 
 def single_notes(lines: Sequence[Row]) -> list[str]:

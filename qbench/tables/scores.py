@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+from qbench.comparison.chance import kept
 from qbench.comparison.changes import MOST_PAIRED
 from qbench.comparison.rows import Comparison, Row, RowValue, dtype_of, redundant
 from qbench.comparison.trainings import training_notes
@@ -40,7 +41,14 @@ from qbench.records import (
     Record,
     TaskDamage,
 )
-from qbench.tables.notes import bos_notes, cache_notes, judged_notes, prompt_notes, single_notes
+from qbench.tables.notes import (
+    bos_notes,
+    cache_notes,
+    chance_notes,
+    judged_notes,
+    prompt_notes,
+    single_notes,
+)
 from qbench.tables.published import printed_cells, printed_notes
 from qbench.tables.table import Cells, Table, from_rows
 from qbench.text import MINUS, NO_VALUE, group_by_reason, metric_title, number, significant
@@ -50,6 +58,8 @@ if TYPE_CHECKING:
 
 INTERVAL = "95 % interval"
 AT_MOST = "At most"
+KEPT = "Kept"
+KEPT_NOTE = f"{KEPT}: accuracy above chance, as a share of the unquantized model's."
 AT_MOST_NOTE = f"{AT_MOST}: a larger damage is excluded at 95 % (one-sided)."
 NAMES = ("Task", "Metric", "Quantization")
 BY_TASK = {"words": len(NAMES), "grouped": True}  # of tables whose rows begin with as many words
@@ -339,6 +349,7 @@ def _score_notes(method: MethodLines) -> list[str]:
         *judged_notes(comparison, lines),
         *method.footnotes,
         *precision_notes(lines),
+        *chance_notes(comparison, lines),
         *single_notes(lines),
         *training_notes(comparison),
     ]
@@ -369,6 +380,7 @@ def _one_model(method: MethodLines) -> list[Table]:
                 "Damage": effect_text(effect, percent=line.percent) if line.quantized else "",
                 INTERVAL: interval_text(effect, percent=line.percent) if line.quantized else "",
                 AT_MOST: bound_text(effect, percent=line.percent) if line.quantized else "",
+                KEPT: kept_text(method.comparison, line, checkpoint),
                 **(costs if line.quantized else dict.fromkeys(costs, "")),
                 "Documents": documents_text(line),
             }
@@ -378,6 +390,7 @@ def _one_model(method: MethodLines) -> list[Table]:
         title=f"{method.name}: what it costs {checkpoint}",
         notes=(
             *(DAMAGE_NOTE, MARKS.format(kind="damages"), BRACKETS, AT_MOST_NOTE),
+            *([KEPT_NOTE] if method.comparison.chance else []),
             *(COST_NOTE, FLIPS_NOTE),
             *ratio_notes(effect for line in method.lines for effect in line.damages.values()),
             *missing_notes(method.lines, ("damages",)),
@@ -426,6 +439,11 @@ def costs(method: MethodLines) -> list[Table]:
         notes=(COST_NOTE, f"{FLIPS_NOTE[:-1]}, by {names}.{several}"),
         **BY_TASK,
     )
+
+
+def kept_text(comparison: Comparison, row: Row, checkpoint: str) -> str:
+    share = kept(comparison, row, checkpoint) if row.quantized else None
+    return "" if share is None else f"{100 * share:.0f} %"
 
 
 def _flip_metrics(comparison: Comparison) -> dict[str, str]:

@@ -2,10 +2,12 @@
 
 import csv
 import io
+from pathlib import Path
 
 import pytest
 from synthetic import make_store
 
+from qbench.comparison.chance import chance_of_tasks, kept
 from qbench.comparison.compare import compare
 from qbench.comparison.verdict import verdict
 from qbench.records import (
@@ -18,6 +20,7 @@ from qbench.records import (
     StoredSize,
     TaskDamage,
 )
+from qbench.store import Store
 from qbench.tables import render
 
 SIZES = {"arc_easy": 60, "lambada_openai": 80, "wikitext": 9}
@@ -171,3 +174,34 @@ def test_precisions_of_which_no_cell_ran_have_no_rows(tmp_path):
     comparison = compare(store)
     assert {line.quantizer for line in comparison.lines} == {"bf16", "hqq-4bit"}
     assert "mine/hqq-2bit: missing: no record" in render(comparison)
+
+
+@pytest.mark.parametrize("guessing", [False, True])
+def test_tasks_at_chance_are_named_and_leave_the_family(tmp_path, monkeypatch, guessing):
+    """And of the others the share of the ability that is kept stands beside the points."""
+    store = make_store(
+        tmp_path, checkpoints=("mine",), quantizers=("bf16", "hqq-2bit"),
+        sizes={"arc_easy": 400, "piqa": 400}, shift={"mine/hqq-2bit": 1.0},
+    )  # fmt: skip
+    before, after = (
+        row.entries[0].value
+        for row in compare(store, statistics=False).lines
+        if (row.task, row.metric) == ("arc_easy", "acc")
+    )
+    chance = {"arc_easy": before if guessing else 0.1}
+    monkeypatch.setattr("qbench.comparison.effects.chance_of_tasks", lambda *_: chance)
+    found = compare(store)
+    assert (("mine", "arc_easy", "acc") in found.at_chance) is guessing
+    assert ("At chance unquantized" in render(found)) is guessing
+    names = ("arc_easy", "acc", True)
+    row = next(r for r in found.lines if (r.task, r.metric, r.quantized) == names)
+    assert (row.damages["mine"].p_holm is None) is guessing
+    share = None if guessing else pytest.approx((after - 0.1) / (before - 0.1))
+    assert kept(found, row, "mine") == share
+
+
+def test_chance_is_one_of_the_choices_and_0_without_any():
+    store = Store(Path(__file__).parents[2] / "results" / "published-27m-gguf")
+    found = chance_of_tasks(compare(store, statistics=False), store)
+    assert (found["piqa"], found["lambada_openai"]) == (0.5, 0.0)
+    assert found["arc_easy"] == pytest.approx(0.25, abs=0.001)  # a few have three or five choices
