@@ -23,7 +23,7 @@ from qbench.text import for_markdown, table
 
 
 def scalars(record: Record) -> dict[str, float]:
-    """Finite values by name, ``task/metric`` and ``audit/…``; accuracies are fractions."""
+    """Return finite values by name, ``task/metric`` and ``audit/…``; accuracies are fractions."""
     scores = (*record.scores, *record.groups)
     found = {f"{score.task}/{score.metric}": score.value for score in scores}
     if record.audit is not None and record.quantized:
@@ -40,8 +40,8 @@ NOT_KNOWN = "N/A"  # lm-eval's word for it
 
 
 def write_lm_eval(store: Store, record: Record, folder: Path) -> list[Path]:
-    """``<checkpoint>__<quantizer>/results_<date>.json`` and ``samples_<task>_<date>.jsonl`` below
-    ``folder``. Documents' texts are not kept, and so not there."""
+    """Write ``<checkpoint>__<quantizer>/results_<date>.json`` and ``samples_<task>_<date>.jsonl``
+    below ``folder``. Samples lack the documents' texts, which records do not keep."""
     place = folder / f"{record.checkpoint}__{record.quantizer}"
     date = record.finished.strftime("%Y-%m-%dT%H-%M-%S.%f")
     files = {f"results_{date}.json": json.dumps(results(record), indent=2) + "\n"}
@@ -55,7 +55,7 @@ def write_lm_eval(store: Store, record: Record, folder: Path) -> list[Path]:
 
 
 def results(record: Record) -> dict[str, Any]:
-    """What lm-eval's ``--output_path`` writes, of what a record knows."""
+    """Return what lm-eval's ``--output_path`` writes, as far as the record has it."""
     parts = record.key_parts
     scoring = dict(parts.get("scoring") or {})
     tasks, groups = _by_task(record.scores), _by_task(record.groups)
@@ -141,7 +141,7 @@ def _scored(answers: list[Any]) -> dict[str, Any]:
 
 
 def _texts(answers: list[Any], filter_: str) -> dict[str, Any]:
-    """Texts are kept up to a length: ``qbench_cut`` counts what was left out of them."""
+    """Return generated answers; ``qbench_cut`` counts characters that records do not keep."""
     written = [one for one in answers if not isinstance(one.filter, str)]
     taken = [one for one in answers if one.filter == filter_] or written[:1]
     cut = int(sum(one.cut for one in written))
@@ -169,7 +169,7 @@ def _values(scores: list[Score | GroupScore]) -> dict[str, Any]:
 
 
 def _metric(score: Score | GroupScore) -> tuple[str, str]:
-    """lm-eval's name of a metric and of its filter."""
+    """Return lm-eval's names of a metric and of its filter."""
     return score.metric.partition(" [")[0], _filter(score.metric)
 
 
@@ -178,15 +178,15 @@ def _filter(metric: str) -> str:
 
 
 def write_model_card(store: Store, record: Record, folder: Path) -> list[Path]:
-    """``<checkpoint>__<quantizer>.md`` below ``folder``: put its head into the README.md of the
-    model's repository."""
+    """Write ``<checkpoint>__<quantizer>.md`` below ``folder``; its head belongs into the README.md
+    of the model's repository."""
     path = folder / f"{record.checkpoint}__{record.quantizer}.md"
     write_atomically(path, card(record).encode())
     return [path]
 
 
 def card(record: Record) -> str:
-    """YAML between lines of dashes, and a table of the same scores for people."""
+    """Return a model card: evaluation results as YAML, and a table of the same scores."""
     results, scores = [], (*record.scores, *record.groups)
     for score in scores:
         unit = 100 if is_percentage(score.metric) else 1
@@ -219,7 +219,7 @@ def card(record: Record) -> str:
 
 
 def _definition(task: str) -> dict[str, Any]:
-    """lm-eval's of this task; empty where it knows none."""
+    """Return lm-eval's definition of the task; empty if it has none."""
     try:
         return read_definition(definition_file(task, None)).config
     except QbenchError:
@@ -227,8 +227,8 @@ def _definition(task: str) -> dict[str, Any]:
 
 
 def write_wandb(store: Store, record: Record, folder: Path) -> list[Path]:
-    """A run folder ``wandb/offline-run-<date>-<id>`` below ``folder``, which ``wandb sync`` sends.
-    A run's id is its record's key, so that a cell is there once."""
+    """Write a run folder ``wandb/offline-run-<date>-<id>`` below ``folder`` for ``wandb sync``. The
+    id is the record's key, so that a cell is sent once."""
     import wandb
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -281,10 +281,10 @@ WRITERS = {
 
 
 def export(store: Store, to: str, folder: Path) -> list[Path]:
-    """Write every good cell of the grid below ``folder`` in the format ``to``, one of ``WRITERS``;
-    as ``archive`` the whole folder.
+    """Write every finished cell below ``folder`` in the format ``to``, one of ``WRITERS``, or with
+    ``archive`` the whole results folder; return the paths.
 
-    Raises UnavailableError where the format's library is not installed.
+    Raises UnavailableError if the format's library is not installed.
     """
     if to == "wandb":
         try:

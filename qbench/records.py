@@ -1,9 +1,8 @@
-"""All that is written to disk, typed to the bottom: docs/records.md. Imports no torch.
+"""The records that qbench writes, as pydantic models; docs/records.md explains them. No torch.
 
-A results folder may be somebody else's: names that become paths, and texts that are shown in one
-line, are held to patterns when they are read. Beside each record lie Parquet files, one row a fact:
-``outcomes``, which every statistic is built on, ``responses`` and ``divergences``. docs/records.md
-says what their columns hold.
+A results folder may come from another person: names that become paths, and texts that are shown in
+one line, are checked against patterns when they are read. Beside each record lie Parquet files:
+``outcomes``, from which every statistic is computed, ``responses`` and ``divergences``.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ TaskName = Annotated[str, Field(pattern=TASK, max_length=200)]
 
 
 class RecordModel(BaseModel):
-    """Immutable, unknown keys refused; what is written can be read, infinite numbers too."""
+    """Base of all records: immutable, unknown keys are refused, infinite numbers can be written."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
@@ -35,7 +34,7 @@ SCHEMA_VERSION = 2
 
 
 class Environment(RecordModel):
-    """Where a record was made."""
+    """The machine and the versions that made a record."""
 
     python: str
     platform: str
@@ -55,11 +54,11 @@ UNQUANTIZED_BITS = 16
 
 
 class Part(RecordModel):
-    """The format of one of the three.
+    """The format of weights, activations or KV cache.
 
-    ``bits`` are those of one code, scales and zeros left out; ``scheme`` says the rest in the
-    field's words, such as ``int4 in groups of 128`` or ``int8 per token``. ``simulated``: values
-    are rounded to the format and computed with in a wider one; None where nothing is said of it.
+    ``bits`` per code, without scales and zeros; ``scheme`` describes the rest, such as ``int4 in
+    groups of 128`` or ``int8 per token``. ``simulated``: values are rounded to the format and
+    computed with in a wider one; None if it is not known.
     """
 
     bits: float = Field(gt=0, le=32)
@@ -68,9 +67,8 @@ class Part(RecordModel):
 
 
 class Precision(RecordModel):
-    """The three parts of a cell's precision; None: not quantized. ``heads``: which attention heads
-    were cut out, in words; a cell without them is held against the whole model as quantized ones
-    are."""
+    """The precision of a cell by part; None: not quantized. ``heads`` says which attention heads
+    were cut out (earlier records only)."""
 
     weights: Part | None = None
     activations: Part | None = None
@@ -83,20 +81,20 @@ class Precision(RecordModel):
 
     @property
     def in_parts(self) -> bool:
-        """Whether activations or the KV cache are parts of their own: LLM.int8's activations
+        """Whether activations or the KV cache have a format of their own. LLM.int8's activations
         belong to its weights."""
         activations = self.activations is not None and self.activations.simulated is not None
         return activations or self.kv_cache is not None
 
     @property
     def words(self) -> str:
-        """``W4A8, simulated``: the name, and what multiplied quantized activations."""
+        """The name, and whether products with quantized activations were simulated."""
         simulated = self.activations.simulated if self.activations else None
         return self.name + {None: "", True: ", simulated", False: ", real"}[simulated]
 
     @property
     def name(self) -> str:
-        """As the field writes it: ``W4A16``, ``W8A8``, ``W4A8KV4``; ``W16A16`` for none."""
+        """The short name: ``W4A16``, ``W8A8``, ``W4A8KV4``; ``W16A16`` if nothing is quantized."""
         weights, activations = (
             f"{part.bits if part else UNQUANTIZED_BITS:g}"
             for part in (self.weights, self.activations)
@@ -116,26 +114,26 @@ class ModuleAudit(RecordModel):
     parameters: int  # weights of the original module, bias left out
     bits_per_weight: float  # stored, scales and zeros counted
     weight_error: float  # ‖W' − W‖ / ‖W‖ against the unquantized weights, Frobenius
-    gain: float | None = None  # ⟨W', W⟩ / ⟨W, W⟩: about 1, 1.03 where all scales are 3 % too large
+    gain: float | None = None  # ⟨W', W⟩ / ⟨W, W⟩: about 1; 1.03 if all scales are 3 % too large
     levels: int  # most distinct values in one group of one row
-    dead_inputs: int = 0  # columns that became zeros: GPTQ does so where calibration never is other
-    digest: str = ""  # SHA-256 of what is stored for it; "" where it is not known
+    dead_inputs: int = 0  # columns of zeros: GPTQ zeroes inputs that calibration never uses
+    digest: str = ""  # SHA-256 of its stored tensors; "" if it is not known
 
 
 class _InputsAudit(RecordModel):
     levels: int  # most distinct values under one scale
     clipped: float  # share of values beyond the largest that their scale allows
-    error: float  # ‖x' − x‖ / ‖x‖, Frobenius; infinite where not finite
+    error: float  # ‖x' − x‖ / ‖x‖, Frobenius; infinite if not finite
 
 
 class InputAudit(_InputsAudit):
-    """What one module takes in, measured on a probe text as its product consumes it."""
+    """The quantized input of one module, measured on a probe text."""
 
     name: str
 
 
 class ActivationAudit(_InputsAudit):
-    """What products with weight matrices took in, over all modules."""
+    """The quantized inputs of all modules together."""
 
     bits: float
     left_out: tuple[str, ...] = ()  # layers whose inputs stay unquantized
@@ -160,14 +158,14 @@ class _KVErrors(RecordModel):
 
 
 class KVModuleAudit(_KVErrors):
-    """The KV cache of one attention module, measured on what its attention read."""
+    """The KV cache of one attention module, measured on the keys and values that it read."""
 
     name: str
 
 
 class KVAudit(_KVErrors):
-    """The KV cache of a cell, all modules together. Memory is that of one sequence of ``tokens``
-    tokens, those that are kept unquantized counted with 16 bits a value."""
+    """The KV cache of all modules together. Memory is that of one sequence of ``tokens`` tokens;
+    tokens that stay unquantized are counted with 16 bits per value."""
 
     tokens: int  # the context that the checkpoint states
     bytes_per_token: float
@@ -176,8 +174,8 @@ class KVAudit(_KVErrors):
 
 
 class HeadsAudit(RecordModel):
-    """Attention heads that were cut out, as layer and head from 0, of ``total``.
-    ``largest_output``: the largest |value| that one of them gave on the probe text."""
+    """Attention heads that were cut out (earlier records only), as (layer, head) from 0.
+    ``largest_output``: their largest |output| on the probe text."""
 
     total: int
     pruned: tuple[tuple[int, int], ...]
@@ -189,9 +187,11 @@ class HeadsAudit(RecordModel):
 
 
 class StoredSize(RecordModel):
-    """What a cell's weights take as they are stored, by one convention for all formats: bits over
-    the matrices outside embeddings and LM head, scales, zeros and codebooks counted, and those that
-    were left unquantized; the head apart (None: tied); ``gib`` of all weights."""
+    """The stored size of a cell's weights, by one convention for all formats.
+
+    ``bits_per_weight`` is over all matrices outside embeddings and LM head, with scales, zeros and
+    codebooks; ``head_bits_per_weight`` is None if the head is tied; ``gib`` is of all weights.
+    """
 
     bits_per_weight: float
     head_bits_per_weight: float | None
@@ -199,29 +199,29 @@ class StoredSize(RecordModel):
 
 
 class Audit(RecordModel):
-    """What was measured of a cell's quantized model. ``problems``: why it did not pass."""
+    """What was measured of a cell's quantized model. ``problems`` says why it did not pass."""
 
     passed: bool
     bits: float | None  # nominal; None for unquantized cells
     coverage: float  # quantized weights / weights of all matrices but embeddings and LM head
     bits_per_weight: float  # mean over quantized modules, weighted by parameters
-    weight_error: float  # ‖W' − W‖ / ‖W‖ over all quantized modules; infinite where not finite
+    weight_error: float  # ‖W' − W‖ / ‖W‖ over all quantized modules; infinite if not finite
     levels: int  # most distinct values in one group, over all modules
     logits_moved: float  # largest |difference| from the unquantized model on a probe text
     left_out: tuple[str, ...] = ()  # weight matrices that were not quantized
     left_out_because: dict[str, str] = {}
     problems: tuple[str, ...] = ()  # one line each
     modules: tuple[ModuleAudit, ...] = ()
-    activations: ActivationAudit | None = None  # None where they are not quantized
+    activations: ActivationAudit | None = None  # None if they are not quantized
     causality: BatchDependence | None = None  # the last token was changed, earlier logits watched
     batch_mates: BatchDependence | None = None  # the rest of a batch was changed
     digest: str = ""  # SHA-256 over the names and digests of all modules; "" if unquantized
     # How far treating outliers alone moved the unquantized model's logits, of their norm: rounding
     treatment_error: float | None = None
-    kv_cache: KVAudit | None = None  # None where it is not quantized
-    heads: HeadsAudit | None = None  # None where none are pruned
+    kv_cache: KVAudit | None = None  # None if it is not quantized
+    heads: HeadsAudit | None = None  # None if none are pruned
     size: StoredSize | None = None  # None in records of earlier versions
-    # layers whose weights are the original's up to a factor a row and a column (AWQ, SmoothQuant)
+    # layers whose weights are the original's up to a factor per row and column (AWQ, SmoothQuant)
     rescaled: int = 0
 
 
@@ -229,9 +229,10 @@ class Audit(RecordModel):
 
 
 class SampleDifference(RecordModel):
-    """Fast scores against exact ones on one task's sample, in nats per scored token: what a
-    tolerance bounds. ``bias_per_token`` is the mean over documents with its sign, and
-    ``bias_stderr`` its standard error (None of a single document). ``population`` is the number of
+    """Fast minus exact scores on one task's sample, in nats per scored token.
+
+    ``bias_per_token`` is the signed mean over documents, ``bias_stderr`` its standard error (None
+    for a single document). ``population`` is the number of
     documents that the sample was drawn from (None in earlier records)."""
 
     task: str
@@ -247,8 +248,7 @@ class SampleDifference(RecordModel):
 
 
 class DifferenceFromExact(RecordModel):
-    """Fast scores against exact ones on all samples: nats of whole requests and per scored
-    token."""
+    """Fast minus exact scores on all samples, in nats per request and per scored token."""
 
     documents: int
     requests: int
@@ -261,8 +261,8 @@ class DifferenceFromExact(RecordModel):
 
 
 class ScoringReport(RecordModel):
-    """``batch_size`` and ``window_batch_size`` count padded requests and rolling windows,
-    ``batch_tokens`` the tokens of a pack without padding: one or the other is there."""
+    """How a cell was scored. Padded batches have ``batch_size`` and ``window_batch_size`` (requests
+    and rolling windows), packs without padding ``batch_tokens``."""
 
     mode: Literal["exact", "fast", "lm-eval"]
     softmax_dtype: str
@@ -271,7 +271,7 @@ class ScoringReport(RecordModel):
     window_batch_size: int | None = None
     batch_tokens: int | None = None
     shuffle: int | None = None  # always None; records of earlier versions have it
-    requests: int | None = None  # None where lm-eval counted nothing
+    requests: int | None = None  # None if lm-eval counted nothing
     batches: int | None = None
     tokens: int | None = None  # computed, padding included
     truncated: int | None = None  # requests longer than the context
@@ -293,7 +293,7 @@ class ScoringReport(RecordModel):
 
 
 class Ratio(RecordModel):
-    """Σ values / Σ weights over documents, with its standard error; None without documents."""
+    """Σ values / Σ weights over documents, and its standard error; None without documents."""
 
     value: float | None
     stderr: float | None
@@ -302,16 +302,16 @@ class Ratio(RecordModel):
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Of one document: each request's texts, context and continuation, and the right answer, a
-    choice's number or a text, where the task has one."""
+    """What one document asks: the texts of each request (context and continuation), and the right
+    answer as the index of a choice or a text; None if the task has none."""
 
     texts: tuple[tuple[str, ...], ...]
     target: int | str | None
 
 
 class Divergence(RecordModel):
-    """KL divergence of next-token distributions over the whole vocabulary, in nats a token.
-    ``mean_stderr`` is over documents; None for one document, and in older records."""
+    """KL divergence of next-token distributions over the whole vocabulary, in nats per
+    token. ``mean_stderr`` is over documents; None for one document, and in earlier records."""
 
     mean: float
     mean_stderr: float | None = None
@@ -323,8 +323,8 @@ class Divergence(RecordModel):
 
 
 class ConfidenceBin(RecordModel):
-    """Tokens whose likeliest next token has a probability of ``low`` to ``high`` in the unquantized
-    model; means of them, None where there are none."""
+    """Means over the tokens at which the unquantized model gives its likeliest next token a
+    probability from ``low`` to ``high``; None if there are none."""
 
     low: float
     high: float
@@ -334,7 +334,7 @@ class ConfidenceBin(RecordModel):
 
 
 class Distributions(RecordModel):
-    """Over every scored token. ``target_change``: of the scored token's log-probability."""
+    """Changes over every scored token. ``target_change``: of its log-probability, in nats."""
 
     tokens: int
     kl: Divergence
@@ -344,7 +344,7 @@ class Distributions(RecordModel):
 
 
 class Flips(RecordModel):
-    """Documents whose answer quantization changed, of one 0/1 metric."""
+    """How many documents have another value of one 0/1 metric than in the unquantized cell."""
 
     documents: int
     right_to_wrong: int
@@ -352,8 +352,8 @@ class Flips(RecordModel):
 
 
 class AnswerAgreement(RecordModel):
-    """Generated answers beside those of the unquantized cell: how many are ``identical``, and how
-    much of an answer, in characters, is the same up to the first difference (0 to 1). ``left_out``
+    """Generated answers compared with those of the unquantized cell: how many are ``identical``,
+    and the share of characters (0 to 1) up to the first difference. ``left_out``
     answers are kept up to a length, and equal as far as they are kept."""
 
     identical: int
@@ -363,7 +363,7 @@ class AnswerAgreement(RecordModel):
 
 class TaskDamage(RecordModel):
     """One task. ``correct_answer``: change of the right answer's log-likelihood, in nats. ``flips``
-    are in earlier records only: they are counted where outcomes are read."""
+    are in earlier records only: the outcomes give them now."""
 
     distributions: Distributions | None = None
     flips: dict[str, Flips] = Field(default_factory=dict)
@@ -373,15 +373,15 @@ class TaskDamage(RecordModel):
 
 
 class Damage(RecordModel):
-    """By task."""
+    """What quantization changed, by task."""
 
     status: Literal["measured"] = "measured"
     tasks: dict[str, TaskDamage]
 
 
 class Unavailable(RecordModel):
-    """Damage was asked for and could not be had. ``retry``: a later run may have it, since what
-    is missing is only the unquantized cell's distributions."""
+    """Why damage could not be measured. ``retry``: only the unquantized cell's distributions are
+    missing, so a later run may measure it."""
 
     status: Literal["unavailable"] = "unavailable"
     reason: str
@@ -394,7 +394,7 @@ TRAINING_FILE = "training.json"
 
 
 class TrainingSession(RecordModel):
-    """One stretch from a start, or a resumption, to an end."""
+    """One session of a training, from its start or resumption to its end."""
 
     first_step: int
     last_step: int
@@ -405,10 +405,10 @@ class TrainingSession(RecordModel):
 
 
 class TrainingSample(RecordModel):
-    """One look at the model on the held-out texts."""
+    """One evaluation on the held-out texts."""
 
     step: int
-    loss: float  # nats a token
+    loss: float  # nats per token
     sink_rate: float  # share of (text, head) whose mean weight on the first token exceeds 0.3
     sink_rate_gu: float  # the same by Gu et al. 2024
     kurtosis: float
@@ -416,7 +416,7 @@ class TrainingSample(RecordModel):
 
 
 class Trained(RecordModel):
-    """What of a checkpoint's training its cells' records keep."""
+    """The summary of a checkpoint's training in its cells' records."""
 
     recipe: Name
     normalizer: Line
@@ -426,7 +426,7 @@ class Trained(RecordModel):
 
 
 class TrainedOn(RecordModel):
-    """What the token files say of themselves."""
+    """The description of the token files."""
 
     digest: Digest
     tokens: int
@@ -437,7 +437,7 @@ class TrainedOn(RecordModel):
 
 
 class Training(RecordModel, populate_by_name=True):
-    """One run. Of a pair ``in_common`` is the same: they differ in their normalizers alone."""
+    """One training. Those of a pair have the same ``in_common``: only their normalizers differ."""
 
     schema_version: Literal[1] = 1
     kind: Literal["training"] = "training"
@@ -453,7 +453,7 @@ class Training(RecordModel, populate_by_name=True):
     parameters: int
     steps: int
     tokens: int  # seen
-    final_loss: float | None  # mean training loss of the last logged steps, nats a token
+    final_loss: float | None  # mean training loss of the last logged steps, nats per token
     best_step: int | None
     best_loss: float | None  # on the held-out texts
     watched: tuple[TrainingSample, ...] = ()
@@ -505,7 +505,7 @@ class _Value(RecordModel):
     label: Line  # as tables show it, e.g. "sciq [validation]"
     metric: TaskName  # "acc", "acc_norm", "perplexity", "word_perplexity", …
     value: float
-    stderr: float | None  # lm-eval's, in the units of value; None where it, or a task, has none
+    stderr: float | None  # lm-eval's, in the units of value; None if it, or a task, has none
     higher_is_better: bool
     documents: int
 
@@ -533,7 +533,7 @@ class GroupScore(_Value):
 
     @property
     def task(self) -> str:
-        """The group, where it stands beside tasks."""
+        """The group's name, as tasks have theirs."""
         return self.group
 
 
@@ -577,7 +577,7 @@ class _QuantizedCell(CellKey):
 
 
 class CellRecord(_QuantizedCell):
-    """What every file of a cell says. ``key_parts`` is exactly what ``key`` is the hash of."""
+    """The fields of every record of a cell. ``key`` is the hash of ``key_parts``."""
 
     schema_version: int = SCHEMA_VERSION
     key_parts: dict[str, Any]
@@ -590,9 +590,9 @@ class CellRecord(_QuantizedCell):
 
 
 class Record(CellRecord):
-    """What one cell gave. ``files`` is filled when the record is written (``Store.put``)."""
+    """The result of one cell. ``files`` is filled when the record is written (``Store.put``)."""
 
-    training: Trained | None = None  # None where the checkpoint does not say
+    training: Trained | None = None  # None if the checkpoint does not say
     attention: Line  # what ran, e.g. "softpick/triton" or "softpick/reference"
     status: Literal["ok", "failed"]
     scores: tuple[Score, ...] = ()
@@ -602,7 +602,7 @@ class Record(CellRecord):
     # they came from the hub or from files, so that results of both can be compared
     documents: dict[TaskName, str] = Field(default_factory=dict)
     audit: Audit | None = None
-    scoring: ScoringReport | None = None  # None where scoring did not begin
+    scoring: ScoringReport | None = None  # None if scoring did not begin
     damage: Annotated[Damage | Unavailable, Field(discriminator="status")] | None = None
     files: dict[Literal["outcomes", "responses", "divergences"], StoredTable] = Field(
         default_factory=dict
@@ -610,7 +610,7 @@ class Record(CellRecord):
 
     @property
     def pooled_groups(self) -> tuple[GroupScore, ...]:
-        """Groups such as mmlu whose score is the mean over all documents of their tasks."""
+        """The groups, such as mmlu, whose score is the mean over all documents of their tasks."""
         means = {(one.task, one.metric) for one in self.scores if one.aggregation == "mean"}
         return tuple(
             one
@@ -624,7 +624,7 @@ class Record(CellRecord):
         return tuple(one for one in self.groups if one not in pooled)
 
     def by_name(self) -> dict[tuple[str, str], Score]:
-        """Scores by task and metric, those of ``pooled_groups`` too, whose task is the group."""
+        """Return scores by (task, metric); those of ``pooled_groups`` under the group's name."""
         of_groups = (
             Score(
                 task=one.group,
@@ -637,7 +637,7 @@ class Record(CellRecord):
 
 
 class TaskRecord(CellKey):
-    """What one task of a cell gave, kept in the cache so that no later run scores it again.
+    """The result of one task of a cell, kept in the cache so that no later run scores it again.
 
     ``key`` is that of the cell with this task alone (``cache.task_key``); ``digest`` is the task's
     in ``Record.documents``.
@@ -657,14 +657,14 @@ class TaskRecord(CellKey):
 
 
 class GridCell(_QuantizedCell):
-    """One cell of the last run: its place in the grid and the record that it asks for."""
+    """One cell of a run: its checkpoint and quantizer, and the key of its record."""
 
 
 class RunManifest(RecordModel):
-    """What a results folder is of: ``grid.json``, written at the start of each run.
+    """The cells of a run: ``grid.json``, written at its start.
 
     ``checkpoints`` and ``quantizers`` are in the recipe's order; the first checkpoint is the
-    baseline of Δ. A cell without a record is missing, and is shown as such.
+    baseline of Δ. A cell without a record is shown as missing.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -701,7 +701,7 @@ KEY_DIGITS = 16  # of keys and checksums in names
 
 
 class AnalyzedText(RecordModel):
-    """What the model read: ``samples`` texts of ``length`` tokens each, BOS counted."""
+    """The text of an analysis: ``samples`` texts of ``length`` tokens each, BOS included."""
 
     source: str  # the file, or the task whose documents they are
     digest: str  # of the file's bytes, or of the planned task
@@ -745,7 +745,7 @@ class Head(RecordModel):
     zeros: float  # share of weights that are exactly 0, of the pairs that attention allows
     mass: float  # mean over queries of Σ weights
     silent: float  # share of queries without any weight
-    entropy: float | None  # nats, mean over queries with any weight; None where there is none
+    entropy: float | None  # nats, mean over queries with any weight; None if there is none
     output: float  # mean norm of its output, as a ratio to the mean of its layer's heads
     dormant: float  # share of texts on which that ratio is below DORMANT
     largest: float | None = None  # mean over queries of their largest weight
@@ -767,7 +767,7 @@ class Hidden(RecordModel):
 
 
 class Layer(RecordModel):
-    """One decoder layer; ``heads`` is empty where it has no attention."""
+    """One decoder layer; ``heads`` is empty if it has no attention."""
 
     heads: tuple[Head, ...]
     hidden: Hidden
@@ -787,13 +787,13 @@ class MassiveActivation(RecordModel):
 
 
 class LinearInput(RecordModel):
-    """What one linear layer receives. Errors are ‖Q(x) − x‖ / ‖x‖ over all tokens, by bits."""
+    """The input of one linear layer. Errors are ‖Q(x) − x‖ / ‖x‖ over all tokens, by bits."""
 
     name: str
     largest: float  # |x|
     rms: float
-    error_token: dict[str, float]  # one scale a token
-    error_text: dict[str, float]  # one scale a text
+    error_token: dict[str, float]  # one scale per token
+    error_text: dict[str, float]  # one scale per text
 
     @property
     def largest_to_rms(self) -> float | None:
@@ -801,10 +801,10 @@ class LinearInput(RecordModel):
 
 
 class PositionBin(RecordModel):
-    """A stretch of a text's positions, BOS being 0; means over texts, heads and queries there.
+    """A range of positions in the texts, BOS being 0; means over its queries, texts and heads.
 
     ``loss`` is that of predicting the tokens at these positions, in nats, with its standard error
-    over texts; None where there is none to predict, or one text only.
+    over texts; None if there is no token to predict, or one text only.
     """
 
     first: int
@@ -817,7 +817,7 @@ class PositionBin(RecordModel):
 
 
 class AttentionMap(RecordModel):
-    """Weights of one head on one short text: ``rows[q][k]`` for keys k ≤ q, four digits each."""
+    """The attention weights of one head on one short text: ``rows[q][k]`` for keys k ≤ q."""
 
     text: str  # what kind: prose, code, few-shot
     layer: int
@@ -848,20 +848,20 @@ class Measured(RecordModel):
 
 
 class Analysis(CellRecord):
-    """What one cell's analysis gave."""
+    """The analysis of one cell."""
 
     kind: Literal["analysis"] = "analysis"
     attention: Line
     status: Literal["ok", "failed"]
-    text: AnalyzedText | None = None  # None where it failed before the text was read
+    text: AnalyzedText | None = None  # None if it failed before the text was read
     measured: Measured | None = None
 
 
 class UnitSensitivity(RecordModel):
-    """What quantizing one linear layer, or all of one decoder layer, does to the model.
+    """The change of predictions if one linear layer, or one decoder layer, is quantized.
 
     ``kl``: divergence of the unquantized from the changed model's next-token distribution, over
-    the whole vocabulary, nats a token; ``ln_perplexity_ratio``: changed over unquantized. Both
+    the whole vocabulary, nats per token; ``ln_perplexity_ratio``: changed over unquantized. Both
     means over texts with their standard errors.
     """
 
@@ -872,8 +872,8 @@ class UnitSensitivity(RecordModel):
 
 
 class Sensitivity(CellRecord):
-    """One checkpoint × one quantizer, a unit at a time. ``units`` grows while it is made: it is
-    whole when ``status`` is ok. ``together``: all of them quantized at once."""
+    """The sensitivity of each unit of one checkpoint to one quantizer. ``units`` grows while it is
+    measured and is complete if ``status`` is ok. ``together``: all units quantized at once."""
 
     kind: Literal["sensitivity"] = "sensitivity"
     unit: Literal["linear", "block"]
@@ -885,8 +885,8 @@ class Sensitivity(CellRecord):
 
 
 class AnalysisManifest(RecordModel):
-    """The analyses that a results folder's last ``qbench analyze`` asks for, of all cells of the
-    recipe, in its order; those that were never made have no record."""
+    """The cells of the last ``qbench analyze``, in the recipe's order; a cell that was not analyzed
+    has no record."""
 
     schema_version: int = SCHEMA_VERSION
     kind: Literal["analysis grid"] = "analysis grid"

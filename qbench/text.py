@@ -1,4 +1,4 @@
-"""Numbers and foreign text as text: in a terminal, Markdown, CSV and LaTeX."""
+"""Format numbers, and escape text of other people, for terminals, Markdown, CSV and LaTeX."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NO_VALUE = "—"
 
 
 def number(value: float | None, *, percent: bool, signed: bool = False) -> str:
-    """Two decimals as the papers print them; fractions become per cent."""
+    """Return ``value`` with two decimals, as the papers print them; with ``percent`` times 100."""
     if value is None or math.isnan(value):  # ∞ − ∞
         return NO_VALUE
     if math.isinf(value):
@@ -28,7 +28,7 @@ def number(value: float | None, *, percent: bool, signed: bool = False) -> str:
 
 
 def ratio(logarithm: float, *, decimals: int = 3) -> str:
-    """The ratio with this natural logarithm: 1.032, with three digits where it is far from 1."""
+    """Return the ratio with this natural logarithm: 1.032; with three digits if far from 1."""
     if logarithm > 700:  # near the largest double
         return "∞"
     value = math.exp(logarithm)
@@ -36,17 +36,17 @@ def ratio(logarithm: float, *, decimals: int = 3) -> str:
 
 
 def short(value: float) -> str:
-    """Three significant digits: 8110, 3.07e227."""
+    """Return ``value`` with three significant digits: 8110, 3.07e227."""
     return f"{float(f'{value:.3g}'):g}".replace("e+0", "e").replace("e+", "e").replace("-", MINUS)
 
 
 def significant(value: float) -> str:
-    """Four significant digits, the scale of divergences."""
+    """Return ``value`` with four significant digits, as divergences are printed."""
     return f"{value:.4g}".replace("-", MINUS)
 
 
 def duration(seconds: float) -> str:
-    """In the unit that a person would say: 17 s, 5 min, 3.2 h, 12 days."""
+    """Return a duration in a fitting unit: 17 s, 5 min, 3.2 h, 12 days."""
     if seconds < 90:
         return f"{max(seconds, 1):.0f} s"
     if seconds < 5_400:
@@ -56,12 +56,12 @@ def duration(seconds: float) -> str:
 
 
 def metric_title(metric: str) -> str:
-    """``acc_norm`` as the paper writes it: Acc Norm; a filter in brackets stays as it is."""
+    """Return ``acc_norm`` as the paper writes it: Acc Norm; a filter in brackets stays as it is."""
     name, bracket, rest = metric.partition(" [")
     return name.replace("_", " ").title() + bracket + rest
 
 
-# What a spreadsheet takes for the beginning of a formula, full-width forms included
+# Characters that begin a formula in a spreadsheet, full-width forms included
 # (OWASP, CSV injection).
 FORMULA = tuple("=+-@＝＋－＠")
 LATEX = {
@@ -97,7 +97,7 @@ LATEX = {
 
 
 def one_line(text: str) -> str:
-    """Without line breaks, control characters and marks that turn the direction of writing."""
+    """Replace line breaks, control characters and marks of writing direction by spaces."""
     if text.isprintable():  # none of them, and a table has a hundred thousand texts
         return text
     # Cc: controls, Cf: invisible formatting such as bidirectional overrides, Cs: lone surrogates,
@@ -107,20 +107,20 @@ def one_line(text: str) -> str:
 
 
 def for_markdown(text: str) -> str:
-    """Text as a cell or line of Markdown shows it, on one line: no columns, tags or links."""
+    """Escape text for a cell or line of Markdown: no columns, tags or links."""
     text = one_line(text).replace("\\", "\\\\").replace("|", "\\|").replace("`", "\\`")
     text = text.replace("&", "&amp;").replace("<", "&lt;")
     return text.replace("](", "]\\(")
 
 
 def for_latex(text: str) -> str:
-    """Text as LaTeX sets it, also in a comment; what pdfLaTeX does not know becomes ``?``."""
+    """Escape text for LaTeX, comments included; characters unknown to pdfLaTeX become ``?``."""
     known = "".join(LATEX.get(character, character) for character in one_line(text))
     return re.sub(r"[^\x20-\x7e]", "?", known)
 
 
 def for_csv(value: object) -> object:
-    """A cell of CSV: text that a spreadsheet would compute gets an apostrophe; numbers stay."""
+    """Return a cell of CSV: text that a spreadsheet would compute gets an apostrophe."""
     if not isinstance(value, str):
         return value
     text = one_line(value)
@@ -128,7 +128,7 @@ def for_csv(value: object) -> object:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]], *, align: str) -> str:
-    """A table, aligned so that it reads well unrendered; every cell is escaped.
+    """Return a Markdown table, aligned to be readable unrendered; every cell is escaped.
 
     ``align`` has a letter for each column: ``l`` for words, ``r`` for numbers.
     """
@@ -143,7 +143,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]], *, align: str) 
 
 
 def group_by_reason(found: Iterable[tuple[str, str]]) -> list[str]:
-    """``names: reason``, a line for the names of each reason, in the order in which they began."""
+    """Return a line ``names: reason`` for each reason of the (name, reason) pairs ``found``."""
     names: dict[str, list[str]] = {}
     for name, reason in found:
         names.setdefault(reason, []).append(name)

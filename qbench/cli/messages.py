@@ -1,4 +1,4 @@
-"""What commands say on standard error: files that were written, and what went wrong."""
+"""Print on standard error which files were written and what went wrong."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from qbench.errors import QbenchError, shown
 
 
 def complain(line: str) -> None:
-    """One line on standard error, in red where that can be shown.
-
-    What is not printable, as a line break in a path, is escaped.
+    """Print one line on standard error, in red if the terminal can; escape unprintable characters,
+    such as a line break in a path.
     """
     text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
     console = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False)
@@ -24,7 +23,7 @@ def complain(line: str) -> None:
 
 
 def refuse(error: Exception) -> NoReturn:
-    """End with exit code 2 and what was wrong, one line a problem."""
+    """Print what was wrong, one line per problem, and end with exit code 2."""
     with suppress(OSError):  # standard error may be on the full disk, too
         for line in error.lines if isinstance(error, QbenchError) else [_said(error)]:
             complain(line)
@@ -32,7 +31,7 @@ def refuse(error: Exception) -> NoReturn:
 
 
 def _said(error: Exception) -> str:
-    """One line on an error that is the machine's or the input's, not this program's."""
+    """Return one line for an error of the machine or the input."""
     if isinstance(error, MemoryError):
         return f"out of memory: {error}" if str(error) else "out of memory"
     if isinstance(error, UnicodeEncodeError):
@@ -45,5 +44,5 @@ def _said(error: Exception) -> str:
 
 
 def show_written(paths: list[Path]) -> None:
-    """Which files a command wrote, on standard error so that output can be piped."""
+    """Print which files a command wrote, on standard error so that output can be piped."""
     typer.echo("written: " + ", ".join(str(path) for path in paths), err=True)

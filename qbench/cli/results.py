@@ -1,5 +1,5 @@
-"""``qbench tables``, ``compare``, ``check`` and ``baseline``: what results say, what changed, and
-whether it is worse than it may be, as in CI."""
+"""``qbench tables``, ``compare``, ``check`` and ``baseline``: print tables and changes, and compare
+results with a baseline, as in CI."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def check(
 
 
 def _require_other_files(named: dict[str, Path | None]) -> None:
-    """Raises OutputError where a file would be written over another one of them."""
+    """Raise OutputError if two options name the same file."""
     seen: dict[Path, str] = {}
     for option, path in named.items():
         if path is not None and (first := seen.setdefault(path.resolve(), option)) != option:
@@ -206,7 +206,7 @@ def baseline(
     ] = False,
     run: Run = None,
 ) -> None:
-    """Make the baseline that `qbench check` holds later results to.
+    """Make the baseline that `qbench check` compares later results with.
 
     Examples:
     ```

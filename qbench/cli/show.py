@@ -1,4 +1,4 @@
-"""``qbench show``, ``explain``, ``export`` and ``published``: results looked up and passed on."""
+"""``qbench show``, ``explain``, ``export`` and ``published``: look results up and pass them on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def explain(
     ],
     b: Annotated[str, typer.Argument(metavar="B", help="The other cell.")],
 ) -> None:
-    """Say which part of their keys makes two cells different.
+    """Print which parts of their keys make two cells different.
 
     Examples:
     ```

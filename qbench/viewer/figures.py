@@ -1,8 +1,8 @@
 """Write the tables and the softpick paper's figures of `qbench analyze` as files; the viewer shows
 the rest.
 
-A function each gives a name and a figure; ``write_figures`` writes those that there is something
-for. matplotlib lays them out; text stays text, and the same analyses give the same bytes.
+Each function yields (file name without ending, figure). matplotlib lays them out; text stays text,
+and the same analyses give the same bytes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ STYLE = {
 
 def write_analyses(store: Store) -> list[Path]:
     """Write ``tables.md``, ``analyses.csv`` and the figures into the folder of the analyses; return
-    the paths, Markdown first. Raises ResultsError where a file is damaged."""
+    the paths, Markdown first. Raises ResultsError if a file is damaged."""
     results = load_analyses(store)
     folder = Analyses(store.directory).directory
     contents = {"tables.md": markdown(results), "analyses.csv": analyses_csv(results)}
@@ -61,7 +61,7 @@ def write_analyses(store: Store) -> list[Path]:
 
 
 def write_figures(results: AnalysisResults, folder: Path) -> list[Path]:
-    """Write ``folder/<name>.svg``; returns the paths."""
+    """Write each figure that has data to ``folder/<name>.svg``; return the paths."""
     paths = []
     with rc_context(STYLE):
         for name, figure in _figures(results):
@@ -103,7 +103,7 @@ def _of_layers(axes: Axes, label: str) -> None:
 
 
 def largest(cells: Sequence[Analysis]) -> Found:
-    """Largest hidden activation after each decoder layer (the softpick paper's figure 1)."""
+    """Yield the largest hidden activation after each decoder layer (the paper's figure 1)."""
     figure, ((axes,),) = _panels(1, height=2.6)
     for place, one in enumerate(cells):
         values = [max(-x.hidden.minimum, x.hidden.maximum) for x in one.measured.layers]
@@ -115,7 +115,7 @@ def largest(cells: Sequence[Analysis]) -> Found:
 
 
 def boxes(cells: Sequence[Analysis]) -> Found:
-    """Hidden activations after each decoder layer (the softpick paper's figure 5): quartiles as
+    """Yield hidden activations after each decoder layer (the paper's figure 5): quartiles as
     boxes, whiskers to the smallest and largest value, dashes at 0.1 % and 99.9 %."""
     if not cells:
         return
@@ -148,8 +148,8 @@ def boxes(cells: Sequence[Analysis]) -> Found:
 
 
 def sinks(cells: Sequence[Analysis]) -> Found:
-    """By layer and head: the share of texts on which a head's mean weight on the first key exceeds
-    0.3, and that mean weight."""
+    """Yield heat maps by layer and head: the share of texts on which a head's mean weight on the
+    first key exceeds 0.3, and that mean weight."""
     if not cells:
         return
     figure, grid = _panels(len(cells), 2, height=2.2)
@@ -165,8 +165,8 @@ def sinks(cells: Sequence[Analysis]) -> Found:
 
 
 def maps(one: Analysis) -> Found:
-    """Attention weights, a row a text and a column a head, each map with its own scale (as in the
-    softpick paper's figures 6 and 8 to 19)."""
+    """Yield (file name, figure): attention weights, one row per text and one column per head, each
+    map with its own scale (the paper's figures 6 and 8 to 19); nothing if no maps were stored."""
     found = {(m.text, m.layer, m.head): m for m in one.measured.maps}
     if not found:
         return
@@ -186,7 +186,7 @@ def maps(one: Analysis) -> Found:
 
 
 def _of_heads(one: Analysis, value: Callable[[Head], float]) -> NDArray[np.float64]:
-    """[heads, layers]; NaN where a layer has no such head."""
+    """Return ``value`` of each head as [heads, layers]; NaN if a layer has no such head."""
     layers = one.measured.layers
     found = np.full((max(len(layer.heads) for layer in layers), len(layers)), np.nan)
     for column, layer in enumerate(layers):
