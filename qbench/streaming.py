@@ -78,10 +78,14 @@ def shard(model: nn.Module, devices: Sequence[str | torch.device]) -> nn.Module:
 
 
 def _forward_at(
-    own: Callable[..., Any], place: torch.device, after: torch.device, *args: Any, **kwargs: Any
+    block_forward: Callable[..., Any],
+    place: torch.device,
+    after: torch.device,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     with torch.cuda.device(place) if place.type == "cuda" else nullcontext():
-        output = own(*send_to_device(args, place), **send_to_device(kwargs, place))
+        output = block_forward(*send_to_device(args, place), **send_to_device(kwargs, place))
     return send_to_device(output, after)
 
 
@@ -109,32 +113,34 @@ def stream_of(model: Any) -> Stream | None:
 def load_block(model: nn.Module, name: str) -> None:
     """Copy the block that holds the module or parameter ``name`` to the device, until another block
     is asked for. Changes to its weights are lost then."""
-    found = stream_of(model)
-    if found is not None:
-        found.load_block(name)
+    streamed = stream_of(model)
+    if streamed is not None:
+        streamed.load_block(name)
 
 
 def lockstep(model: Any, calls: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
     """Return the results of ``calls``, each of which runs the decoder of ``model`` once. A streamed
     model reads its weights once for all of them."""
-    found = stream_of(model)
-    if found is None:
+    streamed = stream_of(model)
+    if streamed is None:
         return [call() for call in calls]
-    return list(found.lockstep(calls, lambda share: None))
+    return list(streamed.lockstep(calls, lambda share: None))
 
 
 def offload_device(model: Any) -> torch.device:
     """Return the device for tensors that are as large as the model's weights: the host if the model
     is streamed or sharded."""
-    whole = stream_of(model) is None and not is_sharded(model)
-    return model.device if whole else torch.device("cpu")
+    on_device = stream_of(model) is None and not is_sharded(model)
+    return model.device if on_device else torch.device("cpu")
 
 
 def offload(model: Any, hidden: Tensor, buffer: Tensor | None = None) -> Tensor:
     """Return ``hidden`` on :func:`offload_device`, in the ``buffer`` of an earlier call if that
     fits. What is copied back to the device later comes in the order of its work."""
-    found = stream_of(model)
-    return hidden.to(offload_device(model)) if found is None else found.offload(hidden, buffer)
+    streamed = stream_of(model)
+    return (
+        hidden.to(offload_device(model)) if streamed is None else streamed.offload(hidden, buffer)
+    )
 
 
 @dataclass(slots=True)
@@ -167,7 +173,10 @@ class _Block:
     replaced: list[_Replacement] = field(default_factory=list)
 
     def tensors(self) -> list[Tensor]:
-        return [*self.host, *(t for one in self.replaced for t in one.tensors.values())]
+        return [
+            *self.host,
+            *(t for replacement in self.replaced for t in replacement.tensors.values()),
+        ]
 
 
 class Stream:
@@ -214,9 +223,9 @@ class Stream:
     def replaced(self) -> list[str]:
         """The names of the quantized layers, in the model's order."""
         return [
-            f"{self.root}.{index}.{one.name}"
+            f"{self.root}.{index}.{replacement.name}"
             for index, block in enumerate(self._blocks)
-            for one in block.replaced
+            for replacement in block.replaced
         ]
 
     def lockstep(
@@ -254,11 +263,13 @@ class Stream:
             buffer = torch.empty(hidden.shape, dtype=hidden.dtype, pin_memory=True)
         return buffer.copy_(hidden, non_blocking=True)
 
-    def _forward(self, index: int, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _forward(
+        self, index: int, block_forward: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
         step = self._step
         if step is None:
             self._turn(index)
-            output = own(*args, **kwargs)
+            output = block_forward(*args, **kwargs)
             self._gives = len(output) if isinstance(output, tuple) else 0
             return output
         hidden, *rest = args
@@ -269,7 +280,7 @@ class Stream:
         if step.state is not None:
             hidden = step.state.to(self.device, non_blocking=True)
         self._turn(index)
-        step.output = own(hidden, *rest, **kwargs)
+        step.output = block_forward(hidden, *rest, **kwargs)
         self._gives = len(step.output) if isinstance(step.output, tuple) else 0
         raise Stop
 
@@ -285,12 +296,14 @@ class Stream:
         if self._copies is not None:
             for tensor in tensors:  # its memory is given back to the stream that copied it
                 tensor.record_stream(torch.cuda.current_stream(self.device))
-        block, found = self._blocks[index], iter(tensors)
+        block, on_device = self._blocks[index], iter(tensors)
         for parameter in block.parameters:
-            parameter.data = next(found)
-        for one in block.replaced:
-            parts = {name: next(found) for name in one.tensors}
-            self.blocks[index].set_submodule(one.name, one.build(one.layer, parts))
+            parameter.data = next(on_device)
+        for replacement in block.replaced:
+            parts = {name: next(on_device) for name in replacement.tensors}
+            self.blocks[index].set_submodule(
+                replacement.name, replacement.build(replacement.layer, parts)
+            )
         self._at, after = index, (index + 1) % len(self.blocks)
         self._coming = after, self._read(after)
 
@@ -300,8 +313,8 @@ class Stream:
         block, modules = self._blocks[self._at], self.blocks[self._at]
         for parameter, host in zip(block.parameters, block.host, strict=True):
             parameter.data = host
-        for one in block.replaced:
-            modules.set_submodule(one.name, one.layer)
+        for replacement in block.replaced:
+            modules.set_submodule(replacement.name, replacement.layer)
         self._at = None
         if self._copies is not None:
             self._done = torch.cuda.current_stream(self.device).record_event()
@@ -318,6 +331,6 @@ class Stream:
         if after is not None:
             after.synchronize()
         with torch.cuda.stream(self._copies):
-            found = tensor.pin_memory().to(self.device, non_blocking=True)
+            copied = tensor.pin_memory().to(self.device, non_blocking=True)
             self._copies.record_event().synchronize()
-        return found
+        return copied

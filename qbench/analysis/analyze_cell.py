@@ -45,7 +45,7 @@ def _measure(work: AnalysisResult) -> None:
         model, tokenizer = load(of, plan)
         model = quantized(work, model, tokenizer, cache_folder())
     with work.stage("analyze", len(ids)):
-        found = measure(
+        measured = measure(
             model,
             ids,
             tokenizer=tokenizer,
@@ -53,9 +53,9 @@ def _measure(work: AnalysisResult) -> None:
             batch=settings.batch,
             progress=work.advance,
         )
-        heads = choose(found) if settings.heads is None else settings.heads
+        heads = choose(measured) if settings.heads is None else settings.heads
         maps = attention_maps(model, tokenizer, ids[0], heads)
-    work.found["measured"] = found.model_copy(update={"maps": maps})
+    work.found["measured"] = measured.model_copy(update={"maps": maps})
 
 
 def _sensitivity(work: AnalysisResult) -> None:
@@ -72,23 +72,23 @@ def _sensitivity(work: AnalysisResult) -> None:
     model = load_original(of, plan)
     linearize(model)  # as quantizing did: GPT-2's Conv1D, fused experts
     names = list(linears(model, of.quantization.ignore))
-    wanted = units(model, names, blocks=settings.blocks, whole=rescaled)
-    together = [unit.name for unit in wanted] if rescaled else names
-    done = {one.name: one for one in work.found.get("units", ())}
-    with work.stage("sensitivity", len(wanted)):
+    layer_units = units(model, names, blocks=settings.blocks, whole=rescaled)
+    together = [unit.name for unit in layer_units] if rescaled else names
+    done = {unit.name: unit for unit in work.found.get("units", ())}
+    with work.stage("sensitivity", len(layer_units)):
         base = Baseline(model, ids, batch=settings.batch)
         work.found["perplexity"] = base.perplexity
         saved = time.monotonic()
-        for index, unit in enumerate(wanted):
+        for index, unit in enumerate(layer_units):
             if unit.name not in done:
                 done[unit.name] = base.against(unit, changed)
                 work.found["units"] = tuple(done.values())
-            work.advance(index + 1, len(wanted))
+            work.advance(index + 1, len(layer_units))
             if time.monotonic() - saved > SAVE_EVERY:
                 work.put("unfinished", None)
                 saved = time.monotonic()
-        whole = Unit(name="all", layer=None, modules=tuple(together))
-        work.found["together"] = base.against(whole, changed)
+        all_units = Unit(name="all", layer=None, modules=tuple(together))
+        work.found["together"] = base.against(all_units, changed)
 
 
 def _load(work: AnalysisResult) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Tensor]:

@@ -36,8 +36,8 @@ LAYERS, HEADS = ("num_hidden_layers", "n_layer"), ("num_attention_heads", "n_hea
 
 def plan_analyses(plan: Plan, settings: AnalysisSettings) -> tuple[Cell, ...]:
     """Return all cells of ``plan`` in order, each with the key of its analysis."""
-    stated = {"kind": "analysis", "analysis": settings.key_parts() | {"heads": settings.heads}}
-    return _cells(plan.cells, stated)
+    key_parts = {"kind": "analysis", "analysis": settings.key_parts() | {"heads": settings.heads}}
+    return _cells(plan.cells, key_parts)
 
 
 def plan_sensitivities(plan: Plan, label: str, settings: AnalysisSettings) -> tuple[Cell, ...]:
@@ -71,16 +71,16 @@ def plan_sensitivities(plan: Plan, label: str, settings: AnalysisSettings) -> tu
             "be quantized alone; name one that does not"
         )
     unit = "block" if settings.blocks else "linear"
-    stated = {"kind": "sensitivity", "unit": unit, "analysis": settings.key_parts()}
-    return _cells(cells, stated)
+    key_parts = {"kind": "sensitivity", "unit": unit, "analysis": settings.key_parts()}
+    return _cells(cells, key_parts)
 
 
-def _cells(wanted: tuple[Cell, ...], stated: dict[str, Any]) -> tuple[Cell, ...]:
+def _cells(chosen_cells: tuple[Cell, ...], key_parts: dict[str, Any]) -> tuple[Cell, ...]:
     code = digest_of([Path(__file__).parent])
     cells = []
-    for cell in wanted:
+    for cell in chosen_cells:
         parts = {name: cell.key_parts[name] for name in MODEL_PARTS if name in cell.key_parts}
-        parts |= {"analysis code": code, **stated}
+        parts |= {"analysis code": code, **key_parts}
         cells.append(replace(cell, key=content_key(parts), key_parts=parts))
     return tuple(cells)
 
@@ -126,8 +126,8 @@ def put_sensitivity_grid(out: Analyses[Sensitivity], cells: Sequence[Cell], name
     """Write the list of ``cells``, together with the other cells of earlier commands."""
     fresh = [_place(cell) for cell in cells]
     before = out.manifest_before()
-    known = before.cells if before else ()
-    kept = [one for one in known if one.cell not in {new.cell for new in fresh}]
+    earlier = before.cells if before else ()
+    kept = [place for place in earlier if place.cell not in {new.cell for new in fresh}]
     out.put_manifest(AnalysisManifest(name=name, cells=(*kept, *fresh)))
 
 
@@ -149,21 +149,21 @@ def analyze_if_needed(
     If another process is analyzing the cell, wait for its record. An unfinished sensitivity is
     continued, unless ``force``.
     """
-    asked = datetime.now(UTC)
+    requested = datetime.now(UTC)
     with FileLock(analyses.lock_file(cell.grid_cell)):
         progress.begin(cell.name)
         try:
-            known = analyses.get_valid(cell.grid_cell, progress.log)
-            made_meanwhile = known is not None and known.started >= asked
-            if known is not None and known.status == "ok" and (made_meanwhile or not force):
-                what = "sensitivity already" if isinstance(known, Sensitivity) else "already"
+            record = analyses.get_valid(cell.grid_cell, progress.log)
+            made_meanwhile = record is not None and record.started >= requested
+            if record is not None and record.status == "ok" and (made_meanwhile or not force):
+                what = "sensitivity already" if isinstance(record, Sensitivity) else "already"
                 progress.log(f"{cell.name}: {what} there")
-                return known
+                return record
             result = AnalysisResult(
                 cell=cell, plan=plan, progress=progress, analyses=analyses, settings=settings
             )
-            if isinstance(known, Sensitivity) and not force:
-                result.found["units"] = known.units
+            if isinstance(record, Sensitivity) and not force:
+                result.found["units"] = record.units
 
             def work() -> None:
                 from qbench.analysis.analyze_cell import compute
@@ -171,9 +171,9 @@ def analyze_if_needed(
                 compute(result)
 
             error = attempt(work, analyses.log(cell.grid_cell), plan.device)
-            found = result.put("failed" if error else "ok", error)
-            progress.log(_summary(found), "bold red" if found.status == "failed" else "")
-            return found
+            record = result.put("failed" if error else "ok", error)
+            progress.log(_summary(record), "bold red" if record.status == "failed" else "")
+            return record
         finally:
             progress.end(cell.name)
 
@@ -186,13 +186,13 @@ def failed(
     return result.put("failed", error)
 
 
-def _summary(found: Analysis | Sensitivity) -> str:
+def _summary(record: Analysis | Sensitivity) -> str:
     """Return one line with what an analysis measured and the seconds of its stages."""
-    if found.status != "ok" or found.text is None:
-        return f"{found.cell}: FAILED: {found.error}"
-    cost = ", ".join(f"{stage.name} {stage.seconds:.1f} s" for stage in found.stages)
-    if isinstance(found, Sensitivity):
-        what = "decoder layers" if found.unit == "block" else "linear layers"
-        return f"{found.cell}: {len(found.units)} {what}, one at a time ({cost})"
-    text = f"{found.text.samples} texts of {found.text.length} tokens"
-    return f"{found.cell}: analyzed on {text} ({cost})"
+    if record.status != "ok" or record.text is None:
+        return f"{record.cell}: FAILED: {record.error}"
+    cost = ", ".join(f"{stage.name} {stage.seconds:.1f} s" for stage in record.stages)
+    if isinstance(record, Sensitivity):
+        what = "decoder layers" if record.unit == "block" else "linear layers"
+        return f"{record.cell}: {len(record.units)} {what}, one at a time ({cost})"
+    text = f"{record.text.samples} texts of {record.text.length} tokens"
+    return f"{record.cell}: analyzed on {text} ({cost})"

@@ -121,14 +121,14 @@ def settle_length(wanted: int | None, contexts: Mapping[str, int | None]) -> int
     ``contexts``: by checkpoint, None if it states none. Raises RecipeError if ``wanted`` exceeds a
     context.
     """
-    known = {name: context for name, context in contexts.items() if context is not None}
+    stated_contexts = {name: context for name, context in contexts.items() if context is not None}
     if wanted is None:
-        return min([LENGTH, *known.values()])
-    for name, context in known.items():
+        return min([LENGTH, *stated_contexts.values()])
+    for name, context in stated_contexts.items():
         if wanted > context:
             raise RecipeError(
                 f"--length {wanted}: checkpoint {name} has a context of {context} tokens; use "
-                f"--length {min(known.values())} or less"
+                f"--length {min(stated_contexts.values())} or less"
             )
     return wanted
 
@@ -140,5 +140,5 @@ def parse_heads(text: str) -> tuple[tuple[int, int], ...]:
         raise RecipeError(
             f"--heads {shown(text)}: write layer.head, counted from 0, such as --heads 10.4,21.9"
         )
-    pairs = [one.split(".") for one in text.split(",")]
+    pairs = [pair.split(".") for pair in text.split(",")]
     return tuple((int(layer), int(head)) for layer, head in pairs)

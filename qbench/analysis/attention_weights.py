@@ -58,11 +58,11 @@ def delimiter_means(columns: Tensor, delimiters: Tensor) -> tuple[Tensor, Tensor
     delimiters that at least GU_LENGTH queries or half of the text see. 0 if there is none.
     """
     length = columns.shape[-1]
-    there = delimiters.clone()
-    there[:, 0] = False
-    total = (columns * there[:, None]).sum(-1) / length
+    present = delimiters.clone()
+    present[:, 0] = False
+    total = (columns * present[:, None]).sum(-1) / length
     seen = torch.arange(length, 0, -1, device=columns.device)
-    judged = there & (seen >= min(GU_LENGTH, length // 2))
+    judged = present & (seen >= min(GU_LENGTH, length // 2))
     means = (columns / seen).masked_fill(~judged[:, None], 0.0)
     return total, means.amax(-1)
 
@@ -149,7 +149,7 @@ def measures(
     ``stretch`` of queries. ``output``: see :func:`output_ratios`; ``delimiters``: bool [B, T]."""
     queries = weights["columns"].shape[-1]
     on_delimiters, most = delimiter_means(weights["columns"], delimiters)
-    found = {
+    result = {
         "attention": _first(column_means(weights["columns"], queries)),
         "attention_gu": column_means_gu(weights["columns_gu"], queries),
         "delimiters": on_delimiters,
@@ -161,10 +161,10 @@ def measures(
     for name in ("mass", "entropy", "largest"):
         values = weights[name].double()
         # NaN where no query has any weight, which has no entropy then
-        found[name] = values.nanmean(-1)
+        result[name] = values.nanmean(-1)
         parts = values.split(stretch, dim=-1)
-        found[f"{name}_stretch"] = torch.stack([part.nanmean(-1) for part in parts], -1)
-    return found
+        result[f"{name}_stretch"] = torch.stack([part.nanmean(-1) for part in parts], -1)
+    return result
 
 
 def _first(columns: Tensor) -> Tensor:
@@ -189,13 +189,13 @@ TEXTS = {
 Head = tuple[int, int]  # layer and head, from 0
 
 
-def choose(found: Measured) -> tuple[Head, ...]:
+def choose(measured: Measured) -> tuple[Head, ...]:
     """Return two heads: the one with the most weight on the first key, which shows a sink if there
     is one, and of the others the one whose queries have the largest weights."""
     heads = {
-        (layer, head): one
-        for layer, part in enumerate(found.layers)
-        for head, one in enumerate(part.heads)
+        (layer, head): measures
+        for layer, part in enumerate(measured.layers)
+        for head, measures in enumerate(part.heads)
     }
     first = sorted(heads, key=lambda at: -heads[at].sinks[0].attention)[:1]
     others = [at for at in heads if at not in first]
@@ -216,27 +216,27 @@ def attention_maps(
         kind: [*begin, *tokenizer.encode(text, add_special_tokens=False)]
         for kind, text in TEXTS.items()
     }
-    found = []
-    for kind, whole in texts.items():
-        ids = whole[:TOKENS]
+    maps = []
+    for kind, tokenized in texts.items():
+        ids = tokenized[:TOKENS]
         weights = _weights(model, torch.tensor([ids], device=model.device), heads)
         tokens = tuple(tokenizer.decode([token]) for token in ids)
-        for (layer, head), one in zip(heads, weights, strict=True):
+        for (layer, head), head_weights in zip(heads, weights, strict=True):
             rows = tuple(
                 tuple(float(f"{weight:.4g}") for weight in row[: query + 1])
-                for query, row in enumerate(one.tolist())
+                for query, row in enumerate(head_weights.tolist())
             )
-            found.append(AttentionMap(text=kind, layer=layer, head=head, tokens=tokens, rows=rows))
-    return tuple(found)
+            maps.append(AttentionMap(text=kind, layer=layer, head=head, tokens=tokens, rows=rows))
+    return tuple(maps)
 
 
 def _weights(model: PreTrainedModel, ids: Tensor, heads: Sequence[Head]) -> list[Tensor]:
     """Return the weights of each of ``heads`` on the text ``ids`` [1, T], [T, T] each."""
     seen: dict[int, Tensor] = {}
-    wanted = {layer for layer, _ in heads}
+    layers = {layer for layer, _ in heads}
 
     def see(layer: int, call: Call) -> None:
-        if layer in wanted:
+        if layer in layers:
             weights, _ = next(chunks(call))  # so short a text is one chunk
             seen[layer] = weights[0].cpu()
 

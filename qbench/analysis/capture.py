@@ -110,13 +110,13 @@ def _as_read(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> tu
     if getattr(module, KV_CACHE, None) is None:
         return query, key
     query, key = rotate(module, query, key, {})
-    found = read_apart(module, key, value)
-    if found is None:
+    as_read = read_apart(module, key, value)
+    if as_read is None:
         raise UnavailableError(
             "its KV cache keeps some tokens unquantized for a while, so queries read different "
             "keys; analyze a cell whose cache quantizes every token at once"
         )
-    return query, found[0]
+    return query, as_read[0]
 
 
 @contextmanager
@@ -142,7 +142,7 @@ def inputs_observed(
 
     def before(name: str, module: nn.Module, inputs: tuple, options: dict[str, Any]) -> None:
         given = (*inputs, *options.values())
-        observe(name, next(one for one in given if isinstance(one, torch.Tensor)))
+        observe(name, next(value for value in given if isinstance(value, torch.Tensor)))
 
     with ExitStack() as stack:
         for name, module in modules.items():

@@ -72,8 +72,8 @@ class States:
         limits = limits[:, None, None]
         indices = ((magnitudes > MASSIVE_VALUE) & (magnitudes.double() >= limits)).nonzero()
         self.massive += len(indices)
-        found = magnitudes[indices.unbind(1)]
-        indices = indices[found.topk(min(len(indices), MASSIVE_KEPT)).indices]
+        magnitude = magnitudes[indices.unbind(1)]
+        indices = indices[magnitude.topk(min(len(indices), MASSIVE_KEPT)).indices]
         values = states[indices.unbind(1)].double()
         ratios = values.abs() / medians[indices[:, 0]]
         return [
@@ -124,9 +124,9 @@ def excess(squares: Tensor, fourth: Tensor, width: int) -> Tensor:
 def _central(powers: Tensor, values: int) -> tuple[Tensor, Tensor]:
     """Return the fourth central moment and the variance (divided by n) from power sums [..., 4].
     Float64 is precise enough, since means of hidden states are small."""
-    one, two, three, four = (powers / values).unbind(-1)
-    fourth = four - 4 * one * three + 6 * one**2 * two - 3 * one**4
-    return fourth, two - one**2
+    first, second, third, mean_fourth = (powers / values).unbind(-1)
+    fourth = mean_fourth - 4 * first * third + 6 * first**2 * second - 3 * first**4
+    return fourth, second - first**2
 
 
 def summary(layers: list[States]) -> Hidden:
@@ -161,8 +161,8 @@ def counts(values: Tensor) -> Tensor:
     return torch.bincount((patterns & (BINS - 1)).flatten(), minlength=BINS)
 
 
-def quantiles(found: Tensor, *, exact: bool) -> dict[str, float]:
-    """Return the quantiles at LEVELS from ``found``, the result of :func:`counts`.
+def quantiles(pattern_counts: Tensor, *, exact: bool) -> dict[str, float]:
+    """Return the quantiles at LEVELS from ``pattern_counts``, the result of :func:`counts`.
 
     ``exact``: the values were bfloat16, so that each pattern is one value. Otherwise it is a range
     of values, and its middle is returned, at most 0.4 % off.
@@ -171,10 +171,10 @@ def quantiles(found: Tensor, *, exact: bool) -> dict[str, float]:
     values = (patterns + (0 if exact else 1 << 15)).view(torch.float32)
     values[patterns << 1 == 0] = 0.0  # of either sign
     values, order = values.sort(stable=True)
-    below = found.cpu()[order].cumsum(0)
+    below = pattern_counts.cpu()[order].cumsum(0)
     total = int(below[-1])
-    wanted = [min(total, max(1, -int(-level * total // 1))) for level in LEVELS]
-    places = torch.searchsorted(below, torch.tensor(wanted))
+    ranks = [min(total, max(1, -int(-level * total // 1))) for level in LEVELS]
+    places = torch.searchsorted(below, torch.tensor(ranks))
     return dict(zip(map(str, LEVELS), values[places].tolist(), strict=True))
 
 

@@ -60,8 +60,10 @@ class Pass:
     def see_attention(self, layer: int, call: Call) -> None:
         assert call.output is not None
         assert self.delimiters is not None
-        found = measures(measure_weights(call), call.output, self.delimiters, stretch=STRETCH)
-        self.attention.setdefault(layer, []).append(found)
+        layer_measures = measures(
+            measure_weights(call), call.output, self.delimiters, stretch=STRETCH
+        )
+        self.attention.setdefault(layer, []).append(layer_measures)
 
     def see_states(self, layer: int, states: Tensor) -> None:
         self.massive += self.states[layer].add(states, layer=layer, first=self.first)
@@ -75,8 +77,8 @@ class Pass:
             return
         if self.last is None or given is not self.last[0]:
             self.last = (given, Inputs.of(given.reshape(batch, length, -1)))
-        found, before = self.last[1], self.inputs.get(name)
-        self.inputs[name] = found if before is None else before + found
+        statistics, before = self.last[1], self.inputs.get(name)
+        self.inputs[name] = statistics if before is None else before + statistics
 
 
 @torch.inference_mode()
@@ -120,8 +122,8 @@ def measure(
 def delimiters(ids: Tensor, tokenizer: PreTrainedTokenizerBase) -> Tensor:
     """Return which of ``ids`` stand for signs between sentences, parts of them, or lines, and
     nothing else: bool of the same shape."""
-    known, places = ids.unique(return_inverse=True)
-    texts = [tokenizer.decode([token]).strip(" \t") for token in known.tolist()]
+    unique, places = ids.unique(return_inverse=True)
+    texts = [tokenizer.decode([token]).strip(" \t") for token in unique.tolist()]
     marks = torch.tensor([bool(text) and set(text) <= DELIMITERS for text in texts])
     return marks[places]
 
@@ -131,8 +133,8 @@ def _losses(logits: Tensor, tokens: Tensor) -> Tensor:
     in nats."""
     return torch.stack(
         [
-            torch.nn.functional.cross_entropy(rows[:-1].float(), one[1:], reduction="none")
-            for rows, one in zip(logits, tokens, strict=True)
+            torch.nn.functional.cross_entropy(rows[:-1].float(), ids[1:], reduction="none")
+            for rows, ids in zip(logits, tokens, strict=True)
         ]
     )
 
@@ -150,11 +152,11 @@ def _measured(
         raise EvaluationError(f"its loss on the text is {loss}: the model's logits are not numbers")
     inside = seen.inputs.keys() - seen.left_out
     layers = {
-        index: {name: torch.cat([one[name] for one in found]).cpu() for name in found[0]}
-        for index, found in sorted(seen.attention.items())
+        index: {name: torch.cat([part[name] for part in batches]).cpu() for name in batches[0]}
+        for index, batches in sorted(seen.attention.items())
     }
     rows = {
-        name: torch.cat([one[name] for one in layers.values()], dim=1)
+        name: torch.cat([part[name] for part in layers.values()], dim=1)
         for name in next(iter(layers.values()), {})
     }
     return Measured(
@@ -182,23 +184,25 @@ def _stretches(losses: Tensor, rows: dict[str, Tensor]) -> tuple[PositionBin, ..
     """Return the means over each stretch of positions, of ``losses`` [N, T − 1], whose first
     belongs to position 1, and of the attention measures ``rows``."""
     texts, length = losses.shape[0], losses.shape[1] + 1
-    found = []
+    bins = []
     for index, first in enumerate(range(0, length, STRETCH)):
         last = min(first + STRETCH, length) - 1
-        own = losses[:, max(0, first - 1) : last].mean(1)
-        there = last > 0
-        found.append(
+        bin_losses = losses[:, max(0, first - 1) : last].mean(1)
+        has_losses = last > 0
+        bins.append(
             PositionBin(
                 first=first,
                 last=last,
-                loss=own.mean().item() if there else None,
-                loss_stderr=(own.std() / texts**0.5).item() if there and texts > 1 else None,
+                loss=bin_losses.mean().item() if has_losses else None,
+                loss_stderr=(bin_losses.std() / texts**0.5).item()
+                if has_losses and texts > 1
+                else None,
                 mass=rows["mass_stretch"][..., index].mean().item(),
                 largest=rows["largest_stretch"][..., index].mean().item(),
                 entropy=_mean(rows["entropy_stretch"][..., index]),
             )
         )
-    return tuple(found)
+    return tuple(bins)
 
 
 def _means(rows: dict[str, Tensor]) -> dict[str, Any]:
@@ -232,14 +236,14 @@ def _rates(means: Tensor) -> dict[str, float]:
 def _heads(rows: dict[str, Tensor]) -> tuple[Head, ...]:
     heads = []
     for head in range(rows["zeros"].shape[1]):
-        own = {name: values[:, head : head + 1] for name, values in rows.items()}
+        head_rows = {name: values[:, head : head + 1] for name, values in rows.items()}
         heads.append(
             Head(
-                **_means(own),
-                silent=own["silent"].mean().item(),
-                output=own["output"].mean().item(),
-                dormant=(own["output"] < DORMANT).double().mean().item(),
-                largest=own["largest"].mean().item(),
+                **_means(head_rows),
+                silent=head_rows["silent"].mean().item(),
+                output=head_rows["output"].mean().item(),
+                dormant=(head_rows["output"] < DORMANT).double().mean().item(),
+                largest=head_rows["largest"].mean().item(),
             )
         )
     return tuple(heads)
@@ -247,16 +251,16 @@ def _heads(rows: dict[str, Tensor]) -> tuple[Head, ...]:
 
 def _mean(values: Tensor) -> float | None:
     """Return the mean of the values that are not NaN; None if there are none."""
-    there = values[~values.isnan()]
-    return there.mean().item() if len(there) else None
+    numbers = values[~values.isnan()]
+    return numbers.mean().item() if len(numbers) else None
 
 
 def _massive(
-    found: list[Massive], ids: Tensor, tokenizer: PreTrainedTokenizerBase
+    activations: list[Massive], ids: Tensor, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[MassiveActivation, ...]:
-    largest = sorted(found, key=lambda one: -abs(one.value))[:MASSIVE_KEPT]
-    tokens = [int(ids[one.sample, one.position]) for one in largest]
+    largest = sorted(activations, key=lambda activation: -abs(activation.value))[:MASSIVE_KEPT]
+    tokens = [int(ids[activation.sample, activation.position]) for activation in largest]
     return tuple(
-        MassiveActivation(**one._asdict(), token=token, text=tokenizer.decode([token]))
-        for one, token in zip(largest, tokens, strict=True)
+        MassiveActivation(**activation._asdict(), token=token, text=tokenizer.decode([token]))
+        for activation, token in zip(largest, tokens, strict=True)
     )

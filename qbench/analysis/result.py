@@ -24,12 +24,12 @@ class AnalysisResult(CellResult):
     ) -> Analysis | Sensitivity:
         """Save the record unless it would replace a good one by a failed one; return the record."""
         kind = self.analyses.kind
-        stated = self.stated(error) | self.found | {"status": status}
+        fields = self.stated(error) | self.found | {"status": status}
         if kind is Sensitivity:
-            del stated["attention"]
-            stated["unit"] = "block" if self.settings.blocks else "linear"
-        record = kind(**stated)
-        known = self.analyses.get_valid(record)
-        if status == "ok" or known is None or known.status != "ok":
+            del fields["attention"]
+            fields["unit"] = "block" if self.settings.blocks else "linear"
+        record = kind(**fields)
+        earlier = self.analyses.get_valid(record)
+        if status == "ok" or earlier is None or earlier.status != "ok":
             self.analyses.put(record)
         return record

@@ -42,8 +42,8 @@ def units(
     prefixes = [f"{names[layer]}." for layer in decoder_layers(model)]
 
     def layer_of(name: str) -> int | None:
-        found = (index for index, prefix in enumerate(prefixes) if name.startswith(prefix))
-        return next(found, None)
+        layers = (index for index, prefix in enumerate(prefixes) if name.startswith(prefix))
+        return next(layers, None)
 
     if not blocks:
         return [Unit(name=name, layer=layer_of(name), modules=(name,)) for name in linears]
@@ -77,10 +77,10 @@ class Baseline:
         texts = []
         with exchanged(self.model, {name: quantized.get_submodule(name) for name in unit.modules}):
             for rows, tokens in zip(self.rows, self._batches(), strict=True):
-                for one in zip(rows, self._hidden(tokens), tokens[:, 1:], strict=True):
-                    parts = zip(*(values.split(ROWS) for values in one), strict=True)
-                    found = torch.cat([self._compare(*part) for part in parts], 1)
-                    texts.append(found.double().mean(1))
+                for parts_of_text in zip(rows, self._hidden(tokens), tokens[:, 1:], strict=True):
+                    parts = zip(*(values.split(ROWS) for values in parts_of_text), strict=True)
+                    differences = torch.cat([self._compare(*part) for part in parts], 1)
+                    texts.append(differences.double().mean(1))
         kl, change = (
             ratio(values, np.ones(len(values))) for values in torch.stack(texts, 1).cpu().numpy()
         )
@@ -109,11 +109,11 @@ class Baseline:
 def exchanged(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[None]:
     """Put ``modules`` in the places of the modules of ``model`` with these names, within
     the body."""
-    own = {name: model.get_submodule(name) for name in modules}
+    originals = {name: model.get_submodule(name) for name in modules}
     try:
         for name, module in modules.items():
             model.set_submodule(name, module)
         yield
     finally:
-        for name, module in own.items():
+        for name, module in originals.items():
             model.set_submodule(name, module)

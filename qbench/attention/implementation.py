@@ -14,8 +14,8 @@ IMPLEMENTATIONS = ("auto", "reference", "triton")
 NATIVE = "native"
 
 
-def choose(normalizer: str, wanted: str, device: str) -> str:
-    """Return ``reference`` or ``triton`` for ``wanted`` on ``device`` (``cuda``, ``cuda:1``,
+def choose(normalizer: str, implementation: str, device: str) -> str:
+    """Return ``reference`` or ``triton`` for ``implementation`` on ``device`` (``cuda:1``,
     ``cpu``). ``auto`` is triton on CUDA if the attention function has kernels, else the reference.
 
     Raises RecipeError for an unknown name, UnavailableError if triton cannot run or lacks the
@@ -23,11 +23,13 @@ def choose(normalizer: str, wanted: str, device: str) -> str:
     """
     chosen = NORMALIZERS.get(normalizer)
     kind = device.partition(":")[0]
-    if wanted not in IMPLEMENTATIONS:
-        raise RecipeError(f"unknown attention {wanted!r}; known: {', '.join(IMPLEMENTATIONS)}")
-    if wanted == "auto":
-        wanted = "triton" if kind == "cuda" and chosen.kernels is not None else "reference"
-    if wanted == "triton":
+    if implementation not in IMPLEMENTATIONS:
+        raise RecipeError(
+            f"unknown attention {implementation!r}; known: {', '.join(IMPLEMENTATIONS)}"
+        )
+    if implementation == "auto":
+        implementation = "triton" if kind == "cuda" and chosen.kernels is not None else "reference"
+    if implementation == "triton":
         require(normalizer)
         problem = ""
         if importlib.util.find_spec("triton") is None:
@@ -36,4 +38,4 @@ def choose(normalizer: str, wanted: str, device: str) -> str:
             problem = f"the kernels need a CUDA device, not {kind!r}"
         if problem:
             raise UnavailableError(f"attention: triton cannot run here: {problem}; use 'reference'")
-    return wanted
+    return implementation

@@ -62,14 +62,14 @@ class Mask:
 
     def settings(self, queries: int) -> dict[str, Any]:
         """Return what attention functions take instead of a mask if ``no_dense_mask``."""
-        found: dict[str, Any] = {"window": self.window}
+        arguments: dict[str, Any] = {"window": self.window}
         if self.seq_bounds is not None:
-            found["seq_bounds"] = self.seq_bounds
+            arguments["seq_bounds"] = self.seq_bounds
         if self.seq_count is not None:
-            found["seq_count"] = self.seq_count
+            arguments["seq_count"] = self.seq_count
             if self.padding is not None:  # with causality, where seq_bounds cannot say it
-                found["mask"] = self.padding[:, None, None].expand(-1, 1, queries, -1)
-        return found
+                arguments["mask"] = self.padding[:, None, None].expand(-1, 1, queries, -1)
+        return arguments
 
     def contiguous(self) -> Tensor:
         """Return the dense mask over all keys that a static cache has memory for, as transformers'
@@ -137,12 +137,12 @@ def mask_interface(implementation: str) -> Callable[..., Tensor | Mask | None]:
         rows |= {"cache_length": cache_length, "cache_slack": cache_slack}
         if no_dense_mask and plain and aligned:
             return Mask(dense, no_dense_mask=True, **rows)
-        whole = aligned and q_length == kv_length
+        same_rows = aligned and q_length == kv_length
         packed = attention_mask is None and not allow_is_causal_skip and not use_vmap
         joined = None
-        if packed and whole and by_kernels and _is_packed(mask_function):
+        if packed and same_rows and by_kernels and _is_packed(mask_function):
             joined = _joined(mask_function, batch_size, q_length, options["device"])
-        if joined is not None or (compiling and no_dense_mask and whole):
+        if joined is not None or (compiling and no_dense_mask and same_rows):
             seq_bounds, count = sequence_bounds(joined, attention_mask)
             return Mask(dense, no_dense_mask=True, seq_bounds=seq_bounds, seq_count=count, **rows)
         if compiling:

@@ -104,8 +104,8 @@ def one_scale(model: nn.Module) -> bool:
 
 
 def _caches(model: nn.Module) -> Iterator[QuantizedKVCache]:
-    found = (getattr(module, KV_CACHE, None) for module in model.modules())
-    return (cache for cache in found if cache is not None)
+    caches = (getattr(module, KV_CACHE, None) for module in model.modules())
+    return (cache for cache in caches if cache is not None)
 
 
 def _needs_positions(cache: QuantizedKVCache) -> bool:

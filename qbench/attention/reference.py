@@ -176,18 +176,18 @@ def chunks(
         keys = slice(first, last)
         allowed = None if mask is None else mask[:, :, start:stop, keys]
         if causal or window or slopes is not None:
-            own = torch.arange(start + shift, stop + shift, device=query.device)[:, None]
+            q_pos = torch.arange(start + shift, stop + shift, device=query.device)[:, None]
             other = torch.arange(first, last, device=query.device)
         if causal or window:
-            band = other <= own if causal else torch.ones_like(other <= own)
+            band = other <= q_pos if causal else torch.ones_like(other <= q_pos)
             if window:
-                band = band & (other > own - window)
+                band = band & (other > q_pos - window)
             allowed = band if allowed is None else allowed & band
         scores = grouped_matmul(query[:, :, start:stop], key[..., keys])
         if softcap:
             scores = softcap * (scores / softcap).tanh()
         if slopes is not None:
-            scores = scores - slopes.to(scores.dtype)[:, None, None] * (own - other)
+            scores = scores - slopes.to(scores.dtype)[:, None, None] * (q_pos - other)
         yield Chunk(scores, allowed, keys)
 
 
@@ -224,17 +224,17 @@ def length_buckets(seq_bounds: Tensor, heads: int) -> Iterator[Tensor]:
     keys are in buckets of their own."""
     sizes = [(b - a == d - c, d - c, b - a) for _, a, b, c, d, _ in seq_bounds.tolist()]
     bucket: list[int] = []
-    longest = own = 0  # queries; scores of a head
+    longest = unpadded = 0  # queries; scores of a head
     for i in sorted(range(len(sizes)), key=sizes.__getitem__):
         square, keys, queries = sizes[i]
         if keys <= 0 or queries <= 0:
             continue
-        longest, own = max(longest, queries), own + queries * keys
+        longest, unpadded = max(longest, queries), unpadded + queries * keys
         scores = heads * (len(bucket) + 1) * longest * keys
-        fits = scores <= BUCKET_SCORES and scores - heads * own <= PADDING_SCORES
+        fits = scores <= BUCKET_SCORES and scores - heads * unpadded <= PADDING_SCORES
         if bucket and not (fits and square == sizes[bucket[0]][0]):
             yield seq_bounds[bucket]
-            bucket, longest, own = [], queries, queries * keys
+            bucket, longest, unpadded = [], queries, queries * keys
         bucket.append(i)
     if bucket:
         yield seq_bounds[bucket]

@@ -181,17 +181,17 @@ def parameters_of(
 ) -> dict[str, Tensor]:
     """Return the parameters of ``normalizer`` by name, from ``module`` or from ``options``. Raises
     UnavailableError for an option that changes the weights and is none of them."""
-    found = {}
+    values = {}
     for parameter in chosen.parameters:
         tensor = options.get(parameter.keyword) if parameter.keyword else None
         tensor = getattr(module, parameter.attribute, None) if tensor is None else tensor
         if tensor is not None:
-            found[parameter.name] = tensor
-    known = {parameter.keyword for parameter in chosen.parameters}
+            values[parameter.name] = tensor
+    keywords = {parameter.keyword for parameter in chosen.parameters}
     for name in CHANGING:
-        if name not in known and options.get(name) is not None:
+        if name not in keywords and options.get(name) is not None:
             raise UnavailableError(f"{chosen.name} attention has no {name}; use a model without")
-    return found
+    return values
 
 
 @cache

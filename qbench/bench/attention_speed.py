@@ -103,7 +103,7 @@ def bench_attention(
         "decode": [],
     }
     parts: dict[str, Iterator[Row]] = {
-        "passes": (passes(*one, repeat_ms) for one in timed),
+        "passes": (passes(*case, repeat_ms) for case in timed),
         "steps": (step(name, repeat_ms) for _, _, name in of_step),
         "decode": decode(
             replace(DECODE, batch=8) if quick else DECODE,
@@ -335,11 +335,11 @@ def _beside_peers(rows: list[Row], ways: dict[str, tuple[str, str]], best_of: An
     lines = []
     for row in rows:
         place = row["shape"], row.get("variant")
-        peers = [one for one in rows if (one["shape"], one.get("variant")) == place]
-        peers = [one for one in peers if one["kernel"] in PEERS]
+        peers = [other for other in rows if (other["shape"], other.get("variant")) == place]
+        peers = [other for other in peers if other["kernel"] in PEERS]
         line = dict(row)
         for way, _ in ways.values():
-            of_peers = [one[way] for one in peers if way in one]
+            of_peers = [other[way] for other in peers if way in other]
             if of_peers and way in row:
                 best = best_of(of_peers)
                 line[f"× {way}"] = best / row[way] if best_of is min else row[way] / best

@@ -44,12 +44,12 @@ def check_kernels(pool: Executor, quick: bool = False, only: Collection[str] = (
     results, red = [], []
     for name, call in calls:
         try:
-            found = call.result()
+            case_errors = call.result()
         except BrokenExecutor as died:
             raise EvaluationError(
                 f"bench attention: {name}: its process died, nothing timed"
             ) from died
-        for what, error in found.items():
+        for what, error in case_errors.items():
             results.append({"case": name, "what": what, "error": error, "limit": LIMIT})
             if not error <= LIMIT:
                 red.append(f"{name}: {what} {error:.1e} > {LIMIT:.0e}")
@@ -64,10 +64,12 @@ def cases(quick: bool, only: Collection[str]) -> list[tuple[Shape, str, str]]:
     every = [(shape, "causal") for shape in ((LONG[0], DECODING) if quick else (*LONG, DECODING))]
     of_bases = [(shape, variant) for shape in LONG for variant in shape.variants[1:]]
     of_bases += [(GROUPED, "causal"), (ODD, "causal")]
-    found = [(*case, name) for case in every for name in only or supported()]
+    arguments = [(*case, name) for case in every for name in only or supported()]
     if not quick:
-        found += [(*case, name) for case in of_bases for name in BASES if name in (only or BASES)]
-    return found
+        arguments += [
+            (*case, name) for case in of_bases for name in BASES if name in (only or BASES)
+        ]
+    return arguments
 
 
 def errors(shape: Shape, variant: str, normalizer: str) -> dict[str, float]:
@@ -84,7 +86,9 @@ def errors(shape: Shape, variant: str, normalizer: str) -> dict[str, float]:
     gradient = torch.randn_like(output)
     got = (output, *torch.autograd.grad(output, inputs, gradient))
     wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
-    settings["parameters"] = {name: one.double() for name, one in settings["parameters"].items()}
+    settings["parameters"] = {
+        name: tensor.double() for name, tensor in settings["parameters"].items()
+    }
     truth = reference.attention(*wide, **settings)
     truths = (truth, *torch.autograd.grad(truth, wide, gradient.double()))
     names = ("output", "query gradient", "key gradient", "value gradient")

@@ -140,22 +140,22 @@ class Timed:
 
 def _row(name: str, mode: str, timed: list[Timed], hflm: list[Timed]) -> Row:
     """Return the row of a mode on one task or on all, beside what HFLM took and answered."""
-    responses = pd.concat([one.responses for one in timed])
-    seconds = sum(one.seconds for one in timed)
+    responses = pd.concat([run.responses for run in timed])
+    seconds = sum(run.seconds for run in timed)
     row = {
         "task": name,
         "mode": mode,
         "documents": responses.groupby(DOCUMENT).ngroups,
         "requests": len(responses),
         "seconds": seconds,
-        "scoring_seconds": sum(one.inside for one in timed),
+        "scoring_seconds": sum(run.inside for run in timed),
     }
     if mode == "lm-eval":
         return row
-    expected = pd.concat([one.responses for one in hflm])
+    expected = pd.concat([run.responses for run in hflm])
     difference = (responses["log_likelihood"] - expected["log_likelihood"].to_numpy()).abs()
     return row | {
-        "speed": sum(one.seconds for one in hflm) / seconds,
+        "speed": sum(run.seconds for run in hflm) / seconds,
         "largest_difference": None if difference.isna().all() else float(difference.max()),
         "mean_difference": None if difference.isna().all() else float(difference.mean()),
         "changed_answers": int((_answers(responses) != _answers(expected)).sum()),
@@ -180,8 +180,8 @@ class Clocked:
         self.scorer, self.seconds = scorer, 0.0
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self.scorer, name)
-        return partial(self._call, found) if name in ASKED else found
+        attribute = getattr(self.scorer, name)
+        return partial(self._call, attribute) if name in ASKED else attribute
 
     def _call(self, method: Callable[..., Any], *arguments: Any) -> Any:
         start = time.perf_counter()

@@ -70,25 +70,25 @@ def bench_generation(
         vocabulary, kind = model.config.vocab_size, model.device.type
         model.generation_config.eos_token_id = None
         scorer = _scorer(model, _tokenizer(vocabulary), length + tokens, batch_size)
-        asked = _requests(prompts, length, tokens, vocabulary)
+        requests = _requests(prompts, length, tokens, vocabulary)
 
         def row(what: str, spent: Row, detail: str) -> Row:
             rate = prompts * tokens / spent["seconds"]
             return {"what": what, **spent, "detail": detail, "tokens_per_second": rate}
 
-        scorer.generate_until(asked[:2])
-        ours, spent = timed(kind, lambda: scorer.generate_until(asked))
+        scorer.generate_until(requests[:2])
+        ours, spent = timed(kind, lambda: scorer.generate_until(requests))
         slots = min(prompts, at_once(model, length + tokens))
         yield row("qbench", spent, f"at most {slots} side by side")
 
         by_hflm = partial(scorer.hflm.generate_until, disable_tqdm=True)
         by_hflm(_requests(2, length, 2, vocabulary))
-        some = asked[: HFLM_BATCHES * batch_size]
-        own = spent["seconds"]
+        some = requests[: HFLM_BATCHES * batch_size]
+        our_seconds = spent["seconds"]
         theirs, spent = timed(kind, lambda: by_hflm(some))
         spent["seconds"] *= prompts / len(some)
         same = sum(a == b for a, b in zip(ours, theirs, strict=False))
-        detail = f"{spent['seconds'] / own:.1f} × the time; {len(some)} prompts timed; "
+        detail = f"{spent['seconds'] / our_seconds:.1f} × the time; {len(some)} prompts timed; "
         detail += f"{same} of {len(some)} answers the same in bfloat16"
         yield row(f"lm-eval's HFLM, batch {batch_size}", spent, detail)
 

@@ -120,25 +120,25 @@ def least_squares(
     residuals [R]. A problem ends when a step reduces its residual by less than the share
     ``tolerance``.
     """
-    found, damping = start.clone(), torch.full(start.shape[:1], 1e-2, dtype=FLOAT)
-    loss = (y - mixture.values(x, found)).square().mean(-1)
-    at = torch.arange(len(found))
+    best, damping = start.clone(), torch.full(start.shape[:1], 1e-2, dtype=FLOAT)
+    loss = (y - mixture.values(x, best)).square().mean(-1)
+    at = torch.arange(len(best))
     for _ in range(steps):
-        f, jacobian = mixture.jacobian(x[at], found[at])
+        f, jacobian = mixture.jacobian(x[at], best[at])
         gradient = (jacobian.mT @ (y[at] - f)[..., None]) / x.shape[1]
         normal = jacobian.mT @ jacobian / x.shape[1]
         scale = normal.diagonal(dim1=-2, dim2=-1) + 1e-8
         damped = normal + torch.diag_embed(damping[at, None] * scale)
-        tried = (found[at] + torch.linalg.solve(damped, gradient)[..., 0]).clamp(-BOX, BOX)
+        tried = (best[at] + torch.linalg.solve(damped, gradient)[..., 0]).clamp(-BOX, BOX)
         after = (y[at] - mixture.values(x[at], tried)).square().mean(-1)
         better = after < loss[at]
         settled = better & (loss[at] - after < tolerance * loss[at]) & (damping[at] < 1)
-        found[at[better]], loss[at[better]] = tried[better], after[better]
+        best[at[better]], loss[at[better]] = tried[better], after[better]
         damping[at] = torch.where(better, damping[at] / 3, damping[at] * 4).clamp(min=1e-12)
         at = at[~settled & (damping[at] < 1e7)]
         if not len(at):
             break
-    return found, loss
+    return best, loss
 
 
 def softmax_losses(mixture: Mixture, parameters: Tensor) -> tuple[Tensor, Tensor]:
@@ -167,16 +167,16 @@ def softmax_losses(mixture: Mixture, parameters: Tensor) -> tuple[Tensor, Tensor
         gates = gates - mean
     weight = gates[..., 5].exp()
     distances = torch.stack(_distances(gates - true[cell], experts - eta[cell]))  # [3, R, N]
-    one, two = 0.0, 0.0
+    loss_1, loss_2 = 0.0, 0.0
     for j in range(2):
         inside = (cell == j).to(FLOAT)
         mass = ((inside * weight).sum(-1) - true[j, 5].exp()).abs()
         single = inside.sum(-1, keepdim=True) <= 1
         first_order = distances.sum(0)
         mixed = torch.where(single, first_order, distances.square().sum(0))
-        one = one + mass + (inside * weight * mixed).sum(-1)
-        two = two + mass + (inside * weight * first_order).sum(-1)
-    return one, two
+        loss_1 = loss_1 + mass + (inside * weight * mixed).sum(-1)
+        loss_2 = loss_2 + mass + (inside * weight * first_order).sum(-1)
+    return loss_1, loss_2
 
 
 def sigmoid_loss(mixture: Mixture, parameters: Tensor, best: Tensor) -> Tensor:
@@ -217,24 +217,26 @@ def _measured(mixture: Mixture, size: int, repetitions: int) -> Row:
     x = SPREAD * (2 * torch.rand(repetitions, size, 2, generator=generator, dtype=FLOAT) - 1)
     noise = torch.randn(repetitions, size, generator=generator, dtype=FLOAT)
     y = truth.values(x, true.expand(repetitions, -1)) + NOISE * noise
-    found, loss = None, torch.full((repetitions,), math.inf, dtype=FLOAT)
+    best_fit, loss = None, torch.full((repetitions,), math.inf, dtype=FLOAT)
     for start in _starts(mixture, repetitions, generator):
         tried, after = least_squares(mixture, x, y, start, steps=150, tolerance=1e-8)
-        found = tried if found is None else torch.where((after < loss)[:, None], tried, found)
+        best_fit = (
+            tried if best_fit is None else torch.where((after < loss)[:, None], tried, best_fit)
+        )
         loss = torch.minimum(loss, after)
     sobol = torch.quasirandom.SobolEngine(2, scramble=True, seed=0).draw(POINTS).to(FLOAT)
     points = (SPREAD * (2 * sobol - 1)).expand(repetitions, -1, -1)
     exact = truth.values(points, true.expand(repetitions, -1))
-    error = (mixture.values(points, found) - exact).square().mean(-1).sqrt()
+    error = (mixture.values(points, best_fit) - exact).square().mean(-1).sqrt()
     if mixture.gating == "softmax":
-        one, main = softmax_losses(mixture, found)
+        loss_1, main = softmax_losses(mixture, best_fit)
     else:
         # f_Ḡ = f_G* for a whole set of Ḡ, and the loss is the smallest over it: one close to the
         # estimate is found by going on from it on noiseless data.
-        best, _ = least_squares(mixture, points, exact, found, steps=200, tolerance=1e-6)
-        one, main = torch.zeros(0), sigmoid_loss(mixture, found, best)
+        best, _ = least_squares(mixture, points, exact, best_fit, steps=200, tolerance=1e-6)
+        loss_1, main = torch.zeros(0), sigmoid_loss(mixture, best_fit, best)
     given = asdict(mixture) | {"size": size}
-    return given | {"loss": main.tolist(), "loss_1": one.tolist(), "error": error.tolist()}
+    return given | {"loss": main.tolist(), "loss_1": loss_1.tolist(), "error": error.tolist()}
 
 
 def _starts(mixture: Mixture, count: int, generator: torch.Generator) -> Iterator[Tensor]:
@@ -257,17 +259,17 @@ def rate(sizes: list[int], values: list[list[float]]) -> tuple[float, float, flo
     """Return the exponent of n in ``values`` [sizes, repetitions]: the slope of log mean loss over
     log n by least squares, and its 2.5th and 97.5th percentiles over 1,000 draws of the
     repetitions."""
-    found, draws = np.array(values), np.random.default_rng(0)
-    drawn = draws.integers(0, found.shape[1], (1000, *found.shape))
-    means = np.take_along_axis(found[None], drawn, axis=2).mean(2)  # [draws, sizes]
+    losses, draws = np.array(values), np.random.default_rng(0)
+    drawn = draws.integers(0, losses.shape[1], (1000, *losses.shape))
+    means = np.take_along_axis(losses[None], drawn, axis=2).mean(2)  # [draws, sizes]
     slopes = np.polyfit(np.log(sizes), np.log(means).T, 1)[0]
-    value = np.polyfit(np.log(sizes), np.log(found.mean(1)), 1)[0]
+    value = np.polyfit(np.log(sizes), np.log(losses.mean(1)), 1)[0]
     return value, np.quantile(slopes, 0.025), np.quantile(slopes, 0.975)
 
 
-def table(found: dict[str, Any]) -> str:
+def table(result: dict[str, Any]) -> str:
     """Return the rates beside those that the paper prints, in Markdown."""
-    rows, lines = pd.DataFrame(found["rows"]), []
+    rows, lines = pd.DataFrame(result["rows"]), []
     for (expert, gating, fitted), group in rows.groupby(MODEL, sort=False):
         line = {"expert": expert, "gating": gating, "fitted": fitted}
         for of in ("loss", "loss_1", "error") if gating == "softmax" else ("loss", "error"):
@@ -292,11 +294,11 @@ def table(found: dict[str, Any]) -> str:
     )
 
 
-def figure(found: dict[str, Any]) -> bytes:
+def figure(result: dict[str, Any]) -> bytes:
     """Return the paper's figure 1 as SVG: mean loss over n on logarithmic axes, bars from the
     smallest to the largest repetition, and the fitted lines."""
     pyplot.switch_backend("Agg")
-    by_expert = pd.DataFrame(found["rows"]).groupby("expert", sort=False)
+    by_expert = pd.DataFrame(result["rows"]).groupby("expert", sort=False)
     colours = {"softmax": "#0072B2", "sigmoid": "#D55E00"}
     with pyplot.rc_context({"svg.hashsalt": "qbench", "font.size": 9}):
         drawn, axes = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained", sharey=True)

@@ -67,14 +67,14 @@ def random_tensor(batch: int, length: int, heads: int, head_dim: int) -> Tensor:
 def given(normalizer: str, heads: int, *, sloped: bool = False) -> dict[str, Tensor]:
     """Return the parameters [heads] of ``normalizer`` on the GPU, another value per head; ALiBi's
     slopes as in its paper if ``sloped``. Optional parameters are left out."""
-    found = {}
+    parameters = {}
     for parameter in NORMALIZERS.get(normalizer).parameters:
         if parameter is SLOPES and sloped:
-            found[parameter.name] = torch.tensor(parameter.start(heads), device="cuda")
+            parameters[parameter.name] = torch.tensor(parameter.start(heads), device="cuda")
         elif parameter.required:
             spread = torch.linspace(0.8, 1.2, heads, device="cuda") * (parameter.initial or 1)
-            found[parameter.name] = spread.requires_grad_(parameter.trainable)
-    return found
+            parameters[parameter.name] = spread.requires_grad_(parameter.trainable)
+    return parameters
 
 
 def milliseconds(run: Callable[[], Any], repeat_ms: int) -> float:

@@ -80,11 +80,15 @@ class Run:
     ) -> None:
         """Replace the state by ``progress``, the parameters and the optimizer's tensors, with a
         checksum of all. A process that is killed meanwhile leaves the previous file."""
-        found = {f"model/{name}": parameter.detach() for name, parameter in parameters.items()}
+        tensors_by_name = {
+            f"model/{name}": parameter.detach() for name, parameter in parameters.items()
+        }
         for name, parameter in parameters.items():
             for key, value in optimizer.state.get(parameter, {}).items():
-                found[f"optimizer0/{name}/{key}"] = value
-        tensors = {name: tensor.cpu().contiguous() for name, tensor in sorted(found.items())}
+                tensors_by_name[f"optimizer0/{name}/{key}"] = value
+        tensors = {
+            name: tensor.cpu().contiguous() for name, tensor in sorted(tensors_by_name.items())
+        }
         text = progress.model_dump_json()
         about = {"progress": text, "sha256": _checksum(text, tensors.items())}
         with replacing(self.state) as making:
@@ -103,10 +107,10 @@ class Run:
         try:
             with safe_open(self.state, framework="pt") as file:
                 names = sorted(file.keys())
-                stated = file.metadata() or {}
-                progress = Progress.model_validate_json(stated["progress"])
+                metadata = file.metadata() or {}
+                progress = Progress.model_validate_json(metadata["progress"])
                 tensors = ((name, file.get_tensor(name)) for name in names)
-                if stated.get("sha256") != _checksum(stated["progress"], tensors):
+                if metadata.get("sha256") != _checksum(metadata["progress"], tensors):
                     raise ValueError("its checksum is another")
                 self._require_same(progress.settings)
                 for name in names:
@@ -124,7 +128,7 @@ class Run:
                 "remove it to train from the start"
             ) from None
         if not progress.log and self.log.is_file():  # the state of an older qbench
-            progress.log = [one for one in read_log(self.log) if one["step"] <= progress.step]
+            progress.log = [line for line in read_log(self.log) if line["step"] <= progress.step]
         return progress
 
     def save(self, model: LlamaForCausalLM, folder: Path) -> None:

@@ -131,7 +131,7 @@ def _mapped(folder: Path, about: AboutTokens, part: Part) -> NDArray:
 def tokenizer_files(folder: Path) -> list[Path]:
     """Return the files of ``folder`` that a tokenizer is read from. Raises DataError if there are
     none."""
-    found = [
+    files = [
         path
         for path in sorted(folder.iterdir())
         if path.is_file()
@@ -139,9 +139,9 @@ def tokenizer_files(folder: Path) -> list[Path]:
         and any(fnmatchcase(path.name, pattern) for pattern in READ)
         and not any(fnmatchcase(path.name, pattern) for pattern in NOT_TOKENIZER)
     ]
-    if not found:
+    if not files:
         raise DataError(f"{folder}: no tokenizer there (no tokenizer.json)")
-    return found
+    return files
 
 
 def tokenizer_digest(folder: Path) -> str:
@@ -178,8 +178,8 @@ class Sequences:
         """Return the rows ``indices``, int64 [len(indices), context + 1]."""
         length = self.context + (self.bos is None)
         starts = np.asarray(indices) * self.context
-        found = sliding_window_view(self.tokens, length)[starts].astype(np.int64)
-        return found if self.bos is None else np.insert(found, 0, self.bos, axis=1)
+        rows = sliding_window_view(self.tokens, length)[starts].astype(np.int64)
+        return rows if self.bos is None else np.insert(rows, 0, self.bos, axis=1)
 
 
 def sample_indices(step: int, *, rows: int, of: int, seed: int) -> NDArray[np.int64]:
@@ -191,11 +191,11 @@ def sample_indices(step: int, *, rows: int, of: int, seed: int) -> NDArray[np.in
     """
     positions = np.arange(step * rows, (step + 1) * rows)
     epochs = positions // of
-    found = np.empty(rows, np.int64)
+    indices = np.empty(rows, np.int64)
     for epoch in np.unique(epochs):
         here = epochs == epoch
-        found[here] = permutation(of, seed, int(epoch))[positions[here] % of]
-    return found
+        indices[here] = permutation(of, seed, int(epoch))[positions[here] % of]
+    return indices
 
 
 @lru_cache(maxsize=2)  # a step may lie in two epochs

@@ -50,9 +50,9 @@ def precise_delta(
         dp = tl.dot(g, v.T, input_precision="ieee")  # [BLOCK_Q, BLOCK_K]
         keys = start + tl.arange(0, BLOCK_K)  # [BLOCK_K]
         if SCORE_MOD & FLAGS:
-            own = rows[:, None] + (limits[2] - start)
+            q_pos = rows[:, None] + (limits[2] - start)
             scores = formulas.scores_of(
-                scores, tl.arange(0, BLOCK_K)[None, :], own, score_mod, FLAGS, FAST
+                scores, tl.arange(0, BLOCK_K)[None, :], q_pos, score_mod, FLAGS, FAST
             )[0]
         allowed = common.attn_mask(  # [BLOCK_Q, BLOCK_K]
             rows[:, None], keys[None, :], limits, mask, mask_strides, batch, head, FLAGS
@@ -91,9 +91,9 @@ def attn_bwd_dq_inner(
         keys = start + tl.arange(0, BLOCK_K)  # [BLOCK_K]
         tanhs = scores
         ahead = tl.arange(0, BLOCK_K)[None, :]
-        own = rows[:, None] + (limits[2] - start)
+        q_pos = rows[:, None] + (limits[2] - start)
         if SCORE_MOD & FLAGS:
-            scores, tanhs = formulas.scores_of(scores, ahead, own, score_mod, FLAGS, FAST)
+            scores, tanhs = formulas.scores_of(scores, ahead, q_pos, score_mod, FLAGS, FAST)
         # [BLOCK_Q, BLOCK_K]
         e = formulas.recompute_e(scores * scale - lse[:, None], scores, NORM, FAST, False)
         ds = formulas.score_gradient(
@@ -108,12 +108,12 @@ def attn_bwd_dq_inner(
             if SCALED & FLAGS:
                 unscaled = tanhs * plain_scale
                 if SLOPED & FLAGS:
-                    unscaled = formulas.alibi(unscaled, ahead, own, plain_slope, None)
+                    unscaled = formulas.alibi(unscaled, ahead, q_pos, plain_slope, None)
                 dparam += tl.sum(ds * unscaled, 1)  # [BLOCK_Q]
             if ELEMENTWISE & FLAGS:
                 dparam += tl.sum(ds, 1)  # [BLOCK_Q]
         if DSLOPES & FLAGS:
-            dslopes += tl.sum(ds * (ahead - own).to(tl.float32), 1)  # [BLOCK_Q]
+            dslopes += tl.sum(ds * (ahead - q_pos).to(tl.float32), 1)  # [BLOCK_Q]
         if CAPPED & FLAGS:
             ds = ds * formulas.cap_gradient(tanhs)
         dq = tl.dot(formulas.cast_saturate(ds, k.dtype), k, dq, input_precision="ieee")

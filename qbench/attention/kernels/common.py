@@ -139,11 +139,11 @@ def attn_mask(rows, keys, limits, mask, mask_strides, batch, head, FLAGS: tl.con
     ``limits``: last query and key row + 1, the shift of :func:`load_sequence`, and the window.
     ``mask_strides``: of batch row, head, row and key."""
     stop_q, stop_k, shift, window = limits
-    own = rows + shift
+    q_pos = rows + shift
     # No row of a sequence stands beyond its last key, so causality is enough.
-    allowed = keys <= own if CAUSAL & FLAGS else keys < stop_k
+    allowed = keys <= q_pos if CAUSAL & FLAGS else keys < stop_k
     if WINDOWED & FLAGS:
-        allowed = allowed & (keys > own - window)
+        allowed = allowed & (keys > q_pos - window)
     if mask is not None:
         pointers = head_of(mask, batch, head, mask_strides)
         pointers = pointers + to_int64(rows) * mask_strides[2] + to_int64(keys) * mask_strides[3]

@@ -94,14 +94,14 @@ def attn_decode(
         p, acc, l_i, m_i = formulas.online_softmax(
             acc, l_i, m_i, scores, unit, NORM, True, FAST, False
         )
-        wanted = keys < end  # [BLOCK_K]
+        read_value = keys < end  # [BLOCK_K]
         if SKIP:
-            wanted = wanted & (tl.max(p, 0) > 0)
+            read_value = read_value & (tl.max(p, 0) > 0)
         v_pointers = common.head_of(v_source, batch, kv_head, v_strides)
         v_pointers += common.to_int64(start) * v_strides[2]
         v = tl.load(  # [BLOCK_K, V_HEAD_DIM]
             v_pointers + tl.arange(0, BLOCK_K)[:, None] * v_strides[2] + v_columns[None, :],
-            mask=wanted[:, None] & (v_columns[None, :] < V_HEAD_DIM),
+            mask=read_value[:, None] & (v_columns[None, :] < V_HEAD_DIM),
             other=0.0,
         )
         acc = tl.dot(formulas.cast_p(p, v.dtype, NORM, FAST), v, acc, input_precision="ieee")

@@ -314,9 +314,9 @@ def log2_length(rows, value_row, limits, start_k, counts, FLAGS: tl.constexpr):
     if counts is not None:
         n = tl.load(counts + value_row + rows, mask=rows < stop_q, other=1.0)
     else:
-        own = rows + shift
-        last = tl.minimum(own + 1, stop_k) if CAUSAL & FLAGS else own * 0 + stop_k
-        first = tl.maximum(own - window + 1, start_k) if WINDOWED & FLAGS else start_k
+        q_pos = rows + shift
+        last = tl.minimum(q_pos + 1, stop_k) if CAUSAL & FLAGS else q_pos * 0 + stop_k
+        first = tl.maximum(q_pos - window + 1, start_k) if WINDOWED & FLAGS else start_k
         n = (last - first).to(tl.float32)
     if LOG_N1 & FLAGS:
         n += 1
@@ -390,14 +390,14 @@ def load_sink(head, sinks, FLAGS: tl.constexpr):
 
 
 @triton.jit
-def alibi(y, keys, own, slope, bias):
+def alibi(y, keys, q_pos, slope, bias):
     """Return the scores less (slope · (own − key) + bias).
 
     Both positions count from a tile's first key or query, so that distant keys, which weigh little,
     have the coarser differences, and one of the two is the same in every tile. If ``bias`` is None,
     a row's own key keeps its score to the last bit, since some score functions depend on its sign.
     """
-    before = ptx.mul_rn(own.to(tl.float32), slope)
+    before = ptx.mul_rn(q_pos.to(tl.float32), slope)
     if bias is not None:
         before = before + bias
     return y + (ptx.mul_rn(keys.to(tl.float32), slope) - before)
@@ -405,12 +405,12 @@ def alibi(y, keys, own, slope, bias):
 
 @triton.jit
 def scores_of(
-    products, keys, own, score_mod, FLAGS: tl.constexpr, FAST: tl.constexpr
+    products, keys, q_pos, score_mod, FLAGS: tl.constexpr, FAST: tl.constexpr
 ):  # fmt: skip
     """Return scores in log2 units, and the argument of :func:`cap_gradient` if they are capped,
     else the products.
 
-    Products, ``keys`` and ``own`` (the queries' positions), both from the same origin, broadcast
+    Products, ``keys`` and ``q_pos`` (the queries' positions), both from the same origin, broadcast
     against each other. ``score_mod``: the factor to log2 units, the factor before the tanh, the
     slope, and the bias of sigmoid's forward pass, else None.
     """
@@ -420,7 +420,7 @@ def scores_of(
         tanhs = tanh(products * inv_softcap, FAST)
     y = tanhs * qk_scale
     if SLOPED & FLAGS:
-        y = alibi(y, keys, own, slope, bias)
+        y = alibi(y, keys, q_pos, slope, bias)
     elif bias is not None:
         y = y - bias
     return y, tanhs
@@ -444,7 +444,7 @@ def slope_in_lse(norm, flags):
 
 @triton.jit
 def scores_minus_lse(
-    products, keys, own, s_log_n, qk_scale, inv_softcap, slope, lse,
+    products, keys, q_pos, s_log_n, qk_scale, inv_softcap, slope, lse,
     NORM: tl.constexpr, FLAGS: tl.constexpr, LSE_SLOPED: tl.constexpr,
 ):  # fmt: skip
     """Return scores less their row's lse, a value with the scores' sign, and the argument of
@@ -455,22 +455,24 @@ def scores_minus_lse(
         if CAPPED & FLAGS:
             tanhs = ptx.tanh(products * inv_softcap)
         if not LSE_SLOPED:
-            lse = sloped_lse(lse, own, slope, NORM, FLAGS)
+            lse = sloped_lse(lse, q_pos, slope, NORM, FLAGS)
         return tanhs * qk_scale + (keys.to(tl.float32) * slope - lse), tanhs, tanhs
     elif SCORE_MOD & FLAGS:
         qk_scale = times_s_log_n(qk_scale, s_log_n, FLAGS)
         slope = times_s_log_n(slope, s_log_n, FLAGS)
-        y, tanhs = scores_of(products, keys, own, (qk_scale, inv_softcap, slope, None), FLAGS, True)
+        y, tanhs = scores_of(
+            products, keys, q_pos, (qk_scale, inv_softcap, slope, None), FLAGS, True
+        )
         return y - lse, y, tanhs
     else:
         return products * qk_scale - lse, products, products
 
 
 @triton.jit
-def sloped_lse(lse, own, slope, NORM: tl.constexpr, FLAGS: tl.constexpr):
-    """Return the lse of rows with what ALiBi takes from all scores of a row; ``own`` counts from
+def sloped_lse(lse, q_pos, slope, NORM: tl.constexpr, FLAGS: tl.constexpr):
+    """Return the lse of rows with what ALiBi takes from all scores of a row; ``q_pos`` counts from
     the first of a tile of queries."""
     if slope_in_lse(NORM, FLAGS):
-        return own.to(tl.float32) * slope + lse
+        return q_pos.to(tl.float32) * slope + lse
     else:
         return lse

@@ -47,9 +47,9 @@ def attn_fwd_inner(
         keys = start + tl.arange(0, BLOCK_K)  # [BLOCK_K]
         if SCORE_MOD_OR_BIAS & FLAGS:
             # From the tile's first key: what slopes take from keys is the same in all tiles.
-            own = rows[:, None] + (limits[2] - start)
+            q_pos = rows[:, None] + (limits[2] - start)
             scores = formulas.scores_of(
-                scores, tl.arange(0, BLOCK_K)[None, :], own, score_mod, FLAGS, FAST
+                scores, tl.arange(0, BLOCK_K)[None, :], q_pos, score_mod, FLAGS, FAST
             )[0]
         if MASKED:
             allowed = common.attn_mask(  # [BLOCK_Q, BLOCK_K]

@@ -126,10 +126,10 @@ def scales(settings: Settings) -> tuple[float, float]:
     return (softcap * log2_e, scale / softcap) if softcap else (scale * log2_e, 0.0)
 
 
-def flags_of(settings: Settings, given: Parameters, wanted: Parameters = NONE) -> int:
+def flags_of(settings: Settings, given: Parameters, needs_grad: Parameters = NONE) -> int:
     """Return the bits of :mod:`qbench.attention.kernels.common` for this call."""
     kernels = require(settings.normalizer)
-    asked = (
+    conditions = (
         (kernels.elementwise, common.ELEMENTWISE.value),
         (kernels.needs_expm1, common.NEEDS_EXPM1.value),
         (kernels.scaled, common.SCALED.value),
@@ -140,11 +140,11 @@ def flags_of(settings: Settings, given: Parameters, wanted: Parameters = NONE) -
         (given.slopes is not None, common.SLOPED.value),
         (kernels.sink and given.sinks is None, common.SINK_ONE.value),
         (given.sinks is not None, common.SINK_LEARNED.value),
-        (wanted.bias or wanted.s, common.DPARAM.value),
-        (wanted.sinks, common.DSINKS.value),
-        (wanted.slopes, common.DSLOPES.value),
+        (needs_grad.bias or needs_grad.s, common.DPARAM.value),
+        (needs_grad.sinks, common.DSINKS.value),
+        (needs_grad.slopes, common.DSLOPES.value),
     )
-    return sum(bits for condition, bits in asked if condition)
+    return sum(bits for condition, bits in conditions if condition)
 
 
 def constants(settings: Settings, flags: int, query: Layout, value: Layout) -> dict[str, Any]:
@@ -273,24 +273,24 @@ def empty_flags(query: Tensor, key: Tensor, kernels: Kernels) -> Tensor:
 def backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor,
     needs_expm1: Tensor, mask: Tensor | None, seq_bounds: Tensor | None,
-    parameters: Parameters, settings: Settings, wanted: Parameters,
+    parameters: Parameters, settings: Settings, needs_grad: Parameters,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Run the backward pass. Return the gradients of query, key and value, laid out as the output,
-    and of each of the parameters [heads], None for one that is not ``wanted``."""
+    and of each of the parameters [heads], None for one that is not ``needs_grad``."""
     covered = seq_bounds is None
     dq, dk, dv = (by_token(t, t.shape, covered=covered) for t in (query, key, value))
     if query.numel() == 0 or key.numel() == 0:
-        none = (lse.new_zeros(query.shape[1]) if asked else None for asked in wanted)
+        none = (lse.new_zeros(query.shape[1]) if needed else None for needed in needs_grad)
         return dq.zero_(), dk.zero_(), dv.zero_(), *none
     gradient, query, key, value = map(dense_rows, (gradient, query, key, value))
     counts = allowed_counts(mask, query, key, parameters, settings)
     # Rows outside the sequences give nothing to the gradients of parameters.
     make = torch.empty_like if covered else torch.zeros_like
-    rows = Parameters(*(make(lse) if asked else None for asked in wanted))
+    rows = Parameters(*(make(lse) if needed else None for needed in needs_grad))
     param = rows.bias if rows.s is None else rows.s  # no normalizer has both
     others = (mask, seq_bounds, *parameters)
     tensors = (gradient, query, key, value, output, *others)
-    launches = backward_launches(query.device, settings, wanted, *map(layout_of, tensors))
+    launches = backward_launches(query.device, settings, needs_grad, *map(layout_of, tensors))
     given = (gradient, query, key, value, output, lse, needs_expm1, dq, dk, dv)
     with on_device(query.device):
         launches(*given, param, rows.sinks, rows.slopes, *others, counts)
@@ -299,9 +299,9 @@ def backward(
 
 @lru_cache(MAX_LAYOUTS)
 def backward_launches(
-    device: torch.device, settings: Settings, wanted: Parameters, gradient: Layout, query: Layout,
-    key: Layout, value: Layout, output: Layout, mask: Layout | None, seq_bounds: Layout | None,
-    *parameters: Layout | None,
+    device: torch.device, settings: Settings, needs_grad: Parameters, gradient: Layout,
+    query: Layout, key: Layout, value: Layout, output: Layout, mask: Layout | None,
+    seq_bounds: Layout | None, *parameters: Layout | None,
 ) -> Callable[..., None]:  # fmt: skip
     """Return the function that launches the backward kernels for tensors of these layouts. It takes
     the tensors in the order of :func:`backward`."""
@@ -310,7 +310,7 @@ def backward_launches(
     batch, heads, queries, width = query.shape
     kv_heads, keys = key.shape[1:3]
     group = heads // kv_heads
-    flags = flags_of(settings, Parameters(*parameters), wanted)
+    flags = flags_of(settings, Parameters(*parameters), needs_grad)
     all_scales = (settings.scale, *scales(settings))
     dq, dk, dv = (strides_by_token(layout.shape) for layout in (query, key, value))
     if (
@@ -380,12 +380,12 @@ def allowed_counts(
     if not (kernels.scaled or (kernels.elementwise and parameters.bias is None)):
         return None
     queries, keys = query.shape[2], key.shape[2]
-    own = torch.arange(keys - queries, keys, device=mask.device)[:, None]
+    q_pos = torch.arange(keys - queries, keys, device=mask.device)[:, None]
     other = torch.arange(keys, device=mask.device)
     if settings.causal:
-        mask = mask & (other <= own)
+        mask = mask & (other <= q_pos)
     if settings.window:
-        mask = mask & (other > own - settings.window)
+        mask = mask & (other > q_pos - settings.window)
     counts = mask.sum(-1, dtype=torch.float32)
     return counts.expand(query.shape[0], query.shape[1], queries).contiguous()
 
@@ -492,14 +492,14 @@ def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Te
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )  # fmt: skip
 def attention_backward(*given: Any) -> tuple[Tensor, ...]:
-    *given, wanted = given
+    *given, needs_grad = given
     mask, seq_bounds = mask_or_spans(*given[7:10])
-    found = backward(
+    gradients = backward(
         *given[:7], mask, seq_bounds, Parameters(*given[10:14]), Settings(*given[14:]),
-        Parameters(*wanted),
+        Parameters(*needs_grad),
     )  # fmt: skip
     # An operator returns tensors: empty ones stand for what was not asked for.
-    return tuple(given[5].new_empty(0) if one is None else one for one in found)
+    return tuple(given[5].new_empty(0) if gradient is None else gradient for gradient in gradients)
 
 
 @attention_backward.register_fake
@@ -516,9 +516,13 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 def _backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Any, ...]:
-    wanted = ctx.needs_input_grad[6:10]
-    dq, dk, dv, *learned = attention_backward(gradient, *ctx.saved_tensors, *ctx.settings, wanted)
-    learned = (one if asked else None for one, asked in zip(learned, wanted, strict=True))
+    needs_grad = ctx.needs_input_grad[6:10]
+    dq, dk, dv, *learned = attention_backward(
+        gradient, *ctx.saved_tensors, *ctx.settings, needs_grad
+    )
+    learned = (
+        gradient if needed else None for gradient, needed in zip(learned, needs_grad, strict=True)
+    )
     return dq, dk, dv, None, None, None, *learned, *[None] * len(ctx.settings)
 
 
@@ -540,9 +544,9 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        tensors, wanted = ctx.saved_tensors, Parameters(*ctx.needs_input_grad[6:10])
+        tensors, needs_grad = ctx.saved_tensors, Parameters(*ctx.needs_input_grad[6:10])
         dq, dk, dv, *learned = backward(
-            gradient, *tensors[:8], Parameters(*tensors[8:]), ctx.settings, wanted
+            gradient, *tensors[:8], Parameters(*tensors[8:]), ctx.settings, needs_grad
         )
         return dq, dk, dv, None, None, None, *learned, None
 

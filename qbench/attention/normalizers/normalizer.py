@@ -153,11 +153,13 @@ class Normalizer(ABC):
         rows = "rows sum to one" if self.rows_sum_to_one else "rows need not sum to one"
         zeros = "weights can be 0" if self.sparse else "no weight is 0"
         ways = "reference, triton" if self.kernels else "reference"
-        told = ", ".join(
+        parameters = ", ".join(
             f"{parameter.attribute}{'' if parameter.required else ' (optional)'}"
             for parameter in self.parameters
         )
-        return f"{rows}; {zeros}; attention: {ways}" + (f"; parameters: {told}" if told else "")
+        return f"{rows}; {zeros}; attention: {ways}" + (
+            f"; parameters: {parameters}" if parameters else ""
+        )
 
     @property
     def source(self) -> str | None:
@@ -182,12 +184,12 @@ class Normalizer(ABC):
                 raise ValueError(
                     f"{self.name}: {parameter.name} must be [{heads}]; it is {list(tensor.shape)}"
                 )
-        known = [parameter.name for parameter in self.parameters]
+        names = [parameter.name for parameter in self.parameters]
         for name in given:
-            if name not in known:
+            if name not in names:
                 raise UnavailableError(
                     f"{self.name} attention has no parameter {name!r}; it has "
-                    f"{', '.join(known) or 'none'}"
+                    f"{', '.join(names) or 'none'}"
                 )
         return given
 
