@@ -187,8 +187,8 @@ def offload_policy(
 ) -> Callable[[PreTrainedModel], PreTrainedModel] | None:
     """Return what shards a model over several GPUs, or streams its blocks, as the recipe says or
     if the GPU has too little memory left; None if it stays whole on its device."""
-    asked = plan.recipe.evaluation
-    if asked.device_map is not None:
+    evaluation = plan.recipe.evaluation
+    if evaluation.device_map is not None:
         count = torch.cuda.device_count() if plan.device == "cuda" else 1
         return partial(shard, devices=[f"{plan.device}:{index}" for index in range(count)])
 
@@ -248,9 +248,9 @@ def _audit(result: CellResult, model: PreTrainedModel) -> None:
             linearize(model)  # Conv1D as llama.cpp has it
             write_gguf_into(model, str(cell.copy.folder))
             wrong = runtime.disagreement(model, probe[:, : cell.scoring.max_length])
-        found = audit(original, model, cell.quantization, probe, batch_invariant)
-        problems = (*wrong, *found.problems)
-        result.audit = found.model_copy(update={"problems": problems, "passed": not problems})
+        measured = audit(original, model, cell.quantization, probe, batch_invariant)
+        problems = (*wrong, *measured.problems)
+        result.audit = measured.model_copy(update={"problems": problems, "passed": not problems})
         del original
         free(plan.device)
     if not result.audit.passed:
@@ -316,8 +316,8 @@ def _evaluate(
     keys = {task.name: task_key(cell.key_parts, task.name, base_parts) for task in tasks}
     finished: dict[str, TaskResult] = {}
     for task in tasks if reuse else ():
-        if (one := _kept(result, task, keys[task.name], kept, cache)) is not None:
-            finished[task.name] = one
+        if (done := _kept(result, task, keys[task.name], kept, cache)) is not None:
+            finished[task.name] = done
     observer: BaselineWriter | KLObserver | None = None
     left = {task.name for task in tasks} - finished.keys()
     if base is not None and left:
@@ -353,8 +353,8 @@ def _evaluate(
 def _keeps_hidden_states(result: CellResult) -> bool:
     """Return whether quantized cells may be measured against this one."""
     cell, evaluation = result.cell, result.plan.recipe.evaluation
-    own = cell.scoring.mode != "lm-eval" or cell.runtime == "lm-eval"
-    return evaluation.damage and not cell.quantization.precision.quantized and own
+    gives_probabilities = cell.scoring.mode != "lm-eval" or cell.runtime == "lm-eval"
+    return evaluation.damage and not cell.quantization.precision.quantized and gives_probabilities
 
 
 def _kept(
@@ -362,9 +362,9 @@ def _kept(
 ) -> TaskResult | None:
     """Return the finished ``task`` of the cache; None if it must be scored."""
     cell = result.cell
-    asked = CellKey(checkpoint=cell.checkpoint_name, quantizer=cell.label, key=key)
+    task_cell = CellKey(checkpoint=cell.checkpoint_name, quantizer=cell.label, key=key)
     try:
-        record = kept.get_valid(asked)
+        record = kept.get_valid(task_cell)
         if record is None or record.digest != task.digest:
             return None
         if tolerance_violation(cell.scoring.tolerance, record.scoring):
@@ -377,7 +377,7 @@ def _kept(
         tables = {name: readers[name](record) for name in record.files}
     except (ResultsError, OSError):
         return None
-    mark_used(kept.path(asked))
+    mark_used(kept.path(task_cell))
     result.progress.log(f"{cell.name}: {task.name} is taken from the cache")
     return TaskResult(record, tables)
 
@@ -408,9 +408,9 @@ def _score(
             correct=correct_requests(task, cell.scoring.limit),
         )
         if divergences is not None:
-            whole = {task.name} if task.kind == "loglikelihood_rolling" else set()
+            rolling = {task.name} if task.kind == "loglikelihood_rolling" else set()
             tables["divergences"] = divergence_table(
-                {task.name: divergences}, whole, partial(token_texts, tokenizer)
+                {task.name: divergences}, rolling, partial(token_texts, tokenizer)
             )
     record = TaskRecord(
         checkpoint=cell.checkpoint_name,

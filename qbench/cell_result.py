@@ -152,7 +152,7 @@ class CellResult:
         """Show how much of the stage is done."""
         self.progress.advance(self.cell.name, completed, total)
 
-    def stated(self, error: str | None) -> dict[str, Any]:
+    def common_fields(self, error: str | None) -> dict[str, Any]:
         """Return the fields that every record of the cell has, an analysis too, finished now;
         ``error`` says why it failed.
         """
@@ -173,7 +173,7 @@ class CellResult:
     def record(self, error: str | None) -> Record:
         """Return the cell's record; a failed one keeps no scores."""
         return Record(
-            **self.stated(error),
+            **self.common_fields(error),
             training=self.cell.checkpoint.training,
             scores=() if error else tuple(self.scores),
             groups=() if error else self.groups,

@@ -24,7 +24,7 @@ class AnalysisResult(CellResult):
     ) -> Analysis | Sensitivity:
         """Save the record unless it would replace a good one by a failed one; return the record."""
         kind = self.analyses.kind
-        fields = self.stated(error) | self.found | {"status": status}
+        fields = self.common_fields(error) | self.found | {"status": status}
         if kind is Sensitivity:
             del fields["attention"]
             fields["unit"] = "block" if self.settings.blocks else "linear"

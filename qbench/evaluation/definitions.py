@@ -55,11 +55,11 @@ class Definition:
     @property
     def sources(self) -> list[Path]:
         """Return the Python files that its functions are in or may call: all beside them."""
-        found: set[Path] = set()
+        paths: set[Path] = set()
         for function in _functions(self.config):
             if function.file is not None:
-                found |= {function.file, *function.folder.glob("*.py")}
-        return sorted(found)
+                paths |= {function.file, *function.folder.glob("*.py")}
+        return sorted(paths)
 
     @property
     def digest(self) -> str:
@@ -135,20 +135,20 @@ def task_groups(name: str, definitions: Path | None) -> list[TaskGroup]:
     config = read_definition(path).config
     metrics = tuple(
         GroupMetric(
-            metric=stated["metric"],
-            filters=tuple(_listed(stated.get("filter_list"))) or None,
-            weight_by_size=bool(stated.get("weight_by_size", True)),
+            metric=entry["metric"],
+            filters=tuple(_listed(entry.get("filter_list"))) or None,
+            weight_by_size=bool(entry.get("weight_by_size", True)),
         )
-        for stated in _listed(config.get("aggregate_metric_list"))
+        for entry in _listed(config.get("aggregate_metric_list"))
     )
-    found = []
+    groups = []
     if metrics:
         members = tuple(expand(name, definitions))
         label = config.get("group_alias") or name
-        found.append(TaskGroup(name=name, label=label, tasks=members, metrics=metrics))
+        groups.append(TaskGroup(name=name, label=label, tasks=members, metrics=metrics))
     for child in _children(name, config):
-        found += task_groups(child, definitions)
-    return found
+        groups += task_groups(child, definitions)
+    return groups
 
 
 def task_names(definitions: Path | None = None) -> list[str]:
@@ -160,10 +160,10 @@ def task_names(definitions: Path | None = None) -> list[str]:
 @functools.cache
 def lm_eval_tasks() -> Path:
     """Return the folder of lm-eval's own definitions."""
-    found = importlib.util.find_spec("lm_eval")
-    assert found is not None, "lm-eval is installed with qbench"
-    assert found.origin is not None
-    return Path(found.origin).parent / "tasks"
+    spec = importlib.util.find_spec("lm_eval")
+    assert spec is not None, "lm-eval is installed with qbench"
+    assert spec.origin is not None
+    return Path(spec.origin).parent / "tasks"
 
 
 def _resolved(path: Path, within: tuple[Path, ...]) -> dict[str, Any]:
@@ -174,8 +174,8 @@ def _resolved(path: Path, within: tuple[Path, ...]) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ValueError(f"{path.name} is not a mapping")
     merged: dict[str, Any] = {}
-    for one in _listed(config.pop("include", None)):
-        inherited = _resolved((path.parent / str(one)).resolve(), (*within, path))
+    for included in _listed(config.pop("include", None)):
+        inherited = _resolved((path.parent / str(included)).resolve(), (*within, path))
         merged |= {key: value for key, value in inherited.items() if key != NEVER_INHERITED}
     return merged | config
 
@@ -213,8 +213,8 @@ def _folders(definitions: Path | None) -> list[Path]:
 
 def _found(kind: str, name: str, definitions: Path | None) -> Path | None:
     """Return the file that says ``task: name`` or ``group: name``; None if there is none."""
-    found = (_index(folder).get((kind, name)) for folder in _folders(definitions))
-    return next((path for path in found if path), None)
+    paths = (_index(folder).get((kind, name)) for folder in _folders(definitions))
+    return next((path for path in paths if path), None)
 
 
 def _index(folder: Path) -> dict[tuple[str, str], Path]:
@@ -268,7 +268,7 @@ def _listed(value: Any) -> list[Any]:
 def _tagged(tag: str, folders: list[Path]) -> list[str]:
     """Return the names of the tasks that carry ``tag``, in their definition or one they include."""
     word = re.compile(rf"(?<![\w-]){re.escape(tag)}(?![\w-])")
-    found: set[str] = set()
+    tasks: set[str] = set()
     for folder in folders:
         texts = {path: _text(path) for path in _definition_files(folder, templates=True)}
         names = {path for path, text in texts.items() if "tag" in text and word.search(text)}
@@ -284,15 +284,15 @@ def _tagged(tag: str, folders: list[Path]) -> list[str]:
         for path in names:
             config = read_definition(path).config if path.suffix == ".yaml" else {}
             if tag in _listed(config.get("tag")) and "group" not in config:
-                found.add(config["task"])
-    return sorted(found)
+                tasks.add(config["task"])
+    return sorted(tasks)
 
 
 def _unknown(name: str, definitions: Path | None) -> RecipeError:
     near = difflib.get_close_matches(name, task_names(definitions), n=3)
     more = f"similar: {', '.join(near)}" if near else "`qbench list tasks` names them"
-    own = "" if definitions else "; one of your own needs definitions: DIR, or --definitions DIR"
-    return RecipeError(f"tasks: lm-eval has no task {name!r}; {more}{own}")
+    hint = "" if definitions else "; one of your own needs definitions: DIR, or --definitions DIR"
+    return RecipeError(f"tasks: lm-eval has no task {name!r}; {more}{hint}")
 
 
 def _definition_files(folder: Path, templates: bool = False) -> list[Path]:
@@ -322,7 +322,7 @@ def require_modules(name: str, definition: Definition) -> None:
     """Raises DataError where the code of a task's functions imports what is not installed."""
     files = {function.file for function in _functions(definition.config) if function.file}
     for path in sorted(files):
-        beside = {one.stem for one in path.parent.iterdir()}
+        beside = {neighbour.stem for neighbour in path.parent.iterdir()}
         for module in _imported(path):
             package = module.partition(".")[0]
             if package not in beside and importlib.util.find_spec(package) is None:

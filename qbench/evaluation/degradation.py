@@ -109,13 +109,13 @@ def _by_confidence(measured: pd.DataFrame) -> tuple[ConfidenceBin, ...]:
     """Return KL divergence and agreement by the unquantized model's probability of its likeliest
     token; the last bin includes 1. A model that is sure has little to lose.
     """
-    found = []
+    bins = []
     names = ("confidence", "kl", "agrees")
     confidence, kl, agrees = (measured[name].to_numpy() for name in names)
     for low, high in itertools.pairwise(CONFIDENCE_BINS):
         within = (confidence >= low) & ((confidence < high) | (high == CONFIDENCE_BINS[-1]))
         count = int(within.sum())
-        found.append(
+        bins.append(
             ConfidenceBin(
                 low=low,
                 high=high,
@@ -124,7 +124,7 @@ def _by_confidence(measured: pd.DataFrame) -> tuple[ConfidenceBin, ...]:
                 top1_agreement=float(agrees[within].mean()) if count else None,
             )
         )
-    return tuple(found)
+    return tuple(bins)
 
 
 def divergence_table(
@@ -136,19 +136,19 @@ def divergence_table(
     ``whole_texts`` a row per token, up to ``TOKENS_KEPT``. ``texts_of`` gives the texts of token
     ids [N].
     """
-    found = []
+    tables = []
     for task, of in measured.items():
         tokens = of[["document", "request", "kl", "change"]]
-        asked = tokens.groupby(["document", "request"], sort=False)
-        table = asked.mean().reset_index().assign(tokens=asked.size().to_numpy(), text=None)
+        requests = tokens.groupby(["document", "request"], sort=False)
+        table = requests.mean().reset_index().assign(tokens=requests.size().to_numpy(), text=None)
         if task in whole_texts:
-            whole = table["document"][table["tokens"].cumsum() <= TOKENS_KEPT]
-            kept = tokens["document"].isin(whole)
+            by_token = table["document"][table["tokens"].cumsum() <= TOKENS_KEPT]
+            kept = tokens["document"].isin(by_token)
             single = tokens[kept].assign(tokens=1, text=texts_of(of["token"][kept].to_numpy()))
-            table = pd.concat([single, table[~table["document"].isin(whole)]], ignore_index=True)
-        found.append(table.assign(task=task)[list(DIVERGENCE_COLUMNS)])
+            table = pd.concat([single, table[~table["document"].isin(by_token)]], ignore_index=True)
+        tables.append(table.assign(task=task)[list(DIVERGENCE_COLUMNS)])
     # float16: half the bytes, without digits that nobody reads
-    together = pd.concat(found, ignore_index=True)
+    together = pd.concat(tables, ignore_index=True)
     return together.astype({"kl": "float16", "change": "float16"}).astype(
         {"kl": "float32", "change": "float32"}
     )
@@ -181,10 +181,10 @@ def answer_agreement(base: pd.DataFrame, quantized: pd.DataFrame) -> AnswerAgree
         return None
     shares = []
     names = ("answer", "cut", "answer_base", "cut_base")
-    for one, cut, other, other_cut in zip(*(pairs[name] for name in names), strict=True):
-        common = os.path.commonprefix([one, other])  # noqa: RUF071  of texts, not of paths
-        longest = max(len(one) + cut, len(other) + other_cut)
-        shares.append(len(common) / longest if one != other else 1.0)
+    for text, cut, base_text, base_cut in zip(*(pairs[name] for name in names), strict=True):
+        common = os.path.commonprefix([text, base_text])  # noqa: RUF071  of texts, not of paths
+        longest = max(len(text) + cut, len(base_text) + base_cut)
+        shares.append(len(common) / longest if text != base_text else 1.0)
     agreed = pd.Series(shares).groupby(pairs["document"].to_numpy()).mean().to_numpy()
     identical = int((pairs["answer"] == pairs["answer_base"]).sum())
     return AnswerAgreement(

@@ -166,7 +166,7 @@ def rebuild_requests(
         seed=scoring.get("seed", 0),
         fewshot_seed=scoring.get("fewshot_seed", FEWSHOT_SEED),
     )
-    found = {}
+    questions = {}
     for spec in specs:
         if spec.name not in record.documents or task not in (None, spec.name):
             continue
@@ -179,17 +179,19 @@ def rebuild_requests(
                 "those that it was run with"
             )
         build_requests(loaded.task, settings)
-        asked: dict[int, list[Any]] = defaultdict(list)
-        for one in loaded.task.instances:
-            asked[one.doc_id].append(one)
-        found[spec.name] = {
+        instances: dict[int, list[Any]] = defaultdict(list)
+        for instance in loaded.task.instances:
+            instances[instance.doc_id].append(instance)
+        questions[spec.name] = {
             document: Question(
-                tuple(tuple(t for t in one.args if isinstance(t, str)) for one in requests),
+                tuple(
+                    tuple(t for t in instance.args if isinstance(t, str)) for instance in requests
+                ),
                 _target(loaded.task, requests[0].doc),
             )
-            for document, requests in asked.items()
+            for document, requests in instances.items()
         }
-    return found
+    return questions
 
 
 def _target(task: Any, document: Mapping[str, Any]) -> int | str | None:
@@ -219,14 +221,16 @@ def _samples(task: Any, limit: int | None) -> Iterator[_Sample]:
     requests: dict[int, list[Any]] = defaultdict(list)
     for instance in task.instances:
         requests[instance.doc_id].append(instance)
-    for asked in requests.values():
-        asked.sort(key=lambda instance: instance.idx)
+    for instances in requests.values():
+        instances.sort(key=lambda instance: instance.idx)
     for name in task.instances[0].filtered_resps:
         for number, document in task.doc_iterator(rank=0, limit=limit, world_size=1):
-            asked = requests[number]
-            filtered = [instance.filtered_resps[name] for instance in asked]
+            instances = requests[number]
+            filtered = [instance.filtered_resps[name] for instance in instances]
             metrics = task.process_results(document, filtered)
-            yield _Sample(number, name, [one.resps for one in asked], filtered, metrics)
+            yield _Sample(
+                number, name, [instance.resps for instance in instances], filtered, metrics
+            )
 
 
 def _outcomes(task: str, samples: Sequence[_Sample]) -> pd.DataFrame:
@@ -239,7 +243,9 @@ def _outcomes(task: str, samples: Sequence[_Sample]) -> pd.DataFrame:
     for sample in samples:
         for metric, value in sample.metrics.items():
             pair = value if isinstance(value, list | tuple) and len(value) == 2 else (value, 1.0)
-            if all(isinstance(one, bool | int | float | np.number | np.bool_) for one in pair):
+            if all(
+                isinstance(number, bool | int | float | np.number | np.bool_) for number in pair
+            ):
                 name = _name(metric, sample.filter)
                 rows.append((task, sample.document, name, float(pair[0]), float(pair[1])))
     return pd.DataFrame(rows, columns=list(OUTCOME_COLUMNS)).astype({"document": "int64"})
@@ -281,21 +287,21 @@ def _scores(
 
 def group_scores(groups: Sequence[TaskGroup], scores: Sequence[Score]) -> tuple[GroupScore, ...]:
     """Return the scores of groups all of whose tasks have been scored, by lm-eval's arithmetic."""
-    found = []
+    scored = []
     for group in groups:
         by_task = {task: {s.metric: s for s in scores if s.task == task} for task in group.tasks}
         if not all(by_task.values()):
             continue
-        known = dict.fromkeys(metric for of in by_task.values() for metric in of)
-        for stated in group.metrics:
-            names = [metric for metric in known if base_metric(metric) == stated.metric]
-            if stated.filters is not None:
-                names = [_name(stated.metric, filter_) for filter_ in stated.filters]
+        metrics = dict.fromkeys(metric for of in by_task.values() for metric in of)
+        for group_metric in group.metrics:
+            names = [metric for metric in metrics if base_metric(metric) == group_metric.metric]
+            if group_metric.filters is not None:
+                names = [_name(group_metric.metric, filter_) for filter_ in group_metric.filters]
             for metric in names:
                 members = [of[metric] for of in by_task.values() if metric in of]
                 if members:
-                    found.append(_group_score(group, stated.weight_by_size, metric, members))
-    return tuple(found)
+                    scored.append(_group_score(group, group_metric.weight_by_size, metric, members))
+    return tuple(scored)
 
 
 def _group_score(

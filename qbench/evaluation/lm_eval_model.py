@@ -49,11 +49,11 @@ class ExternalScorer(LM):
         server leaves out the generated token: lm-eval's classes then take the prompt's last one for
         it, and drop it. llama-cpp-python's server does.
         """
-        asked = [
+        instances = [
             Instance(request_type="loglikelihood", doc={}, arguments=("The", f" {letter}"), idx=i)
             for i, letter in enumerate(ascii_lowercase)
         ]
-        answers = self._asked("loglikelihood", asked)
+        answers = self._asked("loglikelihood", instances)
         total = sum(math.exp(min(value, 1.0)) for value, _ in answers)
         if not total <= 1.01:  # servers round
             raise EvaluationError(

@@ -84,13 +84,13 @@ class TemplateTask(ConfigurableTask):
         for instance in self.instances:
             instance.resps, instance.filtered_resps = [], {}
 
-    def _function(self, name: str, stated: Any, read: Callable[[str], Any]) -> Any:
+    def _function(self, name: str, override: Any, read: Callable[[str], Any]) -> Any:
         """Return a function that renders a compiled template and reads the result as lm-eval does;
         what is ``stated`` if it is no template.
         """
-        template = getattr(self.config, name) if stated is None else stated
+        template = getattr(self.config, name) if override is None else override
         if self.prompt is not None or not isinstance(template, str) or template in self.features:
-            return stated
+            return override
         if template not in self._compiled:
             self._compiled[template] = utils.env.from_string(template)
         compiled = self._compiled[template]
@@ -145,8 +145,8 @@ def load_task(spec: TaskSpec, tokenizer: Path | None = None) -> LoadedTask:
     config["num_fewshot"] = spec.num_fewshot
     overrides, lines = _overrides(spec, config)
     if tokenizer is not None:
-        stated = config.get("metadata") or {}
-        overrides["metadata"] = {**stated, "tokenizer": str(tokenizer)}
+        metadata = config.get("metadata") or {}
+        overrides["metadata"] = {**metadata, "tokenizer": str(tokenizer)}
     try:
         _require_aggregations(spec, config)
         task = _build(spec, overrides)
@@ -189,8 +189,8 @@ def _overrides(
     if spec.stated_fewshot is not None:
         overrides["num_fewshot"] = spec.stated_fewshot
     if spec.hub_data is not None:
-        stated = config.get("dataset_kwargs") or {}
-        return {**overrides, "dataset_kwargs": {**stated, "revision": spec.hub_data.commit}}, ()
+        kwargs = config.get("dataset_kwargs") or {}
+        return {**overrides, "dataset_kwargs": {**kwargs, "revision": spec.hub_data.commit}}, ()
     if not spec.files:
         return overrides, ()
     splits: dict[str, Dataset] = {}
@@ -229,8 +229,8 @@ def _build(spec: TaskSpec, overrides: dict[str, Any]) -> ConfigurableTask:
         overrides = {**overrides, "process_docs": functools.cache(process)}
     # As lm-eval does before it builds tasks: some shuffle their choices meanwhile (gpqa).
     seed_generators()
-    whole = {"class": TemplateTask, **config, **overrides}
-    (task,) = TaskManager(include_defaults=False).load([whole])["tasks"].values()
+    definition = {"class": TemplateTask, **config, **overrides}
+    (task,) = TaskManager(include_defaults=False).load([definition])["tasks"].values()
     return task
 
 
@@ -251,26 +251,26 @@ def _require_examples(spec: TaskSpec, task: ConfigurableTask) -> None:
     where it leaves out the document that is asked about."""
     count = task.config.num_fewshot or 0
     needed = count + (task.fewshot_cfg.split == task.config.test_split)
-    if count and (there := len(task.sampler.df)) < needed:
+    if count and (documents := len(task.sampler.df)) < needed:
         raise DataError(
-            f"{spec.name}: num_fewshot {count}: there are {there} documents to draw examples from, "
-            f"{needed} are needed; lower num_fewshot"
+            f"{spec.name}: num_fewshot {count}: there are {documents} documents to draw examples "
+            f"from, {needed} are needed; lower num_fewshot"
         )
 
 
 def _require_metrics(spec: TaskSpec, task: ConfigurableTask) -> None:
     """Raise DataError for a metric that lm-eval does not know and would leave out."""
-    own = callable(task.config.process_results)
+    own_function = callable(task.config.process_results)
     for metric, aggregate in task.aggregation().items():
-        if aggregate is None or not (own or task._metric_fn_list.get(metric, True)):
+        if aggregate is None or not (own_function or task._metric_fn_list.get(metric, True)):
             raise _unknown_metric(spec, metric)
 
 
 def _require_aggregations(spec: TaskSpec, config: dict[str, Any]) -> None:
     """Raise DataError for a metric without an aggregation, stated or known to lm-eval."""
-    for stated in config.get("metric_list") or ():
-        if isinstance(stated, dict) and "aggregation" not in stated:
-            metric = stated.get("metric")
+    for entry in config.get("metric_list") or ():
+        if isinstance(entry, dict) and "aggregation" not in entry:
+            metric = entry.get("metric")
             if isinstance(metric, str) and get_metric_aggregation(metric) is None:
                 raise _unknown_metric(spec, metric)
 

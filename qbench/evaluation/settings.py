@@ -193,5 +193,5 @@ def hidden_size(config: Mapping[str, Any]) -> int:
     """Return a configuration's width, under the names that transformers' models have for it."""
     inner = config.get("text_config")
     levels = (config, inner) if isinstance(inner, Mapping) else (config,)
-    found = (level.get(n) for level in levels for n in ("hidden_size", "n_embd", "d_model"))
-    return next((n for n in found if isinstance(n, int) and n > 0), UNKNOWN_HIDDEN_SIZE)
+    widths = (level.get(n) for level in levels for n in ("hidden_size", "n_embd", "d_model"))
+    return next((n for n in widths if isinstance(n, int) and n > 0), UNKNOWN_HIDDEN_SIZE)

@@ -55,10 +55,12 @@ class Row:
         """Return the text in ``field``, empty for a null. Raises DataError if it holds no text."""
         text = self.fields.get(field, 0)
         if not isinstance(text, str | None):
-            known = ", ".join(name for name, one in self.fields.items() if isinstance(one, str))
+            fields = ", ".join(
+                name for name, value in self.fields.items() if isinstance(value, str)
+            )
             raise DataError(
                 f"{source}:{self.line}: no text in field {field!r}; give --field one of: "
-                f"{known or 'none'}"
+                f"{fields or 'none'}"
             )
         return text or ""
 
@@ -138,7 +140,7 @@ def _require_types(name: str, path: Path, rows: Sequence[Row]) -> None:
                     f"{kind} in line {line}; write the same kind in every line"
                 )
             if isinstance(value, list):
-                kinds = {KINDS[type(one)] for one in value if one is not None}
+                kinds = {KINDS[type(element)] for element in value if element is not None}
                 if len(kinds) > 1:
                     raise DataError(
                         f"{path}:{row.line}: {name}: the list in field {field!r} mixes "
@@ -286,10 +288,10 @@ def plan_task(
         if num_fewshot != (config["num_fewshot"] or 0):
             label += f" ({num_fewshot}-shot)"
         config["num_fewshot"] = num_fewshot
-    found, documents = _local_files(name, definition, config, data, files, fewshot_files)
+    data_files, documents = _local_files(name, definition, config, data, files, fewshot_files)
     others = [
         file.path.stem if file.split == evaluation_split(config) else f"examples: {file.path.stem}"
-        for file in found
+        for file in data_files
         if file.path.stem != file.split  # what stands for a split
     ]
     if others:
@@ -303,10 +305,10 @@ def plan_task(
         definition_digest=definition.digest,
         stated_fewshot=num_fewshot,
         num_fewshot=config["num_fewshot"] or 0,
-        needs_tokenizer=isinstance(config.get("custom_dataset"), Function) and not found,
+        needs_tokenizer=isinstance(config.get("custom_dataset"), Function) and not data_files,
         max_length=(config.get("metadata") or {}).get("max_length"),
-        files=found,
-        hub_data=None if found else _hub_data(name, config),
+        files=data_files,
+        hub_data=None if data_files else _hub_data(name, config),
         documents=documents,
         output_type=config.get("output_type", "generate_until"),
         max_gen_toks=_answer_tokens(name, config.get("generation_kwargs") or {}),
@@ -322,11 +324,11 @@ def fewshot_split(config: dict[str, Any]) -> str | None:
     """Return the split that few-shot examples come from; None if the task shows none."""
     if not config.get("num_fewshot"):
         return None
-    own = config.get("fewshot_config") or {}
-    if own.get("samples") is not None:
+    fewshot_config = config.get("fewshot_config") or {}
+    if fewshot_config.get("samples") is not None:
         return None
     return (
-        own.get("split")
+        fewshot_config.get("split")
         or config.get("fewshot_split")
         or config.get("training_split")
         or config.get("validation_split")
@@ -344,8 +346,8 @@ def shows_itself(config: dict[str, Any]) -> bool:
 
 def _leaves_out(config: dict[str, Any]) -> bool:
     """Return whether lm-eval draws one example more and drops the document that is asked about."""
-    stated = (config.get("fewshot_config") or {}).get("split") or config.get("fewshot_split")
-    return stated == config.get("test_split")
+    split = (config.get("fewshot_config") or {}).get("split") or config.get("fewshot_split")
+    return split == config.get("test_split")
 
 
 def _answer_tokens(name: str, generation: dict[str, Any]) -> int:
@@ -379,27 +381,27 @@ def _local_files(
             f"{name}: it is defined in Python and loads its data itself; run it without a data "
             "folder"
         )
-    wanted = {split: tuple(files or (split,))}
+    stems = {split: tuple(files or (split,))}
     if examples and examples != split:
-        wanted[examples] = tuple(fewshot_files or (examples,))
+        stems[examples] = tuple(fewshot_files or (examples,))
     elif fewshot_files:
         why = f"its examples are of {split}, which is scored" if examples else "it has no examples"
         raise RecipeError(
             f"tasks: {name}: files: fewshot names a file, but {why}; set num_fewshot, or leave "
             "fewshot out"
         )
-    paths = _paths(name, data / name, wanted, examples)
-    found, documents = [], None
+    paths = _paths(name, data / name, stems, examples)
+    data_files, documents = [], None
     for of, path in paths.items():
         rows, digest = read_rows(path)
         require_fields(name, definition, path, rows)
         _require_types(name, path, rows)
         if of == examples:
             _require_examples(name, config, path, len(rows))
-        found.append(DataFile(split=of, path=path, digest=digest))
+        data_files.append(DataFile(split=of, path=path, digest=digest))
         if of == split and not config.get("process_docs"):
             documents = len(rows)
-    return tuple(found), documents
+    return tuple(data_files), documents
 
 
 def _require_examples(name: str, config: dict[str, Any], path: Path, rows: int) -> None:
@@ -414,19 +416,19 @@ def _require_examples(name: str, config: dict[str, Any], path: Path, rows: int) 
 
 
 def _paths(
-    name: str, folder: Path, wanted: dict[str, tuple[str, ...]], examples: str | None
+    name: str, folder: Path, stems_of: dict[str, tuple[str, ...]], examples: str | None
 ) -> dict[str, Path]:
     """Return the file of each split. Raises MissingDataError for the first that is missing."""
     present = sorted(path.stem for path in folder.glob("*.jsonl"))
     paths = {}
-    for split, stems in wanted.items():
+    for split, stems in stems_of.items():
         stem = next((stem for stem in stems if stem in present), None)
         if stem is None:
             names = " or ".join(f"{stem}.jsonl" for stem in stems)
             what = f"for its examples no {names}" if split == examples else f"no {names}"
             other = present[0] if present else "FILE"
             files = f"{{fewshot: [{other}]}}" if split == examples else f"[{other}]"
-            has = ", ".join(f"{one}.jsonl" for one in present) or "nothing"
+            has = ", ".join(f"{name_}.jsonl" for name_ in present) or "nothing"
             raise MissingDataError(
                 f"{name}: {what} in {folder} (it has {has}); put the split "
                 "there, one JSON object a line, with the field names of the hub's; or put "
@@ -441,7 +443,7 @@ def _hub_data(name: str, config: dict[str, Any]) -> HubData | None:
     definition names.
     """
     repository = config.get("dataset_path")
-    stated = config.get("dataset_kwargs") or {}
+    kwargs = config.get("dataset_kwargs") or {}
     if (
         not isinstance(repository, str)
         or "class" in config
@@ -451,7 +453,7 @@ def _hub_data(name: str, config: dict[str, Any]) -> HubData | None:
     ):
         return None
     try:
-        commit = hub.dataset_commit(repository, stated.get("revision"), config.get("dataset_name"))
+        commit = hub.dataset_commit(repository, kwargs.get("revision"), config.get("dataset_name"))
     except DataError as error:
         raise DataError(
             f"{name}: {error}; or put the data into DIR/{name}/{evaluation_split(config)}.jsonl "

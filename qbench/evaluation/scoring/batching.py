@@ -37,7 +37,7 @@ class BatchPlan:
 
     @property
     def requests(self) -> int:
-        return sum(len(one.request_indices) for one in self.groups)
+        return sum(len(group.request_indices) for group in self.groups)
 
     def split(self) -> tuple[Self, Self] | None:
         """Return two halves; None for a single group."""
@@ -95,9 +95,9 @@ class Padding:
                 length = max(len(g.longest.inputs(self.max_length)) for g in part)
                 yield PaddedBatch(part, length, self)
 
-    def _angles(self, one: Group) -> int:
+    def _angles(self, group: Group) -> int:
         """Return a number that is the same for inputs that may share a batch."""
-        length = len(one.longest.inputs(self.max_length))
+        length = len(group.longest.inputs(self.max_length))
         if self.rope_limit is None or length <= self.rope_limit:
             return 0
         return length if self.one_length else 1
@@ -135,14 +135,14 @@ def _scored_by(
     of the states for each of its ``members``; a state that several requests score stands once.
     """
     rows, inverse = np.unique(np.concatenate(flat), return_inverse=True)
-    asked = [requests[i] for i in members]
-    index = np.concatenate([one.first + np.arange(one.scored) for one in asked])
-    token = np.concatenate([one.tokens[one.context :] for one in asked])
+    scored = [requests[i] for i in members]
+    index = np.concatenate([request.first + np.arange(request.scored) for request in scored])
+    token = np.concatenate([request.tokens[request.context :] for request in scored])
     return {
         "rows": rows,
         "scored": Scored(inverse, index, token),
         "request_indices": np.asarray(members),
-        "counts": np.asarray([one.scored for one in asked]),
+        "counts": np.asarray([request.scored for request in scored]),
     }
 
 
@@ -238,7 +238,10 @@ class Pack(BatchPlan):
         for group in self.groups:
             first, shared = len(ids), len(group.prefix)
             starts = []
-            for before, part in [(0, group.prefix), *((shared, one) for one in group.suffixes)]:
+            for before, part in [
+                (0, group.prefix),
+                *((shared, suffix) for suffix in group.suffixes),
+            ]:
                 start, end = len(ids), len(ids) + len(part)
                 starts.append(start)
                 ids += part
@@ -248,8 +251,8 @@ class Pack(BatchPlan):
                 seen += [np.arange(first, first + before), np.arange(start, end)]
             for i, suffix_index in group.request_indices:
                 request = requests[i]
-                own = len(group.suffixes[suffix_index]) if suffix_index >= 0 else 0
-                steps = np.arange(shared + own - request.scored, shared + own)
+                added = len(group.suffixes[suffix_index]) if suffix_index >= 0 else 0
+                steps = np.arange(shared + added - request.scored, shared + added)
                 shift = starts[suffix_index + 1] - shared - first if suffix_index >= 0 else 0
                 flat.append(first + steps + np.where(steps >= shared, shift, 0))
                 members.append(i)
@@ -274,8 +277,8 @@ def prefix_groups(
     by_context: dict[tuple[int, ...], list[int]] = {}
     for i, request in enumerate(requests):
         cut = len(request.tokens) - 1 > max_length
-        own = cut or request.context < LEAST
-        shared = request.tokens[:-1] if own else request.tokens[: request.context]
+        alone = cut or request.context < LEAST
+        shared = request.tokens[:-1] if alone else request.tokens[: request.context]
         by_context.setdefault(tuple(shared), []).append(i)
     groups = []
     for context, request_indices in by_context.items():
@@ -298,8 +301,8 @@ def _prefix_group(
     inputs = [requests[i].inputs(max_length) for i in request_indices]
     prefix = list(os.path.commonprefix(inputs))  # noqa: RUF071  of lists, not of paths
     suffixes: dict[tuple[int, ...], int] = {}
-    found = []
+    suffix_indexes = []
     for i, ids in zip(request_indices, inputs, strict=True):
         rest = tuple(ids[len(prefix) :])
-        found.append((i, suffixes.setdefault(rest, len(suffixes)) if rest else -1))
-    return PrefixGroup(prefix, [list(suffix) for suffix in suffixes], found)
+        suffix_indexes.append((i, suffixes.setdefault(rest, len(suffixes)) if rest else -1))
+    return PrefixGroup(prefix, [list(suffix) for suffix in suffixes], suffix_indexes)

@@ -131,10 +131,10 @@ def _prompts(
         add_bos=hflm.add_bos_token,
         prefix_id=hflm.prefix_token_id,
     )
-    stated = hflm.model.generation_config.max_new_tokens  # which transformers obeys first
+    max_new_tokens = hflm.model.generation_config.max_new_tokens  # which transformers obeys first
     prompts, truncated = [], 0
-    for ids, one in zip(encoded, kwargs, strict=True):
-        limit = one["max_gen_toks"]
+    for ids, settings in zip(encoded, kwargs, strict=True):
+        limit = settings["max_gen_toks"]
         if limit >= hflm.max_length:
             raise EvaluationError(
                 f"answers of up to {limit} tokens do not fit into evaluation.max_length "
@@ -142,10 +142,10 @@ def _prompts(
             )
         truncated += len(ids) > hflm.max_length - limit
         ids = ids[limit - hflm.max_length :] or [hflm.prefix_token_id]
-        prompts.append(Prompt(ids=ids, limit=stated or limit))
+        prompts.append(Prompt(ids=ids, limit=max_new_tokens or limit))
     if requests:
         counts.add_requests(requests[0].task_name, len(requests), truncated, hflm.max_length)
-    return prompts, [handle_stop_sequences(one.get("until"), eos=eos) for one in kwargs]
+    return prompts, [handle_stop_sequences(settings.get("until"), eos=eos) for settings in kwargs]
 
 
 def unsupported_by_slots(model: Any, kwargs: Sequence[Mapping[str, Any]]) -> str | None:
@@ -156,9 +156,9 @@ def unsupported_by_slots(model: Any, kwargs: Sequence[Mapping[str, Any]]) -> str
     more than keys and values of all tokens, or rounds them by what else is in the slots, or if
     rotary angles depend on the batch.
     """
-    if any(normalize_gen_kwargs(dict(one))["do_sample"] for one in kwargs):
+    if any(normalize_gen_kwargs(dict(settings))["do_sample"] for settings in kwargs):
         return "the task samples"
-    unlike = {name for one in kwargs for name, value in one.items() if value is not None}
+    unlike = {name for settings in kwargs for name, value in settings.items() if value is not None}
     unlike -= TASK_KEYS
     config = model.generation_config.to_diff_dict()
     if config.get("cache_implementation") != "quantized":
@@ -172,7 +172,9 @@ def unsupported_by_slots(model: Any, kwargs: Sequence[Mapping[str, Any]]) -> str
         return f"{moving} rotary angles depend on the batch"
     if one_scale(model):
         return "its KV cache has one scale for all answers of a batch"
-    plain = all(type(one) is DynamicLayer for one in DynamicCache(config=model.config).layers)
+    plain = all(
+        type(settings) is DynamicLayer for settings in DynamicCache(config=model.config).layers
+    )
     if plain and "position_ids" in inspect.signature(model.forward).parameters:
         return None
     return f"{type(model).__name__} keeps more than keys and values"
@@ -560,8 +562,8 @@ def _end_tokens(hflm: HFLM) -> set[int]:
     """Return the tokens that end an answer: the tokenizer's EOS, and those of
     generation_config.json.
     """
-    stated = hflm.model.generation_config.eos_token_id
-    several = stated if isinstance(stated, list) else [stated]
+    eos = hflm.model.generation_config.eos_token_id
+    several = eos if isinstance(eos, list) else [eos]
     return {token for token in (*several, hflm.eot_token_id) if token is not None}
 
 
@@ -577,13 +579,13 @@ def _settled(text: str, stops: Sequence[str]) -> bool:
     """Return whether ``text`` is cut at a stop string, and nothing that follows can cut it earlier:
     another stop string may have begun before and be incomplete.
     """
-    found = [text.find(stop) for stop in stops if stop and stop in text]
-    if not found:
+    cuts = [text.find(stop) for stop in stops if stop and stop in text]
+    if not cuts:
         return False
     return not any(
         len(text) - start < len(stop) and stop.startswith(text[start:])
         for stop in stops
-        for start in range(max(0, len(text) - len(stop) + 1), min(found))
+        for start in range(max(0, len(text) - len(stop) + 1), min(cuts))
     )
 
 
@@ -596,8 +598,8 @@ def generate_by_hflm(hflm: HFLM, requests: Sequence[Any], counts: Counts) -> lis
     broken: list[Tensor] = []
 
     def look(module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        found = ~torch.isfinite(output.logits[:, -1]).all()
-        broken[:] = [broken[0] | found if broken else found]
+        not_finite = ~torch.isfinite(output.logits[:, -1]).all()
+        broken[:] = [broken[0] | not_finite if broken else not_finite]
 
     hook = hflm.model.register_forward_hook(look)
     try:

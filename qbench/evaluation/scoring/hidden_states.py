@@ -154,12 +154,12 @@ def decoder_and_head(model: Any) -> tuple[torch.nn.Module, torch.nn.Module]:
         lambda: decoder(probe, use_cache=False)[0],
     ]
     with torch.no_grad():
-        whole, hidden = lockstep(model, calls)
+        logits, hidden = lockstep(model, calls)
         try:
-            same = torch.equal(whole, head(hidden))
+            same = torch.equal(logits, head(hidden))
         except RuntimeError:  # of another width than the head takes
             same = False
-    if not torch.isfinite(whole).all():
+    if not torch.isfinite(logits).all():
         raise EvaluationError(
             f"the logits of {type(model).__name__} are NaN or infinite on eight ordinary tokens, "
             "which no scoring mode can fix; check its weights, its quantizer and its dtype"

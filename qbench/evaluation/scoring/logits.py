@@ -66,8 +66,8 @@ class Projection:
         product's shape depends on the part alone, so that two heads round alike.
         """
         if self.chosen is not None:
-            whole = rows.new_zeros(self.total, rows.shape[1]).index_copy_(0, self.chosen, rows)
-            logits = head(whole)[self.chosen]
+            inputs = rows.new_zeros(self.total, rows.shape[1]).index_copy_(0, self.chosen, rows)
+            logits = head(inputs)[self.chosen]
             return lambda first, last: logits[first:last]
         missing = -len(rows) % self.multiple
         filled = functional.pad(rows, (0, 0, 0, missing)) if missing else rows
@@ -91,9 +91,9 @@ def try_out(head: torch.nn.Module, dtype: torch.dtype, device: torch.device) -> 
     longest = max(200, PARTS[-1][0] + max(n for _, n in PARTS) * multiple)
     x = torch.randn(longest, width, generator=generator).to(dtype)
     with torch.no_grad():
-        whole = head(x)
-        stable = all(torch.equal(head(x[:n]), whole[:n]) for n in SIZES) and all(
-            torch.equal(head(x[i : i + n * multiple]), whole[i : i + n * multiple])
+        product = head(x)
+        stable = all(torch.equal(head(x[:n]), product[:n]) for n in SIZES) and all(
+            torch.equal(head(x[i : i + n * multiple]), product[i : i + n * multiple])
             for i, n in PARTS
         )
     return Product(rows=max(64, 4 * threads**2), multiple=multiple, stable=stable)

@@ -86,7 +86,7 @@ class Backend:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _Call:
     """One call: its lm-eval instances, and their requests in token ids."""
 
     instances: Sequence[Any]
@@ -189,9 +189,9 @@ class Scorer(LM):
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         self._rolling |= {request.task_name: None for request in requests}
-        asked = self._windows(requests)
+        call = self._windows(requests)
         sums: list[float] = [0] * len(requests)
-        for window, (log_likelihood, _) in zip(asked.requests, self._answers(asked), strict=True):
+        for window, (log_likelihood, _) in zip(call.requests, self._answers(call), strict=True):
             sums[window.owner] += log_likelihood
         return sums
 
@@ -202,7 +202,7 @@ class Scorer(LM):
             return generate_by_hflm(self.hflm, requests, self._counts)
         return generate(self.hflm, requests, progress=self._progress, counts=self._counts)
 
-    def _pairs(self, instances: list[Any]) -> _Asked:
+    def _pairs(self, instances: list[Any]) -> _Call:
         encoded = encode_pairs(
             self.hflm.tokenizer,
             [instance.args for instance in instances],
@@ -213,9 +213,9 @@ class Scorer(LM):
         for owner, (context, continuation) in enumerate(encoded):
             requests.append(Request(context + continuation, len(context), owner, first))
             first += len(continuation)
-        return _Asked(instances, requests, windows=False)
+        return _Call(instances, requests, windows=False)
 
-    def _windows(self, instances: list[Any]) -> _Asked:
+    def _windows(self, instances: list[Any]) -> _Call:
         prefix_id = self.hflm.prefix_token_id
         texts = encode_texts(
             self.hflm.tokenizer,
@@ -231,48 +231,48 @@ class Scorer(LM):
                 context, continuation = make_disjoint_window(pair)
                 windows.append(Request(context + continuation, len(context), owner, first))
                 first += len(continuation)
-        return _Asked(instances, windows, windows=True)
+        return _Call(instances, windows, windows=True)
 
-    def _answers(self, asked: _Asked) -> list[LogLikelihood]:
-        check_lengths(asked.requests, self.settings.max_length)
-        check_tokens((request.tokens for request in asked.requests), self._embedded)
+    def _answers(self, call: _Call) -> list[LogLikelihood]:
+        check_lengths(call.requests, self.settings.max_length)
+        check_tokens((request.tokens for request in call.requests), self._embedded)
         limit = self.settings.max_length + 1
-        if asked.requests:
-            truncated = sum(len(request.tokens) > limit for request in asked.requests)
+        if call.requests:
+            truncated = sum(len(request.tokens) > limit for request in call.requests)
             self._counts.add_requests(
-                asked.task, len(asked.requests), truncated, self.settings.max_length
+                call.task, len(call.requests), truncated, self.settings.max_length
             )
-        if self.fast is not None and asked.requests:
-            answers = self._observed(self.fast, asked)
-            reason = self._compare(asked, answers)
+        if self.fast is not None and call.requests:
+            answers = self._observed(self.fast, call)
+            reason = self._compare(call, answers)
             if reason is None:
                 return answers
             if not self.settings.fallback:
                 raise EvaluationError(reason)
-            self._exact_tasks[asked.task] = reason
-        return self._observed(self.exact, asked)
+            self._exact_tasks[call.task] = reason
+        return self._observed(self.exact, call)
 
-    def _observed(self, backend: Backend, asked: _Asked) -> list[LogLikelihood]:
+    def _observed(self, backend: Backend, call: _Call) -> list[LogLikelihood]:
         observer = self._observer
         if observer is not None:
-            lengths = np.zeros(len(asked.instances), dtype=np.int64)
-            for request in asked.requests:
+            lengths = np.zeros(len(call.instances), dtype=np.int64)
+            for request in call.requests:
                 lengths[request.owner] += request.scored
-            observer.begin(asked.instances, lengths.tolist(), self.head)
-        answers = self._score(backend, asked.requests, asked.windows, self._counts, observer)
+            observer.begin(call.instances, lengths.tolist(), self.head)
+        answers = self._score(backend, call.requests, call.windows, self._counts, observer)
         if observer is not None:
             observer.end()
         return answers
 
-    def _compare(self, asked: _Asked, fast: Sequence[LogLikelihood]) -> str | None:
+    def _compare(self, call: _Call, fast: Sequence[LogLikelihood]) -> str | None:
         """Return why the ``fast`` scores are too far from exact ones; None if they are not.
 
         Some documents, of few windows one, are scored exactly, and twice as many as long as they do
         not tell whether the bias is within its bound.
         """
-        documents, exact = asked.documents, dict[int, LogLikelihood]()
+        documents, exact = call.documents, dict[int, LogLikelihood]()
         order = draw(documents, self.settings.seed)
-        count = min(SAMPLED_WINDOWS, self.settings.sample) if asked.windows else (
+        count = min(SAMPLED_WINDOWS, self.settings.sample) if call.windows else (
             self.settings.sample)  # fmt: skip
         if not count or not order:
             return None
@@ -280,13 +280,13 @@ class Scorer(LM):
             chosen = set(order[:count])
             indexes = [i for i, document in enumerate(documents) if document in chosen]
             new = [i for i in indexes if i not in exact]
-            requests = [asked.requests[i] for i in new]
-            scores = self._score(self._reference, requests, asked.windows, Counts())
+            requests = [call.requests[i] for i in new]
+            scores = self._score(self._reference, requests, call.windows, Counts())
             exact |= dict(zip(new, scores, strict=True))
             sample, off = compare(
-                asked.task,
+                call.task,
                 documents=[documents[i] for i in indexes],
-                tokens=[asked.requests[i].scored for i in indexes],
+                tokens=[call.requests[i].scored for i in indexes],
                 fast=[fast[i] for i in indexes],
                 exact=[exact[i] for i in indexes],
                 by_bias=self.settings.amplifies_rounding,
@@ -436,7 +436,7 @@ def compare(
     bias = by_document["per_token"].mean()  # requests of a document go together
     rows = by_document.indices.values()
     far = sample["per_token"].abs()
-    found = SampleDifference(
+    difference = SampleDifference(
         task=task,
         documents=len(bias),
         population=population,
@@ -448,21 +448,21 @@ def compare(
         bias_stderr=bias.sem() if len(bias) > 1 else None,
         by_bias=by_bias,
     )
-    return found, sample[["off", "per_token"]].abs().to_numpy().T
+    return difference, sample[["off", "per_token"]].abs().to_numpy().T
 
 
 def difference_from_exact(
-    found: Sequence[tuple[SampleDifference, np.ndarray]],
+    compared: Sequence[tuple[SampleDifference, np.ndarray]],
 ) -> DifferenceFromExact:
     """Return the record's summary of what :func:`compare` gave for each task."""
-    samples = tuple(sample for sample, _ in found)
-    whole, per_token = np.concatenate([np.zeros((2, 0)), *(off for _, off in found)], axis=1)
-    count = max(1, len(whole))
+    samples = tuple(sample for sample, _ in compared)
+    absolute, per_token = np.concatenate([np.zeros((2, 0)), *(off for _, off in compared)], axis=1)
+    count = max(1, len(absolute))
     return DifferenceFromExact(
         documents=sum(sample.documents for sample in samples),
-        requests=len(whole),
-        largest=float(whole.max(initial=0.0)),
-        mean=float(whole.sum()) / count,
+        requests=len(absolute),
+        largest=float(absolute.max(initial=0.0)),
+        mean=float(absolute.sum()) / count,
         largest_per_token=float(per_token.max(initial=0.0)),
         mean_per_token=float(per_token.sum()) / count,
         changed_answers=sum(sample.changed_answers for sample in samples),
