@@ -15,7 +15,12 @@ from torch import Tensor, nn
 from qbench.errors import QuantizationError
 from qbench.progress import Advance
 from qbench.quantizers.calibration import Calibration, watch_inputs
-from qbench.quantizers.config import ActivationEvidence, matching, require_matches
+from qbench.quantizers.config import (
+    ActivationEvidence,
+    ignore_advice,
+    matching,
+    require_matches,
+)
 from qbench.quantizers.fake_quant import FakeQuant, scale_of_tensor
 from qbench.quantizers.linear import kept_in_float32, matrices
 from qbench.quantizers.methods.input_formats import FakeQuantized
@@ -105,8 +110,8 @@ def calibrate(
     for name, (low, high) in ranges.items():
         if high < low:
             raise QuantizationError(
-                f"{name}: calibration text never reaches it; add text, or leave it out: ignore: "
-                f"[{name.rpartition('.')[2]}]"
+                f"{name}: calibration text never reaches it; add text, or leave it out: "
+                f"{ignore_advice([name], modules)}"
             )
         if not (low.isfinite() and high.isfinite()):
             raise QuantizationError(f"{name}: its inputs on calibration text are not finite")

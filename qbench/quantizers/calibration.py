@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qbench.errors import DataError, QuantizationError, some
 from qbench.progress import Advance
+from qbench.quantizers.config import ignore_advice
 from qbench.quantizers.texts import CalibrationText, draw_windows
 from qbench.streaming import Stop, decoder_blocks, offload
 
@@ -180,10 +181,9 @@ class SequentialCalibrator:
         if known is not None:
             return
         if missing := sorted(set(layers) - reached):
-            parts = dict.fromkeys(name.rpartition(".")[2] for name in missing)
             raise QuantizationError(
                 f"calibration never reaches {some(missing, 3)}; leave out what the model does not "
-                f"call: ignore: [{', '.join(parts)}]"
+                f"call: {ignore_advice(missing, layers)}"
             )
         self._calls[len(ids)], self.groups = calls, groups
 
@@ -242,8 +242,8 @@ def _blocks(model: nn.Module, layers: dict[str, nn.Linear]) -> tuple[str, nn.Mod
     outside = [n for n in layers if not n.startswith(f"{name}.")]
     if outside:
         raise QuantizationError(
-            f"linear layers outside the blocks {name}: {', '.join(outside)}; set ignore: "
-            f"[{', '.join(dict.fromkeys(n.rpartition('.')[2] for n in outside))}]"
+            f"linear layers outside the blocks {name}: {', '.join(outside)}; set "
+            f"{ignore_advice(outside, layers)}"
         )
     return name, blocks
 

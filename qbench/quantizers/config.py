@@ -93,9 +93,16 @@ def alike(names: Iterable[str]) -> dict[str, list[str]]:
     return groups
 
 
-def ignore_advice(names: Iterable[str]) -> str:
-    """Return the ``ignore`` setting that leaves ``names`` out, as patterns over full names."""
-    return "ignore: [" + ", ".join(f"'{shared}'" for shared in alike(names)) + "]"
+def ignore_advice(names: Iterable[str], every: Iterable[str]) -> str:
+    """Return the ``ignore`` setting that leaves ``names`` out, and no other of ``every`` layer:
+    patterns over full names, if all layers that match them are to be left out, or full names."""
+    whole = alike(every)
+    patterns = [
+        pattern
+        for shared, members in alike(names).items()
+        for pattern in ([shared] if len(members) == len(whole.get(shared, ())) else members)
+    ]
+    return "ignore: [" + ", ".join(f"'{pattern}'" for pattern in patterns) + "]"
 
 
 def require_groups(what: str, features: Mapping[str, int], size: int, noun: str) -> None:
@@ -110,7 +117,9 @@ def require_groups(what: str, features: Mapping[str, int], size: int, noun: str)
     advice = f"group_size {fit} fits every layer" if fit else "no group_size fits every layer"
     named = [f"{shared} ({misfits[one[0]]:,})" for shared, one in alike(misfits).items()]
     others = (
-        f", or leave them out: {ignore_advice(misfits)}" if len(misfits) < len(features) else ""
+        f", or leave them out: {ignore_advice(misfits, features)}"
+        if len(misfits) < len(features)
+        else ""
     )
     raise QuantizationError(
         f"{what}: group_size {size} does not divide the {noun} of {', '.join(named)}; {advice}"

@@ -22,6 +22,7 @@ from qbench.errors import QuantizationError
 from qbench.progress import Advance
 from qbench.quantizers import packed
 from qbench.quantizers.calibration import Calibration, SequentialCalibrator
+from qbench.quantizers.config import ignore_advice
 from qbench.quantizers.formats import WHOLE_ROW
 from qbench.quantizers.linear import Tensors, linears
 from qbench.quantizers.methods.weight_only import Gptq
@@ -59,7 +60,8 @@ def quantize_model(
             if not hessian.any():
                 raise QuantizationError(
                     f"{settings.name}: {name}: no calibration text reaches it (an expert that is "
-                    f"never chosen?); calibrate on more samples, or leave it out: ignore: [{name}]"
+                    f"never chosen?); calibrate on more samples, or leave it out: "
+                    f"{ignore_advice([f'{path}.{member}' for member in group], layers)}"
                 )
             members = [block.get_submodule(name) for name in group]
             # Rows are independent: layers with the same Hessian are solved together.

@@ -312,9 +312,12 @@ def skipped(model):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (outside, r"outside the blocks model.layers: model.extra; set ignore: \[extra\]"),
+        (outside, r"outside the blocks model.layers: model.extra; set ignore: \['model.extra'\]"),
         (changed_between, r"layers.1: does not receive"),
-        (skipped, r"calibration never reaches model.layers.0.*: ignore: \[down_proj, "),
+        (
+            skipped,
+            r"never reaches model.layers.0.*: ignore: \['model.layers.0.mlp.down_proj', ",
+        ),
         (depends_on_text, "depend on the text"),
     ],
 )
