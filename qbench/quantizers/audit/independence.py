@@ -41,11 +41,11 @@ def independence(
     probe: Tensor,
     row_by_row: RowByRow = nullcontext,
 ) -> tuple[BatchDependence, BatchDependence, list[str]]:
-    """Causality and independence of batch-mates, and what of it is undeclared.
+    """Measure how far logits depend on later tokens, and on the other rows of a batch; return both,
+    and a line per dependence that the settings do not declare.
 
-    ``probe``: token ids [batch of 2 or more, time]. Rows of a kernel's tile may owe each other
-    their last bits, and a quantized model other rows than the unquantized one: both are measured
-    within ``row_by_row``, where no row does.
+    ``probe``: token ids [B ≥ 2, T]. Within ``row_by_row`` of a model no row of its attention
+    changes the last bits of another, as rows of a kernel's tile may: both models are measured so.
     """
     futures, mates = (_changed(probe, part) for part in (LAST_TOKEN, OTHER_ROWS))
 
@@ -101,22 +101,22 @@ def _moved_by_length(model: nn.Module, probe: Tensor, base: Tensor) -> float:
 
 
 def _changed(ids: Tensor, part: Any) -> list[Tensor]:
-    """``ids`` with other tokens in ``part``."""
-    vocabulary, found = int(ids.max()) + 1, []
+    """Return copies of ``ids`` [B, T] with other tokens in ``part``, one per shift."""
+    vocabulary, copies = int(ids.max()) + 1, []
     for shift in SHIFTS:
         other = ids.clone()
         other[part] = (other[part] + shift) % vocabulary
-        found.append(other)
-    return found
+        copies.append(other)
+    return copies
 
 
 def _most(base: Tensor, changed: list[Tensor], watched: Any) -> float:
-    """Largest movement of a watched logit over all changes."""
+    """Return the largest difference of a ``watched`` logit over all ``changed`` texts."""
     return max(_moved(base[watched], logits[watched]) for logits in changed)
 
 
 def logits(model: nn.Module, ids: Tensor) -> Tensor:
-    """Of token ids [B, T], float32 [B, T, V]."""
+    """Return the float32 logits [B, T, V] of token ids [B, T]."""
     device = next(model.parameters()).device
     return model(input_ids=ids.to(device), use_cache=False).logits.float()
 
@@ -126,7 +126,7 @@ def _logits(model: nn.Module, texts: list[Tensor]) -> list[Tensor]:
 
 
 def _moved(before: Tensor, after: Tensor) -> float:
-    """Infinite where one is finite and the other not."""
+    """Return the largest |difference|; infinite if one of a pair is finite and the other not."""
     difference = (after - before).abs().nan_to_num(nan=torch.inf)
     difference[before.isnan() & after.isnan()] = 0
     return float(difference.max()) if difference.numel() else 0.0

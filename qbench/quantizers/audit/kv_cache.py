@@ -42,53 +42,53 @@ ROUNDED = {torch.bfloat16: 2e-2, torch.float16: 2e-3}  # relative, of an attenti
 def measure_kv(
     quantized: nn.Module, config: QuantizationConfig, probe: Tensor
 ) -> tuple[KVAudit | None, list[str]]:
-    """What ``quantized`` reads of its cache on ``probe`` (token ids [B, T]), and what is wrong with
-    it, a line each. None where no attention has one."""
-    found = evidence_of(quantized, config, "kv_cache")
+    """Measure what ``quantized`` reads of its KV cache on token ids ``probe`` [B, T]; return that,
+    None if no attention has a cache, and what is wrong, one line each."""
+    installed = evidence_of(quantized, config, "kv_cache")
     problems = [
         f"{name}: its KV cache is not quantized"
         for name in attention_modules(quantized)
-        if name not in found
+        if name not in installed
     ]
-    names = {quantized.get_submodule(name): name for name in found}
-    consumed: dict[str, Any] = {}
+    names = {quantized.get_submodule(name): name for name in installed}
+    traces: dict[str, Any] = {}
     returned: dict[str, str] = {}
-    caches = set(found.values())
+    caches = set(installed.values())
     for cache in caches:
-        cache.watch = lambda module, read: consumed.update({names[module]: read})
+        cache.watch = lambda module, read: traces.update({names[module]: read})
 
     def compare(module: nn.Module, query: Tensor, output: Tensor, options: dict[str, Any]) -> None:
-        if (name := names.get(module)) in consumed:
-            problem = wrong_output(consumed[name], found[name], query, output, options)
+        if (name := names.get(module)) in traces:
+            problem = wrong_output(traces[name], installed[name], query, output, options)
             if problem:
                 returned[name] = f"{name}: {problem}"
 
     try:
         with watched_attention(quantized, compare):
-            quantized(input_ids=_long_enough(probe, found, quantized), use_cache=False)
+            quantized(input_ids=_long_enough(probe, installed, quantized), use_cache=False)
     finally:
         for cache in caches:
             cache.watch = None
     problems += [
         f"{name}: its attention does not read the quantized cache"
-        for name in found
-        if name not in consumed
+        for name in installed
+        if name not in traces
     ]
     modules, bits = [], config.kv_cache.precision.bits
-    for name, read in consumed.items():
-        module, wrong = _module(name, read, found[name], bits)
+    for name, read in traces.items():
+        module, wrong = _module(name, read, installed[name], bits)
         modules.append(module)
         problems += wrong
     problems += returned.values()
     if not modules:
         return None, problems or ["the KV cache should be quantized, but no attention has one"]
-    return _summary(modules, consumed, found, quantized), problems
+    return _summary(modules, traces, installed, quantized), problems
 
 
-def _long_enough(probe: Tensor, found: Mapping[str, KVFakeQuant], model: nn.Module) -> Tensor:
+def _long_enough(probe: Tensor, installed: Mapping[str, KVFakeQuant], model: nn.Module) -> Tensor:
     """Return ``probe`` [B, T], repeated until some queries read several quantized tokens."""
     needed = max(
-        (e.sink_tokens + e.residual_length + max(16, 2 * e.key_group) for e in found.values()),
+        (e.sink_tokens + e.residual_length + max(16, 2 * e.key_group) for e in installed.values()),
         default=0,
     )
     context = context_length(model.config.to_dict())
@@ -277,17 +277,17 @@ def _measure(x: Tensor, y: Tensor, form: QuantFormat, rounding: float) -> dict[s
 
 def _summary(
     modules: list[KVModuleAudit],
-    consumed: Mapping[str, Any],
-    found: Mapping[str, KVFakeQuant],
+    traces: Mapping[str, Any],
+    installed: Mapping[str, KVFakeQuant],
     model: nn.Module,
 ) -> KVAudit:
     """Over all modules; the memory is that of a sequence as long as the context."""
-    any_read = next(iter(consumed.values()))
+    any_read = next(iter(traces.values()))
     tokens = context_length(model.config.to_dict()) or any_read.pair.key.shape[2]
     stored = values = 0.0
     error, size = [0.0, 0.0], [0.0, 0.0]
     for module in modules:
-        read, evidence = consumed[module.name], found[module.name]
+        read, evidence = traces[module.name], installed[module.name]
         for i, (x, group, whole) in enumerate(
             ((read.pair.key, evidence.key_group, module.key_error),
              (read.pair.value, 1, module.value_error))

@@ -22,8 +22,8 @@ def measure_transform(
     probe: Tensor,
     before: Tensor,
 ) -> tuple[float, list[str]]:
-    """Transform ``original`` as ``quantized`` was, in place: how far its logits on ``probe`` moved
-    from those ``before``, relative to their norm, and what is wrong with that."""
+    """Transform ``original`` in place as ``quantized`` was; return ‖logits − before‖ / ‖before‖ on
+    token ids ``probe`` [B, T], and a line if that is more than rounding."""
     tensors = getattr(quantized, TRANSFORM)
     backend(config.transform).transform(original, config.transform, tensors)
     off = float((logits(original, probe) - before).norm() / before.norm())

@@ -8,11 +8,12 @@ that it is, whatever its class.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -41,192 +42,210 @@ NEARER = 0.9  # of a relative error; of rounding alone, fitted factors take off 
 MOST_FITTED = 0.7  # relative error after fitted factors; unrelated matrices keep nearly 1
 
 
+class Zeroed(NamedTuple):
+    """Columns of a layer that quantizing made zeros."""
+
+    columns: Tensor  # bool [in]
+    squares: Tensor  # float32 [in], the sum of the original's squared weights per column
+    allowed: float  # share of the layer's squared products that may be lost with them
+
+
+class LayerResult(NamedTuple):
+    """What was measured of one quantized layer."""
+
+    audit: ModuleAudit
+    problems: list[str]
+    error_squared: float
+    norm_squared: float
+    factor: Tensor | None  # [out, in], moved into this layer and to be taken off in its neighbours
+    zeroed: Zeroed | None
+
+
 def measure_weights(
     original: nn.Module,
-    wanted: Mapping[str, Matrix],
+    originals: Mapping[str, Matrix],
     quantized: nn.Module,
     config: QuantizationConfig,
     probe: Tensor,
     inputs: Mapping[str, Tensor],
 ) -> tuple[dict[str, Any], list[str]]:
-    """Compare the weights of ``quantized`` with ``wanted``, the matrices of ``original``; return
-    fields of an ``Audit``, and what is wrong. ``probe``: token ids [B, T]; ``inputs``: by layer the
-    first rows that it was given, see ``recorded_inputs``."""
+    """Compare the weights of ``quantized`` with ``originals``, the matrices of ``original``.
+
+    ``probe``: token ids [B, T]; ``inputs``: by layer the first rows that it was given, see
+    ``recorded_inputs``. Returns fields of an ``Audit``, and what is wrong, one line each.
+    """
     if config.weights is None:
         dtype = getattr(torch, config.compute_dtype)
         fields = {"bits": None, "coverage": 0.0, "weight_error": 0.0, "levels": 0}
         fields["bits_per_weight"] = 8.0 * dtype.itemsize
-        problems = _changed(original, wanted.values(), quantized, dtype)
-        ends, changed = _others(original, quantized, config, ())
+        problems = _changed_matrices(original, originals.values(), quantized, dtype)
+        ends, changed = _changed_others(original, quantized, config, ())
         return fields, problems + ends + changed
     stored = evidence_of(quantized, config, "weights")
-    ignored, weights = matching(wanted, config.ignore), matrices_size(wanted.values())
-    remaining = [matrix for name, matrix in wanted.items() if name not in stored]
-    missing = [matrix for matrix in remaining if matrix.name not in ignored]
-    because = {
-        matrix.name: "ignore of the settings"
-        if matrix.name in ignored
-        else matrix.holder
-        if matrix.holder == KEPT
-        else f"{'not quantized' if matrix.linear else 'no linear layer'} ({matrix.holder})"
-        for matrix in remaining
-    }
-    problems = _uncovered(missing, weights, config.method)
+    ignored, total = matching(originals, config.ignore), matrices_size(originals.values())
+    unquantized = [matrix for name, matrix in originals.items() if name not in stored]
+    because = {matrix.name: _reason(matrix, ignored) for matrix in unquantized}
+    missing = [matrix for matrix in unquantized if matrix.name not in ignored]
+    problems = _uncovered(missing, total, config.method)
     problems += [
         f"{name}: quantized, though the settings leave it out"
         for name in stored
         if name in ignored
-        or (not config.weights.prequantized and not _is_matrix_of(original, name, wanted))
+        or (not config.weights.prequantized and not _is_matrix(name, original, originals))
     ]
-    problems += _changed(original, remaining, quantized, None)
-    ends, changed = _others(original, quantized, config, stored)
-    rescales = config.weights.prequantized and bool(changed)
-    modules: list[ModuleAudit] = []
-    error_squared = norm_squared = 0.0
+    problems += _changed_matrices(original, unquantized, quantized, None)
+    ends, changed = _changed_others(original, quantized, config, stored)
+    results: list[LayerResult] = []
     rescaled = 0
-    zeroed: dict[str, tuple[Tensor, Tensor, float]] = {}
-    for name in (name for name in wanted if name in stored):
+    for name in (name for name in originals if name in stored):
         try:
             packed = stored[name]()
             load_block(original, name)
-            module = quantized.get_submodule(name)
-            one, wrong, sums, factor, dead = measure(
-                wanted[name],
-                module,
+            result = measure(
+                originals[name],
+                quantized.get_submodule(name),
                 packed,
                 config.weights,
-                rescales=rescales,
+                rescales=config.weights.prequantized and bool(changed),
                 inputs=inputs.get(name),
             )
-            if factor is not None:  # the original, which is consumed, with the same factors
-                wanted[name].weight.data.mul_(factor)
+            if result.factor is not None:  # the original gets the same factors
+                originals[name].weight.data.mul_(result.factor)
                 rescaled += 1
-            if config.weights.needs_calibration and one.dead_inputs:
-                norms = wanted[name].weight.float().square().sum(dim=0)
-                lost = float(norms[dead].sum())
-                rounding = max(0.0, sums[0] - lost) / max(sums[1] - lost, 1e-30)
-                zeroed[name] = dead, norms, max(MOST_ZEROED, rounding)
-            modules.append(one)
-            error_squared, norm_squared = error_squared + sums[0], norm_squared + sums[1]
-            problems += wrong
-        except Exception as error:  # whatever a broken layer raises is what is wrong with it
+            results.append(result._replace(factor=None))  # as large as the weight
+        except Exception as error:  # a broken layer may raise anything
             problems.append(f"{name}: cannot be measured: {first_line(error)}")
+    problems += [line for result in results for line in result.problems]
+    zeroed = {one.audit.name: one.zeroed for one in results if one.zeroed is not None}
     if zeroed:
-        problems += _missed(original, zeroed, probe)
+        problems += _lost_products(original, zeroed, probe)
     problems += ends if rescaled else ends + changed
-    covered = sum(one.parameters for one in modules)
-    bits = sum(one.bits_per_weight * one.parameters for one in modules)
+    modules = tuple(result.audit for result in results)
+    covered = sum(module.parameters for module in modules)
+    bits = sum(module.bits_per_weight * module.parameters for module in modules)
+    squares = zip(*((one.error_squared, one.norm_squared) for one in results), strict=True)
     return {
         "bits": config.weights.num_bits,
-        "coverage": covered / weights if weights else 0.0,
+        "coverage": covered / total if total else 0.0,
         "bits_per_weight": bits / covered if covered else 0.0,
-        "weight_error": relative_error(error_squared, norm_squared),
-        "levels": max((one.levels for one in modules), default=0),
+        "weight_error": relative_error(*map(sum, squares)) if results else 0.0,
+        "levels": max((module.levels for module in modules), default=0),
         "rescaled": rescaled,
         "left_out": tuple(because),
         "left_out_because": because,
-        "modules": tuple(modules),
+        "modules": modules,
         "digest": _digest({module.name: module.digest for module in modules}),
     }, problems
 
 
-def _is_matrix_of(original: nn.Module, name: str, wanted: Mapping[str, Matrix]) -> bool:
-    """Return whether ``name`` is a matrix of ``wanted``, or another name of one that is shared."""
+def _reason(matrix: Matrix, ignored: Collection[str]) -> str:
+    """Return why ``matrix`` is not quantized."""
+    if matrix.name in ignored:
+        return "ignore of the settings"
+    if matrix.holder == KEPT:
+        return matrix.holder
+    return f"{'not quantized' if matrix.linear else 'no linear layer'} ({matrix.holder})"
+
+
+def _is_matrix(name: str, original: nn.Module, originals: Mapping[str, Matrix]) -> bool:
+    """Return whether ``name`` is one of ``originals``, or another name of a shared one."""
     weight = held(original, f"{name}.weight")
-    return name in wanted or any(one.weight is weight for one in wanted.values())
+    return name in originals or any(matrix.weight is weight for matrix in originals.values())
 
 
-def _uncovered(missing: list[Matrix], weights: int, method: str) -> list[str]:
-    """What is not quantized though the settings ask for it: any linear layer, and other matrices
-    that are more than ``MOST_UNQUANTIZED`` of all ``weights`` together."""
+def _uncovered(missing: list[Matrix], total: int, method: str) -> list[str]:
+    """Return a line if linear layers are ``missing`` though the settings want them quantized, and
+    one if other matrices are more than ``MOST_UNQUANTIZED`` of all ``total`` weights."""
     missing.sort(key=lambda matrix: -matrix.weight.numel())
     layers = [matrix for matrix in missing if matrix.linear]
     problems = [f"not quantized: {_some(layers)}"] if layers else []
     others = [matrix for matrix in missing if not matrix.linear and matrix.holder != KEPT]
-    if matrices_size(others) > MOST_UNQUANTIZED * weights:
+    if matrices_size(others) > MOST_UNQUANTIZED * total:
         problems.append(
-            f"not quantized: {_some(others)}, {matrices_size(others) / weights:.1%} of all "
+            f"not quantized: {_some(others)}, {matrices_size(others) / total:.1%} of all "
             f"weights; {method} takes linear layers only: set ignore: "
             f"[{', '.join(dict.fromkeys(_word(matrix.name) for matrix in others))}] to allow it"
         )
     return problems
 
 
-def _changed(
+def _changed_matrices(
     original: nn.Module,
-    remaining: Iterable[Matrix],
+    unquantized: Iterable[Matrix],
     quantized: nn.Module,
     dtype: torch.dtype | None,
 ) -> list[str]:
-    """Matrices that are not quantized and not the original's, a line each. ``dtype``: what all are
-    plain weights in, where none is quantized."""
+    """Return a line per matrix that should be the original's and is not. ``dtype``: that of all
+    weights if no layer is quantized, else None."""
     after, lines = matrices(quantized), []
-    for matrix in remaining:
+    for matrix in unquantized:
         load_block(original, matrix.name)
         load_block(quantized, matrix.name)
-        found = after[matrix.name].weight if matrix.name in after else None
-        if dtype and (found is None or type(found.data) is not Tensor or found.dtype != dtype):
+        weight = after[matrix.name].weight if matrix.name in after else None
+        if dtype and (weight is None or type(weight.data) is not Tensor or weight.dtype != dtype):
             lines.append(
                 f"{matrix.name}: not a plain weight in {str(dtype).removeprefix('torch.')}"
             )
-        elif found is None or not _same(found, matrix.weight):
+        elif weight is None or not _same(weight, matrix.weight):
             what = "not the original weights" if dtype else "neither quantized nor the original"
             lines.append(f"{matrix.name}: {what}")
     return lines
 
 
-def _others(
+def _changed_others(
     original: nn.Module,
     quantized: nn.Module,
     config: QuantizationConfig,
     stored: Collection[str],
 ) -> tuple[list[str], list[str]]:
-    """What is no weight matrix and not the original's, a line each: embeddings, LM head, biases
-    that the original lacks; and norms and other biases, which differ too where factors were moved
-    into them. A copy of somebody's may hold all in another dtype, and embeddings and LM head
-    rounded as its layers, which are ``stored``."""
-    weights, known = config.weights, others(original)
+    """Compare the parameters that are no weight matrices. Return a line per changed embedding or LM
+    head and per bias that the original lacks; and a line per changed norm or other bias, which
+    differ too if factors were moved into them.
+
+    A published copy may hold all of them in another dtype, and embeddings and LM head rounded as
+    its quantized layers, ``stored``, are.
+    """
+    weights, before, after = config.weights, others(original), others(quantized)
     copied = weights is not None and weights.prequantized
-    theirs = "what the transform makes of the original" if config.transform else "the original's"
+    whose = "what the transform makes of the original" if config.transform else "the original's"
     names = {id(module): name for name, module in quantized.named_modules()}
-    pairs: dict[str, tuple[Tensor, Tensor | None, bool]] = {}
+    pairs: dict[str, tuple[Tensor, Tensor | None, bool]] = {}  # original, quantized, rounded
     for what, getter in ENDS.items():
-        wanted, holder = (getattr(model, getter)() for model in (original, quantized))
-        if wanted is None:
+        module, holder = (getattr(model, getter)() for model in (original, quantized))
+        if module is None:
             continue
-        found, rounded = getattr(holder, "weight", None), names.get(id(holder)) in stored
-        if rounded and (found is None or not found.is_floating_point()):
-            found = forward_weight(holder, wanted.weight.shape[1], wanted.weight.dtype)
-        pairs[what] = wanted.weight, found, rounded or (copied and weights.ends_quantized)
-    ends = {id(wanted) for wanted, *_ in pairs.values()}
-    after = others(quantized)
+        weight, rounded = getattr(holder, "weight", None), names.get(id(holder)) in stored
+        if rounded and (weight is None or not weight.is_floating_point()):
+            weight = forward_weight(holder, module.weight.shape[1], module.weight.dtype)
+        pairs[what] = module.weight, weight, rounded or (copied and weights.ends_quantized)
+    ends = {id(tensor) for tensor, *_ in pairs.values()}
     pairs |= {
-        name: (wanted, after.get(name, held(quantized, name)), False)
-        for name, wanted in known.items()
-        if id(wanted) not in ends
+        name: (tensor, after.get(name, held(quantized, name)), False)
+        for name, tensor in before.items()
+        if id(tensor) not in ends
     }
-    problems: list[str] = []
-    changed: list[str] = []
-    for what, (wanted, found, rounded) in pairs.items():
-        lines = problems if what in ENDS else changed
+    of_ends: list[str] = []
+    of_others: list[str] = []
+    for what, (tensor, changed, rounded) in pairs.items():
+        lines = of_ends if what in ENDS else of_others
         if not copied:
-            if found is None or not _same(found, wanted.to(found.device)):
-                lines.append(f"{what}: not {theirs}")
+            if changed is None or not _same(changed, tensor.to(changed.device)):
+                lines.append(f"{what}: not {whose}")
             continue
         allowed, off = weights.error_bound() if rounded else ROUNDED, math.inf
-        if found is not None and found.shape == wanted.shape:
-            off = relative(values(found), wanted.to(found.device))
+        if changed is not None and changed.shape == tensor.shape:
+            off = relative(values(changed), tensor.to(changed.device))
         if not off <= allowed:
             lines.append(f"{what}: {off:.2g} off the original's: is it another model's?")
     for name in stored:
         bias = held(quantized, f"{name}.bias")
-        if bias is not None and f"{name}.bias" not in known and bool(bias.any()):
-            problems.append(f"{name}.bias: the original has none")
-    return problems, changed
+        if bias is not None and f"{name}.bias" not in before and bool(bias.any()):
+            of_ends.append(f"{name}.bias: the original has none")
+    return of_ends, of_others
 
 
 def held(model: nn.Module, name: str) -> Tensor | None:
-    """The parameter or buffer ``name`` of ``model``, if it has it."""
+    """Return the parameter or buffer ``name`` of ``model``; None if it has none."""
     path, _, part = name.rpartition(".")
     try:
         return getattr(model.get_submodule(path), part, None)
@@ -234,12 +253,12 @@ def held(model: nn.Module, name: str) -> Tensor | None:
         return None
 
 
-def _same(found: Tensor, wanted: Tensor) -> bool:
-    """Equal but for a cast; NaN equals NaN."""
-    if found.shape != wanted.shape:
+def _same(tensor: Tensor, expected: Tensor) -> bool:
+    """Return whether ``tensor`` is ``expected`` cast to its dtype; NaN equals NaN."""
+    if tensor.shape != expected.shape:
         return False
-    found, cast = values(found), values(wanted).to(found.dtype)
-    return bool(((found == cast) | (found.isnan() & cast.isnan())).all())
+    tensor, cast = values(tensor), values(expected).to(tensor.dtype)
+    return bool(((tensor == cast) | (tensor.isnan() & cast.isnan())).all())
 
 
 @torch.no_grad()
@@ -251,103 +270,112 @@ def measure(
     *,
     rescales: bool = False,
     inputs: Tensor | None = None,
-) -> tuple[ModuleAudit, list[str], tuple[float, float], Tensor | None, Tensor]:
-    """``module``, and what it says that it stores, against the unquantized ``matrix``: its audit,
-    what is wrong with it, the squared norms of its error and of the matrix, the factors
-    [out, in] that other layers must take off again, if it ``rescales`` and there are any, and which
-    columns [in] became zeros."""
+) -> LayerResult:
+    """Compare the forward pass of ``module``, and what it says that it stores, with the original
+    ``matrix`` [out, in].
+
+    ``rescales``: factors may have been moved into neighbouring layers. ``inputs``: rows that the
+    model gave the module.
+    """
     rows, columns = matrix.weight.shape
     weight = forward_weight(module, columns, matrix.weight.dtype)
-    wanted = matrix.weight.float()
+    expected = matrix.weight.float()
     fitted, factor = weight.float(), None
     if rescales and weight.isfinite().all():
-        fitted, factor = fit(fitted, wanted, settings.error_bound())
-    difference = fitted - wanted
-    dead = (weight == 0).all(dim=0) & (wanted != 0).any(dim=0)
-    kept = ~dead if settings.needs_calibration else torch.ones_like(dead)  # see _missed
-    draw = torch.Generator().manual_seed(0)
-    x = torch.randn(16, columns, generator=draw).to(weight.device, matrix.weight.dtype)
-    known = weight if stored.dequantize is None else stored.dequantize()
-    expected = x.float() @ weight.float().T
-    if module.bias is not None:
-        expected = expected + module.bias.float()
-    products, squares = ((fitted * wanted) * kept).sum(1), (wanted.square() * kept).sum(1)
+        fitted, factor = fit(fitted, expected, settings.error_bound())
+    difference = fitted - expected
+    dead = (weight == 0).all(dim=0) & (expected != 0).any(dim=0)
+    kept = ~dead if settings.needs_calibration else torch.ones_like(dead)  # see _lost_products
+    products, squares = (fitted * expected * kept).sum(1), (expected.square() * kept).sum(1)
     bits = getattr(settings, "least_bits", settings.num_bits)
     far = (products - squares).abs() > min(0.75, 0.1 + 2.0 ** (1 - bits)) * squares
-    real = {}
-    if inputs is not None and inputs.is_floating_point():
-        x_real = inputs.to(weight.device)
-        right = x_real.float() @ weight.float().T
-        if module.bias is not None:
-            right = right + module.bias.float()
-        real = _norms("real", module(x_real), right)
-    found = numbers(
-        {
-            "error": difference.square().sum(),
-            "rows": (squares > 0).sum(),
-            "other_rows": (far & (squares > 0)).sum(),
-            "norm": wanted.square().sum(),
-            "product": (fitted * wanted).sum(),
-            "dead": dead.sum(),
-            "levels": _levels(stored.groups(weight)),
-            "kept": kept.sum() * rows,
-            "kept_error": (difference * kept).square().sum(),
-            "kept_norm": (wanted * kept).square().sum(),
-            "kept_sum": (difference * kept).sum(),
-            **_norms("stored", weight, known.to(weight.device)),
-            **_norms("random", module(x), expected),
-            **real,
-        }
-    )
-    error_squared, norm_squared = found["error"], found["norm"]
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(16, columns, generator=draw).to(weight.device, matrix.weight.dtype)
+    unpacked = weight if stored.dequantize is None else stored.dequantize()
+    scalars = {
+        "error": difference.square().sum(),
+        "norm": expected.square().sum(),
+        "product": (fitted * expected).sum(),
+        "dead": dead.sum(),
+        "levels": _levels(stored.groups(weight)),
+        "rows": (squares > 0).sum(),
+        "other_rows": (far & (squares > 0)).sum(),
+        "kept": kept.sum() * rows,
+        "kept_error": (difference * kept).square().sum(),
+        "kept_norm": (expected * kept).square().sum(),
+        "kept_sum": (difference * kept).sum(),
+        **_norms("stored", weight, unpacked.to(weight.device)),
+        **_norms("random", module(x), _product(x, weight, module)),
+    }
+    cast = inputs is not None and not inputs.is_floating_point()
+    if inputs is not None and not cast:
+        real = inputs.to(weight.device)
+        scalars |= _norms("real", module(real), _product(real, weight, module))
+    measured = numbers(scalars)
+    error_squared, norm_squared = measured["error"], measured["norm"]
     finite = math.isfinite(error_squared)
-    bits = 8 * sum(t.nbytes for t in stored.tensors.values())
-    result = ModuleAudit(
+    audit = ModuleAudit(
         name=matrix.name,
         kind=type(module).__name__,
-        parameters=wanted.numel(),
-        bits_per_weight=bits / wanted.numel(),
+        parameters=expected.numel(),
+        bits_per_weight=8 * sum(t.nbytes for t in stored.tensors.values()) / expected.numel(),
         weight_error=relative_error(error_squared, norm_squared),
-        gain=found["product"] / norm_squared if finite and norm_squared else None,
-        levels=int(found["levels"]),
-        dead_inputs=int(found["dead"]),
+        gain=measured["product"] / norm_squared if finite and norm_squared else None,
+        levels=int(measured["levels"]),
+        dead_inputs=int(measured["dead"]),
         digest=digest(stored.tensors),
     )
-    problems = _wrong_storage(result, rows, columns, settings)
+    problems = _wrong_storage(audit, rows, columns, settings)
     if not finite:
         problems.append(f"{matrix.name}: weights that are not finite")
     else:
-        few = levels(stored.groups(matrix.weight)) <= 2**settings.num_bits  # needs no rounding
-        problems += _wrong_weight(result, found, settings, columns, few)
-        problems += _disagreement(result, found, str(matrix.weight.dtype), settings)
-    if inputs is not None and not inputs.is_floating_point():
+        groups = stored.groups(matrix.weight)
+        problems += _wrong_weight(audit, measured, settings, columns, groups)
+        problems += _disagreement(audit, measured, str(matrix.weight.dtype), settings)
+    if cast:
         problems.append(
             f"{matrix.name}: its model gives it inputs of {inputs.dtype}, as if it cast them to "
             f"the weight's dtype: add {_word(matrix.name)} to ignore"
         )
-    return result, problems, (error_squared, norm_squared), factor, dead
+    zeroed = None
+    if settings.needs_calibration and audit.dead_inputs:
+        of_columns = expected.square().sum(dim=0)
+        lost = float(of_columns[dead].sum())
+        rounding = max(0.0, error_squared - lost) / max(norm_squared - lost, 1e-30)
+        zeroed = Zeroed(dead, of_columns, max(MOST_ZEROED, rounding))
+    return LayerResult(audit, problems, error_squared, norm_squared, factor, zeroed)
 
 
-def fit(weight: Tensor, wanted: Tensor, bound: float) -> tuple[Tensor, Tensor | None]:
-    """AWQ and SmoothQuant move a factor a column into what comes before, and that layer's rows by
-    the same: ``weight`` without the factors that it has over ``wanted`` [out, in] by least squares,
-    and these, [out, in]; as it is where that brings it little nearer, or not within ``bound``. That
-    they cancel, ``audit.compare`` checks."""
+def _product(x: Tensor, weight: Tensor, module: nn.Module) -> Tensor:
+    """Return ``x`` [n, in] times ``weight`` [out, in] plus the bias of ``module``, in float32."""
+    product = x.float() @ weight.float().T
+    return product if module.bias is None else product + module.bias.float()
+
+
+def fit(weight: Tensor, expected: Tensor, bound: float) -> tuple[Tensor, Tensor | None]:
+    """Return ``weight`` [out, in] without the factors of rows and columns that it has over
+    ``expected`` by least squares, and these factors [out, in].
+
+    AWQ and SmoothQuant move a factor per column into the layer before, whose rows are divided by
+    it. If taking factors off brings ``weight`` little nearer, or not within the relative error
+    ``bound``, it is returned as it is, with None. ``audit.compare`` checks that they cancel.
+    """
     factor = [torch.ones_like(weight[:, :1]), torch.ones_like(weight[:1])]
     for step in range(8):
-        other = factor[step % 2] * wanted
+        other = factor[step % 2] * expected
         axis = 1 - step % 2
         factor[axis] = (weight * other).sum(1 - axis, keepdim=True) / other.square().sum(
             1 - axis, keepdim=True
         ).clamp(min=1e-30)
     product = factor[0] * factor[1]
     fitted = weight / product.where(product.abs() > 1e-6, 1)
-    good = relative(fitted, wanted) <= min(bound, MOST_FITTED, NEARER * relative(weight, wanted))
+    nearest = min(bound, MOST_FITTED, NEARER * relative(weight, expected))
+    good = relative(fitted, expected) <= nearest
     return (fitted, product) if good else (weight, None)
 
 
 def levels(groups: Tensor) -> int:
-    """The most distinct values in a row of ``groups`` [number of groups, weights in a group]."""
+    """Return the most distinct values in a row of ``groups`` [groups, weights per group]."""
     return int(_levels(groups))
 
 
@@ -362,8 +390,8 @@ def _levels(groups: Tensor) -> Tensor:
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 over names, dtypes, shapes and bytes, in the order of the names; of more bytes than
-    ``PART`` over ``digest_of_parts``."""
+    """Return the SHA-256 over names, dtypes, shapes and bytes of ``tensors`` in the order of their
+    names; tensors of more than ``PART`` bytes are hashed in parts."""
     total = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         total.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
@@ -374,12 +402,10 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
 
 @torch.no_grad()
 def forward_weight(module: nn.Module, in_features: int, dtype: torch.dtype) -> Tensor:
-    """The weight that ``module``'s forward multiplies by: [out, in], in the dtype it answers in.
-
-    A row of the identity picks one column, so no rounding but the weight's own takes part.
-    """
-    held = (value for value in vars(module).values() if isinstance(value, Tensor))
-    device = next(t.device for t in (*module.parameters(), *module.buffers(), *held))
+    """Return the weight [out, in] that ``module``'s forward pass multiplies by, in the dtype of its
+    output. Each row of the identity picks one column, so only the weight itself is rounded."""
+    attributes = (value for value in vars(module).values() if isinstance(value, Tensor))
+    device = next(t.device for t in (*module.parameters(), *module.buffers(), *attributes))
     bias = None if module.bias is None else module.bias.detach().clone()
     if bias is not None:  # added and taken off again, it would round; a library may keep its place
         module.bias.data.zero_()
@@ -416,29 +442,32 @@ def _wrong_storage(
 
 def _wrong_weight(
     result: ModuleAudit,
-    found: Mapping[str, float],
+    measured: Mapping[str, float],
     settings: WeightSettings,
     columns: int,
-    few_levels: bool,
+    groups: Tensor,
 ) -> list[str]:
-    """``few_levels``: the original has no more values under a scale than the format."""
-    if result.weight_error == 0 and not few_levels and not settings.whole:
+    """Return what is wrong with a layer's weight by its errors. ``groups`` [groups, n]: the
+    original's weights that share a scale; if they have few values, no rounding is needed."""
+    few_levels = functools.cache(lambda: levels(groups) <= 2**settings.num_bits)
+    if result.weight_error == 0 and not settings.whole and not few_levels():
         return [f"{result.name}: the weights are the original's: nothing was quantized"]
     problems = []
-    error = relative_error(found["kept_error"], found["kept_norm"])
+    error = relative_error(measured["kept_error"], measured["kept_norm"])
     worst = settings.error_bound()
     if error > worst:
         problems.append(
             f"{result.name}: weight error {error:.2f}; {settings.name} should stay under {worst:g}"
         )
-    squared = found["kept_error"] * found["kept"]
-    lean = abs(found["kept_sum"]) / math.sqrt(squared) if squared else 0.0
-    if lean > max(MOST_MEAN_ERROR, MEAN_SIGMAS / math.sqrt(found["kept"])) and not few_levels:
+    squared = measured["kept_error"] * measured["kept"]
+    lean = abs(measured["kept_sum"]) / math.sqrt(squared) if squared else 0.0
+    most = max(MOST_MEAN_ERROR, MEAN_SIGMAS / math.sqrt(max(1, measured["kept"])))
+    if lean > most and not few_levels():
         problems.append(
-            f"{result.name}: the errors lean to one side by {lean:.2f} of their size, as where a "
+            f"{result.name}: the errors lean to one side by {lean:.2f} of their size, as if a "
             "zero point is off"
         )
-    share = found["other_rows"] / found["rows"] if found["rows"] else 0.0
+    share = measured["other_rows"] / measured["rows"] if measured["rows"] else 0.0
     if share > OTHER_ROWS and columns >= LEAST_COLUMNS:
         problems.append(
             f"{result.name}: {share:.0%} of its rows are not the original's rounded: their gain, "
@@ -447,19 +476,18 @@ def _wrong_weight(
     return problems
 
 
-def _missed(
-    original: nn.Module, zeroed: Mapping[str, tuple[Tensor, Tensor, float]], probe: Tensor
-) -> list[str]:
-    """A line for each layer that loses more with the columns that became zeros than by rounding.
+def _lost_products(original: nn.Module, zeroed: Mapping[str, Zeroed], probe: Tensor) -> list[str]:
+    """Return a line per layer whose zeroed columns carry more of its squared products on ``probe``
+    [B, T] than is allowed.
 
-    GPTQ zeroes those whose inputs are zero on all calibration text, as of a softpick head that is
-    silent; and few bits round a whole column of small weights to zero. ``zeroed``: which columns
-    [in], the squared norms of all [in], and the share of squared products that may be lost."""
+    GPTQ zeroes columns whose inputs are zero on all calibration text, as of a softpick head that is
+    silent; and few bits round a whole column of small weights to zero.
+    """
     problems = []
 
     def look(name: str, inputs: Tensor) -> None:
-        zeros, norms, allowed = zeroed[name]
-        products = inputs.float().square().flatten(0, -2).sum(0) * norms
+        zeros, squares, allowed = zeroed[name]
+        products = inputs.float().square().flatten(0, -2).sum(0) * squares
         share = float(products[zeros].sum() / products.sum().clamp_min(1e-30))
         if not share <= allowed:
             problems.append(
@@ -472,20 +500,21 @@ def _missed(
 
 
 def _disagreement(
-    result: ModuleAudit, found: Mapping[str, float], dtype: str, settings: WeightSettings
+    result: ModuleAudit, measured: Mapping[str, float], dtype: str, settings: WeightSettings
 ) -> list[str]:
-    """The forward's weight against the stored one, and against another forward."""
+    """Return where the forward pass, the stored weight and the products on random and on real
+    inputs disagree."""
     on_identity, on_random = settings.agreement(dtype.removeprefix("torch."))
     problems = []
-    off = _ratio(found["stored_off"], found["stored_norm"])
+    off = _ratio(measured["stored_off"], measured["stored_norm"])
     if not off <= on_identity:
         problems.append(f"{result.name}: the forward's weights are {off:.2g} off the stored ones")
-    off = _ratio(found["random_off"], found["random_norm"])
+    off = _ratio(measured["random_off"], measured["random_norm"])
     if not off <= on_random:
         problems.append(
             f"{result.name}: on random inputs the forward is {off:.2g} off its own weights"
         )
-    off = _ratio(found["real_off"], found["real_norm"]) if "real_off" in found else 0.0
+    off = _ratio(measured["real_off"], measured["real_norm"]) if "real_off" in measured else 0.0
     if not off <= max(REAL, 3 * on_random):
         problems.append(
             f"{result.name}: on its inputs in the model the forward is {off:.2g} off its weights"
@@ -524,14 +553,15 @@ def failing_layer(error: BaseException, model: nn.Module) -> str:
     return f"{name}: its model reads its {error.name} directly, add {_word(name)} to ignore: "
 
 
-def relative(found: Tensor, expected: Tensor) -> float:
-    """‖found − expected‖ / ‖expected‖."""
-    return _ratio(*numbers(_norms("", found, expected)).values())
+def relative(tensor: Tensor, expected: Tensor) -> float:
+    """Return ‖tensor − expected‖ / ‖expected‖."""
+    return _ratio(*numbers(_norms("", tensor, expected)).values())
 
 
-def _norms(of: str, found: Tensor, expected: Tensor) -> dict[str, Tensor]:
+def _norms(what: str, tensor: Tensor, expected: Tensor) -> dict[str, Tensor]:
+    """Return the norms of ``tensor`` − ``expected`` and of ``expected``, named by ``what``."""
     expected = expected.float()
-    return {f"{of}_off": (found.float() - expected).norm(), f"{of}_norm": expected.norm()}
+    return {f"{what}_off": (tensor.float() - expected).norm(), f"{what}_norm": expected.norm()}
 
 
 def _ratio(off: float, norm: float) -> float:
@@ -558,7 +588,7 @@ def matrices_size(matrices: Iterable[Matrix]) -> int:
 
 
 def _word(name: str) -> str:
-    """What ``ignore`` would call a matrix: ``experts`` for fused ones, else its last part."""
+    """Return the word by which ``ignore`` names a matrix: ``experts``, or its name's last part."""
     parts = name.split(".")
     return "experts" if "experts" in parts else parts[-1]
 
