@@ -1,4 +1,5 @@
-"""What a metric's name says: how papers print it, where it stands, what says the same."""
+"""Read a metric's name: whether papers print it in per cent, its place in tables, what repeats
+it."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ LOG_SCALE = ("perplexity", "weighted_perplexity")
 
 
 def perplexity(loss: float) -> float:
-    """Of a mean loss in nats; infinite beyond the largest double."""
+    """Return the perplexity of a mean loss in nats; infinite beyond the largest double."""
     try:
         return math.exp(loss)
     except OverflowError:
@@ -23,17 +24,17 @@ def perplexity(loss: float) -> float:
 
 
 def base_metric(metric: str) -> str:
-    """The metric without lm-eval's filter: ``exact_match [strict-match]`` is exact_match."""
+    """Return the metric without lm-eval's filter: ``exact_match [strict-match]`` is exact_match."""
     return re.sub(r" \[[^\]]*\]$", "", metric)
 
 
 def is_percentage(metric: str) -> bool:
-    """Whether papers print ``metric`` times 100."""
+    """Return whether papers print ``metric`` times 100."""
     base = base_metric(metric)
     return base.startswith("acc") or base in {"exact_match", "em", "f1"}
 
 
 def rank(metric: str) -> int:
-    """Its index in the paper's order, filters aside."""
+    """Return the metric's index in the paper's order, without its filter."""
     base = base_metric(metric)
     return METRIC_ORDER.index(base) if base in METRIC_ORDER else len(METRIC_ORDER)

@@ -1,1 +1,1 @@
-"""Records side by side: scores, effects with error bars, changes. No torch."""
+"""Compare the records of a results folder: scores, effects with error bars, changes. No torch."""

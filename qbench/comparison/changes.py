@@ -1,4 +1,4 @@
-"""All cells of a results folder with the outcomes that their scores rest on."""
+"""Compare two results, two cells or two precisions, paired by document."""
 
 from __future__ import annotations
 
@@ -32,8 +32,11 @@ Name = tuple[str, str]  # task, metric
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CellResults:
-    """One cell: its record, and the outcomes that its scores rest on, redundant metrics left out.
-    The column of a score that no test knows, as of bleu, is empty."""
+    """Hold one cell's record and the outcomes that its scores rest on, redundant metrics left
+    out.
+
+    The column of a score that no test knows, such as bleu, is empty.
+    """
 
     record: Record
     columns: Mapping[Name, Column]
@@ -50,14 +53,15 @@ class CellResults:
 
 
 def _kept(record: Record) -> list[Name]:
-    """Its scores but those that another one of the same task says."""
+    """Return (task, metric) of a record's scores, without those that another of the same task
+    repeats."""
     scores = [(score.task, score.metric) for score in record.scores]
     return [name for name in scores if (name[0], REDUNDANT.get(name[1])) not in scores]
 
 
 def of_groups(record: Record, columns: Mapping[Name, Column]) -> dict[Name, Column]:
-    """Outcomes of groups such as mmlu: of all documents of their tasks, whose ``columns`` are
-    here."""
+    """Return the outcomes of groups such as mmlu, by (group, metric): those of all documents of
+    their tasks, which ``columns`` holds."""
     return {
         (one.group, one.metric): joined({task: columns[task, one.metric] for task in one.tasks})
         for one in record.pooled_groups
@@ -67,7 +71,7 @@ def of_groups(record: Record, columns: Mapping[Name, Column]) -> dict[Name, Colu
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ResultSet:
-    """All cells of a results folder or baseline. ``broken`` says why a cell has none."""
+    """Hold the cells of a results folder or baseline; ``broken`` says why a cell has no scores."""
 
     name: str
     cells: Mapping[str, CellResults]
@@ -76,9 +80,9 @@ class ResultSet:
 
 
 def read_results(store: Store, *, decimals: int | None = None) -> ResultSet:
-    """The cells of a results folder with their outcomes, redundant metrics left out.
+    """Read the cells of a results folder with their outcomes, redundant metrics left out.
 
-    ``decimals``: outcomes are rounded to so many, to be compared with what was kept so.
+    ``decimals``: outcomes are rounded to so many, to be compared with a baseline that was.
     """
     grid = store.manifest()
     cells, broken = {}, {}
@@ -99,7 +103,7 @@ def _read_cell(store: Store, record: Record, decimals: int | None = None) -> Cel
 def read_columns(
     store: Store, record: Record, names: Collection[Name], decimals: int | None = None
 ) -> dict[Name, Column]:
-    """A record's outcomes of the scores ``names``, in their order in the file."""
+    """Return a record's outcomes of the scores ``names``, in their order in the file."""
     table = store.outcomes(record)
     if decimals is not None:
         table["value"] = table["value"].astype(float).round(decimals)
@@ -114,7 +118,7 @@ def read_columns(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Changes:
-    """Two results side by side. ``problems``: cells that cannot be compared, and why."""
+    """Hold two results side by side; ``problems``: cells that cannot be compared, and why."""
 
     old: str
     new: str
@@ -123,7 +127,7 @@ class Changes:
 
 
 def compare_results(a: Store, b: Store) -> Changes:
-    """What the results of folder ``b`` change against those of folder ``a``, paired.
+    """Return what folder ``b`` loses against folder ``a``, paired by document.
 
     Raises ResultsError if the folders have no cell in common or score different data.
     """
@@ -150,9 +154,10 @@ def compare_results(a: Store, b: Store) -> Changes:
 
 
 def compare_cells(a: tuple[Store, Record], b: tuple[Store, Record]) -> Changes:
-    """What the cell ``b`` scores against ``a``, paired; each as ``find_cell`` gives it.
+    """Return what cell ``b`` loses against ``a``, paired by document; both as ``find_cell``
+    returns them.
 
-    Raises ResultsError where one has no sound score, or they score different data.
+    Raises ResultsError if one has no valid score, or they score different data.
     """
     sides, names = [], []
     alone = a[0].directory == b[0].directory
@@ -173,7 +178,8 @@ def compare_cells(a: tuple[Store, Record], b: tuple[Store, Record]) -> Changes:
 
 
 def _lacking(one: CellResults, other: CellResults, name: str) -> list[str]:
-    """What ``one`` scored and ``other``, called ``name``, did not, and why where that is known."""
+    """Return what ``one`` scored and ``other``, called ``name``, did not, with the reason if it
+    is known."""
     tasks, found = {task for task, _ in other.scores}, {}
     for task, metric in one.scores.keys() - other.scores.keys():
         what, why = f"{task} {metric}" if task in tasks else task, other.record.failed_tasks
@@ -185,11 +191,11 @@ MOST_PAIRED = 4  # quantized precisions whose pairs are all shown unasked
 
 
 def compare_precisions(store: Store, checkpoint: str, against: str | None) -> tuple[Change, ...]:
-    """Each pair of quantized precisions of a checkpoint, the later minus the earlier of the grid;
-    with ``against`` each other one minus that. Empty where there are more than ``MOST_PAIRED`` and
-    none is named. p-values are adjusted over all of them.
+    """Return what each quantized precision of a checkpoint loses against each earlier one of the
+    manifest; with ``against`` each other one against that.
 
-    Raises ResultsError where ``against`` names no quantized cell with a sound score.
+    Empty if there are more than ``MOST_PAIRED`` and none is named. p-values are adjusted over all
+    of them. Raises ResultsError if ``against`` names no quantized cell with a valid score.
     """
     cells = read_results(store).cells
     quantized = [
@@ -214,15 +220,16 @@ def compare_precisions(store: Store, checkpoint: str, against: str | None) -> tu
 
 
 def compare_sets(old: ResultSet, new: ResultSet) -> list[Change]:
-    """As ``compare_pairs``, of the cells that both have."""
+    """Return the changes of the cells that both sets have, as ``compare_pairs`` does."""
     shared = [cell for cell in old.cells if cell in new.cells]
     return compare_pairs({cell: (old.cells[cell], new.cells[cell]) for cell in shared})
 
 
 def compare_pairs(pairs: Mapping[str, Sequence[CellResults]]) -> list[Change]:
-    """Every metric that both of a pair, old and new, have; p-values adjusted over all of them.
+    """Return the change of every metric that both of a pair (old, new) have; p-values adjusted
+    over all of them.
 
-    Raises ResultsError where a task's definition or data differ.
+    Raises ResultsError if a task's definition or data differ.
     """
     lines = []
     for cell, (before, after) in pairs.items():
@@ -234,7 +241,7 @@ def compare_pairs(pairs: Mapping[str, Sequence[CellResults]]) -> list[Change]:
 
 
 def adjusted(lines: Sequence[Change]) -> list[Change]:
-    """The same lines with p-values adjusted over all that have one."""
+    """Return the same changes with p-values adjusted over all that have one."""
     tested = [line.effect for line in lines if isinstance(line.effect, Effect)]
     effects = iter(adjust(tested))
     return [
@@ -244,7 +251,7 @@ def adjusted(lines: Sequence[Change]) -> list[Change]:
 
 
 def _other_precisions(old: ResultSet, new: ResultSet) -> list[str]:
-    """Cells of one name that are not quantized alike, or whose products are."""
+    """Say which cells of one name are not quantized alike."""
     both = [
         (cell, one.record.precision, new.cells[cell].record.precision)
         for cell, one in old.cells.items()
@@ -258,7 +265,8 @@ def _other_precisions(old: ResultSet, new: ResultSet) -> list[str]:
 
 
 def _same_tasks(cell: str, before: Record, after: Record) -> None:
-    """By the digest of what was asked, or where one has none by those in the keys."""
+    """Raise ResultsError if two records scored different data, by the digests of what was
+    scored, or else by those in their keys."""
     keyed = [one.key_parts.get("tasks") or {} for one in (before, after)]
     for task in dict.fromkeys([*before.documents, *keyed[0]]):
         told = task in before.documents and task in after.documents

@@ -1,4 +1,4 @@
-"""Records → lines of a delta table: every score of the grid beside its missing and failed ones."""
+"""Build the rows of a comparison: every score of the manifest beside missing and failed ones."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ def compare(store: Store, *, statistics: bool = True, against: str | None = None
 
 
 def elsewhere(store: Store, cell: GridCell) -> str | None:
-    """The id of an earlier run that has a record of this cell, with other settings."""
+    """Return the id of an earlier run that has a record of this cell, with other settings; None
+    if there is none."""
     for name, path in runs(store.directory):
         with suppress(ResultsError):
             for one in read(path, RunManifest).cells:
@@ -97,7 +98,8 @@ def _lines(grid: RunManifest, records: Mapping[str, Record]) -> Iterable[Row]:
 
 
 def _metrics(task: str, scores: Iterable[Scores]) -> dict[str, Score | None]:
-    """Metrics that any record has of ``task``, in the paper's order, with a score to go by."""
+    """Return metric → an example score, of the metrics that any record has of ``task``, in the
+    paper's order."""
     found: dict[str, Score | None] = {}
     for of_one in scores:
         for score in of_one.values():

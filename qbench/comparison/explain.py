@@ -1,4 +1,4 @@
-"""Which part of the key differs between two cells?"""
+"""Say which parts of the keys of two cells differ."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def key_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[st
 
 
 def text(a: Record, b: Record) -> str:
-    """The differences, one a line, aligned."""
+    """Return the differences between two records' keys, one per line, aligned."""
     found = key_differences(a.key_parts, b.key_parts)
     if not found:
         return f"{a.cell} and {b.cell} have the same key, {a.key[:16]}."
@@ -59,7 +59,7 @@ def find_cell(name: str, run: str | None = None) -> tuple[Store, Record]:
 
 
 def flat(parts: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Every part of a key with its dotted name, as text."""
+    """Yield (dotted name, value as text) of every part of a key."""
     if isinstance(parts, Mapping) and parts:
         for name, part in parts.items():
             yield from flat(part, f"{prefix}.{name}" if prefix else str(name))

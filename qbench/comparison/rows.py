@@ -20,7 +20,7 @@ Status = Literal["ok", "failed", "missing"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowValue:
-    """One score of one cell, or why there is none."""
+    """Hold one score of one cell, or why there is none."""
 
     checkpoint: str
     quantizer: str
@@ -74,31 +74,33 @@ class Row:
 
     @property
     def bits(self) -> float | None:
-        """Of a stored weight, nominal; None where weights are not quantized."""
+        """Return the nominal bits of a stored weight; None if weights are not quantized."""
         return self.precision.weights.bits if self.precision.weights else None
 
     @property
     def percent(self) -> bool:
-        """Whether papers print this metric in per cent."""
+        """Return whether papers print this metric in per cent."""
         return is_percentage(self.metric)
 
     @property
     def ratio(self) -> bool:
-        """Whether scores are compared by their ratio: perplexities."""
+        """Return whether scores are compared by their ratio, as perplexities are."""
         return self.aggregation in LOG_SCALE
 
     def entry(self, checkpoint: str) -> RowValue:
         return next(entry for entry in self.entries if entry.checkpoint == checkpoint)
 
     def delta(self, checkpoint: str) -> float | None:
-        """``checkpoint`` minus the baseline checkpoint, in units of the value."""
+        """Return the score of ``checkpoint`` minus the baseline checkpoint's, in the score's
+        units."""
         ours, base = self.entry(checkpoint).value, self.entries[0].value
         return None if ours is None or base is None else ours - base
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """One metric of one task of one cell, before and after, on the documents that both saw."""
+    """Hold one metric of one task of one cell before and after, on the documents that both
+    scored."""
 
     cell: str
     task: str
@@ -114,7 +116,7 @@ class Change:
 
     @property
     def told(self) -> str:
-        """The cell, with its precision."""
+        """Return the cell with its precision, such as ``softmax/a4 (W16A4)``."""
         return f"{self.cell} ({self.precision})" if self.precision else self.cell
 
     @property
@@ -124,7 +126,7 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """All lines of one results folder, and the records that they come from."""
+    """Hold all rows of one results folder and the records that they come from."""
 
     grid: RunManifest
     records: Mapping[str, Record]  # cell → record, failed ones too
@@ -142,7 +144,8 @@ class Comparison:
 
     @property
     def unquantized(self) -> str | None:
-        """The grid's first quantizer that quantizes nothing."""
+        """Return the first quantizer of the manifest that quantizes nothing; None if there is
+        none."""
         return next((cell.quantizer for cell in self.grid.cells if not cell.quantized), None)
 
     def unquantized_of(self, quantizer: str) -> str | None:
@@ -179,12 +182,13 @@ class Comparison:
 
     @property
     def groups(self) -> Mapping[str, tuple[str, ...]]:
-        """Name → checkpoints that are shown as one: trainings of one kind, else each alone."""
+        """Return name → checkpoints that are shown as one: trainings of one kind, or each
+        checkpoint by itself."""
         return self.grid.replicates or {name: (name,) for name in self.grid.checkpoints}
 
     @property
     def trained_once(self) -> tuple[str, ...]:
-        """Checkpoints that stand beside several trainings of a kind, and are of none."""
+        """Return the checkpoints that belong to no group of trainings, if there are groups."""
         grouped = [member for members in self.grid.replicates.values() for member in members]
         return tuple(name for name in self.checkpoints if grouped and name not in grouped)
 
@@ -195,13 +199,13 @@ class Comparison:
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """Quantization methods in the grid's order; that of unquantized cells where there is no
-        other."""
+        """Return the quantization methods in the manifest's order; the unquantized method if
+        there is no other."""
         found = dict.fromkeys(cell.method for cell in self.grid.cells if cell.quantized)
         return tuple(found) or tuple({cell.method: None for cell in self.grid.cells})
 
     def same_weights(self, cell: str, other: str) -> bool:
-        """Whether two cells were made from the same weights: damage is nothing else's."""
+        """Return whether two cells were made from the same weights."""
         pair = (self.records.get(cell), self.records.get(other))
         if None in pair:
             return False
@@ -242,7 +246,7 @@ def _of_tasks(record: Record) -> list[str]:
 
 
 def dtype_of(record: Record) -> str | None:
-    """What a cell computes in; None where its key does not say."""
+    """Return the dtype that a cell computes in; None if its key does not say."""
     settings = record.key_parts.get("quantizer")
     for part in (settings, settings.get("weights") if isinstance(settings, Mapping) else None):
         if isinstance(part, Mapping) and (found := part.get("compute_dtype", part.get("dtype"))):
@@ -251,7 +255,7 @@ def dtype_of(record: Record) -> str | None:
 
 
 def status_of(record: Record | None) -> tuple[Status, str]:
-    """Whether a record's scores may be shown, and if not, why."""
+    """Return whether a record's scores may be shown, and if not, why."""
     if record is None:
         return "missing", "no record; run the recipe again"
     if record.status == "failed":
@@ -262,12 +266,13 @@ def status_of(record: Record | None) -> tuple[Status, str]:
 
 
 def _short(reason: str) -> str:
-    """On one line and readable: an audit may name every layer, and the record keeps it all."""
+    """Shorten a reason to one readable line: an audit may name every layer."""
     return textwrap.shorten(reason, 240, placeholder=" … (the record has the whole text)")
 
 
 def redundant(line: Row, lines: Iterable[Row]) -> bool:
-    """Whether another metric of the same task says the same."""
+    """Return whether another metric of the same task says the same, as word_perplexity and
+    bits_per_byte do."""
     told_by = REDUNDANT.get(line.metric)
     return told_by is not None and any(
         other.metric == told_by and other.task == line.task for other in lines

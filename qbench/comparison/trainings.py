@@ -1,4 +1,4 @@
-"""Whether models that are compared were trained alike in all but the normalizer and the seed."""
+"""Compare how models were trained: alike in all but the normalizer and the seed?"""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from qbench.records import Record, Trained
 
 
 def training_notes(comparison: Comparison) -> list[str]:
-    """What the trainings of checkpoints that are compared do not have in common, beside their
-    normalizers: a line a pair; that there is nothing, where all are known. Else no line."""
+    """Return a note per pair of checkpoints that were trained differently in more than the
+    normalizer, or one note that all were trained alike; nothing if that is not known."""
     known, groups = trained(comparison.records.values()), comparison.grid.replicates
     lines = unlike(known, comparison.checkpoints, groups)
     if lines or len(comparison.checkpoints) < 2 or known.keys() < {*comparison.checkpoints}:
@@ -24,7 +24,7 @@ def training_notes(comparison: Comparison) -> list[str]:
 
 
 def trained(records: Iterable[Record]) -> dict[str, Trained]:
-    """By checkpoint: how it was trained, where that is known."""
+    """Return checkpoint → how it was trained, of those that say so."""
     return {one.checkpoint: one.training for one in records if one.training is not None}
 
 
@@ -33,7 +33,8 @@ def unlike(
     checkpoints: Sequence[str],
     replicates: Mapping[str, tuple[str, ...]],
 ) -> list[str]:
-    """The same of the checkpoints of one grid, the first of which is the baseline."""
+    """Return a note per pair of checkpoints that were trained differently; the first of
+    ``checkpoints`` is the baseline."""
     lines = []
     for one, other, seeds in _pairs(checkpoints, replicates):
         pair = known.get(one), known.get(other)
@@ -55,7 +56,8 @@ def unlike(
 def _pairs(
     checkpoints: Sequence[str], replicates: Mapping[str, tuple[str, ...]]
 ) -> Iterator[tuple[str, str, bool]]:
-    """Checkpoints that should be alike; and whether in all but the seed."""
+    """Yield (checkpoint, another, whether they differ in the seed alone) of those that should be
+    alike."""
     for members in replicates.values():
         yield from ((members[0], member, True) for member in members[1:])
     if not replicates:
@@ -67,8 +69,8 @@ def _pairs(
 
 
 def training_differences(one: Trained, other: Trained, *, seeds: bool) -> list[str]:
-    """What two trainings do not have in common beside their normalizers, and their ``seeds`` where
-    that is so: a few words a part."""
+    """Return what two trainings do not have in common beside their normalizers, a few words per
+    part; with ``seeds`` the seed may differ too."""
     return [
         f"{part} {_short(of_one)} and {_short(of_other)}"
         for part, of_one, of_other in explain.key_differences(one.in_common, other.in_common)

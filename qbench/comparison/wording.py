@@ -26,7 +26,7 @@ RATIO_NOTE = f"{TIMES}: perplexities are compared by their ratio, computed on lo
 
 
 def metric_text(one: Row | Change | Score | GroupScore) -> str:
-    """The metric with the arrow of what is better: ``Acc ↑``."""
+    """Return the metric with the arrow of what is better: ``Acc ↑``."""
     arrow = "↑" if one.higher_is_better else "↓"
     return NO_VALUE if one.metric == NO_VALUE else f"{metric_title(one.metric)} {arrow}"
 
@@ -70,8 +70,8 @@ def _sign(effect: Effect | SeedEffect | Missing) -> str:
 
 
 def _value(effect: Effect | SeedEffect | Missing, value: float, *, percent: bool) -> str:
-    """Of a ratio three decimals, or as many as show two digits of its logarithm's standard error,
-    up to six."""
+    """Return an effect's value; a ratio with three decimals, or with as many as show two digits
+    of its logarithm's standard error, up to six."""
     if effect.kind != "log ratio":
         return number(value, percent=percent, signed=True)
     stderr = effect.interval.stderr if hasattr(effect, "interval") else 0
@@ -105,7 +105,7 @@ def mostly_seeds(effect: Effect | SeedEffect) -> bool:
 
 
 def order_note(comparison: Comparison) -> str:
-    """Which training is which, in the order of the columns ``each``."""
+    """Say which training is which, in the order of the columns ``each``."""
     known = trained(comparison.records.values())
     told = (
         ", ".join(f"{m} (seed {known[m].seed})" if m in known else m for m in members)
@@ -115,5 +115,5 @@ def order_note(comparison: Comparison) -> str:
 
 
 def values_text(line: Row, members: Sequence[str]) -> str:
-    """Every training's own score."""
+    """Return the score of every training, separated by commas."""
     return ", ".join(number(line.entry(one).value, percent=line.percent) for one in members)

@@ -1,4 +1,4 @@
-"""The bootstrap-t: intervals and tests of perplexities and KL divergences.
+"""Compute intervals and tests by the bootstrap-t, of perplexities and KL divergences.
 
 ``scipy.stats.bootstrap`` draws anew for each statistic and holds rounds × documents × columns; a
 grid has hundreds of contrasts over the same documents. Here a round is a vector of counts (how
@@ -119,7 +119,7 @@ class Studentized:
         return self.estimate - high * self.stderr, self.estimate - low * self.stderr
 
     def p(self) -> float:
-        """Two-sided; one minus the confidence of the interval that just reaches 0."""
+        """Return the two-sided p: one minus the confidence of the interval that just reaches 0."""
         seen = self.estimate / self.stderr
         if abs(seen) >= self.farthest:
             normal = math.inf
@@ -139,8 +139,8 @@ class Studentized:
 
 
 def degrees_of_freedom(weights: Floats, kurtosis: float) -> float:
-    """Of the standard error of a ratio of sums over documents of ``weights`` [documents]; at
-    least 1.
+    """Return the degrees of freedom of the standard error of a ratio of sums over documents of
+    ``weights`` [documents]; at least 1.
 
     1/ν = 1/(m − 1) + (k − 1)/2n: m as many equally long documents, and k the kurtosis of the n
     documents' shares, since the variance of a variance is (k − 1)/n of its square (Satterthwaite

@@ -49,7 +49,7 @@ TESTABLE = (*INFLUENCE, LOG_MEAN, *PAIRED)  # aggregations whose scores ``effect
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interval:
-    """An estimate with its 95 % interval and its standard error by the delta method."""
+    """Hold an estimate with its 95 % interval and its standard error by the delta method."""
 
     estimate: float
     low: float
@@ -86,7 +86,7 @@ class Tested:
 
     @property
     def significant(self) -> bool:
-        """Whether it differs from 0 at 5 % after Holm's correction over its family."""
+        """Return whether it differs from 0 at 5 % after Holm's correction over its family."""
         return self.p_holm is not None and self.p_holm < LEVEL
 
     @property
@@ -96,7 +96,7 @@ class Tested:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Effect(Tested):
-    """A contrast of scores on the same documents. ``bounds`` are one-sided 95 % bounds."""
+    """Hold a contrast of scores on the same documents; ``bounds`` are one-sided 95 % bounds."""
 
     bounds: tuple[float, float]
     test: Test
@@ -104,7 +104,7 @@ class Effect(Tested):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Missing:
-    """Why there is no interval; ``estimate`` is the effect, if that at least is known."""
+    """Say why there is no interval; ``estimate`` is the effect, if that at least is known."""
 
     reason: str
     estimate: float | None = None
@@ -332,7 +332,7 @@ def adjust(effects: Sequence[AnEffect]) -> list[AnEffect]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Regression:
-    """How much worse the new score is, with one-sided 95 % bounds; negative is better."""
+    """Hold how much worse a new score is, with one-sided 95 % bounds; negative is better."""
 
     estimate: float
     low: float
@@ -340,7 +340,8 @@ class Regression:
 
     @classmethod
     def of(cls, loss: Effect) -> Regression:
-        """From an effect whose positive values are worse; of perplexities a log ratio."""
+        """Make it of an effect whose positive values are worse; of perplexities it is a log
+        ratio."""
         return cls(estimate=loss.estimate, low=loss.bounds[0], high=loss.bounds[1])
 
 

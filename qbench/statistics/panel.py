@@ -21,7 +21,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Column:
-    """One metric of one cell, summed by document.
+    """Hold one metric of one cell, summed by document.
 
     ``documents`` is sorted and unique; ``values`` and ``weights`` are sums over the document's
     rows, so that a document with several rows is one unit (cluster) of every statistic.
@@ -41,13 +41,13 @@ class Column:
         )
 
     def only(self, documents: NDArray) -> Column:
-        """The same on ``documents``, all of which must be there."""
+        """Return the column on ``documents``, all of which it must have."""
         index = np.searchsorted(self.documents, documents)
         return Column(documents=documents, values=self.values[index], weights=self.weights[index])
 
 
 def joined(columns: Mapping[str, Column]) -> Column:
-    """The documents of several tasks, by name, below each other."""
+    """Return the documents of several tasks (by name) as one column."""
     parts = [
         [f"{task} {document}" for document in column.documents] for task, column in columns.items()
     ]
@@ -60,7 +60,7 @@ def joined(columns: Mapping[str, Column]) -> Column:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Panel:
-    """Columns on the same documents: ``values`` and ``weights`` are [documents, columns]."""
+    """Hold columns on the same documents: ``values`` and ``weights`` are [documents, columns]."""
 
     values: Floats
     weights: Floats
@@ -83,7 +83,7 @@ class Panel:
 
 
 def common_documents(columns: Sequence[Column]) -> NDArray:
-    """Documents that all columns have, sorted."""
+    """Return the documents that all columns have, sorted."""
     shared = columns[0].documents
     for column in columns[1:]:
         if not np.array_equal(shared, column.documents):
@@ -102,7 +102,8 @@ ROUNDING = 1e-12  # of sums of doubles, relative to their terms
 
 
 def is_logarithm(aggregation: str) -> bool:
-    """Whether scores are compared by their ratio, that is by the difference of logarithms."""
+    """Return whether scores are compared by their ratio, that is by the difference of
+    logarithms."""
     return aggregation in LOG_SCALE or aggregation == LOG_MEAN
 
 
@@ -147,7 +148,8 @@ def shares(values: Floats, weights: Floats, sign: Floats, aggregation: str) -> F
 
 
 def effective_documents(weights: Floats) -> float:
-    """Equally long documents that would tell as much: (Σw)² / Σw², by Kish; at least 2."""
+    """Return how many equally long documents would tell as much: (Σw)² / Σw², by Kish; at least
+    2."""
     return max(2.0, float(np.min(weights.sum(axis=0) ** 2 / np.sum(weights**2, axis=0))))
 
 

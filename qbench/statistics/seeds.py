@@ -161,7 +161,7 @@ def over_seeds(
 
 
 def mean_score(panel: Panel, names: Sequence[object], aggregation: str) -> float:
-    """The mean over trainings of what lm-eval makes of each one's outcomes."""
+    """Return the mean over trainings of what lm-eval makes of each one's outcomes."""
     columns = [panel.index[name] for name in names]
     ratios = panel.values[:, columns].sum(axis=0) / panel.weights[:, columns].sum(axis=0)
     return float(np.mean(as_scored(ratios, aggregation)))
@@ -170,7 +170,8 @@ def mean_score(panel: Panel, names: Sequence[object], aggregation: str) -> float
 def _contrasts(
     panel: Panel, group: Sequence[Signs], aggregation: str
 ) -> tuple[Floats, Floats] | None:
-    """Estimates [seeds] and shares of their errors [seeds, documents]."""
+    """Return the estimates [seeds] and the shares of their errors [seeds, documents]; None if a
+    score is not finite."""
     estimates, terms = [], []
     for signs in group:
         columns = [panel.index[name] for name in signs]
@@ -186,7 +187,7 @@ def _contrasts(
 
 
 def _rest(terms: Floats) -> float:
-    """What is neither the seed's nor the document's, as a part of the mean's variance."""
+    """Return the part of the mean's variance that is neither the seed's nor the document's."""
     seeds, documents = terms.shape
     residual = terms - terms.mean(axis=0)
     residual = residual - residual.mean(axis=1, keepdims=True)
@@ -194,14 +195,14 @@ def _rest(terms: Floats) -> float:
 
 
 def _reach(parts: Sequence[tuple[float, float]], confidence: float) -> float:
-    """Half the interval's width; ``parts``: variance and degrees of freedom."""
+    """Return half the interval's width; ``parts``: variance and degrees of freedom."""
     return math.sqrt(
         sum(part * float(special.stdtrit(free, (1 + confidence) / 2)) ** 2 for part, free in parts)
     )
 
 
 def _p(estimate: float, ends: Ends) -> float:
-    """One minus the confidence of the interval that just reaches 0."""
+    """Return one minus the confidence of the interval that just reaches 0."""
     if estimate == 0:
         return 1.0
 

@@ -1,4 +1,4 @@
-"""Comparison → the paper's delta tables, in Markdown, LaTeX and CSV, and their files."""
+"""Render a comparison as tables in Markdown, LaTeX and CSV, and name their files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FORMATS = ("md", "tex", "csv")
 
 
 def render(comparison: Comparison, *, format: str = "md", published: str | None = None) -> str:
-    """The delta tables of a comparison as text.
+    """Return the tables of a comparison as text.
 
     ``published`` names a set of a paper's numbers (``tables.published.SETS``) to print beside.
     Raises RecipeError for an unknown format or set.
@@ -33,8 +33,10 @@ def render(comparison: Comparison, *, format: str = "md", published: str | None 
 
 
 def score_tables(comparison: Comparison, *, published: str | None = None) -> list[Table]:
-    """All of a comparison. ``published`` adds what a paper prints for the same cells; raises
-    RecipeError where that is unknown."""
+    """Return all tables of a comparison.
+
+    ``published`` adds what a paper prints for the same cells; raises RecipeError if it is unknown.
+    """
     found: list[Table] = []
     for method in by_method(comparison):
         found += tables_of(method, published)
@@ -50,8 +52,10 @@ def table_files(
     *,
     published: str | None = None,
 ) -> dict[str, str]:
-    """The files of a results folder's tables by their names, ``tables.<format>``. With
-    ``published`` those in Markdown end with the paper's table 4 and ours."""
+    """Return file name → content: ``tables.<format>``, and ``seeds.csv`` over several trainings.
+
+    Markdown begins with the verdict; with ``published`` it ends with the paper's table 4 and ours.
+    """
     files = {}
     for format in formats:
         text = render(comparison, format=format, published=published)

@@ -1,4 +1,4 @@
-"""Delta tables as CSV: one row a score, each with the key of the record that it comes from."""
+"""Render a comparison as CSV: one row per score, with the key of the record that it comes from."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def comparison_csv(comparison: Comparison, *, published: str | None = None) -> s
 
 
 def _predictions(comparison: Comparison, line: Row, entry: RowValue) -> dict[str, object]:
-    """Of the cell: its size, and how far its predictions are from the unquantized model's."""
+    """Return the cell's size, and how far its predictions are from the unquantized model's."""
     record = comparison.records.get(entry.cell)
     if record is None:
         return {}
@@ -77,7 +77,7 @@ def _predictions(comparison: Comparison, line: Row, entry: RowValue) -> dict[str
 
 
 def _groups(comparison: Comparison) -> Iterator[dict[str, object]]:
-    """Scores of groups of tasks that are no lines; ``task`` is the group."""
+    """Yield the scores of groups of tasks that have no row of their own; ``task`` is the group."""
     for record in comparison.records.values():
         for group in record.other_groups:
             yield {
@@ -168,8 +168,11 @@ SEED_COLUMNS = (
 
 
 def seeds_csv(comparison: Comparison) -> str:
-    """``kind`` says what the numbers are: a difference in the score's units, or a log ratio, of a
-    score the logarithm itself. ``of_seeds``: share of the variance that comes from the seeds."""
+    """Return the effects over seeds, one per row.
+
+    ``kind`` says what the numbers are: a difference in the score's units, or a log ratio, of a
+    score the logarithm itself. ``of_seeds``: share of the variance that comes from the seeds.
+    """
     rows = [
         {
             **_about(line),

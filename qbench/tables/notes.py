@@ -1,4 +1,4 @@
-"""What single cells of a table need to have said below it, a line a note."""
+"""Write the footnotes of tables of scores: one line per note."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from qbench.text import MINUS, metric_title
 
 
 def prompt_notes(comparison: Comparison) -> list[str]:
-    """How prompts became conversations, where they did: a line."""
+    """Return a line on how prompts became conversations; none if they did not."""
     chats = [
         chat
         for record in comparison.records.values()
@@ -63,7 +63,8 @@ def chance_notes(comparison: Comparison, rows: Sequence[Row]) -> list[str]:
 
 
 def single_notes(lines: Sequence[Row]) -> list[str]:
-    """A line on the tasks of ``lines`` that were scored on one document, if there are any."""
+    """Return a line on the tasks of ``lines`` that were scored on one document, if there are
+    any."""
     alone = {line.label: None for line in lines for one in line.entries if one.documents == 1}
     if not alone:
         return []
@@ -74,8 +75,8 @@ def single_notes(lines: Sequence[Row]) -> list[str]:
 
 
 def cache_notes(comparison: Comparison, lines: Sequence[Row]) -> list[str]:
-    """One line, where any quantizer of ``lines`` has a KV cache of few bits: the bytes of a token,
-    of each checkpoint where they differ. A line for each length and size of an unquantized one."""
+    """Return a line per context length on quantized KV caches of ``lines``: the bytes per token
+    of each."""
     found: dict[tuple[int, float], dict[str, dict[str, None]]] = {}
     for line in lines:
         for entry in line.entries:
@@ -92,7 +93,8 @@ def cache_notes(comparison: Comparison, lines: Sequence[Row]) -> list[str]:
 
 
 def judged_notes(comparison: Comparison, lines: Sequence[Row]) -> list[str]:
-    """One line, where fast scores of ``lines`` were judged by their mean difference."""
+    """Return a line if fast scores of ``lines`` were judged by their mean difference from exact
+    ones."""
     entries = {entry.cell: entry for line in lines for entry in line.entries}
     samples = [sample for cell in entries for sample in _by_bias(comparison, cell)]
     if not samples:

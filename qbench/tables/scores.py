@@ -1,6 +1,6 @@
-"""Comparison → tables of scores: Δ, damage, what quantization changed, pairs, groups.
+"""Build tables of scores: Δ, damage, what quantization changed, pairs, groups.
 
-Laid out as the softpick paper's tables 8 to 13: one table a quantization method.
+Laid out as the softpick paper's tables 8 to 13: one table per quantization method.
 """
 
 from __future__ import annotations
@@ -84,8 +84,11 @@ FLIPS_NOTE = "Flips: answers from right to wrong / from wrong to right."
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MethodLines:
-    """What one set of tables is of: the lines of a method and the unquantized ones, over some of
-    the checkpoints. ``problems`` of cells and ``notes`` stand below the first table."""
+    """Hold what one set of tables shows: the rows of a method and the unquantized ones, over
+    some of the checkpoints.
+
+    ``problems`` of cells and ``notes`` stand below the first table.
+    """
 
     comparison: Comparison
     name: str  # of the method
@@ -118,8 +121,10 @@ class MethodLines:
 
 
 def by_method(comparison: Comparison) -> list[MethodLines]:
-    """One a quantization method; one checkpoint alone has one of all. What is wrong with a cell
-    stands in the first set of tables that has it."""
+    """Return a set of tables per quantization method; one set in all for one checkpoint.
+
+    Problems of a cell stand in the first set that shows it.
+    """
     alone = len(comparison.checkpoints) == 1
     made, problems = [], comparison.problems()
     ran = {line.method for line in comparison.lines}
@@ -157,9 +162,11 @@ def by_method(comparison: Comparison) -> list[MethodLines]:
 
 
 def tables_of(method: MethodLines, published: str | None) -> list[Table]:
-    """Scores with Δ and, where there is any, damage. With several trainings of each kind a table
-    of all of them says less than their means, which it is of then; those of a checkpoint that was
-    trained once follow."""
+    """Return the tables of scores with Δ and of damage.
+
+    With several trainings of each kind they are of the means; those of a checkpoint that was
+    trained once follow.
+    """
     if method.seeds:
         quantized = [line for line in method.seeds if line.quantized and line.damages]
         found = [*_deltas_over_seeds(method), *_damages(method, quantized)]
@@ -177,8 +184,8 @@ def tables_of(method: MethodLines, published: str | None) -> list[Table]:
 
 
 def _with_the_first(method: MethodLines) -> list[MethodLines]:
-    """A set for the first and each other checkpoint; what is said once stands in the first that
-    shows what it is about."""
+    """Return a set for the first and each other checkpoint; a note stands in the first set that
+    it is about."""
     made: list[MethodLines] = []
     base, *others = method.checkpoints
     for other in others:
@@ -228,7 +235,7 @@ def _effect_cells(line: Row, head: str, question: str, group: str, each: str = "
 
 
 def _deltas(method: MethodLines, published: str | None) -> list[Table]:
-    """Scores of each checkpoint, and Δ."""
+    """Return the table of each checkpoint's scores and Δ."""
     comparison, others = method.comparison, method.others
     tested = any(line.deltas for line in method.lines)
     rows = []
@@ -261,7 +268,7 @@ def _deltas(method: MethodLines, published: str | None) -> list[Table]:
 
 
 def _deltas_over_seeds(method: MethodLines) -> list[Table]:
-    """Means of each group, every training's score, and Δ."""
+    """Return the table of the means of each group, every training's score, and Δ."""
     comparison, groups = method.comparison, method.comparison.grid.replicates
     base, *others = groups
     rows = []
@@ -290,8 +297,8 @@ def _deltas_over_seeds(method: MethodLines) -> list[Table]:
 
 
 def _damages(method: MethodLines, lines: Sequence[Row]) -> list[Table]:
-    """What quantization costs each checkpoint or group of trainings, and how much more than the
-    first: the claim."""
+    """Return the table of what quantization costs each checkpoint or group of trainings, and how
+    much more than the first."""
     base, *others = groups = (
         method.comparison.grid.replicates if method.seeds else method.checkpoints
     )
@@ -326,7 +333,7 @@ def _damages(method: MethodLines, lines: Sequence[Row]) -> list[Table]:
 
 
 def _counts(effects: Iterable[Effect | SeedEffect | None]) -> str:
-    """How many documents the effects of a line rest on, each number once."""
+    """Return how many documents the effects of a row rest on, each number once."""
     return "/".join(sorted({str(effect.documents) for effect in effects if effect})) or NO_VALUE
 
 
@@ -361,7 +368,7 @@ def _records(lines: Iterable[Row]) -> tuple[str, ...]:
 
 
 def _one_model(method: MethodLines) -> list[Table]:
-    """What quantization costs one checkpoint: a row a precision."""
+    """Return the table of what quantization costs one checkpoint: a row per precision."""
     (checkpoint,) = method.checkpoints
     records = {
         q: method.comparison.records.get(f"{checkpoint}/{q}") for q in _quantizers(method.lines)
@@ -403,8 +410,8 @@ def _one_model(method: MethodLines) -> list[Table]:
 
 
 def costs(method: MethodLines) -> list[Table]:
-    """What quantization changed, a row a checkpoint; of several trainings of one kind the means,
-    and their flips together."""
+    """Return the table of what quantization changed, a row per checkpoint; of several trainings
+    of one kind the means, and their flips together."""
     comparison = method.comparison
     told: list[tuple[Row, str, list[Record], list[TaskDamage]]] = []
     flipped = _flip_metrics(comparison)
@@ -447,7 +454,7 @@ def kept_text(comparison: Comparison, row: Row, checkpoint: str) -> str:
 
 
 def _flip_metrics(comparison: Comparison) -> dict[str, str]:
-    """Task → the first of its metrics whose answers are right or wrong."""
+    """Return task → the first of its metrics whose answers are right or wrong."""
     found: dict[str, str] = {}
     for line in comparison.lines:
         for entry in line.entries:
@@ -496,8 +503,8 @@ BITS = {"bfloat16": 16.0, "float16": 16.0, "float32": 32.0}
 
 
 def bits_per_weight(record: Record) -> float | None:
-    """As stored, of all matrices outside embeddings and LM head where the audit counted them, else
-    of the quantized modules; of an unquantized cell that of its dtype."""
+    """Return the stored bits per weight of all matrices outside embeddings and LM head if the
+    audit counted them, else of the quantized modules; of an unquantized cell those of its dtype."""
     if record.audit and record.audit.size:
         return record.audit.size.bits_per_weight
     if record.quantized:
@@ -506,7 +513,7 @@ def bits_per_weight(record: Record) -> float | None:
 
 
 def gib(record: Record | None) -> float | None:
-    """Of all weights, as they are stored; None in records of earlier versions."""
+    """Return the GiB of all weights as they are stored; None in records of earlier versions."""
     return record.audit.size.gib if record and record.audit and record.audit.size else None
 
 
@@ -545,7 +552,8 @@ def pair_tables(comparison: Comparison) -> list[Table]:
 
 
 def group_tables(comparison: Comparison) -> list[Table]:
-    """Scores of groups of tasks that are no lines, since their tasks count alike."""
+    """Return the table of groups of tasks that have no row of their own, since their tasks count
+    alike."""
     rows = []
     for quantizer in _quantizers(comparison.lines):
         records = [comparison.records.get(f"{name}/{quantizer}") for name in comparison.checkpoints]
@@ -570,7 +578,7 @@ def group_tables(comparison: Comparison) -> list[Table]:
 
 
 def _score_text(score: RowValue | GroupScore | None, *, percent: bool) -> str:
-    """A score with its standard error."""
+    """Return a score with its standard error."""
     if score is None:
         return NO_VALUE
     error = "" if score.stderr is None else f" ± {number(score.stderr, percent=percent)}"
@@ -582,7 +590,7 @@ def _quantizers(lines: Iterable[Row]) -> list[str]:
 
 
 def line_names(line: Row) -> tuple[str, str, str]:
-    """Task, metric with the arrow of what is better, and quantization."""
+    """Return task, metric with the arrow of what is better, and quantization."""
     quantizer = line.quantizer
     if line.precision.in_parts:
         quantizer += f" ({line.precision.words})"
@@ -594,7 +602,7 @@ def _names(line: Row) -> Cells:
 
 
 def entry_text(entry: RowValue, line: Row) -> str:
-    """The score with its standard error; ``failed`` or ``— missing`` where there is none."""
+    """Return the score with its standard error; ``failed`` or ``— missing`` if there is none."""
     if entry.status == "missing":
         return f"{NO_VALUE} missing"
     if entry.status == "failed":
@@ -603,7 +611,7 @@ def entry_text(entry: RowValue, line: Row) -> str:
 
 
 def _delta_text(line: Row, checkpoint: str) -> str:
-    """Δ as the papers print it, with its mark of significance."""
+    """Return Δ as the papers print it, with its mark of significance."""
     text = number(line.delta(checkpoint), percent=line.percent, signed=True)
     effect = line.deltas.get(checkpoint)
     return text + (effect.mark if effect else "")
@@ -627,7 +635,8 @@ def precision_notes(lines: Iterable[Row]) -> list[str]:
 
 
 def documents_text(line: Row) -> str:
-    """One number where all checkpoints saw as many documents, else one for each."""
+    """Return how many documents the checkpoints scored: one number if they agree, else one for
+    each."""
     counts = [entry.documents for entry in line.entries]
     known = {count for count in counts if count is not None}
     if len(known) <= 1:

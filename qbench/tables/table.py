@@ -16,11 +16,11 @@ Cells = list[tuple[str, str]]  # of a row whose heads repeat, each with its head
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """Texts in rows. The first ``words`` columns hold words, the others numbers, but for those
-    whose heads ``also_words`` names. ``notes`` are footnotes, a line each.
+    """Hold a table of texts with its title and footnotes.
 
-    ``grouped``: rows with the same first cell belong together, and show it once. ``records``: the
-    cells with their keys that the numbers come from.
+    The first ``words`` columns hold words, the others numbers, but for those whose heads
+    ``also_words`` names. ``grouped``: rows with the same first cell belong together, and show it
+    once. ``records``: the cells with their keys that the numbers come from.
     """
 
     title: str
@@ -34,13 +34,13 @@ class Table:
 
     @property
     def begins(self) -> tuple[bool, ...]:
-        """Whether a row begins a group."""
+        """Return whether each row begins a group."""
         first = [row[0] for row in self.rows]
         return tuple(self.grouped and a != b for a, b in zip(first, [None, *first], strict=False))
 
     @property
     def shown(self) -> tuple[tuple[str, ...], ...]:
-        """The rows with the first cell of a group shown once."""
+        """Return the rows with the first cell of a group shown once."""
         if not self.grouped:
             return self.rows
         return tuple(
@@ -50,7 +50,7 @@ class Table:
 
     @property
     def footnotes(self) -> tuple[str, ...]:
-        """The notes, and where the numbers come from: a line."""
+        """Return the notes, and a line on the records that the numbers come from."""
         if not self.records:
             return self.notes
         many = len(self.records) > MOST_RECORDS
@@ -59,7 +59,7 @@ class Table:
 
     @property
     def align(self) -> str:
-        """A letter a column: ``l`` for words, ``r`` for numbers."""
+        """Return a letter per column: ``l`` for words, ``r`` for numbers."""
         return "".join(
             "l" if index < self.words or name in self.also_words else "r"
             for index, name in enumerate(self.head)
@@ -69,7 +69,8 @@ class Table:
 def from_rows(
     rows: Sequence[Mapping[str, str] | Cells], *, title: str, notes: Iterable[str], **layout: Any
 ) -> list[Table]:
-    """A table of rows by their heads; none without a row. ``layout``: other fields of a table."""
+    """Return a list with the table of ``rows`` by their heads; an empty list without a row.
+    ``layout``: other fields of the table."""
     if not rows:
         return []
     pairs = [row.items() if isinstance(row, Mapping) else row for row in rows]
@@ -79,7 +80,7 @@ def from_rows(
 
 
 def markdown(tables: Iterable[Table]) -> str:
-    """The tables one below the other, with their notes."""
+    """Return the tables one below the other, with their notes."""
     return "\n\n".join("\n\n".join(_blocks(one)) for one in tables) + "\n"
 
 
