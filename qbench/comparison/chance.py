@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from qbench.comparison.rows import Comparison, Row, status_of
+from qbench.errors import ResultsError
 from qbench.metrics import base_metric
 from qbench.statistics import Interval
 from qbench.store import Store
@@ -14,16 +15,18 @@ ACCURACIES = ("acc", "acc_norm")
 
 def chance_of_tasks(comparison: Comparison, store: Store) -> dict[str, float]:
     """Return task → the accuracy of guessing: the mean of 1 / choices over its documents, 0 if it
-    has none to choose from. Tasks of which no record holds responses are left out.
-
-    Raises ResultsError if a table of responses is damaged.
+    has none to choose from. Tasks of which no record's responses can be read are left out.
     """
     found: dict[str, float] = {}
     for record in comparison.records.values():
         tasks = {score.task for score in record.scores} - found.keys()
         if not tasks or status_of(record)[0] != "ok" or "responses" not in record.files:
             continue
-        choices = store.responses(record).groupby(["task", "document"])["request"].nunique()
+        try:
+            responses = store.responses(record)
+        except ResultsError:  # archives may leave them out; those who show them say so
+            continue
+        choices = responses.groupby(["task", "document"])["request"].nunique()
         for task, counts in choices.groupby(level="task"):
             guessed = float((1 / counts).mean()) if (counts > 1).all() else 0.0
             found.setdefault(str(task), guessed)

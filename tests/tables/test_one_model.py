@@ -10,6 +10,7 @@ from synthetic import make_store
 from qbench.comparison.chance import chance_of_tasks, kept
 from qbench.comparison.compare import compare
 from qbench.comparison.verdict import verdict
+from qbench.errors import ResultsError
 from qbench.records import (
     Damage,
     Distributions,
@@ -205,3 +206,11 @@ def test_chance_is_one_of_the_choices_and_0_without_any():
     found = chance_of_tasks(compare(store, statistics=False), store)
     assert (found["piqa"], found["lambada_openai"]) == (0.5, 0.0)
     assert found["arc_easy"] == pytest.approx(0.25, abs=0.001)  # a few have three or five choices
+
+
+def test_an_archive_without_responses_is_compared_all_the_same():
+    store = Store(Path(__file__).parents[2] / "results" / "pair-27m-activations")
+    record = next(one for one in store.records() if "responses" in one.files)
+    with pytest.raises(ResultsError, match="missing"):
+        store.responses(record)
+    assert chance_of_tasks(compare(store, statistics=False), store) == {}
