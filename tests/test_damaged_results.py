@@ -18,7 +18,7 @@ from qbench.record_file import with_checksum
 from qbench.records import RESPONSE_COLUMNS
 from qbench.store import Store
 
-FLIPS = 60  # of each kind of file
+FLIPS = 20  # of each kind of file
 FOLDER = {
     "record": "records/softpick/gptq-4bit/*.json",
     "outcomes": "records/softpick/gptq-4bit/*.outcomes.parquet",
@@ -70,6 +70,7 @@ def content(results: Path) -> list[object]:
     return [grid, records, tables, cells]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_changed_byte_is_noticed_or_changes_nothing(results, kind):
     path = the_file(results, kind)

@@ -35,12 +35,6 @@ def qbench(tmp_path, monkeypatch, capfd):
     return call
 
 
-def forget_finished(tmp_path):
-    """Take finished cells and tasks out of the cache, from which a run would take them."""
-    for kind in ("cells", "tasks"):
-        shutil.rmtree(tmp_path / "cache" / kind, ignore_errors=True)
-
-
 def test_damaged_files_are_told_of_and_made_again_and_the_others_stay(qbench, tmp_path):
     assert qbench("run")[0] == 0
     store = Store(tmp_path / "out")
@@ -50,7 +44,6 @@ def test_damaged_files_are_told_of_and_made_again_and_the_others_stay(qbench, tm
     (outcomes,) = store.directory.glob("records/softpick/rtn-4bit/*.outcomes.parquet")
     left = whole.stat().st_mtime_ns
     for damaged in ([record], [outcomes, store.directory / "grid.json"]):
-        forget_finished(tmp_path)
         for path in damaged:
             path.write_bytes(path.read_bytes()[:-7])
         if record in damaged:
@@ -80,7 +73,6 @@ def test_a_damaged_base_is_told_of_and_made_again(qbench, tmp_path):
     )
     rows.write_bytes(rows.read_bytes()[:-1] + b"x")
     record.unlink()
-    forget_finished(tmp_path)
     code, said = qbench("run")
     assert code == 0
     assert f"fp32: made again, since softpick/rtn-4bit needs it: {rows}: its digest" in said

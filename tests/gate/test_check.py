@@ -96,28 +96,41 @@ def test_inconclusive_counts_as_the_user_chooses(nearly, standard, counts_as, co
     assert result.exit_code == code
 
 
-@pytest.mark.parametrize("state", ["failed", "missing"])
-def test_a_failed_or_missing_cell_never_passes(tmp_path, standard, state):
-    store = changed(tmp_path, **{state: ("softmax/hqq-4bit",)})
-    result = check.check(store, standard, inconclusive="pass")
-    (gate,) = of(result, "softmax/hqq-4bit")
-    assert gate.outcome == "fail"
-    assert gate.reason.startswith(state)
-    assert result.exit_code == 1
-
-
-def test_an_unaudited_cell_never_passes(tmp_path, standard):
-    store = changed(tmp_path)
+def without_audit(store):
     update(store, CELL, audit=None)
-    (gate,) = failed(store, standard)
-    assert (gate.cell, gate.reason.split(":")[0]) == (CELL, "not audited")
 
 
-def test_a_cell_that_failed_its_audit_never_passes(tmp_path, standard):
-    store = changed(tmp_path)
+def failed_audit(store):
     problem = {"passed": False, "problems": ("one layer left out",)}
     update(store, CELL, audit=audit_of(store, CELL).model_copy(update=problem))
-    assert [gate.reason for gate in failed(store, standard)] == ["failed: one layer left out"]
+
+
+def without_a_task(store, **more):
+    kept = tuple(one for one in record_of(store, CELL).scores if one.task != "wikitext")
+    update(store, CELL, scores=kept, **more)
+
+
+def failed_task(store):
+    without_a_task(store, failed_tasks={"wikitext": "it gives NaN"})
+
+
+@pytest.mark.parametrize(
+    ("settings", "change", "task", "reason"),
+    [({"failed": (CELL,)}, None, "", "failed: out of memory"),
+     ({"missing": (CELL,)}, None, "", "missing"),
+     ({}, without_audit, "", "not audited"), ({}, failed_audit, "", "failed: one layer left out"),
+     ({}, without_a_task, "wikitext", "score is missing"),
+     ({}, failed_task, "wikitext", "score is missing: it gives NaN")],
+)  # fmt: skip
+def test_what_is_broken_or_gone_never_passes(tmp_path, standard, settings, change, task, reason):
+    store = changed(tmp_path, **settings)
+    if change is not None:
+        change(store)
+    result = check.check(store, standard, inconclusive="pass")
+    (gate,) = (one for one in result.gates if one.outcome == "fail")
+    assert (gate.cell, gate.task) == (CELL, task)
+    assert gate.reason.startswith(reason)
+    assert result.exit_code == 1
 
 
 @pytest.mark.parametrize(
@@ -139,13 +152,6 @@ def test_an_audit_that_measures_worse_fails_though_every_score_is_the_same(
     assert not failed(store, standard, margins=wide)
 
 
-def test_a_score_that_is_gone_never_passes(tmp_path, standard):
-    sizes = {task: size for task, size in SIZES.items() if task != "wikitext"}
-    store = make_store(tmp_path / "new", sizes=sizes, quantizers=QUANTIZERS)
-    gates = failed(store, standard)
-    assert {(gate.task, gate.reason) for gate in gates} == {("wikitext", "score is missing")}
-
-
 def test_a_cell_that_the_baseline_lacks_is_named_and_not_gated(tmp_path, standard):
     store = make_store(tmp_path / "new", sizes=SIZES, quantizers=(*QUANTIZERS, "hqq-8bit"))
     result = check.check(store, standard)
@@ -153,14 +159,6 @@ def test_a_cell_that_the_baseline_lacks_is_named_and_not_gated(tmp_path, standar
         "softmax/hqq-8bit: not in the baseline, so not gated",
         "softpick/hqq-8bit: not in the baseline, so not gated",
     )
-
-
-def test_a_task_that_could_not_be_scored_says_why(tmp_path, standard):
-    store = changed(tmp_path)
-    kept = tuple(one for one in record_of(store, CELL).scores if one.task != "wikitext")
-    update(store, CELL, scores=kept, failed_tasks={"wikitext": "it gives NaN"})
-    (gate,) = failed(store, standard)
-    assert (gate.task, gate.reason) == ("wikitext", "score is missing: it gives NaN")
 
 
 def test_a_perplexity_beyond_the_largest_number_never_passes(tmp_path, standard):

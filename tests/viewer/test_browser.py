@@ -14,7 +14,7 @@ from qbench import viewer
 from qbench.cache import Sources
 from qbench.cli.view import document_texts
 from qbench.store import Store
-from qbench.viewer.data import Results, analysis
+from qbench.viewer.data import Results
 from qbench.viewer.export import write_report, write_site
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -222,24 +222,6 @@ def test_a_row_opens_where_it_is_clicked(opened, page):
     page.wait_for_selector("h2:has-text('What ran')")
 
 
-def test_folders_of_one_name_are_told_apart(serve, tmp_path, page):
-    folders = [tmp_path / when / "grid" for when in ("before", "after")]
-    for folder, checkpoints in zip(folders, (("softmax", "softpick"), ("old", "new")), strict=True):
-        fill(folder, checkpoints=checkpoints)
-    page.goto(serve(*folders).address)
-    page.select_option("header select", "after/grid")
-    page.wait_for_selector(".tabulator-row a:has-text('new/bf16')")
-    page.click(".tabulator-row a:has-text('new/bf16')")
-    page.wait_for_selector("h2:has-text('What ran')")
-
-
-def test_light_and_dark(opened, page):
-    colour = "getComputedStyle(document.body).backgroundColor"
-    before = page.evaluate(colour)
-    page.keyboard.press("t")
-    assert page.evaluate(colour) != before
-
-
 def test_a_run_in_progress_fills_in_by_itself(serve, tmp_path, page):
     folder = fill(tmp_path / "run", missing=("softpick/gptq-4bit",)).directory
     page.goto(serve(folder).address)
@@ -356,22 +338,6 @@ def test_axes_can_be_read(serve, page):
     for title in ("Sink rate", "Sensitivity", "Loss along texts"):
         figure = page.locator(f"figure:has(h2:has-text('{title}'))")
         assert (title, figure.evaluate(UNREADABLE)) == (title, [])
-
-
-def test_layers_of_a_small_model_are_whole_numbers(serve, page, monkeypatch):
-    def first_layers(store):
-        found = analysis(store)
-        for one in found["cells"]:
-            one["measured"]["layers"] = one["measured"]["layers"][:4]
-        return found
-
-    monkeypatch.setattr("qbench.viewer.data.analysis", first_layers)
-    running = serve(RESULTS / "pair-27m", texts=None)
-    page.goto(f"{running.address}#view=why")
-    figure = page.locator("figure:has(h2:has-text('Kurtosis of hidden'))")
-    figure.locator("svg circle").first.wait_for()
-    ticks = figure.locator("[data-label='x-axis tick label'] text").all_text_contents()
-    assert ticks == ["0", "1", "2", "3"]
 
 
 def test_a_demo_run_has_its_texts_and_right_answers(serve, tmp_path, page, own_cache):

@@ -61,14 +61,6 @@ def test_over_seeds_too_each_question_stands_once(tmp_path):
     assert "byte_perplexity" not in {one["metric"] for one in shown["by_group"]}
 
 
-def test_a_checkpoint_that_is_not_over_seeds_is_named(tmp_path):
-    names, sizes = ("softmax.1", "softmax.2", "softpick"), {"arc_easy": 30}
-    store = make_store(tmp_path, checkpoints=names, sizes=sizes, quantizers=("bf16", "hqq-4bit"),
-                       replicates={"softmax": names[:2]})  # fmt: skip
-    (note,) = Results(store).payload("overview", wait=True)["summary"]
-    assert note.startswith("Trained once, and so not over seeds: softpick.")
-
-
 def test_one_checkpoints_precisions_are_compared_among_themselves(tmp_path):
     quantizers = ("bf16", "hqq-4bit", "gptq-4bit")
     store = make_store(tmp_path, checkpoints=("mine",), quantizers=quantizers)
@@ -111,13 +103,6 @@ def test_a_folder_that_changes_often_is_compared_one_version_after_another(folde
     go_on.set()
     results.comparison(wait=True)
     assert sum(begun) in (1, 2)
-
-
-def test_intervals_that_nothing_can_have_are_not_waited_for(tmp_path):
-    store = make_store(tmp_path, quantizers=("bf16", "hqq-4bit"), sizes={"arc_easy": 1})
-    shown = Results(store).payload("overview", wait=True)
-    assert shown["ready"]
-    assert not any(line["damages"] for line in shown["lines"])
 
 
 def test_documents_and_tokens_are_the_record_s(folder):
