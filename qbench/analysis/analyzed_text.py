@@ -114,23 +114,23 @@ def task_text(tasks: tuple[TaskSpec, ...], skipped: tuple[str, ...]) -> TaskText
     )
 
 
-def settle_length(wanted: int | None, contexts: Mapping[str, int | None]) -> int:
-    """Return the tokens per text: ``wanted``, or LENGTH, or the shortest context if that is
+def settle_length(length: int | None, contexts: Mapping[str, int | None]) -> int:
+    """Return the tokens per text: ``length``, or LENGTH, or the shortest context if that is
     shorter.
 
-    ``contexts``: by checkpoint, None if it states none. Raises RecipeError if ``wanted`` exceeds a
+    ``contexts``: by checkpoint, None if it states none. Raises RecipeError if ``length`` exceeds a
     context.
     """
     stated_contexts = {name: context for name, context in contexts.items() if context is not None}
-    if wanted is None:
+    if length is None:
         return min([LENGTH, *stated_contexts.values()])
     for name, context in stated_contexts.items():
-        if wanted > context:
+        if length > context:
             raise RecipeError(
-                f"--length {wanted}: checkpoint {name} has a context of {context} tokens; use "
+                f"--length {length}: checkpoint {name} has a context of {context} tokens; use "
                 f"--length {min(stated_contexts.values())} or less"
             )
-    return wanted
+    return length
 
 
 def parse_heads(text: str) -> tuple[tuple[int, int], ...]:

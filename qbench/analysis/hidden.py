@@ -131,11 +131,11 @@ def _central(powers: Tensor, values: int) -> tuple[Tensor, Tensor]:
 
 def summary(layers: list[States]) -> Hidden:
     """Return the statistics of one layer's hidden states, or of several layers' together."""
-    rows = torch.cat([row for one in layers for row in one.rows]).cpu()
+    rows = torch.cat([row for layer in layers for row in layer.rows]).cpu()
     powers, (tokens, lowest, highest, medians) = rows[:, :4], rows[:, 4:].unbind(1)
     values = layers[0].values
     largest = torch.maximum(lowest.abs(), highest.abs())
-    every = sum(one.counts for one in layers)
+    every = sum(layer.counts for layer in layers)
     return Hidden(
         kurtosis=pooled_kurtosis(powers, values),
         kurtosis_sequence=sequence_kurtosis(powers, values).mean().item(),
@@ -144,7 +144,7 @@ def summary(layers: list[States]) -> Hidden:
         maximum=highest.max().item(),
         median=medians.median().item(),
         largest_to_median=(largest / medians).max().item(),
-        massive=sum(one.massive for one in layers),
+        massive=sum(layer.massive for layer in layers),
         quantiles=quantiles(every, exact=layers[0].dtype == torch.bfloat16),
     )
 
@@ -216,8 +216,8 @@ class Inputs:
     def summary(self, name: str) -> LinearInput:
         """Return the statistics as a part of the record, for the layer ``name``."""
         total, *wrong = self.sums.tolist()
-        errors = [(one / total) ** 0.5 if total else 0.0 for one in wrong]
-        bits = [str(one) for one in BITS]
+        errors = [(layer / total) ** 0.5 if total else 0.0 for layer in wrong]
+        bits = [str(layer) for layer in BITS]
         return LinearInput(
             name=name,
             largest=self.largest.item(),

@@ -69,16 +69,16 @@ def attention(
         output = rows.unflatten(0, (len(query), -1)).transpose(1, 2)
         for bucket in length_buckets(seq_bounds, query.shape[1]):
             if len(bucket) == 1:
-                own, seen = next(sequences(bucket))
-                output[own] = attention(query[own], key[seen], value[seen], **settings)
+                queries, keys = next(sequences(bucket))
+                output[queries] = attention(query[queries], key[keys], value[keys], **settings)
                 continue
             queries, keys, real, mask = padded_indices(bucket, query, key, causal=causal)
             inputs = (
                 tensor.index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2)
                 for tensor, index in zip(flat, (queries, keys, keys), strict=True)
             )
-            found = attention(*inputs, **settings | {"mask": mask}).transpose(1, 2)
-            rows.index_copy_(0, queries[real], found[real])
+            padded = attention(*inputs, **settings | {"mask": mask}).transpose(1, 2)
+            rows.index_copy_(0, queries[real], padded[real])
         return output
     with torch.autocast(query.device.type, enabled=False):
         if not window and not softcap and not given:

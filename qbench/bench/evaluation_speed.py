@@ -36,11 +36,11 @@ WARM_UP = 2  # full batches of each task that every mode scores before the clock
 def bench_evaluation(planned: Plan, *, log: Callable[[str], None]) -> dict[str, Any]:
     """Return :func:`compare` of the plan's first cell and its tasks, with the softmax in float32 in
     every mode."""
-    cell, asked = planned.cells[0], planned.recipe.evaluation
+    cell, evaluation = planned.cells[0], planned.recipe.evaluation
     model, tokenizer = load(cell, planned)
     settings = {
         mode: scoring_settings(
-            asked.model_copy(update={"scoring": mode, "softmax_dtype": "float32"}),
+            evaluation.model_copy(update={"scoring": mode, "softmax_dtype": "float32"}),
             cell.checkpoint,
             cell.quantization,
             device=planned.device,

@@ -156,11 +156,13 @@ def analyze(
         )
         folder = launcher.out.resolve() if cluster else launcher.out
         work = work_of(planned, settings, folder, only, long_context, sensitivity)
-        broken = [one for part in work for one in run_part(*part, planned, launcher, force=force)]
+        broken = [
+            record for part in work for record in run_part(*part, planned, launcher, force=force)
+        ]
     paths = write_analyses(Store(launcher.out))
     typer.echo(paths[0].read_text())
     show_written(paths)
-    for line in group_by_reason((one.cell, f"failed: {one.error}") for one in broken):
+    for line in group_by_reason((record.cell, f"failed: {record.error}") for record in broken):
         complain(line)
     if broken:
         raise typer.Exit(1)
@@ -230,4 +232,4 @@ def run_part(
             make, cells, executor=launcher.executor, progress=display,
             died=partial(failed, **given),
         )  # fmt: skip
-        return [one for one in results if one.status != "ok"]
+        return [record for record in results if record.status != "ok"]

@@ -177,8 +177,8 @@ def train(
     files = read_token_files(Path(loaded.data.tokens))
     planned_runs = loaded.runs()
     trained: dict[str, list[int]] = {}
-    for of, one in planned_runs:
-        trained.setdefault(of, []).append(one)
+    for of, run_seed in planned_runs:
+        trained.setdefault(of, []).append(run_seed)
     if evaluate is not None:
         evaluated = require_evaluable(evaluate, trained, folder)
         if gpus is not None and (cluster or "local").partition(":")[0] != "local":
@@ -267,8 +267,10 @@ def require_evaluable(recipe: Path, trained: Mapping[str, Sequence[int]], folder
             f"--evaluate {recipe}: checkpoints.{others[0]}: is not trained here "
             f"({', '.join(trained)}); leave it out of the recipe"
         )
-    there = {path.name for name in trained for path in folder.glob(f"{name}-seed*")}
-    if more := sorted(there - {f"{name}-seed{seed}" for name in trained for seed in trained[name]}):
+    folders = {path.name for name in trained for path in folder.glob(f"{name}-seed*")}
+    if more := sorted(
+        folders - {f"{name}-seed{seed}" for name in trained for seed in trained[name]}
+    ):
         raise RecipeError(
             f"--evaluate {recipe}: {folder} holds {more[0]} too, a seed that this command does not "
             "train; add it, or name another --out"

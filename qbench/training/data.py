@@ -212,10 +212,10 @@ def dataloader(
     import torch
 
     size = recipe.batch.sequences
-    own, stride = processes.process_index * size, processes.num_processes * size
+    offset, stride = processes.process_index * size, processes.num_processes * size
     for step in range(first, recipe.steps):
         indices = sample_indices(step, rows=recipe.global_batch_size, of=len(source), seed=seed)
-        for begin in range(own, len(indices), stride):
+        for begin in range(offset, len(indices), stride):
             batch = torch.from_numpy(source.rows(indices[begin : begin + size]))
             if processes.device.type == "cuda":
                 batch = batch.pin_memory()
@@ -231,12 +231,12 @@ def watched_rows(recipe: TrainingRecipe, files: TokenFiles) -> list[list[int]]:
     bos = files.about.bos
     begin = [] if bos is None else [bos]
     room = recipe.watched_length - len(begin)
-    wanted = recipe.watch.samples
-    texts = [text[:room] for text in _documents(files) if len(text) >= room][:wanted]
-    if len(texts) < wanted:
+    count = recipe.watch.samples
+    texts = [text[:room] for text in _documents(files) if len(text) >= room][:count]
+    if len(texts) < count:
         raise DataError(
             f"{files.folder}: {len(texts)} held-out documents have {room} tokens or more, and "
-            f"watch.samples asks for {wanted}: lower it or watch.length, or tokenize more text"
+            f"watch.samples asks for {count}: lower it or watch.length, or tokenize more text"
         )
     return [[*begin, *text.tolist()] for text in texts]
 

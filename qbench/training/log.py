@@ -49,11 +49,11 @@ class Log:
 def read_log(path: Path) -> list[dict[str, Any]]:
     """Return the lines of a log, without incomplete ones, as a killed process can leave
     its last."""
-    found = []
+    lines = []
     for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         with suppress(ValueError):
-            found.append(json.loads(line))
-    return [line for line in found if isinstance(line, dict) and "step" in line]
+            lines.append(json.loads(line))
+    return [line for line in lines if isinstance(line, dict) and "step" in line]
 
 
 def open_wandb(folder: Path, settings: dict[str, Any]) -> GeneralTracker:

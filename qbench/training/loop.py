@@ -127,8 +127,10 @@ class Trainer:
         batches = dataloader(
             sequences(recipe, run.files), recipe, self.processes, first=first, seed=run.seed
         )
-        own = digest_of([Path(__file__).parent])  # beside the modules that change numbers anywhere
-        code = hashlib.sha256(f"{code_digest()} {own}".encode()).hexdigest()
+        training_code = digest_of(
+            [Path(__file__).parent]
+        )  # beside the modules that change numbers anywhere
+        code = hashlib.sha256(f"{code_digest()} {training_code}".encode()).hexdigest()
         session = TrainingSession(
             first_step=first, last_step=first, seconds=0.0, processes=self.processes.num_processes,
             code=code, environment=environment(self.processes.device.type, LIBRARIES),
@@ -230,15 +232,15 @@ class Trainer:
             batch = max(1, BATCH_TOKENS // self.held_out.shape[1])
             try:
                 with deterministic(False):  # medians have no deterministic kernel
-                    found = measure(
+                    measured = measure(
                         copied, self.held_out, tokenizer=self.tokenizer, linears=(), batch=batch
                     )
             except EvaluationError as error:
                 raise TrainingError(f"step {step}, held-out text: {error}") from None
-            sink, hidden = found.sinks[0], found.hidden
+            sink, hidden = measured.sinks[0], measured.hidden
             sample = TrainingSample(
                 step=step,
-                loss=math.log(found.perplexity),
+                loss=math.log(measured.perplexity),
                 sink_rate=sink.rates[SINK],
                 sink_rate_gu=sink.rates_gu[SINK],
                 kurtosis=hidden.kurtosis,

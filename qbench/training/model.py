@@ -81,7 +81,7 @@ def flops_per_token(model: LlamaForCausalLM, context: int) -> float:
     halved for causality).
     """
     config = model.config
-    products = sum(one.numel() for one in model.parameters() if one.ndim == 2)
+    products = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim == 2)
     if not config.tie_word_embeddings:  # of two, one is looked up
         products -= model.get_input_embeddings().weight.numel()
     return 6.0 * products + 6.0 * config.num_hidden_layers * config.hidden_size * context
@@ -148,11 +148,15 @@ def initial_model(
         for parameter in NORMALIZERS.get(normalizer).parameters:
             if not (parameter.required or parameter.attribute in shape.parameters):
                 continue
-            asked = shape.parameters.get(parameter.attribute, OwnParameter())
+            settings_of_parameter = shape.parameters.get(parameter.attribute, OwnParameter())
             start = parameter.start(shape.heads)
-            if asked.start is not None:
-                start = [asked.start] * shape.heads
-            trained = parameter.trainable if asked.trained is None else asked.trained
+            if settings_of_parameter.start is not None:
+                start = [settings_of_parameter.start] * shape.heads
+            trained = (
+                parameter.trainable
+                if settings_of_parameter.trained is None
+                else settings_of_parameter.trained
+            )
             value = nn.Parameter(torch.tensor(start), requires_grad=trained)
             layer.self_attn.register_parameter(parameter.attribute, value)
     model.to(device)

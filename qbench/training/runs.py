@@ -67,7 +67,7 @@ def train_recipe(
     Returns the records of the finished runs. Raises TrainingError if one breaks.
     """
     require_data(recipe, files, processes=processes.num_processes, device=processes.device.type)
-    found = []
+    records = []
     for normalizer, seed in recipe.runs():
         name = run_name(normalizer, seed)
         run = Run(
@@ -86,23 +86,25 @@ def train_recipe(
                 if trainer.progress.step == recipe.steps:
                     record = _record(trainer)
         if record is not None:
-            found.append(record)
-    return found
+            records.append(record)
+    return records
 
 
 def untrained(recipe: TrainingRecipe, files: TokenFiles) -> dict[str, tuple[Checkpoint, Shapes]]:
     """Return, by attention function, the checkpoint that will be trained and the shapes of its
     linear layers, as a plan needs them."""
-    found = {}
+    by_normalizer = {}
     for normalizer in recipe.normalizers:
         checkpoint = Checkpoint(
             source=normalizer, folder=files.folder, normalizer=normalizer, digest="", files=(),
             config=checkpoint_config(recipe.model, normalizer, **files.about.special),
         )  # fmt: skip
         layers = matrices(without_weights(checkpoint)).values()
-        shapes: Shapes = {one.name: (one.weight.shape[0], one.weight.shape[1]) for one in layers}
-        found[normalizer] = checkpoint, shapes
-    return found
+        shapes: Shapes = {
+            layer.name: (layer.weight.shape[0], layer.weight.shape[1]) for layer in layers
+        }
+        by_normalizer[normalizer] = checkpoint, shapes
+    return by_normalizer
 
 
 def run_name(normalizer: str, seed: int | str) -> str:

@@ -193,8 +193,8 @@ class TrainingRecipe(Strict):
     def _known(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for name in value:
             if name not in NORMALIZERS:
-                known = ", ".join(NORMALIZERS)
-                raise ValueError(f"unknown normalizer {shown(name)}; known: {known}")
+                names = ", ".join(NORMALIZERS)
+                raise ValueError(f"unknown normalizer {shown(name)}; known: {names}")
         return value
 
     @field_validator("normalizers", "seeds")
@@ -208,12 +208,12 @@ class TrainingRecipe(Strict):
     @model_validator(mode="after")
     def _has_parameters(self) -> TrainingRecipe:
         parameters = [NORMALIZERS.get(name).parameters for name in self.normalizers]
-        known = dict.fromkeys(one.attribute for each in parameters for one in each)
+        attributes = dict.fromkeys(parameter.attribute for each in parameters for parameter in each)
         for name in self.model.parameters:
-            if name not in known:
+            if name not in attributes:
                 raise ValueError(
                     f"model.parameters: none of {', '.join(self.normalizers)} has {shown(name)}; "
-                    f"known: {', '.join(known) or 'none'}"
+                    f"known: {', '.join(attributes) or 'none'}"
                 )
         return self
 
@@ -260,12 +260,12 @@ class TrainingRecipe(Strict):
         seed, for its record: the runs of a pair have it in common. How often a run is logged, saved
         and evaluated changes no weight."""
         unsaid = () if self.model.parameters else ("parameters",)  # as before there were any
-        found = self.model_dump(
+        settings = self.model_dump(
             mode="json",
             include={"model", "tokens", "batch", "optimizer", "schedule", "compute", "data"},
             exclude={"data": {"tokens"}, "model": set(unsaid)},
         )
         # As records and states of earlier versions have it, which are compared with it.
-        found["optimizer"]["muon_learning_rate"] = None
-        found["compute"]["travel"] = found["compute"].pop("grad_comm_dtype")
-        return found
+        settings["optimizer"]["muon_learning_rate"] = None
+        settings["compute"]["travel"] = settings["compute"].pop("grad_comm_dtype")
+        return settings

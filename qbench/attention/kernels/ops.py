@@ -536,10 +536,10 @@ class _Eager(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         query, key, value, mask, seq_bounds, seq_count, *parameters, settings = inputs
         mask, seq_bounds = mask_or_spans(mask, seq_bounds, seq_count)
-        found = forward(query, key, value, mask, seq_bounds, Parameters(*parameters), settings)
+        result = forward(query, key, value, mask, seq_bounds, Parameters(*parameters), settings)
         ctx.settings = settings
-        ctx.save_for_backward(query, key, value, *found, mask, seq_bounds, *parameters)
-        return found[0]
+        ctx.save_for_backward(query, key, value, *result, mask, seq_bounds, *parameters)
+        return result[0]
 
     @staticmethod
     @once_differentiable

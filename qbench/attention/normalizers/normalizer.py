@@ -72,8 +72,8 @@ class Kernels:
     def __post_init__(self) -> None:
         name = self.score_function
         if name not in SCORE_FUNCTIONS:
-            known = ", ".join(SCORE_FUNCTIONS)
-            raise ValueError(f"kernels have no score function {name!r}; they have {known}")
+            names = ", ".join(SCORE_FUNCTIONS)
+            raise ValueError(f"kernels have no score function {name!r}; they have {names}")
         if self.sink and name != "softmax":
             raise ValueError(
                 f"kernels have no sink but with the score function 'softmax', not {name!r}"
