@@ -4,7 +4,7 @@ BIN := .venv/bin
 PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 PIP := -m pip --quiet --disable-pip-version-check
 INSTALLED := .venv/.installed
-# torch without CUDA, gigabytes smaller: what is installed where there is no NVIDIA GPU
+# torch without CUDA, gigabytes smaller: installed if there is no NVIDIA GPU
 CPU_TORCH := https://download.pytorch.org/whl/cpu
 NEWEST := .newest/bin/python
 
@@ -44,7 +44,7 @@ gate: install
 	$(BIN)/qbench run recipes/gate.yaml --workers 2
 	$(BIN)/qbench check results/gate --baseline results/baselines/gate.tar.xz
 
-# where a change of scores or layers is meant: replaces the baseline, shows old and new
+# after a change of scores or layers that is meant: replaces the baseline, shows old and new
 baseline: install
 	$(BIN)/qbench run recipes/gate.yaml --workers 2
 	$(BIN)/qbench baseline results/gate --out results/baselines/gate.tar.xz --replace

@@ -34,7 +34,7 @@ def _end(code: int) -> None:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except (OSError, ValueError):  # whoever read it is gone
+        except (OSError, ValueError):  # its reader is gone
             code = code or 1
     os._exit(code)
 

@@ -129,8 +129,8 @@ class Plan:
     tasks: tuple[TaskSpec, ...]
     calibration: CalibrationText | None
     cells: tuple[Cell, ...]
-    groups: tuple[TaskGroup, ...] = ()  # of these tasks, where lm-eval gives them scores
-    skipped: tuple[str, ...] = ()  # tasks whose data are missing, where that is allowed
+    groups: tuple[TaskGroup, ...] = ()  # groups of these tasks that have scores of their own
+    skipped: tuple[str, ...] = ()  # tasks whose data are missing, with skip_missing
 
     @property
     def manifest(self) -> RunManifest:

@@ -51,7 +51,7 @@ MOST_TOKENS = 2**24  # of one text
 UNQUANTIZED = ("bf16", "fp16", "fp32")
 NAME_CHARACTERS = 64
 SHAPES = {"checkpoints": dict, "quantizers": list, "tasks": list, "plugins": list}
-FROM_OPTIONS = Path("options")  # where messages say that a problem lies, without a recipe
+FROM_OPTIONS = Path("options")  # the place in messages without a recipe
 
 
 # --- what fields are made of
@@ -211,7 +211,7 @@ class CalibrationSource(Strict):
     length: Whole = Field(2048, ge=8, le=MOST_TOKENS)
     """Tokens of each."""
     seed: Seed = 0
-    """Draws the documents and where in them the text begins."""
+    """Draws the documents, and the position in each."""
 
 
 class Evaluation(Strict):

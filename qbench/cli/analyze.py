@@ -114,9 +114,9 @@ def analyze(
 ) -> None:
     """Measure attention sinks, outliers, sparsity and inputs of linear layers on a text.
 
-    One pass a cell. Records, tables, figures and CSV files go to the folder `analysis` of the
-    results folder; where `qbench run` wrote records there, tables show the damage beside. Finished
-    cells are reused. Exit code 1 where a cell failed, 2 for input that cannot work.
+    One pass per cell. Records, tables, figures and CSV files go to the folder `analysis` of the
+    results folder; if `qbench run` wrote records there, tables show the damage too. Finished
+    cells are reused. Exit code 1 if a cell failed, 2 for input that cannot work.
 
     Examples:
     ```

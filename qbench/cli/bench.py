@@ -21,7 +21,7 @@ from qbench.recipe import Overrides
 Shape = Annotated[
     Literal["340m", "7b", "tiny"], typer.Option(help="Of the model, with random weights.")
 ]
-NOWHERE = Path(os.devnull)  # where libraries' notes go; what breaks is raised
+NOWHERE = Path(os.devnull)  # for libraries' notes; errors are raised
 
 bench = typer.Typer(
     add_completion=False,

@@ -250,7 +250,7 @@ OPTIONS: dict[str, Any] = {
         typer.Option(
             "--stream/--no-stream",
             help="Bring weights to the device block by block, or all of them at once. Default: the "
-            "recipe's, or block by block where they do not fit.",
+            "recipe's, or block by block if they do not fit.",
         ),
     ],
     "plugin": PluginOption,

@@ -73,7 +73,7 @@ def run(
     delta tables.
 
     Finished cells are reused, so a run that was stopped goes on where it stopped. Exit code 1
-    where a cell failed (it is tried again next time), 2 for input that cannot work.
+    if a cell failed (it is tried again next time), 2 for input that cannot work.
 
     Examples:
     ```
@@ -96,7 +96,7 @@ def run(
         save(recipe, overrides, save_recipe)
     with launch(
         launcher, cluster, gpus=gpus, workers=workers, executor=executor, cells=cells
-    ) as launcher:  # whose processes import what they need while the run is planned
+    ) as launcher:  # its processes import libraries while the run is planned
         planned, records = _run_cells(launcher, only, force)
     from qbench.cli.results import show_tables  # pandas
 
@@ -152,7 +152,7 @@ def plan(
 ) -> None:
     """Show what `qbench run` would do, and what is there already. Runs nothing.
 
-    Exit code 2 where a cell can never run.
+    Exit code 2 if a cell can never run.
 
     Examples:
     ```

@@ -27,7 +27,7 @@ from qbench.training.tokenize import Tokenizing
 from qbench.training.tokenize import tokenize as write
 from qbench.training.training_recipe import TrainingRecipe
 
-LINE_SECONDS = 10.0  # between two lines of a training, where the output is no terminal
+LINE_SECONDS = 10.0  # between two lines of a training, if the output is no terminal
 
 
 def tokenize(

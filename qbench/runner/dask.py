@@ -128,7 +128,6 @@ def connected(
             tokens=tokens,
             resources={GPU: 1} if device == "cuda" and declared else None,
             device=device,
-            workers=len(hosts),
             description=f"cluster {info['address']}: {many}{'s'[: len(names) > 1]}"
             f"{f', {expected.gpu}' if expected.gpu else ''}; dashboard {client.dashboard_link}",
         )
@@ -269,7 +268,6 @@ class DaskExecutor(Executor):
     tokens: tuple[str, ...]
     resources: dict[str, int] | None
     device: str
-    workers: int
     description: str
 
     @contextmanager

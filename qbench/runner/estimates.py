@@ -17,8 +17,8 @@ BYTES_PER_TOKEN = 3.7  # of task files, each context once
 REPEATED = 1.6  # contexts that are scored anew with each answer, and padding
 BASE_GIB = {"cuda": 1.5, "cpu": 0.8}  # libraries, batches
 SLOW_BF16 = 10.0
-# Weights that come block by block: how often they are read, in all and for each task; GiB a second
-# where the host keeps the files in memory; hidden states that wait at most.
+# If weights come block by block: how often they are read, in all and for each task; GiB per second
+# if the host keeps the files in memory; the most hidden states that wait.
 PASSES, TASK_PASSES = 10, 3
 HOST_RATE = 8.0
 WAITING_GIB = 16.0
@@ -28,10 +28,10 @@ WAITING_GIB = 16.0
 class Rates:
     """Speeds of one GPU, or of one core of a CPU in float32, as in docs/speed.md."""
 
-    score: Mapping[str, float]  # operations a second, by the mode of scoring
+    score: Mapping[str, float]  # operations per second, by scoring mode
     rounding: float  # seconds for 10⁹ weights, with their audit
     calibrating: float  # seconds for 10⁹ weights of a method that sees text
-    disk: float  # GiB a second
+    disk: float  # GiB per second
     fixed: float  # seconds of a cell before it computes anything
 
 

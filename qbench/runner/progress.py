@@ -32,7 +32,7 @@ from qbench.runner.workers import socket_folder
 FAILED = ": FAILED: "  # as qbench.runner.grid.summary says it
 SECONDS_BETWEEN_ADVANCES = 0.2
 SECONDS_OF_SILENCE = 15.0
-SECONDS_TO_SEND = 2.0  # at most, to a run that does not listen, as one whose terminal is held
+SECONDS_TO_SEND = 2.0  # at most, if the run does not listen, as with a terminal on hold
 MOST_BYTES = 2**17  # of a message; Linux allows twice as many
 
 _now = time.monotonic
@@ -106,7 +106,7 @@ class Display:
         self.console.print(line, style=style, markup=False)
 
     def begin(self, cell: str) -> None:
-        self.end(cell)  # one whose process died begins again
+        self.end(cell)  # a cell whose process died begins again
         self._ended.discard(cell)
         self._numbers.setdefault(cell, len(self._numbers) + 1)
         self._rows[cell] = self._bars.add_task(cell, total=None)

@@ -208,7 +208,7 @@ class _Slot:
             1, mp_context=get_context(self._method), initializer=begin,
             initargs=(self._gpu,),
         )  # fmt: skip
-        # one at a time: whose process is whose
+        # one at a time, to tell the processes of slots apart
         with _starting, interrupts_blocked(), self._share():
             before = set(active_children())
             pool.submit(os.getpid)
