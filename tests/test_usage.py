@@ -50,6 +50,7 @@ def test_wrong_use_is_one_line(monkeypatch, capsys, arguments, words):
         (OSError(28, "No space left on device"), "No space left on device"),
         (MemoryError(), "memory"),
         (ResultsError("there: damaged"), "there: damaged"),
+        (SystemExit(3), "something that was loaded ended the command by sys.exit(3)"),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -60,7 +61,7 @@ def test_what_the_machine_or_a_file_refuses_is_one_line(monkeypatch, capsys, err
     monkeypatch.setattr(cli, "app", refused)
     with pytest.raises(SystemExit) as end:
         cli.main()
-    assert end.value.code == 2
+    assert end.value.code == (1 if isinstance(error, SystemExit) else 2)
     (line,) = capsys.readouterr().err.splitlines()
     assert words in line
 

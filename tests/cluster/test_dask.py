@@ -64,6 +64,18 @@ def test_a_local_worker_sees_its_gpu_alone_from_its_start(monkeypatch):
     assert set(found.values()) == {("5", 1.0), ("7", 1.0)}
 
 
+def test_a_local_worker_that_dies_while_it_starts_is_one_line(monkeypatch):
+    def fail(**_):
+        raise RuntimeError("Nanny failed to start.\n  more lines")
+
+    monkeypatch.setattr("qbench.runner.dask.SpecCluster", fail)
+    with ExitStack() as stack, pytest.raises(UnavailableError) as error:
+        _local([0], "cpu", stack)
+    assert str(error.value) == (
+        "--cluster local: no worker could be started (Nanny failed to start.); run again"
+    )
+
+
 LIKE = Host(name="host", gpu=None, code="c", versions={"torch": "2"})
 
 
