@@ -63,3 +63,16 @@ def test_links_lead_to_files_and_headings(page):
         target = (page.parent / name).resolve() if name else page
         assert target.exists() or name == "reference/cli.md", link
         assert not heading or heading in headings(target), link
+
+
+def test_functions_of_the_walk_are_there():
+    walk = (ROOT / "docs" / "architecture.md").read_text()
+    walk = walk[walk.index("## The walk") : walk.index("## Where to add")]
+    rows = re.findall(r"^\| (?:`([\w/.]+)` )?\| `([\w.]+)` \|", walk, re.MULTILINE)
+    assert len(rows) > 15
+    file, missing = "", []
+    for name, function in rows:
+        file = name or file
+        code = (PACKAGE / file).read_text() if (PACKAGE / file).exists() else ""
+        missing += [] if f"def {function.split('.')[-1]}(" in code else [f"{file}: {function}"]
+    assert missing == []
