@@ -37,13 +37,17 @@ KINDS = {"weights": r"(bnb|gptq|hqq).*", "activations": r"[aw]\d.*", "KV cache":
 @lru_cache
 def pair(name: str) -> pd.DataFrame:
     """Return a pair's rows, with ``holm``: the p-values of its differences of damage after Holm's
-    correction over all of them. A cell of two folders counts once."""
+    correction over all of them. A cell of two folders counts once; scores at chance are not
+    tested."""
     numbers = pd.read_csv(ROOT / "docs" / "numbers.csv")
     rows = numbers[numbers.folder.isin(PAIRS[name])].drop_duplicates(KEYS).copy()
     rows["kind"] = [
         next((kind for kind, names in KINDS.items() if re.fullmatch(names, str(quantizer))), "")
         for quantizer in rows.quantizer
     ]
+    untested = rows[rows.difference.notna() & rows.difference_p.isna()]  # in one folder at least
+    scores = rows.task + rows.metric
+    rows.loc[scores.isin(untested.task + untested.metric), "difference_p"] = None
     tested = rows.difference_p.notna()
     rows.loc[tested, "holm"] = holm(rows.difference_p[tested])
     return rows
@@ -131,7 +135,14 @@ def differences(name, kind="") -> pd.DataFrame:
 
 
 def compared(name, kind="") -> int:
-    return len(differences(name, kind))
+    """Return the number of differences that are tested: scores at chance are not."""
+    return int(differences(name, kind).difference_p.notna().sum())
+
+
+def counts(name, kind) -> str:
+    """Return "2 and 6 of 64": significant differences in softpick's favour, against it, of all."""
+    less, more = significant(name, kind=kind)
+    return f"{less} and {more} of {compared(name, kind)}"
 
 
 def precisions(name, kind) -> list[str]:
@@ -142,6 +153,7 @@ def significant(*names, kind="", task="") -> tuple[int, int]:
     """Return how many differences are significant in softpick's favour and against it, after
     Holm's correction over all differences of the named pairs."""
     rows = pd.concat([differences(name) for name in names])
+    rows = rows[rows.difference_p.notna()]
     marked = rows[pd.Series(holm(rows.difference_p), index=rows.index) < 0.05]
     marked = marked[(marked.kind == kind) | (not kind)]
     marked = marked[(marked.task == task) | (not task)].difference
@@ -221,7 +233,7 @@ def rate(page, shape, *kernels) -> str:
 
 
 FUNCTIONS = (
-    value, mean, percent, kl, times, ratio, each, least, compared, precisions, significant,
+    value, mean, percent, kl, times, ratio, each, least, compared, counts, precisions, significant,
     same_sign, moves, kl_ratio, direction, require, cell, rate,
 )  # fmt: skip
 

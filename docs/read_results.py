@@ -41,7 +41,8 @@ def read_scores(files: Mapping[str, str]) -> pd.DataFrame:
     for effect, ours in (("damage", "damage"), ("did", "difference")):
         for end in ("", "_low", "_high"):
             table[ours + end] = table[f"{effect}_log_ratio{end}"].fillna(table[effect + end])
-        table[ours + "_p"] = table[effect + "_p"]
+        # What is outside Holm's family, such as a task at chance, is not tested
+        table[ours + "_p"] = table[effect + "_p"].where(table[effect + "_p_holm"].notna())
     if "seeds.csv" not in files:
         return table
     seeds = pd.read_csv(io.StringIO(files["seeds.csv"]))
@@ -52,7 +53,8 @@ def read_scores(files: Mapping[str, str]) -> pd.DataFrame:
         numbers = (row.estimate, row.low, row.high)
         found = groups.setdefault((row.task, row.metric, row.quantizer, row.group), {})
         found |= {effect + e: n for e, n in zip(("", "_low", "_high"), numbers, strict=True)}
-        found |= {effect + "_p": row.p, "documents": row.documents}
+        p = row.p if row.p_holm == row.p_holm else None
+        found |= {effect + "_p": p, "documents": row.documents}
         if effect == "difference":
             found["each"] = " ".join(f"{float(one):.6g}" for one in row.each.split())
     rows = [dict(zip(KEYS[1:], key, strict=True)) | found for key, found in groups.items()]
