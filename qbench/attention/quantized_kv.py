@@ -228,7 +228,7 @@ def attention(
             )
         return output
     given = chosen.checked(parameters, query.shape[1])
-    own = positions[:, key.shape[2] - query.shape[2] :]
+    query_positions = positions[:, key.shape[2] - query.shape[2] :]
     values, quantized_values = (reference.upcast(v).contiguous() for v in (value, quantized_value))
     outputs, start = [], 0
     both = (
@@ -236,7 +236,7 @@ def attention(
     )
     for plain, quantized in zip(*both, strict=True):
         stop = start + plain.scores.shape[2]
-        at, keys = own[:, None, start:stop, None], positions[:, None, None, plain.keys]
+        at, keys = query_positions[:, None, start:stop, None], positions[:, None, None, plain.keys]
         written = keys >= cache.sink_tokens
         of_key = written & (keys < bound(cache, at, cache.key_group))
         of_value = written & (keys < bound(cache, at, 1))

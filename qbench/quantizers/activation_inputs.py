@@ -36,14 +36,14 @@ def layers_with_inputs(model: nn.Module, ignore: tuple[str, ...] = ()) -> dict[s
     Raises QuantizationError for a pattern of ``ignore`` that matches no weight matrix.
     """
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    found = {
+    layers = {
         name: module
         for name, module in model.named_modules()
         if module is not head and hasattr(module, "in_features") and hasattr(module, "out_features")
     }
-    require_matches({**found, **matrices(model)}, ignore, "activations")
-    left_out = matching(found, ignore) | kept_in_float32(model, found)
-    return {name: module for name, module in found.items() if name not in left_out}
+    require_matches({**layers, **matrices(model)}, ignore, "activations")
+    left_out = matching(layers, ignore) | kept_in_float32(model, layers)
+    return {name: module for name, module in layers.items() if name not in left_out}
 
 
 def install(model: nn.Module, settings: FakeQuantized, tensors: Mapping[str, Tensor]) -> None:

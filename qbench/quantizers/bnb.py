@@ -81,9 +81,9 @@ def _codes_of(x: Tensor, rows: Tensor, threshold: float) -> tuple[Tensor, Tensor
     """Return codes and scales of ``rows``, which are ``x`` as a matrix, and the columns with
     outliers (None for a threshold of 0). They are kept as an attribute of ``x`` for the next layer,
     and are valid as long as ``x`` is not written to."""
-    known = getattr(x, CODES, None)
-    if known and known[:2] == (x._version, threshold):
-        return known[2]
+    cached = getattr(x, CODES, None)
+    if cached and cached[:2] == (x._version, threshold):
+        return cached[2]
     made = functional.int8_vectorwise_quant(rows.to(torch.float16), threshold=threshold)
     if not x.is_inference():  # which counts no versions
         # the version now: on a CPU the library writes to float16, and back
@@ -98,7 +98,7 @@ def decode(module: bitsandbytes.nn.Linear4bit) -> Tensor:
     packed = module.weight.data.reshape(-1)
     codes = torch.stack([packed >> 4, packed & 15], dim=1).reshape(-1)
     scales = state.absmax
-    if state.nested:  # the scales are codes of a table of 256 themselves, in blocks of their own
+    if state.nested:  # the scales are codes of another table of 256, in blocks
         second = state.state2
         sizes = second.absmax.repeat_interleave(second.blocksize)[: scales.numel()]
         scales = second.code[scales.long()] * sizes + state.offset
@@ -175,6 +175,6 @@ def unpack(module: nn.Module, settings: Bnb4 | Bnb8) -> PackedWeight | None:
 def _blocks_of(weight: Tensor) -> Tensor:
     flat = weight.reshape(-1)
     padding = -flat.numel() % BLOCK
-    if padding:  # with values that are there already, so that no level is added
+    if padding:  # with a value of the matrix, so that no level is added
         flat = torch.cat([flat, flat[-1:].expand(padding)])
     return flat.view(-1, BLOCK)

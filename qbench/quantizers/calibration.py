@@ -120,7 +120,7 @@ class SequentialCalibrator:
     def _trace(self, layers: dict[str, nn.Linear], ids: Tensor) -> None:
         """Run one batch through the blocks and keep what they receive; stop at the first block if a
         batch of this size was traced before."""
-        known, calls = self._beside.get(len(ids)), list[Call]()
+        traced, calls = self._beside.get(len(ids)), list[Call]()
         groups: list[list[list[str]]] = []
         reached: set[str] = set()
         output: Tensor | None = None  # of the block before
@@ -137,8 +137,8 @@ class SequentialCalibrator:
             if output is None:
                 self._states.append(offload(self._model, hidden))
                 beside = [x for x in tree_leaves((rest, options)) if isinstance(x, Tensor)]
-                if known is not None:
-                    if not all(map(torch.equal, known, beside)):
+                if traced is not None:
+                    if not all(map(torch.equal, traced, beside)):
                         raise QuantizationError(
                             f"{type(self._model).__name__}: the other inputs of its blocks depend "
                             "on the text, not the hidden states alone; it cannot be calibrated "
@@ -178,7 +178,7 @@ class SequentialCalibrator:
             hooks.append(block.register_forward_hook(leave))
         with _hooks(*hooks), suppress(Stop):
             self._model(input_ids=ids.to(self._device), use_cache=False)
-        if known is not None:
+        if traced is not None:
             return
         if missing := sorted(set(layers) - reached):
             raise QuantizationError(

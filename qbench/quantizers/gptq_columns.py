@@ -24,15 +24,15 @@ def _columns_kernel(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)[None, :]
-    there = row < rows
-    inside = there[:, None] & (column < width)
+    row_inside = row < rows
+    inside = row_inside[:, None] & (column < width)
     value = tl.load(work_at + row[:, None] * work_stride + column, mask=inside, other=0.0)
     codes, errors = value, value
     for pivot in range(width):
         here = column == pivot
         group = tl.load(group_at + pivot)
-        scale = tl.load(scale_at + row * scale_stride + group, mask=there, other=1.0)
-        zero = tl.load(zero_at + row * scale_stride + group, mask=there, other=0.0)
+        scale = tl.load(scale_at + row * scale_stride + group, mask=row_inside, other=1.0)
+        zero = tl.load(zero_at + row * scale_stride + group, mask=row_inside, other=0.0)
         diagonal = tl.load(upper_at + pivot * (upper_stride + 1))
         diagonal = tl.zeros_like(scale) + diagonal
         weight = tl.sum(tl.where(here, value, 0.0), axis=1)

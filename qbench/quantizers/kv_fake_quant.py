@@ -46,8 +46,8 @@ class KVFakeQuant(QuantizedKVCache):
     def _channels(self, x: Tensor, positions: Tensor | None) -> Tensor:
         """Round complete groups of tokens; return other tokens unchanged."""
         x = x.transpose(1, 2)
-        own = positions.expand(len(x), -1)
-        rows, tokens = whole_groups(own, self.sink_tokens, self.key_group)
+        expanded = positions.expand(len(x), -1)
+        rows, tokens = whole_groups(expanded, self.sink_tokens, self.key_group)
         groups = x[rows, tokens].movedim(1, -1)  # [groups, H, D, tokens]
         result = x.clone()
         result[rows, tokens] = fake_quantize(groups, self.format).movedim(-1, 1)

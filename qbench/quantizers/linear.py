@@ -29,7 +29,7 @@ from qbench.streaming import load_block, stream_of
 
 Tensors = dict[str, Tensor]
 KEPT = "kept in float32 by its class"  # in place of a matrix's holder
-PRODUCTS = {"FalconLinear"}  # forwards of their own in transformers that compute no more
+PRODUCTS = {"FalconLinear"}  # subclasses of transformers whose forward computes nothing else
 
 
 def linears(model: nn.Module, ignore: tuple[str, ...] = ()) -> dict[str, nn.Linear]:
@@ -148,16 +148,16 @@ def matrices(model: nn.Module) -> dict[str, Matrix]:
 def others(model: nn.Module) -> dict[str, Tensor]:
     """Return every parameter of ``model`` that is none of its ``matrices``, by name, biases of
     experts named as ``linearize`` does; shared ones once."""
-    inside, found = matrices(model), {}
+    inside, rest = matrices(model), {}
     fused = {path: module for path, module in model.named_modules() if is_fused(module)}
     for name, parameter in model.named_parameters():
         of_experts = name.rpartition(".")[0] in fused
         if not (of_experts or name in inside or name.removesuffix(".weight") in inside):
-            found[name] = parameter
+            rest[name] = parameter
     for path, module in fused.items():
         biases = ((name, bias) for name, _, bias in expert_parts(module) if bias is not None)
-        found |= {f"{path}.{name}.bias": bias for name, bias in biases}
-    return found
+        rest |= {f"{path}.{name}.bias": bias for name, bias in biases}
+    return rest
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -166,8 +166,9 @@ def is_linear(module: nn.Module) -> bool:
     if not isinstance(module, nn.Linear):
         return False
     kind = type(module)
-    own = kind.forward is not nn.Linear.forward and kind.__module__.startswith("transformers.")
-    return not own or kind.__name__ in PRODUCTS
+    overridden = kind.forward is not nn.Linear.forward
+    of_transformers = kind.__module__.startswith("transformers.")
+    return not (overridden and of_transformers) or kind.__name__ in PRODUCTS
 
 
 def values(weight: Tensor) -> Tensor:

@@ -93,8 +93,8 @@ def quantize(
             device=model.device,
         )
         with store.lock():
-            found, detail = _obtain(store, model, stage, calibration, progress)
-        tensors |= found
+            stored, detail = _obtain(store, model, stage, calibration, progress)
+        tensors |= stored
         details.append(detail)
     model = apply(model, config, tensors)
     progress(1, 1)
@@ -117,12 +117,12 @@ def make(
     if config.transform is not None:  # apply() transforms the model that it is given
         model = copy.deepcopy(model)
     for kind, settings in config.beside_weights.items():
-        functions, found = backend(settings), {}
+        functions, calibrated = backend(settings), {}
         if hasattr(functions, "calibrate"):
-            found = functions.calibrate(model, settings, calibration, progress)
+            calibrated = functions.calibrate(model, settings, calibration, progress)
         if kind == "transform":
-            functions.transform(model, settings, found)
-        tensors |= {f"{kind}:{name}": tensor for name, tensor in found.items()}
+            functions.transform(model, settings, calibrated)
+        tensors |= {f"{kind}:{name}": tensor for name, tensor in calibrated.items()}
     note = f"unquantized, {config.compute_dtype}"
     if config.weights is not None:
         layers, note = _quantize_weights(config.weights, model, calibration, progress)
@@ -202,7 +202,7 @@ def _replace_layers(model: PreTrainedModel, settings: WeightSettings, tensors: T
         module, _, part = name.rpartition("/")
         modules.setdefault(module, {})[part] = tensors.pop(name)
     layers = linears(model, settings.ignore)
-    if different := sorted(modules.keys() ^ layers.keys()):  # of a quantizer of somebody's own
+    if different := sorted(modules.keys() ^ layers.keys()):  # of a plug-in's quantizer
         raise QuantizationError(f"{settings.name}: does not fit the model: {some(different)}")
     streamed, from_packed = stream_of(model), backend(settings).from_packed
 
@@ -211,8 +211,8 @@ def _replace_layers(model: PreTrainedModel, settings: WeightSettings, tensors: T
 
     for name, layer in layers.items():
         if streamed is None:
-            own = {part: t.to(layer.weight.device) for part, t in modules.pop(name).items()}
-            model.set_submodule(name, build(layer, own))
+            moved = {part: t.to(layer.weight.device) for part, t in modules.pop(name).items()}
+            model.set_submodule(name, build(layer, moved))
         else:
             streamed.replace(name, modules.pop(name), build)
 
@@ -227,9 +227,9 @@ def _obtain(
     """Return tensors by name and a line that says how: read from disk, or computed and written."""
     again = ""
     try:
-        found = store.read(offload_device(model))
-        if found is not None:
-            return found[0], f"artifact reused: {found[1]}"
+        stored = store.read(offload_device(model))
+        if stored is not None:
+            return stored[0], f"artifact reused: {stored[1]}"
     except Damaged as damage:
         again = f"artifact was damaged ({damage}) and made again: "
     try:

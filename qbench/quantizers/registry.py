@@ -141,46 +141,46 @@ def config_of(
 
     Raises RecipeError, one line.
     """
-    stated = {"name": entry} if isinstance(entry, str) else dict(entry)
+    options = {"name": entry} if isinstance(entry, str) else dict(entry)
     for earlier, key in removed.RENAMED_PARTS.items():
-        if earlier in stated and key not in stated:
-            stated[key] = stated.pop(earlier)
-    by_name = stated.pop("name", None)
-    by_kind = {kind: stated.pop(kind, None) for kind in KINDS}
+        if earlier in options and key not in options:
+            options[key] = options.pop(earlier)
+    by_name = options.pop("name", None)
+    keyed = {kind: options.pop(kind, None) for kind in KINDS}
     parts = [] if by_name is None else _split(by_name)
-    if parts and stated:
+    if parts and options:
         if len(parts) > 1:
             raise RecipeError(
-                f"{by_name}: {next(iter(stated))} belongs to one of its parts: write "
-                f"{parts[0][0]}:{next(iter(stated))}=…+{parts[1][0]}"
+                f"{by_name}: {next(iter(options))} belongs to one of its parts: write "
+                f"{parts[0][0]}:{next(iter(options))}=…+{parts[1][0]}"
             )
-        parts = [(parts[0][0], {**parts[0][1], **stated})]
-    elif stated:
-        _refuse_unknown_part(next(iter(stated)))
-    found: dict[str, Any] = {}
+        parts = [(parts[0][0], {**parts[0][1], **options})]
+    elif options:
+        _refuse_unknown_part(next(iter(options)))
+    by_kind: dict[str, Any] = {}
     dtype = compute_dtype
-    for name, options in parts:
+    for name, given in parts:
         if name in UNQUANTIZED.values():
             kind, part = "weights", name
-            if options:
-                raise RecipeError(f"{name}: unknown option {shown(next(iter(options)))}; "
+            if given:
+                raise RecipeError(f"{name}: unknown option {shown(next(iter(given)))}; "
                                   "it has no options")  # fmt: skip
         else:
-            part = _settings(name, options, compute_dtype)
+            part = _settings(name, given, compute_dtype)
             kind = part.kind
-        if kind in found:
+        if kind in by_kind:
             raise RecipeError(f"{by_name}: two parts quantize {kind}; leave one out")
-        found[kind] = part
-    for kind, value in by_kind.items():
+        by_kind[kind] = part
+    for kind, value in keyed.items():
         if value is not None:
-            found[kind] = _part(kind, value, compute_dtype)
-    if not found:
+            by_kind[kind] = _part(kind, value, compute_dtype)
+    if not by_kind:
         raise RecipeError(HOW)
-    weights = found.pop("weights", None)
+    weights = by_kind.pop("weights", None)
     if isinstance(weights, str):
         dtype = next(d for d, name in UNQUANTIZED.items() if name == weights)
         weights = None
-    return _checked(QuantizationConfig(weights=weights, dtype=dtype, **found))
+    return _checked(QuantizationConfig(weights=weights, dtype=dtype, **by_kind))
 
 
 def unquantized_dtype(entries: Sequence[Any]) -> str:

@@ -207,5 +207,5 @@ def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _first(config: Mapping[str, Any], *names: str) -> int | None:
-    found = (config.get(name) for name in names)
-    return next((n for n in found if isinstance(n, int) and n > 0), None)
+    values = (config.get(name) for name in names)
+    return next((n for n in values if isinstance(n, int) and n > 0), None)

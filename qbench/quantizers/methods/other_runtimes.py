@@ -60,6 +60,6 @@ class LmEvalModel(WeightSettings):
     def check(self, config: Mapping[str, Any], device: str) -> None:
         import lm_eval.models  # registers its names; imports no torch
 
-        known = sorted(set(lm_eval.api.registry.model_registry.keys()) - set(NOT_HERE))
-        if self.model not in known:
-            raise RecipeError(f"lm-eval: model {self.model!r} is none of {', '.join(known)}")
+        names = sorted(set(lm_eval.api.registry.model_registry.keys()) - set(NOT_HERE))
+        if self.model not in names:
+            raise RecipeError(f"lm-eval: model {self.model!r} is none of {', '.join(names)}")
