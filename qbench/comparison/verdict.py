@@ -45,11 +45,6 @@ def verdict(comparison: Comparison, *, margin: float = MARGIN) -> list[str]:
     return [*filter(None, found), *_scores(comparison)]
 
 
-def headline(comparison: Comparison) -> str:
-    """Return the verdict as one paragraph."""
-    return " ".join(verdict(comparison))
-
-
 # --- one model
 
 

@@ -17,7 +17,7 @@ from qbench.tables.table import as_csv
 LINE = ("task", "label", "metric", "direction", "method")
 PRECISION = ("precision", "activations", "arithmetic", "kv_cache")  # where these are parts
 SCORE = ("status", "value", "stderr", "low", "high", "documents")
-QUESTIONS = {"delta": "deltas", "damage": "damages", "did": "differences"}
+CONTRASTS = {"delta": "deltas", "damage": "damages", "did": "differences"}
 PARTS = ("", "_stderr", "_low", "_high")  # empty for perplexities, but for ``delta``
 LOG_PARTS = ("_log_ratio", "_log_ratio_stderr", "_log_ratio_low", "_log_ratio_high")
 TESTS = ("_test", "_p", "_p_holm", "_family", "_detectable", "_documents")
@@ -25,7 +25,7 @@ EQUIVALENCE = ("damage_at_most", "damage_documents_needed", "kept", "at_chance")
 PRINTED = ("printed", "printed_source", "standard_errors_away")
 COLUMNS = (
     *(*LINE, "bits", *PRECISION, "quantizer", "checkpoint", *SCORE),
-    *(question + part for question in QUESTIONS for part in (*PARTS, *LOG_PARTS, *TESTS)),
+    *(contrast + part for contrast in CONTRASTS for part in (*PARTS, *LOG_PARTS, *TESTS)),
     *EQUIVALENCE,
     *("bits_per_weight", "gib", "kl_mean", "kl_p99", "top1_agreement"),
     *("right_to_wrong", "wrong_to_right"),
@@ -123,17 +123,17 @@ def _row(line: Row, entry: RowValue) -> dict[str, object]:
             row["stderr"] = interval.stderr
     if entry is not line.entries[0]:
         row["delta"] = line.delta(entry.checkpoint)
-    for question, contrast in QUESTIONS.items():
+    for prefix, contrast in CONTRASTS.items():
         effect = of_row(line, contrast, entry.checkpoint)
         if isinstance(effect, Missing):
             parts = LOG_PARTS if effect.kind == "log ratio" else PARTS
-            row |= {question + parts[0]: effect.estimate, f"{question}_test": effect.reason}
+            row |= {prefix + parts[0]: effect.estimate, f"{prefix}_test": effect.reason}
         elif effect is not None:
             parts = LOG_PARTS if effect.kind == "log ratio" else PARTS
             ends = effect.interval
             found = (ends.estimate, ends.stderr, ends.low, ends.high)
-            row |= {question + part: value for part, value in zip(parts, found, strict=True)}
-            row |= {question + test: getattr(effect, test[1:]) for test in TESTS}
+            row |= {prefix + part: value for part, value in zip(parts, found, strict=True)}
+            row |= {prefix + test: getattr(effect, test[1:]) for test in TESTS}
             if contrast == "damages":
                 row |= {
                     "damage_at_most": effect.bounds[1],
@@ -177,14 +177,14 @@ def seeds_csv(comparison: Comparison) -> str:
         {
             **_about(line),
             "group": group,
-            "question": question,
+            "question": contrast,
             "kind": effect.kind,
             **asdict(effect.interval),
             **{name: getattr(effect, name) for name in EFFECT},
             "each": " ".join(map(repr, effect.each)),
         }
         for line in comparison.seeds
-        for question, effects in (("score", "scores"), *QUESTIONS.items())
+        for contrast, effects in (("score", "scores"), *CONTRASTS.items())
         for group, effect in getattr(line, effects).items()
     ]
     return as_csv(rows, SEED_COLUMNS, numbers=("each",))

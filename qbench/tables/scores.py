@@ -221,10 +221,10 @@ def missing_notes(rows: Iterable[Row], contrasts: Sequence[str]) -> list[str]:
     return [f"{NO_INTERVAL} {line}." for line in group_by_reason(found)]
 
 
-def _effect_cells(line: Row, head: str, question: str, group: str, each: str = "") -> Cells:
+def _effect_cells(line: Row, head: str, contrast: str, group: str, each: str = "") -> Cells:
     """Return an effect and its interval; with a head for ``each``, over seeds, that of every
     training and the seeds' share."""
-    effect, percent = of_row(line, question, group), line.percent
+    effect, percent = of_row(line, contrast, group), line.percent
     cells = [
         (head, effect_text(effect, percent=percent)),
         (INTERVAL, interval_text(effect, percent=percent)),
@@ -338,9 +338,9 @@ def _counts(effects: Iterable[Effect | SeedEffect | None]) -> str:
 
 
 def _seed_notes(
-    comparison: Comparison, lines: Sequence[Row], questions: tuple[str, ...]
+    comparison: Comparison, lines: Sequence[Row], contrasts: tuple[str, ...]
 ) -> list[str]:
-    effects = [e for line in lines for name in questions for e in getattr(line, name).values()]
+    effects = [e for line in lines for name in contrasts for e in getattr(line, name).values()]
     notes = [*SEED_NOTES, SHARE_NOTE]
     if many := sum(map(mostly_seeds, effects)):
         notes.append(f"{SEEDS_NOTE} Here {many} of {len(effects)}.")
