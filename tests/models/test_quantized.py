@@ -3,7 +3,7 @@
 import pytest
 import torch
 from quantizer_models import make, parse
-from tiny import KINDS, tiny_model
+from tiny import CONFIGS, KINDS, LATENT, STATES, tiny_model
 
 from qbench.checkpoints.classes import tried_classes
 from qbench.errors import QuantizationError
@@ -176,3 +176,25 @@ def test_leaving_experts_out_is_the_reason_that_is_named(tmp_path):
     assert found.coverage < 0.5
     reasons = {found.left_out_because[name] for name in found.left_out if ".experts." in name}
     assert reasons == {"ignore of the settings"}
+
+
+def test_logits_that_an_appended_text_changes_are_recorded(tmp_path, monkeypatch):
+    """transformers' GLM-MoE-DSA: which keys a query sees changes as a text grows."""
+    indexer = {"index_topk": 4, "index_n_heads": 2, "index_head_dim": 32}
+    kinds = {"mlp_layer_types": ["sparse"]}
+    monkeypatch.setitem(CONFIGS, "glm_moe_dsa", {**LATENT, **indexer, **kinds})
+    found = report("glm_moe_dsa", tmp_path, "rtn-4bit")
+    assert found.problems == ()
+    assert found.causality.moved > 1
+
+
+def test_a_block_that_has_two_names_is_quantized_once(tmp_path, monkeypatch):
+    shared = {
+        **STATES, "num_hidden_layers": 4, "hybrid_layer_ids": [1, 3], "num_mem_blocks": 1,
+        "mamba_headdim": 32, "n_mamba_heads": 4, "adapter_rank": 16, "mamba_ngroups": 1,
+        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+    }  # fmt: skip
+    monkeypatch.setitem(CONFIGS, "zamba2", shared)
+    found = report("zamba2", tmp_path, "rtn-4bit", ignore=("conv1d",))
+    assert found.problems == ()
+    assert found.coverage > 0.97

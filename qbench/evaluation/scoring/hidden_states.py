@@ -142,7 +142,7 @@ def decoder_and_head(model: Any) -> tuple[torch.nn.Module, torch.nn.Module]:
     """
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     if decoder is model:  # as of Llama 4
-        decoder = getattr(model, model.base_model_prefix, None)
+        decoder = getattr(model, "model", None)
     if decoder is None or head is None:
         raise UnavailableError(
             f"{type(model).__name__} has no decoder and LM head that exact and fast scoring know; "
