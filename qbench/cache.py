@@ -61,12 +61,14 @@ def task_key(
     It does not depend on the cell's other tasks. ``base_parts`` are those of the unquantized cell
     that damage is measured against; None if it is not measured.
     """
-    own = {name: part for name, part in parts.items() if name not in ("groups", "damage against")}
+    single = {
+        name: part for name, part in parts.items() if name not in ("groups", "damage against")
+    }
     for name in ("tasks", "few-shot"):
-        own[name] = {task: parts[name][task]}
+        single[name] = {task: parts[name][task]}
     if base_parts is not None:
-        own["damage against"] = task_key(base_parts, task)
-    return content_key(own)
+        single["damage against"] = task_key(base_parts, task)
+    return content_key(single)
 
 
 def head_key(parts: Mapping[str, Any]) -> str:
@@ -187,8 +189,8 @@ def entries(cache: Path) -> list[Entry]:
             (path, [path, *path.parent.glob(f"{path.stem}.*.parquet")])
             for path in cache.glob(f"{kind}s/*.json")
         ]
-    found = [_entry(kind, *one) for kind, each in files.items() for one in each]
-    return sorted(found, key=lambda entry: entry.used)
+    listed = [_entry(kind, *one) for kind, each in files.items() for one in each]
+    return sorted(listed, key=lambda entry: entry.used)
 
 
 def prune(cache: Path, *, max_bytes: float, dry_run: bool = False) -> Pruned:

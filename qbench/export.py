@@ -25,15 +25,15 @@ from qbench.text import for_markdown, table
 def scalars(record: Record) -> dict[str, float]:
     """Return finite values by name, ``task/metric`` and ``audit/…``; accuracies are fractions."""
     scores = (*record.scores, *record.groups)
-    found = {f"{score.task}/{score.metric}": score.value for score in scores}
+    values = {f"{score.task}/{score.metric}": score.value for score in scores}
     if record.audit is not None and record.quantized:
-        found["audit/bits_per_weight"] = record.audit.bits_per_weight
-        found["audit/weight_error"] = record.audit.weight_error
+        values["audit/bits_per_weight"] = record.audit.bits_per_weight
+        values["audit/weight_error"] = record.audit.weight_error
     if isinstance(record.damage, Damage):
         for task, one in record.damage.tasks.items():
             if one.distributions is not None:
-                found[f"{task}/mean_kl"] = one.distributions.kl.mean
-    return {name: value for name, value in found.items() if math.isfinite(value)}
+                values[f"{task}/mean_kl"] = one.distributions.kl.mean
+    return {name: value for name, value in values.items() if math.isfinite(value)}
 
 
 NOT_KNOWN = "N/A"  # lm-eval's word for it
@@ -110,17 +110,17 @@ def samples(outcomes: pd.DataFrame, responses: pd.DataFrame) -> Iterator[dict[st
     given: dict[int, list[Any]] = {}
     for answer in responses.sort_values("request", kind="stable").itertuples(index=False):
         given.setdefault(answer.document, []).append(answer)
-    found: dict[tuple[str, int], dict[str, Any]] = {}
+    lines: dict[tuple[str, int], dict[str, Any]] = {}
     columns = (outcomes[name].tolist() for name in ("document", "metric", "value", "weight"))
     for document, metric, value, weight in zip(*columns, strict=True):
-        of = found.setdefault((_filter(metric), document), {})
+        of = lines.setdefault((_filter(metric), document), {})
         of[metric.partition(" [")[0]] = value if weight == 1 else [value, weight]
-    scored = {document for _, document in found}
+    scored = {document for _, document in lines}
     for document, answers in given.items():
         if document not in scored:
             filters = [one.filter for one in answers if isinstance(one.filter, str)] or ["none"]
-            found |= {(filter_, document): {} for filter_ in filters}
-    for (filter_, document), metrics in found.items():
+            lines |= {(filter_, document): {} for filter_ in filters}
+    for (filter_, document), metrics in lines.items():
         answers = given.get(document, [])
         generated = any(isinstance(one.answer, str) for one in answers)
         yield {
@@ -153,19 +153,19 @@ def _texts(answers: list[Any], filter_: str) -> dict[str, Any]:
 
 
 def _by_task(scores: Sequence[Score | GroupScore]) -> dict[str, list[Score | GroupScore]]:
-    found: dict[str, list[Score | GroupScore]] = {}
+    by_task: dict[str, list[Score | GroupScore]] = {}
     for score in scores:
-        found.setdefault(score.task, []).append(score)
-    return found
+        by_task.setdefault(score.task, []).append(score)
+    return by_task
 
 
 def _values(scores: list[Score | GroupScore]) -> dict[str, Any]:
-    found: dict[str, Any] = {"alias": scores[0].label}
+    row: dict[str, Any] = {"alias": scores[0].label}
     for score in scores:
         name, chosen = _metric(score)
-        found[f"{name},{chosen}"] = score.value
-        found[f"{name}_stderr,{chosen}"] = NOT_KNOWN if score.stderr is None else score.stderr
-    return found
+        row[f"{name},{chosen}"] = score.value
+        row[f"{name}_stderr,{chosen}"] = NOT_KNOWN if score.stderr is None else score.stderr
+    return row
 
 
 def _metric(score: Score | GroupScore) -> tuple[str, str]:
@@ -190,9 +190,9 @@ def card(record: Record) -> str:
     results, scores = [], (*record.scores, *record.groups)
     for score in scores:
         unit = 100 if is_percentage(score.metric) else 1
-        stated = {"documents": score.documents}
+        details = {"documents": score.documents}
         if score.stderr is not None:
-            stated["stderr"] = score.stderr * unit
+            details["stderr"] = score.stderr * unit
         results.append(
             huggingface_hub.EvalResult(
                 task_type="text-generation",
@@ -203,7 +203,7 @@ def card(record: Record) -> str:
                 metric_type=score.metric.partition(" [")[0],
                 metric_name=score.metric,
                 metric_value=score.value * unit,
-                metric_args=stated,
+                metric_args=details,
             )
         )
     name = f"{record.checkpoint}/{record.quantizer}"

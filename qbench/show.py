@@ -152,8 +152,8 @@ def _audit(audit: Audit | None) -> str:
 
 def _values(values: Mapping[str, Any]) -> str:
     """Return those of ``values`` that are not empty, floats in four digits."""
-    stated = {name: _plain(one) for name, one in values.items() if one not in ([], {}, "")}
-    return pairs(flat(stated))
+    shown = {name: _plain(one) for name, one in values.items() if one not in ([], {}, "")}
+    return pairs(flat(shown))
 
 
 def _plain(value: Any) -> Any:

@@ -115,8 +115,8 @@ def for_markdown(text: str) -> str:
 
 def for_latex(text: str) -> str:
     """Escape text for LaTeX, comments included; characters unknown to pdfLaTeX become ``?``."""
-    known = "".join(LATEX.get(character, character) for character in one_line(text))
-    return re.sub(r"[^\x20-\x7e]", "?", known)
+    escaped = "".join(LATEX.get(character, character) for character in one_line(text))
+    return re.sub(r"[^\x20-\x7e]", "?", escaped)
 
 
 def for_csv(value: object) -> object:
@@ -142,9 +142,9 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]], *, align: str) 
     )
 
 
-def group_by_reason(found: Iterable[tuple[str, str]]) -> list[str]:
-    """Return a line ``names: reason`` for each reason of the (name, reason) pairs ``found``."""
+def group_by_reason(pairs: Iterable[tuple[str, str]]) -> list[str]:
+    """Return a line ``names: reason`` for each reason of (name, reason) ``pairs``."""
     names: dict[str, list[str]] = {}
-    for name, reason in found:
+    for name, reason in pairs:
         names.setdefault(reason, []).append(name)
     return [f"{some(of)}: {reason}" for reason, of in names.items()]

@@ -104,8 +104,8 @@ def compare(
     ```
     """
     if b is not None and _names_cell(a) and _names_cell(b):
-        found = compare_cells(find_cell(str(a), run), find_cell(str(b), run_b))
-        typer.echo(changes_table(found), nl=False)
+        changes = compare_cells(find_cell(str(a), run), find_cell(str(b), run_b))
+        typer.echo(changes_table(changes), nl=False)
         return
     if b is None and run is None:
         raise ResultsError(f"compare {a}: name a second folder, or an earlier run with --run ID")

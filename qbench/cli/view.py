@@ -90,8 +90,8 @@ def view(
         data, definitions = source.data, source.definitions
 
     def results(store: Store) -> Results:
-        known = find_sources(cache_folder(), run_id(store.manifest()))
-        sources = Sources(data or known.data, definitions or known.definitions)
+        remembered = find_sources(cache_folder(), run_id(store.manifest()))
+        sources = Sources(data or remembered.data, definitions or remembered.definitions)
         return Results(store, texts=partial(document_texts, sources))
 
     if export is not None:

@@ -145,8 +145,8 @@ def check(
             else:  # computed from all documents at once, such as BLEU: there is no paired test
                 worse = (100 if line.percent else 1) * (line.new - line.old)
                 worse = -worse if line.higher_is_better else worse
-                found = measured(line.cell, line.metric, worse, margin.value, "by its value alone")
-                gate = replace(found, task=line.task, given=margin.given, change=line)
+                result = measured(line.cell, line.metric, worse, margin.value, "by its value alone")
+                gate = replace(result, task=line.task, given=margin.given, change=line)
                 gone = score.documents - new.cells[line.cell].scores[name].documents
             if gone > 0:
                 many = f"{gone} of the baseline's {score.documents} documents are missing"
@@ -230,7 +230,7 @@ def layer_gates(
                 reason=f"same bits in all {len(old)} layers",
             )
         ]
-    told = f"; same bits in {len(same)} of {len(old)} layers" if same else ""
+    same_bits = f"; same bits in {len(same)} of {len(old)} layers" if same else ""
     gates = []
     for metric, (measure, rise) in RISES.items():
         values = {name: (getattr(old[name], measure), getattr(new[name], measure)) for name in old}
@@ -238,7 +238,7 @@ def layer_gates(
         if rises:
             worst = max(rises, key=lambda name: rises[name])
             then, now = values[worst]
-            seen = f"{worst} {then:.4g} in the baseline, {now:.4g} now{told}"
+            seen = f"{worst} {then:.4g} in the baseline, {now:.4g} now{same_bits}"
             beyond = [name for name, value in rises.items() if value > margins[metric] + ROUNDING]
             ordered = sorted(beyond, key=lambda name: -rises[name])
             where = some(ordered, NAMED) if beyond else f"in all {len(rises)} layers"

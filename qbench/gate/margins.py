@@ -82,12 +82,12 @@ def require_known(given: Mapping[str, float], scores: Collection[Score]) -> None
     """Raise RecipeError if a margin is ``given`` for a metric that the baseline's ``scores`` do not
     have, or if a metric that is neither an accuracy nor a perplexity has no margin."""
     named = [name for one in scores for name in (one.metric, base_metric(one.metric))]
-    known = [*dict.fromkeys([*LEAST, *named]), *AUDIT_MARGINS]
+    possible = [*dict.fromkeys([*LEAST, *named]), *AUDIT_MARGINS]
     for name in given:
-        if name not in known:
+        if name not in possible:
             raise RecipeError(
                 f"--margin {name}={given[name]:g}: the baseline has no {name}; possible: "
-                f"{', '.join(known)}"
+                f"{', '.join(possible)}"
             )
 
     need = dict.fromkeys(one.metric for one in scores if _family(one) is None)

@@ -137,8 +137,8 @@ def as_junit(verdict: Verdict) -> str:
             name=_xml(f"{gate.task} {gate.metric}".strip() or "cell"),
         )
         if gate.outcome in tags:
-            told = ElementTree.SubElement(case, tags[gate.outcome], message=_xml(gate.reason))
-            told.text = _xml(f"{_explain(gate)} ({gate.reason})")
+            element = ElementTree.SubElement(case, tags[gate.outcome], message=_xml(gate.reason))
+            element.text = _xml(f"{_explain(gate)} ({gate.reason})")
     ElementTree.indent(suites)
     return ElementTree.tostring(suites, encoding="unicode", xml_declaration=True) + "\n"
 

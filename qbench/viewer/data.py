@@ -248,7 +248,7 @@ def _in_more_words(comparison: Comparison) -> list[str]:
 def _cell(comparison: Comparison, store: Store, cell: GridCell) -> Json:
     record = comparison.records.get(cell.cell)
     status, reason = status_of(record)
-    found = {
+    shown = {
         "cell": cell.cell,
         "checkpoint": cell.checkpoint,
         "quantizer": cell.quantizer,
@@ -260,10 +260,10 @@ def _cell(comparison: Comparison, store: Store, cell: GridCell) -> Json:
         "reason": unreadable(store).get(cell.cell, reason),
     }
     if record is None:
-        return found
+        return shown
     tasks = record.damage.tasks if isinstance(record.damage, Damage) else {}
     weights = record.precision.weights is not None
-    return found | {
+    return shown | {
         "bits": bits_per_weight(record),
         "gib": gib(record),
         "weight_error": record.audit.weight_error if record.audit and weights else None,
@@ -321,11 +321,11 @@ def _ends(interval: Interval | None) -> Json:
     return {} if interval is None else {"low": interval.low, "high": interval.high}
 
 
-def _effect(found: Effect | SeedEffect) -> Json:
+def _effect(one: Effect | SeedEffect) -> Json:
     """Return an effect; ``kind`` says whether numbers are in units of the score or logarithms of
     ratios."""
     names = ("kind", "estimate", "p", "p_holm", "mark", "documents")
-    return {name: getattr(found, name) for name in names} | _ends(found.interval)
+    return {name: getattr(one, name) for name in names} | _ends(one.interval)
 
 
 # --- a cell, its documents, the texts of a task
@@ -336,12 +336,12 @@ def _found(store: Store, cell: int) -> Record:
     ResultsError if it has no record."""
     if cell < 0:
         raise IndexError(cell)
-    asked = store.manifest().cells[cell]
-    record = store.get(asked)
+    listed = store.manifest().cells[cell]
+    record = store.get(listed)
     if record is None:
         raise ResultsError(
-            unreadable(store).get(asked.cell)
-            or f"{asked.cell} has no record yet; run the recipe again"
+            unreadable(store).get(listed.cell)
+            or f"{listed.cell} has no record yet; run the recipe again"
         )
     return record
 
@@ -350,14 +350,14 @@ def cell_page(store: Store, cell: int) -> Json:
     """Return all of a record, with its key's parts as dotted names."""
     record = _found(store, cell)
     _, reason = status_of(record)
-    whole = record.model_dump(mode="python", exclude={"key_parts", "started", "finished"})
+    page = record.model_dump(mode="python", exclude={"key_parts", "started", "finished"})
     if isinstance(record.damage, Damage):
         for task, flips in cell_flips(store, record).items():
             if task in record.damage.tasks:
                 changed = {metric: one.model_dump() for metric, one in flips.items()}
-                whole["damage"]["tasks"][task]["flips"] = changed
+                page["damage"]["tasks"][task]["flips"] = changed
     return {
-        **whole,
+        **page,
         "cell": record.cell,
         "reason": reason,
         "precision_name": record.precision.name,
@@ -428,13 +428,13 @@ def task_texts(results: Results, task: int) -> Json:
     for record in results.store.records():
         if name in record.documents:
             try:
-                asked = results.texts(record, name)
+                questions = results.texts(record, name)
             except QbenchError as error:
                 return {**empty, "missing": str(error)}
             return {
                 "task": name,
-                "texts": {document: one.texts for document, one in asked.items()},
-                "targets": {document: one.target for document, one in asked.items()},
+                "texts": {document: one.texts for document, one in questions.items()},
+                "targets": {document: one.target for document, one in questions.items()},
             }
     return {**empty, "missing": "No cell has scored this task yet."}
 
@@ -450,9 +450,9 @@ def analysis(store: Store) -> Json:
         "long": long_contexts(store.directory),
         "sensitivities": sensitivities(store.directory),
     }
-    for name, found in kinds.items():
+    for name, analyses in kinds.items():
         try:
-            everything = found.records()
+            everything = analyses.records()
         except ResultsError as error:
             parts["problems"].append(str(error))
             everything = []

@@ -167,17 +167,17 @@ def sinks(cells: Sequence[Analysis]) -> Found:
 def maps(one: Analysis) -> Found:
     """Yield (file name, figure): attention weights, one row per text and one column per head, each
     map with its own scale (the paper's figures 6 and 8 to 19); nothing if no maps were stored."""
-    found = {(m.text, m.layer, m.head): m for m in one.measured.maps}
-    if not found:
+    maps_by_head = {(m.text, m.layer, m.head): m for m in one.measured.maps}
+    if not maps_by_head:
         return
-    texts = list(dict.fromkeys(text for text, _, _ in found))
-    heads = list(dict.fromkeys(key[1:] for key in found))
+    texts = list(dict.fromkeys(text for text, _, _ in maps_by_head))
+    heads = list(dict.fromkeys(key[1:] for key in maps_by_head))
     figure, grid = _panels(len(texts), len(heads), height=2.4)
     for text, row in zip(texts, grid, strict=True):
         for (layer, head), axes in zip(heads, row, strict=True):
-            own = found[text, layer, head]
-            values = np.full((len(own.rows), len(own.rows)), np.nan)
-            for query, weights in enumerate(own.rows):
+            stored = maps_by_head[text, layer, head]
+            values = np.full((len(stored.rows), len(stored.rows)), np.nan)
+            for query, weights in enumerate(stored.rows):
                 values[query, : len(weights)] = weights
             figure.colorbar(axes.imshow(values, vmin=0), ax=axes)
             title = f"{text}, layer {layer} head {head}".replace("$", r"\$")
@@ -188,11 +188,11 @@ def maps(one: Analysis) -> Found:
 def _of_heads(one: Analysis, value: Callable[[Head], float]) -> NDArray[np.float64]:
     """Return ``value`` of each head as [heads, layers]; NaN if a layer has no such head."""
     layers = one.measured.layers
-    found = np.full((max(len(layer.heads) for layer in layers), len(layers)), np.nan)
+    grid = np.full((max(len(layer.heads) for layer in layers), len(layers)), np.nan)
     for column, layer in enumerate(layers):
         for row, head in enumerate(layer.heads):
-            found[row, column] = value(head)
-    return found
+            grid[row, column] = value(head)
+    return grid
 
 
 def _plain(label: str) -> str:

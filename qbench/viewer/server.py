@@ -115,8 +115,8 @@ class _Handler(BaseHTTPRequestHandler):
         # Another site's page may reach this port by a name of its own: the host must be ours.
         hosts = {f"{name}:{self.server.server_port}" for name in (HOST, "localhost")}
         token, _, name = self.path.removeprefix("/").partition("?")[0].partition("/")
-        known = secrets.compare_digest(token.encode(), self.server.token.encode())
-        if self.headers.get("Host") not in hosts or not known:
+        is_token = secrets.compare_digest(token.encode(), self.server.token.encode())
+        if self.headers.get("Host") not in hosts or not is_token:
             self._send(HTTPStatus.FORBIDDEN, "text/plain", "not this address")
             return
         self.server.received(self.request)
