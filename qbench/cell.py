@@ -39,10 +39,12 @@ from qbench.evaluation.scoring.hidden_states import fastest_mode
 from qbench.evaluation.settings import tolerance_violation
 from qbench.files import mark_used
 from qbench.machine import free, hardware
+from qbench.made_copy import with_made_copy
 from qbench.plan import Cell, Plan, streams
 from qbench.quantizers.audit.compare import audit, probe_of
-from qbench.quantizers.calibration import read_calibration
+from qbench.quantizers.calibration import Calibration, read_calibration
 from qbench.quantizers.linear import linearize
+from qbench.quantizers.methods.library_made import LibraryMade
 from qbench.quantizers.quantize import quantize
 from qbench.quantizers.stored_bits import write_gguf_into
 from qbench.records import CellKey, Record, TaskRecord, Unavailable
@@ -64,6 +66,12 @@ def compute(result: CellResult, store: Store, cache: Path, *, reuse: bool = True
     result.progress.stage(cell.name, "prepare")
     tasks = _prepare(result)
     result.documents = {task.name: task.digest for task in tasks}
+    if isinstance(cell.quantization.weights, LibraryMade):
+        with result.stage("make") as detail:
+            calibration = _calibration(plan, load_tokenizer(cell.checkpoint))
+            cell, how = with_made_copy(cell, calibration, cache, plan.device)
+            result.cell = cell
+            detail.append(how)
     with result.stage("load") as detail:
         model, tokenizer = load(cell, plan)
         cell = result.cell = as_measured(cell, plan, model, detail)
@@ -211,13 +219,7 @@ def quantized(
     """
     cell, plan, settings = result.cell, result.plan, result.cell.quantization
     with result.stage("quantize") as detail:
-        calibration = None
-        if settings.needs_calibration:
-            assert plan.calibration is not None
-            text = plan.calibration
-            if text.bos is None:
-                text = replace(text, bos=puts_bos(tokenizer))
-            calibration = read_calibration(text, tokenizer)
+        calibration = _calibration(plan, tokenizer) if settings.needs_calibration else None
         model, how = quantize(
             model,
             settings,
@@ -230,6 +232,15 @@ def quantized(
         detail.append(how)
     _audit(result, model)
     return model
+
+
+def _calibration(plan: Plan, tokenizer: PreTrainedTokenizerBase) -> Calibration:
+    """Return the plan's calibration text as token ids of ``tokenizer``."""
+    text = plan.calibration
+    assert text is not None
+    if text.bos is None:
+        text = replace(text, bos=puts_bos(tokenizer))
+    return read_calibration(text, tokenizer)
 
 
 def _audit(result: CellResult, model: PreTrainedModel) -> None:

@@ -58,6 +58,7 @@ from qbench.find_copy import find_copy
 from qbench.machine import hardware, versions
 from qbench.quantizers import QuantizationConfig
 from qbench.quantizers.config import Runtime, require_matches
+from qbench.quantizers.methods.library_made import LibraryMade
 from qbench.quantizers.texts import (
     CalibrationText,
     find_text,
@@ -674,6 +675,12 @@ def unsupported_reason(
                 require_matches(shapes, tuple(words), part.name)
     except QuantizationError as error:
         return str(error)
+    weights = quantization.weights
+    if isinstance(weights, LibraryMade) and checkpoint.normalizer not in ("softmax", NATIVE):
+        return (
+            f"{weights.name}: {weights.package} would calibrate it with softmax, and "
+            f"{checkpoint.source} was trained with {checkpoint.normalizer}"
+        )
     if checkpoint.normalizer == NATIVE and quantization.kv_cache is not None:
         return (
             f"{checkpoint.class_name} runs on its own attention, but the KV cache is quantized in "

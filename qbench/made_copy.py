@@ -1,0 +1,142 @@
+"""Have a library write a quantized copy of a checkpoint, once per content key.
+
+The library runs in a process of its own: ``python -m qbench.made_copy JOB.json``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from qbench.checkpoints import find
+from qbench.checkpoints.find import linear_shapes
+from qbench.checkpoints.fla import recognizes
+from qbench.errors import QuantizationError
+from qbench.files import content_key, mark_used, new_folder
+from qbench.find_copy import find_copy
+from qbench.machine import version_of
+from qbench.plan import Cell
+from qbench.quantizers.calibration import Calibration
+from qbench.quantizers.config import QuantizationConfig
+from qbench.quantizers.methods.library_made import LibraryMade
+from qbench.quantizers.published import Published, PublishedCopy
+from qbench.quantizers.registry import METHODS, settings_of
+
+WEIGHTS = "input_ids"  # name of the calibration ids in their file
+
+
+@dataclass(frozen=True, kw_only=True)
+class MadeCopy(PublishedCopy):
+    """A copy that a library made for this cell by the settings ``maker``."""
+
+    maker: LibraryMade
+
+    @property
+    def method(self) -> str:
+        return self.maker.method
+
+    @property
+    def title(self) -> str:
+        return self.maker.title
+
+    @property
+    def note(self) -> str:
+        return self.maker.note
+
+
+def with_made_copy(
+    cell: Cell, calibration: Calibration, cache: Path, device: str
+) -> tuple[Cell, str]:
+    """Return ``cell`` with the copy that its settings' library makes, and a line that says so.
+
+    A copy that an earlier cell made is used again. Raises QuantizationError with the library's last
+    line and the path of its log.
+    """
+    maker = cell.quantization.weights.fitted(shapes := linear_shapes(cell.checkpoint))
+    parts = {
+        "original": cell.checkpoint.digest,
+        "maker": maker.to_dict(),
+        "calibration": calibration.digest,
+        "versions": {n: version_of(n) for n in ("torch", "transformers", *maker.requirements)},
+        "device": device,
+    }
+    folder = (
+        cache / "made" / cell.checkpoint.digest[:16] / f"{maker.name}-{content_key(parts)[:16]}"
+    )
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.with_name(f".{folder.name}.lock")):
+        known = folder.exists()
+        if not known:
+            with new_folder(folder) as making:
+                _make(cell, maker, calibration, making, device, folder.with_suffix(".log"))
+        mark_used(folder)
+    published = Published(path=str(folder), compute_dtype=maker.compute_dtype)
+    config = QuantizationConfig(weights=published)
+    config, copy = find_copy(config, cell.checkpoint_name, cell.checkpoint, shapes, device)
+    stated = {f.name: getattr(config.weights, f.name) for f in fields(config.weights)}
+    config = replace(config, weights=MadeCopy(**stated, maker=maker))
+    how = f"{maker.note}, from the cache" if known else maker.note
+    return replace(cell, quantization=config, copy=copy), how
+
+
+def _make(
+    cell: Cell, maker: LibraryMade, calibration: Calibration, out: Path, device: str, log: Path
+) -> None:
+    """Run the maker in a process of its own; its log stays if it fails."""
+    from safetensors.torch import save_file
+
+    options = {name: getattr(maker, name) for name in METHODS.get(maker.name).options}
+    with tempfile.TemporaryDirectory() as temporary:
+        ids = Path(temporary) / "calibration.safetensors"
+        save_file({WEIGHTS: calibration.ids}, ids)
+        job = Path(temporary) / "job.json"
+        job.write_text(json.dumps({
+            "name": maker.name, "options": options, "model": str(cell.checkpoint.folder),
+            "texts": str(ids), "out": str(out), "stock": str(Path(temporary) / "stock"),
+        }, default=list))  # fmt: skip
+        environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})}
+        with log.open("w") as file:
+            done = subprocess.run(
+                [sys.executable, "-m", "qbench.made_copy", job],
+                stdout=file, stderr=subprocess.STDOUT, env=environment, check=False,
+            )  # fmt: skip
+    if done.returncode:
+        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        last = lines[-1].strip() if lines else f"exit code {done.returncode}"
+        raise QuantizationError(f"{maker.name}: {maker.package} failed: {last}; its log: {log}")
+    log.unlink()
+
+
+def main(job: Mapping[str, Any]) -> None:
+    """Make the copy that ``job`` describes. A checkpoint of flash-linear-attention is written as
+    its stock class of transformers first, which libraries read."""
+    import torch
+    from safetensors.torch import load_file
+
+    settings = settings_of(job["name"], job["options"])
+    model = Path(job["model"])
+    checkpoint = find(str(model))
+    if recognizes(checkpoint.config):
+        from qbench.checkpoints.load import read_model
+        from qbench.checkpoints.tokenizer import load_tokenizer
+
+        model = Path(job["stock"])
+        whole = read_model(checkpoint, getattr(torch, settings.compute_dtype))
+        whole.save_pretrained(model, save_original_format=False)
+        load_tokenizer(checkpoint).save_pretrained(model)
+    backend = importlib.import_module(f"qbench.quantizers.{settings.backend}")
+    backend.make(model, Path(job["out"]), load_file(job["texts"])[WEIGHTS], settings)
+
+
+if __name__ == "__main__":
+    main(json.loads(Path(sys.argv[1]).read_text()))
