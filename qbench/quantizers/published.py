@@ -244,6 +244,9 @@ def rounded_part(config: Mapping[str, Any], what: str) -> Part | None:
     if what == "activation" and config.get("load_in_8bit"):
         return Part(bits=8, scheme="int8, outlier columns apart")  # LLM.int8
     for key, value in entries(config):
+        if what == "activation" and key == "act_bits" and value and value < UNQUANTIZED_BITS:
+            when = "dynamic" if config.get("act_dynamic") else "static"
+            return Part(bits=value, scheme=f"{config.get('act_data_type')}, {when}", simulated=True)
         if what in key.lower() and isinstance(value, Mapping) and value.get("num_bits"):
             when = "dynamic" if value.get("dynamic") else "static"
             words = f"{value.get('type', 'int')}{value['num_bits']}, {when}"

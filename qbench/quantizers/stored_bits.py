@@ -41,8 +41,9 @@ def evidence(model: nn.Module, settings: PublishedCopy) -> dict[str, Callable[[]
     modules, found = dict(model.named_modules()), {}
     for name, tensors in _by_module(settings.folder, modules).items():
         plain = all(n.endswith("weight") and t.dtype in PLAIN for n, t in tensors.items())
-        if not plain and name not in settings.ignore and hasattr(modules[name], "in_features"):
-            found[name] = partial(_stored, tensors, int(modules[name].in_features))
+        columns = getattr(modules[name], "in_features", getattr(modules[name], "infeatures", None))
+        if not plain and name not in settings.ignore and columns is not None:
+            found[name] = partial(_stored, tensors, int(columns))
     return found
 
 

@@ -111,7 +111,10 @@ class Paroquant(ByGptqmodel):
 
 
 @register(
-    "exl3-{num_bits}bit", "EXL3 by GPTQModel, {num_bits} bits; needs a GPU", num_bits=(2, 3, 4)
+    "exl3-{num_bits}bit",
+    "EXL3 by GPTQModel, {num_bits} bits; needs a GPU",
+    num_bits=(2, 3, 4),
+    group_size=WHOLE_ROW,
 )
 @settings
 class Exl3(ByGptqmodel):
