@@ -24,6 +24,22 @@ def key_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[st
     return [(part, one, other) for part, one, other in found if one != other]
 
 
+FILES = {
+    "weights": "other weights",
+    "config": "another config.json",
+    "tokenizer": "another tokenizer",
+}
+
+
+def changed_files(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    """Return which files of the checkpoint differ; those of older records are not told apart."""
+    before, after = old.get("checkpoint"), new.get("checkpoint")
+    if not before or not after:
+        return "other weights, configuration or tokenizer"
+    changed = [words for part, words in FILES.items() if before.get(part) != after.get(part)]
+    return " and ".join(changed) or "other files of the checkpoint"
+
+
 def text(a: Record, b: Record) -> str:
     """Return the differences between two records' keys, one per line, aligned."""
     found = key_differences(a.key_parts, b.key_parts)

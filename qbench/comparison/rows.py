@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from qbench.comparison.explain import changed_files
 from qbench.metrics import LOG_SCALE, REDUNDANT, is_percentage
-from qbench.records import Flips, GridCell, Precision, Record, RunManifest
+from qbench.records import Flips, GridCell, Precision, Record, RunManifest, Unavailable
 
 if TYPE_CHECKING:
     from qbench.comparison.kl import KL
@@ -174,7 +175,10 @@ class Comparison:
         other = f"{cell.rpartition('/')[0]}/{base}"
         if status_of(self.records.get(other))[0] != "ok":
             return f"{other} has no scores"
-        return "" if self.same_weights(cell, other) else f"not made from the weights of {other}"
+        if self.same_weights(cell, other):
+            return ""
+        parts = self.records[other].key_parts, self.records[cell].key_parts
+        return f"made from {changed_files(*parts)} than {other}"
 
     @property
     def checkpoints(self) -> tuple[str, ...]:
@@ -226,6 +230,8 @@ class Comparison:
                 found.append((cell, "not audited"))
             if status == "ok":
                 found += [(cell, line) for line in _of_tasks(record)]
+            if status == "ok" and isinstance(record.damage, Unavailable):
+                found.append((cell, f"no KL divergence: {record.damage.reason}"))
             if status == "ok" and cell.quantized and (why := self.no_damage(cell.cell)):
                 found.append((cell, f"no damage: {why}"))
         return found

@@ -10,12 +10,11 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from qbench.comparison.changes import CellResults, Change, compare_sets, read_results
-from qbench.comparison.explain import key_differences
+from qbench.comparison.explain import changed_files, key_differences
 from qbench.errors import ResultsError, some
 from qbench.gate.baseline import DECIMALS, read
 from qbench.gate.margins import AUDIT_MARGINS, Margin, margin_of, require_known
@@ -35,11 +34,6 @@ from qbench.store import Store
 # Parts of a cell's key that must be the baseline's, unless the user says otherwise.
 ACROSS = {"weights": "other weights", "normalizer": "another attention normalizer"}
 # Of the files that the part "weights" is the digest of.
-FILES = {
-    "weights": "other weights",
-    "config": "another config.json",
-    "tokenizer": "another tokenizer",
-}
 AUDIT_MEASURES = ("weight_error", "bits_per_weight", "coverage")
 # A key, which differs wherever anything does, and digests that "weights" has in one.
 LEFT_OUT = ("damage against", "checkpoint")
@@ -64,7 +58,7 @@ def require_same(
             if part in LEFT_OUT:
                 continue
             if part in ACROSS and part not in across:
-                what = _changed_files(*parts) if part == "weights" else ACROSS[part]
+                what = changed_files(*parts) if part == "weights" else ACROSS[part]
                 raise ResultsError(
                     f"{cell}: these results are of {what} than the baseline ({_short(then)} → "
                     f"{_short(now)}); check results of the same checkpoint, or add --across {part} "
@@ -76,15 +70,6 @@ def require_same(
         + (f"all {len(cells)} cells" if len(where) == len(cells) > 1 else some(where, 3))
         for (part, a, b), where in changes.items()
     ]
-
-
-def _changed_files(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    """Return which files of the checkpoint differ; those of older records are not told apart."""
-    before, after = old.get("checkpoint"), new.get("checkpoint")
-    if not before or not after:
-        return "other weights, configuration or tokenizer"
-    changed = [words for part, words in FILES.items() if before.get(part) != after.get(part)]
-    return " and ".join(changed) or "other files of the checkpoint"
 
 
 def _short(text: str) -> str:

@@ -20,6 +20,7 @@ from qbench.records import (
     ScoringReport,
     StoredSize,
     TaskDamage,
+    Unavailable,
 )
 from qbench.store import Store
 from qbench.tables import render
@@ -214,3 +215,28 @@ def test_an_archive_without_responses_is_compared_all_the_same():
     with pytest.raises(ResultsError, match="missing"):
         store.responses(record)
     assert chance_of_tasks(compare(store, statistics=False), store) == {}
+
+
+def test_a_kl_divergence_that_could_not_be_had_says_why(tmp_path):
+    columns = ("bf16", "hqq-4bit")
+    store = make_store(tmp_path, checkpoints=("mine",), quantizers=columns, sizes=SIZES)
+    record = store.get(store.manifest().cells[1])
+    lost = record.model_copy(update={"damage": Unavailable(reason="the hidden states are gone")})
+    store.put(lost, store.outcomes(record), None)
+    said = render(compare(store))
+    assert "mine/hqq-4bit: no KL divergence: the hidden states are gone" in said
+
+
+@pytest.mark.parametrize("part", ["weights", "tokenizer"])
+def test_what_differs_from_the_unquantized_cell_is_named(tmp_path, part):
+    """A changed tokenizer was called other weights."""
+    columns = ("bf16", "hqq-4bit")
+    store = make_store(tmp_path, checkpoints=("mine",), quantizers=columns, sizes=SIZES)
+    for number, cell in enumerate(store.manifest().cells):
+        record = store.get(cell)
+        files = {"weights": "a", "config": "b", "tokenizer": "c"}
+        files |= {part: "d"} if number else {}
+        parts = {**record.key_parts, "weights": str(files), "checkpoint": files}
+        store.put(record.model_copy(update={"key_parts": parts}), store.outcomes(record), None)
+    other = {"weights": "other weights", "tokenizer": "another tokenizer"}[part]
+    assert f"mine/hqq-4bit: no damage: made from {other} than mine/bf16" in render(compare(store))
