@@ -17,7 +17,7 @@ from qbench import hub
 from qbench.errors import DataError, RecipeError
 from qbench.files import file_digest
 
-BYTES_A_TOKEN = 8  # of text: more than natural languages need
+BYTES_PER_TOKEN = 8  # of text: more than natural languages need
 HUB_FILE = "hf://"  # prefix of a file in a hub dataset: hf://datasets/<owner>/<name>/<file>
 
 
@@ -36,10 +36,10 @@ class CalibrationText:
 
 
 def find_text(address: str, *, data: Path | None) -> Path:
-    """The local file of a calibration ``path``, which may be one of the hub.
+    """Return the local file of a calibration ``address``, a path or a file of the hub.
 
-    With a ``data`` folder the hub is not asked: the one file in the folder ``calibration`` in or
-    beside it stands for the hub's. Raises RecipeError and DataError.
+    With a ``data`` folder the hub is not used: the only file of a folder ``calibration`` in
+    ``data`` or beside it takes the place of the hub's. Raises RecipeError and DataError.
     """
     if not address.startswith(HUB_FILE):
         return Path(address).resolve()
@@ -47,9 +47,9 @@ def find_text(address: str, *, data: Path | None) -> Path:
 
 
 def read_texts(path: Path, *, most: int | None = None, digest: str | None = None) -> list[str]:
-    """The ``text`` of each line, of the first ``most`` lines.
+    """Return the ``text`` of each of the first ``most`` lines (None: all) of a JSON Lines file.
 
-    ``digest`` is what the file must have. Raises DataError with the location.
+    ``digest``: the SHA-256 that the file must have. Raises DataError with file and line.
     """
     if not path.is_file():
         raise DataError(f"{path}: no such file; calibration needs JSON Lines with a text field")
@@ -69,7 +69,7 @@ def read_texts(path: Path, *, most: int | None = None, digest: str | None = None
 def draw_windows(
     text: CalibrationText, encode: Callable[[str], list[int]], *, end: int | None
 ) -> list[list[int]]:
-    """``text.samples`` windows of ``text.length`` token ids, BOS left out.
+    """Return ``text.samples`` windows of ``text.length`` token ids each, BOS left out.
 
     Texts are taken in an order drawn by the seed. One of at least that length gives one window, at
     an index drawn by the seed; shorter ones are joined to their successors, the end-of-text token
@@ -113,7 +113,7 @@ def require_windows(text: CalibrationText, path: Path) -> None:
 
 def _has_long_texts(text: CalibrationText) -> bool:
     """Return whether ``samples`` texts are long enough by their bytes alone."""
-    long = BYTES_A_TOKEN * text.length
+    long = BYTES_PER_TOKEN * text.length
     with gzip.open(text.path) if text.path.suffix == ".gz" else text.path.open("rb") as lines:
         enough = (line for line in lines if len(line) >= long)
         return sum(1 for _ in islice(enough, text.samples)) == text.samples
@@ -147,7 +147,7 @@ def _beside(data: Path) -> Path:
 
 
 def _download(address: str) -> Path:
-    """The local copy of ``hf://datasets/<owner>/<name>[@<revision>]/<file>``."""
+    """Return the local copy of ``hf://datasets/<owner>/<name>[@<revision>]/<file>``."""
     parts = address.removeprefix(HUB_FILE).split("/", 3)
     if len(parts) != 4 or parts[0] != "datasets" or not all(parts):
         raise RecipeError(

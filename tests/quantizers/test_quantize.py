@@ -108,6 +108,7 @@ def test_a_default_group_size_divides_every_layer_and_is_named(name, tmp_path):
     )
     wide = {"a": (8, 1024), "b": (128, 2816)}
     assert chosen.fitted(wide).weights.group_size == (64 if name == "hqq-4bit" else 128)
+    assert chosen.fitted({"a": (576, 576), "b": (576, 1536)}).weights.group_size == 64  # SmolLM2
     odd = {"a": (8, 100)}
     assert chosen.fitted(odd).weights.group_size == (64 if name == "hqq-4bit" else -1)
 
