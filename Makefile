@@ -13,7 +13,7 @@ NEWEST := .newest/bin/python
 demo: export QBENCH_CACHE ?= $(CURDIR)/.venv/cache
 demo: install
 	$(BIN)/qbench run recipes/demo.yaml --workers 2
-	@echo "see it: $(BIN)/qbench view results/demo --recipe recipes/demo.yaml"
+	@echo "see it: $(BIN)/qbench view results/demo"
 
 # the page of `qbench view`, from its source
 viewer:
