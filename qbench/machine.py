@@ -65,8 +65,8 @@ def visible_gpus() -> tuple[Gpu, ...]:
     cuda = _cuda()
     properties = map(cuda.get_device_properties, range(cuda.device_count()))
     return tuple(
-        Gpu(name=one.name, capability=(one.major, one.minor), memory_gib=one.total_memory / GIB)
-        for one in properties
+        Gpu(name=gpu.name, capability=(gpu.major, gpu.minor), memory_gib=gpu.total_memory / GIB)
+        for gpu in properties
     )
 
 

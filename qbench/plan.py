@@ -209,7 +209,7 @@ def plan(
     can never run, unless ``show`` is true.
     """
     untrained = untrained or {}
-    checkpoints = {name: one for name, (one, _) in untrained.items()} or _checkpoints(recipe)
+    checkpoints = {name: untrained[name][0] for name in untrained} or _checkpoints(recipe)
     tasks, skipped = find_tasks(recipe)
     groups = find_groups(recipe, skipped)
     calibration = find_calibration(recipe)

@@ -387,10 +387,10 @@ class Recipe(Strict):
         """Load the plug-ins before the other keys, which may name what they register. Raises
         RecipeError."""
         source = info.context or Source(FROM_OPTIONS, {}, {})
-        for number, one in enumerate(value):
+        for number, entry in enumerate(value):
             location = f"{source.at(('plugins', number))}: plugins[{number}]"
-            plugin = load_file(Path(one.path), location=location)
-            if one.sha256 not in (None, plugin.digest):
+            plugin = load_file(Path(entry.path), location=location)
+            if entry.sha256 not in (None, plugin.digest):
                 raise RecipeError(
                     f"{location}: {plugin.path} differs from the file that the recipe states: its "
                     f"SHA-256 is {plugin.digest}; write that, or leave sha256 out, to run it as it "
@@ -503,7 +503,10 @@ def _source(path: Path | None, changed: Overrides) -> Source:
     changes alone."""
     source = _one_off(changed) if path is None else _read(path)
     here = Path.cwd()
-    paths = {name: absolute(here, str(one), hub=True) for name, one in changed.checkpoints.items()}
+    paths = {
+        name: absolute(here, str(path_or_id), hub=True)
+        for name, path_or_id in changed.checkpoints.items()
+    }
     _replace_checkpoints(source, paths)
     for what, key, names in (
         ("quantizers", "label", changed.quantizers),
@@ -552,8 +555,8 @@ def _read(path: Path) -> Source:
     for what in {"data", "definitions", "calibration", "plugins"} & values.keys():
         values[what] = _located(folder, values[what])
     values["quantizers"] = [
-        _located(folder, one, hub=True) if isinstance(one, dict) else one
-        for one in values.get("quantizers", [])
+        _located(folder, entry, hub=True) if isinstance(entry, dict) else entry
+        for entry in values.get("quantizers", [])
     ]
     for name, entry in values.get("checkpoints", {}).items():
         values["checkpoints"][name] = _located(folder, entry, hub=True)
@@ -564,12 +567,12 @@ def _located(folder: Path, entry: Any, *, hub: bool = False) -> Any:
     """Return ``entry`` with absolute paths: a path, a mapping with the key ``path`` (a path, or one
     per checkpoint), or a list of these."""
     if isinstance(entry, list):
-        return [_located(folder, one, hub=hub) for one in entry]
+        return [_located(folder, part, hub=hub) for part in entry]
     if not isinstance(entry, dict):
         return absolute(folder, entry, hub=hub)
     path = entry.get("path")
     if isinstance(path, dict):
-        path = {name: absolute(folder, one, hub=hub) for name, one in path.items()}
+        path = {name: absolute(folder, part, hub=hub) for name, part in path.items()}
     return {**entry, "path": absolute(folder, path, hub=hub)} if "path" in entry else entry
 
 
@@ -604,7 +607,10 @@ def _add_quantized(source: Source, path: Path | None, changed: Overrides) -> Non
     """Add a quantizer for each quantized copy of ``--quantized``. If no original is named, the
     copies are the checkpoints and are scored without one."""
     here = Path.cwd()
-    copies = {label: absolute(here, str(one), hub=True) for label, one in changed.quantized.items()}
+    copies = {
+        label: absolute(here, str(path_or_id), hub=True)
+        for label, path_or_id in changed.quantized.items()
+    }
     if path is None and not changed.checkpoints:
         source.values.update(checkpoints=copies, quantizers=["checkpoint"])
         return
@@ -704,13 +710,13 @@ def _group_checkpoints(source: Source) -> None:
                 "checkpoints; replicates need two or more"
             )
         groups[name] = [f"{name}.{number}" for number in range(1, len(members) + 1)]
-        for member, one in zip(groups[name], members, strict=True):
+        for member, training in zip(groups[name], members, strict=True):
             if member in declared:
                 raise RecipeError(
                     f"{location}: its trainings are {', '.join(groups[name])}, and {member} is "
                     "another checkpoint too; rename one of them"
                 )
-            made[member] = one
+            made[member] = training
             source.lines["checkpoints", member] = source.lines.get(("checkpoints", name), 0)
     if groups:
         source.values.update(checkpoints=made, replicates=groups)
@@ -723,5 +729,5 @@ def _members(entry: Any) -> list[Any] | None:
     path = entry.get("path") if isinstance(entry, dict) else entry
     if not isinstance(path, str) or "*" not in path:
         return None
-    folders = [one for one in sorted(glob.glob(path)) if os.path.isdir(one)]
-    return [{**entry, "path": one} if isinstance(entry, dict) else one for one in folders]
+    folders = [folder for folder in sorted(glob.glob(path)) if os.path.isdir(folder)]
+    return [{**entry, "path": folder} if isinstance(entry, dict) else folder for folder in folders]

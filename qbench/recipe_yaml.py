@@ -139,25 +139,25 @@ def problem_lines(source: Source, error: ValidationError, kind: type) -> list[st
     the recipe's class."""
     lines = []
     within = {p["loc"][:end] for p in error.errors() for end in range(len(p["loc"]))}
-    for one in error.errors():
-        if one["type"] == "too_short" and one["loc"] in within:
+    for problem in error.errors():
+        if problem["type"] == "too_short" and problem["loc"] in within:
             continue  # pydantic counts only items that are well; the others are told of
         location = "".join(
-            f"[{part}]" if isinstance(part, int) else f".{part}" for part in one["loc"]
+            f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"]
         ).lstrip(".")
-        message = one["msg"].removeprefix("Value error, ")
-        if one["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-            message = "unknown key; " + _known_keys(kind, one["loc"][:-1])
-        elif one["type"] in ("dataclass_type", "model_type", "dict_type"):
-            message = f"must be a mapping; {_known_keys(kind, one['loc'])} (it is "
-            message += f"{shown(one['input'])})"
-        elif one["type"] == "string_pattern_mismatch":
-            allowed = PATTERNS[one["ctx"]["pattern"]]
-            message = f"must be {allowed} (it is {shown(one['input'])})"
-        elif one["type"] not in ("value_error", "missing", "recipe"):
-            message += f" (it is {shown(one['input'])})"
+        message = problem["msg"].removeprefix("Value error, ")
+        if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+            message = "unknown key; " + _known_keys(kind, problem["loc"][:-1])
+        elif problem["type"] in ("dataclass_type", "model_type", "dict_type"):
+            message = f"must be a mapping; {_known_keys(kind, problem['loc'])} (it is "
+            message += f"{shown(problem['input'])})"
+        elif problem["type"] == "string_pattern_mismatch":
+            allowed = PATTERNS[problem["ctx"]["pattern"]]
+            message = f"must be {allowed} (it is {shown(problem['input'])})"
+        elif problem["type"] not in ("value_error", "missing", "recipe"):
+            message += f" (it is {shown(problem['input'])})"
         of = f"{location}: " if location else ""  # what is wrong with the whole names its keys
-        lines.append(f"{source.at(one['loc'])}: {of}{message}")
+        lines.append(f"{source.at(problem['loc'])}: {of}{message}")
     return [" ".join(line.split("\n")) for line in lines]
 
 
@@ -169,7 +169,7 @@ def _known_keys(kind: Any, location: Location) -> str:
     keys = [
         key
         for key, field in kind.__pydantic_fields__.items()
-        if not any(isinstance(one, SkipJsonSchema) for one in field.metadata)
+        if not any(isinstance(mark, SkipJsonSchema) for mark in field.metadata)
     ]
     return "known: " + ", ".join(keys)
 

@@ -284,7 +284,7 @@ def recipe_options(*names: str) -> Callable[[Callable[..., None]], Callable[...,
         parameters = [recipe, *options, *rest]
         # what typer reads
         wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # ours
-        wrapper.__annotations__ = {one.name: one.annotation for one in parameters}
+        wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return wrapper
 
     return decorate

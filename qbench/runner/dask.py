@@ -240,7 +240,9 @@ def describe(tokens: tuple[str, ...], device: str | None, worker: Worker) -> Hos
 def require_fit(worker: str, host: Host, expected: Host) -> None:
     """Raise UnavailableError for a worker whose scores would have other keys, or which cannot write
     them."""
-    other = [name for name, one in expected.versions.items() if host.versions.get(name) != one]
+    other = [
+        name for name, version in expected.versions.items() if host.versions.get(name) != version
+    ]
     problem = None
     if host.unseen is not None:
         problem = f"does not see {host.unseen}; name one on storage that all workers share"

@@ -194,8 +194,8 @@ class _GridRun:
         self.parallel = not isinstance(executor, SerialExecutor)
         out, cache = self.store.directory.resolve(), self.cache.resolve()
         with remote(executor, self.progress) as heard:
-            one = partial(run_cell, self.plan, out=out, cache=cache)
-            submit = partial(_submit, executor, portable(one), progress=heard)
+            call = partial(run_cell, self.plan, out=out, cache=cache)
+            submit = partial(_submit, executor, portable(call), progress=heard)
             left = self._side_by_side(cells, submit, busy_waits=False)
             while left:
                 died = [cell for cell in left if cell.name in self.died][:1]

@@ -197,9 +197,9 @@ def send_datagram(address: str, message: tuple[Any, ...]) -> None:
 
 
 def _datagrams() -> socket.socket:
-    one = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MOST_BYTES)
-    return one
+    datagrams = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    datagrams.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MOST_BYTES)
+    return datagrams
 
 
 def _listen(server: socket.socket, progress: Progress) -> None:
