@@ -1,4 +1,4 @@
-"""The format of flash-linear-attention's ``transformer`` models, as a stock class of transformers.
+"""Read flash-linear-attention's ``transformer`` models as a stock class of transformers.
 
 Its attention is Llama's (same rotary embedding, no permutation), so the tensors carry over one to
 one under other names. With ``window_size`` it is Mistral's, with ``qkv_bias`` Qwen 2's, with
@@ -71,8 +71,8 @@ Token = Annotated[int, Field(ge=0)]
 
 
 class Config(BaseModel):
-    """A config.json of the format without the fields ``WITHOUT_EFFECT``: the values that classes
-    of transformers compute, and the defaults of what is left out."""
+    """A config.json of the format without the fields ``WITHOUT_EFFECT``: the values that classes of
+    transformers compute, and defaults of absent fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -108,8 +108,8 @@ class Config(BaseModel):
 
 
 def parse(config: dict[str, Any]) -> Config:
-    """Raises CheckpointError, naming the field, for one that is not known or that has a value that
-    these classes do not compute."""
+    """Return the checked ``config``. Raises CheckpointError, naming the field, for an unknown field
+    and for a value that these classes do not compute."""
     try:
         return Config.model_validate({k: v for k, v in config.items() if k not in WITHOUT_EFFECT})
     except ValidationError as error:
@@ -127,7 +127,7 @@ def recognizes(config: dict[str, Any]) -> bool:
 
 
 def normalizer(config: dict[str, Any]) -> str:
-    """The normalizer that ``attn_impl`` names. Raises CheckpointError for an unknown one."""
+    """Return the normalizer that ``attn_impl`` names. Raises CheckpointError for unknown ones."""
     implementation = config["attn_impl"]
     if not isinstance(implementation, str) or implementation not in NORMALIZER_OF:
         raise CheckpointError(
@@ -137,8 +137,8 @@ def normalizer(config: dict[str, Any]) -> str:
 
 
 def llama_settings(config: dict[str, Any]) -> dict[str, Any]:
-    """``model_type`` and the fields of its configuration in transformers. Raises CheckpointError
-    for what no class there computes, for unknown fields, and for sizes that are none."""
+    """Return ``model_type`` and the fields of its configuration in transformers. Raises
+    CheckpointError for values that no class there computes, unknown fields and impossible sizes."""
     stated = parse(config)
     kind, ours = _kind(stated)
     hidden, heads = stated.hidden_size, stated.num_heads
@@ -185,12 +185,12 @@ def llama_settings(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def in_transformers_words(config: dict[str, Any]) -> dict[str, Any]:
-    """A config.json of either format as transformers would have it."""
+    """Return a config.json of either format in transformers' fields."""
     return llama_settings(config) if recognizes(config) else config
 
 
 def _kind(stated: Config) -> tuple[str, dict[str, Any]]:
-    """The ``model_type`` of transformers that computes the same, and its fields for that."""
+    """Return the ``model_type`` of transformers that computes the same, and its fields for that."""
     norm, bias, window = bool(stated.qk_norm), bool(stated.qkv_bias), stated.window_size
     layers = stated.num_hidden_layers
     if window is not None and stated.attn_impl not in WINDOWED:
@@ -218,7 +218,7 @@ def _kind(stated: Config) -> tuple[str, dict[str, Any]]:
 
 
 def llama_name(name: str) -> str:
-    """The Llama name of a tensor; names that the two share come back as they are."""
+    """Return the Llama name of a tensor; names that both formats share stay as they are."""
     for own, llama in NAMES:
         name = name.replace(own, llama)
     return name
@@ -232,7 +232,7 @@ def own_name(name: str) -> str:
 
 
 def logarithms(layers: int, longest: int) -> dict[str, torch.Tensor]:
-    """The tables that the scaled variants store: log 2, log 3, … for four times the positions."""
+    """Return the tables of the scaled variants: log 2, log 3, … for four times the positions."""
     import torch
 
     table = torch.log(torch.arange(2, 4 * longest + 2, dtype=torch.float32))[:, None, None]
@@ -240,8 +240,8 @@ def logarithms(layers: int, longest: int) -> dict[str, torch.Tensor]:
 
 
 def llama_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors by Llama name. Of the scaled variants: ``s`` [H, 1] is one number a head, and their
-    table is left out."""
+    """Return ``tensors`` by Llama name. Of the scaled variants, ``s`` [H, 1] becomes [H], one
+    number per head, and the table is left out."""
     named = {llama_name(name): tensor for name, tensor in tensors.items()}
     return {
         name: tensor[:, 0] if name.endswith(".self_attn.s") and tensor.shape[1:] == (1,) else tensor

@@ -1,5 +1,5 @@
-"""Weights into a stock transformers model with our attention: full ones, and those that somebody
-quantized."""
+"""Load a checkpoint as a stock transformers model with qbench's attention, unquantized or quantized
+already, and measure what its class does."""
 
 from __future__ import annotations
 
@@ -151,8 +151,8 @@ def set_ours_or_native(model: PreTrainedModel, normalizer: str, implementation: 
 
 
 def read_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
-    """The checkpoint's class of transformers, or the one that computes the same, with its weights.
-    Raises CheckpointError where these do not fit it."""
+    """Return the checkpoint's weights in its class of transformers, or in the one that computes the
+    same. Raises CheckpointError if they do not fit it."""
     ours = fla.recognizes(checkpoint.config)
     generation = _generation_config(checkpoint.folder)
     try:
@@ -189,7 +189,7 @@ def read_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _misshapen(report: dict[str, Any]) -> list[str]:
-    """Of a report of transformers' on what it loaded."""
+    """Return a line per tensor of another shape in transformers' ``report`` on what it loaded."""
     return sorted(
         f"{name} {list(shape)} instead of {list(wanted)}"
         for name, shape, wanted in report["mismatched_keys"]
@@ -203,7 +203,7 @@ def _config(checkpoint: Checkpoint) -> PreTrainedConfig:
 
 
 def generation_settings(checkpoint: Checkpoint) -> GenerationConfig:
-    """With which its answers are generated: what it states, or what its config.json makes of it."""
+    """Return the generation settings that it states, or that follow from its config.json."""
     stated = _generation_config(checkpoint.folder)
     return stated or GenerationConfig.from_model_config(_config(checkpoint))
 
@@ -260,11 +260,13 @@ def load_prequantized(
     rounds_activations: bool = False,
     fallback: bool = True,
 ) -> PreTrainedModel:
-    """The quantized model on ``device``, what is not quantized in ``dtype``, attending with the
-    checkpoint's normalizer through ``attention`` (see :func:`load_model`). ``dequantize``: FP8
-    weights are, at once; MXFP4 weights always.
+    """Return the quantized model on ``device``, its unquantized parameters in ``dtype``, attending
+    as :func:`load_model` says.
 
-    Raises UnavailableError for what this machine cannot load, CheckpointError for broken files.
+    ``dequantize``: FP8 weights are dequantized at once, as MXFP4 weights always are.
+    ``rounds_activations``: activations or a KV cache are rounded to few bits. Raises
+    UnavailableError with transformers' reason if it cannot load the checkpoint here,
+    CheckpointError for broken files.
     """
     stated = checkpoint.config["quantization_config"]
     with named(checkpoint.source):
@@ -329,8 +331,9 @@ def _require_whole(stated: dict[str, Any], report: dict[str, Any]) -> None:
 
 
 def _loading(stated: dict[str, Any], dequantize: bool) -> dict[str, Any]:
-    """What transformers is told beside the files. GPTQ's and AWQ's automatic kernels differ by
-    machine, and on CPUs some repack weights wrongly, so the one in torch is named."""
+    """Return options of ``from_pretrained`` for a quantized checkpoint. GPTQ's and AWQ's automatic
+    kernels differ by machine, and on CPUs some repack weights wrongly: the one in torch is named.
+    """
     method = stated.get("quant_method")
     if method == "gptq":
         chosen = transformers.GPTQConfig(bits=stated["bits"], backend="gptq_torch")
@@ -348,18 +351,19 @@ def _loading(stated: dict[str, Any], dequantize: bool) -> dict[str, Any]:
 
 
 def _one_scheme_of_weights(stated: dict[str, Any]) -> bool:
-    """Whether weights are all that is quantized, alike. compressed-tensors 0.20 dequantizes them in
-    the first forward; dequantized at once they are the same numbers, and zero points and codes in
-    whole bytes load too, which it expects in other layouts. But transformers takes one scheme for
-    all layers then."""
+    """Return whether only weights are quantized, all alike: then they can be dequantized at once.
+
+    compressed-tensors 0.20 would dequantize them in the first forward pass, to the same numbers,
+    but cannot load zero points and codes in whole bytes, which it expects in other layouts.
+    """
     groups = list((stated.get("config_groups") or {}).values())
     inputs = any(group.get("input_activations") for group in groups)
     return len(groups) == 1 and not inputs and not stated.get("kv_cache_scheme")
 
 
 def without_weights(checkpoint: Checkpoint) -> PreTrainedModel:
-    """The checkpoint's class of transformers with its settings, on no device: what says how another
-    runtime's model is to be asked."""
+    """Return the checkpoint's model without weights, on the meta device: its settings, for another
+    runtime's model."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(_config(checkpoint))
     model.generation_config = generation_settings(checkpoint)
@@ -390,7 +394,7 @@ def require_finite(model: PreTrainedModel) -> None:
 
 
 def _refuse_not_finite(bad: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> None:
-    """Raise CheckpointError where one of the masks ``bad``, by their tensors' names, is true."""
+    """Raise CheckpointError if a mask of ``bad``, by the name of its tensor, is true anywhere."""
     counts = ((name, int(mask.sum()), mask.numel()) for name, mask in bad)
     found = [f"{name} ({count} of {total} values)" for name, count, total in counts if count]
     if found:
@@ -405,7 +409,7 @@ def _refuse_not_finite(bad: Iterable[tuple[str, torch.Tensor]], dtype: torch.dty
 
 
 def read_tensor(folder: Path, header: Header) -> torch.Tensor:
-    """One tensor of a checkpoint's files."""
+    """Return one tensor of the files in ``folder``."""
     with safe_open(folder / header.file, framework="pt") as file:
         return file.get_tensor(header.name)
 
@@ -429,7 +433,7 @@ def unlike_files(model: PreTrainedModel, checkpoint: Checkpoint) -> list[str]:
 
 
 def require_own_head(model: PreTrainedModel, folder: Path, headers: dict[str, Header]) -> None:
-    """Raise CheckpointError where a tied model's files hold another output matrix.
+    """Raise CheckpointError if a tied model's files hold another output matrix.
 
     transformers drops it or unties it with a warning only, by version, and lm-eval ties it anew.
     """
@@ -518,7 +522,7 @@ def rounding_tolerance(model: PreTrainedModel) -> float:
 
 @contextmanager
 def counted(name: str) -> Iterator[list[None]]:
-    """Counts the calls of the attention function that transformers knows as ``name``."""
+    """Yield a list that grows with each call of transformers' attention function ``name``."""
     function, calls = ALL_ATTENTION_FUNCTIONS[name], []
 
     def count(*args: Any, **kwargs: Any) -> Any:

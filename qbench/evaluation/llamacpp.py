@@ -1,4 +1,4 @@
-"""A GGUF file run by llama.cpp, and the scorer over it.
+"""Run a GGUF file by llama.cpp, and score with it.
 
 Token ids come from the original's tokenizer, so that nothing is lost on the way: llama.cpp gives
 full logits of the very tokens that the unquantized model scores. Requests run one after another;
@@ -84,12 +84,12 @@ class LlamaCpp:
         self._kept: list[int] = []  # tokens whose keys and values are in the cache
 
     def scorer(self, tokenizer: Any, settings: ScoringSettings, **observed: Any) -> LlamaCppScorer:
-        """An lm-eval language model over it."""
+        """Return an lm-eval language model over this model."""
         return LlamaCppScorer(self, tokenizer, settings, **observed)
 
     def logits(self, tokens: Sequence[int], first: int) -> Iterator[Tensor]:
-        """After each of ``tokens`` from the index ``first`` on, in parts float32 [n, vocabulary]
-        that live until the next one is asked for."""
+        """Yield the logits after each of ``tokens`` from index ``first`` on, in parts float32
+        [n, vocabulary]; a part is overwritten by the next one."""
         known = 0
         for ours, theirs in zip(self._kept, tokens, strict=False):
             if ours != theirs or known == first:
@@ -147,8 +147,8 @@ class LlamaCpp:
         return answers
 
     def disagreement(self, dequantized: Any, probe: Tensor) -> list[str]:
-        """What is wrong with how llama.cpp runs the file, whose weights ``dequantized``, a model of
-        transformers, has: a line, or none."""
+        """Return a line if llama.cpp's logits differ from those of ``dequantized``, a transformers
+        model with the file's weights; else an empty list."""
         with torch.no_grad():
             expected = dequantized(input_ids=probe, use_cache=False).logits.float().cpu()
         found = torch.stack(

@@ -23,7 +23,7 @@ EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)")  # a matrix of one, in trans
 
 
 def library() -> Any:
-    """The gguf package. Raises UnavailableError where it is not installed."""
+    """Return the gguf package. Raises UnavailableError if it is not installed."""
     try:
         import gguf
     except ImportError:
@@ -98,8 +98,8 @@ def tensors(path: str, modules: list[str], layers: int) -> dict[str, Any]:
 
 
 def _names(path: str, modules: list[str], layers: int) -> dict[str, list[str]]:
-    """What the file calls each of ``modules``: nothing, or one tensor, or two where it is an
-    expert's gate_up_proj."""
+    """Return the file's names of each of ``modules``: none, one, or two for an expert's
+    gate_up_proj."""
     architecture = _field(_reader(path), "general.architecture")
     kinds = {name: kind for kind, name in library().MODEL_ARCH_NAMES.items()}
     if architecture not in kinds:
@@ -118,7 +118,7 @@ def _names(path: str, modules: list[str], layers: int) -> dict[str, list[str]]:
 
 
 def _of_expert(path: str, parts: list[Any], expert: int) -> Any:
-    """The rows of one expert in tensors of all, one below the other."""
+    """Return the rows of one expert in tensors of all experts, one below the other."""
     kinds = {part.tensor_type.name for part in parts}
     if len(kinds) > 1:
         raise CheckpointError(
@@ -131,8 +131,8 @@ def _of_expert(path: str, parts: list[Any], expert: int) -> Any:
 
 
 def dequantized(path: str, name: str, tensor: Any, heads: tuple[int, int]) -> np.ndarray:
-    """What a tensor of ``tensors`` stands for, float32, in transformers' order of rows; ``heads``
-    are those of queries and of keys."""
+    """Return a tensor of ``tensors`` dequantized to float32, in transformers' order of rows;
+    ``heads``: the number of query and of key heads."""
     try:
         values = library().dequantize(tensor.data, tensor.tensor_type)
     except NotImplementedError:
@@ -150,7 +150,8 @@ def dequantized(path: str, name: str, tensor: Any, heads: tuple[int, int]) -> np
 
 
 def tensor_bits(path: str, modules: list[str], layers: int) -> dict[str, int]:
-    """Bits of every tensor, by transformers' name where it has one; of all experts by one's."""
+    """Return the bits of every tensor, by transformers' name if it has one; those of all experts
+    by the name of one."""
     named = {
         f"{name}.{part}": f"{module}.{part}"
         for module, names in _names(path, modules, layers).items()

@@ -1,5 +1,5 @@
-"""Bits that a checkpoint's files store, by one convention for all formats, and what of a loaded
-model each layer's files stand for.
+"""Count the bits that a checkpoint's files store, by one convention for all formats, and read what
+they store of each layer of a loaded model.
 
 A weight's bits are those of all tensors kept for its matrix, codes, scales, zeros, codebooks and
 indices, over the numbers of the unquantized matrix; matrices outside embeddings and LM head, those
@@ -35,7 +35,7 @@ PLAIN = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def evidence(model: nn.Module, settings: PublishedCopy) -> dict[str, Callable[[], PackedWeight]]:
-    """What the files hold for each layer that they quantize, by its module's name in ``model``."""
+    """Return what the files store of each layer that they quantize, by its name in ``model``."""
     if settings.format == GGUF:
         return _gguf_evidence(model, settings.folder)
     modules, found = dict(model.named_modules()), {}
@@ -53,7 +53,7 @@ def _stored(tensors: dict[str, Tensor], columns: int) -> PackedWeight:
 
 
 def _by_module(folder: str, modules: Mapping[str, object]) -> dict[str, dict[str, Tensor]]:
-    """Tensors of the files by the module that they belong to, biases left out."""
+    """Return the tensors of the files, without biases, by the module that they belong to."""
     found: dict[str, dict[str, Tensor]] = {}
     for path in sorted(Path(folder).glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
@@ -69,8 +69,8 @@ def _by_module(folder: str, modules: Mapping[str, object]) -> dict[str, dict[str
 
 
 def _in_model(name: str, modules: Collection[str]) -> str:
-    """What the model calls a tensor that its files call ``name``: those of Mixtral, PhiMoE and
-    GraniteMoE have other words for experts than transformers 5."""
+    """Return the model's name of the tensor ``name`` of its files: those of Mixtral, PhiMoE and
+    GraniteMoE call experts otherwise than transformers 5."""
     block, moe, rest = name.partition(".block_sparse_moe.")
     if not moe:
         return name
@@ -81,8 +81,9 @@ def _in_model(name: str, modules: Collection[str]) -> str:
 def _owners(
     modules: Mapping[str, object], module: str, part: str, tensor: Tensor
 ) -> Iterator[tuple[str, str, Tensor]]:
-    """Whose a tensor is, by what name. Files may hold a matrix of all experts as one (gpt-oss:
-    ``experts.down_proj_blocks``), or the halves of an expert's ``gate_up_proj`` apart."""
+    """Yield (module, name in it, tensor) for each module that a tensor belongs to. Files may hold a
+    matrix of all experts as one (gpt-oss: ``experts.down_proj_blocks``), or the halves of an
+    expert's ``gate_up_proj`` apart."""
     if isinstance(modules[module], Experts):
         matrix = part[: part.index("_proj") + len("_proj")]
         own = part.removeprefix(matrix).lstrip("_") or "weight"
@@ -95,7 +96,7 @@ def _owners(
 
 
 def _gguf_evidence(model: nn.Module, path: str) -> dict[str, Callable[[], PackedWeight]]:
-    """What the file holds for each matrix of ``model``, which has its weights."""
+    """Return what the GGUF file stores of each matrix of ``model``, which has its weights."""
     layers = linears(model)
     count = model.config.get_text_config().num_hidden_layers
     found = {}
@@ -113,7 +114,7 @@ def _gguf_evidence(model: nn.Module, path: str) -> dict[str, Callable[[], Packed
 
 
 def write_gguf_into(model: nn.Module, path: str) -> None:
-    """Give ``model``, the original, the weights of the file in place of its own."""
+    """Replace the weights of ``model``, the original, by those of the GGUF file."""
     config = model.config.get_text_config()
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -140,8 +141,8 @@ def stored_size(
     weights: WeightSettings | None,
     modules: Iterable[ModuleAudit],
 ) -> StoredSize:
-    """Of ``original``, whose matrices are ``wanted``, with what the audit found of the ``modules``
-    in their place; of a published checkpoint, of its files."""
+    """Return the size of ``original``, whose matrices are ``wanted``, with the audited ``modules``
+    in their place; of a published copy, the size of its files."""
     head = original.get_output_embeddings()
     if weights is not None and weights.prequantized:
         return _size_of_files(weights, original, wanted)
