@@ -54,7 +54,9 @@ def kept(comparison: Comparison, row: Row, checkpoint: str) -> float | None:
         None,
     )
     after = row.entry(checkpoint).value
-    return None if None in (before, after) else (after - chance) / (before - chance)
+    if None in (before, after) or before == chance:  # nothing above chance could be kept
+        return None
+    return (after - chance) / (before - chance)
 
 
 def find_at_chance(
