@@ -26,6 +26,7 @@ PAIRS = {  # folders that were measured on the same models
     "126M": ("sinks-124m",),
     "rotary": ("sigmoid-27m",),
     "alibi": ("sigmoid-27m-alibi",),
+    "real": ("smollm2",),
     "formats": ("published-27m",),
     "gguf": ("published-27m-gguf",),
 }

@@ -17,6 +17,7 @@ from pathlib import Path
 import pandas as pd
 
 from qbench.comparison.compare import compare
+from qbench.comparison.rows import Comparison
 from qbench.store import Analyses, Store
 from qbench.tables import table_files
 
@@ -62,21 +63,20 @@ def read_scores(files: Mapping[str, str]) -> pd.DataFrame:
     return pd.concat([each, pd.DataFrame(rows)])
 
 
-def read_cells(store: Store) -> Iterator[dict[str, object]]:
+def read_cells(comparison: Comparison) -> Iterator[dict[str, object]]:
     """Yield measurements of whole cells: KL from the unquantized model (nats per token, mean over
-    the scored tokens of all tasks, of published copies per task too), bits per weight, GiB."""
-    for record in store.records():
+    the documents of all tasks); of models that people have also per task, and the sizes."""
+    sizes = comparison.grid.name.startswith(("published", "smollm2"))
+    for name, record in comparison.records.items():
         cell = {"quantizer": record.quantizer, "checkpoint": record.checkpoint}
-        tasks = record.damage.tasks if record.damage else {}
-        measured = {name: one.distributions for name, one in tasks.items() if one.distributions}
-        if measured:
-            tokens = sum(one.tokens for one in measured.values())
-            mean = sum(one.tokens * one.kl.mean for one in measured.values()) / tokens
-            yield {**cell, "task": "all", "metric": "kl", "value": mean}
-        if store.directory.name.startswith("published"):
-            for task, one in measured.items():
-                yield {**cell, "task": task, "metric": "kl", "value": one.kl.mean}
-                yield {**cell, "task": task, "metric": "same_top", "value": one.top1_agreement}
+        if name in comparison.kl.means:
+            yield {**cell, "task": "all", "metric": "kl", "value": comparison.kl.means[name]}
+        if sizes:
+            tasks = record.damage.tasks if record.damage else {}
+            for task, found in tasks.items():
+                if one := found.distributions:
+                    yield {**cell, "task": task, "metric": "kl", "value": one.kl.mean}
+                    yield {**cell, "task": task, "metric": "same_top", "value": one.top1_agreement}
             size = record.audit and record.audit.size
             if size:
                 yield {**cell, "task": "all", "metric": "bits", "value": size.bits_per_weight}
@@ -115,8 +115,9 @@ def made() -> dict[Path, str]:
     texts, numbers = {}, []
     for folder in sorted(path.parent for path in RESULTS.glob("*/records.tar.xz")):
         store = Store(folder)
-        files = table_files(store, compare(store), ("csv", "md"))
-        others = pd.DataFrame([*read_cells(store), *read_analyses(folder)])
+        comparison = compare(store)
+        files = table_files(store, comparison, ("csv", "md"))
+        others = pd.DataFrame([*read_cells(comparison), *read_analyses(folder)])
         numbers.append(pd.concat([read_scores(files), others]).assign(folder=folder.name))
         texts[folder / "tables.md"] = files["tables.md"]
     table = pd.concat(numbers).reindex(columns=COLUMNS)
