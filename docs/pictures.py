@@ -1,4 +1,4 @@
-"""Pictures of the viewer for README and docs: `make pictures`, by Chromium and playwright.
+"""Take pictures of the viewer for README and docs (`make pictures`) with Chromium and playwright.
 
 Of results/pair-27m: the answer, documents of a task, why. Of results/published-27m: quality
 against size.
@@ -18,9 +18,9 @@ from qbench.viewer.server import Server
 
 DOCS = Path(__file__).parent
 CELLS = "cell=softmax/gptq-3bit&cell=softpick/gptq-3bit"
-SIZES = "figure:has(h3:has-text('against bits'))"
+SIZES = "figure:has(h2:has-text('against bits'))"
 PICTURES = {  # file: results, colours, view, what is there when it is ready, what is shown of it
-    "answer": ("pair-27m", "light", "", ".headline:has-text('Quantization')", "html"),
+    "answer": ("pair-27m", "light", "", ".drawing svg circle[data-href]", "html"),
     "documents": (
         *("pair-27m", "light", f"#view=documents&task=sciq&show=lost&{CELLS}"),
         *(".tabulator-row", "html"),
