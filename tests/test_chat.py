@@ -51,11 +51,11 @@ def test_keys_hold_what_is_asked_and_nothing_where_nothing_is(tmp_path):
     assert len({plain.key, asked.key, cell(apply_chat_template=True).key}) == 3
 
 
-def test_tables_say_how_prompts_were_made(tmp_path, capfd):
+def test_tables_say_how_prompts_were_made(tmp_path):
     path = recipe(tmp_path, chat_checkpoint(tmp_path / "chat"), apply_chat_template=True,
                   system_instruction="Be brief.")  # fmt: skip
     assert qbench("run", path, "--out", tmp_path / "out", "--device", "cpu") == 0
-    shown = capfd.readouterr().out
+    shown = (tmp_path / "out" / "tables.md").read_text()
     assert (
         "- Prompts: by the model's chat template, few-shot examples as turns of their own" in shown
     )

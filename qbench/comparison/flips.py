@@ -50,11 +50,16 @@ def cell_flips(store: Store, record: Record) -> ByTask:
         if cell.key == base:
             try:
                 before = store.get(cell)
-                return {} if before is None else count_flips(
-                    store.outcomes(before), store.outcomes(record)
-                )  # fmt: skip
+                if before is None:
+                    return {}
+                by_task = count_flips(store.outcomes(before), store.outcomes(record))
             except ResultsError:
                 return {}
+            ordered: dict[str, dict[str, Flips]] = {}
+            for score in record.scores:  # as the record lists them
+                if (flips := by_task.get(score.task, {}).get(score.metric)) is not None:
+                    ordered.setdefault(score.task, {})[score.metric] = flips
+            return ordered
     return {}
 
 
