@@ -42,7 +42,7 @@ def test_the_wheel_runs_its_own_recipe_in_an_empty_folder(tmp_path):
         "run", "recipes/demo.yaml", "--only", "softmax/fp32", "--limit", "3", "--device", "cpu"
     )
     assert f"comes with qbench: {site}/qbench/bundled/demo.yaml" in done.stderr
-    assert "| demo_lastword |" in done.stdout
+    assert "demo_lastword Acc" in done.stdout
     assert (empty / "results" / "demo" / "tables.md").is_file()
 
 
