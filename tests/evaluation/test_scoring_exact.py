@@ -13,7 +13,7 @@ from scoring_models import (
 )  # fmt: skip
 
 from qbench.errors import EvaluationError, UnavailableError
-from qbench.evaluation.scoring.logits import Product, try_out
+from qbench.evaluation.scoring.logits import MatmulRounding, probe_matmul
 
 
 def both(model, **changes):
@@ -143,7 +143,7 @@ def test_logits_that_are_no_numbers_are_not_blamed_on_the_scoring_mode(mode):
 def test_a_head_that_rounds_by_place_takes_whole_batches(stable, monkeypatch):
     """Both ways give HFLM's bits; only the number of rows that the head takes differs."""
     theirs, ours = both(llama(), batch_size=8, max_length=200)
-    ours._product = Product(rows=64, multiple=16, stable=stable)
+    ours._product = MatmulRounding(rows=64, multiple=16, stable=stable)
     rows = []
     ours.head.register_forward_hook(lambda module, inputs, output: rows.append(len(output)))
     requests = [instance(text(i, 60), " the cat", i) for i in range(8)]
@@ -171,8 +171,8 @@ def test_a_head_whose_rounding_depends_on_the_place_is_found_out():
             return self.product(x)
 
     cpu = torch.device("cpu")
-    assert try_out(Head(steady), torch.float32, cpu).stable
-    assert not try_out(Head(moody), torch.float32, cpu).stable
+    assert probe_matmul(Head(steady), torch.float32, cpu).stable
+    assert not probe_matmul(Head(moody), torch.float32, cpu).stable
 
 
 def test_one_sequence_that_does_not_fit_is_an_error_with_the_remedy():

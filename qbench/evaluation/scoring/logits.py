@@ -26,17 +26,19 @@ PARTS = ((1, 1), (3, 2), (17, 1), (45, 3), (101, 1))  # first row, multiples of 
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
-    """How to take rows out: only from batches of more than ``rows`` rows, filled up to a
-    ``multiple``; never where ``stable`` is False."""
+class MatmulRounding:
+    """How the LM head's product rounds, as ``probe_matmul`` measured it. Rows may be taken out of
+    batches of more than ``rows`` rows, filled up to a ``multiple``; never if ``stable`` is False.
+    """
 
     rows: int
     multiple: int
     stable: bool
 
     def projection(self, total: int, chosen: Tensor, row_bytes: int) -> Projection:
-        """For the rows ``chosen`` [R] of a batch of ``total`` rows, of which each gives
-        ``row_bytes`` of logits."""
+        """Return how the rows ``chosen`` [R] of a batch of ``total`` rows go through the head; each
+        row gives ``row_bytes`` of logits.
+        """
         few = 0 < total <= self.rows
         if (few or not self.stable) and total * row_bytes <= WHOLE_BYTES:
             return Projection(total=total, chosen=chosen)
@@ -79,11 +81,10 @@ class Projection:
         return part
 
 
-def try_out(head: torch.nn.Module, dtype: torch.dtype, device: torch.device) -> Product:
-    """Compares parts of a random product [200, the head's width] with the same rows of the
-    whole."""
+def probe_matmul(head: torch.nn.Module, dtype: torch.dtype, device: torch.device) -> MatmulRounding:
+    """Compare parts of a random product [200, the head's width] with the same rows of the whole."""
     if device.type != "cpu":  # no claim to the bit there
-        return Product(rows=0, multiple=1, stable=True)
+        return MatmulRounding(rows=0, multiple=1, stable=True)
     width = getattr(head, "in_features", None) or head.weight.shape[-1]
     threads = torch.get_num_threads()
     multiple = 16 * threads
@@ -96,7 +97,7 @@ def try_out(head: torch.nn.Module, dtype: torch.dtype, device: torch.device) -> 
             torch.equal(head(x[i : i + n * multiple]), product[i : i + n * multiple])
             for i, n in PARTS
         )
-    return Product(rows=max(64, 4 * threads**2), multiple=multiple, stable=stable)
+    return MatmulRounding(rows=max(64, 4 * threads**2), multiple=multiple, stable=stable)
 
 
 LOG_PROBABILITY_BYTES = 256 * 1024**2  # the most that logits and log-probabilities take

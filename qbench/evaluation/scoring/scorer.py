@@ -47,9 +47,9 @@ from qbench.evaluation.scoring.logits import (
     Projection,
     RowScores,
     in_order,
+    probe_matmul,
     score_rows,
     to_device,
-    try_out,
 )
 from qbench.evaluation.scoring.requests import (
     Batch,
@@ -133,7 +133,7 @@ class Scorer(LM):
         self._embedded = len(model.get_input_embeddings().weight)
         # Logits and log-probabilities of 4 bytes each, and a copy.
         self._rows_at_once = max(16, LOG_PROBABILITY_BYTES // (12 * vocabulary))
-        self._product = try_out(self.head, model.dtype, self._device)
+        self._product = probe_matmul(self.head, model.dtype, self._device)
         self._logits_bytes = vocabulary * model.dtype.itemsize
         self._stream = stream_of(model)
         self._state_bytes = model.get_input_embeddings().weight.shape[1] * model.dtype.itemsize
