@@ -10,7 +10,13 @@ from pathlib import Path
 from qbench.files import file_digest
 
 PACKAGE = Path(__file__).parent
-QUANTIZING = ("attention", "checkpoints", "quantizers", "streaming.py")  # make a quantized model
+QUANTIZING = (  # make a quantized model
+    "attention",
+    "checkpoints",
+    "made_copy.py",
+    "quantizers",
+    "streaming.py",
+)
 SCORING = (*QUANTIZING, "cell.py", "cell_result.py", "evaluation", "metrics.py")  # and score it
 
 
