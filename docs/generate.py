@@ -26,6 +26,7 @@ PAIRS = {  # folders that were measured on the same models
     "126M": ("sinks-124m",),
     "rotary": ("sigmoid-27m",),
     "alibi": ("sigmoid-27m-alibi",),
+    "variants": ("variants-27m",),
     "real": ("smollm2",),
     "formats": ("published-27m",),
     "gguf": ("published-27m-gguf",),
@@ -116,6 +117,15 @@ def ratio(
     if interval:
         text += f" [{rounded(low, decimals)}, {rounded(high, decimals)}]"
     return text + ("‡" if mark and row.holm < 0.05 else "")
+
+
+def spread(name, pattern, task="wikitext") -> tuple[float, float, int, int, int]:
+    """Return the least and largest ratio of damages over the precisions that ``pattern`` matches,
+    how many there are, and how many intervals lie above and below 1."""
+    rows = pair(name)[lambda rows: (rows.task == task) & (rows.metric == METRICS[task])]
+    rows = rows[rows.quantizer.str.fullmatch(pattern) & rows.difference.notna()]
+    above, below = (rows.difference_low > 0).sum(), (rows.difference_high < 0).sum()
+    return (*map(math.exp, (rows.difference.min(), rows.difference.max())), len(rows), above, below)
 
 
 def each(name, quantizer, task="wikitext") -> str:
@@ -234,7 +244,7 @@ def rate(page, shape, *kernels) -> str:
 
 
 FUNCTIONS = (
-    value, mean, percent, kl, times, ratio, each, least, compared, counts, precisions, significant,
+    value, mean, percent, kl, times, ratio, spread, each, least, compared, counts, precisions, significant,
     same_sign, moves, kl_ratio, direction, require, cell, rate,
 )  # fmt: skip
 
