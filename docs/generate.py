@@ -244,8 +244,8 @@ def rate(page, shape, *kernels) -> str:
 
 
 FUNCTIONS = (
-    value, mean, percent, kl, times, ratio, spread, each, least, compared, counts, precisions, significant,
-    same_sign, moves, kl_ratio, direction, require, cell, rate,
+    value, mean, percent, kl, times, ratio, spread, each, least, compared, counts, precisions,
+    significant, same_sign, moves, kl_ratio, direction, require, cell, rate,
 )  # fmt: skip
 
 
