@@ -22,8 +22,11 @@ if TYPE_CHECKING:
 MARGIN = 0.05  # nats per token: a KL divergence that most uses do not notice
 
 
-def verdict(comparison: Comparison, *, margin: float = MARGIN) -> list[str]:
-    """Return the answer, a sentence or two per item; ``margin`` is a KL divergence.
+def verdict(
+    comparison: Comparison, *, margin: float = MARGIN, most: int | None = None
+) -> list[str]:
+    """Return the answer, a sentence or two per item; ``margin`` is a KL divergence. ``most`` names
+    the nearest precisions alone, as many, and counts the others.
 
     With one checkpoint: its precisions in order, those to avoid, the smallest within the margin.
     With several: how much farther quantization moves each from itself than the baseline. Then what
@@ -39,7 +42,7 @@ def verdict(comparison: Comparison, *, margin: float = MARGIN) -> list[str]:
         return ["There is no damage: the run has no unquantized column; add one, such as bf16."]
     if len(comparison.groups) == 1:
         (checkpoints,) = comparison.groups.values()
-        found = [_order(comparison, checkpoints[0], margin)]
+        found = [_order(comparison, checkpoints[0], margin, most)]
     else:
         found = [_models(comparison, group) for group in list(comparison.groups)[1:]]
     return [*filter(None, found), *_scores(comparison)]
@@ -87,35 +90,42 @@ def kl_text(comparison: Comparison, cell: str) -> str:
     return f"{text} [{nats(found.interval.low)}, {nats(found.interval.high)}]"
 
 
-def _order(comparison: Comparison, checkpoint: str, margin: float) -> str:
+def _order(comparison: Comparison, checkpoint: str, margin: float, most: int | None) -> str:
     names = ordered(comparison, checkpoint)
     if not names:
         return "KL divergence was not measured."
-    texts = {name: f"{name} (KL {kl_text(comparison, f'{checkpoint}/{name}')})" for name in names}
+    shown = names[:most]
+    texts = {name: f"{name} (KL {kl_text(comparison, f'{checkpoint}/{name}')})" for name in shown}
+    more = f", and {len(names) - len(shown)} more (tables.md)" if names[len(shown) :] else ""
     if not comparison.kl.pairs and len(names) > 1:
         said = ", ".join(texts.values())
         return (
-            f"By KL divergence, the nearest first: {said}. No test tells them apart: the records "
-            "hold no KL by document."
+            f"By KL divergence, the nearest first: {said}{more}. No test tells them apart: the "
+            "records hold no KL by document."
         )
-    groups = [" = ".join(texts[name] for name in group) for group in ties(comparison, checkpoint)]
+    groups = [[texts[name] for name in group if name in texts]
+              for group in ties(comparison, checkpoint)]  # fmt: skip
     unquantized = comparison.unquantized_of(names[0]) or comparison.unquantized
-    said = f"Nearest to {unquantized}: {', then '.join(groups)}."
-    if any(len(group) > 1 for group in ties(comparison, checkpoint)):
+    order = ", then ".join(" = ".join(group) for group in groups if group)
+    said = f"Nearest to {unquantized}: {order}{more}."
+    if any(len(group) > 1 for group in groups):
         said += " (=: not told apart, 5 %, Holm’s correction over all pairs.)"
     return " ".join(filter(None, (said, *_avoid(comparison, checkpoint, names),
                                   _smallest(comparison, checkpoint, names, margin))))  # fmt: skip
 
 
 def _avoid(comparison: Comparison, checkpoint: str, names: Sequence[str]) -> Iterator[str]:
-    """Yield the precisions that another beats: no larger, and significantly nearer."""
+    """Yield the precisions that another of the same activations and KV cache beats: no larger, and
+    significantly nearer."""
     better = {}
-    sizes = {name: _size(comparison.records[f"{checkpoint}/{name}"]) for name in names}
+    records = {name: comparison.records[f"{checkpoint}/{name}"] for name in names}
+    sizes = {name: _size(record) for name, record in records.items()}
     for name in names:
         for other in names:
             if None in (sizes[name], sizes[other]) or sizes[other] > sizes[name]:
                 continue
-            if nearer(comparison, checkpoint, other, name):
+            same = _beside_weights(records[other]) == _beside_weights(records[name])
+            if same and nearer(comparison, checkpoint, other, name):
                 better.setdefault(other, []).append(name)
                 break
     for other, beaten in better.items():
@@ -123,18 +133,33 @@ def _avoid(comparison: Comparison, checkpoint: str, names: Sequence[str]) -> Ite
 
 
 def _smallest(comparison: Comparison, checkpoint: str, names: Sequence[str], margin: float) -> str:
-    cells = {name: comparison.kl.cells[f"{checkpoint}/{name}"] for name in names}
-    within = {
-        name: size
-        for name, found in cells.items()
-        if hasattr(found, "interval")
-        and found.interval.high <= math.log(margin)
-        and (size := _size(comparison.records[f"{checkpoint}/{name}"])) is not None
-    }
+    """Return the smallest precision within the margin, for each format of activations and KV
+    cache."""
+    within: dict[str, dict[str, float]] = {}
+    for name in names:
+        found = comparison.kl.cells[f"{checkpoint}/{name}"]
+        record = comparison.records[f"{checkpoint}/{name}"]
+        size = _size(record)
+        below = hasattr(found, "interval") and found.interval.high <= math.log(margin)
+        if below and size is not None:
+            within.setdefault(_beside_weights(record), {})[name] = size
     if not within:
         return f"None is shown to stay within KL {margin:g}."
-    best = min(within, key=lambda name: within[name])
+    best = ", ".join(
+        f"{min(sizes, key=lambda name: sizes[name])}{f' (among {bits})' if bits else ''}"
+        for bits, sizes in sorted(within.items())
+    )
     return f"Smallest within KL {margin:g}: {best}."
+
+
+def _beside_weights(record: Record) -> str:
+    """Return the bits of activations and KV cache, such as ``A8KV4``; "" if neither is quantized
+    on its own. They save other bytes than weights do."""
+    activations, kv_cache = record.precision.activations, record.precision.kv_cache
+    if activations and activations.simulated is None:  # LLM.int8's belong to its weights
+        activations = None
+    parts = (("A", activations), ("KV", kv_cache))
+    return "".join(f"{name}{part.bits:g}" for name, part in parts if part)
 
 
 def _size(record: Record) -> float | None:

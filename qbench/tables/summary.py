@@ -13,11 +13,12 @@ from qbench.tables.scores import bits_per_weight, gib, of_row
 from qbench.text import NO_VALUE, group_by_reason, number, significant, table
 
 WIDTH = 100
+MOST = 5  # precisions that the verdict names in order
 
 
 def summary(comparison: Comparison) -> str:
     """Return what the results are of, the verdict, a line per precision, and what is missing."""
-    lines = [about(comparison), *verdict(comparison)]
+    lines = [about(comparison), *verdict(comparison, most=MOST)]
     lines += group_by_reason((cell.cell, reason) for cell, reason in comparison.problems())
     if comparison.grid.skipped:
         lines.append(f"Left out, without data: {', '.join(comparison.grid.skipped)}.")

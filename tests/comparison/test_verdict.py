@@ -10,7 +10,7 @@ from qbench.comparison.compare import compare
 from qbench.comparison.kl import kl_from
 from qbench.comparison.rows import Comparison
 from qbench.comparison.verdict import nearer, ties, verdict
-from qbench.records import StoredSize
+from qbench.records import Part, Precision, StoredSize
 from qbench.statistics import Column
 from qbench.tables.summary import WIDTH, summary
 
@@ -61,20 +61,48 @@ def test_precisions_are_ordered_and_ties_stand_together(one):
     assert ", then gptq-4bit (KL " in said
 
 
-def test_a_precision_is_to_avoid_if_another_is_no_larger_and_nearer(one):
+def sized(comparison, sizes, precisions=None):
+    """Return the comparison with these GiB and precisions, by quantizer."""
+    records = {}
+    for cell, record in comparison.records.items():
+        size = StoredSize(bits_per_weight=4.5, head_bits_per_weight=None,
+                          gib=sizes.get(record.quantizer, 2.0))  # fmt: skip
+        changed = {"audit": record.audit and record.audit.model_copy(update={"size": size})}
+        if record.quantizer in (precisions or {}):
+            changed["precision"] = precisions[record.quantizer]
+        records[cell] = record.model_copy(update=changed)
+    return replace(comparison, records=records)
+
+
+INT8 = Part(bits=8, scheme="int8 per token", simulated=True)
+
+
+@pytest.mark.parametrize(
+    ("precision", "avoided", "smallest"),
+    [
+        (Precision(weights=Part(bits=4, scheme="int4")), True, "rtn-4bit."),
+        (Precision(weights=INT8, activations=Part(bits=8, scheme="LLM.int8")), True, "rtn-4bit."),
+        (Precision(activations=INT8), False, "rtn-4bit, gptq-4bit (among A8)."),
+        (Precision(kv_cache=INT8), False, "rtn-4bit, gptq-4bit (among KV8)."),
+    ],
+)
+def test_only_precisions_that_save_the_same_bytes_are_compared(one, precision, avoided, smallest):
     sizes = dict.fromkeys(LEVELS, 1.0) | {"rtn-4bit": 0.5}
-    records = {
-        cell: record.model_copy(update={"audit": record.audit and record.audit.model_copy(
-            update={"size": StoredSize(bits_per_weight=4.5, head_bits_per_weight=None,
-                                       gib=sizes.get(record.quantizer, 2.0))})})
-        for cell, record in one.records.items()
-    }  # fmt: skip
-    known = replace(one, records=records)
+    known = sized(one, sizes, {"gptq-4bit": precision})
     found = with_kl(known, {f"mine/{name}": level for name, level in LEVELS.items()})
-    said = verdict(found, margin=0.1)[0]
-    assert "Avoid gptq-4bit: " in said
-    assert "Smallest within KL 0.1: rtn-4bit." in said
+    said = verdict(found, margin=1.0)[0]
+    assert ("Avoid gptq-4bit: " in said) == avoided
+    assert said.endswith(f"Smallest within KL 1: {smallest}")
+    assert "Smallest within KL 0.1: rtn-4bit." in verdict(found, margin=0.1)[0]
     assert "None is shown to stay within KL 0.0001." in verdict(found, margin=1e-4)[0]
+
+
+def test_the_terminal_names_the_nearest_alone(one):
+    found = with_kl(one, {f"mine/{name}": level for name, level in LEVELS.items()})
+    said = verdict(found, most=3)[0]
+    assert ", then rtn-4bit (KL " in said
+    assert "), and 1 more (tables.md)." in said
+    assert "gptq-4bit (KL " not in said
 
 
 def test_every_other_model_has_a_sentence(three):
