@@ -5,7 +5,6 @@ The library runs in a process of its own: ``python -m qbench.made_copy JOB.json`
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import subprocess
@@ -123,6 +122,8 @@ def main(job: Mapping[str, Any]) -> None:
     import torch
     from safetensors.torch import load_file
 
+    from qbench.quantizers.quantize import backend
+
     settings = settings_of(job["name"], job["options"])
     model = Path(job["model"])
     checkpoint = find(str(model))
@@ -134,8 +135,7 @@ def main(job: Mapping[str, Any]) -> None:
         whole = read_model(checkpoint, getattr(torch, settings.compute_dtype))
         whole.save_pretrained(model, save_original_format=False)
         load_tokenizer(checkpoint).save_pretrained(model)
-    backend = importlib.import_module(f"qbench.quantizers.{settings.backend}")
-    backend.make(model, Path(job["out"]), load_file(job["texts"])[WEIGHTS], settings)
+    backend(settings).make(model, Path(job["out"]), load_file(job["texts"])[WEIGHTS], settings)
 
 
 if __name__ == "__main__":

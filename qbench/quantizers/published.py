@@ -207,9 +207,6 @@ class PublishedCopy(Published):
     def levels(self) -> int:
         return MOST_LEVELS
 
-    def group_length(self, columns: int) -> int:
-        return columns
-
     def bits_bounds(self, rows: int, columns: int) -> tuple[float, float]:
         """What is stored is counted, and need not be more than the codes."""
         return 0.0, 1.1 * max(UNQUANTIZED_BITS, self.num_bits)

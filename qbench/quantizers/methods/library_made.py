@@ -1,6 +1,6 @@
 """Settings of methods whose library writes a quantized copy of the model. Imports no torch.
 
-A maker is one function, in the module that its settings name as ``backend``::
+A maker is one function of the settings' module, or of the one that they name as ``backend``::
 
     make(model: Path, out: Path, texts: Tensor, settings) -> None
 
@@ -13,8 +13,10 @@ the folder is a published copy: loaded, audited through its forward, its bits co
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -23,6 +25,9 @@ from qbench.quantizers.config import WeightSettings, settings
 from qbench.quantizers.formats import WHOLE_ROW, shared_by
 from qbench.quantizers.methods.weight_only import Grouped
 from qbench.quantizers.registry import register
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 GROUP_SIZE = "weights that share a scale; default: 128, or the largest of 64, 32, 16, 8 that fits"
 
@@ -57,73 +62,51 @@ class GroupedCopy(Grouped, LibraryMade):
 
     @property
     def scheme(self) -> str:
-        size = self.sizes[0] if self.group_size is None else self.group_size
-        return f"int{self.num_bits} {shared_by(size)}"
+        return f"int{self.num_bits} {shared_by(self.group_size or self.sizes[0])}"
 
     def shared_bits(self, rows: int, columns: int) -> float:
         return (16 + self.num_bits) / self.group_length(columns)
 
 
+ALL_BITS, FEW_BITS = (2, 3, 4, 8), (2, 3, 4)
+NEED_GPU = ("paroquant", "exl3")
+
+
+@settings
 class ByGptqmodel(GroupedCopy):
     """Made by GPTQModel with its own defaults, but the size of groups."""
 
-    backend: ClassVar[str] = "make_gptqmodel"
     package: ClassVar[str] = "gptqmodel"
     install: ClassVar[str] = "pip install gptqmodel"
     requirements = ("gptqmodel",)
 
+    method: Literal["gptqmodel", "gptaq", "awq", "paroquant", "exl3"]
 
-@register("gptqmodel-{num_bits}bit", "GPTQ by GPTQModel, {num_bits} bits", num_bits=(2, 3, 4, 8))
-@settings
-class GptqmodelGptq(ByGptqmodel):
-    method: ClassVar[str] = "gptqmodel"
-    title: ClassVar[str] = "GPTQ by GPTQModel"
+    @property
+    def title(self) -> str:
+        return GPTQMODEL[self.method][0]
 
-
-@register("gptaq-{num_bits}bit", "GPTAQ by GPTQModel, {num_bits} bits", num_bits=(2, 3, 4))
-@settings
-class Gptaq(ByGptqmodel):
-    """GPTQ that also corrects for the error of earlier layers (Li et al. 2025)."""
-
-    method: ClassVar[str] = "gptaq"
-    title: ClassVar[str] = "GPTAQ"
+    @property
+    def needs_gpu(self) -> bool:
+        return self.method in NEED_GPU
 
 
-@register("awq-{num_bits}bit", "AWQ by GPTQModel, {num_bits} bits", num_bits=4)
-@settings
-class Awq(ByGptqmodel):
-    """Activation-aware weight quantization (Lin et al. 2023)."""
-
-    method: ClassVar[str] = "awq"
-    title: ClassVar[str] = "AWQ"
-
-
-@register(
-    "paroquant-{num_bits}bit", "ParoQuant by GPTQModel, {num_bits} bits; needs a GPU", num_bits=4
-)
-@settings
-class Paroquant(ByGptqmodel):
-    """Pairwise rotations before rounding; minutes per layer on a CPU, so a GPU is asked for."""
-
-    method: ClassVar[str] = "paroquant"
-    title: ClassVar[str] = "ParoQuant"
-    needs_gpu: ClassVar[bool] = True
-
-
-@register(
-    "exl3-{num_bits}bit",
-    "EXL3 by GPTQModel, {num_bits} bits; needs a GPU",
-    num_bits=(2, 3, 4),
-    group_size=WHOLE_ROW,
-)
-@settings
-class Exl3(ByGptqmodel):
-    """ExLlamaV3's trellis codes, which have no groups."""
-
-    method: ClassVar[str] = "exl3"
-    title: ClassVar[str] = "EXL3"
-    needs_gpu: ClassVar[bool] = True
-    group_size: Literal[-1] = WHOLE_ROW
+# Title, widths, and other options that are fixed, by method. GPTAQ also corrects for the error of
+# earlier layers (Li et al. 2025). AWQ is activation-aware (Lin et al. 2023). ParoQuant rotates
+# before rounding, minutes per layer on a CPU. EXL3 has trellis codes, without groups.
+GPTQMODEL: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
+    "gptqmodel": ("GPTQ by GPTQModel", ALL_BITS, {}),
+    "gptaq": ("GPTAQ", FEW_BITS, {}),
+    "awq": ("AWQ", (4,), {}),
+    "paroquant": ("ParoQuant", (4,), {}),
+    "exl3": ("EXL3", FEW_BITS, {"group_size": WHOLE_ROW}),
+}
+for _method, (_title, _bits, _fixed) in GPTQMODEL.items():
+    _about = f"{_title.split()[0]} by GPTQModel, {{num_bits}} bits"
+    _about += "; needs a GPU" if _method in NEED_GPU else ""
+    register(f"{_method}-{{num_bits}}bit", _about, num_bits=_bits, method=_method, **_fixed)(
+        ByGptqmodel
+    )
 
 
 class ByAutoRound(LibraryMade):
@@ -131,7 +114,6 @@ class ByAutoRound(LibraryMade):
 
     method: ClassVar[str] = "autoround"
     title: ClassVar[str] = "AutoRound"
-    backend: ClassVar[str] = "make_autoround"
     package: ClassVar[str] = "auto_round"
     install: ClassVar[str] = "pip install -e '.[autoround]'"
     requirements = ("auto-round",)
@@ -160,3 +142,59 @@ class AutoRoundFp4(ByAutoRound):
 
     def shared_bits(self, rows: int, columns: int) -> float:
         return 8 / 16 if self.element == "nvfp4" else 8 / 32
+
+
+def make(model: Path, out: Path, texts: Tensor, settings: ByGptqmodel | ByAutoRound) -> None:
+    """Write a copy of the checkpoint in ``model`` to ``out``, in the library's own format."""
+    by_gptqmodel = isinstance(settings, ByGptqmodel)
+    (_by_gptqmodel if by_gptqmodel else _by_autoround)(model, out, texts, settings)
+
+
+def _by_gptqmodel(model: Path, out: Path, texts: Tensor, settings: Any) -> None:
+    os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # it stops on fewer
+    import torch
+    from gptqmodel import BACKEND, GPTQModel, QuantizeConfig
+    from gptqmodel.quantization.config import FORMAT, METHOD, GPTAQConfig
+
+    method: dict[str, dict[str, Any]] = {
+        "gptqmodel": {},
+        "gptaq": {"gptaq": GPTAQConfig()},
+        "awq": {"method": METHOD.AWQ, "format": FORMAT.GEMM},
+        "paroquant": {"method": METHOD.PARO, "format": FORMAT.PAROQUANT},
+        "exl3": {"method": METHOD.EXL3, "format": FORMAT.EXL3},
+    }
+    groups = {} if settings.method == "exl3" else {"group_size": settings.group_length(0) or -1}
+    config = QuantizeConfig(bits=settings.num_bits, **groups, **method[settings.method])
+    rows = [{"input_ids": row[None], "attention_mask": torch.ones_like(row[None])} for row in texts]
+    on_cpu = settings.method == "awq" and not torch.cuda.is_available()
+    quantized = GPTQModel.load(str(model), config)
+    quantized.quantize(rows, batch_size=1, backend=BACKEND.AWQ_TORCH if on_cpu else BACKEND.AUTO)
+    quantized.save(str(out))
+
+
+def _by_autoround(model: Path, out: Path, texts: Tensor, settings: Any) -> None:
+    import auto_round
+    import torch
+    from transformers import AutoTokenizer
+
+    scheme: dict[str, Any] = (
+        {"scheme": settings.element.upper()}
+        if isinstance(settings, AutoRoundFp4)
+        else {"bits": settings.num_bits, "group_size": settings.group_length(0) or -1}
+    )
+    library = auto_round.AutoRound(
+        str(model),
+        AutoTokenizer.from_pretrained(model),
+        dataset=[row[None] for row in texts],
+        iters=settings.iters,
+        nsamples=len(texts),
+        seqlen=texts.shape[1],
+        device_map="cuda" if torch.cuda.is_available() else "cpu",
+        **scheme,
+    )
+    library.quantize_and_save(str(out), format="auto_round")
+    (inner,) = [config.parent for config in out.rglob("config.json")]
+    for file in list(inner.iterdir()) if inner != out else ():
+        file.rename(out / file.name)  # it writes a folder named by the scheme
+    if inner != out:
+        inner.rmdir()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from dataclasses import replace
 from typing import Annotated, ClassVar, Literal, Self
 
@@ -44,7 +43,7 @@ class Grouped(WeightSettings):
         return replace(self, group_size=next(fits, self.sizes[0]))
 
     def group_length(self, columns: int) -> int:
-        size = self.sizes[0] if self.group_size is None else self.group_size
+        size = self.group_size or self.sizes[0]
         return columns if size == WHOLE_ROW else size
 
     def check_layers(self, shapes: Shapes) -> None:
@@ -53,10 +52,6 @@ class Grouped(WeightSettings):
         counts = {n: self.features(*s) for n, s in self.quantized(shapes).items()}
         noun = next(iter(counts.values()))[1] if counts else ""
         require_groups(self.name, {n: c for n, (c, _) in counts.items()}, self.group_size, noun)
-
-    @property
-    @abstractmethod
-    def scheme(self) -> str: ...
 
 
 @settings
@@ -78,8 +73,7 @@ class EvenlySpaced(Grouped):
     @property
     def scheme(self) -> str:
         words = "symmetric" if self.symmetric else "asymmetric"
-        size = self.sizes[0] if self.group_size is None else self.group_size
-        return f"int{self.num_bits} {words} {shared_by(size)}"
+        return f"int{self.num_bits} {words} {shared_by(self.group_size or self.sizes[0])}"
 
     def shared_bits(self, rows: int, columns: int) -> float:
         return (16 + 8) / self.group_length(columns)
