@@ -16,6 +16,7 @@ import shutil
 import socket
 import stat
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,63}"  # a name that may become a folder
 PART = 1 << 20  # bytes per hash of ``digest_of_parts``
+LARGE = 16 * 2**20  # bytes; the digest of a smaller file is not kept
+SETTLED_SECONDS = 2.0  # a file may change again within the resolution of its time
 TEMPORARY = re.compile(r"\..+\.(?P<host>[A-Za-z0-9-]{1,63})\.(?P<process>[0-9]{1,10})\.tmp")
 
 
@@ -279,3 +282,28 @@ def _try(folder: Path) -> None:
 
 def _host() -> str:
     return re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())[:63] or "localhost"
+
+
+def kept_digest(path: Path, compute: Callable[[Path], str]) -> str:
+    """Return ``compute(path)``, or what it gave before for the same file, so that no large file is
+    read twice for its digest.
+
+    A file is the same if its path, device, inode, size and times of change are. The digests are in
+    the folder ``digests`` of the cache. Raises OSError if the file cannot be read.
+    """
+    stat = path.stat()
+    if stat.st_size < LARGE:
+        return compute(path)
+    identity = [stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
+    name = content_key({"path": os.path.realpath(path), "by": compute.__name__})
+    kept = cache_folder() / "digests" / f"{name[:16]}.json"
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        before = json.loads(kept.read_bytes())
+        if before["identity"] == identity:
+            return str(before["digest"])
+    digest = compute(path)
+    if time.time() - max(stat.st_mtime, stat.st_ctime) > SETTLED_SECONDS:
+        with suppress(OutputError, OSError):  # a cache that cannot be written keeps nothing
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(kept, json.dumps({"identity": identity, "digest": digest}).encode())
+    return digest

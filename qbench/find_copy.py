@@ -15,9 +15,8 @@ from qbench.attention.implementation import NATIVE
 from qbench.checkpoints import Checkpoint, find
 from qbench.checkpoints.find import FLOATS, HUB_ID, SIZES, Shapes
 from qbench.checkpoints.fla import in_transformers_words
-from qbench.digests import kept_digest
 from qbench.errors import CheckpointError, RecipeError, some
-from qbench.files import file_digest
+from qbench.files import file_digest, kept_digest
 from qbench.quantizers import gguf_file
 from qbench.quantizers.config import QuantizationConfig
 from qbench.quantizers.published import (

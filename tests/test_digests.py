@@ -4,16 +4,15 @@ import os
 
 import pytest
 
-from qbench import digests
-from qbench.digests import kept_digest
-from qbench.files import file_digest
+from qbench import files
+from qbench.files import file_digest, kept_digest
 
 
 @pytest.fixture
 def file(tmp_path, monkeypatch):
     monkeypatch.setenv("QBENCH_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(digests, "LARGE", 4)
-    monkeypatch.setattr(digests, "SETTLED_SECONDS", -1.0)
+    monkeypatch.setattr(files, "LARGE", 4)
+    monkeypatch.setattr(files, "SETTLED_SECONDS", -1.0)
     path = tmp_path / "model.safetensors"
     path.write_bytes(b"weights")
     return path
@@ -48,9 +47,9 @@ def test_a_file_is_read_again_only_if_it_changed(file, change, reads):
 
 
 def test_what_was_written_a_moment_ago_and_small_files_are_not_kept(file, monkeypatch):
-    monkeypatch.setattr(digests, "SETTLED_SECONDS", 60.0)
+    monkeypatch.setattr(files, "SETTLED_SECONDS", 60.0)
     kept_digest(file, file_digest)
-    monkeypatch.setattr(digests, "LARGE", 100)
+    monkeypatch.setattr(files, "LARGE", 100)
     kept_digest(file, file_digest)
     assert not (file.parent / "cache").exists()
 

@@ -27,9 +27,15 @@ from qbench.attention.normalizers import NORMALIZERS, Parameter
 from qbench.checkpoints import fla
 from qbench.checkpoints.classes import class_names
 from qbench.checkpoints.from_gguf import dequantized_folder
-from qbench.digests import kept_digest
 from qbench.errors import CheckpointError, DamagedError, UnavailableError, first_line, shown, some
-from qbench.files import cache_folder, digest_of_parts, file_digest, read_regular, reason
+from qbench.files import (
+    cache_folder,
+    digest_of_parts,
+    file_digest,
+    kept_digest,
+    read_regular,
+    reason,
+)
 from qbench.record_file import read_training
 from qbench.records import TRAINING_FILE, Trained, Training
 

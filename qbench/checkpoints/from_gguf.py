@@ -13,9 +13,8 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from qbench.digests import kept_digest
 from qbench.errors import CheckpointError
-from qbench.files import file_digest
+from qbench.files import file_digest, kept_digest
 
 
 def dequantized_folder(file: Path, cache: Path) -> Path:

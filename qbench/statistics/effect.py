@@ -19,16 +19,17 @@ from statsmodels.stats.multitest import multipletests
 
 from qbench.metrics import LOG_SCALE
 from qbench.statistics.bootstrap import Studentized, studentize, studentize_log_mean
-from qbench.statistics.pairs import PAIRED, pair_scores
 from qbench.statistics.panel import (
     INFLUENCE,
     LOG_MEAN,
+    PAIRED,
     Floats,
     Panel,
     as_scored,
     effective_documents,
     estimate_contrast,
     is_logarithm,
+    pair_scores,
 )
 from qbench.statistics.score_test import Counts, detectable_mean, score_interval, score_p
 

@@ -23,8 +23,8 @@ from qbench.statistics.effect import (
     Tested,
     detectable_by_t,
 )
-from qbench.statistics.pairs import PAIRED
 from qbench.statistics.panel import (
+    PAIRED,
     Floats,
     Panel,
     as_scored,
