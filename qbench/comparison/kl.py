@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import combinations
 
 import numpy as np
 
-from qbench.comparison.rows import Comparison, status_of
+from qbench.comparison.rows import KL, Comparison, status_of
 from qbench.records import Damage, Record
 from qbench.statistics import (
     LOG_MEAN,
@@ -30,24 +29,6 @@ from qbench.statistics import (
 from qbench.store import Store
 
 NO_DOCUMENTS = "its record holds no KL by document"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KL:
-    """Hold the KL divergences of a comparison.
-
-    ``means``: cell → nats per token. ``cells``: cell → its logarithm with an interval, or why there
-    is none. ``pairs``: (checkpoint, quantizer, another) → the logarithm of KL / the other's KL;
-    p adjusted over a checkpoint's pairs. ``contrasts``: (checkpoint or group, quantizer) → the
-    logarithm of its KL / the baseline's; p adjusted over all. ``overall``: the same by checkpoint
-    or group, mean over the quantizers that both have.
-    """
-
-    means: Mapping[str, float] = field(default_factory=dict)
-    cells: Mapping[str, Effect | Missing] = field(default_factory=dict)
-    pairs: Mapping[tuple[str, str, str], Effect] = field(default_factory=dict)
-    contrasts: Mapping[tuple[str, str], Effect | SeedEffect] = field(default_factory=dict)
-    overall: Mapping[str, Effect | SeedEffect] = field(default_factory=dict)
 
 
 def kl_of(comparison: Comparison, store: Store) -> KL:

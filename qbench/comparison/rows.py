@@ -12,7 +12,6 @@ from qbench.metrics import LOG_SCALE, REDUNDANT, is_percentage
 from qbench.records import Flips, GridCell, Precision, Record, RunManifest, Unavailable
 
 if TYPE_CHECKING:
-    from qbench.comparison.kl import KL
     from qbench.statistics import Effect, Interval, Missing, SeedEffect
 
 
@@ -123,6 +122,24 @@ class Change:
     @property
     def percent(self) -> bool:
         return is_percentage(self.metric)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KL:
+    """Hold the KL divergences of a comparison.
+
+    ``means``: cell → nats per token. ``cells``: cell → its logarithm with an interval, or why there
+    is none. ``pairs``: (checkpoint, quantizer, another) → the logarithm of KL / the other's KL;
+    p adjusted over a checkpoint's pairs. ``contrasts``: (checkpoint or group, quantizer) → the
+    logarithm of its KL / the baseline's; p adjusted over all. ``overall``: the same by checkpoint
+    or group, mean over the quantizers that both have.
+    """
+
+    means: Mapping[str, float] = field(default_factory=dict)
+    cells: Mapping[str, Effect | Missing] = field(default_factory=dict)
+    pairs: Mapping[tuple[str, str, str], Effect] = field(default_factory=dict)
+    contrasts: Mapping[tuple[str, str], Effect | SeedEffect] = field(default_factory=dict)
+    overall: Mapping[str, Effect | SeedEffect] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
