@@ -1,13 +1,16 @@
 """qbench from Python: the names that others may import.
 
-``Recipe.load`` reads a recipe and ``plan`` finds its cells. ``run`` makes their records,
-``compare`` compares them, and ``tables`` shows the result. ``load_records`` gives every score as a
-row of a pandas table. ``attend`` sets the attention of your own model. Everything else may change
-without notice. Importing this imports no torch.
+``evaluate`` quantizes and scores a model, and is all that most need. ``Recipe.load`` reads a recipe
+and ``plan`` finds its cells. ``run`` makes their records, ``compare`` compares them, and ``tables``
+shows the result. ``load_records`` gives every score as a row of a pandas table. ``attend`` sets the
+attention of your own model. Everything else may change without notice. Importing
+this imports no torch.
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
 from types import NoneType
@@ -22,18 +25,20 @@ from qbench.files import require_folder
 from qbench.machine import choose_device, set_library_env, terminal
 from qbench.plan import Plan
 from qbench.plan import plan as plan_on
-from qbench.recipe import Overrides, Recipe
+from qbench.recipe import Overrides, Recipe, added_column, label_of
 from qbench.runner.grid import run_cells
 from qbench.runner.progress import Display
 from qbench.store import Store
 from qbench.tables import FORMATS, render
+from qbench.tables.frames import Results
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from qbench.records import Record
 
-__all__ = ["Overrides", "Recipe", "attend", "compare", "load_records", "plan", "run", "tables"]
+__all__ = ["Overrides", "Recipe", "Results", "attend", "compare", "evaluate", "load_records",
+           "plan", "run", "tables"]  # fmt: skip
 
 set_library_env()
 
@@ -56,6 +61,43 @@ def _require(function: str, **arguments: tuple[object, type | tuple[type, ...], 
 def _require_choice(function: str, name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise RecipeError(f"{function}: {name} must be {' or '.join(choices)}, not {shown(value)}")
+
+
+def evaluate(
+    path_or_mapping: str | Path | Mapping[str, str | Path],
+    quantizers: str | Sequence[str],
+    tasks: str | Sequence[str],
+    *,
+    data: str | Path | None = None,
+    definitions: str | Path | None = None,
+    limit: int | None = None,
+    calibration: str | Path | None = None,
+    out: str | Path | None = None,
+    device: str | None = None,
+) -> Results:
+    """Quantize a model, score it and return the results: ``.verdict``, ``.damage``, ``.documents``
+    and ``.plot()``.
+
+    ``path_or_mapping`` is a folder or hub id, or a mapping of names to these; other arguments are
+    the options of ``qbench run``. An unquantized column is added if ``quantizers`` has none.
+    Finished cells in the folder ``out`` (default: results/NAME) are reused. Raises QbenchError for
+    what cannot work.
+    """
+    checkpoints = path_or_mapping
+    if isinstance(checkpoints, Folder):
+        checkpoints = {label_of(Path(checkpoints).resolve().name): checkpoints}
+    given = Overrides(
+        checkpoints=checkpoints, quantizers=quantizers, tasks=tasks, data=data, limit=limit,
+        definitions=definitions, calibration=calibration,
+    )  # fmt: skip
+    recipe = Recipe.load(None, given)
+    if line := added_column(recipe, given):
+        print(line, file=sys.stderr)
+    planned = plan(recipe, device=device or "auto")
+    out = Path(out) if out is not None else Path("results") / recipe.name
+    run(planned, out)
+    store = Store(out, manifest=planned.manifest)
+    return Results(compare_store(store), store)
 
 
 def plan(recipe: Recipe, device: str = "auto", only: str | None = None) -> Plan:

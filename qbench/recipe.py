@@ -38,6 +38,7 @@ from qbench.errors import DataError, QbenchError, RecipeError, shown
 from qbench.evaluation.settings import FEWSHOT_SEED, Tolerance
 from qbench.plugins import load_file, load_packages, loaded
 from qbench.quantizers import QuantizationConfig, config_of, unquantized_dtype
+from qbench.quantizers.config import UNQUANTIZED
 from qbench.quantizers.published import Published
 from qbench.quantizers.texts import HUB_FILE, find_text
 from qbench.recipe_yaml import Location, Source, problem_lines
@@ -48,7 +49,6 @@ ON_HUB = re.compile(rf"({HUB_ID.pattern})(/[^/]+\.gguf)?", re.ASCII)
 MOST_BATCH = 2**16  # requests
 MOST_DOCUMENTS = 10**9
 MOST_TOKENS = 2**24  # of one text
-UNQUANTIZED = ("bf16", "fp16", "fp32")
 NAME_CHARACTERS = 64
 SHAPES = {"checkpoints": dict, "quantizers": list, "tasks": list, "plugins": list}
 FROM_OPTIONS = Path("options")  # the place in messages without a recipe
@@ -486,6 +486,15 @@ def label_of(quantizer: str) -> str:
     return re.sub(r"[^\w.+-]+", "-", quantizer, flags=re.ASCII).strip("-")
 
 
+def added_column(recipe: Recipe, given: Overrides) -> str:
+    """Return the line that says which unquantized column a recipe of options alone was given; "" if
+    ``given`` names one."""
+    if len(recipe.quantizers) <= len(given.quantizers or ()) + len(given.quantized):
+        return ""
+    names = (one.label for one in recipe.quantizers if not one.quantization.precision.quantized)
+    return f"{next(names)} is added: damage is measured against an unquantized column"
+
+
 # --- what options say in place of the file, or without one
 
 
@@ -536,6 +545,8 @@ def _source(path: Path | None, changed: Overrides) -> Source:
             source.replace(str(find_text(HUB_FILE, data=Path(data))), "calibration", "path")
     if changed.dtype is not None:
         _replace_dtype(source, changed.dtype)
+    if path is None:
+        _add_unquantized(source)
     return source
 
 
@@ -626,6 +637,17 @@ def _add_quantized(source: Source, path: Path | None, changed: Overrides) -> Non
     source.values["quantizers"] = columns
 
 
+def _add_unquantized(source: Source) -> None:
+    """Add an unquantized column, which damage is measured against, if there is none. It has the
+    dtype that the first quantizer computes in."""
+    entries, dtype = source.values["quantizers"], source.values.get("compute_dtype", "bfloat16")
+    with suppress(ValidationError):  # what is wrong is said when the recipe is checked
+        columns = [_column(index, entry, dtype) for index, entry in enumerate(entries)]
+        if all(c.quantization.precision.quantized and not _as_it_is(c) for c in columns):
+            dtype = columns[0].quantization.compute_dtype
+            source.replace([*entries, UNQUANTIZED[dtype]], "quantizers")
+
+
 def _named(entries: list[Any], names: tuple[str, ...], key: str) -> list[Any]:
     """Return an entry per name: that of the recipe's list ``entries`` whose ``key`` or name it is,
     else the name itself."""
@@ -663,7 +685,7 @@ def _replace_checkpoints(source: Source, sources: Mapping[str, str]) -> None:
 def _replace_dtype(source: Source, dtype: str) -> None:
     """Set the dtype of all quantizers. Unquantized ones become that of this dtype; labels stay."""
     source.values["compute_dtype"] = dtype
-    unquantized = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(dtype, dtype)
+    unquantized = UNQUANTIZED.get(dtype, dtype)
     changed: list[Any] = []
     for entry in source.values["quantizers"]:
         entry = _in_dtype(entry, unquantized)
@@ -679,10 +701,10 @@ def _in_dtype(entry: Any, unquantized: str) -> Any:
     if isinstance(entry, dict):
         entry = {k: v for k, v in entry.items() if k not in ("compute_dtype", "dtype")}
         for key in {"name", "label"} & entry.keys():
-            if entry[key] in UNQUANTIZED:
+            if entry[key] in UNQUANTIZED.values():
                 entry[key] = unquantized
         return unquantized if entry.get("name") == entry.get("label") == unquantized else entry
-    return unquantized if entry in UNQUANTIZED else entry
+    return unquantized if entry in UNQUANTIZED.values() else entry
 
 
 # --- several trainings of one kind

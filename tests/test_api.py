@@ -29,7 +29,7 @@ def test_the_readmes_snippet_runs_as_it_stands(tmp_path):
     done = subprocess.run([sys.executable, "-c", snippet[1]], cwd=tmp_path, text=True, check=False,
                           capture_output=True, env=environment(tmp_path))  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "demo_choice" in done.stdout
+    assert "hqq-3bit (KL " in done.stdout
 
 
 def environment(folder):
@@ -52,6 +52,32 @@ def test_a_recipe_is_planned_run_compared_and_loaded_as_a_table(tmp_path, capfd)
     assert set(scores["documents"]) == {3}
     one = scores[(scores["checkpoint"] == "softmax") & (scores["metric"] == "acc")]
     assert one["value"].item() == next(s.value for s in records[0].scores if s.metric == "acc")
+
+
+def test_a_model_is_evaluated_in_one_call(tmp_path, capfd):
+    found = api.evaluate(
+        DEMO / "softpick", ["rtn-4bit:compute_dtype=float32", "kv4"],
+        tasks="demo_choice", data=DEMO / "data", definitions=DEMO / "tasks", limit=40,
+        out=tmp_path / "out", device="cpu",
+    )  # fmt: skip
+    assert "fp32 is added: damage is measured" in capfd.readouterr().err
+    assert found.verdict.startswith("Nearest to fp32: ")
+    assert repr(found).startswith("softpick: softpick · 40 documents per task")
+    damage = found.damage
+    assert len(damage) == 2 * 2  # quantizers, metrics
+    assert (damage["kl_low"] < damage["kl"]).all()
+    assert (damage["kl"] < damage["kl_high"]).all()
+    assert damage["bits_per_weight"].iloc[0] < 5
+    documents = found.documents
+    assert len(documents) == 2 * 2 * 40
+    first = documents[(documents.quantizer == damage.quantizer[0]) & (documents.metric == "acc")]
+    lost = (first.unquantized - first.value).mean()
+    acc = damage[(damage.quantizer == damage.quantizer[0]) & (damage.metric == "acc")]
+    assert acc.damage.item() == pytest.approx(lost)
+    assert first.kl.mean() == pytest.approx(acc.kl.item())
+    labels = [text.get_text() for text in found.plot().axes[0].texts]
+    assert sorted(labels) == sorted(damage.quantizer.unique())
+    assert len(found._repr_html_()) < 4000
 
 
 def test_overrides_are_those_of_the_command_line(tmp_path):

@@ -8,7 +8,7 @@ from small_recipe import DEMO, qbench, small_recipe
 
 from qbench.comparison.compare import compare
 from qbench.errors import RecipeError, ResultsError
-from qbench.recipe import Overrides, Recipe, save
+from qbench.recipe import Overrides, Recipe, added_column, save
 from qbench.store import Store, run_id, runs
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -56,6 +56,32 @@ def test_options_that_do_not_say_what_to_run_are_refused(options, words):
         Recipe.load(None, Overrides(**options))
     assert words in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "labels"),
+    [
+        ({"quantizers": ("rtn-4bit",)}, ["rtn-4bit", "bf16"]),
+        ({"quantizers": ("rtn-4bit", "kv4"), "dtype": "float32"}, ["rtn-4bit", "kv4", "fp32"]),
+        ({"quantizers": ("fp16", "rtn-4bit")}, ["fp16", "rtn-4bit"]),
+        ({"quantized": {"awq": "c/d"}}, ["bf16", "awq"]),
+        ({"quantized": {"awq": "c/d"}, "quantizers": ("rtn-4bit",)}, ["rtn-4bit", "awq", "bf16"]),
+    ],
+)
+def test_an_unquantized_column_is_added_and_said(options, labels):
+    given = Overrides(checkpoints={"a": "b/c"}, tasks=("sciq",), **options)
+    recipe = Recipe.load(None, given)
+    assert [column.label for column in recipe.quantizers] == labels
+    (unquantized,) = {"bf16", "fp16", "fp32"} & {*labels}
+    said = f"{unquantized} is added: damage is measured against an unquantized column"
+    assert added_column(recipe, given) == ("" if unquantized == "fp16" else said)
+
+
+def test_copies_without_an_original_stay_alone():
+    given = Overrides(quantized={"awq": "c/d"}, tasks=("sciq",))
+    recipe = Recipe.load(None, given)
+    assert [column.label for column in recipe.quantizers] == ["checkpoint"]
+    assert added_column(recipe, given) == ""
 
 
 def test_quantizers_and_tasks_replace_a_recipes_and_keep_what_it_says_of_them(tmp_path):

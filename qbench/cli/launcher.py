@@ -11,11 +11,13 @@ from concurrent.futures import Executor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import typer
+
 from qbench.errors import RecipeError, UnavailableError
 from qbench.files import cache_folder
 from qbench.machine import choose_device, gpu_slots, terminal
 from qbench.plan import Plan, cell_names, plan
-from qbench.recipe import Overrides, Recipe
+from qbench.recipe import Overrides, Recipe, added_column
 from qbench.runner.progress import Display
 from qbench.runner.workers import EXECUTORS, Workers
 
@@ -66,6 +68,8 @@ def load_launcher(
     With a ``cluster`` the device stays as given, ``auto`` too: ``launch`` asks the workers.
     """
     loaded = Recipe.load(recipe, overrides)
+    if recipe is None and (line := added_column(loaded, overrides)):
+        typer.echo(line, err=True)
     return Launcher(
         recipe=loaded,
         out=out or Path("results") / loaded.name,

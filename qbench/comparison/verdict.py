@@ -99,9 +99,10 @@ def _order(comparison: Comparison, checkpoint: str, margin: float, most: int | N
     more = f", and {len(names) - len(shown)} more (tables.md)" if names[len(shown) :] else ""
     if not comparison.kl.pairs and len(names) > 1:
         said = ", ".join(texts.values())
+        cells = (comparison.kl.cells[f"{checkpoint}/{name}"] for name in names)
+        why = "; ".join(dict.fromkeys(one.reason for one in cells if hasattr(one, "reason")))
         return (
-            f"By KL divergence, the nearest first: {said}{more}. No test tells them apart: the "
-            "records hold no KL by document."
+            f"By KL divergence, the nearest first: {said}{more}. No test tells them apart: {why}."
         )
     groups = [[texts[name] for name in group if name in texts]
               for group in ties(comparison, checkpoint)]  # fmt: skip

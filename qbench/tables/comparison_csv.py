@@ -46,6 +46,13 @@ def comparison_csv(comparison: Comparison, *, published: str | None = None) -> s
     if not any(line.precision.in_parts for line in comparison.lines):
         left_out += PRECISION
     columns = [column for column in COLUMNS if column not in left_out]
+    return as_csv(comparison_rows(comparison, published=published), columns)
+
+
+def comparison_rows(
+    comparison: Comparison, *, published: str | None = None
+) -> list[dict[str, object]]:
+    """Return the rows of ``comparison_csv``, by the names in ``COLUMNS``."""
     rows = []
     for line in comparison.lines:
         for entry in line.entries:
@@ -58,7 +65,7 @@ def comparison_csv(comparison: Comparison, *, published: str | None = None) -> s
             if published:
                 row |= _printed(comparison, line, entry, published)
             rows.append(row | _predictions(comparison, line, entry))
-    return as_csv([*rows, *_groups(comparison)], columns)
+    return [*rows, *_groups(comparison)]
 
 
 def _predictions(comparison: Comparison, line: Row, entry: RowValue) -> dict[str, object]:

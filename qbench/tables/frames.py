@@ -1,0 +1,108 @@
+"""Hold the results of ``qbench.api.evaluate``: the verdict, pandas tables, a figure."""
+
+from __future__ import annotations
+
+import html
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+
+from qbench.comparison.rows import Comparison
+from qbench.comparison.verdict import verdict
+from qbench.store import Store
+from qbench.tables.comparison_csv import COLUMNS, PRINTED, comparison_rows
+from qbench.tables.summary import MOST, about, summary
+from qbench.text import group_by_reason
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+KL = ["kl", "kl_low", "kl_high"]
+CELL = ["checkpoint", "quantizer", "bits_per_weight", "gib", *KL]
+DOCUMENT = ["task", "metric", "document"]
+
+
+@dataclass(frozen=True, repr=False)
+class Results:
+    """Hold what was measured. Printed it is the terminal's summary, in a notebook a short one."""
+
+    comparison: Comparison
+    store: Store
+
+    @property
+    def verdict(self) -> str:
+        """Return the answer, and what is missing, a sentence or two per line."""
+        problems = ((cell.cell, reason) for cell, reason in self.comparison.problems())
+        return "\n".join([*verdict(self.comparison), *group_by_reason(problems)])
+
+    @cached_property
+    def damage(self) -> pd.DataFrame:
+        """Return one row per quantized cell, task and metric, with the columns of tables.csv, and
+        ``kl`` with its 95 % interval: over all tasks of the cell, in nats per token."""
+        left_out = (*PRINTED, *(name for name in COLUMNS if name.startswith(("delta", "did"))))
+        rows = pd.DataFrame(comparison_rows(self.comparison), columns=[*COLUMNS])
+        rows = rows[rows.quantizer.isin(self.comparison.quantizers)].drop(columns=[*left_out])
+        means, cells = {}, {}
+        if self.comparison.kl:
+            means, cells = self.comparison.kl.means, self.comparison.kl.cells
+        names = rows.checkpoint + "/" + rows.quantizer
+        ends = [getattr(cells.get(name), "interval", None) for name in names]  # of the logarithm
+        low, high = (
+            [np.exp(getattr(one, side, np.nan)) for one in ends] for side in ("low", "high")
+        )
+        return rows.assign(kl=names.map(means), kl_low=low, kl_high=high).reset_index(drop=True)
+
+    @cached_property
+    def documents(self) -> pd.DataFrame:
+        """Return one row per quantized cell, task, metric and document: its value, the unquantized
+        model's, and KL divergence in nats per token."""
+        names = ["checkpoint", "quantizer", *DOCUMENT, "value", "unquantized", "weight", "kl"]
+        tables = [pd.DataFrame(columns=names)]
+        for cell in self.comparison.grid.cells:
+            if not cell.quantized or self.comparison.no_damage(cell.cell):
+                continue
+            base = f"{cell.checkpoint}/{self.comparison.unquantized_of(cell.quantizer)}"
+            before, record = (self.comparison.records[name] for name in (base, cell.cell))
+            unquantized = self.store.outcomes(before).rename(columns={"value": "unquantized"})
+            table = self.store.outcomes(record).merge(unquantized[[*DOCUMENT, "unquantized"]])
+            if "divergences" in record.files:
+                sums = self.store.divergences(record).fillna({"tokens": 1})
+                sums = sums.assign(kl=sums.kl * sums.tokens).groupby(["task", "document"])
+                sums = sums[["kl", "tokens"]].sum().eval("kl / tokens").rename("kl")
+                table = table.merge(sums.reset_index(), how="left")
+            tables.append(table.assign(checkpoint=cell.checkpoint, quantizer=cell.quantizer))
+        return pd.concat(tables[1:] or tables, ignore_index=True).reindex(columns=names)
+
+    def plot(self) -> Figure:
+        """Return a figure of KL divergence (95 % intervals) against GiB, every point labelled."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(layout="constrained")
+        axes = figure.subplots()
+        several = len(self.comparison.checkpoints) > 1
+        cells = self._cells().dropna(subset=["kl", "gib"]).sort_values("kl")
+        for rank, one in enumerate(cells.itertuples()):
+            bars = np.nan_to_num([[one.kl - one.kl_low], [one.kl_high - one.kl]])
+            axes.errorbar(one.gib, one.kl, yerr=bars, fmt="o", capsize=3)
+            label = f"{one.checkpoint}/{one.quantizer}" if several else one.quantizer
+            axes.annotate(
+                label, (one.gib, one.kl), xytext=(1.03, (rank + 0.5) / len(cells)), va="center",
+                textcoords="axes fraction", arrowprops={"arrowstyle": "-", "color": "0.8"},
+            )  # fmt: skip
+        axes.set(xlabel="GiB of weights", ylabel="KL from the unquantized model, nats per token",
+                 yscale="log")  # fmt: skip
+        return figure
+
+    def __repr__(self) -> str:
+        return summary(self.comparison)
+
+    def _repr_html_(self) -> str:
+        lines = [about(self.comparison), *verdict(self.comparison, most=MOST)]
+        said = "".join(f"<p>{html.escape(line)}</p>" for line in lines)
+        return said + self._cells().to_html(index=False, float_format="{:.3g}".format)
+
+    def _cells(self) -> pd.DataFrame:
+        return self.damage[CELL].drop_duplicates()
