@@ -94,6 +94,20 @@ def kl(name, checkpoint, quantizer, task="all") -> float:
     return value(name, task, "kl", checkpoint, quantizer)
 
 
+def kl_interval(name, checkpoint, quantizer) -> str:
+    """Return "0.305 [0.301, 0.309]": the KL divergence with its interval, three digits."""
+    row = find(name, "all", "kl", checkpoint, quantizer)
+    mean, low, high = (f"{n:#.3g}" for n in (row.value, row.damage_low, row.damage_high))
+    return f"{mean} [{low}, {high}]"
+
+
+def points(name, task, metric, checkpoint, quantizer) -> str:
+    """Return "+1.9 [1.3, 2.5]": the percentage points that quantization loses."""
+    row = find(name, task, metric, checkpoint, quantizer)
+    loss, low, high = (100 * n for n in (row.damage, row.damage_low, row.damage_high))
+    return f"{loss:+.1f} [{low:.1f}, {high:.1f}]".replace("-", "−")
+
+
 def rounded(number: float, decimals: int) -> str:
     return f"{number:.{decimals if number < 10 else 1 if number < 100 else 0}f}"
 
@@ -244,7 +258,7 @@ def rate(page, shape, *kernels) -> str:
 
 
 FUNCTIONS = (
-    value, mean, percent, kl, times, ratio, spread, each, least, compared, counts, precisions,
+    value, mean, percent, kl, kl_interval, points, times, ratio, spread, each, least, compared, counts, precisions,
     significant, same_sign, moves, kl_ratio, direction, require, cell, rate,
 )  # fmt: skip
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -65,12 +66,18 @@ def read_scores(files: Mapping[str, str]) -> pd.DataFrame:
 
 def read_cells(comparison: Comparison) -> Iterator[dict[str, object]]:
     """Yield measurements of whole cells: KL from the unquantized model (nats per token, mean over
-    the documents of all tasks); of models that people have also per task, and the sizes."""
+    the documents of all tasks, with its interval); of models that people have also per task, and
+    the sizes."""
     sizes = comparison.grid.name.startswith(("published", "smollm2"))
     for name, record in comparison.records.items():
         cell = {"quantizer": record.quantizer, "checkpoint": record.checkpoint}
         if name in comparison.kl.means:
-            yield {**cell, "task": "all", "metric": "kl", "value": comparison.kl.means[name]}
+            row = {**cell, "task": "all", "metric": "kl", "value": comparison.kl.means[name]}
+            if interval := getattr(comparison.kl.cells[name], "interval", None):  # of its logarithm
+                row |= {
+                    f"damage_{end}": math.exp(getattr(interval, end)) for end in ("low", "high")
+                }
+            yield row
         if sizes:
             tasks = record.damage.tasks if record.damage else {}
             for task, found in tasks.items():

@@ -12,7 +12,7 @@ OPTIONS = {
     "--document": "`qbench view` shows documents, with the texts that were asked",
     "--max-gib": "a limit for `qbench tables` went with --rank; the table lists the GiB of each "
     "precision",
-    "--results": "`qbench cache list` names entries by their key and reads no results",
+    "--results": "a run writes into --out DIR; `qbench cache list` names entries by their key",
     "--rank": "the verdict above the tables orders the precisions",
 }
 # Values of options of the command line.

@@ -305,8 +305,13 @@ def _unknown(name: str) -> str:
         alike = [known for known in METHODS if known.startswith(f"{method}-")]
         if widths := [known.split("-")[1].removesuffix("bit") for known in alike]:
             return f"{method} has no {bits}-bit; it has {', '.join(widths)}"
-    close = difflib.get_close_matches(name, names(), n=3, cutoff=CLOSEST)
-    near = f"did you mean {' or '.join(close)}? " if close else ""
+    close = [known for known in names() if known.startswith(f"{name}-")]  # awq: awq-4bit
+    close = (close or difflib.get_close_matches(name, names(), n=3, cutoff=CLOSEST))[:4]
+    near = (
+        f"did you mean {', '.join(close[:-1])}{' or ' * (len(close) > 1)}{close[-1]}? "
+        if close
+        else ""
+    )
     return f"unknown quantizer {shown(name)}; {near}`qbench list quantizers` lists all"
 
 

@@ -56,6 +56,8 @@ def test_a_list_of_a_recipe_is_kept_and_written_as_one(option):
     ("name", "stated", "parts"),
     [
         ("gptq-5bit", {}, ["gptq has no 5-bit; it has 2, 3, 4, 8"]),
+        ("awq", {}, ["unknown quantizer 'awq'; did you mean awq-4bit?"]),
+        ("bnb", {}, ["unknown quantizer 'bnb'; did you mean bnb-4bit or bnb-8bit?"]),
         ("hqq4bit", {}, ["unknown quantizer 'hqq4bit'; did you mean hqq-4bit"]),
         ("gptq-4bit+kv4", {"group_size": 8}, ["write gptq-4bit:group_size=…+kv-int4-token"]),
         ("gptq-4bit:group_size", {}, ["write gptq-4bit:option=value, not 'group_size'"]),
