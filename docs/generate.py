@@ -258,8 +258,8 @@ def rate(page, shape, *kernels) -> str:
 
 
 FUNCTIONS = (
-    value, mean, percent, kl, kl_interval, points, times, ratio, spread, each, least, compared, counts, precisions,
-    significant, same_sign, moves, kl_ratio, direction, require, cell, rate,
+    value, mean, percent, kl, kl_interval, points, times, ratio, spread, each, least, compared,
+    counts, precisions, significant, same_sign, moves, kl_ratio, direction, require, cell, rate,
 )  # fmt: skip
 
 
