@@ -318,7 +318,12 @@ def _cell(
     )
     checkpoint = replace(checkpoint, normalizer=attention.normalizer)
     copy = copy and replace(copy, normalizer=attention.normalizer)
-    fastest, slower = _fastest(checkpoint)
+    slower = (
+        "packs need qbench's attention"
+        if checkpoint.normalizer == NATIVE
+        else packing_problem(in_transformers_words(checkpoint.config)) or ""
+    )
+    fastest: Mode = "exact" if slower else "fast"  # the model is measured when it is loaded
     if (mode := ONE_WAY.get(quantization.runtime)) is not None:
         fastest, evaluation = mode, evaluation.model_copy(update={"scoring": "auto"})
     scoring = scoring_settings(
@@ -540,15 +545,6 @@ def find_calibration(recipe: Recipe) -> CalibrationText | None:
 
 
 # --- what is chosen for a model, and what can never run
-
-
-def _fastest(checkpoint: Checkpoint) -> tuple[Mode, str]:
-    """Return the fastest scoring mode that config.json allows, and why it is not ``fast``. The
-    model itself is measured when it is loaded."""
-    if checkpoint.normalizer == NATIVE:
-        return "exact", "packs need qbench's attention"
-    problem = packing_problem(in_transformers_words(checkpoint.config))
-    return ("exact", problem) if problem else ("fast", "")
 
 
 def _notes(

@@ -143,18 +143,6 @@ def _is_path(value: object) -> bool:
     return isinstance(value, str | Path)
 
 
-def _is_flag(value: object) -> bool:
-    return isinstance(value, bool)
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and value > 0
-
-
-def _is_names(value: object) -> bool:
-    return isinstance(value, tuple) and all(isinstance(name, str) for name in value)
-
-
 def _is_sources(value: object) -> bool:
     return isinstance(value, Mapping) and all(
         isinstance(name, str) and _is_path(path) for name, path in value.items()
@@ -167,10 +155,18 @@ def _checks(names: str, is_right: Callable[[object], bool], words: str) -> dict[
 
 CHECKS = {
     **_checks("checkpoints quantized", _is_sources, "a mapping of names to folders or hub ids"),
-    **_checks("quantizers tasks", _is_names, "a name or a list of names"),
+    **_checks(
+        "quantizers tasks",
+        lambda value: isinstance(value, tuple) and all(isinstance(name, str) for name in value),
+        "a name or a list of names",
+    ),
     **_checks("definitions data calibration", _is_path, "the path of a file or folder"),
-    **_checks("calibration_samples calibration_length limit", _is_count, "a whole number above 0"),
-    **_checks("add_bos skip_missing stream", _is_flag, "True or False"),
+    **_checks(
+        "calibration_samples calibration_length limit",
+        lambda value: type(value) is int and value > 0,
+        "a whole number above 0",
+    ),
+    **_checks("add_bos skip_missing stream", lambda v: isinstance(v, bool), "True or False"),
     **_checks("dtype scoring", lambda value: isinstance(value, str), "a text"),
 }
 

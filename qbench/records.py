@@ -795,10 +795,6 @@ class LinearInput(RecordModel):
     error_token: dict[str, float]  # one scale per token
     error_text: dict[str, float]  # one scale per text
 
-    @property
-    def largest_to_rms(self) -> float | None:
-        return self.largest / self.rms if self.rms else None
-
 
 class PositionBin(RecordModel):
     """A range of positions in the texts, BOS being 0; means over its queries, texts and heads.

@@ -8,7 +8,7 @@ of it are logarithms of ratios of perplexities. So is KL divergence: its contras
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -70,7 +70,11 @@ class Panel:
     @classmethod
     def of(cls, columns: dict[object, Column]) -> Panel:
         """Columns on the documents that all of them have."""
-        shared = common_documents(list(columns.values()))
+        first, *others = columns.values()
+        shared = first.documents
+        for column in others:
+            if not np.array_equal(shared, column.documents):
+                shared = np.intersect1d(shared, column.documents, assume_unique=True)
         cut = [column.only(shared) for column in columns.values()]
         return cls(
             values=np.stack([column.values for column in cut], axis=1),
@@ -81,15 +85,6 @@ class Panel:
     @property
     def documents(self) -> int:
         return len(self.values)
-
-
-def common_documents(columns: Sequence[Column]) -> NDArray:
-    """Return the documents that all columns have, sorted."""
-    shared = columns[0].documents
-    for column in columns[1:]:
-        if not np.array_equal(shared, column.documents):
-            shared = np.intersect1d(shared, column.documents, assume_unique=True)
-    return shared
 
 
 LOG_MEAN = "log mean"  # an aggregation of ours: ln of the mean over documents, of KL divergences

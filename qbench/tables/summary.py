@@ -27,7 +27,7 @@ def summary(comparison: Comparison) -> str:
     if not rows:
         return f"{text}\n"
     shown = list(rows[0])
-    while (width := _width(rows, shown)) > WIDTH and len(shown) > 3:
+    while len(shown) > 3 and max(map(len, _table(rows, shown).splitlines())) > WIDTH:
         shown.pop()
     left_out = len(rows[0]) - len(shown)
     measured = dict.fromkeys(
@@ -36,7 +36,7 @@ def summary(comparison: Comparison) -> str:
     told = ", ".join(name for name in measured if name.split(" ")[0] in shown)
     notes = [f"{told}: the score unquantized, then losses: above 0, or above × 1, is worse."]
     notes += ["‡ at 5 % after Holm's correction."] if "‡" in _table(rows, shown) else []
-    notes += [f"More columns ({left_out}): tables.md."] if left_out and width else []
+    notes += [f"More columns ({left_out}): tables.md."] if left_out else []
     return f"{text}\n\n{_table(rows, shown)}\n\n{fill(' '.join(notes), WIDTH)}\n"
 
 
@@ -60,10 +60,6 @@ def _table(rows: Sequence[dict[str, str]], shown: Sequence[str]) -> str:
     return table(shown, cells, align="l" + "r" * (len(shown) - 1))
 
 
-def _width(rows: Sequence[dict[str, str]], shown: Sequence[str]) -> int:
-    return max(map(len, _table(rows, shown).splitlines()))
-
-
 def _rows(comparison: Comparison) -> list[dict[str, str]]:
     by_quantizer: dict[str, dict[str, Row]] = {}
     for row in _first_rows(comparison):
@@ -81,7 +77,9 @@ def _rows(comparison: Comparison) -> list[dict[str, str]]:
                     "GiB": _mean([gib(one) for one in records]),
                     "KL": _kl(comparison, cells),
                     **{
-                        row.label: _loss(row, group) if row.quantized else _score(row, group)
+                        row.label: effect_text(of_row(row, "damages", group), percent=row.percent)
+                        if row.quantized
+                        else _score(row, group)
                         for row in tasks.values()
                     },
                 }
@@ -109,10 +107,6 @@ def _score(row: Row, group: str) -> str:
     """Return the unquantized score itself."""
     values = {value.checkpoint: value.value for value in row.entries} | dict(row.means)
     return number(values.get(group), percent=row.percent)
-
-
-def _loss(row: Row, group: str) -> str:
-    return effect_text(of_row(row, "damages", group), percent=row.percent)
 
 
 def _mean(values: Sequence[float | None], decimals: int | None = None) -> str:
