@@ -89,8 +89,6 @@ def test_overrides_are_those_of_the_command_line(tmp_path):
     assert other.checkpoints["softmax"].path == str(folder)
     half = api.Recipe.load(small_recipe(tmp_path), api.Overrides(dtype="float16"))
     assert {one.quantization.compute_dtype for one in half.quantizers} == {"float16"}
-    with pytest.raises(RecipeError, match="has no other"):
-        api.Recipe.load(small_recipe(tmp_path), api.Overrides(checkpoints={"other": "x"}))
     with pytest.raises(RecipeError, match=r"compute_dtype: .*'float32' \(it is 'bf16'\)$"):
         api.Recipe.load(small_recipe(tmp_path), api.Overrides(dtype="bf16"))
 

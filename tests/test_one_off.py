@@ -7,7 +7,7 @@ import yaml
 from small_recipe import DEMO, qbench, small_recipe
 
 from qbench.comparison.compare import compare
-from qbench.errors import RecipeError, ResultsError
+from qbench.errors import RecipeError
 from qbench.recipe import Overrides, Recipe, added_column, save
 from qbench.store import Store, run_id, runs
 
@@ -44,10 +44,6 @@ def test_options_alone_are_a_run_and_its_recipe_can_be_kept(tmp_path, capfd, mon
             {"checkpoints": {"a": "b/c"}, "tasks": ("sciq",), "quantizers": ("gptq-4bit",)},
             "options: quantizers[0]: gptq-4bit needs calibration text; add calibration: {path: "
             "FILE.jsonl} or --calibration FILE",
-        ),
-        (
-            {"checkpoints": {"a": "b/c"}, "tasks": ("sciq",), "quantizers": ("gptq-5bit",)},
-            "options: quantizers[0]: gptq has no 5-bit; it has 2, 3, 4, 8",
         ),
     ],
 )
@@ -115,14 +111,9 @@ def test_a_kept_recipe_has_absolute_paths(tmp_path, monkeypatch):
     ("label", "name"),
     [
         ("int8-token", "int8-token"),
-        ("gptq-4bit+int8-token", "gptq-4bit+int8-token"),
         ("rtn-4bit+int8-token+kv-int4-token", "rtn-4bit+int8-token+kv-int4-token"),
-        ("w8a8-int8", "int8-row+int8-token"),
         ("w8a8-int8+kv8", "int8-row+int8-token+kv-int8-token"),
-        ("kv4", "kv-int4-token"),
         ("bf16+kv-fp8-token", "kv-fp8-token"),
-        ("fp8-row+fp8-token", "fp8-row+fp8-token"),
-        ("rtn-4bit+rotation", "rtn-4bit+rotation"),
     ],
 )
 def test_a_label_that_tables_print_may_be_asked_for(label, name):
@@ -131,12 +122,6 @@ def test_a_label_that_tables_print_may_be_asked_for(label, name):
     column = Recipe.load(None, changed).quantizers[1]
     assert column.label == label
     assert column.quantization.name == name
-
-
-def test_an_unknown_part_of_a_label_is_said():
-    changed = Overrides(checkpoints={"a": "b/c"}, tasks=("sciq",), quantizers=("bf16+int9",))
-    with pytest.raises(RecipeError, match=r"unknown quantizer 'int9'"):
-        Recipe.load(None, changed)
 
 
 @pytest.mark.slow
@@ -160,8 +145,6 @@ def test_runs_into_one_folder_are_kept_apart(tmp_path, capfd):
     assert f": missing: not run with these settings; --run {first} has it with other" in said.out
     assert [entry.status for line in compare(Store(out, run=first)).lines
             for entry in line.entries] == ["ok"] * 8  # fmt: skip
-    with pytest.raises(ResultsError, match=f"it has no run 'nosuch'; it has {last}, {first}"):
-        qbench("tables", out, "--run", "nosuch")
 
 
 def test_all_data_that_are_missing_are_said_at_once_and_can_be_left_out(tmp_path, capfd):

@@ -55,8 +55,6 @@ def test_what_a_cell_took_is_one_word_and_one_number_in_the_list_and_on_its_own_
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([f"{REAL}/softpick/nosuch"], "no cell softpick/nosuch; .* has softmax/bf16"),
-        ([str(REAL.parent)], "results: no grid.json here"),
         (["results"], "results: no grid.json here; name a folder that `qbench run` wrote, DIR/CH"),
     ],
 )

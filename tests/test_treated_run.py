@@ -6,9 +6,7 @@ from small_recipe import DEMO, qbench, small_recipe
 from qbench.store import Store
 
 COLUMNS = {
-    "int8": {"name": "w8a8-int8"},
     "static": {"name": "w8a8-int8-static", "outliers": "smoothquant"},
-    "fp8": {"name": "w8a8-fp8"},
     "w4a8kv4": {
         "weights": {"name": "gptq-4bit", "group_size": 64},
         "activations": "int8-token",
@@ -44,7 +42,4 @@ def test_every_cell_covers_its_weights_and_has_damage(records, label):
     assert record.audit.passed
     assert record.audit.coverage >= 0.99
     assert record.damage.tasks["demo_choice"].distributions.kl.mean > 0
-    treated = label in ("static", "w4a8kv4")
-    assert (record.audit.treatment_error is not None) == treated
-    if treated:
-        assert record.audit.treatment_error < 1e-5
+    assert record.audit.treatment_error < 1e-5

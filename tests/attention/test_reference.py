@@ -6,7 +6,6 @@ from normalizer_parameters import parameters
 
 from qbench.attention import kernels, reference
 from qbench.attention.kernels.varlen import packed_bounds
-from qbench.errors import RecipeError
 
 
 def by_reference(case, query, key, value, given):
@@ -98,12 +97,6 @@ def test_masked_keys_count_neither_above_nor_below_the_line(normalizer):
     got = reference.attention(query, poisoned, value, mask=mask, **settings)
     expected = reference.attention(query, key[:, :, :5], value[:, :, :5], **settings)
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_an_unknown_normalizer_lists_the_known_ones():
-    query, key, value, _ = inputs(QUICK[0])
-    with pytest.raises(RecipeError, match="softmax, softpick, rectified"):
-        reference.attention(query, key, value, normalizer="softmix")
 
 
 @pytest.mark.parametrize(

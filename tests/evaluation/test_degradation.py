@@ -53,19 +53,6 @@ def test_the_perplexity_ratio_and_its_error_by_hand():
     assert found.documents == 3
 
 
-def test_the_perplexity_ratios_error_is_that_of_repeated_draws():
-    """Simulation: pages of uneven length; the stated error against the spread of the estimate."""
-    draw = np.random.default_rng(0)
-    values, errors = [], []
-    for _ in range(150):
-        words = draw.integers(20, 400, 60).astype(float)
-        change = words * draw.normal(0.05, 0.02, 60)
-        found = perplexity_ratio(outcomes(0 * words, "p", words), outcomes(-change, "p", words))
-        values.append(found.value)
-        errors.append(found.stderr)
-    assert np.mean(errors) == pytest.approx(np.std(values), rel=0.2)
-
-
 def test_the_right_answers_change_is_that_of_its_own_request():
     def responses(values):
         return pd.DataFrame(

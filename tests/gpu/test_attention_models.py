@@ -11,7 +11,7 @@ from gpu_tensors import draw
 from normalizer_parameters import attach
 
 from qbench.attention import kernels
-from qbench.attention.transformers import attention_name, set_attention
+from qbench.attention.transformers import set_attention
 from qbench.evaluation.scoring.generate import cache_argument
 
 ROOT = Path(__file__).parents[2]
@@ -58,11 +58,6 @@ def test_a_padded_model_with_a_cache_gives_what_the_reference_gives(normalizer, 
             )  # fmt: skip
         logits[implementation] = torch.cat([out.logits[padding.bool()], step.logits[:, 0]])
     assert relative_error(logits["triton"], logits["reference"]) <= 1e-4
-
-
-def test_auto_is_triton_on_cuda():
-    assert attention_name("softpick", "auto", "cuda") == "qbench-softpick-triton"
-    assert set_attention(small_model(), normalizer="softpick") == "softpick/triton"
 
 
 @pytest.mark.usefixtures("dynamo")

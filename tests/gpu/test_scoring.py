@@ -182,12 +182,3 @@ def test_the_peak_stays_below_the_weights_and_2_gib_at_the_340m_shape(measured):
     fast.loglikelihood(calls[0], disable_tqdm=True)
     fast.loglikelihood_rolling(calls[1], disable_tqdm=True)
     assert fast.report().peak_memory_gib < weights + 2
-
-
-def test_by_auto_a_task_beyond_the_tolerance_is_scored_exactly():
-    model, requests = model_with("softpick", torch.bfloat16), choices(40)
-    nothing = Tolerance(mean=1e-12, largest=1e-12, changed=0.0)
-    auto = scorer(model, "fast", tolerance=nothing, fallback=True)
-    expected = scorer(model, "exact").loglikelihood(requests, disable_tqdm=True)
-    assert auto.loglikelihood(requests, disable_tqdm=True) == expected
-    assert list(auto.report().exact_tasks) == ["choices"]

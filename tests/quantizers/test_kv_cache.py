@@ -3,11 +3,9 @@
 import pytest
 import torch
 from kv_cache_models import SCHEMES, SHAPE, ids, model_of
-from pair import loss, pair_model, texts
 from transformers import LlamaConfig, MistralConfig
 
 from qbench.errors import RecipeError
-from qbench.quantizers.quantize import apply
 from qbench.quantizers.registry import config_of, settings_of
 
 
@@ -85,13 +83,3 @@ def test_what_a_checkpoint_cannot_have_is_refused_before_it_is_loaded(message):
     with pytest.raises(RecipeError, match=message) as refused:
         settings_of(f"kv-{name}", options).check(LlamaConfig(**SHAPE).to_dict() | latent, "cpu")
     assert "\n" not in str(refused.value)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "wanted"), [("softmax", 0.143), ("softpick", 0.104)])
-def test_three_bits_cost_the_trained_pair_what_others_measured(name, wanted):
-    """Nats a token, on two texts, which differ from all 15 by a tenth; in full on a GPU."""
-    tokens, model = texts(name)[1:3], pair_model(name)
-    before = loss(model, tokens, 2)
-    quantizer = config_of({"kv": "int3-token"}, compute_dtype="float32")
-    assert loss(apply(model, quantizer, {}), tokens, 2) - before == pytest.approx(wanted, rel=0.3)
