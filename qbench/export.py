@@ -6,6 +6,7 @@ import importlib
 import json
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import huggingface_hub
 import pandas as pd
 
 from qbench.archive import ARCHIVE, pack
+from qbench.comparison.compare import compare
+from qbench.comparison.verdict import verdict
 from qbench.errors import QbenchError, UnavailableError
 from qbench.evaluation.definitions import definition_file, read_definition
 from qbench.files import write_atomically
@@ -177,16 +180,20 @@ def _filter(metric: str) -> str:
     return metric.partition(" [")[2].removesuffix("]") or "none"
 
 
-def write_model_card(store: Store, record: Record, folder: Path) -> list[Path]:
+def write_model_card(
+    store: Store, record: Record, folder: Path, said: Sequence[str] = ()
+) -> list[Path]:
     """Write ``<checkpoint>__<quantizer>.md`` below ``folder``; its head belongs into the README.md
     of the model's repository."""
     path = folder / f"{record.checkpoint}__{record.quantizer}.md"
-    write_atomically(path, card(record).encode())
+    hub_id = store.manifest().hub_ids.get(record.checkpoint)
+    write_atomically(path, card(record, hub_id, said).encode())
     return [path]
 
 
-def card(record: Record) -> str:
-    """Return a model card: evaluation results as YAML, and a table of the same scores."""
+def card(record: Record, hub_id: str | None = None, said: Sequence[str] = ()) -> str:
+    """Return a model card: evaluation results and ``base_model``, the hub id, as YAML; the verdict
+    ``said``, and a table of the same scores."""
     results, scores = [], (*record.scores, *record.groups)
     for score in scores:
         unit = 100 if is_percentage(score.metric) else 1
@@ -207,15 +214,21 @@ def card(record: Record) -> str:
             )
         )
     name = f"{record.checkpoint}/{record.quantizer}"
-    head = huggingface_hub.ModelCardData(model_name=name, eval_results=results).to_yaml()
+    relation = "quantized" if hub_id and record.quantized else None
+    head = huggingface_hub.ModelCardData(
+        model_name=name, eval_results=results, base_model=hub_id, base_model_relation=relation
+    ).to_yaml()
     rows = [
         (score.label, score.metric, f"{result.metric_value:.2f}", score.documents)
         for score, result in zip(scores, results, strict=True)
     ]
     shown = table(("Task", "Metric", "Value", "Documents"), rows, align="llrr")
     made = f"Quantized with {record.title}, {record.precision.name}" if record.quantized else name
-    about = for_markdown(f"{made}; normalizer {record.normalizer}.")
-    return f"---\n{head.strip()}\n---\n\n{about}\n\n{shown}\n"
+    about = f"{made}; normalizer {record.normalizer}."
+    if hub_id is None:
+        about += " base_model: not known, since the checkpoint was a local folder."
+    text = "\n\n".join(for_markdown(line) for line in (about, *said))
+    return f"---\n{head.strip()}\n---\n\n{text}\n\n{shown}\n"
 
 
 def _definition(task: str) -> dict[str, Any]:
@@ -294,4 +307,7 @@ def export(store: Store, to: str, folder: Path) -> list[Path]:
     if to == "archive":
         return write_archive(store, folder)
     good = (record for record in store.records() if record.status == "ok")
-    return [path for record in good for path in WRITERS[to](store, record, folder)]
+    write = WRITERS[to]
+    if to == "model-card":
+        write = partial(write_model_card, said=verdict(compare(store)))
+    return [path for record in good for path in write(store, record, folder)]

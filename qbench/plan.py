@@ -139,6 +139,11 @@ class Plan:
             name=self.recipe.name,
             checkpoints=self.recipe.compared,
             limit=self.recipe.evaluation.limit,
+            hub_ids={
+                name: source.path
+                for name, source in self.recipe.checkpoints.items()
+                if not os.path.isabs(source.path)  # the recipe makes folders absolute
+            },
             quantizers=tuple(column.label for column in self.recipe.quantizers),
             tasks=tuple(task.name for task in self.tasks),
             skipped=self.skipped,

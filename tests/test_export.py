@@ -74,6 +74,22 @@ def test_the_hubs_library_reads_the_card_back(exported):
     assert acc.metric_args == {"documents": 2376, "stderr": pytest.approx(100 * score.stderr)}
 
 
+@pytest.mark.parametrize("hub_id", [None, "some/model"])
+def test_a_card_has_the_verdict_and_the_base_model(tmp_path, hub_id):
+    from huggingface_hub import ModelCard
+
+    store = make_store(tmp_path / "grid", checkpoints=("mine",), quantizers=("bf16", "hqq-4bit"))
+    hub_ids = {"mine": hub_id} if hub_id else {}
+    store.put_manifest(store.manifest().model_copy(update={"hub_ids": hub_ids}))
+    paths = export.export(Store(tmp_path / "grid"), "model-card", tmp_path / "cards")
+    (text,) = [path.read_text() for path in paths if "hqq-4bit" in path.name]
+    card = ModelCard(text)
+    assert card.data.base_model == hub_id
+    assert card.data.get("base_model_relation") == ("quantized" if hub_id else None)
+    assert ("base_model: not known" in text) == (hub_id is None)
+    assert "In scores " in text
+
+
 def test_a_name_in_the_card_s_table_is_text():
     (record,) = some("softpick/hqq-2bit").records()
     named = record.scores[0].model_copy(update={"label": "a|b <b>"})
