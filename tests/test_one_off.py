@@ -142,7 +142,7 @@ def test_runs_into_one_folder_are_kept_apart(tmp_path, capfd):
     assert qbench("tables", out) == 0
     said = capfd.readouterr()
     assert f"holds 2 runs; this is the last one, {last}; --run shows another: {first}" in said.err
-    assert f": missing: not run with these settings; --run {first} has it with other" in said.out
+    assert f": missing: not run with these settings; --run {first} has it with" in said.out
     assert [entry.status for line in compare(Store(out, run=first)).lines
             for entry in line.entries] == ["ok"] * 8  # fmt: skip
 

@@ -21,19 +21,22 @@ def own(analyzed, tmp_path):
     return analyzed[0], shutil.copytree(analyzed[1], tmp_path / "out")
 
 
-def test_only_the_text_that_is_read_needs_its_data(tmp_path):
-    data = tmp_path / "data"
-    shutil.copytree(DEMO / "data" / "demo_pages", data / "demo_pages")
-    out = tmp_path / "out"
-    assert qbench("analyze", small_recipe(tmp_path), "--data", data, "--out", out, *SHORT) == 0
-    assert {one.status for one in Analyses(out).records()} == {"ok"}
+PAGES = DEMO / "data" / "demo_pages"
 
 
-def test_a_text_of_one_s_own_needs_no_task_s_data(tmp_path):
-    text, out = DEMO / "data" / "demo_pages" / "test.jsonl", tmp_path / "out"
-    given = ("--data", tmp_path, "--text", text, "--field", "page", "--out", out)
+@pytest.mark.parametrize(
+    ("options", "source"),
+    [((), "task demo_pages"),
+     (("--text", PAGES / "test.jsonl", "--field", "page"), "test.jsonl, field page")],
+)  # fmt: skip
+def test_only_the_text_that_is_read_needs_its_data(tmp_path, options, source):
+    data, out = tmp_path / "data", tmp_path / "out"
+    data.mkdir()
+    if not options:
+        shutil.copytree(PAGES, data / "demo_pages")
+    given = ("--data", data, "--out", out, *options)
     assert qbench("analyze", small_recipe(tmp_path), *given, *SHORT) == 0
-    assert {one.text.source for one in Analyses(out).records()} == {"test.jsonl, field page"}
+    assert {(one.status, one.text.source) for one in Analyses(out).records()} == {("ok", source)}
 
 
 def test_a_text_without_its_data_is_named(tmp_path):

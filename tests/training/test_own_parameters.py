@@ -106,7 +106,6 @@ def test_without_positions_the_order_of_earlier_tokens_is_not_seen(tmp_path, tra
     ("changed", "said"),
     [
         ({"parameters": {"sinks": {}}}, "none of softmax, softpick has 'sinks'; known: alibi_slop"),
-        ({"parameters": {"alibi_slopes": {"start": float("inf")}}}, "start"),
         ({"parameters": {"alibi_slopes": {"learned": True}}}, "learned"),
         ({"rope_theta": 0}, "rope_theta"),
     ],
