@@ -50,7 +50,7 @@ def test_damaged_files_are_told_of_and_made_again_and_the_others_stay(qbench, tm
             code, said = qbench("plan")
             assert code == 0
             assert "to run    softpick/rtn-4bit" in said
-            assert "there     softpick/fp32" in said
+            assert "finished  softpick/fp32" in said
         code, said = qbench("run")
         assert code == 0, said
         for path in damaged:
@@ -86,9 +86,9 @@ def test_a_plan_says_that_a_cell_without_damage_is_run_after_the_one_it_needs(qb
     planned = qbench("plan")[1]
     assert "to run    softpick/fp32" in planned
     assert "to retry  softpick/rtn-4bit" in planned
-    assert "there     softpick/rtn-4bit" in qbench("plan", "--only", "*/rtn-4bit")[1]
+    assert "finished  softpick/rtn-4bit" in qbench("plan", "--only", "*/rtn-4bit")[1]
     assert "2 of 2 cells were run" in qbench("run")[1]
-    assert qbench("plan")[1].count("there     softpick/") == 2
+    assert qbench("plan")[1].count("finished  softpick/") == 2
 
 
 def test_a_cache_that_cannot_be_written_to_is_refused_before_work_begins(
@@ -107,6 +107,6 @@ def test_a_plan_under_a_tightened_tolerance_says_what_is_run_again(qbench, tmp_p
     text = recipe.read_text().replace("limit: 3", "limit: 3\n  scoring: fast")
     recipe.write_text(text)
     assert qbench("run")[0] == 0
-    assert qbench("plan")[1].count("there     softpick/") == 2
+    assert qbench("plan")[1].count("finished  softpick/") == 2
     recipe.write_text(text.replace("limit: 3", "limit: 3\n  tolerance: {mean: 1.0e-12}"))
     assert qbench("plan")[1].count("to retry  softpick/") == 2

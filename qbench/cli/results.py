@@ -150,7 +150,10 @@ def check(
     inconclusive: Annotated[
         Inconclusive, typer.Option(help="Verdict where there are too few documents to tell.")
     ] = "fail",
-    summary: Annotated[Path | None, to_file("Also write Markdown here.")] = None,
+    summary: Annotated[
+        Path | None,
+        to_file("Write all rows as Markdown here; the terminal shows those that do not pass."),
+    ] = None,
     junit: Annotated[Path | None, to_file("Also write JUnit XML here.")] = None,
     json: Annotated[Path | None, to_file("Also write JSON here.")] = None,
     run: Run = None,
@@ -186,7 +189,7 @@ def check(
     for path, text in ((summary, as_markdown), (junit, as_junit), (json, as_json)):
         if path is not None:
             write_atomically(path, text(verdict).encode(errors="replace"))
-    typer.echo(as_markdown(verdict), nl=False)
+    typer.echo(as_markdown(verdict, passed=False), nl=False)
     raise typer.Exit(verdict.exit_code)
 
 

@@ -150,7 +150,7 @@ def plan(
     out: Out = None,
     device: DeviceOption = "auto",
 ) -> None:
-    """Show what `qbench run` would do, and what is there already. Runs nothing.
+    """Show what `qbench run` would do, and which cells are finished. Runs nothing.
 
     Exit code 2 if a cell can never run.
 
@@ -188,7 +188,7 @@ def plan_lines(planned: Plan, store: Store, only: str | None) -> Iterator[str]:
         if cell.unsupported_reason is not None:
             yield f"refused   {about}"
         elif is_up_to_date(record, cell, planned, store, cache_folder(), made=todo):
-            yield f"there     {about}"
+            yield f"finished  {about}"
         elif record is None and find_kept(cell, cache_folder()):
             yield f"cached    {about}"
         else:

@@ -93,27 +93,32 @@ HEAD = ("Verdict", "Cell", "Task", "Metric", "Baseline", "Now", "Worse by", "at 
         "Documents", "Why")  # fmt: skip
 
 
-def as_markdown(verdict: Verdict) -> str:
-    """Return a summary for people: the verdict, then what did not pass, then the rest."""
+def as_markdown(verdict: Verdict, passed: bool = True) -> str:
+    """Return a summary for people: the verdict, then what did not pass, then the rest; without
+    ``passed`` only what did not pass."""
     counts = ", ".join(
         f"{verdict.count(outcome)} {outcome}" for outcome in ("pass", "fail", "inconclusive")
     )
     order = {"fail": 0, "inconclusive": 1, "pass": 2}
     gates = sorted(verdict.gates, key=lambda gate: (order[gate.outcome], gate.task == AUDIT))
+    rows = [_texts(gate) for gate in gates if passed or gate.outcome != "pass"]
     lines = [
         f"## qbench check: {verdict.outcome}",
         "",
         f"{for_markdown(verdict.results)} against {for_markdown(verdict.baseline)}: {counts}; "
         f"inconclusive counts as {verdict.inconclusive}, exit code {verdict.exit_code}.",
         "",
-        table(HEAD, [_texts(gate) for gate in gates], align="llllrrrrrrl"),
-        "",
-        "- Worse by: in percentage points for accuracies, in per cent for perplexities and the "
-        "audit, else in the metric's own units; at most: its one-sided 95 % bound, paired by "
-        "document.",
-        "- Margin: * the smallest that the documents allow, since no margin was given.",
-        *(f"- {for_markdown(note)}" for note in verdict.notes),
     ]
+    if rows:
+        lines += [
+            table(HEAD, rows, align="llllrrrrrrl"),
+            "",
+            "- Worse by: in percentage points for accuracies, in per cent for perplexities and the "
+            "audit, else in the metric's own units; at most: its one-sided 95 % bound, paired by "
+            "document.",
+            "- Margin: * the smallest that the documents allow, since no margin was given.",
+        ]
+    lines += [f"- {for_markdown(note)}" for note in verdict.notes]
     return "\n".join(lines) + "\n"
 
 

@@ -25,6 +25,8 @@ def test_the_verdict_is_told_as_markdown_junit_and_json(tmp_path, standard):
     assert text.startswith("## qbench check: fail")
     assert re.search(r"\| ✗ fail +\| softmax/bf16 +\| — +\|", text)
     assert columns(text) == 11
+    short = verdict.as_markdown(result, passed=False)
+    assert "✓ pass" in text and "✓ pass" not in short and short.count("✗ fail") == 6
 
     suite = ElementTree.fromstring(verdict.as_junit(result)).find("testsuite")
     failures = suite.findall("testcase/failure")
