@@ -148,7 +148,7 @@ def check(
         ),
     ] = [],  # noqa: B006
     inconclusive: Annotated[
-        Inconclusive, typer.Option(help="Verdict where there are too few documents to tell.")
+        Inconclusive, typer.Option(help="Verdict if there are too few documents to tell.")
     ] = "fail",
     summary: Annotated[
         Path | None,
@@ -163,12 +163,12 @@ def check(
     Paired non-inferiority per task and precision; the same outcomes on every document pass at any
     margin. Exit code 0: pass, 1: fail, 2: unusable input, such as results of other weights or
     other data. Missing, failed or unaudited cells never pass. What the audit measured of every
-    quantized layer is held to the baseline too.
+    quantized layer is compared with the baseline too.
 
-    Without --margin, a score may be 1 point worse, a perplexity 2 per cent. Where the documents are
-    too few for that, the margin is wider: a harmless change must pass on all lines 95 times of
-    100. Harmless is one that flips 3 per cent of the answers. With 50 lines the margin is 7.2
-    points on 200 documents and 1.8 on 2,400.
+    Without --margin, a score may be 1 point worse, a perplexity 2 per cent. If the documents are too
+    few for that, the margin is wider, so that a harmless change passes on all rows in 95 of 100
+    runs. A change that flips 3 per cent of the answers counts as harmless. With 50 rows the margin
+    is 7.2 points on 200 documents and 1.8 on 2,400.
 
     Examples:
     ```
