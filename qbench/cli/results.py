@@ -165,8 +165,8 @@ def check(
     other data. Missing, failed or unaudited cells never pass. What the audit measured of every
     quantized layer is compared with the baseline too.
 
-    Without --margin, a score may be 1 point worse, a perplexity 2 per cent. If the documents are too
-    few for that, the margin is wider, so that a harmless change passes on all rows in 95 of 100
+    Without --margin, a score may be 1 point worse, a perplexity 2 per cent. If the documents are
+    too few for that, the margin is wider, so that a harmless change passes on all rows in 95 of 100
     runs. A change that flips 3 per cent of the answers counts as harmless. With 50 rows the margin
     is 7.2 points on 200 documents and 1.8 on 2,400.
 
