@@ -41,7 +41,7 @@ from qbench.errors import (
     RecipeError,
     some,
 )
-from qbench.evaluation.definitions import TaskGroup, expand, task_groups
+from qbench.evaluation.definitions import TaskGroup, expand, read_definition, task_groups
 from qbench.evaluation.settings import (
     BATCH_SIZE,
     MODES,
@@ -56,6 +56,7 @@ from qbench.evaluation.tasks import TaskSpec, plan_task
 from qbench.files import content_key, file_digest
 from qbench.find_copy import find_copy
 from qbench.machine import hardware, versions
+from qbench.metrics import base_metric
 from qbench.quantizers import QuantizationConfig
 from qbench.quantizers.config import Runtime, require_matches
 from qbench.quantizers.methods.library_made import LibraryMade
@@ -139,6 +140,7 @@ class Plan:
             name=self.recipe.name,
             checkpoints=self.recipe.compared,
             limit=self.recipe.evaluation.limit,
+            primary=self.recipe.primary,
             hub_ids={
                 name: source.path
                 for name, source in self.recipe.checkpoints.items()
@@ -217,6 +219,7 @@ def plan(
     checkpoints = {name: untrained[name][0] for name in untrained} or _checkpoints(recipe)
     tasks, skipped = find_tasks(recipe)
     groups = find_groups(recipe, skipped)
+    require_primary(recipe, tasks, groups)
     calibration = find_calibration(recipe)
     if calibration is not None:
         paths = (checkpoint.folder / "tokenizer.json" for checkpoint in checkpoints.values())
@@ -262,6 +265,18 @@ def plan(
     if not show:
         require_runnable(planned.select(only))
     return planned
+
+
+def require_primary(recipe: Recipe, tasks: Sequence[TaskSpec], groups: Sequence[TaskGroup]) -> None:
+    """Raise RecipeError if no task gives the score that the recipe calls primary."""
+    if recipe.primary is None:
+        return
+    given = [f"{group.name}/{one.metric}" for group in groups for one in group.metrics]
+    for task in tasks:
+        listed = read_definition(task.definition).config.get("metric_list") or ()
+        given += [f"{task.name}/{entry['metric']}" for entry in listed]
+    if base_metric(recipe.primary) not in given:
+        raise RecipeError(f"primary: no task gives {recipe.primary}; there is {', '.join(given)}")
 
 
 def _checkpoints(recipe: Recipe) -> dict[str, Checkpoint]:

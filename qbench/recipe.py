@@ -332,6 +332,9 @@ class Recipe(Strict):
     trainings of one kind."""
     baseline: Name | None = None
     """The checkpoint that Δ is taken against. Default: the first."""
+    primary: Annotated[Line, Field(pattern="^[^/]+/.+$")] | None = None
+    """TASK/METRIC, such as lambada_openai/acc, that the verdict orders by. Default: KL divergence
+    over all tasks."""
     replicates: SkipJsonSchema[dict[Name, tuple[Name, ...]]] = Field(default_factory=dict)
     """Groups of trainings of one kind, by the name of their entry in the file's ``checkpoints``. No
     key of a file."""

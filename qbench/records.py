@@ -674,6 +674,7 @@ class RunManifest(RecordModel):
     tasks: Annotated[tuple[TaskName, ...], Field(min_length=1)]
     skipped: tuple[TaskName, ...] = ()  # tasks of the recipe whose data were missing
     limit: int | None = None  # documents of each task that were asked for; None: all
+    primary: Line | None = None  # TASK/METRIC that the verdict orders by; None: KL divergence
     hub_ids: dict[Name, Line] = Field(default_factory=dict)  # of checkpoints that came from the hub
     cells: Annotated[tuple[GridCell, ...], Field(min_length=1)]
     # several trainings of one kind: a group's name → its checkpoints

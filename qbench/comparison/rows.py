@@ -153,6 +153,8 @@ class Comparison:
     seeds: tuple[Row, ...] = ()  # over several trainings, where the grid has replicates
     pairs: tuple[Change, ...] = ()  # of one checkpoint: its quantized precisions among themselves
     kl: KL | None = None  # None without statistics
+    # (checkpoint, quantizer, another) → what it loses against the other in the primary score
+    primary: Mapping[tuple[str, str, str], Effect] = field(default_factory=dict)
     chance: Mapping[str, float] = field(default_factory=dict)  # task → accuracy of guessing
     # (checkpoint, task, metric) of accuracies that the unquantized model may have guessed
     at_chance: frozenset[tuple[str, str, str]] = frozenset()

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 from qbench.comparison.kl import nats
 from qbench.comparison.rows import Comparison, Row, redundant
+from qbench.comparison.wording import effect_text, interval_text
 from qbench.records import Record
-from qbench.statistics import documents_for_margin
+from qbench.statistics import adjust, documents_for_margin
 from qbench.text import number, ratio
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ def verdict(
         return [*_unquantized(comparison)]
     if comparison.unquantized is None:
         return ["There is no damage: the run has no unquantized column; add one, such as bf16."]
+    if comparison.grid.primary is not None:
+        return [*_by_primary(comparison, most), *_scores(comparison)]
     if len(comparison.groups) == 1:
         (checkpoints,) = comparison.groups.values()
         found = [_order(comparison, checkpoints[0], margin, most)]
@@ -52,15 +55,22 @@ def verdict(
 
 
 def ordered(comparison: Comparison, checkpoint: str) -> list[str]:
-    """Return a checkpoint's quantizers that have a KL divergence, the nearest first."""
+    """Return a checkpoint's quantizers that have a KL divergence, or a loss in the primary score,
+    the nearest first."""
+    if comparison.grid.primary is not None:
+        losses = {row.quantizer: row.damages[checkpoint].estimate
+                  for row in _primary_rows(comparison, "damages", checkpoint)}  # fmt: skip
+        return sorted(losses, key=lambda name: losses[name])
     means = comparison.kl.means if comparison.kl else {}
     names = [name for name in comparison.quantizers if f"{checkpoint}/{name}" in means]
     return sorted(names, key=lambda name: means[f"{checkpoint}/{name}"])
 
 
 def nearer(comparison: Comparison, checkpoint: str, one: str, other: str) -> bool:
-    """Return whether ``one``'s KL divergence is significantly below ``other``'s."""
+    """Return whether ``one``'s KL divergence, or loss in the primary score, is significantly below
+    ``other``'s."""
     pairs = comparison.kl.pairs if comparison.kl else {}
+    pairs = pairs if comparison.grid.primary is None else comparison.primary
     if found := pairs.get((checkpoint, one, other)):
         return found.significant and found.estimate < 0
     found = pairs.get((checkpoint, other, one))
@@ -118,7 +128,7 @@ def _order(comparison: Comparison, checkpoint: str, margin: float, most: int | N
 def _avoid(comparison: Comparison, checkpoint: str, names: Sequence[str]) -> Iterator[str]:
     """Yield the precisions that another of the same activations and KV cache beats: no larger, and
     significantly nearer."""
-    better = {}
+    better, word = {}, "nearer" if comparison.grid.primary is None else "better"
     records = {name: comparison.records[f"{checkpoint}/{name}"] for name in names}
     sizes = {name: _size(record) for name, record in records.items()}
     for name in names:
@@ -130,7 +140,7 @@ def _avoid(comparison: Comparison, checkpoint: str, names: Sequence[str]) -> Ite
                 better.setdefault(other, []).append(name)
                 break
     for other, beaten in better.items():
-        yield f"Avoid {', '.join(beaten)}: {other} is no larger and nearer."
+        yield f"Avoid {', '.join(beaten)}: {other} is no larger and {word}."
 
 
 def _smallest(comparison: Comparison, checkpoint: str, names: Sequence[str], margin: float) -> str:
@@ -168,6 +178,50 @@ def _size(record: Record) -> float | None:
     if record.audit and record.audit.size:
         return record.audit.size.gib
     return record.audit.bits_per_weight if record.audit else None
+
+
+# --- by another primary measure than KL
+
+
+def _by_primary(comparison: Comparison, most: int | None) -> Iterator[str]:
+    """Yield the precisions of one model in the order of their losses in the primary score, or how
+    much more each other model loses in it than the baseline."""
+    name, (base, *others) = comparison.grid.primary, comparison.groups
+    for group in others or [base]:
+        contrast = "differences" if others else "damages"
+        rows = _primary_rows(comparison, contrast, group)
+        found = adjust([getattr(row, contrast)[group] for row in rows])
+        texts = {
+            row.quantizer: f"{row.quantizer} ({effect_text(one, percent=row.percent)} "
+            f"{interval_text(one, percent=row.percent)})"
+            for row, one in zip(rows, found, strict=True)
+        }
+        if not texts:
+            yield f"{name} of {group}: no loss has an interval."
+        elif others:
+            said = f"What {group} loses in {name} more than {base}: {', '.join(texts.values())}."
+            yield f"{said} (‡: 5 %, Holm’s correction over these.)"
+        else:
+            (checkpoint,) = comparison.groups[group]
+            names = ordered(comparison, checkpoint)
+            shown = names[:most]
+            groups = [[texts[name] for name in tied if name in shown]
+                      for tied in ties(comparison, checkpoint)]  # fmt: skip
+            order = ", then ".join(" = ".join(tied) for tied in groups if tied)
+            more = (
+                f", and {len(names) - len(shown)} more (tables.md)" if names[len(shown) :] else ""
+            )
+            said = f"By loss in {name}, the smallest first: {order}{more}."
+            if any(len(tied) > 1 for tied in groups):
+                said += " (=: not told apart, 5 %, Holm’s correction over all pairs.)"
+            yield " ".join((said, *_avoid(comparison, checkpoint, names)))
+
+
+def _primary_rows(comparison: Comparison, contrast: str, group: str) -> list[Row]:
+    """Return the rows of the primary score whose contrast has an interval for ``group``."""
+    rows = comparison.seeds or comparison.lines
+    return [row for row in rows if f"{row.task}/{row.metric}" == comparison.grid.primary
+            and group in getattr(row, contrast)]  # fmt: skip
 
 
 # --- several models

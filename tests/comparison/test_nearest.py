@@ -97,6 +97,27 @@ def test_only_precisions_that_save_the_same_bytes_are_compared(one, precision, a
     assert "None is shown to stay within KL 0.0001." in verdict(found, margin=1e-4)[0]
 
 
+def test_another_primary_measure_orders_the_precisions(tmp_path):
+    store = make_store(tmp_path, checkpoints=("mine",), quantizers=QUANTIZERS,
+                       sizes={"arc_easy": 900}, shift={"mine/hqq-4bit": 2.0})  # fmt: skip
+    store.put_manifest(store.manifest().model_copy(update={"primary": "arc_easy/acc"}))
+    found = compare(store)
+    assert ties(found, "mine")[-1] == ["hqq-4bit"]
+    said = verdict(found)[0]
+    assert said.startswith("By loss in arc_easy/acc, the smallest first: ")
+    assert ", then hqq-4bit (+" in said
+    assert " and nearer" not in said
+
+
+def test_another_primary_measure_compares_models(tmp_path):
+    store = make_store(tmp_path, quantizers=("bf16", "hqq-4bit"), sizes={"arc_easy": 900},
+                       shift={"softpick/hqq-4bit": 2.0})  # fmt: skip
+    store.put_manifest(store.manifest().model_copy(update={"primary": "arc_easy/acc"}))
+    said = verdict(compare(store))[0]
+    assert said.startswith("What softpick loses in arc_easy/acc more than softmax: hqq-4bit (+")
+    assert "‡ [+" in said
+
+
 def test_the_terminal_names_the_nearest_alone(one):
     found = with_kl(one, {f"mine/{name}": level for name, level in LEVELS.items()})
     said = verdict(found, most=3)[0]
