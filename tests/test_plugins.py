@@ -14,7 +14,7 @@ from qbench.store import Store
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """Run softmax beside the toy normalizer, unquantized and at one bit; return the folder."""
+    """Softmax beside the toy normalizer, unquantized and at one bit, to tables and report."""
     for name in ("toy_normalizer", "toy_quantizer"):
         importlib.import_module(f"plugins.{name}")
     folder = tmp_path_factory.mktemp("plugins")
@@ -32,6 +32,7 @@ def results(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("QBENCH_CACHE", str(folder / "cache"))
         assert qbench("run", recipe, "--out", folder / "out", "--device", "cpu") == 0
+        assert qbench("report", folder / "out") == 0
     return folder / "out"
 
 
@@ -62,3 +63,12 @@ def test_weights_calibrated_under_a_plug_in_have_its_source_in_their_key(results
     assert sources["gptq-4bit", "qbench-toy-reference"]["normalizer source"] == digest
     assert "normalizer source" not in sources["gptq-4bit", "qbench-softmax-reference"]
     assert sources["sign-1bit", None] == {}
+
+
+def test_tables_and_report_show_them(results):
+    tables = (results / "tables.md").read_text()
+    assert "Signs: Δ = toy − softmax" in tables
+    assert "| signs" in tables
+    page = (results / "report.html").read_text()
+    assert "toy/signs" in page
+    assert "toy/reference" in page

@@ -97,3 +97,9 @@ def test_the_page_on_plugins_shows_what_its_commands_print(folder):
     (folder / "clipped.py").write_text(code)
     names = checked(page, lambda arguments: run_in_a_process(arguments, folder))
     assert names == ["qbench run", "qbench plan"]
+
+
+def test_a_transcript_that_says_something_else_is_found():
+    assert matches("a 1.5 ‡\n…\nlast 3", "a  22.75\nmore\nlast 4\n")
+    assert not matches("a 1.5\nlast 3", "a 22.75\nmore\nlast 4\n")
+    assert not matches("a 1.5\n…", "b 22.75\n")

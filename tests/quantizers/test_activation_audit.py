@@ -39,6 +39,7 @@ def test_every_scheme_passes(name, dtype, folder):
     assert len(found.modules) == 14
     assert found.levels <= 2**found.bits
     assert 0 < found.error < 0.2
+    assert report.treatment_error is None
     assert report.causality.declared is report.batch_mates.declared is (name in MIXING)
     if name not in MIXING:
         assert report.causality.moved == report.batch_mates.moved == 0
