@@ -156,7 +156,13 @@ def config_of(
             )
         parts = [(parts[0][0], {**parts[0][1], **options})]
     elif options:
-        _refuse_unknown_part(next(iter(options)))
+        key = next(iter(options))
+        raise RecipeError(
+            f"{key}: {removed.QUANTIZER_OPTIONS[key]}"
+            if key in removed.QUANTIZER_OPTIONS
+            else f"unknown part {shown(key)}; known: {', '.join(KINDS)}, label; a part's options "
+            f"go into its own braces, as in weights: {{name: …, {key}: …}}"
+        )
     by_kind: dict[str, Any] = {}
     dtype = compute_dtype
     for name, given in parts:
@@ -287,15 +293,6 @@ def _checked(config: QuantizationConfig) -> QuantizationConfig:
                 "kv_cache"
             )
     return config
-
-
-def _refuse_unknown_part(key: str) -> None:
-    if key in removed.QUANTIZER_OPTIONS:
-        raise RecipeError(f"{key}: {removed.QUANTIZER_OPTIONS[key]}")
-    raise RecipeError(
-        f"unknown part {shown(key)}; known: {', '.join(KINDS)}, label; a part's options go into "
-        f"its own braces, as in weights: {{name: …, {key}: …}}"
-    )
 
 
 def _unknown(name: str) -> str:

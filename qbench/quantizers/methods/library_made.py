@@ -109,6 +109,7 @@ for _method, (_title, _bits, _fixed) in GPTQMODEL.items():
     )
 
 
+@settings
 class ByAutoRound(LibraryMade):
     """Made by Intel's auto-round (Cheng et al. 2023): rounding learned by signed gradients."""
 
@@ -118,11 +119,13 @@ class ByAutoRound(LibraryMade):
     install: ClassVar[str] = "pip install -e '.[autoround]'"
     requirements = ("auto-round",)
 
+    iters: Annotated[int, Field(ge=0, description="gradient steps per block; 0: rounding")] = 200
+
 
 @register("autoround-{num_bits}bit", "AutoRound, {num_bits} bits", num_bits=(2, 3, 4))
 @settings
 class AutoRound(ByAutoRound, GroupedCopy):
-    iters: Annotated[int, Field(ge=0, description="gradient steps per block; 0: rounding")] = 200
+    """Integers in groups."""
 
 
 @register(
@@ -134,7 +137,6 @@ class AutoRoundFp4(ByAutoRound):
 
     num_bits: ClassVar[int] = 4
     element: Literal["nvfp4", "mxfp4"]
-    iters: Annotated[int, Field(ge=0, description="gradient steps per block; 0: rounding")] = 200
 
     @property
     def scheme(self) -> str:
