@@ -332,7 +332,7 @@ class Recipe(Strict):
     trainings of one kind."""
     baseline: Name | None = None
     """The checkpoint that Δ is taken against. Default: the first."""
-    primary: Annotated[Line, Field(pattern="^[^/]+/.+$")] | None = None
+    primary: Line | None = None
     """TASK/METRIC, such as lambada_openai/acc, that the verdict orders by. Default: KL divergence
     over all tasks."""
     replicates: SkipJsonSchema[dict[Name, tuple[Name, ...]]] = Field(default_factory=dict)

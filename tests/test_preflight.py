@@ -78,7 +78,7 @@ def test_a_bos_that_no_tokenizer_adds_is_refused_and_names_the_checkpoint(tmp_pa
         planned(tmp_path, evaluation={"add_bos": True})
 
 
-@pytest.mark.parametrize("primary", ["demo_choice/f1", "piqa/acc"])
+@pytest.mark.parametrize("primary", ["demo_choice/f1", "piqa/acc", "foo"])
 def test_a_primary_score_that_no_task_gives_is_refused(tmp_path, primary):
     assert planned(tmp_path, primary="demo_choice/acc").manifest.primary == "demo_choice/acc"
     with pytest.raises(RecipeError, match=f"primary: no task gives {primary}; there is demo_") as e:
