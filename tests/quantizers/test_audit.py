@@ -47,7 +47,7 @@ def test_a_layer_that_stores_more_than_its_bits_is_caught(rtn4, monkeypatch):
     monkeypatch.setattr(packed, "unpack", unpack)
     report = check(model, settings("rtn-4bit"))
     assert len(report.problems) == 1
-    assert f"{LAYER}: stores 36.75 bits a weight" in report.problems[0]
+    assert f"{LAYER}: stores 36.75 bits per weight" in report.problems[0]
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_more_bits_than_the_name_says_are_caught_by_levels_and_by_storage(name, 
     assert not report.passed
     assert report.levels > 2**bits
     assert any(f"{bits} bits have {2**bits}" in problem for problem in report.problems)
-    assert any("bits a weight" in problem for problem in report.problems)
+    assert any("bits per weight" in problem for problem in report.problems)
 
 
 def test_fewer_bits_than_the_name_says_are_caught(tmp_path):

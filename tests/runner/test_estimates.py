@@ -59,6 +59,6 @@ def test_weights_that_come_block_by_block_need_the_host_instead(planned):
     resident, found = estimate(cell, planned), estimate(cell, streamed)
     assert found.memory_gib < resident.memory_gib
     assert found.seconds > resident.seconds
-    assert found.disk_gib == pytest.approx(1.31e6 / 2 / 2**30, rel=0.01)  # 4 bits a weight
+    assert found.disk_gib == pytest.approx(1.31e6 / 2 / 2**30, rel=0.01)  # 4 bits per weight
     assert found.host_gib > found.disk_gib
     assert "block by block, 0.0 GiB of host memory, 0.0 GiB of disk" in str(found)

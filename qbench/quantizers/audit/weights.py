@@ -434,7 +434,7 @@ def _wrong_storage(
     least, most = settings.bits_bounds(rows, columns)
     if not least <= result.bits_per_weight <= most:
         problems.append(
-            f"{result.name}: stores {result.bits_per_weight:.2f} bits a weight, "
+            f"{result.name}: stores {result.bits_per_weight:.2f} bits per weight, "
             f"{settings.name} should take {bits:g} to {most:.2f}"
         )
     return problems
