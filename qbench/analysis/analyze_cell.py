@@ -11,6 +11,7 @@ import torch
 from qbench.analysis.analyzed_text import AnalysisSettings
 from qbench.analysis.attention_weights import attention_maps, choose
 from qbench.analysis.measure import measure
+from qbench.analysis.result import AnalysisResult
 from qbench.analysis.sensitivity import Baseline, Unit, units
 from qbench.cell import as_measured, free, load, load_original, quantized
 from qbench.errors import DataError, UnavailableError
@@ -21,8 +22,6 @@ from qbench.records import AnalyzedText, Sensitivity
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from qbench.analysis.analyze_run import AnalysisResult
 
 SAVE_EVERY = 20.0  # seconds between two records of an unfinished sensitivity
 

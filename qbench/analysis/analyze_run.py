@@ -6,15 +6,15 @@ Imports no torch before a cell is analyzed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from filelock import FileLock
 
 from qbench.analysis.analyzed_text import AnalysisSettings
-from qbench.cell_result import CellResult
+from qbench.analysis.result import AnalysisResult
 from qbench.code import digest_of
 from qbench.errors import RecipeError, shown
 from qbench.files import content_key
@@ -32,30 +32,6 @@ MODEL_PARTS = (
 
 # As configurations of transformers and flash-linear-attention state them
 LAYERS, HEADS = ("num_hidden_layers", "n_layer"), ("num_attention_heads", "n_head", "num_heads")
-
-
-@dataclass(kw_only=True, slots=True)
-class AnalysisResult(CellResult):
-    """The result of a cell's analysis: what was measured so far, which is kept if it fails."""
-
-    analyses: Analyses
-    settings: AnalysisSettings
-    found: dict[str, Any] = field(default_factory=dict)  # what was measured, as the record has it
-
-    def put(
-        self, status: Literal["ok", "unfinished", "failed"], error: str | None
-    ) -> Analysis | Sensitivity:
-        """Save the record unless it would replace a good one by a failed one; return the record."""
-        kind = self.analyses.kind
-        fields = self.common_fields(error) | self.found | {"status": status}
-        if kind is Sensitivity:
-            del fields["attention"]
-            fields["unit"] = "block" if self.settings.blocks else "linear"
-        record = kind(**fields)
-        earlier = self.analyses.get_valid(record)
-        if status == "ok" or earlier is None or earlier.status != "ok":
-            self.analyses.put(record)
-        return record
 
 
 def plan_analyses(plan: Plan, settings: AnalysisSettings) -> tuple[Cell, ...]:
