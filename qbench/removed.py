@@ -45,6 +45,9 @@ RENAMED_PARTS = {"kv": "kv_cache", "outliers": "transform"}
 # Methods under a part's key that have another name now; the earlier one still works there.
 RENAMED_METHODS = {
     ("activations", "fp8-row"): "fp8-token",
+    ("activations", "mxfp8"): "mxfp8-token",
+    ("activations", "mxfp4"): "mxfp4-token",
+    ("activations", "nvfp4"): "nvfp4-token",
     ("weights", "fp8-tensor"): "fp8-matrix",
 }
 # Commands, and those of a group: "bench training".

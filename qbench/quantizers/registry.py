@@ -59,6 +59,9 @@ COMBINATIONS: dict[str, tuple[str, str]] = {
     "w8a8-int8-static": ("int8-row+int8-static", "int8: weights per row, activations fixed"),
     "w8a8-fp8": ("fp8-row+fp8-token", "fp8 e4m3: weights per row, activations per token"),
     "w8a8-fp8-tensor": ("fp8-matrix+fp8-tensor", "fp8 e4m3: one scale per matrix and per batch"),
+    "w8a8-mxfp8": ("mxfp8+mxfp8-token", "MXFP8: weights and activations in blocks of 32"),
+    "w4a4-mxfp4": ("mxfp4+mxfp4-token", "MXFP4: weights and activations in blocks of 32"),
+    "w4a4-nvfp4": ("nvfp4+nvfp4-token", "NVFP4: weights and activations in blocks of 16"),
     "noise-floor": (
         "rounding-noise",
         "the unquantized model with rounding noise of its dtype after each layer",
@@ -67,6 +70,7 @@ COMBINATIONS: dict[str, tuple[str, str]] = {
 # Other spellings of a part: a pattern of all of it, and what it stands for.
 SPELLINGS = (
     (r"kv([2-8])", r"kv-int\1-token"),
+    (r"fp8", "fp8-row"),
     (r"(int\d-\w+)-asymmetric", r"\1:symmetric=false"),
 )
 
@@ -256,7 +260,8 @@ def _part(kind: str, value: Any, compute_dtype: str) -> Any:
         raise RecipeError(f"{kind}: a name, or {{name: …, option: value}}, not {shown(value)}")
     if kind == "weights" and name in UNQUANTIZED.values():
         return name
-    name = removed.RENAMED_METHODS.get((kind, name), name)
+    plain, colon, rest = name.partition(":")
+    name = removed.RENAMED_METHODS.get((kind, plain), plain) + colon + rest
     if kind == "kv_cache" and f"kv-{name.partition(':')[0]}" in METHODS:
         name = f"kv-{name}"
     (name, given), *more = _split(name)

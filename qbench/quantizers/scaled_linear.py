@@ -1,4 +1,9 @@
-"""Quantize weights to int8 or FP8 codes times a float32 scale per row or per matrix."""
+"""Round weights to codes times scales: int8 and FP8 per row or matrix, NVFP4 and MX in blocks.
+
+NVFP4 and MX are rounded by the arithmetic of compressed-tensors' ``calculate_qparams``, and stored
+in its layouts. MX scales are rounded up if the largest magnitude of a block would be 1.75 times a
+power of two or more, and so beyond the largest code.
+"""
 
 from __future__ import annotations
 
@@ -6,37 +11,85 @@ import torch
 from torch import Tensor, nn
 
 from qbench.quantizers.config import PackedWeight
-from qbench.quantizers.fake_quant import encode
+from qbench.quantizers.fake_quant import divided, encode, nearest, two_to
+from qbench.quantizers.formats import ELEMENTS, LEAST_EXPONENT
 from qbench.quantizers.linear import DequantizedLinear, Tensors
-from qbench.quantizers.methods.weight_only import Scaled8
+from qbench.quantizers.methods.weight_formats import BlockFloat, Scaled8
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitude of a code's lower three bits
+BIAS = 127  # of an exponent that is stored as a scale
+LEAST_SCALE = 0.125  # E4M3 scale of a block of zeros, as in compressed-tensors
+UP = 1 << 21  # a quarter of the mantissa of float32: it carries from 1.75 on
 
 
 class ScaledLinear(DequantizedLinear):
-    """``codes`` int8 or float8_e4m3fn [out, in], ``scale`` float32 [out, 1] or [1, 1]."""
+    """``codes`` int8 or float8_e4m3fn [out, in], or uint8 [out, in / 2], two E2M1 codes to a byte,
+    the first in its lower half. ``scale``: float32 [out, 1] or [1, 1]; per block of a row
+    float8_e4m3fn, under ``tensor_scale`` float32 [1], by which it is divided, or a uint8 exponent.
+    """
+
+    def __init__(self, layer: nn.Linear, tensors: Tensors) -> None:
+        codes = tensors["codes"]
+        levels = torch.tensor([*E2M1, *(-x for x in E2M1)], device=codes.device)
+        packed = {"levels": levels} if codes.dtype == torch.uint8 else {}
+        super().__init__(layer, {**tensors, **packed})
+        self.stored = tuple(tensors)
+
+    def weight32(self) -> Tensor:
+        """Return the weight, float32 [out, in]."""
+        scale = self.scale.float()
+        if self.scale.dtype == torch.uint8:
+            scale = two_to(self.scale.int() - BIAS)
+        elif "tensor_scale" in self.stored:
+            scale = scale / self.tensor_scale
+        codes = self.codes
+        if codes.dtype == torch.uint8:
+            codes = self.levels[torch.stack([codes & 15, codes >> 4], -1).int()].flatten(1)
+        blocks = codes.float().unflatten(1, (scale.shape[1], -1))
+        return (blocks * scale[..., None]).flatten(1)
 
     def dequantize(self) -> Tensor:
-        return (self.codes.float() * self.scale).to(self.dtype)
+        return self.weight32().to(self.dtype)
 
 
-def quantize(name: str, layer: nn.Linear, settings: Scaled8) -> Tensors:
-    codes, scale = encode(layer.weight.detach(), settings.format)
-    return {"codes": codes, "scale": scale}
+def quantize(name: str, layer: nn.Linear, settings: Scaled8 | BlockFloat) -> Tensors:
+    if isinstance(settings, Scaled8):
+        codes, scale = encode(layer.weight.detach(), settings.format)
+        return {"codes": codes, "scale": scale}
+    blocks = layer.weight.detach().float().unflatten(1, (-1, settings.block))
+    magnitude, element = blocks.abs().amax(-1), ELEMENTS[settings.element]
+    if settings.method == "nvfp4":
+        largest = magnitude.amax().clamp(min=torch.finfo(torch.float32).tiny).view(1)
+        whole = largest.reciprocal() * (ELEMENTS["e4m3"].largest * element.largest)
+        scale = (whole * divided(magnitude, element.largest)).to(torch.float8_e4m3fn)
+        scale = torch.where(scale.float() == 0, LEAST_SCALE, scale.float()).to(scale.dtype)
+        tensors, factor = {"scale": scale, "tensor_scale": whole}, scale.float() / whole
+    else:
+        raised = ((magnitude.view(torch.int32) + UP) >> 23 & 255) - BIAS - element.highest
+        exponent = raised.clamp(min=LEAST_EXPONENT)
+        tensors, factor = {"scale": (exponent + BIAS).to(torch.uint8)}, two_to(exponent)
+    codes = nearest(blocks / factor[..., None], element).flatten(1)
+    return {"codes": _packed(codes) if settings.num_bits == 4 else codes.to(torch.float8_e4m3fn),
+            **tensors}  # fmt: skip
 
 
-def from_packed(layer: nn.Linear, tensors: Tensors, settings: Scaled8) -> nn.Module:
+def _packed(values: Tensor) -> Tensor:
+    """Return E2M1 values [out, in] as codes, two to a byte, uint8 [out, in / 2]."""
+    magnitudes = torch.tensor(E2M1, device=values.device)
+    codes = torch.bucketize(values.abs(), magnitudes) + 8 * (values < 0)
+    return (codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8)
+
+
+def from_packed(layer: nn.Linear, tensors: Tensors, settings: Scaled8 | BlockFloat) -> nn.Module:
     return ScaledLinear(layer, tensors).eval()
 
 
-def unpack(module: nn.Module, settings: Scaled8) -> PackedWeight | None:
+def unpack(module: nn.Module, settings: Scaled8 | BlockFloat) -> PackedWeight | None:
     if not isinstance(module, ScaledLinear):
         return None
-    per_row = module.scale.numel() > 1
-
-    def groups(weight: Tensor) -> Tensor:
-        return weight if per_row else weight.reshape(1, -1)
-
+    count = module.scale.numel()
     return PackedWeight(
-        tensors={"codes": module.codes, "scale": module.scale},
-        dequantize=lambda: module.codes.to(torch.float32) * module.scale,
-        groups=groups,
+        tensors={name: getattr(module, name) for name in module.stored},
+        dequantize=module.weight32,
+        groups=lambda weight: weight.reshape(count, -1),
     )

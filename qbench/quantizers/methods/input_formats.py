@@ -24,7 +24,6 @@ from qbench.quantizers.formats import WHOLE_ROW, QuantFormat, shared_by
 from qbench.quantizers.registry import register
 from qbench.records import UNQUANTIZED_BITS, Part
 
-MX_BLOCK, NVFP4_BLOCK = 32, 16
 BITS = (8, 6, 4)
 
 
@@ -123,34 +122,17 @@ class Scaled(FakeQuantized):
         return f"{self.format.words} {per}{self.format.sides}"
 
 
-@register("mxfp{num_bits}", "MXFP{num_bits} inputs, blocks of 32", num_bits=(8, 4))
+@register("mxfp{num_bits}-token", "MXFP{num_bits} inputs, blocks of 32", num_bits=(8, 4),
+          block=32, tensor_scale="none")  # fmt: skip
+@register("nvfp4-token", "NVFP4 inputs: e2m1 in blocks of 16, e4m3 scales", num_bits=4, block=16)
 @settings
-class Mx(FakeQuantized):
-    """E4M3 or E2M1 in blocks of 32 along a token, a power of two as scale: values beyond the
-    largest element are clipped to it, as the specification has it."""
+class BlockFloatInputs(FakeQuantized):
+    """E4M3 or E2M1 in blocks along a token. Of MX formats a power of two is the scale: values
+    beyond the largest element are clipped to it, as the specification has it. Of NVFP4 each block's
+    scale is E4M3 times the layer's."""
 
     num_bits: Literal[4, 8]
-
-    @property
-    def format(self) -> QuantFormat:
-        return QuantFormat(
-            num_bits=self.num_bits,
-            type="float",
-            strategy="group",
-            group_size=MX_BLOCK,
-            scale_dtype="float8_e8m0fnu",
-        )
-
-    @property
-    def scheme(self) -> str:
-        return f"mxfp{self.num_bits} in blocks of {MX_BLOCK}"
-
-
-@register("nvfp4", "NVFP4 inputs: e2m1 in blocks of 16, e4m3 scales")
-@settings
-class Nvfp4(FakeQuantized):
-    """E2M1 in blocks of 16 along a token; each block's scale is E4M3 times the layer's."""
-
+    block: Literal[16, 32]
     tensor_scale: Annotated[
         Literal["static", "dynamic", "none"],
         Field(
@@ -162,17 +144,19 @@ class Nvfp4(FakeQuantized):
     @property
     def format(self) -> QuantFormat:
         return QuantFormat(
-            num_bits=4,
+            num_bits=self.num_bits,
             type="float",
             strategy="group" if self.tensor_scale == "none" else "tensor_group",
-            group_size=NVFP4_BLOCK,
+            group_size=self.block,
             dynamic=self.tensor_scale != "static",
-            scale_dtype="float8_e4m3fn",
+            scale_dtype="float8_e4m3fn" if self.block == 16 else "float8_e8m0fnu",
         )
 
     @property
     def scheme(self) -> str:
-        return f"nvfp4 in blocks of {NVFP4_BLOCK}, tensor scale {self.tensor_scale}"
+        name = self.name.removesuffix("-token")
+        of_layer = f", tensor scale {self.tensor_scale}" if self.block == 16 else ""
+        return f"{name} in blocks of {self.block}{of_layer}"
 
 
 @register("rounding-noise", "noise of rounding after each layer: KL's noise floor")

@@ -1,4 +1,4 @@
-"""Settings of round to nearest, bitsandbytes, HQQ, GPTQ, and 8-bit weights with plain scales."""
+"""Settings of round to nearest, GPTQ, bitsandbytes and HQQ."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from qbench.quantizers.config import (
     require_groups,
     settings,
 )
-from qbench.quantizers.formats import WHOLE_ROW, QuantFormat, shared_by
+from qbench.quantizers.formats import WHOLE_ROW, shared_by
 from qbench.quantizers.registry import register
 from qbench.records import Part, Precision
 
@@ -273,39 +273,3 @@ class Hqq(Grouped):
             together = rows * columns // size if self.axis else size
             padding = 32 * math.ceil(together / 10) / together - 3
         return 2 * wide / size + padding
-
-
-@register("fp8-{per}", "fp8 e4m3, a scale per {per}", type="float", per=("row", "matrix"))
-@register("int8-row", "int8, a scale per row", type="int", per="row")
-@settings
-class Scaled8(WeightSettings):
-    """Codes of 8 bits times a float32 scale, so that the largest magnitude is the largest code:
-    nothing is clipped. FP8 is E4M3 without infinities, largest 448 (Micikevicius et al., FP8
-    formats, 2022)."""
-
-    backend: ClassVar[str] = "scaled_linear"
-    note: ClassVar[str] = "round to nearest"
-    num_bits: ClassVar[int] = 8
-
-    type: Literal["int", "float"]
-    per: Literal["row", "matrix"]
-
-    @property
-    def method(self) -> str:
-        return "int8" if self.type == "int" else "fp8"
-
-    @property
-    def title(self) -> str:
-        return f"{'Int8' if self.type == 'int' else 'FP8'} weights"
-
-    @property
-    def format(self) -> QuantFormat:
-        strategy: Literal["token", "tensor"] = "token" if self.per == "row" else "tensor"
-        return QuantFormat(num_bits=8, type=self.type, strategy=strategy)
-
-    @property
-    def scheme(self) -> str:
-        return f"{self.format.words} per {self.per}"
-
-    def shared_bits(self, rows: int, columns: int) -> float:
-        return 32 / columns if self.per == "row" else 32 / (rows * columns)
