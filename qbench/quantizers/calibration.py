@@ -193,9 +193,9 @@ class SequentialCalibrator:
         return self._calls[len(hidden)][index](hidden)
 
     @torch.no_grad()
-    def hessians(self, index: int, layers: Sequence[str]) -> list[Tensor]:
+    def hessians(self, index: int, layers: Sequence[str]) -> list[Tensor | None]:
         """Return 2/n Σ x xᵀ, float32 [in, in], over the n calibration tokens that reach each of the
-        ``layers`` of block ``index``; zeros if none does (an expert that is never chosen). The
+        ``layers`` of block ``index``; None if none does (an expert that is never chosen). The
         layers are given in the order they run; a forward ends at the last of them."""
         block = self.blocks[index]
         sums: dict[str, Tensor] = {}
@@ -217,7 +217,7 @@ class SequentialCalibrator:
             for batch in range(len(self._states)):
                 with suppress(Stop):
                     self.run(index, batch)
-        return [sums[name].mul_(2 / max(tokens[name], 1)) for name in layers]
+        return [sums[name].mul_(2 / tokens[name]) if tokens[name] else None for name in layers]
 
     @torch.no_grad()
     def advance(self, index: int) -> None:

@@ -57,7 +57,7 @@ def quantize_model(
             progress(index + number / len(groups), len(walk.blocks))
             hessian = together[number] if together else walk.hessians(index, group[:1])[0]
             name = f"{path}.{group[0]}"
-            if not hessian.any():
+            if hessian is None:
                 raise QuantizationError(
                     f"{settings.name}: {name}: no calibration text reaches it (an expert that is "
                     f"never chosen?); calibrate on more samples, or leave it out: "
@@ -208,12 +208,13 @@ def _order(diagonal: Tensor, settings: Gptq, size: int) -> Tensor | None:
 
 def find_params(groups: Tensor, settings: Gptq) -> tuple[Tensor, Tensor]:
     """Return scale and zero, float32 [out, n], of ``groups`` [out, n, weights per group], as
-    gptqmodel does: the range of a symmetric group without negative weights begins at 0."""
+    gptqmodel does; but it gives a symmetric group without negative weights the range from 0, whose
+    upper half has no codes: it clips at about half of the largest weight."""
     largest = torch.full((), 2.0**settings.num_bits - 1, device=groups.device)
     low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
     if settings.symmetric:
         high = torch.maximum(low.abs(), high)
-        low = torch.where(low < 0, -high, low)
+        low = -high
     empty = (low == 0) & (high == 0)
     low, high = low.masked_fill(empty, -1.0), high.masked_fill(empty, 1.0)
     scale = (high - low) / largest  # a tensor: CUDA multiplies by the reciprocal of a number

@@ -340,22 +340,49 @@ def constant(weight):
     return torch.full_like(weight, 0.02)
 
 
-@pytest.mark.parametrize(
-    ("name", "fill"),
-    [
-        *((n, f) for n in ("rtn-4bit", "hqq-4bit", "bnb-4bit")
-          for f in (ternary, constant, torch.zeros_like)),
-        ("gptq-4bit", ternary),
-    ],
-)  # fmt: skip
-def test_weights_that_fit_the_format_exactly_pass(tmp_path, name, fill):
+METHODS = ("rtn-4bit", "gptq-2bit", "gptq-8bit", "hqq-4bit", "bnb-4bit", "bnb-8bit", "fp8-matrix")
+
+
+def fitting(name, **more):
+    grouped = name.startswith(("rtn", "gptq", "hqq"))
+    return parse(
+        name, {"compute_dtype": "float32", **({"group_size": 32} if grouped else {}), **more}
+    )
+
+
+@pytest.mark.parametrize("fill", [ternary, constant, torch.zeros_like])
+@pytest.mark.parametrize("name", METHODS)
+def test_weights_of_few_values_pass(tmp_path, name, fill):
     """As zeros after an expansion by blocks, and as a ternary model's."""
-    chosen, model = settings(name), llama()
+    chosen, model = fitting(name), llama()
     for path in (LAYER, "model.layers.0.self_attn.o_proj", "model.layers.1.mlp.down_proj"):
         weight = linears(model)[path].weight
         weight.data = fill(weight.data)
     report = check(make(chosen, tmp_path, model=copy.deepcopy(model)), chosen, model)
     assert report.problems == ()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", [name for name in METHODS if "gptq" not in name])
+def test_weights_on_the_formats_own_levels_pass_and_an_unquantized_layer_does_not(
+    tmp_path, name, dtype
+):
+    """As of a model whose quantized weights were written in 16 bits again."""
+    chosen = fitting(name, compute_dtype=dtype)
+    model = llama(dtype=getattr(torch, dtype))
+    once = make(chosen, tmp_path / "once", model=copy.deepcopy(model))
+    for path, layer in linears(model).items():
+        weight = forward_weight(once.get_submodule(path), layer.in_features, layer.weight.dtype)
+        layer.weight.data = weight.contiguous()
+    twice = make(chosen, tmp_path / "twice", model=copy.deepcopy(model))
+    assert check(twice, chosen, copy.deepcopy(model)).problems == ()
+    # codes of other weights beside a forward that multiplies by the original
+    weight = linears(model)[LAYER].weight
+    weight.data = torch.randn_like(weight) * weight.std()
+    other = make(chosen, tmp_path / "other", model=copy.deepcopy(model))
+    other.get_submodule(LAYER).forward = linears(model)[LAYER].forward
+    problems = check(other, chosen, copy.deepcopy(model)).problems
+    assert f"{LAYER}: the weights are the original's: nothing was quantized" in problems
 
 
 def test_matrices_of_four_numbers_are_not_judged_by_chance(tmp_path):

@@ -329,8 +329,20 @@ def measure(
     if not finite:
         problems.append(f"{matrix.name}: weights that are not finite")
     else:
-        groups = stored.groups(matrix.weight)
-        problems += _wrong_weight(audit, measured, settings, columns, groups)
+        few_levels = functools.cache(
+            lambda: levels(stored.groups(matrix.weight)) <= 2**settings.num_bits
+        )
+        if error_squared == 0 and not settings.whole and not settings.prequantized:
+            exact = (
+                few_levels()
+                if stored.dequantize is None
+                else _decodes_to(weight, unpacked, str(matrix.weight.dtype), settings)
+            )
+            if not exact:
+                problems.append(
+                    f"{matrix.name}: the weights are the original's: nothing was quantized"
+                )
+        problems += _wrong_weight(audit, measured, settings, columns, few_levels)
         problems += _disagreement(audit, measured, str(matrix.weight.dtype), settings)
     if cast:
         problems.append(
@@ -350,6 +362,16 @@ def _product(x: Tensor, weight: Tensor, module: nn.Module) -> Tensor:
     """Return ``x`` [n, in] times ``weight`` [out, in] plus the bias of ``module``, in float32."""
     product = x.float() @ weight.float().T
     return product if module.bias is None else product + module.bias.float()
+
+
+def _decodes_to(weight: Tensor, stored: Tensor, dtype: str, settings: WeightSettings) -> bool:
+    """Return whether the ``stored`` weight is the forward's ``weight``, both [out, in], up to
+    rounding in ``dtype``, in all but one of a thousand numbers. If codes of 8 bits lie beside a
+    forward that multiplies by the original, many small numbers differ, though the norm differs
+    hardly more than bfloat16 rounds."""
+    rounding, _ = settings.agreement(dtype.removeprefix("torch."))
+    off = (stored.to(weight.device) - weight).abs() > 4 * rounding * weight.abs()
+    return bool(off.sum() <= off.numel() // 1000)
 
 
 def fit(weight: Tensor, expected: Tensor, bound: float) -> tuple[Tensor, Tensor | None]:
@@ -445,13 +467,11 @@ def _wrong_weight(
     measured: Mapping[str, float],
     settings: WeightSettings,
     columns: int,
-    groups: Tensor,
+    few_levels: Callable[[], bool],
 ) -> list[str]:
-    """Return what is wrong with a layer's weight by its errors. ``groups`` [groups, n]: the
-    original's weights that share a scale; if they have few values, no rounding is needed."""
-    few_levels = functools.cache(lambda: levels(groups) <= 2**settings.num_bits)
-    if result.weight_error == 0 and not settings.whole and not few_levels():
-        return [f"{result.name}: the weights are the original's: nothing was quantized"]
+    """Return what is wrong with a layer's weight by its errors. ``few_levels`` returns whether the
+    original's groups have no more values than a code: such groups need no rounding, and their
+    errors may have a mean."""
     problems = []
     error = relative_error(measured["kept_error"], measured["kept_norm"])
     worst = settings.error_bound()
