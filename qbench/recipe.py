@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -28,13 +28,14 @@ from pydantic import (
     model_validator,
 )
 from pydantic.json_schema import SkipJsonSchema
-from pydantic_core import InitErrorDetails, PydanticCustomError
+from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError
+from pydantic_core.core_schema import no_info_plain_validator_function
 
 from qbench import recipe_yaml
 from qbench.attention.implementation import NATIVE
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.checkpoints.find import HUB_ID
-from qbench.errors import DataError, QbenchError, RecipeError, shown
+from qbench.errors import DataError, QbenchError, RecipeError, shown, validation_line
 from qbench.evaluation.settings import FEWSHOT_SEED, Tolerance
 from qbench.plugins import load_file, load_packages, loaded
 from qbench.quantizers import QuantizationConfig, config_of, unquantized_dtype
@@ -105,40 +106,6 @@ def problem(location: Location, message: str) -> ValidationError:
     return ValidationError.from_exception_data("Recipe", [details])
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Overrides:
-    """Holds values that replace parts of a recipe, from the command line or a caller; None, or no
-    entry, keeps the recipe's. Paths are relative to the working folder."""
-
-    checkpoints: Mapping[str, str | Path] = field(default_factory=dict)  # name → folder or hub id
-    # label → folder or hub id of a checkpoint that is quantized already: further columns
-    quantized: Mapping[str, str | Path] = field(default_factory=dict)
-    quantizers: tuple[str, ...] | None = None  # names, or labels of the recipe's
-    tasks: tuple[str, ...] | None = None  # lm-eval's names
-    definitions: Path | None = None  # folder of further tasks' definitions
-    data: Path | None = None  # folder of <task>/<split>.jsonl
-    calibration: Path | str | None = None  # JSON Lines with a text field, or hf://datasets/…
-    calibration_samples: int | None = None  # documents that calibrated quantizers see
-    calibration_length: int | None = None  # tokens of each
-    skip_missing: bool = False  # leave tasks out that the data folder lacks
-    limit: int | None = None  # documents of each task
-    dtype: str | None = None  # bfloat16, float16 or float32: of all cells, unquantized ones too
-    scoring: str | None = None  # auto, exact, fast or lm-eval
-    add_bos: bool | None = None  # begin every text that is scored with BOS
-    stream: bool | None = None  # weights come to the device block by block
-
-    def __post_init__(self) -> None:
-        """Make one name a list of it. Raises RecipeError for values of other types."""
-        for name in ("quantizers", "tasks"):
-            if isinstance(value := getattr(self, name), str | list):
-                names = (value,) if isinstance(value, str) else tuple(value)
-                object.__setattr__(self, name, names)
-        for name, (is_right, words) in CHECKS.items():
-            value = getattr(self, name)
-            if value is not None and not is_right(value):
-                raise RecipeError(f"Overrides: {name} must be {words}, not {shown(value)}")
-
-
 def _is_path(value: object) -> bool:
     return isinstance(value, str | Path)
 
@@ -149,26 +116,107 @@ def _is_sources(value: object) -> bool:
     )
 
 
-def _checks(names: str, is_right: Callable[[object], bool], words: str) -> dict[str, Any]:
-    return dict.fromkeys(names.split(), (is_right, words))
+def _is_names(value: object) -> bool:
+    return isinstance(value, tuple) and all(isinstance(name, str) for name in value)
 
 
-CHECKS = {
-    **_checks("checkpoints quantized", _is_sources, "a mapping of names to folders or hub ids"),
-    **_checks(
-        "quantizers tasks",
-        lambda value: isinstance(value, tuple) and all(isinstance(name, str) for name in value),
-        "a name or a list of names",
-    ),
-    **_checks("definitions data calibration", _is_path, "the path of a file or folder"),
-    **_checks(
-        "calibration_samples calibration_length limit",
-        lambda value: type(value) is int and value > 0,
-        "a whole number above 0",
-    ),
-    **_checks("add_bos skip_missing stream", lambda v: isinstance(v, bool), "True or False"),
-    **_checks("dtype scoring", lambda value: isinstance(value, str), "a text"),
-}
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Describes the values that replace a part of a recipe: a check and its words for callers, and
+    the type that the command line takes if it is not the field's own."""
+
+    is_right: Callable[[object], bool]
+    words: str
+    option_type: Any = None
+
+    def __get_pydantic_core_schema__(self, *_: Any) -> CoreSchema:
+        return no_info_plain_validator_function(self.check)
+
+    def check(self, value: Any) -> Any:
+        if value is not None and not self.is_right(value):
+            raise ValueError(f"must be {self.words}, not {shown(value)}")
+        return value
+
+
+PATH = Kind(_is_path, "the path of a file or folder")
+COUNT = Kind(lambda value: type(value) is int and value > 0, "a whole number above 0")
+FLAG = Kind(lambda value: isinstance(value, bool), "True or False")
+CHOICE = Kind(lambda value: isinstance(value, str), "a text")
+Sources = Annotated[
+    Mapping[str, str | Path],
+    Kind(_is_sources, "a mapping of names to folders or hub ids", list[str]),
+]
+Names = Annotated[
+    tuple[str, ...] | None,
+    Kind(_is_names, "a name or a list of names", str | None),
+]
+Count = Annotated[int | None, COUNT]
+Choice = Annotated[bool | None, FLAG]
+
+
+def _part(place: str = "", default: Any = None, **settings: Any) -> Any:
+    """Return a field of Overrides that replaces the recipe's key ``place`` (none: more than one
+    key); ``settings`` are those of its option on the command line."""
+    return Field(default, json_schema_extra={"place": place, "settings": settings})
+
+
+class Overrides(Strict):
+    """Holds values that replace parts of a recipe, from the command line or a caller; None, or no
+    entry, keeps the recipe's. Paths are relative to the working folder. The fields' texts are the
+    help of the options."""
+
+    checkpoints: Sources = _part(default={}, metavar="NAME=SOURCE")
+    """Use this folder or hub id for the recipe's checkpoint NAME. Repeatable. Without a recipe: the
+    checkpoints, of which the first is the baseline of Δ."""
+    quantized: Sources = _part(default={}, metavar="LABEL=SOURCE")
+    """A checkpoint that is quantized already, scored beside its original; without --checkpoint it
+    is scored alone. Repeatable."""
+    quantizers: Names = _part(metavar="NAMES")
+    """These quantizers, separated by commas: bf16,gptq-4bit. Options follow a colon:
+    hqq-4bit:axis=0. With +, weights and more: gptq-4bit+kv4. With a recipe, its labels keep their
+    settings."""
+    tasks: Names = _part(metavar="NAMES")
+    """These tasks, separated by commas, instead of the recipe's."""
+    definitions: Annotated[Path | None, PATH] = _part("definitions", metavar="FOLDER")
+    """lm-eval YAML files: tasks of your own."""
+    data: Annotated[Path | None, PATH] = _part("data", metavar="FOLDER")
+    """TASK/SPLIT.jsonl files: score from these, without the hub."""
+    skip_missing: Annotated[bool, FLAG] = _part("skip_missing", False, flag="--skip-missing")
+    """Run the tasks that the data folder has; tables name the others."""
+    calibration: Annotated[str | None, PATH] = _part("calibration.path", metavar="FILE")
+    """JSON Lines with a text field, read by quantizers that calibrate. Also an address
+    hf://datasets/…."""
+    calibration_samples: Count = _part("calibration.samples", min=1, metavar="N")
+    """Number of calibration texts. Default: the recipe's, or 128."""
+    calibration_length: Count = _part("calibration.length", min=8, metavar="N")
+    """Tokens of each calibration text. Default: the recipe's, or 2048."""
+    limit: Count = _part("evaluation.limit", min=1, metavar="N")
+    """Score the first N documents of each task only."""
+    dtype: Annotated[Literal["bfloat16", "float32"] | None, CHOICE] = _part()
+    """Compute in this dtype instead of the recipe's, unquantized cells too. Most CPUs are ten times
+    slower in bfloat16."""
+    scoring: Annotated[Literal["auto", "exact", "fast", "lm-eval"] | None, CHOICE] = _part(
+        "evaluation.scoring", metavar="MODE"
+    )
+    """Score in this mode instead of the recipe's: exact gives HFLM's scores, fast packs requests,
+    lm-eval is HFLM itself; auto is the fastest that fits the model on a GPU, exact on a CPU."""
+    add_bos: Choice = _part("evaluation.add_bos", flag="--add-bos/--no-add-bos")
+    """Begin every text that is scored with BOS, or none. Default: the recipe's, or as the tokenizer
+    does, which is what lm-eval does."""
+    stream: Choice = _part("evaluation.stream", flag="--stream/--no-stream")
+    """Bring weights to the device block by block, or all of them at once. Default: the recipe's, or
+    block by block if they do not fit."""
+
+    def __init__(self, **values: Any) -> None:
+        """Make one name a list of it. Raises RecipeError for values of other types."""
+        for name in ("quantizers", "tasks"):
+            if isinstance(names := values.get(name), str | list):
+                values[name] = (names,) if isinstance(names, str) else tuple(names)
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            name, _, why = validation_line(error).partition(": ")
+            raise RecipeError(f"Overrides: {name} {why}") from None
 
 
 # --- the recipe
@@ -524,20 +572,11 @@ def _source(path: Path | None, changed: Overrides) -> Source:
             source.replace(_named(source.values.get(what, []), names, key), what)
     if changed.quantized:
         _add_quantized(source, path, changed)
-    for value, *location in (
-        (changed.data and absolute(here, str(changed.data)), "data"),
-        (changed.definitions and absolute(here, str(changed.definitions)), "definitions"),
-        (changed.skip_missing or None, "skip_missing"),
-        (changed.calibration and absolute(here, str(changed.calibration)), "calibration", "path"),
-        (changed.calibration_samples, "calibration", "samples"),
-        (changed.calibration_length, "calibration", "length"),
-        (changed.limit, "evaluation", "limit"),
-        (changed.scoring, "evaluation", "scoring"),
-        (changed.add_bos, "evaluation", "add_bos"),
-        (changed.stream, "evaluation", "stream"),
-    ):
-        if value is not None:
-            source.replace(value, *location)
+    for name, part in Overrides.model_fields.items():
+        value, place = getattr(changed, name), part.json_schema_extra["place"]
+        if place and value != part.default:
+            value = absolute(here, str(value)) if PATH in part.metadata else value
+            source.replace(value, *place.split("."))
     data, calibration = source.values.get("data"), source.values.get("calibration") or {}
     if isinstance(data, str) and isinstance(calibration, dict) and "path" not in calibration:
         with suppress(DataError, OSError):  # if a quantizer needs one, that is said with its remedy

@@ -133,9 +133,9 @@ def analyze(
     if blocks and sensitivity is None:
         raise RecipeError("--blocks: needs --sensitivity QUANTIZER")
     if text is not None:  # no task is read, and this one needs no data
-        overrides = replace(overrides, tasks=("passkey_256",))
+        overrides = overrides.model_copy(update={"tasks": ("passkey_256",)})
     # one task's text is read, so that others may lack their data
-    overrides = replace(overrides, skip_missing=True)
+    overrides = overrides.model_copy(update={"skip_missing": True})
     launcher = load_launcher(recipe, overrides, out=out, device=device, cluster=cluster)
     require_folder(launcher.out, "--out")
     with launch(launcher, cluster) as launcher:

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+from pydantic.fields import FieldInfo
 
 from qbench.errors import OutputError, RecipeError
 from qbench.files import require_writable
 from qbench.plugins import load_file
 from qbench.quantizers.registry import names as quantizer_names
 from qbench.quantizers.registry import split_commas
-from qbench.recipe import Overrides
+from qbench.recipe import Kind, Overrides
 from qbench.store import Store, run_id, runs
 
 
@@ -145,116 +146,21 @@ def complete_quantizers(incomplete: str) -> list[str]:
     return [given + name for name in quantizer_names() if name.startswith(last)]
 
 
+def _option(name: str, part: FieldInfo) -> Any:
+    """Return the option of the command line for the field ``name`` of Overrides."""
+    settings = dict(part.json_schema_extra["settings"])
+    flags = [settings.pop("flag")] if "flag" in settings else []
+    if name == "quantizers":
+        settings["autocompletion"] = complete_quantizers
+    types = (mark.option_type for mark in part.metadata if isinstance(mark, Kind))
+    option = typer.Option(*flags, help=" ".join(part.description.split()), **settings)
+    return Annotated[next(filter(None, types), part.annotation), option]
+
+
 OPTIONS: dict[str, Any] = {
-    "checkpoint": Annotated[
-        list[str],
-        typer.Option(
-            metavar="NAME=SOURCE",
-            help="Use this folder or hub id for the recipe's checkpoint NAME. Repeatable. Without "
-            "a recipe: the checkpoints, of which the first is the baseline of Δ.",
-        ),
-    ],
-    "quantized": Annotated[
-        list[str],
-        typer.Option(
-            metavar="LABEL=SOURCE",
-            help="A checkpoint that is quantized already, scored beside its original; without "
-            "--checkpoint it is scored alone. Repeatable.",
-        ),
-    ],
-    "quantizers": Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAMES",
-            autocompletion=complete_quantizers,
-            help="These quantizers, separated by commas: bf16,gptq-4bit. Options follow a colon: "
-            "hqq-4bit:axis=0. With +, weights and more: gptq-4bit+kv4. With a recipe, its labels "
-            "keep their settings.",
-        ),
-    ],
-    "tasks": Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAMES", help="These tasks, separated by commas, instead of the recipe's."
-        ),
-    ],
-    "definitions": Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="lm-eval YAML files: tasks of your own."),
-    ],
-    "data": Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER", help="TASK/SPLIT.jsonl files: score from these, without the hub."
-        ),
-    ],
-    "skip_missing": Annotated[
-        bool,
-        typer.Option(
-            "--skip-missing",
-            help="Run the tasks that the data folder has; tables name the others.",
-        ),
-    ],
-    "calibration": Annotated[
-        str | None,  # a Path would make hf:/ of hf://
-        typer.Option(
-            metavar="FILE",
-            help="JSON Lines with a text field, read by quantizers that calibrate. Also an "
-            "address hf://datasets/….",
-        ),
-    ],
-    "calibration_samples": Annotated[
-        int | None,
-        typer.Option(
-            min=1, metavar="N", help="Number of calibration texts. Default: the recipe's, or 128."
-        ),
-    ],
-    "calibration_length": Annotated[
-        int | None,
-        typer.Option(
-            min=8,
-            metavar="N",
-            help="Tokens of each calibration text. Default: the recipe's, or 2048.",
-        ),
-    ],
-    "limit": Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="Score the first N documents of each task only."),
-    ],
-    "dtype": Annotated[
-        Literal["bfloat16", "float32"] | None,
-        typer.Option(
-            help="Compute in this dtype instead of the recipe's, unquantized cells too. Most CPUs "
-            "are ten times slower in bfloat16."
-        ),
-    ],
-    "scoring": Annotated[
-        Literal["auto", "exact", "fast", "lm-eval"] | None,
-        typer.Option(
-            metavar="MODE",
-            help="Score in this mode instead of the recipe's: exact gives HFLM's scores, fast "
-            "packs requests, lm-eval is HFLM itself; auto is the fastest that fits the model on a "
-            "GPU, exact on a CPU.",
-        ),
-    ],
-    "add_bos": Annotated[
-        bool | None,
-        typer.Option(
-            "--add-bos/--no-add-bos",
-            help="Begin every text that is scored with BOS, or none. Default: the recipe's, or as "
-            "the tokenizer does, which is what lm-eval does.",
-        ),
-    ],
-    "stream": Annotated[
-        bool | None,
-        typer.Option(
-            "--stream/--no-stream",
-            help="Bring weights to the device block by block, or all of them at once. Default: the "
-            "recipe's, or block by block if they do not fit.",
-        ),
-    ],
-    "plugin": PluginOption,
-}
+    "checkpoint" if name == "checkpoints" else name: _option(name, part)
+    for name, part in Overrides.model_fields.items()
+} | {"plugin": PluginOption}
 DEFAULTS = {"checkpoint": [], "quantized": [], "skip_missing": False, "plugin": []}
 
 
