@@ -42,8 +42,9 @@ def report(kind, folder, name, **stated):
     if name.startswith("bnb"):
         del chosen["group_size"]
     quantizer = parse(name, chosen)
-    made = make(quantizer, folder, model=tiny_model(kind), calibrated=CALIBRATION)
-    return audit(tiny_model(kind), made, quantizer, PROBE)
+    original, model = (tiny_model(kind).to(getattr(torch, chosen["compute_dtype"])) for _ in "ab")
+    made = make(quantizer, folder, model=model, calibrated=CALIBRATION)
+    return audit(original, made, quantizer, PROBE)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -178,14 +179,22 @@ def test_leaving_experts_out_is_the_reason_that_is_named(tmp_path):
     assert reasons == {"ignore of the settings"}
 
 
-def test_logits_that_an_appended_text_changes_are_recorded(tmp_path, monkeypatch):
-    """transformers' GLM-MoE-DSA: which keys a query sees changes as a text grows."""
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["deepseek_v32", "glm_moe_dsa"])
+def test_logits_that_an_appended_text_changes_are_recorded(kind, dtype, tmp_path, monkeypatch):
+    """Among keys of equal score a top-k of transformers chooses by how long the text is: one token
+    in ten moves, by a lot; in 16 bits too."""
     indexer = {"index_topk": 4, "index_n_heads": 2, "index_head_dim": 32}
-    kinds = {"mlp_layer_types": ["sparse"]}
-    monkeypatch.setitem(CONFIGS, "glm_moe_dsa", {**LATENT, **indexer, **kinds})
-    found = report("glm_moe_dsa", tmp_path, "rtn-4bit")
+    kinds = {"mlp_layer_types": ["sparse"]} if kind == "glm_moe_dsa" else {}
+    monkeypatch.setitem(CONFIGS, kind, {**LATENT, **indexer, **kinds})
+    found = report(kind, tmp_path, "rtn-4bit", compute_dtype=dtype)
     assert found.problems == ()
     assert found.causality.moved > 1
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "mixtral"])
+def test_rounding_that_sends_tokens_to_other_experts_is_no_leak(kind, tmp_path):
+    assert report(kind, tmp_path, "rtn-4bit", compute_dtype="bfloat16").causality.moved == 0
 
 
 def test_a_block_that_has_two_names_is_quantized_once(tmp_path, monkeypatch):

@@ -4,7 +4,8 @@ Changed tokens leave every shape as it is, so the same kernels run and a model w
 dependence gives the same bits, unless its kernels do not repeat themselves, or experts get other
 numbers of tokens: what the unquantized model moves by, and what a repetition moves, is allowed.
 Texts that are cut have other shapes and so other rounding. In 16 bits that may send single tokens
-to other experts, so there only what moves most tokens counts.
+to other experts: there a share of all tokens must move, and more than in a batch of one row, whose
+shape differs too.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from qbench.streaming import lockstep
 
 RowByRow = Callable[[Any], AbstractContextManager[None]]
 SHIFTS = (1, 7)  # other tokens: ids moved on by so many
-CUT = 10  # tokens that are left off at the end; and half of the text
+CUT = 10  # tokens that are left off at the end; and half, and three quarters of the text
 OTHER_SHAPES = {torch.float32: 1e-3, torch.float64: 1e-3}  # relative, of any token's logits
-OTHER_SHAPES_OF_HALF = 0.1  # of the middle token's
+OTHER_SHAPES_OF_HALF = 0.1  # of ``FEW_TOKENS`` in 16 bits
+FEW_TOKENS = 0.02
 LEEWAY = 4.0  # times what the unquantized model and a repetition move
 ROUNDING = 1e-5  # of the largest logit
 # What is changed of token ids [B, T], and the logits [B, T, V] that must not move
@@ -49,6 +51,12 @@ def independence(
     changes the last bits of another, as rows of a kernel's tile may: both models are measured so.
     """
     futures, mates = (_changed(probe, part) for part in (LAST_TOKEN, OTHER_ROWS))
+    length = probe.shape[1]
+    lengths = sorted({max(1, n) for n in (length - CUT, length // 2, length // 4)})
+    # Where activations are rounded to few bits, rounding alone moves every token as far.
+    other_shapes = (
+        [] if config.amplifies_rounding else [probe[:1], *(probe[:, :n] for n in lengths)]
+    )
 
     def leak(texts: list[Tensor], logits: list[Tensor], watched: Any) -> BatchDependence:
         moved, allowed = _most(base, logits, watched), 0.0
@@ -63,15 +71,16 @@ def independence(
     with ExitStack() as stack:
         for model in (original, quantized):
             stack.enter_context(row_by_row(model))
-        base, again, *changed = _logits(quantized, [probe, probe, *futures, *mates])
+        texts = [probe, probe, *futures, *mates, *other_shapes]
+        base, again, *changed = _logits(quantized, texts)
         repeated, rounding = _moved(base, again), ROUNDING * float(base.abs().max())
-        of_futures, of_mates = changed[: len(futures)], changed[len(futures) :]
+        of_futures, of_mates = changed[: len(SHIFTS)], changed[len(SHIFTS) : 2 * len(SHIFTS)]
         causality = leak(futures, of_futures, EARLIER)
-        # Where activations are rounded to few bits, rounding alone moves every token as far.
-        exact = not config.amplifies_rounding
-        by_length = _moved_by_length(quantized, probe, base) if exact else 0.0
+        dtype = next(quantized.parameters()).dtype
+        by_length = _moved_by_length(base, changed[2 * len(SHIFTS) :], dtype)
         if by_length > causality.moved:
-            allowed = _moved_by_length(original, probe, logits(original, probe))
+            unchanged, *cuts = _logits(original, [probe, *other_shapes[1:]])
+            allowed = max(_moved(unchanged[:, : cut.shape[1]], cut) for cut in cuts)
             tolerance = max(causality.tolerance, LEEWAY * allowed)
             causality = causality.model_copy(update={"moved": by_length, "tolerance": tolerance})
         batch_mates = leak(mates, of_mates, FIRST_ROW)
@@ -91,18 +100,30 @@ def independence(
     return causality, batch_mates, problems
 
 
-def _moved_by_length(model: nn.Module, probe: Tensor, base: Tensor) -> float:
-    """Return how far logits [B, T, V] of ``probe`` move if its last tokens are left off; 0 if they
-    move no farther than rounding in other shapes moves them."""
-    dtype, moved = next(model.parameters()).dtype, 0.0
-    for length in {max(1, probe.shape[1] - CUT), max(1, probe.shape[1] // 2)}:
-        cut, whole = logits(model, probe[:, :length]), base[:, :length]
-        off = (cut - whole).norm(dim=-1) / whole.norm(dim=-1)
-        exact = dtype in OTHER_SHAPES
-        most = float(off.max() if exact else off.median())
-        if most > OTHER_SHAPES.get(dtype, OTHER_SHAPES_OF_HALF):
-            moved = max(moved, _moved(whole, cut))
+def _moved_by_length(base: Tensor, other_shapes: list[Tensor], dtype: torch.dtype) -> float:
+    """Return how far the logits ``base`` [B, T, V] of a model in ``dtype`` lie from those of the
+    same texts with their last tokens left off; 0 if that is no more than rounding in other shapes.
+
+    ``other_shapes``: the logits [1, T, V] of the first row in a batch of its own, then those of
+    the texts cut, [B, < T, V]; may be empty."""
+    if not other_shapes:
+        return 0.0
+    alone, *cuts = other_shapes
+    moved, noise = 0.0, float(_far(alone, base[:1]).mean())
+    for cut in cuts:
+        same = base[:, : cut.shape[1]]
+        if dtype in OTHER_SHAPES:
+            leaks = bool(_far(cut, same, OTHER_SHAPES[dtype]).any())
+        else:
+            leaks = float(_far(cut, same).mean()) > max(FEW_TOKENS, LEEWAY * noise)
+        moved = max(moved, _moved(same, cut)) if leaks else moved
     return moved
+
+
+def _far(logits: Tensor, expected: Tensor, most: float = OTHER_SHAPES_OF_HALF) -> Tensor:
+    """Return 1 for each token [B, T] whose ``logits`` [B, T, V] lie farther from the ``expected``
+    than ``most`` of their norm, else 0."""
+    return ((logits - expected).norm(dim=-1) > most * expected.norm(dim=-1)).float()
 
 
 def _changed(ids: Tensor, part: Any) -> list[Tensor]:
