@@ -46,70 +46,19 @@ def analyze(
     *,
     recipe: RecipeFile,
     overrides: Overrides,
-    text: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="JSON Lines file to read. Default: the documents of the recipe's first task that "
-            "scores whole texts, such as wikitext.",
-        ),
-    ] = None,
-    field: Annotated[
-        str | None, typer.Option(help="Field of --text that holds the text. Default: text.")
-    ] = None,
-    samples: Annotated[
-        int, typer.Option(min=1, help="Read the first N texts that are long enough.")
-    ] = 16,
-    length: Annotated[
-        int | None,
-        typer.Option(
-            min=2,
-            help="Tokens of each text, from its beginning. Default: 512, or the shortest context "
-            "of the checkpoints.",
-        ),
-    ] = None,
-    bos: Annotated[bool, typer.Option(help="Begin each text with BOS, which counts.")] = True,
-    only: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PATTERNS",
-            help="Cells that match a glob of these, quantized ones too. "
-            "Default: the unquantized ones.",
-        ),
-    ] = None,
-    heads: Annotated[
-        str | None,
-        typer.Option(
-            metavar="LAYER.HEAD,…",
-            help="LAYER.HEAD, from 0: heads whose attention maps are kept. Default: the one that "
-            "weighs the first key most, and the one with the sharpest weights.",
-        ),
-    ] = None,
-    long_context: Annotated[
-        int | None,
-        typer.Option(
-            min=2,
-            metavar="TOKENS",
-            help="Also read texts of this many tokens, such as four times the context: losses and "
-            "weights along the text.",
-        ),
-    ] = None,
-    sensitivity: Annotated[
-        str | None,
-        typer.Option(
-            metavar="QUANTIZER",
-            help="Also quantize one linear layer at a time with this quantizer of the recipe, and "
-            "measure the divergence.",
-        ),
-    ] = None,
-    blocks: Annotated[
-        bool, typer.Option("--blocks", help="With --sensitivity: one decoder layer at a time.")
-    ] = False,
+    text: Annotated[Path | None, typer.Option(metavar="FILE")] = None,
+    field: str | None = None,
+    samples: Annotated[int, typer.Option(min=1)] = 16,
+    length: Annotated[int | None, typer.Option(min=2)] = None,
+    bos: bool = True,
+    only: Annotated[str | None, typer.Option(metavar="PATTERNS")] = None,
+    heads: Annotated[str | None, typer.Option(metavar="LAYER.HEAD,…")] = None,
+    long_context: Annotated[int | None, typer.Option(min=2, metavar="TOKENS")] = None,
+    sensitivity: Annotated[str | None, typer.Option(metavar="QUANTIZER")] = None,
+    blocks: bool = False,
     out: Out = None,
     device: DeviceOption = "auto",
-    force: Annotated[
-        bool, typer.Option("--force", help="Analyze cells again that have a finished record.")
-    ] = False,
+    force: bool = False,
     cluster: ClusterOption = None,
 ) -> None:
     """Measure attention sinks, outliers, sparsity and inputs of linear layers on a text.
@@ -123,6 +72,24 @@ def analyze(
     qbench analyze recipes/demo.yaml
     qbench analyze recipes/gptq.yaml --only "*" --sensitivity gptq-4bit
     ```
+
+    Options:
+    text: JSON Lines file to read. Default: the documents of the recipe's first task that scores
+        whole texts, such as wikitext.
+    field: Field of --text that holds the text. Default: text.
+    samples: Read the first N texts that are long enough.
+    length: Tokens of each text, from its beginning. Default: 512, or the shortest context of the
+        checkpoints.
+    bos: Begin each text with BOS, which counts.
+    only: Cells that match a glob of these, quantized ones too. Default: the unquantized ones.
+    heads: LAYER.HEAD, from 0: heads whose attention maps are kept. Default: the one that weighs the
+        first key most, and the one with the sharpest weights.
+    long_context: Also read texts of this many tokens, such as four times the context: losses and
+        weights along the text.
+    sensitivity: Also quantize one linear layer at a time with this quantizer of the recipe, and
+        measure the divergence.
+    blocks: With --sensitivity: one decoder layer at a time.
+    force: Analyze cells again that have a finished record.
     """
     from qbench.viewer.figures import write_analyses  # pandas and figures
 

@@ -60,7 +60,9 @@ def load(name: str) -> Any:
     function = getattr(module, name if hasattr(module, name) else f"{name}_command")
     group = function
     if not isinstance(function, typer.Typer):
-        group = typer.Typer(add_completion=False, rich_markup_mode="markdown")
+        from qbench.cli.options import CommandGroup  # recipes: half a second
+
+        group = CommandGroup()
         group.command(name)(function)
     command = typer.main.get_command(group)
     command.name = name

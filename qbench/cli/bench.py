@@ -13,7 +13,7 @@ import typer
 
 from qbench.cli.launcher import load_launcher
 from qbench.cli.messages import show_written
-from qbench.cli.options import DeviceOption, Json, RecipeFile, recipe_options
+from qbench.cli.options import CommandGroup, DeviceOption, Json, RecipeFile, recipe_options
 from qbench.files import write_atomically, write_page
 from qbench.machine import choose_device, redirected, terminal
 from qbench.recipe import Overrides
@@ -23,12 +23,7 @@ Shape = Annotated[
 ]
 NOWHERE = Path(os.devnull)  # for libraries' notes; errors are raised
 
-bench = typer.Typer(
-    add_completion=False,
-    no_args_is_help=True,
-    rich_markup_mode="markdown",
-    help="Measure speeds, in one run on one machine, after checking results.",
-)
+bench = CommandGroup("Measure speeds, in one run on one machine, after checking results.")
 
 
 def load(name: str) -> Any:
@@ -47,11 +42,8 @@ def alone() -> Iterator[Callable[[str], None]]:
 @bench.command("attention")
 def attention(
     out: Json = None,
-    quick: Annotated[bool, typer.Option("--quick", help="One shape, few repeats.")] = False,
-    only: Annotated[
-        list[str],
-        typer.Option(help="A normalizer to check and time, beside the peers; repeat it."),
-    ] = [],  # noqa: B006
+    quick: bool = False,
+    only: list[str] = [],  # noqa: B006
 ) -> None:
     """The kernels against float64, then cuDNN, FlashAttention 2 and FlexAttention. Needs a GPU.
 
@@ -61,6 +53,10 @@ def attention(
     ```
     qbench bench attention --quick
     ```
+
+    Options:
+    quick: One shape, few repeats.
+    only: A normalizer to check and time, beside the peers; repeat it.
     """
     bench = load("bench.attention_speed")
     results = bench.bench_attention(out, quick, only, log=lambda line: typer.echo(line, err=True))
@@ -70,13 +66,11 @@ def attention(
 @bench.command("generation")
 def generation(
     shape: Shape = "340m",
-    prompts: Annotated[int, typer.Option(min=1, help="Prompts to answer.")] = 500,
-    prompt: Annotated[int, typer.Option(min=1, help="Tokens of each.")] = 1000,
-    tokens: Annotated[int, typer.Option(min=1, help="New tokens of each answer.")] = 256,
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts of HFLM's batches.")] = 32,
-    normalizer: Annotated[
-        list[str], typer.Option(help="Repeatable. Default: softmax and softpick.")
-    ] = [],  # noqa: B006
+    prompts: Annotated[int, typer.Option(min=1)] = 500,
+    prompt: Annotated[int, typer.Option(min=1)] = 1000,
+    tokens: Annotated[int, typer.Option(min=1)] = 256,
+    batch_size: Annotated[int, typer.Option(min=1)] = 32,
+    normalizer: list[str] = [],  # noqa: B006
     device: DeviceOption = "auto",
     out: Json = None,
 ) -> None:
@@ -86,6 +80,13 @@ def generation(
     ```
     qbench bench generation
     ```
+
+    Options:
+    prompts: Prompts to answer.
+    prompt: Tokens of each.
+    tokens: New tokens of each answer.
+    batch_size: Prompts of HFLM's batches.
+    normalizer: Repeatable. Default: softmax and softpick.
     """
     bench = load("bench.generation")
     with alone() as log:
@@ -129,7 +130,7 @@ def show(table: str, results: object, out: Path | None) -> None:
 
 @bench.command("sample-efficiency")
 def sample_efficiency(
-    repetitions: Annotated[int, typer.Option(min=2, help="Data sets of each size.")] = 12,
+    repetitions: Annotated[int, typer.Option(min=2)] = 12,
     out: Json = None,
 ) -> None:
     """Figure 1 of the sigmoid paper: how fast sigmoid and softmax gates find their parameters.
@@ -140,6 +141,9 @@ def sample_efficiency(
     ```
     qbench bench sample-efficiency
     ```
+
+    Options:
+    repetitions: Data sets of each size.
     """
     bench = load("bench.sample_efficiency")
     results = bench.bench_sample_efficiency(

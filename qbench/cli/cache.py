@@ -10,16 +10,12 @@ from tabulate import tabulate
 
 from qbench import cache as kept
 from qbench.cache import entries, in_words
+from qbench.cli.options import CommandGroup
 from qbench.files import cache_folder
 from qbench.machine import GIB
 from qbench.text import duration
 
-cache = typer.Typer(
-    add_completion=False,
-    no_args_is_help=True,
-    rich_markup_mode="markdown",
-    help="List and bound what runs keep for later ones.",
-)
+cache = CommandGroup("List and bound what runs keep for later ones.")
 
 
 @cache.command("list")
@@ -41,17 +37,10 @@ def list_entries() -> None:
     typer.echo(f"{cache_folder()}: {len(found)} entries, {total}")
 
 
-@cache.command()
+@cache.command("prune")
 def prune(
-    max_gib: Annotated[
-        float,
-        typer.Option(
-            min=0, help="Keep at most this much. The least recently used is removed first."
-        ),
-    ],
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only show what would be removed.")
-    ] = False,
+    max_gib: Annotated[float, typer.Option(min=0)],
+    dry_run: bool = False,
 ) -> None:
     """Remove what was not used for longest, and the files that killed processes left.
 
@@ -61,6 +50,10 @@ def prune(
     ```
     qbench cache prune --max-gib 20 --dry-run
     ```
+
+    Options:
+    max_gib: Keep at most this much. The least recently used is removed first.
+    dry_run: Only show what would be removed.
     """
     pruned = kept.prune(cache_folder(), max_bytes=max_gib * GIB, dry_run=dry_run)
     word = "would remove" if dry_run else "removed"

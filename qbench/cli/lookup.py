@@ -29,14 +29,10 @@ from qbench.recipe_yaml import bundled_recipes
 def list_command(
     what: Annotated[
         Literal["quantizers", "formats", "normalizers", "models", "tasks", "recipes"],
-        typer.Argument(
-            metavar="WHAT", help="quantizers, formats, normalizers, models, tasks or recipes."
-        ),
+        typer.Argument(metavar="WHAT"),
     ],
     plugin: PluginOption = [],  # noqa: B006  typer copies it
-    markdown: Annotated[
-        bool, typer.Option("--markdown", help="The models as the table of docs/models.md.")
-    ] = False,
+    markdown: bool = False,
 ) -> None:
     """List the quantizers with their options, the formats of checkpoints that are quantized
     already, the normalizers, the classes of models that were tried, lm-eval's tasks, or the recipes
@@ -47,6 +43,10 @@ def list_command(
     qbench list quantizers
     qbench list models
     ```
+
+    Options:
+    what: quantizers, formats, normalizers, models, tasks or recipes.
+    markdown: The models as the table of docs/models.md.
     """
     load_packages()
     if markdown:

@@ -1,14 +1,15 @@
-"""Define the options that several commands have. Those that replace parts of a recipe are at the
-end."""
+"""Define commands, whose options are explained in their docstrings, and the options that several
+commands have. Those that replace parts of a recipe are at the end."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 from pydantic.fields import FieldInfo
@@ -22,29 +23,86 @@ from qbench.recipe import Kind, Overrides
 from qbench.store import Store, run_id, runs
 
 
-def to_file(help: str) -> Any:
-    """Return an option for a file to write; the command is refused at once if that cannot be
-    written."""
-
-    def check(param: typer.CallbackParam, value: Path | None) -> Path | None:
-        if value is not None:
-            require_writable(value, param.opts[0])
-        return value
-
-    return typer.Option(help=help, parser=_path, callback=check, metavar="FILE")
-
-
-def folder_option(help: str) -> Any:
-    """Return an option for a folder. A command that writes there checks first that it can."""
-    return typer.Option(help=help, parser=_path, metavar="FOLDER")
-
-
 def _path(text: str) -> Path:
     if not text:
         raise OutputError("an empty path: name a file or folder to write, or leave the option out")
     return Path(text)
 
 
+def _writable(param: typer.CallbackParam, value: Path | None) -> Path | None:
+    """Refuse a command at once if it cannot write the file that one of its options names."""
+    if value is not None:
+        require_writable(value, param.opts[0])
+    return value
+
+
+def _output(metavar: str, help: str = "") -> Any:
+    """Return an option for a FILE or a FOLDER to write. A command that writes into a folder checks
+    first that it can."""
+    check = _writable if metavar == "FILE" else None
+    return typer.Option(help=help, parser=_path, callback=check, metavar=metavar)
+
+
+class CommandGroup(typer.Typer):
+    """A group of commands, or the holder of a single one. The last section of a command's
+    docstring, ``Options:``, has a line per parameter: its help. Lines that go on are indented."""
+
+    def __init__(self, help: str = "") -> None:
+        super().__init__(
+            add_completion=False, no_args_is_help=bool(help), rich_markup_mode="markdown", help=help
+        )
+
+    def command(self, name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+        """Return a decorator that registers a command. An option that is False by default has no
+        ``--no-``."""
+
+        def register(command: Callable[..., None]) -> Callable[..., None]:
+            about, _, section = (inspect.getdoc(command) or "").partition("\n\nOptions:\n")
+            entries = (line.partition(": ") for line in re.sub(r"\n +", " ", section).splitlines())
+            help = {parameter: text for parameter, _, text in entries}
+            parameters = [
+                parameter.replace(annotation=_with_help(parameter, help.get(parameter.name)))
+                for parameter in inspect.signature(command, eval_str=True).parameters.values()
+            ]
+            super(CommandGroup, self).command(name, help=about)(
+                _with_parameters(command, parameters)
+            )
+            return command
+
+        return register
+
+
+def _with_help(parameter: inspect.Parameter, help: str | None) -> Any:
+    """Return the annotation of a command's parameter with this help."""
+    if help is None:
+        return parameter.annotation
+    kind, *settings = (
+        get_args(parameter.annotation)
+        if get_origin(parameter.annotation) is Annotated
+        else (parameter.annotation,)
+    )
+    flag = [f"--{parameter.name.replace('_', '-')}"] if parameter.default is False else []
+    option = copy.copy(settings[0]) if settings else typer.Option(*flag)
+    option.help = help
+    return Annotated[kind, option]
+
+
+def _with_parameters(
+    command: Callable[..., None], parameters: list[inspect.Parameter]
+) -> Callable[..., None]:
+    """Return ``command`` with these parameters as typer reads them."""
+
+    @functools.wraps(command)
+    def wrapper(**values: Any) -> None:
+        command(**values)
+
+    wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # ours
+    wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return wrapper
+
+
+NewFile = Annotated[Path | None, _output("FILE")]
+NewFolder = Annotated[Path | None, _output("FOLDER")]
 RecipeFile = Annotated[
     Path, typer.Argument(metavar="RECIPE", help="A recipe, such as recipes/gptq.yaml.")
 ]
@@ -66,7 +124,9 @@ Only = Annotated[
         help="Only cells that match a glob of these: `'softpick/gptq-*,*/bf16'`.",
     ),
 ]
-Out = Annotated[Path | None, folder_option("Results folder. Default: results/NAME of the recipe.")]
+Out = Annotated[
+    Path | None, _output("FOLDER", "Results folder. Default: results/NAME of the recipe.")
+]
 
 
 def _load_plugins(paths: list[Path]) -> list[Path]:
@@ -121,7 +181,7 @@ Published = Annotated[
     str | None,
     typer.Option(metavar="SET", help="Print a paper's numbers beside ours: softpick-340m."),
 ]
-Json = Annotated[Path | None, to_file("Also write JSON here, and the table beside it.")]
+Json = Annotated[Path | None, _output("FILE", "Also write JSON here, and the table beside it.")]
 
 
 def open_store(folder: Path, run: str | None, option: str = "--run") -> Store:
@@ -187,11 +247,7 @@ def recipe_options(*names: str) -> Callable[[Callable[..., None]], Callable[...,
             )
             for name in chosen
         ]
-        parameters = [recipe, *options, *rest]
-        # what typer reads
-        wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # ours
-        wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-        return wrapper
+        return _with_parameters(wrapper, [recipe, *options, *rest])
 
     return decorate
 

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import typer
 
 from qbench.cli.messages import show_written
-from qbench.cli.options import Against, Folder, Published, Run, open_store, to_file
+from qbench.cli.options import Against, Folder, NewFile, Published, Run, open_store
 from qbench.comparison.changes import compare_cells, compare_results
 from qbench.comparison.compare import compare as compare_store
 from qbench.comparison.explain import find_cell
@@ -29,15 +29,12 @@ from qbench.tables.summary import summary
 
 def tables(
     folder: Folder,
-    format: Annotated[
-        Literal["md", "tex", "csv"],
-        typer.Option(help="What to print and write. tex: a fragment for \\input."),
-    ] = "md",
+    format: Literal["md", "tex", "csv"] = "md",
     published: Published = None,
     against: Against = None,
     run: Run = None,
 ) -> None:
-    """Write the tables of a results folder and show the answer: a line per precision.
+    r"""Write the tables of a results folder and show the answer: a line per precision.
 
     tables.md has every score with its interval, in the paper's layout; tables.csv all numbers.
 
@@ -46,6 +43,9 @@ def tables(
     qbench tables results/demo
     qbench tables results/demo --format tex
     ```
+
+    Options:
+    format: What to print and write. tex: a fragment for \input.
     """
     store = open_store(folder, run)
     show_tables(store, format=format, published=published, against=against)
@@ -75,23 +75,10 @@ def show_tables(
 
 
 def compare(
-    a: Annotated[
-        Path,
-        typer.Argument(metavar="A", help="A results folder, or a cell: DIR/CHECKPOINT/QUANTIZER."),
-    ],
-    b: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="[B]",
-            help="Another, of the same recipe, or another cell. Default: the last run of A.",
-        ),
-    ] = None,
-    run: Annotated[
-        str | None, typer.Option("--run", metavar="ID", help="An earlier run of A.")
-    ] = None,
-    run_b: Annotated[
-        str | None, typer.Option("--run-b", metavar="ID", help="An earlier run of B.")
-    ] = None,
+    a: Annotated[Path, typer.Argument(metavar="A")],
+    b: Annotated[Path | None, typer.Argument(metavar="[B]")] = None,
+    run: Annotated[str | None, typer.Option("--run", metavar="ID")] = None,
+    run_b: Annotated[str | None, typer.Option("--run-b", metavar="ID")] = None,
 ) -> None:
     """What changed between two results of one recipe, or between two cells, paired by document.
 
@@ -102,6 +89,12 @@ def compare(
     qbench compare results/before results/after
     qbench compare results/demo --run 0a1b
     ```
+
+    Options:
+    a: A results folder, or a cell: DIR/CHECKPOINT/QUANTIZER.
+    b: Another, of the same recipe, or another cell. Default: the last run of A.
+    run: An earlier run of A.
+    run_b: An earlier run of B.
     """
     if b is not None and _names_cell(a) and _names_cell(b):
         changes = compare_cells(find_cell(str(a), run), find_cell(str(b), run_b))
@@ -125,37 +118,13 @@ class Across(StrEnum):
 
 def check(
     folder: Folder,
-    baseline: Annotated[
-        Path,
-        typer.Option(metavar="FILE", help="What `qbench baseline` wrote, or a results folder."),
-    ],
-    margin: Annotated[
-        list[str],
-        typer.Option(
-            metavar="METRIC=NUMBER",
-            help="How much worse is tolerable: percentage points for accuracies (acc=1), per cent "
-            "for perplexities (perplexity=2) and for what the audit measures (layer_error=10). "
-            "Default for scores: 1 point and 2 per cent, or the smallest margin that the documents "
-            "allow. Repeatable.",
-        ),
-    ] = [],  # noqa: B006
-    across: Annotated[
-        list[Across],
-        typer.Option(
-            metavar="weights|normalizer",
-            help="Compare results of other weights, or of another normalizer, with the baseline: "
-            "a new checkpoint of the same model. Repeatable.",
-        ),
-    ] = [],  # noqa: B006
-    inconclusive: Annotated[
-        Inconclusive, typer.Option(help="Verdict if there are too few documents to tell.")
-    ] = "fail",
-    summary: Annotated[
-        Path | None,
-        to_file("Write all rows as Markdown here; the terminal shows those that do not pass."),
-    ] = None,
-    junit: Annotated[Path | None, to_file("Also write JUnit XML here.")] = None,
-    json: Annotated[Path | None, to_file("Also write JSON here.")] = None,
+    baseline: Annotated[Path, typer.Option(metavar="FILE")],
+    margin: Annotated[list[str], typer.Option(metavar="METRIC=NUMBER")] = [],  # noqa: B006
+    across: Annotated[list[Across], typer.Option(metavar="weights|normalizer")] = [],  # noqa: B006
+    inconclusive: Inconclusive = "fail",
+    summary: NewFile = None,
+    junit: NewFile = None,
+    json: NewFile = None,
     run: Run = None,
 ) -> None:
     """The CI gate: is any score worse than the baseline's by more than a margin?
@@ -175,6 +144,18 @@ def check(
     qbench check results/gate --baseline baseline.tar.xz
     qbench check results/gate --baseline baseline.tar.xz --margin acc=1 --junit gate.xml
     ```
+
+    Options:
+    baseline: What `qbench baseline` wrote, or a results folder.
+    margin: How much worse is tolerable: percentage points for accuracies (acc=1), per cent for
+        perplexities (perplexity=2) and for what the audit measures (layer_error=10). Default for
+        scores: 1 point and 2 per cent, or the smallest margin that the documents allow. Repeatable.
+    across: Compare results of other weights, or of another normalizer, with the baseline: a new
+        checkpoint of the same model. Repeatable.
+    inconclusive: Verdict if there are too few documents to tell.
+    summary: Write all rows as Markdown here; the terminal shows those that do not pass.
+    junit: Also write JUnit XML here.
+    json: Also write JSON here.
     """
     _require_other_files(
         {"--baseline": baseline, "--summary": summary, "--junit": junit, "--json": json}
@@ -203,10 +184,8 @@ def _require_other_files(named: dict[str, Path | None]) -> None:
 
 def baseline(
     folder: Folder,
-    out: Annotated[Path, to_file("The file to write.")],
-    replace: Annotated[
-        bool, typer.Option("--replace", help="Replace an existing baseline, showing old and new.")
-    ] = False,
+    out: NewFile,
+    replace: bool = False,
     run: Run = None,
 ) -> None:
     """Make the baseline that `qbench check` compares later results with.
@@ -215,6 +194,10 @@ def baseline(
     ```
     qbench baseline results/gate --out baseline.tar.xz
     ```
+
+    Options:
+    out: The file to write.
+    replace: Replace an existing baseline, showing old and new.
     """
     changes = make(open_store(folder, run), out, replace=replace)
     if changes is not None:

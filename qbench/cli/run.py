@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from importlib import import_module
-from pathlib import Path
 from threading import Thread
 from typing import Annotated
 
@@ -20,11 +19,11 @@ from qbench.cli.options import (
     ClusterOption,
     DeviceOption,
     ExecutorOption,
+    NewFile,
     Only,
     Out,
     RecipeOrOptions,
     recipe_options,
-    to_file,
 )
 from qbench.errors import RecipeError, some
 from qbench.evaluation.tasks import TaskSpec
@@ -47,27 +46,13 @@ def run(
     only: Only = None,
     out: Out = None,
     device: DeviceOption = "auto",
-    force: Annotated[
-        bool, typer.Option("--force", help="Run cells again that have a finished record.")
-    ] = False,
-    gpus: Annotated[
-        str | None, typer.Option(metavar="all|N", help="GPUs of this host to use. Default: one.")
-    ] = None,
-    workers: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="Cells side by side on each GPU, one process each: one is quantized while others "
-            "are scored. Default: 3 on a GPU, 1 on a CPU.",
-        ),
-    ] = None,
+    force: bool = False,
+    gpus: Annotated[str | None, typer.Option(metavar="all|N")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, metavar="N")] = None,
     cluster: ClusterOption = None,
     executor: ExecutorOption = None,
     against: Against = None,
-    save_recipe: Annotated[
-        Path | None, to_file("Write this run as a recipe, with absolute paths.")
-    ] = None,
+    save_recipe: NewFile = None,
 ) -> None:
     """Quantize, audit and score every cell of a recipe, or of options alone; write records and
     delta tables.
@@ -81,6 +66,13 @@ def run(
     qbench run recipes/gptq.yaml --only "softpick/*" --gpus all
     qbench run --checkpoint mine=DIR --quantizers bf16,hqq-4bit --tasks piqa,arc_easy
     ```
+
+    Options:
+    force: Run cells again that have a finished record.
+    gpus: GPUs of this host to use. Default: one.
+    workers: Cells side by side on each GPU, one process each: one is quantized while others are
+        scored. Default: 3 on a GPU, 1 on a CPU.
+    save_recipe: Write this run as a recipe, with absolute paths.
     """
     launcher = load_launcher(recipe, overrides, out=out, device=device, cluster=cluster)
     names, checkpoints = cell_names(launcher.recipe), list(launcher.recipe.checkpoints)

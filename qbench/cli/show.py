@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from qbench import export as formats
-from qbench.cli.options import Folder, Run, folder_option, open_store
+from qbench.cli.options import Folder, NewFolder, Run, open_store
 from qbench.comparison.explain import find_cell, text
 from qbench.comparison.flips import cell_flips
 from qbench.comparison.rows import status_of
@@ -19,10 +19,8 @@ from qbench.store import Store
 
 
 def explain(
-    a: Annotated[
-        str, typer.Argument(metavar="A", help="DIR/CHECKPOINT/QUANTIZER, or a record's JSON file.")
-    ],
-    b: Annotated[str, typer.Argument(metavar="B", help="The other cell.")],
+    a: Annotated[str, typer.Argument(metavar="A")],
+    b: Annotated[str, typer.Argument(metavar="B")],
 ) -> None:
     """Print which parts of their keys make two cells different.
 
@@ -30,18 +28,16 @@ def explain(
     ```
     qbench explain results/a/softpick/gptq-4bit results/b/softpick/gptq-4bit
     ```
+
+    Options:
+    a: DIR/CHECKPOINT/QUANTIZER, or a record's JSON file.
+    b: The other cell.
     """
     typer.echo(text(find_cell(a)[1], find_cell(b)[1]))
 
 
 def show(
-    what: Annotated[
-        str,
-        typer.Argument(
-            metavar="WHAT",
-            help="A results folder, DIR/CHECKPOINT/QUANTIZER, or a record's JSON file.",
-        ),
-    ],
+    what: Annotated[str, typer.Argument(metavar="WHAT")],
     run: Run = None,
 ) -> None:
     """Show one cell, or which runs and cells a results folder holds.
@@ -53,6 +49,9 @@ def show(
     qbench show results/demo
     qbench show results/demo/softpick/gptq-4bit
     ```
+
+    Options:
+    what: A results folder, DIR/CHECKPOINT/QUANTIZER, or a record's JSON file.
     """
     if Store(Path(what)).has_manifest():
         typer.echo(folder_text(Store(Path(what), run=run)))
@@ -69,13 +68,9 @@ def show(
 def export(
     folder: Folder,
     to: Annotated[
-        Literal["lm-eval", "model-card", "wandb", "archive"],
-        typer.Option(metavar="FORMAT", help="lm-eval, model-card, wandb or archive."),
+        Literal["lm-eval", "model-card", "wandb", "archive"], typer.Option(metavar="FORMAT")
     ],
-    out: Annotated[
-        Path | None,
-        folder_option("Where to write it. Default: FOLDER/export/FORMAT; for archive FOLDER."),
-    ] = None,
+    out: NewFolder = None,
     run: Run = None,
 ) -> None:
     """Write results in others' formats: lm-eval's results and samples, the evaluation metadata of
@@ -90,6 +85,10 @@ def export(
     qbench export results/demo --to wandb --out DIR
     qbench export results/demo --to archive
     ```
+
+    Options:
+    to: lm-eval, model-card, wandb or archive.
+    out: Where to write it. Default: FOLDER/export/FORMAT; for archive FOLDER.
     """
 
     if to == "archive" and run is not None:

@@ -14,7 +14,7 @@ from qbench.checkpoints import Checkpoint
 from qbench.checkpoints.find import Shapes
 from qbench.cli import run
 from qbench.cli.messages import show_written
-from qbench.cli.options import ClusterOption, DeviceOption, folder_option
+from qbench.cli.options import ClusterOption, DeviceOption, NewFolder
 from qbench.errors import RecipeError, UnavailableError
 from qbench.files import require_folder
 from qbench.machine import choose_device, redirected, terminal
@@ -31,41 +31,14 @@ LINE_SECONDS = 10.0  # between two lines of a training, if the output is no term
 
 
 def tokenize(
-    sources: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="TEXT...",
-            help="Text to train on: *.txt (documents separated by a zero byte), *.jsonl or "
-            "*.parquet with the text in the field or column 'text', or "
-            "hf://datasets/OWNER/NAME@REV:CONFIG (both optional).",
-        ),
-    ],
-    out: Annotated[Path, folder_option("The folder to write; it must not exist.")],
-    tokenizer: Annotated[
-        str | None, typer.Option(metavar="FOLDER_OR_HUB_ID", help="Whose tokenizer to use.")
-    ] = None,
-    vocabulary: Annotated[
-        int | None,
-        typer.Option(
-            min=260,
-            max=2**22,
-            help="Instead of --tokenizer: learn one with this many entries from the text "
-            "(byte-level BPE, digits apart).",
-        ),
-    ] = None,
-    bos: Annotated[bool, typer.Option(help="Begin each document with BOS.")] = True,
-    eos: Annotated[bool, typer.Option(help="End each document with EOS.")] = True,
-    most_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Stop after about this many tokens to train on.")
-    ] = None,
-    decontaminate: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="Leave out lines that share thirteen words in a row with a text of the JSON "
-            "Lines files in this folder, such as those of --data.",
-        ),
-    ] = None,
+    sources: Annotated[list[str], typer.Argument(metavar="TEXT...")],
+    out: NewFolder,
+    tokenizer: Annotated[str | None, typer.Option(metavar="FOLDER_OR_HUB_ID")] = None,
+    vocabulary: Annotated[int | None, typer.Option(min=260, max=2**22)] = None,
+    bos: bool = True,
+    eos: bool = True,
+    most_tokens: Annotated[int | None, typer.Option(min=1)] = None,
+    decontaminate: Annotated[Path | None, typer.Option(metavar="FOLDER")] = None,
 ) -> None:
     """Turn text into token files for `qbench train`.
 
@@ -75,6 +48,20 @@ def tokenize(
     ```
     qbench tokenize text.jsonl --out tokens --vocabulary 4096
     ```
+
+    Options:
+    sources: Text to train on: *.txt (documents separated by a zero byte), *.jsonl or *.parquet with
+        the text in the field or column 'text', or hf://datasets/OWNER/NAME@REV:CONFIG (both
+        optional).
+    out: The folder to write; it must not exist.
+    tokenizer: Whose tokenizer to use.
+    vocabulary: Instead of --tokenizer: learn one with this many entries from the text (byte-level
+        BPE, digits apart).
+    bos: Begin each document with BOS.
+    eos: End each document with EOS.
+    most_tokens: Stop after about this many tokens to train on.
+    decontaminate: Leave out lines that share thirteen words in a row with a text of the JSON Lines
+        files in this folder, such as those of --data.
     """
     if (tokenizer is None) == (vocabulary is None):
         raise RecipeError(
@@ -97,56 +84,18 @@ def tokenize(
 
 
 def train(
-    recipe: Annotated[
-        Path,
-        typer.Argument(
-            metavar="RECIPE", help="A training recipe, such as recipes/train/pair-27m.yaml."
-        ),
-    ],
-    data: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="Token files, instead of the recipe's."),
-    ] = None,
-    normalizer: Annotated[
-        list[str], typer.Option(help="Train this one alone. Repeatable. Default: the recipe's.")
-    ] = [],  # noqa: B006  typer copies it
-    seed: Annotated[list[int], typer.Option(help="Train with this seed alone. Repeatable.")] = [],  # noqa: B006
-    tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of each run, instead of the recipe's.")
-    ] = None,
-    sequences: Annotated[
-        int | None,
-        typer.Option(min=1, help="Sequences that a device takes at once; fewer need less memory."),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        folder_option("Where checkpoints, records and curves go. Default: training/NAME."),
-    ] = None,
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE")],
+    data: Annotated[Path | None, typer.Option(metavar="FOLDER")] = None,
+    normalizer: list[str] = [],  # noqa: B006  typer copies it
+    seed: list[int] = [],  # noqa: B006
+    tokens: Annotated[int | None, typer.Option(min=1)] = None,
+    sequences: Annotated[int | None, typer.Option(min=1)] = None,
+    out: NewFolder = None,
     device: DeviceOption = "auto",
-    gpus: Annotated[
-        str | None,
-        typer.Option(
-            metavar="all|N", help="With --evaluate: GPUs of this host to use. Default: one."
-        ),
-    ] = None,
-    stop_after: Annotated[
-        int | None,
-        typer.Option(
-            min=1, metavar="STEPS", help="Stop each run after this many steps, this time."
-        ),
-    ] = None,
-    tracker: Annotated[
-        Literal["wandb"] | None,
-        typer.Option(metavar="wandb", help="Also log to Weights & Biases, if it is installed."),
-    ] = None,
-    evaluate: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="RECIPE",
-            help="After training, run this recipe on the trained checkpoints instead of its own; "
-            "results go to OUT/evaluation.",
-        ),
-    ] = None,
+    gpus: Annotated[str | None, typer.Option(metavar="all|N")] = None,
+    stop_after: Annotated[int | None, typer.Option(min=1, metavar="STEPS")] = None,
+    tracker: Annotated[Literal["wandb"] | None, typer.Option(metavar="wandb")] = None,
+    evaluate: Annotated[Path | None, typer.Option(metavar="RECIPE")] = None,
     cluster: ClusterOption = None,
 ) -> None:
     """Train the models of a recipe: every seed with every normalizer, alike in all else.
@@ -160,6 +109,20 @@ def train(
     ```
     qbench train recipes/train/pair-27m.yaml --data tokens
     ```
+
+    Options:
+    recipe: A training recipe, such as recipes/train/pair-27m.yaml.
+    data: Token files, instead of the recipe's.
+    normalizer: Train this one alone. Repeatable. Default: the recipe's.
+    seed: Train with this seed alone. Repeatable.
+    tokens: Tokens of each run, instead of the recipe's.
+    sequences: Sequences that a device takes at once; fewer need less memory.
+    out: Where checkpoints, records and curves go. Default: training/NAME.
+    gpus: With --evaluate: GPUs of this host to use. Default: one.
+    stop_after: Stop each run after this many steps, this time.
+    tracker: Also log to Weights & Biases, if it is installed.
+    evaluate: After training, run this recipe on the trained checkpoints instead of its own; results
+        go to OUT/evaluation.
     """
     loaded = TrainingRecipe.load(
         recipe,

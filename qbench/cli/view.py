@@ -15,7 +15,7 @@ import typer
 
 from qbench.cache import Sources, find_sources
 from qbench.cli.messages import show_written
-from qbench.cli.options import Folder, Run, folder_option, open_store
+from qbench.cli.options import Folder, NewFolder, Run, open_store
 from qbench.errors import DataError, OutputError, RecipeError
 from qbench.evaluation.tasks import plan_task
 from qbench.files import cache_folder, require_folder
@@ -35,38 +35,13 @@ LABEL = re.compile(r".*?( \((?P<shots>\d+)-shot\))?( \[(?P<files>[^\[\]]*)\])?")
 
 
 def view(
-    folders: Annotated[
-        list[Path],
-        typer.Argument(metavar="FOLDER...", help="Results folders that `qbench run` wrote."),
-    ],
-    export: Annotated[
-        Path | None,
-        folder_option(
-            "Write the same as a static site here, which needs no server and no network."
-        ),
-    ] = None,
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port of the local server. Default: any free one.")
-    ] = 0,
-    browser: Annotated[
-        bool, typer.Option("--browser/--no-browser", help="Open the page in a browser.")
-    ] = True,
-    recipe: Annotated[
-        Path | None,
-        typer.Option(help="The run's recipe, which names its data and definitions."),
-    ] = None,
-    data: Annotated[
-        Path | None,
-        typer.Option(
-            help="The run's --data. Default: that of a run of this machine, or the hub's."
-        ),
-    ] = None,
-    definitions: Annotated[
-        Path | None,
-        typer.Option(
-            help="The run's --definitions. Default: those of this machine's run, or lm-eval's."
-        ),
-    ] = None,
+    folders: Annotated[list[Path], typer.Argument(metavar="FOLDER...")],
+    export: NewFolder = None,
+    port: Annotated[int, typer.Option(min=0, max=65535)] = 0,
+    browser: Annotated[bool, typer.Option("--browser/--no-browser")] = True,
+    recipe: Path | None = None,
+    data: Path | None = None,
+    definitions: Path | None = None,
     run: Run = None,
 ) -> None:
     """Show results in a browser, from the answer down to one document's tokens.
@@ -79,6 +54,15 @@ def view(
     qbench view results/demo
     qbench view results/demo --export site
     ```
+
+    Options:
+    folders: Results folders that `qbench run` wrote.
+    export: Write the same as a static site here, which needs no server and no network.
+    port: Port of the local server. Default: any free one.
+    browser: Open the page in a browser.
+    recipe: The run's recipe, which names its data and definitions.
+    data: The run's --data. Default: that of a run of this machine, or the hub's.
+    definitions: The run's --definitions. Default: those of this machine's run, or lm-eval's.
     """
     for folder in folders:
         Store(folder, run=run).manifest()  # without results it is refused before anything is served
@@ -139,13 +123,7 @@ def document_texts(sources: Sources, record: Record, task: str) -> dict[int, Que
 
 def report(
     folder: Folder,
-    out: Annotated[
-        Path | None,
-        folder_option(
-            "Where to write it. Default: FOLDER, or FOLDER/runs/ID with --run; here where "
-            "FOLDER is read-only."
-        ),
-    ] = None,
+    out: NewFolder = None,
     run: Run = None,
 ) -> None:
     """Write report.html: the first page of `qbench view` in one file that needs no network.
@@ -154,6 +132,10 @@ def report(
     ```
     qbench report results/demo
     ```
+
+    Options:
+    out: Where to write it. Default: FOLDER, or FOLDER/runs/ID with --run; here where FOLDER is
+        read-only.
     """
     store = open_store(folder, run)
     try:
