@@ -35,7 +35,7 @@ from qbench.evaluation.llamacpp import LlamaCpp
 from qbench.evaluation.lm_eval_model import external_model
 from qbench.evaluation.loaded import LoadedTask, check_documents, load_task
 from qbench.evaluation.scoring import language_model
-from qbench.evaluation.scoring.hidden_states import fastest_mode
+from qbench.evaluation.scoring.hidden_states import fit_settings
 from qbench.evaluation.settings import tolerance_violation
 from qbench.files import mark_used
 from qbench.machine import free, hardware
@@ -162,16 +162,14 @@ def as_measured(cell: Cell, plan: Plan, model: Any, detail: list[str]) -> Cell:
             f"the KV cache is quantized in qbench's attention, and {cell.checkpoint.class_name} "
             f"runs on its own: {attention.why}"
         )
-    mode, slower = fastest_mode(model, cell.scoring)
+    scoring, slower = fit_settings(model, cell.scoring)
     detail += filter(None, [attention.why, slower])
-    if slower and not cell.scoring.fallback:
+    if scoring.mode != cell.scoring.mode and not cell.scoring.fallback:
         raise UnavailableError(
-            f"evaluation.scoring: {cell.scoring.mode}: {slower}; set scoring: auto or {mode}"
+            f"evaluation.scoring: {cell.scoring.mode}: {slower}; set scoring: auto or "
+            f"{scoring.mode}"
         )
     checkpoint = replace(cell.checkpoint, normalizer=attention.normalizer)
-    scoring = cell.scoring
-    if slower:
-        scoring = replace(scoring, mode=mode, batch_tokens=None, sample=0)
     return replace(cell, checkpoint=checkpoint, attention=attention.implementation, scoring=scoring)
 
 

@@ -22,7 +22,6 @@ from qbench.checkpoints.classes import (
     ChosenAttention,
     choose_attention,
     moving_rope,
-    packing_problem,
 )
 from qbench.checkpoints.find import (
     Shapes,
@@ -44,7 +43,6 @@ from qbench.errors import (
 from qbench.evaluation.definitions import TaskGroup, expand, read_definition, task_groups
 from qbench.evaluation.settings import (
     BATCH_SIZE,
-    MODES,
     SAMPLE,
     WINDOW_BATCH_SIZE,
     Chat,
@@ -338,25 +336,7 @@ def _cell(
     )
     checkpoint = replace(checkpoint, normalizer=attention.normalizer)
     copy = copy and replace(copy, normalizer=attention.normalizer)
-    slower = (
-        "packs need qbench's attention"
-        if checkpoint.normalizer == NATIVE
-        else packing_problem(in_transformers_words(checkpoint.config)) or ""
-    )
-    fastest: Mode = "exact" if slower else "fast"  # the model is measured when it is loaded
-    if (mode := ONE_WAY.get(quantization.runtime)) is not None:
-        fastest, evaluation = mode, evaluation.model_copy(update={"scoring": "auto"})
-    scoring = scoring_settings(
-        evaluation,
-        checkpoint,
-        quantization,
-        device=device,
-        fastest=fastest,
-        slower=f"checkpoints.{name}: {slower}",
-        label=column.label,
-    )
-    if device == "cpu" and scoring.mode != "lm-eval":
-        slower = ""  # as for any other model
+    scoring = scoring_settings(evaluation, checkpoint, quantization, device=device)
     cell = Cell(
         base=base,
         copy=copy,
@@ -372,7 +352,7 @@ def _cell(
         or unsupported_reason(checkpoint, shapes, quantization)
         or _unlike_a_stream(recipe, quantization, copy, checkpoint.config)
         or _beyond_positions(recipe, quantization, checkpoint),
-        notes=tuple(_notes(checkpoint, attention, scoring, slower, evaluation.max_length)),
+        notes=tuple(_notes(checkpoint, attention, scoring, evaluation.max_length)),
     )
     parts = _key_parts(plan, cell)
     return replace(cell, key=content_key(parts), key_parts=parts)
@@ -571,7 +551,6 @@ def _notes(
     checkpoint: Checkpoint,
     attention: ChosenAttention,
     scoring: ScoringSettings,
-    slower: str,
     max_length: int | None,
 ) -> Iterator[str]:
     """Yield a line for each setting that is chosen for this model and not for most. ``max_length``
@@ -580,8 +559,6 @@ def _notes(
         yield note
     if attention.why:
         yield f"attention native/{attention.implementation}: {attention.why}"
-    if slower:
-        yield f"scoring {scoring.mode}: {slower}"
     if max_length is not None and max_length > scoring.max_length:
         yield (
             f"scored in windows of {scoring.max_length:,} tokens, its context, and not of "
@@ -595,35 +572,20 @@ def scoring_settings(
     quantization: QuantizationConfig,
     *,
     device: str,
-    fastest: Mode = "fast",
-    slower: str = "",
-    label: str = "this quantizer",
 ) -> ScoringSettings:
     """Return the settings that ``evaluation`` of a recipe gives one checkpoint and quantizer.
 
-    The checkpoint's context bounds ``max_length``: later positions were never trained. ``fastest``
-    is the fastest mode that works for the model, ``slower`` the reason if that is not "fast".
-    Raises RecipeError for a mode that does not work.
+    The checkpoint's context bounds ``max_length``: later positions were never trained. Whether the
+    model can be scored so is measured when it is loaded. Raises RecipeError if no length is known.
     """
     lengths = [n for n in (evaluation.max_length, checkpoint.max_length) if n is not None]
     if not lengths:
         raise RecipeError(
             "evaluation.max_length: the checkpoint states no context length; set max_length"
         )
-    mode = evaluation.scoring
-    if mode == "fast" and not quantization.batch_invariant:
-        raise RecipeError(
-            f"evaluation.scoring: fast: scores of {label} depend on the other rows of a batch, "
-            "which fast scoring regroups; set scoring: auto or exact"
-        )
-    if mode != "auto" and MODES.index(mode) < MODES.index(fastest):
-        raise RecipeError(
-            f"evaluation.scoring: {mode}: this model cannot be scored so ({slower}); set scoring: "
-            f"auto or {fastest}"
-        )
+    mode = ONE_WAY.get(quantization.runtime, evaluation.scoring)
     if mode == "auto":
-        usual: Mode = "fast" if device == "cuda" and quantization.batch_invariant else "exact"
-        mode = max(usual, fastest, key=MODES.index)
+        mode = "fast" if device == "cuda" else "exact"
     automatic = evaluation.batch_size == "auto"
     chat = None
     if evaluation.apply_chat_template or evaluation.system_instruction is not None:

@@ -85,17 +85,6 @@ def choose_attention(
     return ChosenAttention(normalizer=NATIVE, implementation="sdpa", why="the recipe says so")
 
 
-def packing_problem(config: Mapping[str, Any]) -> str | None:
-    """Return why packed sequences may differ from the same sequences alone, by config.json; None
-    if nothing in it says so. Windows are longer than the texts that a probe can afford."""
-    kinds = set(config.get("layer_types") or ())
-    windowed = config.get("sliding_window") and config.get("use_sliding_window", True)
-    if kinds - {"full_attention"} or (windowed and not kinds):
-        return "windows or layers without attention"
-    moving = moving_rope(config)
-    return f"{moving} rotary angles depend on the batch" if moving else None
-
-
 def moving_rope(config: Mapping[str, Any]) -> str | None:
     """Return the kind of rotary embedding if its angles depend on how long the texts of a forward
     pass are; else None."""

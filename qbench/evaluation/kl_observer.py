@@ -10,7 +10,6 @@ whole vocabulary.
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from qbench.evaluation.kl_baseline import (
     checksum_file,
     verify_baseline,
 )
+from qbench.evaluation.scoring.hidden_states import LMHead
 from qbench.evaluation.scoring.logits import LogitsPart, Projection, to_device
 from qbench.evaluation.scoring.requests import Scored
 from qbench.files import (
@@ -123,7 +123,7 @@ class BaselineWriter:
 
     def __init__(self) -> None:
         self._tasks: dict[str, TaskHiddenStates] = {}
-        self._head: torch.nn.Linear | None = None
+        self._head: torch.nn.Linear | None = None  # without what its class makes of its products
         self._rows: list[tuple[Tensor, Scored]] = []  # of the call at work, on the host
 
     def hidden_states(self) -> BaselineHiddenStates:
@@ -141,16 +141,14 @@ class BaselineWriter:
         """Drop the hidden states, which are on disk by now."""
         self._tasks.clear()
 
-    def begin(
-        self, instances: Sequence[Any], lengths: Sequence[int], head: torch.nn.Module
-    ) -> None:
-        if type(head) is not torch.nn.Linear:
+    def begin(self, instances: Sequence[Any], lengths: Sequence[int], head: LMHead) -> None:
+        if type(head.linear) is not torch.nn.Linear:
             raise EvaluationError(
-                f"damage needs an LM head that is a linear layer, not {type(head).__name__}; set "
-                "evaluation.damage: false"
+                f"damage needs an LM head that is a linear layer, not {type(head.linear).__name__};"
+                " set evaluation.damage: false"
             )
         self._task, self._tokens = _task_of(instances), sum(lengths)
-        self._head, self._rows = head, []
+        self._head, self._rows = head.linear, []
 
     def batch(self, scored: Scored, hidden: Tensor, projection: Projection) -> None:
         """Copy the states to the host beside the GPU's work; ``end`` waits for the copies."""
@@ -187,14 +185,12 @@ class KLObserver:
         self._task: TaskHiddenStates | None = None  # of the call at work; None: nothing to measure
         self.divergences: dict[str, pd.DataFrame] = {}
 
-    def begin(
-        self, instances: Sequence[Any], lengths: Sequence[int], head: torch.nn.Module
-    ) -> None:
+    def begin(self, instances: Sequence[Any], lengths: Sequence[int], head: LMHead) -> None:
         self._name = _task_of(instances)
         self._task = self.base.tasks.get(self._name)
         if self._task is None:
             return
-        device = next(itertools.chain(head.parameters(), head.buffers())).device
+        device, self._finish = head.device, head.finish
         if self._weight is None:
             # Copied even on a CPU: a product may round by where in memory its weight begins.
             self._weight = self.base.weight.to(device, copy=True)
@@ -253,7 +249,7 @@ class KLObserver:
 
     def _head(self, states: Tensor) -> Tensor:
         assert self._weight is not None
-        return functional.linear(states, self._weight, self._bias)
+        return self._finish(functional.linear(states, self._weight, self._bias))
 
 
 def _compare(before: Tensor, part: LogitsPart, row: Tensor, token: Tensor) -> Tensor:

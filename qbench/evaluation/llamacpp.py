@@ -29,6 +29,7 @@ from qbench.evaluation.llama_library import (
 )
 from qbench.evaluation.scoring.generate import Prompt, generate
 from qbench.evaluation.scoring.hflm import pinned_hflm, report
+from qbench.evaluation.scoring.hidden_states import LMHead
 from qbench.evaluation.scoring.logits import (
     LogitsPart,
     LogLikelihood,
@@ -203,7 +204,8 @@ class LlamaCppScorer(Scorer):
         super(Scorer, self).__init__()
         self.settings, self.model = settings, model
         self.hflm = pinned_hflm(model.shell, tokenizer, settings)
-        self.head = torch.nn.Linear(1, 1)  # says where logits are: on the CPU
+        self.head = LMHead(model.shell)  # for the baseline's logits: llama.cpp's are finished
+        self.head.device = torch.device("cpu")
         self._progress, self._observer = progress, observer
         self._embedded, self._counts = model.vocabulary, Counts()
         self.fast = self.exact = None

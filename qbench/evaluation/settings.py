@@ -143,7 +143,9 @@ class ScoringSettings:
 
     ``batch_size`` counts padded requests (in fast mode those of the sample), ``window_batch_size``
     rolling windows of up to ``max_length`` tokens, ``batch_tokens`` the tokens of a pack without
-    padding (fast mode only, else None). ``sample`` counts the documents of each task on which fast
+    padding (fast mode only, else None). ``packed``: fast batches are such packs; else each text has
+    a row of its own, and ``batch_tokens`` counts padding too (measured when the model is loaded, so
+    no part of the key). ``sample`` counts the documents of each task on which fast
     scoring is compared with exact, within ``tolerance``. ``seed`` draws that sample and, counted
     from lm-eval's defaults, what a task leaves to chance; ``fewshot_seed`` draws few-shot examples.
     ``amplifies_rounding``: the quantizer's, which changes how fast scores are judged and no score.
@@ -155,6 +157,7 @@ class ScoringSettings:
     batch_size: int
     window_batch_size: int
     batch_tokens: int | None = None
+    packed: bool = True
     add_bos: bool | None = False  # None: as the tokenizer does
     softmax_dtype: SoftmaxDtype = "float32"
     sample: int = 0
@@ -173,8 +176,8 @@ class ScoringSettings:
         """Return what belongs into a cell's key. ``tolerance`` changes no score: a record is
         compared with it when it is read (``tolerance_violation``).
         """
-        judged = ("tolerance", "amplifies_rounding", "fallback")
-        left_out = judged if self.chat else (*judged, "chat")
+        left_out = {"tolerance", "amplifies_rounding", "fallback", "packed"}
+        left_out |= set() if self.chat else {"chat"}
         return {k: v for k, v in asdict(self).items() if k not in left_out}
 
 

@@ -104,9 +104,10 @@ def pages(words: tuple[int, ...], seed: int = 0) -> list[Instance]:
 
 def scorer(model, mode, *, bos=False, progress=None, observer=None, **changes):
     """A language model in ``mode``; ``changes`` are settings other than these small ones. ``bos``
-    None: as the tokenizer does, which adds it. Fast scoring needs our attention, so a model that
+    None: as the tokenizer does, which adds it. Packs need our attention, so a model that
     attends by torch's is given it."""
-    if mode == "fast" and model.config._attn_implementation == "sdpa":
+    packed = mode == "fast" and changes.get("packed", True)
+    if packed and model.config._attn_implementation == "sdpa":
         set_attention(model, normalizer="softmax", implementation="reference")
     return language_model(
         model, tokenizer(bos is not False), settings(mode, add_bos=bos, **changes),

@@ -1,18 +1,36 @@
 """Scores of other models, under every normalizer, and of quantized ones: exact as lm-eval's, fast
 as exact, or refused with the reason and what to say instead."""
 
+import numpy as np
 import pytest
 import torch
 from normalizer_parameters import attach
 from quantizer_models import DIGEST
-from scoring_models import choices, llama, pages, scorer
+from scoring_models import (
+    choices,
+    instance,
+    llama,
+    pages,
+    recorded,
+    scorer,
+    settings,
+    text,
+    tokenizer,
+    watch,
+)
+from tiny import tiny_model
 from transformers import Gemma2Config, Gemma2ForCausalLM
 from treated_models import decoder
 
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.attention.transformers import set_attention
-from qbench.evaluation.scoring.batching import Packing
-from qbench.evaluation.scoring.hidden_states import PackedForward
+from qbench.evaluation.kl_observer import KLObserver
+from qbench.evaluation.scoring.batching import Packing, Padding
+from qbench.evaluation.scoring.hidden_states import (
+    PackedForward,
+    fit_settings,
+    packing_problem,
+)
 from qbench.evaluation.scoring.requests import Request
 from qbench.evaluation.settings import Tolerance
 from qbench.quantizers import config_of
@@ -96,6 +114,82 @@ def test_fast_scores_of_a_quantized_cache_are_the_exact_ones(scheme, requests):
     assert_close(answers(model, "fast", requests, tolerance=LOOSE), exact)
     plain = answers(model_with(), "exact", requests)
     assert max(abs(a - b) for (a, _), (b, _) in zip(plain, exact, strict=True)) > 0.1
+
+
+def other(kind, **changes):
+    """A tiny model of another class, on our attention."""
+    model = tiny_model(kind, **changes)
+    set_attention(model, normalizer="softmax", implementation="reference")
+    return model
+
+
+@pytest.mark.parametrize("requests", [choices(7), pages((3, 75, 40))], ids=["choices", "windows"])
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("gemma2", {"final_logit_softcapping": 0.5}),  # a cap, and windows of 8 tokens
+        ("bamba", {}),  # a state that runs on from token to token: texts in rows
+        ("phi3", {"rope_parameters": {  # angles that depend on the longest text of a batch
+            "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 24,
+            "short_factor": [1.0] * 16, "long_factor": [2.0] * 16}}),
+    ],
+)  # fmt: skip
+def test_fast_scores_of_other_classes_are_the_exact_ones(kind, changes, requests):
+    model = other(kind, **changes)
+    fitted, _ = fit_settings(model, settings("fast"))
+    assert fitted.packed == (kind == "gemma2")
+    exact = answers(model, "exact", requests)
+    assert exact == answers(model, "lm-eval", requests)
+    fast = answers(model, "fast", requests, packed=fitted.packed)
+    assert [a for a, _ in fast] == pytest.approx([a for a, _ in exact], abs=1e-3)
+
+
+def test_rows_hold_as_many_tokens_as_a_pack():
+    requests = [Request([1] * n, 1, i, i) for i, n in enumerate((3, 21, 9, 9, 9, 2, 50))]
+    rows = Padding(max_length=40, batch_size=1, window_batch_size=1, batch_tokens=40)
+    for windows in (True, False):
+        planned = rows.plan(requests, windows=windows)
+        shapes = [planned_batch.collate(requests).ids.shape for planned_batch in planned]
+        assert shapes == [(1, 40), (2, 20), (2, 2)]  # equal inputs once
+
+
+@pytest.mark.parametrize(("window", "of_mask"), [(None, 8), (4096, 8)])
+def test_a_window_in_packs_that_is_not_the_masks_is_noticed(window, of_mask):
+    """However short the texts of the probe are."""
+    model = other("ministral")
+    model.model.layers[0].self_attn.sliding_window = window
+    problem = packing_problem(model, model.model)
+    assert f"a layer's window is {window}, and its mask's is {of_mask}" in problem
+
+
+@torch.no_grad()
+def test_divergences_are_of_capped_logits():
+    cap = {"final_logit_softcapping": 0.5}
+    before, after = other("gemma2", **cap), other("gemma2", **cap)
+    after.model.layers[0].mlp.down_proj.weight.mul_(-3)
+    requests = [instance(text(1, 9), " the cat sat")]
+    observer = KLObserver(recorded(before, requests))
+    watch(after, observer, requests, "fast")
+    ids = torch.tensor([tokenizer()(text(1, 9) + " the cat sat")["input_ids"]])
+    p, q = (model(ids).logits[0, :-1].log_softmax(-1) for model in (before, after))
+    expected = (p.exp() * (p - q)).sum(-1)
+    kl = torch.tensor(observer.divergences["t"]["kl"])
+    torch.testing.assert_close(kl, expected[-len(kl) :], rtol=1e-3, atol=1e-7)
+
+
+@pytest.mark.parametrize("activations", ["int8-tensor", "fp8-tensor"])
+def test_a_pack_is_a_batch_of_what_shares_a_scale(activations):
+    """Its scores lie within the noise of batches of exact ones, and the record says how far."""
+    entry = {"activations": activations}
+    model = apply(model_with(), config_of(entry, compute_dtype="float32"), {})
+    requests = choices(9)
+    sizes = [answers(model, "exact", requests, batch_size=size) for size in (2, 16)]
+    noise = np.abs(np.subtract(*([a for a, _ in scores] for scores in sizes)))
+    lm = scorer(model, "fast", amplifies_rounding=True, tolerance=LOOSE)
+    fast = [a for a, _ in lm.loglikelihood(requests, disable_tqdm=True)]
+    off = np.abs(np.subtract(fast, [a for a, _ in sizes[0]]))
+    assert 0 < np.median(off) < 3 * np.median(noise)
+    assert lm.report().difference_from_exact.samples[0].by_bias
 
 
 def test_the_cache_of_a_prefix_is_rounded_once(monkeypatch):

@@ -25,26 +25,21 @@ from qbench.records import DifferenceFromExact, SampleDifference, ScoringReport
 SMALL = {"hidden_size": 1024}
 
 
-def resolved(device="cuda", config=SMALL, own_length=4096, mixes_batches=False, **asked):
+def resolved(device="cuda", config=SMALL, own_length=4096, **asked):
     return scoring_settings(
         Evaluation(**asked),
         SimpleNamespace(config=config, max_length=own_length),
-        SimpleNamespace(batch_invariant=not mixes_batches, amplifies_rounding=False),
+        SimpleNamespace(runtime="transformers", amplifies_rounding=False),
         device=device,
     )
 
 
 @pytest.mark.parametrize(
-    ("device", "mixes_batches", "mode", "sizes"),
-    [
-        ("cuda", False, "fast", (64, 8, 32_768, 32)),
-        ("cuda", True, "exact", (64, 8, None, 0)),
-        ("cpu", False, "exact", (8, 1, None, 0)),
-        ("cpu", True, "exact", (8, 1, None, 0)),
-    ],
+    ("device", "mode", "sizes"),
+    [("cuda", "fast", (64, 8, 32_768, 32)), ("cpu", "exact", (8, 1, None, 0))],
 )
-def test_auto_is_decided_by_device_and_quantizer(device, mixes_batches, mode, sizes):
-    found = resolved(device, mixes_batches=mixes_batches)
+def test_auto_is_decided_by_the_device(device, mode, sizes):
+    found = resolved(device)
     assert found.mode == mode
     assert sizes == (found.batch_size, found.window_batch_size, found.batch_tokens, found.sample)
 
@@ -55,7 +50,9 @@ def test_a_key_holds_every_setting_but_the_tolerance_and_no_auto(device, scoring
     found = resolved(device, scoring=scoring)
     parts = found.key_parts()
     names = {field.name for field in dataclasses.fields(ScoringSettings)}
-    assert set(parts) == names - {"tolerance", "amplifies_rounding", "fallback", "chat"}
+    assert set(parts) == names - {
+        "tolerance", "amplifies_rounding", "fallback", "packed", "chat"
+    }  # fmt: skip
     assert "auto" not in json.dumps(parts)
     assert resolved(device, scoring=scoring, tolerance=Tolerance(mean=1.0)).key_parts() == parts
 
@@ -81,11 +78,6 @@ def test_the_checkpoints_own_context_is_a_bound():
     assert resolved(own_length=4096, max_length=512).max_length == 512
     with pytest.raises(RecipeError, match=r"evaluation\.max_length: .* set max_length"):
         resolved(own_length=None)
-
-
-def test_fast_scoring_of_what_mixes_batches_is_refused():
-    with pytest.raises(RecipeError, match="set scoring: auto or exact"):
-        resolved(scoring="fast", mixes_batches=True)
 
 
 def sample(task="a", **changes):

@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM
 
 from qbench.attention.transformers import set_attention
 from qbench.checkpoints import find
-from qbench.checkpoints.classes import class_names, packing_problem, tried_classes
+from qbench.checkpoints.classes import class_names, tried_classes
 from qbench.checkpoints.load import own_logits, require_causal, require_ours
 from qbench.errors import CheckpointError, UnavailableError
-from qbench.evaluation.scoring.hidden_states import fastest_mode
+from qbench.evaluation.scoring.hidden_states import fit_settings
 from qbench.evaluation.settings import MODES, Tolerance
 
 # Of GPT-BigCode in transformers 5.17.
@@ -40,8 +40,10 @@ def folders(tmp_path_factory):
     return folder
 
 
-def answers(model, mode):
-    scored = scorer(model, mode, tolerance=LOOSE).loglikelihood(choices(3), disable_tqdm=True)
+def answers(model, mode, **changes):
+    scored = scorer(model, mode, tolerance=LOOSE, **changes).loglikelihood(
+        choices(3), disable_tqdm=True
+    )
     return [value for value, _ in scored]
 
 
@@ -77,11 +79,14 @@ def test_it_is_scored_as_lm_eval_scores_it_in_the_modes_that_are_measured(kind, 
         checkpoint.folder, dtype=torch.float32, attn_implementation=own
     )
     expected = answers(theirs.eval(), "lm-eval")
-    fastest, why = fastest_mode(ours, settings("fast"))
-    assert fastest == ROWS[kind].scoring.partition(" ")[0]
-    assert (fastest == "fast") == (not why)
-    for mode in MODES[MODES.index(fastest) :]:
-        assert answers(ours, mode) == pytest.approx(expected, abs=2e-4), mode
+    fitted, why = fit_settings(ours, settings("fast"))
+    listed = ROWS[kind].scoring  # fast; fast in rows (REASON); lm-eval (REASON)
+    assert fitted.mode == listed.split(" ")[0]
+    assert fitted.packed == ("in rows" not in listed)
+    assert bool(why) == ("(" in listed)
+    for mode in MODES[MODES.index(fitted.mode) :]:
+        packed = {"packed": fitted.packed} if mode == "fast" else {}
+        assert answers(ours, mode, **packed) == pytest.approx(expected, abs=2e-4), mode
 
 
 @pytest.mark.parametrize(
@@ -93,9 +98,11 @@ def test_heads_of_another_width_or_scale_are_scored_as_measured(kind, stated, tm
     checkpoint = find(str(write_tiny(tmp_path, kind, **stated)))
     theirs = AutoModelForCausalLM.from_pretrained(checkpoint.folder, dtype=torch.float32).eval()
     ours = load_model(checkpoint, dtype=torch.float32, device="cpu")
-    fastest, _ = fastest_mode(ours, settings("fast"))
-    for mode in MODES[MODES.index(fastest) :]:
-        assert answers(ours, mode) == pytest.approx(answers(theirs, "lm-eval"), abs=2e-4), mode
+    fitted, _ = fit_settings(ours, settings("fast"))
+    for mode in MODES[MODES.index(fitted.mode) :]:
+        packed = {"packed": fitted.packed} if mode == "fast" else {}
+        expected = pytest.approx(answers(theirs, "lm-eval"), abs=2e-4)
+        assert answers(ours, mode, **packed) == expected, mode
 
 
 # What a model does that no configuration says
@@ -137,21 +144,6 @@ def test_other_logits_than_its_own_are_refused():
     require_ours(model, logits)
     with pytest.raises(UnavailableError, match="changes the logits of LlamaForCausalLM by 0"):
         require_ours(model, logits + 0.1)
-
-
-@pytest.mark.parametrize(
-    ("kind", "stated", "problem"),
-    [
-        ("mistral", {"sliding_window": 4096}, "windows"),
-        ("mistral", {"sliding_window": None}, None),
-        ("qwen2", {"sliding_window": 4096, "use_sliding_window": False}, None),
-        ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic rotary"),
-        ("phi3", {"rope_parameters": {"rope_type": "longrope"}}, "longrope rotary"),
-    ],
-)
-def test_what_a_short_probe_cannot_see_is_read_from_the_configuration(kind, stated, problem):
-    answer = packing_problem({"model_type": kind, **stated})
-    assert (answer is None) if problem is None else answer.startswith(problem)
 
 
 def test_an_own_attention_that_a_class_lacks_is_refused(folders):

@@ -59,7 +59,8 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Padding:
-    """Batches of ``batch_size`` distinct inputs, or ``window_batch_size`` rolling windows.
+    """Batches of ``batch_size`` distinct inputs, or ``window_batch_size`` rolling windows; of as
+    many of either as ``batch_tokens`` hold, padding included, if that is given.
 
     Rotary angles of longrope and dynamic scaling depend on the longest text of a batch.
     ``rope_limit`` is the number of tokens beyond which they change: no batch mixes lengths on both
@@ -69,6 +70,7 @@ class Padding:
     max_length: int
     batch_size: int
     window_batch_size: int
+    batch_tokens: int | None = None
     rope_limit: int | None = None
     one_length: bool = False
 
@@ -76,7 +78,7 @@ class Padding:
         """Return padded batches in HFLM's order: requests are sorted all together, rolling windows
         a batch of input order at a time.
         """
-        if not windows:
+        if not windows or self.batch_tokens is not None:
             return list(self._batches(requests, range(len(requests)), self.batch_size))
         size, count = self.window_batch_size, len(requests)
         return [
@@ -90,14 +92,19 @@ class Padding:
     ) -> Iterator[PaddedBatch]:
         for _, alike in itertools.groupby(group(requests, chosen), self._angles):
             groups = list(alike)
-            for first in range(0, len(groups), size):
-                part = groups[first : first + size]
-                length = max(len(g.longest.inputs(self.max_length)) for g in part)
-                yield PaddedBatch(part, length, self)
+            while groups:
+                length = self._length(groups[0])  # the longest come first
+                if self.batch_tokens is not None:
+                    size = max(1, self.batch_tokens // length)
+                yield PaddedBatch(groups[:size], length, self)
+                del groups[:size]
+
+    def _length(self, group: Group) -> int:
+        return min(self.max_length, len(group.longest.tokens) - 1)
 
     def _angles(self, group: Group) -> int:
         """Return a number that is the same for inputs that may share a batch."""
-        length = len(group.longest.inputs(self.max_length))
+        length = self._length(group)
         if self.rope_limit is None or length <= self.rope_limit:
             return 0
         return length if self.one_length else 1

@@ -101,7 +101,8 @@ def report(
     ``rolling`` are the tasks that score whole texts. lm-eval puts the prefix token before them,
     which is a second BOS if the tokenizer adds one.
     """
-    packed, device = settings.mode == "fast", hflm.device.type
+    fast, device = settings.mode == "fast", hflm.device.type
+    packed = fast and settings.packed
     bos = settings.add_bos is not False and puts_bos(hflm.tokenizer)
     doubled = bos and hflm.prefix_token_id == hflm.tokenizer.bos_token_id
     return ScoringReport(
@@ -111,7 +112,7 @@ def report(
         mode=settings.mode,
         softmax_dtype=settings.softmax_dtype,
         batch_tokens=settings.batch_tokens,
-        batch_size=None if packed else settings.batch_size,
-        window_batch_size=None if packed else settings.window_batch_size,
+        batch_size=None if fast else settings.batch_size,
+        window_batch_size=None if fast else settings.window_batch_size,
         peak_memory_gib=peak_memory_gib(device),
     )

@@ -7,16 +7,19 @@ prefix and suffix is a sequence of its own with its own keys, for attention that
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from qbench.attention.masks import Mask
 from qbench.attention.quantized_kv import READ, read_apart, rotate
-from qbench.checkpoints.classes import Mode, moving_rope, packing_problem
+from qbench.checkpoints.classes import moving_rope
 from qbench.checkpoints.load import rounding_tolerance
 from qbench.errors import EvaluationError, UnavailableError, first_line
 from qbench.evaluation.scoring.batching import PackedBatch, Packing
@@ -26,6 +29,7 @@ from qbench.evaluation.settings import ScoringSettings
 from qbench.streaming import lockstep
 
 NAME = "qbench-packed"
+WITH_MASKS = "qbench-packed-with-masks"
 
 
 def _attend_segments(
@@ -59,7 +63,31 @@ def _attend_segments(
     return attention(module, query, key, value, None, **options)
 
 
+def _mask_window(*_: Any, local_size: int | None = None, **__: Any) -> Mask:
+    """Return a mask that holds nothing but the number of keys that its class's mask lets see."""
+    return Mask(dense=lambda: torch.empty(0), window=local_size)
+
+
+def _require_window(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    **options: Any,
+) -> tuple[Tensor, Any]:
+    """Attend within segments. Raises UnavailableError if the layer's window, which segments go by,
+    is not its mask's: windows are longer than a probe's texts.
+    """
+    window, of_mask = options.get("sliding_window"), getattr(attention_mask, "window", None)
+    if window != of_mask:
+        raise UnavailableError(f"a layer's window is {window}, and its mask's is {of_mask}")
+    return _attend_segments(module, query, key, value, None, **options)
+
+
 AttentionInterface.register(NAME, _attend_segments)
+AttentionInterface.register(WITH_MASKS, _require_window)
+AttentionMaskInterface.register(WITH_MASKS, _mask_window)
 
 
 def rope_limit(config: Any) -> tuple[str | None, int | None]:
@@ -101,22 +129,17 @@ class PackedForward:
     Raises UnavailableError for models whose attention a pack cannot reproduce.
     """
 
-    def __init__(self, model: Any, decoder: torch.nn.Module) -> None:
+    def __init__(self, model: Any, decoder: torch.nn.Module, *, name: str = NAME) -> None:
         self.model, self.decoder, self.device = model, decoder, model.device
+        self._name = name
         self._attention = model.config._attn_implementation
         if not str(self._attention).startswith(("qbench-", "flash_attention")):
             raise UnavailableError(
-                f"fast scoring needs an attention that takes cu_seqlens, not {self._attention!r}; "
-                "use scoring: exact or another attention"
-            )
-        if problem := packing_problem(model.config.to_dict()):
-            raise UnavailableError(
-                f"fast scoring computes in packs, and {type(model).__name__} does not: "
-                f"{problem}; use scoring: exact"
+                f"packs need an attention that takes cu_seqlens, not {self._attention!r}"
             )
 
     def __call__(self, batch: PackedBatch) -> Tensor:
-        self.model.config._attn_implementation = NAME
+        self.model.config._attn_implementation = self._name
         try:
             return self.decoder(
                 to_device(batch.ids, self.device),
@@ -133,17 +156,66 @@ class PackedForward:
             self.model.config._attn_implementation = self._attention
 
 
-def decoder_and_head(model: Any) -> tuple[torch.nn.Module, torch.nn.Module]:
+class LMHead:
+    """What a model's class makes of its decoder's output: the products of its LM head, ``linear``,
+    which most classes return as they are and some scale or cap (``finish``).
+    """
+
+    def __init__(self, model: Any, *, plain: bool = False) -> None:
+        self.linear = model.get_output_embeddings()
+        self.device = model.device
+        names = {module: name for name, module in model.named_modules()}
+        decoder = decoder_of(model)
+        self._model, self._plain = model, plain
+        self._places = {"decoder": names[decoder], "head": names[self.linear]}
+        self._modules = {"decoder": decoder, "head": self.linear}
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return self.finish(self.linear(hidden))
+
+    def finish(self, logits: Tensor) -> Tensor:
+        """Return the LM head's products ``logits`` [R, V] scaled and capped as the class does: by
+        its own forward, in which decoder and LM head return what is given here.
+        """
+        if self._plain:
+            return logits
+        states = MoeModelOutputWithPast(last_hidden_state=logits.new_zeros(1, 1, 1))
+        for part, value in {"decoder": states, "head": logits}.items():
+            self._model.set_submodule(self._places[part], _Constant(value))
+        try:
+            ids = torch.zeros(1, 1, dtype=torch.long, device=logits.device)
+            return self._model.forward(input_ids=ids, use_cache=False).logits
+        finally:
+            for part, module in self._modules.items():
+                self._model.set_submodule(self._places[part], module)
+
+
+class _Constant(torch.nn.Module):
+    """A module that returns ``value`` whatever it is given."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self._value = value
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        return self._value
+
+
+def decoder_of(model: Any) -> Any:
+    """Return the module that computes hidden states of token ids; None if there is none."""
+    decoder = model.get_decoder()
+    return getattr(model, "model", None) if decoder is model else decoder  # as of Llama 4
+
+
+def decoder_and_head(model: Any) -> tuple[torch.nn.Module, LMHead]:
     """Return decoder and LM head, after checking that they are all there is between token ids and
     logits.
 
-    Raises EvaluationError where the model's logits are not numbers, UnavailableError where it does
-    more than these two.
+    Raises EvaluationError if the model's logits are not numbers, UnavailableError if it does more
+    than these two.
     """
-    decoder, head = model.get_decoder(), model.get_output_embeddings()
-    if decoder is model:  # as of Llama 4
-        decoder = getattr(model, "model", None)
-    if decoder is None or head is None:
+    decoder, linear = decoder_of(model), model.get_output_embeddings()
+    if decoder is None or linear is None:
         raise UnavailableError(
             f"{type(model).__name__} has no decoder and LM head that exact and fast scoring know; "
             "use scoring: lm-eval"
@@ -155,57 +227,68 @@ def decoder_and_head(model: Any) -> tuple[torch.nn.Module, torch.nn.Module]:
     ]
     with torch.no_grad():
         logits, hidden = lockstep(model, calls)
-        try:
-            same = torch.equal(logits, head(hidden))
-        except RuntimeError:  # of another width than the head takes
-            same = False
-    if not torch.isfinite(logits).all():
-        raise EvaluationError(
-            f"the logits of {type(model).__name__} are NaN or infinite on eight ordinary tokens, "
-            "which no scoring mode can fix; check its weights, its quantizer and its dtype"
-        )
-    if not same:
-        raise UnavailableError(
-            f"the logits of {type(model).__name__} are not its LM head's of what its decoder "
-            "returns: it scales or caps them, or something lies between the two; use scoring: "
-            "lm-eval"
-        )
-    return decoder, head
+        if not torch.isfinite(logits).all():
+            raise EvaluationError(
+                f"the logits of {type(model).__name__} are NaN or infinite on eight ordinary "
+                "tokens, which no scoring mode can fix; check its weights, its quantizer and its "
+                "dtype"
+            )
+        for plain in (True, False):
+            head = LMHead(model, plain=plain)
+            try:
+                if torch.equal(logits, head(hidden)):
+                    return decoder, head
+            except (AttributeError, RuntimeError, TypeError):
+                continue  # states of another width, or a forward that takes more than a decoder
+    raise UnavailableError(
+        f"the logits of {type(model).__name__} do not follow from its decoder's hidden states and "
+        "its LM head alone: something lies between the two; use scoring: lm-eval"
+    )
 
 
-def fastest_mode(model: Any, settings: ScoringSettings) -> tuple[Mode, str]:
-    """Return ``settings.mode``, or the next slower one in which ``model`` can be scored, and the
-    measurement that rules the faster ones out (empty if none)."""
+def fit_settings(model: Any, settings: ScoringSettings) -> tuple[ScoringSettings, str]:
+    """Return ``settings`` with the fastest way in which ``model`` can be scored, and the
+    measurement that rules out faster ones (empty if none)."""
     if settings.mode == "lm-eval":
-        return "lm-eval", ""
+        return settings, ""
     try:
         decoder, _ = decoder_and_head(model)
     except UnavailableError as error:
-        return "lm-eval", str(error)
-    problem = packing_problem(model.config.to_dict())
-    if settings.mode == "fast" and problem:
-        return "exact", problem
-    if settings.mode == "fast":
-        try:
-            off = packing_difference(model, decoder)
-        except Exception as error:  # a class may not take a pack's positions or options
-            return "exact", f"{type(model).__name__} takes no packs ({first_line(error)})"
-        if not off <= rounding_tolerance(model):
-            return "exact", f"packing texts changes their hidden states by {off:.2g} of their size"
-    return settings.mode, ""
+        slower = replace(settings, mode="lm-eval", batch_tokens=None, sample=0)
+        return slower, str(error)
+    if settings.mode == "fast" and (problem := packing_problem(model, decoder)):
+        return replace(settings, packed=False), f"texts stand in rows of a batch: {problem}"
+    return settings, ""
+
+
+def packing_problem(model: Any, decoder: torch.nn.Module) -> str | None:
+    """Return why the hidden states of texts in a pack are not those of the same texts alone; None
+    if they are."""
+    if moving := moving_rope(model.config.to_dict()):
+        return f"{moving} rotary angles depend on the batch"
+    try:
+        off = packing_difference(model, decoder)
+    except Exception as error:  # a class may not take a pack's positions or options
+        return f"{type(model).__name__} takes no packs ({first_line(error)})"
+    if off <= rounding_tolerance(model):
+        return None
+    return f"packing texts changes their hidden states by {off:.2g} of their size"
 
 
 @torch.no_grad()
 def packing_difference(model: Any, decoder: torch.nn.Module) -> float:
     """Return ‖packed − alone‖ / ‖alone‖ of the hidden states of eight short texts, of which two
     share each beginning: the 80th percentile over tokens, since rounding may send single tokens to
-    other experts."""
+    other experts.
+
+    Raises UnavailableError if a layer's attention in a pack has another window than its mask.
+    """
     ids = (np.arange(1, 65) * 7 % len(model.get_input_embeddings().weight)).tolist()
     texts = [(ids[i : i + 6], ids[i + j : i + j + 3]) for i in range(0, 64, 16) for j in (6, 10)]
     requests = [Request(a + b, len(a), owner) for owner, (a, b) in enumerate(texts)]
     [pack] = Packing(max_length=len(ids), batch_tokens=1024).plan(requests, windows=False)
     batch = pack.collate(requests)
-    packed = PackedForward(model, decoder)(batch)
+    packed = PackedForward(model, decoder, name=WITH_MASKS)(batch)
     packed = packed[to_device(batch.rows[batch.scored.row], model.device)].float()
     alone = []
     for index in batch.request_indices:

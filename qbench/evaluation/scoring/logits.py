@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -120,7 +120,7 @@ class Observer(Protocol):
 
     ``begin`` comes before a call's rows. It gets the requests in order (lm-eval ``Instance``
     objects: ``task_name``, ``doc_id``, ``idx``), how many tokens of each are scored, and the LM
-    head; ``end`` comes when the call is scored.
+    head (``hidden_states.LMHead``); ``end`` comes when the call is scored.
 
     ``batch`` comes once a forward. ``hidden`` [R, H] are the LM head's input rows, still being
     computed where the device is asynchronous. ``projection`` says how they go through it. What it
@@ -130,9 +130,7 @@ class Observer(Protocol):
     ran out of memory and was repeated, so keep results by index.
     """
 
-    def begin(
-        self, instances: Sequence[object], lengths: Sequence[int], head: torch.nn.Module
-    ) -> None: ...
+    def begin(self, instances: Sequence[object], lengths: Sequence[int], head: Any) -> None: ...
 
     def batch(
         self, scored: Scored, hidden: Tensor, projection: Projection
@@ -152,7 +150,7 @@ class RowScores:
 
 
 def score_rows(
-    head: torch.nn.Module,
+    head: Callable[[Tensor], Tensor],
     hidden: Tensor,
     scored: Scored,
     projection: Projection,

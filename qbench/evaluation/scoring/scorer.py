@@ -76,8 +76,10 @@ class Backend:
 
     ``exact`` gives HFLM's scores to the bit, without the work that does not change them. That is
     the LM head and log-softmax of rows that are not scored, the KV cache, and a [B, L, V] tensor.
-    It is also one tokenizer call and two waits for the device a request. Else shared prefixes are
-    computed once and nothing is padded; batch-mates change rounding only.
+    It is also one tokenizer call and two waits for the device per request. Else batches are as
+    large as the device's memory suggests. If the model takes packs, shared prefixes are computed
+    once and nothing is padded. Batch-mates change rounding only, unless a quantizer's scales are
+    shared by a batch.
     """
 
     batching: Padding | Packing
@@ -133,7 +135,7 @@ class Scorer(LM):
         self._embedded = len(model.get_input_embeddings().weight)
         # Logits and log-probabilities of 4 bytes each, and a copy.
         self._rows_at_once = max(16, LOG_PROBABILITY_BYTES // (12 * vocabulary))
-        self._product = probe_matmul(self.head, model.dtype, self._device)
+        self._product = probe_matmul(self.head.linear, model.dtype, self._device)
         self._logits_bytes = vocabulary * model.dtype.itemsize
         self._stream = stream_of(model)
         self._state_bytes = model.get_input_embeddings().weight.shape[1] * model.dtype.itemsize
@@ -156,12 +158,13 @@ class Scorer(LM):
         if settings.mode == "fast":
             right = replace(padding, window_batch_size=1)
             self._reference = Backend(batching=right, forward=padded, exact=True)
-            packing = Packing(
-                max_length=settings.max_length,
-                batch_tokens=settings.batch_tokens,
-            )
-            packed = PackedForward(model, decoder)
-            self.fast = Backend(batching=packing, forward=packed, exact=False)
+            tokens = settings.batch_tokens
+            if settings.packed:
+                batching = Packing(max_length=settings.max_length, batch_tokens=tokens)
+                forward = PackedForward(model, decoder)
+            else:
+                batching, forward = replace(padding, batch_tokens=tokens), padded
+            self.fast = Backend(batching=batching, forward=forward, exact=False)
         reset_peak_memory(self._device.type)
 
     def take_report(self) -> ScoringReport:
