@@ -27,6 +27,7 @@ from qbench.checkpoints.load import (
 from qbench.checkpoints.tokenizer import load_tokenizer, puts_bos
 from qbench.code import code_digest
 from qbench.errors import AuditError, DataError, QbenchError, ResultsError, UnavailableError
+from qbench.evaluation.answers import Chat, answer
 from qbench.evaluation.degradation import Outcomes, correct_requests, divergence_table, task_damage
 from qbench.evaluation.evaluate import evaluate, group_scores
 from qbench.evaluation.kl_baseline import baseline_files, read_baseline, verify_baseline
@@ -35,6 +36,7 @@ from qbench.evaluation.llamacpp import LlamaCpp
 from qbench.evaluation.lm_eval_model import external_model
 from qbench.evaluation.loaded import LoadedTask, check_documents, load_task
 from qbench.evaluation.scoring import language_model
+from qbench.evaluation.scoring.generate import end_tokens
 from qbench.evaluation.scoring.hidden_states import fit_settings
 from qbench.evaluation.settings import tolerance_violation
 from qbench.files import mark_used
@@ -382,7 +384,7 @@ def _kept(
             for path, states_key in baseline_files(cache, cell.key_parts, [task.name]).items():
                 verify_baseline(path, states_key)
         readers = {"outcomes": kept.outcomes, "responses": kept.responses,
-                   "divergences": kept.divergences}  # fmt: skip
+                   "divergences": kept.divergences, "answers": kept.answers}  # fmt: skip
         tables = {name: readers[name](record) for name in record.files}
     except (ResultsError, OSError):
         return None
@@ -402,11 +404,19 @@ def _score(
 ) -> TaskResult:
     """Score one task and measure its damage."""
     cell, start = result.cell, time.perf_counter()
-    scored = evaluate(scorer, task, cell.scoring)
+    texts, answered = partial(token_texts, tokenizer), None
+    if task.answers is None:
+        scored = evaluate(scorer, task, cell.scoring)
+    else:
+        chat = _chat(cell, scorer, tokenizer)
+        kept = observer.base.tasks.get(task.name) if base is not None else None
+        read = kept is not None if base is not None else observer is not None
+        answered = answer(scorer, task, cell.scoring, chat, base=kept, read=read)
+        scored = answered.scored
     tables: dict[Table, pd.DataFrame] = {
         "outcomes": scored.outcomes, "responses": scored.responses,
     }  # fmt: skip
-    damage = None
+    damage = divergences = None
     if base is not None:
         assert isinstance(observer, KLObserver)
         divergences = observer.divergences.get(task.name)
@@ -414,13 +424,13 @@ def _score(
             base.of(task.name),
             scored,
             divergences=divergences,
-            correct=correct_requests(task, cell.scoring.limit),
+            correct={} if answered else correct_requests(task, cell.scoring.limit),
         )
-        if divergences is not None:
+        if divergences is not None and answered is None:
             rolling = {task.name} if task.kind == "loglikelihood_rolling" else set()
-            tables["divergences"] = divergence_table(
-                {task.name: divergences}, rolling, partial(token_texts, tokenizer)
-            )
+            tables["divergences"] = divergence_table({task.name: divergences}, rolling, texts)
+    if answered is not None:
+        tables["answers"] = answered.table(divergences, texts)
     record = TaskRecord(
         checkpoint=cell.checkpoint_name,
         quantizer=cell.label,
@@ -433,6 +443,16 @@ def _score(
         seconds=round(time.perf_counter() - start, 3),
     )
     return TaskResult(record, tables)
+
+
+def _chat(cell: Cell, scorer: Any, tokenizer: PreTrainedTokenizerBase) -> Chat:
+    """Return how the cell is asked: as its own files say, those of a published copy too."""
+    copy = cell.copy
+    if copy is not None and (copy.folder / "tokenizer_config.json").is_file():
+        own = load_tokenizer(copy)
+        return Chat(tokenizer=own, ends=end_tokens(generation_settings(copy), own))
+    settings = scorer.hflm.model.generation_config
+    return Chat(tokenizer=tokenizer, ends=end_tokens(settings, tokenizer))
 
 
 def _keep(

@@ -31,7 +31,13 @@ def base_metric(metric: str) -> str:
 def is_percentage(metric: str) -> bool:
     """Return whether papers print ``metric`` times 100."""
     base = base_metric(metric)
-    return base.startswith("acc") or base in {"exact_match", "em", "f1"}
+    return base.startswith("acc") or base in {"exact_match", "em", "f1", "stops", "repeats"}
+
+
+def variance_name(metric: str) -> str:
+    """Return the name of the outcomes that hold the variance of ``metric`` between the samples of
+    one prompt; they are no score."""
+    return f"{metric}, variance of samples"
 
 
 def rank(metric: str) -> int:

@@ -50,7 +50,7 @@ from qbench.evaluation.settings import (
     ScoringSettings,
     batch_tokens,
 )
-from qbench.evaluation.tasks import TaskSpec, plan_task
+from qbench.evaluation.tasks import TaskSpec, plan_answers, plan_task
 from qbench.files import content_key, file_digest
 from qbench.find_copy import find_copy
 from qbench.machine import hardware, versions
@@ -216,6 +216,7 @@ def plan(
     untrained = untrained or {}
     checkpoints = {name: untrained[name][0] for name in untrained} or _checkpoints(recipe)
     tasks, skipped = find_tasks(recipe)
+    tasks += find_answers(recipe)
     groups = find_groups(recipe, skipped)
     require_primary(recipe, tasks, groups)
     calibration = find_calibration(recipe)
@@ -481,9 +482,21 @@ def find_tasks(recipe: Recipe) -> tuple[tuple[TaskSpec, ...], tuple[str, ...]]:
                 problems.append(error)
                 if recipe.data is None:  # the hub: what ails one task ails the next, after minutes
                     break
-    if problems or not tasks:  # without a task there is nothing to run
+    if problems or (missing and not tasks):  # without a task there is nothing to run
         raise DataError(*_first(problems or missing))
     return tuple(tasks), tuple(skipped)
+
+
+def find_answers(recipe: Recipe) -> tuple[TaskSpec, ...]:
+    """Return the task of the recipe's ``answers``; nothing without."""
+    if recipe.answers is None:
+        return ()
+    return (
+        plan_answers(
+            recipe.answers.prompts, recipe.answers.settings, data=recipe.data,
+            definitions=recipe.definitions,
+        ),
+    )  # fmt: skip
 
 
 MOST_LINES = 3
@@ -687,7 +700,8 @@ def require_room(
                 f"{checkpoint.class_name} of checkpoints.{name} has {checkpoint.max_length} "
                 "positions; take a shorter one"
             )
-        if task.output_type == "generate_until" and task.max_gen_toks >= max_length:
+        generates = task.answers or task.output_type == "generate_until"
+        if generates and task.max_gen_toks >= max_length:
             raise RecipeError(
                 f"tasks: {task.name} generates up to {task.max_gen_toks} tokens, which leaves no "
                 f"room for its prompt in the {max_length} of checkpoints.{name}; raise "

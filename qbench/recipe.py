@@ -36,7 +36,8 @@ from qbench.attention.implementation import NATIVE
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.checkpoints.find import HUB_ID
 from qbench.errors import DataError, QbenchError, RecipeError, shown, validation_line
-from qbench.evaluation.settings import FEWSHOT_SEED, Tolerance
+from qbench.evaluation.settings import FEWSHOT_SEED, AnswerSettings, Tolerance
+from qbench.evaluation.tasks import PROMPTS
 from qbench.plugins import load_file, load_packages, loaded
 from qbench.quantizers import QuantizationConfig, config_of, unquantized_dtype
 from qbench.quantizers.config import UNQUANTIZED
@@ -139,6 +140,7 @@ class Kind:
 
 
 PATH = Kind(_is_path, "the path of a file or folder")
+PROMPTS_FILE = Kind(_is_path, "the path of a file, or the name of a task")
 COUNT = Kind(lambda value: type(value) is int and value > 0, "a whole number above 0")
 FLAG = Kind(lambda value: isinstance(value, bool), "True or False")
 CHOICE = Kind(lambda value: isinstance(value, str), "a text")
@@ -177,6 +179,9 @@ class Overrides(Strict):
     settings."""
     tasks: Names = _part(metavar="NAMES")
     """These tasks, separated by commas, instead of the recipe's."""
+    answers: Annotated[str | None, PROMPTS_FILE] = _part("answers.prompts", metavar="FILE|TASK")
+    """Measure along the models' own answers to these prompts: JSON Lines with `prompt` or
+    `messages`, a task, or chat_prompts, which come with qbench."""
     definitions: Annotated[Path | None, PATH] = _part("definitions", metavar="FOLDER")
     """lm-eval YAML files: tasks of your own."""
     data: Annotated[Path | None, PATH] = _part("data", metavar="FOLDER")
@@ -355,6 +360,45 @@ class PluginFile(Strict):
     """The SHA-256 that the file must have. Default: any."""
 
 
+class Answers(Strict):
+    """Answers to chat prompts: the unquantized model's, along which the others are measured, and
+    each cell's own."""
+
+    prompts: Text = PROMPTS.stem
+    """A JSON Lines file with `prompt` or `messages`, a task whose prompts are taken, or
+    chat_prompts: 60 that come with qbench."""
+    max_new_tokens: Whole = Field(512, ge=1, le=MOST_TOKENS)
+    """Tokens that an answer may have."""
+    samples: Whole = Field(1, ge=1, le=1_000)
+    """Answers to each prompt."""
+    temperature: Annotated[float, Field(strict=True, ge=0, le=10)] | None = None
+    """Draws tokens at this temperature; 0 takes the likeliest. Default: 0 for one sample, else 0.7.
+    """
+
+    @property
+    def settings(self) -> AnswerSettings:
+        default = 0.0 if self.samples == 1 else 0.7
+        return AnswerSettings(
+            max_new_tokens=self.max_new_tokens,
+            samples=self.samples,
+            temperature=default if self.temperature is None else self.temperature,
+            from_task=not is_prompt_file(self.prompts) and self.prompts != PROMPTS.stem,
+        )
+
+    @model_validator(mode="after")
+    def _can_differ(self) -> Answers:
+        if self.samples > 1 and self.temperature == 0:
+            raise problem(("temperature",), "at 0 all samples are alike; raise it or take 1 sample")
+        if is_prompt_file(self.prompts) and not os.path.isfile(self.prompts):
+            raise problem(("prompts",), f"no such file: {self.prompts}")
+        return self
+
+
+def is_prompt_file(prompts: str) -> bool:
+    """Return whether ``prompts`` names a file and no task."""
+    return prompts.endswith(".jsonl") or "/" in prompts
+
+
 PluginFiles = tuple[Annotated[PluginFile, _short("path", PluginFile)], ...]
 
 
@@ -390,8 +434,10 @@ class Recipe(Strict):
     """The dtype in which quantized cells compute. Default: that of the unquantized quantizer."""
     quantizers: tuple[QuantizerEntry, ...]
     """Names, or mappings: a name with its options and a label, or parts."""
-    tasks: tuple[Annotated[Task, _short("name", Task)], ...] = Field(min_length=1)
-    """Names of lm-eval, or mappings."""
+    tasks: tuple[Annotated[Task, _short("name", Task)], ...]
+    """Names of lm-eval, or mappings. Beside answers there may be none."""
+    answers: Annotated[Answers | None, _short("prompts", Answers)] = None
+    """Measure along the models' own answers: a file of prompts or a task, or a mapping."""
     calibration: CalibrationSource | None = None
     """The text that calibrated quantizers read."""
     data: Folder | None = None
@@ -462,6 +508,8 @@ class Recipe(Strict):
         if self.baseline not in (None, *self.checkpoints, *self.replicates):
             known = ", ".join([*self.checkpoints, *self.replicates])
             raise problem(("baseline",), f"{self.baseline} is no checkpoint; there is {known}")
+        if not self.tasks and self.answers is None:
+            raise problem(("tasks",), "name at least one task, or prompts for answers")
         labels = [column.label for column in self.quantizers]
         for what, names, remedy in (
             ("quantizers", labels, "; give one a label"),
@@ -575,12 +623,15 @@ def _source(path: Path | None, changed: Overrides) -> Source:
     for name, part in Overrides.model_fields.items():
         value, place = getattr(changed, name), part.json_schema_extra["place"]
         if place and value != part.default:
-            value = absolute(here, str(value)) if PATH in part.metadata else value
+            if PATH in part.metadata or (name == "answers" and is_prompt_file(str(value))):
+                value = absolute(here, str(value))
             source.replace(value, *place.split("."))
     data, calibration = source.values.get("data"), source.values.get("calibration") or {}
     if isinstance(data, str) and isinstance(calibration, dict) and "path" not in calibration:
         with suppress(DataError, OSError):  # if a quantizer needs one, that is said with its remedy
             source.replace(str(find_text(HUB_FILE, data=Path(data))), "calibration", "path")
+    if source.values.get("answers"):
+        source.values.setdefault("tasks", [])
     if changed.dtype is not None:
         _replace_dtype(source, changed.dtype)
     if path is None:
@@ -603,6 +654,12 @@ def _read(path: Path) -> Source:
             )
     for what in {"data", "definitions", "calibration", "plugins"} & values.keys():
         values[what] = _located(folder, values[what])
+    answers = values.get("answers")
+    if isinstance(answers, str):
+        values["answers"] = answers = {"prompts": answers}
+    if isinstance(answers, dict) and isinstance(answers.get("prompts"), str):
+        if is_prompt_file(answers["prompts"]):
+            answers["prompts"] = absolute(folder, answers["prompts"])
     values["quantizers"] = [
         _located(folder, entry, hub=True) if isinstance(entry, dict) else entry
         for entry in values.get("quantizers", [])
@@ -639,7 +696,7 @@ def _one_off(changed: Overrides) -> Source:
     given = {
         "--checkpoint NAME=FOLDER_OR_HUB_ID": changed.checkpoints or changed.quantized,
         "--quantizers bf16,gptq-4bit": changed.quantizers or changed.quantized,
-        "--tasks piqa,sciq": changed.tasks,
+        "--tasks piqa,sciq": changed.tasks or changed.answers,
     }
     if missing := [option for option, value in given.items() if not value]:
         raise RecipeError(

@@ -495,6 +495,12 @@ RESPONSE_COLUMNS = (
     "task", "document", "request", "log_likelihood", "greedy", "answer", "filter", "cut",
 )  # fmt: skip
 DIVERGENCE_COLUMNS = ("task", "document", "request", "tokens", "text", "kl", "change")
+ANSWERS = "answers"  # the task of the model's own answers, and the table of their tokens
+ANSWER_COLUMNS = (
+    "document", "sample", "position", "text", "kl", "change", "margin", "agrees",
+)  # fmt: skip
+PROMPT = -1  # position of the row that holds the prompt
+TableName = Literal["outcomes", "responses", "divergences", "answers"]
 TOKENS_KEPT = 32768
 # of columns that records of earlier versions of qbench lack
 RESPONSE_DEFAULTS = {"answer": None, "filter": None, "cut": 0}
@@ -604,9 +610,7 @@ class Record(CellRecord):
     audit: Audit | None = None
     scoring: ScoringReport | None = None  # None if scoring did not begin
     damage: Annotated[Damage | Unavailable, Field(discriminator="status")] | None = None
-    files: dict[Literal["outcomes", "responses", "divergences"], StoredTable] = Field(
-        default_factory=dict
-    )
+    files: dict[TableName, StoredTable] = Field(default_factory=dict)
 
     @property
     def pooled_groups(self) -> tuple[GroupScore, ...]:
@@ -651,9 +655,7 @@ class TaskRecord(CellKey):
     scoring: ScoringReport
     damage: TaskDamage | None = None  # None if it was not measured
     seconds: float
-    files: dict[Literal["outcomes", "responses", "divergences"], StoredTable] = Field(
-        default_factory=dict
-    )
+    files: dict[TableName, StoredTable] = Field(default_factory=dict)
 
 
 class GridCell(_QuantizedCell):

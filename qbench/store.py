@@ -6,6 +6,7 @@
     DIR/records/…/<key16>.<digest16>.outcomes.parquet         outcomes per document
     DIR/records/…/<key16>.<digest16>.responses.parquet        every scored continuation
     DIR/records/…/<key16>.<digest16>.divergences.parquet      KL per request, or per token
+    DIR/records/…/<key16>.<digest16>.answers.parquet          KL per token of the model's answers
     DIR/records/…/<key16>.log                                 output of the libraries
     DIR/analysis/grid.json                                    manifest of the last analysis
     DIR/analysis/<checkpoint>/<quantizer>/<key16>.json        the analysis of a cell
@@ -26,7 +27,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from filelock import FileLock
 
@@ -35,6 +36,7 @@ from qbench.errors import DamagedError, NewerSchemaError, ResultsError, SchemaEr
 from qbench.files import clean_temporaries, digest, without_links, write_atomically
 from qbench.record_file import RUN_AGAIN, read, write
 from qbench.records import (
+    ANSWER_COLUMNS,
     DIVERGENCE_COLUMNS,
     KEY_DIGITS,
     OUTCOME_COLUMNS,
@@ -49,6 +51,7 @@ from qbench.records import (
     StoredTable,
     TaskRecord,
 )
+from qbench.records import TableName as Table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -58,9 +61,8 @@ COLUMNS = {
     "outcomes": OUTCOME_COLUMNS,
     "responses": RESPONSE_COLUMNS,
     "divergences": DIVERGENCE_COLUMNS,
+    "answers": ANSWER_COLUMNS,
 }
-
-Table = Literal["outcomes", "responses", "divergences"]
 R = TypeVar("R", Record, Analysis, Sensitivity)
 M = TypeVar("M", RunManifest, AnalysisManifest)
 LogLine = Callable[[str], None]
@@ -259,6 +261,7 @@ class Store(CellFiles[Record, RunManifest]):
         outcomes: pd.DataFrame | None = None,
         responses: pd.DataFrame | None = None,
         divergences: pd.DataFrame | None = None,
+        answers: pd.DataFrame | None = None,
     ) -> Record:
         """Write a record and its tables, and return the record with the tables' checksums.
 
@@ -266,7 +269,8 @@ class Store(CellFiles[Record, RunManifest]):
         """
         if outcomes is not None:  # like values side by side compress a seventh better
             outcomes = outcomes.sort_values(["task", "metric", "document"], kind="stable")
-        tables = {"outcomes": outcomes, "responses": responses, "divergences": divergences}
+        tables = {"outcomes": outcomes, "responses": responses, "divergences": divergences,
+                  "answers": answers}  # fmt: skip
         payloads = {
             name: _parquet(table, COLUMNS[name])
             for name, table in tables.items()
@@ -314,6 +318,10 @@ class Store(CellFiles[Record, RunManifest]):
     def divergences(self, record: Record) -> pd.DataFrame:
         """Return the columns ``DIVERGENCE_COLUMNS``. Raises DamagedError as ``outcomes``."""
         return self._table(record, "divergences")
+
+    def answers(self, record: Record) -> pd.DataFrame:
+        """Return the columns ``ANSWER_COLUMNS``. Raises DamagedError as ``outcomes``."""
+        return self._table(record, "answers")
 
     def _table(self, record: Record, name: Table) -> pd.DataFrame:
         from pyarrow import parquet

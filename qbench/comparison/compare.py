@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
+from qbench.comparison.answers import answers_of
 from qbench.comparison.changes import compare_by, compare_precisions
 from qbench.comparison.effects import with_effects
 from qbench.comparison.flips import flips_of
@@ -45,6 +46,7 @@ def compare(store: Store, *, statistics: bool = True, against: str | None = None
         return comparison
     comparison = with_effects(comparison, store)
     comparison = replace(comparison, kl=kl_of(comparison, store), flips=flips_of(comparison, store))
+    comparison = replace(comparison, answers=answers_of(comparison, store))
     if grid.primary is not None:
         comparison = replace(comparison, primary=compare_by(store, grid.primary))
     if len(grid.checkpoints) > 1:

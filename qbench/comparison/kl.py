@@ -13,8 +13,9 @@ from itertools import combinations
 
 import numpy as np
 
+from qbench.comparison.answers import kl_column_of, split_prompts
 from qbench.comparison.rows import KL, Comparison, status_of
-from qbench.records import Damage, Record
+from qbench.records import ANSWERS, Damage, Record
 from qbench.statistics import (
     LOG_MEAN,
     Column,
@@ -68,9 +69,12 @@ def kl_from(comparison: Comparison, found: Mapping[str, Column | None]) -> KL:
 
 
 def kl_column(store: Store, record: Record) -> Column | None:
-    """Return a record's KL divergence by document of all tasks; None if it holds none."""
+    """Return a record's KL divergence by document of all tasks; None if it holds none. Answers are
+    apart: theirs is returned if no task has any."""
     if "divergences" not in record.files:
-        return None
+        if ANSWERS not in record.files or mean_of_tasks(record) is None:
+            return None
+        return kl_column_of(split_prompts(store.answers(record))[0])
     table = store.divergences(record)
     tokens = table["tokens"].fillna(1).to_numpy(float)
     names = table["task"].astype(str) + " " + table["document"].astype(str)
@@ -85,14 +89,14 @@ def kl_column(store: Store, record: Record) -> Column | None:
 
 def mean_of_tasks(record: Record) -> float | None:
     """Return the mean KL divergence from a record's tasks alone, by their documents; None without
-    any."""
+    any. As :func:`kl_column`, that along answers if no task has any."""
     if not isinstance(record.damage, Damage):
         return None
     documents = {score.task: score.documents for score in record.scores}
     found = [
         (documents.get(task, 1), damage.distributions.kl.mean)
         for task, damage in record.damage.tasks.items()
-        if damage.distributions
+        if damage.distributions and (task != ANSWERS or len(record.damage.tasks) == 1)
     ]
     total = sum(count for count, _ in found)
     return sum(count * mean for count, mean in found) / total if total else None

@@ -12,6 +12,7 @@ from qbench.metrics import LOG_SCALE, REDUNDANT, is_percentage
 from qbench.records import Flips, GridCell, Precision, Record, RunManifest, Unavailable
 
 if TYPE_CHECKING:
+    from qbench.comparison.answers import AnswerDamage
     from qbench.statistics import Effect, Interval, Missing, SeedEffect
 
 
@@ -160,6 +161,8 @@ class Comparison:
     at_chance: frozenset[tuple[str, str, str]] = frozenset()
     # cell → task → metric → answers that quantization changed; nothing without statistics
     flips: Mapping[str, Mapping[str, Mapping[str, Flips]]] = field(default_factory=dict)
+    # cell → what quantization changed in its answers; nothing without statistics
+    answers: Mapping[str, AnswerDamage] = field(default_factory=dict)
     tested: bool = False  # whether intervals and tests were asked for
 
     @property

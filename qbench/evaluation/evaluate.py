@@ -354,6 +354,11 @@ def _responses(task: str, samples: Sequence[_Sample]) -> pd.DataFrame:
             rows += _given(task, sample)
         if sample.resps and isinstance(sample.resps[0][0], str):
             rows += _taken(task, sample)
+    return response_table(rows)
+
+
+def response_table(rows: Sequence[Response]) -> pd.DataFrame:
+    """Return ``rows`` as a table with the columns ``RESPONSE_COLUMNS``."""
     table = pd.DataFrame(rows, columns=list(RESPONSE_COLUMNS)).astype(RESPONSE_DTYPES)
     return table.astype({"answer": object, "filter": object})
 
@@ -363,7 +368,9 @@ def _given(task: str, sample: _Sample) -> Iterator[Response]:
     for request, answers in enumerate(sample.resps):
         for repeat, answer in enumerate(answers):
             if isinstance(answer, str):
-                yield _text(task, sample.document, request * len(answers) + repeat, None, answer)
+                yield text_response(
+                    task, sample.document, request * len(answers) + repeat, None, answer
+                )
             elif repeat == 0:
                 value, greedy = answer if isinstance(answer, list | tuple) else (answer, False)
                 number = float(value), bool(greedy)
@@ -375,10 +382,13 @@ def _taken(task: str, sample: _Sample) -> Iterator[Response]:
     for request, (taken, answers) in enumerate(zip(sample.filtered, sample.resps, strict=True)):
         if taken != answers[0]:
             text = taken if isinstance(taken, str) else json.dumps(taken, default=str)
-            yield _text(task, sample.document, request * len(answers), sample.filter, text)
+            yield text_response(task, sample.document, request * len(answers), sample.filter, text)
 
 
-def _text(task: str, document: int, request: int, filter_: str | None, text: str) -> Response:
+def text_response(
+    task: str, document: int, request: int, filter_: str | None, text: str
+) -> Response:
+    """Return the row of a generated text, cut to ``ANSWER_CHARACTERS``."""
     kept = text[:ANSWER_CHARACTERS].encode(errors="replace").decode()  # Parquet is UTF-8
     return (task, document, request, math.nan, False, kept, filter_, len(text) - len(kept))
 

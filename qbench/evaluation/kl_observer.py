@@ -42,15 +42,18 @@ from qbench.files import (
     save_tensors,
     write_atomically,
 )
+from qbench.records import ANSWERS
 
 
 class TaskHiddenStates(NamedTuple):
     """One task's LM head inputs ``states`` [N, H] and the ids ``token`` int32 [N] of its N scored
-    tokens, request by request.
+    tokens, request by request. ``lengths`` [requests] are the tokens of each, of the task
+    ``ANSWERS`` alone: its tokens are the unquantized model's answers.
     """
 
     token: Tensor
     states: Tensor
+    lengths: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,9 @@ class BaselineHiddenStates:
         """Write what is kept of ``task`` and the LM head, under the keys of the cell with the key
         parts ``parts``, each file with its digest beside it. Raises ResultsError if that fails."""
         states = self.tasks.get(task)
-        _write(cache, task_key(parts, task), {} if states is None else states._asdict())
+        tensors = {} if states is None else states._asdict()
+        named = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        _write(cache, task_key(parts, task), named)
         try:
             head = _read(cache, head_key(parts))
         except ResultsError:
@@ -147,7 +152,7 @@ class BaselineWriter:
                 f"damage needs an LM head that is a linear layer, not {type(head.linear).__name__};"
                 " set evaluation.damage: false"
             )
-        self._task, self._tokens = _task_of(instances), sum(lengths)
+        self._task, self._tokens, self._lengths = _task_of(instances), sum(lengths), lengths
         self._head, self._rows = head.linear, []
 
     def batch(self, scored: Scored, hidden: Tensor, projection: Projection) -> None:
@@ -164,7 +169,8 @@ class BaselineWriter:
         for hidden, scored in self._rows:
             token[scored.index] = scored.token
             states[torch.from_numpy(scored.index)] = hidden[torch.from_numpy(scored.row)]
-        self._tasks[self._task] = TaskHiddenStates(torch.from_numpy(token), states)
+        lengths = torch.tensor(self._lengths) if self._task == ANSWERS else None
+        self._tasks[self._task] = TaskHiddenStates(torch.from_numpy(token), states, lengths)
         self._rows = []
 
 
@@ -199,8 +205,9 @@ class KLObserver:
         self._request = np.repeat([instance.idx for instance in instances], lengths)
         tokens = len(self._task.token)
         assert tokens == len(self._document), "both cells' keys say what is asked"
-        # kl, agrees, confidence and change
-        self._values = torch.full((4, tokens), torch.nan, device=device)
+        # kl, agrees, confidence, change, and of answers margin
+        rows = 5 if self._name == ANSWERS else 4
+        self._values = torch.full((rows, tokens), torch.nan, device=device)
 
     def batch(
         self, scored: Scored, hidden: Tensor, projection: Projection
@@ -222,14 +229,16 @@ class KLObserver:
             low, high = np.searchsorted(rows, (part.first, part.last))
             row, index, token = entries[:, low:high]
             unquantized = logits_of(part.first, part.last)
-            self._values[:, index] = _compare(unquantized, part, row - part.first, token)
+            self._values[:4, index] = _compare(unquantized, part, row - part.first, token)
+            if len(self._values) == 5:
+                self._values[4, index] = _margin(part.logits, row - part.first, token)
 
         return measure
 
     def end(self) -> None:
         if self._task is None:
             return
-        kl, agrees, confidence, change = self._values.cpu().numpy()
+        kl, agrees, confidence, change, *margin = self._values.cpu().numpy()
         if bad := int((~np.isfinite(kl)).sum()):
             raise EvaluationError(
                 f"{self._name}: the divergence of {bad} of {len(kl)} tokens is not a number; the "
@@ -244,12 +253,21 @@ class KLObserver:
                 "document": self._document,
                 "request": self._request,
                 "token": self._task.token.numpy(),
+                **({"margin": margin[0]} if margin else {}),
             }
         )
 
     def _head(self, states: Tensor) -> Tensor:
         assert self._weight is not None
         return self._finish(functional.linear(states, self._weight, self._bias))
+
+
+def _margin(logits: Tensor, row: Tensor, token: Tensor) -> Tensor:
+    """Return how far the logit of each ``token`` [M] lies above the largest of the others, in its
+    ``row`` [M] of ``logits`` [R, V]: the difference of their log-probabilities, in nats."""
+    two, ids = logits.float().topk(2, dim=-1)
+    chosen, first = logits[row, token].float(), ids[row, 0] == token
+    return chosen - torch.where(first, two[row, 1], two[row, 0])
 
 
 def _compare(before: Tensor, part: LogitsPart, row: Tensor, token: Tensor) -> Tensor:

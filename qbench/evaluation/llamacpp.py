@@ -8,7 +8,7 @@ what a request has in common with the one before is kept in llama.cpp's KV cache
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from qbench.evaluation.llama_library import (
     LogCallback,
     load_library,
 )
-from qbench.evaluation.scoring.generate import Prompt, generate
+from qbench.evaluation.scoring.generate import Prompt, add_noise, generate
 from qbench.evaluation.scoring.hflm import pinned_hflm, report
 from qbench.evaluation.scoring.hidden_states import LMHead
 from qbench.evaluation.scoring.logits import (
@@ -138,6 +138,9 @@ class LlamaCpp:
             tokens, own = list(prompt.ids), []
             while len(own) < prompt.limit and (longest is None or len(tokens) < longest):
                 (last,) = self.logits(tokens, len(tokens) - 1)
+                if prompt.temperature:
+                    drawn = torch.tensor([prompt.seed]), torch.tensor([len(tokens) - 1])
+                    last = add_noise(last[-1:], *drawn, torch.tensor([prompt.temperature]))
                 own.append(int(last[-1].argmax()))
                 tokens.append(own[-1])
                 if finished is not None and finished(index, own):
@@ -226,6 +229,12 @@ class LlamaCppScorer(Scorer):
         return generate(
             self.hflm, requests,
             progress=self._progress, counts=self._counts, runtime=self.model.decode,
+        )  # fmt: skip
+
+    def answer(self, prompts: Sequence[Prompt], ends: Collection[int]) -> list[list[int]]:
+        return self.model.decode(
+            None, prompts, finished=lambda _, tokens: tokens[-1] in ends,
+            longest=self.settings.max_length, progress=self._progress,
         )  # fmt: skip
 
     def _score(

@@ -14,7 +14,7 @@ import json
 import random
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,14 @@ from lm_eval.tasks._yaml_loader import load_yaml
 from qbench import hub
 from qbench.errors import DataError, first_line
 from qbench.evaluation.definitions import missing_module, read_definition
+from qbench.evaluation.settings import AnswerSettings
 from qbench.evaluation.tasks import (
     TaskSpec,
     evaluation_split,
     fewshot_split,
     is_hidden,
     no_text,
+    prompt_fields,
     read_rows,
 )
 
@@ -117,6 +119,7 @@ class LoadedTask:
     digest: str  # of what is asked and of its documents, wherever they came from
     max_length: int | None = None  # in place of the cell's, for prompts of a length of their own
     lines: tuple[tuple[Path, int], ...] = ()  # file and line of each document, where it has one
+    answers: AnswerSettings | None = None  # of the task ``ANSWERS``
 
     def location(self, document: int) -> str:
         """Return where a document stands, for messages: file and line, or its number."""
@@ -175,7 +178,8 @@ def load_task(spec: TaskSpec, tokenizer: Path | None = None) -> LoadedTask:
         name=spec.name,
         label=spec.label,
         task=task,
-        digest=_digest(task),
+        digest=_digest(task, spec.answers),
+        answers=spec.answers,
         max_length=spec.max_length,
         lines=lines,
     )
@@ -199,7 +203,9 @@ def _overrides(
         rows, digest = read_rows(file.path)
         if digest != file.digest:
             raise DataError(f"{spec.name}: {file.path} changed after this run began; run again")
-        splits[file.split] = Dataset.from_list([row.fields for row in rows])
+        prompts = spec.answers is not None and not spec.answers.from_task
+        fields = [prompt_fields(row, file.path) if prompts else row.fields for row in rows]
+        splits[file.split] = Dataset.from_list(fields)
         if file.split == evaluation_split(config) and not config.get("process_docs"):
             lines = tuple((file.path, row.line) for row in rows)
     for key in SPLIT_KEYS:
@@ -296,9 +302,9 @@ def _require_commit(spec: TaskSpec, task: ConfigurableTask) -> None:
                 )
 
 
-def _digest(task: ConfigurableTask) -> str:
-    """Return the SHA-256 of the definition (functions by their source), every evaluated document
-    and, if examples are shown, every document that they are drawn from.
+def _digest(task: ConfigurableTask, answers: AnswerSettings | None = None) -> str:
+    """Return the SHA-256 of the definition (functions by their source), every evaluated document,
+    if examples are shown every document that they are drawn from, and how ``answers`` are made.
     """
     left_out = ORIGIN_KEYS if task.config.num_fewshot else {*ORIGIN_KEYS, "fewshot_config"}
     config = {key: value for key, value in task.dump_config().items() if key not in left_out}
@@ -306,6 +312,8 @@ def _digest(task: ConfigurableTask) -> str:
     documents = list(task.eval_docs)
     if task.config.num_fewshot:
         documents += list(task.sampler.df)
+    if answers is not None:
+        documents.append(asdict(answers))
     for document in documents:
         total.update(json.dumps(document, sort_keys=True, default=_written).encode())
     return total.hexdigest()

@@ -137,6 +137,17 @@ class Chat:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class AnswerSettings:
+    """How the models answer the prompts of a recipe's ``answers``. ``samples`` per prompt are drawn
+    at ``temperature``; at 0 the answer is greedy. ``from_task``: prompts are a task's requests."""
+
+    max_new_tokens: int
+    samples: int
+    temperature: float
+    from_task: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ScoringSettings:
     """Settings of one cell's scorer. All but those that ``key_parts`` leaves out are part of its
     key.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,16 @@ from jinja2 import Environment, TemplateSyntaxError, meta
 from qbench import hub
 from qbench.errors import DataError, MissingDataError, RecipeError
 from qbench.evaluation.definitions import (
+    OURS,
     Definition,
     Function,
     definition_file,
     read_definition,
     require_modules,
 )
+from qbench.evaluation.settings import AnswerSettings
 from qbench.files import digest, read_regular
+from qbench.records import ANSWERS
 
 RENDERED = ("doc_to_text", "doc_to_target", "doc_to_choice")  # templates over a row's fields
 IMPOSSIBLE = {
@@ -246,6 +249,7 @@ class TaskSpec:
     max_length: int | None = None  # tokens of a prompt with its answer, if the definition says so
     files: tuple[DataFile, ...] = ()  # the evaluation split's first; none where the hub gives them
     hub_data: HubData | None = None
+    answers: AnswerSettings | None = None  # of the prompts of a recipe's ``answers``, no other task
 
     @property
     def digest(self) -> str:
@@ -254,6 +258,7 @@ class TaskSpec:
             "definition": self.definition_digest,
             "files": data,
             "hub": asdict(self.hub_data) if self.hub_data else None,
+            **({"answers": asdict(self.answers)} if self.answers else {}),
         }
         return digest(json.dumps(parts, sort_keys=True).encode())
 
@@ -313,6 +318,66 @@ def plan_task(
         output_type=config.get("output_type", "generate_until"),
         max_gen_toks=_answer_tokens(name, config.get("generation_kwargs") or {}),
     )
+
+
+PROMPTS = OURS / "chat_prompts.yaml"  # the definition of a file of prompts
+
+
+def plan_answers(
+    prompts: str, settings: AnswerSettings, *, data: Path | None, definitions: Path | None
+) -> TaskSpec:
+    """Return the task ``ANSWERS`` with the prompts of the JSON Lines file ``prompts``, of
+    ``chat_prompts``, which come with qbench, or of the task of that name.
+
+    Raises DataError for a file that cannot be used, RecipeError for an unknown task.
+    """
+    if settings.from_task:
+        spec = plan_task(prompts, data=data, definitions=definitions)
+        if spec.output_type == "loglikelihood_rolling":
+            raise DataError(f"answers: {prompts} scores whole texts and has no prompts")
+        return replace(
+            spec, name=ANSWERS, label=f"{ANSWERS} [{spec.label}]", answers=settings,
+            max_gen_toks=settings.max_new_tokens,
+        )  # fmt: skip
+    path = PROMPTS.with_suffix(".jsonl") if prompts == PROMPTS.stem else Path(prompts)
+    rows, digest = read_rows(path)
+    for row in rows:
+        prompt_fields(row, path)
+    return TaskSpec(
+        name=ANSWERS,
+        label=ANSWERS,
+        definition=PROMPTS,
+        definition_digest=read_definition(PROMPTS).digest,
+        documents=len(rows),
+        output_type="generate_until",
+        max_gen_toks=settings.max_new_tokens,
+        files=(DataFile(split="test", path=path, digest=digest),),
+        answers=settings,
+    )
+
+
+def prompt_fields(row: Row, path: Path) -> dict[str, str]:
+    """Return the fields ``prompt`` (text for people), ``messages`` (JSON) and ``target`` ("" if
+    there is none) of a prompt. Raises DataError with file and line."""
+    prompt, messages = row.fields.get("prompt"), row.fields.get("messages")
+    turn = isinstance(prompt, str) and prompt.strip() and messages is None
+    turns = prompt is None and isinstance(messages, list) and messages and all(
+        isinstance(one, dict) and {"role", "content"} <= one.keys()
+        and isinstance(one["role"], str) and isinstance(one["content"], str)
+        for one in messages
+    )  # fmt: skip
+    if not (turn or turns):
+        raise DataError(
+            f'{path}:{row.line}: a prompt is {{"prompt": TEXT}}, or {{"messages": [{{"role": '
+            '"user", "content": TEXT}, …]}'
+        )
+    target = row.fields.get("target")
+    if not isinstance(target, str | None):
+        raise DataError(f"{path}:{row.line}: target must be a text, not {target!r:.40}")
+    if turn:
+        messages = [{"role": "user", "content": prompt}]
+    text = prompt if turn else "\n".join(f"{one['role']}: {one['content']}" for one in messages)
+    return {"prompt": text, "messages": json.dumps(messages), "target": target or ""}
 
 
 def evaluation_split(config: dict[str, Any]) -> str | None:

@@ -9,6 +9,7 @@ from qbench.comparison.verdict import verdict
 from qbench.errors import RecipeError
 from qbench.store import Store
 from qbench.tables.analyses import load_analyses, table_4
+from qbench.tables.answers import answer_tables
 from qbench.tables.comparison_csv import comparison_csv, seeds_csv
 from qbench.tables.scores import by_method, costs, group_tables, pair_tables, tables_of
 from qbench.tables.summary import about
@@ -42,7 +43,9 @@ def score_tables(comparison: Comparison, *, published: str | None = None) -> lis
         found += tables_of(method, published)
         if len(comparison.checkpoints) > 1:
             found += costs(method)
-    return [*found, *pair_tables(comparison), *group_tables(comparison)]
+    return [
+        *found, *pair_tables(comparison), *group_tables(comparison), *answer_tables(comparison),
+    ]  # fmt: skip
 
 
 def table_files(

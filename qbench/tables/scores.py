@@ -34,6 +34,7 @@ from qbench.comparison.wording import (
 )
 from qbench.metrics import is_percentage
 from qbench.records import (
+    ANSWERS,
     KEY_DIGITS,
     Damage,
     GridCell,
@@ -132,7 +133,9 @@ def by_method(comparison: Comparison) -> list[MethodLines]:
     methods = [None] if alone or not methods else methods
     for method in methods:
         every = [
-            line for line in comparison.lines if method in (None, line.method) or not line.quantized
+            line
+            for line in comparison.lines
+            if (method in (None, line.method) or not line.quantized) and line.task != ANSWERS
         ]
         own = {line.quantizer for line in every}
         if method == methods[-1]:  # precisions that have no rows too

@@ -1,4 +1,5 @@
-"""Generated text: greedy decoding of many prompts at once, by continuous batching.
+"""Generated text: decoding of many prompts at once, by continuous batching; greedy, or sampled with
+a seed per answer.
 
 A KV cache of slots is taken once. All slots end at the same column, so that a step writes one
 column and each slot's first column says all that a mask has to::
@@ -16,6 +17,7 @@ takes first columns and ``end`` from the device; elsewhere it is launched as it 
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -75,10 +77,14 @@ Finished = Callable[[int, list[int]], bool]  # of a prompt's index and its answe
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
-    """Token ids, and the most tokens that the answer may have."""
+    """Token ids, and the most tokens that the answer may have. At a ``temperature`` above 0 tokens
+    are drawn, by ``seed`` and position alone: the other prompts of a batch do not matter.
+    """
 
     ids: Sequence[int]
     limit: int
+    temperature: float = 0.0
+    seed: int = 0
 
 
 def generate(
@@ -99,7 +105,7 @@ def generate(
     counts = counts or Counts()
 
     prompts, stops = _prompts(hflm, requests, counts)
-    ends = _end_tokens(hflm)
+    ends = end_tokens(hflm.model.generation_config, hflm.tokenizer)
     windows = [_window(hflm.tokenizer, stop) for stop in stops]
 
     def finished(index: int, tokens: list[int]) -> bool:
@@ -206,7 +212,7 @@ def decode(
     progress: Advance | None = None,
     counts: Counts | None = None,
 ) -> list[list[int]]:
-    """Return the likeliest tokens after each prompt.
+    """Return the tokens of the answer to each prompt.
 
     An answer ends at its limit, with one of ``ends``, or when ``finished`` of the prompt's index
     and its tokens so far is true, which is asked every few tokens. ``longest`` is the number of
@@ -242,6 +248,30 @@ def decode(
             clear_device_cache(garbage_collection=True)
             batch = max(1, batch // 2)
     return answers
+
+
+def add_noise(logits: Tensor, seed: Tensor, position: Tensor, temperature: Tensor) -> Tensor:
+    """Return logits [N, V] whose largest is a draw from softmax(logits / temperature), by the
+    Gumbel-max trick; rows at temperature 0 are unchanged.
+
+    ``seed`` [N], ``position`` [N] and the token's id are hashed to the noise (``lowbias32`` of
+    Wellons 2018), so that a draw depends on nothing else. ``temperature`` is float32 [N].
+    """
+    tokens = torch.arange(logits.shape[-1], device=logits.device)
+    row = _hash32(_hash32(seed) + position)
+    bits = _hash32(_hash32(tokens)[None] ^ row[:, None])
+    uniform = ((bits >> 9).float() + 0.5) / 2**23  # 0 and 1 excluded, exact in float32
+    gumbel = -torch.log(-torch.log(uniform))
+    return torch.addcmul(logits.float(), gumbel, temperature[:, None])
+
+
+def _hash32(x: Tensor) -> Tensor:
+    """Return the hashes of int64 numbers, 32 bits each."""
+    mask = 0xFFFFFFFF
+    x = x & mask
+    x = (x ^ (x >> 16)) * 0x7FEB352D & mask
+    x = (x ^ (x >> 15)) * 0x846CA68B & mask
+    return x ^ (x >> 16)
 
 
 @cache
@@ -343,6 +373,9 @@ class _Decoding:
         self.positions = torch.zeros_like(self.ids)
         self.finite = torch.ones(slots, dtype=torch.bool, device=self.device)
         self.first = torch.zeros(slots, dtype=torch.long, device=self.device)  # token's column
+        self.samples = any(prompt.temperature for prompt in prompts)
+        self.seed = torch.zeros_like(self.first)
+        self.temperature = torch.zeros(slots, device=self.device)
         self.column = torch.zeros(1, dtype=torch.long, device=self.device)
         self.graphs = takes_graphs(model)
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -382,11 +415,14 @@ class _Decoding:
             slots, free = free[:count], free[count:]
             new = {slot: self.waiting.popleft() for slot in slots}
             self.active |= new
+            for slot, index in new.items() if self.samples else ():
+                self.seed[slot] = self.prompts[index].seed
+                self.temperature[slot] = self.prompts[index].temperature
             tokens = self._read([self.prompts[index].ids for index in new.values()], slots)
             self._look([tokens], slots)
 
     def _read(self, prompts: list[Sequence[int]], slots: list[int]) -> Tensor:
-        """Return the likeliest token after each prompt [slots]; prompts are padded on the left."""
+        """Return the first token after each prompt [slots]; prompts are padded on the left."""
         width = len(prompts[0])
         missing = [width - len(ids) for ids in prompts]
         ids = [[0] * count + list(row) for count, row in zip(missing, prompts, strict=True)]
@@ -406,7 +442,7 @@ class _Decoding:
             )  # fmt: skip
         self.at.reading, self.at.end = None, self.at.first + width
         self.finite[where] = torch.isfinite(logits).all(-1)
-        self.ids[where] = logits.argmax(-1, keepdim=True)
+        self.ids[where] = self._choose(logits, where, width - 1 - first)
         self.positions[where] = width - first
         self.first[where] = self.at.end - width + first[:, 0]
         return self.ids[:, 0].clone()
@@ -452,8 +488,15 @@ class _Decoding:
         options |= {"attention_mask": mask, "position_ids": self.positions}
         logits = _last_logits(self.model, self.ids, self.cache, **options)
         self.finite &= torch.isfinite(logits).all(-1)
-        self.ids.copy_(logits.argmax(-1, keepdim=True))
+        self.ids.copy_(self._choose(logits, slice(None), self.positions))
         self.positions.add_(1).clamp_(max=self.last_position)
+
+    def _choose(self, logits: Tensor, slots: slice | Tensor, position: Tensor) -> Tensor:
+        """Return the next tokens [N, 1] of ``slots``; ``position`` [N, 1] is that of the latest."""
+        if self.samples:
+            drawn = self.seed[slots], position[:, 0], self.temperature[slots]
+            logits = add_noise(logits, *drawn)
+        return logits.argmax(-1, keepdim=True)
 
     def _mask(self) -> Tensor:
         """Return which columns each slot attends to [slots, end + 1]."""
@@ -558,13 +601,47 @@ def _attend_slots(
 AttentionInterface.register(ON_DEVICE, _attend_slots)
 
 
-def _end_tokens(hflm: HFLM) -> set[int]:
+def end_tokens(generation_config: Any, tokenizer: Any) -> set[int]:
     """Return the tokens that end an answer: the tokenizer's EOS, and those of
     generation_config.json.
     """
-    eos = hflm.model.generation_config.eos_token_id
+    eos = generation_config.eos_token_id
     several = eos if isinstance(eos, list) else [eos]
-    return {token for token in (*several, hflm.eot_token_id) if token is not None}
+    return {token for token in (*several, tokenizer.eos_token_id) if token is not None}
+
+
+@torch.inference_mode()
+def decode_by_transformers(
+    model: Any, prompts: Sequence[Prompt], *, ends: Collection[int], batch_size: int
+) -> list[list[int]]:
+    """Return what :func:`decode` returns, by transformers' ``generate``: of models that
+    :func:`unsupported_by_slots` names. Prompts of one length share a batch, without padding.
+    """
+    check_tokens((prompt.ids for prompt in prompts), len(model.get_input_embeddings().weight))
+    answers: list[list[int]] = [[] for _ in prompts]
+    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i].ids))
+    for _, alike in itertools.groupby(order, lambda i: (len(prompts[i].ids), prompts[i].limit)):
+        same = list(alike)
+        for start in range(0, len(same), batch_size):
+            indexes = same[start : start + batch_size]
+            ids, seed, temperature = (
+                torch.tensor([get(prompts[i]) for i in indexes], device=model.device)
+                for get in (lambda p: list(p.ids), lambda p: p.seed, lambda p: float(p.temperature))
+            )
+
+            def draw(read: Tensor, logits: Tensor, seed=seed, temperature=temperature) -> Tensor:
+                position = torch.full_like(seed, read.shape[1] - 1)
+                return add_noise(logits, seed, position, temperature)
+
+            rows = model.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, use_cache=True,
+                max_new_tokens=prompts[indexes[0]].limit, eos_token_id=sorted(ends) or None,
+                pad_token_id=0, logits_processor=[draw] if temperature.any() else None,
+            )[:, ids.shape[1] :].tolist()  # fmt: skip
+            for index, row in zip(indexes, rows, strict=True):
+                end = next((i for i, token in enumerate(row) if token in ends), len(row))
+                answers[index] = row[: end + 1]
+    return answers
 
 
 def _window(tokenizer: Any, stops: Sequence[str]) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -29,6 +29,9 @@ from torch import Tensor
 from qbench.errors import EvaluationError
 from qbench.evaluation.scoring.batching import BatchPlan, Packing, Padding
 from qbench.evaluation.scoring.generate import (
+    Prompt,
+    decode,
+    decode_by_transformers,
     generate,
     generate_by_hflm,
     unsupported_by_slots,
@@ -63,7 +66,7 @@ from qbench.evaluation.scoring.requests import (
 from qbench.evaluation.settings import ScoringSettings, sample_violation, undecided
 from qbench.machine import reset_peak_memory
 from qbench.progress import Advance
-from qbench.records import DifferenceFromExact, SampleDifference, ScoringReport
+from qbench.records import ANSWERS, DifferenceFromExact, SampleDifference, ScoringReport
 from qbench.streaming import stream_of
 
 STATES_BYTES = 16 * 2**30  # of hidden states that wait on the host while a model is streamed
@@ -204,6 +207,23 @@ class Scorer(LM):
             self._generated |= {request.task_name: reason for request in requests}
             return generate_by_hflm(self.hflm, requests, self._counts)
         return generate(self.hflm, requests, progress=self._progress, counts=self._counts)
+
+    def answer(self, prompts: Sequence[Prompt], ends: Collection[int]) -> list[list[int]]:
+        """Return the tokens of the model's answer to each prompt, up to one of ``ends``."""
+        model = self.hflm.model
+        if reason := unsupported_by_slots(model, [{}]):
+            self._generated[ANSWERS] = reason
+            size = self.settings.batch_size
+            return decode_by_transformers(model, prompts, ends=ends, batch_size=size)
+        return decode(
+            model, prompts, ends=ends, longest=self.hflm.max_length, progress=self._progress,
+            counts=self._counts,
+        )  # fmt: skip
+
+    def read(self, instances: Sequence[Any], requests: list[Request]) -> list[LogLikelihood]:
+        """Return the log-likelihoods of ``requests``, given in tokens: ``requests[i].owner`` is the
+        index of its lm-eval instance."""
+        return self._answers(_Call(instances, requests, windows=False))
 
     def _pairs(self, instances: list[Any]) -> _Call:
         encoded = encode_pairs(

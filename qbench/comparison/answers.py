@@ -1,0 +1,203 @@
+"""Compare answers: KL divergence along the unquantized model's, by position and class of token, and
+how a cell's own answers differ.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+
+from qbench.comparison.rows import Comparison
+from qbench.records import ANSWERS, PROMPT
+from qbench.statistics import LOG_MEAN, Column, Effect, Missing, Panel, effect
+
+if TYPE_CHECKING:
+    from qbench.records import Record
+    from qbench.store import Store
+
+FIRST_POSITIONS = (0, 1, 16, 64, 256)  # of the bins by position in the answer, from 0
+FEWEST_PROMPTS = 5  # in which a class stands that is called the one that is hurt most
+# Tokens of chat templates, as the usual tokenizers write them.
+TEMPLATE = re.compile(
+    r"<\|.*\|>|</?(s|eos|bos|pad|think|tool_call|tool_response|(start|end)_of_turn)>"
+    r"|\[/?(INST|TOOL_CALLS|AVAILABLE_TOOLS)\]"
+)
+KEY = re.compile(r'"[^"\n]*"\s*:')  # of a JSON object
+CODE = re.compile(r"```.*?(```|\Z)", re.DOTALL)
+CLASSES = ("first token", "end", "template", "JSON", "code", "digits", "rest")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMeans:
+    """Means over the tokens of a class or of a range of positions; ``prompts`` have any."""
+
+    tokens: int
+    prompts: int
+    kl: float  # nats per token
+    agrees: float  # share of tokens at which both models' likeliest token is the same
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AnswerDamage:
+    """What quantization changed in the answers of one cell.
+
+    ``kl`` is that along the unquantized model's answers: the mean over prompts, and its logarithm
+    with an interval. ``length`` is the logarithm of the ratio of mean lengths. ``identical`` is the
+    share of prompts with the same answer, ``agreed`` the median number of tokens before the cell's
+    own answer differs, ``other_prompts`` the number of prompts that its chat template renders
+    differently.
+    """
+
+    kl: float
+    log_kl: Effect | Missing
+    tokens: TokenMeans
+    by_position: Mapping[str, TokenMeans]
+    by_class: Mapping[str, TokenMeans]
+    identical: float
+    agreed: float
+    length: Effect | Missing
+    other_prompts: int
+
+    @property
+    def hurt_most(self) -> tuple[str, float] | None:
+        """Return the class with the largest KL divergence per token, as a multiple of the mean of
+        all tokens; None if nothing is lost or classes are too rare."""
+        common = {n: c.kl for n, c in self.by_class.items() if c.prompts >= FEWEST_PROMPTS}
+        if not common or self.tokens.kl <= 0:
+            return None
+        name = max(common, key=lambda name: common[name])
+        return name, common[name] / self.tokens.kl
+
+
+def answers_of(comparison: Comparison, store: Store) -> dict[str, AnswerDamage]:
+    """Return what quantization changed in the answers of each cell that has read any.
+
+    Raises ResultsError if a table is damaged.
+    """
+    found = {}
+    for cell in comparison.grid.cells:
+        record = comparison.records.get(cell.cell)
+        base = f"{cell.checkpoint}/{comparison.unquantized_of(cell.quantizer)}"
+        before = comparison.records.get(base)
+        readable = cell.quantized and not comparison.no_damage(cell.cell)
+        if readable and all(one and ANSWERS in one.files for one in (record, before)):
+            damage = _damage(store, record, before)
+            if damage is not None:
+                found[cell.cell] = damage
+    return found
+
+
+def _damage(store: Store, record: Record, before: Record) -> AnswerDamage | None:
+    table, prompts = split_prompts(store.answers(record))
+    if table["kl"].isna().any() or table.empty:
+        return None
+    _, base_prompts = split_prompts(store.answers(before))
+    column = kl_column_of(table)
+    own, other = (_by_prompt(store.outcomes(one)) for one in (record, before))
+    lengths = {
+        one.cell: Column.of(
+            of.index.to_numpy().astype(str), of["length"].to_numpy(), np.ones(len(of))
+        )
+        for one, of in ((record, own), (before, other))
+    }
+    same = (own["agreed_tokens"] == own["length"]) & (own["length"] == other["length"])
+    bins = [position_bin(position) for position in table["position"]]
+    return AnswerDamage(
+        kl=float(column.values.mean()),
+        log_kl=effect(Panel.of({"kl": column}), {"kl": 1}, LOG_MEAN),
+        tokens=_means(table),
+        by_position=_means_by(table, bins, [position_bin(p) for p in FIRST_POSITIONS]),
+        by_class=_means_by(table, token_classes(table), CLASSES),
+        identical=float(same.mean()),
+        agreed=float(own["agreed_tokens"].median()),
+        length=effect(Panel.of(lengths), {record.cell: 1, before.cell: -1}, LOG_MEAN),
+        other_prompts=int((prompts.to_numpy() != base_prompts.to_numpy()).sum()),
+    )
+
+
+def _by_prompt(outcomes: pd.DataFrame) -> pd.DataFrame:
+    """Return the outcomes of answers as a table with a row per prompt and a column per metric."""
+    answers = outcomes[outcomes["task"] == ANSWERS]
+    return answers.pivot(index="document", columns="metric", values="value")
+
+
+def split_prompts(table: pd.DataFrame) -> tuple[pd.DataFrame, pd.Series]:
+    """Return the rows of tokens, and the text of each prompt by document."""
+    prompts = table[table["position"] == PROMPT].drop_duplicates("document")
+    tokens = table[table["position"] != PROMPT].reset_index(drop=True)
+    return tokens, prompts.set_index("document")["text"]
+
+
+def kl_column_of(tokens: pd.DataFrame) -> Column:
+    """Return the KL divergence along the answers by prompt, a mean over its tokens."""
+    means = tokens.groupby("document")["kl"].mean()
+    names = np.array([f"{ANSWERS} {document}" for document in means.index])
+    return Column.of(names, means.to_numpy(float), np.ones(len(means)))
+
+
+def _means(tokens: pd.DataFrame) -> TokenMeans:
+    return TokenMeans(
+        len(tokens),
+        tokens["document"].nunique(),
+        float(tokens["kl"].mean()),
+        float(tokens["agrees"].mean()),
+    )
+
+
+def _means_by(
+    tokens: pd.DataFrame, names: Sequence[str], order: Sequence[str]
+) -> dict[str, TokenMeans]:
+    groups = dict(list(tokens.groupby(np.array(names))))
+    return {name: _means(groups[name]) for name in order if name in groups}
+
+
+def position_bin(position: int) -> str:
+    """Return the range of positions, counted from 1, that an answer's token is in: ``2–16``."""
+    index = max(i for i, first in enumerate(FIRST_POSITIONS) if first <= position)
+    first, after = FIRST_POSITIONS[index], [*FIRST_POSITIONS, None][index + 1]
+    if after is None:
+        return f"{first + 1}–"
+    return f"{first + 1}–{after}" if after > first + 1 else str(after)
+
+
+def token_classes(tokens: pd.DataFrame) -> list[str]:
+    """Return the class of each token of a table of answers, one of ``CLASSES``."""
+    groups = tokens.groupby(["document", "sample"], sort=False)["text"]
+    return [name for _, texts in groups for name in classes(list(texts))]
+
+
+def classes(texts: Sequence[str]) -> list[str]:
+    """Return the class of each token of one answer, from the tokens' texts."""
+    text = "".join(texts)
+    ends = np.cumsum([len(one) for one in texts])
+    keys = [match.span() for match in KEY.finditer(text)]
+    fences = [match.span() for match in CODE.finditer(text)]
+    json = (0, 0)
+    if keys:
+        opening = [text.rfind(bracket, 0, keys[0][0]) for bracket in "{["]
+        closing = max(text.rfind(bracket) for bracket in "}]")
+        json = (max(opening), closing + 1 if closing > keys[-1][1] else len(text))
+    found = []
+    for index, (token, end) in enumerate(zip(texts, ends, strict=True)):
+        start, plain = end - len(token), token.strip()
+        within = [low <= start and end <= high for low, high in (json, *fences)]
+        in_key = any(start < high and end > low for low, high in keys)
+        if index == 0:
+            name = "first token"
+        elif TEMPLATE.fullmatch(plain):
+            name = "end" if index == len(texts) - 1 else "template"
+        elif in_key or (within[0] and plain and not plain.strip('{}[],:"')):
+            name = "JSON"
+        elif any(within[1:]):
+            name = "code"
+        elif any(character.isdigit() for character in token):
+            name = "digits"
+        else:
+            name = "rest"
+        found.append(name)
+    return found

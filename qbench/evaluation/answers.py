@@ -1,0 +1,268 @@
+"""Let a model answer prompts, and read the unquantized model's answers (*trajectories*).
+
+The unquantized cell generates answers, then reads them in packs, so that hidden states are kept of
+every answered token as of any task's scored tokens (``kl_observer``). Quantized cells read the same
+tokens, which lie beside those hidden states under the same key, and generate answers of their own.
+A published copy is asked through its own chat template and ends with its own end tokens.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from qbench.errors import EvaluationError, first_line
+from qbench.evaluation.degradation import Outcomes
+from qbench.evaluation.evaluate import build_requests, response_table, text_response
+from qbench.evaluation.scoring.generate import Prompt
+from qbench.evaluation.scoring.requests import Request, encode_texts
+from qbench.metrics import variance_name
+from qbench.records import ANSWER_COLUMNS, ANSWERS, OUTCOME_COLUMNS, PROMPT, Score
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from qbench.evaluation.kl_observer import TaskHiddenStates
+    from qbench.evaluation.loaded import LoadedTask
+    from qbench.evaluation.settings import ScoringSettings
+
+NGRAM = 8  # tokens: a stretch of that length that comes again is a repetition
+HIGHER_IS_BETTER = {"exact_match": True, "stops": True, "repeats": False, "length": False}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chat:
+    """The tokenizer with its chat template, and the tokens that end an answer."""
+
+    tokenizer: PreTrainedTokenizerBase
+    ends: Collection[int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Asked:
+    """One answer that is asked for: its prompt in text and tokens, and the right answer, if any."""
+
+    document: int
+    sample: int
+    text: str
+    ids: list[int]
+    target: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answered:
+    """The outcomes of a cell's own answers, and the answers that it read: ``tokens`` of one after
+    another, ``lengths`` tokens each. If none were read they are its own."""
+
+    scored: Outcomes
+    asked: list[_Asked]
+    tokens: np.ndarray
+    lengths: Sequence[int]
+
+    def table(
+        self, divergences: pd.DataFrame | None, texts_of: Callable[[np.ndarray], list[str]]
+    ) -> pd.DataFrame:
+        """Return a table with the columns ``ANSWER_COLUMNS``: the prompt's row and one per token of
+        each answer. ``divergences`` are those of the ``KLObserver``; None if nothing was measured.
+        """
+        measured = {} if divergences is None else divergences
+        starts = np.cumsum([0, *self.lengths])
+        parts = []
+        for one, start, end in zip(self.asked, starts, starts[1:], strict=False):
+            part = pd.DataFrame({"text": [one.text, *texts_of(self.tokens[start:end])]})
+            part["document"], part["sample"] = one.document, one.sample
+            part["position"] = np.arange(PROMPT, end - start)
+            for name in ("kl", "change", "margin", "agrees"):
+                values = np.full(len(part), np.nan, dtype=np.float32)
+                if name in measured:
+                    values[1:] = measured[name].to_numpy()[start:end]
+                part[name] = values
+            parts.append(part)
+        together = pd.concat(parts, ignore_index=True)[list(ANSWER_COLUMNS)]
+        coarse = {name: together[name].astype("float16") for name in ("change", "margin")}
+        return together.assign(**coarse).astype(dict.fromkeys(coarse, "float32"))
+
+
+def answer(
+    scorer: Any,
+    task: LoadedTask,
+    settings: ScoringSettings,
+    chat: Chat,
+    *,
+    base: TaskHiddenStates | None,
+    read: bool,
+) -> Answered:
+    """Generate the cell's answers; with ``read`` let the scorer's observer see trajectories: those
+    of ``base``, the unquantized cell's, or the cell's own if it is None.
+
+    Raises EvaluationError if a prompt cannot be rendered or is too long, or the scorer gives no
+    tokens.
+    """
+    assert task.answers is not None
+    if not hasattr(scorer, "answer"):
+        raise EvaluationError(f"{ANSWERS}: only scoring exact and fast give the answers' tokens")
+    limit, temperature = task.answers.max_new_tokens, task.answers.temperature
+    asked = _ask(scorer, task, settings, chat.tokenizer)
+    prompts = []
+    for one in asked:
+        if len(one.ids) + limit > settings.max_length:
+            raise EvaluationError(
+                f"{ANSWERS}: {task.location(one.document)}: its prompt has {len(one.ids)} tokens, "
+                f"which leaves no room for an answer of {limit} in {settings.max_length}; lower "
+                "max_new_tokens or shorten the prompt"
+            )
+        seed = np.random.SeedSequence([settings.seed, one.document, one.sample])
+        seed = int(seed.generate_state(1)[0])
+        prompts.append(Prompt(ids=one.ids, limit=limit, temperature=temperature, seed=seed))
+    own = scorer.answer(prompts, chat.ends)
+    trajectories = own
+    if base is not None:
+        assert base.lengths is not None, "files of answers have them"
+        ends = np.cumsum(base.lengths.numpy())
+        trajectories = [part.tolist() for part in np.split(base.token.numpy(), ends[:-1])]
+    if read:
+        _read(scorer, asked, trajectories)
+    lengths = [len(tokens) for tokens in trajectories]
+    tokens = np.array([token for part in trajectories for token in part])
+    scored = _scored(task, asked, own, trajectories if base is not None else None, chat)
+    return Answered(scored=scored, asked=asked, tokens=tokens, lengths=lengths)
+
+
+def _ask(
+    scorer: Any, task: LoadedTask, settings: ScoringSettings, tokenizer: PreTrainedTokenizerBase
+) -> list[_Asked]:
+    """Return every answer to ask for, in the order of documents and samples."""
+    assert task.answers is not None
+    if task.answers.from_task:
+        build_requests(task.task, replace(settings, chat=None))
+        firsts: dict[int, str] = {}
+        for instance in task.task.instances:
+            firsts.setdefault(instance.doc_id, instance.args[0])
+        conversations = {
+            document: ([{"role": "user", "content": text}], "") for document, text in firsts.items()
+        }
+    else:
+        documents = itertools.islice(task.task.eval_docs, settings.limit)
+        conversations = {
+            number: (json.loads(row["messages"]), row["target"])
+            for number, row in enumerate(documents)
+        }
+    asked = []
+    for document, (messages, target) in conversations.items():
+        if settings.chat and settings.chat.system_instruction and messages[0]["role"] != "system":
+            system = {"role": "system", "content": settings.chat.system_instruction}
+            messages = [system, *messages]
+        text, ids = _render(tokenizer, messages, settings, scorer.hflm.prefix_token_id, document)
+        asked += [
+            _Asked(document=document, sample=sample, text=text, ids=ids, target=target)
+            for sample in range(task.answers.samples)
+        ]
+    return asked
+
+
+def _render(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict[str, str]],
+    settings: ScoringSettings,
+    prefix_id: int,
+    document: int,
+) -> tuple[str, list[int]]:
+    """Return the text and the tokens of a prompt: through the chat template, or, without one, the
+    messages' texts to be continued."""
+    if not tokenizer.chat_template:
+        text = "\n\n".join(one["content"] for one in messages)
+        (ids,) = encode_texts(tokenizer, [text], add_bos=settings.add_bos, prefix_id=prefix_id)
+        return text, ids
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # whatever a template raises
+        raise EvaluationError(
+            f"{ANSWERS}: the chat template cannot render prompt {document}: {first_line(error)}"
+        ) from error
+    return text, tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def _read(scorer: Any, asked: Sequence[_Asked], trajectories: Sequence[list[int]]) -> None:
+    """Score the trajectories, so that the scorer's observer sees every token of them."""
+    requests, instances, first = [], [], 0
+    for owner, (one, tokens) in enumerate(zip(asked, trajectories, strict=True)):
+        requests.append(Request([*one.ids, *tokens], len(one.ids), owner, first))
+        instances.append(SimpleNamespace(task_name=ANSWERS, doc_id=one.document, idx=one.sample))
+        first += len(tokens)
+    scorer.read(instances, requests)
+
+
+def _scored(
+    task: LoadedTask,
+    asked: Sequence[_Asked],
+    own: Sequence[list[int]],
+    trajectories: Sequence[list[int]] | None,
+    chat: Chat,
+) -> Outcomes:
+    """Return the outcomes of the cell's ``own`` answers: per prompt the mean over its samples, and
+    their variance if there are several."""
+    values: dict[tuple[str, int], list[float]] = defaultdict(list)
+    rows = []
+    for index, (one, tokens) in enumerate(zip(asked, own, strict=True)):
+        text = chat.tokenizer.decode(tokens, skip_special_tokens=True)
+        rows.append(text_response(ANSWERS, one.document, one.sample, None, text))
+        found = {
+            "stops": float(tokens[-1] in chat.ends),
+            "repeats": _repeats(tokens),
+            "length": float(len(tokens)),
+        }
+        if one.target:
+            found = {"exact_match": float(_plain(text) == _plain(one.target)), **found}
+        if trajectories is not None:
+            found["agreed_tokens"] = float(_common(tokens, trajectories[index]))
+        for metric, value in found.items():
+            values[metric, one.document].append(value)
+    outcomes = []
+    for (metric, document), samples in values.items():
+        outcomes.append((ANSWERS, document, metric, float(np.mean(samples)), 1.0))
+        if len(samples) > 1:
+            variance = float(np.var(samples, ddof=1))
+            outcomes.append((ANSWERS, document, variance_name(metric), variance, 1.0))
+    table = pd.DataFrame(outcomes, columns=list(OUTCOME_COLUMNS)).astype({"document": "int64"})
+    scores = tuple(
+        Score(
+            task=ANSWERS,
+            label=task.label,
+            metric=metric,
+            value=float(column.mean()),
+            stderr=float(column.sem()) if len(column) > 1 else None,
+            higher_is_better=higher,
+            aggregation="mean",
+            documents=len(column),
+        )
+        for metric, higher in HIGHER_IS_BETTER.items()
+        if len(column := table["value"][table["metric"] == metric])
+    )
+    return Outcomes(outcomes=table, responses=response_table(rows), scores=scores)
+
+
+def _repeats(tokens: Sequence[int]) -> float:
+    """Return the share of the stretches of ``NGRAM`` tokens that stand earlier in the answer."""
+    count = len(tokens) - NGRAM + 1
+    stretches = {tuple(tokens[i : i + NGRAM]) for i in range(count)}
+    return 1 - len(stretches) / count if count > 0 else 0.0
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return how many tokens the two begin with in common."""
+    pairs = zip(one, other, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
+def _plain(text: str) -> str:
+    """Return ``text`` in lower case, without blanks and punctuation at its ends."""
+    return re.sub(r"^\W+|\W+$", "", text.lower())

@@ -1,0 +1,162 @@
+"""Build the tables of answers: what quantization changed along them, by class and by position."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from qbench.comparison.answers import AnswerDamage, TokenMeans
+from qbench.comparison.kl import nats
+from qbench.comparison.rows import Comparison, Row
+from qbench.comparison.wording import effect_text, interval_text
+from qbench.records import ANSWERS
+from qbench.tables.scores import of_row
+from qbench.tables.table import Table, from_rows
+from qbench.text import NO_VALUE, metric_title, number
+
+NOTES = (
+    "KL along answers: each precision reads the unquantized model's answers; mean over prompts, "
+    "nats per token, with its 95 % interval. Same token: share of tokens at which both models' "
+    "likeliest token is the same.",
+    "Same answer: share of prompts to which the precision gives the unquantized model's answer. "
+    "Parts after: the median number of tokens before they differ. Length: the ratio of mean "
+    "lengths in tokens, with its 95 % interval.",
+    "Stops: ended by itself. Repeats: share of stretches of 8 tokens that stand earlier in the "
+    "answer. First row: the score, then losses in points, paired by prompt; ‡ at 5 % after Holm's "
+    "correction.",
+    "Hurt most: the class of tokens with the largest KL, as a multiple of the mean over tokens.",
+)
+
+
+def answer_tables(comparison: Comparison) -> list[Table]:
+    """Return the tables of answers of each checkpoint; nothing if none were read."""
+    found: list[Table] = []
+    for checkpoint in comparison.checkpoints:
+        damages = {
+            quantizer: damage
+            for quantizer in comparison.quantizers
+            if (damage := comparison.answers.get(f"{checkpoint}/{quantizer}"))
+        }
+        if damages:
+            found += [
+                *_overview(comparison, checkpoint, damages),
+                *_means_table(checkpoint, "class of token", {
+                    name: one.by_class for name, one in damages.items()
+                }),
+                *_means_table(checkpoint, "position in the answer", {
+                    name: one.by_position for name, one in damages.items()
+                }),
+            ]  # fmt: skip
+    return found
+
+
+def _overview(
+    comparison: Comparison, checkpoint: str, damages: Mapping[str, AnswerDamage]
+) -> list[Table]:
+    lines = [line for line in comparison.lines if line.task == ANSWERS and line.metric != "length"]
+    metrics = list(dict.fromkeys(line.metric for line in lines))
+    by_name = {(line.quantizer, line.metric): line for line in lines}
+    base = comparison.unquantized_of(next(iter(damages)))
+    rows = []
+    for quantizer in (base, *damages):
+        damage = damages.get(quantizer)
+        own = [by_name.get((quantizer, metric)) for metric in metrics]
+        rows.append(
+            {
+                "Precision": quantizer,
+                **_along(comparison, f"{checkpoint}/{quantizer}", damage),
+                **{
+                    metric_title(metric): _loss(line, checkpoint)
+                    for metric, line in zip(metrics, own, strict=True)
+                },
+                "Hurt most": _hurt_most(damage),
+            }
+        )
+    any_damage = next(iter(damages.values())).tokens
+    differing = [name for name, one in damages.items() if one.other_prompts]
+    return from_rows(
+        rows,
+        title=f"Answers of {checkpoint}",
+        notes=[
+            *NOTES,
+            f"{any_damage.prompts:,} prompts, {any_damage.tokens:,} tokens of answers.",
+            *(
+                f"{name} renders {damages[name].other_prompts} of {any_damage.prompts} prompts "
+                "differently: its chat template or tokenizer is not the original's."
+                for name in differing
+            ),
+        ],
+        also_words=("Hurt most",),
+    )
+
+
+def _along(comparison: Comparison, cell: str, damage: AnswerDamage | None) -> dict[str, str]:
+    names = ("KL along answers", "Same token", "Same answer", "Parts after", "Length")
+    if damage is None:
+        values = {
+            value.cell: value.value
+            for row in comparison.lines
+            if row.task == ANSWERS and row.metric == "length"
+            for value in row.entries
+        }
+        return {**dict.fromkeys(names, ""), "Length": f"{values[cell]:.0f} tokens"}
+    kl = nats(math.log(damage.kl)) if damage.kl > 0 else "0"
+    if hasattr(damage.log_kl, "interval"):
+        low, high = damage.log_kl.interval.low, damage.log_kl.interval.high
+        kl += f" [{nats(low)}, {nats(high)}]"
+    length = effect_text(damage.length, percent=False)
+    if hasattr(damage.length, "interval"):
+        length += f" {interval_text(damage.length, percent=False).removeprefix('× ')}"
+    texts = (
+        kl,
+        f"{100 * damage.tokens.agrees:.1f} %",
+        f"{100 * damage.identical:.0f} %",
+        f"{damage.agreed:g}",
+        length,
+    )
+    return dict(zip(names, texts, strict=True))
+
+
+def _loss(line: Row | None, checkpoint: str) -> str:
+    """Return the unquantized score, or what is lost."""
+    if line is None:
+        return NO_VALUE
+    if line.quantized:
+        return effect_text(of_row(line, "damages", checkpoint), percent=line.percent)
+    return number(line.entry(checkpoint).value, percent=line.percent)
+
+
+def _hurt_most(damage: AnswerDamage | None) -> str:
+    if damage is None:
+        return ""
+    worst = damage.hurt_most
+    return NO_VALUE if worst is None else f"{worst[0]}, × {worst[1]:.1f}"
+
+
+def _means_table(
+    checkpoint: str, what: str, means: Mapping[str, Mapping[str, TokenMeans]]
+) -> list[Table]:
+    names = list(dict.fromkeys(name for each in means.values() for name in each))
+    first = next(iter(means.values()))
+    rows = [
+        {
+            "Precision": quantizer,
+            **{
+                name: f"{one.kl:.2g} ({100 * one.agrees:.0f} %)"
+                if (one := each.get(name))
+                else NO_VALUE
+                for name in names
+            },
+        }
+        for quantizer, each in means.items()
+    ]
+    counts = ", ".join(f"{name} {first[name].tokens:,}" for name in names if name in first)
+    return from_rows(
+        rows,
+        title=f"Answers of {checkpoint}, by {what}",
+        notes=(
+            "KL per token in nats, a mean over tokens, and the share of tokens at which both "
+            "models' likeliest token is the same.",
+            f"Tokens: {counts}.",
+        ),
+    )
