@@ -704,6 +704,10 @@ def require_room(
         if generates and task.max_gen_toks >= max_length:
             raise RecipeError(
                 f"tasks: {task.name} generates up to {task.max_gen_toks} tokens, which leaves no "
-                f"room for its prompt in the {max_length} of checkpoints.{name}; raise "
-                "evaluation.max_length or leave the task out"
+                f"room for its prompt in the {max_length} of checkpoints.{name}; "
+                + (
+                    "lower answers.max_new_tokens"
+                    if task.answers
+                    else "raise evaluation.max_length or leave the task out"
+                )
             )

@@ -657,9 +657,8 @@ def _read(path: Path) -> Source:
     answers = values.get("answers")
     if isinstance(answers, str):
         values["answers"] = answers = {"prompts": answers}
-    if isinstance(answers, dict) and isinstance(answers.get("prompts"), str):
-        if is_prompt_file(answers["prompts"]):
-            answers["prompts"] = absolute(folder, answers["prompts"])
+    if isinstance(answers, dict) and is_prompt_file(str(answers.get("prompts"))):
+        answers["prompts"] = absolute(folder, answers["prompts"])
     values["quantizers"] = [
         _located(folder, entry, hub=True) if isinstance(entry, dict) else entry
         for entry in values.get("quantizers", [])
