@@ -45,6 +45,17 @@ def cache_folder() -> Path:
     return Path(os.environ.get("QBENCH_CACHE") or Path.home() / ".cache" / "qbench")
 
 
+def short_path(path: str | Path) -> str:
+    """Return a hub id as it is, a path relative to the working folder, or of another its last two
+    parts, so that records do not tell where a machine keeps its files."""
+    path = Path(path)
+    if not path.is_absolute():
+        return str(path)
+    if path.is_relative_to(Path.cwd()):
+        return str(path.relative_to(Path.cwd()))
+    return "/".join(("…", *path.parts[1:][-2:]))
+
+
 def digest(payload: bytes) -> str:
     """Return the SHA-256 of ``payload`` as 64 hexadecimal digits."""
     return hashlib.sha256(payload).hexdigest()

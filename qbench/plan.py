@@ -51,7 +51,7 @@ from qbench.evaluation.settings import (
     batch_tokens,
 )
 from qbench.evaluation.tasks import TaskSpec, plan_answers, plan_task
-from qbench.files import content_key, file_digest
+from qbench.files import content_key, file_digest, short_path
 from qbench.find_copy import find_copy
 from qbench.machine import hardware, versions
 from qbench.metrics import base_metric
@@ -144,6 +144,11 @@ class Plan:
                 for name, source in self.recipe.checkpoints.items()
                 if not os.path.isabs(source.path)  # the recipe makes folders absolute
             },
+            sources={
+                name: f"{short_path(source.path)}{f' @ {source.revision}' * bool(source.revision)}"
+                for name, source in self.recipe.checkpoints.items()
+            },
+            data="the hub" if self.recipe.data is None else short_path(self.recipe.data),
             quantizers=tuple(column.label for column in self.recipe.quantizers),
             tasks=tuple(task.name for task in self.tasks),
             skipped=self.skipped,

@@ -678,6 +678,9 @@ class RunManifest(RecordModel):
     limit: int | None = None  # documents of each task that were asked for; None: all
     primary: Line | None = None  # TASK/METRIC that the verdict orders by; None: KL divergence
     hub_ids: dict[Name, Line] = Field(default_factory=dict)  # of checkpoints that came from the hub
+    # checkpoint → hub id with its revision, or folder; empty in earlier versions, as ``data`` is
+    sources: dict[Name, Line] = Field(default_factory=dict)
+    data: Line | None = None  # the folder of tasks' documents, or "the hub"
     cells: Annotated[tuple[GridCell, ...], Field(min_length=1)]
     # several trainings of one kind: a group's name → its checkpoints
     replicates: dict[Name, tuple[Name, ...]] = Field(default_factory=dict)

@@ -62,7 +62,9 @@ def test_a_model_is_evaluated_in_one_call(tmp_path, capfd):
     )  # fmt: skip
     assert "fp32 is added: damage is measured" in capfd.readouterr().err
     assert found.verdict.startswith("Nearest to fp32: ")
-    assert repr(found).startswith("softpick: softpick · 40 documents per task")
+    assert repr(found).startswith(
+        "softpick: softpick (recipes/demo/softpick)\nDocuments: demo_choice 40"
+    )
     damage = found.damage
     assert len(damage) == 2 * 2  # quantizers, metrics
     assert (damage["kl_low"] < damage["kl"]).all()

@@ -87,7 +87,7 @@ def test_a_card_has_the_verdict_and_the_base_model(tmp_path, hub_id):
     assert card.data.base_model == hub_id
     assert card.data.get("base_model_relation") == ("quantized" if hub_id else None)
     assert ("base_model: not known" in text) == (hub_id is None)
-    assert "In scores " in text
+    assert "Scores (secondary): " in text
 
 
 def test_a_name_in_the_card_s_table_is_text():

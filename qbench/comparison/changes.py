@@ -219,27 +219,6 @@ def compare_precisions(store: Store, checkpoint: str, against: str | None) -> tu
     return tuple(compare_pairs(found))
 
 
-def compare_by(store: Store, primary: str) -> dict[tuple[str, str, str], Effect]:
-    """Return (checkpoint, quantizer, another) → what it loses against the other in the score
-    ``primary``, TASK/METRIC; p-values adjusted over the pairs of a checkpoint."""
-    task, _, metric = primary.partition("/")
-    cells = {
-        cell: one for cell, one in read_results(store).cells.items() if (task, metric) in one.scores
-    }
-    found: dict[tuple[str, str, str], Effect] = {}
-    for checkpoint in store.manifest().checkpoints:
-        names = [one.record.quantizer for one in cells.values()
-                 if one.record.checkpoint == checkpoint and one.record.quantized]  # fmt: skip
-        tested = {}
-        for one, other in combinations(names, 2):
-            pair = cells[f"{checkpoint}/{other}"], cells[f"{checkpoint}/{one}"]
-            loss = change(one, (task, metric), *pair).effect
-            if isinstance(loss, Effect):
-                tested[checkpoint, one, other] = loss
-        found |= dict(zip(tested, adjust(list(tested.values())), strict=True))
-    return found
-
-
 def compare_sets(old: ResultSet, new: ResultSet) -> list[Change]:
     """Return the changes of the cells that both sets have, as ``compare_pairs`` does."""
     shared = [cell for cell in old.cells if cell in new.cells]

@@ -7,10 +7,10 @@ from contextlib import suppress
 from dataclasses import replace
 
 from qbench.comparison.answers import answers_of
-from qbench.comparison.changes import compare_by, compare_precisions
-from qbench.comparison.effects import with_effects
+from qbench.comparison.changes import compare_precisions
+from qbench.comparison.effects import columns_by_task, with_effects
 from qbench.comparison.flips import flips_of
-from qbench.comparison.kl import kl_of
+from qbench.comparison.losses import kl_of, score_losses
 from qbench.comparison.rows import Comparison, Row, RowValue, status_of
 from qbench.errors import ResultsError
 from qbench.metrics import rank
@@ -44,11 +44,12 @@ def compare(store: Store, *, statistics: bool = True, against: str | None = None
     )
     if not statistics:
         return comparison
-    comparison = with_effects(comparison, store)
-    comparison = replace(comparison, kl=kl_of(comparison, store), flips=flips_of(comparison, store))
+    columns = columns_by_task(comparison, store)
+    comparison = with_effects(comparison, store, columns)
+    kl = kl_of(comparison, store)
+    primary = score_losses(comparison, columns, grid.primary) if grid.primary else kl
+    comparison = replace(comparison, kl=kl, primary=primary, flips=flips_of(comparison, store))
     comparison = replace(comparison, answers=answers_of(comparison, store))
-    if grid.primary is not None:
-        comparison = replace(comparison, primary=compare_by(store, grid.primary))
     if len(grid.checkpoints) > 1:
         if against is not None:
             raise ResultsError("--against compares the precisions of one checkpoint")

@@ -32,14 +32,16 @@ Name = tuple[str, str]  # cell, metric
 Asked = tuple[int, str, str]  # index of the row, contrast, checkpoint or group
 
 
-def with_effects(comparison: Comparison, store: Store) -> Comparison:
+Columns = Mapping[str, Mapping[Name, Column]]  # task → (cell, metric) → outcomes
+
+
+def with_effects(comparison: Comparison, store: Store, columns: Columns) -> Comparison:
     """Add Δ, damages and differences-in-differences to every row, and the rows over seeds.
 
-    p-values are adjusted over the folder within each contrast, tasks at chance left out. Raises
-    ResultsError if a record has lost its outcomes.
+    ``columns``: what ``columns_by_task`` returns. p-values are adjusted over the folder within each
+    contrast, tasks at chance left out.
     """
     comparison = dataclasses.replace(comparison, chance=chance_of_tasks(comparison, store))
-    columns = columns_by_task(comparison, store)
     single = {checkpoint: (checkpoint,) for checkpoint in comparison.checkpoints}
     found: dict[Asked, Effect | Missing] = {}
     intervals: dict[int, dict[str, Interval]] = defaultdict(dict)
@@ -65,9 +67,7 @@ def with_effects(comparison: Comparison, store: Store) -> Comparison:
     return dataclasses.replace(comparison, lines=lines, seeds=seeds, tested=True)
 
 
-def _seed_rows(
-    comparison: Comparison, columns: Mapping[str, Mapping[Name, Column]]
-) -> tuple[Row, ...]:
+def _seed_rows(comparison: Comparison, columns: Columns) -> tuple[Row, ...]:
     """Return a row over seeds for each of the comparison's that all groups have; ``columns`` as
     ``columns_by_task`` gives them."""
     groups = comparison.grid.replicates

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from qbench.comparison.explain import changed_files
 from qbench.metrics import LOG_SCALE, REDUNDANT, is_percentage
-from qbench.records import Flips, GridCell, Precision, Record, RunManifest, Unavailable
+from qbench.records import (
+    Damage,
+    Flips,
+    GridCell,
+    Precision,
+    Record,
+    RunManifest,
+    TaskDamage,
+    Unavailable,
+)
 
 if TYPE_CHECKING:
     from qbench.comparison.answers import AnswerDamage
@@ -91,6 +101,11 @@ class Row:
     def entry(self, checkpoint: str) -> RowValue:
         return next(entry for entry in self.entries if entry.checkpoint == checkpoint)
 
+    def effect(self, contrast: str, group: str) -> Effect | SeedEffect | Missing | None:
+        """Return the effect of a checkpoint or group, or why it has none; None if it is not
+        asked."""
+        return getattr(self, contrast).get(group) or self.missing.get((contrast, group))
+
     def delta(self, checkpoint: str) -> float | None:
         """Return the score of ``checkpoint`` minus the baseline checkpoint's, in the score's
         units."""
@@ -126,21 +141,39 @@ class Change:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KL:
-    """Hold the KL divergences of a comparison.
+class Losses:
+    """Hold what quantized cells lose in one measure: ``KL``, or a score, TASK/METRIC.
 
-    ``means``: cell → nats per token. ``cells``: cell → its logarithm with an interval, or why there
-    is none. ``pairs``: (checkpoint, quantizer, another) → the logarithm of KL / the other's KL;
-    p adjusted over a checkpoint's pairs. ``contrasts``: (checkpoint or group, quantizer) → the
-    logarithm of its KL / the baseline's; p adjusted over all. ``overall``: the same by checkpoint
-    or group, mean over the quantizers that both have.
+    ``means``: cell → KL in nats per token, or loss in the score on the scale that is compared.
+    ``cells``: cell → the same with an interval (of KL its logarithm), or why there is none.
+    ``pairs``: (checkpoint, quantizer, another) → what it loses more than the other; p adjusted over
+    a checkpoint's pairs. ``contrasts``: (checkpoint or group, quantizer) → what it loses more than
+    the baseline; p adjusted over all. ``overall``: the same by checkpoint or group, mean over the
+    quantizers that both have. Of KL and perplexities differences are logarithms of ratios.
     """
 
+    measure: str
+    kind: Literal["difference", "log ratio"]
+    percent: bool = False
     means: Mapping[str, float] = field(default_factory=dict)
     cells: Mapping[str, Effect | Missing] = field(default_factory=dict)
     pairs: Mapping[tuple[str, str, str], Effect] = field(default_factory=dict)
-    contrasts: Mapping[tuple[str, str], Effect | SeedEffect] = field(default_factory=dict)
-    overall: Mapping[str, Effect | SeedEffect] = field(default_factory=dict)
+    contrasts: Mapping[tuple[str, str], Effect | SeedEffect | Missing] = field(default_factory=dict)
+    overall: Mapping[str, Effect | SeedEffect | Missing] = field(default_factory=dict)
+
+    @property
+    def is_kl(self) -> bool:
+        return self.measure == "KL"
+
+    def size(self, cell: str) -> float | None:
+        """Return a cell's mean on the scale that is compared; None if it has none."""
+        mean = self.means.get(cell)
+        if mean is None or not self.is_kl:
+            return mean
+        return math.log(mean) if mean > 0 else None
+
+    def with_tests(self, **tests: Mapping) -> Losses:
+        return replace(self, **tests)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,9 +186,8 @@ class Comparison:
     elsewhere: Mapping[str, str] = field(default_factory=dict)  # missing cell → run that has it
     seeds: tuple[Row, ...] = ()  # over several trainings, where the grid has replicates
     pairs: tuple[Change, ...] = ()  # of one checkpoint: its quantized precisions among themselves
-    kl: KL | None = None  # None without statistics
-    # (checkpoint, quantizer, another) → what it loses against the other in the primary score
-    primary: Mapping[tuple[str, str, str], Effect] = field(default_factory=dict)
+    kl: Losses | None = None  # None without statistics
+    primary: Losses | None = None  # that the verdict speaks of: ``kl``, or those in a score
     chance: Mapping[str, float] = field(default_factory=dict)  # task → accuracy of guessing
     # (checkpoint, task, metric) of accuracies that the unquantized model may have guessed
     at_chance: frozenset[tuple[str, str, str]] = frozenset()
@@ -230,6 +262,15 @@ class Comparison:
         found = dict.fromkeys(cell.method for cell in self.grid.cells if cell.quantized)
         return tuple(found) or tuple({cell.method: None for cell in self.grid.cells})
 
+    def task_damage(self, cell: str, task: str) -> TaskDamage | None:
+        """Return what was measured of one task or group of a cell; None if nothing was."""
+        record = self.records.get(cell)
+        measured = record.damage.tasks if record and isinstance(record.damage, Damage) else {}
+        flips = dict(self.flips.get(cell, {}).get(task, {}))
+        if task in measured:
+            return measured[task].model_copy(update={"flips": flips or measured[task].flips})
+        return TaskDamage(flips=flips) if flips else None
+
     def same_weights(self, cell: str, other: str) -> bool:
         """Return whether two cells were made from the same weights."""
         pair = (self.records.get(cell), self.records.get(other))
@@ -280,6 +321,26 @@ def dtype_of(record: Record) -> str | None:
         if isinstance(part, Mapping) and (found := part.get("compute_dtype", part.get("dtype"))):
             return str(found)
     return None
+
+
+BITS = {"bfloat16": 16.0, "float16": 16.0, "float32": 32.0}
+
+
+def bits_per_weight(record: Record | None) -> float | None:
+    """Return the stored bits per weight of all matrices outside embeddings and LM head if the
+    audit counted them, else of the quantized modules; of an unquantized cell those of its dtype."""
+    if record is None:
+        return None
+    if record.audit and record.audit.size:
+        return record.audit.size.bits_per_weight
+    if record.quantized:
+        return record.audit.bits_per_weight if record.audit else None
+    return BITS.get(dtype_of(record) or "")
+
+
+def gib(record: Record | None) -> float | None:
+    """Return the GiB of all weights as they are stored; None in records of earlier versions."""
+    return record.audit.size.gib if record and record.audit and record.audit.size else None
 
 
 def status_of(record: Record | None) -> tuple[Status, str]:

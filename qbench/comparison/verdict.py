@@ -1,7 +1,7 @@
 """Say the answer in a few sentences, the same in terminal, tables, report, viewer and Python.
 
 The primary measure is KL divergence from the unquantized model over all tasks, documents weighted
-alike; losses in scores are secondary.
+alike, or the score that the recipe names; losses in scores are secondary.
 """
 
 from __future__ import annotations
@@ -10,28 +10,31 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from qbench.comparison.kl import nats
-from qbench.comparison.rows import Comparison, Row, redundant
-from qbench.comparison.wording import effect_text, interval_text
+from qbench.comparison.rows import Comparison, Losses, Row, redundant
+from qbench.comparison.wording import effect_text, interval_text, nats, value_text
 from qbench.records import Record
-from qbench.statistics import adjust, documents_for_margin
-from qbench.text import number, ratio
+from qbench.statistics import Missing, documents_for_margin
+from qbench.text import NO_VALUE
 
 if TYPE_CHECKING:
     from qbench.statistics import Effect, SeedEffect
 
-MARGIN = 0.05  # nats per token: a KL divergence that most uses do not notice
+MARGIN_KL = 0.05  # nats per token: a KL divergence that most uses do not notice
+MARGIN_POINTS = 0.01  # a loss of accuracy that most uses do not notice
+MARGIN_RATIO = math.log(1.02)  # of perplexities
+MARGIN_KL_RATIO = math.log(1.1)  # of one model's KL to another's
+MOST = 5  # precisions that are named in order
+HOLM = "5 %, Holm’s correction"
+LEVEL = 0.05
 
 
-def verdict(
-    comparison: Comparison, *, margin: float = MARGIN, most: int | None = None
-) -> list[str]:
-    """Return the answer, a sentence or two per item; ``margin`` is a KL divergence. ``most`` names
-    the nearest precisions alone, as many, and counts the others.
+def verdict(comparison: Comparison, *, margin: float | None = None) -> list[str]:
+    """Return the answer, a few sentences per item.
 
-    With one checkpoint: its precisions in order, those to avoid, the smallest within the margin.
-    With several: how much farther quantization moves each from itself than the baseline. Then what
-    the scores show.
+    Of one checkpoint: its precisions in order, those to avoid, the smallest that is shown to stay
+    within ``margin`` (a KL divergence in nats, or a loss in the primary score; default: 0.05 nats,
+    1 point, a perplexity × 1.02). Of several: how much more quantization costs each than the
+    baseline. Then what the scores show.
     """
     if not comparison.records:
         return ["No cell has a record yet."]
@@ -41,40 +44,42 @@ def verdict(
         return [*_unquantized(comparison)]
     if comparison.unquantized is None:
         return ["There is no damage: the run has no unquantized column; add one, such as bf16."]
-    if comparison.grid.primary is not None:
-        return [*_by_primary(comparison, most), *_scores(comparison)]
-    if len(comparison.groups) == 1:
+    losses = comparison.primary
+    if not losses.means:
+        lines = [f"{_name(losses)} was not measured, so that nothing orders the precisions."]
+    elif len(comparison.groups) == 1:
         (checkpoints,) = comparison.groups.values()
-        found = [_order(comparison, checkpoints[0], margin, most)]
+        lines = [" ".join(_one_model(comparison, losses, checkpoints[0], margin))]
     else:
-        found = [_models(comparison, group) for group in list(comparison.groups)[1:]]
-    return [*filter(None, found), *_scores(comparison)]
+        lines = [_two_models(comparison, losses, group) for group in list(comparison.groups)[1:]]
+    return [*lines, *_scores(comparison)]
+
+
+def margin_of(losses: Losses | Row) -> float:
+    """Return the loss that most uses do not notice, on the scale that is compared."""
+    if isinstance(losses, Losses) and losses.is_kl:
+        return math.log(MARGIN_KL)
+    ratio = losses.ratio if isinstance(losses, Row) else losses.kind == "log ratio"
+    return MARGIN_RATIO if ratio else MARGIN_POINTS
 
 
 # --- one model
 
 
 def ordered(comparison: Comparison, checkpoint: str) -> list[str]:
-    """Return a checkpoint's quantizers that have a KL divergence, or a loss in the primary score,
-    the nearest first."""
-    if comparison.grid.primary is not None:
-        losses = {row.quantizer: row.damages[checkpoint].estimate
-                  for row in _primary_rows(comparison, "damages", checkpoint)}  # fmt: skip
-        return sorted(losses, key=lambda name: losses[name])
-    means = comparison.kl.means if comparison.kl else {}
+    """Return a checkpoint's quantizers that have the primary measure, the smallest loss first."""
+    means = comparison.primary.means if comparison.primary else {}
     names = [name for name in comparison.quantizers if f"{checkpoint}/{name}" in means]
     return sorted(names, key=lambda name: means[f"{checkpoint}/{name}"])
 
 
-def nearer(comparison: Comparison, checkpoint: str, one: str, other: str) -> bool:
-    """Return whether ``one``'s KL divergence, or loss in the primary score, is significantly below
-    ``other``'s."""
-    pairs = comparison.kl.pairs if comparison.kl else {}
-    pairs = pairs if comparison.grid.primary is None else comparison.primary
-    if found := pairs.get((checkpoint, one, other)):
-        return found.significant and found.estimate < 0
-    found = pairs.get((checkpoint, other, one))
-    return bool(found) and found.significant and found.estimate > 0
+def nearer(comparison: Comparison, checkpoint: str, name: str, other: str) -> bool:
+    """Return whether ``name`` loses significantly less in the primary measure than ``other``."""
+    pairs = comparison.primary.pairs
+    if pair := pairs.get((checkpoint, name, other)):
+        return pair.significant and pair.estimate < 0
+    pair = pairs.get((checkpoint, other, name))
+    return bool(pair) and pair.significant and pair.estimate > 0
 
 
 def ties(comparison: Comparison, checkpoint: str) -> list[list[str]]:
@@ -89,46 +94,70 @@ def ties(comparison: Comparison, checkpoint: str) -> list[list[str]]:
     return groups
 
 
-def kl_text(comparison: Comparison, cell: str) -> str:
-    """Return ``0.29 [0.27, 0.31]``; the mean alone if its record holds no KL by document."""
-    if comparison.kl is None or cell not in comparison.kl.means:
+def loss_text(losses: Losses | None, cell: str) -> str:
+    """Return a cell's loss with its interval: ``0.29 [0.27, 0.31]``, ``+1.2 [−0.4, +2.8]``; the
+    mean alone if it has no interval."""
+    if losses is None or cell not in losses.means:
         return ""
-    mean, found = comparison.kl.means[cell], comparison.kl.cells[cell]
-    text = nats(math.log(mean)) if mean > 0 else "0"
-    if not hasattr(found, "interval"):
-        return text
-    return f"{text} [{nats(found.interval.low)}, {nats(found.interval.high)}]"
-
-
-def _order(comparison: Comparison, checkpoint: str, margin: float, most: int | None) -> str:
-    names = ordered(comparison, checkpoint)
-    if not names:
-        return "KL divergence was not measured."
-    shown = names[:most]
-    texts = {name: f"{name} (KL {kl_text(comparison, f'{checkpoint}/{name}')})" for name in shown}
-    more = f", and {len(names) - len(shown)} more (tables.md)" if names[len(shown) :] else ""
-    if not comparison.kl.pairs and len(names) > 1:
-        said = ", ".join(texts.values())
-        cells = (comparison.kl.cells[f"{checkpoint}/{name}"] for name in names)
-        why = "; ".join(dict.fromkeys(one.reason for one in cells if hasattr(one, "reason")))
-        return (
-            f"By KL divergence, the nearest first: {said}{more}. No test tells them apart: {why}."
+    answer = losses.cells[cell]
+    if not losses.is_kl:
+        if isinstance(answer, Missing):
+            return value_text(losses.kind, losses.means[cell], percent=losses.percent)
+        return " ".join(
+            text(answer, percent=losses.percent) for text in (effect_text, interval_text)
         )
-    groups = [[texts[name] for name in group if name in texts]
-              for group in ties(comparison, checkpoint)]  # fmt: skip
-    unquantized = comparison.unquantized_of(names[0]) or comparison.unquantized
-    order = ", then ".join(" = ".join(group) for group in groups if group)
-    said = f"Nearest to {unquantized}: {order}{more}."
-    if any(len(group) > 1 for group in groups):
-        said += " (=: not told apart, 5 %, Holm’s correction over all pairs.)"
-    return " ".join(filter(None, (said, *_avoid(comparison, checkpoint, names),
-                                  _smallest(comparison, checkpoint, names, margin))))  # fmt: skip
+    size = losses.size(cell)
+    text = "0" if size is None else nats(size)
+    if isinstance(answer, Missing):
+        return text
+    return f"{text} [{nats(answer.interval.low)}, {nats(answer.interval.high)}]"
+
+
+def _name(losses: Losses) -> str:
+    return "KL divergence" if losses.is_kl else losses.measure
+
+
+def _one_model(
+    comparison: Comparison, losses: Losses, checkpoint: str, margin: float | None
+) -> Iterator[str]:
+    names = ordered(comparison, checkpoint)
+    groups, texts = ties(comparison, checkpoint), []
+    for group in groups if losses.pairs else [[name] for name in names]:
+        shown = [name for name in group if name in names[:MOST]]
+        kl = "KL " if losses.is_kl else ""
+        texts += [" = ".join(f"{name} ({kl}{loss_text(losses, f'{checkpoint}/{name}')})"
+                             for name in shown)] if shown else []  # fmt: skip
+    base = comparison.unquantized_of(names[0]) or comparison.unquantized
+    more = f"; {len(names) - MOST} more in the table" if len(names) > MOST else ""
+    first = f"Nearest to {base}" if losses.is_kl else f"Least loss in {losses.measure} from {base}"
+    yield f"{first}: {', then '.join(texts)}{more}."
+    tested = [pair for (member, *_), pair in losses.pairs.items() if member == checkpoint]
+    if not tested and len(names) > 1:
+        answers = (losses.cells[f"{checkpoint}/{name}"] for name in names)
+        reasons = dict.fromkeys(each.reason for each in answers if isinstance(each, Missing))
+        yield f"No test tells them apart: {'; '.join(reasons)}."
+    if any(" = " in text for text in texts):
+        yield f"=: these documents do not tell them apart ({HOLM})."
+    if sizes := [pair.detectable for pair in tested if math.isfinite(pair.detectable)]:
+        yield f"Two are told apart from {_span(losses, sizes)} on."
+    yield from _avoid(comparison, checkpoint, names)
+    yield _smallest(comparison, losses, checkpoint, names, margin)
+
+
+def _span(losses: Losses, sizes: Sequence[float]) -> str:
+    """Return ``a ratio of × 1.05 to × 1.3 in KL``, or ``2.1 points``."""
+    kl = " in KL" if losses.is_kl else ""
+    ends = dict.fromkeys(value_text(losses.kind, size, percent=losses.percent).lstrip("+")
+                         for size in (min(sizes), max(sizes)))  # fmt: skip
+    if losses.kind == "log ratio":
+        return f"a ratio of {' to '.join(ends)}{kl}"
+    return f"a difference of {' to '.join(ends)}{' points' if losses.percent else ''}"
 
 
 def _avoid(comparison: Comparison, checkpoint: str, names: Sequence[str]) -> Iterator[str]:
     """Yield the precisions that another of the same activations and KV cache beats: no larger, and
-    significantly nearer."""
-    better, word = {}, "nearer" if comparison.grid.primary is None else "better"
+    with a significantly smaller loss."""
+    better: dict[str, list[str]] = {}
     records = {name: comparison.records[f"{checkpoint}/{name}"] for name in names}
     sizes = {name: _size(record) for name, record in records.items()}
     for name in names:
@@ -139,38 +168,55 @@ def _avoid(comparison: Comparison, checkpoint: str, names: Sequence[str]) -> Ite
             if same and nearer(comparison, checkpoint, other, name):
                 better.setdefault(other, []).append(name)
                 break
-    for other, beaten in better.items():
-        yield f"Avoid {', '.join(beaten)}: {other} is no larger and {word}."
+    if better:
+        beaten = "; ".join(f"{', '.join(worse)} ({other})" for other, worse in better.items())
+        word = "nearer" if comparison.primary.is_kl else "better"
+        yield f"Avoid, because another is {word} and no larger: {beaten}."
 
 
-def _smallest(comparison: Comparison, checkpoint: str, names: Sequence[str], margin: float) -> str:
-    """Return the smallest precision within the margin, for each format of activations and KV
-    cache."""
+def _smallest(
+    comparison: Comparison, losses: Losses, checkpoint: str, names: Sequence[str],
+    margin: float | None,
+) -> str:  # fmt: skip
+    """Return the smallest precision that is shown to stay within the margin, for each format of
+    activations and KV cache; corrected for the number of precisions by Bonferroni."""
+    if margin is None:
+        margin = margin_of(losses)
+    elif losses.is_kl:
+        margin = math.log(margin)
+    answers = {name: losses.cells[f"{checkpoint}/{name}"] for name in names}
+    answers = {name: each for name, each in answers.items() if not isinstance(each, Missing)}
+    if losses.is_kl:
+        limit = f"a KL of {nats(margin)}"
+    else:
+        limit = value_text(losses.kind, margin, percent=losses.percent).lstrip("+")
+        limit = f"{limit} points" if losses.percent else limit
     within: dict[str, dict[str, float]] = {}
-    for name in names:
-        found = comparison.kl.cells[f"{checkpoint}/{name}"]
+    for name, answer in answers.items():
         record = comparison.records[f"{checkpoint}/{name}"]
         size = _size(record)
-        below = hasattr(found, "interval") and found.interval.high <= math.log(margin)
-        if below and size is not None:
+        if size is not None and answer.upper_at(LEVEL / len(answers)) <= margin:
             within.setdefault(_beside_weights(record), {})[name] = size
     if not within:
-        return f"None is shown to stay within KL {margin:g}."
-    best = ", ".join(
-        f"{min(sizes, key=lambda name: sizes[name])}{f' (among {bits})' if bits else ''}"
-        for bits, sizes in sorted(within.items())
+        needed = [documents_for_margin(each, margin, each.estimate) for each in answers.values()]
+        needed = min((count for count in needed if count), default=None)
+        more = f"; {needed:,} documents would show it of one" if needed else ""
+        return f"None is shown to stay within {limit}{more}."
+    best = "; ".join(
+        f"{f'with {parts} ' if parts else ''}{min(sizes, key=lambda name: sizes[name])}"
+        for parts, sizes in sorted(within.items())
     )
-    return f"Smallest within KL {margin:g}: {best}."
+    return f"Smallest that stays within {limit} (95 % for all together): {best}."
 
 
 def _beside_weights(record: Record) -> str:
-    """Return the bits of activations and KV cache, such as ``A8KV4``; "" if neither is quantized
-    on its own. They save other bytes than weights do."""
+    """Return ``8-bit activations and 4-bit KV cache``; "" if neither is quantized on its own. They
+    save other bytes than weights do."""
     activations, kv_cache = record.precision.activations, record.precision.kv_cache
     if activations and activations.simulated is None:  # LLM.int8's belong to its weights
         activations = None
-    parts = (("A", activations), ("KV", kv_cache))
-    return "".join(f"{name}{part.bits:g}" for name, part in parts if part)
+    parts = (("activations", activations), ("KV cache", kv_cache))
+    return " and ".join(f"{part.bits:g}-bit {name}" for name, part in parts if part)
 
 
 def _size(record: Record) -> float | None:
@@ -180,96 +226,56 @@ def _size(record: Record) -> float | None:
     return record.audit.bits_per_weight if record.audit else None
 
 
-# --- by another primary measure than KL
-
-
-def _by_primary(comparison: Comparison, most: int | None) -> Iterator[str]:
-    """Yield the precisions of one model in the order of their losses in the primary score, or how
-    much more each other model loses in it than the baseline."""
-    name, (base, *others) = comparison.grid.primary, comparison.groups
-    for group in others or [base]:
-        contrast = "differences" if others else "damages"
-        rows = _primary_rows(comparison, contrast, group)
-        found = adjust([getattr(row, contrast)[group] for row in rows])
-        texts = {
-            row.quantizer: f"{row.quantizer} ({effect_text(one, percent=row.percent)} "
-            f"{interval_text(one, percent=row.percent)})"
-            for row, one in zip(rows, found, strict=True)
-        }
-        if not texts:
-            yield f"{name} of {group}: no loss has an interval."
-        elif others:
-            said = f"What {group} loses in {name} more than {base}: {', '.join(texts.values())}."
-            yield f"{said} (‡: 5 %, Holm’s correction over these.)"
-        else:
-            (checkpoint,) = comparison.groups[group]
-            names = ordered(comparison, checkpoint)
-            shown = names[:most]
-            groups = [[texts[name] for name in tied if name in shown]
-                      for tied in ties(comparison, checkpoint)]  # fmt: skip
-            order = ", then ".join(" = ".join(tied) for tied in groups if tied)
-            more = (
-                f", and {len(names) - len(shown)} more (tables.md)" if names[len(shown) :] else ""
-            )
-            said = f"By loss in {name}, the smallest first: {order}{more}."
-            if any(len(tied) > 1 for tied in groups):
-                said += " (=: not told apart, 5 %, Holm’s correction over all pairs.)"
-            yield " ".join((said, *_avoid(comparison, checkpoint, names)))
-
-
-def _primary_rows(comparison: Comparison, contrast: str, group: str) -> list[Row]:
-    """Return the rows of the primary score whose contrast has an interval for ``group``."""
-    rows = comparison.seeds or comparison.lines
-    return [row for row in rows if f"{row.task}/{row.metric}" == comparison.grid.primary
-            and group in getattr(row, contrast)]  # fmt: skip
-
-
 # --- several models
 
 
-def _models(comparison: Comparison, group: str) -> str:
-    base = next(iter(comparison.groups))
-    overall = comparison.kl.overall.get(group) if comparison.kl else None
-    if overall is None:
-        if comparison.kl is None or not comparison.kl.means:
-            return f"{group} against {base}: KL divergence was not measured."
-        return _by_means(comparison, base, group)
-    contrasts = [one for (of, _), one in comparison.kl.contrasts.items() if of == group]
-    ends = f"[{ratio(overall.interval.low)}, {ratio(overall.interval.high)}]"
-    sure = overall.p < 0.05
-    more = "farther" if overall.estimate > 0 else "less far"
-    said = (
-        f"Quantization moves {group} {more} from itself than {base}"
-        if sure
-        else f"Quantization is not shown to move {group} farther or less far than {base}"
+def _two_models(comparison: Comparison, losses: Losses, group: str) -> str:
+    base, what = (
+        next(iter(comparison.groups)),
+        "KL" if losses.is_kl else f"loss in {losses.measure}",
     )
-    apart = [one.estimate > 0 for one in contrasts if one.significant]
-    seen = overall.detectable
-    return (
-        f"{said}: KL × {ratio(overall.estimate)} {ends}, geometric mean over {len(contrasts)} "
-        f"precisions; larger for {sum(apart)} of them and smaller for {len(apart) - sum(apart)} "
-        f"(5 %, Holm’s correction). A ratio of × {ratio(seen)} would have been seen."
+    overall = losses.overall.get(group)
+    if overall is None or overall.estimate is None:
+        reason = "no precision of both has it" if overall is None else overall.reason
+        return f"{group} against {base}: nothing is known of {what}: {reason}."
+    answers = [each for (member, _), each in losses.contrasts.items() if member == group]
+    mean = "geometric mean" if losses.kind == "log ratio" else "mean"
+    many = f"{mean} over {len(answers)} precisions" if len(answers) > 1 else "of one precision"
+    size = effect_text(overall, percent=losses.percent).rstrip("‡§ ¶")
+    if not isinstance(overall, Missing):
+        size += f" {interval_text(overall, percent=losses.percent).removeprefix('× ')}"
+    if losses.kind == "log ratio":
+        size = f"{what} is {size} of {base}’s"
+    else:
+        size = f"{what} minus {base}’s is {size}"
+    if isinstance(overall, Missing):
+        return f"{group}: its {size}, {many}, without an interval: {overall.reason}."
+    claim = (
+        f"Quantization costs {group} {'more' if overall.estimate > 0 else 'less'} than {base}"
+        if overall.significant
+        else f"Quantization is not shown to cost {group} more or less than {base}"
     )
+    text = f"{claim}: its {size}, {many}"
+    tested = [each for each in answers if not isinstance(each, Missing)]
+    if len(tested) > 1:
+        signs = [each.estimate > 0 for each in tested if each.significant]
+        counts = f"larger for {sum(signs)} of them, smaller for {len(signs) - sum(signs)}"
+        text += f"; {counts if signs else 'none of them alone is significant'} ({HOLM})"
+    text += f". It is told apart from {_span(losses, [overall.detectable])} on."
+    return text if overall.significant else f"{text} {_excluded(losses, overall)}"
 
 
-def _by_means(comparison: Comparison, base: str, group: str) -> str:
-    """Compare two groups by their records' mean KL alone, which has no interval."""
-    means, logs = comparison.kl.means, []
-    for name in comparison.quantizers:
-        sides = []
-        for members in (comparison.groups[group], comparison.groups[base]):
-            values = [means.get(f"{member}/{name}") for member in members]
-            if None in values or not all(value > 0 for value in values):
-                break
-            sides.append(sum(map(math.log, values)) / len(values))
-        if len(sides) == 2:
-            logs.append(sides[0] - sides[1])
-    if not logs:
-        return ""
-    return (
-        f"KL of {group} against {base}: × {ratio(sum(logs) / len(logs))}, geometric mean over "
-        f"{len(logs)} precisions, without an interval: the records hold no KL by document."
-    )
+def _excluded(losses: Losses, answer: Effect | SeedEffect) -> str:
+    """Say which size of an effect that is not significant is excluded, and how many documents
+    would show that it stays within the margin."""
+    bound = value_text(losses.kind, answer.bounds[1], percent=losses.percent)
+    margin = MARGIN_KL_RATIO if losses.is_kl else margin_of(losses)
+    text = f"At most it is {bound.lstrip('+')} (95 %)"
+    needed = None if hasattr(answer, "seeds") else documents_for_margin(answer, margin)
+    if needed and needed > answer.documents:
+        limit = value_text(losses.kind, margin, percent=losses.percent).lstrip("+")
+        text += f"; {needed:,} documents would show at most {limit}"
+    return f"{text}."
 
 
 # --- scores
@@ -280,57 +286,59 @@ def _scores(comparison: Comparison) -> Iterator[str]:
     groups = list(comparison.groups)
     contrast = "differences" if len(groups) > 1 else "damages"
     for group in groups[1:] or groups:
-        found = list(_effects(comparison, contrast, group))
-        if not found:
+        tested = [(row, each) for row, each in _effects(comparison, contrast, group) if each.family]
+        if not tested:
             continue
-        marked = [one for _, one in found if one.significant]
-        worse, many = sum(one.estimate > 0 for one in marked), len(found)
+        marked = [each for _, each in tested if each.significant]
+        worse, many = sum(each.estimate > 0 for each in marked), len(tested)
         if contrast == "differences":
-            said = (
-                f"In scores {group} loses more than {groups[0]} in {worse} of {many} comparisons "
-                f"and less in {len(marked) - worse}"
+            text = (
+                f"Scores (secondary): {group} loses more than {groups[0]} in {worse} of {many} "
+                f"comparisons and less in {len(marked) - worse}"
             )
         else:
-            said = (
-                f"In scores {worse} of {many} losses are significant"
-                f"{f' and {len(marked) - worse} gains' if len(marked) > worse else ''}"
-            )
-        yield f"{said} (5 %, Holm’s correction). {_power(found)}".rstrip()
+            gains = f" and {len(marked) - worse} gains" if len(marked) > worse else ""
+            text = f"Scores (secondary): {worse} of {many} losses{gains} are significant"
+        yield f"{text} ({HOLM}). {_power(tested)}".rstrip()
 
 
-MARGIN_POINTS = 0.01  # a loss of accuracy that most uses do not notice
-
-
-def _power(found: Sequence[tuple[Row, Effect | SeedEffect]]) -> str:
+def _power(tested: Sequence[tuple[Row, Effect | SeedEffect]]) -> str:
     """Say which losses of accuracy would have been seen, which are excluded, and how many
     documents would show that a loss stays within a point."""
-    tested = [one for row, one in found if row.percent and one.detectable not in (None, math.inf)]
-    if not tested:
+    points = [each for row, each in tested if row.percent]
+    sizes = [min(each.detectable, 1.0) for each in points]
+    if not sizes:
         return ""
-    sizes = sorted({number(one.detectable, percent=True) for one in tested}, key=float)
-    span = f"{sizes[0]} to {sizes[-1]}" if len(sizes) > 1 else sizes[0]
-    said = f"Differences of {span} points, by task and precision, would have been seen."
-    rest = [one for one in tested if not one.significant and hasattr(one, "bounds")]
-    if not rest:
-        return said
-    worst = max(rest, key=lambda one: one.bounds[1])
-    said += (
-        f" Of those that are not significant none is worse by more than "
-        f"{number(worst.bounds[1], percent=True)} points (95 % each)"
+    ends = dict.fromkeys(f"{100 * size:.1f}" for size in (min(sizes), max(sizes)) if size < 1)
+    ends = ends or {"100": None}
+    counts = sorted({each.documents for each in points})
+    documents = " to ".join(f"{count:,}" for count in dict.fromkeys((counts[0], counts[-1])))
+    text = (
+        f"With {documents} documents per task a loss of accuracy shows from {' to '.join(ends)} "
+        f"points on{', in some none' if len(ends) == 1 and max(sizes) == 1 else ''}."
     )
-    needed = documents_for_margin(worst, MARGIN_POINTS)
+    rest = [each for each in points if not each.significant]
+    if not rest or any(each.upper_at(LEVEL / len(rest)) >= 1 for each in rest):
+        return text
+    bounds = [each.upper_at(LEVEL / len(rest)) for each in rest]
+    worst = rest[bounds.index(max(bounds))]
+    text += (
+        f" Losses that are not significant are at most {100 * max(bounds):.1f} points (95 % for "
+        "all together)"
+    )
+    needed = None if hasattr(worst, "seeds") else documents_for_margin(worst, MARGIN_POINTS)
     if needed and needed > worst.documents:
-        said += f"; {needed:,} documents would show that it stays within 1 point"
-    return f"{said}."
+        text += f"; {needed:,} documents would show at most 1 point"
+    return f"{text}."
 
 
 def _effects(
     comparison: Comparison, contrast: str, group: str
 ) -> Iterator[tuple[Row, Effect | SeedEffect]]:
     for row in comparison.seeds or comparison.lines:
-        found = getattr(row, contrast).get(group)
-        if found is not None and not redundant(row, comparison.lines):
-            yield row, found
+        answer = getattr(row, contrast).get(group)
+        if answer is not None and not redundant(row, comparison.lines):
+            yield row, answer
 
 
 def _unquantized(comparison: Comparison) -> Iterator[str]:
@@ -339,10 +347,43 @@ def _unquantized(comparison: Comparison) -> Iterator[str]:
     if not others:
         yield "Nothing is quantized, so there is no damage."
     for group in others:
-        found = list(_effects(comparison, "deltas", group))
-        marked = [(row.higher_is_better, one) for row, one in found if one.significant]
-        better = sum((one.estimate > 0) == higher for higher, one in marked)
+        answers = list(_effects(comparison, "deltas", group))
+        marked = [(row.higher_is_better, each) for row, each in answers if each.significant]
+        better = sum((each.estimate > 0) == higher for higher, each in marked)
         yield (
-            f"{group} is better than {base} in {better} of {len(found)} scores and worse in "
-            f"{len(marked) - better} (5 %, Holm’s correction)."
+            f"{group} is better than {base} in {better} of {len(answers)} scores and worse in "
+            f"{len(marked) - better} ({HOLM})."
         )
+
+
+# --- what stands above the answer
+
+
+def about(comparison: Comparison) -> list[str]:
+    """Return two lines that stand above every output: the models with their sources, then
+    documents, data, program, date and hardware; ``not recorded`` in records of earlier versions."""
+    records, grid = list(comparison.records.values()), comparison.grid
+    names = []
+    for group, members in comparison.groups.items():
+        sources = list(dict.fromkeys(grid.sources[m] for m in members if m in grid.sources))
+        many = f"{len(members)} trainings" if len(members) > 1 else ""
+        text = ": ".join(filter(None, (many, ", ".join(sources))))
+        names.append(f"{group} ({text})" if text else group)
+    missing = "" if grid.sources else "; sources not recorded"
+    counts: dict[str, int] = {}
+    for row in comparison.lines:
+        for entry in row.entries:
+            if entry.documents is not None:
+                counts[row.task] = max(entry.documents, counts.get(row.task, 0))
+    documents = ", ".join(f"{task} {count:,}" for task, count in counts.items())
+    limit = "" if grid.limit is None else f" (limit {grid.limit})"
+    second = [f"Documents: {documents or NO_VALUE}{limit}", f"data: {grid.data or 'not recorded'}"]
+    if records:
+        last = max(records, key=lambda record: record.finished)
+        commit = last.environment.git_revision
+        second += [
+            f"qbench {last.environment.qbench}{f' at {commit[:8]}' if commit else ''}",
+            f"{last.finished:%Y-%m-%d}",
+            ", ".join(dict.fromkeys(record.environment.hardware for record in records)),
+        ]
+    return [f"{grid.name}: {', '.join(names)}{missing}", "; ".join(second)]

@@ -42,6 +42,19 @@ def effect_text(effect: AnEffect, *, percent: bool) -> str:
     return text + effect.mark + (MOSTLY_SEEDS if mostly_seeds(effect) else "")
 
 
+def value_text(kind: str, value: float, *, percent: bool) -> str:
+    """Return ``+1.04`` points or ``× 1.032``."""
+    if kind == "log ratio":
+        return f"{TIMES} {ratio(value)}"
+    return number(value, percent=percent, signed=True)
+
+
+def nats(logarithm: float) -> str:
+    """Return a KL divergence with two to three digits: ``0.29``, ``0.0041``, ``1.9``."""
+    value = math.exp(logarithm)
+    return f"{value:.2f}" if 0.1 <= value < 10 else f"{value:.2g}"
+
+
 def interval_text(effect: AnEffect, *, percent: bool) -> str:
     """Return ``[−1.98, +1.09]`` or ``× [0.996, 1.069]``."""
     if not hasattr(effect, "interval"):

@@ -150,6 +150,7 @@ def degrees_of_freedom(weights: Floats, kurtosis: float) -> float:
     return max(1.0, 1 / (of_lengths + (kurtosis - 1) / (2 * len(weights))))
 
 
+UNSEEN = 3.0  # documents as far as the farthest that a sample of KL divergences may have missed
 NORMAL = np.linspace(-FARTHEST, FARTHEST, 121)
 
 
@@ -183,10 +184,11 @@ def studentize_log_mean(values: Floats, sign: Floats) -> Studentized | None:
     """Studentize Σ sign · ln(mean of a column) of ``values`` [documents, columns], such as the
     logarithm of a KL divergence or of a ratio of two.
 
-    The standard error counts the farthest document on either side twice: of KL divergences, a few
-    documents have much, and a sample may have missed one. In simulations from a run's own
-    documents (20 to 600 drawn of them) the 95 % interval covers 93.5 % to 99 %; without, 92 % to
-    97.5 %; Student's t 90 % to 96 %. None if the error is 0 or there are too few documents.
+    The standard error counts the farthest document on either side ``UNSEEN`` times more: a few
+    documents have much of all KL, and a sample may have missed one. In simulations from real
+    runs' documents (20 to 1,000 drawn of them) the 95 % interval covers 93.5 % to 100 %, but
+    for int8 copies of which one document of 200 has 14 % of all KL: 80 % to 93 %. Student's t
+    covers 90 % to 96 %, of such copies 67 %. None if the error is 0 or there are too few documents.
     """
     documents = len(values)
     weights = np.ones_like(values)
@@ -194,7 +196,7 @@ def studentize_log_mean(values: Floats, sign: Floats) -> Studentized | None:
     if documents < ENOUGH_TO_DRAW or stderr == 0:
         return None
     terms = shares(values, weights, sign, LOG_MEAN)
-    stderr = math.sqrt(stderr**2 + float(terms.max()) ** 2 + float(terms.min()) ** 2)
+    stderr = math.sqrt(stderr**2 + UNSEEN * float(terms.max() ** 2 + terms.min() ** 2))
     if documents > MOST_DOCUMENTS:
         rounds = np.array([-np.inf, np.inf])  # no wider than Student's t
         return _studentized(estimate, stderr, rounds, weights[:, 0], terms, 0.0)

@@ -69,17 +69,21 @@ class Tested:
 
     ``size_at`` maps a level of significance to the size that a test at that level finds with 80 %
     power. ``detectable`` is that size at the level that the mark needs beside the other tests of
-    its ``family`` (its number of tests); ``adjust`` sets them and ``p_holm``.
+    its ``family`` (its number of tests); ``adjust`` sets them and ``p_holm``. ``upper_at`` maps a
+    level to the one-sided upper bound that excludes larger values at that level; ``bounds`` are
+    the one-sided 95 % bounds.
     """
 
     kind: Kind
     interval: Interval
+    bounds: tuple[float, float]
     p: float
     documents: int
     p_holm: float | None = None
     family: int = 0
     detectable: float | None = None
     size_at: Callable[[float], float] = field(repr=False, compare=False)
+    upper_at: Callable[[float], float] = field(repr=False, compare=False)
 
     @property
     def estimate(self) -> float:
@@ -97,9 +101,8 @@ class Tested:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Effect(Tested):
-    """Hold a contrast of scores on the same documents; ``bounds`` are one-sided 95 % bounds."""
+    """Hold a contrast of scores on the same documents."""
 
-    bounds: tuple[float, float]
     test: Test
 
 
@@ -112,7 +115,7 @@ class Missing:
     kind: Kind = "difference"
 
 
-def effect(panel: Panel, signs: Mapping[object, int], aggregation: str) -> Effect | Missing:
+def effect(panel: Panel, signs: Mapping[object, float], aggregation: str) -> Effect | Missing:
     """Return the effect Σ sign · score over the panel's columns named in ``signs``.
 
     - Values between 0 and 1 (or 0 and 100) with equal weights, such as right-or-wrong answers and
@@ -141,8 +144,7 @@ def effect(panel: Panel, signs: Mapping[object, int], aggregation: str) -> Effec
     if (found := _counts(values, weights, sign, aggregation)) is not None:
         return _by_score_test(found, estimate, stderr, about)
     if aggregation == LOG_MEAN and panel.documents < FEWEST_KL:
-        reason = f"{panel.documents} documents: fewer than {FEWEST_KL} say too little of a KL mean"
-        return Missing(reason=reason, estimate=estimate, kind=kind)
+        return Missing(reason=too_few_for_kl(panel.documents), estimate=estimate, kind=kind)
     studentized = _studentized(values, weights, sign, aggregation, estimate, stderr)
     if studentized is not None:
         low, high = studentized.interval(CONFIDENCE)
@@ -155,6 +157,7 @@ def effect(panel: Panel, signs: Mapping[object, int], aggregation: str) -> Effec
             test="bootstrap-t",
             p=studentized.p(),
             size_at=lambda level: detectable_by_t(studentized.stderr, studentized.freedom, level),
+            upper_at=lambda level: studentized.interval(1 - level)[1],
         )
     changed = int(np.count_nonzero(values @ sign)) if len(sign) > 1 else panel.documents
     if kind == "difference" and changed < min(FEW_CHANGES, panel.documents):
@@ -209,6 +212,10 @@ def _unusable(values: Floats, weights: Floats, aggregation: str) -> str:
     return ""
 
 
+def too_few_for_kl(documents: int) -> str:
+    return f"{documents} documents: fewer than {FEWEST_KL} say too little of a KL mean"
+
+
 def _few(changed: int, documents: int) -> str:
     return f"{changed} of {documents} documents changed: too few for an interval"
 
@@ -240,6 +247,7 @@ def _by_score_test(found: Counts, estimate: float, stderr: float, about: dict) -
         size_at=lambda level: detectable_mean(
             found.mean_square, found.documents, reach=reach, level=level, power=POWER
         ),
+        upper_at=lambda level: score_interval(found, 1 - 2 * level)[1],
     )
 
 
@@ -263,10 +271,11 @@ def _by_t(
     estimate: float, stderr: float, freedom: float, test: Test, about: dict, grain: float
 ) -> Effect:
     """Return an effect by Student's t; ``grain`` is the least standard error of what is found."""
-    ends, bounds = (
-        float(special.stdtrit(freedom, (1 + confidence) / 2)) * stderr
-        for confidence in (CONFIDENCE, ONE_SIDED)
-    )
+
+    def reach(confidence: float) -> float:
+        return float(special.stdtrit(freedom, (1 + confidence) / 2)) * stderr
+
+    ends, bounds = reach(CONFIDENCE), reach(ONE_SIDED)
     p = float(estimate == 0)
     if stderr > 0:
         p = float(2 * special.stdtr(freedom, -abs(estimate / stderr)))
@@ -278,6 +287,7 @@ def _by_t(
         test=test,
         p=p,
         size_at=lambda level: detectable_by_t(grain, freedom, level),
+        upper_at=lambda level: estimate + reach(1 - 2 * level),
     )
 
 
@@ -358,8 +368,9 @@ def documents_needed(gap: float, stderr: float, documents: int) -> int | None:
     return max(2, math.ceil(documents * ratio**2))
 
 
-def documents_for_margin(loss: Effect, margin: float) -> int | None:
-    """Return how many documents would show that a loss of 0 stays within ``margin`` (on the scale
-    of the effect), from the half-width of its one-sided bound."""
+def documents_for_margin(loss: Tested, margin: float, expected: float = 0.0) -> int | None:
+    """Return how many documents would show that a loss stays within ``margin`` (on the scale of
+    the effect) if it is as ``expected``, from the half-width of its one-sided bound. None if no
+    number would."""
     spread = (loss.bounds[1] - loss.estimate) / float(special.ndtri(CONFIDENCE))
-    return documents_needed(margin, spread, loss.documents)
+    return documents_needed(margin - expected, spread, loss.documents)

@@ -8,22 +8,28 @@ the seeds, which more documents do not make smaller, and one of the documents.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from scipy import optimize, special
 
+from qbench.statistics.bootstrap import Studentized, studentize_log_mean
 from qbench.statistics.effect import (
     CONFIDENCE,
     FEW_CHANGES,
+    FEWEST_KL,
+    ONE_SIDED,
     TESTABLE,
     Interval,
     Missing,
     Tested,
     detectable_by_t,
+    too_few_for_kl,
 )
 from qbench.statistics.panel import (
+    LOG_MEAN,
     PAIRED,
     Floats,
     Panel,
@@ -35,7 +41,7 @@ from qbench.statistics.panel import (
 )
 from qbench.statistics.score_test import Counts, score_interval
 
-Signs = Mapping[object, int]
+Signs = Mapping[object, float]
 Ends = Callable[[float], tuple[float, float]]  # confidence → ends of the interval
 
 
@@ -107,6 +113,10 @@ def over_seeds(
     can correct; nor is it corrected, as ``effect``'s is, for damage of perplexities that depends on
     a document's weight.
 
+    Of KL divergences, which have heavy tails, the documents' part is the bootstrap-t of the mean
+    over trainings: in simulations from real documents (20 to 1,000, 2 to 5 trainings) the interval
+    covers 94 to 100 %; with Student's t it covered as little as 86 %.
+
     It is never narrower than that of the documents alone, which two or three trainings that happen
     to agree would make it; of right-or-wrong answers of which few changed, the score interval.
 
@@ -117,6 +127,8 @@ def over_seeds(
         return Missing(reason=f"no test over seeds is known for {aggregation}")
     if panel.documents < 2:
         return Missing(reason="fewer than two documents are shared")
+    if aggregation == LOG_MEAN and panel.documents < FEWEST_KL:
+        return Missing(reason=too_few_for_kl(panel.documents))
     if any(len(group) < 2 for group in groups):
         return Missing(reason="a group has one training")
     found = [_contrasts(panel, group, aggregation) for group in groups]
@@ -136,8 +148,13 @@ def over_seeds(
     estimate = float(sum(one.mean() for one in estimates))
     variance = max(of_documents, sum(part for part, _ in parts))
     few = few_changes(panel, groups, aggregation)
+    heavy = _of_log_means(panel, groups) if aggregation == LOG_MEAN else None
 
     def ends(confidence: float) -> tuple[float, float]:
+        if heavy is not None:
+            of_seeds = _reach(parts[1:], confidence)
+            below, above = (abs(end - estimate) for end in heavy.interval(confidence))
+            return estimate - math.hypot(below, of_seeds), estimate + math.hypot(above, of_seeds)
         alone = _reach([(of_documents, documents - 1)], confidence)
         reach = max(_reach(parts, confidence), 0.0 if few else alone)
         low, high = few(confidence) if few else (estimate, estimate)
@@ -148,6 +165,8 @@ def over_seeds(
     return SeedEffect(
         kind="log ratio" if is_logarithm(aggregation) else "difference",
         interval=Interval(estimate=estimate, low=low, high=high, stderr=math.sqrt(variance)),
+        bounds=ends(ONE_SIDED),
+        upper_at=lambda level: ends(1 - 2 * level)[1],
         p=_p(estimate, ends),
         size_at=lambda level: math.sqrt(
             sum(detectable_by_t(math.sqrt(part), free, level) ** 2 for part, free in parts)
@@ -158,6 +177,17 @@ def over_seeds(
         seeds=min(len(one) for one in estimates),
         documents=many,
     )
+
+
+def _of_log_means(panel: Panel, groups: Sequence[Sequence[Signs]]) -> Studentized | None:
+    """Return the bootstrap-t over documents of the mean over trainings, of KL divergences."""
+    signs: dict[object, float] = defaultdict(float)
+    for group in groups:
+        for training in group:
+            for name, sign in training.items():
+                signs[name] += sign / len(group)
+    columns = [panel.index[name] for name in signs]
+    return studentize_log_mean(panel.values[:, columns], np.array(list(signs.values())))
 
 
 def mean_score(panel: Panel, names: Sequence[object], aggregation: str) -> float:

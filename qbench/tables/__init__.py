@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from qbench.comparison.rows import Comparison
-from qbench.comparison.verdict import verdict
+from qbench.comparison.verdict import about, verdict
 from qbench.errors import RecipeError
 from qbench.store import Store
 from qbench.tables.analyses import load_analyses, table_4
 from qbench.tables.answers import answer_tables
 from qbench.tables.comparison_csv import comparison_csv, seeds_csv
 from qbench.tables.scores import by_method, costs, group_tables, pair_tables, tables_of
-from qbench.tables.summary import about
 from qbench.tables.table import Table, latex, markdown
 from qbench.text import for_markdown
 
@@ -63,8 +62,9 @@ def table_files(
     for format in formats:
         text = render(comparison, format=format, published=published)
         if format == "md":
-            said = "\n".join(f"- {for_markdown(line)}" for line in verdict(comparison))
-            text = f"# {for_markdown(about(comparison))}\n\n{said}\n\n{text}"
+            title, source = map(for_markdown, about(comparison))
+            answer = "\n".join(f"- {for_markdown(line)}" for line in verdict(comparison))
+            text = f"# {title}\n\n{source}\n\n{answer}\n\n{text}"
         if format == "md" and published:
             text += "\n" + markdown(table_4(load_analyses(store), published))
         files[f"tables.{format}"] = text

@@ -6,11 +6,9 @@ import math
 from collections.abc import Mapping
 
 from qbench.comparison.answers import AnswerDamage, TokenMeans
-from qbench.comparison.kl import nats
 from qbench.comparison.rows import Comparison, Row
-from qbench.comparison.wording import effect_text, interval_text
+from qbench.comparison.wording import effect_text, interval_text, nats
 from qbench.records import ANSWERS
-from qbench.tables.scores import of_row
 from qbench.tables.table import Table, from_rows
 from qbench.text import NO_VALUE, metric_title, number
 
@@ -122,7 +120,7 @@ def _loss(line: Row | None, checkpoint: str) -> str:
     if line is None:
         return NO_VALUE
     if line.quantized:
-        return effect_text(of_row(line, "damages", checkpoint), percent=line.percent)
+        return effect_text(line.effect("damages", checkpoint), percent=line.percent)
     return number(line.entry(checkpoint).value, percent=line.percent)
 
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import asdict
 
 from qbench.comparison.chance import kept
-from qbench.comparison.rows import Comparison, Row, RowValue
+from qbench.comparison.rows import Comparison, Row, RowValue, bits_per_weight, gib
+from qbench.comparison.verdict import margin_of
 from qbench.records import GroupScore
 from qbench.statistics import Missing, documents_for_margin
 from qbench.tables.published import find_printed, standard_errors_away
-from qbench.tables.scores import bits_per_weight, gib, of_row, task_damage
 from qbench.tables.table import as_csv
 
 LINE = ("task", "label", "metric", "direction", "method")
@@ -74,7 +73,7 @@ def _predictions(comparison: Comparison, line: Row, entry: RowValue) -> dict[str
     if record is None:
         return {}
     row: dict[str, object] = {"bits_per_weight": bits_per_weight(record), "gib": gib(record)}
-    found = task_damage(comparison, entry.cell, line.task)
+    found = comparison.task_damage(entry.cell, line.task)
     if found and (told := found.distributions):
         row |= {"kl_mean": told.kl.mean, "kl_p99": told.kl.p99}
         row["top1_agreement"] = told.top1_agreement
@@ -131,7 +130,7 @@ def _row(line: Row, entry: RowValue) -> dict[str, object]:
     if entry is not line.entries[0]:
         row["delta"] = line.delta(entry.checkpoint)
     for prefix, contrast in CONTRASTS.items():
-        effect = of_row(line, contrast, entry.checkpoint)
+        effect = line.effect(contrast, entry.checkpoint)
         if isinstance(effect, Missing):
             parts = LOG_PARTS if effect.kind == "log ratio" else PARTS
             row |= {prefix + parts[0]: effect.estimate, f"{prefix}_test": effect.reason}
@@ -144,15 +143,9 @@ def _row(line: Row, entry: RowValue) -> dict[str, object]:
             if contrast == "damages":
                 row |= {
                     "damage_at_most": effect.bounds[1],
-                    "damage_documents_needed": documents_for_margin(effect, _margin(line)),
+                    "damage_documents_needed": documents_for_margin(effect, margin_of(line)),
                 }
     return row
-
-
-def _margin(line: Row) -> float:
-    """Return the margin that ``documents_needed`` is for: 1 point, 2 % of a perplexity, else 0.01
-    in the score's units."""
-    return math.log(1.02) if line.ratio else 0.01
 
 
 def _printed(comparison: Comparison, line: Row, entry: RowValue, name: str) -> dict[str, object]:

@@ -11,10 +11,10 @@ import numpy as np
 import pandas as pd
 
 from qbench.comparison.rows import Comparison
-from qbench.comparison.verdict import verdict
+from qbench.comparison.verdict import about, verdict
 from qbench.store import Store
 from qbench.tables.comparison_csv import COLUMNS, PRINTED, comparison_rows
-from qbench.tables.summary import MOST, about, summary
+from qbench.tables.summary import summary
 from qbench.text import group_by_reason
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class Results:
         return summary(self.comparison)
 
     def _repr_html_(self) -> str:
-        lines = [about(self.comparison), *verdict(self.comparison, most=MOST)]
+        lines = [*about(self.comparison), *verdict(self.comparison)]
         said = "".join(f"<p>{html.escape(line)}</p>" for line in lines)
         return said + self._cells().to_html(index=False, float_format="{:.3g}".format)
 

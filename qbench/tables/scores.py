@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from qbench.comparison.chance import kept
 from qbench.comparison.changes import MOST_PAIRED
-from qbench.comparison.rows import Comparison, Row, RowValue, dtype_of, redundant
+from qbench.comparison.rows import Comparison, Row, RowValue, bits_per_weight, gib, redundant
 from qbench.comparison.trainings import training_notes
 from qbench.comparison.wording import (
     NO_INTERVAL,
@@ -36,7 +36,6 @@ from qbench.metrics import is_percentage
 from qbench.records import (
     ANSWERS,
     KEY_DIGITS,
-    Damage,
     GridCell,
     GroupScore,
     Record,
@@ -55,7 +54,7 @@ from qbench.tables.table import Cells, Table, from_rows
 from qbench.text import MINUS, NO_VALUE, group_by_reason, metric_title, number, significant
 
 if TYPE_CHECKING:
-    from qbench.statistics import Effect, Missing, SeedEffect
+    from qbench.statistics import Effect, SeedEffect
 
 INTERVAL = "95 % interval"
 AT_MOST = "At most"
@@ -208,11 +207,6 @@ def _with_the_first(method: MethodLines) -> list[MethodLines]:
     return made
 
 
-def of_row(row: Row, contrast: str, group: str) -> Effect | SeedEffect | Missing | None:
-    """Return a row's effect, or why it has none; None if it is not asked."""
-    return getattr(row, contrast).get(group) or row.missing.get((contrast, group))
-
-
 def missing_notes(rows: Iterable[Row], contrasts: Sequence[str]) -> list[str]:
     """Say why effects have no interval: a line per reason."""
     found = [
@@ -227,7 +221,7 @@ def missing_notes(rows: Iterable[Row], contrasts: Sequence[str]) -> list[str]:
 def _effect_cells(line: Row, head: str, contrast: str, group: str, each: str = "") -> Cells:
     """Return an effect and its interval; with a head for ``each``, over seeds, that of every
     training and the seeds' share."""
-    effect, percent = of_row(line, contrast, group), line.percent
+    effect, percent = line.effect(contrast, group), line.percent
     cells = [
         (head, effect_text(effect, percent=percent)),
         (INTERVAL, interval_text(effect, percent=percent)),
@@ -379,9 +373,9 @@ def _one_model(method: MethodLines) -> list[Table]:
     order = list(dict.fromkeys((line.task, line.metric) for line in method.lines))
     rows = []
     for line in sorted(method.lines, key=lambda one: order.index((one.task, one.metric))):
-        record, effect = records[line.quantizer], of_row(line, "damages", checkpoint)
+        record, effect = records[line.quantizer], line.effect("damages", checkpoint)
         cell = f"{checkpoint}/{line.quantizer}"
-        costs = _cost_texts([task_damage(method.comparison, cell, line.task)], line.metric)
+        costs = _cost_texts([method.comparison.task_damage(cell, line.task)], line.metric)
         rows.append(
             {
                 **dict(_names(line)),
@@ -425,7 +419,7 @@ def costs(method: MethodLines) -> list[Table]:
         alone = {name: (name,) for name in comparison.trained_once}
         for group, members in {**comparison.groups, **alone}.items():
             cells = [f"{member}/{line.quantizer}" for member in members]
-            damages = [task_damage(comparison, cell, line.task) for cell in cells]
+            damages = [comparison.task_damage(cell, line.task) for cell in cells]
             if all(damages):
                 records = [comparison.records[cell] for cell in cells]
                 told.append((line, group, records, damages))
@@ -461,20 +455,10 @@ def _flip_metrics(comparison: Comparison) -> dict[str, str]:
     found: dict[str, str] = {}
     for line in comparison.lines:
         for entry in line.entries:
-            damage = task_damage(comparison, entry.cell, line.task)
+            damage = comparison.task_damage(entry.cell, line.task)
             if damage and line.metric in damage.flips:
                 found.setdefault(line.task, line.metric)
     return found
-
-
-def task_damage(comparison: Comparison, cell: str, task: str) -> TaskDamage | None:
-    """Return what was measured of one task or group of a cell; None if nothing was."""
-    record = comparison.records.get(cell)
-    known = record.damage.tasks if record and isinstance(record.damage, Damage) else {}
-    flips = dict(comparison.flips.get(cell, {}).get(task, {}))
-    if task in known:
-        return known[task].model_copy(update={"flips": flips or known[task].flips})
-    return TaskDamage(flips=flips) if flips else None
 
 
 def _cost_texts(damages: Sequence[TaskDamage | None], metric: str) -> dict[str, str]:
@@ -494,30 +478,12 @@ def _cost_texts(damages: Sequence[TaskDamage | None], metric: str) -> dict[str, 
 
 def _size_texts(records: Sequence[Record | None]) -> dict[str, str]:
     """Return bits per weight and GiB, means."""
-    bits = [bits_per_weight(record) if record else None for record in records]
+    bits = [bits_per_weight(record) for record in records]
     size = [gib(record) for record in records]
     return {
         "Bits per weight": NO_VALUE if None in bits else f"{fmean(bits):.2f}",
         "GiB": NO_VALUE if None in size else significant(fmean(size)),
     }
-
-
-BITS = {"bfloat16": 16.0, "float16": 16.0, "float32": 32.0}
-
-
-def bits_per_weight(record: Record) -> float | None:
-    """Return the stored bits per weight of all matrices outside embeddings and LM head if the
-    audit counted them, else of the quantized modules; of an unquantized cell those of its dtype."""
-    if record.audit and record.audit.size:
-        return record.audit.size.bits_per_weight
-    if record.quantized:
-        return record.audit.bits_per_weight if record.audit else None
-    return BITS.get(dtype_of(record) or "")
-
-
-def gib(record: Record | None) -> float | None:
-    """Return the GiB of all weights as they are stored; None in records of earlier versions."""
-    return record.audit.size.gib if record and record.audit and record.audit.size else None
 
 
 def pair_tables(comparison: Comparison) -> list[Table]:

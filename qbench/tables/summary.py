@@ -6,85 +6,82 @@ from collections.abc import Sequence
 from statistics import fmean
 from textwrap import fill
 
-from qbench.comparison.rows import Comparison, Row, redundant
-from qbench.comparison.verdict import kl_text, verdict
-from qbench.comparison.wording import effect_text, metric_text
-from qbench.tables.scores import bits_per_weight, gib, of_row
-from qbench.text import NO_VALUE, group_by_reason, number, significant, table
+from qbench.comparison.rows import Comparison, Row, bits_per_weight, gib, redundant
+from qbench.comparison.verdict import about, loss_text, ordered, verdict
+from qbench.comparison.wording import effect_text
+from qbench.text import NO_VALUE, group_by_reason, metric_title, number, short, table
 
 WIDTH = 100
-MOST = 5  # precisions that the verdict names in order
 
 
 def summary(comparison: Comparison) -> str:
-    """Return what the results are of, the verdict, a line per precision, and what is missing."""
-    lines = [about(comparison), *verdict(comparison, most=MOST)]
+    """Return what the results are of, the verdict, what is missing, and a line per precision."""
+    lines = [*verdict(comparison)]
     lines += group_by_reason((cell.cell, reason) for cell, reason in comparison.problems())
     if comparison.grid.skipped:
         lines.append(f"Left out, without data: {', '.join(comparison.grid.skipped)}.")
-    text = "\n".join(fill(line, WIDTH) for line in lines)
-    rows = _rows(comparison)
-    if not rows:
-        return f"{text}\n"
-    shown = list(rows[0])
-    while len(shown) > 3 and max(map(len, _table(rows, shown).splitlines())) > WIDTH:
-        shown.pop()
-    left_out = len(rows[0]) - len(shown)
-    measured = dict.fromkeys(
-        f"{row.label} {metric_text(row)[:-2]}" for row in _first_rows(comparison)
+    text = "\n\n".join(
+        "\n".join(fill(line, WIDTH) for line in part) for part in (about(comparison), lines) if part
     )
-    told = ", ".join(name for name in measured if name.split(" ")[0] in shown)
-    notes = [f"{told}: the score unquantized, then losses: above 0, or above × 1, is worse."]
-    notes += ["‡ at 5 % after Holm's correction."] if "‡" in _table(rows, shown) else []
-    notes += [f"More columns ({left_out}): tables.md."] if left_out else []
-    return f"{text}\n\n{_table(rows, shown)}\n\n{fill(' '.join(notes), WIDTH)}\n"
+    rows = _rows(comparison)
+    return f"{text}\n\n{_table(comparison, rows)}" if rows else f"{text}\n"
 
 
-def about(comparison: Comparison) -> str:
-    """Say what was run: the folder's name, checkpoints, documents, date, hardware."""
-    records = list(comparison.records.values())
-    documents = [value.documents for row in comparison.lines for value in row.entries]
-    known = sorted({count for count in documents if count is not None})
-    parts = [f"{comparison.grid.name}: {', '.join(comparison.checkpoints)}"]
-    if known:
-        most = f" to {known[-1]:,}" if len(known) > 1 else ""
-        parts.append(f"{known[0]:,}{most} documents per task")
-    if records:
-        last = max(records, key=lambda record: record.finished)
-        parts += [f"{last.finished:%Y-%m-%d}", last.environment.hardware]
-    return " · ".join(parts)
+def _table(comparison: Comparison, rows: Sequence[dict[str, str]]) -> str:
+    """Return the rows with as many columns as fit, and their legend."""
+    shown = list(rows[0])
+    if _width(rows, shown) > WIDTH:  # intervals go first
+        rows = [{**row, "KL": row["KL"].partition(" [")[0]} for row in rows]
+    while len(shown) > 4 and _width(rows, shown) > WIDTH:
+        shown.pop()
+    text = _text(rows, shown)
+    metrics = {row.label: metric_title(row.metric) for row in _first_rows(comparison)}
+    tasks = [f"{name} {metrics[name]}" for name in shown if name in metrics]
+    notes = ["KL: divergence of the predictions from the unquantized model’s, nats per token."]
+    if tasks and comparison.unquantized is not None:
+        ratios = ", of perplexities the ratio (×)" if "×" in text else ""
+        notes.append(
+            f"Tasks ({', '.join(tasks)}): {comparison.unquantized} has the score, the other rows "
+            f"what they lose against it in points{ratios}; minus is a gain."
+        )
+    notes += ["‡: significant (5 %, Holm’s correction)."] if "‡" in text else []
+    notes += ["§: mostly from the seeds."] if "§" in text else []
+    notes += ["¶: no interval (tables.md says why)."] if "¶" in text else []
+    notes += ["°: no better than guessing, so nothing can be lost."] if "°" in text else []
+    hidden = [name for name in rows[0] if name not in shown]
+    notes += [f"In tables.md also: {', '.join(hidden)}."] if hidden else []
+    return f"{text}\n\n{fill(' '.join(notes), WIDTH)}\n"
 
 
-def _table(rows: Sequence[dict[str, str]], shown: Sequence[str]) -> str:
+def _text(rows: Sequence[dict[str, str]], shown: Sequence[str]) -> str:
     cells = [[row[name] for name in shown] for row in rows]
     return table(shown, cells, align="l" + "r" * (len(shown) - 1))
 
 
+def _width(rows: Sequence[dict[str, str]], shown: Sequence[str]) -> int:
+    return max(map(len, _text(rows, shown).splitlines()))
+
+
 def _rows(comparison: Comparison) -> list[dict[str, str]]:
+    """Return a row per precision and model, of one model in the order of the verdict."""
     by_quantizer: dict[str, dict[str, Row]] = {}
     for row in _first_rows(comparison):
         by_quantizer.setdefault(row.quantizer, {})[row.task] = row
-    rows = []
-    for quantizer, tasks in by_quantizer.items():
-        for group, members in comparison.groups.items():
-            cells = [f"{member}/{quantizer}" for member in members]
-            records = [comparison.records.get(cell) for cell in cells]
-            name = quantizer if len(comparison.groups) == 1 else f"{group}/{quantizer}"
-            rows.append(
-                {
-                    "Precision": name,
-                    "Bits": _mean([bits_per_weight(one) if one else None for one in records], 2),
-                    "GiB": _mean([gib(one) for one in records]),
-                    "KL": _kl(comparison, cells),
-                    **{
-                        row.label: effect_text(of_row(row, "damages", group), percent=row.percent)
-                        if row.quantized
-                        else _score(row, group)
-                        for row in tasks.values()
-                    },
-                }
-            )
-    return rows
+    order = ordered(comparison, comparison.checkpoints[0]) if len(comparison.groups) == 1 else []
+    names = sorted(by_quantizer, key=lambda name: order.index(name) if name in order else -1)
+    return [
+        {
+            "Precision": name if len(comparison.groups) == 1 else f"{group}/{name}",
+            "Bits": _mean([bits_per_weight(record) for record in records], "{:.2f}".format),
+            "GiB": _mean([gib(record) for record in records], short),
+            "KL": _kl(comparison, cells),
+            **{row.label: _value(comparison, row, group) for row in by_quantizer[name].values()},
+        }
+        for name in names
+        for group, members in comparison.groups.items()
+        for cells in [[f"{member}/{name}" for member in members]]
+        for records in [[comparison.records.get(cell) for cell in cells]]
+    ]
 
 
 def _first_rows(comparison: Comparison) -> list[Row]:
@@ -99,18 +96,20 @@ def _first_rows(comparison: Comparison) -> list[Row]:
 def _kl(comparison: Comparison, cells: Sequence[str]) -> str:
     means = comparison.kl.means if comparison.kl else {}
     if len(cells) == 1 or not all(cell in means for cell in cells):
-        return kl_text(comparison, cells[0]) or NO_VALUE
-    return significant(fmean(means[cell] for cell in cells))
+        return loss_text(comparison.kl, cells[0]) or NO_VALUE
+    return short(fmean(means[cell] for cell in cells))
 
 
-def _score(row: Row, group: str) -> str:
-    """Return the unquantized score itself."""
-    values = {value.checkpoint: value.value for value in row.entries} | dict(row.means)
-    return number(values.get(group), percent=row.percent)
+def _value(comparison: Comparison, row: Row, group: str) -> str:
+    """Return what is lost; of an unquantized precision the score itself, with a mark if the model
+    may have guessed."""
+    if row.quantized:
+        return effect_text(row.effect("damages", group), percent=row.percent)
+    values = {entry.checkpoint: entry.value for entry in row.entries} | dict(row.means)
+    members = comparison.groups.get(group, (group,))
+    guessed = any((name, row.task, row.metric) in comparison.at_chance for name in members)
+    return number(values.get(group), percent=row.percent) + "°" * guessed
 
 
-def _mean(values: Sequence[float | None], decimals: int | None = None) -> str:
-    if None in values:
-        return NO_VALUE
-    mean = fmean(values)
-    return significant(mean) if decimals is None else f"{mean:.{decimals}f}"
+def _mean(values: Sequence[float | None], text) -> str:
+    return NO_VALUE if None in values else text(fmean(values))

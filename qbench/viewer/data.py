@@ -28,13 +28,20 @@ from qbench import __version__
 from qbench.comparison.compare import compare
 from qbench.comparison.explain import flat
 from qbench.comparison.flips import cell_flips
-from qbench.comparison.rows import TESTED, Comparison, Row, redundant, status_of
+from qbench.comparison.rows import (
+    TESTED,
+    Comparison,
+    Row,
+    bits_per_weight,
+    gib,
+    redundant,
+    status_of,
+)
 from qbench.comparison.trainings import training_notes
 from qbench.comparison.verdict import verdict
 from qbench.errors import QbenchError, ResultsError
 from qbench.records import UNQUANTIZED_BITS, Damage, GridCell, Question, Record
 from qbench.store import Analyses, Store, long_contexts, sensitivities
-from qbench.tables.scores import bits_per_weight, gib
 from qbench.text import metric_title
 
 if TYPE_CHECKING:

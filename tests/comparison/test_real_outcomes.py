@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from qbench.comparison.changes import read_columns
-from qbench.comparison.kl import kl_column
+from qbench.comparison.losses import kl_column
 from qbench.statistics import LOG_MEAN, Panel, effect
 from qbench.store import Store
 

@@ -1,0 +1,233 @@
+"""Infer from one primary measure: of one precision, two precisions, two models.
+
+The measure is KL divergence from the unquantized model, or the loss in a score that the recipe
+names. A document's KL divergence is the mean over its scored tokens, in nats per token; a cell's is
+the mean over all documents of all tasks, documents weighted alike, and is inferred on its
+logarithm. All is paired by document.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import combinations
+
+import numpy as np
+
+from qbench.comparison.answers import kl_column_of, split_prompts
+from qbench.comparison.rows import Comparison, Losses, Row, status_of
+from qbench.metrics import is_percentage
+from qbench.records import ANSWERS, Damage, Record
+from qbench.statistics import (
+    LOG_MEAN,
+    Column,
+    Effect,
+    Missing,
+    Panel,
+    SeedEffect,
+    adjust,
+    effect,
+    over_seeds,
+)
+from qbench.statistics.panel import is_logarithm
+from qbench.store import Store
+
+NO_DOCUMENTS = "records of earlier versions hold no KL by document"
+Columns = Mapping[object, Column]
+Signs = Mapping[object, float]  # name of a column → its sign in a sum
+
+
+def kl_of(comparison: Comparison, store: Store) -> Losses:
+    """Return the KL divergences of all cells of a results folder that have any.
+
+    Raises ResultsError if a table of divergences is damaged.
+    """
+    records = {
+        name: record
+        for name, record in comparison.records.items()
+        if status_of(record)[0] == "ok" and record.quantized
+    }
+    return kl_from(comparison, {name: kl_column(store, each) for name, each in records.items()})
+
+
+def kl_from(comparison: Comparison, by_document: Mapping[str, Column | None]) -> Losses:
+    """Return the KL divergences of cells; of one without a column the mean that its record has."""
+    means = {
+        name: float(column.values.mean()) if column else mean_of_tasks(comparison.records[name])
+        for name, column in by_document.items()
+    }
+    columns = {name: column for name, column in by_document.items() if column}
+    return _losses(
+        comparison,
+        Losses(measure="KL", means={name: mean for name, mean in means.items() if mean is not None},
+               kind="log ratio"),
+        {name: {name: 1.0} for name in columns}, columns, LOG_MEAN,
+    )  # fmt: skip
+
+
+def score_losses(
+    comparison: Comparison, columns: Mapping[str, Mapping[tuple[str, str], Column]], primary: str
+) -> Losses:
+    """Return what quantized cells lose in the score ``primary``, TASK/METRIC.
+
+    ``columns``: task → (cell, metric) → outcomes.
+    """
+    task, _, metric = primary.partition("/")
+    rows = [row for row in comparison.lines if (row.task, row.metric) == (task, metric)]
+    aggregation = rows[0].aggregation if rows else ""
+    terms, means = {}, {}
+    for row in rows:
+        worse = -1.0 if row.higher_is_better else 1.0
+        for entry in row.entries:
+            if not row.quantized or comparison.no_damage(entry.cell):
+                continue
+            base = f"{entry.checkpoint}/{comparison.unquantized_of(row.quantizer)}"
+            signs = {(entry.cell, metric): worse, (base, metric): -worse}
+            if all(name in columns.get(task, {}) for name in signs):
+                terms[entry.cell] = signs
+            if (loss := _loss(rows, row, entry.cell, base)) is not None:
+                means[entry.cell] = worse * loss
+    kind = "log ratio" if is_logarithm(aggregation) else "difference"
+    losses = Losses(measure=primary, means=means, kind=kind, percent=is_percentage(metric))
+    return _losses(comparison, losses, terms, columns.get(task, {}), aggregation)
+
+
+def _loss(rows: Sequence[Row], row: Row, cell: str, base: str) -> float | None:
+    """Return the score of a cell minus that of another, of perplexities on logarithms."""
+    values = {entry.cell: entry.value for each in rows for entry in each.entries}
+    before, after = values.get(base), values.get(cell)
+    if None in (before, after):
+        return None
+    return math.log(after / before) if row.ratio else after - before
+
+
+def _losses(
+    comparison: Comparison, losses: Losses, terms: Mapping[str, Signs], columns: Columns,
+    aggregation: str,
+) -> Losses:  # fmt: skip
+    """Fill in what is inferred from the cells' ``terms``: the signed columns whose sum is a cell's
+    loss."""
+
+    def infer(signs: Signs) -> Effect | Missing:
+        return effect(Panel.of({name: columns[name] for name in signs}), signs, aggregation)
+
+    cells = {
+        cell: infer(terms[cell]) if cell in terms else Missing(reason=NO_DOCUMENTS)
+        for cell in losses.means
+    }
+    pairs: dict[tuple[str, str, str], Effect] = {}
+    for checkpoint in comparison.checkpoints:
+        names = [name for name in comparison.quantizers if f"{checkpoint}/{name}" in terms]
+        pairs |= _adjusted(
+            {
+                (checkpoint, a, b): infer(
+                    _sum([(terms[f"{checkpoint}/{a}"], 1), (terms[f"{checkpoint}/{b}"], -1)])
+                )
+                for a, b in combinations(names, 2)
+            }
+        )
+    contrasts, overall = {}, {}
+    base, *others = comparison.groups.items()
+    for group, members in others:
+        both = (*members, *base[1])
+        shared = [name for name in comparison.quantizers
+                  if all(f"{member}/{name}" in losses.means for member in both)]  # fmt: skip
+
+        def answer(names: list[str], members=members, both=both):
+            result = Missing(reason=NO_DOCUMENTS)
+            if all(f"{member}/{name}" in terms for member in both for name in names):
+                result = _against(members, base[1], names, terms, columns, aggregation)
+            if isinstance(result, Missing):  # its size at least is known
+                size = _mean_difference(losses, members, base[1], names)
+                result = Missing(reason=result.reason, estimate=size, kind=losses.kind)
+            return result
+
+        contrasts |= {(group, name): answer([name]) for name in shared}
+        if shared:
+            overall[group] = answer(shared)
+    return losses.with_tests(
+        cells=cells, pairs=pairs, contrasts=_adjusted(contrasts, keep=True),
+        overall=_adjusted(overall, keep=True),
+    )  # fmt: skip
+
+
+def _against(
+    members: Sequence[str], base: Sequence[str], names: Sequence[str],
+    terms: Mapping[str, Signs], columns: Columns, aggregation: str,
+) -> Effect | SeedEffect | Missing:  # fmt: skip
+    """Return what ``members`` lose more than ``base``, mean over the quantizers ``names``."""
+
+    def signs(member: str, sign: float) -> list[tuple[Signs, float]]:
+        return [(terms[f"{member}/{name}"], sign / len(names)) for name in names]
+
+    if len(members) == len(base):
+        pairs = zip(members, base, strict=True)
+        groups = [[_sum([*signs(a, 1), *signs(b, -1)]) for a, b in pairs]]
+    else:
+        groups = [[_sum(signs(a, 1)) for a in members], [_sum(signs(b, -1)) for b in base]]
+    used = dict.fromkeys(name for group in groups for each in group for name in each)
+    panel = Panel.of({name: columns[name] for name in used})
+    if len(members) == len(base) == 1:
+        return effect(panel, groups[0][0], aggregation)
+    return over_seeds(panel, groups, aggregation)
+
+
+def _sum(parts: Iterable[tuple[Signs, float]]) -> dict[object, float]:
+    """Return the sum of signed columns, each times a factor; columns that cancel are left out."""
+    total: dict[object, float] = defaultdict(float)
+    for signs, factor in parts:
+        for name, sign in signs.items():
+            total[name] += factor * sign
+    return {name: sign for name, sign in total.items() if abs(sign) > 1e-12}
+
+
+def _mean_difference(
+    losses: Losses, members: Sequence[str], base: Sequence[str], names: Sequence[str]
+) -> float | None:
+    sides = []
+    for group in (members, base):
+        sizes = [losses.size(f"{member}/{name}") for member in group for name in names]
+        sides.append(None if None in sizes else sum(sizes) / len(sizes))
+    return None if None in sides else sides[0] - sides[1]
+
+
+def _adjusted(answers: Mapping, *, keep: bool = False) -> dict:
+    """Return the effects with p adjusted over all of them; with ``keep`` also what has none."""
+    tested = {key: each for key, each in answers.items() if not isinstance(each, Missing)}
+    tested = dict(zip(tested, adjust(list(tested.values())), strict=True))
+    return {**answers, **tested} if keep else tested
+
+
+def kl_column(store: Store, record: Record) -> Column | None:
+    """Return a record's KL divergence by document of all tasks; None if it holds none. Answers are
+    apart: theirs is returned if no task has any."""
+    if "divergences" not in record.files:
+        if ANSWERS not in record.files or mean_of_tasks(record) is None:
+            return None
+        return kl_column_of(split_prompts(store.answers(record))[0])
+    table = store.divergences(record)
+    tokens = table["tokens"].fillna(1).to_numpy(float)
+    names = table["task"].astype(str) + " " + table["document"].astype(str)
+    sums = Column.of(names.to_numpy(str), table["kl"].to_numpy(float) * tokens, tokens)
+    scored = sums.weights > 0
+    return Column(
+        documents=sums.documents[scored],
+        values=sums.values[scored] / sums.weights[scored],
+        weights=np.ones(int(scored.sum())),
+    )
+
+
+def mean_of_tasks(record: Record) -> float | None:
+    """Return the mean KL divergence from a record's tasks alone, by their documents; None without
+    any. As ``kl_column``, that along answers if no task has any."""
+    if not isinstance(record.damage, Damage):
+        return None
+    documents = {score.task: score.documents for score in record.scores}
+    measured = [
+        (documents.get(task, 1), damage.distributions.kl.mean)
+        for task, damage in record.damage.tasks.items()
+        if damage.distributions and (task != ANSWERS or len(record.damage.tasks) == 1)
+    ]
+    total = sum(count for count, _ in measured)
+    return sum(count * mean for count, mean in measured) / total if total else None
