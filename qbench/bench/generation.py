@@ -1,4 +1,5 @@
-"""Time generated answers by batched greedy decoding and by lm-eval's HFLM, with random weights."""
+"""Time generated answers by batched greedy decoding and by lm-eval's HFLM, and reading them again,
+with random weights."""
 
 from __future__ import annotations
 
@@ -16,14 +17,17 @@ from qbench import bench
 from qbench.attention.transformers import set_attention
 from qbench.bench import Row, timed
 from qbench.errors import EvaluationError
-from qbench.evaluation.scoring import Scorer
+from qbench.evaluation.answers import Asked, read_answers
+from qbench.evaluation.kl_observer import BaselineWriter, KLObserver
+from qbench.evaluation.scoring import Observer, Scorer
 from qbench.evaluation.scoring.generate import at_once
-from qbench.evaluation.settings import ScoringSettings
+from qbench.evaluation.settings import SAMPLE, ScoringSettings, batch_tokens
 from qbench.machine import environment
 
 # hidden size, layers, heads, key heads, intermediate size, vocabulary; 7b: Llama 3 8B's but for the
 # vocabulary
 SHAPES = {
+    "135m": (576, 30, 9, 3, 1536, 49_152),
     "340m": (1024, 24, 16, 16, 2816, 32_000),
     "7b": (4096, 32, 32, 8, 14_336, 32_000),
     "tiny": (64, 2, 2, 2, 128, 512),
@@ -60,7 +64,8 @@ def bench_generation(
     log: Callable[[str], None],
 ) -> dict[str, Any]:
     """Time ``prompts`` prompts of ``length`` tokens, each continued by ``tokens`` new ones, with
-    qbench's greedy decoding and with lm-eval's HFLM, for a random bfloat16 model per normalizer.
+    qbench's greedy decoding and with lm-eval's HFLM, for a random bfloat16 model per normalizer;
+    and reading these answers in packs, for hidden states and for KL divergences.
 
     ``log`` is called with one line per row. Returns the sizes, the environment and the rows.
     Raises EvaluationError if the two decoders' answers differ in float32.
@@ -81,10 +86,21 @@ def bench_generation(
         slots = min(prompts, at_once(model, length + tokens))
         yield row("qbench", spent, f"at most {slots} side by side")
 
+        our_seconds, answered = spent["seconds"], _asked(scorer, requests, ours)
+        observer: Any = BaselineWriter()
+        for what in ("reading the answers", "reading them for KL"):
+            reader = _scorer(model, scorer.hflm.tokenizer, length + tokens, batch_size, observer)
+            if isinstance(observer, BaselineWriter):  # the other one reads what this one has read
+                read_answers(reader, *[part[:2] for part in answered])
+            _, spent = timed(kind, partial(read_answers, reader, *answered))
+            detail = f"{1 + spent['seconds'] / our_seconds:.2f} × with generating them"
+            yield row(what, spent, detail)
+            if isinstance(observer, BaselineWriter):
+                observer = KLObserver(observer.hidden_states())
+
         by_hflm = partial(scorer.hflm.generate_until, disable_tqdm=True)
         by_hflm(_requests(2, length, 2, vocabulary))
         some = requests[: HFLM_BATCHES * batch_size]
-        our_seconds = spent["seconds"]
         theirs, spent = timed(kind, lambda: by_hflm(some))
         spent["seconds"] *= prompts / len(some)
         same = sum(a == b for a, b in zip(ours, theirs, strict=False))
@@ -118,12 +134,37 @@ def table(result: dict[str, Any]) -> str:
 
 
 def _scorer(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, length: int, batch_size: int
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    length: int,
+    batch_size: int,
+    observer: Observer | None = None,
 ) -> Scorer:
+    """Return an exact scorer; with an ``observer`` a fast one, as cells have."""
+    kind, config = model.device.type, model.config.to_dict()
+    fast: dict[str, Any] = {"mode": "exact"}
+    if observer is not None:
+        fast = {
+            "mode": "fast", "batch_tokens": batch_tokens(kind, config), "sample": SAMPLE[kind],
+            "fallback": True,
+        }  # fmt: skip
     settings = ScoringSettings(
-        mode="exact", max_length=length, batch_size=batch_size, window_batch_size=1
+        max_length=length, batch_size=batch_size, window_batch_size=1, **fast
     )
-    return Scorer(model, tokenizer, settings)
+    return Scorer(model, tokenizer, settings, observer=observer)
+
+
+def _asked(
+    scorer: Scorer, requests: Sequence[Any], answers: Sequence[str]
+) -> tuple[list[Asked], list[list[int]]]:
+    """Return what was asked and the answers, in tokens."""
+    encode = scorer.hflm.tokenizer
+    asked = [
+        Asked(document=document, sample=0, text="", ids=encode(request.args[0])["input_ids"],
+              target="")
+        for document, request in enumerate(requests)
+    ]  # fmt: skip
+    return asked, [encode(answer)["input_ids"] for answer in answers]
 
 
 def _tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:

@@ -19,7 +19,7 @@ from qbench.machine import choose_device, redirected, terminal
 from qbench.recipe import Overrides
 
 Shape = Annotated[
-    Literal["340m", "7b", "tiny"], typer.Option(help="Of the model, with random weights.")
+    Literal["135m", "340m", "7b", "tiny"], typer.Option(help="Of the model, with random weights.")
 ]
 NOWHERE = Path(os.devnull)  # for libraries' notes; errors are raised
 
@@ -74,7 +74,7 @@ def generation(
     device: DeviceOption = "auto",
     out: Json = None,
 ) -> None:
-    """Generated answers beside lm-eval's HFLM, of random weights.
+    """Generated answers beside lm-eval's HFLM, and reading them again, of random weights.
 
     Examples:
     ```

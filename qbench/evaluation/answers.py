@@ -48,7 +48,7 @@ class Chat:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Asked:
+class Asked:
     """One answer that is asked for: its prompt in text and tokens, and the right answer, if any."""
 
     document: int
@@ -64,7 +64,7 @@ class Answered:
     another, ``lengths`` tokens each. If none were read they are its own."""
 
     scored: Outcomes
-    asked: list[_Asked]
+    asked: list[Asked]
     tokens: np.ndarray
     lengths: Sequence[int]
 
@@ -130,7 +130,7 @@ def answer(
         ends = np.cumsum(base.lengths.numpy())
         trajectories = [part.tolist() for part in np.split(base.token.numpy(), ends[:-1])]
     if read:
-        _read(scorer, asked, trajectories)
+        read_answers(scorer, asked, trajectories)
     lengths = [len(tokens) for tokens in trajectories]
     tokens = np.array([token for part in trajectories for token in part])
     scored = _scored(task, asked, own, trajectories if base is not None else None, chat)
@@ -139,7 +139,7 @@ def answer(
 
 def _ask(
     scorer: Any, task: LoadedTask, settings: ScoringSettings, tokenizer: PreTrainedTokenizerBase
-) -> list[_Asked]:
+) -> list[Asked]:
     """Return every answer to ask for, in the order of documents and samples."""
     assert task.answers is not None
     if task.answers.from_task:
@@ -163,7 +163,7 @@ def _ask(
             messages = [system, *messages]
         text, ids = _render(tokenizer, messages, settings, scorer.hflm.prefix_token_id, document)
         asked += [
-            _Asked(document=document, sample=sample, text=text, ids=ids, target=target)
+            Asked(document=document, sample=sample, text=text, ids=ids, target=target)
             for sample in range(task.answers.samples)
         ]
     return asked
@@ -191,8 +191,8 @@ def _render(
     return text, tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def _read(scorer: Any, asked: Sequence[_Asked], trajectories: Sequence[list[int]]) -> None:
-    """Score the trajectories, so that the scorer's observer sees every token of them."""
+def read_answers(scorer: Any, asked: Sequence[Asked], trajectories: Sequence[list[int]]) -> None:
+    """Score the answers ``trajectories``, so that the scorer's observer sees every token."""
     requests, instances, first = [], [], 0
     for owner, (one, tokens) in enumerate(zip(asked, trajectories, strict=True)):
         requests.append(Request([*one.ids, *tokens], len(one.ids), owner, first))
@@ -203,7 +203,7 @@ def _read(scorer: Any, asked: Sequence[_Asked], trajectories: Sequence[list[int]
 
 def _scored(
     task: LoadedTask,
-    asked: Sequence[_Asked],
+    asked: Sequence[Asked],
     own: Sequence[list[int]],
     trajectories: Sequence[list[int]] | None,
     chat: Chat,

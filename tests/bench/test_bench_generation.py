@@ -12,7 +12,7 @@ def test_it_times_what_it_checked_and_prints_no_more(tmp_path, capfd):
     options = ("--shape", "tiny", "--device", "cpu", *sizes, "--out", out)
     assert qbench("bench", "generation", *options) == 0
     rows = json.loads(out.read_text())["rows"]
-    assert [row["normalizer"] for row in rows] == ["softmax"] * 2 + ["softpick"] * 2
+    assert [row["normalizer"] for row in rows] == ["softmax"] * 4 + ["softpick"] * 4
     assert all(row["seconds"] > 0 for row in rows)
     printed = capfd.readouterr()
     assert printed.out == out.with_suffix(".md").read_text()
