@@ -25,7 +25,7 @@ from bitsandbytes import functional
 from torch import Tensor, nn
 
 from qbench.quantizers.config import PackedWeight
-from qbench.quantizers.linear import ROUTED, Tensors, bias_of
+from qbench.quantizers.linear import ROUTED, Tensors, bias_of, kept_weight
 from qbench.quantizers.methods.weight_only import BNB_BLOCK as BLOCK
 from qbench.quantizers.methods.weight_only import Bnb4, Bnb8
 
@@ -44,12 +44,17 @@ class Linear4(bitsandbytes.nn.Linear4bit):
 
     def forward(self, x: Tensor) -> Tensor:
         uneven = self.in_features % BLOCK != 0  # a GPU's does as below, and warns that it is slower
-        if not (uneven or self.routed):
+        on_cpu = x.device.type == "cpu"  # the library does the same there, in every forward
+        if not (uneven or self.routed or on_cpu):
             return super().forward(x)
         data, state = self.weight.data, self.weight.quant_state
-        broken = uneven and x.device.type == "cpu"
-        weight = decode(self) if broken else functional.dequantize_4bit(data, state)
-        weight = weight.to(self.compute_dtype)
+
+        def dequantize() -> Tensor:
+            broken = uneven and on_cpu
+            weight = decode(self) if broken else functional.dequantize_4bit(data, state)
+            return weight.to(self.compute_dtype)
+
+        weight = kept_weight(self, (self.weight, state.absmax), dequantize)
         bias = None if self.bias is None else self.bias.to(self.compute_dtype)
         return nn.functional.linear(x.to(self.compute_dtype), weight, bias).to(x.dtype)
 

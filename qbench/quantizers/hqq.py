@@ -8,8 +8,16 @@ from torch import Tensor, nn
 
 from qbench.errors import QuantizationError
 from qbench.quantizers.config import PackedWeight
-from qbench.quantizers.linear import Tensors, bias_of
+from qbench.quantizers.linear import Tensors, bias_of, kept_weight
 from qbench.quantizers.methods.weight_only import Hqq
+
+
+class Layer(HQQLinear):
+    """The library's layer, which on a CPU dequantizes once."""
+
+    def dequantize(self) -> Tensor:
+        stored = (self.W_q.data, self.meta["zero"], self.meta["scale"])
+        return kept_weight(self, stored, super().dequantize)
 
 
 def quantize(name: str, layer: nn.Linear, settings: Hqq) -> Tensors:
@@ -25,7 +33,7 @@ def quantize(name: str, layer: nn.Linear, settings: Hqq) -> Tensors:
 
 def from_packed(layer: nn.Linear, tensors: Tensors, settings: Hqq) -> nn.Module:
     config, dtype, device = _config(settings), layer.weight.dtype, str(tensors["codes"].device)
-    module = HQQLinear(None, config, compute_dtype=dtype, device=device, initialize=False)
+    module = Layer(None, config, compute_dtype=dtype, device=device, initialize=False)
     packing = Quantizer.bit_to_packing[settings.num_bits]
     module.W_q = nn.Parameter(tensors["codes"], requires_grad=False)
     module.meta = {

@@ -16,7 +16,7 @@ module that computes the same with ``<expert>.gate_up_proj`` and ``<expert>.down
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +28,7 @@ from qbench.quantizers.config import matching
 from qbench.streaming import load_block, stream_of
 
 Tensors = dict[str, Tensor]
+KEPT_WEIGHT = "qbench_weight"  # attribute of a layer: its weight, and what it was made of
 KEPT = "kept in float32 by its class"  # in place of a matrix's holder
 PRODUCTS = {"FalconLinear"}  # subclasses of transformers whose forward computes nothing else
 
@@ -82,8 +83,28 @@ def bias_of(layer: nn.Linear) -> Tensor | None:
     return None if layer.bias is None else layer.bias.detach()
 
 
+def kept_weight(
+    module: nn.Module, stored: Sequence[Tensor], dequantize: Callable[[], Tensor]
+) -> Tensor:
+    """Return ``dequantize()``; on a CPU the result of the last call, if no ``stored`` tensor was
+    changed since: dequantizing takes several times as long there as multiplying, and the memory
+    that a format saves is not measured there."""
+    if any(tensor.device.type != "cpu" or tensor.is_inference() for tensor in stored):
+        return dequantize()
+    weight, *versions = getattr(module, KEPT_WEIGHT, (None,))
+    same = len(versions) == len(stored) and all(
+        kept is tensor and version == tensor._version
+        for (kept, version), tensor in zip(versions, stored, strict=True)
+    )
+    if not same:
+        weight = dequantize()
+        setattr(module, KEPT_WEIGHT, (weight, *((tensor, tensor._version) for tensor in stored)))
+    return weight
+
+
 class DequantizedLinear(nn.Module):
-    """A linear layer that dequantizes its stored weight in every forward, then multiplies.
+    """A linear layer that dequantizes its stored weight in every forward, then multiplies; on a CPU
+    in the first.
 
     It runs in the place of ``layer`` and has its dtype. The stored ``tensors`` are its buffers, by
     name.
@@ -101,7 +122,13 @@ class DequantizedLinear(nn.Module):
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self.dequantize().to(x.dtype), self.bias)
+        stored = [
+            tensor
+            for name, tensor in self._buffers.items()
+            if name != "bias" and tensor is not None
+        ]
+        weight = kept_weight(self, stored, self.dequantize)
+        return nn.functional.linear(x, weight.to(x.dtype), self.bias)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

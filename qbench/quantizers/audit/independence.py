@@ -3,6 +3,7 @@
 Changed tokens leave every shape as it is, so the same kernels run and a model without such a
 dependence gives the same bits, unless its kernels do not repeat themselves, or experts get other
 numbers of tokens: what the unquantized model moves by, and what a repetition moves, is allowed.
+Both kinds of change are made at once first, and one by one only if that moves a logit.
 Texts that are cut have other shapes and so other rounding. In 16 bits that may send single tokens
 to other experts: there a share of all tokens must move, and more than in a batch of one row, whose
 shape differs too.
@@ -34,6 +35,7 @@ ROUNDING = 1e-5  # of the largest logit
 # What is changed of token ids [B, T], and the logits [B, T, V] that must not move
 LAST_TOKEN, EARLIER = np.s_[:, -1:], np.s_[:, :-1]
 OTHER_ROWS, FIRST_ROW = np.s_[1:], np.s_[:1]
+FIRST_ROW_EARLIER = np.s_[:1, :-1]
 
 
 @torch.no_grad()
@@ -50,44 +52,47 @@ def independence(
     ``probe``: token ids [B ≥ 2, T]. Within ``row_by_row`` of a model no row of its attention
     changes the last bits of another, as rows of a kernel's tile may: both models are measured so.
     """
-    futures, mates = (_changed(probe, part) for part in (LAST_TOKEN, OTHER_ROWS))
     length = probe.shape[1]
     lengths = sorted({max(1, n) for n in (length - CUT, length // 2, length // 4)})
     # Where activations are rounded to few bits, rounding alone moves every token as far.
     other_shapes = (
         [] if config.amplifies_rounding else [probe[:1], *(probe[:, :n] for n in lengths)]
     )
-
-    def leak(texts: list[Tensor], logits: list[Tensor], watched: Any) -> BatchDependence:
-        moved, allowed = _most(base, logits, watched), 0.0
-        if moved > rounding:  # the unquantized model only where it can decide
-            unchanged, *others = _logits(original, [probe, *texts])
-            allowed = _most(unchanged, others, watched)
-        tolerance = LEEWAY * (allowed + repeated) + rounding
-        return BatchDependence(
-            moved=moved, tolerance=tolerance, declared=not config.batch_invariant
-        )
-
     with ExitStack() as stack:
         for model in (original, quantized):
             stack.enter_context(row_by_row(model))
-        texts = [probe, probe, *futures, *mates, *other_shapes]
-        base, again, *changed = _logits(quantized, texts)
-        repeated, rounding = _moved(base, again), ROUNDING * float(base.abs().max())
-        of_futures, of_mates = changed[: len(SHIFTS)], changed[len(SHIFTS) : 2 * len(SHIFTS)]
-        causality = leak(futures, of_futures, EARLIER)
+        both = _changed(probe, LAST_TOKEN, OTHER_ROWS)
+        base, *others = _logits(quantized, [probe, *both, *other_shapes])
+        rounding = ROUNDING * float(base.abs().max())
+        still = _most(base, others[: len(both)], FIRST_ROW_EARLIER) == 0
+
+        def dependence(part: Any, watched: Any) -> BatchDependence:
+            moved, tolerance = 0.0, rounding
+            if not still:
+                texts = [probe, *_changed(probe, part)]
+                again, *changed = _logits(quantized, texts)
+                moved = _most(base, changed, watched)
+                tolerance += LEEWAY * _moved(base, again)
+                if moved > rounding and config.batch_invariant:  # only if it can decide
+                    unchanged, *changed = _logits(original, texts)
+                    tolerance += LEEWAY * _most(unchanged, changed, watched)
+            return BatchDependence(
+                moved=moved, tolerance=tolerance, declared=not config.batch_invariant
+            )
+
+        causality = dependence(LAST_TOKEN, EARLIER)
+        batch_mates = dependence(OTHER_ROWS, FIRST_ROW)
         dtype = next(quantized.parameters()).dtype
-        by_length = _moved_by_length(base, changed[2 * len(SHIFTS) :], dtype)
+        by_length = _moved_by_length(base, others[len(both) :], dtype)
         if by_length > causality.moved:
             unchanged, *cuts = _logits(original, [probe, *other_shapes[1:]])
             allowed = max(_moved(unchanged[:, : cut.shape[1]], cut) for cut in cuts)
             tolerance = max(causality.tolerance, LEEWAY * allowed)
             causality = causality.model_copy(update={"moved": by_length, "tolerance": tolerance})
-        batch_mates = leak(mates, of_mates, FIRST_ROW)
     problems = [
-        f"changing {what} by {one.moved:.2g} (rounding: {one.tolerance:.2g}): the settings do not "
-        f"declare that {declaration}"
-        for one, what, declaration in (
+        f"changing {what} by {result.moved:.2g} (rounding: {result.tolerance:.2g}): the settings "
+        f"do not declare that {declaration}"
+        for result, what, declaration in (
             (causality, "later tokens changes earlier logits", "tokens see the future"),
             (
                 batch_mates,
@@ -95,7 +100,7 @@ def independence(
                 "scores depend on the batch",
             ),
         )
-        if not one.moved <= one.tolerance and not one.declared
+        if not result.moved <= result.tolerance and not result.declared
     ]
     return causality, batch_mates, problems
 
@@ -126,12 +131,13 @@ def _far(logits: Tensor, expected: Tensor, most: float = OTHER_SHAPES_OF_HALF) -
     return ((logits - expected).norm(dim=-1) > most * expected.norm(dim=-1)).float()
 
 
-def _changed(ids: Tensor, part: Any) -> list[Tensor]:
-    """Return copies of ``ids`` [B, T] with other tokens in ``part``, one per shift."""
+def _changed(ids: Tensor, *parts: Any) -> list[Tensor]:
+    """Return copies of ``ids`` [B, T] with other tokens in ``parts``, one per shift."""
     vocabulary, copies = int(ids.max()) + 1, []
     for shift in SHIFTS:
         other = ids.clone()
-        other[part] = (other[part] + shift) % vocabulary
+        for part in parts:
+            other[part] = (ids[part] + shift) % vocabulary
         copies.append(other)
     return copies
 

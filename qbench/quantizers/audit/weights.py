@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -404,7 +405,11 @@ def levels(groups: Tensor) -> int:
 def _levels(groups: Tensor) -> Tensor:
     most = [groups.new_ones((), dtype=torch.int64)]
     for part in groups.split(max(1, 2**24 // groups.shape[1])):
-        ordered = part.sort(dim=1).values
+        if part.is_cuda:
+            ordered = part.sort(dim=1).values
+        else:  # twenty times as fast as torch's
+            wide = part.float() if part.element_size() == 2 else part
+            ordered = torch.from_numpy(np.sort(wide.numpy(), axis=1))
         changes = (ordered[:, 1:] != ordered[:, :-1]).sum(dim=1)
         if len(changes):
             most.append(changes.max() + 1)
