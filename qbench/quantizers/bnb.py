@@ -42,15 +42,22 @@ class Linear4(bitsandbytes.nn.Linear4bit):
 
     routed = False
 
+    @property
+    def uneven(self) -> bool:
+        return self.in_features % BLOCK != 0
+
+    def by_library(self, device_type: str) -> bool:
+        """Return whether the library multiplies. On a CPU it does as below, in every forward; for
+        rows that are no whole blocks a GPU's does as below, and warns that it is slower."""
+        return device_type != "cpu" and not (self.uneven or self.routed)
+
     def forward(self, x: Tensor) -> Tensor:
-        uneven = self.in_features % BLOCK != 0  # a GPU's does as below, and warns that it is slower
-        on_cpu = x.device.type == "cpu"  # the library does the same there, in every forward
-        if not (uneven or self.routed or on_cpu):
+        if self.by_library(x.device.type):
             return super().forward(x)
         data, state = self.weight.data, self.weight.quant_state
 
         def dequantize() -> Tensor:
-            broken = uneven and on_cpu
+            broken = self.uneven and x.device.type == "cpu"
             weight = decode(self) if broken else functional.dequantize_4bit(data, state)
             return weight.to(self.compute_dtype)
 

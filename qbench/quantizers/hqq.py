@@ -16,7 +16,7 @@ class Layer(HQQLinear):
     """The library's layer, which on a CPU dequantizes once."""
 
     def dequantize(self) -> Tensor:
-        stored = (self.W_q.data, self.meta["zero"], self.meta["scale"])
+        stored = (self.W_q, self.meta["zero"], self.meta["scale"])
         return kept_weight(self, stored, super().dequantize)
 
 

@@ -89,16 +89,18 @@ def kept_weight(
     """Return ``dequantize()``; on a CPU the result of the last call, if no ``stored`` tensor was
     changed since: dequantizing takes several times as long there as multiplying, and the memory
     that a format saves is not measured there."""
-    if any(tensor.device.type != "cpu" or tensor.is_inference() for tensor in stored):
+    if any(tensor.device.type != "cpu" for tensor in stored):
         return dequantize()
-    weight, *versions = getattr(module, KEPT_WEIGHT, (None,))
-    same = len(versions) == len(stored) and all(
-        kept is tensor and version == tensor._version
-        for (kept, version), tensor in zip(versions, stored, strict=True)
+    # an inference tensor has no version, and PyTorch refuses to change it
+    now = [(tensor, 0 if tensor.is_inference() else tensor._version) for tensor in stored]
+    weight, before = getattr(module, KEPT_WEIGHT, (None, ()))
+    same = len(before) == len(now) and all(
+        kept is tensor and version == current
+        for (kept, version), (tensor, current) in zip(before, now, strict=True)
     )
     if not same:
         weight = dequantize()
-        setattr(module, KEPT_WEIGHT, (weight, *((tensor, tensor._version) for tensor in stored)))
+        setattr(module, KEPT_WEIGHT, (weight, now))
     return weight
 
 

@@ -6,13 +6,21 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from quantizer_models import PROBE, check, llama, make, packed_layer, parse, settings
+from quantizer_models import (
+    PROBE,
+    check,
+    llama,
+    make,
+    packed_layer,
+    parse,
+    settings,
+)
 from torch import nn
 
 from qbench.quantizers import packed
 from qbench.quantizers.audit.compare import audit
 from qbench.quantizers.audit.weights import forward_weight, levels
-from qbench.quantizers.linear import linears
+from qbench.quantizers.linear import KEPT_WEIGHT, linears
 from qbench.quantizers.packed import PackedLinear
 
 LAYER = "model.layers.1.mlp.up_proj"
@@ -450,3 +458,40 @@ def test_logits_that_change_when_tokens_are_appended_are_recorded(rtn4, monkeypa
     both = check(model, chosen, by_length(llama()))
     assert both.problems == ()
     assert both.causality.moved > 0.1
+
+
+def test_the_audit_runs_no_forward_that_can_tell_it_nothing(rtn4):
+    """One of each model to compare logits, then the quantized one's: as it is, two changed texts,
+    the first row alone and three cut texts. Each took seconds on a CPU."""
+    counts = []
+    original, model = llama(), copy.deepcopy(rtn4)
+    for each in (original, model):
+        each.register_forward_hook(lambda module, *_: counts.append(module))
+    assert audit(original, model, settings("rtn-4bit"), PROBE).passed
+    assert (counts.count(original), counts.count(model)) == (1, 8)
+
+
+def other_scale(module):
+    module.scale = module.scale * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("rtn-4bit", other_scale),
+        ("rtn-4bit", lambda module: module.scale.mul_(2)),
+        ("int8-row", other_scale),
+        ("hqq-4bit", lambda module: module.meta.update(scale=module.meta["scale"] * 2)),
+        ("bnb-4bit", lambda module: module.weight.quant_state.absmax.mul_(2)),
+    ],
+)
+def test_a_cpu_dequantizes_a_weight_once_and_again_if_what_it_is_made_of_changes(name, change):
+    options = {"group_size": 64} if name in ("rtn-4bit", "hqq-4bit") else {}
+    chosen = parse(name, {"compute_dtype": "float32", **options})
+    module, x = packed_layer(chosen, linears(llama())[LAYER]), torch.randn(3, 64)
+    first = module(x)
+    weight, _ = getattr(module, KEPT_WEIGHT)
+    assert torch.equal(module(x), first)
+    assert getattr(module, KEPT_WEIGHT)[0] is weight
+    change(module)
+    assert not torch.equal(module(x), first)
