@@ -70,7 +70,7 @@ def compute(result: CellResult, store: Store, cache: Path, *, reuse: bool = True
     result.documents = {task.name: task.digest for task in tasks}
     if isinstance(cell.quantization.weights, LibraryMade):
         with result.stage("make") as detail:
-            calibration = _calibration(plan, load_tokenizer(cell.checkpoint))
+            calibration = _calibration(cell, load_tokenizer(cell.checkpoint))
             cell, how = with_made_copy(cell, calibration, cache, plan.device)
             result.cell = cell
             detail.append(how)
@@ -217,9 +217,9 @@ def quantized(
     """Return ``model`` quantized as the cell's settings say. Raises AuditError if the audit finds
     that it is not.
     """
-    cell, plan, settings = result.cell, result.plan, result.cell.quantization
+    cell, settings = result.cell, result.cell.quantization
     with result.stage("quantize") as detail:
-        calibration = _calibration(plan, tokenizer) if settings.needs_calibration else None
+        calibration = _calibration(cell, tokenizer)
         model, how = quantize(
             model,
             settings,
@@ -234,10 +234,11 @@ def quantized(
     return model
 
 
-def _calibration(plan: Plan, tokenizer: PreTrainedTokenizerBase) -> Calibration:
-    """Return the plan's calibration text as token ids of ``tokenizer``."""
-    text = plan.calibration
-    assert text is not None
+def _calibration(cell: Cell, tokenizer: PreTrainedTokenizerBase) -> Calibration | None:
+    """Return the cell's calibration text as token ids of ``tokenizer``; None if it has none."""
+    text = cell.calibration
+    if text is None:
+        return None
     if text.bos is None:
         text = replace(text, bos=puts_bos(tokenizer))
     return read_calibration(text, tokenizer)

@@ -17,6 +17,7 @@ from typing import Any
 
 from filelock import FileLock
 
+from qbench.attention.implementation import NATIVE
 from qbench.checkpoints import find
 from qbench.checkpoints.find import linear_shapes
 from qbench.checkpoints.fla import recognizes
@@ -31,7 +32,7 @@ from qbench.quantizers.methods.library_made import LibraryMade
 from qbench.quantizers.published import Published, PublishedCopy
 from qbench.quantizers.registry import METHODS, settings_of
 
-WEIGHTS = "input_ids"  # name of the calibration ids in their file
+IDS = "input_ids"  # name of the calibration ids in their file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +55,7 @@ class MadeCopy(PublishedCopy):
 
 
 def with_made_copy(
-    cell: Cell, calibration: Calibration, cache: Path, device: str
+    cell: Cell, calibration: Calibration | None, cache: Path, device: str
 ) -> tuple[Cell, str]:
     """Return ``cell`` with the copy that its settings' library makes, and a line that says so.
 
@@ -65,7 +66,7 @@ def with_made_copy(
     parts = {
         "original": cell.checkpoint.digest,
         "maker": maker.to_dict(),
-        "calibration": calibration.digest,
+        "calibration": calibration and calibration.digest,
         "versions": {n: version_of(n) for n in ("torch", "transformers", *maker.requirements)},
         "device": device,
     }
@@ -79,7 +80,8 @@ def with_made_copy(
             with new_folder(folder) as making:
                 _make(cell, maker, calibration, making, device, folder.with_suffix(".log"))
         mark_used(folder)
-    published = Published(path=str(folder), compute_dtype=maker.compute_dtype)
+    path = next(folder.glob("*.gguf"), folder)
+    published = Published(path=str(path), compute_dtype=maker.compute_dtype)
     config = QuantizationConfig(weights=published)
     config, copy = find_copy(config, cell.checkpoint_name, cell.checkpoint, shapes, device)
     stated = {f.name: getattr(config.weights, f.name) for f in fields(config.weights)}
@@ -89,7 +91,12 @@ def with_made_copy(
 
 
 def _make(
-    cell: Cell, maker: LibraryMade, calibration: Calibration, out: Path, device: str, log: Path
+    cell: Cell,
+    maker: LibraryMade,
+    calibration: Calibration | None,
+    out: Path,
+    device: str,
+    log: Path,
 ) -> None:
     """Run the maker in a process of its own; its log stays if it fails."""
     from safetensors.torch import save_file
@@ -97,11 +104,12 @@ def _make(
     options = {name: getattr(maker, name) for name in METHODS.get(maker.name).options}
     with tempfile.TemporaryDirectory() as temporary:
         ids = Path(temporary) / "calibration.safetensors"
-        save_file({WEIGHTS: calibration.ids}, ids)
+        save_file({} if calibration is None else {IDS: calibration.ids}, ids)
         job = Path(temporary) / "job.json"
         job.write_text(json.dumps({
             "name": maker.name, "options": options, "model": str(cell.checkpoint.folder),
             "texts": str(ids), "out": str(out), "stock": str(Path(temporary) / "stock"),
+            "normalizer": cell.checkpoint.normalizer, "device": device,
         }, default=list))  # fmt: skip
         environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})}
         with log.open("w") as file:
@@ -117,17 +125,20 @@ def _make(
 
 
 def main(job: Mapping[str, Any]) -> None:
-    """Make the copy that ``job`` describes. A checkpoint of flash-linear-attention is written as
-    its stock class of transformers first, which libraries read."""
+    """Make the copy that ``job`` describes. Libraries read ``model``: a checkpoint of
+    flash-linear-attention, or one with another attention function than softmax, is written as its
+    stock class of transformers first, with that function's name in its config.json."""
     import torch
     from safetensors.torch import load_file
 
     from qbench.quantizers.quantize import backend
 
     settings = settings_of(job["name"], job["options"])
-    model = Path(job["model"])
+    model, normalizer = Path(job["model"]), job["normalizer"]
     checkpoint = find(str(model))
-    if recognizes(checkpoint.config):
+    own = normalizer not in ("softmax", NATIVE)
+    if own or recognizes(checkpoint.config):
+        from qbench.attention.transformers import attention_name
         from qbench.checkpoints.load import read_model
         from qbench.checkpoints.tokenizer import load_tokenizer
 
@@ -135,7 +146,19 @@ def main(job: Mapping[str, Any]) -> None:
         whole = read_model(checkpoint, getattr(torch, settings.compute_dtype))
         whole.save_pretrained(model, save_original_format=False)
         load_tokenizer(checkpoint).save_pretrained(model)
-    backend(settings).make(model, Path(job["out"]), load_file(job["texts"])[WEIGHTS], settings)
+        if own:
+            _restate(model, attn_implementation=attention_name(normalizer, "auto", job["device"]))
+    texts = load_file(job["texts"]).get(IDS)
+    backend(settings).make(model, out := Path(job["out"]), texts, settings)
+    if own:  # which a library's config.json may have lost
+        _restate(out, attn_implementation=None, qbench_normalizer=normalizer)
+
+
+def _restate(folder: Path, **stated: str | None) -> None:
+    """Set the keys ``stated`` in the folder's config.json; None removes one."""
+    config = json.loads((folder / "config.json").read_text()) | stated
+    kept = {key: value for key, value in config.items() if key not in stated or stated[key]}
+    (folder / "config.json").write_text(json.dumps(kept, indent=2))
 
 
 if __name__ == "__main__":

@@ -88,6 +88,7 @@ class Cell:
     key: str
     key_parts: dict[str, Any]
     base: GridCell | None  # the unquantized cell that damage is taken against
+    calibration: CalibrationText | None = None  # None: no part of it is calibrated
     copy: Checkpoint | None = None  # the quantized files of a checkpoint that is published so
     unsupported_reason: str | None = None  # why it can never run
     notes: tuple[str, ...] = ()  # what was chosen for this model that a user would not expect
@@ -343,8 +344,14 @@ def _cell(
     checkpoint = replace(checkpoint, normalizer=attention.normalizer)
     copy = copy and replace(copy, normalizer=attention.normalizer)
     scoring = scoring_settings(evaluation, checkpoint, quantization, device=device)
+    calibration, seed = None, column.calibration_seed
+    if quantization.needs_calibration:
+        assert plan.calibration, "Recipe refuses calibrated quantizers without calibration"
+        text = plan.calibration
+        calibration = text if seed is None else replace(text, seed=seed)
     cell = Cell(
         base=base,
+        calibration=calibration,
         copy=copy,
         checkpoint_name=name,
         checkpoint=checkpoint,
@@ -368,10 +375,9 @@ def _key_parts(plan: Plan, cell: Cell) -> dict[str, Any]:
     """Return all that can change the scores of ``cell``, by name; parts that it does not have are
     left out."""
     compiled = ("triton",) if cell.attention == "triton" or plan.device == "cuda" else ()
-    normalizer, calibration = cell.checkpoint.normalizer, plan.calibration
+    normalizer, calibration = cell.checkpoint.normalizer, cell.calibration
     text = None
-    if cell.quantization.needs_calibration:
-        assert calibration is not None, "Recipe refuses calibrated quantizers without calibration"
+    if calibration is not None:
         text = {
             "samples": calibration.samples,
             "length": calibration.length,
@@ -672,10 +678,11 @@ def unsupported_reason(
     except QuantizationError as error:
         return str(error)
     weights = quantization.weights
-    if isinstance(weights, LibraryMade) and checkpoint.normalizer not in ("softmax", NATIVE):
+    own_attention = checkpoint.normalizer not in ("softmax", NATIVE)
+    if isinstance(weights, LibraryMade) and weights.softmax_only and own_attention:
         return (
-            f"{weights.name}: {weights.package} would calibrate it with softmax, and "
-            f"{checkpoint.source} was trained with {checkpoint.normalizer}"
+            f"{weights.name}: {weights.package} computes softmax, and {checkpoint.source} was "
+            f"trained with {checkpoint.normalizer}"
         )
     if checkpoint.normalizer == NATIVE and quantization.kv_cache is not None:
         return (

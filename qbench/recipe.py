@@ -404,10 +404,12 @@ PluginFiles = tuple[Annotated[PluginFile, _short("path", PluginFile)], ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizerEntry:
-    """A quantizer of a recipe under its label, which is unique there."""
+    """A quantizer of a recipe under its label, which is unique there. ``calibration_seed`` takes
+    the place of the calibration text's seed."""
 
     label: str
     quantization: InstanceOf[QuantizationConfig]
+    calibration_seed: int | None = None
 
 
 class Recipe(Strict):
@@ -565,6 +567,7 @@ def _column(index: int, entry: Any, compute_dtype: str) -> QuantizerEntry:
     label = options.pop("label", None)
     if label is not None and not (isinstance(label, str) and LABEL.fullmatch(label)):
         raise problem((index,), f"label {shown(label)}: letters, digits and . _ + - only")
+    seed = options.pop("calibration_seed", None)
     try:
         quantization = config_of(options, compute_dtype=compute_dtype)
     except QbenchError as error:
@@ -572,7 +575,10 @@ def _column(index: int, entry: Any, compute_dtype: str) -> QuantizerEntry:
     label = label or label_of(options.get("name") or quantization.name)
     if not LABEL.fullmatch(label):
         raise problem((index,), f"{label} is too long a name; give it a label")
-    return QuantizerEntry(label=label, quantization=quantization)
+    if seed is not None and not (type(seed) is int and quantization.needs_calibration):
+        why = "a whole number" if type(seed) is not int else f"{label} is not calibrated"
+        raise problem((index,), f"calibration_seed {shown(seed)}: {why}")
+    return QuantizerEntry(label=label, quantization=quantization, calibration_seed=seed)
 
 
 def label_of(quantizer: str) -> str:

@@ -1,17 +1,26 @@
 """Copies that a library makes for a cell."""
 
 import importlib.util
+import json
 from types import SimpleNamespace
 
 import pytest
 import torch
+from loading import save_as_transformers
+from published_copies import fp8_rows, original
+from safetensors.torch import load_file
 from small_recipe import DEMO, qbench, small_recipe
 
 from qbench import made_copy
+from qbench.attention.transformers import attention_name
+from qbench.checkpoints import find
+from qbench.checkpoints.tokenizer import load_tokenizer
 from qbench.errors import QuantizationError, RecipeError
 from qbench.plan import plan
-from qbench.quantizers.calibration import Calibration
+from qbench.quantizers.calibration import Calibration, read_calibration
+from qbench.quantizers.methods import by_llamacpp
 from qbench.quantizers.registry import settings_of
+from qbench.quantizers.texts import CalibrationText
 from qbench.recipe import Recipe
 from qbench.store import Store
 
@@ -44,7 +53,11 @@ def test_a_gptaq_copy_is_made_once_audited_and_nearer_than_two_bits(tmp_path):
     ("quantizer", "checkpoint", "words"),
     [
         ("exl3-4bit", "softmax", "exl3-4bit: gptqmodel makes it on a GPU only"),
-        ("awq-4bit", "softpick", "would calibrate it with softmax, and .* was trained with softp"),
+        ("gguf-q8_0", "softpick", "xllamacpp computes softmax, and .* was trained with softpick"),
+        ("gguf-q4_k", "softmax", "gguf-q4_k: .* has 128 inputs, no whole blocks of 256; llama.cpp"),
+        ("awq-4bit:ignore=[o_proj]", "softmax", "unknown option 'ignore'"),
+        ("command:command=cp", "softmax", r"command: write \{model\} and \{out\} in it"),
+        ("command:command=gone {model} {out}", "softmax", "command: gone is not installed"),
         ("autoround-4bit", "softmax", r"it needs auto_round: pip install -e '\.\[autoround\]'"),
         ("awq-4bit:group_size=96", "softmax", "group_size 96 does not divide the inputs of"),
     ],
@@ -62,9 +75,76 @@ def test_what_no_library_can_make_is_refused_when_planned(
 
 
 def test_a_library_that_fails_is_said_in_a_line_with_its_log(tmp_path):
-    cell = SimpleNamespace(checkpoint=SimpleNamespace(folder=tmp_path / "gone"))
+    cell = SimpleNamespace(
+        checkpoint=SimpleNamespace(folder=tmp_path / "gone", normalizer="softmax")
+    )
     calibration, log = Calibration(ids=torch.zeros(1, 8, dtype=torch.int64)), tmp_path / "made.log"
     maker = settings_of("awq-4bit", {"group_size": 64})
     with pytest.raises(QuantizationError, match=rf"awq-4bit: gptqmodel failed: .*; its log: {log}"):
         made_copy._make(cell, maker, calibration, tmp_path / "out", "cpu", log)
     assert "no such folder" in log.read_text()
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_a_command_writes_a_copy_in_an_environment_of_its_own(tmp_path):
+    made = fp8_rows(original(tmp_path / "whole"), tmp_path / "made")
+    script = f"test -d {{model}} && test -f {{texts}} && cp -r {made}/. {{out}}"
+    entry = {"name": "command", "command": f"sh -c '{script}'", "bits": 8, "label": "theirs"}
+    out = tmp_path / "out"
+    assert qbench("run", recipe_of(tmp_path, entry), "--out", out, "--device", "cpu") == 0
+    (record,) = (one for one in Store(out).records() if one.quantizer == "theirs")
+    assert record.audit.passed
+    assert record.method == "command"
+    assert 8 < record.audit.size.bits_per_weight < 8.5
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_a_gguf_file_holds_the_codes_of_the_gguf_package(tmp_path):
+    gguf = pytest.importorskip("gguf")
+    pytest.importorskip("xllamacpp")
+    whole, out = original(tmp_path / "whole"), tmp_path / "made"
+    out.mkdir()
+    by_llamacpp.make(whole, out, None, settings_of("gguf-q8_0"))
+    weights = load_file(whole / "model.safetensors")
+    stored = {one.name: one for one in gguf.GGUFReader(out / "model.gguf").tensors}
+    expected = gguf.quantize(
+        weights["model.layers.0.mlp.up_proj.weight"].float().numpy(),
+        gguf.GGMLQuantizationType.Q8_0,
+    )
+    assert (stored["blk.0.ffn_up.weight"].data == expected).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("normalizer", ["softmax", "softpick"])
+@pytest.mark.parametrize("name", ["gptqmodel-4bit", "gptaq-3bit"])
+def test_a_copy_is_what_the_library_makes_of_the_same_texts(
+    name, normalizer, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("GPTQMODEL_CPU_WORKERS", "2")
+    from gptqmodel import GPTQModel, QuantizeConfig
+    from gptqmodel.quantization.config import GPTAQConfig
+
+    folder = DEMO / normalizer
+    text = CalibrationText(
+        path=DEMO / "calibration.jsonl", digest=None, samples=8, length=64, seed=0
+    )
+    calibration = read_calibration(text, load_tokenizer(find(str(folder))))
+    maker = settings_of(name, {"group_size": 64})
+    cell = SimpleNamespace(checkpoint=SimpleNamespace(folder=folder, normalizer=normalizer))
+    (made := tmp_path / "made").mkdir()
+    made_copy._make(cell, maker, calibration, made, "cpu", tmp_path / "made.log")
+    whole = save_as_transformers(folder, tmp_path / "whole")
+    options = {"gptaq": GPTAQConfig()} if maker.method == "gptaq" else {}
+    model = GPTQModel.load(
+        str(whole),
+        QuantizeConfig(bits=maker.num_bits, group_size=64, **options),
+        attn_implementation=attention_name(normalizer, "reference", "cpu"),
+    )
+    model.quantize([{"input_ids": r[None], "attention_mask": torch.ones_like(r[None])}
+                    for r in calibration.ids], batch_size=1)  # fmt: skip
+    model.save(str(tmp_path / "theirs"))
+    ours, theirs = (load_file(place / "model.safetensors") for place in (made, tmp_path / "theirs"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    config = json.loads((made / "config.json").read_text())
+    assert config.get("qbench_normalizer", "softmax") == normalizer

@@ -55,8 +55,8 @@ class Grouped(WeightSettings):
 
 
 @settings
-class EvenlySpaced(Grouped):
-    """Evenly spaced levels, a float16 scale and a zero point in a byte for each group."""
+class GroupedIntegers(Grouped):
+    """Integers, with a float16 scale and a zero point in a byte for each group."""
 
     num_bits: Literal[2, 3, 4, 8]
     group_size: Annotated[
@@ -66,17 +66,27 @@ class EvenlySpaced(Grouped):
             "128, or the largest of 64, 32, 16, 8 that divides every layer's inputs"
         ),
     ] = None
+
+    @property
+    def scheme(self) -> str:
+        return f"int{self.num_bits} {shared_by(self.group_size or self.sizes[0])}"
+
+    def shared_bits(self, rows: int, columns: int) -> float:
+        return (16 + 8) / self.group_length(columns)
+
+
+@settings
+class EvenlySpaced(GroupedIntegers):
+    """Integers rounded here, symmetric or not."""
+
     symmetric: Annotated[
         bool, Field(description="zero point fixed in the middle; false: one for each group")
     ] = True
 
     @property
     def scheme(self) -> str:
-        words = "symmetric" if self.symmetric else "asymmetric"
-        return f"int{self.num_bits} {words} {shared_by(self.group_size or self.sizes[0])}"
-
-    def shared_bits(self, rows: int, columns: int) -> float:
-        return (16 + 8) / self.group_length(columns)
+        kind, _, rest = super().scheme.partition(" ")
+        return f"{kind} {'symmetric' if self.symmetric else 'asymmetric'} {rest}"
 
 
 @register("rtn-{num_bits}bit", "round to nearest, {num_bits} bits: the baseline", num_bits=BITS)

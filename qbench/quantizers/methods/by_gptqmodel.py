@@ -1,0 +1,82 @@
+"""Copies that GPTQModel makes with its own defaults, but for the size of groups."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from qbench.quantizers.config import settings
+from qbench.quantizers.formats import WHOLE_ROW
+from qbench.quantizers.methods.library_made import LibraryMade
+from qbench.quantizers.methods.weight_only import GroupedIntegers
+from qbench.quantizers.registry import register
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ALL_BITS, FEW_BITS = (2, 3, 4, 8), (2, 3, 4)
+# Title, widths, and other options that are fixed, by method. GPTAQ also corrects for the error of
+# earlier layers (Li et al. 2025). AWQ is activation-aware (Lin et al. 2023). ParoQuant rotates
+# before rounding, with eager attention. EXL3 has trellis codes, without groups.
+METHODS: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
+    "gptqmodel": ("GPTQ by GPTQModel", ALL_BITS, {}),
+    "gptaq": ("GPTAQ", FEW_BITS, {}),
+    "awq": ("AWQ", (4,), {}),
+    "paroquant": ("ParoQuant", (4,), {}),
+    "exl3": ("EXL3", FEW_BITS, {"group_size": WHOLE_ROW}),
+}
+
+
+@settings
+class ByGptqmodel(GroupedIntegers, LibraryMade):
+    """Integers in groups, or the trellis codes of EXL3."""
+
+    package: ClassVar[str] = "gptqmodel"
+    install: ClassVar[str] = "pip install gptqmodel"
+    requirements = ("gptqmodel",)
+    needs_calibration = True
+
+    method: Literal["gptqmodel", "gptaq", "awq", "paroquant", "exl3"]
+
+    @property
+    def title(self) -> str:
+        return METHODS[self.method][0]
+
+    @property
+    def needs_gpu(self) -> bool:
+        return self.method in ("paroquant", "exl3")
+
+    @property
+    def softmax_only(self) -> bool:
+        return self.method == "paroquant"
+
+
+for _method, (_title, _bits, _fixed) in METHODS.items():
+    _about = f"{_title.split()[0]} by GPTQModel, {{num_bits}} bits, calibrated"
+    _about += "; needs a GPU" if _method in ("paroquant", "exl3") else ""
+    register(
+        f"{_method}-{{num_bits}}bit", _about, num_bits=_bits, method=_method, ignore=((),), **_fixed
+    )(ByGptqmodel)
+
+
+def make(model: Path, out: Path, texts: Tensor, settings: ByGptqmodel) -> None:
+    os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # it stops on fewer
+    import torch
+    from gptqmodel import BACKEND, GPTQModel, QuantizeConfig
+    from gptqmodel.quantization.config import FORMAT, METHOD, GPTAQConfig
+
+    method: dict[str, dict[str, Any]] = {
+        "gptqmodel": {},
+        "gptaq": {"gptaq": GPTAQConfig()},
+        "awq": {"method": METHOD.AWQ, "format": FORMAT.GEMM},
+        "paroquant": {"method": METHOD.PARO, "format": FORMAT.PAROQUANT},
+        "exl3": {"method": METHOD.EXL3, "format": FORMAT.EXL3},
+    }
+    groups = {} if settings.method == "exl3" else {"group_size": settings.group_length(0) or -1}
+    config = QuantizeConfig(bits=settings.num_bits, **groups, **method[settings.method])
+    rows = [{"input_ids": row[None], "attention_mask": torch.ones_like(row[None])} for row in texts]
+    on_cpu = settings.method == "awq" and not torch.cuda.is_available()
+    quantized = GPTQModel.load(str(model), config)
+    quantized.quantize(rows, batch_size=1, backend=BACKEND.AWQ_TORCH if on_cpu else BACKEND.AUTO)
+    quantized.save(str(out))
