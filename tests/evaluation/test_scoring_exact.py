@@ -11,6 +11,7 @@ from scoring_models import (
     scorer,
     text,
 )  # fmt: skip
+from tiny import SPARSE_KEYS, tiny_model
 
 from qbench.errors import EvaluationError, UnavailableError
 from qbench.evaluation.scoring.logits import MatmulRounding, probe_matmul
@@ -86,15 +87,19 @@ def test_what_hflm_stops_at_with_a_bare_error_is_named(request_, words):
 @pytest.mark.parametrize(
     ("rope", "positions"),
     [
+        (None, 128),
         ({"rope_type": "longrope", "original_max_position_embeddings": 16, "factor": 4.0,
           "short_factor": [1.0] * 16, "long_factor": [4.0 + i for i in range(16)]}, 128),
         ({"rope_type": "dynamic", "factor": 4.0}, 16),
     ],
-    ids=["longrope", "dynamic"],
+    ids=["top-k", "longrope", "dynamic"],
 )  # fmt: skip
-def test_rotary_angles_are_those_of_each_request_alone(rope, positions):
-    model = llama()
-    model.config.rope_parameters = {"rope_theta": 10000.0, **rope}
+def test_angles_and_chosen_keys_are_those_of_each_request_alone(rope, positions):
+    if rope is None:
+        model = tiny_model("deepseek_v32", **SPARSE_KEYS)
+    else:
+        model = llama()
+        model.config.rope_parameters = {"rope_theta": 10000.0, **rope}
     model.config.max_position_embeddings = positions
     weights = model.state_dict()
     requests = [instance(text(i, 2 + 3 * i), " the cat", i) for i in range(8)]

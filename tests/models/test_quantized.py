@@ -3,7 +3,7 @@
 import pytest
 import torch
 from quantizer_models import make, parse
-from tiny import CONFIGS, KINDS, LATENT, STATES, tiny_model
+from tiny import CONFIGS, KINDS, SPARSE_KEYS, STATES, tiny_model
 
 from qbench.checkpoints.classes import tried_classes
 from qbench.errors import QuantizationError
@@ -173,9 +173,8 @@ def test_leaving_experts_out_is_the_reason_that_is_named(tmp_path):
 def test_logits_that_an_appended_text_changes_are_recorded(kind, dtype, tmp_path, monkeypatch):
     """Among keys of equal score a top-k of transformers chooses by how long the text is: one token
     in ten moves, by a lot; in 16 bits too."""
-    indexer = {"index_topk": 4, "index_n_heads": 2, "index_head_dim": 32}
     kinds = {"mlp_layer_types": ["sparse"]} if kind == "glm_moe_dsa" else {}
-    monkeypatch.setitem(CONFIGS, kind, {**LATENT, **indexer, **kinds})
+    monkeypatch.setitem(CONFIGS, kind, {**SPARSE_KEYS, **kinds})
     found = report(kind, tmp_path, "rtn-4bit", compute_dtype=dtype)
     assert found.problems == ()
     assert found.causality.moved > 1

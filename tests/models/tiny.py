@@ -29,6 +29,7 @@ LATENT = {
     "num_key_value_heads": 2, "kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 16,
     "qk_nope_head_dim": 16, "v_head_dim": 32, "head_dim": 16,
 }  # fmt: skip
+SPARSE_KEYS = {**LATENT, "index_topk": 4, "index_n_heads": 2, "index_head_dim": 32}
 GPT = {"n_embd": 64, "n_layer": 1, "n_head": 2, "n_positions": 256}
 LINEAR = {
     "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"],
@@ -138,7 +139,7 @@ def tiny_model(kind: str, **changes: Any) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    stated = {**SMALL, **CONFIGS[kind]}
+    stated = {**SMALL, **CONFIGS.get(kind, {})}
     config = AutoConfig.for_model(
         kind,
         **{k: v for k, v in {**stated, **changes}.items() if v is not None or k not in SMALL},

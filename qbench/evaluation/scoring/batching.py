@@ -62,9 +62,10 @@ class Padding:
     """Batches of ``batch_size`` distinct inputs, or ``window_batch_size`` rolling windows; of as
     many of either as ``batch_tokens`` hold, padding included, if that is given.
 
-    Rotary angles of longrope and dynamic scaling depend on the longest text of a batch.
-    ``rope_limit`` is the number of tokens beyond which they change: no batch mixes lengths on both
-    sides of it, and with ``one_length`` (dynamic) no batch beyond it mixes lengths at all.
+    Rotary angles of longrope and dynamic scaling, and which keys a top-k chooses, depend on the
+    longest text of a batch. ``rope_limit`` is the number of tokens beyond which they change: no
+    batch mixes lengths on both sides of it, and with ``one_length`` (dynamic, top-k) no batch
+    beyond it mixes lengths at all.
     """
 
     max_length: int

@@ -91,9 +91,14 @@ AttentionMaskInterface.register(WITH_MASKS, _mask_window)
 
 
 def rope_limit(config: Any) -> tuple[str | None, int | None]:
-    """Return the kind of rotary embedding whose angles depend on the longest text of a batch, and
-    the number of tokens up to which they do not; (None, None) for other models."""
+    """Return what makes logits depend on the longest text of a batch, a kind of rotary embedding or
+    ``top-k`` keys, and the number of tokens up to which they do not; (None, None) for others.
+
+    A top-k over keys (DeepSeek V3.2, GLM-MoE-DSA) chooses among equal scores by the text's length.
+    """
     kind = None if config is None else moving_rope(config.to_dict())
+    if kind is None and getattr(config, "index_topk", None):
+        return "top-k", config.index_topk
     if kind is None:
         return None, None
     if kind.startswith("dynamic"):

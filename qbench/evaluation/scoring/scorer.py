@@ -149,7 +149,7 @@ class Scorer(LM):
             batch_size=settings.batch_size,
             window_batch_size=settings.window_batch_size,
             rope_limit=limit,
-            one_length=kind is not None and kind.startswith("dynamic"),
+            one_length=kind is not None and kind.startswith(("dynamic", "top-k")),
         )
         padded = PaddedForward(decoder, self._device)
         self.exact = Backend(batching=padding, forward=padded, exact=True)
