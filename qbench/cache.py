@@ -5,6 +5,7 @@
     CACHE/cells/<key16>.json, <key16>.….parquet          finished records with their tables
     CACHE/tasks/<key16>.json, <key16>.….parquet          finished tasks of a cell with their tables
     CACHE/digests/<key16>.json                           of large files, with their identity
+    CACHE/fits/<key16>.json                              which tensors of a checkpoint do not fit
     CACHE/sources/<run>.json                             where a run of this machine read its tasks
 
 A run that finds a key here does not compute it again. Reading an entry sets its time, so that

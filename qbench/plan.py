@@ -30,6 +30,7 @@ from qbench.checkpoints.find import (
     require_tokenizer,
     tokenizer_note,
 )
+from qbench.checkpoints.fit import require_tensors
 from qbench.checkpoints.fla import in_transformers_words
 from qbench.code import code_digest
 from qbench.errors import (
@@ -297,6 +298,8 @@ def _checkpoints(recipe: Recipe) -> dict[str, Checkpoint]:
                 quantized=recipe.without_baseline,
             )
             require_tokenizer(checkpoints[name])
+            if not recipe.without_baseline:
+                require_tensors(checkpoints[name])
         except CheckpointError as error:
             problems.append(error)
             if not os.path.isdir(source.path):

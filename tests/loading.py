@@ -1,13 +1,16 @@
 """Load a checkpoint as a plan would, or save it as a stock class of transformers."""
 
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 
 from qbench.checkpoints import find, load
 from qbench.checkpoints.classes import choose_attention
+from qbench.errors import CheckpointError
 
 
 def load_model(checkpoint, *, device, attention="auto", **settings):
@@ -17,6 +20,13 @@ def load_model(checkpoint, *, device, attention="auto", **settings):
     checkpoint = replace(checkpoint, normalizer=chosen.normalizer)
     settings.setdefault("fallback", attention == "auto")
     return load.load_model(checkpoint, device=device, attention=chosen.implementation, **settings)
+
+
+def require_refused(checkpoint, words):
+    """Before it is loaded by its headers alone, and when it is loaded."""
+    assert re.search(words, load.tensors_problem(checkpoint))
+    with pytest.raises(CheckpointError, match=words):
+        load_model(checkpoint, dtype=torch.float32, device="cpu")
 
 
 def save_as_transformers(source: Path, folder: Path) -> Path:

@@ -168,24 +168,76 @@ def read_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
             ignore_mismatched_sizes=True,  # so that they are named below, not loaded
         )
     except Exception as error:  # whatever an odd configuration makes of transformers
-        raise CheckpointError(first_line(error)) from error
+        raise CheckpointError(_reason(error)) from error
     headers = model_headers(checkpoint)
-    missing, extra = set(report["missing_keys"]), set(report["unexpected_keys"])
+    own = [headers[name] for name in _require_own_tensors(checkpoint, report)]
     if ours:
-        extra = {name for name in extra if not name.endswith(fla.TABLE)}
-        for name in [name for name in missing if name.endswith(fla.OUTPUT_BIAS)]:
+        for name in report["missing_keys"]:  # biases that its other format leaves out
             model.get_parameter(name).data.zero_()
-            missing.remove(name)
         for name, module in model.named_modules():
             if name.endswith((".q_norm", ".k_norm")):
                 module.variance_epsilon = fla.QK_NORM_EPS
-    own = {name for name in extra & set(headers) if is_parameter(checkpoint.normalizer, name)}
-    require_fit(sorted(missing), sorted(extra - own), _misshapen(report))
-    found = [headers[name] for name in sorted(own)]
-    tensors = {header.name: read_tensor(checkpoint.folder, header) for header in found}
+    tensors = {header.name: read_tensor(checkpoint.folder, header) for header in own}
     attach(model, checkpoint.normalizer, fla.llama_tensors(tensors) if ours else tensors)
     require_own_head(model, checkpoint.folder, headers)
     return model
+
+
+def tensors_problem(checkpoint: Checkpoint) -> str | None:
+    """Return which tensors are missing, left over or misshapen; None if all fit.
+
+    transformers loads tensors of the shapes that the headers state, without content, into its class
+    without memory: so tied, ignored, renamed and joined ones are those that it knows.
+    """
+    ours, dtypes = fla.recognizes(checkpoint.config), {"I64": torch.int64}
+    kind = getattr(transformers, checkpoint.class_name)
+    tensors = {
+        name: torch.empty(one.shape, dtype=dtypes.get(one.dtype), device="meta")
+        for name, one in checkpoint.headers.items()
+    }
+    try:
+        model, report = kind.from_pretrained(
+            None,
+            config=_config(checkpoint),
+            state_dict=dict(tensors),
+            key_mapping=fla.KEY_MAPPING if ours else None,
+            device_map={"": "meta"},
+            dtype=torch.float32,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+        headers = model_headers(checkpoint)
+        own = [headers[name].name for name in _require_own_tensors(checkpoint, report)]
+        own = {name: tensors[name] for name in own}
+        attach(model, checkpoint.normalizer, fla.llama_tensors(own) if ours else own)
+    except Exception as error:  # whatever an odd configuration makes of transformers
+        return _reason(error)
+    return None
+
+
+def _reason(error: Exception) -> str:
+    if "above report" in str(error):  # which nobody sees
+        return (
+            "the tensors do not fit the configuration: transformers cannot join those of a layer, "
+            "as of its experts; is one missing, or of another shape?"
+        )
+    return first_line(error)
+
+
+def _require_own_tensors(checkpoint: Checkpoint, report: dict[str, Any]) -> list[str]:
+    """Return the names of the normalizer's own parameters among the tensors that transformers'
+    ``report`` calls unexpected. Raises CheckpointError for others, missing and misshapen ones."""
+    missing, extra = set(report["missing_keys"]), set(report["unexpected_keys"])
+    if fla.recognizes(checkpoint.config):
+        extra = {name for name in extra if not name.endswith(fla.TABLE)}
+        missing = {name for name in missing if not name.endswith(fla.OUTPUT_BIAS)}
+    own = {
+        name
+        for name in extra & model_headers(checkpoint).keys()
+        if is_parameter(checkpoint.normalizer, name)
+    }
+    require_fit(sorted(missing), sorted(extra - own), _misshapen(report))
+    return sorted(own)
 
 
 def _misshapen(report: dict[str, Any]) -> list[str]:

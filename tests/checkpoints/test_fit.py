@@ -1,0 +1,95 @@
+"""Before a checkpoint is loaded its tensors are compared with its class, by their headers alone."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from checkpoints.folders import write
+from safetensors.torch import load_file, save_file
+from tiny import KINDS, write_tiny
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from qbench.checkpoints import find, fit
+from qbench.checkpoints.find import Header
+from qbench.checkpoints.load import read_model, tensors_problem
+from qbench.errors import CheckpointError
+
+# Of GPT-BigCode in transformers 5.17.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_fits_and_what_does_not_is_what_transformers_finds_when_it_loads(kind, tmp_path):
+    folder = write_tiny(tmp_path, kind)
+    assert tensors_problem(find(str(folder))) is None
+    tensors = load_file(folder / "model.safetensors")
+    name = max(
+        (n for n, one in tensors.items() if one.dim() == 1),
+        default="model.layers.0.self_attn.o_proj.weight",
+    )
+    tensors["model.other.weight"] = tensors.pop(name)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    problem = tensors_problem(find(str(folder)))
+    _, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert re.search(f"missing: {re.escape(min(report['missing_keys']))}", problem)
+    assert problem.endswith(f"left over: {min(report['unexpected_keys'])}")
+    with pytest.raises(CheckpointError, match=re.escape(problem)):
+        read_model(find(str(folder)), torch.float32)
+
+
+@pytest.mark.parametrize("change", ["missing", "misshapen"])
+def test_experts_that_cannot_be_joined_are_named_as_such(change, tmp_path):
+    folder = write_tiny(tmp_path, "mixtral")
+    tensors = load_file(folder / "model.safetensors")
+    name = next(name for name in tensors if ".experts.3." in name)
+    weight = tensors.pop(name)
+    if change == "misshapen":
+        tensors[name] = torch.zeros(weight.shape[0] + 8, weight.shape[1])
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    problem = tensors_problem(find(str(folder)))
+    assert "misshapen" in problem or "of its experts; is one missing" in problem
+    with pytest.raises(CheckpointError, match=re.escape(problem)):
+        read_model(find(str(folder)), torch.float32)
+
+
+def test_a_tied_head_may_be_stored_or_not(tmp_path):
+    for stored in (False, True):
+        folder = write_tiny(tmp_path / str(stored), "llama", tie_word_embeddings=True)
+        tensors = load_file(folder / "model.safetensors")
+        tensors.pop("lm_head.weight", None)
+        if stored:
+            tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        assert tensors_problem(find(str(folder))) is None
+
+
+@pytest.mark.timeout(60)
+def test_seventy_billion_weights_take_no_memory(tmp_path):
+    """Nor do as many that are missing."""
+    size = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
+            "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128256}  # fmt: skip
+    config = LlamaConfig(**size)
+    with torch.device("meta"):
+        parameters = LlamaForCausalLM(config).state_dict()
+    headers = {
+        name: Header(file="model.safetensors", name=name, shape=list(one.shape), dtype="BF16")
+        for name, one in parameters.items()
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    small = find(str(write_tiny(tmp_path / "small", "llama")))
+    large = replace(small, folder=tmp_path, config=config.to_dict(), headers=headers)
+    assert tensors_problem(large) is None
+    shifted = {name.replace("layers", "blocks"): one for name, one in headers.items()}
+    assert "missing: model.layers.0." in tensors_problem(replace(large, headers=shifted))
+
+
+def test_what_was_found_is_kept_for_the_same_files(tmp_path, monkeypatch):
+    monkeypatch.setenv("QBENCH_CACHE", str(tmp_path / "cache"))
+    found = find(str(write(tmp_path / "c")))
+    for problem in (None, "missing: x"):
+        monkeypatch.setattr("qbench.checkpoints.load.tensors_problem", lambda _, p=problem: p)
+        fit.require_tensors(found)  # the second time from the cache
+    with pytest.raises(CheckpointError, match="c: missing: x"):
+        fit.require_tensors(replace(found, digest="0" * 64))
