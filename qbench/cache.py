@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from qbench.errors import OutputError, ResultsError
@@ -104,19 +105,25 @@ def find_cell(cache: Path, cell: CellKey) -> tuple[Record, dict[Table, bytes]] |
 
 
 class Sources(NamedTuple):
-    """Folders that a run read its tasks from; None: the hub's data, lm-eval's definitions."""
+    """What a run read on this machine: folders of tasks (None: the hub's data, lm-eval's
+    definitions), the file of calibration text, and checkpoints by name."""
 
     data: Path | None = None
     definitions: Path | None = None
+    calibration: Path | None = None
+    checkpoints: Mapping[str, Path] = MappingProxyType({})
 
 
 def keep_sources(cache: Path, run: str, sources: Sources) -> None:
-    """Keep where the run with the id ``run`` read its tasks, for ``qbench view``.
+    """Keep what the run with the id ``run`` read, for ``qbench view`` and ``qbench export``.
 
     They are kept here, not in the results: those may come from another person, and definitions may
     hold code.
     """
-    values = {name: str(path.resolve()) for name, path in sources._asdict().items() if path}
+    values: dict[str, Any] = sources._asdict()
+    values["checkpoints"] = {name: str(path) for name, path in sources.checkpoints.items()}
+    for name in ("data", "definitions", "calibration"):
+        values[name] = values[name] and str(values[name].resolve())
     with suppress(OutputError):
         write_atomically(cache / "sources" / f"{run}.json", json.dumps(values).encode())
 
@@ -125,7 +132,9 @@ def find_sources(cache: Path, run: str) -> Sources:
     """Return what :func:`keep_sources` kept of the run; nothing if it ran on another machine."""
     with suppress(OSError, ValueError, TypeError):
         values = json.loads((cache / "sources" / f"{run}.json").read_bytes())
-        return Sources(**{name: Path(path) for name, path in values.items()})
+        checkpoints = {name: Path(path) for name, path in values.pop("checkpoints", {}).items()}
+        paths = {name: Path(path) for name, path in values.items() if path}
+        return Sources(**paths, checkpoints=checkpoints)
     return Sources()
 
 

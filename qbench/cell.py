@@ -70,7 +70,7 @@ def compute(result: CellResult, store: Store, cache: Path, *, reuse: bool = True
     result.documents = {task.name: task.digest for task in tasks}
     if isinstance(cell.quantization.weights, LibraryMade):
         with result.stage("make") as detail:
-            calibration = _calibration(cell, load_tokenizer(cell.checkpoint))
+            calibration = calibration_of(cell, load_tokenizer(cell.checkpoint))
             cell, how = with_made_copy(cell, calibration, cache, plan.device)
             result.cell = cell
             detail.append(how)
@@ -138,18 +138,26 @@ def load(cell: Cell, plan: Plan) -> tuple[PreTrainedModel, PreTrainedTokenizerBa
     elif cell.copy is None:
         model = load_original(cell, plan)
     else:
-        model = load_prequantized(
-            cell.copy,
-            dtype=getattr(torch, cell.quantization.compute_dtype),
-            device=plan.device,
-            attention=cell.attention,
-            fallback=plan.recipe.evaluation.attention == "auto",
-            dequantize=weights.weights_only,
-            rounds_activations=cell.quantization.amplifies_rounding,
-        )
-        linearize(model)  # so that each expert can be held against its original
-        model.generation_config = generation_settings(cell.checkpoint)  # as its original answers
+        fallback = plan.recipe.evaluation.attention == "auto"
+        model = load_copy(cell, plan.device, fallback=fallback)
     return model, load_tokenizer(cell.checkpoint)
+
+
+def load_copy(cell: Cell, device: str, *, fallback: bool) -> PreTrainedModel:
+    """Return the model of the cell's published copy on ``device``. With ``fallback`` it runs on
+    its class's own attention if qbench's gives other logits."""
+    model = load_prequantized(
+        cell.copy,
+        dtype=getattr(torch, cell.quantization.compute_dtype),
+        device=device,
+        attention=cell.attention,
+        fallback=fallback,
+        dequantize=cell.quantization.weights.weights_only,
+        rounds_activations=cell.quantization.amplifies_rounding,
+    )
+    linearize(model)  # so that each expert can be held against its original
+    model.generation_config = generation_settings(cell.checkpoint)  # as its original answers
+    return model
 
 
 def as_measured(cell: Cell, plan: Plan, model: Any, detail: list[str]) -> Cell:
@@ -219,7 +227,7 @@ def quantized(
     """
     cell, settings = result.cell, result.cell.quantization
     with result.stage("quantize") as detail:
-        calibration = _calibration(cell, tokenizer)
+        calibration = calibration_of(cell, tokenizer)
         model, how = quantize(
             model,
             settings,
@@ -234,7 +242,7 @@ def quantized(
     return model
 
 
-def _calibration(cell: Cell, tokenizer: PreTrainedTokenizerBase) -> Calibration | None:
+def calibration_of(cell: Cell, tokenizer: PreTrainedTokenizerBase) -> Calibration | None:
     """Return the cell's calibration text as token ids of ``tokenizer``; None if it has none."""
     text = cell.calibration
     if text is None:

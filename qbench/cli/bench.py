@@ -13,10 +13,20 @@ import typer
 
 from qbench.cli.launcher import load_launcher
 from qbench.cli.messages import show_written
-from qbench.cli.options import CommandGroup, DeviceOption, Json, RecipeFile, recipe_options
-from qbench.files import write_atomically, write_page
+from qbench.cli.options import (
+    CommandGroup,
+    DeviceOption,
+    Folder,
+    Json,
+    Only,
+    RecipeFile,
+    recipe_options,
+)
+from qbench.files import cache_folder, write_atomically, write_page
 from qbench.machine import choose_device, redirected, terminal
+from qbench.plan import select
 from qbench.recipe import Overrides
+from qbench.store import Store
 
 Shape = Annotated[
     Literal["135m", "340m", "7b", "tiny"], typer.Option(help="Of the model, with random weights.")
@@ -118,6 +128,30 @@ def evaluation(
     planned = load_launcher(recipe, overrides, out=None, device=device).plan()
     with alone() as log:
         results = bench.bench_evaluation(planned, log=log)
+    show(bench.table(results), results, out)
+
+
+@bench.command("cells")
+def cells(
+    folder: Folder,
+    only: Only = None,
+    tokens: Annotated[int, typer.Option(min=1, help="New tokens of the answer.")] = 64,
+    device: DeviceOption = "auto",
+    out: Json = None,
+) -> None:
+    """transformers' generate with the models of finished cells, which this machine ran.
+
+    Examples:
+    ```
+    qbench bench cells results/methods --only 'smollm2/*'
+    ```
+    """
+    bench, store = load("bench.cells"), Store(folder)
+    good = {record.cell: record for record in store.records() if record.status == "ok"}
+    records = [good[name] for name in select(good, only)]
+    with alone() as log:
+        results = bench.bench_cells(store, records, cache_folder(), device=choose_device(device),
+                                    tokens=tokens, log=log)  # fmt: skip
     show(bench.table(results), results, out)
 
 

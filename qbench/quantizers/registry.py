@@ -193,6 +193,17 @@ def config_of(
     return _checked(QuantizationConfig(weights=weights, dtype=dtype, **by_kind))
 
 
+def config_of_record(quantizer: Mapping[str, Any]) -> QuantizationConfig:
+    """Return the config whose ``to_dict`` gave ``quantizer``, as a record's key has it."""
+    parts = {kind: quantizer[kind] for kind in KINDS if kind in quantizer}
+    entry = {}
+    for kind, part in (parts or {"weights": quantizer}).items():
+        name = part["name"]
+        options = METHODS.get(name).options if name in METHODS else ()
+        entry[kind] = {"name": name, **{o: part[o] for o in options if o in part}}
+    return config_of(entry)
+
+
 def unquantized_dtype(entries: Sequence[Any]) -> str:
     """Return the dtype of the only unquantized entry of a recipe's list, so that damage against it
     is that of quantization alone; bfloat16 if there is none, or more than one."""

@@ -71,7 +71,12 @@ def run_cells(
     chosen = plan.cells if cells is None else cells
     grid = _GridRun(plan, Store(out), progress or SilentProgress(), cache or cache_folder(), force)
     put_manifest(plan, grid.store, grid.progress)
-    sources = Sources(plan.recipe.data, plan.recipe.definitions)
+    sources = Sources(
+        plan.recipe.data,
+        plan.recipe.definitions,
+        plan.calibration and plan.calibration.path,
+        {cell.checkpoint_name: cell.checkpoint.folder for cell in plan.cells},
+    )
     keep_sources(grid.cache, run_id(plan.manifest), sources)
     bases = {cell.base.cell for cell in chosen if cell.base}
     measured = [

@@ -1,0 +1,59 @@
+"""Time how fast transformers' ``generate`` answers with the models of finished cells."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qbench import bench
+from qbench.bench import timed
+from qbench.errors import ResultsError
+from qbench.machine import environment
+from qbench.measured import load_measured
+from qbench.records import Record
+from qbench.store import Store
+
+PROMPT, WARM_UP = 128, 8  # tokens
+
+
+def bench_cells(
+    store: Store,
+    records: Sequence[Record],
+    cache: Path,
+    *,
+    device: str,
+    tokens: int,
+    log: Callable[[str], None],
+) -> dict[str, Any]:
+    """Time one greedy answer of ``tokens`` new tokens to a prompt of ``PROMPT``, batch size 1, by
+    each cell of ``records``. Returns the environment and a row per cell; ``log`` gets its line."""
+    rows = []
+    for record in records:
+        try:
+            measured = load_measured(store, record, cache, device)
+        except ResultsError as error:
+            log(str(error))
+            continue
+        ids = torch.arange(PROMPT, device=device)[None] * 7 % measured.model.config.vocab_size
+        answer = partial(
+            measured.model.generate, ids, attention_mask=torch.ones_like(ids), do_sample=False
+        )
+        answer(min_new_tokens=WARM_UP, max_new_tokens=WARM_UP)
+        _, spent = timed(device, partial(answer, min_new_tokens=tokens, max_new_tokens=tokens))
+        row = {"cell": record.cell, **spent, "tokens_per_second": tokens / spent["seconds"]}
+        log(f"{row['cell']}: {row['tokens_per_second']:.1f} tokens/s")
+        rows.append(row)
+    sizes = {"prompt": PROMPT, "tokens": tokens, "batch_size": 1}
+    return {**sizes, "environment": environment(device).model_dump(), "rows": rows}
+
+
+def table(results: dict[str, Any]) -> str:
+    return bench.table(
+        results["rows"],
+        {"cell": ("cell", ""), "tokens/s": ("tokens_per_second", ".1f"),
+         "peak GiB": ("peak_gib", ".3f")},
+    )  # fmt: skip
