@@ -76,6 +76,17 @@ def test_a_local_worker_that_dies_while_it_starts_is_one_line(monkeypatch):
     )
 
 
+def _break_device():
+    machine._broken_device = "CUDA error: an illegal memory access was encountered"
+    return os.getpid()
+
+
+def test_a_worker_whose_gpu_failed_ends_and_the_next_cell_gets_a_new_process(tmp_path):
+    with connected("local:1", "cpu", slots=[0], folders=[tmp_path]) as executor:
+        broken = executor.submit(_break_device).result(60)
+        assert executor.submit(os.getpid).result(60) != broken
+
+
 LIKE = Host(name="host", gpu=None, code="c", versions={"torch": "2"})
 
 
