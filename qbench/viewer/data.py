@@ -40,7 +40,7 @@ from qbench.comparison.rows import (
 from qbench.comparison.trainings import training_notes
 from qbench.comparison.verdict import verdict
 from qbench.errors import QbenchError, ResultsError
-from qbench.records import UNQUANTIZED_BITS, Damage, GridCell, Question, Record
+from qbench.records import UNQUANTIZED_BITS, Damage, Divergence, GridCell, Question, Record
 from qbench.store import Analyses, Store, long_contexts, sensitivities
 from qbench.text import metric_title
 
@@ -201,7 +201,7 @@ def plain(value: Any) -> Any:
 def overview(results: Results, comparison: Comparison) -> Json:
     """Return the first page: the verdict, scores and effects, cells, problems."""
     grid, store = comparison.grid, results.store
-    lines = [one for one in comparison.lines if not redundant(one, comparison.lines)]
+    lines = [line for line in comparison.lines if not redundant(line, comparison.lines)]
     labels = {line.task: line.label for line in lines}
     return {
         "ready": comparison.tested or not comparison.records,
@@ -214,18 +214,18 @@ def overview(results: Results, comparison: Comparison) -> Json:
         "cells": [_cell(comparison, store, cell) for cell in grid.cells],
         "lines": [_line(line) for line in lines],
         "by_group": [
-            _seed_line(one) for one in comparison.seeds if not redundant(one, comparison.lines)
+            _seed_line(line) for line in comparison.seeds if not redundant(line, comparison.lines)
         ],
         "pairs": [
             {
-                "task": one.label,
-                "metric": metric_title(one.metric),
-                "percent": one.percent,
-                "pair": one.told,
-                "documents": one.documents,
-                **({"effect": _effect(one.effect)} if hasattr(one.effect, "interval") else {}),
+                "task": pair.label,
+                "metric": metric_title(pair.metric),
+                "percent": pair.percent,
+                "pair": pair.told,
+                "documents": pair.documents,
+                **({"effect": _effect(pair.effect)} if hasattr(pair.effect, "interval") else {}),
             }
-            for one in comparison.pairs
+            for pair in comparison.pairs
         ],
         "verdict": verdict(comparison),
         "about": _about(comparison),
@@ -238,11 +238,19 @@ def overview(results: Results, comparison: Comparison) -> Json:
 
 
 def _about(comparison: Comparison) -> list[str]:
-    """Return what was scored, when and where."""
-    limit, records = comparison.grid.limit, comparison.records.values()
-    parts = ["all documents" if limit is None else f"the first {limit} documents of each task"]
-    parts += [f"{max(one.finished for one in records):%Y-%m-%d}"] if records else []
-    return parts + sorted({one.environment.hardware for one in records})
+    """Return which models were scored, on what, when and where."""
+    grid, records = comparison.grid, comparison.records.values()
+    digests = {record.checkpoint: record.key_parts.get("weights") for record in records}
+    parts = [_model(name, grid.hub_ids.get(name), digests.get(name)) for name in grid.checkpoints]
+    parts.append("all documents" if grid.limit is None
+                 else f"the first {grid.limit} documents of each task")  # fmt: skip
+    parts += [f"{max(record.finished for record in records):%Y-%m-%d}"] if records else []
+    return parts + sorted({record.environment.hardware for record in records})
+
+
+def _model(name: str, hub_id: str | None, digest: object) -> str:
+    """Return a checkpoint's name with its hub id, or else the digest of its weights."""
+    return f"{name}: {hub_id or (f'weights {str(digest)[:12]}' if digest else 'not scored yet')}"
 
 
 def _in_more_words(comparison: Comparison) -> list[str]:
@@ -276,17 +284,31 @@ def _cell(comparison: Comparison, store: Store, cell: GridCell) -> Json:
         "weight_error": record.audit.weight_error if record.audit and weights else None,
         "seconds": (record.finished - record.started).total_seconds(),
         "memory_gib": max((stage.peak_memory_gib for stage in record.stages), default=None),
-        "kl": {
-            task: {
-                "mean": one.distributions.kl.mean,
-                "stderr": one.distributions.kl.mean_stderr,
-                "tokens": one.distributions.tokens,
-            }
-            for task, one in tasks.items()
-            if one.distributions is not None
+        "kl": _kl(comparison, cell.cell)
+        | {
+            task: _kl_of_task(damage.distributions.kl)
+            for task, damage in tasks.items()
+            if damage.distributions is not None
         },
         "documents": sorted(record.files),
     }
+
+
+def _kl(comparison: Comparison, cell: str) -> Json:
+    """Return the KL divergence over all tasks under the name ""; nothing before it is computed."""
+    if comparison.kl is None or cell not in comparison.kl.means:
+        return {}
+    interval = getattr(comparison.kl.cells[cell], "interval", None)  # of the logarithm
+    ends = (math.exp(interval.low), math.exp(interval.high)) if interval else (None, None)
+    return {"": {"mean": comparison.kl.means[cell], "low": ends[0], "high": ends[1]}}
+
+
+def _kl_of_task(kl: Divergence) -> Json:
+    """Return a task's mean KL divergence; its 95 % interval is normal on the logarithm."""
+    if kl.mean_stderr is None or not kl.mean_stderr < kl.mean:
+        return {"mean": kl.mean, "low": None, "high": None}
+    factor = math.exp(1.96 * kl.mean_stderr / kl.mean)
+    return {"mean": kl.mean, "low": kl.mean / factor, "high": kl.mean * factor}
 
 
 def _line(line: Row) -> Json:
@@ -450,8 +472,10 @@ def task_texts(results: Results, task: int) -> Json:
 
 
 def analysis(store: Store) -> Json:
-    """Return what `qbench analyze` measured; ``problems`` lists damaged files."""
-    parts: Json = {"problems": []}
+    """Return what `qbench analyze` measured; ``problems`` lists damaged files, and ``command``
+    makes the analysis."""
+    folder = store.directory.name if store.directory.is_absolute() else store.directory
+    parts: Json = {"problems": [], "command": f"qbench analyze RECIPE --out {folder}"}
     kinds = {
         "cells": Analyses(store.directory),
         "long": long_contexts(store.directory),

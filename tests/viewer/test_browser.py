@@ -121,7 +121,7 @@ def test_a_document_side_by_side_with_its_text_as_text(opened, page):
 def test_a_cell_its_audit_and_what_differs_from_another(opened, page):
     page.goto(f"{opened.address}#view=cell&cell=softmax/gptq-2bit")
     page.wait_for_selector("text=What ran")
-    page.click("text=Layer by layer")
+    page.click("summary:has-text('Layer by layer')")
     page.wait_for_selector("figure svg rect")
     page.select_option(".choice select", "softpick/gptq-2bit")
     page.wait_for_selector("text=Key parts that differ")
@@ -132,7 +132,8 @@ def test_a_cell_its_audit_and_what_differs_from_another(opened, page):
 def test_quality_against_size_has_a_dot_a_cell(opened, page):
     figure = page.locator("figure:has(h2:has-text('against bits'))")
     before = figure.locator("h2").inner_text()
-    page.locator("label:has-text('Quality') select").select_option(index=1)
+    choice = page.locator("label:has-text('Quality') select")
+    choice.select_option(choice.locator("option", has_text="Acc").first.get_attribute("value"))
     page.wait_for_url("**metric=*")
     assert figure.locator("h2").inner_text() != before
     figure.locator("svg path[data-href]").first.click()
@@ -166,8 +167,12 @@ def test_tables_sort_by_keyboard_and_are_saved(opened, page):
 def test_methods_stand_where_the_number_stands(opened, page):
     page.locator(".method summary").first.click()
     note = page.locator(".method[open] [role=note]")
-    assert "same documents" in note.inner_text()
+    assert "whole vocabulary" in note.inner_text()
     assert note.locator("math").count() == 1
+    page.keyboard.press("Escape")
+    assert page.locator(".method[open]").count() == 0
+    page.locator("section:has(h2:has-text('Cells')) .method summary").click()
+    assert "nats per token" in page.locator(".method[open] dl").inner_text()
     page.keyboard.press("4")
     page.wait_for_selector("h2:has-text('Methods')")
     assert page.locator("math").count() > 8
@@ -213,7 +218,7 @@ def test_a_chart_is_one_stop_of_the_keyboard_and_arrows_go_from_point_to_point(o
     says = page.locator("output.says").first.inner_text()
     assert says == page.locator("[data-current]").get_attribute("data-label")
     page.keyboard.press("Enter")
-    page.wait_for_url("**view=documents**")
+    page.wait_for_url("**view=cell**")
 
 
 def test_a_row_opens_where_it_is_clicked(opened, page):
@@ -279,6 +284,36 @@ def test_real_results_from_the_answer_to_a_document_and_why(serve, page, name):
     page.wait_for_selector("h2, [role=alert], main p")
 
 
+# Labels of points that lie upon each other or upon a point, or are cut, and how many there are
+LABELS = """figure => {
+  const box = (node) => node.getBoundingClientRect();
+  const labels = [...figure.querySelectorAll("text.label")].map((text) => [text.textContent, box(text)]);
+  const points = [...figure.querySelectorAll("path[data-href]")].map((dot) => ["point", box(dot)]);
+  const frame = box(figure.querySelector(".drawing"));
+  const on = (a, b) => a.left + 1 < b.right && b.left + 1 < a.right && a.top + 2 < b.bottom
+    && b.top + 2 < a.bottom;
+  const upon = labels.flatMap(([name, a], index) => [...labels.slice(index + 1), ...points]
+    .filter(([, b]) => on(a, b)).map(([other]) => name + " on " + other));
+  const cut = labels.filter(([, a]) => a.left < frame.left || a.right > frame.right);
+  return [[...new Set(labels.map(([name]) => name))].sort(), [...upon, ...cut.map(([name]) => name)]];
+}"""
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+@pytest.mark.parametrize("name", ["pair-27m", "variants-27m", "smollm2"])
+def test_every_point_of_quality_has_its_label_and_no_two_texts_overlap(serve, page, name, width):
+    page.set_viewport_size({"width": width, "height": 900})
+    running = serve(RESULTS / name, texts=None)
+    running.server.results[0].comparison(wait=True)
+    page.goto(running.address)
+    figure = page.locator("figure.card").first
+    figure.locator("path[data-href]").first.wait_for()
+    labels, wrong = figure.evaluate(LABELS)
+    cells = Store(RESULTS / name).manifest().cells
+    assert labels == sorted({cell.quantizer for cell in cells if cell.quantized})
+    assert wrong == []
+
+
 # Texts of axes and legends that lie upon each other, or begin left of their picture and are cut
 UNREADABLE = """figure => {
   const texts = [...figure.querySelectorAll("[data-label*='-axis'] text, [class*=ramp] text")];
@@ -336,7 +371,7 @@ def test_axes_can_be_read(serve, page):
     page.wait_for_selector("h2:has-text('Loss along texts')")
     page.wait_for_selector("figure [class*=ramp]")
     for title in ("Sink rate", "Sensitivity", "Loss along texts"):
-        figure = page.locator(f"figure:has(h2:has-text('{title}'))")
+        figure = page.locator(f"figure:has(h2:has-text('{title}'))").first
         assert (title, figure.evaluate(UNREADABLE)) == (title, [])
 
 

@@ -14,7 +14,8 @@ export interface Line {
   scores: Record<string, Score>;
   deltas: Record<string, Effect>; damages: Record<string, Effect>; differences: Record<string, Effect>;
 }
-export interface Kl { mean: number; stderr: number | null; tokens: number }
+/** Nats per token, with a 95 % interval or null. */
+export interface Kl { mean: number; low: number | null; high: number | null }
 export interface Cell {
   cell: string; checkpoint: string; quantizer: string; title: string; precision: string;
   quantized: boolean; floor: boolean; status: "ok" | "failed" | "missing"; reason: string;
@@ -37,7 +38,7 @@ export interface Documents {
 }
 export interface Texts { error?: string; task: string; missing?: string; texts: Record<string, string[][]>; targets: Record<string, number | string | null> }
 export interface Tokens { error?: string; cell: string; texts: string[]; kl: number[]; change: number[] }
-export interface Analyses { error?: string; problems: string[]; cells: any[]; long: any[]; sensitivities: any[] }
+export interface Analyses { error?: string; problems: string[]; command: string; cells: any[]; long: any[]; sensitivities: any[] }
 
 const source = document.documentElement.dataset.source ?? "server";
 const inline: Record<string, unknown> | null =
@@ -52,13 +53,13 @@ export const live = source === "server";
 
 export function load<T>(name: string): Promise<T> {
   if (!kept.has(name)) {
-    kept.set(name, fetched(name).catch((error: Error) => ({ error: error.message })));
+    kept.set(name, fetchPayload(name).catch((error: Error) => ({ error: error.message })));
     if (kept.size > 200) kept.delete(kept.keys().next().value!);
   }
   return kept.get(name)!;
 }
 
-async function fetched(name: string): Promise<any> {
+async function fetchPayload(name: string): Promise<any> {
   if (inline) return inline[name] ?? { error: "Not in this file: `qbench view` shows it, and `qbench view --export` writes a site with all of it." };
   if (live) {
     const answer = await fetch(`data/${name}.json`);
@@ -97,11 +98,11 @@ export function watch(changed: () => void): void {
 
 /** A payload, loaded again whenever `round` changes; null while it is on its way. */
 export function useData<T>(name: string | null, round = 0): T | null {
-  const [got, set] = useState<{ name: string; payload: T } | null>(null);
+  const [loaded, set] = useState<{ name: string; payload: T } | null>(null);
   useEffect(() => {
-    let wanted = true;
-    if (name !== null) void load<T>(name).then((payload) => wanted && set({ name, payload }));
-    return () => { wanted = false; };
+    let current = true;
+    if (name !== null) void load<T>(name).then((payload) => current && set({ name, payload }));
+    return () => { current = false; };
   }, [name, round]);
-  return got && got.name === name ? got.payload : null;
+  return loaded && loaded.name === name ? loaded.payload : null;
 }

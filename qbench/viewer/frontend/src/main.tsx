@@ -16,24 +16,24 @@ const VIEWS: [View, string][] = [["overview", "Answer"], ["scores", "Scores"], [
 function App() {
   const state = useAddress();
   const [round, setRound] = useState(0);
-  useEffect(() => watch(() => setRound((one) => one + 1)), []);
+  useEffect(() => watch(() => setRound((last) => last + 1)), []);
   useEffect(() => keys(), []);
   const index = useData<Index>("index", round);
-  const folder = Math.max(0, index?.folders.findIndex((one) => one.name === state.folder) ?? 0);
-  const got = useData<Overview>(index ? `${folder}/overview` : null, round);
-  const found = useMemo(() => got && { ...got, folder: index!.folders[folder].name }, [got]);
+  const folder = Math.max(0, index?.folders.findIndex((item) => item.name === state.folder) ?? 0);
+  const payload = useData<Overview>(index ? `${folder}/overview` : null, round);
+  const overview = useMemo(() => payload && { ...payload, folder: index!.folders[folder].name }, [payload]);
   useEffect(() => scrollTo(0, 0), [state.view, state.cells.join(), state.document]);
   useEffect(() => {
-    document.title = [state.document && `document ${state.document}`, state.task, state.cells.join(" and "), found?.name, "qbench"].filter(Boolean).join(" · ");
-  }, [state, found]);
+    document.title = [state.document && `document ${state.document}`, state.task, state.cells.join(" and "), overview?.name, "qbench"].filter(Boolean).join(" · ");
+  }, [state, overview]);
   return (
     <>
       <header class="top">
-        <h1>{found?.folder ?? "qbench"}</h1>
+        <h1>{overview?.folder ?? "qbench"}</h1>
         {(index?.folders.length ?? 0) > 1 && (
           <select aria-label="Results folder" value={index!.folders[folder].name}
             onChange={(event) => { location.hash = link({ folder: event.currentTarget.value }); }}>
-            {index!.folders.map((one) => <option>{one.name}</option>)}
+            {index!.folders.map((item) => <option>{item.name}</option>)}
           </select>
         )}
         <nav aria-label="Views">
@@ -44,22 +44,22 @@ function App() {
         <button class="theme" title="Light or dark (t)" aria-label="Light or dark" onClick={turn}>◐</button>
       </header>
       {live && <p class="ended" role="status">The server has ended; what was loaded stays.</p>}
-      <main>{!found ? <p role="status">Reading…</p> : found.error ? <Failure text={found.error} /> : <Page found={found} state={state} folder={folder} round={round} />}</main>
-      <footer>qbench {found?.program} · keys: 1–4 views, j and k next and previous document, u up, / search, t light or dark</footer>
+      <main>{!overview ? <p role="status">Reading…</p> : overview.error ? <Failure text={overview.error} /> : <Page overview={overview} state={state} folder={folder} round={round} />}</main>
+      <footer>qbench {overview?.program} · keys: 1–4 views, j and k next and previous document, u up, / search, t light or dark</footer>
     </>
   );
 }
 
-function Page({ found, state, folder, round }: { found: Overview; state: State; folder: number; round: number }) {
-  const shared = { found, state, folder, round };
+function Page({ overview, state, folder, round }: { overview: Overview; state: State; folder: number; round: number }) {
+  const shared = { overview, state, folder, round };
   switch (state.view) {
-    case "scores": return <ScoresPage found={found} />;
+    case "scores": return <ScoresPage overview={overview} />;
     case "cell": return <CellPage {...shared} />;
     case "documents": return <DocumentsPage {...shared} />;
     case "document": return <DocumentPage {...shared} />;
     case "why": return <WhyPage {...shared} />;
     case "methods": return <Methods />;
-    default: return <OverviewPage found={found} state={state} />;
+    default: return <OverviewPage overview={overview} state={state} />;
   }
 }
 

@@ -2,21 +2,25 @@
 import methods from "virtual:methods";
 import { link } from "./state";
 
-type Described = (typeof methods)[number];
+type Section = (typeof methods)[number];
+/** Names of columns or values, and what each means. */
+export type Notes = [name: string, text: string][];
 
 // MathML of our own formulas, made when the page was built: the one text that is set as markup.
-const Formula = ({ of }: { of: Described }) => (of.mathml ? <div class="formula" dangerouslySetInnerHTML={{ __html: of.mathml }} /> : null);
+const Formula = ({ of }: { of: Section }) => (of.mathml ? <div class="formula" dangerouslySetInnerHTML={{ __html: of.mathml }} /> : null);
 
-const Reference = ({ of }: { of: Described }) => of.url ? <a href={of.url} rel="noreferrer" target="_blank">{of.reference}</a> : <>{of.reference}</>;
+const Reference = ({ of }: { of: Section }) => of.url ? <a href={of.url} rel="noreferrer" target="_blank">{of.reference}</a> : <>{of.reference}</>;
 
-export function Method({ name }: { name: string }) {
-  const found = methods.find((one) => one.name === name)!;
+/** A "?" that opens an explanation: a section of docs/methods.md, then a line per note. */
+export function Help({ title, method, notes = [] }: { title: string; method?: string; notes?: Notes }) {
+  const section = methods.find((item) => item.name === method);
+  if (!section && !notes.length) return null;
   return (
-    <details class="method">
-      <summary aria-label={`What is this: ${found.title}`}>?</summary>
-      <div role="note"><strong>{found.title}.</strong> {found.says}
-        <Formula of={found} />
-        <Reference of={found} /> · <a href={link({ view: "methods" })}>all methods</a>
+    <details class="method" onKeyDown={(event) => { if (event.key === "Escape") event.currentTarget.open = false; }}>
+      <summary aria-label={`What is this: ${title}`}>?</summary>
+      <div role="note">
+        {section && <><strong>{section.title}.</strong> {section.says}<Formula of={section} /><Reference of={section} /> · <a href={link({ view: "methods" })}>all methods</a></>}
+        {notes.length > 0 && <dl>{notes.map(([name, text]) => <><dt>{name}</dt><dd>{text}</dd></>)}</dl>}
       </div>
     </details>
   );
@@ -25,12 +29,12 @@ export function Method({ name }: { name: string }) {
 export const Methods = () => (
   <>
     <h2 class="page">Methods</h2>
-    {methods.map((one) => (
-      <section class="card" id={one.name} key={one.name}>
-        <h2>{one.title}</h2>
-        <p>{one.says}</p>
-        <Formula of={one} />
-        <p><Reference of={one} /></p>
+    {methods.map((section) => (
+      <section class="card" id={section.name} key={section.name}>
+        <h2>{section.title}</h2>
+        <p>{section.says}</p>
+        <Formula of={section} />
+        <p><Reference of={section} /></p>
       </section>
     ))}
   </>

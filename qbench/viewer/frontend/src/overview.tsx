@@ -1,41 +1,42 @@
-// The first screen: the answer with its certainty, then what it is made of.
+// The first screen: the verdict, then the figures and tables that it rests on.
 import * as Plot from "@observablehq/plot";
 import { useMemo } from "preact/hooks";
 import type { Cell, Effect, Line, Overview, Pair } from "./data";
 import type { Row } from "./download";
 import { Failure, Figure, Grid, plot, type GridColumn } from "./parts";
+import { Quality } from "./quality";
 import { change, link, type State } from "./state";
-import { duration, effect, fixed, harm, interval, kl, number, p, ratio, ratioTicks, score, sure, unit, UNITS, type Unit } from "./units";
+import { duration, effect, fixed, harm, interval, kl, klSaved, klText, measure, number, p, ratio, ratioTicks, score, sure, unit, UNITS, type Unit } from "./units";
 
-const named = (line: Line) => `${line.task} ${line.metric_title}`;
-const members = (found: Overview, group: string) => found.groups[group] ?? [group];
+const members = (overview: Overview, group: string) => overview.groups[group] ?? [group];
 
 /** The cells of a line and group that have documents to look at, with those of the other group. */
-const links = (found: Overview, groups: string[], line: Line) =>
+const links = (overview: Overview, groups: string[], line: Line) =>
   link({
-    view: "documents", folder: found.folder, task: line.task, metric: line.metric,
-    cells: groups.map((group) => `${members(found, group)[0]}/${line.quantizer}`),
+    view: "documents", folder: overview.folder, task: line.task, metric: line.metric,
+    cells: groups.map((group) => `${members(overview, group)[0]}/${line.quantizer}`),
   });
 
-interface Mark { line: Line; of: Effect; x: number; low: number; high: number; label: string; told: string; href: string }
+interface Mark { line: Line; of: Effect; x: number; low: number; high: number; label: string; text: string; href: string }
 
-export function OverviewPage({ found, state }: { found: Overview; state: State }) {
-  const lines = found.by_group.length ? found.by_group : found.lines;
-  const [base, ...others] = Object.keys(found.groups);
+export function OverviewPage({ overview, state }: { overview: Overview; state: State }) {
+  const lines = overview.by_group.length ? overview.by_group : overview.lines;
+  const [base, ...others] = Object.keys(overview.groups);
   const other = others.includes(state.other) ? state.other : others[0];
   return (
     <>
       <section class="answer">
-        <p class="headline">{found.verdict[0]}</p>
-        {found.verdict.slice(1).map((one) => <p class="verdict">{one}</p>)}
-        <p class="note">{found.about.join(" · ")}</p>
-        {!found.ready && <p role="status">Intervals and tests are being computed; they appear here by themselves.</p>}
-        {found.summary.length > 0 && <details><summary>In more words</summary>{found.summary.map((one) => <p>{one}</p>)}</details>}
-        {found.problems.length > 0 && (
-          <details class="problems"><summary>{found.problems.length} {found.problems.length === 1 ? "thing is" : "things are"} missing or wrong</summary>
-            <ul>{found.problems.map((one) => <li>{one}</li>)}</ul></details>
+        <p class="note">{overview.about.join(" · ")}</p>
+        <p class="headline">{overview.verdict[0]}</p>
+        {overview.verdict.slice(1).map((sentence) => <p class="verdict">{sentence}</p>)}
+        {!overview.ready && <p role="status">Intervals and tests are being computed; they appear here by themselves.</p>}
+        {overview.summary.length > 0 && <details><summary>In more words</summary>{overview.summary.map((sentence) => <p>{sentence}</p>)}</details>}
+        {overview.problems.length > 0 && (
+          <details class="problems"><summary>{overview.problems.length} {overview.problems.length === 1 ? "thing is" : "things are"} missing or wrong</summary>
+            <ul>{overview.problems.map((problem) => <li>{problem}</li>)}</ul></details>
         )}
       </section>
+      <Quality overview={overview} state={state} />
       {others.length > 1 && (
         <label class="choice">Against {base}:{" "}
           <select value={other} onChange={(event) => change({ other: event.currentTarget.value })}>
@@ -43,28 +44,27 @@ export function OverviewPage({ found, state }: { found: Overview; state: State }
           </select>
         </label>
       )}
-      <Forest found={found} lines={lines} base={base} other={other} all={state.all === "forest"} />
-      <HeatMaps found={found} lines={lines} />
-      <Quality found={found} lines={found.lines} state={state} />
-      <Pairs found={found} />
-      <Cells found={found} />
+      <Forest overview={overview} lines={lines} base={base} other={other} all={state.all === "forest"} />
+      <HeatMaps overview={overview} lines={lines} />
+      <Pairs overview={overview} />
+      <Cells overview={overview} />
     </>
   );
 }
 
-function Forest({ found, lines, base, other, all }: { found: Overview; lines: Line[]; base: string; other?: string; all: boolean }) {
-  const question = other ? "differences" : "damages";
+function Forest({ overview, lines, base, other, all }: { overview: Overview; lines: Line[]; base: string; other?: string; all: boolean }) {
+  const contrast = other ? "differences" : "damages";
   const group = other ?? base;
-  const marks = useMemo(() => lines.filter((line) => line[question][group]).map((line): Mark => {
-    const of = line[question][group];
+  const marks = useMemo(() => lines.filter((line) => line[contrast][group]).map((line): Mark => {
+    const of = line[contrast][group];
     const ends = [harm(of.low, line, of.kind), harm(of.high, line, of.kind)].sort((a, b) => a - b);
     return {
       line, of, x: harm(of.estimate, line, of.kind), low: ends[0], high: ends[1],
-      label: `${line.quantizer} · ${named(line)}`,
-      told: `${line.quantizer}, ${named(line)}: ${effect(of.estimate, of.kind, line.percent)} ${interval(of, line.percent)}${of.mark}, ${of.documents} documents`,
-      href: links(found, other ? [base, other] : [base], line),
+      label: `${line.quantizer} · ${measure(line)}`,
+      text: `${line.quantizer}, ${measure(line)}: ${effect(of.estimate, of.kind, line.percent)} ${interval(of, line.percent)}${of.mark}, ${of.documents} documents`,
+      href: links(overview, other ? [base, other] : [base], line),
     };
-  }).sort((a, b) => b.x - a.x), [found, lines, question, group]);
+  }).sort((a, b) => b.x - a.x), [overview, lines, contrast, group]);
   if (!marks.length) return null;
   const certain = marks.filter((mark) => sure(mark.of));
   const few = marks.length <= 36 || all;
@@ -75,9 +75,9 @@ function Forest({ found, lines, base, other, all }: { found: Overview; lines: Li
     <>
       <div class="columns">
         {(["points", "ratio", "units"] as Unit[]).map((kind) => {
-          const own = shown.filter((mark) => unit(mark.line) === kind);
-          return own.length > 0 && (
-            <ForestFigure key={kind} marks={own} kind={kind} words={words}
+          const marked = shown.filter((mark) => unit(mark.line) === kind);
+          return marked.length > 0 && (
+            <ForestFigure key={kind} marks={marked} kind={kind} words={words}
               title={other ? `How much more ${other} is hurt than ${base}, ${UNITS[kind]}` : `Damage to ${base}, ${UNITS[kind]}`}
               method={other ? "difference-of-damages" : "damage"} />
           );
@@ -116,210 +116,123 @@ function ForestFigure({ marks, kind, words, title, method }: { marks: Mark[]; ki
         Plot.axisX(ratios || undefined, { label: `← ${words[0]} · ${words[1]} →`, labelAnchor: "center", labelOffset: 36, ...(ratios ? { text: (value: number) => `× ${number(value, 3)}` } : { ticks: Math.max(3, width / 180) }) } as Plot.AxisXOptions),
         Plot.ruleX([zero], { stroke: "currentColor" }),
         Plot.ruleY(marks, { ...shared, x1: "low", x2: "high", strokeWidth: 2 }),
-        Plot.dot(marks, { ...shared, x: "x", r: 4.5, fill: tone, ariaLabel: "told", title: "told", tip: { href: undefined, fill: "var(--paper)" } }),
-        ...(narrow ? [Plot.text(marks, { y: "label", text: "label", frameAnchor: "left", dy: -12, fontSize: 11, href: "href" })] : []),
+        Plot.dot(marks, { ...shared, x: "x", r: 4.5, fill: tone, ariaLabel: "text", title: "text", tip: { href: undefined, fill: "var(--paper)" } }),
+        ...(narrow ? [Plot.text(marks, { y: "label", text: "label", frameAnchor: "left", dy: -12, fontSize: 11, href: "href", stroke: "var(--paper)", strokeWidth: 4, fill: "currentColor" })] : []),
       ],
     });
-  }, [marks.map((mark) => mark.told).join(), kind, title]);
+  }, [marks.map((mark) => mark.text).join(), kind, title]);
   return <Figure title={title} name={`${method}-${kind}`} method={method} rows={rows} draw={draw}
     note={<>Each row is a task, its metric and a precision; bars are 95 % intervals. Coloured: significant (‡). Grey: not significant. A click shows the documents.</>} />;
 }
 
-function HeatMaps({ found, lines }: { found: Overview; lines: Line[] }) {
+function HeatMaps({ overview, lines }: { overview: Overview; lines: Line[] }) {
   const kinds = (["points", "ratio", "units"] as Unit[]).filter((kind) => lines.some((line) => unit(line) === kind && line.quantized));
-  return <div class="columns">{kinds.map((kind) => <HeatMap key={kind} found={found} lines={lines} kind={kind} />)}</div>;
+  return <div class="columns">{kinds.map((kind) => <HeatMap key={kind} overview={overview} lines={lines} kind={kind} />)}</div>;
 }
 
-function HeatMap({ found, lines, kind }: { found: Overview; lines: Line[]; kind: Unit }) {
+function HeatMap({ overview, lines, kind }: { overview: Overview; lines: Line[]; kind: Unit }) {
   const squares = useMemo(() => lines.filter((line) => unit(line) === kind && line.quantized).flatMap((line) =>
     Object.keys(line.scores).flatMap((group) => {
       const of = line.damages[group];
-      const whole = lines.find((one) => one.task === line.task && one.metric === line.metric && one.quantizer === found.unquantized)?.scores[group]?.value;
-      const own = line.scores[group]?.value;
-      const estimate = of?.estimate ?? (typeof own === "number" && typeof whole === "number" ? (line.ratio ? Math.log(own / whole) : line.higher_is_better ? whole - own : own - whole) : null);
+      const before = lines.find((item) => item.task === line.task && item.metric === line.metric && item.quantizer === overview.unquantized)?.scores[group]?.value;
+      const after = line.scores[group]?.value;
+      const estimate = of?.estimate ?? (typeof after === "number" && typeof before === "number" ? (line.ratio ? Math.log(after / before) : line.higher_is_better ? before - after : after - before) : null);
       if (typeof estimate !== "number") return [];
       const damage = harm(estimate, line, line.ratio ? "log ratio" : "difference");
       return [{
-        group, quantizer: line.quantizer, column: named(line), damage, mark: of?.mark ?? "", task: line.task, metric: line.metric,
-        told: `${group}, ${line.quantizer}, ${named(line)}: ${effect(estimate, line.ratio ? "log ratio" : "difference", line.percent)}${of ? ` ${interval(of, line.percent)}${of.mark}` : ""}`,
-        href: links(found, [group], line),
+        group, quantizer: line.quantizer, column: measure(line), damage, mark: of?.mark ?? "", task: line.task, metric: line.metric,
+        text: `${group}, ${line.quantizer}, ${measure(line)}: ${effect(estimate, line.ratio ? "log ratio" : "difference", line.percent)}${of ? ` ${interval(of, line.percent)}${of.mark}` : ""}`,
+        href: links(overview, [group], line),
       }];
-    })), [found, lines, kind]);
+    })), [overview, lines, kind]);
   const draw = useMemo(() => (width: number) => {
-    const groups = [...new Set(squares.map((one) => one.group))];
-    const quantizers = [...new Set(squares.map((one) => one.quantizer))];
-    const columns = [...new Set(squares.map((one) => one.column))];
-    const level = (one: (typeof squares)[0]) => (kind === "ratio" ? Math.log(one.damage) : one.damage);
-    const most = Math.max(...squares.map((one) => Math.abs(level(one))).filter(Number.isFinite), 1e-9);
-    const room = (width - 176) / columns.length;
+    const groups = [...new Set(squares.map((square) => square.group))];
+    const quantizers = [...new Set(squares.map((square) => square.quantizer))];
+    const columns = [...new Set(squares.map((square) => square.column))];
+    const level = (square: (typeof squares)[0]) => (kind === "ratio" ? Math.log(square.damage) : square.damage);
+    const most = Math.max(...squares.map((square) => Math.abs(level(square))).filter(Number.isFinite), 1e-9);
+    const left = Math.min(18 + 6.6 * Math.max(...quantizers.map((name) => name.length)), width / 2.4);
+    const room = (width - left - 76) / columns.length;
     const top = 30 + 3.9 * Math.max(...columns.map((label) => label.length)); // they slope
     return plot({
-      width: Math.max(width, 176 + 44 * columns.length), height: 16 + top + groups.length * (26 + 22 * quantizers.length), marginLeft: 100, marginTop: top, marginRight: 20 + 5.2 * columns.at(-1)!.length,
+      width: Math.max(width, left + 76 + 44 * columns.length), height: 16 + top + groups.length * (26 + 22 * quantizers.length), marginLeft: left, marginTop: top, marginRight: 20 + 5.2 * columns.at(-1)!.length,
       x: { domain: columns, label: null, axis: "top", tickRotate: -35, tickSize: 0 },
       y: { domain: quantizers, label: null, tickSize: 0 },
       fy: { domain: groups, label: null, axis: null },
       color: { type: "diverging-symlog", constant: Math.max(most / 50, 1e-6), domain: [-most, most], range: ["#2a78b8", "#f4f2ee", "#c8503c"], interpolate: "lab", pivot: 0 } as any,
       marks: [
-        Plot.text(groups, { fy: (group) => group, text: (group) => group, frameAnchor: "top-left", dx: -95, dy: -14, fontWeight: "bold" }),
-        Plot.cell(squares, { x: "column", y: "quantizer", fy: "group", fill: level, inset: 1, rx: 3, href: "href", ariaLabel: "told", title: "told" }),
-        Plot.text(squares, { x: "column", y: "quantizer", fy: "group", fontSize: room < 50 ? 10 : 12, fill: (one) => (Math.abs(level(one)) > most / 2 ? "white" : "#222"), text: (one) => (kind === "ratio" ? ratio(one.damage, 2) : fixed(one.damage, 1)), pointerEvents: "none" }),
+        Plot.text(groups, { fy: (group) => group, text: (group) => group, frameAnchor: "top-left", dx: 4 - left, dy: -14, fontWeight: "bold" }),
+        Plot.cell(squares, { x: "column", y: "quantizer", fy: "group", fill: level, inset: 1, rx: 3, href: "href", ariaLabel: "text", title: "text" }),
+        Plot.text(squares, { x: "column", y: "quantizer", fy: "group", fontSize: room < 50 ? 10 : 12, fill: (square) => (Math.abs(level(square)) > most / 2 ? "white" : "#222"), text: (square) => (kind === "ratio" ? ratio(square.damage, 2) : fixed(square.damage, 1)), pointerEvents: "none" }),
       ],
     });
   }, [squares]);
   if (!squares.length) return null;
   return <Figure title={`Damage by checkpoint, precision and task, ${UNITS[kind]}`} name={`damage-${kind}`} method="damage" draw={draw}
-    rows={squares.map(({ told, href, ...rest }) => rest)} note="More is worse; blue is better than unquantized. A click shows the documents." />;
-}
-
-interface Dot { cell: string; checkpoint: string; method: string; precision: string; size: number; value: number; low: number; high: number; best: boolean; told: string; href: string }
-
-/** Quality against size: KL or a score, over bits or GiB; a line a method, the best at each size marked. */
-function Quality({ found, lines, state }: { found: Overview; lines: Line[]; state: State }) {
-  const diverges = found.cells.some((cell) => kl(cell));
-  const line = lines.find((one) => `${one.task} ${one.metric}` === state.metric) ?? (diverges ? undefined : lines[0]);
-  const sized = found.cells.some((cell) => cell.gib); // not in older records
-  const gib = sized && state.size === "gib";
-  const [dots, floor] = useMemo(() => {
-    const made = found.cells.flatMap((cell): Dot[] => {
-      const size = gib ? cell.gib : cell.bits;
-      const value = line ? scoreOf(lines, line, cell) : klOf(cell, state.task);
-      if (!size || !value || !(value.value > 0 || line) || (!line && !cell.quantized)) return [];
-      return [{
-        cell: cell.cell, checkpoint: cell.checkpoint, method: cell.title, precision: cell.quantizer, size, ...value, best: false,
-        told: `${cell.cell}: ${line ? `${named(line)} ${score(value.value / (line.percent ? 100 : 1), line)}` : `KL ${number(value.value)} nats per token`} [${number(value.low)}, ${number(value.high)}] at ${number(size)} ${gib ? "GiB" : "bits per weight"}`,
-        href: link({ view: "cell", folder: found.folder, cells: [cell.cell] }),
-      }];
-    });
-    const noise = found.cells.filter((cell) => cell.floor);
-    const shown = made.filter((dot) => line || !noise.some((cell) => cell.cell === dot.cell));
-    const up = line?.higher_is_better;
-    for (const dot of shown) dot.best = !shown.some((one) => one.checkpoint === dot.checkpoint && one !== dot && one.size <= dot.size && (up ? one.value >= dot.value : one.value <= dot.value));
-    const levels = line ? [] : noise.flatMap((cell) => kl(cell, state.task)?.mean ?? []);
-    return [shown, levels.length ? Math.max(...levels) : null] as const;
-  }, [found, lines, line, state.task, gib]);
-  const draw = useMemo(() => (width: number) => {
-    const tip = { href: undefined, fill: "var(--paper)" } as any;
-    const group = (dot: Dot) => `${dot.checkpoint} ${dot.method}`;
-    const alike = new Set(dots.map((dot) => dot.size)).size === 1; // caches or activations alone are quantized
-    const order = [...new Set([...dots].sort((a, b) => b.value - a.value).map((dot) => dot.precision))];
-    const shared = { x: alike ? "precision" : "size", y: "value", stroke: "checkpoint" } as const;
-    const figure = (labels: Plot.Markish[]) => plot({
-      width, height: 400, marginLeft: 60, marginBottom: 60, marginTop: 28, marginRight: 40,
-      x: alike
-        ? { type: "point", domain: order, label: null, tickRotate: width < 900 ? -35 : 0, grid: true }
-        : { label: gib ? "GiB of all weights →" : "bits stored for a weight, scales and zeros counted →", labelOffset: 40, nice: true, grid: true },
-      y: line ? { label: `↑ ${named(line)}`, grid: true } : { type: "log", label: "↑ KL, nats per token", ticks: 5, tickFormat: (value: number) => number(value, 2) },
-      color: { legend: true, domain: found.checkpoints, scheme: "observable10" }, symbol: { legend: true, range: ["circle", "square", "triangle", "diamond", "star", "wye", "cross"] },
-      marks: [
-        ...(floor ? [Plot.ruleY([floor], { stroke: "currentColor", strokeDasharray: "2,4" }), Plot.text([floor], { y: (value) => value, text: () => "noise floor", frameAnchor: "right", dy: -6 })] : []),
-        ...(alike ? [] : [Plot.line(dots, { ...shared, z: group, sort: "size", strokeOpacity: 0.35 })]),
-        Plot.ruleX(dots, { x: shared.x, y1: "low", y2: "high", stroke: "checkpoint", strokeOpacity: 0.5 }),
-        ...[false, true].map((best) => Plot.dot(dots.filter((dot) => dot.best === best), { ...shared, symbol: "method", fill: best ? "checkpoint" : "var(--paper)", r: 5, strokeWidth: 2, href: "href", ariaLabel: "told", title: "told", tip })),
-        ...labels,
-      ],
-    });
-    if (alike) return figure([]);
-    const bare = figure([]);
-    const [x, y] = [bare.scale("x")!, bare.scale("y")!];
-    const taken = dots.map((dot) => [x.apply(dot.size) - 6, y.apply(dot.value) - 6, 12, 12]);
-    const placed: [string, number, number][] = [];
-    return figure(dots.filter((dot) => dot.best).flatMap((dot) => {
-      const near = placed.some(([name, l, t]) => name === dot.precision && Math.hypot(l - x.apply(dot.size), t - y.apply(dot.value)) < 30);
-      const [w, left, top] = [6.6 * dot.precision.length, x.apply(dot.size), y.apply(dot.value)];
-      const places = [[8, -9], [-w / 2, -18], [-w / 2, 16], [8, 12], [-w - 8, 12], [-w - 8, -9]];
-      const place = places.find(([dx, dy]) => left + dx >= 60 && left + dx + w <= width && top + dy > 34 && top + dy < 350 && taken.every(([l, t, ww, h]) => left + dx + w < l || left + dx > l + ww || top + dy + 7 < t || top + dy - 7 > t + h));
-      if (near || !place) return []; // its tooltip says it
-      placed.push([dot.precision, left, top]);
-      taken.push([left + place[0], top + place[1] - 7, w, 14]);
-      return [Plot.text([dot], { x: "size", y: "value", text: "precision", textAnchor: "start", dx: place[0], dy: place[1] })];
-    }));
-  }, [dots, floor]);
-  if (!found.cells.some((cell) => cell.bits)) return null;
-  const scored = lines.filter((one, at) => lines.findIndex((two) => two.task === one.task && two.metric === one.metric) === at);
-  return (
-    <>
-      <p class="choice">
-        <label>Quality{" "}
-          <select value={line ? `${line.task} ${line.metric}` : `kl ${state.task}`} onChange={(event) => { const value = event.currentTarget.value; change(value.startsWith("kl ") ? { task: value.slice(3), metric: "" } : { task: "", metric: value }); }}>
-            {diverges && <option value="kl ">KL on all tasks, by token</option>}
-            {diverges && found.tasks.map((one) => <option value={`kl ${one.name}`}>KL on {one.label}</option>)}
-            {scored.map((one) => <option value={`${one.task} ${one.metric}`}>{named(one)}</option>)}
-          </select></label>{" "}
-        {sized && <label>against <select value={gib ? "gib" : ""} onChange={(event) => change({ size: event.currentTarget.value })}><option value="">bits per weight</option><option value="gib">GiB</option></select></label>}
-      </p>
-      <Figure title={`${line ? named(line) : "KL divergence"} against ${gib ? "GiB" : "bits"}`} name="quality-size" method={line ? "intervals" : "kl-divergence"} draw={draw} rows={dots.map(({ told, href, ...rest }) => rest)}
-        note={`A line is a method; bars are 95 % intervals. Filled: no precision of that checkpoint is as small and as good. ${line ? "" : "Lower is closer to the unquantized model. "}A click shows the cell.`} />
-    </>
-  );
-}
-
-function klOf(cell: Cell, task: string) {
-  const of = kl(cell, task);
-  return of && { value: of.mean, low: Math.max(of.mean - 1.96 * of.stderr, of.mean / 10), high: of.mean + 1.96 * of.stderr };
-}
-
-function scoreOf(lines: Line[], line: Line, cell: Cell) {
-  const own = lines.find((one) => one.task === line.task && one.metric === line.metric && one.quantizer === cell.quantizer)?.scores[cell.checkpoint];
-  if (typeof own?.value !== "number") return null;
-  const factor = line.percent ? 100 : 1;
-  return { value: factor * own.value, low: factor * (own.low ?? own.value), high: factor * (own.high ?? own.value) };
+    rows={squares.map(({ text, href, ...rest }) => rest)} note="More is worse; blue is better than unquantized. A click shows the documents." />;
 }
 
 const ends = (title: string, of?: { low?: number; high?: number }): Row => ({ [`${title}, low`]: of?.low, [`${title}, high`]: of?.high });
 const saved = (title: string, of?: Effect): Row => ({ [title]: of?.estimate, ...ends(title, of), [`${title}, p (Holm)`]: of?.p_holm });
 
 /** One checkpoint's quantized precisions among themselves. */
-function Pairs({ found }: { found: Overview }) {
+function Pairs({ overview }: { overview: Overview }) {
   const columns = useMemo((): GridColumn[] => [
     { title: "Task", value: (pair: Pair) => pair.task, width: 120 },
     { title: "Metric", value: (pair: Pair) => pair.metric, width: 100 },
     { title: "Pair", value: (pair: Pair) => pair.pair, width: 180, grow: 2 },
-    { title: "Difference", value: (pair: Pair) => pair.effect?.estimate, align: "right", save: (pair: Pair) => ({ Kind: pair.effect?.kind, ...saved("Difference", pair.effect) }), show: (pair: Pair) => pair.effect ? effect(pair.effect.estimate, pair.effect.kind, pair.percent) + pair.effect.mark : "–" },
+    { title: "Difference", value: (pair: Pair) => pair.effect?.estimate, align: "right", note: "What the first loses minus what the second loses, paired by document: percentage points of an accuracy, ratio (×) of a perplexity. Above 0, or above × 1, the first is worse.", save: (pair: Pair) => ({ Kind: pair.effect?.kind, ...saved("Difference", pair.effect) }), show: (pair: Pair) => pair.effect ? effect(pair.effect.estimate, pair.effect.kind, pair.percent) + pair.effect.mark : "–" },
     { title: "95 % interval", value: (pair: Pair) => pair.effect?.low, align: "right", width: 150, save: () => ({}), show: (pair: Pair) => pair.effect ? interval(pair.effect, pair.percent) : "–" },
-    { title: "p (Holm)", value: (pair: Pair) => pair.effect?.p_holm, align: "right", save: () => ({}), show: (pair: Pair) => p(pair.effect?.p_holm) },
-    { title: "Documents", value: (pair: Pair) => pair.documents, align: "right" },
-  ], [found]);
-  if (!found.pairs.length) return null;
-  return <Grid title="Precisions among themselves" name="pairs" method="significance" rows={found.pairs} columns={columns} note="The first minus the second precision, paired by document." />;
+    { title: "p (Holm)", value: (pair: Pair) => pair.effect?.p_holm, align: "right", note: P_NOTE, save: () => ({}), show: (pair: Pair) => p(pair.effect?.p_holm) },
+    { title: "Documents", value: (pair: Pair) => pair.documents, align: "right", note: "That both scored." },
+  ], [overview]);
+  if (!overview.pairs.length) return null;
+  return <Grid title="Precisions among themselves" name="pairs" method="significance" rows={overview.pairs} columns={columns} />;
 }
 
-function Cells({ found }: { found: Overview }) {
+const P_NOTE = "p-value after Holm’s correction over all comparisons of this kind in the folder.";
+
+function Cells({ overview }: { overview: Overview }) {
   const columns = useMemo((): GridColumn[] => [
-    { title: "Cell", value: (cell: Cell) => cell.cell, grow: 2, width: 170, show: (cell: Cell) => ({ text: cell.cell, href: link({ view: "cell", folder: found.folder, cells: [cell.cell] }) }) },
-    { title: "Status", value: (cell: Cell) => cell.status, show: (cell: Cell) => ({ text: cell.status, tone: cell.status, title: cell.reason }) },
+    { title: "Cell", value: (cell: Cell) => cell.cell, grow: 2, width: 170, note: "Checkpoint / precision.", show: (cell: Cell) => ({ text: cell.cell, href: link({ view: "cell", folder: overview.folder, cells: [cell.cell] }) }) },
+    { title: "Status", value: (cell: Cell) => cell.status, note: "failed: it has no scores, and its page says why. missing: it has not run yet.", show: (cell: Cell) => ({ text: cell.status, tone: cell.status, title: cell.reason }) },
     { title: "Method", value: (cell: Cell) => cell.title, width: 110 },
-    { title: "Precision", value: (cell: Cell) => cell.precision, width: 100 },
-    { title: "Bits per weight", value: (cell: Cell) => cell.bits, align: "right", show: (cell: Cell) => fixed(cell.bits, 2) },
-    { title: "Weight error", value: (cell: Cell) => cell.weight_error, align: "right", show: (cell: Cell) => fixed(cell.weight_error, 4) },
-    { title: "Took", value: (cell: Cell) => cell.seconds, align: "right", show: (cell: Cell) => duration(cell.seconds) },
-    { title: "Memory, GiB", value: (cell: Cell) => cell.memory_gib, align: "right", show: (cell: Cell) => fixed(cell.memory_gib, 2) },
-  ], [found]);
-  return <Grid title="Cells" name="cells" rows={found.cells} columns={columns} />;
+    { title: "Format", value: (cell: Cell) => cell.precision, width: 90, note: "Bits of weights (W), activations (A) and KV cache (KV)." },
+    { title: "Bits per weight", value: (cell: Cell) => cell.bits, align: "right", width: 90, note: "As stored, scales and zero points counted.", show: (cell: Cell) => fixed(cell.bits, 2) },
+    { title: "Size, GiB", value: (cell: Cell) => cell.gib, align: "right", note: "Of all weights as stored; – in records of earlier versions.", show: (cell: Cell) => fixed(cell.gib, 3) },
+    { title: "KL", value: (cell: Cell) => kl(cell)?.mean, align: "right", width: 150, grow: 1.5, note: "KL divergence from the unquantized model, nats per token, mean over the documents of all tasks, with its 95 % interval.", save: (cell: Cell) => klSaved(kl(cell)), show: (cell: Cell) => klText(kl(cell)) },
+    { title: "Weight error", value: (cell: Cell) => cell.weight_error, align: "right", note: "‖W′ − W‖ / ‖W‖ over all quantized matrices.", show: (cell: Cell) => fixed(cell.weight_error, 4) },
+    { title: "Took", value: (cell: Cell) => cell.seconds, align: "right", note: "From loading to the record.", show: (cell: Cell) => duration(cell.seconds) },
+    { title: "Peak memory, GiB", value: (cell: Cell) => cell.memory_gib, align: "right", width: 90, show: (cell: Cell) => fixed(cell.memory_gib, 2) },
+  ], [overview]);
+  return <Grid title="Cells" name="cells" rows={overview.cells} columns={columns} />;
 }
 
 /** Every score, with its interval, damage and difference. */
-export function ScoresPage({ found }: { found: Overview }) {
-  const lines = found.by_group.length ? found.by_group : found.lines;
-  const rows = useMemo(() => lines.flatMap((line) => Object.entries(line.scores).map(([group, own]) => ({ line, group, own }))), [found]);
+export function ScoresPage({ overview }: { overview: Overview }) {
+  const lines = overview.by_group.length ? overview.by_group : overview.lines;
+  const rows = useMemo(() => lines.flatMap((line) => Object.entries(line.scores).map(([group, cell]) => ({ line, group, cell }))), [overview]);
   const columns = useMemo((): GridColumn[] => {
-    const of = (name: "damages" | "deltas" | "differences", title: string): GridColumn[] => [
-      { title, value: ({ line, group }) => line[name][group]?.estimate, align: "right", save: ({ line, group }) => saved(title, line[name][group]), show: ({ line, group }) => {
-        const one: Effect | undefined = line[name][group];
-        return one ? { text: effect(one.estimate, one.kind, line.percent) + one.mark, title: `${interval(one, line.percent)}, p ${p(one.p)}` } : "–";
-      } },
-    ];
+    const of = (name: "damages" | "deltas" | "differences", title: string, note: string): GridColumn => ({
+      title, note, value: ({ line, group }) => line[name][group]?.estimate, align: "right", save: ({ line, group }) => saved(title, line[name][group]), show: ({ line, group }) => {
+        const of: Effect | undefined = line[name][group];
+        return of ? { text: effect(of.estimate, of.kind, line.percent) + of.mark, title: `${interval(of, line.percent)}, p ${p(of.p)}` } : "–";
+      },
+    });
     return [
-      { title: "Task", value: ({ line }) => line.label, width: 120, grow: 2, show: ({ line, group }) => ({ text: line.label, href: links(found, [group], line) }) },
-      { title: "Metric", value: ({ line }) => line.metric_title, width: 100, save: ({ line }) => ({ Metric: line.metric_title, Kind: line.ratio ? "log ratio" : "difference" }), show: ({ line }) => `${line.metric_title} ${line.higher_is_better ? "↑" : "↓"}` },
+      { title: "Task", value: ({ line }) => line.label, width: 120, grow: 2, show: ({ line, group }) => ({ text: line.label, href: links(overview, [group], line) }) },
+      { title: "Metric", value: ({ line }) => line.metric_title, width: 100, note: "↑ higher is better, ↓ lower is better.", save: ({ line }) => ({ Metric: line.metric_title, Kind: line.ratio ? "log ratio" : "difference" }), show: ({ line }) => `${line.metric_title} ${line.higher_is_better ? "↑" : "↓"}` },
       { title: "Precision", value: ({ line }) => line.quantizer, width: 100 },
       { title: "Checkpoint", value: ({ group }) => group, width: 100 },
-      { title: "Score", value: ({ own }) => own.value, align: "right", show: ({ own, line }) => own.status === "ok" ? score(own.value, line) : { text: own.status, tone: own.status, title: own.reason } },
-      { title: "95 % interval", value: ({ own }) => own.low, align: "right", width: 130, save: ({ own }) => ends("Score", own), show: ({ own, line }) => own.low === undefined ? "–" : `[${score(own.low, line)}, ${score(own.high, line)}]` },
-      ...of("deltas", "Δ"), ...of("damages", "Damage"), ...of("differences", "Difference of damages"),
-      { title: "Documents", value: ({ own, line, group }) => own.documents ?? line.damages[group]?.documents, align: "right", show: ({ own, line, group }) => number(own.documents ?? line.damages[group]?.documents) },
+      { title: "Score", value: ({ cell }) => cell.value, align: "right", note: "Accuracies in per cent, perplexities as they are.", show: ({ cell, line }) => cell.status === "ok" ? score(cell.value, line) : { text: cell.status, tone: cell.status, title: cell.reason } },
+      { title: "95 % interval", value: ({ cell }) => cell.low, align: "right", width: 130, save: ({ cell }) => ends("Score", cell), show: ({ cell, line }) => cell.low === undefined ? "–" : `[${score(cell.low, line)}, ${score(cell.high, line)}]` },
+      of("deltas", "Δ", "The score minus the first checkpoint’s at the same precision: points, or × for a ratio of perplexities."),
+      of("damages", "Damage", "What quantization costs this checkpoint: points lost, or × the perplexity. Above 0, or above × 1, is worse."),
+      of("differences", "Difference of damages", "This checkpoint’s damage minus the first checkpoint’s; ‡: significant after Holm’s correction. The interval stands in the tooltip."),
+      { title: "Documents", value: ({ cell, line, group }) => cell.documents ?? line.damages[group]?.documents, align: "right", show: ({ cell, line, group }) => number(cell.documents ?? line.damages[group]?.documents) },
     ];
-  }, [found]);
+  }, [overview]);
   if (!rows.length) return <Failure text="No cell has scores yet." />;
   return <Grid title="Scores" name="scores" method="significance" rows={rows} columns={columns} height={720}
-    note="Accuracies in per cent, their differences in points; × are ratios of perplexities. Damage is a loss: above 0, or above × 1, is worse. ‡ significant after Holm’s correction; the interval stands in a mark’s tooltip." />;
+    note="Accuracies in per cent, their differences in points; × are ratios of perplexities. Damage is a loss: above 0, or above × 1, is worse. ‡: significant after Holm’s correction." />;
 }

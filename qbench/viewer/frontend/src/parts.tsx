@@ -1,4 +1,4 @@
-// A figure and a table, each with its downloads; the libraries draw them.
+// A figure and a table, each with its help and downloads; the libraries draw them.
 import * as Plot from "@observablehq/plot";
 import type { ComponentChildren } from "preact";
 import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
@@ -7,51 +7,46 @@ import {
   type ColumnDefinition,
 } from "tabulator-tables";
 import { csv, save, svg, type Row } from "./download";
-import { Method } from "./methods";
+import { Help, type Notes } from "./methods";
 
 Tabulator.registerModule([FilterModule, FormatModule, InteractionModule, ResizeTableModule, SortModule]);
 
-function Downloads({ name, rows, figure }: { name: string; rows: () => Row[]; figure?: () => Element }) {
-  return (
-    <span class="downloads" role="group" aria-label={`Download ${name}`}>
-      {figure && <button onClick={() => save(`${name}.svg`, svg(figure()), "image/svg+xml")}>SVG</button>}
-      <button onClick={() => save(`${name}.csv`, csv(rows()), "text/csv")}>CSV</button>
-    </span>
-  );
-}
+/** `method`: a section of docs/methods.md; `notes`: what columns or values mean. The "?" shows both. */
+interface Titled { title: string; method?: string; notes?: Notes; note?: ComponentChildren; name: string }
 
-interface Titled { title: string; method?: string; note?: ComponentChildren; name: string }
-
-function Head({ title, method, downloads }: { title: string; method?: string; downloads: ComponentChildren }) {
+function Head({ title, method, notes, name, rows, figure }: Titled & { rows: () => Row[]; figure?: () => Element }) {
   return (
     <header class="part">
-      <div class="title"><h2>{title}</h2>{method && <Method name={method} />}</div>
-      {downloads}
+      <div class="title"><h2>{title}</h2><Help title={title} method={method} notes={notes} /></div>
+      <span class="downloads" role="group" aria-label={`Download ${name}`}>
+        {figure && <button onClick={() => save(`${name}.svg`, svg(figure()), "image/svg+xml")}>SVG</button>}
+        <button onClick={() => save(`${name}.csv`, csv(rows()), "text/csv")}>CSV</button>
+      </span>
     </header>
   );
 }
 
-interface Marked { node: Element; says: string }
+interface Mark { node: Element; text: string }
 
 /** What each mark of a figure says, to the pointer and to a screen reader. */
 export const say = (text: (row: any) => string) => ({ title: text, ariaLabel: text });
 
-/** Turn the links of a drawing into marks with `data-href`, so that the keyboard passes it in one stop; return the marks that say something. */
-function unlink(box: Element, title: string): Marked[] {
+/** Turn the links of a drawing into marks with `data-href`, so that the keyboard passes it in one stop; return the marks that have a text. */
+function unlink(box: Element, title: string): Mark[] {
   for (const anchor of box.querySelectorAll("svg a")) {
     const href = anchor.getAttribute("href") ?? anchor.getAttributeNS("http://www.w3.org/1999/xlink", "href");
     for (const child of anchor.children) child.setAttribute("data-href", href ?? "");
     anchor.replaceWith(...anchor.childNodes);
   }
-  const marks: Marked[] = [];
+  const marks: Mark[] = [];
   for (const node of box.querySelectorAll("svg [aria-label]")) { // of a picture the parts have no names of their own
-    const says = node.getAttribute("aria-label")!;
-    if (node.tagName !== "g") marks.push({ node, says });
+    const text = node.getAttribute("aria-label")!;
+    if (node.tagName !== "g") marks.push({ node, text });
     node.removeAttribute("aria-label");
-    node.setAttribute("data-label", says);
+    node.setAttribute("data-label", text);
   }
   const drawings = [...box.querySelectorAll("svg")];
-  drawings.forEach((one) => one.setAttribute("aria-hidden", "true"));
+  drawings.forEach((drawing) => drawing.setAttribute("aria-hidden", "true"));
   const drawing = drawings.at(-1);
   drawing?.removeAttribute("aria-hidden");
   drawing?.setAttribute("role", "img");
@@ -66,9 +61,10 @@ function open(node: Element): void {
 }
 
 /** `draw` makes a figure for a width in pixels; `rows` are the numbers in it. */
-export function Figure({ title, method, note, name, rows, draw }: Titled & { rows: Row[]; draw: (width: number) => Element }) {
+export function Figure({ rows, draw, ...titled }: Titled & { rows: Row[]; draw: (width: number) => Element }) {
+  const { title, note } = titled;
   const box = useRef<HTMLDivElement>(null);
-  const marks = useRef<Marked[]>([]);
+  const marks = useRef<Mark[]>([]);
   const [width, setWidth] = useState(0);
   const [current, setCurrent] = useState(-1);
   useEffect(() => {
@@ -78,8 +74,7 @@ export function Figure({ title, method, note, name, rows, draw }: Titled & { row
   }, []);
   useLayoutEffect(() => {
     if (!width) return;
-    const drawn = draw(width);
-    box.current!.replaceChildren(drawn);
+    box.current!.replaceChildren(draw(width));
     marks.current = unlink(box.current!, title);
     setCurrent(-1);
   }, [width, draw]);
@@ -93,13 +88,12 @@ export function Figure({ title, method, note, name, rows, draw }: Titled & { row
     if (next !== undefined) { event.preventDefault(); setCurrent(Math.max(0, Math.min(last, next))); }
     if (event.key === "Enter" && marks.current[current]) open(marks.current[current].node);
   };
-  const says = marks.current[current]?.says;
   return (
     <figure class="card">
-      <Head title={title} method={method} downloads={<Downloads name={name} rows={() => rows} figure={() => box.current!} />} />
+      <Head {...titled} rows={() => rows} figure={() => box.current!} />
       <div ref={box} class="drawing" role="application" tabIndex={0} onKeyDown={pressed} onClick={(event) => open(event.target as Element)}
         aria-label={`${title}. Arrow keys go from point to point, Enter opens what is behind one.`} />
-      <output class="says">{says}</output>
+      <output class="says">{marks.current[current]?.text}</output>
       {note && <figcaption>{note}</figcaption>}
     </figure>
   );
@@ -110,14 +104,11 @@ export const plot = (options: Plot.PlotOptions) =>
   Plot.plot({ style: { background: "transparent", fontSize: "12px", overflow: "visible" }, ...options });
 
 export type Shown = string | { text: string; href?: string; tone?: string; title?: string };
+/** `note`: what the column's numbers are, with their unit; it stands in the table's "?". `save`: what the CSV file has of it, if that is more than its value. */
 export interface GridColumn {
   title: string; value: (row: any) => any; show?: (row: any) => Shown;
-  align?: "left" | "right"; width?: number; grow?: number; note?: string;
-  /** What is saved of it, where that is more than its value. */
-  save?: (row: any) => Row;
+  align?: "left" | "right"; width?: number; grow?: number; note?: string; save?: (row: any) => Row;
 }
-
-const shownBy = (column: GridColumn, row: any): Shown => column.show?.(row) ?? String(column.value(row) ?? "–");
 
 function element(shown: Shown): HTMLElement {
   const { text, href, tone, title } = typeof shown === "string" ? { text: shown } as Exclude<Shown, string> : shown;
@@ -129,29 +120,43 @@ function element(shown: Shown): HTMLElement {
   return made;
 }
 
-/** A table that draws only the rows in sight; all that it shows is text, never markup. */
-export function Grid({ title, method, note, name, rows, columns, height, sort, onSort }: Titled & {
+const SCROLLED = 24; // rows: a longer table scrolls, and says which of its rows are in sight
+
+/** A table that draws only the rows in sight; all that it shows is text, never markup. A click on a row follows its first link. */
+export function Grid({ rows, columns, height = 640, sort, onSort, ...titled }: Titled & {
   rows: any[]; columns: GridColumn[]; height?: number; sort?: string; onSort?: (sort: string) => void;
 }) {
   const box = useRef<HTMLDivElement>(null);
+  const [seen, setSeen] = useState("");
+  const scrolls = rows.length > SCROLLED;
   useEffect(() => {
-    const definitions: ColumnDefinition[] = columns.map((column, index) => ({
+    const definitions = columns.map((column, index): ColumnDefinition => ({
       title: column.title, field: `c${index}`, hozAlign: column.align ?? "left", headerHozAlign: column.align ?? "left",
       widthGrow: column.grow ?? 1, minWidth: column.width ?? 80, sorter: (a: any, b: any, _a: any, _b: any, _column: any, way: string) => compare(a, b, way),
       titleFormatter: () => Object.assign(document.createElement("span"), { textContent: column.title, title: column.note || column.title }),
       formatter: (cell) => element((cell.getData() as any).shown[index]()),
-    } as ColumnDefinition));
+    }));
     const [by, way] = (sort ?? "").split(" ");
     const table = new Tabulator(box.current!, {
       data: rows.map((row) => ({
         ...Object.fromEntries(columns.map((column, index) => [`c${index}`, column.value(row)])),
-        shown: columns.map((column) => () => shownBy(column, row)),
+        shown: columns.map((column) => () => column.show?.(row) ?? String(column.value(row) ?? "–")),
       })),
-      columns: definitions, layout: "fitColumns", height: rows.length > 24 ? height ?? 640 : undefined,
-      initialSort: definitions.some((one) => one.field === by) ? [{ column: by, dir: way === "desc" ? "desc" : "asc" }] : [],
+      columns: definitions, layout: "fitColumns", height: scrolls ? height : undefined,
+      initialSort: definitions.some((column) => column.field === by) ? [{ column: by, dir: way === "desc" ? "desc" : "asc" }] : [],
       placeholder: "No rows.",
     });
     let ready = false;
+    const look = () => {
+      const holder = box.current?.querySelector(".tabulator-tableholder");
+      if (!ready || !holder) return;
+      const places = scrolls ? table.getRows("visible").map((row) => Number(row.getPosition())) : [];
+      const wide = holder.scrollWidth > holder.clientWidth + 2;
+      setSeen([
+        places.length && `Rows ${Math.min(...places)} to ${Math.max(...places)} of ${rows.length.toLocaleString("en-US")}; scroll for the others.`,
+        wide && "Scroll sideways for more columns.",
+      ].filter(Boolean).join(" "));
+    };
     table.on("tableBuilt", () => {
       box.current?.querySelectorAll<HTMLElement>(".tabulator-col[role=columnheader]").forEach((head) => {
         head.tabIndex = 0;
@@ -162,22 +167,26 @@ export function Grid({ title, method, note, name, rows, columns, height, sort, o
       box.current?.querySelector(".tabulator-tableholder")?.setAttribute("role", "rowgroup");
       box.current?.querySelector(".tabulator-table")?.setAttribute("role", "none");
       ready = true;
+      look();
     });
     table.on("rowClick", (event, row) => {
       const link = row.getElement().querySelector<HTMLAnchorElement>("a[href]");
       if (link && !(event.target as Element).closest("a") && !getSelection()?.toString()) link.click();
     });
+    table.on("scrollVertical", look);
     table.on("dataSorted", (sorters) => {
       if (ready && onSort && sorters[0]) onSort(`${sorters[0].field} ${sorters[0].dir}`);
     });
     return () => table.destroy();
   }, [rows, columns]);
-  const plain = () => rows.map((row): Row => Object.assign({}, ...columns.map((column) => column.save?.(row) ?? { [column.title]: column.value(row) ?? null })));
+  const saved = () => rows.map((row): Row => Object.assign({}, ...columns.map((column) => column.save?.(row) ?? { [column.title]: column.value(row) ?? null })));
+  const notes = [...titled.notes ?? [], ...columns.flatMap(({ title, note }): Notes => (note ? [[title, note]] : []))];
   return (
     <section class="card">
-      <Head title={title} method={method} downloads={<Downloads name={name} rows={plain} />} />
-      {note && <p class="note">{note}</p>}
-      <div ref={box} aria-label={title} />
+      <Head {...titled} notes={notes} rows={saved} />
+      {titled.note && <p class="note">{titled.note}</p>}
+      <div class={seen ? "scrolls" : ""}><div ref={box} aria-label={titled.title} /></div>
+      {seen && <p class="note end">{seen}</p>}
     </section>
   );
 }
@@ -190,14 +199,14 @@ export function compare(a: any, b: any, way: string): number {
   return String(a).localeCompare(String(b), "en", { numeric: true });
 }
 
-/** Names and values, for what is neither. */
-export function Facts({ title, values }: { title: string; values: [string, ComponentChildren][] }) {
-  const known = values.filter(([, value]) => value !== null && value !== undefined && value !== "");
-  if (!known.length) return null;
+/** Names with their values, each with a note for the "?" or none; those without a value are left out. */
+export function Facts({ title, method, values }: { title: string; method?: string; values: [name: string, value: ComponentChildren, note?: string][] }) {
+  const shown = values.filter(([, value]) => value !== null && value !== undefined && value !== "");
+  if (!shown.length) return null;
   return (
     <section class="card">
-      <h2>{title}</h2>
-      <dl>{known.map(([name, value]) => <><dt>{name}</dt><dd>{value}</dd></>)}</dl>
+      <div class="title"><h2>{title}</h2><Help title={title} method={method} notes={shown.flatMap(([name, , note]): Notes => (note ? [[name, note]] : []))} /></div>
+      <dl>{shown.map(([name, value]) => <><dt>{name}</dt><dd>{value}</dd></>)}</dl>
     </section>
   );
 }

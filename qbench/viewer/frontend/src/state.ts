@@ -9,17 +9,17 @@ export interface State {
 const NAMES = ["view", "folder", "task", "document", "metric", "show", "search", "other", "sort", "all", "size"] as const;
 
 export function read(hash: string = location.hash): State {
-  const found = new URLSearchParams(hash.replace(/^#/, ""));
-  const state = Object.fromEntries(NAMES.map((name) => [name, found.get(name) ?? ""])) as unknown as State;
-  return { ...state, view: state.view || "overview", cells: found.getAll("cell") };
+  const fields = new URLSearchParams(hash.replace(/^#/, ""));
+  const state = Object.fromEntries(NAMES.map((name) => [name, fields.get(name) ?? ""])) as unknown as State;
+  return { ...state, view: state.view || "overview", cells: fields.getAll("cell") };
 }
 
 /** The address of a state; what is left out is as in an untouched view. */
-export function link(wanted: Partial<State>): string {
-  const found = new URLSearchParams();
-  for (const name of NAMES) if (wanted[name]) found.set(name, wanted[name] as string);
-  for (const cell of wanted.cells ?? []) found.append("cell", cell);
-  return `#${found.toString().replaceAll("%2F", "/")}`;
+export function link(state: Partial<State>): string {
+  const fields = new URLSearchParams();
+  for (const name of NAMES) if (state[name]) fields.set(name, state[name] as string);
+  for (const cell of state.cells ?? []) fields.append("cell", cell);
+  return `#${fields.toString().replaceAll("%2F", "/")}`;
 }
 
 export function change(part: Partial<State>): void {

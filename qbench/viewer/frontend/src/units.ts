@@ -1,5 +1,5 @@
 // Numbers as people read them: accuracies in per cent, effects in points, perplexities as ratios.
-import type { Cell, Effect, Line } from "./data";
+import type { Cell, Effect, Kl, Line } from "./data";
 
 /** With a minus only where a digit is not 0. */
 const rounded = (value: number, digits: number, plus = ""): string => {
@@ -61,7 +61,7 @@ export function ratioTicks(low: number, high: number, most: number): number[] {
     for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power++)
       for (let lead = 10 ** (digits - 1); lead < 10 ** digits; lead++) {
         const value = Number(`${lead}e${power - digits + 1}`);
-        if (value >= low && value <= high && kept.every((one) => Math.abs(Math.log(value / one)) >= gap)) kept.push(value);
+        if (value >= low && value <= high && kept.every((tick) => Math.abs(Math.log(value / tick)) >= gap)) kept.push(value);
       }
   return kept;
 }
@@ -72,11 +72,25 @@ export const p = (value: number | null | undefined) =>
 export const duration = (seconds: number | undefined) =>
   seconds === undefined ? "–" : seconds < 90 ? `${seconds.toFixed(1)} s` : `${(seconds / 60).toFixed(1)} min`;
 
-/** Mean KL over scored tokens, of all tasks or one, with its standard error over documents; null where none was measured. */
-export function kl(cell: Cell, task = ""): { mean: number; stderr: number } | null {
-  const parts = Object.entries(cell.kl ?? {}).filter(([name]) => !task || name === task).map(([, part]) => part);
-  const tokens = parts.reduce((sum, part) => sum + part.tokens, 0);
-  const over = (value: (part: (typeof parts)[0]) => number) => parts.reduce((sum, part) => sum + value(part) * part.tokens, 0) / tokens;
-  if (!tokens) return null;
-  return { mean: over((part) => part.mean), stderr: Math.hypot(...parts.map((part) => ((part.stderr ?? 0) * part.tokens) / tokens)) };
+/** KL divergence of one task, or of all with its documents weighted alike, in nats per token; null if none was measured. */
+export const kl = (cell: Cell, task = ""): Kl | null => cell.kl?.[task] ?? null;
+
+/** A task and its metric, as figures write them. */
+export const measure = (line: Line): string => `${line.task} ${line.metric_title}`;
+
+/** Three digits, zeros too: numbers below each other look equally sure. */
+const threeDigits = (value: number): string => (value >= 100 ? value.toFixed(0) : value.toPrecision(3));
+
+/** `0.290 [0.270, 0.310]`. */
+export const klText = (of: Kl | null): string =>
+  of ? `${threeDigits(of.mean)}${of.low === null ? "" : ` [${threeDigits(of.low)}, ${threeDigits(of.high!)}]`}` : "–";
+
+/** Places to label on a log axis: powers of ten, with 2 and 5 between if there are few of them. */
+export function logTicks(low: number, high: number): number[] {
+  const powers = Array.from({ length: 40 }, (_, place) => place - 20).filter((power) => 10 ** (power + 1) > low && 10 ** power <= high);
+  const leads = powers.length > 3 ? [1] : [1, 2, 5];
+  return powers.flatMap((power) => leads.map((lead) => Number(`${lead}e${power}`))).filter((tick) => tick >= low && tick <= high);
 }
+
+/** What a CSV file has of a KL divergence. */
+export const klSaved = (of: Kl | null, title = "KL") => ({ [title]: of?.mean, [`${title}, low`]: of?.low, [`${title}, high`]: of?.high });
