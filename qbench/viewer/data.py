@@ -38,7 +38,7 @@ from qbench.comparison.rows import (
     status_of,
 )
 from qbench.comparison.trainings import training_notes
-from qbench.comparison.verdict import verdict
+from qbench.comparison.verdict import about, verdict
 from qbench.errors import QbenchError, ResultsError
 from qbench.records import UNQUANTIZED_BITS, Damage, Divergence, GridCell, Question, Record
 from qbench.store import Analyses, Store, long_contexts, sensitivities
@@ -228,29 +228,13 @@ def overview(results: Results, comparison: Comparison) -> Json:
             for pair in comparison.pairs
         ],
         "verdict": verdict(comparison),
-        "about": _about(comparison),
+        "about": about(comparison),
         "summary": _in_more_words(comparison) if comparison.tested else [],
         "problems": [
             *(f"{cell.cell}: {text}" for cell, text in comparison.problems()),
             *unreadable(store).values(),
         ],
     }
-
-
-def _about(comparison: Comparison) -> list[str]:
-    """Return which models were scored, on what, when and where."""
-    grid, records = comparison.grid, comparison.records.values()
-    digests = {record.checkpoint: record.key_parts.get("weights") for record in records}
-    parts = [_model(name, grid.hub_ids.get(name), digests.get(name)) for name in grid.checkpoints]
-    parts.append("all documents" if grid.limit is None
-                 else f"the first {grid.limit} documents of each task")  # fmt: skip
-    parts += [f"{max(record.finished for record in records):%Y-%m-%d}"] if records else []
-    return parts + sorted({record.environment.hardware for record in records})
-
-
-def _model(name: str, hub_id: str | None, digest: object) -> str:
-    """Return a checkpoint's name with its hub id, or else the digest of its weights."""
-    return f"{name}: {hub_id or (f'weights {str(digest)[:12]}' if digest else 'not scored yet')}"
 
 
 def _in_more_words(comparison: Comparison) -> list[str]:

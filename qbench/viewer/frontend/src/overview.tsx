@@ -26,7 +26,7 @@ export function OverviewPage({ overview, state }: { overview: Overview; state: S
   return (
     <>
       <section class="answer">
-        <p class="note">{overview.about.join(" · ")}</p>
+        {overview.about.map((line) => <p class="note about">{line}</p>)}
         <p class="headline">{overview.verdict[0]}</p>
         {overview.verdict.slice(1).map((sentence) => <p class="verdict">{sentence}</p>)}
         {!overview.ready && <p role="status">Intervals and tests are being computed; they appear here by themselves.</p>}
