@@ -287,7 +287,8 @@ def test_real_results_from_the_answer_to_a_document_and_why(serve, page, name):
 # Labels of points that lie upon each other or upon a point, or are cut, and how many there are
 LABELS = """figure => {
   const box = (node) => node.getBoundingClientRect();
-  const labels = [...figure.querySelectorAll("text.label")].map((text) => [text.textContent, box(text)]);
+  const labels = [...figure.querySelectorAll("text.label")]
+    .map((text) => [text.textContent, box(text)]);
   const points = [...figure.querySelectorAll("path[data-href]")].map((dot) => ["point", box(dot)]);
   const frame = box(figure.querySelector(".drawing"));
   const on = (a, b) => a.left + 1 < b.right && b.left + 1 < a.right && a.top + 2 < b.bottom
@@ -295,7 +296,8 @@ LABELS = """figure => {
   const upon = labels.flatMap(([name, a], index) => [...labels.slice(index + 1), ...points]
     .filter(([, b]) => on(a, b)).map(([other]) => name + " on " + other));
   const cut = labels.filter(([, a]) => a.left < frame.left || a.right > frame.right);
-  return [[...new Set(labels.map(([name]) => name))].sort(), [...upon, ...cut.map(([name]) => name)]];
+  const names = [...new Set(labels.map(([name]) => name))].sort();
+  return [names, [...upon, ...cut.map(([name]) => name)]];
 }"""
 
 
