@@ -9,18 +9,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from qbench.quantizers.config import settings
 from qbench.quantizers.formats import WHOLE_ROW
 from qbench.quantizers.methods.library_made import LibraryMade
-from qbench.quantizers.methods.weight_only import GroupedIntegers
+from qbench.quantizers.methods.weight_only import ColumnOrder, GroupedIntegers
 from qbench.quantizers.registry import register
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-ALL_BITS, FEW_BITS = (2, 3, 4, 8), (2, 3, 4)
+FEW_BITS = (2, 3, 4)
 # Title, widths, and other options that are fixed, by method. GPTAQ also corrects for the error of
 # earlier layers (Li et al. 2025). AWQ is activation-aware (Lin et al. 2023). ParoQuant rotates
 # before rounding, with eager attention. EXL3 has trellis codes, without groups.
 METHODS: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
-    "gptqmodel": ("GPTQ by GPTQModel", ALL_BITS, {}),
     "gptaq": ("GPTAQ", FEW_BITS, {}),
     "awq": ("AWQ", (4,), {}),
     "paroquant": ("ParoQuant", (4,), {}),
@@ -29,15 +28,49 @@ METHODS: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
 
 
 @settings
-class ByGptqmodel(GroupedIntegers, LibraryMade):
-    """Integers in groups, or the trellis codes of EXL3."""
-
+class MadeByGptqmodel(LibraryMade):
     package: ClassVar[str] = "gptqmodel"
     install: ClassVar[str] = "pip install gptqmodel"
     requirements = ("gptqmodel",)
     needs_calibration = True
 
-    method: Literal["gptqmodel", "gptaq", "awq", "paroquant", "exl3"]
+    @property
+    def library_options(self) -> dict[str, Any]:
+        """Options of GPTQModel's ``QuantizeConfig`` beside bits and the size of groups."""
+        from gptqmodel.quantization.config import FORMAT, METHOD, GPTAQConfig
+
+        return {
+            "gptaq": {"gptaq": GPTAQConfig()},
+            "awq": {"method": METHOD.AWQ, "format": FORMAT.GEMM},
+            "paroquant": {"method": METHOD.PARO, "format": FORMAT.PAROQUANT},
+            "exl3": {"method": METHOD.EXL3, "format": FORMAT.EXL3},
+        }[self.method]
+
+
+@register(
+    "gptqmodel-{num_bits}bit",
+    "GPTQ by GPTQModel, {num_bits} bits, calibrated",
+    num_bits=(2, 3, 4, 8),
+    ignore=((),),
+)
+@settings
+class GptqByGptqmodel(ColumnOrder, MadeByGptqmodel):
+    """GPTQ by the library, with its own damping."""
+
+    method: ClassVar[str] = "gptqmodel"
+    title: ClassVar[str] = "GPTQ by GPTQModel"
+
+    @property
+    def library_options(self) -> dict[str, Any]:
+        aware = self.order == "group-aware"
+        return {"sym": self.symmetric, "desc_act": self.desc_act, "act_group_aware": aware}
+
+
+@settings
+class ByGptqmodel(GroupedIntegers, MadeByGptqmodel):
+    """Integers in groups, or the trellis codes of EXL3."""
+
+    method: Literal["gptaq", "awq", "paroquant", "exl3"]
 
     @property
     def title(self) -> str:
@@ -60,21 +93,13 @@ for _method, (_title, _bits, _fixed) in METHODS.items():
     )(ByGptqmodel)
 
 
-def make(model: Path, out: Path, texts: Tensor, settings: ByGptqmodel) -> None:
+def make(model: Path, out: Path, texts: Tensor, settings: ByGptqmodel | GptqByGptqmodel) -> None:
     os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # it stops on fewer
     import torch
     from gptqmodel import BACKEND, GPTQModel, QuantizeConfig
-    from gptqmodel.quantization.config import FORMAT, METHOD, GPTAQConfig
 
-    method: dict[str, dict[str, Any]] = {
-        "gptqmodel": {},
-        "gptaq": {"gptaq": GPTAQConfig()},
-        "awq": {"method": METHOD.AWQ, "format": FORMAT.GEMM},
-        "paroquant": {"method": METHOD.PARO, "format": FORMAT.PAROQUANT},
-        "exl3": {"method": METHOD.EXL3, "format": FORMAT.EXL3},
-    }
     groups = {} if settings.method == "exl3" else {"group_size": settings.group_length(0) or -1}
-    config = QuantizeConfig(bits=settings.num_bits, **groups, **method[settings.method])
+    config = QuantizeConfig(bits=settings.num_bits, **groups, **settings.library_options)
     rows = [{"input_ids": row[None], "attention_mask": torch.ones_like(row[None])} for row in texts]
     on_cpu = settings.method == "awq" and not torch.cuda.is_available()
     quantized = GPTQModel.load(str(model), config)

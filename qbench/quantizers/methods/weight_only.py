@@ -100,18 +100,10 @@ class Rtn(EvenlySpaced):
     note: ClassVar[str] = "round to nearest"
 
 
-@register("gptq-{num_bits}bit", "GPTQ, {num_bits} bits, calibrated", num_bits=BITS)
 @settings
-class Gptq(EvenlySpaced):
-    """GPTQ (Frantar et al. 2022): column by column, each error passed on to the columns left.
+class ColumnOrder(EvenlySpaced):
+    """GPTQ (Frantar et al. 2022): column by column, each error passed on to the columns left."""
 
-    The defaults are GPTQModel 7.6's: symmetric, groups of 128, group-aware column order, damping
-    of 5 % of the Hessian's mean diagonal.
-    """
-
-    method: ClassVar[str] = "gptq"
-    backend: ClassVar[str] = "gptq"
-    title: ClassVar[str] = "GPTQ"
     needs_calibration = True
 
     desc_act: Annotated[
@@ -124,23 +116,9 @@ class Gptq(EvenlySpaced):
             "unless desc_act is true or a group is the whole row"
         ),
     ] = None
-    damp: Annotated[
-        float,
-        Field(gt=0, lt=1, description="added to the Hessian's diagonal, in units of its mean"),
-    ] = 0.05
-    true_sequential: Annotated[
-        bool,
-        Field(
-            description="inside a block, each layer sees inputs changed by the quantization of "
-            "earlier layers"
-        ),
-    ] = True
-    batch_size: Annotated[
-        int, Field(ge=1, le=65536, description="calibration samples in one forward")
-    ] = 8
 
     @model_validator(mode="after")
-    def _one_order(self) -> Gptq:
+    def _one_order(self) -> Self:
         if self.desc_act and self.group_aware:
             raise ValueError(
                 "desc_act and group_aware are two orders of the same columns; set one of them"
@@ -157,7 +135,7 @@ class Gptq(EvenlySpaced):
         whole_row = self.group_size == WHOLE_ROW
         return "column" if self.group_aware is False or whole_row else "group-aware"
 
-    def fitted(self, shapes: Shapes) -> Gptq:
+    def fitted(self, shapes: Shapes) -> Self:
         sized = super().fitted(shapes)
         return replace(sized, group_aware=sized.order == "group-aware")
 
@@ -169,6 +147,32 @@ class Gptq(EvenlySpaced):
         """Return twice the bound of rounding: GPTQ trades weight error for output error; relative
         errors up to 1.2 were seen at 2 bits, where rounding gives 0.5."""
         return 2 * super().error_bound()
+
+
+@register("gptq-{num_bits}bit", "GPTQ, {num_bits} bits, calibrated", num_bits=BITS)
+@settings
+class Gptq(ColumnOrder):
+    """GPTQ by our own solver. The defaults are GPTQModel 7.6's: symmetric, groups of 128,
+    group-aware column order, damping of 5 % of the Hessian's mean diagonal."""
+
+    method: ClassVar[str] = "gptq"
+    backend: ClassVar[str] = "gptq"
+    title: ClassVar[str] = "GPTQ"
+
+    damp: Annotated[
+        float,
+        Field(gt=0, lt=1, description="added to the Hessian's diagonal, in units of its mean"),
+    ] = 0.05
+    true_sequential: Annotated[
+        bool,
+        Field(
+            description="inside a block, each layer sees inputs changed by the quantization of "
+            "earlier layers"
+        ),
+    ] = True
+    batch_size: Annotated[
+        int, Field(ge=1, le=65536, description="calibration samples in one forward")
+    ] = 8
 
 
 class Bnb(WeightSettings):
