@@ -132,10 +132,10 @@ def _one_model(
     first = f"Nearest to {base}" if losses.is_kl else f"Least loss in {losses.measure} from {base}"
     yield f"{first}: {', then '.join(texts)}{more}."
     tested = [pair for (member, *_), pair in losses.pairs.items() if member == checkpoint]
-    if not tested and len(names) > 1:
-        answers = (losses.cells[f"{checkpoint}/{name}"] for name in names)
-        reasons = dict.fromkeys(each.reason for each in answers if isinstance(each, Missing))
-        yield f"No test tells them apart: {'; '.join(reasons)}."
+    answers = [losses.cells[f"{checkpoint}/{name}"] for name in names]
+    reasons = dict.fromkeys(each.reason for each in answers if isinstance(each, Missing))
+    if reasons:
+        yield f"Without an interval: {'; '.join(reasons)}."
     if any(" = " in text for text in texts):
         yield f"=: these documents do not tell them apart ({HOLM})."
     if sizes := [pair.detectable for pair in tested if math.isfinite(pair.detectable)]:
@@ -198,9 +198,10 @@ def _smallest(
         if size is not None and answer.upper_at(LEVEL / len(answers)) <= margin:
             within.setdefault(_beside_weights(record), {})[name] = size
     if not within:
-        needed = [documents_for_margin(each, margin, each.estimate) for each in answers.values()]
-        needed = min((count for count in needed if count), default=None)
-        more = f"; {needed:,} documents would show it of one" if needed else ""
+        counts = {name: documents_for_margin(each, margin, each.estimate)
+                  for name, each in answers.items()}  # fmt: skip
+        needed, name = min(((n, name) for name, n in counts.items() if n), default=(None, ""))
+        more = f"; {needed:,} documents would show it of {name}" if needed else ""
         return f"None is shown to stay within {limit}{more}."
     best = "; ".join(
         f"{f'with {parts} ' if parts else ''}{min(sizes, key=lambda name: sizes[name])}"
@@ -360,8 +361,8 @@ def _unquantized(comparison: Comparison) -> Iterator[str]:
 
 
 def about(comparison: Comparison) -> list[str]:
-    """Return two lines that stand above every output: the models with their sources, then
-    documents, data, program, date and hardware; ``not recorded`` in records of earlier versions."""
+    """Return the lines that stand above every output: the models with their sources; documents and
+    data; program, date and hardware. ``not recorded``: in records of earlier versions."""
     records, grid = list(comparison.records.values()), comparison.grid
     names = []
     for group, members in comparison.groups.items():
@@ -375,15 +376,16 @@ def about(comparison: Comparison) -> list[str]:
         for entry in row.entries:
             if entry.documents is not None:
                 counts[row.task] = max(entry.documents, counts.get(row.task, 0))
-    documents = ", ".join(f"{task} {count:,}" for task, count in counts.items())
+    documents = ", ".join(f"{task} {count:,}" for task, count in counts.items()) or NO_VALUE
     limit = "" if grid.limit is None else f" (limit {grid.limit})"
-    second = [f"Documents: {documents or NO_VALUE}{limit}", f"data: {grid.data or 'not recorded'}"]
+    lines = [
+        f"{grid.name}: {', '.join(names)}{missing}",
+        f"Documents: {documents}{limit}; data: {grid.data or 'not recorded'}",
+    ]
     if records:
         last = max(records, key=lambda record: record.finished)
         commit = last.environment.git_revision
-        second += [
-            f"qbench {last.environment.qbench}{f' at {commit[:8]}' if commit else ''}",
-            f"{last.finished:%Y-%m-%d}",
-            ", ".join(dict.fromkeys(record.environment.hardware for record in records)),
-        ]
-    return [f"{grid.name}: {', '.join(names)}{missing}", "; ".join(second)]
+        program = f"qbench {last.environment.qbench}{f' at {commit[:8]}' if commit else ''}"
+        hardware = ", ".join(dict.fromkeys(record.environment.hardware for record in records))
+        lines.append(f"{program}; {last.finished:%Y-%m-%d}; {hardware}")
+    return lines

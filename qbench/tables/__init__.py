@@ -62,9 +62,9 @@ def table_files(
     for format in formats:
         text = render(comparison, format=format, published=published)
         if format == "md":
-            title, source = map(for_markdown, about(comparison))
+            title, *lines = map(for_markdown, about(comparison))
             answer = "\n".join(f"- {for_markdown(line)}" for line in verdict(comparison))
-            text = f"# {title}\n\n{source}\n\n{answer}\n\n{text}"
+            text = "\n\n".join([f"# {title}", "  \n".join(lines), answer, text])
         if format == "md" and published:
             text += "\n" + markdown(table_4(load_analyses(store), published))
         files[f"tables.{format}"] = text

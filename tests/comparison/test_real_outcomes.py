@@ -1,13 +1,13 @@
-"""Coverage of intervals in samples of documents of real runs."""
+"""Intervals and the verdict in samples of documents of real runs (docs/simulate.py)."""
 
+import runpy
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from qbench.comparison.changes import read_columns
-from qbench.comparison.losses import kl_column
-from qbench.statistics import LOG_MEAN, Panel, effect
+from qbench.statistics import Panel, effect
 from qbench.store import Store
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -49,13 +49,35 @@ def test_of_lambadas_perplexity(quantizer, documents):
     assert coverage(Panel.of(columns), signs, "perplexity", documents) >= LEAST
 
 
+simulations = runpy.run_path(str(RESULTS.parent / "docs" / "simulate.py"))
+GRIDS = simulations["GRIDS"] // 3
+
+
+def slack(share):
+    return 2 * (share * (1 - share) / GRIDS) ** 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("folder", "names", "documents"), simulations["EQUAL"])
+def test_equal_precisions_are_told_apart_in_at_most_5_of_100_runs(folder, names, documents):
+    wrong = simulations["wrong_order"](folder, names, documents, GRIDS)
+    assert wrong <= 0.05 + slack(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", simulations["HALF"])
+def test_half_of_the_documents_reverse_no_order_of_the_real_run(folder):
+    shares = simulations["half_of_the_documents"](folder, GRIDS)
+    assert shares["reversed"] == 0
+    assert shares["nearest"] >= 0.95
+    assert shares["seen"] >= 0.8
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("documents", [20, 100, 1_000])
-@pytest.mark.parametrize(
-    "signs", [{"Q8_0": 1}, {"Q4_K_M": 1}, {"Q4_0": 1, "Q3_K_M": -1}], ids=lambda of: "-".join(of)
-)
-def test_of_kl_and_of_the_ratio_of_two_precisions(signs, documents):
-    """The mean ± 1.96 standard errors covered 71 to 95 of 100."""
-    store, found = records("published-27m-gguf")
-    panel = Panel.of({name: kl_column(store, found[f"softmax/{name}"]) for name in signs})
-    assert coverage(panel, signs, LOG_MEAN, documents, 200) >= LEAST - 0.01
+@pytest.mark.parametrize("trainings", [1, 3])
+@pytest.mark.parametrize(("folder", "cell", "other"), simulations["RATIOS"])
+def test_intervals_of_ratios_of_kl_cover(folder, cell, other, documents, trainings):
+    """The mean ± 1.96 standard errors covered 71 to 95 of 100; Student's t over trainings 86."""
+    covered = simulations["coverage"](folder, (cell, other), documents, trainings, GRIDS)
+    assert covered >= 0.935 - slack(0.935)
