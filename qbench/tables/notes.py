@@ -2,12 +2,113 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from textwrap import shorten
+from typing import TYPE_CHECKING
 
 from qbench.comparison.rows import Comparison, Row
+from qbench.comparison.trainings import training_notes
+from qbench.comparison.wording import (
+    NO_INTERVAL,
+    RATIO_NOTE,
+    RATIOS_NOTE,
+    SEED_NOTES,
+    SEEDS_NOTE,
+    SHARE_NOTE,
+    mostly_seeds,
+    order_note,
+)
 from qbench.records import SampleDifference
-from qbench.text import MINUS, metric_title
+from qbench.text import MINUS, group_by_reason, metric_title
+
+if TYPE_CHECKING:
+    from qbench.statistics import Effect
+
+AT_MOST, KEPT = "At most", "Kept"
+MARKS = "‡ differs from 0 at 5 % after Holm's correction over all {kind} of this folder."
+BRACKETS = "Brackets: 95 % intervals, paired by document."
+DAMAGE_NOTE = (
+    "Damage: what quantization loses against the same checkpoint unquantized; above 0, or above "
+    "× 1, is worse."
+)
+PRECISION_NOTE = (
+    "W, A, KV: bits of weights, activations, KV cache. Simulated: rounded to the format; real: "
+    "multiplied in it."
+)
+COST_NOTES = (
+    "KL: divergence from the unquantized model's next-token distributions, nats per token: mean "
+    "and 99th percentile.",
+    "Flips: answers from right to wrong / from wrong to right.",
+)
+AT_MOST_NOTE = f"{AT_MOST}: a larger damage is excluded at 95 % (one-sided)."
+KEPT_NOTE = f"{KEPT}: accuracy above chance, as a share of the unquantized model's."
+
+
+def run_notes(comparison: Comparison, hidden: Sequence[Row]) -> list[str]:
+    """Return lines on the run: tasks without data, prompts, BOS, and the rows that are ``hidden``,
+    since word perplexity says the same."""
+    notes = []
+    if comparison.grid.skipped:
+        notes.append(f"Left out, without data: {', '.join(comparison.grid.skipped)}.")
+    notes += [*prompt_notes(comparison), *bos_notes(comparison)]
+    if names := dict.fromkeys(f"{row.task} {row.metric}" for row in hidden):
+        notes.append(f"Only in the CSV, since word_perplexity determines them: {', '.join(names)}.")
+    return notes
+
+
+def score_notes(comparison: Comparison, rows: Sequence[Row], footnotes: Sequence[str]) -> list[str]:
+    """Return the lines below a table of scores: caches, how scoring was judged, ``footnotes``,
+    precisions, tasks at chance, trainings."""
+    return [
+        *cache_notes(comparison, rows),
+        *judged_notes(comparison, rows),
+        *footnotes,
+        *precision_notes(rows),
+        *chance_notes(comparison, rows),
+        *single_notes(rows),
+        *training_notes(comparison),
+    ]
+
+
+def seed_notes(
+    comparison: Comparison, rows: Sequence[Row], contrasts: tuple[str, ...]
+) -> list[str]:
+    """Return the lines below a table over seeds."""
+    effects = [e for row in rows for name in contrasts for e in getattr(row, name).values()]
+    notes = [*SEED_NOTES, SHARE_NOTE]
+    if many := sum(map(mostly_seeds, effects)):
+        notes.append(f"{SEEDS_NOTE} Here {many} of {len(effects)}.")
+    if ratio_notes(effects):
+        notes.append(RATIOS_NOTE)
+    notes += [*precision_notes(rows), order_note(comparison)]
+    return notes + (training_notes(comparison) if contrasts == ("deltas",) else [])
+
+
+def ratio_notes(effects: Iterable[Effect]) -> list[str]:
+    """Return a line on perplexities if any of ``effects`` is a ratio."""
+    return [RATIO_NOTE] if any(effect.kind == "log ratio" for effect in effects) else []
+
+
+def missing_notes(rows: Iterable[Row], contrasts: Sequence[str]) -> list[str]:
+    """Say why effects have no interval: a line per reason."""
+    reasons = [
+        (f"{row.label} {metric_title(row.metric)} {row.quantizer} of {group}", missing.reason)
+        for row in rows
+        for (contrast, group), missing in row.missing.items()
+        if contrast in contrasts
+    ]
+    return [f"{NO_INTERVAL} {line}." for line in group_by_reason(reasons)]
+
+
+def precision_notes(rows: Iterable[Row]) -> list[str]:
+    """Return a note on precisions such as W4A8, and one with the scheme of weights that are
+    rounded to a grid: symmetric or not, group size, column order."""
+    rows = list(rows)
+    notes = [PRECISION_NOTE] if any(row.precision.in_parts for row in rows) else []
+    schemes = {row.quantizer: row.precision.weights.scheme for row in rows if row.precision.weights}
+    named = [f"{quantizer} is {scheme}" for quantizer, scheme in schemes.items()
+             if "symmetric" in scheme]  # fmt: skip
+    return [*notes, *([f"Weights: {'; '.join(named)}."] if named else [])]
 
 
 def prompt_notes(comparison: Comparison) -> list[str]:

@@ -1,4 +1,4 @@
-"""Build tables of scores: Δ, damage, what quantization changed, pairs, groups.
+"""Build tables of scores: Δ, damage, what quantization changed.
 
 Laid out as the softpick paper's tables 8 to 13: one table per quantization method.
 """
@@ -13,41 +13,33 @@ from typing import TYPE_CHECKING
 from qbench.comparison.chance import kept
 from qbench.comparison.changes import MOST_PAIRED
 from qbench.comparison.rows import Comparison, Row, RowValue, bits_per_weight, gib, redundant
-from qbench.comparison.trainings import training_notes
 from qbench.comparison.wording import (
-    NO_INTERVAL,
-    RATIO_NOTE,
-    RATIOS_NOTE,
-    SEED_NOTES,
-    SEEDS_NOTE,
     SHARE,
-    SHARE_NOTE,
     bound_text,
     each_text,
     effect_text,
     interval_text,
     metric_text,
-    mostly_seeds,
-    order_note,
     share_text,
     values_text,
 )
 from qbench.metrics import is_percentage
-from qbench.records import (
-    ANSWERS,
-    KEY_DIGITS,
-    GridCell,
-    GroupScore,
-    Record,
-    TaskDamage,
-)
+from qbench.records import KEY_DIGITS, GridCell, GroupScore, Record, TaskDamage
 from qbench.tables.notes import (
-    bos_notes,
-    cache_notes,
-    chance_notes,
-    judged_notes,
-    prompt_notes,
-    single_notes,
+    AT_MOST,
+    AT_MOST_NOTE,
+    BRACKETS,
+    COST_NOTES,
+    DAMAGE_NOTE,
+    KEPT,
+    KEPT_NOTE,
+    MARKS,
+    missing_notes,
+    precision_notes,
+    ratio_notes,
+    run_notes,
+    score_notes,
+    seed_notes,
 )
 from qbench.tables.published import printed_cells, printed_notes
 from qbench.tables.table import Cells, Table, from_rows
@@ -57,29 +49,9 @@ if TYPE_CHECKING:
     from qbench.statistics import Effect, SeedEffect
 
 INTERVAL = "95 % interval"
-AT_MOST = "At most"
-KEPT = "Kept"
-KEPT_NOTE = f"{KEPT}: accuracy above chance, as a share of the unquantized model's."
-AT_MOST_NOTE = f"{AT_MOST}: a larger damage is excluded at 95 % (one-sided)."
 NAMES = ("Task", "Metric", "Quantization")
 BY_TASK = {"words": len(NAMES), "grouped": True}  # of tables whose rows begin with as many words
 MANY_PAIRS = "Precisions among themselves: qbench tables FOLDER --against QUANTIZER."
-MARKS = "‡ differs from 0 at 5 % after Holm's correction over all {kind} of this folder."
-DAMAGES = "damages (differences: over all differences of damage)"
-BRACKETS = "Brackets: 95 % intervals, paired by document."
-DAMAGE_NOTE = (
-    "Damage: what quantization loses against the same checkpoint unquantized; above 0, or above "
-    "× 1, is worse."
-)
-PRECISION_NOTE = (
-    "W, A, KV: bits of weights, activations, KV cache. Simulated: rounded to the format; real: "
-    "multiplied in it."
-)
-COST_NOTE = (
-    "KL: divergence from the unquantized model's next-token distributions, nats per token: mean "
-    "and 99th percentile."
-)
-FLIPS_NOTE = "Flips: answers from right to wrong / from wrong to right."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,22 +74,22 @@ class MethodLines:
         return [*group_by_reason((cell.cell, text) for cell, text in self.problems), *self.notes]
 
     @property
-    def others(self) -> tuple[str, ...]:
-        return self.checkpoints[1:]
-
-    @property
     def quantized(self) -> list[Row]:
         return [line for line in self.lines if line.quantized]
 
     @property
     def seeds(self) -> list[Row]:
-        """The same over several trainings of each kind, where the grid has them."""
+        """Return the rows over several trainings of each kind, if the grid has them."""
         quantizers = {line.quantizer for line in self.lines}
-        return [
-            line
-            for line in self.comparison.seeds
-            if line.quantizer in quantizers and not redundant(line, self.comparison.lines)
-        ]
+        rows = (row for row in self.comparison.seeds if row.quantizer in quantizers)
+        return [row for row in rows if not redundant(row, self.comparison.lines)]
+
+    @property
+    def groups(self) -> dict[str, tuple[str, ...]]:
+        """Return the name of each column → its checkpoints: several trainings, or one."""
+        if self.seeds:
+            return dict(self.comparison.grid.replicates)
+        return {name: (name,) for name in self.checkpoints}
 
 
 def by_method(comparison: Comparison) -> list[MethodLines]:
@@ -125,41 +97,29 @@ def by_method(comparison: Comparison) -> list[MethodLines]:
 
     Problems of a cell stand in the first set that shows it.
     """
-    alone = len(comparison.checkpoints) == 1
     made, problems = [], comparison.problems()
     ran = {line.method for line in comparison.lines}
     methods = [method for method in comparison.methods if method in ran]
-    methods = [None] if alone or not methods else methods
+    methods = [None] if len(comparison.checkpoints) == 1 or not methods else methods
     for method in methods:
         every = [
-            line
-            for line in comparison.lines
-            if (method in (None, line.method) or not line.quantized) and line.task != ANSWERS
+            line for line in comparison.lines if method in (None, line.method) or not line.quantized
         ]
-        own = {line.quantizer for line in every}
+        labels = {line.quantizer for line in every}
         if method == methods[-1]:  # precisions that have no rows too
-            own |= {cell.quantizer for cell in comparison.grid.cells}
+            labels |= {cell.quantizer for cell in comparison.grid.cells}
         lines = [line for line in every if not redundant(line, every)]
-        hidden = dict.fromkeys(f"{one.task} {one.metric}" for one in every if one not in lines)
-        notes = []
-        if comparison.grid.skipped:
-            notes.append(f"Left out, without data: {', '.join(comparison.grid.skipped)}.")
-        notes += [*prompt_notes(comparison), *bos_notes(comparison)]
-        if hidden:
-            notes.append(
-                f"Only in the CSV, since word_perplexity determines them: {', '.join(hidden)}."
-            )
         made.append(
             MethodLines(
                 comparison=comparison,
                 name=next((line.title for line in lines if line.method == method), "Quantization"),
                 checkpoints=comparison.checkpoints,
                 lines=tuple(lines),
-                problems=tuple(one for one in problems if one[0].quantizer in own),
-                notes=tuple(notes),
+                problems=tuple(each for each in problems if each[0].quantizer in labels),
+                notes=tuple(run_notes(comparison, [line for line in every if line not in lines])),
             )
         )
-        problems = [one for one in problems if one[0].quantizer not in own]
+        problems = [each for each in problems if each[0].quantizer not in labels]
     return made
 
 
@@ -171,12 +131,12 @@ def tables_of(method: MethodLines, published: str | None) -> list[Table]:
     """
     if method.seeds:
         quantized = [line for line in method.seeds if line.quantized and line.damages]
-        found = [*_deltas_over_seeds(method), *_damages(method, quantized)]
+        tables = [*_deltas(method, None), *_damages(method, quantized)]
         single = replace(method.comparison, seeds=())
         for pair in _with_the_first(replace(method, comparison=single, problems=(), notes=())):
             if not {*single.trained_once}.isdisjoint(pair.checkpoints):
-                found += tables_of(pair, published)
-        return found
+                tables += tables_of(pair, published)
+        return tables
     if len(method.checkpoints) > 2:  # a table for each pair stays readable
         return [table for pair in _with_the_first(method) for table in tables_of(pair, published)]
     damaged = any(line.damages for line in method.lines)
@@ -192,30 +152,18 @@ def _with_the_first(method: MethodLines) -> list[MethodLines]:
     base, *others = method.checkpoints
     for other in others:
         about = (other,) if made else (base, other)
+        pairs = (replace(line, entries=(line.entry(base), line.entry(other)))
+                 for line in method.lines)  # fmt: skip
         made.append(
             replace(
                 method,
                 checkpoints=(base, other),
-                lines=tuple(
-                    replace(one, entries=(one.entry(base), one.entry(other)))
-                    for one in method.lines
-                ),
-                problems=tuple(one for one in method.problems if one[0].checkpoint in about),
+                lines=tuple(pairs),
+                problems=tuple(each for each in method.problems if each[0].checkpoint in about),
                 notes=() if made else method.notes,
             )
         )
     return made
-
-
-def missing_notes(rows: Iterable[Row], contrasts: Sequence[str]) -> list[str]:
-    """Say why effects have no interval: a line per reason."""
-    found = [
-        (f"{row.label} {metric_title(row.metric)} {row.quantizer} of {group}", one.reason)
-        for row in rows
-        for (contrast, group), one in row.missing.items()
-        if contrast in contrasts
-    ]
-    return [f"{NO_INTERVAL} {line}." for line in group_by_reason(found)]
 
 
 def _effect_cells(line: Row, head: str, contrast: str, group: str, each: str = "") -> Cells:
@@ -232,63 +180,50 @@ def _effect_cells(line: Row, head: str, contrast: str, group: str, each: str = "
 
 
 def _deltas(method: MethodLines, published: str | None) -> list[Table]:
-    """Return the table of each checkpoint's scores and Δ."""
-    comparison, others = method.comparison, method.others
-    tested = any(line.deltas for line in method.lines)
+    """Return the table of each checkpoint's scores, or of the means of each group of trainings,
+    and Δ."""
+    comparison, seeds = method.comparison, bool(method.seeds)
+    lines = method.seeds or method.lines
+    base, *others = method.groups
+    tested = any(line.deltas for line in lines)
     rows = []
-    for line in method.lines:
+    for line in lines:
         row = _names(line)
-        row += [(name, entry_text(line.entry(name), line)) for name in method.checkpoints]
+        for group, members in method.groups.items():
+            if seeds:
+                row.append((group, number(line.means.get(group), percent=line.percent)))
+                row.append((f"{group}, each", values_text(line, members)))
+            else:
+                row.append((group, entry_text(line.entry(group), line)))
         for other in others:
-            row.append(("Δ", _delta_text(line, other)))
-            if tested:
-                row += _effect_cells(line, "Δ", "deltas", other)[1:]
+            head = f"Δ {other}" if seeds and len(others) > 1 else "Δ"
+            cells = _effect_cells(line, head, "deltas", other, f"{head}, each" * seeds)
+            if not seeds:  # as the papers print it, of perplexities too
+                cells = [(head, _delta_text(line, other)), *(cells[1:] if tested else [])]
+            row += cells
         if published:
             row += printed_cells(comparison, line, method.checkpoints, published)
-        rows.append([*row, ("Documents", documents_text(line))])
-    notes = printed_notes(comparison, method.lines, published) if published else []
-    if tested:
-        notes += [MARKS.format(kind="Δ"), BRACKETS]
-    against = ", ".join(f"{other} {MINUS} {method.checkpoints[0]}" for other in others)
+        effects = [*line.deltas.values(), *line.scores.values()]
+        rows.append([*row, ("Documents", _counts(effects) if seeds else documents_text(line))])
+    against = ", ".join(f"{other} {MINUS} {base}" for other in others)
+    title, delta = method.name, f"Δ = {against}" if against else ""
+    if seeds:
+        counts = ", ".join(f"{len(of)} of {group}" for group, of in method.groups.items())
+        title = f"{title} over seeds ({counts})"
+        notes = [*seed_notes(comparison, lines, ("deltas",)), *method.footnotes]
+    else:
+        notes = [
+            *(printed_notes(comparison, lines, published) if published else []),
+            *([MARKS.format(kind="Δ"), BRACKETS] if tested else []),
+            *ratio_notes(effect for line in lines for effect in line.deltas.values()),
+            *missing_notes(lines, ("deltas",)),
+            *score_notes(comparison, lines, method.footnotes),
+        ]
     return from_rows(
         rows,
-        title=f"{method.name}: Δ = {against}" if against else method.name,
-        notes=[
-            *notes,
-            *ratio_notes(effect for line in method.lines for effect in line.deltas.values()),
-            *missing_notes(method.lines, ("deltas",)),
-            *_score_notes(method),
-        ],
-        records=_records(method.lines),
-        **BY_TASK,
-    )
-
-
-def _deltas_over_seeds(method: MethodLines) -> list[Table]:
-    """Return the table of the means of each group, every training's score, and Δ."""
-    comparison, groups = method.comparison, method.comparison.grid.replicates
-    base, *others = groups
-    rows = []
-    for line in method.seeds:
-        row = _names(line)
-        for group, members in groups.items():
-            row.append((group, number(line.means.get(group), percent=line.percent)))
-            row.append((f"{group}, each", values_text(line, members)))
-        for group in others:
-            name = "Δ" if len(others) == 1 else f"Δ {group}"
-            row += _effect_cells(line, name, "deltas", group, f"{name}, each")
-        documents = _counts([*line.deltas.values(), *line.scores.values()])
-        rows.append([*row, ("Documents", documents)])
-    against = ", ".join(f"{group} {MINUS} {base}" for group in others)
-    counts = ", ".join(f"{len(members)} of {group}" for group, members in groups.items())
-    return from_rows(
-        rows,
-        title=f"{method.name} over seeds ({counts}){': Δ = ' + against if against else ''}",
-        notes=[
-            *_seed_notes(comparison, method.seeds, ("deltas",)),
-            *training_notes(comparison),
-            *method.footnotes,
-        ],
+        title=f"{title}: {delta}" if delta else title,
+        notes=notes,
+        records=() if seeds else _records(lines),
         **BY_TASK,
     )
 
@@ -296,10 +231,7 @@ def _deltas_over_seeds(method: MethodLines) -> list[Table]:
 def _damages(method: MethodLines, lines: Sequence[Row]) -> list[Table]:
     """Return the table of what quantization costs each checkpoint or group of trainings, and how
     much more than the first."""
-    base, *others = groups = (
-        method.comparison.grid.replicates if method.seeds else method.checkpoints
-    )
-    each = "each" if method.seeds else ""
+    base, *others = groups = [*method.groups]
     claims = {other: f"{other}’s {MINUS} {base}’s" for other in others}
     rows = []
     for line in lines:
@@ -307,15 +239,16 @@ def _damages(method: MethodLines, lines: Sequence[Row]) -> list[Table]:
         for group in groups:
             row += _effect_cells(line, f"{group}’s damage", "damages", group)
         for other, claim in claims.items():
-            row += _effect_cells(line, claim, "differences", other, each)
+            row += _effect_cells(line, claim, "differences", other, "each" if method.seeds else "")
         effects = [line.damages.get(group) for group in groups]
         effects += [line.differences.get(other) for other in others]
         rows.append([*row, ("Documents", _counts(effects))])
     if method.seeds:
-        notes = _seed_notes(method.comparison, lines, ("damages", "differences"))
+        notes = seed_notes(method.comparison, lines, ("damages", "differences"))
     else:
+        kind = "damages (differences: over all differences of damage)" if others else "damages"
         notes = [
-            *(DAMAGE_NOTE, MARKS.format(kind=DAMAGES if others else "damages"), BRACKETS),
+            *(DAMAGE_NOTE, MARKS.format(kind=kind), BRACKETS),
             *ratio_notes(effect for line in method.lines for effect in line.damages.values()),
             *missing_notes(lines, ("damages", "differences")),
             *precision_notes(method.lines),
@@ -334,72 +267,46 @@ def _counts(effects: Iterable[Effect | SeedEffect | None]) -> str:
     return "/".join(sorted({str(effect.documents) for effect in effects if effect})) or NO_VALUE
 
 
-def _seed_notes(
-    comparison: Comparison, lines: Sequence[Row], contrasts: tuple[str, ...]
-) -> list[str]:
-    effects = [e for line in lines for name in contrasts for e in getattr(line, name).values()]
-    notes = [*SEED_NOTES, SHARE_NOTE]
-    if many := sum(map(mostly_seeds, effects)):
-        notes.append(f"{SEEDS_NOTE} Here {many} of {len(effects)}.")
-    if ratio_notes(effects):
-        notes.append(RATIOS_NOTE)
-    return [*notes, *precision_notes(lines), order_note(comparison)]
-
-
-def _score_notes(method: MethodLines) -> list[str]:
-    comparison, lines = method.comparison, method.lines
-    return [
-        *cache_notes(comparison, lines),
-        *judged_notes(comparison, lines),
-        *method.footnotes,
-        *precision_notes(lines),
-        *chance_notes(comparison, lines),
-        *single_notes(lines),
-        *training_notes(comparison),
-    ]
-
-
 def _records(lines: Iterable[Row]) -> tuple[str, ...]:
     entries = {entry.cell: entry for line in lines for entry in line.entries}.values()
-    return tuple(f"{one.cell} {one.key[:KEY_DIGITS]}" for one in entries if one.status == "ok")
+    return tuple(f"{e.cell} {e.key[:KEY_DIGITS]}" for e in entries if e.status == "ok")
 
 
 def _one_model(method: MethodLines) -> list[Table]:
     """Return the table of what quantization costs one checkpoint: a row per precision."""
     (checkpoint,) = method.checkpoints
-    records = {
-        q: method.comparison.records.get(f"{checkpoint}/{q}") for q in _quantizers(method.lines)
-    }
-    order = list(dict.fromkeys((line.task, line.metric) for line in method.lines))
+    comparison, order = method.comparison, [(line.task, line.metric) for line in method.lines]
     rows = []
-    for line in sorted(method.lines, key=lambda one: order.index((one.task, one.metric))):
-        record, effect = records[line.quantizer], line.effect("damages", checkpoint)
-        cell = f"{checkpoint}/{line.quantizer}"
-        costs = _cost_texts([method.comparison.task_damage(cell, line.task)], line.metric)
+    for line in sorted(method.lines, key=lambda line: order.index((line.task, line.metric))):
+        cell, effect = f"{checkpoint}/{line.quantizer}", line.effect("damages", checkpoint)
+        lost = {
+            "Damage": effect_text(effect, percent=line.percent),
+            INTERVAL: interval_text(effect, percent=line.percent),
+            AT_MOST: bound_text(effect, percent=line.percent),
+            KEPT: kept_text(comparison, line, checkpoint),
+            **_cost_texts([comparison.task_damage(cell, line.task)], line.metric),
+        }
         rows.append(
             {
                 **dict(_names(line)),
-                **_size_texts([record]),
+                **_size_texts([comparison.records.get(cell)]),
                 "Score": entry_text(line.entries[0], line),
-                "Damage": effect_text(effect, percent=line.percent) if line.quantized else "",
-                INTERVAL: interval_text(effect, percent=line.percent) if line.quantized else "",
-                AT_MOST: bound_text(effect, percent=line.percent) if line.quantized else "",
-                KEPT: kept_text(method.comparison, line, checkpoint),
-                **(costs if line.quantized else dict.fromkeys(costs, "")),
+                **(lost if line.quantized else dict.fromkeys(lost, "")),
                 "Documents": documents_text(line),
             }
         )
+    many = len({line.quantizer for line in method.quantized}) > MOST_PAIRED
     return from_rows(
         rows,
         title=f"{method.name}: what it costs {checkpoint}",
         notes=(
             *(DAMAGE_NOTE, MARKS.format(kind="damages"), BRACKETS, AT_MOST_NOTE),
-            *([KEPT_NOTE] if method.comparison.chance else []),
-            *(COST_NOTE, FLIPS_NOTE),
+            *([KEPT_NOTE] if comparison.chance else []),
+            *COST_NOTES,
             *ratio_notes(effect for line in method.lines for effect in line.damages.values()),
             *missing_notes(method.lines, ("damages",)),
-            *([MANY_PAIRS] if len(_quantizers(method.quantized)) > MOST_PAIRED else []),
-            *_score_notes(method),
+            *([MANY_PAIRS] if many else []),
+            *score_notes(comparison, method.lines, method.footnotes),
         ),
         **BY_TASK,
         records=_records(method.lines),
@@ -409,38 +316,35 @@ def _one_model(method: MethodLines) -> list[Table]:
 def costs(method: MethodLines) -> list[Table]:
     """Return the table of what quantization changed, a row per checkpoint; of several trainings
     of one kind the means, and their flips together."""
-    comparison = method.comparison
-    told: list[tuple[Row, str, list[Record], list[TaskDamage]]] = []
-    flipped = _flip_metrics(comparison)
+    comparison, flipped = method.comparison, _flip_metrics(method.comparison)
+    groups = {**comparison.groups, **{name: (name,) for name in comparison.trained_once}}
+    rows = []
     for line in method.quantized:
-        first = next(one for one in method.quantized if one.task == line.task)
+        first = next(each for each in method.quantized if each.task == line.task)
         if line.metric != flipped.get(line.task, first.metric):
             continue
-        alone = {name: (name,) for name in comparison.trained_once}
-        for group, members in {**comparison.groups, **alone}.items():
+        for group, members in groups.items():
             cells = [f"{member}/{line.quantizer}" for member in members]
             damages = [comparison.task_damage(cell, line.task) for cell in cells]
             if all(damages):
-                records = [comparison.records[cell] for cell in cells]
-                told.append((line, group, records, damages))
-    rows = [
-        {
-            "Task": line.label,
-            "Quantization": line_names(line)[2],
-            "Checkpoint": group,
-            **_size_texts(records),
-            **_cost_texts(damages, line.metric),
-        }
-        for line, group, records, damages in told
-    ]
+                rows.append(
+                    {
+                        "Task": line.label,
+                        "Quantization": line_names(line)[2],
+                        "Checkpoint": group,
+                        **_size_texts([comparison.records[cell] for cell in cells]),
+                        **_cost_texts(damages, line.metric),
+                    }
+                )
     if all(row["GiB"] == NO_VALUE for row in rows):
         rows = [{name: text for name, text in row.items() if name != "GiB"} for row in rows]
     several = " Of trainings of one kind: means, flips added." if comparison.grid.replicates else ""
     names = ", ".join(map(metric_title, dict.fromkeys(flipped.values()))) or "no metric"
+    kl, flips = COST_NOTES
     return from_rows(
         rows,
         title=f"{method.name}: what quantization changed",
-        notes=(COST_NOTE, f"{FLIPS_NOTE[:-1]}, by {names}.{several}"),
+        notes=(kl, f"{flips[:-1]}, by {names}.{several}"),
         **BY_TASK,
     )
 
@@ -486,53 +390,20 @@ def _size_texts(records: Sequence[Record | None]) -> dict[str, str]:
     }
 
 
-def pair_tables(comparison: Comparison) -> list[Table]:
-    """Return one checkpoint's quantized precisions among themselves, if any pair differs or was
-    asked for; nothing if there are no pairs."""
-    if not any(getattr(one.effect, "significant", False) for one in comparison.pairs):
-        return []
-    rows = []
-    for one in comparison.pairs:
-        effect = one.effect
-        p_holm = getattr(effect, "p_holm", None)
-        rows.append(
-            {
-                "Task": one.label,
-                "Metric": metric_text(one),
-                "Pair": one.told,
-                "Loss": effect_text(effect, percent=one.percent),
-                INTERVAL: interval_text(effect, percent=one.percent),
-                "p (Holm)": NO_VALUE if p_holm is None else f"{p_holm:.2g}",
-                "Documents": str(one.documents),
-            }
-        )
-    tested = [one.effect for one in comparison.pairs if hasattr(one.effect, "interval")]
-    return from_rows(
-        rows,
-        title="Quantization: precisions among themselves",
-        notes=(
-            "Loss: what the first precision loses against the second, paired by document; above "
-            "0, or above × 1, the first is worse.",
-            f"‡ and p: after Holm's correction over all {len(tested)} pairs.",
-            *ratio_notes(tested),
-        ),
-        **BY_TASK,
-    )
-
-
 def group_tables(comparison: Comparison) -> list[Table]:
     """Return the table of groups of tasks that have no row of their own, since their tasks count
     alike."""
     rows = []
-    for quantizer in _quantizers(comparison.lines):
+    for quantizer in dict.fromkeys(line.quantizer for line in comparison.lines):
         records = [comparison.records.get(f"{name}/{quantizer}") for name in comparison.checkpoints]
         scores = [
-            {(g.group, g.metric): g for g in one.other_groups} if one else {} for one in records
+            {(group.group, group.metric): group for group in record.other_groups} if record else {}
+            for record in records
         ]
-        for known in dict.fromkeys(name for of_one in scores for name in of_one):
-            like = next(of_one[known] for of_one in scores if known in of_one)
+        for name in dict.fromkeys(name for by_name in scores for name in by_name):
+            like = next(by_name[name] for by_name in scores if name in by_name)
             percent = is_percentage(like.metric)
-            texts = [_score_text(of_one.get(known), percent=percent) for of_one in scores]
+            texts = [_score_text(by_name.get(name), percent=percent) for by_name in scores]
             names = (like.label, metric_text(like), quantizer)
             rows.append(
                 [
@@ -552,10 +423,6 @@ def _score_text(score: RowValue | GroupScore | None, *, percent: bool) -> str:
         return NO_VALUE
     error = "" if score.stderr is None else f" ± {number(score.stderr, percent=percent)}"
     return number(score.value, percent=percent) + error
-
-
-def _quantizers(lines: Iterable[Row]) -> list[str]:
-    return list(dict.fromkeys(line.quantizer for line in lines))
 
 
 def line_names(line: Row) -> tuple[str, str, str]:
@@ -586,28 +453,11 @@ def _delta_text(line: Row, checkpoint: str) -> str:
     return text + (effect.mark if effect else "")
 
 
-def ratio_notes(effects: Iterable[Effect]) -> list[str]:
-    return [RATIO_NOTE] if any(effect.kind == "log ratio" for effect in effects) else []
-
-
-def precision_notes(lines: Iterable[Row]) -> list[str]:
-    """Return a note on precisions such as W4A8, and one with the scheme of weights that are
-    rounded to a grid: symmetric or not, group size, column order."""
-    lines = list(lines)
-    notes = [PRECISION_NOTE] if any(line.precision.in_parts for line in lines) else []
-    schemes = {
-        line.quantizer: line.precision.weights.scheme for line in lines if line.precision.weights
-    }
-    named = [f"{quantizer} is {scheme}" for quantizer, scheme in schemes.items()
-             if "symmetric" in scheme]  # fmt: skip
-    return [*notes, *([f"Weights: {'; '.join(named)}."] if named else [])]
-
-
 def documents_text(line: Row) -> str:
     """Return how many documents the checkpoints scored: one number if they agree, else one for
     each."""
     counts = [entry.documents for entry in line.entries]
-    known = {count for count in counts if count is not None}
-    if len(known) <= 1:
-        return str(next(iter(known), NO_VALUE))
+    numbers = {count for count in counts if count is not None}
+    if len(numbers) <= 1:
+        return str(next(iter(numbers), NO_VALUE))
     return "/".join(NO_VALUE if count is None else str(count) for count in counts)
