@@ -98,9 +98,8 @@ def half_of_the_documents(folder: str, grids: int = GRIDS) -> dict[str, float]:
         names = ordered(half, checkpoint)
         nearest, same = nearest + (names[0] == order[0]), same + (names == order)
         signs = [(half.primary.pairs[key], positive) for key, positive in truth.items()]
-        seen += sum(pair.significant and (pair.estimate > 0) == positive for pair, positive in signs)
-        reversed_ += sum(pair.significant and (pair.estimate > 0) != positive
-                         for pair, positive in signs)  # fmt: skip
+        right = [(pair.estimate > 0) == up for pair, up in signs if pair.significant]
+        seen, reversed_ = seen + sum(right), reversed_ + len(right) - sum(right)
     total = grids * max(1, len(truth))
     return {
         "nearest": nearest / grids, "order": same / grids,
@@ -154,7 +153,8 @@ def main() -> None:
         for n in (20, 100, 1_000)
     ]  # fmt: skip
     parts = [
-        f"# The verdict on documents of real runs\n\n`python docs/simulate.py`: {GRIDS} grids each.",
+        "# The verdict on documents of real runs",
+        f"`python docs/simulate.py`: {GRIDS} grids each.",
         "Equal precisions: % of grids in which one is called nearer than another.",
         table(("results", "precisions", "documents", "wrong %"), equal, align="lllr"),
         "Half of the documents, in %: the nearest precision found, the whole order found; of the "
