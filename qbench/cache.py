@@ -87,7 +87,7 @@ def keep_cell(cache: Path, record: Record, store: Store) -> None:
     cells = kept_cells(cache)
     if not cells.path(record).is_file():
         with suppress(OutputError):
-            cells.put_payloads(record, {name: store.payload(record, name) for name in record.files})
+            cells.put(record, **{name: store.payload(record, name) for name in record.files})
 
 
 def find_cell(cache: Path, cell: CellKey) -> tuple[Record, dict[Table, bytes]] | None:

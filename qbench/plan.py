@@ -165,14 +165,15 @@ class Plan:
         cells = tuple(cell for cell in manifest.cells if cell.cell in names)
         checkpoints = {cell.checkpoint for cell in cells}
         quantizers = {cell.quantizer for cell in cells}
-        groups = {
-            group: tuple(name for name in members if name in checkpoints)
-            for group, members in manifest.replicates.items()
-        }
+
+        def chosen(listed: Iterable[str]) -> tuple[str, ...]:
+            return tuple(name for name in listed if name in checkpoints)
+
+        groups = {group: chosen(members) for group, members in manifest.replicates.items()}
         return manifest.model_copy(
             update={
                 "cells": cells,
-                "checkpoints": tuple(n for n in manifest.checkpoints if n in checkpoints),
+                "checkpoints": chosen(manifest.checkpoints),
                 "quantizers": tuple(n for n in manifest.quantizers if n in quantizers),
                 "replicates": {group: members for group, members in groups.items() if members},
             }
@@ -245,28 +246,11 @@ def plan(
     )
     cells: list[Cell] = []
     for name, checkpoint in checkpoints.items():
-        if recipe.evaluation.add_bos:
-            require_bos(name, checkpoint)
-        if recipe.evaluation.apply_chat_template:
-            require_chat_template(name, checkpoint)
         _, shapes = untrained.get(name) or (
             None,
             {} if recipe.without_baseline else linear_shapes(checkpoint),
         )
-        bases: dict[str, GridCell] = {}  # unquantized cells by the dtype that they compute in
-        for column in sorted(recipe.quantizers, key=_quantized):
-            base = None
-            if _quantized(column) and recipe.evaluation.damage and bases:
-                dtype = column.quantization.compute_dtype
-                base = bases.get(dtype) or next(iter(bases.values()))
-            cell = _cell(planned, name, checkpoint, shapes, column, base)
-            if base is not None and base is not bases.get(dtype):
-                note = f"damage is against {base.quantizer}: none is unquantized in {dtype}"
-                cell = replace(cell, notes=(*cell.notes, note))
-            cells.append(cell)
-            require_room(name, checkpoint, tasks, cell.scoring.max_length)
-            if not _quantized(column):
-                bases.setdefault(column.quantization.compute_dtype, cell.grid_cell)
+        cells += _cells(planned, name, checkpoint, shapes)
     planned = replace(planned, cells=tuple(cells))
     if not show:
         require_runnable(planned.select(only))
@@ -309,8 +293,25 @@ def _checkpoints(recipe: Recipe) -> dict[str, Checkpoint]:
     return checkpoints
 
 
-def _quantized(column: QuantizerEntry) -> bool:
-    return column.quantization.precision.quantized
+def _cells(plan: Plan, name: str, checkpoint: Checkpoint, shapes: Shapes) -> Iterator[Cell]:
+    """Yield the cells of one checkpoint, unquantized ones first; ``plan`` has no cells yet."""
+    evaluation = plan.recipe.evaluation
+    if evaluation.add_bos:
+        require_bos(name, checkpoint)
+    if evaluation.apply_chat_template:
+        require_chat_template(name, checkpoint)
+    bases: dict[str, GridCell] = {}  # unquantized cells by the dtype that they compute in
+    for column in sorted(plan.recipe.quantizers, key=lambda c: c.quantization.precision.quantized):
+        dtype, base, notes = column.quantization.compute_dtype, None, ()
+        if bases and evaluation.damage and column.quantization.precision.quantized:
+            base = bases.get(dtype) or next(iter(bases.values()))
+            if dtype not in bases:
+                notes = (f"damage is against {base.quantizer}: none is unquantized in {dtype}",)
+        cell = _cell(plan, name, checkpoint, shapes, column, base)
+        if not column.quantization.precision.quantized:
+            bases.setdefault(dtype, cell.grid_cell)
+        yield replace(cell, notes=(*cell.notes, *notes))
+    require_room(name, checkpoint, plan.tasks, cell.scoring.max_length)
 
 
 def _cell(
@@ -321,22 +322,21 @@ def _cell(
     column: QuantizerEntry,
     base: GridCell | None,
 ) -> Cell:
-    """Return the cell of one checkpoint and one ``column``; ``plan`` has no cells yet. ``base`` is
-    the unquantized cell that damage is measured against."""
-    recipe, device = plan.recipe, plan.device
+    """Return the cell of one checkpoint and one ``column``. ``base`` is the unquantized cell that
+    damage is measured against."""
+    evaluation, device = plan.recipe.evaluation, plan.device
     quantization, copy = find_copy(column.quantization, name, checkpoint, shapes, device)
-    reason = None
+    config = in_transformers_words(checkpoint.config)
+    reasons = []
     try:
-        config = in_transformers_words(checkpoint.config)
         quantization = quantization.fitted(shapes)
         quantization.check(config, device)
     except RecipeError as error:
-        reason = str(error)
-    evaluation = recipe.evaluation
+        reasons.append(str(error))
     requested = evaluation.attention
     if quantization.kv_cache and quantization.kv_cache.two_sources:
         if requested == "triton":
-            reason = reason or (
+            reasons.append(
                 f"{quantization.kv_cache.name}: no kernel attends over a KV cache with "
                 "residual_length or groups of tokens; set evaluation.attention: auto"
             )
@@ -345,17 +345,17 @@ def _cell(
         name, checkpoint.class_name, checkpoint.normalizer, requested, device
     )
     checkpoint = replace(checkpoint, normalizer=attention.normalizer)
-    copy = copy and replace(copy, normalizer=attention.normalizer)
     scoring = scoring_settings(evaluation, checkpoint, quantization, device=device)
     calibration, seed = None, column.calibration_seed
     if quantization.needs_calibration:
         assert plan.calibration, "Recipe refuses calibrated quantizers without calibration"
         text = plan.calibration
         calibration = text if seed is None else replace(text, seed=seed)
+    reasons += unsupported_reasons(plan.recipe, checkpoint, shapes, quantization, copy)
     cell = Cell(
         base=base,
         calibration=calibration,
-        copy=copy,
+        copy=copy and replace(copy, normalizer=attention.normalizer),
         checkpoint_name=name,
         checkpoint=checkpoint,
         label=column.label,
@@ -364,10 +364,7 @@ def _cell(
         scoring=scoring,
         key="",
         key_parts={},
-        unsupported_reason=reason
-        or unsupported_reason(checkpoint, shapes, quantization)
-        or _unlike_a_stream(recipe, quantization, copy, checkpoint.config)
-        or _beyond_positions(recipe, quantization, checkpoint),
+        unsupported_reason=next(iter(reasons), None),
         notes=tuple(_notes(checkpoint, attention, scoring, evaluation.max_length)),
     )
     parts = _key_parts(plan, cell)
@@ -425,37 +422,6 @@ def streams(cell: Cell, plan: Plan, weights: float, room: Callable[[], float]) -
         return False
     able = streamable(cell.quantization, cell.copy, cell.checkpoint.config)
     return able and weights + min(weights, WORKSPACE) > room()
-
-
-def _unlike_a_stream(
-    recipe: Recipe,
-    quantization: QuantizationConfig,
-    copy: Checkpoint | None,
-    config: Mapping[str, Any],
-) -> str | None:
-    evaluation = recipe.evaluation
-    what = (
-        "device_map" if evaluation.device_map else "stream" if evaluation.stream is True else None
-    )
-    if what is None or streamable(quantization, copy, config):
-        return None
-    return (
-        f"evaluation.{what}: block by block, only weights can be quantized (rtn, bnb, hqq, gptq "
-        "and the like), and rotary angles must not depend on the length; leave it out, or the "
-        "quantizer"
-    )
-
-
-def _beyond_positions(
-    recipe: Recipe, quantization: QuantizationConfig, checkpoint: Checkpoint
-) -> str | None:
-    most, text = _positions(checkpoint), recipe.calibration
-    if not quantization.needs_calibration or text is None or text.length <= most:
-        return None
-    return (
-        f"calibration.length {text.length}: {checkpoint.class_name} has {most} positions; set "
-        f"length: {most}, or --calibration-length {most}"
-    )
 
 
 def streamable(
@@ -534,11 +500,6 @@ def find_groups(recipe: Recipe, skipped: Sequence[str]) -> tuple[TaskGroup, ...]
         if not set(skipped) & set(group.tasks)
     }
     return tuple(groups.values())
-
-
-def _positions(checkpoint: Checkpoint) -> float:
-    """Return the most tokens that a forward pass of the checkpoint takes."""
-    return checkpoint.positions or math.inf
 
 
 def _leaf_tasks(recipe: Recipe) -> list[Task]:
@@ -666,11 +627,15 @@ def require_chat_template(name: str, checkpoint: Checkpoint) -> None:
         )
 
 
-def unsupported_reason(
-    checkpoint: Checkpoint, shapes: Shapes, quantization: QuantizationConfig
-) -> str | None:
-    """Return why a quantizer can never run with this checkpoint, whose linear layers have these
-    ``shapes``; None if nothing speaks against it."""
+def unsupported_reasons(
+    recipe: Recipe,
+    checkpoint: Checkpoint,
+    shapes: Shapes,
+    quantization: QuantizationConfig,
+    copy: Checkpoint | None,
+) -> Iterator[str]:
+    """Yield why a quantizer can never run with this checkpoint, whose linear layers have these
+    ``shapes``."""
     all_linear = shapes and not has_other_matrices(checkpoint)
     try:
         for part in quantization.parts.values():
@@ -679,20 +644,32 @@ def unsupported_reason(
                 words = (p.rpartition(".")[2] for p in part.ignore if not set(p) & set("*?["))
                 require_matches(shapes, tuple(words), part.name)
     except QuantizationError as error:
-        return str(error)
-    weights = quantization.weights
-    own_attention = checkpoint.normalizer not in ("softmax", NATIVE)
-    if isinstance(weights, LibraryMade) and weights.softmax_only and own_attention:
-        return (
+        yield str(error)
+    weights, evaluation, text = quantization.weights, recipe.evaluation, recipe.calibration
+    other = checkpoint.normalizer not in ("softmax", NATIVE)
+    if isinstance(weights, LibraryMade) and weights.softmax_only and other:
+        yield (
             f"{weights.name}: {weights.package} computes softmax, and {checkpoint.source} was "
             f"trained with {checkpoint.normalizer}"
         )
     if checkpoint.normalizer == NATIVE and quantization.kv_cache is not None:
-        return (
+        yield (
             f"{checkpoint.class_name} runs on its own attention, but the KV cache is quantized in "
             "qbench's; leave kv out"
         )
-    return None
+    moved = "device_map" if evaluation.device_map else "stream" if evaluation.stream is True else ""
+    if moved and not streamable(quantization, copy, checkpoint.config):
+        yield (
+            f"evaluation.{moved}: block by block, only weights can be quantized (rtn, bnb, hqq, "
+            "gptq and the like), and rotary angles must not depend on the length; leave it out, or "
+            "the quantizer"
+        )
+    most = checkpoint.positions or math.inf
+    if quantization.needs_calibration and text is not None and text.length > most:
+        yield (
+            f"calibration.length {text.length}: {checkpoint.class_name} has {most} positions; set "
+            f"length: {most}, or --calibration-length {most}"
+        )
 
 
 def require_runnable(cells: Iterable[Cell]) -> None:
@@ -709,7 +686,7 @@ def require_room(
     """Raise RecipeError for a task that leaves no room for its prompt, as it generates
     ``max_length`` tokens or more, or whose prompts exceed the positions of checkpoint ``name``."""
     for task in tasks:
-        if (task.max_length or 0) > _positions(checkpoint):
+        if (task.max_length or 0) > (checkpoint.positions or math.inf):
             raise RecipeError(
                 f"tasks: {task.name}: its prompts and answers take {task.max_length} tokens, and "
                 f"{checkpoint.class_name} of checkpoints.{name} has {checkpoint.max_length} "

@@ -137,16 +137,16 @@ class CellFiles(Generic[R, M]):
         Raises NewerSchemaError for a record of a newer qbench, which must not be replaced.
         """
         try:
-            return self._verified(cell)
+            record = self.get(cell)
+            for name in getattr(record, "files", ()):
+                self.payload(record, name)
+            return record
         except NewerSchemaError:
             raise
         except (DamagedError, SchemaError) as error:
             if log is not None:
                 log(f"{cell.cell}: made again: {str(error).removesuffix('; ' + self.remedy)}")
             return None
-
-    def _verified(self, cell: CellKey) -> R | None:
-        return self.get(cell)
 
     def records(self) -> list[R]:
         """Return the records of the manifest's cells in its order, missing ones left out."""
@@ -248,39 +248,26 @@ class Store(CellFiles[Record, RunManifest]):
             self._write(self.directory / MANIFESTS / f"{run_id(manifest)}.json", manifest)
         return before
 
-    def _verified(self, cell: CellKey) -> Record | None:
-        """Return the record after reading its tables too."""
-        record = self.get(cell)
-        for name in record.files if record else ():
-            self.payload(record, name)
-        return record
-
     def put(
         self,
         record: Record,
-        outcomes: pd.DataFrame | None = None,
-        responses: pd.DataFrame | None = None,
-        divergences: pd.DataFrame | None = None,
-        answers: pd.DataFrame | None = None,
+        outcomes: pd.DataFrame | bytes | None = None,
+        responses: pd.DataFrame | bytes | None = None,
+        divergences: pd.DataFrame | bytes | None = None,
+        answers: pd.DataFrame | bytes | None = None,
     ) -> Record:
         """Write a record and its tables, and return the record with the tables' checksums.
 
-        The record is written last. Tables of this record that are not passed are deleted.
+        A table may be the content of its Parquet file. The record is written last. Tables of this
+        record that are not passed are deleted.
         """
-        if outcomes is not None:  # like values side by side compress a seventh better
-            outcomes = outcomes.sort_values(["task", "metric", "document"], kind="stable")
         tables = {"outcomes": outcomes, "responses": responses, "divergences": divergences,
                   "answers": answers}  # fmt: skip
         payloads = {
-            name: _parquet(table, COLUMNS[name])
+            name: table if isinstance(table, bytes) else _parquet(table, COLUMNS[name])
             for name, table in tables.items()
             if table is not None
         }
-        return self.put_payloads(record, payloads)
-
-    def put_payloads(self, record: Record, payloads: dict[Table, bytes]) -> Record:
-        """Write a record and its tables, given as the content of their Parquet files; else as
-        :meth:`put`."""
         files = {
             name: StoredTable(sha256=digest(payload), bytes=len(payload))
             for name, payload in payloads.items()
@@ -289,8 +276,7 @@ class Store(CellFiles[Record, RunManifest]):
         path = self.path(record)
         with self._lock():
             for name, payload in payloads.items():
-                table = without_links(self.root, self._table_path(record, name))
-                write_atomically(table, payload)
+                write_atomically(without_links(self.root, self._table_path(record, name)), payload)
             self._write(path, record)
             kept = {self._table_path(record, name) for name in files}
             for old in path.parent.glob(f"{path.stem}.*.*.parquet"):
@@ -377,6 +363,8 @@ def _parquet(table: pd.DataFrame, columns: tuple[str, ...]) -> bytes:
     """Return ``table`` as a Parquet file. Numbers are stored as differences or split into bytes,
     which takes half of what zstd alone does."""
     assert tuple(table.columns) == columns, tuple(table.columns)
+    if columns == OUTCOME_COLUMNS:  # like values side by side compress a seventh better
+        table = table.sort_values(["task", "metric", "document"], kind="stable")
     kinds = {name: kind.kind for name, kind in table.dtypes.items()}
     encoding = {"i": "DELTA_BINARY_PACKED", "f": "BYTE_STREAM_SPLIT"}
     return table.to_parquet(

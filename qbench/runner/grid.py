@@ -191,7 +191,7 @@ class _GridRun:
             keep_cell(self.cache, record, self.store)
         elif kept := find_kept(cell, self.cache):
             with FileLock(self.store.lock_file(cell.grid_cell)):
-                record = self.store.put_payloads(*kept)
+                record = self.store.put(kept[0], **kept[1])
             self.progress.log(f"{cell.name}: taken from the cache")
         return record
 

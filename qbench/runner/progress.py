@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, partialmethod
 from tempfile import TemporaryDirectory
 from typing import Any, TextIO
 
@@ -144,11 +144,9 @@ class RemoteProgress:
     send: Callable[[tuple[Any, ...]], None]
     _last: float = field(default=0.0, repr=False)
 
-    def begin(self, cell: str) -> None:
-        self._send("begin", cell)
-
-    def stage(self, cell: str, name: str, total: float | None = None) -> None:
-        self._send("stage", cell, name, total)
+    def _send(self, *message: Any) -> None:
+        with suppress(OSError):
+            self.send(message)
 
     def advance(self, cell: str, completed: float, total: float | None = None) -> None:
         now = _now()
@@ -156,15 +154,10 @@ class RemoteProgress:
             self._last = now
             self._send("advance", cell, completed, total)
 
-    def end(self, cell: str) -> None:
-        self._send("end", cell)
-
-    def log(self, line: str, style: str = "") -> None:
-        self._send("log", line, style)
-
-    def _send(self, *message: Any) -> None:
-        with suppress(OSError):
-            self.send(message)
+    begin = partialmethod(_send, "begin")
+    stage = partialmethod(_send, "stage")
+    end = partialmethod(_send, "end")
+    log = partialmethod(_send, "log")
 
 
 @contextmanager
