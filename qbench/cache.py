@@ -199,7 +199,7 @@ def entries(cache: Path) -> list[Entry]:
             (path, [path, *path.parent.glob(f"{path.stem}.*.parquet")])
             for path in cache.glob(f"{kind}s/*.json")
         ]
-    listed = [_entry(kind, *one) for kind, each in files.items() for one in each]
+    listed = [_entry(kind, *item) for kind, each in files.items() for item in each]
     return sorted(listed, key=lambda entry: entry.used)
 
 

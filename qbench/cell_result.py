@@ -46,35 +46,41 @@ def merge_reports(reports: Sequence[ScoringReport]) -> ScoringReport | None:
         return None
     merged: dict[str, Any] = {}
     for name in ("requests", "batches", "tokens", "truncated", "halvings"):
-        counts = [count for one in reports if (count := getattr(one, name)) is not None]
+        counts = [count for report in reports if (count := getattr(report, name)) is not None]
         merged[name] = sum(counts) if counts else None
     for name in ("truncated_shares", "exact_tasks", "transformers_generation"):
-        merged[name] = {key: value for one in reports for key, value in getattr(one, name).items()}
-    merged["doubled_bos"] = tuple(task for one in reports for task in one.doubled_bos)
-    merged["graph_error"] = next((one.graph_error for one in reports if one.graph_error), None)
-    merged["peak_memory_gib"] = max(one.peak_memory_gib for one in reports)
-    if compared := [one.difference_from_exact for one in reports if one.difference_from_exact]:
+        merged[name] = {
+            key: value for report in reports for key, value in getattr(report, name).items()
+        }
+    merged["doubled_bos"] = tuple(task for report in reports for task in report.doubled_bos)
+    merged["graph_error"] = next(
+        (report.graph_error for report in reports if report.graph_error), None
+    )
+    merged["peak_memory_gib"] = max(report.peak_memory_gib for report in reports)
+    if compared := [
+        report.difference_from_exact for report in reports if report.difference_from_exact
+    ]:
         merged["difference_from_exact"] = merge_differences(compared)
     return reports[0].model_copy(update=merged)
 
 
 def merge_differences(differences: Sequence[DifferenceFromExact]) -> DifferenceFromExact:
     """Return the differences between fast and exact scores over the samples of several tasks."""
-    requests = sum(one.requests for one in differences)
+    requests = sum(difference.requests for difference in differences)
 
     def mean(name: str) -> float:
-        total = sum(getattr(one, name) * one.requests for one in differences)
+        total = sum(getattr(difference, name) * difference.requests for difference in differences)
         return total / max(1, requests)
 
     return DifferenceFromExact(
-        documents=sum(one.documents for one in differences),
+        documents=sum(difference.documents for difference in differences),
         requests=requests,
-        largest=max(one.largest for one in differences),
+        largest=max(difference.largest for difference in differences),
         mean=mean("mean"),
-        largest_per_token=max(one.largest_per_token for one in differences),
+        largest_per_token=max(difference.largest_per_token for difference in differences),
         mean_per_token=mean("mean_per_token"),
-        changed_answers=sum(one.changed_answers for one in differences),
-        samples=tuple(sample for one in differences for sample in one.samples),
+        changed_answers=sum(difference.changed_answers for difference in differences),
+        samples=tuple(sample for difference in differences for sample in difference.samples),
     )
 
 

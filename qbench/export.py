@@ -33,9 +33,9 @@ def scalars(record: Record) -> dict[str, float]:
         values["audit/bits_per_weight"] = record.audit.bits_per_weight
         values["audit/weight_error"] = record.audit.weight_error
     if isinstance(record.damage, Damage):
-        for task, one in record.damage.tasks.items():
-            if one.distributions is not None:
-                values[f"{task}/mean_kl"] = one.distributions.kl.mean
+        for task, damage in record.damage.tasks.items():
+            if damage.distributions is not None:
+                values[f"{task}/mean_kl"] = damage.distributions.kl.mean
     return {name: value for name, value in values.items() if math.isfinite(value)}
 
 
@@ -51,7 +51,7 @@ def write_lm_eval(store: Store, record: Record, folder: Path) -> list[Path]:
     outcomes, responses = store.outcomes(record), store.responses(record)
     for task in dict.fromkeys(score.task for score in record.scores):
         lines = samples(outcomes[outcomes["task"] == task], responses[responses["task"] == task])
-        files[f"samples_{task}_{date}.jsonl"] = "".join(f"{json.dumps(one)}\n" for one in lines)
+        files[f"samples_{task}_{date}.jsonl"] = "".join(f"{json.dumps(line)}\n" for line in lines)
     for name, text in files.items():
         write_atomically(place / name, text.encode())
     return [place / name for name in files]
@@ -121,11 +121,13 @@ def samples(outcomes: pd.DataFrame, responses: pd.DataFrame) -> Iterator[dict[st
     scored = {document for _, document in lines}
     for document, answers in given.items():
         if document not in scored:
-            filters = [one.filter for one in answers if isinstance(one.filter, str)] or ["none"]
+            filters = [answer.filter for answer in answers if isinstance(answer.filter, str)] or [
+                "none"
+            ]
             lines |= {(filter_, document): {} for filter_ in filters}
     for (filter_, document), metrics in lines.items():
         answers = given.get(document, [])
-        generated = any(isinstance(one.answer, str) for one in answers)
+        generated = any(isinstance(answer.answer, str) for answer in answers)
         yield {
             "doc_id": document,
             "doc": {},
@@ -139,18 +141,18 @@ def samples(outcomes: pd.DataFrame, responses: pd.DataFrame) -> Iterator[dict[st
 
 
 def _scored(answers: list[Any]) -> dict[str, Any]:
-    given = [[str(one.log_likelihood), str(bool(one.greedy))] for one in answers]
-    return {"resps": [[one] for one in given], "filtered_resps": given}
+    given = [[str(answer.log_likelihood), str(bool(answer.greedy))] for answer in answers]
+    return {"resps": [[answer] for answer in given], "filtered_resps": given}
 
 
 def _texts(answers: list[Any], filter_: str) -> dict[str, Any]:
     """Return generated answers; ``qbench_cut`` counts characters that records do not keep."""
-    written = [one for one in answers if not isinstance(one.filter, str)]
-    taken = [one for one in answers if one.filter == filter_] or written[:1]
-    cut = int(sum(one.cut for one in written))
+    written = [answer for answer in answers if not isinstance(answer.filter, str)]
+    taken = [answer for answer in answers if answer.filter == filter_] or written[:1]
+    cut = int(sum(answer.cut for answer in written))
     return {
-        "resps": [[one.answer for one in written]],
-        "filtered_resps": [one.answer for one in taken],
+        "resps": [[answer.answer for answer in written]],
+        "filtered_resps": [answer.answer for answer in taken],
         **({"qbench_cut": cut} if cut else {}),
     }
 

@@ -53,8 +53,8 @@ def find_copy(
         copy = _gguf(source, original)
     else:
         copy = original if source is None else find(source, quantized=True)
-    stated = copy.config.get("quantization_config", {})
-    method = str(stated.get("quant_method", ""))
+    quantization = copy.config.get("quantization_config", {})
+    method = str(quantization.get("quant_method", ""))
     if method not in loadable_methods():
         raise CheckpointError(
             f"checkpoint {copy.source}: quant_method {method!r}: the installed transformers loads "
@@ -67,14 +67,14 @@ def find_copy(
         _require_sizes(copy, original)
         _require_tokens(copy, original)
         if method == GGUF:
-            bits = dict(zip(bits, stated["bits"], strict=True))
+            bits = dict(zip(bits, quantization["bits"], strict=True))
         else:
             bits, plain = _stored(copy, original, shapes)
     published = PublishedCopy(
         path=weights.path,
         compute_dtype=weights.compute_dtype,
         format=method,
-        config=stated,
+        config=quantization,
         digest=copy.digest,
         folder=str(copy.folder),
         device=device,
@@ -152,17 +152,17 @@ def _rounded_ends(copy: Checkpoint) -> bool:
 
 def _normalizer(copy: Checkpoint, original: Checkpoint) -> str:
     """Return the original's normalizer, which a library's config.json may have lost."""
-    stated = copy.config.get("qbench_normalizer")
-    if stated not in (None, original.normalizer):
+    by_copy = copy.config.get("qbench_normalizer")
+    if by_copy not in (None, original.normalizer):
         raise CheckpointError(
-            f"checkpoint {copy.source}: it was trained with {stated}, and {original.source} with "
+            f"checkpoint {copy.source}: it was trained with {by_copy}, and {original.source} with "
             f"{original.normalizer}: it is another model"
         )
     return original.normalizer
 
 
 def _require_sizes(copy: Checkpoint, original: Checkpoint) -> None:
-    sizes, copied = (in_transformers_words(one.config) for one in (original, copy))
+    sizes, copied = (in_transformers_words(checkpoint.config) for checkpoint in (original, copy))
     for size in SIZES:
         if None not in (sizes.get(size), copied.get(size)) and sizes[size] != copied[size]:
             raise RecipeError(
@@ -174,7 +174,7 @@ def _require_sizes(copy: Checkpoint, original: Checkpoint) -> None:
 def _require_tokens(copy: Checkpoint, original: Checkpoint) -> None:
     """Raise RecipeError if the copy has a tokenizer that may cut texts otherwise: it is scored with
     the original's."""
-    theirs, ours = (one.folder / "tokenizer.json" for one in (copy, original))
+    theirs, ours = (checkpoint.folder / "tokenizer.json" for checkpoint in (copy, original))
     if not theirs.is_file() or (ours.is_file() and theirs.read_bytes() == ours.read_bytes()):
         return
     from qbench.checkpoints.tokenizer import other_rules, other_tokens  # imports transformers
@@ -191,8 +191,8 @@ def _require_tokens(copy: Checkpoint, original: Checkpoint) -> None:
         )
     other = other_tokens(copy, original)
     if other is not None:
-        text, found, expected = other
+        text, ids, expected = other
         raise RecipeError(
-            f"checkpoint {copy.source}: its tokenizer makes {found} of {text}, and "
+            f"checkpoint {copy.source}: its tokenizer makes {ids} of {text}, and "
             f"{original.source}'s {expected}: {remedy}"
         )

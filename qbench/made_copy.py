@@ -75,8 +75,8 @@ def with_made_copy(
     )
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.with_name(f".{folder.name}.lock")):
-        known = folder.exists()
-        if not known:
+        exists = folder.exists()
+        if not exists:
             with new_folder(folder) as making:
                 _make(cell, maker, calibration, making, device, folder.with_suffix(".log"))
         mark_used(folder)
@@ -84,9 +84,9 @@ def with_made_copy(
     published = Published(path=str(path), compute_dtype=maker.compute_dtype)
     config = QuantizationConfig(weights=published)
     config, copy = find_copy(config, cell.checkpoint_name, cell.checkpoint, shapes, device)
-    stated = {f.name: getattr(config.weights, f.name) for f in fields(config.weights)}
-    config = replace(config, weights=MadeCopy(**stated, maker=maker))
-    how = f"{maker.note}, from the cache" if known else maker.note
+    values = {f.name: getattr(config.weights, f.name) for f in fields(config.weights)}
+    config = replace(config, weights=MadeCopy(**values, maker=maker))
+    how = f"{maker.note}, from the cache" if exists else maker.note
     return replace(cell, quantization=config, copy=copy), how
 
 
@@ -143,8 +143,8 @@ def main(job: Mapping[str, Any]) -> None:
         from qbench.checkpoints.tokenizer import load_tokenizer
 
         model = Path(job["stock"])
-        whole = read_model(checkpoint, getattr(torch, settings.compute_dtype))
-        whole.save_pretrained(model, save_original_format=False)
+        loaded = read_model(checkpoint, getattr(torch, settings.compute_dtype))
+        loaded.save_pretrained(model, save_original_format=False)
         load_tokenizer(checkpoint).save_pretrained(model)
         if own:
             _restate(model, attn_implementation=attention_name(normalizer, "auto", job["device"]))

@@ -261,7 +261,7 @@ def require_primary(recipe: Recipe, tasks: Sequence[TaskSpec], groups: Sequence[
     """Raise RecipeError if no task gives the score that the recipe calls primary."""
     if recipe.primary is None:
         return
-    given = [f"{group.name}/{one.metric}" for group in groups for one in group.metrics]
+    given = [f"{group.name}/{metric.metric}" for group in groups for metric in group.metrics]
     for task in tasks:
         listed = read_definition(task.definition).config.get("metric_list") or ()
         given += [f"{task.name}/{entry['metric']}" for entry in listed]

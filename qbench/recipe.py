@@ -508,8 +508,8 @@ class Recipe(Strict):
     @model_validator(mode="after")
     def _unique(self) -> Recipe:
         if self.baseline not in (None, *self.checkpoints, *self.replicates):
-            known = ", ".join([*self.checkpoints, *self.replicates])
-            raise problem(("baseline",), f"{self.baseline} is no checkpoint; there is {known}")
+            names = ", ".join([*self.checkpoints, *self.replicates])
+            raise problem(("baseline",), f"{self.baseline} is no checkpoint; there is {names}")
         if not self.tasks and self.answers is None:
             raise problem(("tasks",), "name at least one task, or prompts for answers")
         labels = [column.label for column in self.quantizers]
@@ -592,7 +592,9 @@ def added_column(recipe: Recipe, given: Overrides) -> str:
     ``given`` names one."""
     if len(recipe.quantizers) <= len(given.quantizers or ()) + len(given.quantized):
         return ""
-    names = (one.label for one in recipe.quantizers if not one.quantization.precision.quantized)
+    names = (
+        column.label for column in recipe.quantizers if not column.quantization.precision.quantized
+    )
     return f"{next(names)} is added: damage is measured against an unquantized column"
 
 

@@ -66,7 +66,7 @@ def _what(value: Schema) -> str:
     if "const" in value:
         return str(value["const"])
     if "anyOf" in value:
-        kinds = [_what(one) for one in value["anyOf"] if one.get("type") != "null"]
+        kinds = [_what(choice) for choice in value["anyOf"] if choice.get("type") != "null"]
         return " or ".join(dict.fromkeys(kinds))
     if value.get("type") == "array":
         return f"a list of: {_what(value.get('items', {}))}"

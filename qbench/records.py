@@ -484,7 +484,9 @@ class Training(RecordModel, populate_by_name=True):
             "code": sorted({session.code for session in self.sessions}),
             "processes": sorted({session.processes for session in self.sessions}),
             "hardware": sorted({session.environment.hardware for session in self.sessions}),
-            "torch": sorted({one.environment.versions.get("torch", "") for one in self.sessions}),
+            "torch": sorted(
+                {session.environment.versions.get("torch", "") for session in self.sessions}
+            ),
         }
 
 
@@ -615,29 +617,29 @@ class Record(CellRecord):
     @property
     def pooled_groups(self) -> tuple[GroupScore, ...]:
         """The groups, such as mmlu, whose score is the mean over all documents of their tasks."""
-        means = {(one.task, one.metric) for one in self.scores if one.aggregation == "mean"}
+        means = {(score.task, score.metric) for score in self.scores if score.aggregation == "mean"}
         return tuple(
-            one
-            for one in self.groups
-            if one.weight_by_size and all((task, one.metric) in means for task in one.tasks)
+            score
+            for score in self.groups
+            if score.weight_by_size and all((task, score.metric) in means for task in score.tasks)
         )
 
     @property
     def other_groups(self) -> tuple[GroupScore, ...]:
         pooled = self.pooled_groups
-        return tuple(one for one in self.groups if one not in pooled)
+        return tuple(score for score in self.groups if score not in pooled)
 
     def by_name(self) -> dict[tuple[str, str], Score]:
         """Return scores by (task, metric); those of ``pooled_groups`` under the group's name."""
         of_groups = (
             Score(
-                task=one.group,
+                task=score.group,
                 aggregation="mean",
-                **{name: getattr(one, name) for name in _Value.model_fields},
+                **{name: getattr(score, name) for name in _Value.model_fields},
             )
-            for one in self.pooled_groups
+            for score in self.pooled_groups
         )
-        return {(one.task, one.metric): one for one in (*self.scores, *of_groups)}
+        return {(score.task, score.metric): score for score in (*self.scores, *of_groups)}
 
 
 class TaskRecord(CellKey):

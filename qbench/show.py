@@ -109,8 +109,8 @@ def _damage(damage: Damage | Unavailable | None, flips: Mapping[str, Mapping[str
             kl = [significant(spread.kl.mean), significant(spread.kl.p99)]
             kl.append(f"{spread.top1_agreement:.2%}")
         changed = ", ".join(
-            f"{metric}: {one.right_to_wrong} / {one.wrong_to_right}"
-            for metric, one in (flips.get(task) or measured.flips).items()
+            f"{metric}: {counts.right_to_wrong} / {counts.wrong_to_right}"
+            for metric, counts in (flips.get(task) or measured.flips).items()
         )
         rows.append((task, *kl, changed))
     head = ("task", "mean KL", "KL p99", "same top token", "right to wrong / wrong to right")
@@ -121,9 +121,9 @@ def _by_confidence(damage: Damage) -> str:
     """Return mean KL and numbers of tokens by the probability that the unquantized model gives its
     likeliest token."""
     bins = {
-        task: one.distributions.by_confidence
-        for task, one in damage.tasks.items()
-        if one.distributions and one.distributions.by_confidence
+        task: task_damage.distributions.by_confidence
+        for task, task_damage in damage.tasks.items()
+        if task_damage.distributions and task_damage.distributions.by_confidence
     }
     if not bins:
         return ""
@@ -131,7 +131,7 @@ def _by_confidence(damage: Damage) -> str:
         (task, *(NO_VALUE if b.kl is None else f"{significant(b.kl)} ({b.tokens})" for b in each))
         for task, each in bins.items()
     ]
-    head = ("task", *(f"{one.low:g} to {one.high:g}" for one in next(iter(bins.values()))))
+    head = ("task", *(f"{level.low:g} to {level.high:g}" for level in next(iter(bins.values()))))
     return "\n\nmean KL (tokens) by the unquantized model's confidence\n\n" + table(head, rows)
 
 
@@ -152,13 +152,13 @@ def _audit(audit: Audit | None) -> str:
 
 def _values(values: Mapping[str, Any]) -> str:
     """Return those of ``values`` that are not empty, floats in four digits."""
-    shown = {name: _plain(one) for name, one in values.items() if one not in ([], {}, "")}
+    shown = {name: _plain(entry) for name, entry in values.items() if entry not in ([], {}, "")}
     return pairs(flat(shown))
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {name: _plain(one) for name, one in value.items()}
+        return {name: _plain(entry) for name, entry in value.items()}
     if isinstance(value, bool):
         return "yes" if value else "no"
     return significant(value) if isinstance(value, float) else value
@@ -170,11 +170,11 @@ def folder_text(store: Store) -> str:
     shown = run_id(manifest)
     rows = []
     for name, path in runs(store.directory):
-        one = read(path, RunManifest)
-        limit = "all documents" if one.limit is None else f"{one.limit} documents per task"
+        earlier = read(path, RunManifest)
+        limit = "all documents" if earlier.limit is None else f"{earlier.limit} documents per task"
         made = datetime.fromtimestamp(path.stat().st_mtime).strftime("%Y-%m-%d %H:%M")
         mark = "*" if name == shown else ""
-        rows.append((mark, name, made, len(one.cells), ", ".join(one.tasks), limit))
+        rows.append((mark, name, made, len(earlier.cells), ", ".join(earlier.tasks), limit))
     text = [f"{store.directory}: {manifest.name}"]
     if rows:
         text += ["", table(("", "run", "begun or unpacked", "cells", "tasks", "documents"), rows)]

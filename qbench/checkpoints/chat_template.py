@@ -46,7 +46,7 @@ def read_template(folder: Path) -> str | None:
             return file.read_text()
         template = json.loads((folder / "tokenizer_config.json").read_bytes())["chat_template"]
         if isinstance(template, list):  # several by name
-            template = {one["name"]: one["template"] for one in template}["default"]
+            template = {entry["name"]: entry["template"] for entry in template}["default"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return template if isinstance(template, str) and template else None

@@ -81,10 +81,10 @@ def read_config(folder: Path, *, quantized: bool = False) -> dict[str, Any]:
         gguf = "; of GGUF files name one itself, as DIR/FILE.gguf" if quantized else ""
         raise CheckpointError(f"no config.json in {folder}{gguf}")
     config = read_json(folder / CONFIG)
-    stated = config.get("quantization_config")
-    if quantized and not isinstance(stated, dict):
+    quantization = config.get("quantization_config")
+    if quantized and not isinstance(quantization, dict):
         raise CheckpointError("it is not quantized: its config.json has no quantization_config")
-    if stated and not quantized:
+    if quantization and not quantized:
         raise CheckpointError(
             "it is quantized already (quantization_config); name the unquantized checkpoint here, "
             "and this one with --quantized LABEL=PATH or in quantizers: [{name: checkpoint, path: "
@@ -110,23 +110,6 @@ def read_config(folder: Path, *, quantized: bool = False) -> dict[str, Any]:
     return config
 
 
-def require_sizes(config: dict[str, Any], tensors: int) -> None:
-    """Raise CheckpointError if a size is no whole number above zero, or if there are more layers
-    than ``tensors``: naming the parameters of such a model would never end."""
-    inner = config.get("text_config")
-    for part in (config, inner if isinstance(inner, dict) else {}):
-        for name in SIZES:
-            value = part.get(name)
-            if value is None or isinstance(value, list):  # a list: one size a layer
-                continue
-            layers = name in ("num_hidden_layers", "n_layer")
-            if type(value) is not int or value < 1 or (layers and value > tensors):
-                raise CheckpointError(
-                    f"config.json: {name} {value!r}: a whole number above 0 is needed, of layers "
-                    f"no more than the {tensors} weight tensors"
-                )
-
-
 CONFIG = "config.json"
 EMBEDDINGS = re.compile(
     r"(^|\.)(embed_tokens|wte|embed_in|word_embeddings|embeddings|tok_embeddings)\.weight$"
@@ -135,11 +118,23 @@ OTHER_MODALITIES = re.compile(r"(^|\.)(vision|visual|audio|image|speech|encoder)
 IN_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\.")
 
 
-def require_shapes(config: dict[str, Any], headers: Mapping[str, Header]) -> None:
-    """Raise CheckpointError if embeddings or the number of layers contradict config.json."""
+def require_sizes(config: dict[str, Any], headers: Mapping[str, Header]) -> None:
+    """Raise CheckpointError if a size of config.json is no whole number above zero or contradicts
+    the tensors: their number, the embeddings' shape, the layers in their names."""
     inner = config.get("text_config")
-    sizes = {**config, **(inner if isinstance(inner, dict) else {})}
-    texts = {name: one for name, one in headers.items() if not OTHER_MODALITIES.search(name)}
+    parts = (config, inner if isinstance(inner, dict) else {})
+    for name, value in ((name, part.get(name)) for part in parts for name in SIZES):
+        if value is None or isinstance(value, list):  # a list: one size a layer
+            continue
+        # naming the parameters of more layers than there are tensors would never end
+        layers = name in ("num_hidden_layers", "n_layer")
+        if type(value) is not int or value < 1 or (layers and value > len(headers)):
+            raise CheckpointError(
+                f"config.json: {name} {value!r}: a whole number above 0 is needed, of layers "
+                f"no more than the {len(headers)} weight tensors"
+            )
+    sizes = {**parts[0], **parts[1]}
+    texts = {name: header for name, header in headers.items() if not OTHER_MODALITIES.search(name)}
     for name, header in texts.items():
         if not EMBEDDINGS.search(name) or len(header.shape) != 2:
             continue
@@ -153,11 +148,11 @@ def require_shapes(config: dict[str, Any], headers: Mapping[str, Header]) -> Non
             raise CheckpointError(
                 f"config.json: hidden_size {widths[0]}, and {name} has {width} columns"
             )
-    layers = {int(match[1]) for name in texts if (match := IN_LAYER.search(name))}
-    stated = next((sizes[k] for k in ("num_hidden_layers", "n_layer") if k in sizes), None)
-    if layers and isinstance(stated, int) and max(layers) + 1 < stated:
+    count = 1 + max((int(m[1]) for name in texts if (m := IN_LAYER.search(name))), default=-1)
+    declared = next((sizes[k] for k in ("num_hidden_layers", "n_layer") if k in sizes), None)
+    if count and isinstance(declared, int) and count < declared:
         raise CheckpointError(
-            f"config.json: num_hidden_layers {stated}, and the tensors are of {max(layers) + 1}"
+            f"config.json: num_hidden_layers {declared}, and the tensors are of {count}"
         )
 
 
@@ -187,35 +182,44 @@ def weight_files(folder: Path) -> list[str]:
     present = sorted(path.name for path in folder.glob("*.safetensors") if path.is_file())
     if (folder / ADAPTER).exists():
         raise CheckpointError(f"{ADAPTER}: it is an adapter; merge it into its model first")
-    if not (folder / INDEX).exists():
-        _refuse_pickles(folder, present)
-        return present
-    listed = sorted(set(_index(folder).values()))
-    if missing := [name for name in listed if name not in present]:
-        raise CheckpointError(f"{INDEX} lists {some(missing)}, which is not there")
-    if left_over := [name for name in present if name not in listed]:
+    if (folder / INDEX).exists():
+        listed = _indexed_files(folder)
+        if missing := [name for name in listed if name not in present]:
+            raise CheckpointError(f"{INDEX} lists {some(missing)}, which is not there")
+        if left_over := [name for name in present if name not in listed]:
+            raise CheckpointError(
+                f"{some(left_over)} is not listed in {INDEX}; move files that do not belong to the "
+                "checkpoint out of its folder"
+            )
+        return listed
+    pickles = [path.name for pattern in PICKLES for path in sorted(folder.glob(pattern))]
+    if not present and pickles:
         raise CheckpointError(
-            f"{some(left_over)} is not listed in {INDEX}; move files that do not belong to the "
-            "checkpoint out of its folder"
+            f"{pickles[0]} is a pickle, which can run code when it is read; if you trust it, "
+            'convert it: python -c "import torch; from safetensors.torch import save_file; '
+            f"save_file(torch.load('{pickles[0]}', weights_only=True), '{SINGLE}')\""
         )
-    return listed
+    if not present:
+        raise CheckpointError(f"no *.safetensors file in {folder}")
+    return present
 
 
-def read_headers(folder: Path, *, quantized: bool = False) -> dict[str, Header]:
-    """Return the header of each tensor in the weight files of ``folder``, by name.
+def read_headers(
+    folder: Path, files: Iterable[str], *, quantized: bool = False
+) -> dict[str, Header]:
+    """Return the header of each tensor in the weight ``files`` of ``folder``, by name.
 
     Raises CheckpointError if a name stands in two files, if a file cannot be read, and unless the
     checkpoint is ``quantized``, if its weights are not floating-point numbers.
     """
     headers: dict[str, Header] = {}
-    for file in weight_files(folder):
-        for name, header in _read_file(folder / file).items():
-            if name in headers:
-                raise CheckpointError(
-                    f"{name} stands in {headers[name].file} and in {file}; move the file that does "
-                    "not belong to the checkpoint out of its folder"
-                )
-            headers[name] = header
+    for header in (header for file in files for header in _read_file(folder / file)):
+        before = headers.setdefault(header.name, header)
+        if before is not header:
+            raise CheckpointError(
+                f"{header.name} stands in {before.file} and in {header.file}; move the file that "
+                "does not belong to the checkpoint out of its folder"
+            )
     allowed = FLOATS | {"I64"}  # the latter of tables, as DeepSeek V4's of experts
     others = [n for n, h in headers.items() if h.dtype not in allowed and not BUFFERS.search(n)]
     if others and not quantized:
@@ -242,27 +246,22 @@ def require_fit(
         raise CheckpointError("the tensors do not fit the configuration; " + "; ".join(problems))
 
 
-def _read_file(path: Path) -> dict[str, Header]:
-    headers = {}
+def _read_file(path: Path) -> list[Header]:
     try:
         with safe_open(path, framework="numpy") as file:  # reads no tensor
-            for name in file.keys():  # noqa: SIM118  no mapping
-                part = file.get_slice(name)
-                headers[name] = Header(
-                    file=path.name,
-                    name=name,
-                    shape=list(part.get_shape()),
-                    dtype=part.get_dtype(),
-                )
+            parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  no mapping
+            return [
+                Header(file=path.name, name=name, shape=[*part.get_shape()], dtype=part.get_dtype())
+                for name, part in parts.items()
+            ]
     except (SafetensorError, OSError, ValueError) as error:
         with path.open("rb") as file:
             pointer = file.read(len(LFS_POINTER)) == LFS_POINTER
         why = f"is not a safetensors file, or a broken one ({error})"
         raise CheckpointError(f"{path.name} {LFS_REMEDY if pointer else why}") from None
-    return headers
 
 
-def _index(folder: Path) -> dict[str, str]:
+def _indexed_files(folder: Path) -> list[str]:
     index = read_json(folder / INDEX)
     files = index.get("weight_map")
     if not isinstance(files, dict) or not all(
@@ -274,20 +273,7 @@ def _index(folder: Path) -> dict[str, str]:
         raise CheckpointError(
             f'{INDEX} has no metadata, which transformers reads: "metadata": {{}}'
         )
-    return files
-
-
-def _refuse_pickles(folder: Path, present: list[str]) -> None:
-    if present:
-        return
-    pickles = [path.name for pattern in PICKLES for path in sorted(folder.glob(pattern))]
-    if not pickles:
-        raise CheckpointError(f"no *.safetensors file in {folder}")
-    raise CheckpointError(
-        f"{pickles[0]} is a pickle, which can run code when it is read; if you trust it, "
-        'convert it: python -c "import torch; from safetensors.torch import save_file; '
-        f"save_file(torch.load('{pickles[0]}', weights_only=True), '{SINGLE}')\""
-    )
+    return sorted(set(files.values()))
 
 
 # All that transformers reads for a causal model, its generation settings and its tokenizer: a
@@ -305,10 +291,9 @@ SETTINGS_ALONE = (  # of a tokenizer whose words stand in another file, but for 
 READ = (CONFIG, "generation_config.json", INDEX, *TOKENIZER)
 
 
-def file_names(folder: Path) -> list[str]:
-    """Return the paths within ``folder`` of all files that loading reads: weights, config.json,
+def file_names(folder: Path, weights: list[str]) -> list[str]:
+    """Return the paths within ``folder`` of all files that loading reads: ``weights``, config.json,
     then the others in the order of their names."""
-    weights = weight_files(folder)
     read = {
         path.relative_to(folder).as_posix()
         for pattern in READ
@@ -318,10 +303,10 @@ def file_names(folder: Path) -> list[str]:
     return [*weights, CONFIG, *sorted(read - {*weights, CONFIG})]
 
 
-def stamps(folder: Path) -> tuple[tuple[str, int, int], ...]:
-    """Return name, bytes and time of change in nanoseconds of every file that loading reads."""
+def stamps(folder: Path, names: Iterable[str]) -> tuple[tuple[str, int, int], ...]:
+    """Return name, bytes and time of change in nanoseconds of files in ``folder``."""
     try:
-        stats = [(name, (folder / name).stat()) for name in file_names(folder)]
+        stats = [(name, (folder / name).stat()) for name in names]
     except OSError as error:
         raise CheckpointError(f"{error.filename} cannot be read ({error.strerror})") from None
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
@@ -376,16 +361,17 @@ def _is_one_of(name: str, patterns: Iterable[str]) -> bool:
 
 def require_unchanged(checkpoint: Checkpoint) -> None:
     """Raise CheckpointError if its files changed since ``find``."""
-    if stamps(checkpoint.folder) != checkpoint.files:
+    names = file_names(checkpoint.folder, weight_files(checkpoint.folder))
+    if stamps(checkpoint.folder, names) != checkpoint.files:
         raise CheckpointError("its files changed after this run began; run again")
 
 
-def digests(folder: Path) -> tuple[str, dict[str, str]]:
-    """Return the SHA-256 over the names and contents of all files, ``LARGE`` ones in parts, and
-    those of the weights, the configuration and the tokenizer alone: 64 hexadecimal digits each."""
-    total, weights = hashlib.sha256(), weight_files(folder)
+def digests(folder: Path, names: list[str], weights: list[str]) -> tuple[str, dict[str, str]]:
+    """Return the SHA-256 over the ``names`` and contents of files, ``LARGE`` ones in parts, and
+    those of the ``weights``, the configuration and the tokenizer alone: 64 hexadecimal digits."""
+    total = hashlib.sha256()
     parts = {name: hashlib.sha256() for name in ("weights", "config", "tokenizer")}
-    for name in file_names(folder):
+    for name in names:
         try:
             path = folder / name
             large = path.stat().st_size > LARGE
@@ -395,7 +381,7 @@ def digests(folder: Path) -> tuple[str, dict[str, str]]:
         part = "config" if name in (CONFIG, "generation_config.json", INDEX) else "tokenizer"
         for hashed in (total, parts["weights" if name in weights else part]):
             hashed.update(f"{name} {content}\n".encode())
-    return total.hexdigest(), {name: one.hexdigest() for name, one in parts.items()}
+    return total.hexdigest(), {name: hashed.hexdigest() for name, hashed in parts.items()}
 
 
 CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len")  # the latter two bound it
@@ -520,34 +506,35 @@ def _read_checkpoint(
 ) -> Checkpoint:
     config = read_config(folder, quantized=quantized)
     _training(folder)  # refuses a config.json that was changed after training
-    headers = read_headers(folder, quantized=quantized)
-    require_sizes(config, len(headers))
-    stated = _normalizer(config, normalizer, headers)
+    weights = weight_files(folder)
+    headers = read_headers(folder, weights, quantized=quantized)
+    require_sizes(config, headers)
+    trained_with = _normalizer(config, normalizer, headers)
     kind = fla.in_transformers_words(config)["model_type"]  # refuses what no class there computes
     if kind not in class_names():
         raise CheckpointError(
             f"config.json: model_type {kind!r} is no causal language model of the installed "
             "transformers; code of the checkpoint's own (auto_map) is never run"
         )
-    require_shapes(config, headers)
-    require_present(stated, headers)
-    files = sorted({header.file for header in headers.values()} - {SINGLE})
-    if files and not (folder / INDEX).exists():
+    require_present(trained_with, headers)
+    others = sorted({header.file for header in headers.values()} - {SINGLE})
+    if others and not (folder / INDEX).exists():
         raise CheckpointError(
-            f"{files[0]}: transformers reads {SINGLE}, or the files that {INDEX} lists; rename "
+            f"{others[0]}: transformers reads {SINGLE}, or the files that {INDEX} lists; rename "
             "it or move it out of the folder"
         )
     if (folder / "generation_config.json").exists():
         read_json(folder / "generation_config.json")
-    total, parts = digests(folder)
+    names = file_names(folder, weights)
+    total, parts = digests(folder, names, weights)
     return Checkpoint(
         source=source,
         folder=folder,
-        normalizer=stated,
+        normalizer=trained_with,
         config=config,
         digest=total,
         digests=parts,
-        files=stamps(folder),
+        files=stamps(folder, names),
         headers=headers,
     )
 
@@ -576,44 +563,44 @@ def _folder(source: str, revision: str | None) -> Path:
     )
 
 
-def _normalizer(config: dict[str, Any], stated: str | None, headers: Iterable[str]) -> str:
+def _normalizer(config: dict[str, Any], by_recipe: str | None, headers: Iterable[str]) -> str:
     """Return the normalizer that the checkpoint was trained with, by config.json, ``headers`` and
-    the recipe (``stated``). Raises CheckpointError if they contradict each other."""
-    own = config.get("qbench_normalizer")
-    if own is not None and not (isinstance(own, str) and own in NORMALIZERS):
-        known = ", ".join(NORMALIZERS)
-        raise CheckpointError(f"qbench_normalizer {own!r} is not known; known: {known}")
+    the recipe (``by_recipe``). Raises CheckpointError if they contradict each other."""
+    by_config = config.get("qbench_normalizer")
+    if by_config is not None and not (isinstance(by_config, str) and by_config in NORMALIZERS):
+        names = ", ".join(NORMALIZERS)
+        raise CheckpointError(f"qbench_normalizer {by_config!r} is not known; known: {names}")
     if fla.recognizes(config):
-        own = _of_attention(config, own, stated)
+        by_config = _of_attention(config, by_config, by_recipe)
     sinks = any(name.endswith(".self_attn.sinks") for name in headers)  # gpt-oss's, Granite SWA's
     by_class = "softmax-sink" if sinks else "softmax"
-    own = own or by_class
-    if stated == NATIVE and own == by_class:
+    by_config = by_config or by_class
+    if by_recipe == NATIVE and by_config == by_class:
         return NATIVE
-    if stated not in (None, own):
+    if by_recipe not in (None, by_config):
         raise CheckpointError(
-            f"it was trained with {own}, the recipe says normalizer: {stated}; "
+            f"it was trained with {by_config}, the recipe says normalizer: {by_recipe}; "
             "leave normalizer out, or name the right checkpoint; qbench_normalizer in its "
             "config.json says how it was trained"
         )
-    return own
+    return by_config
 
 
-def _of_attention(config: dict[str, Any], own: str | None, stated: str | None) -> str:
+def _of_attention(config: dict[str, Any], by_config: str | None, by_recipe: str | None) -> str:
     """Return the normalizer that ``attn_impl`` names; without it, what config or recipe state."""
     if config.get("attn_impl") is None:
-        if own is None and stated not in ("softmax", NATIVE):
+        if by_config is None and by_recipe not in ("softmax", NATIVE):
             raise CheckpointError(
                 "config.json has no attn_impl, so its normalizer is unknown; if it was trained "
                 "with softmax, put normalizer: softmax into the recipe; else write "
                 "qbench_normalizer into its config.json"
             )
-        return own or "softmax"
+        return by_config or "softmax"
     by_format = fla.normalizer(config)
-    if own not in (None, by_format):
+    if by_config not in (None, by_format):
         raise CheckpointError(
             f"its config contradicts itself: attn_impl {config['attn_impl']!r} is {by_format}, "
-            f"qbench_normalizer is {own!r}"
+            f"qbench_normalizer is {by_config!r}"
         )
     return by_format
 

@@ -46,7 +46,7 @@ NAMES = (  # of tensors, and Llama's
     (".mlp_norm.", ".post_attention_layernorm."),
     (".attn.", ".self_attn."),
 )
-KEY_MAPPING = {re.escape(own): llama for own, llama in NAMES}  # for from_pretrained
+KEY_MAPPING = {re.escape(fla_name): llama for fla_name, llama in NAMES}  # for from_pretrained
 OUTPUT_BIAS = ".self_attn.o_proj.bias"  # Qwen 3 has one where its other projections have biases
 TABLE = ".self_attn.logn"  # of the scaled variants: logarithms that follow from the positions
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -113,13 +113,13 @@ def parse(config: dict[str, Any]) -> Config:
     try:
         return Config.model_validate({k: v for k, v in config.items() if k not in WITHOUT_EFFECT})
     except ValidationError as error:
-        found = error.errors()[0]
-        name, why = found["loc"][0], found["msg"]
-        if found["type"] == "extra_forbidden":
+        problem = error.errors()[0]
+        name, why = problem["loc"][0], problem["msg"]
+        if problem["type"] == "extra_forbidden":
             why = "no known field of flash-linear-attention's transformer models; remove it if it "
             why += "changes nothing"
-        stated = shown(config[name]) if name in config else "is missing"
-        raise CheckpointError(f"config.json: {name} {stated}: {why}") from None
+        value = shown(config[name]) if name in config else "is missing"
+        raise CheckpointError(f"config.json: {name} {value}: {why}") from None
 
 
 def recognizes(config: dict[str, Any]) -> bool:
@@ -139,47 +139,47 @@ def normalizer(config: dict[str, Any]) -> str:
 def llama_settings(config: dict[str, Any]) -> dict[str, Any]:
     """Return ``model_type`` and the fields of its configuration in transformers. Raises
     CheckpointError for values that no class there computes, unknown fields and impossible sizes."""
-    stated = parse(config)
-    kind, ours = _kind(stated)
-    hidden, heads = stated.hidden_size, stated.num_heads
-    shared = stated.num_kv_heads or heads
+    parsed = parse(config)
+    kind, ours = _kind(parsed)
+    hidden, heads = parsed.hidden_size, parsed.num_heads
+    shared = parsed.num_kv_heads or heads
     if hidden % heads or (hidden // heads) % 2 or heads % shared:
         raise CheckpointError(
             f"config.json: hidden_size {hidden}, num_heads {heads}, num_kv_heads {shared}: heads "
             "must divide hidden_size into even parts, and num_kv_heads must divide num_heads"
         )
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        if (getattr(stated, name) or 0) >= stated.vocab_size:
-            raise CheckpointError(f"config.json: {name}: none of {stated.vocab_size} tokens")
-    theta = config.get("rope_theta", 10000.0 if stated.qbench_rotary else None)
-    if (theta is None) == stated.qbench_rotary:
+        if (getattr(parsed, name) or 0) >= parsed.vocab_size:
+            raise CheckpointError(f"config.json: {name}: none of {parsed.vocab_size} tokens")
+    theta = config.get("rope_theta", 10000.0 if parsed.qbench_rotary else None)
+    if (theta is None) == parsed.qbench_rotary:
         raise CheckpointError(
-            f"config.json: qbench_rotary {stated.qbench_rotary}, yet rope_theta "
+            f"config.json: qbench_rotary {parsed.qbench_rotary}, yet rope_theta "
             f"{theta}: rope_theta is null where, and only where, the model was trained "
             "without a rotary embedding"
         )
     return {
         "model_type": kind,
-        "vocab_size": stated.vocab_size,
+        "vocab_size": parsed.vocab_size,
         "hidden_size": hidden,
-        "intermediate_size": stated.intermediate_size
+        "intermediate_size": parsed.intermediate_size
         # flash-linear-attention's rule: 2/3 of hidden · ratio, rounded up to 256
-        or 256 * math.ceil(int(hidden * (stated.hidden_ratio or 4) * 2 / 3) / 256),
-        "num_hidden_layers": stated.num_hidden_layers,
+        or 256 * math.ceil(int(hidden * (parsed.hidden_ratio or 4) * 2 / 3) / 256),
+        "num_hidden_layers": parsed.num_hidden_layers,
         "num_attention_heads": heads,
         "num_key_value_heads": shared,
         "head_dim": hidden // heads,
         "hidden_act": "silu",
-        "max_position_embeddings": stated.max_position_embeddings,
-        "rms_norm_eps": float(stated.norm_eps),
+        "max_position_embeddings": parsed.max_position_embeddings,
+        "rms_norm_eps": float(parsed.norm_eps),
         "rope_parameters": {
             "rope_type": "default",
             "rope_theta": float(theta or 10000.0),
         },
-        "tie_word_embeddings": stated.tie_word_embeddings,
-        "bos_token_id": stated.bos_token_id,
-        "eos_token_id": stated.eos_token_id,
-        "pad_token_id": stated.pad_token_id,
+        "tie_word_embeddings": parsed.tie_word_embeddings,
+        "bos_token_id": parsed.bos_token_id,
+        "eos_token_id": parsed.eos_token_id,
+        "pad_token_id": parsed.pad_token_id,
         **ours,
     }
 
@@ -189,16 +189,16 @@ def in_transformers_words(config: dict[str, Any]) -> dict[str, Any]:
     return llama_settings(config) if recognizes(config) else config
 
 
-def _kind(stated: Config) -> tuple[str, dict[str, Any]]:
+def _kind(parsed: Config) -> tuple[str, dict[str, Any]]:
     """Return the ``model_type`` of transformers that computes the same, and its fields for that."""
-    norm, bias, window = bool(stated.qk_norm), bool(stated.qkv_bias), stated.window_size
-    layers = stated.num_hidden_layers
-    if window is not None and stated.attn_impl not in WINDOWED:
+    norm, bias, window = bool(parsed.qk_norm), bool(parsed.qkv_bias), parsed.window_size
+    layers = parsed.num_hidden_layers
+    if window is not None and parsed.attn_impl not in WINDOWED:
         raise CheckpointError(
-            f"config.json: window_size {window}, which attn_impl {stated.attn_impl} does "
+            f"config.json: window_size {window}, which attn_impl {parsed.attn_impl} does "
             "not look at; write null if the model was trained without a window"
         )
-    if not stated.qbench_rotary:
+    if not parsed.qbench_rotary:
         if norm or bias or window is not None:
             raise CheckpointError(
                 "config.json: qbench_rotary false with qk_norm, qkv_bias or window_size: no class "
@@ -219,15 +219,15 @@ def _kind(stated: Config) -> tuple[str, dict[str, Any]]:
 
 def llama_name(name: str) -> str:
     """Return the Llama name of a tensor; names that both formats share stay as they are."""
-    for own, llama in NAMES:
-        name = name.replace(own, llama)
+    for fla_name, llama in NAMES:
+        name = name.replace(fla_name, llama)
     return name
 
 
 def own_name(name: str) -> str:
     """The inverse of :func:`llama_name`."""
-    for own, llama in NAMES:
-        name = name.replace(llama, own)
+    for fla_name, llama in NAMES:
+        name = name.replace(llama, fla_name)
     return name
 
 

@@ -243,8 +243,8 @@ def _require_own_tensors(checkpoint: Checkpoint, report: dict[str, Any]) -> list
 def _misshapen(report: dict[str, Any]) -> list[str]:
     """Return a line per tensor of another shape in transformers' ``report`` on what it loaded."""
     return sorted(
-        f"{name} {list(shape)} instead of {list(wanted)}"
-        for name, shape, wanted in report["mismatched_keys"]
+        f"{name} {list(shape)} instead of {list(expected)}"
+        for name, shape, expected in report["mismatched_keys"]
     )
 
 
@@ -256,8 +256,8 @@ def _config(checkpoint: Checkpoint) -> PreTrainedConfig:
 
 def generation_settings(checkpoint: Checkpoint) -> GenerationConfig:
     """Return the generation settings that it states, or that follow from its config.json."""
-    stated = _generation_config(checkpoint.folder)
-    return stated or GenerationConfig.from_model_config(_config(checkpoint))
+    settings = _generation_config(checkpoint.folder)
+    return settings or GenerationConfig.from_model_config(_config(checkpoint))
 
 
 def _generation_config(folder: Path) -> GenerationConfig | None:
@@ -320,7 +320,7 @@ def load_prequantized(
     UnavailableError with transformers' reason if it cannot load the checkpoint here,
     CheckpointError for broken files.
     """
-    stated = checkpoint.config["quantization_config"]
+    quantization = checkpoint.config["quantization_config"]
     with named(checkpoint.source):
         require_unchanged(checkpoint)
         try:
@@ -334,10 +334,10 @@ def load_prequantized(
                     trust_remote_code=False,
                     output_loading_info=True,
                     ignore_mismatched_sizes=True,  # so that they are named below, not loaded
-                    **_loading(stated, dequantize),
+                    **_loading(quantization, dequantize),
                 )
                 setattr(model, ROUNDS_ACTIVATIONS, rounds_activations)
-                _require_whole(stated, report)  # before kernels read what is not there
+                _require_whole(quantization, report)  # before kernels read what is not there
                 model = model.eval().requires_grad_(False)
                 for module in model.modules():  # bitsandbytes repacks for AVX512-BF16, wrongly
                     if hasattr(module, "support_avx512bf16_for_cpu"):
@@ -351,16 +351,17 @@ def load_prequantized(
             if "above report" in why:  # which nobody sees
                 why = "its tensors do not fit its quantization_config; take another copy"
             raise UnavailableError(
-                f"transformers cannot load this {stated.get('quant_method')} checkpoint here: {why}"
+                f"transformers cannot load this {quantization.get('quant_method')} checkpoint "
+                f"here: {why}"
             ) from error
         headers = checkpoint.headers
         require_own_head(model, checkpoint.folder, headers)
         if not logits.isfinite().all():
             _refuse_not_finite(
                 (
-                    (one.name, ~read_tensor(checkpoint.folder, one).float().isfinite())
-                    for one in headers.values()
-                    if one.dtype.startswith(("BF16", "F16", "F32", "F64", "F8"))
+                    (header.name, ~read_tensor(checkpoint.folder, header).float().isfinite())
+                    for header in headers.values()
+                    if header.dtype.startswith(("BF16", "F16", "F32", "F64", "F8"))
                 ),
                 torch.float32,
             )
@@ -370,10 +371,10 @@ def load_prequantized(
     return model
 
 
-def _require_whole(stated: dict[str, Any], report: dict[str, Any]) -> None:
+def _require_whole(quantization: dict[str, Any], report: dict[str, Any]) -> None:
     """Raise CheckpointError for tensors that transformers' ``report`` says are missing or of
-    another shape than ``stated`` makes them."""
-    missing, method = sorted(report["missing_keys"]), stated["quant_method"]
+    another shape than ``quantization`` makes them."""
+    missing, method = sorted(report["missing_keys"]), quantization["quant_method"]
     if method in ("awq", "gptq") and missing and all(".experts." in n for n in missing):
         raise UnavailableError(
             "transformers 5 keeps this model's experts as one tensor and loads none from "
@@ -382,18 +383,18 @@ def _require_whole(stated: dict[str, Any], report: dict[str, Any]) -> None:
     require_fit(missing, (), _misshapen(report))
 
 
-def _loading(stated: dict[str, Any], dequantize: bool) -> dict[str, Any]:
+def _loading(quantization: dict[str, Any], dequantize: bool) -> dict[str, Any]:
     """Return options of ``from_pretrained`` for a quantized checkpoint. GPTQ's and AWQ's automatic
     kernels differ by machine, and on CPUs some repack weights wrongly: the one in torch is named.
     """
-    method = stated.get("quant_method")
+    method = quantization.get("quant_method")
     if method == "gptq":
-        chosen = transformers.GPTQConfig(bits=stated["bits"], backend="gptq_torch")
+        chosen = transformers.GPTQConfig(bits=quantization["bits"], backend="gptq_torch")
     elif method == "awq":
-        chosen = transformers.AwqConfig(bits=stated["bits"], backend="torch_awq")
+        chosen = transformers.AwqConfig(bits=quantization["bits"], backend="torch_awq")
     elif method == "fp8" and dequantize:
         chosen = transformers.FineGrainedFP8Config(dequantize=True)
-    elif method == "compressed-tensors" and _one_scheme_of_weights(stated):
+    elif method == "compressed-tensors" and _one_scheme_of_weights(quantization):
         chosen = transformers.CompressedTensorsConfig(dequantize=True)
     elif method == "mxfp4":  # it rounds no activations, so that products are the same
         chosen = transformers.Mxfp4Config(dequantize=True)
@@ -402,15 +403,15 @@ def _loading(stated: dict[str, Any], dequantize: bool) -> dict[str, Any]:
     return {"quantization_config": chosen}
 
 
-def _one_scheme_of_weights(stated: dict[str, Any]) -> bool:
+def _one_scheme_of_weights(quantization: dict[str, Any]) -> bool:
     """Return whether only weights are quantized, all alike: then they can be dequantized at once.
 
     compressed-tensors 0.20 would dequantize them in the first forward pass, to the same numbers,
     but cannot load zero points and codes in whole bytes, which it expects in other layouts.
     """
-    groups = list((stated.get("config_groups") or {}).values())
+    groups = list((quantization.get("config_groups") or {}).values())
     inputs = any(group.get("input_activations") for group in groups)
-    return len(groups) == 1 and not inputs and not stated.get("kv_cache_scheme")
+    return len(groups) == 1 and not inputs and not quantization.get("kv_cache_scheme")
 
 
 def without_weights(checkpoint: Checkpoint) -> PreTrainedModel:
@@ -448,15 +449,15 @@ def require_finite(model: PreTrainedModel) -> None:
 def _refuse_not_finite(bad: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> None:
     """Raise CheckpointError if a mask of ``bad``, by the name of its tensor, is true anywhere."""
     counts = ((name, int(mask.sum()), mask.numel()) for name, mask in bad)
-    found = [f"{name} ({count} of {total} values)" for name, count, total in counts if count]
-    if found:
-        more = f" and {len(found) - 3} more tensors" if len(found) > 3 else ""
+    lines = [f"{name} ({count} of {total} values)" for name, count, total in counts if count]
+    if lines:
+        more = f" and {len(lines) - 3} more tensors" if len(lines) > 3 else ""
         too_large = "" if dtype == torch.float32 else (
             ", or, if they are too large for this dtype, use --dtype float32"
         )  # fmt: skip
         raise CheckpointError(
             f"not finite, as {str(dtype).removeprefix('torch.')}: "
-            f"{', '.join(found[:3])}{more}; the weights are damaged; fetch them again{too_large}"
+            f"{', '.join(lines[:3])}{more}; the weights are damaged; fetch them again{too_large}"
         )
 
 

@@ -46,10 +46,12 @@ def puts_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
     return tokenizer.encode("a")[:1] == [tokenizer.bos_token_id]
 
 
-def other_tokens(one: Checkpoint, other: Checkpoint) -> tuple[str, list[int], list[int]] | None:
+def other_tokens(
+    checkpoint: Checkpoint, other: Checkpoint
+) -> tuple[str, list[int], list[int]] | None:
     """Return one of TEXTS that the tokenizers of two checkpoints cut into other tokens, special
     ones aside, with the first ids of each from where they differ; None if there is none."""
-    first, second = load_tokenizer(one), load_tokenizer(other)
+    first, second = load_tokenizer(checkpoint), load_tokenizer(other)
     for text in TEXTS:
         ids, others = (
             each(text, add_special_tokens=False)["input_ids"] for each in (first, second)
@@ -61,10 +63,10 @@ def other_tokens(one: Checkpoint, other: Checkpoint) -> tuple[str, list[int], li
     return None
 
 
-def other_rules(one: Path, other: Path) -> list[str]:
+def other_rules(file: Path, other: Path) -> list[str]:
     """Return the parts of two tokenizer.json files that cut words and differ: the vocabulary, the
     merges, what normalizes and splits texts. How a part is written does not count."""
-    first, second = (json.loads(path.read_text(encoding="utf-8")) for path in (one, other))
+    first, second = (json.loads(path.read_text(encoding="utf-8")) for path in (file, other))
     parts = {
         "vocabulary": lambda t: (t.get("model") or {}).get("vocab"),
         "merges": lambda t: [

@@ -27,14 +27,14 @@ def list_entries() -> None:
     qbench cache list
     ```
     """
-    found = entries(cache_folder())
+    listed = entries(cache_folder())
     now = time.time()
-    rows = [(entry.name, in_words(entry.bytes), duration(now - entry.used)) for entry in found]
+    rows = [(entry.name, in_words(entry.bytes), duration(now - entry.used)) for entry in listed]
     if rows:
         head = ("what", "size", "unused for")
         typer.echo(tabulate(rows, headers=head, tablefmt="plain", disable_numparse=True))
-    total = in_words(sum(entry.bytes for entry in found))
-    typer.echo(f"{cache_folder()}: {len(found)} entries, {total}")
+    total = in_words(sum(entry.bytes for entry in listed))
+    typer.echo(f"{cache_folder()}: {len(listed)} entries, {total}")
 
 
 @cache.command("prune")

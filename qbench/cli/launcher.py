@@ -96,8 +96,8 @@ def launch(
     """
     options = {"--cluster": cluster, "--gpus": gpus, "--workers": workers}
     option = next((option for option, value in options.items() if value is not None), None)
-    one_process = "evaluation.device_map" if launcher.recipe.evaluation.device_map else None
-    exclusive = one_process if executor is None else f"--executor {executor}"
+    single_process = "evaluation.device_map" if launcher.recipe.evaluation.device_map else None
+    exclusive = single_process if executor is None else f"--executor {executor}"
     if exclusive is not None and option is not None:
         raise RecipeError(
             f"{exclusive}: leave {option} out; only one of the two can say where cells run"
@@ -115,7 +115,7 @@ def launch(
             )  # fmt: skip
     elif (
         cells is not None
-        and one_process is None
+        and single_process is None
         and (slots := gpu_slots(gpus, workers, launcher.device, CELLS_PER_GPU, at_most=cells))
     ):
         processes = Workers(slots, device=launcher.device)

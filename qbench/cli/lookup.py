@@ -73,8 +73,8 @@ def recipe_rows() -> Iterator[Row]:
 
 
 def normalizer_rows() -> Iterator[Row]:
-    for one in map(NORMALIZERS.get, NORMALIZERS):
-        yield from [(one.name, one.description), ("", f"{one.traits}")]
+    for normalizer in map(NORMALIZERS.get, NORMALIZERS):
+        yield from [(normalizer.name, normalizer.description), ("", f"{normalizer.traits}")]
     yield "native", "the attention of the model's own class in transformers"
 
 

@@ -119,7 +119,9 @@ def connected(
         for worker, host in hosts.items():
             require_fit(worker, host, expected)
         info = client.scheduler_info(n_workers=-1)
-        declared = any(GPU in (one.get("resources") or {}) for one in info["workers"].values())
+        declared = any(
+            GPU in (worker.get("resources") or {}) for worker in info["workers"].values()
+        )
         names = {host.name for host in hosts.values()}
         many = f"{len(hosts)} worker{'s'[: len(hosts) > 1]} on {len(names)} host"
         yield DaskExecutor(

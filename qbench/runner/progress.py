@@ -144,9 +144,9 @@ class RemoteProgress:
     send: Callable[[tuple[Any, ...]], None]
     _last: float = field(default=0.0, repr=False)
 
-    def _send(self, *message: Any) -> None:
+    def _send(self, *message: Any, **last: Any) -> None:
         with suppress(OSError):
-            self.send(message)
+            self.send((*message, *last.values()))
 
     def advance(self, cell: str, completed: float, total: float | None = None) -> None:
         now = _now()
