@@ -27,12 +27,12 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from filelock import FileLock
 
 from qbench.archive import unpack
-from qbench.errors import DamagedError, NewerSchemaError, ResultsError, SchemaError
+from qbench.errors import DamagedError, NewerSchemaError, ResultsError
 from qbench.files import clean_temporaries, digest, without_links, write_atomically
 from qbench.record_file import RUN_AGAIN, read, write
 from qbench.records import (
@@ -46,6 +46,7 @@ from qbench.records import (
     AnalysisManifest,
     CellKey,
     Record,
+    RecordModel,
     RunManifest,
     Sensitivity,
     StoredTable,
@@ -64,27 +65,28 @@ COLUMNS = {
     "answers": ANSWER_COLUMNS,
 }
 R = TypeVar("R", Record, Analysis, Sensitivity)
-M = TypeVar("M", RunManifest, AnalysisManifest)
 LogLine = Callable[[str], None]
 
 
-class CellFiles(Generic[R, M]):
-    """Records of one type, a file per cell under the cell's key, and the manifest that lists the
-    cells."""
+class Records(Generic[R]):
+    """Records of one ``kind``, a file per cell under the cell's key, with their tables, and the
+    manifest that lists the cells."""
 
-    kind: type[R]
-    manifest_kind: type[M]
+    manifest_kind: type[RunManifest | AnalysisManifest] = RunManifest
     remedy, written_by = RUN_AGAIN, "qbench run"
 
-    def __init__(self, root: Path, directory: Path, cells: Path) -> None:
-        """``root`` is the results folder; the manifest lies in ``directory``, records in
-        ``cells``, both inside ``root``."""
-        self.root, self.directory, self._cells = root, directory, cells
+    def __init__(self, root: Path, part: str, cells: str, kind: type[R]) -> None:
+        """``root`` is the results folder, whose archive is unpacked; the manifest lies in its
+        folder ``part``, the records in ``cells`` within that."""
+        self.root, self.kind = Path(root), kind
+        self.directory = self.root / part
+        self._cells = self.directory / cells
+        unpack(self.root)
 
     def has_manifest(self) -> bool:
         return (self.directory / MANIFEST).is_file()
 
-    def manifest(self) -> M:
+    def manifest(self) -> Any:
         """Return the manifest of the last run. Raises ResultsError if there is none or it is
         damaged."""
         if not self.has_manifest():
@@ -93,21 +95,16 @@ class CellFiles(Generic[R, M]):
             )
         return read(self.directory / MANIFEST, self.manifest_kind, self.remedy)
 
-    def manifest_before(self, log: LogLine | None = None) -> M | None:
+    def manifest_before(self, log: LogLine | None = None) -> Any:
         """Return the manifest that a new run is about to replace; None if there is none or it
         cannot be read. ``log`` is then called with the reason. Raises NewerSchemaError for one of a
         newer qbench, which must not be replaced.
         """
-        try:
+        with _logged(log):
             return self.manifest() if self.has_manifest() else None
-        except NewerSchemaError:
-            raise
-        except ResultsError as error:
-            if log is not None:
-                log(str(error))
-            return None
+        return None
 
-    def put_manifest(self, manifest: M, log: LogLine | None = None) -> M | None:
+    def put_manifest(self, manifest: Any, log: LogLine | None = None) -> Any:
         """Write ``manifest`` and return the one that it replaces, as :meth:`manifest_before`."""
         before = self.manifest_before(log)
         self._write(self.directory / MANIFEST, manifest)
@@ -123,12 +120,9 @@ class CellFiles(Generic[R, M]):
         if not path.is_file():
             return None
         record = read(path, self.kind, self.remedy)
-        if not self._is_of(record, cell):
+        if record.key != cell.key or self.path(record) != path:
             raise DamagedError(f"{path}: is of another cell or key; {self.remedy}")
         return record
-
-    def _is_of(self, record: R, cell: CellKey) -> bool:
-        return (record.cell, record.key) == (cell.cell, cell.key)
 
     def get_valid(self, cell: CellKey, log: LogLine | None = None) -> R | None:
         """Return the record of ``cell`` if it and its tables are intact, else None.
@@ -136,126 +130,40 @@ class CellFiles(Generic[R, M]):
         For callers that can make the record again: ``log`` is called with what is damaged or old.
         Raises NewerSchemaError for a record of a newer qbench, which must not be replaced.
         """
-        try:
+        with _logged(log, f"{cell.cell}: made again: ", f"; {self.remedy}"):
             record = self.get(cell)
             for name in getattr(record, "files", ()):
                 self.payload(record, name)
             return record
-        except NewerSchemaError:
-            raise
-        except (DamagedError, SchemaError) as error:
-            if log is not None:
-                log(f"{cell.cell}: made again: {str(error).removesuffix('; ' + self.remedy)}")
-            return None
+        return None
 
     def records(self) -> list[R]:
         """Return the records of the manifest's cells in its order, missing ones left out."""
         records = (self.get(cell) for cell in self.manifest().cells)
         return [record for record in records if record is not None]
 
-    def path(self, cell: CellKey) -> Path:
-        """Return where the record of ``cell`` lies."""
-        return self._cells / cell.cell / f"{cell.key[:KEY_DIGITS]}.json"
+    def path(self, cell: CellKey, suffix: str = ".json") -> Path:
+        """Return where the record of ``cell`` lies, or a file beside it with this ``suffix``."""
+        return self._cells / cell.cell / f"{cell.key[:KEY_DIGITS]}{suffix}"
 
     def log(self, cell: CellKey) -> Path:
         """Return where the output of libraries goes while ``cell`` runs."""
-        return without_links(self.root, self.path(cell).with_suffix(".log"))
+        return without_links(self.root, self.path(cell, ".log"))
 
     def lock_file(self, cell: CellKey) -> Path:
         """Return the lock file of ``cell``, for the process that runs it; its folder exists."""
-        path = without_links(self.root, self.path(cell).with_suffix(".lock"))
+        path = without_links(self.root, self.path(cell, ".lock"))
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
 
-    def _write(self, path: Path, content: R | M) -> None:
-        write(without_links(self.root, path), content)
-
-
-class Analyses(CellFiles[R, AnalysisManifest]):
-    """The analyses of one ``kind`` in the results folder ``directory``, in its folder ``part``."""
-
-    manifest_kind = AnalysisManifest
-    remedy, written_by = "run `qbench analyze` again", "qbench analyze"
-
-    def __init__(self, directory: Path, kind: type[R] = Analysis, part: str = "") -> None:
-        root = Path(directory)
-        unpack(root)
-        folder = root / "analysis" / part
-        super().__init__(root, folder, folder)
-        self.kind = kind
-
-    def records(self) -> list[R]:
-        """Return the analyses of the manifest's cells; none if nothing was analyzed."""
-        return super().records() if self.has_manifest() else []
-
-    def put(self, analysis: R) -> None:
-        self._write(self.path(analysis), analysis)
-
-
-LONG_CONTEXT, SENSITIVITY = "long-context", "sensitivity"
-
-
-def long_contexts(directory: Path) -> Analyses[Analysis]:
-    return Analyses(directory, Analysis, LONG_CONTEXT)
-
-
-def sensitivities(directory: Path) -> Analyses[Sensitivity]:
-    return Analyses(directory, Sensitivity, SENSITIVITY)
-
-
-class Store(CellFiles[Record, RunManifest]):
-    """The records of one results folder, with their tables."""
-
-    kind, manifest_kind = Record, RunManifest
-
-    def __init__(
-        self, directory: Path, *, manifest: RunManifest | None = None, run: str | None = None
-    ) -> None:
-        """``manifest`` replaces that of the last run; ``run`` is the beginning of the id of an
-        earlier run to show instead. Raises ResultsError if there is no such run."""
-        root = Path(directory)
-        unpack(root)
-        super().__init__(root, root, root / "records")
-        self._manifest, self.run = manifest, None if run is None else find_run(root, run)
-
-    @property
-    def name(self) -> str:
-        """The folder, and the run if it is not the last one."""
-        return f"{self.directory} (run {self.run})" if self.run else str(self.directory)
-
-    def output(self, name: str = "") -> Path:
-        """Return where to write the file or folder ``name`` that is made from these results.
-
-        It lies in the folder, or in ``runs/ID`` for an earlier run. Raises OutputError if a
-        symbolic link is in the way.
-        """
-        folder = self.directory / "runs" / self.run if self.run else self.directory
-        return without_links(self.directory, folder / name) if name else folder
-
-    def manifest(self) -> RunManifest:
-        """Return the manifest of the last run, or of the one that was chosen. Raises ResultsError
-        if there is none or it is damaged."""
-        if self.run is not None:
-            return read(self.directory / MANIFESTS / f"{self.run}.json", RunManifest)
-        return self._manifest or super().manifest()
-
-    def put_manifest(self, manifest: RunManifest, log: LogLine | None = None) -> RunManifest | None:
-        """Write ``manifest`` as that of the last run and return the one that it replaces, as
-        :meth:`CellFiles.put_manifest`. Removes what killed processes left in the folder."""
-        with self._lock():
-            before = super().put_manifest(manifest, log)
-            clean_temporaries(self.directory)
-            self._write(self.directory / MANIFESTS / f"{run_id(manifest)}.json", manifest)
-        return before
-
     def put(
         self,
-        record: Record,
+        record: R,
         outcomes: pd.DataFrame | bytes | None = None,
         responses: pd.DataFrame | bytes | None = None,
         divergences: pd.DataFrame | bytes | None = None,
         answers: pd.DataFrame | bytes | None = None,
-    ) -> Record:
+    ) -> R:
         """Write a record and its tables, and return the record with the tables' checksums.
 
         A table may be the content of its Parquet file. The record is written last. Tables of this
@@ -268,20 +176,20 @@ class Store(CellFiles[Record, RunManifest]):
             for name, table in tables.items()
             if table is not None
         }
-        files = {
-            name: StoredTable(sha256=digest(payload), bytes=len(payload))
-            for name, payload in payloads.items()
-        }
-        record = record.model_copy(update={"files": files})
+        if hasattr(record, "files"):
+            files = {
+                name: StoredTable(sha256=digest(payload), bytes=len(payload))
+                for name, payload in payloads.items()
+            }
+            record = record.model_copy(update={"files": files})
         path = self.path(record)
         with self._lock():
             for name, payload in payloads.items():
                 write_atomically(without_links(self.root, self._table_path(record, name)), payload)
             self._write(path, record)
-            kept = {self._table_path(record, name) for name in files}
-            for old in path.parent.glob(f"{path.stem}.*.*.parquet"):
-                if old not in kept:
-                    old.unlink()
+            kept = {self._table_path(record, name) for name in payloads}
+            for old in {*path.parent.glob(f"{path.stem}.*.*.parquet")} - kept:
+                old.unlink()
         return record
 
     def outcomes(self, record: Record) -> pd.DataFrame:
@@ -334,8 +242,10 @@ class Store(CellFiles[Record, RunManifest]):
     def _table_path(self, record: Record, name: Table) -> Path:
         """Return the path of a table. Its checksum is part of the name, so that a new table never
         replaces one that the old record still names."""
-        checksum = record.files[name].sha256[:KEY_DIGITS]
-        return self.path(record).with_suffix(f".{checksum}.{name}.parquet")
+        return self.path(record, f".{record.files[name].sha256[:KEY_DIGITS]}.{name}.parquet")
+
+    def _write(self, path: Path, content: RecordModel) -> None:
+        write(without_links(self.root, path), content)
 
     @contextmanager
     def _lock(self) -> Iterator[None]:
@@ -344,19 +254,94 @@ class Store(CellFiles[Record, RunManifest]):
             yield
 
 
-class KeyedStore(Store):
-    """Records of one ``kind`` by their key alone, whatever their cells are called: a folder of the
-    cache."""
+@contextmanager
+def _logged(log: LogLine | None, before: str = "", remedy: str = "") -> Iterator[None]:
+    """Call ``log`` with why a file cannot be read, ``before`` it and without the ``remedy``. Raises
+    NewerSchemaError: what a newer qbench wrote must not be replaced."""
+    try:
+        yield
+    except NewerSchemaError:
+        raise
+    except ResultsError as error:
+        if log is not None:
+            log(before + str(error).removesuffix(remedy))
+
+
+class Analyses(Records[R]):
+    """The analyses of one ``kind`` in the results folder ``directory``, in its folder ``part``."""
+
+    manifest_kind = AnalysisManifest
+    remedy, written_by = "run `qbench analyze` again", "qbench analyze"
+
+    def __init__(self, directory: Path, kind: type[R] = Analysis, part: str = "") -> None:
+        super().__init__(directory, f"analysis/{part}", "", kind)
+
+    def records(self) -> list[R]:
+        """Return the analyses of the manifest's cells; none if nothing was analyzed."""
+        return super().records() if self.has_manifest() else []
+
+
+LONG_CONTEXT, SENSITIVITY = "long-context", "sensitivity"
+
+
+def long_contexts(directory: Path) -> Analyses[Analysis]:
+    return Analyses(directory, Analysis, LONG_CONTEXT)
+
+
+def sensitivities(directory: Path) -> Analyses[Sensitivity]:
+    return Analyses(directory, Sensitivity, SENSITIVITY)
+
+
+class Store(Records[Record]):
+    """The records of one results folder, with their tables."""
+
+    def __init__(
+        self, directory: Path, *, manifest: RunManifest | None = None, run: str | None = None
+    ) -> None:
+        """``manifest`` replaces that of the last run; ``run`` is the beginning of the id of an
+        earlier run to show instead. Raises ResultsError if there is no such run."""
+        super().__init__(directory, "", "records", Record)
+        self._manifest, self.run = manifest, None if run is None else find_run(self.root, run)
+
+    @property
+    def name(self) -> str:
+        """The folder, and the run if it is not the last one."""
+        return f"{self.directory} (run {self.run})" if self.run else str(self.directory)
+
+    def output(self, name: str = "") -> Path:
+        """Return where to write the file or folder ``name`` that is made from these results.
+
+        It lies in the folder, or in ``runs/ID`` for an earlier run. Raises OutputError if a
+        symbolic link is in the way.
+        """
+        folder = self.directory / "runs" / self.run if self.run else self.directory
+        return without_links(self.directory, folder / name) if name else folder
+
+    def manifest(self) -> RunManifest:
+        """Return the manifest of the last run, or of the one that was chosen. Raises ResultsError
+        if there is none or it is damaged."""
+        if self.run is not None:
+            return read(self.directory / MANIFESTS / f"{self.run}.json", RunManifest)
+        return self._manifest or super().manifest()
+
+    def put_manifest(self, manifest: RunManifest, log: LogLine | None = None) -> RunManifest | None:
+        """Write ``manifest`` as that of the last run and return the one that it replaces, as
+        :meth:`Records.put_manifest`. Removes what killed processes left in the folder."""
+        with self._lock():
+            before = super().put_manifest(manifest, log)
+            clean_temporaries(self.directory)
+            self._write(self.directory / MANIFESTS / f"{run_id(manifest)}.json", manifest)
+        return before
+
+
+class KeyedStore(Records[R]):
+    """Records by their key alone, whatever their cells are called: a folder of the cache."""
 
     def __init__(self, directory: Path, kind: type[Record | TaskRecord] = Record) -> None:
-        super().__init__(directory)
-        self.kind = kind
+        super().__init__(directory, "", "", kind)
 
-    def path(self, cell: CellKey) -> Path:
-        return self.directory / f"{cell.key[:KEY_DIGITS]}.json"
-
-    def _is_of(self, record: Record, cell: CellKey) -> bool:
-        return record.key == cell.key
+    def path(self, cell: CellKey, suffix: str = ".json") -> Path:
+        return self.directory / f"{cell.key[:KEY_DIGITS]}{suffix}"
 
 
 def _parquet(table: pd.DataFrame, columns: tuple[str, ...]) -> bytes:
