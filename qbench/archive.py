@@ -30,7 +30,6 @@ from qbench.files import (
     without_links,
     write_atomically,
 )
-from qbench.record_file import parse
 from qbench.records import (
     KEY_DIGITS,
     Analysis,
@@ -39,6 +38,7 @@ from qbench.records import (
     RecordModel,
     RunManifest,
     Sensitivity,
+    parse_record,
 )
 
 ARCHIVE = "records.tar.xz"
@@ -175,7 +175,7 @@ class _Bounded:
 def _check(archive: Path, name: str, content: bytes, remedy: str) -> None:
     """Raise DamagedError or SchemaError if ``content`` is not what qbench writes under ``name``."""
     if name.endswith(".json"):
-        parse(content, _kind(name), f"{archive}: {name}", remedy)
+        parse_record(content, _kind(name), f"{archive}: {name}", remedy)
     elif f".{digest(content)[:KEY_DIGITS]}." not in name:
         raise ValueError(f"{name} is not what was written")
 

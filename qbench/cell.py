@@ -25,7 +25,6 @@ from qbench.checkpoints.load import (
     without_weights,
 )
 from qbench.checkpoints.tokenizer import load_tokenizer, puts_bos
-from qbench.code import code_digest
 from qbench.errors import AuditError, DataError, QbenchError, ResultsError, UnavailableError
 from qbench.evaluation.answers import Chat, answer
 from qbench.evaluation.degradation import Outcomes, correct_requests, divergence_table, task_damage
@@ -39,7 +38,7 @@ from qbench.evaluation.scoring import language_model
 from qbench.evaluation.scoring.generate import end_tokens
 from qbench.evaluation.scoring.hidden_states import fit_settings
 from qbench.evaluation.settings import tolerance_violation
-from qbench.files import mark_used
+from qbench.files import code_digest, mark_used
 from qbench.machine import free, hardware
 from qbench.made_copy import with_made_copy
 from qbench.plan import Cell, Plan, streams

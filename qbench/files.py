@@ -1,5 +1,5 @@
 """Write files and folders in one step, check before work whether they can be written, and hash
-them. Imports no torch.
+them and our own modules. Imports no torch.
 
 A temporary name holds the process and the host that write it, so that what a killed process left
 can be told from what another process is writing.
@@ -17,7 +17,7 @@ import socket
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -318,3 +318,33 @@ def kept_digest(path: Path, compute: Callable[[Path], str]) -> str:
             kept.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(kept, json.dumps({"identity": identity, "digest": digest}).encode())
     return digest
+
+
+# --- the modules of qbench that can change a number
+
+PACKAGE = Path(__file__).parent
+QUANTIZING = (  # make a quantized model
+    "attention",
+    "checkpoints",
+    "made_copy.py",
+    "quantizers",
+    "streaming.py",
+)
+SCORING = (*QUANTIZING, "cell.py", "cell_result.py", "evaluation", "metrics.py")  # and score it
+
+
+@cache
+def code_digest(modules: tuple[str, ...] = SCORING) -> str:
+    """Return the digest of ``modules``, files and folders of this qbench, as ``digest_of``."""
+    return digest_of([PACKAGE / name for name in modules])
+
+
+def digest_of(paths: Sequence[Path]) -> str:
+    """Return the SHA-256 over names and bytes of Python files and of those in folders: 64
+    hexadecimal digits."""
+    total = hashlib.sha256()
+    for path in paths:
+        for module in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            name = module.relative_to(path.parent).as_posix()
+            total.update(f"{name} {file_digest(module)}\n".encode())
+    return total.hexdigest()

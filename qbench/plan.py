@@ -32,7 +32,6 @@ from qbench.checkpoints.find import (
 )
 from qbench.checkpoints.fit import require_tensors
 from qbench.checkpoints.fla import in_transformers_words
-from qbench.code import code_digest
 from qbench.errors import (
     CheckpointError,
     DataError,
@@ -52,7 +51,7 @@ from qbench.evaluation.settings import (
     batch_tokens,
 )
 from qbench.evaluation.tasks import TaskSpec, plan_answers, plan_task
-from qbench.files import content_key, file_digest, short_path
+from qbench.files import code_digest, content_key, file_digest, short_path
 from qbench.find_copy import find_copy
 from qbench.machine import hardware, versions
 from qbench.metrics import base_metric

@@ -12,7 +12,6 @@ from tabulate import tabulate
 from qbench.comparison.explain import flat
 from qbench.comparison.rows import status_of
 from qbench.metrics import is_percentage
-from qbench.record_file import read
 from qbench.records import (
     KEY_DIGITS,
     Audit,
@@ -22,6 +21,7 @@ from qbench.records import (
     RunManifest,
     TaskDamage,
     Unavailable,
+    read_record,
 )
 from qbench.store import Store, run_id, runs
 from qbench.text import NO_VALUE, metric_title, number, significant
@@ -170,7 +170,7 @@ def folder_text(store: Store) -> str:
     shown = run_id(manifest)
     rows = []
     for name, path in runs(store.directory):
-        earlier = read(path, RunManifest)
+        earlier = read_record(path, RunManifest)
         limit = "all documents" if earlier.limit is None else f"{earlier.limit} documents per task"
         made = datetime.fromtimestamp(path.stat().st_mtime).strftime("%Y-%m-%d %H:%M")
         mark = "*" if name == shown else ""

@@ -34,7 +34,6 @@ from filelock import FileLock
 from qbench.archive import unpack
 from qbench.errors import DamagedError, NewerSchemaError, ResultsError
 from qbench.files import clean_temporaries, digest, without_links, write_atomically
-from qbench.record_file import RUN_AGAIN, read, write
 from qbench.records import (
     ANSWER_COLUMNS,
     DIVERGENCE_COLUMNS,
@@ -42,6 +41,7 @@ from qbench.records import (
     OUTCOME_COLUMNS,
     RESPONSE_COLUMNS,
     RESPONSE_DEFAULTS,
+    RUN_AGAIN,
     Analysis,
     AnalysisManifest,
     CellKey,
@@ -51,6 +51,8 @@ from qbench.records import (
     Sensitivity,
     StoredTable,
     TaskRecord,
+    read_record,
+    write_record,
 )
 from qbench.records import TableName as Table
 
@@ -93,7 +95,7 @@ class Records(Generic[R]):
             raise ResultsError(
                 f"{self.directory}: no grid.json here; name a folder that `{self.written_by}` wrote"
             )
-        return read(self.directory / MANIFEST, self.manifest_kind, self.remedy)
+        return read_record(self.directory / MANIFEST, self.manifest_kind, self.remedy)
 
     def manifest_before(self, log: LogLine | None = None) -> Any:
         """Return the manifest that a new run is about to replace; None if there is none or it
@@ -119,7 +121,7 @@ class Records(Generic[R]):
         path = self.path(cell)
         if not path.is_file():
             return None
-        record = read(path, self.kind, self.remedy)
+        record = read_record(path, self.kind, self.remedy)
         if record.key != cell.key or self.path(record) != path:
             raise DamagedError(f"{path}: is of another cell or key; {self.remedy}")
         return record
@@ -245,7 +247,7 @@ class Records(Generic[R]):
         return self.path(record, f".{record.files[name].sha256[:KEY_DIGITS]}.{name}.parquet")
 
     def _write(self, path: Path, content: RecordModel) -> None:
-        write(without_links(self.root, path), content)
+        write_record(without_links(self.root, path), content)
 
     @contextmanager
     def _lock(self) -> Iterator[None]:
@@ -321,7 +323,7 @@ class Store(Records[Record]):
         """Return the manifest of the last run, or of the one that was chosen. Raises ResultsError
         if there is none or it is damaged."""
         if self.run is not None:
-            return read(self.directory / MANIFESTS / f"{self.run}.json", RunManifest)
+            return read_record(self.directory / MANIFESTS / f"{self.run}.json", RunManifest)
         return self._manifest or super().manifest()
 
     def put_manifest(self, manifest: RunManifest, log: LogLine | None = None) -> RunManifest | None:

@@ -17,7 +17,7 @@ from synthetic import make_store
 from qbench.archive import ARCHIVE
 from qbench.cli import app as cli
 from qbench.errors import DamagedError, OutputError, ResultsError
-from qbench.record_file import write
+from qbench.records import write_record
 from qbench.store import Analyses, Store, run_id, runs
 
 SETTINGS = {"sizes": {"arc_easy": 60, "wikitext": 6}, "failed": ("softpick/gptq-4bit",)}
@@ -135,7 +135,7 @@ def test_of_two_records_of_one_key_the_good_one_stays_or_the_later(
         moment = record.finished + timedelta(days=days)
         changed = {"status": status, "finished": moment, "error": line}
         path = Path(folder) / Store(packed).path(record).relative_to(packed)
-        write(path, record.model_copy(update=changed))
+        write_record(path, record.model_copy(update=changed))
     assert qbench("export", other, "--to", "archive", "--out", packed) == 0
     assert Store(packed).get(record).error == ("mine" if stays else "theirs")
 

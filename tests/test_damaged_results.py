@@ -14,8 +14,7 @@ from synthetic import make_store
 from qbench.cli import app as cli
 from qbench.errors import DamagedError, NewerSchemaError, ResultsError, SchemaError
 from qbench.gate import baseline
-from qbench.record_file import with_checksum
-from qbench.records import RESPONSE_COLUMNS
+from qbench.records import RESPONSE_COLUMNS, with_checksum
 from qbench.store import Store
 
 FLIPS = 20  # of each kind of file
@@ -216,7 +215,7 @@ def test_a_foreign_grid_that_is_of_nothing_is_refused(results, changes, words):
 DIE_AT = """
 import os, sys
 from pathlib import Path
-from qbench import record_file, store as store_module
+from qbench import records, store as store_module
 from qbench.files import temporary
 
 number, folder = int(sys.argv[1]), Path(sys.argv[2])
@@ -233,7 +232,7 @@ def counted(path, payload):
     count += 1
     write(path, payload)
 
-store_module.write_atomically = record_file.write_atomically = counted
+store_module.write_atomically = records.write_atomically = counted
 store.put(record, changed.assign(value=changed["value"] + 1.0), responses)
 """
 

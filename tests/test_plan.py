@@ -11,7 +11,7 @@ from small_recipe import DEMO, small_recipe
 
 from qbench import machine
 from qbench import plan as planning
-from qbench.code import SCORING, digest_of
+from qbench.files import SCORING, digest_of
 from qbench.plan import cell_names, plan, select
 from qbench.recipe import Recipe
 

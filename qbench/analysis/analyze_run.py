@@ -15,9 +15,8 @@ from filelock import FileLock
 
 from qbench.analysis.analyzed_text import AnalysisSettings
 from qbench.analysis.result import AnalysisResult
-from qbench.code import digest_of
 from qbench.errors import RecipeError, shown
-from qbench.files import content_key
+from qbench.files import content_key, digest_of
 from qbench.machine import attempt
 from qbench.plan import Cell, Plan
 from qbench.progress import Progress

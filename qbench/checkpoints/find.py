@@ -36,8 +36,7 @@ from qbench.files import (
     read_regular,
     reason,
 )
-from qbench.record_file import read_training
-from qbench.records import TRAINING_FILE, Trained, Training
+from qbench.records import TRAINING_FILE, Trained, Training, read_training
 
 LFS_POINTER = b"version https://git-lfs"
 LFS_REMEDY = "is a git-lfs pointer, not the file itself: run `git lfs pull` in its folder"

@@ -14,8 +14,7 @@ from qbench.comparison.losses import kl_of, score_losses
 from qbench.comparison.rows import Comparison, Row, RowValue, status_of
 from qbench.errors import ResultsError
 from qbench.metrics import rank
-from qbench.record_file import read
-from qbench.records import GridCell, Record, RunManifest, Score
+from qbench.records import GridCell, Record, RunManifest, Score, read_record
 from qbench.store import Store, runs
 
 Scores = Mapping[tuple[str, str], Score]  # of a record, by task and metric
@@ -65,7 +64,7 @@ def elsewhere(store: Store, cell: GridCell) -> str | None:
     if there is none."""
     for name, path in runs(store.directory):
         with suppress(ResultsError):
-            for one in read(path, RunManifest).cells:
+            for one in read_record(path, RunManifest).cells:
                 if one.cell == cell.cell and store.path(one).is_file():
                     return name
     return None

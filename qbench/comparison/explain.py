@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from qbench.errors import ResultsError
-from qbench.record_file import read
-from qbench.records import Record
+from qbench.records import Record, read_record
 from qbench.store import Store
 from qbench.text import one_line
 
@@ -60,7 +59,7 @@ def find_cell(name: str, run: str | None = None) -> tuple[Store, Record]:
         if b'"key_parts"' not in path.read_bytes():
             raise ResultsError(f"{name}: not a record; name a records/…/KEY.json file")
         above = path.absolute().parents
-        return Store(above[min(3, len(above) - 1)], run=run), read(path, Record)
+        return Store(above[min(3, len(above) - 1)], run=run), read_record(path, Record)
     if len(path.parts) < 3 and not Store(path.parent.parent).has_manifest():
         raise ResultsError(f"{name}: write DIR/CHECKPOINT/QUANTIZER, or a record's JSON file")
     store = Store(path.parent.parent, run=run)

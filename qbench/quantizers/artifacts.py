@@ -20,9 +20,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 from torch import Tensor
 
-from qbench.code import QUANTIZING, code_digest
 from qbench.errors import OutputError, first_line
-from qbench.files import clean_temporaries, content_key, digest_of_parts, mark_used, new_folder
+from qbench.files import (
+    QUANTIZING,
+    clean_temporaries,
+    code_digest,
+    content_key,
+    digest_of_parts,
+    mark_used,
+    new_folder,
+)
 from qbench.machine import version_of
 from qbench.quantizers.calibration import Calibration
 from qbench.quantizers.config import QuantizationConfig

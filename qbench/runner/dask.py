@@ -36,9 +36,8 @@ from distributed import Future as DaskFuture
 from distributed.client import ClosedClientError
 from distributed.worker import Worker
 
-from qbench.code import code_digest
 from qbench.errors import RecipeError, UnavailableError, first_line
-from qbench.files import clean_temporaries, temporary
+from qbench.files import clean_temporaries, code_digest, temporary
 from qbench.machine import (
     VISIBLE,
     broken_device,

@@ -19,8 +19,7 @@ from qbench.checkpoints import fla
 from qbench.checkpoints.find import CONFIG, SINGLE
 from qbench.errors import DamagedError, TrainingError, first_line, validation_line
 from qbench.files import content_key, file_digest, replacing, save_tensors, write_atomically
-from qbench.record_file import read_training
-from qbench.records import TRAINING_FILE, Training, TrainingSession
+from qbench.records import TRAINING_FILE, Training, TrainingSession, read_training
 from qbench.training.data import TokenFiles, copy_tokenizer, first_token, tokenizer_files
 from qbench.training.log import LOG, STATE, read_log
 from qbench.training.model import checkpoint_config

@@ -20,8 +20,8 @@ from torch.nn.utils import clip_grad_norm_
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from qbench.analysis.measure import measure
-from qbench.code import code_digest, digest_of
 from qbench.errors import EvaluationError, TrainingError
+from qbench.files import code_digest, digest_of
 from qbench.machine import environment
 from qbench.records import TrainingSample, TrainingSession
 from qbench.training.checkpoint import Run

@@ -18,8 +18,7 @@ from qbench.checkpoints.load import without_weights
 from qbench.errors import TrainingError, UnavailableError
 from qbench.files import clean_temporaries
 from qbench.quantizers.linear import matrices
-from qbench.record_file import write
-from qbench.records import TRAINING_FILE, TrainedOn, Training, TrainingSample
+from qbench.records import TRAINING_FILE, TrainedOn, Training, TrainingSample, write_record
 from qbench.training.checkpoint import Run
 from qbench.training.data import TokenFiles, require_data
 from qbench.training.loop import Trainer
@@ -150,7 +149,7 @@ def _record(trainer: Trainer) -> Training:
     if trainer.processes.is_main_process:
         run.save(model, run.folder)
         record = record.model_copy(update={"files": run.file_digests()})
-        write(run.folder / TRAINING_FILE, record)
+        write_record(run.folder / TRAINING_FILE, record)
     trainer.processes.wait_for_everyone()
     return record
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from qbench.checkpoints import find
 from qbench.checkpoints.tokenizer import load_tokenizer
 from qbench.errors import DataError, RecipeError, TrainingError, UnavailableError
-from qbench.record_file import read_training
+from qbench.records import read_training
 from qbench.training.log import draw, read_log
 
 ROOT = Path(__file__).parents[2]
