@@ -1,4 +1,4 @@
-"""qbench from Python: the names that others may import.
+"""Use qbench from Python: the names that others may import.
 
 ``evaluate`` quantizes and scores a model, and is all that most need. ``Recipe.load`` reads a recipe
 and ``plan`` finds its cells. ``run`` makes their records, ``compare`` compares them, and ``tables``

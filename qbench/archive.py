@@ -1,4 +1,4 @@
-"""A results folder as one file, ``records.tar.xz``: write it, check it, unpack it. No torch.
+"""Write, check and unpack ``records.tar.xz``, a results folder as one file. Imports no torch.
 
 An archive may come from another person: names, sizes and contents of all of its files are checked
 before the first is written, and nothing is written through symbolic links.

@@ -1,4 +1,4 @@
-"""What runs keep for later ones, each under its content key. Imports no torch.
+"""Keep results of runs for later runs, each under its content key. Imports no torch.
 
     CACHE/artifacts/<weights16>/<config>-<key16>/        quantized weights
     CACHE/distributions/<key16>.safetensors              hidden states that damage is measured with

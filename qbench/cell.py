@@ -457,8 +457,8 @@ def _chat(cell: Cell, scorer: Any, tokenizer: PreTrainedTokenizerBase) -> Chat:
     """Return how the cell is asked: as its own files say, those of a published copy too."""
     copy = cell.copy
     if copy is not None and (copy.folder / "tokenizer_config.json").is_file():
-        own = load_tokenizer(copy)
-        return Chat(tokenizer=own, ends=end_tokens(generation_settings(copy), own))
+        tokenizer = load_tokenizer(copy)
+        return Chat(tokenizer=tokenizer, ends=end_tokens(generation_settings(copy), tokenizer))
     settings = scorer.hflm.model.generation_config
     return Chat(tokenizer=tokenizer, ends=end_tokens(settings, tokenizer))
 

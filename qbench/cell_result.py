@@ -1,5 +1,5 @@
-"""What a cell has given so far, and its record. Imports no torch: a run itself writes the record of
-a cell whose process died."""
+"""Collect the results of a cell while it runs, and make its record. Imports no torch: the run writes
+the record of a cell whose process died."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def merge_differences(differences: Sequence[DifferenceFromExact]) -> DifferenceF
 
 @dataclass(kw_only=True, slots=True)
 class CellResult:
-    """What a cell of ``plan`` has given so far; a failure leaves the rest as it is."""
+    """Holds the results of a cell of ``plan`` up to now; if the cell fails, they stay."""
 
     cell: Cell
     plan: Plan
@@ -106,7 +106,7 @@ class CellResult:
 
     @property
     def tables(self) -> dict[Table, pd.DataFrame]:
-        """The tables of all tasks, one after another."""
+        """Return the tables of all tasks by name, their rows one task after another."""
         import pandas as pd
 
         parts: dict[Table, list[pd.DataFrame]] = {}

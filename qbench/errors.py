@@ -6,9 +6,7 @@ Quantization, audit and evaluation errors fail their cell; the others end a comm
 from __future__ import annotations
 
 import re
-import reprlib
 from collections.abc import Sequence
-from itertools import islice
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -88,30 +86,10 @@ class TrainingError(QbenchError):
     """A training failed, or cannot continue from its files."""
 
 
-class _Bounded(reprlib.Repr):
-    """Makes the ``repr`` of the first items of each container alone: aliases of a YAML file may
-    stand for billions."""
-
-    def __init__(self, most: int) -> None:
-        super().__init__()
-        self.maxlevel = 4
-        self.maxlist = self.maxtuple = self.maxset = self.maxdict = 16
-        self.maxstring = self.maxother = self.maxlong = 4 * most
-
-    def repr_dict(self, value: dict, level: int) -> str:  # the library's sorts the keys
-        if level <= 0:
-            return "{...}"
-        items = [
-            f"{self.repr1(key, level - 1)}: {self.repr1(item, level - 1)}"
-            for key, item in islice(value.items(), self.maxdict)
-        ]
-        return "{" + ", ".join(items + ["..."] * (len(value) > self.maxdict)) + "}"
-
-
 def shown(value: object, *, most: int = SHOWN) -> str:
     """Return ``value`` for a message: its ``repr`` in one line, cut to ``most`` characters."""
     try:
-        text = _Bounded(most).repr(value)
+        text = repr(value)
     except Exception:  # an integer of more digits than Python writes; a plug-in's __repr__
         text = f"{type(value).__name__}: too large to show"
     text = text.encode("utf-8", "backslashreplace").decode()

@@ -89,7 +89,8 @@ def _class_names(error: BaseException) -> set[str]:
 
 
 def _cached_commit(dataset: str, name: str | None) -> str | None:
-    """datasets keeps prepared copies in folders of configuration, version and commit."""
+    """Return the commit of the newest copy in the cache of ``datasets``, whose folders are named by
+    configuration, version and commit; None if there is none."""
     home = os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface"
     cache = Path(os.environ.get("HF_DATASETS_CACHE") or Path(home) / "datasets")
     folder = cache / dataset.replace("/", "___")

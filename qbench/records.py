@@ -92,20 +92,20 @@ class Precision(RecordModel):
 
     @property
     def in_parts(self) -> bool:
-        """Whether activations or the KV cache have a format of their own. LLM.int8's activations
-        belong to its weights."""
+        """Return whether activations or the KV cache have a format of their own. LLM.int8's
+        activations belong to its weights."""
         activations = self.activations is not None and self.activations.simulated is not None
         return activations or self.kv_cache is not None
 
     @property
     def words(self) -> str:
-        """The name, and whether products with quantized activations were simulated."""
+        """Return the name, and whether products with quantized activations were simulated."""
         simulated = self.activations.simulated if self.activations else None
         return self.name + {None: "", True: ", simulated", False: ", real"}[simulated]
 
     @property
     def name(self) -> str:
-        """The short name: ``W4A16``, ``W8A8``, ``W4A8KV4``; ``W16A16`` if nothing is quantized."""
+        """Return the short name, such as ``W4A8KV4``; ``W16A16`` if nothing is quantized."""
         weights, activations = (
             f"{part.bits if part else UNQUANTIZED_BITS:g}"
             for part in (self.weights, self.activations)
@@ -486,7 +486,7 @@ class Training(RecordModel, populate_by_name=True):
 
     @property
     def in_common(self) -> dict[str, Any]:
-        """What the runs of a pair must have in common, by part."""
+        """Return what the trainings of a pair must have in common, by part."""
         return {
             **{f"settings.{part}": value for part, value in self.settings.items()},
             "seed": self.seed,
@@ -552,7 +552,7 @@ class GroupScore(_Value):
 
     @property
     def task(self) -> str:
-        """The group's name, as tasks have theirs."""
+        """Return the group's name."""
         return self.group
 
 
@@ -573,7 +573,7 @@ class StoredTable(RecordModel):
 
 
 class CellKey(RecordModel):
-    """Which checkpoint under which quantizer, and the key of what is meant."""
+    """Names a cell by its checkpoint and its quantizer's label, and holds its content key."""
 
     checkpoint: Name
     quantizer: Name  # label, unique in its recipe
@@ -581,7 +581,7 @@ class CellKey(RecordModel):
 
     @property
     def cell(self) -> str:
-        """``<checkpoint>/<quantizer label>``."""
+        """Return ``<checkpoint>/<quantizer label>``."""
         return f"{self.checkpoint}/{self.quantizer}"
 
 
@@ -627,7 +627,7 @@ class Record(CellRecord):
 
     @property
     def pooled_groups(self) -> tuple[GroupScore, ...]:
-        """The groups, such as mmlu, whose score is the mean over all documents of their tasks."""
+        """Return the groups whose score is the mean over all documents of their tasks, as mmlu."""
         means = {(score.task, score.metric) for score in self.scores if score.aggregation == "mean"}
         return tuple(
             score

@@ -1,4 +1,4 @@
-"""Names that earlier versions knew, and what took their place: one line per name."""
+"""List names of earlier versions with what took their place, a line per name."""
 
 from __future__ import annotations
 

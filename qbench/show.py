@@ -1,4 +1,4 @@
-"""Results as text for a terminal: a folder with its runs and cells, or one cell. No torch."""
+"""Show results as text: a folder with its runs and cells, or one cell. Imports no torch."""
 
 from __future__ import annotations
 

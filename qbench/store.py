@@ -1,4 +1,4 @@
-"""The records of a results folder: atomic, locked, verified by checksum. Imports no torch.
+"""Read and write the records of a results folder, verified by checksum. Imports no torch.
 
     DIR/grid.json                                             manifest of the last run
     DIR/grids/<id>.json                                       manifest of each run
@@ -307,7 +307,7 @@ class Store(Records[Record]):
 
     @property
     def name(self) -> str:
-        """The folder, and the run if it is not the last one."""
+        """Return the folder's path, and the run's id if it is not the last run."""
         return f"{self.directory} (run {self.run})" if self.run else str(self.directory)
 
     def output(self, name: str = "") -> Path:

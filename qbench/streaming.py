@@ -221,7 +221,7 @@ class Stream:
 
     @property
     def replaced(self) -> list[str]:
-        """The names of the quantized layers, in the model's order."""
+        """Return the names of the quantized layers, in the model's order."""
         return [
             f"{self.root}.{index}.{replacement.name}"
             for index, block in enumerate(self._blocks)

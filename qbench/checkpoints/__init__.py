@@ -1,6 +1,6 @@
-"""Checkpoints: weights, tokenizer and normalizer, read as a stock transformers model.
+"""Read checkpoints, weights, tokenizer and normalizer, as stock models of transformers.
 
-``load`` makes the model; what stands here imports no torch.
+``find`` reads files without torch; ``load`` makes the model.
 """
 
 from qbench.checkpoints.find import Checkpoint, find

@@ -1,4 +1,4 @@
-"""What config.json and transformers' own tables say of a model class before it is loaded.
+"""Read what config.json and transformers' own tables say of a model class before it is loaded.
 
 Whether our attention computes what the class's own does, and how the model can be scored, is
 measured when it is loaded (``checkpoints.probe``, ``evaluation.scoring``): no table of classes

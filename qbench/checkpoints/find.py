@@ -406,25 +406,25 @@ class Checkpoint:
 
     @property
     def class_name(self) -> str:
-        """The class of transformers that it is loaded as."""
+        """Return the name of the class of transformers that it is loaded as."""
         kind = fla.in_transformers_words(self.config)["model_type"]
         return class_names().get(kind, kind)
 
     @property
     def training(self) -> Trained | None:
-        """How qbench trained it; None if another program did."""
+        """Return the summary of its training by qbench; None if another program trained it."""
         training = _training(self.folder)
         return None if training is None else training.summary
 
     @property
     def max_length(self) -> int | None:
-        """The longest context in tokens that the configuration states."""
+        """Return the longest context in tokens that the configuration states."""
         return next((self.config[key] for key in CONTEXT if self.config.get(key)), None)
 
     @property
     def positions(self) -> int | None:
-        """The most tokens that a forward pass takes: of models with a table of positions; None
-        for all others."""
+        """Return the most tokens that a forward pass takes; None for models without a table of
+        positions."""
         table = any(POSITIONS.search(name) for name in self.headers)
         return self.max_length if table or self.config.keys() & set(CONTEXT[1:]) else None
 

@@ -224,8 +224,8 @@ def llama_name(name: str) -> str:
     return name
 
 
-def own_name(name: str) -> str:
-    """The inverse of :func:`llama_name`."""
+def name_in_fla(name: str) -> str:
+    """Return the name in flash-linear-attention of the tensor with this Llama name."""
     for fla_name, llama in NAMES:
         name = name.replace(llama, fla_name)
     return name

@@ -98,7 +98,7 @@ def measured_attention(
     """Set the checkpoint's attention, or with ``fallback`` the class's own if the logits differ;
     return what runs. ``why`` later tokens may change earlier logits. Errors as ``load_model``."""
     try_eager(model)
-    logits = own_logits(model)
+    logits = probe_logits(model)
     require_causal(model, logits, why)
     normalizer, reason = checkpoint.normalizer, "the recipe says so"
     if normalizer != NATIVE:
@@ -118,9 +118,9 @@ def measured_attention(
             if implementation == "eager":
                 raise
             continue
-        if implementation == "eager" or difference(own_logits(model), logits) <= rounding_tolerance(
-            model
-        ):
+        if implementation == "eager" or difference(
+            probe_logits(model), logits
+        ) <= rounding_tolerance(model):
             break  # sdpa of some classes drops what eager has, as Gemma 2's soft cap
     return ChosenAttention(normalizer=NATIVE, implementation=implementation, why=reason)
 
@@ -179,7 +179,7 @@ def read_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
                 module.variance_epsilon = fla.QK_NORM_EPS
     tensors = {header.name: read_tensor(checkpoint.folder, header) for header in own}
     attach(model, checkpoint.normalizer, fla.llama_tensors(tensors) if ours else tensors)
-    require_own_head(model, checkpoint.folder, headers)
+    require_stored_head(model, checkpoint.folder, headers)
     return model
 
 
@@ -343,7 +343,7 @@ def load_prequantized(
                     if hasattr(module, "support_avx512bf16_for_cpu"):
                         module.support_avx512bf16_for_cpu = False
                 try_eager(model)
-                logits = own_logits(model)  # compressed-tensors decompresses in the first forward
+                logits = probe_logits(model)  # compressed-tensors decompresses in the first forward
         except QbenchError:
             raise
         except Exception as error:  # whatever a library makes of files, devices and versions
@@ -355,7 +355,7 @@ def load_prequantized(
                 f"here: {why}"
             ) from error
         headers = checkpoint.headers
-        require_own_head(model, checkpoint.folder, headers)
+        require_stored_head(model, checkpoint.folder, headers)
         if not logits.isfinite().all():
             _refuse_not_finite(
                 (
@@ -485,7 +485,7 @@ def unlike_files(model: PreTrainedModel, checkpoint: Checkpoint) -> list[str]:
     return lines
 
 
-def require_own_head(model: PreTrainedModel, folder: Path, headers: dict[str, Header]) -> None:
+def require_stored_head(model: PreTrainedModel, folder: Path, headers: dict[str, Header]) -> None:
     """Raise CheckpointError if a tied model's files hold another output matrix.
 
     transformers drops it or unties it with a warning only, by version, and lm-eval ties it anew.
@@ -506,7 +506,7 @@ def require_own_head(model: PreTrainedModel, folder: Path, headers: dict[str, He
 
 
 @torch.inference_mode()
-def own_logits(model: PreTrainedModel, length: int = PROBE) -> torch.Tensor:
+def probe_logits(model: PreTrainedModel, length: int = PROBE) -> torch.Tensor:
     """Return logits [2, length, vocabulary] of two rows of token ids that share their first half;
     those of a shorter ``length`` are the beginnings of those of ``PROBE`` tokens."""
     size = model.get_input_embeddings().weight.shape[0]
@@ -517,14 +517,14 @@ def own_logits(model: PreTrainedModel, length: int = PROBE) -> torch.Tensor:
 
 def require_causal(model: PreTrainedModel, logits: torch.Tensor, why: str) -> None:
     """Raise CheckpointError, saying ``why``, if other later tokens, or more of them, change the
-    logits of earlier ones. ``logits`` are those of :func:`own_logits`."""
+    logits of earlier ones. ``logits`` are those of :func:`probe_logits`."""
     first = logits[:, : PROBE // 2]
     change = float((first[0] - first[1]).abs().max())
     if change > NOISE.get(model.dtype, NOISE_OF_HALF) * float(first.abs().max()):
         raise CheckpointError(
             f"later tokens change the logits of earlier ones (by {change:.3g}): {why}"
         )
-    cut = own_logits(model, PROBE // 2)
+    cut = probe_logits(model, PROBE // 2)
     off = difference(cut, first)
     if model.dtype in NOISE and not getattr(model, ROUNDS_ACTIVATIONS, False):
         off = float(((cut - first).norm(dim=-1) / first.norm(dim=-1)).max())
@@ -541,7 +541,7 @@ def require_ours(model: PreTrainedModel, logits: torch.Tensor) -> None:
     name = type(model).__name__
     try:
         with counted(model.config._attn_implementation) as calls:
-            ours = own_logits(model)
+            ours = probe_logits(model)
     except QbenchError:
         raise
     except Exception as error:  # a class may need a mask or an output that is not qbench's

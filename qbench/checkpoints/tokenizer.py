@@ -29,7 +29,7 @@ TEXTS = (
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
-    """The checkpoint's own tokenizer; runs no remote code."""
+    """Load the tokenizer of a checkpoint's folder. No remote code runs. Raises CheckpointError."""
     try:
         ours = fla.recognizes(checkpoint.config)
         if ours and (checkpoint.folder / "tokenizer.json").is_file():

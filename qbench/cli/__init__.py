@@ -1,1 +1,1 @@
-"""The command line: one module a kind of command; ``app`` puts them together."""
+"""Define the command line: a module per kind of command; ``app`` lists the commands."""

@@ -1,4 +1,4 @@
-"""``qbench cache``: list and bound what runs keep for later ones."""
+"""List and bound what runs keep for later ones (``qbench cache``)."""
 
 from __future__ import annotations
 

@@ -131,7 +131,8 @@ def launch(
 def _connected(
     launcher: Launcher, cluster: str, gpus: str | None, workers: int | None, cells: int | None
 ) -> contextlib.AbstractContextManager[DaskExecutor]:
-    """The workers of ``--cluster``, on the device that is asked for or the one that they have."""
+    """Return the context of the workers of ``--cluster``, on the device that ``launcher`` names or,
+    for ``auto``, on the one that they have."""
     if importlib.util.find_spec("distributed") is None:
         raise UnavailableError("--cluster: Dask is not installed; pip install -e '.[cluster]'")
     from qbench.runner.dask import connected  # an extra, and a second to import
@@ -151,8 +152,8 @@ def _connected(
 def local_slots(
     cluster: str, gpus: str | None, workers: int | None, device: str, cells: int
 ) -> list[int]:
-    """The GPU of each worker of ``local`` or ``local:N``, spread over all GPUs of this host unless
-    ``gpus`` says how many; on the CPU as many numbers as workers, none for the usual one."""
+    """Return the GPU of each worker of ``local`` or ``local:N``, spread over all GPUs of this host
+    unless ``gpus`` says how many; on the CPU a zero per worker, an empty list for one worker."""
     _, colon, number = cluster.partition(":")
     if colon and not (number.isdecimal() and 1 <= int(number) <= 1024):
         raise RecipeError(f"--cluster {cluster}: write local:N with N workers, from 1 to 1024")

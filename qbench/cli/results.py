@@ -1,5 +1,5 @@
-"""``qbench tables``, ``compare``, ``check`` and ``baseline``: print tables and changes, and compare
-results with a baseline, as in CI."""
+"""Print tables and changes, and compare results with a baseline (``qbench tables``, ``compare``,
+``check``, ``baseline``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""``qbench show``, ``explain``, ``export`` and ``published``: look results up and pass them on."""
+"""Show cells and folders, explain keys, export results (``qbench show``, ``explain``,
+``export``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands that show results in a browser: view, report."""
+"""Show results in a browser (``qbench view``, ``qbench report``)."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Where and how cells run: the grid, worker processes, progress, clusters."""
+"""Run cells: their order, worker processes, progress, clusters."""

@@ -207,7 +207,7 @@ def _stored(model: LlamaForCausalLM, config: dict[str, Any]) -> dict[str, Tensor
     tensors = {}
     for name, parameter in model.named_parameters():
         tensor = parameter.detach().to("cpu", torch.bfloat16).contiguous()
-        tensors[fla.own_name(name)] = (
+        tensors[fla.name_in_fla(name)] = (
             tensor[:, None] if scaled and name.endswith(".self_attn.s") else tensor
         )
     if scaled:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from qbench.attention.transformers import set_attention
 from qbench.checkpoints import find
 from qbench.checkpoints.classes import class_names, tried_classes
-from qbench.checkpoints.load import own_logits, require_causal, require_ours
+from qbench.checkpoints.load import probe_logits, require_causal, require_ours
 from qbench.errors import CheckpointError, UnavailableError
 from qbench.evaluation.scoring.hidden_states import fit_settings
 from qbench.evaluation.settings import MODES, Tolerance
@@ -127,7 +127,7 @@ def test_an_attention_that_lacks_something_is_native_or_refused(folders, kind, w
 
 def test_a_model_that_fails_on_our_attention_is_refused(monkeypatch):
     model = tiny_model("llama")
-    logits = own_logits(model)
+    logits = probe_logits(model)
     set_attention(model, normalizer="softmax", implementation="reference")
 
     def reads_the_mask(*_, **__):
@@ -140,7 +140,7 @@ def test_a_model_that_fails_on_our_attention_is_refused(monkeypatch):
 
 def test_other_logits_than_its_own_are_refused():
     model = tiny_model("llama")
-    logits = own_logits(model)
+    logits = probe_logits(model)
     require_ours(model, logits)
     with pytest.raises(UnavailableError, match="changes the logits of LlamaForCausalLM by 0"):
         require_ours(model, logits + 0.1)
@@ -155,7 +155,7 @@ def test_an_own_attention_that_a_class_lacks_is_refused(folders):
 def test_logits_that_depend_on_how_many_tokens_follow_are_refused(monkeypatch):
     """As of sparse attention whose choice of keys changes as a text grows."""
     model = tiny_model("llama")
-    logits = own_logits(model)
+    logits = probe_logits(model)
     require_causal(model, logits, "why")
     forward = model.forward
 
@@ -166,4 +166,4 @@ def test_logits_that_depend_on_how_many_tokens_follow_are_refused(monkeypatch):
 
     monkeypatch.setattr(model, "forward", by_length)
     with pytest.raises(CheckpointError, match="8 tokens more change the logits of the 8 before"):
-        require_causal(model, own_logits(model), "why")
+        require_causal(model, probe_logits(model), "why")
