@@ -1,4 +1,4 @@
-"""Collect the results of a cell while it runs, and make its record. Imports no torch: the run writes
+"""Collect the results of a cell while it runs, and make its record. Imports no torch: a run writes
 the record of a cell whose process died."""
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from qbench.analysis.analyzed_text import (
 )
 from qbench.cli.launcher import Launcher, launch, load_launcher
 from qbench.cli.messages import complain, show_written
-from qbench.cli.options import ClusterOption, DeviceOption, Out, RecipeFile, recipe_options
+from qbench.cli.options import ClusterOption, DeviceOption, Out, RecipeFile
 from qbench.errors import RecipeError
 from qbench.files import require_folder
 from qbench.plan import Cell, Plan, require_runnable
@@ -41,11 +41,10 @@ from qbench.store import LONG_CONTEXT, Analyses, Store, sensitivities
 from qbench.text import group_by_reason
 
 
-@recipe_options("checkpoint", "data", "calibration", "dtype")
 def analyze(
     *,
     recipe: RecipeFile,
-    overrides: Overrides,
+    overrides: Annotated[Overrides, "checkpoint", "data", "calibration", "dtype"],
     text: Annotated[Path | None, typer.Option(metavar="FILE")] = None,
     field: str | None = None,
     samples: Annotated[int, typer.Option(min=1)] = 16,

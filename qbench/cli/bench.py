@@ -13,15 +13,7 @@ import typer
 
 from qbench.cli.launcher import load_launcher
 from qbench.cli.messages import show_written
-from qbench.cli.options import (
-    CommandGroup,
-    DeviceOption,
-    Folder,
-    Json,
-    Only,
-    RecipeFile,
-    recipe_options,
-)
+from qbench.cli.options import CommandGroup, DeviceOption, Folder, Json, Only, RecipeFile
 from qbench.files import cache_folder, write_atomically, write_page
 from qbench.machine import choose_device, redirected, terminal
 from qbench.plan import select
@@ -109,11 +101,10 @@ def generation(
 
 
 @bench.command("evaluation")
-@recipe_options("checkpoint", "data", "limit", "dtype")
 def evaluation(
     *,
     recipe: RecipeFile,
-    overrides: Overrides,
+    overrides: Annotated[Overrides, "checkpoint", "data", "limit", "dtype"],
     device: DeviceOption = "auto",
     out: Json = None,
 ) -> None:

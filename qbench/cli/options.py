@@ -44,8 +44,12 @@ def _output(metavar: str, help: str = "") -> Any:
 
 
 class CommandGroup(typer.Typer):
-    """A group of commands, or the holder of a single one. The last section of a command's
-    docstring, ``Options:``, has a line per parameter: its help. Lines that go on are indented."""
+    """A group of commands, or the holder of a single one.
+
+    The last section of a command's docstring, ``Options:``, has a line per parameter: its help.
+    Lines that go on are indented. A parameter ``overrides`` stands for the options that replace
+    parts of a recipe, all of them or those that its annotation names, and for --plugin.
+    """
 
     def __init__(self, help: str = "") -> None:
         super().__init__(
@@ -60,13 +64,32 @@ class CommandGroup(typer.Typer):
             about, _, section = (inspect.getdoc(command) or "").partition("\n\nOptions:\n")
             entries = (line.partition(": ") for line in re.sub(r"\n +", " ", section).splitlines())
             help = {parameter: text for parameter, _, text in entries}
-            parameters = [
-                parameter.replace(annotation=_with_help(parameter, help.get(parameter.name)))
-                for parameter in inspect.signature(command, eval_str=True).parameters.values()
-            ]
-            super(CommandGroup, self).command(name, help=about)(
-                _with_parameters(command, parameters)
-            )
+            parameters: list[inspect.Parameter] = []
+            chosen: tuple[str, ...] = ()
+            for parameter in inspect.signature(command, eval_str=True).parameters.values():
+                if parameter.name == "overrides":
+                    chosen = (*(get_args(parameter.annotation)[1:] or OPTIONS), "plugin")
+                    parameters += [
+                        parameter.replace(
+                            name=option, default=DEFAULTS.get(option), annotation=OPTIONS[option]
+                        )
+                        for option in dict.fromkeys(chosen)
+                    ]
+                else:
+                    annotation = _with_help(parameter, help.get(parameter.name))
+                    parameters.append(parameter.replace(annotation=annotation))
+
+            @functools.wraps(command)
+            def wrapper(**values: Any) -> None:
+                if chosen:
+                    given = {option: values.pop(option, DEFAULTS.get(option)) for option in chosen}
+                    values["overrides"] = _overrides(given)
+                command(**values)
+
+            # what typer reads
+            wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # ours
+            wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
+            super(CommandGroup, self).command(name, help=about)(wrapper)
             return command
 
         return register
@@ -87,18 +110,15 @@ def _with_help(parameter: inspect.Parameter, help: str | None) -> Any:
     return Annotated[kind, option]
 
 
-def _with_parameters(
-    command: Callable[..., None], parameters: list[inspect.Parameter]
-) -> Callable[..., None]:
-    """Return ``command`` with these parameters as typer reads them."""
-
-    @functools.wraps(command)
-    def wrapper(**values: Any) -> None:
-        command(**values)
-
-    wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # ours
-    wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return wrapper
+def _overrides(given: dict[str, Any]) -> Overrides:
+    """Return the parts of a recipe that options replace; plug-ins were loaded while the options
+    were read."""
+    values = {name: value for name, value in given.items() if name not in ("plugin", "checkpoint")}
+    values["checkpoints"] = named("--checkpoint", given["checkpoint"])
+    values["quantized"] = named("--quantized", given.get("quantized", []))
+    for name in {"quantizers", "tasks"} & given.keys():
+        values[name] = listed(f"--{name}", given[name])
+    return Overrides(**values)
 
 
 NewFile = Annotated[Path | None, _output("FILE")]
@@ -222,34 +242,6 @@ OPTIONS: dict[str, Any] = {
     for name, part in Overrides.model_fields.items()
 } | {"plugin": PluginOption}
 DEFAULTS = {"checkpoint": [], "quantized": [], "skip_missing": False, "plugin": []}
-
-
-def recipe_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator that gives a command the options ``names`` (none: all) and --plugin in
-    place of its second parameter, ``overrides``."""
-    chosen = [*(names or [name for name in OPTIONS if name != "plugin"]), "plugin"]
-
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(command)
-        def wrapper(**values: Any) -> None:
-            given = {name: values.pop(name, DEFAULTS.get(name)) for name in chosen}
-            del given["plugin"]  # loaded while the options were read
-            given["checkpoints"] = named("--checkpoint", given.pop("checkpoint"))
-            given["quantized"] = named("--quantized", given.pop("quantized", []))
-            for name in {"quantizers", "tasks"} & given.keys():
-                given[name] = listed(f"--{name}", given[name])
-            command(overrides=Overrides(**given), **values)
-
-        recipe, _, *rest = inspect.signature(command, eval_str=True).parameters.values()
-        options = [
-            inspect.Parameter(
-                name, recipe.kind, default=DEFAULTS.get(name), annotation=OPTIONS[name]
-            )
-            for name in chosen
-        ]
-        return _with_parameters(wrapper, [recipe, *options, *rest])
-
-    return decorate
 
 
 def listed(option: str, names: str | None) -> tuple[str, ...] | None:

@@ -23,7 +23,6 @@ from qbench.cli.options import (
     Only,
     Out,
     RecipeOrOptions,
-    recipe_options,
 )
 from qbench.errors import RecipeError, some
 from qbench.evaluation.tasks import TaskSpec
@@ -38,7 +37,6 @@ from qbench.store import Store
 from qbench.text import duration, group_by_reason
 
 
-@recipe_options()
 def run(
     *,
     recipe: RecipeOrOptions = None,
@@ -133,7 +131,6 @@ def _run_cells(launcher: Launcher, only: str | None, force: bool) -> tuple[Plan,
     return planned, records
 
 
-@recipe_options()
 def plan(
     *,
     recipe: RecipeOrOptions = None,

@@ -180,12 +180,13 @@ def train(
     curves = log.draw(folder)
     show_written([folder, *([curves] if curves else [])])
     if evaluate is not None and len(trainings) == len(planned_runs):
-        checkpoints = [
-            f"{of}={folder}/{of}-seed{'*' if len(seeds) > 1 else seeds[0]}"
+        checkpoints = {
+            of: f"{folder}/{of}-seed{'*' if len(seeds) > 1 else seeds[0]}"
             for of, seeds in trained.items()
-        ]
+        }
         run.run(
-            recipe=evaluate, checkpoint=checkpoints, out=folder / "evaluation", device=device,
+            recipe=evaluate, overrides=Overrides(checkpoints=checkpoints),
+            out=folder / "evaluation", device=device,
             cluster=cluster, gpus=gpus,
         )  # fmt: skip
 
