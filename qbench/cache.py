@@ -32,7 +32,7 @@ from qbench.files import (
     write_atomically,
 )
 from qbench.machine import GIB
-from qbench.records import CellKey, Record, TaskRecord
+from qbench.records import CellKey, Record
 from qbench.store import KeyedStore, Store, Table
 
 MANIFEST = "manifest.json"
@@ -42,17 +42,6 @@ MIB = 2**20
 def in_words(size: int) -> str:
     """Return a number of bytes as text: 0.5 MiB, 12.3 GiB."""
     return f"{size / GIB:,.1f} GiB" if size >= GIB else f"{size / MIB:,.1f} MiB"
-
-
-def kept_cells(cache: Path) -> KeyedStore:
-    """Return the finished records of the cache."""
-    return KeyedStore(cache / "cells")
-
-
-def kept_tasks(cache: Path) -> KeyedStore:
-    """Return the finished tasks of the cache: ``get_valid``, ``put``, ``outcomes``, … as of cells,
-    with TaskRecords that have :func:`task_key` as their key."""
-    return KeyedStore(cache / "tasks", TaskRecord)
 
 
 def task_key(
@@ -84,7 +73,7 @@ def keep_cell(cache: Path, record: Record, store: Store) -> None:
 
     Does nothing if the disk is full: the record itself is written.
     """
-    cells = kept_cells(cache)
+    cells = KeyedStore(cache, Record)
     if not cells.path(record).is_file():
         with suppress(OutputError):
             cells.put(record, **{name: store.payload(record, name) for name in record.files})
@@ -93,7 +82,7 @@ def keep_cell(cache: Path, record: Record, store: Store) -> None:
 def find_cell(cache: Path, cell: CellKey) -> tuple[Record, dict[Table, bytes]] | None:
     """Return the intact record under the key of ``cell``, under the names of ``cell``, and the
     content of its tables; None if there is none."""
-    cells = kept_cells(cache)
+    cells = KeyedStore(cache, Record)
     with suppress(ResultsError, OSError):
         record = cells.get_valid(cell)
         if record is not None:

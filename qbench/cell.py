@@ -14,7 +14,7 @@ import torch
 
 from qbench.attention.implementation import NATIVE
 from qbench.attention.transformers import batch_invariant
-from qbench.cache import kept_tasks, task_key
+from qbench.cache import task_key
 from qbench.cell_result import CellResult, TaskResult
 from qbench.checkpoints.find import elements
 from qbench.checkpoints.load import (
@@ -329,7 +329,7 @@ def _evaluate(
 ) -> None:
     """Score every task, or take it from the cache; a task that cannot be scored is named, and the
     others are kept."""
-    cell, kept = result.cell, kept_tasks(cache)
+    cell, kept = result.cell, KeyedStore(cache, TaskRecord)
     base = _baseline(result, store)
     base_parts = base.cell.key_parts if base is not None else None
     keys = {task.name: task_key(cell.key_parts, task.name, base_parts) for task in tasks}
@@ -366,7 +366,9 @@ def _evaluate(
         result.tasks.append(done)
     if failure is not None and not result.tasks:
         raise failure
-    result.groups = group_scores(result.plan.groups, result.scores)
+    result.groups = group_scores(
+        result.plan.groups, [score for task in result.tasks for score in task.record.scores]
+    )
 
 
 def _keeps_hidden_states(result: CellResult) -> bool:
@@ -391,9 +393,7 @@ def _kept(
         if _keeps_hidden_states(result):
             for path, states_key in baseline_files(cache, cell.key_parts, [task.name]).items():
                 verify_baseline(path, states_key)
-        readers = {"outcomes": kept.outcomes, "responses": kept.responses,
-                   "divergences": kept.divergences, "answers": kept.answers}  # fmt: skip
-        tables = {name: readers[name](record) for name in record.files}
+        tables = {name: getattr(kept, name)(record) for name in record.files}
     except (ResultsError, OSError):
         return None
     mark_used(kept.path(task_cell))

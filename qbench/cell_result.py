@@ -19,7 +19,6 @@ from qbench.records import (
     DifferenceFromExact,
     GroupScore,
     Record,
-    Score,
     ScoringReport,
     Stage,
     TaskRecord,
@@ -29,7 +28,7 @@ from qbench.records import (
 if TYPE_CHECKING:
     import pandas as pd
 
-    from qbench.store import Table
+    from qbench.store import Store, Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,34 +99,6 @@ class CellResult:
     tasks: list[TaskResult] = field(default_factory=list)
     no_damage: Unavailable | None = None  # why damage was not measured
 
-    @property
-    def scores(self) -> list[Score]:
-        return [score for task in self.tasks for score in task.record.scores]
-
-    @property
-    def tables(self) -> dict[Table, pd.DataFrame]:
-        """Return the tables of all tasks by name, their rows one task after another."""
-        import pandas as pd
-
-        parts: dict[Table, list[pd.DataFrame]] = {}
-        for task in self.tasks:
-            for name, table in task.tables.items():
-                parts.setdefault(name, []).append(table)
-        return {name: pd.concat(tables, ignore_index=True) for name, tables in parts.items()}
-
-    @property
-    def scoring(self) -> ScoringReport | None:
-        return merge_reports([task.record.scoring for task in self.tasks])
-
-    @property
-    def damage(self) -> Damage | Unavailable | None:
-        measured = {
-            task.record.task: task.record.damage
-            for task in self.tasks
-            if task.record.damage is not None
-        }
-        return self.no_damage or (Damage(tasks=measured) if measured else None)
-
     @contextmanager
     def stage(self, name: str, total: float | None = None) -> Iterator[list[str]]:
         """Run a stage as ``measured`` does, and show it."""
@@ -176,16 +147,29 @@ class CellResult:
             "finished": datetime.now(UTC),
         }
 
-    def record(self, error: str | None) -> Record:
-        """Return the cell's record; a failed one keeps no scores."""
-        return Record(
+    def save(self, store: Store, error: str | None = None) -> Record:
+        """Write and return the cell's record, with its tables unless it failed with ``error``. A
+        failed record keeps no scores and never replaces a good one."""
+        records = [task.record for task in self.tasks]
+        measured = {record.task: record.damage for record in records if record.damage is not None}
+        record = Record(
             **self.common_fields(error),
             training=self.cell.checkpoint.training,
-            scores=() if error else tuple(self.scores),
+            scores=() if error else tuple(score for record in records for score in record.scores),
             groups=() if error else self.groups,
             failed_tasks={} if error else self.failed_tasks,
             documents=self.documents,
             audit=self.audit,
-            scoring=self.scoring,
-            damage=self.damage,
+            scoring=merge_reports([record.scoring for record in records]),
+            damage=self.no_damage or (Damage(tasks=measured) if measured else None),
         )
+        if error is not None:
+            before = store.get_valid(record)
+            return record if before is not None and before.status == "ok" else store.put(record)
+        import pandas as pd
+
+        tables: dict[Table, list[pd.DataFrame]] = {}
+        for name, table in (item for task in self.tasks for item in task.tables.items()):
+            tables.setdefault(name, []).append(table)
+        joined = {name: pd.concat(parts, ignore_index=True) for name, parts in tables.items()}
+        return store.put(record, **joined)

@@ -66,7 +66,7 @@ COLUMNS = {
     "divergences": DIVERGENCE_COLUMNS,
     "answers": ANSWER_COLUMNS,
 }
-R = TypeVar("R", Record, Analysis, Sensitivity)
+R = TypeVar("R", Record, TaskRecord, Analysis, Sensitivity)
 LogLine = Callable[[str], None]
 
 
@@ -337,10 +337,11 @@ class Store(Records[Record]):
 
 
 class KeyedStore(Records[R]):
-    """Records by their key alone, whatever their cells are called: a folder of the cache."""
+    """Records by their key alone, whatever their cells are called, in the folder ``cache``: of
+    finished cells, or TaskRecords of finished tasks under their :func:`qbench.cache.task_key`."""
 
-    def __init__(self, directory: Path, kind: type[Record | TaskRecord] = Record) -> None:
-        super().__init__(directory, "", "", kind)
+    def __init__(self, cache: Path, kind: type[R]) -> None:
+        super().__init__(cache / ("tasks" if kind is TaskRecord else "cells"), "", "", kind)
 
     def path(self, cell: CellKey, suffix: str = ".json") -> Path:
         return self.directory / f"{cell.key[:KEY_DIGITS]}{suffix}"

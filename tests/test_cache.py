@@ -8,10 +8,10 @@ import pytest
 from small_recipe import DEMO, qbench, small_recipe
 from test_store import CELL, OUTCOMES, make_record
 
-from qbench.cache import entries, find_cell, hold, keep_cell, kept_tasks, prune, task_key
+from qbench.cache import entries, find_cell, hold, keep_cell, prune, task_key
 from qbench.files import mark_used
 from qbench.records import ScoringReport, TaskRecord
-from qbench.store import Store
+from qbench.store import KeyedStore, Store
 
 DAY = 86_400
 NOW = 1_700_000_000
@@ -122,7 +122,7 @@ def test_a_finished_task_is_found_whatever_the_other_tasks_of_its_cell_are(tmp_p
     key = task_key(parts, "t")
     assert task_key(fewer, "t") == key
     assert len({key, task_key(parts, "u"), task_key(parts, "t", parts)}) == 3
-    tasks = kept_tasks(tmp_path)
+    tasks = KeyedStore(tmp_path, TaskRecord)
     scoring = ScoringReport(mode="exact", softmax_dtype="float32", batching="", peak_memory_gib=0)
     record = TaskRecord(
         checkpoint="a", quantizer="q", key=key, task="t", digest="1", scores=(), scoring=scoring,

@@ -276,7 +276,7 @@ class _GridRun:
             good = record is not None and record.status == "ok"
             if record is not None and good and (not self.force or record.started >= self.begun):
                 return record
-            record = _put_failed(CellResult(cell=cell, plan=self.plan), self.store, line)
+            record = CellResult(cell=cell, plan=self.plan).save(self.store, line)
         self.progress.log(summary(record), "bold red")
         return record
 
@@ -331,18 +331,7 @@ def run(
 
         compute(result, store, cache, reuse=reuse)
 
-    error = attempt(work, store.log(cell.grid_cell), plan.device)
-    if error is not None:
-        return _put_failed(result, store, error)
-    return store.put(result.record(None), **result.tables)
-
-
-def _put_failed(result: CellResult, store: Store, error: str) -> Record:
-    record = result.record(error)
-    before = store.get_valid(record)
-    if before is None or before.status != "ok":
-        store.put(record)
-    return record
+    return result.save(store, attempt(work, store.log(cell.grid_cell), plan.device))
 
 
 def depends_on(cell: Cell) -> str | None:
