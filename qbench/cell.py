@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,7 +48,7 @@ from qbench.quantizers.linear import linearize
 from qbench.quantizers.methods.library_made import LibraryMade
 from qbench.quantizers.quantize import quantize
 from qbench.quantizers.stored_bits import write_gguf_into
-from qbench.records import CellKey, Record, TaskRecord, Unavailable
+from qbench.records import CellKey, TaskRecord, Unavailable
 from qbench.store import KeyedStore, Store, Table
 from qbench.streaming import is_sharded, shard, stream, stream_of
 
@@ -278,26 +278,9 @@ def _audit(result: CellResult, model: PreTrainedModel) -> None:
         raise AuditError("audit: " + "; ".join(first) + more)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Baseline:
-    """The unquantized cell that damage is measured against, with its record's tables."""
-
-    cell: Cell
-    record: Record
-    outcomes: pd.DataFrame
-    responses: pd.DataFrame
-
-    def of(self, task: str) -> Outcomes:
-        """Return its outcomes of one task."""
-        return Outcomes(
-            outcomes=self.outcomes[self.outcomes["task"] == task],
-            responses=self.responses[self.responses["task"] == task],
-            scores=tuple(score for score in self.record.scores if score.task == task),
-        )
-
-
-def _baseline(result: CellResult, store: Store) -> _Baseline | None:
-    """Return what damage is measured against; None if it is not, and ``result`` says why."""
+def _baseline(result: CellResult, store: Store) -> dict[str, Outcomes] | None:
+    """Return the unquantized cell's outcomes by task, which damage is measured against; None if it
+    is not measured, and ``result`` says why."""
     cell = result.cell
     if not result.plan.recipe.evaluation.damage or not cell.quantization.precision.quantized:
         return None
@@ -311,8 +294,15 @@ def _baseline(result: CellResult, store: Store) -> _Baseline | None:
         base = result.plan.cell(cell.base.cell)
         try:
             record = read_baseline(base, store)
-            tables = {"outcomes": store.outcomes(record), "responses": store.responses(record)}
-            return _Baseline(cell=base, record=record, **tables)
+            outcomes, responses = store.outcomes(record), store.responses(record)
+            return {
+                task.name: Outcomes(
+                    outcomes=outcomes[outcomes["task"] == task.name],
+                    responses=responses[responses["task"] == task.name],
+                    scores=tuple(score for score in record.scores if score.task == task.name),
+                )
+                for task in result.plan.tasks
+            }
         except ResultsError as error:
             result.no_damage = Unavailable(reason=str(error), retry=True)
     return None
@@ -331,7 +321,7 @@ def _evaluate(
     others are kept."""
     cell, kept = result.cell, KeyedStore(cache, TaskRecord)
     base = _baseline(result, store)
-    base_parts = base.cell.key_parts if base is not None else None
+    base_parts = result.plan.cell(cell.base.cell).key_parts if base is not None else None
     keys = {task.name: task_key(cell.key_parts, task.name, base_parts) for task in tasks}
     finished: dict[str, TaskResult] = {}
     for task in tasks if reuse else ():
@@ -340,7 +330,7 @@ def _evaluate(
     observer: BaselineWriter | KLObserver | None = None
     left = {task.name for task in tasks} - finished.keys()
     if base is not None and left:
-        scored = {score.task for score in base.record.scores} & left
+        scored = {name for name in left if base[name].scores}
         try:
             observer = KLObserver(BaselineHiddenStates.load(cache, base_parts, scored))
         except ResultsError as error:
@@ -406,7 +396,7 @@ def _score(
     scorer: Any,
     task: LoadedTask,
     key: str,
-    base: _Baseline | None,
+    base: dict[str, Outcomes] | None,
     observer: BaselineWriter | KLObserver | None,
     tokenizer: PreTrainedTokenizerBase,
 ) -> TaskResult:
@@ -429,7 +419,7 @@ def _score(
         assert isinstance(observer, KLObserver)
         divergences = observer.divergences.get(task.name)
         damage = task_damage(
-            base.of(task.name),
+            base[task.name],
             scored,
             divergences=divergences,
             correct={} if answered else correct_requests(task, cell.scoring.limit),
