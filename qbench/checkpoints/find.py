@@ -565,43 +565,35 @@ def _folder(source: str, revision: str | None) -> Path:
 def _normalizer(config: dict[str, Any], by_recipe: str | None, headers: Iterable[str]) -> str:
     """Return the normalizer that the checkpoint was trained with, by config.json, ``headers`` and
     the recipe (``by_recipe``). Raises CheckpointError if they contradict each other."""
-    by_config = config.get("qbench_normalizer")
+    by_config, by_format = config.get("qbench_normalizer"), None
     if by_config is not None and not (isinstance(by_config, str) and by_config in NORMALIZERS):
         names = ", ".join(NORMALIZERS)
         raise CheckpointError(f"qbench_normalizer {by_config!r} is not known; known: {names}")
-    if fla.recognizes(config):
-        by_config = _of_attention(config, by_config, by_recipe)
+    if fla.recognizes(config) and config.get("attn_impl") is not None:
+        by_format = fla.normalizer(config)
+        if by_config not in (None, by_format):
+            raise CheckpointError(
+                f"its config contradicts itself: attn_impl {config['attn_impl']!r} is {by_format}, "
+                f"qbench_normalizer is {by_config!r}"
+            )
+    elif fla.recognizes(config) and by_config is None and by_recipe not in ("softmax", NATIVE):
+        raise CheckpointError(
+            "config.json has no attn_impl, so its normalizer is unknown; if it was trained "
+            "with softmax, put normalizer: softmax into the recipe; else write "
+            "qbench_normalizer into its config.json"
+        )
     sinks = any(name.endswith(".self_attn.sinks") for name in headers)  # gpt-oss's, Granite SWA's
     by_class = "softmax-sink" if sinks else "softmax"
-    by_config = by_config or by_class
-    if by_recipe == NATIVE and by_config == by_class:
+    normalizer = by_format or by_config or by_class
+    if by_recipe == NATIVE and normalizer == by_class:
         return NATIVE
-    if by_recipe not in (None, by_config):
+    if by_recipe not in (None, normalizer):
         raise CheckpointError(
-            f"it was trained with {by_config}, the recipe says normalizer: {by_recipe}; "
+            f"it was trained with {normalizer}, the recipe says normalizer: {by_recipe}; "
             "leave normalizer out, or name the right checkpoint; qbench_normalizer in its "
             "config.json says how it was trained"
         )
-    return by_config
-
-
-def _of_attention(config: dict[str, Any], by_config: str | None, by_recipe: str | None) -> str:
-    """Return the normalizer that ``attn_impl`` names; without it, what config or recipe state."""
-    if config.get("attn_impl") is None:
-        if by_config is None and by_recipe not in ("softmax", NATIVE):
-            raise CheckpointError(
-                "config.json has no attn_impl, so its normalizer is unknown; if it was trained "
-                "with softmax, put normalizer: softmax into the recipe; else write "
-                "qbench_normalizer into its config.json"
-            )
-        return by_config or "softmax"
-    by_format = fla.normalizer(config)
-    if by_config not in (None, by_format):
-        raise CheckpointError(
-            f"its config contradicts itself: attn_impl {config['attn_impl']!r} is {by_format}, "
-            f"qbench_normalizer is {by_config!r}"
-        )
-    return by_format
+    return normalizer
 
 
 Shapes = dict[str, tuple[int, int]]  # outputs, inputs
