@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
@@ -110,49 +110,22 @@ def read_config(folder: Path, *, quantized: bool = False) -> dict[str, Any]:
 
 
 CONFIG = "config.json"
-EMBEDDINGS = re.compile(
-    r"(^|\.)(embed_tokens|wte|embed_in|word_embeddings|embeddings|tok_embeddings)\.weight$"
-)
-OTHER_MODALITIES = re.compile(r"(^|\.)(vision|visual|audio|image|speech|encoder)")
-IN_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\.")
 
 
-def require_sizes(config: dict[str, Any], headers: Mapping[str, Header]) -> None:
-    """Raise CheckpointError if a size of config.json is no whole number above zero or contradicts
-    the tensors: their number, the embeddings' shape, the layers in their names."""
+def require_sizes(config: dict[str, Any], tensors: int) -> None:
+    """Raise CheckpointError if a size of config.json is no whole number above zero, or if there are
+    more layers than ``tensors``: naming the parameters of such a model would never end."""
     inner = config.get("text_config")
     parts = (config, inner if isinstance(inner, dict) else {})
     for name, value in ((name, part.get(name)) for part in parts for name in SIZES):
         if value is None or isinstance(value, list):  # a list: one size a layer
             continue
-        # naming the parameters of more layers than there are tensors would never end
         layers = name in ("num_hidden_layers", "n_layer")
-        if type(value) is not int or value < 1 or (layers and value > len(headers)):
+        if type(value) is not int or value < 1 or (layers and value > tensors):
             raise CheckpointError(
                 f"config.json: {name} {value!r}: a whole number above 0 is needed, of layers "
-                f"no more than the {len(headers)} weight tensors"
+                f"no more than the {tensors} weight tensors"
             )
-    sizes = {**parts[0], **parts[1]}
-    texts = {name: header for name, header in headers.items() if not OTHER_MODALITIES.search(name)}
-    for name, header in texts.items():
-        if not EMBEDDINGS.search(name) or len(header.shape) != 2:
-            continue
-        rows, width = header.shape
-        if sizes.get("vocab_size") not in (None, rows):
-            raise CheckpointError(
-                f"config.json: vocab_size {sizes['vocab_size']}, and {name} has {rows} rows"
-            )
-        widths = [sizes[key] for key in ("hidden_size", "n_embd", "d_model") if key in sizes]
-        if widths and width not in sizes.values():  # of some models it has another width
-            raise CheckpointError(
-                f"config.json: hidden_size {widths[0]}, and {name} has {width} columns"
-            )
-    count = 1 + max((int(m[1]) for name in texts if (m := IN_LAYER.search(name))), default=-1)
-    declared = next((sizes[k] for k in ("num_hidden_layers", "n_layer") if k in sizes), None)
-    if count and isinstance(declared, int) and count < declared:
-        raise CheckpointError(
-            f"config.json: num_hidden_layers {declared}, and the tensors are of {count}"
-        )
 
 
 SINGLE = "model.safetensors"
@@ -507,7 +480,7 @@ def _read_checkpoint(
     _training(folder)  # refuses a config.json that was changed after training
     weights = weight_files(folder)
     headers = read_headers(folder, weights, quantized=quantized)
-    require_sizes(config, headers)
+    require_sizes(config, len(headers))
     trained_with = _normalizer(config, normalizer, headers)
     kind = fla.in_transformers_words(config)["model_type"]  # refuses what no class there computes
     if kind not in class_names():

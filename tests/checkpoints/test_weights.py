@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 import struct
 
 import pytest
@@ -10,6 +11,7 @@ from checkpoints.folders import CONFIG, random_tensors, write
 from safetensors.torch import save_file
 
 from qbench.checkpoints import find
+from qbench.checkpoints.load import tensors_problem
 from qbench.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -149,20 +151,16 @@ def test_a_git_lfs_pointer_is_said_to_be_one(tmp_path, name):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"vocab_size": 48}, r"vocab_size 48, and model\.\w+\.weight has 32 rows"),
-        ({"hidden_size": 80, "head_dim": 40}, "hidden_size 80, and .* has 64 columns"),
-        ({"num_hidden_layers": 3}, "num_hidden_layers 3, and the tensors are of 1"),
+        ({"vocab_size": 48}, r"misshapen: .*\[32, 64\] instead of \[48, 64\]"),
+        ({"hidden_size": 80}, r"misshapen: .*\[32, 64\] instead of \[32, 80\]"),
+        ({"num_hidden_layers": 3}, r"missing: model\.layers\.1\..* and \d+ more"),
     ],
 )
-@pytest.mark.parametrize("kind", ["fla", "stock"])
 def test_sizes_that_the_tensors_contradict_are_refused_before_anything_is_loaded(
-    tmp_path, kind, changes, words
+    tmp_path, changes, words
 ):
-    config = {**CONFIG, **STOCK} if kind == "stock" else {**CONFIG}
-    changes = {k: v for k, v in changes.items() if k in config}
-    folder = write(tmp_path / "c", {**config, **changes})
-    with pytest.raises(CheckpointError, match=words):
-        find(str(folder))
+    folder = write(tmp_path / "c", {**CONFIG, **changes})
+    assert re.search(words, tensors_problem(find(str(folder))))
 
 
 def test_a_table_of_whole_numbers_is_no_weight(tmp_path):
