@@ -52,7 +52,7 @@ def read_calibration(text: CalibrationText, tokenizer: PreTrainedTokenizerBase) 
     windows = draw_windows(
         text,
         # verbose=False: documents longer than the model's context are no mistake here.
-        lambda one: tokenizer(one, add_special_tokens=False, verbose=False)["input_ids"],
+        lambda text: tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"],
         end=tokenizer.eos_token_id,
     )
     ids = [[*start, *window] for window in windows]
@@ -74,9 +74,7 @@ def watch_inputs(
         return lambda _, arguments: look(name, arguments[0].detach())
 
     device = next(model.parameters()).device
-    with _hooks(
-        *(one.register_forward_pre_hook(hook(n), prepend=True) for n, one in modules.items())
-    ):
+    with _hooks(*(m.register_forward_pre_hook(hook(n), prepend=True) for n, m in modules.items())):
         for number, ids in enumerate(batches):
             progress(number, len(batches))
             model(input_ids=ids.to(device), use_cache=False)

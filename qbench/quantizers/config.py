@@ -96,11 +96,11 @@ def alike(names: Iterable[str]) -> dict[str, list[str]]:
 def ignore_advice(names: Iterable[str], every: Iterable[str]) -> str:
     """Return the ``ignore`` setting that leaves ``names`` out, and no other of ``every`` layer:
     patterns over full names, if all layers that match them are to be left out, or full names."""
-    whole = alike(every)
+    all_alike = alike(every)
     patterns = [
         pattern
         for shared, members in alike(names).items()
-        for pattern in ([shared] if len(members) == len(whole.get(shared, ())) else members)
+        for pattern in ([shared] if len(members) == len(all_alike.get(shared, ())) else members)
     ]
     return "ignore: [" + ", ".join(f"'{pattern}'" for pattern in patterns) + "]"
 
@@ -115,7 +115,7 @@ def require_groups(what: str, features: Mapping[str, int], size: int, noun: str)
     fits = math.gcd(*features.values())
     fit = max((n for n in range(1, size + 1) if fits % n == 0 and n % 8 == 0), default=None)
     advice = f"group_size {fit} fits every layer" if fit else "no group_size fits every layer"
-    named = [f"{shared} ({misfits[one[0]]:,})" for shared, one in alike(misfits).items()]
+    named = [f"{shared} ({misfits[members[0]]:,})" for shared, members in alike(misfits).items()]
     others = (
         f", or leave them out: {ignore_advice(misfits, features)}"
         if len(misfits) < len(features)

@@ -58,7 +58,7 @@ def describe(path: str) -> dict[str, Any]:
             f"{path} is one of {parts} parts of a file; join them: llama-gguf-split --merge {path} "
             "WHOLE.gguf"
         )
-    if architecture in INTERLEAVED and any("_exps." in one.name for one in reader.tensors):
+    if architecture in INTERLEAVED and any("_exps." in tensor.name for tensor in reader.tensors):
         raise CheckpointError(
             f"{path}: experts of {architecture} in GGUF files are not read; its safetensors are"
         )
@@ -85,7 +85,7 @@ def tensors(path: str, modules: list[str], layers: int) -> dict[str, Any]:
     part of what the file holds of all experts as one. Raises CheckpointError for an architecture
     that the gguf package does not know, and where gate and up of experts differ in their types."""
     held = {tensor.name: tensor for tensor in _reader(path).tensors}
-    found = {}
+    by_module = {}
     for module, names in _names(path, modules, layers).items():
         expert = EXPERT.fullmatch(module)
         for part in ("weight", "bias"):
@@ -93,8 +93,8 @@ def tensors(path: str, modules: list[str], layers: int) -> dict[str, Any]:
             if parts and expert:
                 parts = [_of_expert(path, parts, int(expert[2]))]
             if parts:
-                found[f"{module}.{part}"] = parts[0]
-    return found
+                by_module[f"{module}.{part}"] = parts[0]
+    return by_module
 
 
 def _names(path: str, modules: list[str], layers: int) -> dict[str, list[str]]:
@@ -106,15 +106,15 @@ def _names(path: str, modules: list[str], layers: int) -> dict[str, list[str]]:
         raise CheckpointError(
             f"{path}: the gguf package does not know architecture {architecture!r}"
         )
-    known = library().get_tensor_name_map(kinds[architecture], layers)
-    found = {}
+    names = library().get_tensor_name_map(kinds[architecture], layers)
+    by_module = {}
     for module in modules:
         theirs = [module]
         if expert := EXPERT.fullmatch(module):
             matrices = ("gate_proj", "up_proj") if expert[3] == "gate_up_proj" else (expert[3],)
             theirs = [f"{expert[1]}.{matrix}" for matrix in matrices]
-        found[module] = [name for name in map(known.get_name, theirs) if name is not None]
-    return found
+        by_module[module] = [name for name in map(names.get_name, theirs) if name is not None]
+    return by_module
 
 
 def _of_expert(path: str, parts: list[Any], expert: int) -> Any:
@@ -158,7 +158,7 @@ def tensor_bits(path: str, modules: list[str], layers: int) -> dict[str, int]:
         for name in names
         for part in ("weight", "bias")
     }
-    found: Counter[str] = Counter()
+    bits: Counter[str] = Counter()
     for tensor in _reader(path).tensors:
-        found[named.get(tensor.name, tensor.name)] += 8 * int(tensor.n_bytes)
-    return found
+        bits[named.get(tensor.name, tensor.name)] += 8 * int(tensor.n_bytes)
+    return bits

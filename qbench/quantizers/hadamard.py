@@ -75,9 +75,9 @@ def _paley(order: int) -> Matrix:
     core[1:, 1:] = characters
     if not second:
         return core + np.eye(q + 1, dtype=np.int8)
-    one = np.array([[1, 1], [1, -1]], np.int8)
+    nonzero = np.array([[1, 1], [1, -1]], np.int8)
     zero = np.array([[1, -1], [-1, -1]], np.int8)
-    return np.kron(core, one) + np.kron(np.eye(q + 1, dtype=np.int8), zero)
+    return np.kron(core, nonzero) + np.kron(np.eye(q + 1, dtype=np.int8), zero)
 
 
 def _characters(prime: int, degree: int) -> Matrix:

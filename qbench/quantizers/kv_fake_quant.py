@@ -71,8 +71,8 @@ def whole_groups(positions: Tensor, first: int, size: int) -> tuple[Tensor, Tens
     its sequence."""
     last = positions[:, size - 1 :]
     begin = positions[:, : last.shape[1]]
-    whole = (begin >= first) & ((begin - first) % size == 0) & (last == begin + size - 1)
-    rows, tokens = whole.nonzero(as_tuple=True)
+    full = (begin >= first) & ((begin - first) % size == 0) & (last == begin + size - 1)
+    rows, tokens = full.nonzero(as_tuple=True)
     return rows[:, None], tokens[:, None] + torch.arange(size, device=tokens.device)
 
 

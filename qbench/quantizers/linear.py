@@ -235,7 +235,7 @@ def numbers(scalars: Mapping[str, Tensor]) -> dict[str, float]:
     if not scalars:
         return {}
     device = next(iter(scalars.values())).device
-    stacked = torch.stack([one.to(device, torch.float64) for one in scalars.values()])
+    stacked = torch.stack([scalar.to(device, torch.float64) for scalar in scalars.values()])
     return dict(zip(scalars, stacked.tolist(), strict=True))
 
 

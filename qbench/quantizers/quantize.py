@@ -174,7 +174,7 @@ def _unpacked(model: nn.Module, settings: WeightSettings, name: str) -> PackedWe
 
 def shapes_of(model: nn.Module) -> dict[str, tuple[int, int]]:
     """Return the shape [out, in] of each linear layer of ``model`` but the LM head, by name."""
-    return {name: (one.out_features, one.in_features) for name, one in linears(model).items()}
+    return {name: (layer.out_features, layer.in_features) for name, layer in linears(model).items()}
 
 
 def _quantize_weights(

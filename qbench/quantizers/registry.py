@@ -124,12 +124,12 @@ def settings_of(name: str, options: Mapping[str, Any] | None = None) -> Any:
     for earlier, option in removed.RENAMED_OPTIONS.items():
         if earlier in options and option not in options:
             options[option] = options.pop(earlier)
-    known = method.options
+    available = method.options
     for key in options:
         if key in removed.QUANTIZER_OPTIONS:
             raise RecipeError(f"{name}: {key}: {removed.QUANTIZER_OPTIONS[key]}")
-        if key not in known:
-            offer = f"it has {', '.join(known)}" if known else "it has no options"
+        if key not in available:
+            offer = f"it has {', '.join(available)}" if available else "it has no options"
             raise RecipeError(f"{name}: unknown option {shown(key)}; {offer}")
     try:
         return method.settings(**method.fixed, **options)
@@ -277,8 +277,8 @@ def _part(kind: str, value: Any, compute_dtype: str) -> Any:
         name = f"kv-{name}"
     (name, given), *more = _split(name)
     if more or (name in METHODS and METHODS.get(name).settings.kind != kind):
-        known = ", ".join(method.name for method in methods(kind))
-        raise RecipeError(f"{kind}: {shown(value)} is no method for {kind}; known: {known}")
+        all_names = ", ".join(method.name for method in methods(kind))
+        raise RecipeError(f"{kind}: {shown(value)} is no method for {kind}; known: {all_names}")
     try:
         return _settings(name, {**given, **options}, compute_dtype)
     except RecipeError as error:
@@ -315,10 +315,10 @@ def _unknown(name: str) -> str:
     """Return what to say of a name that no method has: a method may lack that width."""
     if attempt := re.fullmatch(r"([a-z]+)-(\w+)bit", name):
         method, bits = attempt.groups()
-        alike = [known for known in METHODS if known.startswith(f"{method}-")]
-        if widths := [known.split("-")[1].removesuffix("bit") for known in alike]:
+        alike = [name for name in METHODS if name.startswith(f"{method}-")]
+        if widths := [name.split("-")[1].removesuffix("bit") for name in alike]:
             return f"{method} has no {bits}-bit; it has {', '.join(widths)}"
-    close = [known for known in names() if known.startswith(f"{name}-")]  # awq: awq-4bit
+    close = [each for each in names() if each.startswith(f"{name}-")]  # awq: awq-4bit
     close = (close or difflib.get_close_matches(name, names(), n=3, cutoff=CLOSEST))[:4]
     near = (
         f"did you mean {', '.join(close[:-1])}{' or ' * (len(close) > 1)}{close[-1]}? "

@@ -60,10 +60,13 @@ def quantize(name: str, layer: nn.Linear, settings: Scaled8 | BlockFloat) -> Ten
     magnitude, element = blocks.abs().amax(-1), ELEMENTS[settings.element]
     if settings.method == "nvfp4":
         largest = magnitude.amax().clamp(min=torch.finfo(torch.float32).tiny).view(1)
-        whole = largest.reciprocal() * (ELEMENTS["e4m3"].largest * element.largest)
-        scale = (whole * divided(magnitude, element.largest)).to(torch.float8_e4m3fn)
+        tensor_scale = largest.reciprocal() * (ELEMENTS["e4m3"].largest * element.largest)
+        scale = (tensor_scale * divided(magnitude, element.largest)).to(torch.float8_e4m3fn)
         scale = torch.where(scale.float() == 0, LEAST_SCALE, scale.float()).to(scale.dtype)
-        tensors, factor = {"scale": scale, "tensor_scale": whole}, scale.float() / whole
+        tensors, factor = (
+            {"scale": scale, "tensor_scale": tensor_scale},
+            scale.float() / tensor_scale,
+        )
     else:
         raised = ((magnitude.view(torch.int32) + UP) >> 23 & 255) - BIAS - element.highest
         exponent = raised.clamp(min=LEAST_EXPONENT)

@@ -38,13 +38,13 @@ def evidence(model: nn.Module, settings: PublishedCopy) -> dict[str, Callable[[]
     """Return what the files store of each layer that they quantize, by its name in ``model``."""
     if settings.format == GGUF:
         return _gguf_evidence(model, settings.folder)
-    modules, found = dict(model.named_modules()), {}
+    modules, by_layer = dict(model.named_modules()), {}
     for name, tensors in _by_module(settings.folder, modules).items():
         plain = all(n.endswith("weight") and t.dtype in PLAIN for n, t in tensors.items())
         columns = getattr(modules[name], "in_features", getattr(modules[name], "infeatures", None))
         if not plain and name not in settings.ignore and columns is not None:
-            found[name] = partial(_stored, tensors, int(columns))
-    return found
+            by_layer[name] = partial(_stored, tensors, int(columns))
+    return by_layer
 
 
 def _stored(tensors: dict[str, Tensor], columns: int) -> PackedWeight:
@@ -54,7 +54,7 @@ def _stored(tensors: dict[str, Tensor], columns: int) -> PackedWeight:
 
 def _by_module(folder: str, modules: Mapping[str, object]) -> dict[str, dict[str, Tensor]]:
     """Return the tensors of the files, without biases, by the module that they belong to."""
-    found: dict[str, dict[str, Tensor]] = {}
+    by_module: dict[str, dict[str, Tensor]] = {}
     for path in sorted(Path(folder).glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             for stored in file.keys():  # noqa: SIM118  no mapping
@@ -63,9 +63,11 @@ def _by_module(folder: str, modules: Mapping[str, object]) -> dict[str, dict[str
                 part = name.removeprefix(f"{module}.")
                 if module is None or part.endswith("bias"):
                     continue
-                for owner, own, tensor in _owners(modules, module, part, file.get_tensor(stored)):
-                    found.setdefault(owner, {})[own] = tensor
-    return found
+                for owner, part_name, tensor in _owners(
+                    modules, module, part, file.get_tensor(stored)
+                ):
+                    by_module.setdefault(owner, {})[part_name] = tensor
+    return by_module
 
 
 def _in_model(name: str, modules: Collection[str]) -> str:
@@ -86,9 +88,9 @@ def _owners(
     expert's ``gate_up_proj`` apart."""
     if isinstance(modules[module], Experts):
         matrix = part[: part.index("_proj") + len("_proj")]
-        own = part.removeprefix(matrix).lstrip("_") or "weight"
-        for expert, one in enumerate(tensor):
-            yield f"{module}.{expert}.{matrix}", own, one
+        part_name = part.removeprefix(matrix).lstrip("_") or "weight"
+        for expert, rows in enumerate(tensor):
+            yield f"{module}.{expert}.{matrix}", part_name, rows
     elif part.startswith(("gate_proj.", "up_proj.")) and f"{module}.gate_up_proj" in modules:
         yield f"{module}.gate_up_proj", part, tensor
     else:
@@ -99,18 +101,18 @@ def _gguf_evidence(model: nn.Module, path: str) -> dict[str, Callable[[], Packed
     """Return what the GGUF file stores of each matrix of ``model``, which has its weights."""
     layers = linears(model)
     count = model.config.get_text_config().num_hidden_layers
-    found = {}
+    by_layer = {}
     for name, tensor in gguf_file.tensors(path, list(layers), count).items():
         module, _, part = name.rpartition(".")
         if part == "weight":
             layer = layers[module]
-            found[module] = partial(
+            by_layer[module] = partial(
                 PackedWeight,
                 tensors={"data": torch.from_numpy(tensor.data.copy().view("uint8"))},
                 dequantize=partial(getattr, layer.weight, "data"),
                 groups=in_groups(layer.in_features, None),
             )
-    return found
+    return by_layer
 
 
 def write_gguf_into(model: nn.Module, path: str) -> None:
@@ -137,57 +139,57 @@ def write_gguf_into(model: nn.Module, path: str) -> None:
 
 def stored_size(
     original: nn.Module,
-    wanted: Mapping[str, Matrix],
+    originals: Mapping[str, Matrix],
     weights: WeightSettings | None,
     modules: Iterable[ModuleAudit],
 ) -> StoredSize:
-    """Return the size of ``original``, whose matrices are ``wanted``, with the audited ``modules``
-    in their place; of a published copy, the size of its files."""
+    """Return the size of ``original``, whose matrices are ``originals``, with the audited
+    ``modules`` in their place; of a published copy, the size of its files."""
     head = original.get_output_embeddings()
     if weights is not None and weights.prequantized:
-        return _size_of_files(weights, original, wanted)
-    stored = {one.name: one.bits_per_weight * one.parameters for one in modules}
-    plain = {name: 8.0 * matrix.weight.nbytes for name, matrix in wanted.items()}
+        return _size_of_files(weights, original, originals)
+    stored = {m.name: m.bits_per_weight * m.parameters for m in modules}
+    plain = {name: 8.0 * matrix.weight.nbytes for name, matrix in originals.items()}
     inner = sum(stored.get(name, bits) for name, bits in plain.items())
-    whole = sum(8.0 * p.nbytes for p in original.parameters())
+    unquantized = sum(8.0 * p.nbytes for p in original.parameters())
     return StoredSize(
-        bits_per_weight=inner / _count(wanted),
+        bits_per_weight=inner / _count(originals),
         head_bits_per_weight=8.0 * head.weight.element_size() if head is not None else None,
-        gib=(whole - sum(plain.values()) + inner) / GIB,
+        gib=(unquantized - sum(plain.values()) + inner) / GIB,
     )
 
 
 def _size_of_files(
-    settings: PublishedCopy, original: nn.Module, wanted: Mapping[str, Matrix]
+    settings: PublishedCopy, original: nn.Module, originals: Mapping[str, Matrix]
 ) -> StoredSize:
     if settings.format == GGUF:
-        modules = [*wanted, *(name for name, _ in original.named_modules() if name)]
+        modules = [*originals, *(name for name, _ in original.named_modules() if name)]
         layers = original.config.get_text_config().num_hidden_layers
         bits = gguf_file.tensor_bits(settings.folder, modules, layers)
     else:
         names = dict(original.named_modules())
         bits = {_in_model(n, names): size for n, size in _tensor_bits(settings.folder).items()}
-    experts = {p for name in wanted if ".experts." in name for p in parents(name)}
-    inside = wanted.keys() | {p for p in experts if ".experts" in p}
+    experts = {p for name in originals if ".experts." in name for p in parents(name)}
+    inside = originals.keys() | {p for p in experts if ".experts" in p}
     matrices = {name: n for name, n in bits.items() if not name.endswith("bias")}
     inner = sum(n for name, n in matrices.items() if any(p in inside for p in parents(name)))
     head = original.get_output_embeddings()
     of_head = sum(n for name, n in matrices.items() if name.startswith(HEADS))
     return StoredSize(
-        bits_per_weight=inner / _count(wanted),
+        bits_per_weight=inner / _count(originals),
         head_bits_per_weight=of_head / head.weight.numel() if of_head else None,
         gib=sum(bits.values()) / GIB,
     )
 
 
 def _tensor_bits(folder: str) -> dict[str, int]:
-    found = {}
+    bits = {}
     for path in sorted(Path(folder).glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118  no mapping
                 part = file.get_slice(name)
-                found[name] = math.prod(part.get_shape()) * number_bits(part.get_dtype())
-    return found
+                bits[name] = math.prod(part.get_shape()) * number_bits(part.get_dtype())
+    return bits
 
 
 def _count(matrices: Mapping[str, Matrix]) -> int:

@@ -144,19 +144,22 @@ def wrong_output(
     """
     tokens, heads = query.shape[2], slice(None)
     key, value = (x[:1].double() for x in (read.pair.key, read.pair.value))
-    stated, plain, actual = [], [], []
+    quantized, plain, actual = [], [], []
     for step in sorted({tokens - 1 - i * tokens // (2 * QUERIES) for i in range(QUERIES)}):
         seen = slice(0, step + 1)
-        keys, values = stated_cache(key[:, :, seen], value[:, :, seen], cache)
+        keys, values = expected_cache(key[:, :, seen], value[:, :, seen], cache)
         settings = dict(options)
         mask = settings.pop("mask")
         if mask is not None:
             settings["mask"] = mask[:1, heads, step : step + 1, seen]
-        one = query[:1, :, step : step + 1].float()
-        for outputs, k, v in ((stated, keys, values), (plain, key[:, :, seen], value[:, :, seen])):
-            outputs.append(reference.attention(one, k.float(), v.float(), **settings))
+        row = query[:1, :, step : step + 1].float()
+        for outputs, k, v in (
+            (quantized, keys, values),
+            (plain, key[:, :, seen], value[:, :, seen]),
+        ):
+            outputs.append(reference.attention(row, k.float(), v.float(), **settings))
         actual.append(output[:1, :, step : step + 1].float())
-    expected = torch.cat(stated, 2)
+    expected = torch.cat(quantized, 2)
     size = float(expected.norm())
     if not size:
         return None
@@ -169,22 +172,22 @@ def wrong_output(
     )
 
 
-def stated_cache(key: Tensor, value: Tensor, cache: KVFakeQuant) -> tuple[Tensor, Tensor]:
+def expected_cache(key: Tensor, value: Tensor, cache: KVFakeQuant) -> tuple[Tensor, Tensor]:
     """Return float64 ``key`` and ``value`` [1, H, T, D] as ``cache`` should hold them when its
     newest token is the query's own."""
     form, first = cache.format, cache.sink_tokens
     older = max(0, key.shape[2] - cache.residual_length - first)
     results = []
     for x, count in ((key, cache.key_group), (value, 1)):
-        whole = slice(first, first + older // count * count)
-        part, result = x[:, :, whole], x.clone()
+        full = slice(first, first + older // count * count)
+        part, result = x[:, :, full], x.clone()
         groups = groups_of_tokens(part, form, count)
         if groups.numel():
             rounded, _, _ = expected(groups, ActivationEvidence(format=form))
             if count > 1:  # [1, H, groups, D, count] as they were grouped
                 shape = (*part.shape[:2], part.shape[2] // count, part.shape[3], count)
                 rounded = rounded.reshape(shape).transpose(3, 4)
-            result[:, :, whole] = rounded.reshape(part.shape)
+            result[:, :, full] = rounded.reshape(part.shape)
         results.append(result)
     return results[0], results[1]
 
@@ -219,16 +222,16 @@ def _module(
         if not torch.equal(x[:, :, first], y[:, :, first]):
             unequal.append(f"{name}: {what} of the first {cache.sink_tokens} tokens are changed")
         before, after = (_groups(t, len(positions), cache, count) for t in (x, y))
-        one = measured[what] = _measure(before, after, cache.format, rounding)
+        numbers = measured[what] = _measure(before, after, cache.format, rounding)
         values, scales = values + before.numel(), scales + len(before)
-        if not math.isfinite(one["error"]):
+        if not math.isfinite(numbers["error"]):
             problems.append(f"{name}: {what} are not finite")
-        elif one["error"] == 0:
+        elif numbers["error"] == 0:
             problems.append(f"{name}: {what} are read unchanged: nothing was quantized")
-        if one["clipped"] > CLIPPED:
+        if numbers["clipped"] > CLIPPED:
             problems.append(
-                f"{name}: {one['clipped']:.1%} of the {what} lie farther from their values than "
-                "half a step"
+                f"{name}: {numbers['clipped']:.1%} of the {what} lie farther from their values "
+                "than half a step"
             )
     most = max(m["levels"] for m in measured.values())
     if most > 2**bits:
@@ -248,8 +251,8 @@ def _module(
 def _groups(x: Tensor, length: int, cache: KVFakeQuant, count: int) -> Tensor:
     """Return the tokens of ``x`` [B, H, T, D] that some query reads quantized, ``count`` of them
     at once, as float64 [groups, values that share a scale]."""
-    whole = max(0, length - cache.sink_tokens) // count * count
-    tokens = x[:, :, cache.sink_tokens : cache.sink_tokens + whole].double()
+    quantized = max(0, length - cache.sink_tokens) // count * count
+    tokens = x[:, :, cache.sink_tokens : cache.sink_tokens + quantized].double()
     return groups_of_tokens(tokens, cache.format, count)
 
 
@@ -288,7 +291,7 @@ def _summary(
     error, size = [0.0, 0.0], [0.0, 0.0]
     for module in modules:
         read, evidence = traces[module.name], installed[module.name]
-        for i, (x, group, whole) in enumerate(
+        for i, (x, group, relative) in enumerate(
             ((read.pair.key, evidence.key_group, module.key_error),
              (read.pair.value, 1, module.value_error))
         ):  # fmt: skip
@@ -299,7 +302,7 @@ def _summary(
             stored += width * (older * module.bits_per_value + (tokens - older) * FULL_BITS)
             values += width * tokens
             norm = float(x.float().square().sum())
-            error[i] += norm * whole**2
+            error[i] += norm * relative**2
             size[i] += norm
     return KVAudit(
         levels=max(module.levels for module in modules),

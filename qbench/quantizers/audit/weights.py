@@ -117,14 +117,14 @@ def measure_weights(
         except Exception as error:  # a broken layer may raise anything
             problems.append(f"{name}: cannot be measured: {first_line(error)}")
     problems += [line for result in results for line in result.problems]
-    zeroed = {one.audit.name: one.zeroed for one in results if one.zeroed is not None}
+    zeroed = {r.audit.name: r.zeroed for r in results if r.zeroed is not None}
     if zeroed:
         problems += _lost_products(original, zeroed, probe)
     problems += ends if rescaled else ends + changed
     modules = tuple(result.audit for result in results)
     covered = sum(module.parameters for module in modules)
     bits = sum(module.bits_per_weight * module.parameters for module in modules)
-    squares = zip(*((one.error_squared, one.norm_squared) for one in results), strict=True)
+    squares = zip(*((r.error_squared, r.norm_squared) for r in results), strict=True)
     return {
         "bits": config.weights.num_bits,
         "coverage": covered / total if total else 0.0,
@@ -572,7 +572,7 @@ def failing_layer(error: BaseException, model: nn.Module) -> str:
     """Return ``name: `` of the module of ``model`` whose missing attribute ``error`` is about, with
     what to do; empty for other errors."""
     module = getattr(error, "obj", None)
-    name = next((name for name, one in model.named_modules() if one is module), None)
+    name = next((name for name, each in model.named_modules() if each is module), None)
     if not isinstance(error, AttributeError) or not name:
         return ""
     return f"{name}: its model reads its {error.name} directly, add {_word(name)} to ignore: "

@@ -102,12 +102,12 @@ class Scaled(FakeQuantized):
 
     @property
     def format(self) -> QuantFormat:
-        whole: Literal["token", "tensor"] = "token" if self.per == "token" else "tensor"
+        strategy: Literal["token", "tensor"] = "token" if self.per == "token" else "tensor"
         return QuantFormat(
             num_bits=self.num_bits,
             type=self.type,
             symmetric=self.symmetric,
-            strategy=whole if self.group_size == WHOLE_ROW else "group",
+            strategy=strategy if self.group_size == WHOLE_ROW else "group",
             group_size=self.group_size,
             dynamic=self.per != "static",
         )

@@ -92,9 +92,10 @@ class KVCache(KVCacheSettings):
         """What shares a scale, in words."""
         if self.scales == "tensor":
             return "per tensor"
-        whole = self.group_size == WHOLE_ROW
         return (
-            "per head and token" if whole else f"per token in groups of {self.group_size} channels"
+            "per head and token"
+            if self.group_size == WHOLE_ROW
+            else f"per token in groups of {self.group_size} channels"
         )
 
     @property
