@@ -57,6 +57,7 @@ from qbench.records import (
 from qbench.records import TableName as Table
 
 if TYPE_CHECKING:
+    import numpy as np
     import pandas as pd
 
 MANIFEST, MANIFESTS = "grid.json", "grids"
@@ -202,6 +203,35 @@ class Records(Generic[R]):
             path = self._table_path(record, "outcomes")
             raise DamagedError(f"{path}: damaged: it lists a document twice; {RUN_AGAIN}")
         return table
+
+    def outcome_arrays(self, record: Record) -> dict[tuple[str, str], tuple[np.ndarray, ...]]:
+        """Return document, value and weight, arrays [documents], by (task, metric) in the order of
+        the file: ``outcomes`` in a tenth of its time. Raises DamagedError as it does."""
+        import numpy as np
+        from pyarrow import parquet
+
+        names = ["task", "metric"]
+        payload = io.BytesIO(self.payload(record, "outcomes"))
+        file = parquet.ParquetFile(payload, read_dictionary=names, pre_buffer=False)
+        table = file.read(use_threads=False).unify_dictionaries().combine_chunks()
+        if not len(table):
+            return {}
+        tasks, metrics = (table[name].chunk(0) for name in names)
+        code = tasks.indices.to_numpy().astype(np.int64) * len(metrics.dictionary)
+        code += metrics.indices.to_numpy()
+        _, first, group = np.unique(code, return_index=True, return_inverse=True)
+        order = np.argsort(first[group], kind="stable")
+        ends = np.cumsum(np.bincount(group)[np.argsort(first)])
+        arrays = [table[name].to_numpy()[order] for name in ("document", "value", "weight")]
+        found = {}
+        for start, end in zip([0, *ends[:-1]], ends, strict=True):
+            row = int(order[start])
+            document, *values = (array[start:end] for array in arrays)
+            if not (np.diff(document) > 0).all() and len(np.unique(document)) < len(document):
+                path = self._table_path(record, "outcomes")
+                raise DamagedError(f"{path}: damaged: it lists a document twice; {RUN_AGAIN}")
+            found[tasks[row].as_py(), metrics[row].as_py()] = (document, *values)
+        return found
 
     def responses(self, record: Record) -> pd.DataFrame:
         """Return the columns ``RESPONSE_COLUMNS``. Raises DamagedError as ``outcomes``."""

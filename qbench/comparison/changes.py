@@ -101,19 +101,19 @@ def _read_cell(store: Store, record: Record, decimals: int | None = None) -> Cel
 
 
 def read_columns(
-    store: Store, record: Record, names: Collection[Name], decimals: int | None = None
+    store: Store,
+    record: Record,
+    names: Collection[Name] | None = None,
+    decimals: int | None = None,
 ) -> dict[Name, Column]:
-    """Return a record's outcomes of the scores ``names``, in their order in the file."""
-    table = store.outcomes(record)
-    if decimals is not None:
-        table["value"] = table["value"].astype(float).round(decimals)
-    found = table.groupby(["task", "metric"], sort=False).indices
-    parts = [table[name].to_numpy() for name in ("document", "value", "weight")]
-    return {
-        name: Column.of(*(part[index] for part in parts))
-        for name, index in sorted(found.items(), key=lambda one: one[1][0])
-        if name in names
-    }
+    """Return a record's outcomes of the scores ``names`` (None: all), in their order in the file;
+    values rounded to ``decimals``."""
+    columns = {}
+    for name, (document, values, weight) in store.outcome_arrays(record).items():
+        if names is None or name in names:
+            rounded = values if decimals is None else values.astype(float).round(decimals)
+            columns[name] = Column.of(document, rounded, weight)
+    return columns
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

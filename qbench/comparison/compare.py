@@ -47,7 +47,7 @@ def compare(store: Store, *, statistics: bool = True, against: str | None = None
     comparison = with_effects(comparison, store, columns)
     kl = kl_of(comparison, store)
     primary = score_losses(comparison, columns, grid.primary) if grid.primary else kl
-    comparison = replace(comparison, kl=kl, primary=primary, flips=flips_of(comparison, store))
+    comparison = replace(comparison, kl=kl, primary=primary, flips=flips_of(comparison, columns))
     comparison = replace(comparison, answers=answers_of(comparison, store))
     if len(grid.checkpoints) > 1:
         if against is not None:

@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 
-import pandas as pd
+import numpy as np
+from numpy.typing import NDArray
 
+from qbench.comparison.changes import Name, read_columns
 from qbench.comparison.rows import Comparison, status_of
 from qbench.errors import ResultsError
 from qbench.records import Flips, Record
+from qbench.statistics import Column, Panel
 from qbench.store import Store
 
 ByTask = Mapping[str, Mapping[str, Flips]]  # task → metric → its flips
 
 
-def flips_of(comparison: Comparison, store: Store) -> dict[str, ByTask]:
+def flips_of(
+    comparison: Comparison, columns: Mapping[str, Mapping[tuple[str, str], Column]]
+) -> dict[str, ByTask]:
     """Return the flips of every quantized cell against the unquantized cell of its checkpoint.
-
-    Raises ResultsError if a table of outcomes is damaged.
+    ``columns``: the outcomes by task, then by cell and metric.
     """
-    outcomes: dict[str, pd.DataFrame] = {}
-
-    def read(cell: str) -> pd.DataFrame:
-        if cell not in outcomes:
-            outcomes[cell] = store.outcomes(comparison.records[cell])
-        return outcomes[cell]
-
+    by_cell: dict[str, dict[Name, Column]] = defaultdict(dict)
+    for task in comparison.grid.tasks:  # groups have sums of theirs
+        for (cell, metric), column in columns.get(task, {}).items():
+            by_cell[cell][task, metric] = column
     names = {cell.key: cell.cell for cell in comparison.grid.cells}
     found: dict[str, ByTask] = {}
     for cell in comparison.grid.cells:
@@ -37,7 +39,7 @@ def flips_of(comparison: Comparison, store: Store) -> dict[str, ByTask]:
             base = f"{cell.checkpoint}/{comparison.unquantized_of(cell.quantizer)}"
         if base is None or status_of(comparison.records.get(base))[0] != "ok":
             continue
-        by_task = count_flips(read(base), read(cell.cell))
+        by_task = count_flips(by_cell[base], by_cell[cell.cell])
         found[cell.cell] = by_task | _of_groups(record, by_task)
     return found
 
@@ -52,7 +54,7 @@ def cell_flips(store: Store, record: Record) -> ByTask:
                 before = store.get(cell)
                 if before is None:
                     return {}
-                by_task = count_flips(store.outcomes(before), store.outcomes(record))
+                by_task = count_flips(read_columns(store, before), read_columns(store, record))
             except ResultsError:
                 return {}
             ordered: dict[str, dict[str, Flips]] = {}
@@ -63,43 +65,42 @@ def cell_flips(store: Store, record: Record) -> ByTask:
     return {}
 
 
-def count_flips(base: pd.DataFrame, quantized: pd.DataFrame) -> dict[str, dict[str, Flips]]:
+def count_flips(
+    base: Mapping[Name, Column], quantized: Mapping[Name, Column]
+) -> dict[str, dict[str, Flips]]:
     """Return, by task and metric, how many documents quantization made wrong and how many right.
 
-    Both tables have the columns ``OUTCOME_COLUMNS``; metrics whose documents are neither right nor
-    wrong are left out.
+    Metrics whose documents are neither right nor wrong are left out.
     """
-    on = ["task", "metric", "document"]
-    pairs = quantized.merge(base, on=on, suffixes=("", "_base"), validate="one_to_one")
     found: dict[str, dict[str, Flips]] = {}
-    for (task, metric), rows in pairs.groupby(["task", "metric"], sort=False):
-        before = rows[["value_base", "weight_base"]].set_axis(["value", "weight"], axis=1)
-        right = right_answers(before, rows[["value", "weight"]])
+    for (task, metric), after in quantized.items():
+        if (before := base.get((task, metric))) is None:
+            continue
+        panel = Panel.of({"before": before, "after": after})
+        right = right_answers(panel) if panel.documents else None
         if right is None:
             continue
-        right_before, right_after = right
-        found.setdefault(str(task), {})[str(metric)] = Flips(
-            documents=len(rows),
+        right_before, right_after = right.T
+        found.setdefault(task, {})[metric] = Flips(
+            documents=panel.documents,
             right_to_wrong=int((right_before & ~right_after).sum()),
             wrong_to_right=int((~right_before & right_after).sum()),
         )
     return found
 
 
-def right_answers(before: pd.DataFrame, after: pd.DataFrame) -> tuple[pd.Series, pd.Series] | None:
-    """Return which documents of one metric are right in two cells; None if they are neither right
-    nor wrong.
+def right_answers(panel: Panel) -> NDArray | None:
+    """Return which documents of one metric are right in two cells, bool [documents, 2]; None if
+    they are neither right nor wrong.
 
-    ``value`` is 0 or 1 (``weight`` 1). For f1 and mcc ``value`` is the right answer, the same in
-    both cells, and ``weight`` the prediction.
+    ``values`` are 0 or 1 (``weights`` 1). For f1 and mcc they are the right answer, the same in
+    both cells, and ``weights`` the prediction.
     """
-    if (before["weight"] == 1).all() and (after["weight"] == 1).all():
-        binary = before["value"].isin((0, 1)).all() and after["value"].isin((0, 1)).all()
-        return (before["value"] == 1, after["value"] == 1) if binary else None
-    integers = all((one % 1 == 0).all() for table in (before, after) for _, one in table.items())
-    if not integers or (before["value"] != after["value"]).any():
-        return None
-    return before["value"] == before["weight"], after["value"] == after["weight"]
+    values, weights = panel.values, panel.weights
+    if (weights == 1).all():
+        return values == 1 if np.isin(values, (0, 1)).all() else None
+    integers = (values % 1 == 0).all() and (weights % 1 == 0).all()
+    return values == weights if integers and (values[:, 0] == values[:, 1]).all() else None
 
 
 def _of_groups(record: Record, by_task: ByTask) -> dict[str, dict[str, Flips]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import textwrap
 from collections.abc import Iterable, Mapping
@@ -176,7 +177,7 @@ class Losses:
         return replace(self, **tests)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Comparison:
     """Hold all rows of one results folder and the records that they come from."""
 
@@ -206,14 +207,22 @@ class Comparison:
     def unquantized_of(self, quantizer: str) -> str | None:
         """Return the quantizer that damage of another is taken against: the first unquantized one
         that computes in the same dtype, as KL divergence is. None if there is none."""
+        return self._unquantized.get(quantizer, self.unquantized)
+
+    @functools.cached_property
+    def _unquantized(self) -> dict[str, str | None]:
+        """Return ``unquantized_of`` by quantizer, of those whose dtype is known."""
         dtypes = {one.quantizer: dtype_of(one) for one in self.records.values()}
         names = [cell.quantizer for cell in self.grid.cells if not cell.quantized]
-        dtype = dtypes.get(quantizer)
-        if dtype is None:
-            return next(iter(names), None)
-        same = (name for name in names if dtypes.get(name) == dtype)
-        unknown = (name for name in names if dtypes.get(name) is None)
-        return next(same, next(unknown, None))
+        unknown = next((name for name in names if dtypes.get(name) is None), None)
+        first: dict[str | None, str] = {}
+        for name in names:
+            first.setdefault(dtypes.get(name), name)
+        return {
+            quantizer: first.get(dtype, unknown)
+            for quantizer, dtype in dtypes.items()
+            if dtype is not None
+        }
 
     def no_damage(self, cell: str) -> str:
         """Return why a quantized cell has no damage, "" if it may have."""

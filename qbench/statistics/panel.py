@@ -34,15 +34,22 @@ class Column:
 
     @classmethod
     def of(cls, document: ArrayLike, value: ArrayLike, weight: ArrayLike) -> Column:
-        documents, index = np.unique(np.asarray(document), return_inverse=True)
+        documents, values, weights = map(np.asarray, (document, value, weight))
+        if documents.dtype.kind == "i" and (np.diff(documents) > 0).all():  # as results have them
+            return cls(
+                documents=documents, values=values.astype(float), weights=weights.astype(float)
+            )
+        documents, index = np.unique(documents, return_inverse=True)
         return cls(
             documents=documents,
-            values=np.bincount(index, np.asarray(value, dtype=float), len(documents)),
-            weights=np.bincount(index, np.asarray(weight, dtype=float), len(documents)),
+            values=np.bincount(index, values.astype(float), len(documents)),
+            weights=np.bincount(index, weights.astype(float), len(documents)),
         )
 
     def only(self, documents: NDArray) -> Column:
         """Return the column on ``documents``, all of which it must have."""
+        if documents is self.documents or np.array_equal(documents, self.documents):
+            return self
         index = np.searchsorted(self.documents, documents)
         return Column(documents=documents, values=self.values[index], weights=self.weights[index])
 

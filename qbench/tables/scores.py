@@ -108,7 +108,9 @@ def by_method(comparison: Comparison) -> list[MethodLines]:
         labels = {line.quantizer for line in every}
         if method == methods[-1]:  # precisions that have no rows too
             labels |= {cell.quantizer for cell in comparison.grid.cells}
-        lines = [line for line in every if not redundant(line, every)]
+        repeated = [redundant(line, every) for line in every]
+        lines = [line for line, hidden in zip(every, repeated, strict=True) if not hidden]
+        left_out = [line for line, hidden in zip(every, repeated, strict=True) if hidden]
         made.append(
             MethodLines(
                 comparison=comparison,
@@ -116,7 +118,7 @@ def by_method(comparison: Comparison) -> list[MethodLines]:
                 checkpoints=comparison.checkpoints,
                 lines=tuple(lines),
                 problems=tuple(each for each in problems if each[0].quantizer in labels),
-                notes=tuple(run_notes(comparison, [line for line in every if line not in lines])),
+                notes=tuple(run_notes(comparison, left_out)),
             )
         )
         problems = [each for each in problems if each[0].quantizer not in labels]
@@ -318,10 +320,9 @@ def costs(method: MethodLines) -> list[Table]:
     of one kind the means, and their flips together."""
     comparison, flipped = method.comparison, _flip_metrics(method.comparison)
     groups = {**comparison.groups, **{name: (name,) for name in comparison.trained_once}}
-    rows = []
+    rows, first = [], dict[str, str]()  # metric of each task
     for line in method.quantized:
-        first = next(each for each in method.quantized if each.task == line.task)
-        if line.metric != flipped.get(line.task, first.metric):
+        if line.metric != flipped.get(line.task, first.setdefault(line.task, line.metric)):
             continue
         for group, members in groups.items():
             cells = [f"{member}/{line.quantizer}" for member in members]

@@ -1,18 +1,18 @@
 """Answers that quantization changed are counted from the outcomes of two cells."""
 
-import pandas as pd
 import pytest
 from synthetic import make_store
 
+from qbench.comparison.changes import read_columns
 from qbench.comparison.compare import compare
 from qbench.comparison.flips import cell_flips, count_flips
 from qbench.records import Flips, Unavailable
+from qbench.statistics import Column
 
 
 def outcomes(values, metric="acc", weights=None):
     weights = [1.0] * len(values) if weights is None else weights
-    rows = [("t", i, metric, *pair) for i, pair in enumerate(zip(values, weights, strict=True))]
-    return pd.DataFrame(rows, columns=["task", "document", "metric", "value", "weight"])
+    return {("t", metric): Column.of(range(len(values)), values, weights)}
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_they_need_no_cache_and_no_divergence(tmp_path):
         store.put(record.model_copy(update={"damage": lost}), store.outcomes(record))
     comparison = compare(store)
     base, quantized = (store.get(cell) for cell in store.manifest().cells[:2])
-    expected = count_flips(store.outcomes(base), store.outcomes(quantized))
+    expected = count_flips(read_columns(store, base), read_columns(store, quantized))
     assert expected["arc_easy"]["acc"].documents == 60
     assert comparison.flips[quantized.cell] == expected
     parts = quantized.key_parts | {"damage against": base.key}

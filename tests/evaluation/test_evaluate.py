@@ -19,6 +19,7 @@ from qbench.evaluation.loaded import load_task
 from qbench.evaluation.scoring.hflm import pinned_hflm
 from qbench.evaluation.settings import FEWSHOT_SEED, Chat
 from qbench.evaluation.tasks import plan_task
+from qbench.statistics import Column
 
 DATA = "dataset_path: json\ntest_split: test\n"
 CHOICE = """output_type: multiple_choice
@@ -289,7 +290,9 @@ def test_a_pair_is_a_right_answer_and_a_prediction_and_so_are_its_flips(folder):
         assert one["value"].tolist() == [0, 1, 0, 1, 0, 1, 0]
         assert set(one["weight"]) <= {0.0, 1.0}
         right = [(rows["value"] == rows["weight"]).to_numpy() for rows in (one, two)]
-        counted = count_flips(one, two)[name][metric]
+        columns = [{(name, metric): Column.of(rows["document"], rows["value"], rows["weight"])}
+                   for rows in (one, two)]  # fmt: skip
+        counted = count_flips(*columns)[name][metric]
         assert counted.documents == 7
         assert counted.right_to_wrong == (right[0] & ~right[1]).sum()
         assert counted.wrong_to_right == (~right[0] & right[1]).sum()
