@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qbench import __version__
+from qbench.comparison.answers import split_prompts
 from qbench.comparison.compare import compare
 from qbench.comparison.explain import flat
 from qbench.comparison.flips import cell_flips
@@ -40,7 +41,7 @@ from qbench.comparison.rows import (
 from qbench.comparison.trainings import training_notes
 from qbench.comparison.verdict import about, verdict
 from qbench.errors import QbenchError, ResultsError
-from qbench.records import UNQUANTIZED_BITS, Damage, Divergence, GridCell, Question, Record
+from qbench.records import ANSWERS, UNQUANTIZED_BITS, Damage, Divergence, GridCell, Question, Record
 from qbench.store import Analyses, Store, long_contexts, sensitivities
 from qbench.text import metric_title
 
@@ -177,7 +178,7 @@ class Results:
 
 def index(results: Sequence[Results]) -> Json:
     """Return the folders' names; folders of the same name get their paths below the common one."""
-    paths = [one.store.directory.resolve() for one in results]
+    paths = [folder.store.directory.resolve() for folder in results]
     names = [path.name for path in paths]
     if len({*names}) < len(names):
         names = [os.path.relpath(path, os.path.commonpath(paths)) for path in paths]
@@ -187,9 +188,9 @@ def index(results: Sequence[Results]) -> Json:
 def plain(value: Any) -> Any:
     """Return ``value`` as strict JSON has it: numbers that are not finite become text or null."""
     if isinstance(value, Mapping):
-        return {str(name): plain(one) for name, one in value.items()}
+        return {str(name): plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(one) for one in value]
+        return [plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None if math.isnan(value) else ("∞" if value > 0 else "−∞")
     return value
@@ -334,17 +335,17 @@ def _ends(interval: Interval | None) -> Json:
     return {} if interval is None else {"low": interval.low, "high": interval.high}
 
 
-def _effect(one: Effect | SeedEffect) -> Json:
+def _effect(effect: Effect | SeedEffect) -> Json:
     """Return an effect; ``kind`` says whether numbers are in units of the score or logarithms of
     ratios."""
     names = ("kind", "estimate", "p", "p_holm", "mark", "documents")
-    return {name: getattr(one, name) for name in names} | _ends(one.interval)
+    return {name: getattr(effect, name) for name in names} | _ends(effect.interval)
 
 
 # --- a cell, its documents, the texts of a task
 
 
-def _found(store: Store, cell: int) -> Record:
+def _record(store: Store, cell: int) -> Record:
     """Return the record of the cell with this index. Raises IndexError if there is no such cell,
     ResultsError if it has no record."""
     if cell < 0:
@@ -361,13 +362,13 @@ def _found(store: Store, cell: int) -> Record:
 
 def cell_page(store: Store, cell: int) -> Json:
     """Return all of a record, with its key's parts as dotted names."""
-    record = _found(store, cell)
+    record = _record(store, cell)
     _, reason = status_of(record)
     page = record.model_dump(mode="python", exclude={"key_parts", "started", "finished"})
     if isinstance(record.damage, Damage):
         for task, flips in cell_flips(store, record).items():
             if task in record.damage.tasks:
-                changed = {metric: one.model_dump() for metric, one in flips.items()}
+                changed = {metric: count.model_dump() for metric, count in flips.items()}
                 page["damage"]["tasks"][task]["flips"] = changed
     return {
         **page,
@@ -381,9 +382,10 @@ def cell_page(store: Store, cell: int) -> Json:
 
 
 def documents(store: Store, cell: int, task: int) -> Json:
-    """Return the columns of outcomes and responses of one task of a cell, and KL per document."""
-    record, name = _found(store, cell), _task(store, task)
-    made: Json = {
+    """Return the columns of outcomes and responses of one task of a cell, KL per document, and the
+    documents whose tokens the record has."""
+    record, name = _record(store, cell), _task(store, task)
+    page: Json = {
         "cell": record.cell,
         "task": name,
         "outcomes": _columns(store.outcomes(record), name),
@@ -392,28 +394,49 @@ def documents(store: Store, cell: int, task: int) -> Json:
         "by_token": [],
     }
     if "responses" in record.files:
-        made["responses"] = _columns(store.responses(record), name)
-    if "divergences" in record.files:
-        table = store.divergences(record)
-        rows = table[table["task"] == name]
-        total = (rows["kl"] * rows["tokens"]).groupby(rows["document"]).sum()
-        mean = total / rows["tokens"].groupby(rows["document"]).sum()
-        made["kl"] = {"document": mean.index.tolist(), "kl": mean.round(6).tolist()}
-        made["by_token"] = sorted(set(rows["document"][rows["text"].notna()].tolist()))
-    return made
+        page["responses"] = _columns(store.responses(record), name)
+    rows = _tokens(store, record, name)
+    if rows is not None:
+        total = (rows["kl"] * rows["tokens"]).groupby(rows["document"]).sum(min_count=1)
+        mean = (total / rows["tokens"].groupby(rows["document"]).sum()).dropna()
+        page["kl"] = {"document": mean.index.tolist(), "kl": mean.round(6).tolist()}
+        page["by_token"] = sorted(set(rows["document"][rows["text"].notna()].tolist()))
+    return page
 
 
 def tokens(store: Store, cell: int, task: int, document: int) -> Json:
-    """Return the tokens of one document with their KL divergence and change of log-probability."""
-    record, name = _found(store, cell), _task(store, task)
-    table = store.divergences(record)
-    rows = table[(table["task"] == name) & (table["document"] == document) & table["text"].notna()]
+    """Return the tokens of one document by sample: their texts, KL divergence, change of
+    log-probability, and whether both models' likeliest token is the same (None: not kept)."""
+    record, name = _record(store, cell), _task(store, task)
+    rows = _tokens(store, record, name)
+    assert rows is not None, "the page asks for documents with tokens only"
+    rows = rows[(rows["document"] == document) & rows["text"].notna()]
+    columns = {"texts": "text", "kl": "kl", "change": "change", "agrees": "agrees"}
     return {
         "cell": record.cell,
-        "texts": rows["text"].tolist(),
-        "kl": rows["kl"].round(6).tolist(),
-        "change": rows["change"].round(4).tolist(),
+        "samples": [
+            {ours: _values(sample[column], 6) for ours, column in columns.items()}
+            for _, sample in rows.groupby("sample")
+        ],
     }
+
+
+def _tokens(store: Store, record: Record, task: str) -> pd.DataFrame | None:
+    """Return the rows of divergences of a task, with the columns ``sample`` and ``agrees`` of
+    answers; None if the record holds none."""
+    if task == ANSWERS and ANSWERS in record.files:
+        rows, _ = split_prompts(store.answers(record))
+        return rows.assign(tokens=1)
+    if "divergences" not in record.files:
+        return None
+    table = store.divergences(record)
+    return table[table["task"] == task].assign(sample=0, agrees=None)
+
+
+def _values(column: pd.Series, decimals: int = 4) -> list:
+    """Return the values of a column, numbers rounded and missing ones None."""
+    rounded = column.round(decimals) if column.dtype.kind == "f" else column
+    return rounded.astype(object).where(column.notna(), None).tolist()
 
 
 def _task(store: Store, task: int) -> str:
@@ -426,9 +449,7 @@ def _columns(table: pd.DataFrame, task: str) -> dict[str, list]:
     """Return the columns of the rows of ``task``, values rounded to 0.0001; empty columns are left
     out."""
     rows = table[table["task"] == task].drop(columns="task")
-    rows = rows[[name for name in rows if rows[name].notna().any()]]
-    return {name: rows[name].round(4).astype(object).where(rows[name].notna(), None).tolist()
-            for name in rows}  # fmt: skip
+    return {name: _values(rows[name]) for name in rows if rows[name].notna().any()}
 
 
 def task_texts(results: Results, task: int) -> Json:
@@ -436,6 +457,8 @@ def task_texts(results: Results, task: int) -> Json:
     answer; or why they are missing."""
     name = _task(results.store, task)
     empty: Json = {"task": name, "texts": {}, "targets": {}}
+    if name == ANSWERS and (prompts := _prompts(results.store)):
+        return empty | {"texts": prompts}
     if results.texts is None:
         return {**empty, "missing": NO_TEXTS}
     for record in results.store.records():
@@ -446,10 +469,19 @@ def task_texts(results: Results, task: int) -> Json:
                 return {**empty, "missing": str(error)}
             return {
                 "task": name,
-                "texts": {document: one.texts for document, one in questions.items()},
-                "targets": {document: one.target for document, one in questions.items()},
+                "texts": {document: question.texts for document, question in questions.items()},
+                "targets": {document: question.target for document, question in questions.items()},
             }
     return {**empty, "missing": "No cell has scored this task yet."}
+
+
+def _prompts(store: Store) -> dict[int, list[list[str]]]:
+    """Return the prompts of answers by document, from the first record that has any."""
+    for record in store.records():
+        if ANSWERS in record.files:
+            _, prompts = split_prompts(store.answers(record))
+            return {int(document): [[text]] for document, text in prompts.items()}
+    return {}
 
 
 # --- why
@@ -472,8 +504,8 @@ def analysis(store: Store) -> Json:
             parts["problems"].append(str(error))
             everything = []
         parts[name] = [
-            one.model_dump(exclude={"key_parts", "environment", "stages", "started", "finished"})
-            | {"cell": one.cell, "precision_name": one.precision.name}
-            for one in everything
+            record.model_dump(exclude={"key_parts", "environment", "stages", "started", "finished"})
+            | {"cell": record.cell, "precision_name": record.precision.name}
+            for record in everything
         ]
     return parts

@@ -21,8 +21,8 @@ def write_site(results: Sequence[Results], folder: Path) -> list[Path]:
     Raises OutputError if the folder cannot be written to, ResultsError if results have no manifest
     or are damaged; nothing is written then.
     """
-    for one in results:
-        require_intact(one.store)
+    for folder_results in results:
+        require_intact(folder_results.store)
     page = asset("index.html").replace("<html ", '<html data-source="files" ', 1)
     paths = [folder / "index.html", *(folder / name for name in ASSETS)]
     write_atomically(paths[0], page.encode())
@@ -53,8 +53,8 @@ def require_intact(store: Store) -> None:
 def _payloads(results: Sequence[Results], *, documents: bool) -> Iterator[tuple[str, Json]]:
     """Yield (name, payload) for all payloads, or without those of single ``documents``."""
     yield "index", index(results)
-    for folder, one in enumerate(results):
-        overview = one.payload("overview", wait=True)
+    for folder, folder_results in enumerate(results):
+        overview = folder_results.payload("overview", wait=True)
         yield f"{folder}/overview", overview
         tasks = range(len(overview["tasks"])) if documents else ()
         names = ["analysis", *(f"texts/{task}" for task in tasks)]
@@ -63,11 +63,11 @@ def _payloads(results: Sequence[Results], *, documents: bool) -> Iterator[tuple[
                 names.append(f"cell/{cell}")
                 names += [f"documents/{cell}/{task}" for task in tasks if shown["documents"]]
         for name in names:
-            payload = one.payload(name, wait=True)
+            payload = folder_results.payload(name, wait=True)
             yield f"{folder}/{name}", payload
             for document in payload.get("by_token", ()):
                 tokens = f"{name.replace('documents', 'tokens')}/{document}"
-                yield f"{folder}/{tokens}", one.payload(tokens, wait=True)
+                yield f"{folder}/{tokens}", folder_results.payload(tokens, wait=True)
 
 
 def write_report(results: Results, path: Path) -> Path:

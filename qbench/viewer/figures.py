@@ -24,10 +24,10 @@ from qbench.records import Analysis, Head
 from qbench.store import Analyses, Store
 from qbench.tables.analyses import AnalysisResults, analyses_csv, load_analyses, markdown
 
-Found = Iterator[tuple[str, Figure]]  # a file's name without its ending
+NamedFigures = Iterator[tuple[str, Figure]]  # a file's name without its ending
 WIDTH = 6.4  # inches
 EPSILON = "0.3"  # of sink rates
-# Okabe and Ito's palette, told apart with any colour vision; markers tell as well.
+# Okabe and Ito's palette, which any colour vision tells apart; markers do so too.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8a6d00", "#56b4e9")
 MARKERS = ("o", "s", "^", "D", "v", "P")
 STYLE = {
@@ -73,14 +73,14 @@ def write_figures(results: AnalysisResults, folder: Path) -> list[Path]:
     return paths
 
 
-def _figures(results: AnalysisResults) -> Found:
+def _figures(results: AnalysisResults) -> NamedFigures:
     if results.cells:
         yield from largest(results.cells)
-        yield from boxes([one for one in results.cells if one.measured.layers[0].hidden.quantiles])
-        headed = [one for one in results.cells if any(layer.heads for layer in one.measured.layers)]
-        yield from sinks(headed)
-        for one in results.cells:
-            yield from maps(one)
+        layers = {cell.cell: cell.measured.layers for cell in results.cells}
+        yield from boxes([c for c in results.cells if layers[c.cell][0].hidden.quantiles])
+        yield from sinks([c for c in results.cells if any(x.heads for x in layers[c.cell])])
+        for cell in results.cells:
+            yield from maps(cell)
 
 
 def _panels(rows: int, columns: int = 1, *, height: float) -> tuple[Figure, NDArray]:
@@ -95,36 +95,36 @@ def _look(place: int) -> dict[str, str]:
     }
 
 
-def _of_layers(axes: Axes, label: str) -> None:
+def _label_layers(axes: Axes, label: str) -> None:
     axes.set_xlabel("decoder layer")
     axes.xaxis.set_major_locator(MaxNLocator(12, integer=True))
     axes.set_ylabel(label)
     axes.grid(visible=True)
 
 
-def largest(cells: Sequence[Analysis]) -> Found:
+def largest(cells: Sequence[Analysis]) -> NamedFigures:
     """Yield the largest hidden activation after each decoder layer (the paper's figure 1)."""
     figure, ((axes,),) = _panels(1, height=2.6)
-    for place, one in enumerate(cells):
-        values = [max(-x.hidden.minimum, x.hidden.maximum) for x in one.measured.layers]
-        axes.plot(range(len(values)), values, label=one.cell, **_look(place))
+    for place, cell in enumerate(cells):
+        values = [max(-x.hidden.minimum, x.hidden.maximum) for x in cell.measured.layers]
+        axes.plot(range(len(values)), values, label=cell.cell, **_look(place))
     axes.set_yscale("log")
-    _of_layers(axes, "largest |x|")
+    _label_layers(axes, "largest |x|")
     axes.legend()
     yield "largest", figure
 
 
-def boxes(cells: Sequence[Analysis]) -> Found:
+def boxes(cells: Sequence[Analysis]) -> NamedFigures:
     """Yield hidden activations after each decoder layer (the paper's figure 5): quartiles as
     boxes, whiskers to the smallest and largest value, dashes at 0.1 % and 99.9 %."""
     if not cells:
         return
     figure, grid = _panels(len(cells), height=2.3)
     reach = max(
-        max(-x.hidden.minimum, x.hidden.maximum) for one in cells for x in one.measured.layers
+        max(-x.hidden.minimum, x.hidden.maximum) for cell in cells for x in cell.measured.layers
     )
-    for place, (one, (axes,)) in enumerate(zip(cells, grid, strict=True)):
-        states = [layer.hidden for layer in one.measured.layers]
+    for place, (cell, (axes,)) in enumerate(zip(cells, grid, strict=True)):
+        states = [layer.hidden for layer in cell.measured.layers]
         names = {"q1": "0.25", "med": "0.5", "q3": "0.75"}
         stats = [
             {key: state.quantiles[level] for key, level in names.items()}
@@ -142,32 +142,32 @@ def boxes(cells: Sequence[Analysis]) -> Found:
             values = [state.quantiles[level] for state in states]
             axes.plot(range(len(stats)), values, "_", color="#2b2b2b", markersize=6)
         axes.set_ylim(-1.05 * reach, 1.05 * reach)
-        axes.set_title(one.cell)
-        _of_layers(axes, "activation")
+        axes.set_title(cell.cell)
+        _label_layers(axes, "activation")
     yield "boxes", figure
 
 
-def sinks(cells: Sequence[Analysis]) -> Found:
+def sinks(cells: Sequence[Analysis]) -> NamedFigures:
     """Yield heat maps by layer and head: the share of texts on which a head's mean weight on the
     first key exceeds 0.3, and that mean weight."""
     if not cells:
         return
     figure, grid = _panels(len(cells), 2, height=2.2)
-    for one, (left, right) in zip(cells, grid, strict=True):
-        rate = _of_heads(one, lambda head: head.sinks[0].rates[EPSILON])
-        weight = _of_heads(one, lambda head: head.sinks[0].attention)
+    for cell, (left, right) in zip(cells, grid, strict=True):
+        rate = _of_heads(cell, lambda head: head.sinks[0].rates[EPSILON])
+        weight = _of_heads(cell, lambda head: head.sinks[0].attention)
         for axes, values, name in ((left, rate, "sink rate"), (right, weight, "first key")):
             image = axes.imshow(values, vmin=0, vmax=1, origin="lower")
             figure.colorbar(image, ax=axes)
-            axes.set(title=f"{one.cell}: {name}", xlabel="layer", ylabel="head")
+            axes.set(title=f"{cell.cell}: {name}", xlabel="layer", ylabel="head")
             axes.locator_params(integer=True)
     yield "sinks", figure
 
 
-def maps(one: Analysis) -> Found:
+def maps(cell: Analysis) -> NamedFigures:
     """Yield (file name, figure): attention weights, one row per text and one column per head, each
     map with its own scale (the paper's figures 6 and 8 to 19); nothing if no maps were stored."""
-    maps_by_head = {(m.text, m.layer, m.head): m for m in one.measured.maps}
+    maps_by_head = {(m.text, m.layer, m.head): m for m in cell.measured.maps}
     if not maps_by_head:
         return
     texts = list(dict.fromkeys(text for text, _, _ in maps_by_head))
@@ -182,12 +182,12 @@ def maps(one: Analysis) -> Found:
             figure.colorbar(axes.imshow(values, vmin=0), ax=axes)
             title = f"{text}, layer {layer} head {head}".replace("$", r"\$")
             axes.set(title=title, xlabel="key", ylabel="query")
-    yield f"maps-{_plain(one.cell)}", figure
+    yield f"maps-{_plain(cell.cell)}", figure
 
 
-def _of_heads(one: Analysis, value: Callable[[Head], float]) -> NDArray[np.float64]:
+def _of_heads(cell: Analysis, value: Callable[[Head], float]) -> NDArray[np.float64]:
     """Return ``value`` of each head as [heads, layers]; NaN if a layer has no such head."""
-    layers = one.measured.layers
+    layers = cell.measured.layers
     grid = np.full((max(len(layer.heads) for layer in layers), len(layers)), np.nan)
     for column, layer in enumerate(layers):
         for row, head in enumerate(layer.heads):

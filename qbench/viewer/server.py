@@ -74,13 +74,13 @@ class Server(ThreadingHTTPServer):
         if name == "index":
             return encode(index(self.results))
         if name == "state":
-            return encode([[one.version, one.ready] for one in self.results])
+            return encode([[results.version, results.ready] for results in self.results])
         parts = PAYLOAD.fullmatch(name)
         if parts is None or int(parts[1]) >= len(self.results):
             raise KeyError(name)
         folder = int(parts[1])
-        one = self.results[folder]
-        return self.encoded(folder, parts[2], one.version, one.ready)
+        results = self.results[folder]
+        return self.encoded(folder, parts[2], results.version, results.ready)
 
     def _encoded(self, folder: int, name: str, version: int, ready: bool) -> str:
         try:

@@ -378,7 +378,10 @@ def test_axes_can_be_read(serve, page):
 
 
 def test_a_demo_run_has_its_texts_and_right_answers(serve, tmp_path, page, own_cache):
-    recipe = small_recipe(tmp_path, tasks=["demo_choice"])
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "In the old town of"}\n')
+    answers = {"prompts": str(prompts), "max_new_tokens": 24}
+    recipe = small_recipe(tmp_path, tasks=["demo_choice"], answers=answers)
     assert qbench("run", recipe, "--out", tmp_path / "out", "--device", "cpu") == 0
     sources = Sources(DEMO / "data", DEMO / "tasks")
     running = serve(tmp_path / "out", texts=partial(document_texts, sources))
@@ -387,3 +390,13 @@ def test_a_demo_run_has_its_texts_and_right_answers(serve, tmp_path, page, own_c
     page.wait_for_selector("tr.right >> text=right answer")
     assert page.locator("tr.right").count() == 1
     assert page.locator("pre.text").first.inner_text()
+    page.goto(f"{running.address}#view=document&task=answers&document=0&cell=softpick/rtn-4bit")
+    page.wait_for_selector("h2:has-text('softpick/fp32 answered, read by rtn-4bit')")
+    assert page.locator("pre.text").inner_text() == "In the old town of"
+    assert page.locator(".tokens").first.locator("span").count() == 24
+    assert "KL" in page.locator(".tokens span").first.get_attribute("title")
+    store = Store(tmp_path / "out")
+    cell = next(cell for cell in store.manifest().cells if cell.cell == "softpick/rtn-4bit")
+    table = store.responses(store.get(cell))
+    (answer,) = table[table["task"] == "answers"]["answer"]
+    assert page.locator(".tokens").last.evaluate("node => node.textContent") == answer

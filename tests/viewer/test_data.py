@@ -119,9 +119,9 @@ def test_documents_and_tokens_are_the_record_s(folder):
     assert pages["by_token"] == list(range(12))
     rows = store.divergences(record)
     tokens = results.payload(f"tokens/{place}/2/3")
-    own = rows[rows["document"] == 3]
-    assert tokens["texts"] == own["text"].tolist()
-    assert pages["kl"]["kl"][3] == pytest.approx(own["kl"].mean(), abs=1e-6)
+    document = rows[rows["document"] == 3]
+    assert tokens["samples"][0]["texts"] == document["text"].tolist()
+    assert pages["kl"]["kl"][3] == pytest.approx(document["kl"].mean(), abs=1e-6)
 
 
 def test_texts_of_a_task_of_one_s_own_need_its_definitions(folder):

@@ -37,7 +37,9 @@ export interface Documents {
   kl: { document: number[]; kl: number[] } | null; by_token: number[];
 }
 export interface Texts { error?: string; task: string; missing?: string; texts: Record<string, string[][]>; targets: Record<string, number | string | null> }
-export interface Tokens { error?: string; cell: string; texts: string[]; kl: number[]; change: number[] }
+/** The tokens of a document's samples; `agrees`: whether both models' likeliest token is the same, where it was kept. */
+export interface Sample { texts: string[]; kl: (number | null)[]; change: (number | null)[]; agrees: (number | null)[] }
+export interface Tokens { error?: string; cell: string; samples: Sample[] }
 export interface Analyses { error?: string; problems: string[]; command: string; cells: any[]; long: any[]; sensitivities: any[] }
 
 const source = document.documentElement.dataset.source ?? "server";

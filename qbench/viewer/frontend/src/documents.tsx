@@ -1,7 +1,7 @@
 // A task's documents, side by side for several cells; then one document.
 import { diffWordsWithSpace } from "diff";
 import { useMemo } from "preact/hooks";
-import { useData, type Documents, type Overview, type Texts, type Tokens } from "./data";
+import { useData, type Cell, type Documents, type Overview, type Sample, type Texts, type Tokens } from "./data";
 import { compare, Failure, Facts, Grid, type GridColumn, type Shown } from "./parts";
 import { change, link, type State } from "./state";
 import { nats, number } from "./units";
@@ -14,6 +14,11 @@ type Fate = "kept" | "lost" | "gained" | "wrong" | "";
 interface Pair { before: Side | null; after: Side | null; fate: Fate; change: number | null }
 interface DocumentRow { document: number; pairs: Pair[]; answers: string[]; text: string }
 
+/** Metrics of generated answers that are neither right nor wrong. */
+const OF_ANSWERS: Record<string, string> = {
+  agreed_tokens: "Tokens of its own answer before it differs from the unquantized model’s.", length: "Tokens of the answer.",
+  repeats: "Share of stretches of 8 tokens that stand earlier in the answer.", stops: "1: the answer ended by itself.",
+};
 const FATES: Record<Exclude<Fate, "">, string> = { kept: "kept right", lost: "lost", gained: "gained", wrong: "both wrong" };
 
 function sides(payload: Documents | null, metric: string, paired: boolean): Map<number, Side> {
@@ -25,7 +30,7 @@ function sides(payload: Documents | null, metric: string, paired: boolean): Map<
   const side = (number: number) => made.get(number) ?? made.set(number, { values: {}, right: null, requests: [], kl: null }).get(number)!;
   document?.forEach((number: number, row: number) => {
     side(number).values[metrics[row]] = value[row];
-    if (metrics[row] === metric && binary.get(metric)) side(number).right = paired ? value[row] === weight[row] : value[row] === 1;
+    if (metrics[row] === metric && binary.get(metric) && !(metric in OF_ANSWERS)) side(number).right = paired ? value[row] === weight[row] : value[row] === 1;
   });
   const responses = payload.responses as Record<string, any[]> | null;
   responses?.document?.forEach((number: number, row: number) => {
@@ -73,7 +78,7 @@ function said(of: Pair, metric: string, texts?: string[][]): string {
 
 /** A document's prompt, which its requests may share, and what they continue it with. */
 const textOf = (requests: string[][]) => requests.every((request) => request[0] === requests[0][0])
-  ? [requests[0][0], ...requests.map((request) => request.slice(1).join(" "))].join(" ¦ ") : requests.flat().join(" ¦ ");
+  ? [requests[0][0], ...requests.map((request) => request.slice(1).join(" "))].filter(Boolean).join(" ¦ ") : requests.flat().join(" ¦ ");
 
 function NoTask({ overview, task }: { overview: Props["overview"]; task: string }) {
   const group = overview.lines.some((line) => line.task === task);
@@ -204,8 +209,16 @@ export function DocumentPage(props: Props) {
         <>
           <div class="columns">{row.pairs.map((item, index) => <Fates key={index} cell={cells[index].cell} of={item} said={row.answers[index]} />)}</div>
           <Requests row={row} cells={cells.map((cell) => cell.cell)} texts={texts?.texts?.[document]} target={texts?.targets?.[document] ?? null} missing={texts ? texts.missing ?? texts.error : "Reading the texts…"} />
-          {row.pairs.map((item, index) => <Answers key={index} cell={cells[index].cell} of={item} />)}
-          {cells.filter((_, index) => after[index]?.by_token.includes(document)).map((cell) => <TokenView key={cell.cell} overview={overview} cell={cell.cell} folder={folder} task={task} document={state.document} round={round} />)}
+          {row.pairs.map((item, index) => {
+            const cell = cells[index];
+            const read = cell.quantized && after[index]?.by_token.includes(document);
+            return (
+              <>
+                {!(read && state.task === "answers") && <Answers cell={cell.cell} of={item} />}
+                {read && <TokenView key={cell.cell} overview={overview} cell={cell} of={item} folder={folder} task={task} document={state.document} round={round} />}
+              </>
+            );
+          })}
         </>
       )}
     </>
@@ -221,7 +234,7 @@ const Fates = ({ cell, of, said }: { cell: string; of: Pair; said: string }) => 
     ["Answer", of.fate && <span class={of.fate}>{FATES[of.fate]}</span>, "The quantized cell beside the unquantized one."],
     ["Said", said, SAID],
     ...Object.keys(of.after?.values ?? {}).filter((name) => !name.startsWith("byte") && !name.startsWith("bits")).map((name): [string, string, string] => logs(name)
-      ? [`${name}: log-likelihood`, `${before(of, name, nats)} nats`, "Of the document’s scored text, unquantized → quantized."] : [name, before(of, name, number), "This document’s value of the metric, unquantized → quantized."]),
+      ? [`${name}: log-likelihood`, `${before(of, name, nats)} nats`, "Of the document’s scored text, unquantized → quantized."] : [name.replaceAll("_", " "), before(of, name, number), OF_ANSWERS[name] ?? "This document’s value of the metric, unquantized → quantized."]),
     ["KL", of.after?.kl == null ? null : `${number(of.after.kl)} nats per token`, "KL divergence from the unquantized model, mean over the document’s scored tokens."],
   ]} />
 );
@@ -280,22 +293,54 @@ function Answers({ cell, of }: { cell: string; of: Pair }) {
   );
 }
 
-/** A rolling text, each token coloured by its change or its KL. */
-function TokenView({ overview, cell, folder, task, document, round }: { overview: Overview; cell: string; folder: number; task: number; document: string; round: number }) {
-  const index = overview.cells.findIndex((item) => item.cell === cell);
+/** Tokens that a cell read, coloured by its KL: a whole text, or the unquantized model's answer beside the cell's own. */
+function TokenView({ overview, cell, of, folder, task, document, round }: { overview: Overview; cell: Cell; of: Pair; folder: number; task: number; document: string; round: number }) {
+  const index = overview.cells.findIndex((item) => item.cell === cell.cell);
   const tokens = useData<Tokens>(`${folder}/tokens/${index}/${task}/${document}`, round);
   if (!tokens) return null;
   if (tokens.error) return <Failure text={tokens.error} />;
-  const most = tokens.kl.reduce((a, b) => Math.max(a, b), 1e-9);
+  const written = (side: Side | null, sample: number) => side?.requests.find((request) => request.request === sample && request.filter === null)?.answer ?? null;
   return (
-    <section class="card">
-      <h2>{cell}: token by token</h2>
-      <p class="note">Redder: less likely than before; bluer: likelier. Underlined: the more, the larger the KL. Hold the pointer over a token for its numbers.</p>
-      <p class="tokens">{tokens.texts.map((text, place) => {
-        const [kl, moved] = [tokens.kl[place], tokens.change[place]];
-        const tone = moved < 0 ? "var(--worse)" : "var(--better)";
-        return <span title={`change ${number(moved, 3)} nats, KL ${number(kl, 3)}`} style={{ background: `color-mix(in srgb, ${tone} ${Math.min(55, 28 * Math.abs(moved))}%, transparent)`, borderBottom: `3px solid color-mix(in srgb, var(--accent) ${Math.round((100 * kl) / most)}%, transparent)` }}>{text}</span>;
+    <>
+      {tokens.samples.map((sample, place) => {
+        const [reference, answer] = [written(of.before, place), written(of.after, place)];
+        if (answer === null || reference === null) return <section class="card"><h2>{cell.cell}: token by token</h2><Coloured sample={sample} /></section>;
+        const shared = commonLength(reference, answer);
+        const suffix = tokens.samples.length > 1 ? `, sample ${place + 1}` : "";
+        return (
+          <div class="columns">
+            <section class="card"><h2>{cell.checkpoint}/{overview.unquantized} answered{suffix}, read by {cell.quantizer}</h2><Coloured sample={sample} part={answer === reference ? undefined : shared} /></section>
+            <section class="card"><h2>{cell.cell} answered{suffix}</h2>
+              <p class="note">{answer === reference ? "The same answer." : "The bar is where the two answers part."}</p>
+              <p class="tokens">{answer.slice(0, shared)}{answer !== reference && <span class="parts">{answer.slice(shared)}</span>}</p></section>
+          </div>
+        );
+      })}
+    </>
+  );
+}
+
+/** The number of characters that both texts begin with. */
+function commonLength(a: string, b: string): number {
+  let length = 0;
+  while (length < Math.min(a.length, b.length) && a[length] === b[length]) length++;
+  return length;
+}
+
+/** Tokens with a background by KL; a bar before the one that holds character `part`. */
+function Coloured({ sample, part }: { sample: Sample; part?: number }) {
+  let start = 0;
+  return (
+    <>
+      <p class="note">Redder: a larger KL, full at 1 nat. Underlined: another token is the likeliest now, or this one is less than half as likely. Hold the pointer over a token for its numbers.</p>
+      <p class="tokens">{sample.texts.map((text, place) => {
+        const [kl, change, agrees] = [sample.kl[place], sample.change[place], sample.agrees[place]];
+        const parts = part !== undefined && start <= part && part < start + text.length;
+        start += text.length;
+        const hurt = agrees === 0 || (change !== null && change < Math.log(0.5));
+        const says = [kl !== null && `KL ${number(kl, 3)} nats`, change !== null && `log-probability ${change > 0 ? "+" : ""}${nats(change)}`, agrees !== null && (agrees ? "the likeliest token is the same" : "another token is the likeliest")];
+        return <span class={[hurt && "hurt", parts && "parts"].filter(Boolean).join(" ") || undefined} title={says.filter(Boolean).join(", ")} style={{ background: `color-mix(in srgb, var(--worse) ${Math.round(55 * Math.min(1, kl ?? 0))}%, transparent)` }}>{text}</span>;
       })}</p>
-    </section>
+    </>
   );
 }

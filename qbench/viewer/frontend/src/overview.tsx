@@ -23,12 +23,13 @@ export function OverviewPage({ overview, state }: { overview: Overview; state: S
   const lines = overview.by_group.length ? overview.by_group : overview.lines;
   const [base, ...others] = Object.keys(overview.groups);
   const other = others.includes(state.other) ? state.other : others[0];
+  const [headline, ...rest] = overview.verdict[0]?.split(/(?<=\.) (?=[A-Z])/) ?? [];
   return (
     <>
       <section class="answer">
         {overview.about.map((line) => <p class="note about">{line}</p>)}
-        <p class="headline">{overview.verdict[0]}</p>
-        {overview.verdict.slice(1).map((sentence) => <p class="verdict">{sentence}</p>)}
+        <p class="headline">{headline}</p>
+        {[rest.join(" "), ...overview.verdict.slice(1)].filter(Boolean).map((text) => <p class="verdict">{text}</p>)}
         {!overview.ready && <p role="status">Intervals and tests are being computed; they appear here by themselves.</p>}
         {overview.summary.length > 0 && <details><summary>In more words</summary>{overview.summary.map((sentence) => <p>{sentence}</p>)}</details>}
         {overview.problems.length > 0 && (
@@ -200,7 +201,7 @@ function Cells({ overview }: { overview: Overview }) {
     { title: "Format", value: (cell: Cell) => cell.precision, width: 90, note: "Bits of weights (W), activations (A) and KV cache (KV)." },
     { title: "Bits per weight", value: (cell: Cell) => cell.bits, align: "right", width: 90, note: "As stored, scales and zero points counted.", show: (cell: Cell) => fixed(cell.bits, 2) },
     { title: "Size, GiB", value: (cell: Cell) => cell.gib, align: "right", note: "Of all weights as stored; – in records of earlier versions.", show: (cell: Cell) => fixed(cell.gib, 3) },
-    { title: "KL", value: (cell: Cell) => kl(cell)?.mean, align: "right", width: 150, grow: 1.5, note: "KL divergence from the unquantized model, nats per token, mean over the documents of all tasks, with its 95 % interval.", save: (cell: Cell) => klSaved(kl(cell)), show: (cell: Cell) => klText(kl(cell)) },
+    { title: "KL", value: (cell: Cell) => kl(cell)?.mean, align: "right", width: 172, grow: 1.5, note: "KL divergence from the unquantized model, nats per token, mean over the documents of all tasks, with its 95 % interval.", save: (cell: Cell) => klSaved(kl(cell)), show: (cell: Cell) => klText(kl(cell)) },
     { title: "Weight error", value: (cell: Cell) => cell.weight_error, align: "right", note: "‖W′ − W‖ / ‖W‖ over all quantized matrices.", show: (cell: Cell) => fixed(cell.weight_error, 4) },
     { title: "Took", value: (cell: Cell) => cell.seconds, align: "right", note: "From loading to the record.", show: (cell: Cell) => duration(cell.seconds) },
     { title: "Peak memory, GiB", value: (cell: Cell) => cell.memory_gib, align: "right", width: 90, show: (cell: Cell) => fixed(cell.memory_gib, 2) },
