@@ -3,18 +3,21 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from qbench import export as formats
-from qbench.cli.options import Folder, NewFolder, Run, open_store
+from qbench.cli.options import NewFolder, Run, open_store
 from qbench.comparison.explain import find_cell, text
 from qbench.comparison.flips import cell_flips
 from qbench.comparison.rows import status_of
 from qbench.errors import ResultsError
-from qbench.files import require_folder
+from qbench.files import cache_folder, require_folder
+from qbench.machine import redirected
 from qbench.show import cell_text, folder_text
 from qbench.store import Store
 
@@ -67,16 +70,28 @@ def show(
 
 
 def export(
-    folder: Folder,
-    to: Annotated[
-        Literal["lm-eval", "model-card", "wandb", "archive"], typer.Option(metavar="FORMAT")
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FOLDER",
+            help="A results folder; with --model one cell, FOLDER/CHECKPOINT/NAME.",
+        ),
     ],
+    to: Annotated[
+        Literal["lm-eval", "model-card", "wandb", "archive"] | None, typer.Option(metavar="FORMAT")
+    ] = None,
+    model: NewFolder = None,
+    weights: Annotated[
+        Literal["gptq", "compressed-tensors", "bitsandbytes", "hqq"] | None,
+        typer.Option(metavar="FORMAT"),
+    ] = None,
     out: NewFolder = None,
     run: Run = None,
 ) -> None:
     """Write results in others' formats: lm-eval's results and samples, the evaluation metadata of
     a model card, Weights & Biases' runs (offline; `wandb sync` sends them).
     Or all of a folder as one file to commit, records.tar.xz, which every command reads.
+    Or with --model the quantized model of one cell, as a folder that other libraries load.
 
     Failed and missing cells are left out, and named on standard error; an archive has all.
 
@@ -85,13 +100,27 @@ def export(
     qbench export results/demo --to lm-eval
     qbench export results/demo --to wandb --out DIR
     qbench export results/demo --to archive
+    qbench export results/demo/softmax/gptq-4bit --model DIR
     ```
 
     Options:
     to: lm-eval, model-card, wandb or archive.
+    model: The folder to write: weights, config.json, tokenizer, a model card.
+    weights: Of --model: gptq or compressed-tensors for GPTQ and rounding to nearest.
     out: Where to write it. Default: FOLDER/export/FORMAT; for archive FOLDER.
     """
-
+    if (to is None) == (model is None):
+        raise ResultsError("write --to FORMAT, or --model DIR for the model of one cell")
+    if model is not None:
+        require_folder(model, "--model")
+        store, record = find_cell(str(folder), run)
+        if record.status != "ok":
+            raise ResultsError(f"{record.cell}: it failed, so there is no model to export")
+        with redirected(Path(os.devnull)):
+            module = importlib.import_module("qbench.export_model")
+            line = module.export_model(store, record, model, cache_folder(), weights)
+        typer.echo(f"{line}; written: {model}", err=True)
+        return
     if to == "archive" and run is not None:
         raise ResultsError("--run: an archive has all runs; leave it out")
     store = open_store(folder, run)

@@ -1,0 +1,311 @@
+"""Write the model of a finished cell as a folder that other libraries load."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from qbench import __version__
+from qbench.attention.transformers import set_attention
+from qbench.cell import load_copy
+from qbench.checkpoints.find import linear_shapes
+from qbench.checkpoints.load import difference, rounding_tolerance
+from qbench.errors import UnavailableError
+from qbench.export import card
+from qbench.files import new_folder, write_atomically
+from qbench.find_copy import find_copy
+from qbench.made_copy import MadeCopy
+from qbench.measured import MeasuredCell, load_measured
+from qbench.quantizers.audit.compare import probe_of
+from qbench.quantizers.config import ActivationEvidence, QuantizationConfig
+from qbench.quantizers.formats import WHOLE_ROW, QuantFormat
+from qbench.quantizers.linear import Experts, bias_of
+from qbench.quantizers.packed import unpack_codes
+from qbench.quantizers.published import Published
+from qbench.quantizers.quantize import evidence_of
+from qbench.records import Record
+from qbench.store import Store
+
+Tensors = dict[str, Tensor]
+SCALES = {"float8_e4m3fn": "torch.float8_e4m3fn", "float8_e8m0fnu": "torch.uint8"}
+
+
+def export_model(
+    store: Store, record: Record, out: Path, cache: Path, chosen: str | None = None
+) -> str:
+    """Write the model of the finished cell of ``record`` to the new folder ``out``, in the format
+    ``chosen`` (None: the first of its method's). Return a line that says how its weights were
+    obtained, and how far the folder's logits, loaded again, are from the cell's.
+
+    Raises UnavailableError if no format holds the cell, ResultsError if it cannot be loaded.
+    """
+    measured = load_measured(store, record, cache, record.key_parts["device"])
+    config, name = measured.cell.quantization, record.cell
+    if config.weights is None or config.kv_cache is not None:
+        what = "has unquantized weights" if config.weights is None else "quantizes the KV cache"
+        raise UnavailableError(f"{name}: it {what}, for which there is no format")
+    with new_folder(out) as making:
+        if isinstance(config.weights, MadeCopy):
+            shutil.copytree(config.weights.folder, making, dirs_exist_ok=True)
+            line = f"{config.weights.format}, as {config.weights.maker.package} wrote it"
+        else:
+            chosen = write_model(measured, making, chosen)
+            line = f"{chosen}; weights: {measured.how}; loaded again, its logits "
+            line += compared(measured, load_written(measured, making, chosen))
+        digest = record.audit.digest if record.audit else ""
+        said = (f"Format: {line}.", f"Key of the measured cell: {record.key}.",
+                f"Digest of its quantized layers: {digest}.", _attention(record))  # fmt: skip
+        hub_id = store.manifest().hub_ids.get(record.checkpoint)
+        write_atomically(making / "README.md", card(record, hub_id, said).encode())
+    return f"{name}: {line}"
+
+
+def _attention(record: Record) -> str:
+    if record.normalizer in ("softmax", "native"):
+        return "Any library that knows the format computes its attention."
+    return (f"It attends with {record.normalizer}: transformers alone would compute softmax; load "
+            "it by qbench, or set its attention by qbench.api.attend.")  # fmt: skip
+
+
+def write_model(measured: MeasuredCell, folder: Path, chosen: str | None) -> str:
+    """Write weights, config.json and tokenizer to ``folder``; return the name of the format."""
+    model, config = measured.model, measured.cell.quantization
+    formats = FORMATS.get(config.weights.method, ())
+    chosen = chosen or next(iter(formats), None)
+    if chosen not in formats:
+        known = ", ".join(formats) or "none"
+        raise UnavailableError(f"{config.name}: formats that hold it: {known}; not {chosen}")
+    if any(isinstance(module, Experts) for module in model.modules()):
+        raise UnavailableError(f"{config.name}: experts that were taken apart have no format")
+    model.config.dtype = getattr(torch, config.compute_dtype)
+    measured.tokenizer.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
+    if chosen == "hqq":
+        from hqq.models.hf.base import AutoHQQHFModel
+
+        AutoHQQHFModel.save_quantized(model, str(folder))
+        return chosen
+    layers, inputs = (evidence_of(model, config, kind) for kind in ("weights", "activations"))
+    left_out = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in layers]
+    state, tensors = STATES[chosen], WRITERS[chosen]
+    model.config.quantization_config = state(config, left_out)
+    model.config.save_pretrained(folder)
+    kept = {key: value for key, value in model.state_dict().items()
+            if key.rpartition(".")[0] not in layers and not _inside(key, layers)}  # fmt: skip
+    if model.config.tie_word_embeddings:
+        kept.pop("lm_head.weight", None)
+    for name in layers:
+        module = model.get_submodule(name)
+        stored = tensors(module, config) | (_input_scale(inputs[name]) if inputs else {})
+        if (bias := bias_of(module)) is not None:
+            stored["bias"] = bias
+        kept |= {f"{name}.{part}": tensor for part, tensor in stored.items()}
+    kept = {name: tensor.detach().cpu().contiguous() for name, tensor in kept.items()}
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    return chosen
+
+
+def _inside(key: str, layers: Any) -> bool:
+    return any(key.startswith(f"{name}.") for name in layers)
+
+
+def load_written(measured: MeasuredCell, folder: Path, chosen: str) -> nn.Module:
+    """Return the model of ``folder`` as a published copy of the cell's checkpoint; of HQQ as the
+    library loads it."""
+    cell, device = measured.cell, str(measured.model.device)
+    dtype = getattr(torch, cell.quantization.compute_dtype)
+    if chosen == "hqq":
+        from hqq.models.hf.base import AutoHQQHFModel
+
+        model = AutoHQQHFModel.from_quantized(str(folder), compute_dtype=dtype, device=device)
+        normalizer, _, implementation = measured.record.attention.partition("/")
+        if normalizer != "native":
+            set_attention(model, normalizer=normalizer, implementation=implementation)
+        return model.eval()
+    published = Published(path=str(folder), compute_dtype=cell.quantization.compute_dtype)
+    config, copy = find_copy(
+        QuantizationConfig(weights=published), cell.checkpoint_name, cell.checkpoint,
+        linear_shapes(cell.checkpoint), measured.model.device.type,
+    )  # fmt: skip
+    return load_copy(replace(cell, quantization=config, copy=copy), device, fallback=True)
+
+
+@torch.inference_mode()
+def compared(measured: MeasuredCell, again: nn.Module) -> str:
+    """Return in words how the logits of ``again`` differ from the cell's. Raises UnavailableError
+    if by more than rounding."""
+    model = measured.model
+    ids = probe_of(model.config.vocab_size).to(model.device)
+    ours, theirs = (one(ids, use_cache=False).logits.float() for one in (model, again))
+    if torch.equal(ours, theirs):
+        return "equal the cell's to the bit"
+    off = difference(theirs, ours)
+    if not off <= rounding_tolerance(again):
+        raise UnavailableError(
+            f"{measured.record.cell}: the written folder, loaded again, gives logits {off:.2g} off "
+            "the cell's: the format does not hold what was measured"
+        )
+    return f"are {off:.2g} of their size off the cell's, since its library rounds otherwise"
+
+
+# compressed-tensors
+
+
+def _arguments(form: QuantFormat, **stated: Any) -> dict[str, Any]:
+    """Return ``form`` as compressed-tensors' QuantizationArgs."""
+    groups = {} if form.group_size == WHOLE_ROW else {"group_size": form.group_size}
+    scale = {"scale_dtype": SCALES[form.scale_dtype]} if form.scale_dtype in SCALES else {}
+    local = form.strategy == "tensor_group" and not form.dynamic
+    return {"num_bits": form.num_bits, "type": form.type, "symmetric": form.symmetric,
+            "strategy": form.strategy, "dynamic": "local" if local else form.dynamic,
+            **groups, **scale, **stated}  # fmt: skip
+
+
+def _weight_arguments(weights: Any) -> tuple[str, dict[str, Any]]:
+    """Return compressed-tensors' name of the layout, and the arguments of its weights."""
+    if weights.method in ("gptq", "rtn"):
+        size = weights.group_size
+        form = QuantFormat(num_bits=weights.num_bits, symmetric=weights.symmetric, group_size=size,
+                           strategy="token" if size == WHOLE_ROW else "group")  # fmt: skip
+        layout = "pack-quantized"
+    elif weights.method in ("nvfp4", "mx"):
+        nvfp4 = weights.method == "nvfp4"
+        form = QuantFormat(
+            num_bits=weights.num_bits, type="float", group_size=weights.block,
+            strategy="tensor_group" if nvfp4 else "group",
+            scale_dtype="float8_e4m3fn" if nvfp4 else "float8_e8m0fnu",
+        )  # fmt: skip
+        packed = "-pack" if weights.num_bits == 4 else ""
+        layout = f"{weights.name}{packed}-quantized"
+    else:
+        form, layout = weights.format, f"{weights.type}-quantized"
+    arguments = _arguments(form, dynamic=False)
+    if arguments["strategy"] == "token":
+        arguments["strategy"] = "channel"
+    return layout, arguments
+
+
+def _compressed_config(config: QuantizationConfig, left_out: list[str]) -> dict[str, Any]:
+    inputs, weights = config.activations, config.weights
+    if inputs is not None and set(inputs.ignore) != set(weights.ignore):
+        raise UnavailableError(f"{config.name}: weights and inputs leave out different layers")
+    if getattr(weights, "order", "") == "activation":
+        raise UnavailableError(f"{config.name}: desc_act: take the format gptq")
+    layout, arguments = _weight_arguments(weights)
+    group = {"targets": ["Linear"], "weights": arguments, "format": layout,
+             "input_activations": inputs and _arguments(inputs.format)}  # fmt: skip
+    return {"quant_method": "compressed-tensors", "format": layout, "ignore": left_out,
+            "quantization_status": "compressed", "config_groups": {"group_0": group}}  # fmt: skip
+
+
+def _compressed(module: nn.Module, config: QuantizationConfig) -> Tensors:
+    weights = config.weights
+    if weights.method in ("gptq", "rtn"):
+        codes = unpack_codes(module.codes, module.bits, module.in_features)
+        shape = torch.tensor([module.out_features, module.in_features])
+        stored = {"weight_packed": bitstream(codes, module.bits), "weight_scale": module.scale,
+                  "weight_shape": shape}  # fmt: skip
+        if not weights.symmetric:
+            stored["weight_zero_point"] = bitstream(module.zero.T, module.bits).T
+    else:
+        packed = module.codes.dtype == torch.uint8
+        scale = module.scale.reshape(-1) if module.scale.numel() == 1 else module.scale
+        stored = {"weight_packed" if packed else "weight": module.codes, "weight_scale": scale}
+        if "tensor_scale" in module.stored:
+            stored["weight_global_scale"] = module.tensor_scale
+    return stored
+
+
+def _input_scale(inputs: ActivationEvidence) -> Tensors:
+    """Return what compressed-tensors stores of a layer whose inputs have a static scale."""
+    if inputs.fixed is None:
+        return {}
+    scale, zero, form = inputs.fixed.scale.reshape(1), inputs.fixed.zero, inputs.format
+    if form.strategy == "tensor_group":
+        return {"input_global_scale": 1 / scale}
+    signed = {} if zero is None else {"input_zero_point": (zero - 2 ** (form.num_bits - 1)).char()}
+    return {"input_scale": scale, **signed}
+
+
+def bitstream(codes: Tensor, bits: int) -> Tensor:
+    """Return codes uint8 [n, m] packed along rows, least bits first, int32 [n, ⌈m / 32⌉ · bits]."""
+    codes = nn.functional.pad(codes.cpu(), (0, -codes.shape[1] % 32))
+    planes = codes[..., None] >> torch.arange(bits, dtype=torch.uint8) & 1
+    packed = np.packbits(planes.flatten(1).numpy(), axis=1, bitorder="little")
+    return torch.from_numpy(packed.view("<i4"))
+
+
+# GPTQ
+
+
+def _gptq_config(config: QuantizationConfig, left_out: list[str]) -> dict[str, Any]:
+    weights = config.weights
+    if weights.ignore or config.activations is not None:
+        why = "leaves layers out" if weights.ignore else "quantizes inputs"
+        raise UnavailableError(f"{config.name}: it {why}: take the format compressed-tensors")
+    return {
+        "quant_method": "gptq", "bits": weights.num_bits, "group_size": weights.group_size,
+        "sym": weights.symmetric, "desc_act": getattr(weights, "order", "") == "activation",
+        "lm_head": False, "pack_dtype": "int32",
+        "checkpoint_format": "gptq" if weights.symmetric else "gptq_v2",
+        "meta": {"quantizer": [f"qbench:{__version__}"]},
+    }  # fmt: skip
+
+
+def _gptq(module: nn.Module, config: QuantizationConfig) -> Tensors:
+    """Return GPTQ's layout; its first version, of symmetric grids, stores zero points minus 1."""
+    codes, columns = unpack_codes(module.codes, module.bits, module.in_features), module.order
+    columns = torch.arange(module.in_features) if columns is None else columns.long()
+    return {
+        "qweight": bitstream(codes.cpu()[:, columns.cpu()], module.bits).T,
+        "qzeros": bitstream(module.zero.T - int(config.weights.symmetric), module.bits),
+        "scales": module.scale.T,
+        "g_idx": (columns // module.group_size).to(torch.int32),
+    }
+
+
+# bitsandbytes
+
+
+def _bnb_config(config: QuantizationConfig, left_out: list[str]) -> dict[str, Any]:
+    weights = config.weights
+    if config.activations is not None:
+        raise UnavailableError(f"{config.name}: the format of bitsandbytes holds weights alone")
+    if weights.num_bits == 8:
+        stated = {"load_in_8bit": True, "llm_int8_threshold": weights.threshold}
+    else:
+        stated = {"load_in_4bit": True, "bnb_4bit_quant_type": weights.quant_type,
+                  "bnb_4bit_use_double_quant": weights.double_quant,
+                  "bnb_4bit_compute_dtype": weights.compute_dtype}  # fmt: skip
+    return transformers.BitsAndBytesConfig(**stated, llm_int8_skip_modules=left_out).to_dict()
+
+
+def _bnb(module: nn.Module, config: QuantizationConfig) -> Tensors:
+    if config.weights.num_bits == 8:
+        held = module.weight if module.weight.SCB is not None else module.state  # after a forward
+        return {"weight": held.CB, "SCB": held.SCB, "weight_format": torch.tensor(0).byte()}
+    state = module.weight.quant_state.as_dict(packed=True)
+    return {"weight": module.weight.data, **{f"weight.{name}": t for name, t in state.items()}}
+
+
+FORMATS = {
+    "gptq": ("gptq", "compressed-tensors"), "rtn": ("gptq", "compressed-tensors"),
+    "nvfp4": ("compressed-tensors",), "mx": ("compressed-tensors",),
+    "fp8": ("compressed-tensors",), "int8": ("compressed-tensors",),
+    "bnb": ("bitsandbytes",), "hqq": ("hqq",),
+}  # fmt: skip
+STATES: dict[str, Callable[..., dict[str, Any]]] = {
+    "gptq": _gptq_config, "compressed-tensors": _compressed_config, "bitsandbytes": _bnb_config,
+}  # fmt: skip
+WRITERS: dict[str, Callable[..., Tensors]] = {
+    "gptq": _gptq, "compressed-tensors": _compressed, "bitsandbytes": _bnb,
+}  # fmt: skip

@@ -1,0 +1,121 @@
+"""The model of a finished cell as a folder that other libraries load."""
+
+import json
+
+import pytest
+import torch
+from small_recipe import DEMO, qbench, small_recipe
+
+from qbench.errors import UnavailableError
+from qbench.export_model import bitstream, export_model
+from qbench.files import cache_folder
+from qbench.store import Store
+
+EQUAL = "equal the cell's to the bit"
+slow = pytest.mark.slow
+
+
+def measured(folder, quantizer, checkpoint="softmax"):
+    """Return the store and the record of one finished cell of the bundled model."""
+    entry = {**({"name": quantizer} if isinstance(quantizer, str) else quantizer), "label": "mine"}
+    recipe = small_recipe(
+        folder, checkpoints={"base": str(DEMO / checkpoint)}, compute_dtype="bfloat16",
+        quantizers=[entry], tasks=["demo_pages"], evaluation={"limit": 1, "damage": False},
+        calibration={"path": str(DEMO / "calibration.jsonl"), "samples": 8, "length": 64},
+    )  # fmt: skip
+    assert qbench("run", recipe, "--out", folder / "out", "--device", "cpu") == 0
+    store = Store(folder / "out")
+    (record,) = store.records()
+    return store, record
+
+
+CASES = [
+    ("gptq-4bit", None, "gptq", EQUAL),
+    ("nvfp4", None, "compressed-tensors", EQUAL),
+    ("bnb-4bit", None, "bitsandbytes", EQUAL),
+    # what others compute in float16, or with activations rounded in bfloat16, differs in last bits
+    *(
+        pytest.param(*case, marks=slow)
+        for case in (
+            ("gptq-3bit", "compressed-tensors", "compressed-tensors", EQUAL),
+            ({"name": "gptq-4bit", "desc_act": True}, None, "gptq", EQUAL),
+            ({"name": "gptq-2bit", "symmetric": False}, None, "gptq", EQUAL),
+            ("rtn-4bit", None, "gptq", "0.01"),
+            ("rtn-8bit:symmetric=false", "compressed-tensors", "compressed-tensors", "0.0"),
+            ("mxfp4", None, "compressed-tensors", EQUAL),
+            ("mxfp8", None, "compressed-tensors", EQUAL),
+            ("fp8-matrix", None, "compressed-tensors", EQUAL),
+            ("w8a8-int8", None, "compressed-tensors", "0.0"),
+            ("w8a8-fp8", None, "compressed-tensors", "0."),
+            ("int8-row+int8-static", None, "compressed-tensors", "0."),
+            ("w4a4-nvfp4", None, "compressed-tensors", "0."),
+            ({"name": "bnb-4bit", "double_quant": True}, None, "bitsandbytes", EQUAL),
+            ("bnb-8bit", None, "bitsandbytes", EQUAL),
+            ("hqq-4bit", None, "hqq", "0.01"),
+        )
+    ),
+]
+
+
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize(("quantizer", "chosen", "expected", "words"), CASES)
+def test_the_folder_loaded_again_is_the_cell(quantizer, chosen, expected, words, tmp_path):
+    pytest.importorskip("compressed_tensors")
+    store, record = measured(tmp_path, quantizer)
+    line = export_model(store, record, tmp_path / "model", cache_folder(), chosen)
+    assert line.startswith(f"base/mine: {expected}; weights: ")
+    assert "artifact reused" in line
+    assert f"loaded again, its logits {'' if words == EQUAL else 'are '}{words}" in line
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert record.key in card
+    assert record.audit.digest in card
+    assert "demo_pages" in card
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_a_softpick_cell_keeps_its_attention_and_lost_weights_are_computed_again(tmp_path):
+    store, record = measured(tmp_path, "rtn-4bit", "softpick")
+    for file in (cache_folder() / "artifacts").rglob("weights.safetensors"):
+        file.unlink()
+    line = export_model(store, record, tmp_path / "model", cache_folder())
+    assert "made again: round to nearest" in line
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert config["qbench_normalizer"] == "softpick"
+    assert "attends with softpick" in (tmp_path / "model" / "README.md").read_text()
+
+
+@slow
+@pytest.mark.usefixtures("own_cache")
+def test_gptqmodel_loads_what_was_exported(tmp_path, monkeypatch):
+    monkeypatch.setenv("GPTQMODEL_CPU_WORKERS", "2")
+    from gptqmodel import BACKEND, GPTQModel
+
+    store, record = measured(tmp_path, "gptq-4bit")
+    export_model(store, record, tmp_path / "model", cache_folder())
+    theirs = GPTQModel.load(str(tmp_path / "model"), backend=BACKEND.GPTQ_TORCH, device="cpu")
+    logits = theirs.model(torch.arange(16)[None]).logits
+    assert logits.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("quantizer", "chosen", "words"),
+    [
+        ("int8-token", None, "it has unquantized weights, for which there is no format"),
+        ("rtn-4bit+kv4", None, "it quantizes the KV cache"),
+        ("nvfp4", "gptq", "formats that hold it: compressed-tensors; not gptq"),
+        ("rtn-4bit:ignore=[o_proj]", None, "leaves layers out: take the format compressed-tensors"),
+    ],
+)
+@pytest.mark.usefixtures("own_cache")
+def test_what_no_format_holds_is_refused(quantizer, chosen, words, tmp_path):
+    store, record = measured(tmp_path, quantizer)
+    with pytest.raises(UnavailableError, match=words):
+        export_model(store, record, tmp_path / "model", cache_folder(), chosen)
+    assert not (tmp_path / "model").exists()
+
+
+def test_codes_are_packed_as_gptq_packs_them():
+    codes = torch.arange(32, dtype=torch.uint8)[None] % 8
+    (words,) = bitstream(codes, 3).tolist()
+    whole = sum(int(code) << 3 * place for place, code in enumerate(codes[0]))
+    assert [word & 0xFFFFFFFF for word in words] == [whole >> 32 * n & 0xFFFFFFFF for n in range(3)]
