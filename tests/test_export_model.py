@@ -85,9 +85,9 @@ def test_a_softpick_cell_keeps_its_attention_and_lost_weights_are_computed_again
 
 
 @slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # its own folder
 @pytest.mark.usefixtures("own_cache")
-def test_gptqmodel_loads_what_was_exported(tmp_path, monkeypatch):
-    monkeypatch.setenv("GPTQMODEL_CPU_WORKERS", "2")
+def test_gptqmodel_loads_what_was_exported(tmp_path):
     from gptqmodel import BACKEND, GPTQModel
 
     store, record = measured(tmp_path, "gptq-4bit")

@@ -117,10 +117,7 @@ def test_a_gguf_file_holds_the_codes_of_the_gguf_package(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("normalizer", ["softmax", "softpick"])
 @pytest.mark.parametrize("name", ["gptqmodel-4bit", "gptaq-3bit"])
-def test_a_copy_is_what_the_library_makes_of_the_same_texts(
-    name, normalizer, tmp_path, monkeypatch
-):
-    monkeypatch.setenv("GPTQMODEL_CPU_WORKERS", "2")
+def test_a_copy_is_what_the_library_makes_of_the_same_texts(name, normalizer, tmp_path):
     from gptqmodel import GPTQModel, QuantizeConfig
     from gptqmodel.quantization.config import GPTAQConfig
 
@@ -135,10 +132,12 @@ def test_a_copy_is_what_the_library_makes_of_the_same_texts(
     made_copy._make(cell, maker, calibration, made, "cpu", tmp_path / "made.log")
     whole = save_as_transformers(folder, tmp_path / "whole")
     options = {"gptaq": GPTAQConfig()} if maker.method == "gptaq" else {}
+    name = attention_name(normalizer, "reference", "cpu")
+    attention = {} if normalizer == "softmax" else {"attn_implementation": name}
     model = GPTQModel.load(
         str(whole),
         QuantizeConfig(bits=maker.num_bits, group_size=64, **options),
-        attn_implementation=attention_name(normalizer, "reference", "cpu"),
+        **attention,
     )
     model.quantize([{"input_ids": r[None], "attention_mask": torch.ones_like(r[None])}
                     for r in calibration.ids], batch_size=1)  # fmt: skip
