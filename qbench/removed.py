@@ -54,6 +54,7 @@ RENAMED_METHODS = {
 COMMANDS = {
     "noise": "the quantizer noise-floor shows how far rounding alone moves scores",
     "convert": "checkpoints are read in either format; `save_pretrained` writes one",
+    "bench sample-efficiency": "results/bench/sample-efficiency.md has what it gave",
     "bench analysis": "`qbench analyze` prints how long each part of a cell took",
     "published": "`qbench tables --published SET` puts a paper's numbers beside ours; they are in "
     "qbench/tables/published.csv",

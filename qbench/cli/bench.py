@@ -14,7 +14,7 @@ import typer
 from qbench.cli.launcher import load_launcher
 from qbench.cli.messages import show_written
 from qbench.cli.options import CommandGroup, DeviceOption, Folder, Json, Only, RecipeFile
-from qbench.files import cache_folder, write_atomically, write_page
+from qbench.files import cache_folder, write_page
 from qbench.machine import choose_device, redirected, terminal
 from qbench.plan import select
 from qbench.recipe import Overrides
@@ -151,29 +151,3 @@ def show(table: str, results: object, out: Path | None) -> None:
     typer.echo(table)
     if out is not None:
         show_written(write_page(out, results, table))
-
-
-@bench.command("sample-efficiency")
-def sample_efficiency(
-    repetitions: Annotated[int, typer.Option(min=2)] = 12,
-    out: Json = None,
-) -> None:
-    """Figure 1 of the sigmoid paper: how fast sigmoid and softmax gates find their parameters.
-
-    Runs on the CPU, about twelve minutes on two cores. With --out the figure is drawn too.
-
-    Examples:
-    ```
-    qbench bench sample-efficiency
-    ```
-
-    Options:
-    repetitions: Data sets of each size.
-    """
-    bench = load("bench.sample_efficiency")
-    results = bench.bench_sample_efficiency(
-        repetitions, log=lambda line: typer.echo(line, err=True)
-    )
-    show(bench.table(results), results, out)
-    if out is not None:
-        write_atomically(out.with_suffix(".svg"), bench.figure(results))
