@@ -136,8 +136,8 @@ def main(job: Mapping[str, Any]) -> None:
     settings = settings_of(job["name"], job["options"])
     model, normalizer = Path(job["model"]), job["normalizer"]
     checkpoint = find(str(model))
-    own = normalizer not in ("softmax", NATIVE)
-    if own or recognizes(checkpoint.config):
+    trained_otherwise = normalizer not in ("softmax", NATIVE)
+    if trained_otherwise or recognizes(checkpoint.config):
         from qbench.attention.transformers import attention_name
         from qbench.checkpoints.load import read_model
         from qbench.checkpoints.tokenizer import load_tokenizer
@@ -146,18 +146,18 @@ def main(job: Mapping[str, Any]) -> None:
         loaded = read_model(checkpoint, getattr(torch, settings.compute_dtype))
         loaded.save_pretrained(model, save_original_format=False)
         load_tokenizer(checkpoint).save_pretrained(model)
-        if own:
+        if trained_otherwise:
             _restate(model, attn_implementation=attention_name(normalizer, "auto", job["device"]))
     texts = load_file(job["texts"]).get(IDS)
     backend(settings).make(model, out := Path(job["out"]), texts, settings)
-    if own:  # which a library's config.json may have lost
+    if trained_otherwise:  # which a library's config.json may have lost
         _restate(out, attn_implementation=None, qbench_normalizer=normalizer)
 
 
-def _restate(folder: Path, **stated: str | None) -> None:
-    """Set the keys ``stated`` in the folder's config.json; None removes one."""
-    config = json.loads((folder / "config.json").read_text()) | stated
-    kept = {key: value for key, value in config.items() if key not in stated or stated[key]}
+def _restate(folder: Path, **changes: str | None) -> None:
+    """Set the keys ``changes`` in the folder's config.json; None removes one."""
+    config = json.loads((folder / "config.json").read_text()) | changes
+    kept = {key: value for key, value in config.items() if key not in changes or changes[key]}
     (folder / "config.json").write_text(json.dumps(kept, indent=2))
 
 

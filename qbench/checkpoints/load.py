@@ -170,14 +170,14 @@ def read_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
     except Exception as error:  # whatever an odd configuration makes of transformers
         raise CheckpointError(_reason(error)) from error
     headers = model_headers(checkpoint)
-    own = [headers[name] for name in _require_own_tensors(checkpoint, report)]
+    parameters = [headers[name] for name in _normalizer_tensors(checkpoint, report)]
     if ours:
         for name in report["missing_keys"]:  # biases that its other format leaves out
             model.get_parameter(name).data.zero_()
         for name, module in model.named_modules():
             if name.endswith((".q_norm", ".k_norm")):
                 module.variance_epsilon = fla.QK_NORM_EPS
-    tensors = {header.name: read_tensor(checkpoint.folder, header) for header in own}
+    tensors = {header.name: read_tensor(checkpoint.folder, header) for header in parameters}
     attach(model, checkpoint.normalizer, fla.llama_tensors(tensors) if ours else tensors)
     require_stored_head(model, checkpoint.folder, headers)
     return model
@@ -192,8 +192,8 @@ def tensors_problem(checkpoint: Checkpoint) -> str | None:
     ours, dtypes = fla.recognizes(checkpoint.config), {"I64": torch.int64}
     kind = getattr(transformers, checkpoint.class_name)
     tensors = {
-        name: torch.empty(one.shape, dtype=dtypes.get(one.dtype), device="meta")
-        for name, one in checkpoint.headers.items()
+        name: torch.empty(header.shape, dtype=dtypes.get(header.dtype), device="meta")
+        for name, header in checkpoint.headers.items()
     }
     try:
         model, report = kind.from_pretrained(
@@ -207,9 +207,9 @@ def tensors_problem(checkpoint: Checkpoint) -> str | None:
             ignore_mismatched_sizes=True,
         )
         headers = model_headers(checkpoint)
-        own = [headers[name].name for name in _require_own_tensors(checkpoint, report)]
-        own = {name: tensors[name] for name in own}
-        attach(model, checkpoint.normalizer, fla.llama_tensors(own) if ours else own)
+        parameters = [headers[name].name for name in _normalizer_tensors(checkpoint, report)]
+        parameters = {name: tensors[name] for name in parameters}
+        attach(model, checkpoint.normalizer, fla.llama_tensors(parameters) if ours else parameters)
     except Exception as error:  # whatever an odd configuration makes of transformers
         return _reason(error)
     return None
@@ -224,20 +224,20 @@ def _reason(error: Exception) -> str:
     return first_line(error)
 
 
-def _require_own_tensors(checkpoint: Checkpoint, report: dict[str, Any]) -> list[str]:
+def _normalizer_tensors(checkpoint: Checkpoint, report: dict[str, Any]) -> list[str]:
     """Return the names of the normalizer's own parameters among the tensors that transformers'
     ``report`` calls unexpected. Raises CheckpointError for others, missing and misshapen ones."""
     missing, extra = set(report["missing_keys"]), set(report["unexpected_keys"])
     if fla.recognizes(checkpoint.config):
         extra = {name for name in extra if not name.endswith(fla.TABLE)}
         missing = {name for name in missing if not name.endswith(fla.OUTPUT_BIAS)}
-    own = {
+    parameters = {
         name
         for name in extra & model_headers(checkpoint).keys()
         if is_parameter(checkpoint.normalizer, name)
     }
-    require_fit(sorted(missing), sorted(extra - own), _misshapen(report))
-    return sorted(own)
+    require_fit(sorted(missing), sorted(extra - parameters), _misshapen(report))
+    return sorted(parameters)
 
 
 def _misshapen(report: dict[str, Any]) -> list[str]:
