@@ -63,7 +63,7 @@ def task_key(
 
 
 def head_key(parts: Mapping[str, Any]) -> str:
-    """Return the key of what a cell keeps of its model for every task: its LM head."""
+    """Return the key under which a cell keeps its LM head, the same for all of its tasks."""
     left_out = ("groups", "damage against", "tasks", "few-shot", "scoring")
     return content_key({name: part for name, part in parts.items() if name not in left_out})
 
