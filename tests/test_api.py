@@ -93,11 +93,8 @@ def test_overrides_are_those_of_the_command_line(tmp_path):
     assert {one.quantization.compute_dtype for one in half.quantizers} == {"float16"}
     with pytest.raises(RecipeError, match=r"compute_dtype: .*'float32' \(it is 'bf16'\)$"):
         api.Recipe.load(small_recipe(tmp_path), api.Overrides(dtype="bf16"))
-
-
-def test_one_name_of_overrides_is_a_list_of_it(tmp_path):
-    changed = api.Overrides(quantizers="fp32", tasks="demo_choice", data=str(DEMO / "data"))
-    recipe = api.Recipe.load(small_recipe(tmp_path), changed)
+    one = api.Overrides(quantizers="fp32", tasks="demo_choice", data=str(DEMO / "data"))
+    recipe = api.Recipe.load(small_recipe(tmp_path), one)
     assert [column.label for column in recipe.quantizers] == ["fp32"]
     assert [task.name for task in recipe.tasks] == ["demo_choice"]
 
@@ -126,6 +123,7 @@ WRONG = {
     "Overrides: checkpoints must be a mapping": lambda planned, _: api.Overrides(checkpoints="a"),
     "Overrides: stream must be True or False": lambda planned, _: api.Overrides(stream="yes"),
     "Overrides: data must be the path": lambda planned, _: api.Overrides(data=3),
+    "Overrides: dat Extra inputs": lambda planned, _: api.Overrides(dat="x"),
     "plan: recipe must be what Recipe.load": lambda planned, _: api.plan("recipe.yaml"),
     "plan: device must be auto or cpu": lambda planned, _: api.plan(planned.recipe, "gpu"),
     "plan: only must be a text": lambda planned, _: api.plan(planned.recipe, "cpu", ["a"]),

@@ -139,15 +139,10 @@ def test_a_recipes_data_folder_gives_the_calibration_text_as_the_option_does(tmp
     assert Recipe.load(path).calibration.path == str(text)
 
 
-def test_the_calibration_option_keeps_an_address_of_the_hub():
-    address = "hf://datasets/a/b/c.jsonl"
-    context = cli.load("plan").make_context("plan", ["x.yaml", "--calibration", address])
-    assert context.params["calibration"] == address
-
-
 def test_calibration_text_of_the_hub_may_take_the_place_of_a_recipes(tmp_path):
     address = "hf://datasets/owner/name/text.jsonl"
-    recipe = Recipe.load(write(tmp_path), Overrides(calibration=address))
+    context = cli.load("plan").make_context("plan", ["x.yaml", "--calibration", address])
+    recipe = Recipe.load(write(tmp_path), Overrides(calibration=context.params["calibration"]))
     assert recipe.calibration.path == address
 
 
@@ -175,20 +170,17 @@ def test_every_shipped_recipe_is_valid_and_named_like_its_file(path):
     ("quantizers", "labels"),
     [
         (["bf16", "fp32", "rtn-4bit"], ["fp32", "rtn-4bit"]),
+        (["bf16", {"name": "rtn-4bit", "compute_dtype": "bfloat16"}], ["fp32", "rtn-4bit"]),
         ([{"name": "bf16", "label": "bf16"}], ["fp32"]),
         ([{"name": "bf16", "label": "a"}, "fp32"], ["a", "fp32"]),
     ],
 )
-def test_another_dtype_makes_one_column_of_two_that_become_alike(tmp_path, quantizers, labels):
+def test_another_dtype_is_that_of_all_columns_and_makes_one_of_two_that_become_alike(
+    tmp_path, quantizers, labels
+):
     recipe = Recipe.load(write(tmp_path, quantizers=quantizers), Overrides(dtype="float32"))
     assert [column.label for column in recipe.quantizers] == labels
-
-
-def test_another_dtype_replaces_the_unquantized_cell_and_what_quantized_ones_compute_in(tmp_path):
-    quantizers = ["bf16", {"name": "rtn-4bit", "compute_dtype": "bfloat16"}]
-    recipe = Recipe.load(write(tmp_path, quantizers=quantizers), Overrides(dtype="float32"))
-    assert [q.label for q in recipe.quantizers] == ["fp32", "rtn-4bit"]
-    assert {q.quantization.compute_dtype for q in recipe.quantizers} == {"float32"}
+    assert {column.quantization.compute_dtype for column in recipe.quantizers} == {"float32"}
 
 
 @pytest.mark.parametrize(

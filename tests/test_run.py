@@ -1,8 +1,6 @@
 """A recipe end to end on the bundled pair: records, resumption, failures, exit codes."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -156,15 +154,6 @@ def test_a_run_prints_its_own_tables_though_another_has_written_there(tmp_path, 
     shown = capfd.readouterr().out
     assert "demo_choice" in shown
     assert "demo_lastword" not in shown
-
-
-def test_bad_input_is_one_line_and_exit_code_2():
-    command = [sys.executable, "-m", "qbench", "run", "recipes/appendix-1.8b.yaml"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "--checkpoint softmax=" in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
-    assert done.stdout == ""
 
 
 def test_damage_that_had_no_base_is_measured_once_there_is_one(tmp_path):
