@@ -444,7 +444,8 @@ def _score(
 
 
 def _chat(cell: Cell, scorer: Any, tokenizer: PreTrainedTokenizerBase) -> Chat:
-    """Return how the cell is asked: as its own files say, those of a published copy too."""
+    """Return the tokenizer and the end tokens of the cell's conversations; of a published copy,
+    those of its own files."""
     copy = cell.copy
     if copy is not None and (copy.folder / "tokenizer_config.json").is_file():
         tokenizer = load_tokenizer(copy)

@@ -21,8 +21,8 @@ SHOWN = 80  # characters of a value in a message
 
 
 class QbenchError(Exception):
-    """Base of all errors that a user can put right: ``lines``, one clear line per problem. Of a
-    ``LONG_WORD`` the beginning is kept."""
+    """Base of all errors that a user can put right. ``lines`` has one line per problem; words of
+    more than 500 characters are cut."""
 
     def __init__(self, *lines: str) -> None:
         lines = tuple(LONG_WORD.sub(lambda word: word[0][:SHOWN] + "…", line) for line in lines)
@@ -31,11 +31,11 @@ class QbenchError(Exception):
 
 
 class RecipeError(QbenchError):
-    """A recipe or an option says something impossible."""
+    """A recipe or an option has a value that cannot work."""
 
 
 class CheckpointError(QbenchError):
-    """A checkpoint cannot be read as what it claims to be."""
+    """Files of a checkpoint cannot be read, or contradict each other."""
 
 
 class DataError(QbenchError):
@@ -75,7 +75,7 @@ class QuantizationError(QbenchError):
 
 
 class AuditError(QbenchError):
-    """A model was not quantized as its cell says."""
+    """The audit measured that a model is not quantized as its cell says."""
 
 
 class EvaluationError(QbenchError):

@@ -264,7 +264,7 @@ def synchronize(device: str) -> None:
 
 
 def reset_peak_memory(device: str) -> None:
-    """Begin to count the peak of ``peak_memory_gib`` anew."""
+    """Reset the peak that ``peak_memory_gib`` returns."""
     if device == "cuda":
         cuda = _cuda()
         for index in range(cuda.device_count()):

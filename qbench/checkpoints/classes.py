@@ -37,8 +37,8 @@ class TriedClass(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChosenAttention:
-    """``implementation``: reference or triton; of normalizer ``native`` sdpa or eager. ``why``:
-    the reason for ``native``; empty if the checkpoint's normalizer runs."""
+    """Holds the attention that a model runs with. ``implementation``: reference or triton; of
+    normalizer ``native`` sdpa or eager. ``why``: the reason for ``native``, else empty."""
 
     normalizer: str
     implementation: str

@@ -75,7 +75,7 @@ def read_json(path: Path, *, most: int | None = MAX_BYTES) -> dict[str, Any]:
 
 def read_config(folder: Path, *, quantized: bool = False) -> dict[str, Any]:
     """Return ``config.json`` of an unquantized language model, or of a ``quantized`` one. Raises
-    CheckpointError, naming the field, for all else."""
+    CheckpointError, naming the field, for any other file."""
     if not (folder / CONFIG).exists():
         gguf = "; of GGUF files name one itself, as DIR/FILE.gguf" if quantized else ""
         raise CheckpointError(f"no config.json in {folder}{gguf}")

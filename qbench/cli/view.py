@@ -93,7 +93,7 @@ def view(
 
 
 def document_texts(sources: Sources, record: Record, task: str) -> dict[int, Question]:
-    """Return what the record's cell was asked of a task, by document.
+    """Return the texts of a task's requests in the record's cell, by document.
 
     The record names the files that stood for the task's splits. Nothing comes from the network.
     Raises DataError if the data are not there, or are not those of the run.
