@@ -10,7 +10,7 @@ import pytest
 import torch
 from loading import load_model
 from scoring_models import choices, scorer, settings
-from tiny import CONFIGS, KINDS, tiny_model, write_tiny
+from tiny import CONFIGS, KINDS, MOE, tiny_model, write_tiny
 from transformers import AutoModelForCausalLM
 
 from qbench.attention.transformers import set_attention
@@ -24,6 +24,11 @@ from qbench.evaluation.settings import MODES, Tolerance
 # Of GPT-BigCode in transformers 5.17.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 LOOSE = Tolerance(mean=1e-3, largest=1e-3, changed=0.0)
+LLAMA4 = {  # whose get_decoder() returns the whole model
+    **MOE, "num_hidden_layers": 2, "intermediate_size_mlp": 64, "interleave_moe_layer_step": 1,
+    "attention_chunk_size": 64, "layer_types": ["chunked_attention", "full_attention"],
+    "no_rope_layers": [1, 0],
+}  # fmt: skip
 ROWS = {row.model_type: row for row in tried_classes()}
 
 
@@ -90,15 +95,20 @@ def test_it_is_scored_as_lm_eval_scores_it_in_the_modes_that_are_measured(kind, 
 
 
 @pytest.mark.parametrize(
-    ("kind", "stated"),
-    [("opt", {"word_embed_proj_dim": 32}), ("falcon_h1", {"lm_head_multiplier": 0.5})],
+    ("kind", "stated", "fastest"),
+    [
+        ("opt", {"word_embed_proj_dim": 32}, "fast"),
+        ("falcon_h1", {"lm_head_multiplier": 0.5}, "lm-eval"),
+        ("llama4_text", LLAMA4, "fast"),
+    ],
 )
-def test_heads_of_another_width_or_scale_are_scored_as_measured(kind, stated, tmp_path):
+def test_heads_of_another_width_or_scale_are_scored_as_measured(kind, stated, fastest, tmp_path):
     """As OPT-350M's, and Falcon-H1's."""
     checkpoint = find(str(write_tiny(tmp_path, kind, **stated)))
     theirs = AutoModelForCausalLM.from_pretrained(checkpoint.folder, dtype=torch.float32).eval()
     ours = load_model(checkpoint, dtype=torch.float32, device="cpu")
     fitted, _ = fit_settings(ours, settings("fast"))
+    assert fitted.mode == fastest
     for mode in MODES[MODES.index(fitted.mode) :]:
         packed = {"packed": fitted.packed} if mode == "fast" else {}
         expected = pytest.approx(answers(theirs, "lm-eval"), abs=2e-4)

@@ -38,10 +38,8 @@ FUSED = [kind for kind, quantized in QUANTIZED.items() if "experts" in quantized
 
 
 def report(kind, folder, name, **stated):
-    chosen = {"compute_dtype": "float32", "group_size": 16, **stated}
-    if name.startswith("bnb"):
-        del chosen["group_size"]
-    quantizer = parse(name, chosen)
+    chosen = {"compute_dtype": "float32", **({} if "bnb" in name else {"group_size": 16}), **stated}
+    quantizer = parse(name, {} if name == "fp32" else chosen)
     original, model = (tiny_model(kind).to(getattr(torch, chosen["compute_dtype"])) for _ in "ab")
     made = make(quantizer, folder, model=model, calibrated=CALIBRATION)
     return audit(original, made, quantizer, PROBE)
@@ -58,6 +56,13 @@ def test_all_that_is_left_out_is_named_with_the_reason(kind, tmp_path):
     words = {word for name in found.left_out for sign, word in WORDS.items() if sign in name}
     listed = QUANTIZED[kind].partition("; not ")[2]
     assert words == {word for word in WORDS.values() if word in listed}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_unquantized_model_passes(kind, tmp_path):
+    found = report(kind, tmp_path, "fp32")
+    assert found.problems == ()
+    assert (found.coverage, found.bits_per_weight) == (0, 32)
 
 
 METHODS = (
