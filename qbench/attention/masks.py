@@ -159,8 +159,11 @@ def mask_interface(implementation: str) -> Callable[..., Tensor | Mask | None]:
 
 
 # Before transformers 5.24, blocks of tokens that see each other both ways were joined last, by
-# or_masks; since then they are inside of what and_masks cuts into packed sequences.
-BLOCKS_JOINED_LAST = hasattr(masking_utils, "packed_sequence_compatibility_function")
+# or_masks; since then they are inside of what and_masks cuts into packed sequences. Releases before
+# 5.23 have neither of the two functions.
+BLOCKS_JOINED_LAST = hasattr(
+    masking_utils, "packed_sequence_compatibility_function"
+) or not hasattr(masking_utils, "remap_positions_for_packed_sequence")
 
 
 def _is_packed(mask_function: Callable) -> bool:
