@@ -13,7 +13,6 @@ from qbench.evaluation.settings import ScoringSettings
 from qbench.quantizers.quantize import apply
 from qbench.quantizers.registry import config_of
 
-
 # asymmetric: on the symmetric grid a token's lowest value may lie between two codes, so that the
 # last bit of a product decides
 ASYMMETRIC = {"name": "int4-token", "symmetric": False}
