@@ -26,7 +26,7 @@ from qbench.checkpoints.load import (
 )
 from qbench.checkpoints.tokenizer import load_tokenizer, puts_bos
 from qbench.errors import AuditError, DataError, QbenchError, ResultsError, UnavailableError
-from qbench.evaluation.answers import Chat, answer
+from qbench.evaluation.answers import Chat, answer, with_kl
 from qbench.evaluation.degradation import Outcomes, correct_requests, divergence_table, task_damage
 from qbench.evaluation.evaluate import evaluate, group_scores
 from qbench.evaluation.kl_baseline import baseline_files, read_baseline, verify_baseline
@@ -429,6 +429,9 @@ def _score(
             tables["divergences"] = divergence_table({task.name: divergences}, rolling, texts)
     if answered is not None:
         tables["answers"] = answered.table(divergences, texts)
+        if divergences is not None:
+            scored = with_kl(scored, divergences, task.label)
+            tables["outcomes"] = scored.outcomes
     record = TaskRecord(
         checkpoint=cell.checkpoint_name,
         quantizer=cell.label,

@@ -13,6 +13,8 @@ METRIC_ORDER = ("acc_norm", "acc", "perplexity", "word_perplexity")
 REDUNDANT = {"byte_perplexity": "word_perplexity", "bits_per_byte": "word_perplexity"}
 # Aggregations of perplexities, which are compared by their logarithm.
 LOG_SCALE = ("perplexity", "weighted_perplexity")
+VARIANCE = ", variance of the mean over samples"
+LOG_MEAN = "log mean"  # ours: a mean over documents that is compared by its logarithm
 
 
 def perplexity(loss: float) -> float:
@@ -35,9 +37,9 @@ def is_percentage(metric: str) -> bool:
 
 
 def variance_name(metric: str) -> str:
-    """Return the name of the outcomes that hold the variance of ``metric`` between the samples of
-    one prompt; they are no score."""
-    return f"{metric}, variance of samples"
+    """Return the name of the outcomes that hold, by prompt, the variance of the mean of ``metric``
+    over drawn answers; they are no score."""
+    return f"{metric}{VARIANCE}"
 
 
 def rank(metric: str) -> int:

@@ -14,7 +14,6 @@ import pandas as pd
 
 from qbench.comparison.rows import Comparison
 from qbench.records import ANSWERS, PROMPT
-from qbench.statistics import LOG_MEAN, Column, Effect, Missing, Panel, effect
 
 if TYPE_CHECKING:
     from qbench.records import Record
@@ -46,21 +45,16 @@ class TokenMeans:
 class AnswerDamage:
     """What quantization changed in the answers of one cell.
 
-    ``kl`` is that along the unquantized model's answers: the mean over prompts, and its logarithm
-    with an interval. ``length`` is the logarithm of the ratio of mean lengths. ``identical`` is the
-    share of prompts with the same answer, ``agreed`` the median number of tokens before the cell's
-    own answer differs, ``other_prompts`` the number of prompts that its chat template renders
-    differently.
+    ``tokens`` are those of the unquantized model's answers. ``identical`` is the share of prompts
+    with the same answer, ``agreed`` the median number of tokens before the cell's own answer
+    differs, ``other_prompts`` the number of prompts that its chat template renders differently.
     """
 
-    kl: float
-    log_kl: Effect | Missing
     tokens: TokenMeans
     by_position: Mapping[str, TokenMeans]
     by_class: Mapping[str, TokenMeans]
     identical: float
     agreed: float
-    length: Effect | Missing
     other_prompts: int
 
     @property
@@ -97,25 +91,15 @@ def _damage(store: Store, record: Record, before: Record) -> AnswerDamage | None
     if table["kl"].isna().any() or table.empty:
         return None
     _, base_prompts = split_prompts(store.answers(before))
-    column = kl_column_of(table)
     own, other = (_by_prompt(store.outcomes(one)) for one in (record, before))
-    lengths = {
-        one.cell: Column.of(
-            of.index.to_numpy().astype(str), of["length"].to_numpy(), np.ones(len(of))
-        )
-        for one, of in ((record, own), (before, other))
-    }
     same = (own["agreed_tokens"] == own["length"]) & (own["length"] == other["length"])
     bins = [position_bin(position) for position in table["position"]]
     return AnswerDamage(
-        kl=float(column.values.mean()),
-        log_kl=effect(Panel.of({"kl": column}), {"kl": 1}, LOG_MEAN),
         tokens=_means(table),
         by_position=_means_by(table, bins, [position_bin(p) for p in FIRST_POSITIONS]),
         by_class=_means_by(table, token_classes(table), CLASSES),
         identical=float(same.mean()),
         agreed=float(own["agreed_tokens"].median()),
-        length=effect(Panel.of(lengths), {record.cell: 1, before.cell: -1}, LOG_MEAN),
         other_prompts=int((prompts.to_numpy() != base_prompts.to_numpy()).sum()),
     )
 
@@ -131,13 +115,6 @@ def split_prompts(table: pd.DataFrame) -> tuple[pd.DataFrame, pd.Series]:
     prompts = table[table["position"] == PROMPT].drop_duplicates("document")
     tokens = table[table["position"] != PROMPT].reset_index(drop=True)
     return tokens, prompts.set_index("document")["text"]
-
-
-def kl_column_of(tokens: pd.DataFrame) -> Column:
-    """Return the KL divergence along the answers by prompt, a mean over its tokens."""
-    means = tokens.groupby("document")["kl"].mean()
-    names = np.array([f"{ANSWERS} {document}" for document in means.index])
-    return Column.of(names, means.to_numpy(float), np.ones(len(means)))
 
 
 def _means(tokens: pd.DataFrame) -> TokenMeans:

@@ -12,7 +12,7 @@ import numpy as np
 from qbench.comparison.rows import Change, status_of
 from qbench.comparison.trainings import training_differences, unlike
 from qbench.errors import ResultsError
-from qbench.metrics import REDUNDANT
+from qbench.metrics import REDUNDANT, VARIANCE, variance_name
 from qbench.records import Record, Score
 from qbench.statistics import (
     TESTABLE,
@@ -20,6 +20,7 @@ from qbench.statistics import (
     Effect,
     Panel,
     adjust,
+    drawing_error,
     effect,
     joined,
     value,
@@ -35,12 +36,14 @@ class CellResults:
     """Hold one cell's record and the outcomes that its scores rest on, redundant metrics left
     out.
 
-    The column of a score that no test knows, such as bleu, is empty.
+    The column of a score that no test knows, such as bleu, is empty. ``variances`` are those of
+    prompts' means over drawn answers.
     """
 
     record: Record
     columns: Mapping[Name, Column]
     scores: Mapping[Name, Score]
+    variances: Mapping[Name, Column] = field(default_factory=dict)
 
     @classmethod
     def of(cls, record: Record, columns: Mapping[Name, Column]) -> CellResults:
@@ -49,7 +52,10 @@ class CellResults:
         known &= columns.keys()
         found = {name: columns[name] if name in known else nothing for name in _kept(record)}
         found |= of_groups(record, found)
-        return cls(record, found, {name: scores[name] for name in found})
+        variances = {
+            name: columns[drawn] for name in found if (drawn := _variance(name)) in columns
+        }
+        return cls(record, found, {name: scores[name] for name in found}, variances)
 
 
 def _kept(record: Record) -> list[Name]:
@@ -97,7 +103,12 @@ def read_results(store: Store, *, decimals: int | None = None) -> ResultSet:
 
 
 def _read_cell(store: Store, record: Record, decimals: int | None = None) -> CellResults:
-    return CellResults.of(record, read_columns(store, record, _kept(record), decimals))
+    names = [each for name in _kept(record) for each in (name, _variance(name))]
+    return CellResults.of(record, read_columns(store, record, names, decimals))
+
+
+def _variance(name: Name) -> Name:
+    return name[0], variance_name(name[1])
 
 
 def read_columns(
@@ -111,9 +122,16 @@ def read_columns(
     columns = {}
     for name, (document, values, weight) in store.outcome_arrays(record).items():
         if names is None or name in names:
-            rounded = values if decimals is None else values.astype(float).round(decimals)
-            columns[name] = Column.of(document, rounded, weight)
+            if decimals is not None:
+                values = rounded(values, name[1], decimals)
+            columns[name] = Column.of(document, values, weight)
     return columns
+
+
+def rounded(values: np.ndarray, metric: str, decimals: int) -> np.ndarray:
+    """Return outcomes of ``metric`` rounded to ``decimals``; KL and variances to four more."""
+    fine = metric == "kl" or metric.endswith(VARIANCE)
+    return values.astype(float).round(decimals + 4 * fine)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -300,6 +318,10 @@ def change(cell: str, name: Name, before: CellResults, after: CellResults) -> Ch
     panel = Panel.of(columns)
     worse = -1 if score.higher_is_better else 1
     found = effect(panel, {"new": worse, "old": -worse}, score.aggregation)
+    variances = [source.variances.get(name) for source in (after, before)]
+    if isinstance(found, Effect) and any(variances):
+        drawn = drawing_error(columns.values(), variances, score.aggregation)
+        found = dataclasses.replace(found, drawn=drawn)
     seen = sum(len(column.documents) for column in columns.values())
     precision = after.record.precision
     # On the shared documents; as recorded if nothing else is known of the score.

@@ -6,12 +6,15 @@ The same over seeds. Slow to import (scipy).
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from qbench.comparison.chance import chance_of_tasks, find_at_chance
 from qbench.comparison.changes import of_groups, read_columns
 from qbench.comparison.rows import TESTED, Comparison, Row, redundant
+from qbench.metrics import variance_name
+from qbench.records import ANSWERS
 from qbench.statistics import (
     Column,
     Effect,
@@ -20,6 +23,7 @@ from qbench.statistics import (
     Panel,
     SeedEffect,
     adjust,
+    drawing_error,
     effect,
     mean_score,
     over_seeds,
@@ -56,7 +60,13 @@ def with_effects(comparison: Comparison, store: Store, columns: Columns) -> Comp
                 if interval is not None:
                     intervals[index][checkpoint] = interval
             else:
-                found[index, contrast, checkpoint] = effect(panel, signs, row.aggregation)
+                answer = effect(panel, signs, row.aggregation)
+                spread = [known.get((cell, variance_name(metric))) for cell, metric in signs]
+                if isinstance(answer, Effect) and any(spread):
+                    scores = [known[name] for name in signs]
+                    drawn = drawing_error(scores, spread, row.aggregation)
+                    answer = dataclasses.replace(answer, drawn=drawn)
+                found[index, contrast, checkpoint] = answer
     comparison = dataclasses.replace(comparison, at_chance=find_at_chance(comparison, intervals))
     answers = _by_row(comparison, found)
     lines = tuple(
@@ -95,18 +105,20 @@ def _seed_rows(comparison: Comparison, columns: Columns) -> tuple[Row, ...]:
 def _by_row(
     comparison: Comparison, found: Mapping[Asked, Effect | SeedEffect | Missing]
 ) -> Mapping[int, Mapping[str, dict]]:
-    """Return the answers by row and contrast, p-values adjusted over the folder within each."""
+    """Return the answers by row and contrast, p-values adjusted over the folder within each; those
+    of the task ``ANSWERS`` by themselves."""
     answers: dict[int, dict[str, dict]] = defaultdict(lambda: defaultdict(dict))
     for (index, contrast, group), answer in found.items():
         if isinstance(answer, Missing):
             answers[index]["missing"][contrast, group] = answer
         else:
             answers[index][contrast][group] = answer
-    for contrast in TESTED:
+    for contrast, of_answers in itertools.product(TESTED, (False, True)):
         family = [
             name
             for name, answer in found.items()
             if name[1] == contrast
+            and (comparison.lines[name[0]].task == ANSWERS) == of_answers
             and not isinstance(answer, Missing)
             and not redundant(comparison.lines[name[0]], comparison.lines)
             and not _guessed(comparison, *name)
@@ -134,7 +146,7 @@ def columns_by_task(comparison: Comparison, store: Store) -> dict[str, dict[Name
     for row in comparison.lines:
         for entry in row.entries:
             if entry.status == "ok":
-                shown[entry.cell].add((row.task, row.metric))
+                shown[entry.cell] |= {(row.task, row.metric), (row.task, variance_name(row.metric))}
     columns: dict[str, dict[Name, Column]] = defaultdict(dict)
     for cell, record in comparison.records.items():
         if cell in shown:

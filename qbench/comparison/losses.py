@@ -15,7 +15,6 @@ from itertools import combinations
 
 import numpy as np
 
-from qbench.comparison.answers import kl_column_of, split_prompts
 from qbench.comparison.rows import Comparison, Losses, Row, status_of
 from qbench.metrics import is_percentage
 from qbench.records import ANSWERS, Damage, Record
@@ -203,9 +202,10 @@ def kl_column(store: Store, record: Record) -> Column | None:
     """Return a record's KL divergence by document of all tasks; None if it holds none. Answers are
     apart: theirs is returned if no task has any."""
     if "divergences" not in record.files:
-        if ANSWERS not in record.files or mean_of_tasks(record) is None:
-            return None
-        return kl_column_of(split_prompts(store.answers(record))[0])
+        table = store.outcomes(record)
+        along = table[(table["task"] == ANSWERS) & (table["metric"] == "kl")]
+        names = (ANSWERS + " " + along["document"].astype(str)).to_numpy(str)
+        return Column.of(names, along["value"], along["weight"]) if len(along) else None
     table = store.divergences(record)
     tokens = table["tokens"].fillna(1).to_numpy(float)
     names = table["task"].astype(str) + " " + table["document"].astype(str)

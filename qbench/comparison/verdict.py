@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from qbench.comparison.rows import Comparison, Losses, Row, redundant
 from qbench.comparison.wording import effect_text, interval_text, nats, value_text
-from qbench.records import Record
+from qbench.records import ANSWERS, Record
 from qbench.statistics import Missing, documents_for_margin
 from qbench.text import NO_VALUE
 
@@ -337,7 +337,7 @@ def _effects(
     comparison: Comparison, contrast: str, group: str
 ) -> Iterator[tuple[Row, Effect | SeedEffect]]:
     for row in comparison.seeds or comparison.lines:
-        answer = getattr(row, contrast).get(group)
+        answer = getattr(row, contrast).get(group) if row.task != ANSWERS else None
         if answer is not None and not redundant(row, comparison.lines):
             yield row, answer
 

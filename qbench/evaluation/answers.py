@@ -25,7 +25,7 @@ from qbench.evaluation.degradation import Outcomes
 from qbench.evaluation.evaluate import build_requests, response_table, text_response
 from qbench.evaluation.scoring.generate import Prompt
 from qbench.evaluation.scoring.requests import Request, encode_texts
-from qbench.metrics import variance_name
+from qbench.metrics import LOG_MEAN, variance_name
 from qbench.records import ANSWER_COLUMNS, ANSWERS, OUTCOME_COLUMNS, PROMPT, Score
 
 if TYPE_CHECKING:
@@ -36,7 +36,14 @@ if TYPE_CHECKING:
     from qbench.evaluation.settings import ScoringSettings
 
 NGRAM = 8  # tokens: a stretch of that length that comes again is a repetition
-HIGHER_IS_BETTER = {"exact_match": True, "stops": True, "repeats": False, "length": False}
+# Metric → whether more is better, and how documents become the score.
+METRICS = {
+    "exact_match": (True, "mean"),
+    "stops": (True, "mean"),
+    "repeats": (False, "mean"),
+    "length": (False, LOG_MEAN),
+    "kl": (False, LOG_MEAN),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -209,7 +216,7 @@ def _scored(
     chat: Chat,
 ) -> Outcomes:
     """Return the outcomes of the cell's ``own`` answers: per prompt the mean over its samples, and
-    their variance if there are several."""
+    the variance of that mean if there are several."""
     values: dict[tuple[str, int], list[float]] = defaultdict(list)
     rows = []
     for index, (one, tokens) in enumerate(zip(asked, own, strict=True)):
@@ -230,24 +237,45 @@ def _scored(
     for (metric, document), samples in values.items():
         outcomes.append((ANSWERS, document, metric, float(np.mean(samples)), 1.0))
         if len(samples) > 1:
-            variance = float(np.var(samples, ddof=1))
+            variance = float(np.var(samples, ddof=1)) / len(samples)
             outcomes.append((ANSWERS, document, variance_name(metric), variance, 1.0))
     table = pd.DataFrame(outcomes, columns=list(OUTCOME_COLUMNS)).astype({"document": "int64"})
-    scores = tuple(
+    return Outcomes(
+        outcomes=table, responses=response_table(rows), scores=_scores(table, task.label)
+    )
+
+
+def with_kl(scored: Outcomes, divergences: pd.DataFrame, label: str) -> Outcomes:
+    """Add the KL divergence along the answers, by prompt, and its variance if answers are drawn."""
+    samples = divergences.groupby(["document", "request"])["kl"].mean()
+    prompts = divergences.groupby("document")["kl"].mean()
+    spread = samples.groupby("document").sem() ** 2
+    parts = {"kl": prompts, variance_name("kl"): spread.dropna()}
+    rows = [
+        (ANSWERS, document, metric, float(value), 1.0)
+        for metric, values in parts.items()
+        for document, value in values.items()
+    ]
+    added = pd.DataFrame(rows, columns=list(OUTCOME_COLUMNS))
+    table = pd.concat([scored.outcomes, added], ignore_index=True)
+    return replace(scored, outcomes=table, scores=_scores(table, label))
+
+
+def _scores(outcomes: pd.DataFrame, label: str) -> tuple[Score, ...]:
+    return tuple(
         Score(
             task=ANSWERS,
-            label=task.label,
+            label=label,
             metric=metric,
             value=float(column.mean()),
             stderr=float(column.sem()) if len(column) > 1 else None,
             higher_is_better=higher,
-            aggregation="mean",
+            aggregation=aggregation,
             documents=len(column),
         )
-        for metric, higher in HIGHER_IS_BETTER.items()
-        if len(column := table["value"][table["metric"] == metric])
+        for metric, (higher, aggregation) in METRICS.items()
+        if len(column := outcomes["value"][outcomes["metric"] == metric])
     )
-    return Outcomes(outcomes=table, responses=response_table(rows), scores=scores)
 
 
 def _repeats(tokens: Sequence[int]) -> float:

@@ -11,8 +11,8 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
-from statistics import fmean
+from dataclasses import asdict, dataclass, field, replace
+from statistics import fmean, variance
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,7 +31,7 @@ from qbench.evaluation.degradation import Outcomes, right_choice
 from qbench.evaluation.loaded import LoadedTask, check_documents, load_task, seed_generators
 from qbench.evaluation.settings import FEWSHOT_SEED, ScoringSettings
 from qbench.evaluation.tasks import TaskSpec
-from qbench.metrics import LOG_SCALE, base_metric, perplexity
+from qbench.metrics import LOG_SCALE, base_metric, perplexity, variance_name
 from qbench.records import (
     ANSWER_CHARACTERS,
     OUTCOME_COLUMNS,
@@ -62,6 +62,7 @@ class _Sample:
     resps: list[list[Any]]  # of each request, an answer for each time that it was asked
     filtered: list[Any]
     metrics: dict[str, Any]
+    variances: dict[str, float] = field(default_factory=dict)  # of metrics, if answers are drawn
 
 
 def evaluate(model: Scorer | HFLMScorer, task: LoadedTask, settings: ScoringSettings) -> Outcomes:
@@ -216,7 +217,47 @@ def _answer(model: Any, instances: Sequence[Any]) -> None:
 
 
 def _samples(task: Any, limit: int | None) -> Iterator[_Sample]:
-    """Yield each document with its metrics, filter by filter."""
+    """Yield each document with its metrics, filter by filter. Of several drawn answers they are
+    means, with their variances, unless a filter makes one answer of all."""
+    if (repeats := _drawn_repeats(task)) < 2:
+        yield from _judged(task, limit)
+        return
+    answers = [instance.resps for instance in task.instances]
+    rounds = []
+    for repeat in range(repeats):
+        for instance, given in zip(task.instances, answers, strict=True):
+            instance.resps = [given[repeat]]
+        rounds.append(list(_judged(task, limit)))
+    for instance, given in zip(task.instances, answers, strict=True):
+        instance.resps = given
+    for same in zip(*rounds, strict=True):
+        values = {
+            name: [float(one.metrics[name]) for one in same]
+            for name, value in same[0].metrics.items()
+            if isinstance(value, bool | int | float | np.number | np.bool_)
+        }
+        resps = [[part for one in same for part in one.resps[i]] for i in range(len(same[0].resps))]
+        yield replace(
+            same[0],
+            resps=resps,
+            metrics=same[0].metrics | {name: fmean(each) for name, each in values.items()},
+            variances={name: variance(each) / repeats for name, each in values.items()},
+        )
+
+
+def _drawn_repeats(task: Any) -> int:
+    """Return how many answers are drawn to each request; 1 if they are not drawn, or a filter such
+    as majority_vote takes all of them."""
+    drawn = (task.config.generation_kwargs or {}).get("do_sample")
+    filters = [part for ensemble in task._filters for part in ensemble.filters]
+    names = {getattr(part, "func", part).__name__ for part in filters}
+    whole = names & {"TakeKFilter", "MajorityVoteFilter", "CustomFilter"}
+    generates = task.OUTPUT_TYPE == "generate_until"
+    return task.instances[0].repeats if generates and drawn and not whole else 1
+
+
+def _judged(task: Any, limit: int | None) -> Iterator[_Sample]:
+    """Yield each document with lm-eval's metrics, filter by filter."""
     task.apply_filters()
     requests: dict[int, list[Any]] = defaultdict(list)
     for instance in task.instances:
@@ -237,7 +278,8 @@ def _outcomes(task: str, samples: Sequence[_Sample]) -> pd.DataFrame:
     """Return a table with the columns ``OUTCOME_COLUMNS``.
 
     Of a metric with two numbers per document they are ``value`` and ``weight``: a value and its
-    weight, or right answer and prediction (see ``comparison.flips``).
+    weight, or right answer and prediction (see ``comparison.flips``). Of drawn answers the
+    variances stand beside.
     """
     rows = []
     for sample in samples:
@@ -248,6 +290,9 @@ def _outcomes(task: str, samples: Sequence[_Sample]) -> pd.DataFrame:
             ):
                 name = _name(metric, sample.filter)
                 rows.append((task, sample.document, name, float(pair[0]), float(pair[1])))
+            if metric in sample.variances:
+                name = variance_name(_name(metric, sample.filter))
+                rows.append((task, sample.document, name, sample.variances[metric], 1.0))
     return pd.DataFrame(rows, columns=list(OUTCOME_COLUMNS)).astype({"document": "int64"})
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from qbench.archive import XZ_MAGIC, extract, pack
-from qbench.comparison.changes import Changes, ResultSet, compare_sets, read_results
+from qbench.comparison.changes import Changes, ResultSet, compare_sets, read_results, rounded
 from qbench.errors import ResultsError
 from qbench.store import Store
 from qbench.text import group_by_reason
@@ -49,7 +49,8 @@ def make(store: Store, out: Path, *, replace: bool = False) -> Changes | None:
         copy = Store(Path(folder))
         for one in results.cells.values():
             outcomes = store.outcomes(one.record)
-            outcomes["value"] = outcomes["value"].astype(float).round(DECIMALS)
+            values = outcomes.groupby("metric")["value"]
+            outcomes["value"] = values.transform(lambda v: rounded(v.to_numpy(), v.name, DECIMALS))
             copy.put(one.record, outcomes)
         copy.put_manifest(store.manifest())
         pack(copy.directory, copy.directory.rglob("*"), out)

@@ -27,8 +27,15 @@ from qbench.gate.verdict import (
     failure,
     measured,
 )
-from qbench.records import Audit, ModuleAudit, Record
-from qbench.statistics import TESTABLE, Column, Missing, Regression, documents_needed
+from qbench.records import ANSWERS, Audit, ModuleAudit, Record
+from qbench.statistics import (
+    TESTABLE,
+    Column,
+    Missing,
+    Regression,
+    documents_needed,
+    samples_needed,
+)
 from qbench.store import Store
 
 # Parts of a cell's key that must be the baseline's, unless the user says otherwise.
@@ -263,8 +270,8 @@ def _same(old: Column, new: Column) -> bool:
 
 def _gate(line: Change, margin: Margin, *, same: bool) -> GateResult:
     """Test one score for non-inferiority: pass if the one-sided bound of its regression is within
-    the margin, fail if the other bound is beyond it, else inconclusive. ``same``: every document
-    has the same outcome."""
+    the margin, fail if the other bound is beyond it, else inconclusive. Answers that are shorter
+    are as bad as longer ones. ``same``: every document has the same outcome."""
     gate = GateResult(
         cell=line.cell,
         task=line.task,
@@ -286,6 +293,8 @@ def _gate(line: Change, margin: Margin, *, same: bool) -> GateResult:
             return replace(gate, reason=f"cannot be judged: {effect.reason}")
         return replace(gate, outcome="fail", reason="its score is not finite")
     worse = Regression.of(effect)
+    if (line.task, line.metric) == (ANSWERS, "length") and worse.estimate < 0:
+        worse = Regression(estimate=-worse.estimate, low=-worse.high, high=-worse.low)
     if effect.kind == "log ratio":
         limit = math.log1p(margin.value / 100)
         with np.errstate(over="ignore"):  # beyond the largest double it is infinite
@@ -306,6 +315,8 @@ def _gate(line: Change, margin: Margin, *, same: bool) -> GateResult:
     reason = "exactly at the margin: no number of documents can tell"
     if needed:
         reason = f"too few documents to tell: about {needed} are needed at this difference"
+        if more := samples_needed(abs(limit - worse.estimate), spread, effect.drawn):
+            reason += f", or {more:.1f} times as many samples"
     if margin.given and margin.supported > 0:  # NaN is not
         reason += f"; {line.documents} support a margin of {margin.supported:g}"
     return replace(gate, reason=reason)

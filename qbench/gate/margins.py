@@ -11,14 +11,15 @@ import numpy as np
 from scipy import special, stats
 
 from qbench.errors import RecipeError
-from qbench.metrics import LOG_SCALE, base_metric, is_percentage
-from qbench.records import Score
+from qbench.metrics import LOG_MEAN, LOG_SCALE, base_metric, is_percentage
+from qbench.records import ANSWERS, Score
 from qbench.statistics import Column, Panel, Regression, effect
 from qbench.statistics.bootstrap import MOST_DOCUMENTS, degrees_of_freedom
 from qbench.statistics.panel import estimate_contrast
 
-# Percentage points for accuracies, per cent of the perplexity for perplexities.
-LEAST = {"acc": 1.0, "perplexity": 2.0}
+# Percentage points for accuracies, per cent of the value for perplexities, the KL divergence along
+# answers and their length.
+LEAST = {"acc": 1.0, "perplexity": 2.0, "kl": 10.0, "length": 5.0}
 # Per cent. Weights are measured, not sampled, so these see what scores cannot. With other threads
 # or instructions of the processor GPTQ moves one layer's error by up to 1.3 %, its gain by 0.2 %
 # and the model's error by 0.1 %; other methods move by less than 0.001 %. Scales 3 % too large are
@@ -40,6 +41,9 @@ AUDIT_MARGINS = {
 # log-likelihoods move by 7 to 15 % of their own standard deviation.
 FLIPS = 0.03
 MOVES = 0.15
+# The same of answers: from the first token that rounding changes on they are others.
+ANSWER_FLIPS = 0.1
+ANSWER_MOVES = 0.5
 LEVEL = 0.05  # one-sided, of the test
 MISSED = 0.05  # share of harmless changes that do not pass on every line
 
@@ -115,6 +119,8 @@ def margin_of(score: Score, column: Column, given: Mapping[str, float], *, lines
 def _family(score: Score) -> str | None:
     if is_percentage(score.metric):
         return "acc"
+    if score.aggregation == LOG_MEAN:
+        return score.metric
     return "perplexity" if score.aggregation in LOG_SCALE else None
 
 
@@ -129,7 +135,8 @@ def _supported(score: Score, column: Column, lines: int) -> float:
     if documents < 2 or not math.isfinite(score.value):
         return 0.0
     if _family(score) == "acc":  # an answer that is partly right moves less than one that flips
-        margin = _bound_of_flips(documents, missed)
+        flips = ANSWER_FLIPS if score.task == ANSWERS else FLIPS
+        margin = _bound_of_flips(documents, missed, flips)
     else:
         weights, level, freedom = column.weights, LEVEL, documents - 1
         values, one = column.values[:, None], np.ones(1)
@@ -139,17 +146,17 @@ def _supported(score: Score, column: Column, lines: int) -> float:
             kurtosis = 3 * float(np.mean(weights**4) / np.mean(weights**2) ** 2)
             level, freedom = LEVEL / 2, degrees_of_freedom(weights, kurtosis)
         reach = special.stdtrit(freedom, (1 - level, 1 - missed)).sum()
-        margin = float(reach) * MOVES * stderr
-    if _family(score) == "perplexity":
+        margin = float(reach) * (ANSWER_MOVES if score.task == ANSWERS else MOVES) * stderr
         margin = math.expm1(margin)
     return math.ceil(1000 * margin - 1e-9) / 10
 
 
 @functools.cache
-def _bound_of_flips(documents: int, missed: float) -> float:
-    """Return the one-sided bound on the loss, as a fraction, that harmless flips exceed with
-    probability ``missed``: answers are lost and won at the same rate, and by chance lost more."""
-    rate = FLIPS * documents / 2  # of either, Poisson
+def _bound_of_flips(documents: int, missed: float, flips: float) -> float:
+    """Return the one-sided bound on the loss, as a fraction, that harmless flips of a share
+    ``flips`` exceed with probability ``missed``: answers are lost and won at the same rate, and by
+    chance lost more."""
+    rate = flips * documents / 2  # of either, Poisson
     loss = int(stats.skellam.ppf(1 - missed, rate, rate))  # of lost − won
     # The likeliest counts with that difference: lost · won = rate².
     won = round((math.hypot(loss, 2 * rate) - loss) / 2)

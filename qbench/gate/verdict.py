@@ -113,9 +113,9 @@ def as_markdown(verdict: Verdict, passed: bool = True) -> str:
         lines += [
             table(HEAD, rows, align="llllrrrrrrl"),
             "",
-            "- Worse by: in percentage points for accuracies, in per cent for perplexities and the "
-            "audit, else in the metric's own units; at most: its one-sided 95 % bound, paired by "
-            "document.",
+            "- Worse by: in percentage points for accuracies, in per cent for perplexities, KL, "
+            "lengths and the audit, else in the metric's own units; at most: its one-sided 95 % "
+            "bound, paired by document.",
             "- Margin: * the smallest that the documents allow, since no margin was given.",
         ]
     lines += [f"- {for_markdown(note)}" for note in verdict.notes]

@@ -14,7 +14,9 @@ from qbench.statistics.effect import (
     adjust,
     documents_for_margin,
     documents_needed,
+    drawing_error,
     effect,
+    samples_needed,
     score,
     value,
 )
@@ -34,10 +36,12 @@ __all__ = [
     "adjust",
     "documents_for_margin",
     "documents_needed",
+    "drawing_error",
     "effect",
     "joined",
     "mean_score",
     "over_seeds",
+    "samples_needed",
     "score",
     "value",
 ]

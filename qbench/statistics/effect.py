@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
@@ -23,6 +23,7 @@ from qbench.statistics.panel import (
     INFLUENCE,
     LOG_MEAN,
     PAIRED,
+    Column,
     Floats,
     Panel,
     as_scored,
@@ -101,9 +102,11 @@ class Tested:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Effect(Tested):
-    """Hold a contrast of scores on the same documents."""
+    """Hold a contrast of scores on the same documents. ``drawn`` is the standard error that comes
+    from drawing answers, which the interval includes."""
 
     test: Test
+    drawn: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,6 +148,9 @@ def effect(panel: Panel, signs: Mapping[object, float], aggregation: str) -> Eff
         return _by_score_test(found, estimate, stderr, about)
     if aggregation == LOG_MEAN and panel.documents < FEWEST_KL:
         return Missing(reason=too_few_for_kl(panel.documents), estimate=estimate, kind=kind)
+    changed = int(np.count_nonzero(values @ sign)) if len(sign) > 1 else panel.documents
+    if aggregation == LOG_MEAN and 0 < changed < FEW_CHANGES:  # of answers' lengths, not of KL
+        return Missing(reason=_few(changed, panel.documents), estimate=estimate, kind=kind)
     studentized = _studentized(values, weights, sign, aggregation, estimate, stderr)
     if studentized is not None:
         low, high = studentized.interval(CONFIDENCE)
@@ -159,7 +165,6 @@ def effect(panel: Panel, signs: Mapping[object, float], aggregation: str) -> Eff
             size_at=lambda level: detectable_by_t(studentized.stderr, studentized.freedom, level),
             upper_at=lambda level: studentized.interval(1 - level)[1],
         )
-    changed = int(np.count_nonzero(values @ sign)) if len(sign) > 1 else panel.documents
     if kind == "difference" and changed < min(FEW_CHANGES, panel.documents):
         return Missing(reason=_few(changed, panel.documents), estimate=estimate, kind=kind)
     freedom = effective_documents(weights) - 1
@@ -366,6 +371,30 @@ def documents_needed(gap: float, stderr: float, documents: int) -> int | None:
         return None
     ratio = float(special.ndtri(CONFIDENCE) + special.ndtri(POWER)) * stderr / gap
     return max(2, math.ceil(documents * ratio**2))
+
+
+def drawing_error(
+    scores: Iterable[Column], variances: Iterable[Column | None], aggregation: str
+) -> float:
+    """Return the standard error that drawing other answers to the same prompts gives a contrast of
+    ``scores``. ``variances`` are those of each prompt's mean, None if its answers are not drawn."""
+    total = 0.0
+    for column, variance in zip(scores, variances, strict=True):
+        if variance is not None:
+            scale = column.values.mean() if aggregation == LOG_MEAN else 1.0
+            total += float(variance.values.sum()) / (len(variance.documents) * scale) ** 2
+    return math.sqrt(total)
+
+
+def samples_needed(gap: float, stderr: float, drawn: float) -> float | None:
+    """Return how many times as many samples per prompt tell a difference ``gap`` from the margin,
+    as :func:`documents_needed`; None if no number would. ``drawn`` is the part of ``stderr`` that
+    comes from drawing answers."""
+    if gap <= 0 or not drawn:
+        return None
+    most = (gap / float(special.ndtri(CONFIDENCE) + special.ndtri(POWER))) ** 2
+    left = most - (stderr**2 - drawn**2)
+    return max(1.0, drawn**2 / left) if left > 0 else None
 
 
 def documents_for_margin(loss: Tested, margin: float, expected: float = 0.0) -> int | None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from qbench.metrics import LOG_SCALE
+from qbench.metrics import LOG_MEAN, LOG_SCALE
 
 Floats = NDArray[np.float64]
 PAIRED = ("f1", "matthews_corrcoef")  # lm-eval's names: metrics of all documents at once
@@ -94,7 +94,6 @@ class Panel:
         return len(self.values)
 
 
-LOG_MEAN = "log mean"  # an aggregation of ours: ln of the mean over documents, of KL divergences
 # Aggregation → the slope of what is compared, on Σ values / Σ weights.
 INFLUENCE = {
     "mean": 1.0,

@@ -9,6 +9,7 @@ from qbench.comparison.answers import AnswerDamage, TokenMeans
 from qbench.comparison.rows import Comparison, Row
 from qbench.comparison.wording import effect_text, interval_text, nats
 from qbench.records import ANSWERS
+from qbench.tables.notes import drawn_notes
 from qbench.tables.table import Table, from_rows
 from qbench.text import NO_VALUE, metric_title, number
 
@@ -17,11 +18,10 @@ NOTES = (
     "nats per token, with its 95 % interval. Same token: share of tokens at which both models' "
     "likeliest token is the same.",
     "Same answer: share of prompts to which the precision gives the unquantized model's answer. "
-    "Parts after: the median number of tokens before they differ. Length: the ratio of mean "
-    "lengths in tokens, with its 95 % interval.",
+    "Parts after: the median number of tokens before they differ.",
     "Stops: ended by itself. Repeats: share of stretches of 8 tokens that stand earlier in the "
-    "answer. First row: the score, then losses in points, paired by prompt; ‡ at 5 % after Holm's "
-    "correction.",
+    "answer. Length: tokens; then the ratio of mean lengths, with its 95 % interval. First row: "
+    "the score, then losses in points, paired by prompt; ‡ at 5 % after Holm's correction.",
     "Hurt most: the class of tokens with the largest KL, as a multiple of the mean over tokens.",
 )
 
@@ -51,9 +51,8 @@ def answer_tables(comparison: Comparison) -> list[Table]:
 def _overview(
     comparison: Comparison, checkpoint: str, damages: Mapping[str, AnswerDamage]
 ) -> list[Table]:
-    lines = [line for line in comparison.lines if line.task == ANSWERS and line.metric != "length"]
-    metrics = list(dict.fromkeys(line.metric for line in lines))
-    by_name = {(line.quantizer, line.metric): line for line in lines}
+    by_name = {(o.quantizer, o.metric): o for o in comparison.lines if o.task == ANSWERS}
+    metrics = [name for name in dict.fromkeys(metric for _, metric in by_name) if name != "kl"]
     base = comparison.unquantized_of(next(iter(damages)))
     rows = []
     for quantizer in (base, *damages):
@@ -62,7 +61,7 @@ def _overview(
         rows.append(
             {
                 "Precision": quantizer,
-                **_along(comparison, f"{checkpoint}/{quantizer}", damage),
+                **_along(by_name.get((quantizer, "kl")), checkpoint, damage),
                 **{
                     metric_title(metric): _loss(line, checkpoint)
                     for metric, line in zip(metrics, own, strict=True)
@@ -77,6 +76,7 @@ def _overview(
         title=f"Answers of {checkpoint}",
         notes=[
             *NOTES,
+            *drawn_notes(by_name.values()),
             f"{any_damage.prompts:,} prompts, {any_damage.tokens:,} tokens of answers.",
             *(
                 f"{name} renders {damages[name].other_prompts} of {any_damage.prompts} prompts "
@@ -88,40 +88,34 @@ def _overview(
     )
 
 
-def _along(comparison: Comparison, cell: str, damage: AnswerDamage | None) -> dict[str, str]:
-    names = ("KL along answers", "Same token", "Same answer", "Parts after", "Length")
-    if damage is None:
-        values = {
-            value.cell: value.value
-            for row in comparison.lines
-            if row.task == ANSWERS and row.metric == "length"
-            for value in row.entries
-        }
-        return {**dict.fromkeys(names, ""), "Length": f"{values[cell]:.0f} tokens"}
-    kl = nats(math.log(damage.kl)) if damage.kl > 0 else "0"
-    if hasattr(damage.log_kl, "interval"):
-        low, high = damage.log_kl.interval.low, damage.log_kl.interval.high
-        kl += f" [{nats(low)}, {nats(high)}]"
-    length = effect_text(damage.length, percent=False)
-    if hasattr(damage.length, "interval"):
-        length += f" {interval_text(damage.length, percent=False).removeprefix('× ')}"
+def _along(row: Row | None, checkpoint: str, damage: AnswerDamage | None) -> dict[str, str]:
+    names = ("KL along answers", "Same token", "Same answer", "Parts after")
+    if damage is None or row is None:
+        return dict.fromkeys(names, "")
+    mean, interval = row.entry(checkpoint).value, row.intervals.get(checkpoint)
+    kl = nats(math.log(mean)) if mean else "0"
+    if interval is not None:
+        kl += f" [{nats(math.log(interval.low))}, {nats(math.log(interval.high))}]"
     texts = (
         kl,
         f"{100 * damage.tokens.agrees:.1f} %",
         f"{100 * damage.identical:.0f} %",
-        f"{damage.agreed:g}",
-        length,
+        f"{damage.agreed:.0f}",
     )
     return dict(zip(names, texts, strict=True))
 
 
 def _loss(line: Row | None, checkpoint: str) -> str:
-    """Return the unquantized score, or what is lost."""
+    """Return the unquantized score, or what is lost; of a length with its interval."""
     if line is None:
         return NO_VALUE
-    if line.quantized:
-        return effect_text(line.effect("damages", checkpoint), percent=line.percent)
-    return number(line.entry(checkpoint).value, percent=line.percent)
+    if not line.quantized:
+        return number(line.entry(checkpoint).value, percent=line.percent)
+    effect = line.effect("damages", checkpoint)
+    text = effect_text(effect, percent=line.percent)
+    if line.metric == "length" and hasattr(effect, "interval"):
+        text += f" {interval_text(effect, percent=False).removeprefix('× ')}"
+    return text
 
 
 def _hurt_most(damage: AnswerDamage | None) -> str:

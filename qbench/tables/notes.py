@@ -19,11 +19,13 @@ from qbench.comparison.wording import (
     order_note,
 )
 from qbench.records import SampleDifference
+from qbench.statistics import documents_for_margin, samples_needed
 from qbench.text import MINUS, group_by_reason, metric_title
 
 if TYPE_CHECKING:
     from qbench.statistics import Effect
 
+HUNDREDTH = 0.01
 AT_MOST, KEPT = "At most", "Kept"
 MARKS = "‡ differs from 0 at 5 % after Holm's correction over all {kind} of this folder."
 BRACKETS = "Brackets: 95 % intervals, paired by document."
@@ -62,6 +64,7 @@ def score_notes(comparison: Comparison, rows: Sequence[Row], footnotes: Sequence
     return [
         *cache_notes(comparison, rows),
         *judged_notes(comparison, rows),
+        *drawn_notes(rows),
         *footnotes,
         *precision_notes(rows),
         *chance_notes(comparison, rows),
@@ -173,6 +176,33 @@ def single_notes(lines: Sequence[Row]) -> list[str]:
         f"{', '.join(alone)}: one document has no error bars, so no interval, test or damage; "
         "score more."
     ]
+
+
+def drawn_notes(rows: Iterable[Row]) -> list[str]:
+    """Return a line per metric whose answers are drawn: how far drawing others to the same prompts
+    moves a damage, and how many prompts or samples would show a loss of a hundredth."""
+    found: dict[str, list[Effect]] = {}
+    for row in rows:
+        for effect in row.damages.values():
+            if getattr(effect, "drawn", 0.0) > 0:
+                found.setdefault(f"{row.label} {metric_title(row.metric)}", []).append(effect)
+    lines = []
+    for name, effects in found.items():
+        widest = max(effects, key=lambda effect: effect.interval.stderr)
+        points = 100 * 1.96 * max(effect.drawn for effect in effects)
+        unit = "%" if widest.kind == "log ratio" else "points"
+        line = (
+            f"{name}: drawing other answers to the same prompts alone moves a damage by ± "
+            f"{points:.1f} {unit} (95 %); the intervals include it."
+        )
+        needed = documents_for_margin(widest, HUNDREDTH)
+        if not all(effect.significant for effect in effects) and needed:
+            line += f" {needed:,} prompts would show that a loss stays within 1 {unit}"
+            more = samples_needed(HUNDREDTH, widest.interval.stderr, widest.drawn)
+            line += f", or {more:.1f} times as many samples." if more else (
+                "; more samples of these would not.")  # fmt: skip
+        lines.append(line)
+    return lines
 
 
 def cache_notes(comparison: Comparison, lines: Sequence[Row]) -> list[str]:

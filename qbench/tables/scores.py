@@ -24,7 +24,7 @@ from qbench.comparison.wording import (
     values_text,
 )
 from qbench.metrics import is_percentage
-from qbench.records import KEY_DIGITS, GridCell, GroupScore, Record, TaskDamage
+from qbench.records import ANSWERS, KEY_DIGITS, GridCell, GroupScore, Record, TaskDamage
 from qbench.tables.notes import (
     AT_MOST,
     AT_MOST_NOTE,
@@ -103,7 +103,9 @@ def by_method(comparison: Comparison) -> list[MethodLines]:
     methods = [None] if len(comparison.checkpoints) == 1 or not methods else methods
     for method in methods:
         every = [
-            line for line in comparison.lines if method in (None, line.method) or not line.quantized
+            line
+            for line in comparison.lines
+            if (method in (None, line.method) or not line.quantized) and line.task != ANSWERS
         ]
         labels = {line.quantizer for line in every}
         if method == methods[-1]:  # precisions that have no rows too

@@ -13,10 +13,13 @@ from test_kl import quantized_like
 from qbench.comparison.answers import classes, position_bin
 from qbench.errors import DataError, EvaluationError
 from qbench.evaluation.answers import Chat, answer
+from qbench.evaluation.evaluate import evaluate
 from qbench.evaluation.kl_observer import BaselineWriter, KLObserver
+from qbench.evaluation.loaded import load_task
 from qbench.evaluation.scoring.generate import Prompt, add_noise, decode, decode_by_transformers
 from qbench.evaluation.settings import AnswerSettings
-from qbench.evaluation.tasks import Row, plan_answers, prompt_fields
+from qbench.evaluation.tasks import Row, plan_answers, plan_task, prompt_fields
+from qbench.metrics import VARIANCE, variance_name
 
 CHAT = Chat(tokenizer=tokenizer(), ends=frozenset({1}))
 CHECKED = {"max_length": 96, "add_bos": False}
@@ -99,7 +102,7 @@ def test_outcomes_are_means_over_samples_with_their_variance():
     table = found.scored.outcomes.pivot(index="document", columns="metric", values="value")
     lengths = np.array(found.lengths, dtype=float).reshape(3, 3)
     assert np.allclose(table["length"], lengths.mean(1))
-    assert np.allclose(table["length, variance of samples"], lengths.var(1, ddof=1))
+    assert np.allclose(table[variance_name("length")], lengths.var(1, ddof=1) / 3)
     assert len(found.scored.responses) == 9
     assert {score.metric for score in found.scored.scores} == {
         "exact_match", "stops", "repeats", "length",
@@ -149,3 +152,45 @@ def test_positions_have_ranges():
     assert [position_bin(p) for p in (0, 1, 15, 16, 255, 256, 9999)] == [
         "1", "2–16", "2–16", "17–64", "65–256", "257–", "257–",
     ]  # fmt: skip
+
+
+SAMPLED = """task: sampled
+test_split: test
+output_type: generate_until
+doc_to_text: "{{text}}"
+doc_to_target: "{{target}}"
+repeats: 3
+generation_kwargs: {until: [], do_sample: DRAWN, temperature: 0.9, max_gen_toks: 4}
+filter_list:
+- {name: FILTER, filter: [{function: FILTER}, {function: take_first}]}
+metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
+"""
+
+
+@pytest.mark.parametrize(
+    ("drawn", "filter_", "expected"),
+    [("true", "lowercase", [2 / 3, 0.0]), ("false", "lowercase", [1.0, 0.0]),
+     ("true", "majority_vote", [1.0, 0.0])],
+)  # fmt: skip
+def test_drawn_repeats_are_samples_of_a_prompt(tmp_path, drawn, filter_, expected):
+    """lm-eval takes the first of three answers; a filter that makes one of all is left as it is."""
+    (tmp_path / "sampled").mkdir()
+    rows = [{"text": "a", "target": "yes"}, {"text": "b", "target": "yes"}]
+    lines = "\n".join(json.dumps(row) for row in rows)
+    (tmp_path / "sampled" / "test.jsonl").write_text(lines)
+    (tmp_path / "sampled.yaml").write_text(
+        SAMPLED.replace("DRAWN", drawn).replace("FILTER", filter_)
+    )
+    said = {"a": ["yes", "no", "yes"], "b": ["no", "no", "no"]}
+    given = {text: iter(answers) for text, answers in said.items()}
+    model = SimpleNamespace(generate_until=lambda asked: [next(given[a.args[0]]) for a in asked])
+    task = load_task(plan_task("sampled", data=tmp_path, definitions=tmp_path))
+    found = evaluate(model, task, settings("exact"))
+    table = found.outcomes.pivot(index="document", columns="metric", values="value")
+    assert table[f"exact_match [{filter_}]"].tolist() == pytest.approx(expected)
+    spread = [name for name in table if name.endswith(VARIANCE)]
+    assert bool(spread) == (expected[0] < 1)
+    if spread:
+        assert table[spread[0]].tolist() == pytest.approx([1 / 9, 0.0])
+    answers = found.responses[found.responses["filter"].isna()]
+    assert answers["answer"].tolist() == said["a"] + said["b"]
