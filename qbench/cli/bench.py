@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal
 
 import typer
@@ -17,7 +18,7 @@ from qbench.cli.options import CommandGroup, DeviceOption, Folder, Json, Only, R
 from qbench.files import cache_folder, write_page
 from qbench.machine import choose_device, redirected, terminal
 from qbench.plan import select
-from qbench.recipe import Overrides
+from qbench.recipe import Overrides, save
 from qbench.store import Store
 
 Shape = Annotated[
@@ -119,6 +120,34 @@ def evaluation(
     planned = load_launcher(recipe, overrides, out=None, device=device).plan()
     with alone() as log:
         results = bench.bench_evaluation(planned, log=log)
+    show(bench.table(results), results, out)
+
+
+@bench.command("command")
+def command(
+    *,
+    recipe: RecipeFile,
+    overrides: Annotated[Overrides, "checkpoint", "data", "calibration", "limit", "dtype"],
+    cell: list[str] = [],  # noqa: B006  typer copies it
+    device: DeviceOption = "auto",
+    out: Json = None,
+) -> None:
+    """Whole commands beside lm-eval's own for one model, from the command to its table.
+
+    Examples:
+    ```
+    qbench bench command recipes/demo.yaml --cell 'softmax/fp32' --cell 'softmax/rtn-4bit'
+    ```
+
+    Options:
+    cell: Repeatable: cells to run by name or pattern, one command each. Default: all in one.
+    """
+    planned = load_launcher(recipe, overrides, out=None, device=device).plan()
+    bench = load("bench.command_speed")
+    with TemporaryDirectory() as folder, alone() as log:
+        written = Path(folder) / "recipe.yaml"
+        save(recipe, overrides, written)
+        results = bench.bench_command(planned, written, cell, log=log)
     show(bench.table(results), results, out)
 
 
