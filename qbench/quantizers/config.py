@@ -6,8 +6,8 @@ of the settings chooses the functions that do the work: those of the module that
 names, or of the module that it is defined in. ``qbench.quantizers.quantize`` calls them:
 
     weights      quantize(name, layer, settings) → tensors by name, for one ``nn.Linear``; or, for a
-                 method that needs the whole model, quantize_model(model, settings, calibration,
-                 progress) → (tensors by layer's name, a note)
+                 method that needs the whole model, quantize_model(model, settings by layer's name,
+                 calibration, progress) → (tensors by layer's name, a note)
                  from_packed(layer, tensors, settings) → the module that runs in the layer's place,
                  on the device of ``tensors``; of ``layer`` only shape and dtype may be left
                  unpack(module, settings) → PackedWeight, or None for a module of another kind
@@ -235,6 +235,11 @@ class WeightSettings(Settings):
 
     def to_dict(self) -> dict[str, Any]:
         return {"method": self.method, **super().to_dict()}
+
+    def for_layer(self, name: str) -> WeightSettings | None:
+        """Return the settings of the linear layer ``name``: these, unless settings are mixed; None
+        if none are stated for it."""
+        return self
 
     def group_length(self, columns: int) -> int:
         """Return how many weights share a scale along a row of ``columns``."""

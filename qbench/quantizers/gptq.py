@@ -11,6 +11,7 @@ used: on a GPU it waits at every group, and it builds a CUDA kernel if it finds 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -24,7 +25,7 @@ from qbench.quantizers import packed
 from qbench.quantizers.calibration import Calibration, SequentialCalibrator
 from qbench.quantizers.config import ignore_advice
 from qbench.quantizers.formats import WHOLE_ROW
-from qbench.quantizers.linear import Tensors, linears
+from qbench.quantizers.linear import Tensors
 from qbench.quantizers.methods.weight_only import Gptq
 from qbench.quantizers.packed import unpack  # noqa: F401  (the same for this method)
 from qbench.streaming import offload_device
@@ -35,52 +36,69 @@ DAMP_STEP = 0.01  # by which damping is raised if H is singular
 
 
 def quantize_model(
-    model: PreTrainedModel, settings: Gptq, calibration: Calibration, progress: Advance
+    model: PreTrainedModel,
+    chosen: Mapping[str, Gptq],
+    calibration: Calibration,
+    progress: Advance,
 ) -> tuple[dict[str, Tensors], str]:
-    """Quantize every linear layer; return the tensors to store by layer's name, and a note for the
-    record. The weights of ``model`` are overwritten.
+    """Quantize the linear layers ``chosen``, by name, with their settings; return the tensors to
+    store by layer's name, and a note for the record. Their weights in ``model`` are overwritten.
 
-    Raises QuantizationError for a model that cannot be computed block by block, a layer that no
-    calibration token reaches, and a Hessian that stays singular.
+    ``true_sequential`` and ``batch_size`` are those of the first layer. Raises QuantizationError
+    for a model that cannot be computed block by block, a layer that no calibration token reaches,
+    and a Hessian that stays singular.
     """
-    layers = linears(model, settings.ignore)
-    walk = SequentialCalibrator(model, layers, calibration, settings.batch_size)
+    layers = {name: model.get_submodule(name) for name in chosen}
+    first = next(iter(chosen.values()))
+    walk = SequentialCalibrator(model, layers, calibration, first.batch_size)
     result: dict[str, Tensors] = {}
     raised: list[float] = []
     home = offload_device(model)
-    for index, block in enumerate(walk.blocks):
-        path, groups = f"{walk.root}.{index}", walk.groups[index]
-        leaders = [group[0] for group in groups]
+    for index in range(len(walk.blocks)):
+        path = f"{walk.root}.{index}"
+        groups = [[f"{path}.{member}" for member in group] for group in walk.groups[index]]
+        leaders = [group[0] for group in walk.groups[index]]
         # Without true_sequential all layers see the inputs of the unquantized block.
-        together = [] if settings.true_sequential else walk.hessians(index, leaders)
+        together = [] if first.true_sequential else walk.hessians(index, leaders)
         for number, group in enumerate(groups):
             progress(index + number / len(groups), len(walk.blocks))
-            hessian = together[number] if together else walk.hessians(index, group[:1])[0]
-            name = f"{path}.{group[0]}"
+            hessian = together[number] if together else walk.hessians(index, [leaders[number]])[0]
             if hessian is None:
                 raise QuantizationError(
-                    f"{settings.name}: {name}: no calibration text reaches it (an expert that is "
-                    f"never chosen?); calibrate on more samples, or leave it out: "
-                    f"{ignore_advice([f'{path}.{member}' for member in group], layers)}"
+                    f"{chosen[group[0]].name}: {group[0]}: no calibration text reaches it (an "
+                    "expert that is never chosen?); calibrate on more samples, or leave it out: "
+                    f"{ignore_advice(group, layers)}"
                 )
-            members = [block.get_submodule(name) for name in group]
-            # Rows are independent: layers with the same Hessian are solved together.
-            weight = torch.cat([layer.weight.detach() for layer in members]).float()
-            solved = solve(weight, hessian, settings, name)
-            if solved.damp > settings.damp:
-                raised += [solved.damp] * len(group)
-            if not solved.weight.isfinite().all():
-                raise QuantizationError(
-                    f"{settings.name}: {name}: not a number; raise damp, or calibrate on more text"
-                )
-            heights = [layer.out_features for layer in members]
-            for layer, part in zip(members, solved.weight.split(heights), strict=True):
-                layer.weight.data = part.to(layer.weight.dtype)
-            for name, tensors in zip(group, solved.packed(heights, settings), strict=True):
-                result[f"{path}.{name}"] = {n: t.to(home) for n, t in tensors.items()}
+            alike: dict[Gptq, list[str]] = {}
+            for name in group:
+                alike.setdefault(chosen[name], []).append(name)
+            for settings, names in alike.items():
+                solved = _solve_layers([layers[n] for n in names], hessian.clone(), settings, names)
+                if solved.damp > settings.damp:
+                    raised += [solved.damp] * len(names)
+                heights = [layers[name].out_features for name in names]
+                for name, tensors in zip(names, solved.packed(heights, settings), strict=True):
+                    result[name] = {part: t.to(home) for part, t in tensors.items()}
         walk.advance(index)
     note = f"; damp raised to {max(raised):g} in {len(raised)} layers" if raised else ""
     return result, f"our own GPTQ{note}"
+
+
+def _solve_layers(
+    layers: list[nn.Linear], hessian: Tensor, settings: Gptq, names: list[str]
+) -> GPTQResult:
+    """Quantize ``layers`` that have the same inputs, and so the same ``hessian`` (overwritten), at
+    once, since rows are independent; put the dequantized weights into them."""
+    weight = torch.cat([layer.weight.detach() for layer in layers]).float()
+    solved = solve(weight, hessian, settings, names[0])
+    if not solved.weight.isfinite().all():
+        raise QuantizationError(
+            f"{settings.name}: {names[0]}: not a number; raise damp, or calibrate on more text"
+        )
+    parts = solved.weight.split([layer.out_features for layer in layers])
+    for layer, part in zip(layers, parts, strict=True):
+        layer.weight.data = part.to(layer.weight.dtype)
+    return solved
 
 
 def from_packed(layer: nn.Linear, tensors: Tensors, settings: Gptq) -> packed.PackedLinear:

@@ -37,6 +37,7 @@ from qbench.quantizers.linear import (
 )
 from qbench.streaming import load_block, offload_device, stream_of
 
+WHOLE_MODEL = "quantize_model"  # function of a backend that goes through a whole model
 TRANSFORM = "qbench_transform"  # attribute of a quantized model: tensors of its transform
 
 
@@ -159,12 +160,18 @@ def evidence_of(model: nn.Module, config: QuantizationConfig, kind: str) -> dict
     functions, streamed = backend(settings), stream_of(model)
     if hasattr(functions, "evidence"):  # not of weights, but for files that somebody else wrote
         return functions.evidence(model, settings)
-    names = (
-        streamed.replaced
-        if streamed
-        else [name for name, module in model.named_modules() if functions.unpack(module, settings)]
-    )
-    return {name: partial(_unpacked, model, settings, name) for name in names}
+    chosen = {
+        name: of_layer
+        for name in (streamed.replaced if streamed else dict(model.named_modules()))
+        if (of_layer := settings.for_layer(name)) is not None
+    }
+    if not streamed:
+        chosen = {
+            name: of_layer
+            for name, of_layer in chosen.items()
+            if backend(of_layer).unpack(model.get_submodule(name), of_layer)
+        }
+    return {n: partial(_unpacked, model, of_layer, n) for n, of_layer in chosen.items()}
 
 
 def _unpacked(model: nn.Module, settings: WeightSettings, name: str) -> PackedWeight:
@@ -184,16 +191,25 @@ def _quantize_weights(
     progress: Advance,
 ) -> tuple[dict[str, Tensors], str]:
     settings.check_layers(shapes_of(model))
-    functions = backend(settings)
-    if hasattr(functions, "quantize_model"):
-        return functions.quantize_model(model, settings, calibration, progress)
-    layers, result = linears(model, settings.ignore), {}
-    for done, (name, layer) in enumerate(layers.items()):
-        progress(done, len(layers))
-        load_block(model, name)
-        made = functions.quantize(name, layer, settings)
-        result[name] = {part: tensor.to(offload_device(model)) for part, tensor in made.items()}
-    return result, settings.note or settings.method
+    layers, result, notes = linears(model, settings.ignore), {}, []
+    by_backend: dict[Any, dict[str, WeightSettings]] = {}
+    for name in layers:
+        chosen = settings.for_layer(name)
+        by_backend.setdefault(backend(chosen), {})[name] = chosen
+    # Those of a whole model last: they overwrite weights.
+    for functions, chosen in sorted(by_backend.items(), key=lambda x: hasattr(x[0], WHOLE_MODEL)):
+        if hasattr(functions, WHOLE_MODEL):
+            made, note = functions.quantize_model(model, chosen, calibration, progress)
+            result |= made
+            notes.append(note)
+            continue
+        for done, (name, of_layer) in enumerate(chosen.items()):
+            progress(done, len(chosen))
+            load_block(model, name)
+            made = functions.quantize(name, layers[name], of_layer)
+            result[name] = {part: tensor.to(offload_device(model)) for part, tensor in made.items()}
+        notes += {of_layer.note or of_layer.method: None for of_layer in chosen.values()}
+    return result, " and ".join(dict.fromkeys(notes))
 
 
 def _replace_layers(model: PreTrainedModel, settings: WeightSettings, tensors: Tensors) -> None:
@@ -204,17 +220,21 @@ def _replace_layers(model: PreTrainedModel, settings: WeightSettings, tensors: T
     layers = linears(model, settings.ignore)
     if different := sorted(modules.keys() ^ layers.keys()):  # of a plug-in's quantizer
         raise QuantizationError(f"{settings.name}: does not fit the model: {some(different)}")
-    streamed, from_packed = stream_of(model), backend(settings).from_packed
-
-    def build(layer: nn.Linear, tensors: Tensors) -> nn.Module:
-        return from_packed(layer, tensors, settings)
-
+    streamed = stream_of(model)
     for name, layer in layers.items():
+        chosen = settings.for_layer(name)
+        build = partial(_build, backend(chosen).from_packed, chosen)
         if streamed is None:
             moved = {part: t.to(layer.weight.device) for part, t in modules.pop(name).items()}
             model.set_submodule(name, build(layer, moved))
         else:
             streamed.replace(name, modules.pop(name), build)
+
+
+def _build(
+    from_packed: Any, settings: WeightSettings, layer: nn.Linear, tensors: Tensors
+) -> nn.Module:
+    return from_packed(layer, tensors, settings)
 
 
 def _obtain(

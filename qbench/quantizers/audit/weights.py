@@ -106,7 +106,7 @@ def measure_weights(
                 originals[name],
                 quantized.get_submodule(name),
                 packed,
-                config.weights,
+                config.weights.for_layer(name),
                 rescales=config.weights.prequantized and bool(changed),
                 inputs=inputs.get(name),
             )

@@ -1,0 +1,122 @@
+"""Settings of weights that differ between layers: a map from patterns of names to quantizers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Self
+
+from pydantic import BeforeValidator, Field, WithJsonSchema
+
+from qbench.errors import QuantizationError, RecipeError, some
+from qbench.quantizers.config import Shapes, WeightSettings, matching, pattern, settings
+from qbench.quantizers.registry import config_of, register
+from qbench.records import UNQUANTIZED_BITS
+
+WRITE = "{pattern: quantizer}, such as {'*.down_proj': gptq-8bit, '*': gptq-4bit}, quantizers"
+
+
+def _layers(value: Any) -> tuple[tuple[str, WeightSettings], ...]:
+    """Return (pattern, settings) pairs of a recipe's mapping, or of a list of texts
+    ``pattern=quantizer``. Settings that are given instead of a quantizer stay as they are."""
+    if isinstance(value, Mapping):
+        value = list(value.items())
+    pairs = []
+    for item in value if isinstance(value, list | tuple) else [value]:
+        names, chosen = item.partition("=")[::2] if isinstance(item, str) else item
+        if not isinstance(chosen, WeightSettings):
+            try:
+                config = config_of(chosen)
+            except RecipeError as error:
+                raise ValueError(f"{WRITE} ({names}: {error})") from None
+            if config.weights is None or config.beside_weights or config.weights.prequantized:
+                raise ValueError(f"{WRITE} of weights alone, made here (see {names})")
+            chosen = config.weights
+        pairs.append((pattern(names), chosen))
+    return tuple(pairs)
+
+
+@register("mixed", "weights whose settings differ between layers")
+@settings
+class Mixed(WeightSettings):
+    """Each linear layer has the settings of the first pattern that matches its name.
+
+    GPTQ calibrates with the layers of other methods unquantized. ``num_bits`` is the most that a
+    layer has; records state the bits per weight that are stored.
+    """
+
+    method: ClassVar[str] = "mixed"
+    title: ClassVar[str] = "Mixed weights"
+
+    layers: Annotated[
+        Any,
+        BeforeValidator(_layers),
+        WithJsonSchema({"type": "object", "additionalProperties": {"type": "string"}}),
+        Field(
+            description="a quantizer of weights by pattern of layers' names; the first that "
+            "matches counts: {'*.down_proj': gptq-8bit, '*': gptq-4bit}"
+        ),
+    ] = ()
+
+    def for_layer(self, name: str) -> WeightSettings | None:
+        for names, chosen in self.layers:
+            if matching([name], (names,)):
+                return replace(chosen, compute_dtype=self.compute_dtype)
+        return None
+
+    def by_settings(self, shapes: Shapes) -> list[tuple[str, WeightSettings, Shapes]]:
+        """Return each pattern with its settings and the ``shapes`` of its layers."""
+        left, parts = dict(self.quantized(shapes)), []
+        for names, chosen in self.layers:
+            mine = {name: left.pop(name) for name in matching(list(left), (names,))}
+            parts.append((names, chosen, mine))
+        if left:
+            raise QuantizationError(
+                f"{self.name}: no pattern of layers matches {some(sorted(left))}; add '*', or "
+                "ignore"
+            )
+        return parts
+
+    def fitted(self, shapes: Shapes) -> Self:
+        parts = self.by_settings(shapes)
+        return replace(self, layers=tuple((n, chosen.fitted(own)) for n, chosen, own in parts))
+
+    def check_layers(self, shapes: Shapes) -> None:
+        for names, chosen, own in self.by_settings(shapes):
+            if not own:
+                raise QuantizationError(f"{self.name}: layers: {names!r} matches no linear layer")
+            chosen.check_layers(own)
+
+    def check(self, config: Mapping[str, Any], device: str) -> None:
+        if not self.layers:
+            raise RecipeError(f"{self.name}: layers: write {WRITE} of weights")
+        for _, chosen in self.layers:
+            chosen.check(config, device)
+
+    def to_dict(self) -> dict[str, Any]:
+        layers = {names: chosen.to_dict() for names, chosen in self.layers}
+        return {**super().to_dict(), "layers": layers}
+
+    @property
+    def num_bits(self) -> float:
+        return max((chosen.num_bits for _, chosen in self.layers), default=UNQUANTIZED_BITS)
+
+    @property
+    def scheme(self) -> str:
+        return "; ".join(f"{names}: {chosen.scheme}" for names, chosen in self.layers)
+
+    @property
+    def needs_calibration(self) -> bool:
+        return any(chosen.needs_calibration for _, chosen in self.layers)
+
+    @property
+    def batch_invariant(self) -> bool:
+        return all(chosen.batch_invariant for _, chosen in self.layers)
+
+    @property
+    def requirements(self) -> tuple[str, ...]:
+        named = [name for _, chosen in self.layers for name in chosen.requirements]
+        return tuple(dict.fromkeys(named))
+
+    def shared_bits(self, rows: int, columns: int) -> float:
+        return max((chosen.shared_bits(rows, columns) for _, chosen in self.layers), default=0.0)

@@ -1,0 +1,93 @@
+"""Weights whose settings differ between layers."""
+
+import pytest
+import torch
+from quantizer_models import check, make, settings
+
+from qbench.errors import QuantizationError, RecipeError
+from qbench.quantizers import config_of
+
+
+def mixed(**layers):
+    return config_of({"name": "mixed", "layers": layers, "compute_dtype": "float32"})
+
+
+def weights(model):
+    one = torch.eye
+    return {n: m(one(m.in_features)).T for n, m in model.named_modules()
+            if hasattr(m, "in_features") and n != "lm_head"}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+def test_each_layer_is_quantized_and_audited_by_the_first_pattern_that_matches(method, tmp_path):
+    layers = {"*.down_proj": f"{method}-8bit:group_size=32", "*": "rtn-4bit:group_size=32"}
+    chosen = mixed(**layers)
+    model = make(chosen, tmp_path)
+    report = check(model, chosen)
+    assert report.problems == ()
+    assert {one.name.split(".")[-1] for one in report.modules if one.levels > 16} == {"down_proj"}
+    alone = {text: weights(make(config_of({"name": text, "compute_dtype": "float32"}), tmp_path))
+             for text in layers.values() if text.startswith("rtn")}  # fmt: skip
+    for name, weight in weights(model).items():
+        expected = alone.get(layers["*.down_proj" if name.endswith("down_proj") else "*"])
+        assert expected is None or torch.equal(weight, expected[name])
+
+
+def test_gptq_of_two_widths_shares_a_hessian_and_each_width_is_audited(tmp_path):
+    chosen = mixed(**{"*.q_proj": "gptq-8bit:group_size=32", "*": "gptq-3bit:group_size=32"})
+    report = check(make(chosen, tmp_path), chosen)
+    assert report.problems == ()
+    levels = {one.name.split(".")[-1]: one.levels for one in report.modules}
+    assert levels["q_proj"] > 8 >= levels["k_proj"]
+    same = mixed(**{"*.q_proj": "gptq-3bit:group_size=32", "*": "gptq-3bit:group_size=32"})
+    plain = settings("gptq-3bit")
+    pair = [weights(make(each, tmp_path)) for each in (same, plain)]
+    assert all(torch.equal(pair[0][name], pair[1][name]) for name in pair[1])
+
+
+def test_a_layer_that_is_quantized_by_another_pattern_s_settings_fails_the_audit(tmp_path):
+    eight, four = "rtn-8bit:group_size=32", "rtn-4bit:group_size=32"
+    model = make(mixed(**{"*.down_proj": eight, "*": four}), tmp_path)
+    problems = check(model, mixed(**{"*.up_proj": eight, "*": four})).problems
+    assert any("down_proj: " in line and "4 bits have 16" in line for line in problems)
+
+
+def test_a_text_says_what_a_mapping_says():
+    text = config_of("mixed:layers=[*.down_proj=gptq-8bit:group_size=64,*=gptq-4bit]")
+    assert text == mixed_of("bfloat16", {"*.down_proj": "gptq-8bit:group_size=64",
+                                         "*": "gptq-4bit"})  # fmt: skip
+
+
+def mixed_of(dtype, layers):
+    return config_of({"name": "mixed", "layers": layers, "compute_dtype": dtype})
+
+
+@pytest.mark.parametrize(
+    ("layers", "words"),
+    [
+        ({"*": "kv4"}, "of weights alone"),
+        ({"*": "bf16"}, "of weights alone"),
+        ({"*": "gptq-5bit"}, "gptq has no 5-bit"),
+        ("x", "layers must be {pattern: quantizer}"),
+    ],
+)
+def test_what_is_no_map_to_quantizers_of_weights_is_refused(layers, words):
+    with pytest.raises(RecipeError, match=words):
+        config_of({"name": "mixed", "layers": layers})
+
+
+@pytest.mark.parametrize(
+    ("layers", "words"),
+    [
+        ({"*.down_proj": "rtn-4bit"}, "no pattern of layers matches .*add '\\*'"),
+        ({"gone": "rtn-8bit", "*": "rtn-4bit"}, "'gone' matches no linear layer"),
+    ],
+)
+def test_patterns_that_leave_layers_out_or_match_none_are_refused(layers, words, tmp_path):
+    with pytest.raises(QuantizationError, match=words):
+        make(mixed(**layers), tmp_path)
+
+
+def test_mixed_without_layers_is_refused_when_planned():
+    with pytest.raises(RecipeError, match=r"mixed: layers: write \{pattern: quantizer\}"):
+        config_of("mixed").check({}, "cpu")
