@@ -107,6 +107,21 @@ def test_a_cell_whose_cache_is_no_cache_fails(monkeypatch):
     assert any("nothing was quantized" in line for line in failed.problems)
 
 
+@pytest.mark.parametrize("sinks", [0, 2])
+@pytest.mark.parametrize("name", ["int4-tensor", "int8-tensor", "fp8-tensor"])
+def test_one_scale_of_a_tensor_is_that_of_all_rows_and_tokens(name, sinks):
+    """The largest key and value stand in the second row, at the last token."""
+    quantizer = config_of({"kv": {"name": name, "sink_tokens": sinks}}, compute_dtype="float32")
+    model = apply(model_of(), quantizer, {})
+    probe = ids(2, 40)
+    probe[probe == 3] = 4
+    probe[1, -1] = 3
+    model.get_input_embeddings().weight.data[3] *= 30
+    for block in model.model.layers:
+        block.input_layernorm.forward = lambda x: x
+    assert measure_kv(model, quantizer, probe)[1] == []
+
+
 def test_a_model_that_states_no_context_is_measured_on_the_whole_probe(monkeypatch):
     model = model_of("llama", "softmax", "token")
     quantizer = config_of({"kv": SCHEMES["token"]}, compute_dtype="float32")

@@ -144,10 +144,17 @@ def wrong_output(
     """
     tokens, heads = query.shape[2], slice(None)
     key, value = (x[:1].double() for x in (read.pair.key, read.pair.value))
+    extremes = None
+    if cache.format.strategy == "tensor":  # one scale for all rows and tokens of the pass
+        older = slice(cache.sink_tokens, None)
+        extremes = [
+            torch.stack(torch.aminmax(x[:, :, older])).double()
+            for x in (read.pair.key, read.pair.value)
+        ]
     quantized, plain, actual = [], [], []
     for step in sorted({tokens - 1 - i * tokens // (2 * QUERIES) for i in range(QUERIES)}):
         seen = slice(0, step + 1)
-        keys, values = expected_cache(key[:, :, seen], value[:, :, seen], cache)
+        keys, values = expected_cache(key[:, :, seen], value[:, :, seen], cache, extremes)
         settings = dict(options)
         mask = settings.pop("mask")
         if mask is not None:
@@ -172,18 +179,24 @@ def wrong_output(
     )
 
 
-def expected_cache(key: Tensor, value: Tensor, cache: KVFakeQuant) -> tuple[Tensor, Tensor]:
+def expected_cache(
+    key: Tensor, value: Tensor, cache: KVFakeQuant, extremes: list[Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
     """Return float64 ``key`` and ``value`` [1, H, T, D] as ``cache`` should hold them when its
-    newest token is the query's own."""
+    newest token is the query's own. ``extremes``: of all keys, and of all values, that share one
+    scale, the smallest and the largest, [2]."""
     form, first = cache.format, cache.sink_tokens
     older = max(0, key.shape[2] - cache.residual_length - first)
     results = []
-    for x, count in ((key, cache.key_group), (value, 1)):
+    for i, (x, count) in enumerate(((key, cache.key_group), (value, 1))):
         full = slice(first, first + older // count * count)
         part, result = x[:, :, full], x.clone()
         groups = groups_of_tokens(part, form, count)
         if groups.numel():
-            rounded, _, _ = expected(groups, ActivationEvidence(format=form))
+            beside = groups[:, :0] if extremes is None else extremes[i][None]
+            together = torch.cat([groups, beside], 1)
+            rounded, _, _ = expected(together, ActivationEvidence(format=form))
+            rounded = rounded[:, : groups.shape[1]]
             if count > 1:  # [1, H, groups, D, count] as they were grouped
                 shape = (*part.shape[:2], part.shape[2] // count, part.shape[3], count)
                 rounded = rounded.reshape(shape).transpose(3, 4)
