@@ -384,14 +384,16 @@ def _require_whole(quantization: dict[str, Any], report: dict[str, Any]) -> None
 
 
 def _loading(quantization: dict[str, Any], dequantize: bool) -> dict[str, Any]:
-    """Return options of ``from_pretrained`` for a quantized checkpoint. GPTQ's and AWQ's automatic
-    kernels differ by machine, and on CPUs some repack weights wrongly: the one in torch is named.
-    """
+    """Return options of ``from_pretrained`` for a quantized checkpoint. Automatic kernels of GPTQ,
+    AWQ and AutoRound differ by machine, some are compiled for minutes, and on CPUs some repack
+    weights wrongly: the one in torch is named."""
     method = quantization.get("quant_method")
     if method == "gptq":
         chosen = transformers.GPTQConfig(bits=quantization["bits"], backend="gptq_torch")
     elif method == "awq":
         chosen = transformers.AwqConfig(bits=quantization["bits"], backend="torch_awq")
+    elif method == "auto-round" and quantization.get("data_type") == "int":
+        chosen = transformers.AutoRoundConfig(bits=quantization["bits"], backend="torch")
     elif method == "fp8" and dequantize:
         chosen = transformers.FineGrainedFP8Config(dequantize=True)
     elif method == "compressed-tensors" and _one_scheme_of_weights(quantization):

@@ -95,13 +95,15 @@ for _method, (_title, _bits, _fixed) in METHODS.items():
 
 def make(model: Path, out: Path, texts: Tensor, settings: ByGptqmodel | GptqByGptqmodel) -> None:
     os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # it stops on fewer
+    os.environ.setdefault("GPTQMODEL_DISABLE_PACK_EXT", "1")  # that it would compile first
     import torch
     from gptqmodel import BACKEND, GPTQModel, QuantizeConfig
 
     groups = {} if settings.method == "exl3" else {"group_size": settings.group_length(0) or -1}
     config = QuantizeConfig(bits=settings.num_bits, **groups, **settings.library_options)
     rows = [{"input_ids": row[None], "attention_mask": torch.ones_like(row[None])} for row in texts]
-    on_cpu = settings.method == "awq" and not torch.cuda.is_available()
+    # of AWQ's kernels the others are compiled for minutes, or need a GPU
+    backend = BACKEND.AWQ_TORCH if settings.method == "awq" else BACKEND.AUTO
     quantized = GPTQModel.load(str(model), config)
-    quantized.quantize(rows, batch_size=1, backend=BACKEND.AWQ_TORCH if on_cpu else BACKEND.AUTO)
+    quantized.quantize(rows, batch_size=1, backend=backend)
     quantized.save(str(out))
