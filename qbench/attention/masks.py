@@ -169,11 +169,12 @@ BLOCKS_JOINED_LAST = hasattr(
 def _is_packed(mask_function: Callable) -> bool:
     """Return whether transformers' ``mask_function`` is causal within packed sequences, without
     blocks of tokens that see each other both ways. torch.compile before torch 2.14 cannot look into
-    the function: then the answer is False, and a dense mask is made."""
+    the functions of transformers 5.24: then the answer is False, and a dense mask is made."""
     if BLOCKS_JOINED_LAST or mask_function.__name__ != "and_mask":
         return mask_function.__name__ == "and_mask"
-    cells = getattr(mask_function, "__closure__", None)
-    if cells is None:
+    try:
+        cells = mask_function.__closure__
+    except AttributeError:
         return False
     return all(part.__name__ != "or_mask" for cell in cells for part in cell.cell_contents)
 
