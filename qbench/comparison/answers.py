@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from qbench.comparison.rows import Comparison
 from qbench.records import ANSWERS, PROMPT
 
 if TYPE_CHECKING:
@@ -68,25 +67,10 @@ class AnswerDamage:
         return name, common[name] / self.tokens.kl
 
 
-def answers_of(comparison: Comparison, store: Store) -> dict[str, AnswerDamage]:
-    """Return what quantization changed in the answers of each cell that has read any.
-
-    Raises ResultsError if a table is damaged.
-    """
-    found = {}
-    for cell in comparison.grid.cells:
-        record = comparison.records.get(cell.cell)
-        base = f"{cell.checkpoint}/{comparison.unquantized_of(cell.quantizer)}"
-        before = comparison.records.get(base)
-        readable = cell.quantized and not comparison.no_damage(cell.cell)
-        if readable and all(one and ANSWERS in one.files for one in (record, before)):
-            damage = _damage(store, record, before)
-            if damage is not None:
-                found[cell.cell] = damage
-    return found
-
-
-def _damage(store: Store, record: Record, before: Record) -> AnswerDamage | None:
+def answer_damage(store: Store, record: Record, before: Record) -> AnswerDamage | None:
+    """Return what quantization changed in the answers of the cell of ``record``, whose unquantized
+    cell has the record ``before``; None if it read none. Raises ResultsError if a table is
+    damaged."""
     table, prompts = split_prompts(store.answers(record))
     if table["kl"].isna().any() or table.empty:
         return None

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
-from qbench.comparison.answers import answers_of
+from qbench.comparison.answers import AnswerDamage, answer_damage
 from qbench.comparison.changes import compare_precisions
 from qbench.comparison.effects import columns_by_task, with_effects
 from qbench.comparison.flips import flips_of
@@ -14,7 +14,7 @@ from qbench.comparison.losses import kl_of, score_losses
 from qbench.comparison.rows import Comparison, Row, RowValue, status_of
 from qbench.errors import ResultsError
 from qbench.metrics import rank
-from qbench.records import GridCell, Record, RunManifest, Score, read_record
+from qbench.records import ANSWERS, GridCell, Record, RunManifest, Score, read_record
 from qbench.store import Store, runs
 
 Scores = Mapping[tuple[str, str], Score]  # of a record, by task and metric
@@ -48,7 +48,7 @@ def compare(store: Store, *, statistics: bool = True, against: str | None = None
     kl = kl_of(comparison, store)
     primary = score_losses(comparison, columns, grid.primary) if grid.primary else kl
     comparison = replace(comparison, kl=kl, primary=primary, flips=flips_of(comparison, columns))
-    comparison = replace(comparison, answers=answers_of(comparison, store))
+    comparison = replace(comparison, answers=_answers(comparison, store))
     if len(grid.checkpoints) > 1:
         if against is not None:
             raise ResultsError("--against compares the precisions of one checkpoint")
@@ -57,6 +57,19 @@ def compare(store: Store, *, statistics: bool = True, against: str | None = None
     pairs = compare_precisions(store, grid.checkpoints[0], against)
     rows = sorted(pairs, key=lambda one: order.index((one.task, one.metric)))
     return replace(comparison, pairs=tuple(rows))
+
+
+def _answers(comparison: Comparison, store: Store) -> dict[str, AnswerDamage]:
+    """Return what quantization changed in the answers of each cell that has read any."""
+    damages = {}
+    for cell in comparison.grid.cells:
+        record = comparison.records.get(cell.cell)
+        base = f"{cell.checkpoint}/{comparison.unquantized_of(cell.quantizer)}"
+        before = comparison.records.get(base)
+        readable = cell.quantized and not comparison.no_damage(cell.cell)
+        if readable and all(one and ANSWERS in one.files for one in (record, before)):
+            damages[cell.cell] = answer_damage(store, record, before)
+    return {name: damage for name, damage in damages.items() if damage is not None}
 
 
 def elsewhere(store: Store, cell: GridCell) -> str | None:
