@@ -71,7 +71,7 @@ def evidence(model: nn.Module, settings: FakeQuantized) -> dict[str, ActivationE
 
 @contextmanager
 def weights_alone(model: nn.Module) -> Iterator[None]:
-    """Within the context the inputs of ``model`` are not quantized."""
+    """Leave the inputs of ``model`` unquantized within the context."""
     inputs = getattr(model, ATTRIBUTE, None) or SimpleNamespace()
     inputs.paused = True
     try:

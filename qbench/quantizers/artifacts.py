@@ -39,11 +39,11 @@ DIGITS = 16
 
 
 class Damaged(Exception):
-    """An artifact on disk is not what its manifest says."""
+    """Raised if an artifact on disk does not fit its manifest."""
 
 
 class Artifact:
-    """The stored tensors of one checkpoint under one config."""
+    """Reads and writes the stored tensors of one checkpoint under one config."""
 
     def __init__(
         self,

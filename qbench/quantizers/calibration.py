@@ -26,13 +26,13 @@ Call = Callable[[Tensor], Any]  # of a block on hidden states
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Calibration:
-    """Token ids, int64 [samples, length], and their digest."""
+    """Holds calibration text as token ids, int64 [samples, length]."""
 
     ids: Tensor
 
     @property
     def digest(self) -> str:
-        """SHA-256 of shape and ids; the file's name and format play no part."""
+        """Return the SHA-256 of shape and ids; the file's name and format play no part."""
         shape = f"{len(self.ids)}x{self.ids.shape[1]}:".encode()
         return hashlib.sha256(shape + self.ids.numpy().astype("<i8").tobytes()).hexdigest()
 

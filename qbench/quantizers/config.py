@@ -1,4 +1,4 @@
-"""What a cell's precision is: one :class:`QuantizationConfig`, plain frozen data. Imports no torch.
+"""Describe a cell's precision: a :class:`QuantizationConfig`, frozen data. Imports no torch.
 
 A config has one field per kind of method: weights, transform, activations, kv_cache. Each holds the
 settings of one method, or None. Settings say what a plan, a key and the audit must know. The type
@@ -138,7 +138,7 @@ GroupSize = Annotated[int, Field(ge=8, le=65536)] | Literal[-1]
 
 
 class Settings(ABC):
-    """Settings of one method: a frozen pydantic dataclass, whose fields are a recipe's options.
+    """Base of a method's settings: a frozen pydantic dataclass; fields are a recipe's options.
 
     ``batch_invariant``: no score depends on batch-mates, and no token's logits on later tokens.
     The audit fails a method that says so wrongly. ``requirements``: distributions whose versions
@@ -158,7 +158,7 @@ class Settings(ABC):
 
     @property
     def name(self) -> str:
-        """The name under which it is registered."""
+        """Return the name under which the settings are registered."""
         return next(
             name
             for name, fixed in self.names.items()
@@ -199,7 +199,7 @@ class Settings(ABC):
 
 @settings
 class WeightSettings(Settings):
-    """A method that replaces every linear layer but the LM head by a module that holds fewer bits.
+    """Settings of a method that replaces every linear layer but the LM head by one of fewer bits.
 
     Embeddings and the LM head stay unquantized, as is usual in the field. A subclass gives
     ``method``, ``title``, ``num_bits``, ``scheme`` and ``shared_bits``.
@@ -250,7 +250,7 @@ class WeightSettings(Settings):
 
     @property
     def levels(self) -> int:
-        """The most distinct values of the weights in a group."""
+        """Return the most distinct values that the weights in a group may have."""
         return int(2**self.num_bits)
 
     @abstractmethod
@@ -282,7 +282,7 @@ class WeightSettings(Settings):
 
 
 class ActivationSettings(Settings):
-    """A format of the inputs of linear layers, the LM head's left out."""
+    """Settings of a format for the inputs of linear layers, the LM head's left out."""
 
     kind: ClassVar[Kind] = "activations"
     method: ClassVar[str] = "activations"
@@ -294,8 +294,8 @@ class ActivationSettings(Settings):
 
 
 class KVCacheSettings(Settings):
-    """A format of the keys and values that attention reads. ``two_sources``: some queries read a
-    token unquantized that later queries read quantized."""
+    """Settings of a format for the keys and values that attention reads. ``two_sources``: a token
+    that some queries read unquantized is read quantized by later queries."""
 
     kind: ClassVar[Kind] = "kv_cache"
     method: ClassVar[str] = "kv"
@@ -308,7 +308,7 @@ class KVCacheSettings(Settings):
 
 
 class TransformSettings(Settings):
-    """A change of the model to an equal one that is easier to quantize, before all else."""
+    """Settings of a change, made first, to an equal model that is easier to quantize."""
 
     kind: ClassVar[Kind] = "transform"
 
@@ -318,7 +318,7 @@ class TransformSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizationConfig:
-    """The precision of a cell. ``weights`` None: unquantized, in ``dtype``.
+    """Holds the precision of a cell. ``weights`` None: unquantized, in ``dtype``.
 
     A transform comes first. Then activations and KV cache are calibrated on the transformed model
     with unquantized weights. The weights are quantized last.
@@ -360,12 +360,12 @@ class QuantizationConfig:
 
     @property
     def method(self) -> str:
-        """What tables group by: ``gptq``, ``gptq+activations+kv``; ``none``."""
+        """Return what tables group by: ``gptq``, ``gptq+activations+kv``; ``none``."""
         return "+".join(part.method for part in self.parts.values() if part.method) or "none"
 
     @property
     def title(self) -> str:
-        """What tables write: ``GPTQ + KV cache``."""
+        """Return what tables write: ``GPTQ + KV cache``."""
         titles = [part.title for part in self.parts.values() if part.title]
         title = " + ".join(titles) or "unquantized"
         return title[0].upper() + title[1:]
@@ -403,7 +403,7 @@ class QuantizationConfig:
 
     @property
     def amplifies_rounding(self) -> bool:
-        """Whether values are rounded in coarse steps while the model runs. Then two correct
+        """Return whether values are rounded in coarse steps while the model runs. Then two correct
         computations that round differently may differ by as much as quantization costs: a value
         near the border of two codes moves by a whole step."""
         precision = self.precision
@@ -411,8 +411,8 @@ class QuantizationConfig:
 
     @property
     def stages(self) -> tuple[QuantizationConfig, ...]:
-        """Parts that are computed and stored by themselves, in order: cells that share a stage
-        compute it once.
+        """Return the parts that are computed and stored by themselves, in order. Cells that share a
+        stage compute it once.
 
         Weights that are not transformed are those of any other cell. What is calibrated beside them
         comes first, since quantizing the weights consumes the model."""
@@ -439,7 +439,7 @@ class QuantizationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PackedWeight:
-    """One weight matrix as it is stored.
+    """Holds one weight matrix as it is stored.
 
     ``tensors``: all that is stored for it, by name; biases and constant tables left out.
     ``dequantize`` returns the matrix [out, in] that they encode; None if only the module's forward
@@ -454,7 +454,7 @@ class PackedWeight:
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationEvidence:
-    """How the input of one module is quantized. ``fixed``: its scale, if ``format`` is static."""
+    """Says how a module's input is quantized. ``fixed``: its scale, if ``format`` is static."""
 
     format: QuantFormat
     fixed: Scale | None = None

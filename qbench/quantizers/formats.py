@@ -1,4 +1,4 @@
-"""Formats that values are rounded to, as plain data. Imports no torch."""
+"""Describe the formats that values are rounded to, as plain data. Imports no torch."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ LEAST_E4M3 = 2.0**-9  # as a scale: its smallest value above 0
 
 @dataclass(frozen=True, kw_only=True)
 class QuantFormat:
-    """What rounded values can be and what shares a scale, in the words of compressed-tensors'
-    ``QuantizationArgs``: said so that who did not round them can find them again.
+    """Describes the values that a rounded number can have and which numbers share a scale, in the
+    words of compressed-tensors' ``QuantizationArgs``. The audit computes the values from it.
 
     ``type`` int, ``symmetric``: codes −2^(num_bits−1) … 2^(num_bits−1)−1 times a scale, which is
     the largest magnitude over (2^num_bits − 1) / 2, as in compressed-tensors. Not ``symmetric``:
@@ -66,19 +66,19 @@ class QuantFormat:
 
     @property
     def element(self) -> str:
-        """``int4``, ``e4m3``, ``e2m1``."""
+        """Return the name of a code's format: ``int4``, ``e4m3``, ``e2m1``."""
         if self.type == "int":
             return f"int{self.num_bits}"
         return {8: "e4m3", 4: "e2m1"}.get(self.num_bits, "float")
 
     @property
     def words(self) -> str:
-        """``int4``, ``fp8 e4m3``, ``fp4 e2m1``."""
+        """Return the format for tables: ``int4``, ``fp8 e4m3``, ``fp4 e2m1``."""
         return self.element if self.type == "int" else f"fp{self.num_bits} {self.element}"
 
     @property
     def sides(self) -> str:
-        """``, symmetric`` or ``, asymmetric`` for integers, to follow other words."""
+        """Return ``, symmetric`` or ``, asymmetric`` for integers, to follow other words."""
         if self.type == "float":
             return ""
         return ", symmetric" if self.symmetric else ", asymmetric"
@@ -99,22 +99,22 @@ class QuantFormat:
 
     @property
     def span(self) -> float:
-        """What the largest magnitude is divided by to give the scale of a symmetric format, and
-        the range of values for that of an asymmetric one."""
+        """Return the divisor that gives the scale: of the largest magnitude if symmetric, else of the
+        range of values."""
         if self.type == "float" or not self.symmetric:
             return self.largest
         return (2.0**self.num_bits - 1) / 2
 
     @property
     def one_of_tensor(self) -> bool:
-        """Whether a scale is that of all that comes at once: tokens change each other."""
+        """Return whether one scale is taken from a whole input: then tokens change each other."""
         return self.dynamic and self.strategy.startswith("tensor")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scale:
-    """What codes are multiplied by, and the zero point of an asymmetric format: float32, with the
-    shape of the values that share them, or scalars."""
+    """Holds what codes are multiplied by, and the zero point of an asymmetric format: float32, with
+    the shape of the values that share them, or scalars."""
 
     scale: Tensor
     zero: Tensor | None = None

@@ -81,9 +81,10 @@ def _field(reader: Any, name: str) -> Any:
 
 
 def tensors(path: str, modules: list[str], layers: int) -> dict[str, Any]:
-    """The file's tensors by ``<module>.<weight or bias>`` of transformers' names. Of an expert, its
-    part of what the file holds of all experts as one. Raises CheckpointError for an architecture
-    that the gguf package does not know, and where gate and up of experts differ in their types."""
+    """Return the file's tensors by ``<module>.<weight or bias>`` of transformers' names. Of an
+    expert, its part of what the file holds of all experts as one. Raises CheckpointError for an
+    architecture that the gguf package does not know, and if gate and up of experts differ in their
+    types."""
     held = {tensor.name: tensor for tensor in _reader(path).tensors}
     by_module = {}
     for module, names in _names(path, modules, layers).items():

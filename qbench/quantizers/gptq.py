@@ -132,7 +132,7 @@ def _inverse_factor(hessian: Tensor, settings: Gptq, name: str) -> tuple[Tensor,
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GPTQResult:
-    """The quantized rows of all layers with the same Hessian.
+    """Holds the quantized rows of all layers with the same Hessian.
 
     ``weight``: dequantized, float32 [out, in]. ``codes``: float32 [out, in] in the order of the
     stored groups. ``scale``, ``zero``: float32 [out, groups]. ``order`` [in]: column i of the

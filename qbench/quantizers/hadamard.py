@@ -1,4 +1,4 @@
-"""Hadamard matrices: entries ±1, rows orthogonal; divided by √n, a rotation. Imports no torch.
+"""Build Hadamard matrices: entries ±1, orthogonal rows; divided by √n, rotations. No torch.
 
 Sylvester's construction gives the powers of two, Paley's two (R. E. A. C. Paley, On orthogonal
 matrices, 1933) those of order q + 1 for a prime power q ≡ 3 (mod 4) and 2 (q + 1) for q ≡ 1

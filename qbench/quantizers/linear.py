@@ -135,7 +135,7 @@ class DequantizedLinear(nn.Module):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Matrix:
-    """A weight matrix in the layout of a linear layer, [out, in], or [experts, …] and the like.
+    """Holds a weight matrix in the layout of a linear layer, [out, in], or [experts, …].
 
     ``linear``: a linear layer multiplies by it, after ``linearize``.
     """

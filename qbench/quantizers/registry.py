@@ -34,8 +34,8 @@ HOW = "a quantizer is a name, or {name: …, option: value}"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Method:
-    """A registered name: the class of its settings, the options that the name fixes, and a line
-    that describes it."""
+    """Holds a registered name: the class of its settings, the options that the name fixes, and a
+    line that describes it."""
 
     name: str
     settings: type[Settings]
@@ -44,7 +44,7 @@ class Method:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options that may be set beside the name, with their defaults."""
+        """Return the options that may be set beside the name, with their defaults."""
         return {
             f.name: f.default if f.default_factory is MISSING else f.default_factory()
             for f in fields(self.settings)

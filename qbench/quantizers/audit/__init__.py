@@ -1,1 +1,1 @@
-"""Proof that a model was quantized as its cell says."""
+"""Measure whether a model was quantized as its cell says."""

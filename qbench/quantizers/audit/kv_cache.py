@@ -270,9 +270,9 @@ def _groups(x: Tensor, length: int, cache: KVFakeQuant, count: int) -> Tensor:
 
 
 def _measure(x: Tensor, y: Tensor, form: QuantFormat, rounding: float) -> dict[str, Any]:
-    """``x`` and ``y`` [groups, values]: levels of a group, ‖y − x‖ / ‖x‖, and the share of values
-    farther from theirs than half a step, and what rounding the scale and the result (by
-    ``rounding``, relative) may add."""
+    """Compare ``y`` with ``x``, both [groups, values]: return levels of a group, ‖y − x‖ / ‖x‖,
+    and the share of values farther from theirs than half a step, and what rounding the scale and
+    the result (by ``rounding``, relative) may add."""
     off = (y - x).abs()
     largest = x.abs().amax(1, keepdim=True)
     if form.type == "float":
@@ -297,7 +297,8 @@ def _summary(
     installed: Mapping[str, KVFakeQuant],
     model: nn.Module,
 ) -> KVAudit:
-    """Over all modules; the memory is that of a sequence as long as the context."""
+    """Return the measurements over all ``modules``, with the memory of a sequence as long as the
+    context."""
     any_read = next(iter(traces.values()))
     tokens = context_length(model.config.to_dict()) or any_read.pair.key.shape[2]
     stored = values = 0.0

@@ -1,4 +1,4 @@
-"""Measure whether every weight matrix that should be quantized is, to what its settings say.
+"""Measure whether each weight matrix is quantized as the settings say, or left as it was.
 
 Each number is taken from what scoring will run: a layer's weight is read off its own forward pass,
 which is given the identity, and the layer's inputs in the model's own forward pass are looked at.
@@ -44,7 +44,7 @@ MOST_FITTED = 0.7  # relative error after fitted factors; unrelated matrices kee
 
 
 class Zeroed(NamedTuple):
-    """Columns of a layer that quantizing made zeros."""
+    """Holds the columns of a layer that quantizing made zeros."""
 
     columns: Tensor  # bool [in]
     squares: Tensor  # float32 [in], the sum of the original's squared weights per column
@@ -52,7 +52,7 @@ class Zeroed(NamedTuple):
 
 
 class LayerResult(NamedTuple):
-    """What was measured of one quantized layer."""
+    """Holds what was measured of one quantized layer."""
 
     audit: ModuleAudit
     problems: list[str]

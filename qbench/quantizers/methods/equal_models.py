@@ -36,7 +36,7 @@ Smoothed = Literal["attention", "mlp", "o_proj", "down_proj"]
 @register("smoothquant", "activation outliers moved into weights by a scale per channel")
 @settings
 class SmoothQuant(TransformSettings):
-    """Inputs of linear layers divided by a scale a channel, their weights multiplied by it.
+    """Divides inputs of linear layers by a scale per channel, and multiplies their weights by it.
 
     The scales of q, k, v and of gate and up go into the norm before them, those of o_proj into
     v_proj, those of down_proj into up_proj. All four keep the function: attention weights and the
@@ -73,7 +73,7 @@ class SmoothQuant(TransformSettings):
 @register("rotation", "the residual stream in a Hadamard basis, as QuaRot: outliers spread out")
 @settings
 class Rotation(TransformSettings):
-    """The residual stream in another basis, by a Hadamard matrix with random signs.
+    """Rotates the residual stream by a Hadamard matrix with random signs.
 
     Norms' weights go into the layers after them; embeddings, linear layers and the LM head are
     rotated offline. The paper's Hadamard across heads before o_proj is left out: o_proj sees

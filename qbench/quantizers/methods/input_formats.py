@@ -29,7 +29,7 @@ BITS = (8, 6, 4)
 
 @settings
 class FakeQuantized(ActivationSettings):
-    """Inputs of linear layers are rounded to ``format``. A subclass gives it, and ``scheme``."""
+    """Rounds the inputs of linear layers to ``format``. A subclass gives it, and ``scheme``."""
 
     backend: ClassVar[str] = "activation_inputs"
 
@@ -162,7 +162,7 @@ class BlockFloatInputs(FakeQuantized):
 @register("rounding-noise", "noise of rounding after each layer: KL's noise floor")
 @settings
 class RoundingNoise(ActivationSettings):
-    """Noise of the size of rounding is added to the output of each decoder layer."""
+    """Adds noise of the size of rounding to the output of each decoder layer."""
 
     backend: ClassVar[str] = "noise_floor"
     ignore: ClassVar[tuple[str, ...]] = ("*",)  # the inputs of linear layers stay unquantized

@@ -89,7 +89,7 @@ class KVCache(KVCacheSettings):
 
     @property
     def shared(self) -> str:
-        """What shares a scale, in words."""
+        """Return in words which values share a scale."""
         if self.scales == "tensor":
             return "per tensor"
         return (
@@ -104,7 +104,7 @@ class KVCache(KVCacheSettings):
 
     @property
     def key_group(self) -> int:
-        """Tokens whose keys share a scale in each channel, and so are quantized together."""
+        """Return how many tokens' keys share a scale per channel: they are quantized at once."""
         return self.group_size if self.scales == "channel" else 1
 
     @property
@@ -181,7 +181,7 @@ class PerChannel(KVCache):
 
 
 def head_dim(config: Mapping[str, Any]) -> int | None:
-    """A head's width, from a checkpoint's configuration; None where it does not say."""
+    """Return a head's width by a checkpoint's configuration; None if it states none."""
     config = _text(config)
     if isinstance(config.get("head_dim"), int):
         return config["head_dim"]
@@ -191,7 +191,7 @@ def head_dim(config: Mapping[str, Any]) -> int | None:
 
 
 def context_length(config: Mapping[str, Any]) -> int | None:
-    """The longest context in tokens that a configuration states."""
+    """Return the longest context in tokens that a configuration states; None if it states none."""
     return _first(_text(config), "max_position_embeddings", "n_positions")
 
 

@@ -39,7 +39,7 @@ def _layers(value: Any) -> tuple[tuple[str, WeightSettings], ...]:
 @register("mixed", "weights whose settings differ between layers")
 @settings
 class Mixed(WeightSettings):
-    """Each linear layer has the settings of the first pattern that matches its name.
+    """Gives each linear layer the settings of the first pattern that matches its name.
 
     GPTQ calibrates with the layers of other methods unquantized. ``num_bits`` is the most that a
     layer has; records state the bits per weight that are stored.

@@ -72,12 +72,12 @@ class BlockFloat(Rounded):
 
     @property
     def element(self) -> str:
-        """The format of a code, a key of ``formats.ELEMENTS``."""
+        """Return the format of a code, a key of ``formats.ELEMENTS``."""
         return "e2m1" if self.num_bits == 4 else "e4m3"
 
     @property
     def block(self) -> int:
-        """How many weights of a row share a scale."""
+        """Return how many weights of a row share a scale."""
         return 16 if self.method == "nvfp4" else 32
 
     @property

@@ -25,7 +25,7 @@ BITS = (2, 3, 4, 8)
 
 @settings
 class Grouped(WeightSettings):
-    """Weights in groups that share a scale. A subclass has ``group_size``; None is the largest of
+    """Base of methods whose weights share scales in groups. ``group_size`` None is the largest of
     ``sizes`` that divides every layer of a model."""
 
     sizes: ClassVar[tuple[int, ...]] = (128, 64, 32, 16, 8, WHOLE_ROW)
@@ -129,7 +129,7 @@ class ColumnOrder(EvenlySpaced):
 
     @property
     def order(self) -> Literal["activation", "group-aware", "column"]:
-        """The order in which columns are quantized."""
+        """Return the order in which columns are quantized."""
         if self.desc_act:
             return "activation"
         whole_row = self.group_size == WHOLE_ROW
@@ -240,7 +240,7 @@ class Bnb8(Bnb):
         return 32 / columns
 
     def agreement(self, dtype: str) -> tuple[float, float]:
-        """Products are float16 whatever the dtype, and activations are rounded to 127 steps."""
+        """Return bounds for products in float16, whatever the dtype, of activations of 8 bits."""
         return (5e-3 if dtype == "bfloat16" else 2e-3), 5e-2
 
 
