@@ -13,6 +13,7 @@ from qbench.tables.answers import answer_tables
 from qbench.tables.changes import pair_tables
 from qbench.tables.comparison_csv import comparison_csv, seeds_csv
 from qbench.tables.scores import by_method, costs, group_tables, tables_of
+from qbench.tables.summary import precision_table
 from qbench.tables.table import Table, latex, markdown
 from qbench.text import for_markdown
 
@@ -38,7 +39,7 @@ def score_tables(comparison: Comparison, *, published: str | None = None) -> lis
 
     ``published`` adds what a paper prints for the same cells; raises RecipeError if it is unknown.
     """
-    found: list[Table] = []
+    found = precision_table(comparison)
     for method in by_method(comparison):
         found += tables_of(method, published)
         if len(comparison.checkpoints) > 1:

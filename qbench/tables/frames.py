@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import io
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -80,7 +81,15 @@ class Results:
         """Return a figure of KL divergence (95 % intervals) against GiB, every point labelled."""
         from matplotlib.figure import Figure
 
-        figure = Figure(layout="constrained")
+        class Plot(Figure):
+            """A figure that notebooks show, though pyplot does not know it."""
+
+            def _repr_png_(self) -> bytes:
+                image = io.BytesIO()
+                self.savefig(image, format="png", dpi=72)
+                return image.getvalue()
+
+        figure = Plot(layout="constrained")
         axes = figure.subplots()
         several = len(self.comparison.checkpoints) > 1
         cells = self._cells().dropna(subset=["kl", "gib"]).sort_values("kl")

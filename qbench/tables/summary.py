@@ -9,6 +9,7 @@ from textwrap import fill
 from qbench.comparison.rows import Comparison, Row, bits_per_weight, gib, redundant
 from qbench.comparison.verdict import about, loss_text, ordered, verdict
 from qbench.comparison.wording import effect_text
+from qbench.tables.table import Table, from_rows
 from qbench.text import NO_VALUE, group_by_reason, metric_title, number, short, table
 
 WIDTH = 100
@@ -27,6 +28,13 @@ def summary(comparison: Comparison) -> str:
     return f"{text}\n\n{_table(comparison, rows)}" if rows else f"{text}\n"
 
 
+def precision_table(comparison: Comparison) -> list[Table]:
+    """Return the table with a row per precision, all columns and intervals."""
+    rows = _rows(comparison) if comparison.tested and comparison.quantizers else []
+    return from_rows(rows, title="Precisions", notes=_legend(comparison, rows, [*rows[0]][4:])
+                     if rows else ())  # fmt: skip
+
+
 def _table(comparison: Comparison, rows: Sequence[dict[str, str]]) -> str:
     """Return the rows with as many columns as fit, and their legend."""
     shown = list(rows[0])
@@ -34,23 +42,31 @@ def _table(comparison: Comparison, rows: Sequence[dict[str, str]]) -> str:
         rows = [{**row, "KL": row["KL"].partition(" [")[0]} for row in rows]
     while len(shown) > 4 and _width(rows, shown) > WIDTH:
         shown.pop()
-    text = _text(rows, shown)
+    hidden = [name for name in rows[0] if name not in shown]
+    notes = _legend(comparison, [{name: row[name] for name in shown} for row in rows], shown[4:])
+    notes += [f"In tables.md also: {', '.join(hidden)}."] if hidden else []
+    return f"{_text(rows, shown)}\n\n{fill(' '.join(notes), WIDTH)}\n"
+
+
+def _legend(
+    comparison: Comparison, rows: Sequence[dict[str, str]], tasks: Sequence[str]
+) -> list[str]:
+    """Return what the columns and marks of ``rows`` mean, a sentence each."""
     metrics = {row.label: metric_title(row.metric) for row in _first_rows(comparison)}
-    tasks = [f"{name} {metrics[name]}" for name in shown if name in metrics]
+    text = "".join(text for row in rows for text in row.values())
     notes = ["KL: divergence of the predictions from the unquantized model’s, nats per token."]
     if tasks and comparison.unquantized is not None:
         ratios = ", of perplexities the ratio (×)" if "×" in text else ""
+        names = ", ".join(f"{name} {metrics[name]}" for name in tasks)
         notes.append(
-            f"Tasks ({', '.join(tasks)}): {comparison.unquantized} has the score, the other rows "
-            f"what they lose against it in points{ratios}; minus is a gain."
+            f"Tasks ({names}): {comparison.unquantized} has the score, the other rows what they "
+            f"lose against it in points{ratios}; minus is a gain."
         )
     notes += ["‡: significant (5 %, Holm’s correction)."] if "‡" in text else []
     notes += ["§: mostly from the seeds."] if "§" in text else []
     notes += ["¶: no interval (tables.md says why)."] if "¶" in text else []
     notes += ["°: no better than guessing, so nothing can be lost."] if "°" in text else []
-    hidden = [name for name in rows[0] if name not in shown]
-    notes += [f"In tables.md also: {', '.join(hidden)}."] if hidden else []
-    return f"{text}\n\n{fill(' '.join(notes), WIDTH)}\n"
+    return notes
 
 
 def _text(rows: Sequence[dict[str, str]], shown: Sequence[str]) -> str:

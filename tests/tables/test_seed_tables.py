@@ -151,6 +151,7 @@ def test_a_checkpoint_that_was_trained_once_is_shown_beside_the_first(tmp_path):
     text = table_files(store, compare(store), ("md",))["tables.md"]
     titles = [line[4:] for line in text.splitlines() if line.startswith("### ")]
     assert titles == [
+        "Precisions",
         "GPTQ over seeds (3 of softmax)",
         "GPTQ over seeds: damage",
         "GPTQ: Δ = softpick − softmax.1",
