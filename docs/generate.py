@@ -30,8 +30,11 @@ PAIRS = {  # folders that were measured on the same models
     "real": ("smollm2",),
     "formats": ("published-27m",),
     "gguf": ("published-27m-gguf",),
+    "methods": ("methods",),
+    "methods-27m": ("methods-27m",),
 }
 KEYS = ["task", "metric", "quantizer", "checkpoint"]
+SCORED = (("wikitext", "word_perplexity"), ("lambada_openai", "acc"))
 METRICS = {"wikitext": "word_perplexity", "lambada_openai": "perplexity"}  # whose ratios are shown
 KINDS = {"weights": r"(bnb|gptq|hqq).*", "activations": r"[aw]\d.*", "KV cache": r"kv.*"}
 
@@ -257,7 +260,46 @@ def rate(page, shape, *kernels) -> str:
     return f"{ours / theirs:.2f}"
 
 
+def by_method(name) -> dict[str, list[str]]:
+    """Return the precisions of ``name`` by method, those that differ in the calibration's seed
+    together, the least KL divergence first."""
+    rows = pair(name).query("task == 'all' and metric == 'kl'").sort_values("value")
+    methods: dict[str, list[str]] = {}
+    for quantizer in dict.fromkeys(rows.quantizer):
+        methods.setdefault(re.sub(r"-s\d$", "", quantizer), []).append(quantizer)
+    return methods
+
+
+def from_to(numbers, text) -> str:
+    """Return one number as ``text`` writes it, or the least and the largest of several."""
+    ends = [text(n) for n in (min(numbers), max(numbers))]
+    return " to ".join(dict.fromkeys(ends))
+
+
+def methods_table(name, checkpoint) -> str:
+    """Return a Markdown table with a row per method: of several seeds the least and the largest
+    value, of one the value with its interval."""
+    lines = ["| | bits per weight | GiB | KL | WikiText | LAMBADA, points | seconds |",
+             "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"]  # fmt: skip
+    for method, members in by_method(name).items():
+        sizes = (value(name, "all", what, checkpoint, members[0]) for what in ("bits", "gib"))
+        seconds = [value(name, "all", "seconds", checkpoint, one) for one in members]
+        text = kl_interval(name, checkpoint, members[0])
+        if len(members) > 1:
+            text = from_to([kl(name, checkpoint, one) for one in members], "{:#.3g}".format)
+        found = [find(name, *score, checkpoint, one) for one in members for score in SCORED]
+        words, points = ([row.damage for row in found[start::2]] for start in (0, 1))
+        lines.append(
+            f"| {method} | {next(sizes):.2f} | {next(sizes):.3f} | {text} | × "
+            f"{from_to([math.exp(one) for one in words], lambda n: rounded(n, 3))} | "
+            f"{from_to([100 * one for one in points], '{:+.1f}'.format)} | "
+            f"{from_to(seconds, '{:.0f}'.format)} |".replace("-0.0", "0.0").replace(" -", " −")
+        )
+    return "\n".join(lines)
+
+
 FUNCTIONS = (
+    by_method, methods_table,
     value, mean, percent, kl, kl_interval, points, times, ratio, spread, each, least, compared,
     counts, precisions, significant, same_sign, moves, kl_ratio, direction, require, cell, rate,
 )  # fmt: skip

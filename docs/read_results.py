@@ -68,7 +68,7 @@ def read_cells(comparison: Comparison) -> Iterator[dict[str, object]]:
     """Yield measurements of whole cells: KL from the unquantized model (nats per token, mean over
     the documents of all tasks, with its interval); of models that people have also per task, and
     the sizes."""
-    sizes = comparison.grid.name.startswith(("published", "smollm2"))
+    sizes = comparison.grid.name.startswith(("published", "smollm2", "methods"))
     for name, record in comparison.records.items():
         cell = {"quantizer": record.quantizer, "checkpoint": record.checkpoint}
         if name in comparison.kl.means:
@@ -88,6 +88,8 @@ def read_cells(comparison: Comparison) -> Iterator[dict[str, object]]:
             if size:
                 yield {**cell, "task": "all", "metric": "bits", "value": size.bits_per_weight}
                 yield {**cell, "task": "all", "metric": "gib", "value": size.gib}
+            seconds = sum(s.seconds for s in record.stages if s.name in ("make", "quantize"))
+            yield {**cell, "task": "all", "metric": "seconds", "value": seconds}
 
 
 def read_analyses(folder: Path) -> Iterator[dict[str, object]]:

@@ -1,9 +1,10 @@
-"""Draw results/sinks-124m/sizes.svg: softpick's damage over softmax's on WikiText, by precision,
+"""Draw results/methods/quality.svg, SmolLM2's quality against size by method, and
+results/sinks-124m/sizes.svg: softpick's damage over softmax's on WikiText, by precision,
 for the pairs with attention sinks of 27 M and of 126 M parameters. `make pages` runs it."""
 
 import math
 
-from generate import KINDS, ROOT, pair, precisions, value
+from generate import KINDS, ROOT, by_method, find, pair, precisions, value
 from matplotlib import pyplot
 
 SIZES = {"27 M": "sinks", "126 M": "126M"}
@@ -51,5 +52,31 @@ def draw() -> pyplot.Figure:
     return figure
 
 
+def draw_methods() -> pyplot.Figure:
+    """Return a figure of SmolLM2's KL divergence against its bits per weight below 5: a point per
+    method, and a bar over the seeds of its calibration or, of one seed, the 95 % interval."""
+    pyplot.rcParams["svg.hashsalt"] = "qbench"
+    figure, panel = pyplot.subplots(figsize=(9, 5.5), layout="constrained")
+    heights: dict[float, float] = {}  # of the last label at a size, so that labels do not overlap
+    for method, members in by_method("methods").items():
+        rows = [find("methods", "all", "kl", "smollm2", one) for one in members]
+        values = [row.value for row in rows]
+        ends = values if len(rows) > 1 else (rows[0].damage_low, rows[0].damage_high)
+        middle = sum(values) / len(values)
+        bits = value("methods", "all", "bits", "smollm2", members[0])
+        if bits > 5:
+            continue
+        bars = [[middle - min(ends)], [max(ends) - middle]]
+        panel.errorbar([bits], [middle], bars, fmt="o" if len(rows) > 1 else "s", capsize=3)
+        heights[bits] = max(middle, 1.13 * heights.get(bits, 0))
+        left = 4.3 < bits < 4.45  # beside a column at 4.5
+        panel.text(bits + (-0.025 if left else 0.025), heights[bits], method, fontsize=9,
+                   va="center", ha="right" if left else "left")  # fmt: skip
+    panel.set(yscale="log", xlabel="bits per weight", title="SmolLM2-135M-Instruct")
+    panel.set(xlim=(3.2, 4.8), ylabel="KL divergence from the unquantized model, nats per token")
+    return figure
+
+
 if __name__ == "__main__":
+    draw_methods().savefig(ROOT / "results" / "methods" / "quality.svg", metadata={"Date": None})
     draw().savefig(ROOT / "results" / "sinks-124m" / "sizes.svg", metadata={"Date": None})
