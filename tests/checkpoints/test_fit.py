@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from checkpoints.folders import write
+from checkpoints.folders import random_tensors, write
 from safetensors.torch import load_file, save_file
 from tiny import KINDS, write_tiny
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -93,3 +93,11 @@ def test_what_was_found_is_kept_for_the_same_files(tmp_path, monkeypatch):
         fit.require_tensors(found)  # the second time from the cache
     with pytest.raises(CheckpointError, match="c: missing: x"):
         fit.require_tensors(replace(found, digest="0" * 64))
+
+
+def test_a_plan_without_torch_asks_another_process(tmp_path):
+    tensors = random_tensors()
+    tensors["model.norm.other"] = tensors.pop("model.norm.weight")
+    assert fit._of_process(find(str(write(tmp_path / "a")))) is None
+    problem = fit._of_process(find(str(write(tmp_path / "b", tensors=tensors))))
+    assert "missing: model.norm.weight; left over: model.norm.other" in problem
