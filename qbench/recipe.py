@@ -178,7 +178,8 @@ class Overrides(Strict):
     hqq-4bit:axis=0. With +, weights and more: gptq-4bit+kv4. With a recipe, its labels keep their
     settings."""
     tasks: Names = _part(metavar="NAMES")
-    """These tasks, separated by commas, instead of the recipe's."""
+    """These tasks, separated by commas, instead of the recipe's. sciq:validation scores the file
+    validation.jsonl of the data folder."""
     answers: Annotated[str | None, PROMPTS_FILE] = _part("answers.prompts", metavar="FILE|TASK")
     """Measure along the models' own answers to these prompts: JSON Lines with `prompt` or
     `messages`, a task, or chat_prompts, which come with qbench."""
@@ -337,7 +338,8 @@ class Task(Strict):
     """A task of lm-eval."""
 
     name: TaskName
-    """A task, group or tag of lm-eval, or of `passkey`."""
+    """A task, group or tag of lm-eval, or of `passkey`. `sciq:validation` is short for the name and
+    `files: [validation]`."""
     files: Annotated[Files, _short("evaluation", Files, list)] = Files()
     """File names without .jsonl for its splits in the data folder."""
     num_fewshot: Whole | None = Field(None, ge=0, le=10_000)
@@ -349,6 +351,17 @@ class Task(Strict):
         if value != value.strip():
             raise ValueError(f"a task's name has no blank at its ends (it is {shown(value)})")
         return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_file(cls, values: Any) -> Any:
+        name = values.get("name") if isinstance(values, dict) else None
+        if not isinstance(name, str) or ":" not in name:
+            return values
+        if "files" in values:
+            raise ValueError(f"name {shown(name)} and files both name a file; keep one")
+        task, _, file = name.partition(":")
+        return {**values, "name": task, "files": [file]}
 
 
 class PluginFile(Strict):
@@ -759,7 +772,14 @@ def _named(entries: list[Any], names: tuple[str, ...], key: str) -> list[Any]:
             by_name.setdefault(str(entry.get(key) or entry.get("name")), entry)
         elif key == "label" and isinstance(entry, str):
             by_name.setdefault(label_of(entry), entry)
-    return [by_name.get(name, name) for name in names]
+    chosen = []
+    for name in names:
+        task, _, file = name.partition(":")
+        if key == "name" and file and task in by_name:
+            chosen.append({**by_name[task], "files": [file]})
+        else:
+            chosen.append(by_name.get(name, name))
+    return chosen
 
 
 def _replace_checkpoints(source: Source, sources: Mapping[str, str]) -> None:

@@ -21,7 +21,8 @@ def test_options_alone_are_a_run_and_its_recipe_can_be_kept(tmp_path, capfd, mon
     monkeypatch.chdir(tmp_path)
     assert qbench("run", *ONE, "--dtype", "float32", "--save-recipe", "kept/one.yaml") == 0
     shown = capfd.readouterr().out
-    assert shown.startswith("softpick: softpick · 3 documents per task · ")
+    assert shown.startswith("softpick: softpick (")
+    assert "\nDocuments: demo_lastword 3 (limit 3)" in shown
     row = r"\| rtn-4bit +\| +4\.\d+ \| +[\d.]+ \|"
     assert re.search(row, shown)
     records = Store(tmp_path / "results" / "softpick").records()

@@ -37,6 +37,19 @@ def test_a_good_recipe_keeps_order_labels_and_defaults(tmp_path):
     assert recipe.evaluation.add_bos is None
 
 
+@pytest.mark.parametrize("names", ["sciq:validation", ("piqa", "sciq:validation")])
+def test_a_tasks_name_may_name_the_file_that_is_scored(tmp_path, names):
+    """In a recipe and in its stead, for a task that the recipe has and for another one."""
+    names = [names] if isinstance(names, str) else list(names)
+    in_recipe = Recipe.load(write(tmp_path, tasks=names))
+    replaced = Recipe.load(write(tmp_path), Overrides(tasks=tuple(names)))
+    for recipe in (in_recipe, replaced):
+        assert [task.name for task in recipe.tasks] == [n.partition(":")[0] for n in names]
+        assert recipe.tasks[-1].files.evaluation == ("validation",)
+    with pytest.raises(RecipeError, match="both name a file"):
+        Recipe.load(write(tmp_path, tasks=[{"name": "sciq:test", "files": ["validation"]}]))
+
+
 @pytest.mark.parametrize(
     ("quantizers", "wanted"),
     [
