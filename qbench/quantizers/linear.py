@@ -24,11 +24,13 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from qbench.errors import QuantizationError
+from qbench.machine import memory_gib
 from qbench.quantizers.config import matching
 from qbench.streaming import load_block, stream_of
 
 Tensors = dict[str, Tensor]
 KEPT_WEIGHT = "qbench_weight"  # attribute of a layer: its weight, and what it was made of
+FREE_GIB = 4.0  # of memory, which kept weights leave to others
 KEPT = "kept in float32 by its class"  # in place of a matrix's holder
 PRODUCTS = {"FalconLinear"}  # subclasses of transformers whose forward computes nothing else
 
@@ -87,8 +89,8 @@ def kept_weight(
     module: nn.Module, stored: Sequence[Tensor], dequantize: Callable[[], Tensor]
 ) -> Tensor:
     """Return ``dequantize()``; on a CPU the result of the last call, if no ``stored`` tensor was
-    changed since: dequantizing takes several times as long there as multiplying, and the memory
-    that a format saves is not measured there."""
+    changed since and ``FREE_GIB`` of memory are left: dequantizing takes several times as long
+    there as multiplying, and the memory that a format saves is not measured there."""
     if any(tensor.device.type != "cpu" for tensor in stored):
         return dequantize()
     # an inference tensor has no version, and PyTorch refuses to change it
@@ -100,7 +102,8 @@ def kept_weight(
     )
     if not same:
         weight = dequantize()
-        setattr(module, KEPT_WEIGHT, (weight, now))
+        kept = (weight, now) if memory_gib("cpu") > FREE_GIB else (None, ())
+        setattr(module, KEPT_WEIGHT, kept)
     return weight
 
 

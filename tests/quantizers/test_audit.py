@@ -17,7 +17,7 @@ from quantizer_models import (
 )
 from torch import nn
 
-from qbench.quantizers import packed
+from qbench.quantizers import linear, packed
 from qbench.quantizers.audit.compare import audit
 from qbench.quantizers.audit.weights import forward_weight, levels
 from qbench.quantizers.linear import KEPT_WEIGHT, linears
@@ -495,3 +495,11 @@ def test_a_cpu_dequantizes_a_weight_once_and_again_if_what_it_is_made_of_changes
     assert getattr(module, KEPT_WEIGHT)[0] is weight
     change(module)
     assert not torch.equal(module(x), first)
+
+
+def test_weights_are_not_kept_if_little_memory_is_left(monkeypatch):
+    monkeypatch.setattr(linear, "memory_gib", lambda device: 1.0)
+    module = packed_layer(parse("int8-row", {}), linears(llama())[LAYER])
+    first = module(torch.ones(1, 64))
+    assert getattr(module, KEPT_WEIGHT)[0] is None
+    assert torch.equal(module(torch.ones(1, 64)), first)
