@@ -82,8 +82,8 @@ def write_model(measured: MeasuredCell, folder: Path, chosen: str | None) -> str
     formats = FORMATS.get(config.weights.method, ())
     chosen = chosen or next(iter(formats), None)
     if chosen not in formats:
-        known = ", ".join(formats) or "none"
-        raise UnavailableError(f"{config.name}: formats that hold it: {known}; not {chosen}")
+        names = ", ".join(formats) or "none"
+        raise UnavailableError(f"{config.name}: formats that hold it: {names}; not {chosen}")
     if any(isinstance(module, Experts) for module in model.modules()):
         raise UnavailableError(f"{config.name}: experts that were taken apart have no format")
     model.config.dtype = getattr(torch, config.compute_dtype)
@@ -145,7 +145,7 @@ def compared(measured: MeasuredCell, again: nn.Module) -> str:
     if by more than rounding."""
     model = measured.model
     ids = probe_of(model.config.vocab_size).to(model.device)
-    ours, theirs = (one(ids, use_cache=False).logits.float() for one in (model, again))
+    ours, theirs = (m(ids, use_cache=False).logits.float() for m in (model, again))
     if torch.equal(ours, theirs):
         return "equal the cell's to the bit"
     off = difference(theirs, ours)
@@ -160,14 +160,14 @@ def compared(measured: MeasuredCell, again: nn.Module) -> str:
 # compressed-tensors
 
 
-def _arguments(form: QuantFormat, **stated: Any) -> dict[str, Any]:
+def _arguments(form: QuantFormat, **more: Any) -> dict[str, Any]:
     """Return ``form`` as compressed-tensors' QuantizationArgs."""
     groups = {} if form.group_size == WHOLE_ROW else {"group_size": form.group_size}
     scale = {"scale_dtype": SCALES[form.scale_dtype]} if form.scale_dtype in SCALES else {}
     local = form.strategy == "tensor_group" and not form.dynamic
     return {"num_bits": form.num_bits, "type": form.type, "symmetric": form.symmetric,
             "strategy": form.strategy, "dynamic": "local" if local else form.dynamic,
-            **groups, **scale, **stated}  # fmt: skip
+            **groups, **scale, **more}  # fmt: skip
 
 
 def _weight_arguments(weights: Any) -> tuple[str, dict[str, Any]]:
@@ -281,12 +281,12 @@ def _bnb_config(config: QuantizationConfig, left_out: list[str]) -> dict[str, An
     if config.activations is not None:
         raise UnavailableError(f"{config.name}: the format of bitsandbytes holds weights alone")
     if weights.num_bits == 8:
-        stated = {"load_in_8bit": True, "llm_int8_threshold": weights.threshold}
+        settings = {"load_in_8bit": True, "llm_int8_threshold": weights.threshold}
     else:
-        stated = {"load_in_4bit": True, "bnb_4bit_quant_type": weights.quant_type,
-                  "bnb_4bit_use_double_quant": weights.double_quant,
-                  "bnb_4bit_compute_dtype": weights.compute_dtype}  # fmt: skip
-    return transformers.BitsAndBytesConfig(**stated, llm_int8_skip_modules=left_out).to_dict()
+        settings = {"load_in_4bit": True, "bnb_4bit_quant_type": weights.quant_type,
+                    "bnb_4bit_use_double_quant": weights.double_quant,
+                    "bnb_4bit_compute_dtype": weights.compute_dtype}  # fmt: skip
+    return transformers.BitsAndBytesConfig(**settings, llm_int8_skip_modules=left_out).to_dict()
 
 
 def _bnb(module: nn.Module, config: QuantizationConfig) -> Tensors:

@@ -105,7 +105,9 @@ def _text(path: Path | None, text: dict[str, Any]) -> CalibrationText:
 
 def _require_audited(record: Record, model: PreTrainedModel, config: Any) -> None:
     """Raise ResultsError if the weights of ``model`` are not those that ``record`` audited."""
-    audited = {one.name: one.digest for one in record.audit.modules} if record.audit else {}
+    audited = (
+        {module.name: module.digest for module in record.audit.modules} if record.audit else {}
+    )
     stored = evidence_of(model, config, "weights")
     other = [name for name in audited if digest(stored[name]().tensors) != audited[name]]
     if other:

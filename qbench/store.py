@@ -223,15 +223,15 @@ class Records(Generic[R]):
         order = np.argsort(first[group], kind="stable")
         ends = np.cumsum(np.bincount(group)[np.argsort(first)])
         arrays = [table[name].to_numpy()[order] for name in ("document", "value", "weight")]
-        found = {}
+        groups = {}
         for start, end in zip([0, *ends[:-1]], ends, strict=True):
             row = int(order[start])
             document, *values = (array[start:end] for array in arrays)
             if not (np.diff(document) > 0).all() and len(np.unique(document)) < len(document):
                 path = self._table_path(record, "outcomes")
                 raise DamagedError(f"{path}: damaged: it lists a document twice; {RUN_AGAIN}")
-            found[tasks[row].as_py(), metrics[row].as_py()] = (document, *values)
-        return found
+            groups[tasks[row].as_py(), metrics[row].as_py()] = (document, *values)
+        return groups
 
     def responses(self, record: Record) -> pd.DataFrame:
         """Return the columns ``RESPONSE_COLUMNS``. Raises DamagedError as ``outcomes``."""

@@ -70,13 +70,7 @@ def show(
 
 
 def export(
-    folder: Annotated[
-        Path,
-        typer.Argument(
-            metavar="FOLDER",
-            help="A results folder; with --model one cell, FOLDER/CHECKPOINT/NAME.",
-        ),
-    ],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER")],
     to: Annotated[
         Literal["lm-eval", "model-card", "wandb", "archive"] | None, typer.Option(metavar="FORMAT")
     ] = None,
@@ -104,6 +98,7 @@ def export(
     ```
 
     Options:
+    folder: A results folder; with --model one cell, FOLDER/CHECKPOINT/NAME.
     to: lm-eval, model-card, wandb or archive.
     model: The folder to write: weights, config.json, tokenizer, a model card.
     weights: Of --model: gptq or compressed-tensors for GPTQ and rounding to nearest.
