@@ -30,7 +30,7 @@ from qbench.quantizers.config import ActivationEvidence, QuantizationConfig
 from qbench.quantizers.formats import WHOLE_ROW, QuantFormat
 from qbench.quantizers.linear import Experts, bias_of
 from qbench.quantizers.packed import unpack_codes
-from qbench.quantizers.published import Published
+from qbench.quantizers.published import Published, parents
 from qbench.quantizers.quantize import evidence_of
 from qbench.records import Record
 from qbench.store import Store
@@ -100,7 +100,7 @@ def write_model(measured: MeasuredCell, folder: Path, chosen: str | None) -> str
     model.config.quantization_config = state(config, left_out)
     model.config.save_pretrained(folder)
     kept = {key: value for key, value in model.state_dict().items()
-            if key.rpartition(".")[0] not in layers and not _inside(key, layers)}  # fmt: skip
+            if not any(module in layers for module in parents(key))}  # fmt: skip
     if model.config.tie_word_embeddings:
         kept.pop("lm_head.weight", None)
     for name in layers:
@@ -112,10 +112,6 @@ def write_model(measured: MeasuredCell, folder: Path, chosen: str | None) -> str
     kept = {name: tensor.detach().cpu().contiguous() for name, tensor in kept.items()}
     save_file(kept, folder / "model.safetensors", {"format": "pt"})
     return chosen
-
-
-def _inside(key: str, layers: Any) -> bool:
-    return any(key.startswith(f"{name}.") for name in layers)
 
 
 def load_written(measured: MeasuredCell, folder: Path, chosen: str) -> nn.Module:

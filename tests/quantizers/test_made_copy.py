@@ -114,36 +114,74 @@ def test_a_gguf_file_holds_the_codes_of_the_gguf_package(tmp_path):
     assert (stored["blk.0.ffn_up.weight"].data == expected).all()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("normalizer", ["softmax", "softpick"])
-@pytest.mark.parametrize("name", ["gptqmodel-4bit", "gptaq-3bit"])
-def test_a_copy_is_what_the_library_makes_of_the_same_texts(name, normalizer, tmp_path):
-    from gptqmodel import GPTQModel, QuantizeConfig
-    from gptqmodel.quantization.config import GPTAQConfig
+def tensors(file):
+    return load_file(file).items()
 
+
+def by_library(maker, whole, ids, attention, out):
+    """Write what the library makes of ``whole`` on the texts ``ids``, called as its page says."""
+    if maker.package == "auto_round":
+        from auto_round import AutoRound
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        model = AutoModelForCausalLM.from_pretrained(whole, dtype=torch.bfloat16, **attention)
+        library = AutoRound(
+            model, AutoTokenizer.from_pretrained(whole), bits=maker.num_bits, group_size=64,
+            iters=maker.iters, dataset=[row[None] for row in ids], nsamples=len(ids),
+            seqlen=ids.shape[1], device_map=DEVICE,
+        )  # fmt: skip
+        library.quantize_and_save(str(out), format="auto_round")
+        return
+    from gptqmodel import BACKEND, GPTQModel, QuantizeConfig
+    from gptqmodel.quantization.config import FORMAT, METHOD, GPTAQConfig
+
+    options = {
+        "gptaq": {"gptaq": GPTAQConfig()},
+        "awq": {"method": METHOD.AWQ, "format": FORMAT.GEMM},
+        "paroquant": {"method": METHOD.PARO, "format": FORMAT.PAROQUANT},
+        "exl3": {"method": METHOD.EXL3, "format": FORMAT.EXL3, "group_size": -1},
+    }.get(maker.method, {})
+    config = QuantizeConfig(**{"bits": maker.num_bits, "group_size": 64} | options)
+    model = GPTQModel.load(str(whole), config, **attention)
+    rows = [{"input_ids": row[None], "attention_mask": torch.ones_like(row[None])} for row in ids]
+    backend = BACKEND.AWQ_TORCH if maker.method == "awq" else BACKEND.AUTO
+    model.quantize(rows, batch_size=1, backend=backend)
+    model.save(str(out))
+
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+MAKERS = [
+    *(pytest.param(name, normalizer, {"group_size": 64}, marks=pytest.mark.slow)
+      for name in ("gptqmodel-4bit", "gptaq-3bit") for normalizer in ("softmax", "softpick")),
+    pytest.param("awq-4bit", "softpick", {"group_size": 64}, marks=pytest.mark.slow),
+    *(pytest.param("autoround-3bit", normalizer, {"group_size": 64, "iters": 3},
+                   marks=pytest.mark.slow) for normalizer in ("softmax", "softpick")),
+    pytest.param("exl3-3bit", "softpick", {}, marks=pytest.mark.gpu),
+    pytest.param("paroquant-4bit", "softmax", {"group_size": 64}, marks=pytest.mark.gpu),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "normalizer", "options"), MAKERS)
+def test_a_copy_is_what_the_library_makes_of_the_same_texts(name, normalizer, options, tmp_path):
+    maker = settings_of(name, options)
+    pytest.importorskip(maker.package)
     folder = DEMO / normalizer
     text = CalibrationText(
         path=DEMO / "calibration.jsonl", digest=None, samples=8, length=64, seed=0
     )
     calibration = read_calibration(text, load_tokenizer(find(str(folder))))
-    maker = settings_of(name, {"group_size": 64})
     cell = SimpleNamespace(checkpoint=SimpleNamespace(folder=folder, normalizer=normalizer))
     (made := tmp_path / "made").mkdir()
-    made_copy._make(cell, maker, calibration, made, "cpu", tmp_path / "made.log")
-    whole = save_as_transformers(folder, tmp_path / "whole")
-    options = {"gptaq": GPTAQConfig()} if maker.method == "gptaq" else {}
-    name = attention_name(normalizer, "reference", "cpu")
-    attention = {} if normalizer == "softmax" else {"attn_implementation": name}
-    model = GPTQModel.load(
-        str(whole),
-        QuantizeConfig(bits=maker.num_bits, group_size=64, **options),
-        **attention,
+    made_copy._make(cell, maker, calibration, made, DEVICE, tmp_path / "made.log")
+    whole, theirs = save_as_transformers(folder, tmp_path / "whole"), tmp_path / "theirs"
+    chosen = attention_name(normalizer, "auto", DEVICE)
+    attention = {} if normalizer == "softmax" else {"attn_implementation": chosen}
+    by_library(maker, whole, calibration.ids, attention, theirs)
+    ours, expected = (
+        {key: tensor for file in place.rglob("*.safetensors") for key, tensor in tensors(file)}
+        for place in (made, theirs)
     )
-    model.quantize([{"input_ids": r[None], "attention_mask": torch.ones_like(r[None])}
-                    for r in calibration.ids], batch_size=1)  # fmt: skip
-    model.save(str(tmp_path / "theirs"))
-    ours, theirs = (load_file(place / "model.safetensors") for place in (made, tmp_path / "theirs"))
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    assert ours.keys() == expected.keys()
+    assert all(torch.equal(ours[key], expected[key]) for key in ours)
     config = json.loads((made / "config.json").read_text())
     assert config.get("qbench_normalizer", "softmax") == normalizer

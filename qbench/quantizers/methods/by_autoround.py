@@ -32,7 +32,7 @@ class ByAutoRound(LibraryMade):
 
 @register(
     "autoround-{num_bits}bit",
-    "AutoRound, {num_bits} bits, calibrated",
+    "AutoRound by auto-round, {num_bits} bits; calibrated, minutes on a GPU",
     num_bits=(2, 3, 4),
     ignore=((),),
 )
@@ -43,7 +43,7 @@ class AutoRound(ByAutoRound, GroupedIntegers):
 
 @register(
     "autoround-{element}",
-    "AutoRound in {element}, activations too",
+    "AutoRound in {element}, inputs too; calibrated, minutes on a GPU",
     element=("nvfp4", "mxfp4"),
     ignore=((),),
 )

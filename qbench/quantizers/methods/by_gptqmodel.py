@@ -49,7 +49,7 @@ class MadeByGptqmodel(LibraryMade):
 
 @register(
     "gptqmodel-{num_bits}bit",
-    "GPTQ by GPTQModel, {num_bits} bits, calibrated",
+    "GPTQ by GPTQModel, {num_bits} bits; calibrated, minutes on a GPU",
     num_bits=(2, 3, 4, 8),
     ignore=((),),
 )
@@ -86,8 +86,8 @@ class ByGptqmodel(GroupedIntegers, MadeByGptqmodel):
 
 
 for _method, (_title, _bits, _fixed) in METHODS.items():
-    _about = f"{_title.split()[0]} by GPTQModel, {{num_bits}} bits, calibrated"
-    _about += "; needs a GPU" if _method in ("paroquant", "exl3") else ""
+    _only = " only" if _method in ("paroquant", "exl3") else ""
+    _about = f"{_title} by GPTQModel, {{num_bits}} bits; calibrated, minutes on a GPU{_only}"
     register(
         f"{_method}-{{num_bits}}bit", _about, num_bits=_bits, method=_method, ignore=((),), **_fixed
     )(ByGptqmodel)

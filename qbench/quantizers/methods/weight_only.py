@@ -89,7 +89,9 @@ class EvenlySpaced(GroupedIntegers):
         return f"{kind} {'symmetric' if self.symmetric else 'asymmetric'} {rest}"
 
 
-@register("rtn-{num_bits}bit", "round to nearest, {num_bits} bits: the baseline", num_bits=BITS)
+@register(
+    "rtn-{num_bits}bit", "round to nearest, {num_bits} bits: the baseline; seconds", num_bits=BITS
+)
 @settings
 class Rtn(EvenlySpaced):
     """Round to nearest: the simplest method, which others must beat."""
@@ -149,7 +151,9 @@ class ColumnOrder(EvenlySpaced):
         return 2 * super().error_bound()
 
 
-@register("gptq-{num_bits}bit", "GPTQ, {num_bits} bits, calibrated", num_bits=BITS)
+@register(
+    "gptq-{num_bits}bit", "GPTQ, {num_bits} bits; calibrated, minutes on a CPU", num_bits=BITS
+)
 @settings
 class Gptq(ColumnOrder):
     """GPTQ by our own solver. The defaults are GPTQModel 7.6's: symmetric, groups of 128,
@@ -244,7 +248,11 @@ class Bnb8(Bnb):
         return (5e-3 if dtype == "bfloat16" else 2e-3), 5e-2
 
 
-@register("hqq-{num_bits}bit", "half-quadratic quantization, {num_bits} bits", num_bits=BITS)
+@register(
+    "hqq-{num_bits}bit",
+    "half-quadratic quantization by hqq, {num_bits} bits; seconds",
+    num_bits=BITS,
+)
 @settings
 class Hqq(Grouped):
     """Half-quadratic quantization (Badri & Shaji 2023), by the hqq library: zero points fitted, no
