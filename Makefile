@@ -23,6 +23,7 @@ viewer:
 pages: install
 	$(BIN)/python docs/generate.py
 	$(BIN)/python docs/sizes.py
+	$(BIN)/python docs/real_sinks.py
 
 numbers: install
 	$(BIN)/python docs/read_results.py

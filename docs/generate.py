@@ -28,6 +28,7 @@ PAIRS = {  # folders that were measured on the same models
     "alibi": ("sigmoid-27m-alibi",),
     "variants": ("variants-27m",),
     "real": ("smollm2",),
+    "real sinks": ("real-sinks",),
     "formats": ("published-27m",),
     "gguf": ("published-27m-gguf",),
     "methods": ("methods",),
@@ -86,6 +87,15 @@ def mean(name, task, metric, checkpoint, quantizer=None, scale=1) -> float:
     rows = select(name, task, metric, rf"{checkpoint}\.\d", quantizer)
     assert len(rows) == 3, (name, metric, checkpoint)
     return scale * float(rows.value.mean())
+
+
+def by_layer(name, metric, checkpoint, quantizer=None) -> list[float]:
+    """Return a measurement of each decoder layer, in order."""
+    rows = pair(name)
+    rows = rows[(rows.metric == metric) & (rows.checkpoint == checkpoint)]
+    rows = rows[rows.quantizer.isna() if quantizer is None else rows.quantizer == quantizer]
+    numbers = rows.task.str.extract(r"^layer (\d+)$")[0].dropna().astype(int)
+    return [float(rows.value[index]) for index in numbers.sort_values().index]
 
 
 def percent(name, task, metric, checkpoint, quantizer=None, decimals=1) -> str:
@@ -300,8 +310,9 @@ def methods_table(name, checkpoint) -> str:
 
 FUNCTIONS = (
     by_method, methods_table,
-    value, mean, percent, kl, kl_interval, points, times, ratio, spread, each, least, compared,
-    counts, precisions, significant, same_sign, moves, kl_ratio, direction, require, cell, rate,
+    value, mean, by_layer, percent, kl, kl_interval, points, times, ratio, spread, each, least,
+    compared, counts, precisions, significant, same_sign, moves, kl_ratio, direction, require,
+    cell, rate,
 )  # fmt: skip
 
 

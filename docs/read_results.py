@@ -12,6 +12,7 @@ from __future__ import annotations
 import io
 import json
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -19,7 +20,8 @@ import pandas as pd
 
 from qbench.comparison.compare import compare
 from qbench.comparison.rows import Comparison
-from qbench.store import Analyses, Store
+from qbench.records import Measured
+from qbench.store import Analyses, Store, sensitivities
 from qbench.tables import table_files
 
 RESULTS = Path(__file__).parent.parent / "results"
@@ -95,8 +97,8 @@ def read_cells(comparison: Comparison) -> Iterator[dict[str, object]]:
 def read_analyses(folder: Path) -> Iterator[dict[str, object]]:
     """Yield what `qbench analyze` measured of the unquantized cells and what trainings logged."""
     for record in Analyses(folder).records():
-        found, cell = record.measured, {"checkpoint": record.checkpoint}
-        first, hidden = found.sinks[0], found.hidden
+        measured, cell = record.measured, {"checkpoint": record.checkpoint}
+        first, hidden = measured.sinks[0], measured.hidden
         values = {
             **{f"sinks {least}": rate for least, rate in first.rates.items()},
             **{f"sinks of Gu {least}": rate for least, rate in first.rates_gu.items()},
@@ -104,12 +106,22 @@ def read_analyses(folder: Path) -> Iterator[dict[str, object]]:
             "minimum": hidden.minimum,
             "maximum": hidden.maximum,
             "massive": hidden.massive,
-            "zeros": found.zeros,
-            "perplexity": found.perplexity,
-            "silent heads": found.silent_heads,
+            "zeros": measured.zeros,
+            "perplexity": measured.perplexity,
+            "silent heads": measured.silent_heads,
         }
         for name, value in values.items():
             yield {**cell, "task": "analysis", "metric": name, "value": value}
+        if folder.name == "real-sinks":
+            yield from read_layers(record.checkpoint, measured)
+    if folder.name == "real-sinks":
+        for record in sensitivities(folder).records():
+            layers = defaultdict(float)
+            for unit in record.units:
+                layers[unit.layer] += unit.kl.value
+            for layer, kl in layers.items():
+                yield {"task": f"layer {layer}", "metric": "sensitivity", "value": kl,
+                       "checkpoint": record.checkpoint, "quantizer": record.quantizer}  # fmt: skip
     for path in sorted(folder.glob("training/*/training.json")):
         log = json.loads(path.read_bytes())
         cell = {"checkpoint": path.parent.name.replace("-seed", "."), "task": "training"}
@@ -117,6 +129,25 @@ def read_analyses(folder: Path) -> Iterator[dict[str, object]]:
         values = {"loss": last["loss"], "tokens": log["tokens"], "parameters": log["parameters"]}
         for name, value in {**values, "unique tokens": log["data"]["tokens"]}.items():
             yield {**cell, "metric": name, "value": value}
+
+
+def read_layers(checkpoint: str, measured: Measured) -> Iterator[dict[str, object]]:
+    """Yield measurements of each decoder layer, and of the largest activation: where it stands."""
+    for number, layer in enumerate(measured.layers):
+        rates = [head.sinks[0].rates["0.3"] for head in layer.heads]
+        values = {
+            "sinks 0.3": sum(rates) / len(rates),
+            "largest": max(-layer.hidden.minimum, layer.hidden.maximum),
+            "kurtosis": layer.hidden.kurtosis,
+        }
+        for name, value in values.items():
+            yield {"task": f"layer {number}", "metric": name, "value": value,
+                   "checkpoint": checkpoint}  # fmt: skip
+    largest = measured.massive[0]
+    firsts = sum(value.position == 0 for value in measured.massive) / len(measured.massive)
+    for name, value in {"massive first": firsts, "massive channel": largest.channel}.items():
+        yield {"task": "analysis", "metric": name, "value": value, "checkpoint": checkpoint,
+               "each": largest.text}  # fmt: skip
 
 
 def made() -> dict[Path, str]:

@@ -55,7 +55,7 @@ def _measure(work: AnalysisResult) -> None:
         )
         heads = choose(measured) if settings.heads is None else settings.heads
         maps = attention_maps(model, tokenizer, ids[0], heads)
-    work.found["measured"] = measured.model_copy(update={"maps": maps})
+    work.contents["measured"] = measured.model_copy(update={"maps": maps})
 
 
 def _sensitivity(work: AnalysisResult) -> None:
@@ -72,23 +72,23 @@ def _sensitivity(work: AnalysisResult) -> None:
     model = load_original(of, plan)
     linearize(model)  # as quantizing did: GPT-2's Conv1D, fused experts
     names = list(linears(model, of.quantization.ignore))
-    layer_units = units(model, names, blocks=settings.blocks, whole=rescaled)
+    layer_units = units(model, names, blocks=settings.blocks, with_norms=rescaled)
     together = [unit.name for unit in layer_units] if rescaled else names
-    done = {unit.name: unit for unit in work.found.get("units", ())}
+    done = {unit.name: unit for unit in work.contents.get("units", ())}
     with work.stage("sensitivity", len(layer_units)):
         base = Baseline(model, ids, batch=settings.batch)
-        work.found["perplexity"] = base.perplexity
+        work.contents["perplexity"] = base.perplexity
         saved = time.monotonic()
         for index, unit in enumerate(layer_units):
             if unit.name not in done:
                 done[unit.name] = base.against(unit, changed)
-                work.found["units"] = tuple(done.values())
+                work.contents["units"] = tuple(done.values())
             work.advance(index + 1, len(layer_units))
             if time.monotonic() - saved > SAVE_EVERY:
                 work.put("unfinished", None)
                 saved = time.monotonic()
         all_units = Unit(name="all", layer=None, modules=tuple(together))
-        work.found["together"] = base.against(all_units, changed)
+        work.contents["together"] = base.against(all_units, changed)
 
 
 def _load(work: AnalysisResult) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Tensor]:
@@ -101,7 +101,7 @@ def _load(work: AnalysisResult) -> tuple[PreTrainedModel, PreTrainedTokenizerBas
                 f"{work.cell.label} runs outside transformers, where a model's inside "
                 "cannot be measured; leave it out with --only"
             )
-        ids, work.found["text"] = read_tokens(work.settings, tokenizer)
+        ids, work.contents["text"] = read_tokens(work.settings, tokenizer)
     return model, tokenizer, ids
 
 

@@ -162,7 +162,7 @@ def analyze_if_needed(
                 cell=cell, plan=plan, progress=progress, analyses=analyses, settings=settings
             )
             if isinstance(record, Sensitivity) and not force:
-                result.found["units"] = record.units
+                result.contents["units"] = record.units
 
             def work() -> None:
                 from qbench.analysis.analyze_cell import compute

@@ -183,12 +183,9 @@ BITS = (8, 4)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Inputs:
-    """Statistics of a linear layer's inputs: number of values, max
-
-    x
-
-    , and float64 sums [1 + 2 · len(BITS)] of x² and of (Q(x) − x)², by bits, with one scale per
-    token and one per text. They are on the input's device; adding two gives those of both.
+    """Hold statistics of a linear layer's inputs: the number of values, the largest |x|, and
+    float64 sums [1 + 2 · len(BITS)] of x² and of (Q(x) − x)², by bits, with one scale per token and
+    one per text. They are on the input's device; adding two gives those of both.
     """
 
     elements: int
@@ -216,8 +213,8 @@ class Inputs:
     def summary(self, name: str) -> LinearInput:
         """Return the statistics as a part of the record, for the layer ``name``."""
         total, *wrong = self.sums.tolist()
-        errors = [(layer / total) ** 0.5 if total else 0.0 for layer in wrong]
-        bits = [str(layer) for layer in BITS]
+        errors = [(squares / total) ** 0.5 if total else 0.0 for squares in wrong]
+        bits = [str(number) for number in BITS]
         return LinearInput(
             name=name,
             largest=self.largest.item(),
@@ -231,11 +228,7 @@ def error(values: Tensor, peaks: Tensor, bits: int) -> Tensor:
     """Return Σ (Q(x) − x)² over ``values`` [B, T, D], a float64 scalar, on the symmetric grid of
     ``bits`` bits with the ends ± ``peaks`` [B, T or 1, 1].
 
-    Q(x) = Δ · round(x / Δ) with Δ = max
-
-    x
-
-    / (2^(bits − 1) − 1): SmoothQuant, Xiao et al. 2023 (arXiv 2211.10438), equation 1.
+    Q(x) = Δ · round(x / Δ) with Δ = max |x| / (2^(bits − 1) − 1): SmoothQuant, Xiao et al. 2023 (arXiv 2211.10438), equation 1.
     """
     step = peaks / (2 ** (bits - 1) - 1)
     steps = values / step.where(step > 0, 1.0)

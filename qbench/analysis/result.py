@@ -17,14 +17,14 @@ class AnalysisResult(CellResult):
 
     analyses: Analyses
     settings: AnalysisSettings
-    found: dict[str, Any] = field(default_factory=dict)  # what was measured, as the record has it
+    contents: dict[str, Any] = field(default_factory=dict)  # fields of the record, as measured
 
     def put(
         self, status: Literal["ok", "unfinished", "failed"], error: str | None
     ) -> Analysis | Sensitivity:
         """Save the record unless it would replace a good one by a failed one; return the record."""
         kind = self.analyses.kind
-        fields = self.common_fields(error) | self.found | {"status": status}
+        fields = self.common_fields(error) | self.contents | {"status": status}
         if kind is Sensitivity:
             del fields["attention"]
             fields["unit"] = "block" if self.settings.blocks else "linear"

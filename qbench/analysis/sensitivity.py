@@ -33,10 +33,10 @@ class Unit:
 
 
 def units(
-    model: PreTrainedModel, linears: Sequence[str], *, blocks: bool, whole: bool = False
+    model: PreTrainedModel, linears: Sequence[str], *, blocks: bool, with_norms: bool = False
 ) -> list[Unit]:
     """Return a unit for each of ``linears``, or with ``blocks`` for each decoder layer, in the
-    model's order. ``whole``: exchange decoder layers with their norms, which the quantized linear
+    model's order. ``with_norms``: exchange decoder layers with their norms, which the quantized linear
     layers depend on."""
     names = {module: name for name, module in model.named_modules()}
     prefixes = [f"{names[layer]}." for layer in decoder_layers(model)]
@@ -48,7 +48,7 @@ def units(
     if not blocks:
         return [Unit(name=name, layer=layer_of(name), modules=(name,)) for name in linears]
     return [
-        Unit(name=prefix[:-1], layer=index, modules=(prefix[:-1],) if whole else inside)
+        Unit(name=prefix[:-1], layer=index, modules=(prefix[:-1],) if with_norms else inside)
         for index, prefix in enumerate(prefixes)
         if (inside := tuple(name for name in linears if layer_of(name) == index))
     ]
