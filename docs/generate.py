@@ -34,6 +34,7 @@ PAIRS = {  # folders that were measured on the same models
     "methods": ("methods",),
     "methods-27m": ("methods-27m",),
 }
+REAL_SINKS = {"smollm2": "SmolLM2-135M-Instruct", "gemma3": "Gemma 3 270M"}
 KEYS = ["task", "metric", "quantizer", "checkpoint"]
 SCORED = (("wikitext", "word_perplexity"), ("lambada_openai", "acc"))
 METRICS = {"wikitext": "word_perplexity", "lambada_openai": "perplexity"}  # whose ratios are shown
@@ -96,6 +97,17 @@ def by_layer(name, metric, checkpoint, quantizer=None) -> list[float]:
     rows = rows[rows.quantizer.isna() if quantizer is None else rows.quantizer == quantizer]
     numbers = rows.task.str.extract(r"^layer (\d+)$")[0].dropna().astype(int)
     return [float(rows.value[index]) for index in numbers.sort_values().index]
+
+
+def ranges(numbers) -> str:
+    """Return "12–28, 30": ascending whole numbers, each run of them as a range."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(f"{first}–{last}" if last > first else f"{first}" for first, last in runs)
 
 
 def percent(name, task, metric, checkpoint, quantizer=None, decimals=1) -> str:
@@ -309,10 +321,9 @@ def methods_table(name, checkpoint) -> str:
 
 
 FUNCTIONS = (
-    by_method, methods_table,
-    value, mean, by_layer, percent, kl, kl_interval, points, times, ratio, spread, each, least,
-    compared, counts, precisions, significant, same_sign, moves, kl_ratio, direction, require,
-    cell, rate,
+    by_method, methods_table, find, by_layer, ranges,
+    value, mean, percent, kl, kl_interval, points, times, ratio, spread, each, least, compared,
+    counts, precisions, significant, same_sign, moves, kl_ratio, direction, require, cell, rate,
 )  # fmt: skip
 
 
@@ -321,7 +332,8 @@ def pages() -> dict[Path, str]:
     loader = jinja2.FileSystemLoader(TEMPLATES)
     options = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
     made = jinja2.Environment(loader=loader, undefined=jinja2.StrictUndefined, **options)
-    made.globals |= {one.__name__: one for one in FUNCTIONS}
+    made.globals |= {function.__name__: function for function in FUNCTIONS}
+    made.globals["REAL_SINKS"] = REAL_SINKS
     return {ROOT / name: made.get_template(name).render() for name in loader.list_templates()}
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -21,7 +20,7 @@ import pandas as pd
 from qbench.comparison.compare import compare
 from qbench.comparison.rows import Comparison
 from qbench.records import Measured
-from qbench.store import Analyses, Store, sensitivities
+from qbench.store import Analyses, Store
 from qbench.tables import table_files
 
 RESULTS = Path(__file__).parent.parent / "results"
@@ -114,14 +113,6 @@ def read_analyses(folder: Path) -> Iterator[dict[str, object]]:
             yield {**cell, "task": "analysis", "metric": name, "value": value}
         if folder.name == "real-sinks":
             yield from read_layers(record.checkpoint, measured)
-    if folder.name == "real-sinks":
-        for record in sensitivities(folder).records():
-            layers = defaultdict(float)
-            for unit in record.units:
-                layers[unit.layer] += unit.kl.value
-            for layer, kl in layers.items():
-                yield {"task": f"layer {layer}", "metric": "sensitivity", "value": kl,
-                       "checkpoint": record.checkpoint, "quantizer": record.quantizer}  # fmt: skip
     for path in sorted(folder.glob("training/*/training.json")):
         log = json.loads(path.read_bytes())
         cell = {"checkpoint": path.parent.name.replace("-seed", "."), "task": "training"}
@@ -140,6 +131,11 @@ def read_layers(checkpoint: str, measured: Measured) -> Iterator[dict[str, objec
             "largest": max(-layer.hidden.minimum, layer.hidden.maximum),
             "kurtosis": layer.hidden.kurtosis,
         }
+        for (
+            measured_input
+        ) in measured.inputs:  # of what writes massive activations, and removes them
+            if measured_input.name.endswith(f".{number}.mlp.down_proj"):
+                values |= {"input largest": measured_input.largest, "input rms": measured_input.rms}
         for name, value in values.items():
             yield {"task": f"layer {number}", "metric": name, "value": value,
                    "checkpoint": checkpoint}  # fmt: skip
