@@ -36,8 +36,8 @@ def units(
     model: PreTrainedModel, linears: Sequence[str], *, blocks: bool, with_norms: bool = False
 ) -> list[Unit]:
     """Return a unit for each of ``linears``, or with ``blocks`` for each decoder layer, in the
-    model's order. ``with_norms``: exchange decoder layers with their norms, which the quantized linear
-    layers depend on."""
+    model's order. ``with_norms``: exchange decoder layers with their norms, which the quantized
+    linear layers depend on."""
     names = {module: name for name, module in model.named_modules()}
     prefixes = [f"{names[layer]}." for layer in decoder_layers(model)]
 
