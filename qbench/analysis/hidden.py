@@ -228,7 +228,8 @@ def error(values: Tensor, peaks: Tensor, bits: int) -> Tensor:
     """Return Σ (Q(x) − x)² over ``values`` [B, T, D], a float64 scalar, on the symmetric grid of
     ``bits`` bits with the ends ± ``peaks`` [B, T or 1, 1].
 
-    Q(x) = Δ · round(x / Δ) with Δ = max |x| / (2^(bits − 1) − 1): SmoothQuant, Xiao et al. 2023 (arXiv 2211.10438), equation 1.
+    Q(x) = Δ · round(x / Δ) with Δ = max |x| / (2^(bits − 1) − 1): SmoothQuant, Xiao et al. 2023
+    (arXiv 2211.10438), equation 1.
     """
     step = peaks / (2 ** (bits - 1) - 1)
     steps = values / step.where(step > 0, 1.0)
