@@ -56,6 +56,8 @@ if TYPE_CHECKING:
     import numpy as np
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from qbench.progress import Advance
+
 
 def compute(result: CellResult, store: Store, cache: Path, *, reuse: bool = True) -> None:
     """Load, quantize, audit and score one cell into ``result``.
@@ -224,21 +226,31 @@ def quantized(
     """Return ``model`` quantized as the cell's settings say. Raises AuditError if the audit finds
     that it is not.
     """
-    cell, settings = result.cell, result.cell.quantization
     with result.stage("quantize") as detail:
-        calibration = calibration_of(cell, tokenizer)
-        model, how = quantize(
-            model,
-            settings,
-            calibration=calibration,
-            digest=cell.checkpoint.digest,
-            artifacts=cache / "artifacts",
-            normalizer_source=cell.key_parts.get("normalizer source"),
-            progress=result.advance,
-        )
+        model, how = _quantize(result.cell, model, tokenizer, cache, result.advance)
         detail.append(how)
     _audit(result, model)
     return model
+
+
+def _quantize(
+    cell: Cell, model: Any, tokenizer: PreTrainedTokenizerBase, cache: Path, progress: Advance
+) -> tuple[PreTrainedModel, str]:
+    """Return ``model`` quantized, and a line that says how; its weights are in ``cache`` then."""
+    return quantize(
+        model,
+        cell.quantization,
+        calibration=calibration_of(cell, tokenizer),
+        digest=cell.checkpoint.digest,
+        artifacts=cache / "artifacts",
+        normalizer_source=cell.key_parts.get("normalizer source"),
+        progress=progress,
+    )
+
+
+def quantize_ahead(cell: Cell, plan: Plan, cache: Path) -> None:
+    """Put the quantized weights of ``cell`` into ``cache``, where the cell finds them."""
+    _quantize(cell, *load(cell, plan), cache, lambda done, total: None)
 
 
 def calibration_of(cell: Cell, tokenizer: PreTrainedTokenizerBase) -> Calibration | None:

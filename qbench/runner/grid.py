@@ -25,9 +25,10 @@ from qbench.machine import attempt
 from qbench.plan import Cell, Plan
 from qbench.plugins import Plugin, load, load_packages, loaded
 from qbench.progress import Progress, SilentProgress
+from qbench.quantizers.methods.library_made import LibraryMade
 from qbench.records import Record, Unavailable
 from qbench.runner.progress import listening
-from qbench.runner.workers import PRELOAD, LostExecutorError, SerialExecutor
+from qbench.runner.workers import PRELOAD, LostExecutorError, SerialExecutor, Workers
 from qbench.store import Store, Table, run_id
 
 DIED = "its process was killed (out of memory?), or that of another cell before it; see its log"
@@ -147,7 +148,7 @@ class _GridRun:
         self.plan, self.store, self.progress, self.cache = plan, store, progress, cache
         self.force = force
         self.begun = datetime.now(UTC)
-        self.parallel = False
+        self.quantize_ahead: Callable[[str], Future] | None = None  # of a cell, by name
         self.done: dict[str, Record] = {}
         self.died: set[str] = set()
         self.rerun: set[str] = set()
@@ -196,8 +197,10 @@ class _GridRun:
         return record
 
     def run(self, cells: Sequence[Cell], executor: Executor) -> None:
-        self.parallel = not isinstance(executor, SerialExecutor)
         out, cache = self.store.directory.resolve(), self.cache.resolve()
+        if isinstance(executor, Workers):  # of this host, with one cache
+            ahead = portable(partial(quantize_ahead, self.plan, out=out, cache=cache))
+            self.quantize_ahead = partial(_submit, executor, ahead)
         with remote(executor, self.progress) as heard:
             call = partial(run_cell, self.plan, out=out, cache=cache)
             submit = partial(_submit, executor, portable(call), progress=heard)
@@ -214,21 +217,18 @@ class _GridRun:
     def _side_by_side(
         self, cells: Sequence[Cell], submit: Callable[..., Future], *, busy_waits: bool
     ) -> list[Cell]:
-        """Run ``cells``, each after the cell that it depends on, in parallel after all cells that
-        any of them depends on, so that the longest begin first. Return the cells that are left:
-        their process died for the first time, another run holds them, or the cell that they depend
-        on is left."""
+        """Run ``cells``, each after the cell that it depends on; meanwhile weights of waiting cells
+        are quantized. Return the cells that are left: their process died for the first time,
+        another run holds them, or the cell that they depend on is left."""
         waiting, at_work, left = list(cells), dict[Future, Cell](), []
+        ahead: dict[str, Future] | None = None
         while True:
             unfinished = {cell.key for cell in (*waiting, *at_work.values())}
-            needed = {depends_on(cell) for cell in waiting} & unfinished
-            ready = [
-                cell
-                for cell in waiting
-                if cell.base is None
-                or not (needed if self.parallel else depends_on(cell) in unfinished)
-            ]
-            for cell in ready:
+            for cell in [each for each in waiting if depends_on(each) not in unfinished]:
+                making = ahead.pop(cell.name, None) if ahead else None
+                if making is not None and not making.cancel() and not making.done():
+                    ahead[cell.name] = making  # it finds the weights once they are made
+                    continue
                 waiting.remove(cell)
                 if depends_on(cell) in {other.key for other in left}:
                     left.append(cell)
@@ -241,9 +241,13 @@ class _GridRun:
                 at_work[future] = cell
                 if future.done():  # in this process: cells come in their order
                     break
-            if not at_work:
+            if ahead is None:  # after the cells that others wait for, which come first
+                ahead = self._ahead(waiting)
+            if not at_work and not ahead:
                 return [*left, *waiting]
-            for future in wait_for(at_work, return_when=FIRST_COMPLETED).done:
+            done = wait_for([*at_work, *ahead.values()], return_when=FIRST_COMPLETED).done
+            ahead = {name: making for name, making in ahead.items() if making not in done}
+            for future in done & at_work.keys():
                 cell = at_work.pop(future)
                 try:
                     record = future.result()
@@ -255,6 +259,19 @@ class _GridRun:
                     continue
                 assert record.key == cell.key, f"{cell.name}: the worker's plan differs"
                 self.done[cell.name] = record
+
+    def _ahead(self, waiting: Sequence[Cell]) -> dict[str, Future]:
+        """Begin to quantize the weights of ``waiting`` cells that need text for it, the longest
+        part of such a cell; return the futures by name. A cell whose weights cannot be made says
+        so when it runs."""
+        if self.quantize_ahead is None:
+            return {}
+        return {
+            cell.name: self.quantize_ahead(cell.name)
+            for cell in waiting
+            if cell.quantization.needs_calibration
+            and not isinstance(cell.quantization.weights, LibraryMade)
+        }
 
     def _dead(self, cell: Cell, error: BaseException) -> list[Cell]:
         """Return the cell for a second try; if it had one or the executor is lost, record that it
@@ -332,6 +349,19 @@ def run(
         compute(result, store, cache, reuse=reuse)
 
     return result.save(store, attempt(work, store.log(cell.grid_cell), plan.device))
+
+
+def quantize_ahead(plan: Plan, name: str, *, out: Path, cache: Path) -> None:
+    """Put the quantized weights of the cell ``name`` into ``cache``. Nothing is raised."""
+    cell = plan.cell(name)
+
+    def work() -> None:
+        import_module(PRELOAD)
+        from qbench import cell as module
+
+        module.quantize_ahead(cell, plan, cache)
+
+    attempt(work, Store(out).log(cell.grid_cell), plan.device)
 
 
 def depends_on(cell: Cell) -> str | None:

@@ -11,13 +11,13 @@ from types import SimpleNamespace
 import pytest
 from filelock import FileLock
 from quick_cells import Quick
-from small_recipe import small_recipe
+from small_recipe import DEMO, small_recipe
 
 from qbench.cli.messages import complain
 from qbench.plan import plan
 from qbench.progress import SilentProgress
 from qbench.recipe import Recipe
-from qbench.runner.grid import _GridRun, depends_on, run, run_cells, run_each
+from qbench.runner.grid import _GridRun, depends_on, quantize_ahead, run, run_cells, run_each
 from qbench.runner.progress import Display
 from qbench.runner.workers import LostExecutorError, SerialExecutor, Workers
 from qbench.store import Store
@@ -243,13 +243,15 @@ def test_a_cell_begins_when_the_one_that_it_is_measured_against_is_done(tmp_path
             assert cell.replace("rtn-4bit", "fp32") in before
 
 
-def test_side_by_side_the_longest_begin_first_when_all_unquantized_cells_are_done(tmp_path):
-    """Else the first one's cells would take every process before the longest of the others."""
-    plan_ = planned(tmp_path)
-    grid = _GridRun(
-        plan_, Store(tmp_path / "out"), SilentProgress(), tmp_path / "cache", force=False
-    )
-    grid.parallel = True
+def test_weights_are_quantized_while_the_unquantized_cells_run(tmp_path):
+    """A cell begins when the one that it is measured against is done and its weights are made; what
+    has not begun by then it makes itself."""
+    text = {"path": str(DEMO / "calibration.jsonl"), "samples": 2, "length": 32}
+    plan_ = planned(tmp_path, quantizers=["fp32", "rtn-4bit", "gptq-4bit"], calibration=text)
+    store = Store(tmp_path / "out")
+    grid = _GridRun(plan_, store, SilentProgress(), tmp_path / "cache", force=False)
+    ahead = {f"{name}/gptq-4bit": Future() for name in ("softmax", "softpick")}
+    grid.quantize_ahead = ahead.__getitem__
     futures, begun = {name: Future() for name in ("softmax/fp32", "softpick/fp32")}, []
 
     def submit(name, **_):
@@ -259,15 +261,31 @@ def test_side_by_side_the_longest_begin_first_when_all_unquantized_cells_are_don
             future.set_result(SimpleNamespace(key=plan_.cell(name).key))
         return future
 
+    steps = []
     with ThreadPoolExecutor(1) as thread:
         running = thread.submit(grid._side_by_side, plan_.cells, submit, busy_waits=False)
-        for name, future in futures.items():
+        ahead["softmax/gptq-4bit"].set_running_or_notify_cancel()
+        for name, future in [*futures.items(), ("softmax/gptq-4bit", ahead["softmax/gptq-4bit"])]:
             time.sleep(0.2)
-            early = list(begun)
+            steps.append(set(begun))
             future.set_result(SimpleNamespace(key=plan_.cell(name).key))
         assert running.result() == []
-    assert set(early) == set(futures)
-    assert len(begun) == 4
+    assert steps[0] == {"softmax/fp32", "softpick/fp32"}
+    assert steps[1] - steps[0] == {"softmax/rtn-4bit"}
+    assert steps[2] - steps[1] == {"softpick/rtn-4bit", "softpick/gptq-4bit"}
+    assert begun[-1] == "softmax/gptq-4bit"
+    assert ahead["softpick/gptq-4bit"].cancelled()
+
+
+def test_a_cell_finds_the_weights_that_were_quantized_ahead(tmp_path):
+    text = {"path": str(DEMO / "calibration.jsonl"), "samples": 2, "length": 32}
+    plan_ = planned(tmp_path, quantizers=["fp32", "gptq-4bit"], calibration=text)
+    out, cache = tmp_path / "out", tmp_path / "cache"
+    quantize_ahead(plan_, "softmax/gptq-4bit", out=out, cache=cache)
+    cells = [plan_.cell(f"softmax/{name}") for name in ("fp32", "gptq-4bit")]
+    records = run_cells(plan_, out=out, cells=cells, cache=cache)
+    [stage] = [stage for stage in records[1].stages if stage.name == "quantize"]
+    assert "artifact reused" in stage.detail
 
 
 def test_without_damage_no_cell_depends_on_another(tmp_path):
