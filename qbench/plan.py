@@ -44,6 +44,7 @@ from qbench.evaluation.definitions import TaskGroup, expand, read_definition, ta
 from qbench.evaluation.settings import (
     BATCH_SIZE,
     SAMPLE,
+    SHARED_SCALE_TOKENS,
     WINDOW_BATCH_SIZE,
     Chat,
     Mode,
@@ -574,6 +575,9 @@ def scoring_settings(
     if mode == "auto":
         mode = "fast" if device == "cuda" else "exact"
     automatic = evaluation.batch_size == "auto"
+    tokens = [batch_tokens(device, checkpoint.config)]
+    if not quantization.batch_invariant:
+        tokens.append(SHARED_SCALE_TOKENS)
     chat = None
     if evaluation.apply_chat_template or evaluation.system_instruction is not None:
         chat = Chat(
@@ -586,7 +590,7 @@ def scoring_settings(
         max_length=min(lengths),
         batch_size=BATCH_SIZE[device] if automatic else evaluation.batch_size,
         window_batch_size=WINDOW_BATCH_SIZE[device] if automatic else evaluation.batch_size,
-        batch_tokens=batch_tokens(device, checkpoint.config) if mode == "fast" else None,
+        batch_tokens=min(tokens) if mode == "fast" else None,
         add_bos=evaluation.add_bos,
         softmax_dtype=evaluation.softmax_dtype,
         sample=SAMPLE[device] if mode == "fast" else 0,
@@ -595,6 +599,7 @@ def scoring_settings(
         seed=evaluation.seed,
         fewshot_seed=evaluation.fewshot_seed,
         amplifies_rounding=quantization.amplifies_rounding,
+        shares_scales=not quantization.batch_invariant,
         fallback=evaluation.scoring == "auto",
         chat=chat,
     )

@@ -124,6 +124,8 @@ SAMPLE = {"cuda": 32, "cpu": 8}
 # the weights at 340M parameters. Logits are computed in parts of a fixed size.
 PACK_ELEMENTS = 32_768 * 1_024
 LEAST_BATCH_TOKENS = 1_024
+# A scale that a batch shares grows with it: about the tokens of lm-eval's batches of 64 requests.
+SHARED_SCALE_TOKENS = 8_192
 UNKNOWN_HIDDEN_SIZE = 8_192  # of a configuration that states none
 
 
@@ -160,7 +162,9 @@ class ScoringSettings:
     scoring is compared with exact, within ``tolerance``. ``seed`` draws that sample and, counted
     from lm-eval's defaults, what a task leaves to chance; ``fewshot_seed`` draws few-shot examples.
     ``amplifies_rounding``: the quantizer's, which changes how fast scores are judged and no score.
-    ``fallback``: a task whose fast scores leave the tolerance is scored exactly; else it fails.
+    ``shares_scales``: the quantizer's, too: scores depend on the batch, and fast ones are compared
+    with those of exact scoring's own batches, not with windows one by one. ``fallback``: a task
+    whose fast scores leave the tolerance is scored exactly; else it fails.
     """
 
     mode: Mode
@@ -177,6 +181,7 @@ class ScoringSettings:
     seed: int = 0
     fewshot_seed: int = FEWSHOT_SEED
     amplifies_rounding: bool = False
+    shares_scales: bool = False
     fallback: bool = False
     chat: Chat | None = None  # None: prompts are the task's texts
 
@@ -187,7 +192,7 @@ class ScoringSettings:
         """Return what belongs into a cell's key. ``tolerance`` changes no score: a record is
         compared with it when it is read (``tolerance_violation``).
         """
-        left_out = {"tolerance", "amplifies_rounding", "fallback", "packed"}
+        left_out = {"tolerance", "amplifies_rounding", "fallback", "packed", "shares_scales"}
         left_out |= set() if self.chat else {"chat"}
         return {k: v for k, v in asdict(self).items() if k not in left_out}
 

@@ -185,7 +185,9 @@ def test_a_pack_is_a_batch_of_what_shares_a_scale(activations):
     requests = choices(9)
     sizes = [answers(model, "exact", requests, batch_size=size) for size in (2, 16)]
     noise = np.abs(np.subtract(*([a for a, _ in scores] for scores in sizes)))
-    lm = scorer(model, "fast", amplifies_rounding=True, tolerance=LOOSE)
+    shared = {"amplifies_rounding": True, "shares_scales": True}
+    lm = scorer(model, "fast", tolerance=LOOSE, **shared)
+    assert lm._reference.batching == lm.exact.batching
     fast = [a for a, _ in lm.loglikelihood(requests, disable_tqdm=True)]
     off = np.abs(np.subtract(fast, [a for a, _ in sizes[0]]))
     assert 0 < np.median(off) < 3 * np.median(noise)

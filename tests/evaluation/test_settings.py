@@ -25,21 +25,28 @@ from qbench.records import DifferenceFromExact, SampleDifference, ScoringReport
 SMALL = {"hidden_size": 1024}
 
 
-def resolved(device="cuda", config=SMALL, own_length=4096, **asked):
+def resolved(device="cuda", config=SMALL, own_length=4096, shares_scales=False, **asked):
     return scoring_settings(
         Evaluation(**asked),
         SimpleNamespace(config=config, max_length=own_length),
-        SimpleNamespace(runtime="transformers", amplifies_rounding=False),
+        SimpleNamespace(
+            runtime="transformers", amplifies_rounding=False, batch_invariant=not shares_scales
+        ),
         device=device,
     )
 
 
 @pytest.mark.parametrize(
-    ("device", "mode", "sizes"),
-    [("cuda", "fast", (64, 8, 32_768, 32)), ("cpu", "exact", (8, 1, None, 0))],
+    ("device", "shares_scales", "mode", "sizes"),
+    [
+        ("cuda", False, "fast", (64, 8, 32_768, 32)),
+        ("cuda", True, "fast", (64, 8, 8_192, 32)),  # as large as lm-eval's batches
+        ("cpu", False, "exact", (8, 1, None, 0)),
+        ("cpu", True, "exact", (8, 1, None, 0)),
+    ],
 )
-def test_auto_is_decided_by_the_device(device, mode, sizes):
-    found = resolved(device)
+def test_auto_is_decided_by_the_device(device, shares_scales, mode, sizes):
+    found = resolved(device, shares_scales=shares_scales)
     assert found.mode == mode
     assert sizes == (found.batch_size, found.window_batch_size, found.batch_tokens, found.sample)
 
@@ -51,7 +58,7 @@ def test_a_key_holds_every_setting_but_the_tolerance_and_no_auto(device, scoring
     parts = found.key_parts()
     names = {field.name for field in dataclasses.fields(ScoringSettings)}
     assert set(parts) == names - {
-        "tolerance", "amplifies_rounding", "fallback", "packed", "chat"
+        "tolerance", "amplifies_rounding", "fallback", "packed", "shares_scales", "chat"
     }  # fmt: skip
     assert "auto" not in json.dumps(parts)
     assert resolved(device, scoring=scoring, tolerance=Tolerance(mean=1.0)).key_parts() == parts

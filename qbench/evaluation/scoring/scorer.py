@@ -159,7 +159,7 @@ class Scorer(LM):
         self._rolling: dict[str, None] = {}  # tasks that score whole texts
         self._generated: dict[str, str] = {}  # why a task's answers came from transformers
         if settings.mode == "fast":
-            right = replace(padding, window_batch_size=1)
+            right = padding if settings.shares_scales else replace(padding, window_batch_size=1)
             self._reference = Backend(batching=right, forward=padded, exact=True)
             tokens = settings.batch_tokens
             if settings.packed:
