@@ -279,7 +279,7 @@ def _audit(result: CellResult, model: PreTrainedModel) -> None:
             linearize(model)  # Conv1D as llama.cpp has it
             write_gguf_into(model, str(cell.copy.folder))
             wrong = runtime.disagreement(model, probe[:, : cell.scoring.max_length])
-        measured = audit(original, model, cell.quantization, probe, batch_invariant)
+        measured = audit(original, model, cell.quantization, probe, batch_invariant, result.advance)
         problems = (*wrong, *measured.problems)
         result.audit = measured.model_copy(update={"problems": problems, "passed": not problems})
         del original

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from qbench.errors import first_line
+from qbench.progress import Advance
 from qbench.quantizers.activation_inputs import weights_alone
 from qbench.quantizers.audit.activations import measure_inputs
 from qbench.quantizers.audit.independence import RowByRow, independence, logits
@@ -51,14 +52,15 @@ def audit(
     config: QuantizationConfig,
     probe: Tensor,
     row_by_row: RowByRow = nullcontext,
+    progress: Advance = lambda done, total: None,
 ) -> Audit:
     """Compare ``quantized`` with the ``original`` it was made from, on one device. ``original`` may
     be changed and is of no use afterwards.
 
     ``probe``: token ids [B, T] of a text on which quantization must move the logits.
     ``row_by_row``: a context in which no row of a model's attention changes the last bits of
-    another. The result's ``passed`` is False if a check fails, and ``problems`` says why, one line
-    each.
+    another. ``progress(done, total)`` is called as layers are measured. The result's ``passed`` is
+    False if a check fails, and ``problems`` says why, one line each.
     """
     problems = [f"the unquantized model: {line}" for line in not_finite(original)]
     problems = problems or not_finite(quantized)
@@ -86,7 +88,9 @@ def audit(
         fields["kv_cache"], failures = measure_kv(quantized, config, probe)
         problems += failures
     with weights_alone(quantized):
-        weights, failures = measure_weights(original, originals, quantized, config, probe, inputs)
+        weights, failures = measure_weights(
+            original, originals, quantized, config, probe, inputs, progress
+        )
     problems += failures
     # Weights may lie on the format's levels, as those of a copy that was written in 16 bits again.
     exact = config.weights and set(config.parts) == {"weights"} and weights["weight_error"] == 0

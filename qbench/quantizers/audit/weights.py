@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from qbench.errors import first_line, some
 from qbench.files import PART, digest_of_parts
+from qbench.progress import Advance
 from qbench.quantizers.calibration import watch_inputs
 from qbench.quantizers.config import PackedWeight, QuantizationConfig, WeightSettings, matching
 from qbench.quantizers.linear import KEPT, Matrix, matrices, numbers, others, values
@@ -69,6 +70,7 @@ def measure_weights(
     config: QuantizationConfig,
     probe: Tensor,
     inputs: Mapping[str, Tensor],
+    progress: Advance,
 ) -> tuple[dict[str, Any], list[str]]:
     """Compare the weights of ``quantized`` with ``originals``, the matrices of ``original``.
 
@@ -98,7 +100,9 @@ def measure_weights(
     ends, changed = _changed_others(original, quantized, config, stored)
     results: list[LayerResult] = []
     rescaled = 0
-    for name in (name for name in originals if name in stored):
+    names = [name for name in originals if name in stored]
+    for done, name in enumerate(names):
+        progress(done, len(names))
         try:
             packed = stored[name]()
             load_block(original, name)
