@@ -15,6 +15,13 @@ OPTIONS = {
     "--results": "a run writes into --out DIR; `qbench cache list` names entries by their key",
     "--rank": "the verdict above the tables orders the precisions",
 }
+# Options of lm-eval that are keys of a recipe here.
+RECIPE_KEYS = {
+    "--apply-chat-template": "evaluation: {apply_chat_template: true}",
+    "--system-instruction": "evaluation: {system_instruction: …}",
+    "--fewshot-as-multiturn": "evaluation: {fewshot_as_multiturn: true}",
+    "--num-fewshot": "tasks: [{name: TASK, num_fewshot: 5}]",
+}
 # Values of options of the command line.
 VALUES = {
     ("--format", "html"): "`qbench report` writes a page",

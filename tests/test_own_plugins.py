@@ -123,7 +123,10 @@ def test_a_saved_recipe_runs_again_as_it_stands(tmp_path, example):
     ("entry", "said"),
     [
         ("nosuch.py", r"recipe\.yaml:1: plugins\[0\] '\S+nosuch\.py': cannot be read"),
-        ({"path": "a.py", "sha": "x"}, r"recipe\.yaml:1: plugins\[0\]\.sha: unknown key; known: p"),
+        (
+            {"path": "a.py", "sha": "x"},
+            r"recipe\.yaml:1: plugins\[0\]\.sha: unknown key; did you mean sha256\? known: p",
+        ),
         ({"path": "a.py", "sha256": "x"}, r"recipe\.yaml:1: plugins\[0\]\.sha256: "),
     ],
 )

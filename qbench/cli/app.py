@@ -7,6 +7,7 @@ import functools
 import importlib
 import os
 import sys
+from difflib import get_close_matches
 from typing import Annotated, Any, NamedTuple
 
 import typer
@@ -109,6 +110,14 @@ def _usage(error: Any) -> str:
     said = " ".join(error.format_message().split()).rstrip(".").replace("Value error, ", "")
     if replacement := removed.OPTIONS.get(getattr(error, "option_name", None)):
         said = f"{error.option_name} was removed: {replacement}"
+    option = str(getattr(error, "option_name", None)).replace("_", "-")
+    if said.startswith("No such option") and (
+        near := get_close_matches(option, removed.RECIPE_KEYS, 1, 0.8)
+    ):
+        said = (
+            f"No such option: {error.option_name}; a recipe has it: "
+            f"{removed.RECIPE_KEYS[near[0]]} (--save-recipe FILE writes the recipe of options)"
+        )
     for (option, value), replacement in removed.VALUES.items():
         if f"'{option}'" in said and f"'{value}' is not" in said:
             said = f"{option} {value} was removed: {replacement}"

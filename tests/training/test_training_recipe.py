@@ -16,7 +16,10 @@ SHIPPED = sorted((Path(__file__).parents[2] / "recipes" / "train").glob("*.yaml"
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"normalisers": ["softmax"]}, "normalisers: unknown key; known: name, model, normalizers"),
+        (
+            {"normalisers": ["softmax"]},
+            "normalisers: unknown key; did you mean normalizers? known: name, model, normalizers",
+        ),
         ({"model": {"width": 3}}, "model.width: unknown key; known: hidden, layers"),
         ({"normalizers": ["softplus"]}, "unknown normalizer 'softplus'; known: softmax, softpick"),
         ({"normalizers": ["softmax", "softmax"]}, "softmax is listed twice"),
