@@ -15,7 +15,10 @@ import pandas as pd
 
 from qbench.archive import ARCHIVE, pack
 from qbench.comparison.compare import compare
+from qbench.comparison.rows import Comparison
+from qbench.comparison.verdict import about as measured
 from qbench.comparison.verdict import verdict
+from qbench.comparison.wording import effect_text, interval_text
 from qbench.errors import QbenchError, UnavailableError
 from qbench.evaluation.definitions import definition_file, read_definition
 from qbench.files import write_atomically
@@ -183,19 +186,20 @@ def _filter(metric: str) -> str:
 
 
 def write_model_card(
-    store: Store, record: Record, folder: Path, said: Sequence[str] = ()
+    store: Store, record: Record, folder: Path, comparison: Comparison | None = None
 ) -> list[Path]:
     """Write ``<checkpoint>__<quantizer>.md`` below ``folder``; its head belongs into the README.md
     of the model's repository."""
     path = folder / f"{record.checkpoint}__{record.quantizer}.md"
     hub_id = store.manifest().hub_ids.get(record.checkpoint)
-    write_atomically(path, card(record, hub_id, said).encode())
+    write_atomically(path, card(record, hub_id, comparison).encode())
     return [path]
 
 
-def card(record: Record, hub_id: str | None = None, said: Sequence[str] = ()) -> str:
-    """Return a model card: evaluation results and ``base_model``, the hub id, as YAML; the verdict
-    ``said``, and a table of the same scores."""
+def card(record: Record, hub_id: str | None = None, comparison: Comparison | None = None) -> str:
+    """Return a model card: evaluation results and ``base_model``, the hub id, as YAML; with a
+    ``comparison`` what was measured, the verdict and the losses with their intervals; a table of
+    the scores."""
     results, scores = [], (*record.scores, *record.groups)
     for score in scores:
         unit = 100 if is_percentage(score.metric) else 1
@@ -217,20 +221,40 @@ def card(record: Record, hub_id: str | None = None, said: Sequence[str] = ()) ->
         )
     name = f"{record.checkpoint}/{record.quantizer}"
     relation = "quantized" if hub_id and record.quantized else None
-    head = huggingface_hub.ModelCardData(
+    yaml = huggingface_hub.ModelCardData(
         model_name=name, eval_results=results, base_model=hub_id, base_model_relation=relation
     ).to_yaml()
+    losses = _losses(comparison, record) if comparison else {}
     rows = [
-        (score.label, score.metric, f"{result.metric_value:.2f}", score.documents)
+        (
+            *(score.label, score.metric, f"{result.metric_value:.2f}"),
+            *losses.get((score.task, score.metric), ("", "")),
+            score.documents,
+        )
         for score, result in zip(scores, results, strict=True)
     ]
-    shown = table(("Task", "Metric", "Value", "Documents"), rows, align="llrr")
+    head = ("Task", "Metric", "Value", "Damage", "95 % interval", "Documents")
+    shown = table(head, rows, align="llrrrr")
     made = f"Quantized with {record.title}, {record.precision.name}" if record.quantized else name
     about = f"{made}; normalizer {record.normalizer}."
     if hub_id is None:
         about += " base_model: not known, since the checkpoint was a local folder."
+    said = [*measured(comparison), *verdict(comparison)] if comparison else []
     text = "\n\n".join(for_markdown(line) for line in (about, *said))
-    return f"---\n{head.strip()}\n---\n\n{text}\n\n{shown}\n"
+    return f"---\n{yaml.strip()}\n---\n\n{text}\n\n{shown}\n"
+
+
+def _losses(comparison: Comparison, record: Record) -> dict[tuple[str, str], tuple[str, str]]:
+    """Return (task, metric) → the cell's loss and its interval, as text."""
+    return {
+        (row.task, row.metric): (
+            effect_text(effect, percent=row.percent),
+            interval_text(effect, percent=row.percent),
+        )
+        for row in comparison.lines
+        if row.quantizer == record.quantizer
+        and (effect := row.effect("damages", record.checkpoint)) is not None
+    }
 
 
 def _definition(task: str) -> dict[str, Any]:
@@ -311,5 +335,5 @@ def export(store: Store, to: str, folder: Path) -> list[Path]:
     good = (record for record in store.records() if record.status == "ok")
     write = WRITERS[to]
     if to == "model-card":
-        write = partial(write_model_card, said=verdict(compare(store)))
+        write = partial(write_model_card, comparison=compare(store))
     return [path for record in good for path in write(store, record, folder)]

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import sys
 from pathlib import Path
 
@@ -88,6 +89,8 @@ def test_a_card_has_the_verdict_and_the_base_model(tmp_path, hub_id):
     assert card.data.get("base_model_relation") == ("quantized" if hub_id else None)
     assert ("base_model: not known" in text) == (hub_id is None)
     assert "Scores (secondary): " in text
+    assert "Documents: arc_easy 2,376" in text
+    assert "| Damage |" in re.sub(" +", " ", text)
 
 
 def test_a_name_in_the_card_s_table_is_text():
@@ -95,7 +98,7 @@ def test_a_name_in_the_card_s_table_is_text():
     named = record.scores[0].model_copy(update={"label": "a|b <b>"})
     text = export.card(record.model_copy(update={"scores": (named,)}))
     rows = [row.replace("\\|", "") for row in text.splitlines() if row.startswith("|")]
-    assert {row.count("|") for row in rows} == {5}
+    assert {row.count("|") for row in rows} == {7}
     assert "<b>" not in text.split("---\n")[-1]
 
 

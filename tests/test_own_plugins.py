@@ -115,7 +115,7 @@ def test_a_saved_recipe_runs_again_as_it_stands(tmp_path, example):
     saved.write_text(re.sub(r"\n +sha256: \w+|\n- sha256: \w+(?=\n)", "", saved.read_text()))
     done = run_in_a_process("plan", saved, "--out", out, "--device", "cpu")
     assert done.returncode == 0, done.stderr
-    assert re.search(r"^there +softmax/fp32", done.stdout, re.MULTILINE)
+    assert re.search(r"^finished +softmax/fp32", done.stdout, re.MULTILINE)
     assert re.search(r"^to run +softmax/clipped-4bit", done.stdout, re.MULTILINE)  # another cell
 
 

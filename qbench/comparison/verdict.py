@@ -310,13 +310,13 @@ def _power(tested: Sequence[tuple[Row, Effect | SeedEffect]]) -> str:
     sizes = [min(each.detectable, 1.0) for each in points]
     if not sizes:
         return ""
-    ends = dict.fromkeys(f"{100 * size:.1f}" for size in (min(sizes), max(sizes)) if size < 1)
-    ends = ends or {"100": None}
     counts = sorted({each.documents for each in points})
     documents = " to ".join(f"{count:,}" for count in dict.fromkeys((counts[0], counts[-1])))
+    ends = dict.fromkeys(f"{100 * size:.1f}" for size in (min(sizes), max(sizes)) if size < 1)
+    seen = f"a loss of accuracy shows from {' to '.join(ends)} points on"
+    seen += ", in some none" if max(sizes) == 1 else ""
     text = (
-        f"With {documents} documents per task a loss of accuracy shows from {' to '.join(ends)} "
-        f"points on{', in some none' if len(ends) == 1 and max(sizes) == 1 else ''}."
+        f"With {documents} documents per task {seen if ends else 'no loss of accuracy can show'}."
     )
     rest = [each for each in points if not each.significant]
     if not rest or any(each.upper_at(LEVEL / len(rest)) >= 1 for each in rest):
