@@ -184,6 +184,15 @@ class PublishedCopy(Published):
                 "CPU with VNNI"
             )
 
+        version = machine.version_of("transformers")
+        newer = tuple(map(int, version.split(".")[:2])) >= (5, 24)
+        if newer and rounded_part(self.config, "kv_cache"):
+            raise RecipeError(
+                f"{self.format}: transformers {version} would leave its KV cache unquantized: "
+                "compressed-tensors 0.20 gives it to layers under an earlier name; install "
+                "'transformers<5.24'"
+            )
+
     def check_layer(self, name: str, rows: int, columns: int) -> None:
         blocks = self.format == "bitsandbytes" and self.num_bits == 4
         if blocks and self.device == "cpu" and columns % 64:
