@@ -27,6 +27,7 @@ pages: install
 
 numbers: install
 	$(BIN)/python docs/read_results.py
+	$(BIN)/python docs/read_answers.py
 
 # those of the viewer in README and docs, by Chromium
 pictures: install

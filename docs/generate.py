@@ -275,6 +275,23 @@ def cell(page, column, **where) -> str:
     return rows[0][column]
 
 
+@lru_cache
+def _answers() -> pd.Series:
+    table = pd.read_csv(ROOT / "docs" / "answers.csv", dtype=str)
+    return table.set_index(["checkpoint", "name"])["value"]
+
+
+def answers(checkpoint, name) -> str:
+    """Return a number of docs/answers.csv."""
+    return _answers()[checkpoint, name]
+
+
+def table_of(folder, title) -> str:
+    """Return the table under ``title`` in results/FOLDER/tables.md."""
+    text = (ROOT / "results" / folder / "tables.md").read_text("utf-8")
+    return text.split(f"### {title}\n\n", 1)[1].split("\n\n", 1)[0]
+
+
 def rate(page, shape, *kernels) -> str:
     """Return how many times as fast the first kernel's causal forward pass is as the second's."""
     where = {"shape": shape, "variant": "causal"}
@@ -324,6 +341,7 @@ FUNCTIONS = (
     by_method, methods_table, find, by_layer, ranges,
     value, mean, percent, kl, kl_interval, points, times, ratio, spread, each, least, compared,
     counts, precisions, significant, same_sign, moves, kl_ratio, direction, require, cell, rate,
+    answers, table_of,
 )  # fmt: skip
 
 

@@ -2,7 +2,8 @@
 
 ``evaluate`` quantizes and scores a model, and is all that most need. ``Recipe.load`` reads a recipe
 and ``plan`` finds its cells. ``run`` makes their records, ``compare`` compares them, and ``tables``
-shows the result. ``load_records`` gives every score as a row of a pandas table. ``attend`` sets the
+shows the result. ``load_records`` gives every score as a row of a pandas table, ``load_answers``
+every token of the answers. ``attend`` sets the
 attention of your own model. Everything else may change without notice. Importing
 this imports no torch.
 """
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
+from qbench.comparison.answers import token_classes
 from qbench.comparison.compare import compare as compare_store
 from qbench.comparison.rows import Comparison
 from qbench.errors import RecipeError, shown
@@ -26,6 +28,7 @@ from qbench.machine import choose_device, set_library_env, terminal
 from qbench.plan import Plan
 from qbench.plan import plan as plan_on
 from qbench.recipe import Overrides, Recipe, added_column, label_of
+from qbench.records import ANSWER_COLUMNS, ANSWERS, PROMPT
 from qbench.runner.grid import run_cells
 from qbench.runner.progress import Display
 from qbench.store import Store
@@ -37,8 +40,8 @@ if TYPE_CHECKING:
 
     from qbench.records import Record
 
-__all__ = ["Overrides", "Recipe", "Results", "attend", "compare", "evaluate", "load_records",
-           "plan", "run", "tables"]  # fmt: skip
+__all__ = ["Overrides", "Recipe", "Results", "attend", "compare", "evaluate", "load_answers",
+           "load_records", "plan", "run", "tables"]  # fmt: skip
 
 set_library_env()
 
@@ -202,6 +205,29 @@ def load_records(folder: str | Path) -> pd.DataFrame:
         for score in (*record.scores, *record.groups)
     ]
     return pd.DataFrame(rows, columns=list(COLUMNS))
+
+
+def load_answers(folder: str | Path) -> pd.DataFrame:
+    """Return one row per token of the unquantized models' answers, of each finished record of a
+    results folder's last run that has read any.
+
+    Columns: checkpoint, quantizer, document, sample, position (−1: the prompt), text, kl, change,
+    margin, agrees, and class, one of ``qbench.comparison.answers.CLASSES`` ("prompt" for a prompt).
+    Raises ResultsError for a folder without results or with a damaged file.
+    """
+    _require("load_answers", folder=(folder, Folder, "the path of a results folder"))
+    store = Store(Path(folder))
+    tables = [pd.DataFrame(columns=["checkpoint", "quantizer", *ANSWER_COLUMNS, "class"])]
+    for record in store.records():
+        if ANSWERS in record.files:
+            table = store.answers(record)
+            table.insert(0, "checkpoint", record.checkpoint)
+            table.insert(1, "quantizer", record.quantizer)
+            tokens = table["position"] != PROMPT
+            table["class"] = "prompt"
+            table.loc[tokens, "class"] = token_classes(table[tokens])
+            tables.append(table)
+    return pd.concat(tables[1:] or tables, ignore_index=True)
 
 
 def attend(model: PreTrainedModel, *, normalizer: str, implementation: str = "auto") -> str:

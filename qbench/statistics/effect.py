@@ -37,6 +37,9 @@ from qbench.statistics.score_test import Counts, detectable_mean, score_interval
 LEVEL = 0.05
 POWER = 0.80
 CONFIDENCE = 0.95
+# A difference within so many standard errors of drawing answers is not called one, so that at most
+# 2 % of runs of one model against itself have a mark (tests/comparison/test_sham_answers.py).
+DRAWN_ERRORS = 3.0
 ONE_SIDED = 2 * CONFIDENCE - 1  # confidence of an interval whose ends are one-sided 95 % bounds
 # If fewer documents changed than this, Student's t is too short for values without known ends.
 FEW_CHANGES = 20
@@ -69,7 +72,8 @@ class Tested:
     difference.
 
     ``size_at`` maps a level of significance to the size that a test at that level finds with 80 %
-    power. ``detectable`` is that size at the level that the mark needs beside the other tests of
+    power. ``drawn`` is the standard error that comes from drawing answers, which the interval
+    includes. ``detectable`` is that size at the level that the mark needs beside the other tests of
     its ``family`` (its number of tests); ``adjust`` sets them and ``p_holm``. ``upper_at`` maps a
     level to the one-sided upper bound that excludes larger values at that level; ``bounds`` are
     the one-sided 95 % bounds.
@@ -80,6 +84,7 @@ class Tested:
     bounds: tuple[float, float]
     p: float
     documents: int
+    drawn: float = 0.0
     p_holm: float | None = None
     family: int = 0
     detectable: float | None = None
@@ -92,8 +97,10 @@ class Tested:
 
     @property
     def significant(self) -> bool:
-        """Return whether it differs from 0 at 5 % after Holm's correction over its family."""
-        return self.p_holm is not None and self.p_holm < LEVEL
+        """Return whether it differs from 0 at 5 % after Holm's correction over its family, and by
+        more than drawing other answers explains."""
+        noise = DRAWN_ERRORS * self.drawn
+        return self.p_holm is not None and self.p_holm < LEVEL and abs(self.estimate) > noise
 
     @property
     def mark(self) -> str:
@@ -102,11 +109,9 @@ class Tested:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Effect(Tested):
-    """Hold a contrast of scores on the same documents. ``drawn`` is the standard error that comes
-    from drawing answers, which the interval includes."""
+    """Hold a contrast of scores on the same documents."""
 
     test: Test
-    drawn: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

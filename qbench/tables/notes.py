@@ -20,6 +20,7 @@ from qbench.comparison.wording import (
 )
 from qbench.records import SampleDifference
 from qbench.statistics import documents_for_margin, samples_needed
+from qbench.statistics.effect import DRAWN_ERRORS
 from qbench.text import MINUS, group_by_reason, metric_title
 
 if TYPE_CHECKING:
@@ -189,11 +190,11 @@ def drawn_notes(rows: Iterable[Row]) -> list[str]:
     lines = []
     for name, effects in found.items():
         widest = max(effects, key=lambda effect: effect.interval.stderr)
-        points = 100 * 1.96 * max(effect.drawn for effect in effects)
+        points = 100 * DRAWN_ERRORS * max(effect.drawn for effect in effects)
         unit = "%" if widest.kind == "log ratio" else "points"
         line = (
             f"{name}: drawing other answers to the same prompts alone moves a damage by ± "
-            f"{points:.1f} {unit} (95 %); the intervals include it."
+            f"{points:.1f} {unit} (3 standard errors): smaller ones are not marked."
         )
         needed = documents_for_margin(widest, HUNDREDTH)
         if not all(effect.significant for effect in effects) and needed:
