@@ -1,6 +1,6 @@
 """Runs of one model against itself, by answers that SmolLM2 drew: how often a difference is marked.
 
-results/answers/samples.csv has the lengths of 32 answers to each of 200 prompts (the questions of
+answer_samples.csv has the lengths of 32 answers to each of 200 prompts (the questions of
 ARC-easy, at temperature 0.7, at most 96 tokens), and whether they stopped by themselves.
 """
 
@@ -15,7 +15,7 @@ from qbench.metrics import LOG_MEAN
 from qbench.statistics import Column, Panel, adjust, drawing_error, effect
 from qbench.statistics.effect import Effect
 
-SAMPLES = Path(__file__).parents[2] / "results" / "answers" / "samples.csv"
+SAMPLES = Path(__file__).with_name("answer_samples.csv")
 METRICS = {"length": LOG_MEAN, "stops": "mean"}
 MOST = 0.02
 
