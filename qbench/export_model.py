@@ -228,8 +228,10 @@ def _input_scale(inputs: ActivationEvidence) -> Tensors:
     scale, zero, form = inputs.fixed.scale.reshape(1), inputs.fixed.zero, inputs.format
     if form.strategy == "tensor_group":
         return {"input_global_scale": 1 / scale}
-    signed = {} if zero is None else {"input_zero_point": (zero - 2 ** (form.num_bits - 1)).char()}
-    return {"input_scale": scale, **signed}
+    if zero is None:
+        return {"input_scale": scale}
+    signed = (zero - 2 ** (form.num_bits - 1)).reshape(1).to(torch.int8)
+    return {"input_scale": scale, "input_zero_point": signed}
 
 
 def bitstream(codes: Tensor, bits: int) -> Tensor:

@@ -48,6 +48,7 @@ CASES = [
             ("w8a8-int8", None, "compressed-tensors", "0.0"),
             ("w8a8-fp8", None, "compressed-tensors", "0."),
             ("int8-row+int8-static", None, "compressed-tensors", "0."),
+            ("int8-row+int8-static-asymmetric", None, "compressed-tensors", "0."),
             ("w4a4-nvfp4", None, "compressed-tensors", "0."),
             ({"name": "bnb-4bit", "double_quant": True}, None, "bitsandbytes", EQUAL),
             ("bnb-8bit", None, "bitsandbytes", EQUAL),
