@@ -65,9 +65,9 @@ def run_cells(
     progress. ``force`` runs cells with good records too. ``cache`` holds quantized weights and
     unquantized distributions (None: ``$QBENCH_CACHE``).
 
-    A cell begins after the unquantized cell that its damage is measured against; on an ``executor``
-    after all unquantized cells. A cell whose process dies is tried once more, alone, so that only a
-    cell that kills its process fails. Cells that another run computes now come last.
+    A cell begins after the unquantized cell that its damage is measured against. A cell whose
+    process dies is tried once more, alone, so that only a cell that kills its process fails. Cells
+    that another run computes now come last.
     """
     chosen = plan.cells if cells is None else cells
     grid = _GridRun(plan, Store(out), progress or SilentProgress(), cache or cache_folder(), force)
