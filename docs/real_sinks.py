@@ -3,6 +3,7 @@ input of down_proj by decoder layer, of models that people use. `make pages` run
 
 from generate import REAL_SINKS, ROOT, by_layer
 from matplotlib import pyplot
+from matplotlib.ticker import MaxNLocator
 
 ROWS = {  # metric: label, factor
     "sinks 0.3": ("heads with a sink, %", 100),
@@ -36,6 +37,7 @@ def draw() -> pyplot.Figure:
             panel.bar(layers, [values[layer] for layer in layers], color="#0072b2")
             panel.set_yscale("linear" if factor == 100 else "log")
             panel.set_ylabel(label)
+            panel.xaxis.set_major_locator(MaxNLocator(integer=True))
             panel.spines[["top", "right"]].set_visible(False)
     return figure
 
