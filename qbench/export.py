@@ -196,10 +196,15 @@ def write_model_card(
     return [path]
 
 
-def card(record: Record, hub_id: str | None = None, comparison: Comparison | None = None) -> str:
+def card(
+    record: Record,
+    hub_id: str | None = None,
+    comparison: Comparison | None = None,
+    more: Sequence[str] = (),
+) -> str:
     """Return a model card: evaluation results and ``base_model``, the hub id, as YAML; with a
-    ``comparison`` what was measured, the verdict and the losses with their intervals; a table of
-    the scores."""
+    ``comparison`` what was measured, the verdict and the losses with their intervals; the lines
+    ``more``; a table of the scores."""
     results, scores = [], (*record.scores, *record.groups)
     for score in scores:
         unit = 100 if is_percentage(score.metric) else 1
@@ -240,6 +245,7 @@ def card(record: Record, hub_id: str | None = None, comparison: Comparison | Non
     if hub_id is None:
         about += " base_model: not known, since the checkpoint was a local folder."
     said = [*measured(comparison), *verdict(comparison)] if comparison else []
+    said += more
     text = "\n\n".join(for_markdown(line) for line in (about, *said))
     return f"---\n{yaml.strip()}\n---\n\n{text}\n\n{shown}\n"
 

@@ -19,6 +19,7 @@ from qbench.attention.transformers import set_attention
 from qbench.cell import load_copy
 from qbench.checkpoints.find import linear_shapes
 from qbench.checkpoints.load import difference, rounding_tolerance
+from qbench.comparison.compare import compare
 from qbench.errors import UnavailableError
 from qbench.export import card
 from qbench.files import new_folder, write_atomically
@@ -62,10 +63,11 @@ def export_model(
             line = f"{chosen}; weights: {measured.how}; loaded again, its logits "
             line += compared(measured, load_written(measured, making, chosen))
         digest = record.audit.digest if record.audit else ""
-        said = (f"Format: {line}.", f"Key of the measured cell: {record.key}.",
+        more = (f"Format: {line}.", f"Key of the measured cell: {record.key}.",
                 f"Digest of its quantized layers: {digest}.", _attention(record))  # fmt: skip
         hub_id = store.manifest().hub_ids.get(record.checkpoint)
-        write_atomically(making / "README.md", card(record, hub_id, said).encode())
+        text = card(record, hub_id, compare(store), more)
+        write_atomically(making / "README.md", text.encode())
     return f"{name}: {line}"
 
 
