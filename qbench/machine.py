@@ -176,7 +176,7 @@ def gpu_slots(
         return [0] * min(workers, at_most or workers) if workers and workers > 1 else []
     present = len(visible_gpus())
     if gpus not in (None, "all") and not (gpus.isdecimal() and 1 <= int(gpus) <= present):
-        raise RecipeError(f"--gpus {gpus}: all, or a number from 1 to {present}")
+        raise RecipeError(f"--gpus {gpus}: must be all, or a number from 1 to {present}")
     count = present if gpus == "all" else int(gpus or 1)
     return [gpu for _ in range(workers or cells_per_gpu) for gpu in range(count)][:at_most]
 

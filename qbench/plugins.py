@@ -114,8 +114,8 @@ def load(plugins: Iterable[Plugin], *, location: str = "--plugin") -> None:
             continue
         if before is not None:
             raise RecipeError(
-                f"{location} {plugin.path or plugin.name}: another file {before.name} is loaded "
-                "already; give it another name"
+                f"{location} {plugin.path or plugin.name}: another plug-in named {before.name} is "
+                "loaded already; rename this one"
             )
         _execute(plugin, plugin.path or plugin.name, location)
         _loaded[plugin.module] = plugin

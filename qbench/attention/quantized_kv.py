@@ -151,9 +151,9 @@ def read(
 
 
 def read_apart(module: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return keys and values as all queries read them; None if that depends on their positions, or
-    if ``module`` has no quantized cache. The caller passes :data:`READ` to the attention function,
-    so that they are not rounded twice."""
+    """Return keys and values rounded as all queries read them; None if that depends on positions,
+    ``watch`` is set, or ``module`` has no quantized cache. The caller
+    passes :data:`READ` to the attention function, so that they are not rounded twice."""
     cache = getattr(module, KV_CACHE, None)
     if cache is None or _needs_positions(cache) or cache.watch is not None:
         return None

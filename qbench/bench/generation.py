@@ -17,7 +17,7 @@ from qbench import bench
 from qbench.attention.transformers import set_attention
 from qbench.bench import Row, timed
 from qbench.errors import EvaluationError
-from qbench.evaluation.answers import Asked, read_answers
+from qbench.evaluation.answers import AnswerPrompt, read_answers
 from qbench.evaluation.kl_observer import BaselineWriter, KLObserver
 from qbench.evaluation.scoring import Observer, Scorer
 from qbench.evaluation.scoring.generate import at_once
@@ -156,11 +156,11 @@ def _scorer(
 
 def _asked(
     scorer: Scorer, requests: Sequence[Any], answers: Sequence[str]
-) -> tuple[list[Asked], list[list[int]]]:
+) -> tuple[list[AnswerPrompt], list[list[int]]]:
     """Return what was asked and the answers, in tokens."""
     encode = scorer.hflm.tokenizer
     asked = [
-        Asked(document=document, sample=0, text="", ids=encode(request.args[0])["input_ids"],
+        AnswerPrompt(document=document, sample=0, text="", ids=encode(request.args[0])["input_ids"],
               target="")
         for document, request in enumerate(requests)
     ]  # fmt: skip

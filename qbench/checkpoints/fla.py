@@ -240,8 +240,8 @@ def logarithms(layers: int, longest: int) -> dict[str, torch.Tensor]:
 
 
 def llama_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return ``tensors`` by Llama name. Of the scaled variants, ``s`` [H, 1] becomes [H], one
-    number per head, and the table is left out."""
+    """Return ``tensors`` under transformers' Llama names. Of the scaled variants ``s`` [H, 1]
+    becomes [H], and the buffers ``logn`` are left out."""
     named = {llama_name(name): tensor for name, tensor in tensors.items()}
     return {
         name: tensor[:, 0] if name.endswith(".self_attn.s") and tensor.shape[1:] == (1,) else tensor

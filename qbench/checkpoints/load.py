@@ -266,7 +266,9 @@ def _generation_config(folder: Path) -> GenerationConfig | None:
     try:
         return GenerationConfig.from_pretrained(folder)
     except Exception as error:  # whatever odd values make of transformers
-        raise CheckpointError(f"generation_config.json: {first_line(error)}") from error
+        raise CheckpointError(
+            f"generation_config.json: transformers cannot read it: {first_line(error)}"
+        ) from error
 
 
 def attach(model: PreTrainedModel, normalizer: str, tensors: dict[str, torch.Tensor]) -> None:

@@ -33,7 +33,7 @@ from qbench.statistics.seeds import Signs
 from qbench.store import Store
 
 Name = tuple[str, str]  # cell, metric
-Asked = tuple[int, str, str]  # index of the row, contrast, checkpoint or group
+EffectKey = tuple[int, str, str]  # index of the row, contrast, checkpoint or group
 
 
 Columns = Mapping[str, Mapping[Name, Column]]  # task → (cell, metric) → outcomes
@@ -47,7 +47,7 @@ def with_effects(comparison: Comparison, store: Store, columns: Columns) -> Comp
     """
     comparison = dataclasses.replace(comparison, chance=chance_of_tasks(comparison, store))
     single = {checkpoint: (checkpoint,) for checkpoint in comparison.checkpoints}
-    found: dict[Asked, Effect | Missing] = {}
+    effects: dict[EffectKey, Effect | Missing] = {}
     intervals: dict[int, dict[str, Interval]] = defaultdict(dict)
     for index, row in enumerate(comparison.lines):
         known = columns.get(row.task, {})
@@ -66,9 +66,9 @@ def with_effects(comparison: Comparison, store: Store, columns: Columns) -> Comp
                     scores = [known[name] for name in signs]
                     drawn = drawing_error(scores, spread, row.aggregation)
                     answer = dataclasses.replace(answer, drawn=drawn)
-                found[index, contrast, checkpoint] = answer
+                effects[index, contrast, checkpoint] = answer
     comparison = dataclasses.replace(comparison, at_chance=find_at_chance(comparison, intervals))
-    answers = _by_row(comparison, found)
+    answers = _by_row(comparison, effects)
     lines = tuple(
         dataclasses.replace(row, intervals=intervals[index], **answers[index])
         for index, row in enumerate(comparison.lines)
@@ -81,7 +81,7 @@ def _seed_rows(comparison: Comparison, columns: Columns) -> tuple[Row, ...]:
     """Return a row over seeds for each of the comparison's that all groups have; ``columns`` as
     ``columns_by_task`` gives them."""
     groups = comparison.grid.replicates
-    found: dict[Asked, SeedEffect | Missing] = {}
+    effects: dict[EffectKey, SeedEffect | Missing] = {}
     means: dict[int, dict[str, float]] = defaultdict(dict)
     for index, row in enumerate(comparison.lines if groups else ()):
         known = columns.get(row.task, {})
@@ -91,10 +91,10 @@ def _seed_rows(comparison: Comparison, columns: Columns) -> tuple[Row, ...]:
                 continue
             panel = Panel.of({name: known[name] for name in names})
             answer = over_seeds(panel, trainings, row.aggregation)
-            found[index, contrast, group] = answer
+            effects[index, contrast, group] = answer
             if contrast == "scores" and isinstance(answer, SeedEffect):
                 means[index][group] = mean_score(panel, list(names), row.aggregation)
-    answers = _by_row(comparison, found)
+    answers = _by_row(comparison, effects)
     return tuple(
         dataclasses.replace(row, **answers[index], means=means[index])
         for index, row in enumerate(comparison.lines)
@@ -103,12 +103,12 @@ def _seed_rows(comparison: Comparison, columns: Columns) -> tuple[Row, ...]:
 
 
 def _by_row(
-    comparison: Comparison, found: Mapping[Asked, Effect | SeedEffect | Missing]
+    comparison: Comparison, effects: Mapping[EffectKey, Effect | SeedEffect | Missing]
 ) -> Mapping[int, Mapping[str, dict]]:
     """Return the answers by row and contrast, p-values adjusted over the folder within each; those
     of the task ``ANSWERS`` by themselves."""
     answers: dict[int, dict[str, dict]] = defaultdict(lambda: defaultdict(dict))
-    for (index, contrast, group), answer in found.items():
+    for (index, contrast, group), answer in effects.items():
         if isinstance(answer, Missing):
             answers[index]["missing"][contrast, group] = answer
         else:
@@ -116,14 +116,14 @@ def _by_row(
     for contrast, of_answers in itertools.product(TESTED, (False, True)):
         family = [
             name
-            for name, answer in found.items()
+            for name, answer in effects.items()
             if name[1] == contrast
             and (comparison.lines[name[0]].task == ANSWERS) == of_answers
             and not isinstance(answer, Missing)
             and not redundant(comparison.lines[name[0]], comparison.lines)
             and not _guessed(comparison, *name)
         ]
-        adjusted = adjust([found[name] for name in family])
+        adjusted = adjust([effects[name] for name in family])
         for (index, _, group), answer in zip(family, adjusted, strict=True):
             answers[index][contrast][group] = answer
     return answers
@@ -150,8 +150,8 @@ def columns_by_task(comparison: Comparison, store: Store) -> dict[str, dict[Name
     columns: dict[str, dict[Name, Column]] = defaultdict(dict)
     for cell, record in comparison.records.items():
         if cell in shown:
-            found = read_columns(store, record, shown[cell])
-            for (task, metric), column in (found | of_groups(record, found)).items():
+            outcomes = read_columns(store, record, shown[cell])
+            for (task, metric), column in (outcomes | of_groups(record, outcomes)).items():
                 columns[task][cell, metric] = column
     return columns
 

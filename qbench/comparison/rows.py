@@ -132,7 +132,7 @@ class Change:
     precision: str = ""  # of a cell whose activations or KV cache are quantized: ``W4A8KV4``
 
     @property
-    def told(self) -> str:
+    def cell_text(self) -> str:
         """Return the cell with its precision, such as ``softmax/a4 (W16A4)``."""
         return f"{self.cell} ({self.precision})" if self.precision else self.cell
 

@@ -55,8 +55,8 @@ class Chat:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
-    """One answer that is asked for: its prompt in text and tokens, and the right answer, if any."""
+class AnswerPrompt:
+    """Hold the prompt of one answer, in text and tokens, and the ``target``, "" without one."""
 
     document: int
     sample: int
@@ -67,11 +67,11 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answered:
-    """The outcomes of a cell's own answers, and the answers that it read: ``tokens`` of one after
-    another, ``lengths`` tokens each. If none were read they are its own."""
+    """Hold the outcomes of the answers that a cell generated, and the answers that it read, joined
+    in ``tokens`` with ``lengths`` tokens each; if it read none, those that it generated."""
 
     scored: Outcomes
-    asked: list[Asked]
+    prompts: list[AnswerPrompt]
     tokens: np.ndarray
     lengths: Sequence[int]
 
@@ -84,9 +84,9 @@ class Answered:
         measured = {} if divergences is None else divergences
         starts = np.cumsum([0, *self.lengths])
         parts = []
-        for one, start, end in zip(self.asked, starts, starts[1:], strict=False):
-            part = pd.DataFrame({"text": [one.text, *texts_of(self.tokens[start:end])]})
-            part["document"], part["sample"] = one.document, one.sample
+        for prompt, start, end in zip(self.prompts, starts, starts[1:], strict=False):
+            part = pd.DataFrame({"text": [prompt.text, *texts_of(self.tokens[start:end])]})
+            part["document"], part["sample"] = prompt.document, prompt.sample
             part["position"] = np.arange(PROMPT, end - start)
             for name in ("kl", "change", "margin", "agrees"):
                 values = np.full(len(part), np.nan, dtype=np.float32)
@@ -118,35 +118,35 @@ def answer(
     if not hasattr(scorer, "answer"):
         raise EvaluationError(f"{ANSWERS}: only scoring exact and fast give the answers' tokens")
     limit, temperature = task.answers.max_new_tokens, task.answers.temperature
-    asked = _ask(scorer, task, settings, chat.tokenizer)
-    prompts = []
-    for one in asked:
-        if len(one.ids) + limit > settings.max_length:
+    prompts = _ask(scorer, task, settings, chat.tokenizer)
+    requests = []
+    for prompt in prompts:
+        if len(prompt.ids) + limit > settings.max_length:
             raise EvaluationError(
-                f"{ANSWERS}: {task.location(one.document)}: its prompt has {len(one.ids)} tokens, "
-                f"which leaves no room for an answer of {limit} in {settings.max_length}; lower "
-                "max_new_tokens or shorten the prompt"
+                f"{ANSWERS}: {task.location(prompt.document)}: its prompt has "
+                f"{len(prompt.ids)} tokens, which leaves no room for an answer of {limit} in "
+                f"{settings.max_length}; lower max_new_tokens or shorten the prompt"
             )
-        seed = np.random.SeedSequence([settings.seed, one.document, one.sample])
+        seed = np.random.SeedSequence([settings.seed, prompt.document, prompt.sample])
         seed = int(seed.generate_state(1)[0])
-        prompts.append(Prompt(ids=one.ids, limit=limit, temperature=temperature, seed=seed))
-    own = scorer.answer(prompts, chat.ends)
-    trajectories = own
+        requests.append(Prompt(ids=prompt.ids, limit=limit, temperature=temperature, seed=seed))
+    generated = scorer.answer(requests, chat.ends)
+    trajectories = generated
     if base is not None:
         assert base.lengths is not None, "files of answers have them"
         ends = np.cumsum(base.lengths.numpy())
         trajectories = [part.tolist() for part in np.split(base.token.numpy(), ends[:-1])]
     if read:
-        read_answers(scorer, asked, trajectories)
+        read_answers(scorer, prompts, trajectories)
     lengths = [len(tokens) for tokens in trajectories]
     tokens = np.array([token for part in trajectories for token in part])
-    scored = _scored(task, asked, own, trajectories if base is not None else None, chat)
-    return Answered(scored=scored, asked=asked, tokens=tokens, lengths=lengths)
+    scored = _scored(task, prompts, generated, trajectories if base is not None else None, chat)
+    return Answered(scored=scored, prompts=prompts, tokens=tokens, lengths=lengths)
 
 
 def _ask(
     scorer: Any, task: LoadedTask, settings: ScoringSettings, tokenizer: PreTrainedTokenizerBase
-) -> list[Asked]:
+) -> list[AnswerPrompt]:
     """Return every answer to ask for, in the order of documents and samples."""
     assert task.answers is not None
     if task.answers.from_task:
@@ -163,17 +163,17 @@ def _ask(
             number: (json.loads(row["messages"]), row["target"])
             for number, row in enumerate(documents)
         }
-    asked = []
+    prompts = []
     for document, (messages, target) in conversations.items():
         if settings.chat and settings.chat.system_instruction and messages[0]["role"] != "system":
             system = {"role": "system", "content": settings.chat.system_instruction}
             messages = [system, *messages]
         text, ids = _render(tokenizer, messages, settings, scorer.hflm.prefix_token_id, document)
-        asked += [
-            Asked(document=document, sample=sample, text=text, ids=ids, target=target)
+        prompts += [
+            AnswerPrompt(document=document, sample=sample, text=text, ids=ids, target=target)
             for sample in range(task.answers.samples)
         ]
-    return asked
+    return prompts
 
 
 def _render(
@@ -186,7 +186,7 @@ def _render(
     """Return the text and the tokens of a prompt: through the chat template, or, without one, the
     messages' texts to be continued."""
     if not tokenizer.chat_template:
-        text = "\n\n".join(one["content"] for one in messages)
+        text = "\n\n".join(message["content"] for message in messages)
         (ids,) = encode_texts(tokenizer, [text], add_bos=settings.add_bos, prefix_id=prefix_id)
         return text, ids
     try:
@@ -198,41 +198,45 @@ def _render(
     return text, tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def read_answers(scorer: Any, asked: Sequence[Asked], trajectories: Sequence[list[int]]) -> None:
+def read_answers(
+    scorer: Any, prompts: Sequence[AnswerPrompt], trajectories: Sequence[list[int]]
+) -> None:
     """Score the answers ``trajectories``, so that the scorer's observer sees every token."""
     requests, instances, first = [], [], 0
-    for owner, (one, tokens) in enumerate(zip(asked, trajectories, strict=True)):
-        requests.append(Request([*one.ids, *tokens], len(one.ids), owner, first))
-        instances.append(SimpleNamespace(task_name=ANSWERS, doc_id=one.document, idx=one.sample))
+    for owner, (prompt, tokens) in enumerate(zip(prompts, trajectories, strict=True)):
+        requests.append(Request([*prompt.ids, *tokens], len(prompt.ids), owner, first))
+        instances.append(
+            SimpleNamespace(task_name=ANSWERS, doc_id=prompt.document, idx=prompt.sample)
+        )
         first += len(tokens)
     scorer.read(instances, requests)
 
 
 def _scored(
     task: LoadedTask,
-    asked: Sequence[Asked],
-    own: Sequence[list[int]],
+    prompts: Sequence[AnswerPrompt],
+    generated: Sequence[list[int]],
     trajectories: Sequence[list[int]] | None,
     chat: Chat,
 ) -> Outcomes:
-    """Return the outcomes of the cell's ``own`` answers: per prompt the mean over its samples, and
+    """Return the outcomes of the ``generated`` answers: per prompt the mean over its samples, and
     the variance of that mean if there are several."""
     values: dict[tuple[str, int], list[float]] = defaultdict(list)
     rows = []
-    for index, (one, tokens) in enumerate(zip(asked, own, strict=True)):
+    for index, (prompt, tokens) in enumerate(zip(prompts, generated, strict=True)):
         text = chat.tokenizer.decode(tokens, skip_special_tokens=True)
-        rows.append(text_response(ANSWERS, one.document, one.sample, None, text))
-        found = {
+        rows.append(text_response(ANSWERS, prompt.document, prompt.sample, None, text))
+        metrics = {
             "stops": float(tokens[-1] in chat.ends),
             "repeats": _repeats(tokens),
             "length": float(len(tokens)),
         }
-        if one.target:
-            found = {"exact_match": float(_plain(text) == _plain(one.target)), **found}
+        if prompt.target:
+            metrics = {"exact_match": float(_plain(text) == _plain(prompt.target)), **metrics}
         if trajectories is not None:
-            found["agreed_tokens"] = float(_common(tokens, trajectories[index]))
-        for metric, value in found.items():
-            values[metric, one.document].append(value)
+            metrics["agreed_tokens"] = float(_common(tokens, trajectories[index]))
+        for metric, value in metrics.items():
+            values[metric, prompt.document].append(value)
     outcomes = []
     for (metric, document), samples in values.items():
         outcomes.append((ANSWERS, document, metric, float(np.mean(samples)), 1.0))
@@ -285,10 +289,10 @@ def _repeats(tokens: Sequence[int]) -> float:
     return 1 - len(stretches) / count if count > 0 else 0.0
 
 
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
+def _common(tokens: Sequence[int], other: Sequence[int]) -> int:
     """Return how many tokens the two begin with in common."""
-    pairs = zip(one, other, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+    pairs = zip(tokens, other, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(tokens), len(other)))
 
 
 def _plain(text: str) -> str:

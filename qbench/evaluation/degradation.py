@@ -79,12 +79,12 @@ def task_damage(
 
 
 def distributions(measured: pd.DataFrame) -> Distributions:
-    """Summarize the KL divergence of the unquantized from the quantized next-token distribution, in
-    nats per token.
+    """Summarize a row per scored token with the columns ``kl``, ``change``, ``agrees``,
+    ``confidence`` and ``document``.
 
-    ``kl`` is Σ p ln(p/q) over the whole vocabulary. ``target_change`` is that of the scored token's
-    log-probability, with a standard error over documents (tokens of one document are not
-    independent).
+    ``kl`` is Σ p ln(p/q) over the vocabulary in nats, p unquantized, q quantized. ``target_change``
+    is the mean change of the scored token's log-probability; standard errors are over documents,
+    since tokens of one document are not independent.
     """
     kl, document = measured["kl"].to_numpy(), measured["document"].to_numpy()
     p90, p99, p99_9 = (float(p) for p in np.percentile(kl, PERCENTILES))

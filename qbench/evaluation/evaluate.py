@@ -251,9 +251,9 @@ def _drawn_repeats(task: Any) -> int:
     drawn = (task.config.generation_kwargs or {}).get("do_sample")
     filters = [part for ensemble in task._filters for part in ensemble.filters]
     names = {getattr(part, "func", part).__name__ for part in filters}
-    whole = names & {"TakeKFilter", "MajorityVoteFilter", "CustomFilter"}
+    all_answers_filters = names & {"TakeKFilter", "MajorityVoteFilter", "CustomFilter"}
     generates = task.OUTPUT_TYPE == "generate_until"
-    return task.instances[0].repeats if generates and drawn and not whole else 1
+    return task.instances[0].repeats if generates and drawn and not all_answers_filters else 1
 
 
 def _judged(task: Any, limit: int | None) -> Iterator[_Sample]:

@@ -91,17 +91,17 @@ class LlamaCpp:
     def logits(self, tokens: Sequence[int], first: int) -> Iterator[Tensor]:
         """Yield the logits after each of ``tokens`` from index ``first`` on, in parts float32
         [n, vocabulary]; a part is overwritten by the next one."""
-        known = 0
+        reused = 0
         for ours, theirs in zip(self._kept, tokens, strict=False):
-            if ours != theirs or known == first:
+            if ours != theirs or reused == first:
                 break
-            known += 1
+            reused += 1
         memory = self._library.llama_get_memory(self._context)
-        if not self._library.llama_memory_seq_rm(memory, -1, known, -1):
+        if not self._library.llama_memory_seq_rm(memory, -1, reused, -1):
             self._library.llama_memory_clear(memory, True)  # of layers that keep a state alone
-            known = 0
-        self._kept = list(tokens[:known])
-        for start in range(known, len(tokens), BATCH):
+            reused = 0
+        self._kept = list(tokens[:reused])
+        for start in range(reused, len(tokens), BATCH):
             part = tokens[start : start + BATCH]
             self._decode(part, start, first)
             self._kept += part
@@ -135,17 +135,17 @@ class LlamaCpp:
         """As ``scoring.generate.decode``, one prompt after another."""
         answers: list[list[int]] = []
         for index, prompt in enumerate(prompts):
-            tokens, own = list(prompt.ids), []
-            while len(own) < prompt.limit and (longest is None or len(tokens) < longest):
+            tokens, answer = list(prompt.ids), []
+            while len(answer) < prompt.limit and (longest is None or len(tokens) < longest):
                 (last,) = self.logits(tokens, len(tokens) - 1)
                 if prompt.temperature:
                     drawn = torch.tensor([prompt.seed]), torch.tensor([len(tokens) - 1])
                     last = add_noise(last[-1:], *drawn, torch.tensor([prompt.temperature]))
-                own.append(int(last[-1].argmax()))
-                tokens.append(own[-1])
-                if finished is not None and finished(index, own):
+                answer.append(int(last[-1].argmax()))
+                tokens.append(answer[-1])
+                if finished is not None and finished(index, answer):
                     break
-            answers.append(own)
+            answers.append(answer)
             if progress is not None:
                 progress(index + 1, len(prompts))
         return answers
@@ -155,10 +155,10 @@ class LlamaCpp:
         model with the file's weights; else an empty list."""
         with torch.no_grad():
             expected = dequantized(input_ids=probe, use_cache=False).logits.float().cpu()
-        found = torch.stack(
+        logits = torch.stack(
             [torch.cat([p.clone() for p in self.logits(row, 0)]) for row in probe.tolist()]
         )
-        off = float(((found - expected).norm(dim=-1) / expected.norm(dim=-1)).median())
+        off = float(((logits - expected).norm(dim=-1) / expected.norm(dim=-1)).median())
         if off <= MIXED_TOLERANCE:
             return []
         return [
@@ -260,14 +260,14 @@ class LlamaCppScorer(Scorer):
         total, greedy, done = 0.0, True, 0
         for logits in self.model.logits(inputs, len(inputs) - request.scored):
             count = len(logits)
-            wanted = targets[done : done + count]
+            target_ids = targets[done : done + count]
             log_probabilities = functional.log_softmax(logits, dim=-1)
-            picked = log_probabilities.gather(1, wanted[:, None])[:, 0]
+            picked = log_probabilities.gather(1, target_ids[:, None])[:, 0]
             total += float(picked.double().sum())
-            greedy &= bool((log_probabilities.argmax(-1) == wanted).all())
+            greedy &= bool((log_probabilities.argmax(-1) == target_ids).all())
             if observer is not None:
                 rows = np.arange(count)
-                scored = Scored(rows, request.first + done + rows, wanted.numpy())
+                scored = Scored(rows, request.first + done + rows, target_ids.numpy())
                 watch = observer.batch(scored, logits[:, :0], Projection())
                 if watch is not None:
                     watch(LogitsPart(0, count, logits, log_probabilities))

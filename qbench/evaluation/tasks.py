@@ -362,9 +362,9 @@ def prompt_fields(row: Row, path: Path) -> dict[str, str]:
     prompt, messages = row.fields.get("prompt"), row.fields.get("messages")
     turn = isinstance(prompt, str) and prompt.strip() and messages is None
     turns = prompt is None and isinstance(messages, list) and messages and all(
-        isinstance(one, dict) and {"role", "content"} <= one.keys()
-        and isinstance(one["role"], str) and isinstance(one["content"], str)
-        for one in messages
+        isinstance(message, dict) and {"role", "content"} <= message.keys()
+        and isinstance(message["role"], str) and isinstance(message["content"], str)
+        for message in messages
     )  # fmt: skip
     if not (turn or turns):
         raise DataError(
@@ -376,7 +376,7 @@ def prompt_fields(row: Row, path: Path) -> dict[str, str]:
         raise DataError(f"{path}:{row.line}: target must be a text, not {target!r:.40}")
     if turn:
         messages = [{"role": "user", "content": prompt}]
-    text = prompt if turn else "\n".join(f"{one['role']}: {one['content']}" for one in messages)
+    text = prompt if turn else "\n".join(f"{m['role']}: {m['content']}" for m in messages)
     return {"prompt": text, "messages": json.dumps(messages), "target": target or ""}
 
 

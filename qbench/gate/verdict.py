@@ -193,7 +193,7 @@ def _texts(gate: GateResult) -> list[str]:
     change, worse = gate.change, gate.worse
     return [
         SIGNS[gate.outcome],
-        change.told if change else gate.cell,
+        change.cell_text if change else gate.cell,
         change.label if change else gate.task or NO_VALUE,
         metric_title(gate.metric) if gate.metric else NO_VALUE,
         number(change.old, percent=change.percent) if change else NO_VALUE,

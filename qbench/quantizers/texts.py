@@ -99,9 +99,8 @@ def draw_windows(
 
 
 def require_windows(text: CalibrationText, path: Path) -> None:
-    """Raise DataError if a file has less text than ``text`` asks for, in tokens of the
-    ``tokenizer.json`` at ``path``. Of a file with enough long texts only these are read: a text
-    gives one window."""
+    """Raise DataError if the file has fewer windows than ``text.samples``, counted in tokens of the
+    ``tokenizer.json`` at ``path``; texts that are long enough by their bytes are not tokenized."""
     if _has_long_texts(text):
         return
     try:

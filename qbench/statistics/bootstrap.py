@@ -59,8 +59,8 @@ def _counts(documents: int, rounds: int, rng: np.random.Generator) -> Floats:
         size = min(step, rounds - start)
         drawn = rng.integers(0, documents, size=(size, documents), dtype=np.int32)
         drawn += (np.arange(size, dtype=np.int32) * documents)[:, None]
-        found = np.bincount(drawn.ravel(), minlength=size * documents)
-        counts[start : start + size] = found.reshape(size, documents)
+        drawn_counts = np.bincount(drawn.ravel(), minlength=size * documents)
+        counts[start : start + size] = drawn_counts.reshape(size, documents)
     return counts
 
 
@@ -130,8 +130,8 @@ class Studentized:
         return float(2 * special.stdtr(self.freedom, -min(abs(seen), normal / self._stretch)))
 
     def _quantile(self, normal: float) -> float:
-        found = float(np.interp(normal, NORMAL, self.quantiles)) * max(1, abs(normal) / FARTHEST)
-        return min(max(found, -self.farthest), self.farthest)
+        quantile = float(np.interp(normal, NORMAL, self.quantiles)) * max(1, abs(normal) / FARTHEST)
+        return min(max(quantile, -self.farthest), self.farthest)
 
     @property
     def _stretch(self) -> float:
@@ -218,12 +218,12 @@ def studentize_log_mean(values: Floats, sign: Floats) -> Studentized | None:
 def _studentized(
     estimate: float, stderr: float, rounds: Floats, weights: Floats, terms: Floats, farthest: float
 ) -> Studentized | None:
-    found = np.zeros(len(NORMAL))
+    quantiles = np.zeros(len(NORMAL))
     if farthest:
-        found = np.quantile(rounds, special.ndtr(NORMAL), method="median_unbiased")
-        if not found[0] < 0 < found[-1]:
+        quantiles = np.quantile(rounds, special.ndtr(NORMAL), method="median_unbiased")
+        if not quantiles[0] < 0 < quantiles[-1]:
             return None
     freedom = degrees_of_freedom(weights, float(np.mean(terms**4) / np.mean(terms**2) ** 2))
     return Studentized(
-        estimate=estimate, stderr=stderr, quantiles=found, freedom=freedom, farthest=farthest
+        estimate=estimate, stderr=stderr, quantiles=quantiles, freedom=freedom, farthest=farthest
     )

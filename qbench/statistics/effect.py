@@ -149,8 +149,8 @@ def effect(panel: Panel, signs: Mapping[object, float], aggregation: str) -> Eff
     estimate, stderr = estimate_contrast(values, weights, sign, aggregation)
     kind: Kind = "log ratio" if is_logarithm(aggregation) else "difference"
     about = {"kind": kind, "documents": panel.documents}
-    if (found := _counts(values, weights, sign, aggregation)) is not None:
-        return _by_score_test(found, estimate, stderr, about)
+    if (observed := _counts(values, weights, sign, aggregation)) is not None:
+        return _by_score_test(observed, estimate, stderr, about)
     if aggregation == LOG_MEAN and panel.documents < FEWEST_KL:
         return Missing(reason=too_few_for_kl(panel.documents), estimate=estimate, kind=kind)
     changed = int(np.count_nonzero(values @ sign)) if len(sign) > 1 else panel.documents
@@ -184,15 +184,15 @@ def score(panel: Panel, name: object, aggregation: str) -> Interval | None:
 
     That of a perplexity is of its logarithm.
     """
-    found = effect(panel, {name: 1}, aggregation)
-    if isinstance(found, Missing):
+    tested = effect(panel, {name: 1}, aggregation)
+    if isinstance(tested, Missing):
         return None
-    if found.kind == "difference":
-        return found.interval
+    if tested.kind == "difference":
+        return tested.interval
     with np.errstate(over="ignore"):  # an end beyond the largest double is infinite
-        ends = [found.estimate, found.interval.low, found.interval.high]
+        ends = [tested.estimate, tested.interval.low, tested.interval.high]
         middle, low, high = np.exp(ends).tolist()
-    stderr = middle * found.interval.stderr
+    stderr = middle * tested.interval.stderr
     return Interval(estimate=middle, low=low, high=high, stderr=stderr)
 
 
@@ -245,19 +245,19 @@ def _counts(values: Floats, weights: Floats, sign: Floats, aggregation: str) -> 
     return Counts.of(np.round(steps, 12), lowest=lowest, highest=highest)
 
 
-def _by_score_test(found: Counts, estimate: float, stderr: float, about: dict) -> Effect:
-    low, high = score_interval(found, CONFIDENCE)
-    reach = max(abs(found.lowest), abs(found.highest))
+def _by_score_test(observed: Counts, estimate: float, stderr: float, about: dict) -> Effect:
+    low, high = score_interval(observed, CONFIDENCE)
+    reach = max(abs(observed.lowest), abs(observed.highest))
     return Effect(
         **about,
         interval=Interval(estimate=estimate, low=low, high=high, stderr=stderr),
-        bounds=score_interval(found, ONE_SIDED),
+        bounds=score_interval(observed, ONE_SIDED),
         test="score test",
-        p=score_p(found),
+        p=score_p(observed),
         size_at=lambda level: detectable_mean(
-            found.mean_square, found.documents, reach=reach, level=level, power=POWER
+            observed.mean_square, observed.documents, reach=reach, level=level, power=POWER
         ),
-        upper_at=lambda level: score_interval(found, 1 - 2 * level)[1],
+        upper_at=lambda level: score_interval(observed, 1 - 2 * level)[1],
     )
 
 
@@ -339,16 +339,16 @@ def adjust(effects: Sequence[AnEffect]) -> list[AnEffect]:
     the mark would show: at the level that Holm leaves to a test beside those that are marked."""
     if not effects:
         return []
-    adjusted = multipletests([one.p for one in effects], method="holm")[1]
+    adjusted = multipletests([each.p for each in effects], method="holm")[1]
     marked = sum(p < LEVEL for p in adjusted)
-    found = []
-    for one, p in zip(effects, adjusted, strict=True):
+    corrected = []
+    for each, p in zip(effects, adjusted, strict=True):
         others = marked - (p < LEVEL)
-        size = one.size_at(LEVEL / (len(effects) - others))
-        found.append(
-            dataclasses.replace(one, p_holm=float(p), family=len(effects), detectable=size)
+        size = each.size_at(LEVEL / (len(effects) - others))
+        corrected.append(
+            dataclasses.replace(each, p_holm=float(p), family=len(effects), detectable=size)
         )
-    return found
+    return corrected
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,7 +16,7 @@ FEW = 8  # values, for which Python's sums take a tenth of NumPy's time
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Counts:
-    """Count the documents of each value; ``values`` are sorted and lie in [``lowest``,
+    """Hold ``counts[i]`` documents with the value ``values[i]``, sorted, within [``lowest``,
     ``highest``]."""
 
     values: Floats
@@ -50,31 +50,31 @@ class Counts:
         return float(self.values**2 @ self.counts) / self.documents
 
 
-def score_interval(found: Counts, confidence: float) -> tuple[float, float]:
-    """Return the means that a two-sided score test does not reject.
+def score_interval(data: Counts, confidence: float) -> tuple[float, float]:
+    """Return the lowest and the highest mean that a two-sided score test does not reject.
 
-    The chances of the values are those of largest likelihood under the tested mean; Lang (2008),
+    The values' probabilities maximize the likelihood under the tested mean; Lang (2008),
     Statistics in Medicine 27: 5874–5890. It keeps its coverage with few or no changes. For values
     0 and 1 it is Wilson's interval (1927), for −1, 0 and 1 Tango's (1998, Statistics in Medicine
     17: 891–908).
     """
     z = float(special.ndtri((1 + confidence) / 2))
-    rise, fall = _from_lowest(found), _from_highest(found)
-    return found.highest - _upper(fall, z), found.lowest + _upper(rise, z)
+    rise, fall = _from_lowest(data), _from_highest(data)
+    return data.highest - _upper(fall, z), data.lowest + _upper(rise, z)
 
 
-def score_p(found: Counts) -> float:
+def score_p(data: Counts) -> float:
     """Return the two-sided p of a mean of 0, by the test that ``score_interval`` inverts.
 
     For values −1, 0 and 1 it is McNemar's test without correction for continuity.
     """
-    mean = found.mean
+    mean = data.mean
     if mean == 0:
         return 1.0
     if mean < 0:
-        path_to, shifted = -found.lowest, _from_lowest(found)
+        path_to, shifted = -data.lowest, _from_lowest(data)
     else:
-        path_to, shifted = found.highest, _from_highest(found)
+        path_to, shifted = data.highest, _from_highest(data)
     if path_to >= shifted.highest:  # 0 is the end of the range
         return 0.0
     path = optimize.brentq(
@@ -83,25 +83,25 @@ def score_p(found: Counts) -> float:
     variance = _moments(shifted, path)[1]
     if variance <= 0:
         return 0.0
-    return float(2 * special.ndtr(-abs(mean) * math.sqrt(found.documents / variance)))
+    return float(2 * special.ndtr(-abs(mean) * math.sqrt(data.documents / variance)))
 
 
-def _from_lowest(found: Counts) -> Counts:
-    span = found.highest - found.lowest
-    return Counts(values=found.values - found.lowest, counts=found.counts, lowest=0.0, highest=span)
+def _from_lowest(data: Counts) -> Counts:
+    span = data.highest - data.lowest
+    return Counts(values=data.values - data.lowest, counts=data.counts, lowest=0.0, highest=span)
 
 
-def _from_highest(found: Counts) -> Counts:
-    span = found.highest - found.lowest
-    values, counts = (found.highest - found.values)[::-1], found.counts[::-1]
+def _from_highest(data: Counts) -> Counts:
+    span = data.highest - data.lowest
+    values, counts = (data.highest - data.values)[::-1], data.counts[::-1]
     return Counts(values=values, counts=counts, lowest=0.0, highest=span)
 
 
-def _last(found: Counts) -> float:
-    return 1.0 if found.values[-1] == found.highest else 2.0
+def _last(data: Counts) -> float:
+    return 1.0 if data.values[-1] == data.highest else 2.0
 
 
-def _moments(found: Counts, path: float) -> tuple[float, float]:
+def _moments(data: Counts, path: float) -> tuple[float, float]:
     """Return mean and variance of the values 0 … ``highest`` at a point of the ``path``.
 
     Under a mean above the observed one the chances of largest likelihood are proportional to
@@ -109,17 +109,17 @@ def _moments(found: Counts, path: float) -> tuple[float, float]:
     value, that value takes what is left over at a tilt of 1. So the path from 0 to 2 runs through
     all means from the observed one to ``highest``.
     """
-    highest, values = found.highest, found.values
+    highest, values = data.highest, data.values
     tilt, rest = (path, 0.0) if path < 1.0 else (1.0, path - 1.0)
     if rest >= 1.0 or (tilt == 1.0 and values[-1] == highest):
         return highest, 0.0
     if len(values) > FEW:
-        shares = found.counts / (1 - tilt * values / highest)
+        shares = data.counts / (1 - tilt * values / highest)
         sums = float(shares.sum()), float(values @ shares), float(values**2 @ shares)
     else:
         sums = [0.0, 0.0, 0.0]
         slope = tilt / highest
-        for value, count in found.pairs:
+        for value, count in data.pairs:
             share = count / (1 - slope * value)
             sums[0] += share
             sums[1] += value * share
@@ -130,18 +130,18 @@ def _moments(found: Counts, path: float) -> tuple[float, float]:
     return first, max(second - first**2, 0.0)
 
 
-def _upper(found: Counts, z: float) -> float:
+def _upper(data: Counts, z: float) -> float:
     """Return the upper end of the interval of values 0 … ``highest``."""
-    mean, root = found.mean, math.sqrt(found.documents)
-    if mean >= found.highest:
-        return found.highest
+    mean, root = data.mean, math.sqrt(data.documents)
+    if mean >= data.highest:
+        return data.highest
 
     def excess(path: float) -> float:
-        first, variance = _moments(found, path)
+        first, variance = _moments(data, path)
         return (first - mean) * root - z * math.sqrt(variance)
 
-    start = 1e-9 if len(found.values) > 1 else 1 + 1e-13  # if all are alike, no tilt moves the mean
-    return _moments(found, optimize.brentq(excess, start, _last(found), xtol=1e-14))[0]
+    start = 1e-9 if len(data.values) > 1 else 1 + 1e-13  # if all are alike, no tilt moves the mean
+    return _moments(data, optimize.brentq(excess, start, _last(data), xtol=1e-14))[0]
 
 
 def detectable_mean(mean_square: float, documents: int, *, reach: float, level: float,

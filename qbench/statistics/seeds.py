@@ -61,13 +61,13 @@ def few_changes(panel: Panel, groups: Sequence[Sequence[Signs]], aggregation: st
     most = np.sort(every, axis=0)[len(every) // 2]
     if min((every != like).any(axis=1).sum() for like in (0, most)) >= FEW_CHANGES:
         return None
-    signs = {sign for group in groups for one in group for sign in one.values()}
+    signs = {sign for group in groups for signs_of in group for sign in signs_of.values()}
     means = np.round(sum(step.mean(axis=1) for step in steps), 12)
     reach = max(1.0, float(np.abs(every).max())) * len(groups)
-    found = Counts.of(
+    observed = Counts.of(
         means, lowest=0.0 if signs == {1} else -reach, highest=0.0 if signs == {-1} else reach
     )
-    return lambda confidence: score_interval(found, confidence)
+    return lambda confidence: score_interval(observed, confidence)
 
 
 def _step(panel: Panel, signs: Signs) -> Floats:
@@ -131,21 +131,21 @@ def over_seeds(
         return Missing(reason=too_few_for_kl(panel.documents))
     if any(len(group) < 2 for group in groups):
         return Missing(reason="a group has one training")
-    found = [_contrasts(panel, group, aggregation) for group in groups]
-    if any(one is None for one in found):
+    contrasts = [_contrasts(panel, group, aggregation) for group in groups]
+    if any(each is None for each in contrasts):
         return Missing(reason="a score is not finite")
-    estimates = [one[0] for one in found]  # [seeds] of each group
-    terms = [one[1] for one in found]  # [seeds, documents] of each group
+    estimates = [each[0] for each in contrasts]  # [seeds] of each group
+    terms = [each[1] for each in contrasts]  # [seeds, documents] of each group
     columns = [panel.index[name] for group in groups for signs in group for name in signs]
     documents, many = effective_documents(panel.weights[:, columns]), panel.documents
-    together = sum(one.mean(axis=0) for one in terms)  # [documents]
+    together = sum(each.mean(axis=0) for each in terms)  # [documents]
     # Of the documents' mean squares the part that seeds share is what is left without the rest.
-    rest = sum(_rest(one) for one in terms)
+    rest = sum(_rest(each) for each in terms)
     of_documents = (many - 1) / many * float(np.sum(together**2))
-    by_seeds = [float(np.var(one, ddof=1)) / len(one) for one in estimates]
+    by_seeds = [float(np.var(each, ddof=1)) / len(each) for each in estimates]
     parts = [(max(0.0, of_documents - rest), documents - 1)]
     parts += [(v, len(e) - 1) for v, e in zip(by_seeds, estimates, strict=True)]
-    estimate = float(sum(one.mean() for one in estimates))
+    estimate = float(sum(each.mean() for each in estimates))
     variance = max(of_documents, sum(part for part, _ in parts))
     few = few_changes(panel, groups, aggregation)
     heavy = _of_log_means(panel, groups) if aggregation == LOG_MEAN else None
@@ -172,9 +172,9 @@ def over_seeds(
             sum(detectable_by_t(math.sqrt(part), free, level) ** 2 for part, free in parts)
         ),
         paired=len(groups) == 1,
-        each=tuple(float(value) for one in estimates for value in one),
+        each=tuple(float(value) for each in estimates for value in each),
         of_seeds=seeds_alone / variance if variance > 0 else 0.0,
-        seeds=min(len(one) for one in estimates),
+        seeds=min(len(each) for each in estimates),
         documents=many,
     )
 

@@ -30,8 +30,8 @@ def render(comparison: Comparison, *, format: str = "md", published: str | None 
         raise RecipeError(f"--format {format}: unknown; possible: {', '.join(FORMATS)}")
     if format == "csv":
         return comparison_csv(comparison, published=published)
-    found = score_tables(comparison, published=published)
-    return latex(found) if format == "tex" else markdown(found)
+    tables = score_tables(comparison, published=published)
+    return latex(tables) if format == "tex" else markdown(tables)
 
 
 def score_tables(comparison: Comparison, *, published: str | None = None) -> list[Table]:
@@ -39,13 +39,13 @@ def score_tables(comparison: Comparison, *, published: str | None = None) -> lis
 
     ``published`` adds what a paper prints for the same cells; raises RecipeError if it is unknown.
     """
-    found = precision_table(comparison)
+    tables = precision_table(comparison)
     for method in by_method(comparison):
-        found += tables_of(method, published)
+        tables += tables_of(method, published)
         if len(comparison.checkpoints) > 1:
-            found += costs(method)
+            tables += costs(method)
     return [
-        *found, *pair_tables(comparison), *group_tables(comparison), *answer_tables(comparison),
+        *tables, *pair_tables(comparison), *group_tables(comparison), *answer_tables(comparison),
     ]  # fmt: skip
 
 

@@ -40,21 +40,21 @@ def load_analyses(store: Store) -> AnalysisResults:
     analyses: Analyses[Analysis] = Analyses(store.directory)
     parts = [analyses.records(), long_contexts(store.directory).records()]
     units = sensitivities(store.directory).records()
-    failed = [one for part in [*parts, units] for one in part if one.status == "failed"]
-    problems = group_by_reason((one.cell, f"failed: {one.error}") for one in failed)
+    failed = [each for part in [*parts, units] for each in part if each.status == "failed"]
+    problems = group_by_reason((each.cell, f"failed: {each.error}") for each in failed)
     records: list[Record] = []
     replicates = analyses.manifest().replicates if analyses.has_manifest() else {}
     if store.has_manifest():
         replicates = replicates or store.manifest().replicates
         try:
-            records = [one for one in store.records() if one.status == "ok"]
+            records = [each for each in store.records() if each.status == "ok"]
         except ResultsError as error:
             problems.append(f"Damage is left out: {error}")
-    cells, longer = (tuple(one for one in part if one.measured is not None) for part in parts)
+    cells, longer = (tuple(each for each in part if each.measured is not None) for part in parts)
     return AnalysisResults(
         cells=cells,
         long=longer,
-        sensitivities=tuple(one for one in units if one.status == "ok"),
+        sensitivities=tuple(each for each in units if each.status == "ok"),
         records=tuple(records),
         problems=tuple(problems),
         replicates=replicates,
@@ -93,17 +93,17 @@ def table_4(results: AnalysisResults, published: str | None = None) -> list[Tabl
 
     ``published`` puts the paper's rows of the same size above; raises RecipeError if it is unknown.
     """
-    cells = {one.cell: [one] for one in results.cells}
+    cells = {each.cell: [each] for each in results.cells}
     groups = {
         f"{group}/{quantizer}, {len(members)} trainings": [
             cells[f"{member}/{quantizer}"][0] for member in members
         ]
         for group, members in results.replicates.items()
-        for quantizer in dict.fromkeys(one.quantizer for one in results.cells)
+        for quantizer in dict.fromkeys(each.quantizer for each in results.cells)
         if all(f"{member}/{quantizer}" in cells for member in members)
     }
-    kl_of = {one.cell: _kl_by_quantizer(one, results) for one in results.cells}
-    labels = dict.fromkeys(label for found in kl_of.values() for label in found)
+    kl_of = {each.cell: _kl_by_quantizer(each, results) for each in results.cells}
+    labels = dict.fromkeys(label for by_quantizer in kl_of.values() for label in by_quantizer)
     rows = []
     if published is not None:
         rows += [
@@ -112,13 +112,13 @@ def table_4(results: AnalysisResults, published: str | None = None) -> list[Tabl
             for model, values in printed_measures(published).items()
         ]
     for name, analyses in (groups | cells).items():
-        measured = [_measures(one.measured) for one in analyses if one.measured is not None]
+        measured = [_measures(each.measured) for each in analyses if each.measured is not None]
         row = {
-            head: _spread([one[head] for one in measured], partial(number, percent="%" in head))
+            head: _spread([each[head] for each in measured], partial(number, percent="%" in head))
             for head in MEASURES
         }
         for label in labels:
-            values = [kl_of[one.cell].get(label) for one in analyses]
+            values = [kl_of[each.cell].get(label) for each in analyses]
             row[f"KL {label}"] = _spread(values, significant)
         rows.append({"Cell": name, **row})
     notes = [
@@ -141,21 +141,21 @@ def _measures(measured: Measured) -> dict[str, float | None]:
     return dict(zip(MEASURES, values, strict=True))
 
 
-def _kl_by_quantizer(one: Analysis, results: AnalysisResults) -> dict[str, float]:
-    """Return quantizer → KL divergence, of records made from the weights that ``one`` analyzed."""
-    if one.precision.quantized:
+def _kl_by_quantizer(analysis: Analysis, results: AnalysisResults) -> dict[str, float]:
+    """Return quantizer → KL divergence, of records with the weights that ``analysis`` has."""
+    if analysis.precision.quantized:
         return {}
-    found = {
+    kl_of = {
         record.quantizer: mean_kl(record)
         for record in results.records
         if record.quantized
-        and record.checkpoint == one.checkpoint
+        and record.checkpoint == analysis.checkpoint
         and all(
-            record.key_parts.get(part) == one.key_parts.get(part)
+            record.key_parts.get(part) == analysis.key_parts.get(part)
             for part in ("weights", "normalizer", "normalizer source")
         )
     }
-    return {label: value for label, value in found.items() if value is not None}
+    return {label: value for label, value in kl_of.items() if value is not None}
 
 
 def mean_kl(record: Record) -> float | None:
@@ -163,30 +163,30 @@ def mean_kl(record: Record) -> float | None:
     if not isinstance(record.damage, Damage):
         return None
     every = [task.distributions for task in record.damage.tasks.values() if task.distributions]
-    tokens = sum(one.tokens for one in every)
-    return sum(one.kl.mean * one.tokens for one in every) / tokens if tokens else None
+    tokens = sum(task.tokens for task in every)
+    return sum(task.kl.mean * task.tokens for task in every) / tokens if tokens else None
 
 
 def _spread(values: Sequence[float | None], text: Callable[[float], str]) -> str:
-    """Return one value, or ``3.84 (3.10 to 4.51)``; a dash if one of them is missing."""
-    known = [value for value in values if value is not None]
-    if len(known) < len(values):
+    """Return mean (lowest to highest) as text; one value alone; a dash if any is missing."""
+    measured = [value for value in values if value is not None]
+    if len(measured) < len(values):
         return NO_VALUE
-    if len(known) == 1:
-        return text(known[0])
-    return f"{text(sum(known) / len(known))} ({text(min(known))} to {text(max(known))})"
+    if len(measured) == 1:
+        return text(measured[0])
+    return f"{text(sum(measured) / len(measured))} ({text(min(measured))} to {text(max(measured))})"
 
 
 def texts_read(analyses: Sequence[Analysis]) -> list[str]:
     """Say what was read, once for all cells that read the same."""
     lines = []
-    for one in analyses:
-        text = one.text
+    for each in analyses:
+        text = each.text
         bos = "BOS counted" if text.bos else "without BOS"
         line = f"{text.samples} texts of {text.length} tokens ({bos}) of {text.source}"
         if text.left_out:
             line += f"; {text.left_out} shorter one{'s' * (text.left_out > 1)} left out"
-        lines.append((one.cell, f"{line}; {one.environment.device}, {one.attention}"))
+        lines.append((each.cell, f"{line}; {each.environment.device}, {each.attention}"))
     return group_by_reason(lines)
 
 
@@ -225,15 +225,15 @@ def analyses_csv(results: AnalysisResults) -> str:
     )
     rows = []
     for kind, analyses in kinds:
-        for one in analyses:
-            about = {"analysis": kind, "checkpoint": one.checkpoint, "quantizer": one.quantizer}
-            if isinstance(one, Sensitivity):
-                units = [*one.units, *([one.together] if one.together else [])]
+        for each in analyses:
+            about = {"analysis": kind, "checkpoint": each.checkpoint, "quantizer": each.quantizer}
+            if isinstance(each, Sensitivity):
+                units = [*each.units, *([each.together] if each.together else [])]
                 measured = {unit.name: unit.model_dump(exclude={"name"}) for unit in units}
             else:
-                measured = one.measured.model_dump(exclude={*LEFT_OUT})
+                measured = each.measured.model_dump(exclude={*LEFT_OUT})
             rows += [
-                {**about, "measure": name, "value": value, "key": one.key}
+                {**about, "measure": name, "value": value, "key": each.key}
                 for name, value in _numbers(measured)
             ]
     return as_csv(rows)

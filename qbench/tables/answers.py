@@ -28,7 +28,7 @@ NOTES = (
 
 def answer_tables(comparison: Comparison) -> list[Table]:
     """Return the tables of answers of each checkpoint; nothing if none were read."""
-    found: list[Table] = []
+    tables: list[Table] = []
     for checkpoint in comparison.checkpoints:
         damages = {
             quantizer: damage
@@ -36,7 +36,7 @@ def answer_tables(comparison: Comparison) -> list[Table]:
             if (damage := comparison.answers.get(f"{checkpoint}/{quantizer}"))
         }
         if damages:
-            found += [
+            tables += [
                 *_overview(comparison, checkpoint, damages),
                 *_means_table(checkpoint, "class of token", {
                     name: one.by_class for name, one in damages.items()
@@ -45,7 +45,7 @@ def answer_tables(comparison: Comparison) -> list[Table]:
                     name: one.by_position for name, one in damages.items()
                 }),
             ]  # fmt: skip
-    return found
+    return tables
 
 
 def _overview(
@@ -57,14 +57,14 @@ def _overview(
     rows = []
     for quantizer in (base, *damages):
         damage = damages.get(quantizer)
-        own = [by_name.get((quantizer, metric)) for metric in metrics]
+        scored_rows = [by_name.get((quantizer, metric)) for metric in metrics]
         rows.append(
             {
                 "Precision": quantizer,
                 **_along(by_name.get((quantizer, "kl")), checkpoint, damage),
                 **{
                     metric_title(metric): _loss(line, checkpoint)
-                    for metric, line in zip(metrics, own, strict=True)
+                    for metric, line in zip(metrics, scored_rows, strict=True)
                 },
                 "Hurt most": _hurt_most(damage),
             }
@@ -134,8 +134,8 @@ def _means_table(
         {
             "Precision": quantizer,
             **{
-                name: f"{one.kl:.2g} ({100 * one.agrees:.0f} %)"
-                if (one := each.get(name))
+                name: f"{values.kl:.2g} ({100 * values.agrees:.0f} %)"
+                if (values := each.get(name))
                 else NO_VALUE
                 for name in names
             },

@@ -26,7 +26,10 @@ def changes_table(changes: Changes) -> str:
         *(
             f"{NO_INTERVAL} {line}."
             for line in group_by_reason(
-                (f"{each.told} {each.label} {metric_title(each.metric)}", each.effect.reason)
+                (
+                    f"{each.cell_text} {each.label} {metric_title(each.metric)}",
+                    each.effect.reason,
+                )
                 for each in changes.lines
                 if not hasattr(each.effect, "interval")
             )
@@ -38,7 +41,7 @@ def changes_table(changes: Changes) -> str:
         unpaired = f" ({change.left_out} unpaired)" if change.left_out else ""
         rows.append(
             {
-                "Cell": change.told,
+                "Cell": change.cell_text,
                 **_names(change),
                 "Old": number(change.old, percent=change.percent),
                 "New": number(change.new, percent=change.percent),
@@ -60,7 +63,7 @@ def pair_tables(comparison: Comparison) -> list[Table]:
     rows = [
         {
             **_names(pair),
-            "Pair": pair.told,
+            "Pair": pair.cell_text,
             **_loss(pair),
             "p (Holm)": _p_text(pair, "p_holm"),
             "Documents": str(pair.documents),

@@ -73,11 +73,11 @@ def _predictions(comparison: Comparison, line: Row, entry: RowValue) -> dict[str
     if record is None:
         return {}
     row: dict[str, object] = {"bits_per_weight": bits_per_weight(record), "gib": gib(record)}
-    found = comparison.task_damage(entry.cell, line.task)
-    if found and (told := found.distributions):
-        row |= {"kl_mean": told.kl.mean, "kl_p99": told.kl.p99}
-        row["top1_agreement"] = told.top1_agreement
-    if found and (flips := found.flips.get(line.metric)):
+    damage = comparison.task_damage(entry.cell, line.task)
+    if damage and (divergence := damage.distributions):
+        row |= {"kl_mean": divergence.kl.mean, "kl_p99": divergence.kl.p99}
+        row["top1_agreement"] = divergence.top1_agreement
+    if damage and (flips := damage.flips.get(line.metric)):
         row |= {name: getattr(flips, name) for name in ("right_to_wrong", "wrong_to_right")}
     return row
 
@@ -102,8 +102,8 @@ def _groups(comparison: Comparison) -> Iterator[dict[str, object]]:
             }
 
 
-def _direction(one: Row | GroupScore) -> str:
-    return "up" if one.higher_is_better else "down"
+def _direction(row: Row | GroupScore) -> str:
+    return "up" if row.higher_is_better else "down"
 
 
 def _about(line: Row) -> dict[str, object]:
@@ -137,8 +137,8 @@ def _row(line: Row, entry: RowValue) -> dict[str, object]:
         elif effect is not None:
             parts = LOG_PARTS if effect.kind == "log ratio" else PARTS
             ends = effect.interval
-            found = (ends.estimate, ends.stderr, ends.low, ends.high)
-            row |= {prefix + part: value for part, value in zip(parts, found, strict=True)}
+            values = (ends.estimate, ends.stderr, ends.low, ends.high)
+            row |= {prefix + part: value for part, value in zip(parts, values, strict=True)}
             row |= {prefix + test: getattr(effect, test[1:]) for test in TESTS}
             if contrast == "damages":
                 row |= {

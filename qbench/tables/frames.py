@@ -52,7 +52,7 @@ class Results:
         names = rows.checkpoint + "/" + rows.quantizer
         ends = [getattr(cells.get(name), "interval", None) for name in names]  # of the logarithm
         low, high = (
-            [np.exp(getattr(one, side, np.nan)) for one in ends] for side in ("low", "high")
+            [np.exp(getattr(each, side, np.nan)) for each in ends] for side in ("low", "high")
         )
         return rows.assign(kl=names.map(means), kl_low=low, kl_high=high).reset_index(drop=True)
 
@@ -93,12 +93,12 @@ class Results:
         axes = figure.subplots()
         several = len(self.comparison.checkpoints) > 1
         cells = self._cells().dropna(subset=["kl", "gib"]).sort_values("kl")
-        for rank, one in enumerate(cells.itertuples()):
-            bars = np.nan_to_num([[one.kl - one.kl_low], [one.kl_high - one.kl]])
-            axes.errorbar(one.gib, one.kl, yerr=bars, fmt="o", capsize=3)
-            label = f"{one.checkpoint}/{one.quantizer}" if several else one.quantizer
+        for rank, each in enumerate(cells.itertuples()):
+            bars = np.nan_to_num([[each.kl - each.kl_low], [each.kl_high - each.kl]])
+            axes.errorbar(each.gib, each.kl, yerr=bars, fmt="o", capsize=3)
+            label = f"{each.checkpoint}/{each.quantizer}" if several else each.quantizer
             axes.annotate(
-                label, (one.gib, one.kl), xytext=(1.03, (rank + 0.5) / len(cells)), va="center",
+                label, (each.gib, each.kl), xytext=(1.03, (rank + 0.5) / len(cells)), va="center",
                 textcoords="axes fraction", arrowprops={"arrowstyle": "-", "color": "0.8"},
             )  # fmt: skip
         axes.set(xlabel="GiB of weights", ylabel="KL from the unquantized model, nats per token",

@@ -154,23 +154,23 @@ def bos_notes(comparison: Comparison) -> list[str]:
 def chance_notes(comparison: Comparison, rows: Sequence[Row]) -> list[str]:
     """Return a line on the accuracies of ``rows`` that an unquantized model may have guessed."""
     tasks = {(row.task, row.metric): row for row in rows}
-    found = [
+    labels = [
         f"{tasks[task, metric].label} {metric_title(metric)} of {checkpoint}"
         for checkpoint, task, metric in sorted(comparison.at_chance)
         if (task, metric) in tasks
     ]
-    if not found:
+    if not labels:
         return []
     return [
         f"At chance unquantized, so nothing can be lost and Holm's correction leaves them out: "
-        f"{'; '.join(found)}."
+        f"{'; '.join(labels)}."
     ]
 
 
 def single_notes(lines: Sequence[Row]) -> list[str]:
     """Return a line on the tasks of ``lines`` that were scored on one document, if there are
     any."""
-    alone = {line.label: None for line in lines for one in line.entries if one.documents == 1}
+    alone = {line.label: None for line in lines for entry in line.entries if entry.documents == 1}
     if not alone:
         return []
     return [
@@ -182,13 +182,13 @@ def single_notes(lines: Sequence[Row]) -> list[str]:
 def drawn_notes(rows: Iterable[Row]) -> list[str]:
     """Return a line per metric whose answers are drawn: how far drawing others to the same prompts
     moves a damage, and how many prompts or samples would show a loss of a hundredth."""
-    found: dict[str, list[Effect]] = {}
+    effects_of: dict[str, list[Effect]] = {}
     for row in rows:
         for effect in row.damages.values():
             if getattr(effect, "drawn", 0.0) > 0:
-                found.setdefault(f"{row.label} {metric_title(row.metric)}", []).append(effect)
+                effects_of.setdefault(f"{row.label} {metric_title(row.metric)}", []).append(effect)
     lines = []
-    for name, effects in found.items():
+    for name, effects in effects_of.items():
         widest = max(effects, key=lambda effect: effect.interval.stderr)
         points = 100 * DRAWN_ERRORS * max(effect.drawn for effect in effects)
         unit = "%" if widest.kind == "log ratio" else "points"
@@ -209,18 +209,21 @@ def drawn_notes(rows: Iterable[Row]) -> list[str]:
 def cache_notes(comparison: Comparison, lines: Sequence[Row]) -> list[str]:
     """Return a line per context length on quantized KV caches of ``lines``: the bytes per token
     of each."""
-    found: dict[tuple[int, float], dict[str, dict[str, None]]] = {}
+    sizes_by_context: dict[tuple[int, float], dict[str, dict[str, None]]] = {}
     for line in lines:
         for entry in line.entries:
             record = comparison.records.get(entry.cell)
             if audit := record and record.audit and record.audit.kv_cache:
-                alike = found.setdefault((audit.tokens, audit.unquantized_bytes_per_token), {})
+                alike = sizes_by_context.setdefault(
+                    (audit.tokens, audit.unquantized_bytes_per_token), {}
+                )
                 alike.setdefault(line.quantizer, {})[f"{audit.bytes_per_token:,.0f}"] = None
     return [
-        f"KV cache of {tokens:,} tokens, bytes a token with scales: unquantized {whole:,.0f}; "
+        f"KV cache of {tokens:,} tokens, bytes per token with scales: unquantized "
+        f"{unquantized:,.0f}; "
         + "; ".join(f"{name} {' / '.join(sizes)}" for name, sizes in alike.items())
         + "."
-        for (tokens, whole), alike in found.items()
+        for (tokens, unquantized), alike in sizes_by_context.items()
     ]
 
 

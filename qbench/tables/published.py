@@ -97,12 +97,12 @@ def printed_cells(
 
 def printed_notes(comparison: Comparison, lines: Iterable[Row], published: str) -> list[str]:
     """Return notes: in which tables the numbers stand, and what is doubtful about them."""
-    found = (
-        find_printed(comparison, line, one.checkpoint, published)
+    printed_rows = (
+        find_printed(comparison, line, entry.checkpoint, published)
         for line in lines
-        for one in line.entries
+        for entry in line.entries
     )
-    tables = list(dict.fromkeys(row["table"] for row in found if row))
+    tables = list(dict.fromkeys(row["table"] for row in printed_rows if row))
     if not tables:
         return [f"{published} prints none of these cells."]
     return [
@@ -115,9 +115,9 @@ def printed_notes(comparison: Comparison, lines: Iterable[Row], published: str) 
 def printed_measures(published: str) -> dict[str, dict[str, str]]:
     """Return model → measure → value of the softpick paper's table 4, of the set's size."""
     scale, _ = _set(published)
-    found: dict[str, dict[str, str]] = {}
+    measures: dict[str, dict[str, str]] = {}
     for row in published_rows():
         if row["table"] == "Table 4" and row["scale"] == scale:
-            values = found.setdefault(f"{scale} {row['model']}", {})
+            values = measures.setdefault(f"{scale} {row['model']}", {})
             values[row["metric"]] = row["value"].replace("-", MINUS)
-    return found
+    return measures

@@ -359,25 +359,27 @@ def kept_text(comparison: Comparison, row: Row, checkpoint: str) -> str:
 
 def _flip_metrics(comparison: Comparison) -> dict[str, str]:
     """Return task → the first of its metrics whose answers are right or wrong."""
-    found: dict[str, str] = {}
+    metric_of_task: dict[str, str] = {}
     for line in comparison.lines:
         for entry in line.entries:
             damage = comparison.task_damage(entry.cell, line.task)
             if damage and line.metric in damage.flips:
-                found.setdefault(line.task, line.metric)
-    return found
+                metric_of_task.setdefault(line.task, line.metric)
+    return metric_of_task
 
 
 def _cost_texts(damages: Sequence[TaskDamage | None], metric: str) -> dict[str, str]:
     """Return KL (mean, 99th percentile) and top-1 agreement as means, flips as the sum."""
-    told = [one.distributions for one in damages if one and one.distributions]
-    flips = [one.flips[metric] for one in damages if one and metric in one.flips]
-    whole = len(told) == len(damages)
+    distributions = [each.distributions for each in damages if each and each.distributions]
+    flips = [each.flips[metric] for each in damages if each and metric in each.flips]
+    complete = len(distributions) == len(damages)
     lost, gained = (sum(getattr(f, n) for f in flips) for n in ("right_to_wrong", "wrong_to_right"))
-    same = fmean(one.top1_agreement for one in told) if whole else None
+    same = fmean(each.top1_agreement for each in distributions) if complete else None
     return {
-        "KL": significant(fmean(one.kl.mean for one in told)) if whole else NO_VALUE,
-        "KL p99": significant(fmean(one.kl.p99 for one in told)) if whole else NO_VALUE,
+        "KL": significant(fmean(each.kl.mean for each in distributions)) if complete else NO_VALUE,
+        "KL p99": significant(fmean(each.kl.p99 for each in distributions))
+        if complete
+        else NO_VALUE,
         "Flips": f"{lost} / {gained}" if len(flips) == len(damages) else NO_VALUE,
         "Same top token": NO_VALUE if same is None else f"{100 * same:.1f} %",
     }

@@ -81,13 +81,13 @@ def from_rows(
 
 def markdown(tables: Iterable[Table]) -> str:
     """Return the tables one below the other, with their notes."""
-    return "\n\n".join("\n\n".join(_blocks(one)) for one in tables) + "\n"
+    return "\n\n".join("\n\n".join(_blocks(each)) for each in tables) + "\n"
 
 
-def _blocks(one: Table) -> list[str]:
-    notes = "\n".join(f"- {for_markdown(note)}" for note in one.footnotes)
-    made = [table(one.head, one.shown, align=one.align), notes]
-    return [f"### {for_markdown(one.title)}", *(block for block in made if block)]
+def _blocks(printed: Table) -> list[str]:
+    notes = "\n".join(f"- {for_markdown(note)}" for note in printed.footnotes)
+    made = [table(printed.head, printed.shown, align=printed.align), notes]
+    return [f"### {for_markdown(printed.title)}", *(block for block in made if block)]
 
 
 def latex(tables: Iterable[Table]) -> str:
@@ -98,7 +98,7 @@ def latex(tables: Iterable[Table]) -> str:
     return "\n".join(map(_latex, tables))
 
 
-def _latex(one: Table) -> str:
+def _latex(printed: Table) -> str:
     import pandas as pd  # slow to import
 
     def escaped(texts: Iterable[str]) -> list[str]:
@@ -106,15 +106,15 @@ def _latex(one: Table) -> str:
 
     # In braces: a row that begins with a bracket would be an argument of the row before.
     rows = [[f"{{{cell}}}" if cell[:1] in "[*" else cell for cell in escaped(row)]
-            for row in one.shown]  # fmt: skip
-    frame = pd.DataFrame(rows, columns=escaped(one.head))
+            for row in printed.shown]  # fmt: skip
+    frame = pd.DataFrame(rows, columns=escaped(printed.head))
     return "\n".join(
         [
-            *(f"% {record}" for record in escaped(one.records)),
+            *(f"% {record}" for record in escaped(printed.records)),
             r"\begin{table}",
-            rf"\caption{{{for_latex(one.title)}}}",
-            frame.to_latex(index=False, column_format=one.align).rstrip(),
-            *(rf"\par\footnotesize {note}" for note in escaped(one.notes)),
+            rf"\caption{{{for_latex(printed.title)}}}",
+            frame.to_latex(index=False, column_format=printed.align).rstrip(),
+            *(rf"\par\footnotesize {note}" for note in escaped(printed.notes)),
             r"\end{table}",
             "",
         ]

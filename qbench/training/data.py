@@ -286,7 +286,8 @@ def require_data(recipe: TrainingRecipe, files: TokenFiles, *, processes: int, d
     on_cpus = processes > 1 and device == "cpu"
     if on_cpus and recipe.compute.grad_comm_dtype == "bfloat16":
         raise RecipeError(
-            "compute.grad_comm_dtype: processes on a CPU average gradients in float32 alone"
+            "compute.grad_comm_dtype: CPU processes can average gradients in float32 only; set it "
+            "to float32"
         )
     if len(sequences(recipe, files)) < recipe.global_batch_size:
         raise RecipeError(

@@ -39,8 +39,8 @@ def joined(device: str) -> Iterator[PartialState]:
     local = int(os.environ.get("LOCAL_RANK", "0"))
     if device == "cuda" and local >= torch.cuda.device_count():
         raise UnavailableError(
-            f"process {local} of this host has no GPU of its own: {torch.cuda.device_count()} "
-            "are visible; start torchrun with at most that --nproc-per-node"
+            f"process {local} of this host has no GPU: {torch.cuda.device_count()} are visible; "
+            f"start torchrun with --nproc-per-node {torch.cuda.device_count()} or less"
         )
     PartialState._reset_state()  # of another device, earlier in this process
     processes = PartialState(cpu=device == "cpu")

@@ -222,7 +222,7 @@ def overview(results: Results, comparison: Comparison) -> Json:
                 "task": pair.label,
                 "metric": metric_title(pair.metric),
                 "percent": pair.percent,
-                "pair": pair.told,
+                "pair": pair.cell_text,
                 "documents": pair.documents,
                 **({"effect": _effect(pair.effect)} if hasattr(pair.effect, "interval") else {}),
             }

@@ -90,12 +90,13 @@ def attn_fwd(
     FAST: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, HEAD_DIM: tl.constexpr,
     V_HEAD_DIM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One program a block of BLOCK_Q queries and a head. ``head_counts``: query heads, and how
-    many share a key head. ``strides``: of batch row, head and row, of q, k, v and output each.
-    The mask's stay by themselves: inside a tuple Triton would compile for their values.
-    ``needs_expm1`` [B, key heads, chunks of keys]: the flags of :func:`attn_fwd_inner`, zeros
-    before. ``sinks``, ``bias``, ``slopes``, ``s`` [heads] and ``counts`` [B, heads, seqlen_q]: see
-    :mod:`qbench.attention.kernels.formulas`; ``scale`` and ``inv_softcap``: see ``ops.scales``."""
+    """Compute output and lse of one block of BLOCK_Q queries of one head per program.
+    ``head_counts``: query heads, query heads per key head. ``strides``: of batch row, head and row,
+    of q, k, v and output each. The mask's strides are separate arguments: inside a tuple Triton
+    would compile for their values. ``needs_expm1`` [B, key heads, chunks of keys], all 0 before:
+    the flags that :func:`attn_fwd_inner` sets. ``sinks``, ``bias``, ``slopes``, ``s`` [heads],
+    ``counts`` [B, heads, seqlen_q]: see :mod:`qbench.attention.kernels.formulas`; ``scale``,
+    ``inv_softcap``: see ``ops.scales``."""
     q_strides, k_strides, v_strides, o_strides = strides
     k_tensor, v_tensor = (k_source, k_strides), (v_source, v_strides)
     mask_strides = (mask_b, mask_h, mask_t, mask_k)

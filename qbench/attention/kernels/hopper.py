@@ -95,7 +95,8 @@ def backward_launches(
         stats = lse.new_empty(4 * lse.numel())
         # What is not asked for is not read: any tensor stands for it.
         dparam, dsinks, dslopes, sinks, slopes, s = (
-            lse if one is None else one for one in (dparam, dsinks, dslopes, sinks, slopes, s)
+            lse if tensor is None else tensor
+            for tensor in (dparam, dsinks, dslopes, sinks, slopes, s)
         )
         sources = (q_tile(q), k_tile(k), v_tile(v), g_tile(g))
         launch_dq(*sources, output, lse, stats, dq, dparam, dsinks, dslopes, sinks, slopes, s)

@@ -72,31 +72,31 @@ def store_rows(out, x, first, batch, head, strides):
 
 
 @gluon.jit
-def allocate(source, own_source, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr):
-    """Shared memory: four tiles that stay, two of each of the STAGES, and barriers: those that stay
-    have come, a stage is full, a stage is empty."""
+def allocate(source, fixed_source, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr):
+    """Allocate shared memory: four ``fixed`` tiles, two tiles per stage of the ring, and barriers:
+    the fixed tiles are loaded, a stage is full, a stage is empty."""
     shape: gl.constexpr = [STAGES, 1, 1, ROWS, HEAD_DIM]
-    own = gl.allocate_shared_memory(gl.bfloat16, [4, 1, 1, ROWS, HEAD_DIM], own_source.layout)
+    fixed = gl.allocate_shared_memory(gl.bfloat16, [4, 1, 1, ROWS, HEAD_DIM], fixed_source.layout)
     left = gl.allocate_shared_memory(gl.bfloat16, shape, source.layout)
     right = gl.allocate_shared_memory(gl.bfloat16, shape, source.layout)
-    own_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    fixed_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(own_full, count=1)
+    mbarrier.init(fixed_full, count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
-    return own, left, right, own_full, full, empty
+    return fixed, left, right, fixed_full, full, empty
 
 
 @gluon.jit
-def load_own(left, right, own, own_full, batch, head, first):
+def load_fixed(left, right, fixed, fixed_full, batch, head, first):
     """Load the block's rows, from ``first`` on, of two sources; they stay in shared memory."""
-    mbarrier.expect(own_full, 4 * left.block_type.nbytes)
+    mbarrier.expect(fixed_full, 4 * left.block_type.nbytes)
     for i in gl.static_range(2):
         at = [batch, head, first + i * ROWS, 0]
-        tma.async_copy_global_to_shared(left, at, own_full, own.index(2 * i))
-        tma.async_copy_global_to_shared(right, at, own_full, own.index(2 * i + 1))
+        tma.async_copy_global_to_shared(left, at, fixed_full, fixed.index(2 * i))
+        tma.async_copy_global_to_shared(right, at, fixed_full, fixed.index(2 * i + 1))
 
 
 # The queries' gradients.
@@ -126,14 +126,14 @@ def load_tiles(k_source, v_source, buffers, batch, kv_head, before, count):
 
 
 @gluon.jit
-def dq_loader(sources, own, buffers, own_full, lse_source, sizes, FLAGS: gl.constexpr):
+def dq_loader(sources, fixed, buffers, fixed_full, lse_source, sizes, FLAGS: gl.constexpr):
     q_source, k_source, v_source, g_source = sources
     heads, group, length = sizes
     pair = gl.program_id(1)
     first = (gl.num_programs(0) - 1 - gl.program_id(0)) * BLOCK
     batch = pair // heads
     head = pair % heads
-    load_own(q_source, g_source, own, own_full, batch, head, first)
+    load_fixed(q_source, g_source, fixed, fixed_full, batch, head, first)
     count = first // ROWS + 2
     load_tiles(k_source, v_source, buffers, batch, head // group, 0, count)
     if NEEDS_EXPM1 & FLAGS:
@@ -246,7 +246,7 @@ def dq_step(
 
 @gluon.jit
 def dq_rows(
-    own, buffers, own_full, rows_of, of_head, sizes, scales, strides, index,
+    fixed, buffers, fixed_full, rows_of, of_head, sizes, scales, strides, index,
     NORM: gl.constexpr, FLAGS: gl.constexpr, BLOCK_Q: gl.constexpr,
 ):  # fmt: skip
     k_tiles = buffers[0]
@@ -276,11 +276,11 @@ def dq_rows(
     lse = gl.load(lse_source + row_offset + rows)  # [ROWS]
     length_2 = causal_log2_length(first + rows, FLAGS)  # [ROWS]
     factor = s_of_head * length_2
-    mbarrier.wait(own_full, 0)
-    g = flat(own, index * 2 + 1)
+    mbarrier.wait(fixed_full, 0)
+    g = flat(fixed, index * 2 + 1)
     delta = gl.sum(o.to(gl.float32) * g.load(wide).to(gl.float32), 1)
     delta = gl.convert_layout(delta, gl.SliceLayout(1, layout))
-    q = flat(own, index * 2)
+    q = flat(fixed, index * 2)
     if FLAGS & CAPPED_OR_SLOPED == 0 or HEAD_DIM == 128:  # else the registers are needed
         q = q.load(left)
     last = first // ROWS
@@ -339,7 +339,7 @@ def dq_rows(
         if ELEMENTWISE & FLAGS:
             gl.store(dparam_rows + row_offset + rows, dparam)
         if SCALED & FLAGS:  # Σ dS · score is q · dq
-            product = gl.sum(flat(own, index * 2).load(sum_layout).to(gl.float32) * dq, 1)
+            product = gl.sum(flat(fixed, index * 2).load(sum_layout).to(gl.float32) * dq, 1)
             product = product * (last_length * (scale * LN_2))
             gl.store(dparam_rows + row_offset + last_rows, product)
     if DSINKS & FLAGS:
@@ -360,13 +360,15 @@ def hopper_bwd_dq(
     NORM: gl.constexpr, FLAGS: gl.constexpr, HEAD_DIM: gl.constexpr,
     STAGES: gl.constexpr, BLOCK_Q: gl.constexpr,
 ):  # fmt: skip
-    """Gradients of queries; and by BLOCK_Q of each, for the other kernel, their lse, 2^−lse, D, and
-    where there is that s · log n in units of the scores, by which D is multiplied. ``sizes``: query
-    heads, how many share a key head, length; ``scales``: of dq, in log2 units of the scores, and
-    before a soft cap's tanh; ``dparam_rows``, ``dsinks_rows``, ``dslopes_rows``, ``sinks``,
-    ``slopes``, ``s``: as in backward.py; ``strides``: of batch row, head and row, of output and
-    dq."""
-    own, k_tiles, v_tiles, own_full, full, empty = allocate(k_source, q_source, STAGES, HEAD_DIM)
+    """Compute dq, and in blocks of BLOCK_Q rows the ``stats`` that the dk/dv kernel reads: lse,
+    2^−lse, D and, with SCALED, s · log n in units of the scores, by which D is multiplied.
+    ``sizes``: query heads, query heads per key head, length; ``scales``: of dq, of scores in log2
+    units, and before a soft cap's tanh; ``dparam_rows``, ``dsinks_rows``, ``dslopes_rows``,
+    ``sinks``, ``slopes``, ``s``: as in backward.py; ``strides``: of batch row, head and row, of
+    output and dq."""
+    fixed, k_tiles, v_tiles, fixed_full, full, empty = allocate(
+        k_source, q_source, STAGES, HEAD_DIM
+    )
     buffers = (k_tiles, v_tiles, full, empty)
     sources = (q_source, k_source, v_source, g_source)
     rows_of = (o_source, lse_source, stats, dq_out, dparam_rows, dsinks_rows, dslopes_rows)
@@ -375,11 +377,11 @@ def hopper_bwd_dq(
     of_head = (slope, formulas.load_s(head, s, FLAGS), formulas.load_sink(head, sinks, FLAGS))
     gl.warp_specialize(
         [
-            (dq_rows, (own, buffers, own_full, rows_of, of_head, sizes, scales, strides, 0,
+            (dq_rows, (fixed, buffers, fixed_full, rows_of, of_head, sizes, scales, strides, 0,
              NORM, FLAGS, BLOCK_Q)),
-            (dq_rows, (own, buffers, own_full, rows_of, of_head, sizes, scales, strides, 1,
+            (dq_rows, (fixed, buffers, fixed_full, rows_of, of_head, sizes, scales, strides, 1,
              NORM, FLAGS, BLOCK_Q)),
-            (dq_loader, (sources, own, buffers, own_full, lse_source, sizes, FLAGS)),
+            (dq_loader, (sources, fixed, buffers, fixed_full, lse_source, sizes, FLAGS)),
         ],
         [4, 1],
         [240, 24],
@@ -390,7 +392,7 @@ def hopper_bwd_dq(
 
 
 @gluon.jit
-def dkdv_loader(sources, own, buffers, own_full, sizes):
+def dkdv_loader(sources, fixed, buffers, fixed_full, sizes):
     q_source, k_source, v_source, g_source, stat_source = sources
     q_tiles, g_tiles, stat_tiles, full, empty = buffers
     kv_heads, group, length = sizes
@@ -401,7 +403,7 @@ def dkdv_loader(sources, own, buffers, own_full, sizes):
     first = gl.program_id(0) * BLOCK
     batch = pair // kv_heads
     kv_head = pair % kv_heads
-    load_own(k_source, v_source, own, own_full, batch, kv_head, first)
+    load_fixed(k_source, v_source, fixed, fixed_full, batch, kv_head, first)
     for member in range(group):
         row_offset = (pair * group + member) * length
         for row in range(length - ROWS, first - 1, -ROWS):
@@ -542,12 +544,12 @@ def dkdv_step(
 
 @gluon.jit
 def dkdv_head(
-    dk, dv, k, v, loaded, whole, first, length, buffers, score_mod, index,
+    dk, dv, k, v, loaded, unmasked, first, length, buffers, score_mod, index,
     NORM: gl.constexpr, FLAGS: gl.constexpr, PRECISE: gl.constexpr, BLOCK_Q: gl.constexpr,
 ):  # fmt: skip
-    """Adds a head's tiles to dk and dv [ROWS, HEAD_DIM]: those of ``whole`` stages and of the one
-    on the diagonal, of a group whose ``first`` key is that. ``loaded``: stages that the buffers
-    have had. Two tiles a turn, of one stage or of two."""
+    """Add to dk and dv [ROWS, HEAD_DIM] the tiles of queries of one head: of ``unmasked`` stages,
+    then of the stage on the causal diagonal. ``first``: the warp group's first key. ``loaded``: the
+    number of stages loaded before. Two tiles per iteration, of one stage or of two."""
     q_tiles, empty = buffers[0], buffers[4]
     stages: gl.constexpr = q_tiles.shape[0]
     left: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
@@ -563,7 +565,7 @@ def dkdv_head(
                 dk, dv, ds, s, k, v, loaded, False, buffers, length - BLOCK_Q - first, score_mod,
                 NORM, FLAGS, PRECISE, False, 0, BLOCK_Q,
             )  # fmt: skip
-    for turn in range(begin, whole, 2 // TILES):
+    for turn in range(begin, unmasked, 2 // TILES):
         for i in gl.static_range(2):
             n = turn + i // TILES
             tile = turn * TILES + i
@@ -574,10 +576,11 @@ def dkdv_head(
             )  # fmt: skip
     for i in gl.static_range(TILES):
         dk, dv, ds, s = dkdv_step(
-            dk, dv, ds, s, k, v, loaded + whole, whole > 0, buffers, (TILES - 1 - i) * BLOCK_Q,
-            score_mod, NORM, FLAGS, PRECISE, True, TILES - 1 - i, BLOCK_Q,
+            dk, dv, ds, s, k, v, loaded + unmasked, unmasked > 0, buffers,
+            (TILES - 1 - i) * BLOCK_Q, score_mod, NORM, FLAGS, PRECISE, True, TILES - 1 - i,
+            BLOCK_Q,
         )  # fmt: skip
-    stage = (loaded + whole) % stages
+    stage = (loaded + unmasked) % stages
     dk = warpgroup_mma(ds, tile_of(q_tiles, stage, 0, BLOCK_Q), dk, is_async=True)
     dk = warpgroup_mma_wait(0, [dk])
     mbarrier.arrive(empty.index(stage), count=1)
@@ -586,7 +589,7 @@ def dkdv_head(
 
 @gluon.jit
 def dkdv_rows(
-    own, buffers, own_full, slopes, dk_out, dv_out, index, sizes, scales, strides,
+    fixed, buffers, fixed_full, slopes, dk_out, dv_out, index, sizes, scales, strides,
     NORM: gl.constexpr, FLAGS: gl.constexpr, PRECISE: gl.constexpr, BLOCK_Q: gl.constexpr,
 ):  # fmt: skip
     q_tiles, full, empty = buffers[0], buffers[3], buffers[4]
@@ -601,15 +604,15 @@ def dkdv_rows(
     tile = 0
     pair = gl.program_id(1)
     first = gl.program_id(0) * BLOCK + index * ROWS
-    mbarrier.wait(own_full, 0)
-    k = flat(own, index * 2)
-    v = flat(own, index * 2 + 1)
+    mbarrier.wait(fixed_full, 0)
+    k = flat(fixed, index * 2)
+    v = flat(fixed, index * 2 + 1)
     if PAIRS:
         half: gl.constexpr = HEAD_DIM // 2
         k = (k.slice(0, half, dim=1).load(left), k.slice(half, half, dim=1))
     dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, sum_layout)
     dv = gl.zeros([ROWS, HEAD_DIM], gl.float32, sum_layout)
-    whole = (length - first - ROWS) // ROWS
+    unmasked = (length - first - ROWS) // ROWS
     for member in range(group):
         head = pair % kv_heads * group + member
         slope = formulas.load_slope(head, slopes, FLAGS)
@@ -618,10 +621,10 @@ def dkdv_rows(
         else:
             score_mod = (log2_scale, inv_softcap, slope)
         dk, dv = dkdv_head(
-            dk, dv, k, v, tile, whole, first, length, buffers, score_mod, index,
+            dk, dv, k, v, tile, unmasked, first, length, buffers, score_mod, index,
             NORM, FLAGS, PRECISE, BLOCK_Q,
         )  # fmt: skip
-        tile += whole + 1
+        tile += unmasked + 1
         if index == 1:  # the other group's last tile
             mbarrier.wait(full.index(tile % stages), tile // stages & 1)
             mbarrier.arrive(empty.index(tile % stages), count=1)
@@ -650,17 +653,19 @@ def hopper_bwd_dkdv(
         gl.static_assert(BLOCK == 2 * CHUNK)
         if ((gl.load(flags) | gl.load(flags + 1)) != 0) != PRECISE:
             return
-    own, q_tiles, g_tiles, own_full, full, empty = allocate(q_source, k_source, STAGES, HEAD_DIM)
+    fixed, q_tiles, g_tiles, fixed_full, full, empty = allocate(
+        q_source, k_source, STAGES, HEAD_DIM
+    )
     stat_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, 4 * ROWS], stat_source.layout)
     buffers = (q_tiles, g_tiles, stat_tiles, full, empty)
     sources = (q_source, k_source, v_source, g_source, stat_source)
     gl.warp_specialize(
         [
-            (dkdv_rows, (own, buffers, own_full, slopes, dk_out, dv_out, 0, sizes, scales,
+            (dkdv_rows, (fixed, buffers, fixed_full, slopes, dk_out, dv_out, 0, sizes, scales,
              strides, NORM, FLAGS, PRECISE, BLOCK_Q)),
-            (dkdv_rows, (own, buffers, own_full, slopes, dk_out, dv_out, 1, sizes, scales,
+            (dkdv_rows, (fixed, buffers, fixed_full, slopes, dk_out, dv_out, 1, sizes, scales,
              strides, NORM, FLAGS, PRECISE, BLOCK_Q)),
-            (dkdv_loader, (sources, own, buffers, own_full, sizes)),
+            (dkdv_loader, (sources, fixed, buffers, fixed_full, sizes)),
         ],
         [4, 1],
         [240, 24],

@@ -505,7 +505,7 @@ def attention_backward(*given: Any) -> tuple[Tensor, ...]:
 @attention_backward.register_fake
 def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:
     inputs = (by_token(t, t.shape, covered=True) for t in (query, key, value))
-    learned = (query.new_empty(query.shape[1] * asked, dtype=torch.float32) for asked in rest[-1])
+    learned = (query.new_empty(query.shape[1] * wants, dtype=torch.float32) for wants in rest[-1])
     return *inputs, *learned
 
 

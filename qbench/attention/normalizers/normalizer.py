@@ -79,7 +79,10 @@ class Kernels:
                 f"kernels have no sink but with the score function 'softmax', not {name!r}"
             )
         if self.scaled and self.elementwise:
-            raise ValueError(f"kernels have no scale with the score function {name!r}")
+            raise ValueError(
+                f"kernels cannot scale logits with the elementwise score function {name!r}; set "
+                "scaled=False"
+            )
 
     @property
     def elementwise(self) -> bool:
