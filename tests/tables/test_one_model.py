@@ -210,7 +210,7 @@ def test_chance_is_one_of_the_choices_and_0_without_any():
 
 
 def test_an_archive_without_responses_is_compared_all_the_same():
-    store = Store(Path(__file__).parents[2] / "results" / "pair-27m-activations")
+    store = Store(Path(__file__).parents[2] / "results" / "sigmoid-27m")
     record = next(one for one in store.records() if "responses" in one.files)
     with pytest.raises(ResultsError, match="missing"):
         store.responses(record)
