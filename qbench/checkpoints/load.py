@@ -96,7 +96,8 @@ def measured_attention(
     why: str = "it is not a causal language model, so it gives no probability of a text",
 ) -> ChosenAttention:
     """Set the checkpoint's attention, or with ``fallback`` the class's own if the logits differ;
-    return what runs. ``why`` later tokens may change earlier logits. Errors as ``load_model``."""
+    return the one that was set. ``why``: text for the error if later tokens change earlier logits.
+    Raises as ``load_model``."""
     try_eager(model)
     logits = probe_logits(model)
     require_causal(model, logits, why)

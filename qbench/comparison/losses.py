@@ -199,8 +199,8 @@ def _adjusted(answers: Mapping, *, keep: bool = False) -> dict:
 
 
 def kl_column(store: Store, record: Record) -> Column | None:
-    """Return a record's KL divergence by document of all tasks; None if it holds none. Answers are
-    apart: theirs is returned if no task has any."""
+    """Return a record's mean KL divergence per document of all tasks; that of the model's answers
+    if no task has any; None if neither has."""
     if "divergences" not in record.files:
         table = store.outcomes(record)
         along = table[(table["task"] == ANSWERS) & (table["metric"] == "kl")]
@@ -219,8 +219,8 @@ def kl_column(store: Store, record: Record) -> Column | None:
 
 
 def mean_of_tasks(record: Record) -> float | None:
-    """Return the mean KL divergence from a record's tasks alone, by their documents; None without
-    any. As ``kl_column``, that along answers if no task has any."""
+    """Return a record's mean KL divergence, tasks weighted by their documents; that of the model's
+    answers if no task has any; None if neither has."""
     if not isinstance(record.damage, Damage):
         return None
     documents = {score.task: score.documents for score in record.scores}

@@ -132,7 +132,7 @@ class LlamaCpp:
         longest: int | None = None,
         progress: Advance | None = None,
     ) -> list[list[int]]:
-        """As ``scoring.generate.decode``, one prompt after another."""
+        """Return each prompt's new token ids; arguments as in ``scoring.generate.decode``."""
         answers: list[list[int]] = []
         for index, prompt in enumerate(prompts):
             tokens, answer = list(prompt.ids), []

@@ -120,7 +120,7 @@ class PublishedCopy(Published):
 
     @property
     def num_bits(self) -> float:
-        """Bits of a code: scales and zero points, which are less than one bit, taken off."""
+        """Bits per code: stored bits per weight rounded down, since scales take less than 1."""
         counted = self.stored_bits or stated_bits(self.format, self.config)
         return math.floor(counted) or 1
 

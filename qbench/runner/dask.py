@@ -275,8 +275,8 @@ class DaskExecutor(Executor):
 
     @contextmanager
     def listen(self, progress: Progress) -> Iterator[RemoteProgress]:
-        """Yield what cells report to; Dask's events bring it to ``progress`` before a call's
-        result."""
+        """Yield a RemoteProgress for cells on workers; Dask's events pass its calls to ``progress``
+        before a call's result arrives."""
         topic = f"qbench-{secrets.token_hex(4)}"
         self.client.subscribe_topic(topic, lambda event: pass_on(progress, *event[1]))
         try:

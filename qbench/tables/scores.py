@@ -233,8 +233,8 @@ def _deltas(method: MethodLines, published: str | None) -> list[Table]:
 
 
 def _damages(method: MethodLines, lines: Sequence[Row]) -> list[Table]:
-    """Return the table of what quantization costs each checkpoint or group of trainings, and how
-    much more than the first."""
+    """Return the table of each checkpoint's (or group of trainings') damage, and of its difference
+    from the first's."""
     base, *others = groups = [*method.groups]
     claims = {other: f"{other}’s {MINUS} {base}’s" for other in others}
     rows = []

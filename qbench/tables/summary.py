@@ -16,7 +16,7 @@ WIDTH = 100
 
 
 def summary(comparison: Comparison) -> str:
-    """Return what the results are of, the verdict, what is missing, and a line per precision."""
+    """Return as text: models and data, the verdict, missing cells, and a line per precision."""
     lines = [*verdict(comparison)]
     lines += group_by_reason((cell.cell, reason) for cell, reason in comparison.problems())
     if comparison.grid.skipped:

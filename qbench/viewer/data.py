@@ -289,7 +289,7 @@ def _kl(comparison: Comparison, cell: str) -> Json:
 
 
 def _kl_of_task(kl: Divergence) -> Json:
-    """Return a task's mean KL divergence; its 95 % interval is normal on the logarithm."""
+    """Return ``mean``, ``low`` and ``high`` of a task's KL: a normal 95 % interval of the log."""
     if kl.mean_stderr is None or not kl.mean_stderr < kl.mean:
         return {"mean": kl.mean, "low": None, "high": None}
     factor = math.exp(1.96 * kl.mean_stderr / kl.mean)
@@ -361,7 +361,7 @@ def _record(store: Store, cell: int) -> Record:
 
 
 def cell_page(store: Store, cell: int) -> Json:
-    """Return all of a record, with its key's parts as dotted names."""
+    """Return a record's fields, its flips, and the parts of its key by dotted names."""
     record = _record(store, cell)
     _, reason = status_of(record)
     page = record.model_dump(mode="python", exclude={"key_parts", "started", "finished"})

@@ -50,7 +50,7 @@ def comparison(tmp_path):
 @pytest.mark.parametrize("format", ["md", "tex"])
 def test_the_memory_of_a_token_stands_below_the_table(comparison, format):
     text = render(comparison, format=format)
-    assert text.count("of 2,048 tokens, bytes a token with scales: unquantized 18,432; ") == 1
+    assert text.count("of 2,048 tokens, bytes per token with scales: unquantized 18,432; ") == 1
     assert "hqq-2bit 4,896; hqq-3bit 9,504." in text
 
 

@@ -43,8 +43,7 @@ SINK = tl.constexpr(96)
 
 @triton.constexpr_function
 def block(width):
-    """Return a head's width as tiles have it: a power of two from 16 on, which matrix products
-    need."""
+    """Return the tile width for a head of ``width``: the next power of two, at least 16."""
     return max(16, triton.next_power_of_2(width))
 
 

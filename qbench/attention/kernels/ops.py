@@ -492,6 +492,7 @@ def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Te
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )  # fmt: skip
 def attention_backward(*given: Any) -> tuple[Tensor, ...]:
+    """Return the gradients of q, k, v and each parameter; an empty tensor if it needs none."""
     *given, needs_grad = given
     mask, seq_bounds = mask_or_spans(*given[7:10])
     gradients = backward(

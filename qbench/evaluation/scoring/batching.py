@@ -139,9 +139,8 @@ class PaddedBatch(BatchPlan):
 def _scored_by(
     requests: Sequence[Request], members: list[int], flat: list[np.ndarray]
 ) -> dict[str, Any]:
-    """Return the fields of a batch that say what its hidden states score. ``flat`` are the indexes
-    of the states for each of its ``members``; a state that several requests score stands once.
-    """
+    """Return the fields of a batch that map its hidden states to the tokens that they score.
+    ``flat``: per request of ``members`` the indexes of its states; a shared state is kept once."""
     rows, inverse = np.unique(np.concatenate(flat), return_inverse=True)
     scored = [requests[i] for i in members]
     index = np.concatenate([request.first + np.arange(request.scored) for request in scored])

@@ -115,6 +115,7 @@ class Rotation(TransformSettings):
                 )
 
     def require_fit(self, kv: KVCacheSettings | None) -> None:
+        """Raise RecipeError if ``queries_keys`` is set and no KV cache is quantized."""
         if self.queries_keys and kv is None:
             raise RecipeError(
                 "transform: rotation: queries_keys changes nothing without a quantized KV cache; "
