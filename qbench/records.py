@@ -708,7 +708,7 @@ class RunManifest(RecordModel):
                 raise ValueError(f"cell {cell.cell} is listed twice")
         members = [member for group in self.replicates.values() for member in group]
         if not set(members) <= set(self.checkpoints) or len(set(members)) < len(members):
-            raise ValueError("replicates: each is one of the grid's checkpoints, in one group")
+            raise ValueError("replicates: each must be a checkpoint of the manifest, in one group")
         return self
 
 
@@ -970,7 +970,7 @@ def read_training(path: Path) -> Training:
     values = json.loads(path.read_bytes())
     checksum = values.pop(CHECKSUM, None) if isinstance(values, dict) else None
     if checksum is not None and checksum != content_key(values):
-        raise DamagedError(f"{path}: not what training wrote")
+        raise DamagedError(f"{path}: not what training wrote; train again or restore it")
     return Training.model_validate(values)
 
 

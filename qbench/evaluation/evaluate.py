@@ -232,11 +232,13 @@ def _samples(task: Any, limit: int | None) -> Iterator[_Sample]:
         instance.resps = given
     for same in zip(*rounds, strict=True):
         values = {
-            name: [float(one.metrics[name]) for one in same]
+            name: [float(each.metrics[name]) for each in same]
             for name, value in same[0].metrics.items()
             if isinstance(value, bool | int | float | np.number | np.bool_)
         }
-        resps = [[part for one in same for part in one.resps[i]] for i in range(len(same[0].resps))]
+        resps = [
+            [part for each in same for part in each.resps[i]] for i in range(len(same[0].resps))
+        ]
         yield replace(
             same[0],
             resps=resps,

@@ -39,10 +39,10 @@ def answer_tables(comparison: Comparison) -> list[Table]:
             tables += [
                 *_overview(comparison, checkpoint, damages),
                 *_means_table(checkpoint, "class of token", {
-                    name: one.by_class for name, one in damages.items()
+                    name: each.by_class for name, each in damages.items()
                 }),
                 *_means_table(checkpoint, "position in the answer", {
-                    name: one.by_position for name, one in damages.items()
+                    name: each.by_position for name, each in damages.items()
                 }),
             ]  # fmt: skip
     return tables
@@ -70,7 +70,7 @@ def _overview(
             }
         )
     any_damage = next(iter(damages.values())).tokens
-    differing = [name for name, one in damages.items() if one.other_prompts]
+    differing = [name for name, each in damages.items() if each.other_prompts]
     return from_rows(
         rows,
         title=f"Answers of {checkpoint}",

@@ -163,4 +163,6 @@ def _alone(folder: Path) -> Iterator[None]:
             clean_temporaries(folder)
             yield
     except Timeout:
-        raise TrainingError(f"{folder}: another process trains there") from None
+        raise TrainingError(
+            f"{folder}: another process trains there; wait for it or stop it"
+        ) from None
