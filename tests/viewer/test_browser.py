@@ -352,7 +352,7 @@ def test_numbers_of_a_map_and_of_a_column_have_the_same_decimals(serve, page):
 
 
 @pytest.mark.parametrize(("folder", "labels"), [
-    ("pair-27m", {"× 0.7", "× 1", "× 2"}),
+    ("pair-27m", {"× 0.7", "× 1", "× 1.5"}),
     ("sinks-124m", {"× 0.09", "× 0.2", "× 1"}),
 ])  # fmt: skip
 def test_ratios_have_all_their_labels(serve, page, folder, labels):
