@@ -27,8 +27,9 @@ def commands(page):
     text = (ROOT / page).read_text()
     blocks = re.findall(r"^```(?:bash|console)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    found = [line.removeprefix("$ ").strip() for line in lines]
-    return [shlex.split(line, comments=True)[1:] for line in found if line.startswith("qbench ")]
+    lines = [line.removeprefix("$ ").strip() for line in lines]
+    begin = re.compile(r"qbench (?!\d)")  # not the version that a run prints
+    return [shlex.split(line, comments=True)[1:] for line in lines if begin.match(line)]
 
 
 ALL = [(page, arguments) for page in PAGES for arguments in commands(page)]

@@ -169,11 +169,8 @@ class LMHead:
     def __init__(self, model: Any, *, plain: bool = False) -> None:
         self.linear = model.get_output_embeddings()
         self.device = model.device
-        names = {module: name for name, module in model.named_modules()}
-        decoder = decoder_of(model)
         self._model, self._plain = model, plain
-        self._places = {"decoder": names[decoder], "head": names[self.linear]}
-        self._modules = {"decoder": decoder, "head": self.linear}
+        self._modules = {"decoder": decoder_of(model), "head": self.linear}
 
     def __call__(self, hidden: Tensor) -> Tensor:
         return self.finish(self.linear(hidden))
@@ -184,15 +181,17 @@ class LMHead:
         """
         if self._plain:
             return logits
+        names = {module: name for name, module in self._model.named_modules()}
+        places = {part: names[module] for part, module in self._modules.items()}
         states = MoeModelOutputWithPast(last_hidden_state=logits.new_zeros(1, 1, 1))
         for part, value in {"decoder": states, "head": logits}.items():
-            self._model.set_submodule(self._places[part], _Constant(value))
+            self._model.set_submodule(places[part], _Constant(value))
         try:
             ids = torch.zeros(1, 1, dtype=torch.long, device=logits.device)
             return self._model.forward(input_ids=ids, use_cache=False).logits
         finally:
             for part, module in self._modules.items():
-                self._model.set_submodule(self._places[part], module)
+                self._model.set_submodule(places[part], module)
 
 
 class _Constant(torch.nn.Module):
@@ -241,7 +240,8 @@ def decoder_and_head(model: Any) -> tuple[torch.nn.Module, LMHead]:
         for plain in (True, False):
             head = LMHead(model, plain=plain)
             try:
-                if torch.equal(logits, head(hidden)):
+                rows = linear(hidden)[0].split(1)  # each finished alone: no row changes another
+                if torch.equal(logits[0], torch.cat([head.finish(row) for row in rows])):
                     return decoder, head
             except (AttributeError, RuntimeError, TypeError):
                 continue  # states of another width, or a forward that takes more than a decoder
