@@ -10,10 +10,13 @@ from __future__ import annotations
 import math
 import re
 from functools import lru_cache
+from itertools import product
 from pathlib import Path
+from statistics import fmean, stdev
 
 import jinja2
 import pandas as pd
+from scipy.stats import t
 from statsmodels.stats.multitest import multipletests
 
 ROOT = Path(__file__).parent.parent
@@ -33,6 +36,8 @@ PAIRS = {  # folders that were measured on the same models
     "gguf": ("published-27m-gguf",),
     "methods": ("methods",),
     "methods-27m": ("methods-27m",),
+    "gptq": ("gptq-library",),
+    "gptq seeds": ("gptq-seeds",),
 }
 REAL_SINKS = {"smollm2": "SmolLM2-135M-Instruct", "gemma3": "Gemma 3 270M"}
 KEYS = ["task", "metric", "quantizer", "checkpoint"]
@@ -337,7 +342,40 @@ def methods_table(name, checkpoint) -> str:
     return "\n".join(lines)
 
 
+@lru_cache
+def gptq_library() -> list[dict[str, object]]:
+    """Return our GPTQ beside GPTQModel's, a row per setting. ``z``: the logarithm of the library's
+    KL minus the mean of ours over seeds of the calibration text, in standard errors of one new draw;
+    ``another``: the 95 % interval of such a draw. Of fewer than 3 seeds both are None."""
+    rows = []
+    orders = {"x": "group-aware", "g": "as stored", "d": "by activation"}
+    suffixes = {"x": "", "g": "-group_aware-false", "d": "-desc_act-true"}
+    for bits, symmetric, order in product((4, 3), "sa", orders):
+        name = f"gptq-{bits}bit{'' if symmetric == 's' else '-symmetric-false'}{suffixes[order]}"
+        effect = find("gptq", "all", "kl over library", "smollm2", name)
+        row = {"setting": f"{bits} bits, {'a' * (symmetric == 'a')}symmetric, {orders[order]}",
+               "ours": kl("gptq", "smollm2", name), "p": effect.damage_p,
+               "library": kl("gptq", "smollm2", name.replace("gptq-", "gptqmodel-")),
+               "ratio": [math.exp(effect[f"damage{end}"]) for end in ("", "_low", "_high")],
+               "z": None, "another": None}  # fmt: skip
+        rows.append(row)
+        table = pair("gptq seeds").query("task == 'all' and metric == 'kl'")
+        seeds = table[table.quantizer.str.startswith(f"g{bits}{symmetric}{order}-")].value
+        row["seeds"] = [row["ours"], *seeds]
+        if (count := len(row["seeds"])) >= 3:
+            logs = [math.log(seed) for seed in row["seeds"]]
+            error = stdev(logs) * math.sqrt(1 + 1 / count)
+            row["z"] = (math.log(row["library"]) - fmean(logs)) / error
+            limit = t.ppf(0.975, count - 1)
+            row["another"] = [math.exp(fmean(logs) + sign * limit * error) for sign in (-1, 1)]
+            row["within"] = abs(row["z"]) < limit
+    for row, p in zip(rows, holm(pd.Series([row["p"] for row in rows])), strict=True):
+        row["holm"] = p
+    return rows
+
+
 FUNCTIONS = (
+    gptq_library, from_to,
     by_method, methods_table, find, by_layer, ranges,
     value, mean, percent, kl, kl_interval, points, times, ratio, spread, each, least, compared,
     counts, precisions, significant, same_sign, moves, kl_ratio, direction, require, cell, rate,

@@ -93,6 +93,17 @@ def read_cells(comparison: Comparison) -> Iterator[dict[str, object]]:
             yield {**cell, "task": "all", "metric": "seconds", "value": seconds}
 
 
+def read_library(comparison: Comparison) -> Iterator[dict[str, object]]:
+    """Yield the logarithm of a column's KL over that of GPTQModel's column with the same settings,
+    paired by document, with its interval and p."""
+    for (checkpoint, quantizer, other), effect in comparison.kl.pairs.items():
+        if other == quantizer.replace("gptq-", "gptqmodel-"):
+            yield {"task": "all", "metric": "kl over library", "quantizer": quantizer,
+                   "checkpoint": checkpoint, "damage": effect.estimate, "damage_p": effect.p,
+                   "damage_low": effect.interval.low,
+                   "damage_high": effect.interval.high}  # fmt: skip
+
+
 def read_analyses(folder: Path) -> Iterator[dict[str, object]]:
     """Yield what `qbench analyze` measured of the unquantized cells and what trainings logged."""
     for record in Analyses(folder).records():
@@ -153,7 +164,8 @@ def made() -> dict[Path, str]:
         store = Store(folder)
         comparison = compare(store)
         files = table_files(store, comparison, ("csv", "md"))
-        others = pd.DataFrame([*read_cells(comparison), *read_analyses(folder)])
+        cells = [*read_cells(comparison), *read_library(comparison)]
+        others = pd.DataFrame([*cells, *read_analyses(folder)])
         numbers.append(pd.concat([read_scores(files), others]).assign(folder=folder.name))
         texts[folder / "tables.md"] = files["tables.md"]
     table = pd.concat(numbers).reindex(columns=COLUMNS)
