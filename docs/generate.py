@@ -345,7 +345,7 @@ def methods_table(name, checkpoint) -> str:
 @lru_cache
 def gptq_library() -> list[dict[str, object]]:
     """Return our GPTQ beside GPTQModel's, a row per setting. ``z``: the logarithm of the library's
-    KL minus the mean of ours over seeds of the calibration text, in standard errors of one new draw;
+    KL minus the mean of ours over seeds of the calibration text, in standard errors of a new draw;
     ``another``: the 95 % interval of such a draw. Of fewer than 3 seeds both are None."""
     rows = []
     orders = {"x": "group-aware", "g": "as stored", "d": "by activation"}
