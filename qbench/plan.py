@@ -365,7 +365,7 @@ def _cell(
         key="",
         key_parts={},
         unsupported_reason=next(iter(reasons), None),
-        notes=tuple(_notes(checkpoint, attention, scoring, evaluation.max_length)),
+        notes=tuple(_notes(checkpoint, attention, scoring, plan.recipe)),
     )
     parts = _key_parts(plan, cell)
     return replace(cell, key=content_key(parts), key_parts=parts)
@@ -539,10 +539,10 @@ def _notes(
     checkpoint: Checkpoint,
     attention: ChosenAttention,
     scoring: ScoringSettings,
-    max_length: int | None,
+    recipe: Recipe,
 ) -> Iterator[str]:
-    """Yield a line for each setting that is chosen for this model and not for most. ``max_length``
-    is the recipe's."""
+    """Yield a line for each setting that is chosen for this model and not for most."""
+    max_length = recipe.evaluation.max_length
     if checkpoint.files and (note := tokenizer_note(checkpoint)):
         yield note
     if attention.why:
@@ -551,6 +551,12 @@ def _notes(
         yield (
             f"scored in windows of {scoring.max_length:,} tokens, its context, and not of "
             f"evaluation.max_length {max_length:,}"
+        )
+    chat = recipe.evaluation.apply_chat_template or read_template(checkpoint.folder) is None
+    if recipe.tasks and not chat:
+        yield (
+            "a chat model whose tasks are asked without its chat template, as lm-eval does by "
+            "default; evaluation.apply_chat_template: true puts them into it"
         )
 
 

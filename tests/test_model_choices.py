@@ -107,6 +107,16 @@ def test_a_max_length_beyond_the_context_is_not_shortened_without_a_word(
     assert (words in found.notes) == said
 
 
+@pytest.mark.parametrize(("template", "said"), [("{{ messages }}", True), (None, False)])
+def test_a_chat_model_that_is_asked_without_its_template_is_told(tmp_path, models, template, said):
+    folder = tmp_path / "chat"
+    shutil.copytree(models["llama"], folder)
+    if template:
+        (folder / "chat_template.jinja").write_text(template)
+    notes = cell(recipe(tmp_path, {"a": str(folder)}), "cpu").notes
+    assert any("without its chat template" in note for note in notes) == said
+
+
 def without_decoder(monkeypatch, kind):
     """Have models of one class give no decoder."""
     right = hidden_states.decoder_of
