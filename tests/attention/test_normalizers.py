@@ -246,7 +246,7 @@ def test_wrong_parameters_are_refused_by_name(normalizer, parameters, error, mes
         ),
         (
             {"score_function": "sigmoid", "scaled": True},
-            "no scale with the score function 'sigmoid'",
+            "cannot scale logits with the elementwise score function 'sigmoid'",
         ),
         ({"score_function": "softmax"}, "kernels of 'sunk' do not take its parameter 'sinks'"),
         (

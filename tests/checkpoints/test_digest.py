@@ -83,7 +83,7 @@ def test_generation_settings_that_transformers_refuses_are_one_line(tmp_path):
 
     folder = write(tmp_path / "c")
     (folder / "generation_config.json").write_text('{"early_stopping": 3.5}')
-    with pytest.raises(CheckpointError, match=r"generation_config\.json: .early_stopping") as error:
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: .*early_stop") as error:
         load_model(find(str(folder)), dtype=torch.float32, device="cpu")
     assert len(str(error.value).splitlines()) == 1
 
