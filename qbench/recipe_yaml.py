@@ -148,9 +148,9 @@ def problem_lines(source: Source, error: ValidationError, kind: type) -> list[st
         ).lstrip(".")
         message = problem["msg"].removeprefix("Value error, ")
         if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-            known = _known_keys(kind, problem["loc"][:-1])
-            near = get_close_matches(str(problem["loc"][-1]), known.split(": ")[1].split(", "), 1)
-            message = f"unknown key; {f'did you mean {near[0]}? ' if near else ''}{known}"
+            keys = _known_keys(kind, problem["loc"][:-1])
+            near = get_close_matches(str(problem["loc"][-1]), keys.split(": ")[1].split(", "), 1)
+            message = f"unknown key; {f'did you mean {near[0]}? ' if near else ''}{keys}"
         elif problem["type"] in ("dataclass_type", "model_type", "dict_type"):
             message = f"must be a mapping; {_known_keys(kind, problem['loc'])} (it is "
             message += f"{shown(problem['input'])})"

@@ -143,7 +143,7 @@ def classes(texts: Sequence[str]) -> list[str]:
         opening = [text.rfind(bracket, 0, keys[0][0]) for bracket in "{["]
         closing = max(text.rfind(bracket) for bracket in "}]")
         json = (max(opening), closing + 1 if closing > keys[-1][1] else len(text))
-    found = []
+    names = []
     for index, (token, end) in enumerate(zip(texts, ends, strict=True)):
         start, plain = end - len(token), token.strip()
         within = [low <= start and end <= high for low, high in (json, *fences)]
@@ -160,5 +160,5 @@ def classes(texts: Sequence[str]) -> list[str]:
             name = "digits"
         else:
             name = "rest"
-        found.append(name)
-    return found
+        names.append(name)
+    return names

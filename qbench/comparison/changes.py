@@ -302,13 +302,13 @@ def _same_tasks(cell: str, before: Record, after: Record) -> None:
 def _other_trainings(old: ResultSet, new: ResultSet) -> list[str]:
     """Say which cells are of models that were trained differently in more than normalizer and
     seed."""
-    found = []
+    cells = []
     for cell, before in old.cells.items():
         after = new.cells.get(cell)
         pair = before.record.training, after.record.training if after else None
         if None not in pair and (differing := training_differences(*pair, seeds=True)):
-            found.append((cell, f"trained differently: {'; '.join(differing)}"))
-    return group_by_reason(found)
+            cells.append((cell, f"trained differently: {'; '.join(differing)}"))
+    return group_by_reason(cells)
 
 
 def change(cell: str, name: Name, before: CellResults, after: CellResults) -> Change:

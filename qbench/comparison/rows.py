@@ -289,7 +289,7 @@ class Comparison:
 
     def problems(self) -> list[tuple[GridCell, str]]:
         """Return what is missing, failed, unaudited, cut or mismatched of a cell, a line each."""
-        found = []
+        lines = []
         for cell in self.grid.cells:
             record = self.records.get(cell.cell)
             status, reason = status_of(record)
@@ -297,16 +297,16 @@ class Comparison:
                 run = self.elsewhere[cell.cell]
                 reason = f"not run with these settings; --run {run} has it with other settings"
             if status != "ok":
-                found.append((cell, f"{status}: {reason}"))
+                lines.append((cell, f"{status}: {reason}"))
             elif record.audit is None and cell.quantized:
-                found.append((cell, "not audited"))
+                lines.append((cell, "not audited"))
             if status == "ok":
-                found += [(cell, line) for line in _of_tasks(record)]
+                lines += [(cell, line) for line in _of_tasks(record)]
             if status == "ok" and isinstance(record.damage, Unavailable):
-                found.append((cell, f"no KL divergence: {record.damage.reason}"))
+                lines.append((cell, f"no KL divergence: {record.damage.reason}"))
             if status == "ok" and cell.quantized and (why := self.no_damage(cell.cell)):
-                found.append((cell, f"no damage: {why}"))
-        return found
+                lines.append((cell, f"no damage: {why}"))
+        return lines
 
 
 def _of_tasks(record: Record) -> list[str]:
