@@ -10,7 +10,7 @@ import pytest
 from small_recipe import DEMO, small_recipe
 
 from qbench import api
-from qbench.errors import QbenchError, RecipeError
+from qbench.errors import QbenchError
 from qbench.store import Store
 
 ROOT = Path(__file__).parent.parent
@@ -80,23 +80,6 @@ def test_a_model_is_evaluated_in_one_call(tmp_path, capfd):
     labels = [text.get_text() for text in found.plot().axes[0].texts]
     assert sorted(labels) == sorted(damage.quantizer.unique())
     assert len(found._repr_html_()) < 4000
-
-
-def test_overrides_are_those_of_the_command_line(tmp_path):
-    recipe = api.Recipe.load(small_recipe(tmp_path), api.Overrides(limit=2, scoring="fast"))
-    (limit,) = {cell.scoring.limit for cell in api.plan(recipe, "cpu").cells}
-    assert limit == 2
-    folder = ROOT / "recipes" / "demo" / "softpick"
-    other = api.Recipe.load(small_recipe(tmp_path), api.Overrides(checkpoints={"softmax": folder}))
-    assert other.checkpoints["softmax"].path == str(folder)
-    half = api.Recipe.load(small_recipe(tmp_path), api.Overrides(dtype="float16"))
-    assert {one.quantization.compute_dtype for one in half.quantizers} == {"float16"}
-    with pytest.raises(RecipeError, match=r"compute_dtype: .*'float32' \(it is 'bf16'\)$"):
-        api.Recipe.load(small_recipe(tmp_path), api.Overrides(dtype="bf16"))
-    one = api.Overrides(quantizers="fp32", tasks="demo_choice", data=str(DEMO / "data"))
-    recipe = api.Recipe.load(small_recipe(tmp_path), one)
-    assert [column.label for column in recipe.quantizers] == ["fp32"]
-    assert [task.name for task in recipe.tasks] == ["demo_choice"]
 
 
 def test_a_folder_without_finished_records_has_all_columns(tmp_path):

@@ -78,25 +78,6 @@ def test_an_attention_that_cannot_be_had_is_refused(tmp_path, models, source, at
         cell(recipe(tmp_path, {"a": source}, attention=attention))
 
 
-@pytest.mark.parametrize(
-    ("kind", "asked", "device", "mode"),
-    [
-        ("mistral", "auto", "cuda", "fast"),
-        ("ministral", "auto", "cuda", "fast"),
-        ("ministral", "auto", "cpu", "exact"),
-        ("granite", "lm-eval", "cuda", "lm-eval"),
-        ("bloom", "exact", "cuda", "exact"),
-    ],
-)
-def test_auto_is_the_fastest_scoring_of_the_device(
-    tmp_path, models, monkeypatch, kind, asked, device, mode
-):
-    monkeypatch.setattr("qbench.plan.hardware", lambda _: "a GPU")  # the driver is not asked
-    monkeypatch.setattr("qbench.checkpoints.classes.choose", lambda *_: "reference")
-    found = cell(recipe(tmp_path, {"a": models[kind]}, scoring=asked), device)
-    assert found.scoring.mode == mode
-
-
 @pytest.mark.parametrize(("asked", "said"), [(4096, True), (200, False)])
 def test_a_max_length_beyond_the_context_is_not_shortened_without_a_word(
     tmp_path, models, asked, said

@@ -6,10 +6,9 @@ import pytest
 import yaml
 from small_recipe import DEMO, qbench, small_recipe
 
-from qbench.comparison.compare import compare
 from qbench.errors import RecipeError
 from qbench.recipe import Overrides, Recipe, added_column, save
-from qbench.store import Store, run_id, runs
+from qbench.store import Store
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 HERE = ("--definitions", DEMO / "tasks", "--data", DEMO / "data", "--device", "cpu")
@@ -106,46 +105,6 @@ def test_a_kept_recipe_has_absolute_paths(tmp_path, monkeypatch):
                                    "two": {"path": "a/b", "revision": "x"}}  # fmt: skip
     assert kept["quantizers"][1]["path"] == str(tmp_path / "models" / "one")
     assert kept["evaluation"] == {"limit": 3}
-
-
-@pytest.mark.parametrize(
-    ("label", "name"),
-    [
-        ("int8-token", "int8-token"),
-        ("rtn-4bit+int8-token+kv-int4-token", "rtn-4bit+int8-token+kv-int4-token"),
-        ("w8a8-int8+kv8", "int8-row+int8-token+kv-int8-token"),
-        ("bf16+kv-fp8-token", "kv-fp8-token"),
-    ],
-)
-def test_a_label_that_tables_print_may_be_asked_for(label, name):
-    changed = Overrides(checkpoints={"a": "b/c"}, tasks=("sciq",), quantizers=("bf16", label),
-                        calibration=DEMO / "calibration.jsonl")  # fmt: skip
-    column = Recipe.load(None, changed).quantizers[1]
-    assert column.label == label
-    assert column.quantization.name == name
-
-
-@pytest.mark.slow
-def test_runs_into_one_folder_are_kept_apart(tmp_path, capfd):
-    path, out = small_recipe(tmp_path, tasks=["demo_lastword"]), tmp_path / "out"
-    options = ("run", path, "--out", out, "--device", "cpu")
-    assert qbench(*options) == 0
-    first = run_id(Store(out).manifest())
-    tables = capfd.readouterr().out
-    assert qbench(*options, "--limit", "2", "--only", "softmax/*") == 0
-    said = capfd.readouterr()
-    assert f"`qbench tables {out} --run {first}` shows them" in said.err
-    assert "missing" not in said.out
-    last = run_id(Store(out).manifest())
-    assert [name for name, _ in runs(out)] == [last, first]
-    assert qbench("tables", out, "--run", first[:5]) == 0
-    assert capfd.readouterr().out == tables
-    assert qbench("tables", out) == 0
-    said = capfd.readouterr()
-    assert f"holds 2 runs; this is the last one, {last}; --run shows another: {first}" in said.err
-    assert f": missing: not run with these settings; --run {first} has it with" in said.out
-    assert [entry.status for line in compare(Store(out, run=first)).lines
-            for entry in line.entries] == ["ok"] * 8  # fmt: skip
 
 
 def test_all_data_that_are_missing_are_said_at_once_and_can_be_left_out(tmp_path, capfd):

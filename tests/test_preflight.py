@@ -63,16 +63,6 @@ def test_too_little_calibration_text_is_refused_before_anything_is_loaded(tmp_pa
         calibrated(tmp_path, long + GOOD)
 
 
-def test_checkpoints_of_one_tokenizer_have_their_calibration_text_counted_once(
-    tmp_path, monkeypatch
-):
-    counted = []
-    monkeypatch.setattr("qbench.plan.require_windows", lambda text, path: counted.append(path))
-    pair = {name: str(DEMO / name) for name in ("softmax", "softpick")}
-    calibrated(tmp_path, LONG, checkpoints=pair)
-    assert len(counted) == 1
-
-
 def test_a_bos_that_no_tokenizer_adds_is_refused_and_names_the_checkpoint(tmp_path):
     with pytest.raises(RecipeError, match=r"checkpoints\.softpick: evaluation\.add_bos: true"):
         planned(tmp_path, evaluation={"add_bos": True})

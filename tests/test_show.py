@@ -9,7 +9,7 @@ from synthetic import make_store
 from qbench.cli.app import app
 from qbench.comparison.explain import find_cell, flat
 from qbench.errors import ResultsError
-from qbench.show import cell_text, pairs
+from qbench.show import cell_text
 
 REAL = Path(__file__).parents[1] / "results" / "pair-27m"
 CELL = f"{REAL}/softpick/gptq-3bit"
@@ -37,11 +37,6 @@ def test_a_cell_of_the_folder_that_one_is_in_is_named_without_it(capsys, monkeyp
     whole = show(capsys, CELL)
     monkeypatch.chdir(REAL)
     assert show(capsys, "softpick/gptq-3bit") == whole
-
-
-def test_a_digest_is_on_one_line():
-    digest = "0123456789abcdef" * 4
-    assert digest in pairs([("divergences", f"27,224 bytes, SHA-256 {digest}")])
 
 
 def test_what_a_cell_took_is_one_word_and_one_number_in_the_list_and_on_its_own_page(capsys):

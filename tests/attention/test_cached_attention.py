@@ -79,66 +79,6 @@ def test_scoring_attends_to_what_decoding_attends_to(scheme, normalizer):
 
 
 @pytest.mark.parametrize("scheme", FEW)
-def test_every_step_of_decoding_attends_to_the_same(scheme):
-    query, key, value = draw(seed=1)
-    whole = attend(scheme, query, key, value)
-    prefill = attend(scheme, query[:, :, :9], key[:, :, :9], value[:, :, :9])
-    assert_equal(prefill, whole[:, :, :9])
-    for t in range(9, T):
-        step = attend(scheme, query[:, :, t : t + 1], key[:, :, : t + 1], value[:, :, : t + 1])
-        assert_equal(step, whole[:, :, t : t + 1])
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("scheme", FEW)
-def test_padding_changes_nothing(scheme, side):
-    sequences = [draw(tokens=tokens, seed=tokens) for tokens in (T, 14, 7)]
-    padding = torch.zeros(3, T, dtype=torch.long)
-    rows = [torch.full((3, *part.shape[1:2], T, WIDTH), 50.0) for part in sequences[0]]
-    places = []
-    for i, parts in enumerate(sequences):
-        tokens = parts[0].shape[2]
-        places.append(slice(T - tokens, T) if side == "left" else slice(0, tokens))
-        padding[i, places[i]] = 1
-        for row, part in zip(rows, parts, strict=True):
-            row[i, :, places[i]] = part[0]
-    dense = (torch.ones(T, T).tril().bool() & padding[:, None].bool())[:, None]
-    found = attend(scheme, *rows, Mask(lambda: dense, padding=padding))
-    for i, parts in enumerate(sequences):
-        assert_equal(found[i : i + 1, :, places[i]], attend(scheme, *parts))
-
-
-@pytest.mark.parametrize("scheme", FEW)
-def test_packed_sequences_count_from_their_own_first_token(scheme):
-    sequences = [draw(tokens=tokens, seed=tokens) for tokens in (5, 1, 17)]
-    edges = torch.tensor([0, 5, 6, 23], dtype=torch.int32)
-    rows = [torch.cat(parts, dim=2) for parts in zip(*sequences, strict=True)]
-    expected = torch.cat([attend(scheme, *parts) for parts in sequences], dim=2)
-    assert_equal(attend(scheme, *rows, cu_seq_lens_q=edges, cu_seq_lens_k=edges), expected)
-    # packed by their positions alone, as transformers has them
-    label = torch.repeat_interleave(torch.arange(3), torch.tensor([5, 1, 17]))
-    dense = (label[:, None] == label[None]).tril()[None, None]
-    positions = torch.cat([torch.arange(n) for n in (5, 1, 17)])[None]
-    by_position = attend(scheme, *rows, Mask(lambda: dense), position_ids=positions)
-    assert_equal(by_position, expected)
-
-
-@pytest.mark.parametrize("scheme", FEW)
-def test_suffixes_of_one_prefix_count_from_the_prefix(scheme):
-    query, key, value = draw(tokens=19, seed=5)
-    tail = draw(tokens=19, seed=6)
-    other = [torch.cat([a[:, :, :13], b[:, :, 13:]], 2) for a, b in zip((query, key, value), tail)]  # noqa: B905
-    queries = torch.cat([query, other[0][:, :, 13:]], 2)
-    keys, values = (torch.cat([a, b], 2) for a, b in zip((key, value), other[1:]))  # noqa: B905
-    found = attend(
-        scheme, queries, keys, values,
-        cu_seq_lens_q=torch.tensor([0, 19, 25]), cu_seq_lens_k=torch.tensor([0, 19, 38]),
-    )  # fmt: skip
-    assert_equal(found[:, :, :19], attend(scheme, query, key, value))
-    assert_equal(found[:, :, 19:], attend(scheme, *other)[:, :, 13:])
-
-
-@pytest.mark.parametrize("scheme", FEW)
 def test_a_sliding_window_reads_the_same_cache(scheme):
     parts = draw(seed=2)
     index = torch.arange(T)

@@ -191,17 +191,6 @@ def test_mixed_dtypes_under_autocast_are_cast_as_torchs_own_attention_casts_them
     assert torch.equal(got, expected)
 
 
-def test_a_compiled_model_trains_under_autocast():
-    model = llama()
-    set_attention(model, normalizer="softpick")
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    ids = torch.arange(9)[None]
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = compiled(ids, labels=ids, use_cache=False).loss
-    loss.backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
-
-
 def test_a_window_is_told_from_chunks_by_the_configuration():
     class Chunked:
         sliding_window, attention_chunk_size = 4, 4

@@ -151,23 +151,6 @@ def test_each_is_listed_with_what_sets_it_apart(capfd):
 
 
 @pytest.mark.usefixtures("sunk")
-@pytest.mark.parametrize("more", [False, True])
-def test_parameters_reach_the_definition(more):
-    query, key, value = draw(2, 4, 7, 8), draw(2, 2, 9, 8, seed=1), draw(2, 2, 9, 5, seed=2)
-    sinks, factors = draw(4, seed=3), draw(4, seed=4).abs()
-    given = {"sinks": sinks} | ({"factors": factors} if more else {})
-    got = reference.attention(query, key, value, normalizer="sunk", parameters=given, causal=True)
-    for h in range(4):
-        for i in range(7):
-            seen = torch.arange(i + 3)
-            x = key[:, h // 2, seen] @ query[:, h, i, :, None] * 8**-0.5
-            x = x[..., 0] * (factors[h] if more else 1)
-            weights = x.exp() / (sinks[h].exp() + x.exp().sum(-1, keepdim=True))
-            expected = (weights[:, None] @ value[:, h // 2, seen])[:, 0]
-            torch.testing.assert_close(got[:, h, i], expected)
-
-
-@pytest.mark.usefixtures("sunk")
 def test_a_models_parameters_are_taken_from_its_attention_modules_and_trained():
     torch.manual_seed(0)
     config = LlamaConfig(

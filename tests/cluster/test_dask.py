@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import Future
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,7 +23,7 @@ from small_recipe import qbench, small_recipe
 
 from qbench import machine
 from qbench.cli.launcher import local_slots
-from qbench.errors import STOPPED, RecipeError, UnavailableError
+from qbench.errors import RecipeError, UnavailableError
 from qbench.plan import plan
 from qbench.recipe import Recipe
 from qbench.runner.dask import Host, _local, _settle, _token, connected, describe, require_fit
@@ -62,18 +62,6 @@ def test_a_local_worker_sees_its_gpu_alone_from_its_start(monkeypatch):
     with ExitStack() as stack:
         found = _local([0, 1], "cuda", stack).run(_seen)
     assert set(found.values()) == {("5", 1.0), ("7", 1.0)}
-
-
-def test_a_local_worker_that_dies_while_it_starts_is_one_line(monkeypatch):
-    def fail(**_):
-        raise RuntimeError("Nanny failed to start.\n  more lines")
-
-    monkeypatch.setattr("qbench.runner.dask.SpecCluster", fail)
-    with ExitStack() as stack, pytest.raises(UnavailableError) as error:
-        _local([0], "cpu", stack)
-    assert str(error.value) == (
-        "--cluster local: no worker could be started (Nanny failed to start.); run again"
-    )
 
 
 def _break_device():
@@ -129,31 +117,6 @@ def test_what_a_killed_run_left_to_be_seen_is_removed_by_the_next(tmp_path, monk
         assert not left.exists()
         assert list(tmp_path.iterdir()) == [Path(token)]
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.slow
-def test_ctrl_c_ends_local_workers_in_one_line(tmp_path):
-    """Two seconds; more are allowed for a machine that is busy."""
-    command = [sys.executable, "-m", "qbench", "run", small_recipe(tmp_path), "--out",
-               tmp_path / "out", "--device", "cpu", "--cluster", "local:2"]  # fmt: skip
-    run = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-        start_new_session=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )  # fmt: skip
-    while "evaluate" not in run.stderr.readline():
-        assert run.poll() is None
-    start = time.monotonic()
-    os.killpg(run.pid, signal.SIGINT)
-    lines = run.communicate(timeout=60)[1].splitlines()
-    assert time.monotonic() - start < 8
-    assert run.returncode == 130
-    assert lines[-1] == STOPPED
-    assert "Traceback" not in "".join(lines)
-    with suppress(ProcessLookupError):  # once nobody is left
-        while True:
-            os.killpg(run.pid, 0)
-            assert time.monotonic() - start < 20
-            time.sleep(0.1)
 
 
 def test_a_scheduler_that_died_is_named():

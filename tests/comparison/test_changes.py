@@ -1,7 +1,7 @@
 """Two results folders side by side, and which part of two keys differs."""
 
 import pytest
-from synthetic import make_store, scores
+from synthetic import make_store
 
 from qbench.comparison.changes import compare_cells, compare_results
 from qbench.comparison.explain import find_cell, key_differences, text
@@ -149,18 +149,3 @@ def test_a_cell_that_is_not_there_is_one_clear_line(tmp_path, monkeypatch, addre
     )
     with pytest.raises(ResultsError, match=said):
         find_cell(address)
-
-
-def test_documents_that_only_one_side_saw_are_counted_on_both_sides(tmp_path):
-    stores = []
-    for side, first in (("a", 0), ("b", 5)):
-        store = make_store(tmp_path / side, sizes={"arc_easy": 15}, quantizers=("bf16",))
-        for cell in store.manifest().cells:
-            record = store.get(cell)
-            seen = store.outcomes(record)
-            seen = seen[seen["document"].between(first, first + 9)].reset_index(drop=True)
-            store.put(record.model_copy(update={"scores": scores(seen)}), seen, None)
-        stores.append(store)
-    changes = compare_results(*stores)
-    assert {(line.documents, line.left_out) for line in changes.lines} == {(5, 10)}
-    assert "5 (10 unpaired)" in changes_table(changes)

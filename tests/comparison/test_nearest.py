@@ -162,22 +162,6 @@ def test_a_primary_measure_in_perplexity_is_a_ratio(tmp_path):
     assert " stay within × 1.020" in said
 
 
-def test_five_precisions_are_named_and_the_rest_counted(one):
-    names = [f"p{index}-4bit" for index in range(8)]
-    cells = [cell.model_copy(update={"quantizer": name})
-             for cell, name in zip([one.grid.cells[1]] * 8, names, strict=True)]  # fmt: skip
-    grid = one.grid.model_copy(update={"cells": (one.grid.cells[0], *cells)})
-    record = one.records["mine/hqq-4bit"]
-    records = {f"mine/{name}": record.model_copy(update={"quantizer": name}) for name in names}
-    records |= {"mine/bf16": one.records["mine/bf16"]}
-    many = replace(one, grid=grid, records=records)
-    found = with_kl(many, {f"mine/{name}": 0.01 * 2**i for i, name in enumerate(names)})
-    said = verdict(found)[0]
-    assert "then p4-4bit (KL 0." in said
-    assert "]); 3 more in the table." in said
-    assert "p5-4bit (KL" not in said
-
-
 def test_every_other_model_has_a_sentence(three):
     """The headline returned at the first one, which was not hurt."""
     levels = {"base": 0.02, "same": 0.02, "hurt": 0.4}

@@ -1,9 +1,7 @@
 """Generated answers: batched greedy decoding says what lm-eval's HFLM says, text by text."""
 
 import json
-import os
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +10,6 @@ from loading import load_model
 from scoring_models import instance, llama, scorer, text, tokenizer
 from small_recipe import DEMO
 
-from qbench.attention.transformers import set_attention
 from qbench.checkpoints import find
 from qbench.checkpoints.tokenizer import load_tokenizer
 from qbench.errors import EvaluationError
@@ -316,29 +313,3 @@ def test_a_batch_that_does_not_fit_is_decoded_in_halves(monkeypatch):
     counts = Counts()
     assert generation.decode(model, prompts, counts=counts) == expected
     assert counts.halvings == 2
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of infinities
-@pytest.mark.skipif(os.environ["TRITON_INTERPRET"] != "1", reason="tests/gpu captures graphs")
-def test_a_step_with_columns_on_the_device_says_what_one_from_the_host_says(monkeypatch):
-    """As CUDA graphs take it, by the kernels in Triton's interpreter."""
-    model = llama()
-    prompts = [generation.Prompt(ids=list(range(3, 5 + 3 * i)), limit=2 + i % 2) for i in range(3)]
-    monkeypatch.setattr(generation, "at_once", lambda model, length: 2)
-    monkeypatch.setattr(generation, "SPARE_COLUMNS", 0)
-    captured = []
-
-    def as_captured(run):
-        captured.append(run.at.slots)
-        return SimpleNamespace(replay=run._device_step())
-
-    set_attention(model, normalizer="softpick", implementation="triton")
-    launched = generation.decode(model, prompts)
-    monkeypatch.setattr(generation._Decoding, "_capture", as_captured)
-    with monkeypatch.context() as graphs:
-        graphs.setattr(generation, "takes_graphs", lambda model: True)
-        assert generation.decode(model, prompts) == launched
-    assert captured
-    set_attention(model, normalizer="softpick", implementation="reference")
-    assert generation.decode(model, prompts) == launched

@@ -2,12 +2,10 @@
 
 import gc
 import json
-import shutil
 
 import numpy as np
 import pytest
 import torch
-import transformers
 from lm_eval.api.instance import Instance
 from loading import load_model
 from published_copies import DEMO, experts, experts_apart, gguf, original
@@ -306,38 +304,3 @@ def test_a_checkpoint_that_is_no_gguf_file_is_refused_in_a_line(tmp_path):
     path.write_text("no")
     with pytest.raises(CheckpointError, match=r"transformers cannot read this GGUF file: \w"):
         find(str(path))
-
-
-ROWS_OF_WHOLE_BLOCKS = ("Q8_0", "Q6_K", "Q5_K", "Q4_K", "IQ4_XS", "Q3_K", "IQ3_S")
-
-
-@pytest.mark.slow
-def test_k_and_iq_types_lose_more_the_fewer_bits_they_have(tmp_path):
-    """Rows of 256 weights, whole blocks of every type."""
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
-        vocab_size=1024, max_position_embeddings=256, initializer_range=0.08,
-    )  # fmt: skip
-    whole = tmp_path / "llama"
-    transformers.LlamaForCausalLM(config).save_pretrained(whole)
-    for file in (DEMO / "softmax").glob("tokenizer*"):
-        shutil.copy(file, whole)
-    columns = [
-        {"name": "checkpoint", "label": kind, "path": str(gguf(whole, tmp_path / "m.gguf", kind))}
-        for kind in ROWS_OF_WHOLE_BLOCKS
-    ]
-    recipe = small_recipe(tmp_path, checkpoints={"base": str(whole)},
-                          quantizers=["fp32", *columns])  # fmt: skip
-    assert qbench("run", recipe, "--out", tmp_path / "out", "--device", "cpu") == 0
-    records = {record.quantizer: record for record in Store(tmp_path / "out").records()}
-    found = [
-        (
-            records[kind].audit.size.bits_per_weight,
-            records[kind].damage.tasks["demo_pages"].distributions.kl.mean,
-        )
-        for kind in ROWS_OF_WHOLE_BLOCKS
-    ]
-    bits, losses = zip(*found, strict=True)
-    assert list(bits) == sorted(bits, reverse=True)
-    assert list(losses) == sorted(losses)

@@ -1,7 +1,5 @@
 """Models on our kernels: caches, compiling, autocast, trained parameters, the trained pair."""
 
-import json
-import math
 from pathlib import Path
 
 import pytest
@@ -164,35 +162,3 @@ def test_lengths_and_batch_sizes_do_not_compile_again():
     for batch, length in ((2, 128), (3, 129), (5, 1000), (1, 2048)):
         run(batch, length)
     assert len(attn_fwd.device_caches[device][0]) == before
-
-
-@pytest.mark.skipif(
-    not (SHARED / "checkpoints/softpick-27M").is_dir(), reason="the trained pair is not here"
-)
-def test_the_trained_pair_has_the_references_perplexity():
-    from loading import load_model
-    from tokenizers import Tokenizer
-
-    from qbench.checkpoints import find
-
-    folder = SHARED / "checkpoints/softpick-27M"
-    checkpoint = find(str(folder))
-    rows = SHARED / "data/eval/wikitext/test_document_level.jsonl"
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    pages = [json.loads(line)["page"] for line in rows.read_text().splitlines()]
-    perplexity = {}
-    for implementation in ("reference", "triton"):
-        model = load_model(
-            checkpoint, dtype=torch.bfloat16, device="cuda", attention=implementation
-        )
-        loss, tokens = 0.0, 0
-        for page in pages:
-            ids = [1, *tokenizer.encode(page, add_special_tokens=False).ids[:2047]]
-            ids = torch.tensor([ids], device="cuda")
-            with torch.no_grad():
-                log_p = model(ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
-            loss -= log_p.gather(1, ids[0, 1:, None]).double().sum().item()
-            tokens += ids.shape[1] - 1
-        perplexity[implementation] = math.exp(loss / tokens)
-    print("perplexity", perplexity)
-    assert perplexity["triton"] == pytest.approx(perplexity["reference"], rel=1e-3)

@@ -1,7 +1,5 @@
 """Exact and fast scoring on CUDA, on the kernels."""
 
-import time
-
 import pytest
 import torch
 from scoring_models import choices, instance, llama, pages, text, tokenizer
@@ -120,65 +118,3 @@ def test_damage_is_the_divergence_of_full_logits(mode, dtype):
     assert expected.mean() > 0.01
     found = meter.divergences["choices"]["kl"].to_numpy()
     assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
-
-
-def shape_340m():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=32_000,
-        hidden_size=1024,
-        intermediate_size=2816,
-        num_hidden_layers=24,
-        num_attention_heads=16,
-        num_key_value_heads=16,
-        max_position_embeddings=4096,
-    )
-    with torch.device("cuda"):
-        model = LlamaForCausalLM(config).to(torch.bfloat16).eval().requires_grad_(False)
-    set_attention(model, normalizer="softpick")
-    return model
-
-
-def many():
-    return [
-        instance(text(i, 60), " " + text(1000 * k + i, 2), i, k)
-        for i in range(1500)
-        for k in range(4)
-    ]
-
-
-def test_damage_takes_at_most_1_6_times_as_long_as_scoring_alone():
-    model, writer, windows = shape_340m(), BaselineWriter(), pages((9000,) * 12)
-
-    def score(observer):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for requests in (many(), windows):
-            watch(model, "fast", observer, requests, max_length=4096, sample=0)
-        return time.perf_counter() - start
-
-    score(None)
-    score(writer)
-    base = writer.hidden_states()
-    runs = {"alone": lambda: None, "kept": BaselineWriter, "measured": lambda: KLObserver(base)}
-    seconds = {name: min(score(make()) for _ in range(3)) for name, make in runs.items()}
-    assert seconds["kept"] < 1.6 * seconds["alone"], seconds
-    assert seconds["measured"] < 1.6 * seconds["alone"], seconds
-
-
-@pytest.mark.parametrize("measured", [False, True], ids=["alone", "measured"])
-def test_the_peak_stays_below_the_weights_and_2_gib_at_the_340m_shape(measured):
-    model, meter = shape_340m(), None
-    calls = many(), pages((9000, 9000))
-    if measured:
-        writer = BaselineWriter()
-        for requests in calls:
-            watch(model, "fast", writer, requests, max_length=4096)
-        meter = KLObserver(writer.hidden_states())
-    torch.cuda.empty_cache()
-    weights = torch.cuda.memory_allocated() / 2**30
-    fast = scorer(model, "fast", max_length=4096, observer=meter, tolerance=ANY)
-    fast.loglikelihood(calls[0], disable_tqdm=True)
-    fast.loglikelihood_rolling(calls[1], disable_tqdm=True)
-    assert fast.report().peak_memory_gib < weights + 2

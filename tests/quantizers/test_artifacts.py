@@ -1,6 +1,5 @@
 """Quantized weights on disk: reused, told apart, checked, and made by one process at a time."""
 
-import json
 import multiprocessing
 import os
 import subprocess
@@ -113,17 +112,6 @@ def test_a_damaged_artifact_is_noticed_reported_and_made_again(harm, tmp_path):
     assert detail.startswith("artifact was damaged (")
     assert torch.equal(logits(first), logits(second))
     assert "reused" in make_with_detail(chosen, tmp_path)[1]
-
-
-def test_a_folder_appears_whole_and_nothing_else_is_left(tmp_path):
-    chosen = settings("rtn-4bit")
-    make(chosen, tmp_path)
-    at = folder(tmp_path, chosen)
-    assert sorted(p.name for p in at.iterdir()) == ["manifest.json", "weights.safetensors"]
-    assert {p.name for p in at.parent.iterdir()} <= {at.name, f".{at.name}.lock"}
-    manifest = json.loads((at / "manifest.json").read_text())
-    assert manifest["parts"]["quantizer"]["num_bits"] == 4
-    assert set(manifest["parts"]["versions"]) == {"torch", "transformers", "triton"}
 
 
 def test_what_a_killed_process_left_half_made_is_no_artifact_and_is_removed(tmp_path):

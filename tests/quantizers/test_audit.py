@@ -19,7 +19,7 @@ from torch import nn
 
 from qbench.quantizers import linear, packed
 from qbench.quantizers.audit.compare import audit
-from qbench.quantizers.audit.weights import forward_weight, levels
+from qbench.quantizers.audit.weights import forward_weight
 from qbench.quantizers.linear import KEPT_WEIGHT, linears
 from qbench.quantizers.packed import PackedLinear
 
@@ -215,11 +215,6 @@ def test_an_unquantized_cell_of_other_weights_is_caught():
     model = llama()
     linears(model)[LAYER].weight.data[0, 0] += 1
     assert f"{LAYER}: not the original weights" in check(model, parse("fp32", {})).problems
-
-
-def test_levels_are_those_of_the_fullest_group():
-    assert levels(torch.tensor([[1.0, 1, 1, 1], [3, 1, 2, 1], [0, 0, 5, 5]])) == 3
-    assert levels(torch.tensor([[7.0]])) == 1
 
 
 @pytest.mark.parametrize("inputs", [5, 4096, 4100])

@@ -9,7 +9,6 @@ from quantizer_models import make_with_detail, parse
 
 from qbench.errors import RecipeError
 from qbench.quantizers import METHODS, config_of
-from qbench.quantizers.config import ignore_advice
 from qbench.quantizers.registry import COMBINATIONS, names, settings_of, split_commas
 from qbench.recipe import Overrides, Recipe
 from qbench.recipe_schema import explain
@@ -196,14 +195,6 @@ def test_cells_that_share_weights_quantize_them_once(tmp_path):
     assert details[0] == "unquantized, float32, int8-static; our own GPTQ"
     assert details[1] == details[2] == "artifact reused: our own GPTQ"
     assert details[3].startswith("artifact reused: unquantized, float32, int8-static; ")
-
-
-def test_advice_leaves_out_what_was_refused_and_nothing_else():
-    experts = [f"layers.{i}.experts.{j}.up" for i in (0, 1) for j in (0, 1)]
-    every = [*experts, "layers.0.down", "layers.1.down"]
-    assert ignore_advice(experts[:1], every) == "ignore: ['layers.0.experts.0.up']"
-    advice = "ignore: ['layers.*.experts.*.up', 'layers.1.down']"
-    assert ignore_advice([*experts, "layers.1.down"], every) == advice
 
 
 GRAMMAR = {  # a text, and the mapping that says the same

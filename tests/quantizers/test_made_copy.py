@@ -33,22 +33,6 @@ def recipe_of(folder, *quantizers, checkpoint="softmax"):
                         calibration=CALIBRATION)  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("own_cache")
-def test_a_gptaq_copy_is_made_once_audited_and_nearer_than_two_bits(tmp_path):
-    recipe = recipe_of(tmp_path, "gptaq-4bit", "rtn-2bit")
-    for out in ("first", "again"):
-        assert qbench("run", recipe, "--out", tmp_path / out, "--device", "cpu", "--force") == 0
-    records = {record.quantizer: record for record in Store(tmp_path / "again").records()}
-    made, rounded = records["gptaq-4bit"], records["rtn-2bit"]
-    assert made.audit.passed
-    assert made.method == "gptaq"
-    assert made.stages[0].detail == "made by gptqmodel, from the cache"
-    assert 4 < made.audit.size.bits_per_weight < 4.5
-    kl = [record.damage.tasks["demo_pages"].distributions.kl.mean for record in (made, rounded)]
-    assert 0 < kl[0] < kl[1] / 4
-
-
 @pytest.mark.parametrize(
     ("quantizer", "checkpoint", "words"),
     [

@@ -20,7 +20,6 @@ from published_copies import (
     experts,
     fp8,
     fp8_rows,
-    gptq,
     gptq_layout,
     int8_rows,
     mixed,
@@ -39,7 +38,6 @@ from qbench.errors import CheckpointError, QbenchError, RecipeError, Unavailable
 from qbench.plan import plan
 from qbench.quantizers import published
 from qbench.quantizers.audit.compare import audit, probe_of
-from qbench.quantizers.audit.weights import fit
 from qbench.quantizers.published import PublishedCopy, loadable_methods
 from qbench.recipe import Overrides, Recipe
 from qbench.store import Store
@@ -315,18 +313,6 @@ def test_experts_that_a_library_left_alone_are_counted_as_they_are(kind, tmp_pat
     assert result.size.bits_per_weight > 12
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings(  # of transformers, while optimum quantizes and saves
-    "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning",
-    "ignore:Attempting to save a model with offloaded modules:UserWarning",
-)
-def test_a_gptq_checkpoint_loads_and_passes_its_audit(whole, tmp_path):
-    gptq(whole, tmp_path / "gptq", ["once upon a time " * 60] * 8, group_size=32)
-    result, _ = audited(planned(tmp_path, tmp_path / "gptq"))
-    assert result.problems == ()
-    assert 4.5 < result.bits_per_weight < 5.5
-
-
 @pytest.mark.parametrize(
     ("name", "mean"),  # bfloat16, and another attention kernel
     [
@@ -466,20 +452,6 @@ def test_a_damaged_layer_fails_its_audit(nf4, tmp_path):
 
     result, _ = audited(planned(tmp_path, changed(nf4, tmp_path / "harmed", harm)))
     assert {line.split(":")[0] for line in result.problems} == {"model.layers.1.mlp.up_proj"}
-
-
-def test_factors_moved_into_neighbours_are_taken_off_and_others_are_not():
-    draw = torch.Generator().manual_seed(0)
-    wanted = torch.randn(96, 128, generator=draw)
-    rounded = wanted + 0.1 * torch.randn(96, 128, generator=draw)
-    rows, columns = (torch.rand(n, generator=draw) * 4 + 0.2 for n in (96, 128))
-    moved = rows[:, None] * columns
-    fitted, factor = fit(rounded * moved, wanted, 0.4)
-    assert float((fitted - wanted).norm() / wanted.norm()) == pytest.approx(0.1, abs=0.02)
-    assert float((factor / moved).log().std()) < 0.02
-    other = torch.randn(96, 128, generator=draw)
-    assert fit(other, wanted, 0.4)[1] is None
-    assert fit(rounded, wanted, 0.4) == (rounded, None)
 
 
 @pytest.mark.parametrize("span", [1.0, 0.6, 0.2])  # with factors errors exceed the bound, or not

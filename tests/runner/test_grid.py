@@ -17,7 +17,7 @@ from qbench.cli.messages import complain
 from qbench.plan import plan
 from qbench.progress import SilentProgress
 from qbench.recipe import Recipe
-from qbench.runner.grid import _GridRun, depends_on, quantize_ahead, run, run_cells, run_each
+from qbench.runner.grid import _GridRun, quantize_ahead, run, run_cells, run_each
 from qbench.runner.progress import Display
 from qbench.runner.workers import LostExecutorError, SerialExecutor, Workers
 from qbench.store import Store
@@ -91,18 +91,6 @@ def test_cells_beside_an_unquantized_one_that_died_are_measured_when_it_is_there
     )
     assert {record.cell: record.scores for record in records} == expected
     assert {record.damage.status for record in records if record.quantized} == {"measured"}
-
-
-def test_a_cell_that_begins_again_keeps_its_number():
-    shown = io.StringIO()
-    with Display(shown, 2) as display:
-        for cell in ("a/fp32", "b/fp32", "a/fp32"):
-            display.begin(cell)
-            display.stage(cell, "load")
-            display.end(cell)
-    assert [line.split("s ", 1)[1] for line in shown.getvalue().splitlines()] == [
-        "[1/2] a/fp32: load", "[2/2] b/fp32: load", "[1/2] a/fp32: load",
-    ]  # fmt: skip
 
 
 def test_a_long_step_says_how_far_it_is_though_no_step_begins(monkeypatch):
@@ -214,17 +202,6 @@ def test_cells_of_an_executor_that_is_lost_fail_at_once_and_say_so(tmp_path):
     assert "runs once more" not in shown.getvalue()
 
 
-@pytest.mark.slow
-def test_a_broken_executor_of_another_kind_ends_with_the_cells_that_were_not_run(tmp_path):
-    inner = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
-    records, _, _ = run_quickly(tmp_path, inner, {"softmax/fp32"})
-    assert {record.status for record in records.values()} == {"failed"}
-    for cell in ("softmax/fp32", "softpick/rtn-4bit"):
-        assert "its process was killed" in records[cell].error
-    again, _, _ = run_quickly(tmp_path, workers())
-    assert {record.status for record in again.values()} == {"ok"}
-
-
 def test_a_cell_begins_when_the_one_that_it_is_measured_against_is_done(tmp_path):
     begun, done = [], []
 
@@ -286,12 +263,3 @@ def test_a_cell_finds_the_weights_that_were_quantized_ahead(tmp_path):
     records = run_cells(plan_, out=out, cells=cells, cache=cache)
     [stage] = [stage for stage in records[1].stages if stage.name == "quantize"]
     assert "artifact reused" in stage.detail
-
-
-def test_without_damage_no_cell_depends_on_another(tmp_path):
-    plan_ = planned(tmp_path, evaluation={"limit": 3, "damage": False})
-    assert {depends_on(cell) for cell in plan_.cells} == {None}
-    plan_ = planned(tmp_path)
-    assert {depends_on(cell) for cell in plan_.cells} == {
-        None, *(cell.key for cell in plan_.cells if cell.name.endswith("fp32")),
-    }  # fmt: skip

@@ -164,24 +164,3 @@ def test_workers_have_all_that_cells_need_from_their_start(device):
     with Workers([0], device=device) as executor:  # no GPU is asked for
         executor.preload()
         assert executor.submit(left_to_import).result(timeout=PATIENCE) == []
-
-
-ENDED = """
-import os
-from qbench.runner.workers import Workers, _Slot
-if __name__ == "__main__":
-    workers = Workers([0], device="cuda")
-    assert workers.submit(os.getpid).result() != os.getpid()
-    workers.shutdown(cancel_futures=True)
-    os._exit(0)
-"""
-
-
-def test_processes_that_were_ended_leave_no_warning_behind(tmp_path):
-    (tmp_path / "run.py").write_text(ENDED)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "run.py"], cwd=tmp_path, env=environment, capture_output=True, text=True,
-        check=True,
-    )  # fmt: skip
-    assert done.stderr == ""

@@ -92,22 +92,6 @@ def test_shipped_shapes_have_their_size(name, size):
     assert model.num_parameters() == size
 
 
-@pytest.mark.parametrize(
-    ("name", "rate", "warmup", "steps", "layers", "hidden"),
-    [("paper-340m", 3e-4, 1000, 100_000, 24, 1024), ("paper-1.8b", 2e-4, 2000, 200_000, 32, 2048)],
-)
-def test_the_papers_recipes_state_table_1(name, rate, warmup, steps, layers, hidden):
-    recipe = TrainingRecipe.load(next(path for path in SHIPPED if path.stem == name))
-    shape, optimizer = recipe.model, recipe.optimizer
-    assert (shape.layers, shape.hidden, shape.heads * 64) == (layers, hidden, hidden)
-    assert (shape.context, shape.vocabulary, shape.init, shape.tied) == (4096, 32_000, 0.006, False)
-    assert (optimizer.learning_rate, optimizer.eps, optimizer.betas) == (rate, 1e-15, (0.9, 0.95))
-    assert (optimizer.weight_decay, optimizer.clip, optimizer.decay_vectors) == (0.1, 1.0, True)
-    assert (recipe.schedule.warmup_steps, recipe.schedule.floor) == (warmup, 0.1)
-    assert (recipe.steps, recipe.batch.tokens, recipe.global_batch_size) == (steps, 524_288, 128)
-    assert not recipe.data.bos_first
-
-
 def test_work_counts_every_matrix_that_is_multiplied_and_half_of_attentions_pairs():
     shape = TrainingRecipe.load(next(path for path in SHIPPED if path.stem == "pair-124m")).model
     layers = 12 * (4 * 768**2 + 3 * 768 * 2048)
