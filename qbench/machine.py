@@ -316,6 +316,25 @@ def set_library_env() -> None:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
+UNUSED = ("hqq", "torchao")
+
+
+def import_transformers() -> None:
+    """Import transformers' code of models, but not what it imports of hqq, for a cache that no cell
+    has, and of torchao, to save models: they bring torch's code generator, a third of the time."""
+    hidden = [name for name in UNUSED if name not in sys.modules]
+    for name in hidden:
+        # None is Python's own way to say that a module cannot be imported
+        sys.modules[name] = None  # type: ignore[assignment]  # so documented
+    try:
+        importlib.import_module("transformers.modeling_utils")
+    finally:
+        for name in hidden:
+            del sys.modules[name]
+            utils = importlib.import_module("transformers.utils")
+            getattr(utils, f"is_{name}_available").cache_clear()
+
+
 def terminal() -> AbstractContextManager[TextIO]:
     """Return a copy of standard error that later redirections leave alone; in a notebook, which has
     no file descriptor, standard error itself."""

@@ -30,7 +30,7 @@ from qbench.checkpoints.find import (
     require_tokenizer,
     tokenizer_note,
 )
-from qbench.checkpoints.fit import require_tensors
+from qbench.checkpoints.fit import Begin, compare_tensors
 from qbench.checkpoints.fla import in_transformers_words
 from qbench.errors import (
     CheckpointError,
@@ -213,16 +213,19 @@ def plan(
     only: str | None = None,
     show: bool = False,
     untrained: Mapping[str, tuple[Checkpoint, Shapes]] | None = None,
+    begin: Begin | None = None,
 ) -> Plan:
     """Find the checkpoints, the tasks and their data, and give every cell its key.
 
     ``device`` is "cpu" or "cuda". ``gpu`` is the name of the GPU of other hosts, None for this
     host's. ``untrained`` holds checkpoints that do not exist yet, with the shapes of their linear
-    layers. Raises a QbenchError for what cannot work, also if a cell that matches the glob ``only``
+    layers. ``begin`` calls a function where torch is imported anyway (:mod:`qbench.checkpoints.fit`). Raises a QbenchError for what cannot work, also if a cell that matches the glob ``only``
     can never run, unless ``show`` is true.
     """
     untrained = untrained or {}
     checkpoints = {name: untrained[name][0] for name in untrained} or _checkpoints(recipe)
+    compared = () if untrained or recipe.without_baseline else checkpoints.values()
+    misfits = compare_tensors(compared, begin)
     tasks, skipped = find_tasks(recipe)
     tasks += find_answers(recipe)
     groups = find_groups(recipe, skipped)
@@ -251,6 +254,8 @@ def plan(
             {} if recipe.without_baseline else linear_shapes(checkpoint),
         )
         cells += _cells(planned, name, checkpoint, shapes)
+    if lines := misfits():
+        raise CheckpointError(*lines)
     planned = replace(planned, cells=tuple(cells))
     if not show:
         require_runnable(planned.select(only))
@@ -282,8 +287,6 @@ def _checkpoints(recipe: Recipe) -> dict[str, Checkpoint]:
                 quantized=recipe.without_baseline,
             )
             require_tokenizer(checkpoints[name])
-            if not recipe.without_baseline:
-                require_tensors(checkpoints[name])
         except CheckpointError as error:
             problems.append(error)
             if not os.path.isdir(source.path):

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -18,6 +19,7 @@ from qbench.files import cache_folder
 from qbench.machine import choose_device, gpu_slots, terminal
 from qbench.plan import Plan, cell_names, plan
 from qbench.recipe import Overrides, Recipe, added_column
+from qbench.runner.grid import portable
 from qbench.runner.progress import Display
 from qbench.runner.workers import EXECUTORS, Workers
 
@@ -44,7 +46,18 @@ class Launcher:
 
         Raises RecipeError if a cell that matches ``only`` can never run, unless ``show`` is true.
         """
-        return plan(self.recipe, device=self.device, gpu=self.gpu, only=only, show=show)
+        begin = None  # a process of its own, which ends
+        if isinstance(self.executor, Workers):
+            begin = self._begin
+        elif self.executor is None and not show:  # cells follow in this process
+            begin = functools.partial
+        return plan(
+            self.recipe, device=self.device, gpu=self.gpu, only=only, show=show, begin=begin
+        )
+
+    def _begin(self, function: Callable[..., Any], argument: object) -> Callable[[], Any]:
+        assert self.executor is not None
+        return self.executor.submit(portable(functools.partial(function, argument))).result
 
     @contextlib.contextmanager
     def display(self, cells: int) -> Iterator[Display]:

@@ -15,7 +15,6 @@ from typing import Literal, TypeVar
 
 import numpy as np
 from scipy import special
-from statsmodels.stats.multitest import multipletests
 
 from qbench.metrics import LOG_SCALE
 from qbench.statistics.bootstrap import Studentized, studentize, studentize_log_mean
@@ -339,6 +338,8 @@ def adjust(effects: Sequence[AnEffect]) -> list[AnEffect]:
     the mark would show: at the level that Holm leaves to a test beside those that are marked."""
     if not effects:
         return []
+    from statsmodels.stats.multitest import multipletests  # scipy.stats: 0.3 s, which no cell needs
+
     adjusted = multipletests([each.p for each in effects], method="holm")[1]
     marked = sum(p < LEVEL for p in adjusted)
     corrected = []

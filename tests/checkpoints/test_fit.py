@@ -2,6 +2,7 @@
 
 import json
 import re
+from concurrent.futures import BrokenExecutor, Future
 from dataclasses import replace
 
 import pytest
@@ -87,17 +88,25 @@ def test_seventy_billion_weights_take_no_memory(tmp_path):
 
 def test_what_was_found_is_kept_for_the_same_files(tmp_path, monkeypatch):
     monkeypatch.setenv("QBENCH_CACHE", str(tmp_path / "cache"))
-    found = find(str(write(tmp_path / "c")))
+    checkpoint = find(str(write(tmp_path / "c")))
     for problem in (None, "missing: x"):
         monkeypatch.setattr("qbench.checkpoints.load.tensors_problem", lambda _, p=problem: p)
-        fit.require_tensors(found)  # the second time from the cache
-    with pytest.raises(CheckpointError, match="c: missing: x"):
-        fit.require_tensors(replace(found, digest="0" * 64))
+        assert fit.compare_tensors([checkpoint])() == []  # the second time from the cache
+    other = replace(checkpoint, digest="0" * 64)
+    assert fit.compare_tensors([checkpoint, other])() == [f"checkpoint {other.source}: missing: x"]
 
 
-def test_a_plan_without_torch_asks_another_process(tmp_path):
+def test_a_process_of_its_own_compares_all_checkpoints_of_a_plan(tmp_path):
     tensors = random_tensors()
     tensors["model.norm.other"] = tensors.pop("model.norm.weight")
-    assert fit._of_process(find(str(write(tmp_path / "a")))) is None
-    problem = fit._of_process(find(str(write(tmp_path / "b", tensors=tensors))))
-    assert "missing: model.norm.weight; left over: model.norm.other" in problem
+    both = [find(str(write(tmp_path / "a"))), find(str(write(tmp_path / "b", tensors=tensors)))]
+    (line,) = fit.compare_tensors(both, fit._in_process)()
+    assert "b: the tensors do not fit" in line
+    assert line.endswith("missing: model.norm.weight; left over: model.norm.other")
+
+
+def test_a_killed_worker_is_no_answer(tmp_path):
+    future = Future()
+    future.set_exception(BrokenExecutor())
+    checkpoint = find(str(write(tmp_path / "a")))
+    assert fit.compare_tensors([checkpoint], lambda *_: future.result)() == []
