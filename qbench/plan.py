@@ -219,8 +219,9 @@ def plan(
 
     ``device`` is "cpu" or "cuda". ``gpu`` is the name of the GPU of other hosts, None for this
     host's. ``untrained`` holds checkpoints that do not exist yet, with the shapes of their linear
-    layers. ``begin`` calls a function where torch is imported anyway (:mod:`qbench.checkpoints.fit`). Raises a QbenchError for what cannot work, also if a cell that matches the glob ``only``
-    can never run, unless ``show`` is true.
+    layers. ``begin`` calls a function in a process that imports torch anyway, see
+    :func:`~qbench.checkpoints.fit.compare_tensors`. Raises a QbenchError for what cannot work, also
+    if a cell that matches the glob ``only`` can never run, unless ``show`` is true.
     """
     untrained = untrained or {}
     checkpoints = {name: untrained[name][0] for name in untrained} or _checkpoints(recipe)

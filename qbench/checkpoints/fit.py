@@ -90,7 +90,8 @@ def _in_process(function: Callable[[Any], Any], argument: object) -> Callable[[]
     )  # fmt: skip
 
     def wait() -> Problems:
-        out, err = process.communicate(pickle.dumps((loaded(), pickle.dumps(partial(function, argument)))))
+        call = pickle.dumps(partial(function, argument))
+        out, err = process.communicate(pickle.dumps((loaded(), call)))
         if process.returncode:
             lines = err.decode(errors="replace").strip().splitlines()
             why = lines[-1] if lines else f"exit code {process.returncode}"
