@@ -227,13 +227,13 @@ def quantized(
     that it is not.
     """
     with result.stage("quantize") as detail:
-        model, how = _quantize(result.cell, model, tokenizer, cache, result.advance)
+        model, how = quantized_model(result.cell, model, tokenizer, cache, result.advance)
         detail.append(how)
     _audit(result, model)
     return model
 
 
-def _quantize(
+def quantized_model(
     cell: Cell, model: Any, tokenizer: PreTrainedTokenizerBase, cache: Path, progress: Advance
 ) -> tuple[PreTrainedModel, str]:
     """Return ``model`` quantized, and a line that says how; its weights are in ``cache`` then."""
@@ -250,7 +250,7 @@ def _quantize(
 
 def quantize_ahead(cell: Cell, plan: Plan, cache: Path) -> None:
     """Put the quantized weights of ``cell`` into ``cache``, where the cell finds them."""
-    _quantize(cell, *load(cell, plan), cache, lambda done, total: None)
+    quantized_model(cell, *load(cell, plan), cache, lambda done, total: None)
 
 
 def calibration_of(cell: Cell, tokenizer: PreTrainedTokenizerBase) -> Calibration | None:

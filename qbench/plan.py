@@ -519,10 +519,12 @@ def _leaf_tasks(recipe: Recipe) -> list[Task]:
     return leaves
 
 
-def find_calibration(recipe: Recipe) -> CalibrationText | None:
-    """Return the calibration text; None if no quantizer of the recipe needs one."""
+def find_calibration(recipe: Recipe, *, needed: bool = False) -> CalibrationText | None:
+    """Return the calibration text; None if the recipe names none, or if no quantizer needs one and
+    it is not ``needed`` otherwise."""
     source = recipe.calibration
-    if source is None or not any(c.quantization.needs_calibration for c in recipe.quantizers):
+    needed = needed or any(c.quantization.needs_calibration for c in recipe.quantizers)
+    if source is None or not needed:
         return None
     path = find_text(source.path, data=recipe.data)
     read_texts(path, most=CALIBRATION_LINES)  # raises for a malformed beginning

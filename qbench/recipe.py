@@ -614,13 +614,16 @@ def added_column(recipe: Recipe, given: Overrides) -> str:
 # --- what options say in place of the file, or without one
 
 
-def save(path: Path | None, changed: Overrides, to: Path) -> None:
-    """Write the recipe ``path`` with the changes ``changed`` and this process's plug-in files to
-    the file ``to``. Raises OutputError if that cannot be written."""
-    values = _source(path, changed).values
+def save(
+    path: Path | None, changed: Overrides, to: Path, *, command: str = "qbench run --save-recipe",
+    **replaced: Any,
+) -> None:  # fmt: skip
+    """Write the recipe ``path`` with the changes ``changed``, the keys ``replaced`` and this
+    process's plug-in files to the file ``to``. Raises OutputError if that cannot be written."""
+    values = _source(path, changed).values | replaced
     if files := [{"path": plugin.path, "sha256": plugin.digest} for plugin in loaded()]:
         values["plugins"] = files
-    recipe_yaml.write(to, values, "Written by qbench run --save-recipe.")
+    recipe_yaml.write(to, values, f"Written by {command}.")
 
 
 def _source(path: Path | None, changed: Overrides) -> Source:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -70,23 +69,29 @@ class Baseline:
             ]
         self.perplexity = perplexity(torch.cat(losses).double().mean().item())
 
-    @torch.inference_mode()
     def against(self, unit: Unit, quantized: nn.Module) -> UnitSensitivity:
         """Return what the model loses if the modules of ``unit`` are taken from ``quantized``; the
         model is restored. Raises EvaluationError if the changed model's logits are not numbers."""
+        modules = {name: quantized.get_submodule(name) for name in unit.modules}
+        kl, change = (ratio(each, np.ones(len(each))) for each in self.losses(unit.name, modules))
+        return UnitSensitivity(name=unit.name, layer=unit.layer, kl=kl, ln_perplexity_ratio=change)
+
+    @torch.inference_mode()
+    def losses(self, name: str, modules: Mapping[str, nn.Module]) -> np.ndarray:
+        """Return the KL divergence and the rise of the loss of each text, float64 [2, N] in nats
+        per token, with ``modules`` in the places of the model's. ``name`` is of the whole change.
+        Raises EvaluationError if the changed model's logits are not numbers."""
         texts = []
-        with exchanged(self.model, {name: quantized.get_submodule(name) for name in unit.modules}):
+        with exchanged(self.model, modules):
             for rows, tokens in zip(self.rows, self._batches(), strict=True):
                 for parts_of_text in zip(rows, self._hidden(tokens), tokens[:, 1:], strict=True):
                     parts = zip(*(values.split(ROWS) for values in parts_of_text), strict=True)
                     differences = torch.cat([self._compare(*part) for part in parts], 1)
                     texts.append(differences.double().mean(1))
-        kl, change = (
-            ratio(values, np.ones(len(values))) for values in torch.stack(texts, 1).cpu().numpy()
-        )
-        if kl.value is None or not math.isfinite(kl.value):
-            raise EvaluationError(f"{unit.name}: quantized, the model's logits are not numbers")
-        return UnitSensitivity(name=unit.name, layer=unit.layer, kl=kl, ln_perplexity_ratio=change)
+        values = torch.stack(texts, 1).cpu().numpy()
+        if not np.isfinite(values[0]).all():
+            raise EvaluationError(f"{name}: quantized, the model's logits are not numbers")
+        return values
 
     def _batches(self) -> Iterator[Tensor]:
         for first in range(0, len(self.ids), self.batch):

@@ -1,0 +1,153 @@
+"""Choose the settings of each layer under a budget of bits (``qbench budget``)."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from qbench.budget.choose import expand
+from qbench.cli.launcher import load_launcher
+from qbench.cli.messages import show_written
+from qbench.cli.options import DeviceOption, Out, RecipeOrOptions
+from qbench.cli.run import run
+from qbench.errors import RecipeError, shown
+from qbench.files import cache_folder, require_folder
+from qbench.machine import terminal
+from qbench.plan import Plan, find_calibration
+from qbench.quantizers.config import UNQUANTIZED
+from qbench.quantizers.registry import split_commas
+from qbench.quantizers.texts import CalibrationText
+from qbench.recipe import Overrides, Recipe, save
+from qbench.runner.progress import Display
+
+
+def budget(
+    *,
+    recipe: RecipeOrOptions = None,
+    overrides: Annotated[
+        Overrides,
+        "checkpoint",
+        "tasks",
+        "data",
+        "definitions",
+        "calibration",
+        "calibration_samples",
+        "calibration_length",
+        "limit",
+        "dtype",
+    ],
+    bits: Annotated[str | None, typer.Option(metavar="BITS,…")] = None,
+    gib: Annotated[str | None, typer.Option(metavar="GIB,…")] = None,
+    methods: Annotated[str, typer.Option(metavar="NAMES")] = "hqq,gptq,rtn",
+    peers: Annotated[str | None, typer.Option(metavar="NAMES")] = None,
+    texts: Annotated[int, typer.Option(min=1, metavar="N")] = 16,
+    length: Annotated[int, typer.Option(min=8, metavar="TOKENS")] = 512,
+    out: Out = None,
+    device: DeviceOption = "auto",
+) -> None:  # fmt: skip
+    """Choose each layer's method and width under a budget of bits, and test whether that mix is
+    better than the best uniform column of at most the same size.
+
+    Each layer is quantized alone by each method and width, and the model's KL divergence is
+    measured on calibration text. The choice with the smallest sum is solved exactly, written to
+    OUT/recipe.yaml as a column that can be edited, and run on the tasks beside the uniform column.
+    Finished costs are kept, so a search that was stopped goes on. Exit code 1 if a cell failed, 2
+    for input that cannot work.
+
+    Examples:
+    ```
+    qbench budget --checkpoint m=DIR --bits 3.5 --tasks piqa,wikitext --data DIR --out results/mix
+    qbench budget --checkpoint m=DIR --gib 4 --methods gptq,hqq --tasks piqa --out results/mix
+    ```
+
+    Options:
+    bits: Budgets in bits per weight, as tables count them: scales and zeros too, embeddings and LM
+        head left out.
+    gib: Budgets in GiB of all weights.
+    methods: Methods that quantize weights here, each with all of its widths; or single ones, such
+        as gptq-4bit:group_size=32.
+    peers: Further quantizers to compare the mixes with by the same test, of any size.
+    texts: Windows of the calibration text that costs are measured on; the others calibrate.
+    length: Tokens of each of these windows.
+    """
+    budgets = {f"mix-{text}": (value, "bits") for text, value in _numbers("--bits", bits)}
+    budgets |= {f"mix-{text}gib": (value, "gib") for text, value in _numbers("--gib", gib)}
+    if not budgets:
+        raise RecipeError("name a budget: --bits 3.5, or --gib 4")
+    choices, beside = expand(split_commas(methods)), split_commas(peers) if peers else []
+    changed = overrides.model_copy(update={"quantizers": (*choices, *beside)})
+    launcher = load_launcher(recipe, changed, out=out, device=device)
+    folder, source = launcher.out, _calibration(launcher.recipe, texts)
+    require_folder(folder, "--out")
+    require_folder(cache_folder(), "$QBENCH_CACHE")
+    unquantized = UNQUANTIZED[launcher.recipe.quantizers[0].quantization.compute_dtype]
+    changed = overrides.model_copy(
+        update={"quantizers": (unquantized,), "calibration_samples": source.samples - texts}
+    )
+
+    def planned(path: Path, entries: Sequence[Any]) -> Plan:
+        """Write the recipe with the quantizers ``entries``; return its plan."""
+        save(recipe, changed, path, command="qbench budget", quantizers=[unquantized, *entries])
+        return load_launcher(path, Overrides(), out=folder, device=launcher.device).plan()
+
+    from qbench.budget.search import SearchText, report, search  # scipy and figures
+
+    text = SearchText(source=source, windows=texts, length=min(length, source.length))
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        terminal() as screen,
+        Display(screen, 1) as display,
+    ):
+        results, entries = search(
+            partial(planned, Path(scratch) / "recipe.yaml"), choices, beside, budgets, text, display
+        )
+    plan = planned(folder / "recipe.yaml", [*entries, *beside])
+    show_written([folder / "recipe.yaml"])
+    ended = 0
+    try:
+        run(recipe=folder / "recipe.yaml", overrides=Overrides(), out=folder, device=device)
+    except typer.Exit as exit:
+        ended = exit.exit_code
+    lines, paths = report(folder, results, [cell.label for cell in plan.cells[-len(beside) :]]
+                          if beside else [])  # fmt: skip
+    for line in lines:
+        typer.echo(line)
+    show_written(paths)
+    raise typer.Exit(ended)
+
+
+def _numbers(option: str, text: str | None) -> list[tuple[str, float]]:
+    """Return the positive numbers of a list with commas, as text and value."""
+    numbers = []
+    for item in (text or "").split(",") if text is not None else ():
+        try:
+            value = float(item)
+        except ValueError:
+            value = math.nan
+        if not 0 < value < math.inf:
+            raise RecipeError(f"{option} {shown(item)}: write numbers above 0, such as 2.75,3.5")
+        numbers.append((item.strip(), value))
+    return numbers
+
+
+def _calibration(recipe: Recipe, texts: int) -> CalibrationText:
+    """Return the calibration text of a recipe with one checkpoint. Raises RecipeError."""
+    if len(recipe.checkpoints) > 1:
+        names = ", ".join(recipe.checkpoints)
+        raise RecipeError(f"a budget is of one model, not of {names}: give --checkpoint NAME=DIR, "
+                          "--tasks and --calibration without a recipe")  # fmt: skip
+    source = find_calibration(recipe, needed=True)
+    if source is None:
+        raise RecipeError("costs are measured on calibration text: add --calibration FILE")
+    if source.samples <= texts:
+        raise RecipeError(
+            f"--texts {texts}: the calibration text has {source.samples} windows, and the others "
+            "calibrate; give fewer, or more --calibration-samples"
+        )
+    return source

@@ -1,0 +1,214 @@
+"""``qbench budget``: the choice is the best one, costs are those of the whole model, and a search
+that was stopped goes on."""
+
+import itertools
+import json
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from loading import load_model
+from small_recipe import DEMO, qbench
+
+from qbench.analysis.sensitivity import Baseline
+from qbench.budget import measure, report
+from qbench.budget.choose import (
+    UNQUANTIZED,
+    Costs,
+    asking,
+    column,
+    expand,
+    patterns,
+    solve,
+    uniform_candidates,
+)
+from qbench.checkpoints import find
+from qbench.errors import QbenchError
+from qbench.quantizers.linear import linears
+from qbench.quantizers.registry import config_of
+from qbench.recipe import Recipe
+from qbench.statistics import Missing
+
+OPTIONS = (
+    "--checkpoint", f"m={DEMO / 'softpick'}", "--data", DEMO / "data", "--definitions",
+    DEMO / "tasks", "--calibration", DEMO / "calibration.jsonl", "--calibration-samples", 12,
+    "--calibration-length", 64, "--tasks", "demo_choice,demo_pages", "--limit", 3, "--dtype",
+    "float32", "--texts", 4, "--device", "cpu",
+)  # fmt: skip
+
+
+def random_costs(seed, layers=4):
+    draw = random.Random(seed)
+    sizes = {f"layers.{i}.up": draw.choice([10, 40, 70]) for i in range(layers)}
+    bits = {f"rtn-{w}bit": {n: (w + 0.25) * s for n, s in sizes.items()} for w in (2, 3, 4)}
+    kl = {c: {n: draw.random() * 4 ** -int(c[4]) for n in sizes} for c in bits}
+    return Costs(
+        parameters=sizes,
+        bits={**bits, UNQUANTIZED: {n: 16.0 * s for n, s in sizes.items()}},
+        kl={**kl, UNQUANTIZED: dict.fromkeys(sizes, 0.0)},
+        others=(30, 480.0),
+        outside=8.0 * 2**30,
+    )
+
+
+@pytest.mark.parametrize(("seed", "room"), list(itertools.product(range(6), (0.1, 0.6, 3.0))))
+def test_the_choice_is_the_cheapest_of_all_that_fit(seed, room):
+    costs = random_costs(seed)
+    budget = costs.bits_per_weight(costs.uniform("rtn-2bit")) + room
+    every = (
+        dict(zip(costs.parameters, choice, strict=True))
+        for choice in itertools.product(costs.bits, repeat=len(costs.parameters))
+    )
+    best = min(costs.sum_of(each) for each in every if costs.bits_per_weight(each) <= budget)
+    chosen = solve(costs, budget)
+    assert costs.bits_per_weight(chosen) <= budget
+    assert costs.sum_of(chosen) == pytest.approx(best, rel=1e-6)
+    assert costs.from_gib(costs.gib(budget)) == pytest.approx(budget)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_patterns_give_each_layer_its_choice(seed):
+    draw = random.Random(seed)
+    names = [f"model.layers.{i}.mlp.{part}" for i in range(23) for part in ("up_proj", "down_proj")]
+    chosen = {n: draw.choice(["rtn-3bit", "gptq-4bit", "hqq-2bit", UNQUANTIZED]) for n in names}
+    entry = column(chosen, "mix")
+    assert len(entry["layers"]) <= 2 * 9  # three choices over three tens of layers each
+    weights = config_of({k: v for k, v in entry.items() if k != "label"}).weights
+    given = {n: UNQUANTIZED if n in weights.ignore else weights.for_layer(n).name for n in names}
+    assert given == chosen
+    assert patterns(dict.fromkeys(names, "rtn-3bit")) == [
+        ("model.layers.*.mlp.up_proj", "rtn-3bit"), ("model.layers.*.mlp.down_proj", "rtn-3bit"),
+    ]  # fmt: skip
+
+
+def test_methods_stand_for_their_widths_and_uniform_columns_use_what_is_left():
+    assert expand(["hqq", "gptq-4bit:group_size=32"]) == [
+        "hqq-2bit", "hqq-3bit", "hqq-4bit", "hqq-8bit", "gptq-4bit:group_size=32",
+    ]  # fmt: skip
+    costs = random_costs(0)
+    choices = {f"rtn-{w}bit:group_size=64": f"rtn-{w}bit" for w in (2, 3, 4)}
+    costs = Costs(
+        parameters=costs.parameters, others=(0, 0.0),
+        bits={c: {n: (config_of(c).weights.num_bits + 24 / 64) * s
+                  for n, s in costs.parameters.items()} for c in choices},
+        kl={c: costs.kl[old] for c, old in choices.items()},
+    )  # fmt: skip
+    settings = {choice: config_of(choice).weights for choice in choices}
+    columns = uniform_candidates(costs, settings, 3.8)
+    assert {label: round(bits, 3) for label, (_, bits) in columns.items()} == {
+        "rtn-3bit-g64": 3.375, "rtn-3bit-g32": 3.75,
+    }  # fmt: skip
+    assert "up" in asking(costs, costs.uniform("rtn-3bit:group_size=64"))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_model(find(str(DEMO / "softpick")), dtype=torch.float32, device="cpu")
+
+
+def test_a_layer_alone_costs_what_the_whole_forward_says(model, monkeypatch):
+    monkeypatch.setattr(measure, "BATCH_TOKENS", 40)  # two batches
+    ids = torch.randint(3, 400, (3, 20), generator=torch.Generator().manual_seed(1))
+    baseline = measure.FromBlocks(model, ids)
+    assert baseline.skips
+    whole = Baseline(model, ids, batch=2)
+    for name in ("model.layers.0.mlp.up_proj", "model.layers.2.self_attn.q_proj"):
+        changed = torch.nn.Linear(1, 1, bias=False)
+        changed.weight = torch.nn.Parameter(1.1 * linears(model)[name].weight)
+        expected = whole.losses(name, {name: changed})[0].mean()
+        assert baseline.kl({name: changed}) == pytest.approx(expected, rel=1e-6)
+        assert expected > 0
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_a_stopped_search_goes_on_and_the_mix_is_run_and_compared(tmp_path, monkeypatch, capfd):
+    command = ("budget", *OPTIONS, "--methods", "gptq-3bit,rtn", "--bits", 3.5, "--length", 32,
+               "--out", tmp_path)  # fmt: skip
+    calls, kl = [], measure.FromBlocks.kl
+
+    def stops(self, modules):
+        calls.append(tuple(modules))
+        if len(calls) == 60:
+            raise MemoryError("stopped")
+        return kl(self, modules)
+
+    monkeypatch.setattr(measure, "SAVE_EVERY", -1.0)
+    monkeypatch.setattr(measure.FromBlocks, "kl", stops)
+    with pytest.raises(MemoryError):
+        qbench(*command)
+    assert qbench(*command) == 0
+    single = [names for names in calls if len(names) == 1]
+    assert 28 * 5 < len(single) <= 28 * 5 + 7  # those of one choice in one block are done again
+    results = json.loads((tmp_path / "budget.json").read_text())
+    (mix,) = results["mixes"]
+    assert mix["bits"] <= 3.5
+    assert mix["kl"] == pytest.approx(mix["sum"], rel=1)
+    layers = {n: choice for n, (choice, _) in mix["layers"].items()}
+    (certificate,) = results["certificates"]
+    assert certificate["other"] == mix["best_uniform"]
+    assert certificate["mix_bits"] == pytest.approx(mix["bits"], abs=1e-4)
+    recipe = Recipe.load(tmp_path / "recipe.yaml")
+    assert [entry.label for entry in recipe.quantizers] == ["fp32", "mix-3.5", mix["best_uniform"]]
+    assert recipe.calibration.samples == 8
+    weights = recipe.quantizers[1].quantization.weights
+    assert {n: weights.for_layer(n).name for n in layers} == {
+        n: choice.partition(":")[0] for n, choice in layers.items()
+    }
+    printed = capfd.readouterr().out
+    assert "costs sum to a KL of" in printed, printed
+    assert (tmp_path / "budget.svg").read_text().startswith("<?xml")
+    before = len(calls)
+    assert qbench(*command) == 0
+    assert len(calls) == before
+
+
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "name a budget: --bits 3.5, or --gib 4"),
+        (("--bits", "3.5,x"), "--bits 'x': write numbers above 0, such as 2.75,3.5"),
+        (("--bits", 1.5), r"--bits 1.5: the smallest choice takes 2.188 bits per weight; "
+                          "give a budget from 2.188 to less than 16"),
+        (("--bits", 17), "give a budget from 2.1.* to less than 16"),
+        (("--gib", 1e-5), "the smallest choice takes 2.188 bits"),
+        (("--bits", 3, "--texts", 12), "--texts 12: the calibration text has 12 windows"),
+        (("--bits", 3, "--methods", "kv4"), "--methods kv4: name methods that quantize weights"),
+        (("--bits", 3, "--checkpoint", f"n={DEMO / 'softmax'}"), "of one model, not of m, n"),
+    ],
+)  # fmt: skip
+def test_a_budget_that_cannot_work_is_refused_in_a_line(options, message, tmp_path):
+    methods = () if "--methods" in options else ("--methods", "rtn-2bit,rtn-3bit")
+    with pytest.raises(QbenchError, match=message) as error:
+        qbench("budget", *OPTIONS, *methods, "--out", tmp_path, *options)
+    assert len(error.value.lines) == 1
+
+
+@pytest.mark.parametrize(
+    ("estimate", "significant", "words"),
+    [
+        (-0.2, True, "is significantly better than gptq (3.25 bits per weight): KL × 0.819"),
+        (-0.2, False, "is not shown to be better than gptq"),
+        (0.2, True, "is significantly worse than gptq"),
+    ],
+)
+def test_the_certificate_says_which_column_to_take(estimate, significant, words):
+    interval = SimpleNamespace(low=estimate - 0.1, high=estimate + 0.1, stderr=0.05)
+    answer = SimpleNamespace(
+        kind="log ratio", estimate=estimate, interval=interval, significant=significant, mark="",
+        documents=300, family=2,
+    )  # fmt: skip
+    records = tuple(
+        SimpleNamespace(
+            quantizer=name, audit=SimpleNamespace(size=SimpleNamespace(bits_per_weight=b))
+        )
+        for name, b in (("mix", 3.5), ("gptq", 3.25))
+    )
+    text = report.Comparison(mix="mix", other="gptq", answer=answer, records=records).text()
+    assert words in text
+    assert text.endswith("take gptq.") == (not (significant and estimate < 0))
+    missing = report.Comparison(
+        mix="mix", other="gptq", answer=Missing(reason="x"), records=records
+    )
+    assert "no test: x" in missing.text()
