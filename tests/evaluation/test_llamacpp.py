@@ -3,12 +3,11 @@
 import gc
 import json
 
-import numpy as np
 import pytest
 import torch
 from lm_eval.api.instance import Instance
 from loading import load_model
-from published_copies import DEMO, experts, experts_apart, gguf, original
+from published_copies import DEMO, experts, gguf, interleaved, original, write_gguf
 from small_recipe import qbench, small_recipe
 from tiny import tiny_model
 
@@ -205,34 +204,6 @@ def test_what_cannot_run_is_refused_before_work_begins(files, tmp_path, checkpoi
     assert words in str(error.value)
 
 
-def written(path, model, architecture, change=lambda name, values: values, **fields):
-    """``model`` as llama.cpp's converter writes it, each tensor through ``change``."""
-    import gguf as library
-
-    writer = library.GGUFWriter(path, architecture)
-    writer.add_block_count(model.config.num_hidden_layers)
-    for name, value in fields.items():
-        writer.add_uint16(name.replace("_", "."), value)
-    kinds = {name: kind for kind, name in library.MODEL_ARCH_NAMES.items()}
-    names = library.get_tensor_name_map(kinds[architecture], model.config.num_hidden_layers)
-    for name, tensor in experts_apart(model):
-        values = np.ascontiguousarray(change(name, tensor.float().numpy()))
-        writer.add_tensor(names.get_name(name, (".weight", ".bias")), values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return str(path)
-
-
-def interleaved(name, values):
-    """Rows of queries (2 heads) and keys (1) in the order of llama.cpp's rotary embedding."""
-    heads = {"q_proj": 2, "k_proj": 1}.get(name.split(".")[-2])
-    if heads is None:
-        return values
-    return values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
-
-
 def centred(name, values):
     return values + 1 if name.endswith("norm.weight") else values
 
@@ -244,18 +215,17 @@ def turned(name, values):
 @pytest.mark.parametrize(
     ("kind", "change"),
     [
-        *((kind, interleaved) for kind in ("granite", "smollm3", "arcee", "olmo")),
+        *((kind, "interleaved") for kind in ("granite", "smollm3", "arcee", "olmo", "mixtral")),
         ("nemotron", centred),
         ("gpt2", turned),
-        ("qwen2", lambda name, values: values),
-        ("mixtral", interleaved),
-        *((kind, lambda name, values: values) for kind in ("qwen2_moe", "qwen3_moe", "olmoe")),
+        *((k, lambda name, values: values) for k in ("qwen2", "qwen2_moe", "qwen3_moe", "olmoe")),
     ],
 )
 def test_what_the_converter_changes_is_undone(kind, change, tmp_path):
     stored, found = tiny_model(kind), tiny_model(kind)
     architecture = "llama" if kind == "mixtral" else kind.replace("_", "")
-    path = written(tmp_path / "m.gguf", stored, architecture, change)
+    change = interleaved(stored.config) if change == "interleaved" else change
+    path = str(write_gguf(tmp_path / "m.gguf", stored, architecture, change))
     for model in (stored, found):
         linearize(model)
     for parameter in found.parameters():
@@ -273,14 +243,13 @@ def test_what_the_converter_changes_is_undone(kind, change, tmp_path):
     ],
 )
 def test_files_that_are_not_read_whole_are_refused(kind, architecture, fields, words, tmp_path):
-    path = written(tmp_path / "m.gguf", tiny_model(kind), architecture, **fields)
+    path = str(write_gguf(tmp_path / "m.gguf", tiny_model(kind), architecture, **fields))
     with pytest.raises(CheckpointError, match=words):
         gguf_file.describe(path)
 
 
 def test_why_llama_cpp_cannot_load_a_file_is_said(tmp_path):
-    path = tmp_path / "m.gguf"
-    written(path, tiny_model("llama"), "llama")
+    path = write_gguf(tmp_path / "m.gguf", tiny_model("llama"))
     with pytest.raises(UnavailableError, match=r"cannot load it \(.*context_length"):
         LlamaCpp(path, context=64, shell=None)
 

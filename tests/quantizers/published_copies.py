@@ -41,6 +41,8 @@ def original(folder: Path) -> Path:
 
 def copy_of(source: Path, name: str, folder: Path) -> Path:
     """``source`` quantized as ``name`` says; skips where the library is not there."""
+    if name in REWRITTEN:
+        return REWRITTEN[name](source, folder)
     if name.startswith("ct-"):
         pytest.importorskip("compressed_tensors")
         _compressed_tensors(source, name, folder)
@@ -358,74 +360,68 @@ def changed(copy: Path, folder: Path, change, **config) -> Path:
 
 
 def gguf(source: Path, path: Path, kind: str = "F32") -> Path:
-    """``source``, a Llama or a Mixtral of transformers, as llama.cpp's converter writes it, and
-    quantized by llama.cpp to ``kind``; skips where the libraries are not there."""
-    writer_of = pytest.importorskip("gguf")
+    """``source``, a Llama or a Mixtral of transformers, as llama.cpp's converter writes it, every
+    matrix of its layers in the type ``kind``; skips where the libraries are not there."""
     pytest.importorskip("xllamacpp")
-    config = json.loads((source / "config.json").read_text())
-    heads = config["num_attention_heads"]
-    kv_heads = config.get("num_key_value_heads") or heads
-    writer = writer_of.GGUFWriter(path, "llama")
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(kv_heads)
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
-    if "num_local_experts" in config:
-        writer.add_expert_count(config["num_local_experts"])
-        writer.add_expert_used_count(config["num_experts_per_tok"])
-    writer.add_rope_dimension_count(config["hidden_size"] // heads)
-    writer.add_vocab_size(config["vocab_size"])
-    _add_tokenizer(writer, json.loads((source / "tokenizer.json").read_text()))
-    names = writer_of.get_tensor_name_map(writer_of.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
     model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype="float32")
+    config = model.config
+    experts = getattr(config, "num_local_experts", None)
+    fields = {
+        "context_length": config.max_position_embeddings, "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size, "head_count": config.num_attention_heads,
+        "head_count_kv": config.num_key_value_heads, "layer_norm_rms_eps": config.rms_norm_eps,
+        "rope_freq_base": config.rope_parameters["rope_theta"], "vocab_size": config.vocab_size,
+        "rope_dimension_count": config.hidden_size // config.num_attention_heads,
+        **({"expert_count": experts, "expert_used_count": config.num_experts_per_tok}
+           if experts else {}),
+        **_tokenizer_fields(json.loads((source / "tokenizer.json").read_text())),
+    }  # fmt: skip
+    if kind != "F32":
+        path = path.with_name(f"{path.stem}-{kind}.gguf")
+    return write_gguf(path, model, change=interleaved(config), kind=kind, **fields)
+
+
+def interleaved(config: Any):
+    """Return the change of rows of queries and keys to the order of llama.cpp's RoPE."""
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+
+    def change(name: str, values: np.ndarray) -> np.ndarray:
+        if (count := heads.get(name.split(".")[-2])) is None:
+            return values
+        return values.reshape(count, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
+
+    return change
+
+
+def write_gguf(
+    path: Path, model: Any, architecture: str = "llama", change=lambda name, values: values,
+    kind: str = "F32", **fields: Any,
+) -> Path:  # fmt: skip
+    """Write ``model`` as llama.cpp's converter does, each tensor through ``change``; return
+    ``path``. ``fields`` are those that the gguf package's writer knows, or 16-bit numbers."""
+    library = pytest.importorskip("gguf")
+    writer = library.GGUFWriter(path, architecture)
+    writer.add_block_count(model.config.num_hidden_layers)
+    for name, value in fields.items():
+        if add := getattr(writer, f"add_{name}", None):
+            add(value)
+        else:
+            writer.add_uint16(name.replace("_", "."), value)
+    kinds = {name: number for number, name in library.MODEL_ARCH_NAMES.items()}
+    names = library.get_tensor_name_map(kinds[architecture], model.config.num_hidden_layers)
     for name, tensor in experts_apart(model):
-        values = tensor.numpy()
-        for part, count in (("q_proj", heads), ("k_proj", kv_heads)):
-            if part in name:
-                rows = values.reshape(count, 2, -1, values.shape[1]).swapaxes(1, 2)
-                values = rows.reshape(values.shape)
-        writer.add_tensor(names.get_name(name, (".weight",)), values)
+        values, raw = np.ascontiguousarray(change(name, tensor.float().numpy())), None
+        target = names.get_name(name, (".weight", ".bias"))
+        matrix = values.ndim > 1 and target.startswith("blk.") and "gate_inp" not in target
+        if kind != "F32" and matrix:
+            raw = library.GGMLQuantizationType[kind]
+            values = library.quantize(values, raw)
+        writer.add_tensor(target, values, raw_dtype=raw)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    if kind == "F32":
-        return path
-    return requantize(path, path.with_name(f"{path.stem}-{kind}.gguf"), kind)
-
-
-def requantize(path: Path, out: Path, kind: str) -> Path:
-    """Write the F32 file ``path`` with every matrix of its layers in the type ``kind``."""
-    import gguf as writer_of
-
-    from qbench.evaluation.llama_library import load_library
-
-    reader, number = writer_of.GGUFReader(path), writer_of.GGMLQuantizationType[kind]
-    block, size = writer_of.GGML_QUANT_SIZES[number]
-    writer = writer_of.GGUFWriter(out, reader.fields["general.architecture"].contents())
-    for name, field in reader.fields.items():
-        if not name.startswith("GGUF.") and name != "general.architecture":
-            sub = field.types[1] if field.types[0] == writer_of.GGUFValueType.ARRAY else None
-            writer.add_key_value(name, field.contents(), field.types[0], sub_type=sub)
-    for tensor in reader.tensors:
-        values, raw = np.ascontiguousarray(tensor.data), None
-        if tensor.name.startswith("blk.") and values.ndim > 1 and "gate_inp" not in tensor.name:
-            rows, columns = values.size // values.shape[-1], values.shape[-1]
-            codes = np.empty((*values.shape[:-1], columns // block * size), np.uint8)
-            load_library().ggml_quantize_chunk(
-                number, values.ctypes.data, codes.ctypes.data, 0, rows, columns, None
-            )
-            values, raw = codes, number
-        writer.add_tensor(tensor.name, values, raw_dtype=raw)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return out
+    return path
 
 
 def experts_apart(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -442,19 +438,22 @@ def experts_apart(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
             yield f"{name}.weight", tensor.detach()
 
 
-def _add_tokenizer(writer: Any, file: dict[str, Any]) -> None:
+def _tokenizer_fields(file: dict[str, Any]) -> dict[str, Any]:
     """Byte-level BPE with digits apart, which llama.cpp calls by a model that has it."""
-    ids, special = file["model"]["vocab"], {one["content"] for one in file["added_tokens"]}
-    tokens = sorted(ids | {one["content"]: one["id"] for one in file["added_tokens"]}, key=ids.get)
-    merges = [one if isinstance(one, str) else " ".join(one) for one in file["model"]["merges"]]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(tokens)
-    writer.add_token_types([3 if token in special else 1 for token in tokens])
-    writer.add_token_merges(merges)
-    writer.add_bos_token_id(ids["<s>"])
-    writer.add_eos_token_id(ids["</s>"])
-    writer.add_add_bos_token(False)
+    ids = file["model"]["vocab"]
+    added = {entry["content"]: entry["id"] for entry in file["added_tokens"]}
+    tokens = sorted(ids | added, key=ids.get)
+    return {
+        "tokenizer_model": "gpt2", "tokenizer_pre": "smollm", "token_list": tokens,
+        "token_types": [3 if token in added else 1 for token in tokens],
+        "token_merges": [m if isinstance(m, str) else " ".join(m) for m in file["model"]["merges"]],
+        "bos_token_id": ids["<s>"], "eos_token_id": ids["</s>"], "add_bos_token": False,
+    }  # fmt: skip
+
+
+REWRITTEN = {
+    "fp8": fp8, "fp8-rows": fp8_rows, "int8-rows": int8_rows, "mixed": mixed, "gptq": gptq_layout,
+}  # fmt: skip
 
 
 def main(checkpoint: str, folder: str, calibration: str) -> None:
@@ -466,7 +465,7 @@ def main(checkpoint: str, folder: str, calibration: str) -> None:
     texts = [json.loads(line)["text"][:2000] for line in lines[:32]]  # a CPU's share
     gptq(whole, made / "gptq-4bit", texts)
     if find(checkpoint).normalizer == "softmax":  # llama.cpp has no other
-        for kind in ("F32", "Q8_0", "Q4_K_M", "Q4_0", "Q3_K_M"):
+        for kind in ("F32", "Q8_0", "Q4_0"):
             gguf(whole, made / "model.gguf", kind)
 
 

@@ -3,12 +3,13 @@
 import json
 import re
 import shutil
-from functools import partial
+from functools import cache
 
 import pytest
 import torch
 import transformers
 import yaml
+from lm_eval.models.huggingface import HFLM
 from packaging.version import Version
 from published_copies import (
     BF16,
@@ -20,9 +21,6 @@ from published_copies import (
     experts,
     fp8,
     fp8_rows,
-    gptq_layout,
-    int8_rows,
-    mixed,
     mxfp4,
     original,
     with_biases,
@@ -35,6 +33,8 @@ from transformers import TorchAoConfig
 
 from qbench.cell import load
 from qbench.errors import CheckpointError, QbenchError, RecipeError, UnavailableError
+from qbench.evaluation.loaded import load_task
+from qbench.evaluation.scoring import language_model
 from qbench.plan import plan
 from qbench.quantizers import published
 from qbench.quantizers.audit.compare import audit, probe_of
@@ -45,8 +45,15 @@ from qbench.store import Store
 pytestmark = pytest.mark.usefixtures("own_cache")
 ROUNDS_CACHES = Version(transformers.__version__).release < (5, 24)
 TASKS = ("demo_choice",)
-SLOW = pytest.mark.slow
 WITH_ACTIVATIONS = ("bnb-int8", "torchao-w8a8", "ct-w8a8", "ct-fp8", "ct-fp8-block", "ct-nvfp4")
+
+
+@pytest.fixture(scope="module")
+def copies(tmp_path_factory):
+    """Return a function that makes the copy of a format, once: ``copies("bnb-nf4")``."""
+    folder = tmp_path_factory.mktemp("copies")
+    source = original(folder / "llama")
+    return cache(lambda name: copy_of(source, name, folder / name))
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +62,12 @@ def whole(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def nf4(whole, tmp_path_factory):
-    return copy_of(whole, "bnb-nf4", tmp_path_factory.mktemp("copies") / "nf4")
+def nf4(copies):
+    return copies("bnb-nf4")
+
+
+def quantization_config(copy):
+    return json.loads((copy / "config.json").read_text())["quantization_config"]
 
 
 def planned(tmp_path, path, *, checkpoint=DEMO / "softmax", quantizers=None, show=False):
@@ -81,16 +92,17 @@ def audited(found, name="base/copy"):
     "name",
     [
         pytest.param(name, marks=needs_vnni if name == "torchao-w8a8" else ())
-        for name in (*FORMATS, "ct-nvfp4", "ct-w4a16-asym", "ct-fp8-block")
+        for name in (*FORMATS, "ct-nvfp4", "ct-w4a16-asym", "ct-fp8-block", "fp8", "gptq")
     ],
 )
-def test_each_librarys_checkpoint_loads_and_passes_its_audit(name, whole, tmp_path):
-    found = planned(tmp_path, copy_of(whole, name, tmp_path / name))
+def test_each_librarys_checkpoint_loads_and_passes_its_audit(name, copies, tmp_path):
+    found = planned(tmp_path, copies(name))
     result, model = audited(found)
     assert result.problems == ()
     assert result.coverage == 1
     few = {"nf4": (4, 0.12), "w4a16": (4, 0.15), "nvfp4": (4, 0.12), "fp8": (8, 0.04)}
-    bits, error = few.get(name.split("-")[1], (8, 0.012))
+    few["gptq"] = few["w4a16"]
+    bits, error = few.get(name.split("-")[name.startswith(("bnb", "ct", "torchao"))], (8, 0.012))
     assert result.bits == bits
     assert bits < result.bits_per_weight < bits + 0.8
     assert result.bits_per_weight == pytest.approx(result.size.bits_per_weight)
@@ -101,35 +113,12 @@ def test_each_librarys_checkpoint_loads_and_passes_its_audit(name, whole, tmp_pa
 
 
 def test_int8_products_are_refused_before_work_where_the_processor_s_sums_saturate(
-    whole, tmp_path, monkeypatch
+    copies, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("qbench.machine.cpu_flags", lambda: frozenset({"avx2"}))
     with pytest.raises(QbenchError, match=r"copy: torchao: int8 sums saturate .* run it on a GPU"):
-        planned(tmp_path, copy_of(whole, "torchao-w8a8", tmp_path / "products"))
-    assert planned(tmp_path, copy_of(whole, "torchao-int8", tmp_path / "weights")).cells
-
-
-def test_a_copy_s_scale_that_is_not_finite_is_named(nf4, tmp_path):
-    name = "model.layers.0.self_attn.q_proj.weight.absmax"
-
-    def broken(tensors):
-        tensors[name] = torch.full_like(tensors[name], torch.nan)
-
-    found = planned(tmp_path, changed(nf4, tmp_path / "copy", broken))
-    with pytest.raises(
-        CheckpointError,
-        match=rf"{name} \(\d+ of \d+ values\); the weights are damaged; fetch them again$",
-    ):
-        load(found.cell("base/copy"), found)
-
-
-def test_fp8_in_blocks_is_weights_only_on_a_cpu(whole, tmp_path):
-    found = planned(tmp_path, fp8(whole, tmp_path / "fp8"))
-    result, _ = audited(found)
-    assert result.problems == ()
-    assert 8 < result.bits_per_weight < 8.1
-    assert 0.01 < result.weight_error < 0.04
-    assert "weights only" in found.cell("base/copy").quantization.precision.weights.scheme
+        planned(tmp_path, copies("torchao-w8a8"))
+    assert planned(tmp_path, copies("torchao-int8")).cells
 
 
 def test_fp8_in_blocks_that_are_not_whole_fails_its_audit(whole, tmp_path):
@@ -146,18 +135,16 @@ def test_fp8_in_blocks_that_are_not_whole_fails_its_audit(whole, tmp_path):
 
 
 @pytest.mark.skipif(not ROUNDS_CACHES, reason="transformers 5.24 leaves such caches unquantized")
-def test_a_cache_that_the_copys_library_quantizes_is_part_of_its_precision(whole, tmp_path):
-    made = fp8_rows(whole, tmp_path / "fp8")
-    stated = json.loads((made / "config.json").read_text())["quantization_config"]
-    cache = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
-
+def test_a_cache_that_the_copys_library_quantizes_is_part_of_its_precision(copies, tmp_path):
     def add_scales(tensors):
         for name in [n for n in tensors if n.endswith(("k_proj.weight", "v_proj.weight"))]:
             scale = name.replace("_proj.weight", "_scale")
             tensors[scale] = torch.full((1,), 0.03, dtype=torch.bfloat16)
 
-    stated = {"quantization_config": {**stated, "kv_cache_scheme": cache}}
-    found = planned(tmp_path, changed(made, tmp_path / "copy", add_scales, **stated))
+    copy = with_cache(
+        copies("fp8-rows"), tmp_path / "copy", add_scales, strategy="tensor", dynamic=False
+    )
+    found = planned(tmp_path, copy)
     quantization = found.cell("base/copy").quantization
     assert quantization.precision.name == "W8A16KV8"
     assert quantization.precision.kv_cache.scheme == "float8, static"
@@ -165,14 +152,17 @@ def test_a_cache_that_the_copys_library_quantizes_is_part_of_its_precision(whole
     assert audited(found)[0].problems == ()
 
 
+def with_cache(copy, folder, change=lambda tensors: None, **cache):
+    """``copy`` that states a KV cache of 8-bit floats."""
+    scheme = {"num_bits": 8, "type": "float", **cache}
+    stated = {**quantization_config(copy), "kv_cache_scheme": scheme}
+    return changed(copy, folder, change, quantization_config=stated)
+
+
 def test_a_cache_with_one_scale_for_a_whole_sequence_is_refused_with_the_measurement(
-    whole, tmp_path, monkeypatch
+    copies, tmp_path, monkeypatch
 ):
-    made = fp8_rows(whole, tmp_path / "fp8")
-    stated = json.loads((made / "config.json").read_text())["quantization_config"]
-    cache = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
-    stated = {"quantization_config": {**stated, "kv_cache_scheme": cache}}
-    copy = changed(made, tmp_path / "copy", lambda tensors: None, **stated)
+    copy = with_cache(copies("fp8-rows"), tmp_path / "copy", strategy="token", dynamic=True)
     if ROUNDS_CACHES:
         found = planned(tmp_path, copy)
         with pytest.raises(CheckpointError, match="change the logits of"):
@@ -200,9 +190,9 @@ def test_biases_and_norms_of_a_copy_are_held_against_the_original_s(name, whole,
     )
 
 
-def test_a_copy_s_lm_head_may_be_quantized_as_its_layers_are(whole, tmp_path):
+def test_a_copy_s_lm_head_may_be_quantized_as_its_layers_are(copies, tmp_path):
     """In whole bytes: compressed-tensors itself expects weights alone to be packed."""
-    copy = int8_rows(whole, tmp_path / "copy")
+    copy = copies("int8-rows")
     result, _ = audited(planned(tmp_path, copy))
     assert result.problems == ()
     assert 8 < result.bits_per_weight < 8.2
@@ -215,9 +205,8 @@ def test_a_copy_s_lm_head_may_be_quantized_as_its_layers_are(whole, tmp_path):
     assert problem.startswith("its LM head: 1.5 off the original's")
 
 
-def test_a_copy_attends_natively_where_its_original_does(whole, tmp_path):
-    copy = copy_of(whole, "bnb-nf4", tmp_path / "copy")
-    column = {"name": "checkpoint", "path": str(copy), "label": "copy"}
+def test_a_copy_attends_natively_where_its_original_does(whole, nf4, tmp_path):
+    column = {"name": "checkpoint", "path": str(nf4), "label": "copy"}
     recipe = small_recipe(
         tmp_path, checkpoints={"base": str(whole)}, compute_dtype="bfloat16", tasks=list(TASKS),
         quantizers=["bf16", column], evaluation={"limit": 3, "attention": "native"},
@@ -239,25 +228,11 @@ def test_an_lm_head_s_bits_are_those_of_its_weight(kind, tmp_path):
     assert result.size.head_bits_per_weight == 16
 
 
-def test_layers_of_several_schemes_are_each_read_by_their_own(whole, tmp_path):
-    result, _ = audited(planned(tmp_path, mixed(whole, tmp_path / "copy")))
+def test_layers_of_several_schemes_are_each_read_by_their_own(copies, tmp_path):
+    result, _ = audited(planned(tmp_path, copies("mixed")))
     assert result.problems == ()
     errors = {module.name: module.weight_error for module in result.modules}
     assert all((error < 0.015) == ("mlp" in name) for name, error in errors.items())
-
-
-def test_tensors_that_a_copy_lacks_or_has_in_other_shapes_are_named(whole, tmp_path):
-    copy = gptq_layout(whole, tmp_path / "copy")
-    assert audited(planned(tmp_path, copy))[0].problems == ()
-    lacking = changed(
-        copy, tmp_path / "lacking", lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.g_idx")
-    )
-    found = planned(tmp_path, lacking)
-    with pytest.raises(CheckpointError, match=r"missing: model\.layers\.1\.mlp\.up_proj\.g_idx$"):
-        load(found.cell("base/copy"), found)
-    found = planned(tmp_path, gptq_layout(whole, tmp_path / "other", group_size=64))
-    with pytest.raises(CheckpointError, match=r"misshapen: .*qzeros \[16, 16\] instead of"):
-        load(found.cell("base/copy"), found)
 
 
 @pytest.mark.parametrize(
@@ -315,33 +290,22 @@ def test_experts_that_a_library_left_alone_are_counted_as_they_are(kind, tmp_pat
 
 @pytest.mark.parametrize(
     ("name", "mean"),  # bfloat16, and another attention kernel
-    [
-        ("bnb-nf4", 0.1),
-        *(pytest.param(name, 0.1, marks=SLOW) for name in ("torchao-int8", "ct-w4a16", "fp8")),
-        *(pytest.param(name, 0.3, marks=SLOW) for name in ("bnb-int8", "ct-w8a8")),
-    ],
+    [("bnb-nf4", 0.1), pytest.param("ct-w8a8", 0.3, marks=pytest.mark.slow)],
 )
-def test_scores_are_those_of_the_librarys_own_model_under_lm_eval(name, mean, whole, tmp_path):
-    import transformers
-    from lm_eval.models.huggingface import HFLM
-
-    from qbench.evaluation.loaded import load_task
-    from qbench.evaluation.scoring import language_model
-
-    copy = (fp8 if name == "fp8" else partial(copy_of, name=name))(whole, folder=tmp_path / "copy")
-    found = planned(tmp_path, copy)
+def test_scores_are_those_of_the_librarys_own_model_under_lm_eval(name, mean, copies, tmp_path):
+    found = planned(tmp_path, copies(name))
     cell = found.cell("base/copy")
     model, tokenizer = load(cell, found)
     ours = language_model(model, tokenizer, cell.scoring)
     theirs = HFLM(
-        pretrained=transformers.AutoModelForCausalLM.from_pretrained(copy, **BF16),
+        pretrained=transformers.AutoModelForCausalLM.from_pretrained(copies(name), **BF16),
         tokenizer=tokenizer, batch_size=8, max_length=256, softmax_dtype="float32",
         add_bos_token=False,
     )  # fmt: skip
     task = load_task(found.tasks[0])
     task.task.build_all_requests(limit=8, rank=0, world_size=1)
-    found = [model.loglikelihood(task.task.instances) for model in (ours, theirs)]
-    off = [abs(a - b) for (a, _), (b, _) in zip(*found, strict=True)]
+    answers = [model.loglikelihood(task.task.instances) for model in (ours, theirs)]
+    off = [abs(a - b) for (a, _), (b, _) in zip(*answers, strict=True)]
     assert sum(off) / len(off) < mean
 
 
@@ -361,29 +325,6 @@ def original_of_softpick(tmp_path):
     config["attn_impl"] = "parallel_attn"
     (tmp_path / "other" / "config.json").write_text(json.dumps(config))
     return tmp_path / "other"
-
-
-def test_scales_that_do_not_fit_the_configuration_are_said_to(whole, tmp_path):
-    copy = fp8_rows(whole, tmp_path / "rows")
-    stated = json.loads((copy / "config.json").read_text())["quantization_config"]
-    stated["config_groups"]["all"]["weights"] |= {"strategy": "group", "group_size": 32}
-
-    def three(tensors):  # groups of 32 are four or more
-        for name in [n for n in tensors if n.endswith("_scale")]:
-            tensors[name] = tensors[name].repeat(1, 3)
-
-    groups = changed(copy, tmp_path / "groups", three, quantization_config=stated)
-    found = planned(tmp_path, groups)
-    with pytest.raises(UnavailableError, match="its tensors do not fit its quantization_conf"):
-        load(found.cell("base/copy"), found)
-
-
-def test_a_copy_that_is_tied_and_holds_another_lm_head_is_refused(nf4, tmp_path):
-    """lm-eval ties weights anew after the audit, which would score with the embeddings as head."""
-    copy = changed(nf4, tmp_path / "tied", lambda tensors: None, tie_word_embeddings=True)
-    found = planned(tmp_path, copy)
-    with pytest.raises(CheckpointError, match=r"tied: .* but lm_head\.weight differs from the emb"):
-        load(found.cell("base/copy"), found)
 
 
 def swapped_words(tokenizer):
@@ -472,25 +413,23 @@ def test_an_awq_checkpoint_passes_and_one_whose_factors_do_not_cancel_fails(span
 
 
 @pytest.mark.parametrize(
-    ("config", "words"),
+    ("name", "config", "words"),
     [
-        ({"quantization_config": None}, "it is not quantized: its config.json has no quantization"),
-        ({"quantization_config": {"quant_method": "abc"}}, "quant_method 'abc': the installed tra"),
-        ({"num_attention_heads": 2}, "num_attention_heads 2, and"),
-        ({"qbench_normalizer": "softpick"}, "it was trained with softpick, and"),
+        ("bnb-nf4", {"quantization_config": None}, "it is not quantized: its config.json has no"),
+        ("bnb-nf4", {"quantization_config": {"quant_method": "abc"}}, "'abc': the installed tra"),
+        ("bnb-nf4", {"num_attention_heads": 2}, "num_attention_heads 2, and"),
+        ("bnb-nf4", {"qbench_normalizer": "softpick"}, "it was trained with softpick, and"),
+        (None, {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32}},
+         "its files hold unquantized weights"),
     ],
 )  # fmt: skip
-def test_what_is_no_quantized_copy_is_refused_before_work_begins(nf4, tmp_path, config, words):
+def test_what_is_no_quantized_copy_is_refused_before_work_begins(
+    copies, whole, tmp_path, name, config, words
+):
+    copy = copies(name) if name else whole
     with pytest.raises(QbenchError) as error:
-        planned(tmp_path, changed(nf4, tmp_path / "x", lambda tensors: None, **config))
+        planned(tmp_path, changed(copy, tmp_path / "x", lambda tensors: None, **config))
     assert words in str(error.value)
-
-
-def test_weights_that_were_never_quantized_are_refused(whole, tmp_path):
-    stated = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32}}
-    copy = changed(whole, tmp_path / "x", lambda tensors: None, **stated)
-    with pytest.raises(CheckpointError, match="its files hold unquantized weights"):
-        planned(tmp_path, copy)
 
 
 def test_keys_hold_the_files_and_not_where_they_lie(nf4, tmp_path):
@@ -589,3 +528,40 @@ def test_options_alone_score_a_copy_beside_its_original_and_without_it(nf4, tmp_
 def test_two_checkpoints_need_to_know_whose_copy_it_is(tmp_path):
     with pytest.raises(RecipeError, match="there are several checkpoints"):
         Recipe.load(small_recipe(tmp_path), Overrides(quantized={"awq": "a/b"}))
+
+
+ABSMAX = "model.layers.0.self_attn.q_proj.weight.absmax"
+
+
+def three_groups(tensors):  # of 32 there are four or more
+    for name in [n for n in tensors if n.endswith("_scale")]:
+        tensors[name] = tensors[name].repeat(1, 3)
+
+
+GROUPS = {"config_groups": {"all": {"targets": ["Linear"], "weights": per("group", group_size=32)}}}
+UNUSABLE = {  # what is wrong: the copy, a change of its tensors and of its config.json, the message
+    "a scale is not finite": (
+        "bnb-nf4", lambda t: t[ABSMAX].fill_(torch.nan), {},
+        rf"{ABSMAX} \(\d+ of \d+ values\); the weights are damaged; fetch them again$"),
+    # lm-eval ties weights anew after the audit, which would score with the embeddings as head
+    "tied, and another head": (
+        "bnb-nf4", lambda t: None, {"tie_word_embeddings": True},
+        r"tie_word_embeddings: true, but lm_head\.weight differs from the emb"),
+    "a tensor is missing": (
+        "gptq", lambda t: t.pop("model.layers.1.mlp.up_proj.g_idx"), {},
+        r"missing: model\.layers\.1\.mlp\.up_proj\.g_idx$"),
+    "other groups than stated": (
+        "gptq", lambda t: None, {"group_size": 64}, r"misshapen: .*qzeros \[16, 16\] instead of"),
+    "scales of other shapes": (
+        "fp8-rows", three_groups, GROUPS, "its tensors do not fit its quantization_conf"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", UNUSABLE)
+def test_a_copy_that_cannot_be_used_is_refused_when_it_is_loaded(what, copies, tmp_path):
+    name, change, config, words = UNUSABLE[what]
+    if "tie_word_embeddings" not in config:
+        config = {"quantization_config": quantization_config(copies(name)) | config}
+    found = planned(tmp_path, changed(copies(name), tmp_path / "copy", change, **config))
+    with pytest.raises((CheckpointError, UnavailableError), match=words):
+        load(found.cell("base/copy"), found)
