@@ -1,16 +1,15 @@
 """The cache: listed by last use, bounded, and not pruned under a run."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 from small_recipe import DEMO, qbench, small_recipe
 from test_store import CELL, OUTCOMES, make_record
 
 from qbench.cache import entries, find_cell, hold, keep_cell, prune, task_key
-from qbench.files import mark_used
+from qbench.files import cache_folder, mark_used
 from qbench.records import ScoringReport, TaskRecord
+from qbench.runner import grid
 from qbench.store import KeyedStore, Store
 
 DAY = 86_400
@@ -73,31 +72,24 @@ def test_what_a_run_uses_stays(cache, capsys, index):
     assert prune(cache, max_bytes=0).removed == [used]
 
 
-PRUNE_AFTER_THE_FIRST_CELL = """
-import sys
-from qbench import cache, files
-from qbench.cli.app import app
-from qbench.runner import grid
+_run_cell = grid.run_cell
 
-real = grid.run_cell
-def then_prune(plan, name, **more):
-    record = real(plan, name, **more)
+
+def run_cell_then_prune(plan, name, **more):
+    record = _run_cell(plan, name, **more)
     if name.endswith("fp32"):
-        cache.prune(files.cache_folder(), max_bytes=0)
+        prune(cache_folder(), max_bytes=0)
     return record
-grid.run_cell = then_prune
-app(sys.argv[1:])
-"""
 
 
 def test_pruning_during_a_run_takes_no_damage_from_it(tmp_path, monkeypatch):
     monkeypatch.setenv("QBENCH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(grid, "run_cell", run_cell_then_prune)
     recipe = small_recipe(
         tmp_path, tasks=["demo_lastword"], checkpoints={"softpick": str(DEMO / "softpick")},
         quantizers=["fp32", "rtn-4bit"],
     )  # fmt: skip
-    command = ["run", str(recipe), "--out", str(tmp_path / "out"), "--device", "cpu"]
-    subprocess.run([sys.executable, "-c", PRUNE_AFTER_THE_FIRST_CELL, *command], check=True)
+    assert qbench("run", recipe, "--out", tmp_path / "out", "--device", "cpu") == 0
     _, quantized = Store(tmp_path / "out").records()
     assert quantized.damage.status == "measured"
 

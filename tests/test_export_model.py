@@ -39,20 +39,10 @@ CASES = [
         for case in (
             ("gptq-3bit", "compressed-tensors", "compressed-tensors", EQUAL),
             ({"name": "gptq-4bit", "desc_act": True}, None, "gptq", EQUAL),
-            ({"name": "gptq-2bit", "symmetric": False}, None, "gptq", EQUAL),
-            ("rtn-4bit", None, "gptq", "0.01"),
-            ("rtn-8bit:symmetric=false", "compressed-tensors", "compressed-tensors", "0.0"),
-            ("mxfp4", None, "compressed-tensors", EQUAL),
-            ("mxfp8", None, "compressed-tensors", EQUAL),
-            ("fp8-matrix", None, "compressed-tensors", EQUAL),
             ("w8a8-int8", None, "compressed-tensors", "0.0"),
-            ("w8a8-fp8", None, "compressed-tensors", "0."),
-            ("int8-row+int8-static", None, "compressed-tensors", "0."),
             ("int8-row+int8-static-asymmetric", None, "compressed-tensors", "0."),
             ("w4a4-nvfp4", None, "compressed-tensors", "0."),
-            ({"name": "bnb-4bit", "double_quant": True}, None, "bitsandbytes", EQUAL),
             ("bnb-8bit", None, "bitsandbytes", EQUAL),
-            ("hqq-4bit", None, "hqq", "0.01"),
         )
     ),
 ]

@@ -51,15 +51,6 @@ def test_reading_results_tables_with_all_statistics_and_the_gate_load_no_torch(t
     assert not set(HEAVY) & set(loaded)
 
 
-def test_a_plan_that_asks_for_a_tokenizer_says_nothing_of_libraries(tmp_path):
-    recipe = small_recipe(tmp_path, evaluation={"add_bos": True})
-    planned = subprocess.run(
-        [sys.executable, "-m", "qbench", "plan", recipe], capture_output=True, text=True
-    )
-    assert planned.stderr.startswith("checkpoints.softmax: evaluation.add_bos")
-    assert planned.stderr.count("\n") == 1
-
-
 def test_importing_what_loads_models_prints_nothing():
     code = "import qbench.cli.app, qbench.checkpoints.load"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -12,8 +12,7 @@ from synthetic import make_store
 from qbench.errors import RecipeError
 from qbench.store import Analyses, Store
 from qbench.tables.analyses import analyses_csv, load_analyses, table_4
-from qbench.text import MINUS
-from qbench.viewer.figures import sinks, write_analyses
+from qbench.viewer.figures import write_analyses
 
 PAIR = Path(__file__).parents[2] / "results" / "pair-27m"
 CHECKPOINTS = ("softmax.1", "softmax.2", "softpick.1", "softpick.2")
@@ -78,21 +77,6 @@ def test_cells_that_failed_alike_are_named_in_one_line(tmp_path):
     for one in analyses.records():
         analyses.put(one.model_copy(update={"status": "failed", "error": "no", "measured": None}))
     assert load_analyses(Store(tmp_path)).problems == ("softmax/bf16, softpick/bf16: failed: no",)
-
-
-@pytest.mark.parametrize("layers", [4, 12])
-def test_layers_on_axes_are_whole_numbers(results, layers):
-    cells = [
-        one.model_copy(update={"measured": one.measured.model_copy(
-            update={"layers": one.measured.layers[:layers]})})
-        for one in results.cells
-    ]  # fmt: skip
-    ((_, figure),) = sinks(cells)
-    for axes in figure.axes[: len(cells)]:
-        figure.draw_without_rendering()
-        ticks = [tick.get_text() for tick in axes.get_xticklabels()]
-        assert ticks
-        assert all(tick.replace(MINUS, "-").lstrip("-").isdecimal() for tick in ticks), ticks
 
 
 def test_the_papers_rows_stand_above_ours_and_ask_for_what_is_missing(tmp_path):

@@ -94,16 +94,21 @@ def test_two_cells_are_compared_whatever_is_wrong_with_a_third(tmp_path):
             compare_cells(cell(store, name), cell(store, "softpick/hqq-4bit"))
 
 
-def test_two_cells_that_were_trained_differently_are_named(tmp_path):
-    def trained(name, steps):
-        about = {"recipe": "pair", "normalizer": name, "seed": 0, "attention": f"{name}/triton"}
-        return Trained(**about, in_common={"steps": steps})
+def trained(name, **in_common):
+    return Trained(recipe="pair", normalizer=name, seed=0, attention=name, in_common=in_common)
 
-    trainings = {"softmax": trained("softmax", 6103), "softpick": trained("softpick", 9000)}
-    store = grid(tmp_path / "a", trained=trainings)
+
+def test_two_cells_that_were_trained_differently_are_named(tmp_path):
+    """Cells of one folder, and the same cells of two."""
+    names = ("softmax", "softpick")
+    store = grid(tmp_path / "a", trained={n: trained(n, steps=len(n)) for n in names})
     (line,) = compare_cells(cell(store, "softmax/bf16"), cell(store, "softpick/bf16")).problems
     assert line.startswith("softmax/bf16 and softpick/bf16 were trained differently, not in the")
     assert not compare_cells(cell(store, "softmax/bf16"), cell(store, "softmax/hqq-4bit")).problems
+    other = grid(tmp_path / "b", trained={"softmax": trained("softmax", steps=9)})
+    assert compare_results(store, other).problems == (
+        "softmax/bf16, softmax/hqq-4bit: trained differently: steps 7 and 9",
+    )
 
 
 def test_explain_names_exactly_the_parts_that_differ(tmp_path):

@@ -11,15 +11,14 @@ from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
 from scoring_models import llama, scorer, settings, text, tokenizer
 
-from qbench.comparison.flips import count_flips
 from qbench.errors import DataError, EvaluationError
 from qbench.evaluation.definitions import expand, task_groups
+from qbench.evaluation.degradation import correct_requests
 from qbench.evaluation.evaluate import evaluate, group_scores, rebuild_requests
 from qbench.evaluation.loaded import load_task
 from qbench.evaluation.scoring.hflm import pinned_hflm
 from qbench.evaluation.settings import FEWSHOT_SEED, Chat
 from qbench.evaluation.tasks import plan_task
-from qbench.statistics import Column
 
 DATA = "dataset_path: json\ntest_split: test\n"
 CHOICE = """output_type: multiple_choice
@@ -278,27 +277,6 @@ def test_seeds_are_counted_from_lm_evals(folder, name):
     assert_same(found, results, name)
 
 
-def test_a_pair_is_a_right_answer_and_a_prediction_and_so_are_its_flips(folder):
-    """lm-eval's f1, and a metric of a definition's own that gives plain numbers."""
-    chosen = settings("exact", max_length=900)
-    for name, metric in (("zero_shot", "f1"), ("coded", "pairs")):
-        found = [
-            evaluate(scorer(llama(seed), "exact", max_length=900), loaded(folder, name), chosen)
-            for seed in (0, 1)
-        ]
-        one, two = (f.outcomes[f.outcomes["metric"] == metric] for f in found)
-        assert one["value"].tolist() == [0, 1, 0, 1, 0, 1, 0]
-        assert set(one["weight"]) <= {0.0, 1.0}
-        right = [(rows["value"] == rows["weight"]).to_numpy() for rows in (one, two)]
-        columns = [{(name, metric): Column.of(rows["document"], rows["value"], rows["weight"])}
-                   for rows in (one, two)]  # fmt: skip
-        counted = count_flips(*columns)[name][metric]
-        assert counted.documents == 7
-        assert counted.right_to_wrong == (right[0] & ~right[1]).sum()
-        assert counted.wrong_to_right == (~right[0] & right[1]).sum()
-        assert counted.right_to_wrong + counted.wrong_to_right == np.sum(right[0] != right[1])
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [({"unsafe_code": "true"}, "runs code that the model writes"),
@@ -361,3 +339,15 @@ def test_the_right_answer_is_the_one_that_lm_eval_counts(folder, name):
     ]
     found = evaluate(model, task, settings("exact", limit=7))
     assert {s.metric: s.value for s in found.scores}["acc"] == 1.0
+
+
+def test_the_right_answers_are_those_that_accuracy_counts(folder):
+    task, chosen = loaded(folder, "zero_shot"), settings("exact", max_length=900)
+    found = evaluate(scorer(llama(), "exact", max_length=900), task, chosen)
+    right = correct_requests(task, 7)
+    answers = found.responses.pivot(index="document", columns="request", values="log_likelihood")
+    accuracy = found.outcomes[found.outcomes["metric"] == "acc"].set_index("document")["value"]
+    best = answers.idxmax(axis=1)
+    assert {d: float(best[d] == right[d]) for d in right} == accuracy.to_dict()
+    assert set(correct_requests(loaded(folder, "word"), 7).values()) == {0}
+    assert correct_requests(loaded(folder, "page"), 7) == {}

@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ from qbench.evaluation.kl_baseline import (
     baseline_file,
     baseline_files,
     checksum_file,
-    read_baseline,
     verify_baseline,
 )
 from qbench.evaluation.kl_observer import BaselineHiddenStates, BaselineWriter
@@ -107,16 +105,3 @@ def test_a_file_that_is_not_the_cells_says_what_to_do(tmp_path, damage):
     else:
         key = KEY[:16] + "f" * 48
     assert not usable(path, key)
-
-
-@pytest.mark.parametrize("status", ["ok", "failed", None])
-def test_a_cell_is_measured_against_a_good_record_alone(status):
-    record = status and SimpleNamespace(status=status)
-    store = SimpleNamespace(get_valid=lambda cell: record)
-    cell = SimpleNamespace(name="softmax/fp32", grid_cell=None)
-    if status == "ok":
-        assert read_baseline(cell, store) is record
-        return
-    words = "has no finished record; run that cell first, then this one again"
-    with pytest.raises(ResultsError, match=words):
-        read_baseline(cell, store)

@@ -191,17 +191,3 @@ def test_one_sequence_that_does_not_fit_is_an_error_with_the_remedy():
     ours.exact.forward.decoder = never
     with pytest.raises(EvaluationError, match=r"lower evaluation\.max_length"):
         ours.loglikelihood(choices(2), disable_tqdm=True)
-
-
-def test_the_report_says_how_the_scores_were_made():
-    _, ours = both(llama(), batch_size=4, max_length=200)
-    requests = [*choices(5), instance(text(8, 250), " the cat", 7)]
-    ours.loglikelihood(requests, disable_tqdm=True)
-    report = ours.report()
-    assert report.mode == "exact"
-    assert report.batch_size == 4
-    assert report.softmax_dtype == "float32"
-    assert report.requests == len(requests)
-    assert report.truncated == 1
-    assert report.batches == -(-len(requests) // 4)
-    assert report.peak_memory_gib > 0

@@ -1,5 +1,7 @@
 """Margins: what the user states, and what so many documents can support."""
 
+import itertools
+
 import numpy as np
 import pytest
 from gate_results import changed
@@ -45,68 +47,60 @@ def test_a_margin_of_no_metric_is_refused_and_the_known_ones_are_named(good, sta
 LINES = 50
 
 
-@pytest.mark.parametrize("documents", [60, 200, 2400])
-def test_a_harmless_change_of_answers_passes_at_the_default_margin(documents):
-    draw = np.random.default_rng(documents)
-    old = column((draw.random(documents) < 0.8) * 1.0)
-    margin = margins.margin_of(score("acc", "mean", documents), old, {}, lines=LINES)
-    assert not margin.given
-    passed = 0
-    for _ in range(300):
-        share = np.where(old.values == 1, old.values.mean(), 1 - old.values.mean())
-        flips = draw.random(documents) < margins.FLIPS / 2 / share  # as many lost as gained
-        new = column(np.where(flips, 1 - old.values, old.values))
-        panel = Panel.of({"new": new, "old": old})
-        found = effect(panel, {"old": 1, "new": -1}, "mean")
-        passed += Regression.of(found).high <= margin.value / 100
-    assert passed >= 297  # of 50 lines, all pass 95 times of 100: 999 of 1,000 each
+def answers(draw, documents):
+    """As many answers lost as gained."""
+    old = (draw.random(documents) < 0.8) * 1.0
+    while True:
+        share = np.where(old == 1, old.mean(), 1 - old.mean())
+        flips = draw.random(documents) < margins.FLIPS / 2 / share
+        yield column(old), column(np.where(flips, 1 - old, old))
 
 
-@pytest.mark.parametrize("documents", [60, 1000])
-def test_a_harmless_change_of_answers_that_are_partly_right_passes_at_the_default_margin(documents):
+def partly_right(draw, documents):
     """The f1 of an answer's words: a margin for perplexities passed 82 to 90 of 100."""
-    draw = np.random.default_rng(documents)
-    answers = np.clip(draw.normal(0.5, 0.6, documents), 0, 1)
-    margin = margins.margin_of(score("f1", "mean", documents), column(answers), {}, lines=LINES)
-    passed = 0
-    for _ in range(300):
-        other = np.where(draw.random(documents) < margins.FLIPS, draw.permutation(answers), answers)
-        panel = Panel.of({"new": column(other), "old": column(answers)})
-        found = effect(panel, {"old": 1, "new": -1}, "mean")
-        passed += Regression.of(found).high <= margin.value / 100
-    assert passed >= 297
+    old = np.clip(draw.normal(0.5, 0.6, documents), 0, 1)
+    while True:
+        changed = draw.random(documents) < margins.FLIPS
+        yield column(old), column(np.where(changed, draw.permutation(old), old))
 
 
-@pytest.mark.parametrize("documents", [16, 200])
-def test_a_harmless_change_of_a_perplexity_passes_at_the_default_margin(documents):
-    draw = np.random.default_rng(documents)
+def perplexities(draw, documents):
     old = column(-np.abs(draw.normal(1.0, 0.8, documents)))
-    known = score("perplexity", "perplexity", documents)
-    margin = margins.margin_of(known, old, {}, lines=LINES)
-    spread = margins.MOVES * old.values.std()
-    passed = 0
-    for _ in range(300):
-        new = column(old.values + draw.normal(0, spread, documents))
-        panel = Panel.of({"new": new, "old": old})
-        found = effect(panel, {"new": 1, "old": -1}, "perplexity")
-        passed += Regression.of(found).high <= np.log1p(margin.value / 100)
-    assert passed >= 297
+    while True:
+        yield old, column(old.values + draw.normal(0, margins.MOVES * old.values.std(), documents))
 
 
-def test_a_harmless_change_of_pages_that_differ_in_length_passes(monkeypatch):
-    """90 of 100 passed at a margin for as many pages of one length; the bound is wider there."""
+def pages(draw, documents):
+    """Of different lengths: 90 of 100 passed at a margin for as many of one length."""
+    while True:
+        words = draw.lognormal(5, 0.74, documents)
+        old = -words * draw.normal(3, 0.3, documents)
+        moved = old + margins.MOVES * words * draw.normal(0, 0.3, documents)
+        yield tuple(Column.of(np.arange(documents), values, words) for values in (old, moved))
+
+
+@pytest.mark.parametrize(
+    ("metric", "aggregation", "pairs", "documents", "least"),
+    [  # of 50 lines, all pass 95 times of 100: 999 of 1,000 each
+        *(("acc", "mean", answers, n, 297) for n in (60, 200, 2400)),
+        *(("f1", "mean", partly_right, n, 297) for n in (60, 1000)),
+        *(("perplexity", "perplexity", perplexities, n, 297) for n in (16, 200)),
+        ("word_perplexity", "weighted_perplexity", pages, 62, 285),  # the bound is wider there
+    ],
+)
+def test_a_harmless_change_passes_at_the_default_margin(
+    metric, aggregation, pairs, documents, least, monkeypatch
+):
     monkeypatch.setattr("qbench.statistics.bootstrap.ROUNDS", 300)
-    draw, passed = np.random.default_rng(62), 0
-    known, pages = score("word_perplexity", "weighted_perplexity", 62), np.arange(62)
-    for _ in range(300):
-        words = draw.lognormal(5, 0.74, 62)
-        old = Column.of(pages, -words * draw.normal(3, 0.3, 62), words)
-        limit = margins.margin_of(known, old, {}, lines=LINES).value / 100
-        moved = old.values + margins.MOVES * words * draw.normal(0, 0.3, 62)
-        panel = Panel.of({"new": Column.of(pages, moved, words), "old": old})
-        found = effect(panel, {"new": 1, "old": -1}, "weighted_perplexity")
-        passed += Regression.of(found).high <= np.log1p(limit)
-    assert passed >= 285
+    about, passed = score(metric, aggregation, documents), 0
+    signs = {"old": 1, "new": -1} if aggregation == "mean" else {"new": 1, "old": -1}
+    for old, new in itertools.islice(pairs(np.random.default_rng(documents), documents), 300):
+        margin = margins.margin_of(about, old, {}, lines=LINES)
+        assert not margin.given
+        limit = margin.value / 100 if aggregation == "mean" else np.log1p(margin.value / 100)
+        found = effect(Panel.of({"new": new, "old": old}), signs, aggregation)
+        passed += Regression.of(found).high <= limit
+    assert passed >= least
 
 
 @pytest.mark.parametrize(("documents", "points"), [(200, 7.2), (2400, 1.8)])

@@ -13,7 +13,6 @@ from qbench.attention.transformers import set_attention
 from qbench.evaluation.scoring.generate import cache_argument
 
 ROOT = Path(__file__).parents[2]
-SHARED = ROOT.parent / "shared"
 NAMES = ("softmax", "softpick", "sigmoid", "softmax-sink", "scalable-softpick")
 
 

@@ -59,28 +59,22 @@ def test_a_layer_that_stores_more_than_its_bits_is_caught(rtn4, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "really"),
-    [("rtn-4bit", "rtn-8bit"), ("rtn-2bit", "rtn-3bit"), ("hqq-4bit", "hqq-8bit")],
+    ("name", "really", "words"),
+    [
+        ("rtn-4bit", "rtn-8bit", ("4 bits have 16", "rtn-4bit should take 4 to")),
+        ("hqq-4bit", "hqq-8bit", ("4 bits have 16", "hqq-4bit should take 4 to")),
+        ("rtn-4bit", "rtn-2bit", ("rtn-4bit should take 4 to",)),
+        ("rtn-3bit", "rtn-3bit:group_size=8", ("levels in a group, 3 bits have 8",)),
+    ],
 )
-def test_more_bits_than_the_name_says_are_caught_by_levels_and_by_storage(name, really, tmp_path):
-    report = check(make(settings(really), tmp_path), settings(name))
-    bits = settings(name).weights.num_bits
+def test_other_bits_or_groups_than_the_name_says_are_caught(name, really, words, tmp_path):
+    """By levels, by storage, or by both."""
+    really, _, options = really.partition(":group_size=")
+    model = make(settings(really, **({"group_size": int(options)} if options else {})), tmp_path)
+    report = check(model, settings(name))
     assert not report.passed
-    assert report.levels > 2**bits
-    assert any(f"{bits} bits have {2**bits}" in problem for problem in report.problems)
-    assert any("bits per weight" in problem for problem in report.problems)
-
-
-def test_fewer_bits_than_the_name_says_are_caught(tmp_path):
-    report = check(make(settings("rtn-2bit"), tmp_path), settings("rtn-4bit"))
-    assert any("rtn-4bit should take 4 to" in problem for problem in report.problems)
-
-
-def test_groups_smaller_than_the_settings_say_are_caught(tmp_path):
-    model = make(settings("rtn-3bit", group_size=8), tmp_path)
-    report = check(model, settings("rtn-3bit"))
-    assert report.levels > 8
-    assert any("levels in a group, 3 bits have 8" in problem for problem in report.problems)
+    for part in words:
+        assert any(part in problem for problem in report.problems), report.problems
 
 
 class Keeping(PackedLinear):

@@ -42,41 +42,28 @@ def test_the_audit_counts_levels_and_bits(scheme):
     assert audit.bytes_per_token == pytest.approx(stored * 2 * 2 * 2 * 16 / 8)
 
 
-def broken_audit(monkeypatch, method, replacement, scheme="token"):
+_fake_quantize, _whole_groups = rounding.fake_quantize, rounding.whole_groups
+FAULTS = {  # what the audit says: the function that is broken, by what, and the scheme
+    "levels share a scale, 3 bits have 8": (
+        "fake_quantize",
+        lambda x, form, fixed=None: _fake_quantize(x, QuantFormat(num_bits=4), fixed),
+        "token, first and recent"),
+    "half a step": (
+        "fake_quantize", lambda x, form, fixed=None: _fake_quantize(x.clamp(-0.5, 0.5), form),
+        "token"),
+    "keys of the first 1 tokens are changed": (
+        "whole_groups", lambda positions, first, group: _whole_groups(positions, 0, group),
+        "kivi, first"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", FAULTS)
+def test_the_audit_finds_a_broken_rounding(words, monkeypatch):
+    function, replacement, scheme = FAULTS[words]
     model = model_of("llama", "softmax", scheme)
     quantizer = config_of({"kv": SCHEMES[scheme]}, compute_dtype="float32")
-    monkeypatch.setattr(rounding, method, replacement)
-    return measure_kv(model, quantizer, ids(2, 40))[1]
-
-
-def test_the_audit_finds_too_many_levels(monkeypatch):
-    right = rounding.fake_quantize
-    finer = QuantFormat(num_bits=4)
-    problems = broken_audit(
-        monkeypatch, "fake_quantize", lambda x, form, fixed=None: right(x, finer, fixed),
-        "token, first and recent",
-    )  # fmt: skip
-    assert "levels share a scale, 3 bits have 8" in problems[0]
-
-
-def test_the_audit_finds_clipping(monkeypatch):
-    right = rounding.fake_quantize
-    problems = broken_audit(
-        monkeypatch, "fake_quantize", lambda x, form, fixed=None: right(x.clamp(-0.5, 0.5), form)
-    )
-    assert any("half a step" in line for line in problems)
-
-
-def test_the_audit_finds_first_tokens_that_were_quantized(monkeypatch):
-    problems = broken_audit(monkeypatch, "whole_groups", _from_zero, "kivi, first")
-    assert any("keys of the first 1 tokens are changed" in line for line in problems)
-
-
-_right_groups = rounding.whole_groups
-
-
-def _from_zero(positions, first, group):
-    return _right_groups(positions, 0, group)
+    monkeypatch.setattr(rounding, function, replacement)
+    assert any(words in line for line in measure_kv(model, quantizer, ids(2, 40))[1])
 
 
 def test_the_audit_finds_other_bits_than_the_settings_say():

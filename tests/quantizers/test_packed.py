@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from qbench.quantizers import packed
-from qbench.quantizers.methods.weight_only import Rtn
 
 
 def draw(seed: int = 0) -> torch.Generator:
@@ -47,25 +46,3 @@ def test_zero_is_on_the_grid_of_a_group_of_one_sign(sign):
     assert bool(
         ((packed.nearest(weight, scale, zero, 4) - zero) * scale - weight).abs().max() < 0.3
     )
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("inputs", "size"), [(24, 8), (63, 63)])
-def test_a_packed_layer_multiplies_by_what_it_dequantizes(dtype, inputs, size):
-    weight, bias = torch.randn(10, inputs, generator=draw()), torch.randn(10, generator=draw())
-    groups = weight.view(10, -1, size)
-    scale, zero = packed.grid(groups, 3, symmetric=False)
-    codes = packed.nearest(groups, scale, zero, 3)
-    plain = torch.nn.Linear(inputs, 10, device="meta", dtype=dtype)
-    plain.bias = torch.nn.Parameter(bias.to(dtype))
-    layer = packed.from_packed(
-        plain,
-        packed.pack(codes.view_as(weight), scale[..., 0], zero[..., 0], 3),
-        Rtn(num_bits=3, group_size=-1 if size == inputs else size),
-    )
-    found, wanted = layer.dequantize(), ((codes - zero) * scale).view_as(weight)
-    assert found.dtype == dtype
-    torch.testing.assert_close(found.float(), wanted, rtol=1e-2, atol=1e-6)
-    x = torch.randn(4, inputs, generator=draw(1)).to(dtype)
-    expected = x @ found.T + bias.to(dtype)
-    torch.testing.assert_close(layer(x), expected, rtol=2e-2, atol=2e-2)

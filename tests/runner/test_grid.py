@@ -13,7 +13,6 @@ from filelock import FileLock
 from quick_cells import Quick
 from small_recipe import DEMO, small_recipe
 
-from qbench.cli.messages import complain
 from qbench.plan import plan
 from qbench.progress import SilentProgress
 from qbench.recipe import Recipe
@@ -104,15 +103,6 @@ def test_a_long_step_says_how_far_it_is_though_no_step_begins(monkeypatch):
     lines = shown.getvalue().splitlines()
     assert 3 <= len(lines) <= 10
     assert lines[-1].endswith("s [1/1] a/fp32: evaluate wikitext, 340 of 2,000")
-
-
-def test_what_is_said_is_shown_as_it_is(capsys):
-    """Not as rich's markup, nor as its emoji."""
-    shown, line = io.StringIO(), "[bold]a:-1:b:smile:"
-    with Display(shown, 1) as display:
-        display.log(line)
-    complain(line)
-    assert {shown.getvalue(), capsys.readouterr().err} == {line + "\n"}
 
 
 # What follows is about processes, locks and records. So that no process has to import torch, what

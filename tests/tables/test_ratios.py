@@ -9,8 +9,6 @@ import pytest
 
 from qbench.tables import render
 
-SMALL = {"arc_easy": 53, "lambada_openai": 71, "wikitext": 7}
-
 
 def of_perplexities(row):
     return row["metric"].endswith("perplexity")

@@ -100,20 +100,6 @@ def test_the_best_checkpoint_of_other_held_out_texts_is_not_compared(tmp_path, t
     train(tmp_path, normalizers=["softmax"], watch={"every": 7})
 
 
-def test_a_loss_of_zero_is_a_loss(tmp_path, train, monkeypatch):
-    from qbench.training import loop
-
-    measure, losses = loop.measure, iter([0.0, 0.0, 0.7, 0.7])
-
-    def measured(*arguments, **options):
-        found = measure(*arguments, **options)
-        return found.model_copy(update={"perplexity": math.exp(next(losses))})
-
-    monkeypatch.setattr(loop, "measure", measured)
-    [record] = train(tmp_path, normalizers=["softmax"], tokens=640, watch={"every": 4})
-    assert (record.best_step, record.best_loss) == (4, 0.0)
-
-
 def test_a_loss_that_is_not_finite_ends_it_and_the_last_good_state_is_kept(
     tmp_path, train, monkeypatch
 ):
