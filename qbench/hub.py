@@ -88,15 +88,21 @@ def _class_names(error: BaseException) -> set[str]:
     return {kind.__name__ for cause in _causes(error) for kind in type(cause).__mro__}
 
 
-def _cached_commit(dataset: str, name: str | None) -> str | None:
-    """Return the commit of the newest copy in the cache of ``datasets``, whose folders are named by
-    configuration, version and commit; None if there is none."""
+def prepared_copies(dataset: str, name: str | None, commit: str = "*") -> list[Path]:
+    """Return the folders in the cache of ``datasets`` with a copy of configuration ``name`` at
+    ``commit``, newest last; they are named by configuration, version and commit."""
     home = os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface"
     cache = Path(os.environ.get("HF_DATASETS_CACHE") or Path(home) / "datasets")
     folder = cache / dataset.replace("/", "___")
-    copies = [path for path in folder.glob(f"{name or 'default'}*/*/*") if COMMIT.match(path.name)]
-    newest = max(copies, key=lambda path: path.stat().st_mtime, default=None)
-    return newest.name if newest else None
+    copies = folder.glob(f"{name or 'default'}*/*/{commit}")
+    whole = [path for path in copies if COMMIT.match(path.name)]
+    return sorted(whole, key=lambda path: path.stat().st_mtime)
+
+
+def _cached_commit(dataset: str, name: str | None) -> str | None:
+    """Return the commit of the newest copy in the cache of ``datasets``; None if there is none."""
+    copies = prepared_copies(dataset, name)
+    return copies[-1].name if copies else None
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -127,11 +128,29 @@ KINDS: dict[type, str] = {
     bool: "true or false", int: "a number", float: "a number", str: "a text", list: "a list",
     dict: "an object",
 }  # fmt: skip
+LISTED = re.compile(r"\{\{\s*\[(\s*\w+\s*(?:,\s*\w+\s*)*)\]\s*\}\}")
+TEXTS = "a list of texts"
 
 
-def _require_types(name: str, path: Path, rows: Sequence[Row]) -> None:
-    """Raise DataError if a field holds values of two kinds, of which datasets makes no column."""
+def _required_kinds(config: dict[str, Any]) -> dict[str, str]:
+    """Return what lm-eval needs in the fields that are choices or texts as they stand, by field."""
+    choices, target = config.get("doc_to_choice"), config.get("doc_to_target")
+    if config.get("process_docs") or config.get("use_prompt"):
+        return {}
+    if config.get("output_type") == "loglikelihood_rolling" and isinstance(target, str):
+        return dict.fromkeys([target, *BARE.findall(target)], "a text")
+    if not isinstance(choices, str) or callable(config.get("process_results")):
+        return {}
+    listed = LISTED.fullmatch(choices.strip())
+    texts = dict.fromkeys(map(str.strip, listed[1].split(",")), "a text") if listed else {}
+    return {choices: TEXTS, **texts}
+
+
+def _require_kinds(name: str, path: Path, rows: Sequence[Row], config: dict[str, Any]) -> None:
+    """Raise DataError if a field holds values of two kinds, of which datasets makes no column, or
+    is of another kind than the task needs."""
     first: dict[str, tuple[str, int]] = {}
+    needed = _required_kinds(config)
     for row in rows:
         for field, value in row.fields.items():
             if value is None:
@@ -149,6 +168,13 @@ def _require_types(name: str, path: Path, rows: Sequence[Row]) -> None:
                         f"{path}:{row.line}: {name}: the list in field {field!r} mixes "
                         f"{' and '.join(sorted(kinds))}; write one kind"
                     )
+                kind = TEXTS if kinds == {"a text"} else kind
+            if needed.get(field, kind) != kind:
+                raise DataError(f"{path}:{row.line}: {_other_kind(name, field, kind, needed)}")
+
+
+def _other_kind(name: str, field: str, kind: str, needed: dict[str, str]) -> str:
+    return f"{name}: field {field!r} is {kind}, and the task needs {needed[field]} there"
 
 
 def no_text(template: str, fields: dict[str, Any], *, text: bool) -> str | None:
@@ -294,6 +320,9 @@ def plan_task(
             label += f" ({num_fewshot}-shot)"
         config["num_fewshot"] = num_fewshot
     data_files, documents = _local_files(name, definition, config, data, files, fewshot_files)
+    hub_data = None if data_files else _hub_data(name, config)
+    if hub_data is not None:
+        documents = _prepared_documents(name, config, hub_data)
     others = [
         file.path.stem if file.split == evaluation_split(config) else f"examples: {file.path.stem}"
         for file in data_files
@@ -313,7 +342,7 @@ def plan_task(
         needs_tokenizer=isinstance(config.get("custom_dataset"), Function) and not data_files,
         max_length=(config.get("metadata") or {}).get("max_length"),
         files=data_files,
-        hub_data=None if data_files else _hub_data(name, config),
+        hub_data=hub_data,
         documents=documents,
         output_type=config.get("output_type", "generate_until"),
         max_gen_toks=_answer_tokens(name, config.get("generation_kwargs") or {}),
@@ -460,23 +489,23 @@ def _local_files(
     for of, path in paths.items():
         rows, digest = read_rows(path)
         require_fields(name, definition, path, rows)
-        _require_types(name, path, rows)
+        _require_kinds(name, path, rows, config)
         if of == examples:
-            _require_examples(name, config, path, len(rows))
+            _require_examples(name, config, str(path), len(rows))
         data_files.append(DataFile(split=of, path=path, digest=digest))
         if of == split and not config.get("process_docs"):
             documents = len(rows)
     return tuple(data_files), documents
 
 
-def _require_examples(name: str, config: dict[str, Any], path: Path, rows: int) -> None:
-    """Raise DataError if the file has fewer documents than examples are drawn from it."""
+def _require_examples(name: str, config: dict[str, Any], source: str, documents: int) -> None:
+    """Raise DataError if ``source`` has fewer documents than examples are drawn from it."""
     needed = config["num_fewshot"] + _leaves_out(config)
     processed = (config.get("fewshot_config") or {}).get("process_docs")
-    if rows < needed and not processed and not config.get("process_docs"):
+    if documents < needed and not processed and not config.get("process_docs"):
         raise DataError(
-            f"{name}: num_fewshot {config['num_fewshot']}: {path} has {rows} documents to draw "
-            f"examples from, {needed} are needed; lower num_fewshot or add documents"
+            f"{name}: num_fewshot {config['num_fewshot']}: {source} has {documents} documents to "
+            f"draw examples from, {needed} are needed; lower num_fewshot or add documents"
         )
 
 
@@ -525,3 +554,59 @@ def _hub_data(name: str, config: dict[str, Any]) -> HubData | None:
             "and add --data DIR"
         ) from error
     return HubData(repository=repository, name=config.get("dataset_name"), commit=commit)
+
+
+def _prepared_documents(name: str, config: dict[str, Any], data: HubData) -> int | None:
+    """Return the number of documents of a data set that ``datasets`` has prepared already; None if
+    it has not, or if the task's own code picks them.
+
+    Raises DataError if its columns or splits are not those that the task needs.
+    """
+    about = _prepared(data)
+    if about is None:
+        return None
+    source = f"{data.repository} of the hub"
+    columns = {field: _kind_of_column(column) for field, column in about["features"].items()}
+    processed, needed = bool(config.get("process_docs")), _required_kinds(config)
+    for key in () if processed or config.get("use_prompt") else RENDERED:
+        template = config.get(key)
+        if not isinstance(template, str) or template in columns:
+            continue
+        if missing := sorted(_variables(template) - columns.keys()):
+            raise DataError(
+                f"{name}: {source} has no field {missing[0]!r}, which {key} needs; it has "
+                f"{', '.join(columns)}"
+            )
+    for field in needed.keys() & columns.keys():
+        if columns[field] not in (needed[field], None):
+            raise DataError(f"{source}: {_other_kind(name, field, str(columns[field]), needed)}")
+    sizes = {split: part["num_examples"] for split, part in about["splits"].items()}
+    split, examples = evaluation_split(config), fewshot_split(config)
+    for of in filter(None, (split, examples)):
+        if of not in sizes:
+            raise DataError(f"{name}: {source} has no split {of}; it has {', '.join(sizes)}")
+    if examples:
+        _require_examples(name, config, f"{examples} of {source}", sizes[examples])
+    return None if processed or split is None else sizes[split]
+
+
+def _prepared(data: HubData) -> dict[str, Any] | None:
+    """Return what ``datasets`` wrote about its copy of ``data``; None if it has none."""
+    for folder in hub.prepared_copies(data.repository, data.name, data.commit):
+        with suppress(OSError, ValueError):
+            about = json.loads((folder / "dataset_info.json").read_bytes())
+            if data.name in (None, about.get("config_name")) and about.get("splits"):
+                return about
+    return None
+
+
+def _kind_of_column(column: Any) -> str | None:
+    """Return the kind of value that a column of ``datasets`` holds, in the words of ``KINDS``; None
+    if nothing can be said."""
+    if isinstance(column, list) or column.get("_type") in ("List", "LargeList", "Sequence"):
+        element = column[0] if isinstance(column, list) else column["feature"]
+        return TEXTS if _kind_of_column(element) == "a text" else "a list"
+    dtype = str(column.get("dtype", ""))
+    if column.get("_type") == "ClassLabel" or dtype.startswith(("int", "uint", "float")):
+        return "a number"
+    return {"string": "a text", "large_string": "a text", "bool": "true or false"}.get(dtype)
