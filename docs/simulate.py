@@ -1,5 +1,5 @@
 """Simulate the verdict on documents of real runs and write results/bench/verdict.md, which
-evidence.md takes numbers from: `python docs/simulate.py`, some 15 minutes on one core.
+evidence.md takes numbers from: `python docs/simulate.py`, some 20 minutes on one core.
 
 A grid is a run whose documents are drawn from those of a real one. *Equal*: every precision's KL
 divergences are scaled to one mean, so that none is nearer than another. *Half*: half of the real
@@ -8,7 +8,6 @@ run's documents, without replacement.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -20,7 +19,7 @@ from qbench.comparison.compare import compare
 from qbench.comparison.losses import kl_column, kl_from
 from qbench.comparison.rows import Comparison
 from qbench.comparison.verdict import ordered
-from qbench.statistics import LOG_MEAN, Column, Panel, effect, over_seeds
+from qbench.statistics import KL_MEAN, Column, Panel, effect, over_seeds
 from qbench.store import Store
 from qbench.text import table
 
@@ -32,13 +31,17 @@ EQUAL = [
     *(("published-27m-gguf", ("Q8_0", "Q4_K_M", "Q4_0", "Q3_K_M"), n) for n in (20, 100, 1_000)),
 ]
 HALF = ("smollm2", "published-27m-gguf")
-# folder, two cells whose KL divergences are compared
-RATIOS = [
+# folder, the cell whose KL divergence has an interval, or two whose ratio has one
+INTERVALS = [
+    ("smollm2", "smollm2/hqq-4bit"),
+    ("published-27m", "softpick/torchao-int8"),  # one document of 200 has 14 % of all KL
+    ("methods-27m", "softpick/w8a8-int8"),  # one of 5,215 has 6 %
     ("smollm2", "smollm2/hqq-4bit", "smollm2/gptq-4bit"),
     ("smollm2", "smollm2/bnb-8bit", "smollm2/gptq-8bit"),
     ("published-27m-gguf", "softmax/Q4_K_M", "softmax/Q3_K_M"),
     ("published-27m", "softpick/bnb-nf4", "softmax/bnb-nf4"),
     ("published-27m", "softpick/bnb-int8", "softmax/bnb-int8"),
+    ("published-27m", "softpick/torchao-int8", "softmax/torchao-int8"),
 ]
 TRAININGS = 3
 BETWEEN, WITHIN = 0.1, 0.3  # standard deviations of ln KL: of a training, of its documents
@@ -110,26 +113,29 @@ def half_of_the_documents(folder: str, grids: int = GRIDS) -> dict[str, float]:
 def coverage(
     folder: str, cells: Sequence[str], documents: int, trainings: int = 1, grids: int = GRIDS
 ) -> float:
-    """Return how often the interval of the ratio of two cells' KL holds the ratio of all real
-    documents; over several ``trainings`` each document's KL varies around the real one."""
+    """Return how often the interval of a cell's KL, or of the ratio of two cells', holds that of
+    all real documents; over several ``trainings`` each document's KL varies around the real one."""
     values = panel(folder, cells)
-    means = values.mean(axis=0)
-    truth = math.log(means[0] / means[1])
+    sign = (1.0, -1.0)[: len(cells)]
+    truth = float(np.log(values.mean(axis=0)) @ sign)
     rng, covered = np.random.default_rng([documents, trainings]), 0
     for _ in range(grids):
         drawn = values[rng.integers(0, len(values), documents)]
         if trainings == 1:
-            sample = Panel(values=drawn, weights=np.ones_like(drawn), index={0: 0, 1: 1})
-            interval = effect(sample, {0: 1, 1: -1}, LOG_MEAN).interval
+            index = {side: side for side in range(len(cells))}
+            sample = Panel(values=drawn, weights=np.ones_like(drawn), index=index)
+            interval = effect(sample, dict(enumerate(sign)), KL_MEAN).interval
         else:
-            shape = (trainings, documents, 2)
+            shape = (trainings, documents, len(cells))
             noise = rng.normal(-(WITHIN**2) / 2, WITHIN, shape)
-            noise += rng.normal(0, BETWEEN, (trainings, 1, 2))
+            noise += rng.normal(0, BETWEEN, (trainings, 1, len(cells)))
             several = np.concatenate(list(drawn * np.exp(noise)), axis=1)
-            index = {(side, each): 2 * each + side for each in range(trainings) for side in (0, 1)}
+            names = [(side, each) for each in range(trainings) for side in range(len(cells))]
+            index = {name: column for column, name in enumerate(names)}
             sample = Panel(values=several, weights=np.ones_like(several), index=index)
-            signs = [[{(0, each): 1, (1, each): -1} for each in range(trainings)]]
-            interval = over_seeds(sample, signs, LOG_MEAN).interval
+            signs = [[{(side, each): sign[side] for side in range(len(cells))}
+                      for each in range(trainings)]]  # fmt: skip
+            interval = over_seeds(sample, signs, KL_MEAN).interval
         covered += interval.low <= truth <= interval.high
     return covered / grids
 
@@ -149,7 +155,7 @@ def main() -> None:
     covered = [
         (folder, " / ".join(cells), f"{n:,}",
          *(percent(100 * coverage(folder, cells, n, trainings)) for trainings in (1, TRAININGS)))
-        for folder, *cells in RATIOS
+        for folder, *cells in INTERVALS
         for n in (20, 100, 1_000)
     ]  # fmt: skip
     parts = [
@@ -161,7 +167,7 @@ def main() -> None:
         "real run's significant pairs those seen, and those reversed.",
         table(("results", "cells", "nearest %", "order %", "seen %", "reversed %"), halves,
               align="lrrrrr"),
-        f"95 % intervals of ratios of KL: % that hold the truth, of one training and of "
+        f"95 % intervals of KL and of ratios of KL: % that hold the truth, of one training and of "
         f"{TRAININGS} (ln KL of a training varies by {BETWEEN}, of its documents by {WITHIN}).",
         table(("results", "cells", "documents", "one %", "several %"), covered, align="lllrr"),
     ]  # fmt: skip

@@ -15,6 +15,7 @@ REDUNDANT = {"byte_perplexity": "word_perplexity", "bits_per_byte": "word_perple
 LOG_SCALE = ("perplexity", "weighted_perplexity")
 VARIANCE = ", variance of the mean over samples"
 LOG_MEAN = "log mean"  # ours: a mean over documents that is compared by its logarithm
+KL_MEAN = "log mean of KL"  # the same, whose interval allows for documents that a sample has missed
 
 
 def perplexity(loss: float) -> float:

@@ -146,10 +146,7 @@ class Plan:
                 for name, source in self.recipe.checkpoints.items()
                 if not os.path.isabs(source.path)  # the recipe makes folders absolute
             },
-            sources={
-                name: f"{short_path(source.path)}{f' @ {source.revision}' * bool(source.revision)}"
-                for name, source in self.recipe.checkpoints.items()
-            },
+            sources={name: self._source(name) for name in self.recipe.checkpoints},
             data="the hub" if self.recipe.data is None else short_path(self.recipe.data),
             quantizers=tuple(column.label for column in self.recipe.quantizers),
             tasks=tuple(task.name for task in self.tasks),
@@ -157,6 +154,14 @@ class Plan:
             cells=tuple(cell.grid_cell for cell in self.cells),
             replicates=self.recipe.groups,
         )
+
+    def _source(self, name: str) -> str:
+        """Return a checkpoint's folder, or its hub id with the commit, else the revision."""
+        source = self.recipe.checkpoints[name]
+        folders = [cell.checkpoint.folder for cell in self.cells if cell.checkpoint_name == name]
+        commits = [folder.name[:12] for folder in folders if folder.parent.name == "snapshots"]
+        revision = next(iter(commits), source.revision)
+        return f"{short_path(source.path)}{f' @ {revision}' if revision else ''}"
 
     def manifest_of(self, names: Collection[str]) -> RunManifest:
         """Return the manifest with the cells ``names`` alone, and their checkpoints and

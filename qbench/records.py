@@ -620,6 +620,11 @@ class Record(CellRecord):
     # by task: SHA-256 over the definition and the documents that were scored, the same whether
     # they came from the hub or from files, so that results of both can be compared
     documents: dict[TaskName, str] = Field(default_factory=dict)
+    # hub id with its revision, or folder, of the model and of the tasks' documents, and how many
+    # documents of each task were asked for (None: all); without them in earlier versions
+    source: Line | None = None
+    data: Line | None = None
+    limit: int | None = None
     audit: Audit | None = None
     scoring: ScoringReport | None = None  # None if scoring did not begin
     damage: Annotated[Damage | Unavailable, Field(discriminator="status")] | None = None

@@ -77,6 +77,10 @@ def _head(record: Record) -> str:
         "error": record.error or "",
         "method": f"{record.title}, {record.precision.name}",
         "attention": record.attention,
+        "model": record.source or "",
+        "data": ", ".join(
+            filter(None, (record.data, f"limit {record.limit}" if record.limit else ""))
+        ),
         "begun": f"{record.started:%Y-%m-%d %H:%M:%S %Z}",
         "took": took(record),
     }

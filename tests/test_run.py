@@ -25,6 +25,10 @@ def test_a_run_writes_records_tables_and_the_second_run_computes_nothing(tmp_pat
     ]  # fmt: skip
     quantized = records[3]
     assert quantized.attention == "softpick/reference"
+    manifest = store.manifest()
+    measured = (manifest.sources["softpick"], manifest.data, manifest.limit)
+    assert (quantized.source, quantized.data, quantized.limit) == measured
+    assert measured[0].endswith("recipes/demo/softpick")
     assert quantized.audit.passed
     assert quantized.audit.coverage == 1.0
     assert 4 < quantized.audit.bits_per_weight < 5

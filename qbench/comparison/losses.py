@@ -19,7 +19,7 @@ from qbench.comparison.rows import Comparison, Losses, Row, status_of
 from qbench.metrics import is_percentage
 from qbench.records import ANSWERS, Damage, Record
 from qbench.statistics import (
-    LOG_MEAN,
+    KL_MEAN,
     Column,
     Effect,
     Missing,
@@ -61,7 +61,7 @@ def kl_from(comparison: Comparison, by_document: Mapping[str, Column | None]) ->
         comparison,
         Losses(measure="KL", means={name: mean for name, mean in means.items() if mean is not None},
                kind="log ratio"),
-        {name: {name: 1.0} for name in columns}, columns, LOG_MEAN,
+        {name: {name: 1.0} for name in columns}, columns, KL_MEAN,
     )  # fmt: skip
 
 

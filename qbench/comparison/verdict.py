@@ -139,19 +139,23 @@ def _one_model(
     if any(" = " in text for text in texts):
         yield f"=: these documents do not tell them apart ({HOLM})."
     if sizes := [pair.detectable for pair in tested if math.isfinite(pair.detectable)]:
-        yield f"Two are told apart from {_span(losses, sizes)} on."
+        yield f"{_least(losses, sizes, ' between two precisions')}."
     yield from _avoid(comparison, checkpoint, names)
     yield _smallest(comparison, losses, checkpoint, names, margin)
 
 
-def _span(losses: Losses, sizes: Sequence[float]) -> str:
-    """Return ``a ratio of × 1.05 to × 1.3 in KL``, or ``2.1 points``."""
-    kl = " in KL" if losses.is_kl else ""
-    ends = dict.fromkeys(value_text(losses.kind, size, percent=losses.percent).lstrip("+")
-                         for size in (min(sizes), max(sizes)))  # fmt: skip
+def _least(losses: Losses, sizes: Sequence[float], of: str = "") -> str:
+    """Return ``Smallest ratio of KL that these documents would show: × 1.05 to × 1.3``, or
+    ``Smallest difference …: 2.1 points``."""
+    ends = (min(sizes), max(sizes))
     if losses.kind == "log ratio":
-        return f"a ratio of {' to '.join(ends)}{kl}"
-    return f"a difference of {' to '.join(ends)}{' points' if losses.percent else ''}"
+        texts = [f"× {math.exp(size):.3g}" for size in ends]
+        name, unit = ("ratio of KL" if losses.is_kl else "ratio"), ""
+    else:
+        texts = [value_text(losses.kind, size, percent=losses.percent).lstrip("+") for size in ends]
+        name, unit = "difference", " points" if losses.percent else ""
+    span = " to ".join(dict.fromkeys(texts))
+    return f"Smallest {name} that these documents would show{of}: {span}{unit}"
 
 
 def _avoid(comparison: Comparison, checkpoint: str, names: Sequence[str]) -> Iterator[str]:
@@ -262,7 +266,7 @@ def _two_models(comparison: Comparison, losses: Losses, group: str) -> str:
         signs = [each.estimate > 0 for each in tested if each.significant]
         counts = f"larger for {sum(signs)} of them, smaller for {len(signs) - sum(signs)}"
         text += f"; {counts if signs else 'none of them alone is significant'} ({HOLM})"
-    text += f". It is told apart from {_span(losses, [overall.detectable])} on."
+    text += f". {_least(losses, [overall.detectable])}."
     return text if overall.significant else f"{text} {_excluded(losses, overall)}"
 
 

@@ -20,10 +20,11 @@ from qbench.statistics.effect import (
     score,
     value,
 )
-from qbench.statistics.panel import LOG_MEAN, Column, Panel, joined
+from qbench.statistics.panel import KL_MEAN, LOG_MEAN, Column, Panel, joined
 from qbench.statistics.seeds import SeedEffect, mean_score, over_seeds
 
 __all__ = [
+    "KL_MEAN",
     "LOG_MEAN",
     "TESTABLE",
     "Column",

@@ -20,6 +20,7 @@ from qbench.metrics import LOG_SCALE
 from qbench.statistics.bootstrap import Studentized, studentize, studentize_log_mean
 from qbench.statistics.panel import (
     INFLUENCE,
+    KL_MEAN,
     LOG_MEAN,
     PAIRED,
     Column,
@@ -48,7 +49,7 @@ RESOLUTION = 0.001
 
 Kind = Literal["difference", "log ratio"]
 Test = Literal["score test", "paired t", "bootstrap-t", "jackknife t"]
-TESTABLE = (*INFLUENCE, LOG_MEAN, *PAIRED)  # aggregations whose scores ``effect`` compares
+TESTABLE = (*INFLUENCE, LOG_MEAN, KL_MEAN, *PAIRED)  # aggregations whose scores ``effect`` compares
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,6 +139,7 @@ def effect(panel: Panel, signs: Mapping[object, float], aggregation: str) -> Eff
         return Missing(reason=f"no test is known for scores that are aggregated as {aggregation}")
     if panel.documents < 2:
         return Missing(reason="fewer than two documents are shared")
+    kl, aggregation = aggregation == KL_MEAN, LOG_MEAN if aggregation == KL_MEAN else aggregation
     columns = [panel.index[name] for name in signs]
     values, weights = panel.values[:, columns], panel.weights[:, columns]
     sign = np.array(list(signs.values()), dtype=float)
@@ -155,7 +157,10 @@ def effect(panel: Panel, signs: Mapping[object, float], aggregation: str) -> Eff
     changed = int(np.count_nonzero(values @ sign)) if len(sign) > 1 else panel.documents
     if aggregation == LOG_MEAN and 0 < changed < FEW_CHANGES:  # of answers' lengths, not of KL
         return Missing(reason=_few(changed, panel.documents), estimate=estimate, kind=kind)
-    studentized = _studentized(values, weights, sign, aggregation, estimate, stderr)
+    if aggregation == LOG_MEAN:
+        studentized = studentize_log_mean(values, sign, kl=kl)
+    else:
+        studentized = _studentized(values, weights, sign, aggregation, estimate, stderr)
     if studentized is not None:
         low, high = studentized.interval(CONFIDENCE)
         return Effect(
@@ -166,7 +171,10 @@ def effect(panel: Panel, signs: Mapping[object, float], aggregation: str) -> Eff
             bounds=(low, high),
             test="bootstrap-t",
             p=studentized.p(),
-            size_at=lambda level: detectable_by_t(studentized.stderr, studentized.freedom, level),
+            size_at=lambda level: (
+                detectable_by_t(studentized.stderr, studentized.freedom, level)
+                + max(studentized.missed)
+            ),
             upper_at=lambda level: studentized.interval(1 - level)[1],
         )
     if kind == "difference" and changed < min(FEW_CHANGES, panel.documents):
@@ -268,8 +276,6 @@ def _studentized(
     estimate: float,
     stderr: float,
 ) -> Studentized | None:
-    if aggregation == LOG_MEAN:
-        return studentize_log_mean(values, sign)
     if aggregation not in LOG_SCALE or np.any(weights != weights[:, :1]):
         return None
     total = values @ (INFLUENCE[aggregation] * sign)

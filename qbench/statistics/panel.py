@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from qbench.metrics import LOG_MEAN, LOG_SCALE
+from qbench.metrics import KL_MEAN, LOG_MEAN, LOG_SCALE
 
 Floats = NDArray[np.float64]
 PAIRED = ("f1", "matthews_corrcoef")  # lm-eval's names: metrics of all documents at once
@@ -106,7 +106,7 @@ ROUNDING = 1e-12  # of sums of doubles, relative to their terms
 def is_logarithm(aggregation: str) -> bool:
     """Return whether scores are compared by their ratio, that is by the difference of
     logarithms."""
-    return aggregation in LOG_SCALE or aggregation == LOG_MEAN
+    return aggregation in (*LOG_SCALE, LOG_MEAN, KL_MEAN)
 
 
 def as_scored(ratio: Floats, aggregation: str) -> Floats:

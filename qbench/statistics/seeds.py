@@ -29,6 +29,7 @@ from qbench.statistics.effect import (
     too_few_for_kl,
 )
 from qbench.statistics.panel import (
+    KL_MEAN,
     LOG_MEAN,
     PAIRED,
     Floats,
@@ -127,10 +128,11 @@ def over_seeds(
         return Missing(reason=f"no test over seeds is known for {aggregation}")
     if panel.documents < 2:
         return Missing(reason="fewer than two documents are shared")
-    if aggregation == LOG_MEAN and panel.documents < FEWEST_KL:
+    if aggregation in (LOG_MEAN, KL_MEAN) and panel.documents < FEWEST_KL:
         return Missing(reason=too_few_for_kl(panel.documents))
     if any(len(group) < 2 for group in groups):
         return Missing(reason="a group has one training")
+    kl, aggregation = aggregation == KL_MEAN, LOG_MEAN if aggregation == KL_MEAN else aggregation
     contrasts = [_contrasts(panel, group, aggregation) for group in groups]
     if any(each is None for each in contrasts):
         return Missing(reason="a score is not finite")
@@ -148,7 +150,7 @@ def over_seeds(
     estimate = float(sum(each.mean() for each in estimates))
     variance = max(of_documents, sum(part for part, _ in parts))
     few = few_changes(panel, groups, aggregation)
-    heavy = _of_log_means(panel, groups) if aggregation == LOG_MEAN else None
+    heavy = _of_log_means(panel, groups, kl) if aggregation == LOG_MEAN else None
 
     def ends(confidence: float) -> tuple[float, float]:
         if heavy is not None:
@@ -179,7 +181,7 @@ def over_seeds(
     )
 
 
-def _of_log_means(panel: Panel, groups: Sequence[Sequence[Signs]]) -> Studentized | None:
+def _of_log_means(panel: Panel, groups: Sequence[Sequence[Signs]], kl: bool) -> Studentized | None:
     """Return the bootstrap-t over documents of the mean over trainings, of KL divergences."""
     signs: dict[object, float] = defaultdict(float)
     for group in groups:
@@ -187,7 +189,7 @@ def _of_log_means(panel: Panel, groups: Sequence[Sequence[Signs]]) -> Studentize
             for name, sign in training.items():
                 signs[name] += sign / len(group)
     columns = [panel.index[name] for name in signs]
-    return studentize_log_mean(panel.values[:, columns], np.array(list(signs.values())))
+    return studentize_log_mean(panel.values[:, columns], np.array(list(signs.values())), kl=kl)
 
 
 def mean_score(panel: Panel, names: Sequence[object], aggregation: str) -> float:

@@ -115,6 +115,21 @@ def precision_notes(rows: Iterable[Row]) -> list[str]:
     return [*notes, *([f"Weights: {'; '.join(named)}."] if named else [])]
 
 
+def scale_notes(comparison: Comparison) -> list[str]:
+    """Return a line on precisions whose bits count scales in float32."""
+    wide = {
+        record.quantizer: None
+        for record in comparison.records.values()
+        if record.precision.weights and "float32 scales" in record.precision.weights.scheme
+    }
+    if not wide:
+        return []
+    return [
+        f"Bits of {', '.join(wide)}: scales and zeros are stored in the model’s dtype, here "
+        "float32, 64 bits per group of weights; bfloat16 needs half."
+    ]
+
+
 def prompt_notes(comparison: Comparison) -> list[str]:
     """Return a line on how prompts became conversations; none if they did not."""
     chats = [

@@ -9,6 +9,7 @@ from textwrap import fill
 from qbench.comparison.rows import Comparison, Row, bits_per_weight, gib, redundant
 from qbench.comparison.verdict import about, loss_text, ordered, verdict
 from qbench.comparison.wording import effect_text
+from qbench.tables.notes import scale_notes
 from qbench.tables.table import Table, from_rows
 from qbench.text import NO_VALUE, group_by_reason, metric_title, number, short, table
 
@@ -62,6 +63,7 @@ def _legend(
             f"Tasks ({names}): {comparison.unquantized} has the score, the other rows what they "
             f"lose against it in points{ratios}; minus is a gain."
         )
+    notes += scale_notes(comparison)
     notes += ["‡: significant (5 %, Holm’s correction)."] if "‡" in text else []
     notes += ["§: mostly from the seeds."] if "§" in text else []
     notes += ["¶: no interval (tables.md says why)."] if "¶" in text else []

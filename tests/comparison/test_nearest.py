@@ -10,6 +10,7 @@ from qbench.comparison.compare import compare
 from qbench.comparison.losses import kl_from
 from qbench.comparison.rows import Comparison
 from qbench.comparison.verdict import about, ties, verdict
+from qbench.quantizers.registry import config_of
 from qbench.records import (
     Damage,
     Distributions,
@@ -121,7 +122,8 @@ def with_primary(directory, **settings):
             {"checkpoints": ("mine",), "quantizers": QUANTIZERS, "shift": {"mine/hqq-4bit": 2.0}},
             (
                 "Least loss in arc_easy/acc from bf16: ", ", then hqq-4bit (+", " = ",
-                "Two are told apart from a difference of ", " points on.",
+                "Smallest difference that these documents would show between two precisions: ",
+                " points. ",
                 "None is shown to stay within 1.00 points.",
             ),
         ),
@@ -130,7 +132,7 @@ def with_primary(directory, **settings):
             (
                 "Quantization costs softpick more than softmax: its loss in arc_easy/acc minus "
                 "softmax’s is +",
-                "], of one precision. It is told apart from a difference of ",
+                "], of one precision. Smallest difference that these documents would show: ",
             ),
         ),
         (
@@ -169,7 +171,7 @@ def test_every_other_model_has_a_sentence(three):
                             for name in ("hqq-4bit", "hqq-2bit")})  # fmt: skip
     same, hurt, *scores = verdict(found)
     assert same.startswith("Quantization is not shown to cost same more or less than base: its KL ")
-    assert " It is told apart from a ratio of × 1." in same
+    assert " Smallest ratio of KL that these documents would show: × 1." in same
     assert " At most it is × 1." in same
     assert " documents would show at most × 1.1" in same
     assert hurt.startswith("Quantization costs hurt more than base: its KL is × ")
@@ -237,6 +239,16 @@ def test_what_was_measured_stands_on_top(one):
     first, second, _ = about(replace(one, grid=grid))
     assert first == f"{one.grid.name}: mine (some/model @ abc)"
     assert second == "Documents: arc_easy 40 (limit 40); data: data/eval"
+
+
+def test_bits_that_count_scales_in_float32_are_explained(one):
+    """hqq-4bit has 5.00 bits on float32, which nothing explained."""
+    record = one.records["mine/hqq-4bit"]
+    settings = config_of({"name": "hqq-4bit", "group_size": 64}, compute_dtype="float32")
+    wide = record.model_copy(update={"precision": settings.precision})
+    found = replace(one, records={**one.records, "mine/hqq-4bit": wide})
+    assert "Bits of hqq-4bit: scales and zeros are stored in" in " ".join(summary(found).split())
+    assert "Bits of " not in summary(one)
 
 
 def test_the_summary_fits_100_columns_and_has_a_line_per_precision(one, three):

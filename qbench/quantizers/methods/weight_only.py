@@ -285,7 +285,8 @@ class Hqq(Grouped):
     @property
     def scheme(self) -> str:
         across = "" if self.axis == 1 else " across rows"
-        return f"int{self.num_bits} in groups of {self.group_length(0)}{across}"
+        wide = ", float32 scales and zeros" if self.compute_dtype == "float32" else ""
+        return f"int{self.num_bits} in groups of {self.group_length(0)}{across}{wide}"
 
     def shared_bits(self, rows: int, columns: int) -> float:
         wide = 32 if self.compute_dtype == "float32" else 16  # of a scale, and of a zero

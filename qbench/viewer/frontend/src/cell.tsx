@@ -30,6 +30,7 @@ export function CellPage({ overview, state, folder, round }: Props) {
           ["Attention", page.attention, "Attention function / how it was computed."],
           ["Bits per weight", number(cell.bits), "As stored, scales and zero points counted."], ["Size", cell.gib && `${number(cell.gib, 3)} GiB`, "Of all weights as stored."],
           ["KL", kl(cell) && `${klText(kl(cell))} nats per token`, "KL divergence from the unquantized model, mean over the documents of all tasks, with its 95 % interval."],
+          ["Model", page.source], ["Data", page.data && `${page.data}${page.limit ? `, limit ${page.limit}` : ""}`],
           ["Begun", page.started.replace("T", " ").slice(0, 19)], ["Took", duration(page.seconds), "From loading to the record."],
           ["Machine", `${page.environment.hardware}, ${page.environment.device}`],
           ["Trained", page.training && `${page.training.recipe}, seed ${page.training.seed}`],
