@@ -8,10 +8,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from small_recipe import DEMO, qbench, small_recipe
 
 from qbench.plan import plan
@@ -49,15 +52,6 @@ def test_a_run_killed_while_it_scores_goes_on_and_loses_no_finished_cell(tmp_pat
     assert records[0] == finished
 
 
-HOLDER = """
-import sys, time
-from filelock import FileLock
-with FileLock(sys.argv[1]):
-    print("held", flush=True)
-    time.sleep(3)
-"""
-
-
 def test_a_cell_that_another_run_holds_is_waited_for_not_run_twice(tmp_path, capfd):
     path, out = small_recipe(tmp_path), tmp_path / "out"
     options = ("run", path, "--out", out, "--device", "cpu", "--only", "softmax/fp32")
@@ -65,11 +59,16 @@ def test_a_cell_that_another_run_holds_is_waited_for_not_run_twice(tmp_path, cap
     store = Store(out)
     (first,) = store.records()
     (cell,) = [one for one in store.manifest().cells if one.cell == "softmax/fp32"]
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, store.lock_file(cell)], stdout=subprocess.PIPE, text=True
-    )
-    with holder:
-        assert holder.stdout.readline() == "held\n"
+    held = threading.Event()
+
+    def hold():
+        with FileLock(store.lock_file(cell)):
+            held.set()
+            time.sleep(1.5)
+
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(hold)
+        assert held.wait(10)
         capfd.readouterr()
         assert qbench(*options, "--force") == 0
     assert "another run computes it" in capfd.readouterr().err

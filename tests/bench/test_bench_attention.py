@@ -1,6 +1,4 @@
-import re
 import time
-from collections import Counter
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
@@ -9,87 +7,17 @@ import torch
 
 from qbench.bench import checks as bench_checks
 from qbench.bench.attention_speed import (
-    CUDNN,
-    FLASH,
-    FLEX,
-    SHAPES,
     bench_attention,
-    contenders,
-    table,
 )
 from qbench.bench.checks import DECODING, LIMIT, cases, check_kernels
 from qbench.bench.timing import Shape
 from qbench.errors import EvaluationError, UnavailableError
-
-SHAPE, STEP = "B4 T4096 H16 D64", "B8 T1024 H16 D64"
-
-
-def passed(variant, kernel, forward, backward, shape=SHAPE):
-    return {"shape": shape, "variant": variant, "kernel": kernel, "forward": forward,
-            "backward": backward}  # fmt: skip
-
-
-RESULTS = {
-    "hardware": "a GPU",
-    "versions": {"torch": "2.11.0", "triton": "3.6.0"},
-    "ceilings": {"matmul_tflops": 785.2, "copy_tb_per_s": 4.3},
-    "checks": [{"case": "softpick", "what": "output", "error": 2e-3, "limit": 1e-2}],
-    "passes": [
-        passed("causal", "softpick", 400.0, 300.0),
-        passed("causal", CUDNN, 384.0, 339.0),
-        passed("causal", FLASH, 257.0, 210.0),
-        passed("causal", FLEX, 295.0, 241.0),
-        passed("ALiBi", "softpick", 369.0, 283.0),
-        passed("ALiBi", FLEX, 250.0, 239.0),
-        {"shape": SHAPE, "variant": "window", "kernel": FLEX, "error": "no"},
-        passed("window", "softmax", 283.0, 195.0),
-    ],
-    "steps": [
-        {"shape": STEP, "kernel": "softpick", "ms": 0.5, "in_a_row_ms": 0.4, "captured_ms": 0.32},
-        {"shape": STEP, "kernel": "sigmoid", "ms": 0.8},
-        {"shape": STEP, "kernel": CUDNN, "ms": 0.4, "in_a_row_ms": 0.36, "captured_ms": 0.24},
-        {"shape": STEP, "kernel": FLASH, "ms": 0.6, "captured_ms": 0.2},
-    ],
-    "decode": [
-        {"shape": SHAPE, "kernel": "softpick", "ms": 0.25, "tb_per_s": 4.0, "share_of_copy": 0.93},
-    ],
-}
 
 
 def test_without_a_gpu_nothing_is_measured(tmp_path):
     with pytest.raises(UnavailableError, match=r"CUDA GPU, and none is here$"):
         bench_attention(tmp_path / "attention.json", True, (), log=print)
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        f"| {SHAPE} | causal | softpick | 400 | 1.04 | 300 | 0.88 |",
-        f"| {SHAPE} | causal | FlashAttention 2 | 257 | 0.67 | 210 | 0.62 |",
-        f"| {SHAPE} | ALiBi | softpick | 369 | 1.48 | 283 | 1.18 |",
-        f"| {SHAPE} | window | FlexAttention | – | – | – | – |",
-        f"| {SHAPE} | window | softmax | 283 | – | 195 | – |",
-        f"| {STEP} | softpick | 0.500 | 0.80 | 0.400 | 0.90 | 0.320 | 0.62 |",
-        f"| {STEP} | sigmoid | 0.800 | 0.50 | – | – | – | – |",
-        f"| {SHAPE} | softpick | 0.250 | 4.00 | 93% |",
-    ],
-)
-def test_the_table_compares_with_the_best_peer_of_each_row(line):
-    assert line in [re.sub(" +", " ", told) for told in table(RESULTS).splitlines()]
-
-
-def test_peers_stand_beside_every_shape_and_variant_that_they_know():
-    """What is timed, and in which order."""
-    rows = [(str(shape), variant) for shape, variant, _ in contenders(SHAPES, ())]
-    causal = [("B4 T4096 H16 D64", 13), ("B4 T4096 H16 D128", 13)]
-    causal += [("B2 T8192 H32/8 D128", 6), ("B1 T32768 H16 D128", 6)]
-    expected = {(shape, "causal"): count for shape, count in causal}
-    varied = ("ALiBi", "soft cap", "window")
-    expected |= {(shape, variant): 4 for shape, _ in causal[:2] for variant in varied}
-    assert Counter(rows) == expected
-    names = [name for _, _, name in contenders([Shape(4, 4096, 16, 16, 64)], ["softmax1"])]
-    assert names == ["softmax1", CUDNN, FLASH, FLEX]
 
 
 def test_all_normalizers_are_checked_and_what_is_timed_of_them():

@@ -1,7 +1,6 @@
 """The bench of scoring on the bundled pair: what it compares, and that it compares."""
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -105,23 +104,3 @@ def test_generated_answers_are_compared_as_they_are(model, tokenizer, tmp_path, 
     assert row["scoring_seconds"] > 0
     assert (row["largest_difference"], row["mean_difference"]) == (None, None)
     assert "nan" not in table(found)
-
-
-def test_the_first_call_of_a_scorer_is_none_of_its_speed(model, tokenizer, monkeypatch):
-    """As where HFLM is slow once, in its first call: by it all others would be 31 times as fast."""
-    from lm_eval.models.huggingface import HFLM
-
-    real, called = HFLM.loglikelihood, set()
-
-    def slow_once(self, requests, **options):
-        if id(self) not in called:
-            called.add(id(self))
-            time.sleep(2)
-        return real(self, requests, **options)
-
-    monkeypatch.setattr(HFLM, "loglikelihood", slow_once)
-    found = compare(
-        model, tokenizer, tasks("demo_choice"), {"lm-eval": settings("lm-eval", limit=3)}, log=print
-    )
-    assert len(called) == 1
-    assert found["rows"][0]["seconds"] < 2

@@ -4,8 +4,7 @@ import io
 import subprocess
 import sys
 import time
-from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor, ThreadPoolExecutor
-from multiprocessing import get_context
+from concurrent.futures import BrokenExecutor, Future, ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -41,10 +40,6 @@ def test_a_plan_can_be_pickled_and_planning_imports_no_torch(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["set()", "4"]
-
-
-def spawned():
-    return ProcessPoolExecutor(2, mp_context=get_context("spawn"))
 
 
 def workers():
@@ -119,14 +114,13 @@ def run_quickly(folder, inner, doomed=(), times=99, **settings):
     return {record.cell: record for record in records}, shown.getvalue(), Store(out)
 
 
-@pytest.mark.parametrize("make", [pytest.param(spawned, marks=pytest.mark.slow), workers])
-def test_processes_give_back_records_and_progress(tmp_path, make):
-    records, shown, store = run_quickly(tmp_path, make())
+def test_processes_give_back_records_and_progress(tmp_path):
+    records, shown, store = run_quickly(tmp_path, workers())
     assert {record.cell: record for record in store.records()} == records
     assert {record.status for record in records.values()} == {"ok"}
     assert shown.count(": done (") == 4
     assert shown.count(": step\n") == 4
-    _, shown, _ = run_quickly(tmp_path, make())
+    _, shown, _ = run_quickly(tmp_path, workers())
     assert shown.count("already there") == 4
 
 
