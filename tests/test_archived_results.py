@@ -2,6 +2,7 @@
 
 import io
 import lzma
+import re
 import shutil
 import sys
 import tarfile
@@ -209,6 +210,7 @@ LINKS = {
     "tables.csv": ("tables", "{}"), "report.html": ("report", "{}"),
     "export": ("export", "{}", "--to", "model-card"),
     "export/model-card/softmax__bf16.md": ("export", "{}", "--to", "model-card"),
+    "analysis": ("show", "{}"),
 }  # fmt: skip
 
 
@@ -216,6 +218,12 @@ LINKS = {
 def test_nothing_is_written_through_a_link_of_a_results_folder(packed, capsys, name):
     if name.endswith(("md", "csv", "html")) or name == "export":
         records(packed)  # unpacked before
+    if name == "analysis":  # of an archive that holds one
+        with tarfile.open(PAIR / ARCHIVE) as pair, tarfile.open(packed / ARCHIVE, "w:xz") as mine:
+            one = next(
+                member for member in pair if re.match("analysis/softmax/.*json", member.name)
+            )
+            mine.addfile(one, pair.extractfile(one))
     outside = packed.parent / "outside"
     outside.mkdir()
     (outside / "file").write_text("mine")

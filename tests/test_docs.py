@@ -46,6 +46,11 @@ def test_the_makefile_and_readme_name_the_versions_of_python_that_pip_takes():
         assert f"Python 3.{first} to 3.{beyond - 1}" in text
 
 
+def test_make_demo_computes_what_another_clone_has_computed():
+    """By a cache of its own, so that it can be timed."""
+    assert "demo: export QBENCH_CACHE ?= $(CURDIR)/" in (ROOT / "Makefile").read_text()
+
+
 def headings(page):
     """The anchors of a page's headings, as GitHub and mkdocs make them."""
     titles = re.findall(r"^#+ (.*)", page.read_text(), re.MULTILINE)

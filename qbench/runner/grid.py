@@ -453,6 +453,8 @@ def summary(record: Record) -> str:
         return f"{record.cell}: FAILED: {record.error}"
     cost = ", ".join(f"{stage.name} {stage.seconds:.1f} s" for stage in record.stages)
     proof = "".join(f"; {line}" for line in _measured(record))
+    if record.scoring is not None and record.scoring.graph_error is not None:
+        proof += f"; decoding without a CUDA graph, as {record.scoring.graph_error}"
     lost = "".join(f"; {task} FAILED: {why}" for task, why in record.failed_tasks.items())
     return f"{record.cell}: done ({cost}{proof}){lost}"
 

@@ -64,6 +64,21 @@ def test_a_local_worker_sees_its_gpu_alone_from_its_start(monkeypatch):
     assert set(found.values()) == {("5", 1.0), ("7", 1.0)}
 
 
+@pytest.mark.parametrize(
+    "error", [RuntimeError("Nanny failed to start."), EOFError(), TimeoutError()]
+)
+def test_a_worker_that_dies_while_it_starts_is_one_line(monkeypatch, error):
+    def died(*_, **__):
+        raise error
+
+    monkeypatch.setattr("qbench.runner.dask.SpecCluster", died)
+    with ExitStack() as stack, pytest.raises(UnavailableError) as raised:
+        _local([0], "cpu", stack)
+    (line,) = raised.value.lines
+    assert line.startswith("--cluster local: no worker could be started (")
+    assert line.endswith("; run again")
+
+
 def _break_device():
     machine._broken_device = "CUDA error: an illegal memory access was encountered"
     return os.getpid()

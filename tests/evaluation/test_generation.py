@@ -2,6 +2,7 @@
 
 import json
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -193,17 +194,14 @@ def test_what_is_not_greedy_is_left_to_lm_eval_and_the_record_says_so(kwargs, re
     ("key", "value", "by_transformers"),
     [
         ("max_new_tokens", 3, False),
-        (
-            "max_new_tokens",
-            11,
-            False,
-        ),  # more than the task allows
+        ("max_new_tokens", 11, False),  # more than the task allows
         ("max_length", 7, False),
         ("min_new_tokens", 6, True),
         ("repetition_penalty", 1.5, True),
         ("do_sample", True, False),
         ("cache_implementation", "static", False),
         ("stop_strings", ["a"], True),
+        ("prompt_lookup_num_tokens", 2, True),
     ],
 )
 def test_keys_of_generation_config_are_obeyed_as_by_hflm(key, value, by_transformers, monkeypatch):
@@ -213,11 +211,11 @@ def test_keys_of_generation_config_are_obeyed_as_by_hflm(key, value, by_transfor
     plain = scorer(llama(), "exact").generate_until(requests)
     setattr(model.generation_config, key, value)
     lm = scorer(model, "exact")
-    lm.hflm.batch_size_per_gpu = 1
-    if key == "stop_strings":  # which HFLM does not hand a tokenizer for
+    if key in ("stop_strings", "prompt_lookup_num_tokens"):  # need a tokenizer, and batches of one
         with pytest.raises(EvaluationError, match="transformers cannot generate with what gen"):
             lm.generate_until(requests)
         return
+    lm.hflm.batch_size_per_gpu = 1
     slots = lm.generate_until(requests)
     assert bool(lm.report().transformers_generation) is by_transformers
     assert slots == lm.hflm.generate_until(requests, disable_tqdm=True)
@@ -296,6 +294,25 @@ def test_tokens_that_the_model_does_not_embed_are_the_tokenizers_fault():
         lm.loglikelihood([pair], disable_tqdm=True)
     with pytest.raises(EvaluationError, match="embeds 40"):
         generation.decode(model, [generation.Prompt(ids=[1, 2, 41], limit=1)])
+
+
+def test_a_step_that_cannot_be_captured_is_launched_and_the_record_says_why(monkeypatch):
+    """On a GPU; here capturing always fails."""
+
+    def fail(*_):
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    model = llama()
+    prompts = [generation.Prompt(ids=[3 + i, 5, 7], limit=4) for i in range(3)]
+    expected = generation.decode(model, prompts)
+    monkeypatch.setattr(generation, "takes_graphs", lambda model: True)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr(generation, "_capture_stream", lambda _: SimpleNamespace(wait_stream=fail))
+    monkeypatch.setattr(generation._Decoding, "_device_step", lambda run: None)
+    counts = Counts()
+    assert generation.decode(model, prompts, counts=counts) == expected
+    assert counts.graph_error == "operation not permitted when stream is capturing"
 
 
 def test_a_batch_that_does_not_fit_is_decoded_in_halves(monkeypatch):
