@@ -14,7 +14,6 @@ import torch
 
 from qbench.attention.implementation import NATIVE
 from qbench.attention.transformers import batch_invariant
-from qbench.cache import task_key
 from qbench.cell_result import CellResult, TaskResult
 from qbench.checkpoints.find import elements
 from qbench.checkpoints.load import (
@@ -27,13 +26,18 @@ from qbench.checkpoints.load import (
 from qbench.checkpoints.tokenizer import load_tokenizer, puts_bos
 from qbench.errors import AuditError, DataError, QbenchError, ResultsError, UnavailableError
 from qbench.evaluation.answers import Chat, answer, with_kl
-from qbench.evaluation.degradation import Outcomes, correct_requests, divergence_table, task_damage
-from qbench.evaluation.evaluate import evaluate, group_scores
+from qbench.evaluation.degradation import Outcomes, divergence_table, task_damage
+from qbench.evaluation.evaluate import (
+    LoadedTask,
+    check_documents,
+    correct_requests,
+    evaluate,
+    group_scores,
+    load_task,
+)
 from qbench.evaluation.kl_baseline import baseline_files, read_baseline, verify_baseline
 from qbench.evaluation.kl_observer import BaselineHiddenStates, BaselineWriter, KLObserver
-from qbench.evaluation.llamacpp import LlamaCpp
-from qbench.evaluation.lm_eval_model import external_model
-from qbench.evaluation.loaded import LoadedTask, check_documents, load_task
+from qbench.evaluation.llamacpp import LlamaCpp, external_model
 from qbench.evaluation.scoring import language_model
 from qbench.evaluation.scoring.generate import end_tokens
 from qbench.evaluation.scoring.hidden_states import fit_settings
@@ -49,7 +53,7 @@ from qbench.quantizers.methods.library_made import LibraryMade
 from qbench.quantizers.quantize import quantize
 from qbench.quantizers.stored_bits import write_gguf_into
 from qbench.records import CellKey, TaskRecord, Unavailable
-from qbench.store import KeyedStore, Store, Table
+from qbench.store import KeyedStore, Store, Table, task_key
 from qbench.streaming import is_sharded, shard, stream, stream_of
 
 if TYPE_CHECKING:

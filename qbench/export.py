@@ -13,18 +13,17 @@ from typing import Any
 import huggingface_hub
 import pandas as pd
 
-from qbench.archive import ARCHIVE, pack
 from qbench.comparison.compare import compare
 from qbench.comparison.rows import Comparison
 from qbench.comparison.verdict import about as measured
 from qbench.comparison.verdict import verdict
 from qbench.comparison.wording import effect_text, interval_text
 from qbench.errors import QbenchError, UnavailableError
-from qbench.evaluation.definitions import definition_file, read_definition
+from qbench.evaluation.tasks import definition_file, read_definition
 from qbench.files import write_atomically
 from qbench.metrics import is_percentage
 from qbench.records import KEY_DIGITS, Damage, GroupScore, Record, Score
-from qbench.store import Store
+from qbench.store import ARCHIVE, Store, pack
 from qbench.text import for_markdown, table
 
 

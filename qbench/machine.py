@@ -32,11 +32,11 @@ import pynvml
 
 from qbench import __version__
 from qbench.errors import RecipeError, UnavailableError, failure_line
+from qbench.files import GIB
 from qbench.plugins import plugin_versions
 from qbench.records import Environment
 
 VISIBLE, ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
-GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

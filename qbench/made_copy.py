@@ -23,9 +23,8 @@ from qbench.checkpoints.find import linear_shapes
 from qbench.checkpoints.fla import recognizes
 from qbench.errors import QuantizationError
 from qbench.files import content_key, mark_used, new_folder
-from qbench.find_copy import find_copy
 from qbench.machine import version_of
-from qbench.plan import Cell
+from qbench.plan import Cell, find_copy
 from qbench.quantizers.calibration import Calibration
 from qbench.quantizers.config import QuantizationConfig
 from qbench.quantizers.methods.library_made import LibraryMade

@@ -15,25 +15,58 @@
     DIR/records.tar.xz                                        all of these but logs in one file
     DIR/.unpacked                                             digest of the archive unpacked last
 
+The cache keeps results of runs for later runs, each under its content key:
+
+    CACHE/artifacts/<weights16>/<config>-<key16>/             quantized weights
+    CACHE/distributions/<key16>.safetensors                   hidden states that measure damage
+    CACHE/cells/<key16>.json, <key16>.….parquet               finished records with their tables
+    CACHE/tasks/<key16>.json, <key16>.….parquet               finished tasks of a cell, with tables
+    CACHE/digests/<key16>.json                                of large files, with their identity
+    CACHE/fits/<key16>.json                                   tensors that do not fit
+    CACHE/sources/<run>.json                                  where a run read its tasks
+
 A record carries its own checksum and those of its Parquet files, whose names begin with theirs.
 It is written last: a record that can be read is complete, and one that is being replaced stays
-complete until the new one is written.
+complete until the new one is written. An archive may come from another person: names, sizes and
+contents of all of its files are checked before the first is written, and nothing is written through
+symbolic links. Reading an entry of the cache sets its time: pruning removes the oldest.
 """
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import lzma
+import re
+import shutil
+import sys
+import tarfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, BinaryIO, Generic, NamedTuple, TypeVar
 
 from filelock import FileLock
 
-from qbench.archive import unpack
-from qbench.errors import DamagedError, NewerSchemaError, ResultsError
-from qbench.files import clean_temporaries, digest, without_links, write_atomically
+from qbench.errors import DamagedError, NewerSchemaError, OutputError, ResultsError
+from qbench.files import (
+    GIB,
+    MIB,
+    NAME,
+    clean_temporaries,
+    content_key,
+    digest,
+    file_digest,
+    mark_used,
+    replacing,
+    require_folder,
+    without_links,
+    write_atomically,
+)
 from qbench.records import (
     ANSWER_COLUMNS,
     DIVERGENCE_COLUMNS,
@@ -51,6 +84,7 @@ from qbench.records import (
     Sensitivity,
     StoredTable,
     TaskRecord,
+    parse_record,
     read_record,
     write_record,
 )
@@ -59,6 +93,174 @@ from qbench.records import TableName as Table
 if TYPE_CHECKING:
     import numpy as np
     import pandas as pd
+
+
+ARCHIVE = "records.tar.xz"
+UNPACKED = ".unpacked"  # holds the SHA-256 of the archive that was unpacked last
+PACKED = re.compile(rf"grid\.json|(grids|records|analysis)(/{NAME})+\.(json|parquet)")
+FETCH_AGAIN = "fetch it again"
+XZ_MAGIC = b"\xfd7zXZ\0"  # how an archive begins
+# Bounds of what an archive may unpack to. The archives of the repository have up to 300 files and
+# up to 16 bytes per byte of the archive.
+MOST_FILES = 100_000
+MOST_RATIO = 100
+LEAST_BOUND = 2**26  # bytes that any archive may unpack to
+# Tables hold numbers split into bytes: neither the byte before nor the place tells much of one.
+XZ = {"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "lc": 0, "pb": 0}
+
+
+def pack(folder: Path, paths: Iterable[Path], out: Path) -> None:
+    """Write those of ``paths`` that are results files of ``folder`` to the archive ``out``.
+
+    The same files give the same bytes.
+    """
+    ordered = sorted(paths, key=lambda path: (path.suffixes[-2:], path))
+    with (
+        replacing(out) as made,
+        lzma.open(made, "wb", filters=[XZ]) as file,
+        tarfile.open(fileobj=file, mode="w") as archive,
+    ):
+        for path in ordered:
+            name = path.relative_to(folder).as_posix()
+            if PACKED.fullmatch(name):
+                payload = path.read_bytes()
+                member = tarfile.TarInfo(name)
+                member.size = len(payload)
+                archive.addfile(member, io.BytesIO(payload))
+
+
+def unpack(folder: Path) -> None:
+    """Write what ``folder/records.tar.xz`` holds into ``folder``, once for each archive.
+
+    A file that was made here since stays if its key is another one, or if it is better or later
+    than the archive's; standard error says so. ``grid.json`` is written last, so that an unpacking
+    that was stopped begins again. Raises DamagedError if the archive is damaged, OutputError if the
+    folder cannot be written to.
+    """
+    archive, mark, manifest = (folder / name for name in (ARCHIVE, UNPACKED, "grid.json"))
+    if not archive.is_file():
+        return
+    current = file_digest(archive).encode()
+
+    def is_unpacked() -> bool:
+        return manifest.exists() and mark.is_file() and mark.read_bytes() == current
+
+    if is_unpacked():
+        return
+    missing = [name for name, content in members(archive) if not _stays(folder / name, content)]
+    if not missing:
+        with suppress(OutputError):  # of a folder that is read-only
+            write_atomically(without_links(folder, mark), current)
+        return
+    require_folder(folder)
+    without_links(folder, mark)
+    with FileLock(without_links(folder, folder / ".lock")):
+        if is_unpacked():  # another process did it meanwhile
+            return
+        newer = manifest.exists()
+        extract(archive, folder)
+        write_atomically(mark, current)
+    if newer:
+        print(
+            f"{archive}: newer than what lay beside it; its results are shown now, and what was "
+            f"made here stays: `qbench show {folder}` lists the runs",
+            file=sys.stderr,
+        )
+
+
+def extract(archive: Path, folder: Path, remedy: str = FETCH_AGAIN) -> None:
+    """Write what the archive holds into ``folder``, ``grid.json`` last; better or later records of
+    ``folder`` stay. Raises DamagedError or OutputError before the first file is written."""
+    for name, _ in members(archive, remedy):
+        without_links(folder, folder / name)
+    last: bytes | None = None
+    for name, content in members(archive, remedy):
+        if name == "grid.json":
+            last = content
+        elif not _stays(folder / name, content):
+            write_atomically(folder / name, content)
+    if last is not None:
+        write_atomically(folder / "grid.json", last)
+
+
+def members(archive: Path, remedy: str = FETCH_AGAIN) -> Iterator[tuple[str, bytes]]:
+    """Yield name and content of each results file of the archive, in its order.
+
+    Other names, links and what is no regular file are left out. Raises DamagedError for a damaged
+    archive, for one that exceeds the bounds above, and for a file that is not what qbench writes;
+    ``remedy`` ends the message.
+    """
+    seen: set[str] = set()
+    try:
+        with lzma.open(archive) as file:
+            bounded = _Bounded(file, max(LEAST_BOUND, MOST_RATIO * archive.stat().st_size))
+            with tarfile.open(fileobj=bounded, mode="r|") as packed:
+                for count, member in enumerate(packed):
+                    if count == MOST_FILES:
+                        raise ValueError(f"more than {MOST_FILES:,} files")
+                    if not (member.isreg() and PACKED.fullmatch(member.name)):
+                        continue
+                    if member.issparse() or member.name in seen:
+                        raise ValueError(f"{member.name} is sparse or there twice")
+                    seen.add(member.name)
+                    content = packed.extractfile(member).read()  # type: ignore[union-attr]  # regular
+                    _check(archive, member.name, content, remedy)
+                    yield member.name, content
+            while bounded.read(tarfile.RECORDSIZE):  # to the end, where the checksum is
+                pass
+    except (tarfile.TarError, lzma.LZMAError, EOFError, ValueError, OverflowError) as error:
+        raise DamagedError(f"{archive}: damaged: {error}; {remedy}") from None
+
+
+class _Bounded:
+    """A binary file that raises ValueError once more than ``most`` bytes were read from it."""
+
+    def __init__(self, file: BinaryIO, most: int) -> None:
+        self._file, self._most, self._left = file, most, most
+
+    def read(self, size: int) -> bytes:
+        content = self._file.read(size)
+        self._left -= len(content)
+        if self._left < 0:
+            raise ValueError(f"it unpacks to more than {self._most:,} bytes")
+        return content
+
+
+def _check(archive: Path, name: str, content: bytes, remedy: str) -> None:
+    """Raise DamagedError or SchemaError if ``content`` is not what qbench writes under ``name``."""
+    if name.endswith(".json"):
+        parse_record(content, _kind(name), f"{archive}: {name}", remedy)
+    elif f".{digest(content)[:KEY_DIGITS]}." not in name:
+        raise ValueError(f"{name} is not what was written")
+
+
+def _kind(name: str) -> type[RecordModel]:
+    folder, _, rest = name.partition("/")
+    if folder in ("grid.json", "grids"):
+        return RunManifest
+    if folder == "records":
+        return Record
+    if name.endswith("/grid.json"):
+        return AnalysisManifest
+    return Sensitivity if rest.startswith("sensitivity/") else Analysis
+
+
+def _stays(path: Path, archived: bytes) -> bool:
+    """Return whether the file ``path`` holds ``archived``, or a record of the same key that is good
+    if the archived one is not, or as good and later."""
+    if not path.is_file():
+        return False
+    content = path.read_bytes()
+    if content == archived:
+        return True
+    with suppress(ValueError, KeyError, TypeError):
+        mine, theirs = (
+            (record["status"] == "ok", datetime.fromisoformat(record["finished"]))
+            for record in map(json.loads, (content, archived))
+        )
+        return mine > theirs
+    return False  # a manifest, a table, or damaged
+
 
 MANIFEST, MANIFESTS = "grid.json", "grids"
 COLUMNS = {
@@ -368,7 +570,7 @@ class Store(Records[Record]):
 
 class KeyedStore(Records[R]):
     """Records by their key alone, whatever their cells are called, in the folder ``cache``: of
-    finished cells, or TaskRecords of finished tasks under their :func:`qbench.cache.task_key`."""
+    finished cells, or TaskRecords of finished tasks under their :func:`qbench.store.task_key`."""
 
     def __init__(self, cache: Path, kind: type[R]) -> None:
         super().__init__(cache / ("tasks" if kind is TaskRecord else "cells"), "", "", kind)
@@ -418,3 +620,202 @@ def find_run(directory: Path, start: str) -> str:
         why = f"{len(matches)} runs begin with" if matches else "it has no run"
         raise ResultsError(f"{directory}: {why} {start!r}; it has {', '.join(ids) or 'none'}")
     return matches[0]
+
+
+# --- the cache: results of runs for later runs, each under its content key
+
+
+ARTIFACT_MANIFEST = "manifest.json"
+
+
+def in_words(size: int) -> str:
+    """Return a number of bytes as text: 0.5 MiB, 12.3 GiB."""
+    return f"{size / GIB:,.1f} GiB" if size >= GIB else f"{size / MIB:,.1f} MiB"
+
+
+def task_key(
+    parts: Mapping[str, Any], task: str, base_parts: Mapping[str, Any] | None = None
+) -> str:
+    """Return the key of one ``task`` of the cell with the key parts ``parts``.
+
+    It does not depend on the cell's other tasks. ``base_parts`` are those of the unquantized cell
+    that damage is measured against; None if it is not measured.
+    """
+    single = {
+        name: part for name, part in parts.items() if name not in ("groups", "damage against")
+    }
+    for name in ("tasks", "few-shot"):
+        single[name] = {task: parts[name][task]}
+    if base_parts is not None:
+        single["damage against"] = task_key(base_parts, task)
+    return content_key(single)
+
+
+def head_key(parts: Mapping[str, Any]) -> str:
+    """Return the key under which a cell keeps its LM head, the same for all of its tasks."""
+    left_out = ("groups", "damage against", "tasks", "few-shot", "scoring")
+    return content_key({name: part for name, part in parts.items() if name not in left_out})
+
+
+def keep_cell(cache: Path, record: Record, store: Store) -> None:
+    """Copy a finished ``record`` of ``store`` and its tables into the cache, unless it is there.
+
+    Does nothing if the disk is full: the record itself is written.
+    """
+    cells = KeyedStore(cache, Record)
+    if not cells.path(record).is_file():
+        with suppress(OutputError):
+            cells.put(record, **{name: store.payload(record, name) for name in record.files})
+
+
+def find_cell(cache: Path, cell: CellKey) -> tuple[Record, dict[Table, bytes]] | None:
+    """Return the intact record under the key of ``cell``, under the names of ``cell``, and the
+    content of its tables; None if there is none."""
+    cells = KeyedStore(cache, Record)
+    with suppress(ResultsError, OSError):
+        record = cells.get_valid(cell)
+        if record is not None:
+            mark_used(cells.path(cell))
+            names = {"checkpoint": cell.checkpoint, "quantizer": cell.quantizer}
+            tables = {name: cells.payload(record, name) for name in record.files}
+            return record.model_copy(update=names), tables
+    return None
+
+
+class Sources(NamedTuple):
+    """What a run read on this machine: folders of tasks (None: the hub's data, lm-eval's
+    definitions), the file of calibration text, and checkpoints by name."""
+
+    data: Path | None = None
+    definitions: Path | None = None
+    calibration: Path | None = None
+    checkpoints: Mapping[str, Path] = MappingProxyType({})
+
+
+def keep_sources(cache: Path, run: str, sources: Sources) -> None:
+    """Keep what the run with the id ``run`` read, for ``qbench view`` and ``qbench export``.
+
+    They are kept here, not in the results: those may come from another person, and definitions may
+    hold code.
+    """
+    values: dict[str, Any] = sources._asdict()
+    values["checkpoints"] = {name: str(path) for name, path in sources.checkpoints.items()}
+    for name in ("data", "definitions", "calibration"):
+        values[name] = values[name] and str(values[name].resolve())
+    with suppress(OutputError):
+        write_atomically(cache / "sources" / f"{run}.json", json.dumps(values).encode())
+
+
+def find_sources(cache: Path, run: str) -> Sources:
+    """Return what :func:`keep_sources` kept of the run; nothing if it ran on another machine."""
+    with suppress(OSError, ValueError, TypeError):
+        values = json.loads((cache / "sources" / f"{run}.json").read_bytes())
+        checkpoints = {name: Path(path) for name, path in values.pop("checkpoints", {}).items()}
+        paths = {name: Path(path) for name, path in values.items() if path}
+        return Sources(**paths, checkpoints=checkpoints)
+    return Sources()
+
+
+@contextmanager
+def hold(paths: Iterable[Path]) -> Iterator[None]:
+    """Keep the entries ``paths`` of the cache, which need not exist yet, from being pruned while
+    the body runs. Several processes may hold the same entry."""
+    with ExitStack() as stack:
+        for path in paths:
+            lock = _lock_path(path)
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(lock.open("a"))
+            fcntl.flock(file, fcntl.LOCK_SH)
+        yield
+
+
+def _lock_path(path: Path) -> Path:
+    """Return the lock file of an entry, the same as ``quantizers.artifacts`` takes."""
+    return path.with_name(f".{path.name}.lock")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """One entry of the cache: its files, their size in bytes and the time of its last use in
+    seconds since 1970."""
+
+    kind: str  # "weights", "hidden states", "cell" or "task"
+    path: Path
+    files: tuple[Path, ...]
+    bytes: int
+    used: float
+
+    @property
+    def name(self) -> str:
+        folder = f"{self.path.parent.name}/" if self.kind == "weights" else ""
+        return f"{self.kind} {folder}{self.path.stem if self.path.suffix else self.path.name}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pruned:
+    """What :func:`prune` removed, what it left because a run uses it, and the files of killed
+    processes that it removed."""
+
+    removed: list[Entry]
+    in_use: list[Entry]
+    leftovers: list[Path]
+
+
+def entries(cache: Path) -> list[Entry]:
+    """Return the entries of the folder ``cache``, the least recently used first."""
+    files = {
+        "weights": [
+            (path.parent, [path.parent])
+            for path in cache.glob(f"artifacts/*/*/{ARTIFACT_MANIFEST}")
+        ],
+        "hidden states": [
+            (path, [path, path.with_name(f"{path.name}.digest")])
+            for path in cache.glob("distributions/*.safetensors")
+        ],
+    }
+    for kind in ("cell", "task"):
+        files[kind] = [
+            (path, [path, *path.parent.glob(f"{path.stem}.*.parquet")])
+            for path in cache.glob(f"{kind}s/*.json")
+        ]
+    listed = [_entry(kind, *item) for kind, each in files.items() for item in each]
+    return sorted(listed, key=lambda entry: entry.used)
+
+
+def prune(cache: Path, *, max_bytes: float, dry_run: bool = False) -> Pruned:
+    """Remove the least recently used entries until the rest is at most ``max_bytes``, and the
+    files that killed processes left. Entries that a run uses stay."""
+    pruned = Pruned(removed=[], in_use=[], leftovers=[] if dry_run else clean_temporaries(cache))
+    kept = entries(cache)
+    total = sum(entry.bytes for entry in kept)
+    for entry in kept:
+        if total <= max_bytes:
+            break
+        if _remove(entry, dry_run):
+            total -= entry.bytes
+            pruned.removed.append(entry)
+        else:
+            pruned.in_use.append(entry)
+    return pruned
+
+
+def _remove(entry: Entry, dry_run: bool) -> bool:
+    """Remove the files of ``entry`` (not with ``dry_run``); return False if a run uses it."""
+    with _lock_path(entry.path).open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        for path in () if dry_run else entry.files:
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(True)
+    return True
+
+
+def _entry(kind: str, path: Path, files: list[Path]) -> Entry:
+    size, used = 0, 0.0
+    for part in {path, *files, *(path.iterdir() if path.is_dir() else ())}:
+        with suppress(OSError):  # removed meanwhile
+            status = part.stat()
+            size += 0 if part.is_dir() else status.st_size
+            used = max(used, status.st_mtime)
+    return Entry(kind=kind, path=path, files=tuple(files), bytes=size, used=used)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from qbench.checkpoints import find, load
-from qbench.checkpoints.classes import choose_attention
+from qbench.checkpoints.find import choose_attention
 from qbench.errors import CheckpointError
 
 

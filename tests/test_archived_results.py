@@ -15,11 +15,10 @@ import pytest
 from small_recipe import DEMO, qbench, small_recipe
 from synthetic import make_store
 
-from qbench.archive import ARCHIVE
 from qbench.cli import app as cli
 from qbench.errors import DamagedError, OutputError, ResultsError
 from qbench.records import write_record
-from qbench.store import Analyses, Store, run_id, runs
+from qbench.store import ARCHIVE, Analyses, Store, run_id, runs
 
 SETTINGS = {"sizes": {"arc_easy": 60, "wikitext": 6}, "failed": ("softpick/gptq-4bit",)}
 PAIR = Path(__file__).parents[1] / "results" / "pair-27m"
@@ -148,8 +147,8 @@ def test_where_all_is_there_a_folder_may_be_read_only(packed, monkeypatch):
     def refuse(path, payload=None):
         raise OutputError(f"{path}: cannot be written to (Read-only file system)")
 
-    monkeypatch.setattr("qbench.archive.require_folder", refuse)
-    monkeypatch.setattr("qbench.archive.write_atomically", refuse)
+    monkeypatch.setattr("qbench.store.require_folder", refuse)
+    monkeypatch.setattr("qbench.store.write_atomically", refuse)
     assert records(packed) == before
 
 
@@ -263,8 +262,8 @@ HOSTILE = {
 @pytest.mark.parametrize("what", HOSTILE)
 def test_a_hostile_archive_is_refused_before_a_byte_is_written(packed, monkeypatch, what):
     """The bounds are lowered, so that the files are small."""
-    monkeypatch.setattr("qbench.archive.LEAST_BOUND", 2**20)
-    monkeypatch.setattr("qbench.archive.MOST_FILES", 100)
+    monkeypatch.setattr("qbench.store.LEAST_BOUND", 2**20)
+    monkeypatch.setattr("qbench.store.MOST_FILES", 100)
     with tarfile.open(packed / ARCHIVE, "w:xz") as archive:
         for info, payload in HOSTILE[what]:
             archive.addfile(info, io.BytesIO(payload))
@@ -274,7 +273,7 @@ def test_a_hostile_archive_is_refused_before_a_byte_is_written(packed, monkeypat
 
 
 def test_zeros_behind_the_last_file_are_bounded(packed, monkeypatch):
-    monkeypatch.setattr("qbench.archive.LEAST_BOUND", 2**20)
+    monkeypatch.setattr("qbench.store.LEAST_BOUND", 2**20)
     with lzma.open(packed / ARCHIVE, "wb") as file:
         file.write(bytes(2**22))
     with pytest.raises(DamagedError, match="unpacks to more than 1,048,576 bytes"):

@@ -6,11 +6,10 @@ import pytest
 from small_recipe import DEMO, qbench, small_recipe
 from test_store import CELL, OUTCOMES, make_record
 
-from qbench.cache import entries, find_cell, hold, keep_cell, prune, task_key
 from qbench.files import cache_folder, mark_used
 from qbench.records import ScoringReport, TaskRecord
 from qbench.runner import grid
-from qbench.store import KeyedStore, Store
+from qbench.store import KeyedStore, Store, entries, find_cell, hold, keep_cell, prune, task_key
 
 DAY = 86_400
 NOW = 1_700_000_000

@@ -7,9 +7,8 @@ import pytest
 from small_recipe import DEMO, qbench, small_recipe
 from synthetic import make_store
 
-from qbench.cache import find_cell
 from qbench.errors import ResultsError
-from qbench.store import Store, runs
+from qbench.store import Store, find_cell, runs
 
 FIRST = {"quantizers": ("bf16", "hqq-2bit"), "sizes": {"arc_easy": 60}}
 LAST = {"quantizers": ("bf16",), "sizes": {"arc_easy": 60}}

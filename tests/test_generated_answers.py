@@ -5,12 +5,11 @@ import json
 import pytest
 from small_recipe import DEMO, qbench, small_recipe
 
-from qbench.cache import Sources, find_sources
 from qbench.cli.view import document_texts
 from qbench.errors import DataError
 from qbench.evaluation import evaluate
 from qbench.records import ANSWER_CHARACTERS
-from qbench.store import Store, run_id
+from qbench.store import Sources, Store, find_sources, run_id
 
 # as gsm8k: two filters over one answer
 SUMS = """

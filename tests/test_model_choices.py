@@ -9,7 +9,7 @@ import pytest
 from small_recipe import DEMO, qbench, small_recipe
 from tiny import write_tiny
 
-from qbench.checkpoints.classes import tried_classes
+from qbench.checkpoints.find import tried_classes
 from qbench.errors import CheckpointError, RecipeError
 from qbench.evaluation.scoring import hidden_states
 from qbench.plan import plan

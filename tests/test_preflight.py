@@ -7,7 +7,7 @@ import shutil
 import pytest
 from small_recipe import DEMO, small_recipe
 
-from qbench.checkpoints.chat_template import template_problem
+from qbench.checkpoints.find import template_problem
 from qbench.cli.run import notes
 from qbench.errors import CheckpointError, DataError, RecipeError
 from qbench.plan import plan
@@ -139,7 +139,7 @@ BOMB = "{{ 'a' * 10**10 }}"
     ],
 )
 def test_a_chat_template_that_cannot_be_rendered_is_refused(tmp_path, monkeypatch, template, words):
-    monkeypatch.setattr("qbench.checkpoints.chat_template.SECONDS", 1)
+    monkeypatch.setattr("qbench.checkpoints.find.SECONDS", 1)
     copy = shutil.copytree(DEMO / "softpick", tmp_path / "copy")
     (copy / "chat_template.jinja").write_text(template)
     evaluation = {"apply_chat_template": True}
@@ -155,7 +155,7 @@ def test_a_chat_template_that_may_be_good_is_taken(template):
 
 
 def test_a_folder_of_definitions_that_holds_a_disk_is_refused_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr("qbench.evaluation.definitions.MOST_FILES", 50)
+    monkeypatch.setattr("qbench.evaluation.tasks.MOST_FILES", 50)
     (tmp_path / "many").mkdir()
     for number in range(60):
         (tmp_path / "many" / f"{number}.txt").touch()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from qbench.tables.published import SETS, published_rows
+from qbench.tables.scores import SETS, published_rows
 
 PAPER = Path(__file__).parents[2] / "shared" / "papers" / "softpick.txt"
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from qbench import recipe_schema
 from qbench.cli import app as cli
+from qbench.cli.lookup import json_schema
 from qbench.errors import RecipeError
 from qbench.recipe import Overrides, Recipe
 
@@ -227,7 +227,7 @@ def test_an_option_on_top_of_a_malformed_part_is_refused_with_the_part(
 
 
 def test_the_schema_knows_every_key_and_each_says_what_it_means():
-    schema = recipe_schema.json_schema()
+    schema = json_schema()
     assert schema["properties"].keys() == Recipe.model_fields.keys() - {"replicates"}
     assert schema["properties"]["evaluation"]["$ref"] == "#/$defs/Evaluation"
     for kind in ("CheckpointSource", "CalibrationSource", "Evaluation", "Task"):
@@ -237,7 +237,7 @@ def test_the_schema_knows_every_key_and_each_says_what_it_means():
 
 def test_the_schema_takes_a_checkpoint_as_recipes_write_it():
     """An editor marked each that was no mapping, as the shipped recipes' are not."""
-    checkpoints = recipe_schema.json_schema()["properties"]["checkpoints"]
+    checkpoints = json_schema()["properties"]["checkpoints"]
     (of_a_name,) = checkpoints["patternProperties"].values()
     kinds = [one.get("type") for one in of_a_name["anyOf"]]
     assert kinds == ["string", None, "array", "null"]

@@ -7,9 +7,9 @@ import pytest
 from synthetic import make_store
 
 from qbench.cli.app import app
+from qbench.cli.show import cell_text
 from qbench.comparison.explain import find_cell, flat
 from qbench.errors import ResultsError
-from qbench.show import cell_text
 
 REAL = Path(__file__).parents[1] / "results" / "pair-27m"
 CELL = f"{REAL}/softpick/gptq-3bit"

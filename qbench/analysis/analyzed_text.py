@@ -52,7 +52,7 @@ class TaskText:
         return self.task.digest
 
     def texts(self) -> list[str]:
-        from qbench.evaluation.loaded import load_task
+        from qbench.evaluation.evaluate import load_task
 
         loaded = load_task(self.task).task
         return [loaded.doc_to_target(document) for document in loaded.eval_docs]

@@ -12,8 +12,8 @@ import torch
 from qbench import bench
 from qbench.bench import timed
 from qbench.errors import ResultsError
+from qbench.export_model import load_measured
 from qbench.machine import environment
-from qbench.measured import load_measured
 from qbench.records import Record
 from qbench.store import Store
 

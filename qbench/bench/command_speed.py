@@ -17,7 +17,7 @@ import yaml
 from qbench import bench
 from qbench.bench import Row
 from qbench.errors import EvaluationError
-from qbench.evaluation.loaded import SPLIT_KEYS
+from qbench.evaluation.evaluate import SPLIT_KEYS
 from qbench.evaluation.settings import BATCH_SIZE
 
 if TYPE_CHECKING:

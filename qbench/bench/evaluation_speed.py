@@ -15,9 +15,8 @@ import pandas as pd
 from qbench import bench
 from qbench.bench import Row
 from qbench.cell import load
-from qbench.evaluation.evaluate import evaluate
+from qbench.evaluation.evaluate import LoadedTask, evaluate, load_task
 from qbench.evaluation.kl_observer import BaselineWriter, KLObserver
-from qbench.evaluation.loaded import LoadedTask, load_task
 from qbench.evaluation.scoring import language_model
 from qbench.evaluation.settings import ScoringSettings
 from qbench.machine import environment, synchronize

@@ -6,28 +6,39 @@ reads. Imports no torch.
 
 from __future__ import annotations
 
+import csv
 import functools
 import hashlib
+import importlib.util
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
 from qbench import hub
-from qbench.attention.implementation import NATIVE
+from qbench.attention.implementation import NATIVE, choose
 from qbench.attention.normalizers import NORMALIZERS, Parameter
 from qbench.checkpoints import fla
-from qbench.checkpoints.classes import class_names
 from qbench.checkpoints.from_gguf import dequantized_folder
-from qbench.errors import CheckpointError, DamagedError, UnavailableError, first_line, shown, some
+from qbench.errors import (
+    CheckpointError,
+    DamagedError,
+    RecipeError,
+    UnavailableError,
+    first_line,
+    shown,
+    some,
+)
 from qbench.files import (
     cache_folder,
     digest_of_parts,
@@ -37,6 +48,81 @@ from qbench.files import (
     reason,
 )
 from qbench.records import TRAINING_FILE, Trained, Training, read_training
+
+Mode = Literal["fast", "exact", "lm-eval"]
+
+CLASS_NORMALIZERS = ("softmax", "softmax-sink")  # that classes of transformers compute themselves
+MOVING_ROPES = ("longrope", "dynamic")  # angles depend on the longest sequence of a batch
+
+
+class TriedClass(NamedTuple):
+    """A class that the tests try, with what they measure: a line of ``tried.csv``."""
+
+    model_type: str
+    models: str  # published models of the class
+    attention: str
+    scoring: str  # the fastest mode
+    quantized: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChosenAttention:
+    """Holds the attention that a model runs with. ``implementation``: reference or triton; of
+    normalizer ``native`` sdpa or eager. ``why``: the reason for ``native``, else empty."""
+
+    normalizer: str
+    implementation: str
+    why: str = ""
+
+
+@functools.cache
+def tried_classes() -> tuple[TriedClass, ...]:
+    """Return the classes that the tests try, in the order of docs/models.md."""
+    with (Path(__file__).parent / "tried.csv").open(encoding="utf-8", newline="") as file:
+        return tuple(TriedClass(**row) for row in csv.DictReader(file))
+
+
+@functools.cache
+def class_names() -> dict[str, str]:
+    """Return the class by ``model_type`` of all causal language models of transformers, read from
+    its source: importing it would import torch."""
+    spec = importlib.util.find_spec("transformers")
+    assert spec is not None, "transformers is a dependency"
+    file = Path(str(spec.origin)).parent / "models" / "auto" / "modeling_auto.py"
+    text = file.read_text(encoding="utf-8")
+    start = text.index("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = ")
+    table = text[start : text.index("\n)\n", start)]
+    return dict(re.findall(r'\("([\w.-]+)", "(\w+)"\)', table))
+
+
+def choose_attention(
+    name: str, class_name: str, normalizer: str, requested: str, device: str
+) -> ChosenAttention:
+    """Return the attention that checkpoint ``name`` of a recipe, trained with ``normalizer``, is
+    loaded with if ``evaluation.attention`` is ``requested``.
+
+    Raises RecipeError if the class cannot compute the normalizer, UnavailableError if triton
+    cannot run.
+    """
+    if NATIVE not in (normalizer, requested):
+        implementation = choose(normalizer, requested, device)
+        return ChosenAttention(normalizer=normalizer, implementation=implementation)
+    if normalizer not in (NATIVE, *CLASS_NORMALIZERS):
+        raise RecipeError(
+            f"evaluation.attention: native: checkpoints.{name} was trained with {normalizer}, "
+            f"which {class_name} of transformers does not compute; set attention: auto"
+        )
+    return ChosenAttention(normalizer=NATIVE, implementation="sdpa", why="the recipe says so")
+
+
+def moving_rope(config: Mapping[str, Any]) -> str | None:
+    """Return the kind of rotary embedding if its angles depend on how long the texts of a forward
+    pass are; else None."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+    types = (str(part.get("rope_type") or part.get("type") or "") for part in parts)
+    return next((name for name in types if name.startswith(MOVING_ROPES)), None)
+
 
 LFS_POINTER = b"version https://git-lfs"
 LFS_REMEDY = "is a git-lfs pointer, not the file itself: run `git lfs pull` in its folder"
@@ -609,3 +695,66 @@ def _no_linear_layer(name: str) -> bool:
     last = name.rpartition(".")[2]
     router = "router" in name.split(".")
     return router or bool(NONE_OF_THESE.fullmatch(last) or EXPERTS.search(name))
+
+
+# --- check a checkpoint's chat template before anything is loaded. Imports no torch
+
+
+SECONDS, MEMORY_GIB, MOST_CHARACTERS = 20, 2, 1_000_000
+PROGRAM = f"""
+import datetime, json, re, resource, sys
+from jinja2 import TemplateSyntaxError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+def refuse(message):
+    raise RuntimeError(message)
+
+resource.setrlimit(resource.RLIMIT_AS, ({MEMORY_GIB << 30}, {MEMORY_GIB << 30}))
+settings = dict(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+environment = ImmutableSandboxedEnvironment(**settings)
+environment.filters["tojson"] = lambda value, **_: json.dumps(value)
+environment.globals["raise_exception"] = refuse
+environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+source = re.sub(r"{{%-?\\s*(end)?generation\\s*-?%}}", "", sys.stdin.read())  # of transformers
+try:
+    template = environment.from_string(source)
+    messages = [dict(role="user", content="a")]
+    text = template.render(messages=messages, add_generation_prompt=True, tools=None)
+    if len(text) > {MOST_CHARACTERS}:
+        print(f"it makes {{len(text):,}} characters of one short question")
+except TemplateSyntaxError as error:
+    print(f"line {{error.lineno}}: {{error.message}}")
+except (MemoryError, OverflowError):
+    print("it needs more than {MEMORY_GIB} GiB for one short question")
+except Exception:
+    pass  # it may want other messages than this one
+"""
+
+
+def read_template(folder: Path) -> str | None:
+    """Return the default chat template of a checkpoint's ``folder``; None if it has none."""
+    file = folder / "chat_template.jinja"
+    try:
+        if file.is_file():
+            return file.read_text()
+        template = json.loads((folder / "tokenizer_config.json").read_bytes())["chat_template"]
+        if isinstance(template, list):  # several by name
+            template = {entry["name"]: entry["template"] for entry in template}["default"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return template if isinstance(template, str) and template else None
+
+
+def template_problem(template: str) -> str | None:
+    """Render a chat template for one short question, in a process of bounded time and memory.
+
+    Returns why the template cannot be used; None if it can, as far as that is known.
+    """
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM],
+            input=template, capture_output=True, text=True, timeout=SECONDS, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return f"it takes more than {SECONDS} s for one short question"
+    return done.stdout.strip() or None

@@ -24,9 +24,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from qbench.attention.implementation import NATIVE
 from qbench.attention.transformers import set_attention
 from qbench.checkpoints import fla
-from qbench.checkpoints.classes import CLASS_NORMALIZERS, ChosenAttention
 from qbench.checkpoints.find import (
+    CLASS_NORMALIZERS,
     Checkpoint,
+    ChosenAttention,
     Header,
     is_parameter,
     model_headers,

@@ -28,8 +28,8 @@ from qbench.analysis.analyzed_text import (
     task_text,
     text_file,
 )
+from qbench.cli.app import complain, show_written
 from qbench.cli.launcher import Launcher, launch, load_launcher
-from qbench.cli.messages import complain, show_written
 from qbench.cli.options import ClusterOption, DeviceOption, Out, RecipeFile
 from qbench.errors import RecipeError
 from qbench.files import require_folder

@@ -12,8 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from qbench.budget.choose import expand
+from qbench.cli.app import show_written
 from qbench.cli.launcher import load_launcher
-from qbench.cli.messages import show_written
 from qbench.cli.options import DeviceOption, Out, RecipeOrOptions
 from qbench.cli.run import run
 from qbench.errors import RecipeError, shown

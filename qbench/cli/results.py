@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from qbench.cli.messages import show_written
+from qbench.cli.app import show_written
 from qbench.cli.options import Against, Folder, NewFile, Published, Run, open_store
 from qbench.comparison.changes import compare_cells, compare_results
 from qbench.comparison.compare import compare as compare_store

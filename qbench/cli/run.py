@@ -12,8 +12,8 @@ from typing import Annotated
 import typer
 
 from qbench.checkpoints.find import elements
+from qbench.cli.app import complain
 from qbench.cli.launcher import Launcher, launch, load_launcher
-from qbench.cli.messages import complain
 from qbench.cli.options import (
     Against,
     ClusterOption,

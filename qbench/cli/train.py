@@ -13,7 +13,7 @@ import typer
 from qbench.checkpoints import Checkpoint
 from qbench.checkpoints.find import Shapes
 from qbench.cli import run
-from qbench.cli.messages import show_written
+from qbench.cli.app import show_written
 from qbench.cli.options import ClusterOption, DeviceOption, NewFolder
 from qbench.errors import RecipeError, UnavailableError
 from qbench.files import require_folder
@@ -149,7 +149,7 @@ def train(
     elif cluster is not None or gpus is not None:
         raise RecipeError("--cluster and --gpus: each needs --evaluate RECIPE")
     # torch, once the input is known to be right
-    from qbench.training import log, runs
+    from qbench.training import checkpoint, runs
 
     if evaluate is not None:
         untrained = runs.untrained(loaded, files)
@@ -177,7 +177,7 @@ def train(
     if not processes.is_main_process:
         return
     show_trained(trainings, len(planned_runs))
-    curves = log.draw(folder)
+    curves = checkpoint.draw(folder)
     show_written([folder, *([curves] if curves else [])])
     if evaluate is not None and len(trainings) == len(planned_runs):
         checkpoints = {

@@ -13,15 +13,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from qbench.cache import Sources, find_sources
-from qbench.cli.messages import show_written
+from qbench.cli.app import show_written
 from qbench.cli.options import Folder, NewFolder, Run, open_store
 from qbench.errors import DataError, OutputError, RecipeError
 from qbench.evaluation.tasks import plan_task
 from qbench.files import cache_folder, require_folder
 from qbench.machine import redirected
 from qbench.recipe import Overrides, Recipe
-from qbench.store import Store, run_id
+from qbench.store import Sources, Store, find_sources, run_id
 from qbench.viewer.data import NO_TEXTS, Results, WholeStore
 from qbench.viewer.export import write_report, write_site
 from qbench.viewer.server import Server

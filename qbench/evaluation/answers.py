@@ -31,8 +31,8 @@ from qbench.records import ANSWER_COLUMNS, ANSWERS, OUTCOME_COLUMNS, PROMPT, Sco
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from qbench.evaluation.evaluate import LoadedTask
     from qbench.evaluation.kl_observer import TaskHiddenStates
-    from qbench.evaluation.loaded import LoadedTask
     from qbench.evaluation.settings import ScoringSettings
 
 NGRAM = 8  # tokens: a stretch of that length that comes again is a repetition

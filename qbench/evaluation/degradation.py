@@ -11,7 +11,7 @@ import itertools
 import os.path
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
@@ -30,7 +30,6 @@ from qbench.records import (
 from qbench.statistics.panel import estimate_contrast
 
 if TYPE_CHECKING:
-    from qbench.evaluation.loaded import LoadedTask
     from qbench.records import Score
 
 
@@ -201,34 +200,6 @@ def perplexity_ratio(base: pd.DataFrame, quantized: pd.DataFrame) -> Ratio:
     pairs = _paired(base, quantized, ["document"], "value", keep="weight")
     change = (pairs["value_base"] - pairs["value"]).to_numpy()
     return ratio(change, pairs["weight"].to_numpy())
-
-
-def correct_requests(task: LoadedTask, limit: int | None) -> dict[int, int]:
-    """Return the request that scores the right answer of each document; empty for tasks without
-    one.
-
-    If a task accepts several answers, the first counts.
-    """
-    inner, kind = task.task, task.kind
-    documents = enumerate(itertools.islice(inner.eval_docs, limit))
-    if kind == "loglikelihood":
-        return dict.fromkeys((number for number, _ in documents), 0)
-    if kind != "multiple_choice":
-        return {}
-    golds = {number: right_choice(inner, document) for number, document in documents}
-    return {number: gold for number, gold in golds.items() if gold is not None}
-
-
-def right_choice(task: Any, document: Mapping[str, Any]) -> int | None:
-    """Return the index of a document's right choice, the first of several; None if there is none.
-    ``task`` is lm-eval's object of a multiple-choice task.
-    """
-    gold = (task.doc_to_text if task.multiple_input else task.doc_to_target)(document)
-    gold = gold[0] if isinstance(gold, list) and gold else gold
-    if isinstance(gold, str):
-        choices = task.doc_to_choice(document)
-        gold = choices.index(gold) if gold in choices else None
-    return gold if isinstance(gold, int) and gold >= 0 else None
 
 
 def _of(table: pd.DataFrame, metric: str) -> pd.DataFrame:

@@ -5,7 +5,7 @@
     CACHE/distributions/<key16>.safetensors           the LM head, under a key without tasks
     CACHE/distributions/<key16>.safetensors.digest    of its parts, as those of artifacts
 
-The key of a task's file is :func:`qbench.cache.task_key`. Files take scored tokens × hidden size ×
+The key of a task's file is :func:`qbench.store.task_key`. Files take scored tokens × hidden size ×
 bytes of the dtype, the head vocabulary × hidden size.
 """
 
@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
-from qbench.cache import head_key, task_key
 from qbench.errors import ResultsError
 from qbench.files import digest_of_parts, mark_used
 from qbench.records import KEY_DIGITS, Record
+from qbench.store import head_key, task_key
 
 if TYPE_CHECKING:
     from qbench.plan import Cell

@@ -23,7 +23,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn import functional
 
-from qbench.cache import head_key, task_key
 from qbench.errors import EvaluationError, OutputError, ResultsError
 from qbench.evaluation.kl_baseline import (
     ABOUT,
@@ -43,6 +42,7 @@ from qbench.files import (
     write_atomically,
 )
 from qbench.records import ANSWERS
+from qbench.store import head_key, task_key
 
 
 class TaskHiddenStates(NamedTuple):

@@ -7,28 +7,28 @@ what a request has in common with the one before is kept in llama.cpp's KV cache
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import math
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from ctypes import POINTER, c_bool, c_char_p, c_float, c_int32, c_size_t, c_uint32, c_void_p
 from dataclasses import asdict
+from importlib import metadata, util
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any
 
 import numpy as np
 import torch
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import LM
+from lm_eval.api.registry import get_model
 from torch import Tensor
 from torch.nn import functional
 
-from qbench.errors import CheckpointError, EvaluationError, UnavailableError
-from qbench.evaluation.llama_library import (
-    FLASH_ATTN_DISABLED,
-    GGML_TYPE_F32,
-    LOG_LEVEL_ERROR,
-    VERSION,
-    LogCallback,
-    load_library,
-)
+from qbench.errors import CheckpointError, EvaluationError, UnavailableError, first_line
 from qbench.evaluation.scoring.generate import Prompt, add_noise, generate
-from qbench.evaluation.scoring.hflm import pinned_hflm, report
 from qbench.evaluation.scoring.hidden_states import LMHead
 from qbench.evaluation.scoring.logits import (
     LogitsPart,
@@ -37,10 +37,105 @@ from qbench.evaluation.scoring.logits import (
     Projection,
 )
 from qbench.evaluation.scoring.requests import Request, Scored
-from qbench.evaluation.scoring.scorer import Counts, Scorer
+from qbench.evaluation.scoring.scorer import Counts, Scorer, pinned_hflm, report
 from qbench.evaluation.settings import ScoringSettings
 from qbench.progress import Advance
 from qbench.records import ScoringReport
+
+VERSION = "2026.10.11549"
+INSTALL = "pip install -e '.[llamacpp]'"
+GGML_TYPE_F32 = 0
+FLASH_ATTN_DISABLED = 0
+LOG_LEVEL_ERROR = 4
+LogCallback = ctypes.CFUNCTYPE(None, ctypes.c_int, c_char_p, c_void_p)
+
+
+class ModelParams(ctypes.Structure):
+    """``struct llama_model_params``."""
+
+    _fields_ = (
+        ("devices", c_void_p), ("tensor_buft_overrides", c_void_p), ("n_gpu_layers", c_int32),
+        ("split_mode", c_int32), ("load_mode", c_int32), ("lazy_mode", c_int32),
+        ("main_gpu", c_int32), ("tensor_split", c_void_p), ("progress_callback", c_void_p),
+        ("progress_callback_user_data", c_void_p), ("kv_overrides", c_void_p),
+        ("vocab_only", c_bool), ("check_tensors", c_bool), ("use_extra_bufts", c_bool),
+        ("no_host", c_bool), ("no_alloc", c_bool), ("load_mtp", c_bool),
+    )  # fmt: skip
+
+
+class ContextParams(ctypes.Structure):
+    """``struct llama_context_params``."""
+
+    _fields_ = (
+        ("n_ctx", c_uint32), ("n_batch", c_uint32), ("n_ubatch", c_uint32),
+        ("n_seq_max", c_uint32), ("n_rs_seq", c_uint32), ("n_outputs_max", c_uint32),
+        ("n_outputs_max_per_seq", c_uint32), ("n_threads", c_int32), ("n_threads_batch", c_int32),
+        ("ctx_type", c_int32), ("rope_scaling_type", c_int32), ("pooling_type", c_int32),
+        ("attention_type", c_int32), ("flash_attn_type", c_int32), ("rope_freq_base", c_float),
+        ("rope_freq_scale", c_float), ("yarn_ext_factor", c_float), ("yarn_attn_factor", c_float),
+        ("yarn_beta_fast", c_float), ("yarn_beta_slow", c_float), ("yarn_orig_ctx", c_uint32),
+        ("defrag_thold", c_float), ("cb_eval", c_void_p), ("cb_eval_user_data", c_void_p),
+        ("type_k", c_int32), ("type_v", c_int32), ("moe_cache_size", c_size_t),
+        ("abort_callback", c_void_p), ("abort_callback_data", c_void_p), ("embeddings", c_bool),
+        ("offload_kqv", c_bool), ("no_perf", c_bool), ("op_offload", c_bool), ("swa_full", c_bool),
+        ("kv_unified", c_bool), ("samplers", c_void_p), ("n_samplers", c_size_t),
+        ("ctx_other", c_void_p),
+    )  # fmt: skip
+
+
+class Batch(ctypes.Structure):
+    """``struct llama_batch``."""
+
+    _fields_ = (
+        ("n_tokens", c_int32), ("token", POINTER(c_int32)), ("embd", POINTER(c_float)),
+        ("pos", POINTER(c_int32)), ("n_seq_id", POINTER(c_int32)),
+        ("seq_id", POINTER(POINTER(c_int32))), ("logits", POINTER(ctypes.c_int8)),
+    )  # fmt: skip
+
+
+SIGNATURES = {  # result, then arguments
+    "llama_backend_init": (None,),
+    "llama_model_default_params": (ModelParams,),
+    "llama_model_load_from_file": (c_void_p, c_char_p, ModelParams),
+    "llama_model_free": (None, c_void_p),
+    "llama_model_get_vocab": (c_void_p, c_void_p),
+    "llama_vocab_n_tokens": (c_int32, c_void_p),
+    "llama_context_default_params": (ContextParams,),
+    "llama_init_from_model": (c_void_p, c_void_p, ContextParams),
+    "llama_free": (None, c_void_p),
+    "llama_batch_init": (Batch, c_int32, c_int32, c_int32),
+    "llama_batch_free": (None, Batch),
+    "llama_get_memory": (c_void_p, c_void_p),
+    "llama_memory_clear": (None, c_void_p, c_bool),
+    "llama_memory_seq_rm": (c_bool, c_void_p, c_int32, c_int32, c_int32),
+    "llama_decode": (c_int32, c_void_p, Batch),
+    "llama_get_logits": (POINTER(c_float), c_void_p),
+    "llama_log_set": (None, LogCallback, c_void_p),
+    "ggml_quantize_chunk": (
+        c_size_t, ctypes.c_int, c_void_p, c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64,
+        c_void_p,
+    ),
+}  # fmt: skip
+
+
+@functools.cache
+def load_library() -> Any:
+    """Return llama.cpp's library with its functions typed. Raises UnavailableError if the wheel is
+    missing or of another version."""
+    package = util.find_spec("xllamacpp")
+    if package is None or package.origin is None:
+        raise UnavailableError(f"llama.cpp: {INSTALL}")
+    if (installed := metadata.version("xllamacpp")) != VERSION:
+        raise UnavailableError(
+            f"xllamacpp {installed}: qbench calls the structures of {VERSION} ({INSTALL})"
+        )
+    (path,) = Path(package.origin).parent.glob("xllamacpp*.so")
+    library = ctypes.CDLL(str(path))
+    for name, (result, *arguments) in SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
+
 
 BATCH = 512  # tokens of one call of llama.cpp, whose logits are in memory at once
 MIXED_TOLERANCE = 0.2  # relative, of logits: llama.cpp rounds inputs of products to 8 bits
@@ -274,3 +369,78 @@ class LlamaCppScorer(Scorer):
             done += count
         assert done == request.scored
         return total, greedy
+
+
+# --- score a column that another runtime computes, through lm-eval's class for that runtime
+
+
+def external_model(model: str, args: Mapping[str, Any]) -> LM:
+    """Return lm-eval's ``model`` made with ``args``. Raises UnavailableError if it cannot
+    be made.
+    """
+    try:
+        return get_model(model).create_from_arg_obj(dict(args))
+    except Exception as error:  # whatever its library, its server or its arguments say
+        raise UnavailableError(
+            f"lm-eval's {model} cannot be started: {first_line(error)}"
+        ) from error
+
+
+class ExternalScorer(LM):
+    """An lm-eval language model that hands requests to another runtime."""
+
+    def __init__(self, model: LM, settings: ScoringSettings) -> None:
+        super().__init__()
+        self.model, self.settings = model, settings
+        self._probed = False
+
+    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[Any]:
+        if not self._probed:
+            self._require_probabilities()
+            self._probed = True
+        return self._asked("loglikelihood", requests)
+
+    def _require_probabilities(self) -> None:
+        """Raise EvaluationError if the runtime's log-likelihoods are not probabilities.
+
+        Those of continuations that exclude each other must sum to at most 1. They do not if a
+        server leaves out the generated token: lm-eval's classes then take the prompt's last one for
+        it, and drop it. llama-cpp-python's server does.
+        """
+        instances = [
+            Instance(request_type="loglikelihood", doc={}, arguments=("The", f" {letter}"), idx=i)
+            for i, letter in enumerate(ascii_lowercase)
+        ]
+        answers = self._asked("loglikelihood", instances)
+        total = sum(math.exp(min(value, 1.0)) for value, _ in answers)
+        if not total <= 1.01:  # servers round
+            raise EvaluationError(
+                f"{type(self.model).__name__}.loglikelihood: the probabilities of 26 continuations "
+                f"that exclude each other sum to {total:.3g}: the server leaves tokens out of a "
+                "prompt's log-probabilities, or lm-eval cannot read its format; score "
+                "generate_until tasks only"
+            )
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        return self._asked("loglikelihood_rolling", requests)
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        return self._asked("generate_until", requests)
+
+    def _asked(self, kind: str, requests: list[Any]) -> list[Any]:
+        try:
+            return getattr(self.model, kind)(requests, disable_tqdm=True)
+        except (Exception, SystemExit) as error:  # of the runtime, whatever it is
+            what = f"{type(self.model).__name__}.{kind}"
+            raise EvaluationError(f"{what}: {type(error).__name__}: {first_line(error)}") from error
+
+    def take_report(self) -> ScoringReport:
+        return self.report()
+
+    def report(self) -> ScoringReport:
+        return ScoringReport(
+            mode="lm-eval",
+            softmax_dtype="its own",
+            batching=f"by {type(self.model).__name__}",
+            peak_memory_gib=0.0,
+        )

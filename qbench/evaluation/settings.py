@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import pydantic.dataclasses
 from pydantic import ConfigDict, Field
 
-from qbench.checkpoints.classes import Mode
+from qbench.checkpoints.find import Mode
 
 if TYPE_CHECKING:
     from qbench.records import SampleDifference, ScoringReport

@@ -9,10 +9,9 @@ import math
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from qbench.archive import XZ_MAGIC, extract, pack
 from qbench.comparison.changes import Changes, ResultSet, compare_sets, read_results, rounded
 from qbench.errors import ResultsError
-from qbench.store import Store
+from qbench.store import XZ_MAGIC, Store, extract, pack
 from qbench.text import group_by_reason
 
 DECIMALS = 3  # of an outcome: a thousandth of a nat, to which results are compared with it

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 from filelock import FileLock, Timeout
 
-from qbench.cache import Sources, find_cell, hold, keep_cell, keep_sources
 from qbench.cell_result import CellResult
 from qbench.errors import ResultsError
 from qbench.evaluation.kl_baseline import baseline_files, verify_baseline
@@ -29,7 +28,7 @@ from qbench.quantizers.methods.library_made import LibraryMade
 from qbench.records import Record, Unavailable
 from qbench.runner.progress import listening
 from qbench.runner.workers import PRELOAD, LostExecutorError, SerialExecutor, Workers
-from qbench.store import Store, Table, run_id
+from qbench.store import Sources, Store, Table, find_cell, hold, keep_cell, keep_sources, run_id
 
 DIED = "its process was killed (out of memory?), or that of another cell before it; see its log"
 DEAD = (BrokenExecutor, CancelledError)

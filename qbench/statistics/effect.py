@@ -17,7 +17,15 @@ import numpy as np
 from scipy import special
 
 from qbench.metrics import LOG_SCALE
-from qbench.statistics.bootstrap import Studentized, studentize, studentize_log_mean
+from qbench.statistics.bootstrap import (
+    Counts,
+    Studentized,
+    detectable_mean,
+    score_interval,
+    score_p,
+    studentize,
+    studentize_log_mean,
+)
 from qbench.statistics.panel import (
     INFLUENCE,
     KL_MEAN,
@@ -32,7 +40,6 @@ from qbench.statistics.panel import (
     is_logarithm,
     pair_scores,
 )
-from qbench.statistics.score_test import Counts, detectable_mean, score_interval, score_p
 
 LEVEL = 0.05
 POWER = 0.80

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import optimize, special
 
-from qbench.statistics.bootstrap import Studentized, studentize_log_mean
+from qbench.statistics.bootstrap import Counts, Studentized, score_interval, studentize_log_mean
 from qbench.statistics.effect import (
     CONFIDENCE,
     FEW_CHANGES,
@@ -40,7 +40,6 @@ from qbench.statistics.panel import (
     is_logarithm,
     shares,
 )
-from qbench.statistics.score_test import Counts, score_interval
 
 Signs = Mapping[object, float]
 Ends = Callable[[float], tuple[float, float]]  # confidence → ends of the interval

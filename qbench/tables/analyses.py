@@ -12,7 +12,7 @@ from functools import partial
 from qbench.errors import ResultsError
 from qbench.records import Analysis, Damage, Measured, Record, Sensitivity
 from qbench.store import Analyses, Store, long_contexts, sensitivities
-from qbench.tables.published import printed_measures
+from qbench.tables.scores import printed_measures
 from qbench.tables.table import Table, as_csv, from_rows
 from qbench.tables.table import markdown as table_markdown
 from qbench.text import NO_VALUE, for_markdown, group_by_reason, number, significant

@@ -24,9 +24,8 @@ from qbench.errors import EvaluationError, TrainingError
 from qbench.files import code_digest, digest_of
 from qbench.machine import environment
 from qbench.records import TrainingSample, TrainingSession
-from qbench.training.checkpoint import Run
+from qbench.training.checkpoint import Log, Run, open_wandb
 from qbench.training.data import dataloader, sequences, watched_rows
-from qbench.training.log import Log, open_wandb
 from qbench.training.model import (
     adamw,
     attention_kernels,

@@ -25,7 +25,7 @@ from qbench.attention.masks import positions_counted
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.attention.transformers import set_attention
 from qbench.checkpoints import fla
-from qbench.checkpoints.classes import class_names
+from qbench.checkpoints.find import class_names
 from qbench.training.training_recipe import Compute, Optimizer, OwnParameter, Schedule, Shape
 
 

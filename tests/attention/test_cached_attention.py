@@ -9,7 +9,7 @@ from qbench.attention.masks import Mask
 from qbench.attention.quantized_kv import KV_CACHE
 from qbench.attention.transformers import attention_name
 from qbench.errors import UnavailableError
-from qbench.quantizers.kv_fake_quant import KVFakeQuant
+from qbench.quantizers.fake_quant import KVFakeQuant
 from qbench.quantizers.registry import settings_of
 
 T, HEADS, KV_HEADS, WIDTH = 23, 4, 2, 16

@@ -5,11 +5,14 @@ from concurrent.futures.process import BrokenProcessPool
 import pytest
 import torch
 
-from qbench.bench import checks as bench_checks
+from qbench.bench import attention_speed as bench_checks
 from qbench.bench.attention_speed import (
+    DECODING,
+    LIMIT,
     bench_attention,
+    cases,
+    check_kernels,
 )
-from qbench.bench.checks import DECODING, LIMIT, cases, check_kernels
 from qbench.bench.timing import Shape
 from qbench.errors import EvaluationError, UnavailableError
 

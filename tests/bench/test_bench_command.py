@@ -9,7 +9,7 @@ from tiny import write_tiny
 
 from qbench.bench import command_speed
 from qbench.errors import EvaluationError
-from qbench.evaluation.loaded import load_task
+from qbench.evaluation.evaluate import load_task
 from qbench.plan import plan
 from qbench.recipe import Recipe
 

@@ -12,7 +12,7 @@ from qbench.bench import evaluation_speed as evaluation
 from qbench.bench.evaluation_speed import MODES, compare, table
 from qbench.checkpoints import find
 from qbench.checkpoints.tokenizer import load_tokenizer
-from qbench.evaluation.loaded import load_task
+from qbench.evaluation.evaluate import load_task
 from qbench.evaluation.scoring import Scorer
 from qbench.evaluation.tasks import plan_task
 

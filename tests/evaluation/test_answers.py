@@ -13,9 +13,8 @@ from test_kl import quantized_like
 from qbench.comparison.answers import classes, position_bin
 from qbench.errors import DataError, EvaluationError
 from qbench.evaluation.answers import Chat, answer
-from qbench.evaluation.evaluate import evaluate
+from qbench.evaluation.evaluate import evaluate, load_task
 from qbench.evaluation.kl_observer import BaselineWriter, KLObserver
-from qbench.evaluation.loaded import load_task
 from qbench.evaluation.scoring.generate import Prompt, add_noise, decode, decode_by_transformers
 from qbench.evaluation.settings import AnswerSettings
 from qbench.evaluation.tasks import Row, plan_answers, plan_task, prompt_fields

@@ -12,13 +12,16 @@ from lm_eval.tasks import TaskManager
 from scoring_models import llama, scorer, settings, text, tokenizer
 
 from qbench.errors import DataError, EvaluationError
-from qbench.evaluation.definitions import expand, task_groups
-from qbench.evaluation.degradation import correct_requests
-from qbench.evaluation.evaluate import evaluate, group_scores, rebuild_requests
-from qbench.evaluation.loaded import load_task
-from qbench.evaluation.scoring.hflm import pinned_hflm
+from qbench.evaluation.evaluate import (
+    correct_requests,
+    evaluate,
+    group_scores,
+    load_task,
+    rebuild_requests,
+)
+from qbench.evaluation.scoring.scorer import pinned_hflm
 from qbench.evaluation.settings import FEWSHOT_SEED, Chat
-from qbench.evaluation.tasks import plan_task
+from qbench.evaluation.tasks import expand, plan_task, task_groups
 
 DATA = "dataset_path: json\ntest_split: test\n"
 CHOICE = """output_type: multiple_choice

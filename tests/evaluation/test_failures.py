@@ -12,8 +12,7 @@ from transformers import OPTConfig, OPTForCausalLM
 
 from qbench.comparison.compare import compare
 from qbench.errors import DataError, UnavailableError
-from qbench.evaluation.evaluate import evaluate
-from qbench.evaluation.loaded import load_task
+from qbench.evaluation.evaluate import evaluate, load_task
 from qbench.evaluation.tasks import plan_task
 from qbench.plan import plan
 from qbench.recipe import Recipe

@@ -14,8 +14,7 @@ from small_recipe import DEMO
 from qbench.checkpoints import find
 from qbench.checkpoints.tokenizer import load_tokenizer
 from qbench.errors import EvaluationError
-from qbench.evaluation.evaluate import build_requests
-from qbench.evaluation.loaded import load_task
+from qbench.evaluation.evaluate import build_requests, load_task
 from qbench.evaluation.scoring import generate as generation
 from qbench.evaluation.scoring import language_model
 from qbench.evaluation.scoring.requests import Counts

@@ -8,7 +8,6 @@ import pytest
 import torch
 from scoring_models import choices, llama, recorded, watch
 
-from qbench.cache import head_key, task_key
 from qbench.errors import ResultsError
 from qbench.evaluation.kl_baseline import (
     baseline_file,
@@ -17,6 +16,7 @@ from qbench.evaluation.kl_baseline import (
     verify_baseline,
 )
 from qbench.evaluation.kl_observer import BaselineHiddenStates, BaselineWriter
+from qbench.store import head_key, task_key
 
 PARTS = {"weights": "w", "tasks": {"choices": "1", "a": "2", "b": "3"},
          "few-shot": {"choices": 0, "a": 0, "b": 0}, "scoring": {}}  # fmt: skip

@@ -14,10 +14,9 @@ from tiny import tiny_model
 from qbench.cell import load
 from qbench.checkpoints import find
 from qbench.errors import CheckpointError, QbenchError, UnavailableError
+from qbench.evaluation.evaluate import load_task
 from qbench.evaluation.kl_observer import BaselineHiddenStates, BaselineWriter, KLObserver
-from qbench.evaluation.llama_library import load_library
-from qbench.evaluation.llamacpp import LlamaCpp
-from qbench.evaluation.loaded import load_task
+from qbench.evaluation.llamacpp import LlamaCpp, load_library
 from qbench.evaluation.scoring import language_model
 from qbench.plan import plan
 from qbench.quantizers import gguf_file, stored_bits

@@ -11,7 +11,7 @@ from qbench.checkpoints import find
 from qbench.checkpoints.tokenizer import load_tokenizer
 from qbench.comparison.compare import compare
 from qbench.errors import EvaluationError, RecipeError
-from qbench.evaluation.lm_eval_model import ExternalScorer
+from qbench.evaluation.llamacpp import ExternalScorer
 from qbench.plan import plan
 from qbench.recipe import Recipe
 from qbench.store import Store

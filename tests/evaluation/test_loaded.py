@@ -5,7 +5,7 @@ import json
 import pytest
 
 from qbench.errors import DataError
-from qbench.evaluation.loaded import check_documents, load_task
+from qbench.evaluation.evaluate import check_documents, load_task
 from qbench.evaluation.tasks import plan_task
 
 COPA = {

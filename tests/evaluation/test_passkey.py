@@ -7,7 +7,7 @@ from tiny import write_tiny
 from qbench.checkpoints import find
 from qbench.checkpoints.tokenizer import load_tokenizer
 from qbench.errors import DataError, RecipeError
-from qbench.evaluation.loaded import load_task
+from qbench.evaluation.evaluate import load_task
 from qbench.evaluation.tasks import plan_task
 from qbench.plan import plan
 from qbench.recipe import Overrides, Recipe

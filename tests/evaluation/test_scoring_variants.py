@@ -196,7 +196,7 @@ def test_a_pack_is_a_batch_of_what_shares_a_scale(activations):
 
 def test_the_cache_of_a_prefix_is_rounded_once(monkeypatch):
     """Before its keys are laid out for each of its suffixes."""
-    from qbench.quantizers import kv_fake_quant as rounding
+    from qbench.quantizers import fake_quant as rounding
 
     rounded = []
     right = rounding.fake_quantize

@@ -7,10 +7,9 @@ import pytest
 from datasets import Dataset, SplitDict, SplitInfo
 
 from qbench.errors import DataError, RecipeError
-from qbench.evaluation import loaded
-from qbench.evaluation.definitions import definition_file, missing_module
-from qbench.evaluation.loaded import load_task
-from qbench.evaluation.tasks import plan_task, read_rows
+from qbench.evaluation import evaluate
+from qbench.evaluation.evaluate import load_task
+from qbench.evaluation.tasks import definition_file, missing_module, plan_task, read_rows
 
 COPA = [
     {"premise": "The man lost his balance.", "choice1": "He fell.", "choice2": "He ran.",
@@ -386,4 +385,4 @@ def test_documents_from_elsewhere_have_the_digest_of_the_same_documents(tmp_path
         overrides={"custom_dataset": lambda **_: data},
         registry={},
     )
-    assert one.digest == two.digest == loaded._digest(hub)
+    assert one.digest == two.digest == evaluate._digest(hub)

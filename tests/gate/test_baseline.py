@@ -7,11 +7,10 @@ import pandas as pd
 import pytest
 from gate_results import CELL, changed, record_of, update
 
-from qbench.archive import extract, pack
 from qbench.comparison.changes import read_results
 from qbench.errors import ResultsError
 from qbench.gate import baseline, check
-from qbench.store import Store
+from qbench.store import Store, extract, pack
 from qbench.tables.changes import changes_table
 
 

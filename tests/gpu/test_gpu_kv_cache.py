@@ -11,7 +11,7 @@ from qbench.evaluation import settings
 from qbench.evaluation.scoring import language_model
 from qbench.evaluation.settings import Tolerance
 from qbench.quantizers.audit.kv_cache import measure_kv
-from qbench.quantizers.kv_fake_quant import KVFakeQuant
+from qbench.quantizers.fake_quant import KVFakeQuant
 from qbench.quantizers.quantize import apply
 from qbench.quantizers.registry import config_of, settings_of
 

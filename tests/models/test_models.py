@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from qbench.attention.transformers import set_attention
 from qbench.checkpoints import find
-from qbench.checkpoints.classes import class_names, tried_classes
+from qbench.checkpoints.find import class_names, tried_classes
 from qbench.checkpoints.load import probe_logits, require_causal, require_ours
 from qbench.errors import CheckpointError, UnavailableError
 from qbench.evaluation.scoring.hidden_states import fit_settings

@@ -5,7 +5,7 @@ import torch
 from quantizer_models import make, parse
 from tiny import CONFIGS, KINDS, SPARSE_KEYS, STATES, tiny_model
 
-from qbench.checkpoints.classes import tried_classes
+from qbench.checkpoints.find import tried_classes
 from qbench.errors import QuantizationError
 from qbench.quantizers import config_of
 from qbench.quantizers.audit.compare import audit

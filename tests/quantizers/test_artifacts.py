@@ -13,8 +13,8 @@ from quantizer_models import DIGEST, calibration, logits, make, make_with_detail
 
 from qbench.errors import OutputError
 from qbench.files import temporary
-from qbench.quantizers import artifacts
-from qbench.quantizers.artifacts import Artifact
+from qbench.quantizers import quantize as module
+from qbench.quantizers.quantize import Artifact
 
 # Python 3.12 warns of a fork beside libraries' threads; these children only compute and end.
 FORKS = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -80,7 +80,7 @@ def test_what_cannot_be_kept_is_one_line_and_leaves_nothing(tmp_path, monkeypatc
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(artifacts, "save_file", full)
+    monkeypatch.setattr(module, "save_file", full)
     with pytest.raises(OutputError, match=r"cannot be kept \(.*No space left.*QBENCH_CACHE"):
         make(settings("rtn-4bit"), tmp_path)
     assert not list(tmp_path.rglob("*.tmp"))

@@ -7,11 +7,11 @@ import pickle
 import pytest
 from quantizer_models import make_with_detail, parse
 
+from qbench.cli.lookup import explain
 from qbench.errors import RecipeError
 from qbench.quantizers import METHODS, config_of
 from qbench.quantizers.registry import COMBINATIONS, names, settings_of, split_commas
 from qbench.recipe import Overrides, Recipe
-from qbench.recipe_schema import explain
 
 
 @pytest.mark.parametrize("name", list(METHODS))

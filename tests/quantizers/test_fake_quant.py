@@ -12,13 +12,14 @@ from qbench.quantizers.audit import activations as audit
 from qbench.quantizers.audit.weights import levels
 from qbench.quantizers.config import ActivationEvidence
 from qbench.quantizers.fake_quant import (
+    KVFakeQuant,
     encode,
     fake_quantize,
     nearest,
     scale_of_tensor,
+    whole_groups,
 )
 from qbench.quantizers.formats import ELEMENTS, QuantFormat
-from qbench.quantizers.kv_fake_quant import KVFakeQuant, whole_groups
 from qbench.quantizers.registry import settings_of
 
 INF, NAN = torch.inf, torch.nan

@@ -5,7 +5,7 @@ from kv_cache_models import SCHEMES, ids, model_of
 
 from qbench.attention import transformers as transformers_attention
 from qbench.attention.quantized_kv import KV_CACHE
-from qbench.quantizers import kv_fake_quant as rounding
+from qbench.quantizers import fake_quant as rounding
 from qbench.quantizers.audit import kv_cache as kv_audit
 from qbench.quantizers.audit.compare import audit
 from qbench.quantizers.audit.kv_cache import measure_kv

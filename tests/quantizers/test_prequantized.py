@@ -33,7 +33,7 @@ from transformers import TorchAoConfig
 
 from qbench.cell import load
 from qbench.errors import CheckpointError, QbenchError, RecipeError, UnavailableError
-from qbench.evaluation.loaded import load_task
+from qbench.evaluation.evaluate import load_task
 from qbench.evaluation.scoring import language_model
 from qbench.plan import plan
 from qbench.quantizers import published

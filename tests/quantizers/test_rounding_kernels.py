@@ -10,7 +10,7 @@ from test_fake_quant import FORMATS, INF, KV_FORMATS, NAN, draw, equal, of_tenso
 from test_gptq import BLOCKS, block_of
 
 from qbench.quantizers import fake_quant, gptq
-from qbench.quantizers.kv_fake_quant import KVFakeQuant
+from qbench.quantizers.fake_quant import KVFakeQuant
 from qbench.quantizers.registry import settings_of
 
 if os.environ["TRITON_INTERPRET"] != "1" or importlib.util.find_spec("triton") is None:

@@ -14,9 +14,9 @@ from torchao.quantization import (
     quantize_,
 )
 
+from qbench.cli.lookup import explain
 from qbench.errors import RecipeError
 from qbench.quantizers import METHODS
-from qbench.recipe_schema import explain
 
 
 def test_its_settings_are_checked_keyed_and_explained():

@@ -17,7 +17,7 @@ from small_recipe import DEMO, qbench, small_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from qbench.cell import load
-from qbench.evaluation.loaded import load_task
+from qbench.evaluation.evaluate import load_task
 from qbench.evaluation.scoring import language_model
 from qbench.plan import plan
 from qbench.quantizers.linear import linears

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from qbench.tables.comparison_csv import COLUMNS
+from qbench.tables.frames import COLUMNS
 
 PAGE = Path(__file__).parents[2] / "docs" / "tables.md"
 

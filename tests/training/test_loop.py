@@ -16,7 +16,7 @@ from qbench.checkpoints import find
 from qbench.checkpoints.tokenizer import load_tokenizer
 from qbench.errors import DataError, RecipeError, TrainingError, UnavailableError
 from qbench.records import read_training
-from qbench.training.log import draw, read_log
+from qbench.training.checkpoint import draw, read_log
 
 ROOT = Path(__file__).parents[2]
 
@@ -198,7 +198,7 @@ def test_two_processes_train_as_one_does(tmp_path, train, recipe_file, graphs, n
 def test_a_tracker_that_does_not_start_is_named(tmp_path, monkeypatch):
     from accelerate import tracking
 
-    from qbench.training.log import open_wandb
+    from qbench.training.checkpoint import open_wandb
 
     class NotLoggedIn:
         def __init__(self, *arguments, **settings):

@@ -11,9 +11,8 @@ from hostile_results import HOSTILE, fill, texts
 from small_recipe import DEMO, qbench, small_recipe
 
 from qbench import viewer
-from qbench.cache import Sources
 from qbench.cli.view import document_texts
-from qbench.store import Store
+from qbench.store import Sources, Store
 from qbench.viewer.data import Results
 from qbench.viewer.export import write_report, write_site
 

@@ -16,12 +16,11 @@ from hostile_results import HOSTILE, SIZES, fill
 from small_recipe import qbench
 from synthetic import make_store
 
-from qbench.cache import Sources
 from qbench.cli import view
 from qbench.comparison.compare import compare
 from qbench.errors import DataError, OutputError, QbenchError, RecipeError, ResultsError
 from qbench.records import Part, Precision
-from qbench.store import Store
+from qbench.store import Sources, Store
 from qbench.viewer import server as server_module
 from qbench.viewer.data import Results, WholeStore
 from qbench.viewer.export import write_site

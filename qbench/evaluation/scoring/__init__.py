@@ -8,10 +8,9 @@ from typing import Any
 
 from lm_eval.api.model import LM
 
-from qbench.evaluation.lm_eval_model import ExternalScorer
-from qbench.evaluation.scoring.hflm import HFLMScorer
+from qbench.evaluation.llamacpp import ExternalScorer
 from qbench.evaluation.scoring.logits import Observer
-from qbench.evaluation.scoring.scorer import Scorer
+from qbench.evaluation.scoring.scorer import HFLMScorer, Scorer
 from qbench.evaluation.settings import ScoringSettings
 from qbench.progress import Advance
 

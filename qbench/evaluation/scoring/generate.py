@@ -39,7 +39,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from qbench.attention.masks import Mask
 from qbench.attention.quantized_kv import needs_sequences, one_scale
-from qbench.checkpoints.classes import moving_rope
+from qbench.checkpoints.find import moving_rope
 from qbench.errors import EvaluationError, first_line
 from qbench.evaluation.scoring.requests import Counts, check_tokens, encode_texts
 from qbench.progress import Advance

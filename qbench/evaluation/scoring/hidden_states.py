@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from qbench.attention.masks import Mask
 from qbench.attention.quantized_kv import READ, read_apart, rotate
-from qbench.checkpoints.classes import moving_rope
+from qbench.checkpoints.find import moving_rope
 from qbench.checkpoints.load import rounding_tolerance
 from qbench.errors import EvaluationError, UnavailableError, first_line
 from qbench.evaluation.scoring.batching import PackedBatch, Packing

@@ -25,8 +25,8 @@ from qbench.attention.transformers import parameters_of
 from qbench.quantizers.audit.activations import expected
 from qbench.quantizers.audit.weights import levels
 from qbench.quantizers.config import ActivationEvidence, QuantizationConfig
+from qbench.quantizers.fake_quant import KVFakeQuant, attention_modules
 from qbench.quantizers.formats import WHOLE_ROW, QuantFormat
-from qbench.quantizers.kv_fake_quant import KVFakeQuant, attention_modules
 from qbench.quantizers.methods.kv_formats import context_length
 from qbench.quantizers.quantize import evidence_of
 from qbench.records import KVAudit, KVModuleAudit

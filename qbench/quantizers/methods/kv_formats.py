@@ -46,7 +46,7 @@ class KVCache(KVCacheSettings):
     batch change.
     """
 
-    backend: ClassVar[str] = "kv_fake_quant"
+    backend: ClassVar[str] = "fake_quant"
 
     num_bits: Literal[8, 4, 3, 2]
     type: Literal["int", "float"] = "int"

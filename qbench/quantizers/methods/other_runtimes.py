@@ -1,5 +1,5 @@
 """Settings of a column that another runtime scores: any model class of lm-eval, with its arguments.
-``qbench.evaluation.lm_eval_model`` reads them."""
+``qbench.evaluation.llamacpp`` reads them."""
 
 from __future__ import annotations
 
