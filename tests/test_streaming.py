@@ -40,8 +40,6 @@ def results(folder, monkeypatch, option, *options, **changes):
         (QUICK, "exact", "float32"),
         pytest.param(OTHERS, "exact", "float32", marks=pytest.mark.slow),
         pytest.param(["bf16", "bnb-4bit", "hqq-4bit"], "exact", "bfloat16", marks=pytest.mark.slow),
-        pytest.param(QUICK, "fast", "float32", marks=pytest.mark.slow),
-        pytest.param(QUICK, "lm-eval", "float32", marks=pytest.mark.slow),
     ],
 )
 def test_a_streamed_run_gives_the_bits_of_a_resident_one(

@@ -277,11 +277,6 @@ def test_logits_that_are_no_numbers_fail_where_the_probe_met_none(mode, value):
     assert not model._forward_hooks
 
 
-def test_an_answer_without_room_is_refused_in_a_line():
-    with pytest.raises(EvaluationError, match="up to 128 tokens do not fit into eval"):
-        scorer(llama(), "exact", max_length=128).generate_until([request("a", max_gen_toks=128)])
-
-
 def test_tokens_that_the_model_does_not_embed_are_the_tokenizers_fault():
     """On a GPU an index out of range would end the process, and all cells after it."""
     model = llama()
