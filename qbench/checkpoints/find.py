@@ -92,7 +92,8 @@ def class_names() -> dict[str, str]:
     text = file.read_text(encoding="utf-8")
     start = text.index("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = ")
     table = text[start : text.index("\n)\n", start)]
-    return dict(re.findall(r'\("([\w.-]+)", "(\w+)"\)', table))
+    ours = {"gated-llama": "GatedLlamaForCausalLM"}  # checkpoints/gated.py
+    return dict(re.findall(r'\("([\w.-]+)", "(\w+)"\)', table)) | ours
 
 
 def choose_attention(

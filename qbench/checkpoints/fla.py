@@ -3,7 +3,7 @@
 Its attention is Llama's (same rotary embedding, no permutation), so the tensors carry over one to
 one under other names. With ``window_size`` it is Mistral's, with ``qkv_bias`` Qwen 2's, with
 ``qk_norm`` Qwen 3's; with ``qbench_rotary: false``, which `qbench train` writes, SmolLM 3's without
-a rotary embedding. Its GatedMLP bypasses ``down_proj.forward`` when fused, which would hide that
+a rotary embedding, and with ``qbench_gate`` Llama's with a gate (``gated.py``). Its GatedMLP bypasses ``down_proj.forward`` when fused, which would hide that
 layer from quantizers; the conversion also rids us of that.
 
 Every field of a config is used, or known to be without effect on logits, or has the one value
@@ -92,6 +92,7 @@ class Config(BaseModel):
     qkv_bias: bool | None = None
     qk_norm: bool | None = None
     qbench_rotary: bool = True
+    qbench_gate: Literal["head", "element"] | None = None
     rope_theta: Positive | None = None
     tie_word_embeddings: bool = False
     bos_token_id: Token | None = 1
@@ -193,6 +194,14 @@ def _kind(parsed: Config) -> tuple[str, dict[str, Any]]:
     """Return the ``model_type`` of transformers that computes the same, and its fields for that."""
     norm, bias, window = bool(parsed.qk_norm), bool(parsed.qkv_bias), parsed.window_size
     layers = parsed.num_hidden_layers
+    if parsed.qbench_gate is not None:
+        if norm or bias or window is not None or not parsed.qbench_rotary:
+            raise CheckpointError(
+                f"config.json: qbench_gate {parsed.qbench_gate} with qk_norm, qkv_bias, "
+                "window_size or without rotary embedding: no class computes that"
+            )
+        return "gated-llama", {"attention_bias": False, "mlp_bias": False,
+                               "gate": parsed.qbench_gate}  # fmt: skip
     if window is not None and parsed.attn_impl not in WINDOWED:
         raise CheckpointError(
             f"config.json: window_size {window}, which attn_impl {parsed.attn_impl} does "

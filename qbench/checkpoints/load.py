@@ -35,6 +35,7 @@ from qbench.checkpoints.find import (
     require_fit,
     require_unchanged,
 )
+from qbench.checkpoints.gated import model_class
 from qbench.errors import CheckpointError, QbenchError, UnavailableError, first_line, some
 from qbench.streaming import load_block
 
@@ -192,7 +193,7 @@ def tensors_problem(checkpoint: Checkpoint) -> str | None:
     without memory: so tied, ignored, renamed and joined ones are those that it knows.
     """
     ours, dtypes = fla.recognizes(checkpoint.config), {"I64": torch.int64}
-    kind = getattr(transformers, checkpoint.class_name)
+    kind = model_class(checkpoint.class_name)
     tensors = {
         name: torch.empty(header.shape, dtype=dtypes.get(header.dtype), device="meta")
         for name, header in checkpoint.headers.items()

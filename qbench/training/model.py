@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import transformers
 from accelerate import PartialState
 from torch import Tensor, nn
 from torch._inductor import config
@@ -26,7 +25,15 @@ from qbench.attention.normalizers import NORMALIZERS
 from qbench.attention.transformers import set_attention
 from qbench.checkpoints import fla
 from qbench.checkpoints.find import class_names
-from qbench.training.training_recipe import Compute, Optimizer, OwnParameter, Schedule, Shape
+from qbench.checkpoints.gated import model_class
+from qbench.training.training_recipe import (
+    Compute,
+    Optimizer,
+    OwnParameter,
+    Schedule,
+    Shape,
+    split_gate,
+)
 
 
 def checkpoint_config(
@@ -38,10 +45,12 @@ def checkpoint_config(
     pad: int | None = None,
 ) -> dict[str, Any]:
     """Return the ``config.json`` of a model of ``shape`` in flash-linear-attention's format."""
+    normalizer, gate = split_gate(normalizer)
     named = fla.IMPLEMENTATION_OF.get(normalizer)
     return {
         "architectures": ["TransformerForCausalLM"],
         **({"attn_impl": named} if named else {"qbench_normalizer": normalizer}),
+        **({"qbench_gate": gate} if gate else {}),
         **({"qbench_rotary": False} if shape.rope_theta is None else {}),
         "bos_token_id": bos,
         "elementwise_affine": True,
@@ -135,15 +144,20 @@ def initial_model(
     ``softpick/triton``.
 
     The weights are drawn on the CPU and depend on ``shape`` and ``seed`` alone: they are the same
-    for every attention function, whose own parameters come after. ``tokens``: the ids of bos, eos
-    and pad. Raises UnavailableError if the attention implementation cannot run.
+    for every attention function, whose own parameters come after, and so do gates. ``tokens``: the
+    ids of bos, eos and pad. Raises UnavailableError if the attention implementation cannot run.
     """
     torch.manual_seed(seed)
     settings = fla.llama_settings(checkpoint_config(shape, normalizer, **tokens))
     settings["initializer_range"] = shape.init
     settings["pad_token_id"] = None  # rows are never padded; torch would not train its embedding
-    model_class = getattr(transformers, class_names()[settings["model_type"]])
-    model = model_class(AutoConfig.for_model(**settings))
+    model = model_class(class_names()[settings["model_type"]])(AutoConfig.for_model(**settings))
+    normalizer, gate = split_gate(normalizer)
+    if gate:
+        torch.manual_seed(seed)
+        settings.update(model_type="llama", gate=None)
+        ungated = LlamaForCausalLM(AutoConfig.for_model(**settings))
+        model.load_state_dict(ungated.state_dict(), strict=False)
     for layer in model.model.layers:
         for parameter in NORMALIZERS.get(normalizer).parameters:
             if not (parameter.required or parameter.attribute in shape.parameters):

@@ -33,11 +33,19 @@ class Compute(Strict):
     deterministic: Flag = True
 
 
+GATES = {"+head-gate": "head", "+element-gate": "element"}
 MOST_STEPS = 10**8
 Decay = Annotated[
     float, Field(strict=True, ge=0, lt=1)
 ]  # of a running mean; with 1 it never begins
 Positive = Annotated[float, Field(strict=True, gt=0)]
+
+
+def split_gate(name: str) -> tuple[str, str | None]:
+    """Return the attention function of ``name`` and what a gate multiplies, ``head`` or ``element``:
+    ``softmax+head-gate`` is ("softmax", "head"), ``softmax`` ("softmax", None)."""
+    normalizer, plus, gate = name.partition("+")
+    return normalizer, GATES.get(plus + gate)
 
 
 class OwnParameter(Strict):
@@ -192,9 +200,13 @@ class TrainingRecipe(Strict):
     @classmethod
     def _known(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for name in value:
-            if name not in NORMALIZERS:
+            normalizer, plus, gate = name.partition("+")
+            if normalizer not in NORMALIZERS or (plus and plus + gate not in GATES):
                 names = ", ".join(NORMALIZERS)
-                raise ValueError(f"unknown normalizer {shown(name)}; known: {names}")
+                gates = " or ".join(GATES)
+                raise ValueError(
+                    f"unknown normalizer {shown(name)}; known: {names}; each also with {gates}"
+                )
         return value
 
     @field_validator("normalizers", "seeds")
@@ -207,7 +219,8 @@ class TrainingRecipe(Strict):
 
     @model_validator(mode="after")
     def _has_parameters(self) -> TrainingRecipe:
-        parameters = [NORMALIZERS.get(name).parameters for name in self.normalizers]
+        functions = [split_gate(name)[0] for name in self.normalizers]
+        parameters = [NORMALIZERS.get(name).parameters for name in functions]
         attributes = dict.fromkeys(parameter.attribute for each in parameters for parameter in each)
         for name in self.model.parameters:
             if name not in attributes:
