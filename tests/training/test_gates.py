@@ -1,4 +1,4 @@
-"""Models with a sigmoid gate on the output of attention: trained, read, quantized with their gate or
+"""Models with a gate on the output of attention: trained, read, quantized with their gate or
 without it."""
 
 import pytest
