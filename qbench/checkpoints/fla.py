@@ -3,8 +3,9 @@
 Its attention is Llama's (same rotary embedding, no permutation), so the tensors carry over one to
 one under other names. With ``window_size`` it is Mistral's, with ``qkv_bias`` Qwen 2's, with
 ``qk_norm`` Qwen 3's; with ``qbench_rotary: false``, which `qbench train` writes, SmolLM 3's without
-a rotary embedding, and with ``qbench_gate`` Llama's with a gate (``gated.py``). Its GatedMLP bypasses ``down_proj.forward`` when fused, which would hide that
-layer from quantizers; the conversion also rids us of that.
+a rotary embedding; with ``qbench_gate`` Llama's with a gate (``gated.py``). Its GatedMLP bypasses
+``down_proj.forward`` when fused, which would hide that layer from quantizers; the conversion also
+rids us of that.
 
 Every field of a config is used, or known to be without effect on logits, or has the one value
 that these classes compute; all else is refused by name.

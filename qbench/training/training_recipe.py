@@ -42,8 +42,8 @@ Positive = Annotated[float, Field(strict=True, gt=0)]
 
 
 def split_gate(name: str) -> tuple[str, str | None]:
-    """Return the attention function of ``name`` and what a gate multiplies, ``head`` or ``element``:
-    ``softmax+head-gate`` is ("softmax", "head"), ``softmax`` ("softmax", None)."""
+    """Return the attention function and what its gate multiplies: ("softmax", "head") for
+    ``softmax+head-gate``, ("softmax", None) for ``softmax``."""
     normalizer, plus, gate = name.partition("+")
     return normalizer, GATES.get(plus + gate)
 
