@@ -32,7 +32,12 @@ def _end(code: int) -> None:
     """End this process at once with this exit code. Python's own end waits a second for libraries'
     threads and garbage, or aborts."""
     if code == INTERRUPTED:
-        _kill_children()
+        # Kill all child processes but Python's resource tracker, which ends when it has tidied up
+        with suppress(psutil.Error):
+            for child in psutil.Process().children(recursive=True):
+                with suppress(psutil.NoSuchProcess):
+                    if not any("resource_tracker" in word for word in child.cmdline()):
+                        child.kill()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         try:
@@ -40,15 +45,6 @@ def _end(code: int) -> None:
         except (OSError, ValueError):  # its reader is gone
             code = code or 1
     os._exit(code)
-
-
-def _kill_children() -> None:
-    """Kill all child processes but Python's resource tracker, which ends when it has tidied up."""
-    with suppress(psutil.Error):
-        for child in psutil.Process().children(recursive=True):
-            with suppress(psutil.NoSuchProcess):
-                if not any("resource_tracker" in word for word in child.cmdline()):
-                    child.kill()
 
 
 if __name__ == "__main__":

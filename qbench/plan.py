@@ -84,7 +84,7 @@ from qbench.quantizers.texts import (
     read_texts,
     require_windows,
 )
-from qbench.recipe import Evaluation, QuantizerEntry, Recipe, Task
+from qbench.recipe import Evaluation, QuantizerEntry, Recipe
 from qbench.records import GridCell, RunManifest
 from qbench.text import group_by_reason
 
@@ -509,7 +509,24 @@ def _cells(plan: Plan, name: str, checkpoint: Checkpoint, shapes: Shapes) -> Ite
         if not column.quantization.precision.quantized:
             bases.setdefault(dtype, cell.grid_cell)
         yield replace(cell, notes=(*cell.notes, *notes))
-    require_room(name, checkpoint, plan.tasks, cell.scoring.max_length)
+    for task in plan.tasks:
+        if (task.max_length or 0) > (checkpoint.positions or math.inf):
+            raise RecipeError(
+                f"tasks: {task.name}: its prompts and answers take {task.max_length} tokens, and "
+                f"{checkpoint.class_name} of checkpoints.{name} has {checkpoint.max_length} "
+                "positions; take a shorter one"
+            )
+        generates = task.answers or task.output_type == "generate_until"
+        if generates and task.max_gen_toks >= cell.scoring.max_length:
+            raise RecipeError(
+                f"tasks: {task.name} generates up to {task.max_gen_toks} tokens, which leaves no "
+                f"room for its prompt in the {cell.scoring.max_length} of checkpoints.{name}; "
+                + (
+                    "lower answers.max_new_tokens"
+                    if task.answers
+                    else "raise evaluation.max_length or leave the task out"
+                )
+            )
 
 
 def _cell(
@@ -640,7 +657,15 @@ def find_tasks(recipe: Recipe) -> tuple[tuple[TaskSpec, ...], tuple[str, ...]]:
     Raises DataError with all problems of their data.
     """
     tasks, skipped, missing, problems = [], [], [], []
-    for task in _leaf_tasks(recipe):
+    leaves = [
+        task.model_copy(update={"name": leaf})
+        for task in recipe.tasks
+        for leaf in expand(task.name, recipe.definitions)
+    ]
+    names = [leaf.name for leaf in leaves]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise RecipeError(f"tasks: {', '.join(twice)} is listed twice, once in a group or tag")
+    for task in leaves:
         try:
             tasks.append(
                 plan_task(
@@ -698,19 +723,6 @@ def find_groups(recipe: Recipe, skipped: Sequence[str]) -> tuple[TaskGroup, ...]
         if not set(skipped) & set(group.tasks)
     }
     return tuple(groups.values())
-
-
-def _leaf_tasks(recipe: Recipe) -> list[Task]:
-    """Return the recipe's tasks, with the members of groups and tags in their place."""
-    leaves = [
-        task.model_copy(update={"name": leaf})
-        for task in recipe.tasks
-        for leaf in expand(task.name, recipe.definitions)
-    ]
-    names = [leaf.name for leaf in leaves]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise RecipeError(f"tasks: {', '.join(twice)} is listed twice, once in a group or tag")
-    return leaves
 
 
 def find_calibration(recipe: Recipe, *, needed: bool = False) -> CalibrationText | None:
@@ -888,28 +900,3 @@ def require_runnable(cells: Iterable[Cell]) -> None:
         (cell.name, cell.unsupported_reason) for cell in cells if cell.unsupported_reason
     ):
         raise RecipeError(*lines, "these cells can never run; choose others with --only PATTERN")
-
-
-def require_room(
-    name: str, checkpoint: Checkpoint, tasks: Sequence[TaskSpec], max_length: int
-) -> None:
-    """Raise RecipeError for a task that leaves no room for its prompt, as it generates
-    ``max_length`` tokens or more, or whose prompts exceed the positions of checkpoint ``name``."""
-    for task in tasks:
-        if (task.max_length or 0) > (checkpoint.positions or math.inf):
-            raise RecipeError(
-                f"tasks: {task.name}: its prompts and answers take {task.max_length} tokens, and "
-                f"{checkpoint.class_name} of checkpoints.{name} has {checkpoint.max_length} "
-                "positions; take a shorter one"
-            )
-        generates = task.answers or task.output_type == "generate_until"
-        if generates and task.max_gen_toks >= max_length:
-            raise RecipeError(
-                f"tasks: {task.name} generates up to {task.max_gen_toks} tokens, which leaves no "
-                f"room for its prompt in the {max_length} of checkpoints.{name}; "
-                + (
-                    "lower answers.max_new_tokens"
-                    if task.answers
-                    else "raise evaluation.max_length or leave the task out"
-                )
-            )

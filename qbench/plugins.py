@@ -117,7 +117,23 @@ def load(plugins: Iterable[Plugin], *, location: str = "--plugin") -> None:
                 f"{location} {plugin.path or plugin.name}: another plug-in named {before.name} is "
                 "loaded already; rename this one"
             )
-        _execute(plugin, plugin.path or plugin.name, location)
+        # Run the file as a module, so that its classes can be pickled and inspect finds its source
+        # on another host too
+        path = plugin.path or plugin.name
+        module = sys.modules[plugin.module] = types.ModuleType(plugin.module)
+        module.__file__ = path
+        try:
+            lines = plugin.source.decode().splitlines(keepends=True)
+            linecache.cache[path] = (len(plugin.source), None, lines, path)
+            exec(compile(plugin.source, path, "exec"), module.__dict__)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # sys.exit, too, is no reason to end without a word
+            del sys.modules[plugin.module]
+            line = error.lineno if isinstance(error, SyntaxError) else _line(error, path)
+            raise RecipeError(
+                f"{location} {path}: line {line}: {type(error).__name__}: {first_line(error)}"
+            ) from error
         _loaded[plugin.module] = plugin
 
 
@@ -147,25 +163,6 @@ def load_packages() -> None:
                 ) from error
             if entry.dist is not None:
                 _packages[entry.dist.name] = entry.dist.version
-
-
-def _execute(plugin: Plugin, path: str, location: str) -> None:
-    """Run the file as a module, so that its classes can be pickled and ``inspect`` finds its source
-    on another host too."""
-    module = sys.modules[plugin.module] = types.ModuleType(plugin.module)
-    module.__file__ = path
-    try:
-        lines = plugin.source.decode().splitlines(keepends=True)
-        linecache.cache[path] = (len(plugin.source), None, lines, path)
-        exec(compile(plugin.source, path, "exec"), module.__dict__)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # sys.exit, too, is no reason to end without a word
-        del sys.modules[plugin.module]
-        line = error.lineno if isinstance(error, SyntaxError) else _line(error, path)
-        raise RecipeError(
-            f"{location} {path}: line {line}: {type(error).__name__}: {first_line(error)}"
-        ) from error
 
 
 def _line(error: BaseException, location: str) -> int | str:

@@ -659,7 +659,14 @@ def _source(path: Path | None, changed: Overrides) -> Source:
     if changed.dtype is not None:
         _replace_dtype(source, changed.dtype)
     if path is None:
-        _add_unquantized(source)
+        # Add an unquantized column, which damage is measured against, if there is none. It has the
+        # dtype that the first quantizer computes in
+        entries, dtype = source.values["quantizers"], source.values.get("compute_dtype", "bfloat16")
+        with suppress(ValidationError):  # what is wrong is said when the recipe is checked
+            columns = [_column(index, entry, dtype) for index, entry in enumerate(entries)]
+            if all(c.quantization.precision.quantized and not _as_it_is(c) for c in columns):
+                dtype = columns[0].quantization.compute_dtype
+                source.replace([*entries, UNQUANTIZED[dtype]], "quantizers")
     return source
 
 
@@ -753,17 +760,6 @@ def _add_quantized(source: Source, path: Path | None, changed: Overrides) -> Non
     columns = source.values.get("quantizers") or ["bf16"]
     columns += [{"name": "checkpoint", "path": p, "label": n} for n, p in copies.items()]
     source.values["quantizers"] = columns
-
-
-def _add_unquantized(source: Source) -> None:
-    """Add an unquantized column, which damage is measured against, if there is none. It has the
-    dtype that the first quantizer computes in."""
-    entries, dtype = source.values["quantizers"], source.values.get("compute_dtype", "bfloat16")
-    with suppress(ValidationError):  # what is wrong is said when the recipe is checked
-        columns = [_column(index, entry, dtype) for index, entry in enumerate(entries)]
-        if all(c.quantization.precision.quantized and not _as_it_is(c) for c in columns):
-            dtype = columns[0].quantization.compute_dtype
-            source.replace([*entries, UNQUANTIZED[dtype]], "quantizers")
 
 
 def _named(entries: list[Any], names: tuple[str, ...], key: str) -> list[Any]:

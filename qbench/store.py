@@ -204,7 +204,11 @@ def members(archive: Path, remedy: str = FETCH_AGAIN) -> Iterator[tuple[str, byt
                         raise ValueError(f"{member.name} is sparse or there twice")
                     seen.add(member.name)
                     content = packed.extractfile(member).read()  # type: ignore[union-attr]  # regular
-                    _check(archive, member.name, content, remedy)
+                    name = member.name
+                    if name.endswith(".json"):
+                        parse_record(content, _kind(name), f"{archive}: {name}", remedy)
+                    elif f".{digest(content)[:KEY_DIGITS]}." not in name:
+                        raise ValueError(f"{name} is not what was written")
                     yield member.name, content
             while bounded.read(tarfile.RECORDSIZE):  # to the end, where the checksum is
                 pass
@@ -224,14 +228,6 @@ class _Bounded:
         if self._left < 0:
             raise ValueError(f"it unpacks to more than {self._most:,} bytes")
         return content
-
-
-def _check(archive: Path, name: str, content: bytes, remedy: str) -> None:
-    """Raise DamagedError or SchemaError if ``content`` is not what qbench writes under ``name``."""
-    if name.endswith(".json"):
-        parse_record(content, _kind(name), f"{archive}: {name}", remedy)
-    elif f".{digest(content)[:KEY_DIGITS]}." not in name:
-        raise ValueError(f"{name} is not what was written")
 
 
 def _kind(name: str) -> type[RecordModel]:

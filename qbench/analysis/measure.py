@@ -159,30 +159,6 @@ def _measured(
         name: torch.cat([part[name] for part in layers.values()], dim=1)
         for name in next(iter(layers.values()), {})
     }
-    return Measured(
-        **_means(rows),
-        perplexity=perplexity(loss),
-        silent_heads=(rows["silent"] == 1).double().mean().item(),
-        dormant_heads=(rows["output"] < DORMANT).double().mean().item(),
-        hidden=summary(seen.states),
-        layers=tuple(
-            Layer(
-                heads=_heads(layers[index]) if index in layers else (),
-                hidden=summary([states]),
-            )
-            for index, states in enumerate(seen.states)
-        ),
-        massive=_massive(seen.massive, ids, tokenizer),
-        inputs=tuple(seen.inputs[name].summary(name) for name in linears if name in inside),
-        inputs_left_out=tuple(name for name in linears if name not in inside),
-        delimiter_tokens=parting[:, 1:].double().mean().item(),
-        stretches=_stretches(losses, rows),
-    )
-
-
-def _stretches(losses: Tensor, rows: dict[str, Tensor]) -> tuple[PositionBin, ...]:
-    """Return the means over each stretch of positions, of ``losses`` [N, T − 1], whose first
-    belongs to position 1, and of the attention measures ``rows``."""
     texts, length = losses.shape[0], losses.shape[1] + 1
     bins = []
     for index, first in enumerate(range(0, length, STRETCH)):
@@ -202,7 +178,25 @@ def _stretches(losses: Tensor, rows: dict[str, Tensor]) -> tuple[PositionBin, ..
                 entropy=_mean(rows["entropy_stretch"][..., index]),
             )
         )
-    return tuple(bins)
+    return Measured(
+        **_means(rows),
+        perplexity=perplexity(loss),
+        silent_heads=(rows["silent"] == 1).double().mean().item(),
+        dormant_heads=(rows["output"] < DORMANT).double().mean().item(),
+        hidden=summary(seen.states),
+        layers=tuple(
+            Layer(
+                heads=_heads(layers[index]) if index in layers else (),
+                hidden=summary([states]),
+            )
+            for index, states in enumerate(seen.states)
+        ),
+        massive=_massive(seen.massive, ids, tokenizer),
+        inputs=tuple(seen.inputs[name].summary(name) for name in linears if name in inside),
+        inputs_left_out=tuple(name for name in linears if name not in inside),
+        delimiter_tokens=parting[:, 1:].double().mean().item(),
+        stretches=tuple(bins),
+    )
 
 
 def _means(rows: dict[str, Tensor]) -> dict[str, Any]:

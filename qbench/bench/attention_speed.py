@@ -241,7 +241,26 @@ def contender(name: str, shape: Shape, variant: str) -> Run:
     if name == CUDNN:
         return _torchs(SDPBackend.CUDNN_ATTENTION, shape)
     if name == FLEX:
-        return _flex(shape, variant)
+        slopes = torch.tensor(SLOPES.start(shape.heads), device="cuda")
+
+        def alibi(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return score + slopes[h] * (k - q)
+
+        def softcap(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return CAP * torch.tanh(score / CAP)
+
+        def seen(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return (q >= k) & (q - k < WINDOW) if variant == "window" else q >= k
+
+        functorch.donated_buffer = False  # a backward pass is timed many times
+        config.compile_threads = 1  # else processes of torch's stay beside what is timed
+        mask = create_block_mask(seen, None, None, shape.length, shape.length, device="cuda")
+        torch._dynamo.reset()  # else later shapes get slower kernels of dynamic shape, or none
+        return partial(
+            torch.compile(flex_attention, dynamic=False), block_mask=mask,
+            score_mod={"ALiBi": alibi, "soft cap": softcap}.get(variant),
+            enable_gqa=shape.kv_heads != shape.heads,
+        )  # fmt: skip
     return partial(kernels.attention, **shape.settings(name, variant))
 
 
@@ -253,29 +272,6 @@ def _torchs(backend: Any, shape: Shape) -> Run:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
 
     return run
-
-
-def _flex(shape: Shape, variant: str) -> Run:
-    slopes = torch.tensor(SLOPES.start(shape.heads), device="cuda")
-
-    def alibi(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return score + slopes[h] * (k - q)
-
-    def softcap(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return CAP * torch.tanh(score / CAP)
-
-    def seen(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (q >= k) & (q - k < WINDOW) if variant == "window" else q >= k
-
-    functorch.donated_buffer = False  # a backward pass is timed many times
-    config.compile_threads = 1  # else processes of torch's stay beside what is timed
-    mask = create_block_mask(seen, None, None, shape.length, shape.length, device="cuda")
-    torch._dynamo.reset()  # else later shapes get slower kernels of dynamic shape, or none
-    return partial(
-        torch.compile(flex_attention, dynamic=False), block_mask=mask,
-        score_mod={"ALiBi": alibi, "soft cap": softcap}.get(variant),
-        enable_gqa=shape.kv_heads != shape.heads,
-    )  # fmt: skip
 
 
 # What is measured.

@@ -73,7 +73,13 @@ def lm_eval_command(planned: Plan, folder: Path) -> list[str]:
     folder.mkdir()
     for task in planned.tasks:
         path = folder / f"{task.name}.yaml"
-        path.write_text(yaml.safe_dump(_definition(task)), encoding="utf-8")
+        definition: dict[str, object] = {"include": str(task.definition), "task": _name(task)}
+        if task.files:
+            files = {file.split: str(file.path.resolve()) for file in task.files}
+            definition |= {"dataset_path": "json", "dataset_name": None}
+            definition |= dict.fromkeys(SPLIT_KEYS) | {"test_split": task.files[0].split}
+            definition["dataset_kwargs"] = {"data_files": files}
+        path.write_text(yaml.safe_dump(definition), encoding="utf-8")
     model = f"pretrained={cell.checkpoint.folder},dtype={cell.quantization.compute_dtype}"
     model += f",max_length={cell.scoring.max_length}"
     if cell.scoring.add_bos is not None:
@@ -87,16 +93,6 @@ def lm_eval_command(planned: Plan, folder: Path) -> list[str]:
 
 def _name(task: TaskSpec) -> str:
     return f"{task.name}_of_qbench"  # lm-eval has others of the task's own name
-
-
-def _definition(task: TaskSpec) -> dict[str, object]:
-    definition: dict[str, object] = {"include": str(task.definition), "task": _name(task)}
-    if task.files:
-        files = {file.split: str(file.path.resolve()) for file in task.files}
-        definition |= {"dataset_path": "json", "dataset_name": None}
-        definition |= dict.fromkeys(SPLIT_KEYS) | {"test_split": task.files[0].split}
-        definition["dataset_kwargs"] = {"data_files": files}
-    return definition
 
 
 def table(rows: Sequence[Mapping[str, object]]) -> str:

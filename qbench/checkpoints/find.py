@@ -509,18 +509,6 @@ def _training(folder: Path) -> Training | None:
     return training
 
 
-def require_present(normalizer: str, names: Iterable[str]) -> None:
-    """Raise CheckpointError if ``normalizer`` needs a parameter that no tensor of ``names`` is.
-    Whether each attention module has one is checked when the model is loaded."""
-    attributes = {name.rpartition(".")[2] for name in names}
-    for parameter in _parameters(normalizer):
-        if parameter.required and parameter.attribute not in attributes:
-            raise CheckpointError(
-                f"missing: {parameter.attribute} of every attention module, which {normalizer} "
-                "needs; is qbench_normalizer in config.json right?"
-            )
-
-
 def model_headers(checkpoint: Checkpoint) -> dict[str, Header]:
     """Return the checkpoint's headers by the names that the model has for its tensors."""
     if not fla.recognizes(checkpoint.config):
@@ -575,7 +563,14 @@ def _read_checkpoint(
             f"config.json: model_type {kind!r} is no causal language model of the installed "
             "transformers; code of the checkpoint's own (auto_map) is never run"
         )
-    require_present(trained_with, headers)
+    # Whether each attention module has its parameter is checked when the model is loaded
+    attributes = {name.rpartition(".")[2] for name in headers}
+    for parameter in _parameters(trained_with):
+        if parameter.required and parameter.attribute not in attributes:
+            raise CheckpointError(
+                f"missing: {parameter.attribute} of every attention module, which {trained_with} "
+                "needs; is qbench_normalizer in config.json right?"
+            )
     others = sorted({header.file for header in headers.values()} - {SINGLE})
     if others and not (folder / INDEX).exists():
         raise CheckpointError(

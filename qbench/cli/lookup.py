@@ -137,12 +137,6 @@ def json_schema() -> Schema:
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["description"] = "A recipe of qbench."
     schema["properties"]["quantizers"]["items"] = {"$ref": "#/$defs/Quantizer"}
-    schema["$defs"]["Quantizer"] = _quantizer()
-    return schema
-
-
-def _quantizer() -> Schema:
-    """Return the schema of a quantizer: a text, or a mapping of a name with options, or parts."""
     options = {
         option: {} for kind in KINDS for method in methods(kind) for option in method.options
     }  # fmt: skip
@@ -160,7 +154,8 @@ def _quantizer() -> Schema:
             **parts,
         },
     }
-    return {"anyOf": [{"enum": names()}, {"type": "string"}, mapping]}
+    schema["$defs"]["Quantizer"] = {"anyOf": [{"enum": names()}, {"type": "string"}, mapping]}
+    return schema
 
 
 def explain(method: Method, option: str) -> str:

@@ -174,25 +174,10 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 def cell_text(record: Record, flips: Mapping[str, Mapping[str, Flips]]) -> str:
     """Return what a record says of its cell as a whole: scores, damage, costs, audit, key."""
-    parts: list[tuple[str, str]] = [
-        ("", _head(record)),
-        ("Scores", _scores(record)),
-        ("Tasks that could not be scored", pairs(record.failed_tasks.items())),
-        ("Damage, against the unquantized cell", _damage(record.damage, flips)),
-        ("Stages", _stages(record)),
-        ("Audit", _audit(record.audit)),
-        ("Environment", _values(record.environment.model_dump(exclude_none=True, mode="json"))),
-        (f"Key {record.key}, of", pairs(flat(record.key_parts))),
+    rows = [
+        (stage.name, f"{stage.seconds:.1f} s", f"{stage.peak_memory_gib:.2f} GiB", stage.detail)
+        for stage in record.stages
     ]
-    return "\n\n".join(f"{title}\n{text}" if title else text for title, text in parts if text)
-
-
-def took(record: Record) -> str:
-    """Return the time from a cell's start to its end, with what lies between its stages."""
-    return f"{(record.finished - record.started).total_seconds():.1f} s"
-
-
-def _head(record: Record) -> str:
     values = {
         "cell": record.cell,
         "status": record.status,
@@ -206,7 +191,22 @@ def _head(record: Record) -> str:
         "begun": f"{record.started:%Y-%m-%d %H:%M:%S %Z}",
         "took": took(record),
     }
-    return pairs((name, value) for name, value in values.items() if value)
+    parts: list[tuple[str, str]] = [
+        ("", pairs((name, value) for name, value in values.items() if value)),
+        ("Scores", _scores(record)),
+        ("Tasks that could not be scored", pairs(record.failed_tasks.items())),
+        ("Damage, against the unquantized cell", _damage(record.damage, flips)),
+        ("Stages", table(("stage", "took", "memory", ""), rows)),
+        ("Audit", _audit(record.audit)),
+        ("Environment", _values(record.environment.model_dump(exclude_none=True, mode="json"))),
+        (f"Key {record.key}, of", pairs(flat(record.key_parts))),
+    ]
+    return "\n\n".join(f"{title}\n{text}" if title else text for title, text in parts if text)
+
+
+def took(record: Record) -> str:
+    """Return the time from a cell's start to its end, with what lies between its stages."""
+    return f"{(record.finished - record.started).total_seconds():.1f} s"
 
 
 def _scores(record: Record) -> str:
@@ -259,14 +259,6 @@ def _by_confidence(damage: Damage) -> str:
     ]
     head = ("task", *(f"{level.low:g} to {level.high:g}" for level in next(iter(bins.values()))))
     return "\n\nmean KL (tokens) by the unquantized model's confidence\n\n" + table(head, rows)
-
-
-def _stages(record: Record) -> str:
-    rows = [
-        (stage.name, f"{stage.seconds:.1f} s", f"{stage.peak_memory_gib:.2f} GiB", stage.detail)
-        for stage in record.stages
-    ]
-    return table(("stage", "took", "memory", ""), rows)
 
 
 def _audit(audit: Audit | None) -> str:

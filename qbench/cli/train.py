@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
@@ -67,12 +67,20 @@ def tokenize(
         raise RecipeError(
             "tokenize: add --tokenizer FOLDER_OR_HUB_ID, or --vocabulary N for a new one"
         )
+    last = time.monotonic()
+
+    def progress(documents: int, tokens: int) -> None:
+        nonlocal last
+        if time.monotonic() - last > LINE_SECONDS:
+            last = time.monotonic()
+            typer.echo(f"{documents:,} documents, {tokens:,} tokens", err=True)
+
     about = write(
         sources,
         out,
         tokenizer=tokenizer or vocabulary or 0,
         settings=Tokenizing(bos=bos, eos=eos, most_tokens=most_tokens, evaluation=decontaminate),
-        progress=_tokenized(),
+        progress=progress,
     )
     left_out = f"; {about.left_out_lines:,} lines left out" if decontaminate else ""
     typer.echo(
@@ -189,19 +197,6 @@ def train(
             out=folder / "evaluation", device=device,
             cluster=cluster, gpus=gpus,
         )  # fmt: skip
-
-
-def _tokenized() -> Callable[[int, int], None]:
-    """Return a function that prints how far tokenizing is, every few seconds."""
-    last = time.monotonic()
-
-    def progress(documents: int, tokens: int) -> None:
-        nonlocal last
-        if time.monotonic() - last > LINE_SECONDS:
-            last = time.monotonic()
-            typer.echo(f"{documents:,} documents, {tokens:,} tokens", err=True)
-
-    return progress
 
 
 def show_trained(trainings: Sequence[Training], planned_runs: int) -> None:

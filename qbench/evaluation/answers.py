@@ -226,9 +226,11 @@ def _scored(
     for index, (prompt, tokens) in enumerate(zip(prompts, generated, strict=True)):
         text = chat.tokenizer.decode(tokens, skip_special_tokens=True)
         rows.append(text_response(ANSWERS, prompt.document, prompt.sample, None, text))
+        count = len(tokens) - NGRAM + 1
+        stretches = {tuple(tokens[i : i + NGRAM]) for i in range(count)}
         metrics = {
             "stops": float(tokens[-1] in chat.ends),
-            "repeats": _repeats(tokens),
+            "repeats": (1 - len(stretches) / count if count > 0 else 0.0),
             "length": float(len(tokens)),
         }
         if prompt.target:
@@ -280,13 +282,6 @@ def _scores(outcomes: pd.DataFrame, label: str) -> tuple[Score, ...]:
         for metric, (higher, aggregation) in METRICS.items()
         if len(column := outcomes["value"][outcomes["metric"] == metric])
     )
-
-
-def _repeats(tokens: Sequence[int]) -> float:
-    """Return the share of the stretches of ``NGRAM`` tokens that stand earlier in the answer."""
-    count = len(tokens) - NGRAM + 1
-    stretches = {tuple(tokens[i : i + NGRAM]) for i in range(count)}
-    return 1 - len(stretches) / count if count > 0 else 0.0
 
 
 def _common(tokens: Sequence[int], other: Sequence[int]) -> int:

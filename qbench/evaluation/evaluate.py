@@ -198,8 +198,19 @@ def load_task(spec: TaskSpec, tokenizer: Path | None = None) -> LoadedTask:
         )
     if spec.hub_data is not None:
         _require_commit(spec, task)
-    _require_metrics(spec, task)
-    _require_examples(spec, task)
+    own_function = callable(task.config.process_results)
+    for metric, aggregate in task.aggregation().items():
+        if aggregate is None or not (own_function or task._metric_fn_list.get(metric, True)):
+            raise _unknown_metric(spec, metric)
+    # Raises DataError if fewer documents are there than examples are drawn. lm-eval draws one
+    # more where it leaves out the document that is asked about
+    count = task.config.num_fewshot or 0
+    needed = count + (task.fewshot_cfg.split == task.config.test_split)
+    if count and (documents := len(task.sampler.df)) < needed:
+        raise DataError(
+            f"{spec.name}: num_fewshot {count}: there are {documents} documents to draw examples "
+            f"from, {needed} are needed; lower num_fewshot"
+        )
     if getattr(task, "MULTIMODAL", False):  # which a class may say without its definition
         raise DataError(f"{spec.name}: it asks about images or sound; leave the task out")
     if len(lines) != len(task.eval_docs):
@@ -280,26 +291,6 @@ def _reason(spec: TaskSpec, config: dict[str, Any], error: Exception) -> str:
     if spec.files and isinstance(error, (KeyError, UndefinedError)):
         return f"{line}; are the fields of its data those that it needs?"
     return line
-
-
-def _require_examples(spec: TaskSpec, task: ConfigurableTask) -> None:
-    """Raises DataError if fewer documents are there than examples are drawn. lm-eval draws one more
-    where it leaves out the document that is asked about."""
-    count = task.config.num_fewshot or 0
-    needed = count + (task.fewshot_cfg.split == task.config.test_split)
-    if count and (documents := len(task.sampler.df)) < needed:
-        raise DataError(
-            f"{spec.name}: num_fewshot {count}: there are {documents} documents to draw examples "
-            f"from, {needed} are needed; lower num_fewshot"
-        )
-
-
-def _require_metrics(spec: TaskSpec, task: ConfigurableTask) -> None:
-    """Raise DataError for a metric that lm-eval does not know and would leave out."""
-    own_function = callable(task.config.process_results)
-    for metric, aggregate in task.aggregation().items():
-        if aggregate is None or not (own_function or task._metric_fn_list.get(metric, True)):
-            raise _unknown_metric(spec, metric)
 
 
 def _require_aggregations(spec: TaskSpec, config: dict[str, Any]) -> None:
@@ -457,10 +448,31 @@ def evaluate(model: Scorer | HFLMScorer, task: LoadedTask, settings: ScoringSett
     check_documents(task, settings.limit)
     build_requests(task.task, settings, model)
     with _context(model, task.max_length):
-        _answer(model, task.task.instances)
+        # Let model answer the requests of each kind together, each as often as it repeats
+        kinds: dict[str, list[Any]] = defaultdict(list)
+        for instance in task.task.instances:
+            kinds[instance.request_type] += [instance] * instance.repeats
+        for kind, requests in kinds.items():
+            for answer, request in zip(getattr(model, kind)(requests), requests, strict=True):
+                request.resps.append(answer)
     with _named(task.name, "its answers cannot be judged"):
         samples = list(_samples(task.task, settings.limit))
-    outcomes = _outcomes(task.name, samples)
+    # Of a metric with two numbers per document they are value and weight: a value and its
+    # weight, or right answer and prediction (see comparison.flips). Of drawn answers the
+    # variances stand beside
+    rows = []
+    for sample in samples:
+        for metric, value in sample.metrics.items():
+            pair = value if isinstance(value, list | tuple) and len(value) == 2 else (value, 1.0)
+            if all(
+                isinstance(number, bool | int | float | np.number | np.bool_) for number in pair
+            ):
+                name = _name(metric, sample.filter)
+                rows.append((task.name, sample.document, name, float(pair[0]), float(pair[1])))
+            if metric in sample.variances:
+                name = variance_name(_name(metric, sample.filter))
+                rows.append((task.name, sample.document, name, sample.variances[metric], 1.0))
+    outcomes = pd.DataFrame(rows, columns=list(OUTCOME_COLUMNS)).astype({"document": "int64"})
     scores = tuple(_scores(task, samples, outcomes))
     responses = _responses(task.name, samples)
     _refuse_not_a_number(task.name, scores, responses)
@@ -617,16 +629,6 @@ def _target(task: Any, document: Mapping[str, Any]) -> int | str | None:
     return None
 
 
-def _answer(model: Any, instances: Sequence[Any]) -> None:
-    """Let ``model`` answer the requests of each kind together, each as often as it repeats."""
-    kinds: dict[str, list[Any]] = defaultdict(list)
-    for instance in instances:
-        kinds[instance.request_type] += [instance] * instance.repeats
-    for kind, requests in kinds.items():
-        for answer, request in zip(getattr(model, kind)(requests), requests, strict=True):
-            request.resps.append(answer)
-
-
 def _samples(task: Any, limit: int | None) -> Iterator[_Sample]:
     """Yield each document with its metrics, filter by filter. Of several drawn answers they are
     means, with their variances, unless a filter makes one answer of all."""
@@ -685,28 +687,6 @@ def _judged(task: Any, limit: int | None) -> Iterator[_Sample]:
             yield _Sample(
                 number, name, [instance.resps for instance in instances], filtered, metrics
             )
-
-
-def _outcomes(task: str, samples: Sequence[_Sample]) -> pd.DataFrame:
-    """Return a table with the columns ``OUTCOME_COLUMNS``.
-
-    Of a metric with two numbers per document they are ``value`` and ``weight``: a value and its
-    weight, or right answer and prediction (see ``comparison.flips``). Of drawn answers the
-    variances stand beside.
-    """
-    rows = []
-    for sample in samples:
-        for metric, value in sample.metrics.items():
-            pair = value if isinstance(value, list | tuple) and len(value) == 2 else (value, 1.0)
-            if all(
-                isinstance(number, bool | int | float | np.number | np.bool_) for number in pair
-            ):
-                name = _name(metric, sample.filter)
-                rows.append((task, sample.document, name, float(pair[0]), float(pair[1])))
-            if metric in sample.variances:
-                name = variance_name(_name(metric, sample.filter))
-                rows.append((task, sample.document, name, sample.variances[metric], 1.0))
-    return pd.DataFrame(rows, columns=list(OUTCOME_COLUMNS)).astype({"document": "int64"})
 
 
 def _scores(

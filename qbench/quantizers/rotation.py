@@ -41,7 +41,9 @@ def transform(model: PreTrainedModel, settings: Rotation, tensors: Mapping[str, 
         _inputs(block.input_layernorm, projections, diagonal)
         _inputs(block.post_attention_layernorm, (mlp.gate_proj, mlp.up_proj), diagonal)
         for layer in (attention.o_proj, mlp.down_proj):
-            _outputs(layer, diagonal)
+            set_parameter(layer.weight, _rotated(layer.weight.T, diagonal).T)
+            if layer.bias is not None:
+                set_parameter(layer.bias, _rotated(layer.bias, diagonal))
         if settings.values:
             _values(attention)
         if settings.online:
@@ -94,12 +96,6 @@ def _inputs(norm: nn.Module, layers: tuple[nn.Linear, ...], diagonal: Tensor) ->
     for layer in layers:
         set_parameter(layer.weight, _rotated(layer.weight.double() * factor, diagonal))
     set_parameter(norm.weight, torch.ones_like(factor))
-
-
-def _outputs(layer: nn.Linear, diagonal: Tensor) -> None:
-    set_parameter(layer.weight, _rotated(layer.weight.T, diagonal).T)
-    if layer.bias is not None:
-        set_parameter(layer.bias, _rotated(layer.bias, diagonal))
 
 
 def _values(attention: nn.Module) -> None:

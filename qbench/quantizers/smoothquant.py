@@ -94,16 +94,13 @@ def transform(model: PreTrainedModel, settings: SmoothQuant, tensors: Mapping[st
     of its layers by them."""
     for name, group in groups(model, settings).items():
         scale = tensors[name].double()
-        _divide(group.before, scale)
+        # Divide the outputs of a norm or a linear layer by scale [C], in its weights
+        module = group.before
+        linear = isinstance(module, nn.Linear)
+        set_parameter(module.weight, module.weight.double() / (scale[:, None] if linear else scale))
+        if getattr(module, "bias", None) is not None:
+            set_parameter(module.bias, module.bias.double() / scale)
         for layer in group.layers:
             heads = layer.weight.double().unflatten(1, group.heads)
             scaled = heads * scale.view(heads.shape[1], 1, -1)
             set_parameter(layer.weight, scaled.flatten(1))
-
-
-def _divide(module: nn.Module, scale: Tensor) -> None:
-    """Divide the outputs of a norm or a linear layer by ``scale`` [C], in its weights."""
-    linear = isinstance(module, nn.Linear)
-    set_parameter(module.weight, module.weight.double() / (scale[:, None] if linear else scale))
-    if getattr(module, "bias", None) is not None:
-        set_parameter(module.bias, module.bias.double() / scale)

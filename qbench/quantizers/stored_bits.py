@@ -37,7 +37,20 @@ PLAIN = (torch.float32, torch.float16, torch.bfloat16)
 def evidence(model: nn.Module, settings: PublishedCopy) -> dict[str, Callable[[], PackedWeight]]:
     """Return what the files store of each layer that they quantize, by its name in ``model``."""
     if settings.format == GGUF:
-        return _gguf_evidence(model, settings.folder)
+        layers = linears(model)
+        count = model.config.get_text_config().num_hidden_layers
+        by_layer = {}
+        for name, tensor in gguf_file.tensors(settings.folder, list(layers), count).items():
+            module, _, part = name.rpartition(".")
+            if part == "weight":
+                layer = layers[module]
+                by_layer[module] = partial(
+                    PackedWeight,
+                    tensors={"data": torch.from_numpy(tensor.data.copy().view("uint8"))},
+                    dequantize=partial(getattr, layer.weight, "data"),
+                    groups=in_groups(layer.in_features, None),
+                )
+        return by_layer
     modules, by_layer = dict(model.named_modules()), {}
     for name, tensors in _by_module(settings.folder, modules).items():
         plain = all(n.endswith("weight") and t.dtype in PLAIN for n, t in tensors.items())
@@ -95,24 +108,6 @@ def _owners(
         yield f"{module}.gate_up_proj", part, tensor
     else:
         yield module, part, tensor
-
-
-def _gguf_evidence(model: nn.Module, path: str) -> dict[str, Callable[[], PackedWeight]]:
-    """Return what the GGUF file stores of each matrix of ``model``, which has its weights."""
-    layers = linears(model)
-    count = model.config.get_text_config().num_hidden_layers
-    by_layer = {}
-    for name, tensor in gguf_file.tensors(path, list(layers), count).items():
-        module, _, part = name.rpartition(".")
-        if part == "weight":
-            layer = layers[module]
-            by_layer[module] = partial(
-                PackedWeight,
-                tensors={"data": torch.from_numpy(tensor.data.copy().view("uint8"))},
-                dequantize=partial(getattr, layer.weight, "data"),
-                groups=in_groups(layer.in_features, None),
-            )
-    return by_layer
 
 
 def write_gguf_into(model: nn.Module, path: str) -> None:

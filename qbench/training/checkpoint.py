@@ -259,7 +259,19 @@ class Run:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").unlink(missing_ok=True)
         with replacing(folder / SINGLE) as making:
-            save_tensors(making, _stored(model, config), {"format": "pt"})
+            scaled = "scaled" in config.get(
+                "attn_impl", ""
+            )  # its scale is [H, 1], beside a fixed table
+            tensors = {}
+            for name, parameter in model.named_parameters():
+                tensor = parameter.detach().to("cpu", torch.bfloat16).contiguous()
+                tensors[fla.name_in_fla(name)] = (
+                    tensor[:, None] if scaled and name.endswith(".self_attn.s") else tensor
+                )
+            if scaled:
+                longest = config["max_position_embeddings"]
+                tensors |= fla.logarithms(config["num_hidden_layers"], longest)
+            save_tensors(making, dict(sorted(tensors.items())), {"format": "pt"})
         copy_tokenizer(self.files.folder, folder)
         first = first_token(self.recipe, self.files)
         if first is not None:
@@ -318,18 +330,3 @@ def _checksum(progress: str, tensors: Iterable[tuple[str, Tensor]]) -> str:
         total.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
         total.update(tensor.reshape(-1).view(torch.uint8).numpy())
     return total.hexdigest()
-
-
-def _stored(model: LlamaForCausalLM, config: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the weights in bfloat16 under flash-linear-attention's names, sorted."""
-    scaled = "scaled" in config.get("attn_impl", "")  # its scale is [H, 1], beside a fixed table
-    tensors = {}
-    for name, parameter in model.named_parameters():
-        tensor = parameter.detach().to("cpu", torch.bfloat16).contiguous()
-        tensors[fla.name_in_fla(name)] = (
-            tensor[:, None] if scaled and name.endswith(".self_attn.s") else tensor
-        )
-    if scaled:
-        longest = config["max_position_embeddings"]
-        tensors |= fla.logarithms(config["num_hidden_layers"], longest)
-    return dict(sorted(tensors.items()))

@@ -469,7 +469,12 @@ class _Decoding:
         left = max(self.prompts[i].limit - len(self.answers[i]) for i in self.active.values())
         count = min(LOOK_EVERY[self.device.type], left)
         if self.at.end + count > self.at.capacity:
-            self._shift()
+            # Move the slots to the left by the columns that none of them uses any more
+            columns = int(self.first[list(self.active)].min())
+            for layer in self.cache.layers:
+                layer.shift(columns)
+            self.first.sub_(columns).clamp_(min=0)
+            self.at.end -= columns
         if self.graph is None and self.graphs:
             self.graph, self.graphs = self._capture(), False
         said = []
@@ -502,14 +507,6 @@ class _Decoding:
         """Return which columns each slot attends to [slots, end + 1]."""
         columns = torch.arange(self.at.end + 1, device=self.device)[None]
         return (columns >= self.first[:, None]).long()
-
-    def _shift(self) -> None:
-        """Move the slots to the left by the columns that none of them uses any more."""
-        columns = int(self.first[list(self.active)].min())
-        for layer in self.cache.layers:
-            layer.shift(columns)
-        self.first.sub_(columns).clamp_(min=0)
-        self.at.end -= columns
 
     def _capture(self) -> torch.cuda.CUDAGraph | None:
         """Return a step as a CUDA graph; None if it cannot be captured, and ``graph_error`` says

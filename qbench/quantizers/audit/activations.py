@@ -118,7 +118,15 @@ class _InputWatch:
         rounded = groups_of(after, self.about)
         self.levels = max(self.levels, levels(rounded))
         rounded = rounded.double()
-        right = self._add(rounded)
+        # Count clipped values and the error of rounded [groups, n]; return what the input should
+        # have become
+        wide = groups_of(self.input.double(), self.about)
+        right, low, high = expected(wide, self.about)
+        beyond = (wide > high * (1 + 1e-6)) | (wide < low * (1 + 1e-6))
+        self.clipped += float(beyond.sum())
+        self.count += wide.numel()
+        self.error_squared += float((rounded - wide).square().sum())
+        self.norm_squared += float(wide.square().sum())
         rounding = 4 * torch.finfo(after.dtype).eps * right.abs()
         off = float(((rounded - right).abs() > rounding).double().mean())
         if not rounded.isfinite().all():
@@ -131,18 +139,6 @@ class _InputWatch:
                 f"{off:.1%} of its input's values are not what {named} makes of them "
                 f"(relative difference {worst:.2g})"
             )
-
-    def _add(self, rounded: Tensor) -> Tensor:
-        """Count clipped values and the error of ``rounded`` [groups, n]; return what the input
-        should have become."""
-        wide = groups_of(self.input.double(), self.about)
-        right, low, high = expected(wide, self.about)
-        beyond = (wide > high * (1 + 1e-6)) | (wide < low * (1 + 1e-6))
-        self.clipped += float(beyond.sum())
-        self.count += wide.numel()
-        self.error_squared += float((rounded - wide).square().sum())
-        self.norm_squared += float(wide.square().sum())
-        return right
 
 
 def _error(watches: Iterable[_InputWatch]) -> float:
