@@ -11,7 +11,7 @@ def test_every_module_that_a_cell_imports_while_it_computes_is_there_or_decides_
         "files.py", "gate", "hub.py",
         "machine.py", "plan.py", "plugins.py", "progress.py",
         "published",
-        "recipe.py", "recipe_yaml.py", "recipes",
+        "recipe.py", "recipes",
         "records.py", "removed.py", "runner", "statistics", "store.py", "tables",
         "tasks", "text.py", "training", "viewer",
     }  # fmt: skip

@@ -8,7 +8,7 @@ from synthetic import make_store
 
 from qbench.cli.app import app
 from qbench.cli.show import cell_text
-from qbench.comparison.explain import find_cell, flat
+from qbench.comparison.rows import find_cell, flat
 from qbench.errors import ResultsError
 
 REAL = Path(__file__).parents[1] / "results" / "pair-27m"

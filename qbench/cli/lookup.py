@@ -29,8 +29,7 @@ from qbench.plugins import load_packages
 from qbench.quantizers.config import KINDS, UNQUANTIZED
 from qbench.quantizers.published import format_rows
 from qbench.quantizers.registry import COMBINATIONS, Method, methods, names
-from qbench.recipe import Recipe
-from qbench.recipe_yaml import bundled_recipes
+from qbench.recipe import Recipe, bundled_recipes
 from qbench.store import entries, in_words
 from qbench.text import duration
 

@@ -13,8 +13,7 @@ from qbench.cli.app import show_written
 from qbench.cli.options import Against, Folder, NewFile, Published, Run, open_store
 from qbench.comparison.changes import compare_cells, compare_results
 from qbench.comparison.compare import compare as compare_store
-from qbench.comparison.explain import find_cell
-from qbench.comparison.rows import Comparison
+from qbench.comparison.rows import Comparison, find_cell
 from qbench.errors import OutputError, ResultsError
 from qbench.files import require_folder, write_atomically
 from qbench.gate.baseline import make
@@ -23,7 +22,7 @@ from qbench.gate.margins import parse_margins
 from qbench.gate.verdict import Inconclusive, as_json, as_junit, as_markdown
 from qbench.store import Store
 from qbench.tables import table_files
-from qbench.tables.changes import changes_table
+from qbench.tables.scores import changes_table
 from qbench.tables.summary import summary
 
 

@@ -16,9 +16,8 @@ from tabulate import tabulate
 
 from qbench import export as formats
 from qbench.cli.options import NewFolder, Run, open_store
-from qbench.comparison.explain import find_cell, flat, text
-from qbench.comparison.flips import cell_flips
-from qbench.comparison.rows import status_of
+from qbench.comparison.changes import cell_flips
+from qbench.comparison.rows import find_cell, flat, status_of, text
 from qbench.errors import ResultsError
 from qbench.files import cache_folder, require_folder
 from qbench.machine import redirected

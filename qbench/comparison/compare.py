@@ -7,9 +7,8 @@ from contextlib import suppress
 from dataclasses import replace
 
 from qbench.comparison.answers import AnswerDamage, answer_damage
-from qbench.comparison.changes import compare_precisions
+from qbench.comparison.changes import compare_precisions, flips_of
 from qbench.comparison.effects import columns_by_task, with_effects
-from qbench.comparison.flips import flips_of
 from qbench.comparison.losses import kl_of, score_losses
 from qbench.comparison.rows import Comparison, Row, RowValue, status_of
 from qbench.errors import ResultsError

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import math
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
-from qbench.comparison.explain import changed_files
+from qbench.errors import ResultsError
 from qbench.metrics import LOG_SCALE, REDUNDANT, is_percentage
 from qbench.records import (
     Damage,
@@ -19,12 +20,87 @@ from qbench.records import (
     Record,
     RunManifest,
     TaskDamage,
+    Trained,
     Unavailable,
+    read_record,
 )
+from qbench.store import Store
+from qbench.text import one_line
 
 if TYPE_CHECKING:
     from qbench.comparison.answers import AnswerDamage
     from qbench.statistics import Effect, Interval, Missing, SeedEffect
+
+
+ABSENT = "(absent)"
+
+
+def key_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Return (name, value in a, value in b) for each part of two keys that differs, in the order
+    of the key; an empty list if the keys are equal."""
+    left, right = (dict(flat(parts)) for parts in (a, b))
+    parts = dict.fromkeys([*left, *right])
+    found = [(part, left.get(part, ABSENT), right.get(part, ABSENT)) for part in parts]
+    return [(part, one, other) for part, one, other in found if one != other]
+
+
+FILES = {
+    "weights": "other weights",
+    "config": "another config.json",
+    "tokenizer": "another tokenizer",
+}
+
+
+def changed_files(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    """Return which files of the checkpoint differ; those of older records are not told apart."""
+    before, after = old.get("checkpoint"), new.get("checkpoint")
+    if not before or not after:
+        return "other weights, configuration or tokenizer"
+    changed = [words for part, words in FILES.items() if before.get(part) != after.get(part)]
+    return " and ".join(changed) or "other files of the checkpoint"
+
+
+def text(a: Record, b: Record) -> str:
+    """Return the differences between two records' keys, one per line, aligned."""
+    found = key_differences(a.key_parts, b.key_parts)
+    if not found:
+        return f"{a.cell} and {b.cell} have the same key, {a.key[:16]}."
+    width = max(len(part) for part, _, _ in found)
+    return "\n".join(f"{part.ljust(width)}  {one}  →  {other}" for part, one, other in found)
+
+
+def find_cell(name: str, run: str | None = None) -> tuple[Store, Record]:
+    """The record called ``name``, a record's JSON file or DIR/CHECKPOINT/QUANTIZER, and the store
+    that it lies in.
+
+    Raises ResultsError where there is none, naming the folder's cells, or it is damaged.
+    """
+    path = Path(name)
+    if path.is_file():
+        if b'"key_parts"' not in path.read_bytes():
+            raise ResultsError(f"{name}: not a record; name a records/…/KEY.json file")
+        above = path.absolute().parents
+        return Store(above[min(3, len(above) - 1)], run=run), read_record(path, Record)
+    if len(path.parts) < 3 and not Store(path.parent.parent).has_manifest():
+        raise ResultsError(f"{name}: write DIR/CHECKPOINT/QUANTIZER, or a record's JSON file")
+    store = Store(path.parent.parent, run=run)
+    cell = "/".join(path.parts[-2:])
+    cells = {one.cell: one for one in store.manifest().cells}
+    if cell not in cells:
+        raise ResultsError(f"{name}: no cell {cell}; {store.directory} has {', '.join(cells)}")
+    record = store.get(cells[cell])
+    if record is None:
+        raise ResultsError(f"{name}: this cell has no record yet; run the recipe again")
+    return store, record
+
+
+def flat(parts: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield (dotted name, value as text) of every part of a key."""
+    if isinstance(parts, Mapping) and parts:
+        for name, part in parts.items():
+            yield from flat(part, f"{prefix}.{name}" if prefix else str(name))
+    else:
+        yield one_line(prefix), one_line(str(parts))
 
 
 Status = Literal["ok", "failed", "missing"]
@@ -378,3 +454,79 @@ def redundant(line: Row, lines: Iterable[Row]) -> bool:
 
 
 TESTED = ("deltas", "damages", "differences")  # contrasts of a row, a family of tests each
+
+
+# --- compare how models were trained: alike in all but the normalizer and the seed?
+
+
+def training_notes(comparison: Comparison) -> list[str]:
+    """Return a note per pair of checkpoints that were trained differently in more than the
+    normalizer, or one note that all were trained alike; nothing if that is not known."""
+    known, groups = trained(comparison.records.values()), comparison.grid.replicates
+    lines = unlike(known, comparison.checkpoints, groups)
+    if lines or len(comparison.checkpoints) < 2 or known.keys() < {*comparison.checkpoints}:
+        return lines
+    names = " and ".join(comparison.groups)
+    return [
+        f"{names} were trained alike in all but the normalizer"
+        f"{', trainings of one kind in all but the seed' if groups else ''}."
+    ]
+
+
+def trained(records: Iterable[Record]) -> dict[str, Trained]:
+    """Return checkpoint → how it was trained, of those that say so."""
+    return {one.checkpoint: one.training for one in records if one.training is not None}
+
+
+def unlike(
+    known: Mapping[str, Trained],
+    checkpoints: Sequence[str],
+    replicates: Mapping[str, tuple[str, ...]],
+) -> list[str]:
+    """Return a note per pair of checkpoints that were trained differently; the first of
+    ``checkpoints`` is the baseline."""
+    lines = []
+    for one, other, seeds in _pairs(checkpoints, replicates):
+        pair = known.get(one), known.get(other)
+        if None in pair:
+            continue
+        differing = training_differences(*pair, seeds=seeds)
+        if differing:
+            lines.append(
+                f"{one} and {other} were trained differently, not in the normalizer alone: "
+                f"{'; '.join(differing)}."
+            )
+        if seeds and pair[0].normalizer != pair[1].normalizer:
+            lines.append(
+                f"{one} and {other} are listed as seeds of one kind, but have two normalizers."
+            )
+    return lines
+
+
+def _pairs(
+    checkpoints: Sequence[str], replicates: Mapping[str, tuple[str, ...]]
+) -> Iterator[tuple[str, str, bool]]:
+    """Yield (checkpoint, another, whether they differ in the seed alone) of those that should be
+    alike."""
+    for members in replicates.values():
+        yield from ((members[0], member, True) for member in members[1:])
+    if not replicates:
+        yield from ((checkpoints[0], other, False) for other in checkpoints[1:])
+        return
+    base, *others = replicates.values()
+    for members in others:
+        yield from ((one, other, False) for one, other in zip(base, members, strict=False))
+
+
+def training_differences(one: Trained, other: Trained, *, seeds: bool) -> list[str]:
+    """Return what two trainings do not have in common beside their normalizers, a few words per
+    part; with ``seeds`` the seed may differ too."""
+    return [
+        f"{part} {_in_short(of_one)} and {_in_short(of_other)}"
+        for part, of_one, of_other in key_differences(one.in_common, other.in_common)
+        if not (seeds and part == "seed")
+    ]
+
+
+def _in_short(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:59]}…"

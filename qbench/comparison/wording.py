@@ -6,8 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from qbench.comparison.rows import Row
-from qbench.comparison.trainings import trained
+from qbench.comparison.rows import Row, trained
 from qbench.text import NO_VALUE, metric_title, number, ratio
 
 if TYPE_CHECKING:

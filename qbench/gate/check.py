@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from qbench.comparison.changes import CellResults, Change, compare_sets, read_results
-from qbench.comparison.explain import changed_files, key_differences
+from qbench.comparison.rows import changed_files, key_differences
 from qbench.errors import ResultsError, some
 from qbench.gate.baseline import DECIMALS, read
 from qbench.gate.margins import AUDIT_MARGINS, Margin, margin_of, require_known

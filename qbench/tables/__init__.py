@@ -10,9 +10,8 @@ from qbench.errors import RecipeError
 from qbench.store import Store
 from qbench.tables.analyses import load_analyses, table_4
 from qbench.tables.answers import answer_tables
-from qbench.tables.changes import pair_tables
 from qbench.tables.frames import comparison_csv, seeds_csv
-from qbench.tables.scores import by_method, costs, group_tables, tables_of
+from qbench.tables.scores import by_method, costs, group_tables, pair_tables, tables_of
 from qbench.tables.summary import precision_table
 from qbench.tables.table import Table, latex, markdown
 from qbench.text import for_markdown

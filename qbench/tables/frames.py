@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from qbench.comparison.chance import kept
+from qbench.comparison.effects import kept
 from qbench.comparison.rows import Comparison, Row, RowValue, bits_per_weight, gib
 from qbench.comparison.verdict import about, margin_of, verdict
 from qbench.records import GroupScore

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from textwrap import shorten
 from typing import TYPE_CHECKING
 
-from qbench.comparison.rows import Comparison, Row
-from qbench.comparison.trainings import training_notes
+from qbench.comparison.rows import Comparison, Row, training_notes
 from qbench.comparison.wording import (
     NO_INTERVAL,
     RATIO_NOTE,

@@ -14,10 +14,12 @@ from importlib import resources
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from qbench.comparison.chance import kept
-from qbench.comparison.changes import MOST_PAIRED
+from qbench.comparison.changes import MOST_PAIRED, Change, Changes
+from qbench.comparison.effects import kept
 from qbench.comparison.rows import Comparison, Row, RowValue, bits_per_weight, gib, redundant
 from qbench.comparison.wording import (
+    NO_INTERVAL,
+    RATIO_NOTE,
     SHARE,
     bound_text,
     each_text,
@@ -46,7 +48,7 @@ from qbench.tables.notes import (
     score_notes,
     seed_notes,
 )
-from qbench.tables.table import Cells, Table, from_rows
+from qbench.tables.table import Cells, Table, from_rows, markdown
 from qbench.text import MINUS, NO_VALUE, group_by_reason, metric_title, number, significant
 
 if TYPE_CHECKING:
@@ -580,3 +582,91 @@ def printed_measures(published: str) -> dict[str, dict[str, str]]:
             values = measures.setdefault(f"{scale} {row['model']}", {})
             values[row["metric"]] = row["value"].replace("-", MINUS)
     return measures
+
+
+# --- render what changed between two results, cells or precisions
+
+
+def changes_table(changes: Changes) -> str:
+    """Return a row per score, significant ones marked; then what cannot be compared; Markdown."""
+    notes = (
+        "Loss: what the new result loses against the old one, paired by document; above 0, or "
+        "above × 1, it is worse.",
+        RATIO_NOTE,
+        "‡ significant at 5 % after Holm's correction over all rows; p is not corrected.",
+        *(
+            f"{NO_INTERVAL} {line}."
+            for line in group_by_reason(
+                (
+                    f"{each.cell_text} {each.label} {metric_title(each.metric)}",
+                    each.effect.reason,
+                )
+                for each in changes.lines
+                if not hasattr(each.effect, "interval")
+            )
+        ),
+        *changes.problems,
+    )
+    rows = []
+    for change in changes.lines:
+        unpaired = f" ({change.left_out} unpaired)" if change.left_out else ""
+        rows.append(
+            {
+                "Cell": change.cell_text,
+                **_pair_names(change),
+                "Old": number(change.old, percent=change.percent),
+                "New": number(change.new, percent=change.percent),
+                **_loss(change),
+                "p": _p_text(change, "p"),
+                "Documents": f"{change.documents}{unpaired}",
+            }
+        )
+    title = f"{changes.new} against {changes.old}"
+    tables = from_rows(rows, title=title, notes=notes, words=3)
+    return markdown(tables or [Table(title=title, head=(), rows=(), notes=notes)])
+
+
+def pair_tables(comparison: Comparison) -> list[Table]:
+    """Return one checkpoint's quantized precisions among themselves, if any pair differs
+    significantly; nothing if there are no pairs."""
+    if not any(getattr(pair.effect, "significant", False) for pair in comparison.pairs):
+        return []
+    rows = [
+        {
+            **_pair_names(pair),
+            "Pair": pair.cell_text,
+            **_loss(pair),
+            "p (Holm)": _p_text(pair, "p_holm"),
+            "Documents": str(pair.documents),
+        }
+        for pair in comparison.pairs
+    ]
+    tested = [pair.effect for pair in comparison.pairs if hasattr(pair.effect, "interval")]
+    return from_rows(
+        rows,
+        title="Quantization: precisions among themselves",
+        notes=(
+            "Loss: what the first precision loses against the second, paired by document; above "
+            "0, or above × 1, the first is worse.",
+            f"‡ and p: after Holm's correction over all {len(tested)} pairs.",
+            *ratio_notes(tested),
+        ),
+        words=3,
+        grouped=True,
+    )
+
+
+def _pair_names(change: Change) -> dict[str, str]:
+    return {"Task": change.label, "Metric": metric_text(change)}
+
+
+def _loss(change: Change) -> dict[str, str]:
+    return {
+        "Loss": effect_text(change.effect, percent=change.percent),
+        "95 % interval": interval_text(change.effect, percent=change.percent),
+    }
+
+
+def _p_text(change: Change, name: str) -> str:
+    p = getattr(change.effect, name, None)
+    return NO_VALUE if p is None else f"{p:.2g}"

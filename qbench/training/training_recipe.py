@@ -11,8 +11,18 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.errors import RecipeError, shown
-from qbench.recipe import MOST_TOKENS, Flag, Seed, Strict, Text, Whole, absolute
-from qbench.recipe_yaml import problem_lines, read, require_no_removed
+from qbench.recipe import (
+    MOST_TOKENS,
+    Flag,
+    Seed,
+    Strict,
+    Text,
+    Whole,
+    absolute,
+    problem_lines,
+    read_yaml,
+    require_no_removed,
+)
 from qbench.records import Name
 
 
@@ -173,7 +183,7 @@ class TrainingRecipe(Strict):
         Raises RecipeError, with one line per problem.
         """
         path = Path(path)
-        source = read(path)
+        source = read_yaml(path)
         if "checkpoints" in source.values:
             raise RecipeError(
                 f"{source.at(('checkpoints',))}: checkpoints: it is a recipe of `qbench run`; one "

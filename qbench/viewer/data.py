@@ -26,19 +26,19 @@ from typing import TYPE_CHECKING, Any
 
 from qbench import __version__
 from qbench.comparison.answers import split_prompts
+from qbench.comparison.changes import cell_flips
 from qbench.comparison.compare import compare
-from qbench.comparison.explain import flat
-from qbench.comparison.flips import cell_flips
 from qbench.comparison.rows import (
     TESTED,
     Comparison,
     Row,
     bits_per_weight,
+    flat,
     gib,
     redundant,
     status_of,
+    training_notes,
 )
-from qbench.comparison.trainings import training_notes
 from qbench.comparison.verdict import about, verdict
 from qbench.errors import QbenchError, ResultsError
 from qbench.records import ANSWERS, UNQUANTIZED_BITS, Damage, Divergence, GridCell, Question, Record

@@ -4,11 +4,11 @@ import pytest
 from synthetic import make_store
 
 from qbench.comparison.changes import compare_cells, compare_results
-from qbench.comparison.explain import find_cell, key_differences, text
+from qbench.comparison.rows import find_cell, key_differences, text
 from qbench.errors import ResultsError
 from qbench.records import Trained
 from qbench.store import Store
-from qbench.tables.changes import changes_table
+from qbench.tables.scores import changes_table
 
 SIZES = {"arc_easy": 300, "lambada_openai": 200, "wikitext": 20}
 QUANTIZERS = ("bf16", "hqq-4bit")

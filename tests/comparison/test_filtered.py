@@ -14,7 +14,7 @@ from qbench.gate import baseline, check
 from qbench.gate.margins import parse_margins
 from qbench.metrics import base_metric, is_percentage
 from qbench.tables import render
-from qbench.tables.changes import changes_table
+from qbench.tables.scores import changes_table
 
 METRICS = ("exact_match [strict-match]", "exact_match [flexible-extract]")
 DOCUMENTS = 200

@@ -3,9 +3,8 @@
 import pytest
 from synthetic import make_store
 
-from qbench.comparison.changes import read_columns
+from qbench.comparison.changes import cell_flips, count_flips, read_columns
 from qbench.comparison.compare import compare
-from qbench.comparison.flips import cell_flips, count_flips
 from qbench.records import Flips, Unavailable
 from qbench.statistics import Column
 

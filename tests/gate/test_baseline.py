@@ -11,7 +11,7 @@ from qbench.comparison.changes import read_results
 from qbench.errors import ResultsError
 from qbench.gate import baseline, check
 from qbench.store import Store, extract, pack
-from qbench.tables.changes import changes_table
+from qbench.tables.scores import changes_table
 
 
 def assert_same(first, second):

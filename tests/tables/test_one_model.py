@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from synthetic import make_store
 
-from qbench.comparison.chance import chance_of_tasks, kept
 from qbench.comparison.compare import compare
+from qbench.comparison.effects import chance_of_tasks, kept
 from qbench.comparison.verdict import verdict
 from qbench.errors import ResultsError
 from qbench.records import (

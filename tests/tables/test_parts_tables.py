@@ -15,7 +15,7 @@ from qbench.records import ActivationAudit, BatchDependence, Part, Precision
 from qbench.runner.grid import summary
 from qbench.store import Store
 from qbench.tables import render
-from qbench.tables.changes import changes_table
+from qbench.tables.scores import changes_table
 
 WEIGHTS = {"name": "gptq-4bit", "method": "gptq", "bits": 4}
 INT8 = {"name": "int8-token", "bits": 8}

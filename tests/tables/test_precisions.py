@@ -6,7 +6,7 @@ from synthetic import make_store
 from qbench.cli import results as command
 from qbench.comparison.changes import compare_cells
 from qbench.comparison.compare import compare
-from qbench.comparison.explain import find_cell
+from qbench.comparison.rows import find_cell
 from qbench.errors import ResultsError
 from qbench.tables import render
 

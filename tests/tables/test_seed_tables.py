@@ -7,7 +7,7 @@ import pytest
 from synthetic import make_store
 
 from qbench.comparison.compare import compare
-from qbench.comparison.trainings import training_notes
+from qbench.comparison.rows import training_notes
 from qbench.comparison.wording import each_text
 from qbench.records import Trained
 from qbench.tables import render, table_files

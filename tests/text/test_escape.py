@@ -11,7 +11,7 @@ from qbench.comparison.changes import compare_results
 from qbench.comparison.compare import compare
 from qbench.store import Store
 from qbench.tables import render
-from qbench.tables.changes import changes_table
+from qbench.tables.scores import changes_table
 from qbench.text import for_csv, for_latex, for_markdown, table
 
 HOSTILE = {
