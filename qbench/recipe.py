@@ -141,16 +141,6 @@ def read_yaml(path: Path) -> Source:
         raise RecipeError(f"{path}: a value cannot be read: {message}") from None
 
 
-def write_yaml(path: Path, values: dict[str, Any], comment: str) -> None:
-    """Write ``values`` as YAML to ``path``; ``read_yaml`` gives them again. Raises OutputError."""
-    yaml = YAML(typ="safe", pure=True)
-    yaml.default_flow_style, yaml.allow_unicode, yaml.width = False, True, 100
-    yaml.sort_base_mapping_type_on_output = False
-    text = io.StringIO()
-    yaml.dump(values, text)
-    write_atomically(path, f"# {comment}\n{text.getvalue()}".encode())
-
-
 def require_no_removed(source: Source) -> None:
     """Raise RecipeError for keys of earlier versions, with what took their place."""
     keys = {
@@ -842,7 +832,14 @@ def save(
     values = _source(path, changed).values | replaced
     if files := [{"path": plugin.path, "sha256": plugin.digest} for plugin in loaded()]:
         values["plugins"] = files
-    write_yaml(to, values, f"Written by {command}.")
+    # Write values as YAML to path; read_yaml gives them again. Raises OutputError
+    comment = f"Written by {command}."
+    yaml = YAML(typ="safe", pure=True)
+    yaml.default_flow_style, yaml.allow_unicode, yaml.width = False, True, 100
+    yaml.sort_base_mapping_type_on_output = False
+    text = io.StringIO()
+    yaml.dump(values, text)
+    write_atomically(to, f"# {comment}\n{text.getvalue()}".encode())
 
 
 def _source(path: Path | None, changed: Overrides) -> Source:

@@ -168,7 +168,15 @@ def compare_results(a: Store, b: Store) -> Changes:
             if cell in other.cells
             for line in _lacking(scored, other.cells[cell], folder.name)
         )
-    problems += [*_other_precisions(old, new), *_other_trainings(old, new)]
+    # Say which cells are of models that were trained differently in more than normalizer and
+    # seed
+    cells = []
+    for cell, before in old.cells.items():
+        after = new.cells.get(cell)
+        pair = before.record.training, after.record.training if after else None
+        if None not in pair and (differing := training_differences(*pair, seeds=True)):
+            cells.append((cell, f"trained differently: {'; '.join(differing)}"))
+    problems += [*_other_precisions(old, new), *group_by_reason(cells)]
     return Changes(old=a.name, new=b.name, lines=tuple(lines), problems=tuple(problems))
 
 
@@ -298,18 +306,6 @@ def _same_tasks(cell: str, before: Record, after: Record) -> None:
                 f"{cell}: {task}: its definition or data differ from the other results', so "
                 "documents cannot be paired; score both on the same data (or make a new baseline)"
             )
-
-
-def _other_trainings(old: ResultSet, new: ResultSet) -> list[str]:
-    """Say which cells are of models that were trained differently in more than normalizer and
-    seed."""
-    cells = []
-    for cell, before in old.cells.items():
-        after = new.cells.get(cell)
-        pair = before.record.training, after.record.training if after else None
-        if None not in pair and (differing := training_differences(*pair, seeds=True)):
-            cells.append((cell, f"trained differently: {'; '.join(differing)}"))
-    return group_by_reason(cells)
 
 
 def change(cell: str, name: Name, before: CellResults, after: CellResults) -> Change:
