@@ -29,8 +29,8 @@ from qbench.analysis.analyzed_text import (
     text_file,
 )
 from qbench.cli.app import complain, show_written
-from qbench.cli.launcher import Launcher, launch, load_launcher
 from qbench.cli.options import ClusterOption, DeviceOption, Out, RecipeFile
+from qbench.cli.run import Launcher, launch, load_launcher
 from qbench.errors import RecipeError
 from qbench.files import require_folder
 from qbench.plan import Cell, Plan, require_runnable

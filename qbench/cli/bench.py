@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal
 import typer
 
 from qbench.cli.app import show_written
-from qbench.cli.launcher import load_launcher
 from qbench.cli.options import CommandGroup, DeviceOption, Folder, Json, Only, RecipeFile
+from qbench.cli.run import load_launcher
 from qbench.files import cache_folder, write_page
 from qbench.machine import choose_device, redirected, terminal
 from qbench.plan import select

@@ -13,9 +13,8 @@ import typer
 
 from qbench.budget.choose import expand
 from qbench.cli.app import show_written
-from qbench.cli.launcher import load_launcher
 from qbench.cli.options import DeviceOption, Out, RecipeOrOptions
-from qbench.cli.run import run
+from qbench.cli.run import load_launcher, run
 from qbench.errors import RecipeError, shown
 from qbench.files import cache_folder, require_folder
 from qbench.machine import terminal

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import functools
+import importlib.util
 import math
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import import_module
+from pathlib import Path
 from threading import Thread
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from qbench.checkpoints.find import elements
 from qbench.cli.app import complain
-from qbench.cli.launcher import Launcher, launch, load_launcher
 from qbench.cli.options import (
     Against,
     ClusterOption,
@@ -24,17 +31,182 @@ from qbench.cli.options import (
     Out,
     RecipeOrOptions,
 )
-from qbench.errors import RecipeError, some
+from qbench.errors import RecipeError, UnavailableError, some
+from qbench.evaluation.settings import hidden_size
 from qbench.evaluation.tasks import TaskSpec
 from qbench.files import cache_folder, require_folder
-from qbench.machine import GIB, fast_bf16, memory_gib
-from qbench.plan import Cell, Plan, cell_names, require_runnable, select
-from qbench.recipe import Overrides, save
+from qbench.machine import (
+    GIB,
+    choose_device,
+    fast_bf16,
+    gpu_slots,
+    memory_gib,
+    terminal,
+    visible_gpus,
+)
+from qbench.plan import Cell, Plan, cell_names, require_runnable, select, streams
+from qbench.plan import plan as plan_recipe
+from qbench.recipe import Overrides, Recipe, added_column, save
 from qbench.records import Record
-from qbench.runner.estimates import BYTES, Estimate, estimate
-from qbench.runner.grid import find_kept, is_up_to_date, run_cells
+from qbench.runner.grid import find_kept, is_up_to_date, portable, run_cells
+from qbench.runner.progress import Display
+from qbench.runner.workers import EXECUTORS, Workers
 from qbench.store import Store
 from qbench.text import duration, group_by_reason
+
+if TYPE_CHECKING:
+    from qbench.runner.dask import DaskExecutor
+
+
+CELLS_PER_GPU = 3  # quantization of one cell overlaps with the scoring of others
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Launcher:
+    """Holds a recipe, its results folder and what its cells run on: an ``executor``, or None for
+    this process, one cell after the other. ``description`` is a line about the executor."""
+
+    recipe: Recipe
+    out: Path
+    device: str
+    gpu: str | None = None  # name of the GPUs of other hosts; None: those of this host
+    executor: Executor | None = None
+    description: str = ""
+
+    def plan(self, only: str | None = None, *, show: bool = False) -> Plan:
+        """Plan the recipe on this device.
+
+        Raises RecipeError if a cell that matches ``only`` can never run, unless ``show`` is true.
+        """
+        begin = None  # a process of its own, which ends
+        if isinstance(self.executor, Workers):
+            begin = self._begin
+        elif self.executor is None and not show:  # cells follow in this process
+            begin = functools.partial
+        return plan_recipe(
+            self.recipe, device=self.device, gpu=self.gpu, only=only, show=show, begin=begin
+        )
+
+    def _begin(self, function: Callable[..., Any], argument: object) -> Callable[[], Any]:
+        assert self.executor is not None
+        return self.executor.submit(portable(functools.partial(function, argument))).result
+
+    @contextlib.contextmanager
+    def display(self, cells: int) -> Iterator[Display]:
+        """Show the progress of so many ``cells`` on the terminal, the description first."""
+        with terminal() as screen, Display(screen, cells) as display:
+            if self.description:
+                display.log(self.description)
+            yield display
+
+
+def load_launcher(
+    recipe: Path | None,
+    overrides: Overrides,
+    *,
+    out: Path | None,
+    device: str,
+    cluster: str | None = None,
+) -> Launcher:
+    """Read and check a recipe; return a launcher that runs its cells in this process.
+
+    With a ``cluster`` the device stays as given, ``auto`` too: ``launch`` asks the workers.
+    """
+    loaded = Recipe.load(recipe, overrides)
+    if recipe is None and (line := added_column(loaded, overrides)):
+        typer.echo(line, err=True)
+    return Launcher(
+        recipe=loaded,
+        out=out or Path("results") / loaded.name,
+        device=device if cluster else choose_device(device),
+    )
+
+
+@contextlib.contextmanager
+def launch(
+    launcher: Launcher,
+    cluster: str | None,
+    *,
+    gpus: str | None = None,
+    workers: int | None = None,
+    executor: str | None = None,
+    cells: int | None = None,
+) -> Iterator[Launcher]:
+    """Start what runs the cells; yield a launcher with its executor.
+
+    ``cluster``, ``gpus``, ``workers`` and ``executor`` (a plug-in's name) are the options of
+    ``qbench run``. ``cells`` is their number; None starts no processes of this host. Without an
+    executor ``launcher`` itself is yielded. Raises QbenchError for what is not there, and for
+    options that exclude each other.
+    """
+    options = {"--cluster": cluster, "--gpus": gpus, "--workers": workers}
+    option = next((option for option, value in options.items() if value is not None), None)
+    single_process = "evaluation.device_map" if launcher.recipe.evaluation.device_map else None
+    exclusive = single_process if executor is None else f"--executor {executor}"
+    if exclusive is not None and option is not None:
+        raise RecipeError(
+            f"{exclusive}: leave {option} out; only one of the two can say where cells run"
+        )
+    if executor is not None:
+        with EXECUTORS.get(executor)(launcher.device) as running:
+            yield dataclasses.replace(
+                launcher, executor=running, description=f"executor {executor}"
+            )
+    elif cluster is not None:
+        with _connected(launcher, cluster, gpus, workers, cells) as dask:
+            yield dataclasses.replace(
+                launcher, device=dask.device, gpu=dask.expected.gpu, executor=dask,
+                description=dask.description,
+            )  # fmt: skip
+    elif (
+        cells is not None
+        and single_process is None
+        and (slots := gpu_slots(gpus, workers, launcher.device, CELLS_PER_GPU, at_most=cells))
+    ):
+        processes = Workers(slots, device=launcher.device)
+        processes.preload()
+        try:
+            yield dataclasses.replace(launcher, executor=processes)
+        finally:
+            processes.shutdown(cancel_futures=True)
+    else:
+        yield launcher
+
+
+def _connected(
+    launcher: Launcher, cluster: str, gpus: str | None, workers: int | None, cells: int | None
+) -> contextlib.AbstractContextManager[DaskExecutor]:
+    """Return the context of the workers of ``--cluster``, on the device that ``launcher`` names or,
+    for ``auto``, on the one that they have."""
+    if importlib.util.find_spec("distributed") is None:
+        raise UnavailableError("--cluster: Dask is not installed; pip install -e '.[cluster]'")
+    from qbench.runner.dask import connected  # an extra, and a second to import
+
+    chosen, slots = None if launcher.device == "auto" else launcher.device, []
+    if cluster.partition(":")[0] == "local":
+        chosen = choose_device(launcher.device)
+        cells = cells or len(cell_names(launcher.recipe))
+        slots = local_slots(cluster, gpus, workers, chosen, cells)
+    elif gpus is not None or workers is not None:
+        raise RecipeError(
+            f"--cluster {cluster}: its workers are running already; leave --gpus and --workers out"
+        )
+    return connected(cluster, chosen, slots=slots, folders=(launcher.out, cache_folder()))
+
+
+def local_slots(
+    cluster: str, gpus: str | None, workers: int | None, device: str, cells: int
+) -> list[int]:
+    """Return the GPU of each worker of ``local`` or ``local:N``, spread over all GPUs of this host
+    unless ``gpus`` says how many; on the CPU a zero per worker, an empty list for one worker."""
+    _, colon, number = cluster.partition(":")
+    if colon and not (number.isdecimal() and 1 <= int(number) <= 1024):
+        raise RecipeError(f"--cluster {cluster}: write local:N with N workers, from 1 to 1024")
+    if colon and workers is not None:
+        raise RecipeError(f"--cluster {cluster}: says how many workers; leave --workers out")
+    count = int(number) if colon else None
+    over = "all" if device == "cuda" and gpus is None else gpus
+    return gpu_slots(over, workers or count, device, CELLS_PER_GPU, at_most=count or cells)
 
 
 def run(
@@ -253,3 +425,124 @@ def _documents(task: TaskSpec, limit: int | None) -> str:
     if task.documents is None:
         return f"the first {limit} documents" if limit else "all documents"
     return f"{min(task.documents, limit or task.documents)} of {task.documents} documents"
+
+
+# --- estimate how long cells take and how much memory they need. Imports no torch
+
+
+BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+BYTES_PER_TOKEN = 3.7  # of task files, each context once
+REPEATED = 1.6  # contexts that are scored anew with each answer, and padding
+BASE_GIB = {"cuda": 1.5, "cpu": 0.8}  # libraries, batches
+SLOW_BF16 = 10.0
+# If weights come block by block: how often they are read, in all and for each task; GiB per second
+# if the host keeps the files in memory; the most hidden states that wait.
+PASSES, TASK_PASSES = 10, 3
+HOST_RATE = 8.0
+WAITING_GIB = 16.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rates:
+    """Speeds of one GPU, or of one core of a CPU in float32, as in docs/speed.md."""
+
+    score: Mapping[str, float]  # operations per second, by scoring mode
+    rounding: float  # seconds for 10⁹ weights, with their audit
+    calibrating: float  # seconds for 10⁹ weights of a method that sees text
+    disk: float  # GiB per second
+    fixed: float  # seconds of a cell before it computes anything
+
+
+RATES = {
+    "cuda": Rates(
+        score={"fast": 2e14, "exact": 9e13, "lm-eval": 2e13},
+        rounding=3.0,
+        calibrating=15.0,
+        disk=1.0,
+        fixed=6.0,
+    ),
+    "cpu": Rates(
+        score={"fast": 3e10, "exact": 2.5e10, "lm-eval": 2e10},
+        rounding=200.0,
+        calibrating=250.0,
+        disk=1.0,
+        fixed=2.0,
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Estimate:
+    """Wall seconds and peak memory in GiB, of the device on CUDA, else of the process."""
+
+    seconds: float
+    memory_gib: float
+    host_gib: float | None = None  # of the host, if weights come block by block
+    disk_gib: float = 0.0  # beside it, of quantized weights that are kept
+
+    def __str__(self) -> str:
+        line = f"about {duration(self.seconds)}, {self.memory_gib:.1f} GiB"
+        if self.host_gib is None:
+            return line
+        rest = f"{self.host_gib:.1f} GiB of host memory, {self.disk_gib:.1f} GiB of disk"
+        return f"{line}; block by block, {rest}"
+
+
+def estimate(cell: Cell, plan: Plan) -> Estimate | None:
+    """Estimate the time and memory of ``cell`` from its shapes and rates that were measured
+    elsewhere (docs/speed.md): right within a factor of about three. None if the amount of text is
+    not known, as of data on the hub."""
+    tokens = _tokens(cell, plan)
+    if tokens is None:
+        return None
+    rates = RATES[plan.device]
+    cores = 1 if plan.device == "cuda" else os.cpu_count() or 1
+    dtype = cell.quantization.compute_dtype
+    slow = SLOW_BF16 if plan.device == "cpu" and dtype != "float32" and not fast_bf16() else 1.0
+    parameters = elements(cell.checkpoint.headers)
+    weights = parameters * BYTES[dtype] / GIB
+    operations = 2 * parameters * slow / cores
+    seconds = rates.fixed + 3 * weights / rates.disk  # read for loading and for the audit
+    seconds += operations * tokens / rates.score[cell.scoring.mode]
+    memory = BASE_GIB[plan.device] + weights
+    text = plan.calibration
+    token = hidden_size(cell.checkpoint.config) * BYTES[dtype] / GIB
+    calibration = 0.0
+    if cell.quantization.precision.quantized:
+        memory += weights  # the audit holds the original beside
+        rate = rates.calibrating if cell.quantization.needs_calibration else rates.rounding
+        seconds += rate * parameters / 1e9
+    if cell.quantization.needs_calibration and text is not None:
+        read = text.samples * text.length
+        seconds += 2 * operations * cores * read / rates.score["exact"]  # on a CPU by one core
+        calibration = read * token
+    if plan.recipe.evaluation.device_map and plan.device == "cuda":
+        memory /= len(visible_gpus())
+    if not streams(cell, plan, weights * GIB, lambda: memory_gib("cuda") * GIB):
+        return Estimate(seconds=seconds, memory_gib=memory + calibration)
+    config = cell.checkpoint.config
+    ends = 2 * config.get("vocab_size", 0) * token  # embeddings and LM head
+    blocks = 4 * weights / max(1, config.get("num_hidden_layers", 1))  # two, of two models
+    bits = cell.quantization.precision.weights.bits if cell.quantization.weights else 0.0
+    packed = parameters * bits / 8 / GIB
+    cached = weights < memory_gib("cpu")
+    passes = PASSES + TASK_PASSES * len(plan.tasks)
+    return Estimate(
+        seconds=seconds + passes * weights / (HOST_RATE if cached else rates.disk),
+        memory_gib=BASE_GIB[plan.device] + ends + blocks,
+        host_gib=min(tokens * token, WAITING_GIB) + packed + calibration,
+        disk_gib=packed,
+    )
+
+
+def _tokens(cell: Cell, plan: Plan) -> float | None:
+    """Return about how many tokens are computed, padding and repeated contexts included; None if a
+    task's data are not known."""
+    total, limit = 0.0, plan.recipe.evaluation.limit
+    for task in plan.tasks:
+        if task.documents is None or not task.files:
+            return None
+        size = task.files[0].path.stat().st_size / BYTES_PER_TOKEN
+        repeated = 1.0 if cell.scoring.mode == "fast" else REPEATED
+        total += size * repeated * min(1.0, (limit or task.documents) / task.documents)
+    return total

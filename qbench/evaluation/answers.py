@@ -23,8 +23,8 @@ import pandas as pd
 from qbench.errors import EvaluationError, first_line
 from qbench.evaluation.degradation import Outcomes
 from qbench.evaluation.evaluate import build_requests, response_table, text_response
+from qbench.evaluation.scoring.batching import Request, encode_texts
 from qbench.evaluation.scoring.generate import Prompt
-from qbench.evaluation.scoring.requests import Request, encode_texts
 from qbench.metrics import LOG_MEAN, variance_name
 from qbench.records import ANSWER_COLUMNS, ANSWERS, OUTCOME_COLUMNS, PROMPT, Score
 

@@ -31,9 +31,9 @@ from qbench.evaluation.kl_baseline import (
     checksum_file,
     verify_baseline,
 )
+from qbench.evaluation.scoring.batching import Scored
 from qbench.evaluation.scoring.hidden_states import LMHead
 from qbench.evaluation.scoring.logits import LogitsPart, Projection, to_device
-from qbench.evaluation.scoring.requests import Scored
 from qbench.files import (
     clean_temporaries,
     digest_of_parts,

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from qbench.errors import CheckpointError, EvaluationError, UnavailableError, first_line
+from qbench.evaluation.scoring.batching import Request, Scored
 from qbench.evaluation.scoring.generate import Prompt, add_noise, generate
 from qbench.evaluation.scoring.hidden_states import LMHead
 from qbench.evaluation.scoring.logits import (
@@ -36,7 +37,6 @@ from qbench.evaluation.scoring.logits import (
     Observer,
     Projection,
 )
-from qbench.evaluation.scoring.requests import Request, Scored
 from qbench.evaluation.scoring.scorer import Counts, Scorer, pinned_hflm, report
 from qbench.evaluation.settings import ScoringSettings
 from qbench.progress import Advance

@@ -14,8 +14,7 @@ from qbench.errors import RecipeError
 from qbench.metrics import LOG_MEAN, LOG_SCALE, base_metric, is_percentage
 from qbench.records import ANSWERS, Score
 from qbench.statistics import Column, Panel, Regression, effect
-from qbench.statistics.bootstrap import MOST_DOCUMENTS, degrees_of_freedom
-from qbench.statistics.panel import estimate_contrast
+from qbench.statistics.panel import MOST_DOCUMENTS, degrees_of_freedom, estimate_contrast
 
 # Percentage points for accuracies, per cent of the value for perplexities, the KL divergence along
 # answers and their length.

@@ -17,28 +17,26 @@ import numpy as np
 from scipy import special
 
 from qbench.metrics import LOG_SCALE
-from qbench.statistics.bootstrap import (
-    Counts,
-    Studentized,
-    detectable_mean,
-    score_interval,
-    score_p,
-    studentize,
-    studentize_log_mean,
-)
 from qbench.statistics.panel import (
     INFLUENCE,
     KL_MEAN,
     LOG_MEAN,
     PAIRED,
     Column,
+    Counts,
     Floats,
     Panel,
+    Studentized,
     as_scored,
+    detectable_mean,
     effective_documents,
     estimate_contrast,
     is_logarithm,
     pair_scores,
+    score_interval,
+    score_p,
+    studentize,
+    studentize_log_mean,
 )
 
 LEVEL = 0.05

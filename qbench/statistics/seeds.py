@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import optimize, special
 
-from qbench.statistics.bootstrap import Counts, Studentized, score_interval, studentize_log_mean
 from qbench.statistics.effect import (
     CONFIDENCE,
     FEW_CHANGES,
@@ -32,13 +31,17 @@ from qbench.statistics.panel import (
     KL_MEAN,
     LOG_MEAN,
     PAIRED,
+    Counts,
     Floats,
     Panel,
+    Studentized,
     as_scored,
     effective_documents,
     estimate_contrast,
     is_logarithm,
+    score_interval,
     shares,
+    studentize_log_mean,
 )
 
 Signs = Mapping[object, float]

@@ -9,7 +9,7 @@ from qbench.comparison.answers import AnswerDamage, TokenMeans
 from qbench.comparison.rows import Comparison, Row
 from qbench.comparison.wording import effect_text, interval_text, nats
 from qbench.records import ANSWERS
-from qbench.tables.notes import drawn_notes
+from qbench.tables.scores import drawn_notes
 from qbench.tables.table import Table, from_rows
 from qbench.text import NO_VALUE, metric_title, number
 

@@ -9,7 +9,7 @@ from textwrap import fill
 from qbench.comparison.rows import Comparison, Row, bits_per_weight, gib, redundant
 from qbench.comparison.verdict import about, loss_text, ordered, verdict
 from qbench.comparison.wording import effect_text
-from qbench.tables.notes import scale_notes
+from qbench.tables.scores import scale_notes
 from qbench.tables.table import Table, from_rows
 from qbench.text import NO_VALUE, group_by_reason, metric_title, number, short, table
 

@@ -22,7 +22,7 @@ from quick_cells import Quick
 from small_recipe import qbench, small_recipe
 
 from qbench import machine
-from qbench.cli.launcher import local_slots
+from qbench.cli.run import local_slots
 from qbench.errors import RecipeError, UnavailableError
 from qbench.plan import plan
 from qbench.recipe import Recipe

@@ -9,7 +9,7 @@ from scipy import optimize, stats
 from statsmodels.stats.contingency_tables import mcnemar
 
 from qbench.statistics import effect
-from qbench.statistics.bootstrap import Counts, detectable_mean, score_interval, score_p
+from qbench.statistics.panel import Counts, detectable_mean, score_interval, score_p
 
 
 def counted(counts, lowest, highest):

@@ -91,7 +91,7 @@ def coverage(case, pages, simulations):
     ],
 )
 def test_perplexity_intervals_cover_935_of_1000(case, pages, monkeypatch):
-    monkeypatch.setattr("qbench.statistics.bootstrap.ROUNDS", 300)
+    monkeypatch.setattr("qbench.statistics.panel.ROUNDS", 300)
     covered, bound = coverage(case, pages, 400)
     assert covered >= 0.935 - 0.012
     assert bound >= 0.935 - 0.012

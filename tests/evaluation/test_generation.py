@@ -17,7 +17,7 @@ from qbench.errors import EvaluationError
 from qbench.evaluation.evaluate import build_requests, load_task
 from qbench.evaluation.scoring import generate as generation
 from qbench.evaluation.scoring import language_model
-from qbench.evaluation.scoring.requests import Counts
+from qbench.evaluation.scoring.batching import Counts
 from qbench.evaluation.settings import ScoringSettings
 from qbench.evaluation.tasks import plan_task
 from qbench.quantizers.quantize import apply

@@ -8,8 +8,7 @@ from scoring_models import KINDS, choices, instance, llama, pages, scorer, text,
 
 from qbench.attention.transformers import set_attention
 from qbench.errors import EvaluationError, UnavailableError
-from qbench.evaluation.scoring.batching import Packing
-from qbench.evaluation.scoring.requests import Request
+from qbench.evaluation.scoring.batching import Packing, Request
 from qbench.evaluation.scoring.scorer import compare, difference_from_exact
 from qbench.evaluation.settings import Tolerance, sample_violation
 

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 from small_recipe import qbench, small_recipe
 
-from qbench.cli.run import plan_lines
+from qbench.cli.run import RATES, estimate, plan_lines
 from qbench.plan import plan
 from qbench.recipe import Recipe
-from qbench.runner.estimates import RATES, estimate
 from qbench.store import Store
 
 

@@ -15,7 +15,7 @@ from qbench.records import (
     ScoringReport,
 )
 from qbench.tables import render
-from qbench.tables.notes import bos_notes
+from qbench.tables.scores import bos_notes
 
 
 def cache(bytes_per_token: float) -> KVAudit:

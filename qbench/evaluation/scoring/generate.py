@@ -41,7 +41,7 @@ from qbench.attention.masks import Mask
 from qbench.attention.quantized_kv import needs_sequences, one_scale
 from qbench.checkpoints.find import moving_rope
 from qbench.errors import EvaluationError, first_line
-from qbench.evaluation.scoring.requests import Counts, check_tokens, encode_texts
+from qbench.evaluation.scoring.batching import Counts, check_tokens, encode_texts
 from qbench.progress import Advance
 from qbench.streaming import is_sharded, stream_of
 

@@ -22,9 +22,8 @@ from qbench.attention.quantized_kv import READ, read_apart, rotate
 from qbench.checkpoints.find import moving_rope
 from qbench.checkpoints.load import rounding_tolerance
 from qbench.errors import EvaluationError, UnavailableError, first_line
-from qbench.evaluation.scoring.batching import PackedBatch, Packing
+from qbench.evaluation.scoring.batching import Batch, PackedBatch, Packing, Request
 from qbench.evaluation.scoring.logits import to_device
-from qbench.evaluation.scoring.requests import Batch, Request
 from qbench.evaluation.settings import ScoringSettings
 from qbench.streaming import lockstep
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from qbench.evaluation.scoring.requests import Batch, Scored
+from qbench.evaluation.scoring.batching import Batch, Scored
 
 WHOLE_BYTES = 2**30  # the most that a batch's whole logits may take; beyond, rows are taken out
 SIZES = (65, 71, 100, 131, 160, 193)  # rows of products whose first rows are compared

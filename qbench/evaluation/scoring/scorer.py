@@ -31,7 +31,18 @@ from torch import Tensor
 
 from qbench.checkpoints.tokenizer import puts_bos
 from qbench.errors import EvaluationError, first_line
-from qbench.evaluation.scoring.batching import BatchPlan, Packing, Padding
+from qbench.evaluation.scoring.batching import (
+    Batch,
+    BatchPlan,
+    Counts,
+    Packing,
+    Padding,
+    Request,
+    check_lengths,
+    check_tokens,
+    encode_pairs,
+    encode_texts,
+)
 from qbench.evaluation.scoring.generate import (
     Prompt,
     decode,
@@ -56,15 +67,6 @@ from qbench.evaluation.scoring.logits import (
     probe_matmul,
     score_rows,
     to_device,
-)
-from qbench.evaluation.scoring.requests import (
-    Batch,
-    Counts,
-    Request,
-    check_lengths,
-    check_tokens,
-    encode_pairs,
-    encode_texts,
 )
 from qbench.evaluation.settings import ScoringSettings, sample_violation, undecided
 from qbench.machine import peak_memory_gib, reset_peak_memory
