@@ -2,6 +2,9 @@
 
 import io
 
+import pytest
+
+from qbench.errors import shown
 from qbench.runner.progress import Display
 from qbench.text import group_by_reason
 
@@ -24,3 +27,22 @@ def test_progress_says_a_failure_once():
     assert stream.getvalue().splitlines() == [
         "a/x: FAILED: no room", "b/x: FAILED, as a/x", "c/x: FAILED, as a/x"
     ]  # fmt: skip
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ([1, "a", {"b": None}], "[1, 'a', {'b': None}]"),
+        ("x" * 10**8, "'" + "x" * 78 + "…"),
+        (10**10**4, "int: too large to show"),
+        (None, "[[[[...], " + "[...], " * 7 + "[...]], [[...], [...…"),
+    ],
+    ids=["small", "long", "digits", "lists of lists"],
+)
+def test_a_value_in_a_message_is_short_and_made_at_once(value, text):
+    if value is None:  # stands for 9^12 values
+        value = []
+        for _ in range(12):
+            value = [value] * 9
+    assert shown(value) == text
