@@ -110,7 +110,9 @@ def _make(
             "texts": str(ids), "out": str(out), "stock": str(Path(temporary) / "stock"),
             "normalizer": cell.checkpoint.normalizer, "device": device,
         }, default=list))  # fmt: skip
-        environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})}
+        environment = {**os.environ, "TERM": "dumb"}  # no progress bars in a log
+        if device == "cpu":
+            environment["CUDA_VISIBLE_DEVICES"] = ""
         with log.open("w") as file:
             done = subprocess.run(
                 [sys.executable, "-m", "qbench.made_copy", job],

@@ -58,6 +58,12 @@ def test_what_no_library_can_make_is_refused_when_planned(
         plan(Recipe.load(recipe), device="cpu")
 
 
+def test_exl3_refuses_a_layer_of_no_whole_blocks():
+    settings_of("exl3-4bit").check_layers({"wide": (384, 1024)})
+    with pytest.raises(QuantizationError, match="exl3-4bit: q_proj is 576 × 512; EXL3 rotates"):
+        settings_of("exl3-4bit").check_layers({"q_proj": (576, 512)})
+
+
 def test_a_library_that_fails_is_said_in_a_line_with_its_log(tmp_path):
     cell = SimpleNamespace(
         checkpoint=SimpleNamespace(folder=tmp_path / "gone", normalizer="softmax")
@@ -129,7 +135,7 @@ def by_library(maker, whole, ids, attention, out):
     model = GPTQModel.load(str(whole), config, **attention)
     rows = [{"input_ids": row[None], "attention_mask": torch.ones_like(row[None])} for row in ids]
     backend = BACKEND.AWQ_TORCH if maker.method == "awq" else BACKEND.AUTO
-    model.quantize(rows, batch_size=1, backend=backend)
+    model.quantize(rows, batch_size=len(rows), backend=backend)
     model.save(str(out))
 
 

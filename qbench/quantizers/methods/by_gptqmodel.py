@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from qbench.errors import QuantizationError
 from qbench.quantizers.config import settings
 from qbench.quantizers.formats import WHOLE_ROW
 from qbench.quantizers.methods.library_made import LibraryMade
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FEW_BITS = (2, 3, 4)
+EXL3_BLOCK = 128
+BATCH = 16_384  # tokens: the library's own work per layer and batch takes milliseconds
 # Title, widths, and other options that are fixed, by method. GPTAQ also corrects for the error of
 # earlier layers (Li et al. 2025). AWQ is activation-aware (Lin et al. 2023). ParoQuant rotates
 # before rounding, with eager attention. EXL3 has trellis codes, without groups.
@@ -76,6 +79,13 @@ class ByGptqmodel(GroupedIntegers, MadeByGptqmodel):
     def title(self) -> str:
         return METHODS[self.method][0]
 
+    def check_layer(self, name: str, rows: int, columns: int) -> None:
+        if self.method == "exl3" and (rows % EXL3_BLOCK or columns % EXL3_BLOCK):
+            raise QuantizationError(
+                f"{self.name}: {name} is {rows} × {columns}; EXL3 rotates blocks of {EXL3_BLOCK} "
+                "inputs and outputs"
+            )
+
     @property
     def needs_gpu(self) -> bool:
         return self.method in ("paroquant", "exl3")
@@ -105,5 +115,6 @@ def make(model: Path, out: Path, texts: Tensor, settings: ByGptqmodel | GptqByGp
     # of AWQ's kernels the others are compiled for minutes, or need a GPU
     backend = BACKEND.AWQ_TORCH if settings.method == "awq" else BACKEND.AUTO
     quantized = GPTQModel.load(str(model), config)
-    quantized.quantize(rows, batch_size=1, backend=backend)
+    size = max(1, BATCH // texts.shape[1])
+    quantized.quantize(rows, batch_size=size, backend=backend)
     quantized.save(str(out))
