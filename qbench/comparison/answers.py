@@ -75,15 +75,17 @@ def answer_damage(store: Store, record: Record, before: Record) -> AnswerDamage 
     if table["kl"].isna().any() or table.empty:
         return None
     _, base_prompts = split_prompts(store.answers(before))
-    own, other = (_by_prompt(store.outcomes(one)) for one in (record, before))
-    same = (own["agreed_tokens"] == own["length"]) & (own["length"] == other["length"])
+    outcomes, base_outcomes = (_by_prompt(store.outcomes(each)) for each in (record, before))
+    same = (outcomes["agreed_tokens"] == outcomes["length"]) & (
+        outcomes["length"] == base_outcomes["length"]
+    )
     bins = [position_bin(position) for position in table["position"]]
     return AnswerDamage(
         tokens=_means(table),
         by_position=_means_by(table, bins, [position_bin(p) for p in FIRST_POSITIONS]),
         by_class=_means_by(table, token_classes(table), CLASSES),
         identical=float(same.mean()),
-        agreed=float(own["agreed_tokens"].median()),
+        agreed=float(outcomes["agreed_tokens"].median()),
         other_prompts=int((prompts.to_numpy() != base_prompts.to_numpy()).sum()),
     )
 
@@ -135,7 +137,7 @@ def token_classes(tokens: pd.DataFrame) -> list[str]:
 def classes(texts: Sequence[str]) -> list[str]:
     """Return the class of each token of one answer, from the tokens' texts."""
     text = "".join(texts)
-    ends = np.cumsum([len(one) for one in texts])
+    ends = np.cumsum([len(token) for token in texts])
     keys = [match.span() for match in KEY.finditer(text)]
     fences = [match.span() for match in CODE.finditer(text)]
     json = (0, 0)

@@ -49,14 +49,12 @@ class CellResults:
     @classmethod
     def of(cls, record: Record, columns: Mapping[Name, Column]) -> CellResults:
         scores, nothing = record.by_name(), Column.of(np.arange(0), [], [])
-        known = {name for name, one in scores.items() if one.aggregation in TESTABLE}
-        known &= columns.keys()
-        found = {name: columns[name] if name in known else nothing for name in _kept(record)}
-        found |= of_groups(record, found)
-        variances = {
-            name: columns[drawn] for name in found if (drawn := _variance(name)) in columns
-        }
-        return cls(record, found, {name: scores[name] for name in found}, variances)
+        testable = {name for name, score in scores.items() if score.aggregation in TESTABLE}
+        testable &= columns.keys()
+        kept = {name: columns[name] if name in testable else nothing for name in _kept(record)}
+        kept |= of_groups(record, kept)
+        variances = {name: columns[drawn] for name in kept if (drawn := _variance(name)) in columns}
+        return cls(record, kept, {name: scores[name] for name in kept}, variances)
 
 
 def _kept(record: Record) -> list[Name]:
@@ -70,9 +68,11 @@ def of_groups(record: Record, columns: Mapping[Name, Column]) -> dict[Name, Colu
     """Return the outcomes of groups such as mmlu, by (group, metric): those of all documents of
     their tasks, which ``columns`` holds."""
     return {
-        (one.group, one.metric): joined({task: columns[task, one.metric] for task in one.tasks})
-        for one in record.pooled_groups
-        if all((task, one.metric) in columns for task in one.tasks)
+        (group.group, group.metric): joined(
+            {task: columns[task, group.metric] for task in group.tasks}
+        )
+        for group in record.pooled_groups
+        if all((task, group.metric) in columns for task in group.tasks)
     }
 
 
@@ -159,12 +159,12 @@ def compare_results(a: Store, b: Store) -> Changes:
         )
     problems = [f"{cell}: {a.name}: {why}" for cell, why in old.broken.items()]
     problems += [f"{cell}: {b.name}: {why}" for cell, why in new.broken.items()]
-    for one, other, folder in ((old, new, b), (new, old, a)):
-        known = other.cells.keys() | other.broken.keys()
-        problems += [f"{cell}: not in {folder.name}" for cell in one.cells if cell not in known]
+    for results, other, folder in ((old, new, b), (new, old, a)):
+        named = other.cells.keys() | other.broken.keys()
+        problems += [f"{cell}: not in {folder.name}" for cell in results.cells if cell not in named]
         problems += group_by_reason(
             (cell, line)
-            for cell, scored in one.cells.items()
+            for cell, scored in results.cells.items()
             if cell in other.cells
             for line in _lacking(scored, other.cells[cell], folder.name)
         )
@@ -199,19 +199,21 @@ def compare_cells(a: tuple[Store, Record], b: tuple[Store, Record]) -> Changes:
     if not lines:
         raise ResultsError(f"{cell} and {other} have no score in common")
     problems = [*_lacking(*sides, names[1]), *_lacking(*sides[::-1], names[0])]
-    trainings = {name: one.record.training for name, one in zip(names, sides, strict=True)}
-    problems += unlike({name: one for name, one in trainings.items() if one}, names, {})
+    trainings = {name: side.record.training for name, side in zip(names, sides, strict=True)}
+    problems += unlike(
+        {name: training for name, training in trainings.items() if training}, names, {}
+    )
     return Changes(old=names[0], new=names[1], lines=tuple(lines), problems=tuple(problems))
 
 
-def _lacking(one: CellResults, other: CellResults, name: str) -> list[str]:
-    """Return what ``one`` scored and ``other``, called ``name``, did not, with the reason if it
+def _lacking(cell: CellResults, other: CellResults, name: str) -> list[str]:
+    """Return what ``cell`` scored and ``other``, called ``name``, did not, with the reason if it
     is known."""
-    tasks, found = {task for task, _ in other.scores}, {}
-    for task, metric in one.scores.keys() - other.scores.keys():
+    tasks, lines = {task for task, _ in other.scores}, {}
+    for task, metric in cell.scores.keys() - other.scores.keys():
         what, why = f"{task} {metric}" if task in tasks else task, other.record.failed_tasks
-        found[f"{what}: not in {name}" + (f": {why[task]}" if task in why else "")] = None
-    return sorted(found)
+        lines[f"{what}: not in {name}" + (f": {why[task]}" if task in why else "")] = None
+    return sorted(lines)
 
 
 MOST_PAIRED = 4  # quantized precisions whose pairs are all shown unasked
@@ -239,11 +241,11 @@ def compare_precisions(store: Store, checkpoint: str, against: str | None) -> tu
         pairs = list(combinations(quantized, 2)) if len(quantized) <= MOST_PAIRED else []
     else:
         pairs = [(against, other) for other in quantized if other != against]
-    found = {
+    sides = {
         f"{later} {MINUS} {first}": (cells[f"{checkpoint}/{first}"], cells[f"{checkpoint}/{later}"])
         for first, later in pairs
     }
-    return tuple(compare_pairs(found))
+    return tuple(compare_pairs(sides))
 
 
 def compare_sets(old: ResultSet, new: ResultSet) -> list[Change]:
@@ -280,8 +282,8 @@ def adjusted(lines: Sequence[Change]) -> list[Change]:
 def _other_precisions(old: ResultSet, new: ResultSet) -> list[str]:
     """Say which cells of one name are not quantized alike."""
     both = [
-        (cell, one.record.precision, new.cells[cell].record.precision)
-        for cell, one in old.cells.items()
+        (cell, results.record.precision, new.cells[cell].record.precision)
+        for cell, results in old.cells.items()
         if cell in new.cells
     ]
     return [
@@ -294,14 +296,14 @@ def _other_precisions(old: ResultSet, new: ResultSet) -> list[str]:
 def _same_tasks(cell: str, before: Record, after: Record) -> None:
     """Raise ResultsError if two records scored different data, by the digests of what was
     scored, or else by those in their keys."""
-    keyed = [one.key_parts.get("tasks") or {} for one in (before, after)]
+    keyed = [record.key_parts.get("tasks") or {} for record in (before, after)]
     for task in dict.fromkeys([*before.documents, *keyed[0]]):
-        told = task in before.documents and task in after.documents
-        one, other = (
+        stored = task in before.documents and task in after.documents
+        first, second = (
             digests.get(task)
-            for digests in ((before.documents, after.documents) if told else keyed)
+            for digests in ((before.documents, after.documents) if stored else keyed)
         )
-        if None not in (one, other) and one != other:
+        if None not in (first, second) and first != second:
             raise ResultsError(
                 f"{cell}: {task}: its definition or data differ from the other results', so "
                 "documents cannot be paired; score both on the same data (or make a new baseline)"
@@ -314,17 +316,17 @@ def change(cell: str, name: Name, before: CellResults, after: CellResults) -> Ch
     columns = {"new": after.columns[name], "old": before.columns[name]}
     panel = Panel.of(columns)
     worse = -1 if score.higher_is_better else 1
-    found = effect(panel, {"new": worse, "old": -worse}, score.aggregation)
+    answer = effect(panel, {"new": worse, "old": -worse}, score.aggregation)
     variances = [source.variances.get(name) for source in (after, before)]
-    if isinstance(found, Effect) and any(variances):
+    if isinstance(answer, Effect) and any(variances):
         drawn = drawing_error(columns.values(), variances, score.aggregation)
-        found = dataclasses.replace(found, drawn=drawn)
+        answer = dataclasses.replace(answer, drawn=drawn)
     seen = sum(len(column.documents) for column in columns.values())
     precision = after.record.precision
     # On the shared documents; as recorded if nothing else is known of the score.
-    known = score.aggregation in TESTABLE and panel.documents
+    testable = score.aggregation in TESTABLE and panel.documents
     values = {
-        side: value(panel, side, score.aggregation) if known else source.scores[name].value
+        side: value(panel, side, score.aggregation) if testable else source.scores[name].value
         for side, source in (("old", before), ("new", after))
     }
     return Change(
@@ -337,7 +339,7 @@ def change(cell: str, name: Name, before: CellResults, after: CellResults) -> Ch
         new=values["new"],
         documents=panel.documents if seen else after.scores[name].documents,
         left_out=seen - 2 * panel.documents,
-        effect=found,
+        effect=answer,
         precision=precision.words if precision.in_parts else "",
     )
 

@@ -28,8 +28,8 @@ def compare(store: Store, *, statistics: bool = True, against: str | None = None
     cannot be answered.
     """
     grid = store.manifest()
-    found = {cell.cell: store.get(cell) for cell in grid.cells}
-    records = {name: record for name, record in found.items() if record is not None}
+    stored = {cell.cell: store.get(cell) for cell in grid.cells}
+    records = {name: record for name, record in stored.items() if record is not None}
     comparison = Comparison(
         grid=grid,
         records=records,
@@ -37,7 +37,7 @@ def compare(store: Store, *, statistics: bool = True, against: str | None = None
         elsewhere={
             cell.cell: run
             for cell in grid.cells
-            if found[cell.cell] is None and (run := elsewhere(store, cell)) is not None
+            if stored[cell.cell] is None and (run := elsewhere(store, cell)) is not None
         },
     )
     if not statistics:
@@ -54,7 +54,7 @@ def compare(store: Store, *, statistics: bool = True, against: str | None = None
         return comparison
     order = list(dict.fromkeys((line.task, line.metric) for line in comparison.lines))
     pairs = compare_precisions(store, grid.checkpoints[0], against)
-    rows = sorted(pairs, key=lambda one: order.index((one.task, one.metric)))
+    rows = sorted(pairs, key=lambda pair: order.index((pair.task, pair.metric)))
     return replace(comparison, pairs=tuple(rows))
 
 
@@ -66,7 +66,7 @@ def _answers(comparison: Comparison, store: Store) -> dict[str, AnswerDamage]:
         base = f"{cell.checkpoint}/{comparison.unquantized_of(cell.quantizer)}"
         before = comparison.records.get(base)
         readable = cell.quantized and not comparison.no_damage(cell.cell)
-        if readable and all(one and ANSWERS in one.files for one in (record, before)):
+        if readable and all(side and ANSWERS in side.files for side in (record, before)):
             damages[cell.cell] = answer_damage(store, record, before)
     return {name: damage for name, damage in damages.items() if damage is not None}
 
@@ -76,8 +76,8 @@ def elsewhere(store: Store, cell: GridCell) -> str | None:
     if there is none."""
     for name, path in runs(store.directory):
         with suppress(ResultsError):
-            for one in read_record(path, RunManifest).cells:
-                if one.cell == cell.cell and store.path(one).is_file():
+            for planned in read_record(path, RunManifest).cells:
+                if planned.cell == cell.cell and store.path(planned).is_file():
                     return name
     return None
 
@@ -89,13 +89,13 @@ def _lines(grid: RunManifest, records: Mapping[str, Record]) -> Iterable[Row]:
     ran = {cell.quantizer for cell in grid.cells if cell.cell in records} or {*quantized}
     quantizers = sorted((q for q in grid.quantizers if q in ran), key=lambda q: quantized[q])
     scores = {name: record.by_name() for name, record in records.items()}
-    groups = (one.group for record in records.values() for one in record.pooled_groups)
+    groups = (group.group for record in records.values() for group in record.pooled_groups)
     for task in dict.fromkeys((*grid.tasks, *groups)):
-        known = _metrics(task, scores.values())
+        metrics = _metrics(task, scores.values())
         for quantizer in quantizers:
             row = [cells.get((checkpoint, quantizer)) for checkpoint in grid.checkpoints]
             first = next(cell for cell in row if cell is not None)
-            for metric, like in known.items():
+            for metric, like in metrics.items():
                 yield Row(
                     task=task,
                     label=like.label if like else task,
@@ -116,14 +116,14 @@ def _lines(grid: RunManifest, records: Mapping[str, Record]) -> Iterable[Row]:
 def _metrics(task: str, scores: Iterable[Scores]) -> dict[str, Score | None]:
     """Return metric → an example score, of the metrics that any record has of ``task``, in the
     paper's order."""
-    found: dict[str, Score | None] = {}
+    examples: dict[str, Score | None] = {}
     for of_one in scores:
         for score in of_one.values():
             if score.task == task:
-                found.setdefault(score.metric, score)
-    if not found:
+                examples.setdefault(score.metric, score)
+    if not examples:
         return {"—": None}
-    return dict(sorted(found.items(), key=lambda item: rank(item[0])))
+    return dict(sorted(examples.items(), key=lambda item: rank(item[0])))
 
 
 def _entry(

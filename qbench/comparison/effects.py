@@ -115,20 +115,20 @@ def with_effects(comparison: Comparison, store: Store, columns: Columns) -> Comp
     effects: dict[EffectKey, Effect | Missing] = {}
     intervals: dict[int, dict[str, Interval]] = defaultdict(dict)
     for index, row in enumerate(comparison.lines):
-        known = columns.get(row.task, {})
+        by_name = columns.get(row.task, {})
         for contrast, checkpoint, [[signs]] in _contrasts(comparison, row, single):
-            if not all(name in known for name in signs):
+            if not all(name in by_name for name in signs):
                 continue
-            panel = Panel.of({name: known[name] for name in signs})
+            panel = Panel.of({name: by_name[name] for name in signs})
             if contrast == "scores":
                 interval = score(panel, *signs, row.aggregation)
                 if interval is not None:
                     intervals[index][checkpoint] = interval
             else:
                 answer = effect(panel, signs, row.aggregation)
-                spread = [known.get((cell, variance_name(metric))) for cell, metric in signs]
+                spread = [by_name.get((cell, variance_name(metric))) for cell, metric in signs]
                 if isinstance(answer, Effect) and any(spread):
-                    scores = [known[name] for name in signs]
+                    scores = [by_name[name] for name in signs]
                     drawn = drawing_error(scores, spread, row.aggregation)
                     answer = dataclasses.replace(answer, drawn=drawn)
                 effects[index, contrast, checkpoint] = answer
@@ -149,12 +149,12 @@ def _seed_rows(comparison: Comparison, columns: Columns) -> tuple[Row, ...]:
     effects: dict[EffectKey, SeedEffect | Missing] = {}
     means: dict[int, dict[str, float]] = defaultdict(dict)
     for index, row in enumerate(comparison.lines if groups else ()):
-        known = columns.get(row.task, {})
+        by_name = columns.get(row.task, {})
         for contrast, group, trainings in _contrasts(comparison, row, groups):
             names = {name: None for part in trainings for signs in part for name in signs}
-            if not all(name in known for name in names):
+            if not all(name in by_name for name in names):
                 continue
-            panel = Panel.of({name: known[name] for name in names})
+            panel = Panel.of({name: by_name[name] for name in names})
             answer = over_seeds(panel, trainings, row.aggregation)
             effects[index, contrast, group] = answer
             if contrast == "scores" and isinstance(answer, SeedEffect):
@@ -260,6 +260,9 @@ def _against(
     """Return one group minus another: pair by pair if there are equally many of both."""
     if len(members) == len(base):
         return [
-            [signs(one, 1) | signs(other, -1) for one, other in zip(members, base, strict=True)]
+            [
+                signs(member, 1) | signs(other, -1)
+                for member, other in zip(members, base, strict=True)
+            ]
         ]
-    return [[signs(one, 1) for one in members], [signs(other, -1) for other in base]]
+    return [[signs(member, 1) for member in members], [signs(other, -1) for other in base]]

@@ -288,7 +288,7 @@ class Comparison:
     @functools.cached_property
     def _unquantized(self) -> dict[str, str | None]:
         """Return ``unquantized_of`` by quantizer, of those whose dtype is known."""
-        dtypes = {one.quantizer: dtype_of(one) for one in self.records.values()}
+        dtypes = {record.quantizer: dtype_of(record) for record in self.records.values()}
         names = [cell.quantizer for cell in self.grid.cells if not cell.quantized]
         unknown = next((name for name in names if dtypes.get(name) is None), None)
         first: dict[str | None, str] = {}
@@ -344,8 +344,8 @@ class Comparison:
     def methods(self) -> tuple[str, ...]:
         """Return the quantization methods in the manifest's order; the unquantized method if
         there is no other."""
-        found = dict.fromkeys(cell.method for cell in self.grid.cells if cell.quantized)
-        return tuple(found) or tuple({cell.method: None for cell in self.grid.cells})
+        quantizing = dict.fromkeys(cell.method for cell in self.grid.cells if cell.quantized)
+        return tuple(quantizing) or tuple({cell.method: None for cell in self.grid.cells})
 
     def task_damage(self, cell: str, task: str) -> TaskDamage | None:
         """Return what was measured of one task or group of a cell; None if nothing was."""
@@ -403,8 +403,8 @@ def dtype_of(record: Record) -> str | None:
     """Return the dtype that a cell computes in; None if its key does not say."""
     settings = record.key_parts.get("quantizer")
     for part in (settings, settings.get("weights") if isinstance(settings, Mapping) else None):
-        if isinstance(part, Mapping) and (found := part.get("compute_dtype", part.get("dtype"))):
-            return str(found)
+        if isinstance(part, Mapping) and (dtype := part.get("compute_dtype", part.get("dtype"))):
+            return str(dtype)
     return None
 
 

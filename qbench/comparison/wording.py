@@ -24,10 +24,10 @@ NO_INTERVAL = "¶"
 RATIO_NOTE = f"{TIMES}: perplexities are compared by their ratio, computed on logarithms."
 
 
-def metric_text(one: Row | Change | Score | GroupScore) -> str:
+def metric_text(row: Row | Change | Score | GroupScore) -> str:
     """Return the metric with the arrow of what is better: ``Acc ↑``."""
-    arrow = "↑" if one.higher_is_better else "↓"
-    return NO_VALUE if one.metric == NO_VALUE else f"{metric_title(one.metric)} {arrow}"
+    arrow = "↑" if row.higher_is_better else "↓"
+    return NO_VALUE if row.metric == NO_VALUE else f"{metric_title(row.metric)} {arrow}"
 
 
 def effect_text(effect: AnEffect, *, percent: bool) -> str:
@@ -74,7 +74,9 @@ def each_text(effect: AnEffect, *, percent: bool) -> str:
     the trainings are no pairs."""
     if not getattr(effect, "paired", False):
         return NO_VALUE
-    return _sign(effect) + ", ".join(_value(effect, one, percent=percent) for one in effect.each)
+    return _sign(effect) + ", ".join(
+        _value(effect, estimate, percent=percent) for estimate in effect.each
+    )
 
 
 def _sign(effect: Effect | SeedEffect | Missing) -> str:
@@ -118,14 +120,14 @@ def mostly_seeds(effect: Effect | SeedEffect) -> bool:
 
 def order_note(comparison: Comparison) -> str:
     """Say which training is which, in the order of the columns ``each``."""
-    known = trained(comparison.records.values())
-    told = (
-        ", ".join(f"{m} (seed {known[m].seed})" if m in known else m for m in members)
+    trainings = trained(comparison.records.values())
+    groups = (
+        ", ".join(f"{m} (seed {trainings[m].seed})" if m in trainings else m for m in members)
         for members in comparison.grid.replicates.values()
     )
-    return f"Each, in this order: {'; '.join(told)}."
+    return f"Each, in this order: {'; '.join(groups)}."
 
 
 def values_text(line: Row, members: Sequence[str]) -> str:
     """Return the score of every training, separated by commas."""
-    return ", ".join(number(line.entry(one).value, percent=line.percent) for one in members)
+    return ", ".join(number(line.entry(member).value, percent=line.percent) for member in members)

@@ -28,12 +28,14 @@ def make(store: Store, out: Path, *, replace: bool = False) -> Changes | None:
     """
     results = read_results(store, decimals=DECIMALS)
     unfit = [*results.broken.items()]
-    for cell, one in results.cells.items():
-        unfit += [(cell, "not audited")] * (one.record.audit is None)
-        unfit += [(cell, f"{task} failed: {why}") for task, why in one.record.failed_tasks.items()]
+    for cell, scored in results.cells.items():
+        unfit += [(cell, "not audited")] * (scored.record.audit is None)
+        unfit += [
+            (cell, f"{task} failed: {why}") for task, why in scored.record.failed_tasks.items()
+        ]
         unfit += [
             (cell, f"{score.task} {score.metric} is {score.value}")
-            for score in one.scores.values()
+            for score in scored.scores.values()
             if not math.isfinite(score.value)
         ]
     if unfit:
@@ -46,11 +48,11 @@ def make(store: Store, out: Path, *, replace: bool = False) -> Changes | None:
     change = difference(store.name, results, out) if out.exists() else None
     with TemporaryDirectory() as folder:
         copy = Store(Path(folder))
-        for one in results.cells.values():
-            outcomes = store.outcomes(one.record)
+        for scored in results.cells.values():
+            outcomes = store.outcomes(scored.record)
             values = outcomes.groupby("metric")["value"]
             outcomes["value"] = values.transform(lambda v: rounded(v.to_numpy(), v.name, DECIMALS))
-            copy.put(one.record, outcomes)
+            copy.put(scored.record, outcomes)
         copy.put_manifest(store.manifest())
         pack(copy.directory, copy.directory.rglob("*"), out)
     return change

@@ -105,7 +105,9 @@ def check(
         raise ResultsError(
             f"{store.name} has no cell of {baseline}; check results of the same recipe"
         )
-    require_known(given, [score for one in old.cells.values() for score in one.scores.values()])
+    require_known(
+        given, [score for scored in old.cells.values() for score in scored.scores.values()]
+    )
     lines = compare_sets(old, new)
     notes = require_same(old.cells, new.cells, across)
     allowed = AUDIT_MARGINS | given
@@ -124,7 +126,7 @@ def check(
             audits = (before.record.audit, after.record.audit)
             gates += [*_audit_gates(cell, *audits, allowed), *layer_gates(cell, *audits, allowed)]
     blocked = {gate.cell for gate in gates if not gate.task}
-    questions = sum(len(one.scores) for one in old.cells.values())
+    questions = sum(len(scored.scores) for scored in old.cells.values())
     for line in lines:
         if line.cell not in blocked:
             name, before = (line.task, line.metric), old.cells[line.cell]
@@ -205,7 +207,7 @@ def layer_gates(
     codes and measures are the same passes. Other codes alone are no failure: processors and library
     versions round differently.
     """
-    old, new = ({one.name: one for one in audit.modules} for audit in (before, after))
+    old, new = ({layer.name: layer for layer in audit.modules} for audit in (before, after))
     if not old:
         return []
     lost = [name for name in old if name not in new]

@@ -84,7 +84,7 @@ def parse_margins(texts: Sequence[str]) -> dict[str, float]:
 def require_known(given: Mapping[str, float], scores: Collection[Score]) -> None:
     """Raise RecipeError if a margin is ``given`` for a metric that the baseline's ``scores`` do not
     have, or if a metric that is neither an accuracy nor a perplexity has no margin."""
-    named = [name for one in scores for name in (one.metric, base_metric(one.metric))]
+    named = [name for score in scores for name in (score.metric, base_metric(score.metric))]
     possible = [*dict.fromkeys([*LEAST, *named]), *AUDIT_MARGINS]
     for name in given:
         if name not in possible:
@@ -93,11 +93,11 @@ def require_known(given: Mapping[str, float], scores: Collection[Score]) -> None
                 f"{', '.join(possible)}"
             )
 
-    need = dict.fromkeys(one.metric for one in scores if _family(one) is None)
-    if lacking := [one for one in need if not {one, base_metric(one)} & given.keys()]:
+    need = dict.fromkeys(score.metric for score in scores if _family(score) is None)
+    if lacking := [metric for metric in need if not {metric, base_metric(metric)} & given.keys()]:
         raise RecipeError(
             f"no margin by default: {', '.join(lacking)}; add "
-            + " ".join(f'--margin "{one}=NUMBER"' for one in lacking)
+            + " ".join(f'--margin "{metric}=NUMBER"' for metric in lacking)
             + " (in the metric's own units)"
         )
 
@@ -138,8 +138,8 @@ def _supported(score: Score, column: Column, lines: int) -> float:
         margin = _bound_of_flips(documents, missed, flips)
     else:
         weights, level, freedom = column.weights, LEVEL, documents - 1
-        values, one = column.values[:, None], np.ones(1)
-        _, stderr = estimate_contrast(values, weights[:, None], one, score.aggregation)
+        values, signs = column.values[:, None], np.ones(1)
+        _, stderr = estimate_contrast(values, weights[:, None], signs, score.aggregation)
         # The bound of the bootstrap-t is the end of the two-sided interval.
         if np.ptp(weights) or documents <= MOST_DOCUMENTS:
             kurtosis = 3 * float(np.mean(weights**4) / np.mean(weights**2) ** 2)
