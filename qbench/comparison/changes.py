@@ -361,7 +361,7 @@ def flips_of(
         for (cell, metric), column in columns.get(task, {}).items():
             by_cell[cell][task, metric] = column
     names = {cell.key: cell.cell for cell in comparison.grid.cells}
-    found: dict[str, ByTask] = {}
+    flips: dict[str, ByTask] = {}
     for cell in comparison.grid.cells:
         record = comparison.records.get(cell.cell)
         if not cell.quantized or status_of(record)[0] != "ok":
@@ -372,8 +372,8 @@ def flips_of(
         if base is None or status_of(comparison.records.get(base))[0] != "ok":
             continue
         by_task = count_flips(by_cell[base], by_cell[cell.cell])
-        found[cell.cell] = by_task | _of_groups(record, by_task)
-    return found
+        flips[cell.cell] = by_task | _of_groups(record, by_task)
+    return flips
 
 
 def cell_flips(store: Store, record: Record) -> ByTask:
@@ -404,7 +404,7 @@ def count_flips(
 
     Metrics whose documents are neither right nor wrong are left out.
     """
-    found: dict[str, dict[str, Flips]] = {}
+    flips: dict[str, dict[str, Flips]] = {}
     for (task, metric), after in quantized.items():
         if (before := base.get((task, metric))) is None:
             continue
@@ -413,12 +413,12 @@ def count_flips(
         if right is None:
             continue
         right_before, right_after = right.T
-        found.setdefault(task, {})[metric] = Flips(
+        flips.setdefault(task, {})[metric] = Flips(
             documents=panel.documents,
             right_to_wrong=int((right_before & ~right_after).sum()),
             wrong_to_right=int((~right_before & right_after).sum()),
         )
-    return found
+    return flips
 
 
 def right_answers(panel: Panel) -> NDArray | None:
@@ -437,10 +437,12 @@ def right_answers(panel: Panel) -> NDArray | None:
 
 def _of_groups(record: Record, by_task: ByTask) -> dict[str, dict[str, Flips]]:
     """The sums over the tasks of each group, if all of them have flips."""
-    found: dict[str, dict[str, Flips]] = {}
+    sums: dict[str, dict[str, Flips]] = {}
     for group in record.groups:
         every = [by_task.get(task, {}).get(group.metric) for task in group.tasks]
         if None not in every:
-            sums = {name: sum(getattr(one, name) for one in every) for name in Flips.model_fields}
-            found.setdefault(group.group, {})[group.metric] = Flips(**sums)
-    return found
+            totals = {
+                name: sum(getattr(flips, name) for flips in every) for name in Flips.model_fields
+            }
+            sums.setdefault(group.group, {})[group.metric] = Flips(**totals)
+    return sums

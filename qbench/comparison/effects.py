@@ -39,9 +39,9 @@ def chance_of_tasks(comparison: Comparison, store: Store) -> dict[str, float]:
     """Return task → the accuracy of guessing: the mean of 1 / choices over its documents, 0 if it
     has none to choose from. Tasks of which no record's responses can be read are left out.
     """
-    found: dict[str, float] = {}
+    chances: dict[str, float] = {}
     for record in comparison.records.values():
-        tasks = {score.task for score in record.scores} - found.keys()
+        tasks = {score.task for score in record.scores} - chances.keys()
         if not tasks or status_of(record)[0] != "ok" or "responses" not in record.files:
             continue
         try:
@@ -51,8 +51,8 @@ def chance_of_tasks(comparison: Comparison, store: Store) -> dict[str, float]:
         choices = responses.groupby(["task", "document"])["request"].nunique()
         for task, counts in choices.groupby(level="task"):
             guessed = float((1 / counts).mean()) if (counts > 1).all() else 0.0
-            found.setdefault(str(task), guessed)
-    return found
+            chances.setdefault(str(task), guessed)
+    return chances
 
 
 def chance_of(comparison: Comparison, row: Row) -> float | None:
@@ -69,9 +69,9 @@ def kept(comparison: Comparison, row: Row, checkpoint: str) -> float | None:
         return None
     before = next(
         (
-            one.entry(checkpoint).value
-            for one in comparison.lines
-            if (one.task, one.metric, one.quantizer) == (row.task, row.metric, base)
+            line.entry(checkpoint).value
+            for line in comparison.lines
+            if (line.task, line.metric, line.quantizer) == (row.task, row.metric, base)
         ),
         None,
     )
@@ -86,15 +86,15 @@ def find_at_chance(
 ) -> frozenset[tuple[str, str, str]]:
     """Return (checkpoint, task, metric) of each accuracy of an unquantized model whose interval
     reaches down to chance; ``intervals``: by the row's index and checkpoint."""
-    found = set()
+    at_chance = set()
     for index, row in enumerate(comparison.lines):
         chance = chance_of(comparison, row)
         if row.quantized or not chance:
             continue
         for checkpoint, interval in intervals.get(index, {}).items():
             if interval.low <= chance:
-                found.add((checkpoint, row.task, row.metric))
-    return frozenset(found)
+                at_chance.add((checkpoint, row.task, row.metric))
+    return frozenset(at_chance)
 
 
 Name = tuple[str, str]  # cell, metric

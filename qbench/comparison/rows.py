@@ -40,8 +40,8 @@ def key_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[st
     of the key; an empty list if the keys are equal."""
     left, right = (dict(flat(parts)) for parts in (a, b))
     parts = dict.fromkeys([*left, *right])
-    found = [(part, left.get(part, ABSENT), right.get(part, ABSENT)) for part in parts]
-    return [(part, one, other) for part, one, other in found if one != other]
+    values = [(part, left.get(part, ABSENT), right.get(part, ABSENT)) for part in parts]
+    return [(part, in_a, in_b) for part, in_a, in_b in values if in_a != in_b]
 
 
 FILES = {
@@ -62,11 +62,11 @@ def changed_files(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
 
 def text(a: Record, b: Record) -> str:
     """Return the differences between two records' keys, one per line, aligned."""
-    found = key_differences(a.key_parts, b.key_parts)
-    if not found:
+    differences = key_differences(a.key_parts, b.key_parts)
+    if not differences:
         return f"{a.cell} and {b.cell} have the same key, {a.key[:16]}."
-    width = max(len(part) for part, _, _ in found)
-    return "\n".join(f"{part.ljust(width)}  {one}  →  {other}" for part, one, other in found)
+    width = max(len(part) for part, _, _ in differences)
+    return "\n".join(f"{part.ljust(width)}  {in_a}  →  {in_b}" for part, in_a, in_b in differences)
 
 
 def find_cell(name: str, run: str | None = None) -> tuple[Store, Record]:
@@ -85,7 +85,7 @@ def find_cell(name: str, run: str | None = None) -> tuple[Store, Record]:
         raise ResultsError(f"{name}: write DIR/CHECKPOINT/QUANTIZER, or a record's JSON file")
     store = Store(path.parent.parent, run=run)
     cell = "/".join(path.parts[-2:])
-    cells = {one.cell: one for one in store.manifest().cells}
+    cells = {planned.cell: planned for planned in store.manifest().cells}
     if cell not in cells:
         raise ResultsError(f"{name}: no cell {cell}; {store.directory} has {', '.join(cells)}")
     record = store.get(cells[cell])
@@ -462,9 +462,9 @@ TESTED = ("deltas", "damages", "differences")  # contrasts of a row, a family of
 def training_notes(comparison: Comparison) -> list[str]:
     """Return a note per pair of checkpoints that were trained differently in more than the
     normalizer, or one note that all were trained alike; nothing if that is not known."""
-    known, groups = trained(comparison.records.values()), comparison.grid.replicates
-    lines = unlike(known, comparison.checkpoints, groups)
-    if lines or len(comparison.checkpoints) < 2 or known.keys() < {*comparison.checkpoints}:
+    trainings, groups = trained(comparison.records.values()), comparison.grid.replicates
+    lines = unlike(trainings, comparison.checkpoints, groups)
+    if lines or len(comparison.checkpoints) < 2 or trainings.keys() < {*comparison.checkpoints}:
         return lines
     names = " and ".join(comparison.groups)
     return [
@@ -475,30 +475,30 @@ def training_notes(comparison: Comparison) -> list[str]:
 
 def trained(records: Iterable[Record]) -> dict[str, Trained]:
     """Return checkpoint → how it was trained, of those that say so."""
-    return {one.checkpoint: one.training for one in records if one.training is not None}
+    return {record.checkpoint: record.training for record in records if record.training is not None}
 
 
 def unlike(
-    known: Mapping[str, Trained],
+    trainings: Mapping[str, Trained],
     checkpoints: Sequence[str],
     replicates: Mapping[str, tuple[str, ...]],
 ) -> list[str]:
     """Return a note per pair of checkpoints that were trained differently; the first of
     ``checkpoints`` is the baseline."""
     lines = []
-    for one, other, seeds in _pairs(checkpoints, replicates):
-        pair = known.get(one), known.get(other)
+    for first, other, seeds in _pairs(checkpoints, replicates):
+        pair = trainings.get(first), trainings.get(other)
         if None in pair:
             continue
         differing = training_differences(*pair, seeds=seeds)
         if differing:
             lines.append(
-                f"{one} and {other} were trained differently, not in the normalizer alone: "
+                f"{first} and {other} were trained differently, not in the normalizer alone: "
                 f"{'; '.join(differing)}."
             )
         if seeds and pair[0].normalizer != pair[1].normalizer:
             lines.append(
-                f"{one} and {other} are listed as seeds of one kind, but have two normalizers."
+                f"{first} and {other} are listed as seeds of one kind, but have two normalizers."
             )
     return lines
 
@@ -515,15 +515,15 @@ def _pairs(
         return
     base, *others = replicates.values()
     for members in others:
-        yield from ((one, other, False) for one, other in zip(base, members, strict=False))
+        yield from ((first, other, False) for first, other in zip(base, members, strict=False))
 
 
-def training_differences(one: Trained, other: Trained, *, seeds: bool) -> list[str]:
+def training_differences(first: Trained, second: Trained, *, seeds: bool) -> list[str]:
     """Return what two trainings do not have in common beside their normalizers, a few words per
     part; with ``seeds`` the seed may differ too."""
     return [
-        f"{part} {_in_short(of_one)} and {_in_short(of_other)}"
-        for part, of_one, of_other in key_differences(one.in_common, other.in_common)
+        f"{part} {_in_short(of_first)} and {_in_short(of_second)}"
+        for part, of_first, of_second in key_differences(first.in_common, second.in_common)
         if not (seeds and part == "seed")
     ]
 
