@@ -21,7 +21,6 @@ READERS = (
     "comparison.compare",
     "comparison.effects",
     "comparison.explain",
-    "viewer.export",
     "viewer.figures",
     "statistics",
     "tables",

@@ -18,8 +18,7 @@ from qbench.errors import OutputError, ResultsError
 from qbench.files import require_folder, write_atomically
 from qbench.gate.baseline import make
 from qbench.gate.check import check as judge
-from qbench.gate.margins import parse_margins
-from qbench.gate.verdict import Inconclusive, as_json, as_junit, as_markdown
+from qbench.gate.verdict import Inconclusive, as_json, as_junit, as_markdown, parse_margins
 from qbench.store import Store
 from qbench.tables import table_files
 from qbench.tables.scores import changes_table

@@ -22,9 +22,8 @@ from qbench.plan import plan
 from qbench.recipe import Overrides, Recipe
 from qbench.records import Training
 from qbench.text import group_by_reason
-from qbench.training.data import read_token_files
-from qbench.training.tokenize import Tokenizing
-from qbench.training.tokenize import tokenize as write
+from qbench.training.data import Tokenizing, read_token_files
+from qbench.training.data import tokenize as write
 from qbench.training.training_recipe import TrainingRecipe
 
 LINE_SECONDS = 10.0  # between two lines of a training, if the output is no terminal
@@ -157,14 +156,14 @@ def train(
     elif cluster is not None or gpus is not None:
         raise RecipeError("--cluster and --gpus: each needs --evaluate RECIPE")
     # torch, once the input is known to be right
-    from qbench.training import checkpoint, runs
+    from qbench.training import checkpoint, loop
 
     if evaluate is not None:
-        untrained = runs.untrained(loaded, files)
+        untrained = loop.untrained(loaded, files)
         require_plannable(evaluated, untrained, device="cuda" if cluster else where)
-    name = "train" if len(planned_runs) > 1 else f"train-{runs.run_name(*planned_runs[0])}"
+    name = "train" if len(planned_runs) > 1 else f"train-{loop.run_name(*planned_runs[0])}"
     with (
-        runs.joined(where) as processes,
+        loop.joined(where) as processes,
         terminal() as screen,
         redirected(folder / f"{name}{processes.process_index or ''}.log"),
     ):
@@ -173,7 +172,7 @@ def train(
             if processes.is_main_process:
                 print(line, file=screen)
 
-        trainings = runs.train_recipe(
+        trainings = loop.train_recipe(
             loaded,
             files,
             folder,

@@ -22,8 +22,7 @@ from qbench.machine import redirected
 from qbench.recipe import Overrides, Recipe
 from qbench.store import Sources, Store, find_sources, run_id
 from qbench.viewer.data import NO_TEXTS, Results, WholeStore
-from qbench.viewer.export import write_report, write_site
-from qbench.viewer.server import Server
+from qbench.viewer.server import Server, write_report, write_site
 
 if TYPE_CHECKING:
     from qbench.records import Question, Record

@@ -17,15 +17,18 @@ from qbench.comparison.changes import CellResults, Change, compare_sets, read_re
 from qbench.comparison.rows import changed_files, key_differences
 from qbench.errors import ResultsError, some
 from qbench.gate.baseline import DECIMALS, read
-from qbench.gate.margins import AUDIT_MARGINS, Margin, margin_of, require_known
 from qbench.gate.verdict import (
     AUDIT,
+    AUDIT_MARGINS,
     ROUNDING,
     GateResult,
     Inconclusive,
+    Margin,
     Verdict,
     failure,
+    margin_of,
     measured,
+    require_known,
 )
 from qbench.records import ANSWERS, Audit, ModuleAudit, Record
 from qbench.statistics import (

@@ -23,9 +23,14 @@ from qbench.checkpoints.find import CONFIG, SINGLE
 from qbench.errors import DamagedError, TrainingError, UnavailableError, first_line, validation_line
 from qbench.files import content_key, file_digest, replacing, save_tensors, write_atomically
 from qbench.records import TRAINING_FILE, Training, TrainingSession, read_training
-from qbench.training.data import TokenFiles, copy_tokenizer, first_token, tokenizer_files
+from qbench.training.data import (
+    TokenFiles,
+    begin_with,
+    copy_tokenizer,
+    first_token,
+    tokenizer_files,
+)
 from qbench.training.model import checkpoint_config
-from qbench.training.tokenize import begin_with
 from qbench.training.training_recipe import TrainingRecipe
 
 if TYPE_CHECKING:

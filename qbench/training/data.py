@@ -6,28 +6,39 @@ Imports no torch before a batch is made.
 from __future__ import annotations
 
 import hashlib
+import json
+import math
+import os
+import re
 import shutil
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
+from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 from pydantic import AliasChoices, Field, ValidationError
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from qbench.checkpoints.find import READ
-from qbench.errors import DataError, RecipeError, validation_line
-from qbench.files import file_digest
+from qbench import hub
+from qbench.checkpoints.find import HUB_ID, READ
+from qbench.errors import DataError, RecipeError, first_line, validation_line
+from qbench.evaluation.tasks import parse_rows, read_rows
+from qbench.files import clean_temporaries, file_digest, new_folder
 from qbench.records import Digest, Line, RecordModel
 from qbench.training.training_recipe import TrainingRecipe
 
 if TYPE_CHECKING:
     from accelerate import PartialState
     from torch import Tensor
+
 
 ABOUT = "tokens.json"
 TOKENIZER = "tokenizer.json"
@@ -295,3 +306,342 @@ def require_data(recipe: TrainingRecipe, files: TokenFiles, *, processes: int, d
             f"({recipe.batch.tokens:,}); tokenize more text"
         )
     watched_rows(recipe, files)
+
+
+# --- make token files from text. Imports no torch
+
+
+NGRAM = 13  # words
+WORD = re.compile(r"[^\W_]+")
+FIELD = "text"  # of JSON objects and columns
+HUB = "hf://datasets/"  # hf://datasets/OWNER/NAME[@REVISION][:CONFIGURATION]
+HUB_SOURCE = re.compile(HUB + r"([\w.-]+/[\w.-]+?)(?:@([\w.-]+))?(?::([\w.-]+))?")
+KINDS = (".txt", ".jsonl", ".parquet")
+CHUNK = 1 << 20  # characters of a text file that are read at once
+SPECIAL = ("<unk>", "<s>", "</s>", "<pad>")  # ids 0 to 3 of a learned tokenizer
+LEARNED_FROM = 20_000  # documents at most
+BATCH = 1024  # documents
+STRIDE, HELD_OUT = 50, 200_000  # one document in 50 is held out, up to so many tokens
+
+
+@dataclass(kw_only=True, slots=True)
+class Decontaminator:
+    """The hashes of all 13-grams of words in evaluation texts, and how many lines of other texts
+    were left out for sharing one."""
+
+    ngrams: set[int]
+    left_out: int = 0
+
+    @classmethod
+    def of(cls, folder: Path) -> Decontaminator:
+        """Read every text in the JSON Lines files below ``folder``. Raises DataError if there are
+        none."""
+        files = sorted(folder.rglob("*.jsonl"))
+        if not files:
+            raise DataError(f"{folder}: no *.jsonl files of evaluation texts in it")
+        rows = (row for path in files for row in read_rows(path)[0])
+        texts = (text for row in rows for text in _texts(row.fields))
+        return cls(ngrams={ngram for text in texts for _, ngram in _ngrams(_words(text))})
+
+    def without(self, texts: Iterable[str]) -> Iterator[str]:
+        """Yield ``texts`` without the lines that hold a word of a shared 13-gram, which may run
+        over line breaks; a text that becomes empty is left out."""
+        for text in texts:
+            lines = text.split("\n")
+            words = [(word, line) for line, part in enumerate(lines) for word in _words(part)]
+            shared = {
+                line
+                for start, ngram in _ngrams([word for word, _ in words])
+                if ngram in self.ngrams
+                for _, line in words[start : start + NGRAM]
+            }
+            self.left_out += len(shared)
+            kept = "\n".join(line for number, line in enumerate(lines) if number not in shared)
+            if kept.strip():
+                yield kept
+
+
+def _words(text: str) -> list[str]:
+    return [word.lower() for word in WORD.findall(text)]
+
+
+def _ngrams(words: list[str]) -> Iterator[tuple[int, int]]:
+    """Yield the index of its first word and the hash of each 13-gram."""
+    for start in range(len(words) - NGRAM + 1):
+        yield start, hash(tuple(words[start : start + NGRAM]))
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield every string in a JSON value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _texts(part)
+
+
+def require_source(source: str) -> None:
+    """Raise DataError or RecipeError if ``source`` cannot be read, before work begins."""
+    if source.startswith(HUB):
+        if not HUB_SOURCE.fullmatch(source):
+            raise RecipeError(f"{source}: write {HUB}OWNER/NAME[@REVISION][:CONFIGURATION]")
+    elif not Path(source).is_file():
+        raise DataError(f"{source}: no such file; name text files, or {HUB}OWNER/NAME")
+    elif Path(source).suffix not in KINDS:
+        raise DataError(f"{source}: text must be {', '.join(KINDS)}; unpack .gz and .xz first")
+
+
+def documents(source: str) -> Iterator[str]:
+    """Yield the documents of ``source`` in order, without empty ones.
+
+    ``*.txt``: separated by a zero byte, or one document. ``*.jsonl``, ``*.parquet``: the field
+    "text" of each line or row. ``hf://datasets/OWNER/NAME``, with ``@REVISION`` and
+    ``:CONFIGURATION`` if there are several: that column of the split "train" on the hub, streamed.
+    Raises DataError with the place of an error.
+    """
+    try:
+        texts = _separated(source) if source.endswith(".txt") else _fields(source)
+        yield from (text for text in texts if text.strip())
+    except DataError:
+        raise
+    except Exception as error:  # whatever files, network and libraries make of each other
+        raise DataError(f"{source}: cannot be read ({first_line(error)})") from error
+
+
+def _separated(source: str) -> Iterator[str]:
+    rest = ""
+    with open(source, encoding="utf-8", newline="") as file:
+        while chunk := file.read(CHUNK):
+            *ended, rest = (rest + chunk).split("\0")
+            yield from ended
+    yield rest
+
+
+def _fields(source: str) -> Iterator[str]:
+    """Yield the text of each row; "" for a null."""
+    from datasets import load_dataset
+
+    match, options = HUB_SOURCE.fullmatch(source), {"split": "train", "streaming": True}
+    with ExitStack() as stack:
+        if match:
+            name, revision, configuration = match.groups()
+            rows = load_dataset(name, configuration, revision=revision, **options)
+        elif source.endswith(".jsonl"):
+            file = stack.enter_context(open(source, encoding="utf-8"))
+            rows = (row.fields for row in parse_rows(source, file))
+        else:
+            rows = load_dataset("parquet", data_files=source, **options)
+        for number, fields in enumerate(rows, start=1):
+            text = fields.get(FIELD, 0)
+            if not isinstance(text, str | None):
+                raise DataError(
+                    f"{source}:{number}: no text in the field {FIELD!r}, but there are "
+                    f"{', '.join(fields)}; rename the field that holds the text"
+                )
+            yield text or ""
+
+
+def learn_tokenizer(documents: Iterable[str], vocabulary: int, folder: Path) -> None:
+    """Write ``tokenizer.json`` and ``tokenizer_config.json`` of a byte-level BPE, digits apart, of
+    at most ``vocabulary`` entries, the 256 bytes and the special tokens counted in."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=list(SPECIAL),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(islice(documents, LEARNED_FROM), trainer)
+    tokenizer.save(str(folder / TOKENIZER))
+    unk, bos, eos, pad = SPECIAL
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": bos,
+        "eos_token": eos,
+        "unk_token": unk,
+        "pad_token": pad,
+        "clean_up_tokenization_spaces": False,
+    }
+    text = json.dumps(config, indent=2, sort_keys=True)
+    (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
+
+
+def begin_with(token: int, folder: Path) -> None:
+    """Change the ``tokenizer.json`` of ``folder`` so that special tokens are the id ``token``
+    before each text, and nothing else; unchanged if they are that already."""
+    path = str(folder / TOKENIZER)
+    tokenizer = Tokenizer.from_file(path)
+    plain, special = (
+        tokenizer.encode("a", add_special_tokens=add).ids for add in (False, True)
+    )  # fmt: skip
+    if special == [token, *plain]:
+        return
+    name = tokenizer.id_to_token(token)
+    first = processors.TemplateProcessing(
+        single=f"{name} $A", pair=f"{name} $A {name} $B:1", special_tokens=[(name, token)]
+    )
+    others = [tokenizer.post_processor] if tokenizer.post_processor and special == plain else []
+    tokenizer.post_processor = processors.Sequence([*others, first])
+    tokenizer.save(path)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tokenizing:
+    """How documents become ids: each is BOS, its text, EOS. Writing stops after ``most_tokens``
+    ids to train on. ``evaluation``: a folder of evaluation texts to decontaminate against."""
+
+    bos: bool = True
+    eos: bool = True
+    most_tokens: int | None = None
+    evaluation: Path | None = None
+
+
+def tokenize(
+    sources: Sequence[str],
+    out: Path,
+    *,
+    tokenizer: str | int,
+    settings: Tokenizing,
+    progress: Callable[[int, int], None] = lambda documents, tokens: None,
+) -> AboutTokens:
+    """Write the folder ``out`` of token files; it must not exist.
+
+    ``tokenizer``: a folder or hub id that has one, or the number of entries of a new one, learned
+    from the text. ``progress`` is called with the documents and tokens so far. Raises DataError,
+    RecipeError and OutputError.
+    """
+    for source in sources:
+        require_source(source)
+    if out.exists():
+        raise RecipeError(f"--out {out}: exists already; name a new folder, or remove it")
+    clean_temporaries(out.parent)
+    with new_folder(out) as folder:
+        if isinstance(tokenizer, int):
+            name = f"learnt from the text, {tokenizer} entries"
+            learn_tokenizer(chain.from_iterable(map(documents, sources)), tokenizer, folder)
+        else:
+            source_folder, name = _find_tokenizer(tokenizer)
+            copy_tokenizer(source_folder, folder)
+        about = _write(sources, folder, name, settings, progress)
+        text = about.model_dump_json(indent=2) + "\n"
+        (folder / ABOUT).write_text(text, encoding="utf-8")
+    return about
+
+
+def _write(
+    sources: Sequence[str],
+    folder: Path,
+    tokenizer_name: str,
+    settings: Tokenizing,
+    progress: Callable[[int, int], None],
+) -> AboutTokens:
+    tokenizer, special = _load(folder, tokenizer_name, settings)
+    size = 1 + max(tokenizer.get_vocab().values())  # ids may have gaps
+    dtype = np.dtype("<u2" if size <= 2**16 else "<u4")
+    decontaminator = Decontaminator.of(settings.evaluation) if settings.evaluation else None
+    begin = [special["bos"]] if settings.bos else []
+    end = [special["eos"]] if settings.eos else []
+    most = settings.most_tokens or math.inf
+    read: list[TextSource] = []
+    tokens, count = Counter[str](), Counter[str]()  # of each part
+    with ExitStack() as stack:
+        files = {part: stack.enter_context((folder / f"{part}.bin").open("wb")) for part in PARTS}
+        for source in sources:
+            if tokens["train"] >= most:
+                break
+            first = count.total()
+            texts = documents(source)
+            if decontaminator is not None:
+                texts = decontaminator.without(texts)
+            for encoded in _encoded(tokenizer, texts):
+                if tokens["train"] >= most:
+                    break
+                number = count.total()
+                hold_out = number % STRIDE == 0 and tokens["held_out"] < HELD_OUT
+                part = "held_out" if hold_out else "train"
+                ids = np.asarray([*begin, *encoded, *end], dtype)
+                files[part].write(ids.tobytes())
+                tokens[part] += len(ids)
+                count[part] += 1
+                progress(number + 1, tokens["train"])
+            read.append(_source(source, count.total() - first))
+    if not tokens["train"]:
+        raise DataError(f"{', '.join(sources)}: no documents in it beside those held out")
+    arrays = {
+        part: TokenArray(
+            tokens=tokens[part], documents=count[part], sha256=file_digest(folder / f"{part}.bin")
+        )
+        for part in PARTS
+    }
+    return AboutTokens(
+        dtype="uint16" if dtype.itemsize == 2 else "uint32",
+        vocabulary=size,
+        **special,
+        bos_of_documents=settings.bos,
+        eos_of_documents=settings.eos,
+        tokenizer=tokenizer_name,
+        tokenizer_digest=tokenizer_digest(folder),
+        sources=tuple(read),
+        left_out_lines=decontaminator.left_out if decontaminator else 0,
+        **arrays,
+    )
+
+
+def _encoded(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[list[int]]:
+    """Yield the ids of each text; BATCH texts are encoded at once, on all cores."""
+    texts = iter(texts)
+    while batch := list(islice(texts, BATCH)):
+        for encoding in tokenizer.encode_batch_fast(batch, add_special_tokens=False):
+            yield encoding.ids
+
+
+def _source(source: str, count: int) -> TextSource:
+    if source.startswith(HUB):
+        return TextSource(name=source, documents=count, sha256=None)
+    path = Path(source)
+    return TextSource(name=path.name, documents=count, sha256=file_digest(path))
+
+
+def _find_tokenizer(name: str) -> tuple[Path, str]:
+    """Return the folder of a tokenizer, and its name for records."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder, folder.resolve().name
+    if not HUB_ID.fullmatch(name):
+        raise RecipeError(f"--tokenizer {name}: no such folder, and not a hub id (owner/name)")
+    return hub.snapshot(name, None, READ), name
+
+
+def _load(folder: Path, name: str, settings: Tokenizing) -> tuple[Tokenizer, dict[str, int | None]]:
+    """Return the tokenizer in ``folder``, and the ids of its bos, eos and pad. What special tokens
+    are called is text like any other if it stands in a document."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"  # nothing else runs in this process
+    from transformers import PreTrainedTokenizerFast
+
+    if not (folder / TOKENIZER).is_file():
+        raise DataError(
+            f"--tokenizer {name}: it has no {TOKENIZER}; write one with transformers: "
+            "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
+        )
+    try:
+        fast = PreTrainedTokenizerFast.from_pretrained(folder)
+        tokenizer = fast.backend_tokenizer
+    except Exception as error:  # whatever a broken file makes of the libraries
+        raise DataError(f"--tokenizer {name}: no usable tokenizer ({first_line(error)})") from error
+    ids = {"bos": fast.bos_token_id, "eos": fast.eos_token_id, "pad": fast.pad_token_id}
+    for token in ("bos", "eos"):
+        if getattr(settings, token) and ids[token] is None:
+            raise DataError(
+                f"--tokenizer {name}: it has no {token.upper()} token; add --no-{token}"
+            )
+    tokenizer.encode_special_tokens = True
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer, ids

@@ -9,11 +9,11 @@ from qbench.bench import attention_speed as bench_checks
 from qbench.bench.attention_speed import (
     DECODING,
     LIMIT,
+    Shape,
     bench_attention,
     cases,
     check_kernels,
 )
-from qbench.bench.timing import Shape
 from qbench.errors import EvaluationError, UnavailableError
 
 

@@ -11,7 +11,7 @@ from synthetic import make_record, make_store, scores
 from qbench.comparison.changes import compare_results
 from qbench.comparison.compare import compare
 from qbench.gate import baseline, check
-from qbench.gate.margins import parse_margins
+from qbench.gate.verdict import parse_margins
 from qbench.metrics import base_metric, is_percentage
 from qbench.tables import render
 from qbench.tables.scores import changes_table

@@ -7,7 +7,7 @@ import pytest
 
 from qbench.comparison.changes import CellResults, change
 from qbench.gate.check import _gate
-from qbench.gate.margins import margin_of
+from qbench.gate.verdict import margin_of
 from qbench.metrics import LOG_MEAN
 from qbench.records import ANSWERS, Precision, Score
 from qbench.statistics import Column

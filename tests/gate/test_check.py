@@ -22,8 +22,8 @@ from small_recipe import qbench
 from synthetic import make_store, scores
 
 from qbench.errors import OutputError, RecipeError
-from qbench.gate import baseline, check, margins
-from qbench.gate.verdict import as_json, as_markdown
+from qbench.gate import baseline, check
+from qbench.gate.verdict import as_json, as_markdown, parse_margins
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +148,7 @@ def test_an_audit_that_measures_worse_fails_though_every_score_is_the_same(
     update(store, CELL, audit=audit_of(store, CELL).model_copy(update=change))
     (gate,) = failed(store, standard)
     assert (gate.cell, gate.task, gate.metric) == (CELL, "audit", metric)
-    wide = margins.parse_margins(["weight_error=10", "bits_per_weight=120", "coverage=2"])
+    wide = parse_margins(["weight_error=10", "bits_per_weight=120", "coverage=2"])
     assert not failed(store, standard, margins=wide)
 
 

@@ -7,7 +7,7 @@ import pytest
 from gate_results import changed
 
 from qbench.errors import RecipeError
-from qbench.gate import check, margins
+from qbench.gate import check, verdict
 from qbench.records import Score
 from qbench.statistics import Column, Panel, Regression, effect
 
@@ -25,18 +25,18 @@ def score(metric: str, aggregation: str, documents: int) -> Score:
 def test_a_margin_is_for_one_metric_or_its_family():
     texts = ["acc=0.5", "word_perplexity=3%", "f1 [a=b]=1"]
     given = {"acc": 0.5, "word_perplexity": 3.0, "f1 [a=b]": 1.0}
-    assert margins.parse_margins(texts) == given
+    assert verdict.parse_margins(texts) == given
 
 
 @pytest.mark.parametrize("text", ["acc", "acc=", "acc=-1", "=1", "acc=nan", "acc=1pt", "acc=inf"])
 def test_a_text_that_is_no_margin_is_refused(text):
     with pytest.raises(RecipeError, match=r"write METRIC=NUMBER"):
-        margins.parse_margins([text])
+        verdict.parse_margins([text])
 
 
 def test_a_metric_has_one_margin():
     with pytest.raises(RecipeError, match=r"--margin acc=2: acc is given twice"):
-        margins.parse_margins(["acc=1", "acc=2"])
+        verdict.parse_margins(["acc=1", "acc=2"])
 
 
 def test_a_margin_of_no_metric_is_refused_and_the_known_ones_are_named(good, standard):
@@ -52,7 +52,7 @@ def answers(draw, documents):
     old = (draw.random(documents) < 0.8) * 1.0
     while True:
         share = np.where(old == 1, old.mean(), 1 - old.mean())
-        flips = draw.random(documents) < margins.FLIPS / 2 / share
+        flips = draw.random(documents) < verdict.FLIPS / 2 / share
         yield column(old), column(np.where(flips, 1 - old, old))
 
 
@@ -60,14 +60,14 @@ def partly_right(draw, documents):
     """The f1 of an answer's words: a margin for perplexities passed 82 to 90 of 100."""
     old = np.clip(draw.normal(0.5, 0.6, documents), 0, 1)
     while True:
-        changed = draw.random(documents) < margins.FLIPS
+        changed = draw.random(documents) < verdict.FLIPS
         yield column(old), column(np.where(changed, draw.permutation(old), old))
 
 
 def perplexities(draw, documents):
     old = column(-np.abs(draw.normal(1.0, 0.8, documents)))
     while True:
-        yield old, column(old.values + draw.normal(0, margins.MOVES * old.values.std(), documents))
+        yield old, column(old.values + draw.normal(0, verdict.MOVES * old.values.std(), documents))
 
 
 def pages(draw, documents):
@@ -75,7 +75,7 @@ def pages(draw, documents):
     while True:
         words = draw.lognormal(5, 0.74, documents)
         old = -words * draw.normal(3, 0.3, documents)
-        moved = old + margins.MOVES * words * draw.normal(0, 0.3, documents)
+        moved = old + verdict.MOVES * words * draw.normal(0, 0.3, documents)
         yield tuple(Column.of(np.arange(documents), values, words) for values in (old, moved))
 
 
@@ -95,7 +95,7 @@ def test_a_harmless_change_passes_at_the_default_margin(
     about, passed = score(metric, aggregation, documents), 0
     signs = {"old": 1, "new": -1} if aggregation == "mean" else {"new": 1, "old": -1}
     for old, new in itertools.islice(pairs(np.random.default_rng(documents), documents), 300):
-        margin = margins.margin_of(about, old, {}, lines=LINES)
+        margin = verdict.margin_of(about, old, {}, lines=LINES)
         assert not margin.given
         limit = margin.value / 100 if aggregation == "mean" else np.log1p(margin.value / 100)
         found = effect(Panel.of({"new": new, "old": old}), signs, aggregation)
@@ -106,7 +106,7 @@ def test_a_harmless_change_passes_at_the_default_margin(
 @pytest.mark.parametrize(("documents", "points"), [(200, 7.2), (2400, 1.8)])
 def test_margins_are_those_that_the_readme_and_the_help_state(documents, points):
     old = column((np.arange(documents) % 5 > 0) * 1.0)
-    margin = margins.margin_of(score("acc", "mean", documents), old, {}, lines=LINES)
+    margin = verdict.margin_of(score("acc", "mean", documents), old, {}, lines=LINES)
     assert margin.value == points
 
 
@@ -126,6 +126,6 @@ def test_a_metric_without_a_family_needs_a_margin_of_its_own():
         r"""default: bleu, ter \[first\]; add --margin "bleu=NUMBER" --margin "ter \[first\]=NUM"""
     )
     with pytest.raises(RecipeError, match=words):
-        margins.require_known({}, [bleu, ter])
-    margins.require_known({"bleu": 2.0, "ter": 1.0}, [bleu, ter])
-    assert margins.margin_of(bleu, column(np.arange(60.0)), {"bleu": 2.0}, lines=1).given
+        verdict.require_known({}, [bleu, ter])
+    verdict.require_known({"bleu": 2.0, "ter": 1.0}, [bleu, ter])
+    assert verdict.margin_of(bleu, column(np.arange(60.0)), {"bleu": 2.0}, lines=1).given

@@ -69,8 +69,8 @@ def test_compiled_kernels_and_eager_reference_train_alike(normalizer):
 
 @pytest.mark.parametrize("normalizer", ["softmax", "softpick"])
 def test_the_same_steps_give_the_same_bits(normalizer):
+    from qbench.training.loop import joined
     from qbench.training.model import deterministic
-    from qbench.training.runs import joined
 
     weights = []
     with joined("cuda"), deterministic(True):

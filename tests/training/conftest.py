@@ -52,7 +52,7 @@ def texts():
 @pytest.fixture(scope="session")
 def tokens(tmp_path_factory, tokenizer_folder, texts):
     """A folder of token files."""
-    from qbench.training.tokenize import Tokenizing, tokenize
+    from qbench.training.data import Tokenizing, tokenize
 
     folder = tmp_path_factory.mktemp("data")
     (folder / "text.txt").write_text("\0".join(texts), encoding="utf-8")
@@ -78,7 +78,7 @@ def write_recipe(path, tokens, /, **changed):
 def run_recipe(path, out, *, stop_after=None, log=[].append):
     """Trains in this process; returns the records of the finished runs."""
     from qbench.training.data import read_token_files
-    from qbench.training.runs import joined, train_recipe
+    from qbench.training.loop import joined, train_recipe
     from qbench.training.training_recipe import TrainingRecipe
 
     recipe = TrainingRecipe.load(path)

@@ -8,8 +8,15 @@ import pytest
 from tokenizers import Tokenizer, processors
 from transformers import AutoTokenizer
 
-from qbench.training.data import read_token_files, sequences, tokenizer_digest, watched_rows
-from qbench.training.tokenize import Tokenizing, begin_with, tokenize
+from qbench.training.data import (
+    Tokenizing,
+    begin_with,
+    read_token_files,
+    sequences,
+    tokenize,
+    tokenizer_digest,
+    watched_rows,
+)
 from qbench.training.training_recipe import TrainingRecipe
 
 BOS = 1  # of the small tokenizer

@@ -7,8 +7,14 @@ import numpy as np
 import pytest
 
 from qbench.errors import DataError, OutputError, RecipeError
-from qbench.training.data import read_token_files
-from qbench.training.tokenize import Decontaminator, Tokenizing, documents, require_source, tokenize
+from qbench.training.data import (
+    Decontaminator,
+    Tokenizing,
+    documents,
+    read_token_files,
+    require_source,
+    tokenize,
+)
 
 TEXTS = ["the cat sat", "a mat\nand dogs", "never come back"]
 
@@ -116,7 +122,7 @@ def test_a_full_disk_is_told_in_a_line(tmp_path, tokenizer_folder, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("qbench.training.tokenize._write", full)
+    monkeypatch.setattr("qbench.training.data._write", full)
     source, out = separated(tmp_path), tmp_path / "out"
     with pytest.raises(OutputError, match=r"out: cannot be written \(No space left on device\)"):
         tokenize([str(source)], out, tokenizer=str(tokenizer_folder), settings=Tokenizing())

@@ -14,7 +14,7 @@ from qbench import viewer
 from qbench.cli.view import document_texts
 from qbench.store import Sources, Store
 from qbench.viewer.data import Results
-from qbench.viewer.export import write_report, write_site
+from qbench.viewer.server import write_report, write_site
 
 RESULTS = Path(__file__).parents[2] / "results"
 AXE = Path(viewer.__file__).parent / "frontend" / "node_modules" / "axe-core" / "axe.min.js"

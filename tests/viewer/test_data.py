@@ -23,7 +23,7 @@ from qbench.records import Part, Precision
 from qbench.store import Sources, Store
 from qbench.viewer import server as server_module
 from qbench.viewer.data import Results, WholeStore
-from qbench.viewer.export import write_site
+from qbench.viewer.server import write_site
 
 PAIR = Path(__file__).parents[2] / "results" / "pair-27m"
 
