@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -177,11 +177,14 @@ def _attention(record: Record) -> str:
 def write_model(measured: MeasuredCell, folder: Path, chosen: str | None) -> str:
     """Write weights, config.json and tokenizer to ``folder``; return the name of the format."""
     model, config = measured.model, measured.cell.quantization
-    formats = FORMATS.get(config.weights.method, ())
+    formats = formats_of(config.weights)
     chosen = chosen or next(iter(formats), None)
     if chosen not in formats:
         names = ", ".join(formats) or "none"
-        raise UnavailableError(f"{config.name}: formats that hold it: {names}; not {chosen}")
+        beside = f"; not {chosen}" if chosen else ""
+        mixed = config.weights.method == "mixed" and not formats
+        remedy = "; a mix of rtn, gptq, nvfp4, mx, fp8 or int8 alone has one" if mixed else ""
+        raise UnavailableError(f"{config.name}: formats that hold it: {names}{beside}{remedy}")
     if any(isinstance(module, Experts) for module in model.modules()):
         raise UnavailableError(f"{config.name}: experts that were taken apart have no format")
     model.config.dtype = getattr(torch, config.compute_dtype)
@@ -195,7 +198,7 @@ def write_model(measured: MeasuredCell, folder: Path, chosen: str | None) -> str
     layers, inputs = (evidence_of(model, config, kind) for kind in ("weights", "activations"))
     left_out = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in layers]
     state, tensors = STATES[chosen], WRITERS[chosen]
-    model.config.quantization_config = state(config, left_out)
+    model.config.quantization_config = state(config, left_out, layers)
     model.config.save_pretrained(folder)
     kept = {key: value for key, value in model.state_dict().items()
             if not any(module in layers for module in parents(key))}  # fmt: skip
@@ -203,7 +206,8 @@ def write_model(measured: MeasuredCell, folder: Path, chosen: str | None) -> str
         kept.pop("lm_head.weight", None)
     for name in layers:
         module = model.get_submodule(name)
-        stored = tensors(module, config) | (_input_scale(inputs[name]) if inputs else {})
+        of_layer = replace(config, weights=config.weights.for_layer(name))
+        stored = tensors(module, of_layer) | (_input_scale(inputs[name]) if inputs else {})
         if (bias := bias_of(module)) is not None:
             stored["bias"] = bias
         kept |= {f"{name}.{part}": tensor for part, tensor in stored.items()}
@@ -288,17 +292,28 @@ def _weight_arguments(weights: Any) -> tuple[str, dict[str, Any]]:
     return layout, arguments
 
 
-def _compressed_config(config: QuantizationConfig, left_out: list[str]) -> dict[str, Any]:
+def _compressed_config(
+    config: QuantizationConfig, left_out: list[str], layers: Iterable[str]
+) -> dict[str, Any]:
     inputs, weights = config.activations, config.weights
     if inputs is not None and set(inputs.ignore) != set(weights.ignore):
         raise UnavailableError(f"{config.name}: weights and inputs leave out different layers")
-    if getattr(weights, "order", "") == "activation":
-        raise UnavailableError(f"{config.name}: desc_act: take the format gptq")
-    layout, arguments = _weight_arguments(weights)
-    group = {"targets": ["Linear"], "weights": arguments, "format": layout,
-             "input_activations": inputs and _arguments(inputs.format)}  # fmt: skip
-    return {"quant_method": "compressed-tensors", "format": layout, "ignore": left_out,
-            "quantization_status": "compressed", "config_groups": {"group_0": group}}  # fmt: skip
+    by_settings: dict[Any, list[str]] = {}
+    for name in layers:
+        by_settings.setdefault(weights.for_layer(name), []).append(name)
+    groups: dict[str, dict[str, Any]] = {}
+    for settings, names in by_settings.items():
+        if getattr(settings, "order", "") == "activation":
+            raise UnavailableError(f"{config.name}: desc_act: take the format gptq")
+        layout, arguments = _weight_arguments(settings)
+        groups[f"group_{len(groups)}"] = {
+            "targets": names if len(by_settings) > 1 else ["Linear"], "weights": arguments,
+            "format": layout, "input_activations": inputs and _arguments(inputs.format),
+        }  # fmt: skip
+    layouts = {group["format"] for group in groups.values()}
+    return {"quant_method": "compressed-tensors", "ignore": left_out, "config_groups": groups,
+            "format": layouts.pop() if len(layouts) == 1 else "mixed-precision",
+            "quantization_status": "compressed"}  # fmt: skip
 
 
 def _compressed(module: nn.Module, config: QuantizationConfig) -> Tensors:
@@ -343,7 +358,9 @@ def bitstream(codes: Tensor, bits: int) -> Tensor:
 # GPTQ
 
 
-def _gptq_config(config: QuantizationConfig, left_out: list[str]) -> dict[str, Any]:
+def _gptq_config(
+    config: QuantizationConfig, left_out: list[str], layers: Iterable[str]
+) -> dict[str, Any]:
     weights = config.weights
     if weights.ignore or config.activations is not None:
         why = "leaves layers out" if weights.ignore else "quantizes inputs"
@@ -372,7 +389,9 @@ def _gptq(module: nn.Module, config: QuantizationConfig) -> Tensors:
 # bitsandbytes
 
 
-def _bnb_config(config: QuantizationConfig, left_out: list[str]) -> dict[str, Any]:
+def _bnb_config(
+    config: QuantizationConfig, left_out: list[str], layers: Iterable[str]
+) -> dict[str, Any]:
     weights = config.weights
     if config.activations is not None:
         raise UnavailableError(f"{config.name}: the format of bitsandbytes holds weights alone")
@@ -399,6 +418,17 @@ FORMATS = {
     "fp8": ("compressed-tensors",), "int8": ("compressed-tensors",),
     "bnb": ("bitsandbytes",), "hqq": ("hqq",),
 }  # fmt: skip
+
+
+def formats_of(weights: Any) -> tuple[str, ...]:
+    """Return the formats that hold cells of these settings; of a mix those that hold each of its
+    settings. GPTQ's format holds no mix: transformers loads it without its key ``dynamic``."""
+    if weights.method != "mixed":
+        return FORMATS.get(weights.method, ())
+    mixable = all("compressed-tensors" in formats_of(chosen) for _, chosen in weights.layers)
+    return ("compressed-tensors",) if mixable else ()
+
+
 STATES: dict[str, Callable[..., dict[str, Any]]] = {
     "gptq": _gptq_config, "compressed-tensors": _compressed_config, "bitsandbytes": _bnb_config,
 }  # fmt: skip

@@ -33,6 +33,12 @@ CASES = [
     ("gptq-4bit", None, "gptq", EQUAL),
     ("nvfp4", None, "compressed-tensors", EQUAL),
     ("bnb-4bit", None, "bitsandbytes", EQUAL),
+    (
+        {"name": "mixed", "layers": {"*.mlp.*": "gptq-3bit", "*.self_attn.*": "rtn-8bit"}},
+        None,
+        "compressed-tensors",
+        "0.0",
+    ),
     # what others compute in float16, or with activations rounded in bfloat16, differs in last bits
     *(
         pytest.param(*case, marks=slow)
@@ -93,6 +99,11 @@ def test_gptqmodel_loads_what_was_exported(tmp_path):
     [
         ("int8-token", None, "it has unquantized weights, for which there is no format"),
         ("rtn-4bit+kv4", None, "it quantizes the KV cache"),
+        (
+            {"name": "mixed", "layers": {"mlp": "hqq-4bit", "self_attn": "gptq-4bit"}},
+            None,
+            "formats that hold it: none; a mix of rtn, gptq",
+        ),
         ("nvfp4", "gptq", "formats that hold it: compressed-tensors; not gptq"),
         ("rtn-4bit:ignore=[o_proj]", None, "leaves layers out: take the format compressed-tensors"),
     ],

@@ -198,10 +198,19 @@ def config_of_record(quantizer: Mapping[str, Any]) -> QuantizationConfig:
     parts = {kind: quantizer[kind] for kind in KINDS if kind in quantizer}
     entry = {}
     for kind, part in (parts or {"weights": quantizer}).items():
-        name = part["name"]
-        options = METHODS.get(name).options if name in METHODS else ()
-        entry[kind] = {"name": name, **{o: part[o] for o in options if o in part}}
+        entry[kind] = _entry_of(part)
     return config_of(entry)
+
+
+def _entry_of(part: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the recipe's mapping of settings whose ``to_dict`` gave ``part``; of a mix, of each of
+    its settings."""
+    name = part["name"]
+    options = METHODS.get(name).options if name in METHODS else ()
+    entry = {"name": name, **{option: part[option] for option in options if option in part}}
+    if name == "mixed":
+        entry["layers"] = {names: _entry_of(chosen) for names, chosen in part["layers"].items()}
+    return entry
 
 
 def unquantized_dtype(entries: Sequence[Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -62,23 +63,55 @@ class AutoRoundFp4(ByAutoRound):
         return 8 / 16 if self.element == "nvfp4" else 8 / 32
 
 
-def make(model: Path, out: Path, texts: Tensor, settings: AutoRound | AutoRoundFp4) -> None:
+@register(
+    "autoscheme",
+    "AutoRound, bits of each layer by AutoScheme; calibrated, minutes on a GPU",
+    num_bits=8,  # at most
+    ignore=((),),
+)
+@settings
+class AutoScheme(ByAutoRound, GroupedIntegers):
+    """Integers in groups, of 2, 3, 4 or 8 bits by layer: the least change of the loss by the
+    library's estimate, under ``bits`` on average, scales counted."""
+
+    bits: Annotated[
+        float, Field(gt=2, lt=16, description="average bits per weight, scales counted")
+    ] = 4.5
+
+    @property
+    def scheme(self) -> str:
+        return f"integers of 2 to 8 bits by layer, {self.bits:g} on average"
+
+
+def make(
+    model: Path, out: Path, texts: Tensor, settings: AutoRound | AutoRoundFp4 | AutoScheme
+) -> None:
     import auto_round
     import torch
     from transformers import AutoTokenizer
 
-    scheme: dict[str, Any] = (
-        {"scheme": settings.element.upper()}
-        if isinstance(settings, AutoRoundFp4)
-        else {"bits": settings.num_bits, "group_size": settings.group_length(0) or -1}
-    )
+    tokenizer, dataset = AutoTokenizer.from_pretrained(model), [row[None] for row in texts]
+    length, group_size = texts.shape[1], getattr(settings, "group_size", None) or -1
+    scheme: dict[str, Any] = {"scheme": getattr(settings, "element", "").upper()}
+    if isinstance(settings, AutoScheme):  # which reads text from a file alone
+        from auto_round.schemes import QuantizationScheme
+
+        dataset, length = str(out / "texts.json"), length * 7 // 8  # as text it has other tokens
+        Path(dataset).write_text(json.dumps(tokenizer.batch_decode(texts)))
+        options = [QuantizationScheme(bits=n, group_size=group_size) for n in (2, 3, 4, 8)]
+        # It warns of less text than 128 × 1024 tokens if 2 bits are among the options
+        scheme["scheme"] = auto_round.AutoScheme(
+            avg_bits=settings.bits, options=options, seqlen=min(length, 1024), nsamples=len(texts)
+        )
+    elif isinstance(settings, AutoRound):
+        scheme = {"bits": settings.num_bits, "group_size": group_size}
     library = auto_round.AutoRound(
         str(model),
-        AutoTokenizer.from_pretrained(model),
-        dataset=[row[None] for row in texts],
+        tokenizer,
+        dataset=dataset,
         iters=settings.iters,
         nsamples=len(texts),
-        seqlen=texts.shape[1],
+        seqlen=length,
         device_map="cuda" if torch.cuda.is_available() else "cpu",
         **scheme,
     )
@@ -88,3 +121,4 @@ def make(model: Path, out: Path, texts: Tensor, settings: AutoRound | AutoRoundF
         file.rename(out / file.name)  # it writes a folder named by the scheme
     if inner != out:
         inner.rmdir()
+    (out / "texts.json").unlink(missing_ok=True)
