@@ -1,5 +1,6 @@
 """The audit of activations passes what is right and names what is not."""
 
+import copy
 import dataclasses
 
 import pytest
@@ -45,6 +46,16 @@ def test_every_scheme_passes(name, dtype, folder):
         assert report.causality.moved == report.batch_mates.moved == 0
     else:
         assert report.batch_mates.moved > report.batch_mates.tolerance
+
+
+@pytest.mark.parametrize("name", ["int8-token", "int4-token-asymmetric", "mxfp4", "int8-tensor"])
+def test_inputs_of_zeros_pass(name, folder):
+    """As in blocks that an expansion has added, whose output matrices are zeros."""
+    chosen, model = of(name), llama()
+    for layer in ("self_attn.v_proj", "self_attn.o_proj", "mlp.down_proj"):
+        model.get_submodule(f"model.layers.0.{layer}").weight.data.zero_()
+    report = check(make(chosen, folder, model=copy.deepcopy(model)), chosen, model)
+    assert report.problems == ()
 
 
 def test_a_hook_that_is_gone_is_caught_by_what_the_product_takes_in(folder):

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import re
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,9 @@ from qbench.records import (
 )
 from qbench.store import Store
 from qbench.tables import render
+from qbench.tables.summary import summary
+from qbench.text import MINUS
+from qbench.viewer.data import Results
 
 SIZES = {"arc_easy": 60, "lambada_openai": 80, "wikitext": 9}
 COLUMNS = ("bf16", "gptq-4bit", "hqq-4bit", "hqq-2bit")
@@ -81,6 +85,26 @@ def test_a_row_a_precision_says_bits_size_score_damage_and_divergence(mine):
     assert named["KL p99"] == "0.5"
     assert named["Same top token"] == "93.0 %"
     assert named["Damage"].startswith("+")  # positive is worse
+
+
+def test_a_loss_has_one_sign_in_every_output(mine):
+    """In the tables, the terminal, the CSV and the viewer, of accuracies and of perplexities."""
+    comparison = compare(mine)
+    hurt = [line for line in comparison.lines if line.quantizer == "hqq-2bit" and line.damages]
+    assert {line.metric for line in hurt} >= {"acc", "perplexity", "word_perplexity"}
+    assert all(line.damages["mine"].estimate > 0 for line in hurt)
+    for text in (render(comparison), summary(comparison)):
+        (row,) = [one for one in text.splitlines() if re.match(r"\| (mine )?hqq-2bit", one)][:1]
+        assert re.search(r"\+\d", row)
+        assert MINUS not in row
+    rows = list(csv.DictReader(io.StringIO(render(comparison, format="csv"))))
+    damages = [row["damage"] or row["damage_log_ratio"] for row in rows
+               if row["quantizer"] == "hqq-2bit"]  # fmt: skip
+    assert all(float(damage) > 0 for damage in filter(None, damages))
+    shown = Results(mine).payload("overview", wait=True)["lines"]
+    viewed = [one["damages"] for one in shown if one["quantizer"] == "hqq-2bit"]
+    assert all(each["estimate"] > 0 for damages in viewed for each in damages.values())
+    assert sum(map(len, viewed)) > 4  # one of each pair of redundant metrics is shown
 
 
 @pytest.mark.parametrize("checkpoints", [("mine",), ("softmax", "softpick")])
