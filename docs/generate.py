@@ -38,6 +38,7 @@ PAIRS = {  # folders that were measured on the same models
     "methods-27m": ("methods-27m",),
     "gptq": ("gptq-library",),
     "gptq seeds": ("gptq-seeds",),
+    "kinds": ("kinds-27m", "kinds-27m-b", "kinds-27m-gate", "kinds-27m-gate-b"),
 }
 REAL_SINKS = {"smollm2": "SmolLM2-135M-Instruct", "gemma3": "Gemma 3 270M"}
 KEYS = ["task", "metric", "quantizer", "checkpoint"]
@@ -91,7 +92,7 @@ def value(name, task, metric, checkpoint, quantizer=None) -> float:
 def mean(name, task, metric, checkpoint, quantizer=None, scale=1) -> float:
     """Return the mean over the seeds of ``checkpoint``, times ``scale``."""
     rows = select(name, task, metric, rf"{checkpoint}\.\d", quantizer)
-    assert len(rows) == 3, (name, metric, checkpoint)
+    assert len(rows) > 1, (name, metric, checkpoint)
     return scale * float(rows.value.mean())
 
 
@@ -253,6 +254,29 @@ def direction(name, one, quantizer) -> str:
     return " ▼" if less else " ▲" if more else ""
 
 
+def replicated(name) -> tuple[list[str], list[str]]:
+    """Return the checkpoints of ``name`` with several seeds, and the precisions that each seed of
+    all of them has; empty lists if nothing was measured."""
+    rows = pair(name).query("metric == 'kl' and task == 'all'")
+    table = rows.pivot(index="quantizer", columns="checkpoint", values="value")
+    kinds = dict.fromkeys(column.split(".")[0] for column in rows.checkpoint)
+    return list(kinds), list(table.dropna().index)
+
+
+def has(name, quantizer) -> bool:
+    """Return whether a KL divergence under ``quantizer`` was measured in ``name``."""
+    return bool((pair(name).query("metric == 'kl'").quantizer == quantizer).any())
+
+
+def verdict(name, one, quantizers) -> str:
+    """Return how the KL of ``one`` compares with softmax's under ``quantizers``, as "**less**, ×
+    0.71": in words if every seed agrees under each, and the geometric mean of the ratios."""
+    gaps = pd.concat([kl_gaps(name, "", one, quantizer=each) for each in quantizers]).to_numpy()
+    less, count = int((gaps < 0).sum()), gaps.size
+    words = {count: "**less**", 0: "**more**"}.get(less, f"less in {less} of {count}")
+    return f"{words}, × {rounded(math.exp(gaps.mean()), 2)}"
+
+
 def require(claim: bool, words: str) -> str:
     """Return ``words``, which the numbers must support; raise if they do not."""
     if not claim:
@@ -379,7 +403,7 @@ FUNCTIONS = (
     by_method, methods_table, find, by_layer, ranges,
     value, mean, percent, kl, kl_interval, points, times, ratio, spread, each, least, compared,
     counts, precisions, significant, same_sign, moves, kl_ratio, direction, require, cell, rate,
-    answers, table_of,
+    answers, table_of, replicated, has, verdict,
 )  # fmt: skip
 
 

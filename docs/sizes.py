@@ -1,10 +1,11 @@
 """Draw results/methods/quality.svg, SmolLM2's quality against size by method, and
 results/sinks-124m/sizes.svg: softpick's damage over softmax's on WikiText, by precision,
-for the pairs with attention sinks of 27 M and of 126 M parameters. `make pages` runs it."""
+for the pairs with attention sinks of 27 M and of 126 M parameters, and, once it was measured,
+results/kinds-27m/kinds.svg. `make pages` runs it."""
 
 import math
 
-from generate import KINDS, ROOT, by_method, find, pair, precisions, value
+from generate import KINDS, ROOT, by_method, find, kl_gaps, pair, precisions, replicated, value
 from matplotlib import pyplot
 
 SIZES = {"27 M": "sinks", "126 M": "126M"}
@@ -77,6 +78,32 @@ def draw_methods() -> pyplot.Figure:
     return figure
 
 
+def draw_kinds(kinds: list[str], columns: list[str]) -> pyplot.Figure:
+    """Return a figure of the KL divergence of each kind of attention over softmax's: a row per
+    precision, a point per seed."""
+    pyplot.rcParams["svg.hashsalt"] = "qbench"
+    figure, panel = pyplot.subplots(figsize=(9, 0.34 * len(columns) + 1.6), layout="constrained")
+    others = [kind for kind in kinds if kind != "softmax"]
+    for number, kind in enumerate(others):
+        gaps = [kl_gaps("kinds", "", kind, quantizer=one).to_numpy().ravel() for one in columns]
+        points = [(gap, row) for row, each in enumerate(gaps) for gap in each]
+        shift = 0.7 * ((number + 0.5) / len(others) - 0.5)
+        panel.plot([math.exp(gap) for gap, _ in points], [row + shift for _, row in points],
+                   "os^vDP"[number % 6], markersize=4, label=kind)  # fmt: skip
+    panel.axvline(1, color="0.6", linewidth=0.8, zorder=0)
+    panel.set_yticks(range(len(columns)), columns)
+    panel.set(
+        xscale="log", xlabel="KL divergence over softmax's of the same seed; left: moved less"
+    )
+    panel.invert_yaxis()
+    panel.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=6)
+    return figure
+
+
 if __name__ == "__main__":
+    kinds, columns = replicated("kinds")
+    if kinds:
+        path = ROOT / "results" / "kinds-27m" / "kinds.svg"
+        draw_kinds(kinds, columns).savefig(path, metadata={"Date": None})
     draw_methods().savefig(ROOT / "results" / "methods" / "quality.svg", metadata={"Date": None})
     draw().savefig(ROOT / "results" / "sinks-124m" / "sizes.svg", metadata={"Date": None})
