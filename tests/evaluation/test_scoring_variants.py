@@ -193,24 +193,6 @@ def test_a_pack_is_a_batch_of_what_shares_a_scale(activations):
     assert lm.report().difference_from_exact.samples[0].by_bias
 
 
-def test_the_cache_of_a_prefix_is_rounded_once(monkeypatch):
-    """Before its keys are laid out for each of its suffixes."""
-    from qbench.quantizers import fake_quant as rounding
-
-    rounded = []
-    right = rounding.fake_quantize
-
-    def noting(x, form, fixed=None):
-        rounded.append(x.shape[1])
-        return right(x, form, fixed)
-
-    model = model_with(scheme="token")
-    fast = scorer(model, "fast", sample=0, tolerance=LOOSE)
-    monkeypatch.setattr(rounding, "fake_quantize", noting)
-    fast.loglikelihood(choices(9), disable_tqdm=True)
-    assert sum(rounded) == fast.report().tokens * 3 * 2  # layers, keys and values
-
-
 TEXTS = ([5, 9, 11, 40, 2, 7, 31], [5, 9, 11, 40, 80, 3], [8, 6, 4, 90])  # two share a prefix
 
 

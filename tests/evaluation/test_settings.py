@@ -13,7 +13,6 @@ from qbench.evaluation.scoring.scorer import compare
 from qbench.evaluation.settings import (
     ScoringSettings,
     Tolerance,
-    batch_tokens,
     sample_violation,
     tolerance_violation,
     undecided,
@@ -62,21 +61,6 @@ def test_a_key_holds_every_setting_but_the_tolerance_and_no_auto(device, scoring
     }  # fmt: skip
     assert "auto" not in json.dumps(parts)
     assert resolved(device, scoring=scoring, tolerance=Tolerance(mean=1.0)).key_parts() == parts
-
-
-@pytest.mark.parametrize(
-    ("config", "tokens"),
-    [
-        (SMALL, 32_768),
-        ({"hidden_size": 4096}, 8_192),
-        ({"hidden_size": 100_000}, 1_024),
-        ({"text_config": {"hidden_size": 2048}}, 16_384),
-        ({}, 4_096),
-    ],
-)
-def test_a_pack_is_sized_by_the_models_shape_alone(config, tokens):
-    assert batch_tokens("cuda", config) == tokens
-    assert batch_tokens("cpu", config) == 2_048
 
 
 def test_the_checkpoints_own_context_is_a_bound():

@@ -1,13 +1,10 @@
 """Formats: their one definition, against other definitions, the kernels, and on odd values."""
 
-import contextlib
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from qbench.quantizers import fake_quant
 from qbench.quantizers.audit import activations as audit
 from qbench.quantizers.audit.weights import levels
 from qbench.quantizers.config import ActivationEvidence
@@ -271,19 +268,3 @@ def test_codes_times_scales_are_what_is_simulated(name):
     for form in (FORMATS[name], of_tensor(FORMATS[name], dynamic=True)):
         codes, scale = encode(x, form)
         assert torch.equal(codes.float() * scale, fake_quantize(x, form))
-
-
-def test_kernels_run_on_the_gpu_where_the_values_lie(monkeypatch):
-    """Blocks of a model may lie on several; weights are rounded outside their blocks' forward."""
-    at = []
-
-    @contextlib.contextmanager
-    def here(device):
-        at.append(device)
-        yield
-
-    launch = SimpleNamespace(fake_quantize_rows=lambda *_: list(at))
-    monkeypatch.setattr(torch.cuda, "device", here)
-    monkeypatch.setattr(fake_quant, "kernels", lambda: launch)
-    values = SimpleNamespace(is_cuda=True, device="cuda:1")
-    assert fake_quant.fake_quantize_rows(values, QuantFormat(num_bits=8)) == ["cuda:1"]

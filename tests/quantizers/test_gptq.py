@@ -6,7 +6,6 @@ import transformers as T
 from quantizer_models import (
     VOCABULARY,
     calibration,
-    damage,
     ids,
     llama,
     make,
@@ -272,14 +271,6 @@ def test_blocks_see_in_calibration_what_the_models_forward_shows_them(name, tmp_
         for found, wanted in zip(calibrated[index], states, strict=True):
             off = float((found - wanted).norm() / wanted.norm())
             assert off < 5e-3, (index, off)  # scales are stored in float16
-
-
-@pytest.mark.parametrize("bits", [2, 3, 4])
-def test_a_quantized_model_is_hurt_less_than_by_rounding_to_the_same_grid(bits, tmp_path):
-    whole = make(settings(f"gptq-{bits}bit", desc_act=True), tmp_path)
-    rounded = make(settings(f"rtn-{bits}bit", symmetric=True), tmp_path)
-    text = calibration(seed=5).ids
-    assert damage(whole, llama(), text) < damage(rounded, llama(), text)
 
 
 def test_true_sequential_and_the_order_of_blocks_matter_and_text_decides_all(tmp_path):

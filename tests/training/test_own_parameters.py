@@ -85,23 +85,6 @@ def test_they_are_trained_or_fixed_and_read_as_they_were(
         assert not any(layer.self_attn.use_rope for layer in read.model.layers)
 
 
-def test_without_positions_the_order_of_earlier_tokens_is_not_seen(tmp_path, train):
-    """And with slopes it is: of what the last token attends to, one layer deep."""
-    outputs = {}
-    for name, own in (("none", {}), ("slopes", {"alibi_slopes": {}})):
-        train(
-            tmp_path / name, normalizers=["softmax"], tokens=320, watch={"every": 100},
-            model={"parameters": own, "rope_theta": None, "layers": 1},
-        )  # fmt: skip
-        model = load_model(find(str(tmp_path / name / "softmax-seed3")), dtype=torch.float32,
-                           device="cpu")  # fmt: skip
-        with torch.no_grad():
-            ids = torch.tensor([[4, 5, 6, 7, 8], [7, 4, 6, 5, 8]])
-            outputs[name] = model(ids).logits[:, -1]
-    torch.testing.assert_close(outputs["none"][0], outputs["none"][1])
-    assert (outputs["slopes"][0] - outputs["slopes"][1]).abs().max() > 1e-4
-
-
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
