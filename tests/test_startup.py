@@ -20,7 +20,6 @@ READERS = (
     "gate.check",
     "comparison.compare",
     "comparison.effects",
-    "comparison.explain",
     "viewer.figures",
     "statistics",
     "tables",
