@@ -151,6 +151,10 @@ def main(job: Mapping[str, Any]) -> None:
             _restate(model, attn_implementation=attention_name(normalizer, "auto", job["device"]))
     texts = load_file(job["texts"]).get(IDS)
     backend(settings).make(model, out := Path(job["out"]), texts, settings)
+    for inner in (folder for folder in out.iterdir() if (folder / "config.json").exists()):
+        for file in list(inner.iterdir()):  # a library may name a folder by its scheme
+            file.rename(out / file.name)
+        inner.rmdir()
     if trained_otherwise:  # which a library's config.json may have lost
         _restate(out, attn_implementation=None, qbench_normalizer=normalizer)
 

@@ -1,4 +1,4 @@
-"""Read a GGUF file: its description without torch, and its tensors by transformers' names.
+"""Read a GGUF file: its description without torch, its tensors by transformers' names. Write one.
 
 llama.cpp's blocks hold 32 or 256 weights of a row; a matrix of rows that are no whole blocks gets
 another type, so a file mixes types.
@@ -6,9 +6,11 @@ another type, so a file mixes types.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import re
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -163,3 +165,49 @@ def tensor_bits(path: str, modules: list[str], layers: int) -> dict[str, int]:
     for tensor in _reader(path).tensors:
         bits[named.get(tensor.name, tensor.name)] += 8 * int(tensor.n_bytes)
     return bits
+
+
+def write_llama(model: Path, path: Path, kind: str, quantize_chunk: Any) -> None:
+    """Write the Llama model in the folder ``model`` as a GGUF file without a vocabulary, which is
+    scored by token ids. llama.cpp's function ``quantize_chunk`` rounds its layers to the type
+    ``kind``; embeddings and LM head are bfloat16 if that holds them exactly, else float32."""
+    from transformers import AutoModelForCausalLM
+
+    gguf = library()
+    whole = AutoModelForCausalLM.from_pretrained(model, dtype="float32")
+    config, heads = whole.config, whole.config.num_attention_heads
+    writer = gguf.GGUFWriter(path, "llama")
+    for name, value in {
+        "context_length": config.max_position_embeddings, "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers, "feed_forward_length": config.intermediate_size,
+        "head_count": heads, "head_count_kv": config.num_key_value_heads,
+        "layer_norm_rms_eps": config.rms_norm_eps, "rope_dimension_count": config.head_dim,
+        "rope_freq_base": config.rope_parameters["rope_theta"], "vocab_size": config.vocab_size,
+        "tokenizer_model": "none",
+    }.items():  # fmt: skip
+        getattr(writer, f"add_{name}")(value)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    number = gguf.GGMLQuantizationType[kind.upper()]
+    block, size = gguf.GGML_QUANT_SIZES[number]
+    quantize_chunk.restype = ctypes.c_size_t
+    for name, parameter in whole.named_parameters():
+        values, raw = parameter.detach().numpy(), None
+        for part, count in (("q_proj", heads), ("k_proj", config.num_key_value_heads)):
+            if f".{part}." in name:  # llama.cpp rotates neighbours
+                rows = values.reshape(count, 2, -1, *values.shape[1:]).swapaxes(1, 2)
+                values = np.ascontiguousarray(rows.reshape(values.shape))
+        if ".layers." in name and values.ndim == 2:
+            rows, columns, raw = *values.shape, number
+            codes = np.empty((rows, columns // block * size), np.uint8)
+            pointers = (ctypes.c_void_p(array.ctypes.data) for array in (values, codes))
+            counts = (ctypes.c_int64(n) for n in (0, rows, columns))
+            quantize_chunk(ctypes.c_int(number), *pointers, *counts, None)
+            values = codes
+        elif values.ndim == 2 and (parameter == parameter.bfloat16()).all():
+            raw = gguf.GGMLQuantizationType.BF16
+            values = gguf.quantize(values, raw)
+        writer.add_tensor(names.get_name(name, (".weight", ".bias")), values, raw_dtype=raw)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

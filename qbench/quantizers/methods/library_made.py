@@ -1,14 +1,15 @@
 """What methods share whose library writes a quantized copy of the model. Imports no torch.
 
-A maker is one file here: settings, a frozen dataclass, and one function beside it::
+A maker is one file here: settings, a frozen dataclass under the decorator ``maker``, and a function
+beside it::
 
-    make(model: Path, out: Path, texts: Tensor | None, settings) -> None
+    make(model: Path, out: Path, texts: Texts, settings) -> None
 
 It reads the unquantized checkpoint in the folder ``model`` and writes one that transformers loads,
-or one GGUF file, to the folder ``out``; ``texts`` are token ids, int64 [samples, length], None
-without calibration. It runs in a process of its own, so a library may print, and may set what it
-likes. ``qbench.made_copy`` calls it. From there on the folder is a published copy: loaded, audited
-through its forward, its bits counted in its files.
+or one GGUF file, to the folder ``out`` or to a folder in it; ``texts`` are token ids. It runs in a
+process of its own, so a library may print, and may set what it likes. ``qbench.made_copy`` calls
+it. From there on the folder is a published copy: loaded, audited through its forward, its bits
+counted in its files.
 
 If the checkpoint was trained with another attention function than softmax, transformers loads
 ``model`` with that function, by the key ``attn_implementation`` of its config.json.
@@ -18,22 +19,34 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar
 
-from qbench.errors import RecipeError
+from qbench.errors import QuantizationError, RecipeError
 from qbench.quantizers.config import WeightSettings, settings
+from qbench.quantizers.registry import register
+
+CALIBRATED = "calibrated, minutes on a GPU"
+Texts = Any  # Tensor, int64 [samples, length]; None without calibration
+maker = partial(register, ignore=((),))  # a library quantizes all layers
 
 
 @settings
 class LibraryMade(WeightSettings):
-    """``package``: the Python package of the library, which ``install`` brings. ``softmax_only``:
-    it computes softmax, whatever the checkpoint was trained with."""
+    """Settings of a maker. The first of ``requirements`` is the library's distribution; ``extra``:
+    of qbench's, which installs it. ``softmax_only``: the library computes softmax, whatever the
+    checkpoint was trained with. ``blocks``: outputs and inputs of a layer are multiples of it."""
 
     prequantized: ClassVar[bool] = True
-    package: ClassVar[str]
-    install: ClassVar[str]
+    needs_calibration = True
+    extra: ClassVar[str] = ""
     needs_gpu: ClassVar[bool] = False
     softmax_only: ClassVar[bool] = False
+    blocks: ClassVar[tuple[int, int]] = (1, 1)
+
+    @property
+    def package(self) -> str:
+        return self.requirements[0].replace("-", "_")
 
     @property
     def note(self) -> str:
@@ -41,6 +54,17 @@ class LibraryMade(WeightSettings):
 
     def check(self, config: Mapping[str, Any], device: str) -> None:
         if importlib.util.find_spec(self.package) is None:
-            raise RecipeError(f"{self.name}: it needs {self.package}: {self.install}")
+            install = f"-e '.[{self.extra}]'" if self.extra else self.requirements[0]
+            raise RecipeError(f"{self.name}: it needs {self.package}: pip install {install}")
         if self.needs_gpu and device != "cuda":
             raise RecipeError(f"{self.name}: {self.package} makes it on a GPU only")
+
+    def check_layer(self, name: str, rows: int, columns: int) -> None:
+        for noun, count, block in zip(
+            ("outputs", "inputs"), (rows, columns), self.blocks, strict=True
+        ):
+            if count % block:
+                raise QuantizationError(
+                    f"{self.name}: {name} has {count} {noun}, no whole blocks of {block}; take "
+                    "another type or method"
+                )

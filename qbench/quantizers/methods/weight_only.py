@@ -47,6 +47,7 @@ class Grouped(WeightSettings):
         return columns if size == WHOLE_ROW else size
 
     def check_layers(self, shapes: Shapes) -> None:
+        super().check_layers(shapes)
         if self.group_size in (None, WHOLE_ROW):
             return
         counts = {n: self.features(*s) for n, s in self.quantized(shapes).items()}
