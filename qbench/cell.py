@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +30,7 @@ from qbench.evaluation.answers import Chat, answer, with_kl
 from qbench.evaluation.degradation import Outcomes, divergence_table, task_damage
 from qbench.evaluation.evaluate import (
     LoadedTask,
+    build_ahead,
     check_documents,
     correct_requests,
     evaluate,
@@ -71,39 +73,47 @@ def compute(result: CellResult, store: Store, cache: Path, *, reuse: bool = True
     """
     cell, plan = result.cell, result.plan
     result.progress.stage(cell.name, "prepare")
-    tasks = _prepare(result)
-    result.documents = {task.name: task.digest for task in tasks}
-    if isinstance(cell.quantization.weights, LibraryMade):
-        with result.stage("make") as detail:
-            calibration = calibration_of(cell, load_tokenizer(cell.checkpoint))
-            cell, how = with_made_copy(cell, calibration, cache, plan.device)
-            result.cell = cell
-            detail.append(how)
-    with result.stage("load") as detail:
-        model, tokenizer = load(cell, plan)
-        cell = result.cell = as_measured(cell, plan, model, detail)
-        if stream_of(model) is not None:
-            detail.append("block by block")
-        elif is_sharded(model):
-            detail.append("over several GPUs")
-    model = quantized(result, model, tokenizer, cache)
-    with result.measured("evaluate"):
-        _evaluate(result, model, tokenizer, tasks, store, cache, reuse)
+    _require_planned(cell, plan)
+    with ThreadPoolExecutor(1) as thread:  # tasks are loaded and asked while weights are read
+        loading = thread.submit(_load_tasks, result)
+        building = thread.submit(lambda: build_ahead(loading.result(), cell.scoring))
+        if isinstance(cell.quantization.weights, LibraryMade):
+            loading.result()  # may raise, before a library works for minutes
+            with result.stage("make") as detail:
+                calibration = calibration_of(cell, load_tokenizer(cell.checkpoint))
+                cell, how = with_made_copy(cell, calibration, cache, plan.device)
+                result.cell = cell
+                detail.append(how)
+        with result.stage("load") as detail:
+            model, tokenizer = load(cell, plan)
+            cell = result.cell = as_measured(cell, plan, model, detail)
+            if stream_of(model) is not None:
+                detail.append("block by block")
+            elif is_sharded(model):
+                detail.append("over several GPUs")
+        tasks = loading.result()
+        result.documents = {task.name: task.digest for task in tasks}
+        model = quantized(result, model, tokenizer, cache)
+        with result.measured("evaluate"):
+            building.exception()  # waits; what cannot be built says so when its task is scored
+            _evaluate(result, model, tokenizer, tasks, store, cache, reuse)
 
 
-def _prepare(result: CellResult) -> list[LoadedTask]:
-    """Return the tasks whose documents can be scored; the others are named in ``result``.
-
-    Raises UnavailableError if the device or the code is not the one that the cell's key states,
-    DataError if no task can be scored. Nothing is quantized by then.
-    """
-    cell, plan = result.cell, result.plan
+def _require_planned(cell: Cell, plan: Plan) -> None:
+    """Raise UnavailableError if the device or the code is not the one that the cell's key
+    states."""
     if plan.hardware is not None and (here := hardware(plan.device)) != plan.hardware:
         raise UnavailableError(
             f"planned for {plan.hardware}, but this worker has {here}; run on GPUs of one kind"
         )
     if code_digest() != cell.key_parts["code"]:
         raise UnavailableError("qbench's own code changed after this run began; run again")
+
+
+def _load_tasks(result: CellResult) -> list[LoadedTask]:
+    """Return the tasks whose documents can be scored; the others are named in ``result``. Raises
+    DataError if no task can be scored."""
+    cell, plan = result.cell, result.plan
     folder = cell.checkpoint.folder
     tasks, failure = [], None
     for spec in plan.tasks:

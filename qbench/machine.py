@@ -320,8 +320,8 @@ UNUSED = ("hqq", "torchao")
 
 
 def import_transformers() -> None:
-    """Import transformers' code of models, but not what it imports of hqq, for a cache that no cell
-    has, and of torchao, to save models: they bring torch's code generator, a third of the time."""
+    """Import transformers' code of models without hqq, which it imports for a cache that no cell
+    has, and torchao, for saving models: they bring torch's code generator, a third of the time."""
     hidden = [name for name in UNUSED if name not in sys.modules]
     for name in hidden:
         # None is Python's own way to say that a module cannot be imported

@@ -4,6 +4,7 @@ one model, and ``qbench run`` of cells and of a recipe (``qbench bench command``
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -50,7 +51,9 @@ def bench_command(
             rows.append({"command": about, "seconds": time.perf_counter() - start})
             log(f"{about}: {rows[-1]['seconds']:.1f} s")
             if done.returncode:
-                raise EvaluationError(f"{' '.join(command)}: {done.stderr[-2000:]}")
+                lines = done.stderr.strip().splitlines()
+                why = lines[-1] if lines else f"exit code {done.returncode}"
+                raise EvaluationError(f"{about}: {why}; the command was {shlex.join(command)}")
 
         run(LM_EVAL, theirs)
         for pattern in cells or [""]:

@@ -29,6 +29,7 @@ from qbench.statistics import (
     over_seeds,
     score,
 )
+from qbench.statistics.panel import with_shared_documents
 from qbench.statistics.seeds import Signs
 from qbench.store import Store
 
@@ -218,7 +219,7 @@ def columns_by_task(comparison: Comparison, store: Store) -> dict[str, dict[Name
             outcomes = read_columns(store, record, shown[cell])
             for (task, metric), column in (outcomes | of_groups(record, outcomes)).items():
                 columns[task][cell, metric] = column
-    return columns
+    return {task: with_shared_documents(of_task) for task, of_task in columns.items()}
 
 
 def _contrasts(

@@ -29,7 +29,7 @@ from qbench.statistics import (
     effect,
     over_seeds,
 )
-from qbench.statistics.panel import is_logarithm
+from qbench.statistics.panel import is_logarithm, with_shared_documents
 from qbench.store import Store
 
 NO_DOCUMENTS = "records of earlier versions hold no KL by document"
@@ -56,7 +56,7 @@ def kl_from(comparison: Comparison, by_document: Mapping[str, Column | None]) ->
         name: float(column.values.mean()) if column else mean_of_tasks(comparison.records[name])
         for name, column in by_document.items()
     }
-    columns = {name: column for name, column in by_document.items() if column}
+    columns = with_shared_documents({name: each for name, each in by_document.items() if each})
     return _losses(
         comparison,
         Losses(measure="KL", means={name: mean for name, mean in means.items() if mean is not None},

@@ -109,8 +109,13 @@ class TemplateTask(ConfigurableTask):
             doc, self._function("doc_to_choice", doc_to_choice, ast.literal_eval)
         )
 
+    @property
+    def draws_nothing(self) -> bool:
+        """Return whether its requests are the same whatever was drawn before."""
+        return not self._coded and not self.config.num_fewshot
+
     def build_all_requests(self, **settings: Any) -> None:
-        if self._coded or self.config.num_fewshot or self._built != settings:
+        if not self.draws_nothing or self._built != settings:
             super().build_all_requests(**settings)
             self._built = settings
         for instance in self.instances:
@@ -505,6 +510,14 @@ def _named(task: str, what: str) -> Iterator[None]:
     except Exception as error:
         why = f"{type(error).__name__}: {first_line(error)}"
         raise EvaluationError(f"{task}: {what} ({why})") from error
+
+
+def build_ahead(tasks: Sequence[LoadedTask], settings: ScoringSettings) -> None:
+    """Build the requests that ``build_requests`` need not draw or put into a chat template; it then
+    finds them built."""
+    for task in tasks:
+        if settings.chat is None and getattr(task.task, "draws_nothing", False):
+            task.task.build_all_requests(limit=settings.limit, rank=0, world_size=1)
 
 
 def build_requests(task: Any, settings: ScoringSettings, model: Any = None) -> None:

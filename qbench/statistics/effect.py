@@ -30,7 +30,7 @@ from qbench.statistics.panel import (
     as_scored,
     detectable_mean,
     effective_documents,
-    estimate_contrast,
+    estimate_with_shares,
     is_logarithm,
     pair_scores,
     score_interval,
@@ -152,7 +152,7 @@ def effect(panel: Panel, signs: Mapping[object, float], aggregation: str) -> Eff
         return _of_pairs(values, weights, sign, aggregation)
     if reason := _unusable(values, weights, aggregation):
         return Missing(reason=reason)
-    estimate, stderr = estimate_contrast(values, weights, sign, aggregation)
+    estimate, stderr, shares = estimate_with_shares(values, weights, sign, aggregation)
     kind: Kind = "log ratio" if is_logarithm(aggregation) else "difference"
     about = {"kind": kind, "documents": panel.documents}
     if (observed := _counts(values, weights, sign, aggregation)) is not None:
@@ -163,7 +163,7 @@ def effect(panel: Panel, signs: Mapping[object, float], aggregation: str) -> Eff
     if aggregation == LOG_MEAN and 0 < changed < FEW_CHANGES:  # of answers' lengths, not of KL
         return Missing(reason=_few(changed, panel.documents), estimate=estimate, kind=kind)
     if aggregation == LOG_MEAN:
-        studentized = studentize_log_mean(values, sign, kl=kl)
+        studentized = studentize_log_mean(values, sign, kl=kl, contrast=(estimate, stderr, shares))
     else:
         studentized = _studentized(values, weights, sign, aggregation, estimate, stderr)
     if studentized is not None:

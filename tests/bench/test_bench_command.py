@@ -36,7 +36,7 @@ def test_commands_are_shares_of_lm_evals_mean(tmp_path, planned, monkeypatch):
 
     def done(command, **_):
         code = next(ends) if "lm_eval" not in command else 0
-        return type("Done", (), {"returncode": code, "stderr": "no memory"})
+        return type("Done", (), {"returncode": code, "stderr": "Traceback:\n  File x\nno memory\n"})
 
     monkeypatch.setattr(command_speed.subprocess, "run", done)
     clock = iter([0, 10, 10, 13, 13, 27])
@@ -45,5 +45,8 @@ def test_commands_are_shares_of_lm_evals_mean(tmp_path, planned, monkeypatch):
     assert [row["seconds"] for row in rows] == [10, 3, 14]
     assert rows[1]["speed"] == 0.25
     ends, clock = iter([1]), iter(range(4))
-    with pytest.raises(EvaluationError, match=r"qbench run .*: no memory"):
+    with pytest.raises(
+        EvaluationError,
+        match=r"^qbench run, all cells: no memory; the command was .* -m qbench run ",
+    ):
         command_speed.bench_command(planned, tmp_path / "r.yaml", [], log=lambda _: None)
