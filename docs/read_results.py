@@ -129,6 +129,9 @@ def read_analyses(folder: Path) -> Iterator[dict[str, object]]:
         cell = {"checkpoint": path.parent.name.replace("-seed", "."), "task": "training"}
         last = log["watched"][-1]
         values = {"loss": last["loss"], "tokens": log["tokens"], "parameters": log["parameters"]}
+        if folder.name.startswith("kinds"):
+            names = ("sink_rate", "sink_rate_gu", "kurtosis", "largest")
+            values |= {name: last[name] for name in names}
         for name, value in {**values, "unique tokens": log["data"]["tokens"]}.items():
             yield {**cell, "metric": name, "value": value}
 
