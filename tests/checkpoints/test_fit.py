@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from checkpoints.folders import random_tensors, write
+from checkpoints.folders import CONFIG, random_tensors, write
 from safetensors.torch import load_file, save_file
 from tiny import KINDS, write_tiny
 from transformers import AutoModelForCausalLM
@@ -36,6 +36,19 @@ def test_what_fits_and_what_does_not_is_what_transformers_finds_when_it_loads(ki
     assert problem.endswith(f"left over: {min(report['unexpected_keys'])}")
     with pytest.raises(CheckpointError, match=re.escape(problem)):
         read_model(find(str(folder)), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("size", "value", "words"),
+    [
+        ("vocab_size", 48, r"misshapen: .*\[32, 64\] instead of \[48, 64\]"),
+        ("hidden_size", 80, r"misshapen: .*\[32, 64\] instead of \[32, 80\]"),
+        ("num_hidden_layers", 3, r"missing: model\.layers\.1\..* and \d+ more"),
+    ],
+)
+def test_sizes_that_the_tensors_contradict_are_named(tmp_path, size, value, words):
+    checkpoint = find(str(write(tmp_path / "c", {**CONFIG, size: value})))
+    assert re.search(words, tensors_problem(checkpoint))
 
 
 @pytest.mark.parametrize("change", ["missing", "misshapen"])

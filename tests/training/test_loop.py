@@ -17,6 +17,7 @@ from qbench.checkpoints.tokenizer import load_tokenizer
 from qbench.errors import DataError, RecipeError, TrainingError, UnavailableError
 from qbench.records import read_training
 from qbench.training.checkpoint import draw, read_log
+from qbench.training.loop import _or_inf
 
 ROOT = Path(__file__).parents[2]
 
@@ -98,6 +99,10 @@ def test_the_best_checkpoint_of_other_held_out_texts_is_not_compared(tmp_path, t
     ):
         train(tmp_path, normalizers=["softmax"], watch={"samples": 3})
     train(tmp_path, normalizers=["softmax"], watch={"every": 7})
+
+
+def test_a_loss_of_zero_is_a_loss():
+    assert [_or_inf(loss) for loss in (0.0, 0.7, None)] == [0.0, 0.7, math.inf]
 
 
 def test_a_loss_that_is_not_finite_ends_it_and_the_last_good_state_is_kept(
