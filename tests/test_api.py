@@ -6,11 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from small_recipe import DEMO, small_recipe
+from synthetic import make_store
 
 from qbench import api
 from qbench.errors import QbenchError
+from qbench.records import ANSWER_COLUMNS
 from qbench.store import Store
 
 ROOT = Path(__file__).parent.parent
@@ -90,6 +93,28 @@ def test_a_folder_without_finished_records_has_all_columns(tmp_path):
     assert scores.pivot_table(index="task", columns="quantizer", values="value").empty
 
 
+def test_load_answers_has_a_row_per_token_with_its_class(tmp_path):
+    store = make_store(tmp_path, checkpoints=("mine",), quantizers=("bf16", "hqq-4bit", "rtn-4bit"),
+                       sizes={"arc_easy": 5})  # fmt: skip
+    texts = ["What is 6 × 7?", "The", " answer", " is", " 42", "<|im_end|>"]
+    read = pd.DataFrame({"document": 0, "sample": 0, "position": range(-1, 5), "text": texts,
+                         "kl": [None, 0.3, 0.1, 0.0, 0.2, 0.1], "change": 0.0, "margin": 0.5,
+                         "agrees": [None, 0, 1, 1, 1, 1]})  # fmt: skip
+    for record in store.records():
+        if record.quantizer != "rtn-4bit":  # read no answers
+            table = read if record.quantized else read.assign(kl=None, agrees=None)
+            store.put(record, store.outcomes(record), answers=table)
+    found = api.load_answers(tmp_path)
+    assert [*found.columns] == ["checkpoint", "quantizer", *ANSWER_COLUMNS, "class"]
+    assert found.groupby("quantizer").size().to_dict() == {"bf16": 6, "hqq-4bit": 6}
+    rows = found[found.quantizer == "hqq-4bit"]
+    assert [*rows["class"]] == ["prompt", "first token", "rest", "rest", "digits", "end"]
+    assert [*rows.text] == texts
+    assert rows.kl.mean() == pytest.approx(0.14)
+    without = make_store(tmp_path / "without", quantizers=("bf16",), sizes={"arc_easy": 5})
+    assert [*api.load_answers(without.directory).columns] == [*found.columns]
+
+
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory):
     recipe = api.Recipe.load(small_recipe(tmp_path_factory.mktemp("recipe")))
@@ -117,6 +142,7 @@ WRONG = {
     "compare: folder must be the path": lambda planned, _: api.compare(planned),
     "tables: comparison must be what": lambda planned, out: api.tables(out),
     "load_records: folder must be": lambda planned, _: api.load_records(None),
+    "load_answers: folder must be": lambda planned, _: api.load_answers(None),
     "attend: model must be a model": lambda planned, _: api.attend("a", normalizer="softmax"),
     "no grid.json here": lambda planned, out: api.load_records(out / "nowhere"),
 }

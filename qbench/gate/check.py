@@ -39,6 +39,7 @@ from qbench.statistics import (
     documents_needed,
     samples_needed,
 )
+from qbench.statistics.effect import DRAWN_ERRORS
 from qbench.store import Store
 
 # Parts of a cell's key that must be the baseline's, unless the user says otherwise.
@@ -135,7 +136,8 @@ def check(
             name, before = (line.task, line.metric), old.cells[line.cell]
             was, now = before.columns[name], new.cells[line.cell].columns[name]
             score = before.scores[name]
-            margin = margin_of(score, was, given, lines=questions)
+            drawn = before.variances.get(name)
+            margin = margin_of(score, was, given, lines=questions, variance=drawn)
             if score.aggregation in TESTABLE:
                 gate = _gate(line, margin, same=_same(was, now))
                 gone = int((~np.isin(was.documents, now.documents)).sum())
@@ -156,7 +158,20 @@ def check(
         gates=tuple(gates),
         notes=(*notes, *(f"{cell}: not in the baseline, so not gated" for cell in sorted(extra))),
         inconclusive=inconclusive,
+        runs=(_run("results", new.cells), _run("baseline", old.cells)),
     )
+
+
+def _run(name: str, cells: Mapping[str, CellResults]) -> str:
+    """Return one line: the models with their sources, data, date and hardware of a run."""
+    records = [cell.record for cell in cells.values()]
+    if not records:
+        return f"{name}: no cell"
+    models = [f"{r.checkpoint} ({r.source})" if r.source else r.checkpoint for r in records]
+    data = [f"data: {record.data}" for record in records if record.data]
+    hardware = [record.environment.hardware for record in records]
+    date = f"{max(record.finished for record in records):%Y-%m-%d}"
+    return f"{name}: {', '.join(dict.fromkeys((*models, *data, date, *hardware)))}"
 
 
 def _unusable(old: Record, new: Record | None) -> str:
@@ -311,7 +326,7 @@ def _gate(line: Change, margin: Margin, *, same: bool) -> GateResult:
     gate = replace(gate, worse=Regression(**shown))
     if worse.high <= limit:
         return replace(gate, outcome="pass", reason="within the margin")
-    if worse.low > limit:
+    if worse.low > limit and worse.estimate > DRAWN_ERRORS * effect.drawn:
         return replace(gate, outcome="fail", reason="worse by more than the margin")
     # The half-width of the bound as a standard error: it is one for Student's t, and stands in for
     # one where few answers changed.

@@ -19,7 +19,7 @@ from qbench.comparison.changes import Change
 from qbench.errors import RecipeError
 from qbench.metrics import LOG_MEAN, LOG_SCALE, base_metric, is_percentage
 from qbench.records import ANSWERS, Score
-from qbench.statistics import Column, Panel, Regression, effect
+from qbench.statistics import Column, Panel, Regression, drawing_error, effect
 from qbench.statistics.panel import MOST_DOCUMENTS, degrees_of_freedom, estimate_contrast
 from qbench.text import NO_VALUE, for_markdown, metric_title, number, table
 
@@ -57,6 +57,7 @@ class Verdict:
     gates: tuple[GateResult, ...]
     notes: tuple[str, ...]
     inconclusive: Inconclusive  # what an inconclusive comparison counts as
+    runs: tuple[str, ...] = ()  # the models, data, date and hardware of either side, a line each
 
     @property
     def outcome(self) -> Outcome:
@@ -118,6 +119,8 @@ def as_markdown(verdict: Verdict, passed: bool = True) -> str:
         f"{for_markdown(verdict.results)} against {for_markdown(verdict.baseline)}: {counts}; "
         f"inconclusive counts as {verdict.inconclusive}, exit code {verdict.exit_code}.",
         "",
+        *(f"- {for_markdown(run)}" for run in verdict.runs),
+        *[""] * bool(verdict.runs),
     ]
     if rows:
         lines += [
@@ -269,6 +272,8 @@ MOVES = 0.15
 # The same of answers: from the first token that rounding changes on they are others.
 ANSWER_FLIPS = 0.1
 ANSWER_MOVES = 0.5
+# Both runs draw their answers (√2); intervals reach some 13 % farther than their standard errors.
+BOTH_DRAWN = 1.6
 LEVEL = 0.05  # one-sided, of the test
 MISSED = 0.05  # share of harmless changes that do not pass on every line
 
@@ -328,13 +333,18 @@ def require_known(given: Mapping[str, float], scores: Collection[Score]) -> None
         )
 
 
-def margin_of(score: Score, column: Column, given: Mapping[str, float], *, lines: int) -> Margin:
-    """Return the margin of one ``score`` of the baseline. ``column`` has its outcomes, ``lines`` is
-    the number of scores that are compared together. Call ``require_known`` before."""
+def margin_of(
+    score: Score, column: Column, given: Mapping[str, float], *, lines: int,
+    variance: Column | None = None,
+) -> Margin:  # fmt: skip
+    """Return the margin of one ``score`` of the baseline. ``column`` has its outcomes, ``variance``
+    those of each prompt's mean if answers are drawn, ``lines`` is the number of scores that are
+    compared together. Call ``require_known`` before."""
     family = _family(score)
     supported = math.nan
     if family is not None:
-        supported = max(LEAST[family], _supported(score, column, lines))
+        drawn = drawing_error([column], [variance], score.aggregation)
+        supported = max(LEAST[family], _supported(score, column, lines, drawn))
     for name in (score.metric, base_metric(score.metric), family):
         if name in given:
             return Margin(value=given[name], given=True, supported=supported)
@@ -349,17 +359,20 @@ def _family(score: Score) -> str | None:
     return "perplexity" if score.aggregation in LOG_SCALE else None
 
 
-def _supported(score: Score, column: Column, lines: int) -> float:
+def _supported(score: Score, column: Column, lines: int, drawn: float) -> float:
     """Return the smallest margin at which a harmless change passes on all ``lines`` with
     probability 1 − MISSED (Bonferroni), rounded up to a tenth.
 
     The test passes if its upper bound is within the margin, so this is a quantile of that bound's
-    distribution under a change with mean 0. It depends on the baseline alone.
+    distribution under a change with mean 0. It depends on the baseline alone. ``drawn`` is the
+    error of the score from drawing answers, which the new run adds once more.
     """
     documents, missed = len(column.documents), MISSED / lines
     if documents < 2 or not math.isfinite(score.value):
         return 0.0
-    if _family(score) == "acc":  # an answer that is partly right moves less than one that flips
+    if drawn and _family(score) == "acc":
+        margin = float(special.ndtri((1 - LEVEL, 1 - missed)).sum()) * BOTH_DRAWN * drawn
+    elif _family(score) == "acc":  # an answer that is partly right moves less than one that flips
         flips = ANSWER_FLIPS if score.task == ANSWERS else FLIPS
         margin = _bound_of_flips(documents, missed, flips)
     else:
@@ -371,8 +384,8 @@ def _supported(score: Score, column: Column, lines: int) -> float:
             kurtosis = 3 * float(np.mean(weights**4) / np.mean(weights**2) ** 2)
             level, freedom = LEVEL / 2, degrees_of_freedom(weights, kurtosis)
         reach = special.stdtrit(freedom, (1 - level, 1 - missed)).sum()
-        margin = float(reach) * (ANSWER_MOVES if score.task == ANSWERS else MOVES) * stderr
-        margin = math.expm1(margin)
+        moves = (ANSWER_MOVES if score.task == ANSWERS else MOVES) * stderr
+        margin = math.expm1(float(reach) * max(moves, BOTH_DRAWN * drawn))
     return math.ceil(1000 * margin - 1e-9) / 10
 
 

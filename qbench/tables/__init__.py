@@ -14,7 +14,7 @@ from qbench.tables.frames import comparison_csv, seeds_csv
 from qbench.tables.scores import by_method, costs, group_tables, pair_tables, tables_of
 from qbench.tables.summary import precision_table
 from qbench.tables.table import Table, latex, markdown
-from qbench.text import for_markdown
+from qbench.text import for_latex, for_markdown
 
 FORMATS = ("md", "tex", "csv")
 
@@ -30,7 +30,9 @@ def render(comparison: Comparison, *, format: str = "md", published: str | None 
     if format == "csv":
         return comparison_csv(comparison, published=published)
     tables = score_tables(comparison, published=published)
-    return latex(tables) if format == "tex" else markdown(tables)
+    if format == "md":
+        return markdown(tables)
+    return "".join(f"% {for_latex(line)}\n" for line in about(comparison)) + latex(tables)
 
 
 def score_tables(comparison: Comparison, *, published: str | None = None) -> list[Table]:

@@ -11,6 +11,7 @@ from published_copies import DEMO, experts, gguf, interleaved, original, write_g
 from small_recipe import qbench, small_recipe
 from tiny import tiny_model
 
+from qbench.api import load_answers
 from qbench.cell import load
 from qbench.checkpoints import find
 from qbench.errors import CheckpointError, QbenchError, UnavailableError
@@ -126,10 +127,20 @@ def test_a_file_is_a_column_like_any_other(files, tmp_path):
     columns = [
         {"name": "checkpoint", "path": str(path), "label": kind} for kind, path in files.items()
     ]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "In the old town of"}\n{"prompt": "The baker of"}\n')
+    answers = {"prompts": str(prompts), "max_new_tokens": 12, "samples": 2}
     recipe = small_recipe(tmp_path, checkpoints={"base": str(DEMO / "softmax")},
-                          quantizers=["fp32", *columns])  # fmt: skip
+                          quantizers=["fp32", *columns], answers=answers)  # fmt: skip
     assert qbench("run", recipe, "--out", tmp_path / "out", "--device", "cpu") == 0
     records = {record.quantizer: record for record in Store(tmp_path / "out").records()}
+    tokens = load_answers(tmp_path / "out").groupby("quantizer")
+    along = tokens["kl"].mean()
+    assert along["F32"] < 1e-5 < along["Q8_0"] < along["Q4_0"]
+    assert tokens["text"].agg("".join).nunique() == 1  # all read the same answers
+    outcomes = Store(tmp_path / "out").outcomes(records["F32"])
+    own = outcomes.query("task == 'answers'").set_index(["metric", "document"])["value"]
+    assert (own["agreed_tokens"] == own["length"]).all()  # drawn, and the same to the end
     divergence = {
         kind: records[kind].damage.tasks["demo_pages"].distributions.kl.mean for kind in files
     }

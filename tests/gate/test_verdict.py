@@ -23,6 +23,7 @@ def test_the_verdict_is_told_as_markdown_junit_and_json(tmp_path, standard):
     result = check.check(store, standard)
     text = verdict.as_markdown(result)
     assert text.startswith("## qbench check: fail")
+    assert re.search(r"^- baseline: softmax, softpick, 2\d{3}-\d\d-\d\d, ", text, re.MULTILINE)
     assert re.search(r"\| ✗ fail +\| softmax/bf16 +\| — +\|", text)
     assert columns(text) == 11
     short = verdict.as_markdown(result, passed=False)
