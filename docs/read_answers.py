@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from matplotlib import rcParams
 from matplotlib.figure import Figure
 from scipy.stats import spearmanr
 
@@ -25,6 +26,7 @@ from qbench.store import Store
 DOCS = Path(__file__).parent
 ROUNDS = 2_000
 STABLE = {"Date": None}
+rcParams["svg.hashsalt"] = "answers"  # the same identifiers every time
 # Per cent of 1,000 runs, as tests/comparison/test_sham_answers.py counts them: marks in tables; the
 # gate fails with given margins; it passes with margins of its own.
 SHAM = {"samples": {2: 0.2, 4: 0.2, 8: 0.7}, "gate": {2: 0.0, 4: 0.0, 8: 0.2},
