@@ -96,7 +96,7 @@ def compute(result: CellResult, store: Store, cache: Path, *, reuse: bool = True
         model = quantized(result, model, tokenizer, cache)
         with result.measured("evaluate"):
             building.exception()  # waits; what cannot be built says so when its task is scored
-            _evaluate(result, model, tokenizer, tasks, store, cache, reuse)
+            _Evaluation(result, tokenizer, store, cache).run(model, tasks, reuse)
 
 
 def _require_planned(cell: Cell, plan: Plan) -> None:
@@ -334,176 +334,152 @@ def _baseline(result: CellResult, store: Store) -> dict[str, Outcomes] | None:
     return None
 
 
-def _evaluate(
-    result: CellResult,
-    model: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    tasks: Sequence[LoadedTask],
-    store: Store,
-    cache: Path,
-    reuse: bool,
-) -> None:
-    """Score every task, or take it from the cache; a task that cannot be scored is named, and the
-    others are kept."""
-    cell, kept = result.cell, KeyedStore(cache, TaskRecord)
-    base = _baseline(result, store)
-    base_parts = result.plan.cell(cell.base.cell).key_parts if base is not None else None
-    keys = {task.name: task_key(cell.key_parts, task.name, base_parts) for task in tasks}
-    finished: dict[str, TaskResult] = {}
-    for task in tasks if reuse else ():
-        if (done := _kept(result, task, keys[task.name], kept, cache)) is not None:
-            finished[task.name] = done
-    observer: BaselineWriter | KLObserver | None = None
-    left = {task.name for task in tasks} - finished.keys()
-    if base is not None and left:
-        scored = {name for name in left if base[name].scores}
-        try:
-            observer = KLObserver(BaselineHiddenStates.load(cache, base_parts, scored))
-        except ResultsError as error:
-            base, result.no_damage = None, Unavailable(reason=str(error), retry=True)
-    elif _keeps_hidden_states(result):
-        observer = BaselineWriter()
-    scorer, failure = None, None
-    if left:
-        scorer = language_model(
-            model, tokenizer, cell.scoring, progress=result.advance, observer=observer
-        )
-    for task in tasks:
-        done = finished.get(task.name)
-        if done is None:
-            result.progress.stage(cell.name, f"evaluate {task.name}")
+class _Evaluation:
+    """Scores the tasks of a cell, each from the cache if it is there, and measures their damage
+    against the unquantized cell. ``observer`` sees the hidden states of what is scored."""
+
+    def __init__(
+        self, result: CellResult, tokenizer: PreTrainedTokenizerBase, store: Store, cache: Path
+    ) -> None:
+        self.result, self.cell, self.tokenizer = result, result.cell, tokenizer
+        self.cache, self.kept = cache, KeyedStore(cache, TaskRecord)
+        self.base, self.base_parts = _baseline(result, store), None
+        if self.base is not None:
+            self.base_parts = result.plan.cell(self.cell.base.cell).key_parts
+        self.observer: BaselineWriter | KLObserver | None = None
+        damage, quantized = result.plan.recipe.evaluation.damage, self.cell.quantization.precision
+        gives_probabilities = self.cell.scoring.mode != "lm-eval" or self.cell.runtime == "lm-eval"
+        # whether quantized cells may be measured against this one
+        self.is_baseline = damage and not quantized.quantized and gives_probabilities
+
+    def run(self, model: Any, tasks: Sequence[LoadedTask], reuse: bool) -> None:
+        """Score ``tasks``; one that cannot be scored is named, and the others are kept."""
+        cell, result = self.cell, self.result
+        finished = {task.name: done for task in tasks if reuse and (done := self._finished(task))}
+        left = {task.name for task in tasks} - finished.keys()
+        if self.base is not None and left:
+            scored = {name for name in left if self.base[name].scores}
             try:
-                done = _score(result, scorer, task, keys[task.name], base, observer, tokenizer)
-            except QbenchError as error:
-                failure = failure or error
-                _note_failure(result, task.name, error)
-                continue
-            _keep(result, done, kept, observer, cache)
-        result.tasks.append(done)
-    if failure is not None and not result.tasks:
-        raise failure
-    result.groups = group_scores(
-        result.plan.groups, [score for task in result.tasks for score in task.record.scores]
-    )
-
-
-def _keeps_hidden_states(result: CellResult) -> bool:
-    """Return whether quantized cells may be measured against this one."""
-    cell, evaluation = result.cell, result.plan.recipe.evaluation
-    gives_probabilities = cell.scoring.mode != "lm-eval" or cell.runtime == "lm-eval"
-    return evaluation.damage and not cell.quantization.precision.quantized and gives_probabilities
-
-
-def _kept(
-    result: CellResult, task: LoadedTask, key: str, kept: KeyedStore, cache: Path
-) -> TaskResult | None:
-    """Return the finished ``task`` of the cache; None if it must be scored."""
-    cell = result.cell
-    task_cell = CellKey(checkpoint=cell.checkpoint_name, quantizer=cell.label, key=key)
-    try:
-        record = kept.get_valid(task_cell)
-        if record is None or record.digest != task.digest:
-            return None
-        if tolerance_violation(cell.scoring.tolerance, record.scoring):
-            return None
-        if _keeps_hidden_states(result):
-            for path, states_key in baseline_files(cache, cell.key_parts, [task.name]).items():
-                verify_baseline(path, states_key)
-        tables = {name: getattr(kept, name)(record) for name in record.files}
-    except (ResultsError, OSError):
-        return None
-    mark_used(kept.path(task_cell))
-    result.progress.log(f"{cell.name}: {task.name} is taken from the cache")
-    return TaskResult(record, tables)
-
-
-def _score(
-    result: CellResult,
-    scorer: Any,
-    task: LoadedTask,
-    key: str,
-    base: dict[str, Outcomes] | None,
-    observer: BaselineWriter | KLObserver | None,
-    tokenizer: PreTrainedTokenizerBase,
-) -> TaskResult:
-    """Score one task and measure its damage."""
-    cell, start = result.cell, time.perf_counter()
-    texts, answered = partial(token_texts, tokenizer), None
-    if task.answers is None:
-        scored = evaluate(scorer, task, cell.scoring)
-    else:
-        chat = _chat(cell, scorer, tokenizer)
-        kept = observer.base.tasks.get(task.name) if base is not None else None
-        read = kept is not None if base is not None else observer is not None
-        answered = answer(scorer, task, cell.scoring, chat, base=kept, read=read)
-        scored = answered.scored
-    tables: dict[Table, pd.DataFrame] = {
-        "outcomes": scored.outcomes, "responses": scored.responses,
-    }  # fmt: skip
-    damage = divergences = None
-    if base is not None:
-        assert isinstance(observer, KLObserver)
-        divergences = observer.divergences.get(task.name)
-        damage = task_damage(
-            base[task.name],
-            scored,
-            divergences=divergences,
-            correct={} if answered else correct_requests(task, cell.scoring.limit),
+                states = BaselineHiddenStates.load(self.cache, self.base_parts, scored)
+                self.observer = KLObserver(states)
+            except ResultsError as error:
+                self.base, result.no_damage = None, Unavailable(reason=str(error), retry=True)
+        elif self.is_baseline:
+            self.observer = BaselineWriter()
+        scorer, failure = None, None
+        if left:
+            scorer = language_model(
+                model, self.tokenizer, cell.scoring, progress=result.advance, observer=self.observer
+            )
+        for task in tasks:
+            done = finished.get(task.name)
+            if done is None:
+                result.progress.stage(cell.name, f"evaluate {task.name}")
+                try:
+                    done = self._score(scorer, task)
+                except QbenchError as error:
+                    failure = failure or error
+                    _note_failure(result, task.name, error)
+                    continue
+                self._keep(done)
+            result.tasks.append(done)
+        if failure is not None and not result.tasks:
+            raise failure
+        result.groups = group_scores(
+            result.plan.groups, [score for task in result.tasks for score in task.record.scores]
         )
-        if divergences is not None and answered is None:
-            rolling = {task.name} if task.kind == "loglikelihood_rolling" else set()
-            tables["divergences"] = divergence_table({task.name: divergences}, rolling, texts)
-    if answered is not None:
-        tables["answers"] = answered.table(divergences, texts)
-        if divergences is not None:
-            scored = with_kl(scored, divergences, task.label)
-            tables["outcomes"] = scored.outcomes
-    record = TaskRecord(
-        checkpoint=cell.checkpoint_name,
-        quantizer=cell.label,
-        key=key,
-        task=task.name,
-        digest=task.digest,
-        scores=scored.scores,
-        scoring=scorer.take_report(),
-        damage=damage,
-        seconds=round(time.perf_counter() - start, 3),
-    )
-    return TaskResult(record, tables)
 
+    def _key(self, task: LoadedTask) -> CellKey:
+        key = task_key(self.cell.key_parts, task.name, self.base_parts)
+        return CellKey(checkpoint=self.cell.checkpoint_name, quantizer=self.cell.label, key=key)
 
-def _chat(cell: Cell, scorer: Any, tokenizer: PreTrainedTokenizerBase) -> Chat:
-    """Return the tokenizer and the end tokens of the cell's conversations; of a published copy,
-    those of its own files."""
-    copy = cell.copy
-    if copy is not None and (copy.folder / "tokenizer_config.json").is_file():
-        tokenizer = load_tokenizer(copy)
-        return Chat(tokenizer=tokenizer, ends=end_tokens(generation_settings(copy), tokenizer))
-    settings = scorer.hflm.model.generation_config
-    return Chat(tokenizer=tokenizer, ends=end_tokens(settings, tokenizer))
+    def _finished(self, task: LoadedTask) -> TaskResult | None:
+        """Return the finished ``task`` of the cache; None if it must be scored."""
+        try:
+            record = self.kept.get_valid(self._key(task))
+            if record is None or record.digest != task.digest:
+                return None
+            if tolerance_violation(self.cell.scoring.tolerance, record.scoring):
+                return None
+            if self.is_baseline:
+                files = baseline_files(self.cache, self.cell.key_parts, [task.name])
+                for path, key in files.items():
+                    verify_baseline(path, key)
+            tables = {name: getattr(self.kept, name)(record) for name in record.files}
+        except (ResultsError, OSError):
+            return None
+        mark_used(self.kept.path(record))
+        self.result.progress.log(f"{self.cell.name}: {task.name} is taken from the cache")
+        return TaskResult(record, tables)
 
+    def _score(self, scorer: Any, task: LoadedTask) -> TaskResult:
+        """Score one task and measure its damage."""
+        cell, start = self.cell, time.perf_counter()
+        texts, answered = partial(token_texts, self.tokenizer), None
+        if task.answers is None:
+            scored = evaluate(scorer, task, cell.scoring)
+        else:
+            kept, read = None, self.observer is not None
+            if self.base is not None:
+                kept = self.observer.base.tasks.get(task.name)
+                read = kept is not None
+            chat = self._chat(scorer)
+            answered = answer(scorer, task, cell.scoring, chat, base=kept, read=read)
+            scored = answered.scored
+        tables: dict[Table, pd.DataFrame] = {
+            "outcomes": scored.outcomes, "responses": scored.responses,
+        }  # fmt: skip
+        damage = divergences = None
+        if self.base is not None:
+            divergences = self.observer.divergences.get(task.name)
+            damage = task_damage(
+                self.base[task.name],
+                scored,
+                divergences=divergences,
+                correct={} if answered else correct_requests(task, cell.scoring.limit),
+            )
+            if divergences is not None and answered is None:
+                rolling = {task.name} if task.kind == "loglikelihood_rolling" else set()
+                tables["divergences"] = divergence_table({task.name: divergences}, rolling, texts)
+        if answered is not None:
+            tables["answers"] = answered.table(divergences, texts)
+            if divergences is not None:
+                scored = with_kl(scored, divergences, task.label)
+                tables["outcomes"] = scored.outcomes
+        record = TaskRecord(
+            **dict(self._key(task)),
+            task=task.name,
+            digest=task.digest,
+            scores=scored.scores,
+            scoring=scorer.take_report(),
+            damage=damage,
+            seconds=round(time.perf_counter() - start, 3),
+        )
+        return TaskResult(record, tables)
 
-def _keep(
-    result: CellResult,
-    done: TaskResult,
-    kept: KeyedStore,
-    observer: BaselineWriter | KLObserver | None,
-    cache: Path,
-) -> None:
-    """Put a finished task into the cache, and the hidden states that quantized cells need.
+    def _chat(self, scorer: Any) -> Chat:
+        """Return the tokenizer and the end tokens of the cell's conversations; of a published copy,
+        those of its own files."""
+        copy, tokenizer = self.cell.copy, self.tokenizer
+        if copy is not None and (copy.folder / "tokenizer_config.json").is_file():
+            tokenizer, settings = load_tokenizer(copy), generation_settings(copy)
+        else:
+            settings = scorer.hflm.model.generation_config
+        return Chat(tokenizer=tokenizer, ends=end_tokens(settings, tokenizer))
 
-    A task whose damage should have been measured, and could not be, is not kept.
-    """
-    cell, record = result.cell, done.record
-    try:
-        if isinstance(observer, BaselineWriter):
-            observer.hidden_states().save(cache, cell.key_parts, record.task)
-            observer.forget()
-        if result.no_damage is None or not result.no_damage.retry:
-            kept.put(record, **done.tables)
-    except ResultsError as error:
-        line = f"{cell.name}: {record.task} is scored, but nothing of it is kept: {error}"
-        result.progress.log(line, "bold red")
+    def _keep(self, done: TaskResult) -> None:
+        """Put a finished task into the cache, and the hidden states that quantized cells need. A
+        task whose damage should have been measured, and could not be, is not kept."""
+        cell, record, missing = self.cell, done.record, self.result.no_damage
+        try:
+            if isinstance(self.observer, BaselineWriter):
+                self.observer.hidden_states().save(self.cache, cell.key_parts, record.task)
+                self.observer.forget()
+            if missing is None or not missing.retry:
+                self.kept.put(record, **done.tables)
+        except ResultsError as error:
+            line = f"{cell.name}: {record.task} is scored, but nothing of it is kept: {error}"
+            self.result.progress.log(line, "bold red")
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray) -> list[str]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from qbench import __version__
 from qbench.attention.transformers import set_attention
-from qbench.cell import calibration_of, load_copy
+from qbench.cell import calibration_of, load_copy, quantized_model
 from qbench.checkpoints import find
 from qbench.checkpoints.find import linear_shapes
 from qbench.checkpoints.load import difference, load_model, rounding_tolerance
@@ -35,7 +35,7 @@ from qbench.quantizers.linear import Experts, bias_of
 from qbench.quantizers.methods.library_made import LibraryMade
 from qbench.quantizers.packed import unpack_codes
 from qbench.quantizers.published import Published, parents
-from qbench.quantizers.quantize import evidence_of, quantize
+from qbench.quantizers.quantize import evidence_of
 from qbench.quantizers.registry import config_of_record
 from qbench.quantizers.texts import CalibrationText
 from qbench.records import Record
@@ -87,9 +87,8 @@ def load_measured(store: Store, record: Record, cache: Path, device: str) -> Mea
     if cell.runtime != "transformers":
         raise ResultsError(f"{name}: {cell.runtime} runs it, not transformers")
     tokenizer = load_tokenizer(checkpoint)
-    calibration = calibration_of(cell, tokenizer)
     if isinstance(cell.quantization.weights, LibraryMade):
-        cell, how = with_made_copy(cell, calibration, cache, device)
+        cell, how = with_made_copy(cell, calibration_of(cell, tokenizer), cache, device)
         model = load_copy(cell, device, fallback=True)
     elif cell.quantization.weights is not None and cell.quantization.weights.prequantized:
         raise ResultsError(f"{name}: it is a published copy already")
@@ -100,14 +99,7 @@ def load_measured(store: Store, record: Record, cache: Path, device: str) -> Mea
             device=device,
             attention=cell.attention,
         )
-        model, how = quantize(
-            model,
-            cell.quantization,
-            calibration=calibration,
-            digest=checkpoint.digest,
-            artifacts=cache / "artifacts",
-            normalizer_source=parts.get("normalizer source"),
-        )
+        model, how = quantized_model(cell, model, tokenizer, cache, lambda done, total: None)
         _require_audited(record, model, cell.quantization)
     return MeasuredCell(record=record, cell=cell, model=model, tokenizer=tokenizer, how=how)
 
