@@ -37,7 +37,6 @@ from qbench.evaluation.evaluate import (
     group_scores,
     load_task,
 )
-from qbench.evaluation.kl_baseline import baseline_files, read_baseline, verify_baseline
 from qbench.evaluation.kl_observer import BaselineHiddenStates, BaselineWriter, KLObserver
 from qbench.evaluation.llamacpp import LlamaCpp, external_model
 from qbench.evaluation.scoring import language_model
@@ -55,7 +54,7 @@ from qbench.quantizers.methods.library_made import LibraryMade
 from qbench.quantizers.quantize import quantize
 from qbench.quantizers.stored_bits import write_gguf_into
 from qbench.records import CellKey, TaskRecord, Unavailable
-from qbench.store import KeyedStore, Store, Table, task_key
+from qbench.store import KeyedStore, Store, Table, baseline_files, task_key, verify_baseline
 from qbench.streaming import is_sharded, shard, stream, stream_of
 
 if TYPE_CHECKING:
@@ -319,7 +318,11 @@ def _baseline(result: CellResult, store: Store) -> dict[str, Outcomes] | None:
     else:
         base = result.plan.cell(cell.base.cell)
         try:
-            record = read_baseline(base, store)
+            record = store.get_valid(base.grid_cell)
+            if record is None or record.status != "ok":
+                raise ResultsError(
+                    f"{base.name} has no finished record; run that cell first, then this one again"
+                )
             outcomes, responses = store.outcomes(record), store.responses(record)
             return {
                 task.name: Outcomes(

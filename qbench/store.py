@@ -51,6 +51,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, BinaryIO, Generic, NamedTuple, TypeVar
 
 from filelock import FileLock
+from safetensors import SafetensorError, safe_open
 
 from qbench.errors import DamagedError, NewerSchemaError, OutputError, ResultsError
 from qbench.files import (
@@ -60,6 +61,7 @@ from qbench.files import (
     clean_temporaries,
     content_key,
     digest,
+    digest_of_parts,
     file_digest,
     mark_used,
     replacing,
@@ -815,3 +817,48 @@ def _entry(kind: str, path: Path, files: list[Path]) -> Entry:
             size += 0 if part.is_dir() else status.st_size
             used = max(used, status.st_mtime)
     return Entry(kind=kind, path=path, files=tuple(files), bytes=size, used=used)
+
+
+# --- hidden states of unquantized cells, which damage is measured against: a file per task with
+# those of its scored tokens, and one with the LM head under a key without tasks; beside each its
+# digest. ``evaluation.kl_observer`` says what is in them.
+
+ABOUT = "about"  # the one entry of the file's metadata: several come in no fixed order
+REMEDY = "run the unquantized cell again"
+
+
+def baseline_file(cache: Path, key: str) -> Path:
+    """Return the file of a task's hidden states, or of the LM head, under ``key``."""
+    return cache / "distributions" / f"{key[:KEY_DIGITS]}.safetensors"
+
+
+def baseline_files(
+    cache: Path, parts: Mapping[str, Any], tasks: Iterable[str] | None = None
+) -> dict[Path, str]:
+    """Return the files of ``tasks`` (None: all) and of the LM head, each with its key, of the
+    unquantized cell with the key parts ``parts``."""
+    keys = [head_key(parts), *(task_key(parts, task) for task in tasks or parts["tasks"])]
+    return {baseline_file(cache, key): key for key in keys}
+
+
+def checksum_file(path: Path) -> Path:
+    """Return where the digest of a file stands, that of ``files.digest_of_parts``."""
+    return path.with_name(f"{path.name}.digest")
+
+
+def verify_baseline(path: Path, key: str) -> None:
+    """Read the whole file. Raises ResultsError if it is missing, not what was written, or under
+    another key."""
+    try:
+        matches = checksum_file(path).read_text().strip() == digest_of_parts(path)
+        about = {}
+        if matches:
+            with safe_open(path, framework="numpy") as file:
+                about = json.loads((file.metadata() or {}).get(ABOUT, "{}"))
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ResultsError(f"{path}: {error}; {REMEDY}") from error
+    if not matches:
+        raise ResultsError(f"{path}: its digest differs from the stated one; {REMEDY}")
+    if about.get("key") != key:
+        raise ResultsError(f"{path}: of another cell than {key[:KEY_DIGITS]}; {REMEDY}")
+    mark_used(path)

@@ -24,13 +24,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from qbench.errors import EvaluationError, OutputError, ResultsError
-from qbench.evaluation.kl_baseline import (
-    ABOUT,
-    REMEDY,
-    baseline_file,
-    checksum_file,
-    verify_baseline,
-)
 from qbench.evaluation.scoring.batching import Scored
 from qbench.evaluation.scoring.hidden_states import LMHead
 from qbench.evaluation.scoring.logits import LogitsPart, Projection, to_device
@@ -42,7 +35,15 @@ from qbench.files import (
     write_atomically,
 )
 from qbench.records import ANSWERS
-from qbench.store import head_key, task_key
+from qbench.store import (
+    ABOUT,
+    REMEDY,
+    baseline_file,
+    checksum_file,
+    head_key,
+    task_key,
+    verify_baseline,
+)
 
 
 class TaskHiddenStates(NamedTuple):

@@ -17,7 +17,6 @@ from filelock import FileLock, Timeout
 
 from qbench.cell_result import CellResult
 from qbench.errors import ResultsError
-from qbench.evaluation.kl_baseline import baseline_files, verify_baseline
 from qbench.evaluation.settings import tolerance_violation
 from qbench.files import cache_folder
 from qbench.machine import attempt
@@ -28,7 +27,18 @@ from qbench.quantizers.methods.library_made import LibraryMade
 from qbench.records import Record, Unavailable
 from qbench.runner.progress import listening
 from qbench.runner.workers import PRELOAD, LostExecutorError, SerialExecutor, Workers
-from qbench.store import Sources, Store, Table, find_cell, hold, keep_cell, keep_sources, run_id
+from qbench.store import (
+    Sources,
+    Store,
+    Table,
+    baseline_files,
+    find_cell,
+    hold,
+    keep_cell,
+    keep_sources,
+    run_id,
+    verify_baseline,
+)
 
 DIED = "its process was killed (out of memory?), or that of another cell before it; see its log"
 DEAD = (BrokenExecutor, CancelledError)
