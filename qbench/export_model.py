@@ -1,4 +1,5 @@
-"""Write the model of a finished cell as a folder that other libraries load."""
+"""Load the model of a finished cell again, on the machine that measured it, and write it as a
+folder that other libraries load."""
 
 from __future__ import annotations
 

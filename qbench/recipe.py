@@ -1,4 +1,5 @@
-"""Read a recipe from YAML, with options in place of its parts, and check all that needs no model.
+"""Read a recipe from YAML 1.2, with options in place of its parts, and check all that needs no
+model. Each value has its line in the file, for messages.
 
 Paths become absolute here: those of the file are relative to its folder, those of options to the
 working folder. Imports no torch.

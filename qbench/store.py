@@ -1,4 +1,5 @@
-"""Read and write the records of a results folder, verified by checksum. Imports no torch.
+"""Read and write the records of a results folder, its archive, and the cache that later runs take
+results from, all verified by checksum. Imports no torch.
 
     DIR/grid.json                                             manifest of the last run
     DIR/grids/<id>.json                                       manifest of each run

@@ -1,5 +1,6 @@
 """Time the attention kernels beside the libraries that a user would take instead (``qbench bench
-attention``), after checking their results.
+attention``), after checking their results against the float64 reference on this GPU. The checked
+cases are those that are timed, shorter; ``pytest -m gpu`` has many more, in other dtypes too.
 
 TFLOP/s count 4 · B · H · D for each pair of a query and a key that it sees in a forward pass, and
 2.5 times that in a backward pass, whatever a kernel computes. Every time is the median of

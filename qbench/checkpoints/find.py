@@ -1,7 +1,8 @@
 """Find a checkpoint by folder or hub id and check its files without loading tensors.
 
 The result holds config.json, the headers of the weight files and a digest of all that loading
-reads. Imports no torch.
+reads. Whether our attention computes what the class's own does is measured when it is loaded: no
+table of classes decides it; ``tried.csv`` lists those that the tests try. Imports no torch.
 """
 
 from __future__ import annotations

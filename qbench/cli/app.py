@@ -1,4 +1,5 @@
-"""List the commands of the command line. A command's module is imported when it is called."""
+"""List the commands of the command line. A command's module is imported when it is called. Errors
+and the files that were written are said on standard error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""List what there is (``qbench list``) and print the JSON Schema of recipes."""
+"""List what there is (``qbench list``), print the JSON Schema of recipes (``qbench schema``), list
+and bound the cache (``qbench cache``)."""
 
 from __future__ import annotations
 

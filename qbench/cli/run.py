@@ -1,4 +1,5 @@
-"""Run the cells of a recipe (``qbench run``), or show them with their cost (``qbench plan``)."""
+"""Run the cells of a recipe (``qbench run``), or show them with their cost (``qbench plan``): in
+this process, in processes of this host, on an executor of a plug-in, or on a cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Compare two results, two cells or two precisions, paired by document."""
+"""Compare two results, two cells or two precisions, paired by document; count the answers that
+changed."""
 
 from __future__ import annotations
 

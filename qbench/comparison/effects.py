@@ -1,6 +1,7 @@
 """Add effects with error bars to all rows of a comparison: Δ, damage, differences of damage.
 
-The same over seeds. Slow to import (scipy).
+The same over seeds. Accuracies that a model only guesses are found, and corrected for
+chance. Slow to import (scipy).
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Hold a comparison: one row per score and precision, and what is missing of the cells."""
+"""Hold a comparison: one row per score and precision, what is missing of the cells,
+which parts of their keys and of their trainings differ."""
 
 from __future__ import annotations
 

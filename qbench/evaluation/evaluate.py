@@ -1,4 +1,5 @@
-"""Score one task through lm-eval's Task API and parse its results.
+"""Make lm-eval's object of a planned task, check its documents, score it through lm-eval's Task API
+and parse its results. lm-eval would count documents without a usable answer as wrong.
 
 Requests, filters, metrics and aggregations are lm-eval's, drawn with its seeds. No other module
 reads lm-eval's strings.

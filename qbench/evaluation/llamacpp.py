@@ -3,6 +3,9 @@
 Token ids come from the original's tokenizer, so that nothing is lost on the way: llama.cpp gives
 full logits of the very tokens that the unquantized model scores. Requests run one after another;
 what a request has in common with the one before is kept in llama.cpp's KV cache.
+
+The wheel of ``xllamacpp`` exports llama.cpp's C interface. The structures below are those of this
+very build (llama.h of b11549), so its version is pinned: another build lays them out differently.
 """
 
 from __future__ import annotations

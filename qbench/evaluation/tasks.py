@@ -1,7 +1,9 @@
 """Find a task's definition and data, digest both, and check what can be checked before they are
 loaded. Imports no torch.
 
-A plan holds these; ``qbench.evaluation.evaluate`` makes lm-eval's object of one.
+A plan holds these; ``qbench.evaluation.evaluate`` makes lm-eval's object of one. Definitions are
+read from their YAML files without lm-eval, whose index parses 13,000 files with all that they
+import, in twenty seconds; ours looks for names alone, in half a second.
 """
 
 from __future__ import annotations

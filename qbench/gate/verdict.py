@@ -1,4 +1,4 @@
-"""The gate's results and verdict as data, Markdown, JUnit XML and JSON."""
+"""The gate's margins, and its results and verdict as data, Markdown, JUnit XML and JSON."""
 
 from __future__ import annotations
 

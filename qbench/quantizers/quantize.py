@@ -2,6 +2,13 @@
 
 The model that is scored is built from the stored tensors, also on the first run. So a library whose
 model differs before and after saving cannot give two different scores.
+
+    ROOT/<digest of the original, 16 digits>/<config>-<key, 16 digits>/
+        weights.safetensors     tensors, named as ``make`` says
+        manifest.json           key, its parts, and the file's size and digest
+
+A folder is written to a temporary name and renamed once it is complete. A damaged one is detected
+by its digest and written again.
 """
 
 from __future__ import annotations

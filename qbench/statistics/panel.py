@@ -3,6 +3,12 @@
 A score is a function of Σ values / Σ weights: that ratio itself for accuracies, exp(−ratio) for
 perplexities. Perplexities are compared by their logarithm, −ratio, which is linear: differences
 of it are logarithms of ratios of perplexities. So is KL divergence: its contrasts are of ln(mean).
+
+Intervals and tests of these are by the bootstrap-t; of the mean of a bounded value, such as
+right-or-wrong answers, by the score test. ``scipy.stats.bootstrap`` draws anew for each statistic
+and holds rounds × documents × columns; a grid has hundreds of contrasts over the same documents.
+Here a round is a vector of counts (how often each document was drawn), and one matrix product gives
+the sums of every column.
 """
 
 from __future__ import annotations

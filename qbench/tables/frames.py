@@ -1,4 +1,5 @@
-"""Hold the results of ``qbench.api.evaluate``: the verdict, pandas tables, a figure."""
+"""Hold the results of ``qbench.api.evaluate``: the verdict, pandas tables, a figure; render a
+comparison as CSV, a row per score with the key of its record."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Build tables of scores: Δ, damage, what quantization changed.
+"""Build tables of scores with their footnotes: Δ, damage, what quantization changed, a paper's
+printed numbers beside ours (``published.csv``: one per row, in lm-eval's names for tasks and
+metrics and ours for methods).
 
 Laid out as the softpick paper's tables 8 to 13: one table per quantization method.
 """

@@ -1,4 +1,5 @@
-"""The folder of one training: the state that it resumes from, its checkpoints and its record."""
+"""The folder of one training: the state that it resumes from, its checkpoints, its
+record, and its log: JSON Lines, Weights & Biases if it is asked for, the curves of all runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Read token files, cut sequences from them, and choose the sequences of each step.
+"""Make token files from text, read them, cut sequences from them, and choose the sequences of each
+step.
 
 Imports no torch before a batch is made.
 """

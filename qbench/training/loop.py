@@ -1,4 +1,5 @@
-"""Train one run, from its first step or its saved state to its last step."""
+"""Train all runs of a recipe, every seed with every attention function, each from its first step or
+its saved state to its last step."""
 
 from __future__ import annotations
 

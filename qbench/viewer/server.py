@@ -1,4 +1,5 @@
-"""The page from a local server: loopback only, nothing without the token in its address."""
+"""Serve the page on this machine alone, nothing without the token in its address; or write it as a
+static site or one file, which open from a disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Group requests into batches: padded ones, which are HFLM's own, or packs without padding.
+"""Encode requests as token ids, as lm-eval's HFLM does, but each string once; group them into
+batches: padded ones, which are HFLM's own, or packs without padding.
 
 Scores depend on the order, padding and grouping of padded batches. Packs have about the same number
 of tokens each, and a prefix that requests share stands in them once.

@@ -7,6 +7,9 @@ top to bottom.
    (``qbench.streaming``), and splits what does not fit the device;
 4. ``_scores`` makes of its hidden states (``forward``), of the rows that are scored, the
    log-probabilities (``logits``), which ``in_order`` adds up, request by request.
+
+lm-eval's HFLM, with every setting that moves scores stated, is what exact and fast scoring are
+compared with, and generates what slots cannot.
 """
 
 from __future__ import annotations

@@ -1,4 +1,14 @@
-"""Compare a quantized model with its original and its settings: the audit of a cell."""
+"""Compare a quantized model with its original and its settings: the audit of a cell. Measure
+whether a token's logits depend on later tokens, or on the other rows of its batch.
+
+Changed tokens leave every shape as it is, so the same kernels run and a model without such a
+dependence gives the same bits, unless its kernels do not repeat themselves, or experts get other
+numbers of tokens: what the unquantized model moves by, and what a repetition moves, is allowed.
+Both kinds of change are made at once first, and one by one only if that moves a logit.
+Texts that are cut have other shapes and so other rounding. In 16 bits that may send single tokens
+to other experts: there a share of all tokens must move, and more than in a batch of one row, whose
+shape differs too.
+"""
 
 from __future__ import annotations
 
