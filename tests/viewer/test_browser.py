@@ -194,18 +194,43 @@ def test_no_view_scrolls_sideways_on_a_phone(opened, page, view):
     assert wide <= seen
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
-@pytest.mark.parametrize("view", VIEWS, ids=lambda view: view[6:18] or "overview")
-def test_axe_finds_nothing(opened, page, view, theme):
+def violations(page):
     if not AXE.is_file():
         pytest.skip("axe-core is not installed: `npm ci` in qbench/viewer/frontend")
-    page.emulate_media(color_scheme=theme)
-    page.goto(opened.address + view)
     page.wait_for_selector("main .card, main .note, main h2")
     page.wait_for_timeout(300)
     page.evaluate(AXE.read_text())
-    found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")["violations"]
-    assert [(one["id"], one["nodes"][0]["html"]) for one in found] == []
+    listed = page.evaluate("axe.run(document, {resultTypes: ['violations']})")["violations"]
+    return [(each["id"], each["nodes"][0]["html"]) for each in listed]
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("view", VIEWS, ids=lambda view: view[6:18] or "overview")
+def test_axe_finds_nothing(opened, page, view, theme):
+    page.emulate_media(color_scheme=theme)
+    page.goto(opened.address + view)
+    assert violations(page) == []
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_pages_of_answers_explain_themselves_and_axe_finds_nothing(serve, page, theme):
+    """Lengths stood among units of the score, as logarithms; token by token had no "?"."""
+    running = serve(RESULTS / "answers", texts=None)
+    running.server.results[0].comparison(wait=True)
+    page.emulate_media(color_scheme=theme)
+    for view in (
+        "documents&task=answers&cell=smollm2/kv3",
+        "document&task=answers&document=3&cell=smollm2/gptq-4bit&cell=smollm2/kv3",
+    ):
+        page.goto(f"{running.address}#view={view}")
+        assert violations(page) == []
+    read = page.locator(".card:has(h2:has-text('read by kv3'))")
+    read.locator(".method summary").focus()
+    page.keyboard.press("Enter")
+    assert "full red from 1 on" in read.locator("[role=note]").inner_text()
+    page.goto(running.address)
+    page.wait_for_selector("figure:has(h2:has-text('precision and task, × (ratio)'))")
+    assert page.locator("h2:has-text('units of the score')").count() == 0
 
 
 def test_a_chart_is_one_stop_of_the_keyboard_and_arrows_go_from_point_to_point(opened, page):

@@ -48,9 +48,9 @@ export function CellPage({ overview, state, folder, round }: Props) {
 }
 
 const STAGES: GridColumn[] = [
-  { title: "Stage", value: (stage) => stage.name, width: 110 },
-  { title: "Seconds", value: (stage) => stage.seconds, align: "right", show: (stage) => stage.seconds.toFixed(1) },
-  { title: "Peak memory, GiB", value: (stage) => stage.peak_memory_gib, align: "right", width: 110, show: (stage) => stage.peak_memory_gib.toFixed(2) },
+  { title: "Stage", value: (stage) => stage.name, width: 110, note: "load: the model; quantize: its weights, or reading them; audit: what was quantized, how well; evaluate: all tasks." },
+  { title: "Seconds", value: (stage) => stage.seconds, align: "right", note: "Wall-clock time of the stage.", show: (stage) => stage.seconds.toFixed(1) },
+  { title: "Peak memory, GiB", value: (stage) => stage.peak_memory_gib, align: "right", width: 110, note: "Of the GPU; on a CPU the process’s.", show: (stage) => stage.peak_memory_gib.toFixed(2) },
   { title: "Detail", value: (stage) => stage.detail, grow: 4, width: 120 },
 ];
 

@@ -3,6 +3,7 @@ import { diffWordsWithSpace } from "diff";
 import { useMemo } from "preact/hooks";
 import { useData, type Cell, type Documents, type Overview, type Sample, type Texts, type Tokens } from "./data";
 import { compare, Failure, Facts, Grid, type GridColumn, type Shown } from "./parts";
+import { Help, type Notes } from "./methods";
 import { change, link, type State } from "./state";
 import { nats, number } from "./units";
 
@@ -13,6 +14,16 @@ interface Side { values: Record<string, number>; right: boolean | null; requests
 type Fate = "kept" | "lost" | "gained" | "wrong" | "";
 interface Pair { before: Side | null; after: Side | null; fate: Fate; change: number | null }
 interface DocumentRow { document: number; pairs: Pair[]; answers: string[]; text: string }
+
+const ASKED: Notes = [
+  ["before, after", "Log-likelihood of the continuation by the unquantized and by the quantized model, in nats."],
+  ["change", "After minus before: below 0 the continuation became less likely."],
+];
+const TOKENS: Notes = [
+  ["colour", "KL divergence at the token in nats: white at 0, full red from 1 on."],
+  ["underlined", "Another token is the likeliest now, or this one is less than half as likely."],
+  ["bar", "Where the cell’s own answer parts from the unquantized model’s."],
+];
 
 /** Metrics of generated answers that are neither right nor wrong. */
 const OF_ANSWERS: Record<string, string> = {
@@ -249,7 +260,7 @@ function Requests({ row, cells, texts, target, missing }: { row: DocumentRow; ce
   const lost = scored.length === 1 && row.pairs.some((item) => item.after?.requests.some((request) => request.logLikelihood !== null && !request.greedy) && item.after.right !== null);
   return (
     <section class="card">
-      <h2>What was asked</h2>
+      <div class="title"><h2>What was asked</h2>{scored.length > 0 && <Help title="What was asked" method="kl-divergence" notes={ASKED} />}</div>
       {shared !== null && <pre class="text">{shared}</pre>}
       {missing && <p class="note">{missing}</p>}
       {typeof target === "string" && <><p class="note">right answer</p><pre class="text kept">{target}</pre></>}
@@ -304,12 +315,12 @@ function TokenView({ overview, cell, of, folder, task, document, round }: { over
     <>
       {tokens.samples.map((sample, place) => {
         const [reference, answer] = [written(of.before, place), written(of.after, place)];
-        if (answer === null || reference === null) return <section class="card"><h2>{cell.cell}: token by token</h2><Coloured sample={sample} /></section>;
+        if (answer === null || reference === null) return <section class="card"><div class="title"><h2>{cell.cell}: token by token</h2><Help title={`${cell.cell}, token by token`} method="kl-divergence" notes={TOKENS} /></div><Coloured sample={sample} /></section>;
         const shared = commonLength(reference, answer);
         const suffix = tokens.samples.length > 1 ? `, sample ${place + 1}` : "";
         return (
           <div class="columns">
-            <section class="card"><h2>{cell.checkpoint}/{overview.unquantized} answered{suffix}, read by {cell.quantizer}</h2><Coloured sample={sample} part={answer === reference ? undefined : shared} /></section>
+            <section class="card"><div class="title"><h2>{cell.checkpoint}/{overview.unquantized} answered{suffix}, read by {cell.quantizer}</h2><Help title={`The answer read by ${cell.quantizer}`} method="kl-divergence" notes={TOKENS} /></div><Coloured sample={sample} part={answer === reference ? undefined : shared} /></section>
             <section class="card"><h2>{cell.cell} answered{suffix}</h2>
               <p class="note">{answer === reference ? "The same answer." : "The bar is where the two answers part."}</p>
               <p class="tokens">{answer.slice(0, shared)}{answer !== reference && <span class="parts">{answer.slice(shared)}</span>}</p></section>
