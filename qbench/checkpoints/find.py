@@ -694,7 +694,7 @@ def _no_linear_layer(name: str) -> bool:
     return router or bool(NONE_OF_THESE.fullmatch(last) or EXPERTS.search(name))
 
 
-# --- check a checkpoint's chat template before anything is loaded. Imports no torch
+# --- the chat template of a checkpoint
 
 
 SECONDS, MEMORY_GIB, MOST_CHARACTERS = 20, 2, 1_000_000

@@ -118,7 +118,7 @@ def schema(
     typer.echo(json.dumps(json_schema()))
 
 
-# --- describe recipes: their keys as JSON Schema for editors, quantizers with options for a list
+# --- keys of recipes as JSON Schema, quantizers with options as a list
 
 
 Schema = dict[str, Any]
@@ -217,7 +217,7 @@ def _of(every: Sequence[Method]) -> Iterator[Row]:
             yield "", f"as above: {', '.join(as_above)}"
 
 
-# --- list and bound what runs keep for later ones (qbench cache)
+# --- the cache
 
 
 cache = CommandGroup("List and bound what runs keep for later ones.")

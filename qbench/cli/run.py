@@ -428,7 +428,7 @@ def _documents(task: TaskSpec, limit: int | None) -> str:
     return f"{min(task.documents, limit or task.documents)} of {task.documents} documents"
 
 
-# --- estimate how long cells take and how much memory they need. Imports no torch
+# --- estimates of the time and memory that cells take
 
 
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}

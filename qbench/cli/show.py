@@ -144,7 +144,7 @@ def export(
     typer.echo(f"written: {len(paths)} files or folders below {place}", err=True)
 
 
-# --- show results as text: a folder with its runs and cells, or one cell. Imports no torch
+# --- a folder with its runs and cells, or one cell, as text
 
 
 WIDTH = 100  # characters per line; what is longer goes on below its column

@@ -309,7 +309,7 @@ def require_data(recipe: TrainingRecipe, files: TokenFiles, *, processes: int, d
     watched_rows(recipe, files)
 
 
-# --- make token files from text. Imports no torch
+# --- token files from text
 
 
 NGRAM = 13  # words
