@@ -35,7 +35,7 @@ PAIRS = {  # folders that were measured on the same models
     "formats": ("published-27m",),
     "gguf": ("published-27m-gguf",),
     "methods": ("methods",),
-    "methods-27m": ("methods-27m",),
+    "methods-27m": ("methods-27m", "methods-27m-made"),
     "gptq": ("gptq-library",),
     "gptq seeds": ("gptq-seeds",),
     "kinds": ("kinds-27m", "kinds-27m-b", "kinds-27m-gate", "kinds-27m-gate-b"),
@@ -328,10 +328,11 @@ def rate(page, shape, *kernels) -> str:
     return f"{ours / theirs:.2f}"
 
 
-def by_method(name) -> dict[str, list[str]]:
-    """Return the precisions of ``name`` by method, those that differ in the calibration's seed
+def by_method(name, checkpoint) -> dict[str, list[str]]:
+    """Return the precisions of a checkpoint by method, those that differ in the calibration's seed
     together, the least KL divergence first."""
-    rows = pair(name).query("task == 'all' and metric == 'kl'").sort_values("value")
+    rows = pair(name).query("task == 'all' and metric == 'kl' and checkpoint == @checkpoint")
+    rows = rows.sort_values("value")
     methods: dict[str, list[str]] = {}
     for quantizer in dict.fromkeys(rows.quantizer):
         methods.setdefault(re.sub(r"-s\d$", "", quantizer), []).append(quantizer)
@@ -344,12 +345,21 @@ def from_to(numbers, text) -> str:
     return " to ".join(dict.fromkeys(ends))
 
 
+def over_rounding(name, checkpoint, quantizer) -> str:
+    """Return a precision's KL over that of rounding to nearest with as many bits, with its interval
+    and p, paired by document."""
+    row = find(name, "all", "kl over rounding", checkpoint, quantizer)
+    ends = (row.damage, row.damage_low, row.damage_high)
+    text = "× {:.3f} [{:.3f}, {:.3f}]".format(*map(math.exp, ends))
+    return f"{text}, p {'< 0.001' if row.damage_p < 0.001 else f'= {row.damage_p:.3f}'}"
+
+
 def methods_table(name, checkpoint) -> str:
     """Return a Markdown table with a row per method: of several seeds the least and the largest
     value, of one the value with its interval."""
     lines = ["| | bits per weight | GiB | KL | WikiText | LAMBADA, points | seconds |",
              "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"]  # fmt: skip
-    for method, members in by_method(name).items():
+    for method, members in by_method(name, checkpoint).items():
         sizes = (value(name, "all", what, checkpoint, members[0]) for what in ("bits", "gib"))
         seconds = [value(name, "all", "seconds", checkpoint, one) for one in members]
         text = kl_interval(name, checkpoint, members[0])
@@ -400,7 +410,7 @@ def gptq_library() -> list[dict[str, object]]:
 
 FUNCTIONS = (
     gptq_library, from_to,
-    by_method, methods_table, find, by_layer, ranges,
+    by_method, methods_table, over_rounding, find, by_layer, ranges,
     value, mean, percent, kl, kl_interval, points, times, ratio, spread, each, least, compared,
     counts, precisions, significant, same_sign, moves, kl_ratio, direction, require, cell, rate,
     answers, table_of, replicated, has, verdict,

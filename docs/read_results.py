@@ -12,6 +12,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -93,14 +94,16 @@ def read_cells(comparison: Comparison) -> Iterator[dict[str, object]]:
             yield {**cell, "task": "all", "metric": "seconds", "value": seconds}
 
 
-def read_library(comparison: Comparison) -> Iterator[dict[str, object]]:
+def read_pairs(comparison: Comparison) -> Iterator[dict[str, object]]:
     """Yield the logarithm of a column's KL over that of GPTQModel's column with the same settings,
-    paired by document, with its interval and p."""
+    or of rounding to nearest with as many bits, paired by document, with its interval and p."""
     for (checkpoint, quantizer, other), effect in comparison.kl.pairs.items():
-        if other == quantizer.replace("gptq-", "gptqmodel-"):
-            yield {"task": "all", "metric": "kl over library", "quantizer": quantizer,
-                   "checkpoint": checkpoint, "damage": effect.estimate, "damage_p": effect.p,
-                   "damage_low": effect.interval.low,
+        library = other == quantizer.replace("gptq-", "gptqmodel-")
+        rounding = re.fullmatch(rf"\w+{other.removeprefix('rtn')}-s\d", quantizer)
+        if library or (other.startswith("rtn-") and rounding):
+            yield {"task": "all", "metric": f"kl over {'library' if library else 'rounding'}",
+                   "quantizer": quantizer, "checkpoint": checkpoint, "damage": effect.estimate,
+                   "damage_p": effect.p, "damage_low": effect.interval.low,
                    "damage_high": effect.interval.high}  # fmt: skip
 
 
@@ -167,7 +170,7 @@ def made() -> dict[Path, str]:
         store = Store(folder)
         comparison = compare(store)
         files = table_files(store, comparison, ("csv", "md"))
-        cells = [*read_cells(comparison), *read_library(comparison)]
+        cells = [*read_cells(comparison), *read_pairs(comparison)]
         others = pd.DataFrame([*cells, *read_analyses(folder)])
         numbers.append(pd.concat([read_scores(files), others]).assign(folder=folder.name))
         texts[folder / "tables.md"] = files["tables.md"]

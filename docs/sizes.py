@@ -59,7 +59,7 @@ def draw_methods() -> pyplot.Figure:
     pyplot.rcParams["svg.hashsalt"] = "qbench"
     figure, panel = pyplot.subplots(figsize=(9, 5.5), layout="constrained")
     heights: dict[float, float] = {}  # of the last label at a size, so that labels do not overlap
-    for method, members in by_method("methods").items():
+    for method, members in by_method("methods", "smollm2").items():
         rows = [find("methods", "all", "kl", "smollm2", one) for one in members]
         values = [row.value for row in rows]
         ends = values if len(rows) > 1 else (rows[0].damage_low, rows[0].damage_high)
