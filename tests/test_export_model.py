@@ -46,7 +46,10 @@ CASES = [
             ("gptq-3bit", "compressed-tensors", "compressed-tensors", EQUAL),
             ("rtn-4bit", None, "gptq", "0.0"),
             ("rtn-4bit", "compressed-tensors", "compressed-tensors", "0.0"),
-            *((name, None, "compressed-tensors", EQUAL) for name in ("mxfp4", "fp8-row", "int8-row")),
+            *(
+                (name, None, "compressed-tensors", EQUAL)
+                for name in ("mxfp4", "fp8-row", "int8-row")
+            ),
             ("hqq-4bit", None, "hqq", "0.0"),
             ("w8a8-fp8", None, "compressed-tensors", "0."),
             ({"name": "autoround-4bit", "iters": 2}, None, "auto-round", EQUAL),
