@@ -12,7 +12,7 @@ import io
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -26,6 +26,7 @@ from pydantic import (
     ConfigDict,
     Field,
     InstanceOf,
+    TypeAdapter,
     ValidationError,
     ValidationInfo,
     field_validator,
@@ -317,26 +318,12 @@ def problem(location: Location, message: str) -> ValidationError:
     return ValidationError.from_exception_data("Recipe", [details])
 
 
-def _is_path(value: object) -> bool:
-    return isinstance(value, str | Path)
-
-
-def _is_sources(value: object) -> bool:
-    return isinstance(value, Mapping) and all(
-        isinstance(name, str) and _is_path(path) for name, path in value.items()
-    )
-
-
-def _is_names(value: object) -> bool:
-    return isinstance(value, tuple) and all(isinstance(name, str) for name in value)
-
-
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Describes the values that replace a part of a recipe: a check and its words for callers, and
-    the type that the command line takes if it is not the field's own."""
+    """Describes the values that replace a part of a recipe: their ``type`` and its words for
+    callers, and the type that the command line takes if it is not the field's own."""
 
-    is_right: Callable[[object], bool]
+    type: Any
     words: str
     option_type: Any = None
 
@@ -344,23 +331,26 @@ class Kind:
         return no_info_plain_validator_function(self.check)
 
     def check(self, value: Any) -> Any:
-        if value is not None and not self.is_right(value):
-            raise ValueError(f"must be {self.words}, not {shown(value)}")
+        plain = dict(value) if isinstance(value, Mapping) else value
+        try:
+            TypeAdapter(self.type | None).validate_python(plain, strict=True)
+        except ValidationError:
+            raise ValueError(f"must be {self.words}, not {shown(value)}") from None
         return value
 
 
-PATH = Kind(_is_path, "the path of a file or folder")
-PROMPTS_FILE = Kind(_is_path, "the path of a file, or the name of a task")
-COUNT = Kind(lambda value: type(value) is int and value > 0, "a whole number above 0")
-FLAG = Kind(lambda value: isinstance(value, bool), "True or False")
-CHOICE = Kind(lambda value: isinstance(value, str), "a text")
+PATH = Kind(str | Path, "the path of a file or folder")
+PROMPTS_FILE = Kind(str | Path, "the path of a file, or the name of a task")
+COUNT = Kind(Annotated[int, Field(gt=0)], "a whole number above 0")
+FLAG = Kind(bool, "True or False")
+CHOICE = Kind(str, "a text")
 Sources = Annotated[
     Mapping[str, str | Path],
-    Kind(_is_sources, "a mapping of names to folders or hub ids", list[str]),
+    Kind(dict[str, str | Path], "a mapping of names to folders or hub ids", list[str]),
 ]
 Names = Annotated[
     tuple[str, ...] | None,
-    Kind(_is_names, "a name or a list of names", str | None),
+    Kind(tuple[str, ...], "a name or a list of names", str | None),
 ]
 Count = Annotated[int | None, COUNT]
 Choice = Annotated[bool | None, FLAG]
