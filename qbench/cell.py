@@ -51,7 +51,7 @@ from qbench.quantizers.audit.compare import audit, probe_of
 from qbench.quantizers.calibration import Calibration, read_calibration
 from qbench.quantizers.linear import linearize
 from qbench.quantizers.methods.library_made import LibraryMade
-from qbench.quantizers.quantize import quantize
+from qbench.quantizers.quantize import import_backends, quantize
 from qbench.quantizers.stored_bits import write_gguf_into
 from qbench.records import CellKey, TaskRecord, Unavailable
 from qbench.store import KeyedStore, Store, Table, baseline_files, task_key, verify_baseline
@@ -75,6 +75,7 @@ def compute(result: CellResult, store: Store, cache: Path, *, reuse: bool = True
     _require_planned(cell, plan)
     with ThreadPoolExecutor(1) as thread:  # tasks are loaded and asked while weights are read
         loading = thread.submit(_load_tasks, result)
+        thread.submit(import_backends, cell.quantization)  # hqq: a second and more
         building = thread.submit(lambda: build_ahead(loading.result(), cell.scoring))
         if isinstance(cell.quantization.weights, LibraryMade):
             loading.result()  # may raise, before a library works for minutes

@@ -160,6 +160,12 @@ WHOLE_MODEL = "quantize_model"  # function of a backend that goes through a whol
 TRANSFORM = "qbench_transform"  # attribute of a quantized model: tensors of its transform
 
 
+def import_backends(quantization: QuantizationConfig) -> None:
+    """Import the modules of a cell's methods, some of which import compilers for seconds."""
+    for settings in quantization.parts.values():
+        backend(settings)
+
+
 def backend(settings: Settings) -> Any:
     """Return the module with the functions of a method, see ``qbench.quantizers.config``: that of
     its settings if they name no ``backend``, or are a plug-in's."""

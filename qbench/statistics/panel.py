@@ -49,7 +49,7 @@ class Column:
             return cls(
                 documents=documents, values=values.astype(float), weights=weights.astype(float)
             )
-        documents, index = np.unique(documents, return_inverse=True)
+        documents, index = _unique(documents)
         return cls(
             documents=documents,
             values=np.bincount(index, values.astype(float), len(documents)),
@@ -62,6 +62,19 @@ class Column:
             return self
         index = np.searchsorted(self.documents, documents)
         return Column(documents=documents, values=self.values[index], weights=self.weights[index])
+
+
+def _unique(documents: NDArray) -> tuple[NDArray, NDArray]:
+    """Return the sorted distinct documents, and the index of each document among them."""
+    if documents.dtype.kind != "U":
+        return np.unique(documents, return_inverse=True)
+    return _unique_names(documents.tobytes(), documents.dtype)
+
+
+@lru_cache(maxsize=4)
+def _unique_names(names: bytes, dtype: np.dtype) -> tuple[NDArray, NDArray]:
+    """Keep what sorting took: all cells of a results folder have the same names of documents."""
+    return np.unique(np.frombuffer(names, dtype), return_inverse=True)
 
 
 def with_shared_documents(columns: Mapping[K, Column]) -> dict[K, Column]:
