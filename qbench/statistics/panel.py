@@ -312,8 +312,9 @@ def _counts(documents: int, rounds: int, rng: np.random.Generator) -> Floats:
 
 
 ENOUGH_TO_DRAW = 10  # documents; of fewer, many rounds draw one document alone
-# As far as the farthest document, an end misses what no page drawn was long enough to show: with
-# 16 pages, a spread of 1.0 and damage in proportion to length it covers 79 %, at twice that 89 %.
+# An end of the interval may be this many times as far as the document that is farthest from the
+# mean. In simulations with 16 pages and damage in proportion to length the interval covers 79 % if
+# an end may be once as far, 89 % if twice: longer pages than those drawn have more damage.
 TWICE = 2
 FARTHEST = 3.0  # normal quantile up to which rounds are counted; beyond, in proportion
 
@@ -323,14 +324,15 @@ class Studentized:
     """How (estimate − truth) / standard error is spread, by the bootstrap-t (Efron and Tibshirani
     1993, section 12.5; Hall 1992, section 3.2), for a ratio of sums over documents.
 
-    Where the summed value depends on a document's weight (damage on a page's length), estimate and
-    standard error miss what the longest documents contribute. Student's t is then too short: too
-    often the truth lies beyond one end. ``quantiles`` are those of the rounds at ``NORMAL``. The
-    percentiles are moved outwards, since the bootstrap's variance falls short and Student's t is
-    wider than the normal (Hesterberg 2015, section 3.3), with degrees of ``freedom`` from the
-    documents' own spread. Neither end is nearer than Student's t has it: skewness from
-    some dozens of documents is noise. Nor is it more than twice as far as any document: where few
-    of them changed, rounds that draw none of these have no spread, and t no end.
+    If damage depends on a document's length, few long documents decide the sum, and Student's t
+    covers too little on one side. ``quantiles`` are those of the bootstrap's rounds at the normal
+    quantiles ``NORMAL``. The percentiles are moved outwards, since the bootstrap's variance is too
+    small and Student's t is wider than the normal (Hesterberg 2015, section 3.3); ``freedom`` are
+    the degrees of freedom of that t.
+
+    Both ends lie at least as far as Student's t puts them, since skewness that is estimated from
+    some dozens of documents is mostly noise. They lie at most twice as far as any document: if few
+    documents changed, some rounds draw none of them and have a standard error of 0.
 
     Coverage in percent of 95 % intervals, of 2,000 simulations each; lengths are lognormal:
 
@@ -357,7 +359,7 @@ class Studentized:
     stderr: float
     quantiles: Floats
     freedom: float
-    farthest: float  # that an end of the bootstrap's may be, in standard errors
+    farthest: float  # largest distance of an end by the bootstrap, in standard errors
     missed: tuple[float, float] = (0.0, 0.0)  # how much farther the two ends are, see MISSED_NATS
 
     def interval(self, confidence: float) -> tuple[float, float]:

@@ -49,11 +49,11 @@ Ends = Callable[[float], tuple[float, float]]  # confidence → ends of the inte
 
 
 def few_changes(panel: Panel, groups: Sequence[Sequence[Signs]], aggregation: str) -> Ends | None:
-    """Return the score interval of the mean contribution of documents of which few changed: one of
-    which nothing was seen may contribute as much in all trainings.
+    """Return the score interval of the mean change per document, for scores of which few changed.
 
-    None if scores are not between 0 and 1, or ``FEW_CHANGES`` documents and more are not as most
-    are.
+    A document that was not drawn may have changed in every training, so each document counts with
+    its mean over the trainings. None if scores are not between 0 and 1, or if ``FEW_CHANGES``
+    documents or more differ from the most common change.
     """
     columns = [panel.index[name] for group in groups for signs in group for name in signs]
     values, weights = panel.values[:, columns], panel.weights[:, columns]
@@ -111,10 +111,10 @@ def over_seeds(
     the sizes of the parts are, as Satterthwaite's does not with two or three seeds (87 and 92 %).
     What document and seed share counts to the seeds, so that the interval is wide with two.
 
-    That holds where the parts are near normal. If seeds' effects are skewed (one training in
-    some goes much worse) it covers 87 to 90 % with three seeds, which no interval from three values
-    can correct; nor is it corrected, as ``effect``'s is, for damage of perplexities that depends on
-    a document's weight.
+    That holds if documents' and seeds' effects are roughly normal. If some trainings are much worse
+    than others, it covers 87 to 90 % with three seeds; no interval from three values can
+    correct that. Unlike that of ``effect`` it is not corrected for perplexities whose damage
+    depends on a document's length.
 
     Of KL divergences, which have heavy tails, the documents' part is the bootstrap-t of the mean
     over trainings: in simulations from real documents (20 to 1,000, 2 to 5 trainings) the interval
@@ -123,8 +123,8 @@ def over_seeds(
     It is never narrower than that of the documents alone, which two or three trainings that happen
     to agree would make it; of right-or-wrong answers of which few changed, the score interval.
 
-    The detectable size counts the fewest trainings: with three, a mark among 72 comparisons needs a
-    mean of almost 38 standard errors.
+    The detectable size uses the number of trainings of the smaller group. With three trainings and
+    72 comparisons a mean must be almost 38 standard errors from 0 to be marked.
     """
     if aggregation not in TESTABLE or aggregation in PAIRED:
         return Missing(reason=f"no test over seeds is known for {aggregation}")
@@ -143,7 +143,7 @@ def over_seeds(
     columns = [panel.index[name] for group in groups for signs in group for name in signs]
     documents, many = effective_documents(panel.weights[:, columns]), panel.documents
     together = sum(each.mean(axis=0) for each in terms)  # [documents]
-    # Of the documents' mean squares the part that seeds share is what is left without the rest.
+    # Variance that all trainings share on the same documents: the documents' less the residual.
     rest = sum(_rest(each) for each in terms)
     of_documents = (many - 1) / many * float(np.sum(together**2))
     by_seeds = [float(np.var(each, ddof=1)) / len(each) for each in estimates]

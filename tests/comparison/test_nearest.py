@@ -180,6 +180,34 @@ def test_every_other_model_has_a_sentence(three):
     assert "hurt loses more than base in 4 of 4 comparisons and less in 0" in scores[1]
 
 
+@pytest.mark.parametrize("trainings", [3, 2], ids=["pairs", "unequal numbers"])
+@pytest.mark.parametrize(("factor", "worse"), [(3.0, True), (1.0, False)])
+def test_kl_over_trainings_has_one_interval_over_documents_and_seeds(
+    tmp_path, factor, worse, trainings
+):
+    groups = {"base": ["base-0", "base-1", "base-2"],
+              "other": [f"other-{seed}" for seed in range(trainings)]}  # fmt: skip
+    store = make_store(
+        tmp_path, checkpoints=[*groups["base"], *groups["other"]],
+        quantizers=("bf16", "hqq-4bit", "hqq-2bit"), sizes={"arc_easy": 40}, replicates=groups,
+    )  # fmt: skip
+    between = iter(np.exp(np.random.default_rng(4).normal(0, 0.05, 12)))
+    levels = {
+        f"{member}/{name}": 0.02 * (factor if group == "other" else 1.0) * next(between)
+        for group, members in groups.items() for member in members
+        for name in ("hqq-4bit", "hqq-2bit")
+    }  # fmt: skip
+    comparison = with_kl(compare(store), levels)
+    answer = comparison.primary.overall["other"]
+    assert (answer.seeds, len(answer.each)) == (trainings, 3 if trainings == 3 else 5)
+    assert answer.interval.low < np.log(factor) < answer.interval.high
+    assert answer.significant == worse
+    said = verdict(comparison)[0]
+    claim = "costs other more than base" if worse else "is not shown to cost other more or less"
+    assert said.startswith(f"Quantization {claim}")
+    assert "base/hqq-4bit" in summary(comparison)
+
+
 def damage_of(mean):
     spread = Divergence(mean=mean, median=mean, p90=mean, p99=mean, p99_9=mean, largest=mean)
     agreement = Ratio(value=None, stderr=None, documents=0)
