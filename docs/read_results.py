@@ -129,7 +129,8 @@ def read_analyses(folder: Path) -> Iterator[dict[str, object]]:
             yield from read_layers(record.checkpoint, measured)
     for path in sorted(folder.glob("training/*/training.json")):
         log = json.loads(path.read_bytes())
-        cell = {"checkpoint": path.parent.name.replace("-seed", "."), "task": "training"}
+        name = path.parent.name.removeprefix("softmax+").replace("-seed", ".")
+        cell = {"checkpoint": name, "task": "training"}
         last = log["watched"][-1]
         values = {"loss": last["loss"], "tokens": log["tokens"], "parameters": log["parameters"]}
         if folder.name.startswith("kinds"):

@@ -36,6 +36,7 @@ PUBLISHED = {
         ("logit_scale", 0.5),
         ("use_rope", None),
         ("qbench_rotary", False),  # and yet there is a rope_theta
+        ("qbench_gate", "layer"),
         ("rope_theta", float("nan")),
         ("norm_eps", 0),
         ("hidden_ratio", -4),
@@ -56,10 +57,19 @@ def test_a_field_or_value_that_would_be_ignored_is_refused_by_name(tmp_path, fie
 
 
 @pytest.mark.parametrize("more", [{"qk_norm": True}, {"qkv_bias": True}])
-def test_without_a_rotary_embedding_no_class_has_more(tmp_path, more):
-    config = {**PUBLISHED, "qbench_rotary": False, "rope_theta": None}
-    assert llama_settings(config)["no_rope_layers"] == [0] * CONFIG["num_hidden_layers"]
-    with pytest.raises(CheckpointError, match="qbench_rotary false with qk_norm"):
+@pytest.mark.parametrize(
+    ("settings", "field", "expected"),
+    [
+        ({"qbench_rotary": False, "rope_theta": None}, "no_rope_layers", [0]),
+        ({"qbench_gate": "head"}, "gate", "head"),
+    ],
+)
+def test_without_a_rotary_embedding_or_with_a_gate_no_class_has_more(
+    tmp_path, settings, field, expected, more
+):
+    config = {**PUBLISHED, **settings}
+    assert llama_settings(config)[field] == expected
+    with pytest.raises(CheckpointError, match=f"{next(iter(settings))} .* with qk_norm"):
         find(str(write(tmp_path / "c", {**config, **more})))
 
 

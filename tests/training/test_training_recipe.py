@@ -22,6 +22,7 @@ SHIPPED = sorted((Path(__file__).parents[2] / "recipes" / "train").glob("*.yaml"
         ),
         ({"model": {"width": 3}}, "model.width: unknown key; known: hidden, layers"),
         ({"normalizers": ["softplus"]}, "unknown normalizer 'softplus'; known: softmax, softpick"),
+        ({"normalizers": ["softmax+gate"]}, "each also with +head-gate or +element-gate"),
         ({"normalizers": ["softmax", "softmax"]}, "softmax is listed twice"),
         ({"seeds": [1, 1]}, "1 is listed twice"),
         ({"seeds": []}, "at least 1 item"),
