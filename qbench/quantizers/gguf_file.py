@@ -1,4 +1,4 @@
-"""Read a GGUF file: its description without torch, its tensors by transformers' names. Write one.
+"""Read and write GGUF files: their description without torch, tensors by transformers' names.
 
 llama.cpp's blocks hold 32 or 256 weights of a row; a matrix of rows that are no whole blocks gets
 another type, so a file mixes types.

@@ -23,8 +23,8 @@ class Rounded(WeightSettings):
     note: ClassVar[str] = "round to nearest"
 
 
-@register("fp8-{per}", "fp8 e4m3, a scale per {per}", type="float", per=("row", "matrix"))
-@register("int8-row", "int8, a scale per row", type="int", per="row")
+@register("fp8-{per}", "fp8 e4m3, a scale per {per}; seconds", type="float", per=("row", "matrix"))
+@register("int8-row", "int8, a scale per row; seconds", type="int", per="row")
 @settings
 class Scaled8(Rounded):
     """Codes of 8 bits times a float32 scale, so that the largest magnitude is the largest code:
@@ -57,8 +57,8 @@ class Scaled8(Rounded):
         return 32 / columns if self.per == "row" else 32 / (rows * columns)
 
 
-@register("nvfp4", "NVFP4 weights: e2m1 in blocks of 16, e4m3 scales", method="nvfp4", num_bits=4)
-@register("mxfp{num_bits}", "MXFP{num_bits} weights, blocks of 32", method="mx", num_bits=(4, 8))
+@register("nvfp4", "NVFP4 weights: e2m1, blocks of 16; seconds", method="nvfp4", num_bits=4)
+@register("mxfp{num_bits}", "MXFP{num_bits}, blocks of 32; seconds", method="mx", num_bits=(4, 8))
 @settings
 class BlockFloat(Rounded):
     """Floating-point codes in blocks along a row that share a scale of 8 bits."""

@@ -190,7 +190,7 @@ class Bnb(WeightSettings):
     requirements = ("bitsandbytes",)
 
 
-@register("bnb-4bit", "bitsandbytes nf4 or fp4, blocks of 64", num_bits=4)
+@register("bnb-4bit", "bitsandbytes nf4 or fp4, blocks of 64; seconds", num_bits=4)
 @settings
 class Bnb4(Bnb):
     """Blocks of 64 weights: 16 levels of a fixed table times the largest of the block."""
@@ -212,7 +212,7 @@ class Bnb4(Bnb):
         return 32 / BNB_BLOCK
 
 
-@register("bnb-8bit", "bitsandbytes LLM.int8, activations quantized too", num_bits=8)
+@register("bnb-8bit", "bitsandbytes LLM.int8, activations quantized too; seconds", num_bits=8)
 @settings
 class Bnb8(Bnb):
     """LLM.int8: rows of int8 weights, int8 activations, outlier columns apart.
