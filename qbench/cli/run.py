@@ -509,8 +509,11 @@ def estimate(cell: Cell, plan: Plan) -> Estimate | None:
     text = plan.calibration
     token = hidden_size(cell.checkpoint.config) * BYTES[dtype] / GIB
     calibration = 0.0
+    bits = cell.quantization.precision.weights.bits if cell.quantization.weights else 0.0
+    packed = parameters * bits / 8 / GIB
     if cell.quantization.precision.quantized:
         memory += weights  # the audit holds the original beside
+        memory += packed if plan.device == "cpu" else 0.0  # beside them in the compute dtype
         rate = rates.calibrating if cell.quantization.needs_calibration else rates.rounding
         seconds += rate * parameters / 1e9
     if cell.quantization.needs_calibration and text is not None:
@@ -524,8 +527,6 @@ def estimate(cell: Cell, plan: Plan) -> Estimate | None:
     config = cell.checkpoint.config
     ends = 2 * config.get("vocab_size", 0) * token  # embeddings and LM head
     blocks = 4 * weights / max(1, config.get("num_hidden_layers", 1))  # two, of two models
-    bits = cell.quantization.precision.weights.bits if cell.quantization.weights else 0.0
-    packed = parameters * bits / 8 / GIB
     cached = weights < memory_gib("cpu")
     passes = PASSES + TASK_PASSES * len(plan.tasks)
     return Estimate(

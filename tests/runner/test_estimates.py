@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 from small_recipe import qbench, small_recipe
 
+from qbench.checkpoints.find import elements
 from qbench.cli.run import RATES, estimate, plan_lines
+from qbench.machine import GIB
 from qbench.plan import plan
 from qbench.recipe import Recipe
 from qbench.store import Store
@@ -32,6 +34,9 @@ def test_shapes_say_it_and_what_does_not_fit(tmp_path, planned, monkeypatch):
     found = estimate(cell, planned)
     assert 1 < found.seconds < 20
     assert 0.5 < found.memory_gib < 2
+    original = elements(cell.checkpoint.headers) * 4 / GIB
+    more = found.memory_gib - estimate(planned.cell("softmax/fp32"), planned).memory_gib
+    assert more == pytest.approx(original * (1 + 4 / 32))  # and its copy in float32 is the model
     on_the_hub = replace(planned, tasks=(replace(planned.tasks[0], documents=None),))
     assert estimate(cell, on_the_hub) is None
     monkeypatch.setattr("qbench.cli.run.memory_gib", lambda device: 0.25)
