@@ -7,12 +7,14 @@ results/bench, made with the functions below. What is not in the results is an e
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
 from statistics import fmean, stdev
+from typing import Any
 
 import jinja2
 import pandas as pd
@@ -40,6 +42,8 @@ PAIRS = {  # folders that were measured on the same models
     "gptq seeds": ("gptq-seeds",),
     "kinds": ("kinds-27m", "kinds-27m-b", "kinds-27m-gate", "kinds-27m-gate-b"),
 }
+BUDGETS = {"smollm2": "SmolLM2-135M-Instruct", "gemma3": "Gemma 3 270M",
+           "softmax": "27M, softmax", "softpick": "27M, softpick"}  # fmt: skip
 REAL_SINKS = {"smollm2": "SmolLM2-135M-Instruct", "gemma3": "Gemma 3 270M"}
 KEYS = ["task", "metric", "quantizer", "checkpoint"]
 SCORED = (("wikitext", "word_perplexity"), ("lambada_openai", "acc"))
@@ -408,8 +412,21 @@ def gptq_library() -> list[dict[str, object]]:
     return rows
 
 
+def budgets() -> list[dict[str, Any]]:
+    """Return the results of `qbench budget`, one per folder results/budget-NAME."""
+    results = []
+    for path in sorted((ROOT / "results").glob("budget-*/budget.json")):
+        values = json.loads(path.read_text())
+        results.append(values | {
+            "folder": path.parent.name, "title": BUDGETS[values["checkpoint"]],
+            "choices": len(values["costs"]), "layers": len(values["mixes"][0]["layers"]),
+            "by_label": {mix["label"]: mix for mix in values["mixes"]},
+        })  # fmt: skip
+    return results
+
+
 FUNCTIONS = (
-    gptq_library, from_to,
+    budgets, gptq_library, from_to,
     by_method, methods_table, over_rounding, find, by_layer, ranges,
     value, mean, percent, kl, kl_interval, points, times, ratio, spread, each, least, compared,
     counts, precisions, significant, same_sign, moves, kl_ratio, direction, require, cell, rate,
