@@ -1,6 +1,7 @@
 """``qbench budget``: the choice is the best one, costs are those of the whole model, and a search
 that was stopped goes on."""
 
+import copy
 import itertools
 import json
 import random
@@ -25,6 +26,7 @@ from qbench.budget.choose import (
 )
 from qbench.checkpoints import find
 from qbench.errors import QbenchError
+from qbench.quantizers import packed
 from qbench.quantizers.linear import linears
 from qbench.quantizers.registry import config_of
 from qbench.recipe import Recipe
@@ -121,6 +123,23 @@ def test_a_layer_alone_costs_what_the_whole_forward_says(model, monkeypatch):
         assert expected > 0
 
 
+def test_rounding_alone_costs_what_is_taken_off_in_bfloat16_and_nothing_in_float32(model):
+    ids = torch.randint(3, 400, (4, 60), generator=torch.Generator().manual_seed(1))
+    name = "model.layers.0.mlp.down_proj"
+    layer = linears(model)[name]
+    exact = measure.FromBlocks(model, ids)
+    rounded = measure.FromBlocks(copy.deepcopy(model).bfloat16(), ids)
+    settings = config_of("rtn-8bit:group_size=64").weights
+    module = packed.from_packed(layer, packed.quantize(name, layer, settings), settings)
+    cost = exact.kl({name: module})
+    assert exact.kl({name: measure._other_last_bits(layer)}) < 1e-3 * cost
+    layer = linears(rounded.model)[name]
+    module = packed.from_packed(layer, packed.quantize(name, layer, settings), settings)
+    floor = rounded.kl({name: measure._other_last_bits(layer)})
+    assert rounded.kl({name: module}) > 5 * cost
+    assert rounded.kl({name: module}) - floor < 2 * cost
+
+
 @pytest.mark.usefixtures("own_cache")
 def test_a_stopped_search_goes_on_and_the_mix_is_run_and_compared(tmp_path, monkeypatch, capfd):
     command = ("budget", *OPTIONS, "--methods", "gptq-3bit,rtn", "--bits", 3.5, "--length", 32,
@@ -139,7 +158,7 @@ def test_a_stopped_search_goes_on_and_the_mix_is_run_and_compared(tmp_path, monk
         qbench(*command)
     assert qbench(*command) == 0
     single = [names for names in calls if len(names) == 1]
-    assert 28 * 5 < len(single) <= 28 * 5 + 7  # those of one choice in one block are done again
+    assert 28 * 6 < len(single) <= 28 * 6 + 7  # those of one choice in one block are done again
     results = json.loads((tmp_path / "budget.json").read_text())
     (mix,) = results["mixes"]
     assert mix["bits"] <= 3.5
@@ -156,7 +175,7 @@ def test_a_stopped_search_goes_on_and_the_mix_is_run_and_compared(tmp_path, monk
         n: choice.partition(":")[0] for n, choice in layers.items()
     }
     printed = capfd.readouterr().out
-    assert "costs sum to a KL of" in printed, printed
+    assert "above the floor of rounding, sum to a KL of" in printed, printed
     assert (tmp_path / "budget.svg").read_text().startswith("<?xml")
     before = len(calls)
     assert qbench(*command) == 0

@@ -13,7 +13,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +51,14 @@ class SearchText:
 @dataclass(frozen=True, kw_only=True)
 class Costs:
     """Holds what each choice of each layer costs. ``parameters``: numbers of a layer's matrix;
-    ``bits`` and ``kl``: by choice, then by layer; ``others``: numbers and bits of matrices that no
-    choice quantizes; ``outside``: bits of embeddings, LM head, norms and biases."""
+    ``bits`` and ``kl``: by choice, then by layer; ``floor``: by layer, the KL of other last bits,
+    which ``kl`` is above; ``others``: numbers and bits of matrices that no choice quantizes;
+    ``outside``: bits of embeddings, LM head, norms and biases."""
 
     parameters: Mapping[str, int]
     bits: Mapping[str, Mapping[str, float]]
     kl: Mapping[str, Mapping[str, float]]
+    floor: Mapping[str, float] = field(default_factory=dict)
     others: tuple[int, float] = (0, 0.0)
     outside: float = 0.0
 

@@ -91,9 +91,12 @@ def compare_with(store: Store, pairs: Sequence[tuple[str, str]]) -> list[Compari
 
 def additivity(total: float, measured: float) -> str:
     """Return a sentence on the sum of single costs against the ``measured`` cost of the mix."""
+    if not total > 0:
+        return f"the layers' costs are within rounding, and the mix measures a KL of {measured:.2g}"
     return (
-        f"the layers' costs sum to a KL of {nats(math.log(total))}, and the mix measures "
-        f"{nats(math.log(measured))} (× {measured / total:.2f}) on the text of the search"
+        f"the layers' costs, above the floor of rounding, sum to a KL of {nats(math.log(total))}, "
+        f"and the mix measures {nats(math.log(measured))} (× {measured / total:.2f}) on the text "
+        "of the search"
     )
 
 

@@ -78,6 +78,7 @@ def search(
                          float(f"{costs.kl[choice][n]:.4g}")] for n in costs.parameters}
             for choice in by_choice
         },
+        "floor": costs.floor,
         "curve": _curve(costs),
         "uniform": [{"label": label, "bits": size, "kl": kl[label]}
                     for label, (_, size) in uniform.items()],
