@@ -425,8 +425,15 @@ def budgets() -> list[dict[str, Any]]:
     return results
 
 
+def kl_over_sum(*labels: str) -> str:
+    """Return the least and the largest measured KL of the mixes ``labels`` over their sums of
+    costs."""
+    mixes = [mix for result in budgets() for mix in result["mixes"] if mix["label"] in labels]
+    return from_to([mix["kl"] / mix["sum"] for mix in mixes], "{:.2f}".format)
+
+
 FUNCTIONS = (
-    budgets, gptq_library, from_to,
+    budgets, kl_over_sum, gptq_library, from_to,
     by_method, methods_table, over_rounding, find, by_layer, ranges,
     value, mean, percent, kl, kl_interval, points, times, ratio, spread, each, least, compared,
     counts, precisions, significant, same_sign, moves, kl_ratio, direction, require, cell, rate,

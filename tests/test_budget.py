@@ -136,7 +136,7 @@ def test_rounding_alone_costs_what_is_taken_off_in_bfloat16_and_nothing_in_float
     layer = linears(rounded.model)[name]
     module = packed.from_packed(layer, packed.quantize(name, layer, settings), settings)
     floor = rounded.kl({name: measure._other_last_bits(layer)})
-    assert rounded.kl({name: module}) > 5 * cost
+    assert rounded.kl({name: module}) > 3 * cost
     assert rounded.kl({name: module}) - floor < 2 * cost
 
 
