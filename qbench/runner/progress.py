@@ -28,6 +28,7 @@ from rich.table import Column
 
 from qbench.progress import Progress
 from qbench.runner.workers import socket_folder
+from qbench.text import duration
 
 FAILED = ": FAILED: "  # as qbench.runner.grid.summary says it
 SECONDS_BETWEEN_ADVANCES = 0.2
@@ -86,10 +87,11 @@ class Display:
                 for cell, row in list(self._rows.items()):
                     if (task := tasks.get(row)) is not None:
                         step = task.description.removeprefix(f"{cell}: ")
-                        total = (
-                            f", {task.completed:,.0f} of {task.total:,.0f}" if task.total else ""
-                        )
-                        self._print_step(cell, step + total)
+                        if task.total:
+                            step += f", {task.completed:,.0f} of {task.total:,.0f}"
+                        if task.time_remaining:
+                            step += f", about {duration(task.time_remaining)} left"
+                        self._print_step(cell, step)
                 self._printed = _now()
 
     def _print_step(self, cell: str, step: str) -> None:
