@@ -104,7 +104,7 @@ def write(folder: Path, results: Mapping[str, Any]) -> list[Path]:
     """Write the results of a search to ``budget.json`` and their figure to ``budget.svg``; return
     the paths."""
     paths = [folder / "budget.json", folder / "budget.svg"]
-    write_atomically(paths[0], (json.dumps(results, indent=1) + "\n").encode())
+    write_atomically(paths[0], (json.dumps(results) + "\n").encode())
     target = io.StringIO()
     with rc_context({**STYLE, "svg.hashsalt": "budget"}):
         draw(results).savefig(target, format="svg", transparent=True, metadata={"Date": None})
