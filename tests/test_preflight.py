@@ -3,6 +3,7 @@
 import gzip
 import json
 import shutil
+import sys
 
 import pytest
 from small_recipe import DEMO, small_recipe
@@ -139,7 +140,8 @@ BOMB = "{{ 'a' * 10**10 }}"
     ],
 )
 def test_a_chat_template_that_cannot_be_rendered_is_refused(tmp_path, monkeypatch, template, words):
-    monkeypatch.setattr("qbench.checkpoints.find.SECONDS", 1)
+    if words == "1 s":  # the others may take longer on a machine at work
+        monkeypatch.setattr(sys.modules["qbench.checkpoints.find"], "SECONDS", 1)
     copy = shutil.copytree(DEMO / "softpick", tmp_path / "copy")
     (copy / "chat_template.jinja").write_text(template)
     evaluation = {"apply_chat_template": True}

@@ -12,6 +12,7 @@ import os
 import pickle
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import BrokenExecutor
 from contextlib import suppress
@@ -98,6 +99,11 @@ def _in_process(function: Callable[[Any], Any], argument: object) -> Callable[[]
             raise CheckpointError(f"tensors could not be compared with their classes: {why}")
         return json.loads(out)
 
+    def end() -> None:
+        with process:
+            process.kill()
+
+    weakref.finalize(wait, end)  # of a plan that fails before it waits
     return wait
 
 

@@ -96,6 +96,17 @@ def test_a_process_of_its_own_compares_all_checkpoints_of_a_plan(tmp_path):
     assert line.endswith("missing: model.norm.weight; left over: model.norm.other")
 
 
+def test_a_process_that_nobody_waits_for_is_ended(tmp_path, monkeypatch):
+    """As when a task of the plan is refused: it stayed until Python ended."""
+    monkeypatch.setenv("QBENCH_CACHE", str(tmp_path / "cache"))
+    started, popen = [], fit.subprocess.Popen
+    monkeypatch.setattr(
+        fit.subprocess, "Popen", lambda *a, **k: started.append(popen(*a, **k)) or started[0]
+    )
+    fit.compare_tensors([find(str(write(tmp_path / "a")))], fit._in_process)
+    assert started[0].returncode is not None
+
+
 def test_a_killed_worker_is_no_answer(tmp_path):
     future = Future()
     future.set_exception(BrokenExecutor())
