@@ -66,16 +66,16 @@ def finished(out):
 
 def test_the_unquantized_cells_are_analyzed_and_written_as_tables(analyzed):
     _, out = analyzed
-    found = Analyses(out).records()
-    assert [one.cell for one in found] == ["softmax/fp32", "softpick/fp32"]
-    for one in found:
+    result = Analyses(out).records()
+    assert [one.cell for one in result] == ["softmax/fp32", "softpick/fp32"]
+    for one in result:
         assert one.status == "ok"
         assert one.text.samples == 2
         assert one.text.length == 32
         assert one.key_parts["analysis"]["length"] == 32
         assert {stage.name for stage in one.stages} == {"load", "analyze"}
-    assert found[0].measured.zeros == 0 < found[1].measured.zeros
-    assert found[0].text.tokens == found[1].text.tokens  # one tokenizer, one text
+    assert result[0].measured.zeros == 0 < result[1].measured.zeros
+    assert result[0].text.tokens == result[1].text.tokens  # one tokenizer, one text
     text = (out / "analysis" / "tables.md").read_text()
     assert "2 texts of 32 tokens (BOS counted) of task demo_pages" in text
     assert "| softpick/fp32 |" in text
@@ -136,8 +136,8 @@ def test_a_quantized_cell_is_quantized_audited_and_stands_beside_its_damage(own)
     assert qbench("run", path, "--out", out, "--device", "cpu", "--only", "softmax/*") == 0
     only = ("--only", "softmax/rtn-4bit")
     assert qbench("analyze", path, "--out", out, *SHORT, *only) == 0
-    found = {one.cell: one for one in Analyses(out).records()}
-    quantized, whole = found["softmax/rtn-4bit"], found["softmax/fp32"]
+    result = {one.cell: one for one in Analyses(out).records()}
+    quantized, whole = result["softmax/rtn-4bit"], result["softmax/fp32"]
     assert {stage.name for stage in quantized.stages} == {"load", "quantize", "audit", "analyze"}
     assert [i.name for i in quantized.measured.inputs] == [i.name for i in whole.measured.inputs]
     assert quantized.measured.hidden.kurtosis != whole.measured.hidden.kurtosis

@@ -52,11 +52,11 @@ def test_sums_over_chunks_are_those_of_the_whole_matrix(
     monkeypatch.setitem(attention.CHUNK_WEIGHTS, "cpu", chunk)
     query, key = tensors(heads, kv_heads, length)
     mask = None if window is None else window_mask(length, window)
-    found = measure_weights(Call(query=query, key=key, normalizer=normalizer, mask=mask))
+    result = measure_weights(Call(query=query, key=key, normalizer=normalizer, mask=mask))
     whole = weights_of(query, key, normalizer=normalizer, causal=mask is None, mask=mask).double()
     allowed = window_mask(length, length if window is None else window)[0, 0]
     means, means_gu = (
-        function(found[name], length)
+        function(result[name], length)
         for function, name in ((column_means, "columns"), (column_means_gu, "columns_gu"))
     )
     short = min(length, GU_LENGTH)
@@ -71,18 +71,18 @@ def test_sums_over_chunks_are_those_of_the_whole_matrix(
                 rows[q, k].item() for q in range(length) for k in range(length) if allowed[q, k]
             ]
             zeros = sum(weight == 0 for weight in pairs) / len(pairs)
-            assert found["zeros"][b, h].item() == pytest.approx(zeros, abs=1e-6)
+            assert result["zeros"][b, h].item() == pytest.approx(zeros, abs=1e-6)
             masses = rows.sum(-1).tolist()
-            assert found["mass"][b, h].tolist() == pytest.approx(masses, rel=1e-5)
-            assert found["largest"][b, h].tolist() == pytest.approx(
+            assert result["mass"][b, h].tolist() == pytest.approx(masses, rel=1e-5)
+            assert result["largest"][b, h].tolist() == pytest.approx(
                 rows.amax(-1).tolist(), rel=1e-5
             )
-            assert found["columns"][b, h].tolist() == pytest.approx(rows.sum(0).tolist(), rel=1e-5)
+            assert result["columns"][b, h].tolist() == pytest.approx(rows.sum(0).tolist(), rel=1e-5)
             entropies = [
                 -sum(w / mass * math.log(w / mass) for w in row if w) if mass else math.nan
                 for row, mass in zip(rows.tolist(), masses, strict=True)
             ]
-            assert found["entropy"][b, h].tolist() == pytest.approx(
+            assert result["entropy"][b, h].tolist() == pytest.approx(
                 entropies, rel=1e-5, abs=1e-5, nan_ok=True
             )
 
@@ -96,10 +96,10 @@ def test_every_normalizer_is_measured_by_its_definition(normalizer, options, mon
     softcap = 3.0 if options == "softcap" else None
     settings = {"normalizer": normalizer, "parameters": given, "softcap": softcap}
     whole = weights_of(query, key, causal=True, **settings)
-    found = measure_weights(Call(query=query, key=key, **settings))
-    assert torch.allclose(found["mass"], whole.sum(-1), rtol=1e-4, atol=1e-6)
-    assert torch.allclose(found["largest"], whole.amax(-1), rtol=1e-4, atol=1e-6)
-    assert torch.allclose(found["columns"].float(), whole.sum(2), rtol=1e-4, atol=1e-5)
+    result = measure_weights(Call(query=query, key=key, **settings))
+    assert torch.allclose(result["mass"], whole.sum(-1), rtol=1e-4, atol=1e-6)
+    assert torch.allclose(result["largest"], whole.amax(-1), rtol=1e-4, atol=1e-6)
+    assert torch.allclose(result["columns"].float(), whole.sum(2), rtol=1e-4, atol=1e-5)
     rows = torch.cat(
         [torch.nn.functional.pad(part, (0, 40 - part.shape[-1])) for part, _ in
          chunks(Call(query=query, key=key, **settings))], 2,
@@ -114,22 +114,22 @@ def test_a_head_without_any_weight_has_no_entropy_and_no_output():
     weights = measure_weights(Call(query=query, key=key, normalizer="softpick"))
     output = torch.ones(2, 20, 2, 8)
     output[:, :, 0] = 0
-    found = measures(weights, output, torch.zeros(2, 20, dtype=torch.bool), stretch=8)
-    assert found["silent"][:, 0].tolist() == [1.0, 1.0]
-    assert found["entropy"][:, 0].isnan().all()
-    assert not found["entropy"][:, 1].isnan().any()
-    assert found["output"].tolist() == [[0.0, 2.0], [0.0, 2.0]]
+    result = measures(weights, output, torch.zeros(2, 20, dtype=torch.bool), stretch=8)
+    assert result["silent"][:, 0].tolist() == [1.0, 1.0]
+    assert result["entropy"][:, 0].isnan().all()
+    assert not result["entropy"][:, 1].isnan().any()
+    assert result["output"].tolist() == [[0.0, 2.0], [0.0, 2.0]]
 
 
 def test_stretches_are_means_over_their_own_queries():
     query, key = tensors(2, 2, 20)
     weights = measure_weights(Call(query=query, key=key, normalizer="softpick"))
     marks = torch.zeros(2, 20, dtype=torch.bool)
-    found = measures(weights, torch.ones(2, 20, 2, 8), marks, stretch=8)
-    assert found["mass_stretch"].shape == (2, 2, 3)
+    result = measures(weights, torch.ones(2, 20, 2, 8), marks, stretch=8)
+    assert result["mass_stretch"].shape == (2, 2, 3)
     last = weights["mass"][1, 0, 16:].mean().item()
-    assert found["mass_stretch"][1, 0, 2].item() == pytest.approx(last)
-    assert found["mass"][1, 0].item() == pytest.approx(weights["mass"][1, 0].mean().item())
+    assert result["mass_stretch"][1, 0, 2].item() == pytest.approx(last)
+    assert result["mass"][1, 0].item() == pytest.approx(weights["mass"][1, 0].mean().item())
 
 
 def test_delimiters_are_weighed_together_and_one_by_one_without_the_first_key_and_the_last():

@@ -16,13 +16,13 @@ def states(seed=0, shape=(3, 17, 24)):
 
 def seen(*layers, batch=2):
     """States of layers, each taken in ``batch`` texts at a time."""
-    found = []
+    result = []
     for index, layer in enumerate(layers):
         one = States()
         for first in range(0, len(layer), batch):
             one.add(layer[first : first + batch], layer=index, first=first)
-        found.append(one)
-    return found
+        result.append(one)
+    return result
 
 
 def test_kurtosis_of_all_values_at_once_is_scipys_over_all_layers():
@@ -55,12 +55,12 @@ def test_extremes_and_medians_are_of_each_text():
     layer[1] *= 10
     texts = layer.double().flatten(1).numpy()
     medians = [np.sort(np.abs(text))[(text.size - 1) // 2] for text in texts]
-    found = summary(seen(layer))
-    assert found.minimum == texts.min()
-    assert found.maximum == texts.max()
-    assert found.median == pytest.approx(np.median(medians))
+    result = summary(seen(layer))
+    assert result.minimum == texts.min()
+    assert result.maximum == texts.max()
+    assert result.median == pytest.approx(np.median(medians))
     ratios = [np.abs(text).max() / median for text, median in zip(texts, medians, strict=True)]
-    assert found.largest_to_median == pytest.approx(max(ratios))
+    assert result.largest_to_median == pytest.approx(max(ratios))
 
 
 @pytest.mark.parametrize(
@@ -77,16 +77,16 @@ def test_an_activation_is_massive_above_100_and_1000_medians(value, scale, massi
     layer[2, 5, 7] = value
     one = States()
     assert one.add(layer[:2], layer=4, first=0) == []
-    found = one.add(layer[2:], layer=4, first=2)
+    result = one.add(layer[2:], layer=4, first=2)
     assert one.massive == massive
     expected = [Massive(value, pytest.approx(abs(value) / scale), 4, 2, 5, 7)]
-    assert found == (expected if massive else [])
+    assert result == (expected if massive else [])
 
 
 def test_of_many_massive_activations_the_largest_are_kept_and_all_are_counted():
     layer = torch.full((1, 100, 100), 0.01)
     layer[0, :2] = torch.arange(200.0, 400.0).reshape(2, 100)
     one = States()
-    found = one.add(layer, layer=0, first=0)
+    result = one.add(layer, layer=0, first=0)
     assert one.massive == 200
-    assert sorted(one.value for one in found) == list(range(400 - MASSIVE_KEPT, 400))
+    assert sorted(one.value for one in result) == list(range(400 - MASSIVE_KEPT, 400))

@@ -21,11 +21,11 @@ def loaded(request):
 def test_maps_are_lower_triangles_of_weights_on_three_kinds_of_text(loaded):
     model, tokenizer = loaded
     prose = torch.randint(3, 400, (60,), generator=torch.Generator().manual_seed(0))
-    found = attention_maps(model, tokenizer, prose, [(1, 3), (0, 0)])
-    assert [(m.text, m.layer, m.head) for m in found] == [
+    result = attention_maps(model, tokenizer, prose, [(1, 3), (0, 0)])
+    assert [(m.text, m.layer, m.head) for m in result] == [
         (text, *head) for text in ("prose", "code", "few-shot") for head in ((1, 3), (0, 0))
     ]
-    for one in found:
+    for one in result:
         assert [len(row) for row in one.rows] == list(range(1, len(one.tokens) + 1))
         assert len(one.tokens) <= TOKENS
         sums = [sum(row) for row in one.rows]

@@ -42,8 +42,8 @@ def test_a_model_that_is_looked_into_computes_the_same_and_is_left_as_it_was(pai
     seen = []
     with (
         torch.no_grad(),
-        attention_observed(model, lambda *found: seen.append(found)),
-        states_observed(decoder_layers(model), lambda *found: seen.append(found)),
+        attention_observed(model, lambda *result: seen.append(result)),
+        states_observed(decoder_layers(model), lambda *result: seen.append(result)),
     ):
         inside = model(input_ids=ids).logits
     assert torch.equal(inside, before)
@@ -56,20 +56,20 @@ def test_a_model_that_is_looked_into_computes_the_same_and_is_left_as_it_was(pai
 
 def test_every_layer_head_and_linear_layer_is_measured(pair):
     model, tokenizer, ids = pair
-    found = measured(model, tokenizer, ids)
-    assert [len(layer.heads) for layer in found.layers] == [4] * 4
-    assert [one.name for one in found.inputs] == list(linears(model))
-    assert found.inputs_left_out == ()
+    result = measured(model, tokenizer, ids)
+    assert [len(layer.heads) for layer in result.layers] == [4] * 4
+    assert [one.name for one in result.inputs] == list(linears(model))
+    assert result.inputs_left_out == ()
     logits = model(input_ids=ids).logits[:, :-1].flatten(0, 1)
     loss = torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten())
-    assert found.perplexity == pytest.approx(loss.exp().item(), rel=1e-5)
+    assert result.perplexity == pytest.approx(loss.exp().item(), rel=1e-5)
     states = model(input_ids=ids, output_hidden_states=True).hidden_states
-    assert found.layers[0].hidden.maximum == pytest.approx(states[1].max().item())
+    assert result.layers[0].hidden.maximum == pytest.approx(states[1].max().item())
 
 
 def test_inputs_that_layers_share_are_measured_like_any_other(pair):
     model, tokenizer, ids = pair
-    found = {one.name: one for one in measured(model, tokenizer, ids).inputs}
+    result = {one.name: one for one in measured(model, tokenizer, ids).inputs}
     given = []
     name = "model.layers.1.self_attn.v_proj"
     handle = model.get_submodule(name).register_forward_pre_hook(
@@ -77,10 +77,10 @@ def test_inputs_that_layers_share_are_measured_like_any_other(pair):
     )
     model(input_ids=ids)
     handle.remove()
-    assert found[name].rms == pytest.approx(given[0].square().mean().sqrt().item(), rel=1e-5)
-    assert found[name].largest == pytest.approx(given[0].abs().max().item(), rel=1e-5)
-    key, gate = found["model.layers.1.self_attn.k_proj"], found["model.layers.1.mlp.gate_proj"]
-    assert key.rms == found[name].rms != gate.rms
+    assert result[name].rms == pytest.approx(given[0].square().mean().sqrt().item(), rel=1e-5)
+    assert result[name].largest == pytest.approx(given[0].abs().max().item(), rel=1e-5)
+    key, gate = result["model.layers.1.self_attn.k_proj"], result["model.layers.1.mlp.gate_proj"]
+    assert key.rms == result[name].rms != gate.rms
 
 
 def tiny(**changes):
@@ -98,11 +98,11 @@ def test_what_a_sliding_window_hides_is_no_zero_weight(pair):
     model = tiny(sliding_window=8)
     model.config.qbench_normalizer = "softmax"
     set_attention(model, normalizer="softmax")
-    found = measured(model, pair[1], torch.randint(0, 64, (2, 40)))
-    assert found.zeros == 0.0
-    assert found.mass == pytest.approx(1.0)
+    result = measured(model, pair[1], torch.randint(0, 64, (2, 40)))
+    assert result.zeros == 0.0
+    assert result.mass == pytest.approx(1.0)
     # queries from 8 on do not see the first key: at most 8 of 40 queries weigh it
-    assert max(head.sinks[0].attention for layer in found.layers for head in layer.heads) < 0.2
+    assert max(head.sinks[0].attention for layer in result.layers for head in layer.heads) < 0.2
 
 
 def test_attention_that_is_not_ours_is_refused(pair):
@@ -139,20 +139,20 @@ def test_delimiters_and_stretches_of_positions_are_measured(pair):
     texts = {tokenizer.decode([token]).strip(" ") for token in ids[marks].tolist()}
     assert "." in texts
     assert all(set(text) <= DELIMITERS for text in texts)
-    found = measured(model, tokenizer, ids)
-    assert found.delimiter_tokens == pytest.approx(marks[0, 1:].double().mean().item())
-    assert found.delimiters.attention > 0
-    assert [(one.first, one.last) for one in found.stretches] == [(0, 127), (128, 199)]
+    result = measured(model, tokenizer, ids)
+    assert result.delimiter_tokens == pytest.approx(marks[0, 1:].double().mean().item())
+    assert result.delimiters.attention > 0
+    assert [(one.first, one.last) for one in result.stretches] == [(0, 127), (128, 199)]
     with torch.no_grad():
         logits = model(input_ids=ids).logits
     losses = torch.nn.functional.cross_entropy(
         logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none"
     )
-    assert found.stretches[0].loss == pytest.approx(losses[:, :127].mean().item(), rel=1e-5)
-    assert found.stretches[1].loss == pytest.approx(losses[:, 127:].mean().item(), rel=1e-5)
-    assert found.stretches[1].loss_stderr == pytest.approx(0, abs=1e-6)  # the same text twice
-    mean = sum(one.mass * (one.last - one.first + 1) for one in found.stretches) / 200
-    assert mean == pytest.approx(found.mass)
+    assert result.stretches[0].loss == pytest.approx(losses[:, :127].mean().item(), rel=1e-5)
+    assert result.stretches[1].loss == pytest.approx(losses[:, 127:].mean().item(), rel=1e-5)
+    assert result.stretches[1].loss_stderr == pytest.approx(0, abs=1e-6)  # the same text twice
+    mean = sum(one.mass * (one.last - one.first + 1) for one in result.stretches) / 200
+    assert mean == pytest.approx(result.mass)
 
 
 def test_keys_are_measured_as_a_quantized_cache_gives_them_back(pair):
@@ -160,7 +160,7 @@ def test_keys_are_measured_as_a_quantized_cache_gives_them_back(pair):
     checkpoint = find(str(DEMO / model.config.qbench_normalizer))
     coded = load_model(checkpoint, dtype=torch.float32, device="cpu")
     apply(coded, config_of({"kv": "int4-token"}, compute_dtype="float32"), {})
-    whole, found = measured(model, tokenizer, ids), measured(coded, tokenizer, ids)
-    assert found.perplexity != whole.perplexity
+    whole, result = measured(model, tokenizer, ids), measured(coded, tokenizer, ids)
+    assert result.perplexity != whole.perplexity
     # The first layer has the same queries: what differs comes from its keys.
-    assert found.layers[0].heads[0].largest != whole.layers[0].heads[0].largest
+    assert result.layers[0].heads[0].largest != whole.layers[0].heads[0].largest

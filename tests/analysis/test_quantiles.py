@@ -20,14 +20,14 @@ def at(ordered, level):
 def test_of_bfloat16_they_are_values_of_the_sorted_sample():
     sample = values().bfloat16()
     sample[:5] = -0.0
-    found = quantiles(counts(sample[:5000]) + counts(sample[5000:]), exact=True)
+    result = quantiles(counts(sample[:5000]) + counts(sample[5000:]), exact=True)
     ordered = np.sort(sample.float().numpy())
-    assert found == {str(level): at(ordered, level) for level in LEVELS}
+    assert result == {str(level): at(ordered, level) for level in LEVELS}
 
 
 def test_of_float32_they_are_within_four_thousandths():
     sample = values(1).float()
-    found = quantiles(counts(sample), exact=False)
+    result = quantiles(counts(sample), exact=False)
     ordered = np.sort(sample.numpy())
     for level in LEVELS:
-        assert found[str(level)] == pytest.approx(at(ordered, level), rel=4e-3)
+        assert result[str(level)] == pytest.approx(at(ordered, level), rel=4e-3)

@@ -39,7 +39,7 @@ def test_divergence_and_perplexity_are_those_of_whole_logits(models):
     original, changed = models
     ids = torch.randint(3, 400, (3, 20), generator=torch.Generator().manual_seed(1))
     name = "model.layers.2.mlp.down_proj"
-    found = Baseline(original, ids, batch=2).against(
+    result = Baseline(original, ids, batch=2).against(
         Unit(name=name, layer=2, modules=(name,)), changed
     )
     with torch.no_grad():
@@ -47,11 +47,11 @@ def test_divergence_and_perplexity_are_those_of_whole_logits(models):
         with exchanged(original, {name: changed.get_submodule(name)}):
             after = original(input_ids=ids).logits.double().log_softmax(-1)[:, :-1]
     kl = (before.exp() * (before - after)).sum(-1).mean(1)
-    assert found.kl.value == pytest.approx(kl.mean().item(), rel=1e-4)
-    assert found.kl.stderr == pytest.approx((kl.std() / 3**0.5).item(), rel=1e-3)
+    assert result.kl.value == pytest.approx(kl.mean().item(), rel=1e-4)
+    assert result.kl.stderr == pytest.approx((kl.std() / 3**0.5).item(), rel=1e-3)
     change = (before - after).gather(-1, ids[:, 1:, None])[..., 0].mean(1)
-    assert found.ln_perplexity_ratio.value == pytest.approx(change.mean().item(), rel=1e-3)
-    assert found.ln_perplexity_ratio.documents == 3
+    assert result.ln_perplexity_ratio.value == pytest.approx(change.mean().item(), rel=1e-3)
+    assert result.ln_perplexity_ratio.documents == 3
 
 
 def test_the_model_is_left_as_it_was_and_without_a_change_nothing_is_lost(models):
@@ -59,9 +59,9 @@ def test_the_model_is_left_as_it_was_and_without_a_change_nothing_is_lost(models
     ids = torch.randint(3, 400, (2, 20))
     own = {name: original.get_submodule(name) for name in linears(original)}
     unit = Unit(name="all", layer=None, modules=tuple(own))
-    found = Baseline(original, ids, batch=1).against(unit, original)
-    assert found.kl.value == 0
-    assert found.ln_perplexity_ratio.value == 0
+    result = Baseline(original, ids, batch=1).against(unit, original)
+    assert result.kl.value == 0
+    assert result.ln_perplexity_ratio.value == 0
     assert {name: original.get_submodule(name) for name in own} == own
 
 
@@ -135,13 +135,13 @@ def test_a_published_copys_layers_are_put_into_its_original(made, units, tmp_pat
     options = ("--device", "cpu", "--samples", 3, "--length", 48, "--sensitivity", "copy")
     options += ("--blocks",) * (units == 4) + ("--only", "base/*") * (made == "awq")
     assert qbench("analyze", path, "--out", out, *options) == (0 if units else 1)
-    (found,) = sensitivities(out).records()
+    (result,) = sensitivities(out).records()
     if units == 0:
-        assert "add --blocks" in found.error
+        assert "add --blocks" in result.error
         return
-    assert len(found.units) == units
-    assert all(0 < unit.kl.value < 0.01 for unit in found.units)
-    assert max(unit.kl.value for unit in found.units) < found.together.kl.value < 0.02
+    assert len(result.units) == units
+    assert all(0 < unit.kl.value < 0.01 for unit in result.units)
+    assert max(unit.kl.value for unit in result.units) < result.together.kl.value < 0.02
     if made == "awq":  # whose layers are its library's own
         assert [len(one.measured.inputs) for one in Analyses(out).records()] == [28, 28]
 

@@ -134,8 +134,8 @@ def test_a_record_is_found_by_cell_or_by_file(tmp_path, monkeypatch):
     file = next(store.directory.glob("records/softpick/hqq-4bit/*.json"))
     monkeypatch.chdir(file.parent)  # where its name alone says which
     for name in (str(file), file.name):
-        found, same = find_cell(name)
-        assert (found.directory, same) == (store.directory, record)
+        result, same = find_cell(name)
+        assert (result.directory, same) == (store.directory, record)
 
 
 @pytest.mark.parametrize(

@@ -24,12 +24,12 @@ def outcomes(values, metric="acc", weights=None):
     ],
 )
 def test_flips_are_counted_in_both_directions(before, after, counts):
-    found = count_flips(before, after)
+    result = count_flips(before, after)
     if counts is None:
-        assert found == {}
+        assert result == {}
         return
     names = ("documents", "right_to_wrong", "wrong_to_right")
-    (metrics,) = found.values()
+    (metrics,) = result.values()
     assert list(metrics.values()) == [Flips(**dict(zip(names, counts, strict=True)))]
 
 

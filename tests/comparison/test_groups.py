@@ -44,8 +44,8 @@ def good(tmp_path_factory):
 
 def pooled(store, cell):
     """Of all documents of all parts, read afresh."""
-    found = next(one for one in store.manifest().cells if one.cell == cell)
-    table = store.outcomes(store.get(found)).query("metric == 'acc'")
+    result = next(one for one in store.manifest().cells if one.cell == cell)
+    table = store.outcomes(store.get(result)).query("metric == 'acc'")
     table = table.sort_values(["task", "document"])
     return Column.of(np.arange(len(table)), table["value"], table["weight"])
 
@@ -111,12 +111,12 @@ def test_the_gate_sees_in_the_group_what_is_too_small_for_its_tasks(good, tmp_pa
 
 def test_exports_have_it(good, tmp_path):
     record = good.records()[0]
-    found = export.results(record)
-    assert found["results"]["all_parts"]["acc,none"] == record.groups[0].value
-    assert found["groups"] == {"all_parts": found["results"]["all_parts"]}
-    assert found["group_subtasks"]["all_parts"] == list(PARTS)
-    assert "all parts" in make_table(found)
-    assert "all parts" in make_table(found, "groups")
+    result = export.results(record)
+    assert result["results"]["all_parts"]["acc,none"] == record.groups[0].value
+    assert result["groups"] == {"all_parts": result["results"]["all_parts"]}
+    assert result["group_subtasks"]["all_parts"] == list(PARTS)
+    assert "all parts" in make_table(result)
+    assert "all parts" in make_table(result, "groups")
     assert "| all parts | acc | " in " ".join(export.card(record).split())
     assert export.scalars(record)["all_parts/acc"] == record.groups[0].value
     assert "all_parts" in set(load_records(good.directory)["task"])

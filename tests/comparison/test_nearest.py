@@ -62,11 +62,11 @@ def three(tmp_path_factory):
 
 
 def test_precisions_are_ordered_and_ties_stand_together(one):
-    found = with_kl(one, {f"mine/{name}": level for name, level in LEVELS.items()})
-    (first, second, last) = ties(found, "mine")
+    result = with_kl(one, {f"mine/{name}": level for name, level in LEVELS.items()})
+    (first, second, last) = ties(result, "mine")
     assert {*first} == {"hqq-4bit", "bnb-4bit"}
     assert (second, last) == (["rtn-4bit"], ["gptq-4bit"])
-    said = verdict(found)[0]
+    said = verdict(result)[0]
     assert said.startswith("Nearest to bf16: ")
     assert " = " in said
     assert ", then gptq-4bit (KL " in said
@@ -99,14 +99,16 @@ INT8 = Part(bits=8, scheme="int8 per token", simulated=True)
 )
 def test_only_precisions_that_save_the_same_bytes_are_compared(one, precision, avoided, smallest):
     sizes = dict.fromkeys(LEVELS, 1.0) | {"rtn-4bit": 0.5}
-    known = sized(one, sizes, {"gptq-4bit": precision})
-    found = with_kl(known, {f"mine/{name}": level for name, level in LEVELS.items()})
-    said = verdict(found, margin=1.0)[0]
+    with_sizes = sized(one, sizes, {"gptq-4bit": precision})
+    result = with_kl(with_sizes, {f"mine/{name}": level for name, level in LEVELS.items()})
+    said = verdict(result, margin=1.0)[0]
     assert ("Avoid, because another is nearer and no larger: gptq-4bit (" in said) == avoided
     assert said.endswith(f"within a KL of 1.00 (95 % for all together): {smallest}")
     assert said.endswith(smallest)
-    assert "within a KL of 0.10 (95 % for all together): rtn-4bit." in verdict(found, margin=0.1)[0]
-    assert "None is shown to stay within a KL of 0.0001" in verdict(found, margin=1e-4)[0]
+    assert (
+        "within a KL of 0.10 (95 % for all together): rtn-4bit." in verdict(result, margin=0.1)[0]
+    )
+    assert "None is shown to stay within a KL of 0.0001" in verdict(result, margin=1e-4)[0]
 
 
 def with_primary(directory, **settings):
@@ -167,9 +169,9 @@ def test_a_primary_measure_in_perplexity_is_a_ratio(tmp_path):
 def test_every_other_model_has_a_sentence(three):
     """The headline returned at the first one, which was not hurt."""
     levels = {"base": 0.02, "same": 0.02, "hurt": 0.4}
-    found = with_kl(three, {f"{model}/{name}": level for model, level in levels.items()
+    result = with_kl(three, {f"{model}/{name}": level for model, level in levels.items()
                             for name in ("hqq-4bit", "hqq-2bit")})  # fmt: skip
-    same, hurt, *scores = verdict(found)
+    same, hurt, *scores = verdict(result)
     assert same.startswith("Quantization is not shown to cost same more or less than base: its KL ")
     assert " Smallest ratio of KL that these documents would show: × 1." in same
     assert " At most it is × 1." in same
@@ -211,8 +213,8 @@ def test_kl_over_trainings_has_one_interval_over_documents_and_seeds(
 def damage_of(mean):
     spread = Divergence(mean=mean, median=mean, p90=mean, p99=mean, p99_9=mean, largest=mean)
     agreement = Ratio(value=None, stderr=None, documents=0)
-    told = Distributions(tokens=9, kl=spread, top1_agreement=0.9, target_change=agreement)
-    return Damage(tasks={"arc_easy": TaskDamage(distributions=told)})
+    distributions = Distributions(tokens=9, kl=spread, top1_agreement=0.9, target_change=agreement)
+    return Damage(tasks={"arc_easy": TaskDamage(distributions=distributions)})
 
 
 @pytest.mark.parametrize(
@@ -225,7 +227,7 @@ def damage_of(mean):
 def test_without_an_interval_the_sizes_are_said_with_the_reason(three, one, documents, reason):
     """It said that the records hold no KL by document, whatever the reason was."""
 
-    def known(comparison):
+    def with_damage(comparison):
         damaged = {cell: record.model_copy(update={"damage": damage_of(0.02)})
                    for cell, record in comparison.records.items()}  # fmt: skip
         comparison = replace(comparison, records=damaged)
@@ -235,10 +237,10 @@ def test_without_an_interval_the_sizes_are_said_with_the_reason(three, one, docu
         losses = kl_from(comparison, dict.fromkeys(cells))
         return replace(comparison, kl=losses, primary=losses)
 
-    same = verdict(known(three))[0]
+    same = verdict(with_damage(three))[0]
     assert same.startswith("same: its KL is × ")
     assert same.endswith(f"over 2 precisions, without an interval: {reason}")
-    assert f"Without an interval: {reason}" in verdict(known(one))[0]
+    assert f"Without an interval: {reason}" in verdict(with_damage(one))[0]
 
 
 def test_a_folder_without_records_or_quantized_columns_says_so(one, tmp_path):
@@ -274,8 +276,8 @@ def test_bits_that_count_scales_in_float32_are_explained(one):
     record = one.records["mine/hqq-4bit"]
     settings = config_of({"name": "hqq-4bit", "group_size": 64}, compute_dtype="float32")
     wide = record.model_copy(update={"precision": settings.precision})
-    found = replace(one, records={**one.records, "mine/hqq-4bit": wide})
-    assert "Bits of hqq-4bit: scales and zeros are stored in" in " ".join(summary(found).split())
+    result = replace(one, records={**one.records, "mine/hqq-4bit": wide})
+    assert "Bits of hqq-4bit: scales and zeros are stored in" in " ".join(summary(result).split())
     assert "Bits of " not in summary(one)
 
 

@@ -40,9 +40,9 @@ def coverage(panel, signs, aggregation, documents, simulations=SIMULATIONS):
 @pytest.mark.parametrize("quantizer", ["gptq-3bit", "hqq-2bit"])
 def test_of_lambadas_perplexity(quantizer, documents):
     """Student's t covered 92.7 of 100 with 20 documents."""
-    store, found = records("pair-27m")
+    store, result = records("pair-27m")
     columns = {
-        name: read_columns(store, found[f"softmax/{name}"], [LAMBADA])[LAMBADA]
+        name: read_columns(store, result[f"softmax/{name}"], [LAMBADA])[LAMBADA]
         for name in (quantizer, "bf16")
     }
     signs = {quantizer: 1, "bf16": -1}

@@ -43,8 +43,8 @@ def closed_form(gained, lost, documents):
     ("gained", "lost", "documents"), [(9, 4, 57), (0, 5, 33), (900, 1100, 20_000), (8, 8, 16)]
 )
 def test_the_interval_of_changes_is_tangos(gained, lost, documents):
-    found = counted({1: gained, 0: documents - gained - lost, -1: lost}, -1, 1)
-    low, high = score_interval(found, 0.95)
+    result = counted({1: gained, 0: documents - gained - lost, -1: lost}, -1, 1)
+    low, high = score_interval(result, 0.95)
     assert high == pytest.approx(closed_form(gained, lost, documents), abs=1e-9)
     assert low == pytest.approx(-closed_form(lost, gained, documents), abs=1e-9)
 
@@ -78,8 +78,8 @@ def test_the_interval_is_the_means_that_lagrange_does_not_reject(counts):
         return (np.sum(often * values) / total - mean) ** 2 * total / variance
 
     for end in (low, high):
-        if (found := statistic(end)) is not None:
-            assert found == pytest.approx(stats.chi2.ppf(0.95, 1), rel=1e-5)
+        if (result := statistic(end)) is not None:
+            assert result == pytest.approx(stats.chi2.ppf(0.95, 1), rel=1e-5)
 
 
 def test_interval_and_p_agree_whatever_the_values():
@@ -88,9 +88,9 @@ def test_interval_and_p_agree_whatever_the_values():
         documents = int(rng.integers(5, 80))
         values = rng.choice([-1.0, 0.0, 1.0], documents, p=[0.1, 0.8, 0.1])
         values *= rng.random(documents) if rng.random() < 0.5 else 1
-        found = Counts.of(values, lowest=-1, highest=1)
-        low, high = score_interval(found, 0.95)
-        p = score_p(found)
+        result = Counts.of(values, lowest=-1, highest=1)
+        low, high = score_interval(result, 0.95)
+        p = score_p(result)
         assert (low > 0 or high < 0) == (p < 0.05) or abs(p - 0.05) < 1e-6
 
 
@@ -121,9 +121,9 @@ def test_intervals_of_partial_credit_cover_935_of_1000(documents, share, kind):
     for _ in range(repetitions):
         values, mean = partial_credit(rng, documents, share, kind)
         new, old = np.maximum(values, 0), np.maximum(-values, 0)
-        found = effect(panel(new, old), TWO, "mean").interval
-        covered += found.low <= mean <= found.high
-        assert found.low < found.high
+        result = effect(panel(new, old), TWO, "mean").interval
+        covered += result.low <= mean <= result.high
+        assert result.low < result.high
     # The worst case covers 93.8 % in 2,000 repetitions; two standard errors of 400 are 2.2 points.
     assert covered / repetitions >= 0.935 - 0.022
 
@@ -171,5 +171,5 @@ def test_what_is_called_detectable_is_found_in_80_of_100_simulations(changed, do
     changes = rng.binomial(documents, share, size=20_000)
     gained = rng.binomial(changes, (share + gap) / (2 * share))
     z = np.abs(2 * gained - changes) / np.sqrt(np.maximum(changes, 1))
-    found = 2 * stats.norm.sf(z) < level
-    assert 0.77 <= found.mean() <= 0.87
+    result = 2 * stats.norm.sf(z) < level
+    assert 0.77 <= result.mean() <= 0.87

@@ -32,8 +32,8 @@ def drawn(rng, seeds, by_seed, by_document, rest):
     return panel(values)
 
 
-def covers(found):
-    return found.interval.low <= 0 <= found.interval.high
+def covers(result):
+    return result.interval.low <= 0 <= result.interval.high
 
 
 @pytest.mark.parametrize("seeds", [2, 3, 4, 5])
@@ -43,13 +43,13 @@ def covers(found):
 )
 def test_the_interval_covers_whichever_part_is_the_larger(seeds, by_seed, by_document, rest):
     rng = np.random.default_rng([seeds, int(100 * by_seed), int(100 * by_document)])
-    found = [
+    result = [
         over_seeds(drawn(rng, seeds, by_seed, by_document, rest), pairs(seeds), "mean")
         for _ in range(800)
     ]
-    assert np.mean([covers(one) for one in found]) >= 0.935
+    assert np.mean([covers(one) for one in result]) >= 0.935
     # p and interval agree: both ask whether 0 is among what the outcomes allow
-    assert all(covers(one) == (one.p >= 0.05) for one in found if abs(one.p - 0.05) > 1e-6)
+    assert all(covers(one) == (one.p >= 0.05) for one in result if abs(one.p - 0.05) > 1e-6)
 
 
 def answers(rng, seeds, documents, gained, lost, *, shared):
@@ -71,34 +71,34 @@ def answers(rng, seeds, documents, gained, lost, *, shared):
 )
 def test_the_interval_covers_where_few_answers_change(seeds, shared, documents, gained, lost):
     rng = np.random.default_rng([seeds, documents])
-    found = [
+    result = [
         over_seeds(
             answers(rng, seeds, documents, gained, lost, shared=shared), pairs(seeds), "mean"
         )
         for _ in range(100)
     ]
     truth = gained - lost
-    assert np.mean([o.interval.low <= truth <= o.interval.high for o in found]) >= 0.93
-    assert all(covers(one) == (one.p >= 0.05) for one in found if abs(one.p - 0.05) > 1e-6)
+    assert np.mean([o.interval.low <= truth <= o.interval.high for o in result]) >= 0.93
+    assert all(covers(one) == (one.p >= 0.05) for one in result if abs(one.p - 0.05) > 1e-6)
 
 
 def test_answers_that_never_changed_leave_the_interval_of_one_training():
     """Not no interval at all: 300 answers that stayed do not say that none ever changes."""
     same = {(side, s): np.arange(100) % 2.0 for side in ("old", "new") for s in range(3)}
-    found = over_seeds(panel(same), pairs(3), "mean")
+    result = over_seeds(panel(same), pairs(3), "mean")
     one = effect(panel(same), {("new", 0): 1, ("old", 0): -1}, "mean").interval
-    assert (found.interval.low, found.interval.high) == pytest.approx((one.low, one.high))
-    assert found.interval.high == pytest.approx(0.037, abs=1e-3)
-    assert (found.estimate, found.p) == (0, 1)
+    assert (result.interval.low, result.interval.high) == pytest.approx((one.low, one.high))
+    assert result.interval.high == pytest.approx(0.037, abs=1e-3)
+    assert (result.estimate, result.p) == (0, 1)
 
 
 def test_answers_that_all_changed_alike_leave_an_interval_too():
     """A model that falls apart, with every seed: 100 answers lost do not say that all would be."""
     lost = {("old", s): np.ones(100) for s in range(3)}
     lost |= {("new", s): np.zeros(100) for s in range(3)}
-    found = over_seeds(panel(lost), pairs(3), "mean")
+    result = over_seeds(panel(lost), pairs(3), "mean")
     one = effect(panel(lost), {("new", 0): 1, ("old", 0): -1}, "mean").interval
-    assert (found.interval.low, found.interval.high) == pytest.approx((one.low, one.high))
+    assert (result.interval.low, result.interval.high) == pytest.approx((one.low, one.high))
     assert (one.low, one.high) == pytest.approx((-1.0, -0.926), abs=1e-3)
 
 
@@ -106,13 +106,15 @@ def test_without_documents_part_it_is_students_t_over_seeds():
     levels = [10.0, 40.0, 25.0, 30.0]
     values = {("old", s): np.zeros(DOCUMENTS) for s in range(4)}
     values |= {("new", s): np.full(DOCUMENTS, level) for s, level in enumerate(levels)}
-    found = over_seeds(panel(values), pairs(4), "mean")
+    result = over_seeds(panel(values), pairs(4), "mean")
     expected = stats.ttest_1samp(levels, 0)
     interval = expected.confidence_interval()
-    assert (found.interval.low, found.interval.high) == pytest.approx((interval.low, interval.high))
-    assert found.p == pytest.approx(expected.pvalue, rel=1e-6)
-    assert found.of_seeds == pytest.approx(1)
-    assert found.each == pytest.approx(levels)
+    assert (result.interval.low, result.interval.high) == pytest.approx(
+        (interval.low, interval.high)
+    )
+    assert result.p == pytest.approx(expected.pvalue, rel=1e-6)
+    assert result.of_seeds == pytest.approx(1)
+    assert result.each == pytest.approx(levels)
 
 
 def test_with_seeds_that_are_all_alike_it_is_the_paired_t_over_documents():
@@ -120,11 +122,13 @@ def test_with_seeds_that_are_all_alike_it_is_the_paired_t_over_documents():
     difference = rng.normal(0.2, 1, DOCUMENTS)
     values = {("old", s): np.zeros(DOCUMENTS) for s in range(3)}
     values |= {("new", s): difference for s in range(3)}
-    found = over_seeds(panel(values), pairs(3), "mean")
+    result = over_seeds(panel(values), pairs(3), "mean")
     expected = stats.ttest_1samp(difference, 0)
     interval = expected.confidence_interval()
-    assert (found.interval.low, found.interval.high) == pytest.approx((interval.low, interval.high))
-    assert found.of_seeds == 0
+    assert (result.interval.low, result.interval.high) == pytest.approx(
+        (interval.low, interval.high)
+    )
+    assert result.of_seeds == 0
 
 
 def test_perplexities_are_compared_by_their_logarithm_long_pages_weighing_more():
@@ -133,11 +137,11 @@ def test_perplexities_are_compared_by_their_logarithm_long_pages_weighing_more()
     nats = words * rng.normal(3, 0.2, DOCUMENTS)
     values = {("old", s): -nats * (1 + 0.001 * s) for s in range(3)}
     values |= {("new", s): -nats * (1.02 + 0.002 * s) for s in range(3)}
-    found = over_seeds(panel(values, words), pairs(3), "weighted_perplexity")
+    result = over_seeds(panel(values, words), pairs(3), "weighted_perplexity")
     mean = nats.sum() / words.sum()
-    assert found.kind == "log ratio"
-    assert found.each == pytest.approx([mean * 0.02, mean * 0.021, mean * 0.022])
-    assert found.interval.low < found.estimate < found.interval.high
+    assert result.kind == "log ratio"
+    assert result.each == pytest.approx([mean * 0.02, mean * 0.021, mean * 0.022])
+    assert result.interval.low < result.estimate < result.interval.high
 
 
 def test_unequal_numbers_of_seeds_are_groups_of_their_own():
@@ -145,13 +149,13 @@ def test_unequal_numbers_of_seeds_are_groups_of_their_own():
     values = {("old", s): rng.normal(0, 1, DOCUMENTS) + s for s in range(2)}
     values |= {("new", s): rng.normal(0, 1, DOCUMENTS) for s in range(3)}
     groups = [[{("new", s): 1} for s in range(3)], [{("old", s): -1} for s in range(2)]]
-    found = over_seeds(panel(values), groups, "mean")
+    result = over_seeds(panel(values), groups, "mean")
     new, old = (
         np.mean([values[side, s].mean() for s in range(n)]) for side, n in (("new", 3), ("old", 2))
     )
-    assert found.estimate == pytest.approx(new - old)
-    assert found.seeds == 2
-    assert len(found.each) == 5
+    assert result.estimate == pytest.approx(new - old)
+    assert result.seeds == 2
+    assert len(result.each) == 5
 
 
 @pytest.mark.parametrize(
@@ -160,5 +164,5 @@ def test_unequal_numbers_of_seeds_are_groups_of_their_own():
 )
 def test_one_training_says_nothing_about_seeds(groups):
     rng = np.random.default_rng(0)
-    found = over_seeds(drawn(rng, 2, 1, 1, 1), groups, "mean")
-    assert found == Missing(reason="a group has one training")
+    result = over_seeds(drawn(rng, 2, 1, 1, 1), groups, "mean")
+    assert result == Missing(reason="a group has one training")

@@ -28,27 +28,27 @@ from qbench.statistics.effect import detectable_by_t
 def test_a_perplexitys_own_interval_is_that_of_its_logarithm():
     nats = -np.random.default_rng(3).lognormal(size=1_200)
     one = Panel(values=nats[:, None], weights=np.ones((1_200, 1)), index={"a": 0})
-    found = score(one, "a", "perplexity")
+    result = score(one, "a", "perplexity")
     reference = stats.ttest_1samp(-nats, 0).confidence_interval()
-    assert (found.low, found.high) == pytest.approx(tuple(np.exp(reference)), rel=1e-9)
+    assert (result.low, result.high) == pytest.approx(tuple(np.exp(reference)), rel=1e-9)
 
 
 def test_an_end_beyond_the_largest_number_is_infinite():
-    found = score(panel(np.linspace(-800, -610, 20), np.zeros(20)), "new", "perplexity")
-    assert np.isfinite(found.estimate)
-    assert found.high == np.inf
+    result = score(panel(np.linspace(-800, -610, 20), np.zeros(20)), "new", "perplexity")
+    assert np.isfinite(result.estimate)
+    assert result.high == np.inf
 
 
 def test_the_interval_of_a_log_ratio_is_that_of_llama_cpps_covariance_formula():
     rng = np.random.default_rng(4)
     old = -rng.lognormal(size=1_500)
     new = old - 0.1 * rng.lognormal(size=1_500)
-    found = effect(panel(new, old), TWO, "perplexity")
+    result = effect(panel(new, old), TWO, "perplexity")
     covariance = np.cov(new, old)
     variance = covariance[0, 0] + covariance[1, 1] - 2 * covariance[0, 1]
-    assert found.interval.stderr == pytest.approx(np.sqrt(variance / 1_500))
-    assert found.estimate == pytest.approx(old.mean() - new.mean())
-    assert found.p == pytest.approx(stats.ttest_rel(new, old).pvalue, rel=1e-6)
+    assert result.interval.stderr == pytest.approx(np.sqrt(variance / 1_500))
+    assert result.estimate == pytest.approx(old.mean() - new.mean())
+    assert result.p == pytest.approx(stats.ttest_rel(new, old).pvalue, rel=1e-6)
 
 
 LENGTHS = {  # the spread of lengths' logarithm; a token's damage by that logarithm; its noise
@@ -71,10 +71,10 @@ def coverage(case, pages, simulations):
         rest = rng.normal(size=pages) if noise == "normal" else rng.standard_t(3, pages) / 3**0.5
         damage = length * (0.1 + slope * np.log(length) + 0.05 * rest)
         both = panel(-damage, np.zeros(pages), weights=length)
-        found = effect(both, TWO, "weighted_perplexity")
-        covered += found.interval.low <= truth <= found.interval.high
-        below, above = below + (found.bounds[0] <= truth), above + (truth <= found.bounds[1])
-        assert (found.p < 0.05) == (found.interval.low > 0 or found.interval.high < 0)
+        result = effect(both, TWO, "weighted_perplexity")
+        covered += result.interval.low <= truth <= result.interval.high
+        below, above = below + (result.bounds[0] <= truth), above + (truth <= result.bounds[1])
+        assert (result.p < 0.05) == (result.interval.low > 0 or result.interval.high < 0)
     return covered / simulations, min(below, above) / simulations
 
 
@@ -105,11 +105,11 @@ def test_an_end_is_at_most_twice_as_far_as_the_page_that_changed_most(pages, res
     words = rng.integers(110, 200, pages).astype(float)
     damage = words * rest * rng.random(pages)
     damage[[3, 9][: 32 // pages]] = (31.3, 28.3)[: 32 // pages]
-    found = effect(panel(-damage, 0 * words, weights=words), TWO, "weighted_perplexity")
+    result = effect(panel(-damage, 0 * words, weights=words), TWO, "weighted_perplexity")
     most = (damage / words).max()
-    assert found.interval.high == pytest.approx(2 * most - found.estimate, rel=1e-9)
-    assert found.interval.low < 0 < found.estimate
-    assert found.p > 0.05
+    assert result.interval.high == pytest.approx(2 * most - result.estimate, rel=1e-9)
+    assert result.interval.low < 0 < result.estimate
+    assert result.p > 0.05
 
 
 # KL divergence
@@ -131,9 +131,9 @@ def test_intervals_of_kl_cover_935_of_1000(signs, documents):
     truth = mean if len(signs) == 1 else np.log(0.02 / 0.03)
     covered = 0
     for _ in range(200):
-        found = effect(panel(*divergences(rng, documents)), signs, KL_MEAN)
-        covered += found.interval.low <= truth <= found.interval.high
-        assert (found.p < 0.05) == (found.interval.low > 0 or found.interval.high < 0)
+        result = effect(panel(*divergences(rng, documents)), signs, KL_MEAN)
+        covered += result.interval.low <= truth <= result.interval.high
+        assert (result.p < 0.05) == (result.interval.low > 0 or result.interval.high < 0)
     assert covered / 200 >= 0.935 - 0.017
 
 
@@ -176,15 +176,15 @@ def test_f1_and_mcc_are_scikit_learns_and_their_error_the_jackknifes(
         weights=np.stack([new, old], axis=1).astype(float),
         index={"new": 0, "old": 1},
     )
-    found = effect(both, TWO, aggregation)
-    assert found.estimate == pytest.approx(reference(gold, new) - reference(gold, old))
+    result = effect(both, TWO, aggregation)
+    assert result.estimate == pytest.approx(reference(gold, new) - reference(gold, old))
     rest = [
         reference(np.delete(gold, i), np.delete(new, i))
         - reference(np.delete(gold, i), np.delete(old, i))
         for i in range(300)
     ]
-    assert found.interval.stderr == pytest.approx(np.sqrt(299 / 300 * np.var(rest) * 300))
-    assert found.test == "jackknife t"
+    assert result.interval.stderr == pytest.approx(np.sqrt(299 / 300 * np.var(rest) * 300))
+    assert result.test == "jackknife t"
 
 
 @pytest.mark.slow
@@ -204,10 +204,10 @@ def test_intervals_of_f1_and_mcc_cover_935_of_1000_if_there_are_any(aggregation,
         )
 
     truth = effect(drawn(400_000), TWO, aggregation).estimate
-    found = [effect(drawn(documents), TWO, aggregation) for _ in range(400)]
-    known = [one.interval for one in found if not isinstance(one, Missing)]
-    assert len(known) > 350
-    assert np.mean([one.low <= truth <= one.high for one in known]) >= 0.935 - 0.012
+    result = [effect(drawn(documents), TWO, aggregation) for _ in range(400)]
+    intervals = [one.interval for one in result if not isinstance(one, Missing)]
+    assert len(intervals) > 350
+    assert np.mean([one.low <= truth <= one.high for one in intervals]) >= 0.935 - 0.012
 
 
 @pytest.mark.parametrize(
@@ -225,10 +225,10 @@ def test_what_has_no_interval_says_why(aggregation, new, old, reason):
     both = panel(new, old)
     if aggregation == "f1":
         both = dataclasses.replace(both, values=np.ones_like(both.values), weights=both.values)
-    found = effect(both, TWO, aggregation)
-    assert isinstance(found, Missing)
-    assert found.reason.startswith(reason)
-    assert (found.estimate is not None) == ("changed" in reason or reason.startswith("1 of"))
+    result = effect(both, TWO, aggregation)
+    assert isinstance(result, Missing)
+    assert result.reason.startswith(reason)
+    assert (result.estimate is not None) == ("changed" in reason or reason.startswith("1 of"))
 
 
 # Clusters, edges, identical outcomes
@@ -239,11 +239,11 @@ def test_rows_of_one_document_are_one_cluster():
     per_document = np.random.default_rng(9).normal(size=50)
     thrice = Column.of(document, np.repeat(per_document, 3), np.ones(150))
     once = Column.of(np.arange(50), per_document, np.ones(50))
-    found = []
+    result = []
     for column in (thrice, once):
         zero = Column.of(column.documents, np.zeros(50), column.weights)
-        found.append(effect(Panel.of({"new": column, "old": zero}), TWO, "mean").interval)
-    assert dataclasses.astuple(found[0]) == pytest.approx(dataclasses.astuple(found[1]))
+        result.append(effect(Panel.of({"new": column, "old": zero}), TWO, "mean").interval)
+    assert dataclasses.astuple(result[0]) == pytest.approx(dataclasses.astuple(result[1]))
 
 
 def test_cells_that_saw_different_documents_are_paired_on_the_common_ones():
@@ -272,11 +272,11 @@ def test_equal_damages_are_a_tie_whatever_the_scores(documents):
 def test_identical_outcomes_have_a_bound_on_what_could_be_seen(signs, aggregation, least, most):
     same = np.random.default_rng(22).random(200) < 0.3
     column = same if aggregation == "mean" else -np.exp(np.random.default_rng(23).normal(size=200))
-    (found,) = adjust([effect(panel(*[column] * len(signs)), signs, aggregation)])
-    assert (found.estimate, found.p) == (0.0, 1.0)
-    assert least < found.detectable < most
+    (result,) = adjust([effect(panel(*[column] * len(signs)), signs, aggregation)])
+    assert (result.estimate, result.p) == (0.0, 1.0)
+    assert least < result.detectable < most
     if aggregation == "mean":  # as few documents claim no certainty
-        assert found.interval.low < -0.01 < 0.01 < found.interval.high
+        assert result.interval.low < -0.01 < 0.01 < result.interval.high
 
 
 # Many tests, power, non-inferiority
@@ -284,12 +284,12 @@ def test_identical_outcomes_have_a_bound_on_what_could_be_seen(signs, aggregatio
 
 def test_holm_gives_the_textbook_values_and_the_size_that_the_mark_would_show():
     one = effect(panel(*answers(np.random.default_rng(12), 99, 0.1, 0.1)), TWO, "mean")
-    found = adjust([dataclasses.replace(one, p=p) for p in (0.01, 0.04, 0.03, 0.005)])
-    assert [e.p_holm for e in found] == pytest.approx([0.03, 0.06, 0.06, 0.02])
-    assert [e.mark for e in found] == ["‡", "", "", "‡"]
-    assert [e.family for e in found] == [4] * 4
-    assert found[1].detectable == one.size_at(0.05 / 2)  # two of four are marked
-    assert found[0].detectable == one.size_at(0.05 / 3)
+    result = adjust([dataclasses.replace(one, p=p) for p in (0.01, 0.04, 0.03, 0.005)])
+    assert [e.p_holm for e in result] == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert [e.mark for e in result] == ["‡", "", "", "‡"]
+    assert [e.family for e in result] == [4] * 4
+    assert result[1].detectable == one.size_at(0.05 / 2)  # two of four are marked
+    assert result[0].detectable == one.size_at(0.05 / 3)
 
 
 @pytest.mark.parametrize("seeds", [False, True])

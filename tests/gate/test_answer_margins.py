@@ -48,9 +48,9 @@ def test_kl_and_lengths_are_judged_in_per_cent_and_lengths_both_ways(
     draw = np.random.default_rng(0)
     old = draw.gamma(2.0, 0.05 if metric == "kl" else 60.0, PROMPTS)
     new = old * factor * np.exp(draw.normal(0, 0.05, PROMPTS))
-    found = gate(metric, old, new, given)
-    assert found.outcome == outcome, found.reason
-    assert found.given == bool(given)
+    result = gate(metric, old, new, given)
+    assert result.outcome == outcome, result.reason
+    assert result.given == bool(given)
 
 
 def test_what_cannot_be_told_says_how_many_prompts_or_samples_would():
@@ -58,9 +58,9 @@ def test_what_cannot_be_told_says_how_many_prompts_or_samples_would():
     share = draw.random(PROMPTS)
     old, new = (draw.binomial(4, share) / 4 for _ in range(2))
     variances = share * (1 - share) / 4
-    found = gate("stops", old, new, {"stops": 1.0}, variances)
-    assert found.outcome == "inconclusive"
-    assert "documents to tell: about" in found.reason
-    assert "times as many samples" in found.reason
+    result = gate("stops", old, new, {"stops": 1.0}, variances)
+    assert result.outcome == "inconclusive"
+    assert "documents to tell: about" in result.reason
+    assert "times as many samples" in result.reason
     greedy = gate("stops", (old > 0.5) * 1.0, (new > 0.5) * 1.0, {"stops": 1.0})
     assert "samples" not in greedy.reason

@@ -71,9 +71,9 @@ def test_too_few_documents_are_inconclusive_and_it_is_said_what_would_tell(nearl
     gates = [gate for gate in of(result, CELL, "arc_easy") if gate.outcome == "inconclusive"]
     assert gates
     words = r"about (\d+) are needed at this difference; 700 support a margin of ([\d.]+)$"
-    found = [re.search(words, gate.reason) for gate in gates]
-    assert all(int(one[1]) > 700 for one in found)
-    wide = check.check(nearly, standard, margins={"acc": float(found[0][2])})
+    results = [re.search(words, gate.reason) for gate in gates]
+    assert all(int(one[1]) > 700 for one in results)
+    wide = check.check(nearly, standard, margins={"acc": float(results[0][2])})
     assert {gate.outcome for gate in of(wide, CELL, "arc_easy")} == {"pass"}
 
 
@@ -180,9 +180,9 @@ def test_a_perplexity_beyond_the_largest_number_never_passes(tmp_path, standard)
     assert (answers.outcome, answers.reason) == ("fail", "its score is not finite")
     assert (words.outcome, words.worse.high) == ("inconclusive", math.inf)
     assert "∞" in as_markdown(result)
-    told = json.loads(as_json(result), parse_constant=lambda name: pytest.fail(f"bare {name}"))
-    assert [g["worse_at_most"] for g in told["gates"]].count("Infinity") == 1
-    assert [g["value"] for g in told["gates"]].count("Infinity") == 1
+    shown = json.loads(as_json(result), parse_constant=lambda name: pytest.fail(f"bare {name}"))
+    assert [g["worse_at_most"] for g in shown["gates"]].count("Infinity") == 1
+    assert [g["value"] for g in shown["gates"]].count("Infinity") == 1
 
 
 def with_bleu(folder, value, documents=700):

@@ -49,10 +49,15 @@ def clone(tmp_path):
 
 def run(clone: Path, script: str) -> subprocess.CompletedProcess:
     search = f"{clone / '.venv' / 'bin'}{os.pathsep}{os.environ['PATH']}"
-    known = {"PATH": search, "PYTHONPATH": str(ROOT), "GITHUB_STEP_SUMMARY": str(clone / "step.md")}
+    environment = {
+        "PATH": search,
+        "PYTHONPATH": str(ROOT),
+        "GITHUB_STEP_SUMMARY": str(clone / "step.md"),
+    }
     return subprocess.run(
         ["bash", "-euo", "pipefail", "-c", script],
-        cwd=clone, env=os.environ | known, capture_output=True, text=True, timeout=120, check=False,
+        cwd=clone, env=os.environ | environment, capture_output=True, text=True, timeout=120,
+        check=False,
     )  # fmt: skip
 
 

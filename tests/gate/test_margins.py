@@ -98,8 +98,8 @@ def test_a_harmless_change_passes_at_the_default_margin(
         margin = verdict.margin_of(about, old, {}, lines=LINES)
         assert not margin.given
         limit = margin.value / 100 if aggregation == "mean" else np.log1p(margin.value / 100)
-        found = effect(Panel.of({"new": new, "old": old}), signs, aggregation)
-        passed += Regression.of(found).high <= limit
+        result = effect(Panel.of({"new": new, "old": old}), signs, aggregation)
+        passed += Regression.of(result).high <= limit
     assert passed >= least
 
 

@@ -14,8 +14,8 @@ from qbench.gate.verdict import GateResult, Verdict
 def columns(text: str) -> int:
     """Of the table, where all its rows have as many."""
     rows = [line for line in text.splitlines() if line.startswith("|")]
-    (found,) = {row.replace("\\|", "").count("|") - 1 for row in rows}
-    return found
+    (result,) = {row.replace("\\|", "").count("|") - 1 for row in rows}
+    return result
 
 
 def test_the_verdict_is_told_as_markdown_junit_and_json(tmp_path, standard):
@@ -35,11 +35,11 @@ def test_the_verdict_is_told_as_markdown_junit_and_json(tmp_path, standard):
     assert int(suite.get("failures")) == len(failures) == result.count("fail") == 6
     assert int(suite.get("tests")) == len(suite.findall("testcase"))
 
-    told = json.loads(verdict.as_json(result))
-    assert (told["outcome"], told["exit_code"]) == ("fail", 1)
-    assert len(told["gates"]) == len(result.gates)
+    shown = json.loads(verdict.as_json(result))
+    assert (shown["outcome"], shown["exit_code"]) == ("fail", 1)
+    assert len(shown["gates"]) == len(result.gates)
     worst = next(
-        gate for gate in told["gates"] if gate["cell"] == "softpick/hqq-4bit" and gate["p"]
+        gate for gate in shown["gates"] if gate["cell"] == "softpick/hqq-4bit" and gate["p"]
     )
     assert worst["worse"] > worst["margin"]
     assert worst["margin_given"] is False

@@ -48,11 +48,11 @@ def measured(path, checkpoints=("mine",), stderr=0.002, sizes=SIZES, **settings)
                 mean=KL[cell.quantizer], mean_stderr=stderr, median=0, p90=0, p99=0.5, p99_9=1,
                 largest=2,
             )  # fmt: skip
-            told = Distributions(
+            distributions = Distributions(
                 tokens=100, kl=kl, top1_agreement=0.93,
                 target_change=Ratio(value=0.0, stderr=0.0, documents=60),
             )  # fmt: skip
-            tasks = {task: TaskDamage(distributions=told) for task in SIZES}
+            tasks = {task: TaskDamage(distributions=distributions) for task in SIZES}
             audit = record.audit.model_copy(update={"size": size})
             more = {"audit": audit, "damage": Damage(tasks=tasks)}
         group = GroupScore(
@@ -216,21 +216,21 @@ def test_tasks_at_chance_are_named_and_leave_the_family(tmp_path, monkeypatch, g
     )
     chance = {"arc_easy": before if guessing else 0.1}
     monkeypatch.setattr("qbench.comparison.effects.chance_of_tasks", lambda *_: chance)
-    found = compare(store)
-    assert (("mine", "arc_easy", "acc") in found.at_chance) is guessing
-    assert ("At chance unquantized" in render(found)) is guessing
+    result = compare(store)
+    assert (("mine", "arc_easy", "acc") in result.at_chance) is guessing
+    assert ("At chance unquantized" in render(result)) is guessing
     names = ("arc_easy", "acc", True)
-    row = next(r for r in found.lines if (r.task, r.metric, r.quantized) == names)
+    row = next(r for r in result.lines if (r.task, r.metric, r.quantized) == names)
     assert (row.damages["mine"].p_holm is None) is guessing
     share = None if guessing else pytest.approx((after - 0.1) / (before - 0.1))
-    assert kept(found, row, "mine") == share
+    assert kept(result, row, "mine") == share
 
 
 def test_chance_is_one_of_the_choices_and_0_without_any():
     store = Store(Path(__file__).parents[2] / "results" / "published-27m-gguf")
-    found = chance_of_tasks(compare(store, statistics=False), store)
-    assert (found["piqa"], found["lambada_openai"]) == (0.5, 0.0)
-    assert found["arc_easy"] == pytest.approx(0.25, abs=0.001)  # a few have three or five choices
+    result = chance_of_tasks(compare(store, statistics=False), store)
+    assert (result["piqa"], result["lambada_openai"]) == (0.5, 0.0)
+    assert result["arc_easy"] == pytest.approx(0.25, abs=0.001)  # a few have three or five choices
 
 
 def test_an_archive_without_responses_is_compared_all_the_same():

@@ -101,8 +101,8 @@ def test_the_csv_has_each_part_in_a_column(comparison):
         for row in csv.DictReader(io.StringIO(render(comparison, format="csv")))
     }
     names = ("precision", "activations", "arithmetic", "kv_cache")
-    told = [rows["hqq-3bit"][name] for name in names]
-    assert told == ["W4A8KV4", "int8 per token", "simulated", "int4 per head and token"]
+    shown = [rows["hqq-3bit"][name] for name in names]
+    assert shown == ["W4A8KV4", "int8 per token", "simulated", "int4 per head and token"]
     assert rows["gptq-8bit"]["arithmetic"] == "real"
     assert rows["gptq-4bit"]["precision"] == "W4A16"
     assert rows["gptq-4bit"]["activations"] == ""
@@ -112,9 +112,9 @@ def test_tables_of_weights_alone_stay_as_they_were(tmp_path):
     store = make_store(
         tmp_path / "weights", quantizers=("bf16", "gptq-4bit"), sizes={"arc_easy": 60}
     )
-    found = compare(store)
-    assert "In brackets" not in render(found)
-    assert "precision" not in render(found, format="csv").splitlines()[0]
+    result = compare(store)
+    assert "In brackets" not in render(result)
+    assert "precision" not in render(result, format="csv").splitlines()[0]
 
 
 def test_compare_and_the_gate_write_the_precision_and_hold_what_was_measured(store, tmp_path):
@@ -135,16 +135,16 @@ def test_compare_and_the_gate_write_the_precision_and_hold_what_was_measured(sto
     assert [(g.cell, g.metric) for g in result.gates if g.outcome == "fail"] == [
         ("softpick/hqq-2bit", "activation_error")
     ]
-    told = changes_table(compare_results(store, new))
-    assert "softpick/hqq-3bit (W4A8KV4, simulated)" in told
-    assert "softpick/hqq-2bit: W16A8, simulated before, W16A8, real now" in told
+    shown = changes_table(compare_results(store, new))
+    assert "softpick/hqq-3bit (W4A8KV4, simulated)" in shown
+    assert "softpick/hqq-2bit: W16A8, simulated before, W16A8, real now" in shown
 
 
 def test_a_finished_cell_says_what_was_measured_of_each_part(store):
-    told = {cell.cell: summary(store.get(cell)) for cell in store.manifest().cells}
-    assert "bits per weight" in told["softmax/gptq-4bit"]
-    assert "activation" not in told["softmax/gptq-4bit"]
-    assert "bits per weight" not in told["softmax/hqq-2bit"]
-    assert told["softmax/hqq-2bit"].endswith("; 8 bits per activation, error 0.012)")
-    assert "bits per weight, weight error" in told["softmax/hqq-3bit"]
-    assert "8 bits per activation, error 0.012" in told["softmax/hqq-3bit"]
+    shown = {cell.cell: summary(store.get(cell)) for cell in store.manifest().cells}
+    assert "bits per weight" in shown["softmax/gptq-4bit"]
+    assert "activation" not in shown["softmax/gptq-4bit"]
+    assert "bits per weight" not in shown["softmax/hqq-2bit"]
+    assert shown["softmax/hqq-2bit"].endswith("; 8 bits per activation, error 0.012)")
+    assert "bits per weight, weight error" in shown["softmax/hqq-3bit"]
+    assert "8 bits per activation, error 0.012" in shown["softmax/hqq-3bit"]

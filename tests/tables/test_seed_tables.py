@@ -110,10 +110,10 @@ def test_a_missing_cell_takes_its_line_over_seeds_away_not_the_others(tmp_path):
         tmp_path / "grid", checkpoints=MEMBERS, quantizers=("bf16", "gptq-2bit"), sizes=SIZES,
         missing=("softpick.2/gptq-2bit",), replicates=GROUPS,
     )  # fmt: skip
-    found = compare(store)
-    deltas = {(s.quantizer, bool(s.deltas)) for s in found.seeds}
+    result = compare(store)
+    deltas = {(s.quantizer, bool(s.deltas)) for s in result.seeds}
     assert deltas == {("bf16", True), ("gptq-2bit", False)}
-    assert "softpick.2/gptq-2bit: missing" in render(found)
+    assert "softpick.2/gptq-2bit: missing" in render(result)
 
 
 def test_a_pair_that_differs_in_the_normalizer_alone_is_told_to(tmp_path):

@@ -30,9 +30,9 @@ def plain(store):
 
 
 def test_there_is_one_table_a_method_each_with_the_unquantized_rows(store):
-    found = by_method(plain(store))
-    assert [part.name for part in found] == ["GPTQ", "HQQ"]
-    for part in found:
+    result = by_method(plain(store))
+    assert [part.name for part in result] == ["GPTQ", "HQQ"]
+    for part in result:
         assert {line.title for line in part.lines} == {"Unquantized", part.name}
         assert part.lines[0].quantizer == "bf16"
 
@@ -87,8 +87,8 @@ def test_every_further_checkpoint_has_a_table_with_the_first(tmp_path, checkpoin
         tmp_path, sizes=SMALL, checkpoints=checkpoints, quantizers=("bf16", "hqq-2bit")
     )
     heads = [line for line in render(plain(store)).splitlines() if line.startswith("| Task")]
-    found = [[cell.strip() for cell in head.strip("|").split("|")][3:-1] for head in heads]
-    assert found == columns
+    result = [[cell.strip() for cell in head.strip("|").split("|")][3:-1] for head in heads]
+    assert result == columns
 
 
 def test_an_unknown_format_names_the_known_ones(store):
