@@ -133,7 +133,7 @@ def test_keys_are_the_same_in_another_process_and_folder(tmp_path, copies):
 
 def test_a_gpu_of_another_kind_is_another_key(tmp_path, copies, monkeypatch):
     """The driver is asked; here there is none, so that its answer is put in."""
-    monkeypatch.setattr("qbench.checkpoints.find.choose", lambda *_: "reference")
+    monkeypatch.setattr(sys.modules["qbench.checkpoints.find"], "choose", lambda *_: "reference")
     found = []
     for name in ("NVIDIA H200", "NVIDIA L4", "NVIDIA L4"):
         monkeypatch.setattr(planning, "hardware", lambda _, name=name: name)
