@@ -44,6 +44,9 @@ from qbench.store import Store
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 ROUNDS_CACHES = Version(transformers.__version__).release < (5, 24)
+# Earlier releases refuse one code per byte, say less of scales that do not fit, and read GPTQ's
+# groups off the file: the audit finds those right.
+OLDER = Version(transformers.__version__).release < (5, 23)
 TASKS = ("demo_choice",)
 WITH_ACTIVATIONS = ("bnb-int8", "torchao-w8a8", "ct-w8a8", "ct-fp8", "ct-fp8-block", "ct-nvfp4")
 
@@ -190,6 +193,7 @@ def test_biases_and_norms_of_a_copy_are_held_against_the_original_s(name, whole,
     )
 
 
+@pytest.mark.skipif(OLDER, reason="transformers before 5.23 expects packed codes")
 def test_a_copy_s_lm_head_may_be_quantized_as_its_layers_are(copies, tmp_path):
     """In whole bytes: compressed-tensors itself expects weights alone to be packed."""
     copy = copies("int8-rows")
@@ -557,7 +561,10 @@ UNUSABLE = {  # what is wrong: the copy, a change of its tensors and of its conf
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", UNUSABLE)
+LATER = {"other groups than stated", "scales of other shapes"} if OLDER else set()
+
+
+@pytest.mark.parametrize("what", [what for what in UNUSABLE if what not in LATER])
 def test_a_copy_that_cannot_be_used_is_refused_when_it_is_loaded(what, copies, tmp_path):
     name, change, config, words = UNUSABLE[what]
     if "tie_word_embeddings" not in config:
