@@ -22,6 +22,7 @@ The cache keeps results of runs for later runs, each under its content key:
     CACHE/distributions/<key16>.safetensors                   hidden states that measure damage
     CACHE/cells/<key16>.json, <key16>.….parquet               finished records with their tables
     CACHE/tasks/<key16>.json, <key16>.….parquet               finished tasks of a cell, with tables
+    CACHE/budget/<key16>.json                                 costs of layers (`qbench budget`)
     CACHE/digests/<key16>.json                                of large files, with their identity
     CACHE/fits/<key16>.json                                   tensors that do not fit
     CACHE/sources/<run>.json                                  where a run read its tasks
@@ -738,7 +739,7 @@ class Entry:
     """One entry of the cache: its files, their size in bytes and the time of its last use in
     seconds since 1970."""
 
-    kind: str  # "weights", "hidden states", "cell" or "task"
+    kind: str  # "weights", "hidden states", "costs", "cell" or "task"
     path: Path
     files: tuple[Path, ...]
     bytes: int
@@ -771,6 +772,7 @@ def entries(cache: Path) -> list[Entry]:
             (path, [path, path.with_name(f"{path.name}.digest")])
             for path in cache.glob("distributions/*.safetensors")
         ],
+        "costs": [(path, [path]) for path in cache.glob("budget/*.json")],
     }
     for kind in ("cell", "task"):
         files[kind] = [

@@ -26,11 +26,13 @@ from qbench.budget.choose import (
 )
 from qbench.checkpoints import find
 from qbench.errors import QbenchError
+from qbench.files import cache_folder
 from qbench.quantizers import packed
 from qbench.quantizers.linear import linears
 from qbench.quantizers.registry import config_of
 from qbench.recipe import Recipe
 from qbench.statistics import Missing
+from qbench.store import entries
 
 OPTIONS = (
     "--checkpoint", f"m={DEMO / 'softpick'}", "--data", DEMO / "data", "--definitions",
@@ -177,6 +179,7 @@ def test_a_stopped_search_goes_on_and_the_mix_is_run_and_compared(tmp_path, monk
     printed = capfd.readouterr().out
     assert "above the floor of rounding, sum to a KL of" in printed, printed
     assert (tmp_path / "budget.svg").read_text().startswith("<?xml")
+    assert sum(entry.kind == "costs" for entry in entries(cache_folder())) > 5
     before = len(calls)
     assert qbench(*command) == 0
     assert len(calls) == before

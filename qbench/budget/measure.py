@@ -40,7 +40,8 @@ Hessians = list[tuple[list[str], Tensor | None]]  # of the layers with the same 
 
 
 class Kept:
-    """A file of the cache with numbers by name, under the key of a cell and a search text."""
+    """Holds numbers by name, ``values``, in a file of the cache under the key of a ``cell`` and a
+    search ``text``; an intact file is read, a damaged one begins anew. ``kind``: what they are."""
 
     def __init__(self, cache: Path, kind: str, cell: Cell, text: SearchText) -> None:
         code = digest_of([Path(__file__).parent, Path(__file__).parents[1] / "analysis"])
@@ -64,8 +65,8 @@ class Kept:
 
 
 class FromBlocks(Baseline):
-    """The unquantized model's predictions on texts, and the inputs of its decoder blocks, so that
-    of a changed model only the changed block and those after it are computed."""
+    """Holds the unquantized model's predictions on texts ``ids`` [N, T], and the inputs of its
+    decoder blocks: of a changed model only the changed block and those after it are computed."""
 
     def __init__(self, model: PreTrainedModel, ids: Tensor) -> None:
         self.root, self.blocks = decoder_blocks(model)
@@ -88,8 +89,8 @@ class FromBlocks(Baseline):
         self._start = 0
 
     def kl(self, modules: Mapping[str, nn.Module]) -> float:
-        """Return the KL divergence, nats per token, with ``modules``, all of one block or from
-        anywhere, in the places of the model's."""
+        """Return the KL divergence, nats per token, with ``modules``, by name, in the places of the
+        model's. Raises EvaluationError if the logits are not numbers."""
         places = [name.removeprefix(f"{self.root}.").partition(".")[0] for name in modules]
         inside = self.skips and all(place.isdigit() for place in places)
         self._start = min(map(int, places)) if inside else 0
