@@ -8,7 +8,6 @@ from typing import Any
 
 from lm_eval.api.model import LM
 
-from qbench.evaluation.llamacpp import ExternalScorer
 from qbench.evaluation.scoring.logits import Observer
 from qbench.evaluation.scoring.scorer import HFLMScorer, Scorer
 from qbench.evaluation.settings import ScoringSettings
@@ -36,6 +35,8 @@ def language_model(
     EvaluationError.
     """
     if isinstance(model, LM):  # lm-eval's, of another runtime
+        from qbench.evaluation.llamacpp import ExternalScorer  # which imports parts of this package
+
         return ExternalScorer(model, settings)
     if hasattr(model, "scorer"):  # llama.cpp's
         return model.scorer(tokenizer, settings, progress=progress, observer=observer)
