@@ -21,7 +21,7 @@ import pandas as pd
 from qbench.comparison.compare import compare
 from qbench.comparison.rows import Comparison
 from qbench.records import Measured
-from qbench.store import Analyses, Store
+from qbench.store import Analyses, Store, sensitivities
 from qbench.tables import table_files
 
 RESULTS = Path(__file__).parent.parent / "results"
@@ -127,6 +127,11 @@ def read_analyses(folder: Path) -> Iterator[dict[str, object]]:
             yield {**cell, "task": "analysis", "metric": name, "value": value}
         if folder.name == "real-sinks":
             yield from read_layers(record.checkpoint, measured)
+    for record in sensitivities(folder).records() if folder.name == "real-sinks" else ():
+        units = {unit.name: unit for unit in record.units} | {"all": record.together}
+        for name, unit in units.items():
+            yield {"checkpoint": record.checkpoint, "task": "sensitivity", "metric": name,
+                   "value": unit.kl.value, "quantizer": record.quantizer}  # fmt: skip
     for path in sorted(folder.glob("training/*/training.json")):
         log = json.loads(path.read_bytes())
         name = path.parent.name.removeprefix("softmax+").replace("-seed", ".")
