@@ -67,6 +67,8 @@ CASES = [
 @pytest.mark.parametrize(("quantizer", "chosen", "expected", "words"), CASES)
 def test_the_folder_loaded_again_is_the_cell(quantizer, chosen, expected, words, tmp_path):
     pytest.importorskip("compressed_tensors")
+    if expected == "auto-round":
+        pytest.importorskip("auto_round")
     store, record = measured(tmp_path, quantizer)
     line = export_model(store, record, tmp_path / "model", cache_folder(), chosen)
     assert line.startswith(f"base/mine: {expected}; weights: ")

@@ -39,6 +39,7 @@ def run_in_a_process(arguments, folder):
 def plain(text):
     """Without numbers, marks, widths, and names of folders."""
     text = re.sub(r"/\S+/cache", "CACHE", text)
+    text = re.sub(r"\b[0-9a-f]{16}\b", "0", text)  # keys
     text = re.sub(r"^qbench \S+( at \S+)?; .*", "PROGRAM; DATE; HARDWARE", text, flags=re.MULTILINE)
     text = re.sub(r"^  \| .*$", "WROTE", text, flags=re.MULTILINE)  # hangs on the processor, too
     text = re.sub(r"\d{4}-\d\d-\d\dT[\d.-]+(?=\.json)", "DATE", text)
