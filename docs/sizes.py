@@ -59,19 +59,23 @@ def draw_methods() -> pyplot.Figure:
     pyplot.rcParams["svg.hashsalt"] = "qbench"
     figure, panel = pyplot.subplots(figsize=(9, 5.5), layout="constrained")
     heights: dict[float, float] = {}  # of the last label at a size, so that labels do not overlap
-    for method, members in by_method("methods", "smollm2").items():
+    methods = by_method("methods", "smollm2")
+    mean_kl = {m: sum(value("methods", "all", "kl", "smollm2", label) for label in members)
+               / len(members) for m, members in methods.items()}  # fmt: skip
+    for method in sorted(methods, key=mean_kl.__getitem__):
+        members, middle = methods[method], mean_kl[method]
         rows = [find("methods", "all", "kl", "smollm2", one) for one in members]
         values = [row.value for row in rows]
         ends = values if len(rows) > 1 else (rows[0].damage_low, rows[0].damage_high)
-        middle = sum(values) / len(values)
         bits = value("methods", "all", "bits", "smollm2", members[0])
         if bits > 5:
             continue
         bars = [[middle - min(ends)], [max(ends) - middle]]
         panel.errorbar([bits], [middle], bars, fmt="o" if len(rows) > 1 else "s", capsize=3)
-        heights[bits] = max(middle, 1.13 * heights.get(bits, 0))
+        size = round(bits, 1)
+        heights[size] = max(middle, 1.1 * heights.get(size, 0))
         left = 4.3 < bits < 4.45  # beside a column at 4.5
-        panel.text(bits + (-0.025 if left else 0.025), heights[bits], method, fontsize=9,
+        panel.text(bits + (-0.025 if left else 0.025), heights[size], method, fontsize=9,
                    va="center", ha="right" if left else "left")  # fmt: skip
     panel.set(yscale="log", xlabel="bits per weight", title="SmolLM2-135M-Instruct")
     panel.set(xlim=(3.2, 4.8), ylabel="KL divergence from the unquantized model, nats per token")
