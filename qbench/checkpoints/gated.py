@@ -43,17 +43,20 @@ class GatedLlamaAttention(LlamaAttention):
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Any = None,
         past_key_values: Any = None,
+        cache: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the layer's output [B, T, hidden], and the weights if the function has them."""
+        """Return the layer's output [B, T, hidden], and the weights if the function has them. The
+        KV cache is ``past_key_values`` before transformers 5.24, ``cache`` from there on."""
+        cache = past_key_values if cache is None else cache
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         query, key, value = (
             projection(hidden_states).view(shape).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
