@@ -21,7 +21,7 @@ from qbench.comparison.wording import effect_text, interval_text, nats
 from qbench.files import write_atomically
 from qbench.quantizers.config import alike
 from qbench.records import Record
-from qbench.statistics import LOG_MEAN, Effect, Missing, Panel, adjust, effect
+from qbench.statistics import KL_MEAN, Effect, Missing, Panel, adjust, effect
 from qbench.store import Store
 from qbench.viewer.figures import COLOURS, MARKERS, STYLE
 
@@ -80,7 +80,7 @@ def compare_with(store: Store, pairs: Sequence[tuple[str, str]]) -> list[Compari
         if None in both.values():
             answers.append(Missing(reason="no KL divergence was measured"))
         else:
-            answers.append(effect(Panel.of(both), {mix: 1.0, other: -1.0}, LOG_MEAN))
+            answers.append(effect(Panel.of(both), {mix: 1.0, other: -1.0}, KL_MEAN))
     tested = iter(adjust([each for each in answers if isinstance(each, Effect)]))
     answers = [next(tested) if isinstance(each, Effect) else each for each in answers]
     return [
