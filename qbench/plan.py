@@ -36,7 +36,6 @@ from qbench.checkpoints.find import (
     template_problem,
     tokenizer_note,
 )
-from qbench.checkpoints.fit import Begin, compare_tensors
 from qbench.checkpoints.fla import in_transformers_words
 from qbench.errors import (
     CheckpointError,
@@ -407,21 +406,14 @@ def plan(
     gpu: str | None = None,
     only: str | None = None,
     show: bool = False,
-    untrained: Mapping[str, tuple[Checkpoint, Shapes]] | None = None,
-    begin: Begin | None = None,
 ) -> Plan:
     """Find the checkpoints, the tasks and their data, and give every cell its key.
 
     ``device`` is "cpu" or "cuda". ``gpu`` is the name of the GPU of other hosts, None for this
-    host's. ``untrained`` holds checkpoints that do not exist yet, with the shapes of their linear
-    layers. ``begin`` calls a function in a process that imports torch anyway, see
-    :func:`~qbench.checkpoints.fit.compare_tensors`. Raises a QbenchError for what cannot work, also
-    if a cell that matches the glob ``only`` can never run, unless ``show`` is true.
+    host's. Raises a QbenchError for what cannot work, also if a cell that matches the glob ``only``
+    can never run, unless ``show`` is true.
     """
-    untrained = untrained or {}
-    checkpoints = {name: untrained[name][0] for name in untrained} or _checkpoints(recipe)
-    compared = () if untrained or recipe.without_baseline else checkpoints.values()
-    misfits = compare_tensors(compared, begin)
+    checkpoints = _checkpoints(recipe)
     tasks, skipped = find_tasks(recipe)
     tasks += find_answers(recipe)
     groups = find_groups(recipe, skipped)
@@ -445,13 +437,8 @@ def plan(
     )
     cells: list[Cell] = []
     for name, checkpoint in checkpoints.items():
-        _, shapes = untrained.get(name) or (
-            None,
-            {} if recipe.without_baseline else linear_shapes(checkpoint),
-        )
+        shapes = {} if recipe.without_baseline else linear_shapes(checkpoint)
         cells += _cells(planned, name, checkpoint, shapes)
-    if lines := misfits():
-        raise CheckpointError(*lines)
     planned = replace(planned, cells=tuple(cells))
     if not show:
         require_runnable(planned.select(only))

@@ -12,6 +12,8 @@ OPTIONS = {
     "--document": "`qbench view` shows documents, with the texts that were asked",
     "--max-gib": "a limit for `qbench tables` went with --rank; the table lists the GiB of each "
     "precision",
+    "--evaluate": "`qbench run RECIPE --checkpoint NAME=OUT/NAME-seed0` evaluates what was trained",
+    "--tracker": "state/log.jsonl has the numbers of a training",
     "--results": "a run writes into --out DIR; `qbench cache list` names entries by their key",
     "--rank": "the verdict above the tables orders the precisions",
 }
@@ -25,12 +27,13 @@ RECIPE_KEYS = {
 # Values of options of the command line.
 VALUES = {
     ("--format", "html"): "`qbench report` writes a page",
-    ("--tracker", "tensorboard"): "state/log.jsonl has the numbers; `--tracker wandb` logs them",
     ("--to", "tensorboard"): "`--to wandb` writes the same numbers",
 }
 # Keys of a recipe, dotted from its top, without the numbers of list items: "quantizers.threads".
 KEYS = {
-    "compute.travel": "write compute.grad_comm_dtype",
+    "compute.travel": "gradients are averaged in float32",
+    "compute.grad_comm_dtype": "gradients are averaged in float32",
+    "compute.graphs": "a model is compiled as one graph",
     "replicates": "list the paths of a checkpoint, or write its path with *; they are one group",
 }
 # Options and parts of a quantizer.

@@ -35,7 +35,6 @@ from qbench.checkpoints.find import (
     require_fit,
     require_unchanged,
 )
-from qbench.checkpoints.gated import model_class
 from qbench.errors import CheckpointError, QbenchError, UnavailableError, first_line, some
 from qbench.streaming import load_block
 
@@ -184,38 +183,6 @@ def read_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
     attach(model, checkpoint.normalizer, fla.llama_tensors(tensors) if ours else tensors)
     require_stored_head(model, checkpoint.folder, headers)
     return model
-
-
-def tensors_problem(checkpoint: Checkpoint) -> str | None:
-    """Return which tensors are missing, left over or misshapen; None if all fit.
-
-    transformers loads tensors of the shapes that the headers state, without content, into its class
-    without memory: so tied, ignored, renamed and joined ones are those that it knows.
-    """
-    ours, dtypes = fla.recognizes(checkpoint.config), {"I64": torch.int64}
-    kind = model_class(checkpoint.class_name)
-    tensors = {
-        name: torch.empty(header.shape, dtype=dtypes.get(header.dtype), device="meta")
-        for name, header in checkpoint.headers.items()
-    }
-    try:
-        model, report = kind.from_pretrained(
-            None,
-            config=_config(checkpoint),
-            state_dict=dict(tensors),
-            key_mapping=fla.KEY_MAPPING if ours else None,
-            device_map={"": "meta"},
-            dtype=torch.float32,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-        )
-        headers = model_headers(checkpoint)
-        parameters = [headers[name].name for name in _normalizer_tensors(checkpoint, report)]
-        parameters = {name: tensors[name] for name in parameters}
-        attach(model, checkpoint.normalizer, fla.llama_tensors(parameters) if ours else parameters)
-    except Exception as error:  # whatever an odd configuration makes of transformers
-        return _reason(error)
-    return None
 
 
 def _reason(error: Exception) -> str:

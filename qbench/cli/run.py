@@ -5,18 +5,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import importlib.util
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -49,7 +48,7 @@ from qbench.plan import Cell, Plan, cell_names, require_runnable, select, stream
 from qbench.plan import plan as plan_recipe
 from qbench.recipe import Overrides, Recipe, added_column, save
 from qbench.records import Record
-from qbench.runner.grid import find_kept, is_up_to_date, portable, run_cells
+from qbench.runner.grid import find_kept, is_up_to_date, run_cells
 from qbench.runner.progress import Display
 from qbench.runner.workers import EXECUTORS, Workers
 from qbench.store import Store
@@ -79,18 +78,7 @@ class Launcher:
 
         Raises RecipeError if a cell that matches ``only`` can never run, unless ``show`` is true.
         """
-        begin = None  # a process of its own, which ends
-        if isinstance(self.executor, Workers):
-            begin = self._begin
-        elif self.executor is None and not show:  # cells follow in this process
-            begin = functools.partial
-        return plan_recipe(
-            self.recipe, device=self.device, gpu=self.gpu, only=only, show=show, begin=begin
-        )
-
-    def _begin(self, function: Callable[..., Any], argument: object) -> Callable[[], Any]:
-        assert self.executor is not None
-        return self.executor.submit(portable(functools.partial(function, argument))).result
+        return plan_recipe(self.recipe, device=self.device, gpu=self.gpu, only=only, show=show)
 
     @contextlib.contextmanager
     def display(self, cells: int) -> Iterator[Display]:

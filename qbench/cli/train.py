@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
-from qbench.checkpoints import Checkpoint
-from qbench.checkpoints.find import Shapes
-from qbench.cli import run
 from qbench.cli.app import show_written
-from qbench.cli.options import ClusterOption, DeviceOption, NewFolder
-from qbench.errors import RecipeError, UnavailableError
+from qbench.cli.options import DeviceOption, NewFolder
+from qbench.errors import RecipeError
 from qbench.files import require_folder
 from qbench.machine import choose_device, redirected, terminal
-from qbench.plan import plan
-from qbench.recipe import Overrides, Recipe
 from qbench.records import Training
-from qbench.text import group_by_reason
 from qbench.training.data import Tokenizing, read_token_files
 from qbench.training.data import tokenize as write
 from qbench.training.training_recipe import TrainingRecipe
@@ -99,11 +92,7 @@ def train(
     sequences: Annotated[int | None, typer.Option(min=1)] = None,
     out: NewFolder = None,
     device: DeviceOption = "auto",
-    gpus: Annotated[str | None, typer.Option(metavar="all|N")] = None,
     stop_after: Annotated[int | None, typer.Option(min=1, metavar="STEPS")] = None,
-    tracker: Annotated[Literal["wandb"] | None, typer.Option(metavar="wandb")] = None,
-    evaluate: Annotated[Path | None, typer.Option(metavar="RECIPE")] = None,
-    cluster: ClusterOption = None,
 ) -> None:
     """Train the models of a recipe: every seed with every normalizer, alike in all else.
 
@@ -125,11 +114,7 @@ def train(
     tokens: Tokens of each run, instead of the recipe's.
     sequences: Sequences that a device takes at once; fewer need less memory.
     out: Where checkpoints, records and curves go. Default: training/NAME.
-    gpus: With --evaluate: GPUs of this host to use. Default: one.
     stop_after: Stop each run after this many steps, this time.
-    tracker: Also log to Weights & Biases, if it is installed.
-    evaluate: After training, run this recipe on the trained checkpoints instead of its own; results
-        go to OUT/evaluation.
     """
     loaded = TrainingRecipe.load(
         recipe,
@@ -139,28 +124,14 @@ def train(
         data=data,
         sequences=sequences,
     )
-    if tracker and find_spec(tracker) is None:
-        raise UnavailableError(f"--tracker {tracker}: {tracker} is not installed")
     folder = out or Path("training") / loaded.name
     require_folder(folder, "--out")
     where = choose_device(device)
     files = read_token_files(Path(loaded.data.tokens))
     planned_runs = loaded.runs()
-    trained: dict[str, list[int]] = {}
-    for of, run_seed in planned_runs:
-        trained.setdefault(of, []).append(run_seed)
-    if evaluate is not None:
-        evaluated = require_evaluable(evaluate, trained, folder)
-        if gpus is not None and (cluster or "local").partition(":")[0] != "local":
-            raise RecipeError(f"--cluster {cluster}: its workers are running; leave --gpus out")
-    elif cluster is not None or gpus is not None:
-        raise RecipeError("--cluster and --gpus: each needs --evaluate RECIPE")
     # torch, once the input is known to be right
     from qbench.training import checkpoint, loop
 
-    if evaluate is not None:
-        untrained = loop.untrained(loaded, files)
-        require_plannable(evaluated, untrained, device="cuda" if cluster else where)
     name = "train" if len(planned_runs) > 1 else f"train-{loop.run_name(*planned_runs[0])}"
     with (
         loop.joined(where) as processes,
@@ -178,7 +149,6 @@ def train(
             folder,
             processes=processes,
             log=say,
-            wandb=bool(tracker),
             stop_after=stop_after,
         )
     if not processes.is_main_process:
@@ -186,16 +156,6 @@ def train(
     show_trained(trainings, len(planned_runs))
     curves = checkpoint.draw(folder)
     show_written([folder, *([curves] if curves else [])])
-    if evaluate is not None and len(trainings) == len(planned_runs):
-        checkpoints = {
-            of: f"{folder}/{of}-seed{'*' if len(seeds) > 1 else seeds[0]}"
-            for of, seeds in trained.items()
-        }
-        run.run(
-            recipe=evaluate, overrides=Overrides(checkpoints=checkpoints),
-            out=folder / "evaluation", device=device,
-            cluster=cluster, gpus=gpus,
-        )  # fmt: skip
 
 
 def show_trained(trainings: Sequence[Training], planned_runs: int) -> None:
@@ -213,37 +173,3 @@ def show_trained(trainings: Sequence[Training], planned_runs: int) -> None:
         typer.echo(line)
     if len(trainings) < planned_runs:
         typer.echo(f"{len(trainings)} of {planned_runs} runs are done; the same command continues")
-
-
-def require_evaluable(recipe: Path, trained: Mapping[str, Sequence[int]], folder: Path) -> Recipe:
-    """Return the recipe of ``--evaluate``. Raises RecipeError if it has other checkpoints than
-    those ``trained`` into ``folder``: seeds, by normalizer."""
-    places = dict.fromkeys(trained, str(recipe.parent))  # of checkpoints that are not there yet
-    evaluated = Recipe.load(recipe, Overrides(checkpoints=places))
-    if others := [name for name in evaluated.checkpoints if name not in trained]:
-        raise RecipeError(
-            f"--evaluate {recipe}: checkpoints.{others[0]}: is not trained here "
-            f"({', '.join(trained)}); leave it out of the recipe"
-        )
-    folders = {path.name for name in trained for path in folder.glob(f"{name}-seed*")}
-    if more := sorted(
-        folders - {f"{name}-seed{seed}" for name in trained for seed in trained[name]}
-    ):
-        raise RecipeError(
-            f"--evaluate {recipe}: {folder} holds {more[0]} too, a seed that this command does not "
-            "train; add it, or name another --out"
-        )
-    return evaluated
-
-
-def require_plannable(
-    recipe: Recipe, untrained: Mapping[str, tuple[Checkpoint, Shapes]], *, device: str
-) -> None:
-    """Raise QbenchError if the ``recipe`` of ``--evaluate`` cannot be planned for the ``untrained``
-    checkpoints: data are missing, or a quantizer does not fit the layers."""
-    planned = plan(recipe, device=device, gpu="", show=True, untrained=untrained)
-    refused = (
-        (cell.name, cell.unsupported_reason) for cell in planned.cells if cell.unsupported_reason
-    )
-    if lines := group_by_reason(refused):
-        raise RecipeError(*(f"--evaluate: {line}" for line in lines))

@@ -1,5 +1,5 @@
 """The folder of one training: the state that it resumes from, its checkpoints, its
-record, and its log: JSON Lines, Weights & Biases if it is asked for, the curves of all runs."""
+record, and its log as JSON Lines; the curves of all runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from pydantic import BaseModel, ValidationError
@@ -21,7 +21,7 @@ from transformers import LlamaForCausalLM
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.checkpoints import fla
 from qbench.checkpoints.find import CONFIG, SINGLE
-from qbench.errors import DamagedError, TrainingError, UnavailableError, first_line, validation_line
+from qbench.errors import DamagedError, TrainingError, first_line, validation_line
 from qbench.files import content_key, file_digest, replacing, save_tensors, write_atomically
 from qbench.records import TRAINING_FILE, Training, TrainingSession, read_training
 from qbench.training.data import (
@@ -34,10 +34,6 @@ from qbench.training.data import (
 from qbench.training.model import checkpoint_config
 from qbench.training.training_recipe import TrainingRecipe
 
-if TYPE_CHECKING:
-    from accelerate.tracking import GeneralTracker
-
-
 STATE, LOG, CURVES = "state", "log.jsonl", "curves.svg"
 
 
@@ -45,27 +41,19 @@ class Log:
     """The log of a run, one JSON object per line: ``kind`` (step or watch), ``step``, and
     numbers."""
 
-    def __init__(
-        self, path: Path, lines: list[dict[str, Any]], tracker: GeneralTracker | None = None
-    ) -> None:
+    def __init__(self, path: Path, lines: list[dict[str, Any]]) -> None:
         """Write ``lines``, those so far, to ``path``; new ones are added to both."""
         self.lines = lines
         write_atomically(path, "".join(json.dumps(line) + "\n" for line in lines).encode())
         self._file = path.open("a", encoding="utf-8")
-        self._tracker = tracker
 
     def write(self, kind: str, step: int, **values: float | int | None) -> None:
         self.lines.append({"kind": kind, "step": step, **values})
         self._file.write(json.dumps(self.lines[-1]) + "\n")
         self._file.flush()
-        if self._tracker is not None:
-            named = {f"{kind}/{name}": value for name, value in values.items()}
-            self._tracker.log(named, step=step)
 
     def close(self) -> None:
         self._file.close()
-        if self._tracker is not None:
-            self._tracker.finish()
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
@@ -76,21 +64,6 @@ def read_log(path: Path) -> list[dict[str, Any]]:
         with suppress(ValueError):
             lines.append(json.loads(line))
     return [line for line in lines if isinstance(line, dict) and "step" in line]
-
-
-def open_wandb(folder: Path, settings: dict[str, Any]) -> GeneralTracker:
-    """Start a run of Weights & Biases in the project qbench, named after ``folder``.
-
-    Raises UnavailableError if it does not start, as without a login.
-    """
-    from accelerate.tracking import WandBTracker
-
-    try:
-        tracker = WandBTracker("qbench", name=folder.name, config=settings, resume="allow")
-        tracker.start()
-    except Exception as error:  # whatever the library raises
-        raise UnavailableError(f"--tracker wandb: {first_line(error)}") from error
-    return tracker
 
 
 PANELS = (

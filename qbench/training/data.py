@@ -277,7 +277,7 @@ def first_token(recipe: TrainingRecipe, files: TokenFiles) -> int | None:
     return files.about.bos if recipe.data.bos_first else None
 
 
-def require_data(recipe: TrainingRecipe, files: TokenFiles, *, processes: int, device: str) -> None:
+def require_data(recipe: TrainingRecipe, files: TokenFiles, *, processes: int) -> None:
     """Raise RecipeError if the recipe, the data and the processes do not fit together, DataError if
     there are too few held-out texts to evaluate."""
     about = files.about
@@ -294,12 +294,6 @@ def require_data(recipe: TrainingRecipe, files: TokenFiles, *, processes: int, d
             f"batch.sequences {recipe.batch.sequences} × {processes} processes must divide "
             f"the {recipe.global_batch_size} sequences of a step; lower it, here or with "
             "--sequences"
-        )
-    on_cpus = processes > 1 and device == "cpu"
-    if on_cpus and recipe.compute.grad_comm_dtype == "bfloat16":
-        raise RecipeError(
-            "compute.grad_comm_dtype: CPU processes can average gradients in float32 only; set it "
-            "to float32"
         )
     if len(sequences(recipe, files)) < recipe.global_batch_size:
         raise RecipeError(

@@ -23,13 +23,9 @@ from torch.nn.utils import clip_grad_norm_
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from qbench.analysis.measure import measure
-from qbench.checkpoints import Checkpoint
-from qbench.checkpoints.find import Shapes
-from qbench.checkpoints.load import without_weights
 from qbench.errors import EvaluationError, TrainingError, UnavailableError
 from qbench.files import clean_temporaries, code_digest, digest_of
 from qbench.machine import environment
-from qbench.quantizers.linear import matrices
 from qbench.records import (
     TRAINING_FILE,
     TrainedOn,
@@ -38,12 +34,11 @@ from qbench.records import (
     TrainingSession,
     write_record,
 )
-from qbench.training.checkpoint import Log, Run, open_wandb
+from qbench.training.checkpoint import Log, Run
 from qbench.training.data import TokenFiles, dataloader, require_data, sequences, watched_rows
 from qbench.training.model import (
     adamw,
     attention_kernels,
-    checkpoint_config,
     deterministic,
     initial_model,
     learning_rate,
@@ -129,7 +124,7 @@ class Trainer:
         self._values: list[Tensor] = []  # [loss, gradient norm] of each step since the last log
         self._began = 0.0
 
-    def train(self, *, wandb: bool, stop_after: int | None) -> None:
+    def train(self, stop_after: int | None) -> None:
         """Take the steps that are left, or ``stop_after`` of them.
 
         Raises TrainingError if the loss is not finite or far above the lowest so far; the last good
@@ -151,8 +146,7 @@ class Trainer:
         )  # fmt: skip
         progress.sessions.append(session)
         if self.processes.is_main_process:
-            tracker = open_wandb(run.folder, recipe.settings()) if wandb else None
-            self._log = Log(run.log, progress.log, tracker)
+            self._log = Log(run.log, progress.log)
         started = self._began = time.monotonic()
         try:
             if first == 0:
@@ -310,7 +304,6 @@ def train_recipe(
     *,
     processes: PartialState,
     log: Callable[[str], None],
-    wandb: bool = False,
     stop_after: int | None = None,
 ) -> list[Training]:
     """Train the runs that are not finished, or ``stop_after`` steps of each. Each run's checkpoint
@@ -318,7 +311,7 @@ def train_recipe(
 
     Returns the records of the finished runs. Raises TrainingError if one breaks.
     """
-    require_data(recipe, files, processes=processes.num_processes, device=processes.device.type)
+    require_data(recipe, files, processes=processes.num_processes)
     records = []
     for normalizer, seed in recipe.runs():
         name = run_name(normalizer, seed)
@@ -334,29 +327,12 @@ def train_recipe(
                 trainer = Trainer(
                     run, processes=processes, log=lambda line, name=name: log(f"{name}: {line}")
                 )
-                trainer.train(wandb=wandb, stop_after=stop_after)
+                trainer.train(stop_after)
                 if trainer.progress.step == recipe.steps:
                     record = _record(trainer)
         if record is not None:
             records.append(record)
     return records
-
-
-def untrained(recipe: TrainingRecipe, files: TokenFiles) -> dict[str, tuple[Checkpoint, Shapes]]:
-    """Return, by attention function, the checkpoint that will be trained and the shapes of its
-    linear layers, as a plan needs them."""
-    by_normalizer = {}
-    for normalizer in recipe.normalizers:
-        checkpoint = Checkpoint(
-            source=normalizer, folder=files.folder, normalizer=normalizer, digest="", files=(),
-            config=checkpoint_config(recipe.model, normalizer, **files.about.special),
-        )  # fmt: skip
-        layers = matrices(without_weights(checkpoint)).values()
-        shapes: Shapes = {
-            layer.name: (layer.weight.shape[0], layer.weight.shape[1]) for layer in layers
-        }
-        by_normalizer[normalizer] = checkpoint, shapes
-    return by_normalizer
 
 
 def run_name(normalizer: str, seed: int | str) -> str:

@@ -13,7 +13,6 @@ import torch
 from accelerate import PartialState
 from torch import Tensor, nn
 from torch._inductor import config
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
@@ -203,22 +202,8 @@ class Loss(nn.Module):
         half = embedded.dtype != torch.float32
         with torch.autocast(embedded.device.type, embedded.dtype, enabled=half):
             states = self.decoder(inputs_embeds=embedded, use_cache=False).last_hidden_state
-            return self.of_states(states, targets)
-
-    def of_states(self, states: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss of the last hidden states [B, T, D]."""
-        logits = self.matrix(states)
-        return cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-
-    def compile(self, *, layer_by_layer: bool, **options: Any) -> None:
-        """Compile the model by torch.compile with ``options``: as one graph, or each decoder layer
-        and the head."""
-        if layer_by_layer:
-            for layer in self.decoder.layers:
-                layer.compile(**options)
-            self.of_states = torch.compile(self.of_states, **options)
-        else:
-            self.of_embedded = torch.compile(self.of_embedded, **options)
+            logits = self.matrix(states)
+            return cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 def learning_rate(step: int, steps: int, schedule: Schedule) -> float:
@@ -250,31 +235,23 @@ def adamw(parameters: Iterable[nn.Parameter], settings: Optimizer) -> AdamW:
 def parallel_loss(
     model: LlamaForCausalLM, compute: Compute, processes: PartialState
 ) -> Loss | DistributedDataParallel:
-    """Return the loss of ``model``, compiled if ``compute`` says so, with gradients averaged over
-    ``processes``.
-
-    They are averaged during the backward pass if the model is compiled layer by layer, at its end
-    if it is one graph.
-    """
+    """Return the loss of ``model``, compiled as one graph if ``compute`` says so, with gradients
+    averaged over ``processes``."""
     loss = Loss(model.train(), compute.precision)
     if compute.compile:
         # A recipe's models follow one another: the compiler would take each for the same one
         # compiled again, and give up at the eighth.
         torch._dynamo.reset()
-        loss.compile(
-            layer_by_layer=compute.graphs == "layers", mode=compute.compile,
-            fullgraph=True, dynamic=False,
-        )  # fmt: skip
+        loss.of_embedded = torch.compile(
+            loss.of_embedded, mode=compute.compile, fullgraph=True, dynamic=False
+        )
     if processes.num_processes == 1:
         return loss
     place = processes.device
-    parallel = DistributedDataParallel(
+    return DistributedDataParallel(
         loss, device_ids=[place.index] if place.type == "cuda" else None,
         gradient_as_bucket_view=True, broadcast_buffers=False,  # the same everywhere
     )  # fmt: skip
-    if compute.grad_comm_dtype == "bfloat16":
-        parallel.register_comm_hook(None, bf16_compress_hook)
-    return parallel
 
 
 @contextmanager

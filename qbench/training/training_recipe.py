@@ -30,16 +30,11 @@ class Compute(Strict):
     """``bfloat16``: float32 weights and optimizer, passes in bfloat16 under autocast with a
     bfloat16 residual stream. ``deterministic``: the same bits from the same start, which resuming
     rests on. ``compile``: torch.compile's mode, or false; none with CUDA graphs, where a step's
-    second pass overwrites the gradients of its first. ``graphs``: the model compiled whole
-    (``auto``), or layer by layer, so that gradients are averaged over the GPUs while earlier
-    layers' are still computed: for slow links, as it keeps the host busier than the GPUs.
-    ``grad_comm_dtype``: what gradients are averaged in."""
+    second pass overwrites the gradients of its first."""
 
     precision: Literal["bfloat16", "float32"] = "bfloat16"
     attention: Literal["auto", "reference", "triton"] = "auto"
     compile: Literal["default", "max-autotune-no-cudagraphs"] | Literal[False] = "default"
-    graphs: Literal["auto", "whole", "layers"] = "auto"
-    grad_comm_dtype: Literal["float32", "bfloat16"] = "float32"
     deterministic: Flag = True
 
 
@@ -290,5 +285,5 @@ class TrainingRecipe(Strict):
         )
         # As records and states of earlier versions have it, which are compared with it.
         settings["optimizer"]["muon_learning_rate"] = None
-        settings["compute"]["travel"] = settings["compute"].pop("grad_comm_dtype")
+        settings["compute"] |= {"graphs": "auto", "travel": "float32"}
         return settings

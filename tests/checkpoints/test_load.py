@@ -5,8 +5,9 @@ import json
 import pytest
 import torch
 from checkpoints.folders import CONFIG, random_tensors, write
-from loading import load_model, save_as_transformers
+from loading import load_model, require_refused, save_as_transformers
 from safetensors.torch import load_file, save_file
+from tiny import write_tiny
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from qbench.checkpoints import find
@@ -122,3 +123,27 @@ def test_a_parameter_that_is_not_its_files_tensor_is_named(tmp_path, kind):
     assert unlike_files(model, checkpoint) == [
         "model.layers.0.mlp.up_proj.weight: not the tensor of its name in model.safetensors"
     ]
+
+
+@pytest.mark.parametrize(
+    ("size", "value", "words"),
+    [
+        ("vocab_size", 48, r"misshapen: .*\[32, 64\] instead of \[48, 64\]"),
+        ("hidden_size", 80, r"misshapen: .*\[32, 64\] instead of \[32, 80\]"),
+        ("num_hidden_layers", 3, r"missing: model\.layers\.1\..* and \d+ more"),
+    ],
+)
+def test_sizes_that_the_tensors_contradict_are_named(tmp_path, size, value, words):
+    require_refused(find(str(write(tmp_path / "c", {**CONFIG, size: value}))), words)
+
+
+@pytest.mark.parametrize("change", ["missing", "misshapen"])
+def test_experts_that_cannot_be_joined_are_named_as_such(change, tmp_path):
+    folder = write_tiny(tmp_path, "mixtral")
+    tensors = load_file(folder / "model.safetensors")
+    name = next(name for name in tensors if ".experts.3." in name)
+    weight = tensors.pop(name)
+    if change == "misshapen":
+        tensors[name] = torch.zeros(weight.shape[0] + 8, weight.shape[1])
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    require_refused(find(str(folder)), "misshapen|of its experts; is one missing")

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from qbench.checkpoints import find
 from qbench.checkpoints.tokenizer import load_tokenizer
-from qbench.errors import DataError, RecipeError, TrainingError, UnavailableError
+from qbench.errors import DataError, RecipeError, TrainingError
 from qbench.records import read_training
 from qbench.training.checkpoint import draw, read_log
 from qbench.training.loop import _or_inf
@@ -162,21 +162,13 @@ def test_a_second_process_does_not_train_in_the_same_folder(tmp_path, train):
         train(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("graphs", "normalizers"),
-    [
-        ("auto", ["softpick", "sigmoid"]),
-        pytest.param("layers", ["sigmoid"], marks=pytest.mark.slow),
-    ],
-)
-def test_two_processes_train_as_one_does(tmp_path, train, recipe_file, graphs, normalizers):
+def test_two_processes_train_as_one_does(tmp_path, train, recipe_file):
     """Gradients of the normalizers' own parameters are averaged over processes, too, after
     a step's two passes and while the second lasts."""
     own = {"alibi_slopes": {"trained": True}, "sigmoid_bias": {"start": -1.0}}
     settings = {
-        "normalizers": normalizers, "tokens": 1280, "watch": {"every": 20},
+        "normalizers": ["softpick", "sigmoid"], "tokens": 1280, "watch": {"every": 20},
         "model": {"parameters": own}, "batch": {"sequences": 1},
-        "compute": {"graphs": graphs},
     }  # fmt: skip
     path = recipe_file(**settings)
     command = [
@@ -198,20 +190,3 @@ def test_two_processes_train_as_one_does(tmp_path, train, recipe_file, graphs, n
         assert len(learned) == (2 if one.normalizer == "softpick" else 4)
         for key in learned:
             torch.testing.assert_close(theirs[key], ours[key], rtol=1e-2, atol=1e-3)
-
-
-def test_a_tracker_that_does_not_start_is_named(tmp_path, monkeypatch):
-    from accelerate import tracking
-
-    from qbench.training.checkpoint import open_wandb
-
-    class NotLoggedIn:
-        def __init__(self, *arguments, **settings):
-            pass
-
-        def start(self):
-            raise RuntimeError("No API key configured. Use `wandb login` to log in.")
-
-    monkeypatch.setattr(tracking, "WandBTracker", NotLoggedIn)
-    with pytest.raises(UnavailableError, match=r"--tracker wandb: No API key .* `wandb login`"):
-        open_wandb(tmp_path, {})
