@@ -130,9 +130,10 @@ def by_library(maker, whole, ids, attention, out):
     options = {
         "gptaq": {"gptaq": GPTAQConfig()},
         "awq": {"method": METHOD.AWQ, "format": FORMAT.GEMM},
-        "paroquant": {"method": METHOD.PARO, "format": FORMAT.PAROQUANT},
+        "paroquant": {"method": METHOD.PARO, "format": FORMAT.PAROQUANT,
+                      "opt_rotation_epochs": 1, "opt_finetune_epochs": 1},
         "exl3": {"method": METHOD.EXL3, "format": FORMAT.EXL3, "group_size": -1},
-    }.get(maker.method, {})
+    }.get(maker.method, {})  # fmt: skip
     config = QuantizeConfig(**{"bits": maker.num_bits, "group_size": 64} | options)
     model = GPTQModel.load(str(whole), config, **attention)
     rows = [{"input_ids": row[None], "attention_mask": torch.ones_like(row[None])} for row in ids]
@@ -149,7 +150,8 @@ MAKERS = [
     *(pytest.param("autoround-3bit", normalizer, {"group_size": 64, "iters": 3},
                    marks=pytest.mark.slow) for normalizer in ("softmax", "softpick")),
     pytest.param("exl3-3bit", "softpick", {}, marks=pytest.mark.gpu),
-    pytest.param("paroquant-4bit", "softmax", {"group_size": 64}, marks=pytest.mark.gpu),
+    pytest.param("paroquant-4bit", "softmax", {"group_size": 64, "epochs": 1},
+                 marks=pytest.mark.gpu),
 ]  # fmt: skip
 
 

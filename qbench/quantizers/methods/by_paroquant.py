@@ -1,0 +1,28 @@
+"""Copies by GPTQModel's ParoQuant: rotations of pairs of inputs, and the weights after them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from qbench.quantizers.config import settings
+from qbench.quantizers.methods.by_gptqmodel import ABOUT, run
+from qbench.quantizers.methods.library_made import LibraryMade, Texts, maker
+from qbench.quantizers.methods.weight_only import GroupedIntegers
+
+
+@maker("paroquant-4bit", f"ParoQuant {ABOUT} only", num_bits=4)
+@settings
+class ParoQuant(GroupedIntegers, LibraryMade):
+    """Trained layer by layer, with eager attention, in two stages of ``epochs`` each."""
+
+    method, title, requirements = "paroquant", "ParoQuant", ("gptqmodel",)
+    needs_gpu = softmax_only = True
+    epochs: Annotated[int, Field(ge=1, description="of training per stage")] = 10
+
+
+def make(model: Path, out: Path, texts: Texts, settings: ParoQuant) -> None:
+    epochs = dict.fromkeys(("opt_rotation_epochs", "opt_finetune_epochs"), settings.epochs)
+    run(model, out, texts, settings, method="paroquant", **epochs)
