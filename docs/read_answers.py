@@ -19,7 +19,7 @@ from scipy.stats import spearmanr
 
 from qbench.comparison.compare import compare
 from qbench.records import ANSWERS
-from qbench.statistics import LOG_MEAN, Column, Effect, Missing, Panel, adjust, effect
+from qbench.statistics import KL_MEAN, Column, Effect, Missing, Panel, adjust, effect
 from qbench.statistics.effect import DRAWN_ERRORS
 from qbench.store import Store
 
@@ -74,7 +74,7 @@ def correlation(along: Columns, wikitext: Columns) -> tuple[float, float, float]
 def contrast(parts: Columns, one: str, other: str) -> Effect | Missing:
     """Return the logarithm of the KL of ``one`` over that of the ``other``."""
     panel = Panel.of({name: parts[name] for name in (one, other)})
-    return effect(panel, {one: 1, other: -1}, LOG_MEAN)
+    return effect(panel, {one: 1, other: -1}, KL_MEAN)
 
 
 def told_apart(parts: Columns) -> set[tuple[str, str]]:

@@ -12,7 +12,7 @@ from qbench.comparison.effects import columns_by_task, with_effects
 from qbench.comparison.losses import kl_of, score_losses
 from qbench.comparison.rows import Comparison, Row, RowValue, status_of
 from qbench.errors import ResultsError
-from qbench.metrics import rank
+from qbench.metrics import KL_MEAN, rank
 from qbench.records import ANSWERS, GridCell, Record, RunManifest, Score, read_record
 from qbench.store import Store, runs
 
@@ -101,7 +101,7 @@ def _lines(grid: RunManifest, records: Mapping[str, Record]) -> Iterable[Row]:
                     label=like.label if like else task,
                     metric=metric,
                     higher_is_better=like.higher_is_better if like else True,
-                    aggregation=like.aggregation if like else "",
+                    aggregation=_aggregation(like),
                     quantizer=quantizer,
                     method=first.method,
                     title=first.title,
@@ -111,6 +111,13 @@ def _lines(grid: RunManifest, records: Mapping[str, Record]) -> Iterable[Row]:
                         for checkpoint, cell in zip(grid.checkpoints, row, strict=True)
                     ),
                 )
+
+
+def _aggregation(score: Score | None) -> str:
+    """Return how documents become a score; of KL along answers that of all KL divergences."""
+    if score is None:
+        return ""
+    return KL_MEAN if score.metric == "kl" else score.aggregation
 
 
 def _metrics(task: str, scores: Iterable[Scores]) -> dict[str, Score | None]:

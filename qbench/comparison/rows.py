@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from qbench.errors import ResultsError
-from qbench.metrics import LOG_MEAN, LOG_SCALE, REDUNDANT, is_percentage
+from qbench.metrics import KL_MEAN, LOG_MEAN, LOG_SCALE, REDUNDANT, is_percentage
 from qbench.records import (
     Damage,
     Flips,
@@ -174,7 +174,7 @@ class Row:
     @property
     def ratio(self) -> bool:
         """Return whether scores are compared by their ratio, as perplexities and lengths are."""
-        return self.aggregation in (*LOG_SCALE, LOG_MEAN)
+        return self.aggregation in (*LOG_SCALE, LOG_MEAN, KL_MEAN)
 
     def entry(self, checkpoint: str) -> RowValue:
         return next(entry for entry in self.entries if entry.checkpoint == checkpoint)

@@ -317,11 +317,11 @@ def _power(tested: Sequence[tuple[Row, Effect | SeedEffect]]) -> str:
     counts = sorted({each.documents for each in points})
     documents = " to ".join(f"{count:,}" for count in dict.fromkeys((counts[0], counts[-1])))
     ends = dict.fromkeys(f"{100 * size:.1f}" for size in (min(sizes), max(sizes)) if size < 1)
-    seen = f"a loss of accuracy shows from {' to '.join(ends)} points on"
-    seen += ", in some none" if max(sizes) == 1 else ""
-    text = (
-        f"With {documents} documents per task {seen if ends else 'no loss of accuracy can show'}."
-    )
+    seen = f"only a loss of {' to '.join(ends)} accuracy points or more would be detected"
+    seen += ", depending on task and precision" if len(ends) > 1 else ""
+    seen += ", and none in some comparisons" if max(sizes) == 1 else ""
+    seen = seen if ends else "no loss of accuracy would be detected"
+    text = f"With {documents} documents per task, {seen}."
     rest = [each for each in points if not each.significant]
     if not rest or any(each.upper_at(LEVEL / len(rest)) >= 1 for each in rest):
         return text

@@ -398,7 +398,7 @@ def drawing_error(
     total = 0.0
     for column, variance in zip(scores, variances, strict=True):
         if variance is not None:
-            scale = column.values.mean() if aggregation == LOG_MEAN else 1.0
+            scale = column.values.mean() if aggregation in (LOG_MEAN, KL_MEAN) else 1.0
             total += float(variance.values.sum()) / (len(variance.documents) * scale) ** 2
     return math.sqrt(total)
 

@@ -147,7 +147,7 @@ def is_logarithm(aggregation: str) -> bool:
 
 def as_scored(ratio: Floats, aggregation: str) -> Floats:
     """Return what lm-eval makes of Σ values / Σ weights."""
-    if aggregation == LOG_MEAN:
+    if aggregation in (LOG_MEAN, KL_MEAN):
         return ratio
     with np.errstate(over="ignore"):
         return np.exp(-ratio) if aggregation in LOG_SCALE else INFLUENCE[aggregation] * ratio

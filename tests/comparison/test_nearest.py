@@ -254,7 +254,7 @@ def test_a_folder_without_records_or_quantized_columns_says_so(one, tmp_path):
 
 def test_what_is_not_significant_says_what_is_excluded(one):
     said = verdict(one)[-1]
-    assert "With 40 documents per task a loss of accuracy shows from " in said
+    assert "With 40 documents per task, only a loss of " in said
     assert "Losses that are not significant are at most " in said
     assert " documents would show at most 1 point." in said
 

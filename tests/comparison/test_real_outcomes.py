@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from qbench.comparison.changes import read_columns
-from qbench.statistics import Panel, effect
+from qbench.comparison.compare import compare
+from qbench.records import ANSWERS
+from qbench.statistics import KL_MEAN, Panel, effect, score
 from qbench.store import Store
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -33,6 +35,26 @@ def coverage(panel, signs, aggregation, documents, simulations=SIMULATIONS):
         interval = effect(sample, signs, aggregation).interval
         covered += interval.low <= truth <= interval.high
     return covered / simulations
+
+
+def test_kl_along_answers_has_the_interval_of_every_kl():
+    store, result = records("answers")
+    rows = {(row.metric, row.quantizer): row for row in compare(store).lines}
+    cell, kl = "smollm2/rtn-8bit", (ANSWERS, "kl")
+    column = read_columns(store, result[cell], [kl])[kl]
+    interval = rows["kl", "rtn-8bit"].intervals["smollm2"]
+    assert interval == score(Panel.of({cell: column}), cell, KL_MEAN)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("documents", [20, 60])
+@pytest.mark.parametrize("quantizers", [("hqq-4bit",), ("rtn-8bit",), ("hqq-4bit", "gptq-4bit")])
+def test_of_kl_along_answers(quantizers, documents):
+    store, result = records("answers")
+    kl = (ANSWERS, "kl")
+    columns = {name: read_columns(store, result[f"smollm2/{name}"], [kl])[kl] for name in quantizers}
+    signs = dict(zip(quantizers, (1, -1), strict=False))
+    assert coverage(Panel.of(columns), signs, KL_MEAN, documents) >= LEAST
 
 
 @pytest.mark.slow
