@@ -52,7 +52,9 @@ def test_kl_along_answers_has_the_interval_of_every_kl():
 def test_of_kl_along_answers(quantizers, documents):
     store, result = records("answers")
     kl = (ANSWERS, "kl")
-    columns = {name: read_columns(store, result[f"smollm2/{name}"], [kl])[kl] for name in quantizers}
+    columns = {
+        name: read_columns(store, result[f"smollm2/{name}"], [kl])[kl] for name in quantizers
+    }
     signs = dict(zip(quantizers, (1, -1), strict=False))
     assert coverage(Panel.of(columns), signs, KL_MEAN, documents) >= LEAST
 
