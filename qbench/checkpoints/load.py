@@ -21,6 +21,7 @@ from transformers import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+import qbench.checkpoints.gated  # noqa: F401, makes its class known to transformers
 from qbench.attention.implementation import NATIVE
 from qbench.attention.transformers import set_attention
 from qbench.checkpoints import fla
