@@ -506,7 +506,7 @@ def estimate(cell: Cell, plan: Plan) -> Estimate | None:
         seconds += rate * parameters / 1e9
     if cell.quantization.needs_calibration and text is not None:
         read = text.samples * text.length
-        seconds += 2 * operations * cores * read / rates.score["exact"]  # on a CPU by one core
+        seconds += operations * read / rates.score["exact"]
         calibration = read * token
     if plan.recipe.evaluation.device_map and plan.device == "cuda":
         memory /= len(visible_gpus())

@@ -4,9 +4,13 @@ of a model."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
+from queue import SimpleQueue
+from threading import Thread, local
 from typing import Any
 
 import torch
@@ -16,11 +20,14 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedTokenizerBase
 
 from qbench.errors import DataError, QuantizationError, some
+from qbench.files import GIB
+from qbench.machine import memory_gib
 from qbench.progress import Advance
 from qbench.quantizers.config import ignore_advice
 from qbench.quantizers.texts import CalibrationText, draw_windows
-from qbench.streaming import Stop, decoder_blocks, offload
+from qbench.streaming import Stop, decoder_blocks, offload, offload_device
 
+CORES = torch.get_num_threads()  # of this process, before quantizing sets it to one
 Call = Callable[[Tensor], Any]  # of a block on hidden states
 
 
@@ -218,10 +225,154 @@ class SequentialCalibrator:
         return [sums[name].mul_(2 / tokens[name]) if tokens[name] else None for name in layers]
 
     @torch.no_grad()
+    def sequence(
+        self, index: int, layers: Sequence[str], tell: Callable[[float], None] = lambda _: None
+    ) -> Iterator[Tensor | None]:
+        """Yield the Hessian of each of the ``layers`` of block ``index`` as ``hessians`` returns
+        it, then do what ``advance`` does. The caller may change the weights of a layer and of those
+        with the same input before it takes the next Hessian. ``tell`` is called with the share of
+        the layers that is done, 0 to 1.
+
+        If there is memory for it, each batch runs through the block once and pauses at each layer,
+        on a CPU one batch per core; sums are added in the order of the batches all the same. Else
+        each Hessian takes a forward from the beginning of the block.
+        """
+        if not self._can_pause(index, layers):
+            for number, name in enumerate(layers):
+                tell(number / len(layers))
+                yield self.hessians(index, [name])[0]
+            self.advance(index)
+            return
+        block, at_once = self.blocks[index], CORES if self._device.type == "cpu" else 1
+        hooks = [
+            block.get_submodule(name).register_forward_pre_hook(partial(_pause, number))
+            for number, name in enumerate(layers)
+        ]
+        calls = [partial(self.run, index, batch) for batch in range(len(self._states))]
+        forwards = [_PausedForward(call, self._device) for call in calls]
+        try:
+            with _hooks(*hooks):
+                for number in range(len(layers) + 1):
+                    total, tokens = None, 0
+                    for done, result in enumerate(_results(forwards, number, at_once), 1):
+                        if result is not None:
+                            product, count = result
+                            total = product if total is None else total.add_(product)
+                            tokens += count
+                        tell((number + done / len(forwards)) / (len(layers) + 1))
+                    if number < len(layers):
+                        yield None if total is None else total.mul_(2 / tokens)
+            for batch, before in enumerate(self._states):
+                output = _states(forwards[batch].output)
+                self._states[batch] = offload(self._model, output, before)
+        finally:
+            for forward in forwards:
+                forward.end()
+
+    def _can_pause(self, index: int, layers: Sequence[str]) -> bool:
+        """Return whether memory holds what every batch has computed up to any of the ``layers``:
+        about four hidden states, and two inputs of the widest layer."""
+        if offload_device(self._model) != self._device:
+            return False
+        inputs = [self.blocks[index].get_submodule(name).in_features for name in layers]
+        widest = max(inputs, default=0)
+        needed = sum(
+            (4 * states.numel() + 2 * widest * states.numel() // states.shape[-1]) * states.itemsize
+            for states in self._states
+        )
+        if self._device.type == "cpu":
+            return needed < memory_gib("cpu") * GIB / 2
+        cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        return needed < (torch.cuda.mem_get_info()[0] + cached) / 2
+
+    @torch.no_grad()
     def advance(self, index: int) -> None:
         """Replace the hidden states by the outputs of block ``index``, the inputs of the next."""
         for batch, before in enumerate(self._states):
             self._states[batch] = offload(self._model, _states(self.run(index, batch)), before)
+
+
+class _PausedForward:
+    """A forward of a batch through a block, in a thread that pauses at layers. ``go_on(number)``
+    runs it up to layer ``number``; ``result()`` waits for the product of the layer's input and its
+    number of tokens, None if the layer is not reached. After the last layer ``output`` is what the
+    block returns."""
+
+    current = local()  # .forward: of the running thread
+
+    def __init__(self, call: Callable[[], Any], device: torch.device) -> None:
+        self.number, self.output = -1, None
+        self._numbers: SimpleQueue[int | None] = SimpleQueue()
+        self._results: SimpleQueue[Any] = SimpleQueue()
+        arguments = call, device, torch.get_num_threads()
+        self._thread = Thread(target=self._run, args=arguments, daemon=True)
+        self._thread.start()
+
+    def go_on(self, number: int) -> None:
+        self._numbers.put(number)
+
+    def result(self) -> tuple[Tensor, int] | None:
+        result = self._results.get()
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    def end(self) -> None:
+        """End the thread and free what it has computed."""
+        self._numbers.put(None)
+        self._thread.join()
+
+    def wait(self) -> None:
+        """Wait in the forward's own thread. Raises Stop if the forward is ended."""
+        self.number = self._numbers.get()
+        if self.number is None:
+            raise Stop
+
+    def pause(self, result: tuple[Tensor, int] | None = None) -> None:
+        self._results.put(result)
+        self.wait()
+
+    @torch.no_grad()
+    def _run(self, call: Callable[[], Any], device: torch.device, threads: int) -> None:
+        torch.set_num_threads(threads)  # which a thread does not have from its parent
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        self.current.forward = self
+        with suppress(Stop):
+            self.wait()
+            try:
+                self.output = call()
+            except Stop:
+                raise
+            except Exception as error:
+                self._results.put(error)
+            while True:  # layers that were not reached, and the end
+                self.pause()
+
+
+def _results(
+    forwards: Sequence[_PausedForward], number: int, at_once: int
+) -> Iterator[tuple[Tensor, int] | None]:
+    """Run ``forwards`` up to layer ``number``, ``at_once`` at a time; yield results in order."""
+    running: deque[_PausedForward] = deque()
+    for forward in forwards:
+        if len(running) == at_once:
+            yield running.popleft().result()
+        forward.go_on(number)
+        running.append(forward)
+    while running:
+        yield running.popleft().result()
+
+
+def _pause(number: int, _: nn.Module, arguments: tuple) -> None:
+    """Pause the running forward at layer ``number``: before its Hessian is computed, and until the
+    layer is quantized."""
+    forward = _PausedForward.current.forward
+    while forward.number < number:
+        forward.pause()
+    if forward.number == number:
+        x = arguments[0].reshape(-1, arguments[0].shape[-1])
+        forward.pause((_product(x), len(x)))
 
 
 def _product(x: Tensor) -> Tensor:

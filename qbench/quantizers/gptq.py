@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 
 import torch
@@ -59,10 +60,12 @@ def quantize_model(
         groups = [[f"{path}.{member}" for member in group] for group in walk.groups[index]]
         leaders = [group[0] for group in walk.groups[index]]
         # Without true_sequential all layers see the inputs of the unquantized block.
-        together = [] if first.true_sequential else walk.hessians(index, leaders)
-        for number, group in enumerate(groups):
-            progress(index + number / len(groups), len(walk.blocks))
-            hessian = together[number] if together else walk.hessians(index, [leaders[number]])[0]
+        hessians = (
+            walk.sequence(index, leaders, partial(_tell, progress, index, len(walk.blocks)))
+            if first.true_sequential
+            else walk.hessians(index, leaders)
+        )
+        for group, hessian in zip(groups, hessians, strict=True):
             if hessian is None:
                 raise QuantizationError(
                     f"{chosen[group[0]].name}: {group[0]}: no calibration text reaches it (an "
@@ -79,9 +82,14 @@ def quantize_model(
                 heights = [layers[name].out_features for name in names]
                 for name, tensors in zip(names, solved.packed(heights, settings), strict=True):
                     result[name] = {part: t.to(home) for part, t in tensors.items()}
-        walk.advance(index)
+        if not first.true_sequential:
+            walk.advance(index)
     note = f"; damp raised to {max(raised):g} in {len(raised)} layers" if raised else ""
     return result, f"our own GPTQ{note}"
+
+
+def _tell(progress: Advance, index: int, blocks: int, share: float) -> None:
+    progress(index + share, blocks)
 
 
 def _solve_layers(

@@ -1,5 +1,8 @@
 """GPTQ against gptqmodel's own class, and the walk over blocks against the model's own forward."""
 
+import dataclasses
+import threading
+
 import pytest
 import torch
 import transformers as T
@@ -12,13 +15,15 @@ from quantizer_models import (
     make_with_detail,
     settings,
 )
+from tiny import tiny_model
 from torch import nn
 
 from qbench.errors import QuantizationError
+from qbench.quantizers import calibration as walks
 from qbench.quantizers import config_of, gptq
 from qbench.quantizers.calibration import SequentialCalibrator
-from qbench.quantizers.linear import linears
-from qbench.quantizers.quantize import quantize
+from qbench.quantizers.linear import linearize, linears
+from qbench.quantizers.quantize import quantize, shapes_of
 
 # Columns of one block: rows, columns, bits, groups, what is odd
 BLOCKS = [
@@ -187,6 +192,42 @@ def test_hessians_are_those_of_every_calibration_token(batch_size):
     for name, found in zip(names, walk.hessians(0, names), strict=True):
         x = seen[name].reshape(-1, seen[name].shape[-1]).double()
         torch.testing.assert_close(found.double(), hessian(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+@pytest.mark.parametrize("cores", [1, 3])
+def test_paused_forwards_give_what_forwards_from_the_beginning_give(kind, cores, monkeypatch):
+    """To the bit, experts that some batches do not reach included; each batch runs once."""
+    text = dataclasses.replace(calibration(), ids=calibration().ids[:, :5])
+    monkeypatch.setattr(walks, "CORES", cores)
+    results, ran, threads = [], [], threading.active_count()
+    for pauses in (True, False):
+        monkeypatch.setattr(SequentialCalibrator, "_can_pause", lambda *_, pauses=pauses: pauses)
+        model = llama() if kind == "llama" else tiny_model(kind)
+        linearize(model)
+        chosen = settings("gptq-4bit", batch_size=2, damp=0.5).fitted(shapes_of(model)).weights
+        mlp = model.model.layers[0].mlp
+        handle = mlp.register_forward_hook(lambda *_, pauses=pauses: ran.append(pauses))
+        layers = linears(model)
+        tensors, _ = gptq.quantize_model(
+            model, dict.fromkeys(layers, chosen), text, lambda done, total: None
+        )
+        handle.remove()
+        results.append((tensors, [p.clone() for p in model.parameters()]))
+    (first, weights), (second, expected) = results
+    assert all(torch.equal(first[n][part], t) for n in second for part, t in second[n].items())
+    assert all(map(torch.equal, weights, expected))
+    assert ran.count(True) == -(-len(text.ids) // 2) + 1  # once each, and to trace
+    assert threading.active_count() == threads
+
+
+def test_an_error_inside_a_block_ends_all_paused_forwards():
+    model, threads = llama(), threading.active_count()
+    walk = SequentialCalibrator(model, linears(model), calibration(), 2)
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        list(walk.sequence(0, ["self_attn.q_proj", "mlp.down_proj"]))
+    assert threading.active_count() == threads
 
 
 def test_batches_alike_go_through_the_whole_model_once():
