@@ -43,7 +43,7 @@ from qbench.evaluation.scoring import language_model
 from qbench.evaluation.scoring.generate import end_tokens
 from qbench.evaluation.scoring.hidden_states import fit_settings
 from qbench.evaluation.settings import tolerance_violation
-from qbench.files import code_digest, mark_used
+from qbench.files import code_digest
 from qbench.machine import free, hardware
 from qbench.made_copy import with_made_copy
 from qbench.plan import Cell, Plan, streams
@@ -412,7 +412,6 @@ class _Evaluation:
             tables = {name: getattr(self.kept, name)(record) for name in record.files}
         except (ResultsError, OSError):
             return None
-        mark_used(self.kept.path(record))
         self.result.progress.log(f"{self.cell.name}: {task.name} is taken from the cache")
         return TaskResult(record, tables)
 

@@ -1,12 +1,9 @@
-"""Write results in other formats: lm-eval, model cards, Weights & Biases, one archive."""
+"""Write results in lm-eval's format, as model cards, or as one archive."""
 
 from __future__ import annotations
 
-import importlib
 import json
-import math
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,28 +15,13 @@ from qbench.comparison.rows import Comparison
 from qbench.comparison.verdict import about as measured
 from qbench.comparison.verdict import verdict
 from qbench.comparison.wording import effect_text, interval_text
-from qbench.errors import QbenchError, UnavailableError
+from qbench.errors import QbenchError
 from qbench.evaluation.tasks import definition_file, read_definition
 from qbench.files import write_atomically
 from qbench.metrics import is_percentage
-from qbench.records import KEY_DIGITS, Damage, GroupScore, Record, Score
+from qbench.records import GroupScore, Record, Score
 from qbench.store import ARCHIVE, Store, pack
 from qbench.text import for_markdown, table
-
-
-def scalars(record: Record) -> dict[str, float]:
-    """Return finite values by name, ``task/metric`` and ``audit/…``; accuracies are fractions."""
-    scores = (*record.scores, *record.groups)
-    values = {f"{score.task}/{score.metric}": score.value for score in scores}
-    if record.audit is not None and record.quantized:
-        values["audit/bits_per_weight"] = record.audit.bits_per_weight
-        values["audit/weight_error"] = record.audit.weight_error
-    if isinstance(record.damage, Damage):
-        for task, damage in record.damage.tasks.items():
-            if damage.distributions is not None:
-                values[f"{task}/mean_kl"] = damage.distributions.kl.mean
-    return {name: value for name, value in values.items() if math.isfinite(value)}
-
 
 NOT_KNOWN = "N/A"  # lm-eval's word for it
 
@@ -270,41 +252,6 @@ def _definition(task: str) -> dict[str, Any]:
         return {}
 
 
-def write_wandb(store: Store, record: Record, folder: Path) -> list[Path]:
-    """Write a run folder ``wandb/offline-run-<date>-<id>`` below ``folder`` for ``wandb sync``. The
-    id is the record's key, so that a cell is sent once."""
-    import wandb
-
-    folder.mkdir(parents=True, exist_ok=True)
-    about = {
-        "checkpoint": record.checkpoint,
-        "quantizer": record.quantizer,
-        "method": record.title,
-        "precision": record.precision.name,
-        "normalizer": record.normalizer,
-        "key": record.key,
-        "made": record.finished.isoformat(),
-        "key_parts": record.key_parts,
-    }
-    run = wandb.init(
-        mode="offline",
-        project="qbench",
-        group=store.manifest().name,
-        name=record.cell,
-        id=record.key[:KEY_DIGITS],
-        dir=folder,
-        config=about,
-        reinit="finish_previous",
-        settings=wandb.Settings(
-            silent=True, console="off", disable_git=True, save_code=False, x_disable_stats=True
-        ),
-    )
-    run.log(scalars(record))
-    run.finish()
-    wandb.teardown()  # its service writes the file after that, and is waited for
-    return [Path(run.dir).parent]
-
-
 def write_archive(store: Store, folder: Path) -> list[Path]:
     """Write all runs, records and analyses of the results folder to ``folder/records.tar.xz``.
 
@@ -317,28 +264,13 @@ def write_archive(store: Store, folder: Path) -> list[Path]:
     return [folder / ARCHIVE]
 
 
-WRITERS = {
-    "lm-eval": write_lm_eval,
-    "model-card": write_model_card,
-    "wandb": write_wandb,
-}
-
-
 def export(store: Store, to: str, folder: Path) -> list[Path]:
-    """Write every finished cell below ``folder`` in the format ``to``, one of ``WRITERS``, or with
-    ``archive`` the whole results folder; return the paths.
-
-    Raises UnavailableError if the format's library is not installed.
-    """
-    if to == "wandb":
-        try:
-            importlib.import_module(to)
-        except ImportError:
-            raise UnavailableError(f"--to {to}: {to} is not installed; pip install {to}") from None
+    """Write every finished cell below ``folder`` in the format ``to``, lm-eval or model-card, or
+    with "archive" the whole results folder as one file; return the paths."""
     if to == "archive":
         return write_archive(store, folder)
     good = (record for record in store.records() if record.status == "ok")
-    write = WRITERS[to]
-    if to == "model-card":
-        write = partial(write_model_card, comparison=compare(store))
-    return [path for record in good for path in write(store, record, folder)]
+    if to == "lm-eval":
+        return [path for record in good for path in write_lm_eval(store, record, folder)]
+    comparison = compare(store)
+    return [path for record in good for path in write_model_card(store, record, folder, comparison)]

@@ -40,7 +40,7 @@ from qbench.quantizers.quantize import evidence_of
 from qbench.quantizers.registry import config_of_record
 from qbench.quantizers.texts import CalibrationText
 from qbench.records import Record
-from qbench.store import Store, find_sources, run_id
+from qbench.store import Store, find_sources
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -65,7 +65,7 @@ def load_measured(store: Store, record: Record, cache: Path, device: str) -> Mea
     checkpoint, calibration text or weights are others now.
     """
     name, parts = record.cell, record.key_parts
-    sources = find_sources(cache, run_id(store.manifest()))
+    sources = find_sources(cache, store.manifest())
     if record.checkpoint not in sources.checkpoints:
         raise ResultsError(f"{name}: this machine did not run it, so where its checkpoint lies is "
                            "not known; run it here")  # fmt: skip

@@ -257,12 +257,6 @@ def _remove_dead(paths: Iterable[Path]) -> list[Path]:
     return removed
 
 
-def mark_used(path: Path) -> None:
-    """Set the time of ``path`` to now, as the time of its last use; do nothing if that fails."""
-    with suppress(OSError):
-        os.utime(path)
-
-
 def reason(error: Exception) -> str:
     """Return the message of ``error`` without the file's path."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error)

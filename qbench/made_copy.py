@@ -22,7 +22,7 @@ from qbench.checkpoints import find
 from qbench.checkpoints.find import linear_shapes
 from qbench.checkpoints.fla import recognizes
 from qbench.errors import QuantizationError
-from qbench.files import content_key, mark_used, new_folder
+from qbench.files import content_key, new_folder
 from qbench.machine import version_of
 from qbench.plan import Cell, find_copy
 from qbench.quantizers.calibration import Calibration
@@ -78,7 +78,6 @@ def with_made_copy(
         if not exists:
             with new_folder(folder) as making:
                 _make(cell, maker, calibration, making, device, folder.with_suffix(".log"))
-        mark_used(folder)
     path = next(folder.glob("*.gguf"), folder)
     published = Published(path=str(path), compute_dtype=maker.compute_dtype)
     config = QuantizationConfig(weights=published)

@@ -14,7 +14,9 @@ OPTIONS = {
     "precision",
     "--evaluate": "`qbench run RECIPE --checkpoint NAME=OUT/NAME-seed0` evaluates what was trained",
     "--tracker": "state/log.jsonl has the numbers of a training",
-    "--results": "a run writes into --out DIR; `qbench cache list` names entries by their key",
+    "--results": "a run writes into --out DIR",
+    "--run": "give each run a folder of its own, --out DIR",
+    "--run-b": "name the other run's folder",
     "--rank": "the verdict above the tables orders the precisions",
 }
 # Options of lm-eval that are keys of a recipe here.
@@ -27,7 +29,8 @@ RECIPE_KEYS = {
 # Values of options of the command line.
 VALUES = {
     ("--format", "html"): "`qbench report` writes a page",
-    ("--to", "tensorboard"): "`--to wandb` writes the same numbers",
+    ("--to", "tensorboard"): "tables.csv and qbench.api.load_records have the numbers",
+    ("--to", "wandb"): "log what qbench.api.load_records returns by `wandb.log`",
 }
 # Keys of a recipe, dotted from its top, without the numbers of list items: "quantizers.threads".
 KEYS = {
@@ -66,6 +69,9 @@ COMMANDS = {
     "convert": "checkpoints are read in either format; `save_pretrained` writes one",
     "bench sample-efficiency": "results/bench/sample-efficiency.md has what it gave",
     "bench analysis": "`qbench analyze` prints how long each part of a cell took",
+    "cache": "delete $QBENCH_CACHE, or a part of it, while no run is at work; what a run needs it "
+    "makes again",
+    "schema": "`qbench.api.Recipe.model_json_schema()` returns it",
     "published": "`qbench tables --published SET` puts a paper's numbers beside ours; they are in "
     "qbench/tables/published.csv",
     "bench products": "products are simulated; a serving engine measures its own",

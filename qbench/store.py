@@ -2,7 +2,6 @@
 results from, all verified by checksum. Imports no torch.
 
     DIR/grid.json                                             manifest of the last run
-    DIR/grids/<id>.json                                       manifest of each run
     DIR/records/<checkpoint>/<quantizer>/<key16>.json         the record of a cell
     DIR/records/…/<key16>.<digest16>.outcomes.parquet         outcomes per document
     DIR/records/…/<key16>.<digest16>.responses.parquet        every scored continuation
@@ -16,7 +15,8 @@ results from, all verified by checksum. Imports no torch.
     DIR/records.tar.xz                                        all of these but logs in one file
     DIR/.unpacked                                             digest of the archive unpacked last
 
-The cache keeps results of runs for later runs, each under its content key:
+The cache keeps results of runs for later runs, each under its content key. Any part of it may be
+deleted while no run is at work; the run that needs it makes it again:
 
     CACHE/artifacts/<weights16>/<config>-<key16>/             quantized weights
     CACHE/distributions/<key16>.safetensors                   hidden states that measure damage
@@ -25,50 +25,42 @@ The cache keeps results of runs for later runs, each under its content key:
     CACHE/budget/<key16>.json                                 costs of layers (`qbench budget`)
     CACHE/digests/<key16>.json                                of large files, with their identity
     CACHE/fits/<key16>.json                                   tensors that do not fit
-    CACHE/sources/<run>.json                                  where a run read its tasks
+    CACHE/sources/<key16>.json                                where a run read its tasks
 
 A record carries its own checksum and those of its Parquet files, whose names begin with theirs.
 It is written last: a record that can be read is complete, and one that is being replaced stays
-complete until the new one is written. An archive may come from another person: names, sizes and
-contents of all of its files are checked before the first is written, and nothing is written through
-symbolic links. Reading an entry of the cache sets its time: pruning removes the oldest.
+complete until the new one is written. Names and contents of all files of an archive are checked
+before the first is written.
 """
 
 from __future__ import annotations
 
-import fcntl
 import io
 import json
 import lzma
 import re
-import shutil
 import sys
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
-from datetime import datetime
+from contextlib import contextmanager, suppress
+from functools import partialmethod
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, BinaryIO, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from filelock import FileLock
 from safetensors import SafetensorError, safe_open
 
 from qbench.errors import DamagedError, NewerSchemaError, OutputError, ResultsError
 from qbench.files import (
-    GIB,
-    MIB,
     NAME,
     clean_temporaries,
     content_key,
     digest,
     digest_of_parts,
     file_digest,
-    mark_used,
     replacing,
     require_folder,
-    without_links,
     write_atomically,
 )
 from qbench.records import (
@@ -99,16 +91,13 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
+MANIFEST = "grid.json"
 ARCHIVE = "records.tar.xz"
 UNPACKED = ".unpacked"  # holds the SHA-256 of the archive that was unpacked last
-PACKED = re.compile(rf"grid\.json|(grids|records|analysis)(/{NAME})+\.(json|parquet)")
+PACKED = re.compile(rf"grid\.json|(records|analysis)(/{NAME})+\.(json|parquet)")
 FETCH_AGAIN = "fetch it again"
+MOST_RATIO, LEAST_BOUND = 100, 2**26  # bytes per byte of an archive, or in all, that it may hold
 XZ_MAGIC = b"\xfd7zXZ\0"  # how an archive begins
-# Bounds of what an archive may unpack to. The archives of the repository have up to 300 files and
-# up to 16 bytes per byte of the archive.
-MOST_FILES = 100_000
-MOST_RATIO = 100
-LEAST_BOUND = 2**26  # bytes that any archive may unpack to
 # Tables hold numbers split into bytes: neither the byte before nor the place tells much of one.
 XZ = {"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "lc": 0, "pb": 0}
 
@@ -136,12 +125,10 @@ def pack(folder: Path, paths: Iterable[Path], out: Path) -> None:
 def unpack(folder: Path) -> None:
     """Write what ``folder/records.tar.xz`` holds into ``folder``, once for each archive.
 
-    A file that was made here since stays if its key is another one, or if it is better or later
-    than the archive's; standard error says so. ``grid.json`` is written last, so that an unpacking
-    that was stopped begins again. Raises DamagedError if the archive is damaged, OutputError if the
+    Records of other keys stay. Raises DamagedError if the archive is damaged, OutputError if the
     folder cannot be written to.
     """
-    archive, mark, manifest = (folder / name for name in (ARCHIVE, UNPACKED, "grid.json"))
+    archive, mark, manifest = (folder / name for name in (ARCHIVE, UNPACKED, MANIFEST))
     if not archive.is_file():
         return
     current = file_digest(archive).encode()
@@ -151,118 +138,69 @@ def unpack(folder: Path) -> None:
 
     if is_unpacked():
         return
-    missing = [name for name, content in members(archive) if not _stays(folder / name, content)]
-    if not missing:
-        with suppress(OutputError):  # of a folder that is read-only
-            write_atomically(without_links(folder, mark), current)
-        return
     require_folder(folder)
-    without_links(folder, mark)
-    with FileLock(without_links(folder, folder / ".lock")):
+    with FileLock(folder / ".lock"):
         if is_unpacked():  # another process did it meanwhile
             return
-        newer = manifest.exists()
+        if manifest.exists() and mark.is_file():
+            line = "newer than the results beside it, which it replaces; other records stay"
+            print(f"{archive}: {line}", file=sys.stderr)
         extract(archive, folder)
         write_atomically(mark, current)
-    if newer:
-        print(
-            f"{archive}: newer than what lay beside it; its results are shown now, and what was "
-            f"made here stays: `qbench show {folder}` lists the runs",
-            file=sys.stderr,
-        )
 
 
 def extract(archive: Path, folder: Path, remedy: str = FETCH_AGAIN) -> None:
-    """Write what the archive holds into ``folder``, ``grid.json`` last; better or later records of
-    ``folder`` stay. Raises DamagedError or OutputError before the first file is written."""
-    for name, _ in members(archive, remedy):
-        without_links(folder, folder / name)
-    last: bytes | None = None
-    for name, content in members(archive, remedy):
-        if name == "grid.json":
-            last = content
-        elif not _stays(folder / name, content):
-            write_atomically(folder / name, content)
-    if last is not None:
-        write_atomically(folder / "grid.json", last)
+    """Write what the archive holds into ``folder``, ``grid.json`` last, so that an unpacking that
+    was stopped begins again. Raises DamagedError before the first file is written."""
+    for _ in members(archive, remedy):  # verified before the first file is written
+        pass
+    for name, content in sorted(members(archive, remedy), key=lambda item: item[0] == MANIFEST):
+        path = folder / name
+        if not (path.is_file() and path.read_bytes() == content):
+            write_atomically(path, content)
 
 
 def members(archive: Path, remedy: str = FETCH_AGAIN) -> Iterator[tuple[str, bytes]]:
     """Yield name and content of each results file of the archive, in its order.
 
     Other names, links and what is no regular file are left out. Raises DamagedError for a damaged
-    archive, for one that exceeds the bounds above, and for a file that is not what qbench writes;
-    ``remedy`` ends the message.
+    archive, one that unpacks to too much, and for a file that is not what qbench writes; ``remedy``
+    ends the message.
     """
-    seen: set[str] = set()
+    left = max(LEAST_BOUND, MOST_RATIO * archive.stat().st_size)
     try:
         with lzma.open(archive) as file:
-            bounded = _Bounded(file, max(LEAST_BOUND, MOST_RATIO * archive.stat().st_size))
-            with tarfile.open(fileobj=bounded, mode="r|") as packed:
-                for count, member in enumerate(packed):
-                    if count == MOST_FILES:
-                        raise ValueError(f"more than {MOST_FILES:,} files")
-                    if not (member.isreg() and PACKED.fullmatch(member.name)):
+            with tarfile.open(fileobj=file, mode="r|") as packed:
+                for member in packed:
+                    name, left = member.name, left - tarfile.BLOCKSIZE - member.size
+                    if left < 0:
+                        raise ValueError("it unpacks to too much")
+                    if not (member.isreg() and PACKED.fullmatch(name)):
                         continue
-                    if member.issparse() or member.name in seen:
-                        raise ValueError(f"{member.name} is sparse or there twice")
-                    seen.add(member.name)
                     content = packed.extractfile(member).read()  # type: ignore[union-attr]  # regular
-                    name = member.name
                     if name.endswith(".json"):
                         parse_record(content, _kind(name), f"{archive}: {name}", remedy)
                     elif f".{digest(content)[:KEY_DIGITS]}." not in name:
                         raise ValueError(f"{name} is not what was written")
-                    yield member.name, content
-            while bounded.read(tarfile.RECORDSIZE):  # to the end, where the checksum is
+                    yield name, content
+            while file.read(tarfile.RECORDSIZE):  # to the end, where the checksum is
                 pass
     except (tarfile.TarError, lzma.LZMAError, EOFError, ValueError, OverflowError) as error:
         raise DamagedError(f"{archive}: damaged: {error}; {remedy}") from None
 
 
-class _Bounded:
-    """A binary file that raises ValueError once more than ``most`` bytes were read from it."""
-
-    def __init__(self, file: BinaryIO, most: int) -> None:
-        self._file, self._most, self._left = file, most, most
-
-    def read(self, size: int) -> bytes:
-        content = self._file.read(size)
-        self._left -= len(content)
-        if self._left < 0:
-            raise ValueError(f"it unpacks to more than {self._most:,} bytes")
-        return content
-
-
 def _kind(name: str) -> type[RecordModel]:
+    """Return the type of the record in the results file ``name``."""
     folder, _, rest = name.partition("/")
-    if folder in ("grid.json", "grids"):
+    if not rest:
         return RunManifest
     if folder == "records":
         return Record
-    if name.endswith("/grid.json"):
+    if name.endswith(f"/{MANIFEST}"):
         return AnalysisManifest
-    return Sensitivity if rest.startswith("sensitivity/") else Analysis
+    return Sensitivity if rest.startswith(f"{SENSITIVITY}/") else Analysis
 
 
-def _stays(path: Path, archived: bytes) -> bool:
-    """Return whether the file ``path`` holds ``archived``, or a record of the same key that is good
-    if the archived one is not, or as good and later."""
-    if not path.is_file():
-        return False
-    content = path.read_bytes()
-    if content == archived:
-        return True
-    with suppress(ValueError, KeyError, TypeError):
-        mine, theirs = (
-            (record["status"] == "ok", datetime.fromisoformat(record["finished"]))
-            for record in map(json.loads, (content, archived))
-        )
-        return mine > theirs
-    return False  # a manifest, a table, or damaged
-
-
-MANIFEST, MANIFESTS = "grid.json", "grids"
 COLUMNS = {
     "outcomes": OUTCOME_COLUMNS,
     "responses": RESPONSE_COLUMNS,
@@ -283,10 +221,10 @@ class Records(Generic[R]):
     def __init__(self, root: Path, part: str, cells: str, kind: type[R]) -> None:
         """``root`` is the results folder, whose archive is unpacked; the manifest lies in its
         folder ``part``, the records in ``cells`` within that."""
-        self.root, self.kind = Path(root), kind
-        self.directory = self.root / part
+        self.kind = kind
+        self.directory = Path(root) / part
         self._cells = self.directory / cells
-        unpack(self.root)
+        unpack(Path(root))
 
     def has_manifest(self) -> bool:
         return (self.directory / MANIFEST).is_file()
@@ -310,9 +248,12 @@ class Records(Generic[R]):
         return None
 
     def put_manifest(self, manifest: Any, log: LogLine | None = None) -> Any:
-        """Write ``manifest`` and return the one that it replaces, as :meth:`manifest_before`."""
-        before = self.manifest_before(log)
-        self._write(self.directory / MANIFEST, manifest)
+        """Write ``manifest`` and return the one that it replaces, as :meth:`manifest_before`.
+        Removes what killed processes left in the folder."""
+        with self._lock():
+            before = self.manifest_before(log)
+            clean_temporaries(self.directory)
+            write_record(self.directory / MANIFEST, manifest)
         return before
 
     def get(self, cell: CellKey) -> R | None:
@@ -353,11 +294,11 @@ class Records(Generic[R]):
 
     def log(self, cell: CellKey) -> Path:
         """Return where the output of libraries goes while ``cell`` runs."""
-        return without_links(self.root, self.path(cell, ".log"))
+        return self.path(cell, ".log")
 
     def lock_file(self, cell: CellKey) -> Path:
         """Return the lock file of ``cell``, for the process that runs it; its folder exists."""
-        path = without_links(self.root, self.path(cell, ".lock"))
+        path = self.path(cell, ".lock")
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
 
@@ -390,35 +331,23 @@ class Records(Generic[R]):
         path = self.path(record)
         with self._lock():
             for name, payload in payloads.items():
-                write_atomically(without_links(self.root, self._table_path(record, name)), payload)
-            self._write(path, record)
+                write_atomically(self._table_path(record, name), payload)
+            write_record(path, record)
             kept = {self._table_path(record, name) for name in payloads}
             for old in {*path.parent.glob(f"{path.stem}.*.*.parquet")} - kept:
                 old.unlink()
         return record
 
-    def outcomes(self, record: Record) -> pd.DataFrame:
-        """Return the columns ``OUTCOME_COLUMNS``. Raises DamagedError if the file is missing or
-        changed, or lists a document of a metric twice."""
-        table = self._table(record, "outcomes")
-        if table.duplicated(["task", "metric", "document"]).any():
-            path = self._table_path(record, "outcomes")
-            raise DamagedError(f"{path}: damaged: it lists a document twice; {RUN_AGAIN}")
-        return table
-
     def outcome_arrays(self, record: Record) -> dict[tuple[str, str], tuple[np.ndarray, ...]]:
         """Return document, value and weight, arrays [documents], by (task, metric) in the order of
         the file: ``outcomes`` in a tenth of its time. Raises DamagedError as it does."""
         import numpy as np
-        from pyarrow import parquet
 
-        names = ["task", "metric"]
-        payload = io.BytesIO(self.payload(record, "outcomes"))
-        file = parquet.ParquetFile(payload, read_dictionary=names, pre_buffer=False)
-        table = file.read(use_threads=False).unify_dictionaries().combine_chunks()
+        table = self._arrow(record, "outcomes", read_dictionary=["task", "metric"])
+        table = table.unify_dictionaries().combine_chunks()
         if not len(table):
             return {}
-        tasks, metrics = (table[name].chunk(0) for name in names)
+        tasks, metrics = (table[name].chunk(0) for name in ("task", "metric"))
         code = tasks.indices.to_numpy().astype(np.int64) * len(metrics.dictionary)
         code += metrics.indices.to_numpy()
         _, first, group = np.unique(code, return_index=True, return_inverse=True)
@@ -430,33 +359,37 @@ class Records(Generic[R]):
             row = int(order[start])
             document, *values = (array[start:end] for array in arrays)
             if not (np.diff(document) > 0).all() and len(np.unique(document)) < len(document):
-                path = self._table_path(record, "outcomes")
-                raise DamagedError(f"{path}: damaged: it lists a document twice; {RUN_AGAIN}")
+                raise self._listed_twice(record)
             groups[tasks[row].as_py(), metrics[row].as_py()] = (document, *values)
         return groups
 
-    def responses(self, record: Record) -> pd.DataFrame:
-        """Return the columns ``RESPONSE_COLUMNS``. Raises DamagedError as ``outcomes``."""
-        table = self._table(record, "responses")
-        for name, value in RESPONSE_DEFAULTS.items():
-            if name not in table:
-                table[name] = value
+    def _listed_twice(self, record: Record) -> DamagedError:
+        path = self._table_path(record, "outcomes")
+        return DamagedError(f"{path}: damaged: it lists a document twice; {RUN_AGAIN}")
+
+    def table(self, record: Record, name: Table) -> pd.DataFrame:
+        """Return a table of ``record`` with the columns ``COLUMNS[name]``. Raises DamagedError if
+        the file is missing or changed, or lists a document of a metric twice."""
+        table = self._arrow(record, name).to_pandas(use_threads=False)
+        if name == "outcomes" and table.duplicated(["task", "metric", "document"]).any():
+            raise self._listed_twice(record)
+        for column, value in RESPONSE_DEFAULTS.items() if name == "responses" else ():
+            if column not in table:
+                table[column] = value
         return table
 
-    def divergences(self, record: Record) -> pd.DataFrame:
-        """Return the columns ``DIVERGENCE_COLUMNS``. Raises DamagedError as ``outcomes``."""
-        return self._table(record, "divergences")
+    outcomes = partialmethod(table, name="outcomes")
+    responses = partialmethod(table, name="responses")
+    divergences = partialmethod(table, name="divergences")
+    answers = partialmethod(table, name="answers")
 
-    def answers(self, record: Record) -> pd.DataFrame:
-        """Return the columns ``ANSWER_COLUMNS``. Raises DamagedError as ``outcomes``."""
-        return self._table(record, "answers")
-
-    def _table(self, record: Record, name: Table) -> pd.DataFrame:
+    def _arrow(self, record: Record, name: Table, **options: Any) -> Any:
+        """Return a table of ``record`` as pyarrow's Table; ``options`` are those of ParquetFile."""
         from pyarrow import parquet
 
         # without threads: if there is no memory for one, pyarrow waits for it for ever
-        file = parquet.ParquetFile(io.BytesIO(self.payload(record, name)), pre_buffer=False)
-        return file.read(use_threads=False).to_pandas(use_threads=False)
+        payload = io.BytesIO(self.payload(record, name))
+        return parquet.ParquetFile(payload, pre_buffer=False, **options).read(use_threads=False)
 
     def payload(self, record: Record, name: Table) -> bytes:
         """Return the content of a Parquet file, verified before a library parses it. Raises
@@ -478,13 +411,10 @@ class Records(Generic[R]):
         replaces one that the old record still names."""
         return self.path(record, f".{record.files[name].sha256[:KEY_DIGITS]}.{name}.parquet")
 
-    def _write(self, path: Path, content: RecordModel) -> None:
-        write_record(without_links(self.root, path), content)
-
     @contextmanager
     def _lock(self) -> Iterator[None]:
         self.directory.mkdir(parents=True, exist_ok=True)
-        with FileLock(without_links(self.root, self.directory / ".lock")):
+        with FileLock(self.directory / ".lock"):
             yield
 
 
@@ -529,43 +459,15 @@ def sensitivities(directory: Path) -> Analyses[Sensitivity]:
 class Store(Records[Record]):
     """The records of one results folder, with their tables."""
 
-    def __init__(
-        self, directory: Path, *, manifest: RunManifest | None = None, run: str | None = None
-    ) -> None:
-        """``manifest`` replaces that of the last run; ``run`` is the beginning of the id of an
-        earlier run to show instead. Raises ResultsError if there is no such run."""
+    def __init__(self, directory: Path, *, manifest: RunManifest | None = None) -> None:
+        """``manifest`` replaces that of the folder's last run."""
         super().__init__(directory, "", "records", Record)
-        self._manifest, self.run = manifest, None if run is None else find_run(self.root, run)
-
-    @property
-    def name(self) -> str:
-        """Return the folder's path, and the run's id if it is not the last run."""
-        return f"{self.directory} (run {self.run})" if self.run else str(self.directory)
-
-    def output(self, name: str = "") -> Path:
-        """Return where to write the file or folder ``name`` that is made from these results.
-
-        It lies in the folder, or in ``runs/ID`` for an earlier run. Raises OutputError if a
-        symbolic link is in the way.
-        """
-        folder = self.directory / "runs" / self.run if self.run else self.directory
-        return without_links(self.directory, folder / name) if name else folder
+        self._manifest = manifest
 
     def manifest(self) -> RunManifest:
-        """Return the manifest of the last run, or of the one that was chosen. Raises ResultsError
-        if there is none or it is damaged."""
-        if self.run is not None:
-            return read_record(self.directory / MANIFESTS / f"{self.run}.json", RunManifest)
+        """Return the manifest of the last run, or the given one. Raises ResultsError if there is
+        none or it is damaged."""
         return self._manifest or super().manifest()
-
-    def put_manifest(self, manifest: RunManifest, log: LogLine | None = None) -> RunManifest | None:
-        """Write ``manifest`` as that of the last run and return the one that it replaces, as
-        :meth:`Records.put_manifest`. Removes what killed processes left in the folder."""
-        with self._lock():
-            before = super().put_manifest(manifest, log)
-            clean_temporaries(self.directory)
-            self._write(self.directory / MANIFESTS / f"{run_id(manifest)}.json", manifest)
-        return before
 
 
 class KeyedStore(Records[R]):
@@ -598,39 +500,7 @@ def _parquet(table: pd.DataFrame, columns: tuple[str, ...]) -> bytes:
     )
 
 
-def run_id(manifest: RunManifest) -> str:
-    """Return 8 hexadecimal digits that are the same for the same cells and tasks."""
-    content = [manifest.tasks, manifest.checkpoints, [cell.key for cell in manifest.cells]]
-    return digest(json.dumps(content).encode())[:8]
-
-
-def runs(directory: Path) -> list[tuple[str, Path]]:
-    """Return (id, path of the manifest) for each run into a folder, the newest first."""
-    files = (Path(directory) / MANIFESTS).glob("*.json")
-    newest = sorted(files, key=lambda path: path.stat().st_mtime, reverse=True)
-    return [(path.stem, path) for path in newest]
-
-
-def find_run(directory: Path, start: str) -> str:
-    """Return the run's id that begins with ``start``. Raises ResultsError unless exactly one
-    does."""
-    ids = [name for name, _ in runs(directory)]
-    matches = [name for name in ids if start and name.startswith(start)]
-    if len(matches) != 1:
-        why = f"{len(matches)} runs begin with" if matches else "it has no run"
-        raise ResultsError(f"{directory}: {why} {start!r}; it has {', '.join(ids) or 'none'}")
-    return matches[0]
-
-
 # --- the cache: results of runs for later runs, each under its content key
-
-
-ARTIFACT_MANIFEST = "manifest.json"
-
-
-def in_words(size: int) -> str:
-    """Return a number of bytes as text: 0.5 MiB, 12.3 GiB."""
-    return f"{size / GIB:,.1f} GiB" if size >= GIB else f"{size / MIB:,.1f} MiB"
 
 
 def task_key(
@@ -675,7 +545,6 @@ def find_cell(cache: Path, cell: CellKey) -> tuple[Record, dict[Table, bytes]] |
     with suppress(ResultsError, OSError):
         record = cells.get_valid(cell)
         if record is not None:
-            mark_used(cells.path(cell))
             names = {"checkpoint": cell.checkpoint, "quantizer": cell.quantizer}
             tables = {name: cells.payload(record, name) for name in record.files}
             return record.model_copy(update=names), tables
@@ -692,8 +561,8 @@ class Sources(NamedTuple):
     checkpoints: Mapping[str, Path] = MappingProxyType({})
 
 
-def keep_sources(cache: Path, run: str, sources: Sources) -> None:
-    """Keep what the run with the id ``run`` read, for ``qbench view`` and ``qbench export``.
+def keep_sources(cache: Path, manifest: RunManifest, sources: Sources) -> None:
+    """Keep what the run with this manifest read, for ``qbench view`` and ``qbench export``.
 
     They are kept here, not in the results: those may come from another person, and definitions may
     hold code.
@@ -703,123 +572,23 @@ def keep_sources(cache: Path, run: str, sources: Sources) -> None:
     for name in ("data", "definitions", "calibration"):
         values[name] = values[name] and str(values[name].resolve())
     with suppress(OutputError):
-        write_atomically(cache / "sources" / f"{run}.json", json.dumps(values).encode())
+        write_atomically(_sources_file(cache, manifest), json.dumps(values).encode())
 
 
-def find_sources(cache: Path, run: str) -> Sources:
+def find_sources(cache: Path, manifest: RunManifest) -> Sources:
     """Return what :func:`keep_sources` kept of the run; nothing if it ran on another machine."""
     with suppress(OSError, ValueError, TypeError):
-        values = json.loads((cache / "sources" / f"{run}.json").read_bytes())
+        values = json.loads(_sources_file(cache, manifest).read_bytes())
         checkpoints = {name: Path(path) for name, path in values.pop("checkpoints", {}).items()}
         paths = {name: Path(path) for name, path in values.items() if path}
         return Sources(**paths, checkpoints=checkpoints)
     return Sources()
 
 
-@contextmanager
-def hold(paths: Iterable[Path]) -> Iterator[None]:
-    """Keep the entries ``paths`` of the cache, which need not exist yet, from being pruned while
-    the body runs. Several processes may hold the same entry."""
-    with ExitStack() as stack:
-        for path in paths:
-            lock = _lock_path(path)
-            lock.parent.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context(lock.open("a"))
-            fcntl.flock(file, fcntl.LOCK_SH)
-        yield
-
-
-def _lock_path(path: Path) -> Path:
-    """Return the lock file of an entry, the same as ``quantizers.artifacts`` takes."""
-    return path.with_name(f".{path.name}.lock")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
-    """One entry of the cache: its files, their size in bytes and the time of its last use in
-    seconds since 1970."""
-
-    kind: str  # "weights", "hidden states", "costs", "cell" or "task"
-    path: Path
-    files: tuple[Path, ...]
-    bytes: int
-    used: float
-
-    @property
-    def name(self) -> str:
-        folder = f"{self.path.parent.name}/" if self.kind == "weights" else ""
-        return f"{self.kind} {folder}{self.path.stem if self.path.suffix else self.path.name}"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Pruned:
-    """What :func:`prune` removed, what it left because a run uses it, and the files of killed
-    processes that it removed."""
-
-    removed: list[Entry]
-    in_use: list[Entry]
-    leftovers: list[Path]
-
-
-def entries(cache: Path) -> list[Entry]:
-    """Return the entries of the folder ``cache``, the least recently used first."""
-    files = {
-        "weights": [
-            (path.parent, [path.parent])
-            for path in cache.glob(f"artifacts/*/*/{ARTIFACT_MANIFEST}")
-        ],
-        "hidden states": [
-            (path, [path, path.with_name(f"{path.name}.digest")])
-            for path in cache.glob("distributions/*.safetensors")
-        ],
-        "costs": [(path, [path]) for path in cache.glob("budget/*.json")],
-    }
-    for kind in ("cell", "task"):
-        files[kind] = [
-            (path, [path, *path.parent.glob(f"{path.stem}.*.parquet")])
-            for path in cache.glob(f"{kind}s/*.json")
-        ]
-    listed = [_entry(kind, *item) for kind, each in files.items() for item in each]
-    return sorted(listed, key=lambda entry: entry.used)
-
-
-def prune(cache: Path, *, max_bytes: float, dry_run: bool = False) -> Pruned:
-    """Remove the least recently used entries until the rest is at most ``max_bytes``, and the
-    files that killed processes left. Entries that a run uses stay."""
-    pruned = Pruned(removed=[], in_use=[], leftovers=[] if dry_run else clean_temporaries(cache))
-    kept = entries(cache)
-    total = sum(entry.bytes for entry in kept)
-    for entry in kept:
-        if total <= max_bytes:
-            break
-        if _remove(entry, dry_run):
-            total -= entry.bytes
-            pruned.removed.append(entry)
-        else:
-            pruned.in_use.append(entry)
-    return pruned
-
-
-def _remove(entry: Entry, dry_run: bool) -> bool:
-    """Remove the files of ``entry`` (not with ``dry_run``); return False if a run uses it."""
-    with _lock_path(entry.path).open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        for path in () if dry_run else entry.files:
-            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(True)
-    return True
-
-
-def _entry(kind: str, path: Path, files: list[Path]) -> Entry:
-    size, used = 0, 0.0
-    for part in {path, *files, *(path.iterdir() if path.is_dir() else ())}:
-        with suppress(OSError):  # removed meanwhile
-            status = part.stat()
-            size += 0 if part.is_dir() else status.st_size
-            used = max(used, status.st_mtime)
-    return Entry(kind=kind, path=path, files=tuple(files), bytes=size, used=used)
+def _sources_file(cache: Path, manifest: RunManifest) -> Path:
+    """Return the file of the sources of runs with the cells of ``manifest``."""
+    key = content_key({"cells": [cell.key for cell in manifest.cells]})
+    return cache / "sources" / f"{key[:KEY_DIGITS]}.json"
 
 
 # --- hidden states of unquantized cells, which damage is measured against: a file per task with
@@ -864,4 +633,3 @@ def verify_baseline(path: Path, key: str) -> None:
         raise ResultsError(f"{path}: its digest differs from the stated one; {REMEDY}")
     if about.get("key") != key:
         raise ResultsError(f"{path}: of another cell than {key[:KEY_DIGITS]}; {REMEDY}")
-    mark_used(path)

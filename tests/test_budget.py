@@ -32,7 +32,6 @@ from qbench.quantizers.linear import linears
 from qbench.quantizers.registry import config_of
 from qbench.recipe import Recipe
 from qbench.statistics import Missing
-from qbench.store import entries
 
 OPTIONS = (
     "--checkpoint", f"m={DEMO / 'softpick'}", "--data", DEMO / "data", "--definitions",
@@ -179,7 +178,7 @@ def test_a_stopped_search_goes_on_and_the_mix_is_run_and_compared(tmp_path, monk
     printed = capfd.readouterr().out
     assert "above the floor of rounding, sum to a KL of" in printed, printed
     assert (tmp_path / "budget.svg").read_text().startswith("<?xml")
-    assert sum(entry.kind == "costs" for entry in entries(cache_folder())) > 5
+    assert len([*(cache_folder() / "budget").glob("*.json")]) > 5
     before = len(calls)
     assert qbench(*command) == 0
     assert len(calls) == before

@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import sys
 from pathlib import Path
 
 import pandas as pd
@@ -13,7 +12,6 @@ from small_recipe import qbench
 from synthetic import make_store
 
 from qbench import export
-from qbench.errors import UnavailableError
 from qbench.records import OUTCOME_COLUMNS, RESPONSE_COLUMNS
 from qbench.store import Store
 
@@ -111,29 +109,6 @@ def test_a_task_with_bleu_alone_has_its_documents():
         (0, "none", []), (1, "strict", []),
     ]  # fmt: skip
     assert [one["filtered_resps"] for one in lines] == [["answer 0"], ["1"]]
-
-
-def test_a_run_of_weights_and_biases_is_written_for_each_cell(tmp_path):
-    pytest.importorskip("wandb", reason="wandb is not installed")
-    (folder,) = export.export(some("softpick/gptq-4bit"), "wandb", tmp_path)
-    (record,) = some("softpick/gptq-4bit").records()
-    (path,) = folder.glob("run-*.wandb")
-    assert path.name == f"run-{record.key[:16]}.wandb"
-    assert record.key.encode() in path.read_bytes()
-
-
-def test_a_library_that_is_not_there_is_named_with_the_remedy(tmp_path, monkeypatch):
-    library = "wandb"
-    for name in [name for name in sys.modules if name.split(".")[0] == library]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, library, None)
-    folder = tmp_path / "grid"
-    make_store(folder, sizes={"arc_easy": 9}, quantizers=("bf16",))
-    with pytest.raises(UnavailableError) as error:
-        qbench("export", folder, "--to", library)
-    said = f"--to {library}: {library} is not installed; pip install {library}"
-    assert str(error.value) == said
-    assert not (folder / "export").exists()
 
 
 def test_what_is_left_out_is_named(tmp_path, capsys):

@@ -9,7 +9,7 @@ from qbench.cli.view import document_texts
 from qbench.errors import DataError
 from qbench.evaluation import evaluate
 from qbench.records import ANSWER_CHARACTERS
-from qbench.store import Sources, Store, find_sources, run_id
+from qbench.store import Sources, Store, find_sources
 
 # as gsm8k: two filters over one answer
 SUMS = """
@@ -88,12 +88,12 @@ def test_a_long_answer_is_cut_and_says_so():
 def test_the_texts_that_were_asked_are_those_of_the_data_that_the_run_read(ran):
     """`qbench view` finds them by itself after a run on this machine."""
     record = Store(ran).records()[1]
-    sources = find_sources(ran.parent / "cache", run_id(Store(ran).manifest()))
+    sources = find_sources(ran.parent / "cache", Store(ran).manifest())
     assert document_texts(sources, record, "sums")[1].texts == ((QUESTIONS[1],),)
     row = json.loads((DEMO / "data/demo_lastword/test.jsonl").read_text().splitlines()[1])
     context, _, last = row["text"].rpartition(" ")
     assert document_texts(sources, record, "demo_lastword")[1].texts == ((context, f" {last}"),)
-    assert find_sources(ran.parent / "cache", "01234567") == Sources()
+    assert find_sources(ran.parent / "other", Store(ran).manifest()) == Sources()
 
 
 def test_data_that_ask_something_else_are_refused(ran, tmp_path):

@@ -1,14 +1,16 @@
 """The unit of work that is kept is one task of one cell."""
 
+import shutil
+
 import pandas as pd
 import pytest
-from small_recipe import DEMO, small_recipe
+from small_recipe import DEMO, qbench, small_recipe
 
 import qbench.cell
 from qbench.plan import plan
 from qbench.recipe import Recipe
 from qbench.runner.grid import run_cells
-from qbench.store import Store
+from qbench.store import Store, find_cell
 
 TASKS = ("demo_choice", "demo_lastword", "demo_pages")
 
@@ -79,3 +81,32 @@ def test_a_damaged_task_is_scored_again(run, tmp_path):
     for path in (tmp_path / "cache" / "cells").iterdir():
         path.unlink()
     assert run(*TASKS[:2], out="third")[1] == [*TASKS[:2]] * 2
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_a_cell_whose_key_another_folder_has_is_copied_and_not_computed(tmp_path, capfd):
+    tasks = ["demo_lastword"]
+    first = small_recipe(tmp_path, tasks=tasks)
+    assert qbench("run", first, "--out", tmp_path / "first", "--device", "cpu") == 0
+    named = {"mine": str(DEMO / "softpick")}  # under another name, and its precision too
+    quantizers = ["fp32", {"name": "rtn-4bit", "group_size": 64, "label": "other"}]
+    again = small_recipe(tmp_path, tasks=tasks, checkpoints=named, quantizers=quantizers)
+    out = tmp_path / "second"
+    assert qbench("plan", again, "--out", out, "--device", "cpu") == 0
+    key = Store(tmp_path / "first").manifest().cells[3].key
+    assert f"cached    mine/other  key {key[:16]}" in capfd.readouterr().out
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "first").rglob("*")}
+    assert qbench("run", again, "--out", out, "--device", "cpu") == 0
+    said = capfd.readouterr()
+    assert "mine/other: taken from the cache" in said.err
+    assert ": done (" not in said.err
+    copied, made = Store(out).records()[1], Store(tmp_path / "first").records()[3]
+    assert copied.scores == made.scores
+    assert copied.started == made.started
+    assert copied.files.keys() == made.files.keys() == {"outcomes", "responses", "divergences"}
+    assert Store(out).outcomes(copied).equals(Store(tmp_path / "first").outcomes(made))
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "first").rglob("*")} == before
+
+    cell = Store(out).manifest().cells[1]
+    shutil.rmtree(tmp_path / "first")
+    assert find_cell(tmp_path / "cache", cell)[0].cell == "mine/other"

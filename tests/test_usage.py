@@ -3,10 +3,7 @@
 import inspect
 import re
 import shlex
-import shutil
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -18,6 +15,7 @@ from qbench.errors import ResultsError
     ("arguments", "words"),
     [
         (["tables", "x", "--rank"], "qbench tables: --rank was removed: the verdict above"),
+        (["tables", "x", "--run", "0a"], "qbench tables: --run was removed: give each run"),
         (["tables", "x", "--format", "html"], "--format html was removed: `qbench report` writes"),
         (["bench", "training"], "qbench bench: `qbench bench training` was removed: `qbench"),
         (["run", "--nosuch"], "qbench run: No such option: --nosuch"),
@@ -102,20 +100,3 @@ def test_every_command_has_examples_that_can_be_given_as_they_stand(names, tmp_p
         words = shlex.split(example.partition(">")[0])
         assert words[: len(names) + 1] == ["qbench", *names]
         command.make_context(" ".join(names), [*words[len(names) + 1 :]])
-
-
-QBENCH = Path(sys.executable).parent / "qbench"  # as pip installs it
-
-
-@pytest.mark.skipif(not (shutil.which("bash") and QBENCH.exists()), reason="completes in bash")
-def test_bash_completes_names():
-    line, expected = "run --quantizers gptq-4bit+smooth", "gptq-4bit+smoothquant"
-    words = shlex.split(line)
-    script = f"""
-        eval "$(_QBENCH_COMPLETE=source_bash {QBENCH})"
-        COMP_WORDS=(qbench {line}); COMP_CWORD={len(words)}
-        _qbench_completion {QBENCH}
-        echo "${{COMPREPLY[@]}}"
-    """
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
-    assert done.stdout.split() == [expected], done.stderr

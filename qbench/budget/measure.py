@@ -21,7 +21,7 @@ from qbench.analysis.sensitivity import Baseline
 from qbench.budget.choose import UNQUANTIZED, Costs, SearchText
 from qbench.cell import as_measured, calibration_of, load, load_original, quantized_model
 from qbench.errors import ResultsError, UnavailableError
-from qbench.files import content_key, digest_of, mark_used, read_regular, write_atomically
+from qbench.files import content_key, digest_of, read_regular, write_atomically
 from qbench.machine import free
 from qbench.plan import Cell, Plan
 from qbench.progress import Progress
@@ -54,7 +54,6 @@ class Kept:
             content = json.loads(read_regular(self.path))
             if content["key"] == self.key:
                 self.values = content["values"]
-                mark_used(self.path)
 
     def save(self, *, now: bool = True) -> None:
         """Write the values; unless ``now``, only if the last write is a while ago."""

@@ -77,8 +77,8 @@ COMMANDS = {
     "tables": Entry("results", READ, "Write and show the tables of a results folder."),
     "view": Entry("view", READ, "Show results in a browser, down to one document's tokens."),
     "report": Entry("view", READ, "Write report.html, one file that needs no network."),
-    "show": Entry("show", READ, "Everything about one cell, one document or a results folder."),
-    "export": Entry("show", READ, "Write results in others' formats."),
+    "show": Entry("show", READ, "Everything about one cell."),
+    "export": Entry("show", READ, "Write results in others' formats, or a quantized model."),
     "check": Entry("results", READ, "The CI gate: is any score worse than the baseline's?"),
     "baseline": Entry("results", READ, "Make the baseline that `qbench check` compares with."),
     "compare": Entry("results", READ, "Show what changed between two results of one recipe."),
@@ -86,8 +86,6 @@ COMMANDS = {
     "tokenize": Entry("train", TRAIN, "Turn text into token files for `qbench train`."),
     "train": Entry("train", TRAIN, "Train models alike in all but the normalizer."),
     "list": Entry("lookup", LOOK_UP, "List quantizers, normalizers, models or tasks."),
-    "schema": Entry("lookup", LOOK_UP, "Print the JSON Schema of recipes, for editors."),
-    "cache": Entry("lookup", LOOK_UP, "List and bound what runs keep for later ones."),
     "bench": Entry("bench", LOOK_UP, "Measure speeds, after checking results."),
 }
 

@@ -1,11 +1,8 @@
-"""List what there is (``qbench list``), print the JSON Schema of recipes (``qbench schema``), list
-and bound the cache (``qbench cache``)."""
+"""List quantizers, formats, normalizers, models, tasks and recipes (``qbench list``)."""
 
 from __future__ import annotations
 
-import json
 import re
-import time
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from typing import Annotated, Any, Literal
@@ -16,23 +13,17 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.table import Column, Table
 from rich.text import Text
-from tabulate import tabulate
 
-from qbench import store
 from qbench.attention.normalizers import NORMALIZERS
 from qbench.checkpoints.find import class_names, tried_classes
-from qbench.cli.options import CommandGroup, PluginOption
+from qbench.cli.options import PluginOption
 from qbench.errors import RecipeError
 from qbench.evaluation.tasks import task_names
-from qbench.files import cache_folder
-from qbench.machine import GIB
 from qbench.plugins import load_packages
-from qbench.quantizers.config import KINDS, UNQUANTIZED
+from qbench.quantizers.config import UNQUANTIZED
 from qbench.quantizers.published import format_rows
-from qbench.quantizers.registry import COMBINATIONS, Method, methods, names
-from qbench.recipe import Recipe, bundled_recipes
-from qbench.store import entries, in_words
-from qbench.text import duration
+from qbench.quantizers.registry import COMBINATIONS, Method, methods
+from qbench.recipe import bundled_recipes
 
 
 def list_command(
@@ -104,21 +95,7 @@ def model_table() -> str:
     return head + rule + "".join(rows)
 
 
-def schema(
-    plugin: PluginOption = [],  # noqa: B006  typer copies it
-) -> None:
-    """Print the JSON Schema of recipes, by which editors check and complete them.
-
-    Examples:
-    ```
-    qbench schema > recipe.schema.json
-    ```
-    """
-    load_packages()
-    typer.echo(json.dumps(json_schema()))
-
-
-# --- keys of recipes as JSON Schema, quantizers with options as a list
+# --- quantizers with their options
 
 
 Schema = dict[str, Any]
@@ -129,33 +106,6 @@ ABOUT = {
     "activations": "inputs of linear layers, without the LM head",
     "kv_cache": "keys and values that attention reads; under the key kv_cache without kv-",
 }
-
-
-def json_schema() -> Schema:
-    """Return the JSON Schema (2020-12) of recipes, short forms included."""
-    schema = Recipe.model_json_schema()
-    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
-    schema["description"] = "A recipe of qbench."
-    schema["properties"]["quantizers"]["items"] = {"$ref": "#/$defs/Quantizer"}
-    options = {
-        option: {} for kind in KINDS for method in methods(kind) for option in method.options
-    }  # fmt: skip
-    parts = {
-        kind: {"anyOf": [{"enum": [m.name for m in methods(kind)]}, {"type": "string"},
-                         {"type": "object"}]}
-        for kind in KINDS
-    }  # fmt: skip
-    mapping = {
-        "type": "object",
-        "properties": {
-            "name": {"anyOf": [{"enum": names()}, {"type": "string"}]},
-            "label": {"type": "string", "description": "Unique in its recipe."},
-            **options,
-            **parts,
-        },
-    }
-    schema["$defs"]["Quantizer"] = {"anyOf": [{"enum": names()}, {"type": "string"}, mapping]}
-    return schema
 
 
 def explain(method: Method, option: str) -> str:
@@ -215,61 +165,6 @@ def _of(every: Sequence[Method]) -> Iterator[Row]:
                 yield "", line
         if as_above:
             yield "", f"as above: {', '.join(as_above)}"
-
-
-# --- the cache
-
-
-cache = CommandGroup("List and bound what runs keep for later ones.")
-
-
-@cache.command("list")
-def list_entries() -> None:
-    """List what is kept with sizes and ages, the least recently used first.
-
-    Examples:
-    ```
-    qbench cache list
-    ```
-    """
-    listed = entries(cache_folder())
-    now = time.time()
-    rows = [(entry.name, in_words(entry.bytes), duration(now - entry.used)) for entry in listed]
-    if rows:
-        head = ("what", "size", "unused for")
-        typer.echo(tabulate(rows, headers=head, tablefmt="plain", disable_numparse=True))
-    total = in_words(sum(entry.bytes for entry in listed))
-    typer.echo(f"{cache_folder()}: {len(listed)} entries, {total}")
-
-
-@cache.command("prune")
-def prune(
-    max_gib: Annotated[float, typer.Option(min=0)],
-    dry_run: bool = False,
-) -> None:
-    """Remove what was not used for longest, and the files that killed processes left.
-
-    What a run uses stays. What is gone is made again by the run that needs it.
-
-    Examples:
-    ```
-    qbench cache prune --max-gib 20 --dry-run
-    ```
-
-    Options:
-    max_gib: Keep at most this much. The least recently used is removed first.
-    dry_run: Only show what would be removed.
-    """
-    pruned = store.prune(cache_folder(), max_bytes=max_gib * GIB, dry_run=dry_run)
-    word = "would remove" if dry_run else "removed"
-    for entry in pruned.removed:
-        typer.echo(f"{word} {entry.name}, {in_words(entry.bytes)}")
-    for entry in pruned.in_use:
-        typer.echo(f"kept {entry.name}, {in_words(entry.bytes)}: a run uses it")
-    for path in pruned.leftovers:
-        typer.echo(f"removed what a killed process left: {path}")
-    freed = in_words(sum(entry.bytes for entry in pruned.removed))
-    typer.echo(f"{cache_folder()}: {word} {len(pruned.removed)} entries, {freed}")
 
 
 ROWS = {

@@ -17,10 +17,8 @@ from pydantic.fields import FieldInfo
 from qbench.errors import OutputError, RecipeError
 from qbench.files import require_writable
 from qbench.plugins import load_file
-from qbench.quantizers.registry import names as quantizer_names
 from qbench.quantizers.registry import split_commas
 from qbench.recipe import Kind, Overrides
-from qbench.store import Store, run_id, runs
 
 
 def _path(text: str) -> Path:
@@ -180,15 +178,6 @@ ClusterOption = Annotated[
     ),
 ]
 DeviceOption = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where to compute.")]
-Run = Annotated[
-    str | None,
-    typer.Option(
-        "--run",
-        metavar="ID",
-        help="An earlier run into the same folder, as `qbench show FOLDER` lists them. Default: "
-        "the last one.",
-    ),
-]
 Against = Annotated[
     str | None,
     typer.Option(
@@ -204,34 +193,10 @@ Published = Annotated[
 Json = Annotated[Path | None, _output("FILE", "Also write JSON here, and the table beside it.")]
 
 
-def open_store(folder: Path, run: str | None, option: str = "--run") -> Store:
-    """Return the results of the run with the id ``run``; of the last run if None, and say which
-    that is if the folder holds several."""
-    store = Store(folder, run=run)
-    names = [name for name, _ in runs(folder)]
-    if store.run is None and len(names) > 1:
-        last = run_id(store.manifest())
-        others = ", ".join(name for name in names if name != last)
-        typer.echo(
-            f"{folder} holds {len(names)} runs; this is the last one, {last}; {option} shows "
-            f"another: {others}",
-            err=True,
-        )
-    return store
-
-
-def complete_quantizers(incomplete: str) -> list[str]:
-    """Return the completions of the last name in a list with commas or +, for the shell."""
-    given, last = re.fullmatch(r"(.*[,+])?([^,+]*)", incomplete).groups("")  # type: ignore[union-attr]  # fits any text
-    return [given + name for name in quantizer_names() if name.startswith(last)]
-
-
 def _option(name: str, part: FieldInfo) -> Any:
     """Return the option of the command line for the field ``name`` of Overrides."""
     settings = dict(part.json_schema_extra["settings"])
     flags = [settings.pop("flag")] if "flag" in settings else []
-    if name == "quantizers":
-        settings["autocompletion"] = complete_quantizers
     types = (mark.option_type for mark in part.metadata if isinstance(mark, Kind))
     option = typer.Option(*flags, help=" ".join(part.description.split()), **settings)
     return Annotated[next(filter(None, types), part.annotation), option]

@@ -10,11 +10,11 @@ from typing import Annotated, Literal
 import typer
 
 from qbench.cli.app import show_written
-from qbench.cli.options import Against, Folder, NewFile, Published, Run, open_store
+from qbench.cli.options import Against, Folder, NewFile, Published
 from qbench.comparison.changes import compare_cells, compare_results
 from qbench.comparison.compare import compare as compare_store
 from qbench.comparison.rows import Comparison, find_cell
-from qbench.errors import OutputError, ResultsError
+from qbench.errors import OutputError
 from qbench.files import require_folder, write_atomically
 from qbench.gate.baseline import make
 from qbench.gate.check import check as judge
@@ -30,7 +30,6 @@ def tables(
     format: Literal["md", "tex", "csv"] = "md",
     published: Published = None,
     against: Against = None,
-    run: Run = None,
 ) -> None:
     r"""Write the tables of a results folder and show the answer: a line per precision.
 
@@ -45,16 +44,15 @@ def tables(
     Options:
     format: What to print and write. tex: a fragment for \input.
     """
-    store = open_store(folder, run)
-    show_tables(store, format=format, published=published, against=against)
+    show_tables(Store(folder), format=format, published=published, against=against)
 
 
 def show_tables(
     store: Store, *, format: str = "md", published: str | None = None, against: str | None = None
 ) -> Comparison:
     """Print the tables as ``format`` and write them: the summary, tables.md with tables.csv, or
-    tables.<format> alone. Those of an earlier run go to a folder of their own; if the folder
-    cannot be written to, that is said and they are printed all the same.
+    tables.<format> alone. If the folder cannot be written to, that is said
+    and they are printed all the same.
 
     What is printed is what was compared here: another run may write the same files meanwhile.
     """
@@ -65,8 +63,8 @@ def show_tables(
     try:
         require_folder(store.directory)
         for name, text in files.items():
-            write_atomically(store.output(name), text.encode())
-        show_written([store.output(name) for name in files])
+            write_atomically(store.directory / name, text.encode())
+        show_written([store.directory / name for name in files])
     except OutputError as error:
         typer.echo(f"not written: {error}", err=True)
     return comparison
@@ -74,35 +72,25 @@ def show_tables(
 
 def compare(
     a: Annotated[Path, typer.Argument(metavar="A")],
-    b: Annotated[Path | None, typer.Argument(metavar="[B]")] = None,
-    run: Annotated[str | None, typer.Option("--run", metavar="ID")] = None,
-    run_b: Annotated[str | None, typer.Option("--run-b", metavar="ID")] = None,
+    b: Annotated[Path, typer.Argument(metavar="B")],
 ) -> None:
     """What changed between two results of one recipe, or between two cells, paired by document.
-
-    Both may be runs of one folder, as `qbench show FOLDER` lists them.
 
     Examples:
     ```
     qbench compare results/before results/after
-    qbench compare results/demo --run 0a1b
+    qbench compare results/demo/softmax/rtn-4bit results/demo/softmax/hqq-3bit
     ```
 
     Options:
     a: A results folder, or a cell: DIR/CHECKPOINT/QUANTIZER.
-    b: Another, of the same recipe, or another cell. Default: the last run of A.
-    run: An earlier run of A.
-    run_b: An earlier run of B.
+    b: Another, of the same recipe, or another cell.
     """
-    if b is not None and _names_cell(a) and _names_cell(b):
-        changes = compare_cells(find_cell(str(a), run), find_cell(str(b), run_b))
-        typer.echo(changes_table(changes), nl=False)
-        return
-    if b is None and run is None:
-        raise ResultsError(f"compare {a}: name a second folder, or an earlier run with --run ID")
-    old = open_store(a, run)
-    new = open_store(b or a, run_b, "--run-b")
-    typer.echo(changes_table(compare_results(old, new)), nl=False)
+    if _names_cell(a) and _names_cell(b):
+        changes = compare_cells(find_cell(str(a)), find_cell(str(b)))
+    else:
+        changes = compare_results(Store(a), Store(b))
+    typer.echo(changes_table(changes), nl=False)
 
 
 def _names_cell(path: Path) -> bool:
@@ -123,7 +111,6 @@ def check(
     summary: NewFile = None,
     junit: NewFile = None,
     json: NewFile = None,
-    run: Run = None,
 ) -> None:
     """The CI gate: is any score worse than the baseline's by more than a margin?
 
@@ -159,7 +146,7 @@ def check(
         {"--baseline": baseline, "--summary": summary, "--junit": junit, "--json": json}
     )
     verdict = judge(
-        open_store(folder, run),
+        Store(folder),
         baseline,
         margins=parse_margins(margin),
         inconclusive=inconclusive,
@@ -184,7 +171,6 @@ def baseline(
     folder: Folder,
     out: NewFile,
     replace: bool = False,
-    run: Run = None,
 ) -> None:
     """Make the baseline that `qbench check` compares later results with.
 
@@ -197,7 +183,7 @@ def baseline(
     out: The file to write.
     replace: Replace an existing baseline, showing old and new.
     """
-    changes = make(open_store(folder, run), out, replace=replace)
+    changes = make(Store(folder), out, replace=replace)
     if changes is not None:
         typer.echo(changes_table(changes), nl=False)
     show_written([out])

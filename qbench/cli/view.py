@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from qbench.cli.app import show_written
-from qbench.cli.options import Folder, NewFolder, Run, open_store
+from qbench.cli.options import Folder, NewFolder
 from qbench.errors import DataError, OutputError, RecipeError
 from qbench.evaluation.tasks import plan_task
 from qbench.files import cache_folder, require_folder
 from qbench.machine import redirected
 from qbench.recipe import Overrides, Recipe
-from qbench.store import Sources, Store, find_sources, run_id
+from qbench.store import Sources, Store, find_sources
 from qbench.viewer.data import NO_TEXTS, Results, WholeStore
 from qbench.viewer.server import Server, write_report, write_site
 
@@ -40,7 +40,6 @@ def view(
     recipe: Path | None = None,
     data: Path | None = None,
     definitions: Path | None = None,
-    run: Run = None,
 ) -> None:
     """Show results in a browser, from the answer down to one document's tokens.
 
@@ -63,7 +62,7 @@ def view(
     definitions: The run's --definitions. Default: those of this machine's run, or lm-eval's.
     """
     for folder in folders:
-        Store(folder, run=run).manifest()  # without results it is refused before anything is served
+        Store(folder).manifest()  # without results it is refused before anything is served
     for option, path in (("--data", data), ("--definitions", definitions)):
         if path is not None and not path.is_dir():
             raise DataError(f"{option} {path}: no such folder")
@@ -72,16 +71,16 @@ def view(
         data, definitions = source.data, source.definitions
 
     def results(store: Store) -> Results:
-        remembered = find_sources(cache_folder(), run_id(store.manifest()))
+        remembered = find_sources(cache_folder(), store.manifest())
         sources = Sources(data or remembered.data, definitions or remembered.definitions)
         return Results(store, texts=partial(document_texts, sources))
 
     if export is not None:
         require_folder(export, "--export")
-        paths = write_site([results(Store(folder, run=run)) for folder in folders], export)
+        paths = write_site([results(Store(folder)) for folder in folders], export)
         show_written(paths[:1])
         return
-    shown = [results(WholeStore(folder, run=run)) for folder in folders]
+    shown = [results(WholeStore(folder)) for folder in folders]
     with Server(shown, port=port) as server:
         typer.echo(server.address)
         if browser:
@@ -122,7 +121,6 @@ def document_texts(sources: Sources, record: Record, task: str) -> dict[int, Que
 def report(
     folder: Folder,
     out: NewFolder = None,
-    run: Run = None,
 ) -> None:
     """Write report.html: the first page of `qbench view` in one file that needs no network.
 
@@ -132,10 +130,9 @@ def report(
     ```
 
     Options:
-    out: Where to write it. Default: FOLDER, or FOLDER/runs/ID with --run; here where FOLDER is
-        read-only.
+    out: Where to write it. Default: FOLDER; here if FOLDER is read-only.
     """
-    store = open_store(folder, run)
+    store = Store(folder)
     try:
         require_folder(out or folder, "--out" if out else "")
     except OutputError as error:
@@ -143,5 +140,5 @@ def report(
             raise
         typer.echo(f"not written beside the results: {error}", err=True)
         out = Path()
-    path = out / "report.html" if out else store.output("report.html")
+    path = out / "report.html" if out else folder / "report.html"
     show_written([write_report(Results(store), path)])

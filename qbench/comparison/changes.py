@@ -155,19 +155,21 @@ def compare_results(a: Store, b: Store) -> Changes:
     lines = compare_sets(old, new)
     if not lines:
         raise ResultsError(
-            f"{a.name} and {b.name} have no scored cell in common; "
+            f"{a.directory} and {b.directory} have no scored cell in common; "
             "compare two results of one recipe"
         )
-    problems = [f"{cell}: {a.name}: {why}" for cell, why in old.broken.items()]
-    problems += [f"{cell}: {b.name}: {why}" for cell, why in new.broken.items()]
+    problems = [f"{cell}: {a.directory}: {why}" for cell, why in old.broken.items()]
+    problems += [f"{cell}: {b.directory}: {why}" for cell, why in new.broken.items()]
     for results, other, folder in ((old, new, b), (new, old, a)):
         named = other.cells.keys() | other.broken.keys()
-        problems += [f"{cell}: not in {folder.name}" for cell in results.cells if cell not in named]
+        problems += [
+            f"{cell}: not in {folder.directory}" for cell in results.cells if cell not in named
+        ]
         problems += group_by_reason(
             (cell, line)
             for cell, scored in results.cells.items()
             if cell in other.cells
-            for line in _lacking(scored, other.cells[cell], folder.name)
+            for line in _lacking(scored, other.cells[cell], str(folder.directory))
         )
     # Say which cells are of models that were trained differently in more than normalizer and
     # seed
@@ -178,7 +180,9 @@ def compare_results(a: Store, b: Store) -> Changes:
         if None not in pair and (differing := training_differences(*pair, seeds=True)):
             cells.append((cell, f"trained differently: {'; '.join(differing)}"))
     problems += [*_other_precisions(old, new), *group_by_reason(cells)]
-    return Changes(old=a.name, new=b.name, lines=tuple(lines), problems=tuple(problems))
+    return Changes(
+        old=str(a.directory), new=str(b.directory), lines=tuple(lines), problems=tuple(problems)
+    )
 
 
 def compare_cells(a: tuple[Store, Record], b: tuple[Store, Record]) -> Changes:
@@ -194,7 +198,7 @@ def compare_cells(a: tuple[Store, Record], b: tuple[Store, Record]) -> Changes:
         if status != "ok":
             raise ResultsError(f"{store.directory}: {record.cell}: {status}: {reason}")
         sides.append(_read_cell(store, record))
-        names.append(record.cell if alone else f"{store.name}: {record.cell}")
+        names.append(record.cell if alone else f"{store.directory}: {record.cell}")
     cell, other = a[1].cell, b[1].cell
     lines = compare_pairs({f"{other} {MINUS} {cell}": sides})
     if not lines:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import replace
 
 from qbench.comparison.answers import AnswerDamage, answer_damage
@@ -13,8 +12,8 @@ from qbench.comparison.losses import kl_of, score_losses
 from qbench.comparison.rows import Comparison, Row, RowValue, status_of
 from qbench.errors import ResultsError
 from qbench.metrics import KL_MEAN, rank
-from qbench.records import ANSWERS, GridCell, Record, RunManifest, Score, read_record
-from qbench.store import Store, runs
+from qbench.records import ANSWERS, GridCell, Record, RunManifest, Score
+from qbench.store import Store
 
 Scores = Mapping[tuple[str, str], Score]  # of a record, by task and metric
 
@@ -34,11 +33,6 @@ def compare(store: Store, *, statistics: bool = True, against: str | None = None
         grid=grid,
         records=records,
         lines=tuple(_lines(grid, records)),
-        elsewhere={
-            cell.cell: run
-            for cell in grid.cells
-            if stored[cell.cell] is None and (run := elsewhere(store, cell)) is not None
-        },
     )
     if not statistics:
         return comparison
@@ -69,17 +63,6 @@ def _answers(comparison: Comparison, store: Store) -> dict[str, AnswerDamage]:
         if readable and all(side and ANSWERS in side.files for side in (record, before)):
             damages[cell.cell] = answer_damage(store, record, before)
     return {name: damage for name, damage in damages.items() if damage is not None}
-
-
-def elsewhere(store: Store, cell: GridCell) -> str | None:
-    """Return the id of an earlier run that has a record of this cell, with other settings; None
-    if there is none."""
-    for name, path in runs(store.directory):
-        with suppress(ResultsError):
-            for planned in read_record(path, RunManifest).cells:
-                if planned.cell == cell.cell and store.path(planned).is_file():
-                    return name
-    return None
 
 
 def _lines(grid: RunManifest, records: Mapping[str, Record]) -> Iterable[Row]:

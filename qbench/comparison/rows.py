@@ -70,7 +70,7 @@ def text(a: Record, b: Record) -> str:
     return "\n".join(f"{part.ljust(width)}  {in_a}  →  {in_b}" for part, in_a, in_b in differences)
 
 
-def find_cell(name: str, run: str | None = None) -> tuple[Store, Record]:
+def find_cell(name: str) -> tuple[Store, Record]:
     """The record called ``name``, a record's JSON file or DIR/CHECKPOINT/QUANTIZER, and the store
     that it lies in.
 
@@ -81,10 +81,10 @@ def find_cell(name: str, run: str | None = None) -> tuple[Store, Record]:
         if b'"key_parts"' not in path.read_bytes():
             raise ResultsError(f"{name}: not a record; name a records/…/KEY.json file")
         above = path.absolute().parents
-        return Store(above[min(3, len(above) - 1)], run=run), read_record(path, Record)
+        return Store(above[min(3, len(above) - 1)]), read_record(path, Record)
     if len(path.parts) < 3 and not Store(path.parent.parent).has_manifest():
         raise ResultsError(f"{name}: write DIR/CHECKPOINT/QUANTIZER, or a record's JSON file")
-    store = Store(path.parent.parent, run=run)
+    store = Store(path.parent.parent)
     cell = "/".join(path.parts[-2:])
     cells = {planned.cell: planned for planned in store.manifest().cells}
     if cell not in cells:
@@ -261,7 +261,6 @@ class Comparison:
     grid: RunManifest
     records: Mapping[str, Record]  # cell → record, failed ones too
     lines: tuple[Row, ...]
-    elsewhere: Mapping[str, str] = field(default_factory=dict)  # missing cell → run that has it
     seeds: tuple[Row, ...] = ()  # over several trainings, where the grid has replicates
     pairs: tuple[Change, ...] = ()  # of one checkpoint: its quantized precisions among themselves
     kl: Losses | None = None  # None without statistics
@@ -370,9 +369,6 @@ class Comparison:
         for cell in self.grid.cells:
             record = self.records.get(cell.cell)
             status, reason = status_of(record)
-            if cell.cell in self.elsewhere:
-                run = self.elsewhere[cell.cell]
-                reason = f"not run with these settings; --run {run} has it with other settings"
             if status != "ok":
                 lines.append((cell, f"{status}: {reason}"))
             elif record.audit is None and cell.quantized:

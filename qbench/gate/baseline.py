@@ -40,12 +40,12 @@ def make(store: Store, out: Path, *, replace: bool = False) -> Changes | None:
         ]
     if unfit:
         reasons = "; ".join(group_by_reason(unfit))
-        raise ResultsError(f"{store.name}: no baseline from this: {reasons}")
+        raise ResultsError(f"{store.directory}: no baseline from this: {reasons}")
     if out.exists() and not replace:
         raise ResultsError(f"{out}: exists already; look at the changes, then add --replace")
     if out.exists() and not out.read_bytes().startswith((XZ_MAGIC, EARLIER)):
         raise ResultsError(f"{out}: not a baseline; name another file")
-    change = difference(store.name, results, out) if out.exists() else None
+    change = difference(str(store.directory), results, out) if out.exists() else None
     with TemporaryDirectory() as folder:
         copy = Store(Path(folder))
         for scored in results.cells.values():

@@ -107,7 +107,7 @@ def check(
     given = dict(margins or {})
     if not any(cell in new.cells or cell in new.broken for cell in old.cells):
         raise ResultsError(
-            f"{store.name} has no cell of {baseline}; check results of the same recipe"
+            f"{store.directory} has no cell of {baseline}; check results of the same recipe"
         )
     require_known(
         given, [score for scored in old.cells.values() for score in scored.scores.values()]
@@ -153,7 +153,7 @@ def check(
             gates.append(gate)
     extra = [cell for cell in (*new.cells, *new.broken) if cell not in old.cells]
     return Verdict(
-        results=store.name,
+        results=str(store.directory),
         baseline=str(baseline),
         gates=tuple(gates),
         notes=(*notes, *(f"{cell}: not in the baseline, so not gated" for cell in sorted(extra))),

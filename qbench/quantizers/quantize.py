@@ -37,7 +37,6 @@ from qbench.files import (
     code_digest,
     content_key,
     digest_of_parts,
-    mark_used,
     new_folder,
 )
 from qbench.machine import version_of
@@ -123,7 +122,6 @@ class Artifact:
                 raise Damaged(f"{WEIGHTS}: digest differs")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise Damaged(f"{type(error).__name__}: {error}") from None
-        mark_used(self.folder)
         return {name: tensor.to(device) for name, tensor in load(payload).items()}, note
 
     def write(self, tensors: dict[str, Tensor], note: str) -> None:

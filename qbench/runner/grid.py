@@ -33,10 +33,8 @@ from qbench.store import (
     Table,
     baseline_files,
     find_cell,
-    hold,
     keep_cell,
     keep_sources,
-    run_id,
     verify_baseline,
 )
 
@@ -87,17 +85,12 @@ def run_cells(
         plan.calibration and plan.calibration.path,
         {cell.checkpoint_name: cell.checkpoint.folder for cell in plan.cells},
     )
-    keep_sources(grid.cache, run_id(plan.manifest), sources)
-    bases = {cell.base.cell for cell in chosen if cell.base}
-    measured = [
-        path for base in bases for path in baseline_files(grid.cache, plan.cell(base).key_parts)
-    ]
-    with hold(measured):
-        missing = grid.reuse_finished(chosen)
-        if executor is not None:
-            missing = in_order(missing)
-        if missing:
-            grid.run(missing, executor or SerialExecutor())
+    keep_sources(grid.cache, plan.manifest, sources)
+    missing = grid.reuse_finished(chosen)
+    if executor is not None:
+        missing = in_order(missing)
+    if missing:
+        grid.run(missing, executor or SerialExecutor())
     return [grid.done[cell.name] for cell in chosen]
 
 
@@ -397,8 +390,8 @@ def put_manifest(plan: Plan, store: Store, progress: Progress) -> None:
     before = store.put_manifest(plan.manifest, progress.log)
     if before is not None and before.cells != plan.manifest.cells:
         progress.log(
-            f"{store.directory} held results of other settings or versions; they stay: `qbench "
-            f"tables {store.directory} --run {run_id(before)}` shows them"
+            f"{store.directory} held results of other settings or versions; they stay, and count "
+            "again when the same command is given again; tables show this run"
         )
 
 

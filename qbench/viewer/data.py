@@ -62,8 +62,8 @@ NO_TEXTS = (
 class WholeStore(Store):
     """A store in which unreadable records count as missing; ``unreadable`` says why, by cell."""
 
-    def __init__(self, directory: Path, *, run: str | None = None) -> None:
-        super().__init__(directory, run=run)
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
         self.unreadable: dict[str, str] = {}
 
     def get(self, cell: GridCell) -> Record | None:
