@@ -4,7 +4,8 @@ import shutil
 
 import pandas as pd
 import pytest
-from small_recipe import DEMO, qbench, small_recipe
+from small_recipe import DEMO, small_recipe
+from small_recipe import qbench as command
 
 import qbench.cell
 from qbench.plan import plan
@@ -87,16 +88,16 @@ def test_a_damaged_task_is_scored_again(run, tmp_path):
 def test_a_cell_whose_key_another_folder_has_is_copied_and_not_computed(tmp_path, capfd):
     tasks = ["demo_lastword"]
     first = small_recipe(tmp_path, tasks=tasks)
-    assert qbench("run", first, "--out", tmp_path / "first", "--device", "cpu") == 0
+    assert command("run", first, "--out", tmp_path / "first", "--device", "cpu") == 0
     named = {"mine": str(DEMO / "softpick")}  # under another name, and its precision too
     quantizers = ["fp32", {"name": "rtn-4bit", "group_size": 64, "label": "other"}]
     again = small_recipe(tmp_path, tasks=tasks, checkpoints=named, quantizers=quantizers)
     out = tmp_path / "second"
-    assert qbench("plan", again, "--out", out, "--device", "cpu") == 0
+    assert command("plan", again, "--out", out, "--device", "cpu") == 0
     key = Store(tmp_path / "first").manifest().cells[3].key
     assert f"cached    mine/other  key {key[:16]}" in capfd.readouterr().out
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "first").rglob("*")}
-    assert qbench("run", again, "--out", out, "--device", "cpu") == 0
+    assert command("run", again, "--out", out, "--device", "cpu") == 0
     said = capfd.readouterr()
     assert "mine/other: taken from the cache" in said.err
     assert ": done (" not in said.err

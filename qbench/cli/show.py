@@ -69,10 +69,10 @@ def export(
     ] = None,
     out: NewFolder = None,
 ) -> None:
-    """Write lm-eval's results and samples of each cell, or a model card with the evaluation metadata
-    that the Hub shows. Or all of a folder as one file to commit, records.tar.xz, which every
-    command reads. Or with --model the quantized model of one cell, as a folder that other libraries
-    load.
+    """Write lm-eval's results and samples of each cell, or a model card with the evaluation
+    metadata that the Hub shows. Or all of a folder as one file to commit, records.tar.xz, which
+    every command reads. Or with --model the quantized model of one cell, as a folder that other
+    libraries load.
 
     Failed and missing cells are left out, and named on standard error; an archive has all.
 
