@@ -90,12 +90,13 @@ def test_a_fork_server_that_dies_while_a_process_starts_breaks_that_call_alone(m
 
 
 LONG_PATHS = """
-from qbench.runner.progress import listening
-from qbench.runner.workers import Workers, _Slot
 from qbench.progress import SilentProgress
+from qbench.runner import workers
+from qbench.runner.progress import listening
+workers.PRELOAD = "qbench.progress"  # imports no torch
 if __name__ == "__main__":
-    with listening(SilentProgress()), Workers([0], device="cpu") as workers:
-        print(workers.submit(abs, -3).result())
+    with listening(SilentProgress()), workers.Workers([0], device="cpu") as executor:
+        print(executor.submit(abs, -3).result())
 """
 
 
