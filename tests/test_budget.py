@@ -143,8 +143,8 @@ def test_rounding_alone_costs_what_is_taken_off_in_bfloat16_and_nothing_in_float
 
 @pytest.mark.usefixtures("own_cache")
 def test_a_stopped_search_goes_on_and_the_mix_is_run_and_compared(tmp_path, monkeypatch, capfd):
-    command = ("budget", *OPTIONS, "--methods", "gptq-3bit,rtn", "--bits", 3.5, "--length", 32,
-               "--out", tmp_path)  # fmt: skip
+    command = ("budget", *OPTIONS, "--methods", "gptq-3bit,rtn", "--bits", 3.5,
+               "--length", 32, "--out", tmp_path)  # fmt: skip
     calls, kl = [], measure.FromBlocks.kl
 
     def stops(self, modules):

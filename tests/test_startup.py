@@ -49,12 +49,6 @@ def test_reading_results_tables_with_all_statistics_and_the_gate_load_no_torch(t
     assert not set(HEAVY) & set(loaded)
 
 
-def test_importing_what_loads_models_prints_nothing():
-    code = "import qbench.cli.app, qbench.checkpoints.load"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout + run.stderr == ""
-
-
 def test_no_files_import_each_other_in_a_circle():
     """Late imports and those for types alone counted; a package's face stands above its parts."""
     files = {

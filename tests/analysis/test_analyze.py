@@ -29,7 +29,7 @@ PAGES = DEMO / "data" / "demo_pages"
     [((), "task demo_pages"),
      (("--text", PAGES / "test.jsonl", "--field", "page"), "test.jsonl, field page")],
 )  # fmt: skip
-def test_only_the_text_that_is_read_needs_its_data(tmp_path, options, source):
+def test_only_the_text_that_is_read_needs_its_data(undrawn, tmp_path, options, source):
     data, out = tmp_path / "data", tmp_path / "out"
     data.mkdir()
     if not options:
@@ -175,15 +175,14 @@ def test_longer_texts_have_records_of_their_own_and_are_shown_along_the_text(own
 def test_a_cell_that_fails_has_a_record_a_line_and_exit_code_1(own, undrawn, monkeypatch, capfd):
     path, out = own
     shutil.rmtree(out / "analysis" / "softmax")
-    monkeypatch.setattr("qbench.analysis.measure._losses", lambda *_: 1 / 0)
-    only = ("--only", "softmax/fp32")
-    assert qbench("analyze", path, "--out", out, *SHORT, *only) == 1
+    with monkeypatch.context() as broken:
+        broken.setattr("qbench.analysis.measure._losses", lambda *_: 1 / 0)
+        only = ("--only", "softmax/fp32")
+        assert qbench("analyze", path, "--out", out, *SHORT, *only) == 1
     assert "softmax/fp32: failed: ZeroDivisionError" in capfd.readouterr().err
     failed = Analyses(out).records()[0]
     assert (failed.status, failed.measured) == ("failed", None)
     assert "softmax/fp32: failed" in markdown(load_analyses(Store(out)))
-    monkeypatch.undo()
-    monkeypatch.setenv("QBENCH_CACHE", str(out / "cache"))
     assert qbench("analyze", path, "--out", out, *SHORT) == 0  # tried again
     assert Analyses(out).records()[0].status == "ok"
 

@@ -26,9 +26,8 @@ FIGURES = {
 }
 
 
-@pytest.mark.parametrize(
-    "normalizer", [pytest.param("softmax", marks=pytest.mark.slow), "softpick"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("normalizer", FIGURES)
 def test_what_is_measured_is_what_an_independent_implementation_gives(normalizer):
     """Of the first 8 pages, <s> and 511 tokens of each."""
     figures = FIGURES[normalizer]

@@ -7,6 +7,7 @@ from scipy import stats
 from qbench.statistics import Missing, Panel, effect, over_seeds
 
 DOCUMENTS = 50
+SLOW = pytest.mark.slow
 
 
 def panel(values, weights=None):
@@ -36,7 +37,7 @@ def covers(result):
     return result.interval.low <= 0 <= result.interval.high
 
 
-@pytest.mark.parametrize("seeds", [2, 3, 4, 5])
+@pytest.mark.parametrize("seeds", [2, 3, *(pytest.param(n, marks=SLOW) for n in (4, 5))])
 @pytest.mark.parametrize(
     ("by_seed", "by_document", "rest"),
     [(0.0, 1.0, 1.0), (0.1, 1.0, 1.0), (0.2, 1.0, 0.3), (0.3, 0.3, 1.0), (1.0, 1.0, 1.0)],
@@ -64,7 +65,7 @@ def answers(rng, seeds, documents, gained, lost, *, shared):
     return panel(values)
 
 
-@pytest.mark.parametrize("seeds", [2, 3])
+@pytest.mark.parametrize("seeds", [3, pytest.param(2, marks=SLOW)])
 @pytest.mark.parametrize("shared", [0.0, 0.9])
 @pytest.mark.parametrize(
     ("documents", "gained", "lost"), [(100, 0.005, 0.0), (100, 0.01, 0.005), (500, 0.005, 0.001)]

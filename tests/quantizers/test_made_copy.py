@@ -66,13 +66,19 @@ def test_exl3_refuses_a_layer_of_no_whole_blocks():
         settings_of("exl3-4bit").check_layers({"q_proj": (576, 512)})
 
 
-def test_a_library_that_fails_is_said_in_a_line_with_its_log(tmp_path):
+def test_a_library_that_fails_is_said_in_a_line_with_its_log(tmp_path, monkeypatch):
+    def fail(command, *, stdout, **_):
+        stdout.write("working\nValueError: no such folder\n\n")
+        return SimpleNamespace(returncode=1)
+
+    monkeypatch.setattr(made_copy.subprocess, "run", fail)
     cell = SimpleNamespace(
         checkpoint=SimpleNamespace(folder=tmp_path / "gone", normalizer="softmax")
     )
     calibration, log = Calibration(ids=torch.zeros(1, 8, dtype=torch.int64)), tmp_path / "made.log"
     maker = settings_of("awq-4bit", {"group_size": 64})
-    with pytest.raises(QuantizationError, match=rf"awq-4bit: gptqmodel failed: .*; its log: {log}"):
+    words = f"awq-4bit: gptqmodel failed: ValueError: no such folder; its log: {log}"
+    with pytest.raises(QuantizationError, match=words):
         made_copy._make(cell, maker, calibration, tmp_path / "out", "cpu", log)
     assert "no such folder" in log.read_text()
 

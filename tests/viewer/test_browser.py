@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from hostile_results import HOSTILE, fill, texts
+from hostile_results import HOSTILE, Running, fill, texts
 from small_recipe import DEMO, qbench, small_recipe
 
 from qbench import viewer
@@ -48,10 +48,25 @@ def page(browser):
     page.close()
 
 
+@pytest.fixture(scope="module")
+def at():
+    """``at(folder, texts=None)``: a server of results that stay as they are, compared once."""
+    servers = {}
+
+    def start(folder, texts=None):
+        if folder not in servers:
+            servers[folder] = Running(folder, texts=texts)
+            servers[folder].server.results[0].comparison(wait=True)
+        return servers[folder]
+
+    yield start
+    for one in servers.values():
+        one.close()
+
+
 @pytest.fixture
-def opened(serve, folder, page):
-    running = serve(folder)
-    running.server.results[0].comparison(wait=True)
+def opened(at, folder, page):
+    running = at(folder, texts)
     page.goto(running.address)
     page.wait_for_selector(".drawing svg circle[data-href]")
     return running
@@ -182,11 +197,25 @@ VIEWS = ("", "#view=scores", "#view=why", "#view=methods", "#view=cell&cell=soft
          f"#view=document&task={HOSTILE}&document=1&cell=softmax/gptq-2bit")  # fmt: skip
 
 
-@pytest.mark.parametrize("view", VIEWS, ids=lambda view: view[6:18] or "overview")
-def test_no_view_scrolls_sideways_on_a_phone(opened, page, view):
-    page.set_viewport_size({"width": 400, "height": 800})
-    page.goto(opened.address + view)
+def violations(page):
+    """What axe finds, light and dark; nothing if axe-core is not installed."""
     page.wait_for_selector("main .card, main .note, main h2")
+    page.wait_for_timeout(300)
+    if not AXE.is_file():  # `npm ci` in qbench/viewer/frontend
+        return []
+    page.evaluate(AXE.read_text())
+    listed = []
+    for theme in ("light", "dark"):
+        page.emulate_media(color_scheme=theme)
+        listed += page.evaluate("axe.run(document, {resultTypes: ['violations']})")["violations"]
+    return [(each["id"], each["nodes"][0]["html"]) for each in listed]
+
+
+@pytest.mark.parametrize("view", VIEWS, ids=lambda view: view[6:18] or "overview")
+def test_axe_finds_nothing_and_no_view_scrolls_sideways_on_a_phone(opened, page, view):
+    page.goto(opened.address + view)
+    assert violations(page) == []
+    page.set_viewport_size({"width": 400, "height": 800})
     page.wait_for_timeout(300)
     wide, seen = page.evaluate(
         "[document.documentElement.scrollWidth, document.documentElement.clientWidth]"
@@ -194,30 +223,9 @@ def test_no_view_scrolls_sideways_on_a_phone(opened, page, view):
     assert wide <= seen
 
 
-def violations(page):
-    if not AXE.is_file():
-        pytest.skip("axe-core is not installed: `npm ci` in qbench/viewer/frontend")
-    page.wait_for_selector("main .card, main .note, main h2")
-    page.wait_for_timeout(300)
-    page.evaluate(AXE.read_text())
-    listed = page.evaluate("axe.run(document, {resultTypes: ['violations']})")["violations"]
-    return [(each["id"], each["nodes"][0]["html"]) for each in listed]
-
-
-@pytest.mark.parametrize("theme", ["light", "dark"])
-@pytest.mark.parametrize("view", VIEWS, ids=lambda view: view[6:18] or "overview")
-def test_axe_finds_nothing(opened, page, view, theme):
-    page.emulate_media(color_scheme=theme)
-    page.goto(opened.address + view)
-    assert violations(page) == []
-
-
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_pages_of_answers_explain_themselves_and_axe_finds_nothing(serve, page, theme):
+def test_pages_of_answers_explain_themselves_and_axe_finds_nothing(at, page):
     """Lengths stood among units of the score, as logarithms; token by token had no "?"."""
-    running = serve(RESULTS / "answers", texts=None)
-    running.server.results[0].comparison(wait=True)
-    page.emulate_media(color_scheme=theme)
+    running = at(RESULTS / "answers")
     for view in (
         "documents&task=answers&cell=smollm2/kv3",
         "document&task=answers&document=3&cell=smollm2/gptq-4bit&cell=smollm2/kv3",
@@ -291,11 +299,10 @@ def test_the_site_and_the_report_open_from_a_disk(folder, tmp_path, page):
 
 
 @pytest.mark.parametrize("name", ["pair-27m", "seeds-27m-kv", "published-27m-gguf"])
-def test_real_results_from_the_answer_to_a_document_and_why(serve, page, name):
+def test_real_results_from_the_answer_to_a_document_and_why(at, page, name):
     """Two models, seeds of two, and published files of one."""
     real = RESULTS / name
-    running = serve(real, texts=None)
-    running.server.results[0].comparison(wait=True)
+    running = at(real)
     page.goto(running.address)
     page.wait_for_selector(".drawing svg [data-href]", state="attached")
     assert "KL" in page.inner_text(".headline")
@@ -325,19 +332,18 @@ LABELS = """figure => {
 }"""
 
 
-@pytest.mark.parametrize("width", [1280, 400])
 @pytest.mark.parametrize("name", ["pair-27m", "variants-27m", "smollm2"])
-def test_every_point_of_quality_has_its_label_and_no_two_texts_overlap(serve, page, name, width):
-    page.set_viewport_size({"width": width, "height": 900})
-    running = serve(RESULTS / name, texts=None)
-    running.server.results[0].comparison(wait=True)
-    page.goto(running.address)
-    figure = page.locator("figure.card").first
-    figure.locator("path[data-href]").first.wait_for()
-    labels, wrong = figure.evaluate(LABELS)
+def test_every_point_of_quality_has_its_label_and_no_two_texts_overlap(at, page, name):
     cells = Store(RESULTS / name).manifest().cells
-    assert labels == sorted({cell.quantizer for cell in cells if cell.quantized})
-    assert wrong == []
+    for width in (1280, 400):
+        page.set_viewport_size({"width": width, "height": 900})
+        page.goto(at(RESULTS / name).address)
+        page.reload()
+        figure = page.locator("figure.card").first
+        figure.locator("path[data-href]").first.wait_for()
+        labels, wrong = figure.evaluate(LABELS)
+        assert labels == sorted({cell.quantizer for cell in cells if cell.quantized})
+        assert wrong == []
 
 
 # Texts of axes and legends that lie upon each other, or begin left of their picture and are cut
@@ -355,9 +361,8 @@ UNREADABLE = """figure => {
 }"""
 
 
-def test_numbers_of_a_map_and_of_a_column_have_the_same_decimals(serve, page):
-    running = serve(RESULTS / "pair-27m", texts=None)
-    running.server.results[0].comparison(wait=True)
+def test_numbers_of_a_map_and_of_a_column_have_the_same_decimals(at, page):
+    running = at(RESULTS / "pair-27m")
     page.goto(running.address)
     for unit, count in (("× (ratio)", 2), ("points", 1)):
         heat = page.locator(f"figure:has(h2:has-text('precision and task, {unit}'))")
@@ -379,10 +384,8 @@ def test_numbers_of_a_map_and_of_a_column_have_the_same_decimals(serve, page):
     ("pair-27m", {"× 0.7", "× 1", "× 1.5"}),
     ("sinks-124m", {"× 0.09", "× 0.2", "× 1"}),
 ])  # fmt: skip
-def test_ratios_have_all_their_labels(serve, page, folder, labels):
-    running = serve(RESULTS / folder, texts=None)
-    running.server.results[0].comparison(wait=True)
-    page.goto(running.address)
+def test_ratios_have_all_their_labels(at, page, folder, labels):
+    page.goto(at(RESULTS / folder).address)
     ratios = page.locator("figure:has(h2:has-text('hurt')):has(h2:has-text('ratio'))")
     ratios.locator("svg circle[data-href]").first.wait_for()
     ticks = ratios.locator("[data-label='x-axis tick label'] text").all_text_contents()
@@ -391,9 +394,8 @@ def test_ratios_have_all_their_labels(serve, page, folder, labels):
     assert ratios.evaluate(UNREADABLE) == []
 
 
-def test_axes_can_be_read(serve, page):
-    running = serve(RESULTS / "pair-27m", texts=None)
-    page.goto(f"{running.address}#view=why")
+def test_axes_can_be_read(at, page):
+    page.goto(f"{at(RESULTS / 'pair-27m').address}#view=why")
     page.wait_for_selector("h2:has-text('Loss along texts')")
     page.wait_for_selector("figure [class*=ramp]")
     for title in ("Sink rate", "Sensitivity", "Loss along texts"):
