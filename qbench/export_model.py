@@ -32,7 +32,7 @@ from qbench.quantizers.audit.compare import probe_of
 from qbench.quantizers.audit.weights import digest
 from qbench.quantizers.config import ActivationEvidence, QuantizationConfig
 from qbench.quantizers.formats import WHOLE_ROW, QuantFormat
-from qbench.quantizers.linear import Experts, bias_of
+from qbench.quantizers.linear import Experts, QuantizedEmbedding, bias_of
 from qbench.quantizers.methods.library_made import LibraryMade
 from qbench.quantizers.packed import unpack_codes
 from qbench.quantizers.published import Published, parents
@@ -180,6 +180,8 @@ def write_model(measured: MeasuredCell, folder: Path, chosen: str | None) -> str
         raise UnavailableError(f"{config.name}: formats that hold it: {names}{beside}{remedy}")
     if any(isinstance(module, Experts) for module in model.modules()):
         raise UnavailableError(f"{config.name}: experts that were taken apart have no format")
+    if isinstance(model.get_input_embeddings(), QuantizedEmbedding):
+        raise UnavailableError(f"{config.name}: quantized embeddings have no format")
     model.config.dtype = getattr(torch, config.compute_dtype)
     measured.tokenizer.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)

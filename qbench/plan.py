@@ -28,6 +28,7 @@ from qbench.checkpoints.find import (
     ChosenAttention,
     Shapes,
     choose_attention,
+    end_shapes,
     has_other_matrices,
     linear_shapes,
     moving_rope,
@@ -531,6 +532,9 @@ def _cell(
     quantization, copy = find_copy(column.quantization, name, checkpoint, shapes, device)
     config = in_transformers_words(checkpoint.config)
     reasons = []
+    if (weights := quantization.weights) is not None and shapes:
+        ends = end_shapes(checkpoint).items()
+        shapes = {**shapes, **{n: shape for n, shape in ends if weights.names_end(n)}}
     try:
         quantization = quantization.fitted(shapes)
         quantization.check(config, device)

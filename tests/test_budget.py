@@ -13,16 +13,15 @@ from loading import load_model
 from small_recipe import DEMO, qbench
 
 from qbench.analysis.sensitivity import Baseline
-from qbench.budget import measure, report
+from qbench.budget import measure, search
 from qbench.budget.choose import (
     UNQUANTIZED,
     Costs,
-    asking,
     column,
     expand,
     patterns,
     solve,
-    uniform_candidates,
+    uniform_columns,
 )
 from qbench.checkpoints import find
 from qbench.errors import QbenchError
@@ -43,25 +42,22 @@ OPTIONS = (
 
 def random_costs(seed, layers=4):
     draw = random.Random(seed)
-    sizes = {f"layers.{i}.up": draw.choice([10, 40, 70]) for i in range(layers)}
-    bits = {f"rtn-{w}bit": {n: (w + 0.25) * s for n, s in sizes.items()} for w in (2, 3, 4)}
-    kl = {c: {n: draw.random() * 4 ** -int(c[4]) for n in sizes} for c in bits}
-    return Costs(
-        parameters=sizes,
-        bits={**bits, UNQUANTIZED: {n: 16.0 * s for n, s in sizes.items()}},
-        kl={**kl, UNQUANTIZED: dict.fromkeys(sizes, 0.0)},
-        others=(30, 480.0),
-        outside=8.0 * 2**30,
-    )
+    shapes = {f"layers.{i}.up": (draw.choice([1, 4, 7]), 10) for i in range(layers)}
+    options = {
+        name: {f"rtn-{w}bit": ((w + 0.25) * 10 * rows, draw.random() * 4**-w) for w in (2, 3, 4)}
+        | {UNQUANTIZED: (160.0 * rows, 0.0)}
+        for name, (rows, _) in shapes.items()
+    }
+    return Costs(shapes=shapes, options=options, others=(30, 480.0), outside=8.0 * 2**30)
 
 
 @pytest.mark.parametrize(("seed", "room"), list(itertools.product(range(6), (0.1, 0.6, 3.0))))
 def test_the_choice_is_the_cheapest_of_all_that_fit(seed, room):
     costs = random_costs(seed)
-    budget = costs.bits_per_weight(costs.uniform("rtn-2bit")) + room
+    budget = costs.bits_per_weight(dict.fromkeys(costs.shapes, "rtn-2bit")) + room
     every = (
-        dict(zip(costs.parameters, choice, strict=True))
-        for choice in itertools.product(costs.bits, repeat=len(costs.parameters))
+        dict(zip(costs.shapes, choice, strict=True))
+        for choice in itertools.product(costs.options["layers.0.up"], repeat=len(costs.shapes))
     )
     best = min(costs.sum_of(each) for each in every if costs.bits_per_weight(each) <= budget)
     chosen = solve(costs, budget)
@@ -89,20 +85,30 @@ def test_methods_stand_for_their_widths_and_uniform_columns_use_what_is_left():
     assert expand(["hqq", "gptq-4bit:group_size=32"]) == [
         "hqq-2bit", "hqq-3bit", "hqq-4bit", "hqq-8bit", "gptq-4bit:group_size=32",
     ]  # fmt: skip
-    costs = random_costs(0)
-    choices = {f"rtn-{w}bit:group_size=64": f"rtn-{w}bit" for w in (2, 3, 4)}
-    costs = Costs(
-        parameters=costs.parameters, others=(0, 0.0),
-        bits={c: {n: (config_of(c).weights.num_bits + 24 / 64) * s
-                  for n, s in costs.parameters.items()} for c in choices},
-        kl={c: costs.kl[old] for c, old in choices.items()},
-    )  # fmt: skip
-    settings = {choice: config_of(choice).weights for choice in choices}
-    columns = uniform_candidates(costs, settings, 3.8)
+    costs = Costs(shapes={"layers.0.up": (64, 128), "layers.1.up": (192, 128)}, options={})
+    settings = {c: config_of(c).weights for c in (f"rtn-{w}bit:group_size=64" for w in (2, 3, 4))}
+    columns = uniform_columns(costs, settings, 3.8)
     assert {label: round(bits, 3) for label, (_, bits) in columns.items()} == {
         "rtn-3bit-g64": 3.375, "rtn-3bit-g32": 3.75,
     }  # fmt: skip
-    assert "up" in asking(costs, costs.uniform("rtn-3bit:group_size=64"))
+
+
+def test_uniform_columns_with_the_head_leave_it_out_or_give_it_their_width_or_8_bits():
+    shapes = {"layers.0.up": (256, 64), "lm_head": (128, 64)}
+    costs = Costs(shapes=shapes, options={}, ends=("lm_head",))
+    choices = ("gptq-3bit:group_size=64", "rtn-3bit:group_size=64", "rtn-8bit:group_size=64")
+    settings = {choice: config_of(choice).weights for choice in choices}
+    columns = uniform_columns(costs, settings, 7.6)
+    assert {label: entry.get("layers") for label, (entry, _) in columns.items()
+            if label.startswith("gptq-3bit-g64")} == {
+        "gptq-3bit-g64": None,
+        "gptq-3bit-g64-ends-rtn-3bit-g64": {"lm_head": choices[1], "*": choices[0]},
+        "gptq-3bit-g64-ends-rtn-8bit-g64": {"lm_head": choices[2], "*": choices[0]},
+    }  # fmt: skip
+    assert columns["gptq-3bit-g64"][1] == pytest.approx((256 * 3.375 + 128 * 16) / 384, rel=1e-3)
+    assert column({"layers.0.up": "rtn-3bit", "lm_head": UNQUANTIZED}, "m", ["lm_head"]) == {
+        "name": "mixed", "label": "m", "layers": {"layers.*.up": "rtn-3bit"},
+    }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -185,6 +191,36 @@ def test_a_stopped_search_goes_on_and_the_mix_is_run_and_compared(tmp_path, monk
 
 
 @pytest.mark.usefixtures("own_cache")
+def test_head_and_embeddings_have_choices_and_count_in_the_budget(tmp_path):
+    command = ("budget", *OPTIONS, "--methods", "gptq-2bit,hqq-3bit,rtn-8bit", "--length", 32)
+    assert qbench(*command, "--bits", 4.5, "--out", tmp_path / "without") == 0
+    more = ("--include", "lm_head,embeddings")
+    assert qbench(*command, *more, "--bits", 4.5, "--out", tmp_path / "with") == 0
+    without, results = (
+        json.loads((tmp_path / name / "budget.json").read_text()) for name in ("without", "with")
+    )
+    assert (
+        without["costs"].items()
+        <= {
+            choice: {n: cost for n, cost in costs.items() if n in without["costs"][choice]}
+            for choice, costs in results["costs"].items()
+        }.items()
+    )  # the same, from the cache
+    ends = {"lm_head", "model.embed_tokens"}
+    assert results["costs"]["rtn-8bit:group_size=128"].keys() >= ends
+    assert not results["costs"]["gptq-2bit:group_size=128"].keys() & ends
+    (mix,), (before,) = results["mixes"], without["mixes"]
+    assert mix["bits"] <= 4.5
+    assert mix["gib"] < 0.7 * before["gib"]
+    assert all(mix["layers"][name][1] < 16 for name in ends)
+    labels = [each["label"] for each in results["uniform"]]
+    assert "hqq-3bit-g64-ends-hqq-3bit-g64" in labels
+    (certificate,) = results["certificates"]
+    assert certificate["mix_gib"] == pytest.approx(mix["gib"], rel=1e-3)
+    assert "GiB" in certificate["text"]
+
+
+@pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -196,6 +232,7 @@ def test_a_stopped_search_goes_on_and_the_mix_is_run_and_compared(tmp_path, monk
         (("--gib", 1e-5), "the smallest choice takes 2.188 bits"),
         (("--bits", 3, "--texts", 12), "--texts 12: the calibration text has 12 windows"),
         (("--bits", 3, "--methods", "kv4"), "--methods kv4: name methods that quantize weights"),
+        (("--bits", 3, "--include", "head"), "--include head: there is lm_head, embeddings"),
         (("--bits", 3, "--checkpoint", f"n={DEMO / 'softmax'}"), "of one model, not of m, n"),
     ],
 )  # fmt: skip
@@ -209,7 +246,11 @@ def test_a_budget_that_cannot_work_is_refused_in_a_line(options, message, tmp_pa
 @pytest.mark.parametrize(
     ("estimate", "significant", "words"),
     [
-        (-0.2, True, "is significantly better than gptq (3.25 bits per weight): KL × 0.819"),
+        (
+            -0.2,
+            True,
+            "is significantly better than gptq (3.25 bits per weight, 0.812 GiB): KL × 0.819",
+        ),
         (-0.2, False, "is not shown to be better than gptq"),
         (0.2, True, "is significantly worse than gptq"),
     ],
@@ -222,14 +263,13 @@ def test_the_certificate_says_which_column_to_take(estimate, significant, words)
     )  # fmt: skip
     records = tuple(
         SimpleNamespace(
-            quantizer=name, audit=SimpleNamespace(size=SimpleNamespace(bits_per_weight=b))
+            quantizer=name,
+            audit=SimpleNamespace(size=SimpleNamespace(bits_per_weight=b, gib=b / 4)),
         )
         for name, b in (("mix", 3.5), ("gptq", 3.25))
     )
-    text = report.Comparison(mix="mix", other="gptq", answer=answer, records=records).text()
+    text = search.Comparison(answer=answer, records=records).text()
     assert words in text
     assert text.endswith("take gptq.") == (not (significant and estimate < 0))
-    missing = report.Comparison(
-        mix="mix", other="gptq", answer=Missing(reason="x"), records=records
-    )
+    missing = search.Comparison(answer=Missing(reason="x"), records=records)
     assert "no test: x" in missing.text()

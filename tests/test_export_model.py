@@ -115,6 +115,11 @@ def test_gptqmodel_loads_what_was_exported(tmp_path):
             None,
             "formats that hold it: none; a mix of rtn, gptq",
         ),
+        (
+            {"name": "mixed", "layers": {"model.embed_tokens": "rtn-8bit", "*": "rtn-4bit"}},
+            None,
+            "quantized embeddings have no format",
+        ),
         ("nvfp4", "gptq", "formats that hold it: compressed-tensors; not gptq"),
         ("rtn-4bit:ignore=[o_proj]", None, "leaves layers out: take the format compressed-tensors"),
     ],

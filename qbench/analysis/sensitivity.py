@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from qbench.analysis.capture import decoder_layers
 from qbench.errors import EvaluationError
 from qbench.evaluation.degradation import ratio
-from qbench.evaluation.scoring.hidden_states import decoder_and_head
+from qbench.evaluation.scoring.hidden_states import LMHead, decoder_and_head
 from qbench.metrics import perplexity
 from qbench.records import UnitSensitivity
 
@@ -83,10 +83,11 @@ class Baseline:
         Raises EvaluationError if the changed model's logits are not numbers."""
         texts = []
         with exchanged(self.model, modules):
+            head = LMHead(self.model, plain=self.head.plain)  # may be one of ``modules``
             for rows, tokens in zip(self.rows, self._batches(), strict=True):
                 for parts_of_text in zip(rows, self._hidden(tokens), tokens[:, 1:], strict=True):
                     parts = zip(*(values.split(ROWS) for values in parts_of_text), strict=True)
-                    differences = torch.cat([self._compare(*part) for part in parts], 1)
+                    differences = torch.cat([self._compare(head, *part) for part in parts], 1)
                     texts.append(differences.double().mean(1))
         values = torch.stack(texts, 1).cpu().numpy()
         if not np.isfinite(values[0]).all():
@@ -101,9 +102,11 @@ class Baseline:
         """Return the LM head's input [B, T − 1, H] at positions whose next token is known."""
         return self.decoder(input_ids=tokens, use_cache=False)[0][:, :-1]
 
-    def _compare(self, old: Tensor, new: Tensor, targets: Tensor) -> Tensor:
-        """Return Σ p ln(p/q) of R positions and the rise of their losses, [2, R]."""
-        log_p, log_q = (functional.log_softmax(self.head(rows).float(), -1) for rows in (old, new))
+    def _compare(self, head: LMHead, old: Tensor, new: Tensor, targets: Tensor) -> Tensor:
+        """Return Σ p ln(p/q) of R positions and the rise of their losses, [2, R]; ``head`` is the
+        changed model's."""
+        products = (self.head.linear(old), head.linear(new))
+        log_p, log_q = (functional.log_softmax(head.finish(x).float(), -1) for x in products)
         difference = log_p - log_q
         # Rounding alone can bring it below 0.
         kl = (log_p.exp() * difference).sum(-1).clamp(min=0)

@@ -3,7 +3,8 @@ bits, and write the choice as a column of a recipe. Imports no torch.
 
 A cost is the KL divergence, in nats per token on calibration text, of the model with that layer
 alone quantized. Bits are those of the tables: all that is stored of a matrix, scales and zeros
-counted, over the matrices outside embeddings and LM head.
+counted, over the matrices outside embeddings and LM head, and over these too if they are layers
+with choices.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from qbench.errors import RecipeError
 from qbench.machine import redirected
 from qbench.quantizers.config import Shapes, WeightSettings, alike
 from qbench.quantizers.registry import METHODS, config_of
-from qbench.quantizers.texts import CalibrationText
 from qbench.records import UNQUANTIZED_BITS
 
 GIB = 8 * 2**30  # bits
@@ -33,50 +33,32 @@ UNQUANTIZED = "unquantized"  # the choice to leave a layer as it is
 SMALLER_GROUPS = (16, 32, 64)  # that a uniform column may spend the rest of a budget on
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SearchText:
-    """The text that costs are measured on: the last ``windows`` of the calibration text ``source``,
-    their first ``length`` tokens. The others calibrate."""
-
-    source: CalibrationText
-    windows: int
-    length: int
-
-    def key_parts(self) -> dict[str, Any]:
-        text = {name: getattr(self.source, name)
-                for name in ("digest", "samples", "length", "seed", "bos")}  # fmt: skip
-        return {**text, "windows": self.windows, "cut": self.length}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Holds what each choice of each layer costs. ``parameters``: numbers of a layer's matrix;
-    ``bits`` and ``kl``: by choice, then by layer; ``floor``: by layer, the KL of other last bits,
-    which ``kl`` is above; ``others``: numbers and bits of matrices that no choice quantizes;
-    ``outside``: bits of embeddings, LM head, norms and biases."""
+    """Holds what each choice costs. ``options``: by layer and choice, the bits that are stored of
+    the layer's matrix, and the KL above the ``floor``, the KL of other last bits; ``shapes``: [out,
+    in] by layer; ``ends``: which layers are LM head and embeddings; ``others``: numbers and bits of
+    matrices that no choice quantizes; ``outside``: bits of all other weights."""
 
-    parameters: Mapping[str, int]
-    bits: Mapping[str, Mapping[str, float]]
-    kl: Mapping[str, Mapping[str, float]]
+    shapes: Shapes
+    options: Mapping[str, Mapping[str, tuple[float, float]]]
+    ends: Sequence[str] = ()
     floor: Mapping[str, float] = field(default_factory=dict)
     others: tuple[int, float] = (0, 0.0)
     outside: float = 0.0
 
     @property
     def numbers(self) -> int:
-        return sum(self.parameters.values()) + self.others[0]
+        return sum(map(math.prod, self.shapes.values())) + self.others[0]
 
     def bits_per_weight(self, chosen: Mapping[str, str]) -> float:
-        """Return the bits per weight, as the tables count them, of a choice for each layer."""
-        stored = sum(self.bits[choice][layer] for layer, choice in chosen.items())
+        """Return the bits per weight of a choice for each layer."""
+        stored = sum(self.options[layer][choice][0] for layer, choice in chosen.items())
         return (stored + self.others[1]) / self.numbers
-
-    def uniform(self, choice: str) -> dict[str, str]:
-        return dict.fromkeys(self.parameters, choice)
 
     def sum_of(self, chosen: Mapping[str, str]) -> float:
         """Return the sum of the costs of a choice for each layer."""
-        return sum(self.kl[choice][layer] for layer, choice in chosen.items())
+        return sum(self.options[layer][choice][1] for layer, choice in chosen.items())
 
     def from_gib(self, gib: float) -> float:
         """Return the bits per weight that are left if all weights may take ``gib``."""
@@ -114,12 +96,10 @@ def require_budget(bits_per_weight: float, least: float) -> None:
         )
 
 
-def least_bits(settings: Iterable[WeightSettings], shapes: Shapes) -> float:
-    """Return the bits per weight of the smallest choice, as the settings state them."""
-    settings, numbers = list(settings), {name: math.prod(shape) for name, shape in shapes.items()}
-    least = (numbers[name] * min(s.num_bits + s.shared_bits(*shape) for s in settings)
-             for name, shape in shapes.items())  # fmt: skip
-    return sum(least) / max(1, sum(numbers.values()))
+def stated_bits(settings: WeightSettings, shapes: Shapes) -> float:
+    """Return the bits that layers of these ``shapes`` take, as the settings state them."""
+    return sum(math.prod(shape) * (settings.num_bits + settings.shared_bits(*shape))
+               for shape in shapes.values())  # fmt: skip
 
 
 def solve(costs: Costs, bits_per_weight: float) -> dict[str, str]:
@@ -128,19 +108,18 @@ def solve(costs: Costs, bits_per_weight: float) -> dict[str, str]:
 
     Raises RecipeError if the budget is below the smallest choice or not below 16 bits.
     """
-    layers = list(costs.parameters)
-    smallest = {n: min(costs.bits, key=lambda choice: costs.bits[choice][n]) for n in layers}
-    require_budget(bits_per_weight, costs.bits_per_weight(smallest))
-    items = [(place, c) for place, name in enumerate(layers) for c in _useful(costs, name)]
-    objective = np.array([costs.kl[choice][layers[place]] for place, choice in items])
-    weights = np.array([costs.bits[choice][layers[place]] for place, choice in items])
+    layers = list(costs.options)
+    fewest = {n: min(costs.options[n], key=costs.options[n].__getitem__) for n in layers}
+    require_budget(bits_per_weight, costs.bits_per_weight(fewest))
+    items = [(place, c) for place, name in enumerate(layers) for c in _useful(costs.options[name])]
+    bits, kl = np.array([costs.options[layers[place]][choice] for place, choice in items]).T
     once = csr_array((np.ones(len(items)), ([place for place, _ in items], range(len(items)))))
     room = bits_per_weight - costs.others[1] / costs.numbers
     with redirected(Path(os.devnull)):  # the solver prints
         result = milp(
-            objective * 1e6 / max(objective.max(), 1e-30),  # its tolerances are absolute
+            kl * 1e6 / max(kl.max(), 1e-30),  # its tolerances are absolute
             constraints=[LinearConstraint(once, 1, 1),
-                         LinearConstraint(weights[None] / costs.numbers, ub=room)],
+                         LinearConstraint(bits[None] / costs.numbers, ub=room)],
             integrality=np.ones(len(items)), bounds=Bounds(0, 1),
             options={"mip_rel_gap": 1e-7, "time_limit": 120},
         )  # fmt: skip
@@ -149,19 +128,20 @@ def solve(costs: Costs, bits_per_weight: float) -> dict[str, str]:
     return {layers[place]: c for (place, c), x in zip(items, result.x, strict=True) if x > 0.5}
 
 
-def _useful(costs: Costs, layer: str) -> list[str]:
+def _useful(options: Mapping[str, tuple[float, float]]) -> list[str]:
     """Return the choices of a layer that no other choice beats in bits and cost."""
     useful: list[str] = []
-    for choice in sorted(costs.bits, key=lambda c: (costs.bits[c][layer], costs.kl[c][layer])):
-        if not useful or costs.kl[choice][layer] < costs.kl[useful[-1]][layer]:
+    for choice in sorted(options, key=options.__getitem__):
+        if not useful or options[choice][1] < options[useful[-1]][1]:
             useful.append(choice)
     return useful
 
 
-def column(chosen: Mapping[str, str], label: str) -> dict[str, Any]:
-    """Return the recipe's entry of a mix: patterns of layers' names, the first of which counts."""
+def column(chosen: Mapping[str, str], label: str, ends: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the recipe's entry of a mix: patterns of layers' names, the first of which counts.
+    ``ends``: LM head and embeddings, which are unquantized unless a pattern names them."""
     quantized = {name: choice for name, choice in chosen.items() if choice != UNQUANTIZED}
-    left_out = sorted(chosen.keys() - quantized.keys())
+    left_out = sorted(chosen.keys() - quantized.keys() - set(ends))
     entry = {"name": "mixed", "label": label, "layers": dict(patterns(quantized))}
     return {**entry, "ignore": left_out} if left_out else entry
 
@@ -193,33 +173,48 @@ def _numbered(names: Iterable[str]) -> list[str]:
     ]
 
 
-def uniform_candidates(
-    costs: Costs, settings: Mapping[str, Any], bits_per_weight: float
+def uniform_columns(
+    costs: Costs, settings: Mapping[str, WeightSettings], bits_per_weight: float
 ) -> dict[str, tuple[dict[str, Any], float]]:
-    """Return uniform columns that fit, by label: the recipe's entry and its bits per weight. Of
-    each method there is the widest, and that with the smallest groups that still fit.
+    """Return uniform columns that fit, by label: the recipe's entry and its bits per weight.
 
+    Of each method there is the widest, and that with the smallest groups that still fit. If LM head
+    and embeddings have choices, they are unquantized, of the same width, or of 8 bits.
     ``settings``: the fitted settings of each choice.
     """
-    bits = {choice: costs.bits_per_weight(costs.uniform(choice)) for choice in settings}
-    widest: dict[tuple[type, str], str] = {}
-    for choice in sorted(settings, key=bits.__getitem__):
-        if bits[choice] <= bits_per_weight:
-            widest[type(settings[choice]), choice.partition(":")[2]] = choice
+    at_ends = {name: shape for name, shape in costs.shapes.items() if name in costs.ends}
+    inside = {name: shape for name, shape in costs.shapes.items() if name not in costs.ends}
+    unquantized = UNQUANTIZED_BITS * sum(map(math.prod, at_ends.values()))
+    for_ends = {c: s for c, s in settings.items() if s.of_ends and at_ends}
+    fits: dict[tuple[Any, ...], list[tuple[int, float, str, str | None]]] = {}
+    for choice, fitted in settings.items():
+        size = getattr(fitted, "group_size", None)
+        sizes = [n for n in SMALLER_GROUPS if n < size] if size else []
+        same = type(fitted) if fitted.of_ends else next(map(type, for_ends.values()), None)
+        ends = {c: s.num_bits for c, s in for_ends.items()
+                if type(s) is same and s.num_bits in (fitted.num_bits, 8)}  # fmt: skip
+        for group in [size, *sizes]:
+            name = choice.replace(f"group_size={size}", f"group_size={group}")
+            layers = replace(fitted, group_size=group) if size else fitted
+            for end, width in {None: None, **ends}.items():
+                stored = stated_bits(layers, inside) + costs.others[1]
+                stored += unquantized if end is None else stated_bits(for_ends[end], at_ends)
+                if (bits := stored / costs.numbers) <= bits_per_weight:
+                    family = type(fitted), choice.partition(":")[2], width and width == 8
+                    fits.setdefault(family, []).append((fitted.num_bits, bits, name, end))
     columns = {}
-    for choice in widest.values():
-        fitted, size = settings[choice], getattr(settings[choice], "group_size", None)
-        columns[_label(choice)] = {"name": choice, "label": _label(choice)}, bits[choice]
-        for smaller in SMALLER_GROUPS if size else ():
-            name = choice.replace(f"group_size={size}", f"group_size={smaller}")
-            # Of a matrix of 4096 × 4096: on shapes depends the padding of HQQ's 3 bits alone
-            shared = [
-                s.shared_bits(4096, 4096) for s in (replace(fitted, group_size=smaller), fitted)
-            ]
-            more = bits[choice] + shared[0] - shared[1]
-            if smaller < size and more <= bits_per_weight:
-                columns[_label(name)] = {"name": name, "label": _label(name)}, more
-                break
+    for found in fits.values():
+        widest = [each for each in sorted(found, key=str) if each[0] == max(found)[0]]
+        for _, bits, name, end in (
+            min(widest, key=lambda e: e[1]),
+            max(widest, key=lambda e: e[1]),
+        ):
+            entry: dict[str, Any] = {"name": name, "label": _label(name)}
+            if end is not None:
+                layers = {**dict.fromkeys(costs.ends, end), "*": name}
+                label = f"{_label(name)}-ends-{_label(end)}"
+                entry = {"name": "mixed", "label": label, "layers": layers}
+            columns[entry["label"]] = entry, bits
     return columns
 
 
@@ -238,18 +233,21 @@ def _label(choice: str) -> str:
 
 def asking(costs: Costs, chosen: Mapping[str, str]) -> str:
     """Return a sentence that says which projections and layers of a mix have the most bits."""
-
-    def mean(names: Sequence[str]) -> float:
-        numbers = sum(costs.parameters[n] for n in names)
-        return sum(costs.bits[chosen[n]][n] for n in names) / numbers
-
-    sizes = {shared.rpartition(".")[2]: mean(names) for shared, names in alike(chosen).items()}
-    order = sorted(sizes, key=sizes.__getitem__, reverse=True)
     layers: dict[int, list[str]] = {}
     for name in chosen:
         if number := re.search(r"\d+", name):
             layers.setdefault(int(number[0]), []).append(name)
-    means = {layer: mean(names) for layer, names in layers.items()}
-    top = sorted(means, key=means.__getitem__, reverse=True)[:3]
-    text = "bits per weight: " + ", ".join(f"{name} {sizes[name]:.2f}" for name in order)
-    return f"{text}; most in layers " + ", ".join(f"{layer} ({means[layer]:.2f})" for layer in top)
+
+    def mean(names: Sequence[str]) -> float:
+        stored = sum(costs.options[n][chosen[n]][0] for n in names)
+        return stored / sum(math.prod(costs.shapes[n]) for n in names)
+
+    def most(groups: Mapping[Any, Sequence[str]]) -> list[tuple[Any, float]]:
+        means = [(group, mean(names)) for group, names in groups.items()]
+        return sorted(means, key=lambda each: -each[1])
+
+    parts = most({shared.rpartition(".")[2]: names for shared, names in alike(chosen).items()})
+    text = "bits per weight: " + ", ".join(f"{name} {bits:.2f}" for name, bits in parts)
+    return f"{text}; most in layers " + ", ".join(
+        f"{n} ({bits:.2f})" for n, bits in most(layers)[:3]
+    )

@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from qbench.analysis.analyze_run import MODEL_PARTS
 from qbench.analysis.sensitivity import Baseline
-from qbench.budget.choose import UNQUANTIZED, Costs, SearchText
+from qbench.budget.choose import UNQUANTIZED, Costs
 from qbench.cell import as_measured, calibration_of, load, load_original, quantized_model
 from qbench.errors import ResultsError, UnavailableError
 from qbench.files import content_key, digest_of, read_regular, write_atomically
@@ -27,9 +27,19 @@ from qbench.plan import Cell, Plan
 from qbench.progress import Progress
 from qbench.quantizers import gptq
 from qbench.quantizers.calibration import SequentialCalibrator
-from qbench.quantizers.linear import Tensors, linearize, linears, matrices
+from qbench.quantizers.linear import (
+    ends,
+    in_place,
+    layer_of,
+    linear_layer,
+    linearize,
+    linears,
+    matrices,
+    named_ends,
+)
 from qbench.quantizers.methods.weight_only import Gptq
 from qbench.quantizers.quantize import WHOLE_MODEL, backend
+from qbench.quantizers.texts import CalibrationText
 from qbench.records import KEY_DIGITS
 from qbench.streaming import decoder_blocks, is_sharded, stream_of
 
@@ -39,15 +49,53 @@ BATCH_TOKENS = 8192  # read at once
 Hessians = list[tuple[list[str], Tensor | None]]  # of the layers with the same inputs
 
 
-class Kept:
-    """Holds numbers by name, ``values``, in a file of the cache under the key of a ``cell`` and a
-    search ``text``; an intact file is read, a damaged one begins anew. ``kind``: what they are."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Search:
+    """Says what costs are measured of. ``base``: the unquantized cell of ``plan``. ``source``: the
+    calibration text, whose last ``windows`` costs are measured on, their first ``length`` tokens;
+    the others calibrate. ``include``: ``lm_head`` and ``embeddings``, which have choices too if
+    named (both if they share one matrix). Finished numbers are kept in the folder ``cache``."""
 
-    def __init__(self, cache: Path, kind: str, cell: Cell, text: SearchText) -> None:
+    plan: Plan
+    base: Cell
+    source: CalibrationText
+    windows: int
+    length: int
+    include: Sequence[str]
+    cache: Path
+    progress: Progress
+
+    def log(self, stage: str, total: float | None = None) -> None:
+        self.progress.stage(self.base.checkpoint_name, stage, total)
+
+    def load(self) -> tuple[PreTrainedModel, Any, FromBlocks]:
+        """Return the unquantized model, its experts taken apart, its tokenizer, and its predictions
+        on the text. Raises UnavailableError if it does not fit its device."""
+        base, plan = self.base, self.plan
+        model, tokenizer = load(base, plan)
+        as_measured(base, plan, model, [])
+        if stream_of(model) is not None or is_sharded(model):
+            raise UnavailableError(
+                f"{base.checkpoint_name}: a budget needs the model whole on one device; set "
+                "evaluation.stream: false on a larger GPU"
+            )
+        linearize(model)
+        text = calibration_of(replace(base, calibration=self.source), tokenizer)
+        return model, tokenizer, FromBlocks(model, text.ids[-self.windows :, : self.length])
+
+
+class Kept:
+    """Holds numbers by name, ``values``, of a ``cell`` in a file of the cache; an intact file is
+    read, a damaged one begins anew. ``kind``: what they are."""
+
+    def __init__(self, search: Search, kind: str, cell: Cell) -> None:
+        text = {name: getattr(search.source, name)
+                for name in ("digest", "samples", "length", "seed", "bos")}  # fmt: skip
+        text |= {"windows": search.windows, "cut": search.length}
         code = digest_of([Path(__file__).parent, Path(__file__).parents[1] / "analysis"])
         parts = {n: cell.key_parts[n] for n in MODEL_PARTS if n in cell.key_parts}
-        self.key = content_key({**parts, "kind": kind, "text": text.key_parts(), "search": code})
-        self.path = cache / "budget" / f"{self.key[:KEY_DIGITS]}.json"
+        self.key = content_key({**parts, "kind": kind, "text": text, "search": code})
+        self.path = search.cache / "budget" / f"{self.key[:KEY_DIGITS]}.json"
         self.values: dict[str, Any] = {}
         self._saved = time.monotonic()
         with suppress(ResultsError, OSError, ValueError, KeyError, TypeError):
@@ -131,13 +179,9 @@ class FromBlocks(Baseline):
                 del block.forward
 
 
-def measure_costs(
-    plan: Plan, base: Cell, cells: Mapping[str, Cell], text: SearchText, cache: Path,
-    progress: Progress,
-) -> Costs:  # fmt: skip
+def measure_costs(search: Search, cells: Mapping[str, Cell]) -> Costs:
     """Return what each choice of ``cells`` (by its text, cells of one checkpoint) costs each linear
-    layer alone. ``base``: the unquantized cell. Finished costs are kept in ``cache``, so that a
-    search that was stopped goes on.
+    layer alone. A search that was stopped goes on.
 
     Any change of a layer moves the rounding of all that follows, which in bfloat16 costs about
     0.001 nats however small the change is. That floor, measured with weights that differ in their
@@ -146,45 +190,62 @@ def measure_costs(
     Raises UnavailableError for a model that does not fit its device or a method that needs the
     whole model, QuantizationError for a layer that cannot be quantized.
     """
-    cells = {**cells, UNQUANTIZED: base}
-    kept = {choice: Kept(cache, "costs", cell, text) for choice, cell in cells.items()}
-    if not all(each.values.get("finished") for each in kept.values()):
-        _search(plan, base, cells, kept, text, progress)
-        free(plan.device)
+    cells = {**cells, UNQUANTIZED: search.base}
+    kept = {choice: Kept(search, "costs", cell) for choice, cell in cells.items()}
+    needed = {"", *search.include}
+    if not all(needed <= set(each.values.get("finished", ())) for each in kept.values()):
+        _measure(search, cells, kept, needed)
+        free(search.plan.device)
     values = kept[UNQUANTIZED].values
-    floor = {name: kl for name, (_, kl) in values["layers"].items()}
-    measured = {choice: each.values["layers"] for choice, each in kept.items()}
+    plain = values["layers"]
+    at_ends = _included(search, values["ends"])
+    layers = [name for name in values["shapes"] if name in at_ends or name not in values["ends"]]
+    options = {
+        name: {
+            choice: (bits, max(0.0, kl - plain[name][1]))
+            for choice, each in kept.items()
+            if name in each.values["layers"]
+            for bits, kl in [each.values["layers"][name]]
+        }
+        for name in layers
+    }
     return Costs(
-        parameters=values["parameters"],
-        bits={choice: {n: bits for n, (bits, _) in of.items()} for choice, of in measured.items()},
-        kl={choice: {n: max(0.0, kl - floor[n]) for n, (_, kl) in of.items()}
-            for choice, of in measured.items()},
-        floor=floor,
+        shapes={name: values["shapes"][name] for name in layers},
+        options=options,
+        ends=at_ends,
+        floor={name: plain[name][1] for name in layers},
         others=tuple(values["others"]),
-        outside=values["outside"],
-    )  # fmt: skip
+        outside=values["total"] - values["others"][1] - sum(plain[name][0] for name in layers),
+    )
+
+
+def _included(search: Search, words: Mapping[str, str]) -> list[str]:
+    """Return which of the ends, ``words`` by name, have choices: those that ``include`` names; a
+    matrix that LM head and embeddings share has two words."""
+    return [name for name, word in words.items() if set(word.split()) & set(search.include)]
 
 
 @torch.no_grad()
-def _search(
-    plan: Plan, base: Cell, cells: Mapping[str, Cell], kept: Mapping[str, Kept], text: SearchText,
-    progress: Progress,
-) -> None:  # fmt: skip
-    """Measure the costs that ``kept`` lacks."""
-    name = base.checkpoint_name
-    progress.stage(name, "load")
-    model, tokenizer = _load(base, plan)
-    layers, sizes = linears(model), _sizes(model)
-    baseline = FromBlocks(model, _read(text, base, tokenizer))
+def _measure(
+    search: Search, cells: Mapping[str, Cell], kept: Mapping[str, Kept], needed: set[str]
+) -> None:
+    """Measure the costs that ``kept`` lacks; then ``needed``, the ends and "", are finished."""
+    search.log("load")
+    model, tokenizer, baseline = search.load()
+    at_ends, inside = ends(model), linears(model)
+    sizes = _sizes(model, inside, at_ends)
     for each in kept.values():
-        each.values = {"layers": {}, **each.values, **sizes}
-    total = len(layers) * len(cells)
-    progress.stage(name, f"costs of {len(layers)} layers × {len(cells)} choices", total)
-    walk = None
-    for cell in cells.values():
-        if walk is None and isinstance(weights := cell.quantization.weights, Gptq):
+        each.values = {"layers": {}, "finished": [], **each.values, **sizes}
+    included = _included(search, sizes["ends"])
+    layers = inside | {name: at_ends[name] for name in included}
+    walk, choices = None, {}
+    for choice, cell in cells.items():
+        weights = cell.quantization.weights
+        takes = weights is None or weights.of_ends
+        choices[choice] = [n for n in layers if takes or n not in included]
+        if walk is None and isinstance(weights, Gptq):
             calibration = calibration_of(cell, tokenizer)
-            walk = SequentialCalibrator(model, layers, calibration, weights.batch_size)
+            walk = SequentialCalibrator(model, inside, calibration, weights.batch_size)
 
     @lru_cache(maxsize=1)
     def hessians(index: int) -> Hessians:
@@ -193,77 +254,74 @@ def _search(
         return [([f"{walk.root}.{index}.{n}" for n in group], hessian)
                 for group, hessian in zip(groups, matrices, strict=True)]  # fmt: skip
 
-    prefixes = [f"{baseline.root}.{index}." for index in range(len(baseline.blocks))]
-    inside = [[n for n in layers if n.startswith(prefix)] for prefix in prefixes]
-    outside = [n for n in layers if not n.startswith(tuple(prefixes))]
-    for index, names in enumerate([*inside, outside]):
+    total = sum(map(len, choices.values()))
+    search.log(f"costs of {len(layers)} layers × {len(cells)} choices", total)
+    blocks = [f"{baseline.root}.{index}." for index in range(len(baseline.blocks))]
+    for index, prefix in enumerate([*blocks, ""]):  # what lies in no block last
         for choice, cell in cells.items():
             costs = kept[choice].values["layers"]
-            missing = [n for n in names if n not in costs]
-            if missing:
-                for layer, module, bits in _modules(
-                    cell, layers, missing, partial(hessians, index)
-                ):
-                    costs[layer] = [bits, baseline.kl({layer: module})]
-                    progress.advance(
-                        name, sum(len(k.values["layers"]) for k in kept.values()), total
-                    )
-                kept[choice].save(now=False)
-        if walk is not None and index < len(prefixes):
+            missing = [n for n in choices[choice] if n not in costs and n.startswith(prefix)]
+            weights = cell.quantization.weights
+            for name, layer, bits in _quantized(weights, layers, missing, partial(hessians, index)):
+                costs[name] = bits, baseline.kl(in_place(model, name, layer))
+                done = sum(len(each.values["layers"]) for each in kept.values())
+                search.progress.advance(search.base.checkpoint_name, done, total)
+            kept[choice].save(now=False)
+        if walk is not None and prefix:
             walk.advance(index)
     for each in kept.values():
-        each.values["finished"] = True
+        each.values["finished"] = sorted({*each.values["finished"], *needed})
         each.save()
 
 
-def _load(base: Cell, plan: Plan) -> tuple[PreTrainedModel, Any]:
-    """Return the unquantized model, its experts taken apart, and the tokenizer."""
-    model, tokenizer = load(base, plan)
-    as_measured(base, plan, model, [])
-    if stream_of(model) is not None or is_sharded(model):
-        raise UnavailableError(
-            f"{base.checkpoint_name}: a budget needs the model whole on one device; set "
-            "evaluation.stream: false on a larger GPU"
-        )
-    linearize(model)
-    return model, tokenizer
-
-
-def _read(text: SearchText, cell: Cell, tokenizer: Any) -> Tensor:
-    """Return the token ids of ``text``, int64 [windows, length]."""
-    everything = calibration_of(replace(cell, calibration=text.source), tokenizer)
-    return everything.ids[-text.windows :, : text.length]
-
-
-def _sizes(model: PreTrainedModel) -> dict[str, Any]:
+def _sizes(
+    model: PreTrainedModel, inside: Mapping[str, nn.Linear], at_ends: Mapping[str, nn.Linear]
+) -> dict[str, Any]:
     """Return the numbers of ``Costs`` that no choice changes."""
-    layers, rest = linears(model), matrices(model)
-    inside = sum(8.0 * rest.pop(name).weight.nbytes for name in layers)
-    unquantized = sum(8.0 * parameter.nbytes for parameter in model.parameters())
-    others = sum(8.0 * matrix.weight.nbytes for matrix in rest.values())
+    rest = matrices(model)
+    for name in inside:
+        rest.pop(name)
+    head = model.get_output_embeddings()
+    words = {name: "lm_head" if layer is head else "embeddings" for name, layer in at_ends.items()}
+    if list(words.values()) == ["lm_head"]:  # it is the embeddings too
+        words = dict.fromkeys(words, "lm_head embeddings")
     return {
-        "parameters": {name: layer.weight.numel() for name, layer in layers.items()},
-        "others": [sum(matrix.weight.numel() for matrix in rest.values()), others],
-        "outside": unquantized - inside - others,
-    }
+        "shapes": {n: list(layer.weight.shape) for n, layer in {**inside, **at_ends}.items()},
+        "ends": words,
+        "others": [sum(matrix.weight.numel() for matrix in rest.values()),
+                   sum(8.0 * matrix.weight.nbytes for matrix in rest.values())],
+        "total": sum(8.0 * parameter.nbytes for parameter in model.parameters()),
+    }  # fmt: skip
 
 
-def _modules(
-    cell: Cell, layers: Mapping[str, nn.Linear], names: Sequence[str],
+def _quantized(
+    settings: Any, layers: Mapping[str, nn.Linear], names: Sequence[str],
     hessians: Callable[[], Hessians],
 ) -> Iterator[tuple[str, nn.Module, float]]:  # fmt: skip
-    """Yield each of ``names``, layers of one block, with the module that quantizes it, or differs
-    in last bits if the cell is unquantized, and the bits that are stored of its matrix."""
-    settings = cell.quantization.weights
+    """Yield each of ``names``, layers of one block, with the module that quantizes it, and the bits
+    that are stored of its matrix. Without ``settings`` the module differs in last bits. GPTQ has
+    the Hessians of the unquantized model's inputs."""
     if settings is None:
         for name in names:
             yield name, _other_last_bits(layers[name]), 8.0 * layers[name].weight.nbytes
         return
     functions = backend(settings)
-    for name, tensors in _tensors(settings, layers, names, hessians):
-        module = functions.from_packed(layers[name], tensors, settings)
-        stored = functions.unpack(module, settings).tensors
-        yield name, module, 8.0 * sum(tensor.nbytes for tensor in stored.values())
+    if isinstance(settings, Gptq):
+        groups = [(group, h) for group, h in (hessians() if names else ()) if {*group} & {*names}]
+    else:
+        groups = [([name], None) for name in names]
+    for group, hessian in groups:
+        chosen = [name for name in group if name in names]
+        if isinstance(settings, Gptq):
+            made = gptq.quantize_group([layers[n] for n in chosen], hessian, settings, chosen)
+        elif hasattr(functions, WHOLE_MODEL):
+            raise UnavailableError(f"{settings.name}: no layer can be quantized alone")
+        else:
+            made = [functions.quantize(name, layers[name], settings) for name in chosen]
+        for name, tensors in zip(chosen, made, strict=True):
+            module = functions.from_packed(layers[name], tensors, settings)
+            stored = functions.unpack(module, settings).tensors
+            yield name, module, 8.0 * sum(tensor.nbytes for tensor in stored.values())
 
 
 def _other_last_bits(layer: nn.Linear) -> nn.Linear:
@@ -272,53 +330,27 @@ def _other_last_bits(layer: nn.Linear) -> nn.Linear:
     weight = layer.weight.detach()
     signs = torch.randint(0, 2, weight.shape, generator=torch.Generator().manual_seed(0)) - 0.5
     moved = weight.float() * (1 + torch.finfo(weight.dtype).eps * signs.to(weight.device))
-    changed = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
-    changed.weight = nn.Parameter(moved.to(weight.dtype), requires_grad=False)
-    changed.bias = layer.bias
-    return changed
+    return linear_layer(moved.to(weight.dtype), layer.bias)
 
 
-def _tensors(
-    settings: Any, layers: Mapping[str, nn.Linear], names: Sequence[str],
-    hessians: Callable[[], Hessians],
-) -> Iterator[tuple[str, Tensors]]:  # fmt: skip
-    """Yield the tensors that are stored of each of ``names``; of GPTQ under the Hessians of the
-    unquantized model's inputs."""
-    if not isinstance(settings, Gptq):
-        functions = backend(settings)
-        if hasattr(functions, WHOLE_MODEL):
-            raise UnavailableError(f"{settings.name}: no layer can be quantized alone")
-        for name in names:
-            yield name, functions.quantize(name, layers[name], settings)
-        return
-    for group, hessian in hessians():
-        if chosen := [name for name in group if name in names]:
-            made = gptq.quantize_group([layers[n] for n in chosen], hessian, settings, chosen)
-            yield from zip(chosen, made, strict=True)
-
-
-def measure_whole(
-    plan: Plan, base: Cell, cells: Sequence[Cell], text: SearchText, cache: Path, progress: Progress
-) -> dict[str, float]:
-    """Return the KL divergence, nats per token on ``text``, of each of ``cells``, whole quantized
-    models, by label. Their quantized weights stay in ``cache``, where a run finds them."""
-    kept = {cell.label: Kept(cache, "whole", cell, text) for cell in cells}
+def measure_whole(search: Search, cells: Sequence[Cell]) -> dict[str, float]:
+    """Return the KL divergence, nats per token on the text, of each of ``cells``, whole quantized
+    models, by label. Their quantized weights stay in the cache, where a run finds them."""
+    kept = {cell.label: Kept(search, "whole", cell) for cell in cells}
     missing = [cell for cell in cells if "kl" not in kept[cell.label].values]
     if missing:
-        name = base.checkpoint_name
-        model, tokenizer = _load(base, plan)
-        baseline = FromBlocks(model, _read(text, base, tokenizer))
+        model, tokenizer, baseline = search.load()
         for number, cell in enumerate(missing, start=1):
-            progress.stage(name, f"{cell.label}, {number} of {len(missing)}")
+            search.log(f"{cell.label}, {number} of {len(missing)}")
             quantized, _ = quantized_model(
-                cell, load_original(cell, plan, verify=False), tokenizer, cache,
-                partial(progress.advance, name),
+                cell, load_original(cell, search.plan, verify=False), tokenizer, search.cache,
+                partial(search.progress.advance, search.base.checkpoint_name),
             )  # fmt: skip
-            layers = linears(model, cell.quantization.weights.ignore)
-            kept[cell.label].values["kl"] = baseline.kl(
-                {layer: quantized.get_submodule(layer) for layer in layers}
-            )
+            weights, modules = cell.quantization.weights, {}
+            for name in linears(model, weights.ignore) | named_ends(model, weights):
+                modules |= in_place(model, name, layer_of(quantized, name))
+            kept[cell.label].values["kl"] = baseline.kl(modules)
             kept[cell.label].save()
-            del quantized
-            free(plan.device)
+            del quantized, modules
+            free(search.plan.device)
     return {label: each.values["kl"] for label, each in kept.items()}

@@ -3,45 +3,60 @@ of both. Imports no torch before costs are measured."""
 
 from __future__ import annotations
 
+import io
+import json
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from matplotlib import rc_context
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+
 from qbench.budget.choose import (
     Costs,
-    SearchText,
     asking,
     column,
     explicit,
-    least_bits,
     require_budget,
     solve,
-    uniform_candidates,
+    stated_bits,
+    uniform_columns,
 )
-from qbench.budget.report import additivity, compare_with, write
 from qbench.checkpoints.find import linear_shapes
+from qbench.comparison.losses import kl_column
+from qbench.comparison.wording import effect_text, interval_text, nats
 from qbench.errors import RecipeError
-from qbench.files import cache_folder
+from qbench.files import write_atomically
 from qbench.plan import Plan
-from qbench.progress import Progress
-from qbench.records import UNQUANTIZED_BITS
+from qbench.quantizers.config import alike
+from qbench.records import UNQUANTIZED_BITS, Record
+from qbench.statistics import KL_MEAN, Effect, Missing, Panel, adjust, effect
 from qbench.store import Store
+from qbench.viewer.figures import COLOURS, MARKERS, STYLE
 
 CURVE = [2.5 + step / 8 for step in range(29)]  # bits per weight, to 6
 
 
 def search(
-    plan_of: Callable[[Sequence[Any]], Plan], choices: Sequence[str], peers: Sequence[str],
-    budgets: Mapping[str, tuple[float, str]], text: SearchText, progress: Progress,
-) -> tuple[dict[str, Any], list[Any]]:  # fmt: skip
+    plan_of: Callable[[Sequence[Any]], Plan],
+    choices: Sequence[str],
+    peers: Sequence[str],
+    budgets: Mapping[str, tuple[float, str]],
+    **text: Any,
+) -> tuple[dict[str, Any], list[Any]]:
     """Return the results of the search as plain JSON, and the recipe's entries: the mix of each
     budget, and the best uniform columns by KL on the text of the search.
 
     ``plan_of`` plans a recipe with given quantizers after an unquantized one; ``budgets``: a number
-    and its unit, bits or gib, by label of the mix.
+    and its unit, bits or gib, by label of the mix; ``text``: the other fields of
+    ``measure.Search``.
     """
-    from qbench.budget.measure import measure_costs, measure_whole
+    from qbench.budget import measure
 
     began = time.monotonic()
     plan = plan_of([*choices, *peers])
@@ -51,54 +66,58 @@ def search(
         for choice, cell in zip(choices, cells, strict=False)
     }
     settings = {choice: cell.quantization.weights for choice, cell in by_choice.items()}
-    least = least_bits(settings.values(), linear_shapes(base.checkpoint))
+    shapes = linear_shapes(base.checkpoint)
+    numbers = max(1, sum(map(math.prod, shapes.values())))
+    least = min(stated_bits(each, shapes) for each in settings.values()) / numbers
     for value, unit in budgets.values():
         if (unit == "bits" and value < 0.99 * least) or value >= UNQUANTIZED_BITS:
             require_budget(value, least)  # before the work; exactly, after it
-    name = base.checkpoint_name
-    progress.begin(name)
-    costs = measure_costs(plan, base, by_choice, text, cache_folder(), progress)
+    text["progress"].begin(base.checkpoint_name)
+    searched = measure.Search(plan=plan, base=base, **text)
+    costs = measure.measure_costs(searched, by_choice)
     bits = {label: value if unit == "bits" else costs.from_gib(value)
             for label, (value, unit) in budgets.items()}  # fmt: skip
     mixes = {label: solve(costs, budget) for label, budget in bits.items()}
-    fitting = {label: uniform_candidates(costs, settings, budget) for label, budget in bits.items()}
+    fitting = {label: uniform_columns(costs, settings, budget) for label, budget in bits.items()}
     uniform = {label: each for columns in fitting.values() for label, each in columns.items()}
-    entries = [column(chosen, label) for label, chosen in mixes.items()]
+    entries = [column(chosen, label, costs.ends) for label, chosen in mixes.items()]
     plan = plan_of([*entries, *(entry for entry, _ in uniform.values())])
-    base, *cells = plan.cells
-    kl = measure_whole(plan, base, cells, text, cache_folder(), progress)
-    progress.end(name)
+    kl = measure.measure_whole(searched, plan.cells[1:])
+    text["progress"].end(base.checkpoint_name)
     best = {mix: min(columns, key=kl.__getitem__, default=None) for mix, columns in fitting.items()}
-    results = {
-        "checkpoint": name,
-        "text": {"windows": text.windows, "length": text.length},
+    measured = {
+        choice: {n: [round(options[choice][0] / math.prod(costs.shapes[n]), 4),
+                     float(f"{options[choice][1]:.4g}")]
+                 for n, options in costs.options.items() if choice in options}
+        for choice in by_choice
+    }  # fmt: skip
+    return {
+        "checkpoint": base.checkpoint_name,
+        "text": {name: text[name] for name in ("windows", "length", "include")},
         "seconds": round(time.monotonic() - began, 1),
-        "costs": {
-            choice: {n: [round(costs.bits[choice][n] / costs.parameters[n], 4),
-                         float(f"{costs.kl[choice][n]:.4g}")] for n in costs.parameters}
-            for choice in by_choice
-        },
+        "costs": measured,
         "floor": costs.floor,
         "curve": _curve(costs),
         "uniform": [{"label": label, "bits": size, "kl": kl[label]}
                     for label, (_, size) in uniform.items()],
         "mixes": [_mix(costs, label, chosen, bits[label], kl[label], best[label])
                   for label, chosen in mixes.items()],
-    }  # fmt: skip
-    return results, [
+    }, [
         *entries,
         *(uniform[label][0] for label in dict.fromkeys(best.values()) if label),
-    ]
+    ]  # fmt: skip
 
 
 def _mix(
     costs: Costs, label: str, chosen: Mapping[str, str], budget: float, kl: float, best: str | None
 ) -> dict[str, Any]:
     size = costs.bits_per_weight(chosen)
+    layers = {n: [c, costs.options[n][c][0] / math.prod(costs.shapes[n])]
+              for n, c in chosen.items()}  # fmt: skip
     return {
         "label": label, "budget": budget, "bits": size, "gib": costs.gib(size), "kl": kl,
         "sum": costs.sum_of(chosen), "best_uniform": best, "asks": asking(costs, chosen),
-        "layers": {n: [c, costs.bits[c][n] / costs.parameters[n]] for n, c in chosen.items()},
+        "layers": layers,
     }  # fmt: skip
 
 
@@ -114,6 +133,74 @@ def _curve(costs: Costs) -> list[list[float]]:
     return points
 
 
+# The certificate
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """Holds the KL divergence of a mix over that of another column, on a run's documents.
+    ``records``: of both."""
+
+    answer: Effect | Missing
+    records: tuple[Record, Record]
+
+    def text(self) -> str:
+        """Return the certificate, a sentence."""
+        mix, other = (
+            f"{record.quantizer} ({record.audit.size.bits_per_weight:.2f} bits per weight, "
+            f"{record.audit.size.gib:.3g} GiB)"
+            for record in self.records
+        )
+        answer = self.answer
+        if isinstance(answer, Missing):
+            return f"{mix} against {other}: no test: {answer.reason}."
+        size = f"KL {effect_text(answer, percent=False).rstrip('‡')} "
+        size += interval_text(answer, percent=False).removeprefix("× ")
+        claim = "is not shown to be better than"
+        if answer.significant:
+            claim = f"is significantly {'better' if answer.estimate < 0 else 'worse'} than"
+        better = answer.significant and answer.estimate < 0
+        tests = f", Holm’s correction over {answer.family}" if answer.family > 1 else ""
+        text = f"{mix} {claim} {other}: {size}, {answer.documents:,} documents{tests}"
+        return f"{text}." if better else f"{text}; take {self.records[1].quantizer}."
+
+    def to_dict(self) -> dict[str, Any]:
+        parts: dict[str, Any] = {"text": self.text()}
+        for what, record in zip(("mix", "other"), self.records, strict=True):
+            size = record.audit.size
+            parts |= {what: record.quantizer, f"{what}_bits": size.bits_per_weight}
+            parts[f"{what}_gib"] = size.gib
+        if isinstance(self.answer, Effect):
+            interval = self.answer.interval
+            ends = {name: math.exp(getattr(interval, name)) for name in ("low", "high")}
+            parts |= {
+                "ratio": math.exp(interval.estimate), **ends, "p_holm": self.answer.p_holm,
+                "documents": self.answer.documents, "significant": self.answer.significant,
+            }  # fmt: skip
+        return parts
+
+
+def compare_with(store: Store, pairs: Sequence[tuple[str, str]]) -> list[Comparison]:
+    """Return the comparison of each (mix, other column) whose records are finished; p-values are
+    corrected over all of them."""
+    records = {record.quantizer: record for record in store.records() if record.status == "ok"}
+    pairs = [pair for pair in pairs if all(name in records for name in pair)]
+    columns = {name: kl_column(store, records[name]) for pair in pairs for name in pair}
+    answers: list[Effect | Missing] = []
+    for mix, other in pairs:
+        both = {name: columns[name] for name in (mix, other)}
+        if None in both.values():
+            answers.append(Missing(reason="no KL divergence was measured"))
+        else:
+            answers.append(effect(Panel.of(both), {mix: 1.0, other: -1.0}, KL_MEAN))
+    tested = iter(adjust([each for each in answers if isinstance(each, Effect)]))
+    answers = [next(tested) if isinstance(each, Effect) else each for each in answers]
+    return [
+        Comparison(answer=answer, records=(records[mix], records[other]))
+        for (mix, other), answer in zip(pairs, answers, strict=True)
+    ]
+
+
 def report(
     folder: Path, results: dict[str, Any], peers: Sequence[str]
 ) -> tuple[list[str], list[Path]]:
@@ -121,22 +208,78 @@ def report(
     ``peers``; return the lines to print and the files that were written."""
     store, mixes = Store(folder), results["mixes"]
     pairs = [(mix["label"], mix["best_uniform"]) for mix in mixes if mix["best_uniform"]]
-    certificates = compare_with(store, pairs)
-    against = compare_with(store, [(mix["label"], peer) for peer in peers for mix in mixes])
-    results["certificates"] = [each.to_dict() for each in certificates]
-    results["peers"] = [each.to_dict() for each in against]
-    texts = {each.mix: each.text() for each in certificates}
+    against = [(mix["label"], peer) for peer in peers for mix in mixes]
+    tests = {"certificates": compare_with(store, pairs), "peers": compare_with(store, against)}
+    results |= {name: [each.to_dict() for each in tests[name]] for name in tests}
+    texts = {each["mix"]: each["text"] for each in results["certificates"]}
     lines = []
     for mix in mixes:
-        nothing = (
-            f"{mix['label']}: no uniform column is as small, so there is none to compare with."
-        )
-        if mix["best_uniform"]:
-            nothing = f"{mix['label']}: not compared, since a cell failed."
+        nothing = "no uniform column is as small, so there is none to compare with."
+        nothing = "not compared, since a cell failed." if mix["best_uniform"] else nothing
         lines += [
-            texts.get(mix["label"], nothing),
+            texts.get(mix["label"], f"{mix['label']}: {nothing}"),
             f"  {additivity(mix['sum'], mix['kl'])}",
             f"  {mix['asks']}",
         ]
-    lines += [each.text() for each in against]
+    lines += [each["text"] for each in results["peers"]]
     return lines, write(folder, results)
+
+
+def additivity(total: float, measured: float) -> str:
+    """Return a sentence on the sum of single costs against the ``measured`` cost of the mix."""
+    if not total > 0:
+        return f"the layers' costs are within rounding, and the mix measures a KL of {measured:.2g}"
+    return (
+        f"the layers' costs, above the floor of rounding, sum to a KL of {nats(math.log(total))}, "
+        f"and the mix measures {nats(math.log(measured))} (× {measured / total:.2f}) on the text "
+        "of the search"
+    )
+
+
+def write(folder: Path, results: Mapping[str, Any]) -> list[Path]:
+    """Write the results of a search to ``budget.json`` and their figure to ``budget.svg``; return
+    the paths."""
+    paths = [folder / "budget.json", folder / "budget.svg"]
+    write_atomically(paths[0], (json.dumps(results) + "\n").encode())
+    target = io.StringIO()
+    with rc_context({**STYLE, "svg.hashsalt": "budget"}):
+        draw(results).savefig(target, format="svg", transparent=True, metadata={"Date": None})
+    write_atomically(paths[1], target.getvalue().encode())
+    return paths
+
+
+def draw(results: Mapping[str, Any]) -> Figure:
+    """Return a figure: KL against bits per weight on the search's text, of mixes and of uniform
+    columns; below, the bits of each layer of each mix."""
+    mixes = results["mixes"]
+    figure = Figure(figsize=(7.2, 3.4 + 1.5 * len(mixes)), layout="constrained")
+    top, *charts = figure.subplots(
+        1 + len(mixes), 1, height_ratios=[3.2, *(1.4 for _ in mixes)], squeeze=False
+    )[:, 0]
+    curve = [(x, y) for x, y in results["curve"] if y > 0]
+    top.plot(*zip(*curve, strict=True), color="0.6", linewidth=1,
+             label="mix: sum of the layers’ costs") if curve else None  # fmt: skip
+    top.plot([m["bits"] for m in mixes], [m["kl"] for m in mixes], "o-", color="black",
+             label="mix: measured")  # fmt: skip
+    families: dict[str, list[tuple[float, float]]] = {}
+    for each in results["uniform"]:
+        families.setdefault(each["label"].partition("-")[0], []).append((each["bits"], each["kl"]))
+    for place, (family, points) in enumerate(families.items()):
+        top.plot(*zip(*sorted(points), strict=True), linestyle="none",
+                 marker=MARKERS[place + 1], color=COLOURS[place], label=family)  # fmt: skip
+    top.set(xlabel="bits per weight", ylabel="KL (nats per token)", yscale="log")
+    top.grid(visible=True)
+    top.legend()
+    for axes, mix in zip(charts, mixes, strict=True):
+        rows = {shared.rpartition(".")[2]: names for shared, names in alike(mix["layers"]).items()}
+        grid = np.full((len(rows), max(map(len, rows.values()))), np.nan)
+        for row, names in enumerate(rows.values()):
+            grid[row, : len(names)] = [mix["layers"][name][1] for name in names]
+        image = axes.imshow(grid, norm=LogNorm(2, 16), interpolation="nearest")
+        axes.set_yticks(range(len(rows)), list(rows), fontsize=6)
+        axes.set_title(f"{mix['label']}: bits per weight of each layer")
+        bar = figure.colorbar(image, ax=axes, ticks=[2, 3, 4, 8, 16])
+        bar.ax.set_yticklabels(["2", "3", "4", "8", "16"])
+        bar.ax.minorticks_off()
+    charts[-1].set_xlabel("decoder layer") if charts else None
+    return figure

@@ -681,6 +681,19 @@ def linear_shapes(checkpoint: Checkpoint) -> Shapes:
     return shapes
 
 
+def end_shapes(checkpoint: Checkpoint) -> Shapes:
+    """Return (outputs, inputs) of LM head and embeddings by name; if the files have no head, it
+    shares the embeddings' matrix and both go by the name ``lm_head``."""
+    shapes = {
+        name: tuple(header.shape)
+        for name, header in ((n.removesuffix(".weight"), h) for n, h in
+                             model_headers(checkpoint).items())
+        if ENDS.fullmatch(name.rpartition(".")[2]) and len(header.shape) == 2
+    }  # fmt: skip
+    has_head = any(name.startswith(("lm_head", "embed_out")) for name in shapes)
+    return shapes if has_head or not shapes else {"lm_head": next(iter(shapes.values()))}
+
+
 def has_other_matrices(checkpoint: Checkpoint) -> bool:
     """Return whether the files hold weight matrices beside linear layers, embeddings and LM head:
     experts, routers, convolutions, states."""

@@ -44,6 +44,7 @@ def budget(
     bits: Annotated[str | None, typer.Option(metavar="BITS,…")] = None,
     gib: Annotated[str | None, typer.Option(metavar="GIB,…")] = None,
     methods: Annotated[str, typer.Option(metavar="NAMES")] = "hqq,gptq,rtn",
+    include: Annotated[str | None, typer.Option(metavar="NAMES")] = None,
     peers: Annotated[str | None, typer.Option(metavar="NAMES")] = None,
     texts: Annotated[int, typer.Option(min=1, metavar="N")] = 16,
     length: Annotated[int, typer.Option(min=8, metavar="TOKENS")] = 512,
@@ -71,6 +72,8 @@ def budget(
     gib: Budgets in GiB of all weights.
     methods: Methods that quantize weights here, each with all of its widths; or single ones, such
         as gptq-4bit:group_size=32.
+    include: lm_head, embeddings, or both: quantize them too, by rtn or hqq, and count them in
+        --bits. If they share one matrix, either name means both.
     peers: Further quantizers to compare the mixes with by the same test, of any size.
     texts: Windows of the calibration text that costs are measured on; the others calibrate.
     length: Tokens of each of these windows.
@@ -79,6 +82,9 @@ def budget(
     budgets |= {f"mix-{text}gib": (value, "gib") for text, value in _numbers("--gib", gib)}
     if not budgets:
         raise RecipeError("name a budget: --bits 3.5, or --gib 4")
+    included = split_commas(include) if include else []
+    if unknown := set(included) - {"lm_head", "embeddings"}:
+        raise RecipeError(f"--include {', '.join(sorted(unknown))}: there is lm_head, embeddings")
     choices, beside = expand(split_commas(methods)), split_commas(peers) if peers else []
     changed = overrides.model_copy(update={"quantizers": (*choices, *beside)})
     launcher = load_launcher(recipe, changed, out=out, device=device)
@@ -95,17 +101,18 @@ def budget(
         save(recipe, changed, path, command="qbench budget", quantizers=[unquantized, *entries])
         return load_launcher(path, Overrides(), out=folder, device=launcher.device).plan()
 
-    from qbench.budget.search import SearchText, report, search  # scipy and figures
+    from qbench.budget.search import report, search  # scipy and figures
 
-    text = SearchText(source=source, windows=texts, length=min(length, source.length))
     with (
         tempfile.TemporaryDirectory() as scratch,
         terminal() as screen,
         Display(screen, 1) as display,
     ):
         results, entries = search(
-            partial(planned, Path(scratch) / "recipe.yaml"), choices, beside, budgets, text, display
-        )
+            partial(planned, Path(scratch) / "recipe.yaml"), choices, beside, budgets,
+            source=source, windows=texts, length=min(length, source.length), include=included,
+            cache=cache_folder(), progress=display,
+        )  # fmt: skip
     plan = planned(folder / "recipe.yaml", [*entries, *beside])
     show_written([folder / "recipe.yaml"])
     ended = 0

@@ -201,14 +201,16 @@ class Settings(ABC):
 class WeightSettings(Settings):
     """Settings of a method that replaces every linear layer but the LM head by one of fewer bits.
 
-    Embeddings and the LM head stay unquantized, as is usual in the field. A subclass gives
-    ``method``, ``title``, ``num_bits``, ``scheme`` and ``shared_bits``.
+    Embeddings and the LM head stay unquantized, as is usual in the field, unless a mix names them
+    (``of_ends``: the method can quantize them). A subclass gives ``method``, ``title``,
+    ``num_bits``, ``scheme`` and ``shared_bits``.
     """
 
     kind: ClassVar[Kind] = "weights"
     prequantized: ClassVar[bool] = False  # the model is loaded quantized, not quantized here
     runtime: ClassVar[Runtime] = "transformers"
     ends_quantized: ClassVar[bool] = False  # embeddings and LM head too
+    of_ends: ClassVar[bool] = False
     whole: ClassVar[bool] = False  # its weights may be the original's: another runtime's column
     note: ClassVar[str] = ""  # what did it, in a few words
 
@@ -240,6 +242,11 @@ class WeightSettings(Settings):
         """Return the settings of the linear layer ``name``: these, unless settings are mixed; None
         if none are stated for it."""
         return self
+
+    def names_end(self, name: str) -> bool:
+        """Return whether the LM head or the embeddings are to be quantized too, by their full
+        ``name`` in the model."""
+        return False
 
     def group_length(self, columns: int) -> int:
         """Return how many weights share a scale along a row of ``columns``."""

@@ -21,11 +21,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from transformers.pytorch_utils import Conv1D
 
 from qbench.errors import QuantizationError
 from qbench.machine import memory_gib
-from qbench.quantizers.config import matching
+from qbench.quantizers.config import WeightSettings, matching
 from qbench.streaming import load_block, stream_of
 
 Tensors = dict[str, Tensor]
@@ -46,6 +47,66 @@ def linears(model: nn.Module, ignore: tuple[str, ...] = ()) -> dict[str, nn.Line
     }
     left_out = matching(layers, ignore) | kept_in_float32(model, layers)
     return {name: layer for name, layer in layers.items() if name not in left_out}
+
+
+def ends(model: nn.Module) -> dict[str, nn.Linear]:
+    """Return the LM head and the embeddings by name, the embeddings as a layer [vocabulary, hidden]
+    over their matrix. If the LM head shares it, both are one layer under the LM head's name.
+    ``model`` is not quantized yet."""
+    if not hasattr(model, "get_output_embeddings"):
+        return {}
+    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    names = {module: name for name, module in model.named_modules()}
+    layers = {} if head is None else {names[head]: head}
+    if head is None or head.weight is not table.weight:
+        layers[names[table]] = linear_layer(table.weight, None)
+    return layers
+
+
+def named_ends(model: nn.Module, chosen: WeightSettings | None) -> dict[str, nn.Linear]:
+    """Return those of the ``ends`` of ``model`` that the settings ``chosen`` quantize."""
+    layers = {} if chosen is None else ends(model)
+    return {name: layer for name, layer in layers.items() if chosen.names_end(name)}
+
+
+class QuantizedEmbedding(nn.Module):
+    """Looks tokens up as ``embedding`` does, in the weight of ``layer``, which is quantized."""
+
+    def __init__(self, embedding: nn.Embedding, layer: nn.Module) -> None:
+        super().__init__()
+        # In tuples: the layer may be the LM head, and of the embedding its weight is not used.
+        self._embedding, self._layer = (embedding,), (layer,)
+
+    @property
+    def layer(self) -> nn.Module:
+        return self._layer[0]
+
+    @property
+    def weight(self) -> Tensor:
+        layer = self.layer
+        return layer.dequantize() if hasattr(layer, "dequantize") else layer.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return functional_call(self._embedding[0], {"weight": self.weight}, (ids,))
+
+
+def layer_of(model: nn.Module, name: str) -> nn.Module:
+    """Return the module ``name`` of ``model``; of quantized embeddings their layer."""
+    module = model.get_submodule(name)
+    return module.layer if isinstance(module, QuantizedEmbedding) else module
+
+
+def in_place(model: nn.Module, name: str, layer: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules, by name, that put ``layer`` in the place of the layer ``name`` of
+    ``model``: of the LM head those embeddings too that share its matrix."""
+    module = model.get_submodule(name)
+    if isinstance(module, nn.Embedding):
+        return {name: QuantizedEmbedding(module, layer)}
+    if module is not (hasattr(model, "get_output_embeddings") and model.get_output_embeddings()):
+        return {name: layer}
+    tied = {path: table for path, table in model.named_modules()
+            if isinstance(table, nn.Embedding) and table.weight is module.weight}  # fmt: skip
+    return {name: layer, **{path: QuantizedEmbedding(tied[path], layer) for path in tied}}
 
 
 def kept_in_float32(model: nn.Module, names: Iterable[str]) -> set[str]:
@@ -77,7 +138,7 @@ def linearize(model: nn.Module) -> None:
         )
     for name, module in others.items():
         turned = isinstance(module, Conv1D)
-        new = _linear(module.weight.T, module.bias) if turned else Experts(module)
+        new = linear_layer(module.weight.T, module.bias) if turned else Experts(module)
         model.set_submodule(name, new)
 
 
@@ -175,6 +236,12 @@ def matrices(model: nn.Module) -> dict[str, Matrix]:
                 holder=KEPT if linear and path in kept else type(module).__name__,
             )
     return result
+
+
+def end_matrices(model: nn.Module, chosen: WeightSettings | None) -> dict[str, Matrix]:
+    """Return the matrices of the ``named_ends``, by name."""
+    return {name: Matrix(name=name, weight=layer.weight, linear=True)
+            for name, layer in named_ends(model, chosen).items()}  # fmt: skip
 
 
 def others(model: nn.Module) -> dict[str, Tensor]:
@@ -298,7 +365,7 @@ class Experts(nn.Module):
             expert, part = name.split(".")
             if part != DOWN:
                 self.add_module(expert, nn.Module())
-            layer = _linear(weight, bias)
+            layer = linear_layer(weight, bias)
             setattr(layer, ROUTED, True)
             self.get_submodule(expert).add_module(part, layer)
         for part in (self.first, DOWN):
@@ -324,7 +391,8 @@ class Experts(nn.Module):
         return result
 
 
-def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+def linear_layer(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    """Return a linear layer over ``weight`` [out, in], not copied, and a copy of ``bias`` [out]."""
     layer = nn.Linear(1, 1, bias=False, device="meta")
     layer.out_features, layer.in_features = weight.shape
     layer.weight = nn.Parameter(weight.detach().contiguous(), requires_grad=False)

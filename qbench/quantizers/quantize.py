@@ -51,9 +51,12 @@ from qbench.quantizers.config import (
 )
 from qbench.quantizers.linear import (
     Tensors,
+    in_place,
+    layer_of,
     linearize,
     linears,
     matrices,
+    named_ends,
 )
 from qbench.streaming import load_block, offload_device, stream_of
 
@@ -198,7 +201,7 @@ def quantize(
     if config.weights is not None and config.weights.prequantized:
         return model, config.weights.note
     linearize(model)
-    config = config.fitted(shapes_of(model))
+    config = config.fitted(shapes_of(model, config.weights))
     if config.weights is not None:
         if not linears(model):
             raise QuantizationError(f"{config.name}: {type(model).__name__} has no linear layers")
@@ -292,19 +295,21 @@ def evidence_of(model: nn.Module, config: QuantizationConfig, kind: str) -> dict
         chosen = {
             name: of_layer
             for name, of_layer in chosen.items()
-            if backend(of_layer).unpack(model.get_submodule(name), of_layer)
+            if backend(of_layer).unpack(layer_of(model, name), of_layer)
         }
     return {n: partial(_unpacked, model, of_layer, n) for n, of_layer in chosen.items()}
 
 
 def _unpacked(model: nn.Module, settings: WeightSettings, name: str) -> PackedWeight:
     load_block(model, name)
-    return backend(settings).unpack(model.get_submodule(name), settings)
+    return backend(settings).unpack(layer_of(model, name), settings)
 
 
-def shapes_of(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """Return the shape [out, in] of each linear layer of ``model`` but the LM head, by name."""
-    return {name: (layer.out_features, layer.in_features) for name, layer in linears(model).items()}
+def shapes_of(model: nn.Module, chosen: WeightSettings | None = None) -> dict[str, tuple[int, int]]:
+    """Return the shape [out, in] of each linear layer of ``model`` by name; LM head and embeddings
+    only if the settings ``chosen`` name them."""
+    layers = linears(model) | named_ends(model, chosen)
+    return {name: (layer.out_features, layer.in_features) for name, layer in layers.items()}
 
 
 def _quantize_weights(
@@ -313,8 +318,8 @@ def _quantize_weights(
     calibration: Calibration | None,
     progress: Advance,
 ) -> tuple[dict[str, Tensors], str]:
-    settings.check_layers(shapes_of(model))
-    layers, result, notes = linears(model, settings.ignore), {}, []
+    settings.check_layers(shapes_of(model, settings))
+    layers, result, notes = _to_quantize(model, settings), {}, []
     by_backend: dict[Any, dict[str, WeightSettings]] = {}
     for name in layers:
         chosen = settings.for_layer(name)
@@ -335,12 +340,22 @@ def _quantize_weights(
     return result, " and ".join(dict.fromkeys(notes))
 
 
+def _to_quantize(model: nn.Module, settings: WeightSettings) -> dict[str, nn.Linear]:
+    at_ends = named_ends(model, settings)
+    if at_ends and stream_of(model) is not None:
+        raise QuantizationError(
+            f"{settings.name}: {', '.join(at_ends)}: not quantized block by block: set "
+            "evaluation.stream: false"
+        )
+    return linears(model, settings.ignore) | at_ends
+
+
 def _replace_layers(model: PreTrainedModel, settings: WeightSettings, tensors: Tensors) -> None:
     modules: dict[str, Tensors] = {}
     for name in list(tensors):
         module, _, part = name.rpartition("/")
         modules.setdefault(module, {})[part] = tensors.pop(name)
-    layers = linears(model, settings.ignore)
+    layers = _to_quantize(model, settings)
     if different := sorted(modules.keys() ^ layers.keys()):  # of a plug-in's quantizer
         raise QuantizationError(f"{settings.name}: does not fit the model: {some(different)}")
     streamed = stream_of(model)
@@ -349,7 +364,8 @@ def _replace_layers(model: PreTrainedModel, settings: WeightSettings, tensors: T
         build = partial(_build, backend(chosen).from_packed, chosen)
         if streamed is None:
             moved = {part: t.to(layer.weight.device) for part, t in modules.pop(name).items()}
-            model.set_submodule(name, build(layer, moved))
+            for place, module in in_place(model, name, build(layer, moved)).items():
+                model.set_submodule(place, module)
         else:
             streamed.replace(name, modules.pop(name), build)
 

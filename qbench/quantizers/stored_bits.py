@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from qbench.errors import CheckpointError
 from qbench.quantizers import gguf_file
 from qbench.quantizers.config import PackedWeight, WeightSettings
-from qbench.quantizers.linear import Experts, Matrix, linears
+from qbench.quantizers.linear import Experts, Matrix, linears, named_ends
 from qbench.quantizers.packed import in_groups
 from qbench.quantizers.published import GGUF, PublishedCopy, number_bits, parents
 from qbench.records import ModuleAudit, StoredSize
@@ -145,12 +145,17 @@ def stored_size(
         return _size_of_files(weights, original, originals)
     stored = {m.name: m.bits_per_weight * m.parameters for m in modules}
     plain = {name: 8.0 * matrix.weight.nbytes for name, matrix in originals.items()}
-    inner = sum(stored.get(name, bits) for name, bits in plain.items())
+    bits = {**plain, **stored}
+    at_ends = named_ends(original, weights)
+    inner = {name: matrix for name, matrix in originals.items() if name not in at_ends}
+    of_head = [bits[name] for name, layer in at_ends.items() if layer is head]
+    if head is not None and not of_head:
+        of_head = [8.0 * head.weight.nbytes]
     unquantized = sum(8.0 * p.nbytes for p in original.parameters())
     return StoredSize(
-        bits_per_weight=inner / _count(originals),
-        head_bits_per_weight=8.0 * head.weight.element_size() if head is not None else None,
-        gib=(unquantized - sum(plain.values()) + inner) / GIB,
+        bits_per_weight=sum(bits[name] for name in inner) / _count(inner),
+        head_bits_per_weight=of_head[0] / head.weight.numel() if of_head else None,
+        gib=(unquantized - sum(plain.values()) + sum(bits.values())) / GIB,
     )
 
 

@@ -1,8 +1,11 @@
 """Weights whose settings differ between layers."""
 
+import copy
+
 import pytest
 import torch
-from quantizer_models import check, make, settings
+from quantizer_models import VOCABULARY, check, make, settings
+from tiny import tiny_model
 
 from qbench.errors import QuantizationError, RecipeError
 from qbench.quantizers import config_of
@@ -86,6 +89,60 @@ def test_what_is_no_map_to_quantizers_of_weights_is_refused(layers, words):
 def test_patterns_that_leave_layers_out_or_match_none_are_refused(layers, words, tmp_path):
     with pytest.raises(QuantizationError, match=words):
         make(mixed(**layers), tmp_path)
+
+
+NAMED = {"lm_head": "rtn-4bit:group_size=32", "model.embed_tokens": "hqq-3bit:group_size=32",
+         "model.layers.*": "rtn-4bit:group_size=32"}  # fmt: skip
+TIED = {name: quantizer for name, quantizer in NAMED.items() if "embed" not in name}
+
+
+def with_ends(kind, layers, folder):
+    """Return a model of ``kind`` and its copy with LM head and embeddings quantized."""
+    original, chosen = tiny_model(kind, vocab_size=VOCABULARY).eval(), mixed(**layers)
+    return original, make(chosen, folder, model=copy.deepcopy(original)), chosen
+
+
+@pytest.mark.parametrize(
+    ("kind", "layers"),
+    [("llama", NAMED), ("gemma3_text", TIED), ("llama", {**NAMED, "lm_head": None})],
+)
+def test_named_head_and_embeddings_are_quantized_audited_and_counted_once(kind, layers, tmp_path):
+    layers = {name: quantizer for name, quantizer in layers.items() if quantizer}
+    original, model, chosen = with_ends(kind, layers, tmp_path)
+    report = check(model, chosen, original)
+    assert report.problems == ()
+    named = [name for name in layers if "*" not in name]
+    assert {m.name for m in report.modules} >= set(named)
+    head, table = original.get_output_embeddings(), original.get_input_embeddings()
+    stored = {m.name: m.bits_per_weight * m.parameters for m in report.modules}
+    left = sum(8.0 * p.nbytes for p in original.parameters() if p.dim() == 1)
+    left += 0 if "lm_head" in named else 8.0 * head.weight.nbytes
+    assert report.size.gib * 2**33 == pytest.approx(left + sum(stored.values()))
+    assert (report.size.head_bits_per_weight < 5) == ("lm_head" in named)
+    ids = torch.arange(VOCABULARY)[None]
+    looked_up = model.get_input_embeddings()(ids)
+    assert not torch.equal(looked_up, table(ids))
+    if head.weight is table.weight:
+        scale = float(table(ids).norm() / table.weight.norm())
+        assert torch.allclose(looked_up[0], scale * model.lm_head.dequantize(), rtol=1e-5)
+
+
+def test_embeddings_that_look_up_other_weights_than_their_layer_s_fail_the_audit(tmp_path):
+    original, model, chosen = with_ends("llama", NAMED, tmp_path)
+    table = model.get_input_embeddings()
+    other = torch.nn.Embedding(*table.weight.shape)
+    table.forward = other.forward
+    problems = check(model, chosen, original).problems
+    assert any("its embeddings: not looked up in the weight" in line for line in problems)
+    model.set_submodule("model.embed_tokens", original.get_input_embeddings())
+    problems = check(model, chosen, original).problems
+    assert any("not quantized: model.embed_tokens" in line for line in problems)
+
+
+@pytest.mark.parametrize("name", ["lm_head", "model.embed_tokens"])
+def test_gptq_of_head_or_embeddings_is_refused_when_planned(name):
+    with pytest.raises(RecipeError, match=f"layers: {name}: gptq-4bit takes linear layers alone"):
+        mixed(**{name: "gptq-4bit", "*": "rtn-4bit"}).check({}, "cpu")
 
 
 def test_mixed_without_layers_is_refused_when_planned():

@@ -162,13 +162,13 @@ class PackedForward:
 
 class LMHead:
     """What a model's class makes of its decoder's output: the products of its LM head, ``linear``,
-    which most classes return as they are and some scale or cap (``finish``).
+    which most classes (``plain``) return as they are and some scale or cap (``finish``).
     """
 
     def __init__(self, model: Any, *, plain: bool = False) -> None:
         self.linear = model.get_output_embeddings()
         self.device = model.device
-        self._model, self._plain = model, plain
+        self._model, self.plain = model, plain
         self._modules = {"decoder": decoder_of(model), "head": self.linear}
 
     def __call__(self, hidden: Tensor) -> Tensor:
@@ -178,7 +178,7 @@ class LMHead:
         """Return the LM head's products ``logits`` [R, V] scaled and capped as the class does: by
         its own forward, in which decoder and LM head return what is given here.
         """
-        if self._plain:
+        if self.plain:
             return logits
         names = {module: name for name, module in self._model.named_modules()}
         places = {part: names[module] for part, module in self._modules.items()}

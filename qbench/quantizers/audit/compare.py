@@ -33,7 +33,7 @@ from qbench.quantizers.audit.weights import (
     recorded_inputs,
 )
 from qbench.quantizers.config import QuantizationConfig
-from qbench.quantizers.linear import matrices, not_finite, others
+from qbench.quantizers.linear import end_matrices, matrices, not_finite, others
 from qbench.quantizers.quantize import TRANSFORM, backend, evidence_of
 from qbench.quantizers.stored_bits import stored_size
 from qbench.records import Audit, BatchDependence
@@ -240,6 +240,7 @@ def audit(
     if runs and config.kv_cache is not None:
         fields["kv_cache"], failures = measure_kv(quantized, config, probe)
         problems += failures
+    originals |= end_matrices(original, config.weights)
     with weights_alone(quantized):
         weights, failures = measure_weights(
             original, originals, quantized, config, probe, inputs, progress

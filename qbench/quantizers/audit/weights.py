@@ -18,13 +18,23 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from qbench.errors import first_line, some
 from qbench.files import PART, digest_of_parts
 from qbench.progress import Advance
 from qbench.quantizers.calibration import watch_inputs
 from qbench.quantizers.config import PackedWeight, QuantizationConfig, WeightSettings, matching
-from qbench.quantizers.linear import KEPT, Matrix, matrices, numbers, others, values
+from qbench.quantizers.linear import (
+    KEPT,
+    Matrix,
+    QuantizedEmbedding,
+    layer_of,
+    matrices,
+    numbers,
+    others,
+    values,
+)
 from qbench.quantizers.quantize import evidence_of
 from qbench.records import ModuleAudit
 from qbench.streaming import load_block
@@ -108,7 +118,7 @@ def measure_weights(
             load_block(original, name)
             result = measure(
                 originals[name],
-                quantized.get_submodule(name),
+                layer_of(quantized, name),
                 packed,
                 config.weights.for_layer(name),
                 rescales=config.weights.prequantized and bool(changed),
@@ -215,21 +225,27 @@ def _changed_others(
     whose = "what the transform makes of the original" if config.transform else "the original's"
     names = {id(module): name for name, module in quantized.named_modules()}
     pairs: dict[str, tuple[Tensor, Tensor | None, bool]] = {}  # original, quantized, rounded
+    ends: set[int] = set()
+    of_ends: list[str] = []
     for what, getter in ENDS.items():
         module, holder = (getattr(model, getter)() for model in (original, quantized))
         if module is None:
             continue
+        ends.add(id(module.weight))
+        layer = holder.layer if isinstance(holder, QuantizedEmbedding) else holder
+        if not copied and {names[id(holder)], names.get(id(layer))} & set(stored):
+            if layer is not holder and not _looks_up(holder, module, weights):
+                of_ends.append(f"{what}: not looked up in the weight that its layer multiplies by")
+            continue  # the layer is measured as others are
         weight, rounded = getattr(holder, "weight", None), names.get(id(holder)) in stored
         if rounded and (weight is None or not weight.is_floating_point()):
             weight = forward_weight(holder, module.weight.shape[1], module.weight.dtype)
         pairs[what] = module.weight, weight, rounded or (copied and weights.ends_quantized)
-    ends = {id(tensor) for tensor, *_ in pairs.values()}
     pairs |= {
         name: (tensor, after.get(name, held(quantized, name)), False)
         for name, tensor in before.items()
         if id(tensor) not in ends
     }
-    of_ends: list[str] = []
     of_others: list[str] = []
     for what, (tensor, changed, rounded) in pairs.items():
         lines = of_ends if what in ENDS else of_others
@@ -247,6 +263,15 @@ def _changed_others(
         if bias is not None and f"{name}.bias" not in before and bool(bias.any()):
             of_ends.append(f"{name}.bias: the original has none")
     return of_ends, of_others
+
+
+def _looks_up(holder: QuantizedEmbedding, original: nn.Module, settings: WeightSettings) -> bool:
+    """Return whether the rows that ``holder`` gives are what ``original`` makes of the weight that
+    its layer's forward multiplies by, up to rounding."""
+    kept, ids = original.weight, torch.arange(len(original.weight), device=original.weight.device)
+    weight = forward_weight(holder.layer, kept.shape[1], kept.dtype)
+    off = relative(holder(ids), functional_call(original, {"weight": weight}, (ids,)))
+    return off <= settings.agreement(str(kept.dtype).removeprefix("torch."))[0]
 
 
 def held(model: nn.Module, name: str) -> Tensor | None:
@@ -566,7 +591,7 @@ def recorded_inputs(model: nn.Module, names: Iterable[str]) -> Iterator[dict[str
 
     with ExitStack() as stack:
         for name in names:
-            module = model.get_submodule(name)
+            module = layer_of(model, name)
             handle = module.register_forward_pre_hook(hook(name), prepend=True)
             stack.callback(handle.remove)
         yield rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Self
@@ -13,6 +14,7 @@ from qbench.quantizers.config import Shapes, WeightSettings, matching, pattern, 
 from qbench.quantizers.registry import config_of, register
 from qbench.records import UNQUANTIZED_BITS
 
+ENDS = re.compile(r"(^|\.)(lm_head|embed_out|wte|\w*embed_(tokens|in)|word_embeddings)$")
 WRITE = "{pattern: quantizer}, such as {'*.down_proj': gptq-8bit, '*': gptq-4bit}, quantizers"
 
 
@@ -39,7 +41,9 @@ def _layers(value: Any) -> tuple[tuple[str, WeightSettings], ...]:
 @register("mixed", "weights whose settings differ between layers")
 @settings
 class Mixed(WeightSettings):
-    """Gives each linear layer the settings of the first pattern that matches its name.
+    """Gives each linear layer the settings of the first pattern that matches its name. The LM head
+    and the embeddings are quantized if a pattern is their full name; if they share one matrix, it
+    has the LM head's.
 
     GPTQ calibrates with the layers of other methods unquantized. ``num_bits`` is the most that a
     layer has; records state the bits per weight that are stored.
@@ -64,6 +68,9 @@ class Mixed(WeightSettings):
                 return replace(chosen, compute_dtype=self.compute_dtype)
         return None
 
+    def names_end(self, name: str) -> bool:
+        return any(names == name for names, _ in self.layers)
+
     def by_settings(self, shapes: Shapes) -> list[tuple[str, WeightSettings, Shapes]]:
         """Return each pattern with its settings and the ``shapes`` of its layers."""
         left, parts = dict(self.quantized(shapes)), []
@@ -79,19 +86,27 @@ class Mixed(WeightSettings):
 
     def fitted(self, shapes: Shapes) -> Self:
         parts = self.by_settings(shapes)
-        return replace(self, layers=tuple((n, chosen.fitted(own)) for n, chosen, own in parts))
+        # When planned, no shape of embeddings and LM head is known: their inputs are the layers'.
+        fits = tuple((names, chosen.fitted(own or shapes)) for names, chosen, own in parts)
+        return replace(self, layers=fits)
 
     def check_layers(self, shapes: Shapes) -> None:
         for names, chosen, own in self.by_settings(shapes):
             if not own:
-                raise QuantizationError(f"{self.name}: layers: {names!r} matches no linear layer")
+                raise QuantizationError(
+                    f"{self.name}: layers: {names!r} matches no linear layer (embeddings that "
+                    "share the LM head's matrix go by the LM head's name)"
+                )
             chosen.check_layers(own)
 
     def check(self, config: Mapping[str, Any], device: str) -> None:
         if not self.layers:
             raise RecipeError(f"{self.name}: layers: write {WRITE} of weights")
-        for _, chosen in self.layers:
+        for names, chosen in self.layers:
             chosen.check(config, device)
+            if ENDS.search(names) and not chosen.of_ends:
+                raise RecipeError(f"{self.name}: layers: {names}: {chosen.name} takes linear "
+                                  "layers alone; take rtn or hqq")  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
         layers = {names: chosen.to_dict() for names, chosen in self.layers}

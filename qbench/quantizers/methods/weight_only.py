@@ -101,6 +101,7 @@ class Rtn(EvenlySpaced):
     backend: ClassVar[str] = "packed"
     title: ClassVar[str] = "Round to nearest"
     note: ClassVar[str] = "round to nearest"
+    of_ends: ClassVar[bool] = True
 
 
 @settings
@@ -262,6 +263,7 @@ class Hqq(Grouped):
     method: ClassVar[str] = "hqq"
     backend: ClassVar[str] = "hqq"
     title: ClassVar[str] = "HQQ"
+    of_ends: ClassVar[bool] = True
     requirements = ("hqq",)
     sizes: ClassVar[tuple[int, ...]] = (64, 32, 16, 8)
 
