@@ -541,13 +541,6 @@ def _cell(
     except RecipeError as error:
         reasons.append(str(error))
     requested = evaluation.attention
-    if quantization.kv_cache and quantization.kv_cache.two_sources:
-        if requested == "triton":
-            reasons.append(
-                f"{quantization.kv_cache.name}: no kernel attends over a KV cache with "
-                "residual_length or groups of tokens; set evaluation.attention: auto"
-            )
-        requested = "reference" if requested == "auto" else requested
     attention = choose_attention(
         name, checkpoint.class_name, checkpoint.normalizer, requested, device
     )

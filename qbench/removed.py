@@ -43,15 +43,22 @@ KEYS = {
 QUANTIZER_OPTIONS = {
     "arithmetic": "products are simulated: values are rounded and multiplied in the model's dtype",
     "before_rope": "keys are quantized as attention reads them, after RoPE",
+    "residual_length": "tokens are quantized as they are written; `sink_tokens` spares the first",
+    "keep_recent": "tokens are quantized as they are written; `sink_tokens` spares the first",
+    "scale_dtype": "scales of a KV cache are float16",
     "percentile": "static ranges hold all values of the calibration text",
     "threads": "a CPU quantizes with one thread, since the order of sums decides last bits",
     "prune_heads": "heads are no longer cut out; `qbench analyze` measures dormant heads",
+}
+# Names of quantizers.
+QUANTIZERS = {
+    f"kv-int{bits}-channel": f"kv-int{bits}-token with a group_size has scales for a few channels"
+    for bits in (8, 4, 3, 2)
 }
 # Options of a quantizer that have another name now; the earlier one still works.
 RENAMED_OPTIONS = {
     "leave_out": "ignore",
     "keep_first": "sink_tokens",
-    "keep_recent": "residual_length",
 }
 # Parts of a quantizer that have another key now; the earlier one still works.
 RENAMED_PARTS = {"kv": "kv_cache", "outliers": "transform"}

@@ -168,16 +168,6 @@ REFUSED = [
 ]  # fmt: skip
 
 
-def test_a_checkpoint_of_flash_linear_attention_is_known_by_what_it_becomes(tmp_path):
-    shutil.copytree(DEMO / "softmax", tmp_path / "windowed")
-    path = tmp_path / "windowed" / "config.json"
-    config = json.loads(path.read_text()) | {"attn_impl": "flash_attn", "window_size": 64}
-    path.write_text(json.dumps(config))
-    column = {"kv": "int4-channel", "label": "x"}
-    with pytest.raises(RecipeError, match="a sliding window drops tokens from the middle of a gr"):
-        plan(Recipe.load(recipe(tmp_path, {"a": str(path.parent)}, ("fp32", column))), device="cpu")
-
-
 @pytest.mark.parametrize(("kind", "quantizer", "words"), REFUSED)
 def test_a_cell_that_can_never_run_is_refused_before_work(
     tmp_path, models, kind, quantizer, words, capfd

@@ -3,7 +3,6 @@
 import gzip
 import json
 import shutil
-import sys
 
 import pytest
 from small_recipe import DEMO, small_recipe
@@ -127,33 +126,19 @@ def test_a_task_that_generates_more_than_fits_is_refused(tmp_path, room):
         planned(tmp_path, **changes)
 
 
-BOMB = "{{ 'a' * 10**10 }}"
-
-
-@pytest.mark.parametrize(
-    ("template", "words"),
-    [
-        (BOMB, "it needs more than 2 GiB for one short question; mend it"),
-        ("{{ 'a' * 10**7 }}", "it makes 10,000,000 characters"),
-        ("{% if %}", "line 1: Expected an expression"),
-        ("{% for i in range(9**5) %}{% for j in range(9**5) %}{% endfor %}{% endfor %}", "1 s"),
-    ],
-)
-def test_a_chat_template_that_cannot_be_rendered_is_refused(tmp_path, monkeypatch, template, words):
-    if words == "1 s":  # the others may take longer on a machine at work
-        monkeypatch.setattr(sys.modules["qbench.checkpoints.find"], "SECONDS", 1)
+def test_a_chat_template_that_is_no_template_is_refused(tmp_path):
     copy = shutil.copytree(DEMO / "softpick", tmp_path / "copy")
-    (copy / "chat_template.jinja").write_text(template)
+    (copy / "chat_template.jinja").write_text("{% if %}")
     evaluation = {"apply_chat_template": True}
-    with pytest.raises(RecipeError, match=f"checkpoints.copy: its chat template .*{words}"):
+    words = "checkpoints.copy: its chat template .* line 1: Expected an expression; mend it"
+    with pytest.raises(RecipeError, match=words):
         planned(tmp_path, checkpoints={"copy": str(copy)}, evaluation=evaluation)
 
 
-@pytest.mark.parametrize(
-    "template", ["{% generation %}{{ messages | tojson }}{% endgeneration %}", "{{ nothing.of }}"]
-)
-def test_a_chat_template_that_may_be_good_is_taken(template):
-    assert template_problem(template) is None
+def test_a_chat_template_with_tags_of_transformers_is_taken():
+    tags = "{% generation %}{{ messages | tojson }}{% endgeneration %}"
+    assert template_problem(tags) is None
+    assert template_problem("{% for m in messages %}{% break %}{% endfor %}") is None
 
 
 def test_a_folder_of_definitions_that_holds_a_disk_is_refused_at_once(tmp_path, monkeypatch):

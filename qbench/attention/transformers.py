@@ -28,21 +28,17 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from qbench.attention import kernels, quantized_kv, reference
+from qbench.attention import kernels, reference
 from qbench.attention.implementation import choose
 from qbench.attention.kernels.varlen import packed_bounds
 from qbench.attention.masks import Mask, mask_interface
 from qbench.attention.normalizers import NORMALIZERS, SLOPES, Normalizer
-from qbench.attention.quantized_kv import KV_CACHE, READ, by_query, read, rotate
+from qbench.attention.quantized_kv import KV_CACHE, READ, read, rotate
 from qbench.errors import UnavailableError
 
 # What transformers hands to attention functions that changes the weights: refused, unless it is
 # a parameter of the normalizer.
 CHANGING = ("position_bias", "s_aux", "cache")
-TWO_SOURCES = (
-    "no kernel attends over a KV cache with residual_length or groups of tokens, whose keys some "
-    "queries read unquantized; set attention: reference"
-)
 
 
 def attention_name(normalizer: str, implementation: str, device: str | torch.device) -> str:
@@ -125,19 +121,12 @@ def _attention(normalizer: str, implementation: str) -> Callable[..., tuple[Tens
             _require_aligned(chosen, parameters, query, key)
         query, key = rotate(module, query, key, options)
         triton = implementation == "triton"
-        function, inputs = (kernels if triton else reference).attention, {}
+        function = (kernels if triton else reference).attention
         if READ not in options and (cached := getattr(module, KV_CACHE, None)) is not None:
-            pair, positions = read(
+            key, value = read(
                 cached, module, key, value, queries=query.shape[2], mask=attention_mask,
                 position_ids=options.get("position_ids"), cu_seqlens_k=cu_seq_lens_k,
             )  # fmt: skip
-            key, value = pair.quantized_key, pair.quantized_value
-            if by_query(cached):
-                if triton:
-                    raise UnavailableError(TWO_SOURCES)
-                function = quantized_kv.attention
-                inputs = {"pair": pair, "cache": cached, "positions": positions}
-        inputs = inputs or {"key": key, "value": value}
         shared = {"normalizer": normalizer, "parameters": parameters, "scale": scaling}
         shared["softcap"] = softcap
         settings: dict[str, Any] = {"causal": causal}
@@ -157,7 +146,7 @@ def _attention(normalizer: str, implementation: str) -> Callable[..., tuple[Tens
                     f"{mask.dtype}; pass mask > -1 of an additive one"
                 )
             settings = {"mask": mask, "causal": False}
-        output = function(query, **inputs, **shared, **settings)
+        output = function(query, key, value, **shared, **settings)
         return output.transpose(1, 2).contiguous(), None  # as torch's; some classes view it
 
     return forward

@@ -1,6 +1,6 @@
 """Time the attention kernels beside the libraries that a user would take instead (``qbench bench
-attention``), after checking their results against the float64 reference on this GPU. The checked
-cases are those that are timed, shorter; ``pytest -m gpu`` has many more, in other dtypes too.
+attention``). Each of ours is compared with the float64 reference before it is timed, on a shorter
+text; ``pytest -m gpu`` has many more cases, in other dtypes too.
 
 TFLOP/s count 4 · B · H · D for each pair of a query and a key that it sees in a forward pass, and
 2.5 times that in a backward pass, whatever a kernel computes. Every time is the median of
@@ -9,10 +9,8 @@ CUDA-event timings after a warm-up.
 
 from __future__ import annotations
 
-import os
+import functools
 from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import BrokenExecutor, Executor
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -35,7 +33,6 @@ from qbench.attention.normalizers import NORMALIZERS, SLOPES
 from qbench.bench import Row
 from qbench.errors import EvaluationError, UnavailableError, first_line
 from qbench.files import write_page
-from qbench.runner.workers import Workers
 
 CAP, WINDOW = 20.0, 1024
 VARIANTS = {"causal": {}, "ALiBi": {}, "soft cap": {"softcap": CAP}, "window": {"window": WINDOW}}
@@ -43,8 +40,7 @@ VARIANTS = {"causal": {}, "ALiBi": {}, "soft cap": {"softcap": CAP}, "window": {
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The shape of causal attention. ``variants``: those that are timed or checked with it.
-    ``queries``: None for as many as keys."""
+    """The shape of causal attention. ``variants``: those that are timed with it."""
 
     batch: int
     length: int
@@ -52,22 +48,18 @@ class Shape:
     kv_heads: int
     head_dim: int
     variants: tuple[str, ...] = ("causal",)
-    queries: int | None = None
 
     def __str__(self) -> str:
         heads = f"{self.heads}"
         if self.kv_heads != self.heads:
             heads += f"/{self.kv_heads}"
-        length = f"{self.length}" if self.queries is None else f"{self.queries}/{self.length}"
-        return f"B{self.batch} T{length} H{heads} D{self.head_dim}"
+        return f"B{self.batch} T{self.length} H{heads} D{self.head_dim}"
 
     def tensors(self) -> list[Tensor]:
         """Return random query, key and value."""
-        counts = (self.heads, self.kv_heads, self.kv_heads)
-        lengths = (self.queries or self.length, self.length, self.length)
         return [
-            random_tensor(self.batch, length, heads, self.head_dim).requires_grad_()
-            for length, heads in zip(lengths, counts, strict=True)
+            random_tensor(self.batch, self.length, heads, self.head_dim).requires_grad_()
+            for heads in (self.heads, self.kv_heads, self.kv_heads)
         ]
 
     def settings(self, normalizer: str, variant: str) -> dict[str, Any]:
@@ -116,93 +108,38 @@ def sparse_keys(query: Tensor, key: Tensor) -> Tensor:
 
 
 LIMIT = 1e-2  # ‖error‖ / ‖truth‖ in bfloat16
-BASES = ("softmax", "softpick", "rectified", "sigmoid")  # the others derive from these
-# Long enough for the backward kernels of Hopper, see hopper.MIN_WORK.
-LONG = (
-    Shape(1, 3200, 16, 16, 64, tuple(VARIANTS)),
-    Shape(1, 2304, 16, 16, 128, tuple(VARIANTS)),
-)
-DECODING = Shape(3, 1000, 8, 8, 64, queries=1)
-GROUPED = Shape(1, 1664, 32, 8, 128)
-ODD = Shape(2, 333, 4, 2, 80)  # fills no tile
+CHECKED = {64: 3200, 128: 2304}  # tokens by head width, see hopper.MIN_WORK
 
 
-def check_kernels(pool: Executor, quick: bool = False, only: Collection[str] = ()) -> list[Row]:
-    """Return rows with the relative error of the output and of the inputs' gradients in every case,
-    each with its limit.
-
-    ``only``: check these attention functions instead of all. ``pool`` runs the cases in processes,
-    since compiling kernels takes most of the time. Raises EvaluationError that names each case
-    above its limit or not finite, or the case whose process died.
-    """
-    calls = [
-        (f"{normalizer}, {shape}, {variant}", pool.submit(errors, shape, variant, normalizer))
-        for shape, variant, normalizer in cases(quick, only)
-    ]
-    results, red = [], []
-    for name, call in calls:
-        try:
-            case_errors = call.result()
-        except BrokenExecutor as died:
-            raise EvaluationError(
-                f"bench attention: {name}: its process died, nothing timed"
-            ) from died
-        for what, error in case_errors.items():
-            results.append({"case": name, "what": what, "error": error, "limit": LIMIT})
-            if not error <= LIMIT:
-                red.append(f"{name}: {what} {error:.1e} > {LIMIT:.0e}")
-    if red:
-        raise EvaluationError("bench attention: wrong results, nothing timed: " + "; ".join(red))
-    return results
-
-
-def cases(quick: bool, only: Collection[str]) -> list[tuple[Shape, str, str]]:
-    """Return arguments of :func:`errors`: plain causal attention of every attention function, and
-    the other shapes and variants of ``BASES``."""
-    every = [(shape, "causal") for shape in ((LONG[0], DECODING) if quick else (*LONG, DECODING))]
-    of_bases = [(shape, variant) for shape in LONG for variant in shape.variants[1:]]
-    of_bases += [(GROUPED, "causal"), (ODD, "causal")]
-    arguments = [(*case, name) for case in every for name in only or supported()]
-    if not quick:
-        arguments += [
-            (*case, name) for case in of_bases for name in BASES if name in (only or BASES)
-        ]
-    return arguments
-
-
-def errors(shape: Shape, variant: str, normalizer: str) -> dict[str, float]:
-    """Return ‖result − truth‖ / ‖truth‖ of the output and of the gradients of query, key and value.
-    Runs on one core, since other cases run beside it."""
-    torch.set_num_threads(1)
-    torch.cuda.empty_cache()  # of the case before
+@functools.cache
+def require_right(shape: Shape, variant: str, normalizer: str) -> None:
+    """Compare our kernels with the float64 reference on one batch row of ``shape``, cut to CHECKED
+    tokens: the output and the gradients of query, key and value. Raises EvaluationError."""
+    length = min(shape.length, CHECKED[shape.head_dim])
+    shape = replace(shape, batch=1, length=length, variants=())
     torch.manual_seed(0)
-    settings = shape.settings(normalizer, variant)
-    if normalizer == "sigmoid" and variant != "causal":
-        settings["parameters"]["bias"] = torch.linspace(-6, -4, shape.heads, device="cuda")
-    inputs = shape.tensors()
+    settings, inputs = shape.settings(normalizer, variant), shape.tensors()
     output = kernels.attention(*inputs, **settings)
     gradient = torch.randn_like(output)
-    got = (output, *torch.autograd.grad(output, inputs, gradient))
+    actual = (output, *torch.autograd.grad(output, inputs, gradient))
     wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
-    settings["parameters"] = {
-        name: tensor.double() for name, tensor in settings["parameters"].items()
-    }
+    settings["parameters"] = {n: value.double() for n, value in settings["parameters"].items()}
     truth = reference.attention(*wide, **settings)
     truths = (truth, *torch.autograd.grad(truth, wide, gradient.double()))
-    names = ("output", "query gradient", "key gradient", "value gradient")
-    return {name: relative_error(a, b) for name, a, b in zip(names, got, truths, strict=True)}
+    for what, a, b in zip(("output", "dq", "dk", "dv"), actual, truths, strict=True):
+        require_close(f"{normalizer}, {shape}, {variant}: {what}", a, b)
 
 
-def relative_error(got: Tensor, truth: Tensor) -> float:
-    """Return ‖got − truth‖ / ‖truth‖; infinity if anything is not finite."""
-    if not got.isfinite().all():
-        return float("inf")
-    norm = truth.double().norm().clamp(min=1e-30)
-    return ((got.double() - truth.double()).norm() / norm).item()
+def require_close(what: str, actual: Tensor, truth: Tensor) -> None:
+    """Raise EvaluationError if ‖actual − truth‖ / ‖truth‖ is above LIMIT or not a number."""
+    error = float((actual.double() - truth).norm() / truth.norm().clamp(min=1e-30))
+    if not error <= LIMIT:
+        raise EvaluationError(
+            f"bench attention: {what} is wrong: relative error {error:.1e} > {LIMIT:.0e}"
+        )
 
 
 PEERS = CUDNN, FLASH, FLEX = "cuDNN", "FlashAttention 2", "FlexAttention"  # torch's
-MOST_JOBS = 16  # each takes half a GiB of the GPU's memory before it does anything
 OF_VARIANTS = ("softmax", "softpick", "sigmoid")
 SHAPES = (
     Shape(4, 4096, 16, 16, 64, tuple(VARIANTS)),
@@ -226,33 +163,21 @@ def bench_attention(
     run leaves its rows. ``quick`` leaves out most shapes and repeats. ``only``: time these
     attention functions of ours, and the peers. ``log`` is called with a line per part and row.
     Raises RecipeError for an unknown attention function, UnavailableError for one without kernels
-    or if there is no CUDA device, EvaluationError if a check fails: then nothing is timed.
+    or if there is no CUDA device, EvaluationError if a kernel is wrong.
     """
     if not torch.cuda.is_available():
         raise UnavailableError("bench attention: the kernels run on a CUDA GPU, and none is here")
     for name in only:
         require(name)
     repeat_ms = 20 if quick else 100
-    # torch.compile would name another for the rest of this process, without what checks compiled
-    os.environ.setdefault("TRITON_CACHE_DIR", triton.knobs.cache.dir)
-    jobs = min(MOST_JOBS, os.cpu_count() or 1)
     timed = contenders((Shape(4, 4096, 16, 16, 64),) if quick else SHAPES, only)
     of_step = contenders((STEP,), only)
-    pool = Workers([0] * jobs, device="cuda")  # all have ended before anything is timed
-    try:
-        log(f"checking the kernels against float64, {jobs} processes at once")
-        checks = check_kernels(pool, quick, only)
-        log(f"{len(checks)} checks passed; compiling what will be timed")
-        list(pool.map(_compile, *zip(*timed, *of_step, strict=True)))
-    finally:
-        pool.shutdown(cancel_futures=True)
     ceilings = _ceilings(repeat_ms)
     results: dict[str, Any] = {
         "hardware": torch.cuda.get_device_name(),
         "versions": {"torch": torch.__version__, "triton": triton.__version__},
         "units": "TFLOP/s of passes; ms of a step; TB/s and share of the copy's of decoding",
         "ceilings": ceilings,
-        "checks": checks,
         "passes": [],
         "steps": [],
         "decode": [],
@@ -275,15 +200,6 @@ def bench_attention(
             if out is not None:
                 write_page(out, results, table(results))
     return results
-
-
-def _compile(shape: Shape, variant: str, name: str) -> None:
-    """Compile what will be timed, in a process of its own, so that the compilers' caches on disk
-    have it."""
-    inputs = shape.tensors()
-    with suppress(RuntimeError):  # the row says so when it is timed
-        output = contender(name, shape, variant)(*inputs)
-        torch.autograd.grad(output, inputs, torch.randn_like(inputs[0]))
 
 
 # Who runs.
@@ -349,6 +265,8 @@ def _torchs(backend: Any, shape: Shape) -> Run:
 def passes(shape: Shape, variant: str, name: str, repeat_ms: int) -> Row:
     """Return a row with the TFLOP/s of the forward and the backward pass of ``name``."""
     row: Row = {"shape": str(shape), "variant": variant, "kernel": name}
+    if name not in PEERS:
+        require_right(shape, variant, name)
     inputs, flop = shape.tensors(), shape.flop(variant)
     gradient = torch.randn_like(inputs[0])
     try:
@@ -405,7 +323,14 @@ def decode(shape: Shape, repeat_ms: int, only: Collection[str], copied: float) -
     sparse = sparse_keys(query, key)
     runs: dict[str, Callable[[], Tensor]] = {}
     for name in only or supported():
-        settings = {"normalizer": name, "parameters": given(name, heads)}
+        parameters = given(name, heads)
+        settings = {"normalizer": name, "parameters": parameters}
+        first = [x[:1].double() for x in (query, key, value)]
+        wide = {which: x.double() for which, x in parameters.items()}
+        require_close(
+            f"{name}, decode", kernels.attention(query, key, value, **settings)[:1],
+            reference.attention(*first, normalizer=name, parameters=wide),
+        )  # fmt: skip
         runs[f"{name}, random keys"] = partial(kernels.attention, query, key, value, **settings)
         if NORMALIZERS.get(name).sparse:
             runs[f"{name}, 99 % of scores negative"] = partial(
@@ -446,7 +371,6 @@ STEPS = {
 def table(results: dict[str, Any]) -> str:
     """Return the result of :func:`bench_attention` as a Markdown page."""
     ceilings = results["ceilings"]
-    worst = max(check["error"] / check["limit"] for check in results["checks"])
     page = [
         f"# Attention on one {results['hardware']}",
         f"torch {results['versions']['torch']}, triton {results['versions']['triton']}, bf16, "
@@ -473,8 +397,8 @@ def table(results: dict[str, Any]) -> str:
             bench.table(results["decode"], columns),
         ]
     page.append(
-        f"{len(results['checks'])} checks against the float64 reference passed before timing; "
-        f"the worst used {worst:.0%} of its tolerance."
+        "Each of our kernels was compared with the float64 reference before it was timed, within "
+        f"{LIMIT:g} of its norm."
     )
     return "\n\n".join(page) + "\n"
 

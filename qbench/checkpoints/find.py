@@ -14,8 +14,6 @@ import importlib.util
 import json
 import math
 import re
-import subprocess
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +21,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from jinja2 import Environment, TemplateSyntaxError
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
@@ -710,37 +709,6 @@ def _no_linear_layer(name: str) -> bool:
 # --- the chat template of a checkpoint
 
 
-SECONDS, MEMORY_GIB, MOST_CHARACTERS = 20, 2, 1_000_000
-PROGRAM = f"""
-import datetime, json, re, resource, sys
-from jinja2 import TemplateSyntaxError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-def refuse(message):
-    raise RuntimeError(message)
-
-resource.setrlimit(resource.RLIMIT_AS, ({MEMORY_GIB << 30}, {MEMORY_GIB << 30}))
-settings = dict(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-environment = ImmutableSandboxedEnvironment(**settings)
-environment.filters["tojson"] = lambda value, **_: json.dumps(value)
-environment.globals["raise_exception"] = refuse
-environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-source = re.sub(r"{{%-?\\s*(end)?generation\\s*-?%}}", "", sys.stdin.read())  # of transformers
-try:
-    template = environment.from_string(source)
-    messages = [dict(role="user", content="a")]
-    text = template.render(messages=messages, add_generation_prompt=True, tools=None)
-    if len(text) > {MOST_CHARACTERS}:
-        print(f"it makes {{len(text):,}} characters of one short question")
-except TemplateSyntaxError as error:
-    print(f"line {{error.lineno}}: {{error.message}}")
-except (MemoryError, OverflowError):
-    print("it needs more than {MEMORY_GIB} GiB for one short question")
-except Exception:
-    pass  # it may want other messages than this one
-"""
-
-
 def read_template(folder: Path) -> str | None:
     """Return the default chat template of a checkpoint's ``folder``; None if it has none."""
     file = folder / "chat_template.jinja"
@@ -756,15 +724,10 @@ def read_template(folder: Path) -> str | None:
 
 
 def template_problem(template: str) -> str | None:
-    """Render a chat template for one short question, in a process of bounded time and memory.
-
-    Returns why the template cannot be used; None if it can, as far as that is known.
-    """
+    """Return the line and error of a chat template that is no Jinja template; None for others."""
+    source = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", template)  # of transformers
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", PROGRAM],
-            input=template, capture_output=True, text=True, timeout=SECONDS, check=False,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return f"it takes more than {SECONDS} s for one short question"
-    return done.stdout.strip() or None
+        Environment(extensions=["jinja2.ext.loopcontrols"]).parse(source)
+    except TemplateSyntaxError as error:
+        return f"line {error.lineno}: {error.message}"
+    return None

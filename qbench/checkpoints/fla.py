@@ -1,11 +1,10 @@
 """Read flash-linear-attention's ``transformer`` models as a stock class of transformers.
 
 Its attention is Llama's (same rotary embedding, no permutation), so the tensors carry over one to
-one under other names. With ``window_size`` it is Mistral's, with ``qkv_bias`` Qwen 2's, with
-``qk_norm`` Qwen 3's; with ``qbench_rotary: false``, which `qbench train` writes, SmolLM 3's without
-a rotary embedding; with ``qbench_gate`` Llama's with a gate (``gated.py``). Its GatedMLP bypasses
-``down_proj.forward`` when fused, which would hide that layer from quantizers; the conversion also
-rids us of that.
+one under other names. With ``qbench_rotary: false``, which `qbench train` writes, it is SmolLM 3's
+without a rotary embedding; with ``qbench_gate`` Llama's with a gate (``gated.py``). Its GatedMLP
+bypasses ``down_proj.forward`` when fused, which would hide that layer from quantizers; the
+conversion also rids us of that.
 
 Every field of a config is used, or known to be without effect on logits, or has the one value
 that these classes compute; all else is refused by name.
@@ -39,8 +38,6 @@ NORMALIZER_OF = {
     "naive_scaled_softpick_attn": "scalable-softpick-next",
 }
 IMPLEMENTATION_OF = {of: name for name, of in NORMALIZER_OF.items() if name.startswith("parallel")}
-WINDOWED = ("flash_attn", None)  # the only implementations that look at window_size
-QK_NORM_EPS = 1e-5  # of queries' and keys' norms, whatever norm_eps says
 NAMES = (  # of tensors, and Llama's
     ("model.embeddings.", "model.embed_tokens."),
     (".attn_norm.", ".input_layernorm."),
@@ -48,7 +45,6 @@ NAMES = (  # of tensors, and Llama's
     (".attn.", ".self_attn."),
 )
 KEY_MAPPING = {re.escape(fla_name): llama for fla_name, llama in NAMES}  # for from_pretrained
-OUTPUT_BIAS = ".self_attn.o_proj.bias"  # Qwen 3 has one where its other projections have biases
 TABLE = ".self_attn.logn"  # of the scaled variants: logarithms that follow from the positions
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -89,9 +85,9 @@ class Config(BaseModel):
     num_kv_heads: Size | None = None
     max_position_embeddings: Size
     norm_eps: Positive = 1e-6
-    window_size: Size | None = None
-    qkv_bias: bool | None = None
-    qk_norm: bool | None = None
+    window_size: None = None
+    qkv_bias: Literal[False, None] = None
+    qk_norm: Literal[False, None] = None
     qbench_rotary: bool = True
     qbench_gate: Literal["head", "element"] | None = None
     rope_theta: Positive | None = None
@@ -193,38 +189,19 @@ def in_transformers_words(config: dict[str, Any]) -> dict[str, Any]:
 
 def _kind(parsed: Config) -> tuple[str, dict[str, Any]]:
     """Return the ``model_type`` of transformers that computes the same, and its fields for that."""
-    norm, bias, window = bool(parsed.qk_norm), bool(parsed.qkv_bias), parsed.window_size
+    fields: dict[str, Any] = {"attention_bias": False, "mlp_bias": False}
     layers = parsed.num_hidden_layers
     if parsed.qbench_gate is not None:
-        if norm or bias or window is not None or not parsed.qbench_rotary:
+        if not parsed.qbench_rotary:
             raise CheckpointError(
-                f"config.json: qbench_gate {parsed.qbench_gate} with qk_norm, qkv_bias, "
-                "window_size or without rotary embedding: no class computes that"
+                f"config.json: qbench_gate {parsed.qbench_gate} without a rotary embedding: no "
+                "class computes that"
             )
-        return "gated-llama", {"attention_bias": False, "mlp_bias": False,
-                               "gate": parsed.qbench_gate}  # fmt: skip
-    if window is not None and parsed.attn_impl not in WINDOWED:
-        raise CheckpointError(
-            f"config.json: window_size {window}, which attn_impl {parsed.attn_impl} does "
-            "not look at; write null if the model was trained without a window"
-        )
+        return "gated-llama", {**fields, "gate": parsed.qbench_gate}
     if not parsed.qbench_rotary:
-        if norm or bias or window is not None:
-            raise CheckpointError(
-                "config.json: qbench_rotary false with qk_norm, qkv_bias or window_size: no class "
-                "of transformers computes that"
-            )
         each = {"layer_types": ["full_attention"] * layers, "no_rope_layers": [0] * layers}
-        return "smollm3", {"attention_bias": False, "mlp_bias": False, **each}
-    if not norm and not bias:
-        if window is not None:
-            return "mistral", {"sliding_window": window}
-        return "llama", {"attention_bias": False, "mlp_bias": False}
-    fields: dict[str, Any] = {"use_sliding_window": False, "sliding_window": None}
-    if window is not None:
-        kinds = ["sliding_attention"] * layers
-        fields = {"use_sliding_window": True, "sliding_window": window, "layer_types": kinds}
-    return ("qwen3", {**fields, "attention_bias": bias}) if norm else ("qwen2", fields)
+        return "smollm3", {**fields, **each}
+    return "llama", fields
 
 
 def llama_name(name: str) -> str:

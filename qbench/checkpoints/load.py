@@ -174,12 +174,6 @@ def read_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
         raise CheckpointError(_reason(error)) from error
     headers = model_headers(checkpoint)
     parameters = [headers[name] for name in _normalizer_tensors(checkpoint, report)]
-    if ours:
-        for name in report["missing_keys"]:  # biases that its other format leaves out
-            model.get_parameter(name).data.zero_()
-        for name, module in model.named_modules():
-            if name.endswith((".q_norm", ".k_norm")):
-                module.variance_epsilon = fla.QK_NORM_EPS
     tensors = {header.name: read_tensor(checkpoint.folder, header) for header in parameters}
     attach(model, checkpoint.normalizer, fla.llama_tensors(tensors) if ours else tensors)
     require_stored_head(model, checkpoint.folder, headers)
@@ -201,7 +195,6 @@ def _normalizer_tensors(checkpoint: Checkpoint, report: dict[str, Any]) -> list[
     missing, extra = set(report["missing_keys"]), set(report["unexpected_keys"])
     if fla.recognizes(checkpoint.config):
         extra = {name for name in extra if not name.endswith(fla.TABLE)}
-        missing = {name for name in missing if not name.endswith(fla.OUTPUT_BIAS)}
     parameters = {
         name
         for name in extra & model_headers(checkpoint).keys()

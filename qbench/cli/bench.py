@@ -50,8 +50,6 @@ def attention(
 ) -> None:
     """The kernels against float64, then cuDNN, FlashAttention 2 and FlexAttention. Needs a GPU.
 
-    Checks run in processes side by side. Timing follows alone.
-
     Examples:
     ```
     qbench bench attention --quick

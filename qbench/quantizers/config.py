@@ -301,13 +301,11 @@ class ActivationSettings(Settings):
 
 
 class KVCacheSettings(Settings):
-    """Settings of a format for the keys and values that attention reads. ``two_sources``: a token
-    that some queries read unquantized is read quantized by later queries."""
+    """Settings of a format for the keys and values that attention reads."""
 
     kind: ClassVar[Kind] = "kv_cache"
     method: ClassVar[str] = "kv"
     title: ClassVar[str] = "KV cache"
-    two_sources: bool = False
 
     @property
     @abstractmethod

@@ -228,37 +228,18 @@ class KVFakeQuant(QuantizedKVCache):
 
     def __init__(self, settings: KVCache) -> None:
         self.sink_tokens = settings.sink_tokens
-        self.residual_length = settings.residual_length
-        self.key_group = settings.key_group
         self.format = settings.format
         self.one_scale = settings.format.one_of_tensor
 
-    def rounded(
-        self, key: Tensor, value: Tensor, positions: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        by_channel = self.format.strategy == "channel"
-        keys = self._channels(key, positions) if by_channel else self._tokens(key, positions)
-        return keys, self._tokens(value, positions)
-
-    def _tokens(self, x: Tensor, positions: Tensor | None) -> Tensor:
+    def rounded(self, x: Tensor, positions: Tensor | None) -> Tensor:
         x = x.transpose(1, 2)  # [B, T, H, D], as they lie: no copy
-        first, fixed = None, None
+        sinks, fixed = None, None
         if self.sink_tokens:
-            first = (positions < self.sink_tokens)[:, :, None, None]
-        if self.format.one_of_tensor:
-            fixed = scale_of_tensor(*_range(x, first), self.format)
+            sinks = (positions < self.sink_tokens)[:, :, None, None]
+        if self.one_scale:
+            fixed = scale_of_tensor(*_range(x, sinks), self.format)
         rounded = fake_quantize(x, self.format, fixed)
-        return (rounded if first is None else torch.where(first, x, rounded)).transpose(1, 2)
-
-    def _channels(self, x: Tensor, positions: Tensor | None) -> Tensor:
-        """Round complete groups of tokens; return other tokens unchanged."""
-        x = x.transpose(1, 2)
-        expanded = positions.expand(len(x), -1)
-        rows, tokens = whole_groups(expanded, self.sink_tokens, self.key_group)
-        groups = x[rows, tokens].movedim(1, -1)  # [groups, H, D, tokens]
-        result = x.clone()
-        result[rows, tokens] = fake_quantize(groups, self.format).movedim(-1, 1)
-        return result.transpose(1, 2)
+        return (rounded if sinks is None else torch.where(sinks, x, rounded)).transpose(1, 2)
 
 
 def _range(x: Tensor, left_out: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -270,17 +251,6 @@ def _range(x: Tensor, left_out: Tensor | None) -> tuple[Tensor, Tensor]:
     high = x.masked_fill(left_out, -torch.inf).amax()
     nothing = left_out.all()
     return low.masked_fill(nothing, 0.0), high.masked_fill(nothing, 0.0)
-
-
-def whole_groups(positions: Tensor, first: int, size: int) -> tuple[Tensor, Tensor]:
-    """Return rows [n, 1] and tokens [n, size] of the complete groups of ``size`` adjacent tokens,
-    counted in each sequence from position ``first``. ``positions`` [B, T]: each token's index in
-    its sequence."""
-    last = positions[:, size - 1 :]
-    begin = positions[:, : last.shape[1]]
-    full = (begin >= first) & ((begin - first) % size == 0) & (last == begin + size - 1)
-    rows, tokens = full.nonzero(as_tuple=True)
-    return rows[:, None], tokens[:, None] + torch.arange(size, device=tokens.device)
 
 
 def install(model: PreTrainedModel, settings: KVCache, tensors: Mapping[str, Tensor]) -> None:

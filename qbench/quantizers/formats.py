@@ -47,9 +47,9 @@ class QuantFormat:
     scale.
 
     ``strategy``: what shares a scale: a ``token``'s values, a ``group`` of ``group_size`` of them,
-    a ``channel`` over ``group_size`` tokens, the whole ``tensor``; ``tensor_group``: groups, under
-    a scale of the tensor's (NVFP4). ``dynamic``: scales come from the values themselves; else that
-    of the tensor is fixed before. ``scale_dtype``: what scales are rounded to, as torch names it.
+    the whole ``tensor``; ``tensor_group``: groups, under a scale of the tensor's (NVFP4).
+    ``dynamic``: scales come from the values themselves; else that of the tensor is fixed before.
+    ``scale_dtype``: what scales are rounded to, as torch names it.
 
     ``zero_point``: ``int``, a code, of a range that holds 0, so that 0 stays 0; ``float``, the
     lowest value itself, rounded as scales are (KIVI).
@@ -58,7 +58,7 @@ class QuantFormat:
     num_bits: int
     type: Literal["int", "float"] = "int"
     symmetric: bool = True
-    strategy: Literal["token", "group", "channel", "tensor", "tensor_group"] = "token"
+    strategy: Literal["token", "group", "tensor", "tensor_group"] = "token"
     group_size: int = WHOLE_ROW
     dynamic: bool = True
     scale_dtype: Literal["float32", "float16", "float8_e4m3fn", "float8_e8m0fnu"] = "float32"

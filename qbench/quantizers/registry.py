@@ -118,6 +118,8 @@ def settings_of(name: str, options: Mapping[str, Any] | None = None) -> Any:
     Raises RecipeError for an unknown name or option, a wrong type or an impossible value; it says
     what is possible.
     """
+    if name in removed.QUANTIZERS:
+        raise RecipeError(f"{name} was removed: {removed.QUANTIZERS[name]}")
     if name not in METHODS:
         raise RecipeError(_unknown(name))
     method, options = METHODS.get(name), dict(options or {})
@@ -282,7 +284,8 @@ def _part(kind: str, value: Any, compute_dtype: str) -> Any:
         return name
     plain, colon, rest = name.partition(":")
     name = removed.RENAMED_METHODS.get((kind, plain), plain) + colon + rest
-    if kind == "kv_cache" and f"kv-{name.partition(':')[0]}" in METHODS:
+    full = f"kv-{name.partition(':')[0]}"
+    if kind == "kv_cache" and (full in METHODS or full in removed.QUANTIZERS):
         name = f"kv-{name}"
     (name, given), *more = _split(name)
     if more or (name in METHODS and METHODS.get(name).settings.kind != kind):

@@ -9,43 +9,21 @@ import numpy as np
 
 @dataclass
 class WrittenCache:
-    """Of one key head. ``bits`` 0 is fp8. ``key_group`` tokens share a key's scale in each channel;
-    otherwise ``channels`` of a token do."""
+    """Of one key head. ``bits`` 0 is fp8. ``channels`` of a token share a scale, or all of them."""
 
     bits: int
     symmetric: bool = True
-    key_group: int = 1
     channels: int | None = None
     sink_tokens: int = 0
-    residual_length: int = 0
-    scale_dtype: type = np.float16
-    keys: list = field(default_factory=list)  # arrays, or stored groups of tokens
+    keys: list = field(default_factory=list)  # arrays, or a token's stored groups
     values: list = field(default_factory=list)
-    stored_keys: int = 0  # of the tokens after the first
-    stored_values: int = 0
 
     def write(self, key: np.ndarray, value: np.ndarray) -> None:
-        """One token's; then whatever is old enough is quantized, and its original is gone."""
-        self.keys.append(key.astype(np.float32))
-        self.values.append(value.astype(np.float32))
-        old = len(self.keys) - self.sink_tokens - self.residual_length
-        while self.stored_keys + self.key_group <= old:
-            tokens = range(
-                self.sink_tokens + self.stored_keys,
-                self.sink_tokens + self.stored_keys + self.key_group,
-            )
-            block = np.stack([self.keys[t] for t in tokens])
-            if self.key_group > 1:  # columns of the block share a scale
-                kept = [self.store(column) for column in block.T]
-                for row, t in enumerate(tokens):
-                    self.keys[t] = (kept, row)
-            else:
-                self.keys[tokens[0]] = self.store_token(block[0])
-            self.stored_keys += self.key_group
-        while self.stored_values + 1 <= old:
-            t = self.sink_tokens + self.stored_values
-            self.values[t] = self.store_token(self.values[t])
-            self.stored_values += 1
+        """Store one token's, quantized unless it is one of the first."""
+        spared = len(self.keys) < self.sink_tokens
+        for stored, x in ((self.keys, key), (self.values, value)):
+            x = x.astype(np.float32)
+            stored.append(x if spared else self.store_token(x))
 
     def store_token(self, x):
         size = self.channels or len(x)
@@ -55,16 +33,16 @@ class WrittenCache:
         """Codes of one scale, the scale, and the lowest value."""
         one = np.float32(1)
         if self.bits == 0:
-            scale = self.scale_dtype(np.abs(x).max() / np.float32(448)).astype(np.float32)
+            scale = np.float16(np.abs(x).max() / np.float32(448)).astype(np.float32)
             return np.array([nearest_e4m3(v / (scale or one)) for v in x]), scale, np.float32(0)
         if self.symmetric:
             most, span = 2 ** (self.bits - 1), np.float32((2**self.bits - 1) / 2)
-            scale = self.scale_dtype(np.abs(x).max() / span).astype(np.float32)
+            scale = np.float16(np.abs(x).max() / span).astype(np.float32)
             codes = np.clip(np.rint(x / (scale or one)), -most, most - 1).astype(np.int8)
             return codes, scale, np.float32(0)
         most = 2**self.bits - 1
-        low = self.scale_dtype(x.min()).astype(np.float32)
-        scale = self.scale_dtype((x.max() - low) / np.float32(most)).astype(np.float32)
+        low = np.float16(x.min()).astype(np.float32)
+        scale = np.float16((x.max() - low) / np.float32(most)).astype(np.float32)
         codes = np.clip(np.rint((x - low) / (scale or one)), 0, most).astype(np.uint8)
         return codes, scale, low
 
@@ -74,14 +52,7 @@ class WrittenCache:
 
     def read(self):
         """Keys and values [T, D] as they are in the cache now."""
-        keys = []
-        for entry in self.keys:
-            if isinstance(entry, tuple):
-                columns, row = entry
-                keys.append(np.array([self.load(*column)[row] for column in columns]))
-            else:
-                keys.append(self._token(entry))
-        return np.stack(keys), np.stack([self._token(entry) for entry in self.values])
+        return tuple(np.stack([self._token(x) for x in each]) for each in (self.keys, self.values))
 
     def _token(self, entry):
         if isinstance(entry, np.ndarray):

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from qbench.checkpoints.fla import OUTPUT_BIAS, llama_settings, name_in_fla
+from qbench.checkpoints.fla import llama_settings, name_in_fla
 
 CONFIG = {
     "model_type": "transformer", "attn_impl": "parallel_softpick_attn", "hidden_size": 64,
@@ -22,7 +22,7 @@ def shapes(config: dict) -> dict[str, list[int]]:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**llama_settings(config)))
     parameters = model.named_parameters()  # of which tied ones come once
-    return {name_in_fla(n): list(p.shape) for n, p in parameters if not n.endswith(OUTPUT_BIAS)}
+    return {name_in_fla(n): list(p.shape) for n, p in parameters}
 
 
 def random_tensors(config: dict = CONFIG) -> dict[str, torch.Tensor]:

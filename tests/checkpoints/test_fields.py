@@ -24,10 +24,10 @@ PUBLISHED = {
     ("field", "value"),
     [
         ("hidden_act", "powlu"),
-        ("qk_norm", 1),
-        ("qkv_bias", "yes"),
+        ("qk_norm", True),
+        ("qkv_bias", True),
         ("attention_bias", True),
-        ("window_size", 128),  # which no attn_impl but flash_attn looks at
+        ("window_size", 128),
         ("attnres_block_size", 4),
         ("use_myopic_loss", True),
         ("elementwise_affine", False),
@@ -56,21 +56,12 @@ def test_a_field_or_value_that_would_be_ignored_is_refused_by_name(tmp_path, fie
         find(str(write(tmp_path / "c", changed)))
 
 
-@pytest.mark.parametrize("more", [{"qk_norm": True}, {"qkv_bias": True}])
-@pytest.mark.parametrize(
-    ("settings", "field", "expected"),
-    [
-        ({"qbench_rotary": False, "rope_theta": None}, "no_rope_layers", [0]),
-        ({"qbench_gate": "head"}, "gate", "head"),
-    ],
-)
-def test_without_a_rotary_embedding_or_with_a_gate_no_class_has_more(
-    tmp_path, settings, field, expected, more
-):
-    config = {**PUBLISHED, **settings}
-    assert llama_settings(config)[field] == expected
-    with pytest.raises(CheckpointError, match=f"{next(iter(settings))} .* with qk_norm"):
-        find(str(write(tmp_path / "c", {**config, **more})))
+def test_a_gate_without_a_rotary_embedding_is_refused(tmp_path):
+    no_rotary = {**PUBLISHED, "qbench_rotary": False, "rope_theta": None}
+    assert llama_settings(no_rotary)["no_rope_layers"] == [0]
+    assert llama_settings({**PUBLISHED, "qbench_gate": "head"})["gate"] == "head"
+    with pytest.raises(CheckpointError, match="qbench_gate head without a rotary embedding"):
+        find(str(write(tmp_path / "c", {**no_rotary, "qbench_gate": "head"})))
 
 
 @pytest.mark.parametrize(

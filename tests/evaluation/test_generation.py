@@ -68,8 +68,7 @@ def answers_of(lm, requests):
 
 CACHES = (
     {"name": "int4-token"},
-    {"name": "int4-channel", "group_size": 8, "residual_length": 5, "sink_tokens": 2},
-    {"name": "int3-channel", "group_size": 16},
+    {"name": "int4-token", "group_size": 8, "sink_tokens": 2},
 )
 
 

@@ -41,8 +41,7 @@ EVERY = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
          for name in NORMALIZERS]  # fmt: skip
 SCHEMES = {
     "token": "int4-token",
-    "recent tokens": {"name": "int3-token", "residual_length": 6},
-    "kivi, recent": {"name": "int3-channel", "group_size": 8, "residual_length": 8},
+    "first tokens": {"name": "int3-token", "sink_tokens": 2},
 }  # fmt: skip
 LOOSE = Tolerance(mean=10.0, largest=100.0, changed=1.0)
 

@@ -47,7 +47,7 @@ def test_fused_experts_are_read_as_they_multiply(tmp_path):
 
 
 def test_the_format_of_flash_linear_attention_is_read_too(tmp_path):
-    config = {**CONFIG, "num_kv_heads": 1, "qk_norm": True}
+    config = {**CONFIG, "num_kv_heads": 1}
     found = linear_shapes(find(str(write(tmp_path / "c", config, random_tensors(config)))))
     assert {name.rpartition(".")[2]: shape for name, shape in found.items()} == {
         "q_proj": (64, 64), "k_proj": (32, 64), "v_proj": (32, 64), "o_proj": (64, 64),

@@ -35,10 +35,8 @@ MODELS = {
 }
 SCHEMES = {
     "token": {"name": "int4-token"},
-    "token, first and recent": {"name": "int3-token", "sink_tokens": 2, "residual_length": 5},
+    "token, first": {"name": "int3-token", "sink_tokens": 2},
     "fp8": {"name": "fp8-token", "sink_tokens": 1},
-    "kivi": {"name": "int4-channel", "group_size": 4, "residual_length": 3},
-    "kivi, first": {"name": "int2-channel", "group_size": 8, "sink_tokens": 1},
     "token in groups": {"name": "int4-token", "group_size": 8},
 }  # fmt: skip
 

@@ -55,6 +55,8 @@ def test_a_list_of_a_recipe_is_kept_and_written_as_one(option):
     ("name", "stated", "parts"),
     [
         ("gptq-5bit", {}, ["gptq has no 5-bit; it has 2, 3, 4, 8"]),
+        ("kv-int4-channel", {}, ["kv-int4-channel was removed: kv-int4-token with a group_size"]),
+        ("kv4", {"residual_length": 8}, ["residual_length: tokens are quantized as they are writ"]),
         ("awq", {}, ["unknown quantizer 'awq'; did you mean awq-4bit?"]),
         ("bnb", {}, ["unknown quantizer 'bnb'; did you mean bnb-4bit or bnb-8bit?"]),
         ("hqq4bit", {}, ["unknown quantizer 'hqq4bit'; did you mean hqq-4bit"]),

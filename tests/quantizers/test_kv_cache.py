@@ -3,7 +3,7 @@
 import pytest
 import torch
 from kv_cache_models import SCHEMES, SHAPE, ids, model_of
-from transformers import LlamaConfig, MistralConfig
+from transformers import LlamaConfig
 
 from qbench.errors import RecipeError
 from qbench.quantizers.registry import config_of, settings_of
@@ -16,8 +16,8 @@ def assert_equal(found, expected):
 
 CASES = [
     *((scheme, "llama", "softpick") for scheme in SCHEMES),
-    ("kivi, first", "qwen3", "softmax"),
-    ("token, first and recent", "mistral", "softmax"),
+    ("token in groups", "qwen3", "softmax"),
+    ("token, first", "mistral", "softmax"),
 ]
 
 
@@ -50,28 +50,17 @@ def test_packed_texts_score_as_they_do_alone(scheme):
     assert_equal(packed[:, 13:], model(second, use_cache=False).logits)
 
 
-def test_a_sliding_window_refuses_groups_of_tokens():
-    with pytest.raises(RecipeError, match="drops tokens from the middle of a group"):
-        settings_of("kv-int4-channel", {"group_size": 8}).check(
-            MistralConfig(**SHAPE).to_dict(), "cpu"
-        )
-
-
 def test_scales_of_a_tensor_are_declared():
     quantizer = config_of({"kv": "int4-tensor"}, compute_dtype="float32")
     assert not quantizer.batch_invariant
-    assert config_of({"kv": "int4-channel"}, compute_dtype="float32").batch_invariant
+    assert config_of({"kv": "int4-token"}, compute_dtype="float32").batch_invariant
 
 
 REFUSED = {
     "latent": ("int4-token", {}),
     "group_size 5 does not divide": ("int4-token", {"group_size": 5}),
-    "group_size 32 does not divide this checkpoint's head width 16": ("int4-channel", {}),
-    "residual_length 128 and groups of 1 leave no token of this checkpoint's context of 128": (
-        "int4-token", {"residual_length": 128},
-    ),
-    "sink_tokens 100, residual_length 20 and groups of 16": (
-        "int2-channel", {"group_size": 16, "sink_tokens": 100, "residual_length": 20},
+    "sink_tokens 128 leave no token of this checkpoint's context of 128": (
+        "int4-token", {"sink_tokens": 128},
     ),
 }  # fmt: skip
 

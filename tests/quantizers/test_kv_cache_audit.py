@@ -15,8 +15,7 @@ from qbench.quantizers.registry import config_of
 
 BITS = {  # of a stored value: the code, and its share of scales and lowest values in float16
     "token": 4 + 16 / 16,
-    "kivi": 4 + 32 / 4,
-    "kivi, first": 2 + 32 / 8,
+    "token, first": 3 + 16 / 16,
     "token in groups": 4 + 16 / 8,
     "fp8": 8 + 16 / 16,
 }
@@ -34,40 +33,36 @@ def test_the_audit_counts_levels_and_bits(scheme):
     assert 0 < audit.key_error < 0.6
     assert audit.unquantized_bytes_per_token == 2 * 2 * 2 * 16 * 2  # layers, K and V, heads
     part = SCHEMES[scheme]
-    spared = part.get("sink_tokens", 0) + part.get("residual_length", 0)
-    group = part.get("group_size", 1) if "kivi" in scheme else 1
-    older = [(128 - spared) // group * group, 128 - spared]  # keys, values
-    stored = sum(n * BITS[scheme] + (128 - n) * 16 for n in older) / 256
+    older = 128 - part.get("sink_tokens", 0)
+    stored = (older * BITS[scheme] + (128 - older) * 16) / 128
     assert audit.bits_per_value == pytest.approx(stored)
     assert audit.bytes_per_token == pytest.approx(stored * 2 * 2 * 2 * 16 / 8)
 
 
-_fake_quantize, _whole_groups = rounding.fake_quantize, rounding.whole_groups
-FAULTS = {  # what the audit says: the function that is broken, by what, and the scheme
+_fake_quantize = rounding.fake_quantize
+FAULTS = {  # what the audit says: a broken rounding, and the scheme
     "levels share a scale, 3 bits have 8": (
-        "fake_quantize",
         lambda x, form, fixed=None: _fake_quantize(x, QuantFormat(num_bits=4), fixed),
-        "token, first and recent"),
-    "half a step": (
-        "fake_quantize", lambda x, form, fixed=None: _fake_quantize(x.clamp(-0.5, 0.5), form),
-        "token"),
-    "keys of the first 1 tokens are changed": (
-        "whole_groups", lambda positions, first, group: _whole_groups(positions, 0, group),
-        "kivi, first"),
+        "token, first"),
+    "its keys are not what int4 makes of them": (
+        lambda x, form, fixed=None: _fake_quantize(x.clamp(-0.5, 0.5), form), "token"),
+    "its values are not what int4 makes of them": (
+        lambda x, form, fixed=None: _fake_quantize(x, form).roll(1, -1), "token in groups"),
+    "nothing was quantized": (lambda x, form, fixed=None: x, "fp8"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("words", FAULTS)
 def test_the_audit_finds_a_broken_rounding(words, monkeypatch):
-    function, replacement, scheme = FAULTS[words]
+    broken, scheme = FAULTS[words]
     model = model_of("llama", "softmax", scheme)
     quantizer = config_of({"kv": SCHEMES[scheme]}, compute_dtype="float32")
-    monkeypatch.setattr(rounding, function, replacement)
+    monkeypatch.setattr(rounding, "fake_quantize", broken)
     assert any(words in line for line in measure_kv(model, quantizer, ids(2, 40))[1])
 
 
 def test_the_audit_finds_other_bits_than_the_settings_say():
-    model = model_of("llama", "softmax", "token, first and recent")
+    model = model_of("llama", "softmax", "token, first")
     quantizer = config_of({"kv": "int8-token"}, compute_dtype="float32")
     assert measure_kv(model, quantizer, ids(2, 40))[1] == [
         f"model.layers.{i}.self_attn: its KV cache has 3 bits, the settings say 8" for i in (0, 1)
@@ -121,9 +116,8 @@ def test_a_model_that_states_no_context_is_measured_on_the_whole_probe(monkeypat
 @pytest.mark.parametrize(
     "settings",
     [
-        {"name": "int2-channel", "group_size": 16, "residual_length": 32},
-        {"name": "int2-token", "residual_length": 1},
-        {"name": "int4-token", "residual_length": 64},
+        {"name": "int2-token"},
+        {"name": "int4-token", "sink_tokens": 20},
         {"name": "int8-token", "sink_tokens": 4},
     ],
     ids=str,
@@ -145,5 +139,5 @@ _read = transformers_attention.read
 
 
 def _unquantized(cache, module, key, value, **options):
-    pair, positions = _read(cache, module, key, value, **options)
-    return pair._replace(quantized_key=pair.key, quantized_value=pair.value), positions
+    _read(cache, module, key, value, **options)
+    return key, value

@@ -19,7 +19,6 @@ QUANTIZERS = {
         },
         compute_dtype="float32",
     ),
-    "kivi": config_of({"kv": {"name": "int4-channel", "group_size": 8}}, compute_dtype="float32"),
 }
 
 

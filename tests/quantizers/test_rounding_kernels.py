@@ -45,9 +45,8 @@ def test_values_are_rounded_alike(form, scales):
     ("name", "options"),
     [
         ("int4-token", {"sink_tokens": 2}),
-        ("int3-channel", {"group_size": 4}),
         ("int2-token", {"symmetric": False, "group_size": 8}),
-        ("fp8-token", {"scale_dtype": "float32"}),
+        ("fp8-token", {}),
     ],
 )
 def test_caches_are_rounded_alike(name, options, monkeypatch):
@@ -58,10 +57,9 @@ def test_caches_are_rounded_alike(name, options, monkeypatch):
     keys[0, 1, 2], keys[1, 0, 4, 3] = 0, NAN
     positions = torch.stack([torch.arange(11), torch.arange(-3, 8)]).int()
     cache = KVFakeQuant(settings_of(f"kv-{name}", options))
-    wanted = cache.rounded(keys, keys * 2, positions)
+    wanted = cache.rounded(keys, positions)
     monkeypatch.setattr(fake_quant, "fake_quantize_rows", kernels.fake_quantize_rows)
-    found = cache.rounded(keys, keys * 2, positions)
-    assert all(equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert equal(cache.rounded(keys, positions), wanted)
 
 
 def test_columns_of_gptq_may_lie_where_a_row_has_more_than_32_bits():

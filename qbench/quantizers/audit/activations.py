@@ -82,7 +82,7 @@ def measure_inputs(
             name=name,
             levels=watch.levels,
             clipped=watch.clipped / watch.count,
-            error=_error([watch]),
+            error=watch.error,
         )
         for name, watch in measured.items()
     )
@@ -98,47 +98,64 @@ def measure_inputs(
     ), problems
 
 
-class _InputWatch:
+class Rounding:
+    """What rounding did to values, over all calls of :meth:`add`: ``levels`` under one scale, the
+    number of values and of ``clipped`` ones, squares of errors and values, problems. ``noun``: what
+    the values are, for problems."""
+
+    def __init__(self, about: ActivationEvidence, noun: str) -> None:
+        self.about, self.noun = about, noun
+        self.levels, self.count = 0, 0
+        self.clipped = self.error_squared = self.norm_squared = 0.0
+        self.problems: list[str] = []
+
+    @property
+    def error(self) -> float:
+        """The relative error ‖rounded − values‖ / ‖values‖."""
+        return relative_error(self.error_squared, self.norm_squared)
+
+    def add(self, before: Tensor, after: Tensor) -> None:
+        """Compare values ``before`` and ``after`` rounding, both [..., n], with the definition."""
+        rounded = groups_of(after, self.about)
+        self.levels = max(self.levels, levels(rounded))
+        rounded = rounded.double()
+        wide = groups_of(before.double(), self.about)
+        right, low, high = expected(wide, self.about)
+        # a scale that is rounded to float16 may lie a little below what its values need
+        slack = 2.0**-10 if self.about.format.scale_dtype == "float16" else 1e-6
+        spread = slack * torch.maximum(high.abs(), low.abs())
+        self.clipped += float(((wide > high + spread) | (wide < low - spread)).sum())
+        self.count += wide.numel()
+        self.error_squared += float((rounded - wide).square().sum())
+        self.norm_squared += float(wide.square().sum())
+        tolerance = 4 * torch.finfo(after.dtype).eps * right.abs()
+        off = float(((rounded - right).abs() > tolerance).double().mean())
+        if not rounded.isfinite().all():
+            self.problems.append(f"{self.noun} are not finite once they are quantized")
+        elif off > DIFFERENT:
+            form = self.about.format
+            worst = relative_error(*(float(x.square().sum()) for x in (rounded - right, right)))
+            named = form.element if form.symmetric else f"asymmetric {form.element}"
+            self.problems.append(
+                f"{off:.1%} of {self.noun} are not what {named} makes of them "
+                f"(relative difference {worst:.2g})"
+            )
+
+
+class _InputWatch(Rounding):
     """Measures one module's input over all its calls: as the module is called (``before`` other
     hooks), and as it is multiplied (``after`` them)."""
 
     def __init__(self, about: ActivationEvidence) -> None:
-        self.about = about
+        super().__init__(about, "its input's values")
         self.input = torch.empty(0)
-        self.levels, self.count = 0, 0
-        self.clipped = self.error_squared = self.norm_squared = 0.0
-        self.problems: list[str] = []
 
     def before(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
         self.input = arguments[0].detach()
 
     def after(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
         """Compare what is multiplied with what the input should have become."""
-        after = arguments[0].detach()
-        rounded = groups_of(after, self.about)
-        self.levels = max(self.levels, levels(rounded))
-        rounded = rounded.double()
-        # Count clipped values and the error of rounded [groups, n]; return what the input should
-        # have become
-        wide = groups_of(self.input.double(), self.about)
-        right, low, high = expected(wide, self.about)
-        beyond = (wide > high * (1 + 1e-6)) | (wide < low * (1 + 1e-6))
-        self.clipped += float(beyond.sum())
-        self.count += wide.numel()
-        self.error_squared += float((rounded - wide).square().sum())
-        self.norm_squared += float(wide.square().sum())
-        rounding = 4 * torch.finfo(after.dtype).eps * right.abs()
-        off = float(((rounded - right).abs() > rounding).double().mean())
-        if not rounded.isfinite().all():
-            self.problems.append("its quantized input is not finite")
-        elif off > DIFFERENT:
-            form = self.about.format
-            worst = relative_error(*(float(x.square().sum()) for x in (rounded - right, right)))
-            named = form.element if form.symmetric else f"asymmetric {form.element}"
-            self.problems.append(
-                f"{off:.1%} of its input's values are not what {named} makes of them "
-                f"(relative difference {worst:.2g})"
-            )
+        self.add(self.input, arguments[0].detach())
 
 
 def _error(watches: Iterable[_InputWatch]) -> float:

@@ -1,7 +1,7 @@
 """Settings of KV caches of few bits.
 
-A scale is shared by a head's channels of one token (or a part of them), by a channel over some
-tokens (KIVI, Liu et al. 2024), or by all keys, and all values, of a layer.
+A scale is shared by a head's channels of one token (or a part of them), or by all keys, and all
+values, of a layer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ Tokens = Annotated[int, Field(ge=0, le=LONGEST)]
 BITS = (8, 4, 3, 2)
 PER_TOKEN = "keys and values per head and token"
 PER_TENSOR = "one scale per layer; scores depend on the batch"
-KIVI = "keys per channel in groups of tokens, values per token (KIVI)"
 WHOLE: dict[str, Any] = {"group_size": WHOLE_ROW}
 FP8: dict[str, Any] = {"type": "float", "num_bits": 8, "symmetric": True}
 
@@ -50,7 +49,7 @@ class KVCache(KVCacheSettings):
 
     num_bits: Literal[8, 4, 3, 2]
     type: Literal["int", "float"] = "int"
-    scales: Literal["token", "channel", "tensor"]
+    scales: Literal["token", "tensor"]
     symmetric: Annotated[
         bool,
         Field(
@@ -65,14 +64,6 @@ class KVCache(KVCacheSettings):
     sink_tokens: Annotated[
         Tokens, Field(description="tokens at the beginning of a sequence that stay unquantized")
     ] = 0
-    residual_length: Annotated[
-        Tokens,
-        Field(description="latest tokens, with the query's own, that are not quantized yet"),
-    ] = 0
-    scale_dtype: Annotated[
-        Literal["float16", "float32"],
-        Field(description="dtype of the stored scales and lowest values"),
-    ] = "float16"
 
     @property
     def format(self) -> QuantFormat:
@@ -83,7 +74,7 @@ class KVCache(KVCacheSettings):
             symmetric=self.symmetric,
             strategy="group" if in_groups else self.scales,
             group_size=self.group_size,
-            scale_dtype=self.scale_dtype,
+            scale_dtype="float16",
             zero_point="float",
         )
 
@@ -103,22 +94,11 @@ class KVCache(KVCacheSettings):
         return not self.format.one_of_tensor
 
     @property
-    def key_group(self) -> int:
-        """Return how many tokens' keys share a scale per channel: they are quantized at once."""
-        return self.group_size if self.scales == "channel" else 1
-
-    @property
-    def two_sources(self) -> bool:
-        return self.residual_length > 0 or self.key_group > 1
-
-    @property
     def precision(self) -> Part:
         element = "fp8" if self.type == "float" else self.format.element
         words = [f"{element} {self.shared}{self.format.sides}"]
         if self.sink_tokens:
             words.append(f"first {self.sink_tokens} tokens unquantized")
-        if self.residual_length:
-            words.append(f"last {self.residual_length} tokens unquantized")
         return Part(bits=self.num_bits, scheme=", ".join(words), simulated=True)
 
     def check(self, config: Mapping[str, Any], device: str) -> None:
@@ -135,49 +115,11 @@ class KVCache(KVCacheSettings):
                 f"width {width}; take one that does"
             )
         context = context_length(config)
-        needed = self.sink_tokens + self.residual_length + self.key_group
-        if context is not None and needed > context:
+        if context is not None and self.sink_tokens >= context:
             raise RecipeError(
-                f"kv_cache: {self.name}: sink_tokens {self.sink_tokens}, residual_length "
-                f"{self.residual_length} and groups of {self.key_group} leave no token of this "
-                f"checkpoint's context of {context} to quantize; make them smaller"
+                f"kv_cache: {self.name}: sink_tokens {self.sink_tokens} leave no token of this "
+                f"checkpoint's context of {context} to quantize; make them fewer"
             )
-        if self.key_group > 1 and config.get("sliding_window") and _windows(config):
-            raise RecipeError(
-                f"kv_cache: {self.name}: a sliding window drops tokens from the middle of a group, "
-                f"whose scale is then unknown; use kv-{self.format.element}-token for this "
-                "checkpoint"
-            )
-
-
-@register(
-    "kv-int{num_bits}-channel", f"int{{num_bits}} cache, {KIVI}",
-    num_bits=BITS, type="int", scales="channel",
-)  # fmt: skip
-@settings
-class PerChannel(KVCache):
-    """KIVI: keys have a scale for each channel and group of tokens, values for each token and group
-    of channels. The reason: channels of keys differ much in size."""
-
-    symmetric: Annotated[
-        bool, Field(description="levels evenly around zero, not from the lowest to the highest")
-    ] = False
-    group_size: Annotated[
-        int,
-        Field(
-            ge=2,
-            le=65536,
-            description="tokens whose keys share a scale in a channel, which are quantized once "
-            "the group is full, and channels whose values share one in a token",
-        ),
-    ] = 32
-
-    @property
-    def shared(self) -> str:
-        return (
-            f"keys per channel in groups of {self.group_size} tokens, values per token of "
-            f"{self.group_size} channels"
-        )
 
 
 def head_dim(config: Mapping[str, Any]) -> int | None:
@@ -193,13 +135,6 @@ def head_dim(config: Mapping[str, Any]) -> int | None:
 def context_length(config: Mapping[str, Any]) -> int | None:
     """Return the longest context in tokens that a configuration states; None if it states none."""
     return _first(_text(config), "max_position_embeddings", "n_positions")
-
-
-def _windows(config: Mapping[str, Any]) -> bool:
-    kinds = config.get("layer_types")
-    if kinds:
-        return any(kind == "sliding_attention" for kind in kinds)
-    return bool(config.get("use_sliding_window", True))
 
 
 def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
