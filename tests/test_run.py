@@ -1,10 +1,11 @@
 """A recipe end to end on the bundled pair: records, resumption, failures, exit codes."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
-from small_recipe import qbench, small_recipe
+from small_recipe import DEMO, qbench, small_recipe
 
 from qbench.files import content_key
 from qbench.store import Store
@@ -99,6 +100,16 @@ def test_a_failed_cell_is_recorded_shown_and_retried_while_the_others_go_on(tmp_
     assert qbench(*options) == 1
     retried = {record.cell: record for record in Store(out).records()}["softmax/rtn-4bit"]
     assert retried.finished > broken.finished
+
+
+def test_a_checkpoint_whose_tensors_do_not_fit_is_bad_input(tmp_path, capfd):
+    copy = shutil.copytree(DEMO / "softmax", tmp_path / "copy")
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"intermediate_size": 64}))
+    path = small_recipe(tmp_path, checkpoints={"copy": str(copy)}, quantizers=["fp32"])
+    assert qbench("run", path, "--out", tmp_path / "out", "--device", "cpu") == 2
+    words = f"copy/fp32: FAILED: checkpoint {copy}: the tensors do not fit the configuration; mis"
+    assert words in capfd.readouterr().err
 
 
 def test_an_unquantized_cell_is_held_to_the_checkpoint_read_again(tmp_path, monkeypatch):

@@ -136,11 +136,14 @@ SIZES = (
 
 @contextmanager
 def named(source: str) -> Iterator[None]:
-    """Put the name that the user gave a checkpoint before errors raised inside."""
+    """Put the name that the user gave a checkpoint before errors on its files that are raised
+    inside, and behind errors on what this machine or a class of transformers lacks."""
     try:
         yield
-    except (CheckpointError, UnavailableError) as error:
-        raise type(error)(f"checkpoint {source}: {error}") from error
+    except CheckpointError as error:
+        raise CheckpointError(f"checkpoint {source}: {error}") from error
+    except UnavailableError as error:
+        raise UnavailableError(f"{error} (checkpoint {source})") from error
 
 
 def read_json(path: Path, *, most: int | None = MAX_BYTES) -> dict[str, Any]:

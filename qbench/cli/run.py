@@ -217,7 +217,8 @@ def run(
     delta tables.
 
     Finished cells are reused, so a run that was stopped goes on where it stopped. Exit code 1
-    if a cell failed (it is tried again next time), 2 for input that cannot work.
+    if a cell failed (it is tried again next time), 2 for input that cannot work, a checkpoint
+    that cannot be loaded among it.
 
     Examples:
     ```
@@ -266,7 +267,8 @@ def run(
         complain(
             f"{len(broken)} of {len(records)} cells {what}, as said above: {cells_failed}{said}"
         )
-        raise typer.Exit(1)
+        bad_input = any((record.error or "").startswith("checkpoint ") for record in broken)
+        raise typer.Exit(2 if bad_input else 1)
 
 
 def _run_cells(launcher: Launcher, only: str | None, force: bool) -> tuple[Plan, list[Record]]:
