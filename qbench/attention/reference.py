@@ -16,8 +16,6 @@ from torch import Tensor
 from qbench.attention.normalizers import NORMALIZERS, SLOPES, Normalizer
 
 CHUNK_SCORES = 1 << 19  # scores held at once: 2 MiB in float32, what a core's cache holds
-# Of sequences side by side: all, and those that only fill up the shorter ones.
-BUCKET_SCORES, PADDING_SCORES = 1 << 21, 1 << 16
 
 
 class Chunk(NamedTuple):
@@ -64,21 +62,9 @@ def attention(
     settings = {"scale": scale, "softcap": softcap, "mask": mask, "causal": causal}
     if seq_bounds is not None:
         settings |= {"normalizer": normalizer, "parameters": parameters, "window": window}
-        flat = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
-        rows = query.new_zeros(len(flat[0]), query.shape[1], value.shape[3])
-        output = rows.unflatten(0, (len(query), -1)).transpose(1, 2)
-        for bucket in length_buckets(seq_bounds, query.shape[1]):
-            if len(bucket) == 1:
-                queries, keys = next(sequences(bucket))
-                output[queries] = attention(query[queries], key[keys], value[keys], **settings)
-                continue
-            queries, keys, real, mask = padded_indices(bucket, query, key, causal=causal)
-            inputs = (
-                tensor.index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2)
-                for tensor, index in zip(flat, (queries, keys, keys), strict=True)
-            )
-            padded = attention(*inputs, **settings | {"mask": mask}).transpose(1, 2)
-            rows.index_copy_(0, queries[real], padded[real])
+        output = query.new_zeros(*query.shape[:3], value.shape[3])
+        for queries, keys in sequences(seq_bounds):
+            output[queries] = attention(query[queries], key[keys], value[keys], **settings)
         return output
     with torch.autocast(query.device.type, enabled=False):
         if not window and not softcap and not given:
@@ -216,51 +202,3 @@ def sequences(seq_bounds: Tensor) -> Iterator[tuple[tuple[slice, ...], tuple[sli
         if first_query < last_query and first_key < last_key:
             heads = (slice(row, row + 1), slice(None))
             yield (*heads, slice(first_query, last_query)), (*heads, slice(first_key, last_key))
-
-
-def length_buckets(seq_bounds: Tensor, heads: int) -> Iterator[Tensor]:
-    """Yield the rows of ``seq_bounds`` [S, 6] that have queries and keys, in buckets of similar
-    sizes: many small products take longer than a few large ones. Sequences with as many queries as
-    keys are in buckets of their own."""
-    sizes = [(b - a == d - c, d - c, b - a) for _, a, b, c, d, _ in seq_bounds.tolist()]
-    bucket: list[int] = []
-    longest = unpadded = 0  # queries; scores of a head
-    for i in sorted(range(len(sizes)), key=sizes.__getitem__):
-        square, keys, queries = sizes[i]
-        if keys <= 0 or queries <= 0:
-            continue
-        longest, unpadded = max(longest, queries), unpadded + queries * keys
-        scores = heads * (len(bucket) + 1) * longest * keys
-        fits = scores <= BUCKET_SCORES and scores - heads * unpadded <= PADDING_SCORES
-        if bucket and not (fits and square == sizes[bucket[0]][0]):
-            yield seq_bounds[bucket]
-            bucket, longest, unpadded = [], queries, queries * keys
-        bucket.append(i)
-    if bucket:
-        yield seq_bounds[bucket]
-
-
-def padded_indices(
-    seq_bounds: Tensor, query: Tensor, key: Tensor, *, causal: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return which of the B · T tokens are the queries [G, Tq] and keys [G, Tk] of G sequences
-    padded to one size, which queries are real [G, Tq], and a mask [G, 1, Tq, Tk] if one is needed.
-    """
-    seq_bounds = seq_bounds.to(query.device, torch.long)
-    row, first_query, last_query, first_key, last_key, _ = seq_bounds.T[..., None]
-    # On the right causality hides what fills up, on the left last queries stay at their last keys.
-    right = causal and torch.equal(last_query - first_query, last_key - first_key)
-
-    def places(first: Tensor, last: Tensor) -> Tensor:
-        steps = torch.arange(int((last - first).max()), device=query.device)
-        return first + steps if right else last - len(steps) + steps
-
-    queries, keys = places(first_query, last_query), places(first_key, last_key)
-    real = (queries >= first_query) & (queries < last_query)
-    seen, mask = keys >= first_key, None
-    if not (right or (real.all() and seen.all())):
-        # What fills up queries sees every key: with none, torch's softmax gives NaN.
-        mask = (seen[:, None] | ~real[..., None])[:, None]
-    queries = queries.clamp(first_query, last_query - 1)
-    keys = keys.clamp(first_key, last_key - 1)
-    return row * query.shape[2] + queries, row * key.shape[2] + keys, real, mask
