@@ -15,7 +15,7 @@ from qbench.errors import RecipeError
 from qbench.files import require_folder
 from qbench.machine import choose_device, redirected, terminal
 from qbench.records import Training
-from qbench.training.data import Tokenizing, read_token_files
+from qbench.training.data import read_token_files
 from qbench.training.data import tokenize as write
 from qbench.training.training_recipe import TrainingRecipe
 
@@ -71,7 +71,10 @@ def tokenize(
         sources,
         out,
         tokenizer=tokenizer or vocabulary or 0,
-        settings=Tokenizing(bos=bos, eos=eos, most_tokens=most_tokens, evaluation=decontaminate),
+        bos=bos,
+        eos=eos,
+        most_tokens=most_tokens,
+        decontaminate=decontaminate,
         progress=progress,
     )
     left_out = f"; {about.left_out_lines:,} lines left out" if decontaminate else ""

@@ -20,7 +20,7 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Literal
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -39,6 +39,7 @@ from qbench.training.training_recipe import TrainingRecipe
 if TYPE_CHECKING:
     from accelerate import PartialState
     from torch import Tensor
+    from transformers import PreTrainedTokenizerFast
 
 
 ABOUT = "tokens.json"
@@ -319,43 +320,6 @@ BATCH = 1024  # documents
 STRIDE, HELD_OUT = 50, 200_000  # one document in 50 is held out, up to so many tokens
 
 
-@dataclass(kw_only=True, slots=True)
-class Decontaminator:
-    """The hashes of all 13-grams of words in evaluation texts, and how many lines of other texts
-    were left out for sharing one."""
-
-    ngrams: set[int]
-    left_out: int = 0
-
-    @classmethod
-    def of(cls, folder: Path) -> Decontaminator:
-        """Read every text in the JSON Lines files below ``folder``. Raises DataError if there are
-        none."""
-        files = sorted(folder.rglob("*.jsonl"))
-        if not files:
-            raise DataError(f"{folder}: no *.jsonl files of evaluation texts in it")
-        rows = (row for path in files for row in read_rows(path)[0])
-        texts = (text for row in rows for text in _texts(row.fields))
-        return cls(ngrams={ngram for text in texts for _, ngram in _ngrams(_words(text))})
-
-    def without(self, texts: Iterable[str]) -> Iterator[str]:
-        """Yield ``texts`` without the lines that hold a word of a shared 13-gram, which may run
-        over line breaks; a text that becomes empty is left out."""
-        for text in texts:
-            lines = text.split("\n")
-            words = [(word, line) for line, part in enumerate(lines) for word in _words(part)]
-            shared = {
-                line
-                for start, ngram in _ngrams([word for word, _ in words])
-                if ngram in self.ngrams
-                for _, line in words[start : start + NGRAM]
-            }
-            self.left_out += len(shared)
-            kept = "\n".join(line for number, line in enumerate(lines) if number not in shared)
-            if kept.strip():
-                yield kept
-
-
 def _words(text: str) -> list[str]:
     return [word.lower() for word in WORD.findall(text)]
 
@@ -366,6 +330,17 @@ def _ngrams(words: list[str]) -> Iterator[tuple[int, int]]:
         yield start, hash(tuple(words[start : start + NGRAM]))
 
 
+def evaluation_ngrams(folder: Path) -> set[int]:
+    """Return the hashes of all 13-grams of words in the JSON Lines files below ``folder``. Raises
+    DataError if there are none."""
+    files = sorted(folder.rglob("*.jsonl"))
+    if not files:
+        raise DataError(f"{folder}: no *.jsonl files of evaluation texts in it")
+    rows = (row for path in files for row in read_rows(path)[0])
+    texts = (text for row in rows for text in _texts(row.fields))
+    return {ngram for text in texts for _, ngram in _ngrams(_words(text))}
+
+
 def _texts(value: Any) -> Iterator[str]:
     """Yield every string in a JSON value."""
     if isinstance(value, str):
@@ -373,6 +348,21 @@ def _texts(value: Any) -> Iterator[str]:
     elif isinstance(value, dict | list):
         for part in value.values() if isinstance(value, dict) else value:
             yield from _texts(part)
+
+
+def without_shared(text: str, ngrams: set[int]) -> tuple[str, int]:
+    """Return ``text`` without the lines that hold a word of one of ``ngrams``, which may run over
+    line breaks, and how many lines were left out."""
+    lines = text.split("\n")
+    words = [(word, number) for number, line in enumerate(lines) for word in _words(line)]
+    shared = {
+        number
+        for start, ngram in _ngrams([word for word, _ in words])
+        if ngram in ngrams
+        for _, number in words[start : start + NGRAM]
+    }
+    kept = (line for number, line in enumerate(lines) if number not in shared)
+    return "\n".join(kept), len(shared)
 
 
 def require_source(source: str) -> None:
@@ -414,26 +404,28 @@ def _separated(source: str) -> Iterator[str]:
 
 def _fields(source: str) -> Iterator[str]:
     """Yield the text of each row; "" for a null."""
+    for number, fields in enumerate(_rows(source), start=1):
+        text = fields.get(FIELD, 0)
+        if not isinstance(text, str | None):
+            raise DataError(
+                f"{source}:{number}: no text in the field {FIELD!r}, but there are "
+                f"{', '.join(fields)}; rename the field that holds the text"
+            )
+        yield text or ""
+
+
+def _rows(source: str) -> Iterator[dict[str, Any]]:
     from datasets import load_dataset
 
-    match, options = HUB_SOURCE.fullmatch(source), {"split": "train", "streaming": True}
-    with ExitStack() as stack:
-        if match:
-            name, revision, configuration = match.groups()
-            rows = load_dataset(name, configuration, revision=revision, **options)
-        elif source.endswith(".jsonl"):
-            file = stack.enter_context(open(source, encoding="utf-8"))
-            rows = (row.fields for row in parse_rows(source, file))
-        else:
-            rows = load_dataset("parquet", data_files=source, **options)
-        for number, fields in enumerate(rows, start=1):
-            text = fields.get(FIELD, 0)
-            if not isinstance(text, str | None):
-                raise DataError(
-                    f"{source}:{number}: no text in the field {FIELD!r}, but there are "
-                    f"{', '.join(fields)}; rename the field that holds the text"
-                )
-            yield text or ""
+    options = {"split": "train", "streaming": True}
+    if match := HUB_SOURCE.fullmatch(source):
+        name, revision, configuration = match.groups()
+        yield from load_dataset(name, configuration, revision=revision, **options)
+    elif source.endswith(".parquet"):
+        yield from load_dataset("parquet", data_files=source, **options)
+    else:
+        with open(source, encoding="utf-8") as file:
+            yield from (row.fields for row in parse_rows(source, file))
 
 
 def learn_tokenizer(documents: Iterable[str], vocabulary: int, folder: Path) -> None:
@@ -487,111 +479,97 @@ def begin_with(token: int, folder: Path) -> None:
     tokenizer.save(path)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Tokenizing:
-    """How documents become ids: each is BOS, its text, EOS. Writing stops after ``most_tokens``
-    ids to train on. ``evaluation``: a folder of evaluation texts to decontaminate against."""
-
-    bos: bool = True
-    eos: bool = True
-    most_tokens: int | None = None
-    evaluation: Path | None = None
-
-
 def tokenize(
     sources: Sequence[str],
     out: Path,
     *,
     tokenizer: str | int,
-    settings: Tokenizing,
+    bos: bool = True,
+    eos: bool = True,
+    most_tokens: int | None = None,
+    decontaminate: Path | None = None,
     progress: Callable[[int, int], None] = lambda documents, tokens: None,
 ) -> AboutTokens:
     """Write the folder ``out`` of token files; it must not exist.
 
     ``tokenizer``: a folder or hub id that has one, or the number of entries of a new one, learned
-    from the text. ``progress`` is called with the documents and tokens so far. Raises DataError,
+    from the text. Each document becomes BOS, its text, EOS. Writing stops after ``most_tokens`` ids
+    to train on. ``decontaminate``: a folder of evaluation texts; lines that share a 13-gram with
+    one are left out. ``progress`` is called with the documents and tokens so far. Raises DataError,
     RecipeError and OutputError.
     """
     for source in sources:
         require_source(source)
     if out.exists():
         raise RecipeError(f"--out {out}: exists already; name a new folder, or remove it")
+    ngrams = evaluation_ngrams(decontaminate) if decontaminate else set[int]()
+    most, left_out = most_tokens or math.inf, 0
     clean_temporaries(out.parent)
     with new_folder(out) as folder:
-        if isinstance(tokenizer, int):
-            name = f"learnt from the text, {tokenizer} entries"
-            learn_tokenizer(chain.from_iterable(map(documents, sources)), tokenizer, folder)
-        else:
-            source_folder, name = _find_tokenizer(tokenizer)
-            copy_tokenizer(source_folder, folder)
-        about = _write(sources, folder, name, settings, progress)
+        name = _put_tokenizer(tokenizer, sources, folder)
+        fast = _load(folder, name)
+        special = {part: getattr(fast, f"{part}_token_id") for part in ("bos", "eos", "pad")}
+        ends = {"bos": [special["bos"]] if bos else [], "eos": [special["eos"]] if eos else []}
+        for part, ids in ends.items():
+            if None in ids:
+                raise DataError(
+                    f"--tokenizer {name}: it has no {part.upper()} token; add --no-{part}"
+                )
+        size = 1 + max(fast.backend_tokenizer.get_vocab().values())  # ids may have gaps
+        dtype = np.dtype("<u2" if size <= 2**16 else "<u4")
+        read: list[TextSource] = []
+        tokens, count = Counter[str](), Counter[str]()  # of each part
+        with ExitStack() as stack:
+            files = {part: stack.enter_context(_new(folder, part)) for part in PARTS}
+
+            def texts(source: str) -> Iterator[str]:
+                nonlocal left_out
+                for text in documents(source):
+                    kept, lines = without_shared(text, ngrams) if ngrams else (text, 0)
+                    left_out += lines
+                    if kept.strip():
+                        yield kept
+
+            for source in sources:
+                if tokens["train"] >= most:
+                    break
+                first = count.total()
+                for encoded in _encoded(fast.backend_tokenizer, texts(source)):
+                    if tokens["train"] >= most:
+                        break
+                    number = count.total()
+                    hold_out = number % STRIDE == 0 and tokens["held_out"] < HELD_OUT
+                    part = "held_out" if hold_out else "train"
+                    row = np.asarray([*ends["bos"], *encoded, *ends["eos"]], dtype)
+                    files[part].write(row.tobytes())
+                    tokens[part] += len(row)
+                    count[part] += 1
+                    progress(number + 1, tokens["train"])
+                read.append(_source(source, count.total() - first))
+        if not tokens["train"]:
+            raise DataError(f"{', '.join(sources)}: no documents in it beside those held out")
+        arrays = {
+            part: TokenArray(tokens=tokens[part], documents=count[part],
+                             sha256=file_digest(folder / f"{part}.bin"))
+            for part in PARTS
+        }  # fmt: skip
+        about = AboutTokens(
+            dtype="uint16" if dtype.itemsize == 2 else "uint32", vocabulary=size, **special,
+            bos_of_documents=bos, eos_of_documents=eos, tokenizer=name,
+            tokenizer_digest=tokenizer_digest(folder), sources=tuple(read),
+            left_out_lines=left_out, **arrays,
+        )  # fmt: skip
         text = about.model_dump_json(indent=2) + "\n"
         (folder / ABOUT).write_text(text, encoding="utf-8")
     return about
 
 
-def _write(
-    sources: Sequence[str],
-    folder: Path,
-    tokenizer_name: str,
-    settings: Tokenizing,
-    progress: Callable[[int, int], None],
-) -> AboutTokens:
-    tokenizer, special = _load(folder, tokenizer_name, settings)
-    size = 1 + max(tokenizer.get_vocab().values())  # ids may have gaps
-    dtype = np.dtype("<u2" if size <= 2**16 else "<u4")
-    decontaminator = Decontaminator.of(settings.evaluation) if settings.evaluation else None
-    begin = [special["bos"]] if settings.bos else []
-    end = [special["eos"]] if settings.eos else []
-    most = settings.most_tokens or math.inf
-    read: list[TextSource] = []
-    tokens, count = Counter[str](), Counter[str]()  # of each part
-    with ExitStack() as stack:
-        files = {part: stack.enter_context((folder / f"{part}.bin").open("wb")) for part in PARTS}
-        for source in sources:
-            if tokens["train"] >= most:
-                break
-            first = count.total()
-            texts = documents(source)
-            if decontaminator is not None:
-                texts = decontaminator.without(texts)
-            for encoded in _encoded(tokenizer, texts):
-                if tokens["train"] >= most:
-                    break
-                number = count.total()
-                hold_out = number % STRIDE == 0 and tokens["held_out"] < HELD_OUT
-                part = "held_out" if hold_out else "train"
-                ids = np.asarray([*begin, *encoded, *end], dtype)
-                files[part].write(ids.tobytes())
-                tokens[part] += len(ids)
-                count[part] += 1
-                progress(number + 1, tokens["train"])
-            read.append(_source(source, count.total() - first))
-    if not tokens["train"]:
-        raise DataError(f"{', '.join(sources)}: no documents in it beside those held out")
-    arrays = {
-        part: TokenArray(
-            tokens=tokens[part], documents=count[part], sha256=file_digest(folder / f"{part}.bin")
-        )
-        for part in PARTS
-    }
-    return AboutTokens(
-        dtype="uint16" if dtype.itemsize == 2 else "uint32",
-        vocabulary=size,
-        **special,
-        bos_of_documents=settings.bos,
-        eos_of_documents=settings.eos,
-        tokenizer=tokenizer_name,
-        tokenizer_digest=tokenizer_digest(folder),
-        sources=tuple(read),
-        left_out_lines=decontaminator.left_out if decontaminator else 0,
-        **arrays,
-    )
+def _new(folder: Path, part: str) -> BinaryIO:
+    return (folder / f"{part}.bin").open("wb")
 
 
-def _encoded(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[list[int]]:
+def _encoded(tokenizer: Tokenizer, texts: Iterator[str]) -> Iterator[list[int]]:
     """Yield the ids of each text; BATCH texts are encoded at once, on all cores."""
-    texts = iter(texts)
     while batch := list(islice(texts, BATCH)):
         for encoding in tokenizer.encode_batch_fast(batch, add_special_tokens=False):
             yield encoding.ids
@@ -604,19 +582,24 @@ def _source(source: str, count: int) -> TextSource:
     return TextSource(name=path.name, documents=count, sha256=file_digest(path))
 
 
-def _find_tokenizer(name: str) -> tuple[Path, str]:
-    """Return the folder of a tokenizer, and its name for records."""
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return folder, folder.resolve().name
-    if not HUB_ID.fullmatch(name):
-        raise RecipeError(f"--tokenizer {name}: no such folder, and not a hub id (owner/name)")
-    return hub.snapshot(name, None, READ), name
+def _put_tokenizer(tokenizer: str | int, sources: Sequence[str], folder: Path) -> str:
+    """Write the tokenizer's files into ``folder``; return its name for records."""
+    if isinstance(tokenizer, int):
+        learn_tokenizer(chain.from_iterable(map(documents, sources)), tokenizer, folder)
+        return f"learnt from the text, {tokenizer} entries"
+    path = Path(tokenizer).expanduser()
+    if path.is_dir():
+        copy_tokenizer(path, folder)
+        return path.resolve().name
+    if not HUB_ID.fullmatch(tokenizer):
+        raise RecipeError(f"--tokenizer {tokenizer}: no such folder, and not a hub id (owner/name)")
+    copy_tokenizer(hub.snapshot(tokenizer, None, READ), folder)
+    return tokenizer
 
 
-def _load(folder: Path, name: str, settings: Tokenizing) -> tuple[Tokenizer, dict[str, int | None]]:
-    """Return the tokenizer in ``folder``, and the ids of its bos, eos and pad. What special tokens
-    are called is text like any other if it stands in a document."""
+def _load(folder: Path, name: str) -> PreTrainedTokenizerFast:
+    """Return the tokenizer in ``folder``. What special tokens are called is text like any other if
+    it stands in a document."""
     os.environ["TOKENIZERS_PARALLELISM"] = "true"  # nothing else runs in this process
     from transformers import PreTrainedTokenizerFast
 
@@ -627,16 +610,9 @@ def _load(folder: Path, name: str, settings: Tokenizing) -> tuple[Tokenizer, dic
         )
     try:
         fast = PreTrainedTokenizerFast.from_pretrained(folder)
-        tokenizer = fast.backend_tokenizer
     except Exception as error:  # whatever a broken file makes of the libraries
         raise DataError(f"--tokenizer {name}: no usable tokenizer ({first_line(error)})") from error
-    ids = {"bos": fast.bos_token_id, "eos": fast.eos_token_id, "pad": fast.pad_token_id}
-    for token in ("bos", "eos"):
-        if getattr(settings, token) and ids[token] is None:
-            raise DataError(
-                f"--tokenizer {name}: it has no {token.upper()} token; add --no-{token}"
-            )
-    tokenizer.encode_special_tokens = True
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer, ids
+    fast.backend_tokenizer.encode_special_tokens = True
+    fast.backend_tokenizer.no_truncation()
+    fast.backend_tokenizer.no_padding()
+    return fast

@@ -52,7 +52,7 @@ def texts():
 @pytest.fixture(scope="session")
 def tokens(tmp_path_factory, tokenizer_folder, texts):
     """A folder of token files."""
-    from qbench.training.data import Tokenizing, tokenize
+    from qbench.training.data import tokenize
 
     folder = tmp_path_factory.mktemp("data")
     (folder / "text.txt").write_text("\0".join(texts), encoding="utf-8")
@@ -60,7 +60,6 @@ def tokens(tmp_path_factory, tokenizer_folder, texts):
         [str(folder / "text.txt")],
         folder / "tokens",
         tokenizer=str(tokenizer_folder),
-        settings=Tokenizing(),
     )
     return folder / "tokens"
 

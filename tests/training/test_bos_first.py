@@ -9,7 +9,6 @@ from tokenizers import Tokenizer, processors
 from transformers import AutoTokenizer
 
 from qbench.training.data import (
-    Tokenizing,
     begin_with,
     read_token_files,
     sequences,
@@ -28,7 +27,7 @@ def bare(tmp_path, tokenizer_folder, texts):
     (tmp_path / "text.txt").write_text("\0".join(texts), encoding="utf-8")
     tokenize(
         [str(tmp_path / "text.txt")], tmp_path / "tokens", tokenizer=str(tokenizer_folder),
-        settings=Tokenizing(bos=False),
+        bos=False,
     )  # fmt: skip
     return {"tokens": str(tmp_path / "tokens"), "bos_first": True}
 

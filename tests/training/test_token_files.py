@@ -8,12 +8,12 @@ import pytest
 
 from qbench.errors import DataError, OutputError, RecipeError
 from qbench.training.data import (
-    Decontaminator,
-    Tokenizing,
     documents,
+    evaluation_ngrams,
     read_token_files,
     require_source,
     tokenize,
+    without_shared,
 )
 
 TEXTS = ["the cat sat", "a mat\nand dogs", "never come back"]
@@ -105,7 +105,7 @@ def test_a_changed_byte_is_noticed(tmp_path, tokens, name):
 
 def test_a_folder_that_is_there_is_not_written_into(tmp_path, tokens):
     with pytest.raises(RecipeError, match="exists already"):
-        tokenize([str(separated(tmp_path))], tokens, tokenizer=str(tokens), settings=Tokenizing())
+        tokenize([str(separated(tmp_path))], tokens, tokenizer=str(tokens))
 
 
 def test_a_failure_leaves_no_folder_behind(tmp_path, tokenizer_folder):
@@ -113,7 +113,6 @@ def test_a_failure_leaves_no_folder_behind(tmp_path, tokenizer_folder):
     with pytest.raises(DataError):
         tokenize(
             [str(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer=str(tokenizer_folder),
-            settings=Tokenizing(),
         )  # fmt: skip
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
@@ -122,10 +121,10 @@ def test_a_full_disk_is_told_in_a_line(tmp_path, tokenizer_folder, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("qbench.training.data._write", full)
+    monkeypatch.setattr("qbench.training.data._new", full)
     source, out = separated(tmp_path), tmp_path / "out"
     with pytest.raises(OutputError, match=r"out: cannot be written \(No space left on device\)"):
-        tokenize([str(source)], out, tokenizer=str(tokenizer_folder), settings=Tokenizing())
+        tokenize([str(source)], out, tokenizer=str(tokenizer_folder))
     assert sorted(tmp_path.iterdir()) == [source]
 
 
@@ -145,16 +144,15 @@ WORDS = "one two three four five six seven eight nine ten eleven twelve thirteen
 def test_lines_that_share_thirteen_words_with_an_evaluation_text_are_left_out(tmp_path, text, kept):
     (tmp_path / "task").mkdir()
     (tmp_path / "task" / "test.jsonl").write_text(json.dumps({"q": {"parts": [f"So: {WORDS}."]}}))
-    decontaminator = Decontaminator.of(tmp_path)
-    assert list(decontaminator.without([text])) == ([] if kept is None else [kept])
-    assert decontaminator.left_out == text.count("\n") - (kept or "").count("\n") + (kept is None)
+    left, count = without_shared(text, evaluation_ngrams(tmp_path))
+    assert left == (kept or "")
+    assert count == text.count("\n") - (kept or "").count("\n") + (kept is None)
 
 
 def test_special_tokens_written_in_a_text_are_text(tmp_path, tokenizer_folder):
     (tmp_path / "a.txt").write_text("\0".join(["the cat </s> sat <s> on"] * 60))
     about = tokenize(
         [str(tmp_path / "a.txt")], tmp_path / "out", tokenizer=str(tokenizer_folder),
-        settings=Tokenizing(),
     )  # fmt: skip
     for ids in (
         read_token_files(tmp_path / "out").train,
@@ -170,7 +168,7 @@ def test_ids_may_have_gaps(tmp_path, tokenizer_folder):
     values["model"]["vocab"]["cat"] = 70_000
     (folder / "tokenizer.json").write_text(json.dumps(values))
     source = separated(tmp_path)
-    about = tokenize([str(source)], tmp_path / "out", tokenizer=str(folder), settings=Tokenizing())
+    about = tokenize([str(source)], tmp_path / "out", tokenizer=str(folder))
     assert (about.vocabulary, about.dtype) == (70_001, "uint32")
     files = read_token_files(tmp_path / "out")
     assert 70_000 in [*files.train, *files.held_out]
@@ -182,17 +180,16 @@ def test_a_tokenizer_without_tokenizer_json_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"slow: it has no tokenizer\.json; write one with"):
         tokenize(
             [str(separated(tmp_path))], tmp_path / "out", tokenizer=str(tmp_path / "slow"),
-            settings=Tokenizing(),
         )  # fmt: skip
 
 
 def test_a_tokenizer_may_be_learnt_from_the_text(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("\0".join([*TEXTS * 30, "numbers 1234"]), encoding="utf-8")
-    about = tokenize([str(path)], tmp_path / "out", tokenizer=300, settings=Tokenizing())
+    about = tokenize([str(path)], tmp_path / "out", tokenizer=300)
     assert about.vocabulary <= 300
     assert (about.bos, about.eos, about.pad) == (1, 2, 3)
-    again = tokenize([str(path)], tmp_path / "again", tokenizer=300, settings=Tokenizing())
+    again = tokenize([str(path)], tmp_path / "again", tokenizer=300)
     assert again.digest == about.digest
 
 
@@ -201,7 +198,7 @@ def test_no_source_is_read_once_there_are_enough_tokens(tmp_path, tokenizer_fold
         (tmp_path / f"{name}.txt").write_text("\0".join(["the cat sat"] * 60))
     about = tokenize(
         [str(tmp_path / "a.txt"), str(tmp_path / "b.txt")], tmp_path / "out",
-        tokenizer=str(tokenizer_folder), settings=Tokenizing(most_tokens=100),
+        tokenizer=str(tokenizer_folder), most_tokens=100,
     )  # fmt: skip
     assert [source.name for source in about.sources] == ["a.txt"]
     longest = about.train.tokens // about.train.documents
