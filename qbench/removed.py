@@ -46,6 +46,8 @@ QUANTIZER_OPTIONS = {
     "residual_length": "tokens are quantized as they are written; `sink_tokens` spares the first",
     "keep_recent": "tokens are quantized as they are written; `sink_tokens` spares the first",
     "scale_dtype": "scales of a KV cache are float16",
+    "tensor_scale": "the layer's scale of NVFP4 is static, from calibration text",
+    "values": "rotation always rotates values within each head",
     "percentile": "static ranges hold all values of the calibration text",
     "threads": "a CPU quantizes with one thread, since the order of sums decides last bits",
     "prune_heads": "heads are no longer cut out; `qbench analyze` measures dormant heads",

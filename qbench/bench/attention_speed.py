@@ -24,7 +24,7 @@ from torch._functorch import config as functorch
 from torch._inductor import config
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-from triton.testing import do_bench, do_bench_cudagraph
+from triton.testing import do_bench
 
 from qbench import bench
 from qbench.attention import kernels, reference
@@ -147,8 +147,6 @@ SHAPES = (
     Shape(2, 8192, 32, 8, 128),  # Llama 3's heads
     Shape(1, 32768, 16, 16, 128),
 )
-STEP = Shape(8, 1024, 16, 16, 64)  # a short step, where launches take their share of the time
-LAYERS = 12
 DECODE = Shape(64, 4096, 16, 16, 64)
 
 Run = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -171,20 +169,17 @@ def bench_attention(
         require(name)
     repeat_ms = 20 if quick else 100
     timed = contenders((Shape(4, 4096, 16, 16, 64),) if quick else SHAPES, only)
-    of_step = contenders((STEP,), only)
     ceilings = _ceilings(repeat_ms)
     results: dict[str, Any] = {
         "hardware": torch.cuda.get_device_name(),
         "versions": {"torch": torch.__version__, "triton": triton.__version__},
-        "units": "TFLOP/s of passes; ms of a step; TB/s and share of the copy's of decoding",
+        "units": "TFLOP/s of passes; TB/s and share of the copy's of decoding",
         "ceilings": ceilings,
         "passes": [],
-        "steps": [],
         "decode": [],
     }
     parts: dict[str, Iterator[Row]] = {
         "passes": (passes(*case, repeat_ms) for case in timed),
-        "steps": (step(name, repeat_ms) for _, _, name in of_step),
         "decode": decode(
             replace(DECODE, batch=8) if quick else DECODE,
             repeat_ms,
@@ -281,39 +276,6 @@ def passes(shape: Shape, variant: str, name: str, repeat_ms: int) -> Row:
     return row
 
 
-def step(name: str, repeat_ms: int) -> Row:
-    """Return a row with the milliseconds of a short forward and backward pass of ``name``: launched
-    from the host each time; per layer of LAYERS layers with one backward pass, as in a model, since
-    each backward pass costs the host the time to wake autograd's thread; and captured in a CUDA
-    graph, which leaves the GPU's time alone."""
-    row: Row = {"shape": str(STEP), "kernel": name}
-    try:
-        run = contender(name, STEP, "causal")
-        row["ms"] = milliseconds(_both(run, 1), repeat_ms)
-        row["in_a_row_ms"] = milliseconds(_both(run, LAYERS), repeat_ms) / LAYERS
-        row["captured_ms"] = do_bench_cudagraph(_both(run, 1), repeat_ms, return_mode="median")
-    except RuntimeError as error:
-        row["error"] = first_line(error)
-    return row
-
-
-def _both(run: Run, calls: int) -> Callable[[], Any]:
-    """Return a function that runs both passes through ``calls`` layers, each with its own
-    tensors."""
-    layers = [STEP.tensors() for _ in range(calls)]
-    query = layers[0][0]
-    inputs = [query, *(tensor for _, *rest in layers for tensor in rest)]
-    gradient = torch.randn_like(query)
-
-    def passes() -> Any:
-        output = query
-        for _, key, value in layers:
-            output = run(output, key, value)
-        return torch.autograd.grad(output, inputs, gradient)
-
-    return passes
-
-
 def decode(shape: Shape, repeat_ms: int, only: Collection[str], copied: float) -> Iterator[Row]:
     """Yield rows with the milliseconds of one query per sequence, and the TB/s of reading keys and
     values, also as a share of ``copied``, the TB/s of a copy."""
@@ -361,11 +323,6 @@ def _ceilings(repeat_ms: int) -> dict[str, float]:
 # Tables.
 
 PASSES = {f"{way} TFLOP/s": (way, ".0f") for way in ("forward", "backward")}
-STEPS = {
-    "launched ms": ("ms", ".3f"),
-    f"{LAYERS} in a row ms": ("in_a_row_ms", ".3f"),
-    "captured ms": ("captured_ms", ".3f"),
-}
 
 
 def table(results: dict[str, Any]) -> str:
@@ -378,15 +335,8 @@ def table(results: dict[str, Any]) -> str:
         f"copy {ceilings['copy_tb_per_s']:.2f} TB/s, in the same run. Of a row the best peer is "
         "the fastest of torch's cuDNN, FlashAttention 2 and compiled FlexAttention that computes "
         "the same shape and variant with softmax.",
-        _beside_peers(results["passes"], PASSES, max),
+        _beside_peers(results["passes"]),
     ]
-    if results["steps"]:
-        page += [
-            "A short step: forward and backward pass together; launched from the host each time, "
-            f"launched {LAYERS} in a row with one backward pass, as a model's layers are (ms of "
-            "each), and captured as a CUDA graph and replayed.",
-            _beside_peers(results["steps"], STEPS, min),
-        ]
     if results["decode"]:
         columns = {
             "shape": ("shape", ""), "kernel": ("kernel", ""), "ms": ("ms", ".3f"),
@@ -403,23 +353,20 @@ def table(results: dict[str, Any]) -> str:
     return "\n\n".join(page) + "\n"
 
 
-def _beside_peers(rows: list[Row], ways: dict[str, tuple[str, str]], best_of: Any) -> str:
-    """Return ``rows`` as a table in which each stands beside the best peer of its shape and
-    variant. ``ways``: columns as :func:`bench.table` takes them. ``best_of``: ``min`` for times,
-    ``max`` for rates."""
+def _beside_peers(rows: list[Row]) -> str:
+    """Return ``rows`` of :func:`passes` as a table in which each stands beside the best peer of its
+    shape and variant."""
     lines = []
     for row in rows:
-        place = row["shape"], row.get("variant")
-        peers = [other for other in rows if (other["shape"], other.get("variant")) == place]
-        peers = [other for other in peers if other["kernel"] in PEERS]
+        place = row["shape"], row["variant"]
+        peers = [r for r in rows if (r["shape"], r["variant"]) == place and r["kernel"] in PEERS]
         line = dict(row)
-        for way, _ in ways.values():
-            of_peers = [other[way] for other in peers if way in other]
-            if of_peers and way in row:
-                best = best_of(of_peers)
-                line[f"× {way}"] = best / row[way] if best_of is min else row[way] / best
+        for way, _ in PASSES.values():
+            rates = [peer[way] for peer in peers if way in peer]
+            if rates and way in row:
+                line[f"× {way}"] = row[way] / max(rates)
         lines.append(line)
-    columns = {name: (name, "") for name in ("shape", "variant", "kernel") if name in rows[0]}
-    for head, (way, form) in ways.items():
-        columns |= {head: (way, form), f"{head.rsplit(' ', 1)[0]} × best peer": (f"× {way}", ".2f")}
+    columns = {name: (name, "") for name in ("shape", "variant", "kernel")}
+    for head, (way, form) in PASSES.items():
+        columns |= {head: (way, form), f"{way} × best peer": (f"× {way}", ".2f")}
     return bench.table(lines, columns)

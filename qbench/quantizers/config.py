@@ -24,7 +24,6 @@ the model before its weights are quantized, and must not change it.
 from __future__ import annotations
 
 import fnmatch
-import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
@@ -107,24 +106,14 @@ def ignore_advice(names: Iterable[str], every: Iterable[str]) -> str:
 
 def require_groups(what: str, features: Mapping[str, int], size: int, noun: str) -> None:
     """Raise QuantizationError, which begins with ``what``, if groups of ``size`` do not divide the
-    ``features`` (inputs or outputs, ``noun``) of every layer. It names all such layers and the
-    largest size that fits every layer."""
+    ``features`` (inputs or outputs, ``noun``) of every layer."""
     misfits = {name: count for name, count in features.items() if count % size}
-    if not misfits:
-        return
-    fits = math.gcd(*features.values())
-    fit = max((n for n in range(1, size + 1) if fits % n == 0 and n % 8 == 0), default=None)
-    advice = f"group_size {fit} fits every layer" if fit else "no group_size fits every layer"
-    named = [f"{shared} ({misfits[members[0]]:,})" for shared, members in alike(misfits).items()]
-    others = (
-        f", or leave them out: {ignore_advice(misfits, features)}"
-        if len(misfits) < len(features)
-        else ""
-    )
-    raise QuantizationError(
-        f"{what}: group_size {size} does not divide the {noun} of {', '.join(named)}; {advice}"
-        f"{others}"
-    )
+    if misfits:
+        named = [f"{like} ({misfits[names[0]]:,})" for like, names in alike(misfits).items()]
+        raise QuantizationError(
+            f"{what}: group_size {size} does not divide the {noun} of {', '.join(named)}; without "
+            f"group_size one is taken that fits every layer, or set {ignore_advice(misfits, features)}"
+        )
 
 
 def _as_tuple(value: Any) -> Any:

@@ -44,8 +44,7 @@ def transform(model: PreTrainedModel, settings: Rotation, tensors: Mapping[str, 
             set_parameter(layer.weight, _rotated(layer.weight.T, diagonal).T)
             if layer.bias is not None:
                 set_parameter(layer.bias, _rotated(layer.bias, diagonal))
-        if settings.values:
-            _values(attention)
+        _values(attention)
         if settings.online:
             weight = mlp.down_proj.weight
             set_parameter(weight, hadamard_transform(weight.double()))

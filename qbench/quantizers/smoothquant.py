@@ -14,6 +14,7 @@ from qbench.quantizers.calibration import Calibration, watch_inputs
 from qbench.quantizers.linear import set_parameter
 from qbench.quantizers.methods.equal_models import SmoothQuant
 
+BATCH = 8  # calibration samples in one forward
 TINIEST = 1e-5  # largest weight of a column, as the authors' code has it
 
 
@@ -75,7 +76,7 @@ def calibrate(
         seen[name] = torch.maximum(seen[name], largest) if name in seen else largest
 
     firsts = {name: group.layers[0] for name, group in every.items()}
-    batches = calibration.ids.split(settings.batch_size)
+    batches = calibration.ids.split(BATCH)
     watch_inputs(model.get_decoder(), firsts, look, batches, progress)
     result = {}
     for name, group in every.items():

@@ -20,5 +20,5 @@ def test_flop_count_the_pairs_that_are_seen():
 
 
 def test_every_timed_shape_has_a_length_that_is_checked():
-    shapes = (*attention_speed.SHAPES, attention_speed.STEP, attention_speed.DECODE)
+    shapes = (*attention_speed.SHAPES, attention_speed.DECODE)
     assert {shape.head_dim for shape in shapes} == set(attention_speed.CHECKED)

@@ -85,7 +85,7 @@ def test_a_group_size_that_does_not_divide_a_layer_is_named_with_the_way_out(nam
         make(settings(name, group_size=64), tmp_path)
     assert str(raised.value) == (
         f"{name}: group_size 64 does not divide the inputs of model.layers.*.mlp.down_proj (160); "
-        "group_size 32 fits every layer, or leave them out: "
+        "without group_size one is taken that fits every layer, or set "
         "ignore: ['model.layers.*.mlp.down_proj']"
     )
     make(settings(name, group_size=64, ignore=("model.layers.*.mlp.down_proj",)), tmp_path)

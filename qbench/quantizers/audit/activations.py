@@ -209,9 +209,7 @@ def expected(groups: Tensor, about: ActivationEvidence) -> tuple[Tensor, Tensor,
     elif form.scale_dtype == "float8_e4m3fn":
         e4m3 = _table("e4m3").to(groups.device)
         above = torch.ones((), dtype=torch.float64, device=groups.device)
-        if form.one_of_tensor:
-            above = _usable(_ratio(_ratio(largest.max(), table[-1]), e4m3[-1]))
-        elif given is not None:
+        if given is not None:
             above = _usable(given)
         ratio = _ratio(_ratio(largest, table[-1]), above)
         scale = _nearest(ratio, e4m3).clamp(min=2.0**-9) * above

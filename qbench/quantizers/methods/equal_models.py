@@ -62,9 +62,6 @@ class SmoothQuant(TransformSettings):
             "o_proj and down_proj through v_proj and up_proj",
         ),
     ] = ("attention", "mlp", "o_proj", "down_proj")
-    batch_size: Annotated[
-        int, Field(ge=1, le=65536, description="calibration samples in one forward")
-    ] = 8
 
     def check(self, config: Mapping[str, Any], device: str) -> None:
         require_known(config, self.name)
@@ -85,9 +82,6 @@ class Rotation(TransformSettings):
     seed: Annotated[
         int, Field(ge=0, lt=2**63, description="of the signs in front of the Hadamard matrix")
     ] = 0
-    values: Annotated[
-        bool, Field(description="rotate values within each head: v_proj and o_proj, offline")
-    ] = True
     online: Annotated[
         bool, Field(description="rotate the input of down_proj while the model runs")
     ] = True
@@ -101,11 +95,9 @@ class Rotation(TransformSettings):
 
     def check(self, config: Mapping[str, Any], device: str) -> None:
         require_known(config, self.name)
-        widths = {"hidden_size": config.get("hidden_size")}
+        widths = {"hidden_size": config.get("hidden_size"), "head_dim": head_dim(config)}
         if self.online:
             widths["intermediate_size"] = config.get("intermediate_size")
-        if self.values or self.queries_keys:
-            widths["head_dim"] = head_dim(config)
         for width, size in widths.items():
             if isinstance(size, int) and size > 0 and factors(size) is None:
                 remedy = "; set online: false" if width == "intermediate_size" else ""

@@ -123,7 +123,7 @@ class Scaled(FakeQuantized):
 
 
 @register("mxfp{num_bits}-token", "MXFP{num_bits} inputs, blocks of 32", num_bits=(8, 4),
-          block=32, tensor_scale="none")  # fmt: skip
+          block=32)  # fmt: skip
 @register("nvfp4-token", "NVFP4 inputs: e2m1 in blocks of 16, e4m3 scales", num_bits=4, block=16)
 @settings
 class BlockFloatInputs(FakeQuantized):
@@ -133,30 +133,23 @@ class BlockFloatInputs(FakeQuantized):
 
     num_bits: Literal[4, 8]
     block: Literal[16, 32]
-    tensor_scale: Annotated[
-        Literal["static", "dynamic", "none"],
-        Field(
-            description="the layer's scale: static, from calibration text; dynamic, from its "
-            "whole input at once, so scores depend on the batch; none: 1"
-        ),
-    ] = "static"
 
     @property
     def format(self) -> QuantFormat:
+        nvfp4 = self.block == 16
         return QuantFormat(
             num_bits=self.num_bits,
             type="float",
-            strategy="group" if self.tensor_scale == "none" else "tensor_group",
+            strategy="tensor_group" if nvfp4 else "group",
             group_size=self.block,
-            dynamic=self.tensor_scale != "static",
-            scale_dtype="float8_e4m3fn" if self.block == 16 else "float8_e8m0fnu",
+            dynamic=not nvfp4,
+            scale_dtype="float8_e4m3fn" if nvfp4 else "float8_e8m0fnu",
         )
 
     @property
     def scheme(self) -> str:
-        name = self.name.removesuffix("-token")
-        of_layer = f", tensor scale {self.tensor_scale}" if self.block == 16 else ""
-        return f"{name} in blocks of {self.block}{of_layer}"
+        of_layer = ", tensor scale static" if self.block == 16 else ""
+        return f"{self.name.removesuffix('-token')} in blocks of {self.block}{of_layer}"
 
 
 @register("rounding-noise", "noise of rounding after each layer: KL's noise floor")
