@@ -112,7 +112,8 @@ def require_groups(what: str, features: Mapping[str, int], size: int, noun: str)
         named = [f"{like} ({misfits[names[0]]:,})" for like, names in alike(misfits).items()]
         raise QuantizationError(
             f"{what}: group_size {size} does not divide the {noun} of {', '.join(named)}; without "
-            f"group_size one is taken that fits every layer, or set {ignore_advice(misfits, features)}"
+            "group_size one is taken that fits every layer, or set "
+            f"{ignore_advice(misfits, features)}"
         )
 
 
