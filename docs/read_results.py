@@ -175,7 +175,7 @@ def made() -> dict[Path, str]:
     for folder in sorted(path.parent for path in RESULTS.glob("*/records.tar.xz")):
         store = Store(folder)
         comparison = compare(store)
-        files = table_files(store, comparison, ("csv", "md"))
+        files = table_files(comparison)
         cells = [*read_cells(comparison), *read_pairs(comparison)]
         others = pd.DataFrame([*cells, *read_analyses(folder)])
         numbers.append(pd.concat([read_scores(files), others]).assign(folder=folder.name))

@@ -161,19 +161,12 @@ def compare(folder: str | Path) -> Comparison:
     return compare_store(Store(Path(folder)))
 
 
-def tables(comparison: Comparison, format: str = "md", published: str | None = None) -> str:
-    """Return the tables of a comparison as text.
-
-    ``format`` is "md", "tex" or "csv". ``published`` names a paper's numbers to print beside, such
-    as "softpick-340m". Raises RecipeError for an unknown format or name.
-    """
-    _require(
-        "tables",
-        comparison=(comparison, Comparison, "what compare returns"),
-        published=(published, (str, NoneType), "a text such as softpick-340m"),
-    )
+def tables(comparison: Comparison, format: str = "md") -> str:
+    """Return the tables of a comparison as text; ``format`` is "md" or "csv". Raises RecipeError
+    for an unknown format."""
+    _require("tables", comparison=(comparison, Comparison, "what compare returns"))
     _require_choice("tables", "format", format, FORMATS)
-    return render(comparison, format=format, published=published)
+    return render(comparison, format=format)
 
 
 def load_records(folder: str | Path) -> pd.DataFrame:

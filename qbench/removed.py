@@ -16,7 +16,9 @@ OPTIONS = {
     "--tracker": "state/log.jsonl has the numbers of a training",
     "--results": "a run writes into --out DIR",
     "--run": "give each run a folder of its own, --out DIR",
-    "--run-b": "name the other run's folder",
+    "--against": "`primary: TASK/METRIC` in the recipe orders precisions by a score, with tests",
+    "--published": "docs/printed.csv has the paper's numbers; docs/tables.md shows the join",
+    "--json": "--junit and --summary write the verdict",
     "--rank": "the verdict above the tables orders the precisions",
 }
 # Options of lm-eval that are keys of a recipe here.
@@ -28,7 +30,8 @@ RECIPE_KEYS = {
 }
 # Values of options of the command line.
 VALUES = {
-    ("--format", "html"): "`qbench report` writes a page",
+    ("--format", "html"): "`qbench view FOLDER --export DIR` writes pages",
+    ("--format", "tex"): "pandas writes it: read_csv('tables.csv').to_latex()",
     ("--to", "tensorboard"): "tables.csv and qbench.api.load_records have the numbers",
     ("--to", "wandb"): "log what qbench.api.load_records returns by `wandb.log`",
 }
@@ -81,8 +84,10 @@ COMMANDS = {
     "cache": "delete $QBENCH_CACHE, or a part of it, while no run is at work; what a run needs it "
     "makes again",
     "schema": "`qbench.api.Recipe.model_json_schema()` returns it",
-    "published": "`qbench tables --published SET` puts a paper's numbers beside ours; they are in "
-    "qbench/tables/published.csv",
+    "published": "docs/printed.csv has the paper's numbers",
+    "compare": "`qbench check NEW --baseline OLD` shows both scores, the loss and its bound; the "
+    "verdict orders precisions of one folder",
+    "report": "`qbench view FOLDER --export DIR` writes the same pages, and the documents",
     "bench products": "products are simulated; a serving engine measures its own",
     "bench training": "`qbench train` prints tokens/s and the share of the GPU's peak",
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import unicodedata
 from collections.abc import Iterable, Sequence
 
@@ -64,36 +63,6 @@ def metric_title(metric: str) -> str:
 # Characters that begin a formula in a spreadsheet, full-width forms included
 # (OWASP, CSV injection).
 FORMULA = tuple("=+-@＝＋－＠")
-LATEX = {
-    "\\": r"\textbackslash{}",
-    "↑": r"$\uparrow$",
-    "↓": r"$\downarrow$",
-    "→": r"$\rightarrow$",
-    "Δ": r"$\Delta$",
-    "−": r"$-$",
-    "±": r"$\pm$",
-    "×": r"$\times$",
-    "†": r"$^{\dagger}$",
-    "‡": r"$^{\ddagger}$",
-    "∞": r"$\infty$",
-    "—": "---",
-    "–": "--",
-    "…": r"\ldots{}",
-    "·": r"$\cdot$",
-    "’": "'",
-    "“": "``",
-    "”": "''",
-    "§": r"\S{}",
-    "\u00a0": "~",
-    "\u202f": r"\,",
-    **{sign: "\\" + sign for sign in "&%$#_{}"},
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "<": r"\textless{}",
-    ">": r"\textgreater{}",
-    "|": r"\textbar{}",
-    '"': "''",
-}
 
 
 def one_line(text: str) -> str:
@@ -111,12 +80,6 @@ def for_markdown(text: str) -> str:
     text = one_line(text).replace("\\", "\\\\").replace("|", "\\|").replace("`", "\\`")
     text = text.replace("&", "&amp;").replace("<", "&lt;")
     return text.replace("](", "]\\(")
-
-
-def for_latex(text: str) -> str:
-    """Escape text for LaTeX, comments included; characters unknown to pdfLaTeX become ``?``."""
-    escaped = "".join(LATEX.get(character, character) for character in one_line(text))
-    return re.sub(r"[^\x20-\x7e]", "?", escaped)
 
 
 def for_csv(value: object) -> object:

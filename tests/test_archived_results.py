@@ -54,7 +54,7 @@ def test_whatever_reads_it_first_unpacks_it(whole, packed):
 
 @pytest.mark.parametrize(
     "command",
-    [("tables", "{}"), ("show", "{}/softpick/bf16"), ("compare", "{}", "{}"),
+    [("tables", "{}"), ("show", "{}/softpick/bf16"),
      ("explain", "{}/softmax/bf16", "{}/softpick/bf16"), ("view", "{}", "--export", "site")],
 )  # fmt: skip
 def test_every_command_reads_it(whole, packed, monkeypatch, command):

@@ -94,13 +94,12 @@ def test_one_changed_byte_is_noticed_or_changes_nothing(results, kind):
 COMMANDS = {
     "tables": ["tables", "{grid}"],
     "check": ["check", "{grid}", "--baseline", "{baseline}"],
-    "compare": ["compare", "{grid}", "{good}"],
     "explain": ["explain", "{grid}/softpick/gptq-4bit", "{good}/softmax/bf16"],
 }
 READ_BY = {
     "record": ["tables", "explain"],
-    "outcomes": ["tables", "check", "compare"],
-    "grid": ["tables", "compare"],
+    "outcomes": ["tables", "check"],
+    "grid": ["tables", "check"],
 }
 
 

@@ -59,7 +59,7 @@ def test_commands_that_read_results_are_run(tmp_path, monkeypatch, capsys):
         shutil.copytree(ROOT / part, tmp_path / part, ignore=packed)
     monkeypatch.chdir(tmp_path)
     here = [arguments for _, arguments in ALL if RUN_HERE.match(" ".join(arguments))]
-    assert {arguments[0] for arguments in here} >= {"tables", "report", "show", "explain", "plan"}
+    assert {arguments[0] for arguments in here} >= {"tables", "view", "show", "explain", "plan"}
     for arguments in {tuple(one) for one in here}:
         assert qbench(*arguments) == 0, arguments
         said = capsys.readouterr()

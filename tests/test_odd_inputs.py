@@ -30,17 +30,16 @@ NOT_RESULTS = {
 }  # fmt: skip
 NOT_A_RECIPE = {"fifo": "not a file", "a\nb": "no such recipe", "file": "a recipe is a mapping"}
 ODD: list[tuple[tuple[str, ...], str]] = [
-    *(((*CHECK, "--json", path), words) for path, words in NOT_A_FILE.items()),
+    *(((*CHECK, "--junit", path), words) for path, words in NOT_A_FILE.items()),
     *(((*command, "folder"), "not a file") for command in (
-        (*CHECK, "--summary"), (*CHECK, "--junit"), ("baseline", "grid", "--out"),
+        (*CHECK, "--summary"), ("baseline", "grid", "--out"),
         ("bench", "evaluation", "good.yaml", "--out"), (*RUN, "--save-recipe"),
     )),
-    *((("report", "grid", "--out", path), words) for path, words in NOT_A_FOLDER.items()),
+    *((("view", "grid", "--export", path), words) for path, words in NOT_A_FOLDER.items()),
     *(((*command, "--out", "file"), "is a file") for command in (RUN,)),
     *((("tables", path), words) for path, words in NOT_RESULTS.items()),
     *(((*command, "new-grid", *rest), "newer qbench") for command, rest in (
-        (("report",), ()), (("check",), CHECK[2:]), (("baseline",), ("--out", "new.parquet")),
-        (("compare", "grid"), ()),
+        (("tables",), ()), (("check",), CHECK[2:]), (("baseline",), ("--out", "new.parquet")),
     )),
     (("explain", "grid/softmax/bf16", "file"), "not a record"),
     *((("run", path, "--device", "cpu"), words) for path, words in NOT_A_RECIPE.items()),

@@ -14,7 +14,7 @@ from qbench.store import Store
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """Softmax beside the toy normalizer, unquantized and at one bit, to tables and report."""
+    """Softmax beside the toy normalizer, unquantized and at one bit, to tables."""
     for name in ("toy_normalizer", "toy_quantizer"):
         importlib.import_module(f"plugins.{name}")
     folder = tmp_path_factory.mktemp("plugins")
@@ -32,7 +32,6 @@ def results(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("QBENCH_CACHE", str(folder / "cache"))
         assert qbench("run", recipe, "--out", folder / "out", "--device", "cpu") == 0
-        assert qbench("report", folder / "out") == 0
     return folder / "out"
 
 
@@ -65,10 +64,7 @@ def test_weights_calibrated_under_a_plug_in_have_its_source_in_their_key(results
     assert sources["sign-1bit", None] == {}
 
 
-def test_tables_and_report_show_them(results):
+def test_tables_show_them(results):
     tables = (results / "tables.md").read_text()
     assert "Signs: Δ = toy − softmax" in tables
     assert "| signs" in tables
-    page = (results / "report.html").read_text()
-    assert "toy/signs" in page
-    assert "toy/reference" in page

@@ -16,7 +16,7 @@ READERS = (
     "api",
     "cli.app",
     "gate.baseline",
-    "comparison.changes",
+    "comparison.outcomes",
     "gate.check",
     "comparison.compare",
     "comparison.effects",
@@ -43,7 +43,7 @@ def test_reading_results_tables_with_all_statistics_and_the_gate_load_no_torch(t
         "from qbench.comparison.compare import compare\n"
         "from qbench.tables import table_files\n"
         f"store = Store({str(store.directory)!r}); out = store.directory / 'baseline.tar.xz'\n"
-        "table_files(store, compare(store), ('md', 'tex', 'csv'))\n"
+        "table_files(compare(store))\n"
         "baseline.make(store, out); check.check(store, out); print(*sys.modules)"
     ).split()
     assert not set(HEAVY) & set(loaded)

@@ -16,7 +16,8 @@ from qbench.errors import ResultsError
     [
         (["tables", "x", "--rank"], "qbench tables: --rank was removed: the verdict above"),
         (["tables", "x", "--run", "0a"], "qbench tables: --run was removed: give each run"),
-        (["tables", "x", "--format", "html"], "--format html was removed: `qbench report` writes"),
+        (["tables", "x", "--format", "html"], "--format html was removed: `qbench view"),
+        (["report", "x"], "`qbench report` was removed: `qbench view FOLDER --export DIR` writes"),
         (["bench", "training"], "qbench bench: `qbench bench training` was removed: `qbench"),
         (["run", "--nosuch"], "qbench run: No such option: --nosuch"),
         (
@@ -41,7 +42,7 @@ def test_wrong_use_is_one_line(monkeypatch, capsys, arguments, words):
     said = capsys.readouterr()
     (line,) = said.err.splitlines()
     assert words in line
-    command = "qbench" if arguments[0] == "rnu" else f"qbench {arguments[0]}"
+    command = "qbench" if arguments[0] in ("rnu", "report") else f"qbench {arguments[0]}"
     assert line.endswith(f"; `{command} --help` lists what is possible")
     assert said.out == ""
 

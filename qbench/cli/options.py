@@ -178,18 +178,6 @@ ClusterOption = Annotated[
     ),
 ]
 DeviceOption = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where to compute.")]
-Against = Annotated[
-    str | None,
-    typer.Option(
-        metavar="QUANTIZER",
-        help="With one checkpoint: compare each other precision with this one. Default: each "
-        "pair, if they are few.",
-    ),
-]
-Published = Annotated[
-    str | None,
-    typer.Option(metavar="SET", help="Print a paper's numbers beside ours: softpick-340m."),
-]
 Json = Annotated[Path | None, _output("FILE", "Also write JSON here, and the table beside it.")]
 
 

@@ -1,5 +1,5 @@
-"""Print tables and changes, and compare results with a baseline (``qbench tables``, ``compare``,
-``check``, ``baseline``)."""
+"""Print tables, and compare results with a baseline (``qbench tables``, ``check``,
+``baseline``)."""
 
 from __future__ import annotations
 
@@ -10,56 +10,48 @@ from typing import Annotated, Literal
 import typer
 
 from qbench.cli.app import show_written
-from qbench.cli.options import Against, Folder, NewFile, Published
-from qbench.comparison.changes import compare_cells, compare_results
-from qbench.comparison.compare import compare as compare_store
-from qbench.comparison.rows import Comparison, find_cell
+from qbench.cli.options import Folder, NewFile
+from qbench.comparison.compare import compare
+from qbench.comparison.rows import Comparison
 from qbench.errors import OutputError
 from qbench.files import require_folder, write_atomically
 from qbench.gate.baseline import make
 from qbench.gate.check import check as judge
-from qbench.gate.verdict import Inconclusive, as_json, as_junit, as_markdown, parse_margins
+from qbench.gate.verdict import Inconclusive, as_junit, as_markdown, parse_margins
 from qbench.store import Store
 from qbench.tables import table_files
-from qbench.tables.scores import changes_table
 from qbench.tables.summary import summary
 
 
 def tables(
     folder: Folder,
-    format: Literal["md", "tex", "csv"] = "md",
-    published: Published = None,
-    against: Against = None,
+    format: Literal["md", "csv"] = "md",
 ) -> None:
-    r"""Write the tables of a results folder and show the answer: a line per precision.
+    """Write the tables of a results folder and show the answer: a line per precision.
 
     tables.md has every score with its interval, in the paper's layout; tables.csv all numbers.
 
     Examples:
     ```
     qbench tables results/demo
-    qbench tables results/demo --format tex
     ```
 
     Options:
-    format: What to print and write. tex: a fragment for \input.
+    format: What to print: the summary, or the CSV.
     """
-    show_tables(Store(folder), format=format, published=published, against=against)
+    show_tables(Store(folder), format=format)
 
 
-def show_tables(
-    store: Store, *, format: str = "md", published: str | None = None, against: str | None = None
-) -> Comparison:
-    """Print the tables as ``format`` and write them: the summary, tables.md with tables.csv, or
-    tables.<format> alone. If the folder cannot be written to, that is said
-    and they are printed all the same.
+def show_tables(store: Store, *, format: str = "md") -> Comparison:
+    """Print the summary, or the CSV, and write tables.md and tables.csv; return the comparison.
+
+    If the folder cannot be written to, that is said and they are printed all the same.
 
     What is printed is what was compared here: another run may write the same files meanwhile.
     """
-    comparison = compare_store(store, against=against)
-    formats = ("md", "csv") if format == "md" else (format,)
-    files = table_files(store, comparison, formats, published=published)
-    typer.echo(summary(comparison) if format == "md" else files[f"tables.{format}"], nl=False)
+    comparison = compare(store)
+    files = table_files(comparison)
+    typer.echo(summary(comparison) if format == "md" else files["tables.csv"], nl=False)
     try:
         require_folder(store.directory)
         for name, text in files.items():
@@ -68,33 +60,6 @@ def show_tables(
     except OutputError as error:
         typer.echo(f"not written: {error}", err=True)
     return comparison
-
-
-def compare(
-    a: Annotated[Path, typer.Argument(metavar="A")],
-    b: Annotated[Path, typer.Argument(metavar="B")],
-) -> None:
-    """What changed between two results of one recipe, or between two cells, paired by document.
-
-    Examples:
-    ```
-    qbench compare results/before results/after
-    qbench compare results/demo/softmax/rtn-4bit results/demo/softmax/hqq-3bit
-    ```
-
-    Options:
-    a: A results folder, or a cell: DIR/CHECKPOINT/QUANTIZER.
-    b: Another, of the same recipe, or another cell.
-    """
-    if _names_cell(a) and _names_cell(b):
-        changes = compare_cells(find_cell(str(a)), find_cell(str(b)))
-    else:
-        changes = compare_results(Store(a), Store(b))
-    typer.echo(changes_table(changes), nl=False)
-
-
-def _names_cell(path: Path) -> bool:
-    return not path.is_dir() and Store(path.parent.parent).has_manifest()
 
 
 class Across(StrEnum):
@@ -110,7 +75,6 @@ def check(
     inconclusive: Inconclusive = "fail",
     summary: NewFile = None,
     junit: NewFile = None,
-    json: NewFile = None,
 ) -> None:
     """The CI gate: is any score worse than the baseline's by more than a margin?
 
@@ -140,11 +104,8 @@ def check(
     inconclusive: Verdict if there are too few documents to tell.
     summary: Write all rows as Markdown here; the terminal shows those that do not pass.
     junit: Also write JUnit XML here.
-    json: Also write JSON here.
     """
-    _require_other_files(
-        {"--baseline": baseline, "--summary": summary, "--junit": junit, "--json": json}
-    )
+    _require_other_files({"--baseline": baseline, "--summary": summary, "--junit": junit})
     verdict = judge(
         Store(folder),
         baseline,
@@ -152,7 +113,7 @@ def check(
         inconclusive=inconclusive,
         across=across,
     )
-    for path, text in ((summary, as_markdown), (junit, as_junit), (json, as_json)):
+    for path, text in ((summary, as_markdown), (junit, as_junit)):
         if path is not None:
             write_atomically(path, text(verdict).encode(errors="replace"))
     typer.echo(as_markdown(verdict, passed=False), nl=False)
@@ -181,9 +142,7 @@ def baseline(
 
     Options:
     out: The file to write.
-    replace: Replace an existing baseline, showing old and new.
+    replace: Replace an existing baseline; `qbench check` shows what changed.
     """
-    changes = make(Store(folder), out, replace=replace)
-    if changes is not None:
-        typer.echo(changes_table(changes), nl=False)
+    make(Store(folder), out, replace=replace)
     show_written([out])

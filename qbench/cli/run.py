@@ -22,7 +22,6 @@ import typer
 from qbench.checkpoints.find import elements
 from qbench.cli.app import complain
 from qbench.cli.options import (
-    Against,
     ClusterOption,
     DeviceOption,
     ExecutorOption,
@@ -210,7 +209,6 @@ def run(
     workers: Annotated[int | None, typer.Option(min=1, metavar="N")] = None,
     cluster: ClusterOption = None,
     executor: ExecutorOption = None,
-    against: Against = None,
     save_recipe: NewFile = None,
 ) -> None:
     """Quantize, audit and score every cell of a recipe, or of options alone; write records and
@@ -235,13 +233,7 @@ def run(
     save_recipe: Write this run as a recipe, with absolute paths.
     """
     launcher = load_launcher(recipe, overrides, out=out, device=device, cluster=cluster)
-    names, checkpoints = cell_names(launcher.recipe), list(launcher.recipe.checkpoints)
-    if against is not None and (len(checkpoints) > 1 or f"{checkpoints[0]}/{against}" not in names):
-        raise RecipeError(
-            f"--against {against}: names a precision of a run with one checkpoint; there are "
-            f"{', '.join(names)}"
-        )
-    cells = len(select(names, only))
+    cells = len(select(cell_names(launcher.recipe), only))
     require_folder(launcher.out, "--out")
     require_folder(cache_folder(), "$QBENCH_CACHE")
     if save_recipe is not None:
@@ -256,7 +248,7 @@ def run(
     if only is not None:  # others that are there stand beside; the rest was not asked for
         chosen = {record.cell for record in (*records, *store.records())}
         store = Store(launcher.out, manifest=planned.manifest_of(chosen))
-    show_tables(store, against=against)
+    show_tables(store)
     typer.echo(f"All of it: qbench view {launcher.out}", err=True)
     broken = [record for record in records if record.status == "failed" or record.failed_tasks]
     if broken:

@@ -1,4 +1,4 @@
-"""Show results in a browser (``qbench view``, ``qbench report``)."""
+"""Show results in a browser (``qbench view``)."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from qbench.cli.app import show_written
-from qbench.cli.options import Folder, NewFolder
-from qbench.errors import DataError, OutputError, RecipeError
+from qbench.cli.options import NewFolder
+from qbench.errors import DataError, RecipeError
 from qbench.evaluation.tasks import plan_task
 from qbench.files import cache_folder, require_folder
 from qbench.machine import redirected
 from qbench.recipe import Overrides, Recipe
 from qbench.store import Sources, Store, find_sources
 from qbench.viewer.data import NO_TEXTS, Results, WholeStore
-from qbench.viewer.server import Server, write_report, write_site
+from qbench.viewer.server import Server, write_site
 
 if TYPE_CHECKING:
     from qbench.records import Question, Record
@@ -116,29 +116,3 @@ def document_texts(sources: Sources, record: Record, task: str) -> dict[int, Que
             raise DataError(NO_TEXTS) from None
         documents = max(score.documents for score in scores)
         return rebuild_requests(record, [planned], documents, task).get(task, {})
-
-
-def report(
-    folder: Folder,
-    out: NewFolder = None,
-) -> None:
-    """Write report.html: the first page of `qbench view` in one file that needs no network.
-
-    Examples:
-    ```
-    qbench report results/demo
-    ```
-
-    Options:
-    out: Where to write it. Default: FOLDER; here if FOLDER is read-only.
-    """
-    store = Store(folder)
-    try:
-        require_folder(out or folder, "--out" if out else "")
-    except OutputError as error:
-        if out:
-            raise
-        typer.echo(f"not written beside the results: {error}", err=True)
-        out = Path()
-    path = out / "report.html" if out else folder / "report.html"
-    show_written([write_report(Results(store), path)])

@@ -6,11 +6,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from qbench.comparison.answers import AnswerDamage, answer_damage
-from qbench.comparison.changes import compare_precisions, flips_of
 from qbench.comparison.effects import columns_by_task, with_effects
 from qbench.comparison.losses import kl_of, score_losses
+from qbench.comparison.outcomes import flips_of
 from qbench.comparison.rows import Comparison, Row, RowValue, status_of
-from qbench.errors import ResultsError
 from qbench.metrics import KL_MEAN, rank
 from qbench.records import ANSWERS, GridCell, Record, RunManifest, Score
 from qbench.store import Store
@@ -18,13 +17,11 @@ from qbench.store import Store
 Scores = Mapping[tuple[str, str], Score]  # of a record, by task and metric
 
 
-def compare(store: Store, *, statistics: bool = True, against: str | None = None) -> Comparison:
-    """Compare the checkpoints of a results folder at every precision; of one checkpoint also its
-    quantized precisions, with the one named ``against`` or each with each.
+def compare(store: Store, *, statistics: bool = True) -> Comparison:
+    """Compare the checkpoints of a results folder at every precision.
 
     ``statistics=False`` leaves intervals and tests out and reads no per-document outcomes.
-    Raises ResultsError where the folder has no grid or a record cannot be read, or ``against``
-    cannot be answered.
+    Raises ResultsError if the folder has no manifest or a record cannot be read.
     """
     grid = store.manifest()
     stored = {cell.cell: store.get(cell) for cell in grid.cells}
@@ -41,15 +38,7 @@ def compare(store: Store, *, statistics: bool = True, against: str | None = None
     kl = kl_of(comparison, store)
     primary = score_losses(comparison, columns, grid.primary) if grid.primary else kl
     comparison = replace(comparison, kl=kl, primary=primary, flips=flips_of(comparison, columns))
-    comparison = replace(comparison, answers=_answers(comparison, store))
-    if len(grid.checkpoints) > 1:
-        if against is not None:
-            raise ResultsError("--against compares the precisions of one checkpoint")
-        return comparison
-    order = list(dict.fromkeys((line.task, line.metric) for line in comparison.lines))
-    pairs = compare_precisions(store, grid.checkpoints[0], against)
-    rows = sorted(pairs, key=lambda pair: order.index((pair.task, pair.metric)))
-    return replace(comparison, pairs=tuple(rows))
+    return replace(comparison, answers=_answers(comparison, store))
 
 
 def _answers(comparison: Comparison, store: Store) -> dict[str, AnswerDamage]:

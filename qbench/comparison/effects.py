@@ -11,7 +11,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from qbench.comparison.changes import of_groups, read_columns
+from qbench.comparison.outcomes import of_groups, read_columns
 from qbench.comparison.rows import TESTED, Comparison, Row, redundant, status_of
 from qbench.errors import ResultsError
 from qbench.metrics import base_metric, variance_name
@@ -60,27 +60,6 @@ def chance_of_tasks(comparison: Comparison, store: Store) -> dict[str, float]:
 def chance_of(comparison: Comparison, row: Row) -> float | None:
     """Return the score of guessing; None if the metric is no accuracy or nothing is known."""
     return comparison.chance.get(row.task) if base_metric(row.metric) in ACCURACIES else None
-
-
-def kept(comparison: Comparison, row: Row, checkpoint: str) -> float | None:
-    """Return the share of the ability that is kept, (acc − chance) / (acc unquantized − chance);
-    None if that is not known or the unquantized model guesses."""
-    chance = chance_of(comparison, row)
-    base = comparison.unquantized_of(row.quantizer)
-    if chance is None or base is None or (checkpoint, row.task, row.metric) in comparison.at_chance:
-        return None
-    before = next(
-        (
-            line.entry(checkpoint).value
-            for line in comparison.lines
-            if (line.task, line.metric, line.quantizer) == (row.task, row.metric, base)
-        ),
-        None,
-    )
-    after = row.entry(checkpoint).value
-    if None in (before, after) or before == chance:  # nothing above chance could be kept
-        return None
-    return (after - chance) / (before - chance)
 
 
 def find_at_chance(

@@ -192,33 +192,6 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Change:
-    """Hold one metric of one task of one cell before and after, on the documents that both
-    scored."""
-
-    cell: str
-    task: str
-    label: str
-    metric: str
-    higher_is_better: bool
-    old: float
-    new: float
-    documents: int
-    left_out: int  # documents that only one side saw, counted on both
-    effect: Effect | Missing  # what the new result loses: positive is worse
-    precision: str = ""  # of a cell whose activations or KV cache are quantized: ``W4A8KV4``
-
-    @property
-    def cell_text(self) -> str:
-        """Return the cell with its precision, such as ``softmax/a4 (W16A4)``."""
-        return f"{self.cell} ({self.precision})" if self.precision else self.cell
-
-    @property
-    def percent(self) -> bool:
-        return is_percentage(self.metric)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Losses:
     """Hold what quantized cells lose in one measure: ``KL``, or a score, TASK/METRIC.
 
@@ -262,7 +235,6 @@ class Comparison:
     records: Mapping[str, Record]  # cell → record, failed ones too
     lines: tuple[Row, ...]
     seeds: tuple[Row, ...] = ()  # over several trainings, where the grid has replicates
-    pairs: tuple[Change, ...] = ()  # of one checkpoint: its quantized precisions among themselves
     kl: Losses | None = None  # None without statistics
     primary: Losses | None = None  # that the verdict speaks of: ``kl``, or those in a score
     chance: Mapping[str, float] = field(default_factory=dict)  # task → accuracy of guessing

@@ -10,7 +10,6 @@ from qbench.comparison.rows import Row, trained
 from qbench.text import NO_VALUE, metric_title, number, ratio
 
 if TYPE_CHECKING:
-    from qbench.comparison.changes import Change
     from qbench.comparison.rows import Comparison
     from qbench.records import GroupScore, Score
     from qbench.statistics import Effect, Missing, SeedEffect
@@ -24,7 +23,7 @@ NO_INTERVAL = "¶"
 RATIO_NOTE = f"{TIMES}: perplexities are compared by their ratio, computed on logarithms."
 
 
-def metric_text(row: Row | Change | Score | GroupScore) -> str:
+def metric_text(row: Row | Score | GroupScore) -> str:
     """Return the metric with the arrow of what is better: ``Acc ↑``."""
     arrow = "↑" if row.higher_is_better else "↓"
     return NO_VALUE if row.metric == NO_VALUE else f"{metric_title(row.metric)} {arrow}"

@@ -6,27 +6,83 @@ A results folder, or its ``records.tar.xz``, is a baseline too.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from qbench.comparison.changes import Changes, ResultSet, compare_sets, read_results, rounded
+import numpy as np
+
+from qbench.comparison.outcomes import Name, of_groups, read_columns, rounded
+from qbench.comparison.rows import status_of
 from qbench.errors import ResultsError
+from qbench.metrics import REDUNDANT, variance_name
+from qbench.records import Record, Score
+from qbench.statistics import TESTABLE, Column
 from qbench.store import XZ_MAGIC, Store, extract, pack
 from qbench.text import group_by_reason
 
 DECIMALS = 3  # of an outcome: a thousandth of a nat, to which results are compared with it
-EARLIER = b"PAR1"  # how a baseline of an earlier version begins
 REMEDY = "make it with `qbench baseline DIR --out FILE`"
 
 
-def make(store: Store, out: Path, *, replace: bool = False) -> Changes | None:
+@dataclass(frozen=True, slots=True, eq=False)
+class CellResults:
+    """Hold one cell's record, and its scores with the outcomes that they rest on, without scores
+    that another of the same task repeats.
+
+    The column of a score that no test knows, such as bleu, is empty. ``variances`` are those of
+    prompts' means over drawn answers.
+    """
+
+    record: Record
+    columns: Mapping[Name, Column]
+    scores: Mapping[Name, Score]
+    variances: Mapping[Name, Column] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, record: Record, columns: Mapping[Name, Column]) -> CellResults:
+        every, nothing = record.by_name(), Column.of(np.arange(0), [], [])
+        names = [(score.task, score.metric) for score in record.scores]
+        names = [name for name in names if (name[0], REDUNDANT.get(name[1])) not in names]
+        testable = {name for name in columns.keys() & every.keys()
+                    if every[name].aggregation in TESTABLE}  # fmt: skip
+        kept = {name: columns[name] if name in testable else nothing for name in names}
+        kept |= of_groups(record, kept)
+        drawn = {name: columns.get((name[0], variance_name(name[1]))) for name in kept}
+        variances = {name: column for name, column in drawn.items() if column is not None}
+        return cls(record, kept, {name: every[name] for name in kept}, variances)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ResultSet:
+    """Hold the cells of a results folder or baseline; ``broken`` says why a cell has no scores."""
+
+    cells: Mapping[str, CellResults]
+    broken: Mapping[str, str]
+
+
+def read_results(store: Store) -> ResultSet:
+    """Read the cells of a results folder with their outcomes, rounded to ``DECIMALS``."""
+    cells, broken = {}, {}
+    for cell in store.manifest().cells:
+        record = store.get(cell)
+        status, reason = status_of(record)
+        if status == "ok":
+            columns = read_columns(store, record, decimals=DECIMALS)
+            cells[cell.cell] = CellResults.of(record, columns)
+        else:
+            broken[cell.cell] = f"{status}: {reason}"
+    return ResultSet(cells, broken)
+
+
+def make(store: Store, out: Path, *, replace: bool = False) -> None:
     """Write the baseline of a results folder to the file ``out``.
 
-    Returns what replacing an existing baseline changes, which needs ``replace``; else None. Raises
-    ResultsError if a cell is missing, failed or unaudited, a task failed or a score is not finite,
-    and if ``out`` is a file of another kind.
+    Raises ResultsError if a cell is missing, failed or unaudited, a task failed or a score is not
+    finite; if ``out`` exists, without ``replace`` or as a file of another kind.
     """
-    results = read_results(store, decimals=DECIMALS)
+    results = read_results(store)
     unfit = [*results.broken.items()]
     for cell, scored in results.cells.items():
         unfit += [(cell, "not audited")] * (scored.record.audit is None)
@@ -42,10 +98,12 @@ def make(store: Store, out: Path, *, replace: bool = False) -> Changes | None:
         reasons = "; ".join(group_by_reason(unfit))
         raise ResultsError(f"{store.directory}: no baseline from this: {reasons}")
     if out.exists() and not replace:
-        raise ResultsError(f"{out}: exists already; look at the changes, then add --replace")
-    if out.exists() and not out.read_bytes().startswith((XZ_MAGIC, EARLIER)):
+        raise ResultsError(
+            f"{out}: exists already; `qbench check {store.directory} --baseline {out}` shows what "
+            "changed; then add --replace"
+        )
+    if out.exists() and not out.read_bytes().startswith(XZ_MAGIC):
         raise ResultsError(f"{out}: not a baseline; name another file")
-    change = difference(str(store.directory), results, out) if out.exists() else None
     with TemporaryDirectory() as folder:
         copy = Store(Path(folder))
         for scored in results.cells.values():
@@ -55,21 +113,6 @@ def make(store: Store, out: Path, *, replace: bool = False) -> Changes | None:
             copy.put(scored.record, outcomes)
         copy.put_manifest(store.manifest())
         pack(copy.directory, copy.directory.rglob("*"), out)
-    return change
-
-
-def difference(name: str, new: ResultSet, out: Path) -> Changes:
-    """Return what replacing the baseline ``out`` by the results ``new`` would change. If ``out``
-    cannot be read or is of other data, the problems say so."""
-    try:
-        old = read(out)
-        lines = tuple(compare_sets(old, new))
-    except ResultsError as error:
-        problem = f"nothing to compare with: {error}"
-        return Changes(old=str(out), new=name, lines=(), problems=(problem,))
-    gone = [f"{cell}: no longer gated" for cell in old.cells if cell not in new.cells]
-    fresh = [f"{cell}: newly gated" for cell in new.cells if cell not in old.cells]
-    return Changes(old=str(out), new=name, lines=lines, problems=(*gone, *fresh))
 
 
 def read(path: Path) -> ResultSet:
@@ -79,8 +122,6 @@ def read(path: Path) -> ResultSet:
         return _complete(Store(path), path)
     if not path.is_file():
         raise ResultsError(f"{path}: no such baseline; {REMEDY}")
-    if path.read_bytes().startswith(EARLIER):
-        raise ResultsError(f"{path}: a baseline of an earlier version, which is not read; {REMEDY}")
     with TemporaryDirectory() as folder:
         extract(path, Path(folder), REMEDY)
         return _complete(Store(Path(folder)), path)
@@ -88,7 +129,7 @@ def read(path: Path) -> ResultSet:
 
 def _complete(store: Store, path: Path) -> ResultSet:
     try:
-        results = read_results(store, decimals=DECIMALS)
+        results = read_results(store)
     except ResultsError as error:
         why = str(error).replace(f"{store.directory}/", "")
         raise ResultsError(f"{path}: incomplete ({why}); {REMEDY}") from None

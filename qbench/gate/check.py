@@ -13,14 +13,15 @@ from pathlib import Path
 
 import numpy as np
 
-from qbench.comparison.changes import CellResults, Change, compare_sets, read_results
+from qbench.comparison.outcomes import Name
 from qbench.comparison.rows import changed_files, key_differences
 from qbench.errors import ResultsError, some
-from qbench.gate.baseline import DECIMALS, read
+from qbench.gate.baseline import CellResults, read, read_results
 from qbench.gate.verdict import (
     AUDIT,
     AUDIT_MARGINS,
     ROUNDING,
+    Change,
     GateResult,
     Inconclusive,
     Margin,
@@ -34,10 +35,15 @@ from qbench.records import ANSWERS, Audit, ModuleAudit, Record
 from qbench.statistics import (
     TESTABLE,
     Column,
+    Effect,
     Missing,
+    Panel,
     Regression,
     documents_needed,
+    drawing_error,
+    effect,
     samples_needed,
+    value,
 )
 from qbench.statistics.effect import DRAWN_ERRORS
 from qbench.store import Store
@@ -103,7 +109,7 @@ def check(
     Raises ResultsError if results or baseline cannot be read, or their data, checkpoints or
     normalizers differ; RecipeError for a margin without a metric, or a metric without a margin.
     """
-    old, new = read(baseline), read_results(store, decimals=DECIMALS)
+    old, new = read(baseline), read_results(store)
     given = dict(margins or {})
     if not any(cell in new.cells or cell in new.broken for cell in old.cells):
         raise ResultsError(
@@ -112,7 +118,9 @@ def check(
     require_known(
         given, [score for scored in old.cells.values() for score in scored.scores.values()]
     )
-    lines = compare_sets(old, new)
+    both = [cell for cell in old.cells if cell in new.cells]
+    for cell in both:
+        require_same_data(cell, old.cells[cell].record, new.cells[cell].record)
     notes = require_same(old.cells, new.cells, across)
     allowed = AUDIT_MARGINS | given
     gates: list[GateResult] = []
@@ -130,27 +138,16 @@ def check(
             audits = (before.record.audit, after.record.audit)
             gates += [*_audit_gates(cell, *audits, allowed), *layer_gates(cell, *audits, allowed)]
     blocked = {gate.cell for gate in gates if not gate.task}
-    questions = sum(len(scored.scores) for scored in old.cells.values())
-    for line in lines:
-        if line.cell not in blocked:
-            name, before = (line.task, line.metric), old.cells[line.cell]
-            was, now = before.columns[name], new.cells[line.cell].columns[name]
-            score = before.scores[name]
-            drawn = before.variances.get(name)
-            margin = margin_of(score, was, given, lines=questions, variance=drawn)
-            if score.aggregation in TESTABLE:
-                gate = _gate(line, margin, same=_same(was, now))
-                gone = int((~np.isin(was.documents, now.documents)).sum())
-            else:  # computed from all documents at once, such as BLEU: there is no paired test
-                worse = (100 if line.percent else 1) * (line.new - line.old)
-                worse = -worse if line.higher_is_better else worse
-                result = measured(line.cell, line.metric, worse, margin.value, "by its value alone")
-                gate = replace(result, task=line.task, given=margin.given, change=line)
-                gone = score.documents - new.cells[line.cell].scores[name].documents
-            if gone > 0:
-                many = f"{gone} of the baseline's {score.documents} documents are missing"
-                gate = replace(gate, outcome="fail", reason=f"{many}; {gate.reason}")
-            gates.append(gate)
+    many = sum(len(scored.scores) for scored in old.cells.values())
+    for cell in both:
+        before, after = old.cells[cell], new.cells[cell]
+        for name in before.scores if cell not in blocked else ():
+            if name in after.scores:
+                margin = margin_of(
+                    before.scores[name], before.columns[name], given, lines=many,
+                    variance=before.variances.get(name),
+                )  # fmt: skip
+                gates.append(_gate_score(cell, name, before, after, margin))
     extra = [cell for cell in (*new.cells, *new.broken) if cell not in old.cells]
     return Verdict(
         results=str(store.directory),
@@ -159,6 +156,71 @@ def check(
         notes=(*notes, *(f"{cell}: not in the baseline, so not gated" for cell in sorted(extra))),
         inconclusive=inconclusive,
         runs=(_run("results", new.cells), _run("baseline", old.cells)),
+    )
+
+
+def _gate_score(
+    cell: str, name: Name, before: CellResults, after: CellResults, margin: Margin
+) -> GateResult:
+    """Judge one score, paired by document; one that no test knows by its value alone. Fails if a
+    document of the baseline is missing."""
+    line = change(cell, name, before, after)
+    score, was, now = before.scores[name], before.columns[name], after.columns[name]
+    if score.aggregation in TESTABLE:
+        gate = _gate(line, margin, same=_same(was, now))
+        gone = int((~np.isin(was.documents, now.documents)).sum())
+    else:  # computed from all documents at once, such as BLEU
+        worse = (100 if line.percent else 1) * (line.new - line.old)
+        worse = -worse if score.higher_is_better else worse
+        result = measured(cell, score.metric, worse, margin.value, "by its value alone")
+        gate = replace(result, task=score.task, given=margin.given, change=line)
+        gone = score.documents - after.scores[name].documents
+    if gone <= 0:
+        return gate
+    missing = f"{gone} of the baseline's {score.documents} documents are missing"
+    return replace(gate, outcome="fail", reason=f"{missing}; {gate.reason}")
+
+
+def require_same_data(cell: str, before: Record, after: Record) -> None:
+    """Raise ResultsError if two records scored different data, by the digests of what was
+    scored, or else by those in their keys."""
+    keyed = [record.key_parts.get("tasks") or {} for record in (before, after)]
+    for task in dict.fromkeys([*before.documents, *keyed[0]]):
+        stored = task in before.documents and task in after.documents
+        first, second = (
+            digests.get(task)
+            for digests in ((before.documents, after.documents) if stored else keyed)
+        )
+        if None not in (first, second) and first != second:
+            raise ResultsError(
+                f"{cell}: {task}: its definition or data differ from the other results', so "
+                "documents cannot be paired; score both on the same data (or make a new baseline)"
+            )
+
+
+def change(cell: str, name: Name, before: CellResults, after: CellResults) -> Change:
+    """Compare one score on the documents that both saw; as recorded if no test knows it."""
+    score, precision = before.scores[name], after.record.precision
+    columns = {"new": after.columns[name], "old": before.columns[name]}
+    panel = Panel.of(columns)
+    worse = -1 if score.higher_is_better else 1
+    loss = effect(panel, {"new": worse, "old": -worse}, score.aggregation)
+    variances = [side.variances.get(name) for side in (after, before)]
+    if isinstance(loss, Effect) and any(variances):
+        loss = replace(loss, drawn=drawing_error(columns.values(), variances, score.aggregation))
+    paired = score.aggregation in TESTABLE and panel.documents
+    old, new = (
+        value(panel, side, score.aggregation) if paired else results.scores[name].value
+        for side, results in (("old", before), ("new", after))
+    )
+    return Change(
+        cell=cell,
+        score=score,
+        old=old,
+        new=new,
+        documents=panel.documents if paired else after.scores[name].documents,
+        effect=loss,
+        precision=precision.words if precision.in_parts else "",
     )
 
 
@@ -294,8 +356,8 @@ def _gate(line: Change, margin: Margin, *, same: bool) -> GateResult:
     are as bad as longer ones. ``same``: every document has the same outcome."""
     gate = GateResult(
         cell=line.cell,
-        task=line.task,
-        metric=line.metric,
+        task=line.score.task,
+        metric=line.score.metric,
         outcome="inconclusive",
         reason="",
         margin=margin.value,
@@ -307,15 +369,15 @@ def _gate(line: Change, margin: Margin, *, same: bool) -> GateResult:
         reason = f"same outcomes on {which}"
         none = Regression(estimate=0.0, low=0.0, high=0.0)
         return replace(gate, worse=none, outcome="pass", reason=reason)
-    effect = line.effect
-    if isinstance(effect, Missing):
+    loss = line.effect
+    if isinstance(loss, Missing):
         if math.isfinite(line.new):
-            return replace(gate, reason=f"cannot be judged: {effect.reason}")
+            return replace(gate, reason=f"cannot be judged: {loss.reason}")
         return replace(gate, outcome="fail", reason="its score is not finite")
-    worse = Regression.of(effect)
-    if (line.task, line.metric) == (ANSWERS, "length") and worse.estimate < 0:
+    worse = Regression.of(loss)
+    if (line.score.task, line.score.metric) == (ANSWERS, "length") and worse.estimate < 0:
         worse = Regression(estimate=-worse.estimate, low=-worse.high, high=-worse.low)
-    if effect.kind == "log ratio":
+    if loss.kind == "log ratio":
         limit = math.log1p(margin.value / 100)
         with np.errstate(over="ignore"):  # beyond the largest double it is infinite
             shown = {name: 100 * float(np.expm1(value)) for name, value in asdict(worse).items()}
@@ -326,16 +388,16 @@ def _gate(line: Change, margin: Margin, *, same: bool) -> GateResult:
     gate = replace(gate, worse=Regression(**shown))
     if worse.high <= limit:
         return replace(gate, outcome="pass", reason="within the margin")
-    if worse.low > limit and worse.estimate > DRAWN_ERRORS * effect.drawn:
+    if worse.low > limit and worse.estimate > DRAWN_ERRORS * loss.drawn:
         return replace(gate, outcome="fail", reason="worse by more than the margin")
     # The half-width of the bound as a standard error: it is one for Student's t, and stands in for
     # one where few answers changed.
-    spread = max(effect.interval.stderr, (worse.high - worse.estimate) / 1.645)
+    spread = max(loss.interval.stderr, (worse.high - worse.estimate) / 1.645)
     needed = documents_needed(abs(limit - worse.estimate), spread, line.documents)
     reason = "exactly at the margin: no number of documents can tell"
     if needed:
         reason = f"too few documents to tell: about {needed} are needed at this difference"
-        if more := samples_needed(abs(limit - worse.estimate), spread, effect.drawn):
+        if more := samples_needed(abs(limit - worse.estimate), spread, loss.drawn):
             reason += f", or {more:.1f} times as many samples"
     if margin.given and margin.supported > 0:  # NaN is not
         reason += f"; {line.documents} support a margin of {margin.supported:g}"

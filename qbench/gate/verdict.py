@@ -1,25 +1,22 @@
-"""The gate's margins, and its results and verdict as data, Markdown, JUnit XML and JSON."""
+"""The gate's margins, and its results and verdict as data, Markdown and JUnit XML."""
 
 from __future__ import annotations
 
 import functools
-import json
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
 from typing import Literal
 from xml.etree import ElementTree
 
 import numpy as np
 from scipy import special, stats
 
-from qbench.comparison.changes import Change
 from qbench.errors import RecipeError
 from qbench.metrics import LOG_MEAN, LOG_SCALE, base_metric, is_percentage
 from qbench.records import ANSWERS, Score
-from qbench.statistics import Column, Panel, Regression, drawing_error, effect
+from qbench.statistics import Column, Effect, Missing, Panel, Regression, drawing_error, effect
 from qbench.statistics.panel import MOST_DOCUMENTS, degrees_of_freedom, estimate_contrast
 from qbench.text import NO_VALUE, for_markdown, metric_title, number, table
 
@@ -27,6 +24,27 @@ ROUNDING = 1e-9  # per cent
 Outcome = Literal["pass", "fail", "inconclusive"]
 Inconclusive = Literal["pass", "fail"]
 AUDIT = "audit"  # stands for the task in results about the audit
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """Hold one ``score`` of one cell in the baseline and now, on the documents that both scored.
+
+    ``effect`` is what the new result loses: positive is worse. ``precision`` is that of a cell
+    whose activations or KV cache are quantized: ``W4A8KV4``.
+    """
+
+    cell: str
+    score: Score
+    old: float
+    new: float
+    documents: int
+    effect: Effect | Missing
+    precision: str = ""
+
+    @property
+    def percent(self) -> bool:
+        return is_percentage(self.score.metric)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,53 +179,12 @@ def as_junit(verdict: Verdict) -> str:
     return ElementTree.tostring(suites, encoding="unicode", xml_declaration=True) + "\n"
 
 
-def as_json(verdict: Verdict) -> str:
-    """Return all results as JSON; numbers that are not finite are text, as in records."""
-    return json.dumps(
-        {
-            "outcome": verdict.outcome,
-            "exit_code": verdict.exit_code,
-            "inconclusive_counts_as": verdict.inconclusive,
-            "results": verdict.results,
-            "baseline": verdict.baseline,
-            "notes": verdict.notes,
-            "gates": [_plain(gate) for gate in verdict.gates],
-        },
-        indent=1,
-        ensure_ascii=False,
-    )
-
-
-def _plain(gate: GateResult) -> dict[str, object]:
-    change, worse = gate.change, gate.worse
-    values = {
-        "cell": gate.cell,
-        "task": gate.task or None,
-        "metric": gate.metric or None,
-        "outcome": gate.outcome,
-        "reason": gate.reason,
-        "margin": gate.margin,
-        "margin_given": gate.given,
-        "worse": worse and worse.estimate,
-        "worse_at_least": worse and worse.low,
-        "worse_at_most": worse and worse.high,
-        "documents": change and change.documents,
-        "baseline_value": change and change.old,
-        "value": change and change.new,
-        "p": getattr(change.effect, "p", None) if change else None,
-    }
-    return {
-        name: json.dumps(value) if isinstance(value, float) and not isfinite(value) else value
-        for name, value in values.items()
-    }
-
-
 def _texts(gate: GateResult) -> list[str]:
     change, worse = gate.change, gate.worse
     return [
         SIGNS[gate.outcome],
-        change.cell_text if change else gate.cell,
-        change.label if change else gate.task or NO_VALUE,
+        f"{gate.cell} ({change.precision})" if change and change.precision else gate.cell,
+        change.score.label if change else gate.task or NO_VALUE,
         metric_title(gate.metric) if gate.metric else NO_VALUE,
         number(change.old, percent=change.percent) if change else NO_VALUE,
         number(change.new, percent=change.percent) if change else NO_VALUE,

@@ -12,7 +12,6 @@ from functools import partial
 from qbench.errors import ResultsError
 from qbench.records import Analysis, Damage, Measured, Record, Sensitivity
 from qbench.store import Analyses, Store, long_contexts, sensitivities
-from qbench.tables.scores import printed_measures
 from qbench.tables.table import Table, as_csv, from_rows
 from qbench.tables.table import markdown as table_markdown
 from qbench.text import NO_VALUE, for_markdown, group_by_reason, number, significant
@@ -81,18 +80,11 @@ KL_NOTE = (
     "token, mean over all scored tokens of all tasks."
 )
 SEEDS_NOTE = "Trainings of one kind: their mean, in brackets the lowest and the highest."
-PAPER_NOTE = (
-    "Paper: on 1,000 samples of SlimPajama; sparsity and hidden states on 10 texts (*: zeros of "
-    "softmax by underflow)."
-)
 
 
-def table_4(results: AnalysisResults, published: str | None = None) -> list[Table]:
+def table_4(results: AnalysisResults) -> list[Table]:
     """Return the paper's table 4 of every analyzed cell and group of trainings, with the KL
-    divergence of each quantized cell of the same weights.
-
-    ``published`` puts the paper's rows of the same size above; raises RecipeError if it is unknown.
-    """
+    divergence of each quantized cell of the same weights."""
     cells = {each.cell: [each] for each in results.cells}
     groups = {
         f"{group}/{quantizer}, {len(members)} trainings": [
@@ -105,12 +97,6 @@ def table_4(results: AnalysisResults, published: str | None = None) -> list[Tabl
     kl_of = {each.cell: _kl_by_quantizer(each, results) for each in results.cells}
     labels = dict.fromkeys(label for by_quantizer in kl_of.values() for label in by_quantizer)
     rows = []
-    if published is not None:
-        rows += [
-            {"Cell": f"{model} (paper)", **{head: values[name] for head, name in MEASURES.items()}}
-            | {f"KL {label}": NO_VALUE for label in labels}
-            for model, values in printed_measures(published).items()
-        ]
     for name, analyses in (groups | cells).items():
         measured = [_measures(each.measured) for each in analyses if each.measured is not None]
         row = {
@@ -125,8 +111,6 @@ def table_4(results: AnalysisResults, published: str | None = None) -> list[Tabl
         *NOTES,
         *([KL_NOTE] if labels else []),
         *([SEEDS_NOTE] if groups else []),
-        *([PAPER_NOTE] if published else []),
-        *(["Ours: none; run `qbench analyze`."] if published and not results.cells else []),
     ]
     title = "Sinks, hidden states, sparsity: the softpick paper's table 4"
     return from_rows(rows, title=title, notes=notes)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import html
 import io
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -13,13 +12,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from qbench.comparison.effects import kept
 from qbench.comparison.rows import Comparison, Row, RowValue, bits_per_weight, gib
 from qbench.comparison.verdict import about, margin_of, verdict
 from qbench.records import GroupScore
 from qbench.statistics import Missing, documents_for_margin
 from qbench.store import Store
-from qbench.tables.scores import find_printed, standard_errors_away
 from qbench.tables.summary import summary
 from qbench.tables.table import as_csv
 from qbench.text import group_by_reason
@@ -35,51 +32,38 @@ CONTRASTS = {"delta": "deltas", "damage": "damages", "did": "differences"}
 PARTS = ("", "_stderr", "_low", "_high")  # empty for perplexities, but for ``delta``
 LOG_PARTS = ("_log_ratio", "_log_ratio_stderr", "_log_ratio_low", "_log_ratio_high")
 TESTS = ("_test", "_p", "_p_holm", "_family", "_detectable", "_documents")
-EQUIVALENCE = ("damage_at_most", "damage_documents_needed", "kept", "at_chance")
-PRINTED = ("printed", "printed_source", "standard_errors_away")
 COLUMNS = (
     *(*LINE, "bits", *PRECISION, "quantizer", "checkpoint", *SCORE),
     *(contrast + part for contrast in CONTRASTS for part in (*PARTS, *LOG_PARTS, *TESTS)),
-    *EQUIVALENCE,
+    *("damage_at_most", "damage_documents_needed", "at_chance"),
     *("bits_per_weight", "gib", "kl_mean", "kl_p99", "top1_agreement"),
-    *("right_to_wrong", "wrong_to_right"),
-    *(*PRINTED, "key", "reason"),
+    *("right_to_wrong", "wrong_to_right", "key", "reason"),
 )
 
 
-def comparison_csv(comparison: Comparison, *, published: str | None = None) -> str:
+def comparison_csv(comparison: Comparison) -> str:
     """All scores of the grid in full precision and the record's units, failed and missing too.
 
     ``did`` is the difference-in-differences. ``low`` and ``high`` of a perplexity are those of its
     logarithm, as perplexities. Of perplexities ``delta`` is the raw difference, a
     number alone; errors, intervals, damage and ``did`` are in the columns of the log ratio, and
-    ``detectable`` is a log ratio too. Printed numbers are in the paper's units. Text that a
-    spreadsheet would compute begins with an apostrophe.
+    ``detectable`` is a log ratio too. Text that a spreadsheet would
+    compute begins with an apostrophe.
     """
-    left_out = [] if published else [*PRINTED]
-    if not any(line.precision.in_parts for line in comparison.lines):
-        left_out += PRECISION
-    columns = [column for column in COLUMNS if column not in left_out]
-    return as_csv(comparison_rows(comparison, published=published), columns)
+    in_parts = any(line.precision.in_parts for line in comparison.lines)
+    columns = [column for column in COLUMNS if in_parts or column not in PRECISION]
+    return as_csv(comparison_rows(comparison), columns)
 
 
-def comparison_rows(
-    comparison: Comparison, *, published: str | None = None
-) -> list[dict[str, object]]:
+def comparison_rows(comparison: Comparison) -> list[dict[str, object]]:
     """Return the rows of ``comparison_csv``, by the names in ``COLUMNS``."""
     rows = []
     for line in comparison.lines:
         for entry in line.entries:
-            row = _row(line, entry)
             name = (entry.checkpoint, line.task, line.metric)
-            row |= {
-                "kept": kept(comparison, line, entry.checkpoint) if line.quantized else None,
-                "at_chance": name in comparison.at_chance or None,
-            }
-            if published:
-                row |= _printed(comparison, line, entry, published)
+            row = _row(line, entry) | {"at_chance": name in comparison.at_chance or None}
             rows.append(row | _predictions(comparison, line, entry))
-    return [*rows, *_groups(comparison)]
+    return rows
 
 
 def _predictions(comparison: Comparison, line: Row, entry: RowValue) -> dict[str, object]:
@@ -95,26 +79,6 @@ def _predictions(comparison: Comparison, line: Row, entry: RowValue) -> dict[str
     if damage and (flips := damage.flips.get(line.metric)):
         row |= {name: getattr(flips, name) for name in ("right_to_wrong", "wrong_to_right")}
     return row
-
-
-def _groups(comparison: Comparison) -> Iterator[dict[str, object]]:
-    """Yield the scores of groups of tasks that have no row of their own; ``task`` is the group."""
-    for record in comparison.records.values():
-        for group in record.other_groups:
-            yield {
-                "task": group.group,
-                "label": group.label,
-                "metric": group.metric,
-                "direction": _direction(group),
-                "method": record.method,
-                "quantizer": record.quantizer,
-                "checkpoint": record.checkpoint,
-                "status": "ok",
-                "value": group.value,
-                "stderr": group.stderr,
-                "documents": group.documents,
-                "key": record.key,
-            }
 
 
 def _direction(row: Row | GroupScore) -> str:
@@ -161,18 +125,6 @@ def _row(line: Row, entry: RowValue) -> dict[str, object]:
                     "damage_documents_needed": documents_for_margin(effect, margin_of(line)),
                 }
     return row
-
-
-def _printed(comparison: Comparison, line: Row, entry: RowValue, name: str) -> dict[str, object]:
-    row = find_printed(comparison, line, entry.checkpoint, name)
-    if row is None:
-        return {}
-    away = standard_errors_away(line, entry.checkpoint, float(row["value"]))
-    return {
-        "printed": row["value"],
-        "printed_source": row["table"],
-        "standard_errors_away": away,
-    }
 
 
 EFFECT = ("p", "p_holm", "family", "detectable", "of_seeds", "seeds", "documents")
@@ -227,9 +179,9 @@ class Results:
     def damage(self) -> pd.DataFrame:
         """Return one row per quantized cell, task and metric, with the columns of tables.csv, and
         ``kl`` with its 95 % interval: over all tasks of the cell, in nats per token."""
-        left_out = (*PRINTED, *(name for name in COLUMNS if name.startswith(("delta", "did"))))
+        left_out = [name for name in COLUMNS if name.startswith(("delta", "did"))]
         rows = pd.DataFrame(comparison_rows(self.comparison), columns=[*COLUMNS])
-        rows = rows[rows.quantizer.isin(self.comparison.quantizers)].drop(columns=[*left_out])
+        rows = rows[rows.quantizer.isin(self.comparison.quantizers)].drop(columns=left_out)
         means, cells = {}, {}
         if self.comparison.kl:
             means, cells = self.comparison.kl.means, self.comparison.kl.cells

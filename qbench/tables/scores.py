@@ -1,24 +1,16 @@
-"""Build tables of scores with their footnotes: Δ, damage, what quantization changed, a paper's
-printed numbers beside ours (``published.csv``: one per row, in lm-eval's names for tasks and
-metrics and ours for methods).
+"""Build tables of scores with their footnotes: Δ, damage, what quantization changed.
 
 Laid out as the softpick paper's tables 8 to 13: one table per quantization method.
 """
 
 from __future__ import annotations
 
-import csv
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from importlib import resources
 from statistics import fmean
 from textwrap import shorten
 from typing import TYPE_CHECKING
 
-from qbench.comparison.changes import MOST_PAIRED, Change, Changes
-from qbench.comparison.effects import kept
 from qbench.comparison.rows import (
     Comparison,
     Row,
@@ -46,20 +38,17 @@ from qbench.comparison.wording import (
     share_text,
     values_text,
 )
-from qbench.errors import RecipeError
-from qbench.metrics import base_metric, is_percentage
 from qbench.records import (
     ANSWERS,
     KEY_DIGITS,
     GridCell,
     GroupScore,
     Record,
-    SampleDifference,
     TaskDamage,
 )
 from qbench.statistics import documents_for_margin, samples_needed
 from qbench.statistics.effect import DRAWN_ERRORS
-from qbench.tables.table import Cells, Table, from_rows, markdown
+from qbench.tables.table import Cells, Table, from_rows
 from qbench.text import MINUS, NO_VALUE, group_by_reason, metric_title, number, significant
 
 if TYPE_CHECKING:
@@ -67,7 +56,7 @@ if TYPE_CHECKING:
 
 
 HUNDREDTH = 0.01
-AT_MOST, KEPT = "At most", "Kept"
+AT_MOST = "At most"
 MARKS = "‡ differs from 0 at 5 % after Holm's correction over all {kind} of this folder."
 BRACKETS = "Brackets: 95 % intervals, paired by document."
 DAMAGE_NOTE = (
@@ -84,7 +73,6 @@ COST_NOTES = (
     "Flips: answers from right to wrong / from wrong to right.",
 )
 AT_MOST_NOTE = f"{AT_MOST}: a larger damage is excluded at 95 % (one-sided)."
-KEPT_NOTE = f"{KEPT}: accuracy above chance, as a share of the unquantized model's."
 
 
 def run_notes(comparison: Comparison, hidden: Sequence[Row]) -> list[str]:
@@ -100,16 +88,13 @@ def run_notes(comparison: Comparison, hidden: Sequence[Row]) -> list[str]:
 
 
 def score_notes(comparison: Comparison, rows: Sequence[Row], footnotes: Sequence[str]) -> list[str]:
-    """Return the lines below a table of scores: caches, how scoring was judged, ``footnotes``,
+    """Return the lines below a table of scores: drawn answers, ``footnotes``,
     precisions, tasks at chance, trainings."""
     return [
-        *cache_notes(comparison, rows),
-        *judged_notes(comparison, rows),
         *drawn_notes(rows),
         *footnotes,
         *precision_notes(rows),
         *chance_notes(comparison, rows),
-        *single_notes(rows),
         *training_notes(comparison),
     ]
 
@@ -222,18 +207,6 @@ def chance_notes(comparison: Comparison, rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def single_notes(lines: Sequence[Row]) -> list[str]:
-    """Return a line on the tasks of ``lines`` that were scored on one document, if there are
-    any."""
-    alone = {line.label: None for line in lines for entry in line.entries if entry.documents == 1}
-    if not alone:
-        return []
-    return [
-        f"{', '.join(alone)}: one document has no error bars, so no interval, test or damage; "
-        "score more."
-    ]
-
-
 def drawn_notes(rows: Iterable[Row]) -> list[str]:
     """Return a line per metric whose answers are drawn: how far drawing others to the same prompts
     moves a damage, and how many prompts or samples would show a loss of a hundredth."""
@@ -261,54 +234,9 @@ def drawn_notes(rows: Iterable[Row]) -> list[str]:
     return lines
 
 
-def cache_notes(comparison: Comparison, lines: Sequence[Row]) -> list[str]:
-    """Return a line per context length on quantized KV caches of ``lines``: the bytes per token
-    of each."""
-    sizes_by_context: dict[tuple[int, float], dict[str, dict[str, None]]] = {}
-    for line in lines:
-        for entry in line.entries:
-            record = comparison.records.get(entry.cell)
-            if audit := record and record.audit and record.audit.kv_cache:
-                alike = sizes_by_context.setdefault(
-                    (audit.tokens, audit.unquantized_bytes_per_token), {}
-                )
-                alike.setdefault(line.quantizer, {})[f"{audit.bytes_per_token:,.0f}"] = None
-    return [
-        f"KV cache of {tokens:,} tokens, bytes per token with scales: unquantized "
-        f"{unquantized:,.0f}; "
-        + "; ".join(f"{name} {' / '.join(sizes)}" for name, sizes in alike.items())
-        + "."
-        for (tokens, unquantized), alike in sizes_by_context.items()
-    ]
-
-
-def judged_notes(comparison: Comparison, lines: Sequence[Row]) -> list[str]:
-    """Return a line if fast scores of ``lines`` were judged by their mean difference from exact
-    ones."""
-    entries = {entry.cell: entry for line in lines for entry in line.entries}
-    samples = [sample for cell in entries for sample in _by_bias(comparison, cell)]
-    if not samples:
-        return []
-    widest = max(sample.mean_per_token for sample in samples)
-    worst = max(samples, key=lambda sample: abs(sample.bias_per_token or 0.0))
-    error = f" ± {worst.bias_stderr:.2g}" if worst.bias_stderr is not None else ""
-    bias = f"{worst.bias_per_token:+.2g}".replace("-", MINUS)
-    return [
-        "Fast scores of quantized activations or KV caches differ from exact ones by up to "
-        f"{widest:.2g} nats a token; judged by their signed mean, at most {bias}{error}."
-    ]
-
-
-def _by_bias(comparison: Comparison, cell: str) -> list[SampleDifference]:
-    record = comparison.records.get(cell)
-    difference = record.scoring.difference_from_exact if record and record.scoring else None
-    return [sample for sample in difference.samples if sample.by_bias] if difference else []
-
-
 INTERVAL = "95 % interval"
 NAMES = ("Task", "Metric", "Quantization")
 BY_TASK = {"words": len(NAMES), "grouped": True}  # of tables whose rows begin with as many words
-MANY_PAIRS = "Precisions among themselves: qbench tables FOLDER --against QUANTIZER."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -384,7 +312,7 @@ def by_method(comparison: Comparison) -> list[MethodLines]:
     return made
 
 
-def tables_of(method: MethodLines, published: str | None) -> list[Table]:
+def tables_of(method: MethodLines) -> list[Table]:
     """Return the tables of scores with Δ and of damage.
 
     With several trainings of each kind they are of the means; those of a checkpoint that was
@@ -392,18 +320,18 @@ def tables_of(method: MethodLines, published: str | None) -> list[Table]:
     """
     if method.seeds:
         quantized = [line for line in method.seeds if line.quantized and line.damages]
-        tables = [*_deltas(method, None), *_damages(method, quantized)]
+        tables = [*_deltas(method), *_damages(method, quantized)]
         single = replace(method.comparison, seeds=())
         for pair in _with_the_first(replace(method, comparison=single, problems=(), notes=())):
             if not {*single.trained_once}.isdisjoint(pair.checkpoints):
-                tables += tables_of(pair, published)
+                tables += tables_of(pair)
         return tables
     if len(method.checkpoints) > 2:  # a table for each pair stays readable
-        return [table for pair in _with_the_first(method) for table in tables_of(pair, published)]
+        return [table for pair in _with_the_first(method) for table in tables_of(pair)]
     damaged = any(line.damages for line in method.lines)
-    if len(method.checkpoints) == 1 and (damaged or costs(method)) and not published:
+    if len(method.checkpoints) == 1 and (damaged or costs(method)):
         return _one_model(method)
-    return [*_deltas(method, published), *_damages(method, method.quantized if damaged else [])]
+    return [*_deltas(method), *_damages(method, method.quantized if damaged else [])]
 
 
 def _with_the_first(method: MethodLines) -> list[MethodLines]:
@@ -440,7 +368,7 @@ def _effect_cells(line: Row, head: str, contrast: str, group: str, each: str = "
     return cells
 
 
-def _deltas(method: MethodLines, published: str | None) -> list[Table]:
+def _deltas(method: MethodLines) -> list[Table]:
     """Return the table of each checkpoint's scores, or of the means of each group of trainings,
     and Δ."""
     comparison, seeds = method.comparison, bool(method.seeds)
@@ -462,8 +390,6 @@ def _deltas(method: MethodLines, published: str | None) -> list[Table]:
             if not seeds:  # as the papers print it, of perplexities too
                 cells = [(head, _delta_text(line, other)), *(cells[1:] if tested else [])]
             row += cells
-        if published:
-            row += printed_cells(comparison, line, method.checkpoints, published)
         effects = [*line.deltas.values(), *line.scores.values()]
         rows.append([*row, ("Documents", _counts(effects) if seeds else documents_text(line))])
     against = ", ".join(f"{other} {MINUS} {base}" for other in others)
@@ -474,7 +400,6 @@ def _deltas(method: MethodLines, published: str | None) -> list[Table]:
         notes = [*seed_notes(comparison, lines, ("deltas",)), *method.footnotes]
     else:
         notes = [
-            *(printed_notes(comparison, lines, published) if published else []),
             *([MARKS.format(kind="Δ"), BRACKETS] if tested else []),
             *ratio_notes(effect for line in lines for effect in line.deltas.values()),
             *missing_notes(lines, ("deltas",)),
@@ -544,7 +469,6 @@ def _one_model(method: MethodLines) -> list[Table]:
             "Damage": effect_text(effect, percent=line.percent),
             INTERVAL: interval_text(effect, percent=line.percent),
             AT_MOST: bound_text(effect, percent=line.percent),
-            KEPT: kept_text(comparison, line, checkpoint),
             **_cost_texts([comparison.task_damage(cell, line.task)], line.metric),
         }
         rows.append(
@@ -556,17 +480,14 @@ def _one_model(method: MethodLines) -> list[Table]:
                 "Documents": documents_text(line),
             }
         )
-    many = len({line.quantizer for line in method.quantized}) > MOST_PAIRED
     return from_rows(
         rows,
         title=f"{method.name}: what it costs {checkpoint}",
         notes=(
             *(DAMAGE_NOTE, MARKS.format(kind="damages"), BRACKETS, AT_MOST_NOTE),
-            *([KEPT_NOTE] if comparison.chance else []),
             *COST_NOTES,
             *ratio_notes(effect for line in method.lines for effect in line.damages.values()),
             *missing_notes(method.lines, ("damages",)),
-            *([MANY_PAIRS] if many else []),
             *score_notes(comparison, method.lines, method.footnotes),
         ),
         **BY_TASK,
@@ -609,11 +530,6 @@ def costs(method: MethodLines) -> list[Table]:
     )
 
 
-def kept_text(comparison: Comparison, row: Row, checkpoint: str) -> str:
-    share = kept(comparison, row, checkpoint) if row.quantized else None
-    return "" if share is None else f"{100 * share:.0f} %"
-
-
 def _flip_metrics(comparison: Comparison) -> dict[str, str]:
     """Return task → the first of its metrics whose answers are right or wrong."""
     metric_of_task: dict[str, str] = {}
@@ -650,33 +566,6 @@ def _size_texts(records: Sequence[Record | None]) -> dict[str, str]:
         "Bits per weight": NO_VALUE if None in bits else f"{fmean(bits):.2f}",
         "GiB": NO_VALUE if None in size else significant(fmean(size)),
     }
-
-
-def group_tables(comparison: Comparison) -> list[Table]:
-    """Return the table of groups of tasks that have no row of their own, since their tasks count
-    alike."""
-    rows = []
-    for quantizer in dict.fromkeys(line.quantizer for line in comparison.lines):
-        records = [comparison.records.get(f"{name}/{quantizer}") for name in comparison.checkpoints]
-        scores = [
-            {(group.group, group.metric): group for group in record.other_groups} if record else {}
-            for record in records
-        ]
-        for name in dict.fromkeys(name for by_name in scores for name in by_name):
-            like = next(by_name[name] for by_name in scores if name in by_name)
-            percent = is_percentage(like.metric)
-            texts = [_score_text(by_name.get(name), percent=percent) for by_name in scores]
-            names = (like.label, metric_text(like), quantizer)
-            rows.append(
-                [
-                    *zip(("Group", *NAMES[1:]), names, strict=True),
-                    *zip(comparison.checkpoints, texts, strict=True),
-                    ("Documents", str(like.documents)),
-                ]
-            )
-    rows = sorted(rows, key=lambda row: row[:2])
-    notes = ("Means over a group's tasks, as lm-eval weights them.",)
-    return from_rows(rows, title="Groups of tasks", notes=notes, **BY_TASK)
 
 
 def _score_text(score: RowValue | GroupScore | None, *, percent: bool) -> str:
@@ -723,200 +612,3 @@ def documents_text(line: Row) -> str:
     if len(numbers) <= 1:
         return str(next(iter(numbers), NO_VALUE))
     return "/".join(NO_VALUE if count is None else str(count) for count in counts)
-
-
-# --- put a paper's printed numbers beside the same scores of ours
-
-
-# Set → the size of its models and the paper's tables of a pair's scores.
-SETS = {
-    "softpick-340m": ("340M", ("Table 2", "Table 7", "Table 8", "Table 9", "Table 10")),
-    "softpick-1.8b": ("1.8B", ("Table 3", "Table 11", "Table 12", "Table 13")),
-}
-DOUBTS = {
-    "Table 2": "WikiText's word perplexities 23.85 and 24.32 are 204.94 and 141.56 in Table 6.",
-    "Table 7": "96.9 of scalable-softmax is no multiple of 0.5, as the rates of 200 trials are.",
-    "Table 13": "2 bits repeat 3 bits in all 18 scores, which lie within 0.16 of the unquantized "
-    "ones of Table 3, as if nothing had been quantized.",
-}
-
-
-@cache
-def published_rows() -> tuple[dict[str, str], ...]:
-    """Return the rows of ``published.csv``."""
-    text = resources.files(__package__).joinpath("published.csv").read_text("utf-8")
-    return tuple(csv.DictReader(text.splitlines()))
-
-
-def _set(name: str) -> tuple[str, tuple[str, ...]]:
-    if name not in SETS:
-        raise RecipeError(f"--published {name}: unknown; possible: {', '.join(SETS)}")
-    return SETS[name]
-
-
-@cache
-def _scores(name: str) -> Mapping[tuple[str, ...], dict[str, str]]:
-    """Return a set's rows by (model, task, metric, method, bits)."""
-    scale, tables = _set(name)
-    return {
-        tuple(row[part] for part in ("model", "task", "metric", "method", "bits")): row
-        for row in published_rows()
-        if row["scale"] == scale and row["table"] in tables
-    }
-
-
-def find_printed(
-    comparison: Comparison, line: Row, checkpoint: str, published: str
-) -> dict[str, str] | None:
-    """Return the row of ``published.csv`` of the same normalizer, task, metric, method and bits.
-
-    Raises RecipeError for an unknown set.
-    """
-    record = comparison.records.get(line.entry(checkpoint).cell)
-    bits = "" if line.bits is None else f"{line.bits:g}"
-    model = record.normalizer if record else checkpoint
-    name = (model, line.task, base_metric(line.metric), line.method, bits)
-    return _scores(published).get(name)
-
-
-def standard_errors_away(line: Row, checkpoint: str, printed: float) -> float | None:
-    """Return (ours − printed) / our standard error, of perplexities on their logarithms; None
-    without a score or an error."""
-    entry, interval = line.entry(checkpoint), line.intervals.get(checkpoint)
-    stderr = entry.stderr or (interval.stderr if interval else None)
-    if entry.value is None or not stderr:
-        return None
-    if line.ratio:
-        return math.log(entry.value / printed) * entry.value / stderr
-    return (entry.value - printed / (100.0 if line.percent else 1.0)) / stderr
-
-
-def printed_cells(
-    comparison: Comparison, line: Row, checkpoints: Sequence[str], published: str
-) -> list[tuple[str, str]]:
-    """Return (head, text) of the paper's number for each checkpoint of a row."""
-    cells = []
-    for name in checkpoints:
-        row = find_printed(comparison, line, name, published)
-        text = NO_VALUE
-        if row is not None:
-            away = standard_errors_away(line, name, float(row["value"]))
-            text = row["value"] + ("" if away is None else f" ({away:+.1f} SE)")
-        cells.append((f"{name}, printed", text.replace("-", MINUS)))
-    return cells
-
-
-def printed_notes(comparison: Comparison, lines: Iterable[Row], published: str) -> list[str]:
-    """Return notes: in which tables the numbers stand, and what is doubtful about them."""
-    printed_rows = (
-        find_printed(comparison, line, entry.checkpoint, published)
-        for line in lines
-        for entry in line.entries
-    )
-    tables = list(dict.fromkeys(row["table"] for row in printed_rows if row))
-    if not tables:
-        return [f"{published} prints none of these cells."]
-    return [
-        f"Printed: {published}, {', '.join(tables)}; in brackets ours minus the printed value, in "
-        "our standard errors.",
-        *(f"Beware, {name}: {DOUBTS[name]}" for name in tables if name in DOUBTS),
-    ]
-
-
-def printed_measures(published: str) -> dict[str, dict[str, str]]:
-    """Return model → measure → value of the softpick paper's table 4, of the set's size."""
-    scale, _ = _set(published)
-    measures: dict[str, dict[str, str]] = {}
-    for row in published_rows():
-        if row["table"] == "Table 4" and row["scale"] == scale:
-            values = measures.setdefault(f"{scale} {row['model']}", {})
-            values[row["metric"]] = row["value"].replace("-", MINUS)
-    return measures
-
-
-# --- render what changed between two results, cells or precisions
-
-
-def changes_table(changes: Changes) -> str:
-    """Return a row per score, significant ones marked; then what cannot be compared; Markdown."""
-    notes = (
-        "Loss: what the new result loses against the old one, paired by document; above 0, or "
-        "above × 1, it is worse.",
-        RATIO_NOTE,
-        "‡ significant at 5 % after Holm's correction over all rows; p is not corrected.",
-        *(
-            f"{NO_INTERVAL} {line}."
-            for line in group_by_reason(
-                (
-                    f"{each.cell_text} {each.label} {metric_title(each.metric)}",
-                    each.effect.reason,
-                )
-                for each in changes.lines
-                if not hasattr(each.effect, "interval")
-            )
-        ),
-        *changes.problems,
-    )
-    rows = []
-    for change in changes.lines:
-        unpaired = f" ({change.left_out} unpaired)" if change.left_out else ""
-        rows.append(
-            {
-                "Cell": change.cell_text,
-                **_pair_names(change),
-                "Old": number(change.old, percent=change.percent),
-                "New": number(change.new, percent=change.percent),
-                **_loss(change),
-                "p": _p_text(change, "p"),
-                "Documents": f"{change.documents}{unpaired}",
-            }
-        )
-    title = f"{changes.new} against {changes.old}"
-    tables = from_rows(rows, title=title, notes=notes, words=3)
-    return markdown(tables or [Table(title=title, head=(), rows=(), notes=notes)])
-
-
-def pair_tables(comparison: Comparison) -> list[Table]:
-    """Return one checkpoint's quantized precisions among themselves, if any pair differs
-    significantly; nothing if there are no pairs."""
-    if not any(getattr(pair.effect, "significant", False) for pair in comparison.pairs):
-        return []
-    rows = [
-        {
-            **_pair_names(pair),
-            "Pair": pair.cell_text,
-            **_loss(pair),
-            "p (Holm)": _p_text(pair, "p_holm"),
-            "Documents": str(pair.documents),
-        }
-        for pair in comparison.pairs
-    ]
-    tested = [pair.effect for pair in comparison.pairs if hasattr(pair.effect, "interval")]
-    return from_rows(
-        rows,
-        title="Quantization: precisions among themselves",
-        notes=(
-            "Loss: what the first precision loses against the second, paired by document; above "
-            "0, or above × 1, the first is worse.",
-            f"‡ and p: after Holm's correction over all {len(tested)} pairs.",
-            *ratio_notes(tested),
-        ),
-        words=3,
-        grouped=True,
-    )
-
-
-def _pair_names(change: Change) -> dict[str, str]:
-    return {"Task": change.label, "Metric": metric_text(change)}
-
-
-def _loss(change: Change) -> dict[str, str]:
-    return {
-        "Loss": effect_text(change.effect, percent=change.percent),
-        "95 % interval": interval_text(change.effect, percent=change.percent),
-    }
-
-
-def _p_text(change: Change, name: str) -> str:
-    p = getattr(change.effect, name, None)
-    return NO_VALUE if p is None else f"{p:.2g}"

@@ -1,4 +1,4 @@
-"""Tables of text, and their Markdown, LaTeX and CSV."""
+"""Tables of text, and their Markdown and CSV."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from qbench.text import for_csv, for_latex, for_markdown, table
+from qbench.text import for_csv, for_markdown, table
 
 MOST_RECORDS = 4  # that are named below a table
 Cells = list[tuple[str, str]]  # of a row whose heads repeat, each with its head
@@ -88,37 +88,6 @@ def _blocks(printed: Table) -> list[str]:
     notes = "\n".join(f"- {for_markdown(note)}" for note in printed.footnotes)
     made = [table(printed.head, printed.shown, align=printed.align), notes]
     return [f"### {for_markdown(printed.title)}", *(block for block in made if block)]
-
-
-def latex(tables: Iterable[Table]) -> str:
-    r"""Return a fragment for ``\input``: one floating table per table, with its notes below.
-
-    The document must load booktabs.
-    """
-    return "\n".join(map(_latex, tables))
-
-
-def _latex(printed: Table) -> str:
-    import pandas as pd  # slow to import
-
-    def escaped(texts: Iterable[str]) -> list[str]:
-        return [for_latex(text) for text in texts]
-
-    # In braces: a row that begins with a bracket would be an argument of the row before.
-    rows = [[f"{{{cell}}}" if cell[:1] in "[*" else cell for cell in escaped(row)]
-            for row in printed.shown]  # fmt: skip
-    frame = pd.DataFrame(rows, columns=escaped(printed.head))
-    return "\n".join(
-        [
-            *(f"% {record}" for record in escaped(printed.records)),
-            r"\begin{table}",
-            rf"\caption{{{for_latex(printed.title)}}}",
-            frame.to_latex(index=False, column_format=printed.align).rstrip(),
-            *(rf"\par\footnotesize {note}" for note in escaped(printed.notes)),
-            r"\end{table}",
-            "",
-        ]
-    )
 
 
 def as_csv(

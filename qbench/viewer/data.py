@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 
 from qbench import __version__
 from qbench.comparison.answers import split_prompts
-from qbench.comparison.changes import cell_flips
 from qbench.comparison.compare import compare
+from qbench.comparison.outcomes import cell_flips
 from qbench.comparison.rows import (
     TESTED,
     Comparison,
@@ -216,17 +216,6 @@ def overview(results: Results, comparison: Comparison) -> Json:
         "lines": [_line(line) for line in lines],
         "by_group": [
             _seed_line(line) for line in comparison.seeds if not redundant(line, comparison.lines)
-        ],
-        "pairs": [
-            {
-                "task": pair.label,
-                "metric": metric_title(pair.metric),
-                "percent": pair.percent,
-                "pair": pair.cell_text,
-                "documents": pair.documents,
-                **({"effect": _effect(pair.effect)} if hasattr(pair.effect, "interval") else {}),
-            }
-            for pair in comparison.pairs
         ],
         "verdict": verdict(comparison),
         "about": about(comparison),

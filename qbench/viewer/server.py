@@ -1,15 +1,11 @@
 """Serve the page on this machine alone, nothing without the token in its address; or write it as a
-static site or one file, which open from a disk."""
+static site, which opens from a disk."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
 import re
 import secrets
-import socket
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
@@ -17,7 +13,6 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 from qbench.errors import QbenchError, ResultsError
 from qbench.files import write_atomically
@@ -26,7 +21,6 @@ from qbench.viewer.data import Json, Results, analysis, index
 
 HOST = "127.0.0.1"
 SECONDS = 10  # that a client may take for the next part of its request
-CONNECTIONS = 32  # that may wait for the end of a request at once
 PAYLOAD = re.compile(r"(\d{1,6})/([a-z]+(/\d{1,9})*)")  # folder and payload
 ASSETS = {"viewer.js": "text/javascript", "viewer.css": "text/css"}
 HEADERS = {
@@ -51,11 +45,7 @@ def encode(payload: object) -> str:
 
 
 class Server(ThreadingHTTPServer):
-    """Serves ``results`` at ``address``; the page asks for ``state`` and loads what changed.
-
-    A connection is one request. If more than ``CONNECTIONS`` have not sent theirs, the one that has
-    waited longest is closed.
-    """
+    """Serves ``results`` at ``address``; the page asks for ``state`` and loads what changed."""
 
     daemon_threads = True
 
@@ -63,8 +53,6 @@ class Server(ThreadingHTTPServer):
         """``port`` 0: any that is free. Raises ResultsError if the port is taken."""
         self.results = results
         self.token = secrets.token_urlsafe(16)
-        self._waiting: dict[socket.socket, None] = {}  # in the order in which they came
-        self._lock = threading.Lock()
         try:
             super().__init__((HOST, port), _Handler)
         except OSError as error:
@@ -94,24 +82,6 @@ class Server(ThreadingHTTPServer):
         except QbenchError as error:
             return encode({"error": str(error)})
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        with self._lock:
-            self._waiting[request] = None
-            if len(self._waiting) > CONNECTIONS:
-                with suppress(OSError):
-                    next(iter(self._waiting)).shutdown(socket.SHUT_RDWR)
-                del self._waiting[next(iter(self._waiting))]
-        super().process_request(request, client_address)
-
-    def received(self, request: Any) -> None:
-        """Note that the client of this connection waits for nothing more, or has gone."""
-        with self._lock:
-            self._waiting.pop(request, None)
-
-    def shutdown_request(self, request: Any) -> None:
-        self.received(request)
-        super().shutdown_request(request)
-
 
 class _Handler(BaseHTTPRequestHandler):
     server: Server
@@ -125,7 +95,6 @@ class _Handler(BaseHTTPRequestHandler):
         if self.headers.get("Host") not in hosts or not is_token:
             self._send(HTTPStatus.FORBIDDEN, "text/plain", "not this address")
             return
-        self.server.received(self.request)
         if name == "":
             self._send(HTTPStatus.OK, "text/html", asset("index.html"))
         elif name in ASSETS:
@@ -155,7 +124,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Print nothing per request."""
 
 
-# --- the same page without a server: a static site, or one file. Both open from a disk
+# --- the same page without a server: a static site, which opens from a disk
 
 
 def write_site(results: Sequence[Results], folder: Path) -> list[Path]:
@@ -172,7 +141,7 @@ def write_site(results: Sequence[Results], folder: Path) -> list[Path]:
     write_atomically(paths[0], page.encode())
     for path in paths[1:]:
         write_atomically(path, asset(path.name).encode())
-    for name, payload in _payloads(results, documents=True):
+    for name, payload in _payloads(results):
         paths.append(folder / "data" / f"{name}.js")
         text = f"qbenchData({encode(name)},{encode(payload)});\n"
         write_atomically(paths[-1], text.encode(errors="replace"))
@@ -194,13 +163,13 @@ def require_intact(store: Store) -> None:
         raise ResultsError(*damaged)
 
 
-def _payloads(results: Sequence[Results], *, documents: bool) -> Iterator[tuple[str, Json]]:
-    """Yield (name, payload) for all payloads, or without those of single ``documents``."""
+def _payloads(results: Sequence[Results]) -> Iterator[tuple[str, Json]]:
+    """Yield (name, payload) for all payloads."""
     yield "index", index(results)
     for folder, folder_results in enumerate(results):
         overview = folder_results.payload("overview", wait=True)
         yield f"{folder}/overview", overview
-        tasks = range(len(overview["tasks"])) if documents else ()
+        tasks = range(len(overview["tasks"]))
         names = ["analysis", *(f"texts/{task}" for task in tasks)]
         for cell, shown in enumerate(overview["cells"]):
             if "documents" in shown:
@@ -212,26 +181,3 @@ def _payloads(results: Sequence[Results], *, documents: bool) -> Iterator[tuple[
             for document in payload.get("by_token", ()):
                 tokens = f"{name.replace('documents', 'tokens')}/{document}"
                 yield f"{folder}/{tokens}", folder_results.payload(tokens, wait=True)
-
-
-def write_report(results: Results, path: Path) -> Path:
-    """Write the first page, with the cells behind it, as one file. Raises as ``write_site``."""
-    require_intact(results.store)
-    data = dict(_payloads([results], documents=False))
-    script = asset("viewer.js").replace("</script", "<\\/script")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = (
-        f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; "
-        "img-src data: blob:; base-uri 'none'; form-action 'none'"
-    )
-    page = asset("index.html").replace("<html ", '<html data-source="inline" ', 1)
-    page = page.replace(
-        '<link rel="stylesheet" href="viewer.css">',
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
-        f"<style>{asset('viewer.css')}</style>",
-    )
-    scripts = f'<script type="application/json" id="data">{encode(data)}</script>'
-    scripts += f"<script>{script}</script>"
-    page = page.replace('<script defer src="viewer.js"></script>', scripts)
-    write_atomically(path, page.encode(errors="replace"))
-    return path

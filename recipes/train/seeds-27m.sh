@@ -47,5 +47,5 @@ qbench analyze recipes/appendix-340m.yaml "${checkpoints[@]}" --data "$data" \
   --samples 60 --length 512 --out results/seeds-27m
 
 for results in results/seeds-27m results/seeds-27m-kv results/seeds-27m-activations; do
-  qbench report "$results"
+  qbench view "$results" --export "$results/site"
 done

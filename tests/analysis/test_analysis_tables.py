@@ -6,10 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from small_recipe import qbench
-from synthetic import make_store
 
-from qbench.errors import RecipeError
 from qbench.store import Analyses, Store
 from qbench.tables.analyses import analyses_csv, load_analyses, table_4
 from qbench.viewer.figures import write_analyses
@@ -77,22 +74,6 @@ def test_cells_that_failed_alike_are_named_in_one_line(tmp_path):
     for one in analyses.records():
         analyses.put(one.model_copy(update={"status": "failed", "error": "no", "measured": None}))
     assert load_analyses(Store(tmp_path)).problems == ("softmax/bf16, softpick/bf16: failed: no",)
-
-
-def test_the_papers_rows_stand_above_ours_and_ask_for_what_is_missing(tmp_path):
-    store = make_store(tmp_path, quantizers=["bf16"], sizes={"wikitext": 12})
-    (table,) = table_4(load_analyses(store), "softpick-340m")
-    assert table.rows == (
-        ("340M softmax (paper)", "68.28", "63.41", "33510.81", "−207.55", "240.27", "4.53*"),
-        ("340M softpick (paper)", "00.00", "00.00", "340.96", "−45.03", "36.21", "99.34"),
-    )
-    assert "Ours: none; run `qbench analyze`." in table.notes
-    (large,) = table_4(load_analyses(store), "softpick-1.8b")
-    assert large.rows[1][3] == "2193.27"
-    with pytest.raises(RecipeError, match="--published nothing: unknown"):
-        table_4(load_analyses(store), "nothing")
-    assert qbench("tables", tmp_path, "--published", "softpick-340m") == 0
-    assert "340M softpick (paper)" in (tmp_path / "tables.md").read_text()
 
 
 @pytest.mark.slow

@@ -147,12 +147,12 @@ def test_a_quantized_cell_is_quantized_audited_and_stands_beside_its_damage(own)
     assert float(row.split("|")[-2]) > 0
     softpick = next(line for line in text.splitlines() if line.startswith("| softpick/fp32"))
     assert softpick.split("|")[-2].strip() == "—"
-    assert qbench("report", out) == 0
-    assert '"sink' in (out / "report.html").read_text()
+    assert qbench("view", out, "--export", out / "site") == 0
+    assert '"sink' in (out / "site" / "data" / "0" / "analysis.js").read_text()
     (record,) = (out / "analysis" / "softpick" / "fp32").glob("*.json")
     record.write_text(record.read_text().replace('"zeros"', '"zeroes"', 1))
     with pytest.raises(ResultsError, match="damaged"):
-        qbench("report", out)
+        qbench("view", out, "--export", out / "site")
 
 
 def test_longer_texts_have_records_of_their_own_and_are_shown_along_the_text(own, capfd):

@@ -3,8 +3,8 @@
 import pytest
 from synthetic import make_store
 
-from qbench.comparison.changes import cell_flips, count_flips, read_columns
 from qbench.comparison.compare import compare
+from qbench.comparison.outcomes import cell_flips, count_flips, read_columns
 from qbench.records import Flips, Unavailable
 from qbench.statistics import Column
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from qbench.comparison.changes import read_columns
 from qbench.comparison.compare import compare
+from qbench.comparison.outcomes import read_columns
 from qbench.records import ANSWERS
 from qbench.statistics import KL_MEAN, Panel, effect, score
 from qbench.store import Store

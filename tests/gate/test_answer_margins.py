@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from qbench.comparison.changes import CellResults, change
-from qbench.gate.check import _gate
+from qbench.gate.baseline import CellResults
+from qbench.gate.check import _gate, change
 from qbench.gate.verdict import margin_of
 from qbench.metrics import LOG_MEAN
 from qbench.records import ANSWERS, Precision, Score

@@ -7,15 +7,13 @@ import pandas as pd
 import pytest
 from gate_results import CELL, changed, record_of, update
 
-from qbench.comparison.changes import read_results
 from qbench.errors import ResultsError
 from qbench.gate import baseline, check
 from qbench.store import Store, extract, pack
-from qbench.tables.scores import changes_table
 
 
 def assert_same(first, second):
-    assert (first.name, list(first.cells)) == (second.name, list(second.cells))
+    assert list(first.cells) == list(second.cells)
     for one, other in zip(first.cells.values(), second.cells.values(), strict=True):
         assert (other.scores, other.record.audit) == (one.scores, one.record.audit)
         for name, column in one.columns.items():
@@ -24,12 +22,12 @@ def assert_same(first, second):
 
 
 def test_a_baseline_gives_back_what_was_put_in_as_a_folder_does(good, standard):
-    results = read_results(good, decimals=baseline.DECIMALS)
+    results = baseline.read_results(good)
     assert_same(results, baseline.read(standard))
     assert_same(results, baseline.read(good.directory))
 
 
-def test_replacing_a_baseline_must_be_asked_for_and_shows_old_and_new(tmp_path, good, standard):
+def test_replacing_a_baseline_must_be_asked_for(tmp_path, good, standard):
     path = tmp_path / "baseline.tar.xz"
     shutil.copy(standard, path)
     worse = changed(tmp_path, shift={"softpick/hqq-4bit": 0.4})
@@ -37,12 +35,8 @@ def test_replacing_a_baseline_must_be_asked_for_and_shows_old_and_new(tmp_path, 
     with pytest.raises(ResultsError, match=r"exists already; .* --replace"):
         baseline.make(worse, path)
     assert path.read_bytes() == before
-    change = baseline.make(worse, path, replace=True)
+    baseline.make(worse, path, replace=True)
     assert path.read_bytes() != before
-    old = next(s for s in good.get(good.manifest().cells[3]).scores if s.metric == "acc")
-    line = next(row for row in changes_table(change).splitlines() if "softpick/hqq-4bit" in row)
-    assert f"| {old.value * 100:.2f} |" in line
-    assert "‡" in line
 
 
 @pytest.mark.parametrize("state", ["failed", "missing"])
@@ -81,17 +75,14 @@ def test_a_file_that_never_was_a_baseline_is_not_replaced(tmp_path, good, standa
     with pytest.raises(ResultsError, match=r"recipe\.yaml: not a baseline; name another file"):
         baseline.make(good, path, replace=True)
     assert path.read_text() == "name: mine\n"
-    for torn in (standard.read_bytes()[:99], b"PAR1 of an earlier version PAR1"):
-        (tmp_path / "torn").write_bytes(torn)
-        problems = baseline.make(good, tmp_path / "torn", replace=True).problems
-        assert "nothing to compare with" in problems[0]
-        assert baseline.read(tmp_path / "torn").cells
+    (tmp_path / "torn").write_bytes(standard.read_bytes()[:99])
+    baseline.make(good, tmp_path / "torn", replace=True)
+    assert baseline.read(tmp_path / "torn").cells
 
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [(None, "no such baseline"), (b"", "damaged"), (b"\xfd7zXZ\0 nonsense", "damaged"),
-     (b"PAR1", "a baseline of an earlier version, which is not read")],
+    [(None, "no such baseline"), (b"", "damaged"), (b"\xfd7zXZ\0 nonsense", "damaged")],
 )  # fmt: skip
 def test_an_unreadable_baseline_says_how_to_make_it(tmp_path, good, content, words):
     path = tmp_path / "base"

@@ -1,7 +1,6 @@
 """The verdict as files: what is in them, and that nothing in a name can break them."""
 
 import dataclasses
-import json
 import re
 from xml.etree import ElementTree
 
@@ -18,7 +17,7 @@ def columns(text: str) -> int:
     return result
 
 
-def test_the_verdict_is_told_as_markdown_junit_and_json(tmp_path, standard):
+def test_the_verdict_is_told_as_markdown_and_junit(tmp_path, standard):
     store = changed(tmp_path, shift={"softpick/hqq-4bit": 0.4}, failed=("softmax/bf16",))
     result = check.check(store, standard)
     text = verdict.as_markdown(result)
@@ -34,15 +33,6 @@ def test_the_verdict_is_told_as_markdown_junit_and_json(tmp_path, standard):
     failures = suite.findall("testcase/failure")
     assert int(suite.get("failures")) == len(failures) == result.count("fail") == 6
     assert int(suite.get("tests")) == len(suite.findall("testcase"))
-
-    shown = json.loads(verdict.as_json(result))
-    assert (shown["outcome"], shown["exit_code"]) == ("fail", 1)
-    assert len(shown["gates"]) == len(result.gates)
-    worst = next(
-        gate for gate in shown["gates"] if gate["cell"] == "softpick/hqq-4bit" and gate["p"]
-    )
-    assert worst["worse"] > worst["margin"]
-    assert worst["margin_given"] is False
 
 
 def test_junit_has_inconclusive_lines_as_skipped_where_they_count_as_passed(tmp_path, standard):
@@ -64,7 +54,6 @@ def test_no_name_or_reason_breaks_the_table_the_page_or_the_xml():
     (case,) = ElementTree.fromstring(verdict.as_junit(result)).iter("testcase")
     assert case.get("classname").endswith(" end")
     assert "\x1b" not in case.find("failure").text
-    assert json.loads(verdict.as_json(result))["gates"][0]["cell"] == evil
 
 
 def test_a_default_margin_is_marked_and_the_mark_explained(good, standard):

@@ -9,7 +9,7 @@ import pytest
 from synthetic import make_store
 
 from qbench.comparison.compare import compare
-from qbench.comparison.effects import chance_of_tasks, kept
+from qbench.comparison.effects import chance_of_tasks
 from qbench.comparison.verdict import verdict
 from qbench.errors import ResultsError
 from qbench.records import (
@@ -112,7 +112,7 @@ def test_one_document_has_no_damage_and_it_is_said_beside_what_there_is(tmp_path
     store = measured(tmp_path / "one", checkpoints, sizes={"arc_easy": 1, "wikitext": 1})
     comparison = compare(store)
     text = render(comparison)
-    assert "- arc_easy, wikitext: one document has no error bars, so no interval, test or" in text
+    assert "fewer than two documents are shared" in text
     assert "Same top token" in text
     assert says_flips(text, comparison)
 
@@ -125,23 +125,15 @@ def says_flips(text, comparison):
 
 def test_two_checkpoints_have_divergence_flips_and_bits_in_every_format(tmp_path):
     comparison = compare(measured(tmp_path / "two", checkpoints=("softmax", "softpick")))
-    for format in ("md", "tex"):
-        text = render(comparison, format=format)
-        assert "Bits per weight" in text
-        assert says_flips(text, comparison)
-        assert "Same top token" in text
+    text = render(comparison)
+    assert "Bits per weight" in text
+    assert says_flips(text, comparison)
+    assert "Same top token" in text
     rows = list(csv.DictReader(io.StringIO(render(comparison, format="csv"))))
     row = next(r for r in rows if (r["quantizer"], r["metric"]) == ("hqq-2bit", "acc"))
     assert [row[n] for n in ("bits_per_weight", "gib", "kl_mean")] == ["4.5", "0.5", "0.9"]
     flips = comparison.flips[f"{row['checkpoint']}/hqq-2bit"][row["task"]]["acc"]
     assert row["right_to_wrong"] == str(flips.right_to_wrong)
-
-
-def test_a_groups_own_score_stands_in_tables_and_csv(mine):
-    comparison = compare(mine)
-    assert "31.25 ± 1.00" in render(comparison)
-    rows = list(csv.DictReader(io.StringIO(render(comparison, format="csv"))))
-    assert {row["value"] for row in rows if row["task"] == "mmlu"} == {"0.3125"}
 
 
 def test_damage_is_against_the_unquantized_column_of_the_same_dtype(tmp_path):
@@ -204,12 +196,11 @@ def test_precisions_of_which_no_cell_ran_have_no_rows(tmp_path):
 
 @pytest.mark.parametrize("guessing", [False, True])
 def test_tasks_at_chance_are_named_and_leave_the_family(tmp_path, monkeypatch, guessing):
-    """And of the others the share of the ability that is kept stands beside the points."""
     store = make_store(
         tmp_path, checkpoints=("mine",), quantizers=("bf16", "hqq-2bit"),
         sizes={"arc_easy": 400, "piqa": 400}, shift={"mine/hqq-2bit": 1.0},
     )  # fmt: skip
-    before, after = (
+    before, _ = (
         row.entries[0].value
         for row in compare(store, statistics=False).lines
         if (row.task, row.metric) == ("arc_easy", "acc")
@@ -222,8 +213,6 @@ def test_tasks_at_chance_are_named_and_leave_the_family(tmp_path, monkeypatch, g
     names = ("arc_easy", "acc", True)
     row = next(r for r in result.lines if (r.task, r.metric, r.quantized) == names)
     assert (row.damages["mine"].p_holm is None) is guessing
-    share = None if guessing else pytest.approx((after - 0.1) / (before - 0.1))
-    assert kept(result, row, "mine") == share
 
 
 def test_chance_is_one_of_the_choices_and_0_without_any():

@@ -7,7 +7,6 @@ import shutil
 import pytest
 from synthetic import make_store
 
-from qbench.comparison.changes import compare_results
 from qbench.comparison.compare import compare
 from qbench.gate import baseline, check
 from qbench.gate.verdict import as_markdown
@@ -15,7 +14,6 @@ from qbench.records import ActivationAudit, BatchDependence, Part, Precision
 from qbench.runner.grid import summary
 from qbench.store import Store
 from qbench.tables import render
-from qbench.tables.scores import changes_table
 
 WEIGHTS = {"name": "gptq-4bit", "method": "gptq", "bits": 4}
 INT8 = {"name": "int8-token", "bits": 8}
@@ -85,9 +83,8 @@ def comparison(store):
     return compare(store)
 
 
-@pytest.mark.parametrize("format", ["md", "tex"])
-def test_tables_write_weights_activations_and_cache(comparison, format):
-    text = render(comparison, format=format)
+def test_tables_write_weights_activations_and_cache(comparison):
+    text = render(comparison)
     assert "hqq-2bit (W16A8, simulated)" in text
     assert "hqq-3bit (W4A8KV4, simulated)" in text
     assert "gptq-8bit (W8A8, real)" in text
@@ -117,7 +114,7 @@ def test_tables_of_weights_alone_stay_as_they_were(tmp_path):
     assert "precision" not in render(result, format="csv").splitlines()[0]
 
 
-def test_compare_and_the_gate_write_the_precision_and_hold_what_was_measured(store, tmp_path):
+def test_the_gate_writes_the_precision_and_compares_what_was_measured(store, tmp_path):
     baseline.make(store, tmp_path / "baseline.tar.xz")
     same = check.check(store, tmp_path / "baseline.tar.xz")
     assert same.outcome == "pass"
@@ -135,9 +132,6 @@ def test_compare_and_the_gate_write_the_precision_and_hold_what_was_measured(sto
     assert [(g.cell, g.metric) for g in result.gates if g.outcome == "fail"] == [
         ("softpick/hqq-2bit", "activation_error")
     ]
-    shown = changes_table(compare_results(store, new))
-    assert "softpick/hqq-3bit (W4A8KV4, simulated)" in shown
-    assert "softpick/hqq-2bit: W16A8, simulated before, W16A8, real now" in shown
 
 
 def test_a_finished_cell_says_what_was_measured_of_each_part(store):

@@ -37,17 +37,16 @@ def test_perplexities_have_no_interval_error_or_damage_on_the_raw_scale_in_the_c
             assert ends[1] == pytest.approx(math.log(ratio), abs=1e-9)
 
 
-@pytest.mark.parametrize(("format", "times"), [("md", "×"), ("tex", r"$\times$")])
-def test_damage_and_its_difference_stand_below_each_delta_table_as_ratios(tested, format, times):
-    text = render(tested, format=format)
+def test_damage_and_its_difference_stand_below_each_delta_table_as_ratios(tested):
+    text = render(tested)
     assert "Records: ." not in text
-    assert "softpick’s − softmax’s" in text.replace("$-$", "−").replace("'", "’")
+    assert "softpick’s − softmax’s" in text
     line = next(line for line in tested.lines if line.metric == "word_perplexity" and line.damages)
     shown = [float(number) for number in re.findall(r"\d+\.\d+", text)]
     for effect in (*line.damages.values(), *line.differences.values()):
         for value in (effect.estimate, effect.interval.low, effect.interval.high):
             assert any(number == pytest.approx(math.exp(value), abs=6e-4) for number in shown)
-    assert f"{times} [" in text.replace("$[$", "[")
+    assert "× [" in text
     accuracy = next(line for line in tested.lines if line.differences and line.percent)
     told = f"{100 * accuracy.differences['softpick'].estimate:+.2f}".replace("-", "−")
-    assert told in text.replace("$-$", "−")
+    assert told in text

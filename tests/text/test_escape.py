@@ -7,12 +7,9 @@ import re
 import pytest
 from synthetic import make_store
 
-from qbench.comparison.changes import compare_results
 from qbench.comparison.compare import compare
-from qbench.store import Store
 from qbench.tables import render
-from qbench.tables.scores import changes_table
-from qbench.text import for_csv, for_latex, for_markdown, table
+from qbench.text import for_csv, for_markdown, table
 
 HOSTILE = {
     "newline": "a\n\\input{/etc/passwd}",
@@ -29,24 +26,6 @@ HOSTILE = {
     "surrogate": "a\ud800b",
 }
 ALL = pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
-
-
-@ALL
-def test_latex_has_no_command_comment_or_line_of_its_own(text):
-    safe = for_latex(text)
-    assert safe.isascii()
-    assert safe.isprintable()  # one line
-    commands = set(re.findall(r"\\([A-Za-z]+|.)", safe))
-    assert commands <= {"textbackslash", "textless", "textgreater", "textbar", "textasciitilde",
-                        "textasciicircum", *"&%$#_{}"}  # fmt: skip
-    assert not re.search(r"(?<!\\)[%$#&_]", safe)
-
-
-def test_latex_knows_the_signs_of_our_notes():
-    assert (
-        for_latex("§ with the instruction “Be brief.”")
-        == r"\S{} with the instruction ``Be brief.''"
-    )
 
 
 @ALL
@@ -105,16 +84,3 @@ def test_a_hostile_record_has_no_effect_on_any_format(hostile):
     cells = list(csv.reader(io.StringIO(render(comparison, format="csv"))))
     assert len({len(row) for row in cells}) == 1
     assert not any(cell.startswith("=") for row in cells for cell in row)
-    tex = render(comparison, format="tex")
-    assert r"\input" not in tex
-    assert tex.count(r"\end{tabular}") == tex.count(r"\begin{tabular}")
-
-
-def test_a_comparison_of_folders_with_hostile_names_stays_a_table(tmp_path):
-    stores = []
-    for side in "ab":
-        folder = tmp_path / f"{side}|<b>"
-        stores.append(make_store(folder, sizes={"arc_easy": 20}, quantizers=("bf16",)))
-    text = changes_table(compare_results(*(Store(store.directory) for store in stores)))
-    assert "<b>" not in text
-    assert {row.count("|") for row in text.splitlines() if row.startswith("|")} == {10}

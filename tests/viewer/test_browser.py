@@ -14,7 +14,7 @@ from qbench import viewer
 from qbench.cli.view import document_texts
 from qbench.store import Sources, Store
 from qbench.viewer.data import Results
-from qbench.viewer.server import write_report, write_site
+from qbench.viewer.server import write_site
 
 RESULTS = Path(__file__).parents[2] / "results"
 AXE = Path(viewer.__file__).parent / "frontend" / "node_modules" / "axe-core" / "axe.min.js"
@@ -282,20 +282,13 @@ def test_an_empty_and_a_damaged_folder(serve, tmp_path, page):
     page.wait_for_selector("[role=alert]:has-text('damaged')")
 
 
-def test_the_site_and_the_report_open_from_a_disk(folder, tmp_path, page):
+def test_the_site_opens_from_a_disk(folder, tmp_path, page):
     results = Results(Store(folder), texts=texts)
     site = write_site([results], tmp_path / "site")[0].as_uri()
     page.goto(site)
     page.wait_for_selector(".headline:has-text('KL')")
     page.goto(f"{site}#view=document&task=wikitext&document=2&cell=softmax/gptq-2bit")
     page.wait_for_selector(".tokens span")
-    report = write_report(results, tmp_path / "report.html").as_uri()
-    page.goto(report)
-    page.wait_for_selector(".headline:has-text('KL')")
-    page.goto(f"{report}#view=cell&cell=softmax/gptq-2bit")
-    page.wait_for_selector("text=What ran")
-    page.goto(f"{report}#view=documents&task=wikitext&cell=softmax/gptq-2bit")
-    page.wait_for_selector("[role=alert]:has-text('qbench view')")
 
 
 @pytest.mark.parametrize("name", ["pair-27m", "seeds-27m-kv", "published-27m-gguf"])

@@ -26,9 +26,8 @@ export interface Overview {
   error?: string; ready: boolean; name: string; folder: string; program: string;
   checkpoints: string[]; groups: Record<string, string[]>; unquantized: Text;
   tasks: { name: string; label: string }[]; cells: Cell[];
-  lines: Line[]; by_group: Line[]; pairs: Pair[]; verdict: string[]; about: string[]; summary: string[]; problems: string[];
+  lines: Line[]; by_group: Line[]; verdict: string[]; about: string[]; summary: string[]; problems: string[];
 }
-export interface Pair { task: string; metric: string; percent: boolean; pair: string; documents: number; effect?: Effect }
 export interface Index { folders: { name: string }[] }
 export type Column = (number | string | boolean | null)[];
 export interface Documents {
@@ -43,8 +42,6 @@ export interface Tokens { error?: string; cell: string; samples: Sample[] }
 export interface Analyses { error?: string; problems: string[]; command: string; cells: any[]; long: any[]; sensitivities: any[] }
 
 const source = document.documentElement.dataset.source ?? "server";
-const inline: Record<string, unknown> | null =
-  source === "inline" ? JSON.parse(document.getElementById("data")!.textContent!) : null;
 const waiting = new Map<string, (payload: any) => void>();
 const kept = new Map<string, Promise<any>>();
 
@@ -62,7 +59,6 @@ export function load<T>(name: string): Promise<T> {
 }
 
 async function fetchPayload(name: string): Promise<any> {
-  if (inline) return inline[name] ?? { error: "Not in this file: `qbench view` shows it, and `qbench view --export` writes a site with all of it." };
   if (live) {
     const answer = await fetch(`data/${name}.json`);
     if (!answer.ok) throw new Error(`The server answered ${answer.status} for ${name}.`);

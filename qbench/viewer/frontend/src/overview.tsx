@@ -1,7 +1,7 @@
 // The first screen: the verdict, then the figures and tables that it rests on.
 import * as Plot from "@observablehq/plot";
 import { useMemo } from "preact/hooks";
-import type { Cell, Effect, Line, Overview, Pair } from "./data";
+import type { Cell, Effect, Line, Overview } from "./data";
 import type { Row } from "./download";
 import { Failure, Figure, Grid, plot, type GridColumn } from "./parts";
 import { Quality } from "./quality";
@@ -47,7 +47,6 @@ export function OverviewPage({ overview, state }: { overview: Overview; state: S
       )}
       <Forest overview={overview} lines={lines} base={base} other={other} all={state.all === "forest"} />
       <HeatMaps overview={overview} lines={lines} />
-      <Pairs overview={overview} />
       <Cells overview={overview} />
     </>
   );
@@ -175,23 +174,6 @@ function HeatMap({ overview, lines, kind }: { overview: Overview; lines: Line[];
 
 const ends = (title: string, of?: { low?: number; high?: number }): Row => ({ [`${title}, low`]: of?.low, [`${title}, high`]: of?.high });
 const saved = (title: string, of?: Effect): Row => ({ [title]: of?.estimate, ...ends(title, of), [`${title}, p (Holm)`]: of?.p_holm });
-
-/** One checkpoint's quantized precisions among themselves. */
-function Pairs({ overview }: { overview: Overview }) {
-  const columns = useMemo((): GridColumn[] => [
-    { title: "Task", value: (pair: Pair) => pair.task, width: 120 },
-    { title: "Metric", value: (pair: Pair) => pair.metric, width: 100 },
-    { title: "Pair", value: (pair: Pair) => pair.pair, width: 180, grow: 2 },
-    { title: "Difference", value: (pair: Pair) => pair.effect?.estimate, align: "right", note: "What the first loses minus what the second loses, paired by document: percentage points of an accuracy, ratio (×) of a perplexity. Above 0, or above × 1, the first is worse.", save: (pair: Pair) => ({ Kind: pair.effect?.kind, ...saved("Difference", pair.effect) }), show: (pair: Pair) => pair.effect ? effect(pair.effect.estimate, pair.effect.kind, pair.percent) + pair.effect.mark : "–" },
-    { title: "95 % interval", value: (pair: Pair) => pair.effect?.low, align: "right", width: 150, save: () => ({}), show: (pair: Pair) => pair.effect ? interval(pair.effect, pair.percent) : "–" },
-    { title: "p (Holm)", value: (pair: Pair) => pair.effect?.p_holm, align: "right", note: P_NOTE, save: () => ({}), show: (pair: Pair) => p(pair.effect?.p_holm) },
-    { title: "Documents", value: (pair: Pair) => pair.documents, align: "right", note: "That both scored." },
-  ], [overview]);
-  if (!overview.pairs.length) return null;
-  return <Grid title="Precisions among themselves" name="pairs" method="significance" rows={overview.pairs} columns={columns} />;
-}
-
-const P_NOTE = "p-value after Holm’s correction over all comparisons of this kind in the folder.";
 
 function Cells({ overview }: { overview: Overview }) {
   const columns = useMemo((): GridColumn[] => [

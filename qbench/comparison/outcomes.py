@@ -1,0 +1,154 @@
+"""Read the outcomes of documents, and count the answers that quantization changed."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qbench.comparison.rows import Comparison, status_of
+from qbench.errors import ResultsError
+from qbench.metrics import VARIANCE
+from qbench.records import Flips, Record
+from qbench.statistics import Column, Panel, joined
+from qbench.store import Store
+
+Name = tuple[str, str]  # task, metric
+
+
+def of_groups(record: Record, columns: Mapping[Name, Column]) -> dict[Name, Column]:
+    """Return the outcomes of groups such as mmlu, by (group, metric): those of all documents of
+    their tasks, which ``columns`` holds."""
+    return {
+        (group.group, group.metric): joined(
+            {task: columns[task, group.metric] for task in group.tasks}
+        )
+        for group in record.pooled_groups
+        if all((task, group.metric) in columns for task in group.tasks)
+    }
+
+
+def read_columns(
+    store: Store,
+    record: Record,
+    names: Collection[Name] | None = None,
+    decimals: int | None = None,
+) -> dict[Name, Column]:
+    """Return a record's outcomes of the scores ``names`` (None: all), in their order in the file;
+    values rounded to ``decimals``."""
+    columns = {}
+    for name, (document, values, weight) in store.outcome_arrays(record).items():
+        if names is None or name in names:
+            if decimals is not None:
+                values = rounded(values, name[1], decimals)
+            columns[name] = Column.of(document, values, weight)
+    return columns
+
+
+def rounded(values: np.ndarray, metric: str, decimals: int) -> np.ndarray:
+    """Return outcomes of ``metric`` rounded to ``decimals``; KL and variances to four more."""
+    fine = metric == "kl" or metric.endswith(VARIANCE)
+    return values.astype(float).round(decimals + 4 * fine)
+
+
+ByTask = Mapping[str, Mapping[str, Flips]]  # task → metric → its flips
+
+
+def flips_of(
+    comparison: Comparison, columns: Mapping[str, Mapping[tuple[str, str], Column]]
+) -> dict[str, ByTask]:
+    """Return the flips of every quantized cell against the unquantized cell of its checkpoint.
+    ``columns``: the outcomes by task, then by cell and metric.
+    """
+    by_cell: dict[str, dict[Name, Column]] = defaultdict(dict)
+    for task in comparison.grid.tasks:  # groups have sums of theirs
+        for (cell, metric), column in columns.get(task, {}).items():
+            by_cell[cell][task, metric] = column
+    names = {cell.key: cell.cell for cell in comparison.grid.cells}
+    flips: dict[str, ByTask] = {}
+    for cell in comparison.grid.cells:
+        record = comparison.records.get(cell.cell)
+        if not cell.quantized or status_of(record)[0] != "ok":
+            continue
+        base = names.get(record.key_parts.get("damage against"))  # what the run measured against
+        if base is None and not comparison.no_damage(cell.cell):
+            base = f"{cell.checkpoint}/{comparison.unquantized_of(cell.quantizer)}"
+        if base is None or status_of(comparison.records.get(base))[0] != "ok":
+            continue
+        by_task = count_flips(by_cell[base], by_cell[cell.cell])
+        flips[cell.cell] = by_task | _of_groups(record, by_task)
+    return flips
+
+
+def cell_flips(store: Store, record: Record) -> ByTask:
+    """Return the flips of one record against the unquantized cell that its key names; nothing if
+    it names none, or that cell has no outcomes here."""
+    base = record.key_parts.get("damage against")
+    for cell in store.manifest().cells if base and store.has_manifest() else ():
+        if cell.key == base:
+            try:
+                before = store.get(cell)
+                if before is None:
+                    return {}
+                by_task = count_flips(read_columns(store, before), read_columns(store, record))
+            except ResultsError:
+                return {}
+            ordered: dict[str, dict[str, Flips]] = {}
+            for score in record.scores:  # as the record lists them
+                if (flips := by_task.get(score.task, {}).get(score.metric)) is not None:
+                    ordered.setdefault(score.task, {})[score.metric] = flips
+            return ordered
+    return {}
+
+
+def count_flips(
+    base: Mapping[Name, Column], quantized: Mapping[Name, Column]
+) -> dict[str, dict[str, Flips]]:
+    """Return, by task and metric, how many documents quantization made wrong and how many right.
+
+    Metrics whose documents are neither right nor wrong are left out.
+    """
+    flips: dict[str, dict[str, Flips]] = {}
+    for (task, metric), after in quantized.items():
+        if (before := base.get((task, metric))) is None:
+            continue
+        panel = Panel.of({"before": before, "after": after})
+        right = right_answers(panel) if panel.documents else None
+        if right is None:
+            continue
+        right_before, right_after = right.T
+        flips.setdefault(task, {})[metric] = Flips(
+            documents=panel.documents,
+            right_to_wrong=int((right_before & ~right_after).sum()),
+            wrong_to_right=int((~right_before & right_after).sum()),
+        )
+    return flips
+
+
+def right_answers(panel: Panel) -> NDArray | None:
+    """Return which documents of one metric are right in two cells, bool [documents, 2]; None if
+    they are neither right nor wrong.
+
+    ``values`` are 0 or 1 (``weights`` 1). For f1 and mcc they are the right answer, the same in
+    both cells, and ``weights`` the prediction.
+    """
+    values, weights = panel.values, panel.weights
+    if (weights == 1).all():
+        return values == 1 if np.isin(values, (0, 1)).all() else None
+    integers = (values % 1 == 0).all() and (weights % 1 == 0).all()
+    return values == weights if integers and (values[:, 0] == values[:, 1]).all() else None
+
+
+def _of_groups(record: Record, by_task: ByTask) -> dict[str, dict[str, Flips]]:
+    """The sums over the tasks of each group, if all of them have flips."""
+    sums: dict[str, dict[str, Flips]] = {}
+    for group in record.groups:
+        every = [by_task.get(task, {}).get(group.metric) for task in group.tasks]
+        if None not in every:
+            totals = {
+                name: sum(getattr(flips, name) for flips in every) for name in Flips.model_fields
+            }
+            sums.setdefault(group.group, {})[group.metric] = Flips(**totals)
+    return sums

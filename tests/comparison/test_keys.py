@@ -1,0 +1,60 @@
+"""Which parts of two keys differ, and how a cell is found by its name."""
+
+import pytest
+from synthetic import make_store
+
+from qbench.comparison.rows import find_cell, key_differences, text
+from qbench.errors import ResultsError
+from qbench.store import Store
+
+SIZES = {"arc_easy": 300, "lambada_openai": 200, "wikitext": 20}
+QUANTIZERS = ("bf16", "hqq-4bit")
+
+
+def grid(path, **settings):
+    return make_store(path, sizes=SIZES, quantizers=QUANTIZERS, **settings)
+
+
+def test_explain_names_exactly_the_parts_that_differ(tmp_path):
+    store = grid(tmp_path / "a")
+    a, b = (store.get(store.manifest().cells[index]) for index in (0, 1))
+    assert [part for part, _, _ in key_differences(a.key_parts, b.key_parts)] == [
+        "quantizer.name",
+        "quantizer.bits",
+    ]
+    assert "quantizer.name  bf16  →  hqq-4bit" in text(a, b)
+
+
+def test_a_part_that_only_one_key_has_is_named():
+    less, more = {"device": "cpu"}, {"device": "cpu", "calibration": {"bos": True}}
+    assert key_differences(less, more) == [("calibration.bos", "(absent)", "True")]
+    assert key_differences(more, less) == [("calibration.bos", "True", "(absent)")]
+
+
+def test_a_record_is_found_by_cell_or_by_file(tmp_path, monkeypatch):
+    store = grid(tmp_path / "a")
+    record = find_cell(f"{store.directory}/softpick/hqq-4bit")[1]
+    assert record.cell == "softpick/hqq-4bit"
+    file = next(store.directory.glob("records/softpick/hqq-4bit/*.json"))
+    monkeypatch.chdir(file.parent)  # where its name alone says which
+    for name in (str(file), file.name):
+        result, same = find_cell(name)
+        assert (result.directory, same) == (store.directory, record)
+
+
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [("bf16", "write DIR/CHECKPOINT/QUANTIZER"), ("a/softmax/nf4", "no cell softmax/nf4"),
+     ("a/softmax/hqq-4bit", "no record yet"), ("nowhere/softmax/bf16", "no grid.json here"),
+     ("a/grid.json", "not a record")],
+)  # fmt: skip
+def test_a_cell_that_is_not_there_is_one_clear_line(tmp_path, monkeypatch, address, said):
+    monkeypatch.chdir(tmp_path)
+    make_store(
+        Store(tmp_path / "a").directory,
+        sizes=SIZES,
+        quantizers=QUANTIZERS,
+        missing=("softmax/hqq-4bit",),
+    )
+    with pytest.raises(ResultsError, match=said):
+        find_cell(address)
