@@ -14,7 +14,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
-from types import NoneType
 from typing import TYPE_CHECKING
 
 import pandas as pd
@@ -22,7 +21,6 @@ import pandas as pd
 from qbench.comparison.answers import token_classes
 from qbench.comparison.compare import compare as compare_store
 from qbench.comparison.rows import Comparison
-from qbench.errors import RecipeError, shown
 from qbench.files import require_folder
 from qbench.machine import choose_device, set_library_env, terminal
 from qbench.plan import Plan
@@ -32,7 +30,7 @@ from qbench.records import ANSWER_COLUMNS, ANSWERS, PROMPT
 from qbench.runner.grid import run_cells
 from qbench.runner.progress import Display
 from qbench.store import Store
-from qbench.tables import FORMATS, render
+from qbench.tables import render
 from qbench.tables.frames import Results
 
 if TYPE_CHECKING:
@@ -46,24 +44,10 @@ __all__ = ["Overrides", "Recipe", "Results", "attend", "compare", "evaluate", "l
 set_library_env()
 
 
-Folder = (str, Path)
 COLUMNS = (
     "checkpoint", "quantizer", "method", "precision", "normalizer", "task", "metric", "value",
     "stderr", "documents", "higher_is_better", "bits_per_weight", "key",
 )  # fmt: skip
-
-
-def _require(function: str, **arguments: tuple[object, type | tuple[type, ...], str]) -> None:
-    """Raise RecipeError for the first argument, a value with the types and the words of what it
-    must be, that has another type."""
-    for name, (value, types, words) in arguments.items():
-        if not isinstance(value, types):
-            raise RecipeError(f"{function}: {name} must be {words}, not {shown(value)}")
-
-
-def _require_choice(function: str, name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise RecipeError(f"{function}: {name} must be {' or '.join(choices)}, not {shown(value)}")
 
 
 def evaluate(
@@ -87,7 +71,7 @@ def evaluate(
     what cannot work.
     """
     checkpoints = path_or_mapping
-    if isinstance(checkpoints, Folder):
+    if isinstance(checkpoints, str | Path):
         checkpoints = {label_of(Path(checkpoints).resolve().name): checkpoints}
     given = Overrides(
         checkpoints=checkpoints, quantizers=quantizers, tasks=tasks, data=data, limit=limit,
@@ -111,12 +95,6 @@ def plan(recipe: Recipe, device: str = "auto", only: str | None = None) -> Plan:
     cells, and these must be able to run. Nothing is loaded or run. Raises QbenchError for what
     cannot work.
     """
-    _require(
-        "plan",
-        recipe=(recipe, Recipe, "what Recipe.load returns"),
-        only=(only, (str, NoneType), 'a text such as "softpick/gptq-*"'),
-    )
-    _require_choice("plan", "device", device, ("auto", "cpu", "cuda"))
     return plan_on(recipe, device=choose_device(device), only=only)
 
 
@@ -136,14 +114,6 @@ def run(
     in this process. Progress goes to standard error. A cell that fails has a record with ``status``
     "failed". Raises OutputError if ``out`` cannot be written.
     """
-    _require(
-        "run",
-        planned=(planned, Plan, "what plan returns"),
-        out=(out, Folder, "the path of a folder"),
-        only=(only, (str, NoneType), 'a text such as "softpick/gptq-*"'),
-        force=(force, bool, "True or False"),
-        executor=(executor, (Executor, NoneType), "an executor of concurrent.futures"),
-    )
     require_folder(Path(out), "run: out")
     cells = planned.select(only)
     with terminal() as screen, Display(screen, len(cells)) as display:
@@ -157,15 +127,12 @@ def compare(folder: str | Path) -> Comparison:
 
     Raises ResultsError for a folder without results or with a damaged file.
     """
-    _require("compare", folder=(folder, Folder, "the path of a results folder"))
     return compare_store(Store(Path(folder)))
 
 
 def tables(comparison: Comparison, format: str = "md") -> str:
     """Return the tables of a comparison as text; ``format`` is "md" or "csv". Raises RecipeError
     for an unknown format."""
-    _require("tables", comparison=(comparison, Comparison, "what compare returns"))
-    _require_choice("tables", "format", format, FORMATS)
     return render(comparison, format=format)
 
 
@@ -177,7 +144,6 @@ def load_records(folder: str | Path) -> pd.DataFrame:
     task, metric, value, stderr, documents, higher_is_better, bits_per_weight and key. Raises
     ResultsError for a folder without results or with a damaged file.
     """
-    _require("load_records", folder=(folder, Folder, "the path of a results folder"))
     rows = [
         (
             record.checkpoint,
@@ -208,7 +174,6 @@ def load_answers(folder: str | Path) -> pd.DataFrame:
     margin, agrees, and class, one of ``qbench.comparison.answers.CLASSES`` ("prompt" for a prompt).
     Raises ResultsError for a folder without results or with a damaged file.
     """
-    _require("load_answers", folder=(folder, Folder, "the path of a results folder"))
     store = Store(Path(folder))
     tables = [pd.DataFrame(columns=["checkpoint", "quantizer", *ANSWER_COLUMNS, "class"])]
     for record in store.records():
@@ -234,8 +199,4 @@ def attend(model: PreTrainedModel, *, normalizer: str, implementation: str = "au
     """
     from qbench.attention.transformers import set_attention
 
-    if not hasattr(model, "set_attn_implementation"):
-        raise RecipeError(f"attend: model must be a model of transformers, not {shown(model)}")
-    _require("attend", normalizer=(normalizer, str, "a name of `qbench list normalizers`"))
-    _require_choice("attend", "implementation", implementation, ("auto", "triton", "reference"))
     return set_attention(model, normalizer=normalizer, implementation=implementation)

@@ -328,7 +328,7 @@ class Plan:
     def manifest(self) -> RunManifest:
         return RunManifest(
             name=self.recipe.name,
-            checkpoints=self.recipe.compared,
+            checkpoints=tuple(self.recipe.checkpoints),
             limit=self.recipe.evaluation.limit,
             primary=self.recipe.primary,
             hub_ids={
@@ -342,7 +342,7 @@ class Plan:
             tasks=tuple(task.name for task in self.tasks),
             skipped=self.skipped,
             cells=tuple(cell.grid_cell for cell in self.cells),
-            replicates=self.recipe.groups,
+            replicates=self.recipe.replicates,
         )
 
     def _source(self, name: str) -> str:

@@ -26,18 +26,16 @@ from pydantic import (
     ConfigDict,
     Field,
     InstanceOf,
-    TypeAdapter,
     ValidationError,
     ValidationInfo,
     field_validator,
     model_validator,
 )
 from pydantic.json_schema import SkipJsonSchema
-from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError
-from pydantic_core.core_schema import no_info_plain_validator_function
+from pydantic_core import InitErrorDetails, PydanticCustomError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
-from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+from ruamel.yaml.nodes import MappingNode, Node, SequenceNode
 from ruamel.yaml.reader import ReaderError
 
 from qbench import removed
@@ -47,16 +45,14 @@ from qbench.checkpoints.find import HUB_ID
 from qbench.errors import DataError, QbenchError, RecipeError, shown, validation_line
 from qbench.evaluation.settings import FEWSHOT_SEED, AnswerSettings, Tolerance
 from qbench.evaluation.tasks import PROMPTS
-from qbench.files import read_regular, reason, write_atomically
+from qbench.files import reason, write_atomically
 from qbench.plugins import load_file, load_packages, loaded
 from qbench.quantizers import QuantizationConfig, config_of, unquantized_dtype
 from qbench.quantizers.config import UNQUANTIZED
 from qbench.quantizers.published import Published
 from qbench.quantizers.texts import HUB_FILE, find_text
-from qbench.records import DIGEST, LINE, NAME, TASK, Digest, Line, Name, TaskName
+from qbench.records import DIGEST, LINE, NAME, TASK, Line, Name, TaskName
 
-LARGEST = 256 * 1024  # bytes; the largest of ours has 2,000
-MOST_VALUES = 100_000  # with those of aliases, each time that one is used
 TAG = "tag:yaml.org,2002:"
 PATTERNS = {
     f"^{NAME}$": "letters, digits and . _ + - only, at most 64",
@@ -126,7 +122,7 @@ def read_yaml(path: Path) -> Source:
             raise RecipeError(
                 f"{path}: a recipe is a mapping with name, checkpoints, quantizers, tasks"
             )
-        lines = _lines(path, root)
+        lines = dict(_lines(path, root, ()))
         return Source(path, yaml.constructor.construct_document(root), lines)
     except RecursionError:
         raise RecipeError(f"{path}: nested too deeply") from None
@@ -208,7 +204,7 @@ def _mapping(annotation: Any) -> Any:
 
 def _text(path: Path) -> str:
     try:
-        return read_regular(path, most=LARGEST).decode("utf-8-sig")
+        return path.read_text("utf-8-sig")
     except FileNotFoundError:
         raise RecipeError(
             f"{path}: no such recipe; `qbench list recipes` names those that come with qbench"
@@ -219,42 +215,19 @@ def _text(path: Path) -> str:
         raise RecipeError(f"{path}: cannot be read ({reason(error)})") from None
 
 
-def _lines(path: Path, root: MappingNode) -> dict[Location, int]:
-    """Return the line of every value; of an alias, that of its anchor.
-
-    Raises RecipeError for a key that no recipe has, for an alias within its own anchor, and for
-    aliases that stand for more than ``MOST_VALUES`` values.
-    """
-    lines: dict[Location, int] = {}
-    counts: dict[int, int] = {}  # values that a node stands for; 0 while they are counted
-
-    def look(node: Node, location: Location) -> int:
-        if isinstance(node, ScalarNode):
-            return 1
-        if id(node) not in counts:
-            counts[id(node)] = 0
-            counts[id(node)] = 1 + sum(parts(node, location))
-        count, line = counts[id(node)], node.start_mark.line + 1
-        if count == 0:
-            raise RecipeError(f"{path}:{line}: an alias refers to what it is part of")
-        if count > MOST_VALUES:
-            raise RecipeError(f"{path}:{line}: aliases stand for more than {MOST_VALUES:,} values")
-        return count
-
-    def parts(node: Node, location: Location) -> Iterator[int]:
-        if isinstance(node, SequenceNode):
-            for number, part in enumerate(node.value):
-                lines[*location, number] = part.start_mark.line + 1
-                yield look(part, (*location, number))
-        for key, value in node.value if isinstance(node, MappingNode) else ():
-            line = key.start_mark.line + 1
-            if key.tag not in (f"{TAG}str", f"{TAG}merge"):
-                raise RecipeError(f"{path}:{line}: a key must be a word; put others into quotes")
-            lines[*location, key.value] = line
-            yield look(value, (*location, key.value))
-
-    look(root, ())
-    return lines
+def _lines(path: Path, node: Node, location: Location) -> Iterator[tuple[Location, int]]:
+    """Yield the location and the line of every value below ``node``; of an alias, that of its
+    anchor. Raises RecipeError for a key that no recipe has."""
+    if isinstance(node, SequenceNode):
+        for number, part in enumerate(node.value):
+            yield (*location, number), part.start_mark.line + 1
+            yield from _lines(path, part, (*location, number))
+    for key, value in node.value if isinstance(node, MappingNode) else ():
+        line = key.start_mark.line + 1
+        if key.tag not in (f"{TAG}str", f"{TAG}merge"):
+            raise RecipeError(f"{path}:{line}: a key must be a word; put others into quotes")
+        yield (*location, key.value), line
+        yield from _lines(path, value, (*location, key.value))
 
 
 LABEL = re.compile(NAME)
@@ -264,6 +237,7 @@ MOST_DOCUMENTS = 10**9
 MOST_TOKENS = 2**24  # of one text
 NAME_CHARACTERS = 64
 SHAPES = {"checkpoints": dict, "quantizers": list, "tasks": list, "plugins": list}
+PATHS = ("data", "definitions", "calibration")  # fields of Overrides
 FROM_OPTIONS = Path("options")  # the place in messages without a recipe
 
 
@@ -294,13 +268,10 @@ def _is_text(path: str) -> str:
 Folder = Annotated[Path, AfterValidator(_is_folder)]
 
 
-def _short(key: str, full: Any, short: type = str) -> BeforeValidator:
+def _short(key: str, short: type = str) -> BeforeValidator:
     """Return a validator that turns a value of the type ``short`` into a mapping with ``key``
-    alone. JSON Schema shows ``short`` and ``full``, the type of the mapping."""
-    return BeforeValidator(
-        lambda value: {key: value} if isinstance(value, short) else value,
-        json_schema_input_type=short | full,
-    )
+    alone."""
+    return BeforeValidator(lambda value: {key: value} if isinstance(value, short) else value)
 
 
 class Strict(BaseModel):
@@ -318,47 +289,18 @@ def problem(location: Location, message: str) -> ValidationError:
     return ValidationError.from_exception_data("Recipe", [details])
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """Describes the values that replace a part of a recipe: their ``type`` and its words for
-    callers, and the type that the command line takes if it is not the field's own."""
-
-    type: Any
-    words: str
-    option_type: Any = None
-
-    def __get_pydantic_core_schema__(self, *_: Any) -> CoreSchema:
-        return no_info_plain_validator_function(self.check)
-
-    def check(self, value: Any) -> Any:
-        plain = dict(value) if isinstance(value, Mapping) else value
-        try:
-            TypeAdapter(self.type | None).validate_python(plain, strict=True)
-        except ValidationError:
-            raise ValueError(f"must be {self.words}, not {shown(value)}") from None
-        return value
+def _one_name(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
 
 
-PATH = Kind(str | Path, "the path of a file or folder")
-PROMPTS_FILE = Kind(str | Path, "the path of a file, or the name of a task")
-COUNT = Kind(Annotated[int, Field(gt=0)], "a whole number above 0")
-FLAG = Kind(bool, "True or False")
-CHOICE = Kind(str, "a text")
-Sources = Annotated[
-    Mapping[str, str | Path],
-    Kind(dict[str, str | Path], "a mapping of names to folders or hub ids", list[str]),
-]
-Names = Annotated[
-    tuple[str, ...] | None,
-    Kind(tuple[str, ...], "a name or a list of names", str | None),
-]
-Count = Annotated[int | None, COUNT]
-Choice = Annotated[bool | None, FLAG]
+Sources = Mapping[str, str | Path]
+Names = Annotated[tuple[str, ...] | None, BeforeValidator(_one_name)]
 
 
 def _part(place: str = "", default: Any = None, **settings: Any) -> Any:
     """Return a field of Overrides that replaces the recipe's key ``place`` (none: more than one
-    key); ``settings`` are those of its option on the command line."""
+    key); ``settings`` are those of its option on the command line, and its ``type`` if that is not
+    the field's."""
     return Field(default, json_schema_extra={"place": place, "settings": settings})
 
 
@@ -367,62 +309,58 @@ class Overrides(Strict):
     entry, keeps the recipe's. Paths are relative to the working folder. The fields' texts are the
     help of the options."""
 
-    checkpoints: Sources = _part(default={}, metavar="NAME=SOURCE")
+    checkpoints: Sources = _part(default={}, type=list[str], metavar="NAME=SOURCE")
     """Use this folder or hub id for the recipe's checkpoint NAME. Repeatable. Without a recipe: the
     checkpoints, of which the first is the baseline of Δ."""
-    quantized: Sources = _part(default={}, metavar="LABEL=SOURCE")
+    quantized: Sources = _part(default={}, type=list[str], metavar="LABEL=SOURCE")
     """A checkpoint that is quantized already, scored beside its original; without --checkpoint it
     is scored alone. Repeatable."""
-    quantizers: Names = _part(metavar="NAMES")
+    quantizers: Names = _part(type=str | None, metavar="NAMES")
     """These quantizers, separated by commas: bf16,gptq-4bit. Options follow a colon:
     hqq-4bit:axis=0. With +, weights and more: gptq-4bit+kv4. With a recipe, its labels keep their
     settings."""
-    tasks: Names = _part(metavar="NAMES")
+    tasks: Names = _part(type=str | None, metavar="NAMES")
     """These tasks, separated by commas, instead of the recipe's. sciq:validation scores the file
     validation.jsonl of the data folder."""
-    answers: Annotated[str | None, PROMPTS_FILE] = _part("answers.prompts", metavar="FILE|TASK")
+    answers: str | None = _part("answers.prompts", metavar="FILE|TASK")
     """Measure along the models' own answers to these prompts: JSON Lines with `prompt` or
     `messages`, a task, or chat_prompts, which come with qbench."""
-    definitions: Annotated[Path | None, PATH] = _part("definitions", metavar="FOLDER")
+    definitions: Path | None = _part("definitions", metavar="FOLDER")
     """lm-eval YAML files: tasks of your own."""
-    data: Annotated[Path | None, PATH] = _part("data", metavar="FOLDER")
+    data: Path | None = _part("data", metavar="FOLDER")
     """TASK/SPLIT.jsonl files: score from these, without the hub."""
-    skip_missing: Annotated[bool, FLAG] = _part("skip_missing", False, flag="--skip-missing")
+    skip_missing: bool = _part("skip_missing", False, flag="--skip-missing")
     """Run the tasks that the data folder has; tables name the others."""
-    calibration: Annotated[str | None, PATH] = _part("calibration.path", metavar="FILE")
+    calibration: str | Path | None = _part("calibration.path", type=str | None, metavar="FILE")
     """JSON Lines with a text field, read by quantizers that calibrate. Also an address
     hf://datasets/…."""
-    calibration_samples: Count = _part("calibration.samples", min=1, metavar="N")
+    calibration_samples: int | None = _part("calibration.samples", min=1, metavar="N")
     """Number of calibration texts. Default: the recipe's, or 128."""
-    calibration_length: Count = _part("calibration.length", min=8, metavar="N")
+    calibration_length: int | None = _part("calibration.length", min=8, metavar="N")
     """Tokens of each calibration text. Default: the recipe's, or 2048."""
-    limit: Count = _part("evaluation.limit", min=1, metavar="N")
+    limit: int | None = _part("evaluation.limit", min=1, metavar="N")
     """Score the first N documents of each task only."""
-    dtype: Annotated[Literal["bfloat16", "float32"] | None, CHOICE] = _part()
+    dtype: Literal["bfloat16", "float32"] | None = _part()
     """Compute in this dtype instead of the recipe's, unquantized cells too. Most CPUs are ten times
     slower in bfloat16."""
-    scoring: Annotated[Literal["auto", "exact", "fast", "lm-eval"] | None, CHOICE] = _part(
+    scoring: Literal["auto", "exact", "fast", "lm-eval"] | None = _part(
         "evaluation.scoring", metavar="MODE"
     )
     """Score in this mode instead of the recipe's: exact gives HFLM's scores, fast packs requests,
     lm-eval is HFLM itself; auto is the fastest that fits the model on a GPU, exact on a CPU."""
-    add_bos: Choice = _part("evaluation.add_bos", flag="--add-bos/--no-add-bos")
+    add_bos: bool | None = _part("evaluation.add_bos", flag="--add-bos/--no-add-bos")
     """Begin every text that is scored with BOS, or none. Default: the recipe's, or as the tokenizer
     does, which is what lm-eval does."""
-    stream: Choice = _part("evaluation.stream", flag="--stream/--no-stream")
+    stream: bool | None = _part("evaluation.stream", flag="--stream/--no-stream")
     """Bring weights to the device block by block, or all of them at once. Default: the recipe's, or
     block by block if they do not fit."""
 
     def __init__(self, **values: Any) -> None:
-        """Make one name a list of it. Raises RecipeError for values of other types."""
-        for name in ("quantizers", "tasks"):
-            if isinstance(names := values.get(name), str | list):
-                values[name] = (names,) if isinstance(names, str) else tuple(names)
+        """Raises RecipeError for values of other types."""
         try:
             super().__init__(**values)
         except ValidationError as error:
-            name, _, why = validation_line(error).partition(": ")
-            raise RecipeError(f"Overrides: {name} {why}") from None
+            raise RecipeError(f"Overrides: {validation_line(error)}") from None
 
 
 # --- the recipe
@@ -445,10 +383,6 @@ class CheckpointSource(Strict):
         if value is not None and value not in names:
             raise ValueError(f"unknown normalizer {shown(value)}; known: {', '.join(names)}")
         return value
-
-
-# None: it has no default, and an option names it. A list stands for several trainings.
-Stated = CheckpointSource | Annotated[list[str | CheckpointSource], Field(min_length=2)] | None
 
 
 class CalibrationSource(Strict):
@@ -540,7 +474,7 @@ class Task(Strict):
     name: TaskName
     """A task, group or tag of lm-eval, or of `passkey`. `sciq:validation` is short for the name and
     `files: [validation]`."""
-    files: Annotated[Files, _short("evaluation", Files, list)] = Files()
+    files: Annotated[Files, _short("evaluation", list)] = Files()
     """File names without .jsonl for its splits in the data folder."""
     num_fewshot: Whole | None = Field(None, ge=0, le=10_000)
     """Examples in each prompt. Default: as the task says."""
@@ -562,15 +496,6 @@ class Task(Strict):
             raise ValueError(f"name {shown(name)} and files both name a file; keep one")
         task, _, file = name.partition(":")
         return {**values, "name": task, "files": [file]}
-
-
-class PluginFile(Strict):
-    """A plug-in: a Python file."""
-
-    path: Text
-    """A file that registers quantizers, normalizers or executors."""
-    sha256: Digest | None = None
-    """The SHA-256 that the file must have. Default: any."""
 
 
 class Answers(Strict):
@@ -612,9 +537,6 @@ def is_prompt_file(prompts: str) -> bool:
     return prompts.endswith(".jsonl") or "/" in prompts
 
 
-PluginFiles = tuple[Annotated[PluginFile, _short("path", PluginFile)], ...]
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizerEntry:
     """A quantizer of a recipe under its label, which is unique there. ``calibration_seed`` takes
@@ -630,15 +552,11 @@ class Recipe(Strict):
 
     name: Name
     """Results go to results/NAME."""
-    plugins: PluginFiles = ()
-    """Python files that are loaded first."""
-    checkpoints: dict[Name, Annotated[CheckpointSource, _short("path", Stated)]] = Field(
-        min_length=1
-    )
+    plugins: tuple[Text, ...] = ()
+    """Python files that are loaded first: they register quantizers, normalizers or executors."""
+    checkpoints: dict[Name, Annotated[CheckpointSource, _short("path")]] = Field(min_length=1)
     """By name: a folder or hub id, or a mapping. A list, or a path with `*`, gives several
-    trainings of one kind."""
-    baseline: Name | None = None
-    """The checkpoint that Δ is taken against. Default: the first."""
+    trainings of one kind. Δ is taken against the first."""
     primary: Line | None = None
     """TASK/METRIC, such as lambada_openai/acc, that the verdict orders by. Default: KL divergence
     over all tasks."""
@@ -649,9 +567,9 @@ class Recipe(Strict):
     """The dtype in which quantized cells compute. Default: that of the unquantized quantizer."""
     quantizers: tuple[QuantizerEntry, ...]
     """Names, or mappings: a name with its options and a label, or parts."""
-    tasks: tuple[Annotated[Task, _short("name", Task)], ...]
+    tasks: tuple[Annotated[Task, _short("name")], ...]
     """Names of lm-eval, or mappings. Beside answers there may be none."""
-    answers: Annotated[Answers | None, _short("prompts", Answers)] = None
+    answers: Annotated[Answers | None, _short("prompts")] = None
     """Measure along the models' own answers: a file of prompts or a task, or a mapping."""
     calibration: CalibrationSource | None = None
     """The text that calibrated quantizers read."""
@@ -671,12 +589,6 @@ class Recipe(Strict):
 
         Raises RecipeError, one line per problem.
         """
-        for value, types, words in (
-            (path, str | Path | None, "the path of a recipe"),
-            (overrides, Overrides | None, "Overrides(…)"),
-        ):
-            if not isinstance(value, types):
-                raise RecipeError(f"Recipe.load: takes {words}, not {shown(value)}")
         load_packages()
         path = Path(path) if path is not None else None
         source = _source(path, overrides or Overrides())
@@ -691,25 +603,17 @@ class Recipe(Strict):
 
     @field_validator("plugins")
     @classmethod
-    def _load(cls, value: tuple[PluginFile, ...], info: ValidationInfo) -> tuple[PluginFile, ...]:
+    def _load(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
         """Load the plug-ins before the other keys, which may name what they register. Raises
         RecipeError."""
         source = info.context or Source(FROM_OPTIONS, {}, {})
-        for number, entry in enumerate(value):
+        for number, path in enumerate(value):
             location = f"{source.at(('plugins', number))}: plugins[{number}]"
-            plugin = load_file(Path(entry.path), location=location)
-            if entry.sha256 not in (None, plugin.digest):
-                raise RecipeError(
-                    f"{location}: {plugin.path} differs from the file that the recipe states: its "
-                    f"SHA-256 is {plugin.digest}; write that, or leave sha256 out, to run it as it "
-                    "is now"
-                )
+            load_file(Path(path), location=location)
         return value
 
     @field_validator(
-        "quantizers",
-        mode="wrap",
-        json_schema_input_type=Annotated[list[Any], Field(min_length=1)],
+        "quantizers", mode="wrap", json_schema_input_type=Annotated[list[Any], Field(min_length=1)]
     )
     @classmethod
     def _parse_quantizers(cls, value: Any, _: Any, info: ValidationInfo) -> Any:
@@ -720,9 +624,6 @@ class Recipe(Strict):
 
     @model_validator(mode="after")
     def _unique(self) -> Recipe:
-        if self.baseline not in (None, *self.checkpoints, *self.replicates):
-            names = ", ".join([*self.checkpoints, *self.replicates])
-            raise problem(("baseline",), f"{self.baseline} is no checkpoint; there is {names}")
         if not self.tasks and self.answers is None:
             raise problem(("tasks",), "name at least one task, or prompts for answers")
         labels = [column.label for column in self.quantizers]
@@ -754,18 +655,6 @@ class Recipe(Strict):
     def without_baseline(self) -> bool:
         """Return whether the checkpoints are quantized already, and scored without originals."""
         return any(_as_it_is(column) for column in self.quantizers)
-
-    @property
-    def compared(self) -> tuple[str, ...]:
-        """Return the checkpoints' names, the baseline of Δ or its group first."""
-        first = self.replicates.get(self.baseline or "", (self.baseline,))
-        return tuple(sorted(self.checkpoints, key=lambda name: name not in first))
-
-    @property
-    def groups(self) -> dict[str, tuple[str, ...]]:
-        """Return ``replicates``, the group of the baseline first."""
-        order = {name: index for index, name in enumerate(self.compared)}
-        return dict(sorted(self.replicates.items(), key=lambda group: order[group[1][0]]))
 
 
 def _as_it_is(column: QuantizerEntry) -> bool:
@@ -821,16 +710,14 @@ def save(
     """Write the recipe ``path`` with the changes ``changed``, the keys ``replaced`` and this
     process's plug-in files to the file ``to``. Raises OutputError if that cannot be written."""
     values = _source(path, changed).values | replaced
-    if files := [{"path": plugin.path, "sha256": plugin.digest} for plugin in loaded()]:
+    if files := [plugin.path for plugin in loaded()]:
         values["plugins"] = files
-    # Write values as YAML to path; read_yaml gives them again. Raises OutputError
-    comment = f"Written by {command}."
     yaml = YAML(typ="safe", pure=True)
     yaml.default_flow_style, yaml.allow_unicode, yaml.width = False, True, 100
     yaml.sort_base_mapping_type_on_output = False
     text = io.StringIO()
     yaml.dump(values, text)
-    write_atomically(to, f"# {comment}\n{text.getvalue()}".encode())
+    write_atomically(to, f"# Written by {command}.\n{text.getvalue()}".encode())
 
 
 def _source(path: Path | None, changed: Overrides) -> Source:
@@ -854,7 +741,7 @@ def _source(path: Path | None, changed: Overrides) -> Source:
     for name, part in Overrides.model_fields.items():
         value, place = getattr(changed, name), part.json_schema_extra["place"]
         if place and value != part.default:
-            if PATH in part.metadata or (name == "answers" and is_prompt_file(str(value))):
+            if name in PATHS or (name == "answers" and is_prompt_file(value)):
                 value = absolute(here, str(value))
             source.replace(value, *place.split("."))
     data, calibration = source.values.get("data"), source.values.get("calibration") or {}

@@ -37,6 +37,9 @@ VALUES = {
 }
 # Keys of a recipe, dotted from its top, without the numbers of list items: "quantizers.threads".
 KEYS = {
+    "baseline": "list the checkpoint that Δ is taken against first",
+    "plugins.sha256": "write the path alone; keys of cells have the digest of the file",
+    "plugins.path": "write the path alone, as in plugins: [mine.py]",
     "compute.travel": "gradients are averaged in float32",
     "compute.grad_comm_dtype": "gradients are averaged in float32",
     "compute.graphs": "a model is compiled as one graph",

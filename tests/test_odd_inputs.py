@@ -1,6 +1,5 @@
 """Odd and hostile input to every command: exit code 2, one line on standard error, no traceback."""
 
-import os
 import re
 import sys
 import time
@@ -18,17 +17,16 @@ RUN = ("run", "good.yaml", "--device", "cpu")
 # what no output can be written to, and what the line says of it
 NOT_A_FILE = {
     "folder": "not a file", "": "an empty path", "/proc/qbench.json": "cannot be written",
-    "fifo": "not a file",
 }  # fmt: skip
 NOT_A_FOLDER = {"file": "is a file", "": "an empty path", "file/x": "cannot be written to"}
 NOT_RESULTS = {
     "folder": "no grid.json here", "nowhere": "no grid.json here", LONG: "name too long",
-    "pipe-grid": "no grid.json here", "list-grid": "not a JSON object",
+    "list-grid": "not a JSON object",
     "text-grid": "not whole JSON", "deep-grid": "not whole JSON", "open-grid": "no checksum",
     "old-grid": "written by an older qbench .schema 1, this one reads 2.: run the recipe again",
     "new-grid": "written by a newer qbench .schema 99, this one reads 2.: update qbench",
 }  # fmt: skip
-NOT_A_RECIPE = {"fifo": "not a file", "a\nb": "no such recipe", "file": "a recipe is a mapping"}
+NOT_A_RECIPE = {"a\nb": "no such recipe", "file": "a recipe is a mapping"}
 ODD: list[tuple[tuple[str, ...], str]] = [
     *(((*CHECK, "--junit", path), words) for path, words in NOT_A_FILE.items()),
     *(((*command, "folder"), "not a file") for command in (
@@ -67,7 +65,6 @@ def whole(tmp_path_factory):
     small_recipe(folder, checkpoints=alone, tasks=["demo_lastword"]).rename(folder / "good.yaml")
     (folder / "file").write_text("content")
     (folder / "folder").mkdir()
-    os.mkfifo(folder / "fifo")
     for name, content in {
         "list": "[]", "text": "{", "old": '{"schema_version": 1}', "new": '{"schema_version": 99}',
         "deep": "[" * 100_000,
@@ -75,8 +72,6 @@ def whole(tmp_path_factory):
     }.items():  # fmt: skip
         (folder / f"{name}-grid").mkdir()
         (folder / f"{name}-grid" / "grid.json").write_text(content)
-    (folder / "pipe-grid").mkdir()
-    os.mkfifo(folder / "pipe-grid" / "grid.json")
     return folder
 
 

@@ -47,21 +47,12 @@ def test_the_command_line_may_name_a_group(tmp_path):
     assert list(recipe.checkpoints) == ["softmax.1", "softmax.2", "softmax.3", "softpick"]
 
 
-@pytest.mark.parametrize("baseline", [None, "softmax", "softpick"])
-def test_a_group_may_be_what_deltas_are_taken_against(tmp_path, baseline):
-    checkpoints = {"softmax": ["a", "b"], "softpick": ["c", "d"]}
-    changes = {"baseline": baseline} if baseline else {}
-    recipe = Recipe.load(small_recipe(tmp_path, checkpoints=checkpoints, **changes))
-    first = baseline or "softmax"
-    assert recipe.compared[:2] == (f"{first}.1", f"{first}.2")
-    assert next(iter(recipe.groups)) == first
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"checkpoints": {"softmax": ["a"]}}, "gives 1 checkpoints; replicates need two"),
         ({"checkpoints": {"softmax": "nowhere-*"}}, "gives 0 checkpoints"),
+        ({"baseline": "softpick"}, "baseline was removed: list the checkpoint"),
         ({"replicates": {"a": ["softmax", "softpick"]}}, "replicates was removed: list the paths"),
     ],
 )

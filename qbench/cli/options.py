@@ -18,7 +18,7 @@ from qbench.errors import OutputError, RecipeError
 from qbench.files import require_writable
 from qbench.plugins import load_file
 from qbench.quantizers.registry import split_commas
-from qbench.recipe import Kind, Overrides
+from qbench.recipe import Overrides
 
 
 def _path(text: str) -> Path:
@@ -172,9 +172,9 @@ ExecutorOption = Annotated[
 ClusterOption = Annotated[
     str | None,
     typer.Option(
-        metavar="ADDRESS|local[:N]",
-        help="Run cells on a Dask cluster: the tcp:// address of its scheduler, a scheduler file, "
-        "or local for worker processes of this host, N of them.",
+        metavar="ADDRESS",
+        help="Run cells on a Dask cluster: the tcp:// address of its scheduler, or a scheduler "
+        "file.",
     ),
 ]
 DeviceOption = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where to compute.")]
@@ -185,9 +185,9 @@ def _option(name: str, part: FieldInfo) -> Any:
     """Return the option of the command line for the field ``name`` of Overrides."""
     settings = dict(part.json_schema_extra["settings"])
     flags = [settings.pop("flag")] if "flag" in settings else []
-    types = (mark.option_type for mark in part.metadata if isinstance(mark, Kind))
+    kind = settings.pop("type", part.annotation)
     option = typer.Option(*flags, help=" ".join(part.description.split()), **settings)
-    return Annotated[next(filter(None, types), part.annotation), option]
+    return Annotated[kind, option]
 
 
 OPTIONS: dict[str, Any] = {

@@ -127,13 +127,15 @@ def launch(
     executor ``launcher`` itself is yielded. Raises QbenchError for what is not there, and for
     options that exclude each other.
     """
-    options = {"--cluster": cluster, "--gpus": gpus, "--workers": workers}
-    option = next((option for option, value in options.items() if value is not None), None)
-    single_process = "evaluation.device_map" if launcher.recipe.evaluation.device_map else None
-    exclusive = single_process if executor is None else f"--executor {executor}"
-    if exclusive is not None and option is not None:
+    device_map = launcher.recipe.evaluation.device_map
+    places = {
+        "evaluation.device_map": device_map, "--executor": executor, "--cluster": cluster,
+        "--gpus": gpus, "--workers": workers,
+    }  # fmt: skip
+    first, *others = [name for name, value in places.items() if value is not None] or [""]
+    if others and first != "--gpus":
         raise RecipeError(
-            f"{exclusive}: leave {option} out; only one of the two can say where cells run"
+            f"{first}: leave {others[0]} out; only one of the two can say where cells run"
         )
     if executor is not None:
         with EXECUTORS.get(executor)(launcher.device) as running:
@@ -141,14 +143,14 @@ def launch(
                 launcher, executor=running, description=f"executor {executor}"
             )
     elif cluster is not None:
-        with _connected(launcher, cluster, gpus, workers, cells) as dask:
+        with _connected(launcher, cluster) as dask:
             yield dataclasses.replace(
                 launcher, device=dask.device, gpu=dask.expected.gpu, executor=dask,
                 description=dask.description,
             )  # fmt: skip
     elif (
         cells is not None
-        and single_process is None
+        and device_map is None
         and (slots := gpu_slots(gpus, workers, launcher.device, CELLS_PER_GPU, at_most=cells))
     ):
         processes = Workers(slots, device=launcher.device)
@@ -161,40 +163,15 @@ def launch(
         yield launcher
 
 
-def _connected(
-    launcher: Launcher, cluster: str, gpus: str | None, workers: int | None, cells: int | None
-) -> contextlib.AbstractContextManager[DaskExecutor]:
+def _connected(launcher: Launcher, cluster: str) -> contextlib.AbstractContextManager[DaskExecutor]:
     """Return the context of the workers of ``--cluster``, on the device that ``launcher`` names or,
     for ``auto``, on the one that they have."""
     if importlib.util.find_spec("distributed") is None:
         raise UnavailableError("--cluster: Dask is not installed; pip install -e '.[cluster]'")
     from qbench.runner.dask import connected  # an extra, and a second to import
 
-    chosen, slots = None if launcher.device == "auto" else launcher.device, []
-    if cluster.partition(":")[0] == "local":
-        chosen = choose_device(launcher.device)
-        cells = cells or len(cell_names(launcher.recipe))
-        slots = local_slots(cluster, gpus, workers, chosen, cells)
-    elif gpus is not None or workers is not None:
-        raise RecipeError(
-            f"--cluster {cluster}: its workers are running already; leave --gpus and --workers out"
-        )
-    return connected(cluster, chosen, slots=slots, folders=(launcher.out, cache_folder()))
-
-
-def local_slots(
-    cluster: str, gpus: str | None, workers: int | None, device: str, cells: int
-) -> list[int]:
-    """Return the GPU of each worker of ``local`` or ``local:N``, spread over all GPUs of this host
-    unless ``gpus`` says how many; on the CPU a zero per worker, an empty list for one worker."""
-    _, colon, number = cluster.partition(":")
-    if colon and not (number.isdecimal() and 1 <= int(number) <= 1024):
-        raise RecipeError(f"--cluster {cluster}: write local:N with N workers, from 1 to 1024")
-    if colon and workers is not None:
-        raise RecipeError(f"--cluster {cluster}: says how many workers; leave --workers out")
-    count = int(number) if colon else None
-    over = "all" if device == "cuda" and gpus is None else gpus
-    return gpu_slots(over, workers or count, device, CELLS_PER_GPU, at_most=count or cells)
+    device = None if launcher.device == "auto" else launcher.device
+    return connected(cluster, device, folders=[launcher.out, cache_folder()])
 
 
 def run(

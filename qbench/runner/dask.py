@@ -10,7 +10,6 @@ import logging
 import os
 import pickle
 import secrets
-import signal
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future
@@ -22,16 +21,8 @@ from typing import Any
 # read when distributed is imported, by the workers of this host too
 os.environ.setdefault("DASK_LOGGING__DISTRIBUTED", "critical")
 
-import dask
 import distributed
-from distributed import (
-    Client,
-    KilledWorker,
-    Nanny,
-    Scheduler,
-    SpecCluster,
-    get_worker,
-)
+from distributed import Client, KilledWorker, get_worker
 from distributed import Future as DaskFuture
 from distributed.client import ClosedClientError
 from distributed.worker import Worker
@@ -39,28 +30,19 @@ from distributed.worker import Worker
 from qbench.errors import RecipeError, UnavailableError, first_line
 from qbench.files import clean_temporaries, code_digest, temporary
 from qbench.machine import (
-    VISIBLE,
     broken_device,
     cuda_problem,
-    gpu_of_environment,
     hardware,
-    interrupts_blocked,
     versions,
 )
 from qbench.plugins import load_packages
 from qbench.progress import Progress
 from qbench.runner.progress import RemoteProgress, pass_on
-from qbench.runner.workers import LostExecutorError, start_tracker
+from qbench.runner.workers import LostExecutorError
 
-LOCAL = "local"
 GPU = "GPU"  # a resource that workers may declare
 SECONDS_TO_CONNECT = 20.0
 SECONDS_FOR_A_WORKER = 120.0
-OF_LOCAL_WORKERS = {
-    "distributed.scheduler.allowed-failures": 2,  # deaths of workers, until the cell is the cause
-    "distributed.scheduler.worker-ttl": "60s",  # without a sign of life, a worker is given up
-    "distributed.scheduler.no-workers-timeout": "600s",
-}
 LOST = "the cluster was lost: its scheduler died or was restarted; start it and run again"
 LIBRARIES = ("triton", "bitsandbytes", "hqq", "gptqmodel", "optimum", "torchao", "accelerate")
 
@@ -82,20 +64,16 @@ class Host:
 
 @contextmanager
 def connected(
-    address: str, device: str | None, *, slots: Sequence[int] = (), folders: Sequence[Path]
+    address: str, device: str | None, *, folders: Sequence[Path]
 ) -> Iterator[DaskExecutor]:
-    """Yield an executor over the workers of ``address``: ``tcp://HOST:PORT``, a scheduler file,
-    ``local`` or ``local:N``.
+    """Yield an executor over the workers of ``address``: ``tcp://HOST:PORT`` or a scheduler file.
 
-    ``device`` None takes what the workers have. ``slots`` holds the GPU of each local worker. Every
-    worker must see the ``folders``. Raises UnavailableError if there is no worker, or one that does
-    not fit, and RecipeError for another address.
+    ``device`` None takes what the workers have. Every worker must see the ``folders``. Raises
+    UnavailableError if there is no worker, or one that does not fit, and RecipeError for another
+    address.
     """
     with ExitStack() as stack:
-        if address.partition(":")[0] == LOCAL:
-            client = _local(slots, device, stack)
-        else:
-            client = _connect(address, stack)
+        client = stack.enter_context(_connect(address))
         try:
             client.wait_for_workers(1, timeout=SECONDS_FOR_A_WORKER)
         except (TimeoutError, distributed.TimeoutError):
@@ -134,13 +112,13 @@ def connected(
         )
 
 
-def _connect(address: str, stack: ExitStack) -> Client:
+def _connect(address: str) -> Client:
     scheduler = address
     if "://" not in address:
         if not Path(address).is_file():
             raise RecipeError(
-                f"--cluster {address}: no such scheduler file; write tcp://HOST:PORT, the path of "
-                "a scheduler file, or local:N"
+                f"--cluster {address}: no such scheduler file; write tcp://HOST:PORT, or --workers "
+                "N for processes of this host"
             )
         try:
             scheduler = json.loads(Path(address).read_bytes())["address"]
@@ -149,55 +127,12 @@ def _connect(address: str, stack: ExitStack) -> Client:
                 f"--cluster {address}: not what `dask scheduler --scheduler-file` writes"
             ) from None
     try:
-        client = Client(scheduler, timeout=SECONDS_TO_CONNECT, set_as_default=False)
+        return Client(scheduler, timeout=SECONDS_TO_CONNECT, set_as_default=False)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UnavailableError(
             f"--cluster {address}: no scheduler answers there ({first_line(error)}); start one "
             "with `dask scheduler`"
         ) from None
-    return stack.enter_context(client)
-
-
-def _local(slots: Sequence[int], device: str | None, stack: ExitStack) -> Client:
-    """Start worker processes of this host, one thread each; each sees one GPU."""
-    chosen = list(slots) or [0]
-    threads = str(max(1, (os.cpu_count() or 1) // len(chosen)))
-    workers = {}
-    for number, gpu in enumerate(chosen):
-        environment = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
-        options: dict[str, Any] = {"nthreads": 1, "memory_limit": 0, "env": environment}
-        if device == "cuda":
-            environment[VISIBLE] = gpu_of_environment(gpu)
-            options["resources"] = {GPU: 1}
-        workers[number] = {"cls": Nanny, "options": options}
-    stack.enter_context(dask.config.set(OF_LOCAL_WORKERS))
-    here = {"dashboard_address": "127.0.0.1:0", "host": "127.0.0.1", "protocol": "tcp"}
-    start_tracker()
-    with interrupts_blocked():  # in workers, those that nannies start again too
-        try:
-            cluster = SpecCluster(
-                workers=workers,
-                scheduler={"cls": Scheduler, "options": here},
-                silence_logs="CRITICAL",
-            )
-        except Exception as error:  # RuntimeError, TimeoutError, EOFError of a nanny that died
-            raise UnavailableError(
-                f"--cluster local: no worker could be started ({first_line(error)}); run again"
-            ) from None
-    stack.enter_context(cluster)
-    client = stack.enter_context(Client(cluster, set_as_default=False))
-    stack.push(functools.partial(_interrupted, cluster))
-    return client
-
-
-def _interrupted(cluster: SpecCluster, error: type[BaseException] | None, *_: Any) -> None:
-    """Kill local workers at Ctrl-C: closing them would wait for their cells."""
-    if error is KeyboardInterrupt:
-        for nanny in cluster.workers.values():
-            nanny.auto_restart = False
-            if nanny.pid is not None:
-                with suppress(OSError):
-                    os.kill(nanny.pid, signal.SIGKILL)
 
 
 @contextmanager

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from concurrent.futures import Future
-from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,16 +16,16 @@ import pytest
 
 pytest.importorskip("distributed")
 
+from distributed import LocalCluster
 from distributed.client import FutureCancelledError
 from quick_cells import Quick
 from small_recipe import qbench, small_recipe
 
 from qbench import machine
-from qbench.cli.run import local_slots
 from qbench.errors import RecipeError, UnavailableError
 from qbench.plan import plan
 from qbench.recipe import Recipe
-from qbench.runner.dask import Host, _local, _settle, _token, connected, describe, require_fit
+from qbench.runner.dask import Host, _settle, _token, connected, describe, require_fit
 from qbench.runner.grid import run_cells
 from qbench.runner.progress import Display
 from qbench.runner.workers import LostExecutorError
@@ -36,47 +35,13 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 
-@pytest.mark.parametrize(
-    ("cluster", "gpus", "workers", "device", "slots"),
-    [
-        ("local:2", None, None, "cuda", [0, 1]),
-        ("local:5", None, None, "cuda", [0, 1, 2, 0, 1]),
-        ("local:3", "1", None, "cuda", [0, 0, 0]),
-        ("local", None, None, "cuda", [0, 1, 2] * 3),
-        ("local", "2", 1, "cuda", [0, 1]),
-        ("local", None, None, "cpu", []),
-        ("local:2", None, None, "cpu", [0, 0]),
-    ],
-)
-def test_local_workers_are_spread_over_all_gpus(monkeypatch, cluster, gpus, workers, device, slots):
-    monkeypatch.setattr(machine, "visible_gpus", lambda: [None] * 3)
-    assert local_slots(cluster, gpus, workers, device, cells=18) == slots
-
-
-def _seen(dask_worker):
-    return os.environ["CUDA_VISIBLE_DEVICES"], dask_worker.state.total_resources["GPU"]
-
-
-def test_a_local_worker_sees_its_gpu_alone_from_its_start(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
-    with ExitStack() as stack:
-        found = _local([0, 1], "cuda", stack).run(_seen)
-    assert set(found.values()) == {("5", 1.0), ("7", 1.0)}
-
-
-@pytest.mark.parametrize(
-    "error", [RuntimeError("Nanny failed to start."), EOFError(), TimeoutError()]
-)
-def test_a_worker_that_dies_while_it_starts_is_one_line(monkeypatch, error):
-    def died(*_, **__):
-        raise error
-
-    monkeypatch.setattr("qbench.runner.dask.SpecCluster", died)
-    with ExitStack() as stack, pytest.raises(UnavailableError) as raised:
-        _local([0], "cpu", stack)
-    (line,) = raised.value.lines
-    assert line.startswith("--cluster local: no worker could be started (")
-    assert line.endswith("; run again")
+@pytest.fixture
+def cluster():
+    """The address of a scheduler with two workers of one thread, in processes of this host."""
+    with LocalCluster(
+        n_workers=2, threads_per_worker=1, dashboard_address=None, silence_logs="CRITICAL"
+    ) as running:
+        yield running.scheduler_address
 
 
 def _break_device():
@@ -84,10 +49,11 @@ def _break_device():
     return os.getpid()
 
 
-def test_a_worker_whose_gpu_failed_ends_and_the_next_cell_gets_a_new_process(tmp_path):
-    with connected("local:1", "cpu", slots=[0], folders=[tmp_path]) as executor:
+def test_a_worker_whose_gpu_failed_ends_and_the_next_cells_get_other_processes(tmp_path, cluster):
+    with connected(cluster, "cpu", folders=[tmp_path]) as executor:
         broken = executor.submit(_break_device).result(60)
-        assert executor.submit(os.getpid).result(60) != broken
+        others = [executor.submit(os.getpid) for _ in range(4)]
+        assert broken not in [future.result(60) for future in others]
 
 
 LIKE = Host(name="host", gpu=None, code="c", versions={"torch": "2"})
@@ -150,7 +116,7 @@ def test_a_scheduler_that_died_is_named():
         future.result()
 
 
-@pytest.mark.parametrize("address", ["nowhere.json", "tcp://127.0.0.1:9", "local:x", "local:0"])
+@pytest.mark.parametrize("address", ["nowhere.json", "tcp://127.0.0.1:9", "local:2"])
 def test_a_cluster_that_is_not_there_is_one_line(tmp_path, monkeypatch, address, capfd):
     monkeypatch.setattr("qbench.runner.dask.SECONDS_TO_CONNECT", 1.0)
     with pytest.raises((RecipeError, UnavailableError), match=f"--cluster {address}: "):
@@ -167,12 +133,14 @@ def test_a_file_that_no_scheduler_wrote_is_one_line(tmp_path, content):
 
 
 @pytest.mark.parametrize("deaths", [1, pytest.param(9, marks=pytest.mark.slow)])
-def test_cells_whose_workers_are_killed_run_again_and_a_killer_fails_alone(tmp_path, deaths):
+def test_cells_whose_workers_are_killed_run_again_and_a_killer_fails_alone(
+    tmp_path, cluster, deaths
+):
     planned = plan(Recipe.load(small_recipe(tmp_path, tasks=["demo_lastword"])), device="cpu")
     shown, out = io.StringIO(), tmp_path / "out"
     killer = "softmax/rtn-4bit"
     with (
-        connected("local:2", "cpu", slots=[0, 0], folders=[out, tmp_path / "cache"]) as inner,
+        connected(cluster, "cpu", folders=[out, tmp_path / "cache"]) as inner,
         Display(shown, 4) as display,
     ):
         assert "2 workers on 1 host" in inner.description
