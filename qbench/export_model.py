@@ -146,11 +146,11 @@ def export_model(
     with new_folder(out) as making:
         if isinstance(config.weights, MadeCopy):
             shutil.copytree(config.weights.folder, making, dirs_exist_ok=True)
-            line = f"{config.weights.format}, as {config.weights.maker.package} wrote it"
+            chosen = config.weights.format
         else:
             chosen = write_model(measured, making, chosen)
-            line = f"{chosen}; weights: {measured.how}; loaded again, its logits "
-            line += compared(measured, load_written(measured, making, chosen))
+        line = f"{chosen}; weights: {measured.how}; loaded again, its logits "
+        line += compared(measured, load_written(measured, making, chosen))
         digest = record.audit.digest if record.audit else ""
         more = (f"Format: {line}.", f"Key of the measured cell: {record.key}.",
                 f"Digest of its quantized layers: {digest}.", _attention(record))  # fmt: skip

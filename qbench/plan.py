@@ -118,7 +118,8 @@ def find_copy(
     method = str(quantization.get("quant_method", ""))
     if method not in loadable_methods():
         raise CheckpointError(
-            f"checkpoint {copy.source}: quant_method {method!r}: the installed transformers loads "
+            f"checkpoint {copy.source}: quant_method {method!r}: the installed transformers, and "
+            "GPTQModel, load "
             f"{', '.join(loadable_methods())}"
         )
     bits: dict[str, float | None] = {"stored_bits": None, "fewest_bits": None}

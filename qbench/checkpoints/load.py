@@ -50,6 +50,8 @@ NOISE_OF_HALF = 0.03
 # Our attention and a class's own round differently in every layer: on a CPU in float32 they agree;
 # elsewhere a difference of another function has to stand out.
 OURS_OF_HALF, OURS_ON_GPU, OURS_OF_FEW_BITS = 0.1, 0.01, 0.5
+# Formats that GPTQModel loads and transformers does not, with its kernel in torch for each
+GPTQMODELS_OWN = {"exl3": "exl3_torch", "paroquant": "paroquant_cuda"}
 ROUNDS_ACTIVATIONS = "qbench_rounds_activations"  # attribute of copies that do
 
 
@@ -287,21 +289,14 @@ def load_prequantized(
     CheckpointError for broken files.
     """
     quantization = checkpoint.config["quantization_config"]
+    method = str(quantization.get("quant_method"))
     with named(checkpoint.source):
         require_unchanged(checkpoint)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # libraries warn of what a plan has said already
-                model, report = AutoModelForCausalLM.from_pretrained(
-                    checkpoint.folder,
-                    dtype=dtype,
-                    device_map={"": device},
-                    use_safetensors=True,
-                    trust_remote_code=False,
-                    output_loading_info=True,
-                    ignore_mismatched_sizes=True,  # so that they are named below, not loaded
-                    **_loading(quantization, dequantize),
-                )
+                load = _by_gptqmodel if method in GPTQMODELS_OWN else _by_transformers
+                model, report = load(checkpoint.folder, quantization, dtype, device, dequantize)
                 setattr(model, ROUNDS_ACTIVATIONS, rounds_activations)
                 _require_whole(quantization, report)  # before kernels read what is not there
                 model = model.eval().requires_grad_(False)
@@ -317,8 +312,8 @@ def load_prequantized(
             if "above report" in why:  # which nobody sees
                 why = "its tensors do not fit its quantization_config; take another copy"
             raise UnavailableError(
-                f"transformers cannot load this {quantization.get('quant_method')} checkpoint "
-                f"here: {why}"
+                f"{'GPTQModel' if method in GPTQMODELS_OWN else 'transformers'} cannot load this "
+                f"{method} checkpoint here: {why}"
             ) from error
         headers = checkpoint.headers
         require_stored_head(model, checkpoint.folder, headers)
@@ -335,6 +330,34 @@ def load_prequantized(
         rounds = "its library rounds activations of several tokens together"
         model.chosen_attention = measured_attention(model, checkpoint, attention, fallback, rounds)
     return model
+
+
+def _by_transformers(
+    folder: Path, quantization: dict[str, Any], dtype: torch.dtype, device: str, dequantize: bool
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Return the quantized model, and transformers' report on its tensors."""
+    return AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=dtype,
+        device_map={"": device},
+        use_safetensors=True,
+        trust_remote_code=False,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # so that they are named, not loaded
+        **_loading(quantization, dequantize),
+    )
+
+
+def _by_gptqmodel(
+    folder: Path, quantization: dict[str, Any], dtype: torch.dtype, device: str, dequantize: bool
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Return the quantized model as GPTQModel loads it, and a report like transformers'."""
+    from gptqmodel import BACKEND, GPTQModel
+
+    backend = BACKEND(GPTQMODELS_OWN[quantization["quant_method"]])
+    model = GPTQModel.load(str(folder), backend=backend, dtype=dtype, device=device).model
+    missing = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
+    return model, {"missing_keys": missing, "mismatched_keys": []}
 
 
 def _require_whole(quantization: dict[str, Any], report: dict[str, Any]) -> None:

@@ -26,6 +26,7 @@ from qbench.quantizers.registry import register
 from qbench.records import UNQUANTIZED_BITS, Part, Precision
 
 GGUF = "gguf"  # a file that llama.cpp runs, not transformers
+BY_GPTQMODEL = ("exl3", "paroquant")  # formats that transformers does not load
 WEIGHTS_ONLY = "weights only: they are multiplied dequantized"
 KERNELS = "kernels"  # the package with which transformers multiplies FP8 on a GPU
 # Packages that load copies: their versions are in the key of a copy's cell.
@@ -39,20 +40,21 @@ MOST_LEVELS = 2**UNQUANTIZED_BITS  # of a weight: which ones share a scale is no
 
 @functools.cache
 def loadable_methods() -> tuple[str, ...]:
-    """Return each ``quant_method`` that the installed transformers loads, read from its source:
-    importing it would import torch."""
+    """Return each ``quant_method`` that the installed transformers loads, read from its source
+    (importing it would import torch), and those that GPTQModel loads."""
     spec = importlib.util.find_spec("transformers")
     assert spec is not None, "transformers is a dependency"
     text = (Path(str(spec.origin)).parent / "quantizers" / "auto.py").read_text(encoding="utf-8")
     table = text.partition("AUTO_QUANTIZER_MAPPING = {")[2].partition("\n}")[0]
     names = (name.removesuffix("_4bit") for name in re.findall(r'^    "([\w-]+)"', table, re.M))
-    return tuple(sorted({*names} - {"bitsandbytes_8bit"}))
+    return tuple(sorted({*names, *BY_GPTQMODEL} - {"bitsandbytes_8bit"}))
 
 
 def format_rows() -> Iterator[tuple[str, str]]:
     """Yield each format and what loads it, for ``qbench list formats``."""
     for name in loadable_methods():
-        loader = "transformers, as a GGUF file llama.cpp" if name == GGUF else "transformers"
+        loader = "gptqmodel" if name in BY_GPTQMODEL else "transformers"
+        loader += ", as a GGUF file llama.cpp" if name == GGUF else ""
         cpu = f"; on a CPU {WEIGHTS_ONLY}, as on a GPU without {KERNELS}" if name == "fp8" else ""
         yield name, f"{loader}{cpu}"
 

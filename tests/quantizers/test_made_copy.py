@@ -157,7 +157,7 @@ MAKERS = [
                    marks=pytest.mark.slow) for normalizer in ("softmax", "softpick")),
     pytest.param("exl3-3bit", "softpick", {}, marks=pytest.mark.gpu),
     pytest.param("paroquant-4bit", "softmax", {"group_size": 64, "epochs": 1},
-                 marks=pytest.mark.gpu),
+                 marks=pytest.mark.slow),
 ]  # fmt: skip
 
 

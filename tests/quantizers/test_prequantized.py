@@ -416,6 +416,19 @@ def test_an_awq_checkpoint_passes_and_one_whose_factors_do_not_cancel_fails(span
     ]
 
 
+def test_an_awq_checkpoint_may_round_away_columns_whose_inputs_are_nearly_zero(whole, tmp_path):
+    def quieten(tensors):
+        for name, tensor in tensors.items():
+            if name.endswith("layernorm.weight"):
+                tensor[:16] *= 1e-3
+
+    quiet = changed(whole, tmp_path / "quiet", quieten)
+    copy = awq(quiet, tmp_path / "awq", quiet=16)
+    result, _ = audited(planned(tmp_path, copy, checkpoint=quiet))
+    assert result.problems == ()
+    assert any(module.dead_inputs for module in result.modules)
+
+
 @pytest.mark.parametrize(
     ("name", "config", "words"),
     [

@@ -309,14 +309,13 @@ def measure(
     """
     rows, columns = matrix.weight.shape
     weight = forward_weight(module, columns, matrix.weight.dtype)
-    expected = matrix.weight.float()
-    fitted, factor = weight.float(), None
-    if rescales and weight.isfinite().all():
-        fitted, factor = fit(fitted, expected, settings.error_bound())
-    difference = fitted - expected
+    expected, factor = matrix.weight.float(), None
     dead = (weight == 0).all(dim=0) & (expected != 0).any(dim=0)
+    if rescales and weight.isfinite().all():
+        expected, factor = fit(weight.float(), expected, settings.error_bound())
+    difference = weight.float() - expected
     kept = ~dead if settings.needs_calibration else torch.ones_like(dead)  # see _lost_products
-    products, squares = (fitted * expected * kept).sum(1), (expected.square() * kept).sum(1)
+    products, squares = (weight * expected * kept).sum(1), (expected.square() * kept).sum(1)
     bits = getattr(settings, "least_bits", settings.num_bits)
     far = (products - squares).abs() > min(0.75, 0.1 + 2.0 ** (1 - bits)) * squares
     draw = torch.Generator().manual_seed(0)
@@ -325,7 +324,7 @@ def measure(
     scalars = {
         "error": difference.square().sum(),
         "norm": expected.square().sum(),
-        "product": (fitted * expected).sum(),
+        "product": (weight * expected).sum(),
         "dead": dead.sum(),
         "levels": _levels(stored.groups(weight)),
         "rows": (squares > 0).sum(),
@@ -405,12 +404,16 @@ def _decodes_to(weight: Tensor, stored: Tensor, dtype: str, settings: WeightSett
 
 
 def fit(weight: Tensor, expected: Tensor, bound: float) -> tuple[Tensor, Tensor | None]:
-    """Return ``weight`` [out, in] without the factors of rows and columns that it has over
-    ``expected`` by least squares, and these factors [out, in].
+    """Return ``expected`` [out, in] with the factors of rows and columns that ``weight`` has over
+    it by least squares, and these factors [out, in].
 
     AWQ and SmoothQuant move a factor per column into the layer before, whose rows are divided by
-    it. If taking factors off brings ``weight`` little nearer, or not within the relative error
-    ``bound``, it is returned as it is, with None. ``audit.compare`` checks that they cancel.
+    it. If factors bring the two little nearer, or not within the relative error ``bound``,
+    ``expected`` is returned as it is, with None. ``audit.compare`` checks that they cancel.
+
+    Errors are counted after scaling, as weights were rounded: a column whose input is nearly zero
+    has a tiny factor, over which its rounding error would be divided. A column of zeros has the
+    factor 0, but counts as lost with the size that the others have.
     """
     factor = [torch.ones_like(weight[:, :1]), torch.ones_like(weight[:1])]
     for step in range(8):
@@ -420,10 +423,10 @@ def fit(weight: Tensor, expected: Tensor, bound: float) -> tuple[Tensor, Tensor 
             1 - axis, keepdim=True
         ).clamp(min=1e-30)
     product = factor[0] * factor[1]
-    fitted = weight / product.where(product.abs() > 1e-6, 1)
+    zeros = (weight == 0).all(dim=0)
+    scaled = expected * product.where(~zeros, product[:, ~zeros].square().mean().sqrt())
     nearest = min(bound, MOST_FITTED, NEARER * relative(weight, expected))
-    good = relative(fitted, expected) <= nearest
-    return (fitted, product) if good else (weight, None)
+    return (scaled, product) if relative(weight, scaled) <= nearest else (expected, None)
 
 
 def levels(groups: Tensor) -> int:

@@ -13,13 +13,13 @@ from qbench.quantizers.methods.library_made import LibraryMade, Texts, maker
 from qbench.quantizers.methods.weight_only import GroupedIntegers
 
 
-@maker("paroquant-4bit", f"ParoQuant {ABOUT} only", num_bits=4)
+@maker("paroquant-4bit", f"ParoQuant {ABOUT}", num_bits=4)
 @settings
 class ParoQuant(GroupedIntegers, LibraryMade):
     """Trained layer by layer, with eager attention, in two stages of ``epochs`` each."""
 
     method, title, requirements = "paroquant", "ParoQuant", ("gptqmodel",)
-    needs_gpu = softmax_only = True
+    softmax_only = True
     epochs: Annotated[int, Field(ge=1, description="of training per stage")] = 10
 
 
