@@ -8,7 +8,7 @@ computes the same, bit for bit.
 Formulas: integers, compressed-tensors' ``calculate_qparams``: scale = 2 max|x| / (2^b − 1) or
 (max − min) / (2^b − 1); FP8 and MX, OCP
 Microscaling Formats v1.0 (2023); NVFP4, NVIDIA, "Pretraining Large Language Models with NVFP4"
-(2025), appendix C; a zero point that is the lowest value, KIVI (Liu et al. 2024), section 3.
+(2025), appendix C.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def fake_quantize_definition(x: Tensor, form: QuantFormat, fixed: Scale | None =
     codes = quantize(wide, form, scale)
     if fixed is not None:  # without it the scale itself is not finite
         codes = codes + not_finite(wide)
-    return dequantize(codes, form, scale).to(x.dtype)
+    return dequantize(codes, scale).to(x.dtype)
 
 
 def encode(x: Tensor, form: QuantFormat) -> tuple[Tensor, Tensor]:
@@ -120,9 +120,6 @@ def scale_of_ends(low: Tensor | None, high: Tensor, form: QuantFormat) -> Scale:
     if form.symmetric:
         largest = high if low is None else torch.maximum(high, -low)
         return Scale(stored(divided(largest, form.span), form))
-    if form.zero_point == "float":
-        zero = stored(low, form)
-        return Scale(stored(divided((high - zero).clamp(min=0), form.largest), form), zero)
     low = low.clamp(max=0)
     scale = stored(divided(high.clamp(min=0) - low, form.largest), form)
     return Scale(scale, torch.round(-low / divisor(scale)))
@@ -152,18 +149,12 @@ def quantize(x: Tensor, form: QuantFormat, by: Scale) -> Tensor:
         return nearest(x / divisor(by.scale), ELEMENTS[form.element])
     if by.zero is None:
         return (x / divisor(by.scale)).round_().clamp_(form.smallest, form.largest)
-    if form.zero_point == "float":
-        return ((x - by.zero) / divisor(by.scale)).round_().clamp_(0, form.largest)
     return ((x / divisor(by.scale)).round_() + by.zero).clamp_(0, form.largest)
 
 
-def dequantize(codes: Tensor, form: QuantFormat, by: Scale) -> Tensor:
+def dequantize(codes: Tensor, by: Scale) -> Tensor:
     """Return the values that ``codes`` encode, float32."""
-    if by.zero is None:
-        return codes * by.scale
-    return (
-        codes * by.scale + by.zero if form.zero_point == "float" else (codes - by.zero) * by.scale
-    )
+    return codes * by.scale if by.zero is None else (codes - by.zero) * by.scale
 
 
 def nearest(x: Tensor, element: FloatFormat) -> Tensor:

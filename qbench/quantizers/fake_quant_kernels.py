@@ -64,7 +64,7 @@ def _stored(scale, SCALE: tl.constexpr):
 def _rows_kernel(
     source, target, fixed_at, zero_at, total, length,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, FIXED: tl.constexpr,
-    FLOAT: tl.constexpr, SYMMETRIC: tl.constexpr, LOW_IS_ZERO: tl.constexpr, SCALE: tl.constexpr,
+    FLOAT: tl.constexpr, SYMMETRIC: tl.constexpr, SCALE: tl.constexpr,
     LARGEST: tl.constexpr, LEAST: tl.constexpr, SPAN: tl.constexpr,
     MANTISSA: tl.constexpr, LOWEST: tl.constexpr, HIGHEST: tl.constexpr,
 ):  # fmt: skip
@@ -87,17 +87,12 @@ def _rows_kernel(
         zero = wrong
         if SYMMETRIC:
             span = tl.max(tl.where(inside, tl.abs(x), 0.0), 1, keep_dims=True) + wrong
-        elif LOW_IS_ZERO:
-            low = tl.min(tl.where(inside, x, float("inf")), 1, keep_dims=True) + wrong
-            high = tl.max(tl.where(inside, x, float("-inf")), 1, keep_dims=True)
-            zero = _stored(low, SCALE)
-            span = tl.maximum(high - zero, 0.0) + wrong
         else:
             low = tl.minimum(tl.min(tl.where(inside, x, 0.0), 1, keep_dims=True), 0.0) + wrong
             high = tl.maximum(tl.max(tl.where(inside, x, 0.0), 1, keep_dims=True), 0.0) + wrong
             span = high - low
         scale = _stored(tl.div_rn(span, tl.full(span.shape, SPAN, tl.float32)), SCALE)
-        if not SYMMETRIC and not LOW_IS_ZERO:
+        if not SYMMETRIC:
             zero = _whole(_divided(-low, scale))
         if SCALE == E8M0:
             exponent = _exponent(span)
@@ -113,15 +108,11 @@ def _rows_kernel(
         codes = _nearest(_divided(x, scale), MANTISSA, LOWEST, LARGEST)
     elif SYMMETRIC:
         codes = tl.minimum(tl.maximum(_whole(_divided(x, scale)), LEAST), LARGEST)
-    elif LOW_IS_ZERO:
-        codes = tl.minimum(tl.maximum(_whole(_divided(x - zero, scale)), 0.0), LARGEST)
     else:
         codes = tl.minimum(tl.maximum(_whole(_divided(x, scale)) + zero, 0.0), LARGEST)
     codes += x * 0.0
-    if SYMMETRIC:
+    if SYMMETRIC:  # noqa: SIM108  known when it is compiled
         y = codes * scale
-    elif LOW_IS_ZERO:
-        y = codes * scale + zero
     else:
         y = (codes - zero) * scale
     tl.store(target + at, y.to(target.dtype.element_ty), mask=inside)
@@ -154,7 +145,6 @@ def _constants(form: QuantFormat) -> dict[str, Any]:
     return {
         "FLOAT": form.type == "float",
         "SYMMETRIC": form.symmetric,
-        "LOW_IS_ZERO": form.zero_point == "float",
         "SCALE": SCALES[form.scale_dtype],
         "LARGEST": form.largest,
         "LEAST": form.smallest,

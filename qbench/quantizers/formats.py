@@ -43,16 +43,13 @@ class QuantFormat:
 
     ``type`` int, ``symmetric``: codes −2^(num_bits−1) … 2^(num_bits−1)−1 times a scale, which is
     the largest magnitude over (2^num_bits − 1) / 2, as in compressed-tensors. Not ``symmetric``:
-    codes 0 … 2^num_bits−1 with a zero point. ``type`` float: E4M3 of 8 bits, E2M1 of 4, times a
-    scale.
+    codes 0 … 2^num_bits−1 with a zero point, of a range that holds 0. ``type`` float: E4M3 of 8
+    bits, E2M1 of 4, times a scale.
 
     ``strategy``: what shares a scale: a ``token``'s values, a ``group`` of ``group_size`` of them,
     the whole ``tensor``; ``tensor_group``: groups, under a scale of the tensor's (NVFP4).
     ``dynamic``: scales come from the values themselves; else that of the tensor is fixed before.
     ``scale_dtype``: what scales are rounded to, as torch names it.
-
-    ``zero_point``: ``int``, a code, of a range that holds 0, so that 0 stays 0; ``float``, the
-    lowest value itself, rounded as scales are (KIVI).
     """
 
     num_bits: int
@@ -62,7 +59,6 @@ class QuantFormat:
     group_size: int = WHOLE_ROW
     dynamic: bool = True
     scale_dtype: Literal["float32", "float16", "float8_e4m3fn", "float8_e8m0fnu"] = "float32"
-    zero_point: Literal["int", "float"] = "int"
 
     @property
     def element(self) -> str:

@@ -18,7 +18,7 @@ FEW = ("int8", "first")
 # Name and options of the recipe, and the same said to the cache that is written.
 SCHEMES = {
     "int8": ("int8-token", {}, {"bits": 8}),
-    "int4 asymmetric": ("int4-token", {"symmetric": False}, {"bits": 4, "symmetric": False}),
+    "int4": ("int4-token", {}, {"bits": 4}),
     "int3 in groups of channels": ("int3-token", {"group_size": 4}, {"bits": 3, "channels": 4}),
     "fp8": ("fp8-token", {}, {"bits": 0}),
     "first": ("int3-token", {"sink_tokens": 2}, {"bits": 3, "sink_tokens": 2}),

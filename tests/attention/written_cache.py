@@ -12,7 +12,6 @@ class WrittenCache:
     """Of one key head. ``bits`` 0 is fp8. ``channels`` of a token share a scale, or all of them."""
 
     bits: int
-    symmetric: bool = True
     channels: int | None = None
     sink_tokens: int = 0
     keys: list = field(default_factory=list)  # arrays, or a token's stored groups
@@ -30,25 +29,18 @@ class WrittenCache:
         return [self.store(x[i : i + size]) for i in range(0, len(x), size)]
 
     def store(self, x):
-        """Codes of one scale, the scale, and the lowest value."""
+        """Codes of one scale, and the scale."""
         one = np.float32(1)
         if self.bits == 0:
             scale = np.float16(np.abs(x).max() / np.float32(448)).astype(np.float32)
-            return np.array([nearest_e4m3(v / (scale or one)) for v in x]), scale, np.float32(0)
-        if self.symmetric:
-            most, span = 2 ** (self.bits - 1), np.float32((2**self.bits - 1) / 2)
-            scale = np.float16(np.abs(x).max() / span).astype(np.float32)
-            codes = np.clip(np.rint(x / (scale or one)), -most, most - 1).astype(np.int8)
-            return codes, scale, np.float32(0)
-        most = 2**self.bits - 1
-        low = np.float16(x.min()).astype(np.float32)
-        scale = np.float16((x.max() - low) / np.float32(most)).astype(np.float32)
-        codes = np.clip(np.rint((x - low) / (scale or one)), 0, most).astype(np.uint8)
-        return codes, scale, low
+            return np.array([nearest_e4m3(v / (scale or one)) for v in x]), scale
+        most, span = 2 ** (self.bits - 1), np.float32((2**self.bits - 1) / 2)
+        scale = np.float16(np.abs(x).max() / span).astype(np.float32)
+        return np.clip(np.rint(x / (scale or one)), -most, most - 1).astype(np.int8), scale
 
     @staticmethod
-    def load(codes, scale, low):
-        return codes.astype(np.float32) * scale + low
+    def load(codes, scale):
+        return codes.astype(np.float32) * scale
 
     def read(self):
         """Keys and values [T, D] as they are in the cache now."""

@@ -13,12 +13,12 @@ from qbench.evaluation.settings import ScoringSettings
 from qbench.quantizers.quantize import apply
 from qbench.quantizers.registry import config_of
 
-# asymmetric: on the symmetric grid a token's lowest value may lie between two codes, so that the
-# last bit of a product decides
-ASYMMETRIC = {"name": "int4-token", "symmetric": False}
+# fp8: on a grid of integers a token's lowest value may lie between two codes, so that the last bit
+# of a product decides
+FP8 = "fp8-token"
 
 
-@pytest.mark.parametrize("cache", [None, ASYMMETRIC], ids=["unquantized", "int4-token"])
+@pytest.mark.parametrize("cache", [None, FP8], ids=["unquantized", "fp8-token"])
 @pytest.mark.parametrize("normalizer", ["softmax", "softpick"])
 def test_captured_steps_answer_as_hflm_does(normalizer, cache, monkeypatch):
     """Five slots for 17 prompts of different lengths: slots are filled again, move to the left,

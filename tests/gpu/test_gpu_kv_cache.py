@@ -18,7 +18,7 @@ from qbench.quantizers.registry import config_of, settings_of
 SCHEMES = {
     "token": "int4-token",
     "fp8": "fp8-token",
-    "int2 in groups": {"name": "int2-token", "group_size": 16, "symmetric": False},
+    "int2 in groups": {"name": "int2-token", "group_size": 16},
     "first tokens": {"name": "int4-token", "sink_tokens": 3},
 }  # fmt: skip
 LOOSE = Tolerance(mean=10.0, largest=10.0, changed=1.0)
@@ -31,8 +31,8 @@ def draw(batch, heads, tokens, width, dtype=torch.float32):
 
 ROUNDED = {
     "int4-token": {"sink_tokens": 3},
-    "int2-token": {"symmetric": False, "group_size": 32},
-    "int4-tensor": {"symmetric": False, "sink_tokens": 3},
+    "int2-token": {"group_size": 32},
+    "int4-tensor": {"sink_tokens": 3},
     "fp8-token": {},
 }
 

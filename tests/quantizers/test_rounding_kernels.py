@@ -45,7 +45,7 @@ def test_values_are_rounded_alike(form, scales):
     ("name", "options"),
     [
         ("int4-token", {"sink_tokens": 2}),
-        ("int2-token", {"symmetric": False, "group_size": 8}),
+        ("int2-token", {"group_size": 8}),
         ("fp8-token", {}),
     ],
 )

@@ -179,12 +179,6 @@ def expected(groups: Tensor, about: ActivationEvidence) -> tuple[Tensor, Tensor,
     """Return the values [groups, n] that float64 ``groups`` [groups, n] should become, and the
     lowest and the highest value that their scales, as they are stored, allow [groups or 1, 1]."""
     form, bits = about.format, about.format.num_bits
-    if form.type == "int" and not form.symmetric and form.zero_point == "float":
-        low = _stored(groups.amin(1, keepdim=True), form)
-        span = (groups.amax(1, keepdim=True) - low).clamp(min=0)
-        scale = _usable(_stored(_ratio(span, 2**bits - 1), form))
-        codes = _ratio(groups - low, scale).round().clamp(0, 2**bits - 1)
-        return codes * scale + low, low, low + (2**bits - 1) * scale
     largest = groups.abs().amax(1, keepdim=True)
     given = None if about.fixed is None else about.fixed.scale.double().reshape(1, 1)
     if form.type == "int" and not form.symmetric:

@@ -186,14 +186,13 @@ def _module(
     if most > 2**bits:
         problems.append(f"{name}: {most} levels share a scale, {bits:g} bits have {2**bits:g}")
     problems += [f"{name}: {line}" for rounding in measured for line in rounding.problems]
-    stored = 1 if cache.format.symmetric else 2  # a scale, and the lowest value, in 16 bits
     return KVModuleAudit(
         name=name,
         levels=most,
         key_error=measured[0].error,
         value_error=measured[1].error,
         clipped=max(rounding.clipped / max(1, rounding.count) for rounding in measured),
-        bits_per_value=bits + scales * stored * 16 / values,
+        bits_per_value=bits + scales * 16 / values,
     ), problems
 
 

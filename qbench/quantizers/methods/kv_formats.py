@@ -23,7 +23,7 @@ BITS = (8, 4, 3, 2)
 PER_TOKEN = "keys and values per head and token"
 PER_TENSOR = "one scale per layer; scores depend on the batch"
 WHOLE: dict[str, Any] = {"group_size": WHOLE_ROW}
-FP8: dict[str, Any] = {"type": "float", "num_bits": 8, "symmetric": True}
+FP8: dict[str, Any] = {"type": "float", "num_bits": 8}
 
 
 @register("kv-fp8-tensor", f"fp8 cache, {PER_TENSOR}", scales="tensor", **FP8, **WHOLE)
@@ -50,13 +50,6 @@ class KVCache(KVCacheSettings):
     num_bits: Literal[8, 4, 3, 2]
     type: Literal["int", "float"] = "int"
     scales: Literal["token", "tensor"]
-    symmetric: Annotated[
-        bool,
-        Field(
-            description="levels evenly around zero; false: from the lowest to the highest value, "
-            "which is stored too"
-        ),
-    ] = True
     group_size: Annotated[
         Annotated[int, Field(ge=2, le=65536)] | Literal[-1],
         Field(description="channels of a head that share a scale; -1 is the whole head"),
@@ -71,11 +64,9 @@ class KVCache(KVCacheSettings):
         return QuantFormat(
             num_bits=self.num_bits,
             type=self.type,
-            symmetric=self.symmetric,
             strategy="group" if in_groups else self.scales,
             group_size=self.group_size,
             scale_dtype="float16",
-            zero_point="float",
         )
 
     @property
