@@ -53,6 +53,7 @@ QUANTIZER_OPTIONS = {
     "keep_recent": "tokens are quantized as they are written; `sink_tokens` spares the first",
     "scale_dtype": "scales of a KV cache are float16",
     "tensor_scale": "the layer's scale of NVFP4 is static, from calibration text",
+    "queries_keys": "rotation rotates the residual stream, values and the input of down_proj",
     "values": "rotation always rotates values within each head",
     "percentile": "static ranges hold all values of the calibration text",
     "threads": "a CPU quantizes with one thread, since the order of sums decides last bits",

@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from qbench.attention.masks import Mask
 from qbench.attention.normalizers import NORMALIZERS
-from qbench.attention.quantized_kv import KV_CACHE, read_apart, rotate
+from qbench.attention.quantized_kv import KV_CACHE, read
 from qbench.attention.transformers import parameters_of
 from qbench.errors import UnavailableError
 from qbench.streaming import decoder_blocks
@@ -79,10 +79,10 @@ def attention_observed(model: PreTrainedModel, observe: Observe) -> Iterator[Non
     ) -> tuple[Tensor, None]:
         output, rest = inner(module, query, key, value, attention_mask, scaling=scaling, **options)
         mask = attention_mask.dense() if isinstance(attention_mask, Mask) else attention_mask
-        seen_query, seen_key = _as_read(module, query, key, value)
+        cache = getattr(module, KV_CACHE, None)
         call = Call(
-            query=seen_query,
-            key=seen_key,
+            query=query,
+            key=key if cache is None else read(cache, module, key, value)[0],
             normalizer=normalizer,
             parameters=parameters_of(NORMALIZERS.get(normalizer), module, options),
             scale=scaling,
@@ -100,23 +100,6 @@ def attention_observed(model: PreTrainedModel, observe: Observe) -> Iterator[Non
         yield
     finally:
         model.set_attn_implementation(running)
-
-
-def _as_read(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return queries, and keys as the quantized KV cache of ``module`` returns them, if it has one.
-
-    Raises UnavailableError if what is read depends on the query.
-    """
-    if getattr(module, KV_CACHE, None) is None:
-        return query, key
-    query, key = rotate(module, query, key, {})
-    as_read = read_apart(module, key, value)
-    if as_read is None:
-        raise UnavailableError(
-            "its KV cache keeps some tokens unquantized for a while, so queries read different "
-            "keys; analyze a cell whose cache quantizes every token at once"
-        )
-    return query, as_read[0]
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +21,6 @@ from qbench.errors import UnavailableError
 
 KV_CACHE = "qbench_kv_cache"  # attribute of attention modules
 READ = "qbench_kv_cache_read"  # option of attention functions: keys and values were read already
-# A transformed model's attention modules carry under ROTATION what turns queries and keys [..., D]
-# into another basis: their products stay what they were, and what a cache of few bits rounds has no
-# channel that outgrows the others. ROTATED is the option that says it has been applied.
-ROTATION, ROTATED = "qbench_rotation", "qbench_rotated"
 
 
 class KVTrace(NamedTuple):
@@ -57,18 +53,6 @@ class QuantizedKVCache(ABC):
         ``positions`` int32 [B or 1, T]: each token's index in its own sequence, negative for
         padding; None if there are no ``sink_tokens``.
         """
-
-
-def rotate(
-    module: nn.Module, query: Tensor, key: Tensor, options: dict[str, Any]
-) -> tuple[Tensor, Tensor]:
-    """Return ``query`` and ``key`` rotated, if ``module`` rotates them and ``options`` do not say
-    that it was done; then ``options`` say so."""
-    rotation = getattr(module, ROTATION, None)
-    if rotation is None or options.get(ROTATED):
-        return query, key
-    options[ROTATED] = True
-    return rotation(query), rotation(key)
 
 
 def needs_sequences(model: nn.Module) -> bool:

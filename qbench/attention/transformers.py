@@ -33,7 +33,7 @@ from qbench.attention.implementation import choose
 from qbench.attention.kernels.varlen import packed_bounds
 from qbench.attention.masks import Mask, mask_interface
 from qbench.attention.normalizers import NORMALIZERS, SLOPES, Normalizer
-from qbench.attention.quantized_kv import KV_CACHE, READ, read, rotate
+from qbench.attention.quantized_kv import KV_CACHE, READ, read
 from qbench.errors import UnavailableError
 
 # What transformers hands to attention functions that changes the weights: refused, unless it is
@@ -119,7 +119,6 @@ def _attention(normalizer: str, implementation: str) -> Callable[..., tuple[Tens
             key, value = (each[:, :, : attention_mask.cache_length] for each in (key, value))
         elif isinstance(attention_mask, Tensor):  # a user's, or one made under torch.compile
             _require_aligned(chosen, parameters, query, key)
-        query, key = rotate(module, query, key, options)
         triton = implementation == "triton"
         function = (kernels if triton else reference).attention
         if READ not in options and (cached := getattr(module, KV_CACHE, None)) is not None:

@@ -307,9 +307,6 @@ class TransformSettings(Settings):
 
     kind: ClassVar[Kind] = "transform"
 
-    def require_fit(self, kv_cache: KVCacheSettings | None) -> None:
-        """Raise RecipeError if it cannot be combined with ``kv_cache``."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizationConfig:

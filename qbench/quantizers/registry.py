@@ -313,13 +313,11 @@ def _checked(config: QuantizationConfig) -> QuantizationConfig:
     if weights and weights.prequantized and (beside := config.beside_weights):
         raise RecipeError(f"{weights.name}: it is scored as published; leave {next(iter(beside))} "
                           "out")  # fmt: skip
-    if transform is not None:
-        transform.require_fit(config.kv_cache)
-        if not replace(config, transform=None).precision.quantized:
-            raise RecipeError(
-                f"transform: {transform.name} alone quantizes nothing; add weights, activations or "
-                "kv_cache"
-            )
+    if transform is not None and not replace(config, transform=None).precision.quantized:
+        raise RecipeError(
+            f"transform: {transform.name} alone quantizes nothing; add weights, activations or "
+            "kv_cache"
+        )
     return config
 
 

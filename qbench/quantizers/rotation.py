@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from qbench.attention.quantized_kv import ROTATION
 from qbench.quantizers.hadamard import factors, matrix
 from qbench.quantizers.linear import set_parameter
 from qbench.quantizers.methods.equal_models import Rotation
@@ -49,8 +48,6 @@ def transform(model: PreTrainedModel, settings: Rotation, tensors: Mapping[str, 
             weight = mlp.down_proj.weight
             set_parameter(weight, hadamard_transform(weight.double()))
             block.mlp = RotatedMlp(mlp)
-        if settings.queries_keys:
-            setattr(attention, ROTATION, online)
 
 
 def hadamard_transform(x: Tensor) -> Tensor:

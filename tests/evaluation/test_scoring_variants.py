@@ -197,26 +197,15 @@ TEXTS = ([5, 9, 11, 40, 2, 7, 31], [5, 9, 11, 40, 80, 3], [8, 6, 4, 90])  # two 
 
 @torch.no_grad()
 def test_packs_of_a_rotated_model_read_the_cache_that_sequences_read(tmp_path):
-    found = {}
-    for queries_keys in (True, False):
-        entry = {
-            "kv": "int4-token",
-            "outliers": {"name": "rotation", "queries_keys": queries_keys},
-        }
-        model = quantize(
-            decoder("llama-biases"),
-            config_of(entry, compute_dtype="float32"),
-            calibration=None,
-            digest=DIGEST,
-            artifacts=tmp_path,
-        )[0]
-        alone = [model.model(torch.tensor([ids]), use_cache=False)[0][0, -1] for ids in TEXTS]
-        requests = [Request([*ids, 0], len(ids), i, i) for i, ids in enumerate(TEXTS)]
-        (pack,) = Packing(max_length=64, batch_tokens=64).plan(requests, windows=False)
-        batch = pack.collate(requests)
-        rows = [batch.rows[batch.scored.row[list(batch.scored.index).index(i)]] for i in range(3)]
-        forward = PackedForward(model, model.get_decoder())
-        packed = forward(batch)[rows]
-        torch.testing.assert_close(packed, torch.stack(alone), rtol=1e-4, atol=1e-4)
-        found[queries_keys] = alone[0]
-    assert (found[True] - found[False]).norm() > 1e-3 * found[True].norm()
+    entry = {"kv": "int4-token", "outliers": "rotation"}
+    config = config_of(entry, compute_dtype="float32")
+    model = quantize(
+        decoder("llama-biases"), config, calibration=None, digest=DIGEST, artifacts=tmp_path
+    )[0]
+    alone = [model.model(torch.tensor([ids]), use_cache=False)[0][0, -1] for ids in TEXTS]
+    requests = [Request([*ids, 0], len(ids), i, i) for i, ids in enumerate(TEXTS)]
+    (pack,) = Packing(max_length=64, batch_tokens=64).plan(requests, windows=False)
+    batch = pack.collate(requests)
+    rows = [batch.rows[batch.scored.row[list(batch.scored.index).index(i)]] for i in range(3)]
+    packed = PackedForward(model, model.get_decoder())(batch)[rows]
+    torch.testing.assert_close(packed, torch.stack(alone), rtol=1e-4, atol=1e-4)

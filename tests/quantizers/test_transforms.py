@@ -19,7 +19,6 @@ TRANSFORMS = {
     "smoothquant-alpha": SmoothQuant(alpha=0.8, layers=("o_proj", "down_proj")),
     "rotation": Rotation(),
     "rotation-offline": Rotation(online=False, seed=3),
-    "rotation-all": Rotation(queries_keys=True),
 }
 
 
@@ -73,12 +72,6 @@ def test_rotating_unties_the_head_from_the_embeddings():
     model = transformed(Rotation(), decoder("llama-tied"))
     assert model.lm_head.weight is not model.model.embed_tokens.weight
     assert not model.config.tie_word_embeddings
-
-
-def test_rotated_keys_need_a_quantized_cache():
-    entry = {"weights": "rtn-4bit", "outliers": {"name": "rotation", "queries_keys": True}}
-    with pytest.raises(RecipeError, match="queries_keys changes nothing without a quantized KV"):
-        config_of(entry, compute_dtype="float32")
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from qbench.attention.masks import Mask
-from qbench.attention.quantized_kv import READ, read_apart, rotate
+from qbench.attention.quantized_kv import READ, read_apart
 from qbench.checkpoints.find import moving_rope
 from qbench.checkpoints.load import rounding_tolerance
 from qbench.errors import EvaluationError, UnavailableError, first_line
@@ -46,7 +46,6 @@ def _attend_segments(
     one segment after another; None if every segment sees just itself. ``options`` hold
     ``cu_seq_lens_q`` and its like.
     """
-    query, key = rotate(module, query, key, options)
     once = read_apart(module, key, value)
     if once is not None:  # before keys are laid out for each segment that sees them
         key, value = once

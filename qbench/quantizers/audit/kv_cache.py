@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from qbench.attention import reference
 from qbench.attention.masks import Mask
 from qbench.attention.normalizers import NORMALIZERS
-from qbench.attention.quantized_kv import KVTrace, rotate
+from qbench.attention.quantized_kv import KVTrace
 from qbench.attention.transformers import parameters_of
 from qbench.quantizers.audit.activations import Rounding
 from qbench.quantizers.config import ActivationEvidence, QuantizationConfig
@@ -105,7 +105,6 @@ def watched_attention(
     def call(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
     ) -> Any:
-        query, key = rotate(module, query, key, options)
         result = function(module, query, key, value, mask, **options)
         dense = mask.dense() if isinstance(mask, Mask) else mask
         about = {

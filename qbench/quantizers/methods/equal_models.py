@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from qbench.errors import RecipeError
-from qbench.quantizers.config import KVCacheSettings, TransformSettings, settings
+from qbench.quantizers.config import TransformSettings, settings
 from qbench.quantizers.hadamard import factors
 from qbench.quantizers.methods.kv_formats import head_dim
 from qbench.quantizers.registry import register
@@ -85,13 +85,6 @@ class Rotation(TransformSettings):
     online: Annotated[
         bool, Field(description="rotate the input of down_proj while the model runs")
     ] = True
-    queries_keys: Annotated[
-        bool,
-        Field(
-            description="rotate queries and keys after RoPE while the model runs, for a quantized "
-            "KV cache"
-        ),
-    ] = False
 
     def check(self, config: Mapping[str, Any], device: str) -> None:
         require_known(config, self.name)
@@ -105,11 +98,3 @@ class Rotation(TransformSettings):
                     f"transform: {self.name}: {width} {size:,}: no Hadamard matrix of that order "
                     f"by Sylvester's and Paley's constructions{remedy}"
                 )
-
-    def require_fit(self, kv: KVCacheSettings | None) -> None:
-        """Raise RecipeError if ``queries_keys`` is set and no KV cache is quantized."""
-        if self.queries_keys and kv is None:
-            raise RecipeError(
-                "transform: rotation: queries_keys changes nothing without a quantized KV cache; "
-                "add kv_cache, or leave it out"
-            )
