@@ -35,7 +35,6 @@ from qbench.checkpoints.find import (
     read_template,
     require_tokenizer,
     template_problem,
-    tokenizer_note,
 )
 from qbench.checkpoints.fla import in_transformers_words
 from qbench.errors import (
@@ -741,8 +740,6 @@ def _notes(
 ) -> Iterator[str]:
     """Yield a line for each setting that is chosen for this model and not for most."""
     max_length = recipe.evaluation.max_length
-    if checkpoint.files and (note := tokenizer_note(checkpoint)):
-        yield note
     if attention.why:
         yield f"attention native/{attention.implementation}: {attention.why}"
     if max_length is not None and max_length > scoring.max_length:

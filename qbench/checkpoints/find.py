@@ -208,10 +208,9 @@ def require_sizes(config: dict[str, Any], tensors: int) -> None:
     inner = config.get("text_config")
     parts = (config, inner if isinstance(inner, dict) else {})
     for name, value in ((name, part.get(name)) for part in parts for name in SIZES):
-        if value is None or isinstance(value, list):  # a list: one size a layer
-            continue
-        layers = name in ("num_hidden_layers", "n_layer")
-        if type(value) is not int or value < 1 or (layers and value > tensors):
+        most = tensors if name in ("num_hidden_layers", "n_layer") else math.inf
+        plain = type(value) is int and 0 < value <= most
+        if not (plain or value is None or isinstance(value, list)):  # a list: one size a layer
             raise CheckpointError(
                 f"config.json: {name} {value!r}: a whole number above 0 is needed, of layers "
                 f"no more than the {tensors} weight tensors"
@@ -396,25 +395,6 @@ def require_tokenizer(checkpoint: Checkpoint) -> None:
                 raise CheckpointError(
                     f"tokenizer.json: {first_line(error)}; fetch it again"
                 ) from None
-
-
-def tokenizer_note(checkpoint: Checkpoint) -> str | None:
-    """Return a line if the tokenizer has less than half as many tokens as the model; else None."""
-    path = checkpoint.folder / "tokenizer.json"
-    size = fla.in_transformers_words(checkpoint.config).get("vocab_size")
-    if not path.is_file() or not isinstance(size, int):
-        return None
-    tokens = _tokens(path, path.stat().st_mtime_ns)
-    if 2 * tokens >= size:
-        return None
-    return (
-        f"its tokenizer.json has {tokens:,} tokens and the model {size:,}: is it the model's own?"
-    )
-
-
-@functools.lru_cache(maxsize=16)
-def _tokens(path: Path, changed: int) -> int:
-    return Tokenizer.from_file(str(path)).get_vocab_size()
 
 
 def _is_one_of(name: str, patterns: Iterable[str]) -> bool:

@@ -224,8 +224,6 @@ class Run:
                 f"{self.state}: damaged (not the state that was written: {first_line(error)}); "
                 "remove it to train from the start"
             ) from None
-        if not progress.log and self.log.is_file():  # the state of an older qbench
-            progress.log = [line for line in read_log(self.log) if line["step"] <= progress.step]
         return progress
 
     def save(self, model: LlamaForCausalLM, folder: Path) -> None:

@@ -1,15 +1,13 @@
 """Malformed checkpoints and sources: one line and exit code 2, within seconds."""
 
 import json
-import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from checkpoints.folders import CONFIG, write
 
 from qbench.checkpoints import find
-from qbench.checkpoints.find import require_tokenizer, tokenizer_note
+from qbench.checkpoints.find import require_tokenizer
 from qbench.checkpoints.tokenizer import load_tokenizer
 from qbench.errors import CheckpointError
 
@@ -87,12 +85,3 @@ def test_a_tokenizer_that_cannot_be_read_is_one_line(tmp_path, change):
     assert len(str(error.value).splitlines()) == 1
     with pytest.raises(CheckpointError, match=r"tokenizer\.json.*fetch it again"):
         require_tokenizer(checkpoint)
-
-
-@pytest.mark.parametrize(("size", "noted"), [(32, False), (49_152, True)])
-def test_a_tokenizer_much_smaller_than_its_model_is_noted(tmp_path, size, noted):
-    folder = write(tmp_path / "c")
-    shutil.copy(DEMO / "tokenizer.json", folder)
-    checkpoint = find(str(folder))
-    note = tokenizer_note(replace(checkpoint, config={**checkpoint.config, "vocab_size": size}))
-    assert ("and the model 49,152: is it" in (note or "")) == noted

@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 
 from qbench.checkpoints import find
 from qbench.errors import CheckpointError, OutputError, TrainingError
-from qbench.training.checkpoint import Run
 
 ROOT = Path(__file__).parents[2]
 LONG = {"tokens": 6400, "normalizers": ["softpick"]}  # 100 steps
@@ -202,18 +201,3 @@ def test_what_is_damaged_in_a_log_is_made_anew_and_the_record_is_whole(tmp_path,
     [again] = train(tmp_path, normalizers=["softmax"])
     assert log.read_text().startswith(before)
     assert (again.watched, again.final_loss) == (whole.watched, whole.final_loss)
-
-
-def test_a_state_of_an_older_qbench_without_a_log_takes_that_of_the_file(
-    tmp_path, train, trained, monkeypatch
-):
-    save_state = Run.save_state
-
-    def save_old(run, progress, *rest):
-        save_state(run, progress.model_copy(update={"log": []}), *rest)
-
-    monkeypatch.setattr(Run, "save_state", save_old)
-    train(tmp_path, stop_after=20, normalizers=["softmax"])
-    monkeypatch.undo()
-    [again] = train(tmp_path, normalizers=["softmax"])
-    assert again.watched == trained[1][0].watched
