@@ -138,7 +138,7 @@ def llama_settings(config: dict[str, Any]) -> dict[str, Any]:
     """Return ``model_type`` and the fields of its configuration in transformers. Raises
     CheckpointError for values that no class there computes, unknown fields and impossible sizes."""
     parsed = parse(config)
-    kind, ours = _kind(parsed)
+    kind, fields = _kind(parsed)
     hidden, heads = parsed.hidden_size, parsed.num_heads
     shared = parsed.num_kv_heads or heads
     if hidden % heads or (hidden // heads) % 2 or heads % shared:
@@ -178,7 +178,7 @@ def llama_settings(config: dict[str, Any]) -> dict[str, Any]:
         "bos_token_id": parsed.bos_token_id,
         "eos_token_id": parsed.eos_token_id,
         "pad_token_id": parsed.pad_token_id,
-        **ours,
+        **fields,
     }
 
 

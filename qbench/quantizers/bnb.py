@@ -73,8 +73,8 @@ class Linear8(bitsandbytes.nn.Linear8bitLt):
 
     def forward(self, x: Tensor) -> Tensor:
         rows, state = x.reshape(-1, x.shape[-1]), self.state
-        theirs = torch.is_grad_enabled() or self.training or torch.compiler.is_compiling()
-        if theirs or not x.numel():
+        learns = torch.is_grad_enabled() or self.training or torch.compiler.is_compiling()
+        if learns or not x.numel():
             y = super().forward(rows)
         else:
             if self.weight.CB is not None:

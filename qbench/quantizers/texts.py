@@ -80,12 +80,12 @@ def draw_windows(
     draw.shuffle(texts)
     windows: list[list[int]] = []
     joined: list[int] = []
-    for one in texts:
+    for document in texts:
         if len(windows) == text.samples:
             break
         if joined and end is not None:
             joined.append(end)
-        joined += encode(one)
+        joined += encode(document)
         if len(joined) >= length:
             start = draw.randrange(len(joined) - length + 1)
             windows.append(joined[start : start + length])
@@ -107,7 +107,7 @@ def require_windows(text: CalibrationText, path: Path) -> None:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception:  # said where the checkpoint is loaded
         return
-    draw_windows(text, lambda one: tokenizer.encode(one, add_special_tokens=False).ids, end=0)
+    draw_windows(text, lambda text: tokenizer.encode(text, add_special_tokens=False).ids, end=0)
 
 
 def _has_long_texts(text: CalibrationText) -> bool:

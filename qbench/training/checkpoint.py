@@ -67,9 +67,9 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 
 
 PANELS = (
-    ("step", "loss", "training loss (nats a token)", "linear"),
+    ("step", "loss", "training loss (nats per token)", "linear"),
     ("step", "grad_norm", "gradient norm (largest of the logged steps)", "log"),
-    ("watch", "loss", "held-out loss (nats a token)", "linear"),
+    ("watch", "loss", "held-out loss (nats per token)", "linear"),
     ("watch", "sink_rate", "sink rate (mean weight on the first token > 0.3)", "linear"),
     ("watch", "kurtosis", "kurtosis of hidden states", "log"),
     ("watch", "largest", "largest |hidden state|", "log"),

@@ -179,8 +179,8 @@ def _module(
             rounding.problems.append(f"{noun} are read unchanged: nothing was quantized")
         values += before.numel()
         groups = before.shape[3] // cache.format.group_size if cache.format.group_size > 0 else 1
-        one = cache.format.strategy == "tensor"
-        scales += 1 if one else before[..., 0].numel() * groups
+        per_tensor = cache.format.strategy == "tensor"
+        scales += 1 if per_tensor else before[..., 0].numel() * groups
     most = max(rounding.levels for rounding in measured)
     if most > 2**bits:
         problems.append(f"{name}: {most} levels share a scale, {bits:g} bits have {2**bits:g}")
