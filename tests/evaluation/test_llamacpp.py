@@ -2,6 +2,7 @@
 
 import gc
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from tiny import tiny_model
 
 from qbench.api import load_answers
 from qbench.cell import load
-from qbench.checkpoints import find
+from qbench.checkpoints import find, from_gguf
 from qbench.errors import CheckpointError, QbenchError, UnavailableError
 from qbench.evaluation.evaluate import load_task
 from qbench.evaluation.kl_observer import BaselineHiddenStates, BaselineWriter, KLObserver
@@ -264,8 +265,12 @@ def test_why_llama_cpp_cannot_load_a_file_is_said(tmp_path):
         LlamaCpp(path, context=64, shell=None)
 
 
-def test_a_file_is_a_checkpoint_too_dequantized_once(files):
-    """Named with --checkpoint, without an original."""
+def test_a_file_is_a_checkpoint_too_dequantized_once(files, monkeypatch):
+    """Named with --checkpoint, without an original. The next test starts the process."""
+    done = SimpleNamespace(returncode=0)
+    monkeypatch.setattr(
+        from_gguf.subprocess, "run", lambda call, **_: (from_gguf.main(*call[-2:]), done)[1]
+    )
     checkpoint = find(str(files["F32"]))
     assert checkpoint.config["model_type"] == "llama"
     again = find(str(files["F32"]))

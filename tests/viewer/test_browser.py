@@ -52,6 +52,8 @@ def page(browser):
 def at():
     """``at(folder, texts=None)``: a server of results that stay as they are, compared once."""
     servers = {}
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr("qbench.statistics.panel.ROUNDS", 500)  # of 10,000: pages look the same
 
     def start(folder, texts=None):
         if folder not in servers:
@@ -60,6 +62,7 @@ def at():
         return servers[folder]
 
     yield start
+    monkeypatch.undo()
     for one in servers.values():
         one.close()
 
