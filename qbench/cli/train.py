@@ -116,7 +116,7 @@ def train(
     seed: Train with this seed alone. Repeatable.
     tokens: Tokens of each run, instead of the recipe's.
     sequences: Sequences that a device takes at once; fewer need less memory.
-    out: Where checkpoints, records and curves go. Default: training/NAME.
+    out: Where checkpoints and records go. Default: training/NAME.
     stop_after: Stop each run after this many steps, this time.
     """
     loaded = TrainingRecipe.load(
@@ -133,7 +133,7 @@ def train(
     files = read_token_files(Path(loaded.data.tokens))
     planned_runs = loaded.runs()
     # torch, once the input is known to be right
-    from qbench.training import checkpoint, loop
+    from qbench.training import loop
 
     name = "train" if len(planned_runs) > 1 else f"train-{loop.run_name(*planned_runs[0])}"
     with (
@@ -157,8 +157,7 @@ def train(
     if not processes.is_main_process:
         return
     show_trained(trainings, len(planned_runs))
-    curves = checkpoint.draw(folder)
-    show_written([folder, *([curves] if curves else [])])
+    show_written([folder])
 
 
 def show_trained(trainings: Sequence[Training], planned_runs: int) -> None:

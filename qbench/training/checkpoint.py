@@ -1,13 +1,11 @@
 """The folder of one training: the state that it resumes from, its checkpoints, its
-record, and its log as JSON Lines; the curves of all runs."""
+record, and its log as JSON Lines."""
 
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
-from qbench.attention.normalizers import NORMALIZERS
 from qbench.checkpoints import fla
 from qbench.checkpoints.find import CONFIG, SINGLE
 from qbench.errors import DamagedError, TrainingError, first_line, validation_line
@@ -34,7 +31,7 @@ from qbench.training.data import (
 from qbench.training.model import checkpoint_config
 from qbench.training.training_recipe import TrainingRecipe
 
-STATE, LOG, CURVES = "state", "log.jsonl", "curves.svg"
+STATE, LOG = "state", "log.jsonl"
 
 
 class Log:
@@ -54,75 +51,6 @@ class Log:
 
     def close(self) -> None:
         self._file.close()
-
-
-def read_log(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a log, without incomplete ones, as a killed process can leave
-    its last."""
-    lines = []
-    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
-        with suppress(ValueError):
-            lines.append(json.loads(line))
-    return [line for line in lines if isinstance(line, dict) and "step" in line]
-
-
-PANELS = (
-    ("step", "loss", "training loss (nats per token)", "linear"),
-    ("step", "grad_norm", "gradient norm (largest of the logged steps)", "log"),
-    ("watch", "loss", "held-out loss (nats per token)", "linear"),
-    ("watch", "sink_rate", "sink rate (mean weight on the first token > 0.3)", "linear"),
-    ("watch", "kurtosis", "kurtosis of hidden states", "log"),
-    ("watch", "largest", "largest |hidden state|", "log"),
-)
-STROKES = ("-", "--", "-.", ":")
-STYLE = ("tableau-colorblind10", {"svg.hashsalt": "qbench", "font.size": 9})
-
-
-def draw(out: Path) -> Path | None:
-    """Draw the curves of all runs in ``out`` as SVG: one colour and stroke per attention function,
-    the same in every figure, one line per seed. Return the file; None if no run has begun."""
-    from matplotlib import pyplot
-
-    logs: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    seeds: dict[str, list[str]] = {}
-    for path in sorted(out.glob(f"*-seed*/{STATE}/{LOG}")):
-        normalizer, _, seed = path.parent.parent.name.rpartition("-seed")
-        if seed.isdecimal() and (lines := read_log(path)):
-            logs[normalizer, seed] = lines
-            seeds.setdefault(normalizer, []).append(seed)
-    if not logs:
-        return None
-    pyplot.switch_backend("Agg")
-    looks = list(dict.fromkeys((*NORMALIZERS, *seeds)))
-    drawn: dict[str, Any] = {}  # a line of each normalizer
-    with pyplot.style.context(STYLE):
-        figure, axes = pyplot.subplots(2, 3, figsize=(13, 7), layout="constrained")
-        for axis, (kind, value, title, scale) in zip(axes.flat, PANELS, strict=True):
-            for (normalizer, _), lines in logs.items():
-                look = looks.index(normalizer)
-                points = {
-                    line["step"]: line.get(value)
-                    for line in lines
-                    if line.get("kind") == kind and (line["step"] > 0 or value != "loss")
-                }
-                (drawn[normalizer],) = axis.plot(
-                    [*points], [*points.values()], linewidth=1.0, marker=".", markersize=3.0,
-                    color=f"C{look % 10}", linestyle=STROKES[look % len(STROKES)],
-                )  # fmt: skip
-            axis.set(title=title, xlabel="step", yscale=scale)
-            if value == "sink_rate":
-                top = max(0.05, axis.get_ylim()[1])
-                axis.set_ylim(bottom=-0.02 * top, top=top)  # a rate of 0 lies beside the frame
-            axis.grid(alpha=0.25)
-        named = [f"{n}, seed{'s' * (len(of) > 1)} {', '.join(of)}" for n, of in seeds.items()]
-        figure.legend(
-            [drawn[n] for n in seeds], named, loc="outside lower center", ncols=min(6, len(named))
-        )
-        payload = io.BytesIO()
-        figure.savefig(payload, format="svg", metadata={"Date": None})
-        pyplot.close(figure)
-    write_atomically(out / CURVES, payload.getvalue())
-    return out / CURVES
 
 
 class Progress(BaseModel):

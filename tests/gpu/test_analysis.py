@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 from loading import load_model
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from qbench.analysis.measure import measure
-from qbench.bench.generation import random_model
+from qbench.attention.transformers import set_attention
 from qbench.checkpoints import find
 from qbench.checkpoints.tokenizer import load_tokenizer
 from qbench.evaluation.scoring.generate import Prompt, decode
@@ -44,7 +45,13 @@ def test_a_gpu_measures_what_a_cpu_measures(normalizer):
 
 @pytest.mark.parametrize("normalizer", ["softmax", "softpick"])
 def test_greedy_decoding_by_the_kernels_is_what_transformers_generates(normalizer):
-    model = random_model("tiny", normalizer, "cuda").float()
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=128,
+        vocab_size=512, eos_token_id=None,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).cuda().eval().requires_grad_(False)
+    set_attention(model, normalizer=normalizer)
     ids = torch.randint(3, 500, (7, 300)).tolist()
     expected = [
         model.generate(

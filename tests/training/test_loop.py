@@ -16,7 +16,6 @@ from qbench.checkpoints import find
 from qbench.checkpoints.tokenizer import load_tokenizer
 from qbench.errors import DataError, RecipeError, TrainingError
 from qbench.records import read_training
-from qbench.training.checkpoint import draw, read_log
 from qbench.training.loop import _or_inf
 
 ROOT = Path(__file__).parents[2]
@@ -60,14 +59,14 @@ def test_the_record_says_how_it_came_about(trained, tokens):
 
 
 def test_the_log_has_a_line_for_each_look_and_each_logged_step(trained):
-    lines = read_log(trained[0] / "softmax-seed3" / "state" / "log.jsonl")
+    log = (trained[0] / "softmax-seed3" / "state" / "log.jsonl").read_text()
+    lines = [json.loads(line) for line in log.splitlines()]
     steps, looks = ([one for one in lines if one["kind"] == kind] for kind in ("step", "watch"))
     assert [line["step"] for line in steps] == list(range(5, 45, 5))
     assert set(steps[0]) == {
         "kind", "step", "tokens", "loss", "grad_norm", "learning_rate", "tokens_per_s", "mfu",
     }  # fmt: skip
     assert set(looks[0]) >= {"loss", "sink_rate", "sink_rate_gu", "kurtosis", "largest"}
-    assert draw(trained[0]).read_text().count("<path") > 10
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
