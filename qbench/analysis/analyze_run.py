@@ -117,7 +117,7 @@ def require_heads(cells: Sequence[Cell], heads: Sequence[tuple[int, int]]) -> No
 
 def analysis_grid(plan: Plan, cells: Sequence[Cell]) -> AnalysisManifest:
     return AnalysisManifest(
-        name=plan.recipe.name, cells=tuple(map(_place, cells)), replicates=plan.recipe.groups
+        name=plan.recipe.name, cells=tuple(map(_place, cells)), replicates=plan.recipe.replicates
     )
 
 
