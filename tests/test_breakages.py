@@ -133,7 +133,7 @@ def bitsandbytes(tmp_path_factory):
     return path, folder / "baseline.tar.xz"
 
 
-@pytest.mark.parametrize("kind", ["bnb-4bit", "bnb-8bit"])
+@pytest.mark.parametrize("kind", ["bnb-4bit", pytest.param("bnb-8bit", marks=pytest.mark.slow)])
 def test_bitsandbytes_layers_with_their_scales_rolled_fail(
     bitsandbytes, tmp_path, monkeypatch, kind
 ):

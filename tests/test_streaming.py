@@ -34,22 +34,31 @@ def results(folder, monkeypatch, option, *options, **changes):
     return [(r, store.outcomes(r), store.responses(r)) for r in store.records()]
 
 
+@pytest.fixture(scope="module")
+def resident(tmp_path_factory):
+    """Results of the quick quantizers with the weights in memory."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("resident")
+        return results(folder, patch, "--no-stream", quantizers=QUICK, evaluation={"limit": 3})
+
+
 @pytest.mark.parametrize(
-    ("quantizers", "scoring", "dtype"),
+    ("quantizers", "dtype"),
     [
-        (QUICK, "exact", "float32"),
-        pytest.param(OTHERS, "exact", "float32", marks=pytest.mark.slow),
-        pytest.param(["bf16", "bnb-4bit", "hqq-4bit"], "exact", "bfloat16", marks=pytest.mark.slow),
+        (QUICK, "float32"),
+        pytest.param(OTHERS, "float32", marks=pytest.mark.slow),
+        pytest.param(["bf16", "bnb-4bit", "hqq-4bit"], "bfloat16", marks=pytest.mark.slow),
     ],
 )
 def test_a_streamed_run_gives_the_bits_of_a_resident_one(
-    tmp_path, monkeypatch, quantizers, scoring, dtype
+    tmp_path, monkeypatch, quantizers, dtype, resident
 ):
     settings = {"quantizers": quantizers, "compute_dtype": dtype, "evaluation": {"limit": 3}}
     find = partial(results, tmp_path, monkeypatch, **settings)
-    resident, streamed = (find(o, "--scoring", scoring) for o in ("--no-stream", "--stream"))
-    assert len(resident) == len(streamed) == len(quantizers)
-    for (a, *tables), (b, *others) in zip(resident, streamed, strict=True):
+    whole = resident if quantizers is QUICK else find("--no-stream")
+    streamed = find("--stream")
+    assert len(whole) == len(streamed) == len(quantizers)
+    for (a, *tables), (b, *others) in zip(whole, streamed, strict=True):
         assert b.status == "ok", b.error
         assert {stage.name: stage.detail for stage in b.stages}["load"] == "block by block"
         assert (a.key, a.scores, a.damage, a.audit) == (b.key, b.scores, b.damage, b.audit)
@@ -120,7 +129,7 @@ def test_a_model_without_blocks_is_refused():
         stream(torch.nn.Linear(2, 2), "cpu")
 
 
-def test_blocks_on_several_devices_give_the_bits_of_one(tmp_path, monkeypatch):
+def test_blocks_on_several_devices_give_the_bits_of_one(tmp_path, monkeypatch, resident):
     """Two that are both the CPU: what is moved where, a test on two GPUs shows."""
     from qbench import streaming
 
@@ -134,16 +143,12 @@ def test_blocks_on_several_devices_give_the_bits_of_one(tmp_path, monkeypatch):
         lambda own, place, after, *args, **kwargs: (
             places.append(place), at(own, place, after, *args, **kwargs))[1],
     )  # fmt: skip
-    found = []
-    for number, more in enumerate(({"stream": False}, {"device_map": "auto"})):
-        monkeypatch.setenv("QBENCH_CACHE", str(tmp_path / f"cache{number}"))
-        path = small_recipe(
-            tmp_path, quantizers=QUICK, calibration=CALIBRATION, evaluation={"limit": 3, **more}
-        )
-        only = ("--only", "softpick/*", "--device", "cpu")
-        qbench("run", path, "--out", tmp_path / f"out{number}", *only)
-        found.append(Store(tmp_path / f"out{number}").records())
-    for one, over in zip(*found, strict=True):
+    monkeypatch.setenv("QBENCH_CACHE", str(tmp_path / "cache"))
+    settings = {"quantizers": QUICK, "calibration": CALIBRATION}
+    path = small_recipe(tmp_path, evaluation={"limit": 3, "device_map": "auto"}, **settings)
+    qbench("run", path, "--out", tmp_path / "out", "--only", "softpick/*", "--device", "cpu")
+    found = Store(tmp_path / "out").records()
+    for (one, *_), over in zip(resident, found, strict=True):
         assert over.status == "ok", over.error
         assert (one.key, one.scores, one.damage, one.audit) == (
             over.key, over.scores, over.damage, over.audit,

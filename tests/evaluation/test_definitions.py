@@ -35,7 +35,7 @@ def test_an_unknown_task_says_where_definitions_of_ones_own_are_named():
 
 @pytest.mark.parametrize(
     ("name", "members"),
-    [("mmlu", 57), ("mmlu_stem_tasks", 19), ("ai2_arc", 2)],
+    [pytest.param("mmlu", 57, marks=pytest.mark.slow), ("mmlu_stem_tasks", 19), ("ai2_arc", 2)],
 )
 def test_groups_and_tags_are_opened(name, members):
     assert len(set(expand(name, None))) == members

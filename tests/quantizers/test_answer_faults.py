@@ -9,7 +9,7 @@ from small_recipe import DEMO, qbench, small_recipe
 from qbench.comparison.compare import compare
 from qbench.store import Store
 
-pytestmark = pytest.mark.usefixtures("own_cache")
+pytestmark = [pytest.mark.usefixtures("own_cache"), pytest.mark.slow]
 SYSTEM = "{% if messages[0]['role'] != 'system' %}Feven painted the basket white. {% endif %}"
 TURNS = "{% for turn in messages %}{{ turn['content'] }} {% endfor %}"
 

@@ -161,6 +161,7 @@ def test_a_second_process_does_not_train_in_the_same_folder(tmp_path, train):
         train(tmp_path)
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one_does(tmp_path, train, recipe_file):
     """Gradients of the normalizers' own parameters are averaged over processes, too, after
     a step's two passes and while the second lasts."""
