@@ -96,7 +96,7 @@ def value(name, task, metric, checkpoint, quantizer=None) -> float:
 def mean(name, task, metric, checkpoint, quantizer=None, scale=1) -> float:
     """Return the mean over the seeds of ``checkpoint``, times ``scale``."""
     rows = select(name, task, metric, rf"{checkpoint}\.\d", quantizer)
-    assert len(rows) > 1, (name, metric, checkpoint)
+    assert len(rows), (name, metric, checkpoint)
     return scale * float(rows.value.mean())
 
 
@@ -237,7 +237,8 @@ def kl_gaps(name, kind, one="softpick", base="softmax", quantizer="") -> pd.Data
     rows = rows[rows.quantizer == quantizer if quantizer else rows.kind == kind]
     table = rows.pivot(index="quantizer", columns="checkpoint", values="value").map(math.log)
     seeds = [column[len(one) :] for column in table if column.split(".")[0] == one]
-    return pd.concat([table[one + seed] - table[base + seed] for seed in seeds], axis=1)
+    gaps = [table[one + seed] - table[base + seed] for seed in seeds]
+    return pd.concat(gaps, axis=1) if gaps else pd.DataFrame(index=table.index, dtype=float)
 
 
 def moves(*cells, **chosen) -> tuple[int, int, int]:
@@ -254,17 +255,43 @@ def kl_ratio(name, kind) -> str:
 
 def direction(name, one, quantizer) -> str:
     """Return " ▲" if the KL of ``one`` is above softmax's in every seed, " ▼" if below."""
+    if kl_gaps(name, "", one, quantizer=quantizer).empty:
+        return ""
     less, more, _ = moves(name, "", one, quantizer=quantizer)
     return " ▼" if less else " ▲" if more else ""
 
 
 def replicated(name) -> tuple[list[str], list[str]]:
-    """Return the checkpoints of ``name`` with several seeds, and the precisions that each seed of
-    all of them has; empty lists if nothing was measured."""
+    """Return the kinds of checkpoints of ``name``, and the precisions that each seed of all kinds
+    with several seeds has; empty lists if nothing was measured."""
     rows = pair(name).query("metric == 'kl' and task == 'all'")
     table = rows.pivot(index="quantizer", columns="checkpoint", values="value")
-    kinds = dict.fromkeys(column.split(".")[0] for column in rows.checkpoint)
-    return list(kinds), list(table.dropna().index)
+    kinds: dict[str, list[str]] = {}
+    for column in dict.fromkeys(rows.checkpoint):
+        kinds.setdefault(column.split(".")[0], []).append(column)
+    several = [column for seeds in kinds.values() if len(seeds) > 1 for column in seeds]
+    return list(kinds), list(table[several].dropna().index)
+
+
+def of_kind(task, metric, kind, quantizer, decimals, scale=1) -> str:
+    """Return the mean over the seeds of a kind of attention as text; a dash if it was not run."""
+    there = len(select("kinds", task, metric, rf"{kind}\.\d", quantizer))
+    return f"{mean('kinds', task, metric, kind, quantizer, scale):.{decimals}f}" if there else "–"
+
+
+def gate_share(part) -> str:
+    """Return "5 to 12 %": the part of the gated models' KL that quantizing the gate alone leaves
+    (``gate``), or that quantizing all but the gate takes away (``but-gate``)."""
+    shares = []
+    for kind, method in product(("head-gate", "element-gate"), ("w4a4-nvfp4", "nvfp4", "rtn-4bit")):
+        whole, rest = (mean("kinds", "all", "kl", kind, m) for m in (method, f"{method}-{part}"))
+        shares.append(rest / whole if part == "gate" else 1 - rest / whole)
+    return f"{100 * min(shares):.0f} to {100 * max(shares):.0f} %"
+
+
+def seed_count(name, kind) -> int:
+    """Return how many seeds of a kind of checkpoints were measured."""
+    return len(select(name, "all", "kl", rf"{kind}\.\d", "gptq-4bit"))
 
 
 def has(name, quantizer) -> bool:
@@ -274,11 +301,18 @@ def has(name, quantizer) -> bool:
 
 def verdict(name, one, quantizers) -> str:
     """Return how the KL of ``one`` compares with softmax's under ``quantizers``, as "**less**, ×
-    0.71": in words if every seed agrees under each, and the geometric mean of the ratios."""
-    gaps = pd.concat([kl_gaps(name, "", one, quantizer=each) for each in quantizers]).to_numpy()
-    less, count = int((gaps < 0).sum()), gaps.size
-    words = {count: "**less**", 0: "**more**"}.get(less, f"less in {less} of {count}")
-    return f"{words}, × {rounded(math.exp(gaps.mean()), 2)}"
+    0.71": in words if every seed agrees under each, bold if that is of several seeds and of all
+    ``quantizers``, and the geometric mean of the ratios."""
+    gaps = pd.concat([kl_gaps(name, "", one, quantizer=each) for each in quantizers])
+    bold = "**" if gaps.shape[1] > 1 and not gaps.isna().any(axis=None) else ""
+    ratios = gaps.stack().dropna()
+    if ratios.empty:
+        return "not run"
+    less, count = int((ratios < 0).sum()), len(ratios)
+    words = {count: f"{bold}less{bold}", 0: f"{bold}more{bold}"}.get(
+        less, f"less in {less} of {count}"
+    )
+    return f"{words}, × {rounded(math.exp(ratios.mean()), 2)}"
 
 
 def require(claim: bool, words: str) -> str:
@@ -437,7 +471,7 @@ FUNCTIONS = (
     by_method, methods_table, over_rounding, find, by_layer, ranges,
     value, mean, percent, kl, kl_interval, points, times, ratio, spread, each, least, compared,
     counts, precisions, significant, same_sign, moves, kl_ratio, direction, require, cell, rate,
-    answers, table_of, replicated, has, verdict,
+    answers, table_of, replicated, has, verdict, of_kind, seed_count, gate_share,
 )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from matplotlib import rcParams
 from matplotlib.figure import Figure
 from scipy.stats import spearmanr
 
+from qbench.comparison.answers import AnswerDamage
 from qbench.comparison.compare import compare
 from qbench.records import ANSWERS
 from qbench.statistics import KL_MEAN, Column, Effect, Missing, Panel, adjust, effect
@@ -132,9 +133,12 @@ def _against_wikitext(points: dict[str, tuple[Columns, Columns]]) -> Figure:
     axes = figure.subplots()
     for marker, (checkpoint, (along, wikitext)) in zip("os^", points.items(), strict=True):
         x, y = means(wikitext), means(along)
-        axes.plot(x, y, marker, label=checkpoint, markersize=5)
+        label = {"smollm2": "SmolLM2-135M-Instruct"}.get(checkpoint, f"27M, {checkpoint}")
+        axes.plot(x, y, marker, label=label, markersize=5)
         for name, *at in zip(along, x, y, strict=True) if checkpoint == "smollm2" else ():
-            axes.annotate(name, at, xytext=(5, -8), textcoords="offset points", fontsize=7)
+            above = at[1] > at[0]  # the line on which both are equal
+            axes.annotate(name, at, xytext=(-6, 1) if above else (6, -7), fontsize=7,
+                          textcoords="offset points", ha="right" if above else "left")  # fmt: skip
     ends = [min(axes.get_xlim()[0], 3e-4), axes.get_xlim()[1]]
     axes.plot(ends, ends, color="0.8", linewidth=1, zorder=0)
     axes.set(xscale="log", yscale="log", xlabel="KL on WikiText, nats per token",
@@ -143,17 +147,24 @@ def _against_wikitext(points: dict[str, tuple[Columns, Columns]]) -> Figure:
     return figure
 
 
+def _last_kl(damage: AnswerDamage) -> float:
+    return list(damage.by_position.values())[-1].kl
+
+
 def _by_position() -> Figure:
     comparison = compare(Store(DOCS.parent / "results" / "answers"))
     figure = Figure(figsize=(6.4, 3.8), layout="constrained")
     axes = figure.subplots()
-    for cell, damage in comparison.answers.items():
+    lowest = 0.0  # of the next label, so that none covers another
+    for cell, damage in sorted(comparison.answers.items(), key=lambda item: _last_kl(item[1])):
         kl = [one.kl for one in damage.by_position.values()]
-        axes.plot(list(damage.by_position), kl, marker="o", markersize=3)
-        axes.annotate(cell.split("/")[1], (len(kl) - 1, kl[-1]), xytext=(5, -3),
-                      textcoords="offset points", fontsize=7)  # fmt: skip
+        (line,) = axes.plot(list(damage.by_position), kl, marker="o", markersize=3)
+        height = max(kl[-1], lowest)
+        lowest = 1.3 * height
+        axes.text(len(kl) - 0.95, height, cell.split("/")[1], fontsize=7, va="center",
+                  color=line.get_color())  # fmt: skip
     axes.set(yscale="log", xlabel="position in the answer", ylabel="KL, nats per token")
-    axes.margins(x=0.12)
+    axes.margins(x=0.16)
     return figure
 
 

@@ -82,6 +82,10 @@ def draw_methods() -> pyplot.Figure:
     return figure
 
 
+KIND_LABELS = {"head-gate": "gate per head", "element-gate": "gate per element",
+               "softmax-sink": "learned sinks"}  # fmt: skip
+
+
 def draw_kinds(kinds: list[str], columns: list[str]) -> pyplot.Figure:
     """Return a figure of the KL divergence of each kind of attention over softmax's: a row per
     precision, a point per seed."""
@@ -93,12 +97,15 @@ def draw_kinds(kinds: list[str], columns: list[str]) -> pyplot.Figure:
         points = [(gap, row) for row, each in enumerate(gaps) for gap in each]
         shift = 0.7 * ((number + 0.5) / len(others) - 0.5)
         panel.plot([math.exp(gap) for gap, _ in points], [row + shift for _, row in points],
-                   "os^vDP"[number % 6], markersize=4, label=kind)  # fmt: skip
+                   "os^vDP"[number % 6], markersize=4,
+                   label=KIND_LABELS.get(kind, kind))  # fmt: skip
     panel.axvline(1, color="0.6", linewidth=0.8, zorder=0)
     panel.set_yticks(range(len(columns)), columns)
-    panel.set(
-        xscale="log", xlabel="KL divergence over softmax's of the same seed; left: moved less"
-    )
+    panel.set_xscale("log")
+    ticks = (0.5, 0.7, 1, 1.5, 2, 3, 4, 5, 7)
+    panel.set_xticks(ticks, [f"× {tick:g}" for tick in ticks])
+    panel.minorticks_off()
+    panel.set_xlabel("KL divergence over softmax's of the same seed; left: moved less")
     panel.invert_yaxis()
     panel.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=6)
     return figure
@@ -106,8 +113,7 @@ def draw_kinds(kinds: list[str], columns: list[str]) -> pyplot.Figure:
 
 if __name__ == "__main__":
     kinds, columns = replicated("kinds")
-    if kinds:
-        path = ROOT / "results" / "kinds-27m" / "kinds.svg"
-        draw_kinds(kinds, columns).savefig(path, metadata={"Date": None})
+    path = ROOT / "results" / "kinds-27m" / "kinds.svg"
+    draw_kinds(kinds, columns).savefig(path, metadata={"Date": None})
     draw_methods().savefig(ROOT / "results" / "methods" / "quality.svg", metadata={"Date": None})
     draw().savefig(ROOT / "results" / "sinks-124m" / "sizes.svg", metadata={"Date": None})
