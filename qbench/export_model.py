@@ -3,6 +3,7 @@ folder that other libraries load."""
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -212,14 +213,13 @@ def write_model(measured: MeasuredCell, folder: Path, chosen: str | None) -> str
 
 
 def load_written(measured: MeasuredCell, folder: Path, chosen: str) -> nn.Module:
-    """Return the model of ``folder`` as a published copy of the cell's checkpoint; of HQQ as the
-    library loads it."""
+    """Return the model of ``folder`` as a published copy of the cell's checkpoint; of HQQ, and of
+    GPTQ with settings by layer, as the library loads it."""
     cell, device = measured.cell, str(measured.model.device)
     dtype = getattr(torch, cell.quantization.compute_dtype)
-    if chosen == "hqq":
-        from hqq.models.hf.base import AutoHQQHFModel
-
-        model = AutoHQQHFModel.from_quantized(str(folder), compute_dtype=dtype, device=device)
+    if chosen == "hqq" or "dynamic" in measured.model.config.quantization_config:
+        load = _load_hqq if chosen == "hqq" else _load_gptq
+        model = load(str(folder), dtype, device)
         normalizer, _, implementation = measured.record.attention.partition("/")
         if normalizer != "native":
             set_attention(model, normalizer=normalizer, implementation=implementation)
@@ -230,6 +230,19 @@ def load_written(measured: MeasuredCell, folder: Path, chosen: str) -> nn.Module
         linear_shapes(cell.checkpoint), measured.model.device.type,
     )  # fmt: skip
     return load_copy(replace(cell, quantization=config, copy=copy), device, fallback=True)
+
+
+def _load_hqq(folder: str, dtype: torch.dtype, device: str) -> nn.Module:
+    from hqq.models.hf.base import AutoHQQHFModel
+
+    return AutoHQQHFModel.from_quantized(folder, compute_dtype=dtype, device=device)
+
+
+def _load_gptq(folder: str, dtype: torch.dtype, device: str) -> nn.Module:
+    from gptqmodel import BACKEND, GPTQModel
+
+    # its other kernels take no 2 or 3 bits, or are compiled for minutes
+    return GPTQModel.load(folder, device=device, dtype=dtype, backend=BACKEND.TORCH).model
 
 
 @torch.inference_mode()
@@ -287,15 +300,21 @@ def _weight_arguments(weights: Any) -> tuple[str, dict[str, Any]]:
     return layout, arguments
 
 
+def _by_settings(weights: Any, layers: Iterable[str]) -> dict[Any, list[str]]:
+    """Return the names of ``layers`` by their settings."""
+    by_settings: dict[Any, list[str]] = {}
+    for name in layers:
+        by_settings.setdefault(weights.for_layer(name), []).append(name)
+    return by_settings
+
+
 def _compressed_config(
     config: QuantizationConfig, left_out: list[str], layers: Iterable[str]
 ) -> dict[str, Any]:
     inputs, weights = config.activations, config.weights
     if inputs is not None and set(inputs.ignore) != set(weights.ignore):
         raise UnavailableError(f"{config.name}: weights and inputs leave out different layers")
-    by_settings: dict[Any, list[str]] = {}
-    for name in layers:
-        by_settings.setdefault(weights.for_layer(name), []).append(name)
+    by_settings = _by_settings(weights, layers)
     groups: dict[str, dict[str, Any]] = {}
     for settings, names in by_settings.items():
         if getattr(settings, "order", "") == "activation":
@@ -356,17 +375,31 @@ def bitstream(codes: Tensor, bits: int) -> Tensor:
 def _gptq_config(
     config: QuantizationConfig, left_out: list[str], layers: Iterable[str]
 ) -> dict[str, Any]:
-    weights = config.weights
-    if weights.ignore or config.activations is not None:
-        why = "leaves layers out" if weights.ignore else "quantizes inputs"
-        raise UnavailableError(f"{config.name}: it {why}: take the format compressed-tensors")
+    """Return GPTQ's config: the commonest settings, and under GPTQModel's key ``dynamic`` other
+    settings, and layers that are left out, by a pattern over full names."""
+    if config.activations is not None:
+        raise UnavailableError(f"{config.name}: it quantizes inputs: take compressed-tensors")
+    by_settings = _by_settings(config.weights, layers)
+    options = {settings: {"bits": settings.num_bits, "group_size": settings.group_size,
+                          "sym": settings.symmetric,
+                          "desc_act": getattr(settings, "order", "") == "activation"}
+               for settings in by_settings}  # fmt: skip
+    usual = max(by_settings, key=lambda settings: len(by_settings[settings]))
+    if len({settings.symmetric for settings in options}) > 1:
+        raise UnavailableError(f"{config.name}: symmetric and not: take compressed-tensors")
+    dynamic = {_pattern("+", by_settings[each]): options[each] for each in options if each != usual}
+    if inside := [name for name in left_out if "." in name]:  # not the LM head
+        dynamic[_pattern("-", inside)] = {}
     return {
-        "quant_method": "gptq", "bits": weights.num_bits, "group_size": weights.group_size,
-        "sym": weights.symmetric, "desc_act": getattr(weights, "order", "") == "activation",
+        "quant_method": "gptq", **options[usual], **({"dynamic": dynamic} if dynamic else {}),
         "lm_head": False, "pack_dtype": "int32",
-        "checkpoint_format": "gptq" if weights.symmetric else "gptq_v2",
+        "checkpoint_format": "gptq" if usual.symmetric else "gptq_v2",
         "meta": {"quantizer": [f"qbench:{__version__}"]},
     }  # fmt: skip
+
+
+def _pattern(sign: str, names: Iterable[str]) -> str:
+    return f"{sign}:^(?:{'|'.join(map(re.escape, names))})$"
 
 
 def _gptq(module: nn.Module, config: QuantizationConfig) -> Tensors:
@@ -417,11 +450,12 @@ FORMATS = {
 
 def formats_of(weights: Any) -> tuple[str, ...]:
     """Return the formats that hold cells of these settings; of a mix those that hold each of its
-    settings. GPTQ's format holds no mix: transformers loads it without its key ``dynamic``."""
+    settings. Of a mix in GPTQ's format transformers would not read the key ``dynamic``, so the
+    other one comes first."""
     if weights.method != "mixed":
         return FORMATS.get(weights.method, ())
-    mixable = all("compressed-tensors" in formats_of(chosen) for _, chosen in weights.layers)
-    return ("compressed-tensors",) if mixable else ()
+    return tuple(name for name in ("compressed-tensors", "gptq")
+                 if all(name in formats_of(chosen) for _, chosen in weights.layers))  # fmt: skip
 
 
 STATES: dict[str, Callable[..., dict[str, Any]]] = {

@@ -24,7 +24,7 @@ def small_recipe(folder: Path, **changes: Any) -> Path:
         **changes,
     }
     path = folder / "small.yaml"
-    path.write_text(yaml.safe_dump(content))
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
     return path
 
 

@@ -39,6 +39,16 @@ CASES = [
         "compressed-tensors",
         "0.0",
     ),
+    (
+        {
+            "name": "mixed",
+            "layers": {"*.0.mlp.*": "gptq-3bit", "*.mlp.*": "rtn-8bit", "*": "gptq-4bit"},
+            "ignore": ["*.1.self_attn.o_proj"],
+        },
+        "gptq",
+        "gptq",
+        "0.0",  # by GPTQModel, which computes rtn in float16
+    ),
     # what others compute in float16, or with activations rounded in bfloat16, differs in last bits
     *(
         pytest.param(*case, marks=slow)
@@ -64,6 +74,7 @@ CASES = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # GPTQModel's folder
 @pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize(("quantizer", "chosen", "expected", "words"), CASES)
 def test_the_folder_loaded_again_is_the_cell(quantizer, chosen, expected, words, tmp_path):
@@ -122,7 +133,14 @@ def test_gptqmodel_loads_what_was_exported(tmp_path):
             "quantized embeddings have no format",
         ),
         ("nvfp4", "gptq", "formats that hold it: compressed-tensors; not gptq"),
-        ("rtn-4bit:ignore=[o_proj]", None, "leaves layers out: take the format compressed-tensors"),
+        (
+            {
+                "name": "mixed",
+                "layers": {"mlp": "rtn-4bit", "*": {"name": "rtn-4bit", "symmetric": False}},
+            },
+            "gptq",
+            "symmetric and not: take compressed-tensors",
+        ),
     ],
 )
 @pytest.mark.usefixtures("own_cache")
