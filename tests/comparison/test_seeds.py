@@ -118,6 +118,16 @@ def test_without_documents_part_it_is_students_t_over_seeds():
     assert result.each == pytest.approx(levels)
 
 
+def test_two_trainings_that_happen_to_agree_are_no_surer_than_their_documents():
+    one, other = np.random.default_rng(4).normal(0, 1, (2, DOCUMENTS))
+    values = {("old", s): np.zeros(DOCUMENTS) for s in range(2)}
+    values |= {("new", 0): one, ("new", 1): other + one.mean() - other.mean()}
+    result = over_seeds(panel(values), pairs(2), "mean").interval
+    documents = stats.ttest_1samp((one + values["new", 1]) / 2, 0).confidence_interval()
+    assert result.low <= documents.low + 1e-9
+    assert result.high >= documents.high - 1e-9
+
+
 def test_with_seeds_that_are_all_alike_it_is_the_paired_t_over_documents():
     rng = np.random.default_rng(1)
     difference = rng.normal(0.2, 1, DOCUMENTS)

@@ -10,6 +10,7 @@ from quantizer_models import make_with_detail, parse
 from qbench.cli.lookup import explain
 from qbench.errors import RecipeError
 from qbench.quantizers import METHODS, config_of
+from qbench.quantizers.config import ignore_advice
 from qbench.quantizers.registry import COMBINATIONS, names, settings_of, split_commas
 from qbench.recipe import Overrides, Recipe
 
@@ -223,3 +224,11 @@ def test_quantizers_are_split_at_commas_between_names():
     assert split_commas("bf16,gptq-4bit:group_size=64,desc_act=true+kv4,a:ignore=[b,c],d") == [
         "bf16", "gptq-4bit:group_size=64,desc_act=true+kv4", "a:ignore=[b,c]", "d",
     ]  # fmt: skip
+
+
+def test_advice_leaves_out_what_was_refused_and_nothing_else():
+    experts = [f"layers.{i}.experts.{j}.up" for i in (0, 1) for j in (0, 1)]
+    every = [*experts, "layers.0.down", "layers.1.down"]
+    assert ignore_advice(experts[:1], every) == "ignore: ['layers.0.experts.0.up']"
+    advice = "ignore: ['layers.*.experts.*.up', 'layers.1.down']"
+    assert ignore_advice([*experts, "layers.1.down"], every) == advice

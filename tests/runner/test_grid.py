@@ -88,6 +88,19 @@ def test_cells_beside_an_unquantized_one_that_died_are_measured_when_it_is_there
     assert {record.damage.status for record in records if record.quantized} == {"measured"}
 
 
+def test_a_line_is_shown_as_it_is():
+    """Not as rich's markup, nor as its emoji."""
+    shown = io.StringIO()
+    with Display(shown, 1) as display:
+        display.log("[bold]a:-1:b:smile:")
+    assert shown.getvalue() == "[bold]a:-1:b:smile:\n"
+
+
+def test_without_damage_no_cell_waits_for_another(tmp_path):
+    cells = planned(tmp_path, evaluation={"limit": 3, "damage": False}).cells
+    assert {cell.base for cell in cells} == {None}
+
+
 def test_a_long_step_says_how_far_it_is_though_no_step_begins(monkeypatch):
     monkeypatch.setattr("qbench.runner.progress.SECONDS_OF_SILENCE", 0.05)
     shown = io.StringIO()
