@@ -27,12 +27,11 @@ from qbench.checkpoints.load import (
 from qbench.checkpoints.tokenizer import load_tokenizer, puts_bos
 from qbench.errors import AuditError, DataError, QbenchError, ResultsError, UnavailableError
 from qbench.evaluation.answers import Chat, answer, with_kl
-from qbench.evaluation.degradation import Outcomes, divergence_table, task_damage
+from qbench.evaluation.degradation import distributions, divergence_table
 from qbench.evaluation.evaluate import (
     LoadedTask,
     build_ahead,
     check_documents,
-    correct_requests,
     evaluate,
     group_scores,
     load_task,
@@ -53,7 +52,7 @@ from qbench.quantizers.linear import linearize
 from qbench.quantizers.methods.library_made import LibraryMade
 from qbench.quantizers.quantize import import_backends, quantize
 from qbench.quantizers.stored_bits import write_gguf_into
-from qbench.records import CellKey, TaskRecord, Unavailable
+from qbench.records import CellKey, TaskDamage, TaskRecord, Unavailable
 from qbench.store import KeyedStore, Store, Table, baseline_files, task_key, verify_baseline
 from qbench.streaming import is_sharded, shard, stream, stream_of
 
@@ -280,7 +279,7 @@ def calibration_of(cell: Cell, tokenizer: PreTrainedTokenizerBase) -> Calibratio
 def _audit(result: CellResult, model: PreTrainedModel) -> None:
     cell, plan = result.cell, result.plan
     if cell.without_baseline or cell.runtime == "lm-eval":
-        return  # there is nothing to hold against anything: the record is not audited
+        return  # there is nothing to compare it with: the record is not audited
     with result.stage("audit"):
         wrong: list[str] = []
         if cell.copy is None and not cell.quantization.parts:
@@ -304,9 +303,9 @@ def _audit(result: CellResult, model: PreTrainedModel) -> None:
         raise AuditError("audit: " + "; ".join(first) + more)
 
 
-def _baseline(result: CellResult, store: Store) -> dict[str, Outcomes] | None:
-    """Return the unquantized cell's outcomes by task, which damage is measured against; None if it
-    is not measured, and ``result`` says why."""
+def _baseline(result: CellResult, store: Store) -> set[str] | None:
+    """Return the tasks that the unquantized cell has scored, which damage is measured against; None
+    if it is not measured, and ``result`` says why."""
     cell = result.cell
     if not result.plan.recipe.evaluation.damage or not cell.quantization.precision.quantized:
         return None
@@ -324,15 +323,7 @@ def _baseline(result: CellResult, store: Store) -> dict[str, Outcomes] | None:
                 raise ResultsError(
                     f"{base.name} has no finished record; run that cell first, then this one again"
                 )
-            outcomes, responses = store.outcomes(record), store.responses(record)
-            return {
-                task.name: Outcomes(
-                    outcomes=outcomes[outcomes["task"] == task.name],
-                    responses=responses[responses["task"] == task.name],
-                    scores=tuple(score for score in record.scores if score.task == task.name),
-                )
-                for task in result.plan.tasks
-            }
+            return {score.task for score in record.scores}
         except ResultsError as error:
             result.no_damage = Unavailable(reason=str(error), retry=True)
     return None
@@ -362,9 +353,10 @@ class _Evaluation:
         finished = {task.name: done for task in tasks if reuse and (done := self._finished(task))}
         left = {task.name for task in tasks} - finished.keys()
         if self.base is not None and left:
-            scored = {name for name in left if self.base[name].scores}
             try:
-                states = BaselineHiddenStates.load(self.cache, self.base_parts, scored)
+                states = BaselineHiddenStates.load(
+                    self.cache, self.base_parts, sorted(left & self.base)
+                )
                 self.observer = KLObserver(states)
             except ResultsError as error:
                 self.base, result.no_damage = None, Unavailable(reason=str(error), retry=True)
@@ -435,12 +427,8 @@ class _Evaluation:
         damage = divergences = None
         if self.base is not None:
             divergences = self.observer.divergences.get(task.name)
-            damage = task_damage(
-                self.base[task.name],
-                scored,
-                divergences=divergences,
-                correct={} if answered else correct_requests(task, cell.scoring.limit),
-            )
+            measured = None if divergences is None else distributions(divergences)
+            damage = TaskDamage(distributions=measured)
             if divergences is not None and answered is None:
                 rolling = {task.name} if task.kind == "loglikelihood_rolling" else set()
                 tables["divergences"] = divergence_table({task.name: divergences}, rolling, texts)

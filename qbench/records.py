@@ -373,8 +373,8 @@ class AnswerAgreement(RecordModel):
 
 
 class TaskDamage(RecordModel):
-    """One task. ``correct_answer``: change of the right answer's log-likelihood, in nats. ``flips``
-    are in earlier records only: the outcomes give them now."""
+    """One task. All but ``distributions`` are in earlier records only: the outcomes and responses
+    of both cells give them."""
 
     distributions: Distributions | None = None
     flips: dict[str, Flips] = Field(default_factory=dict)

@@ -129,16 +129,9 @@ def count_flips(
 
 def right_answers(panel: Panel) -> NDArray | None:
     """Return which documents of one metric are right in two cells, bool [documents, 2]; None if
-    they are neither right nor wrong.
-
-    ``values`` are 0 or 1 (``weights`` 1). For f1 and mcc they are the right answer, the same in
-    both cells, and ``weights`` the prediction.
-    """
-    values, weights = panel.values, panel.weights
-    if (weights == 1).all():
-        return values == 1 if np.isin(values, (0, 1)).all() else None
-    integers = (values % 1 == 0).all() and (weights % 1 == 0).all()
-    return values == weights if integers and (values[:, 0] == values[:, 1]).all() else None
+    they are neither right nor wrong: only values 0 and 1, of weight 1, are."""
+    binary = (panel.weights == 1).all() and np.isin(panel.values, (0, 1)).all()
+    return panel.values == 1 if binary else None
 
 
 def _of_groups(record: Record, by_task: ByTask) -> dict[str, dict[str, Flips]]:

@@ -1,5 +1,4 @@
-"""Compute what quantization changed from the forward passes that scored: KL divergence, answers and
-perplexities.
+"""Summarize the KL divergences of the forward passes that scored.
 
 Everything here is the quantized cell against the unquantized cell of the same checkpoint, paired by
 document and token. Imports no torch.
@@ -8,7 +7,6 @@ document and token. Imports no torch.
 from __future__ import annotations
 
 import itertools
-import os.path
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,16 +14,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from qbench.metrics import LOG_SCALE
 from qbench.records import (
     DIVERGENCE_COLUMNS,
     TOKENS_KEPT,
-    AnswerAgreement,
     ConfidenceBin,
     Distributions,
     Divergence,
     Ratio,
-    TaskDamage,
 )
 from qbench.statistics.panel import estimate_contrast
 
@@ -46,35 +41,6 @@ class Outcomes:
     outcomes: pd.DataFrame
     responses: pd.DataFrame
     scores: tuple[Score, ...]
-
-
-def task_damage(
-    base: Outcomes,
-    quantized: Outcomes,
-    *,
-    divergences: pd.DataFrame | None,
-    correct: Mapping[int, int],
-) -> TaskDamage:
-    """Return what quantization changed in one task.
-
-    ``divergences`` are those of a ``KLObserver`` that observed the quantized cell; None if no token
-    was scored. ``correct`` maps documents to the request that scores the right answer (see
-    ``correct_requests``). Both outcomes are of this task alone.
-    """
-    return TaskDamage(
-        distributions=None if divergences is None else distributions(divergences),
-        correct_answer=answer_change(base.responses, quantized.responses, correct)
-        if correct
-        else None,
-        answers=answer_agreement(base.responses, quantized.responses),
-        ln_perplexity_ratio={
-            score.metric: perplexity_ratio(
-                _of(base.outcomes, score.metric), _of(quantized.outcomes, score.metric)
-            )
-            for score in quantized.scores
-            if score.aggregation in LOG_SCALE
-        },
-    )
 
 
 def distributions(measured: pd.DataFrame) -> Distributions:
@@ -150,68 +116,6 @@ def divergence_table(
     together = pd.concat(tables, ignore_index=True)
     return together.astype({"kl": "float16", "change": "float16"}).astype(
         {"kl": "float32", "change": "float32"}
-    )
-
-
-def answer_change(base: pd.DataFrame, quantized: pd.DataFrame, correct: Mapping[int, int]) -> Ratio:
-    """Return the mean change of the right answer's log-likelihood in nats, with its
-    standard error.
-    """
-    pairs = _paired(base, quantized, ["document", "request"], "log_likelihood")
-    right = pairs[pairs["document"].map(correct) == pairs["request"]]
-    change = (right["log_likelihood"] - right["log_likelihood_base"]).to_numpy()
-    return ratio(change, np.ones(len(change)))
-
-
-def answer_agreement(base: pd.DataFrame, quantized: pd.DataFrame) -> AnswerAgreement | None:
-    """Compare generated answers before any filter, by document and request; None if there
-    are none.
-    """
-    on = ["document", "request"]
-    before, after = (
-        table[table["answer"].notna() & table["filter"].isna()][[*on, "answer", "cut"]]
-        for table in (base, quantized)
-    )
-    pairs = after.merge(before, on=on, suffixes=("", "_base"), validate="one_to_one")
-    # Equal as far as both are kept, and unknown beyond.
-    unknown = (pairs["answer"] == pairs["answer_base"]) & (pairs["cut"] + pairs["cut_base"] > 0)
-    left_out, pairs = int(unknown.sum()), pairs[~unknown]
-    if pairs.empty and not left_out:
-        return None
-    shares = []
-    names = ("answer", "cut", "answer_base", "cut_base")
-    for text, cut, base_text, base_cut in zip(*(pairs[name] for name in names), strict=True):
-        common = os.path.commonprefix([text, base_text])  # noqa: RUF071  of texts, not of paths
-        longest = max(len(text) + cut, len(base_text) + base_cut)
-        shares.append(len(common) / longest if text != base_text else 1.0)
-    agreed = pd.Series(shares).groupby(pairs["document"].to_numpy()).mean().to_numpy()
-    identical = int((pairs["answer"] == pairs["answer_base"]).sum())
-    return AnswerAgreement(
-        identical=identical, agreed=ratio(agreed, np.ones(len(agreed))), left_out=left_out
-    )
-
-
-def perplexity_ratio(base: pd.DataFrame, quantized: pd.DataFrame) -> Ratio:
-    """Return ln(PPL quantized / PPL unquantized) = −Σ (difference of log-likelihoods) / Σ weight.
-
-    Its standard error is a ratio estimator's over paired documents (delta method, with n / (n −
-    1)). The documents are the sample, not their words or bytes.
-    """
-    pairs = _paired(base, quantized, ["document"], "value", keep="weight")
-    change = (pairs["value_base"] - pairs["value"]).to_numpy()
-    return ratio(change, pairs["weight"].to_numpy())
-
-
-def _of(table: pd.DataFrame, metric: str) -> pd.DataFrame:
-    return table[table["metric"] == metric]
-
-
-def _paired(
-    base: pd.DataFrame, quantized: pd.DataFrame, by: list[str], value: str, keep: str | None = None
-) -> pd.DataFrame:
-    columns = [*by, value] + ([keep] if keep else [])
-    return quantized[columns].merge(
-        base[[*by, value]], on=by, suffixes=("", "_base"), validate="one_to_one"
     )
 
 

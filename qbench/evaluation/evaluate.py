@@ -604,22 +604,6 @@ def rebuild_requests(
     return questions
 
 
-def correct_requests(task: LoadedTask, limit: int | None) -> dict[int, int]:
-    """Return the request that scores the right answer of each document; empty for tasks without
-    one.
-
-    If a task accepts several answers, the first counts.
-    """
-    inner, kind = task.task, task.kind
-    documents = enumerate(itertools.islice(inner.eval_docs, limit))
-    if kind == "loglikelihood":
-        return dict.fromkeys((number for number, _ in documents), 0)
-    if kind != "multiple_choice":
-        return {}
-    golds = {number: right_choice(inner, document) for number, document in documents}
-    return {number: gold for number, gold in golds.items() if gold is not None}
-
-
 def right_choice(task: Any, document: Mapping[str, Any]) -> int | None:
     """Return the index of a document's right choice, the first of several; None if there is none.
     ``task`` is lm-eval's object of a multiple-choice task.

@@ -21,7 +21,6 @@ from qbench.statistics.panel import (
     INFLUENCE,
     KL_MEAN,
     LOG_MEAN,
-    PAIRED,
     Column,
     Counts,
     Floats,
@@ -32,7 +31,6 @@ from qbench.statistics.panel import (
     effective_documents,
     estimate_with_shares,
     is_logarithm,
-    pair_scores,
     score_interval,
     score_p,
     studentize,
@@ -53,8 +51,8 @@ FEWEST_KL = 20  # documents: with ten the interval of a mean with heavy tails sp
 RESOLUTION = 0.001
 
 Kind = Literal["difference", "log ratio"]
-Test = Literal["score test", "paired t", "bootstrap-t", "jackknife t"]
-TESTABLE = (*INFLUENCE, LOG_MEAN, KL_MEAN, *PAIRED)  # aggregations whose scores ``effect`` compares
+Test = Literal["score test", "paired t", "bootstrap-t"]
+TESTABLE = (*INFLUENCE, LOG_MEAN, KL_MEAN)  # aggregations whose scores ``effect`` compares
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,10 +133,9 @@ def effect(panel: Panel, signs: Mapping[object, float], aggregation: str) -> Eff
       shares of credit: the score test.
     - Perplexities and KL divergences, on their logarithm: the bootstrap-t; Student's t for more
       than a thousand documents of one weight.
-    - f1 and mcc over all documents at once: Student's t with the jackknife's error.
     - All else: Student's t on the documents' contributions.
 
-    The last two need ``FEW_CHANGES`` documents that changed.
+    The last needs ``FEW_CHANGES`` documents that changed.
     """
     if aggregation not in TESTABLE:
         return Missing(reason=f"no test is known for scores that are aggregated as {aggregation}")
@@ -148,8 +145,6 @@ def effect(panel: Panel, signs: Mapping[object, float], aggregation: str) -> Eff
     columns = [panel.index[name] for name in signs]
     values, weights = panel.values[:, columns], panel.weights[:, columns]
     sign = np.array(list(signs.values()), dtype=float)
-    if aggregation in PAIRED:
-        return _of_pairs(values, weights, sign, aggregation)
     if reason := _unusable(values, weights, aggregation):
         return Missing(reason=reason)
     estimate, stderr, shares = estimate_with_shares(values, weights, sign, aggregation)
@@ -188,7 +183,7 @@ def effect(panel: Panel, signs: Mapping[object, float], aggregation: str) -> Eff
     grain = stderr
     if aggregation in LOG_SCALE:
         grain = max(stderr, RESOLUTION * math.sqrt(panel.documents) / weights.sum(axis=0).min())
-    return _by_t(estimate, stderr, freedom, "paired t", about, grain)
+    return _by_t(estimate, stderr, freedom, about, grain)
 
 
 def score(panel: Panel, name: object, aggregation: str) -> Interval | None:
@@ -211,9 +206,6 @@ def score(panel: Panel, name: object, aggregation: str) -> Interval | None:
 def value(panel: Panel, name: object, aggregation: str) -> float:
     """Return one column's score, as lm-eval makes it of the outcomes."""
     index = panel.index[name]
-    if aggregation in PAIRED:
-        gold, predictions = panel.values[:, index], panel.weights[:, [index]]
-        return float(pair_scores(gold, predictions, aggregation)[0][0])
     ratio = panel.values[:, index].sum() / panel.weights[:, index].sum()
     return float(as_scored(ratio, aggregation))
 
@@ -287,9 +279,7 @@ def _studentized(
     return studentize(total, weights[:, 0], estimate=estimate, stderr=stderr)
 
 
-def _by_t(
-    estimate: float, stderr: float, freedom: float, test: Test, about: dict, grain: float
-) -> Effect:
+def _by_t(estimate: float, stderr: float, freedom: float, about: dict, grain: float) -> Effect:
     """Return an effect by Student's t; ``grain`` is the least standard error of what is found."""
 
     def reach(confidence: float) -> float:
@@ -304,31 +294,11 @@ def _by_t(
         **about,
         interval=interval,
         bounds=(estimate - bounds, estimate + bounds),
-        test=test,
+        test="paired t",
         p=p,
         size_at=lambda level: detectable_by_t(grain, freedom, level),
         upper_at=lambda level: estimate + reach(1 - 2 * level),
     )
-
-
-def _of_pairs(
-    gold: Floats, predictions: Floats, sign: Floats, aggregation: str
-) -> Effect | Missing:
-    """Return an effect of right answers and predictions."""
-    if not (gold == gold[:, :1]).all():
-        return Missing(reason="the cells were not asked the same")
-    scores, left_out = pair_scores(gold[:, 0], predictions, aggregation)
-    documents, estimate = len(gold), float(scores @ sign)
-    changed = documents
-    if len(sign) > 1:
-        changed = int(np.count_nonzero((predictions != predictions[:, :1]).any(axis=1)))
-    if changed < FEW_CHANGES:
-        return Missing(reason=_few(changed, documents), estimate=estimate)
-    without = left_out @ sign
-    spread = float(np.sum((without - without.mean()) ** 2))
-    stderr = math.sqrt((documents - 1) / documents * spread)
-    about = {"kind": "difference", "documents": documents}
-    return _by_t(estimate, stderr, changed - 1, "jackknife t", about, stderr)
 
 
 def detectable_by_t(stderr: float, freedom: float, level: float) -> float:

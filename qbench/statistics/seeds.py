@@ -30,7 +30,6 @@ from qbench.statistics.effect import (
 from qbench.statistics.panel import (
     KL_MEAN,
     LOG_MEAN,
-    PAIRED,
     Counts,
     Floats,
     Panel,
@@ -126,7 +125,7 @@ def over_seeds(
     The detectable size uses the number of trainings of the smaller group. With three trainings and
     72 comparisons a mean must be almost 38 standard errors from 0 to be marked.
     """
-    if aggregation not in TESTABLE or aggregation in PAIRED:
+    if aggregation not in TESTABLE:
         return Missing(reason=f"no test over seeds is known for {aggregation}")
     if panel.documents < 2:
         return Missing(reason="fewer than two documents are shared")

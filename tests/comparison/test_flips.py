@@ -18,7 +18,6 @@ def outcomes(values, metric="acc", weights=None):
     ("before", "after", "counts"),
     [
         (outcomes([1, 1, 0, 0, 1]), outcomes([0, 0, 1, 0, 1]), (5, 2, 1)),
-        (outcomes([0, 1, 2], "f1", [0, 1, 1]), outcomes([0, 1, 2], "f1", [1, 1, 2]), (3, 1, 1)),
         (outcomes([0.5, 1, 0]), outcomes([1, 1, 0]), None),  # partly right
         (outcomes([-9.5, -3.25], "ppl"), outcomes([-9.0, -3.0], "ppl"), None),
     ],

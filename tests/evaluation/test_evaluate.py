@@ -14,7 +14,6 @@ from scoring_models import llama, scorer, settings, text, tokenizer
 
 from qbench.errors import DataError, EvaluationError
 from qbench.evaluation.evaluate import (
-    correct_requests,
     evaluate,
     group_scores,
     load_task,
@@ -340,15 +339,3 @@ def test_the_right_answer_is_the_one_that_lm_eval_counts(folder, name):
     ]
     found = evaluate(model, task, settings("exact", limit=7))
     assert {s.metric: s.value for s in found.scores}["acc"] == 1.0
-
-
-def test_the_right_answers_are_those_that_accuracy_counts(folder):
-    task, chosen = loaded(folder, "zero_shot"), settings("exact", max_length=900)
-    found = evaluate(scorer(llama(), "exact", max_length=900), task, chosen)
-    right = correct_requests(task, 7)
-    answers = found.responses.pivot(index="document", columns="request", values="log_likelihood")
-    accuracy = found.outcomes[found.outcomes["metric"] == "acc"].set_index("document")["value"]
-    best = answers.idxmax(axis=1)
-    assert {d: float(best[d] == right[d]) for d in right} == accuracy.to_dict()
-    assert set(correct_requests(loaded(folder, "word"), 7).values()) == {0}
-    assert correct_requests(loaded(folder, "page"), 7) == {}

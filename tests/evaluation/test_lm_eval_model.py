@@ -60,9 +60,6 @@ def test_a_runtimes_scores_are_paired_with_the_models_and_not_audited(tmp_path, 
     comparison = compare(Store(tmp_path / "out"))
     flips = comparison.flips[served.cell]
     assert flips["demo_choice"]["acc"].documents == 4
-    assert damage["demo_pages"].ln_perplexity_ratio["word_perplexity"].value == pytest.approx(
-        0, abs=1e-4
-    )
     shown = capfd.readouterr().out
     assert "base/served: not audited" in shown
 

@@ -32,16 +32,16 @@ const OF_ANSWERS: Record<string, string> = {
 };
 const FATES: Record<Exclude<Fate, "">, string> = { kept: "kept right", lost: "lost", gained: "gained", wrong: "both wrong" };
 
-function sides(payload: Documents | null, metric: string, paired: boolean): Map<number, Side> {
+function sides(payload: Documents | null, metric: string): Map<number, Side> {
   const made = new Map<number, Side>();
   if (!payload || payload.error) return made;
   const { document, metric: metrics, value, weight } = payload.outcomes as Record<string, any[]>;
   const binary = new Map<string, boolean>();
-  document?.forEach((_, row) => binary.set(metrics[row], (binary.get(metrics[row]) ?? true) && (paired || ((value[row] === 0 || value[row] === 1) && weight[row] === 1))));
+  document?.forEach((_, row) => binary.set(metrics[row], (binary.get(metrics[row]) ?? true) && (value[row] === 0 || value[row] === 1) && weight[row] === 1));
   const side = (number: number) => made.get(number) ?? made.set(number, { values: {}, right: null, requests: [], kl: null }).get(number)!;
   document?.forEach((number: number, row: number) => {
     side(number).values[metrics[row]] = value[row];
-    if (metrics[row] === metric && binary.get(metric) && !(metric in OF_ANSWERS)) side(number).right = paired ? value[row] === weight[row] : value[row] === 1;
+    if (metrics[row] === metric && binary.get(metric) && !(metric in OF_ANSWERS)) side(number).right = value[row] === 1;
   });
   const responses = payload.responses as Record<string, any[]> | null;
   responses?.document?.forEach((number: number, row: number) => {
@@ -101,7 +101,6 @@ function useRows({ overview, state, folder, round }: Props) {
   const task = overview.tasks.findIndex((item) => item.name === state.task);
   const lines = overview.lines.filter((line) => line.task === state.task);
   const metric = state.metric && lines.some((line) => line.metric === state.metric) ? state.metric : lines[0]?.metric ?? "";
-  const paired = /^(f1|matthews_corrcoef)$/.test(lines.find((line) => line.metric === metric)?.aggregation ?? "");
   // Up to four cells side by side, and the unquantized cell of each cell's checkpoint.
   const chosen = state.cells.slice(0, 4).map((name) => overview.cells.find((cell) => cell.cell === name));
   const payload = (cell?: { cell: string; documents?: string[] }) =>
@@ -115,8 +114,8 @@ function useRows({ overview, state, folder, round }: Props) {
   const errors = [...after, ...before].flatMap((item) => (item?.error ? [item.error] : []));
   const waiting = cells.some((cell, place) => cell.documents?.includes("outcomes") && !after[place]);
   const rows = useMemo((): DocumentRow[] => {
-    const now = cells.map((_, place) => sides(after[place], metric, paired));
-    const was = cells.map((_, place) => sides(before[place], metric, paired));
+    const now = cells.map((_, place) => sides(after[place], metric));
+    const was = cells.map((_, place) => sides(before[place], metric));
     const numbers = [...new Set(now.flatMap((side) => [...side.keys()]))].sort((a, b) => a - b);
     return numbers.map((document) => {
       const requests = texts?.texts?.[document];
