@@ -16,8 +16,7 @@ OPTIONS = {
     "--tracker": "state/log.jsonl has the numbers of a training",
     "--results": "a run writes into --out DIR",
     "--run": "give each run a folder of its own, --out DIR",
-    "--against": "`primary: TASK/METRIC` in the recipe orders precisions by a score, with tests",
-    "--published": "docs/printed.csv has the paper's numbers; docs/tables.md shows the join",
+    "--against": "`qbench tables FOLDER --against QUANTIZER` compares precisions score by score",
     "--json": "--junit and --summary write the verdict",
     "--rank": "the verdict above the tables orders the precisions",
 }
@@ -31,7 +30,6 @@ RECIPE_KEYS = {
 # Values of options of the command line.
 VALUES = {
     ("--format", "html"): "`qbench view FOLDER --export DIR` writes pages",
-    ("--format", "tex"): "pandas writes it: read_csv('tables.csv').to_latex()",
     ("--to", "tensorboard"): "tables.csv and qbench.api.load_records have the numbers",
     ("--to", "wandb"): "log what qbench.api.load_records returns by `wandb.log`",
 }
@@ -88,9 +86,9 @@ COMMANDS = {
     "cache": "delete $QBENCH_CACHE, or a part of it, while no run is at work; what a run needs it "
     "makes again",
     "schema": "`qbench.api.Recipe.model_json_schema()` returns it",
-    "published": "docs/printed.csv has the paper's numbers",
-    "compare": "`qbench check NEW --baseline OLD` shows both scores, the loss and its bound; the "
-    "verdict orders precisions of one folder",
+    "published": "`qbench tables --published SET` puts a paper's numbers beside ours",
+    "compare": "`qbench check NEW --baseline OLD` shows both scores, the loss and its bound; "
+    "`qbench tables --against` compares precisions of one folder",
     "report": "`qbench view FOLDER --export DIR` writes the same pages, and the documents",
     "bench generation": "`qbench bench command RECIPE` times a recipe of generated answers",
     "bench products": "products are simulated; a serving engine measures its own",

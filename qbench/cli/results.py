@@ -25,7 +25,9 @@ from qbench.tables.summary import summary
 
 def tables(
     folder: Folder,
-    format: Literal["md", "csv"] = "md",
+    format: Literal["md", "tex", "csv"] = "md",
+    published: Annotated[str | None, typer.Option(metavar="SET")] = None,
+    against: Annotated[str | None, typer.Option(metavar="QUANTIZER")] = None,
 ) -> None:
     """Write the tables of a results folder and show the answer: a line per precision.
 
@@ -37,21 +39,25 @@ def tables(
     ```
 
     Options:
-    format: What to print: the summary, or the CSV.
+    format: What to print and write. md: the summary is printed, tables.md and tables.csv written.
+        tex: a fragment for LaTeX's input.
+    published: Also a paper's scores beside ours: softpick-340m, softpick-1.8b.
+    against: Also what each precision loses against this one, by score.
     """
-    show_tables(Store(folder), format=format)
+    show_tables(Store(folder), format=format, published=published, against=against)
 
 
-def show_tables(store: Store, *, format: str = "md") -> Comparison:
-    """Print the summary, or the CSV, and write tables.md and tables.csv; return the comparison.
+def show_tables(
+    store: Store, *, format: str = "md", published: str | None = None, against: str | None = None
+) -> Comparison:
+    """Print and write tables as ``tables`` explains, and return the comparison.
 
     If the folder cannot be written to, that is said and they are printed all the same.
-
-    What is printed is what was compared here: another run may write the same files meanwhile.
     """
-    comparison = compare(store)
-    files = table_files(comparison)
-    typer.echo(summary(comparison) if format == "md" else files["tables.csv"], nl=False)
+    comparison = compare(store, against=against)
+    formats = ("md", "csv") if format == "md" else (format,)
+    files = table_files(comparison, formats, published=published)
+    typer.echo(summary(comparison) if format == "md" else files[f"tables.{format}"], nl=False)
     try:
         require_folder(store.directory)
         for name, text in files.items():

@@ -10,6 +10,7 @@ from qbench.comparison.effects import columns_by_task, with_effects
 from qbench.comparison.losses import kl_of, score_losses
 from qbench.comparison.outcomes import flips_of
 from qbench.comparison.rows import Comparison, Row, RowValue, status_of
+from qbench.errors import ResultsError
 from qbench.metrics import KL_MEAN, rank
 from qbench.records import ANSWERS, GridCell, Record, RunManifest, Score
 from qbench.store import Store
@@ -17,19 +18,27 @@ from qbench.store import Store
 Scores = Mapping[tuple[str, str], Score]  # of a record, by task and metric
 
 
-def compare(store: Store, *, statistics: bool = True) -> Comparison:
-    """Compare the checkpoints of a results folder at every precision.
+def compare(store: Store, *, statistics: bool = True, against: str | None = None) -> Comparison:
+    """Compare the checkpoints of a results folder at every precision, and each quantized precision
+    with the one that ``against`` names.
 
     ``statistics=False`` leaves intervals and tests out and reads no per-document outcomes.
-    Raises ResultsError if the folder has no manifest or a record cannot be read.
+    Raises ResultsError if the folder has no manifest or no precision ``against``, or if a record
+    cannot be read.
     """
     grid = store.manifest()
+    names = {cell.quantizer: None for cell in grid.cells if cell.quantized}
+    if against not in (None, *names):
+        raise ResultsError(
+            f"--against {against}: no quantized column; there are {', '.join(names)}"
+        )
     stored = {cell.cell: store.get(cell) for cell in grid.cells}
     records = {name: record for name, record in stored.items() if record is not None}
     comparison = Comparison(
         grid=grid,
         records=records,
         lines=tuple(_lines(grid, records)),
+        against=against,
     )
     if not statistics:
         return comparison

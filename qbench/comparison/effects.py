@@ -179,7 +179,7 @@ def _guessed(comparison: Comparison, index: int, contrast: str, group: str) -> b
     """Return whether an unquantized model of a contrast of damage may have guessed, so that there
     is nothing to lose: such a row is in no family of tests."""
     row, base = comparison.lines[index], next(iter(comparison.groups))
-    if contrast == "deltas":
+    if contrast in ("deltas", "against"):
         return False
     groups = (group, base) if contrast == "differences" else (group,)
     members = [member for name in groups for member in comparison.groups.get(name, (name,))]
@@ -233,6 +233,12 @@ def _contrasts(
             yield "damages", group, [[damage(member, 1) for member in members]]
             if group != base and comparable[base]:
                 yield "differences", group, _against(members, groups[base], damage)
+    if comparison.against not in (None, row.quantizer):
+        for group, members in groups.items():
+            yield "against", group, [[
+                signs(member, worse) | {(f"{member}/{comparison.against}", row.metric): -worse}
+                for member in members
+            ]]  # fmt: skip
 
 
 def _against(

@@ -132,6 +132,7 @@ class Row:
     ``intervals`` maps a checkpoint to its own score with an interval. ``deltas`` maps it to its Δ,
     itself minus the baseline checkpoint. ``damages`` maps it to its damage, and ``differences`` to
     its damage minus the baseline checkpoint's: both are losses, positive is worse in every metric.
+    ``against`` maps it to what it loses more than at the precision ``Comparison.against``.
     ``missing`` says why a contrast (one of ``TESTED``) of a checkpoint has no interval.
 
     A row over seeds has a group of trainings in place of a checkpoint, and effects of type
@@ -153,6 +154,7 @@ class Row:
     deltas: Mapping[str, Effect | SeedEffect] = field(default_factory=dict)
     damages: Mapping[str, Effect | SeedEffect] = field(default_factory=dict)
     differences: Mapping[str, Effect | SeedEffect] = field(default_factory=dict)
+    against: Mapping[str, Effect | SeedEffect] = field(default_factory=dict)
     missing: Mapping[tuple[str, str], Missing] = field(default_factory=dict)
     means: Mapping[str, float] = field(default_factory=dict)
     scores: Mapping[str, SeedEffect] = field(default_factory=dict)
@@ -244,6 +246,7 @@ class Comparison:
     flips: Mapping[str, Mapping[str, Mapping[str, Flips]]] = field(default_factory=dict)
     # cell → what quantization changed in its answers; nothing without statistics
     answers: Mapping[str, AnswerDamage] = field(default_factory=dict)
+    against: str | None = None  # the precision that the others are compared with by score
     tested: bool = False  # whether intervals and tests were asked for
 
     @property
@@ -422,7 +425,12 @@ def redundant(line: Row, lines: Iterable[Row]) -> bool:
     )
 
 
-TESTED = ("deltas", "damages", "differences")  # contrasts of a row, a family of tests each
+TESTED = (
+    "deltas",
+    "damages",
+    "differences",
+    "against",
+)  # contrasts of a row, a family of tests each
 
 
 # --- compare how models were trained: alike in all but the normalizer and the seed?

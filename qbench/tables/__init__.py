@@ -1,4 +1,4 @@
-"""Render a comparison as tables in Markdown and CSV, and name their files."""
+"""Render a comparison as tables in Markdown, LaTeX and CSV, and name their files."""
 
 from __future__ import annotations
 
@@ -8,20 +8,25 @@ from qbench.comparison.rows import Comparison
 from qbench.comparison.verdict import about, verdict
 from qbench.errors import RecipeError
 from qbench.tables.answers import answer_tables
-from qbench.tables.frames import comparison_csv, seeds_csv
-from qbench.tables.scores import by_method, costs, tables_of
+from qbench.tables.frames import comparison_csv, printed_table, seeds_csv
+from qbench.tables.scores import against_table, by_method, costs, tables_of
 from qbench.tables.summary import precision_table
-from qbench.tables.table import Table, markdown
+from qbench.tables.table import Table, latex, markdown
 from qbench.text import for_markdown
 
-FORMATS = ("md", "csv")
+FORMATS = ("md", "tex", "csv")
 
 
-def render(comparison: Comparison, *, format: str = "md") -> str:
-    """Return the tables of a comparison as text. Raises RecipeError for an unknown format."""
+def render(comparison: Comparison, *, format: str = "md", published: str | None = None) -> str:
+    """Return the tables of a comparison as text; with ``published`` (``printed_table``) also what a
+    paper prints. Raises RecipeError if one of the two is unknown."""
     if format not in FORMATS:
         raise RecipeError(f"--format {format}: unknown; possible: {', '.join(FORMATS)}")
-    return comparison_csv(comparison) if format == "csv" else markdown(score_tables(comparison))
+    if format == "csv":
+        return comparison_csv(comparison)
+    tables = score_tables(comparison)
+    tables += printed_table(comparison, published) if published else []
+    return markdown(tables) if format == "md" else latex(tables)
 
 
 def score_tables(comparison: Comparison) -> list[Table]:
@@ -31,17 +36,19 @@ def score_tables(comparison: Comparison) -> list[Table]:
         tables += tables_of(method)
         if len(comparison.checkpoints) > 1:
             tables += costs(method)
-    return [*tables, *answer_tables(comparison)]
+    return [*tables, *against_table(comparison), *answer_tables(comparison)]
 
 
-def table_files(comparison: Comparison, formats: Sequence[str] = FORMATS) -> dict[str, str]:
+def table_files(
+    comparison: Comparison, formats: Sequence[str] = ("md", "csv"), *, published: str | None = None
+) -> dict[str, str]:
     """Return file name → content: ``tables.<format>``, and ``seeds.csv`` over several trainings.
 
     Markdown begins with the verdict.
     """
     files = {}
     for format in formats:
-        text = render(comparison, format=format)
+        text = render(comparison, format=format, published=published)
         if format == "md":
             title, *lines = map(for_markdown, about(comparison))
             answer = "\n".join(f"- {for_markdown(line)}" for line in verdict(comparison))

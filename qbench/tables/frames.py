@@ -7,6 +7,7 @@ import html
 import io
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from importlib import resources
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,12 +15,13 @@ import pandas as pd
 
 from qbench.comparison.rows import Comparison, Row, RowValue, bits_per_weight, gib
 from qbench.comparison.verdict import about, margin_of, verdict
-from qbench.records import GroupScore
+from qbench.errors import RecipeError
+from qbench.metrics import base_metric, is_percentage
 from qbench.statistics import Missing, documents_for_margin
 from qbench.store import Store
 from qbench.tables.summary import summary
-from qbench.tables.table import as_csv
-from qbench.text import group_by_reason
+from qbench.tables.table import Table, as_csv, from_rows
+from qbench.text import MINUS, NO_VALUE, group_by_reason, metric_title, number
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -81,7 +83,7 @@ def _predictions(comparison: Comparison, line: Row, entry: RowValue) -> dict[str
     return row
 
 
-def _direction(row: Row | GroupScore) -> str:
+def _direction(row: Row) -> str:
     return "up" if row.higher_is_better else "down"
 
 
@@ -155,6 +157,43 @@ def seeds_csv(comparison: Comparison) -> str:
         for group, effect in getattr(line, effects).items()
     ]
     return as_csv(rows, SEED_COLUMNS, numbers=("each",))
+
+
+def printed_table(comparison: Comparison, published: str) -> list[Table]:
+    """Return the scores that a paper prints for cells of ours, beside ours.
+
+    ``published`` is a paper and the size of its models in ``published.csv``, such as softpick-340m.
+    Raises RecipeError if it is unknown.
+    """
+    text = resources.files(__package__).joinpath("published.csv").read_text("utf-8")
+    printed = pd.read_csv(io.StringIO(text), dtype=str, keep_default_na=False)
+    sets = printed.paper + "-" + printed.scale.str.lower()
+    if published not in set(sets):
+        possible = ", ".join(dict.fromkeys(sets))
+        raise RecipeError(f"--published {published}: unknown; possible: {possible}")
+    ours = pd.DataFrame(comparison_rows(comparison), columns=[*COLUMNS]).dropna(subset="value")
+    cells = ours.checkpoint + "/" + ours.quantizer
+    ours = ours.assign(
+        model=cells.map({name: each.normalizer for name, each in comparison.records.items()}),
+        metric=ours.metric.map(base_metric),
+        bits=[f"{bits:g}" if bits == bits and bits else "" for bits in ours.bits],
+        percent=ours.metric.map(is_percentage),
+    )
+    names = ["model", "task", "metric", "method", "bits"]
+    both = ours.merge(printed[sets == published], on=names, suffixes=("", "_printed"))
+    rows = [
+        {
+            "Task": each.label,
+            "Metric": metric_title(each.metric),
+            "Cell": f"{each.checkpoint}/{each.quantizer}",
+            "Ours": number(each.value, percent=each.percent),
+            "± SE": NO_VALUE if pd.isna(each.stderr) else number(each.stderr, percent=each.percent),
+            "Printed": each.value_printed.replace("-", MINUS),
+            "In": each.table,
+        }
+        for each in both.itertuples()
+    ]
+    return from_rows(rows, title=f"Printed: {published}", notes=(), words=3, also_words=("In",))
 
 
 KL = ["kl", "kl_low", "kl_high"]

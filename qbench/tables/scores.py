@@ -612,3 +612,23 @@ def documents_text(line: Row) -> str:
     if len(numbers) <= 1:
         return str(next(iter(numbers), NO_VALUE))
     return "/".join(NO_VALUE if count is None else str(count) for count in counts)
+
+
+def against_table(comparison: Comparison) -> list[Table]:
+    """Return what each precision loses more than the precision ``comparison.against``, by score;
+    nothing if none is named."""
+    rows = []
+    for line in comparison.seeds or comparison.lines:
+        if line.against and not redundant(line, comparison.lines):
+            row = _names(line)
+            for group in comparison.groups:
+                row += _effect_cells(line, group, "against", group)
+            rows.append([*row, ("Documents", _counts(line.against.values()))])
+    effects = [each for line in comparison.lines for each in line.against.values()]
+    notes = [
+        f"What is lost against {comparison.against}, paired by document; above 0, or above × 1, "
+        "the row's precision is worse.",
+        MARKS.format(kind="losses"),
+        *ratio_notes(effects),
+    ]
+    return from_rows(rows, title=f"Against {comparison.against}", notes=notes, **BY_TASK)

@@ -1,4 +1,4 @@
-"""Tables of text, and their Markdown and CSV."""
+"""Tables of text, and their Markdown, LaTeX and CSV."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from qbench.text import for_csv, for_markdown, table
+from qbench.text import for_csv, for_markdown, one_line, table
 
 MOST_RECORDS = 4  # that are named below a table
 Cells = list[tuple[str, str]]  # of a row whose heads repeat, each with its head
@@ -88,6 +88,20 @@ def _blocks(printed: Table) -> list[str]:
     notes = "\n".join(f"- {for_markdown(note)}" for note in printed.footnotes)
     made = [table(printed.head, printed.shown, align=printed.align), notes]
     return [f"### {for_markdown(printed.title)}", *(block for block in made if block)]
+
+
+def latex(tables: Iterable[Table]) -> str:
+    r"""Return a fragment for ``\input``, a table each with its notes below; it needs booktabs and a
+    LaTeX that reads UTF-8."""
+    import pandas as pd  # slow to import
+
+    return "".join(
+        pd.DataFrame(each.shown, columns=each.head).to_latex(
+            index=False, escape=True, caption=each.title, column_format=each.align
+        )
+        + "".join(f"% {one_line(note)}\n" for note in each.footnotes)
+        for each in tables
+    )
 
 
 def as_csv(

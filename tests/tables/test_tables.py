@@ -7,7 +7,7 @@ import pytest
 from synthetic import key, make_store
 
 from qbench.comparison.compare import compare
-from qbench.errors import RecipeError
+from qbench.errors import RecipeError, ResultsError
 from qbench.tables import render, score_tables
 from qbench.tables.scores import by_method
 
@@ -92,7 +92,7 @@ def test_every_further_checkpoint_has_a_table_with_the_first(tmp_path, checkpoin
 
 
 def test_an_unknown_format_names_the_known_ones(store):
-    with pytest.raises(RecipeError, match=r"--format docx: unknown; possible: md, csv"):
+    with pytest.raises(RecipeError, match=r"--format docx: unknown; possible: md, tex, csv"):
         render(plain(store), format="docx")
 
 
@@ -103,3 +103,39 @@ def test_a_clear_difference_is_marked_and_a_small_one_is_not(tested):
     text = render(tested)
     assert "‡ |" in next(line for line in text.splitlines() if "hqq-2bit" in line)
     assert "‡" not in next(line for line in text.splitlines() if "bf16" in line)
+
+
+def test_printed_scores_stand_beside_ours(tested):
+    text = render(tested, published="softpick-340m")
+    value = tested.lines[0].entries[0].value
+    row = next(line for line in text.splitlines() if "56.61" in line)
+    assert [cell.strip() for cell in row.strip("|").split("|")][2:6:3] == ["softmax/bf16", "56.61"]
+    assert f" {100 * value:.2f} " in row
+    with pytest.raises(RecipeError, match="--published nothing: unknown; possible: softpick-340m"):
+        render(tested, published="nothing")
+
+
+def test_latex_has_the_tables_with_special_characters_escaped(tested):
+    tex = render(tested, format="tex")
+    assert tex.count("\\toprule") == render(tested).count("### ")
+    assert r"arc\_easy" in tex
+
+
+@pytest.mark.parametrize("checkpoints", [("mine",), ("softmax", "softpick")])
+def test_precisions_are_compared_with_the_one_that_is_named(tmp_path, checkpoints):
+    store = make_store(
+        tmp_path, sizes={"arc_easy": 60}, checkpoints=checkpoints,
+        quantizers=("bf16", "bnb-4bit", "hqq-2bit"), shift={f"{checkpoints[0]}/hqq-2bit": 3.0},
+    )  # fmt: skip
+    comparison = compare(store, against="bnb-4bit")
+    text = render(comparison).partition("### Against bnb-4bit")[2]
+    assert "hqq-2bit" in text
+    rows = {line.quantizer: line for line in comparison.lines if line.metric == "acc"}
+    assert not rows["bnb-4bit"].against
+    loss, values = rows["hqq-2bit"].against[checkpoints[0]], {
+        name: row.entries[0].value for name, row in rows.items()
+    }  # fmt: skip
+    assert loss.estimate == pytest.approx(values["bnb-4bit"] - values["hqq-2bit"])
+    assert loss.family == 2 * len(checkpoints)  # metrics
+    with pytest.raises(ResultsError, match="--against nf4: no quantized column; there are bnb-4b"):
+        compare(store, against="nf4")
