@@ -17,7 +17,7 @@ import socket
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, partial
@@ -90,35 +90,6 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def read_regular(path: Path, *, most: int | None = None) -> bytes:
-    """Return the content of the file ``path``.
-
-    Raises OSError for a folder, a device or a pipe (which may never end), and for a file of more
-    than ``most`` bytes.
-    """
-    size = _file_size(path)
-    if most is not None and size > most:
-        raise OSError(errno.EFBIG, f"{size:,} bytes; at most {most:,} are read")
-    return Path(path).read_bytes()
-
-
-def without_links(folder: Path, path: Path) -> Path:
-    """Return ``path``, a file or folder inside ``folder`` that is about to be written.
-
-    A results folder may come from another person: a symbolic link in it could lead a write to any
-    file of the user. ``folder`` itself may be a link. Raises OutputError if ``path``, a folder
-    between the two, or anything below ``path`` is a symbolic link.
-    """
-    inside = [folder / part for part in path.relative_to(folder).parents]
-    for part in (path, *inside[:-1], *path.rglob("*")):
-        if part.is_symlink():
-            raise OutputError(
-                f"{part}: is a symbolic link; nothing is written through links inside a results "
-                "folder: put a file or folder in its place"
-            )
-    return path
-
-
 def write_atomically(path: Path, payload: bytes) -> None:
     """Write ``payload`` to ``path`` in one step, as :func:`replacing` does."""
     with replacing(path) as making:
@@ -131,24 +102,20 @@ def replacing(path: Path) -> Iterator[Path]:
 
     ``path`` holds the old or the new content at any time, never a part. If ``path`` is a symbolic
     link, the file that it points to is replaced. Raises OutputError if it cannot be written, or is
-    a folder, a device or a pipe.
+    a folder or a device.
     """
-    path = Path(path)
     try:
-        with suppress(FileNotFoundError):
-            _file_size(path)
-        path = Path(os.path.realpath(path)) if path.is_symlink() else path
+        _require_file(path)
+        path = Path(os.path.realpath(path))
         path.parent.mkdir(parents=True, exist_ok=True)
         making = temporary(path)
-        making.mkdir(exist_ok=True)
         try:
-            file = making / path.name
-            yield file
-            with file.open("rb") as written:
+            yield making
+            with making.open("rb") as written:
                 os.fsync(written.fileno())
-            file.replace(path)
+            making.replace(path)
         finally:
-            shutil.rmtree(making, ignore_errors=True)
+            making.unlink(missing_ok=True)
     except (OSError, ValueError) as error:
         raise OutputError(f"{path}: cannot be written ({reason(error)})") from None
 
@@ -191,14 +158,13 @@ def require_writable(path: Path, option: str = "") -> None:
 
     ``option``, such as ``--summary``, begins the message. Leaves nothing behind.
     """
-    location = f"{option} {path}".strip()
     try:
-        with suppress(FileNotFoundError):
-            _file_size(path)
-            if not os.access(path, os.W_OK):
-                raise OSError(errno.EACCES, "is read-only")
+        _require_file(path)
+        if path.exists() and not os.access(path, os.W_OK):
+            raise OSError(errno.EACCES, "is read-only")
         _try(Path(os.path.realpath(path)).parent)
     except (OSError, ValueError) as error:
+        location = f"{option} {path}".strip()
         raise OutputError(f"{location}: cannot be written ({reason(error)})") from None
 
 
@@ -225,12 +191,8 @@ def write_page(out: Path, results: Any, table: str) -> list[Path]:
 
 
 def temporary(path: Path) -> Path:
-    """Return where this process writes what then becomes ``path``.
-
-    Removes what killed processes of this host left there for the same ``path``.
-    """
+    """Return where this process writes what then becomes ``path``."""
     stem = f".{digest(os.fsencode(path.name))[:16]}.{_host()}."
-    _remove_dead(path.parent.glob(f"{stem}*.tmp"))
     return path.with_name(f"{stem}{os.getpid()}.tmp")
 
 
@@ -240,19 +202,11 @@ def clean_temporaries(folder: Path) -> list[Path]:
     Those of other hosts stay: whether their processes are alive is not known. Returns what was
     removed.
     """
-    return _remove_dead(Path(folder).rglob(".*.tmp"))
-
-
-def _remove_dead(paths: Iterable[Path]) -> list[Path]:
-    """Remove those of ``paths`` whose name has this host and a process that has ended."""
     removed = []
-    for path in sorted(paths):
+    for path in sorted(Path(folder).rglob(".*.tmp")):
         named = TEMPORARY.fullmatch(path.name)
         if named and named["host"] == _host() and not psutil.pid_exists(int(named["process"])):
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
             removed.append(path)
     return removed
 
@@ -262,12 +216,11 @@ def reason(error: Exception) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
-def _file_size(path: Path) -> int:
-    """Return the size in bytes; raise OSError for a folder, a device or a pipe."""
-    status = os.stat(path)
-    if not stat.S_ISREG(status.st_mode):
-        raise OSError(errno.EINVAL, "not a file", str(path))
-    return status.st_size
+def _require_file(path: Path) -> None:
+    """Raise OSError if ``path`` is a folder, a device or a pipe."""
+    with suppress(FileNotFoundError):
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise OSError(errno.EINVAL, "not a file", str(path))
 
 
 def _try(folder: Path) -> None:

@@ -36,7 +36,7 @@ from qbench.files import GIB
 from qbench.plugins import plugin_versions
 from qbench.records import Environment
 
-VISIBLE, ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,24 +50,14 @@ class Gpu:
 
 @functools.cache
 def visible_gpus() -> tuple[Gpu, ...]:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES allows, from NVML; from PyTorch on a host with GPUs
-    of several kinds, whose order in NVML and CUDA differs."""
+    """Return the GPUs that CUDA_VISIBLE_DEVICES allows, from NVML, in CUDA's order."""
     try:
         pynvml.nvmlInit()
         visible = os.environ.get(VISIBLE)
         names = range(pynvml.nvmlDeviceGetCount()) if visible is None else visible.split(",")
-        gpus = tuple(_gpu(str(name).strip()) for name in names)
-        if len({gpu.name for gpu in gpus}) < 2 or os.environ.get(ORDER) == "PCI_BUS_ID":
-            return gpus
+        return tuple(_gpu(str(name).strip()) for name in names)
     except pynvml.NVMLError:
-        if not Path("/proc/driver/nvidia").is_dir():
-            return ()
-    cuda = _cuda()
-    properties = map(cuda.get_device_properties, range(cuda.device_count()))
-    return tuple(
-        Gpu(name=gpu.name, capability=(gpu.major, gpu.minor), memory_gib=gpu.total_memory / GIB)
-        for gpu in properties
-    )
+        return ()
 
 
 def _cuda() -> Any:
@@ -292,6 +282,7 @@ def _proc(file: str, name: str) -> str:
 
 
 ENVIRONMENT = {
+    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # NVML's order
     "TOKENIZERS_PARALLELISM": "false",
     "TRANSFORMERS_VERBOSITY": "error",
     "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from qbench.errors import RecipeError, first_line, shown
-from qbench.files import NAME, digest, read_regular, reason
+from qbench.files import NAME, digest, reason
 
 GROUPS = ("qbench.quantizers", "qbench.normalizers", "qbench.executors")
 PREFIX = "qbench_plugin_"  # of the modules that files become
@@ -96,7 +96,7 @@ def load_file(path: Path, *, location: str = "--plugin") -> Plugin:
     """Import the plug-in file ``path`` and return it; ``location`` begins error messages. Raises
     RecipeError if that fails or another file of this name is loaded."""
     try:
-        source = read_regular(path)
+        source = path.read_bytes()
     except (OSError, ValueError) as error:
         raise RecipeError(
             f"{location} {shown(str(path), most=PATH)}: cannot be read ({reason(error)})"

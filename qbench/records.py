@@ -36,9 +36,10 @@ TaskName = Annotated[str, Field(pattern=TASK, max_length=200)]
 
 
 class RecordModel(BaseModel):
-    """Base of all records: immutable, unknown keys are refused, infinite numbers can be written."""
+    """Base of all records: immutable, infinite numbers can be written. Fields of earlier versions
+    are ignored."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+    model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="strings")
 
 
 SCHEMA_VERSION = 2
@@ -78,17 +79,15 @@ class Part(RecordModel):
 
 
 class Precision(RecordModel):
-    """The precision of a cell by part; None: not quantized. ``heads`` says which attention heads
-    were cut out (earlier records only)."""
+    """The precision of a cell by part; None: not quantized."""
 
     weights: Part | None = None
     activations: Part | None = None
     kv_cache: Part | None = None
-    heads: str | None = None
 
     @property
     def quantized(self) -> bool:
-        return not (self.weights is self.activations is self.kv_cache is self.heads is None)
+        return not (self.weights is self.activations is self.kv_cache is None)
 
     @property
     def in_parts(self) -> bool:
@@ -111,7 +110,7 @@ class Precision(RecordModel):
             for part in (self.weights, self.activations)
         )
         kv_cache = f"KV{self.kv_cache.bits:g}" if self.kv_cache else ""
-        return f"W{weights}A{activations}{kv_cache}{', heads pruned' if self.heads else ''}"
+        return f"W{weights}A{activations}{kv_cache}"
 
 
 # --- audit: proof that a cell was quantized as it says
@@ -184,19 +183,6 @@ class KVAudit(_KVErrors):
     modules: tuple[KVModuleAudit, ...] = ()
 
 
-class HeadsAudit(RecordModel):
-    """Attention heads that were cut out (earlier records only), as (layer, head) from 0.
-    ``largest_output``: their largest |output| on the probe text."""
-
-    total: int
-    pruned: tuple[tuple[int, int], ...]
-    largest_output: float
-
-    @property
-    def share(self) -> float:
-        return len(self.pruned) / self.total if self.total else 0.0
-
-
 class StoredSize(RecordModel):
     """The stored size of a cell's weights, by one convention for all formats.
 
@@ -230,7 +216,6 @@ class Audit(RecordModel):
     # How far treating outliers alone moved the unquantized model's logits, of their norm: rounding
     treatment_error: float | None = None
     kv_cache: KVAudit | None = None  # None if it is not quantized
-    heads: HeadsAudit | None = None  # None if none are pruned
     size: StoredSize | None = None  # None in records of earlier versions
     # layers whose weights are the original's up to a factor per row and column (AWQ, SmoothQuant)
     rescaled: int = 0
@@ -281,7 +266,6 @@ class ScoringReport(RecordModel):
     batch_size: int | None = None
     window_batch_size: int | None = None
     batch_tokens: int | None = None
-    shuffle: int | None = None  # always None; records of earlier versions have it
     requests: int | None = None  # None if lm-eval counted nothing
     batches: int | None = None
     tokens: int | None = None  # computed, padding included
@@ -291,7 +275,6 @@ class ScoringReport(RecordModel):
     bos: bool | None = None  # whether texts began with BOS; None in earlier records
     doubled_bos: tuple[str, ...] = ()  # rolling tasks whose texts began with two, as in lm-eval
     halvings: int | None = None  # batches that did not fit and were halved
-    fused_steps: bool | None = None  # of records of earlier versions
     peak_memory_gib: float
     difference_from_exact: DifferenceFromExact | None = None
     # tasks that were scored exactly all the same, and why not fast

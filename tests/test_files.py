@@ -122,18 +122,6 @@ def test_temporaries_of_dead_processes_are_removed_and_no_others(tmp_path):
     assert not any(path.exists() for path in gone)
 
 
-def test_what_a_killed_process_left_goes_with_the_next_write_of_the_same_file(tmp_path):
-    dead = subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait()
-    for name in ("file", "other"):
-        mine = temporary(tmp_path / name)
-        left = mine.with_name(mine.name.replace(f".{os.getpid()}.", f".{dead.pid}."))
-        left.mkdir()
-        (left / name).write_text("half")
-    write_atomically(tmp_path / "file", b"content")
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([left.name, "file"])
-
-
 def test_a_digest_of_parts_is_of_every_part_in_its_place():
     parts = [bytes([i]) * (PART if i < 2 else 5) for i in range(3)]
     found = digest_of_parts(b"".join(parts))

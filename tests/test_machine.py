@@ -19,7 +19,6 @@ def nvml(monkeypatch):
 
     def install(names=NAMES, cuda=13000, build="13.0", **environment):
         monkeypatch.delenv(machine.VISIBLE, raising=False)
-        monkeypatch.delenv(machine.ORDER, raising=False)
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
 
@@ -71,14 +70,6 @@ def test_gpus_are_those_that_this_process_may_use(nvml, visible, seen):
     nvml(CUDA_VISIBLE_DEVICES=visible)
     assert [gpu.capability for gpu in machine.visible_gpus()] == [(9, index) for index in seen]
     assert machine.memory_gib("cuda") == seen[0] + 1
-
-
-def test_where_gpus_differ_pytorch_says_in_which_order_they_are(nvml, monkeypatch):
-    nvml(names=["NVIDIA L4", "NVIDIA H200"])
-    fastest = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, total_memory=2**40)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: fastest)
-    assert [gpu.name for gpu in machine.visible_gpus()] == ["NVIDIA H200"]
 
 
 def test_without_a_driver_cuda_is_refused_in_one_line(nvml, monkeypatch):

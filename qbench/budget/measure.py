@@ -21,7 +21,7 @@ from qbench.analysis.sensitivity import Baseline
 from qbench.budget.choose import UNQUANTIZED, Costs
 from qbench.cell import as_measured, calibration_of, load, load_original, quantized_model
 from qbench.errors import ResultsError, UnavailableError
-from qbench.files import content_key, digest_of, read_regular, write_atomically
+from qbench.files import content_key, digest_of, write_atomically
 from qbench.machine import free
 from qbench.plan import Cell, Plan
 from qbench.progress import Progress
@@ -99,7 +99,7 @@ class Kept:
         self.values: dict[str, Any] = {}
         self._saved = time.monotonic()
         with suppress(ResultsError, OSError, ValueError, KeyError, TypeError):
-            content = json.loads(read_regular(self.path))
+            content = json.loads(self.path.read_bytes())
             if content["key"] == self.key:
                 self.values = content["values"]
 

@@ -44,7 +44,6 @@ from qbench.files import (
     digest_of_parts,
     file_digest,
     kept_digest,
-    read_regular,
     reason,
 )
 from qbench.records import TRAINING_FILE, Trained, Training, read_training
@@ -127,7 +126,6 @@ def moving_rope(config: Mapping[str, Any]) -> str | None:
 
 LFS_POINTER = b"version https://git-lfs"
 LFS_REMEDY = "is a git-lfs pointer, not the file itself: run `git lfs pull` in its folder"
-MAX_BYTES = 16 * 2**20  # an index of a large checkpoint has 10 MB, a config.json a few thousand
 SIZES = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size",
     "n_embd", "n_layer", "n_head", "max_position_embeddings", "n_positions",
@@ -146,12 +144,11 @@ def named(source: str) -> Iterator[None]:
         raise UnavailableError(f"{error} (checkpoint {source})") from error
 
 
-def read_json(path: Path, *, most: int | None = MAX_BYTES) -> dict[str, Any]:
-    """Return the JSON object in ``path``, of up to ``most`` bytes. Raises CheckpointError if it is
-    none, or not a file."""
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in ``path``. Raises CheckpointError if it is none, or not a file."""
     content = b""
     try:
-        content = read_regular(path, most=most)
+        content = path.read_bytes()
         value = json.loads(content)
     except OSError as error:
         raise CheckpointError(f"{path.name} cannot be read ({reason(error)})") from None
@@ -381,7 +378,7 @@ def require_tokenizer(checkpoint: Checkpoint) -> None:
         for name in names:
             if _is_one_of(name, TOKENIZER_JSON):
                 try:
-                    contents[name] = read_json(checkpoint.folder / name, most=None)
+                    contents[name] = read_json(checkpoint.folder / name)
                 except CheckpointError as error:
                     raise CheckpointError(f"{error}; fetch it again") from None
         kind = contents.get("tokenizer_config.json", {}).get("tokenizer_class")

@@ -395,11 +395,8 @@ BYTES_PER_TOKEN = 3.7  # of task files, each context once
 REPEATED = 1.6  # contexts that are scored anew with each answer, and padding
 BASE_GIB = {"cuda": 1.5, "cpu": 0.8}  # libraries, batches
 SLOW_BF16 = 10.0
-# If weights come block by block: how often they are read, in all and for each task; GiB per second
-# if the host keeps the files in memory; the most hidden states that wait.
-PASSES, TASK_PASSES = 10, 3
-HOST_RATE = 8.0
-WAITING_GIB = 16.0
+DISK_RATE, HOST_RATE = 1.0, 8.0  # GiB per second of files, and of files that the host remembers
+PASSES, TASK_PASSES = 10, 3  # how often weights that come block by block are read: in all, per task
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -409,26 +406,19 @@ class Rates:
     score: Mapping[str, float]  # operations per second, by scoring mode
     rounding: float  # seconds for 10⁹ weights, with their audit
     calibrating: float  # seconds for 10⁹ weights of a method that sees text
-    disk: float  # GiB per second
     fixed: float  # seconds of a cell before it computes anything
 
 
 RATES = {
     "cuda": Rates(
         score={"fast": 2e14, "exact": 9e13, "lm-eval": 2e13},
-        rounding=3.0,
-        calibrating=15.0,
-        disk=1.0,
-        fixed=6.0,
+        rounding=3.0, calibrating=15.0, fixed=6.0,
     ),
     "cpu": Rates(
         score={"fast": 3e10, "exact": 2.5e10, "lm-eval": 2e10},
-        rounding=200.0,
-        calibrating=250.0,
-        disk=1.0,
-        fixed=2.0,
+        rounding=200.0, calibrating=250.0, fixed=2.0,
     ),
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -437,15 +427,9 @@ class Estimate:
 
     seconds: float
     memory_gib: float
-    host_gib: float | None = None  # of the host, if weights come block by block
-    disk_gib: float = 0.0  # beside it, of quantized weights that are kept
 
     def __str__(self) -> str:
-        line = f"about {duration(self.seconds)}, {self.memory_gib:.1f} GiB"
-        if self.host_gib is None:
-            return line
-        rest = f"{self.host_gib:.1f} GiB of host memory, {self.disk_gib:.1f} GiB of disk"
-        return f"{line}; block by block, {rest}"
+        return f"about {duration(self.seconds)}, {self.memory_gib:.1f} GiB"
 
 
 def estimate(cell: Cell, plan: Plan) -> Estimate | None:
@@ -455,45 +439,36 @@ def estimate(cell: Cell, plan: Plan) -> Estimate | None:
     tokens = _tokens(cell, plan)
     if tokens is None:
         return None
-    rates = RATES[plan.device]
+    rates, config = RATES[plan.device], cell.checkpoint.config
     cores = 1 if plan.device == "cuda" else os.cpu_count() or 1
     dtype = cell.quantization.compute_dtype
     slow = SLOW_BF16 if plan.device == "cpu" and dtype != "float32" and not fast_bf16() else 1.0
     parameters = elements(cell.checkpoint.headers)
     weights = parameters * BYTES[dtype] / GIB
-    operations = 2 * parameters * slow / cores
-    seconds = rates.fixed + 3 * weights / rates.disk  # read for loading and for the audit
-    seconds += operations * tokens / rates.score[cell.scoring.mode]
-    memory = BASE_GIB[plan.device] + weights
-    text = plan.calibration
-    token = hidden_size(cell.checkpoint.config) * BYTES[dtype] / GIB
+    seconds = rates.fixed + 3 * weights / DISK_RATE  # read for loading and for the audit
+    seconds += 2 * parameters * tokens * slow / cores / rates.score[cell.scoring.mode]
+    token = hidden_size(config) * BYTES[dtype] / GIB
     calibration = 0.0
-    bits = cell.quantization.precision.weights.bits if cell.quantization.weights else 0.0
-    packed = parameters * bits / 8 / GIB
+    if cell.quantization.needs_calibration and (text := plan.calibration) is not None:
+        calibration = text.samples * text.length * token
+        passes = 2 * text.samples * text.length  # on a CPU by one core
+        seconds += 2 * parameters * slow * passes / rates.score["exact"]
+    memory = BASE_GIB[plan.device] + weights + calibration
     if cell.quantization.precision.quantized:
+        bits = cell.quantization.precision.weights.bits if cell.quantization.weights else 0.0
         memory += weights  # the audit holds the original beside
-        memory += packed if plan.device == "cpu" else 0.0  # beside them in the compute dtype
+        memory += parameters * bits / 8 / GIB if plan.device == "cpu" else 0.0
         rate = rates.calibrating if cell.quantization.needs_calibration else rates.rounding
         seconds += rate * parameters / 1e9
-    if cell.quantization.needs_calibration and text is not None:
-        read = text.samples * text.length
-        seconds += operations * read / rates.score["exact"]
-        calibration = read * token
     if plan.recipe.evaluation.device_map and plan.device == "cuda":
         memory /= len(visible_gpus())
-    if not streams(cell, plan, weights * GIB, lambda: memory_gib("cuda") * GIB):
-        return Estimate(seconds=seconds, memory_gib=memory + calibration)
-    config = cell.checkpoint.config
-    ends = 2 * config.get("vocab_size", 0) * token  # embeddings and LM head
-    blocks = 4 * weights / max(1, config.get("num_hidden_layers", 1))  # two, of two models
-    cached = weights < memory_gib("cpu")
-    passes = PASSES + TASK_PASSES * len(plan.tasks)
-    return Estimate(
-        seconds=seconds + passes * weights / (HOST_RATE if cached else rates.disk),
-        memory_gib=BASE_GIB[plan.device] + ends + blocks,
-        host_gib=min(tokens * token, WAITING_GIB) + packed + calibration,
-        disk_gib=packed,
-    )
+    if streams(cell, plan, weights * GIB, lambda: memory_gib("cuda") * GIB):
+        ends = 2 * config.get("vocab_size", 0) * token  # embeddings and LM head
+        blocks = 4 * weights / max(1, config.get("num_hidden_layers", 1))  # two, of two models
+        memory = BASE_GIB[plan.device] + ends + blocks
+        rate = HOST_RATE if weights < memory_gib("cpu") else DISK_RATE
+        seconds += (PASSES + TASK_PASSES * len(plan.tasks)) * weights / rate
+    return Estimate(seconds=seconds, memory_gib=memory)
 
 
 def _tokens(cell: Cell, plan: Plan) -> float | None:

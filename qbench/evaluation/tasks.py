@@ -28,7 +28,7 @@ from jinja2 import Environment, TemplateSyntaxError, meta
 from qbench import hub
 from qbench.errors import DataError, MissingDataError, RecipeError
 from qbench.evaluation.settings import AnswerSettings
-from qbench.files import digest, file_digest, read_regular
+from qbench.files import digest, file_digest
 from qbench.records import ANSWERS
 
 NAMES = re.compile(
@@ -177,7 +177,7 @@ def _resolved(path: Path, within: tuple[Path, ...]) -> dict[str, Any]:
     if path in within:
         raise ValueError(f"it includes itself through {path}")
     # not utf-8 by chance: yaml decides by the mark at the beginning
-    config = yaml.load(read_regular(path), _loader(path.parent))
+    config = yaml.load(path.read_bytes(), _loader(path.parent))
     if not isinstance(config, dict):
         raise ValueError(f"{path.name} is not a mapping")
     merged: dict[str, Any] = {}
@@ -322,7 +322,7 @@ def _definition_files(folder: Path, templates: bool = False) -> list[Path]:
 
 
 def _text(path: Path) -> str:
-    return read_regular(path).decode(errors="replace")
+    return path.read_bytes().decode(errors="replace")
 
 
 def require_modules(name: str, definition: Definition) -> None:
@@ -404,7 +404,7 @@ def read_rows(path: Path) -> tuple[list[Row], str]:
     Raises DataError with file and line.
     """
     try:
-        payload = read_regular(path)
+        payload = path.read_bytes()
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from None
     # not splitlines: a string in JSON may hold U+2028, which is no end of a line

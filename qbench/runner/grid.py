@@ -1,4 +1,4 @@
-"""Run the cells of a plan: reuse finished ones, order the rest, retry if a process dies."""
+"""Run the cells of a plan: reuse finished ones, order the rest."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from qbench.store import (
     verify_baseline,
 )
 
-DIED = "its process was killed (out of memory?), or that of another cell before it; see its log"
+DIED = "its process was killed; see its log, and run again (--workers 1 if memory was short)"
 DEAD = (BrokenExecutor, CancelledError)
 T = TypeVar("T")
 
@@ -73,8 +73,7 @@ def run_cells(
     unquantized distributions (None: ``$QBENCH_CACHE``).
 
     A cell begins after the unquantized cell that its damage is measured against. A cell whose
-    process dies is tried once more, alone, so that only a cell that kills its process fails. Cells
-    that another run computes now come last.
+    process dies fails. Cells that another run computes now come last.
     """
     chosen = plan.cells if cells is None else cells
     grid = _GridRun(plan, Store(out), progress or SilentProgress(), cache or cache_folder(), force)
@@ -141,8 +140,8 @@ def remote(executor: Executor, progress: Progress) -> AbstractContextManager[Pro
 
 
 class _GridRun:
-    """Holds the state of one run: the records that are ``done``, the cells whose process ``died``
-    once, and the finished cells to ``rerun``."""
+    """Holds the state of one run: the records that are ``done``, and the finished cells to
+    ``rerun``."""
 
     def __init__(
         self, plan: Plan, store: Store, progress: Progress, cache: Path, force: bool
@@ -152,7 +151,6 @@ class _GridRun:
         self.begun = datetime.now(UTC)
         self.quantize_ahead: Callable[[str], Future] | None = None  # of a cell, by name
         self.done: dict[str, Record] = {}
-        self.died: set[str] = set()
         self.rerun: set[str] = set()
 
     def reuse_finished(self, cells: Sequence[Cell]) -> list[Cell]:
@@ -199,6 +197,7 @@ class _GridRun:
         return record
 
     def run(self, cells: Sequence[Cell], executor: Executor) -> None:
+        """Run ``cells`` side by side; those that another run computes now come last."""
         out, cache = self.store.directory.resolve(), self.cache.resolve()
         if isinstance(executor, Workers):  # of this host, with one cache
             ahead = portable(partial(quantize_ahead, self.plan, out=out, cache=cache))
@@ -206,22 +205,14 @@ class _GridRun:
         with remote(executor, self.progress) as heard:
             call = partial(run_cell, self.plan, out=out, cache=cache)
             submit = partial(_submit, executor, portable(call), progress=heard)
-            left = self._side_by_side(cells, submit, busy_waits=False)
-            while left:
-                died = [cell for cell in left if cell.name in self.died][:1]
-                for cell in died:
-                    line = f"{cell.name}: its process died; it runs once more, alone"
-                    self.progress.log(line, "bold red")
-                batch = died or left
-                rest = [cell for cell in left if cell not in batch]
-                left = rest + self._side_by_side(batch, submit, busy_waits=True)
+            self._side_by_side(self._side_by_side(cells, submit, wait=False), submit, wait=True)
 
     def _side_by_side(
-        self, cells: Sequence[Cell], submit: Callable[..., Future], *, busy_waits: bool
+        self, cells: Sequence[Cell], submit: Callable[..., Future], *, wait: bool
     ) -> list[Cell]:
         """Run ``cells``, each after the cell that it depends on; meanwhile weights of waiting cells
-        are quantized. Return the cells that are left: their process died for the first time,
-        another run holds them, or the cell that they depend on is left."""
+        are quantized. Return the cells that another run holds, unless ``wait``, and the cells that
+        depend on them."""
         waiting, at_work, left = list(cells), dict[Future, Cell](), []
         ahead: dict[str, Future] | None = None
         while True:
@@ -236,10 +227,8 @@ class _GridRun:
                     left.append(cell)
                     continue
                 # what another run has made meanwhile is not made anew
-                force = self.force or cell.name in self.rerun
-                force &= not busy_waits or cell.name in self.died
-                reuse = not self.force
-                future = submit(cell.name, force=force, reuse=reuse, wait=busy_waits)
+                force = (self.force or cell.name in self.rerun) and not wait
+                future = submit(cell.name, force=force, reuse=not self.force, wait=wait)
                 at_work[future] = cell
                 if future.done():  # in this process: cells come in their order
                     break
@@ -254,8 +243,8 @@ class _GridRun:
                 try:
                     record = future.result()
                 except DEAD as error:
-                    left += self._dead(cell, error)
-                    continue
+                    self.progress.end(cell.name)
+                    record = self.give_up(cell, why(error))
                 if record is None:
                     left.append(cell)
                     continue
@@ -274,16 +263,6 @@ class _GridRun:
             if cell.quantization.needs_calibration
             and not isinstance(cell.quantization.weights, LibraryMade)
         }
-
-    def _dead(self, cell: Cell, error: BaseException) -> list[Cell]:
-        """Return the cell for a second try; if it had one or the executor is lost, record that it
-        failed and return nothing."""
-        self.progress.end(cell.name)
-        if cell.name not in self.died and not isinstance(error, LostExecutorError):
-            self.died.add(cell.name)
-            return [cell]
-        self.done[cell.name] = self.give_up(cell, why(error))
-        return []
 
     def give_up(self, cell: Cell, line: str) -> Record:
         """Write and return the failed record of a cell whose process died.

@@ -56,13 +56,10 @@ def test_the_documents_state_the_rates():
     assert f"seconds | {gpu.fixed:.0f} | {cpu.fixed:.0f} |" in text
 
 
-def test_weights_that_come_block_by_block_need_the_host_instead(planned):
+def test_weights_that_come_block_by_block_need_less_memory_and_more_time(planned):
     cell = planned.cell("softmax/rtn-4bit")
     evaluation = planned.recipe.evaluation.model_copy(update={"stream": True})
     streamed = replace(planned, recipe=planned.recipe.model_copy(update={"evaluation": evaluation}))
     resident, found = estimate(cell, planned), estimate(cell, streamed)
     assert found.memory_gib < resident.memory_gib
     assert found.seconds > resident.seconds
-    assert found.disk_gib == pytest.approx(1.31e6 / 2 / 2**30, rel=0.01)  # 4 bits per weight
-    assert found.host_gib > found.disk_gib
-    assert "block by block, 0.0 GiB of host memory, 0.0 GiB of disk" in str(found)

@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 import time
-from concurrent.futures import BrokenExecutor, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -63,29 +63,6 @@ def test_cells_in_a_thread_have_the_scores_and_the_damage_of_cells_here(tmp_path
     assert shown.getvalue().count(": done (") == 4
     assert "softpick/rtn-4bit: evaluate demo_lastword" in shown.getvalue()
     assert all(record.damage.tasks for record in records if record.quantized)
-
-
-class BreaksOnce(SerialExecutor):
-    """Breaks when it is first given the cell ``name``."""
-
-    def __init__(self, name):
-        self.broken = {name}
-
-    def submit(self, fn, name, **settings):
-        if name in self.broken:
-            self.broken.remove(name)
-            raise BrokenExecutor
-        return super().submit(fn, name, **settings)
-
-
-def test_cells_beside_an_unquantized_one_that_died_are_measured_when_it_is_there(
-    tmp_path, expected
-):
-    records = run_cells(
-        planned(tmp_path), out=tmp_path / "out", executor=BreaksOnce("softmax/fp32")
-    )
-    assert {record.cell: record.scores for record in records} == expected
-    assert {record.damage.status for record in records if record.quantized} == {"measured"}
 
 
 def test_a_line_is_shown_as_it_is():
@@ -154,13 +131,6 @@ def test_a_cell_that_kills_its_process_fails_alone(tmp_path, slots):
     assert shown.count(": done (") == 3
 
 
-def test_a_cell_that_dies_once_is_tried_again_alone(tmp_path):
-    """It may have been another one that took all the memory."""
-    records, shown, _ = run_quickly(tmp_path, workers(), {"softmax/fp32"}, times=1)
-    assert {record.status for record in records.values()} == {"ok"}
-    assert shown.count("softmax/fp32: its process died; it runs once more, alone") == 1
-
-
 def test_a_good_record_is_never_replaced_by_one_of_a_killed_process(tmp_path):
     first, _, _ = run_quickly(tmp_path, workers())
     doomed = {"softmax/rtn-4bit"}
@@ -200,7 +170,6 @@ def test_cells_of_an_executor_that_is_lost_fail_at_once_and_say_so(tmp_path):
     each = run_each(None, [SimpleNamespace(name="a")], executor=Lost(), progress=SilentProgress(),
                     died=lambda cell, why: (cell.name, why))  # fmt: skip
     assert list(each) == [("a", "the cluster was lost; start it")]
-    assert "runs once more" not in shown.getvalue()
 
 
 def test_a_cell_begins_when_the_one_that_it_is_measured_against_is_done(tmp_path):
@@ -241,7 +210,7 @@ def test_weights_are_quantized_while_the_unquantized_cells_run(tmp_path):
 
     steps = []
     with ThreadPoolExecutor(1) as thread:
-        running = thread.submit(grid._side_by_side, plan_.cells, submit, busy_waits=False)
+        running = thread.submit(grid._side_by_side, plan_.cells, submit, wait=False)
         ahead["softmax/gptq-4bit"].set_running_or_notify_cancel()
         for name, future in [*futures.items(), ("softmax/gptq-4bit", ahead["softmax/gptq-4bit"])]:
             time.sleep(0.2)
