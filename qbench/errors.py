@@ -6,7 +6,6 @@ Quantization, audit and evaluation errors fail their cell; the others end a comm
 from __future__ import annotations
 
 import re
-import reprlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -87,16 +86,10 @@ class TrainingError(QbenchError):
     """A training failed, or cannot continue from its files."""
 
 
-_REPR = reprlib.Repr()
-_REPR.maxlevel = 3  # a kilobyte of shared lists may stand for gigabytes
-_REPR.maxlist = _REPR.maxtuple = _REPR.maxset = _REPR.maxdict = SHOWN // 2
-_REPR.maxstring = _REPR.maxlong = _REPR.maxother = 1_000
-
-
 def shown(value: object, *, most: int = SHOWN) -> str:
     """Return ``value`` for a message: its ``repr`` in one line, cut to ``most`` characters."""
     try:
-        text = _REPR.repr(value)
+        text = repr(value)
     except Exception:  # an integer of more digits than Python writes; a plug-in's __repr__
         text = f"{type(value).__name__}: too large to show"
     text = text.encode("utf-8", "backslashreplace").decode()

@@ -14,6 +14,7 @@ OPTIONS = {
     "precision",
     "--evaluate": "`qbench run RECIPE --checkpoint NAME=OUT/NAME-seed0` evaluates what was trained",
     "--tracker": "state/log.jsonl has the numbers of a training",
+    "--recipe": "`qbench view` remembers the data of runs of this machine; name others by --data",
     "--results": "a run writes into --out DIR",
     "--run": "give each run a folder of its own, --out DIR",
     "--against": "`qbench tables FOLDER --against QUANTIZER` compares precisions score by score",

@@ -1,7 +1,6 @@
 """Files and packages of users: the example of docs/plugins.md, as its commands have it."""
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -39,17 +38,6 @@ def run_in_a_process(*arguments: object) -> subprocess.CompletedProcess:
 
 NAMED = "from qbench.quantizers import METHODS, register\nregister("
 OF = "(METHODS.get('bnb-8bit').settings)"
-
-
-@pytest.mark.timeout(20)
-def test_what_is_no_file_is_refused_at_once(tmp_path):
-    os.mkfifo(tmp_path / "odd.py")
-    with pytest.raises(RecipeError, match=r"odd\.py'?: cannot be read \(not a file\)"):
-        plugins.load_file(tmp_path / "odd.py")
-    for odd in ("odd.py", "/dev/zero"):
-        path = small_recipe(tmp_path, plugins=[odd])
-        with pytest.raises(RecipeError, match=r"plugins\[0\].*not a file"):
-            Recipe.load(path)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +80,6 @@ def test_a_package_that_does_not_load_is_named(monkeypatch):
     ],
 )
 def test_plugins_of_a_recipe_that_cannot_be_are_one_line(tmp_path, entry, said):
-    from qbench.recipe import Recipe
 
     (tmp_path / "a.py").write_text("x = 1\n")
     path = tmp_path / "recipe.yaml"

@@ -20,11 +20,7 @@ from qbench.errors import ResultsError
         (["report", "x"], "`qbench report` was removed: `qbench view FOLDER --export DIR` writes"),
         (["bench", "training"], "qbench bench: `qbench bench training` was removed: `qbench"),
         (["run", "--nosuch"], "qbench run: No such option: --nosuch"),
-        (
-            ["run", "--apply-chat-templat"],
-            "a recipe has it: evaluation: {apply_chat_template: true}",
-        ),
-        (["run", "--num_fewshot"], "a recipe has it: tasks: [{name: TASK, num_fewshot: 5}]"),
+        (["run", "--num_fewshot"], "a key of a recipe: tasks: [{name: TASK, num_fewshot: 5}]"),
         (["rnu"], "qbench: No such command 'rnu'"),
         (["tables"], "qbench tables: Missing argument "),
         (["run", "r.yaml", "--limit", "0"], "qbench run: Invalid value for '--limit'"),

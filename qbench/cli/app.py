@@ -9,7 +9,6 @@ import importlib
 import os
 import sys
 from contextlib import suppress
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, NoReturn
 
@@ -144,16 +143,12 @@ def _usage(error: Any) -> str:
     else:  # an option without its value: click says of no command
         command = " ".join(["qbench", *(name for name in sys.argv[1:2] if name in COMMANDS)])
     said = " ".join(error.format_message().split()).rstrip(".").replace("Value error, ", "")
-    if replacement := removed.OPTIONS.get(getattr(error, "option_name", None)):
-        said = f"{error.option_name} was removed: {replacement}"
     option = str(getattr(error, "option_name", None)).replace("_", "-")
-    if said.startswith("No such option") and (
-        near := get_close_matches(option, removed.RECIPE_KEYS, 1, 0.8)
-    ):
-        said = (
-            f"No such option: {error.option_name}; a recipe has it: "
-            f"{removed.RECIPE_KEYS[near[0]]} (--save-recipe FILE writes the recipe of options)"
-        )
+    if replacement := removed.OPTIONS.get(option):
+        said = f"{option} was removed: {replacement}"
+    elif option in removed.RECIPE_KEYS:
+        said = f"{option} is a key of a recipe: {removed.RECIPE_KEYS[option]}; --save-recipe FILE "
+        said += "writes the recipe of options"
     for (option, value), replacement in removed.VALUES.items():
         if f"'{option}'" in said and f"'{value}' is not" in said:
             said = f"{option} {value} was removed: {replacement}"

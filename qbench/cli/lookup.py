@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 from pydantic import TypeAdapter
@@ -98,7 +98,6 @@ def model_table() -> str:
 # --- quantizers with their options
 
 
-Schema = dict[str, Any]
 Row = tuple[str, str]
 ABOUT = {
     "weights": "of linear layers",
@@ -109,30 +108,9 @@ ABOUT = {
 
 
 def explain(method: Method, option: str) -> str:
-    """Return what an option of a quantizer means and which values it takes."""
+    """Return what an option of a quantizer means."""
     value = TypeAdapter(method.settings).json_schema()["properties"][option]
-    return f"{value.get('description', option)} ({_what(value)})"
-
-
-def _what(value: Schema) -> str:
-    """Return the values that a JSON Schema allows, in words."""
-    if "enum" in value:
-        return ", ".join(map(str, value["enum"]))
-    if "const" in value:
-        return str(value["const"])
-    if "anyOf" in value:
-        kinds = [_what(choice) for choice in value["anyOf"] if choice.get("type") != "null"]
-        return " or ".join(dict.fromkeys(kinds))
-    if value.get("type") == "array":
-        return f"a list of: {_what(value.get('items', {}))}"
-    words = {"integer": "a whole number", "number": "a number", "boolean": "true or false"}
-    text = words.get(value.get("type", ""), "text")
-    if {"exclusiveMinimum", "exclusiveMaximum"} <= value.keys():
-        return text + " between {exclusiveMinimum:g} and {exclusiveMaximum:g}".format(**value)
-    least, most = value.get("minimum"), value.get("maximum")
-    return text + (f" ≥ {least:,}" if least is not None else "") + (
-        f", ≤ {most:,}" if most is not None else ""
-    )  # fmt: skip
+    return value.get("description", option)
 
 
 def quantizer_rows() -> Iterator[Row]:

@@ -19,7 +19,6 @@ from qbench.errors import DataError, RecipeError
 from qbench.evaluation.tasks import plan_task
 from qbench.files import cache_folder, require_folder
 from qbench.machine import redirected
-from qbench.recipe import Overrides, Recipe
 from qbench.store import Sources, Store, find_sources
 from qbench.viewer.data import NO_TEXTS, Results, WholeStore
 from qbench.viewer.server import Server, write_site
@@ -27,6 +26,9 @@ from qbench.viewer.server import Server, write_site
 if TYPE_CHECKING:
     from qbench.records import Question, Record
 
+ExistingFolder = Annotated[
+    Path | None, typer.Option(exists=True, file_okay=False, metavar="FOLDER")
+]
 _MAKING = threading.Lock()
 # of a task, as ``plan_task`` makes it: "arc_easy (5-shot) [validation, examples: train]"
 LABEL = re.compile(r".*?( \((?P<shots>\d+)-shot\))?( \[(?P<files>[^\[\]]*)\])?")
@@ -37,9 +39,8 @@ def view(
     export: NewFolder = None,
     port: Annotated[int, typer.Option(min=0, max=65535)] = 0,
     browser: Annotated[bool, typer.Option("--browser/--no-browser")] = True,
-    recipe: Path | None = None,
-    data: Path | None = None,
-    definitions: Path | None = None,
+    data: ExistingFolder = None,
+    definitions: ExistingFolder = None,
 ) -> None:
     """Show results in a browser, from the answer down to one document's tokens.
 
@@ -57,18 +58,11 @@ def view(
     export: Write the same as a static site here, which needs no server and no network.
     port: Port of the local server. Default: any free one.
     browser: Open the page in a browser.
-    recipe: The run's recipe, which names its data and definitions.
     data: The run's --data. Default: that of a run of this machine, or the hub's.
     definitions: The run's --definitions. Default: those of this machine's run, or lm-eval's.
     """
     for folder in folders:
         Store(folder).manifest()  # without results it is refused before anything is served
-    for option, path in (("--data", data), ("--definitions", definitions)):
-        if path is not None and not path.is_dir():
-            raise DataError(f"{option} {path}: no such folder")
-    if recipe is not None:
-        source = Recipe.load(recipe, Overrides(data=data, definitions=definitions))
-        data, definitions = source.data, source.definitions
 
     def results(store: Store) -> Results:
         remembered = find_sources(cache_folder(), store.manifest())

@@ -4,13 +4,14 @@ processes."""
 from __future__ import annotations
 
 import json
-import socket
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial, partialmethod
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TextIO
 
@@ -27,14 +28,12 @@ from rich.progress import Progress as Bars
 from rich.table import Column
 
 from qbench.progress import Progress
-from qbench.runner.workers import socket_folder
 from qbench.text import duration
 
 FAILED = ": FAILED: "  # as qbench.runner.grid.summary says it
 SECONDS_BETWEEN_ADVANCES = 0.2
 SECONDS_OF_SILENCE = 15.0
-SECONDS_TO_SEND = 2.0  # at most, if the run does not listen, as with a terminal on hold
-MOST_BYTES = 2**17  # of a message; Linux allows twice as many
+SECONDS_BETWEEN_READS = 0.05
 
 _now = time.monotonic
 
@@ -164,42 +163,44 @@ class RemoteProgress:
 
 @contextmanager
 def listening(progress: Progress) -> Iterator[RemoteProgress]:
-    """Yield a RemoteProgress for processes of this host; what it is told goes to ``progress``.
-
-    Each message is a datagram, which arrives complete or not at all: a process may be killed at any
-    moment.
-    """
-    with (
-        TemporaryDirectory(prefix="qbench-", dir=socket_folder()) as folder,
-        _datagrams() as server,
-    ):
-        send = partial(send_datagram, f"{folder}/progress")
-        server.bind(f"{folder}/progress")
-        thread = threading.Thread(target=_listen, args=(server, progress), daemon=True)
+    """Yield a RemoteProgress for processes of this host: they append lines of JSON to a file, which
+    a thread reads and passes on to ``progress``."""
+    ended = threading.Event()
+    with TemporaryDirectory(prefix="qbench-") as folder:
+        path = Path(folder) / "progress"
+        path.touch()
+        thread = threading.Thread(target=_follow, args=(path, progress, ended), daemon=True)
         thread.start()
         try:
-            yield RemoteProgress(send)
+            yield RemoteProgress(partial(append_line, path))
         finally:
-            with suppress(OSError):
-                send(())  # comes after all that was said before
-            thread.join(SECONDS_TO_SEND)
+            ended.set()
+            thread.join()
 
 
-def send_datagram(address: str, message: tuple[Any, ...]) -> None:
-    with _datagrams() as client:
-        client.settimeout(SECONDS_TO_SEND)
-        client.sendto(json.dumps(message, default=float).encode(), address)
+def append_line(path: Path, message: tuple[Any, ...]) -> None:
+    """Append ``message`` in one write to the file, which must exist."""
+    line = json.dumps(message, default=float) + "\n"
+    file = os.open(path, os.O_WRONLY | os.O_APPEND)
+    try:
+        os.write(file, line.encode())
+    finally:
+        os.close(file)
 
 
-def _datagrams() -> socket.socket:
-    datagrams = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    datagrams.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MOST_BYTES)
-    return datagrams
-
-
-def _listen(server: socket.socket, progress: Progress) -> None:
-    while message := json.loads(server.recv(2 * MOST_BYTES)):
-        pass_on(progress, *message)
+def _follow(path: Path, progress: Progress, ended: threading.Event) -> None:
+    begun = ""  # of a line whose end is not written yet
+    with path.open() as file:
+        while True:
+            last = ended.wait(SECONDS_BETWEEN_READS)
+            for line in file:
+                begun += line
+                if begun.endswith("\n"):
+                    with suppress(ValueError):  # cut, as its process was killed
+                        pass_on(progress, *json.loads(begun))
+                    begun = ""
+            if last:
+                return
 
 
 def pass_on(progress: Progress, method: str, *arguments: Any) -> None:

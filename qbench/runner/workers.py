@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor
@@ -23,7 +22,6 @@ from multiprocessing import (
     get_context,
     parent_process,
     resource_tracker,
-    util,
 )
 from multiprocessing.process import BaseProcess
 from queue import SimpleQueue
@@ -51,27 +49,8 @@ def start_forkserver(processes: int) -> None:
     """Start the fork server, which imports what workers need in the background. ``processes`` is
     the number of workers that share the cores."""
     with interrupts_blocked(), _share_of_cores(processes):  # in its children too
-        prepare_sockets()
         get_context("forkserver").set_forkserver_preload([PRELOAD])
         forkserver.ensure_running()
-
-
-LONGEST_FOLDER = 70  # bytes; the path of a socket has at most 107
-
-
-def socket_folder() -> str:
-    """Return a folder for sockets: that of temporary files, or /tmp if its path is too long."""
-    folder = tempfile.gettempdir()
-    return folder if len(os.fsencode(folder)) <= LONGEST_FOLDER else "/tmp"
-
-
-def prepare_sockets() -> None:
-    """Have multiprocessing, which chooses its folder once, put its sockets into such a folder."""
-    before, tempfile.tempdir = tempfile.gettempdir(), socket_folder()
-    try:
-        util.get_temp_dir()
-    finally:
-        tempfile.tempdir = before
 
 
 def start_tracker() -> None:

@@ -54,8 +54,7 @@ Json = dict[str, Any]
 # (record, task) → by document, the texts of each request and the right answer
 Texts = Callable[[Record, str], Mapping[int, Question]]
 NO_TEXTS = (
-    "The texts of these documents are not available: name the run's --data and --definitions, or "
-    "its --recipe."
+    "The texts of these documents are not available: name the run's --data and --definitions."
 )
 
 

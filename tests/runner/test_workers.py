@@ -3,7 +3,6 @@
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from concurrent.futures import BrokenExecutor
@@ -87,28 +86,6 @@ def test_a_fork_server_that_dies_while_a_process_starts_breaks_that_call_alone(m
             with pytest.raises(BrokenExecutor, match="a worker process cannot be started: EOFErr"):
                 executor.submit(os.getpid).result(timeout=PATIENCE)
         assert executor.submit(os.getpid).result(timeout=PATIENCE)
-
-
-LONG_PATHS = """
-from qbench.progress import SilentProgress
-from qbench.runner import workers
-from qbench.runner.progress import listening
-workers.PRELOAD = "qbench.progress"  # imports no torch
-if __name__ == "__main__":
-    with listening(SilentProgress()), workers.Workers([0], device="cpu") as executor:
-        print(executor.submit(abs, -3).result())
-"""
-
-
-def test_a_long_path_of_temporary_files_is_no_obstacle_to_sockets(tmp_path):
-    long = tmp_path / ("x" * 120)
-    long.mkdir()
-    (tmp_path / "run.py").write_text(LONG_PATHS)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(long)}
-    done = subprocess.run(
-        [sys.executable, "run.py"], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
-    assert (done.stdout, done.stderr) == ("3\n", "")
 
 
 def test_processes_that_are_told_to_end_do_so_in_whatever_they_do():
