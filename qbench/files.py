@@ -123,14 +123,15 @@ def replacing(path: Path) -> Iterator[Path]:
 def save_tensors(path: Path, tensors: dict[str, Tensor], about: dict[str, str]) -> None:
     """Write ``tensors`` by name, and the texts ``about`` as metadata, to the new file ``path``.
 
-    The file is readable for those who can read its folder (safetensors makes it readable for its
-    owner only). It is not serialized in memory first. Raises OSError if it cannot be written.
+    The file is readable as others are (safetensors makes it readable for its owner only). It is not serialized in memory first. Raises OSError if it cannot be written.
     """
     from safetensors.torch import save_file
 
     try:
+        path.touch()
+        mode = path.stat().st_mode
         save_file(tensors, path, about)
-        path.chmod(path.parent.stat().st_mode & 0o666)
+        path.chmod(mode)
     except SafetensorError as error:
         raise OSError(str(error)) from None
 

@@ -124,9 +124,9 @@ def find_copy(
     bits: dict[str, float | None] = {"stored_bits": None, "fewest_bits": None}
     plain: tuple[str, ...] = ()
     if source is not None:
-        copy = replace(copy, normalizer=_normalizer(copy, original))
-        _require_sizes(copy, original)
-        _require_tokens(copy, original)
+        if (difference := _difference(copy, original)) is not None:
+            raise RecipeError(f"checkpoint {copy.source}: {difference}")
+        copy = replace(copy, normalizer=original.normalizer)  # its library may have lost it
         if method == GGUF:
             bits = dict(zip(bits, quantization["bits"], strict=True))
         else:
@@ -211,52 +211,37 @@ def _rounded_ends(copy: Checkpoint) -> bool:
     return any(header.dtype not in FLOATS for header in ends)
 
 
-def _normalizer(copy: Checkpoint, original: Checkpoint) -> str:
-    """Return the original's normalizer, which a library's config.json may have lost."""
-    by_copy = copy.config.get("qbench_normalizer")
-    if by_copy not in (None, original.normalizer):
-        raise CheckpointError(
-            f"checkpoint {copy.source}: it was trained with {by_copy}, and {original.source} with "
+def _difference(copy: Checkpoint, original: Checkpoint) -> str | None:
+    """Return why ``copy`` is no quantized copy of ``original`` that can be scored with its
+    tokenizer; None if it is one."""
+    trained_with = copy.config.get("qbench_normalizer")
+    if trained_with not in (None, original.normalizer):
+        return (
+            f"it was trained with {trained_with}, and {original.source} with "
             f"{original.normalizer}: it is another model"
         )
-    return original.normalizer
-
-
-def _require_sizes(copy: Checkpoint, original: Checkpoint) -> None:
     sizes, copied = (in_transformers_words(checkpoint.config) for checkpoint in (original, copy))
     for size in SIZES:
         if None not in (sizes.get(size), copied.get(size)) and sizes[size] != copied[size]:
-            raise RecipeError(
-                f"checkpoint {copy.source}: {size} {copied[size]}, and {original.source} has "
-                f"{sizes[size]}: it is no quantized copy of it"
+            return (
+                f"{size} {copied[size]}, and {original.source} has {sizes[size]}: it is no "
+                "quantized copy of it"
             )
-
-
-def _require_tokens(copy: Checkpoint, original: Checkpoint) -> None:
-    """Raise RecipeError if the copy has a tokenizer that may cut texts otherwise: it is scored with
-    the original's."""
     theirs, ours = (checkpoint.folder / "tokenizer.json" for checkpoint in (copy, original))
     if not theirs.is_file() or (ours.is_file() and theirs.read_bytes() == ours.read_bytes()):
-        return
+        return None
     from qbench.checkpoints.tokenizer import other_rules, other_tokens  # imports transformers
 
     remedy = (
         "who uses the copy gets other tokens than those that would be scored; take its tokenizer "
         "files out of its folder to score its weights alone"
     )
-    rules = other_rules(theirs, ours) if ours.is_file() else []
-    if rules:
-        raise RecipeError(
-            f"checkpoint {copy.source}: its tokenizer has other {some(rules)} than "
-            f"{original.source}'s: {remedy}"
-        )
-    other = other_tokens(copy, original)
-    if other is not None:
+    if rules := other_rules(theirs, ours) if ours.is_file() else []:
+        return f"its tokenizer has other {some(rules)} than {original.source}'s: {remedy}"
+    if (other := other_tokens(copy, original)) is not None:
         text, ids, expected = other
-        raise RecipeError(
-            f"checkpoint {copy.source}: its tokenizer makes {ids} of {text}, and "
-            f"{original.source}'s {expected}: {remedy}"
-        )
+        return f"its tokenizer makes {ids} of {text}, and {original.source}'s {expected}: {remedy}"
+    return None
 
 
 ONE_WAY: dict[Runtime, Mode] = {  # to score, whatever the recipe says
@@ -358,21 +343,19 @@ class Plan:
         quantizers."""
         manifest = self.manifest
         cells = tuple(cell for cell in manifest.cells if cell.cell in names)
-        checkpoints = {cell.checkpoint for cell in cells}
+        checkpoints = tuple(dict.fromkeys(cell.checkpoint for cell in cells))
         quantizers = {cell.quantizer for cell in cells}
-
-        def chosen(listed: Iterable[str]) -> tuple[str, ...]:
-            return tuple(name for name in listed if name in checkpoints)
-
-        groups = {group: chosen(members) for group, members in manifest.replicates.items()}
-        return manifest.model_copy(
-            update={
-                "cells": cells,
-                "checkpoints": chosen(manifest.checkpoints),
-                "quantizers": tuple(n for n in manifest.quantizers if n in quantizers),
-                "replicates": {group: members for group, members in groups.items() if members},
-            }
-        )
+        groups = {
+            group: tuple(name for name in members if name in checkpoints)
+            for group, members in manifest.replicates.items()
+        }
+        changes = {
+            "cells": cells,
+            "checkpoints": checkpoints,
+            "quantizers": tuple(name for name in manifest.quantizers if name in quantizers),
+            "replicates": {group: members for group, members in groups.items() if members},
+        }
+        return manifest.model_copy(update=changes)
 
     def cell(self, name: str) -> Cell:
         """Return the cell called ``<checkpoint>/<quantizer label>``. Raises KeyError."""

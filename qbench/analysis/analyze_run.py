@@ -177,14 +177,6 @@ def analyze_if_needed(
             progress.end(cell.name)
 
 
-def failed(
-    cell: Cell, error: str, *, plan: Plan, analyses: Analyses, settings: AnalysisSettings
-) -> Analysis | Sensitivity:
-    """Write and return the record of a cell that ended without writing one."""
-    result = AnalysisResult(cell=cell, plan=plan, analyses=analyses, settings=settings)
-    return result.put("failed", error)
-
-
 def _summary(record: Analysis | Sensitivity) -> str:
     """Return one line with what an analysis measured and the seconds of its stages."""
     if record.status != "ok" or record.text is None:

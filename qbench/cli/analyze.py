@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +13,6 @@ from qbench.analysis.analyze_run import (
     analysis_grid,
     analyze_if_needed,
     chosen,
-    failed,
     plan_analyses,
     plan_sensitivities,
     put_sensitivity_grid,
@@ -29,14 +27,13 @@ from qbench.analysis.analyzed_text import (
     text_file,
 )
 from qbench.cli.app import complain, show_written
-from qbench.cli.options import ClusterOption, DeviceOption, Out, RecipeFile
-from qbench.cli.run import Launcher, launch, load_launcher
+from qbench.cli.options import DeviceOption, Out, RecipeFile
+from qbench.cli.run import Launcher, load_launcher
 from qbench.errors import RecipeError
 from qbench.files import require_folder
 from qbench.plan import Cell, Plan, require_runnable
 from qbench.recipe import Overrides
 from qbench.records import Analysis, Sensitivity
-from qbench.runner.grid import run_each
 from qbench.store import LONG_CONTEXT, Analyses, Store, sensitivities
 from qbench.text import group_by_reason
 
@@ -58,7 +55,6 @@ def analyze(
     out: Out = None,
     device: DeviceOption = "auto",
     force: bool = False,
-    cluster: ClusterOption = None,
 ) -> None:
     """Measure attention sinks, outliers, sparsity and inputs of linear layers on a text.
 
@@ -102,29 +98,23 @@ def analyze(
         overrides = overrides.model_copy(update={"tasks": ("passkey_256",)})
     # one task's text is read, so that others may lack their data
     overrides = overrides.model_copy(update={"skip_missing": True})
-    launcher = load_launcher(recipe, overrides, out=out, device=device, cluster=cluster)
+    launcher = load_launcher(recipe, overrides, out=out, device=device)
     require_folder(launcher.out, "--out")
-    with launch(launcher, cluster) as launcher:
-        planned = launcher.plan(show=True)
-        contexts = {cell.checkpoint_name: cell.checkpoint.max_length for cell in planned.cells}
-        settings = AnalysisSettings(
-            source=(
-                text_file(text, field or FIELD)
-                if text
-                else task_text(planned.tasks, planned.skipped)
-            ),
-            samples=samples,
-            length=settle_length(length, contexts),
-            bos=bos,
-            device=planned.device,
-            heads=None if heads is None else parse_heads(heads),
-            blocks=blocks,
-        )
-        folder = launcher.out.resolve() if cluster else launcher.out
-        work = work_of(planned, settings, folder, only, long_context, sensitivity)
-        broken = [
-            record for part in work for record in run_part(*part, planned, launcher, force=force)
-        ]
+    planned = launcher.plan(show=True)
+    contexts = {cell.checkpoint_name: cell.checkpoint.max_length for cell in planned.cells}
+    settings = AnalysisSettings(
+        source=(
+            text_file(text, field or FIELD) if text else task_text(planned.tasks, planned.skipped)
+        ),
+        samples=samples,
+        length=settle_length(length, contexts),
+        bos=bos,
+        device=planned.device,
+        heads=None if heads is None else parse_heads(heads),
+        blocks=blocks,
+    )
+    work = work_of(planned, settings, launcher.out, only, long_context, sensitivity)
+    broken = [record for part in work for record in run_part(*part, planned, launcher, force=force)]
     paths = write_analyses(Store(launcher.out))
     typer.echo(paths[0].read_text())
     show_written(paths)
@@ -187,15 +177,15 @@ def run_part(
     apart = ""
     if analyses.kind is Sensitivity:
         apart = f", one {'decoder' if settings.blocks else 'linear'} layer at a time"
-    given = {"plan": plan, "analyses": analyses, "settings": settings}
-    make = partial(analyze_if_needed, **given, force=force)
     with launcher.display(len(cells)) as display:
         display.log(
             f"{len(cells)} cell{'s' * (len(cells) != 1)} on {settings.device}: at most "
             f"{settings.samples} texts of {settings.length} tokens of {settings.source.name}{apart}"
         )
-        results = run_each(
-            make, cells, executor=launcher.executor, progress=display,
-            died=partial(failed, **given),
-        )  # fmt: skip
+        results = [
+            analyze_if_needed(
+                cell, plan=plan, analyses=analyses, settings=settings, progress=display, force=force
+            )
+            for cell in cells
+        ]
         return [record for record in results if record.status != "ok"]

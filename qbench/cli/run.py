@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.util
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
@@ -366,15 +365,9 @@ def _sizes(cells: Sequence[Cell]) -> Iterator[str]:
         size = count * BYTES[cell.quantization.compute_dtype] / GIB
         yield (
             f"checkpoint  {cell.checkpoint_name}: {cell.checkpoint.class_name}, "
-            f"{_shown(count)} parameters, {size:.3g} GiB in {cell.quantization.compute_dtype}"
+            f"{count / 1e6:,.3g} million parameters, {size:.3g} GiB in "
+            f"{cell.quantization.compute_dtype}"
         )
-
-
-def _shown(count: int) -> str:
-    for unit, name in ((10**9, "billion"), (10**6, "million")):
-        if count >= unit:
-            return f"{count / unit:.{max(0, 2 - int(math.log10(count / unit)))}f} {name}"
-    return f"{count:,}"
 
 
 def _documents(task: TaskSpec, limit: int | None) -> str:

@@ -93,31 +93,6 @@ def run_cells(
     return [grid.done[cell.name] for cell in chosen]
 
 
-def run_each(
-    function: Callable[..., T],
-    cells: Sequence[Any],
-    *,
-    executor: Executor | None,
-    progress: Progress,
-    died: Callable[[Any, str], T],
-) -> Iterator[T]:
-    """Yield ``function(cell, progress=…)`` for each of ``cells``, in order, or ``died(cell, why)``
-    if its process was killed. They run side by side on ``executor`` (None: one after the other in
-    this process)."""
-    if executor is None:
-        yield from (function(cell, progress=progress) for cell in cells)
-        return
-    with remote(executor, progress) as heard:
-        call = portable(function)
-        futures = [_submit(executor, call, cell, progress=heard) for cell in cells]
-        for cell, future in zip(cells, futures, strict=True):
-            try:
-                yield future.result()
-            except DEAD as error:
-                progress.end(cell.name)
-                yield died(cell, why(error))
-
-
 def _submit(executor: Executor, call: Callable[..., T], *arguments: Any, **more: Any) -> Future[T]:
     """Submit a call; a broken executor gives a failed future."""
     try:

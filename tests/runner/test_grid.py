@@ -16,7 +16,7 @@ from small_recipe import DEMO, small_recipe
 from qbench.plan import plan
 from qbench.progress import SilentProgress
 from qbench.recipe import Recipe
-from qbench.runner.grid import _GridRun, quantize_ahead, run, run_cells, run_each
+from qbench.runner.grid import _GridRun, quantize_ahead, run, run_cells
 from qbench.runner.progress import Display
 from qbench.runner.workers import LostExecutorError, SerialExecutor, Workers
 from qbench.store import Store
@@ -167,9 +167,6 @@ def test_cells_of_an_executor_that_is_lost_fail_at_once_and_say_so(tmp_path):
         records = run_cells(planned(tmp_path), out=tmp_path / "out", executor=Lost(),
                             progress=display)  # fmt: skip
     assert {record.error for record in records} == {"the cluster was lost; start it"}
-    each = run_each(None, [SimpleNamespace(name="a")], executor=Lost(), progress=SilentProgress(),
-                    died=lambda cell, why: (cell.name, why))  # fmt: skip
-    assert list(each) == [("a", "the cluster was lost; start it")]
 
 
 def test_a_cell_begins_when_the_one_that_it_is_measured_against_is_done(tmp_path):

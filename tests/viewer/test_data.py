@@ -17,7 +17,7 @@ from synthetic import make_store
 
 from qbench.cli import view
 from qbench.comparison.compare import compare
-from qbench.errors import DataError, QbenchError, RecipeError, ResultsError
+from qbench.errors import DataError, RecipeError, ResultsError
 from qbench.records import Part, Precision
 from qbench.store import Sources, Store
 from qbench.viewer import server as server_module
@@ -117,7 +117,7 @@ def test_documents_and_tokens_are_the_record_s(folder):
 def test_texts_of_a_task_of_one_s_own_need_its_definitions(folder):
     """Which `qbench view` asks for by options that it has."""
     record = next(one for one in Store(folder).records() if one.status == "ok")
-    with pytest.raises(DataError, match="--data and --definitions, or its --recipe"):
+    with pytest.raises(DataError, match="--data and --definitions"):
         view.document_texts(Sources(), record, HOSTILE)
 
 
@@ -267,15 +267,6 @@ def test_the_help_is_the_page_of_methods():
 def test_view_refuses_what_is_no_results_folder(tmp_path, folder):
     with pytest.raises(ResultsError, match=r"no grid\.json here"):
         qbench("view", folder, tmp_path, "--no-browser")
-
-
-@pytest.mark.parametrize(
-    ("option", "words"), [("--recipe", "none: no such recipe"), ("--data", "none: no such folder")]
-)
-def test_a_recipe_or_data_that_are_not_there_are_refused(tmp_path, folder, option, words):
-    with pytest.raises(QbenchError, match=words):
-        qbench("view", folder, "--export", tmp_path / "site", option, tmp_path / "none")
-    assert not (tmp_path / "site").exists()
 
 
 def test_a_port_that_is_taken_is_said_in_one_line(serve, folder):
