@@ -123,7 +123,8 @@ def replacing(path: Path) -> Iterator[Path]:
 def save_tensors(path: Path, tensors: dict[str, Tensor], about: dict[str, str]) -> None:
     """Write ``tensors`` by name, and the texts ``about`` as metadata, to the new file ``path``.
 
-    The file is readable as others are (safetensors makes it readable for its owner only). It is not serialized in memory first. Raises OSError if it cannot be written.
+    The file is readable as others are (safetensors makes it readable for its owner only). It is not
+    serialized in memory first. Raises OSError if it cannot be written.
     """
     from safetensors.torch import save_file
 

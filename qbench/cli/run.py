@@ -144,7 +144,7 @@ def launch(
     elif cluster is not None:
         with _connected(launcher, cluster) as dask:
             yield dataclasses.replace(
-                launcher, device=dask.device, gpu=dask.expected.gpu, executor=dask,
+                launcher, device=dask.device, gpu=dask.expected["GPU"], executor=dask,
                 description=dask.description,
             )  # fmt: skip
     elif (

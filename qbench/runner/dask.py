@@ -10,11 +10,10 @@ import logging
 import os
 import pickle
 import secrets
-import socket
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,18 +49,6 @@ for name in ("distributed", "distributed.client", "distributed.gc"):  # each has
     logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Host:
-    """Describes a worker; the defaults describe this host, which workers must equal."""
-
-    gpu: str | None
-    threads: int = 1
-    unseen: str | None = None  # the folder of the run that it does not see
-    name: str = field(default_factory=socket.gethostname)
-    code: str = field(default_factory=code_digest)
-    versions: dict[str, str] = field(default_factory=lambda: versions(LIBRARIES))
-
-
 @contextmanager
 def connected(
     address: str, device: str | None, *, folders: Sequence[Path]
@@ -82,33 +69,35 @@ def connected(
                 "worker ADDRESS --nthreads 1`"
             ) from None
         tokens = tuple(stack.enter_context(_token(folder)) for folder in folders)
-        hosts = _hosts(client, tokens, device)
-        kinds = {host.gpu for host in hosts.values() if host.gpu}
-        device = device or ("cuda" if kinds else "cpu")
-        if device == "cuda" and len(kinds) > 1:
+        workers = client.run(_by_value(describe), tokens, device, on_error="return")
+        for worker, about in workers.items():
+            if isinstance(about, BaseException):
+                raise UnavailableError(
+                    f"--cluster: worker {worker} cannot run qbench ({type(about).__name__}: "
+                    f"{about}); install the same on all workers"
+                )
+        gpus = {about["GPU"] for about in workers.values()} - {None}
+        device = device or ("cuda" if gpus else "cpu")
+        if device == "cuda" and len(gpus) != 1:
             raise UnavailableError(
-                f"--cluster: its workers have several kinds of GPU ({', '.join(sorted(kinds))}), "
-                "whose scores could differ; use workers with one kind"
+                f"--cluster: its workers have {len(gpus)} kinds of GPU, whose scores could differ; "
+                "use workers with one kind, or --device cpu"
             )
-        if device == "cuda" and not kinds:
-            raise UnavailableError("--cluster: no worker has a GPU; use --device cpu")
-        expected = Host(gpu=next(iter(kinds)) if device == "cuda" else None)
-        for worker, host in hosts.items():
-            require_fit(worker, host, expected)
+        expected = requirements(tokens, next(iter(gpus)) if device == "cuda" else None)
+        for worker, about in workers.items():
+            require_fit(worker, about, expected)
         info = client.scheduler_info(n_workers=-1)
         declared = any(
             GPU in (worker.get("resources") or {}) for worker in info["workers"].values()
         )
-        names = {host.name for host in hosts.values()}
-        many = f"{len(hosts)} worker{'s'[: len(hosts) > 1]} on {len(names)} host"
         yield DaskExecutor(
             client=client,
             expected=expected,
             tokens=tokens,
             resources={GPU: 1} if device == "cuda" and declared else None,
             device=device,
-            description=f"cluster {info['address']}: {many}{'s'[: len(names) > 1]}"
-            f"{f', {expected.gpu}' if expected.gpu else ''}; dashboard {client.dashboard_link}",
+            description=f"cluster {info['address']}: {len(workers)} workers; dashboard "
+            f"{client.dashboard_link}",
         )
 
 
@@ -149,51 +138,31 @@ def _token(folder: Path) -> Iterator[str]:
         token.unlink(missing_ok=True)
 
 
-def _hosts(client: Client, tokens: tuple[str, ...], device: str | None) -> dict[str, Host]:
-    """Return the description of each worker by its address. Raises UnavailableError for a worker
-    that cannot run qbench."""
-    hosts = client.run(_by_value(describe), tokens, device, on_error="return")
-    for worker, host in hosts.items():
-        if isinstance(host, BaseException):
-            raise UnavailableError(
-                f"--cluster: worker {worker} cannot run qbench ({type(host).__name__}: {host}); "
-                "install the same on all workers"
-            )
-    return hosts
+def requirements(tokens: Sequence[str], gpu: str | None) -> dict[str, Any]:
+    """Return what a worker must have, by name: workers whose scores would have other keys, or which
+    cannot write them, differ in it."""
+    seen = {f"access to {Path(token).parent}": True for token in tokens}
+    return {"threads": 1, "qbench's code": code_digest(), "GPU": gpu, **versions(LIBRARIES), **seen}
 
 
-def describe(tokens: tuple[str, ...], device: str | None, worker: Worker) -> Host:
-    """Describe the worker that runs this; ``device`` None: with its GPU if it has one."""
+def describe(tokens: Sequence[str], device: str | None, worker: Worker) -> dict[str, Any]:
+    """Return what the worker that runs this has of :func:`requirements`; ``device`` None: with its
+    GPU if it has one."""
     load_packages()
-    unseen = (str(Path(token).parent) for token in tokens if not Path(token).is_file())
-    return Host(
-        gpu=hardware("cuda") if device != "cpu" and cuda_problem() is None else None,
-        threads=worker.state.nthreads,
-        unseen=next(unseen, None),
-    )
+    gpu = hardware("cuda") if device != "cpu" and cuda_problem() is None else None
+    seen = {f"access to {Path(token).parent}": Path(token).is_file() for token in tokens}
+    return requirements(tokens, gpu) | {"threads": worker.state.nthreads} | seen
 
 
-def require_fit(worker: str, host: Host, expected: Host) -> None:
-    """Raise UnavailableError for a worker whose scores would have other keys, or which cannot write
-    them."""
-    other = [
-        name for name, version in expected.versions.items() if host.versions.get(name) != version
-    ]
-    problem = None
-    if host.unseen is not None:
-        problem = f"does not see {host.unseen}; name one on storage that all workers share"
-        problem += " (--out for results, $QBENCH_CACHE for the cache)"
-    elif host.threads != 1:
-        problem = f"has {host.threads} threads; start it with --nthreads 1"
-    elif host.code != expected.code:
-        problem = "has a different qbench from this host; install the same on both"
-    elif other:
-        problem = f"has {other[0]} {host.versions.get(other[0])}, this host "
-        problem += f"{expected.versions[other[0]]}; install the same on both"
-    elif host.gpu != expected.gpu:
-        problem = f"has {host.gpu or 'no GPU'}, the run is on {expected.gpu}"
-    if problem is not None:
-        raise UnavailableError(f"--cluster: worker {worker} on {host.name} {problem}")
+def require_fit(worker: str, about: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Raise UnavailableError for a worker that differs from what the run needs."""
+    for name, value in expected.items():
+        if about.get(name) != value:
+            raise UnavailableError(
+                f"--cluster: worker {worker} has {name} {about.get(name)}, the run needs {value}; "
+                "install the same everywhere, start workers with --nthreads 1, and let all see "
+                "--out and $QBENCH_CACHE"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -202,7 +171,7 @@ class DaskExecutor(Executor):
     runs its call again, and fails the call's future after several deaths."""
 
     client: Client
-    expected: Host
+    expected: dict[str, Any]
     tokens: tuple[str, ...]
     resources: dict[str, int] | None
     device: str
@@ -254,7 +223,7 @@ def run_here(payload: bytes, worker: Worker) -> Any:
     if broken_device() is not None:
         os._exit(1)  # its nanny starts another process, where Dask runs the call again
     expected, tokens, call = pickle.loads(payload)
-    device = "cuda" if expected.gpu else "cpu"
+    device = "cuda" if expected["GPU"] else "cpu"
     require_fit(worker.address, describe(tokens, device, worker), expected)
     function, args, kwargs = pickle.loads(call)
     return function(*args, **kwargs)

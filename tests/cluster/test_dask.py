@@ -1,6 +1,5 @@
 """``--cluster``: cells on Dask's workers, which are killed, and whose client is killed."""
 
-import dataclasses
 import io
 import os
 import re
@@ -25,7 +24,14 @@ from qbench import machine
 from qbench.errors import RecipeError, UnavailableError
 from qbench.plan import plan
 from qbench.recipe import Recipe
-from qbench.runner.dask import Host, _settle, _token, connected, describe, require_fit
+from qbench.runner.dask import (
+    _settle,
+    _token,
+    connected,
+    describe,
+    require_fit,
+    requirements,
+)
 from qbench.runner.grid import run_cells
 from qbench.runner.progress import Display
 from qbench.runner.workers import LostExecutorError
@@ -56,35 +62,32 @@ def test_a_worker_whose_gpu_failed_ends_and_the_next_cells_get_other_processes(t
         assert broken not in [future.result(60) for future in others]
 
 
-LIKE = Host(name="host", gpu=None, code="c", versions={"torch": "2"})
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({}, None),
-        ({"unseen": "/results"}, "does not see /results; name one on storage that all"),
-        ({"threads": 4}, "has 4 threads; start it with --nthreads 1"),
-        ({"code": "d"}, "has a different qbench from this host"),
-        ({"versions": {"torch": "1"}}, "has torch 1, this host 2"),
-        ({"gpu": "L4"}, "has L4, the run is on None"),
+        ({"access to /results": False}, "access to /results False, the run needs True; install"),
+        ({"threads": 4}, "threads 4, the run needs 1"),
+        ({"qbench's code": "d"}, "qbench's code d, the run needs"),
+        ({"torch": "1"}, "torch 1, the run needs"),
+        ({"GPU": "L4"}, "GPU L4, the run needs None"),
     ],
 )
 def test_a_worker_that_does_not_fit_ends_the_run_in_one_line(changes, said):
-    worker = dataclasses.replace(LIKE, **changes)
+    needed = requirements(["/results/token"], None)
     if said is None:
-        require_fit("tcp://w:1", worker, LIKE)
+        require_fit("tcp://w:1", needed, needed)
         return
-    with pytest.raises(UnavailableError, match=f"worker tcp://w:1 on host {said}"):
-        require_fit("tcp://w:1", worker, LIKE)
+    with pytest.raises(UnavailableError, match=f"worker tcp://w:1 has {said}"):
+        require_fit("tcp://w:1", needed | changes, needed)
 
 
 def test_a_folder_is_seen_by_the_file_that_the_run_put_there(tmp_path):
     worker = SimpleNamespace(state=SimpleNamespace(nthreads=1))
-    (tmp_path / "token").touch()
-    assert describe((str(tmp_path / "token"),), "cpu", worker).unseen is None
-    (tmp_path / "token").unlink()
-    assert describe((str(tmp_path / "token"),), "cpu", worker).unseen == str(tmp_path)
+    for seen in (True, False):
+        (tmp_path / "token").touch() if seen else (tmp_path / "token").unlink()
+        about = describe([str(tmp_path / "token")], "cpu", worker)
+        assert about[f"access to {tmp_path}"] is seen
 
 
 def test_what_a_killed_run_left_to_be_seen_is_removed_by_the_next(tmp_path, monkeypatch):
@@ -143,7 +146,7 @@ def test_cells_whose_workers_are_killed_run_again_and_a_killer_fails_alone(
         connected(cluster, "cpu", folders=[out, tmp_path / "cache"]) as inner,
         Display(shown, 4) as display,
     ):
-        assert "2 workers on 1 host" in inner.description
+        assert ": 2 workers; " in inner.description
         executor = Quick(inner, tmp_path / "marks", {killer}, times=deaths)
         executor.listen = inner.listen
         records = {
