@@ -80,11 +80,7 @@ def results(record: Record) -> dict[str, Any]:
         "transformers_version": record.environment.versions.get("transformers"),
         "lm_eval_version": record.environment.versions.get("lm-eval"),
         "task_hashes": dict(record.documents),
-        "model_source": "qbench",
-        "model_name": f"{record.checkpoint}/{record.quantizer}",
-        "model_name_sanitized": f"{record.checkpoint}__{record.quantizer}",
-        "start_time": record.started.timestamp(),
-        "end_time": record.finished.timestamp(),
+        "model_name": record.cell,
         "total_evaluation_time_seconds": str((record.finished - record.started).total_seconds()),
         "qbench": {"key": record.key, "key_parts": parts, "precision": record.precision.name},
     }

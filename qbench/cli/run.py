@@ -112,19 +112,18 @@ def load_launcher(
 @contextlib.contextmanager
 def launch(
     launcher: Launcher,
-    cluster: str | None,
+    cells: int,
     *,
-    gpus: str | None = None,
-    workers: int | None = None,
-    executor: str | None = None,
-    cells: int | None = None,
+    cluster: str | None,
+    gpus: str | None,
+    workers: int | None,
+    executor: str | None,
 ) -> Iterator[Launcher]:
     """Start what runs the cells; yield a launcher with its executor.
 
-    ``cluster``, ``gpus``, ``workers`` and ``executor`` (a plug-in's name) are the options of
-    ``qbench run``. ``cells`` is their number; None starts no processes of this host. Without an
-    executor ``launcher`` itself is yielded. Raises QbenchError for what is not there, and for
-    options that exclude each other.
+    ``cells`` is the number of cells; the others are options of ``qbench run``. Without an executor
+    ``launcher`` itself is yielded. Raises QbenchError for what is not there, and for options that
+    exclude each other.
     """
     device_map = launcher.recipe.evaluation.device_map
     places = {
@@ -147,10 +146,8 @@ def launch(
                 launcher, device=dask.device, gpu=dask.expected["GPU"], executor=dask,
                 description=dask.description,
             )  # fmt: skip
-    elif (
-        cells is not None
-        and device_map is None
-        and (slots := gpu_slots(gpus, workers, launcher.device, CELLS_PER_GPU, at_most=cells))
+    elif device_map is None and (
+        slots := gpu_slots(gpus, workers, launcher.device, CELLS_PER_GPU, at_most=cells)
     ):
         processes = Workers(slots, device=launcher.device)
         processes.preload()
@@ -215,7 +212,7 @@ def run(
     if save_recipe is not None:
         save(recipe, overrides, save_recipe)
     with launch(
-        launcher, cluster, gpus=gpus, workers=workers, executor=executor, cells=cells
+        launcher, cells, cluster=cluster, gpus=gpus, workers=workers, executor=executor
     ) as launcher:  # its processes import libraries while the run is planned
         planned, records = _run_cells(launcher, only, force)
     from qbench.cli.results import show_tables  # pandas
