@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,14 +26,15 @@ from qbench.checkpoints.load import (
 )
 from qbench.checkpoints.tokenizer import load_tokenizer, puts_bos
 from qbench.errors import AuditError, DataError, QbenchError, ResultsError, UnavailableError
-from qbench.evaluation.answers import Chat, answer, with_kl
+from qbench.evaluation.answers import Answered, Chat, answer, with_kl
 from qbench.evaluation.degradation import distributions, divergence_table
 from qbench.evaluation.evaluate import (
     LoadedTask,
+    ask,
     build_ahead,
     check_documents,
-    evaluate,
     group_scores,
+    judge,
     load_task,
 )
 from qbench.evaluation.kl_observer import BaselineHiddenStates, BaselineWriter, KLObserver
@@ -52,7 +53,7 @@ from qbench.quantizers.linear import linearize
 from qbench.quantizers.methods.library_made import LibraryMade
 from qbench.quantizers.quantize import import_backends, quantize
 from qbench.quantizers.stored_bits import write_gguf_into
-from qbench.records import CellKey, TaskDamage, TaskRecord, Unavailable
+from qbench.records import CellKey, ScoringReport, TaskDamage, TaskRecord, Unavailable
 from qbench.store import KeyedStore, Store, Table, baseline_files, task_key, verify_baseline
 from qbench.streaming import is_sharded, shard, stream, stream_of
 
@@ -362,25 +363,40 @@ class _Evaluation:
                 self.base, result.no_damage = None, Unavailable(reason=str(error), retry=True)
         elif self.is_baseline:
             self.observer = BaselineWriter()
-        scorer, failure = None, None
+        scorer = None
         if left:
             scorer = language_model(
                 model, self.tokenizer, cell.scoring, progress=result.advance, observer=self.observer
             )
+        failures: list[QbenchError] = []
+
+        def attempt(task: LoadedTask, work: Callable[[], Any]) -> Any:
+            try:
+                return work()
+            except QbenchError as error:
+                failures.append(error)
+                _note_failure(result, task.name, error)
+                return None
+
+        judged: dict[str, Future[TaskResult | None]] = {}
+        with ThreadPoolExecutor(1) as thread:  # a task is judged while the next one is scored
+            for task in tasks:
+                if task.name in finished:
+                    continue
+                result.progress.stage(cell.name, f"evaluate {task.name}")
+                work = attempt(task, partial(self._score, scorer, task))
+                if work is not None:
+                    judged[task.name] = thread.submit(attempt, task, work)
+                    if getattr(task.task, "has_code", True):  # which may draw
+                        judged[task.name].exception()
         for task in tasks:
             done = finished.get(task.name)
-            if done is None:
-                result.progress.stage(cell.name, f"evaluate {task.name}")
-                try:
-                    done = self._score(scorer, task)
-                except QbenchError as error:
-                    failure = failure or error
-                    _note_failure(result, task.name, error)
-                    continue
-                self._keep(done)
-            result.tasks.append(done)
-        if failure is not None and not result.tasks:
-            raise failure
+            if task.name in judged:
+                done = judged[task.name].result()
+            if done is not None:
+                result.tasks.append(done)
+        if failures and not result.tasks:
+            raise failures[0]
         result.groups = group_scores(
             result.plan.groups, [score for task in result.tasks for score in task.record.scores]
         )
@@ -407,12 +423,12 @@ class _Evaluation:
         self.result.progress.log(f"{self.cell.name}: {task.name} is taken from the cache")
         return TaskResult(record, tables)
 
-    def _score(self, scorer: Any, task: LoadedTask) -> TaskResult:
-        """Score one task and measure its damage."""
-        cell, start = self.cell, time.perf_counter()
-        texts, answered = partial(token_texts, self.tokenizer), None
+    def _score(self, scorer: Any, task: LoadedTask) -> Callable[[], TaskResult]:
+        """Score one task; return a function that judges the answers, measures the damage and keeps
+        both."""
+        cell, start, answered = self.cell, time.perf_counter(), None
         if task.answers is None:
-            scored = evaluate(scorer, task, cell.scoring)
+            ask(scorer, task, cell.scoring)
         else:
             kept, read = None, self.observer is not None
             if self.base is not None:
@@ -420,13 +436,28 @@ class _Evaluation:
                 read = kept is not None
             chat = self._chat(scorer)
             answered = answer(scorer, task, cell.scoring, chat, base=kept, read=read)
-            scored = answered.scored
+        divergences, states = None, None
+        if self.base is not None:
+            divergences = self.observer.divergences.get(task.name)
+        elif isinstance(self.observer, BaselineWriter):
+            states = self.observer.hidden_states()
+            self.observer.forget()
+        report, seconds = scorer.take_report(), time.perf_counter() - start
+        return partial(self._judge, task, answered, divergences, states, report, seconds)
+
+    def _judge(
+        self, task: LoadedTask, answered: Answered | None, divergences: Any,
+        states: BaselineHiddenStates | None, report: ScoringReport, seconds: float,
+    ) -> TaskResult:  # fmt: skip
+        """Return the result of a task that took ``seconds`` to score."""
+        cell, start = self.cell, time.perf_counter()
+        texts = partial(token_texts, self.tokenizer)
+        scored = judge(task, cell.scoring) if answered is None else answered.scored
         tables: dict[Table, pd.DataFrame] = {
             "outcomes": scored.outcomes, "responses": scored.responses,
         }  # fmt: skip
-        damage = divergences = None
+        damage = None
         if self.base is not None:
-            divergences = self.observer.divergences.get(task.name)
             measured = None if divergences is None else distributions(divergences)
             damage = TaskDamage(distributions=measured)
             if divergences is not None and answered is None:
@@ -442,11 +473,13 @@ class _Evaluation:
             task=task.name,
             digest=task.digest,
             scores=scored.scores,
-            scoring=scorer.take_report(),
+            scoring=report,
             damage=damage,
-            seconds=round(time.perf_counter() - start, 3),
+            seconds=round(seconds + time.perf_counter() - start, 3),
         )
-        return TaskResult(record, tables)
+        done = TaskResult(record, tables)
+        self._keep(done, states)
+        return done
 
     def _chat(self, scorer: Any) -> Chat:
         """Return the tokenizer and the end tokens of the cell's conversations; of a published copy,
@@ -458,14 +491,13 @@ class _Evaluation:
             settings = scorer.hflm.model.generation_config
         return Chat(tokenizer=tokenizer, ends=end_tokens(settings, tokenizer))
 
-    def _keep(self, done: TaskResult) -> None:
-        """Put a finished task into the cache, and the hidden states that quantized cells need. A
-        task whose damage should have been measured, and could not be, is not kept."""
+    def _keep(self, done: TaskResult, states: BaselineHiddenStates | None) -> None:
+        """Put a finished task into the cache, and the hidden ``states`` that quantized cells need.
+        A task whose damage should have been measured, and could not be, is not kept."""
         cell, record, missing = self.cell, done.record, self.result.no_damage
         try:
-            if isinstance(self.observer, BaselineWriter):
-                self.observer.hidden_states().save(self.cache, cell.key_parts, record.task)
-                self.observer.forget()
+            if states is not None:
+                states.save(self.cache, cell.key_parts, record.task)
             if missing is None or not missing.retry:
                 self.kept.put(record, **done.tables)
         except ResultsError as error:

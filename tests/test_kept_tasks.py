@@ -20,15 +20,15 @@ TASKS = ("demo_choice", "demo_lastword", "demo_pages")
 def run(tmp_path, monkeypatch):
     """Run tasks in a cache; return the records and the (cell, task) pairs that were scored."""
     scored = []
-    evaluate = qbench.cell.evaluate
+    ask = qbench.cell.ask
 
     def counting(model, task, settings):
         scored.append(task.name)
         if task.name == run_tasks.killed:
             raise KeyboardInterrupt
-        return evaluate(model, task, settings)
+        return ask(model, task, settings)
 
-    monkeypatch.setattr(qbench.cell, "evaluate", counting)
+    monkeypatch.setattr(qbench.cell, "ask", counting)
 
     def run_tasks(*tasks, out="out", cache="cache", killed=None, **settings):
         run_tasks.killed = killed

@@ -94,8 +94,16 @@ class TemplateTask(ConfigurableTask):
     def __init__(self, config: dict[str, Any]) -> None:
         self._compiled: dict[str, Template] = {}
         self._built: dict[str, Any] | None = None
+        self._documents: list[dict[str, Any]] | None = None
         super().__init__(config={key: value for key, value in config.items() if key != "class"})
-        self._coded = any(callable(getattr(self.config, name)) for name in TEMPLATES)
+        self.has_code = any(callable(getattr(self.config, name)) for name in TEMPLATES)
+        if not self.has_code:  # code might change a document
+            self._documents = list(super().eval_docs)
+
+    @property
+    def eval_docs(self) -> Any:
+        """Return the documents, read from their data set once: each is asked for five times."""
+        return super().eval_docs if self._documents is None else self._documents
 
     def doc_to_text(self, doc: Any, doc_to_text: Any = None) -> Any:
         return super().doc_to_text(doc, self._function("doc_to_text", doc_to_text, self._text))
@@ -113,7 +121,7 @@ class TemplateTask(ConfigurableTask):
     @property
     def draws_nothing(self) -> bool:
         """Return whether its requests are the same whatever was drawn before."""
-        return not self._coded and not self.config.num_fewshot
+        return not self.has_code and not self.config.num_fewshot
 
     def build_all_requests(self, **settings: Any) -> None:
         if not self.draws_nothing or self._built != settings:
@@ -451,6 +459,12 @@ def evaluate(model: Scorer | HFLMScorer, task: LoadedTask, settings: ScoringSett
     Raises DataError if a document asks nothing or has no right answer, EvaluationError if a
     log-likelihood or a score is not a number.
     """
+    ask(model, task, settings)
+    return judge(task, settings)
+
+
+def ask(model: Scorer | HFLMScorer, task: LoadedTask, settings: ScoringSettings) -> None:
+    """Put the answers of ``model`` into the instances of lm-eval's task; raises as ``evaluate``."""
     check_documents(task, settings.limit)
     build_requests(task.task, settings, model)
     with _context(model, task.max_length):
@@ -461,6 +475,10 @@ def evaluate(model: Scorer | HFLMScorer, task: LoadedTask, settings: ScoringSett
         for kind, requests in kinds.items():
             for answer, request in zip(getattr(model, kind)(requests), requests, strict=True):
                 request.resps.append(answer)
+
+
+def judge(task: LoadedTask, settings: ScoringSettings) -> Outcomes:
+    """Return lm-eval's metrics of the answers that ``ask`` put there; raises as ``evaluate``."""
     with _named(task.name, "its answers cannot be judged"):
         samples = list(_samples(task.task, settings.limit))
     # Of a metric with two numbers per document they are value and weight: a value and its

@@ -13,7 +13,7 @@ from qbench.quantizers.methods.weight_only import Hqq
 
 
 class Layer(HQQLinear):
-    """The library's layer, which on a CPU dequantizes once."""
+    """The library's layer, which dequantizes once if there is memory for it."""
 
     def dequantize(self) -> Tensor:
         stored = (self.W_q, self.meta["zero"], self.meta["scale"])

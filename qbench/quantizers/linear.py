@@ -31,7 +31,7 @@ from qbench.streaming import load_block, stream_of
 
 Tensors = dict[str, Tensor]
 KEPT_WEIGHT = "qbench_weight"  # attribute of a layer: its weight, and what it was made of
-FREE_GIB = 4.0  # of memory, which kept weights leave to others
+FREE_GIB = 4.0  # of the host's memory, which kept weights leave to others
 KEPT = "kept in float32 by its class"  # in place of a matrix's holder
 PRODUCTS = {"FalconLinear"}  # subclasses of transformers whose forward computes nothing else
 
@@ -149,11 +149,9 @@ def bias_of(layer: nn.Linear) -> Tensor | None:
 def kept_weight(
     module: nn.Module, stored: Sequence[Tensor], dequantize: Callable[[], Tensor]
 ) -> Tensor:
-    """Return ``dequantize()``; on a CPU the result of the last call, if no ``stored`` tensor was
-    changed since and ``FREE_GIB`` of memory are left: dequantizing takes several times as long
-    there as multiplying, and the memory that a format saves is not measured there."""
-    if any(tensor.device.type != "cpu" for tensor in stored):
-        return dequantize()
+    """Return ``dequantize()``, or the result of the last call if no ``stored`` tensor was changed
+    since and there is memory for it, see ``_has_room``: dequantizing takes several times as long as
+    multiplying on a CPU, and up to forty launches per layer and batch on a GPU."""
     # an inference tensor has no version, and PyTorch refuses to change it
     now = [(tensor, 0 if tensor.is_inference() else tensor._version) for tensor in stored]
     weight, before = getattr(module, KEPT_WEIGHT, (None, ()))
@@ -163,14 +161,26 @@ def kept_weight(
     )
     if not same:
         weight = dequantize()
-        kept = (weight, now) if memory_gib("cpu") > FREE_GIB else (None, ())
+        kept = (weight, now) if _has_room(weight.device) else (None, ())
         setattr(module, KEPT_WEIGHT, kept)
     return weight
 
 
+def _has_room(device: torch.device) -> bool:
+    """Return whether dequantized weights may be kept: ``FREE_GIB`` of a host's memory are left, or
+    half of a GPU's."""
+    if device.type != "cuda":
+        return memory_gib("cpu") > FREE_GIB
+    if torch.cuda.is_current_stream_capturing():  # the weight lies in the graph's memory
+        return False
+    free, total = torch.cuda.mem_get_info(device)
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return free + cached > total / 2
+
+
 class DequantizedLinear(nn.Module):
-    """A linear layer that dequantizes its stored weight in every forward, then multiplies; on a CPU
-    in the first.
+    """A linear layer that dequantizes its stored weight in the first forward, see ``kept_weight``,
+    then multiplies.
 
     It runs in the place of ``layer`` and has its dtype. The stored ``tensors`` are its buffers, by
     name.

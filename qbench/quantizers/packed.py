@@ -50,7 +50,7 @@ def unpack_codes(packed: Tensor, bits: int, in_features: int) -> Tensor:
 
 
 class PackedLinear(DequantizedLinear):
-    """A linear layer that dequantizes packed codes in every forward.
+    """A linear layer that dequantizes packed codes.
 
     ``codes`` uint8 [out, in · bits / 8], ``scale`` float16 [out, groups], ``zero`` uint8
     [out, groups], ``order`` int32 [in] or None: column i of the weight is column order[i] of the
