@@ -13,7 +13,7 @@ from synthetic import LAYERS, make_store
 
 ROOT = Path(__file__).parents[2]
 SIZES = {"demo_choice": 200, "lambada_openai": 200, "wikitext": 16}  # as many as the demo has
-QUANTIZERS = ("bf16", "gptq-4bit", "hqq-3bit")
+QUANTIZERS = ("bf16", "hqq-3bit")
 CELL = "softpick/hqq-3bit"
 
 

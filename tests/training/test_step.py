@@ -156,7 +156,7 @@ def test_more_models_than_the_compiler_counts_are_trained_one_after_the_other(dy
         "compile",
         lambda module, mode, **options: compiled(module, backend="eager", **options),
     )
-    for normalizer in ("softmax", "softpick", "rectified", "softmax1"):
+    for normalizer in ("softmax", "softpick", "rectified"):
         settings = {"precision": "float32", "compile": "default"}
         loss, _ = stepped(model(normalizer), 1, compute=settings)
         assert torch.isfinite(loss)

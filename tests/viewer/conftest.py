@@ -4,6 +4,14 @@ import pytest
 from hostile_results import Running, fill
 
 
+@pytest.fixture(scope="session", autouse=True)
+def few_rounds():
+    """Of 10,000 rounds of each bootstrap: pages look the same."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("qbench.statistics.panel.ROUNDS", 500)
+        yield
+
+
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("viewer") / "<b>&grid"

@@ -52,8 +52,6 @@ def page(browser):
 def at():
     """``at(folder, texts=None)``: a server of results that stay as they are, compared once."""
     servers = {}
-    monkeypatch = pytest.MonkeyPatch()
-    monkeypatch.setattr("qbench.statistics.panel.ROUNDS", 500)  # of 10,000: pages look the same
 
     def start(folder, texts=None):
         if folder not in servers:
@@ -62,17 +60,20 @@ def at():
         return servers[folder]
 
     yield start
-    monkeypatch.undo()
     for one in servers.values():
         one.close()
 
 
 @pytest.fixture
-def opened(at, folder, page):
-    running = at(folder, texts)
-    page.goto(running.address)
+def served(at, folder):
+    return at(folder, texts)
+
+
+@pytest.fixture
+def opened(served, page):
+    page.goto(served.address)
     page.wait_for_selector(".drawing svg circle[data-href]")
-    return running
+    return served
 
 
 def test_from_the_answer_to_a_document_and_back(opened, page):
@@ -96,9 +97,9 @@ def test_from_the_answer_to_a_document_and_back(opened, page):
 
 
 def test_lost_documents_are_those_of_the_outcomes_and_the_choice_is_in_the_address(
-    opened, page, folder
+    served, page, folder
 ):
-    page.goto(f"{opened.address}#view=documents&task={HOSTILE}&metric=acc&cell=softmax/gptq-2bit")
+    page.goto(f"{served.address}#view=documents&task={HOSTILE}&metric=acc&cell=softmax/gptq-2bit")
     page.wait_for_selector("button.lost")
     store = Store(folder)
     before, after = (
@@ -117,32 +118,32 @@ def test_lost_documents_are_those_of_the_outcomes_and_the_choice_is_in_the_addre
     page.wait_for_selector("text=0 of 90 documents")
 
 
-def test_a_document_side_by_side_with_its_text_as_text(opened, page):
+def test_a_document_side_by_side_with_its_text_as_text(served, page):
     cells = "cell=softmax/gptq-2bit&cell=softpick/gptq-2bit"
-    page.goto(f"{opened.address}#view=document&task={HOSTILE}&document=7&{cells}")
+    page.goto(f"{served.address}#view=document&task={HOSTILE}&document=7&{cells}")
     page.wait_for_selector("tbody tr >> text=yes 7")
     assert f"Question 7: {HOSTILE}" in page.inner_text("pre.text")
     assert page.locator("thead th.n").count() == 6
     assert page.locator("tr.right").inner_text().startswith("no right answer")
-    page.goto(f"{opened.address}#view=document&task=lambada_openai&document=3&{cells}")
+    page.goto(f"{served.address}#view=document&task=lambada_openai&document=3&{cells}")
     page.wait_for_selector("text=softpick/gptq-2bit wrote")
     assert page.locator("del").first.inner_text() == "bf16"
     assert "gptq" in page.locator("ins").first.inner_text()
-    page.goto(f"{opened.address}#view=document&task=wikitext&document=2&{cells}")
+    page.goto(f"{served.address}#view=document&task=wikitext&document=2&{cells}")
     page.wait_for_selector(".tokens span")
     assert page.locator(".tokens").first.locator("span").count() == 5
     assert HOSTILE in page.locator(".tokens").first.inner_text()
     assert "KL" in page.locator(".tokens span").first.get_attribute("title")
 
 
-def test_a_cell_its_audit_and_what_differs_from_another(opened, page):
-    page.goto(f"{opened.address}#view=cell&cell=softmax/gptq-2bit")
+def test_a_cell_its_audit_and_what_differs_from_another(served, page):
+    page.goto(f"{served.address}#view=cell&cell=softmax/gptq-2bit")
     page.wait_for_selector("text=What ran")
     page.click("summary:has-text('Layer by layer')")
     page.wait_for_selector("figure svg rect")
     page.select_option(".choice select", "softpick/gptq-2bit")
     page.wait_for_selector("text=Key parts that differ")
-    page.goto(f"{opened.address}#view=cell&cell=softpick/hqq-2bit")
+    page.goto(f"{served.address}#view=cell&cell=softpick/hqq-2bit")
     page.wait_for_selector("text=out of memory")
 
 
@@ -157,8 +158,8 @@ def test_quality_against_size_has_a_dot_a_cell(opened, page):
     page.wait_for_selector("h2:has-text('What ran')")
 
 
-def test_tables_sort_by_keyboard_and_are_saved(opened, page):
-    page.goto(f"{opened.address}#view=scores")
+def test_tables_sort_by_keyboard_and_are_saved(served, page):
+    page.goto(f"{served.address}#view=scores")
     page.wait_for_selector(".tabulator-row")
     head = page.locator("[role=columnheader]", has_text="Score")
     head.focus()
@@ -175,7 +176,7 @@ def test_tables_sort_by_keyboard_and_are_saved(opened, page):
         assert (ends[:, 0] <= ends[:, 1]).all()
         assert (ends[:, 1] <= ends[:, 2]).all()
     assert set(table["Kind"]) == {"difference", "log ratio"}
-    page.goto(opened.address)
+    page.goto(served.address)
     with page.expect_download() as saved:
         page.locator(".downloads button:has-text('SVG')").first.click()
     assert saved.value.path().read_text().startswith("<svg")
@@ -215,8 +216,8 @@ def violations(page):
 
 
 @pytest.mark.parametrize("view", VIEWS, ids=lambda view: view[6:18] or "overview")
-def test_axe_finds_nothing_and_no_view_scrolls_sideways_on_a_phone(opened, page, view):
-    page.goto(opened.address + view)
+def test_axe_finds_nothing_and_no_view_scrolls_sideways_on_a_phone(served, page, view):
+    page.goto(served.address + view)
     assert violations(page) == []
     page.set_viewport_size({"width": 400, "height": 800})
     page.wait_for_timeout(300)

@@ -282,22 +282,18 @@ def test_a_padded_model_and_a_decode_step_equal_the_reference(model):
     assert error(*found) <= LIMIT
 
 
+@SLOW
 @pytest.mark.usefixtures("dynamo")
 @pytest.mark.parametrize(
     ("padding", "positions"),
     [
-        pytest.param(None, None, id="plain", marks=SLOW),
-        pytest.param(
-            None, [[0, 1, 2, 3, 0, 1, 2, 0, 1], [0, 1, 2, 3, 4, 5, 6, 7, 8]], id="packed"
-        ),
-        pytest.param([[1] * 9, [1] * 9], None, id="all tokens", marks=SLOW),
-        pytest.param(
-            [[0, 0, 0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1, 0, 0]], None, id="padded",
-            marks=SLOW,
-        ),
-        pytest.param([[1, 1, 0, 1, 1, 1, 0, 1, 1], [1] * 9], None, id="holes", marks=SLOW),
+        pytest.param(None, None, id="plain"),
+        pytest.param(None, [[0, 1, 2, 3, 0, 1, 2, 0, 1], [0, 1, 2, 3, 4, 5, 6, 7, 8]], id="packed"),
+        pytest.param([[1] * 9, [1] * 9], None, id="all tokens"),
+        pytest.param([[0, 0, 0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1, 0, 0]], None, id="padded"),
+        pytest.param([[1, 1, 0, 1, 1, 1, 0, 1, 1], [1] * 9], None, id="holes"),
     ],
-)  # fmt: skip
+)
 def test_a_compiled_model_by_plain_set_attn_implementation(model, padding, positions):
     """Its logits where there are tokens, and a gradient, compiled and not."""
     ids = torch.randint(0, 31, (2, 9))
