@@ -36,9 +36,9 @@ PAIRS = {  # folders that were measured on the same models
     "real sinks": ("real-sinks",),
     "formats": ("published-27m",),
     "gguf": ("published-27m-gguf",),
-    "methods": ("methods",),
+    "methods": ("methods", "methods-made"),
     "methods-27m": ("methods-27m", "methods-27m-made"),
-    "gptq": ("gptq-library",),
+    "gptq": ("gptq-library", "gptq-library-b"),
     "gptq seeds": ("gptq-seeds",),
     "kinds": ("kinds-27m", "kinds-27m-b", "kinds-27m-gate", "kinds-27m-gate-b"),
 }
@@ -422,7 +422,7 @@ def gptq_library() -> list[dict[str, object]]:
     rows = []
     orders = {"x": "group-aware", "g": "as stored", "d": "by activation"}
     suffixes = {"x": "", "g": "-group_aware-false", "d": "-desc_act-true"}
-    for bits, symmetric, order in product((4, 3), "sa", orders):
+    for bits, symmetric, order in product((8, 4, 3, 2), "sa", orders):
         name = f"gptq-{bits}bit{'' if symmetric == 's' else '-symmetric-false'}{suffixes[order]}"
         effect = find("gptq", "all", "kl over library", "smollm2", name)
         row = {"setting": f"{bits} bits, {'a' * (symmetric == 'a')}symmetric, {orders[order]}",
