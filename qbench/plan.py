@@ -494,7 +494,7 @@ def _cells(plan: Plan, name: str, checkpoint: Checkpoint, shapes: Shapes) -> Ite
                 f"tasks: {task.name} generates up to {task.max_gen_toks} tokens, which leaves no "
                 f"room for its prompt in the {cell.scoring.max_length} of checkpoints.{name}; "
                 + (
-                    "lower answers.max_new_tokens"
+                    "lower answers.max_new_tokens (--save-recipe writes the recipe that has it)"
                     if task.answers
                     else "raise evaluation.max_length or leave the task out"
                 )

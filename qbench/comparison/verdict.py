@@ -382,9 +382,12 @@ def about(comparison: Comparison) -> list[str]:
                 counts[row.task] = max(entry.documents, counts.get(row.task, 0))
     documents = ", ".join(f"{task} {count:,}" for task, count in counts.items()) or NO_VALUE
     limit = "" if grid.limit is None else f" (limit {grid.limit})"
+    # Answers to a file of prompts take no data; those to a task's prompts have its name as well.
+    prompts = {row.label for row in comparison.lines} == {ANSWERS}
+    data = "" if prompts else f"; data: {grid.data or 'not recorded'}"
     lines = [
         f"{grid.name}: {', '.join(names)}{missing}",
-        f"Documents: {documents}{limit}; data: {grid.data or 'not recorded'}",
+        f"Documents: {documents}{limit}{data}",
     ]
     if records:
         last = max(records, key=lambda record: record.finished)

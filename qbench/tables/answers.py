@@ -20,8 +20,9 @@ NOTES = (
     "Same answer: share of prompts to which the precision gives the unquantized model's answer. "
     "Parts after: the median number of tokens before they differ.",
     "Stops: ended by itself. Repeats: share of stretches of 8 tokens that stand earlier in the "
-    "answer. Length: tokens; then the ratio of mean lengths, with its 95 % interval. First row: "
-    "the score, then losses in points, paired by prompt; ‡ at 5 % after Holm's correction.",
+    "answer. Length: tokens; then the ratio of mean lengths, with its 95 % interval; ¶ none, since "
+    "fewer than 20 answers' lengths differ. First row: the score, then losses in points, paired by "
+    "prompt; ‡ at 5 % after Holm's correction.",
     "Hurt most: the class of tokens with the largest KL, as a multiple of the mean over tokens.",
 )
 
@@ -142,7 +143,7 @@ def _means_table(
         }
         for quantizer, each in means.items()
     ]
-    counts = ", ".join(f"{name} {first[name].tokens:,}" for name in names if name in first)
+    counts = "; ".join(f"{name}: {first[name].tokens:,}" for name in names if name in first)
     return from_rows(
         rows,
         title=f"Answers of {checkpoint}, by {what}",
