@@ -1,14 +1,12 @@
 """Register quantizers, normalizers and executors by name, and load plug-ins. Imports no torch.
 
-A plug-in is a Python file or an installed package's module, which registers objects on import
-(``qbench.quantizers.register``, ``qbench.attention.normalizers.register``,
-``qbench.runner.workers.register``). Files come by ``--plugin``, packages by entry points of the
-groups ``qbench.quantizers``, ``qbench.normalizers`` and ``qbench.executors``.
+A plug-in is a Python file, named by ``--plugin`` or a recipe's ``plugins``, which registers objects
+on import (``qbench.quantizers.register``, ``qbench.attention.normalizers.register``,
+``qbench.runner.workers.register``).
 """
 
 from __future__ import annotations
 
-import functools
 import linecache
 import os
 import re
@@ -17,14 +15,12 @@ import traceback
 import types
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Generic, TypeVar
 
 from qbench.errors import RecipeError, first_line, shown
 from qbench.files import NAME, digest, reason
 
-GROUPS = ("qbench.quantizers", "qbench.normalizers", "qbench.executors")
 PREFIX = "qbench_plugin_"  # of the modules that files become
 PATH = 500  # characters of a path in a message
 T = TypeVar("T")
@@ -89,7 +85,6 @@ class Plugin:
 
 
 _loaded: dict[str, Plugin] = {}
-_packages: dict[str, str] = {}
 
 
 def load_file(path: Path, *, location: str = "--plugin") -> Plugin:
@@ -143,26 +138,8 @@ def loaded() -> tuple[Plugin, ...]:
 
 
 def plugin_versions() -> dict[str, str]:
-    """Return the plug-ins for a record: file names with digests, packages with versions."""
-    return {plugin.name: plugin.digest for plugin in _loaded.values()} | _packages
-
-
-@functools.cache
-def load_packages() -> None:
-    """Import the plug-ins of installed packages. Raises RecipeError, which names the package."""
-    for group in GROUPS:
-        for entry in entry_points(group=group):
-            try:
-                entry.load()
-            except KeyboardInterrupt:
-                raise
-            except BaseException as error:  # sys.exit, too, is no reason to end without a word
-                raise RecipeError(
-                    f"the package behind {entry.value} ({group}) does not load: "
-                    f"{first_line(error)}; repair or uninstall it"
-                ) from error
-            if entry.dist is not None:
-                _packages[entry.dist.name] = entry.dist.version
+    """Return the plug-ins for a record: file names with digests."""
+    return {plugin.name: plugin.digest for plugin in _loaded.values()}
 
 
 def _line(error: BaseException, location: str) -> int | str:

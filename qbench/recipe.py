@@ -46,7 +46,7 @@ from qbench.errors import DataError, QbenchError, RecipeError, shown, validation
 from qbench.evaluation.settings import FEWSHOT_SEED, AnswerSettings, Tolerance
 from qbench.evaluation.tasks import PROMPTS
 from qbench.files import reason, write_atomically
-from qbench.plugins import load_file, load_packages, loaded
+from qbench.plugins import load_file, loaded
 from qbench.quantizers import QuantizationConfig, config_of, unquantized_dtype
 from qbench.quantizers.config import UNQUANTIZED
 from qbench.quantizers.published import Published
@@ -589,7 +589,6 @@ class Recipe(Strict):
 
         Raises RecipeError, one line per problem.
         """
-        load_packages()
         path = Path(path) if path is not None else None
         source = _source(path, overrides or Overrides())
         if {"model", "normalizers"} <= source.values.keys():

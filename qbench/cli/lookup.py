@@ -19,7 +19,6 @@ from qbench.checkpoints.find import class_names, tried_classes
 from qbench.cli.options import PluginOption
 from qbench.errors import RecipeError
 from qbench.evaluation.tasks import task_names
-from qbench.plugins import load_packages
 from qbench.quantizers.config import UNQUANTIZED
 from qbench.quantizers.published import format_rows
 from qbench.quantizers.registry import COMBINATIONS, Method, methods
@@ -48,7 +47,6 @@ def list_command(
     what: quantizers, formats, normalizers, models, tasks or recipes.
     markdown: The models as the table of docs/models.md.
     """
-    load_packages()
     if markdown:
         if what != "models":
             raise RecipeError(f"list {what}: --markdown is for models")

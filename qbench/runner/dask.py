@@ -34,7 +34,6 @@ from qbench.machine import (
     hardware,
     versions,
 )
-from qbench.plugins import load_packages
 from qbench.progress import Progress
 from qbench.runner.progress import RemoteProgress, pass_on
 from qbench.runner.workers import LostExecutorError
@@ -148,7 +147,6 @@ def requirements(tokens: Sequence[str], gpu: str | None) -> dict[str, Any]:
 def describe(tokens: Sequence[str], device: str | None, worker: Worker) -> dict[str, Any]:
     """Return what the worker that runs this has of :func:`requirements`; ``device`` None: with its
     GPU if it has one."""
-    load_packages()
     gpu = hardware("cuda") if device != "cpu" and cuda_problem() is None else None
     seen = {f"access to {Path(token).parent}": Path(token).is_file() for token in tokens}
     return requirements(tokens, gpu) | {"threads": worker.state.nthreads} | seen

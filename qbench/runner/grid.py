@@ -21,7 +21,7 @@ from qbench.evaluation.settings import tolerance_violation
 from qbench.files import cache_folder
 from qbench.machine import attempt
 from qbench.plan import Cell, Plan
-from qbench.plugins import Plugin, load, load_packages, loaded
+from qbench.plugins import Plugin, load, loaded
 from qbench.progress import Progress, SilentProgress
 from qbench.quantizers.methods.library_made import LibraryMade
 from qbench.records import Record, Unavailable
@@ -51,7 +51,6 @@ def portable(function: Callable[..., T]) -> Callable[..., T]:
 
 def _call(plugins: tuple[Plugin, ...], function: bytes, *arguments: Any, **settings: Any) -> Any:
     load(plugins)
-    load_packages()
     return pickle.loads(function)(*arguments, **settings)
 
 
