@@ -15,7 +15,6 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -34,9 +33,8 @@ from pydantic import (
 from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import InitErrorDetails, PydanticCustomError
 from ruamel.yaml import YAML
-from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.error import YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, SequenceNode
-from ruamel.yaml.reader import ReaderError
 
 from qbench import removed
 from qbench.attention.implementation import NATIVE
@@ -126,17 +124,12 @@ def read_yaml(path: Path) -> Source:
         return Source(path, yaml.constructor.construct_document(root), lines)
     except RecursionError:
         raise RecipeError(f"{path}: nested too deeply") from None
-    except ReaderError as error:
-        line = text.count("\n", 0, error.position) + 1
-        raise RecipeError(f"{path}:{line}: {error.reason}") from None
-    except MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        context = "" if (error.context or "while").startswith("while") else f"{error.context} "
-        message = " ".join(f"{context}{error.problem or 'not YAML'}".split())
-        raise RecipeError(f"{path}:{mark.line + 1 if mark else 1}: {message}") from None
     except (YAMLError, ValueError, KeyError) as error:  # !!int foo, a date in the 13th month
-        message = " ".join(str(error).split())
-        raise RecipeError(f"{path}: a value cannot be read: {message}") from None
+        mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+        words = [getattr(error, name, None) for name in ("context", "problem", "reason")]
+        message = " ".join(" ".join(filter(None, words)).split()) or " ".join(str(error).split())
+        place = f"{path}:{mark.line + 1}" if mark else path
+        raise RecipeError(f"{place}: cannot be read: {message}") from None
 
 
 def require_no_removed(source: Source) -> None:
@@ -167,8 +160,7 @@ def problem_lines(source: Source, error: ValidationError, kind: type) -> list[st
         message = problem["msg"].removeprefix("Value error, ")
         if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
             keys = _known_keys(kind, problem["loc"][:-1])
-            near = get_close_matches(str(problem["loc"][-1]), keys.split(": ")[1].split(", "), 1)
-            message = f"unknown key; {f'did you mean {near[0]}? ' if near else ''}{keys}"
+            message = f"unknown key; {keys}"
         elif problem["type"] in ("dataclass_type", "model_type", "dict_type"):
             message = f"must be a mapping; {_known_keys(kind, problem['loc'])} (it is "
             message += f"{shown(problem['input'])})"

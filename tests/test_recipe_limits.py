@@ -12,15 +12,15 @@ from qbench.recipe import Overrides, Recipe
 ODD = {
     "holds itself": ("name: &a [*a]", "nested too deeply"),
     "deep": ("".join(" " * n + "a:\n" for n in range(600)), "nested too deeply"),
-    "int foo": ("name: a\ncompute_dtype: !!int foo", "a value cannot be read: .*'foo'"),
-    "python": ("name: !!python/object/apply:os.system [ls]", ":1: could not determine"),
+    "int foo": ("name: a\ncompute_dtype: !!int foo", "cannot be read: .*'foo'"),
+    "python": ("name: !!python/object/apply:os.system [ls]", ":1: cannot be read: could not"),
     "date": ("\nname: 2024-11-05", ":2: name: Input should be a valid string"),
-    "NUL": ("name: a\n\nx: a\0b", ":3: special characters are not allowed"),
+    "NUL": ("name: a\n\nx: a\0b", "special characters are not allowed"),
     "number as key": ("name: a\n3: b", ":2: a key must be a word"),
     "two documents": ("name: a\n---\nname: b", "single document"),
     "open bracket": ("name: [a", "expected"),
     "empty": ("", "a recipe is a mapping"),
-    "key twice": ("name: a\nname: b\n", ':2: found duplicate key "name"'),
+    "key twice": ("name: a\nname: b\n", ':2: cannot be read: .*found duplicate key "name"'),
     "surrogate": ('name: "\\ud800"', "name: "),
 }  # fmt: skip
 

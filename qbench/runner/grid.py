@@ -72,7 +72,7 @@ def run_cells(
     unquantized distributions (None: ``$QBENCH_CACHE``).
 
     A cell begins after the unquantized cell that its damage is measured against. A cell whose
-    process dies fails. Cells that another run computes now come last.
+    process dies fails.
     """
     chosen = plan.cells if cells is None else cells
     grid = _GridRun(plan, Store(out), progress or SilentProgress(), cache or cache_folder(), force)
@@ -171,23 +171,19 @@ class _GridRun:
         return record
 
     def run(self, cells: Sequence[Cell], executor: Executor) -> None:
-        """Run ``cells`` side by side; those that another run computes now come last."""
+        """Run ``cells`` side by side on ``executor``; their records go to ``done``."""
         out, cache = self.store.directory.resolve(), self.cache.resolve()
         if isinstance(executor, Workers):  # of this host, with one cache
             ahead = portable(partial(quantize_ahead, self.plan, out=out, cache=cache))
             self.quantize_ahead = partial(_submit, executor, ahead)
         with remote(executor, self.progress) as heard:
-            call = partial(run_cell, self.plan, out=out, cache=cache)
-            submit = partial(_submit, executor, portable(call), progress=heard)
-            self._side_by_side(self._side_by_side(cells, submit, wait=False), submit, wait=True)
+            call = partial(run_cell, self.plan, out=out, cache=cache, reuse=not self.force)
+            self._side_by_side(cells, partial(_submit, executor, portable(call), progress=heard))
 
-    def _side_by_side(
-        self, cells: Sequence[Cell], submit: Callable[..., Future], *, wait: bool
-    ) -> list[Cell]:
+    def _side_by_side(self, cells: Sequence[Cell], submit: Callable[..., Future]) -> None:
         """Run ``cells``, each after the cell that it depends on; meanwhile weights of waiting cells
-        are quantized. Return the cells that another run holds, unless ``wait``, and the cells that
-        depend on them."""
-        waiting, at_work, left = list(cells), dict[Future, Cell](), []
+        are quantized."""
+        waiting, at_work = list(cells), dict[Future, Cell]()
         ahead: dict[str, Future] | None = None
         while True:
             unfinished = {cell.key for cell in (*waiting, *at_work.values())}
@@ -197,19 +193,14 @@ class _GridRun:
                     ahead[cell.name] = making  # it finds the weights once they are made
                     continue
                 waiting.remove(cell)
-                if depends_on(cell) in {other.key for other in left}:
-                    left.append(cell)
-                    continue
-                # what another run has made meanwhile is not made anew
-                force = (self.force or cell.name in self.rerun) and not wait
-                future = submit(cell.name, force=force, reuse=not self.force, wait=wait)
+                future = submit(cell.name, force=self.force or cell.name in self.rerun)
                 at_work[future] = cell
                 if future.done():  # in this process: cells come in their order
                     break
             if ahead is None:  # after the cells that others wait for, which come first
                 ahead = self._ahead(waiting)
             if not at_work and not ahead:
-                return [*left, *waiting]
+                return
             done = wait_for([*at_work, *ahead.values()], return_when=FIRST_COMPLETED).done
             ahead = {name: making for name, making in ahead.items() if making not in done}
             for future in done & at_work.keys():
@@ -219,9 +210,6 @@ class _GridRun:
                 except DEAD as error:
                     self.progress.end(cell.name)
                     record = self.give_up(cell, why(error))
-                if record is None:
-                    left.append(cell)
-                    continue
                 assert record.key == cell.key, f"{cell.name}: the worker's plan differs"
                 self.done[cell.name] = record
 
@@ -262,32 +250,36 @@ def run_cell(
     progress: Progress,
     force: bool = False,
     reuse: bool = True,
-    wait: bool = True,
-) -> Record | None:
+) -> Record:
     """Return the good record of the cell ``name`` in the results folder ``out``; compute the cell
     if there is none, or with ``force``.
 
     ``cache`` holds quantized weights, unquantized distributions and, unless ``reuse`` is false,
     finished tasks to take. The cell is locked meanwhile, so that several runs may share a results
-    folder. Returns None if another run has the lock and ``wait`` is false.
+    folder: a cell that another run computes is waited for, and then taken.
     """
     cell, store = plan.cell(name), Store(out)
+    lock = FileLock(store.lock_file(cell.grid_cell))
     try:
-        with FileLock(store.lock_file(cell.grid_cell), timeout=-1 if wait else 0):
-            record = store.get_valid(cell.grid_cell, progress.log)
-            progress.begin(cell.name)
-            if not force and is_up_to_date(record, cell, plan, store, cache):
-                progress.log(f"{cell.name}: already there")
-            else:
-                record = run(cell, plan, store, progress, cache, reuse=reuse)
-                if is_final(record, cell):
-                    keep_cell(cache, record, store)
-                progress.log(summary(record), "bold red" if record.status == "failed" else "")
-            progress.end(cell.name)
-            return record
+        lock.acquire(timeout=0)
     except Timeout:
-        progress.log(f"{cell.name}: another run computes it; it comes later")
-        return None
+        progress.log(f"{cell.name}: another run computes it; its record is waited for")
+        lock.acquire()
+        force = False
+    try:
+        record = store.get_valid(cell.grid_cell, progress.log)
+        progress.begin(cell.name)
+        if not force and is_up_to_date(record, cell, plan, store, cache):
+            progress.log(f"{cell.name}: already there")
+        else:
+            record = run(cell, plan, store, progress, cache, reuse=reuse)
+            if is_final(record, cell):
+                keep_cell(cache, record, store)
+            progress.log(summary(record), "bold red" if record.status == "failed" else "")
+        progress.end(cell.name)
+        return record
+    finally:
+        lock.release()
 
 
 def run(

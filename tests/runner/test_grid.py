@@ -207,13 +207,13 @@ def test_weights_are_quantized_while_the_unquantized_cells_run(tmp_path):
 
     steps = []
     with ThreadPoolExecutor(1) as thread:
-        running = thread.submit(grid._side_by_side, plan_.cells, submit, wait=False)
+        running = thread.submit(grid._side_by_side, plan_.cells, submit)
         ahead["softmax/gptq-4bit"].set_running_or_notify_cancel()
         for name, future in [*futures.items(), ("softmax/gptq-4bit", ahead["softmax/gptq-4bit"])]:
             time.sleep(0.2)
             steps.append(set(begun))
             future.set_result(SimpleNamespace(key=plan_.cell(name).key))
-        assert running.result() == []
+        running.result()
     assert steps[0] == {"softmax/fp32", "softpick/fp32"}
     assert steps[1] - steps[0] == {"softmax/rtn-4bit"}
     assert steps[2] - steps[1] == {"softpick/rtn-4bit", "softpick/gptq-4bit"}

@@ -18,7 +18,7 @@ SHIPPED = sorted((Path(__file__).parents[2] / "recipes" / "train").glob("*.yaml"
     [
         (
             {"normalisers": ["softmax"]},
-            "normalisers: unknown key; did you mean normalizers? known: name, model, normalizers",
+            "normalisers: unknown key; known: name, model, normalizers",
         ),
         ({"model": {"width": 3}}, "model.width: unknown key; known: hidden, layers"),
         ({"normalizers": ["softplus"]}, "unknown normalizer 'softplus'; known: softmax, softpick"),
