@@ -471,13 +471,6 @@ class Task(Strict):
     num_fewshot: Whole | None = Field(None, ge=0, le=10_000)
     """Examples in each prompt. Default: as the task says."""
 
-    @field_validator("name")
-    @classmethod
-    def _without_blanks(cls, value: str) -> str:
-        if value != value.strip():
-            raise ValueError(f"a task's name has no blank at its ends (it is {shown(value)})")
-        return value
-
     @model_validator(mode="before")
     @classmethod
     def _with_file(cls, values: Any) -> Any:

@@ -623,11 +623,6 @@ class Record(CellRecord):
             if score.weight_by_size and all((task, score.metric) in means for task in score.tasks)
         )
 
-    @property
-    def other_groups(self) -> tuple[GroupScore, ...]:
-        pooled = self.pooled_groups
-        return tuple(score for score in self.groups if score not in pooled)
-
     def by_name(self) -> dict[tuple[str, str], Score]:
         """Return scores by (task, metric); those of ``pooled_groups`` under the group's name."""
         of_groups = (

@@ -93,7 +93,6 @@ def test_quantized_cells_compute_as_the_unquantized_one_that_their_damage_is_aga
         ({"data": "~no-such-user/x"}, ["data"]),
         ({"data": "x" * 300}, ["data", "no such folder"]),
         ({"evaluation": []}, ["evaluation: must be a mapping; known: softmax_dtype", "(it is [])"]),
-        ({"tasks": [" "]}, ["tasks[0]", "no blank at its ends (it is ' ')"]),
         ({"quantizers": ["y" * 5000]}, ["quantizers[0]", "yyy…"]),
         ({"k" * 5000: 1}, ["kkk…", "unknown key"]),
         (

@@ -147,30 +147,6 @@ def test_worker_processes_give_the_scores_of_one_process(tmp_path):
     assert len(scores[0]) == 2
 
 
-def test_a_run_prints_its_own_tables_though_another_has_written_there(tmp_path, capfd, monkeypatch):
-    """The other run, of other documents, comes between this one's last cell and its tables."""
-    from qbench.cli import run as command
-
-    out, cells = tmp_path / "out", ("--only", "softmax/fp32", "--device", "cpu")
-    other = small_recipe(tmp_path, evaluation={"limit": 7}, tasks=["demo_lastword"])
-    real = command.run_cells
-
-    def run_cells(plan, **settings):
-        records = real(plan, **settings)
-        monkeypatch.setattr(command, "run_cells", real)
-        assert qbench("run", other, "--out", out, *cells) == 0
-        capfd.readouterr()
-        return records
-
-    monkeypatch.setattr(command, "run_cells", run_cells)
-    mine = small_recipe(tmp_path, tasks=["demo_choice"]).rename(tmp_path / "mine.yaml")
-    small_recipe(tmp_path, evaluation={"limit": 7}, tasks=["demo_lastword"])
-    assert qbench("run", mine, "--out", out, *cells) == 0
-    shown = capfd.readouterr().out
-    assert "demo_choice" in shown
-    assert "demo_lastword" not in shown
-
-
 def test_damage_that_had_no_base_is_measured_once_there_is_one(tmp_path):
     path, out = small_recipe(tmp_path, tasks=["demo_choice"]), tmp_path / "out"
     options = ("run", path, "--out", out, "--device", "cpu", "--only")

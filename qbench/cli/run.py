@@ -368,13 +368,10 @@ def _sizes(cells: Sequence[Cell]) -> Iterator[str]:
 
 
 def _documents(task: TaskSpec, limit: int | None) -> str:
-    if task.hub_data is not None:
-        data = task.hub_data
-        first = f"the first {limit}" if limit else "all"
-        return f"{first} documents of {data.repository} at {data.commit[:12]}"
-    if task.documents is None:
-        return f"the first {limit} documents" if limit else "all documents"
-    return f"{min(task.documents, limit or task.documents)} of {task.documents} documents"
+    if task.documents is not None:
+        return f"{min(task.documents, limit or task.documents)} of {task.documents} documents"
+    data, count = task.hub_data, f"the first {limit}" if limit else "all"
+    return f"{count} documents" + (f" of {data.repository} at {data.commit[:12]}" if data else "")
 
 
 # --- estimates of the time and memory that cells take
