@@ -88,8 +88,7 @@ def results(record: Record) -> dict[str, Any]:
 
 def samples(outcomes: pd.DataFrame, responses: pd.DataFrame) -> Iterator[dict[str, Any]]:
     """Yield one task's documents as lm-eval logs them, one per document and filter: responses, and
-    metrics by name. Metrics over all documents at once, such as BLEU, have no value per document.
-    """
+    metrics by name."""
     given: dict[int, list[Any]] = {}
     for answer in responses.sort_values("request", kind="stable").itertuples(index=False):
         given.setdefault(answer.document, []).append(answer)
@@ -98,13 +97,6 @@ def samples(outcomes: pd.DataFrame, responses: pd.DataFrame) -> Iterator[dict[st
     for document, metric, value, weight in zip(*columns, strict=True):
         of = lines.setdefault((_filter(metric), document), {})
         of[metric.partition(" [")[0]] = value if weight == 1 else [value, weight]
-    scored = {document for _, document in lines}
-    for document, answers in given.items():
-        if document not in scored:
-            filters = [answer.filter for answer in answers if isinstance(answer.filter, str)] or [
-                "none"
-            ]
-            lines |= {(filter_, document): {} for filter_ in filters}
     for (filter_, document), metrics in lines.items():
         answers = given.get(document, [])
         generated = any(isinstance(answer.answer, str) for answer in answers)

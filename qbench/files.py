@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-GIB, MIB = 2**30, 2**20  # bytes
+GIB = 2**30  # bytes
 NAME = r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,63}"  # a name that may become a folder
 PART = 1 << 20  # bytes per hash of ``digest_of_parts``
 LARGE = 16 * 2**20  # bytes; the digest of a smaller file is not kept

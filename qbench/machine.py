@@ -44,7 +44,6 @@ class Gpu:
     """Describes a GPU that this process may use."""
 
     name: str  # such as NVIDIA H200
-    capability: tuple[int, int]
     memory_gib: float  # all of it
 
 
@@ -71,7 +70,6 @@ def _gpu(name: str) -> Gpu:
     handle = pynvml.nvmlDeviceGetHandleByIndex(int(name)) if name.isdecimal() else get(name)
     return Gpu(
         name=pynvml.nvmlDeviceGetName(handle),
-        capability=tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle)),
         memory_gib=pynvml.nvmlDeviceGetMemoryInfo(handle).total / GIB,
     )
 

@@ -1,18 +1,15 @@
 """Results in others' formats, read back by their own tools."""
 
 import json
-import math
 import re
 from pathlib import Path
 
-import pandas as pd
 import pytest
 from lm_eval.utils import make_table
 from small_recipe import qbench
 from synthetic import make_store
 
 from qbench import export
-from qbench.records import OUTCOME_COLUMNS, RESPONSE_COLUMNS
 from qbench.store import Store
 
 REAL = Path(__file__).parents[1] / "results" / "pair-27m"
@@ -98,17 +95,6 @@ def test_a_name_in_the_card_s_table_is_text():
     rows = [row.replace("\\|", "") for row in text.splitlines() if row.startswith("|")]
     assert {row.count("|") for row in rows} == {7}
     assert "<b>" not in text.split("---\n")[-1]
-
-
-def test_a_task_with_bleu_alone_has_its_documents():
-    rows = [("t", d, 0, math.nan, False, f"answer {d}", None, 0) for d in range(2)]
-    rows += [("t", 1, 0, math.nan, False, "1", "strict", 0)]
-    responses = pd.DataFrame(rows, columns=list(RESPONSE_COLUMNS))
-    lines = list(export.samples(pd.DataFrame(columns=list(OUTCOME_COLUMNS)), responses))
-    assert [(one["doc_id"], one["filter"], one["metrics"]) for one in lines] == [
-        (0, "none", []), (1, "strict", []),
-    ]  # fmt: skip
-    assert [one["filtered_resps"] for one in lines] == [["answer 0"], ["1"]]
 
 
 def test_what_is_left_out_is_named(tmp_path, capsys):
