@@ -51,8 +51,10 @@ def results(record: Record) -> dict[str, Any]:
         "results": values,
         "groups": {group: values[group] for group in groups},
         "group_subtasks": {task: [] for task in tasks}
-        | {group: list(of[0].tasks) for group, of in groups.items()},
-        "configs": {task: {"task": task, "task_alias": of[0].label} for task, of in tasks.items()},
+        | {group: list(scores[0].tasks) for group, scores in groups.items()},
+        "configs": {
+            task: {"task": task, "task_alias": scores[0].label} for task, scores in tasks.items()
+        },
         "versions": {
             task: (_definition(task).get("metadata") or {}).get("version", NOT_KNOWN)
             for task in tasks
@@ -63,8 +65,8 @@ def results(record: Record) -> dict[str, Any]:
             for name, scores in (tasks | groups).items()
         },
         "n-samples": {
-            task: {"original": of[0].documents, "effective": of[0].documents}
-            for task, of in tasks.items()
+            task: {"original": scores[0].documents, "effective": scores[0].documents}
+            for task, scores in tasks.items()
         },
         "config": {
             "model": "qbench",
@@ -95,8 +97,8 @@ def samples(outcomes: pd.DataFrame, responses: pd.DataFrame) -> Iterator[dict[st
     lines: dict[tuple[str, int], dict[str, Any]] = {}
     columns = (outcomes[name].tolist() for name in ("document", "metric", "value", "weight"))
     for document, metric, value, weight in zip(*columns, strict=True):
-        of = lines.setdefault((_filter(metric), document), {})
-        of[metric.partition(" [")[0]] = value if weight == 1 else [value, weight]
+        metrics = lines.setdefault((_filter(metric), document), {})
+        metrics[metric.partition(" [")[0]] = value if weight == 1 else [value, weight]
     for (filter_, document), metrics in lines.items():
         answers = given.get(document, [])
         generated = any(isinstance(answer.answer, str) for answer in answers)

@@ -246,16 +246,16 @@ def _load_gptq(folder: str, dtype: torch.dtype, device: str) -> nn.Module:
 
 
 @torch.inference_mode()
-def compared(measured: MeasuredCell, again: nn.Module) -> str:
-    """Return in words how the logits of ``again`` differ from the cell's. Raises UnavailableError
-    if by more than rounding."""
+def compared(measured: MeasuredCell, reloaded: nn.Module) -> str:
+    """Return in words how the logits of ``reloaded`` differ from the cell's. Raises
+    UnavailableError if by more than rounding."""
     model = measured.model
     ids = probe_of(model.config.vocab_size).to(model.device)
-    ours, theirs = (m(ids, use_cache=False).logits.float() for m in (model, again))
+    ours, theirs = (m(ids, use_cache=False).logits.float() for m in (model, reloaded))
     if torch.equal(ours, theirs):
         return "equal the cell's to the bit"
     off = difference(theirs, ours)
-    if not off <= rounding_tolerance(again):
+    if not off <= rounding_tolerance(reloaded):
         raise UnavailableError(
             f"{measured.record.cell}: the written folder, loaded again, gives logits {off:.2g} off "
             "the cell's: the format does not hold what was measured"

@@ -95,8 +95,8 @@ def prepared_copies(dataset: str, name: str | None, commit: str = "*") -> list[P
     cache = Path(os.environ.get("HF_DATASETS_CACHE") or Path(home) / "datasets")
     folder = cache / dataset.replace("/", "___")
     copies = folder.glob(f"{name or 'default'}*/*/{commit}")
-    whole = [path for path in copies if COMMIT.match(path.name)]
-    return sorted(whole, key=lambda path: path.stat().st_mtime)
+    complete = [path for path in copies if COMMIT.match(path.name)]
+    return sorted(complete, key=lambda path: path.stat().st_mtime)
 
 
 def _cached_commit(dataset: str, name: str | None) -> str | None:

@@ -169,8 +169,8 @@ def problem_lines(source: Source, error: ValidationError, kind: type) -> list[st
             message = f"must be {allowed} (it is {shown(problem['input'])})"
         elif problem["type"] not in ("value_error", "missing", "recipe"):
             message += f" (it is {shown(problem['input'])})"
-        of = f"{location}: " if location else ""  # what is wrong with the whole names its keys
-        lines.append(f"{source.at(problem['loc'])}: {of}{message}")
+        key = f"{location}: " if location else ""  # a problem of the whole recipe has none
+        lines.append(f"{source.at(problem['loc'])}: {key}{message}")
     return [" ".join(line.split("\n")) for line in lines]
 
 

@@ -110,4 +110,4 @@ def group_by_reason(pairs: Iterable[tuple[str, str]]) -> list[str]:
     names: dict[str, list[str]] = {}
     for name, reason in pairs:
         names.setdefault(reason, []).append(name)
-    return [f"{some(of)}: {reason}" for reason, of in names.items()]
+    return [f"{some(named)}: {reason}" for reason, named in names.items()]

@@ -176,9 +176,9 @@ class _GridRun:
         if isinstance(executor, Workers):  # of this host, with one cache
             ahead = portable(partial(quantize_ahead, self.plan, out=out, cache=cache))
             self.quantize_ahead = partial(_submit, executor, ahead)
-        with remote(executor, self.progress) as heard:
+        with remote(executor, self.progress) as reporter:
             call = partial(run_cell, self.plan, out=out, cache=cache, reuse=not self.force)
-            self._side_by_side(cells, partial(_submit, executor, portable(call), progress=heard))
+            self._side_by_side(cells, partial(_submit, executor, portable(call), progress=reporter))
 
     def _side_by_side(self, cells: Sequence[Cell], submit: Callable[..., Future]) -> None:
         """Run ``cells``, each after the cell that it depends on; meanwhile weights of waiting cells
