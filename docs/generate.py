@@ -289,6 +289,11 @@ def gate_share(part) -> str:
     return f"{100 * min(shares):.0f} to {100 * max(shares):.0f} %"
 
 
+def training_seconds() -> str:
+    """Return how long the trainings of the kinds of attention took, "131 to 158"."""
+    return from_to(select("kinds", "training", "seconds", ".*", None).value, "{:.0f}".format)
+
+
 def seed_count(name, kind) -> int:
     """Return how many seeds of a kind of checkpoints were measured."""
     return len(select(name, "all", "kl", rf"{kind}\.\d", "gptq-4bit"))
@@ -471,7 +476,7 @@ FUNCTIONS = (
     by_method, methods_table, over_rounding, find, by_layer, ranges,
     value, mean, percent, kl, kl_interval, points, times, ratio, spread, each, least, compared,
     counts, precisions, significant, same_sign, moves, kl_ratio, direction, require, cell, rate,
-    answers, table_of, replicated, has, verdict, of_kind, seed_count, gate_share,
+    answers, table_of, replicated, has, verdict, of_kind, seed_count, gate_share, training_seconds,
 )  # fmt: skip
 
 

@@ -141,6 +141,7 @@ def read_analyses(folder: Path) -> Iterator[dict[str, object]]:
         if folder.name.startswith("kinds"):
             names = ("sink_rate", "sink_rate_gu", "kurtosis", "largest")
             values |= {name: last[name] for name in names}
+            values["seconds"] = sum(session["seconds"] for session in log["sessions"])
         for name, value in {**values, "unique tokens": log["data"]["tokens"]}.items():
             yield {**cell, "metric": name, "value": value}
 
