@@ -30,7 +30,7 @@ from qbench.quantizers.audit.weights import (
     failing_layer,
     held,
     measure_weights,
-    recorded_inputs,
+    recorded_dtypes,
 )
 from qbench.quantizers.config import QuantizationConfig
 from qbench.quantizers.linear import end_matrices, matrices, not_finite, others
@@ -218,7 +218,7 @@ def audit(
     problems = [f"the unquantized model: {line}" for line in not_finite(original)]
     problems = problems or not_finite(quantized)
     problems += _other_settings(original, quantized)
-    with recorded_inputs(quantized, evidence_of(quantized, config, "weights")) as inputs:
+    with recorded_dtypes(quantized, evidence_of(quantized, config, "weights")) as dtypes:
         moved, before, failures = _logits(original, quantized, probe)
     problems += failures
     runs = not failures
@@ -243,7 +243,7 @@ def audit(
     originals |= end_matrices(original, config.weights)
     with weights_alone(quantized):
         weights, failures = measure_weights(
-            original, originals, quantized, config, probe, inputs, progress
+            original, originals, quantized, config, probe, dtypes, progress
         )
     problems += failures
     # Weights may lie on the format's levels, as those of a copy that was written in 16 bits again.

@@ -1,9 +1,8 @@
 """Measure whether each weight matrix is quantized as the settings say, or left as it was.
 
 Each number is taken from what scoring will run: a layer's weight is read off its own forward pass,
-which is given the identity, and the layer's inputs in the model's own forward pass are looked at.
-What its method says that it stored must agree. A layer is quantized if its method has evidence
-that it is, whatever its class.
+which is given the identity. What its method says that it stored must agree. A layer is quantized if
+its method has evidence that it is, whatever its class.
 """
 
 from __future__ import annotations
@@ -48,8 +47,7 @@ MOST_MEAN_ERROR = 0.5  # |mean| / RMS of the errors; a zero point off by one giv
 MEAN_SIGMAS = 5.0  # of that quotient over few numbers, whose standard error is 1/√n
 OTHER_ROWS = 0.05  # share of rows whose gain may be far from 1
 LEAST_COLUMNS = 32  # of a matrix whose rows are judged one by one
-INPUTS = 4  # rows of a layer's real inputs that are kept
-REAL = 0.3  # relative, of products with them: int8 rounds large ones coarsely
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of layers' inputs
 NEARER = 0.9  # of a relative error; of rounding alone, fitted factors take off less
 MOST_FITTED = 0.7  # relative error after fitted factors; unrelated matrices keep nearly 1
 
@@ -79,13 +77,13 @@ def measure_weights(
     quantized: nn.Module,
     config: QuantizationConfig,
     probe: Tensor,
-    inputs: Mapping[str, Tensor],
+    input_dtypes: Mapping[str, torch.dtype],
     progress: Advance,
 ) -> tuple[dict[str, Any], list[str]]:
     """Compare the weights of ``quantized`` with ``originals``, the matrices of ``original``.
 
-    ``probe``: token ids [B, T]; ``inputs``: by layer the first rows that it was given, see
-    ``recorded_inputs``. Returns fields of an ``Audit``, and what is wrong, one line each.
+    ``probe``: token ids [B, T]; ``input_dtypes``: of each layer, see ``recorded_dtypes``. Returns
+    fields of an ``Audit``, and what is wrong, one line each.
     """
     if config.weights is None:
         dtype = getattr(torch, config.compute_dtype)
@@ -122,7 +120,6 @@ def measure_weights(
                 packed,
                 config.weights.for_layer(name),
                 rescales=config.weights.prequantized and bool(changed),
-                inputs=inputs.get(name),
             )
             if result.factor is not None:  # the original gets the same factors
                 originals[name].weight.data.mul_(result.factor)
@@ -131,6 +128,12 @@ def measure_weights(
         except Exception as error:  # a broken layer may raise anything
             problems.append(f"{name}: cannot be measured: {first_line(error)}")
     problems += [line for result in results for line in result.problems]
+    problems += [
+        f"{name}: its model gives it inputs of {dtype}, as if it cast them to the weight's dtype: "
+        f"add {_word(name)} to ignore"
+        for name, dtype in input_dtypes.items()
+        if dtype not in DTYPES
+    ]
     zeroed = {r.audit.name: r.zeroed for r in results if r.zeroed is not None}
     if zeroed:
         problems += _lost_products(original, zeroed, probe)
@@ -299,13 +302,11 @@ def measure(
     settings: WeightSettings,
     *,
     rescales: bool = False,
-    inputs: Tensor | None = None,
 ) -> LayerResult:
     """Compare the forward pass of ``module``, and what it says that it stores, with the original
     ``matrix`` [out, in].
 
-    ``rescales``: factors may have been moved into neighbouring layers. ``inputs``: rows that the
-    model gave the module.
+    ``rescales``: factors may have been moved into neighbouring layers.
     """
     rows, columns = matrix.weight.shape
     weight = forward_weight(module, columns, matrix.weight.dtype)
@@ -336,10 +337,6 @@ def measure(
         **_norms("stored", weight, unpacked.to(weight.device)),
         **_norms("random", module(x), _product(x, weight, module)),
     }
-    cast = inputs is not None and not inputs.is_floating_point()
-    if inputs is not None and not cast:
-        real = inputs.to(weight.device)
-        scalars |= _norms("real", module(real), _product(real, weight, module))
     measured = numbers(scalars)
     error_squared, norm_squared = measured["error"], measured["norm"]
     finite = math.isfinite(error_squared)
@@ -373,11 +370,6 @@ def measure(
                 )
         problems += _wrong_weight(audit, measured, settings, columns, few_levels)
         problems += _disagreement(audit, measured, str(matrix.weight.dtype), settings)
-    if cast:
-        problems.append(
-            f"{matrix.name}: its model gives it inputs of {inputs.dtype}, as if it cast them to "
-            f"the weight's dtype: add {_word(matrix.name)} to ignore"
-        )
     zeroed = None
     if settings.needs_calibration and audit.dead_inputs:
         of_columns = expected.square().sum(dim=0)
@@ -559,8 +551,8 @@ def _lost_products(original: nn.Module, zeroed: Mapping[str, Zeroed], probe: Ten
 def _disagreement(
     result: ModuleAudit, measured: Mapping[str, float], dtype: str, settings: WeightSettings
 ) -> list[str]:
-    """Return where the forward pass, the stored weight and the products on random and on real
-    inputs disagree."""
+    """Return where the forward pass, the stored weight and the products on random inputs
+    disagree."""
     on_identity, on_random = settings.agreement(dtype.removeprefix("torch."))
     problems = []
     off = _ratio(measured["stored_off"], measured["stored_norm"])
@@ -571,33 +563,24 @@ def _disagreement(
         problems.append(
             f"{result.name}: on random inputs the forward is {off:.2g} off its own weights"
         )
-    off = _ratio(measured["real_off"], measured["real_norm"]) if "real_off" in measured else 0.0
-    if not off <= max(REAL, 3 * on_random):
-        problems.append(
-            f"{result.name}: on its inputs in the model the forward is {off:.2g} off its weights"
-        )
     return problems
 
 
 @contextmanager
-def recorded_inputs(model: nn.Module, names: Iterable[str]) -> Iterator[dict[str, Tensor]]:
-    """Record by name the first ``INPUTS`` rows [INPUTS, in] that each of the modules ``names`` of
-    ``model`` is given while it runs, in the dtype in which it is given them."""
-    rows: dict[str, Tensor] = {}
+def recorded_dtypes(model: nn.Module, names: Iterable[str]) -> Iterator[dict[str, torch.dtype]]:
+    """Record by name the dtype of what each of the modules ``names`` of ``model`` is given while it
+    runs."""
+    dtypes: dict[str, torch.dtype] = {}
 
     def hook(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        def record(module: nn.Module, arguments: tuple[Any, ...]) -> None:
-            if arguments and name not in rows and arguments[0].numel():
-                rows[name] = arguments[0].detach().flatten(0, -2)[:INPUTS].clone()
-
-        return record
+        return lambda _, arguments: dtypes.update((name, x.dtype) for x in arguments[:1])
 
     with ExitStack() as stack:
         for name in names:
             module = layer_of(model, name)
             handle = module.register_forward_pre_hook(hook(name), prepend=True)
             stack.callback(handle.remove)
-        yield rows
+        yield dtypes
 
 
 def failing_layer(error: BaseException, model: nn.Module) -> str:
