@@ -46,7 +46,7 @@ NAMES = (  # of tensors, and Llama's
 )
 KEY_MAPPING = {re.escape(fla_name): llama for fla_name, llama in NAMES}  # for from_pretrained
 TABLE = ".self_attn.logn"  # of the scaled variants: logarithms that follow from the positions
-EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+HEAD = "lm_head.weight"
 
 
 WITHOUT_EFFECT = frozenset({

@@ -174,8 +174,8 @@ def write_llama(model: Path, path: Path, kind: str, quantize_chunk: Any) -> None
     from transformers import AutoModelForCausalLM
 
     gguf = library()
-    whole = AutoModelForCausalLM.from_pretrained(model, dtype="float32")
-    config, heads = whole.config, whole.config.num_attention_heads
+    llama = AutoModelForCausalLM.from_pretrained(model, dtype="float32")
+    config, heads = llama.config, llama.config.num_attention_heads
     writer = gguf.GGUFWriter(path, "llama")
     for name, value in {
         "context_length": config.max_position_embeddings, "embedding_length": config.hidden_size,
@@ -190,7 +190,7 @@ def write_llama(model: Path, path: Path, kind: str, quantize_chunk: Any) -> None
     number = gguf.GGMLQuantizationType[kind.upper()]
     block, size = gguf.GGML_QUANT_SIZES[number]
     quantize_chunk.restype = ctypes.c_size_t
-    for name, parameter in whole.named_parameters():
+    for name, parameter in llama.named_parameters():
         values, raw = parameter.detach().numpy(), None
         for part, count in (("q_proj", heads), ("k_proj", config.num_key_value_heads)):
             if f".{part}." in name:  # llama.cpp rotates neighbours

@@ -87,17 +87,17 @@ class Mixed(WeightSettings):
     def fitted(self, shapes: Shapes) -> Self:
         parts = self.by_settings(shapes)
         # When planned, no shape of embeddings and LM head is known: their inputs are the layers'.
-        fits = tuple((names, chosen.fitted(own or shapes)) for names, chosen, own in parts)
+        fits = tuple((names, chosen.fitted(mine or shapes)) for names, chosen, mine in parts)
         return replace(self, layers=fits)
 
     def check_layers(self, shapes: Shapes) -> None:
-        for names, chosen, own in self.by_settings(shapes):
-            if not own:
+        for names, chosen, mine in self.by_settings(shapes):
+            if not mine:
                 raise QuantizationError(
                     f"{self.name}: layers: {names!r} matches no linear layer (embeddings that "
                     "share the LM head's matrix go by the LM head's name)"
                 )
-            chosen.check_layers(own)
+            chosen.check_layers(mine)
 
     def check(self, config: Mapping[str, Any], device: str) -> None:
         if not self.layers:
