@@ -731,11 +731,7 @@ class Sinks(RecordModel):
 
 
 class Delimiters(RecordModel):
-    """Attention on tokens that part sentences or lines, the first token left out.
-
-    ``attention``: mean weight on all of them together. ``rates``: by threshold ε, the share of
-    texts (and heads) that weigh one of them more than ε, in the mean over the queries that see it.
-    """
+    """Attention on tokens that part sentences or lines, in earlier records only."""
 
     attention: float
     rates: dict[str, float]
@@ -759,8 +755,8 @@ class Hidden(RecordModel):
     """Hidden states after one decoder layer, or after all of them."""
 
     kurtosis: float  # of all values at once (the softpick paper)
-    kurtosis_sequence: float  # Bondarenko et al. 2023
-    kurtosis_token: float  # excess, OSP 2025
+    kurtosis_sequence: float | None = None  # Bondarenko et al. 2023; in earlier records only
+    kurtosis_token: float | None = None  # excess, OSP 2025; in earlier records only
     minimum: float
     maximum: float
     median: float  # of |x|: the median over texts of each text's
@@ -790,13 +786,13 @@ class MassiveActivation(RecordModel):
 
 
 class LinearInput(RecordModel):
-    """The input of one linear layer. Errors are ‖Q(x) − x‖ / ‖x‖ over all tokens, by bits."""
+    """The input of one linear layer. Errors on grids of few bits are in earlier records only."""
 
     name: str
     largest: float  # |x|
     rms: float
-    error_token: dict[str, float]  # one scale per token
-    error_text: dict[str, float]  # one scale per text
+    error_token: dict[str, float] = Field(default_factory=dict)
+    error_text: dict[str, float] = Field(default_factory=dict)
 
 
 class PositionBin(RecordModel):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 # Options of the command line.
 OPTIONS = {
+    "--long-context": "`qbench analyze RECIPE --length TOKENS --out DIR` reads texts of any length",
+    "--heads": "maps are kept of the head that weighs the first key most and of the sharpest one",
     "--field": "the text to train on is the field `text`: rename the one that holds it",
     "--held-out": "one document in fifty is held out, up to 200,000 tokens",
     "--licences": "state the licence of a text beside its token files",
@@ -46,6 +48,8 @@ KEYS = {
 }
 # Options and parts of a quantizer.
 QUANTIZER_OPTIONS = {
+    "--long-context": "`qbench analyze RECIPE --length TOKENS --out DIR` reads texts of any length",
+    "--heads": "maps are kept of the head that weighs the first key most and of the sharpest one",
     "arithmetic": "products are simulated: values are rounded and multiplied in the model's dtype",
     "before_rope": "keys are quantized as attention reads them, after RoPE",
     "residual_length": "tokens are quantized as they are written; `sink_tokens` spares the first",
@@ -65,6 +69,8 @@ QUANTIZERS = {
 }
 # Options of a quantizer that have another name now; the earlier one still works.
 RENAMED_OPTIONS = {
+    "--long-context": "`qbench analyze RECIPE --length TOKENS --out DIR` reads texts of any length",
+    "--heads": "maps are kept of the head that weighs the first key most and of the sharpest one",
     "leave_out": "ignore",
     "keep_first": "sink_tokens",
 }

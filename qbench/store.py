@@ -10,7 +10,6 @@ results from, all verified by checksum. Imports no torch.
     DIR/records/…/<key16>.log                                 output of the libraries
     DIR/analysis/grid.json                                    manifest of the last analysis
     DIR/analysis/<checkpoint>/<quantizer>/<key16>.json        the analysis of a cell
-    DIR/analysis/long-context/…                               of texts beyond the trained context
     DIR/analysis/sensitivity/…                                per linear layer or block
     DIR/records.tar.xz                                        all of these but logs in one file
     DIR/.unpacked                                             digest of the archive unpacked last
@@ -445,11 +444,7 @@ class Analyses(Records[R]):
         return super().records() if self.has_manifest() else []
 
 
-LONG_CONTEXT, SENSITIVITY = "long-context", "sensitivity"
-
-
-def long_contexts(directory: Path) -> Analyses[Analysis]:
-    return Analyses(directory, Analysis, LONG_CONTEXT)
+SENSITIVITY = "sensitivity"
 
 
 def sensitivities(directory: Path) -> Analyses[Sensitivity]:

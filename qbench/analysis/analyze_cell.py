@@ -53,8 +53,7 @@ def _measure(work: AnalysisResult) -> None:
             batch=settings.batch,
             progress=work.advance,
         )
-        heads = choose(measured) if settings.heads is None else settings.heads
-        maps = attention_maps(model, tokenizer, ids[0], heads)
+        maps = attention_maps(model, tokenizer, ids[0], choose(measured))
     work.contents["measured"] = measured.model_copy(update={"maps": maps})
 
 
@@ -133,7 +132,7 @@ def read_tokens(
     if not rows:
         raise DataError(
             f"{settings.source.name}: its longest text has {longest} tokens, {room} are needed; "
-            "lower --length, or --long-context where that is asked for"
+            "lower --length"
         )
     ids = torch.tensor(rows, dtype=torch.int64)
     return ids, AnalyzedText(

@@ -29,13 +29,10 @@ MODEL_PARTS = (
     *("versions", "code", "calibration"),
 )
 
-# As configurations of transformers and flash-linear-attention state them
-LAYERS, HEADS = ("num_hidden_layers", "n_layer"), ("num_attention_heads", "n_head", "num_heads")
-
 
 def plan_analyses(plan: Plan, settings: AnalysisSettings) -> tuple[Cell, ...]:
     """Return all cells of ``plan`` in order, each with the key of its analysis."""
-    key_parts = {"kind": "analysis", "analysis": settings.key_parts() | {"heads": settings.heads}}
+    key_parts = {"kind": "analysis", "analysis": settings.key_parts()}
     return _cells(plan.cells, key_parts)
 
 
@@ -97,22 +94,6 @@ def chosen(plan: Plan, only: str | None) -> tuple[Cell, ...]:
             f"--only; the cells are {names}"
         )
     return cells
-
-
-def require_heads(cells: Sequence[Cell], heads: Sequence[tuple[int, int]]) -> None:
-    """Raise RecipeError for a head that a checkpoint's configuration does not have."""
-    for cell in cells:
-        config = cell.checkpoint.config.get("text_config") or cell.checkpoint.config
-        layers, count = (
-            next((config[name] for name in names if name in config), 2**16)
-            for names in (LAYERS, HEADS)
-        )
-        for layer, head in heads:
-            if layer >= layers or head >= count:
-                raise RecipeError(
-                    f"--heads {layer}.{head}: {cell.checkpoint_name} has {layers} layers of "
-                    f"{count} heads, counted from 0"
-                )
 
 
 def analysis_grid(plan: Plan, cells: Sequence[Cell]) -> AnalysisManifest:

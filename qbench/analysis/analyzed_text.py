@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qbench.errors import DataError, RecipeError, shown
+from qbench.errors import DataError, RecipeError
 from qbench.evaluation.tasks import TaskSpec, read_rows
 
 LENGTH = 512  # tokens of a text, unless a checkpoint has a shorter context
@@ -62,9 +61,7 @@ class TaskText:
 class AnalysisSettings:
     """At most ``samples`` texts, each cut to its first ``length`` tokens, BOS counted if ``bos``.
 
-    ``heads``: (layer, head) pairs whose attention maps are kept; None: the head with the most
-    weight on the first key, and of the others the one with the largest weights. ``blocks``: a
-    sensitivity quantizes decoder layers one at a time, not linear layers.
+    ``blocks``: a sensitivity quantizes decoder layers one at a time, not linear layers.
     """
 
     source: TextFile | TaskText
@@ -72,7 +69,6 @@ class AnalysisSettings:
     length: int
     bos: bool
     device: str
-    heads: tuple[tuple[int, int], ...] | None = None
     blocks: bool = False
 
     @property
@@ -114,31 +110,7 @@ def task_text(tasks: tuple[TaskSpec, ...], skipped: tuple[str, ...]) -> TaskText
     )
 
 
-def settle_length(length: int | None, contexts: Mapping[str, int | None]) -> int:
-    """Return the tokens per text: ``length``, or LENGTH, or the shortest context if that is
-    shorter.
-
-    ``contexts``: by checkpoint, None if it states none. Raises RecipeError if ``length`` exceeds a
-    context.
-    """
-    stated_contexts = {name: context for name, context in contexts.items() if context is not None}
-    if length is None:
-        return min([LENGTH, *stated_contexts.values()])
-    for name, context in stated_contexts.items():
-        if length > context:
-            raise RecipeError(
-                f"--length {length}: checkpoint {name} has a context of {context} tokens; use "
-                f"--length {min(stated_contexts.values())} or less"
-            )
-    return length
-
-
-def parse_heads(text: str) -> tuple[tuple[int, int], ...]:
-    """Return (layer, head) pairs, counted from 0, from a text such as ``10.4,21.9``. Raises
-    RecipeError."""
-    if not re.fullmatch(r"\d{1,4}\.\d{1,4}(,\d{1,4}\.\d{1,4})*", text):
-        raise RecipeError(
-            f"--heads {shown(text)}: write layer.head, counted from 0, such as --heads 10.4,21.9"
-        )
-    pairs = [pair.split(".") for pair in text.split(",")]
-    return tuple((int(layer), int(head)) for layer, head in pairs)
+def default_length(contexts: Iterable[int | None]) -> int:
+    """Return the tokens per text: LENGTH, or the shortest of the checkpoints' ``contexts`` (None:
+    not stated) if that is shorter."""
+    return min([LENGTH, *(context for context in contexts if context is not None)])

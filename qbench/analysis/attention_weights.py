@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from qbench.analysis.capture import Call, attention_observed
 from qbench.attention import reference
 from qbench.attention.normalizers import NORMALIZERS
-from qbench.errors import RecipeError
+from qbench.errors import UnavailableError
 from qbench.records import AttentionMap, Measured
 
 POSITIONS = 4  # first key positions whose sinks are measured
@@ -44,27 +44,6 @@ def column_means_gu(columns: Tensor, queries: int) -> Tensor:
     length = min(queries, GU_LENGTH)
     seen = torch.arange(length, length - POSITIONS, -1, device=columns.device)
     return columns / seen.clamp(min=1)
-
-
-def delimiter_means(columns: Tensor, delimiters: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how much weight delimiters have (full stops and other signs between sentences or
-    lines), two tensors [B, H]: the mean over queries of the weight on all delimiters but the first
-    key; and the largest weight on one of them.
-
-    Sun et al. 2024 (arXiv 2402.17762, section 2) find massive activations, and with them sinks, on
-    the starting token and on "the first delimiter token", so a rate of the first key alone can miss
-    sinks. ``columns`` [B, H, T]: sums over queries; ``delimiters``: bool [B, T]. The largest weight
-    is a mean over the queries that see the delimiter (Gu et al.'s α_k over the whole text), among
-    delimiters that at least GU_LENGTH queries or half of the text see. 0 if there is none.
-    """
-    length = columns.shape[-1]
-    present = delimiters.clone()
-    present[:, 0] = False
-    total = (columns * present[:, None]).sum(-1) / length
-    seen = torch.arange(length, 0, -1, device=columns.device)
-    judged = present & (seen >= min(GU_LENGTH, length // 2))
-    means = (columns / seen).masked_fill(~judged[:, None], 0.0)
-    return total, means.amax(-1)
 
 
 def chunks(call: Call) -> Iterator[tuple[Tensor, Tensor]]:
@@ -141,19 +120,14 @@ def output_ratios(output: Tensor) -> Tensor:
     return torch.where(layer > 0, norms / layer, 0.0)
 
 
-def measures(
-    weights: dict[str, Tensor], output: Tensor, delimiters: Tensor, *, stretch: int
-) -> dict[str, Tensor]:
+def measures(weights: dict[str, Tensor], output: Tensor, *, stretch: int) -> dict[str, Tensor]:
     """Return what the ``weights`` of a layer (:func:`measure_weights`) amount to, float64, one row
     per text: [B, H]; [B, H, POSITIONS] for attention on positions; [B, H, S] for means over each
-    ``stretch`` of queries. ``output``: see :func:`output_ratios`; ``delimiters``: bool [B, T]."""
+    ``stretch`` of queries. ``output``: see :func:`output_ratios`."""
     queries = weights["columns"].shape[-1]
-    on_delimiters, most = delimiter_means(weights["columns"], delimiters)
     result = {
         "attention": _first(column_means(weights["columns"], queries)),
         "attention_gu": column_means_gu(weights["columns_gu"], queries),
-        "delimiters": on_delimiters,
-        "delimiter": most,
         "zeros": weights["zeros"],
         "silent": (weights["mass"] == 0).double().mean(-1),
         "output": output_ratios(output),
@@ -244,5 +218,5 @@ def _weights(model: PreTrainedModel, ids: Tensor, heads: Sequence[Head]) -> list
         model(input_ids=ids, use_cache=False)
     for layer, head in heads:
         if layer not in seen or head >= len(seen[layer]):
-            raise RecipeError(f"--heads {layer}.{head}: that layer has no such head")
+            raise UnavailableError(f"layer {layer} has no head {head}")
     return [seen[layer][head] for layer, head in heads]

@@ -1,5 +1,5 @@
-"""Measure hidden states: kurtosis by three definitions, extremes, massive activations, quantiles;
-and the error of linear layers' inputs on grids of few bits."""
+"""Measure hidden states (kurtosis, extremes, massive activations, quantiles) and the size of linear
+layers' inputs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from qbench.records import Hidden, LinearInput
 MASSIVE_VALUE = 100.0  # Sun et al. 2024, section 2
 MASSIVE_TO_MEDIAN = 1000.0
 MASSIVE_KEPT = 100  # listed in a record; all are counted
-BONDARENKO_EPSILON = 1e-6
 
 
 class Massive(NamedTuple):
@@ -32,8 +31,8 @@ class Massive(NamedTuple):
 class States:
     """Statistics of one layer's hidden states.
 
-    ``rows`` [N, 8], one per text of T · D values: Σ x, Σ x², Σ x³, Σ x⁴, :func:`excess` kurtosis
-    averaged over tokens, lowest, highest, median magnitude; float64, on the model's device.
+    ``rows`` [N, 7], one per text of T · D values: Σ x, Σ x², Σ x³, Σ x⁴, lowest, highest, median
+    magnitude; float64, on the model's device.
     ``counts``: see :func:`counts`.
     """
 
@@ -57,15 +56,14 @@ class States:
         squares = wide.square()
         cubes = (squares * wide).flatten(1).sum(1)
         self.values, self.dtype = wide[0].numel(), states.dtype
-        by_token = squares.sum(-1)
-        fourth = squares.square_().sum(-1)  # [B, T]
-        tokens = excess(by_token, fourth, states.shape[-1]).mean(1)
+        second = squares.flatten(1).sum(1)
+        fourth = squares.square_().flatten(1).sum(1)
         self.counts = self.counts + counts(states)
         magnitudes = states.abs()
         medians = magnitudes.flatten(1).median(1).values.double()
         lowest, highest = (end.double() for end in states.flatten(1).aminmax(dim=1))
-        powers = [wide.flatten(1).sum(1), by_token.sum(1), cubes, fourth.sum(1)]
-        self.rows.append(torch.stack([*powers, tokens, lowest, highest, medians], 1))
+        powers = [wide.flatten(1).sum(1), second, cubes, fourth]
+        self.rows.append(torch.stack([*powers, lowest, highest, medians], 1))
         limits = (medians * MASSIVE_TO_MEDIAN).clamp(min=MASSIVE_VALUE)
         if not (torch.maximum(-lowest, highest) >= limits).any():
             return []
@@ -97,30 +95,6 @@ def pooled_kurtosis(powers: Tensor, values: int) -> float:
     return fourth / variance**2 if variance > 0 else float("nan")
 
 
-def sequence_kurtosis(powers: Tensor, values: int) -> Tensor:
-    """Return the kurtosis [N] of Bondarenko et al. 2023 (arXiv 2306.12929, section 5 and their
-    code): μ4 / (s⁴ + 1e-6) of each flattened text, s² divided by n − 1; to be averaged over texts
-    and modules.
-
-    They measure the outputs of attention and feed-forward layers; here the modules are decoder
-    layers, so that all definitions are of the same tensors. ``powers``: see :class:`States`.
-    """
-    fourth, variance = _central(powers, values)
-    unbiased = variance * values / max(1, values - 1)
-    return fourth / (unbiased.square() + BONDARENKO_EPSILON)
-
-
-def excess(squares: Tensor, fourth: Tensor, width: int) -> Tensor:
-    """Return the kurtosis of OSP, Park et al. 2025 (arXiv 2506.19697): max(0, E[x⁴] / E[x²]² − 3)
-    of each token's vector, not centred; to be averaged over tokens and layers.
-
-    ``squares``, ``fourth`` [...]: Σ x², Σ x⁴ over the vector's ``width`` values, float64.
-    """
-    spread = squares.square()
-    ratio = fourth * width / spread.where(spread > 0, 1.0)
-    return torch.where(spread > 0, (ratio - 3).clamp(min=0), 0.0)
-
-
 def _central(powers: Tensor, values: int) -> tuple[Tensor, Tensor]:
     """Return the fourth central moment and the variance (divided by n) from power sums [..., 4].
     Float64 is precise enough, since means of hidden states are small."""
@@ -132,14 +106,12 @@ def _central(powers: Tensor, values: int) -> tuple[Tensor, Tensor]:
 def summary(layers: list[States]) -> Hidden:
     """Return the statistics of one layer's hidden states, or of several layers' together."""
     rows = torch.cat([row for layer in layers for row in layer.rows]).cpu()
-    powers, (tokens, lowest, highest, medians) = rows[:, :4], rows[:, 4:].unbind(1)
+    powers, (lowest, highest, medians) = rows[:, :4], rows[:, 4:].unbind(1)
     values = layers[0].values
     largest = torch.maximum(lowest.abs(), highest.abs())
     every = sum(layer.counts for layer in layers)
     return Hidden(
         kurtosis=pooled_kurtosis(powers, values),
-        kurtosis_sequence=sequence_kurtosis(powers, values).mean().item(),
-        kurtosis_token=tokens.mean().item(),
         minimum=lowest.min().item(),
         maximum=highest.max().item(),
         median=medians.median().item(),
@@ -178,60 +150,31 @@ def quantiles(pattern_counts: Tensor, *, exact: bool) -> dict[str, float]:
     return dict(zip(map(str, LEVELS), values[places].tolist(), strict=True))
 
 
-BITS = (8, 4)
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Inputs:
-    """Hold statistics of a linear layer's inputs: the number of values, the largest |x|, and
-    float64 sums [1 + 2 · len(BITS)] of x² and of (Q(x) − x)², by bits, with one scale per token and
-    one per text. They are on the input's device; adding two gives those of both.
-    """
+    """Hold statistics of a linear layer's inputs: the number of values, the largest |x|, and the
+    float64 sum of x², both on the input's device. Adding two gives those of both."""
 
     elements: int
     largest: Tensor
-    sums: Tensor
+    squares: Tensor
 
     @classmethod
     @torch.no_grad()
     def of(cls, batch: Tensor) -> Inputs:
         """Return the statistics of some texts, [B, T, D]."""
         wide = batch.float()
-        tokens = wide.abs().amax(-1, keepdim=True)
-        texts = tokens.amax(1, keepdim=True)
-        sums = [wide.square().sum(-1).sum(dtype=torch.float64)]
-        sums += [error(wide, peaks, bits) for peaks in (tokens, texts) for bits in BITS]
-        return cls(elements=wide.numel(), largest=texts.max(), sums=torch.stack(sums))
+        squares = wide.square().sum(-1).sum(dtype=torch.float64)
+        return cls(elements=wide.numel(), largest=wide.abs().max(), squares=squares)
 
     def __add__(self, other: Inputs) -> Inputs:
         return Inputs(
             elements=self.elements + other.elements,
             largest=torch.maximum(self.largest, other.largest),
-            sums=self.sums + other.sums,
+            squares=self.squares + other.squares,
         )
 
     def summary(self, name: str) -> LinearInput:
         """Return the statistics as a part of the record, for the layer ``name``."""
-        total, *wrong = self.sums.tolist()
-        errors = [(squares / total) ** 0.5 if total else 0.0 for squares in wrong]
-        bits = [str(number) for number in BITS]
-        return LinearInput(
-            name=name,
-            largest=self.largest.item(),
-            rms=(total / self.elements) ** 0.5,
-            error_token=dict(zip(bits, errors[: len(bits)], strict=True)),
-            error_text=dict(zip(bits, errors[len(bits) :], strict=True)),
-        )
-
-
-def error(values: Tensor, peaks: Tensor, bits: int) -> Tensor:
-    """Return Σ (Q(x) − x)² over ``values`` [B, T, D], a float64 scalar, on the symmetric grid of
-    ``bits`` bits with the ends ± ``peaks`` [B, T or 1, 1].
-
-    Q(x) = Δ · round(x / Δ) with Δ = max |x| / (2^(bits − 1) − 1): SmoothQuant, Xiao et al. 2023
-    (arXiv 2211.10438), equation 1.
-    """
-    step = peaks / (2 ** (bits - 1) - 1)
-    steps = values / step.where(step > 0, 1.0)
-    wrong = (steps.round().sub_(steps)).square_().sum(-1, keepdim=True)  # [B, T, 1], in Δ²
-    return (wrong.double() * step.double().square()).sum()
+        rms = (self.squares.item() / self.elements) ** 0.5
+        return LinearInput(name=name, largest=self.largest.item(), rms=rms)

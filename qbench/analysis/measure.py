@@ -29,7 +29,6 @@ from qbench.errors import EvaluationError
 from qbench.metrics import perplexity
 from qbench.progress import Advance
 from qbench.records import (
-    Delimiters,
     Head,
     Layer,
     MassiveActivation,
@@ -39,7 +38,6 @@ from qbench.records import (
 )
 
 STRETCH = 128  # positions over which losses and weights are averaged
-DELIMITERS = frozenset(".,;:!?\n\r")  # what a delimiter token consists of, spaces aside
 
 
 @dataclass(kw_only=True, eq=False)
@@ -51,7 +49,6 @@ class Pass:
     attention: dict[int, list[dict[str, Tensor]]] = field(default_factory=dict)  # by layer
     massive: list[Massive] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)  # [B, T − 1] each: nats
-    delimiters: Tensor | None = None  # bool [B, T] of the batch that is read
     left_out: set[str] = field(default_factory=set)
     first: int = 0  # text of the batch that is read
     shape: tuple[int, int] = (0, 0)  # B, T of it
@@ -59,10 +56,7 @@ class Pass:
 
     def see_attention(self, layer: int, call: Call) -> None:
         assert call.output is not None
-        assert self.delimiters is not None
-        layer_measures = measures(
-            measure_weights(call), call.output, self.delimiters, stretch=STRETCH
-        )
+        layer_measures = measures(measure_weights(call), call.output, stretch=STRETCH)
         self.attention.setdefault(layer, []).append(layer_measures)
 
     def see_states(self, layer: int, states: Tensor) -> None:
@@ -102,7 +96,6 @@ def measure(
     modules = {name: model.get_submodule(name) for name in linears}
     seen = Pass(states=[States() for _ in layers])
     device = next(model.parameters()).device
-    parting = delimiters(ids, tokenizer)
     with (
         attention_observed(model, seen.see_attention),
         states_observed(layers, seen.see_states),
@@ -111,21 +104,11 @@ def measure(
         for first in range(0, len(ids), batch):
             tokens = ids[first : first + batch].to(device)
             seen.first, seen.shape, seen.last = first, tuple(tokens.shape), None
-            seen.delimiters = parting[first : first + batch].to(device)
             logits = model(input_ids=tokens, use_cache=False).logits
             seen.losses.append(_losses(logits, tokens))
             if progress is not None:
                 progress(first + len(tokens), len(ids))
-    return _measured(seen, ids, tokenizer, parting, linears)
-
-
-def delimiters(ids: Tensor, tokenizer: PreTrainedTokenizerBase) -> Tensor:
-    """Return which of ``ids`` stand for signs between sentences, parts of them, or lines, and
-    nothing else: bool of the same shape."""
-    unique, places = ids.unique(return_inverse=True)
-    texts = [tokenizer.decode([token]).strip(" \t") for token in unique.tolist()]
-    marks = torch.tensor([bool(text) and set(text) <= DELIMITERS for text in texts])
-    return marks[places]
+    return _measured(seen, ids, tokenizer, linears)
 
 
 def _losses(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -143,7 +126,6 @@ def _measured(
     seen: Pass,
     ids: Tensor,
     tokenizer: PreTrainedTokenizerBase,
-    parting: Tensor,
     linears: Sequence[str],
 ) -> Measured:
     losses = torch.cat(seen.losses).double().cpu()
@@ -194,7 +176,6 @@ def _measured(
         massive=_massive(seen.massive, ids, tokenizer),
         inputs=tuple(seen.inputs[name].summary(name) for name in linears if name in inside),
         inputs_left_out=tuple(name for name in linears if name not in inside),
-        delimiter_tokens=parting[:, 1:].double().mean().item(),
         stretches=tuple(bins),
     )
 
@@ -217,9 +198,6 @@ def _means(rows: dict[str, Tensor]) -> dict[str, Any]:
         "zeros": rows["zeros"].mean().item(),
         "mass": rows["mass"].mean().item(),
         "entropy": _mean(rows["entropy"]),
-        "delimiters": Delimiters(
-            attention=rows["delimiters"].mean().item(), rates=_rates(rows["delimiter"])
-        ),
     }
 
 

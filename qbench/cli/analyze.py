@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -16,13 +15,11 @@ from qbench.analysis.analyze_run import (
     plan_analyses,
     plan_sensitivities,
     put_sensitivity_grid,
-    require_heads,
 )
 from qbench.analysis.analyzed_text import (
     FIELD,
     AnalysisSettings,
-    parse_heads,
-    settle_length,
+    default_length,
     task_text,
     text_file,
 )
@@ -34,7 +31,7 @@ from qbench.files import require_folder
 from qbench.plan import Cell, Plan, require_runnable
 from qbench.recipe import Overrides
 from qbench.records import Analysis, Sensitivity
-from qbench.store import LONG_CONTEXT, Analyses, Store, sensitivities
+from qbench.store import Analyses, Store, sensitivities
 from qbench.text import group_by_reason
 
 
@@ -48,8 +45,6 @@ def analyze(
     length: Annotated[int | None, typer.Option(min=2)] = None,
     bos: bool = True,
     only: Annotated[str | None, typer.Option(metavar="PATTERNS")] = None,
-    heads: Annotated[str | None, typer.Option(metavar="LAYER.HEAD,…")] = None,
-    long_context: Annotated[int | None, typer.Option(min=2, metavar="TOKENS")] = None,
     sensitivity: Annotated[str | None, typer.Option(metavar="QUANTIZER")] = None,
     blocks: bool = False,
     out: Out = None,
@@ -73,14 +68,10 @@ def analyze(
         whole texts, such as wikitext.
     field: Field of --text that holds the text. Default: text.
     samples: Read the first N texts that are long enough.
-    length: Tokens of each text, from its beginning. Default: 512, or the shortest context of the
-        checkpoints.
+    length: Tokens of each text, from its beginning; more than the checkpoints' context shows where
+        they break. Default: 512, or the shortest context of the checkpoints.
     bos: Begin each text with BOS, which counts.
     only: Cells that match a glob of these, quantized ones too. Default: the unquantized ones.
-    heads: LAYER.HEAD, from 0: heads whose attention maps are kept. Default: the one that weighs the
-        first key most, and the one with the sharpest weights.
-    long_context: Also read texts of this many tokens, such as four times the context: losses and
-        weights along the text.
     sensitivity: Also quantize one linear layer at a time with this quantizer of the recipe, and
         measure the divergence.
     blocks: With --sensitivity: one decoder layer at a time.
@@ -101,19 +92,17 @@ def analyze(
     launcher = load_launcher(recipe, overrides, out=out, device=device)
     require_folder(launcher.out, "--out")
     planned = launcher.plan(show=True)
-    contexts = {cell.checkpoint_name: cell.checkpoint.max_length for cell in planned.cells}
     settings = AnalysisSettings(
         source=(
             text_file(text, field or FIELD) if text else task_text(planned.tasks, planned.skipped)
         ),
         samples=samples,
-        length=settle_length(length, contexts),
+        length=length or default_length(cell.checkpoint.max_length for cell in planned.cells),
         bos=bos,
         device=planned.device,
-        heads=None if heads is None else parse_heads(heads),
         blocks=blocks,
     )
-    work = work_of(planned, settings, launcher.out, only, long_context, sensitivity)
+    work = work_of(planned, settings, launcher.out, only, sensitivity)
     broken = [record for part in work for record in run_part(*part, planned, launcher, force=force)]
     paths = write_analyses(Store(launcher.out))
     typer.echo(paths[0].read_text())
@@ -129,33 +118,26 @@ def work_of(
     settings: AnalysisSettings,
     out: Path,
     only: str | None,
-    long_context: int | None,
     sensitivity: str | None,
 ) -> list[tuple[Analyses, AnalysisSettings, Sequence[Cell]]]:
     """Return what to compute: folder, settings and cells of each kind of analysis. Says so if a
     folder held analyses of other texts or settings."""
     cells = chosen(plan, only)
     require_runnable(cells)
-    require_heads(cells, settings.heads or ())
     units = plan_sensitivities(plan, sensitivity, settings) if sensitivity is not None else ()
     chosen_names = {cell.name for cell in cells}
-    texts = {"": settings}
-    if long_context is not None:
-        texts[LONG_CONTEXT] = replace(settings, length=long_context)
-    work: list[tuple[Analyses, AnalysisSettings, Sequence[Cell]]] = []
-    for part, part_settings in texts.items():
-        planned, analyses = plan_analyses(plan, part_settings), Analyses(out, part=part)
-        grid = analysis_grid(plan, planned)
-        before = analyses.put_manifest(grid)
-        if before is not None and before.cells != grid.cells:
-            typer.echo(
-                f"{analyses.directory} held analyses of other texts, settings or versions; their "
-                "records stay, but its tables now show this one (--out keeps both)",
-                err=True,
-            )
-        work.append(
-            (analyses, part_settings, [cell for cell in planned if cell.name in chosen_names])
+    planned, analyses = plan_analyses(plan, settings), Analyses(out)
+    grid = analysis_grid(plan, planned)
+    before = analyses.put_manifest(grid)
+    if before is not None and before.cells != grid.cells:
+        typer.echo(
+            f"{analyses.directory} held analyses of other texts, settings or versions; their "
+            "records stay, but its tables now show this one (--out keeps both)",
+            err=True,
         )
+    chosen_cells = [cell for cell in planned if cell.name in chosen_names]
+    work: list[tuple[Analyses, AnalysisSettings, Sequence[Cell]]] = []
+    work.append((analyses, settings, chosen_cells))
     if sensitivity is not None:
         checkpoints = {cell.checkpoint_name for cell in cells}
         units = [cell for cell in units if cell.checkpoint_name in checkpoints]

@@ -134,5 +134,5 @@ def ratio(values: np.ndarray, weights: np.ndarray) -> Ratio:
     error = None
     if count > 1 and weights.max() < total:
         columns = values.astype(float)[:, None], weights.astype(float)[:, None]
-        _, error = estimate_contrast(*columns, np.ones(1), "mean")
+        error = estimate_contrast(*columns, np.ones(1), "mean")[1]
     return Ratio(value=value, stderr=error, documents=count)

@@ -355,7 +355,7 @@ def _supported(score: Score, column: Column, lines: int, drawn: float) -> float:
     else:
         weights, level, freedom = column.weights, LEVEL, documents - 1
         values, signs = column.values[:, None], np.ones(1)
-        _, stderr = estimate_contrast(values, weights[:, None], signs, score.aggregation)
+        stderr = estimate_contrast(values, weights[:, None], signs, score.aggregation)[1]
         # The bound of the bootstrap-t is the end of the two-sided interval.
         if np.ptp(weights) or documents <= MOST_DOCUMENTS:
             kurtosis = 3 * float(np.mean(weights**4) / np.mean(weights**2) ** 2)

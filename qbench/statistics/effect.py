@@ -29,7 +29,7 @@ from qbench.statistics.panel import (
     as_scored,
     detectable_mean,
     effective_documents,
-    estimate_with_shares,
+    estimate_contrast,
     is_logarithm,
     score_interval,
     score_p,
@@ -147,7 +147,7 @@ def effect(panel: Panel, signs: Mapping[object, float], aggregation: str) -> Eff
     sign = np.array(list(signs.values()), dtype=float)
     if reason := _unusable(values, weights, aggregation):
         return Missing(reason=reason)
-    estimate, stderr, shares = estimate_with_shares(values, weights, sign, aggregation)
+    estimate, stderr, shares = estimate_contrast(values, weights, sign, aggregation)
     kind: Kind = "log ratio" if is_logarithm(aggregation) else "difference"
     about = {"kind": kind, "documents": panel.documents}
     if (observed := _counts(values, weights, sign, aggregation)) is not None:

@@ -154,22 +154,14 @@ def as_scored(ratio: Floats, aggregation: str) -> Floats:
 
 def estimate_contrast(
     values: Floats, weights: Floats, sign: Floats, aggregation: str
-) -> tuple[float, float]:
-    """Return Σ sign · score on the scale that is compared, and its standard error.
-
-    ``values`` and ``weights`` are [documents, columns]. The error is by the delta method; both are
-    exactly 0 if the terms cancel up to rounding. Accuracies of equally many documents are
-    subtracted as counts.
-    """
-    estimate, stderr, _ = estimate_with_shares(values, weights, sign, aggregation)
-    return estimate, stderr
-
-
-def estimate_with_shares(
-    values: Floats, weights: Floats, sign: Floats, aggregation: str
 ) -> tuple[float, float, Floats]:
-    """Return what ``estimate_contrast`` does, and each document's share of the error
-    [documents]."""
+    """Return Σ sign · score on the scale that is compared, its standard error, and each document's
+    share of the error [documents], which add up to 0 but for leverage.
+
+    ``values`` and ``weights`` are [documents, columns]. The error is by the delta method; estimate
+    and error are exactly 0 if the terms cancel up to rounding. Accuracies of equally many documents
+    are subtracted as counts.
+    """
     total, weight = values.sum(axis=0), weights.sum(axis=0)
     ratio = total / weight
     by_column = _shares(values, weights, sign, aggregation)
@@ -186,12 +178,6 @@ def estimate_with_shares(
     if abs(estimate) <= ROUNDING * abs(slope) * float(np.abs(ratio) @ np.abs(sign)):
         estimate = 0.0
     return estimate, stderr, terms
-
-
-def shares(values: Floats, weights: Floats, sign: Floats, aggregation: str) -> Floats:
-    """Return each document's share of the error of ``estimate_contrast``, [documents]; their sum
-    is 0 but for leverage."""
-    return _shares(values, weights, sign, aggregation).sum(axis=1)
 
 
 def effective_documents(weights: Floats) -> float:
@@ -390,7 +376,7 @@ def studentize(
     spread = np.sqrt(np.maximum(sums[2] - 2 * ratio * sums[3] + ratio**2 * sums[4], 1e-12))
     rates = values[weights > 0] / weights[weights > 0]
     farthest = float(TWICE * np.abs(rates - estimate).max() / stderr)
-    terms = shares(values[:, None], weights[:, None], np.ones(1), "mean")
+    *_, terms = estimate_contrast(values[:, None], weights[:, None], np.ones(1), "mean")
     return _studentized(estimate, stderr, sums[0] / spread, weights, terms, farthest)
 
 
@@ -407,11 +393,11 @@ def studentize_log_mean(
     lossless copy. In simulations from real runs' documents (20 to 1,000 drawn of them) the 95 %
     interval then covers 95 % or more (docs/simulate.py). Without ``kl`` the standard error counts
     the farthest document on either side ``UNSEEN`` times more. None if the error is 0 or there are
-    too few documents. ``contrast`` is what ``estimate_with_shares`` returns, if it is computed.
+    too few documents. ``contrast`` is what ``estimate_contrast`` returns, if it is computed.
     """
     documents = len(values)
     weights = np.ones(documents)
-    estimate, stderr, terms = contrast or estimate_with_shares(
+    estimate, stderr, terms = contrast or estimate_contrast(
         values, np.ones_like(values), sign, LOG_MEAN
     )
     if documents < ENOUGH_TO_DRAW or stderr == 0:

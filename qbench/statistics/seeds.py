@@ -39,7 +39,6 @@ from qbench.statistics.panel import (
     estimate_contrast,
     is_logarithm,
     score_interval,
-    shares,
     studentize_log_mean,
 )
 
@@ -212,8 +211,9 @@ def _contrasts(
         sign = np.array(list(signs.values()), dtype=float)
         if not (np.isfinite(values).all() and np.all(weights < weights.sum(axis=0))):
             return None
-        estimates.append(estimate_contrast(values, weights, sign, aggregation)[0])
-        terms.append(shares(values, weights, sign, aggregation))
+        estimate, _, shares = estimate_contrast(values, weights, sign, aggregation)
+        estimates.append(estimate)
+        terms.append(shares)
     if not np.isfinite(estimates).all():
         return None
     return np.array(estimates), np.array(terms)

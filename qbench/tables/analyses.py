@@ -11,7 +11,7 @@ from functools import partial
 
 from qbench.errors import ResultsError
 from qbench.records import Analysis, Damage, Measured, Record, Sensitivity
-from qbench.store import Analyses, Store, long_contexts, sensitivities
+from qbench.store import Analyses, Store, sensitivities
 from qbench.tables.table import Table, as_csv, from_rows
 from qbench.tables.table import markdown as table_markdown
 from qbench.text import NO_VALUE, for_markdown, group_by_reason, number, significant
@@ -21,13 +21,11 @@ from qbench.text import NO_VALUE, for_markdown, group_by_reason, number, signifi
 class AnalysisResults:
     """Hold the analyses of a results folder and the records beside them.
 
-    ``cells``: analyses that measured something; ``long``: those of texts beyond the trained
-    context; ``records``: valid ones of `qbench run`; ``problems``: what is missing, a line each;
-    ``replicates``: group → its trainings.
+    ``cells``: analyses that measured something; ``records``: valid ones of `qbench run`;
+    ``problems``: what is missing, a line each; ``replicates``: group → its trainings.
     """
 
     cells: tuple[Analysis, ...]
-    long: tuple[Analysis, ...]
     sensitivities: tuple[Sensitivity, ...]
     records: tuple[Record, ...]
     problems: tuple[str, ...]
@@ -37,9 +35,8 @@ class AnalysisResults:
 def load_analyses(store: Store) -> AnalysisResults:
     """Read all analyses of a results folder. Raises ResultsError if one is damaged."""
     analyses: Analyses[Analysis] = Analyses(store.directory)
-    parts = [analyses.records(), long_contexts(store.directory).records()]
-    units = sensitivities(store.directory).records()
-    failed = [each for part in [*parts, units] for each in part if each.status == "failed"]
+    cells, units = analyses.records(), sensitivities(store.directory).records()
+    failed = [each for each in (*cells, *units) if each.status == "failed"]
     problems = group_by_reason((each.cell, f"failed: {each.error}") for each in failed)
     records: list[Record] = []
     replicates = analyses.manifest().replicates if analyses.has_manifest() else {}
@@ -49,10 +46,8 @@ def load_analyses(store: Store) -> AnalysisResults:
             records = [each for each in store.records() if each.status == "ok"]
         except ResultsError as error:
             problems.append(f"Damage is left out: {error}")
-    cells, longer = (tuple(each for each in part if each.measured is not None) for part in parts)
     return AnalysisResults(
-        cells=cells,
-        long=longer,
+        cells=tuple(each for each in cells if each.measured is not None),
         sensitivities=tuple(each for each in units if each.status == "ok"),
         records=tuple(records),
         problems=tuple(problems),
@@ -177,10 +172,7 @@ def texts_read(analyses: Sequence[Analysis]) -> list[str]:
 def markdown(results: AnalysisResults) -> str:
     """Return ``tables.md`` of the folder ``analysis``."""
     tables = table_4(results)
-    read = [
-        *texts_read(results.cells),
-        *(f"Along the text: {line}" for line in texts_read(results.long)),
-    ]
+    read = texts_read(results.cells)
     parts = ["# Analysis"]
     parts += ["\n".join(f"- {for_markdown(line)}" for line in read)] if read else []
     parts += [table_markdown(tables).rstrip()] if tables else []
@@ -198,13 +190,12 @@ LEFT_OUT = ("maps",)  # attention maps stay in the records: a number per weight
 def analyses_csv(results: AnalysisResults) -> str:
     """Return every number in full precision, one per row.
 
-    Columns: ``analysis`` (text, long-context or sensitivity), ``checkpoint``, ``quantizer``,
+    Columns: ``analysis`` (text or sensitivity), ``checkpoint``, ``quantizer``,
     ``measure`` (the field of the record, dotted, list items by their index: layers and heads from
     0), ``value``, and ``key`` of the record.
     """
     kinds: tuple[tuple[str, Sequence[Analysis | Sensitivity]], ...] = (
         ("text", results.cells),
-        ("long-context", results.long),
         ("sensitivity", results.sensitivities),
     )
     rows = []

@@ -8,7 +8,6 @@ and the same analyses give the same bytes.
 from __future__ import annotations
 
 import io
-import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -27,9 +26,8 @@ from qbench.tables.analyses import AnalysisResults, analyses_csv, load_analyses,
 NamedFigures = Iterator[tuple[str, Figure]]  # a file's name without its ending
 WIDTH = 6.4  # inches
 EPSILON = "0.3"  # of sink rates
-# Okabe and Ito's palette, which any colour vision tells apart; markers do so too.
+# Okabe and Ito's palette, which any colour vision tells apart.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8a6d00", "#56b4e9")
-MARKERS = ("o", "s", "^", "D", "v", "P")
 STYLE = {
     "font.size": 9.0,
     "axes.titlesize": 9.5,
@@ -75,12 +73,9 @@ def write_figures(results: AnalysisResults, folder: Path) -> list[Path]:
 
 def _figures(results: AnalysisResults) -> NamedFigures:
     if results.cells:
-        yield from largest(results.cells)
         layers = {cell.cell: cell.measured.layers for cell in results.cells}
         yield from boxes([c for c in results.cells if layers[c.cell][0].hidden.quantiles])
         yield from sinks([c for c in results.cells if any(x.heads for x in layers[c.cell])])
-        for cell in results.cells:
-            yield from maps(cell)
 
 
 def _panels(rows: int, columns: int = 1, *, height: float) -> tuple[Figure, NDArray]:
@@ -88,30 +83,11 @@ def _panels(rows: int, columns: int = 1, *, height: float) -> tuple[Figure, NDAr
     return figure, figure.subplots(rows, columns, squeeze=False)
 
 
-def _look(place: int) -> dict[str, str]:
-    return {
-        "color": COLOURS[place % len(COLOURS)],
-        "marker": MARKERS[place % len(MARKERS)],
-    }
-
-
 def _label_layers(axes: Axes, label: str) -> None:
     axes.set_xlabel("decoder layer")
     axes.xaxis.set_major_locator(MaxNLocator(12, integer=True))
     axes.set_ylabel(label)
     axes.grid(visible=True)
-
-
-def largest(cells: Sequence[Analysis]) -> NamedFigures:
-    """Yield the largest hidden activation after each decoder layer (the paper's figure 1)."""
-    figure, ((axes,),) = _panels(1, height=2.6)
-    for place, cell in enumerate(cells):
-        values = [max(-x.hidden.minimum, x.hidden.maximum) for x in cell.measured.layers]
-        axes.plot(range(len(values)), values, label=cell.cell, **_look(place))
-    axes.set_yscale("log")
-    _label_layers(axes, "largest |x|")
-    axes.legend()
-    yield "largest", figure
 
 
 def boxes(cells: Sequence[Analysis]) -> NamedFigures:
@@ -164,27 +140,6 @@ def sinks(cells: Sequence[Analysis]) -> NamedFigures:
     yield "sinks", figure
 
 
-def maps(cell: Analysis) -> NamedFigures:
-    """Yield (file name, figure): attention weights, one row per text and one column per head, each
-    map with its own scale (the paper's figures 6 and 8 to 19); nothing if no maps were stored."""
-    maps_by_head = {(m.text, m.layer, m.head): m for m in cell.measured.maps}
-    if not maps_by_head:
-        return
-    texts = list(dict.fromkeys(text for text, _, _ in maps_by_head))
-    heads = list(dict.fromkeys(key[1:] for key in maps_by_head))
-    figure, grid = _panels(len(texts), len(heads), height=2.4)
-    for text, row in zip(texts, grid, strict=True):
-        for (layer, head), axes in zip(heads, row, strict=True):
-            stored = maps_by_head[text, layer, head]
-            values = np.full((len(stored.rows), len(stored.rows)), np.nan)
-            for query, weights in enumerate(stored.rows):
-                values[query, : len(weights)] = weights
-            figure.colorbar(axes.imshow(values, vmin=0), ax=axes)
-            title = f"{text}, layer {layer} head {head}".replace("$", r"\$")
-            axes.set(title=title, xlabel="key", ylabel="query")
-    yield f"maps-{_plain(cell.cell)}", figure
-
-
 def _of_heads(cell: Analysis, value: Callable[[Head], float]) -> NDArray[np.float64]:
     """Return ``value`` of each head as [heads, layers]; NaN if a layer has no such head."""
     layers = cell.measured.layers
@@ -193,7 +148,3 @@ def _of_heads(cell: Analysis, value: Callable[[Head], float]) -> NDArray[np.floa
         for row, head in enumerate(layer.heads):
             grid[row, column] = value(head)
     return grid
-
-
-def _plain(label: str) -> str:
-    return re.sub("[^A-Za-z0-9._-]+", "-", label)

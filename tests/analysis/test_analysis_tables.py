@@ -65,7 +65,7 @@ def test_the_csv_has_every_number_in_full_precision(results):
     alone = results.sensitivities[0]
     unit = alone.units[0]
     assert float(values[alone.key, f"{unit.name}.kl.value"]) == unit.kl.value
-    assert {row["analysis"] for row in rows} == {"text", "long-context", "sensitivity"}
+    assert {row["analysis"] for row in rows} == {"text", "sensitivity"}
 
 
 def test_cells_that_failed_alike_are_named_in_one_line(tmp_path):
@@ -82,6 +82,6 @@ def test_figures_and_numbers_of_analyses_are_files_that_come_out_alike(tmp_path)
     written = [{path.name: path.read_bytes() for path in write_analyses(Store(tmp_path))}
                for _ in range(2)]  # fmt: skip
     assert written[0] == written[1]
-    names = {"tables.md", "analyses.csv", "boxes.svg", "maps-softmax-bf16.svg", "sinks.svg"}
+    names = {"tables.md", "analyses.csv", "boxes.svg", "sinks.svg"}
     assert names <= written[0].keys()
     assert b"softpick/bf16" in written[0]["boxes.svg"]  # text stays text

@@ -9,7 +9,7 @@ from analysis.conftest import SHORT
 from small_recipe import DEMO, qbench, small_recipe
 
 from qbench.errors import DataError, RecipeError, ResultsError
-from qbench.store import Analyses, Store, long_contexts
+from qbench.store import Analyses, Store
 from qbench.tables.analyses import load_analyses, markdown, texts_read
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -155,21 +155,15 @@ def test_a_quantized_cell_is_quantized_audited_and_stands_beside_its_damage(own)
         qbench("view", out, "--export", out / "site")
 
 
-def test_longer_texts_have_records_of_their_own_and_are_shown_along_the_text(own, capfd):
-    path, out = own
-    before = finished(out)
-    options = ("--only", "softpick/fp32", "--long-context", 300, "--heads", "1.0,2.3")
-    assert qbench("analyze", path, "--out", out, *SHORT, *options) == 0
-    (longer,) = long_contexts(out).records()
+def test_texts_may_be_longer_than_the_context(own, tmp_path):
+    path, _ = own
+    options = ("--only", "softpick/fp32", "--length", 300, "--samples", 2)
+    assert qbench("analyze", path, "--out", tmp_path, *options) == 0
+    (longer,) = Analyses(tmp_path).records()
     assert longer.text.length == 300 > 256  # the context of the demo's models
-    rows = csv.DictReader((out / "analysis" / "analyses.csv").read_text().splitlines())
-    values = {row["measure"]: row["value"] for row in rows if row["analysis"] == "long-context"}
+    rows = csv.DictReader((tmp_path / "analysis" / "analyses.csv").read_text().splitlines())
+    values = {row["measure"]: row["value"] for row in rows}
     assert float(values["stretches.2.loss"]) == longer.measured.stretches[2].loss
-    text = (out / "analysis" / "tables.md").read_text()
-    assert "- Along the text: softpick/fp32: 2 texts of 300 tokens" in text
-    (short,) = Analyses(out).records()  # other heads are another key
-    assert short.finished > before["softpick/fp32"]
-    assert {(m.layer, m.head) for m in short.measured.maps} == {(1, 0), (2, 3)}
 
 
 def test_a_cell_that_fails_has_a_record_a_line_and_exit_code_1(own, undrawn, monkeypatch, capfd):
@@ -200,7 +194,6 @@ def test_a_good_analysis_is_not_replaced_by_one_that_fails(own, undrawn, monkeyp
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        (("--length", 300), RecipeError, "context of 256 tokens; use --length 256 or less"),
         (("--field", "page"), RecipeError, "--field: needs --text"),
         (("--only", "softmax/none"), RecipeError, "matches no cell"),
         (("--text", "nowhere.jsonl"), RecipeError, "--text nowhere.jsonl: no such file"),
@@ -217,11 +210,11 @@ def test_what_cannot_work_is_refused_before_a_model_is_loaded(tmp_path, options,
     assert not (tmp_path / "out").exists()
 
 
-def test_texts_too_short_for_a_long_context_name_its_option(own, undrawn, capfd):
+def test_texts_that_are_too_short_are_named(own, undrawn, capfd):
     path, out = own
-    only = ("--only", "softmax/fp32", "--long-context", 400)
+    only = ("--only", "softmax/fp32", "--length", 400)
     assert qbench("analyze", path, "--out", out, *SHORT, *only) == 1
-    assert "its longest text has 320 tokens, 399 are needed; lower --length, or" in (
+    assert "its longest text has 320 tokens, 399 are needed; lower --length" in (
         capfd.readouterr().err
     )
 

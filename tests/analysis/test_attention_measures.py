@@ -15,7 +15,6 @@ from qbench.analysis.attention_weights import (
     chunks,
     column_means,
     column_means_gu,
-    delimiter_means,
     measure_weights,
     measures,
 )
@@ -114,7 +113,7 @@ def test_a_head_without_any_weight_has_no_entropy_and_no_output():
     weights = measure_weights(Call(query=query, key=key, normalizer="softpick"))
     output = torch.ones(2, 20, 2, 8)
     output[:, :, 0] = 0
-    result = measures(weights, output, torch.zeros(2, 20, dtype=torch.bool), stretch=8)
+    result = measures(weights, output, stretch=8)
     assert result["silent"][:, 0].tolist() == [1.0, 1.0]
     assert result["entropy"][:, 0].isnan().all()
     assert not result["entropy"][:, 1].isnan().any()
@@ -124,24 +123,8 @@ def test_a_head_without_any_weight_has_no_entropy_and_no_output():
 def test_stretches_are_means_over_their_own_queries():
     query, key = tensors(2, 2, 20)
     weights = measure_weights(Call(query=query, key=key, normalizer="softpick"))
-    marks = torch.zeros(2, 20, dtype=torch.bool)
-    result = measures(weights, torch.ones(2, 20, 2, 8), marks, stretch=8)
+    result = measures(weights, torch.ones(2, 20, 2, 8), stretch=8)
     assert result["mass_stretch"].shape == (2, 2, 3)
     last = weights["mass"][1, 0, 16:].mean().item()
     assert result["mass_stretch"][1, 0, 2].item() == pytest.approx(last)
     assert result["mass"][1, 0].item() == pytest.approx(weights["mass"][1, 0].mean().item())
-
-
-def test_delimiters_are_weighed_together_and_one_by_one_without_the_first_key_and_the_last():
-    matrix = torch.zeros(10, 10)
-    matrix[:, 0] = 0.1  # a delimiter too, but the first key
-    matrix[2:, 2] = 0.5
-    matrix[4:, 4] = 0.2
-    matrix[9, 9] = 0.9  # seen by one query
-    marks = torch.zeros(1, 10, dtype=torch.bool)
-    marks[0, [0, 2, 4, 9]] = True
-    total, most = delimiter_means(matrix.double().sum(0)[None, None], marks)
-    assert total.item() == pytest.approx((8 * 0.5 + 6 * 0.2 + 0.9) / 10)
-    assert most.item() == pytest.approx(0.5)
-    none = delimiter_means(matrix.double().sum(0)[None, None], torch.zeros_like(marks))
-    assert [one.item() for one in none] == [0.0, 0.0]

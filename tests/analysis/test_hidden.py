@@ -32,24 +32,6 @@ def test_kurtosis_of_all_values_at_once_is_scipys_over_all_layers():
     assert summary(seen(*layers)).kurtosis == pytest.approx(expected, rel=1e-9)
 
 
-def test_kurtosis_a_text_is_scipys_averaged_over_texts_and_layers():
-    layers = states(0), 3 * states(1) + 1
-    every = []
-    for text in [text for layer in layers for text in layer.double().flatten(1).numpy()]:
-        fourth = np.mean((text - text.mean()) ** 4)
-        every.append(fourth / (text.std(ddof=1) ** 4 + 1e-6))
-    assert summary(seen(*layers)).kurtosis_sequence == pytest.approx(np.mean(every), rel=1e-9)
-
-
-def test_kurtosis_a_token_is_uncentred_excess_and_never_negative():
-    layer = states()
-    layer[0, 0] = torch.tensor([1.0, -1.0] * 12)  # ratio 1, below 3: counts as 0
-    layer[0, 1] = 0.0
-    tokens = layer.double().reshape(-1, 24).numpy()
-    every = [max(0.0, np.mean(t**4) / np.mean(t**2) ** 2 - 3) if t.any() else 0.0 for t in tokens]
-    assert summary(seen(layer)).kurtosis_token == pytest.approx(np.mean(every), rel=1e-9)
-
-
 def test_extremes_and_medians_are_of_each_text():
     layer = states()
     layer[1] *= 10

@@ -9,7 +9,7 @@ from loading import load_model
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from qbench.analysis.capture import attention_observed, decoder_layers, states_observed
-from qbench.analysis.measure import DELIMITERS, delimiters, measure
+from qbench.analysis.measure import measure
 from qbench.analysis.sensitivity import Baseline
 from qbench.attention.transformers import set_attention
 from qbench.checkpoints import find
@@ -130,18 +130,12 @@ def test_a_perplexity_beyond_the_largest_number_is_infinite(pair):
     assert Baseline(model, ids, batch=2).perplexity == float("inf")
 
 
-def test_delimiters_and_stretches_of_positions_are_measured(pair):
+def test_stretches_of_positions_are_measured(pair):
     model, tokenizer, _ = pair
     page = json.loads((DEMO / "data" / "demo_pages" / "test.jsonl").read_text().splitlines()[0])
     words = tokenizer.encode(page["page"], add_special_tokens=False)[:199]
     ids = torch.tensor([[tokenizer.bos_token_id, *words], [tokenizer.bos_token_id, *words]])
-    marks = delimiters(ids, tokenizer)
-    texts = {tokenizer.decode([token]).strip(" ") for token in ids[marks].tolist()}
-    assert "." in texts
-    assert all(set(text) <= DELIMITERS for text in texts)
     result = measured(model, tokenizer, ids)
-    assert result.delimiter_tokens == pytest.approx(marks[0, 1:].double().mean().item())
-    assert result.delimiters.attention > 0
     assert [(one.first, one.last) for one in result.stretches] == [(0, 127), (128, 199)]
     with torch.no_grad():
         logits = model(input_ids=ids).logits

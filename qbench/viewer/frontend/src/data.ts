@@ -39,7 +39,7 @@ export interface Texts { error?: string; task: string; missing?: string; texts: 
 /** The tokens of a document's samples; `agrees`: whether both models' likeliest token is the same, where it was kept. */
 export interface Sample { texts: string[]; kl: (number | null)[]; change: (number | null)[]; agrees: (number | null)[] }
 export interface Tokens { error?: string; cell: string; samples: Sample[] }
-export interface Analyses { error?: string; problems: string[]; command: string; cells: any[]; long: any[]; sensitivities: any[] }
+export interface Analyses { error?: string; problems: string[]; command: string; cells: any[]; sensitivities: any[] }
 
 const source = document.documentElement.dataset.source ?? "server";
 const waiting = new Map<string, (payload: any) => void>();

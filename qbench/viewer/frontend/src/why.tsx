@@ -13,7 +13,7 @@ export function WhyPage({ overview, state, folder, round }: Props) {
   const analyses = useData<Analyses>(`${folder}/analysis`, round);
   if (!analyses) return <p role="status">Reading…</p>;
   if (analyses.error) return <Failure text={analyses.error} />;
-  const { cells, sensitivities, long, problems, command } = analyses;
+  const { cells, sensitivities, problems, command } = analyses;
   const measured = cells.filter((cell) => cell.measured);
   const failed = [...cells, ...sensitivities].filter((cell) => cell.error).map((cell) => `${cell.cell}: ${cell.error}`);
   return (
@@ -29,18 +29,16 @@ export function WhyPage({ overview, state, folder, round }: Props) {
         </>
       )}
       <Sensitivities overview={overview} cells={sensitivities.filter((cell) => cell.units.length)} />
-      <Along cells={long.filter((cell) => cell.measured)} />
-      <Missing command={command} measured={measured.length > 0} sensitive={sensitivities.length > 0} long={long.length > 0} />
+      <Missing command={command} measured={measured.length > 0} sensitive={sensitivities.length > 0} />
     </>
   );
 }
 
 /** The commands that measure what the folder does not have yet. */
-function Missing({ command, measured, sensitive, long }: { command: string; measured: boolean; sensitive: boolean; long: boolean }) {
+function Missing({ command, measured, sensitive }: { command: string; measured: boolean; sensitive: boolean }) {
   const commands = [
     !measured && ["attention sinks, outliers, sparsity", command],
     !sensitive && ["which layer is hurt most by a quantizer, one layer at a time", `${command} --sensitivity QUANTIZER`],
-    !long && ["texts longer than the context", `${command} --long-context 4096`],
   ].filter((item) => item !== false);
   if (!commands.length) return null;
   return (
@@ -182,15 +180,4 @@ function Sensitivity({ overview, cell, domain }: { overview: Overview; cell: any
     });
   }, [rows]);
   return <Figure title={`Sensitivity of ${cell.cell}`} name={`sensitivity-${cell.cell}`} method="sensitivity" rows={rows.map(({ href, ...row }: any) => row)} draw={draw} note="KL divergence if this layer alone is quantized." />;
-}
-
-function Along({ cells }: { cells: any[] }) {
-  const rows = useMemo(() => cells.flatMap((cell) => cell.measured.stretches.map((part: any) => ({ cell: cell.cell, position: (part.first + part.last) / 2, loss: part.loss, mass: part.mass, largest: part.largest }))).filter((row) => row.loss !== null), [cells]);
-  const draw = useMemo(() => (width: number) => plot({
-    width, height: 310, marginLeft: 50, marginBottom: 44, x: { label: "position in the text →", labelOffset: 40, ticks: width / 90 }, y: { label: "↑ loss, nats per token", grid: true }, color: { legend: true, scheme: "observable10" },
-    marks: [Plot.line(rows, { x: "position", y: "loss", stroke: "cell" }), Plot.dot(rows, { x: "position", y: "loss", stroke: "cell", ...say((row) => `${row.cell} at ${number(row.position)}: ${number(row.loss)}`), tip: { fill: "var(--paper)" } })],
-  }), [rows]);
-  if (!rows.length) return null;
-  return <Figure title="Loss along texts longer than those of training" name="along" rows={rows} draw={draw}
-    notes={[["loss", "Mean negative log-likelihood of a token, over the positions around a point."]]} />;
 }
