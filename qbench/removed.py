@@ -48,8 +48,6 @@ KEYS = {
 }
 # Options and parts of a quantizer.
 QUANTIZER_OPTIONS = {
-    "--long-context": "`qbench analyze RECIPE --length TOKENS --out DIR` reads texts of any length",
-    "--heads": "maps are kept of the head that weighs the first key most and of the sharpest one",
     "arithmetic": "products are simulated: values are rounded and multiplied in the model's dtype",
     "before_rope": "keys are quantized as attention reads them, after RoPE",
     "residual_length": "tokens are quantized as they are written; `sink_tokens` spares the first",
@@ -69,8 +67,6 @@ QUANTIZERS = {
 }
 # Options of a quantizer that have another name now; the earlier one still works.
 RENAMED_OPTIONS = {
-    "--long-context": "`qbench analyze RECIPE --length TOKENS --out DIR` reads texts of any length",
-    "--heads": "maps are kept of the head that weighs the first key most and of the sharpest one",
     "leave_out": "ignore",
     "keep_first": "sink_tokens",
 }

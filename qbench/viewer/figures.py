@@ -26,8 +26,9 @@ from qbench.tables.analyses import AnalysisResults, analyses_csv, load_analyses,
 NamedFigures = Iterator[tuple[str, Figure]]  # a file's name without its ending
 WIDTH = 6.4  # inches
 EPSILON = "0.3"  # of sink rates
-# Okabe and Ito's palette, which any colour vision tells apart.
+# Okabe and Ito's palette, which any colour vision tells apart; markers do so too.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8a6d00", "#56b4e9")
+MARKERS = ("o", "s", "^", "D", "v", "P")
 STYLE = {
     "font.size": 9.0,
     "axes.titlesize": 9.5,
