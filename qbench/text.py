@@ -1,4 +1,4 @@
-"""Format numbers, and escape text of other people, for terminals, Markdown, CSV and LaTeX."""
+"""Format numbers, and escape text of other people, for terminals, Markdown and CSV."""
 
 from __future__ import annotations
 

@@ -33,12 +33,12 @@ def complain(line: str) -> None:
 def refuse(error: Exception) -> NoReturn:
     """Print what was wrong, one line per problem, and end with exit code 2."""
     with suppress(OSError):  # standard error may be on the full disk, too
-        for line in error.lines if isinstance(error, QbenchError) else [_said(error)]:
+        for line in error.lines if isinstance(error, QbenchError) else [_error_line(error)]:
             complain(line)
     sys.exit(2)
 
 
-def _said(error: Exception) -> str:
+def _error_line(error: Exception) -> str:
     """Return one line for an error of the machine or the input."""
     if isinstance(error, MemoryError):
         return f"out of memory: {error}" if str(error) else "out of memory"

@@ -138,22 +138,22 @@ def _token(folder: Path) -> Iterator[str]:
 
 
 def requirements(tokens: Sequence[str], gpu: str | None) -> dict[str, Any]:
-    """Return what a worker must have, by name: workers whose scores would have other keys, or which
-    cannot write them, differ in it."""
+    """Return the values, by name, that every worker must have: with others its scores would have
+    other keys, or it could not write them."""
     seen = {f"access to {Path(token).parent}": True for token in tokens}
     return {"threads": 1, "qbench's code": code_digest(), "GPU": gpu, **versions(LIBRARIES), **seen}
 
 
 def describe(tokens: Sequence[str], device: str | None, worker: Worker) -> dict[str, Any]:
-    """Return what the worker that runs this has of :func:`requirements`; ``device`` None: with its
-    GPU if it has one."""
+    """Return the values of :func:`requirements` on the worker that runs this; ``device`` None: with
+    its GPU if it has one."""
     gpu = hardware("cuda") if device != "cpu" and cuda_problem() is None else None
     seen = {f"access to {Path(token).parent}": Path(token).is_file() for token in tokens}
     return requirements(tokens, gpu) | {"threads": worker.state.nthreads} | seen
 
 
 def require_fit(worker: str, about: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Raise UnavailableError for a worker that differs from what the run needs."""
+    """Raise UnavailableError if a value of the worker differs from the expected one."""
     for name, value in expected.items():
         if about.get(name) != value:
             raise UnavailableError(

@@ -179,7 +179,7 @@ def listening(progress: Progress) -> Iterator[RemoteProgress]:
 
 
 def append_line(path: Path, message: tuple[Any, ...]) -> None:
-    """Append ``message`` in one write to the file, which must exist."""
+    """Append ``message`` as a line to the file, which must exist, in one write."""
     line = json.dumps(message, default=float) + "\n"
     file = os.open(path, os.O_WRONLY | os.O_APPEND)
     try:
