@@ -16,6 +16,7 @@ OPTIONS = {
     "precision",
     "--evaluate": "`qbench run RECIPE --checkpoint NAME=OUT/NAME-seed0` evaluates what was trained",
     "--tracker": "state/log.jsonl has the numbers of a training",
+    "--markdown": "`qbench list models` prints the table",
     "--recipe": "`qbench view` remembers the data of runs of this machine; name others by --data",
     "--results": "a run writes into --out DIR",
     "--run": "give each run a folder of its own, --out DIR",

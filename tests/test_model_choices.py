@@ -152,7 +152,7 @@ def test_the_documents_hold_that_table():
     from qbench.cli.lookup import model_table
 
     root = Path(__file__).parent.parent
-    assert (root / "docs" / "models.md").read_text().endswith(model_table())
+    assert (root / "docs" / "models.md").read_text().rstrip().endswith(model_table())
     assert f"[{len(tried_classes())} classes](docs/models.md)" in (root / "README.md").read_text()
 
 

@@ -15,9 +15,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from qbench.attention.normalizers import NORMALIZERS
-from qbench.checkpoints.find import class_names, tried_classes
+from qbench.checkpoints.find import tried_classes
 from qbench.cli.options import PluginOption
-from qbench.errors import RecipeError
 from qbench.evaluation.tasks import task_names
 from qbench.quantizers.config import UNQUANTIZED
 from qbench.quantizers.published import format_rows
@@ -31,7 +30,6 @@ def list_command(
         typer.Argument(metavar="WHAT"),
     ],
     plugin: PluginOption = [],  # noqa: B006  typer copies it
-    markdown: bool = False,
 ) -> None:
     """List the quantizers with their options, the formats of checkpoints that are quantized
     already, the normalizers, the classes of models that were tried, lm-eval's tasks, or the recipes
@@ -45,15 +43,9 @@ def list_command(
 
     Options:
     what: quantizers, formats, normalizers, models, tasks or recipes.
-    markdown: The models as the table of docs/models.md.
     """
-    if markdown:
-        if what != "models":
-            raise RecipeError(f"list {what}: --markdown is for models")
-        typer.echo(model_table(), nl=False)
-        return
-    if what == "tasks":
-        typer.echo("\n".join(task_names()))
+    if what in ("models", "tasks"):
+        typer.echo(model_table() if what == "models" else "\n".join(task_names()))
         return
     table = Table.grid(Column(no_wrap=True), Column(), padding=(0, 1))
     for name, text in ROWS[what]():
@@ -76,21 +68,12 @@ def normalizer_rows() -> Iterator[Row]:
     yield "native", "the attention of the model's own class in transformers"
 
 
-def model_rows() -> Iterator[Row]:
-    """Yield three rows per class: its name, attention and scoring, what is quantized."""
-    yield "", "any other class runs too if it passes what is measured when it is loaded"
-    for row in tried_classes():
-        yield row.model_type, f"{class_names().get(row.model_type, row.model_type)}: {row.models}"
-        yield "", f"attention {row.attention}; scoring {row.scoring}"
-        yield "", f"quantized: {row.quantized}"
-
-
 def model_table() -> str:
     """Return the table of docs/models.md."""
     head = "| `model_type` | such as | attention | fastest scoring | quantized |\n"
     rule = "| --- | --- | --- | --- | --- |\n"
     rows = (f"| `{row.model_type}` | {' | '.join(row[1:])} |\n" for row in tried_classes())
-    return head + rule + "".join(rows)
+    return (head + rule + "".join(rows)).rstrip("\n")
 
 
 # --- quantizers with their options
@@ -146,7 +129,6 @@ def _of(every: Sequence[Method]) -> Iterator[Row]:
 ROWS = {
     "quantizers": quantizer_rows,
     "normalizers": normalizer_rows,
-    "models": model_rows,
     "formats": format_rows,
     "recipes": recipe_rows,
 }
