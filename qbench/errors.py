@@ -88,11 +88,7 @@ class TrainingError(QbenchError):
 
 def shown(value: object, *, most: int = SHOWN) -> str:
     """Return ``value`` for a message: its ``repr`` in one line, cut to ``most`` characters."""
-    try:
-        text = repr(value)
-    except Exception:  # an integer of more digits than Python writes; a plug-in's __repr__
-        text = f"{type(value).__name__}: too large to show"
-    text = text.encode("utf-8", "backslashreplace").decode()
+    text = repr(value).encode("utf-8", "backslashreplace").decode()
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
@@ -102,18 +98,10 @@ def some(names: Sequence[str], most: int = 8) -> str:
     return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def message(error: BaseException) -> str:
-    """Return the text of ``error``; "" if it cannot make one, as some of plug-ins."""
-    try:
-        return str(error)
-    except Exception:
-        return ""
-
-
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, with the second if the first ends in a colon;
     the name of its class if it has no message."""
-    first, *more = message(error).strip().splitlines() or [type(error).__name__]
+    first, *more = str(error).strip().splitlines() or [type(error).__name__]
     return f"{first} {more[0].strip()}" if first.endswith(":") and more else first
 
 
@@ -126,7 +114,7 @@ def validation_line(error: ValidationError) -> str:
 
 def failure_line(problem: BaseException) -> str:
     """Return what went wrong with a cell in one line, for its record; its log has the traceback."""
-    lines = [line.strip() for line in message(problem).splitlines() if line.strip()]
+    lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
     if isinstance(problem, QbenchError):
         return " ".join(lines)
     first = lines[0] if lines else ""

@@ -29,9 +29,8 @@ T = TypeVar("T")
 class Registry(Generic[T]):
     """Maps names to objects of one ``kind``.
 
-    Names stand in recipes, tables and paths: letters, digits and . _ + - only. An object's
-    ``description``, if it has one, is one line. Raises RecipeError for an unknown name, ValueError
-    for a name that is registered twice.
+    Names stand in recipes, tables and paths: letters, digits and . _ + - only. Raises RecipeError
+    for an unknown name, ValueError for a name that is registered twice.
     """
 
     def __init__(self, kind: str) -> None:
@@ -42,11 +41,6 @@ class Registry(Generic[T]):
         if not isinstance(name, str) or not re.fullmatch(NAME, name):
             raise RecipeError(
                 f"{self.kind} {shown(name)}: a name is letters, digits and . _ + - only, at most 64"
-            )
-        about = getattr(thing, "description", "none")
-        if not (isinstance(about, str) and about.isprintable() and about):
-            raise RecipeError(
-                f"{self.kind} {name}: its description must be one line of text, not {shown(about)}"
             )
         if name in self._things:
             raise ValueError(f"{self.kind} {name!r} is registered twice")

@@ -51,7 +51,6 @@ OF = "(METHODS.get('bnb-8bit').settings)"
         (f"{NAMED}'a\\nb', 'a line'){OF}\n", "a name is letters"),
         (f"{NAMED}5, 'a line'){OF}\n", "quantizer 5: a name is letters"),
         (f"{NAMED}None, 'a line'){OF}\n", "quantizer None: a name is letters"),
-        (f"{NAMED}'x-1bit', None){OF}\n", "description must be one line"),
         (None, "cannot be read"),
     ],
 )
