@@ -3,6 +3,7 @@ folder that other libraries load."""
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Callable, Iterable
@@ -193,7 +194,7 @@ def write_model(measured: MeasuredCell, folder: Path, chosen: str | None) -> str
         return chosen
     layers, inputs = (evidence_of(model, config, kind) for kind in ("weights", "activations"))
     left_out = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in layers]
-    state, tensors = STATES[chosen], WRITERS[chosen]
+    state, tensors = WRITERS[chosen]
     model.config.quantization_config = state(config, left_out, layers)
     model.config.save_pretrained(folder)
     kept = {key: value for key, value in model.state_dict().items()
@@ -217,7 +218,8 @@ def load_written(measured: MeasuredCell, folder: Path, chosen: str) -> nn.Module
     GPTQ with settings by layer, as the library loads it."""
     cell, device = measured.cell, str(measured.model.device)
     dtype = getattr(torch, cell.quantization.compute_dtype)
-    if chosen == "hqq" or "dynamic" in measured.model.config.quantization_config:
+    stated = json.loads((folder / "config.json").read_text()).get("quantization_config", {})
+    if chosen == "hqq" or stated.get("dynamic"):
         load = _load_hqq if chosen == "hqq" else _load_gptq
         model = load(str(folder), dtype, device)
         normalizer, _, implementation = measured.record.attention.partition("/")
@@ -458,9 +460,8 @@ def formats_of(weights: Any) -> tuple[str, ...]:
                  if all(name in formats_of(chosen) for _, chosen in weights.layers))  # fmt: skip
 
 
-STATES: dict[str, Callable[..., dict[str, Any]]] = {
-    "gptq": _gptq_config, "compressed-tensors": _compressed_config, "bitsandbytes": _bnb_config,
-}  # fmt: skip
-WRITERS: dict[str, Callable[..., Tensors]] = {
-    "gptq": _gptq, "compressed-tensors": _compressed, "bitsandbytes": _bnb,
+# What config.json says of a format, and the tensors of a layer
+WRITERS: dict[str, tuple[Callable[..., dict[str, Any]], Callable[..., Tensors]]] = {
+    "gptq": (_gptq_config, _gptq), "compressed-tensors": (_compressed_config, _compressed),
+    "bitsandbytes": (_bnb_config, _bnb),
 }  # fmt: skip

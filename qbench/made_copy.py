@@ -39,18 +39,9 @@ class MadeCopy(PublishedCopy):
     """A copy that a library made for this cell by the settings ``maker``."""
 
     maker: LibraryMade
-
-    @property
-    def method(self) -> str:
-        return self.maker.method
-
-    @property
-    def title(self) -> str:
-        return self.maker.title
-
-    @property
-    def note(self) -> str:
-        return self.maker.note
+    method = property(lambda self: self.maker.method)
+    title = property(lambda self: self.maker.title)
+    note = property(lambda self: self.maker.note)
 
 
 def with_made_copy(
@@ -69,9 +60,7 @@ def with_made_copy(
         "versions": {n: version_of(n) for n in ("torch", "transformers", *maker.requirements)},
         "device": device,
     }
-    folder = (
-        cache / "made" / cell.checkpoint.digest[:16] / f"{maker.name}-{content_key(parts)[:16]}"
-    )
+    folder = cache / "made" / parts["original"][:16] / f"{maker.name}-{content_key(parts)[:16]}"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.with_name(f".{folder.name}.lock")):
         exists = folder.exists()
@@ -89,13 +78,9 @@ def with_made_copy(
 
 
 def _make(
-    cell: Cell,
-    maker: LibraryMade,
-    calibration: Calibration | None,
-    out: Path,
-    device: str,
+    cell: Cell, maker: LibraryMade, calibration: Calibration | None, out: Path, device: str,
     log: Path,
-) -> None:
+) -> None:  # fmt: skip
     """Run the maker in a process of its own; its log stays if it fails."""
     from safetensors.torch import save_file
 

@@ -1,8 +1,9 @@
 """Settings of checkpoints that somebody quantized already. Imports no torch.
 
-What a copy is follows from its files: transformers' own mapping says whether it loads, the headers
-how many bits its layers take, its forward pass what its weights are. Its ``quantization_config`` is
-handed to transformers, and only searched here for whether activations and KV cache are rounded.
+Everything about a copy is read from its files: transformers' own mapping says whether it loads, the
+headers how many bits its layers take, its forward pass what its weights are. The library that loads
+it reads its ``quantization_config``; here it only tells whether activations or the KV cache are
+rounded.
 """
 
 from __future__ import annotations
@@ -89,8 +90,8 @@ class Published(WeightSettings):
         if not isinstance(self.path, dict):
             return self.path
         if checkpoint not in self.path:
-            known = ", ".join(self.path)
-            raise RecipeError(f"checkpoint: path has no entry for {checkpoint}; it has {known}")
+            names = ", ".join(self.path)
+            raise RecipeError(f"checkpoint: path has no entry for {checkpoint}; it has {names}")
         return self.path[checkpoint]
 
 
@@ -240,10 +241,9 @@ def entries(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield every key and value of ``config``, at any depth."""
     for key, value in config.items():
         yield str(key), value
-        inner = value if isinstance(value, list) else [value]
-        for one in inner:
-            if isinstance(one, Mapping):
-                yield from entries(one)
+        for inner in value if isinstance(value, list) else [value]:
+            if isinstance(inner, Mapping):
+                yield from entries(inner)
 
 
 def rounded_part(config: Mapping[str, Any], what: str) -> Part | None:
@@ -269,7 +269,7 @@ def rounded_part(config: Mapping[str, Any], what: str) -> Part | None:
 def shares_scales(config: Mapping[str, Any]) -> bool:
     """Return whether activations share a scale over tokens, so that scores depend on the batch."""
     inner = [config, *(value for _, value in entries(config) if isinstance(value, Mapping))]
-    by_tensor = any(one.get("strategy") == "tensor" and one.get("dynamic") for one in inner)
+    by_tensor = any(part.get("strategy") == "tensor" and part.get("dynamic") for part in inner)
     dynamic = any("dynamicactivation" in str(v).lower() for k, v in entries(config) if k == "_type")
     return bool(
         config.get("load_in_8bit")

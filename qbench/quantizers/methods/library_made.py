@@ -1,15 +1,15 @@
-"""What methods share whose library writes a quantized copy of the model. Imports no torch.
+"""Settings that makers share: methods whose library writes a copy of the model. Imports no torch.
 
 A maker is one file here: settings, a frozen dataclass under the decorator ``maker``, and a function
 beside it::
 
     make(model: Path, out: Path, texts: Texts, settings) -> None
 
-It reads the unquantized checkpoint in the folder ``model`` and writes one that transformers loads,
-or one GGUF file, to the folder ``out`` or to a folder in it; ``texts`` are token ids. It runs in a
-process of its own, so a library may print, and may set what it likes. ``qbench.made_copy`` calls
-it. From there on the folder is a published copy: loaded, audited through its forward, its bits
-counted in its files.
+It reads the unquantized checkpoint in the folder ``model`` and writes one that transformers or
+GPTQModel loads, or one GGUF file, to the folder ``out`` or to a folder in it; ``texts`` are token
+ids. ``qbench.made_copy`` calls it in a separate process, so a library may print and set what it
+likes. The folder is then a published copy: loaded, audited through its forward, its bits counted in
+its files.
 
 If the checkpoint was trained with another attention function than softmax, transformers loads
 ``model`` with that function, by the key ``attn_implementation`` of its config.json.
