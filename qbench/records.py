@@ -328,13 +328,13 @@ class ConfidenceBin(RecordModel):
 
 
 class Distributions(RecordModel):
-    """Changes over every scored token. ``target_change``: of its log-probability, in nats."""
+    """Changes over every scored token; the last two fields are in earlier records only."""
 
     tokens: int
     kl: Divergence
     top1_agreement: float
-    by_confidence: tuple[ConfidenceBin, ...] = ()  # empty in older records
-    target_change: Ratio
+    by_confidence: tuple[ConfidenceBin, ...] = ()
+    target_change: Ratio | None = None
 
 
 class Flips(RecordModel):

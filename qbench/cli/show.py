@@ -142,16 +142,13 @@ def cell_text(record: Record) -> str:
 
 
 def _damage(damage: Damage) -> list[dict[str, Any]]:
-    """Return a row per task: KL divergence in nats per token, over all tokens and by the
-    probability that the unquantized model gives its likeliest token."""
-    rows = []
-    for task, measured in damage.tasks.items():
-        if (spread := measured.distributions) is not None:
-            row = {"task": task, "mean KL": spread.kl.mean, "KL p99": spread.kl.p99,
-                   "same top token": spread.top1_agreement}  # fmt: skip
-            bins = {f"KL at {bin.low:g} to {bin.high:g}": bin.kl for bin in spread.by_confidence}
-            rows.append(row | bins)
-    return rows
+    """Return a row per task: KL divergence in nats per token, and agreement."""
+    return [
+        {"task": task, "mean KL": spread.kl.mean, "KL p99": spread.kl.p99,
+         "same top token": spread.top1_agreement}
+        for task, measured in damage.tasks.items()
+        if (spread := measured.distributions) is not None
+    ]  # fmt: skip
 
 
 def _text(value: Any) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import math
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -440,8 +440,30 @@ def training_notes(comparison: Comparison) -> list[str]:
     """Return a note per pair of checkpoints that were trained differently in more than the
     normalizer, or one note that all were trained alike; nothing if that is not known."""
     trainings, groups = trained(comparison.records.values()), comparison.grid.replicates
-    lines = unlike(trainings, comparison.checkpoints, groups)
-    if lines or len(comparison.checkpoints) < 2 or trainings.keys() < {*comparison.checkpoints}:
+    base, *others = groups.values() or [(name,) for name in comparison.checkpoints]
+    kinds = [(kind[0], member) for kind in groups.values() for member in kind[1:]]
+    pairs = [(*pair, True) for pair in kinds]  # of one kind: their seeds differ too
+    pairs += [(*pair, False) for other in others for pair in zip(base, other, strict=False)]
+    lines = []
+    for first, other, seeds in pairs:
+        pair = trainings.get(first), trainings.get(other)
+        if None in pair:
+            continue
+        differing = [
+            f"{part} {_in_short(one)} and {_in_short(another)}"
+            for part, one, another in key_differences(*(each.in_common for each in pair))
+            if not (seeds and part == "seed")
+        ]
+        if differing:
+            lines.append(
+                f"{first} and {other} were trained differently, not in the normalizer alone: "
+                f"{'; '.join(differing)}."
+            )
+        if seeds and pair[0].normalizer != pair[1].normalizer:
+            lines.append(
+                f"{first} and {other} are listed as seeds of one kind, but have two normalizers."
+            )
+    if lines or not others or trainings.keys() < {*comparison.checkpoints}:
         return lines
     names = " and ".join(comparison.groups)
     return [
@@ -453,56 +475,6 @@ def training_notes(comparison: Comparison) -> list[str]:
 def trained(records: Iterable[Record]) -> dict[str, Trained]:
     """Return checkpoint → how it was trained, of those that say so."""
     return {record.checkpoint: record.training for record in records if record.training is not None}
-
-
-def unlike(
-    trainings: Mapping[str, Trained],
-    checkpoints: Sequence[str],
-    replicates: Mapping[str, tuple[str, ...]],
-) -> list[str]:
-    """Return a note per pair of checkpoints that were trained differently; the first of
-    ``checkpoints`` is the baseline."""
-    lines = []
-    for first, other, seeds in _pairs(checkpoints, replicates):
-        pair = trainings.get(first), trainings.get(other)
-        if None in pair:
-            continue
-        differing = training_differences(*pair, seeds=seeds)
-        if differing:
-            lines.append(
-                f"{first} and {other} were trained differently, not in the normalizer alone: "
-                f"{'; '.join(differing)}."
-            )
-        if seeds and pair[0].normalizer != pair[1].normalizer:
-            lines.append(
-                f"{first} and {other} are listed as seeds of one kind, but have two normalizers."
-            )
-    return lines
-
-
-def _pairs(
-    checkpoints: Sequence[str], replicates: Mapping[str, tuple[str, ...]]
-) -> Iterator[tuple[str, str, bool]]:
-    """Yield (checkpoint, another, whether they differ in the seed alone) of those that should be
-    alike."""
-    for members in replicates.values():
-        yield from ((members[0], member, True) for member in members[1:])
-    if not replicates:
-        yield from ((checkpoints[0], other, False) for other in checkpoints[1:])
-        return
-    base, *others = replicates.values()
-    for members in others:
-        yield from ((first, other, False) for first, other in zip(base, members, strict=False))
-
-
-def training_differences(first: Trained, second: Trained, *, seeds: bool) -> list[str]:
-    """Return what two trainings do not have in common beside their normalizers, a few words per
-    part; with ``seeds`` the seed may differ too."""
-    return [
-        f"{part} {_in_short(of_first)} and {_in_short(of_second)}"
-        for part, of_first, of_second in key_differences(first.in_common, second.in_common)
-        if not (seeds and part == "seed")
-    ]
 
 
 def _in_short(text: str) -> str:

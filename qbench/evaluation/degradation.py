@@ -6,7 +6,6 @@ document and token. Imports no torch.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -17,7 +16,6 @@ import pandas as pd
 from qbench.records import (
     DIVERGENCE_COLUMNS,
     TOKENS_KEPT,
-    ConfidenceBin,
     Distributions,
     Divergence,
     Ratio,
@@ -29,7 +27,6 @@ if TYPE_CHECKING:
 
 
 PERCENTILES = (90, 99, 99.9)
-CONFIDENCE_BINS = (0, 0.25, 0.5, 0.75, 0.95, 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,12 +41,10 @@ class Outcomes:
 
 
 def distributions(measured: pd.DataFrame) -> Distributions:
-    """Summarize a row per scored token with the columns ``kl``, ``change``, ``agrees``,
-    ``confidence`` and ``document``.
+    """Summarize a row per scored token with the columns ``kl``, ``agrees`` and ``document``.
 
-    ``kl`` is Σ p ln(p/q) over the vocabulary in nats, p unquantized, q quantized. ``target_change``
-    is the mean change of the scored token's log-probability; standard errors are over documents,
-    since tokens of one document are not independent.
+    ``kl`` is Σ p ln(p/q) over the vocabulary in nats, p unquantized, q quantized. Its standard
+    error is over documents, since tokens of one document are not independent.
     """
     kl, document = measured["kl"].to_numpy(), measured["document"].to_numpy()
     p90, p99, p99_9 = (float(p) for p in np.percentile(kl, PERCENTILES))
@@ -57,7 +52,7 @@ def distributions(measured: pd.DataFrame) -> Distributions:
         tokens=len(kl),
         kl=Divergence(
             mean=float(kl.mean()),
-            mean_stderr=_mean(document, kl).stderr,
+            mean_stderr=_stderr_of_mean(document, kl),
             median=float(np.median(kl)),
             p90=p90,
             p99=p99,
@@ -65,31 +60,7 @@ def distributions(measured: pd.DataFrame) -> Distributions:
             largest=float(kl.max()),
         ),
         top1_agreement=float(measured["agrees"].to_numpy().mean()),
-        by_confidence=_by_confidence(measured),
-        target_change=_mean(document, measured["change"].to_numpy()),
     )
-
-
-def _by_confidence(measured: pd.DataFrame) -> tuple[ConfidenceBin, ...]:
-    """Return KL divergence and agreement by the unquantized model's probability of its likeliest
-    token; the last bin includes 1. A model that is sure has little to lose.
-    """
-    bins = []
-    names = ("confidence", "kl", "agrees")
-    confidence, kl, agrees = (measured[name].to_numpy() for name in names)
-    for low, high in itertools.pairwise(CONFIDENCE_BINS):
-        within = (confidence >= low) & ((confidence < high) | (high == CONFIDENCE_BINS[-1]))
-        count = int(within.sum())
-        bins.append(
-            ConfidenceBin(
-                low=low,
-                high=high,
-                tokens=count,
-                kl=float(kl[within].mean()) if count else None,
-                top1_agreement=float(agrees[within].mean()) if count else None,
-            )
-        )
-    return tuple(bins)
 
 
 def divergence_table(
@@ -119,10 +90,10 @@ def divergence_table(
     )
 
 
-def _mean(document: np.ndarray, values: np.ndarray) -> Ratio:
-    """Return the mean over tokens; its standard error is over the documents that they belong to."""
+def _stderr_of_mean(document: np.ndarray, values: np.ndarray) -> float | None:
+    """Return the standard error of the mean over tokens, over the documents that they belong to."""
     _, indexes = np.unique(document, return_inverse=True)
-    return ratio(np.bincount(indexes, values.astype(np.float64)), np.bincount(indexes))
+    return ratio(np.bincount(indexes, values.astype(np.float64)), np.bincount(indexes)).stderr
 
 
 def ratio(values: np.ndarray, weights: np.ndarray) -> Ratio:

@@ -179,10 +179,9 @@ class KLObserver:
     """An observer that compares a quantized model's distributions with those of ``base``. Tasks
     that ``base`` lacks are not compared.
 
-    ``divergences``: a table a task, a row a scored token. ``kl`` in nats; ``agrees`` on the
-    likeliest token; ``confidence``, the unquantized model's probability of its likeliest token;
-    ``change`` of the target's log-probability in nats; the ``document`` and ``request`` that the
-    token, with the id ``token``, belongs to.
+    ``divergences``: a table per task, a row per scored token. ``kl`` in nats; ``agrees`` on the
+    likeliest token; ``change`` of the target's log-probability in nats; the ``document`` and
+    ``request`` that the token, with the id ``token``, belongs to.
     """
 
     def __init__(self, base: BaselineHiddenStates) -> None:
@@ -206,8 +205,8 @@ class KLObserver:
         self._request = np.repeat([instance.idx for instance in instances], lengths)
         tokens = len(self._task.token)
         assert tokens == len(self._document), "both cells' keys say what is asked"
-        # kl, agrees, confidence, change, and of answers margin
-        rows = 5 if self._name == ANSWERS else 4
+        # kl, agrees, change, and of answers margin
+        rows = 4 if self._name == ANSWERS else 3
         self._values = torch.full((rows, tokens), torch.nan, device=device)
 
     def batch(
@@ -230,16 +229,16 @@ class KLObserver:
             low, high = np.searchsorted(rows, (part.first, part.last))
             row, index, token = entries[:, low:high]
             unquantized = logits_of(part.first, part.last)
-            self._values[:4, index] = _compare(unquantized, part, row - part.first, token)
-            if len(self._values) == 5:
-                self._values[4, index] = _margin(part.logits, row - part.first, token)
+            self._values[:3, index] = _compare(unquantized, part, row - part.first, token)
+            if len(self._values) == 4:
+                self._values[3, index] = _margin(part.logits, row - part.first, token)
 
         return measure
 
     def end(self) -> None:
         if self._task is None:
             return
-        kl, agrees, confidence, change, *margin = self._values.cpu().numpy()
+        kl, agrees, change, *margin = self._values.cpu().numpy()
         if bad := int((~np.isfinite(kl)).sum()):
             raise EvaluationError(
                 f"{self._name}: the divergence of {bad} of {len(kl)} tokens is not a number; the "
@@ -249,7 +248,6 @@ class KLObserver:
             {
                 "kl": kl,
                 "agrees": agrees == 1,
-                "confidence": confidence,
                 "change": change,
                 "document": self._document,
                 "request": self._request,
@@ -272,7 +270,7 @@ def _margin(logits: Tensor, row: Tensor, token: Tensor) -> Tensor:
 
 
 def _compare(before: Tensor, part: LogitsPart, row: Tensor, token: Tensor) -> Tensor:
-    """Return kl, agrees, confidence and change [4, M] of the scored tokens with the ids ``token``
+    """Return kl, agrees and change [3, M] of the scored tokens with the ids ``token``
     [M] in the rows ``row`` [M] of ``part``. ``before`` [R, V] are the unquantized logits.
     """
     after = part.log_probabilities
@@ -283,8 +281,6 @@ def _compare(before: Tensor, part: LogitsPart, row: Tensor, token: Tensor) -> Te
     change = -difference[row, token]
     top = before.argmax(dim=-1)
     agrees = (top == part.logits.argmax(dim=-1))[row]
-    p = log_p.exp_()
-    confidence = p.gather(1, top[:, None])[row, 0]
     # Σ p ln(p/q); rounding alone can bring it below 0.
-    kl = p.mul_(difference).sum(dim=-1).clamp_(min=0.0)[row]
-    return torch.stack((kl, agrees.float(), confidence, change))
+    kl = log_p.exp_().mul_(difference).sum(dim=-1).clamp_(min=0.0)[row]
+    return torch.stack((kl, agrees.float(), change))

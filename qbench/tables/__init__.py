@@ -9,7 +9,7 @@ from qbench.comparison.verdict import about, verdict
 from qbench.errors import RecipeError
 from qbench.tables.answers import answer_tables
 from qbench.tables.frames import comparison_csv, printed_table, seeds_csv
-from qbench.tables.scores import against_table, by_method, costs, tables_of
+from qbench.tables.scores import against_table, by_method, tables_of
 from qbench.tables.summary import precision_table
 from qbench.tables.table import Table, latex, markdown
 from qbench.text import for_markdown
@@ -34,8 +34,6 @@ def score_tables(comparison: Comparison) -> list[Table]:
     tables = precision_table(comparison)
     for method in by_method(comparison):
         tables += tables_of(method)
-        if len(comparison.checkpoints) > 1:
-            tables += costs(method)
     return [*tables, *against_table(comparison), *answer_tables(comparison)]
 
 

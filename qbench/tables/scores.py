@@ -1,4 +1,4 @@
-"""Build tables of scores with their footnotes: Δ, damage, what quantization changed.
+"""Build tables of scores with their footnotes: Δ, damage, what quantization costs one model.
 
 Laid out as the softpick paper's tables 8 to 13: one table per quantization method.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean
 from textwrap import shorten
 from typing import TYPE_CHECKING
 
@@ -42,7 +41,6 @@ from qbench.records import (
     ANSWERS,
     KEY_DIGITS,
     GridCell,
-    GroupScore,
     Record,
     TaskDamage,
 )
@@ -329,7 +327,12 @@ def tables_of(method: MethodLines) -> list[Table]:
     if len(method.checkpoints) > 2:  # a table for each pair stays readable
         return [table for pair in _with_the_first(method) for table in tables_of(pair)]
     damaged = any(line.damages for line in method.lines)
-    if len(method.checkpoints) == 1 and (damaged or costs(method)):
+    compared = damaged or any(
+        method.comparison.task_damage(entry.cell, line.task)
+        for line in method.quantized
+        for entry in line.entries
+    )
+    if len(method.checkpoints) == 1 and compared:
         return _one_model(method)
     return [*_deltas(method), *_damages(method, method.quantized if damaged else [])]
 
@@ -469,12 +472,12 @@ def _one_model(method: MethodLines) -> list[Table]:
             "Damage": effect_text(effect, percent=line.percent),
             INTERVAL: interval_text(effect, percent=line.percent),
             AT_MOST: bound_text(effect, percent=line.percent),
-            **_cost_texts([comparison.task_damage(cell, line.task)], line.metric),
+            **_cost_texts(comparison.task_damage(cell, line.task), line.metric),
         }
         rows.append(
             {
                 **dict(_names(line)),
-                **_size_texts([comparison.records.get(cell)]),
+                **_size_texts(comparison.records.get(cell)),
                 "Score": entry_text(line.entries[0], line),
                 **(lost if line.quantized else dict.fromkeys(lost, "")),
                 "Documents": documents_text(line),
@@ -495,83 +498,29 @@ def _one_model(method: MethodLines) -> list[Table]:
     )
 
 
-def costs(method: MethodLines) -> list[Table]:
-    """Return the table of what quantization changed, a row per checkpoint; of several trainings
-    of one kind the means, and their flips together."""
-    comparison, flipped = method.comparison, _flip_metrics(method.comparison)
-    groups = {**comparison.groups, **{name: (name,) for name in comparison.trained_once}}
-    rows, first = [], dict[str, str]()  # metric of each task
-    for line in method.quantized:
-        if line.metric != flipped.get(line.task, first.setdefault(line.task, line.metric)):
-            continue
-        for group, members in groups.items():
-            cells = [f"{member}/{line.quantizer}" for member in members]
-            damages = [comparison.task_damage(cell, line.task) for cell in cells]
-            if all(damages):
-                rows.append(
-                    {
-                        "Task": line.label,
-                        "Quantization": line_names(line)[2],
-                        "Checkpoint": group,
-                        **_size_texts([comparison.records[cell] for cell in cells]),
-                        **_cost_texts(damages, line.metric),
-                    }
-                )
-    if all(row["GiB"] == NO_VALUE for row in rows):
-        rows = [{name: text for name, text in row.items() if name != "GiB"} for row in rows]
-    several = " Of trainings of one kind: means, flips added." if comparison.grid.replicates else ""
-    names = ", ".join(map(metric_title, dict.fromkeys(flipped.values()))) or "no metric"
-    kl, flips = COST_NOTES
-    return from_rows(
-        rows,
-        title=f"{method.name}: what quantization changed",
-        notes=(kl, f"{flips[:-1]}, by {names}.{several}"),
-        **BY_TASK,
-    )
-
-
-def _flip_metrics(comparison: Comparison) -> dict[str, str]:
-    """Return task → the first of its metrics whose answers are right or wrong."""
-    metric_of_task: dict[str, str] = {}
-    for line in comparison.lines:
-        for entry in line.entries:
-            damage = comparison.task_damage(entry.cell, line.task)
-            if damage and line.metric in damage.flips:
-                metric_of_task.setdefault(line.task, line.metric)
-    return metric_of_task
-
-
-def _cost_texts(damages: Sequence[TaskDamage | None], metric: str) -> dict[str, str]:
-    """Return KL (mean, 99th percentile) and top-1 agreement as means, flips as the sum."""
-    distributions = [each.distributions for each in damages if each and each.distributions]
-    flips = [each.flips[metric] for each in damages if each and metric in each.flips]
-    complete = len(distributions) == len(damages)
-    lost, gained = (sum(getattr(f, n) for f in flips) for n in ("right_to_wrong", "wrong_to_right"))
-    same = fmean(each.top1_agreement for each in distributions) if complete else None
+def _cost_texts(damage: TaskDamage | None, metric: str) -> dict[str, str]:
+    """Return KL (mean, 99th percentile), flips and top-1 agreement."""
+    measured = damage.distributions if damage else None
+    flips = damage.flips.get(metric) if damage else None
     return {
-        "KL": significant(fmean(each.kl.mean for each in distributions)) if complete else NO_VALUE,
-        "KL p99": significant(fmean(each.kl.p99 for each in distributions))
-        if complete
-        else NO_VALUE,
-        "Flips": f"{lost} / {gained}" if len(flips) == len(damages) else NO_VALUE,
-        "Same top token": NO_VALUE if same is None else f"{100 * same:.1f} %",
+        "KL": significant(measured.kl.mean) if measured else NO_VALUE,
+        "KL p99": significant(measured.kl.p99) if measured else NO_VALUE,
+        "Flips": f"{flips.right_to_wrong} / {flips.wrong_to_right}" if flips else NO_VALUE,
+        "Same top token": f"{100 * measured.top1_agreement:.1f} %" if measured else NO_VALUE,
     }
 
 
-def _size_texts(records: Sequence[Record | None]) -> dict[str, str]:
-    """Return bits per weight and GiB, means."""
-    bits = [bits_per_weight(record) for record in records]
-    size = [gib(record) for record in records]
+def _size_texts(record: Record | None) -> dict[str, str]:
+    """Return bits per weight and GiB."""
+    bits, size = bits_per_weight(record), gib(record)
     return {
-        "Bits per weight": NO_VALUE if None in bits else f"{fmean(bits):.2f}",
-        "GiB": NO_VALUE if None in size else significant(fmean(size)),
+        "Bits per weight": NO_VALUE if bits is None else f"{bits:.2f}",
+        "GiB": NO_VALUE if size is None else significant(size),
     }
 
 
-def _score_text(score: RowValue | GroupScore | None, *, percent: bool) -> str:
+def _score_text(score: RowValue, *, percent: bool) -> str:
     """Return a score with its standard error."""
-    if score is None:
-        return NO_VALUE
     error = "" if score.stderr is None else f" ± {number(score.stderr, percent=percent)}"
     return number(score.value, percent=percent) + error
 

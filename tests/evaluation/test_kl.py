@@ -99,7 +99,6 @@ def test_it_is_the_divergence_of_full_logits(kind, mode, dtype, softmax_dtype):
     assert kl.mean == pytest.approx(expected.mean(), rel=1e-4)
     for ours_, percent in ((kl.median, 50), (kl.p90, 90), (kl.p99, 99), (kl.p99_9, 99.9)):
         assert ours_ == pytest.approx(np.percentile(expected, percent), rel=1e-4)
-    np.testing.assert_allclose(ours.confidence, p.exp().amax(-1).numpy(), rtol=1e-4)
     agrees = (before.table.argmax(-1) == after.table.argmax(-1)).numpy()
     assert (ours.agrees == agrees).all()
     assert not agrees.all()

@@ -153,5 +153,4 @@ def test_a_checkpoint_that_was_trained_once_is_shown_beside_the_first(tmp_path):
         "GPTQ over seeds: damage",
         "GPTQ: Δ = softpick − softmax.1",
         "GPTQ: damage, and softpick’s − softmax.1’s",
-        "GPTQ: what quantization changed",
     ]
