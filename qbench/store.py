@@ -42,7 +42,7 @@ import sys
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import partialmethod
+from functools import lru_cache, partialmethod
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
@@ -362,6 +362,16 @@ class Records(Generic[R]):
             groups[tasks[row].as_py(), metrics[row].as_py()] = (document, *values)
         return groups
 
+    def divergence_arrays(self, record: Record) -> tuple[np.ndarray, ...]:
+        """Return task and document as one text, KL divergence and scored tokens (NaN if they are
+        not known) of each row of ``divergences``, in a fifth of its time. Raises as it does."""
+        table = self._arrow(record, "divergences", read_dictionary=["task"])
+        tasks = table.unify_dictionaries()["task"].combine_chunks()
+        document, kl, tokens = (table[name].to_numpy() for name in ("document", "kl", "tokens"))
+        names = tuple(tasks.dictionary.to_pylist()) if len(table) else ()
+        codes = tasks.indices.to_numpy().astype("int64") if len(table) else document
+        return _names(names, codes.tobytes(), document.astype("int64").tobytes()), kl, tokens
+
     def _listed_twice(self, record: Record) -> DamagedError:
         path = self._table_path(record, "outcomes")
         return DamagedError(f"{path}: damaged: it lists a document twice; {RUN_AGAIN}")
@@ -415,6 +425,15 @@ class Records(Generic[R]):
         self.directory.mkdir(parents=True, exist_ok=True)
         with FileLock(self.directory / ".lock"):
             yield
+
+
+@lru_cache(maxsize=4)
+def _names(tasks: tuple[str, ...], codes: bytes, documents: bytes) -> np.ndarray:
+    """Return "task document" of each row; all cells of a folder have the same rows."""
+    import numpy as np
+
+    rows = zip(*(np.frombuffer(part, "int64").tolist() for part in (codes, documents)), strict=True)
+    return np.array([f"{tasks[code]} {document}" for code, document in rows], dtype=str)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from qbench.statistics import (
     KL_MEAN,
     Column,
     Effect,
+    LogMeans,
     Missing,
     Panel,
     SeedEffect,
@@ -108,7 +109,11 @@ def _losses(
     """Fill in what is inferred from the cells' ``terms``: the signed columns whose sum is a cell's
     loss."""
 
+    pairwise = LogMeans(columns if aggregation == KL_MEAN else {})
+
     def infer(signs: Signs) -> Effect | Missing:
+        if pairwise.takes(signs):
+            return pairwise.effect(signs)
         return effect(Panel.of({name: columns[name] for name in signs}), signs, aggregation)
 
     cells = {
@@ -206,10 +211,9 @@ def kl_column(store: Store, record: Record) -> Column | None:
         along = table[(table["task"] == ANSWERS) & (table["metric"] == "kl")]
         names = (ANSWERS + " " + along["document"].astype(str)).to_numpy(str)
         return Column.of(names, along["value"], along["weight"]) if len(along) else None
-    table = store.divergences(record)
-    tokens = table["tokens"].fillna(1).to_numpy(float)
-    names = table["task"].astype(str) + " " + table["document"].astype(str)
-    sums = Column.of(names.to_numpy(str), table["kl"].to_numpy(float) * tokens, tokens)
+    names, kl, tokens = store.divergence_arrays(record)
+    tokens = np.where(np.isnan(tokens), 1.0, tokens)
+    sums = Column.of(names, kl * tokens, tokens)
     scored = sums.weights > 0
     return Column(
         documents=sums.documents[scored],

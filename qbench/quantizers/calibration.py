@@ -377,11 +377,20 @@ def _pause(number: int, _: nn.Module, arguments: tuple) -> None:
 
 def _product(x: Tensor) -> Tensor:
     """Return xᵀ x of ``x`` [tokens, in], float32 [in, in]. Products of two 16-bit numbers are exact
-    in float32, so a GPU's tensor cores sum them directly, in a tenth of the time of float32."""
+    in float32, so a GPU's tensor cores sum them directly, in a tenth of the time of float32. A CPU
+    computes the upper half alone, in strips: 0.65 of the time at 1,536 columns."""
     if x.is_cuda and len(x) and x.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(x.T, x, out_dtype=torch.float32)
     x = x.float()
-    return x.T @ x
+    if x.is_cuda:
+        return x.T @ x
+    width = x.shape[1]
+    product, step = x.new_empty(width, width), max(256, -(-width // 4))
+    for start in range(0, width, step):
+        strip = slice(start, start + step)
+        rows = x[:, strip].T @ x[:, start:]
+        product[strip, start:], product[start:, strip] = rows, rows.T
+    return product
 
 
 def _blocks(model: nn.Module, layers: dict[str, nn.Linear]) -> tuple[str, nn.ModuleList]:

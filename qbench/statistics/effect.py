@@ -21,6 +21,8 @@ from qbench.statistics.panel import (
     INFLUENCE,
     KL_MEAN,
     LOG_MEAN,
+    MOST_DOCUMENTS,
+    ROUNDING,
     Column,
     Counts,
     Floats,
@@ -29,10 +31,12 @@ from qbench.statistics.panel import (
     as_scored,
     detectable_mean,
     effective_documents,
+    error_of,
     estimate_contrast,
     is_logarithm,
     score_interval,
     score_p,
+    shares,
     studentize,
     studentize_log_mean,
 )
@@ -147,7 +151,7 @@ def effect(panel: Panel, signs: Mapping[object, float], aggregation: str) -> Eff
     sign = np.array(list(signs.values()), dtype=float)
     if reason := _unusable(values, weights, aggregation):
         return Missing(reason=reason)
-    estimate, stderr, shares = estimate_contrast(values, weights, sign, aggregation)
+    estimate, stderr, terms = estimate_contrast(values, weights, sign, aggregation)
     kind: Kind = "log ratio" if is_logarithm(aggregation) else "difference"
     about = {"kind": kind, "documents": panel.documents}
     if (observed := _counts(values, weights, sign, aggregation)) is not None:
@@ -158,25 +162,11 @@ def effect(panel: Panel, signs: Mapping[object, float], aggregation: str) -> Eff
     if aggregation == LOG_MEAN and 0 < changed < FEW_CHANGES:  # of answers' lengths, not of KL
         return Missing(reason=_few(changed, panel.documents), estimate=estimate, kind=kind)
     if aggregation == LOG_MEAN:
-        studentized = studentize_log_mean(values, sign, kl=kl, contrast=(estimate, stderr, shares))
+        studentized = studentize_log_mean(values, sign, kl=kl, contrast=(estimate, stderr, terms))
     else:
         studentized = _studentized(values, weights, sign, aggregation, estimate, stderr)
     if studentized is not None:
-        low, high = studentized.interval(CONFIDENCE)
-        return Effect(
-            **about,
-            interval=Interval(estimate=estimate, low=low, high=high, stderr=stderr),
-            # In simulations where damage grows with a page's length these ends cover 94 % or more,
-            # the bootstrap-t's own one-sided bounds 91 to 95 %.
-            bounds=(low, high),
-            test="bootstrap-t",
-            p=studentized.p(),
-            size_at=lambda level: (
-                detectable_by_t(studentized.stderr, studentized.freedom, level)
-                + max(studentized.missed)
-            ),
-            upper_at=lambda level: studentized.interval(1 - level)[1],
-        )
+        return _by_bootstrap(studentized, stderr, about)
     if kind == "difference" and changed < min(FEW_CHANGES, panel.documents):
         return Missing(reason=_few(changed, panel.documents), estimate=estimate, kind=kind)
     freedom = effective_documents(weights) - 1
@@ -184,6 +174,46 @@ def effect(panel: Panel, signs: Mapping[object, float], aggregation: str) -> Eff
     if aggregation in LOG_SCALE:
         grain = max(stderr, RESOLUTION * math.sqrt(panel.documents) / weights.sum(axis=0).min())
     return _by_t(estimate, stderr, freedom, about, grain)
+
+
+class LogMeans:
+    """Computes what ``effect`` does with ``KL_MEAN``, to the bit, for differences of many columns
+    on the same documents, whose sums and shares are computed once: 99 precisions have 4,851 pairs.
+    ``takes`` are the columns that it can compare."""
+
+    def __init__(self, columns: Mapping[object, Column]) -> None:
+        self._columns: dict[object, Column] = {}
+        self._shares: dict[object, Floats] = {}
+        self._sizes: dict[object, float] = {}  # of the shares
+        for name, column in columns.items():
+            first = next(iter(self._columns.values()), column)
+            values, weights = column.values[:, None], column.weights[:, None]
+            many = len(values) > MOST_DOCUMENTS and column.documents is first.documents
+            if many and np.all(weights == 1) and not _unusable(values, weights, LOG_MEAN):
+                terms = shares(values, weights, np.ones(1), LOG_MEAN)
+                self._columns[name], self._shares[name] = column, terms
+                self._sizes[name] = error_of(terms)
+
+    def takes(self, signs: Mapping[object, float]) -> bool:
+        return list(signs.values()) == [1.0, -1.0] and all(name in self._columns for name in signs)
+
+    def effect(self, signs: Mapping[object, float]) -> Effect | Missing:
+        """Return the effect of ``signs``, two columns that ``takes`` accepts."""
+        values = np.array([self._columns[name].values for name in signs]).T
+        terms = np.subtract(*(self._shares[name] for name in signs))
+        sign, documents = np.array([1.0, -1.0]), len(values)
+        estimate, stderr = float(np.log(values.sum(axis=0) / documents) @ sign), error_of(terms)
+        if stderr <= ROUNDING * math.hypot(*(self._sizes[name] for name in signs)):
+            stderr = 0.0
+        about = {"kind": "log ratio", "documents": documents}
+        changed = int(np.count_nonzero(values[:, 0] != values[:, 1]))
+        if 0 < changed < FEW_CHANGES:
+            return Missing(reason=_few(changed, documents), estimate=estimate, kind="log ratio")
+        contrast = estimate, stderr, terms
+        studentized = studentize_log_mean(values, sign, kl=True, contrast=contrast)
+        if studentized is None:
+            return _by_t(estimate, stderr, documents - 1.0, about, stderr)
+        return _by_bootstrap(studentized, stderr, about)
 
 
 def score(panel: Panel, name: object, aggregation: str) -> Interval | None:
@@ -277,6 +307,24 @@ def _studentized(
         return None
     total = values @ (INFLUENCE[aggregation] * sign)
     return studentize(total, weights[:, 0], estimate=estimate, stderr=stderr)
+
+
+def _by_bootstrap(studentized: Studentized, stderr: float, about: dict) -> Effect:
+    low, high = studentized.interval(CONFIDENCE)
+    return Effect(
+        **about,
+        interval=Interval(estimate=studentized.estimate, low=low, high=high, stderr=stderr),
+        # In simulations where damage grows with a page's length these ends cover 94 % or more, the
+        # bootstrap-t's own one-sided bounds 91 to 95 %.
+        bounds=(low, high),
+        test="bootstrap-t",
+        p=studentized.p(),
+        size_at=lambda level: (
+            detectable_by_t(studentized.stderr, studentized.freedom, level)
+            + max(studentized.missed)
+        ),
+        upper_at=lambda level: studentized.interval(1 - level)[1],
+    )
 
 
 def _by_t(estimate: float, stderr: float, freedom: float, about: dict, grain: float) -> Effect:

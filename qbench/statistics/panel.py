@@ -166,8 +166,8 @@ def estimate_contrast(
     ratio = total / weight
     by_column = _shares(values, weights, sign, aggregation)
     terms = by_column.sum(axis=1)
-    stderr = _length(terms)
-    stderr = 0.0 if stderr <= ROUNDING * _length(by_column) else stderr
+    stderr = error_of(terms)
+    stderr = 0.0 if stderr <= ROUNDING * error_of(by_column) else stderr
     if aggregation == LOG_MEAN:
         return float(np.log(ratio) @ sign), stderr, terms
     slope = INFLUENCE[aggregation]
@@ -186,7 +186,8 @@ def effective_documents(weights: Floats) -> float:
     return max(2.0, float(np.min(weights.sum(axis=0) ** 2 / np.sum(weights**2, axis=0))))
 
 
-def _length(terms: Floats) -> float:
+def error_of(terms: Floats) -> float:
+    """Return the standard error from documents' shares of it, ``terms`` [documents]."""
     documents = len(terms)
     return math.sqrt((documents - 1) / documents * float(np.sum(terms**2)))
 

@@ -10,6 +10,7 @@ from scipy import stats
 from qbench.statistics import (
     KL_MEAN,
     Column,
+    LogMeans,
     Missing,
     Panel,
     Regression,
@@ -151,6 +152,30 @@ def test_intervals_allow_for_documents_with_much_kl_that_a_sample_has_missed():
 
 def test_a_kl_of_0_has_no_logarithm():
     assert effect(panel(np.zeros(20), np.ones(20)), TWO, KL_MEAN).reason == "a KL divergence is 0"
+
+
+PAIRS = {"other": 1_500, "alike": 0, "a few documents": 7, "in rounding alone": -1}
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+def test_pairs_of_many_columns_are_the_effects_of_two_to_the_bit(kind):
+    rng, documents = np.random.default_rng(6), np.arange(1_500)
+    new, old = divergences(rng, 1_500)
+    kept = slice(PAIRS[kind], None)
+    new[kept] = old[kept] if PAIRS[kind] >= 0 else new[kept]
+    if kind == "in rounding alone":
+        new = old * (1 + 1e-16 * rng.integers(-1, 2, 1_500))
+    ones = np.ones(1_500)
+    columns = {
+        name: Column(documents=documents, values=values, weights=ones)
+        for name, values in {"new": new, "old": old}.items()
+    }
+    pairs, expected = LogMeans(columns), effect(Panel.of(columns), TWO, KL_MEAN)
+    assert pairs.takes(TWO)
+    assert pairs.effect(TWO) == expected
+    assert not pairs.takes({"new": 1.0})
+    zero = columns | {"none": Column(documents=documents, values=0 * ones, weights=ones)}
+    assert not LogMeans(zero).takes({"new": 1.0, "none": -1.0})
 
 
 # Metrics over all documents at once, and values without known ends
