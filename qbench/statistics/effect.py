@@ -36,7 +36,6 @@ from qbench.statistics.panel import (
     is_logarithm,
     score_interval,
     score_p,
-    shares,
     studentize,
     studentize_log_mean,
 )
@@ -190,9 +189,8 @@ class LogMeans:
             values, weights = column.values[:, None], column.weights[:, None]
             many = len(values) > MOST_DOCUMENTS and column.documents is first.documents
             if many and np.all(weights == 1) and not _unusable(values, weights, LOG_MEAN):
-                terms = shares(values, weights, np.ones(1), LOG_MEAN)
-                self._columns[name], self._shares[name] = column, terms
-                self._sizes[name] = error_of(terms)
+                _, size, terms = estimate_contrast(values, weights, np.ones(1), LOG_MEAN)
+                self._columns[name], self._shares[name], self._sizes[name] = column, terms, size
 
     def takes(self, signs: Mapping[object, float]) -> bool:
         return list(signs.values()) == [1.0, -1.0] and all(name in self._columns for name in signs)
