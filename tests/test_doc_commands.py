@@ -18,7 +18,8 @@ DOCS = sorted(path.name for path in (ROOT / "docs").glob("*.md") if path.name !=
 PAGES = ("README.md", *(f"docs/{name}" for name in DOCS))
 # run elsewhere: tests/gate/test_ci.py, tests/test_transcripts.py; or need a GPU machine
 RUN_HERE = re.compile(
-    r"(tables|show|explain|export) results/pair-27m|view results/pair-27m --export|plan recipes/demo"
+    r"(tables|show|explain|export) results/pair-27m|view results/pair-27m --export|"
+    r"plan recipes/demo"
 )
 
 
