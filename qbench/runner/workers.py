@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor
@@ -37,6 +38,7 @@ from qbench.progress import Progress
 EXECUTORS: Registry[Callable[[str], Executor]] = Registry("executor")
 
 PRELOAD = "qbench.runner.preload"
+LONGEST_FOLDER = 70  # bytes of the path of temporary files
 _starting = threading.Lock()
 
 
@@ -108,8 +110,10 @@ class Workers(Executor):
 
     def __init__(self, slots: Sequence[int], *, device: str) -> None:
         assert slots
-        # transformers starts the GPU's driver when it is imported, and no fork can use it then
-        self._forked = sys.platform == "linux" and device == "cpu"
+        # transformers starts the GPU's driver when it is imported, and no fork can use it then; the
+        # path of the fork server's socket has at most 107 bytes
+        short = len(os.fsencode(tempfile.gettempdir())) <= LONGEST_FOLDER
+        self._forked = sys.platform == "linux" and device == "cpu" and short
         start_tracker()
         if self._forked:
             start_forkserver(len(slots))

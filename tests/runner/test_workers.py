@@ -88,6 +88,13 @@ def test_a_fork_server_that_dies_while_a_process_starts_breaks_that_call_alone(m
         assert executor.submit(os.getpid).result(timeout=PATIENCE)
 
 
+def test_processes_start_where_the_path_of_temporary_files_is_long(monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", "/tmp/" + "x" * 120)
+    monkeypatch.setattr("qbench.runner.workers.PRELOAD", "qbench.progress")  # imports no torch
+    with Workers([0], device="cpu") as executor:
+        assert executor.submit(abs, -3).result(timeout=PATIENCE) == 3
+
+
 def test_processes_that_are_told_to_end_do_so_in_whatever_they_do():
     executor = Workers([0, 0], device="cpu")
     pid = executor.submit(os.getpid).result(timeout=PATIENCE)
