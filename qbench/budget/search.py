@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib import rc_context
-from matplotlib.colors import LogNorm
+from matplotlib.colors import BoundaryNorm, ListedColormap
 from matplotlib.figure import Figure
 
 from qbench.budget.choose import (
@@ -39,6 +39,7 @@ from qbench.statistics import KL_MEAN, Effect, Missing, Panel, adjust, effect
 from qbench.store import Store
 from qbench.viewer.figures import COLOURS, MARKERS, STYLE
 
+WIDTHS = ("#fde725", "#5ec962", "#21918c", "#3b528b", "#440154")  # of 2, 3, 4, 8 and 16 bits
 CURVE = [2.5 + step / 8 for step in range(29)]  # bits per weight, to 6
 
 
@@ -252,34 +253,41 @@ def draw(results: Mapping[str, Any]) -> Figure:
     """Return a figure: KL against bits per weight on the search's text, of mixes and of uniform
     columns; below, the bits of each layer of each mix."""
     mixes = results["mixes"]
-    figure = Figure(figsize=(7.2, 3.4 + 1.5 * len(mixes)), layout="constrained")
-    top, *charts = figure.subplots(
-        1 + len(mixes), 1, height_ratios=[3.2, *(1.4 for _ in mixes)], squeeze=False
-    )[:, 0]
-    curve = [(x, y) for x, y in results["curve"] if y > 0]
-    top.plot(*zip(*curve, strict=True), color="0.6", linewidth=1,
-             label="mix: sum of the layers’ costs") if curve else None  # fmt: skip
-    top.plot([m["bits"] for m in mixes], [m["kl"] for m in mixes], "o-", color="black",
-             label="mix: measured")  # fmt: skip
+    figure = Figure(figsize=(7.2, 3.4 + 1.25 * len(mixes)), layout="constrained")
+    heights = [3.2, *(1.2 for _ in mixes)]
+    (top,), *charts = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)
+    sizes = {each["label"]: (each["bits"], each["kl"]) for each in results["uniform"]}
+    lines = {
+        "mix: sum of the layers’ costs": (results["curve"], "-", "0.6"),
+        "best uniform column": ([sizes[m["best_uniform"]] for m in mixes if m["best_uniform"]],
+                                "--", "0.6"),
+        "mix: measured": ([(m["bits"], m["kl"]) for m in mixes], "o-", "black"),
+    }  # fmt: skip
+    for label, (points, style, colour) in lines.items():
+        x, y = np.reshape([p for p in sorted(points) if p[1] > 0], (-1, 2)).T
+        top.plot(x, y, style, color=colour, label=label)
     families: dict[str, list[tuple[float, float]]] = {}
-    for each in results["uniform"]:
-        families.setdefault(each["label"].partition("-")[0], []).append((each["bits"], each["kl"]))
-    for place, (family, points) in enumerate(families.items()):
-        top.plot(*zip(*sorted(points), strict=True), linestyle="none",
-                 marker=MARKERS[place + 1], color=COLOURS[place], label=family)  # fmt: skip
+    for label, point in sizes.items():
+        families.setdefault(label.partition("-")[0], []).append(point)
+    for marker, colour, family in zip(MARKERS[1:], COLOURS, families, strict=False):
+        top.plot(*zip(*families[family], strict=True), marker, color=colour, label=family)
     top.set(xlabel="bits per weight", ylabel="KL (nats per token)", yscale="log")
     top.grid(visible=True)
     top.legend()
-    for axes, mix in zip(charts, mixes, strict=True):
-        rows = {shared.rpartition(".")[2]: names for shared, names in alike(mix["layers"]).items()}
+    for (axes,), mix in zip(charts, mixes, strict=True):
+        rows = alike(mix["layers"])
+        alone = [f"; {n} {mix['layers'][n][1]:.2f}" for n in rows if "*" not in n]
+        rows = {n.rpartition(".")[2]: names for n, names in rows.items() if "*" in n}
         grid = np.full((len(rows), max(map(len, rows.values()))), np.nan)
         for row, names in enumerate(rows.values()):
             grid[row, : len(names)] = [mix["layers"][name][1] for name in names]
-        image = axes.imshow(grid, norm=LogNorm(2, 16), interpolation="nearest")
+        norm = BoundaryNorm([2, 3, 4, 6, 10, 17], 5)
+        image = axes.imshow(grid, cmap=ListedColormap(WIDTHS), norm=norm, interpolation="nearest")
         axes.set_yticks(range(len(rows)), list(rows), fontsize=6)
-        axes.set_title(f"{mix['label']}: bits per weight of each layer")
-        bar = figure.colorbar(image, ax=axes, ticks=[2, 3, 4, 8, 16])
-        bar.ax.set_yticklabels(["2", "3", "4", "8", "16"])
-        bar.ax.minorticks_off()
-    charts[-1].set_xlabel("decoder layer") if charts else None
+        axes.set_title(f"{mix['label']}: width of each layer{''.join(alone)}")
+    if charts:
+        charts[-1][0].set_xlabel("decoder layer")
+        bar = figure.colorbar(image, ax=[axes for (axes,) in charts], spacing="uniform", aspect=40,
+                              ticks=[2.5, 3.5, 5, 8, 13.5])  # fmt: skip
+        bar.ax.set_yticklabels(["2 bits", "3", "4", "8", "16"])
     return figure
