@@ -515,9 +515,9 @@ def _cell(
     quantization, copy = find_copy(column.quantization, name, checkpoint, shapes, device)
     config = in_transformers_words(checkpoint.config)
     reasons = []
-    if (weights := quantization.weights) is not None and shapes:
-        ends = end_shapes(checkpoint).items()
-        shapes = {**shapes, **{n: shape for n, shape in ends if weights.names_end(n)}}
+    if shapes and quantization.weights is not None:
+        names = quantization.weights.end_names
+        shapes = shapes | {n: s for n, s in end_shapes(checkpoint).items() if n in names}
     try:
         quantization = quantization.fitted(shapes)
         quantization.check(config, device)

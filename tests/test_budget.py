@@ -256,10 +256,12 @@ def test_a_budget_that_cannot_work_is_refused_in_a_line(options, message, tmp_pa
     ],
 )
 def test_the_certificate_says_which_column_to_take(estimate, significant, words):
-    interval = SimpleNamespace(low=estimate - 0.1, high=estimate + 0.1, stderr=0.05)
+    interval = SimpleNamespace(
+        low=estimate - 0.1, high=estimate + 0.1, estimate=estimate, stderr=0.05
+    )
     answer = SimpleNamespace(
         kind="log ratio", estimate=estimate, interval=interval, significant=significant, mark="",
-        documents=300, family=2,
+        documents=300, family=2, p_holm=0.01,
     )  # fmt: skip
     records = tuple(
         SimpleNamespace(
@@ -268,8 +270,7 @@ def test_the_certificate_says_which_column_to_take(estimate, significant, words)
         )
         for name, b in (("mix", 3.5), ("gptq", 3.25))
     )
-    text = search.Comparison(answer=answer, records=records).text()
+    text = search.certificate(answer, *records)["text"]
     assert words in text
     assert text.endswith("take gptq.") == (not (significant and estimate < 0))
-    missing = search.Comparison(answer=Missing(reason="x"), records=records)
-    assert "no test: x" in missing.text()
+    assert "no test: x" in search.certificate(Missing(reason="x"), *records)["text"]

@@ -8,7 +8,6 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from qbench.budget.choose import (
 )
 from qbench.checkpoints.find import linear_shapes
 from qbench.comparison.losses import kl_column
-from qbench.comparison.wording import effect_text, interval_text, nats
+from qbench.comparison.wording import effect_text, interval_text
 from qbench.errors import RecipeError
 from qbench.files import write_atomically
 from qbench.plan import Plan
@@ -137,69 +136,54 @@ def _curve(costs: Costs) -> list[list[float]]:
 # The certificate
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Comparison:
-    """Holds the KL divergence of a mix over that of another column, on a run's documents.
-    ``records``: of both."""
-
-    answer: Effect | Missing
-    records: tuple[Record, Record]
-
-    def text(self) -> str:
-        """Return the certificate, a sentence."""
-        mix, other = (
-            f"{record.quantizer} ({record.audit.size.bits_per_weight:.2f} bits per weight, "
-            f"{record.audit.size.gib:.3g} GiB)"
-            for record in self.records
-        )
-        answer = self.answer
-        if isinstance(answer, Missing):
-            return f"{mix} against {other}: no test: {answer.reason}."
-        size = f"KL {effect_text(answer, percent=False).rstrip('‡')} "
-        size += interval_text(answer, percent=False).removeprefix("× ")
-        claim = "is not shown to be better than"
-        if answer.significant:
-            claim = f"is significantly {'better' if answer.estimate < 0 else 'worse'} than"
-        better = answer.significant and answer.estimate < 0
-        tests = f", Holm’s correction over {answer.family}" if answer.family > 1 else ""
-        text = f"{mix} {claim} {other}: {size}, {answer.documents:,} documents{tests}"
-        return f"{text}." if better else f"{text}; take {self.records[1].quantizer}."
-
-    def to_dict(self) -> dict[str, Any]:
-        parts: dict[str, Any] = {"text": self.text()}
-        for what, record in zip(("mix", "other"), self.records, strict=True):
-            size = record.audit.size
-            parts |= {what: record.quantizer, f"{what}_bits": size.bits_per_weight}
-            parts[f"{what}_gib"] = size.gib
-        if isinstance(self.answer, Effect):
-            interval = self.answer.interval
-            ends = {name: math.exp(getattr(interval, name)) for name in ("low", "high")}
-            parts |= {
-                "ratio": math.exp(interval.estimate), **ends, "p_holm": self.answer.p_holm,
-                "documents": self.answer.documents, "significant": self.answer.significant,
-            }  # fmt: skip
-        return parts
+def certificate(answer: Effect | Missing, mix: Record, other: Record) -> dict[str, Any]:
+    """Return the test of a mix's KL divergence against another column's on a run's documents as
+    plain JSON, with a sentence, ``text``, that says which of them to take."""
+    parts: dict[str, Any] = {}
+    texts = []
+    for what, record in {"mix": mix, "other": other}.items():
+        label, size = record.quantizer, record.audit.size
+        bits, gib = size.bits_per_weight, size.gib
+        parts |= {what: label, f"{what}_bits": bits, f"{what}_gib": gib}
+        texts.append(f"{label} ({bits:.2f} bits per weight, {gib:.3g} GiB)")
+    first, second = texts
+    if isinstance(answer, Missing):
+        return parts | {"text": f"{first} against {second}: no test: {answer.reason}."}
+    inner = answer.interval
+    low, ratio, high = map(math.exp, (inner.low, inner.estimate, inner.high))
+    better = bool(answer.significant and ratio < 1)
+    claim = "not shown to be better than"
+    if answer.significant:
+        claim = f"significantly {'better' if better else 'worse'} than"
+    shown = f"KL {effect_text(answer, percent=False).rstrip('‡')} "
+    shown += interval_text(answer, percent=False).removeprefix("× ")
+    shown += f", {answer.documents:,} documents"
+    shown += f", Holm’s correction over {answer.family}" if answer.family > 1 else ""
+    take = "" if better else f"; take {parts['other']}"
+    return parts | {
+        "text": f"{first} is {claim} {second}: {shown}{take}.",
+        "ratio": ratio, "low": low, "high": high, "p_holm": answer.p_holm,
+        "documents": answer.documents, "significant": answer.significant,
+    }  # fmt: skip
 
 
-def compare_with(store: Store, pairs: Sequence[tuple[str, str]]) -> list[Comparison]:
-    """Return the comparison of each (mix, other column) whose records are finished; p-values are
-    corrected over all of them."""
+def compare_with(store: Store, pairs: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
+    """Return the ``certificate`` of each (mix, other column) whose records are finished; p-values
+    are corrected over all of them."""
     records = {record.quantizer: record for record in store.records() if record.status == "ok"}
     pairs = [pair for pair in pairs if all(name in records for name in pair)]
     columns = {name: kl_column(store, records[name]) for pair in pairs for name in pair}
-    answers: list[Effect | Missing] = []
-    for mix, other in pairs:
-        both = {name: columns[name] for name in (mix, other)}
-        if None in both.values():
-            answers.append(Missing(reason="no KL divergence was measured"))
-        else:
-            answers.append(effect(Panel.of(both), {mix: 1.0, other: -1.0}, KL_MEAN))
+    answers: list[Effect | Missing] = [
+        Missing(reason="no KL divergence was measured")
+        if columns[mix] is None or columns[other] is None
+        else effect(Panel.of({name: columns[name] for name in (mix, other)}),
+                    {mix: 1.0, other: -1.0}, KL_MEAN)
+        for mix, other in pairs
+    ]  # fmt: skip
     tested = iter(adjust([each for each in answers if isinstance(each, Effect)]))
     answers = [next(tested) if isinstance(each, Effect) else each for each in answers]
-    return [
-        Comparison(answer=answer, records=(records[mix], records[other]))
-        for (mix, other), answer in zip(pairs, answers, strict=True)
-    ]
+    return [certificate(answer, *map(records.get, pair))
+            for answer, pair in zip(answers, pairs, strict=True)]  # fmt: skip
 
 
 def report(
@@ -209,32 +193,20 @@ def report(
     ``peers``; return the lines to print and the files that were written."""
     store, mixes = Store(folder), results["mixes"]
     pairs = [(mix["label"], mix["best_uniform"]) for mix in mixes if mix["best_uniform"]]
-    against = [(mix["label"], peer) for peer in peers for mix in mixes]
-    tests = {"certificates": compare_with(store, pairs), "peers": compare_with(store, against)}
-    results |= {name: [each.to_dict() for each in tests[name]] for name in tests}
+    results["certificates"] = compare_with(store, pairs)
+    results["peers"] = compare_with(store, [(m["label"], peer) for peer in peers for m in mixes])
     texts = {each["mix"]: each["text"] for each in results["certificates"]}
     lines = []
     for mix in mixes:
+        label, total, measured = mix["label"], mix["sum"], mix["kl"]
         nothing = "no uniform column is as small, so there is none to compare with."
         nothing = "not compared, since a cell failed." if mix["best_uniform"] else nothing
-        lines += [
-            texts.get(mix["label"], f"{mix['label']}: {nothing}"),
-            f"  {additivity(mix['sum'], mix['kl'])}",
-            f"  {mix['asks']}",
-        ]
-    lines += [each["text"] for each in results["peers"]]
-    return lines, write(folder, results)
-
-
-def additivity(total: float, measured: float) -> str:
-    """Return a sentence on the sum of single costs against the ``measured`` cost of the mix."""
-    if not total > 0:
-        return f"the layers' costs are within rounding, and the mix measures a KL of {measured:.2g}"
-    return (
-        f"the layers' costs, above the floor of rounding, sum to a KL of {nats(math.log(total))}, "
-        f"and the mix measures {nats(math.log(measured))} (× {measured / total:.2f}) on the text "
-        "of the search"
-    )
+        sums = "the layers' costs, above the floor of rounding, sum to a KL of "
+        sums += f"{total:.2g}, and the mix measures {measured:.2g}"
+        sums += f" (× {measured / total:.2f})" if total > 0 else ""
+        lines += [texts.get(label, f"{label}: {nothing}"), f"  {sums} on the text of the search",
+                  f"  {mix['asks']}"]  # fmt: skip
+    return [*lines, *(each["text"] for each in results["peers"])], write(folder, results)
 
 
 def write(folder: Path, results: Mapping[str, Any]) -> list[Path]:

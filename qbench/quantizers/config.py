@@ -233,10 +233,10 @@ class WeightSettings(Settings):
         if none are stated for it."""
         return self
 
-    def names_end(self, name: str) -> bool:
-        """Return whether the LM head or the embeddings are to be quantized too, by their full
-        ``name`` in the model."""
-        return False
+    @property
+    def end_names(self) -> tuple[str, ...]:
+        """Return the names of LM head and embeddings in the model that are quantized too."""
+        return ()
 
     def group_length(self, columns: int) -> int:
         """Return how many weights share a scale along a row of ``columns``."""

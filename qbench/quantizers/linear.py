@@ -65,8 +65,8 @@ def ends(model: nn.Module) -> dict[str, nn.Linear]:
 
 def named_ends(model: nn.Module, chosen: WeightSettings | None) -> dict[str, nn.Linear]:
     """Return those of the ``ends`` of ``model`` that the settings ``chosen`` quantize."""
-    layers = {} if chosen is None else ends(model)
-    return {name: layer for name, layer in layers.items() if chosen.names_end(name)}
+    names = () if chosen is None else chosen.end_names
+    return {n: layer for n, layer in ends(model).items() if n in names} if names else {}
 
 
 class QuantizedEmbedding(nn.Module):

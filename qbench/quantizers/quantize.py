@@ -364,7 +364,10 @@ def _replace_layers(model: PreTrainedModel, settings: WeightSettings, tensors: T
         build = partial(_build, backend(chosen).from_packed, chosen)
         if streamed is None:
             moved = {part: t.to(layer.weight.device) for part, t in modules.pop(name).items()}
-            for place, module in in_place(model, name, build(layer, moved)).items():
+            modules_in_place = in_place(model, name, build(layer, moved))
+            if len(modules_in_place) > 1:  # tie_weights() would look for the embeddings' parameter
+                model.config.get_text_config().tie_word_embeddings = False
+            for place, module in modules_in_place.items():
                 model.set_submodule(place, module)
         else:
             streamed.replace(name, modules.pop(name), build)

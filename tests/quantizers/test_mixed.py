@@ -109,6 +109,7 @@ def with_ends(kind, layers, folder):
 def test_named_head_and_embeddings_are_quantized_audited_and_counted_once(kind, layers, tmp_path):
     layers = {name: quantizer for name, quantizer in layers.items() if quantizer}
     original, model, chosen = with_ends(kind, layers, tmp_path)
+    model.tie_weights()  # as lm-eval does
     report = check(model, chosen, original)
     assert report.problems == ()
     named = [name for name in layers if "*" not in name]

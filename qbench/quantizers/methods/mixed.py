@@ -68,8 +68,9 @@ class Mixed(WeightSettings):
                 return replace(chosen, compute_dtype=self.compute_dtype)
         return None
 
-    def names_end(self, name: str) -> bool:
-        return any(names == name for names, _ in self.layers)
+    @property
+    def end_names(self) -> tuple[str, ...]:
+        return tuple(names for names, _ in self.layers if not set(names) & set("*?["))
 
     def by_settings(self, shapes: Shapes) -> list[tuple[str, WeightSettings, Shapes]]:
         """Return each pattern with its settings and the ``shapes`` of its layers."""
