@@ -62,6 +62,7 @@ def test_a_checkpoint_that_the_hub_refuses_is_one_line(monkeypatch, error, words
     (line,) = raised.value.lines
     start = "checkpoint owner/name: no such folder, and the hub did not give it at revision v1: "
     assert line.startswith(start + words)
+    assert line.endswith("--checkpoint NAME=FOLDER")
     assert hub.is_hub_error(error) == (not isinstance(error, ValueError))
 
 

@@ -50,18 +50,6 @@ def test_a_run_writes_records_tables_and_the_second_run_computes_nothing(tmp_pat
     assert capfd.readouterr().err.count("already there") == 4
 
 
-def test_force_runs_a_good_cell_again_and_only_picks_cells(tmp_path):
-    path, out = small_recipe(tmp_path, tasks=["demo_choice"]), tmp_path / "out"
-    options = ("--out", out, "--device", "cpu", "--only", "softmax/rtn-*")
-    qbench("run", path, *options)
-    (first,) = Store(out).records()
-    qbench("run", path, *options, "--force")
-    (second,) = Store(out).records()
-    assert second.finished > first.finished
-    assert second.scores == first.scores
-    assert "artifact reused" in {s.name: s.detail for s in second.stages}["quantize"]
-
-
 def test_a_good_record_stays_where_the_cell_is_forced_and_fails(tmp_path, monkeypatch, capfd):
     path, out = small_recipe(tmp_path, tasks=["demo_choice"]), tmp_path / "out"
     options = ("run", path, "--out", out, "--device", "cpu", "--only", "softmax/fp32")

@@ -73,16 +73,6 @@ def test_a_pickle_is_refused_with_the_way_to_convert_it(tmp_path):
         find(str(tmp_path))
 
 
-def test_a_source_that_is_neither_folder_nor_hub_id_is_refused():
-    with pytest.raises(CheckpointError, match="no such folder"):
-        find("./nowhere")
-
-
-def test_an_unreachable_hub_names_the_option_that_helps():
-    with pytest.raises(CheckpointError, match="--checkpoint NAME=FOLDER"):
-        find("nobody/no-such-model")
-
-
 def test_published_sizes_follow_from_the_configuration_as_upstream():
     for hidden, inner in ((1024, 2816), (2048, 5632), (384, 1024)):
         config = {**CONFIG, "hidden_size": hidden, "intermediate_size": None}
