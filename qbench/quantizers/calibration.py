@@ -261,7 +261,7 @@ class SequentialCalibrator:
                             tokens += count
                         tell((number + done / len(forwards)) / (len(layers) + 1))
                     if number < len(layers):
-                        yield None if total is None else total.mul_(2 / tokens)
+                        yield total.mul_(2 / tokens) if tokens else None
             for batch, before in enumerate(self._states):
                 output = _states(forwards[batch].output)
                 self._states[batch] = offload(self._model, output, before)
