@@ -3,7 +3,6 @@ folder that other libraries load."""
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Callable, Iterable
@@ -214,14 +213,14 @@ def write_model(measured: MeasuredCell, folder: Path, chosen: str | None) -> str
 
 
 def load_written(measured: MeasuredCell, folder: Path, chosen: str) -> nn.Module:
-    """Return the model of ``folder`` as a published copy of the cell's checkpoint; of HQQ, and of
-    GPTQ with settings by layer, as the library loads it."""
+    """Return the model of ``folder`` as a published copy of the cell's checkpoint; of HQQ as the
+    library loads it."""
     cell, device = measured.cell, str(measured.model.device)
     dtype = getattr(torch, cell.quantization.compute_dtype)
-    stated = json.loads((folder / "config.json").read_text()).get("quantization_config", {})
-    if chosen == "hqq" or stated.get("dynamic"):
-        load = _load_hqq if chosen == "hqq" else _load_gptq
-        model = load(str(folder), dtype, device)
+    if chosen == "hqq":
+        from hqq.models.hf.base import AutoHQQHFModel
+
+        model = AutoHQQHFModel.from_quantized(str(folder), compute_dtype=dtype, device=device)
         normalizer, _, implementation = measured.record.attention.partition("/")
         if normalizer != "native":
             set_attention(model, normalizer=normalizer, implementation=implementation)
@@ -232,19 +231,6 @@ def load_written(measured: MeasuredCell, folder: Path, chosen: str) -> nn.Module
         linear_shapes(cell.checkpoint), measured.model.device.type,
     )  # fmt: skip
     return load_copy(replace(cell, quantization=config, copy=copy), device, fallback=True)
-
-
-def _load_hqq(folder: str, dtype: torch.dtype, device: str) -> nn.Module:
-    from hqq.models.hf.base import AutoHQQHFModel
-
-    return AutoHQQHFModel.from_quantized(folder, compute_dtype=dtype, device=device)
-
-
-def _load_gptq(folder: str, dtype: torch.dtype, device: str) -> nn.Module:
-    from gptqmodel import BACKEND, GPTQModel
-
-    # its other kernels take no 2 or 3 bits, or are compiled for minutes
-    return GPTQModel.load(folder, device=device, dtype=dtype, backend=BACKEND.TORCH).model
 
 
 @torch.inference_mode()

@@ -50,8 +50,9 @@ NOISE_OF_HALF = 0.03
 # Our attention and a class's own round differently in every layer: on a CPU in float32 they agree;
 # elsewhere a difference of another function has to stand out.
 OURS_OF_HALF, OURS_ON_GPU, OURS_OF_FEW_BITS = 0.1, 0.01, 0.5
-# Formats that GPTQModel loads and transformers does not, with its kernel in torch for each
-GPTQMODELS_OWN = {"exl3": "exl3_torch", "paroquant": "paroquant_cuda"}
+# What GPTQModel loads and transformers does not, with its kernel in torch: two formats, and
+# GPTQ with settings by layer
+GPTQMODELS_OWN = {"exl3": "exl3_torch", "paroquant": "paroquant_cuda", "gptq": "gptq_torch"}
 ROUNDS_ACTIVATIONS = "qbench_rounds_activations"  # attribute of copies that do
 
 
@@ -290,12 +291,13 @@ def load_prequantized(
     """
     quantization = checkpoint.config["quantization_config"]
     method = str(quantization.get("quant_method"))
+    by_gptqmodel = method in GPTQMODELS_OWN and (method != "gptq" or quantization.get("dynamic"))
     with named(checkpoint.source):
         require_unchanged(checkpoint)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # libraries warn of what a plan has said already
-                load = _by_gptqmodel if method in GPTQMODELS_OWN else _by_transformers
+                load = _by_gptqmodel if by_gptqmodel else _by_transformers
                 model, report = load(checkpoint.folder, quantization, dtype, device, dequantize)
                 setattr(model, ROUNDS_ACTIVATIONS, rounds_activations)
                 _require_whole(quantization, report)  # before kernels read what is not there
@@ -312,7 +314,7 @@ def load_prequantized(
             if "above report" in why:  # which nobody sees
                 why = "its tensors do not fit its quantization_config; take another copy"
             raise UnavailableError(
-                f"{'GPTQModel' if method in GPTQMODELS_OWN else 'transformers'} cannot load this "
+                f"{'GPTQModel' if by_gptqmodel else 'transformers'} cannot load this "
                 f"{method} checkpoint here: {why}"
             ) from error
         headers = checkpoint.headers
@@ -356,6 +358,8 @@ def _by_gptqmodel(
 
     backend = BACKEND(GPTQMODELS_OWN[quantization["quant_method"]])
     model = GPTQModel.load(str(folder), backend=backend, dtype=dtype, device=device).model
+    if quantization["quant_method"] == "exl3":  # transformers, which lm-eval asks, does not know it
+        del model.config.quantization_config
     missing = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
     return model, {"missing_keys": missing, "mismatched_keys": []}
 

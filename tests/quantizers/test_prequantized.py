@@ -473,6 +473,8 @@ def ct(inputs=None, **more):
     ("method", "config", "bits", "activations", "invariant"),
     [
         ("gptq", {"bits": 3, "group_size": 64}, 3, None, True),
+        ("exl3", {"bits": 4.0}, 4, None, True),
+        ("paroquant", {"bits": 4, "krot": 8}, 4, None, True),
         ("bitsandbytes", {"load_in_4bit": True}, 4, None, True),
         ("bitsandbytes", {"load_in_8bit": True}, 8, 8, False),
         ("compressed-tensors", ct(), 8, None, True),
