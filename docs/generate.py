@@ -39,7 +39,7 @@ PAIRS = {  # folders that were measured on the same models
     "methods": ("methods", "methods-made"),
     "methods-27m": ("methods-27m", "methods-27m-made"),
     "gptq": ("gptq-library", "gptq-library-b"),
-    "gptq seeds": ("gptq-seeds", "gptq-seeds-b", "gptq-seeds-c"),
+    "gptq seeds": ("gptq-seeds", "gptq-seeds-b", "gptq-seeds-c", "gptq-seeds-d"),
     "kinds": ("kinds-27m", "kinds-27m-b", "kinds-27m-gate", "kinds-27m-gate-b"),
 }
 BUDGETS = {"smollm2": "SmolLM2-135M-Instruct", "gemma3": "Gemma 3 270M",
