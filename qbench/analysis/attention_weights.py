@@ -67,7 +67,7 @@ def chunks(call: Call) -> Iterator[tuple[Tensor, Tensor]]:
 
 @torch.no_grad()
 def measure_weights(call: Call) -> dict[str, Tensor]:
-    """Sums over every weight of ``call``, on its device.
+    """Return sums over every weight of ``call``, on its device.
 
     ``columns`` [B, H, T]: Σ over queries of the weight on each key; ``columns_gu``
     [B, H, POSITIONS]: on the first keys, over the first GU_LENGTH queries; both float64.

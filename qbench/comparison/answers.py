@@ -32,7 +32,7 @@ CLASSES = ("first token", "end", "template", "JSON", "code", "digits", "rest")
 
 @dataclass(frozen=True, slots=True)
 class TokenMeans:
-    """Means over the tokens of a class or of a range of positions; ``prompts`` have any."""
+    """Hold means over the tokens of a class or of a range of positions; ``prompts`` have any."""
 
     tokens: int
     prompts: int
@@ -42,7 +42,7 @@ class TokenMeans:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnswerDamage:
-    """What quantization changed in the answers of one cell.
+    """Hold what quantization changed in the answers of one cell.
 
     ``tokens`` are those of the unquantized model's answers. ``identical`` is the share of prompts
     with the same answer, ``agreed`` the median number of tokens before the cell's own answer

@@ -135,7 +135,7 @@ def right_answers(panel: Panel) -> NDArray | None:
 
 
 def _of_groups(record: Record, by_task: ByTask) -> dict[str, dict[str, Flips]]:
-    """The sums over the tasks of each group, if all of them have flips."""
+    """Return the sums over the tasks of each group, if all of them have flips."""
     sums: dict[str, dict[str, Flips]] = {}
     for group in record.groups:
         every = [by_task.get(task, {}).get(group.metric) for task in group.tasks]

@@ -71,8 +71,8 @@ def text(a: Record, b: Record) -> str:
 
 
 def find_cell(name: str) -> tuple[Store, Record]:
-    """The record called ``name``, a record's JSON file or DIR/CHECKPOINT/QUANTIZER, and the store
-    that it lies in.
+    """Return the store and the record called ``name``: a record's JSON file, or
+    DIR/CHECKPOINT/QUANTIZER.
 
     Raises ResultsError where there is none, naming the folder's cells, or it is damaged.
     """
@@ -127,7 +127,7 @@ class RowValue:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One metric of one task at one precision, over all checkpoints (the manifest's order).
+    """Hold one metric of one task at one precision, over all checkpoints (the manifest's order).
 
     ``intervals`` maps a checkpoint to its own score with an interval. ``deltas`` maps it to its Δ,
     itself minus the baseline checkpoint. ``damages`` maps it to its damage, and ``differences`` to

@@ -1,4 +1,4 @@
-"""Say the answer in a few sentences, the same in terminal, tables, report, viewer and Python.
+"""Say the answer in a few sentences, the same in terminal, tables, viewer and Python.
 
 The primary measure is KL divergence from the unquantized model over all tasks, documents weighted
 alike, or the score that the recipe names; losses in scores are secondary.

@@ -273,7 +273,7 @@ def _free(library: Any, batch: Any, context: Any, model: Any) -> None:
 
 
 def _silence(library: Any) -> None:
-    """llama.cpp prints hundreds of lines for each file: errors are kept, of the last file."""
+    """Keep the errors of the last file, and nothing else of what llama.cpp prints."""
     global _logger
 
     def keep(level: int, text: bytes, data: Any) -> None:

@@ -49,7 +49,8 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GateResult:
-    """One comparison with the baseline. Without ``task`` the whole cell could not be compared."""
+    """Hold one comparison with the baseline. Without ``task`` the whole cell could not be
+    compared."""
 
     cell: str
     task: str
@@ -68,7 +69,8 @@ class GateResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """All comparisons and the answer. ``exit_code``: 0 pass, 1 fail; unusable input raises (2)."""
+    """Hold all comparisons and the answer. ``exit_code`` is 0 for pass and 1 for fail; unusable
+    input raises (2)."""
 
     results: str
     baseline: str

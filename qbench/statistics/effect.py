@@ -70,7 +70,7 @@ class Interval:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tested:
-    """A contrast of scores with its interval, on the one scale on which it is tested.
+    """Hold a contrast of scores with its interval, on the one scale on which it is tested.
 
     ``kind`` says what ``interval`` is of: a ``difference`` in the units of the score, or, for
     perplexities and KL divergences, a ``log ratio``: the same contrast of their logarithms. A

@@ -111,7 +111,7 @@ class Panel:
 
     @classmethod
     def of(cls, columns: dict[object, Column]) -> Panel:
-        """Columns on the documents that all of them have."""
+        """Return the columns on the documents that all of them have."""
         first, *others = columns.values()
         shared = first.documents
         for column in others:

@@ -83,7 +83,8 @@ LEAST_CONFIDENCE = 1e-4  # p above one less this is 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SeedEffect(Tested):
-    """The mean of one contrast over trainings, with its 95 % interval over documents and seeds.
+    """Hold the mean of one contrast over trainings, with its 95 % interval over documents and
+    seeds.
 
     ``each``: the contrast of every training, by group where they are not pairs. ``of_seeds``: the
     share of the mean's variance that comes from the seeds, from 0 to 1.

@@ -44,13 +44,13 @@ COLUMNS = (
 
 
 def comparison_csv(comparison: Comparison) -> str:
-    """All scores of the grid in full precision and the record's units, failed and missing too.
+    """Return all scores of the manifest as CSV, in full precision and the record's units, failed
+    and missing ones too.
 
     ``did`` is the difference-in-differences. ``low`` and ``high`` of a perplexity are those of its
-    logarithm, as perplexities. Of perplexities ``delta`` is the raw difference, a
-    number alone; errors, intervals, damage and ``did`` are in the columns of the log ratio, and
-    ``detectable`` is a log ratio too. Text that a spreadsheet would
-    compute begins with an apostrophe.
+    logarithm, as perplexities. Of perplexities ``delta`` is the raw difference, a number alone;
+    errors, intervals, damage and ``did`` are in the columns of the log ratio, and ``detectable`` is
+    a log ratio too. Text that a spreadsheet would compute begins with an apostrophe.
     """
     in_parts = any(line.precision.in_parts for line in comparison.lines)
     columns = [column for column in COLUMNS if in_parts or column not in PRECISION]
@@ -257,7 +257,7 @@ class Results:
         from matplotlib.figure import Figure
 
         class Plot(Figure):
-            """A figure that notebooks show, though pyplot does not know it."""
+            """Draw itself in notebooks, though pyplot does not know it."""
 
             def _repr_png_(self) -> bytes:
                 image = io.BytesIO()

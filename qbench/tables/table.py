@@ -110,7 +110,7 @@ def as_csv(
     *,
     numbers: Sequence[str] = (),
 ) -> str:
-    """CSV with ``columns``, or those of the rows in the order in which they first come.
+    """Return CSV with ``columns``, or those of the rows in the order in which they first come.
 
     Text that a spreadsheet would compute begins with an apostrophe, but in columns of ``numbers``.
     Empty text without rows and columns."""

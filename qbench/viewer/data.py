@@ -82,7 +82,7 @@ def unreadable(store: Store) -> Mapping[str, str]:
 
 
 class Results:
-    """One results folder and its comparison.
+    """Hold one results folder and its comparison.
 
     Intervals and tests take seconds: a thread computes them for the newest ``version`` of the
     folder, one version after another, and ``overview`` says whether it has them.
@@ -98,7 +98,7 @@ class Results:
 
     @property
     def version(self) -> int:
-        """A number that changes when a file of the folder does."""
+        """Return a number that changes when a file of the folder does."""
         folder = self.store.directory
         files = [folder / "grid.json", *(folder / "records").glob("*/*/*.json")]
         files += (folder / "analysis").rglob("*.json")
@@ -110,7 +110,7 @@ class Results:
 
     @property
     def ready(self) -> bool:
-        """Whether intervals and tests are computed."""
+        """Return whether intervals and tests are computed."""
         return self._begin().done()
 
     def comparison(self, *, wait: bool) -> Comparison:

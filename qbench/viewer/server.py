@@ -50,7 +50,7 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, results: Sequence[Results], *, port: int = 0) -> None:
-        """``port`` 0: any that is free. Raises ResultsError if the port is taken."""
+        """Listen on ``port``, 0 for any that is free. Raises ResultsError if the port is taken."""
         self.results = results
         self.token = secrets.token_urlsafe(16)
         try:
