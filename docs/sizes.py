@@ -74,9 +74,11 @@ def draw_methods() -> pyplot.Figure:
         panel.errorbar([bits], [middle], bars, fmt="o" if len(rows) > 1 else "s", capsize=3)
         size = round(bits, 1)
         heights[size] = max(middle, 1.1 * heights.get(size, 0))
-        left = 4.3 < bits < 4.45  # beside a column at 4.5
-        panel.text(bits + (-0.025 if left else 0.025), heights[size], method, fontsize=9,
-                   va="center", ha="right" if left else "left")  # fmt: skip
+        shift, beside = (-0.025, "right") if 4.3 < bits < 4.45 else (0.025, "left")
+        if 4.33 < bits < 4.37:  # between columns at 4.3, 4.4 and 4.5: below its point
+            panel.text(bits, 0.96 * middle, method, fontsize=9, va="top", ha="center")
+            continue
+        panel.text(bits + shift, heights[size], method, fontsize=9, va="center", ha=beside)
     panel.set(yscale="log", xlabel="bits per weight", title="SmolLM2-135M-Instruct")
     panel.set(xlim=(3.2, 4.8), ylabel="KL divergence from the unquantized model, nats per token")
     return figure
