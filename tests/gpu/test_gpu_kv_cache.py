@@ -18,7 +18,8 @@ from qbench.quantizers.registry import config_of, settings_of
 SCHEMES = {
     "token": "int4-token",
     "fp8": "fp8-token",
-    "int2 in groups": {"name": "int2-token", "group_size": 16},
+    # Of 2 bits a group's largest value lies between two codes, which are two thirds of it apart.
+    "int4 in groups": {"name": "int4-token", "group_size": 16},
     "first tokens": {"name": "int4-token", "sink_tokens": 3},
 }  # fmt: skip
 LOOSE = Tolerance(mean=10.0, largest=10.0, changed=1.0)
