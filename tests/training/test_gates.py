@@ -1,9 +1,6 @@
 """Models with a gate on the output of attention: trained, read, quantized with their gate or
 without it."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from loading import load_model
@@ -81,10 +78,3 @@ def test_a_trained_gate_is_read_and_quantized_or_left_out(tmp_path, recipe_file)
             for label in ("rtn-4bit", "but")
         }
         assert layers["rtn-4bit"] - layers["but"] == {"model.layers.0.self_attn.g_proj"}
-
-
-def test_a_process_that_only_loads_checkpoints_knows_the_class():
-    code = (
-        "import qbench.checkpoints.load, transformers as t; t.AutoConfig.for_model('gated-llama')"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
