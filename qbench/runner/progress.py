@@ -110,7 +110,7 @@ class Display:
         self.end(cell)  # a cell whose process died begins again
         self._ended.discard(cell)
         self._numbers.setdefault(cell, len(self._numbers) + 1)
-        self._rows[cell] = self._bars.add_task(cell, total=None)
+        self._rows[cell] = self._bars.add_task(f"{cell}: starting", total=None)
         self._count()
 
     def stage(self, cell: str, name: str, total: float | None = None) -> None:
