@@ -161,7 +161,6 @@ def test_a_copy_without_its_original_is_refused(tmp_path):
         (("--sensitivity", "gptq-9bit"), "no such quantizer; it has fp32, rtn-4bit"),
         (("--sensitivity", "fp32"), "quantizes neither weights nor activations"),
         (("--blocks",), "--blocks: needs --sensitivity"),
-        (("--heads", "3"), "--heads '3': write layer.head"),
     ],
 )
 def test_what_cannot_work_is_refused_before_work(tmp_path, options, words):
