@@ -393,9 +393,9 @@ def test_ratios_have_all_their_labels(at, page, folder, labels):
 
 def test_axes_can_be_read(at, page):
     page.goto(f"{at(RESULTS / 'pair-27m').address}#view=why")
-    page.wait_for_selector("h2:has-text('Loss along texts')")
+    page.wait_for_selector("h2:has-text('Sensitivity')")
     page.wait_for_selector("figure [class*=ramp]")
-    for title in ("Sink rate", "Sensitivity", "Loss along texts"):
+    for title in ("Sink rate", "Sensitivity"):
         figure = page.locator(f"figure:has(h2:has-text('{title}'))").first
         assert (title, figure.evaluate(UNREADABLE)) == (title, [])
 
