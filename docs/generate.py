@@ -42,8 +42,12 @@ PAIRS = {  # folders that were measured on the same models
     "gptq seeds": ("gptq-seeds", "gptq-seeds-b", "gptq-seeds-c", "gptq-seeds-d"),
     "kinds": ("kinds-27m", "kinds-27m-b", "kinds-27m-gate", "kinds-27m-gate-b"),
 }
-BUDGETS = {"smollm2": "SmolLM2-135M-Instruct", "gemma3": "Gemma 3 270M",
-           "softmax": "27M, softmax", "softpick": "27M, softpick"}  # fmt: skip
+BUDGETS = {
+    "budget-smollm2": "SmolLM2-135M-Instruct", "budget-gemma3": "Gemma 3 270M",
+    "budget-softmax": "27M, softmax", "budget-softpick": "27M, softpick",
+    "budget-smollm2-head": "SmolLM2-135M-Instruct, embeddings and LM head (one matrix) too",
+    "budget-smollm2-peers": "SmolLM2-135M-Instruct beside AutoRound’s own search",
+}  # fmt: skip
 REAL_SINKS = {"smollm2": "SmolLM2-135M-Instruct", "gemma3": "Gemma 3 270M"}
 KEYS = ["task", "metric", "quantizer", "checkpoint"]
 SCORED = (("wikitext", "word_perplexity"), ("lambada_openai", "acc"))
@@ -457,11 +461,17 @@ def budgets() -> list[dict[str, Any]]:
     for path in sorted((ROOT / "results").glob("budget-*/budget.json")):
         values = json.loads(path.read_text())
         results.append(values | {
-            "folder": path.parent.name, "title": BUDGETS[values["checkpoint"]],
+            "folder": path.parent.name, "title": BUDGETS[path.parent.name],
             "choices": len(values["costs"]), "layers": len(values["mixes"][0]["layers"]),
             "by_label": {mix["label"]: mix for mix in values["mixes"]},
+            "uniform_kl": {each["label"]: each["kl"] for each in values["uniform"]},
         })  # fmt: skip
     return results
+
+
+def find_budget(folder: str, label: str) -> dict[str, Any]:
+    """Return the mix ``label`` of results/``folder``."""
+    return next(each["by_label"][label] for each in budgets() if each["folder"] == folder)
 
 
 def kl_over_sum(*labels: str) -> str:
@@ -472,7 +482,7 @@ def kl_over_sum(*labels: str) -> str:
 
 
 FUNCTIONS = (
-    budgets, kl_over_sum, gptq_library, from_to,
+    budgets, find_budget, kl_over_sum, gptq_library, from_to,
     by_method, methods_table, over_rounding, find, by_layer, ranges,
     value, mean, percent, kl, kl_interval, points, times, ratio, spread, each, least, compared,
     counts, precisions, significant, same_sign, moves, kl_ratio, direction, require, cell, rate,
