@@ -190,6 +190,7 @@ def test_a_stopped_search_goes_on_and_the_mix_is_run_and_compared(tmp_path, monk
     assert len(calls) == before
 
 
+@pytest.mark.slow  # ten seconds; test_mixed has the cells
 @pytest.mark.usefixtures("own_cache")
 def test_head_and_embeddings_have_choices_and_count_in_the_budget(tmp_path):
     command = ("budget", *OPTIONS, "--methods", "gptq-2bit,hqq-3bit,rtn-8bit", "--length", 32)

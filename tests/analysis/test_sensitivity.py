@@ -124,7 +124,9 @@ def test_a_run_keeps_every_part_goes_on_where_it_stopped_and_shows_it(tmp_path, 
 
 
 @pytest.mark.usefixtures("undrawn")
-@pytest.mark.parametrize(("made", "units"), [("bnb-nf4", 28), ("awq", 4)])
+@pytest.mark.parametrize(
+    ("made", "units"), [("bnb-nf4", 28), pytest.param("awq", 4, marks=pytest.mark.slow)]
+)
 def test_a_published_copys_layers_are_put_into_its_original(made, units, tmp_path):
     """AWQ's factors stand in the norms, so that its decoder layers are put there whole."""
     whole = as_llama(tmp_path / "llama")

@@ -136,7 +136,7 @@ def test_a_compiled_model_gives_what_the_model_gives(make, positions):
     torch.testing.assert_close(got, model(ids, **inputs).logits)
 
 
-@pytest.mark.parametrize("slopes", [False, True])
+@pytest.mark.parametrize("slopes", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_static_cache_in_a_compiled_model_is_right_or_refused(slopes):
     """Whether the last key is the last query's cannot be told there, which slopes go by."""
     model = attach(llama(), "softpick", slopes=slopes)

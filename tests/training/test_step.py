@@ -148,6 +148,7 @@ def test_norms_decay_only_where_that_is_asked_for(decay_vectors):
     assert float(one.lm_head.weight.detach().std()) < 0.015  # from 0.02
 
 
+@pytest.mark.slow
 def test_more_models_than_the_compiler_counts_are_trained_one_after_the_other(dynamo, monkeypatch):
     monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
     compiled = torch.compile

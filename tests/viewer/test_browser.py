@@ -196,17 +196,21 @@ def test_methods_stand_where_the_number_stands(opened, page):
     assert page.locator("math").count() > 8
 
 
-VIEWS = ("", "#view=scores", "#view=why", "#view=methods", "#view=cell&cell=softmax/gptq-2bit",
-         f"#view=documents&task={HOSTILE}&cell=softmax/gptq-2bit&cell=softpick/gptq-2bit",
-         f"#view=document&task={HOSTILE}&document=1&cell=softmax/gptq-2bit")  # fmt: skip
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+VIEWS = ("", f"#view=documents&task={HOSTILE}&cell=softmax/gptq-2bit&cell=softpick/gptq-2bit")
+MORE_VIEWS = ("#view=scores", "#view=why", "#view=methods", "#view=cell&cell=softmax/gptq-2bit",
+              f"#view=document&task={HOSTILE}&document=1&cell=softmax/gptq-2bit")  # fmt: skip
 
 
 def violations(page):
-    """What axe finds, light and dark; nothing if axe-core is not installed."""
+    """What axe finds, light and dark."""
     page.wait_for_selector("main .card, main .note, main h2")
     page.wait_for_timeout(300)
-    if not AXE.is_file():  # `npm ci` in qbench/viewer/frontend
-        return []
+    if not AXE.is_file():
+        pytest.skip("axe-core is not installed: `npm ci` in qbench/viewer/frontend")
     page.evaluate(AXE.read_text())
     listed = []
     for theme in ("light", "dark"):
@@ -215,16 +219,19 @@ def violations(page):
     return [(each["id"], each["nodes"][0]["html"]) for each in listed]
 
 
-@pytest.mark.parametrize("view", VIEWS, ids=lambda view: view[6:18] or "overview")
+@pytest.mark.parametrize("view", [*VIEWS, *(slow(view) for view in MORE_VIEWS)],
+                         ids=lambda view: view[6:18] or "overview")  # fmt: skip
 def test_axe_finds_nothing_and_no_view_scrolls_sideways_on_a_phone(served, page, view):
-    page.goto(served.address + view)
-    assert violations(page) == []
     page.set_viewport_size({"width": 400, "height": 800})
+    page.goto(served.address + view)
+    page.wait_for_selector("main .card, main .note, main h2")
     page.wait_for_timeout(300)
     wide, seen = page.evaluate(
         "[document.documentElement.scrollWidth, document.documentElement.clientWidth]"
     )
     assert wide <= seen
+    page.set_viewport_size({"width": 1280, "height": 800})
+    assert violations(page) == []
 
 
 def test_pages_of_answers_explain_themselves_and_axe_finds_nothing(at, page):
@@ -295,7 +302,7 @@ def test_the_site_opens_from_a_disk(folder, tmp_path, page):
     page.wait_for_selector(".tokens span")
 
 
-@pytest.mark.parametrize("name", ["pair-27m", "seeds-27m-kv", "published-27m-gguf"])
+@pytest.mark.parametrize("name", ["pair-27m", slow("seeds-27m-kv"), "published-27m-gguf"])
 def test_real_results_from_the_answer_to_a_document_and_why(at, page, name):
     """Two models, seeds of two, and published files of one."""
     real = RESULTS / name
@@ -329,7 +336,7 @@ LABELS = """figure => {
 }"""
 
 
-@pytest.mark.parametrize("name", ["pair-27m", "variants-27m", "smollm2"])
+@pytest.mark.parametrize("name", ["pair-27m", slow("variants-27m"), "smollm2"])
 def test_every_point_of_quality_has_its_label_and_no_two_texts_overlap(at, page, name):
     cells = Store(RESULTS / name).manifest().cells
     for width in (1280, 400):
