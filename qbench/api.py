@@ -131,9 +131,8 @@ def compare(folder: str | Path) -> Comparison:
 
 
 def tables(comparison: Comparison, format: str = "md") -> str:
-    """Return the tables of a comparison as text; ``format`` is "md", "tex" or
-    "csv". Raises RecipeError
-    for an unknown format."""
+    """Return the tables of a comparison as text; ``format`` is "md", "tex" or "csv". Raises
+    RecipeError for an unknown format."""
     return render(comparison, format=format)
 
 

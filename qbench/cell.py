@@ -55,7 +55,7 @@ from qbench.quantizers.quantize import import_backends, quantize
 from qbench.quantizers.stored_bits import write_gguf_into
 from qbench.records import CellKey, ScoringReport, TaskDamage, TaskRecord, Unavailable
 from qbench.store import KeyedStore, Store, Table, baseline_files, task_key, verify_baseline
-from qbench.streaming import is_sharded, shard, stream, stream_of
+from qbench.streaming import free_gpu_bytes, is_sharded, shard, stream, stream_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -222,13 +222,10 @@ def offload_policy(
     if evaluation.device_map is not None:
         count = torch.cuda.device_count() if plan.device == "cuda" else 1
         return partial(shard, devices=[f"{plan.device}:{index}" for index in range(count)])
-
-    def least() -> float:
-        cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        return torch.cuda.mem_get_info()[0] + cached
-
     weights = elements(cell.checkpoint.headers) * itemsize
-    return partial(stream, device=plan.device) if streams(cell, plan, weights, least) else None
+    if streams(cell, plan, weights, free_gpu_bytes):
+        return partial(stream, device=plan.device)
+    return None
 
 
 def quantized(

@@ -23,7 +23,6 @@ deleted while no run is at work; the run that needs it makes it again:
     CACHE/tasks/<key16>.json, <key16>.….parquet               finished tasks of a cell, with tables
     CACHE/budget/<key16>.json                                 costs of layers (`qbench budget`)
     CACHE/digests/<key16>.json                                of large files, with their identity
-    CACHE/fits/<key16>.json                                   tensors that do not fit
     CACHE/sources/<key16>.json                                where a run read its tasks
 
 A record carries its own checksum and those of its Parquet files, whose names begin with theirs.

@@ -47,6 +47,13 @@ def decoder_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
     return name, lists[name]
 
 
+def free_gpu_bytes(device: torch.device | None = None) -> int:
+    """Return the bytes of a GPU (None: the current one) that PyTorch can take: free ones, and those
+    that it holds unused."""
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
+
+
 def stream(model: nn.Module, device: str | torch.device) -> nn.Module:
     """Return ``model``, which lies on the host, set up to run on ``device`` block by block. Raises
     UnavailableError if it has no list of blocks."""

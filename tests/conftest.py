@@ -54,12 +54,6 @@ def pytest_runtest_setup() -> None:
     gc.freeze()
 
 
-@pytest.fixture(autouse=True)
-def no_records_of_other_tests():
-    """Cells are computed, not copied from the folder of a test before."""
-    shutil.rmtree(CACHE / "records", ignore_errors=True)
-
-
 @pytest.fixture
 def own_cache(tmp_path, monkeypatch):
     """Quantized weights and kept rows of one test alone."""

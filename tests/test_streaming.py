@@ -174,9 +174,9 @@ def test_by_itself_a_model_comes_block_by_block_if_it_has_no_room(
     planned = plan(Recipe.load(small_recipe(tmp_path, quantizers=["fp32"])), device="cpu")
     cell = planned.cells[0]
     weights = 4 * elements(cell.checkpoint.headers)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free * weights, 80 * 2**30))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free * weights, 80 * 2**30))
     for name in ("memory_reserved", "memory_allocated"):
-        monkeypatch.setattr(torch.cuda, name, lambda: 0)
+        monkeypatch.setattr(torch.cuda, name, lambda _: 0)
     on_gpu = replace(planned, device="cuda")
     assert (offload_policy(cell, on_gpu, 4) is not None) == comes
     assert offload_policy(cell, planned, 4) is None  # on a CPU it lies there anyway

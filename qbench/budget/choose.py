@@ -13,10 +13,11 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -173,6 +174,24 @@ def _numbered(names: Iterable[str]) -> list[str]:
     ]
 
 
+class _Uniform(NamedTuple):
+    """Describes a column that gives all layers the choice ``name``, and LM head and embeddings the
+    choice ``end`` (None: unquantized)."""
+
+    width: int
+    bits: float  # per weight
+    name: str
+    end: str | None
+
+    def entry(self, ends: Sequence[str]) -> dict[str, Any]:
+        """Return the recipe's entry; ``ends``: the names of LM head and embeddings."""
+        label = _label(self.name)
+        if self.end is None:
+            return {"name": self.name, "label": label}
+        layers = {**dict.fromkeys(ends, self.end), "*": self.name}
+        return {"name": "mixed", "label": f"{label}-ends-{_label(self.end)}", "layers": layers}
+
+
 def uniform_columns(
     costs: Costs, settings: Mapping[str, WeightSettings], bits_per_weight: float
 ) -> dict[str, tuple[dict[str, Any], float]]:
@@ -186,36 +205,41 @@ def uniform_columns(
     inside = {name: shape for name, shape in costs.shapes.items() if name not in costs.ends}
     unquantized = UNQUANTIZED_BITS * sum(map(math.prod, at_ends.values()))
     for_ends = {c: s for c, s in settings.items() if s.of_ends and at_ends}
-    fits: dict[tuple[Any, ...], list[tuple[int, float, str, str | None]]] = {}
-    for choice, fitted in settings.items():
-        size = getattr(fitted, "group_size", None)
-        sizes = [n for n in SMALLER_GROUPS if n < size] if size else []
-        same = type(fitted) if fitted.of_ends else next(map(type, for_ends.values()), None)
-        ends = {c: s.num_bits for c, s in for_ends.items()
-                if type(s) is same and s.num_bits in (fitted.num_bits, 8)}  # fmt: skip
-        for group in [size, *sizes]:
-            name = choice.replace(f"group_size={size}", f"group_size={group}")
-            layers = replace(fitted, group_size=group) if size else fitted
-            for end, width in {None: None, **ends}.items():
+    fitting: dict[tuple[Any, ...], list[_Uniform]] = {}
+    for choice, chosen in settings.items():
+        method = type(chosen) if chosen.of_ends else next(map(type, for_ends.values()), None)
+        ends = [c for c, s in for_ends.items()
+                if type(s) is method and s.num_bits in (chosen.num_bits, 8)]  # fmt: skip
+        for name, layers in _with_smaller_groups(choice, chosen):
+            for end in (None, *ends):
                 stored = stated_bits(layers, inside) + costs.others[1]
                 stored += unquantized if end is None else stated_bits(for_ends[end], at_ends)
-                if (bits := stored / costs.numbers) <= bits_per_weight:
-                    family = type(fitted), choice.partition(":")[2], width and width == 8
-                    fits.setdefault(family, []).append((fitted.num_bits, bits, name, end))
+                bits = stored / costs.numbers
+                family = type(chosen), choice.partition(":")[2], end and for_ends[end].num_bits == 8
+                if bits <= bits_per_weight:
+                    column = _Uniform(chosen.num_bits, bits, name, end)
+                    fitting.setdefault(family, []).append(column)
     columns = {}
-    for found in fits.values():
-        widest = [each for each in sorted(found, key=str) if each[0] == max(found)[0]]
-        for _, bits, name, end in (
-            min(widest, key=lambda e: e[1]),
-            max(widest, key=lambda e: e[1]),
-        ):
-            entry: dict[str, Any] = {"name": name, "label": _label(name)}
-            if end is not None:
-                layers = {**dict.fromkeys(costs.ends, end), "*": name}
-                label = f"{_label(name)}-ends-{_label(end)}"
-                entry = {"name": "mixed", "label": label, "layers": layers}
-            columns[entry["label"]] = entry, bits
+    for family in fitting.values():
+        most = max(column.width for column in family)
+        widest = sorted((column for column in family if column.width == most), key=str)
+        for pick in (min, max):
+            column = pick(widest, key=attrgetter("bits"))
+            entry = column.entry(costs.ends)
+            columns[entry["label"]] = entry, column.bits
     return columns
+
+
+def _with_smaller_groups(
+    choice: str, settings: WeightSettings
+) -> Iterator[tuple[str, WeightSettings]]:
+    """Yield a choice with its settings, then with each smaller size of groups."""
+    yield choice, settings
+    size = getattr(settings, "group_size", None) or 0
+    for group in SMALLER_GROUPS:
+        if group < size:
+            name = choice.replace(f"group_size={size}", f"group_size={group}")
+            yield name, replace(settings, group_size=group)
 
 
 def explicit(choice: str, settings: Any) -> str:

@@ -425,12 +425,7 @@ def redundant(line: Row, lines: Iterable[Row]) -> bool:
     )
 
 
-TESTED = (
-    "deltas",
-    "damages",
-    "differences",
-    "against",
-)  # contrasts of a row, a family of tests each
+TESTED = ("deltas", "damages", "differences", "against")  # contrasts, a family of tests each
 
 
 # --- compare how models were trained: alike in all but the normalizer and the seed?

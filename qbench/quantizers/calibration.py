@@ -25,7 +25,7 @@ from qbench.machine import memory_gib
 from qbench.progress import Advance
 from qbench.quantizers.config import ignore_advice
 from qbench.quantizers.texts import CalibrationText, draw_windows
-from qbench.streaming import Stop, decoder_blocks, offload, offload_device
+from qbench.streaming import Stop, decoder_blocks, free_gpu_bytes, offload, offload_device
 
 CORES = torch.get_num_threads()  # of this process, before quantizing sets it to one
 Call = Callable[[Tensor], Any]  # of a block on hidden states
@@ -282,8 +282,7 @@ class SequentialCalibrator:
         )
         if self._device.type == "cpu":
             return needed < memory_gib("cpu") * GIB / 2
-        cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        return needed < (torch.cuda.mem_get_info()[0] + cached) / 2
+        return needed < free_gpu_bytes() / 2
 
     @torch.no_grad()
     def advance(self, index: int) -> None:

@@ -27,7 +27,7 @@ from transformers.pytorch_utils import Conv1D
 from qbench.errors import QuantizationError
 from qbench.machine import memory_gib
 from qbench.quantizers.config import WeightSettings, matching
-from qbench.streaming import load_block, stream_of
+from qbench.streaming import free_gpu_bytes, load_block, stream_of
 
 Tensors = dict[str, Tensor]
 KEPT_WEIGHT = "qbench_weight"  # attribute of a layer: its weight, and what it was made of
@@ -173,9 +173,7 @@ def _has_room(device: torch.device) -> bool:
         return memory_gib("cpu") > FREE_GIB
     if torch.cuda.is_current_stream_capturing():  # the weight lies in the graph's memory
         return False
-    free, total = torch.cuda.mem_get_info(device)
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return free + cached > total / 2
+    return free_gpu_bytes(device) > torch.cuda.mem_get_info(device)[1] / 2
 
 
 class DequantizedLinear(nn.Module):
