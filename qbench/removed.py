@@ -94,7 +94,6 @@ COMMANDS = {
     "compare": "`qbench check NEW --baseline OLD` shows both scores, the loss and its bound; "
     "`qbench tables --against` compares precisions of one folder",
     "report": "`qbench view FOLDER --export DIR` writes the same pages, and the documents",
-    "bench generation": "`qbench bench command RECIPE` times a recipe of generated answers",
     "bench products": "products are simulated; a serving engine measures its own",
     "bench training": "`qbench train` prints tokens/s and the share of the GPU's peak",
 }

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -21,6 +21,9 @@ from qbench.plan import select
 from qbench.recipe import Overrides, save
 from qbench.store import Store
 
+Shape = Annotated[
+    Literal["135m", "340m", "7b", "tiny"], typer.Option(help="Of the model, with random weights.")
+]
 NOWHERE = Path(os.devnull)  # for libraries' notes; errors are raised
 
 bench = CommandGroup("Measure speeds, in one run on one machine, after checking results.")
@@ -58,6 +61,41 @@ def attention(
     """
     bench = load("bench.attention_speed")
     results = bench.bench_attention(out, quick, only, log=lambda line: typer.echo(line, err=True))
+    show(bench.table(results), results, out)
+
+
+@bench.command("generation")
+def generation(
+    shape: Shape = "340m",
+    prompts: Annotated[int, typer.Option(min=1)] = 500,
+    prompt: Annotated[int, typer.Option(min=1)] = 1000,
+    tokens: Annotated[int, typer.Option(min=1)] = 256,
+    batch_size: Annotated[int, typer.Option(min=1)] = 32,
+    normalizer: list[str] = [],  # noqa: B006
+    device: DeviceOption = "auto",
+    out: Json = None,
+) -> None:
+    """Generated answers beside lm-eval's HFLM, and reading them again, of random weights.
+
+    Examples:
+    ```
+    qbench bench generation
+    ```
+
+    Options:
+    prompts: Prompts to answer.
+    prompt: Tokens of each.
+    tokens: New tokens of each answer.
+    batch_size: Prompts of HFLM's batches.
+    normalizer: Repeatable. Default: softmax and softpick.
+    """
+    bench = load("bench.generation")
+    with alone() as log:
+        results = bench.bench_generation(
+            shape=shape, device=choose_device(device), prompts=prompts, length=prompt,
+            tokens=tokens, batch_size=batch_size,
+            normalizers=normalizer or ("softmax", "softpick"), log=log,
+        )  # fmt: skip
     show(bench.table(results), results, out)
 
 
