@@ -72,6 +72,7 @@ def served(at, folder):
 @pytest.fixture
 def opened(served, page):
     page.goto(served.address)
+    page.wait_for_selector(".headline:has-text('KL')")  # then tables are not built anew any more
     page.wait_for_selector(".drawing svg circle[data-href]")
     return served
 
