@@ -98,6 +98,7 @@ class CellResult:
     failed_tasks: dict[str, str] = field(default_factory=dict)
     tasks: list[TaskResult] = field(default_factory=list)
     no_damage: Unavailable | None = None  # why damage was not measured
+    bad_input: bool = False  # the cell failed because its checkpoint cannot be loaded
 
     @contextmanager
     def stage(self, name: str, total: float | None = None) -> Iterator[list[str]]:
@@ -141,6 +142,7 @@ class CellResult:
             "attention": f"{cell.checkpoint.normalizer}/{cell.attention}",
             "status": "failed" if error else "ok",
             "error": error,
+            "bad_input": self.bad_input,
             "stages": tuple(self.stages),
             "environment": environment(plan.device, settings.requirements, plan.hardware),
             "started": self.started,

@@ -54,11 +54,7 @@ class DamagedError(ResultsError):
     """A file of a results folder changed since it was written; the next run makes it again."""
 
 
-class SchemaError(ResultsError):
-    """A file was written by another version of qbench, which this one cannot read."""
-
-
-class NewerSchemaError(SchemaError):
+class NewerSchemaError(ResultsError):
     """A file was written by a newer qbench; it is neither read nor replaced."""
 
 

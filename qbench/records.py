@@ -23,7 +23,7 @@ from pydantic import (
     model_validator,
 )
 
-from qbench.errors import DamagedError, NewerSchemaError, SchemaError, validation_line
+from qbench.errors import DamagedError, NewerSchemaError, validation_line
 from qbench.files import NAME, content_key, write_atomically
 
 Name = Annotated[str, Field(pattern=f"^{NAME}$")]
@@ -36,8 +36,8 @@ TaskName = Annotated[str, Field(pattern=TASK, max_length=200)]
 
 
 class RecordModel(BaseModel):
-    """Base of all records: immutable, infinite numbers can be written. Fields of earlier versions
-    are ignored."""
+    """Base of all records: immutable, infinite numbers can be written. Fields that only earlier
+    versions wrote are ignored, so that their records can be read."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="strings")
 
@@ -316,25 +316,12 @@ class Divergence(RecordModel):
     largest: float
 
 
-class ConfidenceBin(RecordModel):
-    """Means over the tokens at which the unquantized model gives its likeliest next token a
-    probability from ``low`` to ``high``; None if there are none."""
-
-    low: float
-    high: float
-    tokens: int
-    kl: float | None
-    top1_agreement: float | None
-
-
 class Distributions(RecordModel):
-    """Changes over every scored token; the last two fields are in earlier records only."""
+    """Changes over every scored token."""
 
     tokens: int
     kl: Divergence
     top1_agreement: float
-    by_confidence: tuple[ConfidenceBin, ...] = ()
-    target_change: Ratio | None = None
 
 
 class Flips(RecordModel):
@@ -345,25 +332,12 @@ class Flips(RecordModel):
     wrong_to_right: int
 
 
-class AnswerAgreement(RecordModel):
-    """Generated answers compared with those of the unquantized cell: how many are ``identical``,
-    and the share of characters (0 to 1) up to the first difference. ``left_out``
-    answers are kept up to a length, and equal as far as they are kept."""
-
-    identical: int
-    agreed: Ratio
-    left_out: int = 0
-
-
 class TaskDamage(RecordModel):
-    """One task. All but ``distributions`` are in earlier records only: the outcomes and responses
-    of both cells give them."""
+    """What quantization changed in one task. ``flips`` by metric: records leave them empty, the
+    outcomes of both cells give them."""
 
     distributions: Distributions | None = None
     flips: dict[str, Flips] = Field(default_factory=dict)
-    correct_answer: Ratio | None = None
-    answers: AnswerAgreement | None = None  # of a task that generates
-    ln_perplexity_ratio: dict[str, Ratio] = Field(default_factory=dict)
 
 
 class Damage(RecordModel):
@@ -585,6 +559,7 @@ class CellRecord(_QuantizedCell):
     key_parts: dict[str, Any]
     normalizer: Line
     error: str | None = None
+    bad_input: bool = False  # its checkpoint cannot be loaded, so another run would fail too
     stages: tuple[Stage, ...] = ()
     environment: Environment
     started: datetime
@@ -730,13 +705,6 @@ class Sinks(RecordModel):
     rates_gu: dict[str, float]
 
 
-class Delimiters(RecordModel):
-    """Attention on tokens that part sentences or lines, in earlier records only."""
-
-    attention: float
-    rates: dict[str, float]
-
-
 class Head(RecordModel):
     """One query head."""
 
@@ -748,15 +716,12 @@ class Head(RecordModel):
     output: float  # mean norm of its output, as a ratio to the mean of its layer's heads
     dormant: float  # share of texts on which that ratio is below DORMANT
     largest: float | None = None  # mean over queries of their largest weight
-    delimiters: Delimiters | None = None
 
 
 class Hidden(RecordModel):
     """Hidden states after one decoder layer, or after all of them."""
 
     kurtosis: float  # of all values at once (the softpick paper)
-    kurtosis_sequence: float | None = None  # Bondarenko et al. 2023; in earlier records only
-    kurtosis_token: float | None = None  # excess, OSP 2025; in earlier records only
     minimum: float
     maximum: float
     median: float  # of |x|: the median over texts of each text's
@@ -786,13 +751,11 @@ class MassiveActivation(RecordModel):
 
 
 class LinearInput(RecordModel):
-    """The input of one linear layer. Errors on grids of few bits are in earlier records only."""
+    """The input of one linear layer."""
 
     name: str
     largest: float  # |x|
     rms: float
-    error_token: dict[str, float] = Field(default_factory=dict)
-    error_text: dict[str, float] = Field(default_factory=dict)
 
 
 class PositionBin(RecordModel):
@@ -836,8 +799,6 @@ class Measured(RecordModel):
     massive: tuple[MassiveActivation, ...]  # the largest first, at most MASSIVE_KEPT
     inputs: tuple[LinearInput, ...]
     inputs_left_out: tuple[str, ...] = ()  # linear layers that did not see every token once
-    delimiters: Delimiters | None = None  # means over all heads of the model
-    delimiter_tokens: float | None = None  # share of the tokens after the first that are such
     stretches: tuple[PositionBin, ...] = ()
     maps: tuple[AttentionMap, ...] = ()
 
@@ -908,48 +869,54 @@ def parse_record(payload: bytes, kind: type[T], path: Path | str, remedy: str = 
     """Return the record of type ``kind`` whose JSON text is ``payload``.
 
     ``path`` and ``remedy`` begin and end the message of an error. Raises DamagedError if the
-    checksum or the fields are wrong, SchemaError if an older qbench wrote it, NewerSchemaError if a
-    newer one did.
+    checksum or the fields are wrong or an older qbench wrote it, NewerSchemaError if a newer one
+    did.
     """
-
-    def damaged(what: str) -> DamagedError:
-        return DamagedError(f"{path}: damaged: {what}; {remedy}")
-
     try:
         values = json.loads(payload)
-    except (ValueError, RecursionError):
-        raise damaged("not whole JSON") from None
-    if not isinstance(values, dict):
-        raise damaged("not a JSON object")
-    version = values.get("schema_version")
-    if type(version) is not int:
-        raise damaged("it has no schema_version")
-    writer = f"qbench (schema {version}, this one reads {SCHEMA_VERSION})"
-    if version > SCHEMA_VERSION:
-        raise NewerSchemaError(f"{path}: written by a newer {writer}: update qbench")
-    if version < SCHEMA_VERSION:
-        raise SchemaError(f"{path}: written by an older {writer}: {remedy}")
-    checksum = values.pop(CHECKSUM, None)
-    if checksum is None:
-        raise damaged("it has no checksum")
-    if checksum != content_key(values):
-        raise damaged("its content is not what was written")
-    try:
+        if not isinstance(values, dict):
+            raise ValueError("not a JSON object")
+        version = values.get("schema_version")
+        if type(version) is not int:
+            raise ValueError("it has no schema_version")
+        writer = f"qbench (schema {version}, this one reads {SCHEMA_VERSION})"
+        if version > SCHEMA_VERSION:
+            raise NewerSchemaError(f"{path}: written by a newer {writer}: update qbench")
+        if version < SCHEMA_VERSION:
+            raise DamagedError(f"{path}: written by an older {writer}: {remedy}")
+        require_checksum(values)
         return kind.model_validate(values)
     except ValidationError as error:
-        raise damaged(validation_line(error)) from None
+        why = validation_line(error)
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
+        why = "not whole JSON"
+    except ValueError as error:
+        why = str(error)
+    raise DamagedError(f"{path}: damaged: {why}; {remedy}")
+
+
+def require_checksum(values: dict[str, Any]) -> None:
+    """Remove the checksum from ``values``. Raises ValueError if it is missing or of others."""
+    checksum = values.pop(CHECKSUM, None)
+    if checksum is None:
+        raise ValueError("it has no checksum")
+    if checksum != content_key(values):
+        raise ValueError("its content is not what was written")
 
 
 def read_training(path: Path) -> Training:
-    """Return the record of a training in the file ``path``.
+    """Return the record of a training in the file ``path``. Earlier versions wrote no checksum.
 
-    The checksum may be missing, as earlier versions wrote none. Raises ValueError if the file is
-    no such record, DamagedError if it is one whose content is not what was written.
+    Raises ValueError if the file is no such record, DamagedError if it was changed afterwards.
     """
     values = json.loads(path.read_bytes())
-    checksum = values.pop(CHECKSUM, None) if isinstance(values, dict) else None
-    if checksum is not None and checksum != content_key(values):
-        raise DamagedError(f"{path}: not what training wrote; train again or restore it")
+    if isinstance(values, dict) and CHECKSUM in values:
+        try:
+            require_checksum(values)
+        except ValueError:
+            raise DamagedError(
+                f"{path}: not what training wrote; train again or restore it"
+            ) from None
     return Training.model_validate(values)
 
 

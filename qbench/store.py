@@ -14,6 +14,9 @@ results from, all verified by checksum. Imports no torch.
     DIR/records.tar.xz                                        all of these but logs in one file
     DIR/.unpacked                                             digest of the archive unpacked last
 
+A folder of results that holds symbolic links is refused: commands that only show a stranger's
+results write tables into their folder, and must not write elsewhere.
+
 The cache keeps results of runs for later runs, each under its content key. Any part of it may be
 deleted while no run is at work; the run that needs it makes it again:
 
@@ -41,12 +44,13 @@ import sys
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import lru_cache, partialmethod
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from filelock import FileLock
+from pydantic import TypeAdapter
 from safetensors import SafetensorError, safe_open
 
 from qbench.errors import DamagedError, NewerSchemaError, OutputError, ResultsError
@@ -92,6 +96,10 @@ if TYPE_CHECKING:
 MANIFEST = "grid.json"
 ARCHIVE = "records.tar.xz"
 UNPACKED = ".unpacked"  # holds the SHA-256 of the archive that was unpacked last
+WRITTEN = (
+    "records", "analysis", "export", MANIFEST, UNPACKED, ".lock", "tables.md", "tables.csv",
+    "tables.tex",
+)  # fmt: skip
 PACKED = re.compile(rf"grid\.json|(records|analysis)(/{NAME})+\.(json|parquet)")
 FETCH_AGAIN = "fetch it again"
 MOST_RATIO, LEAST_BOUND = 100, 2**26  # bytes per byte of an archive, or in all, that it may hold
@@ -145,6 +153,15 @@ def unpack(folder: Path) -> None:
             print(f"{archive}: {line}", file=sys.stderr)
         extract(archive, folder)
         write_atomically(mark, current)
+
+
+def require_no_links(folder: Path) -> None:
+    """Raise ResultsError if a file or folder that qbench writes in ``folder`` is a symbolic
+    link."""
+    for part in (folder / name for name in WRITTEN):
+        for path in (part, *part.rglob("*")):
+            if path.is_symlink():
+                raise ResultsError(f"{path}: a symbolic link, which results must not have")
 
 
 def extract(archive: Path, folder: Path, remedy: str = FETCH_AGAIN) -> None:
@@ -218,7 +235,9 @@ class Records(Generic[R]):
 
     def __init__(self, root: Path, part: str, cells: str, kind: type[R]) -> None:
         """``root`` is the results folder, whose archive is unpacked; the manifest lies in its
-        folder ``part``, the records in ``cells`` within that."""
+        folder ``part``, the records in ``cells`` within that. Raises ResultsError if the folder
+        holds symbolic links."""
+        require_no_links(Path(root))
         self.kind = kind
         self.directory = Path(root) / part
         self._cells = self.directory / cells
@@ -338,27 +357,18 @@ class Records(Generic[R]):
 
     def outcome_arrays(self, record: Record) -> dict[tuple[str, str], tuple[np.ndarray, ...]]:
         """Return document, value and weight, arrays [documents], by (task, metric) in the order of
-        the file: ``outcomes`` in a tenth of its time. Raises DamagedError as it does."""
+        the file: ``outcomes`` in a fifth of its time. Raises DamagedError as it does."""
         import numpy as np
 
-        table = self._arrow(record, "outcomes", read_dictionary=["task", "metric"])
-        table = table.unify_dictionaries().combine_chunks()
-        if not len(table):
-            return {}
-        tasks, metrics = (table[name].chunk(0) for name in ("task", "metric"))
-        code = tasks.indices.to_numpy().astype(np.int64) * len(metrics.dictionary)
-        code += metrics.indices.to_numpy()
-        _, first, group = np.unique(code, return_index=True, return_inverse=True)
-        order = np.argsort(first[group], kind="stable")
-        ends = np.cumsum(np.bincount(group)[np.argsort(first)])
-        arrays = [table[name].to_numpy()[order] for name in ("document", "value", "weight")]
+        names = ["task", "metric"]
+        table = self._arrow(record, "outcomes", read_dictionary=names).to_pandas(use_threads=False)
+        columns = [table[name].to_numpy() for name in ("document", "value", "weight")]
         groups = {}
-        for start, end in zip([0, *ends[:-1]], ends, strict=True):
-            row = int(order[start])
-            document, *values = (array[start:end] for array in arrays)
+        for name, rows in table.groupby(names, sort=False, observed=True).indices.items():
+            document, value, weight = (column[rows] for column in columns)
             if not (np.diff(document) > 0).all() and len(np.unique(document)) < len(document):
                 raise self._listed_twice(record)
-            groups[tasks[row].as_py(), metrics[row].as_py()] = (document, *values)
+            groups[name] = (document, value, weight)
         return groups
 
     def divergence_arrays(self, record: Record) -> tuple[np.ndarray, ...]:
@@ -564,14 +574,15 @@ def find_cell(cache: Path, cell: CellKey) -> tuple[Record, dict[Table, bytes]] |
     return None
 
 
-class Sources(NamedTuple):
-    """What a run read on this machine: folders of tasks (None: the hub's data, lm-eval's
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Holds what a run read on this machine: folders of tasks (None: the hub's data, lm-eval's
     definitions), the file of calibration text, and checkpoints by name."""
 
     data: Path | None = None
     definitions: Path | None = None
     calibration: Path | None = None
-    checkpoints: Mapping[str, Path] = MappingProxyType({})
+    checkpoints: dict[str, Path] = field(default_factory=dict)
 
 
 def keep_sources(cache: Path, manifest: RunManifest, sources: Sources) -> None:
@@ -580,21 +591,14 @@ def keep_sources(cache: Path, manifest: RunManifest, sources: Sources) -> None:
     They are kept here, not in the results: those may come from another person, and definitions may
     hold code.
     """
-    values: dict[str, Any] = sources._asdict()
-    values["checkpoints"] = {name: str(path) for name, path in sources.checkpoints.items()}
-    for name in ("data", "definitions", "calibration"):
-        values[name] = values[name] and str(values[name].resolve())
     with suppress(OutputError):
-        write_atomically(_sources_file(cache, manifest), json.dumps(values).encode())
+        write_atomically(_sources_file(cache, manifest), TypeAdapter(Sources).dump_json(sources))
 
 
 def find_sources(cache: Path, manifest: RunManifest) -> Sources:
     """Return what :func:`keep_sources` kept of the run; nothing if it ran on another machine."""
-    with suppress(OSError, ValueError, TypeError):
-        values = json.loads(_sources_file(cache, manifest).read_bytes())
-        checkpoints = {name: Path(path) for name, path in values.pop("checkpoints", {}).items()}
-        paths = {name: Path(path) for name, path in values.items() if path}
-        return Sources(**paths, checkpoints=checkpoints)
+    with suppress(OSError, ValueError):
+        return TypeAdapter(Sources).validate_json(_sources_file(cache, manifest).read_bytes())
     return Sources()
 
 

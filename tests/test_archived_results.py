@@ -13,7 +13,7 @@ from small_recipe import DEMO, qbench, small_recipe
 from synthetic import make_store
 
 from qbench.cli import app as cli
-from qbench.errors import DamagedError
+from qbench.errors import DamagedError, ResultsError
 from qbench.store import ARCHIVE, Analyses, Store
 
 SETTINGS = {"sizes": {"arc_easy": 60, "wikitext": 6}, "failed": ("softpick/gptq-4bit",)}
@@ -207,3 +207,15 @@ def test_nothing_of_an_archive_lands_elsewhere(packed):
     (packed / "grid.json").unlink()
     Store(packed)
     assert sorted(files(packed.parent)) == ["grid/grid.json", f"grid/{ARCHIVE}"]
+
+
+@pytest.mark.parametrize("name", ["tables.md", "records", "records/softpick/bf16/x.log"])
+def test_a_folder_that_holds_symbolic_links_is_refused(packed, tmp_path, name):
+    """A stranger's folder must not have this machine's files overwritten, not even by a table."""
+    records(packed)
+    (tmp_path / "mine").mkdir()
+    if (link := packed / name).exists():
+        link.rename(packed / "other")
+    link.symlink_to(tmp_path / "mine")
+    with pytest.raises(ResultsError, match=f"{name}: a symbolic link, which results must not have"):
+        qbench("tables", packed)

@@ -12,7 +12,7 @@ import pytest
 from synthetic import make_store
 
 from qbench.cli import app as cli
-from qbench.errors import DamagedError, NewerSchemaError, ResultsError, SchemaError
+from qbench.errors import DamagedError, NewerSchemaError, ResultsError
 from qbench.gate import baseline
 from qbench.records import RESPONSE_COLUMNS, with_checksum
 from qbench.store import Store
@@ -161,7 +161,7 @@ def test_a_record_of_a_newer_qbench_is_neither_read_nor_replaced(results):
 def test_a_record_of_an_older_qbench_is_made_again(results):
     path, store = the_file(results, "record"), Store(results / "grid")
     rewrite(path, schema_version=1)
-    with pytest.raises(SchemaError, match=r"schema 1, this one reads 2\): run the recipe again"):
+    with pytest.raises(DamagedError, match=r"schema 1, this one reads 2\): run the recipe again"):
         store.records()
     assert store.get_valid(store.manifest().cells[-1]) is None
 

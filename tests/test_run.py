@@ -98,6 +98,8 @@ def test_a_checkpoint_whose_tensors_do_not_fit_is_bad_input(tmp_path, capfd):
     assert qbench("run", path, "--out", tmp_path / "out", "--device", "cpu") == 2
     words = f"copy/fp32: FAILED: checkpoint {copy}: the tensors do not fit the configuration; mis"
     assert words in capfd.readouterr().err
+    (record,) = Store(tmp_path / "out").records()
+    assert record.bad_input
 
 
 def test_an_unquantized_cell_is_held_to_the_checkpoint_read_again(tmp_path, monkeypatch):

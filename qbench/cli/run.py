@@ -232,8 +232,7 @@ def run(
         complain(
             f"{len(broken)} of {len(records)} cells {what}, as said above: {cells_failed}{said}"
         )
-        bad_input = any((record.error or "").startswith("checkpoint ") for record in broken)
-        raise typer.Exit(2 if bad_input else 1)
+        raise typer.Exit(2 if any(record.bad_input for record in broken) else 1)
 
 
 def _run_cells(launcher: Launcher, only: str | None, force: bool) -> tuple[Plan, list[Record]]:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import importlib
 import os
-import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+import yaml
 from tabulate import tabulate
 
 from qbench import export as formats
 from qbench.cli.options import NewFolder
-from qbench.comparison.rows import find_cell, flat, status_of, text
+from qbench.comparison.rows import find_cell, status_of, text
 from qbench.errors import ResultsError
 from qbench.files import cache_folder, require_folder
 from qbench.machine import redirected
@@ -113,10 +114,6 @@ def export(
     typer.echo(f"written: {len(paths)} files or folders below {place}", err=True)
 
 
-# --- a record as text
-
-
-WIDTH = 100  # characters per line; what is longer goes on below its column
 LEFT_OUT: dict[str, Any] = {  # parts of a record that `qbench view` shows, or that name files
     "audit": {"modules", "left_out", "activations", "kv_cache"},
     "scoring": {"difference_from_exact": {"samples"}},
@@ -127,56 +124,37 @@ LEFT_OUT: dict[str, Any] = {  # parts of a record that `qbench view` shows, or t
 
 
 def cell_text(record: Record) -> str:
-    """Return the fields of a record: single values first, then each group of them under its
-    name; a list of groups is a table."""
-    fields = record.model_dump(mode="json", exclude_none=True, exclude=LEFT_OUT)
-    if isinstance(record.damage, Damage):
-        fields["damage"] = _damage(record.damage)
-    last = {name: fields.pop(name) for name in ("environment", "key_parts")}
-    fields |= last
-    single = {k: v for k, v in fields.items() if not isinstance(v, list | Mapping)}
-    single["took"] = f"{(record.finished - record.started).total_seconds():.1f} s"
-    parts = {k: _text(value) for k, value in fields.items() if value and k not in single}
-    titled = [f"{name.replace('_', ' ').capitalize()}\n{part}" for name, part in parts.items()]
-    return "\n\n".join([_text(single), *titled])
-
-
-def _damage(damage: Damage) -> list[dict[str, Any]]:
-    """Return a row per task: KL divergence in nats per token, and agreement."""
-    return [
-        {"task": task, "mean KL": spread.kl.mean, "KL p99": spread.kl.p99,
-         "same top token": spread.top1_agreement}
-        for task, measured in damage.tasks.items()
-        if (spread := measured.distributions) is not None
-    ]  # fmt: skip
-
-
-def _text(value: Any) -> str:
-    """Return a list of mappings as a table, other values as names and values in two columns;
-    floats have four digits, empty values are left out."""
-    value = _plain(value)
-    if isinstance(value, list) and all(isinstance(row, Mapping) for row in value):
-        text = tabulate(value, headers="keys", tablefmt="plain", disable_numparse=True)
-        return textwrap.indent(text, "  ")
-    return _columns(
-        [*flat({name: part for name, part in value.items() if part not in ([], {}, "")})]
+    """Return the fields of a record as YAML, floats with four digits, and its scores, stages and
+    damage as tables below."""
+    fields = record.model_dump(
+        mode="json", exclude_none=True, exclude_defaults=True, exclude=LEFT_OUT
     )
+    fields["took_seconds"] = (record.finished - record.started).total_seconds()
+    last = {name: fields.pop(name) for name in ("environment", "key_parts")}
+    fields = rounded(fields)
+    tables = {name: fields.pop(name, []) for name in ("scores", "groups", "stages")}
+    if isinstance(record.damage, Damage):
+        del fields["damage"]
+        tables["damage"] = [
+            {"task": task, "mean KL": significant(spread.kl.mean),
+             "KL p99": significant(spread.kl.p99),
+             "same top token": significant(spread.top1_agreement)}
+            for task, measured in record.damage.tasks.items()
+            if (spread := measured.distributions) is not None
+        ]  # fmt: skip
+    parts = [
+        f"{name}:\n{tabulate(rows, headers='keys', tablefmt='plain', disable_numparse=True)}\n"
+        for name, rows in tables.items()
+        if rows
+    ]
+    as_yaml = partial(yaml.safe_dump, sort_keys=False, allow_unicode=True, width=100)
+    return "\n".join([as_yaml(fields), *parts, as_yaml(last)])
 
 
-def _columns(rows: Sequence[tuple[str, str]]) -> str:
-    width = max((len(name) for name, _ in rows), default=0)
-    room = max(20, WIDTH - width - 4)
-    lines = []
-    for name, value in rows:
-        wrapped = textwrap.wrap(value, room, break_on_hyphens=False) or [""]
-        names = [name, *[""] * (len(wrapped) - 1)]
-        lines += [f"  {n:{width}}  {part}" for n, part in zip(names, wrapped, strict=True)]
-    return "\n".join(lines)
-
-
-def _plain(value: Any) -> Any:
+def rounded(value: Any) -> Any:
+    """Return ``value`` with all floats in it rounded to four digits."""
     if isinstance(value, Mapping):
-        return {name: _plain(entry) for name, entry in value.items()}
+        return {name: rounded(part) for name, part in value.items()}
     if isinstance(value, list):
-        return [_plain(entry) for entry in value]
-    return significant(value) if isinstance(value, float) else value
+        return [rounded(part) for part in value]
+    return float(f"{value:.4g}") if isinstance(value, float) else value

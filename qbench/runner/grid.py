@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from filelock import FileLock, Timeout
 
 from qbench.cell_result import CellResult
-from qbench.errors import ResultsError
+from qbench.errors import CheckpointError, ResultsError
 from qbench.evaluation.settings import tolerance_violation
 from qbench.files import cache_folder
 from qbench.machine import attempt
@@ -293,7 +293,11 @@ def run(
         import_module(PRELOAD)
         from qbench.cell import compute
 
-        compute(result, store, cache, reuse=reuse)
+        try:
+            compute(result, store, cache, reuse=reuse)
+        except CheckpointError:
+            result.bad_input = True
+            raise
 
     return result.save(store, attempt(work, store.log(cell.grid_cell), plan.device))
 

@@ -17,7 +17,6 @@ from qbench.records import (
     Divergence,
     Part,
     Precision,
-    Ratio,
     StoredSize,
     TaskDamage,
 )
@@ -212,8 +211,7 @@ def test_kl_over_trainings_has_one_interval_over_documents_and_seeds(
 
 def damage_of(mean):
     spread = Divergence(mean=mean, median=mean, p90=mean, p99=mean, p99_9=mean, largest=mean)
-    agreement = Ratio(value=None, stderr=None, documents=0)
-    distributions = Distributions(tokens=9, kl=spread, top1_agreement=0.9, target_change=agreement)
+    distributions = Distributions(tokens=9, kl=spread, top1_agreement=0.9)
     return Damage(tasks={"arc_easy": TaskDamage(distributions=distributions)})
 
 

@@ -17,7 +17,6 @@ from qbench.records import (
     Distributions,
     Divergence,
     GroupScore,
-    Ratio,
     ScoringReport,
     StoredSize,
     TaskDamage,
@@ -50,7 +49,6 @@ def measured(path, checkpoints=("mine",), stderr=0.002, sizes=SIZES, **settings)
             )  # fmt: skip
             distributions = Distributions(
                 tokens=100, kl=kl, top1_agreement=0.93,
-                target_change=Ratio(value=0.0, stderr=0.0, documents=60),
             )  # fmt: skip
             tasks = {task: TaskDamage(distributions=distributions) for task in SIZES}
             audit = record.audit.model_copy(update={"size": size})
