@@ -41,6 +41,7 @@ from lm_eval.api.registry import AGGREGATION_REGISTRY, METRIC_REGISTRY, get_metr
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
+from pyarrow import ArrowException
 
 from qbench import hub
 from qbench.errors import DataError, EvaluationError, QbenchError, first_line
@@ -50,9 +51,7 @@ from qbench.evaluation.tasks import (
     TaskSpec,
     evaluation_split,
     fewshot_split,
-    is_hidden,
     missing_module,
-    no_text,
     prompt_fields,
     read_definition,
     read_rows,
@@ -78,6 +77,7 @@ SPLIT_KEYS = ("training_split", "validation_split", "test_split", "fewshot_split
 ORIGIN_KEYS = {"custom_dataset", "dataset_kwargs", "metadata", "tag", *SPLIT_KEYS}
 TEMPLATES = ("doc_to_text", "doc_to_target", "doc_to_choice", "process_results")
 KEPT = 256  # tasks in memory
+PRINTED = re.compile(r"\{\{\s*(\w+)\s*\}\}")  # a field that a template prints as it is
 INDEXES = ("label", "gold")  # usual names of the field that says which choice is right
 TEXTS = ("answerKey", "answer")  # and of those that say it in words
 
@@ -190,13 +190,27 @@ def load_task(spec: TaskSpec, tokenizer: Path | None = None) -> LoadedTask:
     """
     config = read_definition(spec.definition).config
     config["num_fewshot"] = spec.num_fewshot
-    overrides, lines = _overrides(spec, config)
-    if tokenizer is not None:
-        metadata = config.get("metadata") or {}
-        overrides["metadata"] = {**metadata, "tokenizer": str(tokenizer)}
+    for entry in config.get("metric_list") or ():
+        metric = entry.get("metric") if isinstance(entry, dict) else None
+        unstated = isinstance(metric, str) and "aggregation" not in entry
+        if unstated and get_metric_aggregation(metric) is None:
+            raise _unknown_metric(spec, metric)
     try:
-        _require_aggregations(spec, config)
-        task = _build(spec, overrides)
+        overrides, lines = _overrides(spec, config)
+        if tokenizer is not None:
+            metadata = config.get("metadata") or {}
+            overrides["metadata"] = {**metadata, "tokenizer": str(tokenizer)}
+        # By lm-eval's task manager from the definition itself: its index of all definitions would
+        # take twenty seconds.
+        definition = {"class": TemplateTask, **load_yaml(spec.definition), **overrides}
+        if callable(process := definition.get("process_docs")):
+            # lm-eval asks for processed documents again and again: of data in memory, a definition
+            # that draws would make other ones each time, so that answers met other choices than
+            # were asked.
+            definition["process_docs"] = functools.cache(process)
+        # As lm-eval does before it builds tasks: some shuffle their choices meanwhile (gpqa).
+        seed_generators()
+        (task,) = TaskManager(include_defaults=False).load([definition])["tasks"].values()
     except DataError:
         raise
     except ModuleNotFoundError as error:
@@ -204,20 +218,34 @@ def load_task(spec: TaskSpec, tokenizer: Path | None = None) -> LoadedTask:
             raise
         raise DataError(f"{spec.name}: {missing_module(error.name)}") from error
     except Exception as error:
-        raise DataError(_reason(spec, config, error)) from error
+        if hub.is_hub_error(error):
+            raise DataError(
+                f"{spec.name}: the hub did not give its data: {hub.reason(error)}; or put the data "
+                f"into DIR/{spec.name}/{evaluation_split(config)}.jsonl and add --data DIR"
+            ) from error
+        line = f"{spec.name}: {spec.definition}: {type(error).__name__}: {first_line(error)}"
+        if spec.files and isinstance(error, (KeyError, TypeError, UndefinedError)):
+            line += "; are the fields of its data those that it needs?"
+        raise DataError(line) from error
     if read_definition(spec.definition).digest != spec.definition_digest:
         raise DataError(
             f"{spec.name}: its definition, {spec.definition} or the code beside it, changed "
             "after this run began; run again"
         )
-    if spec.hub_data is not None:
-        _require_commit(spec, task)
+    if spec.hub_data is not None:  # without the hub, datasets takes another commit's copy
+        files = [file["filename"] for part in task.dataset.values() for file in part.cache_files]
+        for file in files:
+            if spec.hub_data.commit not in Path(file).parts:
+                raise DataError(
+                    f"{spec.name}: {spec.hub_data.repository} was planned at commit "
+                    f"{spec.hub_data.commit[:12]}, but another copy was loaded "
+                    f"({file}); run again where the hub can be reached"
+                )
     own_function = callable(task.config.process_results)
     for metric, aggregate in task.aggregation().items():
         if aggregate is None or not (own_function or task._metric_fn_list.get(metric, True)):
             raise _unknown_metric(spec, metric)
-    # Raises DataError if fewer documents are there than examples are drawn. lm-eval draws one
-    # more where it leaves out the document that is asked about
+    # lm-eval draws one more where it leaves out the document that is asked about
     count = task.config.num_fewshot or 0
     needed = count + (task.fewshot_cfg.split == task.config.test_split)
     if count and (documents := len(task.sampler.df)) < needed:
@@ -260,7 +288,13 @@ def _overrides(
             raise DataError(f"{spec.name}: {file.path} changed after this run began; run again")
         prompts = spec.answers is not None and not spec.answers.from_task
         fields = [prompt_fields(row, file.path) if prompts else row.fields for row in rows]
-        splits[file.split] = Dataset.from_list(fields)
+        try:
+            splits[file.split] = Dataset.from_list(fields)
+        except ArrowException as error:
+            raise DataError(
+                f"{spec.name}: {file.path}: a field holds values of several kinds "
+                f"({first_line(error)}); write the same kind in every line"
+            ) from None
         if file.split == evaluation_split(config) and not config.get("process_docs"):
             lines = tuple((file.path, row.line) for row in rows)
     for key in SPLIT_KEYS:
@@ -279,62 +313,12 @@ def seed_generators(seed: int = 0) -> None:
     torch.manual_seed(1234 + seed)
 
 
-def _build(spec: TaskSpec, overrides: dict[str, Any]) -> ConfigurableTask:
-    """Return lm-eval's task object, made by its task manager from the definition itself: its index
-    of all definitions would take twenty seconds.
-    """
-    config = load_yaml(spec.definition)
-    if callable(process := config.get("process_docs")):
-        # lm-eval asks for processed documents again and again: of data in memory, a definition that
-        # draws would make other ones each time, so that answers met other choices than were asked.
-        overrides = {**overrides, "process_docs": functools.cache(process)}
-    # As lm-eval does before it builds tasks: some shuffle their choices meanwhile (gpqa).
-    seed_generators()
-    definition = {"class": TemplateTask, **config, **overrides}
-    (task,) = TaskManager(include_defaults=False).load([definition])["tasks"].values()
-    return task
-
-
-def _reason(spec: TaskSpec, config: dict[str, Any], error: Exception) -> str:
-    if hub.is_hub_error(error):
-        return (
-            f"{spec.name}: the hub did not give its data: {hub.reason(error)}; or put the data "
-            f"into DIR/{spec.name}/{evaluation_split(config)}.jsonl and add --data DIR"
-        )
-    line = f"{spec.name}: {spec.definition}: {type(error).__name__}: {first_line(error)}"
-    if spec.files and isinstance(error, (KeyError, UndefinedError)):
-        return f"{line}; are the fields of its data those that it needs?"
-    return line
-
-
-def _require_aggregations(spec: TaskSpec, config: dict[str, Any]) -> None:
-    """Raise DataError for a metric without an aggregation, stated or known to lm-eval."""
-    for entry in config.get("metric_list") or ():
-        if isinstance(entry, dict) and "aggregation" not in entry:
-            metric = entry.get("metric")
-            if isinstance(metric, str) and get_metric_aggregation(metric) is None:
-                raise _unknown_metric(spec, metric)
-
-
 def _unknown_metric(spec: TaskSpec, metric: str) -> DataError:
     return DataError(
         f"{spec.name}: {spec.definition}: metric_list: {metric}: lm-eval does not know this metric "
         f"or its aggregation; it has {', '.join(sorted(METRIC_REGISTRY))}; for one that a function "
         "of your own makes, state its aggregation, such as mean"
     )
-
-
-def _require_commit(spec: TaskSpec, task: ConfigurableTask) -> None:
-    """Raise DataError if datasets took another commit's copy, as it does without the hub."""
-    assert spec.hub_data is not None
-    for split in task.dataset.values():
-        for file in split.cache_files:
-            if spec.hub_data.commit not in Path(file["filename"]).parts:
-                raise DataError(
-                    f"{spec.name}: {spec.hub_data.repository} was planned at commit "
-                    f"{spec.hub_data.commit[:12]}, but another copy was loaded "
-                    f"({file['filename']}); run again where the hub can be reached"
-                )
 
 
 def _digest(task: ConfigurableTask, answers: AnswerSettings | None = None) -> str:
@@ -390,12 +374,19 @@ def check_documents(task: LoadedTask, limit: int | None = None) -> None:
 
 def _problem(task: Any, document: dict[str, Any]) -> str | None:
     for name in ("doc_to_text", "doc_to_target"):
-        template, target = getattr(task.config, name, None), name == "doc_to_target"
-        if not isinstance(template, str) or (target and task.OUTPUT_TYPE == "multiple_choice"):
+        template, of_target = getattr(task.config, name, None), name == "doc_to_target"
+        if not isinstance(template, str) or (of_target and task.OUTPUT_TYPE == "multiple_choice"):
             continue
-        rolling = target and task.OUTPUT_TYPE == "loglikelihood_rolling"
-        if reason := no_text(template, document, text=rolling):
-            return reason
+        rolling = of_target and task.OUTPUT_TYPE == "loglikelihood_rolling"
+        # A field that is printed as it is: null, [] and {} would be printed as Python does
+        for field_ in [template] if template in document else PRINTED.findall(template):
+            if field_ not in document:
+                continue
+            value = document[field_]
+            if value is None or value == [] or value == {}:
+                return f"{field_} is {json.dumps(value)}, so there is nothing to ask"
+            if rolling and not (isinstance(value, str) and value.strip()):
+                return f"{field_} is {json.dumps(value)[:40]}, and a text to score is needed"
     try:
         target = (task.doc_to_text if task.multiple_input else task.doc_to_target)(document)
         if task.OUTPUT_TYPE != "multiple_choice":
@@ -408,16 +399,24 @@ def _problem(task: Any, document: dict[str, Any]) -> str | None:
         return f"its answer cannot be found ({type(error).__name__}: {first_line(error)})"
     if callable(task.config.process_results):
         return None
-    if not choices or not all(isinstance(choice, str) for choice in choices):
+    texts = isinstance(choices, list | tuple) and all(isinstance(c, str) for c in choices)
+    if not choices or not texts:
         return f"its choices are {choices!r:.80}, not texts"
     # A definition's function may make an answer of anything: `first if label == 0 else second`.
     for name in (*INDEXES, *TEXTS):
         answer = document.get(name, 0)
-        if answer in (None, "") or (name in INDEXES and is_hidden(answer)):
+        missing = answer in (None, "") or (name in INDEXES and answer == "-1")
+        if name in INDEXES and isinstance(answer, int | float):
+            missing = not answer >= 0 or answer % 1 != 0  # hidden from the public; NaN is not >= 0
+        if missing:
             return f"{name} {answer!r} is no answer"
-    golds = target if isinstance(target, list) and target else [target]
-    for gold in golds:
-        if not _names(gold, choices):
+    for gold in target if isinstance(target, list) and target else [target]:
+        if isinstance(gold, str):
+            usable = gold in choices
+        else:  # of a column of whole numbers with one that is missing, a float
+            whole = gold.is_integer() if isinstance(gold, float) else isinstance(gold, int)
+            usable = whole and 0 <= gold < len(choices)
+        if not usable:
             return (
                 f"label {gold!r:.80} names none of its {len(choices)} choices "
                 f"(0 to {len(choices) - 1}, or the text of one)"
@@ -425,20 +424,13 @@ def _problem(task: Any, document: dict[str, Any]) -> str | None:
     return None
 
 
-def _names(gold: Any, choices: list[str]) -> bool:
-    """Return whether ``gold`` is the index of a choice, or its text."""
-    if isinstance(gold, str):
-        return gold in choices
-    if isinstance(gold, float):  # a column of whole numbers with one that is missing
-        return gold.is_integer() and 0 <= gold < len(choices)
-    return isinstance(gold, int) and 0 <= gold < len(choices)
-
-
 RESPONSE_DTYPES = {
     "document": "int64", "request": "int64", "log_likelihood": "float64", "greedy": bool,
     "cut": "int64",
 }  # fmt: skip
 Response = tuple[str, int, int, float, bool, str | None, str | None, int]
+NUMBERS = bool | int | float | np.number | np.bool_
+ALL_ANSWERS = {"TakeKFilter", "MajorityVoteFilter", "CustomFilter"}  # take all drawn answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -467,14 +459,21 @@ def ask(model: Scorer | HFLMScorer, task: LoadedTask, settings: ScoringSettings)
     """Put the answers of ``model`` into the instances of lm-eval's task; raises as ``evaluate``."""
     check_documents(task, settings.limit)
     build_requests(task.task, settings, model)
-    with _context(model, task.max_length):
-        # Let model answer the requests of each kind together, each as often as it repeats
-        kinds: dict[str, list[Any]] = defaultdict(list)
-        for instance in task.task.instances:
-            kinds[instance.request_type] += [instance] * instance.repeats
+    hflm = getattr(model, "hflm", None)
+    usual = getattr(hflm, "_max_length", None)
+    if hflm is not None and task.max_length is not None:  # of prompts and answers
+        hflm._max_length = task.max_length
+    # Let model answer the requests of each kind together, each as often as it repeats
+    kinds: dict[str, list[Any]] = defaultdict(list)
+    for instance in task.task.instances:
+        kinds[instance.request_type] += [instance] * instance.repeats
+    try:
         for kind, requests in kinds.items():
             for answer, request in zip(getattr(model, kind)(requests), requests, strict=True):
                 request.resps.append(answer)
+    finally:
+        if hflm is not None:
+            hflm._max_length = usual
 
 
 def judge(task: LoadedTask, settings: ScoringSettings) -> Outcomes:
@@ -487,34 +486,28 @@ def judge(task: LoadedTask, settings: ScoringSettings) -> Outcomes:
     rows = []
     for sample in samples:
         for metric, value in sample.metrics.items():
+            name = _name(metric, sample.filter)
             pair = value if isinstance(value, list | tuple) and len(value) == 2 else (value, 1.0)
-            if all(
-                isinstance(number, bool | int | float | np.number | np.bool_) for number in pair
-            ):
-                name = _name(metric, sample.filter)
+            if all(isinstance(number, NUMBERS) for number in pair):
                 rows.append((task.name, sample.document, name, float(pair[0]), float(pair[1])))
             if metric in sample.variances:
-                name = variance_name(_name(metric, sample.filter))
-                rows.append((task.name, sample.document, name, sample.variances[metric], 1.0))
+                name, value = variance_name(name), sample.variances[metric]
+                rows.append((task.name, sample.document, name, value, 1.0))
     outcomes = pd.DataFrame(rows, columns=list(OUTCOME_COLUMNS)).astype({"document": "int64"})
     scores = tuple(_scores(task, samples, outcomes))
     responses = _responses(task.name, samples)
-    _refuse_not_a_number(task.name, scores, responses)
+    likelihoods = responses[responses["answer"].isna()]  # texts have none
+    bad = ~np.isfinite(likelihoods["log_likelihood"].to_numpy(dtype=float))
+    if bad.any():
+        raise EvaluationError(
+            f"{task.name}: {int(bad.sum())} of {len(bad)} log-likelihoods are not numbers, the "
+            f"first in document {int(likelihoods['document'].to_numpy()[bad][0])}; the model gives "
+            "NaN or infinite logits there, which no scoring mode can fix"
+        )
+    for score in scores:
+        if math.isnan(score.value):
+            raise EvaluationError(f"{task.name}: {score.metric} is not a number")
     return Outcomes(scores=scores, outcomes=outcomes, responses=responses)
-
-
-@contextmanager
-def _context(model: Any, max_length: int | None) -> Iterator[None]:
-    """Let ``model`` generate with ``max_length`` tokens of prompt and answer, if it is given."""
-    hflm = getattr(model, "hflm", None)
-    if hflm is None or max_length is None:
-        yield
-        return
-    usual, hflm._max_length = hflm._max_length, max_length
-    try:
-        yield
-    finally:
-        hflm._max_length = usual
 
 
 @contextmanager
@@ -622,33 +615,29 @@ def rebuild_requests(
     return questions
 
 
-def right_choice(task: Any, document: Mapping[str, Any]) -> int | None:
-    """Return the index of a document's right choice, the first of several; None if there is none.
-    ``task`` is lm-eval's object of a multiple-choice task.
-    """
-    gold = (task.doc_to_text if task.multiple_input else task.doc_to_target)(document)
-    gold = gold[0] if isinstance(gold, list) and gold else gold
-    if isinstance(gold, str):
-        choices = task.doc_to_choice(document)
-        gold = choices.index(gold) if gold in choices else None
-    return gold if isinstance(gold, int) and gold >= 0 else None
-
-
 def _target(task: Any, document: Mapping[str, Any]) -> int | str | None:
-    """Return the index of the right choice, or the right text; None if there is neither."""
+    """Return the index of the right choice, the first of several, or the right text; None if there
+    is neither."""
+    if task.OUTPUT_TYPE not in ("multiple_choice", "generate_until"):
+        return None
     with suppress(Exception):  # a task's own code, for display alone
-        if task.OUTPUT_TYPE == "multiple_choice":
-            return right_choice(task, document)
+        gold = (task.doc_to_text if task.multiple_input else task.doc_to_target)(document)
         if task.OUTPUT_TYPE == "generate_until":
-            target = task.doc_to_target(document)
-            return target if isinstance(target, str) else " | ".join(map(str, target))
+            return gold if isinstance(gold, str) else " | ".join(map(str, gold))
+        gold = gold[0] if isinstance(gold, list) and gold else gold
+        gold = task.doc_to_choice(document).index(gold) if isinstance(gold, str) else gold
+        return gold if isinstance(gold, int) and gold >= 0 else None
     return None
 
 
 def _samples(task: Any, limit: int | None) -> Iterator[_Sample]:
     """Yield each document with its metrics, filter by filter. Of several drawn answers they are
     means, with their variances, unless a filter makes one answer of all."""
-    if (repeats := _drawn_repeats(task)) < 2:
+    drawn = (task.config.generation_kwargs or {}).get("do_sample")
+    filters = [part for ensemble in task._filters for part in ensemble.filters]
+    names = {getattr(part, "func", part).__name__ for part in filters}
+    repeats = task.instances[0].repeats
+    if repeats < 2 or task.OUTPUT_TYPE != "generate_until" or not drawn or names & ALL_ANSWERS:
         yield from _judged(task, limit)
         return
     answers = [instance.resps for instance in task.instances]
@@ -663,7 +652,7 @@ def _samples(task: Any, limit: int | None) -> Iterator[_Sample]:
         values = {
             name: [float(each.metrics[name]) for each in same]
             for name, value in same[0].metrics.items()
-            if isinstance(value, bool | int | float | np.number | np.bool_)
+            if isinstance(value, NUMBERS)
         }
         resps = [
             [part for each in same for part in each.resps[i]] for i in range(len(same[0].resps))
@@ -674,17 +663,6 @@ def _samples(task: Any, limit: int | None) -> Iterator[_Sample]:
             metrics=same[0].metrics | {name: fmean(each) for name, each in values.items()},
             variances={name: variance(each) / repeats for name, each in values.items()},
         )
-
-
-def _drawn_repeats(task: Any) -> int:
-    """Return how many answers are drawn to each request; 1 if they are not drawn, or a filter such
-    as majority_vote takes all of them."""
-    drawn = (task.config.generation_kwargs or {}).get("do_sample")
-    filters = [part for ensemble in task._filters for part in ensemble.filters]
-    names = {getattr(part, "func", part).__name__ for part in filters}
-    all_answers_filters = names & {"TakeKFilter", "MajorityVoteFilter", "CustomFilter"}
-    generates = task.OUTPUT_TYPE == "generate_until"
-    return task.instances[0].repeats if generates and drawn and not all_answers_filters else 1
 
 
 def _judged(task: Any, limit: int | None) -> Iterator[_Sample]:
@@ -747,40 +725,35 @@ def group_scores(groups: Sequence[TaskGroup], scores: Sequence[Score]) -> tuple[
         if not all(by_task.values()):
             continue
         metrics = dict.fromkeys(metric for of in by_task.values() for metric in of)
-        for group_metric in group.metrics:
-            names = [metric for metric in metrics if base_metric(metric) == group_metric.metric]
-            if group_metric.filters is not None:
-                names = [_name(group_metric.metric, filter_) for filter_ in group_metric.filters]
+        for of_group in group.metrics:
+            names = [metric for metric in metrics if base_metric(metric) == of_group.metric]
+            if of_group.filters is not None:
+                names = [_name(of_group.metric, filter_) for filter_ in of_group.filters]
             for metric in names:
                 members = [of[metric] for of in by_task.values() if metric in of]
-                if members:
-                    scored.append(_group_score(group, group_metric.weight_by_size, metric, members))
+                if not members:
+                    continue
+                by_size, stderr = of_group.weight_by_size, None
+                sizes = [score.documents for score in members]
+                errors = [score.stderr for score in members if score.stderr is not None]
+                if len(errors) == len(members):
+                    pooled = pooled_sample_stderr(errors, sizes) if by_size else (
+                        unweighted_mean_stderr(errors))  # fmt: skip
+                    stderr = float(pooled)
+                scored.append(
+                    GroupScore(
+                        group=group.name,
+                        label=group.label,
+                        metric=metric,
+                        value=aggregate_subtask_metrics([s.value for s in members], sizes, by_size),
+                        stderr=stderr,
+                        higher_is_better=members[0].higher_is_better,
+                        weight_by_size=by_size,
+                        documents=sum(sizes),
+                        tasks=tuple(score.task for score in members),
+                    )
+                )
     return tuple(scored)
-
-
-def _group_score(
-    group: TaskGroup, weight_by_size: bool, metric: str, scores: Sequence[Score]
-) -> GroupScore:
-    sizes = [score.documents for score in scores]
-    errors = [score.stderr for score in scores if score.stderr is not None]
-    stderr = None
-    if len(errors) == len(scores):
-        stderr = float(
-            pooled_sample_stderr(errors, sizes)
-            if weight_by_size
-            else unweighted_mean_stderr(errors)
-        )
-    return GroupScore(
-        group=group.name,
-        label=group.label,
-        metric=metric,
-        value=aggregate_subtask_metrics([s.value for s in scores], sizes, weight_by_size),
-        stderr=stderr,
-        higher_is_better=scores[0].higher_is_better,
-        weight_by_size=weight_by_size,
-        documents=sum(sizes),
-        tasks=tuple(score.task for score in scores),
-    )
 
 
 def _standard_error(aggregation: str, values: pd.Series) -> float | None:
@@ -800,14 +773,27 @@ def _name(metric: str, filter_: str) -> str:
 
 def _responses(task: str, samples: Sequence[_Sample]) -> pd.DataFrame:
     """Return log-likelihoods and texts with the columns ``RESPONSE_COLUMNS``, in lm-eval's order of
-    filters, documents and requests.
+    filters, documents and requests: the model's answers, a row for each time that it was asked, and
+    what a filter made of a text, if that is not the answer itself.
     """
     rows: list[Response] = []
     for sample in samples:
-        if sample.filter == samples[0].filter:
-            rows += _given(task, sample)
-        if sample.resps and isinstance(sample.resps[0][0], str):
-            rows += _taken(task, sample)
+        for request, answers in enumerate(sample.resps):
+            if sample.filter != samples[0].filter:
+                break
+            for repeat, answer in enumerate(answers):
+                if isinstance(answer, str):
+                    place = sample.document, request * len(answers) + repeat
+                    rows.append(text_response(task, *place, None, answer))
+                elif repeat == 0:
+                    value, greedy = answer if isinstance(answer, list | tuple) else (answer, False)
+                    number = float(value), bool(greedy)
+                    rows.append((task, sample.document, request, *number, None, None, 0))
+        for request, (taken, answers) in enumerate(zip(sample.filtered, sample.resps, strict=True)):
+            if isinstance(answers[0], str) and taken != answers[0]:
+                text = taken if isinstance(taken, str) else json.dumps(taken, default=str)
+                place = sample.document, request * len(answers)
+                rows.append(text_response(task, *place, sample.filter, text))
     return response_table(rows)
 
 
@@ -817,45 +803,9 @@ def response_table(rows: Sequence[Response]) -> pd.DataFrame:
     return table.astype({"answer": object, "filter": object})
 
 
-def _given(task: str, sample: _Sample) -> Iterator[Response]:
-    """Yield the model's answers; one that was asked for several times has a row each."""
-    for request, answers in enumerate(sample.resps):
-        for repeat, answer in enumerate(answers):
-            if isinstance(answer, str):
-                yield text_response(
-                    task, sample.document, request * len(answers) + repeat, None, answer
-                )
-            elif repeat == 0:
-                value, greedy = answer if isinstance(answer, list | tuple) else (answer, False)
-                number = float(value), bool(greedy)
-                yield (task, sample.document, request, *number, None, None, 0)
-
-
-def _taken(task: str, sample: _Sample) -> Iterator[Response]:
-    """Yield what a filter made of generated answers, if that is not the answer itself."""
-    for request, (taken, answers) in enumerate(zip(sample.filtered, sample.resps, strict=True)):
-        if taken != answers[0]:
-            text = taken if isinstance(taken, str) else json.dumps(taken, default=str)
-            yield text_response(task, sample.document, request * len(answers), sample.filter, text)
-
-
 def text_response(
     task: str, document: int, request: int, filter_: str | None, text: str
 ) -> Response:
     """Return the row of a generated text, cut to ``ANSWER_CHARACTERS``."""
     kept = text[:ANSWER_CHARACTERS].encode(errors="replace").decode()  # Parquet is UTF-8
     return (task, document, request, math.nan, False, kept, filter_, len(text) - len(kept))
-
-
-def _refuse_not_a_number(task: str, scores: tuple[Score, ...], responses: pd.DataFrame) -> None:
-    responses = responses[responses["answer"].isna()]  # texts have none
-    bad = ~np.isfinite(responses["log_likelihood"].to_numpy(dtype=float))
-    if bad.any():
-        raise EvaluationError(
-            f"{task}: {int(bad.sum())} of {len(bad)} log-likelihoods are not numbers, the first "
-            f"in document {int(responses['document'].to_numpy()[bad][0])}; the model gives NaN or "
-            "infinite logits there, which no scoring mode can fix"
-        )
-    for score in scores:
-        if math.isnan(score.value):
-            raise EvaluationError(f"{task}: {score.metric} is not a number")

@@ -37,23 +37,16 @@ def change(data, task, line, **fields):
 @pytest.mark.parametrize(
     ("task", "fields", "words"),
     [
-        ("demo_pages", {"page": -1}, "page is -1, and a text to score is needed"),
         ("demo_pages", {"page": " \n"}, "page is .*, and a text to score is needed"),
         ("demo_choice", {"query": None}, "query is null, so there is nothing to ask"),
+        ("demo_lastword", {"text": ""}, "there is no target text"),  # known when lm-eval made it
     ],
 )
-def test_nonsense_is_refused_with_its_line_when_it_is_planned(data, task, fields, words):
+def test_nonsense_is_refused_with_its_line_when_it_is_loaded(data, task, fields, words):
     change(data, task, 3, **fields)
-    with pytest.raises(DataError, match=rf"test\.jsonl:3: {task}: {words}"):
-        plan_task(task, data=data, definitions=DEMO / "tasks")
-
-
-def test_a_text_of_nothing_is_refused_with_its_line_when_it_is_loaded(data):
-    """Its target is computed: known when lm-eval has made it."""
-    change(data, "demo_lastword", 2, text="")
-    task = load_task(plan_task("demo_lastword", data=data, definitions=DEMO / "tasks"))
-    with pytest.raises(DataError, match=r"test\.jsonl:2: there is no target text"):
-        evaluate(None, task, scorer(opt(32), "exact").settings)
+    loaded = load_task(plan_task(task, data=data, definitions=DEMO / "tasks"))
+    with pytest.raises(DataError, match=rf"{task}: .*test\.jsonl:3: {words}"):
+        evaluate(None, loaded, scorer(opt(32), "exact").settings)
 
 
 def test_one_request_that_cannot_be_scored_costs_its_task_alone(tmp_path, data, capfd):

@@ -86,6 +86,23 @@ def test_a_hidden_label_of_which_a_function_makes_an_answer_is_refused(tmp_path,
         check_documents(task)
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [("xy", "quiz: .*:1: its choices are 'xy', not texts"),
+     ([1, 2], "TypeError: .*; are the fields of its data those that it needs"),
+     ([None], "TypeError: .*; are the fields of its data those that it needs")],
+)  # fmt: skip
+def test_choices_are_lists_of_texts(tmp_path, options, words):
+    with pytest.raises(DataError, match=words):
+        check_documents(loaded(tmp_path, "quiz", "test", [{**QUIZ, "options": options}])[0])
+
+
+@pytest.mark.parametrize("text", [5, ["The sky", "is"]])
+def test_a_field_with_values_of_two_kinds_is_refused_with_its_file(tmp_path, text):
+    with pytest.raises(DataError, match=r"quiz: .*test\.jsonl: a field holds values of several"):
+        loaded(tmp_path, "quiz", "test", [QUIZ, {**QUIZ, "text": text}])
+
+
 def test_documents_beyond_the_limit_are_not_asked(tmp_path):
     task, _ = loaded(tmp_path, "quiz", "test", [QUIZ, {**QUIZ, "right": -1}])
     check_documents(task, 1)
@@ -98,10 +115,12 @@ def test_documents_beyond_the_limit_are_not_asked(tmp_path):
     [
         ("arc_easy", "test", {**ARC, "answerKey": "E"}, "its answer cannot be found"),
         ("hellaswag", "validation", {**HELLASWAG, "label": "-1"}, "label '-1' is no answer"),
+        ("quiz", "test", {**QUIZ, "options": []}, r"its choices are \[\], not texts"),
+        ("quiz", "test", {**QUIZ, "text": None}, "text is null, so there is nothing to ask"),
+        ("wikitext", "test", {"page": None}, ":2: "),
     ],
-    ids=["arc: unknown letter", "hellaswag: -1"],
 )
-def test_answers_under_other_names_are_found_too(tmp_path, task, split, row, words):
+def test_documents_that_cannot_be_scored_are_refused(tmp_path, task, split, row, words):
     good = dict(next(good[2] for good in GOOD if good[0] == task))
     with pytest.raises(DataError, match=words):
         check_documents(loaded(tmp_path, task, split, [good, row])[0])
