@@ -15,7 +15,7 @@ EQUAL = "equal the cell's to the bit"
 slow = pytest.mark.slow
 
 
-def measured(folder, quantizer, checkpoint="softmax"):
+def measured(folder, quantizer, checkpoint="softmax", device="cpu"):
     """Return the store and the record of one finished cell of the bundled model."""
     entry = {**({"name": quantizer} if isinstance(quantizer, str) else quantizer), "label": "mine"}
     recipe = small_recipe(
@@ -23,7 +23,7 @@ def measured(folder, quantizer, checkpoint="softmax"):
         quantizers=[entry], tasks=["demo_pages"], evaluation={"limit": 1, "damage": False},
         calibration={"path": str(DEMO / "calibration.jsonl"), "samples": 8, "length": 64},
     )  # fmt: skip
-    assert qbench("run", recipe, "--out", folder / "out", "--device", "cpu") == 0
+    assert qbench("run", recipe, "--out", folder / "out", "--device", device) == 0
     store = Store(folder / "out")
     (record,) = store.records()
     return store, record
@@ -63,6 +63,9 @@ CASES = [
             ("hqq-4bit", None, "hqq", "0.0"),
             ("w8a8-fp8", None, "compressed-tensors", "0."),
             ({"name": "autoround-4bit", "iters": 2}, None, "auto-round", EQUAL),
+            ("awq-4bit", None, "awq", EQUAL),
+            ("gptaq-3bit", None, "gptq", EQUAL),
+            ("gptqmodel-4bit", None, "gptq", EQUAL),
             ({"name": "paroquant-4bit", "epochs": 1}, None, "paroquant", EQUAL),
             ({"name": "gptq-4bit", "desc_act": True}, None, "gptq", EQUAL),
             ("w8a8-int8", None, "compressed-tensors", "0.0"),
@@ -79,9 +82,32 @@ CASES = [
 @pytest.mark.parametrize(("quantizer", "chosen", "expected", "words"), CASES)
 def test_the_folder_loaded_again_is_the_cell(quantizer, chosen, expected, words, tmp_path):
     pytest.importorskip("compressed_tensors")
+    require_folder_of_the_cell(quantizer, chosen, expected, words, tmp_path, "cpu")
+
+
+# copies that libraries made are exported as they are
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize(
+    ("quantizer", "expected"),
+    [
+        ("exl3-3bit", "exl3"),
+        ("awq-4bit", "awq"),
+        ("gptaq-4bit", "gptq"),
+        ("gptqmodel-3bit", "gptq"),
+        ("autoround-4bit", "auto-round"),
+        ({"name": "paroquant-4bit", "epochs": 1}, "paroquant"),
+    ],
+)
+def test_the_copy_of_a_library_made_on_a_gpu_is_exported(quantizer, expected, tmp_path):
+    require_folder_of_the_cell(quantizer, None, expected, EQUAL, tmp_path, "cuda")
+
+
+def require_folder_of_the_cell(quantizer, chosen, expected, words, tmp_path, device):
     if expected == "auto-round":
         pytest.importorskip("auto_round")
-    store, record = measured(tmp_path, quantizer)
+    store, record = measured(tmp_path, quantizer, device=device)
     line = export_model(store, record, tmp_path / "model", cache_folder(), chosen)
     assert line.startswith(f"base/mine: {expected}; weights: ")
     assert "artifact reused" in line or "from the cache" in line

@@ -11,9 +11,10 @@ import torch
 
 from qbench import bench
 from qbench.bench import timed
-from qbench.errors import ResultsError
+from qbench.errors import QbenchError
 from qbench.export_model import load_measured
 from qbench.machine import environment
+from qbench.quantizers.published import LIBRARIES
 from qbench.records import Record
 from qbench.store import Store
 
@@ -35,7 +36,7 @@ def bench_cells(
     for record in records:
         try:
             measured = load_measured(store, record, cache, device)
-        except ResultsError as error:
+        except QbenchError as error:
             log(str(error))
             continue
         ids = torch.arange(PROMPT, device=device)[None] * 7 % measured.model.config.vocab_size
@@ -48,7 +49,7 @@ def bench_cells(
         log(f"{row['cell']}: {row['tokens_per_second']:.1f} tokens/s")
         rows.append(row)
     sizes = {"prompt": PROMPT, "tokens": tokens, "batch_size": 1}
-    return {**sizes, "environment": environment(device).model_dump(), "rows": rows}
+    return {**sizes, "environment": environment(device, LIBRARIES).model_dump(), "rows": rows}
 
 
 def table(results: dict[str, Any]) -> str:
