@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from qbench.analysis.capture import Call, attention_observed
 from qbench.attention import reference
 from qbench.attention.normalizers import NORMALIZERS
+from qbench.attention.observed import Call, attention_observed
 from qbench.errors import UnavailableError
 from qbench.records import AttentionMap, Measured
 
@@ -209,10 +209,10 @@ def _weights(model: PreTrainedModel, ids: Tensor, heads: Sequence[Head]) -> list
     seen: dict[int, Tensor] = {}
     layers = {layer for layer, _ in heads}
 
-    def see(layer: int, call: Call) -> None:
-        if layer in layers:
+    def see(module: nn.Module, call: Call) -> None:
+        if module.layer_idx in layers:
             weights, _ = next(chunks(call))  # so short a text is one chunk
-            seen[layer] = weights[0].cpu()
+            seen[module.layer_idx] = weights[0].cpu()
 
     with attention_observed(model, see):
         model(input_ids=ids, use_cache=False)

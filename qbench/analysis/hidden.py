@@ -7,13 +7,28 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+from qbench.errors import UnavailableError
 from qbench.records import Hidden, LinearInput
+from qbench.streaming import decoder_blocks
 
 MASSIVE_VALUE = 100.0  # Sun et al. 2024, section 2
 MASSIVE_TO_MEDIAN = 1000.0
 MASSIVE_KEPT = 100  # listed in a record; all are counted
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """Return the decoder's layers in order. Raises UnavailableError if they cannot be found."""
+    count = model.config.get_text_config().num_hidden_layers
+    _, blocks = decoder_blocks(model)
+    if len(blocks) != count:
+        raise UnavailableError(
+            f"{type(model).__name__}: its {count} decoder layers cannot be found; analyze a model "
+            "that holds them in one list, such as LlamaForCausalLM"
+        )
+    return blocks
 
 
 class Massive(NamedTuple):

@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from qbench.analysis.attention_weights import (
-    DORMANT,
-    THRESHOLDS,
-    Call,
-    measure_weights,
-    measures,
-)
-from qbench.analysis.capture import (
-    attention_observed,
+from qbench.analysis.attention_weights import DORMANT, THRESHOLDS, measure_weights, measures
+from qbench.analysis.hidden import (
+    MASSIVE_KEPT,
+    Inputs,
+    Massive,
+    States,
     decoder_layers,
-    inputs_observed,
-    states_observed,
+    summary,
 )
-from qbench.analysis.hidden import MASSIVE_KEPT, Inputs, Massive, States, summary
+from qbench.attention.observed import Call, attention_observed
 from qbench.errors import EvaluationError
 from qbench.metrics import perplexity
 from qbench.progress import Advance
@@ -54,17 +52,19 @@ class Pass:
     shape: tuple[int, int] = (0, 0)  # B, T of it
     last: tuple[Tensor, Inputs] | None = None  # the last input, and what was seen of it
 
-    def see_attention(self, layer: int, call: Call) -> None:
-        assert call.output is not None
+    def see_attention(self, module: nn.Module, call: Call) -> None:
         layer_measures = measures(measure_weights(call), call.output, stretch=STRETCH)
-        self.attention.setdefault(layer, []).append(layer_measures)
+        self.attention.setdefault(module.layer_idx, []).append(layer_measures)
 
-    def see_states(self, layer: int, states: Tensor) -> None:
+    def see_states(self, layer: int, module: nn.Module, inputs: Any, output: Any) -> None:
+        """Add the output [B, T, D] of a decoder layer, as a forward hook."""
+        states = output[0] if isinstance(output, tuple) else output
         self.massive += self.states[layer].add(states, layer=layer, first=self.first)
 
-    def see_input(self, name: str, given: Tensor) -> None:
-        """Add the input of the linear layer ``name``. Layers with the same input (q, k, v; gate,
-        up) share its statistics."""
+    def see_input(self, name: str, module: nn.Module, inputs: tuple, options: dict) -> None:
+        """Add the input of the linear layer ``name``, as a pre-hook. Layers with the same input
+        (q, k, v; gate, up) share its statistics."""
+        given = next(x for x in (*inputs, *options.values()) if isinstance(x, Tensor))
         batch, length = self.shape
         if given.numel() != batch * length * given.shape[-1]:
             self.left_out.add(name)  # experts, which see some of the tokens
@@ -93,14 +93,14 @@ def measure(
     is not finite.
     """
     layers = decoder_layers(model)
-    modules = {name: model.get_submodule(name) for name in linears}
     seen = Pass(states=[States() for _ in layers])
     device = next(model.parameters()).device
-    with (
-        attention_observed(model, seen.see_attention),
-        states_observed(layers, seen.see_states),
-        inputs_observed(modules, seen.see_input),
-    ):
+    with attention_observed(model, seen.see_attention), ExitStack() as stack:
+        for index, layer in enumerate(layers):
+            stack.enter_context(layer.register_forward_hook(partial(seen.see_states, index)))
+        for name in linears:
+            module, hook = model.get_submodule(name), partial(seen.see_input, name)
+            stack.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
         for first in range(0, len(ids), batch):
             tokens = ids[first : first + batch].to(device)
             seen.first, seen.shape, seen.last = first, tuple(tokens.shape), None

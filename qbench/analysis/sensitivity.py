@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from qbench.analysis.capture import decoder_layers
+from qbench.analysis.hidden import decoder_layers
 from qbench.errors import EvaluationError
 from qbench.evaluation.degradation import ratio
 from qbench.evaluation.scoring.hidden_states import LMHead, decoder_and_head

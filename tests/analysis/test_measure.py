@@ -8,9 +8,9 @@ import torch
 from loading import load_model
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from qbench.analysis.capture import attention_observed, decoder_layers, states_observed
 from qbench.analysis.measure import measure
 from qbench.analysis.sensitivity import Baseline
+from qbench.attention.observed import attention_observed
 from qbench.attention.transformers import set_attention
 from qbench.checkpoints import find
 from qbench.checkpoints.tokenizer import load_tokenizer
@@ -40,14 +40,10 @@ def test_a_model_that_is_looked_into_computes_the_same_and_is_left_as_it_was(pai
     model, _, ids = pair
     before, name = model(input_ids=ids).logits, model.config._attn_implementation
     seen = []
-    with (
-        torch.no_grad(),
-        attention_observed(model, lambda *result: seen.append(result)),
-        states_observed(decoder_layers(model), lambda *result: seen.append(result)),
-    ):
+    with torch.no_grad(), attention_observed(model, lambda *result: seen.append(result)):
         inside = model(input_ids=ids).logits
     assert torch.equal(inside, before)
-    assert len(seen) == 2 * model.config.num_hidden_layers
+    assert len(seen) == model.config.num_hidden_layers
     assert model.config._attn_implementation == name
     count = len(seen)
     assert torch.equal(model(input_ids=ids).logits, before)

@@ -8,7 +8,7 @@ block would change the whole block.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -86,12 +86,13 @@ def measure_inputs(
         )
         for name, watch in measured.items()
     )
+    sums = [(0.0, 0.0), *((w.error_squared, w.norm_squared) for w in measured.values())]
     return ActivationAudit(
         bits=part.bits,
         levels=max((watch.levels for watch in measured.values()), default=0),
         clipped=sum(s.clipped for s in measured.values())
         / max(1, sum(s.count for s in measured.values())),
-        error=_error(measured.values()),
+        error=relative_error(*(sum(squares) for squares in zip(*sums, strict=True))),
         left_out=tuple(sorted(ignored)),
         unmeasured=tuple(name for name in about if name not in measured),
         modules=modules,
@@ -117,7 +118,7 @@ class Rounding:
     def add(self, before: Tensor, after: Tensor) -> None:
         """Compare values ``before`` and ``after`` rounding, both [..., n], with the definition."""
         rounded = groups_of(after, self.about)
-        self.levels = max(self.levels, levels(rounded))
+        self.levels = max(self.levels, int(levels(rounded)))
         rounded = rounded.double()
         wide = groups_of(before.double(), self.about)
         right, low, high = expected(wide, self.about)
@@ -156,12 +157,6 @@ class _InputWatch(Rounding):
     def after(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
         """Compare what is multiplied with what the input should have become."""
         self.add(self.input, arguments[0].detach())
-
-
-def _error(watches: Iterable[_InputWatch]) -> float:
-    """Return the relative error over the inputs of all ``watches``."""
-    sums = [(watch.error_squared, watch.norm_squared) for watch in watches]
-    return relative_error(sum(error for error, _ in sums), sum(norm for _, norm in sums))
 
 
 # What a quantized input should be

@@ -126,24 +126,18 @@ def _moved_by_length(base: Tensor, other_shapes: list[Tensor], dtype: torch.dtyp
 
     ``other_shapes``: the logits [1, T, V] of the first row in a batch of its own, then those of
     the texts cut, [B, < T, V]; may be empty."""
+
+    def share(logits: Tensor, expected: Tensor) -> float:
+        """Return the share of tokens whose logits are farther off than rounding takes them."""
+        most = OTHER_SHAPES.get(dtype, OTHER_SHAPES_OF_HALF) * expected.norm(dim=-1)
+        return float(((logits - expected).norm(dim=-1) > most).float().mean())
+
     if not other_shapes:
         return 0.0
     alone, *cuts = other_shapes
-    moved, noise = 0.0, float(_far(alone, base[:1]).mean())
-    for cut in cuts:
-        same = base[:, : cut.shape[1]]
-        if dtype in OTHER_SHAPES:
-            leaks = bool(_far(cut, same, OTHER_SHAPES[dtype]).any())
-        else:
-            leaks = float(_far(cut, same).mean()) > max(FEW_TOKENS, LEEWAY * noise)
-        moved = max(moved, _moved(same, cut)) if leaks else moved
-    return moved
-
-
-def _far(logits: Tensor, expected: Tensor, most: float = OTHER_SHAPES_OF_HALF) -> Tensor:
-    """Return 1 for each token [B, T] whose ``logits`` [B, T, V] lie farther from the ``expected``
-    than ``most`` of their norm, else 0."""
-    return ((logits - expected).norm(dim=-1) > most * expected.norm(dim=-1)).float()
+    few = 0.0 if dtype in OTHER_SHAPES else max(FEW_TOKENS, LEEWAY * share(alone, base[:1]))
+    pairs = [(base[:, : cut.shape[1]], cut) for cut in cuts]
+    return max(_moved(*pair) if share(*pair[::-1]) > few else 0.0 for pair in pairs)
 
 
 def _changed(ids: Tensor, *parts: Any) -> list[Tensor]:
@@ -217,11 +211,26 @@ def audit(
     """
     problems = [f"the unquantized model: {line}" for line in not_finite(original)]
     problems = problems or not_finite(quantized)
-    problems += _other_settings(original, quantized)
+    ours, theirs = (model.config.get_text_config().to_dict() for model in (original, quantized))
+    problems += [
+        f"its config.json has {name} {theirs.get(name)}, and the original's {ours.get(name)}"
+        for name in SAME_SETTINGS
+        if ours.get(name) != theirs.get(name)
+    ]
+    moved, runs, before = 0.0, False, logits(original, probe)
     with recorded_dtypes(quantized, evidence_of(quantized, config, "weights")) as dtypes:
-        moved, before, failures = _logits(original, quantized, probe)
-    problems += failures
-    runs = not failures
+        try:
+            after = logits(quantized, probe)
+        except Exception as error:
+            place = failing_layer(error, quantized)
+            problems.append(f"{place}the quantized model's forward fails: {first_line(error)}")
+        else:
+            differences = (after - before).abs()
+            moved = float(differences.where(differences.isfinite(), 0).max())
+            wrong = {"the unquantized model's logits": before, "logits": after}
+            wrong = [what for what, values in wrong.items() if not values.isfinite().all()]
+            problems += [f"{what} are not finite" for what in wrong]
+            runs = not wrong
     fields: dict[str, Any] = {}
     if runs:
         fields["causality"], fields["batch_mates"], failures = independence(
@@ -229,10 +238,16 @@ def audit(
         )
         problems += failures
     if config.transform is not None:
-        fields["treatment_error"], failures = _measure_transform(
-            original, quantized, config, probe, before
+        backend(config.transform).transform(
+            original, config.transform, getattr(quantized, TRANSFORM)
         )
-        problems += failures
+        off = float((logits(original, probe) - before).norm() / before.norm())
+        fields["treatment_error"] = off
+        if not off <= (most := MOST_MOVED[next(original.parameters()).dtype]):
+            problems.append(
+                f"the transform moved the unquantized model's logits by {off:.2g} of their norm; "
+                f"it should change nothing beyond rounding, which is less than {most:g}"
+            )
     originals = matrices(original)
     if runs and config.activations is not None:
         fields["activations"], failures = measure_inputs(originals, quantized, config, probe)
@@ -255,78 +270,18 @@ def audit(
         modules = weights.get("modules", ())
         fields["size"] = stored_size(original, originals, config.weights, modules)
     if weights.get("rescaled"):
-        problems += _uncancelled(original, quantized, probe, before)
+        # Factors that were moved between layers must cancel: the original with its rescaled weights
+        # and the quantized model's norms and biases gives the logits that it gave before
+        for name, parameter in others(original).items():
+            theirs = held(quantized, name)
+            if parameter.dim() == 1 and theirs is not None and theirs.shape == parameter.shape:
+                parameter.data.copy_(theirs)
+        off = (logits(original, probe) - before).norm(dim=-1) / before.norm(dim=-1)
+        if (typical := float(off.median())) > CANCELLED:
+            problems.append(
+                "its layers are the original's up to factors of rows and columns, and these do not "
+                f"cancel: with them the original's logits move by {typical:.2g} of their size"
+            )
     return Audit(
         passed=not problems, logits_moved=moved, problems=tuple(problems), **weights, **fields
     )
-
-
-def _other_settings(original: nn.Module, quantized: nn.Module) -> list[str]:
-    """Return a line per setting in which a copy's config.json differs from the original's."""
-    ours, theirs = (model.config.get_text_config().to_dict() for model in (original, quantized))
-    return [
-        f"its config.json has {name} {theirs.get(name)}, and the original's {ours.get(name)}"
-        for name in SAME_SETTINGS
-        if ours.get(name) != theirs.get(name)
-    ]
-
-
-def _uncancelled(
-    rescaled: nn.Module, quantized: nn.Module, probe: Tensor, before: Tensor
-) -> list[str]:
-    """Return a line if factors that were moved between layers do not cancel: the original with its
-    ``rescaled`` weights and the quantized model's norms and biases must give the logits [B, T, V]
-    that it gave ``before``."""
-    for name, parameter in others(rescaled).items():
-        theirs = held(quantized, name)
-        if parameter.dim() == 1 and theirs is not None and theirs.shape == parameter.shape:
-            parameter.data.copy_(theirs)
-    off = float(((logits(rescaled, probe) - before).norm(dim=-1) / before.norm(dim=-1)).median())
-    if off <= CANCELLED:
-        return []
-    return [
-        "its layers are the original's up to factors of rows and columns, and these do not cancel: "
-        f"with them the original's logits move by {off:.2g} of their size"
-    ]
-
-
-def _logits(
-    original: nn.Module, quantized: nn.Module, probe: Tensor
-) -> tuple[float, Tensor, list[str]]:
-    """Return the largest difference of a finite logit, the original's logits [B, T, V], and what is
-    wrong with either model's."""
-    before = logits(original, probe)
-    try:
-        after = logits(quantized, probe)
-    except Exception as error:
-        place = failing_layer(error, quantized)
-        return 0.0, before, [f"{place}the quantized model's forward fails: {first_line(error)}"]
-    problems = []
-    if not torch.isfinite(before).all():
-        problems.append("the unquantized model's logits are not finite")
-    if not torch.isfinite(after).all():
-        problems.append("logits are not finite")
-    moved = (after - before).abs()
-    return float(moved.where(torch.isfinite(moved), 0).max()), before, problems
-
-
-@torch.no_grad()
-def _measure_transform(
-    original: nn.Module,
-    quantized: nn.Module,
-    config: QuantizationConfig,
-    probe: Tensor,
-    before: Tensor,
-) -> tuple[float, list[str]]:
-    """Transform ``original`` in place as ``quantized`` was; return ‖logits − before‖ / ‖before‖ on
-    token ids ``probe`` [B, T], and a line if that is more than rounding."""
-    tensors = getattr(quantized, TRANSFORM)
-    backend(config.transform).transform(original, config.transform, tensors)
-    off = float((logits(original, probe) - before).norm() / before.norm())
-    most, problems = MOST_MOVED[next(original.parameters()).dtype], []
-    if not off <= most:
-        problems.append(
-            f"the transform moved the unquantized model's logits by {off:.2g} of their norm; it "
-            f"should change nothing beyond rounding, which is less than {most:g}"
-        )
-    return off, problems

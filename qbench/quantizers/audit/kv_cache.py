@@ -8,20 +8,14 @@ over these keys and values.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from qbench.attention import reference
-from qbench.attention.masks import Mask
-from qbench.attention.normalizers import NORMALIZERS
+from qbench.attention.observed import Call, attention_observed
 from qbench.attention.quantized_kv import KVTrace
-from qbench.attention.transformers import parameters_of
 from qbench.quantizers.audit.activations import Rounding
 from qbench.quantizers.config import ActivationEvidence, QuantizationConfig
 from qbench.quantizers.fake_quant import KVFakeQuant, attention_modules
@@ -48,24 +42,21 @@ def measure_kv(
         if name not in installed
     ]
     names = {quantized.get_submodule(name): name for name in installed}
-    traces: dict[str, Any] = {}
+    traces: dict[str, KVTrace] = {}
     returned: dict[str, str] = {}
-    caches = set(installed.values())
-    for cache in caches:
-        cache.watch = lambda module, read: traces.update({names[module]: read})
 
-    def compare(module: nn.Module, query: Tensor, output: Tensor, options: dict[str, Any]) -> None:
-        if (name := names.get(module)) in traces:
-            problem = wrong_output(traces[name], query, output, options)
-            if problem:
-                returned[name] = f"{name}: {problem}"
+    def observe(module: nn.Module, call: Call) -> None:
+        if module in names and call.trace is not None:
+            traces[names[module]] = call.trace
+            if problem := wrong_output(call):
+                returned[names[module]] = f"{names[module]}: {problem}"
 
-    try:
-        with watched_attention(quantized, compare):
-            quantized(input_ids=_long_enough(probe, installed, quantized), use_cache=False)
-    finally:
-        for cache in caches:
-            cache.watch = None
+    # The probe, repeated until some tokens are read quantized, and no longer than the context
+    needed = max((cache.sink_tokens for cache in installed.values()), default=0) + TOKENS
+    context = context_length(quantized.config.to_dict())
+    ids = probe.repeat(1, math.ceil(needed / probe.shape[1]))[:, :context]
+    with attention_observed(quantized, observe):
+        quantized(input_ids=ids.to(next(quantized.parameters()).device), use_cache=False)
     problems += [
         f"{name}: its attention does not read the quantized cache"
         for name in installed
@@ -82,70 +73,27 @@ def measure_kv(
     return _summary(modules, traces, installed, quantized), problems
 
 
-def _long_enough(probe: Tensor, installed: Mapping[str, KVFakeQuant], model: nn.Module) -> Tensor:
-    """Return ``probe`` [B, T] on the device of ``model``, repeated until some tokens are read
-    quantized, and no longer than the context."""
-    needed = max((cache.sink_tokens for cache in installed.values()), default=0) + TOKENS
-    context = context_length(model.config.to_dict())
-    times = math.ceil(needed / probe.shape[1])
-    return probe.repeat(1, times)[:, :context].to(next(model.parameters()).device)
-
-
-@contextmanager
-def watched_attention(
-    model: nn.Module, watch: Callable[[nn.Module, Tensor, Tensor, dict[str, Any]], None]
-) -> Iterator[None]:
-    """Call ``watch`` after each call of qbench's attention in ``model``: with the attention module,
-    its query [B, Hq, T, D] as it is multiplied, the output [B, Hq, T, Dv] and the options, among
-    them ``normalizer``, its ``parameters`` and ``mask`` (bool, or None for a causal one)."""
-    name = model.config._attn_implementation
-    function = ALL_ATTENTION_FUNCTIONS[name]
-    normalizer = NORMALIZERS.get(model.config.qbench_normalizer)
-
-    def call(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
-    ) -> Any:
-        result = function(module, query, key, value, mask, **options)
-        dense = mask.dense() if isinstance(mask, Mask) else mask
-        about = {
-            "normalizer": normalizer.name,
-            "parameters": parameters_of(normalizer, module, options),
-            "mask": dense,
-            "scale": options.get("scaling"),
-            "softcap": options.get("softcap"),
-        }
-        watch(module, query, result[0].transpose(1, 2), about)
-        return result
-
-    AttentionInterface.register(name, call)
-    try:
-        yield
-    finally:
-        AttentionInterface.register(name, function)
-
-
-def wrong_output(
-    read: KVTrace, query: Tensor, output: Tensor, options: dict[str, Any]
-) -> str | None:
-    """Return what is wrong with ``output`` [B, Hq, T, Dv] of attention; None if the last queries'
-    of the first sequence are nearer to those of attention over the quantized keys and values than
-    halfway to those over unquantized ones. Computed in float32."""
-    last = slice(-QUERIES, None)
-    settings = dict(options)
-    mask = settings.pop("mask")
-    settings |= {"causal": True} if mask is None else {"mask": mask[:1, :, last]}
+def wrong_output(call: Call) -> str | None:
+    """Return what is wrong with the output of attention; None if the last queries' of the first
+    sequence are nearer to those of attention over the quantized keys and values than halfway to
+    those over unquantized ones. Computed in float32."""
+    last, trace = slice(-QUERIES, None), call.trace
+    mask = None if call.mask is None else call.mask[:1, :, last]
 
     def attend(key: Tensor, value: Tensor) -> Tensor:
-        parts = (x[:1].float() for x in (query[:, :, last], key, value))
-        return reference.attention(*parts, **settings)
+        parts = (x[:1].float() for x in (call.query[:, :, last], key, value))
+        return reference.attention(
+            *parts, normalizer=call.normalizer, parameters=call.parameters, scale=call.scale,
+            softcap=call.softcap, mask=mask, causal=mask is None,
+        )  # fmt: skip
 
-    expected = attend(read.quantized_key, read.quantized_value)
-    plain, actual = attend(read.key, read.value), output[:1, :, last].float()
+    expected = attend(trace.quantized_key, trace.quantized_value)
+    plain, actual = attend(trace.key, trace.value), call.output[:1, last].transpose(1, 2).float()
     size = float(expected.norm())
     if not size:
         return None
     distance, effect = (float((x - expected).norm()) / size for x in (actual, plain))
-    if distance <= max(effect / 2, ROUNDED.get(query.dtype, 1e-4)):
+    if distance <= max(effect / 2, ROUNDED.get(call.query.dtype, 1e-4)):
         return None
     return (
         f"what attention returns is {distance:.2g} off attention over the quantized cache; without "
@@ -197,7 +145,7 @@ def _module(
 
 def _summary(
     modules: list[KVModuleAudit],
-    traces: Mapping[str, Any],
+    traces: Mapping[str, KVTrace],
     installed: Mapping[str, KVFakeQuant],
     model: nn.Module,
 ) -> KVAudit:

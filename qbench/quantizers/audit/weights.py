@@ -7,7 +7,6 @@ its method has evidence that it is, whatever its class.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -93,17 +92,8 @@ def measure_weights(
         ends, changed = _changed_others(original, quantized, config, ())
         return fields, problems + ends + changed
     stored = evidence_of(quantized, config, "weights")
-    ignored, total = matching(originals, config.ignore), matrices_size(originals.values())
-    unquantized = [matrix for name, matrix in originals.items() if name not in stored]
-    because = {matrix.name: _reason(matrix, ignored) for matrix in unquantized}
-    missing = [matrix for matrix in unquantized if matrix.name not in ignored]
-    problems = _uncovered(missing, total, config.method)
-    problems += [
-        f"{name}: quantized, though the settings leave it out"
-        for name in stored
-        if name in ignored
-        or (not config.weights.prequantized and not _is_matrix(name, original, originals))
-    ]
+    because, problems = _coverage(original, originals, stored, config)
+    unquantized = [originals[name] for name in because]
     problems += _changed_matrices(original, unquantized, quantized, None)
     ends, changed = _changed_others(original, quantized, config, stored)
     results: list[LayerResult] = []
@@ -139,7 +129,9 @@ def measure_weights(
         problems += _lost_products(original, zeroed, probe)
     problems += ends if rescaled else ends + changed
     modules = tuple(result.audit for result in results)
+    total = matrices_size(originals.values())
     covered = sum(module.parameters for module in modules)
+    digests = sorted(f"{module.name} {module.digest}\n" for module in modules)
     bits = sum(module.bits_per_weight * module.parameters for module in modules)
     squares = zip(*((r.error_squared, r.norm_squared) for r in results), strict=True)
     return {
@@ -152,39 +144,49 @@ def measure_weights(
         "left_out": tuple(because),
         "left_out_because": because,
         "modules": modules,
-        "digest": _digest({module.name: module.digest for module in modules}),
+        "digest": hashlib.sha256("".join(digests).encode()).hexdigest(),
     }, problems
 
 
-def _reason(matrix: Matrix, ignored: Collection[str]) -> str:
-    """Return why ``matrix`` is not quantized."""
-    if matrix.name in ignored:
-        return "ignore of the settings"
-    if matrix.holder == KEPT:
-        return matrix.holder
-    return f"{'not quantized' if matrix.linear else 'no linear layer'} ({matrix.holder})"
-
-
-def _is_matrix(name: str, original: nn.Module, originals: Mapping[str, Matrix]) -> bool:
-    """Return whether ``name`` is one of ``originals``, or another name of a shared one."""
-    weight = held(original, f"{name}.weight")
-    return name in originals or any(matrix.weight is weight for matrix in originals.values())
-
-
-def _uncovered(missing: list[Matrix], total: int, method: str) -> list[str]:
-    """Return a line if linear layers are ``missing`` though the settings want them quantized, and
-    one if other matrices are more than ``MOST_UNQUANTIZED`` of all ``total`` weights."""
-    missing.sort(key=lambda matrix: -matrix.weight.numel())
-    layers = [matrix for matrix in missing if matrix.linear]
+def _coverage(
+    original: nn.Module,
+    originals: Mapping[str, Matrix],
+    stored: Collection[str],
+    config: QuantizationConfig,
+) -> tuple[dict[str, str], list[str]]:
+    """Return why each of the ``originals`` that is not ``stored`` is not quantized. Also return
+    what is wrong: linear layers that are missing though the settings want them quantized, other
+    matrices if they are more than ``MOST_UNQUANTIZED`` of all weights, and layers that are
+    quantized though they should not be."""
+    ignored, because = matching(originals, config.ignore), {}
+    for name, matrix in originals.items():
+        if name in stored:
+            continue
+        if name in ignored:
+            because[name] = "ignore of the settings"
+        elif matrix.holder == KEPT:
+            because[name] = KEPT
+        else:
+            what = "not quantized" if matrix.linear else "no linear layer"
+            because[name] = f"{what} ({matrix.holder})"
+    left = [originals[name] for name in because if name not in ignored]
+    left.sort(key=lambda matrix: -matrix.weight.numel())
+    layers = [matrix for matrix in left if matrix.linear]
     problems = [f"not quantized: {_some(layers)}"] if layers else []
-    others = [matrix for matrix in missing if not matrix.linear and matrix.holder != KEPT]
+    others = [matrix for matrix in left if not matrix.linear and matrix.holder != KEPT]
+    total = matrices_size(originals.values())
     if matrices_size(others) > MOST_UNQUANTIZED * total:
         problems.append(
             f"not quantized: {_some(others)}, {matrices_size(others) / total:.1%} of all "
-            f"weights; {method} takes linear layers only: set ignore: "
+            f"weights; {config.method} takes linear layers only: set ignore: "
             f"[{', '.join(dict.fromkeys(_word(matrix.name) for matrix in others))}] to allow it"
         )
-    return problems
+    for name in stored:
+        weight = held(original, f"{name}.weight")  # of one of the originals under another name too
+        matrix = name in originals or any(m.weight is weight for m in originals.values())
+        if name in ignored or (not config.weights.prequantized and not matrix):
+            problems.append(f"{name}: quantized, though the settings leave it out")
+    return because, problems
 
 
 def _changed_matrices(
@@ -321,23 +323,26 @@ def measure(
     far = (products - squares).abs() > min(0.75, 0.1 + 2.0 ** (1 - bits)) * squares
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(16, columns, generator=draw).to(weight.device, matrix.weight.dtype)
-    unpacked = weight if stored.dequantize is None else stored.dequantize()
-    scalars = {
-        "error": difference.square().sum(),
-        "norm": expected.square().sum(),
-        "product": (weight * expected).sum(),
-        "dead": dead.sum(),
-        "levels": _levels(stored.groups(weight)),
-        "rows": (squares > 0).sum(),
-        "other_rows": (far & (squares > 0)).sum(),
-        "kept": kept.sum() * rows,
-        "kept_error": (difference * kept).square().sum(),
-        "kept_norm": (expected * kept).square().sum(),
-        "kept_sum": (difference * kept).sum(),
-        **_norms("stored", weight, unpacked.to(weight.device)),
-        **_norms("random", module(x), _product(x, weight, module)),
-    }
-    measured = numbers(scalars)
+    product = x.float() @ weight.float().T
+    product = product if module.bias is None else product + module.bias.float()
+    unpacked = weight if stored.dequantize is None else stored.dequantize().to(weight.device)
+    measured = numbers(
+        {
+            "error": difference.square().sum(),
+            "norm": expected.square().sum(),
+            "product": (weight * expected).sum(),
+            "dead": dead.sum(),
+            "levels": levels(stored.groups(weight)),
+            "rows": (squares > 0).sum(),
+            "other_rows": (far & (squares > 0)).sum(),
+            "kept": kept.sum() * rows,
+            "kept_error": (difference * kept).square().sum(),
+            "kept_norm": (expected * kept).square().sum(),
+            "kept_sum": (difference * kept).sum(),
+            **_squares("stored", weight, unpacked),
+            **_squares("random", module(x), product),
+        }
+    )
     error_squared, norm_squared = measured["error"], measured["norm"]
     finite = math.isfinite(error_squared)
     audit = ModuleAudit(
@@ -351,25 +356,17 @@ def measure(
         dead_inputs=int(measured["dead"]),
         digest=digest(stored.tensors),
     )
-    problems = _wrong_storage(audit, rows, columns, settings)
-    if not finite:
-        problems.append(f"{matrix.name}: weights that are not finite")
-    else:
-        few_levels = functools.cache(
-            lambda: levels(stored.groups(matrix.weight)) <= 2**settings.num_bits
-        )
-        if error_squared == 0 and not settings.whole and not settings.prequantized:
-            exact = (
-                few_levels()
-                if stored.dequantize is None
-                else _decodes_to(weight, unpacked, str(matrix.weight.dtype), settings)
-            )
-            if not exact:
-                problems.append(
-                    f"{matrix.name}: the weights are the original's: nothing was quantized"
-                )
-        problems += _wrong_weight(audit, measured, settings, columns, few_levels)
-        problems += _disagreement(audit, measured, str(matrix.weight.dtype), settings)
+    problems = _problems(audit, measured, matrix, stored, settings)
+    if error_squared == 0 and not settings.whole and not settings.prequantized:
+        dtype = str(matrix.weight.dtype).removeprefix("torch.")
+        # Of codes of 8 bits beside a forward that multiplies by the original, many small numbers
+        # differ, though the norm differs hardly more than bfloat16 rounds
+        off = (unpacked - weight).abs() > 4 * settings.agreement(dtype)[0] * weight.abs()
+        exact = off.sum() <= off.numel() // 1000
+        if stored.dequantize is None:
+            exact = levels(stored.groups(matrix.weight)) <= 2**settings.num_bits
+        if not exact:
+            problems.append(f"{matrix.name}: the weights are the original's: nothing was quantized")
     zeroed = None
     if settings.needs_calibration and audit.dead_inputs:
         of_columns = expected.square().sum(dim=0)
@@ -379,20 +376,56 @@ def measure(
     return LayerResult(audit, problems, error_squared, norm_squared, factor, zeroed)
 
 
-def _product(x: Tensor, weight: Tensor, module: nn.Module) -> Tensor:
-    """Return ``x`` [n, in] times ``weight`` [out, in] plus the bias of ``module``, in float32."""
-    product = x.float() @ weight.float().T
-    return product if module.bias is None else product + module.bias.float()
-
-
-def _decodes_to(weight: Tensor, stored: Tensor, dtype: str, settings: WeightSettings) -> bool:
-    """Return whether the ``stored`` weight is the forward's ``weight``, both [out, in], up to
-    rounding in ``dtype``, in all but one of a thousand numbers. If codes of 8 bits lie beside a
-    forward that multiplies by the original, many small numbers differ, though the norm differs
-    hardly more than bfloat16 rounds."""
-    rounding, _ = settings.agreement(dtype.removeprefix("torch."))
-    off = (stored.to(weight.device) - weight).abs() > 4 * rounding * weight.abs()
-    return bool(off.sum() <= off.numel() // 1000)
+def _problems(
+    audit: ModuleAudit,
+    measured: Mapping[str, float],
+    matrix: Matrix,
+    stored: PackedWeight,
+    settings: WeightSettings,
+) -> list[str]:
+    """Return what is wrong with a layer by what was ``measured`` of it, one line each."""
+    problems, (rows, columns) = [], matrix.weight.shape
+    if audit.levels > settings.levels:
+        problems.append(
+            f"{audit.levels} levels in a group, {settings.num_bits:g} bits have {settings.levels}"
+        )
+    least, most = settings.bits_bounds(rows, columns)
+    if not least <= audit.bits_per_weight <= most:
+        problems.append(
+            f"stores {audit.bits_per_weight:.2f} bits per weight, {settings.name} should take "
+            f"{settings.num_bits:g} to {most:.2f}"
+        )
+    if not math.isfinite(measured["error"]):
+        problems.append("weights that are not finite")
+        return [f"{audit.name}: {line}" for line in problems]
+    error = relative_error(measured["kept_error"], measured["kept_norm"])
+    if error > settings.error_bound():
+        problems.append(
+            f"weight error {error:.2f}; {settings.name} should stay under "
+            f"{settings.error_bound():g}"
+        )
+    squared = measured["kept_error"] * measured["kept"]
+    lean = abs(measured["kept_sum"]) / math.sqrt(squared) if squared else 0.0
+    most = max(MOST_MEAN_ERROR, MEAN_SIGMAS / math.sqrt(max(1, measured["kept"])))
+    # Groups with no more values than a code need no rounding, and their errors may have a mean
+    if lean > most and levels(stored.groups(matrix.weight)) > 2**settings.num_bits:
+        problems.append(
+            f"the errors lean to one side by {lean:.2f} of their size, as if a zero point is off"
+        )
+    share = measured["other_rows"] / measured["rows"] if measured["rows"] else 0.0
+    if share > OTHER_ROWS and columns >= LEAST_COLUMNS:
+        problems.append(
+            f"{share:.0%} of its rows are not the original's rounded: their gain, "
+            "⟨row, original⟩ / ‖original‖², is far from 1, as if rows or scales were exchanged"
+        )
+    on_identity, on_random = settings.agreement(str(matrix.weight.dtype).removeprefix("torch."))
+    off = relative_error(measured["stored_error"], measured["stored_norm"])
+    if not off <= on_identity:
+        problems.append(f"the forward's weights are {off:.2g} off the stored ones")
+    off = relative_error(measured["random_error"], measured["random_norm"])
+    if not off <= on_random:
+        problems.append(f"on random inputs the forward is {off:.2g} off its own weights")
+    return [f"{audit.name}: {line}" for line in problems]
 
 
 def fit(weight: Tensor, expected: Tensor, bound: float) -> tuple[Tensor, Tensor | None]:
@@ -421,12 +454,9 @@ def fit(weight: Tensor, expected: Tensor, bound: float) -> tuple[Tensor, Tensor 
     return (scaled, product) if relative(weight, scaled) <= nearest else (expected, None)
 
 
-def levels(groups: Tensor) -> int:
-    """Return the most distinct values in a row of ``groups`` [groups, weights per group]."""
-    return int(_levels(groups))
-
-
-def _levels(groups: Tensor) -> Tensor:
+def levels(groups: Tensor) -> Tensor:
+    """Return the most distinct values in a row of ``groups`` [groups, weights per group], a scalar
+    on their device."""
     most = [groups.new_ones((), dtype=torch.int64)]
     for part in groups.split(max(1, 2**24 // groups.shape[1])):
         if part.is_cuda:
@@ -473,58 +503,6 @@ def forward_weight(module: nn.Module, in_features: int, dtype: torch.dtype) -> T
     return torch.cat(rows).T
 
 
-def _wrong_storage(
-    result: ModuleAudit, rows: int, columns: int, settings: WeightSettings
-) -> list[str]:
-    problems, bits = [], settings.num_bits
-    if result.levels > settings.levels:
-        problems.append(
-            f"{result.name}: {result.levels} levels in a group, "
-            f"{bits:g} bits have {settings.levels}"
-        )
-    least, most = settings.bits_bounds(rows, columns)
-    if not least <= result.bits_per_weight <= most:
-        problems.append(
-            f"{result.name}: stores {result.bits_per_weight:.2f} bits per weight, "
-            f"{settings.name} should take {bits:g} to {most:.2f}"
-        )
-    return problems
-
-
-def _wrong_weight(
-    result: ModuleAudit,
-    measured: Mapping[str, float],
-    settings: WeightSettings,
-    columns: int,
-    few_levels: Callable[[], bool],
-) -> list[str]:
-    """Return what is wrong with a layer's weight by its errors. ``few_levels`` returns whether the
-    original's groups have no more values than a code: such groups need no rounding, and their
-    errors may have a mean."""
-    problems = []
-    error = relative_error(measured["kept_error"], measured["kept_norm"])
-    worst = settings.error_bound()
-    if error > worst:
-        problems.append(
-            f"{result.name}: weight error {error:.2f}; {settings.name} should stay under {worst:g}"
-        )
-    squared = measured["kept_error"] * measured["kept"]
-    lean = abs(measured["kept_sum"]) / math.sqrt(squared) if squared else 0.0
-    most = max(MOST_MEAN_ERROR, MEAN_SIGMAS / math.sqrt(max(1, measured["kept"])))
-    if lean > most and not few_levels():
-        problems.append(
-            f"{result.name}: the errors lean to one side by {lean:.2f} of their size, as if a "
-            "zero point is off"
-        )
-    share = measured["other_rows"] / measured["rows"] if measured["rows"] else 0.0
-    if share > OTHER_ROWS and columns >= LEAST_COLUMNS:
-        problems.append(
-            f"{result.name}: {share:.0%} of its rows are not the original's rounded: their gain, "
-            "⟨row, original⟩ / ‖original‖², is far from 1, as if rows or scales were exchanged"
-        )
-    return problems
-
-
 def _lost_products(original: nn.Module, zeroed: Mapping[str, Zeroed], probe: Tensor) -> list[str]:
     """Return a line per layer whose zeroed columns carry more of its squared products on ``probe``
     [B, T] than is allowed.
@@ -545,24 +523,6 @@ def _lost_products(original: nn.Module, zeroed: Mapping[str, Zeroed], probe: Ten
             )
 
     watch_inputs(original, {n: original.get_submodule(n) for n in zeroed}, look, [probe])
-    return problems
-
-
-def _disagreement(
-    result: ModuleAudit, measured: Mapping[str, float], dtype: str, settings: WeightSettings
-) -> list[str]:
-    """Return where the forward pass, the stored weight and the products on random inputs
-    disagree."""
-    on_identity, on_random = settings.agreement(dtype.removeprefix("torch."))
-    problems = []
-    off = _ratio(measured["stored_off"], measured["stored_norm"])
-    if not off <= on_identity:
-        problems.append(f"{result.name}: the forward's weights are {off:.2g} off the stored ones")
-    off = _ratio(measured["random_off"], measured["random_norm"])
-    if not off <= on_random:
-        problems.append(
-            f"{result.name}: on random inputs the forward is {off:.2g} off its own weights"
-        )
     return problems
 
 
@@ -595,22 +555,14 @@ def failing_layer(error: BaseException, model: nn.Module) -> str:
 
 def relative(tensor: Tensor, expected: Tensor) -> float:
     """Return ‖tensor − expected‖ / ‖expected‖."""
-    return _ratio(*numbers(_norms("", tensor, expected)).values())
+    return relative_error(*numbers(_squares("", tensor, expected)).values())
 
 
-def _norms(what: str, tensor: Tensor, expected: Tensor) -> dict[str, Tensor]:
-    """Return the norms of ``tensor`` − ``expected`` and of ``expected``, named by ``what``."""
+def _squares(what: str, tensor: Tensor, expected: Tensor) -> dict[str, Tensor]:
+    """Return the sums of squares of ``tensor`` − ``expected`` and of ``expected``, in float32."""
     expected = expected.float()
-    return {f"{what}_off": (tensor.float() - expected).norm(), f"{what}_norm": expected.norm()}
-
-
-def _ratio(off: float, norm: float) -> float:
-    return off / norm if norm else off
-
-
-def _digest(modules: Mapping[str, str]) -> str:
-    lines = "".join(f"{name} {digest}\n" for name, digest in sorted(modules.items()))
-    return hashlib.sha256(lines.encode()).hexdigest()
+    error = (tensor.float() - expected).square().sum()
+    return {f"{what}_error": error, f"{what}_norm": expected.square().sum()}
 
 
 def relative_error(error_squared: float, norm_squared: float) -> float:
