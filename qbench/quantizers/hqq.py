@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import torch
-from hqq.core.quantize import BaseQuantizeConfig, HQQLinear, Quantizer
 from torch import Tensor, nn
 
 from qbench.errors import QuantizationError
 from qbench.quantizers.config import PackedWeight
 from qbench.quantizers.linear import Tensors, bias_of, kept_weight
 from qbench.quantizers.methods.weight_only import Hqq
+
+# Its decorators would import torch's compiler, a second and more, for functions that nobody calls
+with patch.object(torch, "compile", lambda function=None, **_: function or (lambda f: f)):
+    from hqq.core.quantize import BaseQuantizeConfig, HQQLinear, Quantizer
 
 
 class Layer(HQQLinear):
