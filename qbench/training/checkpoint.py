@@ -34,25 +34,6 @@ from qbench.training.training_recipe import TrainingRecipe
 STATE, LOG = "state", "log.jsonl"
 
 
-class Log:
-    """The log of a run, one JSON object per line: ``kind`` (step or watch), ``step``, and
-    numbers."""
-
-    def __init__(self, path: Path, lines: list[dict[str, Any]]) -> None:
-        """Write ``lines``, those so far, to ``path``; new ones are added to both."""
-        self.lines = lines
-        write_atomically(path, "".join(json.dumps(line) + "\n" for line in lines).encode())
-        self._file = path.open("a", encoding="utf-8")
-
-    def write(self, kind: str, step: int, **values: float | int | None) -> None:
-        self.lines.append({"kind": kind, "step": step, **values})
-        self._file.write(json.dumps(self.lines[-1]) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
-
-
 class Progress(BaseModel):
     """How far a training is: what a state holds besides tensors."""
 
@@ -95,6 +76,7 @@ class Run:
 
     @property
     def log(self) -> Path:
+        """JSON Lines: ``kind`` (step or watch), ``step``, and numbers."""
         return self.folder / STATE / LOG
 
     def save_state(

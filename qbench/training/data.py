@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -309,12 +309,13 @@ def require_data(recipe: TrainingRecipe, files: TokenFiles, *, processes: int) -
 
 NGRAM = 13  # words
 WORD = re.compile(r"[^\W_]+")
-FIELD = "text"  # of JSON objects and columns
 HUB = "hf://datasets/"  # hf://datasets/OWNER/NAME[@REVISION][:CONFIGURATION]
 HUB_SOURCE = re.compile(HUB + r"([\w.-]+/[\w.-]+?)(?:@([\w.-]+))?(?::([\w.-]+))?")
 KINDS = (".txt", ".jsonl", ".parquet")
 CHUNK = 1 << 20  # characters of a text file that are read at once
-SPECIAL = ("<unk>", "<s>", "</s>", "<pad>")  # ids 0 to 3 of a learned tokenizer
+SPECIAL = {  # ids 0 to 3 of a learned tokenizer
+    "unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"
+}  # fmt: skip
 LEARNED_FROM = 20_000  # documents at most
 BATCH = 1024  # documents
 STRIDE, HELD_OUT = 50, 200_000  # one document in 50 is held out, up to so many tokens
@@ -404,57 +405,46 @@ def _separated(source: str) -> Iterator[str]:
 
 def _fields(source: str) -> Iterator[str]:
     """Yield the text of each row; "" for a null."""
-    for number, fields in enumerate(_rows(source), start=1):
-        text = fields.get(FIELD, 0)
-        if not isinstance(text, str | None):
-            raise DataError(
-                f"{source}:{number}: no text in the field {FIELD!r}, but there are "
-                f"{', '.join(fields)}; rename the field that holds the text"
-            )
-        yield text or ""
-
-
-def _rows(source: str) -> Iterator[dict[str, Any]]:
     from datasets import load_dataset
 
-    options = {"split": "train", "streaming": True}
-    if match := HUB_SOURCE.fullmatch(source):
-        name, revision, configuration = match.groups()
-        yield from load_dataset(name, configuration, revision=revision, **options)
-    elif source.endswith(".parquet"):
-        yield from load_dataset("parquet", data_files=source, **options)
-    else:
-        with open(source, encoding="utf-8") as file:
-            yield from (row.fields for row in parse_rows(source, file))
+    load = partial(load_dataset, split="train", streaming=True)
+    with ExitStack() as stack:
+        if match := HUB_SOURCE.fullmatch(source):
+            rows = load(match[1], match[3], revision=match[2])
+        elif source.endswith(".parquet"):
+            rows = load("parquet", data_files=source)
+        else:
+            file = stack.enter_context(open(source, encoding="utf-8"))
+            rows = (row.fields for row in parse_rows(source, file))
+        for number, fields in enumerate(rows, start=1):
+            text = fields.get("text", 0)
+            if not isinstance(text, str | None):
+                raise DataError(
+                    f"{source}:{number}: no text in the field 'text', but there are "
+                    f"{', '.join(fields)}; rename the field that holds the text"
+                )
+            yield text or ""
 
 
 def learn_tokenizer(documents: Iterable[str], vocabulary: int, folder: Path) -> None:
     """Write ``tokenizer.json`` and ``tokenizer_config.json`` of a byte-level BPE, digits apart, of
     at most ``vocabulary`` entries, the 256 bytes and the special tokens counted in."""
     tokenizer = Tokenizer(models.BPE())
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-        ]
+        [pre_tokenizers.Digits(individual_digits=True), level]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
-        special_tokens=list(SPECIAL),
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
+        vocab_size=vocabulary, special_tokens=list(SPECIAL.values()), show_progress=False,
+        initial_alphabet=sorted(level.alphabet()),
+    )  # fmt: skip
     tokenizer.train_from_iterator(islice(documents, LEARNED_FROM), trainer)
     tokenizer.save(str(folder / TOKENIZER))
-    unk, bos, eos, pad = SPECIAL
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": bos,
-        "eos_token": eos,
-        "unk_token": unk,
-        "pad_token": pad,
         "clean_up_tokenization_spaces": False,
+        **SPECIAL,
     }
     text = json.dumps(config, indent=2, sort_keys=True)
     (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
@@ -509,18 +499,20 @@ def tokenize(
         name = _put_tokenizer(tokenizer, sources, folder)
         fast = _load(folder, name)
         special = {part: getattr(fast, f"{part}_token_id") for part in ("bos", "eos", "pad")}
-        ends = {"bos": [special["bos"]] if bos else [], "eos": [special["eos"]] if eos else []}
-        for part, ids in ends.items():
-            if None in ids:
+        for part, used in {"bos": bos, "eos": eos}.items():
+            if used and special[part] is None:
                 raise DataError(
                     f"--tokenizer {name}: it has no {part.upper()} token; add --no-{part}"
                 )
+        begin, end = [special["bos"]] * bos, [special["eos"]] * eos
         size = 1 + max(fast.backend_tokenizer.get_vocab().values())  # ids may have gaps
         dtype = np.dtype("<u2" if size <= 2**16 else "<u4")
         read: list[TextSource] = []
         tokens, count = Counter[str](), Counter[str]()  # of each part
         with ExitStack() as stack:
-            files = {part: stack.enter_context(_new(folder, part)) for part in PARTS}
+            files = {
+                part: stack.enter_context((folder / f"{part}.bin").open("wb")) for part in PARTS
+            }
 
             def texts(source: str) -> Iterator[str]:
                 nonlocal left_out
@@ -540,12 +532,17 @@ def tokenize(
                     number = count.total()
                     hold_out = number % STRIDE == 0 and tokens["held_out"] < HELD_OUT
                     part = "held_out" if hold_out else "train"
-                    row = np.asarray([*ends["bos"], *encoded, *ends["eos"]], dtype)
+                    row = np.asarray([*begin, *encoded, *end], dtype)
                     files[part].write(row.tobytes())
                     tokens[part] += len(row)
                     count[part] += 1
                     progress(number + 1, tokens["train"])
-                read.append(_source(source, count.total() - first))
+                streamed = source.startswith(HUB)
+                read.append(TextSource(
+                    name=source if streamed else Path(source).name,
+                    documents=count.total() - first,
+                    sha256=None if streamed else file_digest(Path(source)),
+                ))  # fmt: skip
         if not tokens["train"]:
             raise DataError(f"{', '.join(sources)}: no documents in it beside those held out")
         arrays = {
@@ -564,22 +561,11 @@ def tokenize(
     return about
 
 
-def _new(folder: Path, part: str) -> BinaryIO:
-    return (folder / f"{part}.bin").open("wb")
-
-
 def _encoded(tokenizer: Tokenizer, texts: Iterator[str]) -> Iterator[list[int]]:
     """Yield the ids of each text; BATCH texts are encoded at once, on all cores."""
     while batch := list(islice(texts, BATCH)):
         for encoding in tokenizer.encode_batch_fast(batch, add_special_tokens=False):
             yield encoding.ids
-
-
-def _source(source: str, count: int) -> TextSource:
-    if source.startswith(HUB):
-        return TextSource(name=source, documents=count, sha256=None)
-    path = Path(source)
-    return TextSource(name=path.name, documents=count, sha256=file_digest(path))
 
 
 def _put_tokenizer(tokenizer: str | int, sources: Sequence[str], folder: Path) -> str:

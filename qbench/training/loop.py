@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import json
 import math
 import os
 import time
@@ -24,7 +25,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from qbench.analysis.measure import measure
 from qbench.errors import EvaluationError, TrainingError, UnavailableError
-from qbench.files import clean_temporaries, code_digest, digest_of
+from qbench.files import clean_temporaries, code_digest, digest_of, write_atomically
 from qbench.machine import environment
 from qbench.records import (
     TRAINING_FILE,
@@ -34,7 +35,7 @@ from qbench.records import (
     TrainingSession,
     write_record,
 )
-from qbench.training.checkpoint import Log, Run
+from qbench.training.checkpoint import Run
 from qbench.training.data import TokenFiles, dataloader, require_data, sequences, watched_rows
 from qbench.training.model import (
     adamw,
@@ -120,7 +121,6 @@ class Trainer:
         self.progress.held_out = texts
         if self.progress.step:
             log(f"goes on from step {self.progress.step:,}")
-        self._log: Log | None = None  # of the main process
         self._values: list[Tensor] = []  # [loss, gradient norm] of each step since the last log
         self._began = 0.0
 
@@ -146,38 +146,40 @@ class Trainer:
         )  # fmt: skip
         progress.sessions.append(session)
         if self.processes.is_main_process:
-            self._log = Log(run.log, progress.log)
+            lines = "".join(json.dumps(line) + "\n" for line in progress.log)
+            write_atomically(run.log, lines.encode())
         started = self._began = time.monotonic()
-        try:
-            if first == 0:
+        if first == 0:
+            self._evaluate()
+        for number in range(first, last):
+            take = partial(self._take, number, batches)
+            if not progress.kernels and number >= SETTLED:
+                progress.kernels = attention_kernels(take, self.processes.device)
+            else:
+                take()
+            done = progress.step = number + 1
+            evaluates = done % recipe.watch.every == 0 or done == recipe.steps
+            saves = done % recipe.save_every == 0 or done == last
+            if done % recipe.log_every == 0 or evaluates or saves:
+                self._write_log()
+            if evaluates:
                 self._evaluate()
-            for number in range(first, last):
-                take = partial(self._take, number, batches)
-                if not progress.kernels and number >= SETTLED:
-                    progress.kernels = attention_kernels(take, self.processes.device)
-                else:
-                    take()
-                done = progress.step = number + 1
-                evaluates = done % recipe.watch.every == 0 or done == recipe.steps
-                saves = done % recipe.save_every == 0 or done == last
-                if done % recipe.log_every == 0 or evaluates or saves:
-                    self._write_log()
-                if evaluates:
-                    self._evaluate()
-                if saves:
-                    seconds = round(time.monotonic() - started, 3)
-                    update = {"last_step": done, "seconds": seconds}
-                    progress.sessions[-1] = session.model_copy(update=update)
-                    if self.processes.is_main_process:
-                        run.save_state(progress, self.step.parameters, self.step.optimizer)
-                    self.processes.wait_for_everyone()
-                    self._began = time.monotonic()
-        finally:
-            if self._log is not None:
-                self._log.close()
+            if saves:
+                seconds = round(time.monotonic() - started, 3)
+                update = {"last_step": done, "seconds": seconds}
+                progress.sessions[-1] = session.model_copy(update=update)
+                if self.processes.is_main_process:
+                    run.save_state(progress, self.step.parameters, self.step.optimizer)
+                self.processes.wait_for_everyone()
+                self._began = time.monotonic()
 
     def _take(self, number: int, batches: Iterator[Tensor]) -> None:
         self._values.append(torch.stack(self.step(number, batches)))
+
+    def _append(self, kind: str, step: int, **values: float | int | None) -> None:
+        self.progress.log.append({"kind": kind, "step": step, **values})
+        with self.run.log.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(self.progress.log[-1]) + "\n")
 
     def _write_log(self) -> None:
         """Log the mean loss and the largest gradient since the last line. Raises TrainingError if
@@ -190,13 +192,13 @@ class Trainer:
         self._values = []
         self._require_sane(loss, norm)
         progress.lowest_loss = min(loss, _or_inf(progress.lowest_loss))
-        if self._log is not None:
+        if self.processes.is_main_process:
             step, speed = progress.step, count * recipe.batch.tokens / seconds
             mfu = utilization(
                 self.model, recipe.model.context, speed / self.processes.num_processes,
                 progress.sessions[-1].environment.hardware,
             )  # fmt: skip
-            self._log.write(
+            self._append(
                 "step", step, tokens=step * recipe.batch.tokens, loss=loss, grad_norm=norm,
                 learning_rate=self.step.optimizer.param_groups[0]["lr"], tokens_per_s=speed,
                 mfu=mfu,
@@ -232,7 +234,7 @@ class Trainer:
         rounded to bfloat16. Raises TrainingError if the model gives no numbers.
         """
         progress, step = self.progress, self.progress.step
-        if self._log is not None:
+        if self.processes.is_main_process:
             dtype = getattr(torch, self.run.recipe.compute.precision)
             copied = copy.deepcopy(self.model).eval().requires_grad_(False)
             for parameter in copied.parameters():  # not the buffers: no checkpoint rounds these
@@ -254,7 +256,7 @@ class Trainer:
                 kurtosis=hidden.kurtosis,
                 largest=max(abs(hidden.minimum), abs(hidden.maximum)),
             )
-            self._log.write("watch", **sample.model_dump())
+            self._append("watch", **sample.model_dump())
             self.print(
                 f"step {step:,}: held-out loss {sample.loss:.3f}, sinks in {sample.sink_rate:.1%} "
                 f"of heads, kurtosis {sample.kurtosis:.1f}, largest activation {sample.largest:.1f}"

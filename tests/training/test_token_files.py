@@ -121,7 +121,7 @@ def test_a_full_disk_is_told_in_a_line(tmp_path, tokenizer_folder, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("qbench.training.data._new", full)
+    monkeypatch.setattr("qbench.training.data._encoded", full)
     source, out = separated(tmp_path), tmp_path / "out"
     with pytest.raises(OutputError, match=r"out: cannot be written \(No space left on device\)"):
         tokenize([str(source)], out, tokenizer=str(tokenizer_folder))
