@@ -17,11 +17,13 @@ from qbench.budget import measure, search
 from qbench.budget.choose import (
     UNQUANTIZED,
     Costs,
+    best_uniform,
     column,
     expand,
     patterns,
+    smaller_groups,
     solve,
-    uniform_columns,
+    uniform_column,
 )
 from qbench.checkpoints import find
 from qbench.errors import QbenchError
@@ -81,31 +83,41 @@ def test_patterns_give_each_layer_its_choice(seed):
     ]  # fmt: skip
 
 
-def test_methods_stand_for_their_widths_and_uniform_columns_use_what_is_left():
+def test_methods_stand_for_their_widths_and_groups_may_be_as_small_as_a_budget_allows():
     assert expand(["hqq", "gptq-4bit:group_size=32"]) == [
         "hqq-2bit", "hqq-3bit", "hqq-4bit", "hqq-8bit", "gptq-4bit:group_size=32",
     ]  # fmt: skip
-    costs = Costs(shapes={"layers.0.up": (64, 128), "layers.1.up": (192, 128)}, options={})
-    settings = {c: config_of(c).weights for c in (f"rtn-{w}bit:group_size=64" for w in (2, 3, 4))}
-    columns = uniform_columns(costs, settings, 3.8)
-    assert {label: round(bits, 3) for label, (_, bits) in columns.items()} == {
-        "rtn-3bit-g64": 3.375, "rtn-3bit-g32": 3.75,
-    }  # fmt: skip
-
-
-def test_uniform_columns_with_the_head_leave_it_out_or_give_it_their_width_or_8_bits():
-    shapes = {"layers.0.up": (256, 64), "lm_head": (128, 64)}
-    costs = Costs(shapes=shapes, options={}, ends=("lm_head",))
-    choices = ("gptq-3bit:group_size=64", "rtn-3bit:group_size=64", "rtn-8bit:group_size=64")
+    sizes = Costs(shapes={"layers.0.up": (64, 128), "layers.1.up": (192, 128)}, options={})
+    choices = ("rtn-2bit:group_size=64", "rtn-4bit:group_size=64", "hqq-4bit:group_size=64")
     settings = {choice: config_of(choice).weights for choice in choices}
-    columns = uniform_columns(costs, settings, 7.6)
-    assert {label: entry.get("layers") for label, (entry, _) in columns.items()
-            if label.startswith("gptq-3bit-g64")} == {
-        "gptq-3bit-g64": None,
-        "gptq-3bit-g64-ends-rtn-3bit-g64": {"lm_head": choices[1], "*": choices[0]},
-        "gptq-3bit-g64-ends-rtn-8bit-g64": {"lm_head": choices[2], "*": choices[0]},
+    assert list(smaller_groups(sizes, settings, (2.3, 2.8, 5))) == [
+        "rtn-2bit:group_size=32", "rtn-4bit:group_size=32", "hqq-4bit:group_size=32",
+    ]  # fmt: skip
+    assert not smaller_groups(sizes, settings, (2.4, 4.5))
+
+
+def test_the_uniform_column_has_the_least_kl_of_those_that_fit():
+    bits = {UNQUANTIZED: 16.0, "gptq-3bit": 3.25, "rtn-3bit": 3.25, "rtn-8bit": 8.25}
+    at_end = {UNQUANTIZED: 0.0, "rtn-3bit": 0.5, "rtn-8bit": 0.1}
+    costs = Costs(
+        shapes={"layers.0.up": (256, 64), "lm_head": (128, 64)},
+        options={"layers.0.up": {c: (256 * 64 * each, 0.0) for c, each in bits.items()},
+                 "lm_head": {c: (128 * 64 * bits[c], cost) for c, cost in at_end.items()}},
+        ends=["lm_head"],
+    )  # fmt: skip
+    kl = {UNQUANTIZED: 0.0, "gptq-3bit": 0.3, "rtn-3bit": 0.2, "rtn-8bit": 0.01}
+    best = {budget: best_uniform(costs, kl, budget) for budget in (3, 3.25, 5, 7.5)}
+    assert best == {
+        3: None, 3.25: ("rtn-3bit", "rtn-3bit"), 5: ("rtn-3bit", "rtn-8bit"),
+        7.5: ("rtn-3bit", UNQUANTIZED),
     }  # fmt: skip
-    assert columns["gptq-3bit-g64"][1] == pytest.approx((256 * 3.375 + 128 * 16) / 384, rel=1e-3)
+    assert best_uniform(costs, kl, 8.3) == ("rtn-8bit", "rtn-8bit")
+    choices = "gptq-3bit:group_size=64", "rtn-8bit:group_size=64"
+    assert uniform_column(*choices, costs.ends) == {
+        "name": "mixed", "label": "gptq-3bit-g64-ends-rtn-8bit-g64",
+        "layers": {"lm_head": choices[1], "*": choices[0]},
+    }  # fmt: skip
+    assert uniform_column(choices[0]) == {"name": choices[0], "label": "gptq-3bit-g64"}
     assert column({"layers.0.up": "rtn-3bit", "lm_head": UNQUANTIZED}, "m", ["lm_head"]) == {
         "name": "mixed", "label": "m", "layers": {"layers.*.up": "rtn-3bit"},
     }  # fmt: skip
@@ -165,8 +177,10 @@ def test_a_stopped_search_goes_on_and_the_mix_is_run_and_compared(tmp_path, monk
         qbench(*command)
     assert qbench(*command) == 0
     single = [names for names in calls if len(names) == 1]
-    assert 28 * 6 < len(single) <= 28 * 6 + 7  # those of one choice in one block are done again
     results = json.loads((tmp_path / "budget.json").read_text())
+    choices = len(results["costs"]) + 1  # the floor
+    assert choices > 6  # smaller groups too
+    assert 28 * choices <= len(single) <= 28 * choices + 1
     (mix,) = results["mixes"]
     assert mix["bits"] <= 3.5
     assert mix["kl"] == pytest.approx(mix["sum"], rel=1)

@@ -9,15 +9,15 @@ with choices.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -61,6 +61,10 @@ class Costs:
         """Return the sum of the costs of a choice for each layer."""
         return sum(self.options[layer][choice][1] for layer, choice in chosen.items())
 
+    def uniform(self, choice: str, end: str) -> dict[str, str]:
+        """Return the ``choice`` for each layer, but ``end`` for LM head and embeddings."""
+        return {name: end if name in self.ends else choice for name in self.shapes}
+
     def from_gib(self, gib: float) -> float:
         """Return the bits per weight that are left if all weights may take ``gib``."""
         return (gib * GIB - self.outside) / self.numbers
@@ -95,6 +99,16 @@ def require_budget(bits_per_weight: float, least: float) -> None:
             f"--bits {bits_per_weight:.4g}: the smallest choice takes {least:.4g} bits per weight; "
             f"give a budget from {np.ceil(1000 * least) / 1000:g} to less than {UNQUANTIZED_BITS:g}"
         )
+
+
+def least_bits(sizes: Costs, settings: Iterable[WeightSettings]) -> float:
+    """Return the fewest bits per weight that a choice of ``settings`` for each layer takes."""
+    stored = sum(
+        min(stated_bits(each, {name: shape}) for each in settings
+            if each.of_ends or name not in sizes.ends)
+        for name, shape in sizes.shapes.items()
+    )  # fmt: skip
+    return (stored + sizes.others[1]) / sizes.numbers
 
 
 def stated_bits(settings: WeightSettings, shapes: Shapes) -> float:
@@ -174,72 +188,53 @@ def _numbered(names: Iterable[str]) -> list[str]:
     ]
 
 
-class _Uniform(NamedTuple):
-    """Describes a column that gives all layers the choice ``name``, and LM head and embeddings the
-    choice ``end`` (None: unquantized)."""
-
-    width: int
-    bits: float  # per weight
-    name: str
-    end: str | None
-
-    def entry(self, ends: Sequence[str]) -> dict[str, Any]:
-        """Return the recipe's entry; ``ends``: the names of LM head and embeddings."""
-        label = _label(self.name)
-        if self.end is None:
-            return {"name": self.name, "label": label}
-        layers = {**dict.fromkeys(ends, self.end), "*": self.name}
-        return {"name": "mixed", "label": f"{label}-ends-{_label(self.end)}", "layers": layers}
-
-
-def uniform_columns(
-    costs: Costs, settings: Mapping[str, WeightSettings], bits_per_weight: float
-) -> dict[str, tuple[dict[str, Any], float]]:
-    """Return uniform columns that fit, by label: the recipe's entry and its bits per weight.
-
-    Of each method there is the widest, and that with the smallest groups that still fit. If LM head
-    and embeddings have choices, they are unquantized, of the same width, or of 8 bits.
-    ``settings``: the fitted settings of each choice.
-    """
-    at_ends = {name: shape for name, shape in costs.shapes.items() if name in costs.ends}
-    inside = {name: shape for name, shape in costs.shapes.items() if name not in costs.ends}
-    unquantized = UNQUANTIZED_BITS * sum(map(math.prod, at_ends.values()))
-    for_ends = {c: s for c, s in settings.items() if s.of_ends and at_ends}
-    fitting: dict[tuple[Any, ...], list[_Uniform]] = {}
-    for choice, chosen in settings.items():
-        method = type(chosen) if chosen.of_ends else next(map(type, for_ends.values()), None)
-        ends = [c for c, s in for_ends.items()
-                if type(s) is method and s.num_bits in (chosen.num_bits, 8)]  # fmt: skip
-        for name, layers in _with_smaller_groups(choice, chosen):
-            for end in (None, *ends):
-                stored = stated_bits(layers, inside) + costs.others[1]
-                stored += unquantized if end is None else stated_bits(for_ends[end], at_ends)
-                bits = stored / costs.numbers
-                family = type(chosen), choice.partition(":")[2], end and for_ends[end].num_bits == 8
-                if bits <= bits_per_weight:
-                    column = _Uniform(chosen.num_bits, bits, name, end)
-                    fitting.setdefault(family, []).append(column)
-    columns = {}
-    for family in fitting.values():
-        most = max(column.width for column in family)
-        widest = sorted((column for column in family if column.width == most), key=str)
-        for pick in (min, max):
-            column = pick(widest, key=attrgetter("bits"))
-            entry = column.entry(costs.ends)
-            columns[entry["label"]] = entry, column.bits
-    return columns
+def smaller_groups(
+    sizes: Costs, settings: Mapping[str, WeightSettings], budgets: Iterable[float]
+) -> dict[str, WeightSettings]:
+    """Return choices beside ``settings`` (by choice, fitted): of each method the widest that fits a
+    budget, with the smallest groups that still fit. A uniform column might spend the rest of the
+    budget on these, so the mix may too."""
+    inside = {name: shape for name, shape in sizes.shapes.items() if name not in sizes.ends}
+    numbers = sum(map(math.prod, inside.values())) + sizes.others[0]
+    further = {}
+    for budget in budgets:
+        fitting: dict[tuple[Any, str], list[tuple[Any, ...]]] = {}
+        for choice, chosen in settings.items():
+            size = getattr(chosen, "group_size", None) or 0
+            for group in (size, *(g for g in SMALLER_GROUPS if g < size and size % g == 0)):
+                each = replace(chosen, group_size=group) if size else chosen
+                bits = (stated_bits(each, inside) + sizes.others[1]) / numbers
+                name = choice.replace(f"group_size={size}", f"group_size={group}")
+                family = type(chosen), choice.partition(":")[2]
+                if bits <= budget:
+                    fitting.setdefault(family, []).append((each.num_bits, bits, name, each))
+        further |= {name: each for *_, name, each in map(max, fitting.values())}
+    return {name: each for name, each in further.items() if name not in settings}
 
 
-def _with_smaller_groups(
-    choice: str, settings: WeightSettings
-) -> Iterator[tuple[str, WeightSettings]]:
-    """Yield a choice with its settings, then with each smaller size of groups."""
-    yield choice, settings
-    size = getattr(settings, "group_size", None) or 0
-    for group in SMALLER_GROUPS:
-        if group < size:
-            name = choice.replace(f"group_size={size}", f"group_size={group}")
-            yield name, replace(settings, group_size=group)
+def uniform_column(choice: str, end: str = UNQUANTIZED, ends: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the recipe's entry of a column that gives all layers ``choice``, and ``ends``, the LM
+    head and embeddings, the choice ``end``."""
+    if end == UNQUANTIZED or not ends:
+        return {"name": choice, "label": _label(choice)}
+    layers = {**dict.fromkeys(ends, end), "*": choice}
+    return {"name": "mixed", "label": f"{_label(choice)}-ends-{_label(end)}", "layers": layers}
+
+
+def best_uniform(
+    costs: Costs, kl: Mapping[str, float], bits_per_weight: float
+) -> tuple[str, str] | None:
+    """Return the choice of all layers, and that of LM head and embeddings, with the least KL
+    divergence of those that fit; None if none does. ``kl``: by choice, with all layers quantized
+    but these two, whose costs are added."""
+    fitting = []
+    at_ends = costs.options[costs.ends[0]] if costs.ends else (UNQUANTIZED,)
+    for choice, end in itertools.product(kl, at_ends):
+        bits = costs.bits_per_weight(costs.uniform(choice, end))
+        if choice != UNQUANTIZED and bits <= bits_per_weight:
+            cost = costs.sum_of(dict.fromkeys(costs.ends, end))
+            fitting.append((kl[choice] + cost, choice, end))
+    return min(fitting)[1:] if fitting else None
 
 
 def explicit(choice: str, settings: Any) -> str:

@@ -3,12 +3,13 @@ and of whole quantized models."""
 
 from __future__ import annotations
 
+import copy
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,12 @@ from transformers import PreTrainedModel
 from qbench.analysis.analyze_run import MODEL_PARTS
 from qbench.analysis.sensitivity import Baseline
 from qbench.budget.choose import UNQUANTIZED, Costs
-from qbench.cell import as_measured, calibration_of, load, load_original, quantized_model
+from qbench.cell import as_measured, calibration_of, load, quantized_model
 from qbench.errors import ResultsError, UnavailableError
 from qbench.files import content_key, digest_of, write_atomically
 from qbench.machine import free
 from qbench.plan import Cell, Plan
-from qbench.progress import Progress
-from qbench.quantizers import gptq
-from qbench.quantizers.calibration import SequentialCalibrator
+from qbench.progress import Advance, Progress
 from qbench.quantizers.linear import (
     ends,
     in_place,
@@ -37,8 +36,7 @@ from qbench.quantizers.linear import (
     matrices,
     named_ends,
 )
-from qbench.quantizers.methods.weight_only import Gptq
-from qbench.quantizers.quantize import WHOLE_MODEL, backend
+from qbench.quantizers.quantize import apply, backend, make
 from qbench.quantizers.texts import CalibrationText
 from qbench.records import KEY_DIGITS
 from qbench.streaming import decoder_blocks, is_sharded, stream_of
@@ -46,42 +44,150 @@ from qbench.streaming import decoder_blocks, is_sharded, stream_of
 SAVE_EVERY = 20.0  # seconds between two writes of unfinished costs
 BATCH_TOKENS = 8192  # read at once
 
-Hessians = list[tuple[list[str], Tensor | None]]  # of the layers with the same inputs
+Places = dict[str, nn.Module]  # the modules, by name, that put a layer in its place
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Search:
-    """Says what costs are measured of. ``base``: the unquantized cell of ``plan``. ``source``: the
-    calibration text, whose last ``windows`` costs are measured on, their first ``length`` tokens;
-    the others calibrate. ``include``: ``lm_head`` and ``embeddings``, which have choices too if
-    named (both if they share one matrix). Finished numbers are kept in the folder ``cache``."""
+    """Measures models on the last ``windows`` of the calibration text ``source``, the first
+    ``length`` tokens of each. Numbers are kept in the folder ``cache``; ``reused``: some costs were
+    there already. ``sizes``: the model's ``Costs`` without costs."""
 
-    plan: Plan
-    base: Cell
-    source: CalibrationText
-    windows: int
-    length: int
-    include: Sequence[str]
-    cache: Path
-    progress: Progress
-
-    def log(self, stage: str, total: float | None = None) -> None:
-        self.progress.stage(self.base.checkpoint_name, stage, total)
-
-    def load(self) -> tuple[PreTrainedModel, Any, FromBlocks]:
-        """Return the unquantized model, its experts taken apart, its tokenizer, and its predictions
-        on the text. Raises UnavailableError if it does not fit its device."""
-        base, plan = self.base, self.plan
-        model, tokenizer = load(base, plan)
-        as_measured(base, plan, model, [])
-        if stream_of(model) is not None or is_sharded(model):
+    def __init__(
+        self, *, plan: Plan, source: CalibrationText, windows: int, length: int,
+        include: Sequence[str], cache: Path, progress: Progress,
+    ) -> None:  # fmt: skip
+        """Load the first cell of ``plan``, which is unquantized. ``include``: ``lm_head`` and
+        ``embeddings``, which have choices too if named (both if they share one matrix). Raises
+        UnavailableError if the model does not fit its device."""
+        self.base, self.cache, self.progress, self.reused = plan.cells[0], cache, progress, False
+        self.device = plan.device
+        self._stage("load")
+        self.model, self.tokenizer = load(self.base, plan)
+        as_measured(self.base, plan, self.model, [])
+        if stream_of(self.model) is not None or is_sharded(self.model):
             raise UnavailableError(
-                f"{base.checkpoint_name}: a budget needs the model whole on one device; set "
+                f"{self.base.checkpoint_name}: a budget needs the model whole on one device; set "
                 "evaluation.stream: false on a larger GPU"
             )
-        linearize(model)
-        text = calibration_of(replace(base, calibration=self.source), tokenizer)
-        return model, tokenizer, FromBlocks(model, text.ids[-self.windows :, : self.length])
+        linearize(self.model)
+        text = calibration_of(replace(self.base, calibration=source), self.tokenizer)
+        self.baseline = FromBlocks(self.model, text.ids[-windows:, :length])
+        read = ("digest", "samples", "length", "seed", "bos")
+        code = digest_of([Path(__file__).parent, Path(__file__).parents[1] / "analysis"])
+        self._key = {"text": [getattr(source, name) for name in read], "search": code,
+                     "cut": [windows, length], "include": sorted(include)}  # fmt: skip
+        head, at_ends = self.model.get_output_embeddings(), ends(self.model)
+        words = {n: "lm_head" if layer is head else "embeddings" for n, layer in at_ends.items()}
+        shared = list(words.values()) == ["lm_head"]
+        at_ends = {n: layer for n, layer in at_ends.items()
+                   if words[n] in include or (shared and include)}  # fmt: skip
+        self.layers = linears(self.model) | at_ends
+        self.sizes = self._sizes(list(at_ends))
+
+    def _sizes(self, at_ends: Sequence[str]) -> Costs:
+        others = [matrix.weight for name, matrix in matrices(self.model).items()
+                  if name not in self.layers]  # fmt: skip
+        weights = [layer.weight for layer in self.layers.values()]
+        outside = bits_of(self.model.parameters()) - bits_of(weights) - bits_of(others)
+        return Costs(
+            shapes={name: tuple(layer.weight.shape) for name, layer in self.layers.items()},
+            options={},
+            ends=at_ends,
+            others=(sum(weight.numel() for weight in others), bits_of(others)),
+            outside=outside,
+        )
+
+    def _stage(self, name: str, total: float | None = None) -> None:
+        self.progress.stage(self.base.checkpoint_name, name, total)
+
+    def costs(self, cells: Mapping[str, Cell]) -> tuple[Costs, dict[str, float]]:
+        """Return what each choice of ``cells`` (by its text) costs each layer alone, and the KL
+        divergence with all layers quantized, LM head and embeddings left out. A search that was
+        stopped goes on.
+
+        Any change of a layer moves the rounding of all that follows, which in bfloat16 costs about
+        0.001 nats however small the change is. That floor, measured with weights that differ in
+        their last bit, is taken off each cost.
+        """
+        measured: dict[str, dict[str, Any]] = {}
+        cells = {UNQUANTIZED: self.base, **cells}
+        total = 2 * len(cells) * len(self.layers)
+        self._stage(f"costs of {len(self.layers)} layers × {len(cells)} choices", total)
+        for number, (choice, cell) in enumerate(cells.items()):
+            first = number * total / len(cells)
+            advance = partial(self._advance, first, total / len(cells), total)
+            measured[choice] = self._costs_of(cell, advance)
+        floor = {name: kl for name, (_, kl) in measured[UNQUANTIZED]["layers"].items()}
+        options = {
+            name: {choice: (bits, max(0.0, kl - floor[name]))
+                   for choice, values in measured.items()
+                   for bits, kl in [values["layers"].get(name, (None, 0))] if bits}
+            for name in self.layers
+        }  # fmt: skip
+        return replace(self.sizes, options=options, floor=floor), {
+            choice: values["kl"] for choice, values in measured.items()
+        }
+
+    def _advance(self, first: float, share: float, total: float, done: float, of: float) -> None:
+        self.progress.advance(self.base.checkpoint_name, first + share * done / of, total)
+
+    def _costs_of(self, cell: Cell, advance: Advance) -> dict[str, Any]:
+        """Return the ``layers`` of ``cell``, each with bits and KL alone, and the ``kl`` of all."""
+        kept = Kept(self, "costs", cell)
+        self.reused |= bool(kept.values)
+        values = kept.values = {"layers": {}, **kept.values}
+        if "kl" in values:
+            return values
+        weights, config = cell.quantization.weights, cell.quantization
+        if weights is None:
+            modules = {name: _other_last_bits(layer) for name, layer in self.layers.items()}
+            bits = {name: bits_of([layer.weight]) for name, layer in self.layers.items()}
+        else:
+            quantized, half = copy.deepcopy(self.model), lambda done, of: advance(done, 2 * of)
+            calibration = calibration_of(cell, self.tokenizer)
+            with torch.no_grad():
+                quantized = apply(quantized, config, make(quantized, config, calibration, half)[0])
+            modules = self._quantized(quantized, cell)
+            settings = {name: weights.for_layer(name) for name in modules}
+            bits = {n: bits_of(backend(s).unpack(modules[n], s).tensors.values())
+                    for n, s in settings.items()}  # fmt: skip
+            del quantized
+        for done, (name, module) in enumerate(modules.items(), start=len(modules)):
+            if name not in values["layers"]:
+                kl = self.baseline.kl(in_place(self.model, name, module))
+                values["layers"][name] = bits[name], kl
+                kept.save(now=False)
+            advance(done, 2 * len(modules))
+        inside = {name: m for name, m in modules.items() if name not in self.sizes.ends}
+        values["kl"] = self.baseline.kl(inside)
+        kept.save()
+        del modules, inside
+        free(self.device)
+        return values
+
+    def _quantized(self, quantized: PreTrainedModel, cell: Cell) -> dict[str, nn.Module]:
+        weights = cell.quantization.weights
+        names = linears(self.model, weights.ignore) | named_ends(self.model, weights)
+        return {name: layer_of(quantized, name) for name in names}
+
+    def whole(self, cell: Cell) -> float:
+        """Return the KL divergence, nats per token on the text, of a whole quantized model. Its
+        weights stay in the cache, where a run finds them."""
+        kept = Kept(self, "whole", cell)
+        if "kl" not in kept.values:
+            self._stage(cell.label, 1.0)
+            quantized, _ = quantized_model(
+                cell, copy.deepcopy(self.model), self.tokenizer, self.cache,
+                partial(self.progress.advance, self.base.checkpoint_name),
+            )  # fmt: skip
+            places: Places = {}
+            for name, module in self._quantized(quantized, cell).items():
+                places |= in_place(self.model, name, module)
+            kept.values["kl"] = self.baseline.kl(places)
+            kept.save()
+            del quantized, places
+            free(self.device)
+        return kept.values["kl"]
 
 
 class Kept:
@@ -89,12 +195,8 @@ class Kept:
     read, a damaged one begins anew. ``kind``: what they are."""
 
     def __init__(self, search: Search, kind: str, cell: Cell) -> None:
-        text = {name: getattr(search.source, name)
-                for name in ("digest", "samples", "length", "seed", "bos")}  # fmt: skip
-        text |= {"windows": search.windows, "cut": search.length}
-        code = digest_of([Path(__file__).parent, Path(__file__).parents[1] / "analysis"])
         parts = {n: cell.key_parts[n] for n in MODEL_PARTS if n in cell.key_parts}
-        self.key = content_key({**parts, "kind": kind, "text": text, "search": code})
+        self.key = content_key({**parts, "kind": kind, **search._key})
         self.path = search.cache / "budget" / f"{self.key[:KEY_DIGITS]}.json"
         self.values: dict[str, Any] = {}
         self._saved = time.monotonic()
@@ -159,169 +261,19 @@ class FromBlocks(Baseline):
             yield tokens
 
     def _hidden(self, tokens: Tensor) -> Tensor:
-        start = self._start
-        if not start:
-            return super()._hidden(tokens)
-        kept = self._inputs[self._batch][start]
-
-        def enter(block: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-            return ((kept, *args[1:]), kwargs) if args else ((), {**kwargs, "hidden_states": kept})
-
-        handle = self.blocks[start].register_forward_pre_hook(enter, with_kwargs=True)
-        skipped = self.blocks[:start]
-        for block in skipped:  # each returns its input, which block ``start`` does not read
-            block.forward = lambda *args, **kwargs: args[0] if args else kwargs["hidden_states"]
+        skipped = self.blocks[: self._start]
+        for block in skipped:  # each returns the input of the first block that is computed
+            block.forward = lambda *_, **__: self._inputs[self._batch][self._start]
         try:
             return super()._hidden(tokens)
         finally:
-            handle.remove()
             for block in skipped:
                 del block.forward
 
 
-def measure_costs(search: Search, cells: Mapping[str, Cell]) -> Costs:
-    """Return what each choice of ``cells`` (by its text, cells of one checkpoint) costs each linear
-    layer alone. A search that was stopped goes on.
-
-    Any change of a layer moves the rounding of all that follows, which in bfloat16 costs about
-    0.001 nats however small the change is. That floor, measured with weights that differ in their
-    last bit, is taken off each cost.
-
-    Raises UnavailableError for a model that does not fit its device or a method that needs the
-    whole model, QuantizationError for a layer that cannot be quantized.
-    """
-    cells = {**cells, UNQUANTIZED: search.base}
-    kept = {choice: Kept(search, "costs", cell) for choice, cell in cells.items()}
-    needed = {"", *search.include}
-    if not all(needed <= set(each.values.get("finished", ())) for each in kept.values()):
-        _measure(search, cells, kept, needed)
-        free(search.plan.device)
-    values = kept[UNQUANTIZED].values
-    plain = values["layers"]
-    at_ends = _included(search, values["ends"])
-    layers = [name for name in values["shapes"] if name in at_ends or name not in values["ends"]]
-    options = {
-        name: {
-            choice: (bits, max(0.0, kl - plain[name][1]))
-            for choice, each in kept.items()
-            if name in each.values["layers"]
-            for bits, kl in [each.values["layers"][name]]
-        }
-        for name in layers
-    }
-    return Costs(
-        shapes={name: values["shapes"][name] for name in layers},
-        options=options,
-        ends=at_ends,
-        floor={name: plain[name][1] for name in layers},
-        others=tuple(values["others"]),
-        outside=values["total"] - values["others"][1] - sum(plain[name][0] for name in layers),
-    )
-
-
-def _included(search: Search, words: Mapping[str, str]) -> list[str]:
-    """Return which of the ends, ``words`` by name, have choices: those that ``include`` names; a
-    matrix that LM head and embeddings share has two words."""
-    return [name for name, word in words.items() if set(word.split()) & set(search.include)]
-
-
-@torch.no_grad()
-def _measure(
-    search: Search, cells: Mapping[str, Cell], kept: Mapping[str, Kept], needed: set[str]
-) -> None:
-    """Measure the costs that ``kept`` lacks; then ``needed``, the ends and "", are finished."""
-    search.log("load")
-    model, tokenizer, baseline = search.load()
-    at_ends, inside = ends(model), linears(model)
-    sizes = _sizes(model, inside, at_ends)
-    for each in kept.values():
-        each.values = {"layers": {}, "finished": [], **each.values, **sizes}
-    included = _included(search, sizes["ends"])
-    layers = inside | {name: at_ends[name] for name in included}
-    walk, choices = None, {}
-    for choice, cell in cells.items():
-        weights = cell.quantization.weights
-        takes = weights is None or weights.of_ends
-        choices[choice] = [n for n in layers if takes or n not in included]
-        if walk is None and isinstance(weights, Gptq):
-            calibration = calibration_of(cell, tokenizer)
-            walk = SequentialCalibrator(model, inside, calibration, weights.batch_size)
-
-    @lru_cache(maxsize=1)
-    def hessians(index: int) -> Hessians:
-        groups = walk.groups[index]
-        matrices = walk.hessians(index, [group[0] for group in groups])
-        return [([f"{walk.root}.{index}.{n}" for n in group], hessian)
-                for group, hessian in zip(groups, matrices, strict=True)]  # fmt: skip
-
-    total = sum(map(len, choices.values()))
-    search.log(f"costs of {len(layers)} layers × {len(cells)} choices", total)
-    blocks = [f"{baseline.root}.{index}." for index in range(len(baseline.blocks))]
-    for index, prefix in enumerate([*blocks, ""]):  # what lies in no block last
-        for choice, cell in cells.items():
-            costs = kept[choice].values["layers"]
-            missing = [n for n in choices[choice] if n not in costs and n.startswith(prefix)]
-            weights = cell.quantization.weights
-            for name, layer, bits in _quantized(weights, layers, missing, partial(hessians, index)):
-                costs[name] = bits, baseline.kl(in_place(model, name, layer))
-                done = sum(len(each.values["layers"]) for each in kept.values())
-                search.progress.advance(search.base.checkpoint_name, done, total)
-            kept[choice].save(now=False)
-        if walk is not None and prefix:
-            walk.advance(index)
-    for each in kept.values():
-        each.values["finished"] = sorted({*each.values["finished"], *needed})
-        each.save()
-
-
-def _sizes(
-    model: PreTrainedModel, inside: Mapping[str, nn.Linear], at_ends: Mapping[str, nn.Linear]
-) -> dict[str, Any]:
-    """Return the numbers of ``Costs`` that no choice changes."""
-    rest = matrices(model)
-    for name in inside:
-        rest.pop(name)
-    head = model.get_output_embeddings()
-    words = {name: "lm_head" if layer is head else "embeddings" for name, layer in at_ends.items()}
-    if list(words.values()) == ["lm_head"]:  # it is the embeddings too
-        words = dict.fromkeys(words, "lm_head embeddings")
-    return {
-        "shapes": {n: list(layer.weight.shape) for n, layer in {**inside, **at_ends}.items()},
-        "ends": words,
-        "others": [sum(matrix.weight.numel() for matrix in rest.values()),
-                   sum(8.0 * matrix.weight.nbytes for matrix in rest.values())],
-        "total": sum(8.0 * parameter.nbytes for parameter in model.parameters()),
-    }  # fmt: skip
-
-
-def _quantized(
-    settings: Any, layers: Mapping[str, nn.Linear], names: Sequence[str],
-    hessians: Callable[[], Hessians],
-) -> Iterator[tuple[str, nn.Module, float]]:  # fmt: skip
-    """Yield each of ``names``, layers of one block, with the module that quantizes it, and the bits
-    that are stored of its matrix. Without ``settings`` the module differs in last bits. GPTQ has
-    the Hessians of the unquantized model's inputs."""
-    if settings is None:
-        for name in names:
-            yield name, _other_last_bits(layers[name]), 8.0 * layers[name].weight.nbytes
-        return
-    functions = backend(settings)
-    if isinstance(settings, Gptq):
-        groups = [(group, h) for group, h in (hessians() if names else ()) if {*group} & {*names}]
-    else:
-        groups = [([name], None) for name in names]
-    for group, hessian in groups:
-        chosen = [name for name in group if name in names]
-        if isinstance(settings, Gptq):
-            made = gptq.quantize_group([layers[n] for n in chosen], hessian, settings, chosen)
-        elif hasattr(functions, WHOLE_MODEL):
-            raise UnavailableError(f"{settings.name}: no layer can be quantized alone")
-        else:
-            made = [functions.quantize(name, layers[name], settings) for name in chosen]
-        for name, tensors in zip(chosen, made, strict=True):
-            module = functions.from_packed(layers[name], tensors, settings)
-            stored = functions.unpack(module, settings).tensors
-            yield name, module, 8.0 * sum(tensor.nbytes for tensor in stored.values())
+def bits_of(tensors: Iterator[Tensor] | Sequence[Tensor]) -> float:
+    """Return the bits that ``tensors`` take."""
+    return sum(8.0 * tensor.nbytes for tensor in tensors)
 
 
 def _other_last_bits(layer: nn.Linear) -> nn.Linear:
@@ -331,26 +283,3 @@ def _other_last_bits(layer: nn.Linear) -> nn.Linear:
     signs = torch.randint(0, 2, weight.shape, generator=torch.Generator().manual_seed(0)) - 0.5
     moved = weight.float() * (1 + torch.finfo(weight.dtype).eps * signs.to(weight.device))
     return linear_layer(moved.to(weight.dtype), layer.bias)
-
-
-def measure_whole(search: Search, cells: Sequence[Cell]) -> dict[str, float]:
-    """Return the KL divergence, nats per token on the text, of each of ``cells``, whole quantized
-    models, by label. Their quantized weights stay in the cache, where a run finds them."""
-    kept = {cell.label: Kept(search, "whole", cell) for cell in cells}
-    missing = [cell for cell in cells if "kl" not in kept[cell.label].values]
-    if missing:
-        model, tokenizer, baseline = search.load()
-        for number, cell in enumerate(missing, start=1):
-            search.log(f"{cell.label}, {number} of {len(missing)}")
-            quantized, _ = quantized_model(
-                cell, load_original(cell, search.plan, verify=False), tokenizer, search.cache,
-                partial(search.progress.advance, search.base.checkpoint_name),
-            )  # fmt: skip
-            weights, modules = cell.quantization.weights, {}
-            for name in linears(model, weights.ignore) | named_ends(model, weights):
-                modules |= in_place(model, name, layer_of(quantized, name))
-            kept[cell.label].values["kl"] = baseline.kl(modules)
-            kept[cell.label].save()
-            del quantized, modules
-            free(search.plan.device)
-    return {label: each.values["kl"] for label, each in kept.items()}

@@ -17,16 +17,18 @@ from matplotlib.colors import BoundaryNorm, ListedColormap
 from matplotlib.figure import Figure
 
 from qbench.budget.choose import (
+    UNQUANTIZED,
     Costs,
     asking,
+    best_uniform,
     column,
     explicit,
+    least_bits,
     require_budget,
+    smaller_groups,
     solve,
-    stated_bits,
-    uniform_columns,
+    uniform_column,
 )
-from qbench.checkpoints.find import linear_shapes
 from qbench.comparison.losses import kl_column
 from qbench.comparison.wording import effect_text, interval_text
 from qbench.errors import RecipeError
@@ -53,72 +55,69 @@ def search(
     budget, and the best uniform columns by KL on the text of the search.
 
     ``plan_of`` plans a recipe with given quantizers after an unquantized one; ``budgets``: a number
-    and its unit, bits or gib, by label of the mix; ``text``: the other fields of
+    and its unit, bits or gib, by label of the mix; ``text``: the other arguments of
     ``measure.Search``.
     """
     from qbench.budget import measure
 
     began = time.monotonic()
     plan = plan_of([*choices, *peers])
-    base, *cells = plan.cells
-    by_choice = {
-        explicit(choice, cell.quantization.weights): cell
-        for choice, cell in zip(choices, cells, strict=False)
-    }
-    settings = {choice: cell.quantization.weights for choice, cell in by_choice.items()}
-    shapes = linear_shapes(base.checkpoint)
-    numbers = max(1, sum(map(math.prod, shapes.values())))
-    least = min(stated_bits(each, shapes) for each in settings.values()) / numbers
-    for value, unit in budgets.values():
-        if (unit == "bits" and value < 0.99 * least) or value >= UNQUANTIZED_BITS:
-            require_budget(value, least)  # before the work; exactly, after it
-    text["progress"].begin(base.checkpoint_name)
-    searched = measure.Search(plan=plan, base=base, **text)
-    costs = measure.measure_costs(searched, by_choice)
-    bits = {label: value if unit == "bits" else costs.from_gib(value)
+    fitted = (cell.quantization.weights for cell in plan.cells[1:])
+    settings = {explicit(c, weights): weights for c, weights in zip(choices, fitted, strict=False)}
+    text["progress"].begin(plan.cells[0].checkpoint_name)
+    searched = measure.Search(plan=plan, **text)
+    sizes, ends = searched.sizes, searched.sizes.ends
+    bits = {label: value if unit == "bits" else sizes.from_gib(value)
             for label, (value, unit) in budgets.items()}  # fmt: skip
+    least = least_bits(sizes, settings.values())
+    for value in bits.values():
+        if value < 0.99 * least or value >= UNQUANTIZED_BITS:
+            require_budget(value, least)  # before the work; exactly, after it
+    every = settings | smaller_groups(sizes, settings, bits.values())
+    columns = [uniform_column(choice, choice if each.of_ends else UNQUANTIZED, ends)
+               for choice, each in every.items()]  # fmt: skip
+    costs, kl = searched.costs(dict(zip(every, plan_of(columns).cells[1:], strict=True)))
     mixes = {label: solve(costs, budget) for label, budget in bits.items()}
-    fitting = {label: uniform_columns(costs, settings, budget) for label, budget in bits.items()}
-    uniform = {label: each for columns in fitting.values() for label, each in columns.items()}
-    entries = [column(chosen, label, costs.ends) for label, chosen in mixes.items()]
-    plan = plan_of([*entries, *(entry for entry, _ in uniform.values())])
-    kl = measure.measure_whole(searched, plan.cells[1:])
-    text["progress"].end(base.checkpoint_name)
-    best = {mix: min(columns, key=kl.__getitem__, default=None) for mix, columns in fitting.items()}
-    measured = {
-        choice: {n: [round(options[choice][0] / math.prod(costs.shapes[n]), 4),
-                     float(f"{options[choice][1]:.4g}")]
-                 for n, options in costs.options.items() if choice in options}
-        for choice in by_choice
-    }  # fmt: skip
+    best = {label: best_uniform(costs, kl, budget) for label, budget in bits.items()}
+    pairs = dict.fromkeys([*((choice, UNQUANTIZED) for choice in every), *best.values()])
+    uniform = {pair: uniform_column(*pair, ends) for pair in pairs if pair}
+    labels = {pair: entry["label"] for pair, entry in uniform.items()}
+    entries = [column(chosen, label, ends) for label, chosen in mixes.items()]
+    entries += [uniform[pair] for pair in dict.fromkeys(best.values()) if pair]
+    kl = {labels[choice, UNQUANTIZED]: kl[choice] for choice in every}
+    kl |= {cell.label: searched.whole(cell) for cell in plan_of(entries).cells[1:]
+           if cell.label not in kl}  # fmt: skip
+    text["progress"].end(plan.cells[0].checkpoint_name)
     return {
-        "checkpoint": base.checkpoint_name,
+        "checkpoint": plan.cells[0].checkpoint_name,
         "text": {name: text[name] for name in ("windows", "length", "include")},
-        "seconds": round(time.monotonic() - began, 1),
-        "costs": measured,
+        "seconds": None if searched.reused else round(time.monotonic() - began, 1),
+        "costs": {
+            choice: {n: [round(options[choice][0] / math.prod(costs.shapes[n]), 4),
+                         float(f"{options[choice][1]:.4g}")]
+                     for n, options in costs.options.items() if choice in options}
+            for choice in every
+        },
         "floor": costs.floor,
         "curve": _curve(costs),
-        "uniform": [{"label": label, "bits": size, "kl": kl[label]}
-                    for label, (_, size) in uniform.items()],
-        "mixes": [_mix(costs, label, chosen, bits[label], kl[label], best[label])
-                  for label, chosen in mixes.items()],
-    }, [
-        *entries,
-        *(uniform[label][0] for label in dict.fromkeys(best.values()) if label),
-    ]  # fmt: skip
-
-
-def _mix(
-    costs: Costs, label: str, chosen: Mapping[str, str], budget: float, kl: float, best: str | None
-) -> dict[str, Any]:
-    size = costs.bits_per_weight(chosen)
-    layers = {n: [c, costs.options[n][c][0] / math.prod(costs.shapes[n])]
-              for n, c in chosen.items()}  # fmt: skip
-    return {
-        "label": label, "budget": budget, "bits": size, "gib": costs.gib(size), "kl": kl,
-        "sum": costs.sum_of(chosen), "best_uniform": best, "asks": asking(costs, chosen),
-        "layers": layers,
-    }  # fmt: skip
+        "uniform": [{"label": label, "bits": costs.bits_per_weight(costs.uniform(*pair)),
+                     "kl": kl[label]} for pair, label in labels.items()],
+        "mixes": [
+            {
+                "label": label,
+                "budget": bits[label],
+                "bits": costs.bits_per_weight(chosen),
+                "gib": costs.gib(costs.bits_per_weight(chosen)),
+                "kl": kl[label],
+                "sum": costs.sum_of(chosen),
+                "best_uniform": labels.get(best[label]),
+                "asks": asking(costs, chosen),
+                "layers": {n: [c, costs.options[n][c][0] / math.prod(costs.shapes[n])]
+                           for n, c in chosen.items()},
+            }
+            for label, chosen in mixes.items()
+        ],
+    }, entries  # fmt: skip
 
 
 def _curve(costs: Costs) -> list[list[float]]:

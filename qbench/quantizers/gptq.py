@@ -11,7 +11,7 @@ used: on a GPU it waits at every group, and it builds a CUDA kernel if it finds 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -107,19 +107,6 @@ def _solve_layers(
     for layer, part in zip(layers, parts, strict=True):
         layer.weight.data = part.to(layer.weight.dtype)
     return solved
-
-
-def quantize_group(
-    layers: Sequence[nn.Linear], hessian: Tensor | None, settings: Gptq, names: Sequence[str]
-) -> list[Tensors]:
-    """Return the tensors to store of ``layers`` that have the same inputs, and so the same
-    ``hessian``, which stays as it is; None: no input reached them. Rows are independent, so they
-    are quantized at once. Raises QuantizationError."""
-    if hessian is None:
-        raise QuantizationError(f"{settings.name}: {names[0]}: no calibration text reaches it")
-    weight = torch.cat([layer.weight.detach() for layer in layers]).float()
-    solved = solve(weight, hessian.clone(), settings, names[0])
-    return solved.packed([layer.out_features for layer in layers], settings)
 
 
 def from_packed(layer: nn.Linear, tensors: Tensors, settings: Gptq) -> packed.PackedLinear:
