@@ -7,6 +7,7 @@ On GPUs, and without a fork server, each process imports by itself while the run
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
 import sys
@@ -29,7 +30,13 @@ from queue import SimpleQueue
 from typing import Any
 
 from qbench.errors import first_line
-from qbench.machine import VISIBLE, broken_device, gpu_of_environment, interrupts_blocked
+from qbench.machine import (
+    VISIBLE,
+    broken_device,
+    gpu_of_environment,
+    interrupts_blocked,
+    set_library_env,
+)
 from qbench.plugins import Registry
 from qbench.progress import Progress
 
@@ -215,8 +222,20 @@ def begin(gpu: int | None) -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
     if gpu is not None:
         os.environ[VISIBLE] = gpu_of_environment(gpu)
+        set_library_env()
+        threading.Thread(target=start_gpu, daemon=True).start()
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()  # else all forks would draw the same
+
+
+def start_gpu() -> None:
+    """Create the context in which PyTorch will use this process's first GPU: it takes about as long
+    as importing PyTorch, and calls through ctypes let other threads import meanwhile."""
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    with suppress(OSError):  # no driver
+        driver = ctypes.CDLL("libcuda.so.1")
+        if driver.cuInit(0) == driver.cuDeviceGet(ctypes.byref(device), 0) == 0:
+            driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
 
 
 def preload() -> None:
