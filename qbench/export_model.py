@@ -266,26 +266,14 @@ def _arguments(form: QuantFormat, **more: Any) -> dict[str, Any]:
 
 def _weight_arguments(weights: Any) -> tuple[str, dict[str, Any]]:
     """Return compressed-tensors' name of the layout, and the arguments of its weights."""
-    if weights.method in ("gptq", "rtn"):
-        size = weights.group_size
-        form = QuantFormat(num_bits=weights.num_bits, symmetric=weights.symmetric, group_size=size,
-                           strategy="token" if size == WHOLE_ROW else "group")  # fmt: skip
-        layout = "pack-quantized"
-    elif weights.method in ("nvfp4", "mx"):
-        nvfp4 = weights.method == "nvfp4"
-        form = QuantFormat(
-            num_bits=weights.num_bits, type="float", group_size=weights.block,
-            strategy="tensor_group" if nvfp4 else "group",
-            scale_dtype="float8_e4m3fn" if nvfp4 else "float8_e8m0fnu",
-        )  # fmt: skip
-        packed = "-pack" if weights.num_bits == 4 else ""
-        layout = f"{weights.name}{packed}-quantized"
-    else:
-        form, layout = weights.format, f"{weights.type}-quantized"
-    arguments = _arguments(form, dynamic=False)
+    arguments = _arguments(weights.format, dynamic=False)
     if arguments["strategy"] == "token":
         arguments["strategy"] = "channel"
-    return layout, arguments
+    if weights.method in ("gptq", "rtn"):
+        return "pack-quantized", arguments
+    if weights.method in ("nvfp4", "mx"):
+        return f"{weights.name}{'-pack' if weights.num_bits == 4 else ''}-quantized", arguments
+    return f"{weights.type}-quantized", arguments
 
 
 def _by_settings(weights: Any, layers: Iterable[str]) -> dict[Any, list[str]]:

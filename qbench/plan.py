@@ -11,7 +11,7 @@ import fnmatch
 import math
 import os
 import re
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -31,6 +31,7 @@ from qbench.checkpoints.find import (
     end_shapes,
     has_other_matrices,
     linear_shapes,
+    model_headers,
     moving_rope,
     read_template,
     require_tokenizer,
@@ -85,11 +86,12 @@ from qbench.quantizers.texts import (
     require_windows,
 )
 from qbench.recipe import Evaluation, QuantizerEntry, Recipe
-from qbench.records import GridCell, RunManifest
+from qbench.records import GIB, GridCell, RunManifest, StoredSize
 from qbench.text import group_by_reason
 
 EXPERTS = re.compile(r"\.(experts|block_sparse_moe\.(in|out)put_linear)\.")  # and GraniteMoE's
 ENDS = re.compile(r"(^|\.)(\w*embed\w*|wte|lm_head)\.")
+HEADS = ("lm_head", "embed_out")  # in files, the latter of GPT-NeoX
 
 
 def find_copy(
@@ -121,16 +123,12 @@ def find_copy(
             "GPTQModel, load "
             f"{', '.join(loadable_methods())}"
         )
-    bits: dict[str, float | None] = {"stored_bits": None, "fewest_bits": None}
-    plain: tuple[str, ...] = ()
+    counted: dict[str, Any] = {}
     if source is not None:
         if (difference := _difference(copy, original)) is not None:
             raise RecipeError(f"checkpoint {copy.source}: {difference}")
         copy = replace(copy, normalizer=original.normalizer)  # its library may have lost it
-        if method == GGUF:
-            bits = dict(zip(bits, quantization["bits"], strict=True))
-        else:
-            bits, plain = _stored(copy, original, shapes)
+        counted = quantization["counted"] if method == GGUF else _count(copy, original, shapes)
     published = PublishedCopy(
         path=weights.path,
         compute_dtype=weights.compute_dtype,
@@ -139,9 +137,8 @@ def find_copy(
         digest=copy.digest,
         folder=str(copy.folder),
         device=device,
-        ignore=plain,
         ends_quantized=method == GGUF or _rounded_ends(copy),
-        **bits,
+        **counted,
     )
     return replace(config, weights=published), copy
 
@@ -172,37 +169,44 @@ def _gguf(source: str, original: Checkpoint) -> Checkpoint:
     )
 
 
-def _stored(
-    copy: Checkpoint, original: Checkpoint, shapes: Shapes
-) -> tuple[dict[str, float | None], tuple[str, ...]]:
-    """Return bits per weight of the quantized layers of ``copy``, over all and of the one with the
-    fewest, and the layers that its files hold unquantized. Raises CheckpointError if they hold all
-    unquantized."""
-    bits: defaultdict[str, int] = defaultdict(int)
+def _count(copy: Checkpoint, original: Checkpoint, shapes: Shapes) -> dict[str, Any]:
+    """Return fields of PublishedCopy: the bits per weight that the files of ``copy`` store, and the
+    layers that they hold unquantized. Raises CheckpointError if these are all."""
+    ends = end_shapes(original)
+    sizes: Counter[str] = Counter()  # weights of each matrix, of all experts together
+    for full, header in model_headers(original).items():
+        name = full.removesuffix(".weight")
+        if len(header.shape) > 1 and "bias" not in full and name not in ends:
+            sizes["experts" if EXPERTS.search(full) else name] += math.prod(header.shape)
+    bits: Counter[str] = Counter()
     rounded: set[str] = set()
     for full, header in copy.headers.items():
-        if full.endswith("bias"):
-            continue
-        owner = next((name for name in parents(full) if name in shapes), None)
-        if owner is None and EXPERTS.search(full):
-            owner = "experts"
-        if owner is not None:
-            bits[owner] += math.prod(header.shape) * number_bits(header.dtype)
-            plain = full.endswith("weight") and header.dtype in FLOATS
-            rounded |= set() if plain else {owner}
-    sizes = {name: rows * columns for name, (rows, columns) in shapes.items()}
-    experts = [h for n, h in original.headers.items() if EXPERTS.search(n) and "bias" not in n]
-    sizes["experts"] = sum(math.prod(header.shape) for header in experts)
-    if bits and not rounded:
+        owner = next((name for name in parents(full) if name in sizes), None)
+        if owner is None:
+            owner = "experts" if EXPERTS.search(full) else full.partition(".")[0]
+        bias = full.endswith("bias")
+        bits["biases" if bias else owner] += math.prod(header.shape) * number_bits(header.dtype)
+        if not bias and not (full.endswith("weight") and header.dtype in FLOATS):
+            rounded.add(owner)
+    layers = bits.keys() & sizes.keys()
+    if layers and not rounded & layers:
         raise CheckpointError(
             f"checkpoint {copy.source}: its config.json says that it is quantized, but its files "
             "hold unquantized weights"
         )
-    each = {name: bits[name] / sizes[name] for name in rounded if sizes.get(name)}
-    total = sum(sizes[name] for name in each)
-    mean = sum(bits[name] for name in each) / total if total else None
-    counted = {"stored_bits": mean, "fewest_bits": min(each.values(), default=None)}
-    return counted, tuple(sorted(bits.keys() - rounded))
+    each = {name: bits[name] / sizes[name] for name in rounded & layers}
+    heads = [math.prod(s) for n, s in ends.items() if n in HEADS]
+    of_head = sum(bits[name] for name in HEADS)
+    return {
+        "stored_bits": sum(map(bits.get, each)) / sum(map(sizes.get, each)) if each else None,
+        "fewest_bits": min(each.values(), default=None),
+        "ignore": tuple(sorted((layers - rounded) & {*shapes, "experts"})),
+        "size": StoredSize(
+            bits_per_weight=sum(map(bits.get, layers)) / sizes.total(),
+            head_bits_per_weight=of_head / heads[0] if of_head and heads else None,
+            gib=bits.total() / GIB,
+        ),
+    }
 
 
 def _rounded_ends(copy: Checkpoint) -> bool:

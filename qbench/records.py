@@ -183,6 +183,9 @@ class KVAudit(_KVErrors):
     modules: tuple[KVModuleAudit, ...] = ()
 
 
+GIB = 8 * 2**30  # bits
+
+
 class StoredSize(RecordModel):
     """The stored size of a cell's weights, by one convention for all formats.
 

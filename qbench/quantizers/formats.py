@@ -107,6 +107,22 @@ class QuantFormat:
         return self.dynamic and self.strategy.startswith("tensor")
 
 
+# Numbers in blocks that share a scale of 8 bits; those of NVFP4 under a scale of the tensor
+BLOCK_FORMATS = {
+    "nvfp4": QuantFormat(
+        num_bits=4, type="float", strategy="tensor_group", group_size=16, dynamic=False,
+        scale_dtype="float8_e4m3fn",
+    ),
+    **{
+        f"mxfp{bits}": QuantFormat(
+            num_bits=bits, type="float", strategy="group", group_size=32,
+            scale_dtype="float8_e8m0fnu",
+        )
+        for bits in (4, 8)
+    },
+}  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Scale:
     """Holds what codes are multiplied by, and the zero point of an asymmetric format: float32, with

@@ -9,13 +9,13 @@ from __future__ import annotations
 import ctypes
 import functools
 import re
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from qbench.errors import CheckpointError, UnavailableError
+from qbench.records import GIB, StoredSize
 
 # Architectures whose queries and keys llama.cpp's converter reorders
 PERMUTED = ("llama", "granite", "smollm3", "arcee", "olmo")
@@ -42,9 +42,8 @@ def _reader(path: str) -> Any:
 
 
 def describe(path: str) -> dict[str, Any]:
-    """Return ``architecture``; ``sizes`` as config.json calls them; ``types``, the number of
-    weights of each type in the matrices of all layers; and ``bits`` per weight over all of these
-    and of the matrix with the fewest. Raises CheckpointError if it is no GGUF file."""
+    """Return ``sizes``, as config.json calls them, and ``counted``, fields of PublishedCopy.
+    Raises CheckpointError if it is no GGUF file."""
     reader = _reader(path)
     architecture = _field(reader, "general.architecture")
     names = {
@@ -53,8 +52,8 @@ def describe(path: str) -> dict[str, Any]:
         "num_attention_heads": "attention.head_count",
         "intermediate_size": "feed_forward_length",
     }
-    types: Counter[str] = Counter()
     bits: list[tuple[int, int]] = []  # of each matrix, and its number of weights
+    of_head = None
     if (parts := _field(reader, "split.count") or 1) > 1:
         raise CheckpointError(
             f"{path} is one of {parts} parts of a file; join them: llama-gguf-split --merge {path} "
@@ -66,14 +65,21 @@ def describe(path: str) -> dict[str, Any]:
         )
     for tensor in reader.tensors:
         if tensor.name.startswith("blk.") and len(tensor.shape) > 1:
-            types[tensor.tensor_type.name] += int(tensor.n_elements)
             bits.append((8 * int(tensor.n_bytes), int(tensor.n_elements)))
+        elif tensor.name == "output.weight":
+            of_head = 8 * int(tensor.n_bytes) / int(tensor.n_elements)
     stored, weights = (sum(column) for column in zip(*bits, strict=True)) if bits else (32, 1)
     return {
-        "architecture": architecture,
         "sizes": {ours: _field(reader, f"{architecture}.{name}") for ours, name in names.items()},
-        "types": dict(types),
-        "bits": (stored / weights, min((b / n for b, n in bits), default=32.0)),
+        "counted": {
+            "stored_bits": stored / weights,
+            "fewest_bits": min((b / n for b, n in bits), default=32.0),
+            "size": StoredSize(
+                bits_per_weight=stored / weights,
+                head_bits_per_weight=of_head,
+                gib=sum(8 * int(tensor.n_bytes) for tensor in reader.tensors) / GIB,
+            ),
+        },
     }
 
 
@@ -150,21 +156,6 @@ def dequantized(path: str, name: str, tensor: Any, heads: tuple[int, int]) -> np
     if architecture in CENTRED and name.endswith("norm.weight"):
         values = values - 1
     return values
-
-
-def tensor_bits(path: str, modules: list[str], layers: int) -> dict[str, int]:
-    """Return the bits of every tensor, by transformers' name if it has one; those of all experts
-    by the name of one."""
-    named = {
-        f"{name}.{part}": f"{module}.{part}"
-        for module, names in _names(path, modules, layers).items()
-        for name in names
-        for part in ("weight", "bias")
-    }
-    bits: Counter[str] = Counter()
-    for tensor in _reader(path).tensors:
-        bits[named.get(tensor.name, tensor.name)] += 8 * int(tensor.n_bytes)
-    return bits
 
 
 def write_llama(model: Path, path: Path, kind: str, quantize_chunk: Any) -> None:

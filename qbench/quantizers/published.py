@@ -24,7 +24,7 @@ from qbench import machine
 from qbench.errors import QuantizationError, RecipeError
 from qbench.quantizers.config import ROUNDING_BOUND, SETTINGS, Runtime, WeightSettings
 from qbench.quantizers.registry import register
-from qbench.records import UNQUANTIZED_BITS, Part, Precision
+from qbench.records import UNQUANTIZED_BITS, Part, Precision, StoredSize
 
 GGUF = "gguf"  # a file that llama.cpp runs, not transformers
 BY_GPTQMODEL = ("exl3", "paroquant")  # formats that transformers does not load
@@ -111,6 +111,7 @@ class PublishedCopy(Published):
     device: str
     stored_bits: float | None = None
     fewest_bits: float | None = None
+    size: StoredSize | None = None
     ends_quantized: bool = False
 
     @property

@@ -57,7 +57,7 @@ def quantize(name: str, layer: nn.Linear, settings: Scaled8 | BlockFloat) -> Ten
         codes, scale = encode(layer.weight.detach(), settings.format)
         return {"codes": codes, "scale": scale}
     blocks = layer.weight.detach().float().unflatten(1, (-1, settings.block))
-    magnitude, element = blocks.abs().amax(-1), ELEMENTS[settings.element]
+    magnitude, element = blocks.abs().amax(-1), ELEMENTS[settings.format.element]
     if settings.method == "nvfp4":
         largest = magnitude.amax().clamp(min=torch.finfo(torch.float32).tiny).view(1)
         tensor_scale = largest.reciprocal() * (ELEMENTS["e4m3"].largest * element.largest)

@@ -8,7 +8,6 @@ that were left unquantized counted with what they take. Biases and norms count i
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -22,15 +21,13 @@ from qbench.quantizers import gguf_file
 from qbench.quantizers.config import PackedWeight, WeightSettings
 from qbench.quantizers.linear import Experts, Matrix, linears, named_ends
 from qbench.quantizers.packed import in_groups
-from qbench.quantizers.published import GGUF, PublishedCopy, number_bits, parents
-from qbench.records import ModuleAudit, StoredSize
+from qbench.quantizers.published import GGUF, PublishedCopy, parents
+from qbench.records import GIB, ModuleAudit, StoredSize
 
-GIB = 8 * 2**30  # bits
 WORDS = {
     "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj",
     "input_linear": "experts.gate_up_proj", "output_linear": "experts.down_proj",
 }  # fmt: skip
-HEADS = ("lm_head.", "embed_out.")  # in files, the latter of GPT-NeoX
 PLAIN = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -140,9 +137,9 @@ def stored_size(
 ) -> StoredSize:
     """Return the size of ``original``, whose matrices are ``originals``, with the audited
     ``modules`` in their place; of a published copy, the size of its files."""
-    head = original.get_output_embeddings()
     if weights is not None and weights.prequantized:
-        return _size_of_files(weights, original, originals)
+        return weights.size
+    head = original.get_output_embeddings()
     stored = {m.name: m.bits_per_weight * m.parameters for m in modules}
     plain = {name: 8.0 * matrix.weight.nbytes for name, matrix in originals.items()}
     bits = {**plain, **stored}
@@ -157,39 +154,6 @@ def stored_size(
         head_bits_per_weight=of_head[0] / head.weight.numel() if of_head else None,
         gib=(unquantized - sum(plain.values()) + sum(bits.values())) / GIB,
     )
-
-
-def _size_of_files(
-    settings: PublishedCopy, original: nn.Module, originals: Mapping[str, Matrix]
-) -> StoredSize:
-    if settings.format == GGUF:
-        modules = [*originals, *(name for name, _ in original.named_modules() if name)]
-        layers = original.config.get_text_config().num_hidden_layers
-        bits = gguf_file.tensor_bits(settings.folder, modules, layers)
-    else:
-        names = dict(original.named_modules())
-        bits = {_in_model(n, names): size for n, size in _tensor_bits(settings.folder).items()}
-    experts = {p for name in originals if ".experts." in name for p in parents(name)}
-    inside = originals.keys() | {p for p in experts if ".experts" in p}
-    matrices = {name: n for name, n in bits.items() if not name.endswith("bias")}
-    inner = sum(n for name, n in matrices.items() if any(p in inside for p in parents(name)))
-    head = original.get_output_embeddings()
-    of_head = sum(n for name, n in matrices.items() if name.startswith(HEADS))
-    return StoredSize(
-        bits_per_weight=inner / _count(originals),
-        head_bits_per_weight=of_head / head.weight.numel() if of_head else None,
-        gib=sum(bits.values()) / GIB,
-    )
-
-
-def _tensor_bits(folder: str) -> dict[str, int]:
-    bits = {}
-    for path in sorted(Path(folder).glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118  no mapping
-                part = file.get_slice(name)
-                bits[name] = math.prod(part.get_shape()) * number_bits(part.get_dtype())
-    return bits
 
 
 def _count(matrices: Mapping[str, Matrix]) -> int:

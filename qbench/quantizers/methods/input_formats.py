@@ -20,7 +20,7 @@ from qbench.quantizers.config import (
     require_groups,
     settings,
 )
-from qbench.quantizers.formats import WHOLE_ROW, QuantFormat, shared_by
+from qbench.quantizers.formats import BLOCK_FORMATS, WHOLE_ROW, QuantFormat, shared_by
 from qbench.quantizers.registry import register
 from qbench.records import UNQUANTIZED_BITS, Part
 
@@ -136,19 +136,11 @@ class BlockFloatInputs(FakeQuantized):
 
     @property
     def format(self) -> QuantFormat:
-        nvfp4 = self.block == 16
-        return QuantFormat(
-            num_bits=self.num_bits,
-            type="float",
-            strategy="tensor_group" if nvfp4 else "group",
-            group_size=self.block,
-            dynamic=not nvfp4,
-            scale_dtype="float8_e4m3fn" if nvfp4 else "float8_e8m0fnu",
-        )
+        return BLOCK_FORMATS[self.name.removesuffix("-token")]
 
     @property
     def scheme(self) -> str:
-        of_layer = ", tensor scale static" if self.block == 16 else ""
+        of_layer = "" if self.format.dynamic else ", tensor scale static"
         return f"{self.name.removesuffix('-token')} in blocks of {self.block}{of_layer}"
 
 

@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 
 from qbench.errors import QuantizationError
 from qbench.quantizers.config import WeightSettings, settings
-from qbench.quantizers.formats import QuantFormat
+from qbench.quantizers.formats import BLOCK_FORMATS, QuantFormat
 from qbench.quantizers.registry import register
 
 
@@ -71,14 +71,13 @@ class BlockFloat(Rounded):
         return f"{self.name.upper()} weights"
 
     @property
-    def element(self) -> str:
-        """Return the format of a code, a key of ``formats.ELEMENTS``."""
-        return "e2m1" if self.num_bits == 4 else "e4m3"
+    def format(self) -> QuantFormat:
+        return BLOCK_FORMATS[self.name]
 
     @property
     def block(self) -> int:
         """Return how many weights of a row share a scale."""
-        return 16 if self.method == "nvfp4" else 32
+        return self.format.group_size
 
     @property
     def scheme(self) -> str:

@@ -15,7 +15,7 @@ from qbench.quantizers.config import (
     require_groups,
     settings,
 )
-from qbench.quantizers.formats import WHOLE_ROW, shared_by
+from qbench.quantizers.formats import WHOLE_ROW, QuantFormat, shared_by
 from qbench.quantizers.registry import register
 from qbench.records import Part, Precision
 
@@ -83,6 +83,12 @@ class EvenlySpaced(GroupedIntegers):
     symmetric: Annotated[
         bool, Field(description="zero point fixed in the middle; false: one for each group")
     ] = True
+
+    @property
+    def format(self) -> QuantFormat:
+        strategy: Literal["token", "group"] = "token" if self.group_size == WHOLE_ROW else "group"
+        return QuantFormat(num_bits=self.num_bits, symmetric=self.symmetric, strategy=strategy,
+                           group_size=self.group_size)  # fmt: skip
 
     @property
     def scheme(self) -> str:
