@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 
 from qbench.errors import OutputError
 
@@ -97,12 +97,12 @@ def write_atomically(path: Path, payload: bytes) -> None:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path, *, sync: bool = True) -> Iterator[Path]:
     """Yield a temporary path; the file that the body writes there then replaces ``path``.
 
     ``path`` holds the old or the new content at any time, never a part. If ``path`` is a symbolic
     link, the file that it points to is replaced. Raises OutputError if it cannot be written, or is
-    a folder or a device.
+    a folder or a device. ``sync``: wait until the disk has the file.
     """
     try:
         _require_file(path)
@@ -111,8 +111,9 @@ def replacing(path: Path) -> Iterator[Path]:
         making = temporary(path)
         try:
             yield making
-            with making.open("rb") as written:
-                os.fsync(written.fileno())
+            if sync:
+                with making.open("rb") as written:
+                    os.fsync(written.fileno())
             making.replace(path)
         finally:
             making.unlink(missing_ok=True)
@@ -135,6 +136,35 @@ def save_tensors(path: Path, tensors: dict[str, Tensor], about: dict[str, str]) 
         path.chmod(mode)
     except SafetensorError as error:
         raise OSError(str(error)) from None
+
+
+ABOUT = "about"  # the one entry of a file's metadata: several come in no fixed order
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
+    """Write ``tensors`` by name, with ``about`` as metadata, to the file ``path``, and its digest
+    beside it. It is not synced to the disk, which may take longer than what made it: a file that a
+    crash of the host damages does not have its digest. Raises OutputError."""
+    with replacing(path, sync=False) as making:
+        save_tensors(making, tensors, {ABOUT: json.dumps(about, sort_keys=True)})
+        checksum_file(path).write_text(f"{digest_of_parts(making)}\n")
+
+
+def checksum_file(path: Path) -> Path:
+    """Return where the digest of a file stands, that of ``digest_of_parts``."""
+    return path.with_name(f"{path.name}.digest")
+
+
+def verify_tensors(path: Path) -> dict[str, Any]:
+    """Read the whole file that ``write_tensors`` wrote and return its ``about``. Raises OSError or
+    ValueError if it is missing or not what was written."""
+    if checksum_file(path).read_text().strip() != digest_of_parts(path):
+        raise ValueError("its digest differs from the stated one")
+    try:
+        with safe_open(path, framework="numpy") as file:
+            return json.loads((file.metadata() or {}).get(ABOUT, "{}"))
+    except SafetensorError as error:
+        raise ValueError(str(error)) from None
 
 
 @contextmanager

@@ -37,7 +37,6 @@ before the first is written.
 from __future__ import annotations
 
 import io
-import json
 import lzma
 import re
 import sys
@@ -51,7 +50,6 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from filelock import FileLock
 from pydantic import TypeAdapter
-from safetensors import SafetensorError, safe_open
 
 from qbench.errors import DamagedError, NewerSchemaError, OutputError, ResultsError
 from qbench.files import (
@@ -59,10 +57,10 @@ from qbench.files import (
     clean_temporaries,
     content_key,
     digest,
-    digest_of_parts,
     file_digest,
     replacing,
     require_folder,
+    verify_tensors,
     write_atomically,
 )
 from qbench.records import (
@@ -612,7 +610,6 @@ def _sources_file(cache: Path, manifest: RunManifest) -> Path:
 # those of its scored tokens, and one with the LM head under a key without tasks; beside each its
 # digest. ``evaluation.kl_observer`` says what is in them.
 
-ABOUT = "about"  # the one entry of the file's metadata: several come in no fixed order
 REMEDY = "run the unquantized cell again"
 
 
@@ -630,23 +627,12 @@ def baseline_files(
     return {baseline_file(cache, key): key for key in keys}
 
 
-def checksum_file(path: Path) -> Path:
-    """Return where the digest of a file stands, that of ``files.digest_of_parts``."""
-    return path.with_name(f"{path.name}.digest")
-
-
 def verify_baseline(path: Path, key: str) -> None:
     """Read the whole file. Raises ResultsError if it is missing, not what was written, or under
     another key."""
     try:
-        matches = checksum_file(path).read_text().strip() == digest_of_parts(path)
-        about = {}
-        if matches:
-            with safe_open(path, framework="numpy") as file:
-                about = json.loads((file.metadata() or {}).get(ABOUT, "{}"))
-    except (OSError, ValueError, SafetensorError) as error:
+        about = verify_tensors(path)
+    except (OSError, ValueError) as error:
         raise ResultsError(f"{path}: {error}; {REMEDY}") from error
-    if not matches:
-        raise ResultsError(f"{path}: its digest differs from the stated one; {REMEDY}")
     if about.get("key") != key:
         raise ResultsError(f"{path}: of another cell than {key[:KEY_DIGITS]}; {REMEDY}")

@@ -8,6 +8,7 @@ from loading import save_as_transformers
 from small_recipe import DEMO, qbench, small_recipe
 
 from qbench.attention.normalizers import NORMALIZERS
+from qbench.files import verify_tensors
 from qbench.plugins import source_digest
 from qbench.store import Store
 
@@ -54,10 +55,10 @@ def test_weights_calibrated_under_a_plug_in_have_its_source_in_their_key(results
     """An edited normalizer gave 178.81 with the weights that were calibrated under the old one,
     where 175.04 is right."""
     sources = {}
-    for path in (results.parent / "cache" / "artifacts").glob("*/*/manifest.json"):
-        parts = json.loads(path.read_text())["parts"]
+    for path in (results.parent / "cache" / "artifacts").glob("*/*.safetensors"):
+        parts = verify_tensors(path)["parts"]
         found = parts["calibration"] or {}
-        sources[path.parent.name.rpartition("-")[0], found.get("attention")] = found
+        sources[path.name.rpartition("-")[0], found.get("attention")] = found
     digest = source_digest(NORMALIZERS.get("toy").__class__)
     assert sources["gptq-4bit", "qbench-toy-reference"]["normalizer source"] == digest
     assert "normalizer source" not in sources["gptq-4bit", "qbench-softmax-reference"]

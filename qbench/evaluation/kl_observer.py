@@ -10,7 +10,6 @@ whole vocabulary.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,23 +26,9 @@ from qbench.errors import EvaluationError, OutputError, ResultsError
 from qbench.evaluation.scoring.batching import Scored
 from qbench.evaluation.scoring.hidden_states import LMHead
 from qbench.evaluation.scoring.logits import LogitsPart, Projection, to_device
-from qbench.files import (
-    clean_temporaries,
-    digest_of_parts,
-    replacing,
-    save_tensors,
-    write_atomically,
-)
+from qbench.files import clean_temporaries, write_tensors
 from qbench.records import ANSWERS
-from qbench.store import (
-    ABOUT,
-    REMEDY,
-    baseline_file,
-    checksum_file,
-    head_key,
-    task_key,
-    verify_baseline,
-)
+from qbench.store import REMEDY, baseline_file, head_key, task_key, verify_baseline
 
 
 class TaskHiddenStates(NamedTuple):
@@ -99,10 +84,7 @@ def _write(cache: Path, key: str, tensors: dict[str, Tensor]) -> None:
     path = baseline_file(cache, key)
     clean_temporaries(path.parent)
     try:
-        with replacing(path) as making:
-            save_tensors(making, tensors, {ABOUT: json.dumps({"key": key})})
-            digest = digest_of_parts(making)
-        write_atomically(checksum_file(path), f"{digest}\n".encode())
+        write_tensors(path, tensors, {"key": key})
     except OutputError as error:
         raise ResultsError(
             f"{error}; make room there, or leave damage out with evaluation.damage: false"

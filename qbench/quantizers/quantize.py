@@ -3,20 +3,16 @@
 The model that is scored is built from the stored tensors, also on the first run. So a library whose
 model differs before and after saving cannot give two different scores.
 
-    ROOT/<digest of the original, 16 digits>/<config>-<key, 16 digits>/
-        weights.safetensors     tensors, named as ``make`` says
-        manifest.json           key, its parts, and the file's size and digest
+    ROOT/<digest of the original, 16 digits>/<config>-<key, 16 digits>.safetensors
 
-A folder is written to a temporary name and renamed once it is complete. A damaged one is detected
-by its digest and written again.
+The file holds tensors, named as ``make`` says, and as metadata its key, the parts of that, and a
+note. A damaged one is detected by the digest beside it, and written again.
 """
 
 from __future__ import annotations
 
 import copy
 import importlib
-import json
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -25,8 +21,7 @@ from typing import Any
 
 import torch
 from filelock import FileLock
-from safetensors import SafetensorError
-from safetensors.torch import load, save_file
+from safetensors.torch import load
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -36,8 +31,8 @@ from qbench.files import (
     clean_temporaries,
     code_digest,
     content_key,
-    digest_of_parts,
-    new_folder,
+    verify_tensors,
+    write_tensors,
 )
 from qbench.machine import version_of
 from qbench.progress import Advance
@@ -60,12 +55,7 @@ from qbench.quantizers.linear import (
 )
 from qbench.streaming import load_block, offload_device, stream_of
 
-WEIGHTS, MANIFEST = "weights.safetensors", "manifest.json"
 DIGITS = 16
-
-
-class Damaged(Exception):
-    """Raised if an artifact on disk does not fit its manifest."""
 
 
 class Artifact:
@@ -100,59 +90,39 @@ class Artifact:
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         }
         self.key = content_key(self.parts)
-        self.folder = Path(root) / original[:DIGITS] / f"{config.name}-{self.key[:DIGITS]}"
+        name = f"{config.name}-{self.key[:DIGITS]}.safetensors"
+        self.path = Path(root) / original[:DIGITS] / name
 
     def lock(self) -> FileLock:
         """Return the lock that a process holds while it reads or writes the artifact."""
-        self.folder.parent.mkdir(parents=True, exist_ok=True)
-        return FileLock(self.folder.with_name(f".{self.folder.name}.lock"))
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        return FileLock(self.path.with_name(f".{self.path.stem}.lock"))
 
     def read(self, device: torch.device) -> tuple[dict[str, Tensor], str] | None:
         """Return the tensors by name and their note; None if there is no artifact.
 
-        Raises Damaged if a file is missing, unreadable or does not have its digest.
+        Raises OSError or ValueError if the file is damaged.
         """
-        if not self.folder.exists():
+        if not self.path.exists():
             return None
-        try:
-            manifest = json.loads((self.folder / MANIFEST).read_bytes())
-            expected, note = manifest["files"][WEIGHTS]["digest"], manifest["note"]
-            if manifest["key"] != self.key:
-                raise Damaged(f"{MANIFEST}: another key")
-            # Read once and checked: a mapped file could change, or end, under a running model.
-            payload = (self.folder / WEIGHTS).read_bytes()
-            if digest_of_parts(payload) != expected:
-                raise Damaged(f"{WEIGHTS}: digest differs")
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise Damaged(f"{type(error).__name__}: {error}") from None
-        return {name: tensor.to(device) for name, tensor in load(payload).items()}, note
+        about = verify_tensors(self.path)
+        if about["key"] != self.key:
+            raise ValueError("another key")
+        # Not mapped: a mapped file could change, or end, under a running model.
+        payload = self.path.read_bytes()
+        return {name: tensor.to(device) for name, tensor in load(payload).items()}, about["note"]
 
     def write(self, tensors: dict[str, Tensor], note: str) -> None:
-        """Write the tensors, replacing an earlier artifact in one step.
-
-        The files are not synced to the disk, which takes longer than quantizing; files that a crash
-        of the host damages are detected by their digest. Raises OutputError if they cannot be
-        written.
+        """Write the tensors, replacing an earlier artifact in one step. Raises OutputError if they
+        cannot be written.
         """
-        clean_temporaries(self.folder.parent.parent)  # a killed process may have left GiBs
+        clean_temporaries(self.path.parent.parent)  # a killed process may have left GiBs
         parts = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
         try:
-            with new_folder(self.folder) as making:
-                path = making / WEIGHTS
-                save_file(parts, path)
-                file = {"digest": digest_of_parts(path), "bytes": path.stat().st_size}
-                manifest = {
-                    "key": self.key,
-                    "parts": self.parts,
-                    "note": note,
-                    "files": {WEIGHTS: file},
-                }
-                text = json.dumps(manifest, indent=1, sort_keys=True)
-                (making / MANIFEST).write_text(f"{text}\n")
-                shutil.rmtree(self.folder, ignore_errors=True)
-        except (OutputError, SafetensorError) as error:
+            write_tensors(self.path, parts, {"key": self.key, "parts": self.parts, "note": note})
+        except OutputError as error:
             raise OutputError(
-                f"{self.folder}: quantized weights cannot be kept ({first_line(error)}); make "
+                f"{self.path}: quantized weights cannot be kept ({first_line(error)}); make "
                 "room, or set QBENCH_CACHE to another folder"
             ) from None
 
@@ -392,7 +362,7 @@ def _obtain(
         stored = store.read(offload_device(model))
         if stored is not None:
             return stored[0], f"artifact reused: {stored[1]}"
-    except Damaged as damage:
+    except (OSError, ValueError) as damage:
         again = f"artifact was damaged ({damage}) and made again: "
     try:
         with torch.no_grad(), _one_thread(model.device):

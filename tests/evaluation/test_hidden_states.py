@@ -10,14 +10,8 @@ from scoring_models import choices, llama, recorded, watch
 
 from qbench.errors import ResultsError
 from qbench.evaluation.kl_observer import BaselineHiddenStates, BaselineWriter
-from qbench.store import (
-    baseline_file,
-    baseline_files,
-    checksum_file,
-    head_key,
-    task_key,
-    verify_baseline,
-)
+from qbench.files import checksum_file
+from qbench.store import baseline_file, baseline_files, head_key, task_key, verify_baseline
 
 PARTS = {"weights": "w", "tasks": {"choices": "1", "a": "2", "b": "3"},
          "few-shot": {"choices": 0, "a": 0, "b": 0}, "scoring": {}}  # fmt: skip

@@ -12,15 +12,14 @@ import torch
 from quantizer_models import DIGEST, calibration, logits, make, make_with_detail, settings
 
 from qbench.errors import OutputError
-from qbench.files import temporary
-from qbench.quantizers import quantize as module
+from qbench.files import checksum_file, temporary, write_tensors
 from qbench.quantizers.quantize import Artifact
 
 # Python 3.12 warns of a fork beside libraries' threads; these children only compute and end.
 FORKS = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 
-def folder(root, chosen, seed=1, **more):
+def path_of(root, chosen, seed=1, **more):
     stated = {
         "original": DIGEST,
         "attention": "qbench-softmax-reference",
@@ -28,7 +27,7 @@ def folder(root, chosen, seed=1, **more):
         "device": torch.device("cpu"),
         "calibration": calibration(seed) if chosen.needs_calibration else None,
     }
-    return Artifact(root, config=chosen, **stated | more).folder
+    return Artifact(root, config=chosen, **stated | more).path
 
 
 @pytest.mark.parametrize(
@@ -52,12 +51,12 @@ def test_what_is_read_again_scores_the_same_to_the_bit(name, stated, tmp_path):
 
 def test_all_that_can_change_the_weights_makes_another_artifact(tmp_path):
     chosen = settings("gptq-4bit")
-    folders = {
-        folder(tmp_path, chosen),
-        folder(tmp_path, chosen, seed=2),
-        folder(tmp_path, chosen, original="f" * 64),
+    paths = {
+        path_of(tmp_path, chosen),
+        path_of(tmp_path, chosen, seed=2),
+        path_of(tmp_path, chosen, original="f" * 64),
         *(
-            folder(tmp_path, replace(chosen, weights=replace(chosen.weights, **{name: value})))
+            path_of(tmp_path, replace(chosen, weights=replace(chosen.weights, **{name: value})))
             for name, value in {
                 "num_bits": 3,
                 "group_size": 16,
@@ -68,19 +67,19 @@ def test_all_that_can_change_the_weights_makes_another_artifact(tmp_path):
                 "ignore": ("o_proj",),
             }.items()
         ),
-        folder(tmp_path, chosen, attention="qbench-softpick-reference"),
-        folder(tmp_path, chosen, normalizer_source="a" * 64),
-        folder(tmp_path, chosen, normalizer_source="b" * 64),
-        folder(tmp_path, chosen, device=torch.device("meta")),
+        path_of(tmp_path, chosen, attention="qbench-softpick-reference"),
+        path_of(tmp_path, chosen, normalizer_source="a" * 64),
+        path_of(tmp_path, chosen, normalizer_source="b" * 64),
+        path_of(tmp_path, chosen, device=torch.device("meta")),
     }
-    assert len(folders) == 14
+    assert len(paths) == 14
 
 
 def test_what_cannot_be_kept_is_one_line_and_leaves_nothing(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(module, "save_file", full)
+    monkeypatch.setattr("safetensors.torch.save_file", full)
     with pytest.raises(OutputError, match=r"cannot be kept \(.*No space left.*QBENCH_CACHE"):
         make(settings("rtn-4bit"), tmp_path)
     assert not list(tmp_path.rglob("*.tmp"))
@@ -95,19 +94,17 @@ def flip_a_byte(path):
 @pytest.mark.parametrize(
     "harm",
     [
-        lambda at: flip_a_byte(at / "weights.safetensors"),
-        lambda at: (at / "weights.safetensors").unlink(),
-        lambda at: (at / "manifest.json").write_text("{"),
-        lambda at: (at / "manifest.json").write_text(
-            (at / "manifest.json").read_text().replace('"key": "', '"key": "0')
-        ),
+        flip_a_byte,
+        lambda at: checksum_file(at).unlink(),
+        lambda at: at.write_bytes(at.read_bytes()[:-9]),
+        lambda at: write_tensors(at, {"x": torch.ones(1)}, {"key": "0", "note": ""}),
     ],
-    ids=["byte", "gone", "half manifest", "another key"],
+    ids=["byte", "no digest", "half", "another key"],
 )
 def test_a_damaged_artifact_is_noticed_reported_and_made_again(harm, tmp_path):
     chosen = settings("rtn-4bit")
     first = make(chosen, tmp_path)
-    harm(folder(tmp_path, chosen))
+    harm(path_of(tmp_path, chosen))
     second, detail = make_with_detail(chosen, tmp_path)
     assert detail.startswith("artifact was damaged (")
     assert torch.equal(logits(first), logits(second))
@@ -116,14 +113,14 @@ def test_a_damaged_artifact_is_noticed_reported_and_made_again(harm, tmp_path):
 
 def test_what_a_killed_process_left_half_made_is_no_artifact_and_is_removed(tmp_path):
     chosen = settings("rtn-4bit")
-    at = folder(tmp_path, chosen)
+    at = path_of(tmp_path, chosen)
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     own = temporary(at)
     other = tmp_path / "another checkpoint" / own.name.replace(f".{os.getpid()}.", f".{dead.pid}.")
     for half in (own, other):
-        half.mkdir(parents=True)
-        (half / "weights.safetensors").write_bytes(b"half")
+        half.parent.mkdir(parents=True, exist_ok=True)
+        half.write_bytes(b"half")
     assert make_with_detail(chosen, tmp_path)[1] == "round to nearest"
     assert not own.exists()
     assert not other.exists()
