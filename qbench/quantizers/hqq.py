@@ -14,7 +14,10 @@ from qbench.quantizers.methods.weight_only import Hqq
 
 # Its decorators would import torch's compiler, a second and more, for functions that nobody calls
 with patch.object(torch, "compile", lambda function=None, **_: function or (lambda f: f)):
-    from hqq.core.quantize import BaseQuantizeConfig, HQQLinear, Quantizer
+    from hqq.core.quantize import BaseQuantizeConfig, HQQBackend, HQQLinear, Quantizer
+
+# The same product without a gradient, for which Python would bind arguments by name in each call
+HQQLinear.set_backend(HQQBackend.PYTORCH_FORWARD)
 
 
 class Layer(HQQLinear):
