@@ -87,15 +87,12 @@ class Run:
     ) -> None:
         """Replace the state by ``progress``, the parameters and the optimizer's tensors, with a
         checksum of all. A process that is killed meanwhile leaves the previous file."""
-        tensors_by_name = {
-            f"model/{name}": parameter.detach() for name, parameter in parameters.items()
-        }
+        tensors = {}
         for name, parameter in parameters.items():
+            tensors[f"model/{name}"] = parameter.detach().cpu().contiguous()
             for key, value in optimizer.state.get(parameter, {}).items():
-                tensors_by_name[f"optimizer0/{name}/{key}"] = value
-        tensors = {
-            name: tensor.cpu().contiguous() for name, tensor in sorted(tensors_by_name.items())
-        }
+                tensors[f"optimizer0/{name}/{key}"] = value.cpu().contiguous()
+        tensors = dict(sorted(tensors.items()))
         text = progress.model_dump_json()
         about = {"progress": text, "sha256": _checksum(text, tensors.items())}
         with replacing(self.state) as making:
@@ -146,9 +143,8 @@ class Run:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").unlink(missing_ok=True)
         with replacing(folder / SINGLE) as making:
-            scaled = "scaled" in config.get(
-                "attn_impl", ""
-            )  # its scale is [H, 1], beside a fixed table
+            # its scale is [H, 1], beside a fixed table
+            scaled = "scaled" in config.get("attn_impl", "")
             tensors = {}
             for name, parameter in model.named_parameters():
                 tensor = parameter.detach().to("cpu", torch.bfloat16).contiguous()

@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 ABOUT = "tokens.json"
 TOKENIZER = "tokenizer.json"
 PARTS = ("train", "held_out")
-Part = Literal["train", "held_out"]
 NOT_TOKENIZER = ("config.json", "generation_config.json", "*.index.json")
 
 
@@ -128,17 +127,16 @@ def read_token_files(folder: Path) -> TokenFiles:
         raise DataError(f"{path}: {validation_line(error)}; tokenize again") from None
     if not (folder / TOKENIZER).is_file():
         raise DataError(f"{folder}: it has no {TOKENIZER}; tokenize again")
-    arrays = {part: _mapped(folder, about, part) for part in PARTS}
+    arrays, dtype = {}, np.dtype(about.dtype).newbyteorder("<")
+    for part in PARTS:
+        file = folder / f"{part}.bin"
+        if not file.is_file() or file_digest(file) != getattr(about, part).sha256:
+            raise DataError(f"{file}: its content is not what was written; tokenize again")
+        empty = not file.stat().st_size
+        arrays[part] = np.empty(0, dtype) if empty else np.memmap(file, dtype, mode="r")
     if tokenizer_digest(folder) != about.tokenizer_digest:
         raise DataError(f"{folder}: its tokenizer is not the one it was made with; tokenize again")
     return TokenFiles(folder=folder, about=about, **arrays)
-
-
-def _mapped(folder: Path, about: AboutTokens, part: Part) -> NDArray:
-    path, dtype = folder / f"{part}.bin", np.dtype(about.dtype).newbyteorder("<")
-    if not path.is_file() or file_digest(path) != getattr(about, part).sha256:
-        raise DataError(f"{path}: its content is not what was written; tokenize again")
-    return np.memmap(path, dtype, mode="r") if path.stat().st_size else np.empty(0, dtype)
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
@@ -266,11 +264,8 @@ def _documents(files: TokenFiles) -> list[np.ndarray]:
 
 def sequences(recipe: TrainingRecipe, files: TokenFiles) -> Sequences:
     """Return the sequences that the training of ``recipe`` reads."""
-    return Sequences(
-        tokens=files.train,
-        context=recipe.model.context,
-        bos=first_token(recipe, files),
-    )
+    bos = first_token(recipe, files)
+    return Sequences(tokens=files.train, context=recipe.model.context, bos=bos)
 
 
 def first_token(recipe: TrainingRecipe, files: TokenFiles) -> int | None:
@@ -455,9 +450,7 @@ def begin_with(token: int, folder: Path) -> None:
     before each text, and nothing else; unchanged if they are that already."""
     path = str(folder / TOKENIZER)
     tokenizer = Tokenizer.from_file(path)
-    plain, special = (
-        tokenizer.encode("a", add_special_tokens=add).ids for add in (False, True)
-    )  # fmt: skip
+    plain, special = (tokenizer.encode("a", add_special_tokens=add).ids for add in (False, True))
     if special == [token, *plain]:
         return
     name = tokenizer.id_to_token(token)

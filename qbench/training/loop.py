@@ -136,9 +136,8 @@ class Trainer:
         batches = dataloader(
             sequences(recipe, run.files), recipe, self.processes, first=first, seed=run.seed
         )
-        training_code = digest_of(
-            [Path(__file__).parent]
-        )  # beside the modules that change numbers anywhere
+        # beside the modules that change numbers anywhere
+        training_code = digest_of([Path(__file__).parent])
         code = hashlib.sha256(f"{code_digest()} {training_code}".encode()).hexdigest()
         session = TrainingSession(
             first_step=first, last_step=first, seconds=0.0, processes=self.processes.num_processes,
@@ -317,23 +316,19 @@ def train_recipe(
     records = []
     for normalizer, seed in recipe.runs():
         name = run_name(normalizer, seed)
-        run = Run(
-            recipe=recipe, files=files, normalizer=normalizer, seed=seed, folder=out / name
-        )  # fmt: skip
-        record = run.finished()
-        if record is not None:
+        run = Run(recipe=recipe, files=files, normalizer=normalizer, seed=seed, folder=out / name)
+        if record := run.finished():
             log(f"{name}: trained already")
-        else:
-            alone = _alone(run.folder) if processes.is_main_process else nullcontext()
-            with alone, deterministic(recipe.compute.deterministic):
-                trainer = Trainer(
-                    run, processes=processes, log=lambda line, name=name: log(f"{name}: {line}")
-                )
-                trainer.train(stop_after)
-                if trainer.progress.step == recipe.steps:
-                    record = _record(trainer)
-        if record is not None:
             records.append(record)
+            continue
+        alone = _alone(run.folder) if processes.is_main_process else nullcontext()
+        with alone, deterministic(recipe.compute.deterministic):
+            trainer = Trainer(
+                run, processes=processes, log=lambda line, name=name: log(f"{name}: {line}")
+            )
+            trainer.train(stop_after)
+            if trainer.progress.step == recipe.steps:
+                records.append(_record(trainer))
     return records
 
 

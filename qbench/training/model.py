@@ -161,15 +161,12 @@ def initial_model(
         for parameter in NORMALIZERS.get(normalizer).parameters:
             if not (parameter.required or parameter.attribute in shape.parameters):
                 continue
-            settings_of_parameter = shape.parameters.get(parameter.attribute, OwnParameter())
-            start = parameter.start(shape.heads)
-            if settings_of_parameter.start is not None:
-                start = [settings_of_parameter.start] * shape.heads
-            trained = (
-                parameter.trainable
-                if settings_of_parameter.trained is None
-                else settings_of_parameter.trained
-            )
+            changed = shape.parameters.get(parameter.attribute, OwnParameter())
+            start, trained = parameter.start(shape.heads), parameter.trainable
+            if changed.start is not None:
+                start = [changed.start] * shape.heads
+            if changed.trained is not None:
+                trained = changed.trained
             value = nn.Parameter(torch.tensor(start), requires_grad=trained)
             layer.self_attn.register_parameter(parameter.attribute, value)
     model.to(device)
