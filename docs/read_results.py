@@ -13,6 +13,7 @@ import io
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -127,11 +128,15 @@ def read_analyses(folder: Path) -> Iterator[dict[str, object]]:
             yield {**cell, "task": "analysis", "metric": name, "value": value}
         if folder.name == "real-sinks":
             yield from read_layers(record.checkpoint, measured)
-    for record in sensitivities(folder).records() if folder.name == "real-sinks" else ():
-        units = {unit.name: unit for unit in record.units} | {"all": record.together}
-        for name, unit in units.items():
+    read = folder.name in ("real-sinks", "kinds-27m")
+    for record in sensitivities(folder).records() if read else ():
+        values = Counter({"all": record.together.kl.value})
+        for unit in record.units:  # of trainings the sum over all layers
+            name = unit.name if folder.name == "real-sinks" else unit.name.rpartition(".")[2]
+            values[name] += unit.kl.value
+        for name, value in values.items():
             yield {"checkpoint": record.checkpoint, "task": "sensitivity", "metric": name,
-                   "value": unit.kl.value, "quantizer": record.quantizer}  # fmt: skip
+                   "value": value, "quantizer": record.quantizer}  # fmt: skip
     for path in sorted(folder.glob("training/*/training.json")):
         log = json.loads(path.read_bytes())
         name = path.parent.name.removeprefix("softmax+").replace("-seed", ".")

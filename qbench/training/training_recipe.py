@@ -29,8 +29,8 @@ from qbench.records import Name
 class Compute(Strict):
     """``bfloat16``: float32 weights and optimizer, passes in bfloat16 under autocast with a
     bfloat16 residual stream. ``deterministic``: the same bits from the same start, which resuming
-    rests on. ``compile``: torch.compile's mode, or false; none with CUDA graphs, where a step's
-    second pass overwrites the gradients of its first."""
+    rests on. ``compile``: torch.compile's mode, or false; none with CUDA graphs of its own, since a
+    compiled step is captured as a whole."""
 
     precision: Literal["bfloat16", "float32"] = "bfloat16"
     attention: Literal["auto", "reference", "triton"] = "auto"
